@@ -1,0 +1,229 @@
+"""Data parallelism: every rank holds the whole model and a part of the batch; gradients are summed over the ranks.
+
+What is split: the batch. Rank r of N computes the gradient of its B/N samples.
+
+    rank 0   batch rows 0..3     forward  backward --+
+    rank 1   batch rows 4..7     forward  backward --+-- sum of gradients -> the same step on every rank
+    rank 2   batch rows 8..11    forward  backward --+
+
+Because the loss is a sum over tokens divided by the *global* number of tokens, the gradients of the parts simply add up:
+nothing is averaged, and unequal parts are right.
+
+Four ways to add them up, `--sync`:
+
+    server       rank 0 keeps the weights and the optimizer; workers pull weights, compute, push gradients (Li et al. 2014)
+    naive        one all-reduce per parameter, after backward
+    bucketed     one all-reduce per bucket of parameters, after backward: fewer, larger messages
+    overlapped   buckets fill in the order in which backward produces gradients, the last layers first; the all-reduce of a
+                 full bucket runs while backward goes on (Li et al. 2020, PyTorch DDP, arXiv:2006.15704, section 3.2)
+
+The gradient buffers *are* the buckets: `p.grad` is a view of its bucket, so nothing is copied in or out. With gradient
+accumulation a bucket starts only when the last micro-batch's gradients are in: one synchronisation a step.
+
+What it costs, per rank and step, P parameters of e bytes: an all-reduce by a ring sends 2 (N-1)/N P e, whatever the
+number of buckets (Patarasuk and Yuan 2009). The server alone sends (N-1) P e and receives as much: it is the bottleneck.
+Held: parameters, gradients and optimizer states, all of them on every rank. When the model does not fit, or its optimizer
+does not, this is the wrong choice.
+
+    torchrun --nproc_per_node=4 ddp.py            python ddp.py --sync naive --optimizer sgd --microbatches 4
+"""
+
+import torch
+import torch.distributed as dist
+
+
+class Bucket:
+    """A flat buffer for the gradients of some parameters: `p.grad` becomes a view of it."""
+
+    def __init__(self, parameters):
+        self.parameters = parameters
+        first = parameters[0]
+        self.flat = torch.zeros(sum(p.numel() for p in parameters), dtype=first.dtype, device=first.device)
+        for p, piece in zip(parameters, self.flat.split([p.numel() for p in parameters])):
+            p.grad = piece.view_as(p)
+        self.missing = 0  # gradients still to come before the bucket is full
+
+
+def make_buckets(parameters, bucket_bytes):
+    """Fill buckets of at most `bucket_bytes` (a larger parameter gets its own) from the last parameter to the first, the
+    order in which backward produces gradients. A bucket holds one dtype on one device."""
+    buckets, current, size = [], [], 0
+    for p in reversed([p for p in parameters if p.requires_grad]):
+        bytes_here = p.numel() * p.element_size()
+        alike = not current or (p.dtype, p.device) == (current[0].dtype, current[0].device)
+        if current and (size + bytes_here > bucket_bytes or not alike):
+            buckets.append(Bucket(current))
+            current, size = [], 0
+        current.append(p)
+        size += bytes_here
+    if current:
+        buckets.append(Bucket(current))
+    return buckets
+
+
+class DDP:
+    """Sums the gradients of `parameters` over `group`, in buckets.
+
+        ddp = DDP(model.parameters(), group, microbatches=2)
+        for step in ...:
+            ddp.zero_grad()
+            for each of the 2 micro-batches: loss.backward()
+            ddp.finish()                                       # now p.grad is the global gradient, on every rank
+            optimizer.step()
+
+    The replicas must start equal; they stay equal because they take equal steps. `microbatches` is the number of backward
+    passes a step. With `overlap` a bucket is reduced as soon as it is full, else all of them in finish().
+    `all_reduce(tensor, group=..., async_op=True)` returns a work handle; any implementation will do.
+    After finish(), `early` is the number of buckets whose all-reduce had started before backward was over.
+    """
+
+    def __init__(self, parameters, group, microbatches=1, bucket_bytes=25 << 20, overlap=True, all_reduce=dist.all_reduce):
+        self.group, self.microbatches, self.overlap, self.all_reduce = group, microbatches, overlap, all_reduce
+        self.buckets = make_buckets(parameters, bucket_bytes)
+        self.early, self.next, self.works = 0, 0, []
+        for bucket in self.buckets:
+            for p in bucket.parameters:
+                p.register_post_accumulate_grad_hook(lambda p, bucket=bucket: self._arrived(bucket))
+        self.zero_grad()
+
+    def zero_grad(self):
+        """Start a step: gradients to zero, in place (setting them to None would tear them out of their buckets)."""
+        self.next, self.works = 0, []
+        for bucket in self.buckets:
+            bucket.flat.zero_()
+            bucket.missing = len(bucket.parameters) * self.microbatches
+
+    def _arrived(self, bucket):
+        bucket.missing -= 1
+        if bucket.missing < 0:
+            raise RuntimeError(f"more backward passes than the {self.microbatches} that DDP was told of")
+        if self.overlap:
+            self._start_full_buckets()
+
+    def _start_full_buckets(self, rest=False):
+        # In the same order on every rank: all-reduces swapped between ranks would add up the wrong buckets, silently
+        while self.next < len(self.buckets) and (rest or self.buckets[self.next].missing == 0):
+            self.works.append(self.all_reduce(self.buckets[self.next].flat, group=self.group, async_op=True))
+            self.next += 1
+
+    def finish(self):
+        """Reduce the buckets that never filled (a parameter may get no gradient) and wait for all of them."""
+        self.early = self.next
+        self._start_full_buckets(rest=True)
+        for work in self.works:
+            work.wait()
+
+
+class Naive:
+    """One blocking all-reduce per parameter after backward: what DDP improves on. Same use as DDP."""
+
+    def __init__(self, parameters, group):
+        self.parameters, self.group = [p for p in parameters if p.requires_grad], group
+        for p in self.parameters:
+            p.grad = torch.zeros_like(p)
+
+    def zero_grad(self):
+        for p in self.parameters:
+            p.grad.zero_()
+
+    def finish(self):
+        for p in self.parameters:
+            dist.all_reduce(p.grad, group=self.group)
+
+
+class ParameterServer:
+    """Rank 0 of `group` is the server (and a worker too): it alone has the global gradient and takes the step.
+
+    zero_grad() also pulls: every worker receives the server's weights. finish() pushes: the server receives every worker's
+    gradient and adds them up in the order of the ranks. Weights and gradients each travel as one flat buffer.
+    """
+
+    def __init__(self, parameters, group):
+        self.group, self.rank, self.size = group, dist.get_rank(group), dist.get_world_size(group)
+        parameters = [p for p in parameters if p.requires_grad]
+        self.gradients = Bucket(parameters).flat
+        self.weights = torch.cat([p.detach().flatten() for p in parameters])
+        for p, piece in zip(parameters, self.weights.split([p.numel() for p in parameters])):
+            p.data = piece.view_as(p)
+        self.received = torch.empty_like(self.gradients)
+
+    def pull(self):
+        """The server's weights to every worker."""
+        if self.rank == 0:
+            works = [dist.isend(self.weights, group=self.group, group_dst=r) for r in range(1, self.size)]
+            for work in works:
+                work.wait()
+        else:
+            dist.recv(self.weights, group=self.group, group_src=0)
+
+    def zero_grad(self):
+        self.pull()
+        self.gradients.zero_()
+
+    def finish(self):
+        """Every worker's gradient to the server."""
+        if self.rank == 0:
+            for r in range(1, self.size):
+                dist.recv(self.received, group=self.group, group_src=r)
+                self.gradients += self.received
+        else:
+            dist.send(self.gradients, group=self.group, group_dst=0)
+
+
+# --- demo ---
+
+import harness
+
+
+def main():
+    parser = harness.parser(__doc__)
+    parser.add_argument("--sync", choices=["server", "naive", "bucketed", "overlapped"], default="overlapped", help="see above")
+    parser.add_argument("--bucket-mb", type=float, default=0.5, metavar="MB", help="size of a bucket (PyTorch's default: 25)")
+    args = parser.parse_args()
+    harness.configure(args)
+    harness.launch(demo, args, check=lambda world: harness.check_batch(args, world))
+
+
+def demo(run):
+    args, group = run.args, dist.group.WORLD
+    run.groups(dp=group)
+    model = run.fill(run.meta_model())
+    parameters = list(model.parameters())
+    if args.sync == "server":
+        sync = ParameterServer(parameters, group)
+    elif args.sync == "naive":
+        sync = Naive(parameters, group)
+    else:
+        overlap, size = args.sync == "overlapped", int(args.bucket_mb * 2**20)
+        sync = DDP(parameters, group, args.microbatches, size, overlap)
+    leader = args.sync != "server" or run.rank == 0
+    optimizer = harness.make_optimizer(parameters, args)
+    for step in run.steps(optimizer):
+        sync.zero_grad()
+        loss = torch.zeros((), device=run.device)
+        for tokens, targets, samples in run.microbatches(step, run.rank, run.world):
+            part = model(tokens, targets=targets, count=run.count, samples=samples)
+            part.backward()
+            loss += part.detach()
+        sync.finish()
+        run.update(step, model, optimizer, loss, over=[group], leader=leader)
+    if args.sync == "server":
+        sync.pull()
+    run.compare(model, leader=leader)
+
+    n, size = run.world, sum(p.numel() * p.element_size() for p in parameters)
+    if args.sync == "server":
+        sent = {("send", "dp"): ((n - 1) * size if run.rank == 0 else size, "(N-1) P e, the server")}
+    else:
+        numbers = 8 if n > 1 else 0  # the loss itself is summed too: one float64
+        sent = {("all_reduce", "dp"): (2 * (n - 1) / n * (size + numbers), "2 (N-1)/N P e, and the loss")}
+    states = 2 if args.optimizer == "adamw" and leader else 0
+    held = {"parameters": (size, "P e"), "gradients": (size, "P e"), "optimizer": (states * size, f"{states} P e")}
+    notes = []
+    if args.sync == "overlapped":
+        notes = [f"{sync.early} of {len(sync.buckets)} buckets were on their way before backward was over"]
+    return run.receipt({"dp": n, "sync": args.sync}, sent, held, notes)
+
+
+if __name__ == "__main__":
+    harness.script(main)

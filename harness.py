@@ -1,0 +1,785 @@
+"""What all scripts share and no technique needs: start-up, the flags, the one-process reference, the ledger, the receipt.
+
+A script's demo is a function of a `Run`. `launch` calls it on every rank, under torchrun or, without it, on ranks that it
+starts on this machine. `Run.compare` trains the same model in one process and holds every gradient and weight against it;
+`Run.receipt` prints what was sent and held beside the formulas, and that difference. Out of tolerance is exit code 1.
+Bad input is one sentence on stderr and exit code 2 (`refuse`).
+"""
+
+import argparse
+import contextlib
+import datetime
+import json
+import math
+import os
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import time
+import traceback
+import weakref
+
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import data
+import model as gpt
+
+DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
+# Largest relative difference from one process that is rounding: of loss and gradient norm, of gradients, of weights
+TOLERANCE = {"float64": (1e-10, 1e-10, 1e-10), "float32": (1e-5, 1e-4, 1e-3), "bfloat16": (2e-2, 0.5, 0.1)}
+VOCAB = {"bytes": 257, "gpt2": 50257}
+TIMEOUT = datetime.timedelta(minutes=10)
+
+
+# --- bad input
+
+
+class Refused(SystemExit):
+    """Input that can't be used. The message is one sentence that says what to change; the exit code is 2.
+
+    Every rank raises it; `speaker` prints it."""
+
+    def __init__(self, message, speaker=0):
+        super().__init__(2)
+        self.message, self.speaker = message, speaker
+
+    def __str__(self):
+        return self.message
+
+
+def say(message):
+    print(f"{os.path.basename(sys.argv[0])}: {message}", file=sys.stderr, flush=True)
+
+
+def refuse(refused, rank):
+    """One rank says why; returns the exit code."""
+    if rank == refused.speaker:
+        say(refused)
+    else:
+        time.sleep(1)  # under torchrun the first rank to leave ends the others: let the speaker speak
+    return 2
+
+
+# --- flags
+
+
+class Parser(argparse.ArgumentParser):
+    def error(self, message):
+        raise Refused(f"{message} (--help lists the flags)")
+
+
+def parser(doc, **defaults):
+    """The flags that every script knows; `defaults` replaces some of their defaults."""
+    p = Parser(
+        description=doc, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False, conflict_handler="resolve"
+    )
+    g = p.add_argument_group("the model")
+    g.add_argument("--preset", default="tiny", help="named size: " + ", ".join(gpt.PRESETS))
+    g.add_argument("--family", choices=["gpt2", "llama"], help="turn the preset into this family (tiny is gpt2)")
+    for name, why in {
+        "layers": "number of blocks",
+        "heads": "attention heads a layer",
+        "kv-heads": "key/value heads; fewer than heads is grouped-query attention",
+        "width": "size of the residual stream",
+        "hidden": "inner size of the MLP",
+        "context": "tokens a sequence",
+        "vocab": "size of the vocabulary, at least the tokenizer's",
+    }.items():
+        g.add_argument(f"--{name}", type=positive, metavar="N", help=why + " (default: the preset's)")
+    g.add_argument("--dropout", type=float, default=0.0, metavar="P", help="probability, on embedding and residual stream")
+    g = p.add_argument_group("training")
+    g.add_argument("--steps", type=positive, default=10, metavar="N", help="optimizer steps")
+    g.add_argument("--batch", type=positive, default=16, metavar="N", help="sequences in the global batch, over all ranks")
+    g.add_argument("--microbatches", type=positive, default=2, metavar="N", help="pieces of each data-parallel rank's part")
+    g.add_argument("--seed", type=int, default=1, help="of weights, batches and dropout")
+    g.add_argument("--optimizer", choices=["adamw", "sgd"], default="adamw", help="sgd shows wrong gradient scales, adamw hides them")
+    g.add_argument("--lr", type=float, default=1e-3, help="learning rate after warm-up")
+    g.add_argument("--warmup", type=int, default=0, metavar="N", help="steps over which the learning rate rises")
+    g.add_argument("--weight-decay", type=float, default=0.1, help="on matrices, not on biases and norms")
+    g.add_argument("--grad-clip", type=float, default=1.0, metavar="X", help="largest global gradient norm; 0 = off")
+    g.add_argument("--dtype", choices=list(DTYPES), default="float32", help="of weights, gradients and activations")
+    g = p.add_argument_group("data")
+    g.add_argument("--data", default="stdlib", metavar="PATH", help="a text file, a folder of them, stdlib or shakespeare")
+    g.add_argument("--tokenizer", choices=["bytes", "gpt2"], default="bytes", help="gpt2's is downloaded once by tiktoken")
+    g = p.add_argument_group("running")
+    g.add_argument("--nproc", type=positive, metavar="N", help="processes to start here when torchrun did not")
+    g.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto", help="auto: GPUs where there are any")
+    g.add_argument("--backend", choices=["gloo", "nccl"], help="default: nccl on GPUs, else gloo; gloo ranks may share a GPU")
+    g.add_argument("--json", metavar="FILE", help="write the receipt as JSON")
+    g.add_argument("--quiet", action="store_true", help="print nothing but errors")
+    p.set_defaults(**defaults)
+    return p
+
+
+def positive(text):
+    if not text.isdigit() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return int(text)
+
+
+def configure(args):
+    """The model's Config from the flags. Refuses sizes that contradict each other."""
+    fields = ("layers", "heads", "kv_heads", "width", "hidden", "context", "vocab")
+    overrides = {name: getattr(args, name) for name in fields} | {"dropout": args.dropout}
+    need = VOCAB[args.tokenizer]
+    if args.vocab is None and "vocab" not in gpt.PRESETS.get(args.preset, {}):
+        overrides["vocab"] = need
+    try:
+        config = gpt.configure(args.preset, args.family, **overrides)
+    except ValueError as e:
+        raise Refused(str(e)) from e
+    if config.vocab < need:
+        raise Refused(f"a vocabulary of {config.vocab} is too small for --tokenizer {args.tokenizer}, which has {need} tokens")
+    return config
+
+
+def check_batch(args, parts):
+    """Refuse a batch that does not divide into micro-batches on `parts` data-parallel ranks."""
+    if args.batch % (parts * args.microbatches):
+        fits = [m for m in range(1, args.batch + 1) if args.batch % (parts * m) == 0]
+        hint = f"--microbatches could be {', '.join(map(str, fits))}" if fits else f"--batch could be {parts * args.microbatches}"
+        raise Refused(
+            f"--batch {args.batch} does not divide by {parts} data-parallel ranks x {args.microbatches} micro-batches: {hint}"
+        )
+
+
+# --- start-up
+
+
+def launch(demo, args, needed=None, check=lambda world: None):
+    """Call demo(Run) on every rank, and end the process with its exit code.
+
+    needed: the number of ranks that the layout takes; None means any. check(world size) may refuse a number of ranks. Joins the ranks that torchrun (or whatever sets RANK
+    and WORLD_SIZE) started; otherwise, or where it started one and more are needed, starts them on this machine.
+    """
+    joined = "RANK" in os.environ and "WORLD_SIZE" in os.environ
+    started = int(os.environ["WORLD_SIZE"]) if joined else 1
+    world = needed or (started if joined else args.nproc or 4)
+    check(world)
+    use_gpu = args.device == "cuda" or args.device == "auto" and torch.cuda.device_count() > 0
+    args.device = "cuda" if use_gpu else "cpu"
+    args.backend = args.backend or ("nccl" if use_gpu else "gloo")
+    check_devices(args, started if joined and started == world else world)
+    if started == world:
+        if joined and world > 1:
+            finish(run_rank(demo, args, int(os.environ["RANK"]), world, join))
+        finish(run_rank(demo, args, 0, 1, lambda rank, world: dist.HashStore()))
+    if started > 1:
+        raise Refused(f"this layout needs {world} processes and {started} were started: {command(world)}")
+    say(f"{'this layout needs' if needed else 'by default'} {world} processes: starting them on this machine")
+    if use_gpu or sys.platform != "linux":
+        # CUDA does not survive a fork, nor do some systems' libraries: let torchrun start fresh processes
+        sys.stdout.flush()
+        arguments = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={world}", *sys.argv]
+        os.execv(sys.executable, [sys.executable, *arguments])
+    finish(fork_ranks(lambda rank: run_rank(demo, args, rank, world, None), world))
+
+
+def command(world, nodes=1):
+    script = " ".join([os.path.basename(sys.argv[0]), *sys.argv[1:]])
+    if nodes == 1:
+        return f"torchrun --nproc_per_node={world} {script}"
+    rendezvous = "--rdzv-backend=c10d --rdzv-endpoint=FIRST_HOST:29500"
+    return f"torchrun --nnodes={nodes} --nproc_per_node={world // nodes} {rendezvous} {script}"
+
+
+def check_devices(args, world):
+    if args.device == "cpu":
+        if args.backend == "nccl":
+            raise Refused("--backend nccl needs GPUs: use --backend gloo")
+        return
+    gpus = torch.cuda.device_count()
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", world)) if "RANK" in os.environ and os.environ["WORLD_SIZE"] != "1" else world
+    if gpus == 0:
+        raise Refused("--device cuda, but no GPU is visible here: use --device cpu")
+    if args.backend == "nccl" and here > gpus:
+        per_node = max(n for n in range(1, gpus + 1) if world % n == 0)
+        raise Refused(
+            f"this layout needs {world} GPUs and this machine has {gpus}: on each of {world // per_node} nodes run "
+            f"{command(world, world // per_node)}"
+        )
+
+
+def fork_ranks(work, world, grace=5.0):
+    """Run work(rank) -> exit code in `world` processes forked from this one; returns 0 if all returned 0, else the worst.
+
+    Ten times faster than starting them afresh, because torch is imported already. When a rank dies, the others get `grace`
+    seconds to end by themselves. The store is a file: nothing listens for connections but gloo, on the loopback interface.
+    """
+    torch.set_num_threads(1)  # a thread pool does not survive the fork
+    folder = tempfile.mkdtemp()
+    loopback = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]
+    if loopback:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback[0])
+    os.environ["RANKS_STORE"] = os.path.join(folder, "store")
+    sys.stdout.flush()
+    sys.stderr.flush()
+    ranks, codes, deadline, stopped = {}, {}, None, False
+    for rank in range(world):
+        pid = os.fork()
+        if pid == 0:
+            finish(work(rank))
+        ranks[pid] = rank
+
+    def stop(number):
+        for pid in ranks:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
+
+    def terminate(*_):
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, terminate)
+    try:
+        while ranks:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+            if pid == 0:
+                time.sleep(0.01)
+                if deadline and time.monotonic() > deadline:
+                    stop(signal.SIGKILL)
+                continue
+            rank, code = ranks.pop(pid), os.waitstatus_to_exitcode(status)
+            codes[rank] = code
+            if code and deadline is None:
+                deadline = time.monotonic() + grace
+                if code < 0:
+                    say(f"rank {rank} was ended by {signal.Signals(-code).name}; the others stop")
+                elif code == LOST:
+                    say(f"rank {rank} lost its peers; the others stop")
+    except KeyboardInterrupt:
+        stopped = True
+        say("interrupted")
+        stop(signal.SIGTERM)
+        time.sleep(0.5)
+        stop(signal.SIGKILL)
+        while ranks:
+            ranks.pop(os.wait()[0])
+    finally:
+        signal.signal(signal.SIGTERM, before)
+        shutil.rmtree(folder, ignore_errors=True)
+    if stopped:
+        return 130
+    return 2 if 2 in codes.values() else int(any(codes.values()))
+
+
+LOST = 75  # exit code of a rank whose peer went away: the peer, not this rank, has something to tell
+
+
+def join(rank, world):
+    """The store of the ranks that someone else started."""
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    try:
+        store = dist.TCPStore(address, port, world, is_master=rank == 0 and not hosted, timeout=TIMEOUT)
+    except RuntimeError as e:
+        if "EADDRINUSE" not in str(e) and "in use" not in str(e):
+            raise
+        raise Refused(f"port {port} on {address} is in use: set MASTER_PORT to a free one") from e
+    # After a restart the keys of the attempt before are still there, under its own prefix
+    return dist.PrefixStore(f"attempt{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+
+
+def run_rank(demo, args, rank, world, connect):
+    """One rank's life: connect, demo(Run), leave. Returns the exit code, and never raises."""
+    store = None
+    try:
+        if hasattr(os, "SCHED_BATCH"):
+            # Linux gives gloo's threads a whole scheduler tick (4 ms) otherwise, wherever ranks share cores
+            with contextlib.suppress(OSError):
+                os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+        local_world = int(os.environ.get("LOCAL_WORLD_SIZE", world)) if connect is join else world
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+        torch.set_num_threads(max(1, cores // local_world))
+        device = torch.device("cpu")
+        if args.device == "cuda":
+            device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", rank)) % torch.cuda.device_count())
+            torch.cuda.set_device(device)
+        store = connect(rank, world) if connect else dist.FileStore(os.environ["RANKS_STORE"], world)
+        dist.init_process_group(args.backend, store=store, rank=rank, world_size=world, timeout=TIMEOUT)
+        code = demo(Run(args, rank, world, device)) or 0
+        dist.barrier()  # nobody leaves while others still talk to it
+    except Refused as e:
+        code = refuse(e, rank)
+    except KeyboardInterrupt:
+        code = 130
+    except Exception as e:
+        code = failed(e, rank, world, store, forked=connect is None)
+    with contextlib.suppress(Exception):
+        dist.destroy_process_group()
+    return code
+
+
+def failed(error, rank, world, store, forked):
+    """Report an exception: the rank that raised it prints it; ranks that lost a peer name the peer."""
+    text = str(error)
+    signs = ("onnection closed", "onnection reset", "roken pipe", "onnection refused", "NCCL", "Timed out", "ocket")
+    if not isinstance(error, (RuntimeError, ConnectionError)) or not any(s in text for s in signs):
+        print(f"rank {rank} failed:\n" + "".join(traceback.format_exception(error)), file=sys.stderr, flush=True)
+        return 1
+    if not forked:  # else the process that forked the ranks saw who died
+        with contextlib.suppress(Exception):
+            store.set(f"survivor{rank}", "1")
+            time.sleep(1)
+            alive = [r for r in range(world) if store.check([f"survivor{r}"])]
+            if rank == min(alive):
+                gone = ", ".join(str(r) for r in range(world) if r not in alive)
+                say(f"rank {gone} died; the run ends" if gone else f"a connection broke ({text.splitlines()[0]})")
+    return LOST
+
+
+def finish(code):
+    """End the process. Past the interpreter's own exit, where gloo's threads can still abort a job that is done."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def script(main):
+    """Call a script's main() and turn a refusal into one sentence and exit code 2."""
+    try:
+        main()
+    except Refused as e:
+        finish(refuse(e, int(os.environ.get("RANK", 0))))
+    except KeyboardInterrupt:
+        finish(130)
+
+
+# --- training, as far as no technique changes it
+
+
+def learning_rate(step, args):
+    """Linear warm-up, then (where args.min_lr is given) a cosine down to it at the last step."""
+    if step < args.warmup:
+        return args.lr * (step + 1) / (args.warmup + 1)
+    low = getattr(args, "min_lr", None)
+    if low is None:
+        return args.lr
+    progress = (step - args.warmup) / max(1, args.steps - args.warmup)
+    return low + (args.lr - low) * 0.5 * (1 + math.cos(math.pi * progress))
+
+
+def make_optimizer(parameters, args):
+    """AdamW or SGD; weight decay on matrices only."""
+    parameters = [p for p in parameters if p.requires_grad]
+    matrices, vectors = [p for p in parameters if p.dim() > 1], [p for p in parameters if p.dim() <= 1]
+    groups = [
+        {"params": ps, "weight_decay": decay} for ps, decay in ((matrices, args.weight_decay), (vectors, 0.0)) if ps
+    ]
+    if args.optimizer == "sgd":
+        return torch.optim.SGD(groups, lr=args.lr)
+    return torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, 0.95), fused=True)
+
+
+def grad_norm(parameters, split=(), dealt=()):
+    """The norm of the whole model's gradient, each element counted once; a float64 scalar tensor.
+
+    split: groups over which parameters may be split (tensor parallel); one that is not is whole on every rank, and counts
+    on the first. dealt: groups over which whole parameters are dealt out (pipeline). A parameter whose gradient was summed
+    over a group (a tied matrix on two stages) counts on that group's first rank.
+    """
+    total = torch.zeros((), dtype=torch.float64)
+    mine = []
+    for p in parameters:
+        if p.grad is not None:
+            total = total.to(p.grad.device)
+            placement = getattr(p, "placement", {"split": {}, "partial": []})
+            copies = [g for g in split if g not in placement["split"].values()] + placement["partial"]
+            if all(dist.get_rank(g) == 0 for g in copies):
+                mine.append(p.grad)
+    if mine:
+        dtype = torch.promote_types(mine[0].dtype, torch.float32)
+        total += torch.stack(torch._foreach_norm(mine, dtype=dtype)).double().square().sum()
+    for group in (*split, *dealt):
+        dist.all_reduce(total, group=group)
+    return total.sqrt()
+
+
+def clip(parameters, norm, limit):
+    """Scale gradients in place so that their global norm is at most `limit` (0: leave them)."""
+    if limit > 0:
+        grads = [p.grad for p in parameters if p.grad is not None]
+        torch._foreach_mul_(grads, (limit / (norm + 1e-6)).clamp(max=1.0).to(grads[0].dtype))
+
+
+# --- the ledger
+
+
+def all_but_one(n):
+    return (n - 1) / n
+
+
+# c10d operation -> name, the argument that holds the whole payload, bytes a ring algorithm sends per rank and payload byte
+OPERATIONS = {
+    "allreduce_": ("all_reduce", 0, lambda n: 2 * all_but_one(n)),
+    "_allgather_base_": ("all_gather", 0, all_but_one),
+    "allgather_": ("all_gather", 0, all_but_one),
+    "_reduce_scatter_base_": ("reduce_scatter", 1, all_but_one),
+    "reduce_scatter_": ("reduce_scatter", 1, all_but_one),
+    "alltoall_base_": ("all_to_all", 1, all_but_one),
+    "alltoall_": ("all_to_all", 1, all_but_one),
+    "broadcast_": ("broadcast", 0, all_but_one),
+    "reduce_": ("reduce", 0, all_but_one),
+    "send": ("send", 0, lambda n: 1.0),
+    "recv_": ("recv", 0, lambda n: 0.0),
+}
+
+
+def tensors_in(x):
+    """All tensors in nested lists and tuples."""
+    if isinstance(x, torch.Tensor):
+        yield x
+    elif isinstance(x, (list, tuple)):
+        for y in x:
+            yield from tensors_in(y)
+
+
+class Ledger(TorchDispatchMode):
+    """While it is on (`with ledger:`), counts every c10d operation by group, and the bytes of memory alive.
+
+    groups: {name: process group} to report by. `sent` is {(operation, group name): [calls, payload bytes, wire bytes]},
+    `peak` the most bytes that were alive at a time beyond `known`, the tensors that outlive a step. It sits at the
+    dispatcher, below everything that calls torch: the code it watches does not know of it.
+    """
+
+    def __init__(self, groups):
+        super().__init__()
+        self.names = {}
+        for name, group in groups.items():
+            self.names.setdefault(group.group_name, name)
+        self.sent, self.live, self.bytes, self.peak, self.known, self.tracking = {}, {}, 0, 0, set(), True
+
+    def watch(self, known):
+        """Start anew; memory of the tensors in `known` is not counted."""
+        self.sent, self.live, self.bytes, self.peak, self.tracking = {}, {}, 0, 0, True
+        self.known = {t.untyped_storage()._cdata for t in known}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if func.namespace == "c10d":
+            self._count(func, args)
+        elif self.tracking:
+            for t in tensors_in(out):
+                self._see(t.untyped_storage())
+        return out
+
+    def _count(self, func, args):
+        name = func.name().removeprefix("c10d::")
+        if name not in OPERATIONS:
+            return  # a barrier and the like: no payload
+        operation, position, wire = OPERATIONS[name]
+        group = next(self._group(a) for a in args if isinstance(a, torch.ScriptObject) and self._group(a))
+        payload = sum(t.numel() * t.element_size() for t in tensors_in(args[position]))
+        row = self.sent.setdefault((operation, self.names.get(group.group_name, group.group_name)), [0, 0, 0.0])
+        row[0] += 1
+        row[1] += payload
+        row[2] += payload * wire(group.size())
+
+    def _group(self, argument):
+        try:
+            return dist.ProcessGroup.unbox(argument)
+        except RuntimeError:
+            return None  # a reduction's operator
+
+    def _see(self, storage):
+        key, size = storage._cdata, storage.nbytes()
+        if key in self.known or key in self.live:
+            return
+        self.live[key] = size
+        self.bytes += size
+        self.peak = max(self.peak, self.bytes)
+        weakref.finalize(storage, self._forget, key)
+
+    def _forget(self, key):
+        self.bytes -= self.live.pop(key, 0)
+
+
+# --- a run
+
+
+class Run:
+    """One rank's view of a script's run: the flags, who it is, the text, and the steps all demos take alike."""
+
+    def __init__(self, args, rank, world, device):
+        self.args, self.rank, self.world, self.device = args, rank, world, device
+        self.dtype, self.config = DTYPES[args.dtype], configure(args)
+        self.started = time.perf_counter()
+        problem = None
+        try:
+            self.corpus = data.load(args.data, args.tokenizer)
+            self.corpus.split("train", self.config.context)
+        except data.DataError as e:
+            problem = str(e)
+        self.agree(problem)
+        self.same_text()
+        self.count = args.batch * self.config.context  # valid targets of the global batch: every window is full
+        self.history, self.errors, self.held = [], None, {}
+        self.ledger = Ledger({"world": dist.group.WORLD})
+        self.last = time.perf_counter()
+
+    def agree(self, problem):
+        """Go on only if no rank has a problem (a sentence, or None); else the first that has one says it."""
+        first = torch.tensor(self.world if problem is None else self.rank, device=self.device)
+        dist.all_reduce(first, op=dist.ReduceOp.MIN)
+        if first.item() < self.world:
+            raise Refused(problem or "another rank refused", speaker=first.item())
+
+    def same_text(self):
+        """Refuse to train on different texts: compares a digest of the tokens over all ranks."""
+        mine = torch.tensor([int(self.corpus.digest[:15], 16)], device=self.device)
+        digests = [torch.empty_like(mine) for _ in range(self.world)]
+        dist.all_gather(digests, mine)
+        other = [r for r in range(self.world) if digests[r].item() != digests[0].item()]
+        if other:
+            raise Refused(
+                f"rank {other[0]} has another text than rank 0: give every node the same --data "
+                "(stdlib differs between Python versions, shakespeare does not)"
+            )
+
+    def print(self, *args, **kwargs):
+        if self.rank == 0 and not self.args.quiet:
+            print(*args, **kwargs, flush=True)
+
+    def groups(self, **groups):
+        """Name the process groups, for the ledger."""
+        self.ledger = Ledger(groups | {"world": dist.group.WORLD})
+
+    def meta_model(self):
+        with torch.device("meta"):
+            return gpt.GPT(self.config)
+
+    def fill(self, model, **kwargs):
+        return gpt.fill(model, self.args.seed, self.device, self.dtype, **kwargs)
+
+    def microbatches(self, step, part=0, parts=1, pieces=None):
+        """This rank's rows of the step's global batch, in micro-batches: a list of (tokens, targets, samples)."""
+        size = self.args.batch // parts
+        rows = range(part * size, (part + 1) * size)
+        batch = self.corpus.batch(step, rows, self.config.context, self.args.seed)
+        pieces = pieces or self.args.microbatches
+        return list(zip(*(t.to(self.device).tensor_split(pieces) for t in batch)))
+
+    def steps(self, optimizer):
+        """The numbers of the steps; sets the learning rate before each, and lets the ledger watch the second."""
+        for step in range(self.args.steps):
+            for group in optimizer.param_groups:
+                group["lr"] = learning_rate(step, self.args)
+            if step == min(1, self.args.steps - 1):
+                self.watch(optimizer)
+                with self.ledger:
+                    yield step
+                self.weigh(optimizer)
+            else:
+                yield step
+
+    def watch(self, optimizer):
+        self.ledger.watch([t for kind in self.lasting(optimizer).values() for t in kind])
+
+    def lasting(self, optimizer):
+        """What outlives a step: parameters, their gradients, and the optimizer's states."""
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        return {
+            "parameters": parameters,
+            "gradients": [p.grad for p in parameters if p.grad is not None],
+            "optimizer": [t for state in optimizer.state.values() for t in state.values() if torch.is_tensor(t) and t.dim()],
+        }
+
+    def weigh(self, optimizer):
+        """Note the bytes held, by kind."""
+        size = {k: sum(t.numel() * t.element_size() for t in ts) for k, ts in self.lasting(optimizer).items()}
+        self.held = size | {"activations_peak": self.ledger.peak}
+
+    def update(self, step, model, optimizer, loss, over=(), split=(), dealt=(), leader=True):
+        """End a step whose gradients are complete: global loss, global norm, clipping, the optimizer's step, a line.
+
+        loss: this rank's part, whose sum over the groups `over` is the global loss. split, dealt: see grad_norm.
+        leader: False on a rank whose gradients are not the global ones and who takes no step (a server's worker).
+        """
+        loss = loss.detach().double()
+        for group in over:
+            dist.all_reduce(loss, group=group)
+        parameters = list(model.parameters())
+        norm = grad_norm(parameters, split, dealt)
+        self.keep_gradients(step, model)
+        self.ledger.tracking = False  # the optimizer's own temporaries are no activations
+        if leader:
+            clip(parameters, norm, self.args.grad_clip)
+            optimizer.step()
+        self.log(step, loss.item(), norm.item(), optimizer.param_groups[0]["lr"])
+
+    def keep_gradients(self, step, model):
+        """Before clipping: what `compare` will look at."""
+        if step + 1 == self.proven:
+            self.gradients = {name: p.grad.clone() for name, p in model.named() if p.grad is not None}
+
+    @property
+    def proven(self):
+        """The number of steps that are held against one process."""
+        prove = getattr(self.args, "prove", None)
+        return min(self.args.steps, self.args.steps if prove is None else prove)
+
+    def log(self, step, loss, norm, lr, **more):
+        now = time.perf_counter()
+        rate = self.count / (now - self.last)
+        self.last = now
+        self.history.append({"step": step + 1, "loss": loss, "grad_norm": norm, "lr": lr, "tokens_per_s": rate, **more})
+        rest = "".join(f"  {k} {v}" for k, v in more.items())
+        self.print(f"step {step + 1:4d}  loss {loss:.4f}  grad norm {norm:7.4f}  lr {lr:.2e}  {rate:8,.0f} tokens/s{rest}")
+
+    # --- proof
+
+    def one_process(self, steps):
+        """Train the same model in this process alone, for `steps` steps: (losses, norms, gradients of the last, weights)."""
+        model = gpt.build(self.config, self.args.seed, self.device, self.dtype)
+        optimizer = make_optimizer(model.parameters(), self.args)
+        losses, norms = [], []
+        for step in range(steps):
+            for group in optimizer.param_groups:
+                group["lr"] = learning_rate(step, self.args)
+            [(tokens, targets, samples)] = self.microbatches(step, pieces=1)
+            optimizer.zero_grad()
+            loss = model(tokens, targets=targets, count=self.count, samples=samples)
+            loss.backward()
+            gradients = {name: p.grad.clone() for name, p in model.named()} if step == steps - 1 else {}
+            norm = grad_norm(list(model.parameters()))
+            clip(list(model.parameters()), norm, self.args.grad_clip)
+            optimizer.step()
+            losses.append(loss.item())
+            norms.append(norm.item())
+        return losses, norms, gradients, {name: p.detach() for name, p in model.named()}
+
+    def compare(self, model, take=lambda full, parameter: full, leader=True):
+        """Hold the run so far against one process: loss and norm of every step, all gradients of the last step, all weights.
+
+        Rank 0 trains the reference and broadcasts it, parameter by parameter; each rank compares what it holds of it, all
+        copies included. take(full, parameter): the rank's piece. The difference of a tensor is the largest of its elements,
+        relative to the tensor's largest, or to 1/1000 of the model's largest where the tensor is smaller than that (the
+        gradient of a key's bias, say, is zero but for rounding).
+        """
+        steps = len(self.history)
+        losses, norms, gradients, weights = self.one_process(steps) if self.rank == 0 else ([], [], {}, {})
+        worst = {"loss": 0.0, "grad": 0.0, "param": 0.0}
+        for here, loss, norm in zip(self.history, losses, norms):
+            pairs = ((here["loss"], loss), (here["grad_norm"], norm))
+            worst["loss"] = larger(worst["loss"], *(abs(a - b) / abs(b) for a, b in pairs))
+        with torch.device("meta"):
+            shapes = {name: p.shape for name, p in gpt.GPT(self.config).named()}
+        mine = dict(model.named())
+        for kind, whole in ("grad", gradients), ("param", weights):
+            floor = torch.tensor(max((t.abs().max().item() for t in whole.values()), default=0.0) / 1000, device=self.device)
+            dist.broadcast(floor, 0)
+            for name, shape in shapes.items():
+                full = whole[name] if self.rank == 0 else torch.empty(shape, dtype=self.dtype, device=self.device)
+                dist.broadcast(full, 0)
+                if name not in mine or (kind == "grad" and not leader):
+                    continue
+                held = mine[name].detach() if kind == "param" else self.gradients.get(name)
+                there = take(full, mine[name])
+                held = torch.zeros_like(there) if held is None else held
+                difference = (held.double() - there.double()).abs().max() / torch.maximum(full.abs().max(), floor)
+                worst[kind] = larger(worst[kind], difference.item())
+        errors = torch.tensor(list(worst.values()), dtype=torch.float64, device=self.device)
+        errors = torch.where(errors.isnan(), torch.inf, errors)  # a NaN is the largest difference of all
+        dist.all_reduce(errors, op=dist.ReduceOp.MAX)
+        self.errors = dict(zip(worst, errors.tolist()))
+        self.compared = steps
+        self.last = time.perf_counter()
+
+    # --- receipt
+
+    def receipt(self, layout, sent=(), held=(), notes=()):
+        """Gather, print and write the receipt. Returns the exit code: 1 if anything is out of tolerance.
+
+        layout: {axis: size}. sent: {(operation, group): (bytes, formula as text)}, what this rank should send a step by the
+        papers; held: {kind: (bytes, text)}. Of a row the rank with the most bytes is shown. A measured figure that differs
+        from its formula fails, but for activations: their formulas leave small things out. notes: further lines.
+        """
+        sent, held = dict(sent), dict(held)
+        everyone = [None] * self.world
+        dist.all_gather_object(everyone, (self.ledger.sent, sent, self.held, held))
+        if self.rank != 0:
+            return 0 if self.verdict(self.table(everyone)) else 1
+        table = self.table(everyone)
+        ok = self.verdict(table)
+        result = {
+            "ok": ok,
+            "world_size": self.world,
+            "layout": layout,
+            "steps": self.history,
+            "max_error": self.errors,
+            "tolerance": dict(zip(("loss", "grad", "param"), TOLERANCE[self.args.dtype])),
+            "sent": table[0],
+            "held": table[1],
+        }
+        if self.args.json:
+            with open(self.args.json, "w") as f:
+                json.dump(result, f, indent=1)
+        self.print_receipt(result, notes)
+        return 0 if ok else 1
+
+    def table(self, everyone):
+        """Of every row the rank with the most bytes."""
+        sent = []
+        for key in sorted({key for s, formula, *_ in everyone for key in (*s, *formula)}):
+            rows = [(s.get(key, [0, 0, 0.0]), formula.get(key, (None, ""))) for s, formula, *_ in everyone]
+            (calls, payload, wire), (expected, text) = max(rows, key=lambda row: row[0][2])
+            if wire > 0 or expected:
+                fits = all(expected is None or abs(wire - expected) < 1 for (_, _, wire), (expected, _) in rows)
+                row = {"op": key[0], "group": key[1], "calls": calls, "payload_bytes": payload, "wire_bytes": round(wire)}
+                sent.append(row | {"formula_bytes": None if expected is None else round(expected), "formula": text, "ok": fits})
+        held = {}
+        for kind in self.held:
+            rows = [(h[kind], formula.get(kind, (None, ""))) for *_, h, formula in everyone]
+            size, (expected, text) = max(rows, key=lambda row: row[0])
+            loose = kind == "activations_peak"
+            fits = loose or all(expected is None or abs(size - expected) < 1 for size, (expected, _) in rows)
+            held[kind] = {"bytes": size, "formula_bytes": expected and round(expected), "formula": text, "ok": fits}
+        return sent, held
+
+    def verdict(self, table):
+        errors = zip((self.errors or {}).values(), TOLERANCE[self.args.dtype])
+        return all(e <= t for e, t in errors) and all(r["ok"] for r in table[0]) and all(r["ok"] for r in table[1].values())
+
+    def print_receipt(self, result, notes):
+        layout = " ".join(f"{k} {v}" for k, v in result["layout"].items())
+        self.print(f"\nreceipt: {layout}, {self.world} rank{'s' * (self.world > 1)}, {self.args.dtype}")
+        self.print("  sent a step, by the rank that sends most   calls      payload      on wire      formula")
+        for r in result["sent"]:
+            name = f"{r['op']} in {r['group']}"
+            formula = "" if r["formula_bytes"] is None else f"{human(r['formula_bytes'])}  {r['formula']}"
+            wrong = "" if r["ok"] else "  <-- differs"
+            self.print(f"    {name:<38s} {r['calls']:7d} {human(r['payload_bytes'])} {human(r['wire_bytes'])} {formula}{wrong}")
+        if not result["sent"]:
+            self.print("    nothing")
+        self.print("  held, by the rank that holds most")
+        for kind, h in result["held"].items():
+            formula = "" if h["formula_bytes"] is None else f"{human(h['formula_bytes'])}  {h['formula']}"
+            wrong = "" if h["ok"] else "  <-- differs"
+            self.print(f"    {kind.replace('_', ', '):<58s} {human(h['bytes'])}              {formula}{wrong}".rstrip())
+        for note in notes:
+            self.print(f"  {note}")
+        if self.errors is None:
+            self.print("  not compared with one process")
+        else:
+            self.print(f"  largest difference from one process, {self.compared} step{'s' * (self.compared > 1)}")
+            labels = {"loss": "loss and gradient norm of each step", "grad": "every gradient of the last step"}
+            for key, error in self.errors.items():
+                limit = result["tolerance"][key]
+                wrong = "" if error <= limit else "  <-- out of tolerance"
+                self.print(f"    {labels.get(key, 'every weight after it'):<46s} {error:9.1e}   tolerance {limit:.0e}{wrong}")
+        self.print(f"  {'proven' if result['ok'] and self.errors else 'ok' if result['ok'] else 'FAILED'}")
+
+
+def larger(*values):
+    """The largest, where a NaN counts as infinite."""
+    return max(math.inf if math.isnan(v) else v for v in values)
+
+
+def human(size):
+    for unit in ("B ", "KB", "MB", "GB"):
+        if size < 1000 or unit == "GB":
+            return f"{size:9.2f} {unit}" if unit != "B " else f"{size:9d} {unit}"
+        size /= 1000

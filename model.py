@@ -1,0 +1,369 @@
+"""The GPT that every file of this project trains: one device, plain PyTorch, nothing of parallelism.
+
+    tokens (B, T) -> Embedding -> Block x layers -> Head -> logits (B, T, V) -> CrossEntropy -> loss
+
+Two families by plain config fields: GPT-2 (learned positions, LayerNorm, GELU, biases, tied embeddings, dropout on
+the residual stream) and Llama (rotary positions, RMSNorm, SwiGLU, grouped-query attention, untied, no biases).
+
+What makes it easy to cut into pieces, without knowing how:
+
+- Embedding, blocks and head may each be missing: forward skips them, so a pipeline stage is a GPT with the rest removed.
+  Blocks keep their numbers: `blocks.7.mlp.up.weight` has that name wherever layer 7 lives.
+- The number of heads is read from the shape of the projection, so a layer with half the heads just works.
+- `attn.core` (attention proper), `model.loss` and the identities `enter` (before a projection) are submodules, there to be
+  replaced. Nothing ever needs a patched method.
+- The model is built on the meta device, cut there, and then filled (`fill`): every parameter is drawn from its own
+  generator, seeded with (seed, full name), so that the weights depend on nothing else.
+- Dropout's mask is a hash of (sample, position, site, channel): whoever holds a piece of the activations makes just that
+  piece of the mask, and gets the same bits.
+
+Sources: Radford et al. 2019 (GPT-2); Touvron et al. 2023, arXiv:2302.13971 (Llama); Su et al. 2021, arXiv:2104.09864
+(rotary embedding); Ainslie et al. 2023, arXiv:2305.13245 (grouped queries); Shazeer 2020, arXiv:2002.05202 (SwiGLU);
+Salmon et al. 2011 (counter-based random numbers); Steele et al. 2014 (splitmix64).
+"""
+
+import hashlib
+from dataclasses import dataclass, fields, replace
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+IGNORE = -1  # the target of a position that has none: adds nothing to the loss
+
+
+@dataclass(frozen=True)
+class Config:
+    """The shape of a GPT. Sizes are counts; `hidden` is the inner width of the MLP, `context` the longest sequence."""
+
+    layers: int = 4
+    heads: int = 4
+    kv_heads: int = 4  # fewer than heads: grouped-query attention, each key/value head serves heads / kv_heads queries
+    width: int = 128
+    hidden: int = 512
+    context: int = 128
+    vocab: int = 257
+    positions: str = "learned"  # or "rope"
+    norm: str = "layernorm"  # or "rmsnorm"
+    mlp: str = "gelu"  # or "swiglu"
+    bias: bool = True
+    tied: bool = True  # one matrix serves as the token embedding and as the output projection
+    dropout: float = 0.0
+    rope_theta: float = 10000.0
+    norm_eps: float = 1e-5
+
+    def __post_init__(self):
+        """Raise ValueError, in one sentence, where the sizes contradict each other."""
+        for f in fields(self):
+            if f.type is int and getattr(self, f.name) < 1:
+                raise ValueError(f"{f.name} must be at least 1, not {getattr(self, f.name)}")
+        if self.width % self.heads:
+            raise ValueError(f"width {self.width} does not divide into {self.heads} heads: choose a multiple")
+        if self.heads % self.kv_heads:
+            raise ValueError(f"{self.heads} heads do not share {self.kv_heads} kv-heads evenly: choose a divisor of heads")
+        if self.positions == "rope" and self.width // self.heads % 2:
+            raise ValueError(f"rotary positions need an even head size, not {self.width} / {self.heads}")
+        if not 0 <= self.dropout < 1:
+            raise ValueError(f"dropout must be at least 0 and below 1, not {self.dropout}")
+
+    def flops_per_token(self):
+        """FLOPs of forward and backward per token of a full context: 6 for each weight of a matrix, and 12 L T C for the
+        two products of attention, without a discount for causality (PaLM, Chowdhery et al. 2022, appendix B)."""
+        attention = self.width * self.width // self.heads * (2 * self.heads + 2 * self.kv_heads)
+        mlp = self.width * self.hidden * (3 if self.mlp == "swiglu" else 2)
+        weights = self.layers * (attention + mlp) + self.width * self.vocab
+        return 6 * weights + 12 * self.layers * self.context * self.width
+
+
+LLAMA = dict(positions="rope", norm="rmsnorm", mlp="swiglu", bias=False, tied=False)
+LLAMA3 = LLAMA | dict(kv_heads=8, context=8192, vocab=128256, rope_theta=500000.0)
+PRESETS = {
+    "tiny": dict(),
+    "gpt2": dict(layers=12, heads=12, width=768, context=1024, vocab=50257),
+    "gpt2-medium": dict(layers=24, heads=16, width=1024, context=1024, vocab=50257),
+    "gpt2-large": dict(layers=36, heads=20, width=1280, context=1024, vocab=50257),
+    "gpt2-xl": dict(layers=48, heads=25, width=1600, context=1024, vocab=50257),
+    "llama3-8b": LLAMA3 | dict(layers=32, heads=32, width=4096, hidden=14336),
+    "llama3-70b": LLAMA3 | dict(layers=80, heads=64, width=8192, hidden=28672),
+    "llama3-405b": LLAMA3 | dict(layers=126, heads=128, width=16384, hidden=53248),
+}
+
+
+def configure(preset="tiny", family=None, **overrides):
+    """Config of a named preset, turned to `family` ("gpt2" or "llama") if given, with single fields overridden.
+
+    Fields that follow from others do so unless given: hidden is 4 x width for GELU and 8/3 x width, rounded up to a
+    multiple of 32, for SwiGLU (the same number of parameters); kv_heads is heads, or half of them in the Llama family.
+    Raises ValueError for an unknown preset or sizes that contradict each other.
+    """
+    if preset not in PRESETS:
+        raise ValueError(f"unknown preset {preset!r}: choose one of {', '.join(PRESETS)}")
+    given = {k: v for k, v in overrides.items() if v is not None}
+    chosen = PRESETS[preset] | {None: {}, "llama": LLAMA, "gpt2": dict.fromkeys(LLAMA)}[family]
+    chosen = {k: v for k, v in chosen.items() if v is not None} | given
+    heads, width = chosen.get("heads", Config.heads), chosen.get("width", Config.width)
+    if "hidden" not in chosen or ("width" in given and "hidden" not in given):
+        chosen["hidden"] = -(-width * 8 // 3 // 32) * 32 if chosen.get("mlp") == "swiglu" else 4 * width
+    if "kv_heads" not in chosen or ("heads" in given and "kv_heads" not in given):
+        chosen["kv_heads"] = heads // 2 if chosen.get("positions") == "rope" and heads % 2 == 0 else heads
+    return replace(Config(), **chosen)
+
+
+def hash64(x):
+    """splitmix64 of an int64 tensor, element by element: the bits of the result look random, and depend on x alone."""
+    x = x + -0x61C8864680B583EB  # 64-bit arithmetic that wraps; `>>` copies the sign, so the mask clears what it copied
+    x = (x ^ (x >> 30 & (1 << 34) - 1)) * -0x40A7B892E31B1A47
+    x = (x ^ (x >> 27 & (1 << 37) - 1)) * -0x6B2FB644ECCEEE15
+    return x ^ (x >> 31 & (1 << 33) - 1)
+
+
+class Dropout(nn.Module):
+    """Zeroes each element of x (B, T, C) with probability p and scales the rest by 1 / (1 - p).
+
+    `key` (B, T), int64, is a hash of sample and position; with `site`, the number of this dropout in the model, and the
+    channel it decides each element's fate. Without a key (evaluation, or p = 0) x is returned as it is.
+    """
+
+    def __init__(self, p, site):
+        super().__init__()
+        self.p, self.site = p, site
+
+    def forward(self, x, key):
+        if key is None:
+            return x
+        channel = torch.arange(x.shape[-1], device=x.device) + (self.site << 32)
+        h = (key.unsqueeze(-1) ^ hash64(channel)).to(torch.int32)  # (B, T, C); MurmurHash3's finaliser mixes the bits
+        h = (h ^ (h >> 16 & 0xFFFF)).mul_(-0x7A143595)
+        h = (h ^ (h >> 13 & 0x7FFFF)).mul_(-0x3D4D51CB)
+        h ^= h >> 16 & 0xFFFF
+        keep = h < int((1 - self.p) * 2**32) - 2**31
+        return x * keep.to(x.dtype).mul_(1 / (1 - self.p))
+
+
+class RotaryTable(nn.Module):
+    """cos and sin of the rotary angles for `positions` (T,): two tensors (T, head_dim)."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.head_dim, self.theta = config.width // config.heads, config.rope_theta
+
+    def forward(self, positions, dtype):
+        # Angles in float32 whatever the model's dtype: it is what published weights were trained with
+        steps = torch.arange(0, self.head_dim, 2, device=positions.device).float() / self.head_dim
+        angles = torch.outer(positions.float(), 1.0 / self.theta**steps)  # (T, D/2)
+        angles = torch.cat((angles, angles), dim=-1)  # (T, D)
+        return angles.cos().to(dtype), angles.sin().to(dtype)
+
+
+def rotate(x, table):
+    """Turn each pair (x[i], x[i + D/2]) of x (..., T, D) by its position's angle; table is RotaryTable's result."""
+    cos, sin = table
+    a, b = x.chunk(2, dim=-1)
+    return x * cos + torch.cat((-b, a), dim=-1) * sin
+
+
+class AttentionCore(nn.Module):
+    """Causal attention: softmax(q k^T / sqrt(D)) v, by the fastest kernel there is; never a (T, T) matrix in memory.
+
+    q (B, H, T, D), k and v (B, H_kv, T, D) with H a multiple of H_kv -> (B, H, T, D).
+    """
+
+    def forward(self, q, k, v):
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1])
+
+
+class Attention(nn.Module):
+    """Causal self-attention, x (B, T, C) -> (B, T, C).
+
+    q, k and v come from one projection whose rows are grouped by key/value head: q..q k v | q..q k v | ... A contiguous
+    piece of the rows is therefore a whole number of heads, with their keys and values.
+    """
+
+    def __init__(self, config):
+        super().__init__()
+        self.head_dim = config.width // config.heads
+        self.queries = config.heads // config.kv_heads  # query heads that share a key/value head
+        self.enter = nn.Identity()
+        rows = (config.heads + 2 * config.kv_heads) * self.head_dim
+        self.qkv = nn.Linear(config.width, rows, bias=config.bias)
+        self.core = AttentionCore()
+        self.proj = nn.Linear(config.width, config.width, bias=config.bias)
+
+    def forward(self, x, rope):
+        qkv = self.qkv(self.enter(x)).unflatten(-1, (-1, self.queries + 2, self.head_dim))  # (B, T, H_kv, q + 2, D)
+        q, k, v = qkv.split((self.queries, 1, 1), dim=-2)
+        q, k, v = (y.flatten(2, 3).transpose(1, 2) for y in (q, k, v))  # (B, H, T, D), (B, H_kv, T, D) twice
+        if rope is not None:
+            q, k = rotate(q, rope), rotate(k, rope)
+        return self.proj(self.core(q, k, v).transpose(1, 2).flatten(2))
+
+
+class MLP(nn.Module):
+    """Position-wise feed-forward: down(gelu(up(x))), or with a gate down(silu(gate(x)) * up(x)) (SwiGLU)."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.enter = nn.Identity()
+        self.gate = nn.Linear(config.width, config.hidden, bias=config.bias) if config.mlp == "swiglu" else None
+        self.up = nn.Linear(config.width, config.hidden, bias=config.bias)
+        self.down = nn.Linear(config.hidden, config.width, bias=config.bias)
+
+    def forward(self, x):
+        x = self.enter(x)
+        if self.gate is None:
+            return self.down(F.gelu(self.up(x), approximate="tanh"))  # GPT-2's own approximation: its weights expect it
+        return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+def make_norm(config):
+    norm = {"layernorm": nn.LayerNorm, "rmsnorm": nn.RMSNorm}[config.norm]
+    return norm(config.width, eps=config.norm_eps)
+
+
+class Block(nn.Module):
+    """One layer, x (B, T, C) -> (B, T, C): attention, then an MLP, each behind a norm and added to its input."""
+
+    def __init__(self, config, layer):
+        super().__init__()
+        self.attn_norm, self.attn = make_norm(config), Attention(config)
+        self.attn_drop = Dropout(config.dropout, 2 * layer + 1)
+        self.mlp_norm, self.mlp = make_norm(config), MLP(config)
+        self.mlp_drop = Dropout(config.dropout, 2 * layer + 2)
+
+    def forward(self, x, rope=None, key=None):
+        x = x + self.attn_drop(self.attn(self.attn_norm(x), rope), key)
+        return x + self.mlp_drop(self.mlp(self.mlp_norm(x)), key)
+
+
+class Embedding(nn.Module):
+    """tokens (B, T) -> (B, T, C): the token's vector, plus the position's where positions are learned."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.token = nn.Embedding(config.vocab, config.width)
+        self.position = nn.Embedding(config.context, config.width) if config.positions == "learned" else None
+        self.drop = Dropout(config.dropout, 0)
+
+    def forward(self, tokens, positions, key):
+        x = self.token(tokens)
+        if self.position is not None:
+            x = x + self.position(positions)
+        return self.drop(x, key)
+
+
+class Head(nn.Module):
+    """x (B, T, C) -> logits (B, T, V): the last norm, then the output projection."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.norm = make_norm(config)
+        self.enter = nn.Identity()
+        self.out = nn.Linear(config.width, config.vocab, bias=False)
+
+    def forward(self, x):
+        return self.out(self.enter(self.norm(x)))
+
+
+class CrossEntropy(nn.Module):
+    """logits (B, T, V), targets (B, T), count -> the sum of -log softmax(logits)[target] / count, a scalar.
+
+    Targets equal to IGNORE add nothing. `count` is the number of valid targets of the *global* batch: the losses of all
+    its pieces, whatever their sizes, then add up to the global mean.
+    """
+
+    def forward(self, logits, targets, count):
+        logits = logits.flatten(0, 1)
+        if logits.dtype.itemsize < 4:
+            logits = logits.float()  # sums of many small terms: 16 bits are too few
+        return F.cross_entropy(logits, targets.flatten(), ignore_index=IGNORE, reduction="sum") / count
+
+
+class GPT(nn.Module):
+    """The whole model. Any of `embed`, `head` may be set to None, and any of `blocks` deleted; forward skips them."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.config = config
+        self.embed = Embedding(config)
+        self.rope = RotaryTable(config) if config.positions == "rope" else None
+        self.blocks = nn.ModuleDict({str(i): Block(config, i) for i in range(config.layers)})
+        self.head = Head(config)
+        self.loss = CrossEntropy()
+        if config.tied:
+            self.head.out.weight = self.embed.token.weight
+        # What `fill` draws for a parameter is written on the parameter: (mean, standard deviation)
+        for module in self.modules():
+            for name, p in module.named_parameters(recurse=False):
+                matrix = isinstance(module, (nn.Linear, nn.Embedding)) and name == "weight"
+                p.init = (0.0, 0.02) if matrix else (0.0 if name == "bias" else 1.0, 0.0)
+        for block in self.blocks.values():  # the layers' outputs add up: scaled so that the sum keeps its size (GPT-2)
+            for projection in (block.attn.proj, block.mlp.down):
+                projection.weight.init = (0.0, 0.02 / (2 * config.layers) ** 0.5)
+
+    def forward(self, x, positions=None, targets=None, count=None, samples=None):
+        """Run what this piece of the model has.
+
+        x: tokens (B, T) int64 if the embedding is here, else activations (B, T, C). positions: (T,) int64, default
+        arange(T). targets: (B, T) int64; count: the divisor of the summed loss, default the number of valid targets.
+        samples: (B,) int64, an id per sample that is unique in the run: turns dropout on.
+        Returns activations (B, T, C) without a head, logits (B, T, V) without targets, else the loss, a scalar.
+        """
+        if positions is None:
+            positions = torch.arange(x.shape[1], device=x.device)
+        key = None
+        if samples is not None and self.config.dropout > 0:
+            key = hash64(samples.unsqueeze(1) + hash64(positions))  # (B, T)
+        if self.embed is not None:
+            x = self.embed(x, positions, key)
+        rope = None if self.rope is None else self.rope(positions, x.dtype)
+        for block in self.blocks.values():
+            x = block(x, rope, key)
+        if self.head is None:
+            return x
+        logits = self.head(x)
+        if targets is None:
+            return logits
+        return self.loss(logits, targets, (targets != IGNORE).sum() if count is None else count)
+
+    def named(self):
+        """(full name, parameter) of what is here. A tied output projection goes by its embedding's name everywhere."""
+        for name, p in self.named_parameters():
+            yield ("embed.token.weight" if self.config.tied and name == "head.out.weight" else name), p
+
+
+def draw(name, shape, init, seed):
+    """The initial value of the parameter `name`: a float32 tensor that depends on nothing but the arguments."""
+    mean, std = init
+    if std == 0:
+        return torch.full(shape, mean)
+    # On the CPU and in float32 always, so that every device and dtype starts from the same weights
+    digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
+    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+    return torch.empty(shape).normal_(mean, std, generator=generator)
+
+
+@torch.no_grad()
+def fill(model, seed, device="cpu", dtype=torch.float32, take=lambda full, parameter: full):
+    """Give every parameter of a model built on the meta device its memory and its initial value; returns the model.
+
+    A parameter that is a piece of a larger one has `parameter.placement["shape"]`, the whole's shape: the whole is drawn,
+    and take(whole, parameter) returns the piece. No more than one whole parameter exists at a time.
+    """
+    names = {p: name for name, p in model.named()}
+    made = {}
+    for module in model.modules():
+        for key, p in list(module.named_parameters(recurse=False)):
+            if p not in made:
+                shape = getattr(p, "placement", {}).get("shape", p.shape)
+                value = take(draw(names[p], shape, p.init, seed), p)
+                made[p] = nn.Parameter(value.to(device, dtype, copy=True), requires_grad=p.requires_grad)
+                made[p].__dict__.update(p.__dict__)  # what the parameter says of itself (init, placement) stays with it
+            setattr(module, key, made[p])
+    return model
+
+
+def build(config, seed=0, device="cpu", dtype=torch.float32):
+    """A whole GPT with its initial weights, on one device."""
+    with torch.device("meta"):
+        model = GPT(config)
+    return fill(model, seed, device, dtype)

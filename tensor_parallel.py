@@ -1,0 +1,315 @@
+"""Tensor parallelism: every layer is cut across the ranks, by heads and by hidden units; each rank computes its part of
+every layer for the whole batch (Shoeybi et al. 2019, Megatron-LM, arXiv:1909.08053, section 3).
+
+What is split, on t ranks (here 2):
+
+    x --f--> up   (rows cut: column-parallel)  -> gelu -> down (columns cut: row-parallel) --g--> y
+    (B,T,C)  [H/2, C]  rank 0                 (B,T,H/2)   [C, H/2]  rank 0    \\
+             [H/2, C]  rank 1                 (B,T,H/2)   [C, H/2]  rank 1    + all-reduce    (B,T,C)
+
+(A weight is stored (out, in), so Megatron's "columns" of A in Y = X A are the rows here.) The first matrix gives each rank
+some hidden units, or some heads of attention, which it can work on alone; the second multiplies them by its part and gets a
+partial sum of the output. Adding up the partial sums is g. f is its mirror image: it does nothing forward, and in backward
+adds up the gradients that reach x through every rank's part.
+
+    f   forward: identity      backward: all-reduce        where a block's input enters its projections
+    g   forward: all-reduce    backward: identity          where a row-parallel layer has its partial sums
+
+One f stands before all projections that share an input (q, k and v; gate and up): one all-reduce, not one for each. A
+row-parallel layer adds its bias after g, once. Norms, row-parallel biases and the residual stream are whole on every rank,
+and so are their gradients, the same on each.
+
+The vocabulary is cut too: each rank embeds the tokens of its rows (g adds up, all but one of the terms are zero), and
+computes the logits of its rows. Cross-entropy over logits that no rank has in full needs, for each token, the largest logit,
+the sum of exponentials and the target's logit: three numbers, reduced. Its backward, softmax - onehot, is local.
+A dimension that does not divide by t is padded with zeros at the end: padded hidden units stay zero, padded logits count
+as minus infinity, and neither changes a loss or a gradient.
+
+What it costs, per rank, e bytes an element, r = (t-1)/t: each block 2 all-reduces forward and 2 backward of the (B, T, C)
+activations: 8 r B T C e with a ring. Once more for the embedding (forward) and for the head's input (backward); and three
+(B, T) for the loss. Held: 1/t of the matrices, of their gradients and optimizer states; but the whole residual stream.
+It sends in every layer and waits for it: keep t within a node, on the fastest links. Over slower ones it is the wrong choice.
+
+    torchrun --nproc_per_node=4 tensor_parallel.py          python tensor_parallel.py --family llama --kv-heads 4
+"""
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+import torch.nn.functional as F
+
+
+class CopyToGroup(torch.autograd.Function):
+    """f: x as it is; in backward the gradients of all ranks' uses of x are summed."""
+
+    @staticmethod
+    def forward(ctx, x, group):
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        grad = grad.contiguous()
+        dist.all_reduce(grad, group=ctx.group)
+        return grad, None
+
+
+class ReduceFromGroup(torch.autograd.Function):
+    """g: the sum of all ranks' partial x; every rank's term gets the sum's gradient as it is."""
+
+    @staticmethod
+    def forward(ctx, x, group):
+        dist.all_reduce(x, group=group)  # in place: the partial sum is of no more use
+        ctx.mark_dirty(x)
+        return x
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad, None
+
+
+def piece(full, dim, index, count):
+    """Piece `index` of `count` of a tensor along `dim`: ceil(size / count) wide, padded with zeros where there is no more."""
+    size = -(-full.shape[dim] // count)
+    start = min(index * size, full.shape[dim])
+    part = full.narrow(dim, start, min(size, full.shape[dim] - start))
+    shape = list(full.shape)
+    shape[dim] = size - part.shape[dim]
+    return torch.cat((part, part.new_zeros(shape)), dim) if shape[dim] else part.contiguous()
+
+
+def shard(parameter, dim, group):
+    """This rank's piece of a parameter. Its `placement` says what it is a piece of: the whole's shape, which dimension is
+    split over which group, and the groups over which its gradient is a partial sum after backward (none here).
+    Attributes of the parameter go along. Works on the meta device too."""
+    part = piece(parameter.detach(), dim, dist.get_rank(group), dist.get_world_size(group))
+    part = nn.Parameter(part, requires_grad=parameter.requires_grad)
+    part.__dict__.update(parameter.__dict__)
+    whole = getattr(parameter, "placement", {"shape": parameter.shape, "split": {}, "partial": []})
+    part.placement = whole | {"split": whole["split"] | {dim: group}}
+    return part
+
+
+def take(full, parameter):
+    """This rank's piece of a full tensor, as the parameter's `placement` says."""
+    for dim, group in getattr(parameter, "placement", {"split": {}})["split"].items():
+        full = piece(full, dim, dist.get_rank(group), dist.get_world_size(group))
+    return full
+
+
+def split_over(parameter, group):
+    """Whether each rank of the group holds another piece of the parameter."""
+    return group in getattr(parameter, "placement", {"split": {}})["split"].values()
+
+
+class Enter(nn.Module):
+    """f as a module: stands where an input enters the layers that are split."""
+
+    def __init__(self, group):
+        super().__init__()
+        self.group = group
+
+    def forward(self, x):
+        return CopyToGroup.apply(x, self.group)
+
+
+class ColumnParallelLinear(nn.Module):
+    """A linear layer whose outputs are split: x (..., in) -> this rank's outputs (..., out / t). x must have passed f.
+
+    weight: this rank's (out / t, in). bias: this rank's (out / t,) or None."""
+
+    def __init__(self, weight, bias=None):
+        super().__init__()
+        self.weight, self.bias = weight, bias
+
+    def forward(self, x):
+        return F.linear(x, self.weight, self.bias)
+
+
+class RowParallelLinear(nn.Module):
+    """A linear layer whose inputs are split: this rank's inputs (..., in / t) -> the whole output (..., out), by g.
+
+    weight: this rank's (out, in / t). bias: the whole (out,), added once, after the sum; or None."""
+
+    def __init__(self, weight, bias, group):
+        super().__init__()
+        self.weight, self.bias, self.group = weight, bias, group
+
+    def forward(self, x):
+        y = ReduceFromGroup.apply(F.linear(x, self.weight), self.group)
+        return y if self.bias is None else y + self.bias
+
+
+class VocabParallelEmbedding(nn.Module):
+    """tokens (B, T) -> (B, T, C): each rank looks up the tokens of its rows; g adds up, and one term is not zero.
+
+    weight: this rank's (V / t, C)."""
+
+    def __init__(self, weight, group):
+        super().__init__()
+        self.weight, self.group = weight, group
+        self.start = dist.get_rank(group) * len(weight)
+
+    def forward(self, tokens):
+        row = tokens - self.start
+        elsewhere = (row < 0) | (row >= len(self.weight))
+        x = F.embedding(row.masked_fill(elsewhere, 0), self.weight)
+        return ReduceFromGroup.apply(x.masked_fill(elsewhere.unsqueeze(-1), 0.0), self.group)
+
+
+class CrossEntropyOfParts(torch.autograd.Function):
+    """-log softmax(logits)[target] for each of N tokens, from logits (N, V / t) of which each rank has a part.
+
+    `start`: the vocabulary's index of the first logit here; `size`: how many are not padding. Megatron-LM's
+    vocab_parallel_cross_entropy, with the two sums in one message."""
+
+    @staticmethod
+    def forward(ctx, logits, targets, start, size, group):
+        ctx.dtype = logits.dtype
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        if size < logits.shape[1]:
+            padding = torch.arange(logits.shape[1], device=logits.device) >= size
+            logits = logits.masked_fill(padding, float("-inf"))
+        top = logits.amax(dim=1)  # (N,)
+        dist.all_reduce(top, op=dist.ReduceOp.MAX, group=group)
+        shifted = logits - top.unsqueeze(1)
+        row = targets - start
+        here = (row >= 0) & (row < size)
+        row = row.masked_fill(~here, 0).unsqueeze(1)  # (N, 1)
+        target = shifted.gather(1, row).squeeze(1).masked_fill(~here, 0.0)
+        exp = shifted.exp_()
+        sums = torch.stack((exp.sum(dim=1), target))  # (2, N)
+        dist.all_reduce(sums, group=group)
+        total, target = sums
+        ctx.save_for_backward(exp.div_(total.unsqueeze(1)), row, here)
+        return total.log() - target
+
+    @staticmethod
+    def backward(ctx, grad):
+        softmax, row, here = ctx.saved_tensors
+        softmax.scatter_add_(1, row, -here.to(softmax.dtype).unsqueeze(1))  # softmax - onehot
+        return softmax.mul_(grad.unsqueeze(1)).to(ctx.dtype), None, None, None, None
+
+
+class VocabParallelCrossEntropy(nn.Module):
+    """The loss on split logits: logits (B, T, V / t), targets (B, T), count -> summed cross-entropy / count, a scalar that is
+    the same on every rank. Targets below zero add nothing."""
+
+    def __init__(self, vocab, group):
+        super().__init__()
+        self.group = group
+        width = -(-vocab // dist.get_world_size(group))
+        self.start = dist.get_rank(group) * width
+        self.size = max(0, min(width, vocab - self.start))
+
+    def forward(self, logits, targets, count):
+        targets = targets.flatten()
+        losses = CrossEntropyOfParts.apply(logits.flatten(0, 1), targets, self.start, self.size, self.group)
+        return losses.masked_fill(targets < 0, 0.0).sum() / count
+
+
+def gather_logits(logits, vocab, group):
+    """All logits (..., V), on every rank, from each rank's (..., V / t). For sampling; training never needs them."""
+    parts = [torch.empty_like(logits) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(parts, logits.contiguous(), group=group)
+    return torch.cat(parts, dim=-1)[..., :vocab]
+
+
+def parallelize(model, group):
+    """Cut a GPT across `group`, in place, and return it. Works on the meta device and on real weights alike.
+
+    Any of embedding, blocks and head may be missing. Raises ValueError where heads do not divide by the group's size.
+    """
+    t = dist.get_world_size(group)
+    heads, kv_heads = model.config.heads, model.config.kv_heads
+    if heads % t or kv_heads % t:
+        raise ValueError(f"{heads} heads with {kv_heads} kv-heads do not divide by tensor parallelism over {t} ranks")
+    done = {}  # parameter -> its piece: a tied matrix is cut once
+
+    def cut(parameter, dim):
+        if parameter is not None and parameter not in done:
+            done[parameter] = shard(parameter, dim, group)
+        return done.get(parameter)
+
+    def column(linear):
+        return ColumnParallelLinear(cut(linear.weight, 0), cut(linear.bias, 0))
+
+    def row(linear):
+        return RowParallelLinear(cut(linear.weight, 1), linear.bias, group)
+
+    if model.embed is not None:
+        model.embed.token = VocabParallelEmbedding(cut(model.embed.token.weight, 0), group)
+    for block in model.blocks.values():
+        block.attn.enter, block.mlp.enter = Enter(group), Enter(group)
+        block.attn.qkv, block.attn.proj = column(block.attn.qkv), row(block.attn.proj)
+        if block.mlp.gate is not None:
+            block.mlp.gate = column(block.mlp.gate)
+        block.mlp.up, block.mlp.down = column(block.mlp.up), row(block.mlp.down)
+    if model.head is not None:
+        model.head.enter, model.head.out = Enter(group), column(model.head.out)
+        model.loss = VocabParallelCrossEntropy(model.config.vocab, group)
+    return model
+
+
+# --- demo ---
+
+import harness
+
+
+def main():
+    args = harness.parser(__doc__).parse_args()
+    config = harness.configure(args)
+    harness.check_batch(args, 1)
+    harness.launch(demo, args, check=lambda world: check(config, world))
+
+
+def check(config, world):
+    """Refuse a number of ranks over which the heads do not divide."""
+    if config.heads % world or config.kv_heads % world:
+        fits = [n for n in range(1, config.kv_heads + 1) if config.heads % n == 0 and config.kv_heads % n == 0]
+        raise harness.Refused(
+            f"{config.heads} heads and {config.kv_heads} kv-heads do not divide over {world} tensor-parallel ranks: "
+            f"use {' or '.join(map(str, fits))}, or change --heads and --kv-heads"
+        )
+
+
+def demo(run):
+    args, group = run.args, dist.group.WORLD
+    run.groups(tp=group)
+    model = run.fill(parallelize(run.meta_model(), group), take=take)
+    optimizer = harness.make_optimizer(model.parameters(), args)
+    for step in run.steps(optimizer):
+        optimizer.zero_grad(set_to_none=False)
+        loss = torch.zeros((), device=run.device)
+        for tokens, targets, samples in run.microbatches(step):  # the whole batch, on every rank
+            part = model(tokens, targets=targets, count=run.count, samples=samples)
+            part.backward()
+            loss += part.detach()
+        run.update(step, model, optimizer, loss, split=[group])
+    run.compare(model, take)
+
+    t, c, e = run.world, run.config, run.dtype.itemsize
+    tokens, micro = args.batch * c.context, args.microbatches
+    r = (t - 1) / t
+    blocks = 8 * r * tokens * c.width * e * c.layers
+    ends = 4 * r * tokens * c.width * e  # embedding forward, head backward
+    loss = 6 * r * tokens * max(e, 4)  # largest logit, sum of exponentials, target's logit
+    text = f"8 r B T C e a block, 4 for embedding and head, 6 r B T e for the loss; r = {t - 1}/{t}"
+    norm = 2 * r * 8 if t > 1 else 0  # the squares of the gradient norm, one float64
+    sent = {("all_reduce", "tp"): (blocks + ends + loss + norm, text)}
+    whole = sum(p.numel() for p in model.parameters() if not split_over(p, group))
+    parts = sum(p.numel() for p in model.parameters() if split_over(p, group))
+    full = sum(p.numel() for p in run.meta_model().parameters()) - whole
+    padding = parts * t - full
+    held = {k: ((whole + (full + padding) / t) * e * n, f"{n} (P_whole + P_split / t) e") for k, n in
+            (("parameters", 1), ("gradients", 1), ("optimizer", 2 if args.optimizer == "adamw" else 0))}
+    blocks, calls = c.layers * micro, run.ledger.sent.get(("all_reduce", "tp"), [0])[0]
+    notes = [
+        f"{(calls - 1 - 4 * micro) / blocks:g} all-reduces a block and micro-batch: 2 forward, 2 backward",
+        f"vocabulary of {c.vocab} in {t} parts of {-(-c.vocab // t)}, {-(-c.vocab // t) * t - c.vocab} of them padding",
+    ]
+    return run.receipt({"tp": t}, sent, held, notes)
+
+
+if __name__ == "__main__":
+    harness.script(main)
