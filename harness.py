@@ -449,7 +449,8 @@ class Ledger(TorchDispatchMode):
         super().__init__()
         self.names = {}
         for name, group in groups.items():
-            self.names.setdefault(group.group_name, name)
+            if isinstance(group, dist.ProcessGroup):  # new_group gives non-members something else
+                self.names.setdefault(group.group_name, name)
         self.sent, self.live, self.bytes, self.peak, self.known, self.tracking = {}, {}, 0, 0, set(), True
 
     def watch(self, known):

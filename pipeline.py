@@ -274,7 +274,7 @@ def check(config, stages):
 
 def demo(run):
     args, config, rank, stages = run.args, run.config, run.rank, run.world
-    down, up, ends = dist.group.WORLD, dist.new_group(), dist.new_group([0, stages - 1])
+    down, up, ends = dist.group.WORLD, dist.new_group(), dist.new_group(sorted({0, stages - 1}))
     run.groups(down=down, up=up, tied=ends)
     schedule = SCHEDULES[args.schedule](stages, args.microbatches)
     model = run.fill(split(run.meta_model(), stages, rank, ends))

@@ -1,0 +1,83 @@
+"""Fixtures, and the one thing that makes a test of several ranks cheap: they are forked from this process, which has
+imported torch already. That needs a parent whose thread pool was never used."""
+
+import os
+import pathlib
+import pickle
+import signal
+import sys
+import tempfile
+import time
+import traceback
+
+import pytest
+import torch
+import torch.distributed as dist
+
+ROOT = pathlib.Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT))
+os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
+torch.set_num_threads(1)
+
+
+def on_ranks(world, work, *args, timeout=120):
+    """[work(rank, *args) for each of `world` ranks], each in a process of its own, joined in a gloo group.
+
+    Raises AssertionError with the ranks' tracebacks where one fails, dies or does not end in time."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    with tempfile.TemporaryDirectory() as folder:
+        pids = {}
+        for rank in range(world):
+            pid = os.fork()
+            if pid == 0:
+                child(folder, rank, world, work, args)
+            pids[pid] = rank
+        deadline, failed = time.monotonic() + timeout, {}
+        while pids:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+            if pid in pids:
+                rank = pids.pop(pid)
+                if status:
+                    failed[rank] = status
+                    deadline = min(deadline, time.monotonic() + 5)
+            elif time.monotonic() > deadline:
+                failed |= dict.fromkeys(pids.values(), "did not end")
+                for p in pids:
+                    os.kill(p, signal.SIGKILL)
+                    os.waitpid(p, 0)
+                break
+            else:
+                time.sleep(0.002)
+        said = [f"rank {r} ({failed[r]}): {read(folder, r, 'error') or 'no traceback'}" for r in sorted(failed)]
+        assert not failed, "\n" + "\n".join(said)
+        return [pickle.loads(read(folder, rank, "result")) for rank in range(world)]
+
+
+def child(folder, rank, world, work, args):
+    code = 1
+    try:
+        if hasattr(os, "SCHED_BATCH"):
+            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+        store = dist.FileStore(f"{folder}/store", world)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
+        result = work(rank, *args)
+        pathlib.Path(folder, f"result{rank}").write_bytes(pickle.dumps(result))
+        dist.barrier()
+        code = 0
+    except BaseException:
+        pathlib.Path(folder, f"error{rank}").write_text(traceback.format_exc())
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def read(folder, rank, kind):
+    path = pathlib.Path(folder, f"{kind}{rank}")
+    return (path.read_bytes() if kind == "result" else path.read_text()) if path.exists() else None
+
+
+@pytest.fixture
+def ranks():
+    return on_ranks
