@@ -170,6 +170,11 @@ class ParameterServer:
             dist.send(self.gradients, group=self.group, group_dst=0)
 
 
+def bytes_sent(size, n):
+    """Bytes that each of n ranks sends in a ring all-reduce of `size` bytes: reduce-scatter, then all-gather."""
+    return 2 * (n - 1) / n * size
+
+
 # --- demo ---
 
 import harness
@@ -207,18 +212,20 @@ def demo(run):
             loss += part.detach()
         sync.finish()
         run.update(step, model, optimizer, loss, over=[group], leader=leader)
-    if args.sync == "server":
-        sync.pull()
-    run.compare(model, leader=leader)
 
-    n, size = run.world, sum(p.numel() * p.element_size() for p in parameters)
+    n, c, size = run.world, run.config, sum(p.numel() * p.element_size() for p in parameters)
     if args.sync == "server":
         sent = {("send", "dp"): ((n - 1) * size if run.rank == 0 else size, "(N-1) P e, the server")}
     else:
-        numbers = 8 if n > 1 else 0  # the loss itself is summed too: one float64
-        sent = {("all_reduce", "dp"): (2 * (n - 1) / n * (size + numbers), "2 (N-1)/N P e, and the loss")}
+        sent = {("all_reduce", "dp"): (bytes_sent(size + 8, n), "2 (N-1)/N P e, and the loss, 8 bytes")}
     states = 2 if args.optimizer == "adamw" and leader else 0
-    held = {"parameters": (size, "P e"), "gradients": (size, "P e"), "optimizer": (states * size, f"{states} P e")}
+    rows = args.batch // n // args.microbatches
+    held = {
+        "parameters": (size, "P e"),
+        "gradients": (size, "P e"),
+        "optimizer": (states * size, f"{states} P e"),
+        "activations_peak": (c.layers * harness.activation_bytes(c, rows, run.dtype.itemsize), "16 b T C e a block"),
+    }
     notes = []
     if args.sync == "overlapped":
         notes = [f"{sync.early} of {len(sync.buckets)} buckets were on their way before backward was over"]

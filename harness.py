@@ -29,8 +29,12 @@ import data
 import model as gpt
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
-# Largest relative difference from one process that is rounding: of loss and gradient norm, of gradients, of weights
-TOLERANCE = {"float64": (1e-10, 1e-10, 1e-10), "float32": (1e-5, 1e-4, 1e-3), "bfloat16": (2e-2, 0.5, 0.1)}
+# What counts as rounding: the largest relative difference from one process
+TOLERANCE = {
+    "float64": {"loss": 1e-10, "grad_norm": 1e-10, "grad": 1e-10, "param": 1e-10},
+    "float32": {"loss": 1e-5, "grad_norm": 1e-4, "grad": 3e-4, "param": 1e-3},
+    "bfloat16": {"loss": 2e-2, "grad_norm": 0.2, "grad": 0.5, "param": 0.1},
+}
 VOCAB = {"bytes": 257, "gpt2": 50257}
 TIMEOUT = datetime.timedelta(minutes=10)
 
@@ -109,6 +113,7 @@ def parser(doc, **defaults):
     g.add_argument("--nproc", type=positive, metavar="N", help="processes to start here when torchrun did not")
     g.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto", help="auto: GPUs where there are any")
     g.add_argument("--backend", choices=["gloo", "nccl"], help="default: nccl on GPUs, else gloo; gloo ranks may share a GPU")
+    g.add_argument("--prove", type=int, metavar="N", help="compare the first N steps with one process (default: 10, or all in float64)")
     g.add_argument("--json", metavar="FILE", help="write the receipt as JSON")
     g.add_argument("--quiet", action="store_true", help="print nothing but errors")
     p.set_defaults(**defaults)
@@ -150,8 +155,10 @@ def check_batch(args, parts):
 # --- start-up
 
 
-def launch(demo, args, needed=None, check=lambda world: None):
+def launch(demo, args, needed=None, check=lambda world: None, run=None):
     """Call demo(Run) on every rank, and end the process with its exit code.
+
+    run(args, rank, world, device) makes what demo is given; by default it is a Run.
 
     needed: the number of ranks that the layout takes; None means any. check(world size) may refuse a number of ranks. Joins the ranks that torchrun (or whatever sets RANK
     and WORLD_SIZE) started; otherwise, or where it started one and more are needed, starts them on this machine.
@@ -164,19 +171,23 @@ def launch(demo, args, needed=None, check=lambda world: None):
     args.device = "cuda" if use_gpu else "cpu"
     args.backend = args.backend or ("nccl" if use_gpu else "gloo")
     check_devices(args, started if joined and started == world else world)
+
+    def work(rank, world, connect):
+        return run_rank(demo, args, rank, world, connect, run or Run)
+
     if started == world:
         if joined and world > 1:
-            finish(run_rank(demo, args, int(os.environ["RANK"]), world, join))
-        finish(run_rank(demo, args, 0, 1, lambda rank, world: dist.HashStore()))
+            finish(work(int(os.environ["RANK"]), world, join))
+        finish(work(0, 1, lambda rank, world: dist.HashStore()))
     if started > 1:
         raise Refused(f"this layout needs {world} processes and {started} were started: {command(world)}")
-    say(f"{'this layout needs' if needed else 'by default'} {world} processes: starting them on this machine")
+    say(f"{'this layout needs ' if needed else 'starting '}{world} processes{': starting them' if needed else ''} on this machine")
     if use_gpu or sys.platform != "linux":
         # CUDA does not survive a fork, nor do some systems' libraries: let torchrun start fresh processes
         sys.stdout.flush()
         arguments = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={world}", *sys.argv]
         os.execv(sys.executable, [sys.executable, *arguments])
-    finish(fork_ranks(lambda rank: run_rank(demo, args, rank, world, None), world))
+    finish(fork_ranks(lambda rank: work(rank, world, None), world))
 
 
 def command(world, nodes=1):
@@ -283,8 +294,8 @@ def join(rank, world):
     return dist.PrefixStore(f"attempt{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
 
 
-def run_rank(demo, args, rank, world, connect):
-    """One rank's life: connect, demo(Run), leave. Returns the exit code, and never raises."""
+def run_rank(demo, args, rank, world, connect, make):
+    """One rank's life: connect, demo(make(...)), leave. Returns the exit code, and never raises."""
     store = None
     try:
         if hasattr(os, "SCHED_BATCH"):
@@ -300,7 +311,7 @@ def run_rank(demo, args, rank, world, connect):
             torch.cuda.set_device(device)
         store = connect(rank, world) if connect else dist.FileStore(os.environ["RANKS_STORE"], world)
         dist.init_process_group(args.backend, store=store, rank=rank, world_size=world, timeout=TIMEOUT)
-        code = demo(Run(args, rank, world, device)) or 0
+        code = demo(make(args, rank, world, device)) or 0
         dist.barrier()  # nobody leaves while others still talk to it
     except Refused as e:
         code = refuse(e, rank)
@@ -403,6 +414,19 @@ def clip(parameters, norm, limit):
     if limit > 0:
         grads = [p.grad for p in parameters if p.grad is not None]
         torch._foreach_mul_(grads, (limit / (norm + 1e-6)).clamp(max=1.0).to(grads[0].dtype))
+
+
+def activation_bytes(config, sequences, element_size, tp=1):
+    """What backward needs of one block's forward, for `sequences` full contexts: bytes a rank.
+
+    Korthikanti et al. 2022, arXiv:2205.05198, section 4, s b h (10 + 24/t) for GPT in 16 bits, less the dropout masks (ours
+    are made again) and the attention scores (flash attention keeps none): inputs and outputs of both norms are whole, the
+    heads' q, k, v and result and the MLP's hidden values are split.
+    """
+    head_size = config.width // config.heads
+    whole = 4 * config.width
+    split = (2 * config.heads + 2 * config.kv_heads) * head_size + (4 if config.mlp == "swiglu" else 2) * config.hidden
+    return sequences * config.context * (whole + split / tp) * element_size
 
 
 # --- the ledger
@@ -552,32 +576,35 @@ class Run:
         with torch.device("meta"):
             return gpt.GPT(self.config)
 
-    def fill(self, model, **kwargs):
-        return gpt.fill(model, self.args.seed, self.device, self.dtype, **kwargs)
+    def fill(self, model, take=lambda full, parameter: full):
+        """Give a model built on the meta device its weights. take(full, parameter): the rank's piece of a parameter."""
+        self.take = take
+        return gpt.fill(model, self.args.seed, self.device, self.dtype, take)
 
-    def microbatches(self, step, part=0, parts=1, pieces=None):
+    def microbatches(self, step, part=0, parts=1, pieces=None, split="train"):
         """This rank's rows of the step's global batch, in micro-batches: a list of (tokens, targets, samples)."""
         size = self.args.batch // parts
         rows = range(part * size, (part + 1) * size)
-        batch = self.corpus.batch(step, rows, self.config.context, self.args.seed)
+        batch = self.corpus.batch(step, rows, self.config.context, self.args.seed, split)
         pieces = pieces or self.args.microbatches
         return list(zip(*(t.to(self.device).tensor_split(pieces) for t in batch)))
 
     def steps(self, optimizer):
-        """The numbers of the steps; sets the learning rate before each, and lets the ledger watch the second."""
+        """The numbers of the steps. Sets the learning rate before each, lets the ledger watch the second, and holds the run
+        against one process after the last that is to be proven."""
         for step in range(self.args.steps):
             for group in optimizer.param_groups:
                 group["lr"] = learning_rate(step, self.args)
             if step == min(1, self.args.steps - 1):
-                self.watch(optimizer)
+                self.ledger.watch([t for kind in self.lasting(optimizer).values() for t in kind])
                 with self.ledger:
                     yield step
-                self.weigh(optimizer)
+                held = {k: sum(t.numel() * t.element_size() for t in ts) for k, ts in self.lasting(optimizer).items()}
+                self.held = held | {"activations_peak": self.ledger.peak}
             else:
                 yield step
-
-    def watch(self, optimizer):
-        self.ledger.watch([t for kind in self.lasting(optimizer).values() for t in kind])
+            if step + 1 == self.proven:
+                self.compare(*self.compared)
 
     def lasting(self, optimizer):
         """What outlives a step: parameters, their gradients, and the optimizer's states."""
@@ -588,47 +615,46 @@ class Run:
             "optimizer": [t for state in optimizer.state.values() for t in state.values() if torch.is_tensor(t) and t.dim()],
         }
 
-    def weigh(self, optimizer):
-        """Note the bytes held, by kind."""
-        size = {k: sum(t.numel() * t.element_size() for t in ts) for k, ts in self.lasting(optimizer).items()}
-        self.held = size | {"activations_peak": self.ledger.peak}
-
-    def update(self, step, model, optimizer, loss, over=(), split=(), dealt=(), leader=True):
+    def update(self, step, model, optimizer, loss, over=(), split=(), dealt=(), leader=True, mfu=None):
         """End a step whose gradients are complete: global loss, global norm, clipping, the optimizer's step, a line.
 
         loss: this rank's part, whose sum over the groups `over` is the global loss. split, dealt: see grad_norm.
         leader: False on a rank whose gradients are not the global ones and who takes no step (a server's worker).
+        mfu(tokens/s), where given, is shown too.
         """
         loss = loss.detach().double()
         for group in over:
             dist.all_reduce(loss, group=group)
         parameters = list(model.parameters())
         norm = grad_norm(parameters, split, dealt)
-        self.keep_gradients(step, model)
+        if step + 1 == self.proven:  # before clipping
+            self.gradients = {name: p.grad.clone() for name, p in model.named() if p.grad is not None}
+            self.compared = model, leader
         self.ledger.tracking = False  # the optimizer's own temporaries are no activations
         if leader:
             clip(parameters, norm, self.args.grad_clip)
             optimizer.step()
-        self.log(step, loss.item(), norm.item(), optimizer.param_groups[0]["lr"])
-
-    def keep_gradients(self, step, model):
-        """Before clipping: what `compare` will look at."""
-        if step + 1 == self.proven:
-            self.gradients = {name: p.grad.clone() for name, p in model.named() if p.grad is not None}
+        self.log(step, loss.item(), norm.item(), optimizer.param_groups[0]["lr"], mfu)
 
     @property
     def proven(self):
-        """The number of steps that are held against one process."""
-        prove = getattr(self.args, "prove", None)
-        return min(self.args.steps, self.args.steps if prove is None else prove)
+        """The number of steps that are held against one process. In float32 no more than ten by default: rounding grows, as
+        AdamW takes full steps along gradients that are little but rounding."""
+        wanted = self.args.prove
+        if wanted is None:
+            wanted = self.args.steps if self.args.dtype == "float64" else 10
+        return min(wanted, self.args.steps)
 
-    def log(self, step, loss, norm, lr, **more):
+    def log(self, step, loss, norm, lr, mfu=None):
         now = time.perf_counter()
-        rate = self.count / (now - self.last)
-        self.last = now
-        self.history.append({"step": step + 1, "loss": loss, "grad_norm": norm, "lr": lr, "tokens_per_s": rate, **more})
-        rest = "".join(f"  {k} {v}" for k, v in more.items())
-        self.print(f"step {step + 1:4d}  loss {loss:.4f}  grad norm {norm:7.4f}  lr {lr:.2e}  {rate:8,.0f} tokens/s{rest}")
+        rate, self.last = self.count / (now - self.last), now
+        row = {"step": step + 1, "loss": loss, "grad_norm": norm, "lr": lr, "tokens_per_s": rate}
+        line = f"step {step + 1:4d}  loss {loss:.4f}  grad norm {norm:7.4f}  lr {lr:.2e}  {rate:8,.0f} tokens/s"
+        if mfu:
+            row["mfu"] = mfu(rate)
+            line += f"  MFU {row['mfu']:.1%}"
+        self.history.append(row)
+        self.print(line)
 
     # --- proof
 
@@ -652,20 +678,20 @@ class Run:
             norms.append(norm.item())
         return losses, norms, gradients, {name: p.detach() for name, p in model.named()}
 
-    def compare(self, model, take=lambda full, parameter: full, leader=True):
+    def compare(self, model, leader=True):
         """Hold the run so far against one process: loss and norm of every step, all gradients of the last step, all weights.
 
         Rank 0 trains the reference and broadcasts it, parameter by parameter; each rank compares what it holds of it, all
-        copies included. take(full, parameter): the rank's piece. The difference of a tensor is the largest of its elements,
+        copies included. The difference of a tensor is the largest of its elements,
         relative to the tensor's largest, or to 1/1000 of the model's largest where the tensor is smaller than that (the
         gradient of a key's bias, say, is zero but for rounding).
         """
         steps = len(self.history)
         losses, norms, gradients, weights = self.one_process(steps) if self.rank == 0 else ([], [], {}, {})
-        worst = {"loss": 0.0, "grad": 0.0, "param": 0.0}
+        worst = {"loss": 0.0, "grad_norm": 0.0, "grad": 0.0, "param": 0.0}
         for here, loss, norm in zip(self.history, losses, norms):
-            pairs = ((here["loss"], loss), (here["grad_norm"], norm))
-            worst["loss"] = larger(worst["loss"], *(abs(a - b) / abs(b) for a, b in pairs))
+            for kind, reference in (("loss", loss), ("grad_norm", norm)):
+                worst[kind] = larger(worst[kind], abs(here[kind] - reference) / abs(reference))
         with torch.device("meta"):
             shapes = {name: p.shape for name, p in gpt.GPT(self.config).named()}
         mine = dict(model.named())
@@ -675,10 +701,10 @@ class Run:
             for name, shape in shapes.items():
                 full = whole[name] if self.rank == 0 else torch.empty(shape, dtype=self.dtype, device=self.device)
                 dist.broadcast(full, 0)
-                if name not in mine or (kind == "grad" and not leader):
+                if name not in mine or not leader:
                     continue
                 held = mine[name].detach() if kind == "param" else self.gradients.get(name)
-                there = take(full, mine[name])
+                there = self.take(full, mine[name])
                 held = torch.zeros_like(there) if held is None else held
                 difference = (held.double() - there.double()).abs().max() / torch.maximum(full.abs().max(), floor)
                 worst[kind] = larger(worst[kind], difference.item())
@@ -686,7 +712,6 @@ class Run:
         errors = torch.where(errors.isnan(), torch.inf, errors)  # a NaN is the largest difference of all
         dist.all_reduce(errors, op=dist.ReduceOp.MAX)
         self.errors = dict(zip(worst, errors.tolist()))
-        self.compared = steps
         self.last = time.perf_counter()
 
     # --- receipt
@@ -711,7 +736,7 @@ class Run:
             "layout": layout,
             "steps": self.history,
             "max_error": self.errors,
-            "tolerance": dict(zip(("loss", "grad", "param"), TOLERANCE[self.args.dtype])),
+            "tolerance": TOLERANCE[self.args.dtype],
             "sent": table[0],
             "held": table[1],
         }
@@ -741,8 +766,8 @@ class Run:
         return sent, held
 
     def verdict(self, table):
-        errors = zip((self.errors or {}).values(), TOLERANCE[self.args.dtype])
-        return all(e <= t for e, t in errors) and all(r["ok"] for r in table[0]) and all(r["ok"] for r in table[1].values())
+        limits = TOLERANCE[self.args.dtype]
+        return all(e <= limits[kind] for kind, e in (self.errors or {}).items()) and all(r["ok"] for r in table[0]) and all(r["ok"] for r in table[1].values())
 
     def print_receipt(self, result, notes):
         layout = " ".join(f"{k} {v}" for k, v in result["layout"].items())
@@ -765,12 +790,13 @@ class Run:
         if self.errors is None:
             self.print("  not compared with one process")
         else:
-            self.print(f"  largest difference from one process, {self.compared} step{'s' * (self.compared > 1)}")
-            labels = {"loss": "loss and gradient norm of each step", "grad": "every gradient of the last step"}
-            for key, error in self.errors.items():
-                limit = result["tolerance"][key]
+            self.print(f"  largest difference from one process, {self.proven} step{'s' * (self.proven > 1)}")
+            labels = {"loss": "loss of each step", "grad_norm": "gradient norm of each step"}
+            labels |= {"grad": "every gradient of the last step", "param": "every weight after it"}
+            for kind, error in self.errors.items():
+                limit = result["tolerance"][kind]
                 wrong = "" if error <= limit else "  <-- out of tolerance"
-                self.print(f"    {labels.get(key, 'every weight after it'):<46s} {error:9.1e}   tolerance {limit:.0e}{wrong}")
+                self.print(f"    {labels[kind]:<46s} {error:9.1e}   tolerance {limit:.0e}{wrong}")
         self.print(f"  {'proven' if result['ok'] and self.errors else 'ok' if result['ok'] else 'FAILED'}")
 
 

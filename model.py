@@ -66,6 +66,11 @@ class Config:
         if not 0 <= self.dropout < 1:
             raise ValueError(f"dropout must be at least 0 and below 1, not {self.dropout}")
 
+    def parameters(self):
+        """The number of parameters of the whole model."""
+        with torch.device("meta"):
+            return sum(p.numel() for p in GPT(self).parameters())
+
     def flops_per_token(self):
         """FLOPs of forward and backward per token of a full context: 6 for each weight of a matrix, and 12 L T C for the
         two products of attention, without a discount for causality (PaLM, Chowdhery et al. 2022, appendix B)."""

@@ -292,7 +292,6 @@ def demo(run):
         reduce_tied(model)
         loss = torch.stack(losses).sum() if losses else torch.zeros((), device=run.device)
         run.update(step, model, optimizer, loss, over=[down], dealt=[down])
-    run.compare(model)
 
     one = shape[0] * shape[1] * shape[2] * run.dtype.itemsize
     sent = {
@@ -301,6 +300,22 @@ def demo(run):
     }
     if stages > 1 and config.tied and rank in (0, stages - 1):
         sent["all_reduce", "tied"] = (config.vocab * config.width * run.dtype.itemsize, "V C e, first and last stage")
+    states = 2 if args.optimizer == "adamw" else 0
+    whole = run.meta_model()
+    block = sum(p.numel() for p in whole.blocks["0"].parameters())
+    size = len(model.blocks) * block
+    size += (rank == 0) * sum(p.numel() for p in whole.embed.parameters())
+    if rank == stages - 1:
+        alone = stages > 1 or not config.tied  # else the embedding has counted the tied matrix
+        size += sum(p.numel() for p in whole.head.norm.parameters()) + alone * config.vocab * config.width
+    size *= run.dtype.itemsize
+    activations = harness.activation_bytes(config, shape[0], run.dtype.itemsize)
+    held = {
+        "parameters": (size, "blocks of the stage, and its end's matrix"),
+        "gradients": (size, "the same"),
+        "optimizer": (states * size, f"{states} x the same"),
+        "activations_peak": (in_flight(schedule[rank]) * len(model.blocks) * activations, "in flight x blocks"),
+    }
     spans, p, m = simulate(schedule), stages, args.microbatches
     busy, ideal = utilisation(spans), 1 / p if args.schedule == "naive" else m / (m + p - 1)
     formula = "1/p" if args.schedule == "naive" else "m / (m + p - 1)"
@@ -311,7 +326,7 @@ def demo(run):
         f"utilisation {busy:.1%}, bubble {1 - busy:.1%}   {formula} = {ideal:.1%}   if backward takes two forwards:",
         *(f"    {line}" for line in timeline(spans).splitlines()),
     ]
-    return run.receipt({"pp": stages, "schedule": args.schedule, "microbatches": m}, sent, {}, notes)
+    return run.receipt({"pp": stages, "schedule": args.schedule, "microbatches": m}, sent, held, notes)
 
 
 if __name__ == "__main__":

@@ -251,6 +251,14 @@ def parallelize(model, group):
     return model
 
 
+def bytes_sent(config, t, tokens, element_size, blocks, embedding=True, head=True):
+    """Bytes a rank sends for `tokens` tokens, forward and backward, with ring all-reduces over t ranks: 4 of (tokens, C) a
+    block, one for the embedding, one for the head's input, and three of (tokens,) for the loss."""
+    ring = 2 * (t - 1) / t
+    wide = (4 * blocks + embedding + head) * tokens * config.width * element_size
+    return ring * (wide + 3 * head * tokens * max(element_size, 4))
+
+
 # --- demo ---
 
 import harness
@@ -286,23 +294,28 @@ def demo(run):
             part.backward()
             loss += part.detach()
         run.update(step, model, optimizer, loss, split=[group])
-    run.compare(model, take)
 
     t, c, e = run.world, run.config, run.dtype.itemsize
-    tokens, micro = args.batch * c.context, args.microbatches
-    r = (t - 1) / t
-    blocks = 8 * r * tokens * c.width * e * c.layers
-    ends = 4 * r * tokens * c.width * e  # embedding forward, head backward
-    loss = 6 * r * tokens * max(e, 4)  # largest logit, sum of exponentials, target's logit
-    text = f"8 r B T C e a block, 4 for embedding and head, 6 r B T e for the loss; r = {t - 1}/{t}"
-    norm = 2 * r * 8 if t > 1 else 0  # the squares of the gradient norm, one float64
-    sent = {("all_reduce", "tp"): (blocks + ends + loss + norm, text)}
+    norm = 2 * (t - 1) / t * 8  # the squared gradient norm, one float64
+    size = bytes_sent(c, t, args.batch * c.context, e, c.layers)
+    text = f"8 r B T C e a block, 4 r B T C e + 6 r B T e for both ends; r = {t - 1}/{t}"
+    sent = {("all_reduce", "tp"): (size + norm, text)}
     whole = sum(p.numel() for p in model.parameters() if not split_over(p, group))
     parts = sum(p.numel() for p in model.parameters() if split_over(p, group))
     full = sum(p.numel() for p in run.meta_model().parameters()) - whole
     padding = parts * t - full
-    held = {k: ((whole + (full + padding) / t) * e * n, f"{n} (P_whole + P_split / t) e") for k, n in
-            (("parameters", 1), ("gradients", 1), ("optimizer", 2 if args.optimizer == "adamw" else 0))}
+    states = 2 if args.optimizer == "adamw" else 0
+    mine = (whole + (full + padding) / t) * e
+    held = {
+        "parameters": (mine, "(P_whole + P_split / t) e"),
+        "gradients": (mine, "the same"),
+        "optimizer": (states * mine, f"{states} x the same"),
+        "activations_peak": (
+            c.layers * harness.activation_bytes(c, args.batch // args.microbatches, e, t),
+            f"(4 + 12/{t}) b T C e a block" if c.mlp == "gelu" else "blocks only",
+        ),
+    }
+    micro = args.microbatches
     blocks, calls = c.layers * micro, run.ledger.sent.get(("all_reduce", "tp"), [0])[0]
     notes = [
         f"{(calls - 1 - 4 * micro) / blocks:g} all-reduces a block and micro-batch: 2 forward, 2 backward",

@@ -1,0 +1,257 @@
+"""Train a GPT in any layout: data x tensor x pipeline parallelism from flags, and the same curve in all of them.
+
+    torchrun --nproc_per_node=8 train.py --dp 2 --tp 2 --pp 2        python train.py --dp 2 --tp 2 --pp 2
+    python train.py                                                  python train.py --preset gpt2 --dtype bfloat16
+
+Rank order, tp innermost, so that tensor parallelism stays inside a node (here dp 2, tp 2, pp 2 on 8 ranks):
+
+              stage 0             stage 1            tp    ranks that hold parts of the same layers:   0 1 | 2 3 | 4 5 | 6 7
+            tp 0   tp 1         tp 0   tp 1          dp    ranks that hold the same, for other data:   0 2 | 1 3 | 4 6 | 5 7
+    dp 0     0      1            4      5            pp    ranks that hold consecutive layers:         0 4 | 1 5 | 2 6 | 3 7
+    dp 1     2      3            6      7
+
+"Global batch", "loss" and "gradient norm" are the global ones, whatever the layout: --batch is the number of sequences over
+all ranks, the loss is the sum over all tokens divided by their number, the norm counts every parameter once. So the same
+flags give the same run on one process and on any number, to rounding; the first steps are compared, and the receipt at the
+end says how far apart they were (--prove).
+"""
+
+import contextlib
+import json
+import time
+
+import torch
+import torch.distributed as dist
+
+import data
+import ddp
+import harness
+import pipeline
+import tensor_parallel
+from harness import Refused
+
+# bfloat16 matrix rate without sparsity, FLOP/s, from the makers' data sheets; where the device is known, so is the MFU
+PEAK = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12}
+
+
+def flags():
+    p = harness.parser(__doc__, steps=300, lr=3e-3, warmup=20, microbatches=None)
+    g = p.add_argument_group("the layout (ranks = dp x tp x pp)")
+    g.add_argument("--dp", type=harness.positive, default=1, metavar="N", help="data parallel: N copies share the batch")
+    g.add_argument("--tp", type=harness.positive, default=1, metavar="N", help="tensor parallel: each layer cut N ways; keep it inside a node")
+    g.add_argument("--pp", type=harness.positive, default=1, metavar="N", help="pipeline parallel: N stages of consecutive layers")
+    g.add_argument("--schedule", choices=list(pipeline.SCHEDULES), default="1f1b", help="order of the micro-batches in the pipeline")
+    g.add_argument("--microbatches", type=harness.positive, metavar="N", help="pieces of each data-parallel rank's part; changes memory and bubble, not the curve (default: up to 2 x pp)")
+    g.add_argument("--bucket-mb", type=float, default=25, metavar="MB", help="size of a gradient bucket; smaller overlap more, larger send faster")
+    g = p.add_argument_group("the loop")
+    g.add_argument("--min-lr", type=float, metavar="X", help="where the cosine ends (default: lr / 10)")
+    g.add_argument("--eval-every", type=int, default=100, metavar="N", help="steps between validation losses; 0 = only at the end")
+    g.add_argument("--eval-batches", type=harness.positive, default=4, metavar="N", help="global batches a validation loss takes")
+    g.add_argument("--sample", type=int, default=200, metavar="N", help="tokens to generate at the end; 0 = none")
+    g.add_argument("--prompt", default="\n", help="what the sample starts with")
+    g.add_argument("--temperature", type=float, default=0.8, help="of the sample; lower is safer")
+    g.add_argument("--log", metavar="FILE", help="a JSON object a line: step, loss, grad_norm, lr, tokens_per_s, in full precision")
+    g.add_argument("--wandb", metavar="PROJECT", help="log to this Weights & Biases project too")
+    return p
+
+
+def main():
+    args = flags().parse_args()
+    config = harness.configure(args)
+    check(args, config)
+    harness.launch(train, args, needed=args.dp * args.tp * args.pp)
+
+
+def check(args, config):
+    """Refuse what doesn't fit, before any process is started, and settle what follows from other flags."""
+    tensor_parallel.check(config, args.tp)
+    pipeline.check(config, args.pp)
+    rows = args.batch // args.dp
+    if args.microbatches is None:
+        args.microbatches = max(m for m in range(1, max(1, 2 * args.pp if args.pp > 1 else 1) + 1) if m == 1 or rows % m == 0)
+    harness.check_batch(args, args.dp)
+    if args.min_lr is None:
+        args.min_lr = args.lr / 10
+    if args.prove is None:
+        args.prove = 3 if config.parameters() < 20e6 else 0
+
+
+def make_groups(args):
+    """This rank's process groups: tp, dp, pp (activations travel down it), up (gradients travel up it), and ends, the first
+    and the last stage. All ranks create all groups, in the same order."""
+    ranks = torch.arange(args.pp * args.dp * args.tp).view(args.pp, args.dp, args.tp)
+    rows = {
+        "tp": ranks.flatten(0, 1).tolist(),
+        "dp": ranks.transpose(1, 2).flatten(0, 1).tolist(),
+        "pp": ranks.flatten(1).T.tolist(),
+    }
+    rows |= {"up": rows["pp"], "ends": [sorted({row[0], row[-1]}) for row in rows["pp"]]}
+    groups = {}
+    for axis, lists in rows.items():
+        for members in lists:
+            group = dist.new_group(members)
+            if dist.get_rank() in members:
+                groups[axis] = group
+    return groups
+
+
+def train(run):
+    args, config = run.args, run.config
+    groups = make_groups(args)
+    tp, dp, pp, up, ends = (groups.get(axis) for axis in ("tp", "dp", "pp", "up", "ends"))
+    run.groups(**groups)
+
+    # The model: cut on the meta device, then filled. Every rank draws each parameter whole, and keeps its piece
+    stage = dist.get_rank(pp)
+    model = pipeline.split(run.meta_model(), args.pp, stage, ends)
+    if args.tp > 1:
+        tensor_parallel.parallelize(model, tp)
+    run.fill(model, take=tensor_parallel.take)
+    gradients = ddp.DDP(model.parameters(), dp, args.microbatches, int(args.bucket_mb * 2**20))
+    optimizer = harness.make_optimizer(model.parameters(), args)
+    schedule = pipeline.SCHEDULES[args.schedule](args.pp, args.microbatches)
+    describe(run, model)
+
+    def play(schedule, batches, count):
+        """The results of this rank's part of a schedule over micro-batches (tokens, targets, samples)."""
+
+        def forward(m, x):
+            tokens, targets, samples = batches[m]
+            return model(tokens if x is None else x, targets=targets, count=count, samples=samples)
+
+        shape = (*batches[0][0].shape, config.width)
+        return pipeline.play(schedule, forward, shape, run.dtype, run.device, pp, up)
+
+    def total(losses):
+        """The sum of some losses, of which the last stage has all and the others none."""
+        return torch.stack(losses).sum() if losses else torch.zeros((), dtype=run.dtype, device=run.device)
+
+    log = open_log(run)
+    for step in run.steps(optimizer):
+        gradients.zero_grad()
+        batches = run.microbatches(step, dist.get_rank(dp), args.dp)
+        losses = play(schedule, batches, run.count)
+        gradients.finish()
+        pipeline.reduce_tied(model)
+        run.update(step, model, optimizer, total(losses), over=[dp, pp], split=[tp], dealt=[pp], mfu=mfu(run))
+        log(run.history[-1])
+        if step + 1 == args.steps or args.eval_every and (step + 1) % args.eval_every == 0:
+            loss = evaluate(run, play, total, dp, pp)
+            run.print(f"validation loss {loss:.4f}")
+            log({"step": step + 1, "val_loss": loss})
+
+    if args.sample:
+        run.print(f"\nsample:\n{generate(run, play, tp, pp)}")
+    return receipt(run, model, schedule, stage)
+
+
+def describe(run, model):
+    """One line of what is about to run, and how the stages came out."""
+    args, config = run.args, run.config
+    run.print(
+        f"{config.parameters():,} parameters on {run.world} rank{'s' * (run.world > 1)} (dp {args.dp}, tp {args.tp}, pp {args.pp}), "
+        f"{run.corpus.name}: {len(run.corpus.tokens):,} tokens, {run.count:,} a step"
+    )
+    if args.pp > 1:
+        spans = pipeline.simulate(pipeline.SCHEDULES[args.schedule](args.pp, args.microbatches))
+        layers = ", ".join(f"{r.start}-{r.stop - 1}" for r in pipeline.stage_layers(config, args.pp))
+        run.print(f"stages hold layers {layers}; {args.schedule} with {args.microbatches} micro-batches: bubble {1 - pipeline.utilisation(spans):.1%}")
+
+
+def mfu(run):
+    """A function of tokens/s that gives the part of the devices' peak that the model's own arithmetic uses, where known."""
+    name = torch.cuda.get_device_name() if run.device.type == "cuda" else ""
+    peak = next((rate for key, rate in PEAK.items() if key in name), None)
+    if peak is None or run.args.dtype != "bfloat16":
+        return None
+    return lambda tokens_per_s: tokens_per_s * run.config.flops_per_token() / (peak * run.world)
+
+
+@torch.no_grad()
+def evaluate(run, play, total, dp, pp):
+    """The mean loss over --eval-batches global batches of the validation split."""
+    args = run.args
+    loss = torch.zeros((), dtype=torch.float64, device=run.device)
+    for i in range(args.eval_batches):
+        batches = run.microbatches(i, dist.get_rank(dp), args.dp, split="val")
+        batches = [(tokens, targets, None) for tokens, targets, _ in batches]  # no samples: no dropout
+        loss += total(play(pipeline.forward_only(args.pp, args.microbatches), batches, run.count * args.eval_batches))
+    for group in (dp, pp):
+        dist.all_reduce(loss, group=group)
+    return loss.item()
+
+
+@torch.no_grad()
+def generate(run, play, tp, pp):
+    """--sample tokens after --prompt, drawn from the whole layout's logits. Token i is drawn with a hash of (seed, i), so
+    that every layout draws alike."""
+    args, config, encoding = run.args, run.config, run.corpus.encoding
+    tokens = encoding.encode_ordinary(args.prompt) or [encoding.eot_token]
+    for i in range(args.sample):
+        window = torch.tensor([tokens[-config.context :]], device=run.device)
+        results = play(pipeline.forward_only(args.pp, 1), [(window, None, None)], None)
+        token = torch.zeros(1, dtype=torch.int64, device=run.device)
+        for logits in results:  # on the last stage
+            logits = logits[0, -1]
+            if args.tp > 1:
+                logits = tensor_parallel.gather_logits(logits, config.vocab, tp)
+            logits = logits[: encoding.n_vocab].double() / max(args.temperature, 1e-6)
+            chance = torch.tensor([data.hash64(args.seed, i) / 2**64], dtype=torch.float64, device=run.device)
+            cumulated = logits.softmax(0).cumsum(0)
+            token = torch.searchsorted(cumulated, chance * cumulated[-1]).clamp(max=len(cumulated) - 1)
+        dist.broadcast(token, group=pp, group_src=args.pp - 1)
+        tokens.append(token.item())
+    return encoding.decode(tokens)
+
+
+def open_log(run):
+    """A function that writes a dict to --log and --wandb, on rank 0."""
+    if run.rank != 0:
+        return lambda row: None
+    file = tracker = None
+    if run.args.log:
+        file = open(run.args.log, "w")
+    if run.args.wandb:
+        import wandb
+
+        tracker = wandb.init(project=run.args.wandb, config=vars(run.args))
+
+    def log(row):
+        if file:
+            print(json.dumps(row), file=file, flush=True)
+        if tracker:
+            tracker.log(row, step=row["step"])
+
+    return log
+
+
+def receipt(run, model, schedule, stage):
+    args, config, e = run.args, run.config, run.dtype.itemsize
+    last, rows = args.pp - 1, args.batch // args.dp
+    tokens = rows * config.context
+    scalar = 8  # loss and squared norm are summed as one float64 each
+    size = sum(p.numel() * p.element_size() for p in model.parameters())
+    sent = {("all_reduce", "dp"): (ddp.bytes_sent(size + scalar, args.dp), "2 (N-1)/N P e")}
+    layer_bytes = tensor_parallel.bytes_sent(config, args.tp, tokens, e, len(model.blocks), stage == 0, stage == last)
+    sent["all_reduce", "tp"] = (layer_bytes + ddp.bytes_sent(scalar, args.tp), "8 r b T C e a block, and both ends")
+    sent["send", "pp"] = ((stage < last) * tokens * config.width * e, "b T C e a micro-batch")
+    sent["send", "up"] = ((stage > 0) * tokens * config.width * e, "b T C e a micro-batch")
+    if config.tied and args.pp > 1 and stage in (0, last):
+        part = -(-config.vocab // args.tp) * config.width * e
+        sent["all_reduce", "ends"] = (ddp.bytes_sent(part, 2), "V/t C e, the tied matrix")
+    states = 2 if args.optimizer == "adamw" else 0
+    flying = pipeline.in_flight(schedule[stage]) * len(model.blocks)
+    activations = flying * harness.activation_bytes(config, rows // args.microbatches, e, args.tp)
+    held = {
+        "gradients": (size, "P e"),
+        "optimizer": (states * size, f"{states} P e"),
+        "activations_peak": (activations, "blocks x micro-batches in flight, without the head"),
+    }
+    layout = {"dp": args.dp, "tp": args.tp, "pp": args.pp}
+    if args.pp > 1:
+        layout |= {"schedule": args.schedule, "microbatches": args.microbatches}
+    return run.receipt(layout, sent, held)
+
+
+if __name__ == "__main__":
+    harness.script(main)
