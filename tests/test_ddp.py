@@ -1,0 +1,132 @@
+"""ddp.py: every way of adding up gradients against one process, and against PyTorch's DistributedDataParallel."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from reference import CONFIGS, assert_equal, batch, make_optimizer, train
+
+import ddp
+import model as gpt
+
+
+def rows_of(rank, world, rows=12):
+    """Unequal shares of the batch."""
+    return [list(r) for r in torch.arange(rows).tensor_split(world)][rank] if world != 3 else [[0], [1, 2, 3, 4, 5], [6, 7, 8, 9, 10, 11]][rank]
+
+
+def train_parallel(rank, config, kind, way, accumulate, world, steps=3):
+    model = gpt.build(config, 7, dtype=torch.float64)
+    group, parameters = dist.group.WORLD, list(model.parameters())
+    sync = {
+        "server": lambda: ddp.ParameterServer(parameters, group),
+        "naive": lambda: ddp.Naive(parameters, group),
+        "bucketed": lambda: ddp.DDP(parameters, group, accumulate, 5000, overlap=False),
+        "overlapped": lambda: ddp.DDP(parameters, group, accumulate, 5000),
+    }[way]()
+    optimizer, losses, early = make_optimizer(parameters, kind), [], 0
+    for step in range(steps):
+        tokens, targets, samples, count = batch(step)
+        sync.zero_grad()
+        loss = torch.zeros((), dtype=torch.float64)
+        for piece in torch.tensor(rows_of(rank, world)).tensor_split(accumulate):
+            part = model(tokens[piece], targets=targets[piece], count=count, samples=samples[piece])
+            part.backward()
+            loss += part.detach()
+        sync.finish()
+        dist.all_reduce(loss)
+        if way != "server" or rank == 0:
+            optimizer.step()
+        losses.append(loss.item())
+        early = getattr(sync, "early", 0)
+    if way == "server":
+        sync.pull()
+    leader = way != "server" or rank == 0
+    grads = {n: p.grad.clone() for n, p in model.named()} if leader else {}
+    return (losses, grads, {n: p.detach() for n, p in model.named()}), early
+
+
+@pytest.mark.parametrize("kind", ["sgd", "adamw"])
+@pytest.mark.parametrize("way", ["server", "naive", "bucketed", "overlapped"])
+def test_equals_one_process(ranks, way, kind):
+    for config, world, accumulate in (("gpt2", 3, 2), ("dropout", 4, 3), ("llama", 1, 2)):
+        reference = train(CONFIGS[config], kind)
+        for ours, _ in ranks(world, train_parallel, CONFIGS[config], kind, way, accumulate, world):
+            assert_equal(ours, reference)
+
+
+def test_overlap_starts_before_backward_ends(ranks):
+    results = ranks(2, train_parallel, CONFIGS["gpt2"], "sgd", "overlapped", 2, 2)
+    assert all(early > 1 for _, early in results)
+    results = ranks(2, train_parallel, CONFIGS["gpt2"], "sgd", "bucketed", 2, 2)
+    assert all(early == 0 for _, early in results)
+
+
+def test_equals_pytorch_ddp(ranks):
+    def theirs(rank):
+        model = gpt.build(CONFIGS["gpt2"], 7, dtype=torch.float64)
+        wrapped = torch.nn.parallel.DistributedDataParallel(model)
+        optimizer = make_optimizer(model.parameters(), "adamw")
+        for step in range(10):
+            tokens, targets, samples, count = batch(step)
+            optimizer.zero_grad()
+            rows = rows_of(rank, 3)
+            # DDP averages over the ranks: undo it
+            (3 * wrapped(tokens[rows], targets=targets[rows], count=count, samples=samples[rows])).backward()
+            optimizer.step()
+        return {n: p.detach() for n, p in model.named()}
+
+    ours = ranks(3, train_parallel, CONFIGS["gpt2"], "adamw", "overlapped", 1, 3, 10)
+    for (mine, _), their in zip(ours, ranks(3, theirs)):
+        for name, p in mine[2].items():
+            torch.testing.assert_close(p, their[name], rtol=1e-12, atol=1e-12)
+
+
+def test_buckets_are_the_gradients(ranks):
+    def work(rank):
+        parameters = [torch.nn.Parameter(torch.zeros(n)) for n in (3, 100, 7, 0, 5)]
+        parameters[1].requires_grad_(False)
+        wrapped = ddp.DDP(parameters, dist.group.WORLD, bucket_bytes=30)
+        sizes = [[p.numel() for p in b.parameters] for b in wrapped.buckets]
+        shared = all(
+            p.grad.untyped_storage().data_ptr() == b.flat.untyped_storage().data_ptr() for b in wrapped.buckets for p in b.parameters
+        )
+        return sizes, shared
+
+    sizes, shared = ranks(1, work)[0]
+    assert sizes == [[5, 0], [7], [3]] and shared
+
+
+def test_parameters_without_a_gradient_and_too_many_passes(ranks):
+    def work(rank):
+        a, b = torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.ones(2))
+        wrapped = ddp.DDP([a, b], dist.group.WORLD, microbatches=2, bucket_bytes=1)
+        for _ in range(2):
+            (a.sum() * (rank + 1)).backward()  # b is not used, and its bucket comes first
+        wrapped.finish()
+        grads = a.grad.tolist(), b.grad.tolist(), wrapped.early
+        try:
+            a.sum().backward()
+        except RuntimeError as e:
+            return grads, str(e)
+
+    for grads, error in ranks(2, work):
+        assert grads == ([6.0, 6.0], [0.0, 0.0], 0) and "more backward passes than the 2" in error
+
+
+def test_any_all_reduce_will_do(ranks):
+    def work(rank):
+        class Doubled:
+            def __init__(self, tensor, group, async_op):
+                self.tensor, self.work = tensor, dist.all_reduce(tensor, group=group, async_op=async_op)
+
+            def wait(self):
+                self.work.wait()
+                self.tensor *= 2
+
+        p = torch.nn.Parameter(torch.ones(2))
+        wrapped = ddp.DDP([p], dist.group.WORLD, all_reduce=Doubled)
+        p.sum().backward()
+        wrapped.finish()
+        return p.grad.tolist()
+
+    assert ranks(2, work) == [[4.0, 4.0]] * 2

@@ -1,0 +1,210 @@
+"""model.py against Hugging Face transformers, and the promises that let techniques cut it."""
+
+import pytest
+import torch
+
+import model as gpt
+
+transformers = pytest.importorskip("transformers")
+
+SMALL = dict(layers=3, heads=4, width=32, context=24, vocab=61)
+
+
+def batch(vocab=61, rows=2, context=24, seed=0):
+    g = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(vocab, (rows, context + 1), generator=g)
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+def rows_of_heads(q, k, v, kv_heads):
+    """Our projection's rows, q..q k v for each kv-head, from separate q, k and v (each (rows, ...))."""
+    q, k, v = (x.unflatten(0, (kv_heads, -1)) for x in (q, k, v))
+    return torch.cat((q, k, v), dim=1).flatten(0, 1)
+
+
+def gpt2_weights(hf):
+    """Our names and layouts from GPT2LMHeadModel's; its Conv1D stores (in, out)."""
+    ours = {"embed.token.weight": hf["transformer.wte.weight"], "embed.position.weight": hf["transformer.wpe.weight"]}
+    for i in range(SMALL["layers"]):
+        h, b = f"transformer.h.{i}.", f"blocks.{i}."
+        for kind in ("weight", "bias"):
+            q, k, v = hf[h + f"attn.c_attn.{kind}"].T.chunk(3, 0) if kind == "weight" else hf[h + "attn.c_attn.bias"].chunk(3)
+            ours[b + f"attn.qkv.{kind}"] = rows_of_heads(q, k, v, SMALL["heads"])
+            for a, c in (("attn.proj", "attn.c_proj"), ("mlp.up", "mlp.c_fc"), ("mlp.down", "mlp.c_proj")):
+                ours[b + f"{a}.{kind}"] = hf[h + f"{c}.{kind}"].T if kind == "weight" else hf[h + f"{c}.{kind}"]
+            ours[b + f"attn_norm.{kind}"], ours[b + f"mlp_norm.{kind}"] = hf[h + f"ln_1.{kind}"], hf[h + f"ln_2.{kind}"]
+            ours[f"head.norm.{kind}"] = hf[f"transformer.ln_f.{kind}"]
+    return ours
+
+
+def llama_weights(hf, kv_heads):
+    ours = {"embed.token.weight": hf["model.embed_tokens.weight"], "head.out.weight": hf["lm_head.weight"]}
+    ours["head.norm.weight"] = hf["model.norm.weight"]
+    for i in range(SMALL["layers"]):
+        h, b = f"model.layers.{i}.", f"blocks.{i}."
+        ours[b + "attn.qkv.weight"] = rows_of_heads(*(hf[h + f"self_attn.{x}_proj.weight"] for x in "qkv"), kv_heads)
+        for a, c in (("attn.proj", "self_attn.o_proj"), ("mlp.gate", "mlp.gate_proj"), ("mlp.up", "mlp.up_proj")):
+            ours[b + a + ".weight"] = hf[h + c + ".weight"]
+        ours[b + "mlp.down.weight"] = hf[h + "mlp.down_proj.weight"]
+        ours[b + "attn_norm.weight"] = hf[h + "input_layernorm.weight"]
+        ours[b + "mlp_norm.weight"] = hf[h + "post_attention_layernorm.weight"]
+    return ours
+
+
+def same_as(hf, config, weights_of):
+    """Logits, loss and every gradient of a transformers model and of ours with its weights, in float64."""
+    hf = hf.double()
+    for p in hf.parameters():  # biases and norms off their initial 0 and 1, so that a mix-up shows
+        p.data += 0.05 * torch.randn(p.shape, dtype=p.dtype)
+    ours = gpt.build(config, dtype=torch.float64)
+    mine = dict(ours.named())
+    weights = weights_of(dict(hf.named_parameters(remove_duplicate=False)))
+    assert weights.keys() == mine.keys()
+    for name, p in mine.items():
+        p.data.copy_(weights[name])
+    tokens, targets = batch()
+    logits = hf(tokens).logits
+    torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten()).backward()
+    torch.testing.assert_close(ours(tokens), logits, rtol=1e-10, atol=1e-10)
+    ours(tokens, targets=targets).backward()
+    grads = weights_of({n: p.grad for n, p in hf.named_parameters(remove_duplicate=False)})
+    for name, p in mine.items():
+        torch.testing.assert_close(p.grad, grads[name], rtol=1e-10, atol=1e-10, msg=name)
+
+
+def test_gpt2_is_transformers_gpt2():
+    torch.manual_seed(0)
+    c = transformers.GPT2Config(
+        n_layer=3, n_head=4, n_embd=32, n_positions=24, vocab_size=61, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0
+    )
+    same_as(transformers.GPT2LMHeadModel(c), gpt.configure(**SMALL), gpt2_weights)
+
+
+@pytest.mark.parametrize("kv_heads", [4, 2, 1])
+def test_llama_is_transformers_llama(kv_heads, monkeypatch):
+    def norm(self, x):  # transformers' own, but for a cast to float32 that would hide what is compared here
+        return self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon))
+
+    monkeypatch.setattr(transformers.models.llama.modeling_llama.LlamaRMSNorm, "forward", norm)
+    torch.manual_seed(0)
+    c = transformers.LlamaConfig(
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=kv_heads,
+        hidden_size=32,
+        intermediate_size=56,
+        vocab_size=61,
+        max_position_embeddings=24,
+        rms_norm_eps=1e-5,
+        attn_implementation="sdpa",
+    )
+    config = gpt.configure(family="llama", hidden=56, kv_heads=kv_heads, **SMALL)
+    same_as(transformers.LlamaForCausalLM(c), config, lambda hf: llama_weights(hf, kv_heads))
+
+
+def test_published_sizes():
+    sizes = {"gpt2": 124439808, "gpt2-medium": 354823168, "gpt2-large": 774030080, "gpt2-xl": 1557611200}
+    sizes |= {"llama3-8b": 8030261248, "llama3-70b": 70553706496, "llama3-405b": 405853388800}
+    assert {name: gpt.configure(name).parameters() for name in sizes} == sizes
+
+
+def test_flops_count_every_matrix():
+    for config in (gpt.configure(), gpt.configure("llama3-8b")):
+        with torch.device("meta"):
+            linear = [m for m in gpt.GPT(config).modules() if isinstance(m, torch.nn.Linear)]
+        attention = 12 * config.layers * config.context * config.width
+        assert config.flops_per_token() == 6 * sum(m.weight.numel() for m in linear) + attention
+
+
+def test_weights_depend_on_seed_and_name_only():
+    small, deep = gpt.configure(layers=2), gpt.configure(layers=5)
+    a, b, other = gpt.build(small, 1), gpt.build(deep, 1, dtype=torch.float64), gpt.build(small, 2)
+    a, b, other = dict(a.named()), dict(b.named()), dict(other.named())
+    name = "blocks.1.mlp.up.weight"
+    assert torch.equal(a[name], b[name].float()) and not torch.equal(a[name], other[name])
+    assert abs(a[name].std().item() - 0.02) < 1e-3
+    # the residual projections shrink with depth
+    assert abs(b["blocks.1.mlp.down.weight"].std().item() - 0.02 / 10**0.5) < 1e-3
+    values = torch.cat([p.detach().flatten() for n, p in a.items() if n.startswith("blocks") and p.dim() > 1])
+    assert values.unique().numel() > 0.9 * values.numel()  # no two parameters share a stream
+
+
+def test_pieces_make_the_whole():
+    """A stage is a GPT with the rest removed."""
+    for family in ("gpt2", "llama"):
+        config = gpt.configure(family=family, **SMALL)
+        whole = gpt.build(config, dtype=torch.float64)
+        first, last = gpt.build(config, dtype=torch.float64), gpt.build(config, dtype=torch.float64)
+        first.head = last.embed = None
+        for i, stage in (("0", last), ("1", first), ("2", first)):
+            del stage.blocks[i]
+        tokens, targets = batch()
+        assert torch.equal(last(first(tokens), targets=targets), whole(tokens, targets=targets))
+        assert set(dict(first.named())) | set(dict(last.named())) == set(dict(whole.named()))
+
+
+def test_sequence_shards_take_their_positions():
+    config = gpt.configure(family="llama", **SMALL)
+    table = gpt.RotaryTable(config)
+    whole = table(torch.arange(24), torch.float64)
+    part = table(torch.tensor([3, 17]), torch.float64)
+    assert all(torch.equal(p, w[[3, 17]]) for p, w in zip(part, whole))
+
+
+def test_ignored_targets_add_nothing():
+    ours = gpt.build(gpt.configure(**SMALL), dtype=torch.float64)
+    tokens, targets = batch()
+    masked = targets.clone()
+    masked[0, 5:] = gpt.IGNORE
+    logits = ours(tokens)
+    expected = torch.nn.functional.cross_entropy(logits[masked >= 0], masked[masked >= 0])
+    torch.testing.assert_close(ours(tokens, targets=masked), expected, rtol=1e-12, atol=0)
+    parts = [ours(tokens[i : i + 1], targets=masked[i : i + 1], count=(masked >= 0).sum()) for i in range(2)]
+    torch.testing.assert_close(sum(parts), expected, rtol=1e-12, atol=0)  # unequal parts add up: no mean of means
+
+
+def test_dropout_is_the_same_for_every_piece():
+    drop = gpt.Dropout(0.25, site=3)
+    samples, positions = torch.tensor([5, -7, 11, 1 << 40]), torch.arange(64)
+    key = gpt.hash64(samples.unsqueeze(1) + gpt.hash64(positions))
+    x = torch.ones(4, 64, 96)
+    whole = drop(x, key)
+    assert torch.equal(drop(x[1:3, 8:40], key[1:3, 8:40]), whole[1:3, 8:40])
+    assert set(whole.unique().tolist()) == {0.0, torch.tensor(4 / 3).item()}
+    assert abs((whole > 0).float().mean().item() - 0.75) < 0.01
+    for dims in ((0, 1), (1, 2), (0, 2)):  # no sample, position or channel is favoured
+        assert ((whole > 0).float().mean(dims) - 0.75).abs().max() < 0.12
+    assert not torch.equal(gpt.Dropout(0.25, site=4)(x, key), whole)
+    assert drop(x, None) is x
+
+
+def test_dropout_gradient_uses_the_same_mask():
+    drop, key = gpt.Dropout(0.5, 0), gpt.hash64(torch.arange(6).view(2, 3))
+    x = torch.randn(2, 3, 8, requires_grad=True)
+    y = drop(x, key)
+    y.sum().backward()
+    assert torch.equal(x.grad, (y != 0).float() * 2)
+
+
+def test_dropout_is_off_without_samples():
+    ours = gpt.build(gpt.configure(dropout=0.5, **SMALL))
+    tokens, _ = batch()
+    assert torch.equal(ours(tokens), gpt.build(gpt.configure(**SMALL))(tokens))
+    assert not torch.equal(ours(tokens, samples=torch.arange(2)), ours(tokens))
+    assert torch.equal(ours(tokens, samples=torch.arange(2)), ours(tokens, samples=torch.arange(2)))
+
+
+@pytest.mark.parametrize(
+    "wrong, words",
+    [
+        (dict(preset="gpt3"), "unknown preset"),
+        (dict(width=100, heads=3), "width 100"),
+        (dict(heads=4, kv_heads=3), "kv-heads"),
+        (dict(family="llama", width=20, heads=4), "even head size"),
+        (dict(dropout=1.0), "dropout"),
+        (dict(layers=0), "layers"),
+    ],
+)
+def test_sizes_that_contradict_each_other(wrong, words):
+    with pytest.raises(ValueError, match=words):
+        gpt.configure(**wrong)

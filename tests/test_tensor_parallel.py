@@ -1,0 +1,213 @@
+"""tensor_parallel.py against one process, and against PyTorch's DTensor."""
+
+import dataclasses
+
+import pytest
+import torch
+import torch.distributed as dist
+from reference import CONFIGS, assert_equal, batch, make_optimizer, train
+
+import harness
+import model as gpt
+import tensor_parallel as tp
+
+
+def build(config, group, seed=7):
+    with torch.device("meta"):
+        model = gpt.GPT(config)
+    return gpt.fill(tp.parallelize(model, group), seed, dtype=torch.float64, take=tp.take)
+
+
+def train_parallel(rank, config, kind, accumulate=2, steps=3):
+    group = dist.group.WORLD
+    model = build(config, group)
+    optimizer, losses = make_optimizer(model.parameters(), kind), []
+    for step in range(steps):
+        tokens, targets, samples, count = batch(step)
+        optimizer.zero_grad()
+        loss = 0.0
+        for piece in torch.arange(len(tokens)).tensor_split(accumulate):
+            part = model(tokens[piece], targets=targets[piece], count=count, samples=samples[piece])
+            part.backward()
+            loss += part.item()
+        optimizer.step()
+        losses.append(loss)
+    pieces = {n: (list(getattr(p, "placement", {"split": {}})["split"]), dist.get_world_size()) for n, p in model.named()}
+    return (losses, {n: p.grad for n, p in model.named()}, {n: p.detach() for n, p in model.named()}), pieces
+
+
+def check_ranks(results, reference):
+    for rank, (ours, pieces) in enumerate(results):
+
+        def take(full, name):
+            for dim in pieces[name][0]:
+                full = tp.piece(full, dim, rank, pieces[name][1])
+            return full
+
+        assert_equal(ours, reference, take)
+
+
+@pytest.mark.parametrize("kind", ["sgd", "adamw"])
+@pytest.mark.parametrize("config, world", [("gpt2", 2), ("gpt2", 4), ("llama", 4), ("grouped", 2), ("dropout", 4), ("llama", 1)])
+def test_equals_one_process(ranks, config, world, kind):
+    check_ranks(ranks(world, train_parallel, CONFIGS[config], kind), train(CONFIGS[config], kind))
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_three_ranks_and_sizes_that_do_not_divide(ranks, family):
+    # 3 ranks: vocabulary 61 = 21 + 21 + 19, hidden 50 = 17 + 17 + 16
+    config = dataclasses.replace(CONFIGS[family], heads=6, kv_heads=3, width=36, hidden=50)
+    check_ranks(ranks(3, train_parallel, config, "adamw"), train(config, "adamw"))
+
+
+def test_a_rank_with_nothing_but_padding(ranks):
+    # 5 = 2 + 2 + 1 + 0 tokens; batches of larger ids are folded into them
+    config = dataclasses.replace(CONFIGS["gpt2"], vocab=5)
+
+    def work(rank):
+        model = build(config, dist.group.WORLD)
+        tokens, targets, samples, count = batch(0, vocab=5)
+        loss = model(tokens, targets=targets, count=count)
+        loss.backward()
+        return loss.item(), model.embed.token.weight.grad
+
+    whole = gpt.build(config, 7, dtype=torch.float64)
+    tokens, targets, samples, count = batch(0, vocab=5)
+    loss = whole(tokens, targets=targets, count=count)
+    loss.backward()
+    for rank, (ours, grad) in enumerate(ranks(4, work)):
+        assert abs(ours - loss.item()) < 1e-12
+        torch.testing.assert_close(grad, tp.piece(whole.embed.token.weight.grad, 0, rank, 4), rtol=1e-10, atol=1e-12)
+
+
+def test_shards_differ_and_padding_stays_zero(ranks):
+    def work(rank):
+        group = dist.group.WORLD
+        model = build(CONFIGS["gpt2"], group)
+        optimizer = make_optimizer(model.parameters(), "adamw")
+        for step in range(3):
+            tokens, targets, samples, count = batch(step)
+            optimizer.zero_grad()
+            model(tokens, targets=targets, count=count).backward()
+            optimizer.step()
+        return {n: (p.detach(), tp.split_over(p, group)) for n, p in model.named()}
+
+    results = ranks(4, work)
+    for name in results[0]:
+        values, split = [r[name][0] for r in results], results[0][name][1]
+        equal = [torch.equal(values[0], v) for v in values[1:]]
+        assert not any(equal) if split else all(equal), name
+    assert sum(split for _, split in results[0].values()) == 4 * 6 + 1  # qkv, up: 2 each; proj, down; and the vocabulary
+    last = results[3]["embed.token.weight"][0]  # 61 rows in pieces of 16: the last has 13
+    assert last.shape[0] == 16 and last[:13].abs().min() > 0 and last[13:].abs().max() == 0
+
+
+def test_four_all_reduces_a_block(ranks):
+    """Two forward, two backward, and as many bytes as the formula says."""
+
+    def work(rank, layers, family):
+        group = dist.group.WORLD
+        config = gpt.configure(family=family, layers=layers, heads=4, kv_heads=4, width=32, context=12, vocab=61)
+        model = build(config, group)
+        tokens, targets, samples, count = batch(0)
+        ledger = harness.Ledger({"tp": group})
+        ledger.watch(model.parameters())
+        with ledger:
+            loss = model(tokens, targets=targets, count=count)
+        forward = ledger.sent["all_reduce", "tp"][0]
+        with ledger:
+            loss.backward()
+        return forward, *ledger.sent["all_reduce", "tp"], tp.bytes_sent(config, 4, tokens.numel(), 8, layers)
+
+    for family in ("gpt2", "llama"):
+        one, three = (ranks(4, work, layers, family)[0] for layers in (1, 3))
+        assert three[0] - one[0] == 2 * 2 and three[1] - one[1] == 2 * 4
+        assert one[3] == one[4] and three[3] == three[4]
+
+
+def test_cuts_real_weights_too(ranks):
+    def work(rank):
+        model = gpt.build(CONFIGS["llama"], 7, dtype=torch.float64)
+        cut = tp.parallelize(model, dist.group.WORLD)
+        filled = build(CONFIGS["llama"], dist.group.WORLD)
+        return all(torch.equal(a, b) for (_, a), (_, b) in zip(cut.named(), filled.named()))
+
+    assert ranks(2, work) == [True, True]
+
+
+def test_full_logits_only_when_asked(ranks):
+    config = CONFIGS["gpt2"]
+
+    def work(rank):
+        group = dist.group.WORLD
+        logits = build(config, group)(batch(0)[0])
+        return logits.shape[-1], tp.gather_logits(logits, config.vocab, group)
+
+    whole = gpt.build(config, 7, dtype=torch.float64)(batch(0)[0])
+    for width, logits in ranks(4, work):
+        assert width == 16
+        torch.testing.assert_close(logits, whole, rtol=1e-12, atol=1e-12)
+
+
+def test_cross_entropy_of_large_and_16_bit_logits(ranks):
+    def work(rank, dtype):
+        full = (torch.randn(6, 10, generator=torch.Generator().manual_seed(0)) * 300).to(dtype)
+        targets = torch.tensor([0, 9, 4, -1, 7, 5])
+        part = tp.piece(full, 1, rank, 4).requires_grad_()
+        loss = tp.VocabParallelCrossEntropy(10, dist.group.WORLD)(part.unsqueeze(0), targets.unsqueeze(0), 5)
+        loss.backward()
+        return loss.detach(), part.grad
+
+    for dtype, tolerance in ((torch.float64, 1e-12), (torch.bfloat16, 1e-2)):
+        full = (torch.randn(6, 10, generator=torch.Generator().manual_seed(0)) * 300).to(dtype).double().requires_grad_()
+        loss = torch.nn.functional.cross_entropy(full, torch.tensor([0, 9, 4, -1, 7, 5]), ignore_index=-1)
+        loss.backward()
+        for rank, (ours, grad) in enumerate(ranks(4, work, dtype)):
+            torch.testing.assert_close(ours.double(), loss.detach(), rtol=1e-6 if dtype != torch.float64 else 1e-12, atol=0)
+            torch.testing.assert_close(grad.double(), tp.piece(full.grad, 1, rank, 4), rtol=tolerance, atol=tolerance)
+
+
+def test_heads_that_do_not_divide(ranks):
+    def work(rank):
+        with pytest.raises(ValueError, match="2 kv-heads do not divide"):
+            build(CONFIGS["grouped"], dist.group.WORLD)
+
+    ranks(4, work)
+
+
+def test_equals_dtensor(ranks):
+    """The same weights after 10 steps as PyTorch's parallelize_module on the same blocks."""
+    config = CONFIGS["llama"]
+
+    def theirs(rank):
+        from torch.distributed.tensor import DTensor
+        from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+        model = gpt.build(config, 7, dtype=torch.float64)
+        mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (2,))
+        plan = {}
+        for i in range(config.layers):
+            for name in ("attn.qkv", "mlp.gate", "mlp.up"):
+                plan[f"blocks.{i}.{name}"] = ColwiseParallel()
+            for name in ("attn.proj", "mlp.down"):
+                plan[f"blocks.{i}.{name}"] = RowwiseParallel()
+        parallelize_module(model, mesh, plan)
+        optimizer = make_optimizer(model.parameters(), "sgd")
+        for step in range(10):
+            tokens, targets, samples, count = batch(step)
+            optimizer.zero_grad()
+            model(tokens, targets=targets, count=count).backward()
+            optimizer.step()
+        return {n: (p.full_tensor() if isinstance(p, DTensor) else p).detach() for n, p in model.named()}
+
+    def ours(rank):
+        (_, _, weights), pieces = train_parallel(rank, config, "sgd", accumulate=1, steps=10)
+        return weights, pieces
+
+    their = ranks(2, theirs)[0]
+    for rank, (weights, pieces) in enumerate(ranks(2, ours)):
+        for name, p in weights.items():
+            full = their[name]
+            for dim in pieces[name][0]:
+                full = tp.piece(full, dim, rank, 2)
+            torch.testing.assert_close(p, full, rtol=1e-12, atol=1e-12)
