@@ -346,8 +346,9 @@ def failed(error, rank, world, store, forked):
         return 1
     if not forked:  # else the process that forked the ranks saw who died
         with contextlib.suppress(Exception):
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun ends the survivors: not before they have spoken
             store.set(f"survivor{rank}", "1")
-            time.sleep(1)
+            time.sleep(0.5)
             alive = [r for r in range(world) if store.check([f"survivor{r}"])]
             if rank == min(alive):
                 gone = ", ".join(str(r) for r in range(world) if r not in alive)
@@ -489,18 +490,18 @@ class Ledger(TorchDispatchMode):
         for name, group in groups.items():
             if isinstance(group, dist.ProcessGroup):  # new_group gives non-members something else
                 self.names.setdefault(group.group_name, name)
-        self.sent, self.live, self.bytes, self.peak, self.known, self.tracking = {}, {}, 0, 0, set(), True
+        self.sent, self.live, self.bytes, self.peak, self.known = {}, {}, 0, 0, set()
 
     def watch(self, known):
         """Start anew; memory of the tensors in `known` is not counted."""
-        self.sent, self.live, self.bytes, self.peak, self.tracking = {}, {}, 0, 0, True
+        self.sent, self.live, self.bytes, self.peak = {}, {}, 0, 0
         self.known = {t.untyped_storage()._cdata for t in known}
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
         if func.namespace == "c10d":
             self._count(func, args)
-        elif self.tracking:
+        else:
             for t in tensors_in(out):
                 self._see(t.untyped_storage())
         return out
@@ -557,7 +558,7 @@ class Run:
         self.count = args.batch * self.config.context  # valid targets of the global batch: every window is full
         self.history, self.errors, self.held = [], None, {}
         self.ledger = Ledger({"world": dist.group.WORLD})
-        self.last = time.perf_counter()
+        self.last, self.watching = time.perf_counter(), contextlib.ExitStack()
 
     def agree(self, problem):
         """Go on only if no rank has a problem (a sentence, or None); else the first that has one says it."""
@@ -609,14 +610,14 @@ class Run:
         for step in range(self.args.steps):
             for group in optimizer.param_groups:
                 group["lr"] = learning_rate(step, self.args)
-            if step == min(1, self.args.steps - 1):
+            measured = step == min(1, self.args.steps - 1)
+            if measured:
                 self.ledger.watch([t for kind in self.lasting(optimizer).values() for t in kind])
-                with self.ledger:
-                    yield step
+                self.watching.enter_context(self.ledger)
+            yield step
+            if measured:
                 held = {k: sum(t.numel() * t.element_size() for t in ts) for k, ts in self.lasting(optimizer).items()}
                 self.held = held | {"activations_peak": self.ledger.peak}
-            else:
-                yield step
             if step + 1 == self.proven:
                 self.compare(*self.compared)
 
@@ -644,7 +645,7 @@ class Run:
         if step + 1 == self.proven:  # before clipping
             self.gradients = {name: p.grad.clone() for name, p in model.named() if p.grad is not None}
             self.compared = model, leader
-        self.ledger.tracking = False  # the optimizer's own temporaries are no activations
+        self.watching.close()  # the ledger: all is sent, and the optimizer's own temporaries are no activations
         if leader:
             clip(parameters, norm, self.args.grad_clip)
             optimizer.step()

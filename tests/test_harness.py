@@ -1,0 +1,340 @@
+"""harness.py: the ledger, the receipt, start-up; and how every script meets bad input and sudden deaths."""
+
+import json
+import math
+import os
+import pathlib
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import harness
+
+ROOT = pathlib.Path(__file__).parent.parent
+SMALL = "--layers 2 --heads 2 --width 16 --context 16 --batch 4 --steps 2 --microbatches 2".split()
+
+
+# --- the ledger
+
+
+def test_ledger_counts_every_operation(ranks):
+    def work(rank):
+        world, pair = dist.group.WORLD, [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2]
+        ledger = harness.Ledger({"world": world, "pair": pair})
+        ledger.watch([])
+        x, parts = torch.zeros(12), [torch.zeros(3) for _ in range(4)]
+        with ledger:
+            dist.all_reduce(x)
+            dist.all_reduce(x[:3], group=pair)
+            dist.all_reduce(x[:3], group=pair, op=dist.ReduceOp.MAX)
+            dist.all_gather(parts, x[:3])
+            dist.all_gather_into_tensor(x, x[rank * 3 : rank * 3 + 3].clone())
+            dist.reduce_scatter_tensor(parts[0], x)
+            dist.all_to_all_single(x, x.clone())
+            dist.broadcast(x, 0)
+            works = dist.batch_isend_irecv(
+                [dist.P2POp(dist.isend, x[:2], (rank + 1) % 4), dist.P2POp(dist.irecv, parts[0][:2], (rank - 1) % 4)]
+            )
+            for w in works:
+                w.wait()
+            dist.barrier()
+        return ledger.sent
+
+    for sent in ranks(4, work):
+        assert sent == {
+            ("all_reduce", "world"): [1, 48, 72.0],
+            ("all_reduce", "pair"): [2, 24, 24.0],
+            ("all_gather", "world"): [2, 96, 72.0],
+            ("reduce_scatter", "world"): [1, 48, 36.0],
+            ("all_to_all", "world"): [1, 48, 36.0],
+            ("broadcast", "world"): [1, 48, 36.0],
+            ("send", "world"): [1, 8, 8.0],
+            ("recv", "world"): [1, 8, 0.0],
+        }
+
+
+def test_ledger_sees_what_is_alive(ranks):
+    def work(rank):
+        known = torch.zeros(100)
+        ledger = harness.Ledger({})
+        ledger.watch([known])
+        with ledger:
+            known += 1
+            a = torch.zeros(1000)
+            view = a[10:20]
+            b = a * 2  # 8000 bytes alive
+            del a
+            c = torch.zeros(500)  # `view` still holds all of a: 10000
+            del view, c
+            d = b + 1  # 8000
+        return ledger.peak, ledger.bytes, d.sum().item()
+
+    assert ranks(1, work) == [(10000, 8000, 1000.0)]
+
+
+# --- small things
+
+
+def test_grad_norm_counts_each_element_once(ranks):
+    def work(rank):
+        tp = [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2]
+        pp = [dist.new_group([0, 2]), dist.new_group([1, 3])][rank % 2]
+        ends = pp
+        split, whole, tied, frozen = (torch.nn.Parameter(torch.zeros(2)) for _ in range(4))
+        split.grad, whole.grad, tied.grad = torch.ones(2) * (rank + 1), torch.ones(2) * (rank // 2 + 1), torch.ones(2) * 10
+        split.placement = {"shape": (4,), "split": {0: tp}, "partial": []}
+        tied.placement = {"shape": (2,), "split": {}, "partial": [ends]}
+        return harness.grad_norm([split, whole, tied, frozen], split=[tp], dealt=[pp]).item()
+
+    expected = 2 * (1 + 4 + 9 + 16) + 2 * (1 + 4) + 2 * 100
+    assert ranks(4, work) == [pytest.approx(expected**0.5)] * 4
+
+
+def test_nan_is_the_largest_difference():
+    assert harness.larger(1.0, math.nan, 2.0) == math.inf
+
+
+def test_learning_rate_warms_up_and_falls():
+    args = harness.parser("", min_lr=0.1, lr=1.0, warmup=4, steps=20).parse_args([])
+    rates = [harness.learning_rate(s, args) for s in range(21)]
+    assert rates[:4] == [0.2, 0.4, 0.6, 0.8] and rates[4] == 1.0 and rates[20] == pytest.approx(0.1)
+    assert all(a > b for a, b in zip(rates[4:], rates[5:]))
+
+
+def test_decay_is_for_matrices():
+    args = harness.parser("").parse_args([])
+    matrix, bias = torch.nn.Parameter(torch.zeros(2, 2)), torch.nn.Parameter(torch.zeros(2))
+    groups = harness.make_optimizer([matrix, bias], args).param_groups
+    assert [(g["params"], g["weight_decay"]) for g in groups] == [([matrix], 0.1), ([bias], 0.0)]
+
+
+# --- bad input: one sentence, exit code 2
+
+
+def refused(capfd, monkeypatch, script, *flags):
+    """The sentence with which a script's main() refuses its flags, before any process is started."""
+    monkeypatch.setattr(sys, "argv", [f"{script}.py", *flags])
+    monkeypatch.setattr(harness, "fork_ranks", lambda *_: pytest.fail("ranks were started"))
+    module = __import__(script)
+    with pytest.raises(harness.Refused) as e:
+        module.main()
+    assert e.value.code == 2 and "\n" not in str(e.value)
+    return str(e.value)
+
+
+@pytest.mark.parametrize(
+    "script, flags, words",
+    [
+        ("train", "--tp 3", "4 heads.*3 tensor-parallel ranks.*1 or 2 or 4"),
+        ("train", "--family llama --kv-heads 2 --tp 4", "2 kv-heads.*4 tensor-parallel ranks.*1 or 2"),
+        ("train", "--pp 5", "4 layers.*5 pipeline stages.*at most 4"),
+        ("train", "--dp 3", "--batch 16.*3 data-parallel ranks"),
+        ("train", "--dp 2 --microbatches 3", "--batch 16.*2 data-parallel ranks x 3.*--microbatches could be 1, 2, 4, 8"),
+        ("train", "--preset gpt5", "unknown preset 'gpt5'.*tiny"),
+        ("train", "--schedule fastest", "'fastest'.*1f1b"),
+        ("train", "--layer 3", "--layer"),
+        ("train", "--steps 0", "'0' is not a whole number"),
+        ("train", "--dp two", "'two'"),
+        ("train", "--width 100 --heads 3", "width 100.*3 heads"),
+        ("train", "--vocab 100", "vocabulary of 100.*257"),
+        ("train", "--dropout 1.5", "dropout"),
+        ("train", "--device cpu --backend nccl", "nccl needs GPUs"),
+        ("tensor_parallel", "--nproc 3", "4 heads.*3 tensor-parallel"),
+        ("pipeline", "--nproc 6", "4 layers.*6 pipeline stages"),
+        ("pipeline", "--microbatches 5", "--batch 16"),
+        ("ddp", "--nproc 5", "--batch 16.*5 data-parallel"),
+        ("ddp", "--sync quantum", "'quantum'"),
+    ],
+)
+def test_bad_flags(capfd, monkeypatch, script, flags, words):
+    assert re.search(words, refused(capfd, monkeypatch, script, *flags.split()))
+
+
+def test_wrong_number_of_ranks_under_torchrun(capfd, monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    said = refused(capfd, monkeypatch, "train", "--dp", "2", "--tp", "2", "--pp", "2")
+    assert "needs 8 processes and 4 were started: torchrun --nproc_per_node=8 train.py --dp 2" in said
+
+
+def test_fewer_gpus_than_ranks(capfd, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    said = refused(capfd, monkeypatch, "train", "--dp", "2", "--tp", "2", "--pp", "2")
+    assert "needs 8 GPUs and this machine has 4" in said and "torchrun --nnodes=2 --nproc_per_node=4" in said
+
+
+def start(script, *flags, torchrun=0, **environment):
+    launcher = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={torchrun}", "--standalone"]
+    command = [*(launcher if torchrun else [sys.executable]), str(ROOT / f"{script}.py"), *flags]
+    clean = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT, env=clean | environment
+    )
+
+
+def end(process, timeout=90):
+    out, err = process.communicate(timeout=timeout)
+    return process.returncode, out, err
+
+
+@pytest.mark.parametrize(
+    "content, words", [(None, "does not exist"), ("", "is empty"), (b"\xff\0\xfe" * 500, "not text"), ("short", "needs at least")]
+)
+def test_bad_data_from_outside(tmp_path, content, words):
+    path = tmp_path / "text"
+    if content is not None:
+        path.write_bytes(content if isinstance(content, bytes) else content.encode())
+    code, out, err = end(start("ddp", *SMALL, "--nproc", "2", "--data", str(path)))
+    assert code == 2 and words in err and "Traceback" not in err
+    assert len([line for line in err.splitlines() if "starting" not in line]) == 1
+
+
+def test_port_in_use():
+    with socket.socket() as busy:
+        busy.bind(("127.0.0.1", 0))
+        busy.listen()
+        port = str(busy.getsockname()[1])
+        environment = dict(RANK="0", WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+        code, out, err = end(start("ddp", *SMALL, **environment))
+    assert code == 2 and f"port {port}" in err and "in use" in err and len(err.splitlines()) == 1
+
+
+def test_different_text_on_one_rank(ranks, tmp_path, capfd):
+    def work(rank):
+        path = tmp_path / f"text{rank // 2}"
+        path.write_text("some text " * 100 + "x" * (rank // 2))
+        args = harness.parser("").parse_args([*SMALL, "--data", str(path)])
+        try:
+            harness.Run(args, rank, 3, torch.device("cpu"))
+        except harness.Refused as e:
+            return str(e), e.speaker
+
+    for said, speaker in ranks(3, work):
+        assert "rank 2 has another text than rank 0" in said and speaker == 0
+
+
+def test_missing_text_on_one_rank(ranks, tmp_path):
+    def work(rank):
+        path = tmp_path / "text"
+        if rank != 1:
+            path = tmp_path / "here"
+            path.write_text("some text " * 100)
+        args = harness.parser("").parse_args([*SMALL, "--data", str(path)])
+        try:
+            harness.Run(args, rank, 3, torch.device("cpu"))
+        except harness.Refused as e:
+            return str(e), e.speaker
+
+    results = ranks(3, work)
+    assert [speaker for _, speaker in results] == [1, 1, 1] and "does not exist" in results[1][0]
+
+
+# --- start-up and end
+
+
+@pytest.mark.parametrize(
+    "script, flags",
+    [
+        ("ddp", "--sync overlapped"),
+        ("tensor_parallel", "--family llama --kv-heads 2"),
+        ("pipeline", "--schedule gpipe"),
+        ("train", "--dp 2 --sample 5"),
+    ],
+)
+def test_under_torchrun(tmp_path, script, flags):
+    file = tmp_path / "receipt.json"
+    code, out, err = end(start(script, *SMALL, *flags.split(), "--json", str(file), torchrun=2))
+    assert code == 0, err
+    receipt = json.loads(file.read_text())
+    assert receipt["ok"] and receipt["world_size"] == 2 and len(receipt["steps"]) == 2 and "proven" in out
+    assert receipt["max_error"]["loss"] < 1e-5 and receipt["sent"] and receipt["held"]["parameters"]["bytes"] > 0
+    assert all(row["formula_bytes"] is None or row["ok"] for row in receipt["sent"])
+
+
+def test_torchrun_with_its_default_of_one_process(tmp_path):
+    """The layout needs 2: train.py says so and starts them; and the curve is that of one process."""
+    flags = [*SMALL, "--sample", "0", "--dtype", "float64"]
+    code, out, err = end(start("train", *flags, "--tp", "2", "--json", str(tmp_path / "two.json"), torchrun=1))
+    assert code == 0 and "this layout needs 2 processes: starting them on this machine" in err
+    code, out, err = end(start("train", *flags, "--json", str(tmp_path / "one.json"), "--log", str(tmp_path / "log")))
+    assert code == 0 and err == ""
+    two, one = (json.loads((tmp_path / f"{n}.json").read_text())["steps"] for n in ("two", "one"))
+    for a, b in zip(two, one):
+        assert a["loss"] == pytest.approx(b["loss"], rel=1e-10) and a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-10)
+    log = [json.loads(line) for line in (tmp_path / "log").read_text().splitlines()]
+    assert [row["loss"] for row in log if "loss" in row] == [step["loss"] for step in one]
+
+
+def children(pid):
+    return [int(p) for p in pathlib.Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def training(torchrun=0):
+    """A run of 3 ranks that would go on for long, once it is at work; and the processes of its ranks, in order."""
+    flags = "--dp 3 --batch 6 --steps 100000 --prove 0 --sample 0 --eval-every 0".split()
+    process = start("train", *SMALL[:8], *flags, torchrun=torchrun)
+    while "step" not in process.stdout.readline():
+        assert process.poll() is None, process.stderr.read()
+    return process, children(process.pid)
+
+
+def gone(pids, seconds=10):
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if not any(pathlib.Path(f"/proc/{p}").exists() and "State:\tZ" not in pathlib.Path(f"/proc/{p}/status").read_text() for p in pids):
+            return True
+        time.sleep(0.05)
+    return False
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="finds the ranks in /proc")
+@pytest.mark.parametrize("torchrun", [0, 3])
+@pytest.mark.parametrize("rank", [0, 2])
+def test_a_rank_is_killed(rank, torchrun):
+    process, pids = training(torchrun)
+    os.kill(pids[rank], signal.SIGKILL)
+    assert gone(pids)
+    code, out, err = end(process, timeout=20)
+    assert code == 1 and re.search(rf"rank\s*:? {rank} ", err)  # under torchrun its own report may be all there is
+    if not torchrun:
+        assert len([line for line in err.splitlines() if "starting" not in line]) == 1
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="finds the ranks in /proc")
+@pytest.mark.parametrize("number, expected", [(signal.SIGINT, 130), (signal.SIGTERM, 130)])
+def test_interrupted(number, expected):
+    process, pids = training()
+    os.kill(process.pid, number)
+    assert gone(pids)
+    code, out, err = end(process, timeout=20)
+    assert code == expected and "Traceback" not in err and "interrupted" in err
+
+
+def test_a_failing_rank_is_named_once():
+    def work(rank):
+        def demo(run):
+            if run == 1:
+                raise ZeroDivisionError("planted")
+            dist.all_reduce(torch.zeros(1))
+
+        args = harness.parser("").parse_args([])
+        args.device, args.backend = "cpu", "gloo"
+        return harness.run_rank(demo, args, rank, 3, None, lambda args, rank, world, device: rank)
+
+    pid = os.fork()
+    if pid == 0:
+        os._exit(harness.fork_ranks(work, 3))
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 1
+
+
+def test_a_finished_job_exits_with_zero():
+    for _ in range(5):
+        code, out, err = end(start("ddp", *SMALL, "--nproc", "2", "--quiet"))
+        assert (code, out) == (0, "") and len(err.splitlines()) == 1

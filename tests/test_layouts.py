@@ -1,0 +1,251 @@
+"""One curve: train.py in any layout against one process, and the bugs that its checks must catch."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import data
+import ddp
+import harness
+import model as gpt
+import pipeline
+import tensor_parallel
+import train
+
+# 5 layers do not divide by 2, 3 or 4 stages; 257 tokens not by 2 or 4; a clip of 0.1 always binds
+BASE = "--layers 5 --heads 4 --width 32 --context 16 --batch 12 --steps 3 --dtype float64 --grad-clip 0.1 --lr 0.01"
+BASE += " --min-lr 0.01 --warmup 0 --sample 0 --eval-batches 1 --quiet --seed 3"
+VARIANTS = {
+    "gpt2": "",
+    "llama": "--family llama --kv-heads 4",
+    "grouped": "--family llama --kv-heads 2",
+    "sgd": "--optimizer sgd --lr 0.3 --min-lr 0.3",
+    "dropout": "--dropout 0.2 --optimizer sgd --lr 0.3 --min-lr 0.3",
+}
+LAYOUTS = [
+    ("gpt2", "--dp 1"),
+    ("gpt2", "--dp 2 --microbatches 3"),
+    ("sgd", "--dp 3 --microbatches 2 --bucket-mb 0.01"),
+    ("dropout", "--dp 4"),
+    ("gpt2", "--tp 2 --microbatches 2"),
+    ("llama", "--tp 4 --microbatches 3"),
+    ("grouped", "--tp 2"),
+    ("gpt2", "--pp 2 --schedule gpipe --microbatches 4"),
+    ("sgd", "--pp 3 --microbatches 4"),
+    ("dropout", "--pp 4 --schedule naive --microbatches 3"),
+    ("gpt2", "--pp 5 --microbatches 12"),
+    ("dropout", "--dp 2 --tp 2 --microbatches 2"),
+    ("llama", "--dp 2 --pp 3 --microbatches 3"),
+    ("grouped", "--tp 2 --pp 2 --schedule gpipe --microbatches 2"),
+    ("gpt2", "--dp 2 --tp 2 --pp 2"),
+    ("dropout", "--dp 2 --tp 2 --pp 2 --microbatches 3"),
+    ("grouped", "--dp 2 --tp 2 --pp 2 --microbatches 6 --schedule naive"),
+    ("sgd", "--tp 2 --pp 4 --microbatches 6"),
+    ("llama", "--dp 2 --tp 4 --microbatches 2"),
+    ("sgd", "--dp 4 --pp 2 --microbatches 3 --schedule gpipe"),
+]
+
+
+@pytest.fixture(scope="session")
+def text(tmp_path_factory):
+    path = tmp_path_factory.mktemp("text") / "text.txt"
+    path.write_text("".join(chr(97 + data.hash64(1, i) % 26) + " " * (i % 3) for i in range(4000)))
+    data.load(path)
+    return str(path)
+
+
+def arguments(text, flags):
+    args = train.flags().parse_args(f"{BASE} {flags} --data {text}".split())
+    train.check(args, harness.configure(args))
+    return args
+
+
+def run_layout(rank, args, broken=None):
+    """train.py's own function on this rank; returns its exit code and the receipt."""
+    if broken:
+        broken()
+    run = harness.Run(args, rank, dist.get_world_size(), torch.device("cpu"))
+    code = train.train(run)
+    return code, getattr(run, "result", None)
+
+
+@pytest.fixture(scope="session")
+def reference(text):
+    """Loss and gradient norm of each step of one process: a plain loop, with PyTorch's own clipping."""
+    known = {}
+
+    def train_alone(variant):
+        if variant not in known:
+            args = arguments(text, VARIANTS[variant])
+            config, corpus = harness.configure(args), data.load(text)
+            model = gpt.build(config, args.seed, dtype=torch.float64)
+            decay = [p for p in model.parameters() if p.dim() > 1], [p for p in model.parameters() if p.dim() == 1]
+            groups = [{"params": decay[0], "weight_decay": 0.1}, {"params": decay[1], "weight_decay": 0.0}]
+            kind = {"adamw": lambda g: torch.optim.AdamW(g, lr=args.lr, betas=(0.9, 0.95)), "sgd": lambda g: torch.optim.SGD(g, lr=args.lr)}
+            optimizer, known[variant] = kind[args.optimizer](groups), []
+            for step in range(args.steps):
+                tokens, targets, samples = corpus.batch(step, range(args.batch), config.context, args.seed)
+                loss = model(tokens, targets=targets, samples=samples)
+                optimizer.zero_grad()
+                loss.backward()
+                norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.grad_clip)
+                optimizer.step()
+                known[variant].append((loss.item(), norm.item()))
+            assert min(norm for _, norm in known[variant]) > args.grad_clip
+        return known[variant]
+
+    return train_alone
+
+
+@pytest.mark.parametrize("variant, layout", LAYOUTS, ids=[f"{v} {flags}" for v, flags in LAYOUTS])
+def test_one_curve(ranks, text, reference, variant, layout):
+    args = arguments(text, f"{VARIANTS[variant]} {layout}")
+    results = ranks(args.dp * args.tp * args.pp, run_layout, args)
+    assert all(code == 0 for code, _ in results)  # errors within 1e-10, and every byte as the formulas say
+    receipt = results[0][1]
+    assert receipt["ok"] and len(receipt["steps"]) == 3
+    assert receipt["max_error"].keys() == {"loss", "grad_norm", "grad", "param"} and max(receipt["max_error"].values()) < 1e-10
+    for step, (loss, norm) in zip(receipt["steps"], reference(variant)):
+        assert step["loss"] == pytest.approx(loss, rel=1e-10) and step["grad_norm"] == pytest.approx(norm, rel=1e-10)
+
+
+def test_sample_and_validation_are_the_same_in_every_layout(ranks, text, capfd):
+    said = []
+    for layout in ("--dp 1", "--tp 2 --pp 2", "--dp 2 --pp 3"):
+        args = arguments(text, layout)
+        args.sample, args.quiet, args.prompt = 12, False, "a b"
+        ranks(args.dp * args.tp * args.pp, run_layout, args)
+        lines = capfd.readouterr().out.splitlines()
+        start = lines.index("sample:")
+        said.append((lines[start : start + 2], [line for line in lines if line.startswith("validation loss")]))
+    assert said[0] == said[1] == said[2] and len(said[0][0][1]) > 3 and len(said[0][1]) == 1
+
+
+# --- planted bugs, each once real in a published project: the checks must fail
+
+
+def gradients_summed_twice():
+    finish = ddp.DDP.finish
+
+    def wrong(self):
+        finish(self)
+        for bucket in self.buckets:
+            bucket.flat *= dist.get_world_size(self.group)
+
+    ddp.DDP.finish = wrong
+
+
+def gradients_not_summed():
+    ddp.DDP._start_full_buckets = lambda self, rest=False: None
+
+
+def norm_counts_copies():
+    def wrong(parameters, split=(), dealt=()):
+        total = sum(p.grad.double().square().sum() for p in parameters)
+        for group in (*split, *dealt):
+            dist.all_reduce(total, group=group)
+        return total.sqrt()
+
+    harness.grad_norm = wrong
+
+
+def norm_is_local():
+    right = harness.grad_norm
+    harness.grad_norm = lambda parameters, split=(), dealt=(): right(parameters)
+
+
+def one_bias_left_out():
+    make = ddp.make_buckets
+
+    def wrong(parameters, size):
+        parameters = list(parameters)
+        left = next(i for i, p in enumerate(parameters) if p.dim() == 1)
+        parameters[left].grad = torch.zeros_like(parameters[left])
+        return make(parameters[:left] + parameters[left + 1 :], size)
+
+    ddp.make_buckets = wrong
+
+
+def last_microbatch_only():
+    play = pipeline.play
+
+    def wrong(schedule, forward, *rest):
+        last = max(a.microbatch for a in schedule[0])
+
+        def only_last(m, x):
+            y = forward(m, x)
+            return y if m == last or not y.requires_grad else y - y + y.detach()
+
+        return play(schedule, only_last, *rest)
+
+    pipeline.play = wrong
+
+
+def bias_on_every_rank():
+    def wrong(self, x):
+        return tensor_parallel.ReduceFromGroup.apply(torch.nn.functional.linear(x, self.weight, self.bias), self.group)
+
+    tensor_parallel.RowParallelLinear.forward = wrong
+
+
+def no_f():
+    tensor_parallel.CopyToGroup.backward = staticmethod(lambda ctx, grad: (grad, None))
+
+
+def tied_gradients_never_meet():
+    pipeline.reduce_tied = lambda model: None
+
+
+def all_shards_equal():
+    def wrong(full, parameter):
+        for dim, group in getattr(parameter, "placement", {"split": {}})["split"].items():
+            full = tensor_parallel.piece(full, dim, 0, dist.get_world_size(group))
+        return full
+
+    tensor_parallel.take = wrong
+
+
+def loss_is_a_mean_of_means():
+    forward = gpt.CrossEntropy.forward
+    gpt.CrossEntropy.forward = lambda self, logits, targets, count: forward(self, logits, targets, targets.numel())
+
+
+def one_seed_for_all_samples():
+    forward = gpt.GPT.forward
+
+    def wrong(self, x, positions=None, targets=None, count=None, samples=None):
+        samples = None if samples is None else torch.arange(len(samples))
+        return forward(self, x, positions, targets, count, samples)
+
+    gpt.GPT.forward = wrong
+
+
+@pytest.mark.parametrize(
+    "bug, variant, layout",
+    [
+        (gradients_summed_twice, "sgd", "--dp 2"),
+        (gradients_summed_twice, "gpt2", "--dp 2"),
+        (gradients_not_summed, "sgd", "--dp 2"),
+        (norm_counts_copies, "gpt2", "--tp 2"),
+        (norm_counts_copies, "sgd", "--pp 2"),
+        (norm_is_local, "gpt2", "--tp 2"),
+        (norm_is_local, "sgd", "--pp 2"),
+        (one_bias_left_out, "sgd", "--dp 2"),
+        (one_bias_left_out, "gpt2", "--dp 2"),
+        (last_microbatch_only, "sgd", "--dp 2 --microbatches 2"),
+        (last_microbatch_only, "sgd", "--pp 3 --microbatches 2"),
+        (bias_on_every_rank, "sgd", "--tp 2"),
+        (no_f, "sgd", "--tp 2"),
+        (tied_gradients_never_meet, "sgd", "--pp 3"),
+        (all_shards_equal, "sgd", "--tp 2"),
+        (loss_is_a_mean_of_means, "sgd", "--dp 2 --microbatches 2"),
+        (one_seed_for_all_samples, "dropout", "--dp 2"),
+    ],
+    ids=lambda x: x.__name__ if callable(x) else x,
+)
+def test_planted_bug_is_caught(ranks, text, bug, variant, layout):
+    args = arguments(text, f"{VARIANTS[variant]} {layout}")
+    if bug is one_bias_left_out:  # a bias that starts at zero and gets a step of the learning rate
+        args.weight_decay = 0.0
+    results = ranks(args.dp * args.tp * args.pp, run_layout, args, bug)
+    assert {code for code, _ in results} == {1} and not results[0][1]["ok"]
