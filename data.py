@@ -168,9 +168,7 @@ def bytes_encoding():
     """A byte is a token; <|endoftext|> is 256. Built here, so nothing is downloaded."""
     ranks = {bytes([i]): i for i in range(256)}
     # the pattern only cuts the text into pieces of a size that the encoder likes
-    return tiktoken.Encoding(
-        "bytes", pat_str=r"[\s\S]{1,64}", mergeable_ranks=ranks, special_tokens={"<|endoftext|>": 256}
-    )
+    return tiktoken.Encoding("bytes", pat_str=r"[\s\S]{1,64}", mergeable_ranks=ranks, special_tokens={"<|endoftext|>": 256})
 
 
 def gpt2_encoding():

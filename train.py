@@ -18,7 +18,7 @@ end says how far apart they were (--prove).
 
 import contextlib
 import json
-import time
+import os
 
 import torch
 import torch.distributed as dist
@@ -36,21 +36,29 @@ PEAK = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12}
 
 def flags():
     p = harness.parser(__doc__, steps=300, lr=3e-3, warmup=20, microbatches=None)
+    n = harness.POSITIVE
     g = p.add_argument_group("the layout (ranks = dp x tp x pp)")
-    g.add_argument("--dp", type=harness.positive, default=1, metavar="N", help="data parallel: N copies share the batch")
-    g.add_argument("--tp", type=harness.positive, default=1, metavar="N", help="tensor parallel: each layer cut N ways; keep it inside a node")
-    g.add_argument("--pp", type=harness.positive, default=1, metavar="N", help="pipeline parallel: N stages of consecutive layers")
-    g.add_argument("--schedule", choices=list(pipeline.SCHEDULES), default="1f1b", help="order of the micro-batches in the pipeline")
-    g.add_argument("--microbatches", type=harness.positive, metavar="N", help="pieces of each data-parallel rank's part; changes memory and bubble, not the curve (default: up to 2 x pp)")
-    g.add_argument("--bucket-mb", type=float, default=25, metavar="MB", help="size of a gradient bucket; smaller overlap more, larger send faster")
+    g.add_argument("--dp", **n, default=1, help="data parallel: N copies share the batch")
+    g.add_argument("--tp", **n, default=1, help="tensor parallel: each layer cut N ways; keep it inside a node")
+    g.add_argument("--pp", **n, default=1, help="pipeline parallel: N stages of consecutive layers")
+    g.add_argument(
+        "--schedule", choices=list(pipeline.SCHEDULES), default="1f1b", help="order of the micro-batches in a pipeline"
+    )
+    why = "pieces of each data-parallel rank's part: more of them shrink the bubble, the curve stays (default: up to 2 x pp)"
+    g.add_argument("--microbatches", **n, help=why)
+    why = "size of a gradient bucket: small ones overlap more of backward, large ones send faster"
+    g.add_argument("--bucket-mb", type=float, default=25, metavar="MB", help=why)
     g = p.add_argument_group("the loop")
     g.add_argument("--min-lr", type=float, metavar="X", help="where the cosine ends (default: lr / 10)")
-    g.add_argument("--eval-every", type=int, default=100, metavar="N", help="steps between validation losses; 0 = only at the end")
-    g.add_argument("--eval-batches", type=harness.positive, default=4, metavar="N", help="global batches a validation loss takes")
-    g.add_argument("--sample", type=int, default=200, metavar="N", help="tokens to generate at the end; 0 = none")
+    g.add_argument("--eval-every", **harness.NATURAL, default=100, help="steps between validations; 0 = only at the end")
+    g.add_argument("--eval-batches", **n, default=4, help="global batches that a validation takes")
+    g.add_argument("--sample", **harness.NATURAL, default=200, help="tokens to generate at the end; 0 = none")
     g.add_argument("--prompt", default="\n", help="what the sample starts with")
-    g.add_argument("--temperature", type=float, default=0.8, help="of the sample; lower is safer")
-    g.add_argument("--log", metavar="FILE", help="a JSON object a line: step, loss, grad_norm, lr, tokens_per_s, in full precision")
+    g.add_argument("--temperature", type=float, default=0.8, help="of the sample: lower is safer, higher more varied")
+    why = "compare the first N steps with one process (default: 3 for models below 20M parameters, else 0)"
+    g.add_argument("--prove", **harness.NATURAL, help=why)
+    why = "a JSON object a line: step, loss, grad_norm, lr, tokens_per_s, in full precision"
+    g.add_argument("--log", metavar="FILE", help=why)
     g.add_argument("--wandb", metavar="PROJECT", help="log to this Weights & Biases project too")
     return p
 
@@ -68,10 +76,16 @@ def check(args, config):
     pipeline.check(config, args.pp)
     rows = args.batch // args.dp
     if args.microbatches is None:
-        args.microbatches = max(m for m in range(1, max(1, 2 * args.pp if args.pp > 1 else 1) + 1) if m == 1 or rows % m == 0)
+        most = 2 * args.pp if args.pp > 1 else 1
+        args.microbatches = max(m for m in range(1, most + 1) if m == 1 or rows % m == 0)
     harness.check_batch(args, args.dp)
     if args.min_lr is None:
         args.min_lr = args.lr / 10
+    if args.wandb and os.environ.get("WANDB_MODE") not in ("offline", "disabled"):
+        import wandb
+
+        if not wandb.login(prompt=False):
+            raise Refused("--wandb needs a key: run `wandb login` first, or set WANDB_MODE=offline")
     if args.prove is None:
         args.prove = 3 if config.parameters() < 20e6 else 0
 
@@ -110,7 +124,7 @@ def train(run):
     gradients = ddp.DDP(model.parameters(), dp, args.microbatches, int(args.bucket_mb * 2**20))
     optimizer = harness.make_optimizer(model.parameters(), args)
     schedule = pipeline.SCHEDULES[args.schedule](args.pp, args.microbatches)
-    describe(run, model)
+    describe(run, schedule)
 
     def play(schedule, batches, count):
         """The results of this rank's part of a schedule over micro-batches (tokens, targets, samples)."""
@@ -126,36 +140,34 @@ def train(run):
         """The sum of some losses, of which the last stage has all and the others none."""
         return torch.stack(losses).sum() if losses else torch.zeros((), dtype=run.dtype, device=run.device)
 
-    log = open_log(run)
-    for step in run.steps(optimizer):
-        gradients.zero_grad()
-        batches = run.microbatches(step, dist.get_rank(dp), args.dp)
-        losses = play(schedule, batches, run.count)
-        gradients.finish()
-        pipeline.reduce_tied(model)
-        run.update(step, model, optimizer, total(losses), over=[dp, pp], split=[tp], dealt=[pp], mfu=mfu(run))
-        log(run.history[-1])
-        if step + 1 == args.steps or args.eval_every and (step + 1) % args.eval_every == 0:
-            loss = evaluate(run, play, total, dp, pp)
-            run.print(f"validation loss {loss:.4f}")
-            log({"step": step + 1, "val_loss": loss})
-
+    with open_log(run) as log:
+        for step in run.steps(optimizer):
+            gradients.zero_grad()
+            batches = run.microbatches(step, dist.get_rank(dp), args.dp)
+            losses = play(schedule, batches, run.count)
+            gradients.finish()
+            pipeline.reduce_tied(model)
+            run.update(step, model, optimizer, total(losses), over=[dp, pp], split=[tp], dealt=[pp], mfu=mfu(run))
+            log(run.history[-1])
+            if step + 1 == args.steps or args.eval_every and (step + 1) % args.eval_every == 0:
+                loss = evaluate(run, play, total, dp, pp)
+                run.print(f"validation loss {loss:.4f}")
+                log({"step": step + 1, "val_loss": loss})
     if args.sample:
         run.print(f"\nsample:\n{generate(run, play, tp, pp)}")
     return receipt(run, model, schedule, stage)
 
 
-def describe(run, model):
-    """One line of what is about to run, and how the stages came out."""
+def describe(run, schedule):
+    """What is about to run, and how the stages came out."""
     args, config = run.args, run.config
-    run.print(
-        f"{config.parameters():,} parameters on {run.world} rank{'s' * (run.world > 1)} (dp {args.dp}, tp {args.tp}, pp {args.pp}), "
-        f"{run.corpus.name}: {len(run.corpus.tokens):,} tokens, {run.count:,} a step"
-    )
+    layout = f"dp {args.dp}, tp {args.tp}, pp {args.pp}"
+    text = f"{run.corpus.name}: {len(run.corpus.tokens):,} tokens, {run.count:,} a step"
+    run.print(f"{config.parameters():,} parameters, {layout}; {text}")
     if args.pp > 1:
-        spans = pipeline.simulate(pipeline.SCHEDULES[args.schedule](args.pp, args.microbatches))
         layers = ", ".join(f"{r.start}-{r.stop - 1}" for r in pipeline.stage_layers(config, args.pp))
-        run.print(f"stages hold layers {layers}; {args.schedule} with {args.microbatches} micro-batches: bubble {1 - pipeline.utilisation(spans):.1%}")
+        bubble = 1 - pipeline.utilisation(pipeline.simulate(schedule))
+        run.print(f"stages hold layers {layers}; {args.schedule}, {args.microbatches} micro-batches: bubble {bubble:.1%}")
 
 
 def mfu(run):
@@ -204,25 +216,20 @@ def generate(run, play, tp, pp):
     return encoding.decode(tokens)
 
 
+@contextlib.contextmanager
 def open_log(run):
-    """A function that writes a dict to --log and --wandb, on rank 0."""
-    if run.rank != 0:
-        return lambda row: None
-    file = tracker = None
-    if run.args.log:
-        file = open(run.args.log, "w")
-    if run.args.wandb:
-        import wandb
+    """Gives a function that writes a dict to --log and --wandb; on rank 0 only."""
+    args, places = run.args, []
+    with contextlib.ExitStack() as stack:
+        if args.log and run.rank == 0:
+            file = stack.enter_context(open(args.log, "w"))
+            places.append(lambda row: print(json.dumps(row), file=file, flush=True))
+        if args.wandb and run.rank == 0:
+            import wandb
 
-        tracker = wandb.init(project=run.args.wandb, config=vars(run.args))
-
-    def log(row):
-        if file:
-            print(json.dumps(row), file=file, flush=True)
-        if tracker:
-            tracker.log(row, step=row["step"])
-
-    return log
+            tracker = stack.enter_context(wandb.init(project=args.wandb, config=vars(args)))
+            places.append(lambda row: tracker.log(row, step=row["step"]))
+        yield lambda row: [write(row) for write in places]
 
 
 def receipt(run, model, schedule, stage):

@@ -52,7 +52,9 @@ def test_batch_is_a_function_of_seed_and_step(text, tmp_path):
     for rows in (range(0, 3), range(3, 8)):  # every rank takes its rows of the same batch
         part = corpus.batch(3, rows, 16, seed=5)
         assert all(torch.equal(p, w[rows.start : rows.stop]) for p, w in zip(part, (tokens, targets, samples)))
-    ids = [corpus.batch(step, range(8), 16, seed, split)[2] for step in range(20) for seed in (5, 6) for split in ("train", "val")]
+    ids = [
+        corpus.batch(step, range(8), 16, seed, split)[2] for step in range(20) for seed in (5, 6) for split in ("train", "val")
+    ]
     assert torch.cat(ids).unique().numel() == 20 * 2 * 2 * 8
 
 
@@ -60,7 +62,9 @@ def test_batches_reach_all_of_the_text(text, tmp_path):
     corpus = data.load(text, folder=tmp_path)
     train, val = corpus.split("train", 16), corpus.split("val", 16)
     assert len(train) + len(val) == len(corpus.tokens) and abs(len(val) - len(corpus.tokens) / 10) < 18
-    starts = np.concatenate([corpus.batch(s, range(64), 16, 1)[2].numpy().view(np.uint64) % (len(train) - 16) for s in range(100)])
+    starts = np.concatenate(
+        [corpus.batch(s, range(64), 16, 1)[2].numpy().view(np.uint64) % (len(train) - 16) for s in range(100)]
+    )
     assert len(np.unique(starts)) > 0.95 * (len(train) - 16) and abs(starts.mean() / (len(train) - 16) - 0.5) < 0.02
 
 

@@ -11,7 +11,11 @@ import model as gpt
 
 def rows_of(rank, world, rows=12):
     """Unequal shares of the batch."""
-    return [list(r) for r in torch.arange(rows).tensor_split(world)][rank] if world != 3 else [[0], [1, 2, 3, 4, 5], [6, 7, 8, 9, 10, 11]][rank]
+    return (
+        [list(r) for r in torch.arange(rows).tensor_split(world)][rank]
+        if world != 3
+        else [[0], [1, 2, 3, 4, 5], [6, 7, 8, 9, 10, 11]][rank]
+    )
 
 
 def train_parallel(rank, config, kind, way, accumulate, world, steps=3):
@@ -88,7 +92,9 @@ def test_buckets_are_the_gradients(ranks):
         wrapped = ddp.DDP(parameters, dist.group.WORLD, bucket_bytes=30)
         sizes = [[p.numel() for p in b.parameters] for b in wrapped.buckets]
         shared = all(
-            p.grad.untyped_storage().data_ptr() == b.flat.untyped_storage().data_ptr() for b in wrapped.buckets for p in b.parameters
+            p.grad.untyped_storage().data_ptr() == b.flat.untyped_storage().data_ptr()
+            for b in wrapped.buckets
+            for p in b.parameters
         )
         return sizes, shared
 

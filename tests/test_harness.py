@@ -185,7 +185,8 @@ def end(process, timeout=90):
 
 
 @pytest.mark.parametrize(
-    "content, words", [(None, "does not exist"), ("", "is empty"), (b"\xff\0\xfe" * 500, "not text"), ("short", "needs at least")]
+    "content, words",
+    [(None, "does not exist"), ("", "is empty"), (b"\xff\0\xfe" * 500, "not text"), ("short", "needs at least")],
 )
 def test_bad_data_from_outside(tmp_path, content, words):
     path = tmp_path / "text"
@@ -288,7 +289,10 @@ def training(torchrun=0):
 def gone(pids, seconds=10):
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
-        if not any(pathlib.Path(f"/proc/{p}").exists() and "State:\tZ" not in pathlib.Path(f"/proc/{p}/status").read_text() for p in pids):
+        if not any(
+            pathlib.Path(f"/proc/{p}").exists() and "State:\tZ" not in pathlib.Path(f"/proc/{p}/status").read_text()
+            for p in pids
+        ):
             return True
         time.sleep(0.05)
     return False
@@ -318,7 +322,7 @@ def test_interrupted(number, expected):
 
 
 def test_a_failing_rank_is_named_once():
-    def work(rank):
+    def work(rank, connect):
         def demo(run):
             if run == 1:
                 raise ZeroDivisionError("planted")
@@ -326,7 +330,7 @@ def test_a_failing_rank_is_named_once():
 
         args = harness.parser("").parse_args([])
         args.device, args.backend = "cpu", "gloo"
-        return harness.run_rank(demo, args, rank, 3, None, lambda args, rank, world, device: rank)
+        return harness.run_rank(demo, args, rank, 3, connect, lambda args, rank, world, device: rank)
 
     pid = os.fork()
     if pid == 0:

@@ -81,7 +81,10 @@ def reference(text):
             model = gpt.build(config, args.seed, dtype=torch.float64)
             decay = [p for p in model.parameters() if p.dim() > 1], [p for p in model.parameters() if p.dim() == 1]
             groups = [{"params": decay[0], "weight_decay": 0.1}, {"params": decay[1], "weight_decay": 0.0}]
-            kind = {"adamw": lambda g: torch.optim.AdamW(g, lr=args.lr, betas=(0.9, 0.95)), "sgd": lambda g: torch.optim.SGD(g, lr=args.lr)}
+            kind = {
+                "adamw": lambda g: torch.optim.AdamW(g, lr=args.lr, betas=(0.9, 0.95)),
+                "sgd": lambda g: torch.optim.SGD(g, lr=args.lr),
+            }
             optimizer, known[variant] = kind[args.optimizer](groups), []
             for step in range(args.steps):
                 tokens, targets, samples = corpus.batch(step, range(args.batch), config.context, args.seed)

@@ -48,7 +48,9 @@ def check_ranks(results, reference):
 
 
 @pytest.mark.parametrize("kind", ["sgd", "adamw"])
-@pytest.mark.parametrize("config, world", [("gpt2", 2), ("gpt2", 4), ("llama", 4), ("grouped", 2), ("dropout", 4), ("llama", 1)])
+@pytest.mark.parametrize(
+    "config, world", [("gpt2", 2), ("gpt2", 4), ("llama", 4), ("grouped", 2), ("dropout", 4), ("llama", 1)]
+)
 def test_equals_one_process(ranks, config, world, kind):
     check_ranks(ranks(world, train_parallel, CONFIGS[config], kind), train(CONFIGS[config], kind))
 
