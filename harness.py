@@ -335,13 +335,13 @@ def run_rank(demo, args, rank, world, connect, make):
     """One rank's life: connect(rank, world) to a store, demo(make(...)), leave. Returns the exit code, and never raises."""
     store = None
     try:
-        if hasattr(os, "SCHED_BATCH"):
-            # Linux gives gloo's threads a whole scheduler tick (4 ms) otherwise, wherever ranks share cores
-            with contextlib.suppress(OSError):
-                os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
         local_world = int(os.environ.get("LOCAL_WORLD_SIZE", world)) if connect is join else world
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
         torch.set_num_threads(max(1, cores // local_world))
+        if local_world > 1 and hasattr(os, "SCHED_BATCH"):
+            # Where ranks share cores, Linux lets gloo's threads wait a whole scheduler tick (4 ms) otherwise
+            with contextlib.suppress(OSError):
+                os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
         device = torch.device("cpu")
         if args.device == "cuda":
             device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", rank)) % torch.cuda.device_count())

@@ -186,9 +186,9 @@ def split(model, stages, rank, tied_group=None):
     return model
 
 
-def reduce_tied(model):
+def reduce_tied(parameters):
     """Sum the tied matrix's gradients of the first and the last stage: call it after the last backward of a step."""
-    for p in model.parameters():
+    for p in parameters:
         for group in getattr(p, "placement", {}).get("partial", ()):
             dist.all_reduce(p.grad, group=group)
 
@@ -278,7 +278,8 @@ def demo(run):
     run.groups(down=down, up=up, tied=ends)
     schedule = SCHEDULES[args.schedule](stages, args.microbatches)
     model = run.fill(split(run.meta_model(), stages, rank, ends))
-    optimizer = harness.make_optimizer(model.parameters(), args)
+    parameters = list(model.parameters())
+    optimizer = harness.make_optimizer(parameters, args)
     shape = (args.batch // args.microbatches, config.context, config.width)
     for step in run.steps(optimizer):
         optimizer.zero_grad(set_to_none=False)
@@ -289,7 +290,7 @@ def demo(run):
             return model(tokens if x is None else x, targets=targets, count=run.count, samples=samples)
 
         losses = play(schedule, forward, shape, run.dtype, run.device, down, up)
-        reduce_tied(model)
+        reduce_tied(parameters)
         loss = torch.stack(losses).sum() if losses else torch.zeros((), device=run.device)
         run.update(step, model, optimizer, loss, over=[down], dealt=[down])
 

@@ -121,8 +121,9 @@ def train(run):
     if args.tp > 1:
         tensor_parallel.parallelize(model, tp)
     run.fill(model, take=tensor_parallel.take)
-    gradients = ddp.DDP(model.parameters(), dp, args.microbatches, int(args.bucket_mb * 2**20))
-    optimizer = harness.make_optimizer(model.parameters(), args)
+    parameters = list(model.parameters())
+    gradients = ddp.DDP(parameters, dp, args.microbatches, int(args.bucket_mb * 2**20))
+    optimizer = harness.make_optimizer(parameters, args)
     schedule = pipeline.SCHEDULES[args.schedule](args.pp, args.microbatches)
     describe(run, schedule)
 
@@ -146,7 +147,7 @@ def train(run):
             batches = run.microbatches(step, dist.get_rank(dp), args.dp)
             losses = play(schedule, batches, run.count)
             gradients.finish()
-            pipeline.reduce_tied(model)
+            pipeline.reduce_tied(parameters)
             run.update(step, model, optimizer, total(losses), over=[dp, pp], split=[tp], dealt=[pp], mfu=mfu(run))
             log(run.history[-1])
             if step + 1 == args.steps or args.eval_every and (step + 1) % args.eval_every == 0:

@@ -196,7 +196,7 @@ def no_f():
 
 
 def tied_gradients_never_meet():
-    pipeline.reduce_tied = lambda model: None
+    pipeline.reduce_tied = lambda parameters: None
 
 
 def all_shards_equal():

@@ -92,7 +92,7 @@ def train_parallel(rank, config, kind, schedule, microbatches, stages, steps=3):
 
         shape = (len(pieces[0]), tokens.shape[1], config.width)
         results = pp.play(pp.SCHEDULES[schedule](stages, microbatches), forward, shape, torch.float64, "cpu", down, up)
-        pp.reduce_tied(model)
+        pp.reduce_tied(model.parameters())
         optimizer.step()
         loss = torch.tensor(float(sum(results)), dtype=torch.float64)
         dist.all_reduce(loss)
