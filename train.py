@@ -35,7 +35,7 @@ PEAK = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12}
 
 
 def flags():
-    p = harness.parser(__doc__, steps=300, lr=3e-3, warmup=20, microbatches=None)
+    p = harness.parser(__doc__, steps=200, lr=3e-3, warmup=20, microbatches=None)
     n = harness.POSITIVE
     g = p.add_argument_group("the layout (ranks = dp x tp x pp)")
     g.add_argument("--dp", **n, default=1, help="data parallel: N copies share the batch")

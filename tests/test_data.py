@@ -120,7 +120,12 @@ def test_text_shorter_than_a_context(tmp_path):
 
 def test_gpt2_without_internet_says_so_in_time(tmp_path, monkeypatch):
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(data.socket, "create_connection", lambda *_, **__: time.sleep(60))  # a firewall that drops packets
+
+    def dropped(*_, **__):  # a firewall that drops packets, and a resolver that knows no time limit
+        time.sleep(30)
+        raise OSError
+
+    monkeypatch.setattr(data.socket, "create_connection", dropped)
     start = time.monotonic()
     with pytest.raises(data.DataError, match="--tokenizer bytes"):
         data.load("stdlib", "gpt2", folder=tmp_path)
