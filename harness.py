@@ -201,6 +201,8 @@ def launch(demo, args, needed=None, check=lambda world: None, run=None):
     joined = "RANK" in os.environ and "WORLD_SIZE" in os.environ
     started = int(os.environ["WORLD_SIZE"]) if joined else 1
     world = needed or (started if joined else args.nproc or 4)
+    if needed and args.nproc and args.nproc != needed:
+        raise Refused(f"this layout needs {needed} processes, not the {args.nproc} of --nproc: leave that flag out")
     check(world)
     check_files(args)
     use_gpu = args.device == "cuda" or args.device == "auto" and torch.cuda.device_count() > 0
@@ -217,7 +219,8 @@ def launch(demo, args, needed=None, check=lambda world: None, run=None):
         finish(work(0, lambda rank, world: dist.HashStore()))
     if started > 1:
         raise Refused(f"this layout needs {world} processes and {started} were started: {command(world)}")
-    say(f"this layout needs {world} processes: starting them on this machine" if needed else f"starting {world} processes")
+    if not args.quiet:
+        say(f"this layout needs {world} processes: starting them on this machine" if needed else f"starting {world} processes")
     if use_gpu or sys.platform != "linux":
         # CUDA does not survive a fork, nor do some systems' libraries: let torchrun start fresh processes
         sys.stdout.flush()
