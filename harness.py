@@ -10,6 +10,7 @@ import argparse
 import contextlib
 import ctypes
 import datetime
+import hashlib
 import json
 import math
 import os
@@ -573,6 +574,8 @@ class Run:
     def __init__(self, args, rank, world, device):
         self.args, self.rank, self.world, self.device = args, rank, world, device
         self.dtype, self.config = DTYPES[args.dtype], configure(args)
+        flags = {k: v for k, v in sorted(vars(args).items()) if k not in ("data", "json", "log", "quiet", "wandb", "nproc")}
+        self.same(repr(flags), "other flags", "start every node with the same command")
         self.started = time.perf_counter()
         problem = None
         try:
@@ -581,7 +584,8 @@ class Run:
         except data.DataError as e:
             problem = str(e)
         self.agree(problem)
-        self.same_text()
+        advice = "give every node the same --data (stdlib differs between Python versions, shakespeare does not)"
+        self.same(self.corpus.digest, "another text", advice)
         self.count = args.batch * self.config.context  # valid targets of the global batch: every window is full
         self.history, self.errors, self.held = [], None, {}
         self.ledger = Ledger({"world": dist.group.WORLD})
@@ -594,17 +598,15 @@ class Run:
         if first.item() < self.world:
             raise Refused(problem or "another rank refused", speaker=first.item())
 
-    def same_text(self):
-        """Refuse to train on different texts: compares a digest of the tokens over all ranks."""
-        mine = torch.tensor([int(self.corpus.digest[:15], 16)], device=self.device)
+    def same(self, value, what, advice):
+        """Refuse to go on where `value`, text, is not the same on all ranks: compares a digest of it."""
+        digest = int(hashlib.sha256(value.encode()).hexdigest()[:15], 16)
+        mine = torch.tensor([digest], device=self.device)
         digests = [torch.empty_like(mine) for _ in range(self.world)]
         dist.all_gather(digests, mine)
         other = [r for r in range(self.world) if digests[r].item() != digests[0].item()]
         if other:
-            raise Refused(
-                f"rank {other[0]} has another text than rank 0: give every node the same --data "
-                "(stdlib differs between Python versions, shakespeare does not)"
-            )
+            raise Refused(f"rank {other[0]} has {what} than rank 0: {advice}")
 
     def print(self, *args, **kwargs):
         if self.rank == 0 and not self.args.quiet:

@@ -223,6 +223,17 @@ def test_different_text_on_one_rank(ranks, tmp_path, capfd):
         assert "rank 2 has another text than rank 0" in said and speaker == 0
 
 
+def test_different_flags_on_one_rank(ranks):
+    def work(rank):
+        args = harness.parser("").parse_args([*SMALL, "--lr", str(0.1 * (1 + rank // 2))])
+        try:
+            harness.Run(args, rank, 3, torch.device("cpu"))
+        except harness.Refused as e:
+            return str(e)
+
+    assert set(ranks(3, work)) == {"rank 2 has other flags than rank 0: start every node with the same command"}
+
+
 def test_missing_text_on_one_rank(ranks, tmp_path):
     def work(rank):
         path = tmp_path / "text"
