@@ -126,7 +126,8 @@ def find(source, folder):
             raise DataError(f"--data {source} is a folder without files: put text files there")
         return path.resolve().name, files
     if not path.is_file():
-        raise DataError(f"--data {source} does not exist: give a text file, a folder of them, stdlib or shakespeare")
+        what = "is neither a file nor a folder" if path.exists() else "does not exist"
+        raise DataError(f"--data {source} {what}: give a text file, a folder of them, stdlib or shakespeare")
     return path.name, [path]
 
 

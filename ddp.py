@@ -21,9 +21,10 @@ The gradient buffers *are* the buckets: `p.grad` is a view of its bucket, so not
 accumulation a bucket starts only when the last micro-batch's gradients are in: one synchronisation a step.
 
 What it costs, per rank and step, P parameters of e bytes: an all-reduce by a ring sends 2 (N-1)/N P e, whatever the
-number of buckets (Patarasuk and Yuan 2009). The server alone sends (N-1) P e and receives as much: it is the bottleneck.
-Held: parameters, gradients and optimizer states, all of them on every rank. When the model does not fit, or its optimizer
-does not, this is the wrong choice.
+number of buckets (Patarasuk and Yuan 2009); each message also costs its latency, so few large ones win. The server alone
+sends (N-1) P e and receives as much: it is the bottleneck. Held: parameters, gradients and AdamW's two moments, 4 P e, on
+every rank (the moments on the server only, in that way). When that does not fit, or when B/N is so small that backward is
+over before the gradients are through, this is the wrong choice.
 
     torchrun --nproc_per_node=4 ddp.py            python ddp.py --sync naive --optimizer sgd --microbatches 4
 """
@@ -42,6 +43,11 @@ class Bucket:
         for p, piece in zip(parameters, self.flat.split([p.numel() for p in parameters])):
             p.grad = piece.view_as(p)
         self.missing = 0  # gradients still to come before the bucket is full
+
+    def check(self, p):
+        """Raise RuntimeError where p.grad is no longer a view of this bucket: its gradient would not be reduced."""
+        if p.grad is None or p.grad._base is not self.flat:
+            raise RuntimeError("p.grad was replaced: call zero_grad() of this class, not the model's or the optimizer's")
 
 
 def make_buckets(parameters, bucket_bytes):
@@ -75,6 +81,7 @@ class DDP:
     passes a step. With `overlap` a bucket is reduced as soon as it is full, else all of them in finish().
     `all_reduce(tensor, group=..., async_op=True)` returns a work handle; any implementation will do.
     After finish(), `early` is the number of buckets whose all-reduce had started before backward was over.
+    Raises RuntimeError for more backward passes than `microbatches`, and where something else has replaced p.grad.
     """
 
     def __init__(self, parameters, group, microbatches=1, bucket_bytes=25 << 20, overlap=True, all_reduce=dist.all_reduce):
@@ -83,7 +90,7 @@ class DDP:
         self.early, self.next, self.works = 0, 0, []
         for bucket in self.buckets:
             for p in bucket.parameters:
-                p.register_post_accumulate_grad_hook(lambda p, bucket=bucket: self._arrived(bucket))
+                p.register_post_accumulate_grad_hook(lambda p, bucket=bucket: self._arrived(bucket, p))
         self.zero_grad()
 
     def zero_grad(self):
@@ -93,7 +100,8 @@ class DDP:
             bucket.flat.zero_()
             bucket.missing = len(bucket.parameters) * self.microbatches
 
-    def _arrived(self, bucket):
+    def _arrived(self, bucket, p):
+        bucket.check(p)
         bucket.missing -= 1
         if bucket.missing < 0:
             raise RuntimeError(f"more backward passes than the {self.microbatches} that DDP was told of")
@@ -136,16 +144,18 @@ class ParameterServer:
 
     zero_grad() also pulls: every worker receives the server's weights. finish() pushes: the server receives every worker's
     gradient and adds them up in the order of the ranks. Weights and gradients each travel as one flat buffer.
+    Between steps the workers' weights are old: pull() before you use them.
     """
 
     def __init__(self, parameters, group):
         self.group, self.rank, self.size = group, dist.get_rank(group), dist.get_world_size(group)
         parameters = [p for p in parameters if p.requires_grad]
-        self.gradients = Bucket(parameters).flat
+        self.bucket = Bucket(parameters)
+        self.gradients = self.bucket.flat
         self.weights = torch.cat([p.detach().flatten() for p in parameters])
         for p, piece in zip(parameters, self.weights.split([p.numel() for p in parameters])):
             p.data = piece.view_as(p)
-        self.received = torch.empty_like(self.gradients)
+        self.received = torch.empty_like(self.gradients) if self.rank == 0 else None
 
     def pull(self):
         """The server's weights to every worker."""
@@ -162,6 +172,8 @@ class ParameterServer:
 
     def finish(self):
         """Every worker's gradient to the server."""
+        for p in self.bucket.parameters:
+            self.bucket.check(p)
         if self.rank == 0:
             for r in range(1, self.size):
                 dist.recv(self.received, group=self.group, group_src=r)
@@ -177,14 +189,21 @@ def bytes_sent(size, n):
 
 # --- demo ---
 
+import collectives
 import harness
 
 
 def main():
     parser = harness.parser(__doc__)
     parser.add_argument("--sync", choices=["server", "naive", "bucketed", "overlapped"], default="overlapped", help="see above")
-    parser.add_argument("--bucket-mb", type=float, default=0.5, metavar="MB", help="size of a bucket (PyTorch's default: 25)")
+    parser.add_argument(
+        "--bucket-mb", type=harness.real(0), default=0.5, metavar="MB", help="size of a bucket (PyTorch's default: 25)"
+    )
+    why = "who adds up a bucket: torch.distributed, or one of collectives.py's algorithms (bucketed and overlapped only)"
+    parser.add_argument("--all-reduce", choices=["torch", *collectives.ALL_REDUCE], default="torch", help=why)
     args = parser.parse_args()
+    if args.all_reduce != "torch" and args.sync in ("server", "naive"):
+        raise harness.Refused(f"--all-reduce {args.all_reduce} needs buckets: use --sync bucketed or overlapped")
     harness.configure(args)
     harness.launch(demo, args, check=lambda world: harness.check_batch(args, world))
 
@@ -200,12 +219,13 @@ def demo(run):
         sync = Naive(parameters, group)
     else:
         overlap, size = args.sync == "overlapped", int(args.bucket_mb * 2**20)
-        sync = DDP(parameters, group, args.microbatches, size, overlap)
+        all_reduce = collectives.ALL_REDUCE.get(args.all_reduce, dist.all_reduce)
+        sync = DDP(parameters, group, args.microbatches, size, overlap, all_reduce)
     leader = args.sync != "server" or run.rank == 0
     optimizer = harness.make_optimizer(parameters, args)
     for step in run.steps(optimizer):
         sync.zero_grad()
-        loss = torch.zeros((), device=run.device)
+        loss = torch.zeros((), dtype=torch.float64, device=run.device)
         for tokens, targets, samples in run.microbatches(step, run.rank, run.world):
             part = model(tokens, targets=targets, count=run.count, samples=samples)
             part.backward()
@@ -216,7 +236,7 @@ def demo(run):
     n, c, size = run.world, run.config, sum(p.numel() * p.element_size() for p in parameters)
     if args.sync == "server":
         sent = {("send", "dp"): ((n - 1) * size if run.rank == 0 else size, "(N-1) P e, the server")}
-    else:
+    elif args.all_reduce == "torch":
         sent = {("all_reduce", "dp"): (bytes_sent(size + 8, n), "2 (N-1)/N P e, and the loss, 8 bytes")}
     states = 2 if args.optimizer == "adamw" and leader else 0
     rows = args.batch // n // args.microbatches
@@ -224,11 +244,18 @@ def demo(run):
         "parameters": (size, "P e"),
         "gradients": (size, "P e"),
         "optimizer": (states * size, f"{states} P e"),
-        "activations_peak": (c.layers * harness.activation_bytes(c, rows, run.dtype.itemsize), "16 b T C e a block"),
+        "activations_peak": (
+            c.layers * harness.activation_bytes(c, rows, run.dtype.itemsize),
+            "norms', heads' and hidden values of the blocks",
+        ),
     }
     notes = []
+    if args.all_reduce != "torch":
+        sent = {("all_reduce", "dp"): (bytes_sent(8, n), "the loss, 8 bytes")}
+        cost = collectives.formulas(n, size)[args.all_reduce]
+        notes = [f"by its formula, the rank that sends most in a {args.all_reduce} all-reduce sends {cost.sent:,.0f} bytes"]
     if args.sync == "overlapped":
-        notes = [f"{sync.early} of {len(sync.buckets)} buckets were on their way before backward was over"]
+        notes += [f"{sync.early} of {len(sync.buckets)} buckets were on their way before backward was over"]
     return run.receipt({"dp": n, "sync": args.sync}, sent, held, notes)
 
 

@@ -96,9 +96,24 @@ def count(least):
     """An argument type: a whole number of at least `least`."""
 
     def parse(text):
-        if not text.isdigit() or int(text) < least:
+        if not text.isdecimal() or int(text) < least:
             raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least {least}")
         return int(text)
+
+    return parse
+
+
+def real(least):
+    """An argument type: a finite number of at least `least`."""
+
+    def parse(text):
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if not least <= value < math.inf:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a number of at least {least}")
+        return value
 
     return parse
 
@@ -123,7 +138,7 @@ def parser(doc, **defaults):
         "vocab": "size of the vocabulary, at least the tokenizer's",
     }.items():
         g.add_argument(f"--{name}", **POSITIVE, help=why + " (default: the preset's)")
-    g.add_argument("--dropout", type=float, default=0.0, metavar="P", help="probability, on embedding and residual stream")
+    g.add_argument("--dropout", type=real(0), default=0.0, metavar="P", help="probability, on embedding and residual stream")
     g = p.add_argument_group("training")
     g.add_argument("--steps", **POSITIVE, default=10, help="optimizer steps")
     g.add_argument("--batch", **POSITIVE, default=16, help="sequences in the global batch, over all ranks")
@@ -131,11 +146,12 @@ def parser(doc, **defaults):
     g.add_argument("--seed", type=int, default=1, metavar="N", help="of weights, batches and dropout")
     why = "sgd shows a gradient of the wrong scale, adamw hides it"
     g.add_argument("--optimizer", choices=["adamw", "sgd"], default="adamw", help=why)
-    g.add_argument("--lr", type=float, default=1e-3, metavar="X", help="learning rate after warm-up")
+    g.add_argument("--lr", type=real(0), default=1e-3, metavar="X", help="learning rate after warm-up")
     g.add_argument("--warmup", **NATURAL, default=0, help="steps over which the learning rate rises")
-    g.add_argument("--weight-decay", type=float, default=0.1, metavar="X", help="on matrices, not on biases and norms")
-    g.add_argument("--grad-clip", type=float, default=1.0, metavar="X", help="largest global gradient norm; 0 = off")
-    g.add_argument("--dtype", choices=list(DTYPES), default="float32", help="of weights, gradients and activations")
+    g.add_argument("--weight-decay", type=real(0), default=0.1, metavar="X", help="on matrices, not on biases and norms")
+    g.add_argument("--grad-clip", type=real(0), default=1.0, metavar="X", help="largest global gradient norm; 0 = off")
+    why = "of weights, gradients and activations; bfloat16 keeps no float32 master copy, so small updates are lost"
+    g.add_argument("--dtype", choices=list(DTYPES), default="float32", help=why)
     g = p.add_argument_group("data")
     g.add_argument("--data", default="stdlib", metavar="PATH", help="a text file, a folder of them, stdlib or shakespeare")
     g.add_argument("--tokenizer", choices=["bytes", "gpt2"], default="bytes", help="gpt2's is downloaded once by tiktoken")
@@ -251,7 +267,7 @@ def check_devices(args, world):
         per_node = max(n for n in range(1, gpus + 1) if world % n == 0)
         raise Refused(
             f"this layout needs {world} GPUs and this machine has {gpus}: on each of {world // per_node} nodes run "
-            f"{command(world, world // per_node)}"
+            f"{command(world, world // per_node)} (or use CPUs: --device cpu)"
         )
 
 
@@ -370,7 +386,12 @@ def run_rank(demo, args, rank, world, connect, make):
 def failed(error, rank, world, store, forked):
     """Report an exception: the rank that raised it prints it; ranks that lost a peer name the peer."""
     text = str(error)
-    signs = ("onnection closed", "onnection reset", "roken pipe", "onnection refused", "NCCL", "Timed out", "ocket")
+    if "Timed out" in text:
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        where = f"{os.path.basename(frame.filename)}:{frame.lineno}"
+        say(f"rank {rank} waited {TIMEOUT} at {where} for ranks that hang, or that are in another collective")
+        return 1
+    signs = ("onnection closed", "onnection reset", "roken pipe", "onnection refused", "remote process exited")
     if not isinstance(error, (RuntimeError, ConnectionError)) or not any(s in text for s in signs):
         print(f"rank {rank} failed:\n" + "".join(traceback.format_exception(error)), file=sys.stderr, flush=True)
         return 1
@@ -414,7 +435,7 @@ def learning_rate(step, args):
     low = getattr(args, "min_lr", None)
     if low is None:
         return args.lr
-    progress = (step - args.warmup) / max(1, args.steps - args.warmup)
+    progress = (step - args.warmup) / max(1, args.steps - 1 - args.warmup)
     return low + (args.lr - low) * 0.5 * (1 + math.cos(math.pi * progress))
 
 
@@ -576,7 +597,6 @@ class Run:
         self.dtype, self.config = DTYPES[args.dtype], configure(args)
         flags = {k: v for k, v in sorted(vars(args).items()) if k not in ("data", "json", "log", "quiet", "wandb", "nproc")}
         self.same(repr(flags), "other flags", "start every node with the same command")
-        self.started = time.perf_counter()
         problem = None
         try:
             self.corpus = data.load(args.data, args.tokenizer)
@@ -589,7 +609,7 @@ class Run:
         self.count = args.batch * self.config.context  # valid targets of the global batch: every window is full
         self.history, self.errors, self.held = [], None, {}
         self.ledger = Ledger({"world": dist.group.WORLD})
-        self.last, self.watching = time.perf_counter(), contextlib.ExitStack()
+        self.watching = contextlib.ExitStack()
 
     def agree(self, problem):
         """Go on only if no rank has a problem (a sentence, or None); else the first that has one says it."""
@@ -636,6 +656,7 @@ class Run:
     def steps(self, optimizer):
         """The numbers of the steps. Sets the learning rate before each, lets the ledger watch the second, and holds the run
         against one process after the last that is to be proven."""
+        self.restart_clock()
         for step in range(self.args.steps):
             for group in optimizer.param_groups:
                 group["lr"] = learning_rate(step, self.args)
@@ -688,6 +709,10 @@ class Run:
         if wanted is None:
             wanted = self.args.steps if self.args.dtype == "float64" else 10
         return min(wanted, self.args.steps)
+
+    def restart_clock(self):
+        """What lies between two steps and is no training does not count for tokens/s."""
+        self.last = time.perf_counter()
 
     def log(self, step, loss, norm, lr, mfu=None):
         now = time.perf_counter()
@@ -755,7 +780,7 @@ class Run:
         errors = torch.where(errors.isnan(), torch.inf, errors)  # a NaN is the largest difference of all
         dist.all_reduce(errors, op=dist.ReduceOp.MAX)
         self.errors = dict(zip(worst, errors.tolist()))
-        self.last = time.perf_counter()
+        self.restart_clock()
 
     # --- receipt
 
@@ -820,7 +845,7 @@ class Run:
     def print_receipt(self, result, notes):
         layout = " ".join(f"{k} {v}" for k, v in result["layout"].items())
         self.print(f"\nreceipt: {layout}, {self.world} rank{'s' * (self.world > 1)}, {self.args.dtype}")
-        self.print("  sent a step, by the rank that sends most   calls      payload      on wire      formula")
+        self.print("  sent a step, by the rank that sends most   calls      payload    on a ring      formula")
         for r in result["sent"]:
             name = f"{r['op']} in {r['group']}"
             formula = "" if r["formula_bytes"] is None else f"{human(r['formula_bytes'])}  {r['formula']}"

@@ -23,12 +23,13 @@ Salmon et al. 2011 (counter-based random numbers); Steele et al. 2014 (splitmix6
 """
 
 import hashlib
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
+NORMS = {"layernorm": nn.LayerNorm, "rmsnorm": nn.RMSNorm}
 IGNORE = -1  # the target of a position that has none: adds nothing to the loss
 
 
@@ -57,8 +58,11 @@ class Config:
         for f in fields(self):
             if f.type is int and getattr(self, f.name) < 1:
                 raise ValueError(f"{f.name} must be at least 1, not {getattr(self, f.name)}")
+        for name, known in {"positions": ("learned", "rope"), "norm": NORMS, "mlp": ("gelu", "swiglu")}.items():
+            if getattr(self, name) not in known:
+                raise ValueError(f"{name} must be one of {', '.join(known)}, not {getattr(self, name)!r}")
         if self.width % self.heads:
-            raise ValueError(f"width {self.width} does not divide into {self.heads} heads: choose a multiple")
+            raise ValueError(f"width {self.width} is not a multiple of {self.heads} heads: change one of them")
         if self.heads % self.kv_heads:
             raise ValueError(f"{self.heads} heads do not share {self.kv_heads} kv-heads evenly: choose a divisor of heads")
         if self.positions == "rope" and self.width // self.heads % 2:
@@ -103,15 +107,21 @@ def configure(preset="tiny", family=None, **overrides):
     """
     if preset not in PRESETS:
         raise ValueError(f"unknown preset {preset!r}: choose one of {', '.join(PRESETS)}")
+    if family not in (None, "gpt2", "llama"):
+        raise ValueError(f"unknown family {family!r}: choose gpt2 or llama")
     given = {k: v for k, v in overrides.items() if v is not None}
-    chosen = PRESETS[preset] | {None: {}, "llama": LLAMA, "gpt2": dict.fromkeys(LLAMA)}[family]
-    chosen = {k: v for k, v in chosen.items() if v is not None} | given
+    chosen = dict(PRESETS[preset])
+    if family and (family == "llama") != (chosen.get("positions") == "rope"):  # into the other family
+        for name in (*LLAMA, "hidden", "kv_heads", "rope_theta"):
+            chosen.pop(name, None)
+        chosen |= LLAMA if family == "llama" else {}
+    chosen |= given
     heads, width = chosen.get("heads", Config.heads), chosen.get("width", Config.width)
     if "hidden" not in chosen or ("width" in given and "hidden" not in given):
         chosen["hidden"] = -(-width * 8 // 3 // 32) * 32 if chosen.get("mlp") == "swiglu" else 4 * width
     if "kv_heads" not in chosen or ("heads" in given and "kv_heads" not in given):
         chosen["kv_heads"] = heads // 2 if chosen.get("positions") == "rope" and heads % 2 == 0 else heads
-    return replace(Config(), **chosen)
+    return Config(**chosen)
 
 
 def hash64(x):
@@ -221,8 +231,7 @@ class MLP(nn.Module):
 
 
 def make_norm(config):
-    norm = {"layernorm": nn.LayerNorm, "rmsnorm": nn.RMSNorm}[config.norm]
-    return norm(config.width, eps=config.norm_eps)
+    return NORMS[config.norm](config.width, eps=config.norm_eps)
 
 
 class Block(nn.Module):

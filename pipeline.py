@@ -2,6 +2,10 @@
 
 What is split: the layers. What is sent: activations (b, T, C) to the next stage, their gradients to the one before.
 
+Backward is the chain rule, cut at the boundary: a stage's input x is a leaf of its own graph, so `backward(y, dL/dy)` with
+the gradient that the next stage sends leaves dL/dx in x.grad, to be sent to the stage before. The gradients of micro-batches
+add up, because each loss is divided by the token count of the whole batch.
+
     GPipe, 4 stages, 4 micro-batches (digits: forward, [digits]: backward, twice as long; each row is a stage)
 
         0 1 2 3 . . . . . . . . .[0 ][1 ][2 ][3 ]
@@ -18,9 +22,10 @@ micro-batches in flight (`simulate`, `timeline`).
             flight, the same bubble (PipeDream-flush: Narayanan et al. 2021, arXiv:2006.09503 and 2104.04473, section 2.2)
 
 What it costs: stages wait for each other while the pipeline fills and drains, the bubble: (p-1)/(m+p-1) of the time for
-gpipe and 1f1b. Sent per boundary, direction and micro-batch: b T C e bytes, point to point: little, so it suits the slowest
-links. Held: 1/p of the layers, but the activations of the micro-batches in flight.
-With few micro-batches (m < 4 p) the bubble is large, and this is the wrong choice.
+gpipe and 1f1b, a fifth with m = 4 p. Sent per boundary, direction and micro-batch: b T C e bytes, point to point: little, so
+it suits the slowest links; and once a step the gradient of a tied matrix, between the two ends. Held: 1/p of the layers, with
+the activations of the micro-batches in flight: m for gpipe; for 1f1b p on the first stage, so about those of one micro-batch
+of the whole model. Where the batch does not give m of at least 2 p or 3 p, the bubble makes this the wrong choice.
 
 Sends never block (each is kept until done), receives are posted one action ahead, and the two directions have a group each:
 on nccl the messages of one pair of ranks in one group stand in one queue, where a gradient could wait for an activation that
@@ -73,10 +78,12 @@ def forward_only(stages, microbatches):
 
 
 def play(schedule, forward, shape, dtype, device, down, up):
-    """Play this rank's part of a schedule; the rank's place in group `down` is its stage.
+    """Play this rank's part of a schedule; the rank's place in group `down` is its stage. Messages are matched by their
+    order: neighbours must have their forwards, and their backwards, in the same order (`simulate` checks that).
 
     forward(microbatch, x): runs the stage on x, the activations of the stage before (`shape`, `dtype`), or None on the first
-        stage, which has the micro-batch's input itself; returns activations, or on the last stage the loss.
+        stage, which has the micro-batch's input itself; returns activations, or on the last stage the loss (or anything, in
+        a schedule without backward).
     down, up: process groups of the pipeline's ranks; activations go by the one, gradients by the other.
     Gradients accumulate in the parameters. Returns the results of the last stage, detached, in the order of the schedule;
     an empty list on the others. A micro-batch's activations are freed as soon as its backward is done.
@@ -169,16 +176,18 @@ def split(model, stages, rank, tied_group=None):
     """Keep of a GPT what stage `rank` of `stages` runs, in place, and return it. Layers keep their names.
 
     Where embedding and output projection are one matrix and there are several stages, the first and the last each hold a
-    copy. `tied_group` holds those two ranks: the gradient of the copy is a partial sum over it, which `reduce_tied` completes.
+    copy. `tied_group` holds those two ranks: each copy's gradient is a partial sum over it, which `reduce_tied` completes.
+    Raises ValueError for more stages than layers, and for a tied matrix without that group.
     """
     layers = stage_layers(model.config, stages)[rank]
     for name in list(model.blocks):
         if int(name) not in layers:
             del model.blocks[name]
     if model.config.tied and stages > 1:
+        if tied_group is None:
+            raise ValueError("a tied matrix on several stages needs tied_group, or its two copies drift apart")
         matrix = model.embed.token.weight
-        if tied_group is not None:
-            matrix.placement = {"shape": matrix.shape, "split": {}, "partial": [tied_group]}
+        matrix.placement = {"shape": matrix.shape, "split": {}, "partial": [tied_group]}
     if rank > 0:
         model.embed = None
     if rank < stages - 1:
@@ -196,9 +205,14 @@ def reduce_tied(parameters):
 def simulate(schedule, forward=1.0, backward=2.0):
     """Play a schedule without ranks: each action starts when its rank is free and what it needs is there.
 
-    Returns for each rank a list of (start, end, action). Raises ValueError where the actions wait for each other for ever.
+    Returns for each rank a list of (start, end, action). Raises ValueError where the actions wait for each other for ever, or
+    where neighbours do not take the micro-batches in the same order.
     """
     stages = len(schedule)
+    for kind in "FB":
+        orders = [[a.microbatch for a in actions if a.kind == kind] for actions in schedule]
+        if any(order != orders[0] for order in orders):
+            raise ValueError("stages take the micro-batches in different orders: their messages would be mixed up")
     done, clock, place, spans = {}, [0.0] * stages, [0] * stages, [[] for _ in range(stages)]
     while any(place[r] < len(schedule[r]) for r in range(stages)):
         moved = False
@@ -236,13 +250,15 @@ def in_flight(actions):
     return peak
 
 
-def timeline(spans, cell=2):
-    """The schedule as text, a row a stage: forward as its micro-batch's number, backward in brackets, idle as dots."""
+def timeline(spans):
+    """The schedule as text, a row a stage: forward as its micro-batch's number, backward in brackets, idle as dots. A column
+    is one unit of time: for whole durations."""
+    cell = 1 + max(len(str(action.microbatch)) for row in spans for _, _, action in row)
     lines = []
     for row in spans:
         line = ""
         for start, end, action in row:
-            line += " ." * round(start - len(line) / cell)
+            line += ".".rjust(cell) * round(start - len(line) / cell)
             width = cell * round(end - start)
             text = str(action.microbatch)
             line += text.rjust(width) if action.kind == "F" else "[" + text.center(width - 2) + "]"
@@ -291,7 +307,7 @@ def demo(run):
 
         losses = play(schedule, forward, shape, run.dtype, run.device, down, up)
         reduce_tied(parameters)
-        loss = torch.stack(losses).sum() if losses else torch.zeros((), device=run.device)
+        loss = torch.stack(losses).double().sum() if losses else torch.zeros((), dtype=torch.float64, device=run.device)
         run.update(step, model, optimizer, loss, over=[down], dealt=[down])
 
     one = shape[0] * shape[1] * shape[2] * run.dtype.itemsize

@@ -9,8 +9,9 @@ What is split, on t ranks (here 2):
 
 (A weight is stored (out, in), so Megatron's "columns" of A in Y = X A are the rows here.) The first matrix gives each rank
 some hidden units, or some heads of attention, which it can work on alone; the second multiplies them by its part and gets a
-partial sum of the output. Adding up the partial sums is g. f is its mirror image: it does nothing forward, and in backward
-adds up the gradients that reach x through every rank's part.
+partial sum of the output. Adding up the partial sums is g; each term enters the sum with factor 1, so the sum's gradient, which
+every rank has, is each term's. f is the mirror image: it does nothing forward, and in backward adds up the gradients that
+reach x through every rank's part.
 
     f   forward: identity      backward: all-reduce        where a block's input enters its projections
     g   forward: all-reduce    backward: identity          where a row-parallel layer has its partial sums
@@ -28,7 +29,8 @@ as minus infinity, and neither changes a loss or a gradient.
 What it costs, per rank, e bytes an element, r = (t-1)/t: each block 2 all-reduces forward and 2 backward of the (B, T, C)
 activations: 8 r B T C e with a ring. Once more for the embedding (forward) and for the head's input (backward); and three
 (B, T) for the loss. Held: 1/t of the matrices, of their gradients and optimizer states; but the whole residual stream.
-It sends in every layer and waits for it: keep t within a node, on the fastest links. Over slower ones it is the wrong choice.
+It sends in every layer and nothing overlaps with that: keep t within a node, on the fastest links, and at most the number of
+kv-heads. Over slower links it is the wrong choice.
 
     torchrun --nproc_per_node=4 tensor_parallel.py          python tensor_parallel.py --family llama --kv-heads 4
 """
@@ -75,12 +77,14 @@ def piece(full, dim, index, count):
     part = full.narrow(dim, start, min(size, full.shape[dim] - start))
     shape = list(full.shape)
     shape[dim] = size - part.shape[dim]
-    return torch.cat((part, part.new_zeros(shape)), dim) if shape[dim] else part.contiguous()
+    # A copy, so that the whole can be freed
+    return torch.cat((part, part.new_zeros(shape)), dim) if shape[dim] else part.clone(memory_format=torch.contiguous_format)
 
 
 def shard(parameter, dim, group):
     """This rank's piece of a parameter. Its `placement` says what it is a piece of: the whole's shape, which dimension is
-    split over which group, and the groups over which its gradient is a partial sum after backward (none here).
+    split over which group, and the groups over which its gradient is a partial sum after backward (none here; a tied matrix
+    on two pipeline stages has one).
     Attributes of the parameter go along. Works on the meta device too."""
     part = piece(parameter.detach(), dim, dist.get_rank(group), dist.get_world_size(group))
     part = nn.Parameter(part, requires_grad=parameter.requires_grad)
@@ -141,7 +145,7 @@ class RowParallelLinear(nn.Module):
 
 
 class VocabParallelEmbedding(nn.Module):
-    """tokens (B, T) -> (B, T, C): each rank looks up the tokens of its rows; g adds up, and one term is not zero.
+    """tokens (B, T), below V -> (B, T, C): each rank looks up the tokens of its rows; g adds up, one term is not zero.
 
     weight: this rank's (V / t, C)."""
 
@@ -193,7 +197,7 @@ class CrossEntropyOfParts(torch.autograd.Function):
 
 class VocabParallelCrossEntropy(nn.Module):
     """The loss on split logits: logits (B, T, V / t), targets (B, T), count -> summed cross-entropy / count, a scalar that is
-    the same on every rank. Targets below zero add nothing."""
+    the same on every rank. Targets below zero add nothing; the others must be below `vocab`."""
 
     def __init__(self, vocab, group):
         super().__init__()
@@ -216,14 +220,14 @@ def gather_logits(logits, vocab, group):
 
 
 def parallelize(model, group):
-    """Cut a GPT across `group`, in place, and return it. Works on the meta device and on real weights alike.
+    """Cut a GPT across `group`, in place, and return it. Works on the meta device and on real weights alike. Parameters are
+    replaced by their pieces: make the optimizer afterwards.
 
     Any of embedding, blocks and head may be missing. Raises ValueError where heads do not divide by the group's size.
     """
     t = dist.get_world_size(group)
-    heads, kv_heads = model.config.heads, model.config.kv_heads
-    if heads % t or kv_heads % t:
-        raise ValueError(f"{heads} heads with {kv_heads} kv-heads do not divide by tensor parallelism over {t} ranks")
+    if model.config.kv_heads % t:  # heads are a multiple of kv-heads
+        raise ValueError(f"{model.config.kv_heads} kv-heads do not divide by tensor parallelism over {t} ranks")
     done = {}  # parameter -> its piece: a tied matrix is cut once
 
     def cut(parameter, dim):
@@ -259,6 +263,18 @@ def bytes_sent(config, t, tokens, element_size, blocks, embedding=True, head=Tru
     return ring * (wide + 3 * head * tokens * max(element_size, 4))
 
 
+def parameters_held(config, t, blocks, embedding=True, head=True):
+    """How many parameters a rank has of `blocks` blocks and of what else is there, from the sizes alone."""
+    c, head_size, hidden, vocab = config.width, config.width // config.heads, -(-config.hidden // t), -(-config.vocab // t)
+    rows = (config.heads + 2 * config.kv_heads) * head_size // t  # of q, k and v
+    matrices = rows * c + c * c // t + (3 if config.mlp == "swiglu" else 2) * hidden * c
+    biases = config.bias * (rows + c + hidden + c)  # column-parallel ones are split, row-parallel ones are not
+    norm = c * (2 if config.norm == "layernorm" else 1)
+    size = blocks * (matrices + biases + 2 * norm)
+    size += embedding * (vocab * c + config.context * c * (config.positions == "learned"))
+    return size + head * (norm + vocab * c * (not (config.tied and embedding)))
+
+
 # --- demo ---
 
 import harness
@@ -273,8 +289,8 @@ def main():
 
 def check(config, world):
     """Refuse a number of ranks over which the heads do not divide."""
-    if config.heads % world or config.kv_heads % world:
-        fits = [n for n in range(1, config.kv_heads + 1) if config.heads % n == 0 and config.kv_heads % n == 0]
+    if config.kv_heads % world:
+        fits = [n for n in range(1, config.kv_heads + 1) if config.kv_heads % n == 0]
         raise harness.Refused(
             f"{config.heads} heads and {config.kv_heads} kv-heads do not divide over {world} tensor-parallel ranks: "
             f"use {' or '.join(map(str, fits))}, or change --heads and --kv-heads"
@@ -288,7 +304,7 @@ def demo(run):
     optimizer = harness.make_optimizer(model.parameters(), args)
     for step in run.steps(optimizer):
         optimizer.zero_grad(set_to_none=False)
-        loss = torch.zeros((), device=run.device)
+        loss = torch.zeros((), dtype=torch.float64, device=run.device)
         for tokens, targets, samples in run.microbatches(step):  # the whole batch, on every rank
             part = model(tokens, targets=targets, count=run.count, samples=samples)
             part.backward()
@@ -300,19 +316,15 @@ def demo(run):
     size = bytes_sent(c, t, args.batch * c.context, e, c.layers)
     text = f"8 r B T C e a block, 4 r B T C e + 6 r B T e for both ends; r = {t - 1}/{t}"
     sent = {("all_reduce", "tp"): (size + norm, text)}
-    whole = sum(p.numel() for p in model.parameters() if not split_over(p, group))
-    parts = sum(p.numel() for p in model.parameters() if split_over(p, group))
-    full = sum(p.numel() for p in run.meta_model().parameters()) - whole
-    padding = parts * t - full
     states = 2 if args.optimizer == "adamw" else 0
-    mine = (whole + (full + padding) / t) * e
+    mine = parameters_held(c, t, c.layers) * e
     held = {
-        "parameters": (mine, "(P_whole + P_split / t) e"),
+        "parameters": (mine, "(P_whole + P_split / t) e, padded"),
         "gradients": (mine, "the same"),
         "optimizer": (states * mine, f"{states} x the same"),
         "activations_peak": (
             c.layers * harness.activation_bytes(c, args.batch // args.microbatches, e, t),
-            f"(4 + 12/{t}) b T C e a block" if c.mlp == "gelu" else "blocks only",
+            "norms' values of the blocks, and 1/t of heads' and hidden ones",
         ),
     }
     micro = args.microbatches

@@ -47,14 +47,20 @@ def flags():
     why = "pieces of each data-parallel rank's part: more of them shrink the bubble, the curve stays (default: up to 2 x pp)"
     g.add_argument("--microbatches", **n, help=why)
     why = "size of a gradient bucket: small ones overlap more of backward, large ones send faster"
-    g.add_argument("--bucket-mb", type=float, default=25, metavar="MB", help=why)
+    g.add_argument("--bucket-mb", type=harness.real(0), default=25, metavar="MB", help=why)
     g = p.add_argument_group("the loop")
-    g.add_argument("--min-lr", type=float, metavar="X", help="where the cosine ends (default: lr / 10)")
+    g.add_argument("--min-lr", type=harness.real(0), metavar="X", help="where the cosine ends (default: lr / 10)")
     g.add_argument("--eval-every", **harness.NATURAL, default=100, help="steps between validations; 0 = only at the end")
     g.add_argument("--eval-batches", **n, default=4, help="global batches that a validation takes")
     g.add_argument("--sample", **harness.NATURAL, default=200, help="tokens to generate at the end; 0 = none")
     g.add_argument("--prompt", default="\n", help="what the sample starts with")
-    g.add_argument("--temperature", type=float, default=0.8, help="of the sample: lower is safer, higher more varied")
+    g.add_argument(
+        "--temperature",
+        type=harness.real(0),
+        default=0.8,
+        metavar="X",
+        help="of the sample: lower is safer, higher more varied",
+    )
     why = "compare the first N steps with one process (default: 3 for models below 20M parameters, else 0)"
     g.add_argument("--prove", **harness.NATURAL, help=why)
     why = "a JSON object a line: step, loss, grad_norm, lr, tokens_per_s, in full precision"
@@ -91,15 +97,15 @@ def check(args, config):
 
 
 def make_groups(args):
-    """This rank's process groups: tp, dp, pp (activations travel down it), up (gradients travel up it), and ends, the first
-    and the last stage. All ranks create all groups, in the same order."""
+    """This rank's process groups: tp, dp, down (the pipeline, as activations travel), up (the same ranks, as gradients do)
+    and tied, its first and last stage. All ranks create all groups, in the same order."""
     ranks = torch.arange(args.pp * args.dp * args.tp).view(args.pp, args.dp, args.tp)
     rows = {
         "tp": ranks.flatten(0, 1).tolist(),
         "dp": ranks.transpose(1, 2).flatten(0, 1).tolist(),
-        "pp": ranks.flatten(1).T.tolist(),
+        "down": ranks.flatten(1).T.tolist(),
     }
-    rows |= {"up": rows["pp"], "ends": [sorted({row[0], row[-1]}) for row in rows["pp"]]}
+    rows |= {"up": rows["down"], "tied": [sorted({row[0], row[-1]}) for row in rows["down"]]}
     groups = {}
     for axis, lists in rows.items():
         for members in lists:
@@ -112,12 +118,12 @@ def make_groups(args):
 def train(run):
     args, config = run.args, run.config
     groups = make_groups(args)
-    tp, dp, pp, up, ends = (groups.get(axis) for axis in ("tp", "dp", "pp", "up", "ends"))
+    tp, dp, pp, up = (groups[axis] for axis in ("tp", "dp", "down", "up"))
     run.groups(**groups)
 
     # The model: cut on the meta device, then filled. Every rank draws each parameter whole, and keeps its piece
     stage = dist.get_rank(pp)
-    model = pipeline.split(run.meta_model(), args.pp, stage, ends)
+    model = pipeline.split(run.meta_model(), args.pp, stage, groups.get("tied", ()))
     if args.tp > 1:
         tensor_parallel.parallelize(model, tp)
     run.fill(model, take=tensor_parallel.take)
@@ -139,7 +145,8 @@ def train(run):
 
     def total(losses):
         """The sum of some losses, of which the last stage has all and the others none."""
-        return torch.stack(losses).sum() if losses else torch.zeros((), dtype=run.dtype, device=run.device)
+        zero = torch.zeros((), dtype=torch.float64, device=run.device)
+        return sum((loss.double() for loss in losses), zero)
 
     with open_log(run) as log:
         for step in run.steps(optimizer):
@@ -153,6 +160,7 @@ def train(run):
             if step + 1 == args.steps or args.eval_every and (step + 1) % args.eval_every == 0:
                 loss = evaluate(run, play, total, dp, pp)
                 run.print(f"validation loss {loss:.4f}")
+                run.restart_clock()
                 log({"step": step + 1, "val_loss": loss})
     if args.sample:
         run.print(f"\nsample:\n{generate(run, play, tp, pp)}")
@@ -238,19 +246,20 @@ def receipt(run, model, schedule, stage):
     last, rows = args.pp - 1, args.batch // args.dp
     tokens = rows * config.context
     scalar = 8  # loss and squared norm are summed as one float64 each
-    size = sum(p.numel() * p.element_size() for p in model.parameters())
+    size = tensor_parallel.parameters_held(config, args.tp, len(model.blocks), stage == 0, stage == last) * e
     sent = {("all_reduce", "dp"): (ddp.bytes_sent(size + scalar, args.dp), "2 (N-1)/N P e")}
     layer_bytes = tensor_parallel.bytes_sent(config, args.tp, tokens, e, len(model.blocks), stage == 0, stage == last)
     sent["all_reduce", "tp"] = (layer_bytes + ddp.bytes_sent(scalar, args.tp), "8 r b T C e a block, and both ends")
-    sent["send", "pp"] = ((stage < last) * tokens * config.width * e, "b T C e a micro-batch")
+    sent["send", "down"] = ((stage < last) * tokens * config.width * e, "b T C e a micro-batch")
     sent["send", "up"] = ((stage > 0) * tokens * config.width * e, "b T C e a micro-batch")
     if config.tied and args.pp > 1 and stage in (0, last):
         part = -(-config.vocab // args.tp) * config.width * e
-        sent["all_reduce", "ends"] = (ddp.bytes_sent(part, 2), "V/t C e, the tied matrix")
+        sent["all_reduce", "tied"] = (ddp.bytes_sent(part, 2), "V/t C e, the tied matrix")
     states = 2 if args.optimizer == "adamw" else 0
     flying = pipeline.in_flight(schedule[stage]) * len(model.blocks)
     activations = flying * harness.activation_bytes(config, rows // args.microbatches, e, args.tp)
     held = {
+        "parameters": (size, "P e, of this rank's blocks and ends"),
         "gradients": (size, "P e"),
         "optimizer": (states * size, f"{states} P e"),
         "activations_peak": (activations, "blocks x micro-batches in flight, without the head"),

@@ -119,6 +119,18 @@ def test_parameters_without_a_gradient_and_too_many_passes(ranks):
         assert grads == ([6.0, 6.0], [0.0, 0.0], 0) and "more backward passes than the 2" in error
 
 
+def test_a_replaced_gradient_is_noticed(ranks):
+    def work(rank):
+        p = torch.nn.Parameter(torch.ones(2))
+        for sync in (ddp.DDP([p], dist.group.WORLD), ddp.ParameterServer([p], dist.group.WORLD)):
+            torch.optim.SGD([p], lr=1.0).zero_grad()  # sets p.grad to None
+            with pytest.raises(RuntimeError, match="p.grad was replaced"):
+                p.sum().backward()
+                sync.finish()
+
+    ranks(1, work)
+
+
 def test_any_all_reduce_will_do(ranks):
     def work(rank):
         class Doubled:

@@ -108,6 +108,13 @@ def test_published_sizes():
     assert {name: gpt.configure(name).parameters() for name in sizes} == sizes
 
 
+def test_a_preset_turned_into_the_other_family():
+    turned = gpt.configure("llama3-8b", "gpt2")
+    assert (turned.hidden, turned.kv_heads, turned.norm, turned.bias) == (4 * 4096, 32, "layernorm", True)
+    assert gpt.configure("llama3-8b", "llama") == gpt.configure("llama3-8b")
+    assert gpt.configure("tiny", "llama").rope_theta == 10000.0
+
+
 def test_flops_count_every_matrix():
     for config in (gpt.configure(), gpt.configure("llama3-8b")):
         with torch.device("meta"):
@@ -198,11 +205,14 @@ def test_dropout_is_off_without_samples():
     "wrong, words",
     [
         (dict(preset="gpt3"), "unknown preset"),
-        (dict(width=100, heads=3), "width 100"),
+        (dict(width=100, heads=3), "width 100 is not a multiple"),
         (dict(heads=4, kv_heads=3), "kv-heads"),
         (dict(family="llama", width=20, heads=4), "even head size"),
         (dict(dropout=1.0), "dropout"),
         (dict(layers=0), "layers"),
+        (dict(positions="rotary"), "positions must be one of learned, rope"),
+        (dict(mlp="relu"), "mlp must be one of"),
+        (dict(family="mamba"), "unknown family"),
     ],
 )
 def test_sizes_that_contradict_each_other(wrong, words):

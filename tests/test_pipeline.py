@@ -48,6 +48,11 @@ def test_a_stuck_schedule_is_found():
     F, B = pp.Action("F", 0), pp.Action("B", 0)
     with pytest.raises(ValueError, match="stuck"):
         pp.simulate([[F, B], [B, F]])
+    first, second = pp.Action("F", 0), pp.Action("F", 1)
+    with pytest.raises(ValueError, match="different orders"):
+        pp.simulate([[second, first], [first, second]])
+    with torch.device("meta"), pytest.raises(ValueError, match="tied_group"):
+        pp.split(gpt.GPT(CONFIGS["gpt2"]), 2, 0)
 
 
 def test_timeline():
@@ -159,7 +164,7 @@ def test_activations_are_freed_with_their_backward(ranks):
 
 def test_forward_only_keeps_nothing(ranks):
     def work(rank):
-        model = build(CONFIGS["gpt2"], dist.group.WORLD, None)
+        model = build(CONFIGS["gpt2"], dist.group.WORLD, dist.new_group([0, 2]))
         tokens = batch(0)[0]
         with torch.no_grad():
             return pp.play(

@@ -137,6 +137,17 @@ def test_cuts_real_weights_too(ranks):
     assert ranks(2, work) == [True, True]
 
 
+def test_parameters_held_is_what_is_held(ranks):
+    def work(rank, config):
+        model = build(config, dist.group.WORLD)
+        assert all(p.untyped_storage().nbytes() == p.numel() * 8 for p in model.parameters())  # the whole is freed
+        return sum(p.numel() for p in model.parameters())
+
+    for config in (CONFIGS["gpt2"], CONFIGS["grouped"], dataclasses.replace(CONFIGS["llama"], hidden=51, vocab=7)):
+        assert ranks(2, work, config) == [tp.parameters_held(config, 2, config.layers)] * 2
+        assert tp.parameters_held(config, 1, config.layers) == config.parameters()
+
+
 def test_full_logits_only_when_asked(ranks):
     config = CONFIGS["gpt2"]
 

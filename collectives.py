@@ -1,0 +1,888 @@
+"""Every collective, from nothing but messages between two ranks; and six ways to all-reduce, counted and timed.
+
+What the wire does: a rank sends a tensor to another rank, and receives one from it. All else is made of that.
+
+    one to many     broadcast (a tree: who has it passes it on), scatter
+    many to one     reduce (the same tree, upwards), gather
+    many to many    all-gather, reduce-scatter (rings), all-to-all, all-reduce, barrier
+
+All-reduce of S bytes on N ranks: afterwards every rank has the sum. A round is a message in the longest chain of
+messages that wait for each other; "sent by one" is the most that any rank sends, and that any receives; r = (N-1)/N.
+
+    algorithm           rounds                sent by one   sent by all   who adds up, in which order
+    server              2                     (N-1) S       2 (N-1) S     rank 0, in the order of the ranks
+    sequential          N                     (N-1) S       N (N-1) S     one rank after the other, likewise
+    direct              1                     (N-1) S       N (N-1) S     every rank, likewise
+    ring                2 (N-1)               2 r S         2 (N-1) S     for chunk c of N: rank c-1, c-2, ..., c
+    halving-doubling    2 log2 N              2 r S         2 (N-1) S     pairs, then pairs of pairs, ...
+    hierarchical        2 (n-1) + 2 (N/n-1)   2 r S         2 (N-1) S     rings inside nodes of n, then across
+
+Where N is no power of two, p ranks, the largest one below it, halve and double: 2 log2 p + 2 rounds, S more from one.
+
+Lectures' tables give a server O(1) time and O(N) peak traffic, a ring O(N) and O(1). Their time counts rounds, their
+traffic tensors of S bytes: 2 N S for a server (in and out of it, N workers beside it; here it is one of the N), but
+2 r S for a ring (out only). Seconds need both columns: a round costs alpha, a byte beta (Hockney 1994). Few rounds win
+for small tensors, few bytes for large ones: then the ring, for all its O(N) "time", is as fast as can be.
+
+    ring: Patarasuk and Yuan 2009                hierarchical: BlueConnect, Cho et al. 2019
+    halving-doubling: Rabenseifner 2004; Thakur, Rabenseifner and Gropp 2005, section 4.5
+
+The result has the same bits on all ranks. Another all-reduce's are the same where its order of addition is (the ring's
+is gloo's, where its chunks are) or where that does not matter (integers, two ranks); else they differ by rounding.
+
+With async_op a collective posts its first round and returns; wait() does the rest. So only the first round overlaps
+with what comes in between. Any number may be in flight, if all ranks start them, and wait for them, in the same order.
+
+    torchrun --nproc_per_node=4 collectives.py  python collectives.py --plot curve  python collectives.py --ranks 1024
+"""
+
+import copy
+import json
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+SUM, PRODUCT, MIN, MAX = dist.ReduceOp.SUM, dist.ReduceOp.PRODUCT, dist.ReduceOp.MIN, dist.ReduceOp.MAX
+SEGMENT = 1 << 21  # bytes: large enough for what a message costs, small enough for a cache
+OPERATORS = {SUM: torch.add, PRODUCT: torch.mul, MIN: torch.minimum, MAX: torch.maximum}
+
+
+# --- the wire
+
+
+class Wire:
+    """Messages between the ranks of a group: all that the collectives know of the network.
+
+    Where a collective takes a `group` it takes a Wire too: a Counter counts, a Checked checks. Raises ValueError on a
+    rank that is not a member.
+    """
+
+    def __init__(self, group=None):
+        self.group = group or dist.group.WORLD
+        self.rank, self.size = dist.get_rank(self.group), dist.get_world_size(self.group)
+        self.members = range(self.size)  # rank here -> rank in the group
+        if self.rank < 0:
+            raise ValueError("this rank is not in the group: only members may call its collectives")
+        # NCCL runs the messages between two ranks one by one: where both send first both wait for ever, but in a batch.
+        # Gloo has no such order, and posts messages sooner alone. And NCCL's barrier needs a tensor on the GPU.
+        self.batched = dist.get_backend(self.group) == "nccl"
+        self.device = torch.device("cuda" if self.batched else "cpu")
+
+    def among(self, members):
+        """The wire between some of the ranks, numbered in the order of `members`."""
+        part = copy.copy(self)
+        part.members = [self.members[m] for m in members]
+        part.rank, part.size = members.index(self.rank), len(members)
+        return part
+
+    def post(self, sends, receives):
+        """Start to send and receive (peer, tensor) pairs, contiguous ones; returns what to wait for. The tensors must
+        live until then. Empty ones are left out."""
+        messages = [(dist.isend, *m) for m in sends] + [(dist.irecv, *m) for m in receives]
+        messages = [(op, self.members[peer], t) for op, peer, t in messages if t.numel()]
+        if not self.batched:
+            where = {dist.isend: "group_dst", dist.irecv: "group_src"}
+            return [op(t, group=self.group, **{where[op]: peer}) for op, peer, t in messages]
+        ops = [dist.P2POp(op, t, group=self.group, group_peer=peer) for op, peer, t in messages]
+        return dist.batch_isend_irecv(ops) if ops else []
+
+    def exchange(self, sends, receives):
+        """A round: post all (peer, tensor) of `sends` and `receives`, pause, wait.
+
+        This and all that is made of it are generators that pause where a rank would wait. A rank with nothing to say in
+        a round pauses too: so collectives in flight take turns alike on all ranks, and messages match by their order.
+        """
+        sends = [(peer, t.contiguous()) for peer, t in sends]
+        buffers = [(peer, t.contiguous()) for peer, t in receives]
+        works = self.post(sends, buffers)
+        yield
+        for work in works:
+            work.wait()
+        for (_, t), (_, buffer) in zip(receives, buffers):
+            if buffer is not t:
+                t.copy_(buffer)
+
+    def exchange_adding(self, sends, receives, combine, spare):
+        """A round of at most one (peer, tensor) to send and one (peer, tensor, out) to receive, flat and contiguous:
+        what comes is reduced with the tensor into `out`.
+
+        It comes in segments, into two buffers that take turns (`spare`): the next arrives while one is added, and
+        little fresh memory is taken, whose page faults would cost as much as the message.
+        """
+        outgoing = [(peer, piece) for peer, t in sends for piece in segments(t)]
+        incoming = [(peer, *pieces) for peer, t, out in receives for pieces in zip(segments(t), segments(out))]
+        works = []
+        for i in range(max(len(outgoing), len(incoming), 1) + 1):
+            into = [(peer, spare[i % 2][: t.numel()]) for peer, t, _ in incoming[i : i + 1]]
+            before, works = works, self.post(outgoing[i : i + 1], into)
+            if i == 0:
+                yield
+                continue
+            for work in before:
+                work.wait()
+            for _, t, out in incoming[i - 1 : i]:
+                combine(t, spare[(i - 1) % 2][: t.numel()], out=out)
+
+    def agree(self, call, sends=(), receives=()):
+        """Comes before each collective; see Checked."""
+        yield from ()
+
+
+def segments(t):
+    """A flat tensor in pieces of at most SEGMENT bytes."""
+    return t.split(SEGMENT // t.element_size()) if t.numel() * t.element_size() > SEGMENT else (t,)
+
+
+def spare_for(t):
+    """Two buffers for the segments of a flat tensor."""
+    return t.new_empty(2, min(t.numel(), SEGMENT // t.element_size())).unbind()
+
+
+class Counter(Wire):
+    """A wire that logs every message: ("send" or "receive", peer, bytes), in this rank's order."""
+
+    def __init__(self, group=None):
+        super().__init__(group)
+        self.log = []
+
+    def note(self, kind, messages):
+        self.log += [(kind, self.members[i], t.numel() * t.element_size()) for i, t, *_ in messages if t.numel()]
+
+    def exchange(self, sends, receives):
+        self.note("send", sends)
+        yield from super().exchange(sends, receives)
+        self.note("receive", receives)
+
+    def exchange_adding(self, sends, receives, combine, spare):
+        self.note("send", sends)
+        yield from super().exchange_adding(sends, receives, combine, spare)
+        self.note("receive", receives)
+
+
+class Checked(Wire):
+    """A wire for finding bugs: before each collective all ranks compare what they are about to do, and where it differs
+    all raise the same ValueError. That costs an all-gather each; send and recv are not checked."""
+
+    def agree(self, call, sends=(), receives=()):
+        """call: what must be the same on all ranks. sends[j], receives[j]: elements to and from rank j."""
+        mine = json.dumps([call, list(sends), list(receives)]).encode()
+        headers = torch.zeros(self.size, 512 + 32 * self.size, dtype=torch.uint8, device=self.device)
+        headers[self.rank, : len(mine)] = torch.tensor(list(mine), dtype=torch.uint8)
+        yield from around(self, headers)
+        calls, sends, receives = zip(*(json.loads(bytes(h.tolist()).rstrip(b"\0")) for h in headers))
+        for r in range(self.size):
+            if calls[r] != calls[0]:
+                raise ValueError(f"the ranks disagree: rank 0 calls {calls[0]}, rank {r} calls {calls[r]}")
+            for s in range(len(sends[r])):
+                if sends[r][s] != receives[s][r]:
+                    message = f"rank {r} sends {sends[r][s]} elements to rank {s}, which expects {receives[s][r]}"
+                    raise ValueError(f"the ranks disagree in {calls[0]}: {message}")
+
+
+class Work:
+    """A collective on its way: its first round is posted, wait() does what is left."""
+
+    def __init__(self, rounds):
+        self.rounds = rounds
+        with torch.no_grad():
+            next(self.rounds, None)
+
+    def wait(self):
+        with torch.no_grad():
+            for _ in self.rounds:
+                pass
+
+
+def perform(async_op, *parts):
+    """Run generators one after the other: to the end, or to the first pause."""
+    work = Work(pause for part in parts for pause in part)
+    if async_op:
+        return work
+    work.wait()
+
+
+def wire_of(group):
+    return group if isinstance(group, Wire) else Wire(group)
+
+
+def wire_and_root(group, rank, group_rank):
+    """The root is given as in torch, by its global rank or by its rank in the group; by default it is the first."""
+    wire = wire_of(group)
+    if group_rank is None:
+        group_rank = 0 if rank is None else dist.get_group_rank(wire.group, rank)
+    if not 0 <= group_rank < wire.size:
+        raise ValueError(f"there is no rank {group_rank} in a group of {wire.size}")
+    return wire, group_rank
+
+
+def operator(op):
+    if op not in OPERATORS:
+        raise ValueError(f"{op} is not one of SUM, PRODUCT, MIN and MAX")
+    return OPERATORS[op]
+
+
+def describe(tensor):
+    return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
+
+
+def one_each(name, tensors, wire, like):
+    """`tensors`, if there is one like `like` for each rank; else ValueError."""
+    if [describe(t) for t in tensors or []] != [describe(like)] * wire.size:
+        raise ValueError(f"{name} must hold {wire.size} tensors, each {describe(like)}")
+    return tensors
+
+
+def cut(name, tensor, parts):
+    """Views of a contiguous tensor as equal flat parts; else ValueError."""
+    if not tensor.is_contiguous() or tensor.numel() % parts:
+        raise ValueError(f"{name} must be contiguous and divide into {parts} equal parts, but is {describe(tensor)}")
+    return tensor.view(parts, -1).unbind() if tensor.numel() else [tensor.view(-1)] * parts
+
+
+# --- one to one, one to many, many to one. The arguments are those of torch.distributed's functions of the same name
+
+
+def send(tensor, dst=None, group=None, group_dst=None):
+    """On gloo it returns when the receiver has posted its recv; so two ranks may not both send first."""
+    wire, to = wire_and_root(group, dst, group_dst)
+    perform(False, wire.exchange([(to, tensor)], []))
+
+
+def recv(tensor, src=None, group=None, group_src=None):
+    """Into `tensor`, which must have the sent one's dtype and number of elements."""
+    wire, source = wire_and_root(group, src, group_src)
+    perform(False, wire.exchange([], [(source, tensor)]))
+
+
+def tree(wire, root):
+    """This rank's part in a binomial tree: for each of ceil(log2 N) rounds, the ranks to send to and to receive from,
+    lists of one or none. All that have the message pass it on: 0 -> 4, then 0 -> 2 and 4 -> 6, then 0 -> 1, ..."""
+    place, rounds = (wire.rank - root) % wire.size, []
+    for half in reversed([1 << i for i in range((wire.size - 1).bit_length())]):
+        to = [(wire.rank + half) % wire.size] if place % (2 * half) == 0 and place + half < wire.size else []
+        rounds.append((to, [(wire.rank - half) % wire.size] if place % (2 * half) == half else []))
+    return rounds
+
+
+def broadcast(tensor, src=None, group=None, async_op=False, group_src=None):
+    """The root's tensor to all, in ceil(log2 N) rounds; a loop would send N-1 messages through the root's link."""
+    wire, root = wire_and_root(group, src, group_src)
+
+    def rounds():
+        for to, source in tree(wire, root):
+            yield from wire.exchange([(i, tensor) for i in to], [(i, tensor) for i in source])
+
+    return perform(async_op, wire.agree(f"broadcast from {root} of {describe(tensor)}"), rounds())
+
+
+def reduce(tensor, dst=None, op=SUM, group=None, async_op=False, group_dst=None):
+    """All tensors, reduced, into the root's, by broadcast's tree upwards. The other ranks' stay as they are."""
+    wire, root = wire_and_root(group, dst, group_dst)
+    combine = operator(op)
+
+    def rounds():
+        partial = tensor
+        for children, parent in reversed(tree(wire, root)):
+            incoming = [(i, torch.empty_like(tensor)) for i in children]
+            yield from wire.exchange([(i, partial) for i in parent], incoming)
+            for _, t in incoming:
+                partial = combine(partial, t, out=tensor if wire.rank == root else t)
+
+    return perform(async_op, wire.agree(f"reduce {op} to {root} of {describe(tensor)}"), rounds())
+
+
+def scatter(tensor, scatter_list=None, src=None, group=None, async_op=False, group_src=None):
+    """scatter_list[i] of the root into rank i's tensor, straight from the root: a tree would send it several times."""
+    wire, root = wire_and_root(group, src, group_src)
+    pieces = one_each("scatter_list", scatter_list, wire, tensor) if wire.rank == root else []
+
+    def rounds():
+        sends = [(i, piece) for i, piece in enumerate(pieces) if i != root]
+        yield from wire.exchange(sends, [(root, tensor)] if wire.rank != root else [])
+        if wire.rank == root:
+            tensor.copy_(pieces[root])
+
+    return perform(async_op, wire.agree(f"scatter from {root} of {describe(tensor)}"), rounds())
+
+
+def gather(tensor, gather_list=None, dst=None, group=None, async_op=False, group_dst=None):
+    """Rank i's tensor into gather_list[i] of the root."""
+    wire, root = wire_and_root(group, dst, group_dst)
+    pieces = one_each("gather_list", gather_list, wire, tensor) if wire.rank == root else []
+
+    def rounds():
+        receives = [(i, piece) for i, piece in enumerate(pieces) if i != root]
+        yield from wire.exchange([(root, tensor)] if wire.rank != root else [], receives)
+        if wire.rank == root:
+            pieces[root].copy_(tensor)
+
+    return perform(async_op, wire.agree(f"gather to {root} of {describe(tensor)}"), rounds())
+
+
+# --- many to many
+
+
+def around(wire, chunks):
+    """All-gather by a ring: rank r starts with chunks[r], and in each round passes on what came in the round before."""
+    left, right = (wire.rank - 1) % wire.size, (wire.rank + 1) % wire.size
+    for step in range(wire.size - 1):
+        ours, theirs = (wire.rank + step) % wire.size, (wire.rank + step + 1) % wire.size
+        yield from wire.exchange([(left, chunks[ours])], [(right, chunks[theirs])])
+
+
+def around_adding(wire, chunks, combine, output=None):
+    """Reduce-scatter by a ring: chunk c sets out at rank c-1 and arrives, reduced, at rank c. In place: the other
+    chunks hold sums of some ranks then. Or into `output`: the chunks, equal ones, stay as they are."""
+    n, rank, sent = wire.size, wire.rank, chunks[(wire.rank + 1) % wire.size]
+    spare = spare_for(chunks[0])  # no chunk is longer
+    turns = chunks[0].new_empty(2, len(chunks[0])) if output is not None else None
+    for step in range(n - 1):
+        chunk = chunks[(rank + step + 2) % n]
+        out = chunk if output is None else output if step == n - 2 else turns[step % 2]
+        yield from wire.exchange_adding([((rank - 1) % n, sent)], [((rank + 1) % n, chunk, out)], combine, spare)
+        sent = out
+    if n == 1 and output is not None:
+        output.copy_(sent)
+
+
+def all_gather_single(output, input, group=None, async_op=False):
+    """Rank i's input into the i-th part of all outputs, by a ring: N-1 rounds. `input` may be its part of `output`."""
+    wire = wire_of(group)
+    pieces, mine = cut("output", output, wire.size), input.reshape(-1)
+    if pieces[0].shape != mine.shape or output.dtype != input.dtype:
+        raise ValueError(f"output is {describe(output)} and must hold {wire.size} times the input, {describe(input)}")
+
+    def rounds():
+        pieces[wire.rank].copy_(mine)
+        yield from around(wire, pieces)
+
+    return perform(async_op, wire.agree(f"all_gather of {describe(mine)}"), rounds())
+
+
+def reduce_scatter_single(output, input, op=SUM, group=None, async_op=False):
+    """The i-th part of all inputs, reduced, into rank i's output, by a ring: N-1 rounds. `output` may be its part."""
+    wire, combine = wire_of(group), operator(op)
+    pieces, mine = cut("input", input.contiguous(), wire.size), cut("output", output, 1)[0]
+    if pieces[0].shape != mine.shape or output.dtype != input.dtype:
+        raise ValueError(f"input is {describe(input)} and must hold {wire.size} times the output, {describe(output)}")
+    agreed = wire.agree(f"reduce_scatter {op} of {describe(pieces[0])}")
+    return perform(async_op, agreed, around_adding(wire, pieces, combine, mine))
+
+
+def all_to_all_single(output, input, output_split_sizes=None, input_split_sizes=None, group=None, async_op=False):
+    """The j-th part of rank i's input into the i-th part of rank j's output: one round, everybody to everybody. Parts
+    are equal, or have as many rows as the split sizes say."""
+    wire = wire_of(group)
+    if output.dtype != input.dtype or output.shape[1:] != input.shape[1:]:
+        raise ValueError(f"input is {describe(input)} and output {describe(output)}: their rows must be alike")
+
+    def parts(name, tensor, sizes):
+        sizes = sizes or [len(tensor) // wire.size] * wire.size
+        if len(sizes) != wire.size or sum(sizes) != len(tensor):
+            raise ValueError(f"{name} has {len(tensor)} rows, which do not divide among {wire.size} ranks as {sizes}")
+        return tensor.split(sizes)
+
+    to, come = parts("input", input, input_split_sizes), parts("output", output, output_split_sizes)
+    others = [(wire.rank + i) % wire.size for i in range(1, wire.size)]  # not rank 0 first for all
+
+    def rounds():
+        come[wire.rank].copy_(to[wire.rank])
+        yield from wire.exchange([(j, to[j]) for j in others], [(j, come[j]) for j in reversed(others)])
+
+    agreed = wire.agree(f"all_to_all of {input.dtype}", [t.numel() for t in to], [t.numel() for t in come])
+    return perform(async_op, agreed, rounds())
+
+
+def barrier(group=None, async_op=False):
+    """Nobody leaves before all have come. In round k each rank tells the one 2^k further on: ceil(log2 N) rounds
+    (Hensgen, Finkel and Manber 1988)."""
+    wire = wire_of(group)
+
+    def rounds():
+        told, heard = torch.zeros(2, 1, dtype=torch.uint8, device=wire.device)
+        for far in [1 << k for k in range((wire.size - 1).bit_length())]:
+            to, source = (wire.rank + far) % wire.size, (wire.rank - far) % wire.size
+            yield from wire.exchange([(to, told)], [(source, heard)])
+
+    return perform(async_op, wire.agree("barrier"), rounds())
+
+
+# --- all-reduce: each algorithm reduces a flat contiguous tensor x in place, on two ranks or more
+
+
+def server(wire, x, combine):
+    """All send to rank 0, which adds up and sends the result to all. Rank 0 holds (N-1) S more."""
+    others = range(1, wire.size)
+    if wire.rank == 0:
+        incoming = x.new_empty(len(others), x.numel())
+        yield from wire.exchange([], list(zip(others, incoming)))
+        for part in incoming:
+            combine(x, part, out=x)
+        yield from wire.exchange([(i, x) for i in others], [])
+    else:
+        yield from wire.exchange([(0, x)], [])
+        yield from wire.exchange([], [(0, x)])
+
+
+def in_order(rank, x, incoming, combine):
+    """x of this rank and the other ranks' `incoming`, reduced in the order of the ranks: the same bits everywhere."""
+    parts = [*incoming[:rank], x, *incoming[rank:]]
+    total = combine(parts[0], parts[1])
+    for part in parts[2:]:
+        combine(total, part, out=total)
+    return total
+
+
+def sequential(wire, x, combine):
+    """N reduces, to rank 0, 1, ...: nobody starts the next before it is through with the last. Holds N S more."""
+    total = x
+    for root in range(wire.size):
+        if wire.rank == root:
+            incoming = x.new_empty(wire.size - 1, x.numel())
+            yield from wire.exchange([], list(zip([i for i in range(wire.size) if i != root], incoming)))
+            total = in_order(root, x, incoming, combine)
+        else:
+            yield from wire.exchange([(root, x)], [])
+    x.copy_(total)
+
+
+def direct(wire, x, combine):
+    """Everybody sends to everybody and adds up for itself. Holds N S more."""
+    others = [i for i in range(wire.size) if i != wire.rank]
+    incoming = x.new_empty(len(others), x.numel())
+    yield from wire.exchange([(i, x) for i in others], list(zip(others, incoming)))
+    x.copy_(in_order(wire.rank, x, incoming, combine))
+
+
+def ring(wire, x, combine):
+    """Reduce-scatter, then all-gather, in N chunks; all links are busy all the time."""
+    chunks = x.tensor_split(wire.size)
+    yield from around_adding(wire, chunks, combine)
+    yield from around(wire, chunks)
+
+
+def halving_doubling(wire, x, combine):
+    """Exchange half of what is left with a partner at distance 1, 2, 4, ..., then the same way back.
+
+    p is the largest power of two: rank p+i first gives its tensor to rank i, pauses, and gets the result at the end.
+    """
+    p = 1 << (wire.size.bit_length() - 1)
+    extra = [wire.rank + p] if wire.rank + p < wire.size else []
+    folded = [wire.rank - p] if wire.rank >= p else []
+    spare = spare_for(x)
+    if p < wire.size:
+        yield from wire.exchange_adding([(i, x) for i in folded], [(i, x, x) for i in extra], combine, spare)
+    low, high, way_back = 0, x.numel(), []
+    for distance in [1 << i for i in range(p.bit_length() - 1)]:
+        partner = [wire.rank ^ distance] if not folded else []
+        halves = [slice(low, (low + high) // 2), slice((low + high) // 2, high)]
+        mine, theirs = reversed(halves) if wire.rank & distance else halves
+        sends, receives = [(i, x[theirs]) for i in partner], [(i, x[mine], x[mine]) for i in partner]
+        yield from wire.exchange_adding(sends, receives, combine, spare)
+        low, high = mine.start, mine.stop
+        way_back.append((partner, mine, theirs))
+    for partner, mine, theirs in reversed(way_back):
+        yield from wire.exchange([(i, x[mine]) for i in partner], [(i, x[theirs]) for i in partner])
+    if p < wire.size:
+        yield from wire.exchange([(i, x) for i in extra], [(i, x) for i in folded])
+
+
+def default_node(ranks):
+    """The largest divisor of `ranks` up to their square root."""
+    return max(n for n in range(1, ranks + 1) if ranks % n == 0 and n * n <= ranks)
+
+
+def hierarchical(wire, x, combine, node=None):
+    """For nodes of `node` neighbouring ranks, fast inside: reduce-scatter inside, all-reduce of the chunk with the
+    ranks in the same place of the other nodes, all-gather inside. 2 (N/node - 1) slow rounds instead of 2 (N-1), and
+    only 1/node of the tensor on each rank's slow link. ValueError where the ranks do not divide."""
+    node = node or default_node(wire.size)
+    if wire.size % node:
+        raise ValueError(f"{wire.size} ranks do not divide into nodes of {node}")
+    place = wire.rank % node
+    inside = wire.among(range(wire.rank - place, wire.rank - place + node))
+    across = wire.among(range(place, wire.size, node))
+    chunks = x.tensor_split(node)
+    yield from around_adding(inside, chunks, combine)
+    yield from ring(across, chunks[place], combine)
+    yield from around(inside, chunks)
+
+
+def as_all_reduce(algorithm):
+    """all_reduce(tensor, op=SUM, group=None, async_op=False, **options), to stand in for torch.distributed's."""
+
+    def all_reduce(tensor, op=SUM, group=None, async_op=False, **options):
+        wire, combine = wire_of(group), operator(op)
+
+        def rounds():
+            x = tensor.contiguous().view(-1)
+            if wire.size > 1:
+                yield from algorithm(wire, x, combine, **options)
+            if not tensor.is_contiguous():
+                tensor.copy_(x.view(tensor.shape))
+
+        return perform(async_op, wire.agree(f"all_reduce {op} of {describe(tensor)}"), rounds())
+
+    return all_reduce
+
+
+ALL_REDUCE = {
+    "server": as_all_reduce(server),
+    "sequential": as_all_reduce(sequential),
+    "direct": as_all_reduce(direct),
+    "ring": as_all_reduce(ring),
+    "halving-doubling": as_all_reduce(halving_doubling),
+    "hierarchical": as_all_reduce(hierarchical),
+}
+all_reduce = ALL_REDUCE["ring"]
+
+
+# --- what it costs
+
+
+class Cost(NamedTuple):
+    rounds: int
+    sent: float  # bytes, the most that one rank sends
+    through: float  # bytes, the most that one rank sends and receives
+    total: float  # bytes, sent by all
+
+
+def tally(logs):
+    """The Cost of what the Counters of all ranks logged: replays the logs to find the longest chain of messages."""
+    clocks, place, mail, moved = [0] * len(logs), [0] * len(logs), {}, True
+    while moved:
+        moved = False
+        for rank, log in enumerate(logs):
+            for kind, peer, _ in log[place[rank] :]:
+                if kind == "send":
+                    mail.setdefault((rank, peer), []).append(clocks[rank] + 1)
+                elif mail.get((peer, rank)):
+                    clocks[rank] = max(clocks[rank], mail[peer, rank].pop(0))
+                else:
+                    break  # not sent yet
+                place[rank], moved = place[rank] + 1, True
+    sent = [sum(size for kind, _, size in log if kind == "send") for log in logs]
+    return Cost(max(clocks), max(sent), max(sum(size for *_, size in log) for log in logs), sum(sent))
+
+
+def formulas(n, size, node=None):
+    """{algorithm: Cost} of an all-reduce of `size` bytes on n ranks: the table at the top."""
+    node, p = node or default_node(n), 1 << (n.bit_length() - 1)
+    fold, some = int(p < n), int(n > 1)
+    rows = {
+        "server": (2 * some, (n - 1) * size, 2 * (n - 1) * size),
+        "sequential": (n * some, (n - 1) * size, n * (n - 1) * size),
+        "direct": (some, (n - 1) * size, n * (n - 1) * size),
+        "ring": (2 * (n - 1), 2 * (n - 1) * size / n, 2 * (n - 1) * size),
+        "halving-doubling": (
+            2 * (p.bit_length() - 1) + 2 * fold,
+            2 * (p - 1) * size / p + fold * size,
+            2 * (n - 1) * size,
+        ),
+        "hierarchical": (2 * (node - 1) + 2 * (n // node - 1), 2 * (n - 1) * size / n, 2 * (n - 1) * size),
+    }
+    return {name: Cost(rounds, sent, 2 * sent, total) for name, (rounds, sent, total) in rows.items()}
+
+
+class Link(NamedTuple):
+    """The alpha-beta model: a round in which a rank sends s bytes takes alpha + beta s seconds, both ways at a time."""
+
+    alpha: float
+    beta: float
+
+
+def predict(n, size, link, inside=None, node=None):
+    """{algorithm: seconds} of an all-reduce of `size` bytes on n ranks.
+
+    `inside` is the link within nodes of `node` ranks; only hierarchical gains by it, the others' rounds wait for the
+    slow links. Every rank has a link of its own. Adding up takes no time, nor does posting many messages in one round,
+    which flatters server and direct.
+    """
+    node = node or default_node(n)
+    # Bytes that wait for each other: more than one rank sends where others send before or after it
+    costs = formulas(n, size, node)
+    serial = {name: cost.sent for name, cost in costs.items()}
+    serial["server"] *= 2  # in, then out
+    serial["sequential"] *= n
+    serial["halving-doubling"] += size * (n & (n - 1) > 0)  # into rank 0 first, out of it last
+    times = {name: cost.rounds * link.alpha + serial[name] * link.beta for name, cost in costs.items()}
+    tiers = (formulas(node, size)["ring"], inside or link), (formulas(n // node, size / node)["ring"], link)
+    return times | {"hierarchical": sum(c.rounds * tier.alpha + c.sent * tier.beta for c, tier in tiers)}
+
+
+# --- demo ---
+
+import argparse
+import functools
+import importlib.util
+import math
+import os
+import statistics
+import sys
+import time
+import types
+
+import harness
+
+TIME = {"s": 1, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
+SIZE = {"B": 1, "KB": 1e3, "MB": 1e6, "GB": 1e9}
+SPEED = {"B/s": 1, "KB/s": 1e3, "MB/s": 1e6, "GB/s": 1e9}
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.int64)
+
+
+def main():
+    p = harness.Parser(__doc__)
+    why = "of the tensor whose all-reduce is counted (default: 1MB)"
+    p.add_argument("--size", type=quantity(SIZE, "25MB"), default="1MB", metavar="BYTES", help=why)
+    why = "ranks a node in hierarchical (default: their largest divisor up to their root)"
+    p.add_argument("--node", **harness.POSITIVE, help=why)
+    p.add_argument("--plot", metavar="NAME", help="draw time against size: NAME.png and NAME.svg (needs matplotlib)")
+    p.add_argument("--ranks", **harness.POSITIVE, help="run nothing, predict the times on N ranks, by the links below")
+    for where, alpha, beta in (("", "5us", "50GB/s"), ("inside-", "2us", "300GB/s")):
+        of = f"of a link {'inside a node' if where else 'between nodes'} (default: %(default)s)"
+        latency, speed = quantity(TIME, "5us"), quantity(SPEED, "50GB/s")
+        p.add_argument(f"--{where}alpha", type=latency, default=alpha, metavar="TIME", help="latency " + of)
+        p.add_argument(f"--{where}beta", type=speed, default=beta, metavar="SPEED", help="bandwidth " + of)
+    p.add_argument("--nproc", **harness.POSITIVE, help="processes to start here when torchrun did not (default: 4)")
+    p.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto", help="auto: GPUs where there are any")
+    p.add_argument("--backend", choices=["gloo", "nccl"], help="default: nccl on GPUs, else gloo")
+    p.add_argument("--json", metavar="FILE", help="write what was measured as JSON")
+    p.add_argument("--quiet", action="store_true", help="print nothing but errors")
+    args = p.parse_args()
+    if args.plot and not importlib.util.find_spec("matplotlib"):
+        raise harness.Refused("--plot needs matplotlib: pip install matplotlib, or read the table")
+    if args.plot and not os.path.isdir(os.path.dirname(args.plot) or "."):
+        raise harness.Refused(f"--plot {args.plot}: there is no such folder")
+
+    def check(world):
+        if args.plot and world == 1:
+            raise harness.Refused("--plot needs two ranks or more: one sends nothing")
+        if args.node and world % args.node:
+            raise harness.Refused(f"{world} ranks do not divide into nodes of --node {args.node}")
+
+    if args.ranks:
+        check(args.ranks)
+        predict_only(args)
+    else:
+        harness.launch(demo, args, check=check, run=Rank)
+
+
+def quantity(units, example):
+    """An argument type: a number with one of the units."""
+
+    def parse(text):
+        number = text.rstrip("/numsKMGB")
+        try:
+            value = float(number) * units[text[len(number) :]]
+        except (KeyError, ValueError):
+            value = 0
+        if not 0 < value < math.inf:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a number with its unit, such as {example}")
+        return value
+
+    return parse
+
+
+def shown(value, units):
+    unit = max((u for u in units if units[u] <= value), key=units.get, default=min(units, key=units.get))
+    return f"{value / units[unit]:.3g} {unit}"
+
+
+def predict_only(args):
+    node = args.node or default_node(args.ranks)
+    link, inside = Link(args.alpha, 1 / args.beta), Link(args.inside_alpha, 1 / args.inside_beta)
+    print(f"predicted: all-reduce on {args.ranks} ranks; links: {shown(link.alpha, TIME)}, {shown(args.beta, SPEED)};")
+    print(f"in nodes of {node}, for hierarchical: {shown(inside.alpha, TIME)}, {shown(args.inside_beta, SPEED)}")
+    print(f"{'':>8s}" + "".join(f"{name:>18s}" for name in ALL_REDUCE))
+    for size in [10.0**k for k in range(3, 11)]:
+        times = predict(args.ranks, size, link, inside, node)
+        best = min(times.values())
+        cells = [f"{'* ' * (t == best)}{shown(t, TIME)}" for t in times.values()]
+        print(f"{shown(size, SIZE):>8s}" + "".join(f"{cell:>18s}" for cell in cells))
+    print("* the fastest")
+
+
+class Rank(NamedTuple):
+    """What the demo is given on each rank."""
+
+    args: argparse.Namespace
+    rank: int
+    world: int
+    device: torch.device
+
+
+def use_all(lib, x, rank, n, group=None):
+    """{name: result} of every collective of `lib`, this module or torch.distributed. x has 3 n elements."""
+    pieces, last, out = list(x.chunk(n)), n - 1, {}
+    out["broadcast"] = t = x.clone()
+    lib.broadcast(t, group=group, group_src=last)
+    t = x.clone()
+    lib.reduce(t, group=group, group_dst=last)
+    out["reduce"] = t if rank == last else x  # what torch leaves on the other ranks is nobody's business
+    out["scatter"] = t = torch.zeros_like(pieces[0])
+    lib.scatter(t, pieces if rank == last else None, group=group, group_src=last)
+    out["gather"] = t = x.new_zeros(n, len(x))
+    lib.gather(x, list(t) if rank == last else None, group=group, group_dst=last)
+    out["all_gather"] = t = x.new_zeros(n * len(x))
+    lib.all_gather_single(t, x, group=group)
+    out["reduce_scatter"] = t = torch.zeros_like(pieces[0])
+    lib.reduce_scatter_single(t, x, group=group)
+    out["all_to_all"] = t = torch.zeros_like(x)
+    lib.all_to_all_single(t, x, group=group)
+    sizes = [(rank + other) % 3 for other in range(n)]
+    out["all_to_all, uneven"] = t = x.new_zeros(sum(sizes))
+    lib.all_to_all_single(t, x[: sum(sizes)], sizes, sizes, group)
+    out["all_reduce"] = t = x.clone()
+    lib.all_reduce(t, group=group)
+    out["all_reduce, maximum"] = t = x.clone()
+    lib.all_reduce(t, MAX, group)
+    out["send, recv"] = t = torch.zeros_like(x)
+    if rank % 2:
+        lib.recv(t, group=group, group_src=rank - 1)
+        lib.send(x, group=group, group_dst=rank - 1)
+    elif rank < last:
+        lib.send(x, group=group, group_dst=rank + 1)
+        lib.recv(t, group=group, group_src=rank + 1)
+    lib.barrier(group)
+    return out
+
+
+def torchs():
+    """torch.distributed, under the names that two of its functions have from 2.13 on."""
+    theirs = types.SimpleNamespace(**vars(dist))
+    theirs.all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+    theirs.reduce_scatter_single = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+    return theirs
+
+
+def differences(run):
+    """{collective: dtypes in which this rank's result is not torch's}. Sums of small whole numbers are exact."""
+    different = {}
+    for dtype in DTYPES:
+        torch.manual_seed(run.rank)
+        x = torch.randint(-8, 9, (3 * run.world,)).to(run.device, dtype)
+        ours, theirs = (use_all(lib, x, run.rank, run.world) for lib in (sys.modules[__name__], torchs()))
+        for name, algorithm in ALL_REDUCE.items():
+            ours[name] = x.clone()
+            algorithm(ours[name])
+        for name, result in ours.items():
+            same = torch.equal(result, theirs.get(name, theirs["all_reduce"]))
+            different.setdefault(name, []).extend([str(dtype)] * (not same))
+    return different
+
+
+def everywhere(run, value):
+    values = [None] * run.world
+    dist.all_gather_object(values, value)
+    return values
+
+
+def seconds(run, call, *args, times=5):
+    """The least of the times that the slowest rank took: the machine's other work only ever adds."""
+    taken = torch.zeros(times, dtype=torch.float64, device=run.device)
+    for i in range(times):
+        dist.barrier()
+        start = time.perf_counter()
+        call(*args)
+        if run.device.type == "cuda":
+            torch.cuda.synchronize()
+        taken[i] = time.perf_counter() - start
+    dist.all_reduce(taken, op=MAX)
+    return taken.min().item()
+
+
+def demo(run):
+    args, n = run.args, run.world
+    node = args.node or default_node(n)
+    say = print if run.rank == 0 and not args.quiet else lambda *_: None
+    ways = ALL_REDUCE | {"hierarchical": functools.partial(ALL_REDUCE["hierarchical"], node=node)}
+
+    found = everywhere(run, differences(run))
+    differ = sorted({f"{name} in {dtype}" for one in found for name, dtypes in one.items() for dtype in dtypes})
+    verdict = "differ from torch's: " + ", ".join(differ) if differ else "equal torch's, bit for bit"
+    say(f"{len(found[0])} collectives on {n} ranks in {len(DTYPES)} dtypes {verdict}")
+
+    unit = 4 * n * (1 << (n.bit_length() - 1))  # all chunks of all algorithms come out equal
+    size = max(1, round(args.size / unit)) * unit
+    x, counted, expected = torch.zeros(size // 4, device=run.device), {}, formulas(n, size, node)
+    for name, way in ways.items():
+        counter = Counter()
+        way(x, group=counter)
+        counted[name] = tally(everywhere(run, counter.log))
+    titles = "".join(f"{title:>24s}" for title in ("rounds", "sent by one", "in and out of one", "sent by all"))
+    say(f"\nall-reduce of {size} bytes, hierarchical in nodes of {node}: counted / by the formula\n{'':18s}{titles}")
+    for name, cost in counted.items():
+        cells = [f"{got} / {due:.0f}{' WRONG' * (got != due)}" for got, due in zip(cost, expected[name])]
+        say(f"  {name:16s}" + "".join(f"{cell:>24s}" for cell in cells))
+
+    result = {"ok": not differ and counted == expected, "world_size": n, "layout": {"node": node}, "differ": differ}
+    for key, costs in (("counted", counted), ("formulas", expected)):
+        result[key] = {name: cost._asdict() for name, cost in costs.items()}
+    if n > 1:
+        result |= curve(run, ways, node, say)
+    if run.rank == 0 and args.json:
+        with open(args.json, "w") as f:
+            json.dump(result, f, indent=1)
+    if run.rank == 0 and args.plot:
+        plot(args.plot, result)
+    say("  ok" if result["ok"] else "  FAILED")
+    return int(not result["ok"])
+
+
+def curve(run, ways, node, say):
+    """Time against size: measured, and by the model, fitted to rounds of one message from each rank to the next (least
+    squares of the relative error)."""
+    n, wire, rows, fit = run.world, Wire(), [], []
+    for size in [1 << k for k in range(10, 25, 2) if n * n << k <= 1 << 28]:
+        x, y = torch.zeros(2, size // 4, device=run.device)
+        sends, receives = [((run.rank - 1) % n, x)], [((run.rank + 1) % n, y)]
+        t = seconds(run, lambda: perform(False, wire.exchange(sends, receives)))  # noqa: B023
+        fit.append([1 / t, size / t])
+        times = {name: seconds(run, way, x) for name, way in {"torch": dist.all_reduce, **ways}.items()}
+        rows.append({"bytes": size, "seconds": times})
+    fit = torch.tensor(fit, dtype=torch.float64)
+    alpha, beta = torch.linalg.lstsq(fit, torch.ones(len(fit), 1, dtype=torch.float64)).solution.flatten().tolist()
+    link = Link(max(alpha, 1e-9), max(beta, 1e-15))
+    links = f"{shown(link.alpha, TIME)} and {shown(1 / link.beta, SPEED)}"
+    say(f"\nmilliseconds, and how far from that the model is, with links of {links}, fitted here")
+    say(f"{'':9s}{'torch':>9s}" + "".join(f"{name:>17s}" for name in ways))
+    for row in rows:
+        row["predicted"] = predict(n, row["bytes"], link, node=node)
+        row["error"] = {name: row["predicted"][name] / row["seconds"][name] - 1 for name in ways}
+        cells = [f"{row['seconds'][name] * 1e3:.2f} ({row['error'][name]:+5.0%})" for name in ways]
+        line = f"{shown(row['bytes'], SIZE):>9s}{row['seconds']['torch'] * 1e3:9.2f}"
+        say(line + "".join(f"{cell:>17s}" for cell in cells))
+    errors = [abs(error) for row in rows for error in row["error"].values()]
+    latency, both = predict(n, 0, link, node=node), predict(n, 1, link, node=node)
+    meet = {name: latency[name] / (both[name] - latency[name]) for name in ways}
+    say(f"{'latency = bandwidth':18s}" + "".join(f"{shown(size, SIZE):>17s}" for size in meet.values()))
+    say(f"  the model's error: median {statistics.median(errors):.0%}, largest {max(errors):.0%}")
+    return {"alpha": link.alpha, "beta": link.beta, "curve": rows, "crossover": meet}
+
+
+def plot(name, result):
+    """Time against size: measured (dots), by the model (lines), and where the model's two terms are equal (ticks)."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(8, 5))
+    rows, colors = result["curve"], plt.rcParams["axes.prop_cycle"].by_key()["color"]
+    sizes = [row["bytes"] for row in rows]
+    axes.plot(sizes, [row["seconds"]["torch"] for row in rows], "kx", label="torch")
+    for color, way in zip(colors, ALL_REDUCE):
+        axes.plot(sizes, [row["seconds"][way] for row in rows], "o", color=color, label=way)
+        axes.plot(sizes, [row["predicted"][way] for row in rows], color=color)
+        axes.axvline(result["crossover"][way], ymax=0.04, color=color, linewidth=3)
+    axes.set(xscale="log", yscale="log", xlabel="bytes", ylabel="seconds")
+    title = f"all-reduce on {result['world_size']} ranks: measured (dots), alpha-beta model (lines)"
+    axes.set_title(title + "\nticks: left of them latency-bound, right of them bandwidth-bound", fontsize=10)
+    axes.legend(frameon=False)
+    for kind in ("png", "svg"):
+        figure.savefig(f"{name}.{kind}", dpi=150, bbox_inches="tight")
+
+
+if __name__ == "__main__":
+    harness.script(main)

@@ -1,0 +1,508 @@
+"""collectives.py: every collective against torch.distributed's, every cost against its formula, and the wire itself."""
+
+import argparse
+import functools
+import importlib.util
+import json
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import collectives
+import ddp
+from collectives import ALL_REDUCE, Checked, Counter
+
+ROOT = pathlib.Path(__file__).parent.parent
+
+
+def power_of_two(n):
+    return 1 << (n.bit_length() - 1)
+
+
+def inputs(n, size, dtype=torch.float32):
+    """What each of n ranks starts with; every rank can make all of it."""
+    generator = torch.Generator().manual_seed(size)
+    if dtype == torch.int64:
+        return [torch.randint(-100, 100, (size,), generator=generator) for _ in range(n)]
+    return [torch.randn(size, generator=generator, dtype=torch.float64).to(dtype) for _ in range(n)]
+
+
+# --- results
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4, 6, 16])
+def test_every_collective_equals_torchs_bit_for_bit(ranks, world):
+    def work(rank):
+        run = collectives.Rank(None, rank, world, torch.device("cpu"))
+        return {name: dtypes for name, dtypes in collectives.differences(run).items() if dtypes}
+
+    assert ranks(world, work) == [{}] * world
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 5, 8, 16])
+def test_all_reduce_of_any_size_and_dtype(ranks, world):
+    def work(rank):
+        results = {}
+        for dtype in collectives.DTYPES:
+            for size in {0, 1, world - 1, world + 1, 101}:
+                for name, all_reduce in ALL_REDUCE.items():
+                    x = inputs(world, size, dtype)[rank]
+                    all_reduce(x)
+                    results[name, size, dtype] = x
+        return results
+
+    everywhere = ranks(world, work)
+    for (_, size, dtype), result in everywhere[0].items():
+        exact = torch.stack([x.double() for x in inputs(world, size, dtype)])
+        error = 0 if dtype == torch.int64 else world * torch.finfo(dtype).eps
+        assert ((result.double() - exact.sum(0)).abs() <= error * exact.abs().sum(0)).all()
+    for other in everywhere[1:]:  # not one bit may differ, or replicas drift apart
+        assert all(torch.equal(result, other[key]) for key, result in everywhere[0].items())
+
+
+def test_the_order_of_summation(ranks):
+    """Bit for bit: the ring's is gloo's; a server, sequential and direct go by rank; halving-doubling by pairs."""
+
+    def work(rank):
+        world, out = dist.get_world_size(), {}
+        for name, all_reduce in {"gloo": dist.all_reduce, **ALL_REDUCE}.items():
+            out[name] = inputs(world, 960)[rank]
+            all_reduce(out[name])
+        return out
+
+    for world in (2, 3, 4, 8):
+        got, x = ranks(world, work)[0], inputs(world, 960)
+        by_rank = functools.reduce(torch.add, x)
+        by_pairs = x
+        while len(by_pairs) > 1 and world != 3:
+            by_pairs = [a + b for a, b in zip(by_pairs[::2], by_pairs[1::2])]
+        assert torch.equal(got["ring"], got["gloo"])
+        assert all(torch.equal(got[name], by_rank) for name in ("server", "sequential", "direct"))
+        if world != 3:
+            assert torch.equal(got["halving-doubling"], by_pairs[0])
+        assert world < 4 or not torch.equal(got["ring"], by_rank)  # else this test would show nothing
+
+
+def test_operators(ranks):
+    def work(rank):
+        out = {}
+        for op in collectives.OPERATORS:
+            theirs = inputs(5, 23, torch.int64)[rank]
+            dist.all_reduce(theirs, op)
+            for name, all_reduce in ALL_REDUCE.items():
+                ours = inputs(5, 23, torch.int64)[rank]
+                all_reduce(ours, op)
+                out[name, str(op)] = torch.equal(ours, theirs)
+        return out
+
+    assert all(all(out.values()) for out in ranks(5, work))
+
+
+def test_segments_change_neither_result_nor_cost(ranks, monkeypatch):
+    monkeypatch.setattr(collectives, "SEGMENT", 40)
+
+    def work(rank):
+        world, logs = dist.get_world_size(), {}
+        for name, all_reduce in ALL_REDUCE.items():
+            counter, x = Counter(), inputs(world, 120 * world, torch.int64)[rank]
+            all_reduce(x, group=counter)
+            assert torch.equal(x, sum(inputs(world, 120 * world, torch.int64))), name
+            logs[name] = counter.log
+        x, part = inputs(world, 120 * world, torch.int64)[rank], torch.zeros(120, dtype=torch.int64)
+        collectives.reduce_scatter_single(part, x)
+        assert torch.equal(part, sum(inputs(world, 120 * world, torch.int64)).chunk(world)[rank])
+        assert torch.equal(x, inputs(world, 120 * world, torch.int64)[rank])
+        return logs
+
+    for world in (4, 6):
+        logs = ranks(world, work)
+        for name, formula in collectives.formulas(world, 120 * world * 8).items():
+            assert collectives.tally([log[name] for log in logs]) == formula
+
+
+def test_strides_and_views(ranks):
+    def work(rank):
+        for all_reduce in ALL_REDUCE.values():
+            base = torch.full((4, 6), -1.0)
+            x = base[:, ::2]
+            x.copy_(torch.arange(12.0).view(4, 3) + rank)
+            all_reduce(x)
+            assert torch.equal(x, 3 * torch.arange(12.0).view(4, 3) + 3) and (base[:, 1::2] == -1).all()
+        x = (torch.arange(12.0).view(3, 4) + rank).t()
+        collectives.broadcast(x, 1)
+        assert torch.equal(x, (torch.arange(12.0).view(3, 4) + 1).t())
+        collectives.reduce(x, 2)
+        assert torch.equal(x, (torch.arange(12.0).view(3, 4) + 1).t() * (3 if rank == 2 else 1))
+        out = torch.zeros(4, 3).t()
+        collectives.all_to_all_single(out, torch.full((4, 3), float(rank)).t())
+        assert torch.equal(out, torch.arange(3.0).view(3, 1).expand(3, 4))
+        full = torch.zeros(6)
+        mine = full[2 * rank : 2 * rank + 2]
+        mine += rank + 1
+        collectives.all_gather_single(full, mine)  # in place
+        assert full.tolist() == [1, 1, 2, 2, 3, 3]
+        collectives.reduce_scatter_single(mine, full)  # in place
+        assert mine.tolist() == [3 * (rank + 1)] * 2
+        full = torch.arange(6.0)
+        collectives.reduce_scatter_single(torch.zeros(2), full)
+        assert full.tolist() == [0, 1, 2, 3, 4, 5]
+        with pytest.raises(ValueError, match="output must be contiguous"):
+            collectives.all_gather_single(torch.zeros(12)[::2], mine)
+        leaf = torch.ones(3, requires_grad=True)
+        collectives.all_reduce(leaf)
+        assert leaf.tolist() == [3, 3, 3]
+
+    ranks(3, work)
+
+
+# --- groups, and several at a time
+
+
+def test_subgroups_by_either_rank(ranks):
+    def work(rank):
+        groups = [dist.new_group([0, 2, 5]), dist.new_group([1, 3, 4, 6])]
+        members = ([0, 2, 5], [1, 3, 4, 6])
+        mine = int(rank not in members[0])
+        group, n = groups[mine], len(members[mine])
+        x = torch.arange(3 * n) + 10 * rank
+        place = dist.get_rank(group)
+        ours = collectives.use_all(collectives, x, place, n, group)
+        theirs = collectives.use_all(collectives.torchs(), x, place, n, group)
+        assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+        y = torch.tensor([rank])
+        collectives.broadcast(y, members[mine][1], group)  # a global rank, as in torch
+        assert y.item() == members[mine][1]
+        for name, all_reduce in ALL_REDUCE.items():
+            y = torch.tensor([1 << rank])
+            all_reduce(y, group=group)
+            assert y.item() == sum(1 << r for r in members[mine]), name
+        with pytest.raises(ValueError, match="not in the group"):
+            collectives.all_reduce(y, group=groups[1 - mine])
+
+    ranks(7, work)
+
+
+@pytest.mark.parametrize("name", ALL_REDUCE)
+def test_many_in_flight(ranks, name):
+    """On one group, and on two groups that share ranks; six ranks, so that some are folded in halving-doubling."""
+
+    def work(rank):
+        other = dist.new_group([0, 1, 2, 3, 4])
+        works, tensors = [], []
+        for i, size in enumerate([7, 100, 1, 0, 33]):
+            for group, members in ((None, range(6)), (other, range(5))):
+                if rank in members:
+                    x = torch.full((size,), (i + 1.0) * (rank + 1))
+                    works.append(ALL_REDUCE[name](x, group=group, async_op=True))
+                    tensors.append((x, (i + 1) * sum(r + 1 for r in members)))
+        for work in reversed(works):
+            work.wait()
+        return all((x == due).all() for x, due in tensors)
+
+    assert all(ranks(6, work))
+
+
+def test_other_collectives_in_flight(ranks):
+    def work(rank):
+        a, b, c, d = torch.tensor([rank]), torch.zeros(5), torch.zeros(5), torch.tensor([rank])
+        works = [
+            collectives.broadcast(a, 3, async_op=True),
+            collectives.all_gather_single(b, torch.tensor([rank + 1.0]), async_op=True),
+            collectives.barrier(async_op=True),
+            collectives.all_to_all_single(c, torch.arange(5.0) + 5 * rank, async_op=True),
+            collectives.broadcast(d, 1, async_op=True),
+        ]
+        for work in works:
+            work.wait()
+        return a.item(), b.tolist(), c.tolist(), d.item()
+
+    for rank, got in enumerate(ranks(5, work)):
+        assert got == (3, [1, 2, 3, 4, 5], [rank + 5 * i for i in range(5)], 1)
+
+
+@pytest.mark.parametrize("name", ALL_REDUCE)
+def test_stands_in_for_torchs_in_ddp(ranks, name):
+    def work(rank):
+        results = []
+        for all_reduce in (dist.all_reduce, ALL_REDUCE[name]):
+            torch.manual_seed(0)
+            model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 4)).double()
+            wrapped = ddp.DDP(model.parameters(), dist.group.WORLD, bucket_bytes=300, all_reduce=all_reduce)
+            for step in range(2):
+                wrapped.zero_grad()
+                x = torch.randn(3, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(10 * step + rank))
+                model(x).square().sum().backward()
+                wrapped.finish()
+            results.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
+        assert wrapped.early > 1
+        torch.testing.assert_close(*results, rtol=1e-13, atol=1e-13)
+
+    ranks(3, work)
+
+
+# --- bad input
+
+
+def test_disagreements_are_one_sentence_on_every_rank(ranks):
+    def work(rank):
+        odd = rank == 2
+        ring, last = ALL_REDUCE["ring"], torch.zeros(3)
+        calls = {
+            "shape": lambda wire: ring(torch.zeros(4 + odd), group=wire),
+            "dtype": lambda wire: ring(torch.zeros(4, dtype=torch.float64 if odd else torch.float32), group=wire),
+            "operator": lambda wire: ring(last, collectives.MAX if odd else collectives.SUM, wire),
+            "root": lambda wire: collectives.broadcast(last, int(odd), wire),
+            "collective": lambda wire: collectives.barrier(wire) if odd else ring(last, group=wire),
+            "splits": lambda wire: collectives.all_to_all_single(
+                torch.zeros(3), torch.zeros(3), [1, 1, 1], [2, 1, 0] if odd else [1, 1, 1], wire
+            ),
+        }
+        said = {}
+        for name, call in calls.items():
+            with pytest.raises(ValueError) as e:
+                call(Checked())
+            said[name] = str(e.value)
+        x = torch.full((4,), rank + 1.0)
+        ring(x, group=Checked())  # and where all agree it goes on
+        assert x.tolist() == [6.0] * 4
+        return said
+
+    said = ranks(3, work)
+    assert said[0] == said[1] == said[2]
+    assert "float32 (4,), rank 2 calls all_reduce" in said[0]["shape"] and "float32 (5,)" in said[0]["shape"]
+    assert "float64 (4,)" in said[0]["dtype"] and "MAX" in said[0]["operator"]
+    assert "broadcast from 1" in said[0]["root"] and "rank 2 calls barrier" in said[0]["collective"]
+    assert "rank 2 sends 2 elements to rank 0, which expects 1" in said[0]["splits"]
+
+
+def test_what_one_rank_can_see_is_refused(ranks):
+    def work(rank):
+        x, c = torch.zeros(4), collectives
+        for message, call in {
+            "nodes of 3": lambda: ALL_REDUCE["hierarchical"](x, node=3),
+            "is not one of SUM": lambda: c.all_reduce(x, dist.ReduceOp.BAND),
+            "must hold 2 times the input": lambda: c.all_gather_single(x, torch.zeros(3)),
+            "must hold 2 times the output": lambda: c.reduce_scatter_single(torch.zeros(1), x),
+            "divide into 2 equal parts": lambda: c.all_gather_single(torch.zeros(3), torch.zeros(1)),
+            "which do not divide among 2 ranks": lambda: c.all_to_all_single(torch.zeros(3), torch.zeros(3)),
+            "as [1, 1]": lambda: c.all_to_all_single(x, x, [1, 1], [2, 2]),
+            "must hold 2 tensors, each float32 (4,)": lambda: c.gather(x, [x], group_dst=rank),
+            "their rows must be alike": lambda: c.all_to_all_single(x, x.view(2, 2)),
+            "no rank 5 in a group of 2": lambda: c.broadcast(x, group_src=5),
+        }.items():
+            with pytest.raises(ValueError) as e:
+                call()
+            assert message in str(e.value)
+
+    ranks(2, work)
+
+
+# --- costs
+
+
+@pytest.mark.parametrize("world", range(1, 17))
+def test_rounds_and_bytes_equal_the_formulas(ranks, world):
+    """Exactly, where chunks come out equal; and in total always."""
+    even = 4 * world * power_of_two(world)
+    nodes = [n for n in range(1, world + 1) if world % n == 0]
+    ways = {(name, None): way for name, way in ALL_REDUCE.items()}
+    ways |= {("hierarchical", n): functools.partial(ALL_REDUCE["hierarchical"], node=n) for n in nodes}
+
+    def work(rank):
+        logs = {}
+        for size in (even, even + 7):
+            for key, all_reduce in ways.items():
+                x, counter = torch.full((size,), 1 << (rank % 3), dtype=torch.uint8), Counter()
+                all_reduce(x, group=counter)
+                assert (x == sum(1 << (r % 3) for r in range(world))).all()
+                logs[size, *key] = counter.log
+        return logs
+
+    logs = ranks(world, work)
+    for size, name, node in logs[0]:
+        counted = collectives.tally([log[size, name, node] for log in logs])
+        formula = collectives.formulas(world, size, node)[name]
+        if size == even:
+            assert counted == formula, (name, node)
+        assert (counted.rounds, counted.total) == (formula.rounds, formula.total), (name, node)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 5, 8, 13])
+def test_rounds_and_bytes_of_the_other_collectives(ranks, world):
+    def work(rank):
+        logs, n, x = {}, world, torch.zeros(world, dtype=torch.uint8)
+        for name, call in {
+            "broadcast": lambda wire: collectives.broadcast(x, n - 1, wire),
+            "reduce": lambda wire: collectives.reduce(x, n - 1, group=wire),
+            "gather": lambda wire: collectives.gather(x, [x.clone() for _ in range(n)] if rank == 0 else None, 0, wire),
+            "scatter": lambda wire: collectives.scatter(x[:1], list(x.split(1)) if rank == 0 else None, 0, wire),
+            "all_gather": lambda wire: collectives.all_gather_single(x, x[:1].clone(), wire),
+            "reduce_scatter": lambda wire: collectives.reduce_scatter_single(x[:1].clone(), x, group=wire),
+            "all_to_all": lambda wire: collectives.all_to_all_single(x.clone(), x, group=wire),
+            "barrier": collectives.barrier,
+        }.items():
+            wire = Counter()
+            call(wire)
+            logs[name] = wire.log
+        return logs
+
+    logs, n, log2 = ranks(world, work), world, (world - 1).bit_length()
+    chain = max(place.bit_count() for place in range(n))  # the tree's depth: log2 N, or less where N is no power of two
+    expected = {  # rounds, bytes sent by all; x has n bytes
+        "broadcast": (chain, (n - 1) * n),
+        "reduce": (chain, (n - 1) * n),
+        "gather": (int(n > 1), (n - 1) * n),
+        "scatter": (int(n > 1), n - 1),
+        "all_gather": (n - 1, (n - 1) * n),
+        "reduce_scatter": (n - 1, (n - 1) * n),
+        "all_to_all": (int(n > 1), (n - 1) * n),
+        "barrier": (log2, log2 * n),
+    }
+    for name, due in expected.items():
+        cost = collectives.tally([log[name] for log in logs])
+        assert (cost.rounds, cost.total) == due, name
+
+
+def test_prediction():
+    link, fast = collectives.Link(5e-6, 1 / 50e9), collectives.Link(0, 0)
+    for n in (2, 3, 8, 12, 1024):
+        small, large = (collectives.predict(n, size, link) for size in (8, 8e9))
+        cost = collectives.formulas(n, 8e9)
+        assert large["ring"] == pytest.approx(cost["ring"].rounds * 5e-6 + 2 * (n - 1) / n * 8e9 / 50e9)
+        assert large["ring"] <= min(large.values()) * 1.05
+        assert n == 3 or small["ring"] >= small["halving-doubling"]
+    assert collectives.predict(1, 8, link) == dict.fromkeys(ALL_REDUCE, 0)
+    # Nodes of 8 with nothing to pay inside: 1/8 of the bytes, 1/8 of the ranks
+    inside = collectives.predict(64, 8e9, link, fast, 8)["hierarchical"]
+    assert inside == pytest.approx(collectives.predict(8, 1e9, link)["ring"])
+
+
+# --- the script
+
+
+def script(*flags):
+    command = [sys.executable, "collectives.py", *flags]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
+
+
+def test_script(tmp_path):
+    plots = ["--plot", str(tmp_path / "curve")] if importlib.util.find_spec("matplotlib") else []
+    done = script("--nproc", "3", "--size", "6KB", "--json", str(tmp_path / "out.json"), *plots)
+    assert done.returncode == 0, done.stderr
+    assert "equal torch's, bit for bit" in done.stdout and "the model's error" in done.stdout
+    assert "WRONG" not in done.stdout
+    result = json.loads((tmp_path / "out.json").read_text())
+    assert result["ok"] and result["world_size"] == 3 and result["counted"] == result["formulas"]
+    assert set(result["curve"][0]["seconds"]) == {"torch", *ALL_REDUCE}
+    assert not plots or all((tmp_path / f"curve.{kind}").stat().st_size > 1000 for kind in ("png", "svg"))
+
+
+def test_script_predicts_and_refuses():
+    done = script("--ranks", "1024", "--alpha", "5us", "--beta", "50GB/s", "--node", "8")
+    assert done.returncode == 0 and "1024 ranks" in done.stdout and "* the fastest" in done.stdout
+    done = script("--ranks", "10", "--node", "4")
+    assert done.returncode == 2 and done.stderr.endswith("10 ranks do not divide into nodes of --node 4\n")
+    for text, value in (("5us", 5e-6), ("0.5ms", 5e-4), ("5", None), ("us", None), ("-5us", None), ("5MB", None)):
+        parse = collectives.quantity(collectives.TIME, "5us")
+        if value:
+            assert parse(text) == pytest.approx(value)
+        else:
+            with pytest.raises(argparse.ArgumentTypeError, match="such as 5us"):
+                parse(text)
+
+
+# --- the wire
+
+
+ON_A_WIRE = """
+import json, os, sys
+import torch, torch.distributed as dist
+sys.path.insert(0, {root!r})
+import collectives, harness
+
+def counters():
+    for line in open("/proc/self/net/dev"):
+        if line.strip().startswith("wire"):
+            numbers = line.split(":")[1].split()
+            return int(numbers[0]), int(numbers[8])
+
+rank = int(sys.argv[1])
+torch.set_num_threads(1)
+dist.init_process_group("gloo", store=dist.FileStore(sys.argv[2], 2), rank=rank, world_size=2)
+x = torch.full((6_250_000,), rank + 1.0)
+collectives.all_reduce(torch.zeros(8))
+dist.barrier()
+before, counter, ledger = counters(), collectives.Counter(), harness.Ledger({{"wire": dist.group.WORLD}})
+with ledger:
+    collectives.all_reduce(x, group=counter)
+dist.barrier()
+received, sent = (b - a for a, b in zip(before, counters()))
+assert (x == 3).all()
+logged = sum(size for kind, _, size in counter.log if kind == "send")
+print(json.dumps([received, sent, logged, ledger.sent["send", "wire"][2]]), flush=True)
+dist.barrier()
+os._exit(0)
+"""
+
+
+def ip(*words, check=True):
+    return subprocess.run(["ip", *words], check=check, capture_output=True, text=True, timeout=20)
+
+
+@pytest.fixture
+def two_nodes():
+    """Two network namespaces, joined by a wire: the names of both. Root only."""
+    if os.geteuid() != 0 or not shutil.which("ip"):
+        pytest.skip("network namespaces need root and the command ip (iproute2)")
+    names = [f"ranks{os.getpid()}{side}" for side in "ab"]
+    try:
+        try:
+            for name in names:
+                ip("netns", "add", name)
+            here, there = (("name", f"wire{i}", "netns", name) for i, name in enumerate(names))
+            ip("link", "add", *here, "type", "veth", "peer", *there)
+            for i, name in enumerate(names):
+                ip("-n", name, "address", "add", f"10.99.0.{i + 1}/24", "dev", f"wire{i}")
+                ip("-n", name, "link", "set", f"wire{i}", "up")
+                ip("-n", name, "link", "set", "lo", "up")
+        except (subprocess.SubprocessError, OSError) as e:
+            pytest.skip(f"no network namespaces here: {getattr(e, 'stderr', None) or e}")
+        yield names
+    finally:
+        for name in names:
+            ip("netns", "delete", name, check=False)
+
+
+def test_bytes_on_the_wire(two_nodes, tmp_path):
+    """25 MB between two nodes: what the Counter and the ledger say was sent the interfaces counted too, within 3%."""
+    code = ON_A_WIRE.format(root=str(ROOT))
+    ranks = []
+    try:
+        for rank, node in enumerate(two_nodes):
+            command = ["timeout", "-k", "2", "60", sys.executable, "-c", code, str(rank), str(tmp_path / "store")]
+            environment = os.environ | {"GLOO_SOCKET_IFNAME": f"wire{rank}"}
+            ranks.append(
+                subprocess.Popen(
+                    ["ip", "netns", "exec", node, *command],
+                    env=environment,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.PIPE,
+                    text=True,
+                )
+            )
+        for rank in ranks:
+            out, err = rank.communicate(timeout=70)
+            assert rank.returncode == 0, err
+            received, sent, counted, ledger = json.loads(out.splitlines()[-1])
+            assert counted == ledger == 25_000_000
+            assert abs(sent / counted - 1) < 0.03 and abs(received / counted - 1) < 0.03, (sent, received)
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
