@@ -525,6 +525,11 @@ def tensors_in(x):
             yield from tensors_in(y)
 
 
+def storage_bytes(tensors):
+    """Bytes of the memory behind some tensors, each piece of it counted once."""
+    return sum({s._cdata: s.nbytes() for s in (t.untyped_storage() for t in tensors)}.values())
+
+
 class Ledger(TorchDispatchMode):
     """While it is on (`with ledger:`), counts every c10d operation by group, and the bytes of memory alive.
 
@@ -595,6 +600,7 @@ class Run:
     def __init__(self, args, rank, world, device):
         self.args, self.rank, self.world, self.device = args, rank, world, device
         self.dtype, self.config = DTYPES[args.dtype], configure(args)
+        self.precision = getattr(args, "param_dtype", None) or args.dtype  # what rounding to expect
         flags = {k: v for k, v in sorted(vars(args).items()) if k not in ("data", "json", "log", "quiet", "wandb", "nproc")}
         self.same(repr(flags), "other flags", "start every node with the same command")
         problem = None
@@ -608,6 +614,7 @@ class Run:
         self.same(self.corpus.digest, "another text", advice)
         self.count = args.batch * self.config.context  # valid targets of the global batch: every window is full
         self.history, self.errors, self.held = [], None, {}
+        self.take = lambda full, parameter: full  # the rank's piece of a parameter: fill may know a better one
         self.ledger = Ledger({"world": dist.group.WORLD})
         self.watching = contextlib.ExitStack()
 
@@ -666,13 +673,16 @@ class Run:
                 self.watching.enter_context(self.ledger)
             yield step
             if measured:
-                held = {k: sum(t.numel() * t.element_size() for t in ts) for k, ts in self.lasting(optimizer).items()}
+                held = {kind: storage_bytes(tensors) for kind, tensors in self.lasting(optimizer).items()}
                 self.held = held | {"activations_peak": self.ledger.peak}
             if step + 1 == self.proven:
                 self.compare(*self.compared)
 
     def lasting(self, optimizer):
-        """What outlives a step: parameters, their gradients, and the optimizer's states."""
+        """What outlives a step: parameters, their gradients, and the optimizer's states. One that keeps them in its own way
+        (ZeRO) says so itself."""
+        if hasattr(optimizer, "lasting"):
+            return optimizer.lasting()
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         return {
             "parameters": parameters,
@@ -764,7 +774,7 @@ class Run:
         mine = dict(model.named())
         for kind, whole in ("grad", gradients), ("param", weights):
             largest = max((t.abs().max().item() for t in whole.values()), default=0.0)
-            floor = torch.tensor(largest * FLOOR[self.args.dtype], device=self.device)
+            floor = torch.tensor(largest * FLOOR[self.precision], device=self.device)
             dist.broadcast(floor, 0)
             for name, shape in shapes.items():
                 full = whole[name] if self.rank == 0 else torch.empty(shape, dtype=self.dtype, device=self.device)
@@ -804,7 +814,7 @@ class Run:
             "layout": layout,
             "steps": self.history,
             "max_error": self.errors,
-            "tolerance": TOLERANCE[self.args.dtype],
+            "tolerance": TOLERANCE[self.precision],
             "sent": table[0],
             "held": table[1],
         }
@@ -835,7 +845,7 @@ class Run:
         return sent, held
 
     def verdict(self, table):
-        limits = TOLERANCE[self.args.dtype]
+        limits = TOLERANCE[self.precision]
         return (
             all(e <= limits[kind] for kind, e in (self.errors or {}).items())
             and all(r["ok"] for r in table[0])

@@ -1,0 +1,708 @@
+"""ZeRO: data parallelism in which no rank holds what another holds already. Stage 3 is what PyTorch calls FSDP.
+
+What is split: the batch, as in DDP; and, stage by stage, more of what DDP keeps N times. Bytes a parameter and rank, with
+16-bit weights and gradients (2 + 2) and the optimizer's master weight and two moments in 32 bits (12):
+
+    stage                     weights        gradients      optimizer      together       sent a step, in units of r P e
+      0   nothing (DDP)       ########       ########       #########      16             2    all-reduce
+      1   optimizer states    ########       ########       ###            4 + 12/N       2    reduce-scatter, all-gather
+      2   gradients too       ########       ##             ###            2 + 14/N       2    (1 + M with M micro-batches)
+      3   weights too         ##             ##             ###            16/N           3    (3 M)           r = (N-1)/N
+
+Stage 1. An optimizer works element by element, so each rank takes the step for 1/N of the elements. It needs the summed
+gradient of these alone: a reduce-scatter, half of an all-reduce. The other half, an all-gather, brings the new weights to all.
+Stage 2. As soon as a bucket of gradients is full it is reduce-scattered, and freed: no rank ever has all gradients. With M
+micro-batches that is M reduce-scatters; `reduce_each=False` keeps one, and the memory of stage 1. Take it where the network
+is slow and memory is not short.
+Stage 3. The weights of a unit (a block, the embedding, the head) are gathered just before it runs, forward and backward, and
+freed after; the next unit's gather is under way meanwhile. So at most two units are whole at a time:
+
+    forward    gather 0 | run 0, gather 1 | free 0, run 1, gather 2 | free 1, run 2 ...
+    backward   ... run 2, gather 1 | free 2, run 1, gather 0 | free 1, run 0 | free 0      gradients leave as they come
+
+The unit that ends a forward stays for the backward that begins with it. `reshard=False` keeps all units gathered until their
+backward: one gather less, and the weights of stage 2. Every micro-batch gathers anew, also in a pipeline.
+
+A bucket is one flat tensor, padded to N equal shards: parameters of any shape fall where they may, cut across ranks. So stage 1
+differs from DDP in one call, reduce-scatter for all-reduce; stage 2 in freeing a buffer; stage 3 in resizing a storage.
+
+Mixed precision: parameters in `param_dtype`, gradients summed in `reduce_dtype`, master weights as they were given. The loss
+is divided by the global number of tokens, so gradients are summed over the ranks, never averaged.
+
+Rajbhandari et al. 2020, ZeRO, arXiv:1910.02054, sections 3, 5 and 7; Zhao et al. 2023, PyTorch FSDP, arXiv:2304.11277.
+It sends more, and waits for it, the higher the stage: take the lowest whose model states fit.
+
+    torchrun --nproc_per_node=4 zero.py --stage 3            python zero.py --stage 2 --param-dtype bfloat16
+    python zero.py --fit             the largest models that 80 GB on 64 ranks hold, each played on tensors without memory
+"""
+
+import functools
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+
+# torch 2.13 renamed them; older versions know only the second name
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+native_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+class DirectReduceScatter:
+    """Reduce-scatter in one round: every rank sends each other rank its piece, and adds up what it gets.
+
+    input (S,) -> output (S / N,). Sends (N-1)/N of the input as a ring does; gloo's own sends twice that. 16-bit terms are
+    added in 32 bits. To be called like torch's: DirectReduceScatter(output, input, group=..., async_op=True).wait().
+    """
+
+    def __init__(self, output, input, group=None, async_op=False):
+        self.output, self.received = output, torch.empty_like(input)
+        self.work = dist.all_to_all_single(self.received, input, group=group, async_op=True)
+        if not async_op:
+            self.wait()
+
+    def wait(self):
+        self.work.wait()
+        torch.sum(self.received.view(-1, len(self.output)), 0, out=self.output)
+        self.received = None
+
+
+class Bucket:
+    """Some parameters as one flat tensor of S elements, with padding; this rank owns part `part` of `parts`, S / parts long.
+
+    flat      (S,)      weights in `param_dtype`; the parameters are views of it. In stage 3 without memory unless gathered
+    shard     (S/N,)    this rank's part of it
+    master    (S/N,)    what the optimizer steps on: the shard itself, or its copy in another dtype or place
+    pieces              master cut at the parameters' borders, one a parameter, maybe empty. A piece of a matrix is (1, n),
+                        so that whoever tells matrices from vectors by dim() (weight decay) still can
+    full      (S,)      this rank's gradients, in `reduce_dtype`
+    gradient  (S/N,)    this rank's part of their sum over all ranks
+    """
+
+    def __init__(self, parameters, value, part, parts, stage, device, dtypes, offload):
+        master_dtype, param_dtype, self.reduce_dtype = dtypes
+        self.stage, self.trained = stage, parameters[0].requires_grad
+        self.partial = getattr(parameters[0], "placement", {}).get("partial", [])
+        sizes = [p.numel() for p in parameters]
+        self.starts = [sum(sizes[:i]) for i in range(len(sizes))]
+        self.length = -(-sum(sizes) // parts)
+        self.size = self.length * parts
+        self.own = slice(part * self.length, (part + 1) * self.length)
+        ends = [[min(max(x, self.own.start), self.own.stop) for x in (at, at + n)] for at, n in zip(self.starts, sizes)]
+        self.spans = [slice(first - self.own.start, last - self.own.start) for first, last in ends]  # of pieces in a shard
+
+        self.flat = torch.zeros(self.size, dtype=param_dtype, device=device)
+        # .data: views with version counters of their own. Autograd must not mind that a gather writes what it has saved
+        views = [self.flat.data[at : at + p.numel()].view(p.shape) for p, at in zip(parameters, self.starts)]
+        self.shard = self.flat[self.own] if stage < 3 else torch.zeros(self.length, dtype=param_dtype, device=device)
+        self.master, self.pieces = self.shard, []
+        if self.trained and (offload or master_dtype != param_dtype):
+            self.master = torch.zeros(self.length, dtype=master_dtype, device="cpu" if offload else device)
+        for p, view, at, (first, last), span in zip(parameters, views, self.starts, ends, self.spans):
+            mine, weights = self.master[span], value(p).detach()
+            mine.copy_(weights.flatten()[first - at : last - at])
+            if stage < 3:
+                view.copy_(weights)
+            self.pieces.append(nn.Parameter(mine.unsqueeze(0) if p.dim() > 1 else mine, requires_grad=p.requires_grad))
+        if stage == 3:
+            self.shard.copy_(self.master)
+        self.parameters = [nn.Parameter(view, requires_grad=p.requires_grad) for p, view in zip(parameters, views)]
+        for p, given in zip(self.parameters, parameters):
+            p.__dict__.update(given.__dict__)
+        self.users, self.gathering = set(), None
+        self.full = self.gradient = None
+        if self.trained:
+            if stage < 2:  # for good
+                self.full = torch.zeros(self.size, dtype=self.reduce_dtype, device=device)
+                self.gradient = self.full[self.own]
+            else:
+                self.gradient = torch.zeros(self.length, dtype=self.reduce_dtype, device=device)
+        self.filled, self.reduced = set(), False
+        self.begin_pass()
+        self.resize(0 if stage == 3 else self.size)
+
+    def resize(self, elements):
+        self.flat.untyped_storage().resize_(elements * self.flat.element_size())
+
+    def wait(self):
+        """Until the gathered weights are here."""
+        if self.gathering is not None:
+            self.gathering.wait()
+            self.gathering = None
+
+    def begin_pass(self):
+        self.missing = set(range(len(self.parameters)))
+
+    def add(self, i):
+        """Take the gradient of parameter i into the flat one."""
+        if self.full is None:
+            self.full = torch.empty(self.size, dtype=self.reduce_dtype, device=self.flat.device)
+        p, at = self.parameters[i], self.starts[i]
+        slot = self.full[at : at + p.numel()].view(p.shape)
+        slot.add_(p.grad) if i in self.filled else slot.copy_(p.grad)
+        p.grad = None
+        self.filled.add(i)
+        self.missing.discard(i)
+
+    def complete(self):
+        """Zeros for the parameters that got no gradient, and for the padding."""
+        if self.full is None:
+            self.full = torch.empty(self.size, dtype=self.reduce_dtype, device=self.flat.device)
+        for i in set(range(len(self.parameters))) - self.filled:
+            self.full[self.starts[i] :][: self.parameters[i].numel()].zero_()
+        self.full[sum(p.numel() for p in self.parameters) :].zero_()
+        self.filled.clear()
+
+    def take(self):
+        """Stage 2: keep this rank's part of the sum, free the rest."""
+        mine = self.full[self.own]
+        self.gradient.add_(mine) if self.reduced else self.gradient.copy_(mine)
+        self.full, self.reduced = None, True
+
+
+CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
+
+
+def default_units(module):
+    """What stage 3 gathers at a time: each item of the outermost containers (the blocks of a list of blocks), and each other
+    module beside them (embedding, head)."""
+    if isinstance(module, CONTAINERS):
+        return [unit for unit in module.children() if any(True for _ in unit.parameters())]
+    if not any(isinstance(m, CONTAINERS) for m in module.modules()):
+        return [module] if any(True for _ in module.parameters()) else []
+    return [unit for child in module.children() for unit in default_units(child)]
+
+
+def tensors_in(x):
+    """All tensors in nested lists, tuples and dicts."""
+    if isinstance(x, torch.Tensor):
+        yield x
+    elif isinstance(x, (list, tuple, dict)):
+        for y in x.values() if isinstance(x, dict) else x:
+            yield from tensors_in(y)
+
+
+class ZeRO:
+    """Trains `model` over `group` with model states split as `stage` (0 to 3) says.
+
+        zero = ZeRO(model, group, stage=2, optimizer=torch.optim.AdamW, microbatches=2)
+        for step in ...:
+            zero.zero_grad()
+            for each of the 2 micro-batches: loss.backward()
+            zero.finish()                             # the global gradients are complete, each rank has its part
+            zero.clip(zero.grad_norm(), 1.0)
+            zero.step()
+
+    The model's parameters are replaced in place, by views of the buckets; p.grad is None after backward.
+    optimizer(pieces): makes an optimizer that works element by element, of this rank's pieces of the parameters.
+    microbatches: the backward passes a step. They may come in any order between forwards, as in a pipeline.
+    units: modules that stage 3 gathers whole, in the order of forward; a parameter belongs to those that contain it, and must
+        be used within their forward. Two units may share one. Default: default_units(model), and the model for what is left.
+    bucket_bytes: the largest bucket of stages 0 to 2. A unit is a bucket in stage 3, whatever its size.
+    param_dtype, reduce_dtype: of weights, activations and backward; of the sum over the ranks. master_dtype: of the weights
+        that the optimizer steps on. Defaults: reduce as param, param as master, master as the parameters are.
+    reduce_each, reshard: see the top of the file. offload: master weights and optimizer states in the host's memory.
+    reduce_scatter(output, input, group=..., async_op=True) returns a work handle. Default: torch's, on gloo the direct one.
+    reduce_group: another group of the same ranks for the gradients, for stage 3 where ranks may differ in which parameters get
+        one: then gathers and reductions come in orders of their own.
+    value(parameter): its whole initial value. So the model may be on the meta device, and `device` says where it goes.
+
+    A parameter may be partial over further groups (`parameter.placement`, as tensor_parallel.shard writes it; a matrix tied
+    across pipeline stages): finish() sums this rank's part of its gradient over them. A parameter without gradient gets a
+    zero one; frozen ones are split in stage 3 and otherwise left whole. Activation checkpointing: use_reentrant=False.
+    In stage 3 all ranks must run the same units in the same order: one that skips a layer waits for ever.
+    Raises ValueError for an unknown stage.
+    """
+
+    def __init__(
+        self,
+        model,
+        group,
+        stage,
+        optimizer,
+        microbatches=1,
+        units=None,
+        bucket_bytes=25 << 20,
+        param_dtype=None,
+        reduce_dtype=None,
+        master_dtype=None,
+        reduce_each=True,
+        reshard=True,
+        offload=False,
+        reduce_scatter=None,
+        reduce_group=None,
+        value=lambda parameter: parameter,
+        device=None,
+    ):
+        if stage not in (0, 1, 2, 3):
+            raise ValueError(f"there is no stage {stage!r} of ZeRO: choose 0, 1, 2 or 3")
+        self.model, self.group, self.stage, self.microbatches = model, group, stage, microbatches
+        self.reduce_each, self.reshard, self.reduce_group = reduce_each and stage >= 2, reshard, reduce_group or group
+        direct = dist.get_backend(group) == "gloo"
+        self.reduce_scatter = reduce_scatter or (DirectReduceScatter if direct else native_reduce_scatter)
+        part, parts = (dist.get_rank(group), dist.get_world_size(group)) if stage > 0 else (0, 1)
+        self.units, self.rest = [], None
+        if stage == 3:
+            modules = default_units(model) if units is None else units
+            self.units = [Unit(self, module, i) for i, module in enumerate(modules)]
+        self.buckets, made = [], {}
+        for parameters, users in self._sort(bucket_bytes if stage < 3 else float("inf")):
+            dtypes = [master_dtype or parameters[0].dtype]
+            dtypes += [param_dtype or dtypes[0]]
+            dtypes += [reduce_dtype or dtypes[1]]
+            where = device or parameters[0].device
+            bucket = Bucket(parameters, value, part, parts, stage, where, dtypes, offload)
+            self.buckets.append(bucket)
+            for unit in users:
+                unit.buckets.append(bucket)
+            made |= zip(parameters, bucket.parameters)
+        self.trained = [bucket for bucket in self.buckets if bucket.trained]
+        self._install(made)
+        pieces = [piece for bucket in self.trained for piece in bucket.pieces]
+        self.optimizer = optimizer(pieces)
+        self.ahead = self.active = None  # the unit gathered in advance; the one whose backward is on
+        self.running, self.flying, self.gathered, self.gathered_peak = False, [], 0, 0
+        self.zero_grad()
+
+    def _sort(self, bucket_bytes):
+        """(parameters, the units that use them) of each bucket, from the last parameter to the first, the order in which
+        backward produces gradients. A bucket's have the same users, dtype, device, and groups over which they are partial."""
+        users, lists, latest, size = {}, [], {}, {}
+        for unit in self.units:
+            for p in unit.module.parameters():
+                users[p] = (*users.get(p, ()), unit)
+        if self.stage == 3 and any(p not in users for p in self.model.parameters()):
+            self.rest = Unit(self, self.model, None)
+        for p in reversed(list(self.model.parameters())):
+            partial = getattr(p, "placement", {}).get("partial", [])
+            using = users.get(p, (self.rest,) if self.rest else ())
+            key = using, p.requires_grad, p.dtype, p.device, tuple(id(g) for g in partial)
+            size[key] = size.get(key, 0) + p.numel() * p.element_size()
+            if key not in latest or size[key] > bucket_bytes:
+                latest[key], size[key] = [], p.numel() * p.element_size()
+                lists.append((latest[key], using))
+            latest[key].append(p)
+        return lists
+
+    def _install(self, made):
+        """Put the views of the buckets where the parameters were, with the hooks that take their gradients."""
+        for bucket in self.trained:
+            for i, p in enumerate(bucket.parameters):
+                p.register_post_accumulate_grad_hook(lambda _, bucket=bucket, i=i: self._arrived(bucket, i))
+        for module in self.model.modules():
+            for name, p in module.named_parameters(recurse=False):
+                setattr(module, name, made[p])
+
+    # --- gradients
+
+    def zero_grad(self):
+        """Start a step."""
+        self.passes = self.next = 0
+        for bucket in self.trained:
+            bucket.filled.clear()
+            bucket.reduced = False
+
+    def _arrived(self, bucket, i):
+        self._in_backward()
+        bucket.add(i)
+        self._launch()
+
+    def _in_backward(self):
+        if not self.running:
+            if self.passes == self.microbatches:
+                raise RuntimeError(f"more backward passes than the {self.microbatches} that ZeRO was told of")
+            self.running = True
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_pass)
+
+    def _launch(self, rest=False):
+        # In the same order on every rank and in every pass: swapped between ranks they would add up the wrong buckets, silently
+        if not self.reduce_each and self.passes + 1 < self.microbatches:
+            return
+        while self.next < len(self.trained) and (rest or not self.trained[self.next].missing):
+            bucket = self.trained[self.next]
+            bucket.complete()
+            if self.stage == 0:
+                work = dist.all_reduce(bucket.full, group=self.reduce_group, async_op=True)
+            else:
+                work = self.reduce_scatter(bucket.full[bucket.own], bucket.full, group=self.reduce_group, async_op=True)
+            self.flying.append((bucket, work))
+            self.next += 1
+            if self.stage >= 2:
+                self._land(1)  # no more than one on its way and one that fills
+
+    def _land(self, leave=0):
+        while len(self.flying) > leave:
+            bucket, work = self.flying.pop(0)
+            work.wait()
+            if self.stage >= 2:
+                bucket.take()
+
+    def _end_pass(self):
+        """After each backward pass: reduce what never filled up (a parameter may get no gradient), free what is gathered."""
+        self._launch(rest=True)
+        self._land()
+        self._leave(None)
+        for unit in (self.rest, self.ahead):
+            self._release(unit)
+        self.ahead = None
+        for bucket in self.trained:
+            bucket.begin_pass()
+        self.running, self.next, self.passes = False, 0, self.passes + 1
+
+    def finish(self):
+        """Complete the gradients, after the last backward of a step."""
+        while self.passes < self.microbatches:
+            self._end_pass()  # a rank without some of the passes takes part in their reductions
+        for bucket in self.trained:
+            for group in bucket.partial:
+                dist.all_reduce(bucket.gradient, group=group)
+
+    def grad_norm(self, split=(), dealt=()):
+        """The norm of the whole model's gradient, each element counted once; a float64 scalar tensor, the same on all ranks.
+
+        split: groups over which parameters may be split (tensor parallel); one that is not is whole on every rank, and counts
+        on the first. dealt: groups over which whole parameters are dealt out (pipeline). A partial one counts on its group's
+        first rank.
+        """
+        total, mine = torch.zeros((), dtype=torch.float64), []
+        for bucket in self.trained:
+            total = total.to(bucket.gradient.device)
+            for p, span in zip(bucket.parameters, bucket.spans):
+                whole = [g for g in split if g not in getattr(p, "placement", {"split": {}})["split"].values()]
+                if all(dist.get_rank(g) == 0 for g in (*whole, *bucket.partial)):
+                    mine.append(bucket.gradient[span])
+        if mine:
+            dtype = torch.promote_types(mine[0].dtype, torch.float32)
+            total += torch.stack(torch._foreach_norm(mine, dtype=dtype)).double().square().sum()
+        for group in (*[self.group] * (self.stage > 0), *split, *dealt):
+            dist.all_reduce(total, group=group)
+        return total.sqrt()
+
+    def clip(self, norm, limit):
+        """Scale the gradients so that their global norm is at most `limit` (0: leave them)."""
+        if limit > 0:
+            scale = (limit / (norm + 1e-6)).clamp(max=1.0)
+            for bucket in self.trained:
+                bucket.gradient.mul_(scale.to(bucket.gradient.dtype))
+
+    def step(self):
+        """Bucket by bucket: the optimizer's step on this rank's part, then (stages 1 and 2) the new weights to all.
+
+        Gradients reach the optimizer in the masters' dtype one bucket at a time: never all of them in 32 bits.
+        """
+        for unit in self.units:
+            self._release(unit)  # what was gathered for a backward that never came
+        self.ahead, works = None, []
+        for bucket in self.trained:
+            gradient = bucket.gradient.to(bucket.master)
+            for piece, span in zip(bucket.pieces, bucket.spans):
+                piece.grad = gradient[span].view(piece.shape)
+            self.optimizer.step()  # leaves those without a gradient alone
+            for piece in bucket.pieces:
+                piece.grad = None
+            if bucket.master is not bucket.shard:
+                bucket.shard.copy_(bucket.master)
+            if self.stage in (1, 2):
+                works.append(all_gather(bucket.flat, bucket.shard, group=self.group, async_op=True))
+        for work in works:
+            work.wait()
+
+    # --- stage 3: weights come and go
+
+    def _gather(self, unit, wait=False):
+        for bucket in unit.buckets if unit else ():
+            if not bucket.users:
+                bucket.resize(bucket.size)
+                bucket.gathering = all_gather(bucket.flat, bucket.shard, group=self.group, async_op=True)
+                self.gathered += bucket.flat.nbytes
+                self.gathered_peak = max(self.gathered_peak, self.gathered)
+            bucket.users.add(unit)
+            if wait:
+                bucket.wait()
+
+    def _release(self, unit):
+        for bucket in unit.buckets if unit else ():
+            if unit in bucket.users:
+                bucket.users.discard(unit)
+                if not bucket.users:
+                    bucket.wait()
+                    bucket.resize(0)
+                    self.gathered -= bucket.flat.nbytes
+
+    def _enter(self, unit, following):
+        """`unit` runs now, and `following` is likely to be next: have the one, start to gather the other."""
+        if self.ahead is not unit:
+            self._release(self.ahead)  # a wrong guess
+        self._gather(unit, wait=True)
+        self._gather(following)
+        self.ahead = following
+
+    def _leave(self, unit):
+        """Backward goes on in `unit`: all that ran after it in forward is done. (Autograd runs what is ready in the reverse
+        order of forward.)"""
+        if self.active is not unit:
+            self._release(self.active)
+            self.active = unit
+
+    # --- for others to look at
+
+    def padding(self):
+        """Elements of this rank's shards that belong to no parameter, and have no moments."""
+        return sum(bucket.length - sum(piece.numel() for piece in bucket.pieces) for bucket in self.trained)
+
+    def bytes_sent(self, actions="FB"):
+        """{operation: bytes this rank sends a step}, by the paper (section 7), for its forwards and backwards in a row as
+        text, "FBFB" for two micro-batches one after the other. Sums over groups other than ZeRO's are not in it."""
+        r = 1 - 1 / dist.get_world_size(self.group)
+        gradients = sum(b.size * b.reduce_dtype.itemsize for b in self.trained)
+        weights = sum(b.flat.nbytes for b in (self.trained if self.stage < 3 else self.buckets))
+        if self.stage == 0:
+            return {"all_reduce": 2 * r * gradients}
+        if self.stage == 3 and not self.reshard:
+            weights *= actions.count("B")
+        elif self.stage == 3:  # each use of a unit gathers it, but for the last one's backward right after its forward
+            units = [unit.bytes() for unit in self.units]
+            rest = self.rest.bytes() if self.rest else 0
+            weights = len(actions) * (sum(units) + rest) - actions.count("FB") * sum(units[-1:])
+        scatter = "all_to_all" if self.reduce_scatter is DirectReduceScatter else "reduce_scatter"
+        return {scatter: r * gradients * (actions.count("B") if self.reduce_each else 1), "all_gather": r * weights}
+
+    @property
+    def param_groups(self):
+        """The optimizer's, for learning rates."""
+        return self.optimizer.param_groups
+
+    def lasting(self):
+        """{kind: tensors} of what outlives a step. Memory that stage 3 has freed is there as tensors without storage."""
+        states = [t for state in self.optimizer.state.values() for t in state.values() if torch.is_tensor(t) and t.dim()]
+        return {
+            "parameters": [t for b in self.buckets for t in (b.flat, b.shard)],
+            "gradients": [b.full if self.stage < 2 else b.gradient for b in self.trained],
+            "optimizer": states + [b.master for b in self.buckets if b.master is not b.shard],
+        }
+
+    @torch.no_grad()
+    def whole(self, named):
+        """For (name, parameter) pairs of the model: (name, whole copy), a parameter in the masters' dtype whose .grad is the
+        global gradient. For checks and checkpoints: every rank must call it, and gets all of it."""
+        known = {}
+        for bucket in self.buckets:
+            both = []
+            for part in (bucket.master, bucket.gradient):
+                if part is not None and self.stage > 0:
+                    part = part.to(bucket.flat.device)
+                    both.append(part.new_empty(bucket.size))
+                    all_gather(both[-1], part, group=self.group)
+                else:
+                    both.append(part)
+            for p, at in zip(bucket.parameters, bucket.starts):
+                known[p] = nn.Parameter(both[0][at : at + p.numel()].clone().view(p.shape))
+                known[p].__dict__.update(p.__dict__)
+                if bucket.trained:
+                    known[p].grad = both[1][at : at + p.numel()].to(known[p], copy=True).view(p.shape)
+        return [(name, known[p]) for name, p in named]
+
+
+class Unit:
+    """A module that stage 3 gathers and frees, by hooks on its forward and on the gradients of its results."""
+
+    def __init__(self, zero, module, index):
+        self.zero, self.module, self.index, self.buckets = zero, module, index, []
+        module.register_forward_pre_hook(self.before_forward)
+        module.register_forward_hook(self.after_forward)
+
+    def bytes(self):
+        return sum(bucket.flat.nbytes for bucket in self.buckets)
+
+    def neighbour(self, offset):
+        index = self.index + offset
+        return self.zero.units[index] if 0 <= index < len(self.zero.units) else None
+
+    def before_forward(self, module, inputs):
+        if self.index is None:  # the model: around all others
+            self.zero._gather(self, wait=True)
+        elif self.zero.active is not self:  # else activation checkpointing runs it again, amid its backward
+            self.zero._enter(self, self.neighbour(1))
+
+    def after_forward(self, module, inputs, result):
+        if self.zero.active is self:
+            return
+        given = {id(t) for t in tensors_in(inputs)}
+        results = [t for t in tensors_in(result) if t.requires_grad and id(t) not in given]
+        for t in results:
+            t.register_hook(self.before_backward)
+        if results and self.index == len(self.zero.units) - 1 and self.zero.reshard:
+            self.zero.ahead = self  # its backward is likely to be next
+        elif self.zero.reshard or not results:
+            self.zero._release(self)
+
+    def before_backward(self, _):
+        self.zero._in_backward()
+        if self.index is None:
+            self.zero._gather(self, wait=True)
+        elif self.zero.active is not self:
+            self.zero._leave(self)
+            self.zero._enter(self, self.neighbour(-1))
+
+
+def model_states(stage, n, weights=2, gradients=2, states=12):
+    """Bytes a parameter that each of n ranks holds, as (weights, gradients, optimizer): the paper's table in section 3."""
+    return tuple(e / n if stage >= split else e for e, split in ((weights, 3), (gradients, 2), (states, 1)))
+
+
+# --- demo ---
+
+import types
+
+from torch.utils._python_dispatch import _disable_current_modes
+
+import harness
+import model as gpt
+
+
+def flags():
+    parser = harness.parser(__doc__)
+    g = parser.add_argument_group("ZeRO")
+    g.add_argument("--stage", type=int, choices=range(4), default=3, help="what is split: see above")
+    why = "of weights, gradients and activations; the optimizer's copy stays in --dtype (default: --dtype)"
+    g.add_argument("--param-dtype", choices=list(harness.DTYPES), help=why)
+    why = "in which gradients are added up over ranks and micro-batches (default: --param-dtype)"
+    g.add_argument("--reduce-dtype", choices=list(harness.DTYPES), help=why)
+    g.add_argument("--reduce-once", action="store_true", help="a reduce-scatter a step: less is sent, all gradients are held")
+    g.add_argument("--keep", action="store_true", help="stage 3: keep weights from forward until backward")
+    g.add_argument("--offload", action="store_true", help="master weights and optimizer states in the host's memory")
+    g.add_argument("--bucket-mb", type=float, default=0.5, metavar="MB", help="size of a bucket, stages 0 to 2")
+    g.add_argument("--fit", action="store_true", help="the largest models for 80 GB on 64 ranks, without any memory")
+    return parser
+
+
+def main():
+    args = flags().parse_args()
+    if args.fit:
+        return fit()
+    harness.configure(args)
+    harness.launch(demo, args, check=lambda world: harness.check_batch(args, world))
+
+
+def demo(run):
+    args, group, n = run.args, dist.group.WORLD, run.world
+    run.groups(dp=group)
+    model = run.meta_model()
+    names = {p: name for name, p in model.named()}
+
+    def value(p):  # the initial weights of one parameter: no rank ever has more than one whole
+        return gpt.draw(names[p], p.shape, p.init, args.seed).to(run.device, run.dtype)
+
+    weights = harness.DTYPES[args.param_dtype or args.dtype]
+    gradients = harness.DTYPES[args.reduce_dtype or args.param_dtype or args.dtype]
+    zero = ZeRO(
+        model,
+        group,
+        args.stage,
+        lambda pieces: harness.make_optimizer(pieces, args),
+        args.microbatches,
+        bucket_bytes=int(args.bucket_mb * 2**20),
+        master_dtype=run.dtype,
+        param_dtype=weights,
+        reduce_dtype=gradients,
+        reduce_each=not args.reduce_once,
+        reshard=not args.keep,
+        offload=args.offload,
+        value=value,
+        device=run.device,
+    )
+    for step in run.steps(zero):
+        zero.zero_grad()
+        loss = torch.zeros((), dtype=torch.float64, device=run.device)
+        for tokens, targets, samples in run.microbatches(step, run.rank, n):
+            part = model(tokens, targets=targets, count=run.count, samples=samples)
+            part.backward()
+            loss += part.detach()
+        zero.finish()
+        dist.all_reduce(loss, group=group)
+        norm = zero.grad_norm()
+        if step + 1 == run.proven:
+            with _disable_current_modes():  # what the proof sends is not the step's
+                run.gradients = {name: p.grad for name, p in zero.whole(model.named())}
+            run.compared = types.SimpleNamespace(named=lambda: zero.whole(model.named())), True
+        zero.clip(norm, args.grad_clip)
+        zero.step()
+        run.watching.close()  # the ledger: the new weights have been sent
+        run.log(step, loss.item(), norm.item(), zero.param_groups[0]["lr"])
+
+    once, scalar = "" if args.stage >= 2 and not args.reduce_once else " once", 8
+    texts = {"all_reduce": "2 r P e", "all_gather": "r P e", "all_to_all": f"r P e{once or ' a micro-batch'}"}
+    if args.stage == 3:
+        texts["all_gather"] = "r P e, forward and backward, a micro-batch" if not args.keep else "r P e a micro-batch"
+    sent = {("all_reduce", "dp"): ((2 if args.stage else 1) * 2 * (n - 1) / n * scalar, "the loss, the norm: 8 bytes each")}
+    for operation, size in zero.bytes_sent("FB" * args.microbatches).items():
+        before = sent.get((operation, "dp"), (0, ""))[0]
+        sent[operation, "dp"] = size + before, texts.get(operation, texts["all_to_all"])
+    elements = sum(bucket.size for bucket in zero.buckets)
+    moments, master = 2 * (args.optimizer == "adamw"), weights != run.dtype or args.offload
+    sizes = weights.itemsize, gradients.itemsize, (moments + master) * run.dtype.itemsize
+    states = [round(elements * e) for e in model_states(args.stage, n, *sizes)]
+    states[2] -= zero.padding() * moments * run.dtype.itemsize
+    split = [f"P {e}{'/N' * (args.stage >= least)}" for e, least in zip(sizes, (3, 2, 1))]
+    held = dict(zip(("parameters", "gradients", "optimizer"), zip(states, split)))
+    each = [f"{run.held[kind] / elements:.4g}" for kind in held]
+    total = sum(model_states(args.stage, n, *sizes))
+    notes = [
+        f"bytes a parameter: {' + '.join(each)} = {sum(run.held[kind] for kind in held) / elements:.4g}   formula {total:.4g}",
+        f"P with padding: {elements:,}; r = {n - 1}/{n}",
+    ]
+    if args.stage == 3:
+        notes.append(f"gathered at the peak: {zero.gathered_peak:,} bytes, the largest two units that follow each other")
+    return run.receipt({"dp": n, "zero": args.stage}, sent, held, notes)
+
+
+def fit(memory=80e9, ranks=64):
+    """For each stage the largest GPT whose model states fit, and one step of one rank with it: every operation, no memory."""
+    print(f"{memory / 1e9:.0f} GB a rank, {ranks} ranks, bf16 with Adam in fp32; a step of one sequence of 1024 tokens, blocks")
+    print("recomputed. GB: model states by the formula and as held; gathered weights and other memory, each at its peak")
+    print(
+        f"  {'stage':6s}{'bytes/P':>9s}{'largest P':>12s}   {'GPT of':24s}{'P':>9s}{'formula':>9s}{'held':>8s}{'gathered':>10s}{'other':>8s}"
+    )
+    for stage, width in enumerate((2816, 4608, 5376, 16640)):
+        each = sum(model_states(stage, ranks))
+        layers, sizes = 1, dict(width=width, heads=width // 128, context=1024, vocab=50257)
+        while gpt.configure(layers=layers + 1, **sizes).parameters() * each <= memory:
+            layers += 1
+        config = gpt.configure(layers=layers, **sizes)
+        count, (held, gathered, other) = config.parameters(), dry_run(stage, config, ranks)
+        figures = f"{count * each / 1e9:9.2f}{held / 1e9:8.2f}{gathered / 1e9:10.2f}{other / 1e9:8.2f}"
+        what = f"{layers} layers, {width} wide"
+        print(f"  {stage:<6d}{each:9.4g}{memory / each / 1e9:10.1f} B   {what:24s}{count / 1e9:7.1f} B{figures}")
+        if held > memory:
+            raise SystemExit(f"stage {stage} holds {held:,} bytes, more than fit")
+
+
+def dry_run(stage, config, ranks):
+    """One step of rank 0 of many, on tensors without memory and a network that sends nothing. Returns the bytes of model
+    states, the peak of gathered weights, and the peak of everything else (activations, buckets of gradients)."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+    from torch.utils.checkpoint import checkpoint
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+    with torch.device("meta"):
+        model = gpt.GPT(config)
+    with FakeTensorMode():
+        options = dict(param_dtype=torch.bfloat16, value=lambda p: torch.empty(p.shape), device="cpu")
+        zero = ZeRO(model, dist.group.WORLD, stage, lambda pieces: torch.optim.AdamW(pieces, fused=True), **options)
+        for block in model.blocks.values():
+            block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False)
+        tokens, ledger = torch.zeros(1, config.context, dtype=torch.int64), harness.Ledger({})
+        for _ in range(2):  # the first makes the optimizer's states
+            ledger.watch([t for kind in zero.lasting().values() for t in kind])
+            zero.zero_grad()
+            with ledger:
+                model(tokens, targets=tokens, count=1).backward()
+            zero.finish()
+            zero.step()
+        held = harness.storage_bytes(t for kind in zero.lasting().values() for t in kind)
+    dist.destroy_process_group()
+    return held, zero.gathered_peak, ledger.peak
+
+
+if __name__ == "__main__":
+    harness.script(main)
