@@ -39,6 +39,7 @@ class Bucket:
     def __init__(self, parameters):
         self.parameters = parameters
         first = parameters[0]
+        self.partial = getattr(first, "placement", {}).get("partial", [])
         self.flat = torch.zeros(sum(p.numel() for p in parameters), dtype=first.dtype, device=first.device)
         for p, piece in zip(parameters, self.flat.split([p.numel() for p in parameters])):
             p.grad = piece.view_as(p)
@@ -52,19 +53,18 @@ class Bucket:
 
 def make_buckets(parameters, bucket_bytes):
     """Fill buckets of at most `bucket_bytes` (a larger parameter gets its own) from the last parameter to the first, the
-    order in which backward produces gradients. A bucket holds one dtype on one device."""
-    buckets, current, size = [], [], 0
+    order in which backward produces gradients. The parameters of a bucket are of one dtype, on one device, and partial over
+    the same groups."""
+    lists, latest, size = [], {}, {}
     for p in reversed([p for p in parameters if p.requires_grad]):
-        bytes_here = p.numel() * p.element_size()
-        alike = not current or (p.dtype, p.device) == (current[0].dtype, current[0].device)
-        if current and (size + bytes_here > bucket_bytes or not alike):
-            buckets.append(Bucket(current))
-            current, size = [], 0
-        current.append(p)
-        size += bytes_here
-    if current:
-        buckets.append(Bucket(current))
-    return buckets
+        partial = getattr(p, "placement", {}).get("partial", [])
+        kind, here = (p.dtype, p.device, *map(id, partial)), p.numel() * p.element_size()
+        if kind not in latest or size[kind] + here > bucket_bytes:
+            latest[kind], size[kind] = [], 0
+            lists.append(latest[kind])
+        latest[kind].append(p)
+        size[kind] += here
+    return [Bucket(parameters) for parameters in lists]
 
 
 class DDP:
@@ -80,7 +80,8 @@ class DDP:
     The replicas must start equal; they stay equal because they take equal steps. `microbatches` is the number of backward
     passes a step. With `overlap` a bucket is reduced as soon as it is full, else all of them in finish().
     `all_reduce(tensor, group=..., async_op=True)` returns a work handle; any implementation will do.
-    After finish(), `early` is the number of buckets whose all-reduce had started before backward was over.
+    A parameter may be partial over further groups (`parameter.placement`, as tensor_parallel.shard writes it; a matrix tied
+    across pipeline stages): finish() sums its gradient over them too. After finish(), `early` is the number of buckets whose all-reduce had started before backward was over.
     Raises RuntimeError for more backward passes than `microbatches`, and where something else has replaced p.grad.
     """
 
@@ -120,6 +121,9 @@ class DDP:
         self._start_full_buckets(rest=True)
         for work in self.works:
             work.wait()
+        for bucket in self.buckets:
+            for group in bucket.partial:
+                dist.all_reduce(bucket.flat, group=group)
 
 
 class Naive:

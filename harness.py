@@ -25,7 +25,7 @@ import weakref
 
 import torch
 import torch.distributed as dist
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 import data
 import model as gpt
@@ -150,7 +150,7 @@ def parser(doc, **defaults):
     g.add_argument("--warmup", **NATURAL, default=0, help="steps over which the learning rate rises")
     g.add_argument("--weight-decay", type=real(0), default=0.1, metavar="X", help="on matrices, not on biases and norms")
     g.add_argument("--grad-clip", type=real(0), default=1.0, metavar="X", help="largest global gradient norm; 0 = off")
-    why = "of weights, gradients and activations; bfloat16 keeps no float32 master copy, so small updates are lost"
+    why = "of weights, gradients and activations; bfloat16 alone loses small updates: zero.py and train.py have --param-dtype"
     g.add_argument("--dtype", choices=list(DTYPES), default="float32", help=why)
     g = p.add_argument_group("data")
     g.add_argument("--data", default="stdlib", metavar="PATH", help="a text file, a folder of them, stdlib or shakespeare")
@@ -439,6 +439,14 @@ def learning_rate(step, args):
     return low + (args.lr - low) * 0.5 * (1 + math.cos(math.pi * progress))
 
 
+def precision_flags(group):
+    """--param-dtype and --reduce-dtype, for scripts with mixed precision."""
+    why = "of weights, gradients and activations; the optimizer's copy of the weights stays in --dtype (default: --dtype)"
+    group.add_argument("--param-dtype", choices=list(DTYPES), help=why)
+    why = "in which gradients are added up over ranks and micro-batches (default: --param-dtype)"
+    group.add_argument("--reduce-dtype", choices=list(DTYPES), help=why)
+
+
 def make_optimizer(parameters, args):
     """AdamW or SGD; weight decay on matrices only."""
     parameters = [p for p in parameters if p.requires_grad]
@@ -652,6 +660,16 @@ class Run:
         self.take = take
         return gpt.fill(model, self.args.seed, self.device, self.dtype, take)
 
+    def initial(self, model, take=lambda full, parameter: full):
+        """A function that gives a parameter of `model` its initial value, for who fills it piece by piece (ZeRO)."""
+        self.take, names = take, {p: name for name, p in model.named()}
+
+        def value(p):
+            shape = getattr(p, "placement", {}).get("shape", p.shape)
+            return take(gpt.draw(names[p], shape, p.init, self.args.seed), p).to(self.device, self.dtype)
+
+        return value
+
     def microbatches(self, step, part=0, parts=1, pieces=None, split="train"):
         """This rank's rows of the step's global batch, in micro-batches: a list of (tokens, targets, samples)."""
         size = self.args.batch // parts
@@ -694,21 +712,27 @@ class Run:
         """End a step whose gradients are complete: global loss, global norm, clipping, the optimizer's step, a line.
 
         loss: this rank's part, whose sum over the groups `over` is the global loss. split, dealt: see grad_norm.
+        optimizer: torch's, or zero.ZeRO, which has parts of the gradients and so its own norm and clipping.
         leader: False on a rank whose gradients are not the global ones and who takes no step (a server's worker).
         mfu(tokens/s), where given, is shown too.
         """
         loss = loss.detach().double()
         for group in over:
             dist.all_reduce(loss, group=group)
+        sharded = hasattr(optimizer, "whole")
+        named = (lambda: optimizer.whole(model.named())) if sharded else model.named
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        norm = grad_norm(parameters, split, dealt)
+        norm = optimizer.grad_norm(split, dealt) if sharded else grad_norm(parameters, split, dealt)
         if step + 1 == self.proven:  # before clipping
-            self.gradients = {name: p.grad.clone() for name, p in model.named() if p.grad is not None}
-            self.compared = model, leader
-        self.watching.close()  # the ledger: all is sent, and the optimizer's own temporaries are no activations
+            with _disable_current_modes():  # what the proof sends is not the step's
+                self.gradients = {name: p.grad.clone() for name, p in named() if p.grad is not None}
+            self.compared = named, leader
+        if not sharded:
+            self.watching.close()  # the ledger: all is sent, and the optimizer's own temporaries are no activations
         if leader:
-            clip(parameters, norm, self.args.grad_clip)
+            optimizer.clip(norm, self.args.grad_clip) if sharded else clip(parameters, norm, self.args.grad_clip)
             optimizer.step()
+        self.watching.close()
         self.log(step, loss.item(), norm.item(), optimizer.param_groups[0]["lr"], mfu)
 
     @property
@@ -757,7 +781,7 @@ class Run:
             norms.append(norm.item())
         return losses, norms, gradients, {name: p.detach() for name, p in model.named()}
 
-    def compare(self, model, leader=True):
+    def compare(self, named, leader=True):
         """Hold the run so far against one process: loss and norm of every step, all gradients of the last step, all weights.
 
         Rank 0 trains the reference and broadcasts it, parameter by parameter; each rank compares what it holds of it, all
@@ -771,7 +795,7 @@ class Run:
                 worst[kind] = larger(worst[kind], abs(here[kind] - reference) / abs(reference))
         with torch.device("meta"):
             shapes = {name: p.shape for name, p in gpt.GPT(self.config).named()}
-        mine = dict(model.named())
+        mine = dict(named())
         for kind, whole in ("grad", gradients), ("param", weights):
             largest = max((t.abs().max().item() for t in whole.values()), default=0.0)
             floor = torch.tensor(largest * FLOOR[self.precision], device=self.device)
@@ -891,5 +915,5 @@ def larger(*values):
 def human(size):
     for unit in ("B ", "KB", "MB", "GB"):
         if size < 1000 or unit == "GB":
-            return f"{size:9.2f} {unit}" if unit != "B " else f"{size:9d} {unit}"
+            return f"{size:9.{0 if unit == 'B ' else 2}f} {unit}"
         size /= 1000

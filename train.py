@@ -1,4 +1,4 @@
-"""Train a GPT in any layout: data x tensor x pipeline parallelism from flags, and the same curve in all of them.
+"""Train a GPT in any layout: data (ZeRO 0 to 3) x tensor x pipeline parallelism from flags, the same curve in all of them.
 
     torchrun --nproc_per_node=8 train.py --dp 2 --tp 2 --pp 2        python train.py --dp 2 --tp 2 --pp 2
     python train.py                                                  python train.py --preset gpt2 --dtype bfloat16
@@ -28,6 +28,7 @@ import ddp
 import harness
 import pipeline
 import tensor_parallel
+import zero
 from harness import Refused
 
 # bfloat16 matrix rate without sparsity, FLOP/s, from the makers' data sheets; where the device is known, so is the MFU
@@ -48,6 +49,13 @@ def flags():
     g.add_argument("--microbatches", **n, help=why)
     why = "size of a gradient bucket: small ones overlap more of backward, large ones send faster"
     g.add_argument("--bucket-mb", type=harness.real(0), default=25, metavar="MB", help=why)
+    why = "what data-parallel ranks split: 1 optimizer states, 2 gradients too, 3 weights too (FSDP); see zero.py"
+    g.add_argument("--zero", type=int, choices=range(4), default=0, help=why)
+    why = "ZeRO 2, 3: reduce gradients once a step, not each micro-batch. Less is sent, all of them are held"
+    g.add_argument("--reduce-once", action="store_true", help=why)
+    why = "ZeRO 3: keep gathered weights from forward until backward. A third less is sent, all of them are held"
+    g.add_argument("--keep", action="store_true", help=why)
+    harness.precision_flags(g)
     g = p.add_argument_group("the loop")
     g.add_argument("--min-lr", type=harness.real(0), metavar="X", help="where the cosine ends (default: lr / 10)")
     g.add_argument("--eval-every", **harness.NATURAL, default=100, help="steps between validations; 0 = only at the end")
@@ -85,6 +93,8 @@ def check(args, config):
         most = 2 * args.pp if args.pp > 1 else 1
         args.microbatches = max(m for m in range(1, most + 1) if m == 1 or rows % m == 0)
     harness.check_batch(args, args.dp)
+    args.param_dtype = args.param_dtype or args.dtype
+    args.reduce_dtype = args.reduce_dtype or args.param_dtype
     if args.min_lr is None:
         args.min_lr = args.lr / 10
     if args.wandb and os.environ.get("WANDB_MODE") not in ("offline", "disabled"):
@@ -126,10 +136,7 @@ def train(run):
     model = pipeline.split(run.meta_model(), args.pp, stage, groups.get("tied", ()))
     if args.tp > 1:
         tensor_parallel.parallelize(model, tp)
-    run.fill(model, take=tensor_parallel.take)
-    parameters = list(model.parameters())
-    gradients = ddp.DDP(parameters, dp, args.microbatches, int(args.bucket_mb * 2**20))
-    optimizer = harness.make_optimizer(parameters, args)
+    sync, optimizer = data_parallel(run, model, dp)
     schedule = pipeline.SCHEDULES[args.schedule](args.pp, args.microbatches)
     describe(run, schedule)
 
@@ -141,7 +148,7 @@ def train(run):
             return model(tokens if x is None else x, targets=targets, count=count, samples=samples)
 
         shape = (*batches[0][0].shape, config.width)
-        return pipeline.play(schedule, forward, shape, run.dtype, run.device, pp, up)
+        return pipeline.play(schedule, forward, shape, harness.DTYPES[args.param_dtype], run.device, pp, up)
 
     def total(losses):
         """The sum of some losses, of which the last stage has all and the others none."""
@@ -150,11 +157,10 @@ def train(run):
 
     with open_log(run) as log:
         for step in run.steps(optimizer):
-            gradients.zero_grad()
+            sync.zero_grad()
             batches = run.microbatches(step, dist.get_rank(dp), args.dp)
             losses = play(schedule, batches, run.count)
-            gradients.finish()
-            pipeline.reduce_tied(parameters)
+            sync.finish()
             run.update(step, model, optimizer, total(losses), over=[dp, pp], split=[tp], dealt=[pp], mfu=mfu(run))
             log(run.history[-1])
             if step + 1 == args.steps or args.eval_every and (step + 1) % args.eval_every == 0:
@@ -164,7 +170,33 @@ def train(run):
                 log({"step": step + 1, "val_loss": loss})
     if args.sample:
         run.print(f"\nsample:\n{generate(run, play, tp, pp)}")
-    return receipt(run, model, schedule, stage)
+    return receipt(run, model, optimizer, schedule, stage)
+
+
+def data_parallel(run, model, dp):
+    """Fill the model, and say who completes its gradients (zero_grad, finish) and who takes the step: plain data parallelism
+    with an optimizer of torch's, or ZeRO, which is both. Every rank draws each parameter whole, and keeps its piece."""
+    args, bucket_bytes = run.args, int(run.args.bucket_mb * 2**20)
+    if args.zero == 0 and args.dtype == args.param_dtype == args.reduce_dtype:
+        parameters = list(run.fill(model, take=tensor_parallel.take).parameters())
+        sync = ddp.DDP(parameters, dp, args.microbatches, bucket_bytes)
+        return sync, harness.make_optimizer(parameters, args)
+    sharded = zero.ZeRO(
+        model,
+        dp,
+        args.zero,
+        lambda pieces: harness.make_optimizer(pieces, args),
+        args.microbatches,
+        bucket_bytes=bucket_bytes,
+        master_dtype=run.dtype,
+        param_dtype=harness.DTYPES[args.param_dtype],
+        reduce_dtype=harness.DTYPES[args.reduce_dtype],
+        reduce_each=not args.reduce_once,
+        reshard=not args.keep,
+        value=run.initial(model, tensor_parallel.take),
+        device=run.device,
+    )
+    return sharded, sharded
 
 
 def describe(run, schedule):
@@ -183,7 +215,7 @@ def mfu(run):
     """A function of tokens/s that gives the part of the devices' peak that the model's own arithmetic uses, where known."""
     name = torch.cuda.get_device_name() if run.device.type == "cuda" else ""
     peak = next((rate for key, rate in PEAK.items() if key in name), None)
-    if peak is None or run.args.dtype != "bfloat16":
+    if peak is None or run.args.param_dtype != "bfloat16":
         return None
     return lambda tokens_per_s: tokens_per_s * run.config.flops_per_token() / (peak * run.world)
 
@@ -241,33 +273,47 @@ def open_log(run):
         yield lambda row: [write(row) for write in places]
 
 
-def receipt(run, model, schedule, stage):
-    args, config, e = run.args, run.config, run.dtype.itemsize
-    last, rows = args.pp - 1, args.batch // args.dp
+def receipt(run, model, optimizer, schedule, stage):
+    args, config, last, rows = run.args, run.config, run.args.pp - 1, run.args.batch // run.args.dp
+    e, reduced, master = (harness.DTYPES[d].itemsize for d in (args.param_dtype, args.reduce_dtype, args.dtype))
     tokens = rows * config.context
     scalar = 8  # loss and squared norm are summed as one float64 each
-    size = tensor_parallel.parameters_held(config, args.tp, len(model.blocks), stage == 0, stage == last) * e
-    sent = {("all_reduce", "dp"): (ddp.bytes_sent(size + scalar, args.dp), "2 (N-1)/N P e")}
+    count = tensor_parallel.parameters_held(config, args.tp, len(model.blocks), stage == 0, stage == last)
+    moments = 2 * (args.optimizer == "adamw") * master
+    notes = []
+    if isinstance(optimizer, zero.ZeRO):
+        count += sum(b.size - sum(p.numel() for p in b.parameters) for b in optimizer.buckets)  # padding
+        copies = (args.param_dtype != args.dtype) * master
+        states = [count * each for each in zero.model_states(args.zero, args.dp, e, reduced, moments + copies)]
+        states[2] -= optimizer.padding() * moments
+        actions = "".join(action.kind for action in schedule[stage])
+        sent = {(operation, "dp"): formula for operation, formula in optimizer.bytes_sent(actions).items()}
+        scalars = ddp.bytes_sent(scalar * (2 if args.zero else 1), args.dp)  # the loss; and the norm, of parts
+        size, text = sent.get(("all_reduce", "dp"), (0, "loss and norm"))
+        sent["all_reduce", "dp"] = (size + scalars, text)
+        notes = [f"ZeRO: gathered weights at the peak {optimizer.gathered_peak:,} bytes"] * (args.zero == 3)
+    else:
+        states = [count * e, count * e, count * moments]
+        sent = {("all_reduce", "dp"): (ddp.bytes_sent(count * e + scalar, args.dp), "2 (N-1)/N P e")}
     layer_bytes = tensor_parallel.bytes_sent(config, args.tp, tokens, e, len(model.blocks), stage == 0, stage == last)
     sent["all_reduce", "tp"] = (layer_bytes + ddp.bytes_sent(scalar, args.tp), "8 r b T C e a block, and both ends")
     sent["send", "down"] = ((stage < last) * tokens * config.width * e, "b T C e a micro-batch")
     sent["send", "up"] = ((stage > 0) * tokens * config.width * e, "b T C e a micro-batch")
     if config.tied and args.pp > 1 and stage in (0, last):
-        part = -(-config.vocab // args.tp) * config.width * e
-        sent["all_reduce", "tied"] = (ddp.bytes_sent(part, 2), "V/t C e, the tied matrix")
-    states = 2 if args.optimizer == "adamw" else 0
+        part = -(-config.vocab // args.tp) * config.width
+        part = -(-part // args.dp) if args.zero else part
+        sent["all_reduce", "tied"] = (ddp.bytes_sent(part * reduced, 2), "V/t C e, the tied matrix")
     flying = pipeline.in_flight(schedule[stage]) * len(model.blocks)
     activations = flying * harness.activation_bytes(config, rows // args.microbatches, e, args.tp)
-    held = {
-        "parameters": (size, "P e, of this rank's blocks and ends"),
-        "gradients": (size, "P e"),
-        "optimizer": (states * size, f"{states} P e"),
-        "activations_peak": (activations, "blocks x micro-batches in flight, without the head"),
-    }
+    texts = [f"P e{' / dp' * (args.zero >= least)}" for least in (3, 2, 1)]
+    held = dict(zip(("parameters", "gradients", "optimizer"), zip(states, texts)))
+    held["activations_peak"] = activations, "blocks x micro-batches in flight, without the head"
     layout = {"dp": args.dp, "tp": args.tp, "pp": args.pp}
     if args.pp > 1:
         layout |= {"schedule": args.schedule, "microbatches": args.microbatches}
-    return run.receipt(layout, sent, held)
+    if args.zero:
+        layout |= {"zero": args.zero}
+    return run.receipt(layout, sent, held, notes)
 
 
 if __name__ == "__main__":

@@ -450,21 +450,25 @@ class ZeRO:
         return sum(bucket.length - sum(piece.numel() for piece in bucket.pieces) for bucket in self.trained)
 
     def bytes_sent(self, actions="FB"):
-        """{operation: bytes this rank sends a step}, by the paper (section 7), for its forwards and backwards in a row as
-        text, "FBFB" for two micro-batches one after the other. Sums over groups other than ZeRO's are not in it."""
+        """{operation: (bytes this rank sends a step, formula as text)}, by the paper (section 7), for its forwards and
+        backwards in a row as text, "FBFB" for two micro-batches one after the other. Sums over other groups are not in it."""
         r = 1 - 1 / dist.get_world_size(self.group)
         gradients = sum(b.size * b.reduce_dtype.itemsize for b in self.trained)
         weights = sum(b.flat.nbytes for b in (self.trained if self.stage < 3 else self.buckets))
         if self.stage == 0:
-            return {"all_reduce": 2 * r * gradients}
-        if self.stage == 3 and not self.reshard:
-            weights *= actions.count("B")
+            return {"all_reduce": (2 * r * gradients, "2 r P e")}
+        gathers = "r P e"
+        if self.stage == 3 and (not self.reshard or len(self.units) == 1 and not self.rest):
+            gathers += " a micro-batch"
+            weights *= actions.count("B")  # a lone unit is kept too: it is always the last
         elif self.stage == 3:  # each use of a unit gathers it, but for the last one's backward right after its forward
+            gathers += " a forward and a backward"
             units = [unit.bytes() for unit in self.units]
             rest = self.rest.bytes() if self.rest else 0
             weights = len(actions) * (sum(units) + rest) - actions.count("FB") * sum(units[-1:])
-        scatter = "all_to_all" if self.reduce_scatter is DirectReduceScatter else "reduce_scatter"
-        return {scatter: r * gradients * (actions.count("B") if self.reduce_each else 1), "all_gather": r * weights}
+        name = "all_to_all" if self.reduce_scatter is DirectReduceScatter else "reduce_scatter"
+        times, text = (actions.count("B"), "r P e a micro-batch") if self.reduce_each else (1, "r P e")
+        return {name: (r * gradients * times, text), "all_gather": (r * weights, gathers)}
 
     @property
     def param_groups(self):
@@ -551,10 +555,6 @@ def model_states(stage, n, weights=2, gradients=2, states=12):
 
 # --- demo ---
 
-import types
-
-from torch.utils._python_dispatch import _disable_current_modes
-
 import harness
 import model as gpt
 
@@ -563,10 +563,7 @@ def flags():
     parser = harness.parser(__doc__)
     g = parser.add_argument_group("ZeRO")
     g.add_argument("--stage", type=int, choices=range(4), default=3, help="what is split: see above")
-    why = "of weights, gradients and activations; the optimizer's copy stays in --dtype (default: --dtype)"
-    g.add_argument("--param-dtype", choices=list(harness.DTYPES), help=why)
-    why = "in which gradients are added up over ranks and micro-batches (default: --param-dtype)"
-    g.add_argument("--reduce-dtype", choices=list(harness.DTYPES), help=why)
+    harness.precision_flags(g)
     g.add_argument("--reduce-once", action="store_true", help="a reduce-scatter a step: less is sent, all gradients are held")
     g.add_argument("--keep", action="store_true", help="stage 3: keep weights from forward until backward")
     g.add_argument("--offload", action="store_true", help="master weights and optimizer states in the host's memory")
@@ -587,11 +584,6 @@ def demo(run):
     args, group, n = run.args, dist.group.WORLD, run.world
     run.groups(dp=group)
     model = run.meta_model()
-    names = {p: name for name, p in model.named()}
-
-    def value(p):  # the initial weights of one parameter: no rank ever has more than one whole
-        return gpt.draw(names[p], p.shape, p.init, args.seed).to(run.device, run.dtype)
-
     weights = harness.DTYPES[args.param_dtype or args.dtype]
     gradients = harness.DTYPES[args.reduce_dtype or args.param_dtype or args.dtype]
     zero = ZeRO(
@@ -607,7 +599,7 @@ def demo(run):
         reduce_each=not args.reduce_once,
         reshard=not args.keep,
         offload=args.offload,
-        value=value,
+        value=run.initial(model),
         device=run.device,
     )
     for step in run.steps(zero):
@@ -618,25 +610,11 @@ def demo(run):
             part.backward()
             loss += part.detach()
         zero.finish()
-        dist.all_reduce(loss, group=group)
-        norm = zero.grad_norm()
-        if step + 1 == run.proven:
-            with _disable_current_modes():  # what the proof sends is not the step's
-                run.gradients = {name: p.grad for name, p in zero.whole(model.named())}
-            run.compared = types.SimpleNamespace(named=lambda: zero.whole(model.named())), True
-        zero.clip(norm, args.grad_clip)
-        zero.step()
-        run.watching.close()  # the ledger: the new weights have been sent
-        run.log(step, loss.item(), norm.item(), zero.param_groups[0]["lr"])
+        run.update(step, model, zero, loss, over=[group])
 
-    once, scalar = "" if args.stage >= 2 and not args.reduce_once else " once", 8
-    texts = {"all_reduce": "2 r P e", "all_gather": "r P e", "all_to_all": f"r P e{once or ' a micro-batch'}"}
-    if args.stage == 3:
-        texts["all_gather"] = "r P e, forward and backward, a micro-batch" if not args.keep else "r P e a micro-batch"
-    sent = {("all_reduce", "dp"): ((2 if args.stage else 1) * 2 * (n - 1) / n * scalar, "the loss, the norm: 8 bytes each")}
-    for operation, size in zero.bytes_sent("FB" * args.microbatches).items():
-        before = sent.get((operation, "dp"), (0, ""))[0]
-        sent[operation, "dp"] = size + before, texts.get(operation, texts["all_to_all"])
+    sent = {(operation, "dp"): formula for operation, formula in zero.bytes_sent("FB" * args.microbatches).items()}
+    size, text = sent.get(("all_reduce", "dp"), (0, "loss and norm, 8 bytes each"))
+    sent["all_reduce", "dp"] = size + (2 if args.stage else 1) * 2 * (n - 1) / n * 8, text
     elements = sum(bucket.size for bucket in zero.buckets)
     moments, master = 2 * (args.optimizer == "adamw"), weights != run.dtype or args.offload
     sizes = weights.itemsize, gradients.itemsize, (moments + master) * run.dtype.itemsize
@@ -659,9 +637,8 @@ def fit(memory=80e9, ranks=64):
     """For each stage the largest GPT whose model states fit, and one step of one rank with it: every operation, no memory."""
     print(f"{memory / 1e9:.0f} GB a rank, {ranks} ranks, bf16 with Adam in fp32; a step of one sequence of 1024 tokens, blocks")
     print("recomputed. GB: model states by the formula and as held; gathered weights and other memory, each at its peak")
-    print(
-        f"  {'stage':6s}{'bytes/P':>9s}{'largest P':>12s}   {'GPT of':24s}{'P':>9s}{'formula':>9s}{'held':>8s}{'gathered':>10s}{'other':>8s}"
-    )
+    print(f"  {'stage':6s}{'bytes/P':>9s}{'largest P':>12s}   {'GPT of':24s}{'P':>9s}", end="")
+    print(f"{'formula':>9s}{'held':>8s}{'gathered':>10s}{'other':>8s}")
     for stage, width in enumerate((2816, 4608, 5376, 16640)):
         each = sum(model_states(stage, ranks))
         layers, sizes = 1, dict(width=width, heads=width // 128, context=1024, vocab=50257)

@@ -11,6 +11,7 @@ import model as gpt
 import pipeline
 import tensor_parallel
 import train
+import zero
 
 # 5 layers do not divide by 2, 3 or 4 stages; 257 tokens not by 2 or 4; a clip of 0.1 always binds
 BASE = "--layers 5 --heads 4 --width 32 --context 16 --batch 12 --steps 3 --dtype float64 --grad-clip 0.1 --lr 0.01"
@@ -43,6 +44,20 @@ LAYOUTS = [
     ("sgd", "--tp 2 --pp 4 --microbatches 6"),
     ("llama", "--dp 2 --tp 4 --microbatches 2"),
     ("sgd", "--dp 4 --pp 2 --microbatches 3 --schedule gpipe"),
+    ("dropout", "--dp 3 --zero 1 --microbatches 2"),
+    ("sgd", "--dp 4 --zero 2 --microbatches 3 --bucket-mb 0.01"),
+    ("llama", "--dp 3 --zero 3 --microbatches 2"),
+    ("grouped", "--dp 2 --tp 2 --zero 1 --microbatches 2 --bucket-mb 0.01"),
+    ("gpt2", "--dp 2 --tp 2 --zero 2 --microbatches 2 --reduce-once"),
+    ("sgd", "--dp 2 --tp 2 --zero 3 --microbatches 3"),
+    ("gpt2", "--dp 3 --pp 2 --zero 1 --microbatches 4"),
+    ("sgd", "--dp 2 --pp 3 --zero 2 --microbatches 3"),
+    ("dropout", "--dp 2 --pp 3 --zero 3 --microbatches 6"),
+    ("llama", "--dp 2 --pp 2 --zero 3 --microbatches 2 --keep --schedule gpipe"),
+    ("gpt2", "--dp 2 --tp 2 --pp 2 --zero 1"),
+    ("sgd", "--dp 2 --tp 2 --pp 2 --zero 2 --microbatches 3"),
+    ("gpt2", "--dp 2 --tp 2 --pp 2 --zero 3 --microbatches 6"),
+    ("gpt2", "--zero 3"),
 ]
 
 
@@ -142,6 +157,17 @@ def gradients_not_summed():
     ddp.DDP._start_full_buckets = lambda self, rest=False: None
 
 
+def zero_sums_twice():
+    finish = zero.ZeRO.finish
+
+    def wrong(self):
+        finish(self)
+        for bucket in self.trained:
+            bucket.gradient *= dist.get_world_size(self.group)
+
+    zero.ZeRO.finish = wrong
+
+
 def norm_counts_copies():
     def wrong(parameters, split=(), dealt=()):
         total = sum(p.grad.double().square().sum() for p in parameters)
@@ -196,7 +222,10 @@ def no_f():
 
 
 def tied_gradients_never_meet():
-    pipeline.reduce_tied = lambda parameters: None
+    forget = lambda self: [setattr(bucket, "partial", []) for bucket in self.buckets]  # noqa: E731
+    for kind in (ddp.DDP, zero.ZeRO):
+        finish = kind.finish
+        kind.finish = lambda self, finish=finish: (forget(self), finish(self))
 
 
 def all_shards_equal():
@@ -240,6 +269,9 @@ def one_seed_for_all_samples():
         (bias_on_every_rank, "sgd", "--tp 2"),
         (no_f, "sgd", "--tp 2"),
         (tied_gradients_never_meet, "sgd", "--pp 3"),
+        (tied_gradients_never_meet, "sgd", "--pp 3 --zero 2"),
+        (zero_sums_twice, "sgd", "--dp 2 --zero 2"),
+        (zero_sums_twice, "gpt2", "--dp 2 --zero 3"),
         (all_shards_equal, "sgd", "--tp 2"),
         (loss_is_a_mean_of_means, "sgd", "--dp 2 --microbatches 2"),
         (one_seed_for_all_samples, "dropout", "--dp 2"),

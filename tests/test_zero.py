@@ -51,11 +51,16 @@ def train_parallel(rank, config, kind, stage, accumulate, world, steps=3, prepar
     return losses, grads, {name: p.detach() for name, p in sharded.whole(model.named())}
 
 
+@functools.cache
+def alone(config, kind):
+    return train(CONFIGS[config], kind)
+
+
 @pytest.mark.parametrize("kind", ["sgd", "adamw"])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_equals_one_process(ranks, stage, kind):
     for config in ("gpt2", "llama", "dropout"):
-        reference = train(CONFIGS[config], kind)
+        reference = alone(config, kind)
         for world, accumulate in ((3, 2), (4, 3)):
             for ours in ranks(world, train_parallel, CONFIGS[config], kind, stage, accumulate, world):
                 assert_equal(ours, reference)
@@ -91,7 +96,7 @@ def test_options_change_nothing(ranks, stage, options):
         return train_parallel(rank, CONFIGS["gpt2"], "adamw", stage, 3, 2, **given)
 
     for ours in ranks(2, work):
-        assert_equal(ours, train(CONFIGS["gpt2"], "adamw"))
+        assert_equal(ours, alone("gpt2", "adamw"))
 
 
 def recompute_inside(model):
@@ -146,7 +151,7 @@ def test_activation_checkpointing(ranks, blocks):
         return losses, {plain(n): g for n, g in grads.items()}, {plain(n): w for n, w in weights.items()}
 
     for ours in ranks(2, work):
-        assert_equal(ours, train(CONFIGS["dropout"], "sgd"))
+        assert_equal(ours, alone("dropout", "sgd"))
 
 
 def test_equals_pytorch(ranks):
@@ -427,7 +432,7 @@ def counted(rank, stage, direct, accumulate=2, dtype=torch.float32, **options):
             model(tokens, targets=targets, count=count).backward()
         sharded.finish()
         sharded.step()
-    return {op: row[2] for (op, _), row in ledger.sent.items()}, sizes, sharded.bytes_sent("FB" * accumulate)
+    return {op: row[2] for (op, _), row in ledger.sent.items()}, sizes, {op: size for op, (size, _) in sharded.bytes_sent("FB" * accumulate).items()}
 
 
 @pytest.mark.parametrize("world, dtype, reduce_dtype", [(2, torch.float32, None), (4, torch.bfloat16, torch.float32)])
