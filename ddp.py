@@ -81,7 +81,8 @@ class DDP:
     passes a step. With `overlap` a bucket is reduced as soon as it is full, else all of them in finish().
     `all_reduce(tensor, group=..., async_op=True)` returns a work handle; any implementation will do.
     A parameter may be partial over further groups (`parameter.placement`, as tensor_parallel.shard writes it; a matrix tied
-    across pipeline stages): finish() sums its gradient over them too. After finish(), `early` is the number of buckets whose all-reduce had started before backward was over.
+    across pipeline stages): finish() sums its gradient over them too.
+    After finish(), `early` is the number of buckets whose all-reduce had started before backward was over.
     Raises RuntimeError for more backward passes than `microbatches`, and where something else has replaced p.grad.
     """
 

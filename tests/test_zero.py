@@ -432,7 +432,8 @@ def counted(rank, stage, direct, accumulate=2, dtype=torch.float32, **options):
             model(tokens, targets=targets, count=count).backward()
         sharded.finish()
         sharded.step()
-    return {op: row[2] for (op, _), row in ledger.sent.items()}, sizes, {op: size for op, (size, _) in sharded.bytes_sent("FB" * accumulate).items()}
+    formulas = {op: size for op, (size, _) in sharded.bytes_sent("FB" * accumulate).items()}
+    return {op: row[2] for (op, _), row in ledger.sent.items()}, sizes, formulas
 
 
 @pytest.mark.parametrize("world, dtype, reduce_dtype", [(2, torch.float32, None), (4, torch.bfloat16, torch.float32)])
