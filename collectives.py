@@ -615,9 +615,7 @@ def predict(n, size, link, inside=None, node=None):
 
 import argparse
 import functools
-import importlib.util
 import math
-import os
 import statistics
 import sys
 import time
@@ -637,7 +635,7 @@ def main():
     p.add_argument("--size", type=quantity(SIZE, "25MB"), default="1MB", metavar="BYTES", help=why)
     why = "ranks a node in hierarchical (default: their largest divisor up to their root)"
     p.add_argument("--node", **harness.POSITIVE, help=why)
-    p.add_argument("--plot", metavar="NAME", help="draw time against size: NAME.png and NAME.svg (needs matplotlib)")
+    harness.plot_flag(p, "draw time against size")
     p.add_argument("--ranks", **harness.POSITIVE, help="run nothing, predict the times on N ranks, by the links below")
     for where, alpha, beta in (("", "5us", "50GB/s"), ("inside-", "2us", "300GB/s")):
         of = f"of a link {'inside a node' if where else 'between nodes'} (default: %(default)s)"
@@ -650,10 +648,7 @@ def main():
     p.add_argument("--json", metavar="FILE", help="write what was measured as JSON")
     p.add_argument("--quiet", action="store_true", help="print nothing but errors")
     args = p.parse_args()
-    if args.plot and not importlib.util.find_spec("matplotlib"):
-        raise harness.Refused("--plot needs matplotlib: pip install matplotlib, or read the table")
-    if args.plot and not os.path.isdir(os.path.dirname(args.plot) or "."):
-        raise harness.Refused(f"--plot {args.plot}: there is no such folder")
+    harness.check_plot(args)
 
     def check(world):
         if args.plot and world == 1:
@@ -863,11 +858,7 @@ def curve(run, ways, node, say):
 
 def plot(name, result):
     """Time against size: measured (dots), by the model (lines), and where the model's two terms are equal (ticks)."""
-    import matplotlib
-
-    matplotlib.use("agg")
-    import matplotlib.pyplot as plt
-
+    plt = harness.pyplot()
     figure, axes = plt.subplots(figsize=(8, 5))
     rows, colors = result["curve"], plt.rcParams["axes.prop_cycle"].by_key()["color"]
     sizes = [row["bytes"] for row in rows]
@@ -880,8 +871,7 @@ def plot(name, result):
     title = f"all-reduce on {result['world_size']} ranks: measured (dots), alpha-beta model (lines)"
     axes.set_title(title + "\nticks: left of them latency-bound, right of them bandwidth-bound", fontsize=10)
     axes.legend(frameon=False)
-    for kind in ("png", "svg"):
-        figure.savefig(f"{name}.{kind}", dpi=150, bbox_inches="tight")
+    harness.save(figure, name)
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ import contextlib
 import ctypes
 import datetime
 import hashlib
+import importlib.util
 import json
 import math
 import os
@@ -439,6 +440,32 @@ def learning_rate(step, args):
     return low + (args.lr - low) * 0.5 * (1 + math.cos(math.pi * progress))
 
 
+def plot_flag(group, what):
+    group.add_argument("--plot", metavar="NAME", help=f"{what}: NAME.png and NAME.svg (needs matplotlib)")
+
+
+def check_plot(args):
+    if args.plot and not importlib.util.find_spec("matplotlib"):
+        raise Refused("--plot needs matplotlib: pip install matplotlib, or leave --plot out")
+    if args.plot and not os.path.isdir(os.path.dirname(args.plot) or "."):
+        raise Refused(f"--plot {args.plot}: there is no such folder")
+
+
+def pyplot():
+    """matplotlib.pyplot, drawing to files only. Imported when needed: nobody else has to have it."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    import matplotlib.pyplot
+
+    return matplotlib.pyplot
+
+
+def save(figure, name):
+    for kind in ("png", "svg"):
+        figure.savefig(f"{name}.{kind}", dpi=150, bbox_inches="tight")
+
+
 def precision_flags(group):
     """--param-dtype and --reduce-dtype, for scripts with mixed precision."""
     why = "of weights, gradients and activations; the optimizer's copy of the weights stays in --dtype (default: --dtype)"
@@ -541,7 +568,7 @@ def storage_bytes(tensors):
 class Ledger(TorchDispatchMode):
     """While it is on (`with ledger:`), counts every c10d operation by group, and the bytes of memory alive.
 
-    groups: {name: process group} to report by. `sent` is {(operation, group name): [calls, payload bytes, wire bytes]},
+    groups: {name: process group, or a list of them} to report by. `sent` is {(operation, group name): [calls, payload bytes, wire bytes]},
     `peak` the most bytes that were alive at a time beyond `known`, the tensors that outlive a step. It sits at the
     dispatcher, below everything that calls torch: the code it watches does not know of it.
     """
@@ -549,9 +576,10 @@ class Ledger(TorchDispatchMode):
     def __init__(self, groups):
         super().__init__()
         self.names = {}
-        for name, group in groups.items():
-            if isinstance(group, dist.ProcessGroup):  # new_group gives non-members something else
-                self.names.setdefault(group.group_name, name)
+        for name, members in groups.items():
+            for group in members if isinstance(members, list) else [members]:
+                if isinstance(group, dist.ProcessGroup):  # new_group gives non-members something else
+                    self.names.setdefault(group.group_name, name)
         self.sent, self.live, self.bytes, self.peak, self.known = {}, {}, 0, 0, set()
 
     def watch(self, known):

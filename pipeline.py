@@ -6,140 +6,471 @@ Backward is the chain rule, cut at the boundary: a stage's input x is a leaf of 
 the gradient that the next stage sends leaves dL/dx in x.grad, to be sent to the stage before. The gradients of micro-batches
 add up, because each loss is divided by the token count of the whole batch.
 
-    GPipe, 4 stages, 4 micro-batches (digits: forward, [digits]: backward, twice as long; each row is a stage)
+    1F1B, 4 stages, 8 micro-batches (a row a rank; digits: forward, [digits]: backward, twice as long; dots: the bubble)
 
-        0 1 2 3 . . . . . . . . .[0 ][1 ][2 ][3 ]
-        . 0 1 2 3 . . . . . .[0 ][1 ][2 ][3 ]. .
+        0 1 2 3 . . . . . .[0 ]4[1 ]5[2 ]6[3 ]7[4 ] .[5 ] .[6 ] .[7 ]
+        . 0 1 2 . . . .[0 ]3[1 ]4[2 ]5[3 ]6[4 ]7[5 ] .[6 ] .[7 ]
         ...
 
-A schedule is data: for each rank the list of its actions, `[[Action("F", 0), Action("F", 1), ...], ...]`. A pure function
-makes it, one executor (`play`) plays any of them, and the same lists give the picture, the bubble and the number of
-micro-batches in flight (`simulate`, `timeline`).
+A schedule is data: for each rank the list of its actions. An action names its micro-batch and its stage, so the lists also
+say which rank holds which stage. A pure function makes them, one executor (`play`) plays any of them, `check` proves them
+sound, and the same lists give the picture, the bubble and the activations held (`simulate`, `timeline`).
 
-    naive   forward and backward of one micro-batch after the other: one stage works at a time, utilisation 1/p
-    gpipe   all forwards, then all backwards: m micro-batches in flight (Huang et al. 2018, arXiv:1811.06965)
-    1f1b    backward as early as possible, one forward one backward in the steady state: at most p - rank micro-batches in
-            flight, the same bubble (PipeDream-flush: Narayanan et al. 2021, arXiv:2006.09503 and 2104.04473, section 2.2)
+    name         stages a rank   bubble of a rank, F = I = W = 1            held at most, in activations of a whole rank
+    naive        1               (p-1) m 3                                  1
+    gpipe        1               (p-1) 3                                    m
+    1f1b         1               (p-1) 3                                    p
+    interleaved  v, in rounds    (p-1) 3 / v                                p + (p-1)/v
+    zb-h1        1               (p-1) (F + I - W) = p-1                    p
+    zb-h2        1               (p-1) (F + I - 2 W) = 0                    2 p - 1
+    zb-v         2, in a V       0                                          p
+    dualpipev    2, in a V       (p-1) / 2                                  p + 1/2
 
-What it costs: stages wait for each other while the pipeline fills and drains, the bubble: (p-1)/(m+p-1) of the time for
-gpipe and 1f1b, a fifth with m = 4 p. Sent per boundary, direction and micro-batch: b T C e bytes, point to point: little, so
-it suits the slowest links; and once a step the gradient of a tied matrix, between the two ends. Held: 1/p of the layers, with
-the activations of the micro-batches in flight: m for gpipe; for 1f1b p on the first stage, so about those of one micro-batch
-of the whole model. Where the batch does not give m of at least 2 p or 3 p, the bubble makes this the wrong choice.
+A rank's bubble is the time it waits between its first and its last action, beside m (F + I + W) of work; F, I, W: forward,
+gradient of the input, gradient of the weights, of all that a rank holds. The zero-bubble schedules split backward: what
+another stage waits for, the input's gradient, comes at once, and the weights' gradients fill the gaps. In a V the second half
+of the stages runs back over the ranks, so the first rank holds both the first and the last stage, and each rank holds as much.
 
-Sends never block (each is kept until done), receives are posted one action ahead, and the two directions have a group each:
-on nccl the messages of one pair of ranks in one group stand in one queue, where a gradient could wait for an activation that
-waits for that gradient. On gloo both may be the same group.
+What is deferred, exactly: the weight of each F.linear, whoever calls it (`Deferred`). Biases, norms and embeddings are a
+sliver of the work and come with the input's gradient. Nothing is computed twice: what is kept is a linear layer's input and
+its output's gradient. Each weight's gradient is accumulated once a micro-batch, when it is complete: hooks on it (DDP, ZeRO)
+fire then.
 
-    torchrun --nproc_per_node=4 pipeline.py                 python pipeline.py --schedule gpipe --microbatches 8
+What it costs, beside the bubble: sent per boundary, direction and micro-batch b T C e bytes, point to point: little, so it
+suits the slowest links; v times that with v stages a rank; and once a step the gradient of a tied matrix, between the two
+ends. Held: 1/p of the layers, and the activations above. Where the batch does not give m of at least 2 p, the bubble makes
+this the wrong choice.
+
+Sends never block (each is kept until done). Activations and gradients have a queue each, for each direction between two
+ranks, and of each queue one receive is posted ahead: at most four buffers. On nccl a queue must be a group of its own: the
+messages of one pair of ranks in one group stand in line, and a gradient could wait for an activation that waits for it.
+
+Huang et al. 2018, GPipe, arXiv:1811.06965; Narayanan et al. 2021, PipeDream-flush and Megatron-LM (1F1B, interleaved, section
+2.2), arXiv:2006.09503 and 2104.04473; Qi et al. 2023, zero bubble (H1, H2, section 2), arXiv:2401.10241; Qi et al. 2024,
+controllable memory (ZB-V), arXiv:2405.15362; DeepSeek-AI 2025, DualPipe and its "cut-in-half" DualPipeV, arXiv:2412.19437.
+
+    torchrun --nproc_per_node=4 pipeline.py                 python pipeline.py --schedule zb-v --plot zbv.png --trace zbv.json
+    python pipeline.py --compare                            all schedules beside their formulas, without any rank
 """
 
+import contextlib
+import time
+from collections import deque
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+import torch.nn as nn
+import torch.nn.functional as F
+from torch.overrides import TorchFunctionMode
+
+# --- schedules
 
 
 class Action(NamedTuple):
-    """One step of a rank: kind "F" (forward) or "B" (backward) of a micro-batch."""
+    """One step of a rank, for one micro-batch and one of its stages: kind "F" forward; "B" backward; or backward in two
+    parts, "I" the gradient of the stage's input and "W" those of its weights."""
 
     kind: str
     microbatch: int
+    stage: int
 
 
-def naive(stages, microbatches):
+class Tape:
+    """Writes a rank's list. Each call takes the next micro-batch of that kind and stage."""
+
+    def __init__(self):
+        self.actions, self.counts = [], {}
+
+    def add(self, kind, stage):
+        microbatch = self.counts[kind, stage] = self.counts.get((kind, stage), -1) + 1
+        self.actions.append(Action(kind, microbatch, stage))
+
+    def done(self, kind, stage):
+        return self.counts.get((kind, stage), -1) + 1
+
+
+def naive(ranks, microbatches, chunks=1):
     """One micro-batch at a time through all stages and back: what everything else improves on."""
-    return [[Action(kind, m) for m in range(microbatches) for kind in "FB"] for _ in range(stages)]
+    return [[Action(kind, m, rank) for m in range(microbatches) for kind in "FB"] for rank in range(ranks)]
 
 
-def gpipe(stages, microbatches):
+def gpipe(ranks, microbatches, chunks=1):
     """All forwards, then all backwards."""
-    return [[Action(kind, m) for kind in "FB" for m in range(microbatches)] for _ in range(stages)]
+    return [[Action(kind, m, rank) for kind in "FB" for m in range(microbatches)] for rank in range(ranks)]
 
 
-def one_f_one_b(stages, microbatches):
-    """Rank r does p - 1 - r forwards to fill the pipeline, then one forward and one backward in turn, then the rest."""
+def one_f_one_b(ranks, microbatches, chunks=1):
+    """Rank r does p - 1 - r forwards to fill the pipeline, then one forward and one backward in turn, then the rest. It is
+    the interleaved schedule of one stage a rank, for any number of micro-batches."""
     schedule = []
-    for rank in range(stages):
-        ahead = min(stages - 1 - rank, microbatches)
-        forwards = [Action("F", m) for m in range(microbatches)]
-        backwards = [Action("B", m) for m in range(microbatches)]
+    for rank in range(ranks):
+        ahead = min(ranks - 1 - rank, microbatches)
+        forwards = [Action("F", m, rank) for m in range(microbatches)]
+        backwards = [Action("B", m, rank) for m in range(microbatches)]
         steady = [a for pair in zip(forwards[ahead:], backwards) for a in pair]
         schedule.append(forwards[:ahead] + steady + backwards[microbatches - ahead :])
     return schedule
 
 
-SCHEDULES = {"naive": naive, "gpipe": gpipe, "1f1b": one_f_one_b}
+def interleaved(ranks, microbatches, chunks=2):
+    """Rank r holds the stages r, p + r, 2 p + r, ... The micro-batches pass in groups of p: a group goes through the rank's
+    first stage, then its second, ...; backward alike from the last. Enough forwards ahead to reach the last stage and back."""
+    if microbatches % ranks:
+        raise ValueError(f"interleaved needs a multiple of {ranks} micro-batches, as many as ranks, not {microbatches}")
+    schedule, total = [], microbatches * chunks
+    for rank in range(ranks):
+
+        def nth(kind, i):
+            group, chunk, place = i // (ranks * chunks), i // ranks % chunks, i % ranks
+            chunk = chunk if kind == "F" else chunks - 1 - chunk
+            return Action(kind, group * ranks + place, chunk * ranks + rank)
+
+        ahead = min(2 * (ranks - 1 - rank) + (chunks - 1) * ranks, total)
+        actions = [nth("F", i) for i in range(ahead)]
+        for i in range(total):
+            actions += [nth("F", ahead + i)] if ahead + i < total else []
+            actions += [nth("B", i)]
+        schedule.append(actions)
+    return schedule
 
 
-def forward_only(stages, microbatches):
-    """For evaluation and sampling."""
-    return [[Action("F", m) for m in range(microbatches)] for _ in range(stages)]
+def zb_h1(ranks, microbatches, chunks=1, reach=1):
+    """1F1B with backward in two parts. Rank r has r forwards less in flight than the first, so it may put off r weight
+    gradients for as much memory: they fill its gaps while the pipeline drains."""
+    schedule = []
+    for rank in range(ranks):
+        ahead, tape = reach * (ranks - 1 - rank), Tape()
+        for _ in range(min(ahead, microbatches)):
+            tape.add("F", rank)
+        for i in range(microbatches):
+            if ahead + i < microbatches:
+                tape.add("F", rank)
+            tape.add("I", rank)
+            if i >= reach * rank:
+                tape.add("W", rank)
+        while tape.done("W", rank) < microbatches:
+            tape.add("W", rank)
+        schedule.append(tape.actions)
+    return schedule
 
 
-def play(schedule, forward, shape, dtype, device, down, up):
-    """Play this rank's part of a schedule; the rank's place in group `down` is its stage. Messages are matched by their
-    order: neighbours must have their forwards, and their backwards, in the same order (`simulate` checks that).
+def zb_h2(ranks, microbatches, chunks=1):
+    """The same with twice as many forwards ahead, and twice as many weight gradients put off: the gap before the first
+    backward is filled too."""
+    return zb_h1(ranks, microbatches, reach=2)
 
-    forward(microbatch, x): runs the stage on x, the activations of the stage before (`shape`, `dtype`), or None on the first
-        stage, which has the micro-batch's input itself; returns activations, or on the last stage the loss (or anything, in
-        a schedule without backward).
-    down, up: process groups of the pipeline's ranks; activations go by the one, gradients by the other.
+
+def zb_v(ranks, microbatches, chunks=2):
+    """Rank r holds stages r and 2 p - 1 - r. A stable phase of F I W for each of the two in turn; before it forwards until
+    the V's far end has come back, after it the input gradients first, and the weights' where a rank would wait."""
+    schedule = []
+    for rank in range(ranks):
+        near, far, tape = rank, 2 * ranks - 1 - rank, Tape()
+        whole = max(microbatches, 2 * ranks - 1)  # fewer fill the same pattern, with holes
+
+        def add(kinds, stage):
+            for kind in kinds:
+                tape.add(kind, stage)
+
+        add("F" * (2 * (ranks - rank) - 1), near)
+        for _ in range(rank):
+            add("F", far), add("F", near)
+        for _ in range(ranks - rank):
+            add("FIW", far)
+        while tape.done("F", far) < whole:
+            add("F" if tape.done("F", near) < whole else "", near)
+            add("IW", near), add("FIW", far)
+        for _ in range(rank):
+            add("I", near), add("I", far)
+        for _ in range(ranks - rank):
+            add("IW", near)
+        for stage in (far, near):
+            add("W" * (whole - tape.done("W", stage)), stage)
+        schedule.append([action for action in tape.actions if action.microbatch < microbatches])
+    return schedule
+
+
+def dualpipev(ranks, microbatches, chunks=2):
+    """DualPipe folded at its middle: stages as in zb_v, and in the main phase a forward of one beside a backward of the other
+    (DeepSeek overlaps their messages; here they take turns). Weight gradients are put off only while it fills and drains.
+    The numbers are those of DeepSeek's own steps."""
+    if microbatches < 2 * ranks:
+        raise ValueError(f"dualpipev needs at least {2 * ranks} micro-batches, twice as many as ranks, not {microbatches}")
+    schedule = []
+    for rank in range(ranks):
+        near, far, tape, owed = rank, 2 * ranks - 1 - rank, Tape(), deque()
+        rest = ranks - rank - 1
+
+        def backward(stage, whole=True):
+            tape.add("B", stage)
+            if not whole:  # the same counter: a stage's backwards come in order, whole or in part
+                owed.append(tape.actions[-1]._replace(kind="W"))
+                tape.actions[-1] = tape.actions[-1]._replace(kind="I")
+
+        def weights():
+            tape.actions.append(owed.popleft())
+
+        for _ in range(2 * rest):  # 1
+            tape.add("F", near)
+        for _ in range(rank + 1):  # 2
+            tape.add("F", near), tape.add("F", far)
+        for _ in range(rest):  # 3
+            backward(far, whole=False), weights(), tape.add("F", far)
+        for _ in range(microbatches - 2 * ranks + rank + 1):  # 4
+            tape.add("F", near), backward(far), tape.add("F", far), backward(near)
+        for _ in range(rest):  # 5
+            backward(far), tape.add("F", far), backward(near)
+        for i in range(2 * (rank + 1)):  # 6: the second half in two parts
+            backward(near if i % 2 else far, whole=i < rank + 1)
+        for _ in range(rest):  # 7
+            weights(), backward(near, whole=False)
+        while owed:  # 8
+            weights()
+        schedule.append(tape.actions)
+    return schedule
+
+
+SCHEDULES = {
+    "naive": naive,
+    "gpipe": gpipe,
+    "1f1b": one_f_one_b,
+    "interleaved": interleaved,
+    "zb-h1": zb_h1,
+    "zb-h2": zb_h2,
+    "zb-v": zb_v,
+    "dualpipev": dualpipev,
+}
+CHUNKS = {"interleaved": 2, "zb-v": 2, "dualpipev": 2}  # stages a rank, where it is not one; others are interleaved's choice
+
+
+def make(name, ranks, microbatches, chunks=None):
+    """The schedule of that name: for each rank the list of its actions. `chunks`: stages a rank, for interleaved.
+    Raises ValueError, in one sentence, where the schedule does not exist for these numbers."""
+    fixed = CHUNKS.get(name, 1)
+    chunks = chunks or fixed
+    if chunks != fixed and name != "interleaved":
+        raise ValueError(f"{name} has {fixed} stage{'s' * (fixed > 1)} a rank, not {chunks}: leave out --chunks")
+    return SCHEDULES[name](ranks, microbatches, chunks)
+
+
+def owners(schedule):
+    """Which rank holds each stage: {stage: rank}."""
+    return {action.stage: rank for rank, actions in enumerate(schedule) for action in actions}
+
+
+def forward_only(schedule, microbatches=None):
+    """The forwards of a schedule, of the first so many micro-batches: for evaluation and sampling."""
+    limit = float("inf") if microbatches is None else microbatches
+    return [[a for a in actions if a.kind == "F" and a.microbatch < limit] for actions in schedule]
+
+
+def message(action):
+    """The name of what a forward or backward takes from a neighbour: a whole backward and its first part take the same."""
+    return action._replace(kind="F" if action.kind == "F" else "B")
+
+
+def sender(action, last):
+    """The stage that an action's input comes from, or None. last: the last stage."""
+    if action.kind == "W" or action.stage == (0 if action.kind == "F" else last):
+        return None
+    return action.stage + (-1 if action.kind == "F" else 1)
+
+
+def receiver(action, last):
+    """The stage that an action's result goes to, or None."""
+    if action.kind == "W" or action.stage == (last if action.kind == "F" else 0):
+        return None
+    return action.stage + (1 if action.kind == "F" else -1)
+
+
+def needs(action, last):
+    """What must be done before an action: of its own stage and micro-batch, and of the sender's."""
+    of_neighbour = [message(action)._replace(stage=stage) for stage in [sender(action, last)] if stage is not None]
+    own = {"F": [], "W": ["B"]}.get(action.kind, ["F"])
+    return [action._replace(kind=kind) for kind in own] + of_neighbour
+
+
+# --- the split backward
+
+
+class Deferred(TorchFunctionMode):
+    """While it is on (`with Deferred(queue):`), every F.linear leaves its weight's gradient for later: its backward puts
+    (weight, input, gradient of the output) into the list `queue`, and accumulate(queue) does the rest."""
+
+    def __init__(self, queue):
+        super().__init__()
+        self.queue = queue
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if function is F.linear and torch.is_grad_enabled():
+            return self.linear(*args, **(kwargs or {}))
+        return function(*args, **(kwargs or {}))
+
+    def linear(self, input, weight, bias=None):
+        if not (input.requires_grad and weight.requires_grad):
+            return F.linear(input, weight, bias)
+        # Autograd does not see the weight: it would run the weight's hooks, with nothing to add
+        return DeferredLinear.apply(input, weight.detach(), bias, lambda x, grad: self.queue.append((weight, x, grad)))
+
+
+class DeferredLinear(torch.autograd.Function):
+    """x (..., in), the weight's values (out, in), bias (out,) or None -> x weight^T + bias. later(x, gradient of the output)
+    is told what the weight's gradient will need."""
+
+    @staticmethod
+    def forward(ctx, x, values, bias, later):
+        ctx.save_for_backward(x, values)
+        ctx.later = later
+        return F.linear(x, values, bias)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, values = ctx.saved_tensors
+        ctx.later(x.detach(), grad)
+        of_bias = grad.flatten(0, -2).sum(0) if ctx.needs_input_grad[2] else None
+        return grad @ values, None, of_bias, None
+
+
+def weight_gradient(x, grad):
+    return grad.flatten(0, -2).T @ x.flatten(0, -2)  # (out, in)
+
+
+class Postponed(torch.autograd.Function):
+    """A node whose backward is a weight's gradient, made only then: no more than one exists at a time."""
+
+    @staticmethod
+    def forward(ctx, weight, x, grad):
+        ctx.save_for_backward(x, grad)
+        return weight.new_zeros(())
+
+    @staticmethod
+    def backward(ctx, _):
+        return weight_gradient(*ctx.saved_tensors), None, None
+
+
+def accumulate(queue):
+    """Add the postponed gradients to their weights, in one pass of autograd, so that hooks see them as any others."""
+    roots = [Postponed.apply(*entry) for entry in queue]
+    queue.clear()
+    if roots:
+        torch.autograd.backward(roots, [torch.ones_like(root) for root in roots])
+
+
+# --- the executor
+
+
+def play(schedule, forward, shape, dtype, device, links, scope=None, record=None):
+    """Play this rank's part of a schedule. Messages are matched by their order, which `check` proves to fit.
+
+    forward(stage, microbatch, x): runs a stage on x, the activations of the stage before (`shape`, `dtype`), or None on the
+        first stage, which has the micro-batch's input itself; returns activations, or on the last stage the loss (or
+        anything, in a schedule without backward).
+    links: four process groups of the pipeline's ranks: activations to a later rank and to an earlier one, gradients to a
+        later rank and to an earlier one (see the top of the file; `make_links` makes them).
+    scope(stage, complete): a context for each backward pass; complete=False where the weights' gradients are left for later.
+    record: a list that gets (start, end, action) in seconds, without the time spent waiting for messages.
     Gradients accumulate in the parameters. Returns the results of the last stage, detached, in the order of the schedule;
     an empty list on the others. A micro-batch's activations are freed as soon as its backward is done.
     """
-    rank, stages = dist.get_rank(down), dist.get_world_size(down)
-    first, last = rank == 0, rank == stages - 1
-    actions = schedule[rank]
-    incoming, alive, sends, results = {}, {}, [], []
+    rank, owner = dist.get_rank(links[0]), owners(schedule)
+    last, actions = len(owner) - 1, schedule[rank]
+    halved = {action[1:] for action in actions if action.kind == "W"}  # micro-batch and stage of backwards in two parts
+    queues = {}  # (kind, source): the actions that still await a message of that queue
+    for action in actions:
+        source = owner.get(sender(action, last), rank)
+        if source != rank:
+            queues.setdefault((message(action).kind, source), deque()).append(action)
+    incoming, alive, postponed, sends, results = {}, {}, {}, [], []
 
-    def post(action):
-        """Offer a buffer for what `action` needs from a neighbour."""
-        if action.kind == "F" and not first:
-            buffer = torch.empty(shape, dtype=dtype, device=device)
-            incoming[action] = buffer, dist.irecv(buffer, group=down, group_src=rank - 1)
-        if action.kind == "B" and not last:
-            buffer = torch.empty(shape, dtype=dtype, device=device)
-            incoming[action] = buffer, dist.irecv(buffer, group=up, group_src=rank + 1)
+    def link(kind, source, target):
+        return links[2 * (kind == "B") + (source > target)]
+
+    def post():
+        """Offer a buffer for the next message of each queue, which may come while an action runs."""
+        for (kind, source), waiting in queues.items():
+            if waiting and message(waiting[0]) not in incoming:
+                buffer = torch.empty(shape, dtype=dtype, device=device)
+                work = dist.irecv(buffer, group=link(kind, source, rank), group_src=source)
+                incoming[message(waiting[0])] = buffer, work
 
     def receive(action):
-        if action not in incoming:
+        if sender(action, last) is None:
             return None
-        buffer, work = incoming.pop(action)
-        work.wait()
-        return buffer
+        tensor, work = incoming.pop(message(action))
+        if work is not None:
+            work.wait()
+            queues[message(action).kind, owner[sender(action, last)]].popleft()
+        return tensor
 
-    def send(tensor, group, to):
+    def send(action, tensor):
+        """An action's result to the rank that needs it."""
+        stage = receiver(action, last)
+        sent, target = message(action)._replace(stage=stage), owner[stage]
+        if target == rank:
+            incoming[sent] = tensor, None
+            return
         sends[:] = [(t, w) for t, w in sends if not w.is_completed()]
         tensor = tensor.contiguous()
-        sends.append((tensor, dist.isend(tensor, group=group, group_dst=to)))  # tensor and work live until it is done
+        work = dist.isend(tensor, group=link(sent.kind, rank, target), group_dst=target)
+        sends.append((tensor, work))  # both live until it is done
 
-    for action in actions[:1]:
-        post(action)
-    for i, action in enumerate(actions):
-        for following in actions[i + 1 : i + 2]:
-            post(following)
+    def deferred(m, stage):
+        return Deferred(postponed[m, stage]) if (m, stage) in halved else contextlib.nullcontext()
+
+    def backward(action):
+        """The pass of autograd for an action."""
+        kind, m, stage = action
+        with scope(stage, kind != "I") if scope else contextlib.nullcontext():
+            if kind == "W":
+                return accumulate(postponed.pop((m, stage)))
+            x, y = alive.pop((m, stage))
+            with deferred(m, stage):  # also here: checkpointed layers run again
+                torch.autograd.backward(y, received)
+        return x
+
+    post()
+    for action in actions:
+        kind, m, stage = action
         received = receive(action)
-        if action.kind == "F":
+        post()
+        start = clock(device) if record is not None else 0.0
+        if kind == "F":
             x = received
             if x is not None and torch.is_grad_enabled():
                 x.requires_grad_()
-            y = forward(action.microbatch, x)
-            if last:
+            postponed[m, stage] = []
+            with deferred(m, stage):
+                y = forward(stage, m, x)
+            if stage == last:
                 results.append(y.detach())
-            else:
-                send(y.detach(), down, rank + 1)
             if y.requires_grad:
-                alive[action.microbatch] = x, y
+                alive[m, stage] = x, y
         else:
-            x, y = alive.pop(action.microbatch)
-            torch.autograd.backward(y, received)
-            if not first:
-                send(x.grad, up, rank - 1)
+            x = backward(action)
+        if record is not None:
+            record.append((start, clock(device), action))
+        if receiver(action, last) is not None:
+            send(action, y.detach() if kind == "F" else x.grad)
         x = y = received = None  # nothing of a finished micro-batch stays
     for _, work in sends:
         work.wait()
     return results
+
+
+def clock(device):
+    """Seconds, once all that was launched has run: kernels of an accelerator run behind Python's back."""
+    if torch.device(device).type != "cpu":
+        torch.accelerator.synchronize()
+    return time.perf_counter()
+
+
+def make_links(ranks=None):
+    """The four groups of `play`. Like dist.new_group: every process must call it, whether among `ranks` or not."""
+    return [dist.new_group(ranks) for _ in range(4)]
+
+
+# --- the model's stages
 
 
 def balance(costs, stages):
@@ -172,27 +503,53 @@ def stage_layers(config, stages):
     return balance(costs, stages)
 
 
-def split(model, stages, rank, tied_group=None):
-    """Keep of a GPT what stage `rank` of `stages` runs, in place, and return it. Layers keep their names.
+def split(make_model, stages, mine, tied_group=None):
+    """The stages in `mine` of `stages`: {stage: what is left of a GPT}. Layers keep their names.
 
-    Where embedding and output projection are one matrix and there are several stages, the first and the last each hold a
-    copy. `tied_group` holds those two ranks: each copy's gradient is a partial sum over it, which `reduce_tied` completes.
-    Raises ValueError for more stages than layers, and for a tied matrix without that group.
+    make_model(): the whole GPT, on the meta device; called once a stage. Where embedding and output projection are one matrix
+    and on different ranks, each holds a copy. `tied_group` holds those two ranks: each copy's gradient is a partial sum over
+    it, which `reduce_tied` completes. Raises ValueError for more stages than layers, and for such a matrix without that group.
     """
-    layers = stage_layers(model.config, stages)[rank]
-    for name in list(model.blocks):
-        if int(name) not in layers:
-            del model.blocks[name]
-    if model.config.tied and stages > 1:
-        if tied_group is None:
-            raise ValueError("a tied matrix on several stages needs tied_group, or its two copies drift apart")
-        matrix = model.embed.token.weight
-        matrix.placement = {"shape": matrix.shape, "split": {}, "partial": [tied_group]}
-    if rank > 0:
-        model.embed = None
-    if rank < stages - 1:
-        model.head = None
-    return model
+    parts = {}
+    for stage in mine:
+        model = parts[stage] = make_model()
+        layers = stage_layers(model.config, stages)[stage]
+        for name in list(model.blocks):
+            if int(name) not in layers:
+                del model.blocks[name]
+        if model.config.tied and stage in (0, stages - 1) and not {0, stages - 1} <= set(mine):
+            if tied_group is None:
+                raise ValueError("a tied matrix on several stages needs tied_group, or its two copies drift apart")
+            matrix = model.embed.token.weight
+            matrix.placement = {"shape": matrix.shape, "split": {}, "partial": [tied_group]}
+        if stage > 0:
+            model.embed = None
+        if stage < stages - 1:
+            model.head = None
+    return parts
+
+
+class Stages(nn.Module):
+    """The stages of a rank as one module. Where it holds both ends of a model with a tied matrix, they share it."""
+
+    def __init__(self, parts):
+        super().__init__()
+        self.parts = nn.ModuleDict({str(stage): part for stage, part in parts.items()})
+        ends = [part for part in parts.values() if part.embed is not None], [p for p in parts.values() if p.head is not None]
+        if all(ends) and ends[0][0].config.tied:
+            ends[1][0].head.out.weight = ends[0][0].embed.token.weight
+
+    def __getitem__(self, stage):
+        return self.parts[str(stage)]
+
+    def uses(self):
+        """Every parameter as often as a micro-batch has backward passes that reach it: the shared one twice."""
+        return [p for part in self.parts.values() for p in part.parameters()]
+
+    def named(self):
+        """(full name, parameter), each once."""
+        known = {p: name for part in self.parts.values() for name, p in part.named()}
+        return [(name, p) for p, name in known.items()]
 
 
 def reduce_tied(parameters):
@@ -202,148 +559,348 @@ def reduce_tied(parameters):
             dist.all_reduce(p.grad, group=group)
 
 
-def simulate(schedule, forward=1.0, backward=2.0):
+# --- what a schedule is worth, without ranks
+
+
+def check(schedule, microbatches):
+    """Raise ValueError where a schedule is unsound: an action missing or twice, a rank that waits for ever, even if every send
+    blocked until its receive is posted, or messages of a queue awaited in another order than they are sent."""
+    owner, last = owners(schedule), len(owners(schedule)) - 1
+    for rank, actions in enumerate(schedule):
+        for stage in (s for s, r in owner.items() if r == rank):
+            kinds = {m: [a.kind for a in actions if a.stage == stage and a.microbatch == m] for m in range(microbatches)}
+            wrong = [m for m, found in kinds.items() if found not in (["F", "B"], ["F", "I", "W"])]
+            if wrong:
+                raise ValueError(f"stage {stage} runs micro-batch {wrong[0]} as {' '.join(kinds[wrong[0]]) or 'nothing'}")
+        if any(not 0 <= a.microbatch < microbatches or owner[a.stage] != rank for a in actions):
+            raise ValueError(f"rank {rank} runs a micro-batch that does not exist, or another rank's stage")
+    queues = {}  # (kind, source, target): what is sent, and what is awaited, in order
+    for rank, actions in enumerate(schedule):
+        for a in actions:
+            source, target = owner.get(sender(a, last), rank), owner.get(receiver(a, last), rank)
+            if source != rank:
+                queues.setdefault((message(a).kind, source, rank), ([], []))[1].append(message(a))
+            if target != rank:
+                sent = message(a)._replace(stage=receiver(a, last))
+                queues.setdefault((message(a).kind, rank, target), ([], []))[0].append(sent)
+    for (kind, source, target), (sent, awaited) in queues.items():
+        if sent != awaited:
+            raise ValueError(f"rank {target} awaits {kind} messages of rank {source} in another order than they are sent")
+    simulate(schedule)
+    simulate_blocking(schedule, {key: awaited for key, (_, awaited) in queues.items()})
+
+
+def simulate_blocking(schedule, queues):
+    """Raise ValueError where a schedule never ends if a send waits until its receive is posted, one ahead in each queue."""
+    owner, last = owners(schedule), len(owners(schedule)) - 1
+    place, done, arrived, moved = [0] * len(schedule), set(), set(), True
+    sending, waiting = [None] * len(schedule), {key: deque(awaited) for key, awaited in queues.items()}
+    while moved:
+        moved = False
+        for rank, actions in enumerate(schedule):
+            if sending[rank] is not None:
+                queue, sent = sending[rank]
+                if waiting[queue][0] != sent:
+                    continue
+                arrived.add(sent)
+                sending[rank], moved = None, True
+            if place[rank] == len(actions):
+                continue
+            action = actions[place[rank]]
+            source, target = owner.get(sender(action, last), rank), owner.get(receiver(action, last), rank)
+            if source != rank and message(action) not in arrived:
+                continue
+            if source == rank and any(need not in done for need in needs(action, last)):
+                continue
+            if source != rank:
+                waiting[message(action).kind, source, rank].popleft()
+            if action.kind != "W":
+                done.add(message(action))
+            if target != rank:
+                sending[rank] = (message(action).kind, rank, target), message(action)._replace(stage=receiver(action, last))
+            place[rank], moved = place[rank] + 1, True
+    if any(place[r] < len(row) for r, row in enumerate(schedule)):
+        where = ", ".join(f"rank {r} at {at}" for r, at in enumerate(place))
+        raise ValueError(f"the schedule is stuck if sends block: {where}")
+
+
+def simulate(schedule, forward=1.0, input=1.0, weight=1.0, transfer=0.0):
     """Play a schedule without ranks: each action starts when its rank is free and what it needs is there.
 
-    Returns for each rank a list of (start, end, action). Raises ValueError where the actions wait for each other for ever, or
-    where neighbours do not take the micro-batches in the same order.
+    forward, input, weight: times of one stage's F, I and W (B takes input + weight); transfer: of a message between ranks.
+    Returns for each rank a list of (start, end, action). Raises ValueError where the actions wait for each other for ever.
     """
-    stages = len(schedule)
-    for kind in "FB":
-        orders = [[a.microbatch for a in actions if a.kind == kind] for actions in schedule]
-        if any(order != orders[0] for order in orders):
-            raise ValueError("stages take the micro-batches in different orders: their messages would be mixed up")
-    done, clock, place, spans = {}, [0.0] * stages, [0] * stages, [[] for _ in range(stages)]
-    while any(place[r] < len(schedule[r]) for r in range(stages)):
+    times = {"F": forward, "B": input + weight, "I": input, "W": weight}
+    owner, last = owners(schedule), len(owners(schedule)) - 1
+    done, clock, place = {}, [0.0] * len(schedule), [0] * len(schedule)
+    spans, moved = [[] for _ in schedule], True
+    while moved:
         moved = False
-        for r in range(stages):
-            while place[r] < len(schedule[r]):
-                action = schedule[r][place[r]]
-                needs = [(r, "F", action.microbatch)] if action.kind == "B" else []
-                neighbour = r - 1 if action.kind == "F" else r + 1
-                if 0 <= neighbour < stages:
-                    needs.append((neighbour, *action))
-                if any(need not in done for need in needs):
+        for r, actions in enumerate(schedule):
+            while place[r] < len(actions):
+                action = actions[place[r]]
+                before = needs(action, last)
+                if any(need not in done for need in before):
                     break
-                start = max([clock[r], *(done[need] for need in needs)])
-                clock[r] = start + (forward if action.kind == "F" else backward)
-                done[(r, *action)] = clock[r]
+                start = max([clock[r], *(done[need] + transfer * (owner[need.stage] != r) for need in before)])
+                clock[r] = start + times[action.kind]
+                if action.kind != "W":
+                    done[message(action)] = clock[r]
                 spans[r].append((start, clock[r], action))
                 place[r], moved = place[r] + 1, True
-        if not moved:
-            raise ValueError("the schedule is stuck: " + ", ".join(f"rank {r} at {place[r]}" for r in range(stages)))
+    if any(place[r] < len(actions) for r, actions in enumerate(schedule)):
+        raise ValueError("the schedule is stuck: " + ", ".join(f"rank {r} at {at}" for r, at in enumerate(place)))
     return spans
 
 
 def utilisation(spans):
-    """The part of the time in which ranks work, from simulate's result; 1 minus it is the bubble."""
-    makespan = max(end for row in spans for _, end, _ in row)
+    """The part of the time in which ranks work, from the first action of all to the last; 1 minus it is the bubble."""
+    makespan = max(row[-1][1] for row in spans) - min(row[0][0] for row in spans)
     return sum(end - start for row in spans for start, end, _ in row) / (len(spans) * makespan)
 
 
-def in_flight(actions):
-    """The largest number of micro-batches whose activations a rank holds at a time."""
-    count = peak = 0
+def waiting(spans):
+    """The longest that a rank waits between its own first and last action: the bubble of the zero-bubble papers. It is what
+    is lost if ranks go on to the next step without waiting for each other."""
+    return max(row[-1][1] - row[0][0] - sum(end - start for start, end, _ in row) for row in spans)
+
+
+def in_flight(actions, size=lambda stage: 1):
+    """The most activations that a rank holds at a time: the number of micro-batches and stages between forward and the end
+    of backward, or the sum of their sizes."""
+    held = peak = 0
     for action in actions:
-        count += 1 if action.kind == "F" else -1
-        peak = max(peak, count)
+        held += {"F": 1, "I": 0}.get(action.kind, -1) * size(action.stage)
+        peak = max(peak, held)
     return peak
 
 
-def timeline(spans):
-    """The schedule as text, a row a stage: forward as its micro-batch's number, backward in brackets, idle as dots. A column
-    is one unit of time: for whole durations."""
-    cell = 1 + max(len(str(action.microbatch)) for row in spans for _, _, action in row)
-    lines = []
-    for row in spans:
+# Time that a rank waits, by the papers: p ranks, m micro-batches, v stages a rank, times F, I, W of all that a rank holds
+BUBBLES = {
+    "naive": ("(p-1) m (F+I+W)", lambda p, m, v, f, i, w: (p - 1) * m * (f + i + w)),
+    "gpipe": ("(p-1) (F+I+W)", lambda p, m, v, f, i, w: (p - 1) * (f + i + w)),
+    "1f1b": ("(p-1) (F+I+W)", lambda p, m, v, f, i, w: (p - 1) * (f + i + w)),
+    "interleaved": ("(p-1) (F+I+W) / v", lambda p, m, v, f, i, w: (p - 1) * (f + i + w) / v),
+    "zb-h1": ("(p-1) (F+I-W)", lambda p, m, v, f, i, w: (p - 1) * (f + i - w)),
+    "zb-h2": ("(p-1) (F+I-2W)", lambda p, m, v, f, i, w: (p - 1) * (f + i - 2 * w)),
+    "zb-v": ("0 if F = I = W", lambda p, m, v, f, i, w: 0.0),
+    "dualpipev": ("(p-1) (F+I-W) / 2", lambda p, m, v, f, i, w: (p - 1) * (f + i - w) / v),
+}
+
+
+def timeline(spans, unit=1.0):
+    """The schedule as text, a row a rank, `unit` of time a cell: forward as its micro-batch's number, backward as [1 ], the
+    input's gradient as (1, the weights' as {1, idle as dots. A quote marks a rank's later stages."""
+    cell, begin = 1 + max(len(str(a.microbatch)) for row in spans for *_, a in row), min(row[0][0] for row in spans)
+    firsts, lines = [min(a.stage for *_, a in row) for row in spans], []
+    for first, row in zip(firsts, spans):
         line = ""
-        for start, end, action in row:
-            line += ".".rjust(cell) * round(start - len(line) / cell)
-            width = cell * round(end - start)
-            text = str(action.microbatch)
-            line += text.rjust(width) if action.kind == "F" else "[" + text.center(width - 2) + "]"
+        for start, end, (kind, m, stage) in row:
+            line += ".".rjust(cell) * (round((start - begin) / unit) - len(line) // cell)
+            width, text = cell * max(1, round((end - start) / unit)), str(m)
+            later = "'" if stage > first else " "
+            if kind == "B" and width > cell:
+                line += "[" + (text + later.strip()).center(width - 2) + "]"
+            else:
+                line += ({"F": later, "B": "[", "I": "(", "W": "{"}[kind] + text).rjust(width)
         lines.append(line)
     return "\n".join(lines)
 
 
+def trace(spans):
+    """The spans of all ranks in the Trace Event Format, as a dict to write as JSON: open it in Perfetto or chrome://tracing."""
+    names, events = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}, []
+    for rank, row in enumerate(spans):
+        events.append({"name": "process_name", "ph": "M", "pid": rank, "args": {"name": f"rank {rank}"}})
+        for start, end, (kind, m, stage) in row:
+            event = {"name": f"{kind}{m}", "cat": names[kind], "ph": "X", "pid": rank, "tid": stage}
+            times = {"ts": (start - spans[0][0][0]) * 1e6, "dur": (end - start) * 1e6}  # microseconds
+            events.append(event | times | {"args": {"micro-batch": m, "stage": stage, "kind": names[kind]}})
+    return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+def clock_offset(group, device, rounds=8):
+    """Seconds to add to this rank's clock to get that of the group's first rank: from the quickest of a few pings, in whose
+    middle the answer was given (Mills 1991, NTP)."""
+    rank, best = dist.get_rank(group), (float("inf"), 0.0)
+    for other in range(1, dist.get_world_size(group)):
+        for _ in range(rounds * (rank in (0, other))):
+            tick, sent = torch.zeros(1, dtype=torch.float64, device=device), time.perf_counter()
+            if rank == 0:
+                dist.recv(tick, group=group, group_src=other)
+                dist.send(torch.full_like(tick, time.perf_counter()), group=group, group_dst=other)
+            else:
+                dist.send(tick, group=group, group_dst=0)
+                dist.recv(tick, group=group, group_src=0)
+                took = time.perf_counter() - sent
+                best = min(best, (took, tick.item() - sent - took / 2))
+    return best[1]
+
+
 # --- demo ---
+
+import json
 
 import harness
 
 
 def main():
     parser = harness.parser(__doc__, microbatches=8)
-    parser.add_argument("--schedule", choices=list(SCHEDULES), default="1f1b", help="see above")
+    g = parser.add_argument_group("pipeline")
+    g.add_argument("--schedule", choices=list(SCHEDULES), default="1f1b", help="see above")
+    g.add_argument("--chunks", **harness.POSITIVE, help="stages a rank holds, for interleaved (default: 2)")
+    harness.plot_flag(g, "draw plan and run, one above the other")
+    g.add_argument("--trace", metavar="FILE", help="write the run's last step for Perfetto (ui.perfetto.dev)")
+    g.add_argument("--compare", action="store_true", help="no run: all schedules for --nproc ranks, and what they are worth")
     args = parser.parse_args()
+    if args.compare:
+        return compare(args.nproc or 4, args.microbatches, args.chunks)
     config = harness.configure(args)
     harness.check_batch(args, 1)
-    harness.launch(demo, args, check=lambda world: check(config, world))
+    harness.check_plot(args)
+    harness.launch(demo, args, check=lambda world: check_layout(args, config, world))
 
 
-def check(config, stages):
-    """Refuse more stages than layers."""
+def check_layout(args, config, ranks):
+    """Refuse what has no schedule, or more stages than layers. Returns the schedule."""
+    try:
+        schedule = make(args.schedule, ranks, args.microbatches, args.chunks)
+    except ValueError as e:
+        raise harness.Refused(str(e))
+    stages = len(owners(schedule))
     if config.layers < stages:
         raise harness.Refused(
-            f"{config.layers} layers are too few for {stages} pipeline stages: use at most {config.layers}, or more --layers"
+            f"{config.layers} layers are too few for {stages} pipeline stages: use fewer ranks or chunks, or more --layers"
         )
+    return schedule
 
 
 def demo(run):
-    args, config, rank, stages = run.args, run.config, run.rank, run.world
-    down, up, ends = dist.group.WORLD, dist.new_group(), dist.new_group(sorted({0, stages - 1}))
-    run.groups(down=down, up=up, tied=ends)
-    schedule = SCHEDULES[args.schedule](stages, args.microbatches)
-    model = run.fill(split(run.meta_model(), stages, rank, ends))
+    args, config, rank, ranks = run.args, run.config, run.rank, run.world
+    schedule = check_layout(args, config, ranks)
+    owner, links = owners(schedule), make_links()
+    last, mine = len(owner) - 1, sorted(stage for stage, r in owners(schedule).items() if r == rank)
+    ends = dist.new_group(sorted({owner[0], owner[last]}))
+    run.groups(down=links[:2], up=links[2:], tied=ends)
+    model = run.fill(Stages(split(run.meta_model, len(owner), mine, ends)))
     parameters = list(model.parameters())
     optimizer = harness.make_optimizer(parameters, args)
     shape = (args.batch // args.microbatches, config.context, config.width)
     for step in run.steps(optimizer):
         optimizer.zero_grad(set_to_none=False)
-        batches = run.microbatches(step)
+        batches, spans = run.microbatches(step), []
 
-        def forward(m, x):
+        def forward(stage, m, x):
             tokens, targets, samples = batches[m]
-            return model(tokens if x is None else x, targets=targets, count=run.count, samples=samples)
+            return model[stage](tokens if x is None else x, targets=targets, count=run.count, samples=samples)
 
-        losses = play(schedule, forward, shape, run.dtype, run.device, down, up)
+        losses = play(schedule, forward, shape, run.dtype, run.device, links, record=spans)
         reduce_tied(parameters)
         loss = torch.stack(losses).double().sum() if losses else torch.zeros((), dtype=torch.float64, device=run.device)
-        run.update(step, model, optimizer, loss, over=[down], dealt=[down])
+        run.update(step, model, optimizer, loss, over=[dist.group.WORLD], dealt=[dist.group.WORLD])
 
     one = shape[0] * shape[1] * shape[2] * run.dtype.itemsize
+    away = {step: sum(owner.get(stage + step, rank) != rank for stage in mine) for step in (1, -1)}
     sent = {
-        ("send", "down"): ((rank < stages - 1) * args.microbatches * one, "m b T C e"),
-        ("send", "up"): ((rank > 0) * args.microbatches * one, "m b T C e"),
+        ("send", "down"): (away[1] * args.microbatches * one, "m b T C e, each boundary to another rank"),
+        ("send", "up"): (away[-1] * args.microbatches * one, "m b T C e, each boundary to another rank"),
     }
-    if stages > 1 and config.tied and rank in (0, stages - 1):
+    alone = config.tied and len({0, last} & set(mine)) == 1
+    if alone:
         sent["all_reduce", "tied"] = (config.vocab * config.width * run.dtype.itemsize, "V C e, first and last stage")
     states = 2 if args.optimizer == "adamw" else 0
-    whole = run.meta_model()
-    block = sum(p.numel() for p in whole.blocks["0"].parameters())
-    size = len(model.blocks) * block
-    size += (rank == 0) * sum(p.numel() for p in whole.embed.parameters())
-    if rank == stages - 1:
-        alone = stages > 1 or not config.tied  # else the embedding has counted the tied matrix
-        size += sum(p.numel() for p in whole.head.norm.parameters()) + alone * config.vocab * config.width
+    whole, layers = run.meta_model(), stage_layers(config, len(owner))
+    size = sum(len(layers[stage]) for stage in mine) * sum(p.numel() for p in whole.blocks["0"].parameters())
+    size += (0 in mine) * sum(p.numel() for p in whole.embed.parameters())
+    if last in mine:
+        matrix = 0 if config.tied and 0 in mine else config.vocab * config.width  # counted with the embedding
+        size += sum(p.numel() for p in whole.head.norm.parameters()) + matrix
     size *= run.dtype.itemsize
     activations = harness.activation_bytes(config, shape[0], run.dtype.itemsize)
     held = {
-        "parameters": (size, "blocks of the stage, and its end's matrix"),
+        "parameters": (size, "blocks of the stages, and the ends' matrices"),
         "gradients": (size, "the same"),
         "optimizer": (states * size, f"{states} x the same"),
-        "activations_peak": (in_flight(schedule[rank]) * len(model.blocks) * activations, "in flight x blocks"),
+        "activations_peak": (in_flight(schedule[rank], lambda stage: len(layers[stage])) * activations, "in flight x blocks"),
     }
-    spans, p, m = simulate(schedule), stages, args.microbatches
-    busy, ideal = utilisation(spans), 1 / p if args.schedule == "naive" else m / (m + p - 1)
-    formula = "1/p" if args.schedule == "naive" else "m / (m + p - 1)"
-    layers = " ".join(f"{r.start}-{r.stop - 1}" for r in stage_layers(config, stages))
+    offset = clock_offset(dist.group.WORLD, run.device)
+    rows = [None] * ranks
+    dist.all_gather_object(rows, [(start + offset, end + offset, tuple(action)) for start, end, action in spans])
+    real = [[(start, end, Action(*action)) for start, end, action in row] for row in rows]
+    plan, p, m, v = simulate(schedule), ranks, args.microbatches, len(mine)
+    text, formula = BUBBLES[args.schedule]
+    ideal, wait = formula(p, m, v, v, v, v), waiting(plan)
+    unit = (max(row[-1][1] for row in real) - min(row[0][0] for row in real)) / max(row[-1][1] for row in plan)
     notes = [
-        f"layers of the stages: {layers}",
-        f"micro-batches in flight, by stage: {' '.join(str(in_flight(actions)) for actions in schedule)}",
-        f"utilisation {busy:.1%}, bubble {1 - busy:.1%}   {formula} = {ideal:.1%}   if backward takes two forwards:",
-        *(f"    {line}" for line in timeline(spans).splitlines()),
+        f"layers of the stages: {' '.join(f'{r.start}-{r.stop - 1}' for r in layers)}",
+        f"activations held at most, in stages x micro-batches, by rank: {' '.join(str(in_flight(a)) for a in schedule)}",
+        f"a rank waits {wait:g} units of {3 * m * v}   {text} = {ideal:g}   utilisation of the step {utilisation(plan):.1%}",
+        "plan, if forward and each half of backward take as long:",
+        *(f"    {line}" for line in timeline(plan).splitlines()),
+        f"run, the last step ({unit * 1000:.1f} ms a cell), utilisation {utilisation(real):.1%} (ranks may share cores):",
+        *(f"    {line}" for line in timeline(real, unit).splitlines()),
     ]
-    return run.receipt({"pp": stages, "schedule": args.schedule, "microbatches": m}, sent, held, notes)
+    if rank == 0 and args.trace:
+        with open(args.trace, "w") as f:
+            json.dump(trace(real), f)
+    if rank == 0 and args.plot:
+        title = f"{args.schedule}, {p} ranks, {m} micro-batches"
+        plot(args.plot, [(f"{title}: plan", plan, "units of time"), ("run, last step", real, "seconds")])
+    return run.receipt({"pp": p, "schedule": args.schedule, "microbatches": m}, sent, held, notes)
+
+
+def plot(name, pictures):
+    """Timelines one above the other, each (title, spans, unit): a row a rank, a bar an action, later stages darker."""
+    plt = harness.pyplot()
+    height = sum(len(spans) for _, spans, _ in pictures)
+    figure, axes = plt.subplots(len(pictures), figsize=(12, 1.5 + 0.5 * height), squeeze=False)
+    colors = {"F": ("#9ecae1", "#3182bd"), "B": ("#fdae6b", "#e6550d"), "W": ("#a1d99b", "#31a354")}
+    colors["I"] = colors["B"]
+    for ax, (title, spans, unit) in zip(axes[:, 0], pictures):
+        begin = min(row[0][0] for row in spans)
+        for rank, row in enumerate(spans):
+            first = min(action.stage for *_, action in row)
+            for start, end, (kind, m, stage) in row:
+                color = colors[kind][stage > first]
+                ax.barh(rank, end - start, 0.9, start - begin, color=color, edgecolor="white", linewidth=0.4)
+                ax.text((start + end) / 2 - begin, rank, str(m), ha="center", va="center", fontsize=6)
+        ax.set_yticks(range(len(spans)), [f"rank {rank}" for rank in range(len(spans))])
+        ax.invert_yaxis()
+        ax.set_xlabel(unit)
+        ax.set_title(f"{title}   (utilisation {utilisation(spans):.1%})", fontsize=10, loc="left")
+        ax.spines[["top", "right", "left"]].set_visible(False)
+    legend = {"forward": "#9ecae1", "backward, or its input's gradient": "#fdae6b", "weights' gradient": "#a1d99b"}
+    handles = [plt.Rectangle((0, 0), 1, 1, color=color) for color in legend.values()]
+    axes[0, 0].legend(handles, legend, ncols=3, frameon=False, fontsize=8, loc="lower right", bbox_to_anchor=(1, 1))
+    harness.save(figure, name)
+
+
+def compare(p, m, chunks=None):
+    """Every schedule that exists for p ranks and m micro-batches: the papers' table, from the simulator."""
+    print(f"{p} ranks, {m} micro-batches; a rank's forward, input gradient and weight gradient of all its layers take 1 each")
+    print("  schedule      stages   a rank waits, by the paper              utilisation   activations held    sends a rank")
+    for name in SCHEDULES:
+        try:
+            schedule = make(name, p, m, chunks if name == "interleaved" else None)
+        except ValueError as e:
+            print(f"  {name:12s}  {e}")
+            continue
+        check(schedule, m)
+        v = len(owners(schedule)) // p
+        spans = simulate(schedule, 1 / v, 1 / v, 1 / v)
+        text, formula = BUBBLES[name]
+        held = max(in_flight(actions) for actions in schedule) / v
+        owner, sends = owners(schedule), [0] * p
+        for rank, actions in enumerate(schedule):
+            for a in actions:
+                to = a.stage + (1 if a.kind == "F" else -1)
+                sends[rank] += a.kind != "W" and owner.get(to, rank) != rank
+        wait = f"{waiting(spans):6.2f}  {formula(p, m, v, 1, 1, 1):6.2f} = {text}"
+        print(f"  {name:12s}{v:6d}   {wait:42s}{utilisation(spans):9.1%}{held:15.2f}{max(sends):18d}")
+    print(
+        "  held: in activations of one micro-batch in all of a rank's layers. Utilisation: of the step, from the first action of"
+    )
+    print("  all to the last; a rank that waits little between its own actions may still wait for the others at its end.")
 
 
 if __name__ == "__main__":

@@ -45,6 +45,7 @@ def flags():
     g.add_argument(
         "--schedule", choices=list(pipeline.SCHEDULES), default="1f1b", help="order of the micro-batches in a pipeline"
     )
+    g.add_argument("--chunks", **n, help="stages a rank holds, for --schedule interleaved (default: 2)")
     why = "pieces of each data-parallel rank's part: more of them shrink the bubble, the curve stays (default: up to 2 x pp)"
     g.add_argument("--microbatches", **n, help=why)
     why = "size of a gradient bucket: small ones overlap more of backward, large ones send faster"
@@ -87,11 +88,11 @@ def main():
 def check(args, config):
     """Refuse what doesn't fit, before any process is started, and settle what follows from other flags."""
     tensor_parallel.check(config, args.tp)
-    pipeline.check(config, args.pp)
     rows = args.batch // args.dp
     if args.microbatches is None:
         most = 2 * args.pp if args.pp > 1 else 1
         args.microbatches = max(m for m in range(1, most + 1) if m == 1 or rows % m == 0)
+    pipeline.check_layout(args, config, args.pp)
     harness.check_batch(args, args.dp)
     args.param_dtype = args.param_dtype or args.dtype
     args.reduce_dtype = args.reduce_dtype or args.param_dtype
@@ -106,49 +107,55 @@ def check(args, config):
         args.prove = 3 if config.parameters() < 20e6 else 0
 
 
-def make_groups(args):
-    """This rank's process groups: tp, dp, down (the pipeline, as activations travel), up (the same ranks, as gradients do)
-    and tied, its first and last stage. All ranks create all groups, in the same order."""
+def make_groups(args, schedule):
+    """This rank's process groups: tp, dp, pp and, of the pipeline's ranks too, one for each queue of messages (`down`:
+    activations, `up`: gradients) and the two that hold a tied matrix. All ranks create all groups, in the same order."""
     ranks = torch.arange(args.pp * args.dp * args.tp).view(args.pp, args.dp, args.tp)
-    rows = {
-        "tp": ranks.flatten(0, 1).tolist(),
-        "dp": ranks.transpose(1, 2).flatten(0, 1).tolist(),
-        "down": ranks.flatten(1).T.tolist(),
-    }
-    rows |= {"up": rows["down"], "tied": [sorted({row[0], row[-1]}) for row in rows["down"]]}
-    groups = {}
-    for axis, lists in rows.items():
-        for members in lists:
-            group = dist.new_group(members)
-            if dist.get_rank() in members:
-                groups[axis] = group
-    return groups
+    tp, dp, pp = ranks.flatten(0, 1), ranks.transpose(1, 2).flatten(0, 1), ranks.flatten(1).T
+    owner = pipeline.owners(schedule)
+    tied = [sorted({row[owner[0]], row[owner[len(owner) - 1]]}) for row in pp.tolist()]
+
+    def mine(rows):
+        """Of the groups of all rows, the one that this rank is in, or None."""
+        made = [(dist.new_group(row), row) for row in rows]
+        return next((group for group, row in made if dist.get_rank() in row), None)
+
+    groups = {"tp": mine(tp.tolist()), "dp": mine(dp.tolist()), "pp": mine(pp.tolist()), "tied": mine(tied)}
+    links = [mine(pp.tolist()) for _ in range(4)]
+    return groups | {"down": links[:2], "up": links[2:]}
 
 
 def train(run):
     args, config = run.args, run.config
-    groups = make_groups(args)
-    tp, dp, pp, up = (groups[axis] for axis in ("tp", "dp", "down", "up"))
+    schedule = pipeline.make(args.schedule, args.pp, args.microbatches, args.chunks)
+    groups = make_groups(args, schedule)
+    tp, dp, pp, links = groups["tp"], groups["dp"], groups["pp"], groups["down"] + groups["up"]
     run.groups(**groups)
 
     # The model: cut on the meta device, then filled. Every rank draws each parameter whole, and keeps its piece
-    stage = dist.get_rank(pp)
-    model = pipeline.split(run.meta_model(), args.pp, stage, groups.get("tied", ()))
+    owner = pipeline.owners(schedule)
+    mine = [stage for stage in sorted(owner) if owner[stage] == dist.get_rank(pp)]
+    parts = pipeline.split(run.meta_model, len(owner), mine, groups["tied"])
     if args.tp > 1:
-        tensor_parallel.parallelize(model, tp)
+        for part in parts.values():
+            tensor_parallel.parallelize(part, tp)
+    model = pipeline.Stages(parts)
     sync, optimizer = data_parallel(run, model, dp)
-    schedule = pipeline.SCHEDULES[args.schedule](args.pp, args.microbatches)
     describe(run, schedule)
+
+    def scope(stage, complete):
+        """ZeRO must know which stage's gradients come, and whether all of them do."""
+        return sync.backward(mine.index(stage), complete) if sync is optimizer else contextlib.nullcontext()
 
     def play(schedule, batches, count):
         """The results of this rank's part of a schedule over micro-batches (tokens, targets, samples)."""
 
-        def forward(m, x):
+        def forward(stage, m, x):
             tokens, targets, samples = batches[m]
-            return model(tokens if x is None else x, targets=targets, count=count, samples=samples)
+            return model[stage](tokens if x is None else x, targets=targets, count=count, samples=samples)
 
-        shape = (*batches[0][0].shape, config.width)
-        return pipeline.play(schedule, forward, shape, harness.DTYPES[args.param_dtype], run.device, pp, up)
+        shape, dtype = (*batches[0][0].shape, config.width), harness.DTYPES[args.param_dtype]
+        return pipeline.play(schedule, forward, shape, dtype, run.device, links, scope)
 
     def total(losses):
         """The sum of some losses, of which the last stage has all and the others none."""
@@ -164,13 +171,14 @@ def train(run):
             run.update(step, model, optimizer, total(losses), over=[dp, pp], split=[tp], dealt=[pp], mfu=mfu(run))
             log(run.history[-1])
             if step + 1 == args.steps or args.eval_every and (step + 1) % args.eval_every == 0:
-                loss = evaluate(run, play, total, dp, pp)
+                loss = evaluate(run, pipeline.forward_only(schedule), play, total, dp, pp)
                 run.print(f"validation loss {loss:.4f}")
                 run.restart_clock()
                 log({"step": step + 1, "val_loss": loss})
     if args.sample:
-        run.print(f"\nsample:\n{generate(run, play, tp, pp)}")
-    return receipt(run, model, optimizer, schedule, stage)
+        text = generate(run, pipeline.forward_only(schedule, 1), owner[len(owner) - 1], play, tp, pp)
+        run.print(f"\nsample:\n{text}")
+    return receipt(run, model, optimizer, schedule, mine)
 
 
 def data_parallel(run, model, dp):
@@ -178,15 +186,16 @@ def data_parallel(run, model, dp):
     with an optimizer of torch's, or ZeRO, which is both. Every rank draws each parameter whole, and keeps its piece."""
     args, bucket_bytes = run.args, int(run.args.bucket_mb * 2**20)
     if args.zero == 0 and args.dtype == args.param_dtype == args.reduce_dtype:
-        parameters = list(run.fill(model, take=tensor_parallel.take).parameters())
-        sync = ddp.DDP(parameters, dp, args.microbatches, bucket_bytes)
-        return sync, harness.make_optimizer(parameters, args)
+        run.fill(model, take=tensor_parallel.take)
+        sync = ddp.DDP(model.uses(), dp, args.microbatches, bucket_bytes)
+        return sync, harness.make_optimizer(model.parameters(), args)
     sharded = zero.ZeRO(
         model,
         dp,
         args.zero,
         lambda pieces: harness.make_optimizer(pieces, args),
         args.microbatches,
+        scopes=model.parts.values(),
         bucket_bytes=bucket_bytes,
         master_dtype=run.dtype,
         param_dtype=harness.DTYPES[args.param_dtype],
@@ -206,9 +215,10 @@ def describe(run, schedule):
     text = f"{run.corpus.name}: {len(run.corpus.tokens):,} tokens, {run.count:,} a step"
     run.print(f"{config.parameters():,} parameters, {layout}; {text}")
     if args.pp > 1:
-        layers = ", ".join(f"{r.start}-{r.stop - 1}" for r in pipeline.stage_layers(config, args.pp))
+        layers = pipeline.stage_layers(config, len(pipeline.owners(schedule)))
+        text = ", ".join(f"{r.start}-{r.stop - 1}" for r in layers)
         bubble = 1 - pipeline.utilisation(pipeline.simulate(schedule))
-        run.print(f"stages hold layers {layers}; {args.schedule}, {args.microbatches} micro-batches: bubble {bubble:.1%}")
+        run.print(f"stages hold layers {text}; {args.schedule}, {args.microbatches} micro-batches: bubble {bubble:.1%}")
 
 
 def mfu(run):
@@ -221,28 +231,28 @@ def mfu(run):
 
 
 @torch.no_grad()
-def evaluate(run, play, total, dp, pp):
+def evaluate(run, schedule, play, total, dp, pp):
     """The mean loss over --eval-batches global batches of the validation split."""
     args = run.args
     loss = torch.zeros((), dtype=torch.float64, device=run.device)
     for i in range(args.eval_batches):
         batches = run.microbatches(i, dist.get_rank(dp), args.dp, split="val")
         batches = [(tokens, targets, None) for tokens, targets, _ in batches]  # no samples: no dropout
-        loss += total(play(pipeline.forward_only(args.pp, args.microbatches), batches, run.count * args.eval_batches))
+        loss += total(play(schedule, batches, run.count * args.eval_batches))
     for group in (dp, pp):
         dist.all_reduce(loss, group=group)
     return loss.item()
 
 
 @torch.no_grad()
-def generate(run, play, tp, pp):
+def generate(run, schedule, last, play, tp, pp):
     """--sample tokens after --prompt, drawn from the whole layout's logits. Token i is drawn with a hash of (seed, i), so
-    that every layout draws alike."""
+    that every layout draws alike. last: the pipeline rank that has the last stage."""
     args, config, encoding = run.args, run.config, run.corpus.encoding
     tokens = encoding.encode_ordinary(args.prompt) or [encoding.eot_token]
     for i in range(args.sample):
         window = torch.tensor([tokens[-config.context :]], device=run.device)
-        results = play(pipeline.forward_only(args.pp, 1), [(window, None, None)], None)
+        results = play(schedule, [(window, None, None)], None)
         token = torch.zeros(1, dtype=torch.int64, device=run.device)
         for logits in results:  # on the last stage
             logits = logits[0, -1]
@@ -252,7 +262,7 @@ def generate(run, play, tp, pp):
             chance = torch.tensor([data.hash64(args.seed, i) / 2**64], dtype=torch.float64, device=run.device)
             cumulated = logits.softmax(0).cumsum(0)
             token = torch.searchsorted(cumulated, chance * cumulated[-1]).clamp(max=len(cumulated) - 1)
-        dist.broadcast(token, group=pp, group_src=args.pp - 1)
+        dist.broadcast(token, group=pp, group_src=last)
         tokens.append(token.item())
     return encoding.decode(tokens)
 
@@ -273,12 +283,15 @@ def open_log(run):
         yield lambda row: [write(row) for write in places]
 
 
-def receipt(run, model, optimizer, schedule, stage):
-    args, config, last, rows = run.args, run.config, run.args.pp - 1, run.args.batch // run.args.dp
+def receipt(run, model, optimizer, schedule, mine):
+    args, config, rows = run.args, run.config, run.args.batch // run.args.dp
+    owner = pipeline.owners(schedule)
+    rank, first, last = owner[mine[0]], 0 in mine, len(owner) - 1 in mine
+    blocks = {stage: len(model[stage].blocks) for stage in mine}
     e, reduced, master = (harness.DTYPES[d].itemsize for d in (args.param_dtype, args.reduce_dtype, args.dtype))
     tokens = rows * config.context
     scalar = 8  # loss and squared norm are summed as one float64 each
-    count = tensor_parallel.parameters_held(config, args.tp, len(model.blocks), stage == 0, stage == last)
+    count = tensor_parallel.parameters_held(config, args.tp, sum(blocks.values()), first, last)
     moments = 2 * (args.optimizer == "adamw") * master
     notes = []
     if isinstance(optimizer, zero.ZeRO):
@@ -286,7 +299,7 @@ def receipt(run, model, optimizer, schedule, stage):
         copies = (args.param_dtype != args.dtype) * master
         states = [count * each for each in zero.model_states(args.zero, args.dp, e, reduced, moments + copies)]
         states[2] -= optimizer.padding() * moments
-        actions = "".join(action.kind for action in schedule[stage])
+        actions = [(action.kind, mine.index(action.stage)) for action in schedule[rank]]
         sent = {(operation, "dp"): formula for operation, formula in optimizer.bytes_sent(actions).items()}
         scalars = ddp.bytes_sent(scalar * (2 if args.zero else 1), args.dp)  # the loss; and the norm, of parts
         size, text = sent.get(("all_reduce", "dp"), (0, "loss and norm"))
@@ -295,15 +308,16 @@ def receipt(run, model, optimizer, schedule, stage):
     else:
         states = [count * e, count * e, count * moments]
         sent = {("all_reduce", "dp"): (ddp.bytes_sent(count * e + scalar, args.dp), "2 (N-1)/N P e")}
-    layer_bytes = tensor_parallel.bytes_sent(config, args.tp, tokens, e, len(model.blocks), stage == 0, stage == last)
+    layer_bytes = tensor_parallel.bytes_sent(config, args.tp, tokens, e, sum(blocks.values()), first, last)
     sent["all_reduce", "tp"] = (layer_bytes + ddp.bytes_sent(scalar, args.tp), "8 r b T C e a block, and both ends")
-    sent["send", "down"] = ((stage < last) * tokens * config.width * e, "b T C e a micro-batch")
-    sent["send", "up"] = ((stage > 0) * tokens * config.width * e, "b T C e a micro-batch")
-    if config.tied and args.pp > 1 and stage in (0, last):
+    for name, step in (("down", 1), ("up", -1)):
+        away = sum(owner.get(stage + step, rank) != rank for stage in mine)
+        sent["send", name] = (away * tokens * config.width * e, "b T C e a micro-batch and boundary")
+    if config.tied and first != last:
         part = -(-config.vocab // args.tp) * config.width
         part = -(-part // args.dp) if args.zero else part
         sent["all_reduce", "tied"] = (ddp.bytes_sent(part * reduced, 2), "V/t C e, the tied matrix")
-    flying = pipeline.in_flight(schedule[stage]) * len(model.blocks)
+    flying = pipeline.in_flight(schedule[rank], blocks.get)
     activations = flying * harness.activation_bytes(config, rows // args.microbatches, e, args.tp)
     texts = [f"P e{' / dp' * (args.zero >= least)}" for least in (3, 2, 1)]
     held = dict(zip(("parameters", "gradients", "optimizer"), zip(states, texts)))

@@ -36,6 +36,7 @@ It sends more, and waits for it, the higher the stage: take the lowest whose mod
     python zero.py --fit             the largest models that 80 GB on 64 ranks hold, each played on tensors without memory
 """
 
+import contextlib
 import functools
 
 import torch
@@ -197,6 +198,8 @@ class ZeRO:
     microbatches: the backward passes a step. They may come in any order between forwards, as in a pipeline.
     units: modules that stage 3 gathers whole, in the order of forward; a parameter belongs to those that contain it, and must
         be used within their forward. Two units may share one. Default: default_units(model), and the model for what is left.
+    scopes: parts of the model that have backward passes of their own (a pipeline rank's stages), `microbatches` each, within
+        `with zero.backward(index of the scope)`. They may share parameters. Default: the model is the only one.
     bucket_bytes: the largest bucket of stages 0 to 2. A unit is a bucket in stage 3, whatever its size.
     param_dtype, reduce_dtype: of weights, activations and backward; of the sum over the ranks. master_dtype: of the weights
         that the optimizer steps on. Defaults: reduce as param, param as master, master as the parameters are.
@@ -221,6 +224,7 @@ class ZeRO:
         optimizer,
         microbatches=1,
         units=None,
+        scopes=None,
         bucket_bytes=25 << 20,
         param_dtype=None,
         reduce_dtype=None,
@@ -240,17 +244,21 @@ class ZeRO:
         direct = dist.get_backend(group) == "gloo"
         self.reduce_scatter = reduce_scatter or (DirectReduceScatter if direct else native_reduce_scatter)
         part, parts = (dist.get_rank(group), dist.get_world_size(group)) if stage > 0 else (0, 1)
-        self.units, self.rest = [], None
-        if stage == 3:
-            modules = default_units(model) if units is None else units
-            self.units = [Unit(self, module, i) for i, module in enumerate(modules)]
+        self.scopes = [model] if scopes is None else list(scopes)
+        self.scope, self.complete = 0, True
+        self.units, self.rest = [[] for _ in self.scopes], None
+        for scope, own in zip(self.scopes, self.units) if stage == 3 else ():
+            inside = set(scope.modules())
+            modules = default_units(scope) if units is None else [m for m in units if m in inside]
+            own += [Unit(self, module, own, i) for i, module in enumerate(modules)]
         self.buckets, made = [], {}
-        for parameters, users in self._sort(bucket_bytes if stage < 3 else float("inf")):
+        for parameters, users, scopes in self._sort(bucket_bytes if stage < 3 else float("inf")):
             dtypes = [master_dtype or parameters[0].dtype]
             dtypes += [param_dtype or dtypes[0]]
             dtypes += [reduce_dtype or dtypes[1]]
             where = device or parameters[0].device
             bucket = Bucket(parameters, value, part, parts, stage, where, dtypes, offload)
+            bucket.scopes = scopes
             self.buckets.append(bucket)
             for unit in users:
                 unit.buckets.append(bucket)
@@ -264,22 +272,28 @@ class ZeRO:
         self.zero_grad()
 
     def _sort(self, bucket_bytes):
-        """(parameters, the units that use them) of each bucket, from the last parameter to the first, the order in which
-        backward produces gradients. A bucket's have the same users, dtype, device, and groups over which they are partial."""
-        users, lists, latest, size = {}, [], {}, {}
-        for unit in self.units:
+        """(parameters, the units that use them, the indices of their scopes) of each bucket, from the last parameter to the
+        first, the order in which backward produces gradients. A bucket's have the same users, scopes, dtype, device, and
+        groups over which they are partial."""
+        users, scopes, lists, latest, size = {}, {}, [], {}, {}
+        for unit in sum(self.units, []):
             for p in unit.module.parameters():
                 users[p] = (*users.get(p, ()), unit)
+        for i, scope in enumerate(self.scopes):
+            for p in scope.parameters():
+                scopes[p] = (*scopes.get(p, ()), i)
         if self.stage == 3 and any(p not in users for p in self.model.parameters()):
-            self.rest = Unit(self, self.model, None)
+            if self.scopes != [self.model]:
+                raise ValueError("with several scopes each parameter must belong to a unit")
+            self.rest = Unit(self, self.model, [], None)
         for p in reversed(list(self.model.parameters())):
             partial = getattr(p, "placement", {}).get("partial", [])
             using = users.get(p, (self.rest,) if self.rest else ())
-            key = using, p.requires_grad, p.dtype, p.device, tuple(id(g) for g in partial)
+            key = using, scopes[p], p.requires_grad, p.dtype, p.device, tuple(id(g) for g in partial)
             size[key] = size.get(key, 0) + p.numel() * p.element_size()
             if key not in latest or size[key] > bucket_bytes:
                 latest[key], size[key] = [], p.numel() * p.element_size()
-                lists.append((latest[key], using))
+                lists.append((latest[key], using, scopes[p]))
             latest[key].append(p)
         return lists
 
@@ -296,10 +310,17 @@ class ZeRO:
 
     def zero_grad(self):
         """Start a step."""
-        self.passes = self.next = 0
+        self.passes, self.next = [0] * len(self.scopes), 0
         for bucket in self.trained:
             bucket.filled.clear()
             bucket.reduced = False
+
+    @contextlib.contextmanager
+    def backward(self, scope=0, complete=True):
+        """Around a backward pass of one scope of several; complete=False: one that leaves some gradients for a later one."""
+        self.scope, self.complete = scope, complete
+        yield
+        self.scope, self.complete = 0, True
 
     def _arrived(self, bucket, i):
         self._in_backward()
@@ -308,24 +329,28 @@ class ZeRO:
 
     def _in_backward(self):
         if not self.running:
-            if self.passes == self.microbatches:
+            if self.passes[self.scope] == self.microbatches:
                 raise RuntimeError(f"more backward passes than the {self.microbatches} that ZeRO was told of")
             self.running = True
             torch.autograd.Variable._execution_engine.queue_callback(self._end_pass)
 
     def _launch(self, rest=False):
         # In the same order on every rank and in every pass: swapped between ranks they would add up the wrong buckets, silently
-        if not self.reduce_each and self.passes + 1 < self.microbatches:
+        if not self.complete:
             return
-        while self.next < len(self.trained) and (rest or not self.trained[self.next].missing):
-            bucket = self.trained[self.next]
+        buckets = [bucket for bucket in self.trained if self.scope in bucket.scopes]
+        while self.next < len(buckets) and (rest or not buckets[self.next].missing):
+            bucket = buckets[self.next]
+            self.next += 1
+            last = sum(self.passes[s] for s in bucket.scopes) + 1 == self.microbatches * len(bucket.scopes)
+            if not (last or self.reduce_each):
+                continue
             bucket.complete()
             if self.stage == 0:
                 work = dist.all_reduce(bucket.full, group=self.reduce_group, async_op=True)
             else:
                 work = self.reduce_scatter(bucket.full[bucket.own], bucket.full, group=self.reduce_group, async_op=True)
             self.flying.append((bucket, work))
-            self.next += 1
             if self.stage >= 2:
                 self._land(1)  # no more than one on its way and one that fills
 
@@ -344,14 +369,19 @@ class ZeRO:
         for unit in (self.rest, self.ahead):
             self._release(unit)
         self.ahead = None
-        for bucket in self.trained:
-            bucket.begin_pass()
-        self.running, self.next, self.passes = False, 0, self.passes + 1
+        if self.complete:
+            for bucket in self.trained:
+                if self.scope in bucket.scopes:
+                    bucket.begin_pass()
+            self.passes[self.scope] += 1
+        self.running, self.next = False, 0
 
     def finish(self):
         """Complete the gradients, after the last backward of a step."""
-        while self.passes < self.microbatches:
-            self._end_pass()  # a rank without some of the passes takes part in their reductions
+        for scope in range(len(self.scopes)):
+            while self.passes[scope] < self.microbatches:  # a rank without some of the passes takes part in their reductions
+                with self.backward(scope):
+                    self._end_pass()
         for bucket in self.trained:
             for group in bucket.partial:
                 dist.all_reduce(bucket.gradient, group=group)
@@ -389,7 +419,7 @@ class ZeRO:
 
         Gradients reach the optimizer in the masters' dtype one bucket at a time: never all of them in 32 bits.
         """
-        for unit in self.units:
+        for unit in sum(self.units, []):
             self._release(unit)  # what was gathered for a backward that never came
         self.ahead, works = None, []
         for bucket in self.trained:
@@ -449,26 +479,39 @@ class ZeRO:
         """Elements of this rank's shards that belong to no parameter, and have no moments."""
         return sum(bucket.length - sum(piece.numel() for piece in bucket.pieces) for bucket in self.trained)
 
-    def bytes_sent(self, actions="FB"):
-        """{operation: (bytes this rank sends a step, formula as text)}, by the paper (section 7), for its forwards and
-        backwards in a row as text, "FBFB" for two micro-batches one after the other. Sums over other groups are not in it."""
+    def bytes_sent(self, actions):
+        """{operation: (bytes this rank sends a step, formula as text)}, by the paper (section 7). actions: its forwards ("F"),
+        backwards ("B"; of two parts: "I", and "W" which completes the gradients) in a row, as (letter, scope): two
+        micro-batches one after the other are [("F", 0), ("B", 0)] * 2. Sums over other groups are not in it."""
         r = 1 - 1 / dist.get_world_size(self.group)
-        gradients = sum(b.size * b.reduce_dtype.itemsize for b in self.trained)
-        weights = sum(b.flat.nbytes for b in (self.trained if self.stage < 3 else self.buckets))
         if self.stage == 0:
-            return {"all_reduce": (2 * r * gradients, "2 r P e")}
-        gathers = "r P e"
-        if self.stage == 3 and (not self.reshard or len(self.units) == 1 and not self.rest):
-            gathers += " a micro-batch"
-            weights *= actions.count("B")  # a lone unit is kept too: it is always the last
-        elif self.stage == 3:  # each use of a unit gathers it, but for the last one's backward right after its forward
-            gathers += " a forward and a backward"
-            units = [unit.bytes() for unit in self.units]
-            rest = self.rest.bytes() if self.rest else 0
-            weights = len(actions) * (sum(units) + rest) - actions.count("FB") * sum(units[-1:])
+            return {"all_reduce": (2 * r * sum(b.size * b.reduce_dtype.itemsize for b in self.trained), "2 r P e")}
+        passes = [sum(kind in "BW" and i == scope for kind, i in actions) for scope in range(len(self.scopes))]
+        times = {b: sum(passes[scope] for scope in b.scopes) if self.reduce_each else 1 for b in self.trained}
+        gradients = sum(times[b] * b.size * b.reduce_dtype.itemsize for b in self.trained)
         name = "all_to_all" if self.reduce_scatter is DirectReduceScatter else "reduce_scatter"
-        times, text = (actions.count("B"), "r P e a micro-batch") if self.reduce_each else (1, "r P e")
-        return {name: (r * gradients * times, text), "all_gather": (r * weights, gathers)}
+        text = "r P e a micro-batch" if self.reduce_each else "r P e"
+        if self.stage < 3:
+            weights, gathers = sum(b.flat.nbytes for b in self.trained), "r P e"
+        else:
+            weights, gathers = self._gathers(actions), f"r P e a {'forward and a backward' if self.reshard else 'micro-batch'}"
+        return {name: (r * gradients, text), "all_gather": (r * weights, gathers)}
+
+    def _gathers(self, actions):
+        """Bytes gathered in stage 3: each use of a unit gathers it, but for what a forward has left for the next action, its
+        last unit, or for the next backward, all units."""
+        total, left = 0, set()
+        for kind, scope in actions:
+            sizes = [unit.bytes() for unit in self.units[scope]]
+            rest = self.rest.bytes() if self.rest else 0
+            if self.reshard:
+                here = sizes[-1] if scope in left and (kind != "F" or len(sizes) == 1) else 0
+                total += (kind != "W") * (sum(sizes) + rest - here)
+                left = {scope} if kind == "F" and sizes else set()
+            else:
+                total += (kind != "W" and scope not in left) * (sum(sizes) + rest)
+                left = left | {scope} if kind == "F" else left - {scope}
+        return total
 
     @property
     def param_groups(self):
@@ -509,8 +552,8 @@ class ZeRO:
 class Unit:
     """A module that stage 3 gathers and frees, by hooks on its forward and on the gradients of its results."""
 
-    def __init__(self, zero, module, index):
-        self.zero, self.module, self.index, self.buckets = zero, module, index, []
+    def __init__(self, zero, module, mates, index):
+        self.zero, self.module, self.mates, self.index, self.buckets = zero, module, mates, index, []
         module.register_forward_pre_hook(self.before_forward)
         module.register_forward_hook(self.after_forward)
 
@@ -518,8 +561,9 @@ class Unit:
         return sum(bucket.flat.nbytes for bucket in self.buckets)
 
     def neighbour(self, offset):
+        """The unit before or after this one in its scope."""
         index = self.index + offset
-        return self.zero.units[index] if 0 <= index < len(self.zero.units) else None
+        return self.mates[index] if 0 <= index < len(self.mates) else None
 
     def before_forward(self, module, inputs):
         if self.index is None:  # the model: around all others
@@ -534,7 +578,7 @@ class Unit:
         results = [t for t in tensors_in(result) if t.requires_grad and id(t) not in given]
         for t in results:
             t.register_hook(self.before_backward)
-        if results and self.index == len(self.zero.units) - 1 and self.zero.reshard:
+        if results and self.index == len(self.mates) - 1 and self.zero.reshard:
             self.zero.ahead = self  # its backward is likely to be next
         elif self.zero.reshard or not results:
             self.zero._release(self)
@@ -612,7 +656,9 @@ def demo(run):
         zero.finish()
         run.update(step, model, zero, loss, over=[group])
 
-    sent = {(operation, "dp"): formula for operation, formula in zero.bytes_sent("FB" * args.microbatches).items()}
+    sent = {
+        (operation, "dp"): formula for operation, formula in zero.bytes_sent([("F", 0), ("B", 0)] * args.microbatches).items()
+    }
     size, text = sent.get(("all_reduce", "dp"), (0, "loss and norm, 8 bytes each"))
     sent["all_reduce", "dp"] = size + (2 if args.stage else 1) * 2 * (n - 1) / n * 8, text
     elements = sum(bucket.size for bucket in zero.buckets)

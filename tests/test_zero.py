@@ -432,7 +432,7 @@ def counted(rank, stage, direct, accumulate=2, dtype=torch.float32, **options):
             model(tokens, targets=targets, count=count).backward()
         sharded.finish()
         sharded.step()
-    formulas = {op: size for op, (size, _) in sharded.bytes_sent("FB" * accumulate).items()}
+    formulas = {op: size for op, (size, _) in sharded.bytes_sent([("F", 0), ("B", 0)] * accumulate).items()}
     return {op: row[2] for (op, _), row in ledger.sent.items()}, sizes, formulas
 
 
@@ -502,7 +502,7 @@ def watched(rank, stage, recompute, reshard=True):
             sharded.finish()
             sharded.step()
     held = {kind: harness.storage_bytes(tensors) for kind, tensors in sharded.lasting().items()}
-    size, unit = sum(b.size for b in sharded.buckets), [unit.bytes() for unit in sharded.units]
+    size, unit = sum(b.size for b in sharded.buckets), [unit.bytes() for unit in sharded.units[0]]
     return held, size, max(watch.seen), watch.full, unit, idle, sharded.gathered_peak, max(b.size for b in sharded.buckets)
 
 
