@@ -29,6 +29,8 @@ over before the gradients are through, this is the wrong choice.
     torchrun --nproc_per_node=4 ddp.py            python ddp.py --sync naive --optimizer sgd --microbatches 4
 """
 
+from collections import Counter
+
 import torch
 import torch.distributed as dist
 
@@ -78,7 +80,8 @@ class DDP:
             optimizer.step()
 
     The replicas must start equal; they stay equal because they take equal steps. `microbatches` is the number of backward
-    passes a step. With `overlap` a bucket is reduced as soon as it is full, else all of them in finish().
+    passes a step; a parameter that gets its gradient in two passes each (a pipeline rank's two stages share it) is listed
+    twice. With `overlap` a bucket is reduced as soon as it is full, else all of them in finish().
     `all_reduce(tensor, group=..., async_op=True)` returns a work handle; any implementation will do.
     A parameter may be partial over further groups (`parameter.placement`, as tensor_parallel.shard writes it; a matrix tied
     across pipeline stages): finish() sums its gradient over them too.
@@ -88,7 +91,9 @@ class DDP:
 
     def __init__(self, parameters, group, microbatches=1, bucket_bytes=25 << 20, overlap=True, all_reduce=dist.all_reduce):
         self.group, self.microbatches, self.overlap, self.all_reduce = group, microbatches, overlap, all_reduce
-        self.buckets = make_buckets(parameters, bucket_bytes)
+        parameters = list(parameters)
+        self.uses = Counter(parameters)
+        self.buckets = make_buckets(dict.fromkeys(parameters), bucket_bytes)
         self.early, self.next, self.works = 0, 0, []
         for bucket in self.buckets:
             for p in bucket.parameters:
@@ -100,7 +105,7 @@ class DDP:
         self.next, self.works = 0, []
         for bucket in self.buckets:
             bucket.flat.zero_()
-            bucket.missing = len(bucket.parameters) * self.microbatches
+            bucket.missing = sum(self.uses[p] for p in bucket.parameters) * self.microbatches
 
     def _arrived(self, bucket, p):
         bucket.check(p)

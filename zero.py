@@ -498,19 +498,36 @@ class ZeRO:
         return {name: (r * gradients, text), "all_gather": (r * weights, gathers)}
 
     def _gathers(self, actions):
-        """Bytes gathered in stage 3: each use of a unit gathers it, but for what a forward has left for the next action, its
-        last unit, or for the next backward, all units."""
-        total, left = 0, set()
+        """Bytes gathered in stage 3: each use of a unit gathers what is not there. A forward leaves its last unit for the next
+        action (all units, for their backward, without `reshard`)."""
+        total, users, left = 0, {bucket: set() for bucket in self.buckets}, None
+
+        def gather(unit):
+            nonlocal total
+            total += sum(bucket.flat.nbytes for bucket in unit.buckets if not users[bucket])
+            for bucket in unit.buckets:
+                users[bucket].add(unit)
+
+        def release(unit):
+            for bucket in unit.buckets if unit else ():
+                users[bucket].discard(unit)
+
         for kind, scope in actions:
-            sizes = [unit.bytes() for unit in self.units[scope]]
-            rest = self.rest.bytes() if self.rest else 0
-            if self.reshard:
-                here = sizes[-1] if scope in left and (kind != "F" or len(sizes) == 1) else 0
-                total += (kind != "W") * (sum(sizes) + rest - here)
-                left = {scope} if kind == "F" and sizes else set()
-            else:
-                total += (kind != "W" and scope not in left) * (sum(sizes) + rest)
-                left = left | {scope} if kind == "F" else left - {scope}
+            units = self.units[scope] if kind == "F" else self.units[scope][::-1]
+            if left not in units[:1] or kind == "W":
+                release(left)
+            left = None
+            for before, unit in zip([None, *units], units) if kind != "W" else ():
+                gather(unit)
+                if self.reshard or kind != "F":
+                    release(before)  # the next is there before this one goes
+            if kind == "F" and self.reshard:
+                left = units[-1] if units else None
+            elif kind in "BI":
+                release(units[-1] if units else None)
+            if self.rest and kind != "W":
+                gather(self.rest)
+                release(self.rest)
         return total
 
     @property

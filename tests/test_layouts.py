@@ -61,7 +61,7 @@ LAYOUTS = [
     ("gpt2", "--pp 2 --schedule interleaved --microbatches 4"),
     ("dropout", "--pp 2 --schedule zb-v --microbatches 3 --tp 2"),
     ("sgd", "--pp 2 --dp 2 --schedule dualpipev --microbatches 6"),
-    ("llama", "--pp 3 --schedule zb-h1 --microbatches 4 --dp 2"),
+    ("llama", "--pp 3 --schedule zb-h1 --microbatches 6 --dp 2"),
     ("grouped", "--pp 4 --schedule zb-h2 --microbatches 6 --tp 2"),
     ("sgd", "--pp 2 --schedule zb-v --dp 2 --zero 1 --microbatches 3"),
     ("gpt2", "--pp 2 --schedule zb-v --dp 2 --zero 3 --microbatches 6"),

@@ -1,5 +1,9 @@
 """pipeline.py: the schedules as data, and the executor against one process and PyTorch's pipelining."""
 
+import collections
+import contextlib
+import dataclasses
+import functools
 import itertools
 
 import pytest
@@ -11,25 +15,69 @@ import model as gpt
 import pipeline as pp
 
 
+def shapes(name, ranks=range(1, 9), microbatches=range(1, 18)):
+    """(ranks, micro-batches, chunks, schedule) of all the sizes for which a schedule of that name exists."""
+    for p, m in itertools.product(ranks, microbatches):
+        for chunks in (1, 2, 3, 4) if name == "interleaved" else (None,):
+            try:
+                yield p, m, chunks, pp.make(name, p, m, chunks)
+            except ValueError as e:
+                assert name == "interleaved" and m % p or name == "dualpipev" and m < 2 * p, e
+
+
 @pytest.mark.parametrize("name", pp.SCHEDULES)
-def test_schedules_are_whole_and_do_not_block(name):
-    for stages, microbatches in itertools.product(range(1, 9), range(1, 13)):
-        schedule = pp.SCHEDULES[name](stages, microbatches)
-        assert len(schedule) == stages
-        for actions in schedule:
-            assert sorted(actions) == sorted(pp.Action(k, m) for k in "FB" for m in range(microbatches))
-        pp.simulate(schedule)  # raises where it is stuck
-        for kind, step in (("F", 1), ("B", -1)):  # messages of a pair come in the order in which they are awaited
-            orders = [[a.microbatch for a in actions if a.kind == kind] for actions in schedule]
-            assert all(order == orders[0] for order in orders)
+def test_schedules_are_sound(name):
+    count = 0
+    for p, m, chunks, schedule in shapes(name):
+        pp.check(schedule, m)
+        assert len(schedule) == p and len(pp.owners(schedule)) == p * (chunks or pp.CHUNKS.get(name, 1))
+        count += 1
+    assert count >= (70 if name in ("interleaved", "dualpipev") else 136)
 
 
-@pytest.mark.parametrize("forward, backward", [(1, 1), (1, 2), (2, 3)])
-def test_bubble_is_the_papers(forward, backward):
+def test_where_stages_are():
+    assert pp.owners(pp.make("interleaved", 3, 3, 3)) == {stage: stage % 3 for stage in range(9)}
+    for name in ("zb-v", "dualpipev"):
+        assert pp.owners(pp.make(name, 3, 6)) == {0: 0, 1: 1, 2: 2, 3: 2, 4: 1, 5: 0}
+
+
+@pytest.mark.parametrize("ratio", [(1, 1), (1, 2), (2, 3)])
+def test_bubble_is_the_papers(ratio):
+    forward, backward = ratio
     for p, m in itertools.product(range(1, 9), range(1, 13)):
-        used = {name: pp.utilisation(pp.simulate(make(p, m), forward, backward)) for name, make in pp.SCHEDULES.items()}
-        assert used["naive"] == pytest.approx(1 / p)
-        assert used["gpipe"] == used["1f1b"] == pytest.approx(m / (m + p - 1))
+
+        def used(name, v=1):
+            spans = pp.simulate(pp.make(name, p, m, v), forward / v, backward / v / 2, backward / v / 2)
+            return pp.utilisation(spans)
+
+        assert used("naive") == pytest.approx(1 / p)
+        assert used("gpipe") == pytest.approx(m / (m + p - 1)) and used("1f1b") == pytest.approx(m / (m + p - 1))
+        if m % p == 0:
+            for v in (1, 2, 3):
+                assert used("interleaved", v) == pytest.approx(v * m / (v * m + p - 1))
+
+
+@pytest.mark.parametrize("name", pp.SCHEDULES)
+def test_a_rank_waits_as_long_as_the_paper_says(name):
+    """Between its own first and last action, with F = I = W; enough micro-batches to fill the pipeline."""
+    for p, m, chunks, schedule in shapes(name, range(2, 9), (16, 24)):
+        v = len(pp.owners(schedule)) // p
+        assert pp.waiting(pp.simulate(schedule, 1 / v, 1 / v, 1 / v)) == pytest.approx(pp.BUBBLES[name][1](p, m, v, 1, 1, 1))
+
+
+def test_zero_bubble_with_other_times():
+    """H1 and H2 where a weight's gradient takes less than an input's: (p-1)(F + I - W) and (p-1)(F + I - 2W)."""
+    for p, (f, i, w) in itertools.product((2, 4, 8), ((1, 1, 0.75), (1, 1.25, 0.75), (1.5, 2, 1))):
+        for name in ("zb-h1", "zb-h2"):
+            schedule = pp.make(name, p, 4 * p)
+            assert pp.waiting(pp.simulate(schedule, f, i, w)) == pytest.approx(pp.BUBBLES[name][1](p, 4 * p, 1, f, i, w)), name
+
+
+def test_transfers_take_time():
+    assert pp.utilisation(pp.simulate(pp.make("gpipe", 2, 1), 1, 1, 1, transfer=1)) == pytest.approx(6 / (2 * 8))
+    # in a V the turn stays on its rank: 6 messages of 3 boundaries instead of 8 of 4
+    spans = pp.simulate(pp.make("zb-v", 2, 1), 1, 1, 0, transfer=10)
+    assert max(row[-1][1] for row in spans) == 8 + 4 * 10
 
 
 def test_the_lectures_two_figures():
@@ -37,26 +85,68 @@ def test_the_lectures_two_figures():
     assert round(pp.utilisation(pp.simulate(pp.gpipe(4, 4))), 2) == 0.57
 
 
-def test_micro_batches_in_flight():
-    for p, m in itertools.product(range(1, 9), range(1, 13)):
-        assert [pp.in_flight(a) for a in pp.naive(p, m)] == [1] * p
-        assert [pp.in_flight(a) for a in pp.gpipe(p, m)] == [m] * p
-        assert [pp.in_flight(a) for a in pp.one_f_one_b(p, m)] == [min(m, p - rank) for rank in range(p)]
+def test_activations_held():
+    for p, m in itertools.product(range(1, 9), range(1, 25)):
+
+        def held(name, chunks=None):
+            return [pp.in_flight(actions) for actions in pp.make(name, p, m, chunks)]
+
+        assert held("naive") == [1] * p and held("gpipe") == [m] * p
+        assert held("1f1b") == [min(m, p - rank) for rank in range(p)]
+        assert max(held("zb-h1")) == min(m, p) and max(held("zb-h2")) == min(m, 2 * p - 1)
+        assert max(held("zb-v")) <= 2 * p
+        if m >= 2 * p:
+            assert held("zb-v") == [2 * p] * p and max(held("dualpipev")) == (2 * p + 1 if p > 1 or m > 2 else 3)
+        if m % p == 0 and m > p:
+            assert [max(held("interleaved", v)) for v in (2, 3)] == [
+                2 * p + p - 1,
+                3 * p + p - 1,
+            ]  # p (1 + (p-1)/(p v)), times v
 
 
-def test_a_stuck_schedule_is_found():
-    F, B = pp.Action("F", 0), pp.Action("B", 0)
+def test_a_wrong_schedule_is_found():
+    F, B, I, W = (pp.Action(kind, 0, 0) for kind in "FBIW")  # noqa: E741
+
+    def on(stage, *actions):
+        return [a._replace(stage=stage) for a in actions]
+
     with pytest.raises(ValueError, match="stuck"):
-        pp.simulate([[F, B], [B, F]])
-    first, second = pp.Action("F", 0), pp.Action("F", 1)
-    with pytest.raises(ValueError, match="different orders"):
-        pp.simulate([[second, first], [first, second]])
+        pp.simulate([[F, B], on(1, B, F)])
+    for wrong in ([F], [F, B, B], [F, I], [F, W, I], [F, B, W], [B, F]):
+        with pytest.raises(ValueError, match="stage 0 runs micro-batch 0 as"):
+            pp.check([wrong], 1)
+    with pytest.raises(ValueError, match="runs micro-batch 1 as nothing"):
+        pp.check([[F, B]], 2)
+    first, second = F, F._replace(microbatch=1)
+    back = [B, B._replace(microbatch=1)]
+    with pytest.raises(ValueError, match="another order"):
+        pp.check([[second, first, *back], on(1, first, second, *back)], 2)
+    with pytest.raises(ValueError, match="does not exist|as "):
+        pp.check([[F, B, *[a._replace(microbatch=5) for a in (F, B)]]], 1)
+    # each would send before the other posts: rank 0 twice down in a row, while rank 1 waits to send up
+    ok = [[first, second, *back], on(1, first, back[0], second, back[1])]
+    pp.check(ok, 2)
     with torch.device("meta"), pytest.raises(ValueError, match="tied_group"):
-        pp.split(gpt.GPT(CONFIGS["gpt2"]), 2, 0)
+        pp.split(lambda: gpt.GPT(CONFIGS["gpt2"]), 2, [0])
 
 
-def test_timeline():
+def test_what_there_is_no_schedule_for():
+    for name, p, m, chunks, text in (
+        ("interleaved", 4, 6, 2, "a multiple of 4"),
+        ("dualpipev", 4, 7, None, "at least 8"),
+        ("1f1b", 4, 8, 2, "leave out --chunks"),
+        ("zb-v", 4, 8, 3, "leave out --chunks"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            pp.make(name, p, m, chunks)
+
+
+def test_timeline_and_trace():
     assert pp.timeline(pp.simulate(pp.gpipe(2, 2))) == " 0 1 . . .[0 ][1 ]\n . 0 1[0 ][1 ]"
+    assert pp.timeline(pp.simulate(pp.make("zb-v", 2, 2))).splitlines()[0].startswith(" 0 1")
+    events = pp.trace(pp.simulate(pp.make("zb-h1", 2, 2)))["traceEvents"]
+    assert [e["args"]["name"] for e in events if e["ph"] == "M"] == ["rank 0", "rank 1"]
+    assert sum(e["ph"] == "X" for e in events) == 12 and all(e["dur"] == 1e6 for e in events if e["ph"] == "X")
 
 
 def test_balance_is_the_best_there_is():
@@ -76,27 +166,33 @@ def test_balance_is_the_best_there_is():
     assert [len(r) for r in pp.stage_layers(gpt.configure("gpt2"), 4)] == [3, 4, 4, 1]
 
 
-def build(config, group, ends, seed=7):
-    with torch.device("meta"):
-        model = gpt.GPT(config)
-    return gpt.fill(pp.split(model, dist.get_world_size(group), dist.get_rank(group), ends), seed, dtype=torch.float64)
+def build(config, schedule, rank, ends, seed=7):
+    def whole():
+        with torch.device("meta"):
+            return gpt.GPT(config)
+
+    owner = pp.owners(schedule)
+    mine = [stage for stage in sorted(owner) if owner[stage] == rank]
+    return gpt.fill(pp.Stages(pp.split(whole, len(owner), mine, ends)), seed, dtype=torch.float64)
 
 
-def train_parallel(rank, config, kind, schedule, microbatches, stages, steps=3):
-    down, up, ends = dist.group.WORLD, dist.new_group(), dist.new_group(sorted({0, stages - 1}))
-    model = build(config, down, ends)
+def train_parallel(rank, config, kind, schedule, microbatches, ranks, steps=3):
+    links, schedule = pp.make_links(), pp.make(schedule, ranks, microbatches)
+    owner = pp.owners(schedule)
+    ends = dist.new_group(sorted({owner[0], owner[len(owner) - 1]}))
+    model = build(config, schedule, rank, ends)
     optimizer, losses = make_optimizer(model.parameters(), kind), []
     for step in range(steps):
         tokens, targets, samples, count = batch(step)
         pieces = torch.arange(len(tokens)).tensor_split(microbatches)
         optimizer.zero_grad()
 
-        def forward(m, x):
+        def forward(stage, m, x):
             x = tokens[pieces[m]] if x is None else x
-            return model(x, targets=targets[pieces[m]], count=count, samples=samples[pieces[m]])
+            return model[stage](x, targets=targets[pieces[m]], count=count, samples=samples[pieces[m]])
 
         shape = (len(pieces[0]), tokens.shape[1], config.width)
-        results = pp.play(pp.SCHEDULES[schedule](stages, microbatches), forward, shape, torch.float64, "cpu", down, up)
+        results = pp.play(schedule, forward, shape, torch.float64, "cpu", links)
         pp.reduce_tied(model.parameters())
         optimizer.step()
         loss = torch.tensor(float(sum(results)), dtype=torch.float64)
@@ -105,24 +201,84 @@ def train_parallel(rank, config, kind, schedule, microbatches, stages, steps=3):
     return losses, {n: p.grad for n, p in model.named()}, {n: p.detach() for n, p in model.named()}
 
 
+DEEP = dataclasses.replace(CONFIGS["gpt2"], layers=8)
+DEEP_LLAMA = dataclasses.replace(CONFIGS["llama"], layers=9)
+
+
 @pytest.mark.parametrize("kind", ["sgd", "adamw"])
 @pytest.mark.parametrize("schedule", pp.SCHEDULES)
 def test_equals_one_process(ranks, schedule, kind):
-    for config, stages, microbatches in (("gpt2", 4, 6), ("gpt2", 3, 2), ("llama", 3, 4), ("dropout", 2, 3), ("gpt2", 1, 2)):
-        reference = train(CONFIGS[config], kind)
-        results = ranks(stages, train_parallel, CONFIGS[config], kind, schedule, microbatches, stages)
+    for config, stages, microbatches in (
+        (DEEP, 4, 12),
+        (DEEP, 3, 6),
+        (DEEP_LLAMA, 2, 4),
+        (CONFIGS["dropout"], 2, 4),
+        (DEEP, 1, 2),
+    ):
+        if schedule == "dualpipev" and microbatches < 2 * stages:
+            microbatches = 2 * stages
+        reference = alone(config, kind)
+        results = ranks(stages, train_parallel, config, kind, schedule, microbatches, stages)
         for ours in results:
             assert_equal(ours, reference)
         assert {n for _, _, weights in results for n in weights} == reference[2].keys()
-        if CONFIGS[config].tied and stages > 1:  # both copies of the tied matrix stay equal
-            first, last = results[0][2], results[-1][2]
+        if config.tied and stages > 1 and len(results[0][2]) + sum(len(w) for *_, w in results[1:]) > len(reference[2]):
+            first, last = results[0][2], results[-1][2]  # both copies of the tied matrix stay equal
             assert torch.equal(first["embed.token.weight"], last["embed.token.weight"])
 
 
-def test_more_stages_than_micro_batches_in_a_deep_model(ranks):
-    config = gpt.configure(layers=11, heads=2, width=16, context=12, vocab=61)
-    for ours in ranks(8, train_parallel, config, "sgd", "1f1b", 3, 8):
-        assert_equal(ours, train(config, "sgd"))
+@functools.cache
+def alone(config, kind):
+    return train(config, kind)
+
+
+@pytest.mark.parametrize("schedule, layers, microbatches", [("1f1b", 11, 3), ("zb-h2", 11, 12), ("zb-v", 17, 6)])
+def test_eight_ranks(ranks, schedule, layers, microbatches):
+    """Also with fewer micro-batches than stages, and with stages of unequal length."""
+    config = gpt.configure(layers=layers, heads=2, width=16, context=12, vocab=61)
+    for ours in ranks(8, train_parallel, config, "sgd", schedule, microbatches, 8):
+        assert_equal(ours, alone(config, "sgd"))
+
+
+def test_weight_gradients_come_last_once_and_cost_nothing_twice(ranks):
+    """Of each micro-batch: the hook of a linear layer's weight runs in W, that of a norm in I, each once; and the matrix
+    products are as many as without the split."""
+
+    def work(rank, name):
+        from torch.utils._python_dispatch import TorchDispatchMode
+
+        class Products(TorchDispatchMode):
+            count = 0
+
+            def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+                self.count += func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm)
+                return func(*args, **(kwargs or {}))
+
+        schedule, links, hooks, now = pp.make(name, 2, 4), pp.make_links(), [], []
+        model = build(DEEP_LLAMA, schedule, rank, None)
+        for n, p in model.named():
+            p.register_post_accumulate_grad_hook(lambda _, n=n: hooks.append((n, now[-1])))
+        tokens, targets, _, count = batch(0)
+
+        def forward(stage, m, x):
+            return model[stage](tokens[m : m + 1] if x is None else x, targets=targets[m : m + 1], count=count)
+
+        @contextlib.contextmanager
+        def scope(stage, complete):
+            now.append("whole" if complete else "part")
+            yield
+
+        with Products() as products:
+            pp.play(schedule, forward, (1, 12, 32), torch.float64, "cpu", links, scope)
+        return hooks, [n for n, _ in model.named()], products.count
+
+    split, whole = ranks(2, work, "zb-h1"), ranks(2, work, "1f1b")
+    for (hooks, names, products), (_, _, usual) in zip(split, whole):
+        assert collections.Counter(n for n, _ in hooks) == {n: 4 for n in names}
+        for name, when in hooks:
+            linear = name.endswith("weight") and "norm" not in name and "embed" not in name
+            assert when == ("whole" if linear else "part"), name
+        assert products == usual
 
 
 def test_activations_are_freed_with_their_backward(ranks):
@@ -130,7 +286,6 @@ def test_activations_are_freed_with_their_backward(ranks):
 
     def work(rank, schedule, microbatches):
         stages, alive, peak = 3, set(), [0]
-        group, up = dist.group.WORLD, dist.new_group()
 
         class Watch(torch.autograd.Function):  # holds a tensor for backward, and knows when it is let go
             @staticmethod
@@ -150,63 +305,103 @@ def test_activations_are_freed_with_their_backward(ranks):
 
         weight = torch.ones(2, requires_grad=True)
 
-        def forward(m, x):
-            y = Watch.apply((torch.ones(2) if x is None else x) * weight, m)
-            return y.sum() if rank == stages - 1 else y
+        def forward(stage, m, x):
+            y = Watch.apply((torch.ones(2) if x is None else x) * weight, (stage, m))
+            return y.sum() if stage == last else y
 
-        pp.play(pp.SCHEDULES[schedule](stages, microbatches), forward, (2,), torch.float32, "cpu", group, up)
+        schedule = pp.make(schedule, stages, microbatches)
+        last = len(pp.owners(schedule)) - 1
+        pp.play(schedule, forward, (2,), torch.float32, "cpu", pp.make_links())
         return peak[0], len(alive)
 
-    for schedule, m in (("gpipe", 5), ("1f1b", 5), ("naive", 5)):
-        results = ranks(3, work, schedule, m)
-        assert results == [(pp.in_flight(a), 0) for a in pp.SCHEDULES[schedule](3, m)]
+    for name, m in (("gpipe", 5), ("1f1b", 5), ("naive", 5), ("interleaved", 6)):
+        assert ranks(3, work, name, m) == [(pp.in_flight(a), 0) for a in pp.make(name, 3, m)]
 
 
-def test_forward_only_keeps_nothing(ranks):
+def test_no_more_than_one_receive_waits_in_each_queue(ranks):
     def work(rank):
-        model = build(CONFIGS["gpt2"], dist.group.WORLD, dist.new_group([0, 2]))
+        weight, links = torch.ones(2, requires_grad=True), pp.make_links()
+        waiting, most, irecv = [], [0], dist.irecv
+
+        def counted(tensor, **where):
+            work = irecv(tensor, **where)
+            waiting[:] = [w for w in waiting if not w.is_completed()] + [work]
+            most[0] = max(most[0], len(waiting))
+            return work
+
+        def forward(stage, m, x):
+            y = (torch.ones(2) if x is None else x) * weight
+            return y.sum() if stage == 5 else y
+
+        dist.irecv = counted
+        pp.play(pp.make("zb-v", 3, 9), forward, (2,), torch.float32, "cpu", links)
+        return most[0], weight.grad.tolist()
+
+    assert all(most <= 4 and grad == [18.0, 18.0] for most, grad in ranks(3, work))  # two stages, nine micro-batches
+
+
+@pytest.mark.parametrize("name", ["1f1b", "interleaved", "zb-v"])
+def test_forward_only_keeps_nothing(ranks, name):
+    def work(rank):
+        schedule = pp.make(name, 2, 4)
+        model = build(DEEP, schedule, rank, dist.group.WORLD)
         tokens = batch(0)[0]
         with torch.no_grad():
-            return pp.play(
-                pp.forward_only(3, 2),
-                lambda m, x: model(tokens[m : m + 1] if x is None else x),
-                (1, 12, 32),
-                torch.float64,
-                "cpu",
-                dist.group.WORLD,
-                dist.new_group(),
-            )
+            some = pp.forward_only(schedule, 3)
 
-    results = ranks(3, work)
-    whole = gpt.build(CONFIGS["gpt2"], 7, dtype=torch.float64)(batch(0)[0][:2])
-    assert results[0] == results[1] == []
-    torch.testing.assert_close(torch.cat(results[2]), whole, rtol=1e-12, atol=1e-12)
+            def forward(stage, m, x):
+                return model[stage](tokens[m : m + 1] if x is None else x)
+
+            return pp.play(some, forward, (1, 12, 32), torch.float64, "cpu", pp.make_links())
+
+    results = ranks(2, work)
+    whole = gpt.build(DEEP, 7, dtype=torch.float64)(batch(0)[0][:3])
+    full = [r for r in results if r]
+    assert len(full) == 1
+    torch.testing.assert_close(torch.cat(full[0]), whole, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("schedule, theirs", [("gpipe", "ScheduleGPipe"), ("1f1b", "Schedule1F1B")])
-def test_equals_pytorchs_pipelining(ranks, schedule, theirs):
+@pytest.mark.parametrize(
+    "name, theirs",
+    [
+        ("gpipe", "ScheduleGPipe"),
+        ("1f1b", "Schedule1F1B"),
+        ("interleaved", "ScheduleInterleaved1F1B"),
+        ("zb-v", "ScheduleZBVZeroBubble"),
+        ("dualpipev", "ScheduleDualPipeV"),
+    ],
+)
+def test_equals_pytorchs_pipelining(ranks, name, theirs):
     """The same weights after 10 steps as torch.distributed.pipelining with the same stages."""
-    config = CONFIGS["llama"]
+    config, p, m = DEEP_LLAMA, 2, 4
 
     def reference(rank):
         from torch.distributed import pipelining
 
-        model = build(config, dist.group.WORLD, None)
-        stage = pipelining.PipelineStage(model, rank, 3, torch.device("cpu"))
+        schedule = pp.make(name, p, m)
+        model, owner = build(config, schedule, rank, None), pp.owners(schedule)
+        last = len(owner) - 1
+        stages = [
+            pipelining.PipelineStage(model[stage], stage, len(owner), torch.device("cpu"))
+            for stage in sorted(owner)
+            if owner[stage] == rank
+        ]
         optimizer = make_optimizer(model.parameters(), "sgd")
         for step in range(10):
             tokens, targets, _, count = batch(step)
 
             def loss(logits, targets):
-                return model.loss(logits, targets, count)
+                return gpt.CrossEntropy()(logits, targets, count)
 
-            run = getattr(pipelining, theirs)(stage, 4, loss_fn=loss, scale_grads=False)
+            kind = getattr(pipelining.schedules, theirs)
+            run = kind(stages if len(stages) > 1 else stages[0], m, loss_fn=loss, scale_grads=False)
             optimizer.zero_grad()
-            run.step(*((tokens,) if rank == 0 else ()), **({"target": targets} if rank == 2 else {}))
+            run.step(*((tokens,) if rank == 0 else ()), **({"target": targets} if rank == owner[last] else {}))
             optimizer.step()
         return {n: p.detach() for n, p in model.named()}
 
-    ours = ranks(3, train_parallel, config, "sgd", schedule, 4, 3, 10)
-    for mine, their in zip(ours, ranks(3, reference)):
-        for name, p in mine[2].items():
-            torch.testing.assert_close(p, their[name], rtol=1e-12, atol=1e-12)
+    ours = ranks(p, train_parallel, config, "sgd", name, m, p, 10)
+    for mine, their in zip(ours, ranks(p, reference)):
+        assert mine[2].keys() == their.keys()
+        for key, weight in mine[2].items():
+            torch.testing.assert_close(weight, their[key], rtol=1e-12, atol=1e-12)
