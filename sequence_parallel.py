@@ -336,19 +336,21 @@ def demo(run):
         "parameters": (mine, "(P_whole + P_split / t) e, padded"),
         "gradients": (mine, "the same"),
         "optimizer": (states * mine, f"{states} x the same"),
-        "activations_peak": (c.layers * block, f"1/t of a process's of all blocks{' + gathered inputs' * keep}"),
+        "activations_peak": (c.layers * block, "1/t of one process's of all blocks" + keep * ", and what f gathered"),
     }
     tokens, _, samples = run.microbatches(0)[0]
     counted = saved_bytes(model, next(iter(model.blocks.values())), tokens, samples=samples)
     each = sequences * c.context * c.width * e
-    plain = harness.activation_bytes(c, sequences, e, t)
+    plain, width = harness.activation_bytes(c, sequences, e, t), -(-c.context // t)
     notes = [
-        f"r = {t - 1}/{t}; together 8 r B T C e a block, as tensor parallelism"
-        + ("" if keep else "; and 2 r B T C e to gather inputs again"),
+        f"r = {t - 1}/{t}; in all {8 if keep else 10} r B T C e a block; tensor parallelism sends 8 r B T C e",
+        f"{c.context} tokens in {t} pieces of {width}, {width * t - c.context} of them padding",
         f"kept of a block for backward, counted: {counted:,} bytes, {counted / each:.2f} B T C e a rank",
-        f"  formula: {block / each:.2f} with sequence parallelism, {plain / each:.2f} without, {one / each:.2f} on one process",
-        "  (the paper's 34, 10 + 24/t at two bytes an element, less its dropout masks; flash attention keeps no 5 a T / C)",
+        f"  formula: {block / each:.2f}; tensor parallelism {plain / each:.2f}, one process {one / each:.2f}",
+        "  (the paper's, in elements: without dropout masks, 2 of its 34 bytes, and without the 5 a T / C flash attention spares)",
     ]
+    if c.norm == "rmsnorm":
+        notes.append("  counted too: q and k before rotation, in one memory with v; on a CPU, RMSNorm's intermediate result")
     return run.receipt({"tp": t, "sp": t}, sent, held, notes)
 
 
