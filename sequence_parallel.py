@@ -347,7 +347,7 @@ def demo(run):
         f"{c.context} tokens in {t} pieces of {width}, {width * t - c.context} of them padding",
         f"kept of a block for backward, counted: {counted:,} bytes, {counted / each:.2f} B T C e a rank",
         f"  formula: {block / each:.2f}; tensor parallelism {plain / each:.2f}, one process {one / each:.2f}",
-        "  (the paper's, in elements: without dropout masks, 2 of its 34 bytes, and without the 5 a T / C flash attention spares)",
+        "  (the paper's, in elements; without dropout masks, 2 of its 34 bytes, and 5 a T / C, which flash attention spares)",
     ]
     if c.norm == "rmsnorm":
         notes.append("  counted too: q and k before rotation, in one memory with v; on a CPU, RMSNorm's intermediate result")
