@@ -27,7 +27,7 @@ each rank's gradient comes from its own tokens alone: a partial sum, completed a
 Forget that, and the copies drift apart without a word.
 
 What it costs, per rank, e bytes an element, r = (t-1)/t: each block 4 all-gathers and 4 reduce-scatters of (B, T, C), r B T C e
-each: 8 r B T C e, to the byte what tensor parallelism sends; and 2 r P e a step for the P parameters of the split stream.
+each: 8 r B T C e, what tensor parallelism sends (T padded); and 2 r P e a step for the P parameters of the split stream.
 Held of a block for backward (16 bit, hidden 4C, dropout masks, no flash attention; a heads):
 
     tensor parallel                T B C (10 + 24/t + 5 a T / (C t))
