@@ -117,6 +117,17 @@ class Enter(nn.Module):
         return CopyToGroup.apply(x, self.group)
 
 
+class Leave(nn.Module):
+    """g as a module: stands where partial sums leave a layer that is split."""
+
+    def __init__(self, group):
+        super().__init__()
+        self.group = group
+
+    def forward(self, x):
+        return ReduceFromGroup.apply(x, self.group)
+
+
 class ColumnParallelLinear(nn.Module):
     """A linear layer whose outputs are split: x (..., in) -> this rank's outputs (..., out / t). x must have passed f.
 
@@ -137,10 +148,10 @@ class RowParallelLinear(nn.Module):
 
     def __init__(self, weight, bias, group):
         super().__init__()
-        self.weight, self.bias, self.group = weight, bias, group
+        self.weight, self.bias, self.leave = weight, bias, Leave(group)
 
     def forward(self, x):
-        y = ReduceFromGroup.apply(F.linear(x, self.weight), self.group)
+        y = self.leave(F.linear(x, self.weight))
         return y if self.bias is None else y + self.bias
 
 
@@ -151,14 +162,14 @@ class VocabParallelEmbedding(nn.Module):
 
     def __init__(self, weight, group):
         super().__init__()
-        self.weight, self.group = weight, group
+        self.weight, self.leave = weight, Leave(group)
         self.start = dist.get_rank(group) * len(weight)
 
     def forward(self, tokens):
         row = tokens - self.start
         elsewhere = (row < 0) | (row >= len(self.weight))
         x = F.embedding(row.masked_fill(elsewhere, 0), self.weight)
-        return ReduceFromGroup.apply(x.masked_fill(elsewhere.unsqueeze(-1), 0.0), self.group)
+        return self.leave(x.masked_fill(elsewhere.unsqueeze(-1), 0.0))
 
 
 class CrossEntropyOfParts(torch.autograd.Function):

@@ -35,7 +35,7 @@ def train(config, kind, steps=3, seed=7):
     optimizer = make_optimizer(model.parameters(), kind)
     losses = []
     for step in range(steps):
-        tokens, targets, samples, count = batch(step)
+        tokens, targets, samples, count = batch(step, context=config.context)
         optimizer.zero_grad()
         loss = model(tokens, targets=targets, count=count, samples=samples)
         loss.backward()

@@ -224,7 +224,7 @@ def last_microbatch_only():
 
 def bias_on_every_rank():
     def wrong(self, x):
-        return tensor_parallel.ReduceFromGroup.apply(torch.nn.functional.linear(x, self.weight, self.bias), self.group)
+        return self.leave(torch.nn.functional.linear(x, self.weight, self.bias))
 
     tensor_parallel.RowParallelLinear.forward = wrong
 

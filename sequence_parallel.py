@@ -1,0 +1,370 @@
+"""Sequence parallelism: tensor parallelism (tensor_parallel.py, read that first) whose ranks also share the tokens wherever it
+has them do the same work t times (Korthikanti et al. 2022, arXiv:2205.05198, section 4.2.2; Megatron-LM's --sequence-parallel).
+
+What is split, on t ranks: matrices as in tensor parallelism; and between them, where each token is worked on alone (norms,
+dropouts, biases, the residual stream), the sequence. Each rank has T/t consecutive tokens there:
+
+    x ------------------------------------------------------------------------------> + -> y
+    (B,T/t,C)                                                                        /     (B,T/t,C)
+       \\-> norm --f--> up (rows cut) -> gelu -> down (columns cut) --g--> + bias -> dropout
+      (B,T/t,C)  (B,T,C)             (B,T,H/t)                     (B,T/t,C)
+
+                  here                                     in tensor parallelism
+    f   forward   all-gather of the tokens                 nothing
+        backward  reduce-scatter of their gradients        all-reduce
+    g   forward   reduce-scatter of the partial sums       all-reduce
+        backward  all-gather of the gradients              nothing
+
+That is all there is to it: these two operators are replaced, the layers stay as they are. (The paper calls the new ones g and
+its conjugate.) An all-reduce is a reduce-scatter and then an all-gather; here the norm and the residual stream move in between.
+The embedding's g starts the split stream, the head's f ends it; the loss does not change. Heads still see all tokens: for
+sequences too long for that, see context_parallel.py.
+
+Positions and dropout's key stay whole on every rank; what lives on the split stream takes its slice. Where T does not divide
+by t, zeros fill up the last pieces on their way into the split stream, and are cut off on their way out: they reach no loss
+and no gradient. Parameters of the split stream (norms, row-parallel biases, learned positions) are whole on every rank, but
+each rank's gradient comes from its own tokens alone: a partial sum, completed after the last backward (`reduce_partial`).
+Forget that, and the copies drift apart without a word.
+
+What it costs, per rank, e bytes an element, r = (t-1)/t: each block 4 all-gathers and 4 reduce-scatters of (B, T, C), r B T C e
+each: 8 r B T C e, what tensor parallelism sends (T padded); and 2 r P e a step for the P parameters of the split stream.
+Held of a block for backward (16 bit, hidden 4C, dropout masks, no flash attention; a heads):
+
+    tensor parallel                T B C (10 + 24/t + 5 a T / (C t))
+    sequence parallel              T B C (34 + 5 a T / C) / t
+
+The second is reached by `keep=False` alone: what f gathered, an input of the projections, is not kept but gathered again in
+backward for their weights' gradient (2 all-gathers more: 10 r B T C e; Megatron's choice, which hides them behind products).
+With `keep=True` these two inputs stay whole: 4 T B C (1 - 1/t) more is held, nothing more is sent.
+It is hardly ever wrong where tensor parallelism is right. It is where a message's start costs more than its bytes (2 messages
+for each one), or the activations don't matter (short sequences; every block recomputed anyway).
+
+    torchrun --nproc_per_node=4 sequence_parallel.py       python sequence_parallel.py --family llama --nproc 2 --gather-again
+"""
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+import torch.nn.functional as F
+
+import tensor_parallel
+
+# torch 2.13 renamed them; older versions know only the second name
+all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+native_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def gather(x, length, group):
+    """All ranks' tokens in order: x (B, ceil(T / t), C) -> (B, T, C). length: T."""
+    mine = x.transpose(0, 1).contiguous()  # (T/t, B, C): collectives cut the first dimension
+    whole = mine.new_empty(len(mine) * dist.get_world_size(group), *mine.shape[1:])
+    all_gather(whole, mine, group=group)
+    return whole[:length].transpose(0, 1).contiguous()  # in one piece: else each matrix product would copy it, and keep that
+
+
+def reduce_scatter(x, group):
+    """The sum of all ranks' x (B, T, C), of which each rank gets its tokens (B, ceil(T / t), C)."""
+    t = dist.get_world_size(group)
+    size = -(-x.shape[1] // t)
+    whole = x.new_zeros(size * t, x.shape[0], x.shape[2])
+    whole[: x.shape[1]] = x.transpose(0, 1)  # (T, B, C), then padding
+    if dist.get_backend(group) == "gloo":  # its own sends twice the bytes
+        pieces = torch.empty_like(whole)
+        dist.all_to_all_single(pieces, whole, group=group)
+        mine = pieces.unflatten(0, (t, size)).sum(0)
+    else:
+        mine = whole.new_empty(size, *whole.shape[1:])
+        native_reduce_scatter(mine, whole, group=group)
+    return mine.transpose(0, 1).contiguous()
+
+
+class GatherTokens(torch.autograd.Function):
+    """f: all tokens from each rank's; in backward the gradients of all ranks' uses of them are summed, and cut again."""
+
+    @staticmethod
+    def forward(ctx, x, length, group):
+        ctx.group = group
+        return gather(x, length, group)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return reduce_scatter(grad, ctx.group), None, None
+
+
+class ScatterTokens(torch.autograd.Function):
+    """g: this rank's tokens of the sum of all ranks' partial x; every rank's term gets the whole sum's gradient."""
+
+    @staticmethod
+    def forward(ctx, x, group):
+        ctx.length, ctx.group = x.shape[1], group
+        return reduce_scatter(x, group)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return gather(grad, ctx.length, ctx.group), None
+
+
+class GatherAndProject(torch.autograd.Function):
+    """f and the projections behind it in one: x (B, T/t, C) -> the gathered x times each weight's transpose, (B, T, out / t).
+
+    It keeps this rank's tokens only, and gathers the others' again for the weights' gradients."""
+
+    @staticmethod
+    def forward(ctx, x, length, group, *weights):
+        ctx.length, ctx.group = length, group
+        ctx.save_for_backward(x, *weights)
+        whole = gather(x, length, group)
+        return tuple(F.linear(whole, w) for w in weights)
+
+    @staticmethod
+    def backward(ctx, *grads):
+        x, *weights = ctx.saved_tensors
+        whole = gather(x, ctx.length, ctx.group).flatten(0, 1)  # (B T, C)
+        of_weights = [grad.flatten(0, 1).T @ whole for grad in grads]
+        del whole
+        of_x = sum(grad @ w for grad, w in zip(grads, weights))  # (B, T, C): one reduce-scatter for all
+        return reduce_scatter(of_x, ctx.group), None, None, *of_weights
+
+
+class Stream:
+    """What the operators of one model share: the group, and T, the tokens of the forward pass under way: a piece of the
+    sequence does not tell how much of it is padding."""
+
+    def __init__(self, group):
+        self.group, self.length = group, None
+
+    def begin(self, model, args, kwargs):
+        """Runs before the model's forward(x, positions, ...)."""
+        x, positions = args[0], kwargs.get("positions", args[1] if len(args) > 1 else None)
+        if positions is None and model.embed is None:
+            raise ValueError("pass the positions (T,) of the whole sequence: activations (B, T/t, C) do not tell T")
+        self.length = x.shape[1] if positions is None else len(positions)
+
+    def piece(self, whole):
+        """This rank's piece of something (..., T): (..., ceil(T / t)), padded with zeros."""
+        return tensor_parallel.piece(whole, -1, dist.get_rank(self.group), dist.get_world_size(self.group))
+
+
+class Enter(nn.Module):
+    """f as a module, in place of tensor_parallel.Enter: what it gathers is kept for backward by the layers it enters."""
+
+    def __init__(self, stream):
+        super().__init__()
+        self.stream = stream
+
+    def forward(self, x):
+        return GatherTokens.apply(x, self.stream.length, self.stream.group)
+
+
+class Leave(nn.Module):
+    """g as a module, in place of tensor_parallel.Leave."""
+
+    def __init__(self, stream):
+        super().__init__()
+        self.stream = stream
+
+    def forward(self, x):
+        return ScatterTokens.apply(x, self.stream.group)
+
+
+class EnterAndProject(nn.Module):
+    """f that keeps nothing whole: computes what `projections`, the layers it enters, would, as a list for them to pick from."""
+
+    def __init__(self, stream, projections):
+        super().__init__()
+        self.stream, self.projections = stream, projections  # a list, no submodules: parameters keep their names
+
+    def forward(self, x):
+        return GatherAndProject.apply(x, self.stream.length, self.stream.group, *(p.weight for p in self.projections))
+
+
+class Projection(nn.Module):
+    """A column-parallel layer whose product EnterAndProject has computed; here its bias is added."""
+
+    def __init__(self, index, weight, bias):
+        super().__init__()
+        self.index, self.weight, self.bias = index, weight, bias
+
+    def forward(self, products):
+        y = products[self.index]
+        return y if self.bias is None else y + self.bias
+
+
+class Dropout(nn.Module):
+    """The model's dropout on this rank's tokens: x (B, T/t, C), key (B, T) or None -> (B, T/t, C)."""
+
+    def __init__(self, whole, stream):
+        super().__init__()
+        self.whole, self.stream = whole, stream
+
+    def forward(self, x, key):
+        return x if key is None else self.whole(x, self.stream.piece(key))
+
+
+class PositionEmbedding(nn.Module):
+    """Learned positions of this rank's tokens: positions (T,) -> (T/t, C)."""
+
+    def __init__(self, weight, stream):
+        super().__init__()
+        self.weight, self.stream = weight, stream
+
+    def forward(self, positions):
+        return F.embedding(self.stream.piece(positions), self.weight)
+
+
+def parallelize(model, group, keep=True):
+    """Cut a GPT across `group`, in place, and return it: tensor_parallel.parallelize, then the operators replaced. Works on the
+    meta device and on real weights alike. Any of embedding, blocks and head may be missing.
+
+    keep: whether inputs of projections stay whole from forward to backward, or are gathered again there.
+    The model is called as before: tokens, targets, positions (T,) and samples are whole on every rank. Without an embedding (a
+    later pipeline stage) x is (B, ceil(T / t), C), what the stage before returned, and positions must be given.
+    After the last backward of a step the gradients in whose parameter's `placement` "partial" names the group must be summed
+    over it: reduce_partial, or what else a layout completes partial gradients with.
+    """
+    tensor_parallel.parallelize(model, group)
+    stream = Stream(group)
+    model.register_forward_pre_hook(stream.begin, with_kwargs=True)
+    if model.embed is not None:
+        model.embed.token.leave, model.embed.drop = Leave(stream), Dropout(model.embed.drop, stream)
+        if model.embed.position is not None:
+            model.embed.position = PositionEmbedding(model.embed.position.weight, stream)
+    for block in model.blocks.values():
+        enter(block.attn, ["qkv"], stream, keep)
+        enter(block.mlp, ["up"] if block.mlp.gate is None else ["gate", "up"], stream, keep)
+        block.attn.proj.leave, block.mlp.down.leave = Leave(stream), Leave(stream)
+        block.attn_drop, block.mlp_drop = Dropout(block.attn_drop, stream), Dropout(block.mlp_drop, stream)
+    if model.head is not None:
+        enter(model.head, ["out"], stream, keep)
+    for p in model.parameters():
+        if not tensor_parallel.split_over(p, group):  # it works on the split stream
+            whole = getattr(p, "placement", {"shape": p.shape, "split": {}, "partial": []})
+            p.placement = whole | {"partial": [*whole["partial"], group]}
+    return model
+
+
+def enter(module, names, stream, keep):
+    """Replace the operator f of `module`, behind which its projections `names` stand."""
+    if keep:
+        module.enter = Enter(stream)
+        return
+    layers = [getattr(module, name) for name in names]
+    projections = [Projection(i, layer.weight, layer.bias) for i, layer in enumerate(layers)]
+    module.enter = EnterAndProject(stream, projections)
+    for name, projection in zip(names, projections):
+        setattr(module, name, projection)
+
+
+def reduce_partial(parameters):
+    """Complete the gradients that are partial sums: one all-reduce a group, after the last backward of a step."""
+    partial = {}
+    for p in parameters:
+        for group in getattr(p, "placement", {}).get("partial", ()):
+            partial.setdefault(group, []).append(p.grad)
+    for group, grads in partial.items():
+        flat = torch.cat([grad.flatten() for grad in grads])
+        dist.all_reduce(flat, group=group)
+        for grad, total in zip(grads, flat.split([grad.numel() for grad in grads])):
+            grad.copy_(total.view_as(grad))
+
+
+def bytes_sent(config, t, sequences, length, element_size, blocks, embedding=True, head=True, keep=True):
+    """Bytes a rank sends for `sequences` sequences of `length` tokens, forward and backward, by operation. Without those of the
+    partial gradients: they are sent once a step."""
+    r = (t - 1) / t
+    wide = r * sequences * -(-length // t) * t * config.width * element_size  # with padding
+    gathers = (4 if keep else 6) * blocks + embedding + head * (1 if keep else 2)
+    loss = 3 * head * sequences * length * max(element_size, 4)
+    return {"all_gather": gathers * wide, "reduce_scatter": (4 * blocks + embedding + head) * wide, "all_reduce": 2 * r * loss}
+
+
+def partial_parameters(config, blocks, embedding=True, head=True):
+    """How many parameters work on the split stream: norms, row-parallel biases, learned positions."""
+    c, norm = config.width, config.width * (2 if config.norm == "layernorm" else 1)
+    positions = config.context * c * (config.positions == "learned")
+    return blocks * (2 * norm + 2 * c * config.bias) + embedding * positions + head * norm
+
+
+# --- demo ---
+
+import harness
+
+
+def main():
+    parser = harness.parser(__doc__)
+    why = "do not keep the gathered inputs of projections: gather them again in backward"
+    parser.add_argument_group("sequence parallelism").add_argument("--gather-again", action="store_true", help=why)
+    args = parser.parse_args()
+    config = harness.configure(args)
+    harness.check_batch(args, 1)
+    harness.launch(demo, args, check=lambda world: tensor_parallel.check(config, world))
+
+
+def demo(run):
+    args, group, t, c, e = run.args, dist.group.WORLD, run.world, run.config, run.dtype.itemsize
+    run.groups(tp=group)
+    keep = not args.gather_again
+    model = run.fill(parallelize(run.meta_model(), group, keep), take=tensor_parallel.take)
+    parameters = list(model.parameters())
+    optimizer = harness.make_optimizer(parameters, args)
+    for step in run.steps(optimizer):
+        optimizer.zero_grad(set_to_none=False)
+        loss = torch.zeros((), dtype=torch.float64, device=run.device)
+        for tokens, targets, samples in run.microbatches(step):  # the whole batch, on every rank
+            part = model(tokens, targets=targets, count=run.count, samples=samples)
+            part.backward()
+            loss += part.detach()
+        reduce_partial(parameters)
+        run.update(step, model, optimizer, loss, split=[group])
+
+    size = bytes_sent(c, t, args.batch, c.context, e, c.layers, keep=keep)
+    scatter = "all_to_all" if dist.get_backend(group) == "gloo" else "reduce_scatter"
+    partial, ring = partial_parameters(c, c.layers), 2 * (t - 1) / t
+    text = "{} r B T C e a block, {} r B T C e for both ends".format
+    sent = {
+        ("all_gather", "tp"): (size["all_gather"], text(4, 2) if keep else text(6, 3)),
+        (scatter, "tp"): (size["reduce_scatter"], text(4, 2)),
+        # 8: the squared gradient norm, one float64
+        ("all_reduce", "tp"): (size["all_reduce"] + ring * (partial * e + 8), f"6 r B T e: the loss; 2 r P e: P = {partial:,}"),
+    }
+    states = 2 if args.optimizer == "adamw" else 0
+    mine = tensor_parallel.parameters_held(c, t, c.layers) * e
+    sequences = args.batch // args.microbatches
+    one, gathered = harness.activation_bytes(c, sequences, e), 2 * sequences * c.context * c.width * e
+    block = (one + keep * (t - 1) * gathered) / t  # what a rank keeps of a block
+    held = {
+        "parameters": (mine, "(P_whole + P_split / t) e, padded"),
+        "gradients": (mine, "the same"),
+        "optimizer": (states * mine, f"{states} x the same"),
+        "activations_peak": (c.layers * block, "1/t of one process's of all blocks" + keep * ", and what f gathered"),
+    }
+    tokens, _, samples = run.microbatches(0)[0]
+    counted = saved_bytes(model, next(iter(model.blocks.values())), tokens, samples=samples)
+    each = sequences * c.context * c.width * e
+    plain, width = harness.activation_bytes(c, sequences, e, t), -(-c.context // t)
+    notes = [
+        f"r = {t - 1}/{t}; in all {8 if keep else 10} r B T C e a block; tensor parallelism sends 8 r B T C e",
+        f"{c.context} tokens in {t} pieces of {width}, {width * t - c.context} of them padding",
+        f"kept of a block for backward, counted: {counted:,} bytes, {counted / each:.2f} B T C e a rank",
+        f"  formula: {block / each:.2f}; tensor parallelism {plain / each:.2f}, one process {one / each:.2f}",
+        "  (the paper's, in elements; without dropout masks, 2 of its 34 bytes, and 5 a T / C, which flash attention spares)",
+    ]
+    if c.norm == "rmsnorm":
+        notes.append("  counted too: q and k before rotation, in one memory with v; on a CPU, RMSNorm's intermediate result")
+    return run.receipt({"tp": t, "sp": t}, sent, held, notes)
+
+
+def saved_bytes(model, block, *args, **kwargs):
+    """Bytes that `block` keeps for backward in model(*args, **kwargs), parameters aside."""
+    saved = []
+    hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t)
+    before = block.register_forward_pre_hook(lambda *_: hooks.__enter__())
+    after = block.register_forward_hook(lambda *_: hooks.__exit__())
+    model(*args, **kwargs)
+    before.remove(), after.remove()
+    known = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    return harness.storage_bytes(t for t in saved if t.untyped_storage().data_ptr() not in known)
+
+
+if __name__ == "__main__":
+    harness.script(main)

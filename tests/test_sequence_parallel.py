@@ -1,0 +1,268 @@
+"""sequence_parallel.py against one process, and against plain tensor parallelism."""
+
+import dataclasses
+
+import pytest
+import torch
+import torch.distributed as dist
+from reference import CONFIGS, assert_equal, batch, make_optimizer, train
+
+import harness
+import model as gpt
+import sequence_parallel as sp
+import tensor_parallel as tp
+
+THREE = {f: dataclasses.replace(CONFIGS[f], heads=6, kv_heads=3, width=36, hidden=50) for f in ("gpt2", "llama")}
+
+
+def build(config, group, keep=True, parallelize=sp.parallelize):
+    with torch.device("meta"):
+        model = gpt.GPT(config)
+    return gpt.fill(parallelize(model, group, keep), 7, dtype=torch.float64, take=tp.take)
+
+
+def train_parallel(rank, config, kind, keep, finish=sp.reduce_partial, accumulate=2, steps=3):
+    group = dist.group.WORLD
+    model = build(config, group, keep)
+    optimizer, losses = make_optimizer(model.parameters(), kind), []
+    for step in range(steps):
+        tokens, targets, samples, count = batch(step, context=config.context)
+        optimizer.zero_grad()
+        loss = 0.0
+        for piece in torch.arange(len(tokens)).tensor_split(accumulate):
+            part = model(tokens[piece], targets=targets[piece], count=count, samples=samples[piece])
+            part.backward()
+            loss += part.item()
+        finish(list(model.parameters()))
+        optimizer.step()
+        losses.append(loss)
+    split = {n: list(p.placement["split"]) for n, p in model.named()}
+    return (losses, {n: p.grad for n, p in model.named()}, {n: p.detach() for n, p in model.named()}), split
+
+
+def check_ranks(results, reference):
+    for rank, (ours, split) in enumerate(results):
+
+        def take(full, name):
+            for dim in split[name]:
+                full = tp.piece(full, dim, rank, len(results))
+            return full
+
+        assert_equal(ours, reference, take)
+
+
+@pytest.mark.parametrize("keep", [True, False])
+@pytest.mark.parametrize("kind", ["sgd", "adamw"])
+@pytest.mark.parametrize(
+    "config, world", [("gpt2", 2), ("gpt2", 4), ("llama", 4), ("grouped", 2), ("dropout", 4), ("llama", 1)]
+)
+def test_equals_one_process(ranks, config, world, kind, keep):
+    check_ranks(ranks(world, train_parallel, CONFIGS[config], kind, keep), train(CONFIGS[config], kind))
+
+
+@pytest.mark.parametrize("keep", [True, False])
+@pytest.mark.parametrize(
+    "config, world, tokens",
+    [
+        ("gpt2", 3, 11),  # 4 + 4 + 3
+        ("llama", 3, 10),
+        ("dropout", 4, 10),  # 3 + 3 + 3 + 1
+        ("llama", 4, 5),  # 2 + 2 + 1 + 0: a rank with nothing but padding
+        ("dropout", 4, 5),
+        ("gpt2", 2, 1),
+    ],
+)
+def test_sequences_that_do_not_divide(ranks, config, world, tokens, keep):
+    config = dataclasses.replace((THREE if world == 3 else CONFIGS)[config], context=tokens)
+    check_ranks(ranks(world, train_parallel, config, "sgd", keep), train(config, "sgd"))
+
+
+@pytest.mark.parametrize("name", ["attn_norm.weight", "mlp_norm.bias", "proj.bias", "down.bias", "position", "head.norm"])
+def test_a_partial_gradient_left_so_is_caught(ranks, name):
+    """The comparison above must see each kind of parameter on the split stream whose gradient is not completed."""
+
+    def work(rank):
+        def finish(parameters):
+            sp.reduce_partial([p for p in parameters if p not in forgotten])
+
+        model = build(CONFIGS["gpt2"], dist.group.WORLD)
+        forgotten = {p for n, p in model.named() if name in n}
+        assert forgotten
+        tokens, targets, samples, count = batch(0)
+        model(tokens, targets=targets, count=count).backward()
+        finish(list(model.parameters()))
+        return {n: p.grad for n, p in model.named() if not p.placement["split"]}
+
+    whole = gpt.build(CONFIGS["gpt2"], 7, dtype=torch.float64)
+    tokens, targets, samples, count = batch(0)
+    whole(tokens, targets=targets, count=count).backward()
+    for grads in ranks(2, work):
+        for n, p in whole.named():
+            if n in grads:
+                same = torch.allclose(grads[n], p.grad, rtol=1e-10, atol=1e-10)
+                assert same == (name not in n), n
+
+
+def test_training_without_the_sum_is_caught(ranks):
+    results = ranks(2, train_parallel, CONFIGS["llama"], "adamw", True, lambda parameters: None)
+    with pytest.raises(AssertionError):
+        check_ranks(results, train(CONFIGS["llama"], "adamw"))
+
+
+@pytest.mark.parametrize("keep", [True, False])
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_bytes_sent(ranks, family, keep):
+    """As many as the formulas say; a block's as in tensor parallelism, and a quarter more where inputs are gathered again."""
+    tokens, targets, samples, count = batch(0, context=10)
+
+    def work(rank, layers):
+        group = dist.group.WORLD
+        config = gpt.configure(family=family, layers=layers, heads=4, kv_heads=4, width=32, context=10, vocab=61)
+        model = build(config, group, keep)
+        ledger = harness.Ledger({"tp": group})
+        ledger.watch(model.parameters())
+        with ledger:
+            loss = model(tokens, targets=targets, count=count)
+        forward = {op: row[0] for (op, _), row in ledger.sent.items()}
+        with ledger:
+            loss.backward()
+        sent = {op: row[2] for (op, _), row in ledger.sent.items()}
+        backward = {op: row[0] - forward[op] for (op, _), row in ledger.sent.items()}
+        ledger.watch([])
+        with ledger:
+            sp.reduce_partial(model.parameters())
+        [((op, _), (calls, _, wire))] = ledger.sent.items()
+        partial = sp.partial_parameters(config, layers)
+        assert (op, calls, wire) == ("all_reduce", 1, 2 * 3 / 4 * partial * 8)
+        assert partial == sum(p.numel() for p in model.parameters() if not tp.split_over(p, group))
+        formula = sp.bytes_sent(config, 4, len(tokens), 10, 8, layers, keep=keep)
+        return sent, formula, forward, backward
+
+    (sent, formula, forward, backward), (three, three_formula, *_) = (ranks(4, work, layers)[0] for layers in (1, 3))
+    for measured, expected in ((sent, formula), (three, three_formula)):
+        assert measured == {"all_to_all" if op == "reduce_scatter" else op: size for op, size in expected.items()}
+    assert forward == {"all_gather": 3, "all_to_all": 3, "all_reduce": 2}
+    assert backward == {"all_gather": 3 if keep else 6, "all_to_all": 3, "all_reduce": 0}
+    block = (sum(three.values()) - sum(sent.values())) / 2
+    config = gpt.configure(width=32)
+    plain = tp.bytes_sent(config, 4, len(tokens) * 12, 8, 2) - tp.bytes_sent(config, 4, len(tokens) * 12, 8, 1)  # 12: padded
+    assert block == plain * (1 if keep else 10 / 8)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_what_a_block_keeps(ranks, family):
+    """The residual stream and the norms' results are kept in pieces; gathered inputs only where asked for."""
+    config = gpt.configure(family=family, layers=2, heads=4, kv_heads=4, width=32, context=16, vocab=61)
+    tokens = batch(0, context=16)[0]
+
+    def work(rank):
+        def plain(model, group, keep):
+            return tp.parallelize(model, group)
+
+        ways = (plain, None), (sp.parallelize, True), (sp.parallelize, False)
+        models = [build(config, dist.group.WORLD, keep, parallelize) for parallelize, keep in ways]
+        return [sp.saved_bytes(model, model.blocks["1"], tokens) for model in models]
+
+    plain, kept, again = ranks(4, work)[0]
+    each = tokens.numel() * 32 * 8  # (B, T, C)
+    # The norms' inputs and results: 4 whole; 2 whole and 2 pieces; 4 pieces. On a CPU RMSNorm keeps its input divided by its
+    # size, too; and each norm has one or two statistics a token
+    inputs = 2 * each * (2 if family == "llama" else 1)
+    assert plain - kept == pytest.approx(inputs * 3 / 4, rel=0.07)
+    assert kept - again == 2 * each * 3 / 4
+    if family == "gpt2":
+        assert again == pytest.approx(harness.activation_bytes(config, len(tokens), 8) / 4, rel=0.05)
+
+
+def test_gathered_inputs_are_freed(ranks):
+    """No tensor of all tokens and the whole width outlives the forward pass, but for those that `keep` keeps."""
+
+    def work(rank, keep):
+        model, whole = build(CONFIGS["llama"], dist.group.WORLD, keep), []
+        tokens, targets, samples, count = batch(0)
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: whole.append(t.shape) or t, lambda t: t):
+            model(tokens, targets=targets, count=count)
+        return sum(shape.numel() == tokens.numel() * 32 for shape in whole)
+
+    assert ranks(4, work, False) == [0] * 4
+    assert min(ranks(4, work, True)) > 0
+
+
+def test_pipeline_stages(ranks):
+    """Two pieces of a model, the second without an embedding: its positions are passed, its input is this rank's tokens."""
+    config = dataclasses.replace(CONFIGS["dropout"], tied=False, context=11)
+    tokens, targets, samples, count = batch(0, context=11)
+
+    def work(rank, keep):
+        stages = []
+        for layers in ("01", "23"):
+            with torch.device("meta"):
+                model = gpt.GPT(config)
+            for name in set(model.blocks) - set(layers):
+                del model.blocks[name]
+            if layers == "01":
+                model.head = None
+            else:
+                model.embed = None
+            stages.append(gpt.fill(sp.parallelize(model, dist.group.WORLD, keep), 7, dtype=torch.float64, take=tp.take))
+        x = stages[0](tokens, samples=samples)
+        assert x.shape == (12, 6, 32)
+        with pytest.raises(ValueError, match="pass the positions"):
+            stages[1](x, targets=targets, count=count)
+        loss = stages[1](x, torch.arange(11), targets=targets, count=count, samples=samples)
+        loss.backward()
+        sp.reduce_partial([p for stage in stages for p in stage.parameters()])
+        split = {n: list(p.placement["split"]) for stage in stages for n, p in stage.named()}
+        return loss.item(), {n: p.grad for stage in stages for n, p in stage.named()}, split
+
+    whole = gpt.build(config, 7, dtype=torch.float64)
+    loss = whole(tokens, targets=targets, count=count, samples=samples)
+    loss.backward()
+    reference = [loss.item()], {n: p.grad for n, p in whole.named()}, {}
+    for keep in (True, False):
+        results = ranks(2, work, keep)
+        assert set(results[0][1]) == set(reference[1])
+        check_ranks([(([loss], grads, {}), split) for loss, grads, split in results], reference)
+
+
+def test_a_group_that_is_not_the_world_and_full_logits(ranks):
+    """Two models on two groups of two ranks, on sequences of other lengths, in one process each; then all logits."""
+
+    def work(rank, keep):
+        groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+        model = build(CONFIGS["grouped"], groups[rank // 2], keep)
+        tokens = batch(0)[0][:, : 7 + rank // 2]
+        with torch.no_grad():
+            return tp.gather_logits(model(tokens), 61, groups[rank // 2])
+
+    whole = gpt.build(CONFIGS["grouped"], 7, dtype=torch.float64)
+    for keep in (True, False):
+        for rank, logits in enumerate(ranks(4, work, keep)):
+            torch.testing.assert_close(logits, whole(batch(0)[0][:, : 7 + rank // 2]), rtol=1e-12, atol=1e-12)
+
+
+def test_cuts_real_weights_too_and_names_stay(ranks):
+    def work(rank, keep):
+        model = gpt.build(CONFIGS["gpt2"], 7, dtype=torch.float64)
+        names = [n for n, _ in model.named()]
+        cut = sp.parallelize(model, dist.group.WORLD, keep)
+        filled = build(CONFIGS["gpt2"], dist.group.WORLD, keep)
+        assert sorted(n for n, _ in cut.named()) == sorted(names)
+        return all(torch.equal(a, b) for (_, a), (_, b) in zip(cut.named(), filled.named(), strict=True))
+
+    for keep in (True, False):
+        assert ranks(2, work, keep) == [True, True]
+
+
+def test_reduce_scatter(ranks, monkeypatch):
+    """16-bit numbers are added up like the sum in 32 bits, rounded once; and the call made on other backends fits."""
+    x = torch.randn(4, 2, 9, 3, generator=torch.Generator().manual_seed(0))
+
+    def work(rank, x):
+        return sp.reduce_scatter(x[rank], dist.group.WORLD), tp.piece(x.float().sum(0).to(x.dtype), 1, rank, 4)
+
+    for ours, expected in ranks(4, work, x.bfloat16()):
+        assert torch.equal(ours, expected)
+    monkeypatch.setattr(dist, "get_backend", lambda group: "another")
+    for ours, expected in ranks(4, work, x):
+        torch.testing.assert_close(ours, expected)
