@@ -133,11 +133,21 @@ def parser(doc, **defaults):
         "heads": "attention heads a layer",
         "kv-heads": "key/value heads; fewer than heads is grouped-query attention",
         "width": "size of the residual stream",
-        "hidden": "inner size of the MLP",
+        "hidden": "inner size of the MLP, or of each expert",
         "context": "tokens a sequence",
         "vocab": "size of the vocabulary, at least the tokenizer's",
     }.items():
         g.add_argument(f"--{name}", **POSITIVE, help=why + " (default: the preset's)")
+    for name, why in {
+        "experts": "experts in the MLP's place, 0 = a plain MLP",
+        "top-k": "experts a token is sent to",
+        "shared": "experts' width that every token passes besides",
+    }.items():
+        g.add_argument(f"--{name}", **NATURAL, help=why + " (default: the preset's)")
+    g.add_argument("--balance-loss", type=real(0), metavar="X", help="factor of the experts' load balance loss (default: 0)")
+    g.add_argument("--z-loss", type=real(0), metavar="X", help="factor of the router's z-loss (default: 0)")
+    why = "how far a router's bias moves a step towards even load, a balance without a loss (default: 0)"
+    g.add_argument("--bias-rate", type=real(0), metavar="X", help=why)
     g.add_argument("--dropout", type=real(0), default=0.0, metavar="P", help="probability, on embedding and residual stream")
     g = p.add_argument_group("training")
     g.add_argument("--steps", **POSITIVE, default=10, help="optimizer steps")
@@ -170,7 +180,8 @@ def parser(doc, **defaults):
 
 def configure(args):
     """The model's Config from the flags. Refuses sizes that contradict each other."""
-    fields = ("layers", "heads", "kv_heads", "width", "hidden", "context", "vocab")
+    fields = ["layers", "heads", "kv_heads", "width", "hidden", "context", "vocab", "experts", "top_k", "shared"]
+    fields += ["balance_loss", "z_loss", "bias_rate"]
     overrides = {name: getattr(args, name) for name in fields} | {"dropout": args.dropout}
     need = VOCAB[args.tokenizer]
     if args.vocab is None and "vocab" not in gpt.PRESETS.get(args.preset, {}):
@@ -489,7 +500,10 @@ def activation_bytes(config, sequences, element_size, tp=1):
     """
     head_size = config.width // config.heads
     whole = 4 * config.width
-    split = (2 * config.heads + 2 * config.kv_heads) * head_size + (4 if config.mlp == "swiglu" else 2) * config.hidden
+    mlp = (4 if config.mlp == "swiglu" else 2) * config.hidden
+    if config.experts:  # each token's k rows as they go in and come out, and what lies between
+        whole, mlp = whole + 3 * config.top_k * config.width, mlp * (config.top_k + config.shared)
+    split = (2 * config.heads + 2 * config.kv_heads) * head_size + mlp
     return sequences * config.context * (whole + split / tp) * element_size
 
 
@@ -753,6 +767,7 @@ class Run:
             norm = grad_norm(list(model.parameters()))
             clip(list(model.parameters()), norm, self.args.grad_clip)
             optimizer.step()
+            gpt.rebalance(model)
             losses.append(loss.item())
             norms.append(norm.item())
         return losses, norms, gradients, {name: p.detach() for name, p in model.named()}
