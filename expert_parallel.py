@@ -4,11 +4,11 @@ arXiv:2211.15841).
 
 What is split, on N ranks (here 2), with E experts (here 4). Each rank has tokens of its own, of its part of the batch:
 
-             router      sort by expert       all-to-all        by expert       all-to-all       weigh, add up
-    rank 0   x (n,C) --> 0 0 1 2 2 2 3 3 --+--> 0 0 1 | 0 1 1 --> experts 0 1 --+--> 0 0 1 2 2 2 3 3 --> y (n,C)
-                                            \\/   from 0  from 1                  \\/
-                                            /\\                                  /\\
-    rank 1   x (n,C) --> 0 1 1 2 3 3 3 3 --+--> 2 2 2 3 3 | 2 3..-> experts 2 3 --+--> 0 1 1 2 3 3 3 3 --> y (n,C)
+             router      sort by expert        dispatch: all-to-all       experts       combine: all-to-all, add up
+    rank 0   x (n,C) --> 0 0 1   2 2 2 3 3 --> 0 0 1 (mine) 0 1 1     --> 0 and 1 --> the results go back the same way,
+    rank 1   x (n,C) --> 0 1 1   2 3 3 3 3 --> 2 2 2 3 3    2 3 3 3 3 --> 2 and 3 --> times the router's weight: y (n,C)
+                         ----- to rank 0       from rank 0  from rank 1
+                                 --------- to rank 1
 
 Experts are whole and lie in contiguous runs, so tokens sorted by expert are sorted by rank too: what a rank gets is one piece
 of the sorted rows. How long each piece is depends on the routing, so first the counts travel (one number for each expert),
@@ -30,9 +30,13 @@ that: of the n tokens of a rank no expert takes more than F k n / E, first choic
 residual stream. What is dropped depends on how the batch is cut: then no layout equals another.
 
 What it costs, per rank and layer, r = (N-1)/N, n tokens here, e bytes an element: with even routing 4 r k n C e in forward and
-backward together (dispatch and combine, twice), 8 r E for the counts. Held: E/N of the experts, of their gradients and
-optimizer states. With k experts a token it sends k times what the residual stream holds, twice a layer: where all experts fit
-on every rank, plain data parallelism sends less. Keep the ranks of a group on fast links.
+backward together (dispatch and combine, twice), and 8 r E a chunk for the counts. Held: E/N of the experts, of their gradients
+and optimizer states. It sends in every layer, and most of it can't be hidden: keep the ranks of a group on fast links. Where all
+experts fit on every rank, data parallelism sends 2 r e for each of their weights instead, once a step: less, if n tokens are
+more than 1.5 E H / k (SwiGLU with H hidden units; E H / k with GELU). Then this is the wrong choice.
+
+Which expert a token goes to is a step function of its scores: two that differ by less than rounding may swap, and then one
+token goes elsewhere than in one process. In float64 that is as good as never: --dtype float64 proves it to 1e-10.
 
     torchrun --nproc_per_node=4 expert_parallel.py          python expert_parallel.py --experts 5 --shared 1 --chunks 4
 """
@@ -131,6 +135,10 @@ class ExpertDispatch(nn.Module):
         self.dropped = self.dropped + late.sum()
         return chosen.masked_fill(late, experts)
 
+    def read(self, sizes):
+        """A tensor's values as lists: the one wait for the device. Replace it where tensors have no values (meta, fake)."""
+        return sizes.tolist()
+
     def forward(self, x, weights, chosen, experts, shared):
         if self.capacity is not None:
             chosen = self.drop(chosen)
@@ -149,7 +157,7 @@ class ExpertDispatch(nn.Module):
             self.times.append([began, None, began, time.perf_counter()])
         theirs = theirs.view(world, mine, self.chunks)
         send = torch.stack([of_rank.sum(0) for of_rank in counts.split(self.sizes)])  # (N, chunks)
-        send, receive = torch.stack((send, theirs.sum(1))).transpose(1, 2).tolist()  # chunks x N each
+        send, receive = self.read(torch.stack((send, theirs.sum(1))).transpose(1, 2))  # chunks x N each
 
         # 1. All chunks' rows leave; the shared expert needs none of them
         journeys = []
@@ -237,6 +245,8 @@ import model as gpt
 
 def main():
     parser = harness.parser(__doc__, experts=8, balance_loss=0.01)
+    why = "how far a router's bias moves a step towards even load: balance without a loss"
+    parser.add_argument("--bias-rate", type=harness.real(0), default=0.0, metavar="X", help=why)
     why = "an expert takes at most X times its even share of a rank's tokens, others are dropped (default: nothing is)"
     parser.add_argument("--capacity", type=harness.real(0), metavar="X", help=why)
     why = "pieces of a rank's tokens; one travels while another is computed"

@@ -146,8 +146,6 @@ def parser(doc, **defaults):
         g.add_argument(f"--{name}", **NATURAL, help=why + " (default: the preset's)")
     g.add_argument("--balance-loss", type=real(0), metavar="X", help="factor of the experts' load balance loss (default: 0)")
     g.add_argument("--z-loss", type=real(0), metavar="X", help="factor of the router's z-loss (default: 0)")
-    why = "how far a router's bias moves a step towards even load, a balance without a loss (default: 0)"
-    g.add_argument("--bias-rate", type=real(0), metavar="X", help=why)
     g.add_argument("--dropout", type=real(0), default=0.0, metavar="P", help="probability, on embedding and residual stream")
     g = p.add_argument_group("training")
     g.add_argument("--steps", **POSITIVE, default=10, help="optimizer steps")
@@ -182,7 +180,7 @@ def configure(args):
     """The model's Config from the flags. Refuses sizes that contradict each other."""
     fields = ["layers", "heads", "kv_heads", "width", "hidden", "context", "vocab", "experts", "top_k", "shared"]
     fields += ["balance_loss", "z_loss", "bias_rate"]
-    overrides = {name: getattr(args, name) for name in fields} | {"dropout": args.dropout}
+    overrides = {name: getattr(args, name, None) for name in fields} | {"dropout": args.dropout}
     need = VOCAB[args.tokenizer]
     if args.vocab is None and "vocab" not in gpt.PRESETS.get(args.preset, {}):
         overrides["vocab"] = need

@@ -518,8 +518,7 @@ def draw(name, shape, init, seed):
 
 @torch.no_grad()
 def fill(model, seed, device="cpu", dtype=torch.float32, take=lambda full, parameter: full):
-    """Give every parameter of a model built on the meta device its memory and its initial value, and every buffer zeros;
-    returns the model.
+    """Give every parameter of a model built on the meta device its memory and its initial value; returns the model.
 
     A parameter that is a piece of a larger one has `parameter.placement["shape"]`, the whole's shape: the whole is drawn,
     and take(whole, parameter) returns the piece. No more than one whole parameter exists at a time.
@@ -534,9 +533,15 @@ def fill(model, seed, device="cpu", dtype=torch.float32, take=lambda full, param
                 made[p] = nn.Parameter(value.to(device, dtype, copy=True), requires_grad=p.requires_grad)
                 made[p].__dict__.update(p.__dict__)  # what the parameter says of itself (init, placement) stays with it
             setattr(module, key, made[p])
+    fill_buffers(model, device)
+    return model
+
+
+def fill_buffers(model, device="cpu"):
+    """Give what is no parameter (the routers' bias and load) its memory: zeros."""
+    for module in model.modules():
         for key, buffer in list(module.named_buffers(recurse=False)):
             setattr(module, key, torch.zeros_like(buffer, device=device))
-    return model
 
 
 def build(config, seed=0, device="cpu", dtype=torch.float32):

@@ -587,6 +587,7 @@ def demo(run):
     args, group, n = run.args, dist.group.WORLD, run.world
     run.groups(dp=group)
     model = run.meta_model()
+    gpt.fill_buffers(model, run.device)
     names = {p: name for name, p in model.named()}
 
     def value(p):  # the initial weights of one parameter: no rank ever has more than one whole
