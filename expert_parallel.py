@@ -31,9 +31,9 @@ residual stream. What is dropped depends on how the batch is cut: then no layout
 
 What it costs, per rank and layer, r = (N-1)/N, n tokens here, e bytes an element: with even routing 4 r k n C e in forward and
 backward together (dispatch and combine, twice), and 8 r E a chunk for the counts. Held: E/N of the experts, of their gradients
-and optimizer states. It sends in every layer, and most of it can't be hidden: keep the ranks of a group on fast links. Where all
-experts fit on every rank, data parallelism sends 2 r e for each of their weights instead, once a step: less, if n tokens are
-more than 1.5 E H / k (SwiGLU with H hidden units; E H / k with GELU). Then this is the wrong choice.
+and optimizer states. It sends in every layer, and much of it can't be hidden: keep the ranks of a group on fast links. Where
+all experts fit on every rank, data parallelism sends 2 r e for each of their weights instead, once a step: less, if a step's n
+is more than 1.5 E H / k (SwiGLU with H hidden units; E H / k with GELU). Then this is the wrong choice.
 
 Which expert a token goes to is a step function of its scores: two that differ by less than rounding may swap, and then one
 token goes elsewhere than in one process. In float64 that is as good as never: --dtype float64 proves it to 1e-10.
@@ -52,7 +52,7 @@ import torch.nn as nn
 class Transfer:
     """An all-to-all of rows (N, C): send[r] of them go to rank r, receive[r] come from it. In backward the other way round.
 
-    times: a list to which each passage adds [started, done, wait began, wait ended]; None: no clock is read."""
+    times: a list to which each passage adds [started, done, wait began, wait ended]; or None."""
 
     def __init__(self, send, receive, group, times=None):
         self.send, self.receive, self.group, self.times = send, receive, group, times
@@ -324,8 +324,8 @@ def demo(run):
     even = 4 * r * c.layers * args.batch // n * c.context * c.top_k * c.width * e
     fullest = max(got[:, :, a : a + s].sum().item() for a, s in zip([sum(sizes[:i]) for i in range(n)], sizes))
     notes = [
-        f"routed evenly a rank would send 4 (N-1)/N k n C e a layer, {harness.human(round(even)).strip()}; in this step, of "
-        f"{min(2, args.steps)}, the fullest rank got {fullest / got.sum().item() * n:.0%} of an even share",
+        f"with even routing a rank would send {harness.human(round(even)).strip()}: 4 (N-1)/N k n C e a layer; in step "
+        f"{min(2, args.steps)} the fullest rank had {fullest / got.sum().item() * n:.0%} of an even share",
         timing(run, times, group),
     ]
     if args.capacity is not None:
@@ -349,8 +349,8 @@ def timing(run, times, group):
     if not flight or run.world == 1:
         return None
     return (
-        f"all-to-alls on their way {flight:.0f} ms of a rank's step (until the last rank takes part): {waited:.0f} ms it had "
-        f"to wait, {max(0, 1 - waited / flight):.0%} hidden behind computation"
+        f"all-to-alls were on their way for {flight:.0f} ms of a rank's step (until the last rank joins in, that is): for "
+        f"{waited:.0f} ms it waited, {max(0, 1 - waited / flight):.0%} was hidden behind computation"
     )
 
 
@@ -388,7 +388,7 @@ def plot(path, load, sizes):
     share = load / load.sum(2, keepdim=True) * load.shape[2]  # (steps, layers, E)
     figure, axes = plt.subplots(1, load.shape[1], figsize=(3 * load.shape[1] + 1, 3.5), sharey=True, squeeze=False)
     for layer, axis in enumerate(axes[0]):
-        image = axis.imshow(share[:, layer].T, aspect="auto", vmin=0, vmax=2, cmap="RdBu_r", interpolation="nearest")
+        image = axis.imshow(share[:, layer].T.tolist(), aspect="auto", vmin=0, vmax=2, cmap="RdBu_r", interpolation="nearest")
         axis.set(title=f"layer {layer}", xlabel="step")
         for edge in torch.tensor(sizes).cumsum(0)[:-1].tolist():
             axis.axhline(edge - 0.5, color="black", linewidth=0.8)

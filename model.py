@@ -270,13 +270,14 @@ class AddLoss(torch.autograd.Function):
 class Router(nn.Linear):
     """Chooses experts: x (B, T, C), count -> weights (B, T, k), experts' numbers (B, T, k). Of equal scores the first wins.
 
-    Two losses, with gradients to the router only and no part in the loss that is reported, keep experts alike in load and
-    logits small. DeepSeek-V3's balance loss, E sum_e f_e P_e with f_e the part of *one sequence's* assignments that are e's
+    Two losses, which have gradients but no part in the loss that is reported, keep experts alike in load and logits small.
+    DeepSeek-V3's balance loss, E sum_e f_e P_e with f_e the part of *one sequence's* assignments that are e's
     and P_e e's mean score there (over a batch, it would depend on how the batch is cut); and the mean of logsumexp(logits)^2.
     Each is scaled by tokens / count, like cross-entropy, so that pieces add up. A sequence's sums pass `over_sequence`: who
     holds only part of a sequence replaces it by a sum over those who hold the rest.
 
-    Balance without a loss: `bias` is added to the scores for the choice alone. `load` counts assignments; `rebalance` uses it.
+    Balance without a loss: `choice_bias` is added to the scores, for the choice alone. `load` counts assignments, and
+    `rebalance`, once a step, moves the bias by it.
     """
 
     def __init__(self, config):
@@ -315,7 +316,8 @@ def grouped_linear(x, weight, ends):
     """Rows ends[e-1] to ends[e] of x (N, in) by the transpose of matrix e of weight (E, out, in), for every e -> (N, out)."""
     kernel = getattr(F, "grouped_mm", None)
     aligned = all(size * x.element_size() % 16 == 0 for size in weight.shape[1:])
-    if kernel and aligned and x.dtype in (torch.float32, torch.bfloat16, torch.float16):
+    old = x.is_cuda and torch.cuda.get_device_capability(x.device) < (8, 0)
+    if kernel and aligned and not old and x.dtype in (torch.float32, torch.bfloat16, torch.float16):
         return kernel(x, weight.transpose(1, 2), offs=ends)
     parts = x.tensor_split(ends[:-1].tolist())
     return torch.cat([part @ matrix.t() for part, matrix in zip(parts, weight)])
