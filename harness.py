@@ -134,11 +134,19 @@ def parser(doc, **defaults):
         "heads": "attention heads a layer",
         "kv-heads": "key/value heads; fewer than heads is grouped-query attention",
         "width": "size of the residual stream",
-        "hidden": "inner size of the MLP",
+        "hidden": "inner size of the MLP, or of each expert",
         "context": "tokens a sequence",
         "vocab": "size of the vocabulary, at least the tokenizer's",
     }.items():
         g.add_argument(f"--{name}", **POSITIVE, help=why + " (default: the preset's)")
+    for name, why in {
+        "experts": "experts in the MLP's place, 0 = a plain MLP",
+        "top-k": "experts a token is sent to",
+        "shared": "experts' width that every token passes besides",
+    }.items():
+        g.add_argument(f"--{name}", **NATURAL, help=why + " (default: the preset's)")
+    g.add_argument("--balance-loss", type=real(0), metavar="X", help="factor of the experts' load balance loss (default: 0)")
+    g.add_argument("--z-loss", type=real(0), metavar="X", help="factor of the router's z-loss (default: 0)")
     g.add_argument("--dropout", type=real(0), default=0.0, metavar="P", help="probability, on embedding and residual stream")
     g = p.add_argument_group("training")
     g.add_argument("--steps", **POSITIVE, default=10, help="optimizer steps")
@@ -171,8 +179,9 @@ def parser(doc, **defaults):
 
 def configure(args):
     """The model's Config from the flags. Refuses sizes that contradict each other."""
-    fields = ("layers", "heads", "kv_heads", "width", "hidden", "context", "vocab")
-    overrides = {name: getattr(args, name) for name in fields} | {"dropout": args.dropout}
+    fields = ["layers", "heads", "kv_heads", "width", "hidden", "context", "vocab", "experts", "top_k", "shared"]
+    fields += ["balance_loss", "z_loss", "bias_rate"]
+    overrides = {name: getattr(args, name, None) for name in fields} | {"dropout": args.dropout}
     need = VOCAB[args.tokenizer]
     if args.vocab is None and "vocab" not in gpt.PRESETS.get(args.preset, {}):
         overrides["vocab"] = need
@@ -524,7 +533,10 @@ def activation_bytes(config, sequences, element_size, tp=1):
     """
     head_size = config.width // config.heads
     whole = 4 * config.width
-    split = (2 * config.heads + 2 * config.kv_heads) * head_size + (4 if config.mlp == "swiglu" else 2) * config.hidden
+    mlp = (4 if config.mlp == "swiglu" else 2) * config.hidden
+    if config.experts:  # each token's k rows as they go in and come out, and what lies between
+        whole, mlp = whole + 3 * config.top_k * config.width, mlp * (config.top_k + config.shared)
+    split = (2 * config.heads + 2 * config.kv_heads) * head_size + mlp
     return sequences * config.context * (whole + split / tp) * element_size
 
 
@@ -568,8 +580,8 @@ def storage_bytes(tensors):
 class Ledger(TorchDispatchMode):
     """While it is on (`with ledger:`), counts every c10d operation by group, and the bytes of memory alive.
 
-    groups: {name: process group, or a list of them} to report by. `sent` is {(operation, group name): [calls, payload bytes, wire bytes]},
-    `peak` the most bytes that were alive at a time beyond `known`, the tensors that outlive a step. It sits at the
+    groups: {name: process group, or a list of them} to report by. `sent` is {(operation, name): [calls, payload bytes, wire
+    bytes]}, `peak` the most bytes that were alive at a time beyond `known`, the tensors that outlive a step. It sits at the
     dispatcher, below everything that calls torch: the code it watches does not know of it.
     """
 
@@ -603,10 +615,13 @@ class Ledger(TorchDispatchMode):
         operation, position, wire = OPERATIONS[name]
         group = next(self._group(a) for a in args if isinstance(a, torch.ScriptObject) and self._group(a))
         payload = sum(t.numel() * t.element_size() for t in tensors_in(args[position]))
+        part = wire(group.size())
+        if name == "alltoall_base_" and sum(args[4]):  # uneven: what a rank has for itself stays
+            part = 1 - args[4][group.rank()] / sum(args[4])
         row = self.sent.setdefault((operation, self.names.get(group.group_name, group.group_name)), [0, 0, 0.0])
         row[0] += 1
         row[1] += payload
-        row[2] += payload * wire(group.size())
+        row[2] += payload * part
 
     def _group(self, argument):
         try:
@@ -690,6 +705,7 @@ class Run:
 
     def initial(self, model, take=lambda full, parameter: full):
         """A function that gives a parameter of `model` its initial value, for who fills it piece by piece (ZeRO)."""
+        gpt.fill_buffers(model, self.device)
         self.take, names = take, {p: name for name, p in model.named()}
 
         def value(p):
@@ -805,6 +821,7 @@ class Run:
             norm = grad_norm(list(model.parameters()))
             clip(list(model.parameters()), norm, self.args.grad_clip)
             optimizer.step()
+            gpt.rebalance(model)
             losses.append(loss.item())
             norms.append(norm.item())
         return losses, norms, gradients, {name: p.detach() for name, p in model.named()}

@@ -3,15 +3,16 @@
     tokens (B, T) -> Embedding -> Block x layers -> Head -> logits (B, T, V) -> CrossEntropy -> loss
 
 Two families by plain config fields: GPT-2 (learned positions, LayerNorm, GELU, biases, tied embeddings, dropout on
-the residual stream) and Llama (rotary positions, RMSNorm, SwiGLU, grouped-query attention, untied, no biases).
+the residual stream) and Llama (rotary positions, RMSNorm, SwiGLU, grouped-query attention, untied, no biases). In either,
+`experts` > 0 puts a mixture of experts in the MLP's place.
 
 What makes it easy to cut into pieces, without knowing how:
 
 - Embedding, blocks and head may each be missing: forward skips them, so a pipeline stage is a GPT with the rest removed.
   Blocks keep their numbers: `blocks.7.mlp.up.weight` has that name wherever layer 7 lives.
 - The number of heads is read from the shape of the projection, so a layer with half the heads just works.
-- `attn.core` (attention proper), `model.loss` and the identities `enter` (before a projection) are submodules, there to be
-  replaced. Nothing ever needs a patched method.
+- `attn.core` (attention proper), `mlp.dispatch` (tokens to experts and back), `model.loss` and the identities `enter` (before
+  a projection) and `over_sequence` are submodules, there to be replaced. Nothing ever needs a patched method.
 - The model is built on the meta device, cut there, and then filled (`fill`): every parameter is drawn from its own
   generator, seeded with (seed, full name), so that the weights depend on nothing else.
 - Dropout's mask is a hash of (sample, position, site, channel): whoever holds a piece of the activations makes just that
@@ -19,11 +20,13 @@ What makes it easy to cut into pieces, without knowing how:
 
 Sources: Radford et al. 2019 (GPT-2); Touvron et al. 2023, arXiv:2302.13971 (Llama); Su et al. 2021, arXiv:2104.09864
 (rotary embedding); Ainslie et al. 2023, arXiv:2305.13245 (grouped queries); Shazeer 2020, arXiv:2002.05202 (SwiGLU);
+Jiang et al. 2024, arXiv:2401.04088 (Mixtral); DeepSeek-AI 2024, arXiv:2412.19437 (shared experts, sequence-wise balance);
+Zoph et al. 2022, arXiv:2202.08906 (z-loss); Wang et al. 2024, arXiv:2408.15664 (balance without a loss);
 Salmon et al. 2011 (counter-based random numbers); Steele et al. 2014 (splitmix64).
 """
 
 import hashlib
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import torch
 import torch.nn as nn
@@ -35,7 +38,8 @@ IGNORE = -1  # the target of a position that has none: adds nothing to the loss
 
 @dataclass(frozen=True)
 class Config:
-    """The shape of a GPT. Sizes are counts; `hidden` is the inner width of the MLP, `context` the longest sequence."""
+    """The shape of a GPT. Sizes are counts; `hidden` is the inner width of the MLP, or of each expert, `context` the longest
+    sequence."""
 
     layers: int = 4
     heads: int = 4
@@ -52,13 +56,23 @@ class Config:
     dropout: float = 0.0
     rope_theta: float = 10000.0
     norm_eps: float = 1e-5
+    experts: int = 0  # 0: a plain MLP in every block
+    top_k: int = 2  # experts a token is sent to
+    shared: int = 0  # this many experts' width in one MLP that every token passes
+    scores: str = "softmax"  # of the router's logits; or "sigmoid", each expert by itself (DeepSeek-V3)
+    renormalize: bool = True  # the k weights sum to 1, as if top-k came before softmax (Mixtral); False: Switch, OLMoE
+    balance_loss: float = 0.0  # factors of the two losses that act on the router alone, and the step of its bias
+    z_loss: float = 0.0
+    bias_rate: float = 0.0
 
     def __post_init__(self):
         """Raise ValueError, in one sentence, where the sizes contradict each other."""
         for f in fields(self):
-            if f.type is int and getattr(self, f.name) < 1:
-                raise ValueError(f"{f.name} must be at least 1, not {getattr(self, f.name)}")
-        for name, known in {"positions": ("learned", "rope"), "norm": NORMS, "mlp": ("gelu", "swiglu")}.items():
+            least = 0 if f.name in ("experts", "shared") else 1
+            if f.type is int and getattr(self, f.name) < least:
+                raise ValueError(f"{f.name} must be at least {least}, not {getattr(self, f.name)}")
+        choices = {"positions": ("learned", "rope"), "norm": NORMS, "mlp": ("gelu", "swiglu"), "scores": ("softmax", "sigmoid")}
+        for name, known in choices.items():
             if getattr(self, name) not in known:
                 raise ValueError(f"{name} must be one of {', '.join(known)}, not {getattr(self, name)!r}")
         if self.width % self.heads:
@@ -67,6 +81,8 @@ class Config:
             raise ValueError(f"{self.heads} heads do not share {self.kv_heads} kv-heads evenly: choose a divisor of heads")
         if self.positions == "rope" and self.width // self.heads % 2:
             raise ValueError(f"rotary positions need an even head size, not {self.width} / {self.heads}")
+        if self.experts and self.top_k > self.experts:
+            raise ValueError(f"a token can't go to {self.top_k} of {self.experts} experts: lower top-k or have more experts")
         if not 0 <= self.dropout < 1:
             raise ValueError(f"dropout must be at least 0 and below 1, not {self.dropout}")
 
@@ -77,9 +93,12 @@ class Config:
 
     def flops_per_token(self):
         """FLOPs of forward and backward per token of a full context: 6 for each weight of a matrix, and 12 L T C for the
-        two products of attention, without a discount for causality (PaLM, Chowdhery et al. 2022, appendix B)."""
+        two products of attention, without a discount for causality (PaLM, Chowdhery et al. 2022, appendix B). Of the experts
+        those count that a token goes to."""
         attention = self.width * self.width // self.heads * (2 * self.heads + 2 * self.kv_heads)
         mlp = self.width * self.hidden * (3 if self.mlp == "swiglu" else 2)
+        if self.experts:
+            mlp = mlp * (self.top_k + self.shared) + self.width * self.experts
         weights = self.layers * (attention + mlp) + self.width * self.vocab
         return 6 * weights + 12 * self.layers * self.context * self.width
 
@@ -95,6 +114,9 @@ PRESETS = {
     "llama3-8b": LLAMA3 | dict(layers=32, heads=32, width=4096, hidden=14336),
     "llama3-70b": LLAMA3 | dict(layers=80, heads=64, width=8192, hidden=28672),
     "llama3-405b": LLAMA3 | dict(layers=126, heads=128, width=16384, hidden=53248),
+    "mixtral-8x7b": LLAMA
+    | dict(layers=32, heads=32, kv_heads=8, width=4096, hidden=14336, context=32768, vocab=32000)
+    | dict(rope_theta=1e6, experts=8),
 }
 
 
@@ -223,11 +245,147 @@ class MLP(nn.Module):
         self.up = nn.Linear(config.width, config.hidden, bias=config.bias)
         self.down = nn.Linear(config.hidden, config.width, bias=config.bias)
 
-    def forward(self, x):
+    def forward(self, x, count=None):
         x = self.enter(x)
         if self.gate is None:
             return self.down(F.gelu(self.up(x), approximate="tanh"))  # GPT-2's own approximation: its weights expect it
         return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+class AddLoss(torch.autograd.Function):
+    """x as it is; in backward `loss` gets the gradient 1, as if it had been added to the loss that backward started from.
+    So a layer has a loss of its own wherever it runs, in a pipeline's stage without the head too (Megatron-LM's
+    MoEAuxLossAutoScaler)."""
+
+    @staticmethod
+    def forward(ctx, x, loss):
+        ctx.save_for_backward(loss)
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad, torch.ones_like(ctx.saved_tensors[0])
+
+
+class Router(nn.Linear):
+    """Chooses experts: x (B, T, C), count -> weights (B, T, k), experts' numbers (B, T, k). Of equal scores the first wins.
+
+    Two losses, which have gradients but no part in the loss that is reported, keep experts alike in load and logits small.
+    DeepSeek-V3's balance loss, E sum_e f_e P_e with f_e the part of *one sequence's* assignments that are e's
+    and P_e e's mean score there (over a batch, it would depend on how the batch is cut); and the mean of logsumexp(logits)^2.
+    Each is scaled by tokens / count, like cross-entropy, so that pieces add up. A sequence's sums pass `over_sequence`: who
+    holds only part of a sequence replaces it by a sum over those who hold the rest.
+
+    Balance without a loss: `choice_bias` is added to the scores, for the choice alone. `load` counts assignments, and
+    `rebalance`, once a step, moves the bias by it.
+    """
+
+    def __init__(self, config):
+        super().__init__(config.width, config.experts, bias=False)
+        self.config, self.over_sequence = config, nn.Identity()
+        self.register_buffer("choice_bias", torch.zeros(config.experts))
+        self.register_buffer("load", torch.zeros(config.experts, dtype=torch.int64))
+
+    def forward(self, x, count=None):
+        c = self.config
+        logits = super().forward(x)  # (B, T, E)
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        scores = logits.softmax(-1) if c.scores == "softmax" else logits.sigmoid()
+        ranked = (scores.detach() + self.choice_bias).sort(dim=-1, descending=True, stable=True)
+        chosen = ranked.indices[..., : c.top_k]
+        weights = scores.gather(-1, chosen)
+        if c.renormalize:
+            weights = weights / weights.sum(-1, keepdim=True)
+        if torch.is_grad_enabled() and count is not None:  # in training
+            sums = torch.zeros_like(scores[:, 0]).scatter_add_(1, chosen.flatten(1), torch.ones_like(weights).flatten(1))
+            self.load += sums.sum(0).long()
+            if c.balance_loss:
+                mean = scores if c.scores == "softmax" else scores / scores.sum(-1, keepdim=True)
+                tokens = sums.new_full((len(x), 1), x.shape[1])
+                sums = self.over_sequence(torch.cat((sums, mean.sum(1), tokens), dim=1))  # (B, 2 E + 1)
+                assigned, mean, tokens = sums.split((c.experts, c.experts, 1), dim=1)
+                # tokens / count times E sum_e (assigned_e / (k tokens)) (mean_e / tokens)
+                loss = (assigned.detach() * mean / tokens).sum() * c.experts / c.top_k / count
+                weights = AddLoss.apply(weights, c.balance_loss * loss)
+            if c.z_loss:
+                weights = AddLoss.apply(weights, c.z_loss * logits.logsumexp(-1).square().sum() / count)
+        return weights.to(x.dtype), chosen
+
+
+def grouped_linear(x, weight, ends):
+    """Rows ends[e-1] to ends[e] of x (N, in) by the transpose of matrix e of weight (E, out, in), for every e -> (N, out)."""
+    kernel = getattr(F, "grouped_mm", None)
+    aligned = all(size * x.element_size() % 16 == 0 for size in weight.shape[1:])
+    old = x.is_cuda and torch.cuda.get_device_capability(x.device) < (8, 0)
+    if kernel and aligned and not old and x.dtype in (torch.float32, torch.bfloat16, torch.float16):
+        return kernel(x, weight.transpose(1, 2), offs=ends)
+    parts = x.tensor_split(ends[:-1].tolist())
+    return torch.cat([part @ matrix.t() for part, matrix in zip(parts, weight)])
+
+
+class Experts(nn.Module):
+    """E MLPs without biases: rows (N, C) sorted by expert, and how many are each one's (E,) -> (N, C).
+
+    One parameter for each projection, of shape (E, out, in): a slice of the first dimension is a whole number of experts,
+    and how many there are is read from the shape."""
+
+    def __init__(self, config):
+        super().__init__()
+        up, down = (config.experts, config.hidden, config.width), (config.experts, config.width, config.hidden)
+        self.gate = nn.Parameter(torch.empty(up)) if config.mlp == "swiglu" else None
+        self.up, self.down = nn.Parameter(torch.empty(up)), nn.Parameter(torch.empty(down))
+
+    def forward(self, rows, counts):
+        ends = counts.cumsum(0).to(torch.int32)
+        hidden = grouped_linear(rows, self.up, ends)
+        if self.gate is None:
+            hidden = F.gelu(hidden, approximate="tanh")
+        else:
+            hidden = F.silu(grouped_linear(rows, self.gate, ends)) * hidden
+        return grouped_linear(hidden, self.down, ends)
+
+
+class Dispatch(nn.Module):
+    """Brings tokens to their experts and back: x (N, C), weights and chosen (N, k) -> sum of weight x expert(x) (N, C), plus
+    shared(x) where there are shared experts. Nothing is dropped and nothing padded."""
+
+    def forward(self, x, weights, chosen, experts, shared):
+        order = chosen.flatten().argsort(stable=True)  # (N k,): assignments by expert, then by token
+        # (E,), as bincount, which would have to look at the values first
+        counts = order.new_zeros(len(experts.up)).scatter_add_(0, chosen.flatten(), torch.ones_like(order))
+        token = order // chosen.shape[1]
+        rows = experts(x.index_select(0, token), counts) * weights.flatten()[order].unsqueeze(1)
+        y = torch.zeros_like(x).index_add(0, token, rows)
+        return y if shared is None else y + shared(x)
+
+
+class MoE(nn.Module):
+    """A mixture of experts, x (B, T, C) -> (B, T, C): each token passes k of E experts (Shazeer et al. 2017)."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.enter = nn.Identity()
+        self.router, self.dispatch, self.experts = Router(config), Dispatch(), Experts(config)
+        self.shared = MLP(replace(config, hidden=config.shared * config.hidden)) if config.shared else None
+
+    def forward(self, x, count=None):
+        x = self.enter(x)
+        weights, chosen = self.router(x, count)
+        y = self.dispatch(x.flatten(0, 1), weights.flatten(0, 1), chosen.flatten(0, 1), self.experts, self.shared)
+        return y.view_as(x)
+
+
+@torch.no_grad()
+def rebalance(model, total=lambda load: None):
+    """After each step: move every router's bias by `bias_rate` towards an even load, and count anew.
+
+    total(load) adds up, in place, the loads (E,) of all ranks that hold tokens of this step."""
+    for router in (m for m in model.modules() if isinstance(m, Router)):
+        if router.config.bias_rate:
+            total(router.load)
+            load = router.load.to(router.choice_bias.dtype)
+            router.choice_bias += router.config.bias_rate * (load.mean() - load).sign()
+        router.load.zero_()
 
 
 def make_norm(config):
@@ -235,18 +393,18 @@ def make_norm(config):
 
 
 class Block(nn.Module):
-    """One layer, x (B, T, C) -> (B, T, C): attention, then an MLP, each behind a norm and added to its input."""
+    """One layer, x (B, T, C) -> (B, T, C): attention, then an MLP or a MoE, each behind a norm and added to its input."""
 
     def __init__(self, config, layer):
         super().__init__()
         self.attn_norm, self.attn = make_norm(config), Attention(config)
         self.attn_drop = Dropout(config.dropout, 2 * layer + 1)
-        self.mlp_norm, self.mlp = make_norm(config), MLP(config)
+        self.mlp_norm, self.mlp = make_norm(config), MoE(config) if config.experts else MLP(config)
         self.mlp_drop = Dropout(config.dropout, 2 * layer + 2)
 
-    def forward(self, x, rope=None, key=None):
+    def forward(self, x, rope=None, key=None, count=None):
         x = x + self.attn_drop(self.attn(self.attn_norm(x), rope), key)
-        return x + self.mlp_drop(self.mlp(self.mlp_norm(x)), key)
+        return x + self.mlp_drop(self.mlp(self.mlp_norm(x), count), key)
 
 
 class Embedding(nn.Module):
@@ -308,17 +466,19 @@ class GPT(nn.Module):
         # What `fill` draws for a parameter is written on the parameter: (mean, standard deviation)
         for module in self.modules():
             for name, p in module.named_parameters(recurse=False):
-                matrix = isinstance(module, (nn.Linear, nn.Embedding)) and name == "weight"
+                matrix = isinstance(module, (nn.Linear, nn.Embedding)) and name == "weight" or isinstance(module, Experts)
                 p.init = (0.0, 0.02) if matrix else (0.0 if name == "bias" else 1.0, 0.0)
         for block in self.blocks.values():  # the layers' outputs add up: scaled so that the sum keeps its size (GPT-2)
-            for projection in (block.attn.proj, block.mlp.down):
-                projection.weight.init = (0.0, 0.02 / (2 * config.layers) ** 0.5)
+            for name, p in block.named_parameters():
+                if name.endswith(("proj.weight", "down.weight", "experts.down")):
+                    p.init = (0.0, 0.02 / (2 * config.layers) ** 0.5)
 
     def forward(self, x, positions=None, targets=None, count=None, samples=None):
         """Run what this piece of the model has.
 
         x: tokens (B, T) int64 if the embedding is here, else activations (B, T, C). positions: (T,) int64, default
-        arange(T). targets: (B, T) int64; count: the divisor of the summed loss, default the number of valid targets.
+        arange(T). targets: (B, T) int64; count: the divisor of the summed loss, default the number of valid targets (a piece
+        without head needs it for the losses of its routers).
         samples: (B,) int64, an id per sample that is unique in the run: turns dropout on.
         Returns activations (B, T, C) without a head, logits (B, T, V) without targets, else the loss, a scalar.
         """
@@ -329,15 +489,17 @@ class GPT(nn.Module):
             key = hash64(samples.unsqueeze(1) + hash64(positions))  # (B, T)
         if self.embed is not None:
             x = self.embed(x, positions, key)
+        if count is None and targets is not None:
+            count = (targets != IGNORE).sum()
         rope = None if self.rope is None else self.rope(positions, x.dtype)
         for block in self.blocks.values():
-            x = block(x, rope, key)
+            x = block(x, rope, key, count)
         if self.head is None:
             return x
         logits = self.head(x)
         if targets is None:
             return logits
-        return self.loss(logits, targets, (targets != IGNORE).sum() if count is None else count)
+        return self.loss(logits, targets, count)
 
     def named(self):
         """(full name, parameter) of what is here. A tied output projection goes by its embedding's name everywhere."""
@@ -373,7 +535,15 @@ def fill(model, seed, device="cpu", dtype=torch.float32, take=lambda full, param
                 made[p] = nn.Parameter(value.to(device, dtype, copy=True), requires_grad=p.requires_grad)
                 made[p].__dict__.update(p.__dict__)  # what the parameter says of itself (init, placement) stays with it
             setattr(module, key, made[p])
+    fill_buffers(model, device)
     return model
+
+
+def fill_buffers(model, device="cpu"):
+    """Give what is no parameter (the routers' bias and load) its memory: zeros."""
+    for module in model.modules():
+        for key, buffer in list(module.named_buffers(recurse=False)):
+            setattr(module, key, torch.zeros_like(buffer, device=device))
 
 
 def build(config, seed=0, device="cpu", dtype=torch.float32):

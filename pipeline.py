@@ -896,7 +896,8 @@ def compare(p, m, chunks=None):
                 to = a.stage + (1 if a.kind == "F" else -1)
                 sends[rank] += a.kind != "W" and owner.get(to, rank) != rank
         wait = f"{waiting(spans):6.2f}  {formula(p, m, v, 1, 1, 1):6.2f} = {text}"
-        print(f"  {name:12s}{v:6d}   {wait:42s}{utilisation(spans):9.1%}{held:15.2f}{max(sends):18d}")
+        used = utilisation(spans)
+        print(f"  {name:12s}{v:6d}   {wait:42s}{used:9.1%}{held:15.2f}{max(sends):18d}")
     print(
         "  held: in activations of one micro-batch in all of a rank's layers. Utilisation: of the step, from the first action of"
     )

@@ -237,6 +237,8 @@ def parallelize(model, group):
     Any of embedding, blocks and head may be missing. Raises ValueError where heads do not divide by the group's size.
     """
     t = dist.get_world_size(group)
+    if model.config.experts:
+        raise ValueError("tensor parallelism cuts plain MLPs: this model has experts")
     if model.config.kv_heads % t:  # heads are a multiple of kv-heads
         raise ValueError(f"{model.config.kv_heads} kv-heads do not divide by tensor parallelism over {t} ranks")
     done = {}  # parameter -> its piece: a tied matrix is cut once
@@ -299,7 +301,9 @@ def main():
 
 
 def check(config, world):
-    """Refuse a number of ranks over which the heads do not divide."""
+    """Refuse a number of ranks over which the heads do not divide, and experts."""
+    if config.experts and world > 1:
+        raise harness.Refused("tensor parallelism here cuts plain MLPs, not experts: leave --experts out")
     if config.kv_heads % world:
         fits = [n for n in range(1, config.kv_heads + 1) if config.kv_heads % n == 0]
         raise harness.Refused(

@@ -40,6 +40,7 @@ def train(config, kind, steps=3, seed=7):
         loss = model(tokens, targets=targets, count=count, samples=samples)
         loss.backward()
         optimizer.step()
+        gpt.rebalance(model)
         losses.append(loss.item())
     return losses, {n: p.grad for n, p in model.named()}, {n: p.detach() for n, p in model.named()}
 

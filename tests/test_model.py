@@ -51,6 +51,23 @@ def llama_weights(hf, kv_heads):
     return ours
 
 
+def mixtral_weights(hf, kv_heads):
+    """As Llama's but for the MLPs; transformers stacks gate above up."""
+    ours = {"embed.token.weight": hf["model.embed_tokens.weight"], "head.out.weight": hf["lm_head.weight"]}
+    ours["head.norm.weight"] = hf["model.norm.weight"]
+    for i in range(SMALL["layers"]):
+        h, b = f"model.layers.{i}.", f"blocks.{i}."
+        ours[b + "attn.qkv.weight"] = rows_of_heads(*(hf[h + f"self_attn.{x}_proj.weight"] for x in "qkv"), kv_heads)
+        ours[b + "attn.proj.weight"] = hf[h + "self_attn.o_proj.weight"]
+        gate, up = hf[h + "mlp.experts.gate_up_proj"].chunk(2, dim=1)
+        ours |= {b + "mlp.experts.gate": gate, b + "mlp.experts.up": up}
+        ours[b + "mlp.experts.down"] = hf[h + "mlp.experts.down_proj"]
+        ours[b + "mlp.router.weight"] = hf[h + "mlp.gate.weight"]
+        ours[b + "attn_norm.weight"] = hf[h + "input_layernorm.weight"]
+        ours[b + "mlp_norm.weight"] = hf[h + "post_attention_layernorm.weight"]
+    return ours
+
+
 def same_as(hf, config, weights_of):
     """Logits, loss and every gradient of a transformers model and of ours with its weights, in float64."""
     hf = hf.double()
@@ -102,9 +119,166 @@ def test_llama_is_transformers_llama(kv_heads, monkeypatch):
     same_as(transformers.LlamaForCausalLM(c), config, lambda hf: llama_weights(hf, kv_heads))
 
 
+@pytest.mark.parametrize("experts, top_k", [(8, 2), (5, 1), (4, 4)])
+def test_mixture_is_transformers_mixtral(experts, top_k, monkeypatch):
+    def norm(self, x):  # as above
+        return self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon))
+
+    def router(self, x):
+        scores = torch.nn.functional.linear(x.reshape(-1, x.shape[-1]), self.weight)
+        top = scores.softmax(-1).topk(self.top_k)
+        return scores, top.values / top.values.sum(-1, keepdim=True), top.indices
+
+    mixtral = transformers.models.mixtral.modeling_mixtral
+    monkeypatch.setattr(mixtral.MixtralRMSNorm, "forward", norm)
+    monkeypatch.setattr(mixtral.MixtralTopKRouter, "forward", router)
+    torch.manual_seed(0)
+    c = transformers.MixtralConfig(
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        hidden_size=32,
+        intermediate_size=56,
+        vocab_size=61,
+        max_position_embeddings=24,
+        rms_norm_eps=1e-5,
+        rope_theta=1e6,
+        num_local_experts=experts,
+        experts_implementation="eager",
+        num_experts_per_tok=top_k,
+        attn_implementation="sdpa",
+    )
+    config = gpt.configure("mixtral-8x7b", kv_heads=2, hidden=56, experts=experts, top_k=top_k, **SMALL)
+    same_as(transformers.MixtralForCausalLM(c), config, lambda hf: mixtral_weights(hf, 2))
+
+
+MIXTURE = dict(experts=5, top_k=2, shared=1, balance_loss=0.3, z_loss=0.2)
+
+
+def loop_over_experts(moe, x):
+    """The layer token by token, expert by expert; and the two losses by their papers' formulas, summed over sequences."""
+    c = moe.router.config
+    logits = x @ moe.router.weight.t()
+    scores = logits.softmax(-1) if c.scores == "softmax" else logits.sigmoid()
+    rows, losses, load = [], 0.0, torch.zeros(c.experts)
+    for i in range(len(x)):
+        assigned = torch.zeros(c.experts, dtype=x.dtype)
+        for t in range(x.shape[1]):
+            chosen = (scores[i, t] + moe.router.choice_bias).topk(c.top_k).indices
+            weights = scores[i, t, chosen] / (scores[i, t, chosen].sum() if c.renormalize else 1)
+            y = 0
+            for w, e in zip(weights, chosen):
+                assigned[e] += 1
+                up = moe.experts.up[e] @ x[i, t]
+                if moe.experts.gate is None:
+                    up = torch.nn.functional.gelu(up, approximate="tanh")
+                else:
+                    up = up * torch.nn.functional.silu(moe.experts.gate[e] @ x[i, t])
+                y = y + w * (moe.experts.down[e] @ up)
+            rows.append(y + moe.shared(x[i, t]))
+        load += assigned
+        f, p = assigned / c.top_k / x.shape[1], (scores[i] / scores[i].sum(-1, keepdim=True)).mean(0)
+        losses = losses + c.balance_loss * c.experts * (f * p).sum() + c.z_loss * logits[i].logsumexp(-1).square().mean()
+    return torch.stack(rows).view_as(x), losses, load
+
+
+@pytest.mark.parametrize("scores", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("family, renormalize", [("gpt2", True), ("llama", False)])
+def test_mixture_is_a_loop_over_tokens_and_experts(family, scores, renormalize):
+    config = gpt.configure(family=family, **SMALL, **MIXTURE, scores=scores, renormalize=renormalize)
+    moe = gpt.build(config, dtype=torch.float64).blocks["0"].mlp
+    for p in moe.parameters():
+        p.data = torch.randn(p.shape, dtype=p.dtype, generator=torch.Generator().manual_seed(p.numel()))
+    moe.router.choice_bias += 0.1 * torch.arange(5)
+    x = torch.randn(3, 6, 32, dtype=torch.float64, requires_grad=True)
+    expected, losses, load = loop_over_experts(moe, x)
+    everything = [x, *moe.parameters()]
+    # count = 2 x 3 x 6: each sequence's losses count tokens / count = 1/6
+    theirs = torch.autograd.grad(expected.square().sum() + losses / 6, everything)
+    y = moe(x, 36)
+    torch.testing.assert_close(y, expected, rtol=1e-10, atol=1e-10)
+    for mine, there in zip(torch.autograd.grad(y.square().sum(), everything), theirs):
+        torch.testing.assert_close(mine, there, rtol=1e-10, atol=1e-10)
+    assert torch.equal(moe.router.load, load.long())
+
+
+def test_losses_of_the_router_add_up_however_the_batch_is_cut():
+    config = gpt.configure(**SMALL, **MIXTURE)
+    tokens, targets = batch(rows=5)
+    grads = []
+    for pieces in ([range(5)], [[0], [1, 2, 3], [4]]):
+        model = gpt.build(config, dtype=torch.float64)
+        for rows in pieces:
+            model(tokens[list(rows)], targets=targets[list(rows)], count=targets.numel()).backward()
+        grads.append({name: p.grad for name, p in model.named()})
+    for name in grads[0]:
+        torch.testing.assert_close(grads[0][name], grads[1][name], rtol=1e-10, atol=1e-12)
+    plain = gpt.build(gpt.configure(**SMALL, **MIXTURE | dict(balance_loss=0, z_loss=0)), dtype=torch.float64)
+    plain(tokens, targets=targets).backward()
+    router = "blocks.1.mlp.router.weight"
+    assert (grads[0][router] - dict(plain.named())[router].grad).abs().max() > 1e-4  # they do act
+    with torch.no_grad():
+        assert model(tokens, targets=targets) == plain(tokens, targets=targets)  # and are not in the loss
+
+
+def test_losses_of_the_router_when_sequences_are_cut():
+    """Two halves of each sequence, as two ranks hold them: over_sequence adds the other half's sums."""
+    router = gpt.Router(gpt.configure(**SMALL, **MIXTURE)).double()
+    x = torch.randn(3, 8, 32, dtype=torch.float64)
+    router(x, 24)[0].square().sum().backward()
+    whole, router.weight.grad = router.weight.grad, None
+    sums = []
+    router.over_sequence.register_forward_hook(lambda module, args, y: sums.append(y.detach()))
+    halves = x.split(4, dim=1)
+    for half in halves:
+        router(half, 24)
+    for other, half in enumerate(halves):
+        router.over_sequence = gpt.nn.Identity()
+        router.over_sequence.register_forward_hook(lambda module, args, y: y + sums[1 - other])
+        router(half, 24)[0].square().sum().backward()
+    torch.testing.assert_close(router.weight.grad, whole, rtol=1e-10, atol=1e-12)
+
+
+def test_equal_scores_go_to_the_first_experts():
+    router = gpt.Router(gpt.configure(**SMALL, **MIXTURE))
+    torch.nn.init.zeros_(router.weight)
+    weights, chosen = router(torch.randn(2, 7, 32))
+    assert (chosen == torch.tensor([0, 1])).all() and (weights == 0.5).all()
+
+
+def test_bias_brings_the_load_into_balance():
+    config = gpt.configure(**SMALL, **MIXTURE | dict(experts=8, shared=0, balance_loss=0, z_loss=0, bias_rate=5e-4))
+    model = gpt.build(config)
+    tokens, targets = batch(rows=16)
+    spread = []
+    for _ in range(40):  # without training: the bias alone
+        model(tokens, targets=targets)
+        loads = torch.stack([block.mlp.router.load for block in model.blocks.values()]).double()
+        assert loads.sum(1).tolist() == [16 * 24 * 2] * 3
+        spread.append((loads.max(1).values / loads.mean(1)).mean().item())
+        gpt.rebalance(model)
+    assert spread[-1] < 1.3 < spread[0]
+    assert all(block.mlp.router.load.sum() == 0 for block in model.blocks.values())
+
+
+def test_kernel_and_loop_of_grouped_products_agree():
+    for sizes in ([3, 0, 5, 0], [0, 0, 0, 8], [0, 0, 0, 0]):
+        g = torch.Generator().manual_seed(0)
+        x, w = torch.randn(sum(sizes), 8, generator=g), torch.randn(4, 12, 8, generator=g)
+        ends, results = torch.tensor(sizes).cumsum(0).int(), []
+        for dtype in (torch.float32, torch.float64):
+            a, b = x.to(dtype).requires_grad_(), w.to(dtype).requires_grad_()
+            y = gpt.grouped_linear(a, b, ends)
+            results.append([y, *torch.autograd.grad(y.square().sum(), (a, b))])
+        for mine, there in zip(*results):
+            torch.testing.assert_close(mine.double(), there, rtol=1e-5, atol=1e-5)
+    assert gpt.grouped_linear(torch.randn(8, 7), torch.randn(4, 5, 7), ends).shape == (8, 5)  # the kernel takes no 28 byte rows
+
+
 def test_published_sizes():
     sizes = {"gpt2": 124439808, "gpt2-medium": 354823168, "gpt2-large": 774030080, "gpt2-xl": 1557611200}
     sizes |= {"llama3-8b": 8030261248, "llama3-70b": 70553706496, "llama3-405b": 405853388800}
+    sizes["mixtral-8x7b"] = 46702792704
     assert {name: gpt.configure(name).parameters() for name in sizes} == sizes
 
 
@@ -121,6 +295,9 @@ def test_flops_count_every_matrix():
             linear = [m for m in gpt.GPT(config).modules() if isinstance(m, torch.nn.Linear)]
         attention = 12 * config.layers * config.context * config.width
         assert config.flops_per_token() == 6 * sum(m.weight.numel() for m in linear) + attention
+    dense, mixture = gpt.configure(), gpt.configure(experts=8, top_k=3, shared=2)
+    extra = 6 * dense.layers * (4 * 2 * dense.width * dense.hidden + 8 * dense.width)  # 3 + 2 MLPs for one, and the router
+    assert mixture.flops_per_token() - dense.flops_per_token() == extra
 
 
 def test_weights_depend_on_seed_and_name_only():
@@ -210,6 +387,7 @@ def test_dropout_is_off_without_samples():
         (dict(family="llama", width=20, heads=4), "even head size"),
         (dict(dropout=1.0), "dropout"),
         (dict(layers=0), "layers"),
+        (dict(experts=3, top_k=4), "4 of 3 experts"),
         (dict(positions="rotary"), "positions must be one of learned, rope"),
         (dict(mlp="relu"), "mlp must be one of"),
         (dict(family="mamba"), "unknown family"),

@@ -1,0 +1,401 @@
+"""Expert parallelism: the experts of every mixture are dealt out over the ranks, and tokens travel to them and back (Lepikhin
+et al. 2020, GShard, arXiv:2006.16668; Fedus et al. 2021, Switch, arXiv:2101.03961; dropless as Gale et al. 2022, MegaBlocks,
+arXiv:2211.15841).
+
+What is split, on N ranks (here 2), with E experts (here 4). Each rank has tokens of its own, of its part of the batch:
+
+             router      sort by expert        dispatch: all-to-all       experts       combine: all-to-all, add up
+    rank 0   x (n,C) --> 0 0 1   2 2 2 3 3 --> 0 0 1 (mine) 0 1 1     --> 0 and 1 --> the results go back the same way,
+    rank 1   x (n,C) --> 0 1 1   2 3 3 3 3 --> 2 2 2 3 3    2 3 3 3 3 --> 2 and 3 --> times the router's weight: y (n,C)
+                         ----- to rank 0       from rank 0  from rank 1
+                                 --------- to rank 1
+
+Experts are whole and lie in contiguous runs, so tokens sorted by expert are sorted by rank too: what a rank gets is one piece
+of the sorted rows. How long each piece is depends on the routing, so first the counts travel (one number for each expert),
+and are read, once a layer: the only time that the device has to be waited for. Weights stay at home.
+
+    counts      all-to-all of E integers               in backward: nothing
+    dispatch    all-to-all of the rows, uneven         in backward: the same, the other way round
+    combine     all-to-all of the results, back home   in backward: the same, the other way round
+
+An expert thus sees its tokens of the whole batch, and its gradient is the global one: it is not summed over these ranks.
+All else is data parallel here: whole on every rank, its gradients summed, in one all-reduce.
+
+Overlap: tokens are cut into chunks. All chunks' dispatches start at once; while the first chunk is computed the second
+travels, and what is computed travels home meanwhile. The shared expert, which needs no other rank, runs during the dispatch.
+Backward is the mirror image, for an operation's start is its wait's backward, and the other way round.
+
+Nothing is dropped, however uneven the routing: the fullest rank keeps the others waiting. A capacity F (GShard, Switch) bounds
+that: of the n tokens of a rank no expert takes more than F k n / E, first choices before second; the others pass by in the
+residual stream. What is dropped depends on how the batch is cut: then no layout equals another.
+
+What it costs, per rank and layer, r = (N-1)/N, n tokens here, e bytes an element: with even routing 4 r k n C e in forward and
+backward together (dispatch and combine, twice), and 8 r E a chunk for the counts. Held: E/N of the experts, of their gradients
+and optimizer states. It sends in every layer, and much of it can't be hidden: keep the ranks of a group on fast links. Where
+all experts fit on every rank, data parallelism sends 2 r e for each of their weights instead, once a step: less, if a step's n
+is more than 1.5 E H / k (SwiGLU with H hidden units; E H / k with GELU). Then this is the wrong choice.
+
+Which expert a token goes to is a step function of its scores: two that differ by less than rounding may swap, and then one
+token goes elsewhere than in one process. In float64 that is as good as never: --dtype float64 proves it to 1e-10.
+
+    torchrun --nproc_per_node=4 expert_parallel.py          python expert_parallel.py --experts 5 --shared 1 --chunks 4
+"""
+
+import math
+import time
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+
+
+class Transfer:
+    """An all-to-all of rows (N, C): send[r] of them go to rank r, receive[r] come from it. In backward the other way round.
+
+    times: a list to which each passage adds [started, done, wait began, wait ended]; or None."""
+
+    def __init__(self, send, receive, group, times=None):
+        self.send, self.receive, self.group, self.times = send, receive, group, times
+
+    def start(self, rows, back=False):
+        """Sends rows (N, C) on their way; returns where the others' will be after `wait`."""
+        send, receive = (self.receive, self.send) if back else (self.send, self.receive)
+        self.rows = rows.contiguous()  # must live until it is sent
+        self.out = rows.new_empty(sum(receive), rows.shape[1])
+        self.clock = [time.perf_counter(), None, None, None]
+        self.work = dist.all_to_all_single(self.out, self.rows, receive, send, group=self.group, async_op=True)
+        if self.times is not None:
+            clock = self.clock
+            self.work.get_future().add_done_callback(lambda _: clock.__setitem__(1, time.perf_counter()))
+        return self.out
+
+    def wait(self):
+        """The rows that have arrived."""
+        self.clock[2] = time.perf_counter()
+        self.work.wait()
+        self.clock[3] = time.perf_counter()
+        if self.times is not None:
+            self.times.append(self.clock)
+        out, self.out, self.rows, self.work = self.out, None, None, None
+        return out
+
+
+class Start(torch.autograd.Function):
+    """Sends rows on their way. In backward: waits for the gradients, which Wait's backward sent."""
+
+    @staticmethod
+    def forward(ctx, rows, transfer):
+        ctx.transfer = transfer
+        return transfer.start(rows)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return ctx.transfer.wait(), None
+
+
+class Wait(torch.autograd.Function):
+    """Waits for rows that Start sent. In backward: sends their gradients on the way back."""
+
+    @staticmethod
+    def forward(ctx, rows, transfer):
+        ctx.transfer = transfer
+        return transfer.wait().view_as(rows)
+
+    @staticmethod
+    def backward(ctx, grad):
+        ctx.transfer.start(grad, back=True)
+        return grad, None  # stands in for what Start's backward will have: autograd wants the shape of `rows`
+
+
+def all_to_all(rows, send, receive, group):
+    """rows (sum(send), C) -> (sum(receive), C), differentiable."""
+    transfer = Transfer(send, receive, group)
+    return Wait.apply(Start.apply(rows, transfer), transfer)
+
+
+class ExpertDispatch(nn.Module):
+    """Tokens to their experts on all ranks and back: x (n, C), weights and chosen (n, k) -> (n, C), in place of Dispatch.
+
+    sizes: how many experts each rank has. `rows` (E,) adds up how many assignments of this rank each expert got, `dropped`
+    how many none got. Ranks may have different numbers of tokens, or none."""
+
+    def __init__(self, sizes, group, capacity=None, chunks=1):
+        super().__init__()
+        self.sizes, self.group, self.capacity, self.chunks = sizes, group, capacity, chunks
+        self.rows = self.dropped = 0
+        self.times = None
+
+    def drop(self, chosen):
+        """`chosen` with the number E where an expert is beyond its capacity. All first choices go before all second ones."""
+        (n, k), experts = chosen.shape, sum(self.sizes)
+        line = chosen.t().flatten()  # (k n,)
+        place = (line.unsqueeze(1) == torch.arange(experts, device=line.device)).cumsum(0)  # (k n, E)
+        place = place.gather(1, line.unsqueeze(1)).view(k, n).t()  # (n, k): 1 for the first in the expert's line
+        late = place > math.ceil(self.capacity * k * n / experts)
+        self.dropped = self.dropped + late.sum()
+        return chosen.masked_fill(late, experts)
+
+    def read(self, sizes):
+        """A tensor's values as lists: the one wait for the device. Replace it where tensors have no values (meta, fake)."""
+        return sizes.tolist()
+
+    def forward(self, x, weights, chosen, experts, shared):
+        if self.capacity is not None:
+            chosen = self.drop(chosen)
+        k, world, mine = chosen.shape[1], len(self.sizes), self.sizes[dist.get_rank(self.group)]
+        parts = [part.flatten() for part in chosen.tensor_split(self.chunks)]
+        orders = [part.argsort(stable=True) for part in parts]  # by expert, then by token; the dropped last
+        counts = torch.stack([p.new_zeros(sum(self.sizes) + 1).scatter_add_(0, p, torch.ones_like(p)) for p in parts], dim=1)
+        counts = counts[:-1].contiguous()  # (E, chunks)
+        self.rows = self.rows + counts.sum(1)
+
+        # How much goes where, and what comes from where: read once
+        theirs = counts.new_empty(world * mine, self.chunks)
+        began = time.perf_counter()
+        dist.all_to_all_single(theirs, counts, [mine] * world, self.sizes, group=self.group)
+        if self.times is not None:
+            self.times.append([began, None, began, time.perf_counter()])
+        theirs = theirs.view(world, mine, self.chunks)
+        send = torch.stack([of_rank.sum(0) for of_rank in counts.split(self.sizes)])  # (N, chunks)
+        send, receive = self.read(torch.stack((send, theirs.sum(1))).transpose(1, 2))  # chunks x N each
+
+        # 1. All chunks' rows leave; the shared expert needs none of them
+        journeys = []
+        for piece, order, s, r in zip(x.tensor_split(self.chunks), orders, send, receive):
+            out = Transfer(s, r, self.group, self.times)
+            token = order[: sum(s)] // k
+            journeys.append((token, out, Start.apply(piece.index_select(0, token), out)))
+        y = torch.zeros_like(x) if shared is None else shared(x)
+
+        # 2. Each chunk, as it arrives: from (source, expert, token) order into (expert, source, token), computed, sent home
+        local = torch.arange(mine, device=x.device).repeat(world)
+        for c, (token, out, rows) in enumerate(journeys):
+            rows = Wait.apply(rows, out)
+            order = local.repeat_interleave(theirs[..., c].flatten(), output_size=len(rows)).argsort(stable=True)
+            rows = experts(rows.index_select(0, order), theirs[..., c].sum(0)).index_select(0, order.argsort())
+            home = Transfer(receive[c], send[c], self.group, self.times)
+            journeys[c] = token, home, Start.apply(rows, home)
+
+        # 3. Each chunk, as it comes home
+        added = []
+        for (token, home, rows), order, w, piece in zip(
+            journeys, orders, weights.tensor_split(self.chunks), y.tensor_split(self.chunks)
+        ):
+            rows = Wait.apply(rows, home) * w.flatten()[order[: len(token)]].unsqueeze(1)
+            added.append(piece.index_add(0, token, rows))
+        return torch.cat(added)
+
+
+def shard(parameter, group):
+    """This rank's experts of a parameter (E, ...), and in its `placement` what they are a piece of: the whole's shape, which
+    dimension is split over which group, the groups over which its gradient is still a partial sum (none: the tokens came
+    here). Where E does not divide, the first ranks have one more."""
+    part = parameter.detach().tensor_split(dist.get_world_size(group))[dist.get_rank(group)].clone()
+    part = nn.Parameter(part, requires_grad=parameter.requires_grad)
+    part.__dict__.update(parameter.__dict__)
+    part.placement = {"shape": parameter.shape, "split": {0: group}, "partial": []}
+    return part
+
+
+def take(full, parameter):
+    """This rank's piece of a full tensor, as the parameter's `placement` says."""
+    for dim, group in getattr(parameter, "placement", {"split": {}})["split"].items():
+        full = full.tensor_split(dist.get_world_size(group), dim)[dist.get_rank(group)]
+    return full
+
+
+def expert_counts(experts, world):
+    """How many experts each rank has."""
+    return [experts // world + (r < experts % world) for r in range(world)]
+
+
+def parallelize(model, group, capacity=None, chunks=1):
+    """Deal the experts of a GPT out over `group`, in place, and return it. Works on the meta device and on real weights alike.
+    Parameters are replaced by their pieces: make the optimizer afterwards.
+
+    Raises ValueError where there is no expert for every rank."""
+    world, experts = dist.get_world_size(group), model.config.experts
+    if experts < world:
+        raise ValueError(f"{experts} experts are too few for {world} ranks: each needs one")
+    for block in model.blocks.values():
+        for name, p in list(block.mlp.experts.named_parameters()):
+            setattr(block.mlp.experts, name, shard(p, group))
+        block.mlp.dispatch = ExpertDispatch(expert_counts(experts, world), group, capacity, chunks)
+    return model
+
+
+def sum_gradients(parameters, group):
+    """After backward: sums the gradients of what is whole on every rank of the group, in one all-reduce. Those of experts are
+    split over it, and complete."""
+    grads = [p.grad for p in parameters if group not in getattr(p, "placement", {"split": {}})["split"].values()]
+    flat = torch.cat([g.flatten() for g in grads])
+    dist.all_reduce(flat, group=group)
+    for g, total in zip(grads, flat.split([g.numel() for g in grads])):
+        g.copy_(total.view_as(g))
+
+
+# --- demo ---
+
+import importlib.util
+import os
+
+import harness
+import model as gpt
+
+
+def main():
+    parser = harness.parser(__doc__, experts=8, balance_loss=0.01)
+    why = "how far a router's bias moves a step towards even load: balance without a loss"
+    parser.add_argument("--bias-rate", type=harness.real(0), default=0.0, metavar="X", help=why)
+    why = "an expert takes at most X times its even share of a rank's tokens, others are dropped (default: nothing is)"
+    parser.add_argument("--capacity", type=harness.real(0), metavar="X", help=why)
+    why = "pieces of a rank's tokens; one travels while another is computed"
+    parser.add_argument("--chunks", **harness.POSITIVE, default=2, help=why)
+    parser.add_argument("--plot", metavar="FILE", help="draw the load of experts and ranks (needs matplotlib)")
+    args = parser.parse_args()
+    config = harness.configure(args)
+    if args.plot and not importlib.util.find_spec("matplotlib"):
+        raise harness.Refused("--plot needs matplotlib: pip install matplotlib, or read the table")
+    if args.plot and not os.path.isdir(os.path.dirname(args.plot) or "."):
+        raise harness.Refused(f"--plot {args.plot}: there is no such folder")
+    if args.capacity is not None and args.prove is None:
+        args.prove = 0
+    harness.launch(demo, args, check=lambda world: check(args, config, world))
+
+
+def check(args, config, world):
+    harness.check_batch(args, world)
+    if config.experts < world:
+        raise harness.Refused(f"{config.experts} experts are too few for {world} ranks: --experts could be {world}")
+
+
+def demo(run):
+    args, group, c, e = run.args, dist.group.WORLD, run.config, run.dtype.itemsize
+    run.groups(ep=group)
+    model = run.fill(parallelize(run.meta_model(), group, args.capacity, args.chunks), take=take)
+    mixtures = [block.mlp for block in model.blocks.values()]
+    optimizer, times, loads = harness.make_optimizer(model.parameters(), args), [], []
+    for step in run.steps(optimizer):
+        optimizer.zero_grad(set_to_none=False)
+        loss = torch.zeros((), dtype=torch.float64, device=run.device)
+        for moe in mixtures:
+            moe.dispatch.rows = 0
+            moe.dispatch.times = times if step and run.device.type == "cpu" else None  # the first step warms up
+        for tokens, targets, samples in run.microbatches(step, run.rank, run.world):
+            part = model(tokens, targets=targets, count=run.count, samples=samples)
+            part.backward()
+            loss += part.detach()
+        sum_gradients(model.parameters(), group)
+        run.update(step, model, optimizer, loss, over=[group], split=[group])
+        loads.append(torch.stack([torch.stack((moe.router.load, moe.dispatch.rows)) for moe in mixtures]))
+        gpt.rebalance(model, lambda load: dist.all_reduce(load, group=group))
+
+    # What each expert was chosen for, and what it got: (N, steps, layers, 2, E)
+    loads = torch.stack(loads)
+    everyone = [torch.empty_like(loads) for _ in range(run.world)]
+    dist.all_gather(everyone, loads)
+    everyone = torch.stack(everyone).cpu()
+    sizes = expert_counts(c.experts, run.world)
+    run.print("\n" + heat_map(everyone[:, :, :, 0].sum(0), sizes))
+    if args.plot and run.rank == 0:
+        plot(args.plot, everyone[:, :, :, 0].sum(0), sizes)
+
+    # Rows sent in the step that the ledger watched: to others' experts, and from others to the experts here, each twice
+    got = everyone[:, min(1, args.steps - 1), :, 1]  # (N, layers, E)
+    here = slice(sum(sizes[: run.rank]), sum(sizes[: run.rank + 1]))
+    out, back = got[run.rank].sum() - got[run.rank][:, here].sum(), got[:, :, here].sum() - got[run.rank][:, here].sum()
+    counts = c.layers * args.microbatches * (c.experts - sizes[run.rank]) * args.chunks * 8
+    expert = (3 if c.mlp == "swiglu" else 2) * c.width * c.hidden
+    common = c.parameters() - c.layers * c.experts * expert
+    n, r = run.world, (run.world - 1) / run.world
+    sent = {
+        ("all_to_all", "ep"): (2 * (out + back).item() * c.width * e + counts, "2 (rows out + rows in) C e, and the counts"),
+        ("all_reduce", "ep"): (2 * r * (common * e + 16), "2 (N-1)/N P_common e; loss and norm, 8 bytes each"),
+    }
+    mine = (common + c.layers * sizes[run.rank] * expert) * e
+    states = 2 if args.optimizer == "adamw" else 0
+    rows = args.batch // n // args.microbatches
+    held = {
+        "parameters": (mine, "(P_common + experts here) e"),
+        "gradients": (mine, "the same"),
+        "optimizer": (states * mine, f"{states} x the same"),
+        "activations_peak": (c.layers * harness.activation_bytes(c, rows, e), "the blocks', if routing were even"),
+    }
+    even = 4 * r * c.layers * args.batch // n * c.context * c.top_k * c.width * e
+    fullest = max(got[:, :, a : a + s].sum().item() for a, s in zip([sum(sizes[:i]) for i in range(n)], sizes))
+    notes = [
+        f"with even routing a rank would send {harness.human(round(even)).strip()}: 4 (N-1)/N k n C e a layer; in step "
+        f"{min(2, args.steps)} the fullest rank had {fullest / got.sum().item() * n:.0%} of an even share",
+        timing(run, times, group),
+    ]
+    if args.capacity is not None:
+        dropped = torch.as_tensor(sum(moe.dispatch.dropped for moe in mixtures)).clone()
+        dist.all_reduce(dropped, group=group)
+        part = dropped.item() / everyone[..., 0, :].sum().item()
+        notes += [f"capacity {args.capacity:g}: {dropped.item():,} assignments ({part:.1%}) dropped in {args.steps} steps"]
+    return run.receipt({"ep": n, "chunks": args.chunks}, sent, held, [note for note in notes if note])
+
+
+def timing(run, times, group):
+    """A line on how long all-to-alls were on their way, and in how much of that time nothing else was done."""
+    flight = waited = end = 0.0
+    for started, done, began, ended in sorted(times):  # several at a time count once
+        done = min(done or ended, ended)
+        flight, end = flight + max(0.0, done - max(started, end)), max(end, done)
+        waited += ended - began
+    both = torch.tensor([flight, waited], dtype=torch.float64, device=run.device) / run.world / max(1, run.args.steps - 1)
+    dist.all_reduce(both, group=group)
+    flight, waited = (both * 1000).tolist()
+    if not flight or run.world == 1:
+        return None
+    return (
+        f"all-to-alls were on their way for {flight:.0f} ms of a rank's step (until the last rank joins in, that is): for "
+        f"{waited:.0f} ms it waited, {max(0, 1 - waited / flight):.0%} was hidden behind computation"
+    )
+
+
+def heat_map(load, sizes):
+    """The load (steps, layers, E) as text: each expert's share of an even one over the run, and each rank's step by step."""
+
+    def shade(share):
+        return " ░▒▓█"[min(4, round(2 * share))]
+
+    steps, layers, experts = load.shape
+    share = load.sum(0) / load.sum((0, 2)).unsqueeze(1) * experts  # (layers, E), 1 is even
+    lines = ["load of experts over the run, percent of an even share    shades: ░ 50  ▒ 100  ▓ 150  █ 200 and more"]
+    narrow = experts > 16
+    if not narrow:
+        lines.append("  expert   " + "".join(f"{i:7d}" for i in range(experts)))
+    for i, row in enumerate(share.tolist()):
+        lines.append(f"  layer {i:3d}  " + "".join(shade(v) if narrow else f"  {shade(v)} {100 * v:3.0f}" for v in row))
+    ranks = torch.stack([part.sum((1, 2)) for part in load.split(sizes, dim=2)])  # (N, steps)
+    ranks = ranks / ranks.sum(0) * len(sizes)
+    lines.append("load of ranks, all layers, step by step")
+    for i, row in enumerate(ranks.tolist()):
+        every = -(-steps // 80)
+        text = "".join(map(shade, row[::every]))
+        lines.append(f"  rank {i:4d}  {text}  {sizes[i]} experts, {100 * sum(row) / steps:.0f}% of an even share")
+    return "\n".join(lines)
+
+
+def plot(path, load, sizes):
+    """The same as a figure: for each layer, experts by steps; lines between the ranks."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    share = load / load.sum(2, keepdim=True) * load.shape[2]  # (steps, layers, E)
+    figure, axes = plt.subplots(1, load.shape[1], figsize=(3 * load.shape[1] + 1, 3.5), sharey=True, squeeze=False)
+    for layer, axis in enumerate(axes[0]):
+        image = axis.imshow(share[:, layer].T.tolist(), aspect="auto", vmin=0, vmax=2, cmap="RdBu_r", interpolation="nearest")
+        axis.set(title=f"layer {layer}", xlabel="step")
+        for edge in torch.tensor(sizes).cumsum(0)[:-1].tolist():
+            axis.axhline(edge - 0.5, color="black", linewidth=0.8)
+    axes[0][0].set_ylabel("expert")
+    figure.colorbar(image, ax=axes[0].tolist(), label="load, 1 = even")
+    figure.savefig(path, dpi=120, bbox_inches="tight")
+
+
+if __name__ == "__main__":
+    harness.script(main)

@@ -1,0 +1,295 @@
+"""expert_parallel.py against one process."""
+
+import json
+import math
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import ROOT
+from reference import assert_equal, batch, make_optimizer, train
+
+import expert_parallel as ep
+import harness
+import model as gpt
+
+SIZES = dict(layers=2, heads=4, width=32, context=12, vocab=61, balance_loss=0.3, z_loss=0.1)
+CONFIGS = {
+    "gelu": gpt.configure(experts=4, **SIZES),
+    "swiglu": gpt.configure(family="llama", experts=5, shared=1, **SIZES),  # does not divide by 2, 3 or 4
+    "switch": gpt.configure(experts=6, top_k=1, renormalize=False, **SIZES),
+    "sigmoid": gpt.configure(family="llama", experts=6, top_k=3, shared=2, scores="sigmoid", bias_rate=0.01, **SIZES),
+    "dropout": gpt.configure(experts=4, dropout=0.2, **SIZES),
+}
+
+
+def build(config, group, chunks=1, capacity=None, dtype=torch.float64):
+    with torch.device("meta"):
+        model = gpt.GPT(config)
+    return gpt.fill(ep.parallelize(model, group, capacity, chunks), 7, dtype=dtype, take=ep.take)
+
+
+def train_parallel(rank, config, kind, chunks=1, accumulate=2, rows=None, dtype=torch.float64, steps=3):
+    """rows: how many of the batch's 12 each rank has; default as equal as can be."""
+    group, world = dist.group.WORLD, dist.get_world_size()
+    model = build(config, group, chunks, dtype=dtype)
+    optimizer, losses = make_optimizer(model.parameters(), kind), []
+    for step in range(steps):
+        tokens, targets, samples, count = batch(step)
+        mine = torch.arange(12).tensor_split(world)[rank] if rows is None else torch.arange(12).split(rows)[rank]
+        optimizer.zero_grad(set_to_none=False)
+        loss = torch.zeros((), dtype=torch.float64)
+        for piece in mine.tensor_split(accumulate):
+            part = model(tokens[piece], targets=targets[piece], count=count, samples=samples[piece])
+            part.backward()
+            loss += part.detach()
+        ep.sum_gradients(model.parameters(), group)
+        dist.all_reduce(loss)
+        norm = harness.grad_norm(list(model.parameters()), split=[group])
+        optimizer.step()
+        gpt.rebalance(model, lambda load: dist.all_reduce(load, group=group))
+        losses.append(loss.item())
+    split = {n for n, p in model.named() if getattr(p, "placement", None)}
+    return (losses, {n: p.grad for n, p in model.named()}, {n: p.detach() for n, p in model.named()}), split, norm.item()
+
+
+def check_ranks(results, reference, tolerance=1e-10):
+    norm = torch.stack([g.norm() for g in reference[1].values()]).norm().item()
+    for rank, (ours, split, ours_norm) in enumerate(results):
+        assert {name.split(".")[-1] for name in split} <= {"gate", "up", "down"} and split
+        assert abs(ours_norm / norm - 1) < tolerance
+
+        def take(full, name):
+            return full.tensor_split(len(results))[rank] if name in split else full
+
+        assert_equal(ours, reference, take, tolerance)
+
+
+@pytest.mark.parametrize("kind", ["sgd", "adamw"])
+@pytest.mark.parametrize(
+    "config, world, chunks",
+    [("gelu", 2, 1), ("gelu", 4, 3), ("swiglu", 3, 2), ("swiglu", 4, 1), ("switch", 4, 2), ("sigmoid", 2, 4), ("swiglu", 1, 2)],
+)
+def test_equals_one_process(ranks, config, world, chunks, kind):
+    check_ranks(ranks(world, train_parallel, CONFIGS[config], kind, chunks), train(CONFIGS[config], kind))
+
+
+def test_dropout_and_no_accumulation(ranks):
+    check_ranks(ranks(3, train_parallel, CONFIGS["dropout"], "sgd", 2, 1), train(CONFIGS["dropout"], "sgd"))
+
+
+def test_ranks_with_different_numbers_of_tokens_or_none(ranks):
+    # 7 + 0 + 1 + 4 sequences in 2 micro-batches: one rank has none at all, one none in the second
+    results = ranks(4, train_parallel, CONFIGS["swiglu"], "adamw", 3, 2, [7, 0, 1, 4])
+    check_ranks(results, train(CONFIGS["swiglu"], "adamw"))
+
+
+def test_float32_takes_the_grouped_kernel(ranks, monkeypatch):
+    calls = []
+    kernel = torch.nn.functional.grouped_mm
+    monkeypatch.setattr(torch.nn.functional, "grouped_mm", lambda *a, **k: calls.append(a) or kernel(*a, **k))
+
+    def work(rank):
+        result = train_parallel(rank, CONFIGS["swiglu"], "sgd", 2, dtype=torch.float32)
+        assert len(calls) == 3 * 2 * 2 * 3 * 2  # projections, layers, chunks, steps, micro-batches
+        return result
+
+    losses, grads, weights = train(CONFIGS["swiglu"], "sgd")
+    check_ranks(ranks(2, work), (losses, *({n: t.float() for n, t in d.items()} for d in (grads, weights))), 2e-4)
+
+
+def layer(config):
+    moe = gpt.build(config, 7, dtype=torch.float64).blocks["1"].mlp
+    for p in moe.parameters():
+        p.data *= 10  # so that the router has a mind of its own
+    return moe
+
+
+def dealt_out(config, capacity=None, chunks=1):
+    """The same layer, its experts on all ranks."""
+    model = SimpleNamespace(config=config, blocks={"1": SimpleNamespace(mlp=layer(config))})
+    return ep.parallelize(model, dist.group.WORLD, capacity, chunks).blocks["1"].mlp
+
+
+@pytest.mark.parametrize("chunks", [1, 3])
+@pytest.mark.parametrize(
+    "tokens, favourite", [([1, 0, 0], None), ([0, 0, 7], None), ([5, 3, 4], 4), ([5, 0, 2], 0), ([0, 0, 0], None)]
+)
+def test_few_tokens_and_a_favourite_expert(ranks, tokens, favourite, chunks):
+    """One layer: a single token, none at all, ranks without any, everything to one expert and the rest empty."""
+    config = gpt.configure(**SIZES, experts=5, top_k=1, renormalize=False)
+    x = torch.randn(sum(tokens), 32, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+
+    def results(moe, x):
+        if favourite is not None:
+            moe.router.choice_bias[favourite] = 9.0
+        x = x.clone().requires_grad_()
+        y = moe(x.unsqueeze(1), max(1, sum(tokens)))
+        y.square().sum().backward()
+        return y.detach().squeeze(1), x.grad, {n: p.grad for n, p in moe.named_parameters()}, moe.router.load.tolist()
+
+    def work(rank):
+        moe = dealt_out(config, chunks=chunks)
+        return results(moe, x.split(tokens)[rank])
+
+    y, grad, grads, load = results(layer(config), x)
+    ours = ranks(3, work)
+    close = dict(rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(torch.cat([r[0] for r in ours]), y, **close)
+    torch.testing.assert_close(torch.cat([r[1] for r in ours]), grad, **close)
+    for name in grads:
+        if name.startswith("experts"):
+            torch.testing.assert_close(torch.cat([r[2][name] for r in ours]), grads[name], **close)
+        else:
+            torch.testing.assert_close(sum(r[2][name] for r in ours), grads[name], **close)
+    assert [sum(column) for column in zip(*(r[3] for r in ours))] == load
+    assert favourite is None or load[favourite] == sum(tokens)
+
+
+def test_all_to_all_and_its_backward(ranks):
+    table = torch.tensor([[2, 0, 3], [1, 4, 0], [0, 2, 5]])  # table[a][b] rows go from a to b
+    torch.manual_seed(0)
+    rows = [torch.randn(n, 6, dtype=torch.float64) for n in table.sum(1).tolist()]
+    factors = [torch.randn(n, 6, dtype=torch.float64) for n in table.sum(0).tolist()]
+
+    def work(rank):
+        x = rows[rank].clone().requires_grad_()
+        y = ep.all_to_all(x, table[rank].tolist(), table[:, rank].tolist(), dist.group.WORLD)
+        (y * factors[rank]).sum().backward()
+        return y.detach(), x.grad
+
+    pieces = [r.split(t.tolist()) for r, t in zip(rows, table)]
+    back = [f.split(t.tolist()) for f, t in zip(factors, table.t())]
+    for rank, (y, grad) in enumerate(ranks(3, work)):
+        assert torch.equal(y, torch.cat([pieces[a][rank] for a in range(3)]))
+        assert torch.equal(grad, torch.cat([back[b][rank] for b in range(3)]))
+
+
+@pytest.mark.parametrize("capacity", [0.5, 1.0, 8.0, 0.0])
+def test_capacity_drops_and_counts(ranks, capacity):
+    """What is beyond an expert's capacity on its rank adds nothing: first choices go first, then earlier tokens."""
+    config = gpt.configure(**SIZES, experts=5)
+    x = torch.randn(3, 1, 11, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+
+    def work(rank):
+        whole, moe = layer(config), dealt_out(config, capacity, chunks=2)
+        y = moe(x[rank])
+        weights, chosen = whole.router(x[rank])
+        room, dropped = [math.ceil(capacity * 2 * 11 / 5)] * 5, 0
+        weights = weights[0].detach().clone()
+        for choice in range(2):
+            for t in range(11):
+                e = chosen[0, t, choice]
+                room[e] -= 1
+                if room[e] < 0:
+                    weights[t, choice], dropped = 0.0, dropped + 1
+        expected = whole.dispatch(x[rank, 0], weights, chosen[0], whole.experts, None)
+        torch.testing.assert_close(y[0], expected, rtol=1e-10, atol=1e-12)
+        y.sum().backward()  # no rank hangs
+        assert moe.dispatch.dropped == dropped and moe.dispatch.rows.sum() == 22 - dropped
+        return dropped
+
+    dropped = sum(ranks(3, work))
+    assert dropped == 66 if capacity == 0 else dropped == 0 if capacity == 8 else 0 < dropped < 66
+
+
+def test_sends_what_the_counts_say_and_reads_them_once(ranks, monkeypatch):
+    reads = []
+    tolist, item = torch.Tensor.tolist, torch.Tensor.item
+    monkeypatch.setattr(torch.Tensor, "tolist", lambda t: reads.append("tolist") or tolist(t))
+    monkeypatch.setattr(torch.Tensor, "item", lambda t: reads.append("item") or item(t))
+
+    def work(rank):
+        group, config = dist.group.WORLD, CONFIGS["swiglu"]
+        model = build(config, group, chunks=2, dtype=torch.float32)
+        tokens, targets, samples, count = batch(rank)
+        ledger = harness.Ledger({"ep": group})
+        ledger.watch(model.parameters())
+        with ledger:
+            model(tokens, targets=targets, count=count).backward()
+        return ledger.sent["all_to_all", "ep"], [b.mlp.dispatch.rows for b in model.blocks.values()], reads
+
+    results = ranks(3, work)
+    for rank, (sent, _, reads_here) in enumerate(results):
+        mine = slice(*[(0, 2), (2, 4), (4, 5)][rank])
+        travel = 0
+        for layers in zip(*(rows for _, rows, _ in results)):
+            out, back = layers[rank].sum(), sum(r[mine].sum() for r in layers)
+            travel += 2 * (out + back - 2 * layers[rank][mine].sum()) * 32 * 4 + (5 - (mine.stop - mine.start)) * 2 * 8
+        assert abs(sent[2] - travel) < 1e-6
+        assert sent[0] == 2 * (1 + 2 * 4)  # layers x (counts, chunks x (dispatch, combine) x (forward, backward))
+        assert reads_here == ["tolist"] * 2  # once a layer
+
+
+@pytest.mark.parametrize("bug", ["no backward", "scaled by the group", "experts summed too", "unsorted"])
+def test_planted_bugs_are_caught(ranks, monkeypatch, bug):
+    if bug == "no backward":
+        monkeypatch.setattr(ep.Start, "backward", lambda ctx, grad: (torch.zeros_like(ctx.transfer.wait()), None))
+    elif bug == "scaled by the group":
+        right = ep.sum_gradients
+
+        def scaled(parameters, group):
+            parameters = list(parameters)
+            right(parameters, group)
+            for p in parameters:
+                if hasattr(p, "placement"):
+                    p.grad /= dist.get_world_size(group)
+
+        monkeypatch.setattr(ep, "sum_gradients", scaled)
+    elif bug == "experts summed too":
+        monkeypatch.setattr(ep, "sum_gradients", lambda ps, group: [dist.all_reduce(p.grad) for p in ps])
+    else:
+        flat = lambda t, *args, output_size: torch.zeros(output_size, dtype=torch.int64)  # noqa: E731
+        monkeypatch.setattr(torch.Tensor, "repeat_interleave", flat)
+    results = ranks(2, train_parallel, CONFIGS["gelu"], "sgd")
+    with pytest.raises(AssertionError):
+        check_ranks(results, train(CONFIGS["gelu"], "sgd"))
+
+
+def test_cuts_real_weights_too(ranks):
+    def work(rank):
+        model = ep.parallelize(gpt.build(CONFIGS["swiglu"], 7, dtype=torch.float64), dist.group.WORLD)
+        filled = build(CONFIGS["swiglu"], dist.group.WORLD)
+        assert all(p.untyped_storage().nbytes() == p.numel() * 8 for p in model.parameters())  # the whole is freed
+        return all(torch.equal(a, b) for (_, a), (_, b) in zip(model.named(), filled.named()))
+
+    assert ranks(2, work) == [True, True]
+
+
+def test_too_few_experts(ranks):
+    def work(rank):
+        with pytest.raises(ValueError, match="4 experts are too few for 5 ranks"):
+            build(CONFIGS["gelu"], dist.group.WORLD)
+
+    ranks(5, work)
+
+
+def test_pictures(tmp_path):
+    load = torch.tensor([[[6, 0, 3, 3]], [[3, 3, 3, 3]]])  # 2 steps, 1 layer
+    text = ep.heat_map(load, [1, 3])
+    assert "▓ 150  ░  50  ▒ 100  ▒ 100" in text and "rank    0  ▒░  1 experts, 75%" in text
+    pytest.importorskip("matplotlib")
+    ep.plot(tmp_path / "load.png", load, [1, 3])
+    assert (tmp_path / "load.png").stat().st_size > 1000
+
+
+def script(*flags):
+    command = [sys.executable, "expert_parallel.py", "--layers", "2", "--width", "32", "--context", "16", *map(str, flags)]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+
+
+def test_the_script_proves_itself(tmp_path):
+    out, text = tmp_path / "receipt.json", tmp_path / "text"
+    text.write_text("to be or not to be, that is the question. " * 50)
+    flags = f"--nproc 3 --batch 12 --steps 3 --dtype float64 --data {text} --experts 5 --shared 1 --bias-rate 0.01 --json {out}"
+    run = script(*flags.split())
+    assert run.returncode == 0 and "proven" in run.stdout and "layer   1" in run.stdout, run.stdout + run.stderr
+    receipt = json.loads(out.read_text())
+    assert receipt["ok"] and {r["op"] for r in receipt["sent"]} == {"all_reduce", "all_to_all"}
+    assert max(receipt["max_error"].values()) < 1e-10
+    run = script("--nproc", 2, "--steps", 2, "--capacity", 1, "--data", text)
+    assert run.returncode == 0 and "dropped" in run.stdout and "not compared" in run.stdout, run.stdout + run.stderr
+    assert script("--nproc", 4, "--experts", 3).returncode == 2
