@@ -897,11 +897,11 @@ def compare(p, m, chunks=None):
                 sends[rank] += a.kind != "W" and owner.get(to, rank) != rank
         wait = f"{waiting(spans):6.2f}  {formula(p, m, v, 1, 1, 1):6.2f} = {text}"
         used = utilisation(spans)
-        print(f"  {name:12s}{v:6d}   {wait:42s}{used:9.1%}{held:15.2f}{max(sends):18d}")
+        print(f"  {name:12s}{v:6d}   {wait:42s}{used:9.1%}{held:15.2f}{max(sends):18}")
     print(
-        "  held: in activations of one micro-batch in all of a rank's layers. Utilisation: of the step, from the first action of"
+        "  held: in activations of one micro-batch in all of a rank's layers. Utilisation: of the step, from the first action"
     )
-    print("  all to the last; a rank that waits little between its own actions may still wait for the others at its end.")
+    print("  to the last; a rank that waits little between its own actions may still wait for the others at its end.")
 
 
 if __name__ == "__main__":

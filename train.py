@@ -27,6 +27,7 @@ import data
 import ddp
 import harness
 import pipeline
+import sequence_parallel
 import tensor_parallel
 import zero
 from harness import Refused
@@ -41,6 +42,10 @@ def flags():
     g = p.add_argument_group("the layout (ranks = dp x tp x pp)")
     g.add_argument("--dp", **n, default=1, help="data parallel: N copies share the batch")
     g.add_argument("--tp", **n, default=1, help="tensor parallel: each layer cut N ways; keep it inside a node")
+    why = "sequence parallel: tensor-parallel ranks share the tokens between their layers; as much is sent, less is held"
+    g.add_argument("--sp", action="store_true", help=why)
+    why = "with --sp: hold still less, and send a quarter more"
+    g.add_argument("--gather-again", action="store_true", help=why)
     g.add_argument("--pp", **n, default=1, help="pipeline parallel: N stages of consecutive layers")
     g.add_argument(
         "--schedule", choices=list(pipeline.SCHEDULES), default="1f1b", help="order of the micro-batches in a pipeline"
@@ -136,8 +141,10 @@ def train(run):
     owner = pipeline.owners(schedule)
     mine = [stage for stage in sorted(owner) if owner[stage] == dist.get_rank(pp)]
     parts = pipeline.split(run.meta_model, len(owner), mine, groups["tied"])
-    if args.tp > 1:
-        for part in parts.values():
+    for part in parts.values():
+        if args.sp:
+            sequence_parallel.parallelize(part, tp, keep=not args.gather_again)
+        elif args.tp > 1:
             tensor_parallel.parallelize(part, tp)
     model = pipeline.Stages(parts)
     sync, optimizer = data_parallel(run, model, dp)
@@ -152,9 +159,11 @@ def train(run):
 
         def forward(stage, m, x):
             tokens, targets, samples = batches[m]
-            return model[stage](tokens if x is None else x, targets=targets, count=count, samples=samples)
+            positions = torch.arange(tokens.shape[1], device=run.device)
+            return model[stage](tokens if x is None else x, positions, targets=targets, count=count, samples=samples)
 
-        shape, dtype = (*batches[0][0].shape, config.width), harness.DTYPES[args.param_dtype]
+        (b, t), dtype = batches[0][0].shape, harness.DTYPES[args.param_dtype]
+        shape = (b, -(-t // args.tp) if args.sp else t, config.width)
         return pipeline.play(schedule, forward, shape, dtype, run.device, links, scope)
 
     def total(losses):
@@ -178,7 +187,7 @@ def train(run):
     if args.sample:
         text = generate(run, pipeline.forward_only(schedule, 1), owner[len(owner) - 1], play, tp, pp)
         run.print(f"\nsample:\n{text}")
-    return receipt(run, model, optimizer, schedule, mine)
+    return receipt(run, model, optimizer, schedule, mine, tp)
 
 
 def data_parallel(run, model, dp):
@@ -283,7 +292,7 @@ def open_log(run):
         yield lambda row: [write(row) for write in places]
 
 
-def receipt(run, model, optimizer, schedule, mine):
+def receipt(run, model, optimizer, schedule, mine, tp):
     args, config, rows = run.args, run.config, run.args.batch // run.args.dp
     owner = pipeline.owners(schedule)
     rank, first, last = owner[mine[0]], 0 in mine, len(owner) - 1 in mine
@@ -308,25 +317,43 @@ def receipt(run, model, optimizer, schedule, mine):
     else:
         states = [count * e, count * e, count * moments]
         sent = {("all_reduce", "dp"): (ddp.bytes_sent(count * e + scalar, args.dp), "2 (N-1)/N P e")}
-    layer_bytes = tensor_parallel.bytes_sent(config, args.tp, tokens, e, sum(blocks.values()), first, last)
-    sent["all_reduce", "tp"] = (layer_bytes + ddp.bytes_sent(scalar, args.tp), "8 r b T C e a block, and both ends")
+    each = config.context
+    if args.sp:
+        each = -(-each // args.tp)
+        keep, here = not args.gather_again, (sum(blocks.values()), first, last)
+        size = sequence_parallel.bytes_sent(config, args.tp, rows, config.context, e, *here, keep)
+        sent["all_gather", "tp"] = (size["all_gather"], f"{4 if keep else 6} r b T C e a block, and both ends")
+        scatter = "all_to_all" if dist.get_backend(tp) == "gloo" else "reduce_scatter"
+        sent[scatter, "tp"] = (size["reduce_scatter"], "4 r b T C e a block, and both ends")
+        partial = sequence_parallel.partial_parameters(config, *here)
+        if isinstance(optimizer, zero.ZeRO):
+            partial = sum(b.length for b in optimizer.buckets if tp in b.partial)
+        size = size["all_reduce"] + ddp.bytes_sent(partial * reduced + scalar, args.tp)
+        sent["all_reduce", "tp"] = (size, "the loss; the norms' gradients")
+    else:
+        size = tensor_parallel.bytes_sent(config, args.tp, tokens, e, sum(blocks.values()), first, last)
+        sent["all_reduce", "tp"] = (size + ddp.bytes_sent(scalar, args.tp), "8 r b T C e a block, and both ends")
     for name, step in (("down", 1), ("up", -1)):
         away = sum(owner.get(stage + step, rank) != rank for stage in mine)
-        sent["send", name] = (away * tokens * config.width * e, "b T C e a micro-batch and boundary")
+        sent["send", name] = (away * rows * each * config.width * e, "b T C e a micro-batch and boundary")
     if config.tied and first != last:
         part = -(-config.vocab // args.tp) * config.width
         part = -(-part // args.dp) if args.zero else part
         sent["all_reduce", "tied"] = (ddp.bytes_sent(part * reduced, 2), "V/t C e, the tied matrix")
     flying = pipeline.in_flight(schedule[rank], blocks.get)
-    activations = flying * harness.activation_bytes(config, rows // args.microbatches, e, args.tp)
+    piece = rows // args.microbatches
+    activations = flying * harness.activation_bytes(config, piece, e, args.tp)
+    if args.sp:
+        kept = (not args.gather_again) * (args.tp - 1) * 2 * piece * config.context * config.width * e
+        activations = flying * (harness.activation_bytes(config, piece, e) + kept) / args.tp
     texts = [f"P e{' / dp' * (args.zero >= least)}" for least in (3, 2, 1)]
     held = dict(zip(("parameters", "gradients", "optimizer"), zip(states, texts)))
     held["activations_peak"] = activations, "blocks x micro-batches in flight, without the head"
     layout = {"dp": args.dp, "tp": args.tp, "pp": args.pp}
     if args.pp > 1:
         layout |= {"schedule": args.schedule, "microbatches": args.microbatches}
-    if args.zero:
-        layout |= {"zero": args.zero}
+    layout |= {"zero": args.zero} if args.zero else {}
+    layout |= {"sp": args.tp} if args.sp else {}
     return run.receipt(layout, sent, held, notes)
 
 

@@ -1,12 +1,8 @@
 """zero.py beside PyTorch's DDP and FSDP2, same GPT, on 2 ranks of this machine: python -m benchmarks.zero
 
-Rivals take turns, A B A B, so that whatever else runs here slows both. A turn is some whole training steps (AdamW, fused, on
-both sides), timed from when all ranks are there until the last is done; shown are the median tokens/s, and the median and the
-quartiles of the ratio over the turns.
-"""
+AdamW, fused, on both sides."""
 
-import statistics
-import time
+import functools
 import warnings
 
 import torch
@@ -14,6 +10,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+import benchmarks
 import collectives
 import harness
 import model as gpt
@@ -54,19 +51,6 @@ def theirs(args, reshard=None):
     return step
 
 
-def turn(step, batch, steps):
-    """Seconds a step, from the moment for which all ranks agreed to start until the last is done: all clocks here are one."""
-    clock = torch.tensor(time.perf_counter(), dtype=torch.float64)
-    dist.all_reduce(clock, op=dist.ReduceOp.MAX)
-    start = clock.item() + 2e-3
-    time.sleep(max(0, start - time.perf_counter()))
-    for _ in range(steps):
-        step(*batch)
-    clock.fill_(time.perf_counter())
-    dist.all_reduce(clock, op=dist.ReduceOp.MAX)
-    return (clock.item() - start) / steps
-
-
 def demo(run):
     args = run.args
     warnings.simplefilter("ignore")
@@ -88,16 +72,10 @@ def demo(run):
     ]
     say(f"{run.world} ranks, {args.preset}: {config.parameters():,} parameters, {count:,} tokens a step")
     say("tokens/s; ratio: median (quartiles)")
-    say(f"{'':46s}{'ours':>9s}{'theirs':>9s}   {'ratio':22s}target")
+    say(benchmarks.HEAD)
     for what, a, b, target in rivals:
-        times = []
-        for i in range(args.turns + 1):
-            pair = turn(a, batch, args.steps), turn(b, batch, args.steps)
-            times += [pair] * (i > 0)  # the first is a warm-up
-        mine, other = (count / statistics.median(t) for t in zip(*times))
-        low, middle, high = statistics.quantiles([y / x for x, y in times])
-        verdict = "" if target is None else f"{target:.2f}  {'met' if middle >= target else 'missed'}"
-        say(f"{what:46s}{mine:9,.0f}{other:9,.0f}   {f'{middle:.2f} ({low:.2f} .. {high:.2f})':22s}{verdict}")
+        pair = functools.partial(a, *batch), functools.partial(b, *batch)
+        say(benchmarks.versus(what, *pair, count, args.steps, args.turns, target))
 
 
 def main():

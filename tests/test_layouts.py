@@ -9,6 +9,7 @@ import ddp
 import harness
 import model as gpt
 import pipeline
+import sequence_parallel
 import tensor_parallel
 import train
 import zero
@@ -21,6 +22,7 @@ VARIANTS = {
     "llama": "--family llama --kv-heads 4",
     "grouped": "--family llama --kv-heads 2",
     "sgd": "--optimizer sgd --lr 0.3 --min-lr 0.3",
+    "odd": "--context 15 --optimizer sgd --lr 0.3 --min-lr 0.3",
     "dropout": "--dropout 0.2 --optimizer sgd --lr 0.3 --min-lr 0.3",
 }
 LAYOUTS = [
@@ -70,6 +72,13 @@ LAYOUTS = [
     ("sgd", "--pp 2 --schedule interleaved --dp 3 --zero 2 --microbatches 4"),
     ("llama", "--pp 2 --schedule interleaved --dp 2 --zero 3 --microbatches 6 --reduce-once"),
     ("gpt2", "--pp 2 --schedule zb-h1 --dp 2 --tp 2 --zero 3 --microbatches 6"),
+    ("dropout", "--tp 2 --sp --microbatches 2"),
+    ("llama", "--tp 4 --sp --gather-again"),
+    ("sgd", "--tp 2 --sp --pp 2 --schedule zb-v --microbatches 3"),
+    ("grouped", "--tp 2 --sp --dp 2 --zero 2 --microbatches 2"),
+    ("gpt2", "--tp 2 --sp --pp 2 --dp 2 --zero 3 --microbatches 3"),
+    ("dropout", "--tp 2 --sp --pp 2 --dp 2 --schedule zb-h1 --microbatches 3 --gather-again"),
+    ("odd", "--tp 4 --sp --dp 2 --zero 1"),
 ]
 
 
@@ -222,6 +231,19 @@ def last_microbatch_only():
     pipeline.play = wrong
 
 
+def partial_gradients_left_partial():
+    parallelize = sequence_parallel.parallelize
+
+    def wrong(model, group, keep=True):
+        parallelize(model, group, keep)
+        for p in model.parameters():
+            if not tensor_parallel.split_over(p, group):
+                p.placement = p.placement | {"partial": [g for g in p.placement["partial"] if g is not group]}
+        return model
+
+    sequence_parallel.parallelize = wrong
+
+
 def bias_on_every_rank():
     def wrong(self, x):
         return self.leave(torch.nn.functional.linear(x, self.weight, self.bias))
@@ -280,6 +302,7 @@ def one_seed_for_all_samples():
         (last_microbatch_only, "sgd", "--pp 3 --microbatches 2"),
         (bias_on_every_rank, "sgd", "--tp 2"),
         (no_f, "sgd", "--tp 2"),
+        (partial_gradients_left_partial, "sgd", "--tp 2 --sp"),
         (tied_gradients_never_meet, "sgd", "--pp 3"),
         (tied_gradients_never_meet, "sgd", "--pp 3 --zero 2"),
         (zero_sums_twice, "sgd", "--dp 2 --zero 2"),
