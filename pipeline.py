@@ -853,7 +853,7 @@ def plot(name, pictures):
     """Timelines one above the other, each (title, spans, unit): a row a rank, a bar an action, later stages darker."""
     plt = harness.pyplot()
     height = sum(len(spans) for _, spans, _ in pictures)
-    figure, axes = plt.subplots(len(pictures), figsize=(12, 1.5 + 0.5 * height), squeeze=False)
+    figure, axes = plt.subplots(len(pictures), figsize=(12, 1.5 + 0.5 * height), squeeze=False, layout="constrained")
     colors = {"F": ("#9ecae1", "#3182bd"), "B": ("#fdae6b", "#e6550d"), "W": ("#a1d99b", "#31a354")}
     colors["I"] = colors["B"]
     for ax, (title, spans, unit) in zip(axes[:, 0], pictures):
