@@ -769,9 +769,9 @@ def check_layout(args, config, ranks):
         raise harness.Refused(str(e))
     stages = len(owners(schedule))
     if config.layers < stages:
-        raise harness.Refused(
-            f"{config.layers} layers are too few for {stages} pipeline stages: use fewer ranks or chunks, or more --layers"
-        )
+        most = config.layers // (stages // ranks)
+        hint = f"use at most {most} ranks, fewer stages a rank, or more --layers"
+        raise harness.Refused(f"{config.layers} layers are too few for {stages} pipeline stages: {hint}")
     return schedule
 
 

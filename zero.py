@@ -264,6 +264,7 @@ class ZeRO:
                 unit.buckets.append(bucket)
             made |= zip(parameters, bucket.parameters)
         self.trained = [bucket for bucket in self.buckets if bucket.trained]
+        self.reached = [[b for b in self.trained if i in b.scopes] for i in range(len(self.scopes))]  # by a scope's backward
         self._install(made)
         pieces = [piece for bucket in self.trained for piece in bucket.pieces]
         self.optimizer = optimizer(pieces)
@@ -338,7 +339,7 @@ class ZeRO:
         # In the same order on every rank and in every pass: swapped between ranks they would add up the wrong buckets, silently
         if not self.complete:
             return
-        buckets = [bucket for bucket in self.trained if self.scope in bucket.scopes]
+        buckets = self.reached[self.scope]
         while self.next < len(buckets) and (rest or not buckets[self.next].missing):
             bucket = buckets[self.next]
             self.next += 1
@@ -370,9 +371,8 @@ class ZeRO:
             self._release(unit)
         self.ahead = None
         if self.complete:
-            for bucket in self.trained:
-                if self.scope in bucket.scopes:
-                    bucket.begin_pass()
+            for bucket in self.reached[self.scope]:
+                bucket.begin_pass()
             self.passes[self.scope] += 1
         self.running, self.next = False, 0
 
