@@ -41,7 +41,8 @@ class Bucket:
     def __init__(self, parameters):
         self.parameters = parameters
         first = parameters[0]
-        self.partial = getattr(first, "placement", {}).get("partial", [])
+        placement = getattr(first, "placement", {})
+        self.partial, self.copies = placement.get("partial", []), placement.get("copies")
         self.flat = torch.zeros(sum(p.numel() for p in parameters), dtype=first.dtype, device=first.device)
         for p, piece in zip(parameters, self.flat.split([p.numel() for p in parameters])):
             p.grad = piece.view_as(p)
@@ -55,12 +56,13 @@ class Bucket:
 
 def make_buckets(parameters, bucket_bytes):
     """Fill buckets of at most `bucket_bytes` (a larger parameter gets its own) from the last parameter to the first, the
-    order in which backward produces gradients. The parameters of a bucket are of one dtype, on one device, and partial over
-    the same groups."""
+    order in which backward produces gradients. The parameters of a bucket are of one dtype, on one device, partial over the
+    same groups, and copied over the same group."""
     lists, latest, size = [], {}, {}
     for p in reversed([p for p in parameters if p.requires_grad]):
-        partial = getattr(p, "placement", {}).get("partial", [])
-        kind, here = (p.dtype, p.device, *map(id, partial)), p.numel() * p.element_size()
+        placement = getattr(p, "placement", {})
+        kind = p.dtype, p.device, id(placement.get("copies")), *map(id, placement.get("partial", []))
+        here = p.numel() * p.element_size()
         if kind not in latest or size[kind] + here > bucket_bytes:
             latest[kind], size[kind] = [], 0
             lists.append(latest[kind])
@@ -84,7 +86,8 @@ class DDP:
     twice. With `overlap` a bucket is reduced as soon as it is full, else all of them in finish().
     `all_reduce(tensor, group=..., async_op=True)` returns a work handle; any implementation will do.
     A parameter may be partial over further groups (`parameter.placement`, as tensor_parallel.shard writes it; a matrix tied
-    across pipeline stages): finish() sums its gradient over them too.
+    across pipeline stages): finish() sums its gradient over them too. `placement["copies"]` is another group than `group` that
+    holds copies of it (an expert, of which there are fewer than of the rest).
     After finish(), `early` is the number of buckets whose all-reduce had started before backward was over.
     Raises RuntimeError for more backward passes than `microbatches`, and where something else has replaced p.grad.
     """
@@ -118,7 +121,8 @@ class DDP:
     def _start_full_buckets(self, rest=False):
         # In the same order on every rank: all-reduces swapped between ranks would add up the wrong buckets, silently
         while self.next < len(self.buckets) and (rest or self.buckets[self.next].missing == 0):
-            self.works.append(self.all_reduce(self.buckets[self.next].flat, group=self.group, async_op=True))
+            bucket = self.buckets[self.next]
+            self.works.append(self.all_reduce(bucket.flat, group=bucket.copies or self.group, async_op=True))
             self.next += 1
 
     def finish(self):

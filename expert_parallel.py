@@ -117,12 +117,13 @@ class ExpertDispatch(nn.Module):
     """Tokens to their experts on all ranks and back: x (n, C), weights and chosen (n, k) -> (n, C), in place of Dispatch.
 
     sizes: how many experts each rank has. `rows` (E,) adds up how many assignments of this rank each expert got, `dropped`
-    how many none got. Ranks may have different numbers of tokens, or none."""
+    how many none got, `travelled` how many rows left for another rank or came from one. Ranks may have different numbers of
+    tokens, or none."""
 
     def __init__(self, sizes, group, capacity=None, chunks=1):
         super().__init__()
         self.sizes, self.group, self.capacity, self.chunks = sizes, group, capacity, chunks
-        self.rows = self.dropped = 0
+        self.rows = self.dropped = self.travelled = 0
         self.times = None
 
     def drop(self, chosen):
@@ -139,7 +140,7 @@ class ExpertDispatch(nn.Module):
         """A tensor's values as lists: the one wait for the device. Replace it where tensors have no values (meta, fake)."""
         return sizes.tolist()
 
-    def forward(self, x, weights, chosen, experts, shared):
+    def forward(self, x, weights, chosen, experts, meanwhile):
         if self.capacity is not None:
             chosen = self.drop(chosen)
         k, world, mine = chosen.shape[1], len(self.sizes), self.sizes[dist.get_rank(self.group)]
@@ -159,13 +160,16 @@ class ExpertDispatch(nn.Module):
         send = torch.stack([of_rank.sum(0) for of_rank in counts.split(self.sizes)])  # (N, chunks)
         send, receive = self.read(torch.stack((send, theirs.sum(1))).transpose(1, 2))  # chunks x N each
 
-        # 1. All chunks' rows leave; the shared expert needs none of them
+        me = dist.get_rank(self.group)
+        self.travelled += sum(sum(n) - n[me] for n in (*send, *receive))
+
+        # 1. All chunks' rows leave; the shared expert, in `meanwhile`, needs none of them
         journeys = []
         for piece, order, s, r in zip(x.tensor_split(self.chunks), orders, send, receive):
             out = Transfer(s, r, self.group, self.times)
             token = order[: sum(s)] // k
             journeys.append((token, out, Start.apply(piece.index_select(0, token), out)))
-        y = torch.zeros_like(x) if shared is None else shared(x)
+        meanwhile()
 
         # 2. Each chunk, as it arrives: from (source, expert, token) order into (expert, source, token), computed, sent home
         local = torch.arange(mine, device=x.device).repeat(world)
@@ -179,28 +183,35 @@ class ExpertDispatch(nn.Module):
         # 3. Each chunk, as it comes home
         added = []
         for (token, home, rows), order, w, piece in zip(
-            journeys, orders, weights.tensor_split(self.chunks), y.tensor_split(self.chunks)
+            journeys, orders, weights.tensor_split(self.chunks), torch.zeros_like(x).tensor_split(self.chunks)
         ):
             rows = Wait.apply(rows, home) * w.flatten()[order[: len(token)]].unsqueeze(1)
             added.append(piece.index_add(0, token, rows))
         return torch.cat(added)
 
 
-def shard(parameter, group):
+def piece(full, dim, index, count):
+    """Piece `index` of `count` of a tensor along `dim`: as even as can be, the first ones longer by one."""
+    return full.tensor_split(count, dim)[index]
+
+
+def shard(parameter, group, copies=None):
     """This rank's experts of a parameter (E, ...), and in its `placement` what they are a piece of: the whole's shape, which
     dimension is split over which group, the groups over which its gradient is still a partial sum (none: the tokens came
-    here). Where E does not divide, the first ranks have one more."""
-    part = parameter.detach().tensor_split(dist.get_world_size(group))[dist.get_rank(group)].clone()
+    here), and as "copies" the group of those that hold the same experts for other tokens, if given: data parallelism must
+    sum their gradients over it, not over its own group. Where E does not divide, the first ranks have one more."""
+    part = piece(parameter.detach(), 0, dist.get_rank(group), dist.get_world_size(group)).clone()
     part = nn.Parameter(part, requires_grad=parameter.requires_grad)
     part.__dict__.update(parameter.__dict__)
-    part.placement = {"shape": parameter.shape, "split": {0: group}, "partial": []}
+    whole = getattr(parameter, "placement", {"shape": parameter.shape, "split": {}, "partial": []})
+    part.placement = whole | {"split": whole["split"] | {0: group}} | ({"copies": copies} if copies else {})
     return part
 
 
 def take(full, parameter):
     """This rank's piece of a full tensor, as the parameter's `placement` says."""
     for dim, group in getattr(parameter, "placement", {"split": {}})["split"].items():
-        full = full.tensor_split(dist.get_world_size(group), dim)[dist.get_rank(group)]
+        full = piece(full, dim, dist.get_rank(group), dist.get_world_size(group))
     return full
 
 
@@ -209,9 +220,10 @@ def expert_counts(experts, world):
     return [experts // world + (r < experts % world) for r in range(world)]
 
 
-def parallelize(model, group, capacity=None, chunks=1):
+def parallelize(model, group, capacity=None, chunks=1, copies=None):
     """Deal the experts of a GPT out over `group`, in place, and return it. Works on the meta device and on real weights alike.
-    Parameters are replaced by their pieces: make the optimizer afterwards.
+    Parameters are replaced by their pieces: make the optimizer afterwards. After tensor_parallel.parallelize, if that too.
+    copies: where data parallelism has more ranks than `group`, the group of those that hold the same experts; see shard.
 
     Raises ValueError where there is no expert for every rank."""
     world, experts = dist.get_world_size(group), model.config.experts
@@ -219,7 +231,7 @@ def parallelize(model, group, capacity=None, chunks=1):
         raise ValueError(f"{experts} experts are too few for {world} ranks: each needs one")
     for block in model.blocks.values():
         for name, p in list(block.mlp.experts.named_parameters()):
-            setattr(block.mlp.experts, name, shard(p, group))
+            setattr(block.mlp.experts, name, shard(p, group, copies))
         block.mlp.dispatch = ExpertDispatch(expert_counts(experts, world), group, capacity, chunks)
     return model
 

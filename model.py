@@ -12,7 +12,8 @@ What makes it easy to cut into pieces, without knowing how:
   Blocks keep their numbers: `blocks.7.mlp.up.weight` has that name wherever layer 7 lives.
 - The number of heads is read from the shape of the projection, so a layer with half the heads just works.
 - `attn.core` (attention proper), `mlp.dispatch` (tokens to experts and back), `model.loss` and the identities `enter` (before
-  a projection) and `over_sequence` are submodules, there to be replaced. Nothing ever needs a patched method.
+  projections), `leave` (behind experts) and `over_sequence` are submodules, there to be replaced. Nothing ever needs a
+  patched method.
 - The model is built on the meta device, cut there, and then filled (`fill`): every parameter is drawn from its own
   generator, seeded with (seed, full name), so that the weights depend on nothing else.
 - Dropout's mask is a hash of (sample, position, site, channel): whoever holds a piece of the activations makes just that
@@ -346,17 +347,17 @@ class Experts(nn.Module):
 
 
 class Dispatch(nn.Module):
-    """Brings tokens to their experts and back: x (N, C), weights and chosen (N, k) -> sum of weight x expert(x) (N, C), plus
-    shared(x) where there are shared experts. Nothing is dropped and nothing padded."""
+    """Brings tokens to their experts and back: x (N, C), weights and chosen (N, k) -> sum of weight x expert(x) (N, C).
+    Nothing is dropped and nothing padded. meanwhile(): what can be done while tokens are on their way; here they are not."""
 
-    def forward(self, x, weights, chosen, experts, shared):
+    def forward(self, x, weights, chosen, experts, meanwhile):
+        meanwhile()
         order = chosen.flatten().argsort(stable=True)  # (N k,): assignments by expert, then by token
         # (E,), as bincount, which would have to look at the values first
         counts = order.new_zeros(len(experts.up)).scatter_add_(0, chosen.flatten(), torch.ones_like(order))
         token = order // chosen.shape[1]
         rows = experts(x.index_select(0, token), counts) * weights.flatten()[order].unsqueeze(1)
-        y = torch.zeros_like(x).index_add(0, token, rows)
-        return y if shared is None else y + shared(x)
+        return torch.zeros_like(x).index_add(0, token, rows)
 
 
 class MoE(nn.Module):
@@ -364,15 +365,20 @@ class MoE(nn.Module):
 
     def __init__(self, config):
         super().__init__()
-        self.enter = nn.Identity()
+        self.enter, self.leave = nn.Identity(), nn.Identity()
         self.router, self.dispatch, self.experts = Router(config), Dispatch(), Experts(config)
         self.shared = MLP(replace(config, hidden=config.shared * config.hidden)) if config.shared else None
 
     def forward(self, x, count=None):
-        x = self.enter(x)
-        weights, chosen = self.router(x, count)
-        y = self.dispatch(x.flatten(0, 1), weights.flatten(0, 1), chosen.flatten(0, 1), self.experts, self.shared)
-        return y.view_as(x)
+        shared = []
+
+        def meanwhile():
+            if self.shared is not None:
+                shared.append(self.shared(x))
+
+        routed = [self.enter(t) for t in (x, *self.router(x, count))]  # x, weights, chosen: all that experts need
+        y = self.dispatch(*(t.flatten(0, 1) for t in routed), self.experts, meanwhile)
+        return sum(shared, self.leave(y.view_as(routed[0])))
 
 
 @torch.no_grad()

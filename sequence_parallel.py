@@ -231,8 +231,13 @@ def parallelize(model, group, keep=True):
             model.embed.position = PositionEmbedding(model.embed.position.weight, stream)
     for block in model.blocks.values():
         enter(block.attn, ["qkv"], stream, keep)
-        enter(block.mlp, ["up"] if block.mlp.gate is None else ["gate", "up"], stream, keep)
-        block.attn.proj.leave, block.mlp.down.leave = Leave(stream), Leave(stream)
+        block.attn.proj.leave, mlp = Leave(stream), block.mlp
+        if model.config.experts:  # the router works on the split stream, what it chooses is gathered with the tokens
+            mlp.enter, mlp.leave, mlp.router.over_sequence = Enter(stream), Leave(stream), tensor_parallel.Leave(group)
+            mlp = mlp.shared
+        if mlp is not None:
+            enter(mlp, ["up"] if mlp.gate is None else ["gate", "up"], stream, keep)
+            mlp.down.leave = Leave(stream)
         block.attn_drop, block.mlp_drop = Dropout(block.attn_drop, stream), Dropout(block.mlp_drop, stream)
     if model.head is not None:
         enter(model.head, ["out"], stream, keep)
@@ -274,15 +279,27 @@ def bytes_sent(config, t, sequences, length, element_size, blocks, embedding=Tru
     r = (t - 1) / t
     wide = r * sequences * -(-length // t) * t * config.width * element_size  # with padding
     gathers = (4 if keep else 6) * blocks + embedding + head * (1 if keep else 2)
-    loss = 3 * head * sequences * length * max(element_size, 4)
-    return {"all_gather": gathers * wide, "reduce_scatter": (4 * blocks + embedding + head) * wide, "all_reduce": 2 * r * loss}
+    scatters, small, exact = 4 * blocks + embedding + head, 0, max(element_size, 4)
+    reduced = 3 * head * sequences * length * exact
+    if config.experts:  # their f keeps what it gathers; a token's k weights and experts' numbers come along
+        shared = bool(config.shared)
+        gathers += blocks * (shared * (2 if keep else 3) - (not keep))
+        scatters += blocks * shared * 2
+        small = r * blocks * sequences * length * config.top_k
+        reduced += blocks * (config.balance_loss > 0) * sequences * (2 * config.experts + 1) * exact
+    return {
+        "all_gather": gathers * wide + small * (element_size + 8),
+        "reduce_scatter": scatters * wide + small * element_size,
+        "all_reduce": 2 * r * reduced,
+    }
 
 
 def partial_parameters(config, blocks, embedding=True, head=True):
-    """How many parameters work on the split stream: norms, row-parallel biases, learned positions."""
+    """How many parameters work on the split stream: norms, row-parallel biases, routers, learned positions."""
     c, norm = config.width, config.width * (2 if config.norm == "layernorm" else 1)
     positions = config.context * c * (config.positions == "learned")
-    return blocks * (2 * norm + 2 * c * config.bias) + embedding * positions + head * norm
+    biases = config.bias * c * (1 if config.experts and not config.shared else 2)
+    return blocks * (2 * norm + biases + config.experts * c) + embedding * positions + head * norm
 
 
 # --- demo ---

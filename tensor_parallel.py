@@ -237,8 +237,6 @@ def parallelize(model, group):
     Any of embedding, blocks and head may be missing. Raises ValueError where heads do not divide by the group's size.
     """
     t = dist.get_world_size(group)
-    if model.config.experts:
-        raise ValueError("tensor parallelism cuts plain MLPs: this model has experts")
     if model.config.kv_heads % t:  # heads are a multiple of kv-heads
         raise ValueError(f"{model.config.kv_heads} kv-heads do not divide by tensor parallelism over {t} ranks")
     done = {}  # parameter -> its piece: a tied matrix is cut once
@@ -257,11 +255,17 @@ def parallelize(model, group):
     if model.embed is not None:
         model.embed.token = VocabParallelEmbedding(cut(model.embed.token.weight, 0), group)
     for block in model.blocks.values():
-        block.attn.enter, block.mlp.enter = Enter(group), Enter(group)
+        block.attn.enter = Enter(group)
         block.attn.qkv, block.attn.proj = column(block.attn.qkv), row(block.attn.proj)
-        if block.mlp.gate is not None:
-            block.mlp.gate = column(block.mlp.gate)
-        block.mlp.up, block.mlp.down = column(block.mlp.up), row(block.mlp.down)
+        mlp = block.mlp
+        if model.config.experts:  # (E, out, in): the hidden units of every expert; the router stays whole
+            mlp.enter, mlp.leave, experts = Enter(group), Leave(group), mlp.experts
+            for name, dim in (("gate", 1), ("up", 1), ("down", 2)):
+                setattr(experts, name, cut(getattr(experts, name), dim))
+            mlp = mlp.shared
+        if mlp is not None:
+            mlp.enter, mlp.up, mlp.down = Enter(group), column(mlp.up), row(mlp.down)
+            mlp.gate = mlp.gate and column(mlp.gate)
     if model.head is not None:
         model.head.enter, model.head.out = Enter(group), column(model.head.out)
         model.loss = VocabParallelCrossEntropy(model.config.vocab, group)
@@ -270,18 +274,27 @@ def parallelize(model, group):
 
 def bytes_sent(config, t, tokens, element_size, blocks, embedding=True, head=True):
     """Bytes a rank sends for `tokens` tokens, forward and backward, with ring all-reduces over t ranks: 4 of (tokens, C) a
-    block, one for the embedding, one for the head's input, and three of (tokens,) for the loss."""
+    block, one for the embedding, one for the head's input, and three of (tokens,) for the loss. In a mixture of experts the
+    gradient of the router's k weights too, and as much again as for an MLP if some experts are shared."""
     ring = 2 * (t - 1) / t
     wide = (4 * blocks + embedding + head) * tokens * config.width * element_size
+    if config.experts:
+        wide += blocks * (config.top_k + 2 * bool(config.shared) * config.width) * tokens * element_size
     return ring * (wide + 3 * head * tokens * max(element_size, 4))
 
 
-def parameters_held(config, t, blocks, embedding=True, head=True):
-    """How many parameters a rank has of `blocks` blocks and of what else is there, from the sizes alone."""
-    c, head_size, hidden, vocab = config.width, config.width // config.heads, -(-config.hidden // t), -(-config.vocab // t)
-    rows = (config.heads + 2 * config.kv_heads) * head_size // t  # of q, k and v
-    matrices = rows * c + c * c // t + (3 if config.mlp == "swiglu" else 2) * hidden * c
-    biases = config.bias * (rows + c + hidden + c)  # column-parallel ones are split, row-parallel ones are not
+def parameters_held(config, t, blocks, embedding=True, head=True, experts=None):
+    """How many parameters a rank has of `blocks` blocks and of what else is there, from the sizes alone. experts: how many are
+    here, if not all."""
+    c, head_size, vocab = config.width, config.width // config.heads, -(-config.vocab // t)
+    rows, inner = (config.heads + 2 * config.kv_heads) * head_size // t, 3 if config.mlp == "swiglu" else 2  # q, k, v
+    hidden = -(-config.hidden * (config.shared if config.experts else 1) // t)  # of the MLP that every token passes
+    matrices = rows * c + c * c // t + inner * hidden * c
+    # column-parallel biases are split, row-parallel ones are not; of a SwiGLU's two, gate and up, each
+    biases = config.bias * (rows + c + ((inner - 1) * hidden + c) * bool(hidden))
+    if config.experts:
+        here = config.experts if experts is None else experts
+        matrices += config.experts * c + here * inner * -(-config.hidden // t) * c
     norm = c * (2 if config.norm == "layernorm" else 1)
     size = blocks * (matrices + biases + 2 * norm)
     size += embedding * (vocab * c + config.context * c * (config.positions == "learned"))
@@ -301,9 +314,7 @@ def main():
 
 
 def check(config, world):
-    """Refuse a number of ranks over which the heads do not divide, and experts."""
-    if config.experts and world > 1:
-        raise harness.Refused("tensor parallelism here cuts plain MLPs, not experts: leave --experts out")
+    """Refuse a number of ranks over which the heads do not divide."""
     if config.kv_heads % world:
         fits = [n for n in range(1, config.kv_heads + 1) if config.kv_heads % n == 0]
         raise harness.Refused(

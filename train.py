@@ -25,7 +25,9 @@ import torch.distributed as dist
 
 import data
 import ddp
+import expert_parallel
 import harness
+import model as gpt
 import pipeline
 import sequence_parallel
 import tensor_parallel
@@ -47,6 +49,12 @@ def flags():
     why = "with --sp: hold still less, and send a quarter more"
     g.add_argument("--gather-again", action="store_true", help=why)
     g.add_argument("--pp", **n, default=1, help="pipeline parallel: N stages of consecutive layers")
+    why = "expert parallel: N of the data-parallel ranks deal the --experts out among them, in place of copies"
+    g.add_argument("--ep", **n, default=1, help=why)
+    why = "pieces of a rank's tokens on their way to experts: one travels while another is computed"
+    g.add_argument("--expert-chunks", **n, default=1, help=why)
+    why = "how far a router's bias moves a step towards even load: balance without a loss"
+    g.add_argument("--bias-rate", type=harness.real(0), default=0.0, metavar="X", help=why)
     g.add_argument(
         "--schedule", choices=list(pipeline.SCHEDULES), default="1f1b", help="order of the micro-batches in a pipeline"
     )
@@ -98,6 +106,13 @@ def check(args, config):
         most = 2 * args.pp if args.pp > 1 else 1
         args.microbatches = max(m for m in range(1, most + 1) if m == 1 or rows % m == 0)
     pipeline.check_layout(args, config, args.pp)
+    if args.ep > 1 and config.experts < args.ep:
+        hint = f"--experts {args.ep} or more" if config.experts else "--experts, or leave --ep out"
+        raise Refused(f"--ep {args.ep} with {config.experts} experts: each rank needs one; use {hint}")
+    if args.dp % args.ep:
+        raise Refused(f"--ep {args.ep} does not divide --dp {args.dp}: experts live on data-parallel ranks")
+    if args.sp and config.experts and config.context % args.tp:
+        raise Refused(f"--sp routes whole tokens: --context {config.context} must divide by --tp {args.tp}")
     harness.check_batch(args, args.dp)
     args.param_dtype = args.param_dtype or args.dtype
     args.reduce_dtype = args.reduce_dtype or args.param_dtype
@@ -114,9 +129,11 @@ def check(args, config):
 
 def make_groups(args, schedule):
     """This rank's process groups: tp, dp, pp and, of the pipeline's ranks too, one for each queue of messages (`down`:
-    activations, `up`: gradients) and the two that hold a tied matrix. All ranks create all groups, in the same order."""
+    activations, `up`: gradients) and the two that hold a tied matrix; of the data-parallel ranks too, those that deal the
+    experts out (ep), and those that hold the same ones (copies). All ranks create all groups, in the same order."""
     ranks = torch.arange(args.pp * args.dp * args.tp).view(args.pp, args.dp, args.tp)
     tp, dp, pp = ranks.flatten(0, 1), ranks.transpose(1, 2).flatten(0, 1), ranks.flatten(1).T
+    experts = dp.unflatten(1, (args.dp // args.ep, args.ep))  # (pp tp, copies, ep)
     owner = pipeline.owners(schedule)
     tied = [sorted({row[owner[0]], row[owner[len(owner) - 1]]}) for row in pp.tolist()]
 
@@ -126,6 +143,7 @@ def make_groups(args, schedule):
         return next((group for group, row in made if dist.get_rank() in row), None)
 
     groups = {"tp": mine(tp.tolist()), "dp": mine(dp.tolist()), "pp": mine(pp.tolist()), "tied": mine(tied)}
+    groups |= {"ep": mine(experts.flatten(0, 1).tolist()), "copies": mine(experts.transpose(1, 2).flatten(0, 1).tolist())}
     links = [mine(pp.tolist()) for _ in range(4)]
     return groups | {"down": links[:2], "up": links[2:]}
 
@@ -146,8 +164,11 @@ def train(run):
             sequence_parallel.parallelize(part, tp, keep=not args.gather_again)
         elif args.tp > 1:
             tensor_parallel.parallelize(part, tp)
+        if args.ep > 1:
+            expert_parallel.parallelize(part, groups["ep"], None, args.expert_chunks, groups["copies"])
     model = pipeline.Stages(parts)
-    sync, optimizer = data_parallel(run, model, dp)
+    sync, optimizer = data_parallel(run, model, groups)
+    mixtures = [block.mlp for part in parts.values() for block in part.blocks.values() if config.experts]
     describe(run, schedule)
 
     def scope(stage, complete):
@@ -175,9 +196,16 @@ def train(run):
         for step in run.steps(optimizer):
             sync.zero_grad()
             batches = run.microbatches(step, dist.get_rank(dp), args.dp)
+            for mixture in mixtures:
+                mixture.dispatch.travelled = 0
             losses = play(schedule, batches, run.count)
+            if step == min(1, args.steps - 1):  # the ledger is on
+                travelled = sum(mixture.dispatch.travelled for mixture in mixtures)
             sync.finish()
-            run.update(step, model, optimizer, total(losses), over=[dp, pp], split=[tp], dealt=[pp], mfu=mfu(run))
+            # Of whole parameters the first rank of a group counts; ZeRO's are never whole on two data-parallel ranks
+            split = [tp] if args.zero else [tp, groups["ep"]]
+            run.update(step, model, optimizer, total(losses), over=[dp, pp], split=split, dealt=[pp], mfu=mfu(run))
+            gpt.rebalance(model, lambda load: [dist.all_reduce(load, group=g) for g in (dp, tp)[: 1 + args.sp]])
             log(run.history[-1])
             if step + 1 == args.steps or args.eval_every and (step + 1) % args.eval_every == 0:
                 loss = evaluate(run, pipeline.forward_only(schedule), play, total, dp, pp)
@@ -187,15 +215,23 @@ def train(run):
     if args.sample:
         text = generate(run, pipeline.forward_only(schedule, 1), owner[len(owner) - 1], play, tp, pp)
         run.print(f"\nsample:\n{text}")
-    return receipt(run, model, optimizer, schedule, mine, tp)
+    return receipt(run, model, optimizer, schedule, mine, groups, travelled)
 
 
-def data_parallel(run, model, dp):
+def data_parallel(run, model, groups):
     """Fill the model, and say who completes its gradients (zero_grad, finish) and who takes the step: plain data parallelism
     with an optimizer of torch's, or ZeRO, which is both. Every rank draws each parameter whole, and keeps its piece."""
-    args, bucket_bytes = run.args, int(run.args.bucket_mb * 2**20)
+    args, bucket_bytes, dp = run.args, int(run.args.bucket_mb * 2**20), groups["dp"]
+
+    def take(full, parameter):
+        """Experts are dealt out whole, as evenly as can be; tensor parallelism cuts with padding."""
+        for dim, group in getattr(parameter, "placement", {"split": {}})["split"].items():
+            cut = expert_parallel.piece if group is groups["ep"] else tensor_parallel.piece
+            full = cut(full, dim, dist.get_rank(group), dist.get_world_size(group))
+        return full
+
     if args.zero == 0 and args.dtype == args.param_dtype == args.reduce_dtype:
-        run.fill(model, take=tensor_parallel.take)
+        run.fill(model, take)
         sync = ddp.DDP(model.uses(), dp, args.microbatches, bucket_bytes)
         return sync, harness.make_optimizer(model.parameters(), args)
     sharded = zero.ZeRO(
@@ -211,7 +247,7 @@ def data_parallel(run, model, dp):
         reduce_dtype=harness.DTYPES[args.reduce_dtype],
         reduce_each=not args.reduce_once,
         reshard=not args.keep,
-        value=run.initial(model, tensor_parallel.take),
+        value=run.initial(model, take),
         device=run.device,
     )
     return sharded, sharded
@@ -220,7 +256,7 @@ def data_parallel(run, model, dp):
 def describe(run, schedule):
     """What is about to run, and how the stages came out."""
     args, config = run.args, run.config
-    layout = f"dp {args.dp}, tp {args.tp}, pp {args.pp}"
+    layout = f"dp {args.dp}, tp {args.tp}, pp {args.pp}" + f", ep {args.ep}" * (args.ep > 1)
     text = f"{run.corpus.name}: {len(run.corpus.tokens):,} tokens, {run.count:,} a step"
     run.print(f"{config.parameters():,} parameters, {layout}; {text}")
     if args.pp > 1:
@@ -292,35 +328,50 @@ def open_log(run):
         yield lambda row: [write(row) for write in places]
 
 
-def receipt(run, model, optimizer, schedule, mine, tp):
-    args, config, rows = run.args, run.config, run.args.batch // run.args.dp
+def receipt(run, model, optimizer, schedule, mine, groups, travelled):
+    args, config, rows, tp = run.args, run.config, run.args.batch // run.args.dp, groups["tp"]
     owner = pipeline.owners(schedule)
     rank, first, last = owner[mine[0]], 0 in mine, len(owner) - 1 in mine
     blocks = {stage: len(model[stage].blocks) for stage in mine}
     e, reduced, master = (harness.DTYPES[d].itemsize for d in (args.param_dtype, args.reduce_dtype, args.dtype))
-    tokens = rows * config.context
+    tokens, here = rows * config.context, (sum(blocks.values()), first, last)
     scalar = 8  # loss and squared norm are summed as one float64 each
-    count = tensor_parallel.parameters_held(config, args.tp, sum(blocks.values()), first, last)
-    moments = 2 * (args.optimizer == "adamw") * master
-    notes = []
+    moments, notes = 2 * (args.optimizer == "adamw") * master, []
+
+    # Parameters, of which data-parallel ranks hold copies, and experts, of which fewer ranks do
+    sizes = {"dp": tensor_parallel.parameters_held(config, args.tp, *here, experts=0), "copies": 0}
+    experts = expert_parallel.expert_counts(config.experts, args.ep)[dist.get_rank(groups["ep"])]
+    sizes["copies" if args.ep > 1 else "dp"] += tensor_parallel.parameters_held(config, args.tp, *here, experts) - sizes["dp"]
+    states, sent = [0, 0, 0], {}
+    for name, size in sizes.items():
+        group, n = groups[name], dist.get_world_size(groups[name])
+        scalars = scalar * (name == "dp")  # the loss
+        if isinstance(optimizer, zero.ZeRO):
+            size += sum(b.size - sum(p.numel() for p in b.parameters) for b in optimizer.buckets if b.group is group)  # padding
+            copies = (args.param_dtype != args.dtype) * master
+            of_group = [size * each for each in zero.model_states(args.zero, n, e, reduced, moments + copies)]
+            actions = [(action.kind, mine.index(action.stage)) for action in schedule[rank]]
+            sent |= {(operation, name): formula for operation, formula in optimizer.bytes_sent(actions, group).items()}
+            scalars *= 2 if args.zero else 1  # and the norm, of parts
+            bytes_, text = sent.get(("all_reduce", name), (0, "loss and norm"))
+            sent["all_reduce", name] = (bytes_ + ddp.bytes_sent(scalars, n), text)
+        else:
+            of_group = [size * e, size * e, size * moments]
+            sent["all_reduce", name] = (ddp.bytes_sent(size * e + scalars, n), "2 (N-1)/N P e")
+        states = [a + b for a, b in zip(states, of_group)]
     if isinstance(optimizer, zero.ZeRO):
-        count += sum(b.size - sum(p.numel() for p in b.parameters) for b in optimizer.buckets)  # padding
-        copies = (args.param_dtype != args.dtype) * master
-        states = [count * each for each in zero.model_states(args.zero, args.dp, e, reduced, moments + copies)]
         states[2] -= optimizer.padding() * moments
-        actions = [(action.kind, mine.index(action.stage)) for action in schedule[rank]]
-        sent = {(operation, "dp"): formula for operation, formula in optimizer.bytes_sent(actions).items()}
-        scalars = ddp.bytes_sent(scalar * (2 if args.zero else 1), args.dp)  # the loss; and the norm, of parts
-        size, text = sent.get(("all_reduce", "dp"), (0, "loss and norm"))
-        sent["all_reduce", "dp"] = (size + scalars, text)
         notes = [f"ZeRO: gathered weights at the peak {optimizer.gathered_peak:,} bytes"] * (args.zero == 3)
-    else:
-        states = [count * e, count * e, count * moments]
-        sent = {("all_reduce", "dp"): (ddp.bytes_sent(count * e + scalar, args.dp), "2 (N-1)/N P e")}
+    if args.ep > 1:
+        counts = sum(blocks.values()) * args.microbatches * (config.experts - experts) * args.expert_chunks * 8
+        size = 2 * travelled * config.width * e + counts
+        sent["all_to_all", "ep"] = (size, "2 (rows out + rows in) C e, and the counts")
+        if not args.zero:
+            sent["all_reduce", "ep"] = (ddp.bytes_sent(scalar, args.ep), "the norm")
     each = config.context
     if args.sp:
         each = -(-each // args.tp)
-        keep, here = not args.gather_again, (sum(blocks.values()), first, last)
+        keep = not args.gather_again
         size = sequence_parallel.bytes_sent(config, args.tp, rows, config.context, e, *here, keep)
         sent["all_gather", "tp"] = (size["all_gather"], f"{4 if keep else 6} r b T C e a block, and both ends")
         scatter = "all_to_all" if dist.get_backend(tp) == "gloo" else "reduce_scatter"
@@ -331,7 +382,7 @@ def receipt(run, model, optimizer, schedule, mine, tp):
         size = size["all_reduce"] + ddp.bytes_sent(partial * reduced + scalar, args.tp)
         sent["all_reduce", "tp"] = (size, "the loss; the norms' gradients")
     else:
-        size = tensor_parallel.bytes_sent(config, args.tp, tokens, e, sum(blocks.values()), first, last)
+        size = tensor_parallel.bytes_sent(config, args.tp, tokens, e, *here)
         sent["all_reduce", "tp"] = (size + ddp.bytes_sent(scalar, args.tp), "8 r b T C e a block, and both ends")
     for name, step in (("down", 1), ("up", -1)):
         away = sum(owner.get(stage + step, rank) != rank for stage in mine)
@@ -354,6 +405,7 @@ def receipt(run, model, optimizer, schedule, mine, tp):
         layout |= {"schedule": args.schedule, "microbatches": args.microbatches}
     layout |= {"zero": args.zero} if args.zero else {}
     layout |= {"sp": args.tp} if args.sp else {}
+    layout |= {"ep": args.ep} if args.ep > 1 else {}
     return run.receipt(layout, sent, held, notes)
 
 

@@ -79,8 +79,10 @@ class Bucket:
     gradient  (S/N,)    this rank's part of their sum over all ranks
     """
 
-    def __init__(self, parameters, value, part, parts, stage, device, dtypes, offload):
+    def __init__(self, parameters, value, group, stage, device, dtypes, offload):
         master_dtype, param_dtype, self.reduce_dtype = dtypes
+        self.group = group
+        part, parts = (dist.get_rank(group), dist.get_world_size(group)) if stage > 0 else (0, 1)
         self.stage, self.trained = stage, parameters[0].requires_grad
         self.partial = getattr(parameters[0], "placement", {}).get("partial", [])
         sizes = [p.numel() for p in parameters]
@@ -210,7 +212,8 @@ class ZeRO:
     value(parameter): its whole initial value. So the model may be on the meta device, and `device` says where it goes.
 
     A parameter may be partial over further groups (`parameter.placement`, as tensor_parallel.shard writes it; a matrix tied
-    across pipeline stages): finish() sums this rank's part of its gradient over them. A parameter without gradient gets a
+    across pipeline stages): finish() sums this rank's part of its gradient over them. placement["copies"]: it is shared out
+    over that group instead of `group` (an expert, of which there are fewer copies). A parameter without gradient gets a
     zero one; frozen ones are split in stage 3 and otherwise left whole. Activation checkpointing: use_reentrant=False.
     In stage 3 all ranks must run the same units in the same order: one that skips a layer waits for ever.
     Raises ValueError for an unknown stage.
@@ -243,7 +246,6 @@ class ZeRO:
         self.reduce_each, self.reshard, self.reduce_group = reduce_each and stage >= 2, reshard, reduce_group or group
         direct = dist.get_backend(group) == "gloo"
         self.reduce_scatter = reduce_scatter or (DirectReduceScatter if direct else native_reduce_scatter)
-        part, parts = (dist.get_rank(group), dist.get_world_size(group)) if stage > 0 else (0, 1)
         self.scopes = [model] if scopes is None else list(scopes)
         self.scope, self.complete = 0, True
         self.units, self.rest = [[] for _ in self.scopes], None
@@ -257,7 +259,8 @@ class ZeRO:
             dtypes += [param_dtype or dtypes[0]]
             dtypes += [reduce_dtype or dtypes[1]]
             where = device or parameters[0].device
-            bucket = Bucket(parameters, value, part, parts, stage, where, dtypes, offload)
+            copies = getattr(parameters[0], "placement", {}).get("copies", group)
+            bucket = Bucket(parameters, value, copies, stage, where, dtypes, offload)
             bucket.scopes = scopes
             self.buckets.append(bucket)
             for unit in users:
@@ -288,9 +291,9 @@ class ZeRO:
                 raise ValueError("with several scopes each parameter must belong to a unit")
             self.rest = Unit(self, self.model, [], None)
         for p in reversed(list(self.model.parameters())):
-            partial = getattr(p, "placement", {}).get("partial", [])
+            partial, copies = (getattr(p, "placement", {}).get(key, []) for key in ("partial", "copies"))
             using = users.get(p, (self.rest,) if self.rest else ())
-            key = using, scopes[p], p.requires_grad, p.dtype, p.device, tuple(id(g) for g in partial)
+            key = using, scopes[p], p.requires_grad, p.dtype, p.device, id(copies), tuple(id(g) for g in partial)
             size[key] = size.get(key, 0) + p.numel() * p.element_size()
             if key not in latest or size[key] > bucket_bytes:
                 latest[key], size[key] = [], p.numel() * p.element_size()
@@ -347,10 +350,11 @@ class ZeRO:
             if not (last or self.reduce_each):
                 continue
             bucket.complete()
+            group = self.reduce_group if bucket.group is self.group else bucket.group
             if self.stage == 0:
-                work = dist.all_reduce(bucket.full, group=self.reduce_group, async_op=True)
+                work = dist.all_reduce(bucket.full, group=group, async_op=True)
             else:
-                work = self.reduce_scatter(bucket.full[bucket.own], bucket.full, group=self.reduce_group, async_op=True)
+                work = self.reduce_scatter(bucket.full[bucket.own], bucket.full, group=group, async_op=True)
             self.flying.append((bucket, work))
             if self.stage >= 2:
                 self._land(1)  # no more than one on its way and one that fills
@@ -432,7 +436,7 @@ class ZeRO:
             if bucket.master is not bucket.shard:
                 bucket.shard.copy_(bucket.master)
             if self.stage in (1, 2):
-                works.append(all_gather(bucket.flat, bucket.shard, group=self.group, async_op=True))
+                works.append(all_gather(bucket.flat, bucket.shard, group=bucket.group, async_op=True))
         for work in works:
             work.wait()
 
@@ -442,7 +446,7 @@ class ZeRO:
         for bucket in unit.buckets if unit else ():
             if not bucket.users:
                 bucket.resize(bucket.size)
-                bucket.gathering = all_gather(bucket.flat, bucket.shard, group=self.group, async_op=True)
+                bucket.gathering = all_gather(bucket.flat, bucket.shard, group=bucket.group, async_op=True)
                 self.gathered += bucket.flat.nbytes
                 self.gathered_peak = max(self.gathered_peak, self.gathered)
             bucket.users.add(unit)
@@ -479,32 +483,37 @@ class ZeRO:
         """Elements of this rank's shards that belong to no parameter, and have no moments."""
         return sum(bucket.length - sum(piece.numel() for piece in bucket.pieces) for bucket in self.trained)
 
-    def bytes_sent(self, actions):
-        """{operation: (bytes this rank sends a step, formula as text)}, by the paper (section 7). actions: its forwards ("F"),
+    def bytes_sent(self, actions, group=None):
+        """{operation: (bytes this rank sends a step, formula as text)}, by the paper (section 7), for what is shared out over
+        `group` (default: ZeRO's own). actions: its forwards ("F"),
         backwards ("B"; of two parts: "I", and "W" which completes the gradients) in a row, as (letter, scope): two
         micro-batches one after the other are [("F", 0), ("B", 0)] * 2. Sums over other groups are not in it."""
-        r = 1 - 1 / dist.get_world_size(self.group)
+        group, r = group or self.group, 1 - 1 / dist.get_world_size(group or self.group)
+        trained = [bucket for bucket in self.trained if bucket.group is group]
         if self.stage == 0:
-            return {"all_reduce": (2 * r * sum(b.size * b.reduce_dtype.itemsize for b in self.trained), "2 r P e")}
+            return {"all_reduce": (2 * r * sum(b.size * b.reduce_dtype.itemsize for b in trained), "2 r P e")}
         passes = [sum(kind in "BW" and i == scope for kind, i in actions) for scope in range(len(self.scopes))]
-        times = {b: sum(passes[scope] for scope in b.scopes) if self.reduce_each else 1 for b in self.trained}
-        gradients = sum(times[b] * b.size * b.reduce_dtype.itemsize for b in self.trained)
+        times = {b: sum(passes[scope] for scope in b.scopes) if self.reduce_each else 1 for b in trained}
+        gradients = sum(times[b] * b.size * b.reduce_dtype.itemsize for b in trained)
         name = "all_to_all" if self.reduce_scatter is DirectReduceScatter else "reduce_scatter"
         text = "r P e a micro-batch" if self.reduce_each else "r P e"
         if self.stage < 3:
-            weights, gathers = sum(b.flat.nbytes for b in self.trained), "r P e"
+            weights, gathers = sum(b.flat.nbytes for b in trained), "r P e"
         else:
-            weights, gathers = self._gathers(actions), f"r P e a {'forward and a backward' if self.reshard else 'micro-batch'}"
+            weights, gathers = (
+                self._gathers(actions, group),
+                f"r P e a {'forward and a backward' if self.reshard else 'micro-batch'}",
+            )
         return {name: (r * gradients, text), "all_gather": (r * weights, gathers)}
 
-    def _gathers(self, actions):
+    def _gathers(self, actions, group):
         """Bytes gathered in stage 3: each use of a unit gathers what is not there. A forward leaves its last unit for the next
         action (all units, for their backward, without `reshard`)."""
         total, users, left = 0, {bucket: set() for bucket in self.buckets}, None
 
         def gather(unit):
             nonlocal total
-            total += sum(bucket.flat.nbytes for bucket in unit.buckets if not users[bucket])
+            total += sum(b.flat.nbytes for b in unit.buckets if not users[b] and b.group is group)
             for bucket in unit.buckets:
                 users[bucket].add(unit)
 
@@ -555,7 +564,7 @@ class ZeRO:
                 if part is not None and self.stage > 0:
                     part = part.to(bucket.flat.device)
                     both.append(part.new_empty(bucket.size))
-                    all_gather(both[-1], part, group=self.group)
+                    all_gather(both[-1], part, group=bucket.group)
                 else:
                     both.append(part)
             for p, at in zip(bucket.parameters, bucket.starts):

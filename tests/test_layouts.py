@@ -25,6 +25,11 @@ VARIANTS = {
     "odd": "--context 15 --optimizer sgd --lr 0.3 --min-lr 0.3",
     "dropout": "--dropout 0.2 --optimizer sgd --lr 0.3 --min-lr 0.3",
 }
+MIXTURE = "--experts 5 --top-k 2 --shared 1 --balance-loss 0.1 --z-loss 0.01"
+VARIANTS |= {
+    "moe": MIXTURE + " --family llama --kv-heads 2",
+    "moe gpt2": MIXTURE + " --optimizer sgd --lr 0.3 --min-lr 0.3 --bias-rate 0.01",
+}
 LAYOUTS = [
     ("gpt2", "--dp 1"),
     ("gpt2", "--dp 2 --microbatches 3"),
@@ -78,6 +83,18 @@ LAYOUTS = [
     ("grouped", "--tp 2 --sp --dp 2 --zero 2 --microbatches 2"),
     ("gpt2", "--tp 2 --sp --pp 2 --dp 2 --zero 3 --microbatches 3"),
     ("dropout", "--tp 2 --sp --pp 2 --dp 2 --schedule zb-h1 --microbatches 3 --gather-again"),
+    ("moe", "--dp 2 --microbatches 2"),
+    ("moe gpt2", "--dp 2 --ep 2 --microbatches 3"),
+    ("moe", "--dp 4 --ep 2 --expert-chunks 2"),
+    ("moe", "--tp 2"),
+    ("moe gpt2", "--tp 2 --sp --microbatches 2"),
+    ("moe", "--tp 2 --dp 2 --ep 2"),
+    ("moe gpt2", "--tp 2 --sp --gather-again --dp 2 --ep 2 --zero 1"),
+    ("moe", "--dp 2 --ep 2 --pp 2 --microbatches 3"),
+    ("moe gpt2", "--dp 4 --ep 2 --zero 2 --microbatches 3 --bucket-mb 0.01"),
+    ("moe", "--dp 4 --ep 2 --zero 3"),
+    ("moe gpt2", "--dp 2 --ep 2 --pp 2 --schedule zb-v --zero 3 --microbatches 3"),
+    ("moe", "--dp 2 --ep 2 --pp 2 --tp 2 --schedule zb-h1 --microbatches 3"),
     ("odd", "--tp 4 --sp --dp 2 --zero 1"),
 ]
 
@@ -129,6 +146,7 @@ def reference(text):
                 loss.backward()
                 norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.grad_clip)
                 optimizer.step()
+                gpt.rebalance(model)
                 known[variant].append((loss.item(), norm.item()))
             assert min(norm for _, norm in known[variant]) > args.grad_clip
         return known[variant]
