@@ -1,14 +1,18 @@
-"""Train a GPT in any layout: data (ZeRO 0 to 3) x tensor x pipeline parallelism from flags, the same curve in all of them.
+"""Train a GPT in any layout: five kinds of parallelism from flags, and the same curve in all of them.
 
     torchrun --nproc_per_node=8 train.py --dp 2 --tp 2 --pp 2        python train.py --dp 2 --tp 2 --pp 2
     python train.py                                                  python train.py --preset gpt2 --dtype bfloat16
+    python train.py --dp 2 --cp 2 --tp 2 --pp 2 --ep 4 --experts 8 --sp --zero 1
 
-Rank order, tp innermost, so that tensor parallelism stays inside a node (here dp 2, tp 2, pp 2 on 8 ranks):
+Rank order, tp innermost, so that tensor parallelism stays inside a node; then cp, dp, pp (here dp 2, tp 2, pp 2 on 8 ranks):
 
               stage 0             stage 1            tp    ranks that hold parts of the same layers:   0 1 | 2 3 | 4 5 | 6 7
             tp 0   tp 1         tp 0   tp 1          dp    ranks that hold the same, for other data:   0 2 | 1 3 | 4 6 | 5 7
     dp 0     0      1            4      5            pp    ranks that hold consecutive layers:         0 4 | 1 5 | 2 6 | 3 7
     dp 1     2      3            6      7
+
+cp shares out each sequence, and so multiplies the ranks that hold the same weights: what is said of data-parallel groups is
+about all dp x cp of them. ep takes no ranks of its own: experts are dealt out over ep of those, and have dp cp / ep copies.
 
 "Global batch", "loss" and "gradient norm" are the global ones, whatever the layout: --batch is the number of sequences over
 all ranks, the loss is the sum over all tokens divided by their number, the norm counts every parameter once. So the same
@@ -23,6 +27,7 @@ import os
 import torch
 import torch.distributed as dist
 
+import context_parallel
 import data
 import ddp
 import expert_parallel
@@ -41,7 +46,7 @@ PEAK = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12}
 def flags():
     p = harness.parser(__doc__, steps=200, lr=3e-3, warmup=20, microbatches=None)
     n = harness.POSITIVE
-    g = p.add_argument_group("the layout (ranks = dp x tp x pp)")
+    g = p.add_argument_group("the layout (ranks = dp x cp x tp x pp)")
     g.add_argument("--dp", **n, default=1, help="data parallel: N copies share the batch")
     g.add_argument("--tp", **n, default=1, help="tensor parallel: each layer cut N ways; keep it inside a node")
     why = "sequence parallel: tensor-parallel ranks share the tokens between their layers; as much is sent, less is held"
@@ -49,7 +54,12 @@ def flags():
     why = "with --sp: hold still less, and send a quarter more"
     g.add_argument("--gather-again", action="store_true", help=why)
     g.add_argument("--pp", **n, default=1, help="pipeline parallel: N stages of consecutive layers")
-    why = "expert parallel: N of the data-parallel ranks deal the --experts out among them, in place of copies"
+    g.add_argument(
+        "--cp", **n, default=1, help="context parallel: each sequence shared out over N ranks; see context_parallel.py"
+    )
+    g.add_argument("--cp-kind", choices=context_parallel.KINDS, default="ring", help="how attention sees all of it")
+    g.add_argument("--cp-rings", **n, help="ranks of a ring, for ring-ulysses (default: the most square)")
+    why = "expert parallel: N of the dp x cp ranks deal the --experts out among them, in place of copies"
     g.add_argument("--ep", **n, default=1, help=why)
     why = "pieces of a rank's tokens on their way to experts: one travels while another is computed"
     g.add_argument("--expert-chunks", **n, default=1, help=why)
@@ -95,7 +105,7 @@ def main():
     args = flags().parse_args()
     config = harness.configure(args)
     check(args, config)
-    harness.launch(train, args, needed=args.dp * args.tp * args.pp)
+    harness.launch(train, args, needed=args.dp * args.cp * args.tp * args.pp)
 
 
 def check(args, config):
@@ -109,10 +119,12 @@ def check(args, config):
     if args.ep > 1 and config.experts < args.ep:
         hint = f"--experts {args.ep} or more" if config.experts else "--experts, or leave --ep out"
         raise Refused(f"--ep {args.ep} with {config.experts} experts: each rank needs one; use {hint}")
-    if args.dp % args.ep:
-        raise Refused(f"--ep {args.ep} does not divide --dp {args.dp}: experts live on data-parallel ranks")
-    if args.sp and config.experts and config.context % args.tp:
-        raise Refused(f"--sp routes whole tokens: --context {config.context} must divide by --tp {args.tp}")
+    if args.dp * args.cp % args.ep:
+        raise Refused(f"--ep {args.ep} does not divide the {args.dp * args.cp} ranks of --dp x --cp, where experts live")
+    context_parallel.check_shape(config, *cp_shape(args), args.cp, args.tp)
+    held = len(places(args, config.context, 0))
+    if config.experts and (held * args.cp != config.context or args.sp and held % args.tp):
+        raise Refused(f"experts take no padding: --context {config.context} must divide by 2 x --cp, and with --sp by --tp too")
     harness.check_batch(args, args.dp)
     args.param_dtype = args.param_dtype or args.dtype
     args.reduce_dtype = args.reduce_dtype or args.param_dtype
@@ -127,33 +139,49 @@ def check(args, config):
         args.prove = 3 if config.parameters() < 20e6 else 0
 
 
+def cp_shape(args):
+    """The context-parallel ranks as ring x ulysses."""
+    return context_parallel.shape(args.cp_kind, args.cp, args.cp_rings)
+
+
+def places(args, length, rank):
+    """The positions of a sequence that a context-parallel rank holds, padding at the end."""
+    zigzag = args.cp > 1 and args.cp_kind != "ulysses"
+    return context_parallel.positions(length, rank, *cp_shape(args), zigzag)
+
+
 def make_groups(args, schedule):
-    """This rank's process groups: tp, dp, pp and, of the pipeline's ranks too, one for each queue of messages (`down`:
-    activations, `up`: gradients) and the two that hold a tied matrix; of the data-parallel ranks too, those that deal the
-    experts out (ep), and those that hold the same ones (copies). All ranks create all groups, in the same order."""
-    ranks = torch.arange(args.pp * args.dp * args.tp).view(args.pp, args.dp, args.tp)
-    tp, dp, pp = ranks.flatten(0, 1), ranks.transpose(1, 2).flatten(0, 1), ranks.flatten(1).T
-    experts = dp.unflatten(1, (args.dp // args.ep, args.ep))  # (pp tp, copies, ep)
+    """This rank's process groups, by name; all ranks create all groups, in the same order.
+
+    tp, cp, pp: as in the picture above; dp: all ranks with the same weights, dp x cp of them. Of the cp ranks also rings and
+    ulysses; of dp, those that deal the experts out (ep), and those that hold the same ones (copies); of pp, one for each queue
+    of messages (down: activations, up: gradients), and the two ranks that hold a tied matrix."""
+    ranks = torch.arange(args.pp * args.dp * args.cp * args.tp).view(args.pp, args.dp, args.cp, args.tp)
+    dp = ranks.flatten(1, 2).transpose(1, 2)  # (pp, tp, dp cp)
+    cp = ranks.transpose(2, 3).unflatten(3, cp_shape(args))  # (pp, dp, tp, ring, ulysses)
+    experts = dp.unflatten(2, (-1, args.ep))  # (pp, tp, copies, ep)
+    pp = ranks.flatten(1).T
     owner = pipeline.owners(schedule)
-    tied = [sorted({row[owner[0]], row[owner[len(owner) - 1]]}) for row in pp.tolist()]
+    tied = torch.tensor([[row[owner[0]], row[owner[len(owner) - 1]]] for row in pp.tolist()])
 
     def mine(rows):
-        """Of the groups of all rows, the one that this rank is in, or None."""
-        made = [(dist.new_group(row), row) for row in rows]
+        """Of the groups of all rows, in the last dimension, the one that this rank is in, or None."""
+        made = [(dist.new_group(sorted(set(row))), row) for row in rows.flatten(0, -2).tolist()]
         return next((group for group, row in made if dist.get_rank() in row), None)
 
-    groups = {"tp": mine(tp.tolist()), "dp": mine(dp.tolist()), "pp": mine(pp.tolist()), "tied": mine(tied)}
-    groups |= {"ep": mine(experts.flatten(0, 1).tolist()), "copies": mine(experts.transpose(1, 2).flatten(0, 1).tolist())}
-    links = [mine(pp.tolist()) for _ in range(4)]
-    return groups | {"down": links[:2], "up": links[2:]}
+    groups = {"tp": mine(ranks), "dp": mine(dp), "cp": mine(cp.flatten(3)), "pp": mine(pp), "tied": mine(tied)}
+    groups |= {"ring": mine(cp.transpose(3, 4)), "ulysses": mine(cp)} if args.cp_kind == "ring-ulysses" else {}
+    groups |= {"ep": mine(experts), "copies": mine(experts.transpose(2, 3))} if args.ep > 1 else {}
+    return groups | {"down": [mine(pp), mine(pp)], "up": [mine(pp), mine(pp)]}
 
 
 def train(run):
     args, config = run.args, run.config
     schedule = pipeline.make(args.schedule, args.pp, args.microbatches, args.chunks)
     groups = make_groups(args, schedule)
-    tp, dp, pp, links = groups["tp"], groups["dp"], groups["pp"], groups["down"] + groups["up"]
+    tp, dp, cp, pp, links = groups["tp"], groups["dp"], groups["cp"], groups["pp"], groups["down"] + groups["up"]
     run.groups(**groups)
+    copy = dist.get_rank(dp) // args.cp  # which part of the batch is this rank's
 
     # The model: cut on the meta device, then filled. Every rank draws each parameter whole, and keeps its piece
     owner = pipeline.owners(schedule)
@@ -164,6 +192,8 @@ def train(run):
             sequence_parallel.parallelize(part, tp, keep=not args.gather_again)
         elif args.tp > 1:
             tensor_parallel.parallelize(part, tp)
+        if args.cp > 1:
+            context_parallel.parallelize(part, cp, args.cp_kind, groups.get("ring"), groups.get("ulysses"))
         if args.ep > 1:
             expert_parallel.parallelize(part, groups["ep"], None, args.expert_chunks, groups["copies"])
     model = pipeline.Stages(parts)
@@ -176,15 +206,19 @@ def train(run):
         return sync.backward(mine.index(stage), complete) if sync is optimizer else contextlib.nullcontext()
 
     def play(schedule, batches, count):
-        """The results of this rank's part of a schedule over micro-batches (tokens, targets, samples)."""
+        """The results of this rank's part of a schedule over micro-batches (tokens, targets, samples) of whole sequences."""
+        length = batches[0][0].shape[1]
+        where = places(args, length, dist.get_rank(cp)).to(run.device)
+        positions = where.clamp(max=length - 1)  # padding must have some
 
         def forward(stage, m, x):
             tokens, targets, samples = batches[m]
-            positions = torch.arange(tokens.shape[1], device=run.device)
-            return model[stage](tokens if x is None else x, positions, targets=targets, count=count, samples=samples)
+            x = context_parallel.shard(tokens, where) if x is None else x
+            targets = targets if targets is None else context_parallel.shard(targets, where, gpt.IGNORE)
+            return model[stage](x, positions, targets=targets, count=count, samples=samples)
 
-        (b, t), dtype = batches[0][0].shape, harness.DTYPES[args.param_dtype]
-        shape = (b, -(-t // args.tp) if args.sp else t, config.width)
+        t, dtype = len(where), harness.DTYPES[args.param_dtype]
+        shape = (len(batches[0][0]), -(-t // args.tp) if args.sp else t, config.width)
         return pipeline.play(schedule, forward, shape, dtype, run.device, links, scope)
 
     def total(losses):
@@ -195,7 +229,7 @@ def train(run):
     with open_log(run) as log:
         for step in run.steps(optimizer):
             sync.zero_grad()
-            batches = run.microbatches(step, dist.get_rank(dp), args.dp)
+            batches = run.microbatches(step, copy, args.dp)
             for mixture in mixtures:
                 mixture.dispatch.travelled = 0
             losses = play(schedule, batches, run.count)
@@ -203,17 +237,17 @@ def train(run):
                 travelled = sum(mixture.dispatch.travelled for mixture in mixtures)
             sync.finish()
             # Of whole parameters the first rank of a group counts; ZeRO's are never whole on two data-parallel ranks
-            split = [tp] if args.zero else [tp, groups["ep"]]
+            split = [tp, groups["ep"]] if args.ep > 1 and not args.zero else [tp]
             run.update(step, model, optimizer, total(losses), over=[dp, pp], split=split, dealt=[pp], mfu=mfu(run))
             gpt.rebalance(model, lambda load: [dist.all_reduce(load, group=g) for g in (dp, tp)[: 1 + args.sp]])
             log(run.history[-1])
             if step + 1 == args.steps or args.eval_every and (step + 1) % args.eval_every == 0:
-                loss = evaluate(run, pipeline.forward_only(schedule), play, total, dp, pp)
+                loss = evaluate(run, pipeline.forward_only(schedule), play, total, copy, [dp, pp])
                 run.print(f"validation loss {loss:.4f}")
                 run.restart_clock()
                 log({"step": step + 1, "val_loss": loss})
     if args.sample:
-        text = generate(run, pipeline.forward_only(schedule, 1), owner[len(owner) - 1], play, tp, pp)
+        text = generate(run, pipeline.forward_only(schedule, 1), owner[len(owner) - 1], play, groups)
         run.print(f"\nsample:\n{text}")
     return receipt(run, model, optimizer, schedule, mine, groups, travelled)
 
@@ -226,7 +260,7 @@ def data_parallel(run, model, groups):
     def take(full, parameter):
         """Experts are dealt out whole, as evenly as can be; tensor parallelism cuts with padding."""
         for dim, group in getattr(parameter, "placement", {"split": {}})["split"].items():
-            cut = expert_parallel.piece if group is groups["ep"] else tensor_parallel.piece
+            cut = expert_parallel.piece if group is groups.get("ep") else tensor_parallel.piece
             full = cut(full, dim, dist.get_rank(group), dist.get_world_size(group))
         return full
 
@@ -256,7 +290,8 @@ def data_parallel(run, model, groups):
 def describe(run, schedule):
     """What is about to run, and how the stages came out."""
     args, config = run.args, run.config
-    layout = f"dp {args.dp}, tp {args.tp}, pp {args.pp}" + f", ep {args.ep}" * (args.ep > 1)
+    layout = f"dp {args.dp}, tp {args.tp}, pp {args.pp}"
+    layout += "".join(f", {axis} {n}" for axis, n in (("cp", args.cp), ("ep", args.ep)) if n > 1)
     text = f"{run.corpus.name}: {len(run.corpus.tokens):,} tokens, {run.count:,} a step"
     run.print(f"{config.parameters():,} parameters, {layout}; {text}")
     if args.pp > 1:
@@ -276,21 +311,21 @@ def mfu(run):
 
 
 @torch.no_grad()
-def evaluate(run, schedule, play, total, dp, pp):
+def evaluate(run, schedule, play, total, copy, groups):
     """The mean loss over --eval-batches global batches of the validation split."""
     args = run.args
     loss = torch.zeros((), dtype=torch.float64, device=run.device)
     for i in range(args.eval_batches):
-        batches = run.microbatches(i, dist.get_rank(dp), args.dp, split="val")
+        batches = run.microbatches(i, copy, args.dp, split="val")
         batches = [(tokens, targets, None) for tokens, targets, _ in batches]  # no samples: no dropout
         loss += total(play(schedule, batches, run.count * args.eval_batches))
-    for group in (dp, pp):
+    for group in groups:
         dist.all_reduce(loss, group=group)
     return loss.item()
 
 
 @torch.no_grad()
-def generate(run, schedule, last, play, tp, pp):
+def generate(run, schedule, last, play, groups):
     """--sample tokens after --prompt, drawn from the whole layout's logits. Token i is drawn with a hash of (seed, i), so
     that every layout draws alike. last: the pipeline rank that has the last stage."""
     args, config, encoding = run.args, run.config, run.corpus.encoding
@@ -299,15 +334,17 @@ def generate(run, schedule, last, play, tp, pp):
         window = torch.tensor([tokens[-config.context :]], device=run.device)
         results = play(schedule, [(window, None, None)], None)
         token = torch.zeros(1, dtype=torch.int64, device=run.device)
-        for logits in results:  # on the last stage
-            logits = logits[0, -1]
+        here = (places(args, window.shape[1], dist.get_rank(groups["cp"])) == window.shape[1] - 1).nonzero().flatten()
+        for logits in results if len(here) else ():  # on the last stage, of who has the last token
+            logits = logits[0, here[0]]
             if args.tp > 1:
-                logits = tensor_parallel.gather_logits(logits, config.vocab, tp)
+                logits = tensor_parallel.gather_logits(logits, config.vocab, groups["tp"])
             logits = logits[: encoding.n_vocab].double() / max(args.temperature, 1e-6)
             chance = torch.tensor([data.hash64(args.seed, i) / 2**64], dtype=torch.float64, device=run.device)
             cumulated = logits.softmax(0).cumsum(0)
             token = torch.searchsorted(cumulated, chance * cumulated[-1]).clamp(max=len(cumulated) - 1)
-        dist.broadcast(token, group=pp, group_src=last)
+        dist.all_reduce(token, group=groups["cp"])  # all others have zero
+        dist.broadcast(token, group=groups["pp"], group_src=last)
         tokens.append(token.item())
     return encoding.decode(tokens)
 
@@ -334,16 +371,17 @@ def receipt(run, model, optimizer, schedule, mine, groups, travelled):
     rank, first, last = owner[mine[0]], 0 in mine, len(owner) - 1 in mine
     blocks = {stage: len(model[stage].blocks) for stage in mine}
     e, reduced, master = (harness.DTYPES[d].itemsize for d in (args.param_dtype, args.reduce_dtype, args.dtype))
-    tokens, here = rows * config.context, (sum(blocks.values()), first, last)
+    length, here = len(places(args, config.context, 0)), (sum(blocks.values()), first, last)
+    tokens = rows * length
     scalar = 8  # loss and squared norm are summed as one float64 each
     moments, notes = 2 * (args.optimizer == "adamw") * master, []
 
     # Parameters, of which data-parallel ranks hold copies, and experts, of which fewer ranks do
     sizes = {"dp": tensor_parallel.parameters_held(config, args.tp, *here, experts=0), "copies": 0}
-    experts = expert_parallel.expert_counts(config.experts, args.ep)[dist.get_rank(groups["ep"])]
+    experts = expert_parallel.expert_counts(config.experts, args.ep)[dist.get_rank(groups["ep"])] if args.ep > 1 else None
     sizes["copies" if args.ep > 1 else "dp"] += tensor_parallel.parameters_held(config, args.tp, *here, experts) - sizes["dp"]
     states, sent = [0, 0, 0], {}
-    for name, size in sizes.items():
+    for name, size in sizes.items() if args.ep > 1 else [("dp", sizes["dp"])]:
         group, n = groups[name], dist.get_world_size(groups[name])
         scalars = scalar * (name == "dp")  # the loss
         if isinstance(optimizer, zero.ZeRO):
@@ -368,11 +406,25 @@ def receipt(run, model, optimizer, schedule, mine, groups, travelled):
         sent["all_to_all", "ep"] = (size, "2 (rows out + rows in) C e, and the counts")
         if not args.zero:
             sent["all_reduce", "ep"] = (ddp.bytes_sent(scalar, args.ep), "the norm")
-    each = config.context
+    if args.cp > 1:
+        heads = config.heads // args.tp, config.kv_heads // args.tp, config.width // config.heads
+        size = context_parallel.bytes_sent(args.cp_kind, *cp_shape(args), rows, length, *heads, e)
+        for operation, amount in size.items():
+            group = {"send": "ring", "all_to_all": "ulysses"}.get(operation) if "ring" in groups else "cp"
+            gloo = operation == "reduce_scatter" and dist.get_backend(tp) == "gloo"
+            if amount:
+                sent["all_to_all" if gloo else operation, group] = (
+                    here[0] * amount,
+                    f"{args.cp_kind}: see context_parallel.py",
+                )
+        if config.experts and config.balance_loss:
+            sums = here[0] * rows * (2 * config.experts + 1) * max(e, 4)
+            sent["all_reduce", "cp"] = (ddp.bytes_sent(sums, args.cp), "the routers' sums over sequences")
+    each = length
     if args.sp:
         each = -(-each // args.tp)
         keep = not args.gather_again
-        size = sequence_parallel.bytes_sent(config, args.tp, rows, config.context, e, *here, keep)
+        size = sequence_parallel.bytes_sent(config, args.tp, rows, length, e, *here, keep)
         sent["all_gather", "tp"] = (size["all_gather"], f"{4 if keep else 6} r b T C e a block, and both ends")
         scatter = "all_to_all" if dist.get_backend(tp) == "gloo" else "reduce_scatter"
         sent[scatter, "tp"] = (size["reduce_scatter"], "4 r b T C e a block, and both ends")
@@ -393,10 +445,10 @@ def receipt(run, model, optimizer, schedule, mine, groups, travelled):
         sent["all_reduce", "tied"] = (ddp.bytes_sent(part * reduced, 2), "V/t C e, the tied matrix")
     flying = pipeline.in_flight(schedule[rank], blocks.get)
     piece = rows // args.microbatches
-    activations = flying * harness.activation_bytes(config, piece, e, args.tp)
+    activations = flying * harness.activation_bytes(config, piece, e, args.tp) * length / config.context
     if args.sp:
-        kept = (not args.gather_again) * (args.tp - 1) * 2 * piece * config.context * config.width * e
-        activations = flying * (harness.activation_bytes(config, piece, e) + kept) / args.tp
+        kept = (not args.gather_again) * (args.tp - 1) * 2 * piece * length * config.width * e
+        activations = flying * (harness.activation_bytes(config, piece, e) * length / config.context + kept) / args.tp
     texts = [f"P e{' / dp' * (args.zero >= least)}" for least in (3, 2, 1)]
     held = dict(zip(("parameters", "gradients", "optimizer"), zip(states, texts)))
     held["activations_peak"] = activations, "blocks x micro-batches in flight, without the head"
@@ -406,6 +458,7 @@ def receipt(run, model, optimizer, schedule, mine, groups, travelled):
     layout |= {"zero": args.zero} if args.zero else {}
     layout |= {"sp": args.tp} if args.sp else {}
     layout |= {"ep": args.ep} if args.ep > 1 else {}
+    layout |= {"cp": args.cp, "cp-kind": args.cp_kind} if args.cp > 1 else {}
     return run.receipt(layout, sent, held, notes)
 
 

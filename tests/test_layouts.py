@@ -95,6 +95,22 @@ LAYOUTS = [
     ("moe", "--dp 4 --ep 2 --zero 3"),
     ("moe gpt2", "--dp 2 --ep 2 --pp 2 --schedule zb-v --zero 3 --microbatches 3"),
     ("moe", "--dp 2 --ep 2 --pp 2 --tp 2 --schedule zb-h1 --microbatches 3"),
+    ("gpt2", "--cp 2 --microbatches 2"),
+    ("dropout", "--cp 4 --cp-kind gather"),
+    ("grouped", "--cp 4 --cp-kind ulysses"),
+    ("llama", "--cp 4 --cp-kind ring-ulysses --microbatches 2"),
+    ("odd", "--cp 3 --dp 2 --microbatches 2"),
+    ("odd", "--cp 2 --tp 2 --sp"),
+    ("grouped", "--cp 2 --tp 2 --dp 2 --cp-kind ulysses"),
+    ("sgd", "--cp 2 --pp 2 --schedule zb-v --microbatches 3"),
+    ("dropout", "--cp 2 --dp 2 --zero 3 --microbatches 2"),
+    ("gpt2", "--cp 2 --dp 2 --pp 2 --zero 2 --cp-kind gather --microbatches 2"),
+    ("dropout", "--cp 2 --tp 2 --sp --pp 2 --microbatches 3"),
+    ("moe", "--cp 2 --ep 2"),
+    ("moe gpt2", "--cp 2 --dp 2 --ep 4 --zero 1"),
+    ("moe", "--cp 2 --dp 2 --ep 2 --tp 2 --sp --zero 2"),
+    ("moe gpt2", "--dp 2 --tp 2 --pp 2 --cp 2 --ep 2"),
+    ("moe", "--dp 2 --tp 2 --pp 2 --cp 2 --ep 4 --sp --zero 3 --schedule zb-h1 --microbatches 3"),
     ("odd", "--tp 4 --sp --dp 2 --zero 1"),
 ]
 
@@ -157,7 +173,7 @@ def reference(text):
 @pytest.mark.parametrize("variant, layout", LAYOUTS, ids=[f"{v} {flags}" for v, flags in LAYOUTS])
 def test_one_curve(ranks, text, reference, variant, layout):
     args = arguments(text, f"{VARIANTS[variant]} {layout}")
-    results = ranks(args.dp * args.tp * args.pp, run_layout, args)
+    results = ranks(args.dp * args.cp * args.tp * args.pp, run_layout, args)
     assert all(code == 0 for code, _ in results)  # errors within 1e-10, and every byte as the formulas say
     receipt = results[0][1]
     assert receipt["ok"] and len(receipt["steps"]) == 3
@@ -168,10 +184,10 @@ def test_one_curve(ranks, text, reference, variant, layout):
 
 def test_sample_and_validation_are_the_same_in_every_layout(ranks, text, capfd):
     said = []
-    for layout in ("--dp 1", "--tp 2 --pp 2", "--dp 2 --pp 2 --schedule zb-v"):
+    for layout in ("--dp 1", "--tp 2 --pp 2 --cp 2", "--dp 2 --pp 2 --schedule zb-v"):
         args = arguments(text, layout)
         args.sample, args.quiet, args.prompt = 12, False, "a b"
-        ranks(args.dp * args.tp * args.pp, run_layout, args)
+        ranks(args.dp * args.cp * args.tp * args.pp, run_layout, args)
         lines = capfd.readouterr().out.splitlines()
         start = lines.index("sample:")
         said.append((lines[start : start + 2], [line for line in lines if line.startswith("validation loss")]))
@@ -335,5 +351,5 @@ def test_planted_bug_is_caught(ranks, text, bug, variant, layout):
     args = arguments(text, f"{VARIANTS[variant]} {layout}")
     if bug is one_bias_left_out:  # a bias that starts at zero and gets a step of the learning rate
         args.weight_decay = 0.0
-    results = ranks(args.dp * args.tp * args.pp, run_layout, args, bug)
+    results = ranks(args.dp * args.cp * args.tp * args.pp, run_layout, args, bug)
     assert {code for code, _ in results} == {1} and not results[0][1]["ok"]
