@@ -157,6 +157,9 @@ class Sum:
 def rotate(tensor, into, group):
     """Start to send to the next rank of the ring, and to receive from the one before. Returns the works."""
     rank, n = dist.get_rank(group), dist.get_world_size(group)
+    if n == 1:
+        into.copy_(tensor)
+        return []
     pair = [
         dist.P2POp(dist.isend, tensor, group=group, group_peer=(rank + 1) % n),
         dist.P2POp(dist.irecv, into, group=group, group_peer=(rank - 1) % n),

@@ -441,7 +441,7 @@ def receipt(run, model, optimizer, schedule, mine, groups, travelled):
         sent["send", name] = (away * rows * each * config.width * e, "b T C e a micro-batch and boundary")
     if config.tied and first != last:
         part = -(-config.vocab // args.tp) * config.width
-        part = -(-part // args.dp) if args.zero else part
+        part = -(-part // (args.dp * args.cp)) if args.zero else part
         sent["all_reduce", "tied"] = (ddp.bytes_sent(part * reduced, 2), "V/t C e, the tied matrix")
     flying = pipeline.in_flight(schedule[rank], blocks.get)
     piece = rows // args.microbatches

@@ -1,0 +1,126 @@
+"""Ring attention beside PyTorch's own, on 2 ranks of this machine: python -m benchmarks.context
+
+PyTorch's context_parallel() does not run on a CPU; the ring beneath it does, given a CPU kernel. Both sides get the same q, k,
+v of causal attention; ours in a zigzag, theirs contiguous, as it comes. Then the memory of a training step of a GPT, on N ranks
+beside one process.
+"""
+
+import functools
+import warnings
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor.experimental import _attention
+
+import benchmarks
+import collectives
+import context_parallel
+import harness
+import model as gpt
+
+
+def theirs(group, q, k, v, grad=None):
+    """Forward, and with `grad` backward, through PyTorch's templates."""
+    op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    out, lse = ring_forward()(group, 2, op, q, k, v, is_causal=True)[:2]
+    if grad is not None:
+        back = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+        ring_backward()(
+            group,
+            2,
+            back,
+            grad_out=grad,
+            grad_out_name="grad_out",
+            query=q,
+            key=k,
+            value=v,
+            out=out,
+            logsumexp=lse,
+            is_causal=True,
+            dropout_p=0.0,
+        )
+    return out
+
+
+def module():
+    return getattr(_attention, "_context_parallel", None) or __import__(
+        "torch.distributed.tensor.experimental._context_parallel._attention", fromlist=["_"]
+    )
+
+
+def ring_forward():
+    return module()._templated_ring_attention
+
+
+def ring_backward():
+    return module()._templated_ring_attention_backward
+
+
+def demo(run):
+    args, group = run.args, dist.group.WORLD
+    warnings.simplefilter("ignore")
+    say = print if run.rank == 0 and not args.quiet else lambda *_: None
+    module()._cp_options.enable_load_balance = False
+    here = args.tokens // run.world
+    g = torch.Generator().manual_seed(run.rank)
+    q, k, v, grad = (torch.randn(1, 8, here, 64, generator=g) for _ in range(4))
+    core = context_parallel.Ring(group)
+    say(f"{run.world} ranks, {args.tokens} tokens, 8 heads of 64, float32")
+    say(benchmarks.HEAD)
+
+    def ours(backward):
+        mine = [t.detach().requires_grad_(backward) for t in (q, k, v)]
+        out = core(*mine)
+        if backward:
+            out.backward(grad)
+
+    for what, backward in (("ring attention, forward", False), ("ring attention, forward and backward", True)):
+        a = functools.partial(ours, backward)
+        b = functools.partial(theirs, group, q, k, v, grad if backward else None)
+        try:
+            b()
+        except Exception as error:
+            say(f"{what}: PyTorch's fails here: {str(error).splitlines()[0][:90]}")
+            continue
+        say(benchmarks.versus(what, a, b, args.tokens, 1, args.turns, 1.3))
+
+    # Memory: what is alive at the peak of forward and backward of four blocks, beyond the weights
+    config = gpt.configure(family="llama", context=args.memory)
+    model = gpt.build(config)
+    whole = torch.randint(config.vocab, (1, args.memory), generator=torch.Generator().manual_seed(0))
+
+    def peak(model, tokens, where):
+        ledger = harness.Ledger({})
+        known = [*model.parameters(), *(p.grad for p in model.parameters() if p.grad is not None)]
+        ledger.watch(known)
+        with ledger:
+            model(tokens, where, targets=tokens, count=args.memory).backward()
+        return ledger.peak
+
+    peak(model, whole[:, :64], torch.arange(64))  # makes the gradients' memory
+    alone = peak(model, whole, torch.arange(args.memory))
+    for kind in context_parallel.KINDS[:3]:
+        context_parallel.parallelize(model, group, kind)
+        where = context_parallel.positions(args.memory, run.rank, *context_parallel.shape(kind, run.world), kind != "ulysses")
+        mine = torch.tensor(peak(model, context_parallel.shard(whole, where), where))
+        dist.all_reduce(mine, op=dist.ReduceOp.MAX)
+        share = mine.item() / alone * run.world
+        text = f"activations at the peak, {args.memory} tokens, {kind}"
+        say(f"{text}: {mine.item() / 1e6:.0f} MB a rank, {share:.2f} of 1/N of one process's {alone / 1e6:.0f} MB")
+        for block in model.blocks.values():
+            block.attn.core = gpt.AttentionCore()
+
+
+def main():
+    p = harness.Parser(__doc__)
+    p.add_argument("--nproc", **harness.POSITIVE, help="ranks (default: 2)")
+    p.add_argument("--tokens", **harness.POSITIVE, default=4096, help="of the sequence")
+    p.add_argument("--memory", **harness.POSITIVE, default=8192, help="tokens of the sequence whose memory is measured")
+    p.add_argument("--turns", type=harness.count(2), default=9, metavar="N", help="of each pair of rivals")
+    p.add_argument("--quiet", action="store_true", help="print nothing but errors")
+    p.set_defaults(device="cpu", backend="gloo", nproc=2)
+    harness.launch(demo, p.parse_args(), run=collectives.Rank)
+
+
+if __name__ == "__main__":
+    harness.script(main)

@@ -1,0 +1,266 @@
+"""context_parallel.py against one process, against PyTorch's attention, and its bytes against the formulas."""
+
+import dataclasses
+import functools
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from conftest import ROOT
+from reference import CONFIGS, assert_equal, batch, make_optimizer, train
+
+import context_parallel as cp
+import harness
+import model as gpt
+
+ODD = {name: dataclasses.replace(CONFIGS[name], context=13) for name in ("gpt2", "grouped")}
+
+
+@functools.cache
+def alone(config, kind):
+    return train(config, kind)
+
+
+def groups_of(kind, world):
+    ring, ulysses = cp.shape(kind, world)
+    return (ring, ulysses, *(cp.make_groups(ring, ulysses) if kind == "ring-ulysses" else (None, None)))
+
+
+def train_parallel(rank, config, way, kind, world, zigzag=True, accumulate=2, steps=3):
+    ring, ulysses, rings, heads = groups_of(way, world)
+    zigzag = zigzag and way != "ulysses"
+    with torch.device("meta"):
+        model = gpt.GPT(config)
+    model = gpt.fill(cp.parallelize(model, dist.group.WORLD, way, rings, heads, zigzag), 7, dtype=torch.float64)
+    optimizer, losses = make_optimizer(model.parameters(), kind), []
+    where = cp.positions(config.context, rank, ring, ulysses, zigzag)
+    for step in range(steps):
+        tokens, targets, samples, count = batch(step, context=config.context)
+        tokens, targets = cp.shard(tokens, where), cp.shard(targets, where, gpt.IGNORE)
+        optimizer.zero_grad()
+        total = torch.zeros((), dtype=torch.float64)
+        for piece in torch.arange(len(tokens)).tensor_split(accumulate):
+            ids = samples[piece] if config.dropout else None
+            positions = where.clamp(max=config.context - 1)
+            part = model(tokens[piece], positions, targets=targets[piece], count=count, samples=ids)
+            part.backward()
+            total += part.detach()
+        for p in model.parameters():
+            dist.all_reduce(p.grad)
+        dist.all_reduce(total)
+        optimizer.step()
+        losses.append(total.item())
+    return losses, {n: p.grad for n, p in model.named()}, {n: p.detach() for n, p in model.named()}
+
+
+@pytest.mark.parametrize("kind", ["sgd", "adamw"])
+@pytest.mark.parametrize("way", cp.KINDS)
+def test_equals_one_process(ranks, way, kind):
+    for config, world in (
+        (CONFIGS["gpt2"], 2),
+        (CONFIGS["llama"], 4),
+        (CONFIGS["grouped"], 4),  # more ranks than kv-heads
+        (CONFIGS["dropout"], 2),
+        (ODD["gpt2"], 4 if "ulysses" in way else 3),  # 13 tokens
+        (ODD["grouped"], 2),
+    ):
+        for ours in ranks(world, train_parallel, config, way, kind, world):
+            assert_equal(ours, alone(config, kind))
+
+
+@pytest.mark.parametrize("way, world", [("ring", 1), ("gather", 1), ("ulysses", 1), ("ring", 8), ("ring-ulysses", 8)])
+def test_one_rank_and_eight(ranks, way, world):
+    """Eight ranks of 13 tokens: some hold nothing but padding."""
+    for ours in ranks(world, train_parallel, ODD["gpt2"], way, "sgd", world):
+        assert_equal(ours, alone(ODD["gpt2"], "sgd"))
+
+
+@pytest.mark.parametrize("way", ["ring", "gather"])
+def test_contiguous(ranks, way):
+    for ours in ranks(3, train_parallel, CONFIGS["llama"], way, "sgd", 3, False):
+        assert_equal(ours, alone(CONFIGS["llama"], "sgd"))
+
+
+def test_every_token_is_somewhere_once():
+    for length in (1, 2, 5, 16, 37):
+        for ring, ulysses in ((1, 1), (3, 1), (1, 4), (2, 3), (8, 1)):
+            for zigzag in (True, False):
+                parts = [cp.positions(length, rank, ring, ulysses, zigzag) for rank in range(ring * ulysses)]
+                assert len({len(part) for part in parts}) == 1
+                real = torch.cat(parts)
+                assert sorted(real[real < length].tolist()) == list(range(length))
+                assert len(real) - length < 2 * ring * ulysses
+    x = torch.arange(10).view(2, 5)
+    assert cp.shard(x, torch.tensor([4, 5, 0]), -1).tolist() == [[4, -1, 0], [9, -1, 5]]
+
+
+def attention(rank, way, world, size, length, seed, dtype, zigzag=True):
+    """Our attention of random tensors: result, gradients of q, k, v, and the positions that they belong to."""
+    ring, ulysses, rings, heads = groups_of(way, world)
+    zigzag = zigzag and way != "ulysses"
+    b, h, kv, d = size
+    where = cp.positions(length, rank, ring, ulysses, zigzag)
+    full = inputs(size, length, seed)
+    padded = [torch.cat((t, t.new_zeros(b, t.shape[1], world * len(where), d)), dim=2) for t in full]
+    q, k, v, grad = (t[:, :, where].to(dtype).contiguous() for t in padded)
+    core = {
+        "ring": lambda: cp.Ring(dist.group.WORLD, zigzag),
+        "gather": lambda: cp.Gather(dist.group.WORLD, zigzag),
+        "ulysses": lambda: cp.Ulysses(dist.group.WORLD, gpt.AttentionCore()),
+        "ring-ulysses": lambda: cp.Ulysses(heads, cp.Ring(rings, zigzag)),
+    }[way]()
+    for t in (q, k, v):
+        t.requires_grad_()
+    out = core(q, k, v)
+    out.backward(grad)
+    return where, [t.detach() for t in (out, q.grad, k.grad, v.grad)]
+
+
+def inputs(size, length, seed):
+    b, h, kv, d = size
+    g = torch.Generator().manual_seed(seed)
+    return [torch.randn(b, n, length, d, generator=g, dtype=torch.float64) for n in (h, kv, kv, h)]
+
+
+def plain(size, length, seed, dtype=torch.float64):
+    q, k, v, grad = (t.to(dtype) for t in inputs(size, length, seed))
+    for t in (q, k, v):
+        t.requires_grad_()
+    out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    out.backward(grad)
+    return [t.detach() for t in (out, q.grad, k.grad, v.grad)]
+
+
+def whole(parts, length):
+    """Tensors (B, H, T, D) of all ranks' parts."""
+    result = []
+    for i in range(4):
+        b, h, _, d = parts[0][1][i].shape
+        full = torch.zeros(b, h, length, d, dtype=parts[0][1][i].dtype)
+        for where, tensors in parts:
+            full[:, :, where[where < length]] = tensors[i][:, :, where < length]
+        result.append(full)
+    return result
+
+
+@pytest.mark.parametrize("way", cp.KINDS)
+def test_equals_scaled_dot_product_attention(ranks, way):
+    """Also one token a rank, and fewer."""
+    for seed, (world, size, length) in enumerate(
+        [(2, (2, 4, 2, 8), 24), (4, (1, 4, 4, 4), 4), (4, (2, 8, 2, 6), 31), (4, (1, 4, 1, 16), 8), (2, (3, 6, 3, 5), 1)]
+    ):
+        parts = ranks(world, attention, way, world, size, length, seed, torch.float64)
+        for ours, theirs in zip(whole(parts, length), plain(size, length, seed)):
+            torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("way", ["ring", "gather"])
+def test_bfloat16_is_as_exact_as_flash_attention(ranks, way):
+    size, length = (1, 4, 2, 32), 256
+    exact = [t.double() for t in plain(size, length, 5)]
+    flash = plain(size, length, 5, torch.bfloat16)
+    ours = whole(ranks(4, attention, way, 4, size, length, 5, torch.bfloat16), length)
+    for a, b, e in zip(ours, flash, exact):
+        assert (a.double() - e).norm() <= 1.5 * (b.double() - e).norm()
+
+
+def test_work_is_even_in_a_zigzag_only():
+    for ring in (2, 3, 4, 8):
+        even = [cp.work(r, ring, 12) for r in range(ring)]
+        assert len(set(even)) == 1 and sum(even) == 12 * ring * (12 * ring + 1) // 2
+        lopsided = [cp.work(r, ring, 12, zigzag=False) for r in range(ring)]
+        assert sum(lopsided) == sum(even) and lopsided[-1] > lopsided[0] * ring
+
+
+def test_blocks_that_are_masked_are_skipped(ranks):
+    def work(rank):
+        calls, attend = [], cp.attend
+
+        def counted(q, k, v, causal):
+            n, m = q.shape[2], k.shape[2]
+            calls.append(n * (n + 1) // 2 if causal else n * m)
+            return attend(q, k, v, causal)
+
+        cp.attend = counted
+        attention(rank, "ring", 4, (1, 2, 2, 4), 32, 0, torch.float32, rank >= 0)
+        zigzag, calls[:] = sum(calls), []
+        attention(rank, "ring", 4, (1, 2, 2, 4), 32, 0, torch.float32, False)
+        return zigzag, sum(calls)
+
+    results = ranks(4, work)
+    assert results == [(cp.work(r, 4, 8), cp.work(r, 4, 8, False)) for r in range(4)]
+
+
+@pytest.mark.parametrize("way", cp.KINDS)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_bytes_are_the_formulas(ranks, way, dtype):
+    size, length, world = (3, 8, 2, 4), 30, 4
+
+    def work(rank):
+        ring, ulysses = cp.shape(way, world)
+        with harness.Ledger({}) as ledger:
+            where, _ = attention(rank, way, world, size, length, 0, dtype)
+        b, h, kv, d = size
+        formula = cp.bytes_sent(way, ring, ulysses, b, len(where), h, kv, d, dtype.itemsize)
+        formula["all_to_all"] += formula.pop("reduce_scatter")  # gloo
+        counted = {}
+        for (operation, _), (_, _, wire) in ledger.sent.items():
+            counted[operation] = counted.get(operation, 0) + wire
+        return counted, {operation: size for operation, size in formula.items() if size}
+
+    for counted, formula in ranks(world, work):
+        assert {k: v for k, v in counted.items() if v} == pytest.approx(formula)
+
+
+def test_grouped_queries_send_less():
+    whole, grouped = (cp.bytes_sent("ring", 4, 1, 2, 16, 8, kv, 4, 4)["send"] for kv in (8, 2))
+    assert grouped == whole / 4
+
+
+def test_wrong_heads_and_kinds_are_refused(ranks):
+    def work(rank):
+        with pytest.raises(ValueError, match="6 of them do not divide by 4 ranks"):
+            attention(rank, "ulysses", 4, (1, 6, 2, 4), 8, 0, torch.float32)
+        with pytest.raises(ValueError, match="choose one of ring, ulysses"):
+            cp.parallelize(gpt.GPT(CONFIGS["gpt2"]), dist.group.WORLD, "circle")
+
+    ranks(4, work)
+
+
+@pytest.mark.parametrize("way", cp.KINDS)
+def test_a_forgotten_block_is_caught(ranks, way):
+    """The comparison with one process can fail."""
+
+    def work(rank):
+        right = cp.blocks
+        cp.blocks = lambda rank, source, *rest: None if (rank, source) == (1, 0) else right(rank, source, *rest)
+        exchange = cp.exchange
+        cp.exchange = lambda x, group, cut, join: exchange(x, group, cut, join) * (1 if cut == 1 else 0.99)
+        return train_parallel(rank, CONFIGS["llama"], way, "sgd", 4)
+
+    for ours in ranks(4, work):
+        with pytest.raises(AssertionError):
+            assert_equal(ours, alone(CONFIGS["llama"], "sgd"))
+
+
+def script(flags):
+    command = [sys.executable, "context_parallel.py", *flags.split()]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+
+
+@pytest.mark.parametrize("flags", ["--kind ring", "--kind ring-ulysses --dtype float64"])
+def test_prefill_generates_as_one_process(flags):
+    run = script(f"--nproc 4 --prefill 61 --layers 2 {flags}")
+    assert run.returncode == 0 and "one process generates the same tokens" in run.stdout, run.stdout + run.stderr
+
+
+def test_the_script_proves_itself(tmp_path):
+    out = tmp_path / "receipt.json"
+    run = script(f"--nproc 3 --steps 2 --dtype float64 --context 13 --layers 2 --json {out} --quiet")
+    assert run.returncode == 0 and json.loads(out.read_text())["ok"], run.stdout + run.stderr
+    refused = script("--nproc 3 --kind ulysses")
+    assert refused.returncode == 2 and "4 heads do not divide by 3 ranks" in refused.stderr
