@@ -248,9 +248,6 @@ def sum_gradients(parameters, group):
 
 # --- demo ---
 
-import importlib.util
-import os
-
 import harness
 import model as gpt
 
@@ -263,13 +260,10 @@ def main():
     parser.add_argument("--capacity", type=harness.real(0), metavar="X", help=why)
     why = "pieces of a rank's tokens; one travels while another is computed"
     parser.add_argument("--chunks", **harness.POSITIVE, default=2, help=why)
-    parser.add_argument("--plot", metavar="FILE", help="draw the load of experts and ranks (needs matplotlib)")
+    harness.plot_flag(parser, "draw the load of experts and ranks")
     args = parser.parse_args()
     config = harness.configure(args)
-    if args.plot and not importlib.util.find_spec("matplotlib"):
-        raise harness.Refused("--plot needs matplotlib: pip install matplotlib, or read the table")
-    if args.plot and not os.path.isdir(os.path.dirname(args.plot) or "."):
-        raise harness.Refused(f"--plot {args.plot}: there is no such folder")
+    harness.check_plot(args)
     if args.capacity is not None and args.prove is None:
         args.prove = 0
     harness.launch(demo, args, check=lambda world: check(args, config, world))
@@ -390,13 +384,9 @@ def heat_map(load, sizes):
     return "\n".join(lines)
 
 
-def plot(path, load, sizes):
+def plot(name, load, sizes):
     """The same as a figure: for each layer, experts by steps; lines between the ranks."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
+    plt = harness.pyplot()
     share = load / load.sum(2, keepdim=True) * load.shape[2]  # (steps, layers, E)
     figure, axes = plt.subplots(1, load.shape[1], figsize=(3 * load.shape[1] + 1, 3.5), sharey=True, squeeze=False)
     for layer, axis in enumerate(axes[0]):
@@ -406,7 +396,7 @@ def plot(path, load, sizes):
             axis.axhline(edge - 0.5, color="black", linewidth=0.8)
     axes[0][0].set_ylabel("expert")
     figure.colorbar(image, ax=axes[0].tolist(), label="load, 1 = even")
-    figure.savefig(path, dpi=120, bbox_inches="tight")
+    harness.save(figure, name)
 
 
 if __name__ == "__main__":

@@ -321,7 +321,7 @@ def grouped_linear(x, weight, ends):
     if kernel and aligned and not old and x.dtype in (torch.float32, torch.bfloat16, torch.float16):
         return kernel(x, weight.transpose(1, 2), offs=ends)
     parts = x.tensor_split(ends[:-1].tolist())
-    return torch.cat([part @ matrix.t() for part, matrix in zip(parts, weight)])
+    return torch.cat([F.linear(part, matrix) for part, matrix in zip(parts, weight)])
 
 
 class Experts(nn.Module):

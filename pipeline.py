@@ -31,10 +31,10 @@ gradient of the input, gradient of the weights, of all that a rank holds. The ze
 another stage waits for, the input's gradient, comes at once, and the weights' gradients fill the gaps. In a V the second half
 of the stages runs back over the ranks, so the first rank holds both the first and the last stage, and each rank holds as much.
 
-What is deferred, exactly: the weight of each F.linear, whoever calls it (`Deferred`). Biases, norms and embeddings are a
-sliver of the work and come with the input's gradient. Nothing is computed twice: what is kept is a linear layer's input and
-its output's gradient. Each weight's gradient is accumulated once a micro-batch, when it is complete: hooks on it (DDP, ZeRO)
-fire then.
+What is deferred, exactly: the weights of F.linear and F.grouped_mm, whoever calls them (`Deferred`). Biases, norms and
+embeddings are a sliver of the work and come with the input's gradient. Nothing is computed twice: what is kept is a linear
+layer's input and its output's gradient. Each weight's gradient is accumulated once a micro-batch, when it is complete: hooks on
+it (DDP, ZeRO) fire then.
 
 What it costs, beside the bubble: sent per boundary, direction and micro-batch b T C e bytes, point to point: little, so it
 suits the slowest links; v times that with v stages a rank; and once a step the gradient of a tied matrix, between the two
@@ -295,23 +295,32 @@ def needs(action, last):
 
 
 class Deferred(TorchFunctionMode):
-    """While it is on (`with Deferred(queue):`), every F.linear leaves its weight's gradient for later: its backward puts
-    (weight, input, gradient of the output) into the list `queue`, and accumulate(queue) does the rest."""
+    """While it is on (`with Deferred(queue):`), every F.linear and F.grouped_mm leaves its weight's gradient for later: its
+    backward puts (weight, function, what the function needs) into the list `queue`, and accumulate(queue) does the rest."""
 
     def __init__(self, queue):
         super().__init__()
         self.queue = queue
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
-        if function is F.linear and torch.is_grad_enabled():
-            return self.linear(*args, **(kwargs or {}))
-        return function(*args, **(kwargs or {}))
+        # torch._grouped_mm is what a mode sees of F.grouped_mm
+        replaced = {F.linear: self.linear, getattr(torch, "_grouped_mm", None): self.grouped}.get(function, function)
+        return (replaced if torch.is_grad_enabled() else function)(*args, **(kwargs or {}))
+
+    # Autograd must not see the weights: it would run their hooks, with nothing to add. So they are detached, and the queue's
+    # entries hold them
 
     def linear(self, input, weight, bias=None):
         if not (input.requires_grad and weight.requires_grad):
             return F.linear(input, weight, bias)
-        # Autograd does not see the weight: it would run the weight's hooks, with nothing to add
-        return DeferredLinear.apply(input, weight.detach(), bias, lambda x, grad: self.queue.append((weight, x, grad)))
+        later = lambda x, grad: self.queue.append((weight, weight_gradient, x, grad))  # noqa: E731
+        return DeferredLinear.apply(input, weight.detach(), bias, later)
+
+    def grouped(self, input, weight, *, offs, bias=None, out_dtype=None):
+        if not (input.requires_grad and weight.requires_grad and bias is None and out_dtype is None):
+            return torch._grouped_mm(input, weight, offs=offs, bias=bias, out_dtype=out_dtype)
+        later = lambda x, grad: self.queue.append((weight, grouped_weight_gradient, x, grad, offs))  # noqa: E731
+        return DeferredGrouped.apply(input, weight.detach(), offs, later)
 
 
 class DeferredLinear(torch.autograd.Function):
@@ -332,21 +341,42 @@ class DeferredLinear(torch.autograd.Function):
         return grad @ values, None, of_bias, None
 
 
+class DeferredGrouped(torch.autograd.Function):
+    """The same for a mixture's experts: rows (N, in), sorted by expert up to the rows `ends` (E,), by values (E, in, out)."""
+
+    @staticmethod
+    def forward(ctx, x, values, ends, later):
+        ctx.save_for_backward(x, values, ends)
+        ctx.later = later
+        return F.grouped_mm(x, values, offs=ends)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, values, ends = ctx.saved_tensors
+        ctx.later(x.detach(), grad)
+        return F.grouped_mm(grad, values.transpose(1, 2), offs=ends), None, None, None
+
+
 def weight_gradient(x, grad):
     return grad.flatten(0, -2).T @ x.flatten(0, -2)  # (out, in)
+
+
+def grouped_weight_gradient(x, grad, ends):
+    return F.grouped_mm(x.T, grad, offs=ends)  # (E, in, out)
 
 
 class Postponed(torch.autograd.Function):
     """A node whose backward is a weight's gradient, made only then: no more than one exists at a time."""
 
     @staticmethod
-    def forward(ctx, weight, x, grad):
-        ctx.save_for_backward(x, grad)
+    def forward(ctx, weight, function, *tensors):
+        ctx.save_for_backward(*tensors)
+        ctx.function = function
         return weight.new_zeros(())
 
     @staticmethod
     def backward(ctx, _):
-        return weight_gradient(*ctx.saved_tensors), None, None
+        return ctx.function(*ctx.saved_tensors), None, *[None for _ in ctx.saved_tensors]
 
 
 def accumulate(queue):

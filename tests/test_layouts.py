@@ -182,10 +182,17 @@ def test_one_curve(ranks, text, reference, variant, layout):
         assert step["loss"] == pytest.approx(loss, rel=1e-10) and step["grad_norm"] == pytest.approx(norm, rel=1e-10)
 
 
-def test_sample_and_validation_are_the_same_in_every_layout(ranks, text, capfd):
+@pytest.mark.parametrize(
+    "variant, layouts",
+    [
+        ("gpt2", ("--dp 1", "--tp 2 --pp 2 --cp 2", "--dp 2 --pp 2 --schedule zb-v")),
+        ("moe", ("--dp 1", "--dp 2 --ep 2 --pp 2", "--tp 2 --cp 2 --ep 2 --sp --zero 3")),
+    ],
+)
+def test_sample_and_validation_are_the_same_in_every_layout(ranks, text, capfd, variant, layouts):
     said = []
-    for layout in ("--dp 1", "--tp 2 --pp 2 --cp 2", "--dp 2 --pp 2 --schedule zb-v"):
-        args = arguments(text, layout)
+    for layout in layouts:
+        args = arguments(text, f"{VARIANTS[variant]} {layout}")
         args.sample, args.quiet, args.prompt = 12, False, "a b"
         ranks(args.dp * args.cp * args.tp * args.pp, run_layout, args)
         lines = capfd.readouterr().out.splitlines()
