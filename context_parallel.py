@@ -469,8 +469,8 @@ def main():
     g.add_argument("--kind", choices=KINDS, default="ring", help="see above")
     g.add_argument("--rings", **harness.POSITIVE, help="ring-ulysses: ranks of a ring (default: the most square)")
     g.add_argument("--contiguous", action="store_true", help="one run of tokens a rank: the last ranks have most of the work")
-    why = "no training: the text's first N tokens as a prompt, split over the ranks, and 16 tokens generated after it"
-    g.add_argument("--prefill", **harness.POSITIVE, help=why)
+    why = "no training: the text's first N tokens (default: 4096) as a prompt over all ranks, and 16 tokens generated after it"
+    g.add_argument("--prefill", **harness.POSITIVE, nargs="?", const=4096, help=why)
     args = parser.parse_args()
     if args.prefill:
         args.context, args.batch, args.microbatches, args.family = args.prefill + 16, 1, 1, args.family or "llama"

@@ -28,7 +28,7 @@ def run_expert(experts, e, x):
 class Masked(torch.nn.Module):
     """The plainest mixture: every expert computes every token, and a mask keeps what was chosen."""
 
-    def forward(self, x, weights, chosen, experts, shared):
+    def forward(self, x, weights, chosen, experts, meanwhile):
         y = torch.zeros_like(x)
         for e in range(len(experts.up)):
             weight = (weights * (chosen == e)).sum(1, keepdim=True)
@@ -39,7 +39,7 @@ class Masked(torch.nn.Module):
 class Gathered(torch.nn.Module):
     """A loop over experts in which each computes its own tokens only, found by its mask."""
 
-    def forward(self, x, weights, chosen, experts, shared):
+    def forward(self, x, weights, chosen, experts, meanwhile):
         y = torch.zeros_like(x)
         for e in range(len(experts.up)):
             token, choice = torch.where(chosen == e)
