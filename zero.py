@@ -56,14 +56,14 @@ class DirectReduceScatter:
     """
 
     def __init__(self, output, input, group=None, async_op=False):
-        self.output, self.received = output, torch.empty_like(input)
+        self.output, self.received, self.ranks = output, torch.empty_like(input), dist.get_world_size(group)
         self.work = dist.all_to_all_single(self.received, input, group=group, async_op=True)
         if not async_op:
             self.wait()
 
     def wait(self):
         self.work.wait()
-        torch.sum(self.received.view(-1, len(self.output)), 0, out=self.output)
+        torch.sum(self.received.view(self.ranks, len(self.output)), 0, out=self.output)
         self.received = None
 
 
@@ -291,7 +291,8 @@ class ZeRO:
                 raise ValueError("with several scopes each parameter must belong to a unit")
             self.rest = Unit(self, self.model, [], None)
         for p in reversed(list(self.model.parameters())):
-            partial, copies = (getattr(p, "placement", {}).get(key, []) for key in ("partial", "copies"))
+            placement = getattr(p, "placement", {})
+            partial, copies = placement.get("partial", []), placement.get("copies")
             using = users.get(p, (self.rest,) if self.rest else ())
             key = using, scopes[p], p.requires_grad, p.dtype, p.device, id(copies), tuple(id(g) for g in partial)
             size[key] = size.get(key, 0) + p.numel() * p.element_size()
