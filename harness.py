@@ -185,6 +185,11 @@ def configure(args):
     need = VOCAB[args.tokenizer]
     if args.vocab is None and "vocab" not in gpt.PRESETS.get(args.preset, {}):
         overrides["vocab"] = need
+    for name, value in (getattr(args, "shape", None) or {}).items():  # of a trained model
+        if overrides.get(name) not in (None, value) and name not in ("context", "vocab"):
+            raise Refused(f"--{name.replace('_', '-')} {overrides[name]} is not the model's {value}: leave it out")
+        if name not in ("context", "vocab") or getattr(args, name) is None:
+            overrides[name] = value
     try:
         config = gpt.configure(args.preset, args.family, **overrides)
     except ValueError as e:
@@ -666,6 +671,7 @@ class Run:
         self.count = args.batch * self.config.context  # valid targets of the global batch: every window is full
         self.history, self.errors, self.held = [], None, {}
         self.take = lambda full, parameter: full  # the rank's piece of a parameter: fill may know a better one
+        self.draw = gpt.draw
         self.ledger = Ledger({"world": dist.group.WORLD})
         self.watching = contextlib.ExitStack()
 
@@ -701,7 +707,7 @@ class Run:
     def fill(self, model, take=lambda full, parameter: full):
         """Give a model built on the meta device its weights. take(full, parameter): the rank's piece of a parameter."""
         self.take = take
-        return gpt.fill(model, self.args.seed, self.device, self.dtype, take)
+        return gpt.fill(model, self.args.seed, self.device, self.dtype, take, self.draw)
 
     def initial(self, model, take=lambda full, parameter: full):
         """A function that gives a parameter of `model` its initial value, for who fills it piece by piece (ZeRO)."""
@@ -710,7 +716,7 @@ class Run:
 
         def value(p):
             shape = getattr(p, "placement", {}).get("shape", p.shape)
-            return take(gpt.draw(names[p], shape, p.init, self.args.seed), p).to(self.device, self.dtype)
+            return take(self.draw(names[p], shape, p.init, self.args.seed), p).to(self.device, self.dtype)
 
         return value
 
@@ -807,7 +813,7 @@ class Run:
 
     def one_process(self, steps):
         """Train the same model in this process alone, for `steps` steps: (losses, norms, gradients of the last, weights)."""
-        model = gpt.build(self.config, self.args.seed, self.device, self.dtype)
+        model = gpt.build(self.config, self.args.seed, self.device, self.dtype, self.draw)
         optimizer = make_optimizer(model.parameters(), self.args)
         losses, norms = [], []
         for step in range(steps):

@@ -525,11 +525,12 @@ def draw(name, shape, init, seed):
 
 
 @torch.no_grad()
-def fill(model, seed, device="cpu", dtype=torch.float32, take=lambda full, parameter: full):
+def fill(model, seed, device="cpu", dtype=torch.float32, take=lambda full, parameter: full, draw=draw):
     """Give every parameter of a model built on the meta device its memory and its initial value; returns the model.
 
     A parameter that is a piece of a larger one has `parameter.placement["shape"]`, the whole's shape: the whole is drawn,
-    and take(whole, parameter) returns the piece. No more than one whole parameter exists at a time.
+    and take(whole, parameter) returns the piece. No more than one whole parameter exists at a time. Another `draw` may know
+    other values: those of a trained model.
     """
     names = {p: name for name, p in model.named()}
     made = {}
@@ -552,8 +553,8 @@ def fill_buffers(model, device="cpu"):
             setattr(module, key, torch.zeros_like(buffer, device=device))
 
 
-def build(config, seed=0, device="cpu", dtype=torch.float32):
+def build(config, seed=0, device="cpu", dtype=torch.float32, draw=draw):
     """A whole GPT with its initial weights, on one device."""
     with torch.device("meta"):
         model = GPT(config)
-    return fill(model, seed, device, dtype)
+    return fill(model, seed, device, dtype, draw=draw)

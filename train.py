@@ -34,6 +34,7 @@ import expert_parallel
 import harness
 import model as gpt
 import pipeline
+import pretrained
 import sequence_parallel
 import tensor_parallel
 import zero
@@ -97,15 +98,34 @@ def flags():
     g.add_argument("--prove", **harness.NATURAL, help=why)
     why = "a JSON object a line: step, loss, grad_norm, lr, tokens_per_s, in full precision"
     g.add_argument("--log", metavar="FILE", help=why)
+    why = "start from a Hugging Face folder of a GPT-2, Llama or Mixtral model, in any layout"
+    g.add_argument("--init-from", metavar="FOLDER", help=why)
+    g.add_argument("--export", metavar="FOLDER", help="write the model at the end as a folder that transformers loads")
     g.add_argument("--wandb", metavar="PROJECT", help="log to this Weights & Biases project too")
     return p
 
 
 def main():
     args = flags().parse_args()
-    config = harness.configure(args)
+    config = configure(args)
     check(args, config)
     harness.launch(train, args, needed=args.dp * args.cp * args.tp * args.pp)
+
+
+def configure(args):
+    """The model's Config, from the flags or from --init-from, whose weights must all be there."""
+    try:
+        args.shape = pretrained.read_config(args.init_from) if args.init_from else None
+        config = harness.configure(args)
+        if args.init_from:
+            with torch.device("meta"):
+                named = [(name, p.shape) for name, p in gpt.GPT(config).named()]
+            pretrained.Folder(args.init_from, config).check(named)
+        if args.export:
+            pretrained.write_config(config)
+    except ValueError as e:
+        raise Refused(str(e)) from e
+    return config
 
 
 def check(args, config):
@@ -183,6 +203,10 @@ def train(run):
     run.groups(**groups)
     copy = dist.get_rank(dp) // args.cp  # which part of the batch is this rank's
 
+    if args.init_from:
+        source = pretrained.Folder(args.init_from, config)
+        run.draw = lambda name, shape, init, seed: source.read(name, shape)
+
     # The model: cut on the meta device, then filled. Every rank draws each parameter whole, and keeps its piece
     owner = pipeline.owners(schedule)
     mine = [stage for stage in sorted(owner) if owner[stage] == dist.get_rank(pp)]
@@ -246,6 +270,8 @@ def train(run):
                 run.print(f"validation loss {loss:.4f}")
                 run.restart_clock()
                 log({"step": step + 1, "val_loss": loss})
+    if args.export:
+        export(run, model, optimizer, groups)
     if args.sample:
         text = generate(run, pipeline.forward_only(schedule, 1), owner[len(owner) - 1], play, groups)
         run.print(f"\nsample:\n{text}")
@@ -347,6 +373,60 @@ def generate(run, schedule, last, play, groups):
         dist.broadcast(token, group=groups["pp"], group_src=last)
         tokens.append(token.item())
     return encoding.decode(tokens)
+
+
+@torch.no_grad()
+def export(run, model, optimizer, groups):
+    """Write the whole model from rank 0, parameter by parameter: each rank puts what it alone answers for into zeros, and the
+    sum over all ranks is the whole. No rank has more than one parameter, and one file of the folder."""
+    mine = {name: p for name, p in model.named()}
+    flat = {}  # ZeRO's parts: (first element, values) of the flattened piece that this rank would have without it
+    for bucket in optimizer.buckets if isinstance(optimizer, zero.ZeRO) else ():
+        for p, at, span in zip(bucket.parameters, bucket.starts, bucket.spans):
+            first = bucket.own.start + span.start - at
+            answers = bucket.length < bucket.size or dist.get_rank(bucket.group) == 0
+            flat[p] = (max(first, 0), bucket.master[span]) if answers else (0, bucket.master[:0])
+
+    def wholes():
+        with torch.device("meta"):
+            shapes = [(name, p.shape) for name, p in gpt.GPT(run.config).named()]
+        for name, shape in shapes:
+            whole = torch.zeros(shape, dtype=run.dtype, device=run.device)
+            if name in mine:
+                place(whole, mine[name], flat.get(mine[name]), groups)
+            dist.all_reduce(whole)
+            yield name, whole
+
+    if run.rank == 0:
+        pretrained.write(run.args.export, run.config, wholes())
+        run.print(f"exported to {run.args.export}")
+    else:
+        for _ in wholes():
+            pass
+
+
+def place(whole, parameter, flat, groups):
+    """Put what this rank answers for of a parameter where it belongs: of copies the first one answers."""
+    placement = getattr(parameter, "placement", {"split": {}, "partial": []})
+    copies = [*placement["partial"], *([] if flat else [placement.get("copies", groups["dp"])])]
+    copies += [groups["tp"]] if groups["tp"] not in placement["split"].values() else []
+    if any(dist.get_rank(group) > 0 for group in copies):
+        return
+    local = parameter.detach()
+    if flat:
+        first, values = flat
+        local = torch.zeros(parameter.shape, dtype=whole.dtype, device=whole.device).flatten()
+        local[first : first + len(values)] = values
+        local = local.view(parameter.shape)
+    for dim, group in placement["split"].items():
+        n, rank = dist.get_world_size(group), dist.get_rank(group)
+        full = whole.shape[dim]
+        # as expert_parallel.piece and tensor_parallel.piece cut
+        ends = [full // n * r + min(r, full % n) for r in range(n + 1)]
+        ends = ends if group is groups.get("ep") else [min(-(-full // n) * r, full) for r in range(n + 1)]
+        whole = whole.narrow(dim, ends[rank], ends[rank + 1] - ends[rank])
+        local = local.narrow(dim, 0, ends[rank + 1] - ends[rank])
+    whole.copy_(local)
 
 
 @contextlib.contextmanager

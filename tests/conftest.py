@@ -81,3 +81,13 @@ def read(folder, rank, kind):
 @pytest.fixture
 def ranks():
     return on_ranks
+
+
+@pytest.fixture(scope="session")
+def text(tmp_path_factory):
+    import data
+
+    path = tmp_path_factory.mktemp("text") / "text.txt"
+    path.write_text("".join(chr(97 + data.hash64(1, i) % 26) + " " * (i % 3) for i in range(4000)))
+    data.load(path)
+    return str(path)
