@@ -210,7 +210,7 @@ def check_batch(args, parts):
 
 def check_files(args):
     """Refuse, before hours of training, a file that can't be written after them."""
-    for name in ("json", "log"):
+    for name in ("json", "log", "trace"):
         path = getattr(args, name, None)
         if path:
             try:

@@ -123,8 +123,11 @@ def configure(args):
             pretrained.Folder(args.init_from, config).check(named)
         if args.export:
             pretrained.write_config(config)
+            os.makedirs(args.export, exist_ok=True)
     except ValueError as e:
         raise Refused(str(e)) from e
+    except OSError as e:
+        raise Refused(f"--export {args.export} can't be written ({e.strerror}): give another folder") from e
     return config
 
 
