@@ -7,12 +7,12 @@ Attention does: a query looks at keys that other ranks hold. Four ways, `--kind`
                   log-sum-exps; the next block is on its way while this one is computed (Liu et al. 2023, arXiv:2310.01889)
     gather        every rank gathers all keys and values (Llama 3, arXiv:2407.21783, section 3.3.2): simplest, holds most
     ulysses       two all-to-alls turn "all heads of some tokens" into "some heads of all tokens", attention is local, one turns
-                  its result back (Jacobs et al. 2023, arXiv:2309.14509). Needs as many heads as ranks
+                  its result back (Jacobs et al. 2023, arXiv:2309.14509). Heads must divide by the ranks
     ring-ulysses  N = R x U: all-to-alls within groups of U, rings of R across (Fang and Zhao 2024, arXiv:2405.07719)
 
 Causal attention on a contiguous split is lopsided: the last rank's queries see everything, the first's next to nothing. So
 (zigzag) the sequence is cut into 2 N chunks, and rank r holds chunks r and 2N - 1 - r. What a rank has to do with the keys of
-rank s is then one kernel call without a mask, and the same work for every s but its own:
+rank s is then one kernel call: without a mask and of the same work for every s but its own, which is causal:
 
     s = r    its own two chunks: causal          chunk   0 1 2 3 4 5 6 7      rank 1 of 4: q and k of chunks 1 and 6
     s < r    all queries x the first chunk       rank    0 1 2 3 3 2 1 0        s = 0: q 1, 6 x k 0     (7 is later than all)
@@ -33,7 +33,8 @@ bytes one of the sums (4 at least):
 
 Grouped queries make C_kv a fraction of C: ring and gather send kv heads alone. The ring hides its traffic if a block of
 attention takes longer than the transfer of its keys and values: 2 B (T/N)^2 C flops at F flop/s (half of the pairs are masked)
-against 2 B (T/N) C_kv e bytes at W byte/s: T/N > (C_kv / C) e F / W. Held: 1/N of all activations, and all weights. For short
+against 2 B (T/N) C_kv e bytes at W byte/s: T/N > (C_kv / C) e F / W. Held: 1/N of all activations, and all weights; with gather all keys and values of every block too. For
+short
 sequences this is the wrong choice: data parallelism sends less, and what does not fit there may with sequence_parallel.py.
 
     torchrun --nproc_per_node=4 context_parallel.py               python context_parallel.py --kind ulysses --family llama
@@ -104,7 +105,7 @@ def attend(q, k, v, causal):
     if q.device.type == "cpu":  # each backend has a kernel of its own that also returns the log-sum-exp
         return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal)
     k, v = (t.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for t in (k, v))
-    if q.dtype in (torch.float16, torch.bfloat16):
+    if flash(q):
         return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal)[:2]
     scores = masked_scores(q, k, causal)  # no flash kernel takes them
     return scores.softmax(-1) @ v, scores.logsumexp(-1)
@@ -117,7 +118,7 @@ def attend_backward(grad, q, k, v, out, lse, causal):
         return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(grad, q, k, v, out, lse, 0.0, causal)
     shape, share = k.shape, q.shape[1] // k.shape[1]
     k, v = (t.repeat_interleave(share, dim=1) for t in (k, v))
-    if q.dtype in (torch.float16, torch.bfloat16):
+    if flash(q):
         n, m, none = q.shape[2], k.shape[2], torch.zeros(2, dtype=torch.uint64, device=q.device)
         op = torch.ops.aten._scaled_dot_product_flash_attention_backward
         dq, dk, dv = op(grad, q, k, v, out, lse, None, None, n, m, 0.0, causal, none, none[0])
@@ -126,6 +127,11 @@ def attend_backward(grad, q, k, v, out, lse, causal):
         ds = p * (grad @ v.transpose(-1, -2) - (grad * out).sum(-1, keepdim=True)) / math.sqrt(q.shape[-1])
         dq, dk, dv = ds @ k, ds.transpose(-1, -2) @ q, p.transpose(-1, -2) @ grad
     return dq, *(t.view(shape[0], shape[1], share, *shape[2:]).sum(2) for t in (dk, dv))
+
+
+def flash(q):
+    """Whether the GPU's flash kernel takes it."""
+    return q.dtype in (torch.float16, torch.bfloat16) and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256
 
 
 def masked_scores(q, k, causal):
@@ -339,7 +345,8 @@ class Ulysses(nn.Module):
 
 
 class SumOver(torch.autograd.Function):
-    """The sum of all ranks' x; each term gets the sum's gradient, which every rank has."""
+    """The sum of all ranks' x. Every rank computes the same loss of it, which counts once: so each term gets the sum's gradient
+    as every rank has it, not summed again."""
 
     @staticmethod
     def forward(ctx, x, group):
@@ -371,8 +378,11 @@ def parallelize(model, group, kind="ring", rings=None, ulysses=None, zigzag=True
 
     group: all ranks. rings, ulysses: for kind "ring-ulysses", this rank's two groups (rank = ring's rank x U + ulysses' rank).
     Gradients of all parameters are partial sums over the group, as in data parallelism. Learned positions: pass those of the
-    padding clamped to what the model knows. Raises ValueError for an unknown kind.
+    padding clamped to what the model knows. A router must get no padding. Raises ValueError for an unknown kind, and for
+    ring-ulysses without its two groups.
     """
+    if kind == "ring-ulysses" and None in (rings, ulysses):
+        raise ValueError("ring-ulysses needs this rank's two groups, rings and ulysses")
     for block in model.blocks.values():
         if kind == "ring":
             block.attn.core = Ring(group, zigzag)
@@ -545,9 +555,9 @@ def demo(run):
         "activations_peak": (c.layers * one, "1/N of one process's"),
     }
     pairs = [work(r, ring, len(where) * ulysses, zigzag) for r in range(ring)]
-    both = [work(r, ring, 2 * ring * ulysses, z) for z in (True, False) for r in (0, ring - 1)]
+    both = [work(r, ring, 2, z) for z in (True, False) for r in (0, ring - 1)]
     notes = [
-        f"{c.context} tokens: {len(where)} a rank, {len(where) * n - c.context} of them padding; r = {n - 1}/{n}",
+        f"{c.context} tokens: {len(where)} a rank, {len(where) * n - c.context} padding in all; r = {n - 1}/{n}",
         f"work of attention, of an even share, by rank of the ring: {' '.join(f'{p * ring / sum(pairs):.0%}' for p in pairs)}",
     ]
     if ring > 1:
@@ -600,10 +610,13 @@ def prefill(run, generate=16):
         whole = prompt
         for token in tokens:
             whole = torch.cat((whole, torch.tensor([[token]], device=run.device)), dim=1)
-        expected = alone(whole[:, :-1])[0, length - 1 :].argmax(-1).tolist()
-        code |= int(tokens != expected)
+        logits = alone(whole[:, :-1])[0, length - 1 :].double()  # with our tokens before each
+        chosen = logits.gather(1, torch.tensor(tokens, device=run.device).unsqueeze(1))
+        behind = (logits.amax(1) - chosen.squeeze(1)).max().item()  # logits that near are equal, to rounding
+        same = behind <= harness.TOLERANCE[args.dtype]["loss"] * logits.abs().max().item()
+        code |= int(not same)
         run.print(
-            "one process generates the same tokens" if tokens == expected else f"one process generates {expected}  <-- differs"
+            "one process generates the same tokens" if same else f"one process prefers others by {behind:.1e}  <-- differs"
         )
     return code
 

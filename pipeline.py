@@ -6,7 +6,7 @@ Backward is the chain rule, cut at the boundary: a stage's input x is a leaf of 
 the gradient that the next stage sends leaves dL/dx in x.grad, to be sent to the stage before. The gradients of micro-batches
 add up, because each loss is divided by the token count of the whole batch.
 
-    1F1B, 4 stages, 8 micro-batches (a row a rank; digits: forward, [digits]: backward, twice as long; dots: the bubble)
+    1F1B, 4 stages, 8 micro-batches (a row a rank; digits: forward, [digits]: backward, twice as long; dots: idle)
 
         0 1 2 3 . . . . . .[0 ]4[1 ]5[2 ]6[3 ]7[4 ] .[5 ] .[6 ] .[7 ]
         . 0 1 2 . . . .[0 ]3[1 ]4[2 ]5[3 ]6[4 ]7[5 ] .[6 ] .[7 ]
@@ -26,8 +26,9 @@ sound, and the same lists give the picture, the bubble and the activations held 
     zb-v         2, in a V       0                                          p
     dualpipev    2, in a V       (p-1) / 2                                  p + 1/2
 
-A rank's bubble is the time it waits between its first and its last action, beside m (F + I + W) of work; F, I, W: forward,
-gradient of the input, gradient of the weights, of all that a rank holds. The zero-bubble schedules split backward: what
+A rank's bubble is the time it waits between its first and its last action, beside m (F + I + W) of work, for m >= 2 p; F, I, W:
+forward, gradient of the input, gradient of the weights, of all that a rank holds. Waits at the ends do not count there: where
+ranks wait for each other at the end of a step (for the norm of all gradients), zb-h2 gains nothing over zb-h1. The zero-bubble schedules split backward: what
 another stage waits for, the input's gradient, comes at once, and the weights' gradients fill the gaps. In a V the second half
 of the stages runs back over the ranks, so the first rank holds both the first and the last stage, and each rank holds as much.
 
@@ -42,8 +43,10 @@ ends. Held: 1/p of the layers, and the activations above. Where the batch does n
 this the wrong choice.
 
 Sends never block (each is kept until done). Activations and gradients have a queue each, for each direction between two
-ranks, and of each queue one receive is posted ahead: at most four buffers. On nccl a queue must be a group of its own: the
-messages of one pair of ranks in one group stand in line, and a gradient could wait for an activation that waits for it.
+ranks, and of each queue one receive is posted ahead: at most four buffers. On nccl messages of one pair of ranks in one group
+stand in line, where a gradient could wait for an activation that waits for it: so a queue's kind and direction have a group
+(groups must be made without device_id=, which would put all pairs of a group in one line), and each queue is opened once, in
+the same order on all ranks, before the first step: opening blocks until both sides do.
 
 Huang et al. 2018, GPipe, arXiv:1811.06965; Narayanan et al. 2021, PipeDream-flush and Megatron-LM (1F1B, interleaved, section
 2.2), arXiv:2006.09503 and 2104.04473; Qi et al. 2023, zero bubble (H1, H2, section 2), arXiv:2401.10241; Qi et al. 2024,
@@ -265,8 +268,8 @@ def forward_only(schedule, microbatches=None):
     return [[a for a in actions if a.kind == "F" and a.microbatch < limit] for actions in schedule]
 
 
-def message(action):
-    """The name of what a forward or backward takes from a neighbour: a whole backward and its first part take the same."""
+def awaited(action):
+    """The name of the message that a forward or backward takes: a whole backward and its first part take the same."""
     return action._replace(kind="F" if action.kind == "F" else "B")
 
 
@@ -286,7 +289,7 @@ def receiver(action, last):
 
 def needs(action, last):
     """What must be done before an action: of its own stage and micro-batch, and of the sender's."""
-    of_neighbour = [message(action)._replace(stage=stage) for stage in [sender(action, last)] if stage is not None]
+    of_neighbour = [awaited(action)._replace(stage=stage) for stage in [sender(action, last)] if stage is not None]
     own = {"F": [], "W": ["B"]}.get(action.kind, ["F"])
     return [action._replace(kind=kind) for kind in own] + of_neighbour
 
@@ -311,8 +314,12 @@ class Deferred(TorchFunctionMode):
     # entries hold them
 
     def linear(self, input, weight, bias=None):
-        if not (input.requires_grad and weight.requires_grad):
-            return F.linear(input, weight, bias)
+        if (
+            not (input.requires_grad and weight.requires_grad)
+            or input.dim() < 2
+            or torch.is_autocast_enabled(input.device.type)
+        ):
+            return F.linear(input, weight, bias)  # nothing to defer, or not as it is done here
         later = lambda x, grad: self.queue.append((weight, weight_gradient, x, grad))  # noqa: E731
         return DeferredLinear.apply(input, weight.detach(), bias, later)
 
@@ -399,18 +406,19 @@ def play(schedule, forward, shape, dtype, device, links, scope=None, record=None
     links: four process groups of the pipeline's ranks: activations to a later rank and to an earlier one, gradients to a
         later rank and to an earlier one (see the top of the file; `make_links` makes them).
     scope(stage, complete): a context for each backward pass; complete=False where the weights' gradients are left for later.
-    record: a list that gets (start, end, action) in seconds, without the time spent waiting for messages.
+    record: a list that gets (start, end, action) in seconds, without the time spent waiting for messages. An accelerator is
+        waited for at each: slower.
     Gradients accumulate in the parameters. Returns the results of the last stage, detached, in the order of the schedule;
     an empty list on the others. A micro-batch's activations are freed as soon as its backward is done.
     """
     rank, owner = dist.get_rank(links[0]), owners(schedule)
     last, actions = len(owner) - 1, schedule[rank]
-    halved = {action[1:] for action in actions if action.kind == "W"}  # micro-batch and stage of backwards in two parts
+    halved = {(a.microbatch, a.stage) for a in actions if a.kind == "W"}  # of backwards in two parts
     queues = {}  # (kind, source): the actions that still await a message of that queue
     for action in actions:
         source = owner.get(sender(action, last), rank)
         if source != rank:
-            queues.setdefault((message(action).kind, source), deque()).append(action)
+            queues.setdefault((awaited(action).kind, source), deque()).append(action)
     incoming, alive, postponed, sends, results = {}, {}, {}, [], []
 
     def link(kind, source, target):
@@ -419,24 +427,24 @@ def play(schedule, forward, shape, dtype, device, links, scope=None, record=None
     def post():
         """Offer a buffer for the next message of each queue, which may come while an action runs."""
         for (kind, source), waiting in queues.items():
-            if waiting and message(waiting[0]) not in incoming:
+            if waiting and awaited(waiting[0]) not in incoming:
                 buffer = torch.empty(shape, dtype=dtype, device=device)
                 work = dist.irecv(buffer, group=link(kind, source, rank), group_src=source)
-                incoming[message(waiting[0])] = buffer, work
+                incoming[awaited(waiting[0])] = buffer, work
 
     def receive(action):
         if sender(action, last) is None:
             return None
-        tensor, work = incoming.pop(message(action))
+        tensor, work = incoming.pop(awaited(action))
         if work is not None:
             work.wait()
-            queues[message(action).kind, owner[sender(action, last)]].popleft()
+            queues[awaited(action).kind, owner[sender(action, last)]].popleft()
         return tensor
 
     def send(action, tensor):
         """An action's result to the rank that needs it."""
         stage = receiver(action, last)
-        sent, target = message(action)._replace(stage=stage), owner[stage]
+        sent, target = awaited(action)._replace(stage=stage), owner[stage]
         if target == rank:
             incoming[sent] = tensor, None
             return
@@ -448,15 +456,17 @@ def play(schedule, forward, shape, dtype, device, links, scope=None, record=None
     def deferred(m, stage):
         return Deferred(postponed[m, stage]) if (m, stage) in halved else contextlib.nullcontext()
 
-    def backward(action):
-        """The pass of autograd for an action."""
+    def backward(action, gradient):
+        """The pass of autograd for an action, given the gradient of its stage's output. Returns the stage's input."""
         kind, m, stage = action
         with scope(stage, kind != "I") if scope else contextlib.nullcontext():
             if kind == "W":
                 return accumulate(postponed.pop((m, stage)))
-            x, y = alive.pop((m, stage))
+            x, y = alive.pop((m, stage), (None, None))
+            if y is None:  # frozen, and the first: no gradient goes anywhere
+                return None
             with deferred(m, stage):  # also here: checkpointed layers run again
-                torch.autograd.backward(y, received)
+                torch.autograd.backward(y, gradient)
         return x
 
     post()
@@ -469,7 +479,8 @@ def play(schedule, forward, shape, dtype, device, links, scope=None, record=None
             x = received
             if x is not None and torch.is_grad_enabled():
                 x.requires_grad_()
-            postponed[m, stage] = []
+            if (m, stage) in halved:
+                postponed[m, stage] = []
             with deferred(m, stage):
                 y = forward(stage, m, x)
             if stage == last:
@@ -477,7 +488,7 @@ def play(schedule, forward, shape, dtype, device, links, scope=None, record=None
             if y.requires_grad:
                 alive[m, stage] = x, y
         else:
-            x = backward(action)
+            x = backward(action, received)
         if record is not None:
             record.append((start, clock(device), action))
         if receiver(action, last) is not None:
@@ -491,13 +502,24 @@ def play(schedule, forward, shape, dtype, device, links, scope=None, record=None
 def clock(device):
     """Seconds, once all that was launched has run: kernels of an accelerator run behind Python's back."""
     if torch.device(device).type != "cpu":
-        torch.accelerator.synchronize()
+        torch.accelerator.current_stream().synchronize()  # not the device: a receive that is posted ahead waits there too
     return time.perf_counter()
 
 
 def make_links(ranks=None):
     """The four groups of `play`. Like dist.new_group: every process must call it, whether among `ranks` or not."""
     return [dist.new_group(ranks) for _ in range(4)]
+
+
+def open_links(schedule, links, device):
+    """A first message through each queue that a schedule needs, in an order that all ranks share."""
+    rank = dist.get_rank(links[0])
+    for kind, source, target in sorted(queues(schedule)):
+        link, one = links[2 * (kind == "B") + (source > target)], torch.zeros(1, device=device)
+        if rank == source:
+            dist.send(one, group=link, group_dst=target)
+        elif rank == target:
+            dist.recv(one, group=link, group_src=source)
 
 
 # --- the model's stages
@@ -565,9 +587,10 @@ class Stages(nn.Module):
     def __init__(self, parts):
         super().__init__()
         self.parts = nn.ModuleDict({str(stage): part for stage, part in parts.items()})
-        ends = [part for part in parts.values() if part.embed is not None], [p for p in parts.values() if p.head is not None]
-        if all(ends) and ends[0][0].config.tied:
-            ends[1][0].head.out.weight = ends[0][0].embed.token.weight
+        first = [part for part in parts.values() if part.embed is not None]
+        final = [part for part in parts.values() if part.head is not None]
+        if first and final and first[0].config.tied:
+            final[0].head.out.weight = first[0].embed.token.weight
 
     def __getitem__(self, stage):
         return self.parts[str(stage)]
@@ -592,6 +615,21 @@ def reduce_tied(parameters):
 # --- what a schedule is worth, without ranks
 
 
+def queues(schedule):
+    """{(kind, source, target): (what is sent, what is awaited), in order} of the messages between ranks."""
+    owner, last = owners(schedule), len(owners(schedule)) - 1
+    found = {}
+    for rank, actions in enumerate(schedule):
+        for a in actions:
+            source, target = owner.get(sender(a, last), rank), owner.get(receiver(a, last), rank)
+            if source != rank:
+                found.setdefault((awaited(a).kind, source, rank), ([], []))[1].append(awaited(a))
+            if target != rank:
+                sent = awaited(a)._replace(stage=receiver(a, last))
+                found.setdefault((awaited(a).kind, rank, target), ([], []))[0].append(sent)
+    return found
+
+
 def check(schedule, microbatches):
     """Raise ValueError where a schedule is unsound: an action missing or twice, a rank that waits for ever, even if every send
     blocked until its receive is posted, or messages of a queue awaited in another order than they are sent."""
@@ -604,27 +642,18 @@ def check(schedule, microbatches):
                 raise ValueError(f"stage {stage} runs micro-batch {wrong[0]} as {' '.join(kinds[wrong[0]]) or 'nothing'}")
         if any(not 0 <= a.microbatch < microbatches or owner[a.stage] != rank for a in actions):
             raise ValueError(f"rank {rank} runs a micro-batch that does not exist, or another rank's stage")
-    queues = {}  # (kind, source, target): what is sent, and what is awaited, in order
-    for rank, actions in enumerate(schedule):
-        for a in actions:
-            source, target = owner.get(sender(a, last), rank), owner.get(receiver(a, last), rank)
-            if source != rank:
-                queues.setdefault((message(a).kind, source, rank), ([], []))[1].append(message(a))
-            if target != rank:
-                sent = message(a)._replace(stage=receiver(a, last))
-                queues.setdefault((message(a).kind, rank, target), ([], []))[0].append(sent)
-    for (kind, source, target), (sent, awaited) in queues.items():
-        if sent != awaited:
+    for (kind, source, target), (sent, expected) in queues(schedule).items():
+        if sent != expected:
             raise ValueError(f"rank {target} awaits {kind} messages of rank {source} in another order than they are sent")
     simulate(schedule)
-    simulate_blocking(schedule, {key: awaited for key, (_, awaited) in queues.items()})
+    simulate_blocking(schedule, {key: expected for key, (_, expected) in queues(schedule).items()})
 
 
-def simulate_blocking(schedule, queues):
+def simulate_blocking(schedule, awaiting):
     """Raise ValueError where a schedule never ends if a send waits until its receive is posted, one ahead in each queue."""
     owner, last = owners(schedule), len(owners(schedule)) - 1
     place, done, arrived, moved = [0] * len(schedule), set(), set(), True
-    sending, waiting = [None] * len(schedule), {key: deque(awaited) for key, awaited in queues.items()}
+    sending, waiting = [None] * len(schedule), {key: deque(expected) for key, expected in awaiting.items()}
     while moved:
         moved = False
         for rank, actions in enumerate(schedule):
@@ -638,16 +667,16 @@ def simulate_blocking(schedule, queues):
                 continue
             action = actions[place[rank]]
             source, target = owner.get(sender(action, last), rank), owner.get(receiver(action, last), rank)
-            if source != rank and message(action) not in arrived:
+            if source != rank and awaited(action) not in arrived:
                 continue
             if source == rank and any(need not in done for need in needs(action, last)):
                 continue
             if source != rank:
-                waiting[message(action).kind, source, rank].popleft()
+                waiting[awaited(action).kind, source, rank].popleft()
             if action.kind != "W":
-                done.add(message(action))
+                done.add(awaited(action))
             if target != rank:
-                sending[rank] = (message(action).kind, rank, target), message(action)._replace(stage=receiver(action, last))
+                sending[rank] = (awaited(action).kind, rank, target), awaited(action)._replace(stage=receiver(action, last))
             place[rank], moved = place[rank] + 1, True
     if any(place[r] < len(row) for r, row in enumerate(schedule)):
         where = ", ".join(f"rank {r} at {at}" for r, at in enumerate(place))
@@ -675,7 +704,7 @@ def simulate(schedule, forward=1.0, input=1.0, weight=1.0, transfer=0.0):
                 start = max([clock[r], *(done[need] + transfer * (owner[need.stage] != r) for need in before)])
                 clock[r] = start + times[action.kind]
                 if action.kind != "W":
-                    done[message(action)] = clock[r]
+                    done[awaited(action)] = clock[r]
                 spans[r].append((start, clock[r], action))
                 place[r], moved = place[r] + 1, True
     if any(place[r] < len(actions) for r, actions in enumerate(schedule)):
@@ -684,7 +713,8 @@ def simulate(schedule, forward=1.0, input=1.0, weight=1.0, transfer=0.0):
 
 
 def utilisation(spans):
-    """The part of the time in which ranks work, from the first action of all to the last; 1 minus it is the bubble."""
+    """The part of the time in which ranks work, from the first action of all to the last; 1 minus it is the idle part of the
+    step, waits at the ends included."""
     makespan = max(row[-1][1] for row in spans) - min(row[0][0] for row in spans)
     return sum(end - start for row in spans for start, end, _ in row) / (len(spans) * makespan)
 
@@ -700,7 +730,7 @@ def in_flight(actions, size=lambda stage: 1):
     of backward, or the sum of their sizes."""
     held = peak = 0
     for action in actions:
-        held += {"F": 1, "I": 0}.get(action.kind, -1) * size(action.stage)
+        held += {"F": 1, "I": 0, "W": -1, "B": -1}[action.kind] * size(action.stage)
         peak = max(peak, held)
     return peak
 
@@ -739,12 +769,13 @@ def timeline(spans, unit=1.0):
 
 def trace(spans):
     """The spans of all ranks in the Trace Event Format, as a dict to write as JSON: open it in Perfetto or chrome://tracing."""
+    begin = min(row[0][0] for row in spans)
     names, events = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}, []
     for rank, row in enumerate(spans):
         events.append({"name": "process_name", "ph": "M", "pid": rank, "args": {"name": f"rank {rank}"}})
         for start, end, (kind, m, stage) in row:
             event = {"name": f"{kind}{m}", "cat": names[kind], "ph": "X", "pid": rank, "tid": stage}
-            times = {"ts": (start - spans[0][0][0]) * 1e6, "dur": (end - start) * 1e6}  # microseconds
+            times = {"ts": (start - begin) * 1e6, "dur": (end - start) * 1e6}  # microseconds
             events.append(event | times | {"args": {"micro-batch": m, "stage": stage, "kind": names[kind]}})
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
@@ -800,7 +831,7 @@ def check_layout(args, config, ranks):
     stages = len(owners(schedule))
     if config.layers < stages:
         most = config.layers // (stages // ranks)
-        hint = f"use at most {most} ranks, fewer stages a rank, or more --layers"
+        hint = f"use at most {most} ranks, " * (most > 0) + "fewer stages a rank, or more --layers"
         raise harness.Refused(f"{config.layers} layers are too few for {stages} pipeline stages: {hint}")
     return schedule
 
@@ -811,6 +842,7 @@ def demo(run):
     owner, links = owners(schedule), make_links()
     last, mine = len(owner) - 1, sorted(stage for stage, r in owners(schedule).items() if r == rank)
     ends = dist.new_group(sorted({owner[0], owner[last]}))
+    open_links(schedule, links, run.device)
     run.groups(down=links[:2], up=links[2:], tied=ends)
     model = run.fill(Stages(split(run.meta_model, len(owner), mine, ends)))
     parameters = list(model.parameters())
@@ -824,7 +856,8 @@ def demo(run):
             tokens, targets, samples = batches[m]
             return model[stage](tokens if x is None else x, targets=targets, count=run.count, samples=samples)
 
-        losses = play(schedule, forward, shape, run.dtype, run.device, links, record=spans)
+        record = spans if step + 1 == args.steps else None
+        losses = play(schedule, forward, shape, run.dtype, run.device, links, record=record)
         reduce_tied(parameters)
         loss = torch.stack(losses).double().sum() if losses else torch.zeros((), dtype=torch.float64, device=run.device)
         run.update(step, model, optimizer, loss, over=[dist.group.WORLD], dealt=[dist.group.WORLD])
@@ -908,7 +941,7 @@ def plot(name, pictures):
 def compare(p, m, chunks=None):
     """Every schedule that exists for p ranks and m micro-batches: the papers' table, from the simulator."""
     print(f"{p} ranks, {m} micro-batches; a rank's forward, input gradient and weight gradient of all its layers take 1 each")
-    print("  schedule      stages   a rank waits, by the paper              utilisation   activations held    sends a rank")
+    print("  schedule      stages   a rank waits: simulated, by the paper   utilisation   activations held    sends a rank")
     for name in SCHEDULES:
         try:
             schedule = make(name, p, m, chunks if name == "interleaved" else None)

@@ -204,6 +204,7 @@ def train(run):
     groups = make_groups(args, schedule)
     tp, dp, cp, pp, links = groups["tp"], groups["dp"], groups["cp"], groups["pp"], groups["down"] + groups["up"]
     run.groups(**groups)
+    pipeline.open_links(schedule, links, run.device)
     copy = dist.get_rank(dp) // args.cp  # which part of the batch is this rank's
 
     if args.init_from:
