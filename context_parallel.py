@@ -33,9 +33,9 @@ bytes one of the sums (4 at least):
 
 Grouped queries make C_kv a fraction of C: ring and gather send kv heads alone. The ring hides its traffic if a block of
 attention takes longer than the transfer of its keys and values: 2 B (T/N)^2 C flops at F flop/s (half of the pairs are masked)
-against 2 B (T/N) C_kv e bytes at W byte/s: T/N > (C_kv / C) e F / W. Held: 1/N of all activations, and all weights; with gather all keys and values of every block too. For
-short
-sequences this is the wrong choice: data parallelism sends less, and what does not fit there may with sequence_parallel.py.
+against 2 B (T/N) C_kv e bytes at W byte/s: T/N > (C_kv / C) e F / W. Held: 1/N of all activations, and all weights; with gather
+all keys and values of every block too. For short sequences this is the wrong choice: data parallelism sends less, and what does
+not fit there may with sequence_parallel.py.
 
     torchrun --nproc_per_node=4 context_parallel.py               python context_parallel.py --kind ulysses --family llama
     python context_parallel.py --prefill 4096                     a long prompt over all ranks, and tokens after it

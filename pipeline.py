@@ -28,9 +28,10 @@ sound, and the same lists give the picture, the bubble and the activations held 
 
 A rank's bubble is the time it waits between its first and its last action, beside m (F + I + W) of work, for m >= 2 p; F, I, W:
 forward, gradient of the input, gradient of the weights, of all that a rank holds. Waits at the ends do not count there: where
-ranks wait for each other at the end of a step (for the norm of all gradients), zb-h2 gains nothing over zb-h1. The zero-bubble schedules split backward: what
-another stage waits for, the input's gradient, comes at once, and the weights' gradients fill the gaps. In a V the second half
-of the stages runs back over the ranks, so the first rank holds both the first and the last stage, and each rank holds as much.
+ranks wait for each other at the end of a step (for the norm of all gradients), zb-h2 gains nothing over zb-h1. The zero-bubble
+schedules split backward: what another stage waits for, the input's gradient, comes at once, and the weights' gradients fill the
+gaps. In a V the second half of the stages runs back over the ranks, so the first rank holds both the first and the last stage,
+and each rank holds as much.
 
 What is deferred, exactly: the weights of F.linear and F.grouped_mm, whoever calls them (`Deferred`). Biases, norms and
 embeddings are a sliver of the work and come with the input's gradient. Nothing is computed twice: what is kept is a linear
@@ -314,12 +315,9 @@ class Deferred(TorchFunctionMode):
     # entries hold them
 
     def linear(self, input, weight, bias=None):
-        if (
-            not (input.requires_grad and weight.requires_grad)
-            or input.dim() < 2
-            or torch.is_autocast_enabled(input.device.type)
-        ):
-            return F.linear(input, weight, bias)  # nothing to defer, or not as it is done here
+        cast = torch.is_autocast_enabled(input.device.type)  # it would cast forward alone
+        if cast or input.dim() < 2 or not (input.requires_grad and weight.requires_grad):
+            return F.linear(input, weight, bias)
         later = lambda x, grad: self.queue.append((weight, weight_gradient, x, grad))  # noqa: E731
         return DeferredLinear.apply(input, weight.detach(), bias, later)
 
@@ -633,7 +631,7 @@ def queues(schedule):
 def check(schedule, microbatches):
     """Raise ValueError where a schedule is unsound: an action missing or twice, a rank that waits for ever, even if every send
     blocked until its receive is posted, or messages of a queue awaited in another order than they are sent."""
-    owner, last = owners(schedule), len(owners(schedule)) - 1
+    owner = owners(schedule)
     for rank, actions in enumerate(schedule):
         for stage in (s for s, r in owner.items() if r == rank):
             kinds = {m: [a.kind for a in actions if a.stage == stage and a.microbatch == m] for m in range(microbatches)}
