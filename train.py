@@ -78,7 +78,7 @@ def flags():
     why = "ZeRO 2, 3: reduce gradients once a step, not each micro-batch. Less is sent, all of them are held"
     g.add_argument("--reduce-once", action="store_true", help=why)
     why = "ZeRO 3: keep gathered weights from forward until backward. A third less is sent, all of them are held"
-    g.add_argument("--keep", action="store_true", help=why)
+    g.add_argument("--keep-gathered", action="store_true", help=why)
     harness.precision_flags(g)
     g = p.add_argument_group("the loop")
     g.add_argument("--min-lr", type=harness.real(0), metavar="X", help="where the cosine ends (default: lr / 10)")
@@ -280,7 +280,7 @@ def data_parallel(run, model, groups):
         param_dtype=harness.DTYPES[args.param_dtype],
         reduce_dtype=harness.DTYPES[args.reduce_dtype],
         reduce_each=not args.reduce_once,
-        reshard=not args.keep,
+        reshard=not args.keep_gathered,
         value=run.initial(model, take),
         device=run.device,
     )

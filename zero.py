@@ -635,7 +635,7 @@ def flags():
     g.add_argument("--stage", type=int, choices=range(4), default=3, help="what is split: see above")
     harness.precision_flags(g)
     g.add_argument("--reduce-once", action="store_true", help="a reduce-scatter a step: less is sent, all gradients are held")
-    g.add_argument("--keep", action="store_true", help="stage 3: keep weights from forward until backward")
+    g.add_argument("--keep-gathered", action="store_true", help="stage 3: keep weights from forward until backward")
     g.add_argument("--offload", action="store_true", help="master weights and optimizer states in the host's memory")
     g.add_argument("--bucket-mb", type=float, default=0.5, metavar="MB", help="size of a bucket, stages 0 to 2")
     g.add_argument("--fit", action="store_true", help="the largest models for 80 GB on 64 ranks, without any memory")
@@ -667,7 +667,7 @@ def demo(run):
         param_dtype=weights,
         reduce_dtype=gradients,
         reduce_each=not args.reduce_once,
-        reshard=not args.keep,
+        reshard=not args.keep_gathered,
         offload=args.offload,
         value=run.initial(model),
         device=run.device,
