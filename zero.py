@@ -440,6 +440,14 @@ class ZeRO:
         for work in works:
             work.wait()
 
+    def reload(self):
+        """After someone filled the masters (a checkpoint): the weights of all ranks follow."""
+        for bucket in self.buckets:
+            if bucket.master is not bucket.shard:
+                bucket.shard.copy_(bucket.master)
+            if self.stage in (1, 2):
+                all_gather(bucket.flat, bucket.shard, group=bucket.group)
+
     # --- stage 3: weights come and go
 
     def _gather(self, unit, wait=False):
