@@ -670,6 +670,7 @@ class Run:
         self.same(self.corpus.digest, "another text", advice)
         self.count = args.batch * self.config.context  # valid targets of the global batch: every window is full
         self.history, self.errors, self.held = [], None, {}
+        self.first = 0  # the step to begin with: another one after a checkpoint
         self.take = lambda full, parameter: full  # the rank's piece of a parameter: fill may know a better one
         self.draw = gpt.draw
         self.ledger = Ledger({"world": dist.group.WORLD})
@@ -732,10 +733,10 @@ class Run:
         """The numbers of the steps. Sets the learning rate before each, lets the ledger watch the second, and holds the run
         against one process after the last that is to be proven."""
         self.restart_clock()
-        for step in range(self.args.steps):
+        for step in range(self.first, self.args.steps):
             for group in optimizer.param_groups:
                 group["lr"] = learning_rate(step, self.args)
-            measured = step == min(1, self.args.steps - 1)
+            measured = step == self.measured
             if measured:
                 self.ledger.watch([t for kind in self.lasting(optimizer).values() for t in kind])
                 self.watching.enter_context(self.ledger)
@@ -784,6 +785,11 @@ class Run:
             optimizer.step()
         self.watching.close()
         self.log(step, loss.item(), norm.item(), optimizer.param_groups[0]["lr"], mfu)
+
+    @property
+    def measured(self):
+        """The step that the ledger watches: the second, or an only one."""
+        return min(self.first + 1, self.args.steps - 1)
 
     @property
     def proven(self):

@@ -3,6 +3,7 @@
     torchrun --nproc_per_node=8 train.py --dp 2 --tp 2 --pp 2        python train.py --dp 2 --tp 2 --pp 2
     python train.py                                                  python train.py --preset gpt2 --dtype bfloat16
     python train.py --dp 2 --cp 2 --tp 2 --pp 2 --ep 4 --experts 8 --sp --zero 1
+    python train.py --dp 2 --out runs/a --save-every 50              python train.py --tp 2 --out runs/a --resume
 
 Rank order, tp innermost, so that tensor parallelism stays inside a node; then cp, dp, pp (here dp 2, tp 2, pp 2 on 8 ranks):
 
@@ -21,12 +22,15 @@ end says how far apart they were (--prove).
 """
 
 import contextlib
+import dataclasses
 import json
 import os
+import tempfile
 
 import torch
 import torch.distributed as dist
 
+import checkpoint
 import context_parallel
 import data
 import ddp
@@ -79,7 +83,7 @@ def flags():
     why = "ZeRO 2, 3: reduce gradients once a step, not each micro-batch. Less is sent, all of them are held"
     g.add_argument("--reduce-once", action="store_true", help=why)
     why = "ZeRO 3: keep gathered weights from forward until backward. A third less is sent, all of them are held"
-    g.add_argument("--keep", action="store_true", help=why)
+    g.add_argument("--keep-gathered", action="store_true", help=why)
     harness.precision_flags(g)
     g = p.add_argument_group("the loop")
     g.add_argument("--min-lr", type=harness.real(0), metavar="X", help="where the cosine ends (default: lr / 10)")
@@ -94,6 +98,11 @@ def flags():
         metavar="X",
         help="of the sample: lower is safer, higher more varied",
     )
+    g.add_argument("--out", metavar="FOLDER", help="where checkpoints go, one at the end at least; see checkpoint.py")
+    g.add_argument("--save-every", **harness.NATURAL, default=0, help="steps between checkpoints; 0 = only at the end")
+    g.add_argument("--keep", **harness.NATURAL, default=3, help="the newest N checkpoints stay; 0 = all")
+    why = "go on from the newest whole checkpoint in --out, whatever layout wrote it"
+    g.add_argument("--resume", action="store_true", help=why)
     why = "compare the first N steps with one process (default: 3 for models below 20M parameters, else 0)"
     g.add_argument("--prove", **harness.NATURAL, help=why)
     why = "a JSON object a line: step, loss, grad_norm, lr, tokens_per_s, in full precision"
@@ -153,6 +162,10 @@ def check(args, config):
     args.reduce_dtype = args.reduce_dtype or args.param_dtype
     if args.min_lr is None:
         args.min_lr = args.lr / 10
+    if (args.save_every or args.resume) and not args.out:
+        raise Refused("--save-every and --resume need --out, the folder of the checkpoints")
+    if args.out:
+        check_out(args)
     if args.wandb and os.environ.get("WANDB_MODE") not in ("offline", "disabled"):
         import wandb
 
@@ -160,6 +173,19 @@ def check(args, config):
             raise Refused("--wandb needs a key: run `wandb login` first, or set WANDB_MODE=offline")
     if args.prove is None:
         args.prove = 3 if config.parameters() < 20e6 else 0
+
+
+def check_out(args):
+    """Refuse, before hours of training, a folder that can't be written after them, or whose checkpoints would be mixed up."""
+    try:
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(args.out)
+        tempfile.TemporaryFile(dir=args.out).close()
+        there = any(os.path.exists(os.path.join(args.out, name, "index.json")) for name in os.listdir(args.out))
+    except OSError as e:
+        raise Refused(f"--out {args.out} can't be written ({e.strerror}): give another folder, in one that exists") from e
+    if there and not args.resume:
+        raise Refused(f"--out {args.out} has checkpoints: --resume goes on from the newest, or give another folder")
 
 
 def cp_shape(args):
@@ -228,6 +254,7 @@ def train(run):
     sync, optimizer = data_parallel(run, model, groups)
     mixtures = [block.mlp for part in parts.values() for block in part.blocks.values() if config.experts]
     describe(run, schedule)
+    saved = resume(run, parts, model, optimizer, groups)
 
     def scope(stage, complete):
         """ZeRO must know which stage's gradients come, and whether all of them do."""
@@ -261,7 +288,7 @@ def train(run):
             for mixture in mixtures:
                 mixture.dispatch.travelled = 0
             losses = play(schedule, batches, run.count)
-            if step == min(1, args.steps - 1):  # the ledger is on
+            if step == run.measured:  # the ledger is on
                 travelled = sum(mixture.dispatch.travelled for mixture in mixtures)
             sync.finish()
             # Of whole parameters the first rank of a group counts; ZeRO's are never whole on two data-parallel ranks
@@ -269,11 +296,16 @@ def train(run):
             run.update(step, model, optimizer, total(losses), over=[dp, pp], split=split, dealt=[pp], mfu=mfu(run))
             gpt.rebalance(model, lambda load: [dist.all_reduce(load, group=g) for g in (dp, tp)[: 1 + args.sp]])
             log(run.history[-1])
+            if args.out:
+                save(run, saved, step + 1, parts, model, optimizer, groups)
             if step + 1 == args.steps or args.eval_every and (step + 1) % args.eval_every == 0:
                 loss = evaluate(run, pipeline.forward_only(schedule), play, total, copy, [dp, pp])
                 run.print(f"validation loss {loss:.4f}")
                 run.restart_clock()
                 log({"step": step + 1, "val_loss": loss})
+    if args.out:
+        with refusing():
+            saved.finish()
     if args.export:
         export(run, model, optimizer, groups)
     if args.sample:
@@ -288,10 +320,8 @@ def data_parallel(run, model, groups):
     args, bucket_bytes, dp = run.args, int(run.args.bucket_mb * 2**20), groups["dp"]
 
     def take(full, parameter):
-        """Experts are dealt out whole, as evenly as can be; tensor parallelism cuts with padding."""
         for dim, group in getattr(parameter, "placement", {"split": {}})["split"].items():
-            cut = expert_parallel.piece if group is groups.get("ep") else tensor_parallel.piece
-            full = cut(full, dim, dist.get_rank(group), dist.get_world_size(group))
+            full = cut(full, dim, group, groups)
         return full
 
     if args.zero == 0 and args.dtype == args.param_dtype == args.reduce_dtype:
@@ -310,11 +340,82 @@ def data_parallel(run, model, groups):
         param_dtype=harness.DTYPES[args.param_dtype],
         reduce_dtype=harness.DTYPES[args.reduce_dtype],
         reduce_each=not args.reduce_once,
-        reshard=not args.keep,
+        reshard=not args.keep_gathered,
         value=run.initial(model, take),
         device=run.device,
     )
     return sharded, sharded
+
+
+def cut(full, dim, group, groups):
+    """This rank's part of a tensor. Experts are dealt out whole, as evenly as can be; tensor parallelism cuts with padding."""
+    piece = expert_parallel.piece if group is groups.get("ep") else tensor_parallel.piece
+    return piece(full, dim, dist.get_rank(group), dist.get_world_size(group))
+
+
+@contextlib.contextmanager
+def refusing():
+    try:
+        yield
+    except checkpoint.CheckpointError as e:
+        raise Refused(str(e)) from e
+
+
+def pieces(run, parts, model, optimizer, groups, states=None):
+    """All that a checkpoint has of this rank: weights, optimizer states, and the routers' biases."""
+    tp, dp = groups["tp"], groups["dp"]
+
+    def extent(size, group):
+        there = cut(torch.arange(1, size + 1), 0, group, groups)  # padding is zero
+        there = there[there > 0].tolist()
+        return (there[0] - 1 if there else 0), len(there)
+
+    def copies(p):
+        placement = getattr(p, "placement", {"split": {}, "partial": []})
+        data = [] if run.args.zero else [placement.get("copies", dp)]
+        return data + placement["partial"] + [tp] * (tp not in placement["split"].values())
+
+    found = checkpoint.pieces_of(model.named(), optimizer, extent, copies, states)
+    first = dist.get_rank(tp) == dist.get_rank(dp) == 0
+    for name, buffer in (pair for part in parts.values() for pair in part.named_buffers()):
+        if name.endswith("choice_bias"):
+            shape = tuple(buffer.shape)
+            found.append(checkpoint.Piece(name, "buffer", buffer, shape, (0,), shape, first))
+    return found
+
+
+def resume(run, parts, model, optimizer, groups):
+    """Go on from the newest whole checkpoint, with --resume; returns who writes further ones, with --out."""
+    args, config = run.args, dataclasses.asdict(run.config)
+    if not args.out:
+        return None
+    kept = {"config": config, "tokenizer": args.tokenizer, "text": run.corpus.digest, "optimizer": args.optimizer}
+    kept |= {"seed": args.seed}
+    if args.resume:
+        with refusing():
+            path, index, passed = checkpoint.newest(args.out, kept, ("dropout", "balance_loss", "z_loss", "bias_rate"))
+            passed = f" (passed over {'; '.join(passed)})" * bool(passed)
+            if path:
+                if index["step"] >= args.steps:
+                    raise Refused(f"{path} has all of --steps {args.steps}: give more of them")
+                checkpoint.load(path, index, pieces(run, parts, model, optimizer, groups, checkpoint.states_in(index)))
+                if isinstance(optimizer, zero.ZeRO):
+                    optimizer.reload()
+                run.first, args.prove = index["step"], 0  # one process would have to begin at step 0
+                run.print(f"resumed from {path}, not compared with one process{passed}")
+            else:
+                run.print(f"no whole checkpoint in {args.out}, starting from the beginning{passed}")
+    layout = {name: getattr(args, name) for name in ("dp", "tp", "pp", "cp", "ep", "sp", "zero", "schedule")}
+    return checkpoint.Checkpoints(args.out, kept | {"layout": layout}, args.keep)
+
+
+def save(run, saved, step, parts, model, optimizer, groups):
+    """Between two steps: give the checkpoint that is written by now its name, and begin the next if it is time."""
+    with refusing():
+        saved.poll()
+        if step == run.args.steps or run.args.save_every and step % run.args.save_every == 0:
+            saved.save(step, pieces(run, parts, model, optimizer, groups))
+            run.restart_clock()
 
 
 def describe(run, schedule):
@@ -439,7 +540,7 @@ def open_log(run):
     args, places = run.args, []
     with contextlib.ExitStack() as stack:
         if args.log and run.rank == 0:
-            file = stack.enter_context(open(args.log, "w"))
+            file = stack.enter_context(open(args.log, "a" if run.first else "w"))
             places.append(lambda row: print(json.dumps(row), file=file, flush=True))
         if args.wandb and run.rank == 0:
             import wandb

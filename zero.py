@@ -441,6 +441,14 @@ class ZeRO:
         for work in works:
             work.wait()
 
+    def reload(self):
+        """After someone filled the masters (a checkpoint): the weights of all ranks follow."""
+        for bucket in self.buckets:
+            if bucket.master is not bucket.shard:
+                bucket.shard.copy_(bucket.master)
+            if self.stage in (1, 2):
+                all_gather(bucket.flat, bucket.shard, group=bucket.group)
+
     # --- stage 3: weights come and go
 
     def _gather(self, unit, wait=False):
@@ -636,7 +644,7 @@ def flags():
     g.add_argument("--stage", type=int, choices=range(4), default=3, help="what is split: see above")
     harness.precision_flags(g)
     g.add_argument("--reduce-once", action="store_true", help="a reduce-scatter a step: less is sent, all gradients are held")
-    g.add_argument("--keep", action="store_true", help="stage 3: keep weights from forward until backward")
+    g.add_argument("--keep-gathered", action="store_true", help="stage 3: keep weights from forward until backward")
     g.add_argument("--offload", action="store_true", help="master weights and optimizer states in the host's memory")
     g.add_argument("--bucket-mb", type=float, default=0.5, metavar="MB", help="size of a bucket, stages 0 to 2")
     g.add_argument("--fit", action="store_true", help="the largest models for 80 GB on 64 ranks, without any memory")
@@ -668,7 +676,7 @@ def demo(run):
         param_dtype=weights,
         reduce_dtype=gradients,
         reduce_each=not args.reduce_once,
-        reshard=not args.keep,
+        reshard=not args.keep_gathered,
         offload=args.offload,
         value=run.initial(model),
         device=run.device,
