@@ -224,11 +224,12 @@ class Checkpoints:
         sync(self.temporary)
         final = os.path.join(self.folder, name_of(self.step))
         if os.path.exists(final):  # one that was passed over, or it would not be written again
+            shutil.rmtree(final + ".old.tmp", ignore_errors=True)
             os.rename(final, final + ".old.tmp")
         os.rename(self.temporary, final)
         sync(self.folder)
         steps = [step for step in map(step_of, os.listdir(self.folder)) if step is not None and step <= self.step]
-        gone = [name_of(step) for step in sorted(steps)[: -self.keep or len(steps)]] if self.keep else []
+        gone = [name_of(step) for step in sorted(steps)[: -self.keep]] if self.keep else []
         gone += [name for name in os.listdir(self.folder) if re.fullmatch(r"step-\d{8,}(\.old)?\.tmp", name)]
         for name in gone:
             shutil.rmtree(os.path.join(self.folder, name), ignore_errors=True)
@@ -323,6 +324,8 @@ def read_index(path, step):
             for kind, t in kinds.items():
                 for piece in t["pieces"]:
                     start, size = piece["start"], piece["size"]
+                    if not isinstance(piece["key"], str) or not isinstance(t["dtype"], str):
+                        raise ValueError(f"its index does not say what {name} is")
                     fits = len(start) == len(size) == len(t["shape"]) and natural([*start, *size, *t["shape"]])
                     if not fits or any(s + n > whole for s, n, whole in zip(start, size, t["shape"])):
                         raise ValueError(f"its index has a piece of {name} that lies outside of it")

@@ -276,8 +276,6 @@ def test_missing_text_on_one_rank(ranks, tmp_path):
     "script, flags",
     [
         ("ddp", "--sync overlapped"),
-        ("tensor_parallel", "--family llama --kv-heads 2"),
-        ("pipeline", "--schedule gpipe"),
         ("train", "--dp 2 --sample 5"),
     ],
 )
