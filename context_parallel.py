@@ -230,12 +230,14 @@ class RingAttention(torch.autograd.Function):
 class Ring(nn.Module):
     """In place of AttentionCore: ring attention over `group`."""
 
+    attention = RingAttention
+
     def __init__(self, group, zigzag=True):
         super().__init__()
         self.group, self.zigzag = group, zigzag
 
     def forward(self, q, k, v):
-        return RingAttention.apply(q, k, v, self.group, self.zigzag)
+        return self.attention.apply(q, k, v, self.group, self.zigzag)
 
 
 # --- gather
@@ -289,15 +291,10 @@ def reduce_scatter(x, group):
     return mine
 
 
-class Gather(nn.Module):
+class Gather(Ring):
     """In place of AttentionCore: attention to gathered keys and values."""
 
-    def __init__(self, group, zigzag=True):
-        super().__init__()
-        self.group, self.zigzag = group, zigzag
-
-    def forward(self, q, k, v):
-        return GatheredAttention.apply(q, k, v, self.group, self.zigzag)
+    attention = GatheredAttention
 
 
 # --- ulysses

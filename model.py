@@ -292,8 +292,8 @@ class Router(nn.Linear):
         logits = super().forward(x)  # (B, T, E)
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         scores = logits.softmax(-1) if c.scores == "softmax" else logits.sigmoid()
-        ranked = (scores.detach() + self.choice_bias).sort(dim=-1, descending=True, stable=True)
-        chosen = ranked.indices[..., : c.top_k]
+        best = (scores.detach() + self.choice_bias).sort(dim=-1, descending=True, stable=True)
+        chosen = best.indices[..., : c.top_k]
         weights = scores.gather(-1, chosen)
         if c.renormalize:
             weights = weights / weights.sum(-1, keepdim=True)
@@ -385,7 +385,7 @@ class MoE(nn.Module):
 def rebalance(model, total=lambda load: None):
     """After each step: move every router's bias by `bias_rate` towards an even load, and count anew.
 
-    total(load) adds up, in place, the loads (E,) of all ranks that hold tokens of this step."""
+    total(load) adds up, in place, the loads (E,) of all who hold tokens of this step."""
     for router in (m for m in model.modules() if isinstance(m, Router)):
         if router.config.bias_rate:
             total(router.load)

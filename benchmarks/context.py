@@ -10,7 +10,7 @@ import warnings
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor.experimental import _attention
+from torch.distributed.tensor.experimental._context_parallel import _attention as templates
 
 import benchmarks
 import collectives
@@ -22,38 +22,12 @@ import model as gpt
 def theirs(group, q, k, v, grad=None):
     """Forward, and with `grad` backward, through PyTorch's templates."""
     op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    out, lse = ring_forward()(group, 2, op, q, k, v, is_causal=True)[:2]
+    out, lse = templates._templated_ring_attention(group, 2, op, q, k, v, is_causal=True)[:2]
     if grad is not None:
         back = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-        ring_backward()(
-            group,
-            2,
-            back,
-            grad_out=grad,
-            grad_out_name="grad_out",
-            query=q,
-            key=k,
-            value=v,
-            out=out,
-            logsumexp=lse,
-            is_causal=True,
-            dropout_p=0.0,
-        )
+        saved = dict(query=q, key=k, value=v, out=out, logsumexp=lse, is_causal=True, dropout_p=0.0)
+        templates._templated_ring_attention_backward(group, 2, back, grad_out=grad, grad_out_name="grad_out", **saved)
     return out
-
-
-def module():
-    return getattr(_attention, "_context_parallel", None) or __import__(
-        "torch.distributed.tensor.experimental._context_parallel._attention", fromlist=["_"]
-    )
-
-
-def ring_forward():
-    return module()._templated_ring_attention
-
-
-def ring_backward():
-    return module()._templated_ring_attention_backward
 
 
 def demo(run):
@@ -75,7 +49,7 @@ def demo(run):
 
     for what, backward in (("forward", False), ("forward and backward", True)):
         for pieces, balanced in (("contiguous", False), ("balanced", True)):
-            module()._cp_options.enable_load_balance = balanced
+            templates._cp_options.enable_load_balance = balanced
             a = functools.partial(ours, backward)
             b = functools.partial(theirs, group, q, k, v, grad if backward else None)
             say(benchmarks.versus(f"{what}, theirs {pieces}", a, b, args.tokens, 1, args.turns, 1.3))
