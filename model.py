@@ -382,12 +382,12 @@ class MoE(nn.Module):
 
 
 @torch.no_grad()
-def rebalance(model, total=lambda load: None):
-    """After each step: move every router's bias by `bias_rate` towards an even load, and count anew.
+def rebalance(model, total=lambda load: None, move=True):
+    """After each step: move every router's bias by `bias_rate` towards an even load (if `move`), and count anew.
 
     total(load) adds up, in place, the loads (E,) of all who hold tokens of this step."""
     for router in (m for m in model.modules() if isinstance(m, Router)):
-        if router.config.bias_rate:
+        if router.config.bias_rate and move:
             total(router.load)
             load = router.load.to(router.choice_bias.dtype)
             router.choice_bias += router.config.bias_rate * (load.mean() - load).sign()

@@ -23,8 +23,11 @@ end says how far apart they were (--prove).
 
 import contextlib
 import dataclasses
+import datetime
+import functools
 import json
 import os
+import signal
 import tempfile
 
 import torch
@@ -101,7 +104,9 @@ def flags():
     g.add_argument("--out", metavar="FOLDER", help="where checkpoints go, one at the end at least; see checkpoint.py")
     g.add_argument("--save-every", **harness.NATURAL, default=0, help="steps between checkpoints; 0 = only at the end")
     g.add_argument("--keep", **harness.NATURAL, default=3, help="the newest N checkpoints stay; 0 = all")
-    why = "go on from the newest whole checkpoint in --out, whatever layout wrote it"
+    why = "leave out up to N steps whose loss or gradient is not finite; without it the first such step ends the run"
+    g.add_argument("--skip-nan", **harness.NATURAL, default=0, help=why)
+    why = "go on from the newest whole checkpoint in --out, whatever layout wrote it (torchrun's restarts do so by themselves)"
     g.add_argument("--resume", action="store_true", help=why)
     why = "compare the first N steps with one process (default: 3 for models below 20M parameters, else 0)"
     g.add_argument("--prove", **harness.NATURAL, help=why)
@@ -162,6 +167,8 @@ def check(args, config):
     args.reduce_dtype = args.reduce_dtype or args.param_dtype
     if args.min_lr is None:
         args.min_lr = args.lr / 10
+    if args.out and int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)):
+        args.resume = True
     if (args.save_every or args.resume) and not args.out:
         raise Refused("--save-every and --resume need --out, the folder of the checkpoints")
     if args.out:
@@ -213,9 +220,11 @@ def make_groups(args, schedule):
     owner = pipeline.owners(schedule)
     tied = torch.tensor([[row[owner[0]], row[owner[len(owner) - 1]]] for row in pp.tolist()])
 
+    timeout = datetime.timedelta(seconds=args.timeout)
+
     def mine(rows):
         """Of the groups of all rows, in the last dimension, the one that this rank is in, or None."""
-        made = [(dist.new_group(sorted(set(row))), row) for row in rows.flatten(0, -2).tolist()]
+        made = [(dist.new_group(sorted(set(row)), timeout), row) for row in rows.flatten(0, -2).tolist()]
         return next((group for group, row in made if dist.get_rank() in row), None)
 
     groups = {"tp": mine(ranks), "dp": mine(dp), "cp": mine(cp.flatten(3)), "pp": mine(pp), "tied": mine(tied)}
@@ -281,23 +290,36 @@ def train(run):
         zero = torch.zeros((), dtype=torch.float64, device=run.device)
         return sum((loss.double() for loss in losses), zero)
 
-    with open_log(run) as log:
+    def passes(batches):
+        """Forward and backward of a step: complete gradients, and the losses that the last stage has."""
+        sync.zero_grad()
+        for mixture in mixtures:
+            mixture.dispatch.travelled = 0
+        losses = play(schedule, batches, run.count)
+        sync.finish()
+        return losses
+
+    told = []  # to stop: preemption sends SIGTERM, and some seconds later SIGKILL
+    if args.out:
+        signal.signal(signal.SIGTERM, lambda *_: told.append(signal.SIGTERM))
+    # Of whole parameters the first rank of a group counts; ZeRO's are never whole on two data-parallel ranks
+    split = [tp, groups["ep"]] if args.ep > 1 and not args.zero else [tp]
+    with open_log(run) as log, finishing(saved):
         for step in run.steps(optimizer):
-            sync.zero_grad()
             batches = run.microbatches(step, copy, args.dp)
-            for mixture in mixtures:
-                mixture.dispatch.travelled = 0
-            losses = play(schedule, batches, run.count)
+            losses = passes(batches)
             if step == run.measured:  # the ledger is on
                 travelled = sum(mixture.dispatch.travelled for mixture in mixtures)
-            sync.finish()
-            # Of whole parameters the first rank of a group counts; ZeRO's are never whole on two data-parallel ranks
-            split = [tp, groups["ep"]] if args.ep > 1 and not args.zero else [tp]
-            run.update(step, model, optimizer, total(losses), over=[dp, pp], split=split, dealt=[pp], mfu=mfu(run))
-            gpt.rebalance(model, lambda load: [dist.all_reduce(load, group=g) for g in (dp, tp)[: 1 + args.sp]])
+            blame = functools.partial(culprit, model, lambda: passes(batches))
+            over = dict(over=[dp, pp], split=split, dealt=[pp])
+            taken = run.update(step, model, optimizer, total(losses), **over, mfu=mfu(run), culprit=blame)
+            gpt.rebalance(model, lambda load: [dist.all_reduce(load, group=g) for g in (dp, tp)[: 1 + args.sp]], taken)
             log(run.history[-1])
+            stop = args.out and run.any(told)
             if args.out:
-                save(run, saved, step + 1, parts, model, optimizer, groups)
+                save(run, saved, step + 1, parts, model, optimizer, groups, stop)
+            if stop:
+                break
             if step + 1 == args.steps or args.eval_every and (step + 1) % args.eval_every == 0:
                 loss = evaluate(run, pipeline.forward_only(schedule), play, total, copy, [dp, pp])
                 run.print(f"validation loss {loss:.4f}")
@@ -306,6 +328,9 @@ def train(run):
     if args.out:
         with refusing():
             saved.finish()
+    if args.out and stop:
+        run.print(f"stopped by SIGTERM: step {step + 1} is saved in {args.out}, --resume goes on from it")
+        return 0
     if args.export:
         export(run, model, optimizer, groups)
     if args.sample:
@@ -409,13 +434,55 @@ def resume(run, parts, model, optimizer, groups):
     return checkpoint.Checkpoints(args.out, kept | {"layout": layout}, args.keep)
 
 
-def save(run, saved, step, parts, model, optimizer, groups):
-    """Between two steps: give the checkpoint that is written by now its name, and begin the next if it is time."""
-    with refusing():
-        saved.poll()
-        if step == run.args.steps or run.args.save_every and step % run.args.save_every == 0:
-            saved.save(step, pieces(run, parts, model, optimizer, groups))
-            run.restart_clock()
+def save(run, saved, step, parts, model, optimizer, groups, now):
+    """Between two steps: give the checkpoint that is written by now its name, and begin the next if it is time, or `now`. One
+    that can't be written does not end the run, unless it is the last: the disk may have room for the next."""
+    last = now or step == run.args.steps
+
+    def attempt(work, needed=False):
+        try:
+            work()
+        except checkpoint.CheckpointError as e:
+            if needed:
+                raise Refused(str(e)) from e
+            if run.rank == 0:
+                harness.say(f"{e}; the run goes on")
+
+    attempt(saved.poll)
+    if last or run.args.save_every and step % run.args.save_every == 0:
+        attempt(saved.finish)
+        attempt(lambda: saved.save(step, pieces(run, parts, model, optimizer, groups)), needed=last)
+        run.restart_clock()
+
+
+@contextlib.contextmanager
+def finishing(saved):
+    """Where the run refuses to go on, the checkpoint that is being written is still finished."""
+    try:
+        yield
+    except Refused:
+        if saved:
+            with contextlib.suppress(checkpoint.CheckpointError):
+                saved.finish()
+        raise
+
+
+def culprit(model, passes):
+    """The first of this rank's parameters, in the order of backward, whose gradient is not finite, before it is added to other
+    ranks': passes() plays the step's forward and backward again to see. Returns (name or None, where it is)."""
+    found = []
+
+    def watch(name, where):
+        return lambda gradient: None if gradient.isfinite().all() else found.append((name, where))
+
+    watching = []
+    for stage, part in model.parts.items():
+        named = [(name, p) for name, p in part.named_parameters() if p.requires_grad]
+        watching += [p.register_hook(watch(name, f", stage {stage}")) for name, p in named]
+    passes()
+    for handle in watching:
+        handle.remove()
+    return found[0] if found else (None, "")
 
 
 def describe(run, schedule):
