@@ -223,6 +223,8 @@ def two_hosts():
     for i, host in enumerate(hosts):
         lines += [f"ip netns add {host}", f"ip link set {host}0 netns {host}", f"ip -n {host} link set lo up"]
         lines += [f"ip -n {host} addr add 10.77.0.{i + 1}/24 dev {host}0", f"ip -n {host} link set {host}0 up"]
+    clear = "ip netns del hosta 2>/dev/null; ip netns del hostb 2>/dev/null; ip link del hosta0 2>/dev/null"
+    subprocess.run(clear, shell=True)
     subprocess.run(" && ".join(lines), shell=True, check=True)
     started = []
 
@@ -242,7 +244,7 @@ def two_hosts():
     for process in started:
         process.kill()
         process.communicate()
-    subprocess.run("ip netns del hosta; ip netns del hostb", shell=True)
+    subprocess.run(clear, shell=True)
 
 
 def test_two_hosts_and_a_cut_link(text, tmp_path, two_hosts):
@@ -259,7 +261,8 @@ def test_two_hosts_and_a_cut_link(text, tmp_path, two_hosts):
         return sent()
 
     # Tensor parallelism stays on its host: the link carries data parallelism's all-reduces, 2 ranks' of half the weights
-    each = (until(60) - until(20)) / 40
+    before = until(20)
+    each = (until(60) - before) / 40
     with torch.device("meta"):
         config = harness.configure(train.flags().parse_args(SMALL))
     half = 2 * train.tensor_parallel.parameters_held(config, 2, 3, True, True) * 8
