@@ -405,6 +405,7 @@ def run_rank(demo, args, rank, world, connect, make):
         dist.init_process_group(args.backend, store=store, rank=rank, world_size=world, timeout=timeout)
         code = demo(make(args, rank, world, device)) or 0
         dist.barrier()  # nobody leaves while others still talk to it
+        dist.destroy_process_group()
     except Refused as e:
         code = refuse(e, rank)
     except KeyboardInterrupt:
@@ -413,8 +414,6 @@ def run_rank(demo, args, rank, world, connect, make):
         code = 141
     except Exception as e:
         code = failed(e, rank, world, store, timeout, forked=connect is not join)
-    with contextlib.suppress(Exception):
-        dist.destroy_process_group()
     return code
 
 
@@ -444,21 +443,30 @@ def roll_call(store, rank, world, wait=1.5):
     found = []
 
     def call():
-        with contextlib.suppress(Exception):
-            found.append(store.add("roll", 1) == 1)
-            store.set(f"here{rank}", here(rank))
-            missing, deadline = set(range(world)), time.monotonic() + wait
-            while missing and time.monotonic() < deadline:
-                missing = {r for r in missing if not store.check([f"here{r}"])}
-                time.sleep(0.05)
-            read = lambda key: store.get(key).decode() if store.check([key]) else "?"  # noqa: E731
-            found.append({r: read(f"here{r}") for r in range(world) if r not in missing})
-            found.append({r: read(f"host{r}") for r in sorted(missing)})
+        found.append(store.add("roll", 1) == 1)
+        store.set(f"here{rank}", here(rank))
+        missing, deadline = set(range(world)), time.monotonic() + wait
+        while missing and time.monotonic() < deadline:
+            missing = {r for r in missing if not store.check([f"here{r}"])}
+            time.sleep(0.05)
+        read = lambda key: store.get(key).decode() if store.check([key]) else "?"  # noqa: E731
+        found.append({r: read(f"here{r}") for r in range(world) if r not in missing})
+        found.append({r: read(f"host{r}") for r in sorted(missing)})
 
-    thread = threading.Thread(target=call, daemon=True)  # a store behind a cut link never returns
-    thread.start()
-    thread.join(wait + 0.5)
+    within(wait + 0.5, call)
     return found if len(found) == 3 else None
+
+
+def within(seconds, work):
+    """Do something that may fail, or never return, as a store behind a cut link."""
+
+    def attempt():
+        with contextlib.suppress(Exception):
+            work()
+
+    thread = threading.Thread(target=attempt, daemon=True)
+    thread.start()
+    thread.join(seconds)
 
 
 def failed(error, rank, world, store, timeout, forked):
@@ -470,10 +478,9 @@ def failed(error, rank, world, store, timeout, forked):
     if not isinstance(error, (RuntimeError, ConnectionError)) or not (late or lost):
         print(f"rank {rank} failed:\n" + "".join(traceback.format_exception(error)), file=sys.stderr, flush=True)
         return 1
-    with contextlib.suppress(Exception):
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun ends the survivors: not before they have spoken
-        store.set(f"here{rank}", here(rank))
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun ends the survivors: not before they have spoken
     if forked and not late:
+        within(1, lambda: store.set(f"here{rank}", here(rank)))
         return LOST  # the process that forked the ranks saw who died
     answers = roll_call(store, rank, world)
     if answers is None:
