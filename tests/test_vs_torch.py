@@ -39,4 +39,3 @@ def test_a_wrong_gradient_gets_none(ranks, monkeypatch, name, plant):
     plant(monkeypatch)
     for text, equal in ranks(2, line, name):
         assert not equal and "differs, with sgd" in text and " .. " not in text
-
