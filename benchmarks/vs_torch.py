@@ -477,12 +477,16 @@ def main():
         args.device = args.device or "auto"
         harness.launch(demo, args, run=collectives.Rank)
     gpus, codes = torch.cuda.device_count(), []
+    if args.device == "cuda" and gpus < (args.nproc or 1):
+        raise harness.Refused(f"--device cuda needs {args.nproc or 1} GPUs and there are {gpus} here: use --device cpu")
     devices = [args.device] if args.device else ["cpu", "cuda"] if gpus else ["cpu"]
     for device in devices:
         for n in [args.nproc] if args.nproc else [n for n in (2, 4) if device == "cpu" or n <= gpus]:
+            flags = ["--device", device, "--steps", str(args.steps), "--turns", str(args.turns)]
+            flags += ["--only", *args.only] if args.only else []
             # CUDA does not survive a fork: there torchrun starts the ranks
             torchrun = ["torch.distributed.run", "--standalone", f"--nproc_per_node={n}", "-m"] if device == "cuda" else []
-            flags = [*sys.argv[1:], "--nproc", str(n), "--device", device]
+            flags += ["--nproc", str(n)] if device == "cpu" else []
             codes.append(subprocess.call([sys.executable, "-m", *torchrun, "benchmarks.vs_torch", *flags]))
     if "cuda" in devices and not args.only and not args.nproc:
         codes.append(one_gpu())
