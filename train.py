@@ -84,6 +84,8 @@ def flags():
     g.add_argument("--reduce-once", action="store_true", help=why)
     why = "ZeRO 3: keep gathered weights from forward until backward. A third less is sent, all of them are held"
     g.add_argument("--keep-gathered", action="store_true", help=why)
+    why = "hold less of each block until backward, which runs it again: norms and activation functions, or all of it"
+    g.add_argument("--recompute", choices=["none", "selective", "block"], default="none", help=why)
     harness.precision_flags(g)
     g = p.add_argument_group("the loop")
     g.add_argument("--min-lr", type=harness.real(0), metavar="X", help="where the cosine ends (default: lr / 10)")
@@ -250,6 +252,7 @@ def train(run):
             context_parallel.parallelize(part, cp, args.cp_kind, groups.get("ring"), groups.get("ulysses"))
         if args.ep > 1:
             expert_parallel.parallelize(part, groups["ep"], None, args.expert_chunks, groups["copies"])
+        gpt.recompute(part, args.recompute)
     model = pipeline.Stages(parts)
     sync, optimizer = data_parallel(run, model, groups)
     mixtures = [block.mlp for part in parts.values() for block in part.blocks.values() if config.experts]
@@ -560,6 +563,7 @@ def receipt(run, model, optimizer, schedule, mine, groups, travelled):
     tokens = rows * length
     scalar = 8  # loss and squared norm are summed as one float64 each
     moments, notes = 2 * (args.optimizer == "adamw") * master, []
+    forwards = 1 + (args.recompute == "block")  # of a block's: the second sends again what the first did
 
     # Parameters, of which data-parallel ranks hold copies, and experts, of which fewer ranks do
     sizes = {"dp": tensor_parallel.parameters_held(config, args.tp, *here, experts=0), "copies": 0}
@@ -586,14 +590,14 @@ def receipt(run, model, optimizer, schedule, mine, groups, travelled):
         states[2] -= optimizer.padding() * moments
         notes = [f"ZeRO: gathered weights at the peak {optimizer.gathered_peak:,} bytes"] * (args.zero == 3)
     if args.ep > 1:
-        counts = sum(blocks.values()) * args.microbatches * (config.experts - experts) * args.expert_chunks * 8
-        size = 2 * travelled * config.width * e + counts
-        sent["all_to_all", "ep"] = (size, "2 (rows out + rows in) C e, and the counts")
+        counts = forwards * sum(blocks.values()) * args.microbatches * (config.experts - experts) * args.expert_chunks * 8
+        size = (forwards + 1) * travelled // forwards * config.width * e + counts
+        sent["all_to_all", "ep"] = (size, f"{forwards + 1} (rows out + rows in) C e, and the counts")
         if not args.zero:
             sent["all_reduce", "ep"] = (ddp.bytes_sent(scalar, args.ep), "the norm")
     if args.cp > 1:
         heads = config.heads // args.tp, config.kv_heads // args.tp, config.width // config.heads
-        size = context_parallel.bytes_sent(args.cp_kind, *cp_shape(args), rows, length, *heads, e)
+        size = context_parallel.bytes_sent(args.cp_kind, *cp_shape(args), rows, length, *heads, e, forwards)
         for operation, amount in size.items():
             group = {"send": "ring", "all_to_all": "ulysses"}.get(operation) if "ring" in groups else "cp"
             gloo = operation == "reduce_scatter" and dist.get_backend(tp) == "gloo"
@@ -603,24 +607,26 @@ def receipt(run, model, optimizer, schedule, mine, groups, travelled):
                     f"{args.cp_kind}: see context_parallel.py",
                 )
         if config.experts and config.balance_loss:
-            sums = here[0] * rows * (2 * config.experts + 1) * max(e, 4)
+            sums = forwards * here[0] * rows * (2 * config.experts + 1) * max(e, 4)
             sent["all_reduce", "cp"] = (ddp.bytes_sent(sums, args.cp), "the routers' sums over sequences")
     each = length
     if args.sp:
         each = -(-each // args.tp)
         keep = not args.gather_again
-        size = sequence_parallel.bytes_sent(config, args.tp, rows, length, e, *here, keep)
-        sent["all_gather", "tp"] = (size["all_gather"], f"{4 if keep else 6} r b T C e a block, and both ends")
+        size = sequence_parallel.bytes_sent(config, args.tp, rows, length, e, *here, keep, args.recompute)
+        more = "" if args.recompute == "none" else ", more to recompute,"
+        sent["all_gather", "tp"] = (size["all_gather"], f"{4 if keep else 6} r b T C e a block{more} and both ends")
         scatter = "all_to_all" if dist.get_backend(tp) == "gloo" else "reduce_scatter"
-        sent[scatter, "tp"] = (size["reduce_scatter"], "4 r b T C e a block, and both ends")
+        sent[scatter, "tp"] = (size["reduce_scatter"], f"4 r b T C e a block{more} and both ends")
         partial = sequence_parallel.partial_parameters(config, *here)
         if isinstance(optimizer, zero.ZeRO):
             partial = sum(b.length for b in optimizer.buckets if tp in b.partial)
         size = size["all_reduce"] + ddp.bytes_sent(partial * reduced + scalar, args.tp)
         sent["all_reduce", "tp"] = (size, "the loss; the norms' gradients")
     else:
-        size = tensor_parallel.bytes_sent(config, args.tp, tokens, e, *here)
-        sent["all_reduce", "tp"] = (size + ddp.bytes_sent(scalar, args.tp), "8 r b T C e a block, and both ends")
+        size = tensor_parallel.bytes_sent(config, args.tp, tokens, e, *here, args.recompute)
+        times = 8 + 2 * (forwards - 1) * tensor_parallel.sent_again(config)
+        sent["all_reduce", "tp"] = (size + ddp.bytes_sent(scalar, args.tp), f"{times} r b T C e a block, and both ends")
     for name, step in (("down", 1), ("up", -1)):
         away = sum(owner.get(stage + step, rank) != rank for stage in mine)
         sent["send", name] = (away * rows * each * config.width * e, "b T C e a micro-batch and boundary")
@@ -630,10 +636,15 @@ def receipt(run, model, optimizer, schedule, mine, groups, travelled):
         sent["all_reduce", "tied"] = (ddp.bytes_sent(part * reduced, 2), "V/t C e, the tied matrix")
     flying = pipeline.in_flight(schedule[rank], blocks.get)
     piece = rows // args.microbatches
-    activations = flying * harness.activation_bytes(config, piece, e, args.tp) * length / config.context
-    if args.sp:
-        kept = (not args.gather_again) * (args.tp - 1) * 2 * piece * length * config.width * e
-        activations = flying * (harness.activation_bytes(config, piece, e) * length / config.context + kept) / args.tp
+
+    def of_block(recompute):
+        size = harness.activation_bytes(config, piece, e, 1 if args.sp else args.tp, recompute) * length / config.context
+        if not args.sp:
+            return size
+        gathered = {"none": 2, "selective": bool(config.experts) or config.mlp == "swiglu", "block": 0}[recompute]
+        return (size + (not args.gather_again) * gathered * (args.tp - 1) * piece * length * config.width * e) / args.tp
+
+    activations = flying * of_block(args.recompute) + (of_block("none") if args.recompute == "block" else 0)
     texts = [f"P e{' / dp' * (args.zero >= least)}" for least in (3, 2, 1)]
     held = dict(zip(("parameters", "gradients", "optimizer"), zip(states, texts)))
     held["activations_peak"] = activations, "blocks x micro-batches in flight, without the head"
@@ -642,6 +653,7 @@ def receipt(run, model, optimizer, schedule, mine, groups, travelled):
         layout |= {"schedule": args.schedule, "microbatches": args.microbatches}
     layout |= {"zero": args.zero} if args.zero else {}
     layout |= {"sp": args.tp} if args.sp else {}
+    layout |= {"recompute": args.recompute} if args.recompute != "none" else {}
     layout |= {"ep": args.ep} if args.ep > 1 else {}
     layout |= {"cp": args.cp, "cp-kind": args.cp_kind} if args.cp > 1 else {}
     return run.receipt(layout, sent, held, notes)
