@@ -188,6 +188,14 @@ def recompute(model, kind):
             module.run = parts
 
 
+def compile_blocks(model):
+    """Have torch.compile fuse what it can of each block. Where it can't follow (a split backward) it breaks off, and goes on
+    behind. A mixture's shapes are other ones each step: not for those."""
+    torch._dynamo.config.allow_unspec_int_on_nn_module = True  # or dropout's site would have each layer compiled anew
+    for block in model.blocks.values():
+        block.run = torch.compile(once)
+
+
 class Dropout(nn.Module):
     """Zeroes each element of x (B, T, C) with probability p and scales the rest by 1 / (1 - p).
 
@@ -456,8 +464,12 @@ class Block(nn.Module):
         self.attn_drop = Dropout(config.dropout, 2 * layer + 1)
         self.mlp_norm, self.mlp = make_norm(config), MoE(config) if config.experts else MLP(config)
         self.mlp_drop = Dropout(config.dropout, 2 * layer + 2)
+        self.run = once
 
     def forward(self, x, rope=None, key=None, count=None):
+        return self.run(self.layer, x, rope, key, count)
+
+    def layer(self, x, rope, key, count):
         x = x + self.attn_drop(self.attn(x, rope, self.attn_norm), key)
         return x + self.mlp_drop(self.mlp(x, count, self.mlp_norm), key)
 

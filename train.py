@@ -25,6 +25,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import shutil
 import tempfile
 
 import torch
@@ -86,6 +87,8 @@ def flags():
     g.add_argument("--keep-gathered", action="store_true", help=why)
     why = "hold less of each block until backward, which runs it again: norms and activation functions, or all of it"
     g.add_argument("--recompute", choices=["none", "selective", "block"], default="none", help=why)
+    why = "torch.compile each block: slow to start (and needs a C++ compiler), faster then"
+    g.add_argument("--compile", action="store_true", help=why)
     harness.precision_flags(g)
     g = p.add_argument_group("the loop")
     g.add_argument("--min-lr", type=harness.real(0), metavar="X", help="where the cosine ends (default: lr / 10)")
@@ -175,6 +178,10 @@ def check(args, config):
             raise Refused("--wandb needs a key: run `wandb login` first, or set WANDB_MODE=offline")
     if args.prove is None:
         args.prove = 3 if config.parameters() < 20e6 else 0
+    if args.compile and not any(map(shutil.which, (os.environ.get("CXX", "g++"), "g++", "clang++"))):
+        raise Refused("--compile needs a C++ compiler: install g++, or leave --compile out")
+    if args.compile and config.experts:
+        raise Refused("--compile does not go with --experts, whose rows are other ones each step: leave one of them out")
 
 
 def check_out(args):
@@ -253,6 +260,8 @@ def train(run):
         if args.ep > 1:
             expert_parallel.parallelize(part, groups["ep"], None, args.expert_chunks, groups["copies"])
         gpt.recompute(part, args.recompute)
+        if args.compile:
+            gpt.compile_blocks(part)
     model = pipeline.Stages(parts)
     sync, optimizer = data_parallel(run, model, groups)
     mixtures = [block.mlp for part in parts.values() for block in part.blocks.values() if config.experts]

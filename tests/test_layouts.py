@@ -1,5 +1,7 @@
 """One curve: train.py in any layout against one process, and the bugs that its checks must catch."""
 
+import shutil
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -174,6 +176,18 @@ def test_recomputation_shrinks_the_peak(ranks, text, variant):
         assert 1 < held["bytes"] / held["formula_bytes"] < 1.6
         peaks.append(held["bytes"])
     assert peaks[1] < 0.8 * peaks[0] and peaks[2] < 0.5 * peaks[0]
+
+
+@pytest.mark.skipif(not shutil.which("g++"), reason="torch.compile needs a C++ compiler")
+def test_compiled_blocks(ranks, text, monkeypatch, tmp_path):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    args = arguments(text, "--layers 1 --zero 3 --compile")
+
+    def work(rank):
+        code, _ = run_layout(rank, args)
+        return code, torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
+
+    assert ranks(1, work) == [(0, True)]
 
 
 @pytest.mark.parametrize(
