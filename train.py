@@ -21,10 +21,12 @@ flags give the same run on one process and on any number, to rounding; the first
 end says how far apart they were (--prove).
 """
 
+import argparse
 import contextlib
 import dataclasses
 import json
 import os
+import re
 import shutil
 import tempfile
 
@@ -112,11 +114,23 @@ def flags():
     g.add_argument("--prove", **harness.NATURAL, help=why)
     why = "a JSON object a line: step, loss, grad_norm, lr, tokens_per_s, in full precision"
     g.add_argument("--log", metavar="FILE", help=why)
+    why = "trace these steps with torch.profiler, all ranks: for ui.perfetto.dev"
+    g.add_argument("--profile", type=span, metavar="A-B", help=why)
+    g.add_argument("--profile-to", metavar="FOLDER", help="where the traces go: one file a rank, and all.json with all of them")
     why = "start from a Hugging Face folder of a GPT-2, Llama or Mixtral model, in any layout"
     g.add_argument("--init-from", metavar="FOLDER", help=why)
     g.add_argument("--export", metavar="FOLDER", help="write the model at the end as a folder that transformers loads")
     g.add_argument("--wandb", metavar="PROJECT", help="log to this Weights & Biases project too")
     return p
+
+
+def span(text):
+    """An argument type: "5-7" or "5", steps counted from 1, as a pair."""
+    found = re.fullmatch(r"([1-9]\d*)(?:-([1-9]\d*))?", text)
+    first, last = (int(n) for n in (found[1], found[2] or found[1])) if found else (1, 0)
+    if last < first:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a step or a range of steps, such as 5-7")
+    return first, last
 
 
 def main():
@@ -171,6 +185,16 @@ def check(args, config):
         raise Refused("--save-every and --resume need --out, the folder of the checkpoints")
     if args.out:
         check_out(args)
+    if bool(args.profile) != bool(args.profile_to):
+        raise Refused("--profile (which steps) and --profile-to (which folder) need each other: give both")
+    if args.profile and args.profile[1] > args.steps:
+        raise Refused(f"--profile goes to step {args.profile[1]}, beyond --steps {args.steps}: choose earlier ones")
+    if args.profile:
+        try:
+            os.makedirs(args.profile_to, exist_ok=True)
+            tempfile.TemporaryFile(dir=args.profile_to).close()
+        except OSError as e:
+            raise Refused(f"--profile-to {args.profile_to} can't be written ({e.strerror}): give another folder") from e
     if args.wandb and os.environ.get("WANDB_MODE") not in ("offline", "disabled"):
         import wandb
 
@@ -294,7 +318,7 @@ def train(run):
         return sum((loss.double() for loss in losses), zero)
 
     with open_log(run) as log:
-        for step in run.steps(optimizer):
+        for step in profiled(run, run.steps(optimizer)):
             sync.zero_grad()
             batches = run.microbatches(step, copy, args.dp)
             for mixture in mixtures:
@@ -544,6 +568,51 @@ def place(whole, parameter, flat, groups):
         whole = whole.narrow(dim, ends[rank], ends[rank + 1] - ends[rank])
         local = local.narrow(dim, 0, ends[rank + 1] - ends[rank])
     whole.copy_(local)
+
+
+def profiled(run, steps):
+    """The steps, with torch.profiler on during those of --profile. Each rank writes what it saw, under its rank as process
+    number; on one time axis, so that rank 0 can put all files that it finds into one. What is compared with one process after a
+    step is in it too: --prove 0 leaves that out."""
+    args = run.args
+    first, last = args.profile or (0, 0)
+    if args.profile and first <= run.first:
+        raise Refused(f"--profile begins with step {first}, and the run goes on with step {run.first + 1}: choose later ones")
+    profiler = torch.profiler.profile()
+    for step in steps:
+        if step + 1 == first:
+            profiler.start()
+        yield step
+        if step + 1 == last:
+            profiler.stop()
+            write_trace(run, profiler)
+            run.restart_clock()
+
+
+def write_trace(run, profiler):
+    folder, rank = run.args.profile_to, run.rank
+    path = os.path.join(folder, f"rank{rank}.json")
+    profiler.export_chrome_trace(path)
+    with open(path) as f:
+        trace = json.load(f)
+    events = [e for e in trace["traceEvents"] if type(e.get("pid")) is int and not e["name"].startswith("process_")]
+    for e in events:
+        e["pid"] = rank
+        if "id" in e:  # arrows from one event to another: of this rank
+            e["id"] = f"{rank}.{e['id']}"
+    name = {"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}}
+    trace["traceEvents"] = [name, *events]
+    with open(path, "w") as f:
+        json.dump(trace, f)
+    dist.barrier()
+    if rank == 0:
+        for other in range(1, run.world):
+            if os.path.exists(path := os.path.join(folder, f"rank{other}.json")):  # else it is on another machine
+                with open(path) as f:
+                    trace["traceEvents"] += json.load(f)["traceEvents"]
+        with open(os.path.join(folder, "all.json"), "w") as f:
+            json.dump(trace, f)
+        run.print(f"traces of steps {'-'.join(map(str, run.args.profile))}: {os.path.join(folder, 'all.json')}")
 
 
 @contextlib.contextmanager
