@@ -23,6 +23,7 @@ end says how far apart they were (--prove).
 
 import argparse
 import contextlib
+import csv
 import dataclasses
 import json
 import os
@@ -112,8 +113,9 @@ def flags():
     g.add_argument("--resume", action="store_true", help=why)
     why = "compare the first N steps with one process (default: 3 for models below 20M parameters, else 0)"
     g.add_argument("--prove", **harness.NATURAL, help=why)
-    why = "a JSON object a line: step, loss, grad_norm, lr, tokens_per_s, in full precision"
+    why = "a JSON object a line, or of a FILE.csv a row: step, loss, grad_norm, lr, tokens_per_s, in full precision"
     g.add_argument("--log", metavar="FILE", help=why)
+    harness.plot_flag(g, "the loss over the steps, with --resume also over those in --log")
     why = "trace these steps with torch.profiler, all ranks: for ui.perfetto.dev"
     g.add_argument("--profile", type=span, metavar="A-B", help=why)
     g.add_argument("--profile-to", metavar="FOLDER", help="where the traces go: one file a rank, and all.json with all of them")
@@ -185,6 +187,7 @@ def check(args, config):
         raise Refused("--save-every and --resume need --out, the folder of the checkpoints")
     if args.out:
         check_out(args)
+    harness.check_plot(args)
     if bool(args.profile) != bool(args.profile_to):
         raise Refused("--profile (which steps) and --profile-to (which folder) need each other: give both")
     if args.profile and args.profile[1] > args.steps:
@@ -615,20 +618,59 @@ def write_trace(run, profiler):
         run.print(f"traces of steps {'-'.join(map(str, run.args.profile))}: {os.path.join(folder, 'all.json')}")
 
 
+COLUMNS = ["step", "loss", "grad_norm", "lr", "tokens_per_s", "mfu", "val_loss"]  # of --log FILE.csv
+
+
+def read_log(path):
+    """The rows of a --log file, as dicts. A line that a crash cut short is passed over."""
+    with open(path, newline="") as file:
+        lines = csv.DictReader(file) if path.endswith(".csv") else file
+        for line in lines:
+            with contextlib.suppress(ValueError):
+                if path.endswith(".csv"):
+                    yield {key: (int if key == "step" else float)(text) for key, text in line.items() if key and text}
+                else:
+                    yield json.loads(line)
+
+
 @contextlib.contextmanager
 def open_log(run):
-    """Gives a function that writes a dict to --log and --wandb; on rank 0 only."""
-    args, places = run.args, []
+    """Gives a function that writes a dict to --log and --wandb, and at the end to --plot; on rank 0 only."""
+    args, places, rows = run.args, [], []
     with contextlib.ExitStack() as stack:
         if args.log and run.rank == 0:
-            file = stack.enter_context(open(args.log, "a" if run.first else "w"))
-            places.append(lambda row: print(json.dumps(row), file=file, flush=True))
+            if run.first:
+                rows += [row for row in read_log(args.log) if row.get("step", run.first + 1) <= run.first]
+            file = stack.enter_context(open(args.log, "a" if run.first else "w", newline=""))
+            if args.log.endswith(".csv"):
+                table = csv.DictWriter(file, COLUMNS, extrasaction="ignore")
+                if file.tell() == 0:
+                    table.writeheader()
+                places.append(lambda row: (table.writerow(row), file.flush()))
+            else:
+                places.append(lambda row: print(json.dumps(row), file=file, flush=True))
         if args.wandb and run.rank == 0:
             import wandb
 
             tracker = stack.enter_context(wandb.init(project=args.wandb, config=vars(args)))
             places.append(lambda row: tracker.log(row, step=row["step"]))
+        if args.plot and run.rank == 0:
+            places.append(rows.append)
         yield lambda row: [write(row) for write in places]
+    if args.plot and run.rank == 0:
+        plot(rows, args.plot)
+
+
+def plot(rows, name):
+    """The loss of each step, and those of validations, of rows as in --log."""
+    pyplot = harness.pyplot()
+    figure, axes = pyplot.subplots(figsize=(7, 4))
+    for kind, label, style in (("loss", "loss", "-"), ("val_loss", "validation loss", "o-")):
+        known = {row["step"]: row[kind] for row in rows if kind in row}
+        axes.plot(list(known), list(known.values()), style, label=label, linewidth=1, markersize=4)
+    axes.set(xlabel="step", ylabel="loss")
+    axes.legend()
+    harness.save(figure, name)
 
 
 def receipt(run, model, optimizer, schedule, mine, groups, travelled):

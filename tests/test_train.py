@@ -1,11 +1,13 @@
 """What train.py does beside training: traces, logs, pictures, samples."""
 
+import csv
 import json
 
 import pytest
 from test_layouts import arguments, run_layout
 
 import harness
+import train
 
 SHORT = "--layers 2 --prove 0"
 
@@ -34,3 +36,34 @@ def test_traces_of_all_ranks_fit_together(ranks, text, tmp_path):
 def test_profile_is_refused(text, flags):
     with pytest.raises(harness.Refused):
         arguments(text, flags)
+
+
+@pytest.mark.parametrize("kind", ["csv", "jsonl"])
+def test_log_and_plot_go_on_after_a_resume(ranks, text, tmp_path, kind):
+    pytest.importorskip("matplotlib")
+    log, picture = tmp_path / f"log.{kind}", tmp_path / "loss"
+    flags = f"--out {tmp_path / 'out'} --log {log} --plot {picture} --eval-every 2 --lr 0.01 --min-lr 0.01"
+    first = run(ranks, text, f"--steps 3 {flags}")["steps"]
+    rows = list(train.read_log(str(log)))
+    assert [row for row in rows if "loss" in row] == first  # in full precision
+    assert [(row["step"], row["val_loss"] > 0) for row in rows if "val_loss" in row] == [(2, True), (3, True)]
+    assert picture.with_suffix(".png").exists() and picture.with_suffix(".svg").exists()
+    with open(log, "a") as f:  # steps that a crash made the run forget, and one that it cut short
+        f.write("4,9.0,9.0,0.01,1.0,,\n5,9." if kind == "csv" else '{"step": 4, "loss": 9.0}\n{"step": 5, "lo')
+        f.write("\n")
+    drawn = []
+
+    def resumed():
+        train.plot = lambda rows, name: drawn.extend(row["loss"] for row in rows if "loss" in row)
+
+    def work(rank, args):
+        code, receipt = run_layout(rank, args, resumed)
+        return code, receipt["steps"], drawn
+
+    [(code, then, seen)] = ranks(1, work, arguments(text, f"{SHORT} --steps 5 --resume {flags}"))
+    assert code == 0 and [row["step"] for row in then] == [4, 5]
+    assert seen == [row["loss"] for row in first + then]
+    if kind == "csv":
+        with open(log, newline="") as f:
+            lines = list(csv.reader(f))
+        assert lines[0] == train.COLUMNS and lines.count(train.COLUMNS) == 1 and {len(line) for line in lines} == {2, 7}
