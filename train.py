@@ -98,6 +98,8 @@ def flags():
     g.add_argument("--eval-every", **harness.NATURAL, default=100, help="steps between validations; 0 = only at the end")
     g.add_argument("--eval-batches", **n, default=4, help="global batches that a validation takes")
     g.add_argument("--sample", **harness.NATURAL, default=200, help="tokens to generate at the end; 0 = none")
+    why = "train nothing: a sample of the newest whole checkpoint in --out, or of --init-from, whatever layout wrote it"
+    g.add_argument("--only-sample", action="store_true", help=why)
     g.add_argument("--prompt", default="\n", help="what the sample starts with")
     g.add_argument(
         "--temperature",
@@ -185,7 +187,9 @@ def check(args, config):
         args.min_lr = args.lr / 10
     if (args.save_every or args.resume) and not args.out:
         raise Refused("--save-every and --resume need --out, the folder of the checkpoints")
-    if args.out:
+    if args.only_sample and not (args.sample and (args.out or args.init_from)):
+        raise Refused("--only-sample needs weights, from --out with a checkpoint or from --init-from, and a --sample above 0")
+    if args.out and not args.only_sample:
         check_out(args)
     harness.check_plot(args)
     if bool(args.profile) != bool(args.profile_to):
@@ -294,6 +298,8 @@ def train(run):
     mixtures = [block.mlp for part in parts.values() for block in part.blocks.values() if config.experts]
     describe(run, schedule)
     saved = resume(run, parts, model, optimizer, groups)
+    if args.only_sample:
+        run.first = args.steps  # none is left
 
     def scope(stage, complete):
         """ZeRO must know which stage's gradients come, and whether all of them do."""
@@ -350,7 +356,7 @@ def train(run):
     if args.sample:
         text = generate(run, pipeline.forward_only(schedule, 1), owner[len(owner) - 1], play, groups)
         run.print(f"\nsample:\n{text}")
-    return receipt(run, model, optimizer, schedule, mine, groups, travelled)
+    return 0 if args.only_sample else receipt(run, model, optimizer, schedule, mine, groups, travelled)
 
 
 def data_parallel(run, model, groups):
@@ -428,20 +434,25 @@ def resume(run, parts, model, optimizer, groups):
     args, config = run.args, dataclasses.asdict(run.config)
     if not args.out:
         return None
-    kept = {"config": config, "tokenizer": args.tokenizer, "text": run.corpus.digest, "optimizer": args.optimizer}
-    kept |= {"seed": args.seed}
-    if args.resume:
+    kept = {"config": config, "tokenizer": args.tokenizer}
+    if not args.only_sample:
+        kept |= {"text": run.corpus.digest, "optimizer": args.optimizer, "seed": args.seed}
+    if args.resume or args.only_sample:
         with refusing():
             path, index, passed = checkpoint.newest(args.out, kept, ("dropout", "balance_loss", "z_loss", "bias_rate"))
             passed = f" (passed over {'; '.join(passed)})" * bool(passed)
             if path:
-                if index["step"] >= args.steps:
-                    raise Refused(f"{path} has all of --steps {args.steps}: give more of them")
-                checkpoint.load(path, index, pieces(run, parts, model, optimizer, groups, checkpoint.states_in(index)))
+                if index["step"] >= args.steps and not args.only_sample:
+                    raise Refused(f"{path} has all of --steps {args.steps}: give more of them, or --only-sample")
+                states = None if args.only_sample else checkpoint.states_in(index)
+                checkpoint.load(path, index, pieces(run, parts, model, optimizer, groups, states))
                 if isinstance(optimizer, zero.ZeRO):
                     optimizer.reload()
                 run.first, args.prove = index["step"], 0  # one process would have to begin at step 0
-                run.print(f"resumed from {path}, not compared with one process{passed}")
+                compared = "" if args.only_sample else ", not compared with one process"
+                run.print(f"resumed from {path}{compared}{passed}")
+            elif args.only_sample and not args.init_from:
+                raise Refused(f"--only-sample: there is no whole checkpoint in {args.out}{passed}; give another --out")
             else:
                 run.print(f"no whole checkpoint in {args.out}, starting from the beginning{passed}")
     layout = {name: getattr(args, name) for name in ("dp", "tp", "pp", "cp", "ep", "sp", "zero", "schedule")}

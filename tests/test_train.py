@@ -67,3 +67,32 @@ def test_log_and_plot_go_on_after_a_resume(ranks, text, tmp_path, kind):
         with open(log, newline="") as f:
             lines = list(csv.reader(f))
         assert lines[0] == train.COLUMNS and lines.count(train.COLUMNS) == 1 and {len(line) for line in lines} == {2, 7}
+
+
+def test_only_a_sample_is_the_same_in_every_layout(ranks, text, tmp_path, capfd):
+    out, said, files = tmp_path / "out", [], []
+    only = [f"--only-sample {flags}" for flags in ("--dp 1", "--tp 2 --pp 2", "--dp 2 --zero 3", "--optimizer sgd --steps 1")]
+    for flags in ("--dp 2 --zero 1 --steps 2 --lr 0.1", *only):
+        args = arguments(text, f"{SHORT} --family llama --kv-heads 2 --sample 12 --out {out} {flags}")
+        args.prompt, args.quiet = "a b", False
+        assert {code for code, _ in ranks(args.dp * args.tp * args.pp, run_layout, args)} == {0}
+        lines = capfd.readouterr().out.splitlines()
+        start = lines.index("sample:")
+        said.append(lines[start : start + 2])
+        files.append(sorted(out.rglob("*")))
+        if args.only_sample:
+            assert any("step-00000002" in line for line in lines)
+            assert not any(line.startswith(("step ", "receipt")) for line in lines)
+    assert said[1:] == said[:-1] and len(said[0][1]) > 12
+    assert files[1:] == files[:-1]
+
+
+@pytest.mark.parametrize("flags", ["", "--out x --sample 0", "--out nowhere"])
+def test_a_sample_of_nothing_is_refused(ranks, text, flags):
+    def work(rank):
+        with pytest.raises(harness.Refused) as refused:
+            run_layout(rank, arguments(text, f"{SHORT} --only-sample --sample 5 {flags}"))
+        return str(refused.value)
+
+    [said] = ranks(1, work)
+    assert "no whole checkpoint in nowhere" in said if "nowhere" in flags else "needs weights" in said
