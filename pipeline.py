@@ -463,8 +463,11 @@ def play(schedule, forward, shape, dtype, device, links, scope=None, record=None
             x, y = alive.pop((m, stage), (None, None))
             if y is None:  # frozen, and the first: no gradient goes anywhere
                 return None
+            gradient = torch.ones_like(y) if gradient is None else gradient
             with deferred(m, stage):  # also here: checkpointed layers run again
-                torch.autograd.backward(y, gradient)
+                # torch.autograd.backward's own call: itself it is a function that a mode may replace, and switches the mode off
+                run = torch.autograd.Variable._execution_engine.run_backward
+                run((y,), (gradient,), False, False, (), allow_unreachable=True, accumulate_grad=True)
         return x
 
     post()
