@@ -178,8 +178,7 @@ def recompute(model, kind):
     Korthikanti et al. 2022 (section 5) recompute the scores of attention; a flash kernel has none to keep, so here it is
     what lies between. Each part that runs again ends with the product that takes its result: backward needs that product's
     input, not its output, and stops there. So nothing is multiplied twice, nor sent. A norm before two products stays (SwiGLU,
-    a mixture's router and experts), or the first would be. (A schedule that splits backward, see pipeline.py, keeps inputs
-    in its own way: behind the product, which so does run again.)
+    a mixture's router and experts), or the first would be.
     """
     whole, parts = {"none": (once, once), "selective": (once, twice), "block": (twice, once)}[kind]
     model.run = whole
