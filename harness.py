@@ -11,6 +11,7 @@ import contextlib
 import ctypes
 import datetime
 import hashlib
+import importlib
 import importlib.util
 import json
 import math
@@ -302,6 +303,7 @@ def start_ranks(work, world, patience=1.5, notice=30.0):
     fork = sys.platform == "linux" and not torch.cuda.device_count()
     if fork:
         torch.set_num_threads(1)
+        importlib.import_module("torch._dynamo")  # optimizers import it at their first step: once, not in every rank
     ranks, codes, deadline, interrupted, told = {}, {}, None, False, []
     for rank in range(world):
         if fork:
