@@ -75,7 +75,7 @@ def test_boxes():
             assert torch.cat(parts).tolist() == list(range(a, b)) and len(parts) <= 2 * len(shape) or shape == ()
 
 
-CHAINS = {
+LAYOUTS = {
     "gpt2": [
         "--dp 2 --zero 1",
         "--tp 2 --pp 2 --microbatches 2",
@@ -83,7 +83,7 @@ CHAINS = {
         "--cp 2 --pp 2 --schedule 1f1b --microbatches 2",
         "--dp 1",
         "--pp 2 --schedule zb-v --dp 2 --zero 3 --microbatches 3",
-        "--tp 4 --hidden 126",
+        "--tp 4",
     ],
     "moe": [
         "--dp 2 --ep 2",
@@ -93,25 +93,26 @@ CHAINS = {
         "--dp 1",
     ],
 }
-CHAINS["gpt2"] = [flags if "--hidden" in flags else flags + " --hidden 126" for flags in CHAINS["gpt2"]]  # 4 ranks: padding
-EXTRA = {"gpt2": "", "moe": " --bias-rate 0.01"}
+EXTRA = {"gpt2": " --hidden 126", "moe": " --bias-rate 0.01"}  # 126 does not divide by 4
 
 
-@pytest.mark.parametrize("variant", list(CHAINS))
-def test_chain_of_layouts_is_one_undisturbed_run(ranks, text, tmp_path, variant):
-    chain, flags = CHAINS[variant], VARIANTS[variant] + EXTRA[variant]
-    one = "--hidden 126" if variant == "gpt2" else ""
-    code, alone = layout(ranks, text, f"{flags} {one} --steps {2 * len(chain)}", tmp_path / "one")
+@pytest.mark.parametrize("variant", LAYOUTS)
+def test_every_pair_of_layouts_is_one_undisturbed_run(ranks, text, tmp_path, variant):
+    """A run of which each step is another layout's: a walk that takes every step from one layout to another once."""
+    layouts, flags = LAYOUTS[variant], VARIANTS[variant] + EXTRA[variant]
+    walk = [x for pair in itertools.combinations(range(len(layouts)), 2) for x in pair] + [0]
+    assert len(set(zip(walk, walk[1:]))) == len(walk) - 1 == len(layouts) * (len(layouts) - 1)
+    code, alone = layout(ranks, text, f"{flags} --steps {len(walk)}", tmp_path / "one")
     assert code == 0
     joined = []
-    for i, each in enumerate(chain):
+    for i, each in enumerate(walk):
         resume = "--resume" * (i > 0)
-        code, steps = layout(ranks, text, f"{flags} {each} --steps {2 * i + 2} {resume}", tmp_path / "chain")
-        assert code == 0 and len(steps) == 2
+        code, steps = layout(ranks, text, f"{flags} {layouts[each]} --steps {i + 1} {resume}", tmp_path / "walk")
+        assert code == 0 and len(steps) == 1
         joined += steps
     same_steps(alone, joined)
-    last = f"step-{2 * len(chain):08d}"
-    same_tensors(whole(tmp_path / "one" / last), whole(tmp_path / "chain" / last))
+    last = f"step-{len(walk):08d}"
+    same_tensors(whole(tmp_path / "one" / last), whole(tmp_path / "walk" / last))
     kinds = {kind for _, kind in whole(tmp_path / "one" / last)}
     assert kinds >= {"weight", "exp_avg", "exp_avg_sq", "step"} and ("buffer" in kinds) == (variant == "moe")
 
