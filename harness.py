@@ -299,10 +299,9 @@ def start_ranks(work, world, patience=1.5, notice=30.0):
         os.environ.setdefault(variable, loopback)
     sys.stdout.flush()
     sys.stderr.flush()
-    # CUDA does not survive a fork, nor do some systems' libraries, nor does a thread pool
-    fork = sys.platform == "linux" and not torch.cuda.device_count()
+    fork = can_fork()
     if fork:
-        torch.set_num_threads(1)
+        torch.set_num_threads(1)  # a thread pool does not survive it
         importlib.import_module("torch._dynamo")  # optimizers import it at their first step: once, not in every rank
     ranks, codes, deadline, interrupted, told = {}, {}, None, False, []
     for rank in range(world):
@@ -357,6 +356,11 @@ def start_ranks(work, world, patience=1.5, notice=30.0):
     if failures == {LOST}:
         say("the ranks lost each other; the run ends")
     return 2 if 2 in failures else int(bool(failures))
+
+
+def can_fork():
+    """CUDA does not survive a fork, nor do the libraries of other systems."""
+    return sys.platform == "linux" and not torch.cuda.device_count()
 
 
 LOST = 75  # exit code of a rank whose peer went away: the peer, or who started it, has something to tell

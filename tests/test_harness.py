@@ -369,6 +369,18 @@ def test_a_failing_rank_is_named_once():
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 1
 
 
+def test_ranks_that_are_not_forked():
+    """As on GPUs: fresh processes, which find each other by a file."""
+    lines = "import sys, harness, train; harness.can_fork = lambda: False; sys.argv = sys.argv[1:]; harness.script(train.main)"
+    flags = [str(ROOT / "train.py"), *SMALL, "--dp", "2", "--sample", "0"]
+    for more, code, words in ([], 0, "proven"), (["--lr", "1e30"], 1, "is no finite number"):
+        done = subprocess.run(
+            [sys.executable, "-c", lines, *flags, *more], cwd=ROOT, capture_output=True, text=True, timeout=90
+        )
+        assert done.returncode == code and words in done.stdout + done.stderr, done.stderr
+        assert len(done.stderr.splitlines()) == 1 + code
+
+
 def test_a_finished_job_exits_with_zero():
     for _ in range(3):
         code, out, err = end(start("ddp", *SMALL, "--nproc", "2", "--quiet"))
