@@ -858,8 +858,7 @@ def demo(run):
         ("send", "down"): (away[1] * args.microbatches * one, "m b T C e, each boundary to another rank"),
         ("send", "up"): (away[-1] * args.microbatches * one, "m b T C e, each boundary to another rank"),
     }
-    alone = config.tied and len({0, last} & set(mine)) == 1
-    if alone:
+    if config.tied and last and len({0, last} & set(mine)) == 1:
         sent["all_reduce", "tied"] = (config.vocab * config.width * run.dtype.itemsize, "V C e, first and last stage")
     states = 2 if args.optimizer == "adamw" else 0
     whole, layers = run.meta_model(), stage_layers(config, len(owner))

@@ -369,6 +369,19 @@ def test_a_failing_rank_is_named_once():
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 1
 
 
+SCRIPTS = "ddp zero tensor_parallel sequence_parallel pipeline context_parallel expert_parallel train".split()
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_every_technique_on_one_rank(script):
+    sys.stdout.flush()
+    pid = os.fork()
+    if pid == 0:
+        sys.argv = [script, *SMALL, "--nproc", "1", "--dtype", "float64", "--quiet"]
+        harness.script(__import__(script).main)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+
+
 def test_ranks_that_are_not_forked():
     """As on GPUs: fresh processes, which find each other by a file."""
     lines = "import sys, harness, train; harness.can_fork = lambda: False; sys.argv = sys.argv[1:]; harness.script(train.main)"
