@@ -31,6 +31,7 @@ import torch
 import torch.distributed as dist
 
 import checkpoint
+import collectives
 import context_parallel
 import data
 import ddp
@@ -111,11 +112,32 @@ def flags():
     g.add_argument("--init-from", metavar="FOLDER", help=why)
     g.add_argument("--export", metavar="FOLDER", help="write the model at the end as a folder that transformers loads")
     g.add_argument("--wandb", metavar="PROJECT", help="log to this Weights & Biases project too")
+    g = p.add_argument_group("without running (see dryrun.py)")
+    why = "play one step of some ranks without memory or network: what they hold, send and, on a described cluster, take"
+    g.add_argument("--dry-run", action="store_true", help=why)
+    why = "which: numbers, or first, middle, last, all of the stages (default: all, of more than 4 first,middle,last)"
+    g.add_argument("--ranks", metavar="LIST", help=why)
+    why = "h100, h200, a100, b200, or NAME=80GB,989TFLOP/s,3.35TB/s: memory, dense bf16 rate, memory bandwidth"
+    g.add_argument("--gpu", default="h100", metavar="NAME", help=why)
+    g.add_argument("--nodes-of", **n, default=8, help="devices in a node")
+    speed = collectives.quantity(collectives.SPEED, "50GB/s")
+    why = "bandwidth of a device's link inside its node, one way (default: %(default)s)"
+    g.add_argument("--intra", type=speed, default="450GB/s", metavar="SPEED", help=why)
+    why = "bandwidth of a device's link to other nodes, one way (default: %(default)s)"
+    g.add_argument("--inter", type=speed, default="50GB/s", metavar="SPEED", help=why)
+    g.add_argument("--tokens", type=harness.real(0), metavar="X", help="how many days that many tokens take, such as 15e12")
+    g.add_argument("--gpus", **n, help="devices for --plan (default: those of the layout)")
+    g.add_argument("--plan", action="store_true", help="search the layouts that fit, and say why each loses to the best")
+    harness.plot_flag(g, "with --dry-run: draw step time and MFU of 8 to 16,384 devices, more of them by --dp")
     return p
 
 
 def main():
     args = flags().parse_args()
+    if args.dry_run or args.plan:
+        import dryrun
+
+        return dryrun.main(args)
     config = configure(args)
     check(args, config)
     harness.launch(train, args, needed=args.dp * args.cp * args.tp * args.pp)
@@ -274,7 +296,7 @@ def train(run):
 
         t, dtype = len(where), harness.DTYPES[args.param_dtype]
         shape = (len(batches[0][0]), -(-t // args.tp) if args.sp else t, config.width)
-        return pipeline.play(schedule, forward, shape, dtype, run.device, links, scope)
+        return pipeline.play(schedule, forward, shape, dtype, run.device, links, scope, run.record)
 
     def total(losses):
         """The sum of some losses, of which the last stage has all and the others none."""

@@ -1,0 +1,461 @@
+"""Dry run: what a training run of any size would hold, send and take, from the training code itself, on one process.
+
+`train.train` runs unchanged, as chosen ranks of a job of any size, on fake tensors and a fake process group: shapes, dtypes and
+storages, but no memory, no network and no values. The ledger that a real run's receipt is made of counts here too: bytes held
+and sent are those of a real run, by construction, and tests hold ten layouts against real ones to the byte.
+
+    run.groups(...)    from here on tensors are fake (FakeTensorMode); the groups were made for real, by a fake backend
+    a value is read    .item() gives 1; experts' all-to-alls get sizes instead, as if routing were even
+    each operation     the ledger counts bytes; the meter counts FLOPs, and seconds of a device and of links as described
+    pipeline.play      notes when each action began and ended, by the meter's clock
+
+Time of an operation: max(FLOPs / peak, bytes in and out / memory bandwidth); of a collective on n ranks: alpha log2 n + beta
+times what a ring algorithm sends, on the slowest link between its ranks. An action takes max(its computing, its asynchronous
+messages) + the messages that it waits for: what the code starts with async_op overlaps with the action that starts it, no
+more. (So does a ring's next block of keys.) pipeline.simulate plays the schedule with these times, on all stages; then comes
+what follows the last action: gradients still on their way, the norm, the optimizer, ZeRO's new weights.
+
+One constant makes these rates real: EFFICIENCY, the part of a data sheet's figure that large operations reach. It is the same
+for all devices, operations and links, and fitted to nothing here. Operations are taken as the code launches them: none fused.
+Not in it: the time to launch a kernel, allocators' waste, buffers of nccl, the CUDA context; stragglers, failures, power limits;
+kernels that differ by device (attention is the CPU's: alike in what it keeps, with grouped keys as they are).
+
+MFU counts model FLOPs as PaLM does (6 N_matmul + 12 L T C a token, no discount for causality; nothing for recomputation); the
+FLOPs of a stage are those of its operations, a causal attention's as half.
+
+    python train.py --preset llama3-405b --dp 64 --cp 2 --tp 8 --pp 16 --zero 1 --sp --batch 1024 --dry-run
+    python train.py --preset llama3-70b --gpus 512 --batch 512 --plan             the ten best layouts, and why each loses
+    python train.py --preset llama3-8b --dp 8 --zero 1 --batch 64 --dry-run --plot docs/scaling
+    python -m benchmarks.published                                                beside what others measured
+
+Llama 3, arXiv:2407.21783; PaLM, arXiv:2204.02311, appendix B; Hockney 1994 (alpha, beta).
+"""
+
+import contextlib
+import copy
+import math
+import os
+import types
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from typing import NamedTuple
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
+
+import expert_parallel
+import harness
+import pipeline
+from harness import Refused
+
+# Large bf16 products reach 80% of an H100's data sheet, 86% of an A100's (S. Bekman, ml-engineering, "Maximum Achievable Matmul
+# FLOPS"); nccl's large all-reduces about 80% of NVLink's (360 of 450 GB/s, nccl-tests)
+EFFICIENCY = 0.8
+ALPHA = {"intra": 2e-6, "inter": 5e-6}  # seconds a message
+
+
+class Device(NamedTuple):
+    memory: float  # bytes
+    flops: float  # FLOP/s of dense bf16 products
+    bandwidth: float  # bytes/s of its memory
+
+
+# The makers' data sheets, SXM modules; a DGX B200 has 1,440 GB for its 8
+DEVICES = {
+    "a100": Device(80e9, 312e12, 2.039e12),
+    "h100": Device(80e9, 989e12, 3.35e12),
+    "h200": Device(141e9, 989e12, 4.8e12),
+    "b200": Device(180e9, 2250e12, 8e12),
+}
+
+
+class Cluster(NamedTuple):
+    device: Device
+    node: int  # devices in a node
+    intra: float  # bytes/s of a device's link inside its node, one way
+    inter: float  # to other nodes
+
+    def link(self, ranks):
+        """(seconds a message, bytes/s) between some ranks. Those of a node share out what crosses to others among their links."""
+        nodes = len({rank // self.node for rank in ranks})
+        if nodes == 1:
+            return ALPHA["intra"], self.intra * EFFICIENCY
+        return ALPHA["inter"], min(self.intra, self.inter * len(ranks) / nodes) * EFFICIENCY
+
+
+class Part(NamedTuple):
+    """Seconds of computing, of messages beside it, and of messages that are waited for."""
+
+    compute: float = 0.0
+    beside: float = 0.0
+    waited: float = 0.0
+
+    @property
+    def seconds(self):
+        return max(self.compute, self.beside) + self.waited
+
+
+class Meter(TorchDispatchMode):
+    """While it is on, gives every operation its time and counts FLOPs; whoever reads a value gets a 1.
+
+    names: {name of a group: what it is called}, as the ledger has them. `parts`: a Part for each span between two calls of
+    `clock`; `flops`; `message`: bytes of the largest message between stages."""
+
+    def __init__(self, cluster, names, one_chunk=True):
+        super().__init__()
+        self.cluster, self.names, self.one_chunk = cluster, names, one_chunk
+        self.known, self.links = {}, {}
+        self.begin()
+
+    def begin(self):
+        self.parts, self.part, self.now, self.flops, self.message = [], [0.0, 0.0, 0.0], 0.0, 0, 0
+
+    def clock(self, device=None):
+        """Seconds so far, in place of pipeline.clock."""
+        self.parts.append(Part(*self.part))
+        self.part = [0.0, 0.0, 0.0]
+        self.now += self.parts[-1].seconds
+        return self.now
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten._local_scalar_dense.default:
+            return 1.0 if args[0].is_floating_point() else 1
+        if func is torch.ops.aten._grouped_mm.default:  # PyTorch's own rule for it knows bfloat16 alone
+            a, b = args[:2]
+            out = a.new_empty(*[len(kwargs["offs"] if "offs" in kwargs else args[2])] * (b.dim() == 2), len(a), b.shape[-1])
+        else:
+            out = func(*args, **(kwargs or {}))
+        if func.namespace == "c10d":
+            self.send(func, args)
+        else:
+            self.compute(func, args, out)
+        return out
+
+    def compute(self, func, args, out):
+        if func not in self.known:
+            name = func.overloadpacket.__name__
+            self.known[func] = (
+                func.is_view or name in FREE or name.startswith(("empty", "new_empty")),
+                name in LOOKUPS,
+                FLOPS.get(name),
+            )
+        free, lookup, flops = self.known[func]
+        if free:
+            return
+        given, made = (sum(t.nbytes for t in harness.tensors_in(x)) for x in (args, out))
+        moved = (
+            2 * made if lookup else given + (made or given)
+        )  # a fused optimizer returns nothing, and writes what it is given
+        seconds = moved / (self.cluster.device.bandwidth * EFFICIENCY)
+        if flops:
+            count, result = flops(args, out), next(harness.tensors_in(out))
+            self.flops += count
+            rate = self.cluster.device.flops * 2 / result.element_size()  # 32 bits at half the rate of 16, as TF32
+            seconds = max(seconds, count / (rate * EFFICIENCY))
+        self.part[0] += seconds
+
+    def send(self, func, args):
+        name = func.name().removeprefix("c10d::")
+        if name not in harness.OPERATIONS:
+            return
+        operation, group, payload, wire = harness.message(name, args)
+        axis = self.names.get(group.group_name)
+        if axis in ("down", "up"):  # between stages: pipeline.simulate's
+            self.message = max(self.message, payload * (operation == "send"))
+            return
+        if group not in self.links:
+            self.links[group] = self.cluster.link(dist.get_process_group_ranks(group))
+        alpha, speed = self.links[group]
+        rounds = 1 if operation in ("send", "recv") else math.ceil(math.log2(group.size()))
+        rounds *= 2 if operation == "all_reduce" else operation != "recv"
+        if func not in self.known:
+            names = [a.name for a in func._schema.arguments]
+            self.known[func] = names.index("async_op") if "async_op" in names else len(names)
+        index = self.known[func]
+        waited = len(args) > index and not args[index] or axis == "ep" and self.one_chunk  # sent, and waited for at once
+        self.part[2 if waited else 1] += rounds * alpha + wire / speed
+
+
+def attention(products, *args):
+    """FLOPs of so many products of queries (B, H, n, D) with keys (B, H_kv, m, D), half of them where causal."""
+    q, k, causal = args[0], args[1], args[-1] is True
+    return products * 2 * math.prod(q.shape) * k.shape[2] // (2 if causal else 1)
+
+
+def counted(packet):
+    return lambda args, out: flop_registry[packet](*args, out_val=out)
+
+
+# Operation -> FLOPs, of its arguments and results
+FLOPS = {name: counted(getattr(torch.ops.aten, name)) for name in ("mm", "addmm", "bmm", "baddbmm")}
+FLOPS["_grouped_mm"] = lambda args, out: 2 * args[0].numel() * args[1].shape[-1]
+FLOPS["_scaled_dot_product_flash_attention_for_cpu"] = lambda args, out: attention(2, *args)
+FLOPS["_scaled_dot_product_flash_attention_for_cpu_backward"] = lambda args, out: attention(5, *args[1:])
+LOOKUPS = ("embedding", "index_select", "index", "gather")  # they read no more than they give
+FREE = ("_unsafe_view", "_reshape_alias", "lift_fresh")  # views in all but name
+
+
+# --- a rank
+
+
+class DryRun(harness.Run):
+    """A Run without values: one step of train.train, as the second of many is. Use it within `without_values`."""
+
+    def __init__(self, args, rank, world, cluster, modes):
+        super().__init__(args, rank, world, torch.device("cpu"))
+        self.cluster, self.modes, self.record = cluster, modes, []
+        self.draw = lambda name, shape, init, seed: torch.empty(shape)
+
+    def load(self):
+        self.corpus = types.SimpleNamespace(name="no text", tokens=())
+
+    def same(self, value, what, advice):
+        """There is no one to compare with."""
+
+    def print(self, *args, **kwargs):
+        """One rank of many is no place to talk."""
+
+    def fill(self, *args):
+        self.leave_values()
+        return super().fill(*args)
+
+    def initial(self, *args):
+        self.leave_values()
+        return super().initial(*args)
+
+    def leave_values(self):
+        """From the weights on nothing has a value. (What makes the groups still needs some.)"""
+        self.meter = Meter(self.cluster, self.ledger.names, self.args.expert_chunks == 1)
+        self.modes.enter_context(mock.patch.object(pipeline, "clock", self.meter.clock))
+        self.modes.enter_context(FakeTensorMode(allow_non_fake_inputs=True))  # buffers on the meta device
+        self.modes.enter_context(self.meter)
+        self.modes.enter_context(self.watching)  # modes are left in the reverse order, also where an error ends it all
+
+    def microbatches(self, step, part=0, parts=1, pieces=None, split="train"):
+        windows = torch.zeros(self.args.batch // parts, self.config.context + 1, dtype=torch.int64)
+        batch = windows[:, :-1], windows[:, 1:], torch.zeros(len(windows), dtype=torch.int64)
+        return list(zip(*(t.tensor_split(self.args.microbatches) for t in batch)))
+
+    def steps(self, optimizer):
+        """Of the first step only the optimizer's states are needed; the second is the one that the ledger watches."""
+        optimizer.step()
+        self.ledger.watch([t for kind in self.lasting(optimizer).values() for t in kind])
+        self.meter.begin()
+        self.restart_clock()
+        self.watching.enter_context(self.ledger)
+        yield self.measured
+        self.meter.clock()
+        held = {kind: harness.storage_bytes(tensors) for kind, tensors in self.lasting(optimizer).items()}
+        self.held = held | {"gathered": getattr(optimizer, "gathered_peak", 0), "activations_peak": self.ledger.peak}
+
+    def receipt(self, layout, sent=(), held=(), notes=()):
+        self.formulas = sent, held
+        return 0
+
+
+class Played(NamedTuple):
+    """What a rank of a dry run did: its stages; the ledger's `sent` and `held`, and train.py's formulas for them; FLOPs; a Part
+    for each action; one for all that is no action's; bytes of a message between stages."""
+
+    rank: int
+    stages: tuple
+    sent: dict
+    held: dict
+    formulas: tuple
+    flops: int
+    actions: dict
+    rest: Part
+    message: int
+
+    @property
+    def memory(self):
+        return sum(self.held.values())
+
+
+def even(dispatch, sizes, assignments):
+    """In place of ExpertDispatch.read: rows to send and to receive, chunks x N each, if every expert is chosen as often."""
+    ends = [sum(dispatch.sizes[: r + 1]) for r in range(len(dispatch.sizes))]
+    cuts = [[0, *(n * end // ends[-1] for end in ends)] for n in assignments]
+    send = [[b - a for a, b in zip(cut, cut[1:])] for cut in cuts]
+    return send, [[n[dist.get_rank(dispatch.group)]] * len(n) for n in send]
+
+
+def play(args, rank, cluster, brief=False, routing=even):
+    """Play one step of a rank of the layout in `args`, on tensors without values. Returns what it did as a Played.
+
+    brief: of the micro-batches only the first and the last, for their times. routing(dispatch, sizes, assignments): see `even`.
+    Needs a process that has no process group."""
+    import train  # which imports this file where it is asked for a dry run
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    args, world, make = copy.copy(args), args.dp * args.cp * args.tp * args.pp, pipeline.make
+    # Of three steps the second is played: validation comes after the last
+    vars(args).update(steps=3, prove=0, eval_every=0, sample=0, out=None, resume=False, export=None, log=None, wandb=None)
+    if brief and args.microbatches > 2:
+        whole, keep = make(args.schedule, args.pp, args.microbatches, args.chunks), {0: 0, args.microbatches - 1: 1}
+        two = [[a._replace(microbatch=keep[a.microbatch]) for a in row if a.microbatch in keep] for row in whole]
+        args.batch, args.microbatches, make = 2 * args.batch // args.microbatches, 2, lambda *_: two
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
+    try:
+        with contextlib.ExitStack() as modes:
+            modes.enter_context(mock.patch.object(dist, "get_backend", lambda group=None: args.backend))
+            modes.enter_context(mock.patch.object(expert_parallel.ExpertDispatch, "read", routing))
+            modes.enter_context(mock.patch.object(pipeline, "make", make))
+            run = DryRun(args, rank, world, cluster, modes)
+            train.train(run)
+        meter, actions = run.meter, [action for *_, action in run.record]
+        rest = Part(*(sum(seconds) for seconds in zip(*meter.parts[::2])))
+        stages = tuple(sorted({action.stage for action in actions}))
+        parts = dict(zip(actions, meter.parts[1::2]))
+        return Played(rank, stages, run.ledger.sent, run.held, run.formulas, meter.flops, parts, rest, meter.message)
+    finally:
+        dist.destroy_process_group()
+
+
+def play_all(args, ranks, cluster, brief=False):
+    """play() for several ranks, in as many processes as there are cores."""
+    if len(ranks) == 1:
+        return [play(args, ranks[0], cluster, brief)]
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    torch.set_num_threads(1)  # a thread pool does not survive a fork
+    with ProcessPoolExecutor(min(cores, len(ranks)), get_context("fork")) as pool:
+        return list(pool.map(play, *zip(*[(args, rank, cluster, brief) for rank in ranks])))
+
+
+def chosen(args):
+    """The ranks of --ranks: numbers, or first, middle, last, all, the first rank of such stages."""
+    each = args.dp * args.cp * args.tp
+    some = args.ranks or ("all" if args.pp <= 4 else "first,middle,last")
+    named = {"first": [0], "middle": [args.pp // 2 * each], "last": [(args.pp - 1) * each]}
+    named["all"] = [rank * each for rank in range(args.pp)]
+    try:
+        ranks = [rank for word in some.split(",") for rank in named.get(word) or [int(word)]]
+    except ValueError:
+        ranks = [-1]
+    if not all(0 <= rank < args.pp * each for rank in ranks):
+        raise Refused(f"--ranks {some}: give first, middle, last, all, or numbers below {args.pp * each}, with commas between")
+    return sorted(set(ranks))
+
+
+# --- the step
+
+
+class Estimate(NamedTuple):
+    """Seconds of a step, and of the busiest rank's parts of it, which add up to it; model FLOPs a device and second."""
+
+    seconds: float
+    parts: dict
+    rate: float
+
+
+def estimate(args, config, cluster, played):
+    """The Estimate of a step, from some of its ranks. A stage that none of them played is like the nearest that is no end of
+    the model, by its number of layers."""
+    schedule = pipeline.make(args.schedule, args.pp, args.microbatches, args.chunks)
+    owner, last = pipeline.owners(schedule), args.microbatches - 1
+    layers = [len(layers) for layers in pipeline.stage_layers(config, len(owner))]
+    known = {}  # (stage, kind, whether of the last micro-batch): Part
+    for rank in played:
+        end = max(action.microbatch for action in rank.actions)
+        for action, part in sorted(rank.actions.items(), key=lambda item: item[0].microbatch):
+            known[action.stage, action.kind, action.microbatch == end] = part
+            known.setdefault((action.stage, action.kind, action.microbatch != end), part)  # of a single micro-batch
+    stages = sorted({stage for stage, *_ in known})
+
+    def parts(action):
+        near = action.stage
+        if near not in stages:
+            near = min(stages, key=lambda s: (s in (0, len(owner) - 1), abs(s - action.stage)))
+        found = [known.get((near, kind, action.microbatch == last)) for kind in (action.kind, "I", "W", "B")]
+        part, both = found[0], found[1] and found[2]
+        if part is None:  # of a backward in two parts where it was played as one, or the other way round
+            part = Part(*(a + b for a, b in zip(*found[1:3]))) if both else Part(*(a / 2 for a in found[3]))
+        return Part(*(a * layers[action.stage] / layers[near] for a in part)) if near != action.stage else part
+
+    each = args.dp * args.cp * args.tp
+    alpha, speed = cluster.link([0, each])
+    message = max(rank.message for rank in played)
+    spans = pipeline.simulate(schedule, transfer=alpha + message / speed, time=lambda action: parts(action).seconds)
+    makespan, rest = max(row[-1][1] for row in spans), max((rank.rest for rank in played), key=lambda part: part.seconds)
+    busy = max(([parts(action) for *_, action in row] for row in spans), key=lambda row: sum(part.seconds for part in row))
+    shown = {"computing": sum(part.compute for part in busy), "waiting for messages": sum(part.waited for part in busy)}
+    shown["gradients, weights not hidden"] = sum(max(0, part.beside - part.compute) for part in busy)
+    shown["pipeline's bubble"] = makespan - sum(shown.values())
+    shown["after the last action"] = rest.seconds
+    seconds = makespan + rest.seconds
+    flops = config.flops_per_token() * args.batch * config.context
+    return Estimate(seconds, shown, flops / seconds / (each * args.pp))
+
+
+def cluster_of(args):
+    """The Cluster that the flags describe."""
+    device = DEVICES.get(args.gpu)
+    if device is None:
+        try:
+            figures = args.gpu.split("=")[1].upper().replace("/S", "").split(",")
+            units = ("GB", 1e9), ("TFLOP", 1e12), ("TB", 1e12)
+            device = Device(*(float(text.removesuffix(unit)) * size for text, (unit, size) in zip(figures, units, strict=True)))
+        except (IndexError, ValueError):
+            hint = "or NAME=80GB,989TFLOP/s,3.35TB/s: memory, dense bf16 rate, memory bandwidth"
+            raise Refused(f"--gpu {args.gpu} is not known: choose one of {', '.join(DEVICES)}, {hint}") from None
+    return Cluster(device, args.nodes_of, args.intra, args.inter)
+
+
+def main(args):
+    """A dry run from train.py's flags."""
+    import train
+
+    harness.check_plot(args)
+    cluster, config = cluster_of(args), train.configure(args)
+    train.check(args, config)
+    args.backend = args.backend or ("gloo" if args.device == "cpu" else "nccl")
+    played = play_all(args, chosen(args), cluster)
+    report(args, config, cluster, played, estimate(args, config, cluster, played))
+
+
+def report(args, config, cluster, played, step):
+    """Print what the ranks held and sent, and the step's estimate."""
+    world, layers = args.dp * args.cp * args.tp * args.pp, None
+    schedule = pipeline.make(args.schedule, args.pp, args.microbatches, args.chunks)
+    layers = pipeline.stage_layers(config, len(pipeline.owners(schedule)))
+    print(f"dry run: {config.parameters():,} parameters, {layout(args)}, {args.microbatches} micro-batches: {world:,} ranks")
+    print(
+        "\nheld, GB        stage  layers    weights  gradients  optimizer   gathered  activations, peak   together   FLOPs a step"
+    )
+    kinds = ("parameters", "gradients", "optimizer", "gathered", "activations_peak")
+    for rank in played:
+        names = ",".join(map(str, rank.stages)), ",".join(f"{layers[s].start}-{layers[s].stop - 1}" for s in rank.stages)
+        cells = "".join(f"{rank.held[kind] / 1e9:{width}.2f}" for kind, width in zip(kinds, (11, 11, 11, 11, 19)))
+        fits = "fits" if rank.memory <= cluster.device.memory else "does NOT fit"
+        tail = (
+            f"{rank.memory / 1e9:11.2f}{rank.flops:15.4g}   {fits} {args.gpu.split('=')[0]}'s {cluster.device.memory / 1e9:g}"
+        )
+        print(f"  rank {rank.rank:<8d}{names[0]:>6s}{names[1]:>8s}{cells}{tail}")
+    print("\nsent a step, GB on a ring (calls)" + "".join(f"{f'rank {rank.rank}':>24s}" for rank in played))
+    for op, group in sorted({key for rank in played for key in rank.sent}):
+        rows = [rank.sent.get((op, group), (0, 0, 0.0)) for rank in played]
+        if any(wire for *_, wire in rows):
+            cells = "".join(f"{f'{wire / 1e9:.6g} ({calls})':>24s}" for calls, _, wire in rows)
+            print(f"  {f'{op} in {group}':<31s}{cells}")
+    links = f"nodes of {cluster.node}, {cluster.intra / 1e9:g} GB/s inside, {cluster.inter / 1e9:g} between"
+    print(f"\na step on {args.gpu.split('=')[0]}, {links}; all at {EFFICIENCY:.0%}")
+    for name, seconds in step.parts.items():
+        print(f"  {name:<31s}{seconds:10.4g} s{seconds / step.seconds:8.1%}")
+    tokens = args.batch * config.context / step.seconds
+    flops = config.flops_per_token() * args.batch * config.context
+    print(
+        f"  {'together':<31s}{step.seconds:10.4g} s{step.rate / 1e12:8.0f} TFLOP/s a device, MFU {step.rate / cluster.device.flops:.1%}"
+    )
+    print(f"  {flops:.4g} model FLOPs a step, {tokens:,.0f} tokens/s", end="")
+    print(f", {args.tokens / tokens / 86400:,.1f} days for {args.tokens:.4g} tokens" if args.tokens else "")
+
+
+def layout(args):
+    """A layout in words."""
+    text = " ".join(f"{axis} {getattr(args, axis)}" for axis in ("dp", "cp", "tp", "pp", "ep") if getattr(args, axis) > 1)
+    text += " sp" * args.sp + f" zero {args.zero}" * (args.zero > 0)
+    return text + f" {args.schedule}{f' x {args.chunks}' if args.chunks else ''}" * (args.pp > 1) or "one device"
