@@ -17,7 +17,7 @@ what follows the last action: gradients still on their way, the norm, the optimi
 
 One constant makes these rates real: EFFICIENCY, the part of a data sheet's figure that large operations reach. It is the same
 for all devices, operations and links, and fitted to nothing here. Operations are taken as the code launches them: none fused.
-Not in it: the time to launch a kernel, allocators' waste, buffers of nccl, the CUDA context; stragglers, failures, power limits;
+Not in it: the time to launch a kernel, allocators' waste, buffers of nccl, the CUDA context; stragglers, failures, power;
 kernels that differ by device (attention is the CPU's: alike in what it keeps, with grouped keys as they are).
 
 MFU counts model FLOPs as PaLM does (6 N_matmul + 12 L T C a token, no discount for causality; nothing for recomputation); the
@@ -80,7 +80,7 @@ class Cluster(NamedTuple):
     inter: float  # to other nodes
 
     def link(self, ranks):
-        """(seconds a message, bytes/s) between some ranks. Those of a node share out what crosses to others among their links."""
+        """(seconds a message, bytes/s) between some ranks. Those of a node share what crosses to others among their links."""
         nodes = len({rank // self.node for rank in ranks})
         if nodes == 1:
             return ALPHA["intra"], self.intra * EFFICIENCY
@@ -131,7 +131,7 @@ class Meter(TorchDispatchMode):
             out = func(*args, **(kwargs or {}))
         if func.namespace == "c10d":
             self.send(func, args)
-        else:
+        elif func.namespace == "aten":
             self.compute(func, args, out)
         return out
 
@@ -240,6 +240,10 @@ class DryRun(harness.Run):
         batch = windows[:, :-1], windows[:, 1:], torch.zeros(len(windows), dtype=torch.int64)
         return list(zip(*(t.tensor_split(self.args.microbatches) for t in batch)))
 
+    def update(self, step, model, *args, **kwargs):
+        super().update(step, model, *args, **kwargs)
+        self.size = sum(p.numel() for _, p in model.named())
+
     def steps(self, optimizer):
         """Of the first step only the optimizer's states are needed; the second is the one that the ledger watches."""
         optimizer.step()
@@ -258,11 +262,12 @@ class DryRun(harness.Run):
 
 
 class Played(NamedTuple):
-    """What a rank of a dry run did: its stages; the ledger's `sent` and `held`, and train.py's formulas for them; FLOPs; a Part
+    """What a rank of a dry run did: its stages, how many parameters they have; the ledger's `sent` and `held`, and train.py's formulas for them; FLOPs; a Part
     for each action; one for all that is no action's; bytes of a message between stages."""
 
     rank: int
     stages: tuple
+    parameters: int
     sent: dict
     held: dict
     formulas: tuple
@@ -289,8 +294,9 @@ def play(args, rank, cluster, brief=False, routing=even):
 
     brief: of the micro-batches only the first and the last, for their times. routing(dispatch, sizes, assignments): see `even`.
     Needs a process that has no process group."""
-    import train  # which imports this file where it is asked for a dry run
     from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    import train  # which imports this file where it is asked for a dry run
 
     args, world, make = copy.copy(args), args.dp * args.cp * args.tp * args.pp, pipeline.make
     # Of three steps the second is played: validation comes after the last
@@ -311,7 +317,7 @@ def play(args, rank, cluster, brief=False, routing=even):
         rest = Part(*(sum(seconds) for seconds in zip(*meter.parts[::2])))
         stages = tuple(sorted({action.stage for action in actions}))
         parts = dict(zip(actions, meter.parts[1::2]))
-        return Played(rank, stages, run.ledger.sent, run.held, run.formulas, meter.flops, parts, rest, meter.message)
+        return Played(rank, stages, run.size, run.ledger.sent, run.held, run.formulas, meter.flops, parts, rest, meter.message)
     finally:
         dist.destroy_process_group()
 
@@ -391,6 +397,13 @@ def estimate(args, config, cluster, played):
     return Estimate(seconds, shown, flops / seconds / (each * args.pp))
 
 
+def step_of(args, config, cluster):
+    """The Estimate of a layout, from two micro-batches of its first, middle and last stage; and what these ranks played."""
+    each = args.dp * args.cp * args.tp
+    played = play_all(args, sorted({0, args.pp // 2 * each, (args.pp - 1) * each}), cluster, brief=True)
+    return estimate(args, config, cluster, played), played
+
+
 def cluster_of(args):
     """The Cluster that the flags describe."""
     device = DEVICES.get(args.gpu)
@@ -419,39 +432,32 @@ def main(args):
 
 def report(args, config, cluster, played, step):
     """Print what the ranks held and sent, and the step's estimate."""
-    world, layers = args.dp * args.cp * args.tp * args.pp, None
+    world, device = args.dp * args.cp * args.tp * args.pp, args.gpu.split("=")[0]
     schedule = pipeline.make(args.schedule, args.pp, args.microbatches, args.chunks)
     layers = pipeline.stage_layers(config, len(pipeline.owners(schedule)))
-    print(f"dry run: {config.parameters():,} parameters, {layout(args)}, {args.microbatches} micro-batches: {world:,} ranks")
-    print(
-        "\nheld, GB        stage  layers    weights  gradients  optimizer   gathered  activations, peak   together   FLOPs a step"
-    )
-    kinds = ("parameters", "gradients", "optimizer", "gathered", "activations_peak")
+    human, kinds = harness.human, ("parameters", "gradients", "optimizer", "gathered", "activations_peak")
+    print(f"dry run: {config.parameters():,} parameters, {layout(args)}, {args.microbatches} micro-batches: {world:,} ranks\n")
+    heads = ("parameters", "weights", "gradients", "optimizer", "gathered", "activations", "at the peak", "FLOPs")
+    print(f"  {'rank':>6s}{'stage: layers':>24s}" + "".join(f"{head:>13s}" for head in heads))
     for rank in played:
-        names = ",".join(map(str, rank.stages)), ",".join(f"{layers[s].start}-{layers[s].stop - 1}" for s in rank.stages)
-        cells = "".join(f"{rank.held[kind] / 1e9:{width}.2f}" for kind, width in zip(kinds, (11, 11, 11, 11, 19)))
-        fits = "fits" if rank.memory <= cluster.device.memory else "does NOT fit"
-        tail = (
-            f"{rank.memory / 1e9:11.2f}{rank.flops:15.4g}   {fits} {args.gpu.split('=')[0]}'s {cluster.device.memory / 1e9:g}"
-        )
-        print(f"  rank {rank.rank:<8d}{names[0]:>6s}{names[1]:>8s}{cells}{tail}")
-    print("\nsent a step, GB on a ring (calls)" + "".join(f"{f'rank {rank.rank}':>24s}" for rank in played))
+        stages = " ".join(f"{s}: {layers[s].start}-{layers[s].stop - 1}" for s in rank.stages)
+        cells = "".join(f" {human(size)}" for size in (*(rank.held[kind] for kind in kinds), rank.memory))
+        fits = f"fits {device}" if rank.memory <= cluster.device.memory else f"too much for {device}"
+        print(f"  {rank.rank:6d}{stages:>24s}{rank.parameters:13,}{cells}{rank.flops:13.4g}  {fits}")
+    print("\n  sent a step, on a ring (calls)" + "".join(f"{f'rank {rank.rank}':>22s}" for rank in played))
     for op, group in sorted({key for rank in played for key in rank.sent}):
         rows = [rank.sent.get((op, group), (0, 0, 0.0)) for rank in played]
         if any(wire for *_, wire in rows):
-            cells = "".join(f"{f'{wire / 1e9:.6g} ({calls})':>24s}" for calls, _, wire in rows)
-            print(f"  {f'{op} in {group}':<31s}{cells}")
-    links = f"nodes of {cluster.node}, {cluster.intra / 1e9:g} GB/s inside, {cluster.inter / 1e9:g} between"
-    print(f"\na step on {args.gpu.split('=')[0]}, {links}; all at {EFFICIENCY:.0%}")
+            print(f"  {f'{op} in {group}':<30s}" + "".join(f"{f'{human(wire)} ({calls})':>22s}" for calls, _, wire in rows))
+    links = f"nodes of {cluster.node}, {cluster.intra / 1e9:g} GB/s inside, {cluster.inter / 1e9:g} GB/s between"
+    print(f"\n  a step on {device}, {links}, all at {EFFICIENCY:.0%}")
     for name, seconds in step.parts.items():
-        print(f"  {name:<31s}{seconds:10.4g} s{seconds / step.seconds:8.1%}")
+        print(f"    {name:<30s}{seconds:10.4g} s{seconds / step.seconds:8.1%}")
     tokens = args.batch * config.context / step.seconds
-    flops = config.flops_per_token() * args.batch * config.context
-    print(
-        f"  {'together':<31s}{step.seconds:10.4g} s{step.rate / 1e12:8.0f} TFLOP/s a device, MFU {step.rate / cluster.device.flops:.1%}"
-    )
-    print(f"  {flops:.4g} model FLOPs a step, {tokens:,.0f} tokens/s", end="")
-    print(f", {args.tokens / tokens / 86400:,.1f} days for {args.tokens:.4g} tokens" if args.tokens else "")
+    rate = f"{step.rate / 1e12:.0f} TFLOP/s a device, MFU {step.rate / cluster.device.flops:.1%}"
+    print(f"    {'together':<30s}{step.seconds:10.4g} s   {rate}, {tokens:,.0f} tokens/s")
+    days = f", {args.tokens / tokens / 86400:,.1f} days for {args.tokens:.4g} tokens" if args.tokens else ""
+    print(f"    {config.flops_per_token() * args.batch * config.context:.4g} model FLOPs a step{days}")
 
 
 def layout(args):

@@ -1,7 +1,5 @@
 """Dry runs against real ones: what the ledger counts must be the same to the byte, for every technique."""
 
-import copy
-
 import pytest
 import torch
 import torch.distributed as dist
