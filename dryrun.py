@@ -33,6 +33,7 @@ Llama 3, arXiv:2407.21783; PaLM, arXiv:2204.02311, appendix B; Hockney 1994 (alp
 
 import contextlib
 import copy
+import itertools
 import math
 import os
 import types
@@ -47,9 +48,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
+import context_parallel
 import expert_parallel
 import harness
 import pipeline
+import tensor_parallel
+import zero
 from harness import Refused
 
 # Large bf16 products reach 80% of an H100's data sheet, 86% of an A100's (S. Bekman, ml-engineering, "Maximum Achievable Matmul
@@ -262,8 +266,8 @@ class DryRun(harness.Run):
 
 
 class Played(NamedTuple):
-    """What a rank of a dry run did: its stages, how many parameters they have; the ledger's `sent` and `held`, and train.py's formulas for them; FLOPs; a Part
-    for each action; one for all that is no action's; bytes of a message between stages."""
+    """What a rank of a dry run did: its stages, how many parameters they have; the ledger's `sent` and `held`, and train.py's
+    formulas for them; FLOPs; a Part for each action; one for all that is no action's; bytes of a message between stages."""
 
     rank: int
     stages: tuple
@@ -424,8 +428,12 @@ def main(args):
 
     harness.check_plot(args)
     cluster, config = cluster_of(args), train.configure(args)
-    train.check(args, config)
     args.backend = args.backend or ("gloo" if args.device == "cpu" else "nccl")
+    if args.plan:
+        return plan(args, config, cluster)
+    train.check(args, config)
+    if args.plot:
+        return plot(args, config, cluster)
     played = play_all(args, chosen(args), cluster)
     report(args, config, cluster, played, estimate(args, config, cluster, played))
 
@@ -437,13 +445,13 @@ def report(args, config, cluster, played, step):
     layers = pipeline.stage_layers(config, len(pipeline.owners(schedule)))
     human, kinds = harness.human, ("parameters", "gradients", "optimizer", "gathered", "activations_peak")
     print(f"dry run: {config.parameters():,} parameters, {layout(args)}, {args.microbatches} micro-batches: {world:,} ranks\n")
-    heads = ("parameters", "weights", "gradients", "optimizer", "gathered", "activations", "at the peak", "FLOPs")
-    print(f"  {'rank':>6s}{'stage: layers':>24s}" + "".join(f"{head:>13s}" for head in heads))
+    heads = ("weights", "gradients", "optimizer", "gathered", "activations", "at the peak", "FLOPs")
+    print(f"  {'rank':>6s}{'stage: layers':>20s}{'parameters':>17s}" + "".join(f"{head:>13s}" for head in heads))
     for rank in played:
         stages = " ".join(f"{s}: {layers[s].start}-{layers[s].stop - 1}" for s in rank.stages)
         cells = "".join(f" {human(size)}" for size in (*(rank.held[kind] for kind in kinds), rank.memory))
         fits = f"fits {device}" if rank.memory <= cluster.device.memory else f"too much for {device}"
-        print(f"  {rank.rank:6d}{stages:>24s}{rank.parameters:13,}{cells}{rank.flops:13.4g}  {fits}")
+        print(f"  {rank.rank:6d}{stages:>20s}{rank.parameters:17,}{cells}{rank.flops:13.4g}  {fits}")
     print("\n  sent a step, on a ring (calls)" + "".join(f"{f'rank {rank.rank}':>22s}" for rank in played))
     for op, group in sorted({key for rank in played for key in rank.sent}):
         rows = [rank.sent.get((op, group), (0, 0, 0.0)) for rank in played]
@@ -465,3 +473,151 @@ def layout(args):
     text = " ".join(f"{axis} {getattr(args, axis)}" for axis in ("dp", "cp", "tp", "pp", "ep") if getattr(args, axis) > 1)
     text += " sp" * args.sp + f" zero {args.zero}" * (args.zero > 0)
     return text + f" {args.schedule}{f' x {args.chunks}' if args.chunks else ''}" * (args.pp > 1) or "one device"
+
+
+# --- which layout
+
+
+def candidates(args, config, gpus):
+    """Layouts of so many devices that train.py can run, as copies of args."""
+    mixed = (args.param_dtype or args.dtype) != args.dtype
+
+    def divisors(n, most):
+        return [d for d in range(1, min(n, most) + 1) if n % d == 0]
+
+    schedules = [("1f1b", 1), ("interleaved", 2), ("interleaved", 4), ("zb-h1", 1)]
+    recomputes = ["none", "selective", "block"] if hasattr(args, "recompute") else [None]
+    for tp in divisors(gpus, 32):
+        for pp, cp in itertools.product(divisors(gpus // tp, 64), (1, 2, 4, 8, 16)):
+            dp, rest = divmod(gpus, tp * pp * cp)
+            if rest or config.kv_heads % tp or config.context % (2 * cp * tp) or args.batch % dp:
+                continue
+            for (schedule, chunks), rows in itertools.product(schedules if pp > 1 else schedules[:1], (1, 2, 4)):
+                m, rest = divmod(args.batch // dp, rows)
+                if rest or not m or config.layers < pp * chunks or chunks > 1 and m % pp or pp > 1 and m < pp:
+                    continue
+                for stage, recompute in itertools.product((1, 2, 3) if mixed or dp * cp > 1 else (0,), recomputes):
+                    one = copy.copy(args)
+                    vars(one).update(
+                        dp=dp, cp=cp, tp=tp, pp=pp, sp=tp > 1, zero=stage, microbatches=m, schedule=schedule, prove=0
+                    )
+                    vars(one).update(
+                        {"chunks": chunks if chunks > 1 else None} | ({"recompute": recompute} if recompute else {})
+                    )
+                    yield one
+
+
+def rough(args, config, cluster):
+    """({part of a step: seconds}, bytes held by the first stage), by the papers' formulas: good enough to choose by."""
+    dp, cp, tp, pp, m = args.dp, args.cp, args.tp, args.pp, args.microbatches
+    e, reduced, master = (harness.DTYPES[d].itemsize for d in (args.param_dtype, args.reduce_dtype, args.dtype))
+    chunks, layers, rows, length = args.chunks or 1, -(-config.layers // pp), args.batch // dp, config.context // cp
+    speed = {"tp": cluster.link(range(tp))[1], "pp": cluster.link([0, dp * cp * tp])[1]}
+    speed |= {"cp": cluster.link(range(0, cp * tp, tp))[1], "dp": cluster.link(range(0, dp * cp * tp, tp))[1]}
+    again = {"selective": 0.0, "block": 1 / 3}.get(getattr(args, "recompute", None), 0.0)
+    rate, memory = cluster.device.flops * EFFICIENCY * 2 / e, cluster.device.bandwidth * EFFICIENCY
+    attention = 6 * layers * config.context * config.width * rows * length / tp / rate
+    work = config.flops_per_token() * rows * length / tp / pp / rate - attention
+    kept = harness.activation_bytes(config, 1, e, tp) / config.context * rows * length  # of a block; all micro-batches
+    kept = harness.activation_bytes(config, 1, e) / config.context * rows * length / tp if args.sp else kept
+    size = tensor_parallel.parameters_held(config, tp, layers, head=pp == 1)
+    # Activations and their gradients written and read, twice with what is not kept; gradients written, read and added up
+    work = (work + 8 * layers * kept / memory) * (1 + again)
+    parts = {"computing": work + m * size * (2 * e + 2 * reduced) / memory}
+    parts["tensor parallel"] = tensor_parallel.bytes_sent(config, tp, rows * length, e, layers) / speed["tp"] * (1 + again)
+    heads = config.heads // tp, config.kv_heads // tp, config.width // config.heads
+    ring = context_parallel.bytes_sent("ring", cp, 1, rows, length, *heads, e)
+    parts["context parallel"] = max(0.0, layers * sum(ring.values()) / speed["cp"] - attention) * (cp > 1)
+    third = sum(parts.values()) / m / 3
+    parts["bubble"] = pipeline.BUBBLES[args.schedule][1](pp, m, chunks, third, third, third)
+    message = rows / m * length * config.width * e / (tp if args.sp else 1) / speed["pp"] + ALPHA["inter"]
+    parts["messages between stages"] = 2 * chunks * (m + pp) * message * (pp > 1)
+    r, passes = harness.all_but_one(dp * cp), m if args.zero > 1 and not args.reduce_once else 1
+    weights = r * size * e * (2 * m if args.zero == 3 else 1) / speed["dp"]
+    gradients = r * size * reduced * passes / speed["dp"]
+    hidden = [gradients, 2 * third] if passes == 1 else [gradients, 2 * third * m]
+    after = max(0.0, hidden[0] - hidden[1])
+    parts["data parallel"] = max(0.0, weights + gradients - 3 * third * m) if args.zero == 3 else after + weights
+    states = zero.model_states(args.zero, dp * cp, e, reduced, 2 * master + (e != master) * master)
+    flying = min(m, pp + (pp - 1) / chunks * (chunks > 1)) if pp > 1 else 1
+    block = rows / m * length * config.width * e / (tp if args.sp else 1)
+    held = layers * flying * (block if again else kept / m) + again * 3 * kept / m
+    held += (kept / m + 10 * rows / m * length * config.vocab / tp) * (pp == 1)  # logits, in 32 bits, and their gradient
+    gathered = 2 * size * e / layers * (args.zero == 3)
+    return parts, sum(states) * size + held + gathered
+
+
+def plan(args, config, cluster):
+    """Search the layouts of --gpus devices by `rough`, print the ten best, and play the best that truly fits."""
+    import train
+
+    gpus = args.gpus or args.dp * args.cp * args.tp * args.pp
+    args.param_dtype = args.param_dtype or args.dtype
+    args.reduce_dtype = args.reduce_dtype or args.param_dtype
+    tried = [
+        (sum(parts.values()), parts, held, one)
+        for one in candidates(args, config, gpus)
+        for parts, held in [rough(one, config, cluster)]
+    ]
+    fitting = sorted((row for row in tried if row[2] <= cluster.device.memory), key=lambda row: row[0])
+    if not fitting:
+        raise Refused(
+            f"none of {len(tried)} layouts on {gpus} devices fits {cluster.device.memory / 1e9:g} GB: give more --gpus"
+        )
+    print(f"{len(tried)} layouts of {gpus:,} devices, of which {len(fitting)} fit; by formulas:\n")
+    best = fitting[0]
+    for i, (seconds, parts, held, one) in enumerate(fitting[:10]):
+        worse = max(parts, key=lambda key: parts[key] - best[1][key])
+        where = " (tp across nodes)" * (worse == "tensor parallel" and one.tp > cluster.node)
+        why = f"{worse} +{(parts[worse] - best[1][worse]) / best[0]:.0%}{where}" if i else "the best"
+        rows = f"{one.batch // one.dp // one.microbatches} a micro-batch"
+        print(f"  {i + 1:2d}  {seconds:9.4g} s {held / 1e9:7.1f} GB   {layout(one)}, {rows}: {why}")
+    print()
+    for *_, one in fitting[:3]:
+        train.check(one, config)
+        few = copy.copy(one)  # enough micro-batches for as many in flight as there are in the whole
+        few.microbatches = min(one.microbatches, 2 * one.pp)
+        few.batch = one.batch // one.microbatches * few.microbatches
+        played = play_all(few, chosen(few), cluster)
+        step, held = estimate(one, config, cluster, played), max(rank.memory for rank in played)
+        fits = held <= cluster.device.memory
+        rate = f"{step.seconds:.4g} s, MFU {step.rate / cluster.device.flops:.1%}"
+        print(f"  played, {layout(one)}: {rate}, {held / 1e9:.1f} GB{'' if fits else ': too much'}")
+        if fits:
+            return
+
+
+def plot(args, config, cluster, sizes=tuple(2**k for k in range(3, 15))):
+    """Step time, its parts and MFU from 8 to 16,384 devices: the layout with more data-parallel ranks, once with as many
+    sequences for each of them (weak), once with the same batch (strong). Writes --plot's NAME.png and .svg."""
+    plt = harness.pyplot()
+    figure, axes = plt.subplots(1, 2, figsize=(12, 4.5), layout="constrained")
+    each, rows = args.cp * args.tp * args.pp, args.batch // args.dp // args.microbatches
+    for ax, kind in zip(axes, ("weak", "strong")):
+        steps = {}
+        for n in sizes:
+            one = copy.copy(args)
+            one.dp = n // each
+            one.batch = args.batch // args.dp * one.dp if kind == "weak" else args.batch
+            one.microbatches = one.batch // max(1, one.dp * rows)
+            if n % each == 0 and one.microbatches and one.batch == one.dp * one.microbatches * rows:
+                steps[n] = step_of(one, config, cluster)[0]
+                print(
+                    f"{kind:6s} {n:6,} devices: {steps[n].seconds:8.4g} s, MFU {steps[n].rate / cluster.device.flops:.1%}",
+                    flush=True,
+                )
+        bottom = [0.0] * len(steps)
+        for part in next(iter(steps.values())).parts:
+            heights = [step.parts[part] for step in steps.values()]
+            ax.bar([f"{n:,}" for n in steps], heights, 0.8, bottom, label=part)
+            bottom = [a + b for a, b in zip(bottom, heights)]
+        ax.tick_params(axis="x", rotation=45)
+        ax.set(
+            xlabel="devices", ylabel="seconds a step", title=f"{kind} scaling", yscale="log" if kind == "strong" else "linear"
+        )
+        right = ax.twinx()
+        right.plot(range(len(steps)), [100 * step.rate / cluster.device.flops for step in steps.values()], "ko-", label="MFU")
+        right.set(ylabel="MFU, %", ylim=(0, 100 * EFFICIENCY))
+    axes[0].legend(fontsize=7, loc="lower left")
+    figure.suptitle(f"{args.preset}: {layout(args)}, more devices by dp; {args.gpu.split('=')[0]}, estimated")
+    harness.save(figure, args.plot)

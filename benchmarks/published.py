@@ -2,17 +2,20 @@
 
 Nothing is fitted to these rows: one efficiency for all (dryrun.EFFICIENCY), devices and links by their data sheets.
 
-    Llama 3     arXiv:2407.21783, table 4. Theirs interleaves 8 chunks of one layer with empty ones at both ends; here 4 chunks.
-                Their FLOPs' convention is not given; for 131,072 tokens both are shown, PaLM's and causal attention as half
-    Megatron    arXiv:2104.04473, table 1, on A100s, 8 links of 25 GB/s a node. They recompute every block and count it: 96 B s l
-                h^2 (1 + s/6h + V/16lh). The sizes of their micro-batches, and which rows interleave, are not in the table: here one
-                sequence, and 1F1B. Their ranks of a layer share out what goes to the next stage; here that takes --sp
-    TorchTitan  benchmarks/llama3_h100_202412_torchtitan.md, eager bf16 rows (float8 ones left out). H100s of 96 GB at 2.4 TB/s and
-                500 W, a power at which they do not reach the data sheet. They recompute some activations, here none is
-    GPT-3       arXiv:2005.14165: 175B parameters, 300B tokens. 350 GB is its weights in 16 bits; 355 years, or 3.1 million hours, is
-                arithmetic for one device at 28 TFLOP/s (Lambda Labs 2020, a V100). So the row for A100s can't agree, and doesn't
+Llama 3, arXiv:2407.21783, table 4. Theirs interleaves 8 chunks of one layer, empty ones at both ends; here 4 chunks. Their
+FLOPs' convention is not given: for 131,072 tokens both are shown, PaLM's and causal attention as half.
 
-The TSM run's 211x on 256 nodes is left out: neither its model nor its network is known here, and 82% alone is no prediction.
+Megatron-LM, arXiv:2104.04473, table 1, A100s with links of 25 GB/s. They recompute every block and count it, 96 B s l h^2
+(1 + s/6h + V/16lh); without --recompute it is 3/4 of that, in less time. The sizes of micro-batches, and which rows interleave,
+are not in the table: here one sequence, and 1F1B. Their tensor-parallel ranks share out what goes to the next stage; here --sp.
+
+TorchTitan, its llama3_h100_202412_torchtitan.md, rows in eager bf16. H100s of 96 GB at 2.4 TB/s and 500 W, which do not reach
+the data sheet. They recompute some activations, here none is: hence the memory.
+
+GPT-3, arXiv:2005.14165: 175B parameters, 300B tokens. 350 GB are its weights in 16 bits. 355 years, or 3.1 million hours, is
+arithmetic for one device at 28 TFLOP/s (Lambda Labs 2020, of a V100): the row for A100s can't agree, and doesn't.
+
+The TSM run's 211x on 256 nodes is left out: its model and network are not known here, and 82% alone is nothing to predict.
 """
 
 import argparse
@@ -24,6 +27,7 @@ import train
 
 MIXED = "--dtype float32 --param-dtype bfloat16 --reduce-dtype float32"
 LLAMA = f"--preset llama3-405b --tp 8 --pp 16 --sp --gather-again --zero 1 --schedule interleaved --chunks 4 {MIXED}"
+LONG = "--context 131072 --cp 16 --cp-kind gather"
 A100 = "--gpu a100 --intra 300GB/s --inter 25GB/s"
 # Billions of parameters: heads, width, layers, tp, pp, GPUs, batch, TFLOP/s a GPU
 MEGATRON = {
