@@ -25,7 +25,7 @@ FLOPs of a stage are those of its operations, a causal attention's as half.
 
     python train.py --preset llama3-405b --dp 64 --cp 2 --tp 8 --pp 16 --zero 1 --sp --batch 1024 --dry-run
     python train.py --preset llama3-70b --gpus 512 --batch 512 --plan             the ten best layouts, and why each loses
-    python train.py --preset llama3-8b --dp 8 --zero 1 --batch 64 --dry-run --plot docs/scaling
+    python train.py --preset llama3-70b --tp 8 --sp --zero 3 --batch 16 --microbatches 16 --dry-run --plot docs/scaling
     python -m benchmarks.published                                                beside what others measured
 
 Llama 3, arXiv:2407.21783; PaLM, arXiv:2204.02311, appendix B; Hockney 1994 (alpha, beta).
@@ -589,23 +589,24 @@ def plan(args, config, cluster):
 
 def plot(args, config, cluster, sizes=tuple(2**k for k in range(3, 15))):
     """Step time, its parts and MFU from 8 to 16,384 devices: the layout with more data-parallel ranks, once with as many
-    sequences for each of them (weak), once with the same batch (strong). Writes --plot's NAME.png and .svg."""
+    sequences for each of them (weak), once with one batch, a micro-batch for each of the most of them (strong)."""
     plt = harness.pyplot()
     figure, axes = plt.subplots(1, 2, figsize=(12, 4.5), layout="constrained")
     each, rows = args.cp * args.tp * args.pp, args.batch // args.dp // args.microbatches
-    for ax, kind in zip(axes, ("weak", "strong")):
-        steps = {}
-        for n in sizes:
-            one = copy.copy(args)
-            one.dp = n // each
-            one.batch = args.batch // args.dp * one.dp if kind == "weak" else args.batch
-            one.microbatches = one.batch // max(1, one.dp * rows)
-            if n % each == 0 and one.microbatches and one.batch == one.dp * one.microbatches * rows:
-                steps[n] = step_of(one, config, cluster)[0]
-                print(
-                    f"{kind:6s} {n:6,} devices: {steps[n].seconds:8.4g} s, MFU {steps[n].rate / cluster.device.flops:.1%}",
-                    flush=True,
-                )
+    kinds = {"weak": {}, "strong": {}}
+    for n in [n for n in sizes if n % each == 0]:
+        one, m = copy.copy(args), {"weak": args.microbatches, "strong": sizes[-1] // n}
+        one.dp = n // each
+        one.batch = one.dp * args.microbatches * rows
+        _, played = step_of(one, config, cluster)
+        for kind, steps in kinds.items():
+            one.microbatches, one.batch = m[kind], one.dp * m[kind] * rows
+            steps[n] = estimate(one, config, cluster, played)
+        text = ", ".join(
+            f"{kind} {s[n].seconds:9.4g} s, MFU {s[n].rate / cluster.device.flops:5.1%}" for kind, s in kinds.items()
+        )
+        print(f"{n:6,} devices: {text}", flush=True)
+    for ax, (kind, steps) in zip(axes, kinds.items()):
         bottom = [0.0] * len(steps)
         for part in next(iter(steps.values())).parts:
             heights = [step.parts[part] for step in steps.values()]
@@ -620,4 +621,4 @@ def plot(args, config, cluster, sizes=tuple(2**k for k in range(3, 15))):
         right.set(ylabel="MFU, %", ylim=(0, 100 * EFFICIENCY))
     axes[0].legend(fontsize=7, loc="lower left")
     figure.suptitle(f"{args.preset}: {layout(args)}, more devices by dp; {args.gpu.split('=')[0]}, estimated")
-    harness.save(figure, args.plot)
+    figure.savefig(f"{args.plot}.png", dpi=80)

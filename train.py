@@ -128,7 +128,8 @@ def flags():
     g.add_argument("--tokens", type=harness.real(0), metavar="X", help="how many days that many tokens take, such as 15e12")
     g.add_argument("--gpus", **n, help="devices for --plan (default: those of the layout)")
     g.add_argument("--plan", action="store_true", help="search the layouts that fit, and say why each loses to the best")
-    harness.plot_flag(g, "with --dry-run: draw step time and MFU of 8 to 16,384 devices, more of them by --dp")
+    why = "with --dry-run: draw step time and MFU of 8 to 16,384 devices, more of them by --dp: NAME.png (needs matplotlib)"
+    g.add_argument("--plot", metavar="NAME", help=why)
     return p
 
 
