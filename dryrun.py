@@ -480,30 +480,26 @@ def layout(args):
 
 def candidates(args, config, gpus):
     """Layouts of so many devices that train.py can run, as copies of args."""
-    mixed = (args.param_dtype or args.dtype) != args.dtype
 
     def divisors(n, most):
         return [d for d in range(1, min(n, most) + 1) if n % d == 0]
 
     schedules = [("1f1b", 1), ("interleaved", 2), ("interleaved", 4), ("zb-h1", 1)]
-    recomputes = ["none", "selective", "block"] if hasattr(args, "recompute") else [None]
+    recomputes = [{"recompute": how} for how in ("none", "block")] if hasattr(args, "recompute") else [{}]
     for tp in divisors(gpus, 32):
         for pp, cp in itertools.product(divisors(gpus // tp, 64), (1, 2, 4, 8, 16)):
             dp, rest = divmod(gpus, tp * pp * cp)
-            if rest or config.kv_heads % tp or config.context % (2 * cp * tp) or args.batch % dp:
+            if rest or config.kv_heads % tp or config.context % (2 * cp * tp) or args.batch % dp or dp * cp % args.ep:
                 continue
             for (schedule, chunks), rows in itertools.product(schedules if pp > 1 else schedules[:1], (1, 2, 4)):
                 m, rest = divmod(args.batch // dp, rows)
                 if rest or not m or config.layers < pp * chunks or chunks > 1 and m % pp or pp > 1 and m < pp:
                     continue
-                for stage, recompute in itertools.product((1, 2, 3) if mixed or dp * cp > 1 else (0,), recomputes):
+                sizes = dict(dp=dp, cp=cp, tp=tp, pp=pp, sp=tp > 1, microbatches=m, schedule=schedule, prove=0)
+                sizes["chunks"] = chunks if chunks > 1 else None
+                for stage, recompute in itertools.product((0, 1, 2, 3) if dp * cp > 1 else (0,), recomputes):
                     one = copy.copy(args)
-                    vars(one).update(
-                        dp=dp, cp=cp, tp=tp, pp=pp, sp=tp > 1, zero=stage, microbatches=m, schedule=schedule, prove=0
-                    )
-                    vars(one).update(
-                        {"chunks": chunks if chunks > 1 else None} | ({"recompute": recompute} if recompute else {})
-                    )
+                    vars(one).update(sizes | recompute | {"zero": stage})
                     yield one
 
 
@@ -514,7 +510,7 @@ def rough(args, config, cluster):
     chunks, layers, rows, length = args.chunks or 1, -(-config.layers // pp), args.batch // dp, config.context // cp
     speed = {"tp": cluster.link(range(tp))[1], "pp": cluster.link([0, dp * cp * tp])[1]}
     speed |= {"cp": cluster.link(range(0, cp * tp, tp))[1], "dp": cluster.link(range(0, dp * cp * tp, tp))[1]}
-    again = {"selective": 0.0, "block": 1 / 3}.get(getattr(args, "recompute", None), 0.0)
+    again = 1 / 3 if getattr(args, "recompute", None) == "block" else 0.0
     rate, memory = cluster.device.flops * EFFICIENCY * 2 / e, cluster.device.bandwidth * EFFICIENCY
     attention = 6 * layers * config.context * config.width * rows * length / tp / rate
     work = config.flops_per_token() * rows * length / tp / pp / rate - attention
@@ -533,11 +529,12 @@ def rough(args, config, cluster):
     message = rows / m * length * config.width * e / (tp if args.sp else 1) / speed["pp"] + ALPHA["inter"]
     parts["messages between stages"] = 2 * chunks * (m + pp) * message * (pp > 1)
     r, passes = harness.all_but_one(dp * cp), m if args.zero > 1 and not args.reduce_once else 1
-    weights = r * size * e * (2 * m if args.zero == 3 else 1) / speed["dp"]
-    gradients = r * size * reduced * passes / speed["dp"]
-    hidden = [gradients, 2 * third] if passes == 1 else [gradients, 2 * third * m]
-    after = max(0.0, hidden[0] - hidden[1])
-    parts["data parallel"] = max(0.0, weights + gradients - 3 * third * m) if args.zero == 3 else after + weights
+    weights = r * size * e * (0, 1, 1, 2 * m)[args.zero] / speed["dp"]
+    gradients = r * size * reduced * (passes if args.zero else 2) / speed["dp"]
+    if args.zero == 3:  # all of it beside computing; else gradients beside the backwards that complete them
+        parts["data parallel"] = max(0.0, weights + gradients - 3 * third * m)
+    else:
+        parts["data parallel"] = max(0.0, gradients - 2 * third * passes) + weights
     states = zero.model_states(args.zero, dp * cp, e, reduced, 2 * master + (e != master) * master)
     flying = min(m, pp + (pp - 1) / chunks * (chunks > 1)) if pp > 1 else 1
     block = rows / m * length * config.width * e / (tp if args.sp else 1)
