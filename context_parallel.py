@@ -407,21 +407,21 @@ def shape(kind, n, rings=None):
     return rings, n // rings
 
 
-def bytes_sent(kind, ring, ulysses, sequences, tokens, heads, kv_heads, head_size, element_size):
+def bytes_sent(kind, ring, ulysses, sequences, tokens, heads, kv_heads, head_size, element_size, forwards=1):
     """{operation: bytes a rank sends} by one block for `sequences` sequences, forward and backward; tokens: those of a rank,
-    with padding. reduce_scatter is all_to_all on gloo."""
+    with padding. forwards: 2 if backward runs the block's forward again. reduce_scatter is all_to_all on gloo."""
     sums = max(element_size, 4)
     sent = {"send": 0.0, "all_gather": 0.0, "reduce_scatter": 0.0, "all_to_all": 0.0}
     if ulysses > 1:
         copies = ulysses // math.gcd(kv_heads, ulysses)
         width = 2 * heads + 2 * kv_heads * copies  # in heads: q and out, k and v
-        sent["all_to_all"] = 2 * (1 - 1 / ulysses) * sequences * tokens * width * head_size * element_size
+        sent["all_to_all"] = (forwards + 1) * (1 - 1 / ulysses) * sequences * tokens * width * head_size * element_size
         kv_heads, tokens = kv_heads * copies // ulysses, tokens * ulysses
     kv = 2 * sequences * tokens * kv_heads * head_size
     if kind in ("ring", "ring-ulysses") and ring > 1:
-        sent["send"] = 2 * (ring - 1) * kv * element_size + ring * kv * sums
+        sent["send"] = (forwards + 1) * (ring - 1) * kv * element_size + ring * kv * sums
     if kind == "gather":
-        sent["all_gather"] = (ring - 1) * kv * element_size
+        sent["all_gather"] = forwards * (ring - 1) * kv * element_size
         sent["reduce_scatter"] = (ring - 1) * kv * sums
     return sent
 

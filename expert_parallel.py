@@ -117,8 +117,8 @@ class ExpertDispatch(nn.Module):
     """Tokens to their experts on all ranks and back: x (n, C), weights and chosen (n, k) -> (n, C), in place of Dispatch.
 
     sizes: how many experts each rank has. `rows` (E,) adds up how many assignments of this rank each expert got, `dropped`
-    how many none got, `travelled` how many rows left for another rank or came from one. Ranks may have different numbers of
-    tokens, or none."""
+    how many none got, `travelled` how many rows left for another rank or came from one; all in every forward,
+    recomputation's too. Ranks may have different numbers of tokens, or none."""
 
     def __init__(self, sizes, group, capacity=None, chunks=1):
         super().__init__()

@@ -11,6 +11,7 @@ import contextlib
 import ctypes
 import datetime
 import hashlib
+import importlib
 import importlib.util
 import json
 import math
@@ -18,8 +19,10 @@ import os
 import shutil
 import signal
 import socket
+import subprocess
 import sys
 import tempfile
+import threading
 import time
 import traceback
 import weakref
@@ -42,19 +45,18 @@ TOLERANCE = {
 # gradient of a key's bias, say, is zero but for rounding (in bfloat16 much of small gradients is)
 FLOOR = {"float64": 1e-3, "float32": 1e-3, "bfloat16": 1.0}
 VOCAB = {"bytes": 257, "gpt2": 50257}
-TIMEOUT = datetime.timedelta(minutes=10)
 
 
 # --- bad input
 
 
 class Refused(SystemExit):
-    """Input that can't be used. The message is one sentence that says what to change; the exit code is 2.
+    """A run that can't begin or go on. The message is one sentence that says what to change; bad input is exit code 2.
 
-    Every rank raises it; `speaker` prints it."""
+    Every rank raises it, in the same place; `speaker` prints it."""
 
-    def __init__(self, message, speaker=0):
-        super().__init__(2)
+    def __init__(self, message, speaker=0, code=2):
+        super().__init__(code)
         self.message, self.speaker = message, speaker
 
     def __str__(self):
@@ -71,7 +73,7 @@ def refuse(refused, rank):
         say(refused)
     else:
         time.sleep(1)  # under torchrun the first rank to leave ends the others: let the speaker speak
-    return 2
+    return refused.code
 
 
 # --- flags
@@ -169,6 +171,8 @@ def parser(doc, **defaults):
     g.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto", help="auto: GPUs where there are any")
     why = "default: nccl on GPUs, else gloo; gloo ranks may share a GPU"
     g.add_argument("--backend", choices=["gloo", "nccl"], help=why)
+    why = "how long ranks wait for one that does not answer before the run ends and names it"
+    g.add_argument("--timeout", type=real(0.1), default=600, metavar="SECONDS", help=why)
     why = "compare the first N steps with one process (default: 10, or all of them in float64)"
     g.add_argument("--prove", **NATURAL, help=why)
     g.add_argument("--json", metavar="FILE", help="write the receipt as JSON")
@@ -253,12 +257,7 @@ def launch(demo, args, needed=None, check=lambda world: None, run=None):
         raise Refused(f"this layout needs {world} processes and {started} were started: {command(world)}")
     if not args.quiet:
         say(f"this layout needs {world} processes: starting them on this machine" if needed else f"starting {world} processes")
-    if use_gpu or sys.platform != "linux":
-        # CUDA does not survive a fork, nor do some systems' libraries: let torchrun start fresh processes
-        sys.stdout.flush()
-        arguments = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={world}", *sys.argv]
-        os.execv(sys.executable, [sys.executable, *arguments])
-    finish(fork_ranks(work, world))
+    finish(start_ranks(work, world))
 
 
 def command(world, nodes=1):
@@ -286,26 +285,36 @@ def check_devices(args, world):
         )
 
 
-def fork_ranks(work, world, grace=5.0):
-    """Run work(rank, connect) -> exit code in `world` processes forked from this one; returns 0 if all did, else the worst.
+def start_ranks(work, world, patience=1.5, notice=30.0):
+    """Run work(rank, connect) -> exit code in `world` processes of this machine; returns 0 if all did, else the worst.
 
-    Ten times faster than starting them afresh, because torch is imported already. When a rank dies, the others get `grace`
-    seconds to end by themselves. The store is a file: nothing listens for connections but gloo, on the loopback interface.
+    Forked from this one they start ten times faster than afresh, because torch is imported already. When a rank fails, the
+    others get `patience` seconds to end by themselves; told to end by SIGTERM, they get `notice` seconds, in which train.py
+    saves. The store is a file: nothing listens for connections but the backend, and on the loopback interface.
     """
-    torch.set_num_threads(1)  # a thread pool does not survive the fork
     folder = tempfile.mkdtemp()
-    loopback = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]
-    if loopback:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback[0])
+    path = os.path.join(folder, "store")
+    loopback = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
+    for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if loopback else ():
+        os.environ.setdefault(variable, loopback)
     sys.stdout.flush()
     sys.stderr.flush()
-    ranks, codes, deadline, stopped = {}, {}, None, False
+    # CUDA does not survive a fork, nor do some systems' libraries, nor does a thread pool
+    fork = sys.platform == "linux" and not torch.cuda.device_count()
+    if fork:
+        torch.set_num_threads(1)
+        importlib.import_module("torch._dynamo")  # optimizers import it at their first step: once, not in every rank
+    ranks, codes, deadline, interrupted, told = {}, {}, None, False, []
     for rank in range(world):
-        pid = os.fork()
-        if pid == 0:
-            with contextlib.suppress(OSError, AttributeError):
-                ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: no rank outlives this process
-            finish(work(rank, lambda rank, world: dist.FileStore(os.path.join(folder, "store"), world)))
+        if fork:
+            pid = os.fork()
+            if pid == 0:
+                die_with_parent(signal.SIGKILL)
+                finish(work(rank, lambda rank, world: dist.FileStore(path, world)))
+        else:
+            own = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "STORE_FILE": path}
+            environment = os.environ | {name: str(value) for name, value in own.items()}
+            pid = subprocess.Popen([sys.executable, *sys.argv], env=environment).pid
         ranks[pid] = rank
 
     def stop(number):
@@ -313,13 +322,13 @@ def fork_ranks(work, world, grace=5.0):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, number)
 
-    def terminate(*_):
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, terminate)
+    before = signal.signal(signal.SIGTERM, lambda *_: told.append(time.monotonic()))
     try:
         while ranks:
             pid, status = os.waitpid(-1, os.WNOHANG)
+            if told and deadline is None:
+                deadline = told[0] + notice
+                stop(signal.SIGTERM)
             if pid == 0:
                 time.sleep(0.01)
                 if deadline and time.monotonic() > deadline:
@@ -327,15 +336,12 @@ def fork_ranks(work, world, grace=5.0):
                 continue
             rank, code = ranks.pop(pid), os.waitstatus_to_exitcode(status)
             codes[rank] = code
-            if code and deadline is None:
-                deadline = time.monotonic() + grace
-                if code < 0:
+            if code and (deadline is None or told):
+                deadline = time.monotonic() + patience
+                if code < 0 and not told:
                     say(f"rank {rank} was ended by {signal.Signals(-code).name}; the others stop")
-                elif code == LOST:
-                    say(f"rank {rank} lost its peers; the others stop")
     except KeyboardInterrupt:
-        stopped = True
-        say("interrupted")
+        interrupted = True
         stop(signal.SIGTERM)
         time.sleep(0.5)
         stop(signal.SIGKILL)
@@ -344,23 +350,35 @@ def fork_ranks(work, world, grace=5.0):
     finally:
         signal.signal(signal.SIGTERM, before)
         shutil.rmtree(folder, ignore_errors=True)
-    if stopped:
-        return 130
-    return 2 if 2 in codes.values() else int(any(codes.values()))
+    failures = set(codes.values()) - {0}
+    if interrupted or told and failures:
+        say("interrupted")
+        return 130 if interrupted else 143
+    if failures == {LOST}:
+        say("the ranks lost each other; the run ends")
+    return 2 if 2 in failures else int(bool(failures))
 
 
-LOST = 75  # exit code of a rank whose peer went away: the peer, not this rank, has something to tell
+LOST = 75  # exit code of a rank whose peer went away: the peer, or who started it, has something to tell
 
 
-def join(rank, world):
+def die_with_parent(number):
+    """Have the kernel send this process a signal when its parent is gone, where it can: no rank trains on as an orphan."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(1, number)  # PR_SET_PDEATHSIG
+
+
+def join(rank, world, timeout):
     """The store of the ranks that someone else started."""
+    if "STORE_FILE" in os.environ:
+        return dist.FileStore(os.environ["STORE_FILE"], world)
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     try:
-        store = dist.TCPStore(address, port, world, is_master=rank == 0 and not hosted, timeout=TIMEOUT)
+        store = dist.TCPStore(address, port, world, is_master=rank == 0 and not hosted, timeout=timeout)
     except RuntimeError as e:
         if "EADDRINUSE" not in str(e) and "in use" not in str(e):
-            raise
+            raise Refused(f"nothing answers on {address}, port {port}, where the first rank should be", speaker=rank) from e
         raise Refused(f"port {port} on {address} is in use: set MASTER_PORT to a free one") from e
     # After a restart the keys of the attempt before are still there, under its own prefix
     return dist.PrefixStore(f"attempt{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
@@ -368,8 +386,10 @@ def join(rank, world):
 
 def run_rank(demo, args, rank, world, connect, make):
     """One rank's life: connect(rank, world) to a store, demo(make(...)), leave. Returns the exit code, and never raises."""
-    store = None
+    store, timeout = None, datetime.timedelta(seconds=getattr(args, "timeout", 600))
     try:
+        if "TORCHELASTIC_RUN_ID" in os.environ:  # the parent is torchrun's agent
+            die_with_parent(signal.SIGTERM)
         local_world = int(os.environ.get("LOCAL_WORLD_SIZE", world)) if connect is join else world
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
         torch.set_num_threads(max(1, cores // local_world))
@@ -381,10 +401,13 @@ def run_rank(demo, args, rank, world, connect, make):
         if args.device == "cuda":
             device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", rank)) % torch.cuda.device_count())
             torch.cuda.set_device(device)
-        store = connect(rank, world)
-        dist.init_process_group(args.backend, store=store, rank=rank, world_size=world, timeout=TIMEOUT)
+        store = join(rank, world, timeout) if connect is join else connect(rank, world)
+        if world > 1:
+            threading.Thread(target=answer, args=(store, rank), daemon=True).start()
+        dist.init_process_group(args.backend, store=store, rank=rank, world_size=world, timeout=timeout)
         code = demo(make(args, rank, world, device)) or 0
         dist.barrier()  # nobody leaves while others still talk to it
+        dist.destroy_process_group()
     except Refused as e:
         code = refuse(e, rank)
     except KeyboardInterrupt:
@@ -392,34 +415,93 @@ def run_rank(demo, args, rank, world, connect, make):
     except BrokenPipeError:  # whoever read our output has gone, as `head` does
         code = 141
     except Exception as e:
-        code = failed(e, rank, world, store, forked=connect is not join)
-    with contextlib.suppress(Exception):
-        dist.destroy_process_group()
+        code = failed(e, rank, world, store, timeout, forked=connect is not join)
     return code
 
 
-def failed(error, rank, world, store, forked):
-    """Report an exception: the rank that raised it prints it; ranks that lost a peer name the peer."""
-    text = str(error)
-    if "Timed out" in text:
-        frame = traceback.extract_tb(error.__traceback__)[-1]
-        where = f"{os.path.basename(frame.filename)}:{frame.lineno}"
-        say(f"rank {rank} waited {TIMEOUT} at {where} for ranks that hang, or that are in another collective")
-        return 1
-    signs = ("onnection closed", "onnection reset", "roken pipe", "onnection refused", "remote process exited")
-    if not isinstance(error, (RuntimeError, ConnectionError)) or not any(s in text for s in signs):
+# --- who is gone? A rank that fails because of another calls the roll in the store
+
+
+def here(rank):
+    """What a rank answers: its host, and the line of this project that its main thread is at."""
+    frame, inside = sys._current_frames().get(threading.main_thread().ident), os.path.dirname(__file__)
+    while frame and os.path.dirname(frame.f_code.co_filename) != inside:
+        frame = frame.f_back
+    return f"{socket.gethostname()} {os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}" if frame else "? ?"
+
+
+def answer(store, rank, every=0.25):
+    """A rank's thread: says on which host it is, and answers when the roll is called, whatever the main thread waits for."""
+    with contextlib.suppress(Exception):  # the store may go first
+        store.set(f"host{rank}", socket.gethostname())
+        while not store.check(["roll"]):
+            time.sleep(every)
+        store.set(f"here{rank}", here(rank))
+
+
+def roll_call(store, rank, world, wait=1.5):
+    """Whether this rank is the first to call; {rank: what it answered} of those that answer within `wait` seconds, and the
+    hosts of the others, {rank: host}. None if the store itself does not answer."""
+    found = []
+
+    def call():
+        found.append(store.add("roll", 1) == 1)
+        store.set(f"here{rank}", here(rank))
+        missing, deadline = set(range(world)), time.monotonic() + wait
+        while missing and time.monotonic() < deadline:
+            missing = {r for r in missing if not store.check([f"here{r}"])}
+            time.sleep(0.05)
+        read = lambda key: store.get(key).decode() if store.check([key]) else "?"  # noqa: E731
+        found.append({r: read(f"here{r}") for r in range(world) if r not in missing})
+        found.append({r: read(f"host{r}") for r in sorted(missing)})
+
+    within(wait + 0.5, call)
+    return found if len(found) == 3 else None
+
+
+def within(seconds, work):
+    """Do something that may fail, or never return, as a store behind a cut link."""
+
+    def attempt():
+        with contextlib.suppress(Exception):
+            work()
+
+    thread = threading.Thread(target=attempt, daemon=True)
+    thread.start()
+    thread.join(seconds)
+
+
+def failed(error, rank, world, store, timeout, forked):
+    """Report an exception, once: the rank that raised it prints it; of ranks that lost or miss a peer the first names it."""
+    text = str(error).lower()
+    late = "timed out" in text or "timeout" in text
+    lost = any(sign in text for sign in ("connection closed", "connection reset", "broken pipe", "connection refused"))
+    lost = lost or "remote process exited" in text
+    if not isinstance(error, (RuntimeError, ConnectionError)) or not (late or lost):
         print(f"rank {rank} failed:\n" + "".join(traceback.format_exception(error)), file=sys.stderr, flush=True)
         return 1
-    if not forked:  # else the process that forked the ranks saw who died
-        with contextlib.suppress(Exception):
-            signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun ends the survivors: not before they have spoken
-            store.set(f"survivor{rank}", "1")
-            time.sleep(0.5)
-            alive = [r for r in range(world) if store.check([f"survivor{r}"])]
-            if rank == min(alive):
-                gone = ", ".join(str(r) for r in range(world) if r not in alive)
-                say(f"rank {gone} died; the run ends" if gone else f"a connection broke ({text.splitlines()[0]})")
-    return LOST
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun ends the survivors: not before they have spoken
+    if forked and not late:
+        within(1, lambda: store.set(f"here{rank}", here(rank)))
+        return LOST  # the process that forked the ranks saw who died
+    answers = roll_call(store, rank, world)
+    if answers is None:
+        if int(os.environ.get("LOCAL_RANK", rank)) == 0:
+            there = os.environ.get("MASTER_ADDR", "the first rank's host")
+            say(f"{socket.gethostname()} lost {there}: that host is down, or the link to it is cut; the run ends")
+        return 1
+    first, present, gone = answers
+    if not first:
+        return LOST
+    names, seconds = ", ".join(f"rank {r} on {host}" for r, host in gone.items()), timeout.total_seconds()
+    if gone:
+        say(f"no answer from {names} within {seconds:g} s: it hangs, or the link to it is cut" if late else f"{names} died")
+    elif late:
+        at = ", ".join(f"rank {r} at {text.split()[1]}" for r, text in list(present.items())[:8])
+        say(f"no progress for {seconds:g} s, though all ranks answer: {at}")
+    else:
+        say(f"a connection broke ({str(error).splitlines()[0]})")
+    return 1
 
 
 def finish(code):
@@ -529,8 +611,8 @@ def clip(parameters, norm, limit):
         torch._foreach_mul_(grads, (limit / (norm + 1e-6)).clamp(max=1.0).to(grads[0].dtype))
 
 
-def activation_bytes(config, sequences, element_size, tp=1):
-    """What backward needs of one block's forward, for `sequences` full contexts: bytes a rank.
+def activation_bytes(config, sequences, element_size, tp=1, recompute="none"):
+    """What backward needs of one block's forward, for `sequences` full contexts: bytes a rank. recompute: as of the model.
 
     Korthikanti et al. 2022, arXiv:2205.05198, section 4, s b h (10 + 24/t) for GPT in 16 bits, less the dropout masks (ours
     are made again) and the attention scores (flash attention keeps none): inputs and outputs of both norms are whole, the
@@ -539,6 +621,11 @@ def activation_bytes(config, sequences, element_size, tp=1):
     head_size = config.width // config.heads
     whole = 4 * config.width
     mlp = (4 if config.mlp == "swiglu" else 2) * config.hidden
+    if recompute == "block":
+        return sequences * config.context * config.width * element_size
+    if recompute == "selective":  # without one norm's output or both, and what lies between up and down
+        whole -= (1 if config.experts or config.mlp == "swiglu" else 2) * config.width
+        mlp //= 2
     if config.experts:  # each token's k rows as they go in and come out, and what lies between
         whole, mlp = whole + 3 * config.top_k * config.width, mlp * (config.top_k + config.shared)
     split = (2 * config.heads + 2 * config.kv_heads) * head_size + mlp
@@ -670,6 +757,7 @@ class Run:
         self.count = args.batch * self.config.context  # valid targets of the global batch: every window is full
         self.history, self.errors, self.held = [], None, {}
         self.first = 0  # the step to begin with: another one after a checkpoint
+        self.skipped = 0  # steps whose gradient was not finite
         self.take = lambda full, parameter: full  # the rank's piece of a parameter: fill may know a better one
         self.draw = gpt.draw
         self.ledger = Ledger({"world": dist.group.WORLD})
@@ -694,6 +782,12 @@ class Run:
         dist.all_reduce(first, op=dist.ReduceOp.MIN)
         if first.item() < self.world:
             raise Refused(problem or "another rank refused", speaker=first.item())
+
+    def any(self, flag):
+        """Whether `flag` is set on any rank."""
+        flag = torch.tensor(int(bool(flag)), device=self.device)
+        dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+        return bool(flag)
 
     def same(self, value, what, advice):
         """Refuse to go on where `value`, text, is not the same on all ranks: compares a digest of it."""
@@ -771,13 +865,16 @@ class Run:
             "optimizer": [t for state in optimizer.state.values() for t in state.values() if torch.is_tensor(t) and t.dim()],
         }
 
-    def update(self, step, model, optimizer, loss, over=(), split=(), dealt=(), leader=True, mfu=None):
+    def update(self, step, model, optimizer, loss, over=(), split=(), dealt=(), leader=True, mfu=None, culprit=None):
         """End a step whose gradients are complete: global loss, global norm, clipping, the optimizer's step, a line.
 
         loss: this rank's part, whose sum over the groups `over` is the global loss. split, dealt: see grad_norm.
         optimizer: torch's, or zero.ZeRO, which has parts of the gradients and so its own norm and clipping.
         leader: False on a rank whose gradients are not the global ones and who takes no step (a server's worker).
         mfu(tokens/s), where given, is shown too.
+        A loss or norm that is not finite: no step is taken, and the run ends (Refused), or skips the step, with --skip-nan.
+        culprit(): the parameter of this rank to blame for it, or None, and where it is: (name, text). By default it is looked
+        for in the gradients as they are, reduced. Returns whether a step was taken.
         """
         loss = loss.detach().double()
         for group in over:
@@ -790,6 +887,10 @@ class Run:
             with _disable_current_modes():  # what the proof sends is not the step's
                 self.gradients = {name: p.grad.clone() for name, p in named() if p.grad is not None}
             self.compared = named, leader
+        if not self.finite(loss, norm):
+            self.watching.close()
+            self.stumble(step, model, loss, norm, culprit)
+            return False
         if not sharded:
             self.watching.close()  # the ledger: all is sent, and the optimizer's own temporaries are no activations
         if leader:
@@ -797,6 +898,37 @@ class Run:
             optimizer.step()
         self.watching.close()
         self.log(step, loss.item(), norm.item(), optimizer.param_groups[0]["lr"], mfu)
+        return True
+
+    def finite(self, loss, norm):
+        """Whether the step may be taken: loss and norm are the same on all ranks, so all answer alike."""
+        return math.isfinite(loss.item()) and math.isfinite(norm.item())
+
+    def stumble(self, step, model, loss, norm, culprit):
+        """Say which gradient is the first, in the order of backward, that is no finite number; skip the step or end."""
+        with torch.device("meta"):
+            names = [name for name, _ in gpt.GPT(self.config).named_parameters(remove_duplicate=False)]
+        bad = [name for name, p in model.named() if p.grad is not None and not p.grad.isfinite().all()]
+        name, where = culprit() if culprit else (bad[-1] if bad else None, "")
+        places = torch.full((self.world,), -1, device=self.device)
+        places[self.rank] = names.index(name) if name else -1
+        dist.all_reduce(places, op=dist.ReduceOp.MAX)
+        speaker = (places == places.max()).nonzero()[0].item()
+        text = f"step {step + 1} has loss {loss.item():g}, gradient norm {norm.item():g}; "
+        if places.max() < 0:
+            text += "played again it was finite on all ranks"
+        else:
+            text += f"the first gradient that is no finite number is of {name}, on rank {self.rank}{where}"
+        self.skipped += 1
+        allowed = getattr(self.args, "skip_nan", 0)
+        if self.skipped > allowed:
+            advice = "a lower --lr may help" + ", or --skip-nan N to leave such steps out" * (not allowed)
+            raise Refused(f"{text}: the weights stay those of step {step}; {advice}", speaker, code=1)
+        if self.rank == speaker:
+            say(f"{text}: skipped")
+        self.history.append({"step": step + 1, "loss": None, "grad_norm": None, "lr": None, "tokens_per_s": None})
+        self.args.prove = 0  # one process would not have left it out
+        self.restart_clock()
 
     @property
     def measured(self):

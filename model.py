@@ -17,12 +17,13 @@ What makes it easy to cut into pieces, without knowing how:
 - The model is built on the meta device, cut there, and then filled (`fill`): every parameter is drawn from its own
   generator, seeded with (seed, full name), so that the weights depend on nothing else.
 - Dropout's mask is a hash of (sample, position, site, channel): whoever holds a piece of the activations makes just that
-  piece of the mask, and gets the same bits.
+  piece of the mask, and gets the same bits; and so does whoever runs a block again, to hold less (`recompute`).
 
 Sources: Radford et al. 2019 (GPT-2); Touvron et al. 2023, arXiv:2302.13971 (Llama); Su et al. 2021, arXiv:2104.09864
 (rotary embedding); Ainslie et al. 2023, arXiv:2305.13245 (grouped queries); Shazeer 2020, arXiv:2002.05202 (SwiGLU);
 Jiang et al. 2024, arXiv:2401.04088 (Mixtral); DeepSeek-AI 2024, arXiv:2412.19437 (shared experts, sequence-wise balance);
 Zoph et al. 2022, arXiv:2202.08906 (z-loss); Wang et al. 2024, arXiv:2408.15664 (balance without a loss);
+Chen et al. 2016, arXiv:1604.06174, and Korthikanti et al. 2022, arXiv:2205.05198 (recomputation);
 Salmon et al. 2011 (counter-based random numbers); Steele et al. 2014 (splitmix64).
 """
 
@@ -32,6 +33,7 @@ from dataclasses import dataclass, fields, replace
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
 
 NORMS = {"layernorm": nn.LayerNorm, "rmsnorm": nn.RMSNorm}
 IGNORE = -1  # the target of a position that has none: adds nothing to the loss
@@ -155,6 +157,44 @@ def hash64(x):
     return x ^ (x >> 31 & (1 << 33) - 1)
 
 
+def once(function, *inputs):
+    """How a model runs its blocks and their parts, unless `recompute` says otherwise."""
+    return function(*inputs)
+
+
+def twice(function, *inputs):
+    """function(*inputs), of which nothing is kept but the inputs: backward runs it again, up to the last thing it needs."""
+    return checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=False)
+
+
+def recompute(model, kind):
+    """Hold less of each block from forward to backward, for more work. Gradients stay the same, to the bit.
+
+        none       all that backward needs, of a GPT-2 block 16 tensors (B, T, C): what the others are compared with
+        selective  10 of them: what is dear to make, the results of matrix products and of attention. Norms and activation
+                   functions, cheap and large, run again
+        block      its input, 1 of them: the whole block runs again, a third more work (Chen et al. 2016)
+
+    Korthikanti et al. 2022 (section 5) recompute the scores of attention; a flash kernel has none to keep, so here it is
+    what lies between. Each part that runs again ends with the product that takes its result: backward needs that product's
+    input, not its output, and stops there. So nothing is multiplied twice, nor sent. A norm before two products stays (SwiGLU,
+    a mixture's router and experts), or the first would be.
+    """
+    whole, parts = {"none": (once, once), "selective": (once, twice), "block": (twice, once)}[kind]
+    model.run = whole
+    for module in model.blocks.modules():
+        if isinstance(module, (Attention, MLP, Experts)):
+            module.run = parts
+
+
+def compile_blocks(model):
+    """Have torch.compile fuse what it can of each block. Where it can't follow (a split backward) it breaks off, and goes on
+    behind. A mixture's shapes are other ones each step: not for those."""
+    torch._dynamo.config.allow_unspec_int_on_nn_module = True  # or dropout's site would have each layer compiled anew
+    for block in model.blocks.values():
+        block.run = torch.compile(once)
+
+
 class Dropout(nn.Module):
     """Zeroes each element of x (B, T, C) with probability p and scales the rest by 1 / (1 - p).
 
@@ -226,9 +266,13 @@ class Attention(nn.Module):
         self.qkv = nn.Linear(config.width, rows, bias=config.bias)
         self.core = AttentionCore()
         self.proj = nn.Linear(config.width, config.width, bias=config.bias)
+        self.run = once
 
-    def forward(self, x, rope):
-        qkv = self.qkv(self.enter(x)).unflatten(-1, (-1, self.queries + 2, self.head_dim))  # (B, T, H_kv, q + 2, D)
+    def project(self, x, norm):
+        return self.qkv(self.enter(norm(x)))
+
+    def forward(self, x, rope, norm):
+        qkv = self.run(self.project, x, norm).unflatten(-1, (-1, self.queries + 2, self.head_dim))  # (B, T, H_kv, q + 2, D)
         q, k, v = qkv.split((self.queries, 1, 1), dim=-2)
         q, k, v = (y.flatten(2, 3).transpose(1, 2) for y in (q, k, v))  # (B, H, T, D), (B, H_kv, T, D) twice
         if rope is not None:
@@ -245,12 +289,20 @@ class MLP(nn.Module):
         self.gate = nn.Linear(config.width, config.hidden, bias=config.bias) if config.mlp == "swiglu" else None
         self.up = nn.Linear(config.width, config.hidden, bias=config.bias)
         self.down = nn.Linear(config.hidden, config.width, bias=config.bias)
+        self.run = once
 
-    def forward(self, x, count=None):
-        x = self.enter(x)
+    def widen(self, x, norm):
+        return self.up(self.enter(norm(x)))
+
+    def narrow(self, up, gate=None):
+        # GPT-2's own approximation of GELU: its weights expect it
+        return self.down(F.gelu(up, approximate="tanh") if gate is None else F.silu(gate) * up)
+
+    def forward(self, x, count=None, norm=nn.Identity()):
         if self.gate is None:
-            return self.down(F.gelu(self.up(x), approximate="tanh"))  # GPT-2's own approximation: its weights expect it
-        return self.down(F.silu(self.gate(x)) * self.up(x))
+            return self.run(self.narrow, self.run(self.widen, x, norm))
+        x = self.enter(norm(x))
+        return self.run(self.narrow, self.up(x), self.gate(x))
 
 
 class AddLoss(torch.autograd.Function):
@@ -287,6 +339,9 @@ class Router(nn.Linear):
         self.register_buffer("choice_bias", torch.zeros(config.experts))
         self.register_buffer("load", torch.zeros(config.experts, dtype=torch.int64))
 
+    def tally(self, load):
+        self.load += load
+
     def forward(self, x, count=None):
         c = self.config
         logits = super().forward(x)  # (B, T, E)
@@ -297,9 +352,10 @@ class Router(nn.Linear):
         weights = scores.gather(-1, chosen)
         if c.renormalize:
             weights = weights / weights.sum(-1, keepdim=True)
-        if torch.is_grad_enabled() and count is not None:  # in training
+        if weights.requires_grad and count is not None:  # in training
             sums = torch.zeros_like(scores[:, 0]).scatter_add_(1, chosen.flatten(1), torch.ones_like(weights).flatten(1))
-            self.load += sums.sum(0).long()
+            load = sums.sum(0).long()
+            weights.register_hook(lambda _: self.tally(load))  # in backward: forward may run twice, see recompute
             if c.balance_loss:
                 mean = scores if c.scores == "softmax" else scores / scores.sum(-1, keepdim=True)
                 tokens = sums.new_full((len(x), 1), x.shape[1])
@@ -335,15 +391,15 @@ class Experts(nn.Module):
         up, down = (config.experts, config.hidden, config.width), (config.experts, config.width, config.hidden)
         self.gate = nn.Parameter(torch.empty(up)) if config.mlp == "swiglu" else None
         self.up, self.down = nn.Parameter(torch.empty(up)), nn.Parameter(torch.empty(down))
+        self.run = once
+
+    def narrow(self, ends, up, gate=None):
+        return grouped_linear(F.gelu(up, approximate="tanh") if gate is None else F.silu(gate) * up, self.down, ends)
 
     def forward(self, rows, counts):
         ends = counts.cumsum(0).to(torch.int32)
-        hidden = grouped_linear(rows, self.up, ends)
-        if self.gate is None:
-            hidden = F.gelu(hidden, approximate="tanh")
-        else:
-            hidden = F.silu(grouped_linear(rows, self.gate, ends)) * hidden
-        return grouped_linear(hidden, self.down, ends)
+        gates = [] if self.gate is None else [grouped_linear(rows, self.gate, ends)]
+        return self.run(self.narrow, ends, grouped_linear(rows, self.up, ends), *gates)
 
 
 class Dispatch(nn.Module):
@@ -369,8 +425,8 @@ class MoE(nn.Module):
         self.router, self.dispatch, self.experts = Router(config), Dispatch(), Experts(config)
         self.shared = MLP(replace(config, hidden=config.shared * config.hidden)) if config.shared else None
 
-    def forward(self, x, count=None):
-        shared = []
+    def forward(self, x, count=None, norm=nn.Identity()):
+        x, shared = norm(x), []
 
         def meanwhile():
             if self.shared is not None:
@@ -382,12 +438,12 @@ class MoE(nn.Module):
 
 
 @torch.no_grad()
-def rebalance(model, total=lambda load: None):
-    """After each step: move every router's bias by `bias_rate` towards an even load, and count anew.
+def rebalance(model, total=lambda load: None, move=True):
+    """After each step: move every router's bias by `bias_rate` towards an even load (if `move`), and count anew.
 
     total(load) adds up, in place, the loads (E,) of all who hold tokens of this step."""
     for router in (m for m in model.modules() if isinstance(m, Router)):
-        if router.config.bias_rate:
+        if router.config.bias_rate and move:
             total(router.load)
             load = router.load.to(router.choice_bias.dtype)
             router.choice_bias += router.config.bias_rate * (load.mean() - load).sign()
@@ -407,10 +463,14 @@ class Block(nn.Module):
         self.attn_drop = Dropout(config.dropout, 2 * layer + 1)
         self.mlp_norm, self.mlp = make_norm(config), MoE(config) if config.experts else MLP(config)
         self.mlp_drop = Dropout(config.dropout, 2 * layer + 2)
+        self.run = once
 
     def forward(self, x, rope=None, key=None, count=None):
-        x = x + self.attn_drop(self.attn(self.attn_norm(x), rope), key)
-        return x + self.mlp_drop(self.mlp(self.mlp_norm(x), count), key)
+        return self.run(self.layer, x, rope, key, count)
+
+    def layer(self, x, rope, key, count):
+        x = x + self.attn_drop(self.attn(x, rope, self.attn_norm), key)
+        return x + self.mlp_drop(self.mlp(x, count, self.mlp_norm), key)
 
 
 class Embedding(nn.Module):
@@ -467,6 +527,7 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleDict({str(i): Block(config, i) for i in range(config.layers)})
         self.head = Head(config)
         self.loss = CrossEntropy()
+        self.run = once
         if config.tied:
             self.head.out.weight = self.embed.token.weight
         # What `fill` draws for a parameter is written on the parameter: (mean, standard deviation)
@@ -499,7 +560,7 @@ class GPT(nn.Module):
             count = (targets != IGNORE).sum()
         rope = None if self.rope is None else self.rope(positions, x.dtype)
         for block in self.blocks.values():
-            x = block(x, rope, key, count)
+            x = self.run(block, x, rope, key, count)
         if self.head is None:
             return x
         logits = self.head(x)

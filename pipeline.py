@@ -311,55 +311,44 @@ class Deferred(TorchFunctionMode):
         replaced = {F.linear: self.linear, getattr(torch, "_grouped_mm", None): self.grouped}.get(function, function)
         return (replaced if torch.is_grad_enabled() else function)(*args, **(kwargs or {}))
 
-    # Autograd must not see the weights: it would run their hooks, with nothing to add. So they are detached, and the queue's
-    # entries hold them
-
     def linear(self, input, weight, bias=None):
         cast = torch.is_autocast_enabled(input.device.type)  # it would cast forward alone
         if cast or input.dim() < 2 or not (input.requires_grad and weight.requires_grad):
             return F.linear(input, weight, bias)
-        later = lambda x, grad: self.queue.append((weight, weight_gradient, x, grad))  # noqa: E731
-        return DeferredLinear.apply(input, weight.detach(), bias, later)
+        return self.put_off(lambda x, w: F.linear(x, w, bias), input, weight, weight_gradient)
 
     def grouped(self, input, weight, *, offs, bias=None, out_dtype=None):
         if not (input.requires_grad and weight.requires_grad and bias is None and out_dtype is None):
             return torch._grouped_mm(input, weight, offs=offs, bias=bias, out_dtype=out_dtype)
-        later = lambda x, grad: self.queue.append((weight, grouped_weight_gradient, x, grad, offs))  # noqa: E731
-        return DeferredGrouped.apply(input, weight.detach(), offs, later)
+        return self.put_off(lambda x, w: torch._grouped_mm(x, w, offs=offs), input, weight, grouped_weight_gradient, offs)
+
+    def put_off(self, product, input, weight, function, *more):
+        """product(input, weight), whose weight gets function(input, gradient of the product, *more) later."""
+        gradients = []
+        later = lambda x, gradient: self.queue.append((weight, function, x, gradient, *more))  # noqa: E731
+        # Autograd must not see the weight: it would run its hooks, with nothing to add. So it is detached, and the queue's
+        # entry holds it
+        y = product(Keep.apply(input, gradients, later), weight.detach())
+        y.register_hook(gradients.append)
+        return y
 
 
-class DeferredLinear(torch.autograd.Function):
-    """x (..., in), the weight's values (out, in), bias (out,) or None -> x weight^T + bias. later(x, gradient of the output)
-    is told what the weight's gradient will need."""
+class Keep(torch.autograd.Function):
+    """x as it is, kept for backward. There, `gradients` has that of what was made of x: later(x, that gradient).
 
-    @staticmethod
-    def forward(ctx, x, values, bias, later):
-        ctx.save_for_backward(x, values)
-        ctx.later = later
-        return F.linear(x, values, bias)
-
-    @staticmethod
-    def backward(ctx, grad):
-        x, values = ctx.saved_tensors
-        ctx.later(x.detach(), grad)
-        of_bias = grad.flatten(0, -2).sum(0) if ctx.needs_input_grad[2] else None
-        return grad @ values, None, of_bias, None
-
-
-class DeferredGrouped(torch.autograd.Function):
-    """The same for a mixture's experts: rows (N, in), sorted by expert up to the rows `ends` (E,), by values (E, in, out)."""
+    A node of its own before the product, so that recomputation of what comes before, which ends with what is kept last, need
+    not make the product again."""
 
     @staticmethod
-    def forward(ctx, x, values, ends, later):
-        ctx.save_for_backward(x, values, ends)
-        ctx.later = later
-        return F.grouped_mm(x, values, offs=ends)
+    def forward(ctx, x, gradients, later):
+        ctx.save_for_backward(x)
+        ctx.gradients, ctx.later = gradients, later
+        return x.view_as(x)
 
     @staticmethod
     def backward(ctx, grad):
-        x, values, ends = ctx.saved_tensors
-        ctx.later(x.detach(), grad)
-        return F.grouped_mm(grad, values.transpose(1, 2), offs=ends), None, None, None
+        ctx.later(ctx.saved_tensors[0].detach(), ctx.gradients.pop())
+        return grad, None, None
 
 
 def weight_gradient(x, grad):
@@ -463,8 +452,11 @@ def play(schedule, forward, shape, dtype, device, links, scope=None, record=None
             x, y = alive.pop((m, stage), (None, None))
             if y is None:  # frozen, and the first: no gradient goes anywhere
                 return None
+            gradient = torch.ones_like(y) if gradient is None else gradient
             with deferred(m, stage):  # also here: checkpointed layers run again
-                torch.autograd.backward(y, gradient)
+                # torch.autograd.backward's own call: itself it is a function that a mode may replace, and switches the mode off
+                run = torch.autograd.Variable._execution_engine.run_backward
+                run((y,), (gradient,), False, False, (), allow_unreachable=True, accumulate_grad=True)
         return x
 
     post()

@@ -273,22 +273,28 @@ def reduce_partial(parameters):
             grad.copy_(total.view_as(grad))
 
 
-def bytes_sent(config, t, sequences, length, element_size, blocks, embedding=True, head=True, keep=True):
+def bytes_sent(config, t, sequences, length, element_size, blocks, embedding=True, head=True, keep=True, recompute="none"):
     """Bytes a rank sends for `sequences` sequences of `length` tokens, forward and backward, by operation. Without those of the
-    partial gradients: they are sent once a step."""
+    partial gradients: they are sent once a step. recompute: as of the model. "selective" gathers inputs of products again
+    where it runs their norms again; "block" repeats a block's forward (see tensor_parallel.sent_again)."""
     r = (t - 1) / t
     wide = r * sequences * -(-length // t) * t * config.width * element_size  # with padding
     gathers = (4 if keep else 6) * blocks + embedding + head * (1 if keep else 2)
     scatters, small, exact = 4 * blocks + embedding + head, 0, max(element_size, 4)
+    shared, whole = bool(config.experts and config.shared), recompute == "block"
     reduced = 3 * head * sequences * length * exact
     if config.experts:  # their f keeps what it gathers; a token's k weights and experts' numbers come along
-        shared = bool(config.shared)
         gathers += blocks * (shared * (2 if keep else 3) - (not keep))
         scatters += blocks * shared * 2
         small = r * blocks * sequences * length * config.top_k
-        reduced += blocks * (config.balance_loss > 0) * sequences * (2 * config.experts + 1) * exact
+        reduced += (1 + whole) * blocks * (config.balance_loss > 0) * sequences * (2 * config.experts + 1) * exact
+    plain = shared or not config.experts  # whether all tokens pass an MLP
+    if whole:
+        gathers, scatters = gathers + blocks * (2 + shared), scatters + blocks * tensor_parallel.sent_again(config)
+    elif recompute == "selective":
+        gathers += blocks * (1 + (plain and config.mlp == "gelu"))
     return {
-        "all_gather": gathers * wide + small * (element_size + 8),
+        "all_gather": gathers * wide + (1 + whole) * small * (element_size + 8),
         "reduce_scatter": scatters * wide + small * element_size,
         "all_reduce": 2 * r * reduced,
     }

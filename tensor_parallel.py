@@ -272,12 +272,20 @@ def parallelize(model, group):
     return model
 
 
-def bytes_sent(config, t, tokens, element_size, blocks, embedding=True, head=True):
+def sent_again(config):
+    """All-reduces of a block (reduce-scatters of sequence_parallel.py) that its recomputation sends again: those of its
+    forward, but for the last, if nothing that follows it (dropout) needs it to run backward."""
+    return 1 + (config.dropout > 0) + (config.experts > 0 and config.shared > 0)
+
+
+def bytes_sent(config, t, tokens, element_size, blocks, embedding=True, head=True, recompute="none"):
     """Bytes a rank sends for `tokens` tokens, forward and backward, with ring all-reduces over t ranks: 4 of (tokens, C) a
     block, one for the embedding, one for the head's input, and three of (tokens,) for the loss. In a mixture of experts the
-    gradient of the router's k weights too, and as much again as for an MLP if some experts are shared."""
+    gradient of the router's k weights too, and as much again as for an MLP if some experts are shared. recompute: as of the
+    model; of whole blocks it sends once or twice more a block."""
     ring = 2 * (t - 1) / t
-    wide = (4 * blocks + embedding + head) * tokens * config.width * element_size
+    again = sent_again(config) if recompute == "block" else 0
+    wide = ((4 + again) * blocks + embedding + head) * tokens * config.width * element_size
     if config.experts:
         wide += blocks * (config.top_k + 2 * bool(config.shared) * config.width) * tokens * element_size
     return ring * (wide + 3 * head * tokens * max(element_size, 4))

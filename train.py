@@ -21,10 +21,17 @@ flags give the same run on one process and on any number, to rounding; the first
 end says how far apart they were (--prove).
 """
 
+import argparse
 import contextlib
+import csv
 import dataclasses
+import datetime
+import functools
 import json
 import os
+import re
+import shutil
+import signal
 import tempfile
 
 import torch
@@ -85,12 +92,18 @@ def flags():
     g.add_argument("--reduce-once", action="store_true", help=why)
     why = "ZeRO 3: keep gathered weights from forward until backward. A third less is sent, all of them are held"
     g.add_argument("--keep-gathered", action="store_true", help=why)
+    why = "hold less of each block until backward, which runs it again: norms and activation functions, or all of it"
+    g.add_argument("--recompute", choices=["none", "selective", "block"], default="none", help=why)
+    why = "torch.compile each block: slow to start (and needs a C++ compiler), faster then"
+    g.add_argument("--compile", action="store_true", help=why)
     harness.precision_flags(g)
     g = p.add_argument_group("the loop")
     g.add_argument("--min-lr", type=harness.real(0), metavar="X", help="where the cosine ends (default: lr / 10)")
     g.add_argument("--eval-every", **harness.NATURAL, default=100, help="steps between validations; 0 = only at the end")
     g.add_argument("--eval-batches", **n, default=4, help="global batches that a validation takes")
     g.add_argument("--sample", **harness.NATURAL, default=200, help="tokens to generate at the end; 0 = none")
+    why = "train nothing: a sample of the newest whole checkpoint in --out, or of --init-from, whatever layout wrote it"
+    g.add_argument("--only-sample", action="store_true", help=why)
     g.add_argument("--prompt", default="\n", help="what the sample starts with")
     g.add_argument(
         "--temperature",
@@ -102,12 +115,18 @@ def flags():
     g.add_argument("--out", metavar="FOLDER", help="where checkpoints go, one at the end at least; see checkpoint.py")
     g.add_argument("--save-every", **harness.NATURAL, default=0, help="steps between checkpoints; 0 = only at the end")
     g.add_argument("--keep", **harness.NATURAL, default=3, help="the newest N checkpoints stay; 0 = all")
-    why = "go on from the newest whole checkpoint in --out, whatever layout wrote it"
+    why = "leave out up to N steps whose loss or gradient is not finite; without it the first such step ends the run"
+    g.add_argument("--skip-nan", **harness.NATURAL, default=0, help=why)
+    why = "go on from the newest whole checkpoint in --out, whatever layout wrote it (torchrun's restarts do so by themselves)"
     g.add_argument("--resume", action="store_true", help=why)
     why = "compare the first N steps with one process (default: 3 for models below 20M parameters, else 0)"
     g.add_argument("--prove", **harness.NATURAL, help=why)
-    why = "a JSON object a line: step, loss, grad_norm, lr, tokens_per_s, in full precision"
+    why = "a JSON object a line, or of a FILE.csv a row: step, loss, grad_norm, lr, tokens_per_s, in full precision"
     g.add_argument("--log", metavar="FILE", help=why)
+    harness.plot_flag(g, "the loss over the steps, with --resume also over those in --log")
+    why = "trace these steps with torch.profiler, all ranks: for ui.perfetto.dev"
+    g.add_argument("--profile", type=span, metavar="A-B", help=why)
+    g.add_argument("--profile-to", metavar="FOLDER", help="where the traces go: one file a rank, and all.json with all of them")
     why = "start from a Hugging Face folder of a GPT-2, Llama or Mixtral model, in any layout"
     g.add_argument("--init-from", metavar="FOLDER", help=why)
     g.add_argument("--export", metavar="FOLDER", help="write the model at the end as a folder that transformers loads")
@@ -131,6 +150,15 @@ def flags():
     why = "with --dry-run: draw step time and MFU of 8 to 16,384 devices, more of them by --dp: NAME.png (needs matplotlib)"
     g.add_argument("--plot", metavar="NAME", help=why)
     return p
+
+
+def span(text):
+    """An argument type: "5-7" or "5", steps counted from 1, as a pair."""
+    found = re.fullmatch(r"([1-9]\d*)(?:-([1-9]\d*))?", text)
+    first, last = (int(n) for n in (found[1], found[2] or found[1])) if found else (1, 0)
+    if last < first:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a step or a range of steps, such as 5-7")
+    return first, last
 
 
 def main():
@@ -185,10 +213,24 @@ def check(args, config):
     args.reduce_dtype = args.reduce_dtype or args.param_dtype
     if args.min_lr is None:
         args.min_lr = args.lr / 10
+    args.resume |= bool(args.out) and restarted()
     if (args.save_every or args.resume) and not args.out:
         raise Refused("--save-every and --resume need --out, the folder of the checkpoints")
-    if args.out:
+    if args.only_sample and not (args.sample and (args.out or args.init_from)):
+        raise Refused("--only-sample needs weights, from --out with a checkpoint or from --init-from, and a --sample above 0")
+    if args.out and not args.only_sample:
         check_out(args)
+    harness.check_plot(args)
+    if bool(args.profile) != bool(args.profile_to):
+        raise Refused("--profile (which steps) and --profile-to (which folder) need each other: give both")
+    if args.profile and args.profile[1] > args.steps:
+        raise Refused(f"--profile goes to step {args.profile[1]}, beyond --steps {args.steps}: choose earlier ones")
+    if args.profile:
+        try:
+            os.makedirs(args.profile_to, exist_ok=True)
+            tempfile.TemporaryFile(dir=args.profile_to).close()
+        except OSError as e:
+            raise Refused(f"--profile-to {args.profile_to} can't be written ({e.strerror}): give another folder") from e
     if args.wandb and os.environ.get("WANDB_MODE") not in ("offline", "disabled"):
         import wandb
 
@@ -196,6 +238,15 @@ def check(args, config):
             raise Refused("--wandb needs a key: run `wandb login` first, or set WANDB_MODE=offline")
     if args.prove is None:
         args.prove = 3 if config.parameters() < 20e6 else 0
+    if args.compile and not any(map(shutil.which, (os.environ.get("CXX", "g++"), "g++", "clang++"))):
+        raise Refused("--compile needs a C++ compiler: install g++, or leave --compile out")
+    if args.compile and config.experts:
+        raise Refused("--compile does not go with --experts, whose rows are other ones each step: leave one of them out")
+
+
+def restarted():
+    """Whether torchrun started these ranks again, after a failure (--max-restarts)."""
+    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0
 
 
 def check_out(args):
@@ -236,9 +287,11 @@ def make_groups(args, schedule):
     owner = pipeline.owners(schedule)
     tied = torch.tensor([[row[owner[0]], row[owner[len(owner) - 1]]] for row in pp.tolist()])
 
+    timeout = datetime.timedelta(seconds=args.timeout)
+
     def mine(rows):
         """Of the groups of all rows, in the last dimension, the one that this rank is in, or None."""
-        made = [(dist.new_group(sorted(set(row))), row) for row in rows.flatten(0, -2).tolist()]
+        made = [(dist.new_group(sorted(set(row)), timeout), row) for row in rows.flatten(0, -2).tolist()]
         return next((group for group, row in made if dist.get_rank() in row), None)
 
     groups = {"tp": mine(ranks), "dp": mine(dp), "cp": mine(cp.flatten(3)), "pp": mine(pp), "tied": mine(tied)}
@@ -273,11 +326,16 @@ def train(run):
             context_parallel.parallelize(part, cp, args.cp_kind, groups.get("ring"), groups.get("ulysses"))
         if args.ep > 1:
             expert_parallel.parallelize(part, groups["ep"], None, args.expert_chunks, groups["copies"])
+        gpt.recompute(part, args.recompute)
+        if args.compile:
+            gpt.compile_blocks(part)
     model = pipeline.Stages(parts)
     sync, optimizer = data_parallel(run, model, groups)
     mixtures = [block.mlp for part in parts.values() for block in part.blocks.values() if config.experts]
     describe(run, schedule)
     saved = resume(run, parts, model, optimizer, groups)
+    if args.only_sample:
+        run.first = args.steps  # none is left
 
     def scope(stage, complete):
         """ZeRO must know which stage's gradients come, and whether all of them do."""
@@ -304,23 +362,36 @@ def train(run):
         zero = torch.zeros((), dtype=torch.float64, device=run.device)
         return sum((loss.double() for loss in losses), zero)
 
-    with open_log(run) as log:
-        for step in run.steps(optimizer):
-            sync.zero_grad()
+    def passes(batches):
+        """Forward and backward of a step: complete gradients, and the losses that the last stage has."""
+        sync.zero_grad()
+        for mixture in mixtures:
+            mixture.dispatch.travelled = 0
+        losses = play(schedule, batches, run.count)
+        sync.finish()
+        return losses
+
+    told, stop = [], False  # to stop: preemption sends SIGTERM, and some seconds later SIGKILL
+    if args.out:
+        signal.signal(signal.SIGTERM, lambda *_: told.append(signal.SIGTERM))
+    # Of whole parameters the first rank of a group counts; ZeRO's are never whole on two data-parallel ranks
+    split = [tp, groups["ep"]] if args.ep > 1 and not args.zero else [tp]
+    with open_log(run) as log, finishing(saved):
+        for step in profiled(run, run.steps(optimizer)):
             batches = run.microbatches(step, copy, args.dp)
-            for mixture in mixtures:
-                mixture.dispatch.travelled = 0
-            losses = play(schedule, batches, run.count)
+            losses = passes(batches)
             if step == run.measured:  # the ledger is on
                 travelled = sum(mixture.dispatch.travelled for mixture in mixtures)
-            sync.finish()
-            # Of whole parameters the first rank of a group counts; ZeRO's are never whole on two data-parallel ranks
-            split = [tp, groups["ep"]] if args.ep > 1 and not args.zero else [tp]
-            run.update(step, model, optimizer, total(losses), over=[dp, pp], split=split, dealt=[pp], mfu=mfu(run))
-            gpt.rebalance(model, lambda load: [dist.all_reduce(load, group=g) for g in (dp, tp)[: 1 + args.sp]])
+            blame = functools.partial(culprit, model, lambda: passes(batches))
+            over = dict(over=[dp, pp], split=split, dealt=[pp])
+            taken = run.update(step, model, optimizer, total(losses), **over, mfu=mfu(run), culprit=blame)
+            gpt.rebalance(model, lambda load: [dist.all_reduce(load, group=g) for g in (dp, tp)[: 1 + args.sp]], taken)
             log(run.history[-1])
+            stop = args.out and run.any(told)
             if args.out:
-                save(run, saved, step + 1, parts, model, optimizer, groups)
+                save(run, saved, step + 1, parts, model, optimizer, groups, stop)
+            if stop:
+                break
             if step + 1 == args.steps or args.eval_every and (step + 1) % args.eval_every == 0:
                 loss = evaluate(run, pipeline.forward_only(schedule), play, total, copy, [dp, pp])
                 run.print(f"validation loss {loss:.4f}")
@@ -329,12 +400,15 @@ def train(run):
     if args.out:
         with refusing():
             saved.finish()
+    if stop:
+        run.print(f"stopped by SIGTERM: step {step + 1} is saved in {args.out}, --resume goes on from it")
+        return 0
     if args.export:
         export(run, model, optimizer, groups)
     if args.sample:
         text = generate(run, pipeline.forward_only(schedule, 1), owner[len(owner) - 1], play, groups)
         run.print(f"\nsample:\n{text}")
-    return receipt(run, model, optimizer, schedule, mine, groups, travelled)
+    return 0 if args.only_sample else receipt(run, model, optimizer, schedule, mine, groups, travelled)
 
 
 def data_parallel(run, model, groups):
@@ -412,33 +486,82 @@ def resume(run, parts, model, optimizer, groups):
     args, config = run.args, dataclasses.asdict(run.config)
     if not args.out:
         return None
-    kept = {"config": config, "tokenizer": args.tokenizer, "text": run.corpus.digest, "optimizer": args.optimizer}
-    kept |= {"seed": args.seed}
-    if args.resume:
+    kept = {"config": config, "tokenizer": args.tokenizer}
+    if not args.only_sample:
+        kept |= {"text": run.corpus.digest, "optimizer": args.optimizer, "seed": args.seed}
+    if args.resume or args.only_sample:
         with refusing():
             path, index, passed = checkpoint.newest(args.out, kept, ("dropout", "balance_loss", "z_loss", "bias_rate"))
             passed = f" (passed over {'; '.join(passed)})" * bool(passed)
             if path:
-                if index["step"] >= args.steps:
-                    raise Refused(f"{path} has all of --steps {args.steps}: give more of them")
-                checkpoint.load(path, index, pieces(run, parts, model, optimizer, groups, checkpoint.states_in(index)))
+                if index["step"] == args.steps and restarted():  # after the last step
+                    args.only_sample = True
+                if index["step"] >= args.steps and not args.only_sample:
+                    raise Refused(f"{path} has all of --steps {args.steps}: give more of them, or --only-sample")
+                states = None if args.only_sample else checkpoint.states_in(index)
+                checkpoint.load(path, index, pieces(run, parts, model, optimizer, groups, states))
                 if isinstance(optimizer, zero.ZeRO):
                     optimizer.reload()
                 run.first, args.prove = index["step"], 0  # one process would have to begin at step 0
-                run.print(f"resumed from {path}, not compared with one process{passed}")
+                compared = "" if args.only_sample else ", not compared with one process"
+                run.print(f"resumed from {path}{compared}{passed}")
+            elif args.only_sample and not args.init_from:
+                raise Refused(f"--only-sample: there is no whole checkpoint in {args.out}{passed}; give another --out")
             else:
                 run.print(f"no whole checkpoint in {args.out}, starting from the beginning{passed}")
     layout = {name: getattr(args, name) for name in ("dp", "tp", "pp", "cp", "ep", "sp", "zero", "schedule")}
     return checkpoint.Checkpoints(args.out, kept | {"layout": layout}, args.keep)
 
 
-def save(run, saved, step, parts, model, optimizer, groups):
-    """Between two steps: give the checkpoint that is written by now its name, and begin the next if it is time."""
-    with refusing():
-        saved.poll()
-        if step == run.args.steps or run.args.save_every and step % run.args.save_every == 0:
-            saved.save(step, pieces(run, parts, model, optimizer, groups))
-            run.restart_clock()
+def save(run, saved, step, parts, model, optimizer, groups, now):
+    """Between two steps: give the checkpoint that is written by now its name, and begin the next if it is time, or `now`. One
+    that can't be written does not end the run, unless it is the last: the disk may have room for the next."""
+    last = now or step == run.args.steps
+
+    def attempt(work, needed=False):
+        try:
+            work()
+        except checkpoint.CheckpointError as e:
+            if needed:
+                raise Refused(str(e)) from e
+            if run.rank == 0:
+                harness.say(f"{e}; the run goes on")
+
+    attempt(saved.poll)
+    if last or run.args.save_every and step % run.args.save_every == 0:
+        attempt(saved.finish)
+        attempt(lambda: saved.save(step, pieces(run, parts, model, optimizer, groups)), needed=last)
+        run.restart_clock()
+
+
+@contextlib.contextmanager
+def finishing(saved):
+    """Where the run refuses to go on, the checkpoint that is being written is still finished."""
+    try:
+        yield
+    except Refused:
+        if saved:
+            with contextlib.suppress(checkpoint.CheckpointError):
+                saved.finish()
+        raise
+
+
+def culprit(model, passes):
+    """The first of this rank's parameters, in the order of backward, whose gradient is not finite, before it is added to other
+    ranks': passes() plays the step's forward and backward again to see. Returns (name or None, where it is)."""
+    found = []
+
+    def watch(name, where):
+        return lambda gradient: None if gradient.isfinite().all() else found.append((name, where))
+
+    watching = []
+    for stage, part in model.parts.items():
+        named = [(name, p) for name, p in part.named_parameters() if p.requires_grad]
+        watching += [p.register_hook(watch(name, f", stage {stage}")) for name, p in named]
+    passes()
+    for handle in watching:
+        handle.remove()
+    return found[0] if found else (None, "")
 
 
 def describe(run, schedule):
@@ -557,20 +680,105 @@ def place(whole, parameter, flat, groups):
     whole.copy_(local)
 
 
+def profiled(run, steps):
+    """The steps, with torch.profiler on during those of --profile. Each rank writes what it saw, under its rank as process
+    number; on one time axis, so that rank 0 can put all files that it finds into one. What is compared with one process after a
+    step is in it too: --prove 0 leaves that out."""
+    args = run.args
+    first, last = args.profile or (0, 0)
+    if args.profile and first <= run.first:
+        raise Refused(f"--profile begins with step {first}, and the run goes on with step {run.first + 1}: choose later ones")
+    profiler = torch.profiler.profile()
+    for step in steps:
+        if step + 1 == first:
+            profiler.start()
+        yield step
+        if step + 1 == last:
+            profiler.stop()
+            write_trace(run, profiler)
+            run.restart_clock()
+
+
+def write_trace(run, profiler):
+    folder, rank = run.args.profile_to, run.rank
+    path = os.path.join(folder, f"rank{rank}.json")
+    profiler.export_chrome_trace(path)
+    with open(path) as f:
+        trace = json.load(f)
+    events = [e for e in trace["traceEvents"] if type(e.get("pid")) is int and not e["name"].startswith("process_")]
+    for e in events:
+        e["pid"] = rank
+        if "id" in e:  # arrows from one event to another: of this rank
+            e["id"] = f"{rank}.{e['id']}"
+    name = {"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}}
+    trace["traceEvents"] = [name, *events]
+    with open(path, "w") as f:
+        json.dump(trace, f)
+    dist.barrier()
+    if rank == 0:
+        for other in range(1, run.world):
+            if os.path.exists(path := os.path.join(folder, f"rank{other}.json")):  # else it is on another machine
+                with open(path) as f:
+                    trace["traceEvents"] += json.load(f)["traceEvents"]
+        with open(os.path.join(folder, "all.json"), "w") as f:
+            json.dump(trace, f)
+        run.print(f"traces of steps {'-'.join(map(str, run.args.profile))}: {os.path.join(folder, 'all.json')}")
+
+
+COLUMNS = ["step", "loss", "grad_norm", "lr", "tokens_per_s", "mfu", "val_loss"]  # of --log FILE.csv
+
+
+def read_log(path):
+    """The rows of a --log file, as dicts. A line that a crash cut short is passed over."""
+    with open(path, newline="") as file:
+        lines = csv.DictReader(file) if path.endswith(".csv") else file
+        for line in lines:
+            with contextlib.suppress(ValueError):
+                if path.endswith(".csv"):
+                    yield {key: (int if key == "step" else float)(text) for key, text in line.items() if key and text}
+                else:
+                    yield json.loads(line)
+
+
 @contextlib.contextmanager
 def open_log(run):
-    """Gives a function that writes a dict to --log and --wandb; on rank 0 only."""
-    args, places = run.args, []
+    """Gives a function that writes a dict to --log and --wandb, and at the end to --plot; on rank 0 only."""
+    args, places, rows = run.args, [], []
     with contextlib.ExitStack() as stack:
         if args.log and run.rank == 0:
-            file = stack.enter_context(open(args.log, "a" if run.first else "w"))
-            places.append(lambda row: print(json.dumps(row), file=file, flush=True))
+            if run.first:
+                rows += [row for row in read_log(args.log) if row.get("step", run.first + 1) <= run.first]
+            file = stack.enter_context(open(args.log, "w", newline=""))
+            if args.log.endswith(".csv"):
+                table = csv.DictWriter(file, COLUMNS, extrasaction="ignore")
+                table.writeheader()
+                places.append(lambda row: (table.writerow(row), file.flush()))
+            else:
+                places.append(lambda row: print(json.dumps(row), file=file, flush=True))
+            for row in rows:  # of the steps that the checkpoint has; later ones are taken again
+                places[0](row)
         if args.wandb and run.rank == 0:
             import wandb
 
             tracker = stack.enter_context(wandb.init(project=args.wandb, config=vars(args)))
             places.append(lambda row: tracker.log(row, step=row["step"]))
+        if args.plot and run.rank == 0:
+            places.append(rows.append)
         yield lambda row: [write(row) for write in places]
+    if args.plot and run.rank == 0:
+        plot(rows, args.plot)
+
+
+def plot(rows, name):
+    """The loss of each step, and those of validations, of rows as in --log."""
+    pyplot = harness.pyplot()
+    figure, axes = pyplot.subplots(figsize=(7, 4))
+    for kind, label, style in (("loss", "loss", "-"), ("val_loss", "validation loss", "o-")):
+        known = {row["step"]: row[kind] for row in rows if row.get(kind) is not None}
+        axes.plot(list(known), list(known.values()), style, label=label, linewidth=1, markersize=4)
+    axes.set(xlabel="step", ylabel="loss")
+    axes.legend()
+    harness.save(figure, name)
 
 
 def receipt(run, model, optimizer, schedule, mine, groups, travelled):
@@ -583,6 +791,7 @@ def receipt(run, model, optimizer, schedule, mine, groups, travelled):
     tokens = rows * length
     scalar = 8  # loss and squared norm are summed as one float64 each
     moments, notes = 2 * (args.optimizer == "adamw") * master, []
+    forwards = 1 + (args.recompute == "block")  # of a block's: the second sends again what the first did
 
     # Parameters, of which data-parallel ranks hold copies, and experts, of which fewer ranks do
     sizes = {"dp": tensor_parallel.parameters_held(config, args.tp, *here, experts=0), "copies": 0}
@@ -609,14 +818,14 @@ def receipt(run, model, optimizer, schedule, mine, groups, travelled):
         states[2] -= optimizer.padding() * moments
         notes = [f"ZeRO: gathered weights at the peak {optimizer.gathered_peak:,} bytes"] * (args.zero == 3)
     if args.ep > 1:
-        counts = sum(blocks.values()) * args.microbatches * (config.experts - experts) * args.expert_chunks * 8
-        size = 2 * travelled * config.width * e + counts
-        sent["all_to_all", "ep"] = (size, "2 (rows out + rows in) C e, and the counts")
+        counts = forwards * sum(blocks.values()) * args.microbatches * (config.experts - experts) * args.expert_chunks * 8
+        size = (forwards + 1) * travelled // forwards * config.width * e + counts
+        sent["all_to_all", "ep"] = (size, f"{forwards + 1} (rows out + rows in) C e, and the counts")
         if not args.zero:
             sent["all_reduce", "ep"] = (ddp.bytes_sent(scalar, args.ep), "the norm")
     if args.cp > 1:
         heads = config.heads // args.tp, config.kv_heads // args.tp, config.width // config.heads
-        size = context_parallel.bytes_sent(args.cp_kind, *cp_shape(args), rows, length, *heads, e)
+        size = context_parallel.bytes_sent(args.cp_kind, *cp_shape(args), rows, length, *heads, e, forwards)
         for operation, amount in size.items():
             group = {"send": "ring", "all_to_all": "ulysses"}.get(operation) if "ring" in groups else "cp"
             gloo = operation == "reduce_scatter" and dist.get_backend(tp) == "gloo"
@@ -626,24 +835,26 @@ def receipt(run, model, optimizer, schedule, mine, groups, travelled):
                     f"{args.cp_kind}: see context_parallel.py",
                 )
         if config.experts and config.balance_loss:
-            sums = here[0] * rows * (2 * config.experts + 1) * max(e, 4)
+            sums = forwards * here[0] * rows * (2 * config.experts + 1) * max(e, 4)
             sent["all_reduce", "cp"] = (ddp.bytes_sent(sums, args.cp), "the routers' sums over sequences")
     each = length
     if args.sp:
         each = -(-each // args.tp)
         keep = not args.gather_again
-        size = sequence_parallel.bytes_sent(config, args.tp, rows, length, e, *here, keep)
-        sent["all_gather", "tp"] = (size["all_gather"], f"{4 if keep else 6} r b T C e a block, and both ends")
+        size = sequence_parallel.bytes_sent(config, args.tp, rows, length, e, *here, keep, args.recompute)
+        more = "" if args.recompute == "none" else ", more to recompute,"
+        sent["all_gather", "tp"] = (size["all_gather"], f"{4 if keep else 6} r b T C e a block{more} and both ends")
         scatter = "all_to_all" if dist.get_backend(tp) == "gloo" else "reduce_scatter"
-        sent[scatter, "tp"] = (size["reduce_scatter"], "4 r b T C e a block, and both ends")
+        sent[scatter, "tp"] = (size["reduce_scatter"], f"4 r b T C e a block{more} and both ends")
         partial = sequence_parallel.partial_parameters(config, *here)
         if isinstance(optimizer, zero.ZeRO):
             partial = sum(b.length for b in optimizer.buckets if tp in b.partial)
         size = size["all_reduce"] + ddp.bytes_sent(partial * reduced + scalar, args.tp)
         sent["all_reduce", "tp"] = (size, "the loss; the norms' gradients")
     else:
-        size = tensor_parallel.bytes_sent(config, args.tp, tokens, e, *here)
-        sent["all_reduce", "tp"] = (size + ddp.bytes_sent(scalar, args.tp), "8 r b T C e a block, and both ends")
+        size = tensor_parallel.bytes_sent(config, args.tp, tokens, e, *here, args.recompute)
+        times = 8 + 2 * (forwards - 1) * tensor_parallel.sent_again(config)
+        sent["all_reduce", "tp"] = (size + ddp.bytes_sent(scalar, args.tp), f"{times} r b T C e a block, and both ends")
     for name, step in (("down", 1), ("up", -1)):
         away = sum(owner.get(stage + step, rank) != rank for stage in mine)
         sent["send", name] = (away * rows * each * config.width * e, "b T C e a micro-batch and boundary")
@@ -653,10 +864,15 @@ def receipt(run, model, optimizer, schedule, mine, groups, travelled):
         sent["all_reduce", "tied"] = (ddp.bytes_sent(part * reduced, 2), "V/t C e, the tied matrix")
     flying = pipeline.in_flight(schedule[rank], blocks.get)
     piece = rows // args.microbatches
-    activations = flying * harness.activation_bytes(config, piece, e, args.tp) * length / config.context
-    if args.sp:
-        kept = (not args.gather_again) * (args.tp - 1) * 2 * piece * length * config.width * e
-        activations = flying * (harness.activation_bytes(config, piece, e) * length / config.context + kept) / args.tp
+
+    def of_block(recompute):
+        size = harness.activation_bytes(config, piece, e, 1 if args.sp else args.tp, recompute) * length / config.context
+        if not args.sp:
+            return size
+        gathered = {"none": 2, "selective": bool(config.experts) or config.mlp == "swiglu", "block": 0}[recompute]
+        return (size + (not args.gather_again) * gathered * (args.tp - 1) * piece * length * config.width * e) / args.tp
+
+    activations = flying * of_block(args.recompute) + (of_block("none") if args.recompute == "block" else 0)
     texts = [f"P e{' / dp' * (args.zero >= least)}" for least in (3, 2, 1)]
     held = dict(zip(("parameters", "gradients", "optimizer"), zip(states, texts)))
     held["activations_peak"] = activations, "blocks x micro-batches in flight, without the head"
@@ -665,6 +881,7 @@ def receipt(run, model, optimizer, schedule, mine, groups, travelled):
         layout |= {"schedule": args.schedule, "microbatches": args.microbatches}
     layout |= {"zero": args.zero} if args.zero else {}
     layout |= {"sp": args.tp} if args.sp else {}
+    layout |= {"recompute": args.recompute} if args.recompute != "none" else {}
     layout |= {"ep": args.ep} if args.ep > 1 else {}
     layout |= {"cp": args.cp, "cp-kind": args.cp_kind} if args.cp > 1 else {}
     return run.receipt(layout, sent, held, notes)

@@ -37,7 +37,6 @@ It sends more, and waits for it, the higher the stage: take the lowest whose mod
 """
 
 import contextlib
-import functools
 
 import torch
 import torch.distributed as dist
@@ -739,7 +738,6 @@ def dry_run(stage, config, ranks):
     states, the peak of gathered weights, and the peak of everything else (activations, buckets of gradients)."""
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.testing._internal.distributed.fake_pg import FakeStore
-    from torch.utils.checkpoint import checkpoint
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
     with torch.device("meta"):
@@ -747,8 +745,7 @@ def dry_run(stage, config, ranks):
     with FakeTensorMode():
         options = dict(param_dtype=torch.bfloat16, value=lambda p: torch.empty(p.shape), device="cpu")
         zero = ZeRO(model, dist.group.WORLD, stage, lambda pieces: torch.optim.AdamW(pieces, fused=True), **options)
-        for block in model.blocks.values():
-            block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False, preserve_rng_state=False)
+        gpt.recompute(model, "block")
         tokens, ledger = torch.zeros(1, config.context, dtype=torch.int64), harness.Ledger({})
         for _ in range(2):  # the first makes the optimizer's states
             ledger.watch([t for kind in zero.lasting().values() for t in kind])

@@ -19,15 +19,25 @@ import harness
 import model as gpt
 
 
-def theirs(group, q, k, v, grad=None):
-    """Forward, and with `grad` backward, through PyTorch's templates."""
-    op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    out, lse = templates._templated_ring_attention(group, 2, op, q, k, v, is_causal=True)[:2]
-    if grad is not None:
-        back = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-        saved = dict(query=q, key=k, value=v, out=out, logsumexp=lse, is_causal=True, dropout_p=0.0)
-        templates._templated_ring_attention_backward(group, 2, back, grad_out=grad, grad_out_name="grad_out", **saved)
-    return out
+class TheirRing(torch.autograd.Function):
+    """q, k, v (B, H, T / N, D) of this rank's tokens through PyTorch's templates, with a CPU's flash kernel."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, group):
+        q, k, v = (t.contiguous() for t in (q, k, v))
+        op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        out, lse = templates._templated_ring_attention(group, 2, op, q, k, v, is_causal=True)[:2]
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.group = group
+        return out
+
+    @staticmethod
+    def backward(ctx, grad):
+        op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+        saved = dict(zip(("query", "key", "value", "out", "logsumexp"), ctx.saved_tensors), is_causal=True, dropout_p=0.0)
+        grad = grad.contiguous()
+        grads = templates._templated_ring_attention_backward(ctx.group, 2, op, grad_out=grad, grad_out_name="grad_out", **saved)
+        return *grads[:3], None
 
 
 def demo(run):
@@ -37,22 +47,20 @@ def demo(run):
     here = args.tokens // run.world
     g = torch.Generator().manual_seed(run.rank)
     q, k, v, grad = (torch.randn(1, 8, here, 64, generator=g) for _ in range(4))
-    core = context_parallel.Ring(group)
+    rings = context_parallel.Ring(group), lambda *qkv: TheirRing.apply(*qkv, group)
     say(f"{run.world} ranks, {args.tokens} tokens, 8 heads of 64, float32")
     say(benchmarks.HEAD)
 
-    def ours(backward):
-        mine = [t.detach().requires_grad_(backward) for t in (q, k, v)]
-        out = core(*mine)
+    def attend(ring, backward):
+        out = ring(*(t.detach().requires_grad_(backward) for t in (q, k, v)))
         if backward:
             out.backward(grad)
 
     for what, backward in (("forward", False), ("forward and backward", True)):
         for pieces, balanced in (("contiguous", False), ("balanced", True)):
             templates._cp_options.enable_load_balance = balanced
-            a = functools.partial(ours, backward)
-            b = functools.partial(theirs, group, q, k, v, grad if backward else None)
-            say(benchmarks.versus(f"{what}, theirs {pieces}", a, b, args.tokens, 1, args.turns, 1.3))
+            sides = (functools.partial(attend, ring, backward) for ring in rings)
+            say(benchmarks.versus(f"{what}, theirs {pieces}", *sides, args.tokens, 1, args.turns))
 
     # Memory: what is alive at the peak of forward and backward of four blocks, beyond the weights
     config = gpt.configure(family="llama", context=args.memory)

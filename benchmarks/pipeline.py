@@ -1,83 +1,17 @@
-"""pipeline.py beside torch.distributed.pipelining, same GPT and schedule: python -m benchmarks.pipeline
+"""How much of the time ranks work in each schedule, beside the simulator's figure for the plan: python -m benchmarks.pipeline
 
-AdamW, fused, on both sides, on --nproc ranks of this machine. Then each schedule with stages that sleep in place of work, on 4
-ranks, so that few cores carry them: how much of the time its ranks work, beside the simulator's figure for the plan.
+Stages sleep in place of work, so that few cores carry many ranks.
 """
 
 import time
-import warnings
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch.distributed.pipelining import PipelineStage, schedules
 
-import benchmarks
 import collectives
 import harness
-import model as gpt
 import pipeline
-
-THEIRS = {
-    "gpipe": "ScheduleGPipe",
-    "1f1b": "Schedule1F1B",
-    "interleaved": "ScheduleInterleaved1F1B",
-    "zb-v": "ScheduleZBVZeroBubble",
-    "dualpipev": "ScheduleDualPipeV",
-}
-
-
-def build(config, schedule, rank):
-    """This rank's stages, with the same weights for both sides."""
-
-    def whole():
-        with torch.device("meta"):
-            return gpt.GPT(config)
-
-    owner = pipeline.owners(schedule)
-    mine = [stage for stage in sorted(owner) if owner[stage] == rank]
-    return gpt.fill(pipeline.Stages(pipeline.split(whole, len(owner), mine)), 0)
-
-
-def rivals(name, args, links):
-    """Two functions that take a step of the same schedule: ours and PyTorch's. They return the loss, on the last stage."""
-    config = gpt.configure(layers=args.layers, family="llama")  # untied: PyTorch has nothing for a tied matrix
-    rank, p, m = dist.get_rank(), dist.get_world_size(), args.microbatches
-    schedule = pipeline.make(name, p, m)
-    owner = pipeline.owners(schedule)
-    last = len(owner) - 1
-    tokens = torch.randint(config.vocab, (args.batch, config.context), generator=torch.Generator().manual_seed(0))
-    pieces, shape, count = tokens.chunk(m), (args.batch // m, config.context, config.width), tokens.numel()
-    ours, theirs = build(config, schedule, rank), build(config, schedule, rank)
-    optimizers = [harness.make_optimizer(model.parameters(), args) for model in (ours, theirs)]
-
-    def forward(stage, i, x):
-        return ours[stage](pieces[i] if x is None else x, targets=pieces[i], count=count)
-
-    def a():
-        optimizers[0].zero_grad()
-        losses = pipeline.play(schedule, forward, shape, torch.float32, "cpu", links)
-        optimizers[0].step()
-        return sum(loss.item() for loss in losses)
-
-    def loss(logits, targets):
-        return gpt.CrossEntropy()(logits, targets, count)
-
-    mine = [stage for stage in sorted(owner) if owner[stage] == rank]
-    stages = [PipelineStage(theirs[stage], stage, len(owner), torch.device("cpu")) for stage in mine]
-    run = getattr(schedules, THEIRS[name])(stages if len(stages) > 1 else stages[0], m, loss_fn=loss, scale_grads=False)
-
-    def b():
-        losses = []
-        optimizers[1].zero_grad()
-        run.step(*[tokens] * (0 in mine), **({"target": tokens, "losses": losses} if last in mine else {}))
-        optimizers[1].step()
-        return sum(x.item() for x in losses)
-
-    for _ in range(2):
-        x, y = a(), b()
-        assert abs(x - y) <= 1e-5 * abs(y), (x, y)
-    return a, b, count
 
 
 class Sleep(torch.autograd.Function):
@@ -141,36 +75,23 @@ def sleeping(name, seconds, microbatches, links):
 
 def demo(run):
     args = run.args
-    warnings.simplefilter("ignore")
     say = print if run.rank == 0 and not args.quiet else lambda *_: None
     links = pipeline.make_links()
-    if args.sleep:
-        say(
-            f"\n{run.world} ranks, 8 micro-batches; a rank's F, I and W of all its layers sleep {args.sleep * 1000:.0f} ms each"
-        )
-        say(f"{'':14s}{'measured':>10s}{'plan':>10s}   difference (target: 3 points)")
-        for name in pipeline.SCHEDULES:
-            measured, plan = sleeping(name, args.sleep, 8, links)
-            say(f"{name:14s}{measured:10.1%}{plan:10.1%}   {100 * (plan - measured):4.1f} points")
-        return
-    say(f"{run.world} ranks, {args.layers} layers, {args.microbatches} micro-batches, {args.batch} sequences a step")
-    say(benchmarks.HEAD)
-    for name in THEIRS:
-        a, b, tokens = rivals(name, args, links)
-        say(benchmarks.versus(f"{name} / {THEIRS[name]}", a, b, tokens, args.steps, args.turns, 1.1))
+    what = f"a rank's F, I and W of all its layers sleep {args.sleep * 1000:.0f} ms each"
+    say(f"\n{run.world} ranks, {args.microbatches} micro-batches; {what}")
+    say(f"{'':14s}{'measured':>10s}{'plan':>10s}   difference (target: 3 points)")
+    for name in pipeline.SCHEDULES:
+        measured, plan = sleeping(name, args.sleep, args.microbatches, links)
+        say(f"{name:14s}{measured:10.1%}{plan:10.1%}   {100 * (plan - measured):4.1f} points")
 
 
 def main():
     p = harness.Parser(__doc__)
-    p.add_argument("--nproc", **harness.POSITIVE, help="ranks (default: 2)")
-    p.add_argument("--layers", **harness.POSITIVE, default=8, help="of the GPT")
-    p.add_argument("--batch", **harness.POSITIVE, default=16, help="sequences in a step")
-    p.add_argument("--microbatches", **harness.POSITIVE, default=8, help="of a step")
-    p.add_argument("--steps", **harness.POSITIVE, default=2, help="of a turn")
-    p.add_argument("--turns", type=harness.count(2), default=9, metavar="N", help="of each pair of rivals")
-    p.add_argument("--sleep", type=harness.real(0), default=0.0, metavar="SECONDS", help="instead: stages that sleep so long")
+    p.add_argument("--nproc", **harness.POSITIVE, help="ranks (default: 4)")
+    p.add_argument("--microbatches", **harness.POSITIVE, default=8, help="of a step, at least twice as many as ranks")
+    p.add_argument("--sleep", type=harness.real(0), default=0.06, metavar="SECONDS", help="a rank's F, I and W take so long")
     p.add_argument("--quiet", action="store_true", help="print nothing but errors")
-    p.set_defaults(device="cpu", backend="gloo", nproc=2, optimizer="adamw", lr=1e-3, weight_decay=0.1)
+    p.set_defaults(device="cpu", backend="gloo")
     harness.launch(demo, p.parse_args(), run=collectives.Rank)
 
 

@@ -12,6 +12,7 @@ import traceback
 
 import pytest
 import torch
+import torch._dynamo  # what an optimizer imports at its first step: here, once, and not in every rank
 import torch.distributed as dist
 
 ROOT = pathlib.Path(__file__).parent.parent

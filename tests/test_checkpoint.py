@@ -54,11 +54,11 @@ def whole(folder):
     return found
 
 
-def same_tensors(a, b):
+def same_tensors(a, b, tolerance=1e-8):
     assert a.keys() == b.keys()
     for key in a:
         scale = a[key].abs().max().clamp(min=1e-6)
-        assert ((a[key] - b[key]).abs().max() / scale).item() < 1e-8, key
+        assert ((a[key] - b[key]).abs().max() / scale).item() < tolerance, key
 
 
 def same_steps(a, b):

@@ -121,7 +121,7 @@ def test_decay_is_for_matrices():
 def refused(capfd, monkeypatch, script, *flags):
     """The sentence with which a script's main() refuses its flags, before any process is started."""
     monkeypatch.setattr(sys, "argv", [f"{script}.py", *flags])
-    monkeypatch.setattr(harness, "fork_ranks", lambda *_: pytest.fail("ranks were started"))
+    monkeypatch.setattr(harness, "start_ranks", lambda *_: pytest.fail("ranks were started"))
     module = __import__(script)
     with pytest.raises(harness.Refused) as e:
         module.main()
@@ -191,8 +191,9 @@ def test_fewer_gpus_than_ranks(capfd, monkeypatch):
     assert "needs 8 GPUs and this machine has 4" in said and "torchrun --nnodes=2 --nproc_per_node=4" in said
 
 
-def start(script, *flags, torchrun=0, **environment):
+def start(script, *flags, torchrun=0, restarts=0, **environment):
     launcher = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={torchrun}", "--standalone"]
+    launcher.append(f"--max-restarts={restarts}")
     command = [*(launcher if torchrun else [sys.executable]), str(ROOT / f"{script}.py"), *flags]
     clean = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
     return subprocess.Popen(
@@ -342,7 +343,7 @@ def test_a_rank_is_killed(rank, torchrun):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="finds the ranks in /proc")
-@pytest.mark.parametrize("number, expected", [(signal.SIGINT, 130), (signal.SIGTERM, 130)])
+@pytest.mark.parametrize("number, expected", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_interrupted(number, expected):
     process, pids = training()
     os.kill(process.pid, number)
@@ -364,7 +365,7 @@ def test_a_failing_rank_is_named_once():
 
     pid = os.fork()
     if pid == 0:
-        os._exit(harness.fork_ranks(work, 3))
+        os._exit(harness.start_ranks(work, 3))
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 1
 
 

@@ -1,5 +1,7 @@
 """One curve: train.py in any layout against one process, and the bugs that its checks must catch."""
 
+import shutil
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -32,11 +34,11 @@ VARIANTS |= {
 }
 LAYOUTS = [
     ("gpt2", "--dp 1"),
-    ("gpt2", "--dp 2 --microbatches 3"),
+    ("gpt2", "--dp 2 --microbatches 3 --recompute selective"),
     ("sgd", "--dp 3 --microbatches 2 --bucket-mb 0.01"),
     ("dropout", "--dp 4"),
     ("gpt2", "--tp 2 --microbatches 2"),
-    ("llama", "--tp 4 --microbatches 3"),
+    ("llama", "--tp 4 --microbatches 3 --recompute block"),
     ("grouped", "--tp 2"),
     ("gpt2", "--pp 2 --schedule gpipe --microbatches 4"),
     ("sgd", "--pp 3 --microbatches 4"),
@@ -50,7 +52,7 @@ LAYOUTS = [
     ("sgd", "--tp 2 --pp 4 --microbatches 6"),
     ("dropout", "--dp 3 --zero 1 --microbatches 2"),
     ("sgd", "--dp 4 --zero 2 --microbatches 3 --bucket-mb 0.01"),
-    ("llama", "--dp 3 --zero 3 --microbatches 2"),
+    ("llama", "--dp 3 --zero 3 --microbatches 2 --recompute block"),
     ("grouped", "--dp 2 --tp 2 --zero 1 --microbatches 2 --bucket-mb 0.01"),
     ("gpt2", "--dp 2 --tp 2 --zero 2 --microbatches 2 --reduce-once"),
     ("sgd", "--dp 2 --tp 2 --zero 3 --microbatches 3"),
@@ -60,43 +62,43 @@ LAYOUTS = [
     ("sgd", "--dp 2 --tp 2 --pp 2 --zero 2 --microbatches 3"),
     ("gpt2", "--zero 3"),
     ("gpt2", "--pp 2 --schedule interleaved --microbatches 4"),
-    ("dropout", "--pp 2 --schedule zb-v --microbatches 3 --tp 2"),
+    ("dropout", "--pp 2 --schedule zb-v --microbatches 3 --tp 2 --recompute block"),
     ("sgd", "--pp 2 --dp 2 --schedule dualpipev --microbatches 6"),
     ("llama", "--pp 3 --schedule zb-h1 --microbatches 6 --dp 2"),
     ("grouped", "--pp 4 --schedule zb-h2 --microbatches 6 --tp 2"),
     ("gpt2", "--pp 2 --schedule zb-v --dp 2 --zero 3 --microbatches 6"),
-    ("dropout", "--pp 2 --schedule dualpipev --dp 2 --zero 2 --microbatches 6"),
+    ("dropout", "--pp 2 --schedule dualpipev --dp 2 --zero 2 --microbatches 6 --recompute block"),
     ("gpt2", "--pp 2 --schedule dualpipev --dp 2 --zero 3 --microbatches 6 --keep-gathered"),
-    ("sgd", "--pp 2 --schedule interleaved --dp 3 --zero 2 --microbatches 4"),
+    ("sgd", "--pp 2 --schedule interleaved --dp 3 --zero 2 --microbatches 4 --recompute selective"),
     ("llama", "--pp 2 --schedule interleaved --dp 2 --zero 3 --microbatches 6 --reduce-once"),
-    ("gpt2", "--pp 2 --schedule zb-h1 --dp 2 --tp 2 --zero 3 --microbatches 6"),
+    ("gpt2", "--pp 2 --schedule zb-h1 --dp 2 --tp 2 --zero 3 --microbatches 6 --recompute selective"),
     ("dropout", "--tp 2 --sp --microbatches 2"),
-    ("llama", "--tp 4 --sp --gather-again"),
-    ("sgd", "--tp 2 --sp --pp 2 --schedule zb-v --microbatches 3"),
+    ("llama", "--tp 4 --sp --gather-again --recompute selective"),
+    ("sgd", "--tp 2 --sp --pp 2 --schedule zb-v --microbatches 3 --recompute selective"),
     ("grouped", "--tp 2 --sp --dp 2 --zero 2 --microbatches 2"),
     ("gpt2", "--tp 2 --sp --pp 2 --dp 2 --zero 3 --microbatches 3"),
     ("dropout", "--tp 2 --sp --pp 2 --dp 2 --schedule zb-h1 --microbatches 3 --gather-again"),
     ("moe", "--dp 2 --microbatches 2"),
     ("moe gpt2", "--dp 2 --ep 2 --microbatches 3"),
     ("moe", "--dp 4 --ep 2 --expert-chunks 2"),
-    ("moe", "--tp 2"),
-    ("moe gpt2", "--tp 2 --sp --microbatches 2"),
+    ("moe", "--tp 2 --recompute block"),
+    ("moe gpt2", "--tp 2 --sp --microbatches 2 --recompute selective"),
     ("moe", "--tp 2 --dp 2 --ep 2"),
     ("moe gpt2", "--tp 2 --sp --gather-again --dp 2 --ep 2 --zero 1"),
-    ("moe gpt2", "--dp 2 --ep 2 --pp 2 --schedule zb-v --zero 3 --microbatches 3"),
+    ("moe gpt2", "--dp 2 --ep 2 --pp 2 --schedule zb-v --zero 3 --microbatches 3 --recompute block"),
     ("moe", "--dp 2 --ep 2 --pp 2 --tp 2 --schedule zb-h1 --microbatches 3"),
     ("gpt2", "--cp 2 --microbatches 2"),
     ("grouped", "--cp 4 --cp-kind ulysses"),
-    ("llama", "--cp 4 --cp-kind ring-ulysses --microbatches 2"),
+    ("llama", "--cp 4 --cp-kind ring-ulysses --microbatches 2 --recompute block"),
     ("odd", "--cp 3 --dp 2 --microbatches 2"),
-    ("odd", "--cp 2 --tp 2 --sp"),
+    ("odd", "--cp 2 --tp 2 --sp --recompute block"),
     ("sgd", "--cp 2 --pp 2 --schedule zb-v --microbatches 3"),
     ("dropout", "--cp 2 --dp 2 --zero 3 --microbatches 2"),
     ("gpt2", "--cp 2 --dp 2 --pp 2 --zero 2 --cp-kind gather --microbatches 2"),
     ("dropout", "--cp 2 --tp 2 --sp --pp 2 --microbatches 3"),
     ("moe", "--cp 2 --ep 2"),
     ("moe gpt2", "--cp 2 --dp 2 --ep 4 --zero 1"),
-    ("moe", "--cp 2 --dp 2 --ep 2 --tp 2 --sp --zero 2"),
+    ("moe", "--cp 2 --dp 2 --ep 2 --tp 2 --sp --zero 2 --recompute block"),
     ("moe gpt2", "--dp 2 --tp 2 --pp 2 --cp 2 --ep 2"),
     ("moe", "--dp 2 --tp 2 --pp 2 --cp 2 --ep 4 --sp --zero 3 --schedule zb-h1 --microbatches 3"),
     ("odd", "--tp 4 --sp --dp 2 --zero 1"),
@@ -160,6 +162,32 @@ def test_one_curve(ranks, text, reference, variant, layout):
     assert receipt["max_error"].keys() == {"loss", "grad_norm", "grad", "param"} and max(receipt["max_error"].values()) < 1e-10
     for step, (loss, norm) in zip(receipt["steps"], reference(variant)):
         assert step["loss"] == pytest.approx(loss, rel=1e-10) and step["grad_norm"] == pytest.approx(norm, rel=1e-10)
+
+
+@pytest.mark.parametrize("variant", ["gpt2", "llama"])
+def test_recomputation_shrinks_the_peak(ranks, text, variant):
+    """One long sequence through 8 blocks, so that head and embedding are little beside them."""
+    peaks = []
+    for kind in ("none", "selective", "block"):
+        flags = f"{VARIANTS[variant]} --tp 2 --sp --layers 8 --context 128 --batch 1 --dtype float32 --recompute {kind}"
+        [(code, receipt), _] = ranks(2, run_layout, arguments(text, flags))
+        assert code == 0
+        held = receipt["held"]["activations_peak"]
+        assert 1 < held["bytes"] / held["formula_bytes"] < 1.6
+        peaks.append(held["bytes"])
+    assert peaks[1] < 0.8 * peaks[0] and peaks[2] < 0.5 * peaks[0]
+
+
+@pytest.mark.skipif(not shutil.which("g++"), reason="torch.compile needs a C++ compiler")
+def test_compiled_blocks(ranks, text, monkeypatch, tmp_path):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    args = arguments(text, "--layers 1 --zero 3 --compile")
+
+    def work(rank):
+        code, _ = run_layout(rank, args)
+        return code, torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
+
+    assert ranks(1, work) == [(0, True)]
 
 
 @pytest.mark.parametrize(
@@ -303,6 +331,19 @@ def one_seed_for_all_samples():
     gpt.GPT.forward = wrong
 
 
+def nothing_recomputed():
+    gpt.recompute = lambda model, kind: None
+
+
+def recomputed_without_the_collectives():
+    right = tensor_parallel.ReduceFromGroup.forward
+
+    def wrong(ctx, x, group):
+        return x if torch._C._current_graph_task_id() != -1 else right(ctx, x, group)  # -1: not in backward
+
+    tensor_parallel.ReduceFromGroup.forward = staticmethod(wrong)
+
+
 @pytest.mark.parametrize(
     "bug, variant, layout",
     [
@@ -327,6 +368,9 @@ def one_seed_for_all_samples():
         (all_shards_equal, "sgd", "--tp 2"),
         (loss_is_a_mean_of_means, "sgd", "--dp 2 --microbatches 2"),
         (one_seed_for_all_samples, "dropout", "--dp 2"),
+        (nothing_recomputed, "sgd", "--tp 2 --recompute block"),
+        (nothing_recomputed, "sgd", "--tp 2 --sp --recompute selective"),
+        (recomputed_without_the_collectives, "sgd", "--tp 2 --recompute block"),
     ],
     ids=lambda x: x.__name__ if callable(x) else x,
 )

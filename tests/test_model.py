@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+import harness
 import model as gpt
 
 transformers = pytest.importorskip("transformers")
@@ -246,13 +247,49 @@ def test_equal_scores_go_to_the_first_experts():
     assert (chosen == torch.tensor([0, 1])).all() and (weights == 0.5).all()
 
 
+def steps_with(kind, **sizes):
+    """Gradients and routers' loads of two micro-batches with dropout, and what the first holds before its backward: bytes."""
+    config = gpt.configure(**SMALL, dropout=0.1, **sizes)
+    model = gpt.build(config, dtype=torch.float64)
+    gpt.recompute(model, kind)
+    tokens, targets = batch(rows=6)
+    ledger = harness.Ledger({})
+    ledger.watch(model.parameters())
+    for rows in torch.arange(6).chunk(2):
+        with ledger:
+            loss = model(tokens[rows], targets=targets[rows], count=tokens.numel(), samples=rows)
+        held = ledger.bytes
+        loss.backward()
+    loads = [block.mlp.router.load for block in model.blocks.values()] if config.experts else []
+    return {name: p.grad for name, p in model.named()} | dict(enumerate(loads)), held
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+@pytest.mark.parametrize("mixture", [{}, MIXTURE | dict(bias_rate=0.1)], ids=["plain", "mixture"])
+def test_recomputation_changes_no_bit_and_holds_less(family, mixture):
+    whole, most = steps_with("none", family=family, **mixture)
+    for kind, part in (("selective", 0.85), ("block", 0.5)):
+        again, held = steps_with(kind, family=family, **mixture)
+        assert again.keys() == whole.keys() and all(torch.equal(again[name], whole[name]) for name in whole)
+        assert held < part * most
+    if mixture:
+        assert [whole[i].sum() for i in range(3)] == [6 * 24 * 2] * 3
+
+
+def test_a_load_counted_in_forward_is_caught(monkeypatch):
+    monkeypatch.setattr(torch.Tensor, "register_hook", lambda self, hook: hook(None))
+    sizes = MIXTURE | dict(bias_rate=0.1)
+    whole, again = (steps_with(kind, **sizes)[0] for kind in ("none", "block"))
+    assert not torch.equal(whole[0], again[0])
+
+
 def test_bias_brings_the_load_into_balance():
     config = gpt.configure(**SMALL, **MIXTURE | dict(experts=8, shared=0, balance_loss=0, z_loss=0, bias_rate=5e-4))
     model = gpt.build(config)
     tokens, targets = batch(rows=16)
     spread = []
     for _ in range(40):  # without training: the bias alone
-        model(tokens, targets=targets)
+        model(tokens, targets=targets).backward()
         loads = torch.stack([block.mlp.router.load for block in model.blocks.values()]).double()
         assert loads.sum(1).tolist() == [16 * 24 * 2] * 3
         spread.append((loads.max(1).values / loads.mean(1)).mean().item())

