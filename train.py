@@ -123,7 +123,7 @@ def flags():
     g.add_argument("--prove", **harness.NATURAL, help=why)
     why = "a JSON object a line, or of a FILE.csv a row: step, loss, grad_norm, lr, tokens_per_s, in full precision"
     g.add_argument("--log", metavar="FILE", help=why)
-    harness.plot_flag(g, "the loss over the steps, with --resume also over those in --log")
+    harness.plot_flag(g, "the loss over the steps, with --resume also over those in --log; with --dry-run how it scales")
     why = "trace these steps with torch.profiler, all ranks: for ui.perfetto.dev"
     g.add_argument("--profile", type=span, metavar="A-B", help=why)
     g.add_argument("--profile-to", metavar="FOLDER", help="where the traces go: one file a rank, and all.json with all of them")
@@ -147,8 +147,6 @@ def flags():
     g.add_argument("--tokens", type=harness.real(0), metavar="X", help="how many days that many tokens take, such as 15e12")
     g.add_argument("--gpus", **n, help="devices for --plan (default: those of the layout)")
     g.add_argument("--plan", action="store_true", help="search the layouts that fit, and say why each loses to the best")
-    why = "with --dry-run: draw step time and MFU of 8 to 16,384 devices, more of them by --dp: NAME.png (needs matplotlib)"
-    g.add_argument("--plot", metavar="NAME", help=why)
     return p
 
 

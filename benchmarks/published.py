@@ -6,11 +6,12 @@ Llama 3, arXiv:2407.21783, table 4. Theirs interleaves 8 chunks of one layer, em
 FLOPs' convention is not given: for 131,072 tokens both are shown, PaLM's and causal attention as half.
 
 Megatron-LM, arXiv:2104.04473, table 1, A100s with links of 25 GB/s. They recompute every block and count it, 96 B s l h^2
-(1 + s/6h + V/16lh); without --recompute it is 3/4 of that, in less time. The sizes of micro-batches, and which rows interleave,
-are not in the table: here one sequence, and 1F1B. Their tensor-parallel ranks share out what goes to the next stage; here --sp.
+(1 + s/6h + V/16lh). The sizes of micro-batches, and which rows interleave, are not in the table: here one sequence, and 1F1B.
+Our gradients are added up in 32 bits after the products, which costs most where a rank has many weights for a small micro-batch.
+Their tensor-parallel ranks share out what goes to the next stage; here --sp does.
 
 TorchTitan, its llama3_h100_202412_torchtitan.md, rows in eager bf16. H100s of 96 GB at 2.4 TB/s and 500 W, which do not reach
-the data sheet. They recompute some activations, here none is: hence the memory.
+the data sheet. Their selective recomputation is every other block's, ours (--recompute selective) what is cheap in each.
 
 GPT-3, arXiv:2005.14165: 175B parameters, 300B tokens. 350 GB are its weights in 16 bits. 355 years, or 3.1 million hours, is
 arithmetic for one device at 28 TFLOP/s (Lambda Labs 2020, of a V100): the row for A100s can't agree, and doesn't.
@@ -75,18 +76,14 @@ def megatron():
         dp = gpus // tp // pp
         sizes = f"--preset gpt2 --heads {heads} --width {width} --layers {layers} --context 2048 --vocab 51200"
         flags = f"{sizes} {A100} --dp {dp} --tp {tp} --pp {pp} --batch {batch} --microbatches {batch // dp} {MIXED}"
-        *_, step, _ = estimate(flags + " --sp" * (tp > 1) + " --recompute block" * RECOMPUTES)
+        *_, step, _ = estimate(flags + " --sp" * (tp > 1) + " --recompute block")
         flops = 96 * batch * 2048 * layers * width**2 * (1 + 2048 / 6 / width + 51200 / 16 / layers / width)
-        flops *= 1 if RECOMPUTES else 3 / 4
         yield f"Megatron GPT {name}B, {gpus} GPUs", "TFLOP/s a GPU", theirs, flops / step.seconds / gpus / 1e12
-
-
-RECOMPUTES = any("--recompute" in action.option_strings for action in train.flags()._actions)
 
 
 def torchtitan():
     for gpus, theirs, memory in ((8, 5762, 82.4), (128, 5605, 67.0)):
-        flags = f"--preset llama3-8b --dp {gpus} --zero 3 --batch {2 * gpus} --microbatches 1 {MIXED}"
+        flags = f"--preset llama3-8b --dp {gpus} --zero 3 --batch {2 * gpus} --microbatches 1 --recompute selective {MIXED}"
         args, config, step, [rank] = estimate(f"{flags} --gpu x=96GB,989TFLOP/s,2.4TB/s")
         yield f"TorchTitan 8B, {gpus} GPUs", "tokens/s a GPU", theirs, args.batch * config.context / step.seconds / gpus
         yield f"TorchTitan 8B, {gpus} GPUs", "GiB", memory, rank.memory / 2**30
