@@ -25,7 +25,7 @@ FLOPs of a stage are those of its operations, a causal attention's as half.
 
     python train.py --preset llama3-405b --dp 64 --cp 2 --tp 8 --pp 16 --zero 1 --sp --batch 1024 --dry-run
     python train.py --preset llama3-70b --gpus 512 --batch 512 --plan             the ten best layouts, and why each loses
-    python train.py --preset llama3-70b --tp 8 --sp --zero 3 --batch 16 --microbatches 16 --dry-run --plot docs/scaling
+    python train.py --preset llama3-70b --tp 8 --sp --zero 1 --batch 8 --microbatches 8 --dry-run --plot docs/scaling
     python -m benchmarks.published                                                beside what others measured
 
 Llama 3, arXiv:2407.21783; PaLM, arXiv:2204.02311, appendix B; Hockney 1994 (alpha, beta).
@@ -305,6 +305,7 @@ def play(args, rank, cluster, brief=False, routing=even):
     args, world, make = copy.copy(args), args.dp * args.cp * args.tp * args.pp, pipeline.make
     # Of three steps the second is played: validation comes after the last
     vars(args).update(steps=3, prove=0, eval_every=0, sample=0, out=None, resume=False, export=None, log=None, wandb=None)
+    vars(args).update(profile=None, compile=False)
     if brief and args.microbatches > 2:
         whole, keep = make(args.schedule, args.pp, args.microbatches, args.chunks), {0: 0, args.microbatches - 1: 1}
         two = [[a._replace(microbatch=keep[a.microbatch]) for a in row if a.microbatch in keep] for row in whole]
@@ -598,24 +599,23 @@ def plot(args, config, cluster, sizes=tuple(2**k for k in range(3, 15))):
         _, played = step_of(one, config, cluster)
         for kind, steps in kinds.items():
             one.microbatches, one.batch = m[kind], one.dp * m[kind] * rows
-            steps[n] = estimate(one, config, cluster, played)
-        text = ", ".join(
-            f"{kind} {s[n].seconds:9.4g} s, MFU {s[n].rate / cluster.device.flops:5.1%}" for kind, s in kinds.items()
-        )
+            steps[n] = estimate(one, config, cluster, played), n / one.batch
+        found = [(kind, steps[n][0]) for kind, steps in kinds.items()]
+        text = ", ".join(f"{kind} {s.seconds:9.4g} s, MFU {s.rate / cluster.device.flops:5.1%}" for kind, s in found)
         print(f"{n:6,} devices: {text}", flush=True)
     for ax, (kind, steps) in zip(axes, kinds.items()):
         bottom = [0.0] * len(steps)
-        for part in next(iter(steps.values())).parts:
-            heights = [step.parts[part] for step in steps.values()]
+        for part in next(iter(steps.values()))[0].parts:
+            heights = [step.parts[part] * scale for step, scale in steps.values()]
             ax.bar([f"{n:,}" for n in steps], heights, 0.8, bottom, label=part)
             bottom = [a + b for a, b in zip(bottom, heights)]
+        for i, (step, _) in enumerate(steps.values()):
+            ax.text(i, bottom[i], f"{step.seconds:.3g} s", ha="center", va="bottom", fontsize=7)
         ax.tick_params(axis="x", rotation=45)
-        ax.set(
-            xlabel="devices", ylabel="seconds a step", title=f"{kind} scaling", yscale="log" if kind == "strong" else "linear"
-        )
-        right = ax.twinx()
-        right.plot(range(len(steps)), [100 * step.rate / cluster.device.flops for step in steps.values()], "ko-", label="MFU")
+        ax.set(xlabel="devices", ylabel="devices x seconds, a sequence (above: a step)", title=f"{kind} scaling")
+        right, rates = ax.twinx(), [100 * step.rate / cluster.device.flops for step, _ in steps.values()]
+        right.plot(range(len(steps)), rates, "ko-", label="MFU")
         right.set(ylabel="MFU, %", ylim=(0, 100 * EFFICIENCY))
     axes[0].legend(fontsize=7, loc="lower left")
     figure.suptitle(f"{args.preset}: {layout(args)}, more devices by dp; {args.gpu.split('=')[0]}, estimated")
-    figure.savefig(f"{args.plot}.png", dpi=80)
+    harness.save(figure, args.plot)

@@ -7,8 +7,8 @@ FLOPs' convention is not given: for 131,072 tokens both are shown, PaLM's and ca
 
 Megatron-LM, arXiv:2104.04473, table 1, A100s with links of 25 GB/s. They recompute every block and count it, 96 B s l h^2
 (1 + s/6h + V/16lh). The sizes of micro-batches, and which rows interleave, are not in the table: here one sequence, and 1F1B.
-Our gradients are added up in 32 bits after the products, which costs most where a rank has many weights for a small micro-batch.
-Their tensor-parallel ranks share out what goes to the next stage; here --sp does.
+Our gradients are added up in 32 bits after the products, which costs most where a rank has many weights and a small
+micro-batch. Their tensor-parallel ranks share out what goes to the next stage; here --sp does.
 
 TorchTitan, its llama3_h100_202412_torchtitan.md, rows in eager bf16. H100s of 96 GB at 2.4 TB/s and 500 W, which do not reach
 the data sheet. Their selective recomputation is every other block's, ours (--recompute selective) what is cheap in each.
