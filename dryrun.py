@@ -473,6 +473,7 @@ def layout(args):
     """A layout in words."""
     text = " ".join(f"{axis} {getattr(args, axis)}" for axis in ("dp", "cp", "tp", "pp", "ep") if getattr(args, axis) > 1)
     text += " sp" * args.sp + f" zero {args.zero}" * (args.zero > 0)
+    text += f" recompute {args.recompute}" * (args.recompute != "none")
     return text + f" {args.schedule}{f' x {args.chunks}' if args.chunks else ''}" * (args.pp > 1) or "one device"
 
 
@@ -486,7 +487,6 @@ def candidates(args, config, gpus):
         return [d for d in range(1, min(n, most) + 1) if n % d == 0]
 
     schedules = [("1f1b", 1), ("interleaved", 2), ("interleaved", 4), ("zb-h1", 1)]
-    recomputes = [{"recompute": how} for how in ("none", "block")] if hasattr(args, "recompute") else [{}]
     for tp in divisors(gpus, 32):
         for pp, cp in itertools.product(divisors(gpus // tp, 64), (1, 2, 4, 8, 16)):
             dp, rest = divmod(gpus, tp * pp * cp)
@@ -498,9 +498,10 @@ def candidates(args, config, gpus):
                     continue
                 sizes = dict(dp=dp, cp=cp, tp=tp, pp=pp, sp=tp > 1, microbatches=m, schedule=schedule, prove=0)
                 sizes["chunks"] = chunks if chunks > 1 else None
-                for stage, recompute in itertools.product((0, 1, 2, 3) if dp * cp > 1 else (0,), recomputes):
+                stages = (0, 1, 2, 3) if dp * cp > 1 else (0,)
+                for stage, recompute in itertools.product(stages, ("none", "selective", "block")):
                     one = copy.copy(args)
-                    vars(one).update(sizes | recompute | {"zero": stage})
+                    vars(one).update(sizes | {"zero": stage, "recompute": recompute})
                     yield one
 
 
@@ -511,17 +512,24 @@ def rough(args, config, cluster):
     chunks, layers, rows, length = args.chunks or 1, -(-config.layers // pp), args.batch // dp, config.context // cp
     speed = {"tp": cluster.link(range(tp))[1], "pp": cluster.link([0, dp * cp * tp])[1]}
     speed |= {"cp": cluster.link(range(0, cp * tp, tp))[1], "dp": cluster.link(range(0, dp * cp * tp, tp))[1]}
-    again = 1 / 3 if getattr(args, "recompute", None) == "block" else 0.0
+    again = 1 / 3 if args.recompute == "block" else 0.0
     rate, memory = cluster.device.flops * EFFICIENCY * 2 / e, cluster.device.bandwidth * EFFICIENCY
     attention = 6 * layers * config.context * config.width * rows * length / tp / rate
     work = config.flops_per_token() * rows * length / tp / pp / rate - attention
-    kept = harness.activation_bytes(config, 1, e, tp) / config.context * rows * length  # of a block; all micro-batches
-    kept = harness.activation_bytes(config, 1, e) / config.context * rows * length / tp if args.sp else kept
+
+    def kept(recompute):
+        """Bytes of a block for backward, of all micro-batches."""
+        size = harness.activation_bytes(config, 1, e, 1 if args.sp else tp, recompute) / (tp if args.sp else 1)
+        return size / config.context * rows * length
+
+    whole = kept("none")
     size = tensor_parallel.parameters_held(config, tp, layers, head=pp == 1)
     # Activations and their gradients written and read, twice with what is not kept; gradients written, read and added up
-    work = (work + 8 * layers * kept / memory) * (1 + again)
+    work = (work + 8 * layers * whole / memory) * (1 + again) + (args.recompute == "selective") * layers * whole / memory
     parts = {"computing": work + m * size * (2 * e + 2 * reduced) / memory}
-    parts["tensor parallel"] = tensor_parallel.bytes_sent(config, tp, rows * length, e, layers) / speed["tp"] * (1 + again)
+    parts["tensor parallel"] = (
+        tensor_parallel.bytes_sent(config, tp, rows * length, e, layers, recompute=args.recompute) / speed["tp"]
+    )
     heads = config.heads // tp, config.kv_heads // tp, config.width // config.heads
     ring = context_parallel.bytes_sent("ring", cp, 1, rows, length, *heads, e)
     parts["context parallel"] = max(0.0, layers * sum(ring.values()) / speed["cp"] - attention) * (cp > 1)
@@ -538,9 +546,8 @@ def rough(args, config, cluster):
         parts["data parallel"] = max(0.0, gradients - 2 * third * passes) + weights
     states = zero.model_states(args.zero, dp * cp, e, reduced, 2 * master + (e != master) * master)
     flying = min(m, pp + (pp - 1) / chunks * (chunks > 1)) if pp > 1 else 1
-    block = rows / m * length * config.width * e / (tp if args.sp else 1)
-    held = layers * flying * (block if again else kept / m) + again * 3 * kept / m
-    held += (kept / m + 10 * rows / m * length * config.vocab / tp) * (pp == 1)  # logits, in 32 bits, and their gradient
+    held = (layers * flying * kept(args.recompute) + (args.recompute != "none") * whole) / m
+    held += (whole / m + 10 * rows / m * length * config.vocab / tp) * (pp == 1)  # logits, in 32 bits, and their gradient
     gathered = 2 * size * e / layers * (args.zero == 3)
     return parts, sum(states) * size + held + gathered
 
