@@ -390,8 +390,17 @@ def estimate(args, config, cluster, played):
     each = args.dp * args.cp * args.tp
     alpha, speed = cluster.link([0, each])
     message = max(rank.message for rank in played)
-    spans = pipeline.simulate(schedule, transfer=alpha + message / speed, time=lambda action: parts(action).seconds)
-    makespan, rest = max(row[-1][1] for row in spans), max((rank.rest for rank in played), key=lambda part: part.seconds)
+    # ddp.py waits for the network after the last action, zero.py at the end of it: the stage before waits too
+    late = args.zero == 0 and args.dtype == args.param_dtype == args.reduce_dtype
+
+    def seconds_of(action):
+        part = parts(action)
+        return part.compute + part.waited if late else part.seconds
+
+    spans = pipeline.simulate(schedule, transfer=alpha + message / speed, time=seconds_of)
+    over = [sum(max(0.0, part.beside - part.compute) for *_, a in row for part in [parts(a)]) * late for row in spans]
+    makespan = max(row[-1][1] + more for row, more in zip(spans, over))
+    rest = max((rank.rest for rank in played), key=lambda part: part.seconds)
     busy = max(([parts(action) for *_, action in row] for row in spans), key=lambda row: sum(part.seconds for part in row))
     shown = {"computing": sum(part.compute for part in busy), "waiting for messages": sum(part.waited for part in busy)}
     shown["gradients, weights not hidden"] = sum(max(0, part.beside - part.compute) for part in busy)
