@@ -136,8 +136,9 @@ class ExpertDispatch(nn.Module):
         self.dropped = self.dropped + late.sum()
         return chosen.masked_fill(late, experts)
 
-    def read(self, sizes):
-        """A tensor's values as lists: the one wait for the device. Replace it where tensors have no values (meta, fake)."""
+    def read(self, sizes, assignments):
+        """A tensor's values as lists: the one wait for the device. Replace it where tensors have no values (meta, fake): by
+        (rows to send, rows to receive), chunks x N each, of a chunk's number of `assignments`."""
         return sizes.tolist()
 
     def forward(self, x, weights, chosen, experts, meanwhile):
@@ -158,7 +159,8 @@ class ExpertDispatch(nn.Module):
             self.times.append([began, None, began, time.perf_counter()])
         theirs = theirs.view(world, mine, self.chunks)
         send = torch.stack([of_rank.sum(0) for of_rank in counts.split(self.sizes)])  # (N, chunks)
-        send, receive = self.read(torch.stack((send, theirs.sum(1))).transpose(1, 2))  # chunks x N each
+        sizes = torch.stack((send, theirs.sum(1))).transpose(1, 2)
+        send, receive = self.read(sizes, [len(part) for part in parts])  # chunks x N each
 
         me = dist.get_rank(self.group)
         self.travelled += sum(sum(n) - n[me] for n in (*send, *receive))

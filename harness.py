@@ -673,6 +673,24 @@ def storage_bytes(tensors):
     return sum({s._cdata: s.nbytes() for s in (t.untyped_storage() for t in tensors)}.values())
 
 
+def message(name, args):
+    """What a c10d operation of that name sends: (operation, process group, payload bytes, bytes on a ring)."""
+
+    def group_in(argument):
+        try:
+            return dist.ProcessGroup.unbox(argument)
+        except RuntimeError:
+            return None  # a reduction's operator
+
+    operation, position, wire = OPERATIONS[name]
+    group = next(group_in(a) for a in args if isinstance(a, torch.ScriptObject) and group_in(a))
+    payload = sum(t.numel() * t.element_size() for t in tensors_in(args[position]))
+    part = wire(group.size())
+    if name == "alltoall_base_" and sum(args[4]):  # uneven: what a rank has for itself stays
+        part = 1 - args[4][group.rank()] / sum(args[4])
+    return operation, group, payload, payload * part
+
+
 class Ledger(TorchDispatchMode):
     """While it is on (`with ledger:`), counts every c10d operation by group, and the bytes of memory alive.
 
@@ -708,22 +726,11 @@ class Ledger(TorchDispatchMode):
         name = func.name().removeprefix("c10d::")
         if name not in OPERATIONS:
             return  # a barrier and the like: no payload
-        operation, position, wire = OPERATIONS[name]
-        group = next(self._group(a) for a in args if isinstance(a, torch.ScriptObject) and self._group(a))
-        payload = sum(t.numel() * t.element_size() for t in tensors_in(args[position]))
-        part = wire(group.size())
-        if name == "alltoall_base_" and sum(args[4]):  # uneven: what a rank has for itself stays
-            part = 1 - args[4][group.rank()] / sum(args[4])
+        operation, group, payload, wire = message(name, args)
         row = self.sent.setdefault((operation, self.names.get(group.group_name, group.group_name)), [0, 0, 0.0])
         row[0] += 1
         row[1] += payload
-        row[2] += payload * part
-
-    def _group(self, argument):
-        try:
-            return dist.ProcessGroup.unbox(argument)
-        except RuntimeError:
-            return None  # a reduction's operator
+        row[2] += wire
 
     def _see(self, storage):
         key, size = storage._cdata, storage.nbytes()
@@ -750,15 +757,7 @@ class Run:
         self.precision = getattr(args, "param_dtype", None) or args.dtype  # what rounding to expect
         flags = {k: v for k, v in sorted(vars(args).items()) if k not in ("data", "json", "log", "quiet", "wandb", "nproc")}
         self.same(repr(flags), "other flags", "start every node with the same command")
-        problem = None
-        try:
-            self.corpus = data.load(args.data, args.tokenizer)
-            self.corpus.split("train", self.config.context)
-        except data.DataError as e:
-            problem = str(e)
-        self.agree(problem)
-        advice = "give every node the same --data (stdlib differs between Python versions, shakespeare does not)"
-        self.same(self.corpus.digest, "another text", advice)
+        self.load()
         self.count = args.batch * self.config.context  # valid targets of the global batch: every window is full
         self.history, self.errors, self.held = [], None, {}
         self.first = 0  # the step to begin with: another one after a checkpoint
@@ -767,6 +766,19 @@ class Run:
         self.draw = gpt.draw
         self.ledger = Ledger({"world": dist.group.WORLD})
         self.watching = contextlib.ExitStack()
+        self.record = None  # a list: pipeline.play notes the time of each action in it
+
+    def load(self):
+        """Read the text. Refuses to go on where a rank can't, or has another one."""
+        problem = None
+        try:
+            self.corpus = data.load(self.args.data, self.args.tokenizer)
+            self.corpus.split("train", self.config.context)
+        except data.DataError as e:
+            problem = str(e)
+        self.agree(problem)
+        advice = "give every node the same --data (stdlib differs between Python versions, shakespeare does not)"
+        self.same(self.corpus.digest, "another text", advice)
 
     def agree(self, problem):
         """Go on only if no rank has a problem (a sentence, or None); else the first that has one says it."""

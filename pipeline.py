@@ -673,10 +673,11 @@ def simulate_blocking(schedule, awaiting):
         raise ValueError(f"the schedule is stuck if sends block: {where}")
 
 
-def simulate(schedule, forward=1.0, input=1.0, weight=1.0, transfer=0.0):
+def simulate(schedule, forward=1.0, input=1.0, weight=1.0, transfer=0.0, time=None):
     """Play a schedule without ranks: each action starts when its rank is free and what it needs is there.
 
     forward, input, weight: times of one stage's F, I and W (B takes input + weight); transfer: of a message between ranks.
+    time(action), where given, takes the place of these three.
     Returns for each rank a list of (start, end, action). Raises ValueError where the actions wait for each other for ever.
     """
     times = {"F": forward, "B": input + weight, "I": input, "W": weight}
@@ -692,7 +693,7 @@ def simulate(schedule, forward=1.0, input=1.0, weight=1.0, transfer=0.0):
                 if any(need not in done for need in before):
                     break
                 start = max([clock[r], *(done[need] + transfer * (owner[need.stage] != r) for need in before)])
-                clock[r] = start + times[action.kind]
+                clock[r] = start + (time(action) if time else times[action.kind])
                 if action.kind != "W":
                     done[awaited(action)] = clock[r]
                 spans[r].append((start, clock[r], action))

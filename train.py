@@ -38,6 +38,7 @@ import torch
 import torch.distributed as dist
 
 import checkpoint
+import collectives
 import context_parallel
 import data
 import ddp
@@ -122,7 +123,7 @@ def flags():
     g.add_argument("--prove", **harness.NATURAL, help=why)
     why = "a JSON object a line, or of a FILE.csv a row: step, loss, grad_norm, lr, tokens_per_s, in full precision"
     g.add_argument("--log", metavar="FILE", help=why)
-    harness.plot_flag(g, "the loss over the steps, with --resume also over those in --log")
+    harness.plot_flag(g, "the loss over the steps, with --resume also over those in --log; with --dry-run how it scales")
     why = "trace these steps with torch.profiler, all ranks: for ui.perfetto.dev"
     g.add_argument("--profile", type=span, metavar="A-B", help=why)
     g.add_argument("--profile-to", metavar="FOLDER", help="where the traces go: one file a rank, and all.json with all of them")
@@ -130,6 +131,22 @@ def flags():
     g.add_argument("--init-from", metavar="FOLDER", help=why)
     g.add_argument("--export", metavar="FOLDER", help="write the model at the end as a folder that transformers loads")
     g.add_argument("--wandb", metavar="PROJECT", help="log to this Weights & Biases project too")
+    g = p.add_argument_group("without running (see dryrun.py)")
+    why = "play one step of some ranks without memory or network: what they hold, send and, on a described cluster, take"
+    g.add_argument("--dry-run", action="store_true", help=why)
+    why = "which: numbers, or first, middle, last, all of the stages (default: all, of more than 4 first,middle,last)"
+    g.add_argument("--ranks", metavar="LIST", help=why)
+    why = "h100, h200, a100, b200, or NAME=80GB,989TFLOP/s,3.35TB/s: memory, dense bf16 rate, memory bandwidth"
+    g.add_argument("--gpu", default="h100", metavar="NAME", help=why)
+    g.add_argument("--nodes-of", **n, default=8, help="devices in a node")
+    speed = collectives.quantity(collectives.SPEED, "50GB/s")
+    why = "bandwidth of a device's link inside its node, one way (default: %(default)s)"
+    g.add_argument("--intra", type=speed, default="450GB/s", metavar="SPEED", help=why)
+    why = "bandwidth of a device's link to other nodes, one way (default: %(default)s)"
+    g.add_argument("--inter", type=speed, default="50GB/s", metavar="SPEED", help=why)
+    g.add_argument("--tokens", type=harness.real(0), metavar="X", help="how many days that many tokens take, such as 15e12")
+    g.add_argument("--gpus", **n, help="devices for --plan (default: those of the layout)")
+    g.add_argument("--plan", action="store_true", help="search the layouts that fit, and say why each loses to the best")
     return p
 
 
@@ -144,6 +161,10 @@ def span(text):
 
 def main():
     args = flags().parse_args()
+    if args.dry_run or args.plan:
+        import dryrun
+
+        return dryrun.main(args)
     config = configure(args)
     check(args, config)
     harness.launch(train, args, needed=args.dp * args.cp * args.tp * args.pp)
@@ -332,7 +353,7 @@ def train(run):
 
         t, dtype = len(where), harness.DTYPES[args.param_dtype]
         shape = (len(batches[0][0]), -(-t // args.tp) if args.sp else t, config.width)
-        return pipeline.play(schedule, forward, shape, dtype, run.device, links, scope)
+        return pipeline.play(schedule, forward, shape, dtype, run.device, links, scope, run.record)
 
     def total(losses):
         """The sum of some losses, of which the last stage has all and the others none."""

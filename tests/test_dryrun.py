@@ -1,0 +1,146 @@
+"""Dry runs against real ones: what the ledger counts must be the same to the byte, for every technique."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import dryrun
+import expert_parallel
+import harness
+import train
+
+BASE = "--layers 4 --width 32 --heads 4 --context 16 --batch 12 --steps 2 --prove 0 --sample 0 --eval-every 0 --eval-batches 1"
+BASE += " --quiet --backend gloo"
+MIXTURE = "--experts 5 --family llama --kv-heads 2 --balance-loss 0.1 --shared 1"
+LAYOUTS = [
+    "--dp 3 --microbatches 2 --bucket-mb 0.01",
+    "--dp 2 --zero 1 --param-dtype bfloat16 --reduce-dtype float32 --microbatches 3",
+    "--dp 2 --pp 2 --zero 2 --schedule zb-h1 --microbatches 3 --dropout 0.1",
+    "--dp 2 --tp 2 --zero 3 --family llama --kv-heads 2 --microbatches 2 --recompute block",
+    "--tp 2 --pp 2 --schedule interleaved --microbatches 4 --optimizer sgd",
+    "--tp 2 --sp --gather-again --pp 2 --schedule dualpipev --microbatches 6",
+    "--cp 2 --dp 2 --zero 1 --family llama --recompute selective",
+    "--cp 4 --cp-kind ring-ulysses --dtype float64",
+    "--cp 2 --cp-kind gather --tp 2 --sp --pp 2 --microbatches 3",
+    f"--dp 2 --ep 2 {MIXTURE} --microbatches 2 --expert-chunks 2",
+    f"--tp 2 --pp 2 {MIXTURE} --schedule zb-v --microbatches 3",
+]
+CLUSTER = dryrun.Cluster(dryrun.DEVICES["h100"], 8, 450e9, 50e9)
+
+
+def arguments(flags, base=BASE):
+    args = train.flags().parse_args(f"{base} {flags}".split())
+    train.check(args, harness.configure(args))
+    return args
+
+
+def real(rank, args):
+    """What a real rank's ledger says, and the sizes of its experts' all-to-alls in the step that it watches."""
+    reads, read = [], expert_parallel.ExpertDispatch.read
+
+    def recorded(self, *given):
+        reads.append(read(self, *given))
+        return reads[-1]
+
+    expert_parallel.ExpertDispatch.read = recorded
+    run = harness.Run(args, rank, dist.get_world_size(), torch.device("cpu"))
+    train.train(run)
+    return run.ledger.sent, run.held, reads[len(reads) // 3 : 2 * len(reads) // 3]  # two steps and a validation as long
+
+
+@pytest.mark.parametrize("flags", LAYOUTS)
+def test_equals_a_real_run(ranks, text, flags):
+    args = arguments(f"{flags} --data {text}")
+    world = args.dp * args.cp * args.tp * args.pp
+    done = ranks(world, real, args)
+    for rank in (0, world - 1):
+        sent, held, reads = done[rank]
+        dry = dryrun.play(args, rank, CLUSTER, routing=lambda *_: reads.pop(0))
+        assert not reads and dry.sent == sent
+        assert {kind: dry.held[kind] for kind in held} == held
+
+
+def test_16384_ranks():
+    """Layers of Llama 3 405B, on as many ranks: what is sent and held is what the formulas say."""
+    flags = "--preset llama3-405b --layers 16 --dp 64 --cp 2 --tp 8 --pp 16 --sp --zero 1 --batch 128 --microbatches 2"
+    args = arguments(f"{flags} --param-dtype bfloat16 --reduce-dtype float32 --prove 0 --backend nccl", base="")
+    for rank in (0, 16383):
+        dry = dryrun.play(args, rank, CLUSTER)
+        sent, held = dry.formulas
+        for key, (size, _) in sent.items():
+            assert abs(dry.sent.get(key, (0, 0, 0))[2] - size) < 1, key
+        for kind in ("parameters", "gradients", "optimizer"):
+            assert abs(dry.held[kind] - held[kind][0]) < 1, kind
+    assert dry.parameters * 2 <= dry.held["parameters"] < dry.parameters * 2 + 4096  # and padding
+
+
+def test_experts_are_even_unless_told():
+    args = arguments(f"--dp 2 --ep 2 {MIXTURE}")
+    dry = dryrun.play(args, 1, CLUSTER)  # 2 of the 5 experts: 3/5 of what it has leaves, 2/5 of what the other has comes
+    rows = 12 // 2 * 16 * 2
+    gone, come = rows - rows * 2 // 5, rows * 2 // 5
+    counts = args.microbatches * 4 * 3 * 8
+    # Dispatch and combine, and both again in backward: what leaves comes back, and the other way round
+    assert round(dry.sent["all_to_all", "ep"][2]) == pytest.approx(2 * 4 * (gone + come) * 32 * 4 + counts, rel=1e-2)
+
+
+@pytest.mark.parametrize("flags", ["--family llama --kv-heads 2", "--tp 2", "--cp 2", "--pp 2 --schedule zb-h1"])
+def test_flops(flags):
+    """Six for each weight and token, and seven products of attention (flash attention computes one again), half of each."""
+    args = arguments(f"{flags} --vocab 258")  # divides by 2: no padding
+    config, world = harness.configure(args), args.tp * args.cp * args.pp
+    flops = sum(dryrun.play(args, rank, CLUSTER).flops for rank in range(world))
+    attention = config.layers * config.context * config.width
+    assert flops == (config.flops_per_token() - 12 * attention + 7 * attention) * args.batch * config.context
+
+
+def test_links():
+    assert CLUSTER.link(range(8)) == (dryrun.ALPHA["intra"], 450e9 * dryrun.EFFICIENCY)
+    assert CLUSTER.link([0, 8]) == (dryrun.ALPHA["inter"], 50e9 * dryrun.EFFICIENCY)
+    assert CLUSTER.link(range(16))[1] == 400e9 * dryrun.EFFICIENCY  # eight links out of a node
+
+
+@pytest.mark.parametrize("flags", ["--dp 2 --tp 2 --pp 2 --zero 1", "--dp 2 --pp 4 --schedule zb-h1", "--dp 2 --cp 2"])
+def test_estimate(flags):
+    """Its parts add up; two micro-batches give the times of all; a faster network helps, and a bubble is the schedule's."""
+    args = arguments(f"--preset llama3-8b --layers 4 --batch 16 --microbatches 8 {flags} --prove 0 --backend nccl", base="")
+    config = harness.configure(args)
+    ranks = [rank * args.dp * args.cp * args.tp for rank in range(args.pp)]
+
+    def step(cluster, brief=True):
+        return dryrun.estimate(args, config, cluster, [dryrun.play(args, rank, cluster, brief) for rank in ranks])
+
+    brief, whole, faster = step(CLUSTER), step(CLUSTER, brief=False), step(CLUSTER._replace(intra=1e15, inter=1e15))
+    assert sum(brief.parts.values()) == pytest.approx(brief.seconds, rel=1e-9)
+    assert brief.seconds == pytest.approx(whole.seconds, rel=1e-3)
+    assert faster.seconds < brief.seconds and faster.parts["computing"] == brief.parts["computing"]
+    model = config.flops_per_token() * args.batch * config.context
+    assert brief.rate == pytest.approx(model / brief.seconds / len(ranks) / args.dp / args.cp / args.tp)
+    assert (brief.parts["pipeline's bubble"] > 0) == (args.pp > 1)
+
+
+def test_report(capsys):
+    args = train.flags().parse_args(
+        "--dry-run --pp 2 --tp 2 --ranks first,3 --tokens 1e9 --gpu x=80GB,989TFLOP/s,3.35TB/s".split()
+    )
+    dryrun.main(args)
+    out = capsys.readouterr().out
+    assert "842,624 parameters, tp 2 pp 2 1f1b, 4 micro-batches: 4 ranks" in out
+    assert "all_reduce in tp" in out and "fits x" in out and "days for 1e+09 tokens" in out
+    assert [line.split()[0] for line in out.splitlines() if "fits x" in line] == ["0", "3"]
+
+
+@pytest.mark.parametrize("flags, hint", [("--gpu tpu", "--gpu tpu is not known"), ("--ranks 1,9", "numbers below 2")])
+def test_refuses(flags, hint):
+    with pytest.raises(harness.Refused, match=hint):
+        dryrun.main(train.flags().parse_args(f"--dry-run --dp 2 {flags}".split()))
+
+
+def test_plan(capsys):
+    flags = "--plan --gpus 16 --preset llama3-8b --layers 8 --batch 32 --dtype float32 --param-dtype bfloat16"
+    dryrun.main(train.flags().parse_args(flags.split()))
+    rows = [line.split() for line in capsys.readouterr().out.splitlines() if " GB   " in line]
+    times = [float(row[1]) for row in rows]
+    assert len(rows) == 10 and times == sorted(times)
+    with pytest.raises(harness.Refused, match="give more --gpus"):
+        dryrun.main(train.flags().parse_args("--plan --preset llama3-405b --gpus 8 --batch 8".split()))
