@@ -53,7 +53,7 @@ Huang et al. 2018, GPipe, arXiv:1811.06965; Narayanan et al. 2021, PipeDream-flu
 2.2), arXiv:2006.09503 and 2104.04473; Qi et al. 2023, zero bubble (H1, H2, section 2), arXiv:2401.10241; Qi et al. 2024,
 controllable memory (ZB-V), arXiv:2405.15362; DeepSeek-AI 2025, DualPipe and its "cut-in-half" DualPipeV, arXiv:2412.19437.
 
-    torchrun --nproc_per_node=4 pipeline.py                 python pipeline.py --schedule zb-v --plot zbv.png --trace zbv.json
+    torchrun --nproc_per_node=4 pipeline.py                 python pipeline.py --schedule zb-v --plot zbv --trace zbv.json
     python pipeline.py --compare                            all schedules beside their formulas, without any rank
 """
 
