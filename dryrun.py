@@ -626,7 +626,14 @@ def plot(args, config, cluster, sizes=tuple(2**k for k in range(3, 15))):
             ax.bar([f"{n:,}" for n in steps], heights, 0.8, bottom, label=part)
             bottom = [a + b for a, b in zip(bottom, heights)]
         for i, (step, _) in enumerate(steps.values()):
-            ax.text(i, bottom[i], f"{step.seconds:.3g} s", ha="center", va="bottom", fontsize=7)
+            ax.text(
+                i,
+                bottom[i],
+                f"{step.seconds:,.3g} s" if step.seconds < 1000 else f"{step.seconds:,.0f} s",
+                ha="center",
+                va="bottom",
+                fontsize=7,
+            )
         ax.tick_params(axis="x", rotation=45)
         ax.set(xlabel="devices", ylabel="devices x seconds, a sequence (above: a step)", title=f"{kind} scaling")
         right, rates = ax.twinx(), [100 * step.rate / cluster.device.flops for step, _ in steps.values()]
