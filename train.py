@@ -853,6 +853,7 @@ def receipt(run, model, optimizer, schedule, mine, groups, travelled):
         size = tensor_parallel.bytes_sent(config, args.tp, tokens, e, *here, args.recompute)
         times = 8 + 2 * (forwards - 1) * tensor_parallel.sent_again(config)
         sent["all_reduce", "tp"] = (size + ddp.bytes_sent(scalar, args.tp), f"{times} r b T C e a block, and both ends")
+    sent["all_reduce", "pp"] = ddp.bytes_sent(2 * scalar, args.pp), "loss and norm"
     for name, step in (("down", 1), ("up", -1)):
         away = sum(owner.get(stage + step, rank) != rank for stage in mine)
         sent["send", name] = (away * rows * each * config.width * e, "b T C e a micro-batch and boundary")
@@ -871,7 +872,9 @@ def receipt(run, model, optimizer, schedule, mine, groups, travelled):
         return (size + (not args.gather_again) * gathered * (args.tp - 1) * piece * length * config.width * e) / args.tp
 
     activations = flying * of_block(args.recompute) + (of_block("none") if args.recompute == "block" else 0)
-    texts = [f"P e{' / dp' * (args.zero >= least)}" for least in (3, 2, 1)]
+    kept = 2 * (args.optimizer == "adamw") + (args.param_dtype != args.dtype)
+    texts = [f"{n} P e{' / dp' * (args.zero >= least)}" for n, least in (("", 3), ("", 2), (kept, 1))]
+    texts = [text.removeprefix(" ") for text in texts]
     held = dict(zip(("parameters", "gradients", "optimizer"), zip(states, texts)))
     held["activations_peak"] = activations, "blocks x micro-batches in flight, without the head"
     layout = {"dp": args.dp, "tp": args.tp, "pp": args.pp}
