@@ -3,7 +3,7 @@
 A script's demo is a function of a `Run`. `launch` calls it on every rank, under torchrun or, without it, on ranks that it
 starts on this machine. `Run.compare` trains the same model in one process and holds every gradient and weight against it;
 `Run.receipt` prints what was sent and held beside the formulas, and that difference. Out of tolerance is exit code 1.
-Bad input is one sentence on stderr and exit code 2 (`refuse`).
+Bad input is one sentence on stderr and exit code 2 (`Refused`); a rank that dies, hangs or makes a NaN is named in one.
 """
 
 import argparse
