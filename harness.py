@@ -205,9 +205,10 @@ def configure(args):
 
 def check_batch(args, parts):
     """Refuse a batch that does not divide into micro-batches on `parts` data-parallel ranks."""
-    if args.batch % (parts * args.microbatches):
+    each = parts * args.microbatches
+    if args.batch % each:
         fits = [str(m) for m in range(1, args.batch + 1) if args.batch % (parts * m) == 0]
-        hint = f"--microbatches could be {', '.join(fits)}" if fits else f"--batch could be {parts * args.microbatches}"
+        hint = f"--microbatches could be {', '.join(fits)}" if fits else f"--batch could be {each * max(1, round(args.batch / each))}"
         what = f"{parts} data-parallel ranks x {args.microbatches} micro-batches"
         raise Refused(f"--batch {args.batch} does not divide by {what}: {hint}")
 
