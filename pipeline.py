@@ -805,11 +805,11 @@ def main():
     g.add_argument("--trace", metavar="FILE", help="write the run's last step for Perfetto (ui.perfetto.dev)")
     g.add_argument("--compare", action="store_true", help="no run: all schedules for --nproc ranks, and what they are worth")
     args = parser.parse_args()
+    harness.check_plot(args)
     if args.compare:
-        return compare(args.nproc or 4, args.microbatches, args.chunks)
+        return compare(args.nproc or 4, args.microbatches, args.chunks, args.plot)
     config = harness.configure(args)
     harness.check_batch(args, 1)
-    harness.check_plot(args)
     harness.launch(demo, args, check=lambda world: check_layout(args, config, world))
 
 
@@ -906,7 +906,8 @@ def plot(name, pictures):
     """Timelines one above the other, each (title, spans, unit): a row a rank, a bar an action, later stages darker."""
     plt = harness.pyplot()
     height = sum(len(spans) for _, spans, _ in pictures)
-    figure, axes = plt.subplots(len(pictures), figsize=(12, 1.5 + 0.5 * height), squeeze=False, layout="constrained")
+    size = (12, 1.5 + (0.5 if len(pictures) < 3 else 0.3) * height)
+    figure, axes = plt.subplots(len(pictures), figsize=size, squeeze=False, sharex=len(pictures) > 2, layout="constrained")
     colors = {"F": ("#9ecae1", "#3182bd"), "B": ("#fdae6b", "#e6550d"), "W": ("#a1d99b", "#31a354")}
     colors["I"] = colors["B"]
     for ax, (title, spans, unit) in zip(axes[:, 0], pictures):
@@ -928,8 +929,9 @@ def plot(name, pictures):
     harness.save(figure, name)
 
 
-def compare(p, m, chunks=None):
-    """Every schedule that exists for p ranks and m micro-batches: the papers' table, from the simulator."""
+def compare(p, m, chunks=None, picture=None):
+    """Every schedule that exists for p ranks and m micro-batches: the papers' table, and a picture, from the simulator."""
+    pictures = []
     print(f"{p} ranks, {m} micro-batches; a rank's forward, input gradient and weight gradient of all its layers take 1 each")
     print("  schedule      stages   a rank waits: simulated, by the paper   utilisation   activations held    sends a rank")
     for name in SCHEDULES:
@@ -941,6 +943,7 @@ def compare(p, m, chunks=None):
         check(schedule, m)
         v = len(owners(schedule)) // p
         spans = simulate(schedule, 1 / v, 1 / v, 1 / v)
+        pictures += [(name, spans, "")] * (name != "naive")  # which is three times as long
         text, formula = BUBBLES[name]
         held = max(in_flight(actions) for actions in schedule) / v
         owner, sends = owners(schedule), [0] * p
@@ -951,10 +954,10 @@ def compare(p, m, chunks=None):
         wait = f"{waiting(spans):6.2f}  {formula(p, m, v, 1, 1, 1):6.2f} = {text}"
         used = utilisation(spans)
         print(f"  {name:12s}{v:6d}   {wait:42s}{used:9.1%}{held:15.2f}{max(sends):18}")
-    print(
-        "  held: in activations of one micro-batch in all of a rank's layers. Utilisation: of the step, from the first action"
-    )
-    print("  to the last; a rank that waits little between its own actions may still wait for the others at its end.")
+    print("  held: in activations of one micro-batch in all of a rank's layers. Utilisation: of the step, from the first")
+    print("  action to the last; a rank that waits little between its own actions may still wait for the others at its end.")
+    if picture:
+        plot(picture, pictures)
 
 
 if __name__ == "__main__":
