@@ -208,7 +208,11 @@ def check_batch(args, parts):
     each = parts * args.microbatches
     if args.batch % each:
         fits = [str(m) for m in range(1, args.batch + 1) if args.batch % (parts * m) == 0]
-        hint = f"--microbatches could be {', '.join(fits)}" if fits else f"--batch could be {each * max(1, round(args.batch / each))}"
+        hint = (
+            f"--microbatches could be {', '.join(fits)}"
+            if fits
+            else f"--batch could be {each * max(1, round(args.batch / each))}"
+        )
         what = f"{parts} data-parallel ranks x {args.microbatches} micro-batches"
         raise Refused(f"--batch {args.batch} does not divide by {what}: {hint}")
 

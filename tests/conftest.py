@@ -92,3 +92,53 @@ def text(tmp_path_factory):
     path.write_text("".join(chr(97 + data.hash64(1, i) % 26) + " " * (i % 3) for i in range(4000)))
     data.load(path)
     return str(path)
+
+
+def children(pid):
+    return [int(p) for p in pathlib.Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+class Script:
+    """A script as from the command line, but forked from here, where torch is imported already. What it says, on stdout and
+    stderr, goes into a file. before(): what to do in its process first."""
+
+    def __init__(self, folder, name, flags, before=lambda: None):
+        import harness
+
+        self.name, self.said = name, folder / "said"
+        self.said.write_text("")
+        sys.stdout.flush()
+        self.pid = os.fork()
+        if self.pid == 0:
+            harness.die_with_parent(signal.SIGKILL)
+            sys.stdout = sys.stderr = open(self.said, "w", buffering=1)
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            sys.argv = [f"{name}.py", *flags]
+            before()
+            harness.script(__import__(name).main)
+
+    def output(self):
+        return self.said.read_text()
+
+    def errors(self):
+        return [line for line in self.output().splitlines() if line.startswith(f"{self.name}.py:") and "starting" not in line]
+
+    def wait_for(self, words, seconds=100):
+        """The processes of its ranks, in order, once it has said some words."""
+        deadline = time.monotonic() + seconds
+        while words not in self.output():
+            assert time.monotonic() < deadline, self.output()
+            time.sleep(0.01)
+        return children(self.pid)
+
+    def end(self, seconds=100):
+        """Its exit code."""
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            if pid:
+                return os.waitstatus_to_exitcode(status)
+            time.sleep(0.01)
+        os.kill(self.pid, signal.SIGKILL)
+        os.waitpid(self.pid, 0)
+        pytest.fail("did not end: " + self.output())

@@ -5,13 +5,12 @@ import json
 import os
 import pathlib
 import shutil
-import subprocess
-import sys
 import zlib
 
 import pytest
 import torch
 import torch.distributed as dist
+from conftest import Script
 from test_layouts import VARIANTS, arguments
 
 import checkpoint
@@ -323,10 +322,10 @@ def test_from_the_command_line(text, tmp_path):
         base = f"--layers 2 --width 32 --context 16 --batch 4 --sample 0 --lr 0.01 --min-lr 0.01 --warmup 0 --data {text}"
         flags = f"{base} --dtype float64 --eval-every 0 --eval-batches 1 {flags}".split()
         log = tmp_path / "log"
-        done = subprocess.run([sys.executable, "train.py", *flags, "--log", log], cwd=ROOT, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
+        done = Script(tmp_path, "train", [*flags, "--log", str(log)])
+        assert done.end() == 0, done.output()
         rows = map(json.loads, log.read_text().splitlines())
-        return done.stdout, [(row["step"], row["loss"], row["grad_norm"]) for row in rows if "loss" in row]
+        return done.output(), [(row["step"], row["loss"], row["grad_norm"]) for row in rows if "loss" in row]
 
     command(f"--out {tmp_path}/out --save-every 5 --steps 10 --dp 2")
     assert sorted(os.listdir(tmp_path / "out")) == ["step-00000005", "step-00000010"]

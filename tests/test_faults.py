@@ -13,8 +13,9 @@ import time
 
 import pytest
 import torch
+from conftest import Script, children
 from test_checkpoint import same_tensors, whole
-from test_harness import children, end, gone, start
+from test_harness import end, gone, start
 
 import harness
 import pipeline
@@ -25,45 +26,8 @@ SMALL = f"{SMALL} --lr 3e-3 --warmup 0 --min-lr 3e-3 --prove 0".split()  # the c
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="finds the ranks in /proc")
 
 
-class Training:
-    """train.py as from the command line, but forked from here: torch is imported already."""
-
-    def __init__(self, folder, flags, text, before=lambda: None):
-        self.said = folder / "said"
-        self.said.write_text("")
-        sys.stdout.flush()
-        self.pid = os.fork()
-        if self.pid == 0:
-            harness.die_with_parent(signal.SIGKILL)
-            sys.stdout = sys.stderr = open(self.said, "w", buffering=1)
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
-            sys.argv = ["train.py", *SMALL, "--data", text, *flags.split()]
-            before()
-            harness.script(train.main)
-
-    def output(self):
-        return self.said.read_text()
-
-    def errors(self):
-        return [line for line in self.output().splitlines() if line.startswith("train.py:") and "starting" not in line]
-
-    def wait_for(self, words, seconds=100):
-        deadline = time.monotonic() + seconds
-        while words not in self.output():
-            assert time.monotonic() < deadline, self.output()
-            time.sleep(0.01)
-        return children(self.pid)
-
-    def end(self, seconds=100):
-        deadline = time.monotonic() + seconds
-        while time.monotonic() < deadline:
-            pid, status = os.waitpid(self.pid, os.WNOHANG)
-            if pid:
-                return os.waitstatus_to_exitcode(status)
-            time.sleep(0.01)
-        os.kill(self.pid, signal.SIGKILL)
-        os.waitpid(self.pid, 0)
-        pytest.fail("did not end: " + self.output())
+def Training(folder, flags, text, before=lambda: None):
+    return Script(folder, "train", [*SMALL, "--data", text, *flags.split()], before)
 
 
 def newest(folder):
