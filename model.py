@@ -302,7 +302,8 @@ class MLP(nn.Module):
         if self.gate is None:
             return self.run(self.narrow, self.run(self.widen, x, norm))
         x = self.enter(norm(x))
-        return self.run(self.narrow, self.up(x), self.gate(x))
+        gate = self.gate(x)  # in the order of the parameters: so buckets of gradients fill one after the other
+        return self.run(self.narrow, self.up(x), gate)
 
 
 class AddLoss(torch.autograd.Function):
