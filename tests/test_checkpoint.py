@@ -79,7 +79,6 @@ LAYOUTS = {
         "--dp 2 --zero 1",
         "--tp 2 --pp 2 --microbatches 2",
         "--dp 2 --tp 2 --sp --zero 2",
-        "--cp 2 --pp 2 --schedule 1f1b --microbatches 2",
         "--dp 1",
         "--pp 2 --schedule zb-v --dp 2 --zero 3 --microbatches 3",
         "--tp 4",
@@ -87,8 +86,7 @@ LAYOUTS = {
     "moe": [
         "--dp 2 --ep 2",
         "--tp 2 --dp 2 --ep 2 --zero 3",
-        "--pp 2 --dp 2 --ep 2 --microbatches 2",
-        "--cp 2 --ep 2 --zero 1",
+        "--cp 2 --ep 2 --pp 2 --zero 1 --microbatches 2",
         "--dp 1",
     ],
 }
