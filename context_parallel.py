@@ -7,7 +7,7 @@ Attention does: a query looks at keys that other ranks hold. Four ways, `--kind`
                   log-sum-exps; the next block is on its way while this one is computed (Liu et al. 2023, arXiv:2310.01889)
     gather        every rank gathers all keys and values (Llama 3, arXiv:2407.21783, section 3.3.2): simplest, holds most
     ulysses       two all-to-alls turn "all heads of some tokens" into "some heads of all tokens", attention is local, one turns
-                  its result back (Jacobs et al. 2023, arXiv:2309.14509). Heads must divide by the ranks
+                  its result back (Jacobs et al. 2023, arXiv:2309.14509). The ranks must divide the heads
     ring-ulysses  N = R x U: all-to-alls within groups of U, rings of R across (Fang and Zhao 2024, arXiv:2405.07719)
 
 Causal attention on a contiguous split is lopsided: the last rank's queries see everything, the first's next to nothing. So

@@ -2,7 +2,7 @@
 
 `train.train` runs unchanged, as chosen ranks of a job of any size, on fake tensors and a fake process group: shapes, dtypes and
 storages, but no memory, no network and no values. The ledger that a real run's receipt is made of counts here too: bytes held
-and sent are those of a real run, by construction, and tests hold ten layouts against real ones to the byte.
+and sent are those of a real run, by construction, and tests hold eleven layouts against real ones to the byte.
 
     run.groups(...)    from here on tensors are fake (FakeTensorMode); the groups were made for real, by a fake backend
     a value is read    .item() gives 1; experts' all-to-alls get sizes instead, as if routing were even
@@ -23,9 +23,11 @@ kernels that differ by device (attention is the CPU's: alike in what it keeps, w
 MFU counts model FLOPs as PaLM does (6 N_matmul + 12 L T C a token, no discount for causality; nothing for recomputation); the
 FLOPs of a stage are those of its operations, a causal attention's as half.
 
-    python train.py --preset llama3-405b --dp 64 --cp 2 --tp 8 --pp 16 --zero 1 --sp --batch 1024 --dry-run
-    python train.py --preset llama3-70b --gpus 512 --batch 512 --plan             the ten best layouts, and why each loses
-    python train.py --preset llama3-70b --tp 8 --sp --zero 1 --batch 8 --microbatches 8 --dry-run --plot docs/scaling
+    python train.py --preset llama3-405b --dp 64 --cp 2 --tp 8 --pp 16 --zero 1 --sp --gather-again --param-dtype bfloat16 \\
+        --batch 2048 --microbatches 32 --dry-run
+    python train.py --preset llama3-70b --gpus 512 --batch 512 --param-dtype bfloat16 --plan
+    python train.py --preset llama3-70b --tp 8 --sp --zero 3 --batch 16 --microbatches 16 --param-dtype bfloat16 --dry-run \\
+        --plot docs/scaling
     python -m benchmarks.published                                                beside what others measured
 
 Llama 3, arXiv:2407.21783; PaLM, arXiv:2204.02311, appendix B; Hockney 1994 (alpha, beta).
@@ -454,7 +456,8 @@ def report(args, config, cluster, played, step):
     schedule = pipeline.make(args.schedule, args.pp, args.microbatches, args.chunks)
     layers = pipeline.stage_layers(config, len(pipeline.owners(schedule)))
     human, kinds = harness.human, ("parameters", "gradients", "optimizer", "gathered", "activations_peak")
-    print(f"dry run: {config.parameters():,} parameters, {layout(args)}, {args.microbatches} micro-batches: {world:,} ranks\n")
+    print(f"dry run: {config.parameters():,} parameters, {layout(args)}, {args.microbatches} micro-batches: {world:,} ranks")
+    print(f"weights in {args.param_dtype}, gradients summed in {args.reduce_dtype}, optimizer in {args.dtype}\n")
     heads = ("weights", "gradients", "optimizer", "gathered", "activations", "at the peak", "FLOPs")
     print(f"  {'rank':>6s}{'stage: layers':>20s}{'parameters':>17s}" + "".join(f"{head:>13s}" for head in heads))
     for rank in played:
@@ -583,7 +586,8 @@ def plan(args, config, cluster):
     for i, (seconds, parts, held, one) in enumerate(fitting[:10]):
         worse = max(parts, key=lambda key: parts[key] - best[1][key])
         where = " (tp across nodes)" * (worse == "tensor parallel" and one.tp > cluster.node)
-        why = f"{worse} +{(parts[worse] - best[1][worse]) / best[0]:.0%}{where}" if i else "the best"
+        loss = (parts[worse] - best[1][worse]) / best[0]
+        why = (f"{worse} +{loss:.0%}{where}" if loss >= 0.005 else "as fast, by formulas") if i else "the best"
         rows = f"{one.batch // one.dp // one.microbatches} a micro-batch"
         print(f"  {i + 1:2d}  {seconds:9.4g} s {held / 1e9:7.1f} GB   {layout(one)}, {rows}: {why}")
     print()
@@ -599,6 +603,7 @@ def plan(args, config, cluster):
         print(f"  played, {layout(one)}: {rate}, {held / 1e9:.1f} GB{'' if fits else ': too much'}")
         if fits:
             return
+    print("  none of these fits when played, which counts what the formulas leave out: lower --batch, or give more --gpus")
 
 
 def plot(args, config, cluster, sizes=tuple(2**k for k in range(3, 15))):

@@ -84,7 +84,8 @@ class Parser(argparse.ArgumentParser):
 
     class Formatter(argparse.RawDescriptionHelpFormatter):
         def _get_help_string(self, action):
-            shown = action.default not in (None, False, argparse.SUPPRESS) and "default" not in action.help
+            flag = action.default is None or action.default is False or action.default == argparse.SUPPRESS
+            shown = not flag and "default" not in action.help
             return action.help + " (default: %(default)r)" * shown
 
     def __init__(self, doc):

@@ -207,6 +207,12 @@ def check(args, config):
     if config.experts and (held * args.cp != config.context or args.sp and held % args.tp):
         raise Refused(f"experts take no padding: --context {config.context} must divide by 2 x --cp, and with --sp by --tp too")
     harness.check_batch(args, args.dp)
+    needs = {"cp_rings": (args.cp_kind == "ring-ulysses", "--cp-kind ring-ulysses")}
+    needs |= {"gather_again": (args.sp, "--sp"), "keep_gathered": (args.zero == 3, "--zero 3")}
+    needs |= {"reduce_once": (args.zero >= 2, "--zero 2 or 3"), "gpus": (args.plan, "--plan")}
+    for name, (there, what) in needs.items():
+        if getattr(args, name) and not there:
+            raise Refused(f"--{name.replace('_', '-')} means nothing without {what}: add that, or leave it out")
     args.param_dtype = args.param_dtype or args.dtype
     args.reduce_dtype = args.reduce_dtype or args.param_dtype
     if args.min_lr is None:
@@ -250,12 +256,11 @@ def restarted():
 def check_out(args):
     """Refuse, before hours of training, a folder that can't be written after them, or whose checkpoints would be mixed up."""
     try:
-        with contextlib.suppress(FileExistsError):
-            os.mkdir(args.out)
+        os.makedirs(args.out, exist_ok=True)
         tempfile.TemporaryFile(dir=args.out).close()
         there = any(os.path.exists(os.path.join(args.out, name, "index.json")) for name in os.listdir(args.out))
     except OSError as e:
-        raise Refused(f"--out {args.out} can't be written ({e.strerror}): give another folder, in one that exists") from e
+        raise Refused(f"--out {args.out} can't be written ({e.strerror}): give another folder") from e
     if there and not args.resume:
         raise Refused(f"--out {args.out} has checkpoints: --resume goes on from the newest, or give another folder")
 

@@ -15,7 +15,8 @@ Stage 2. As soon as a bucket of gradients is full it is reduce-scattered, and fr
 micro-batches that is M reduce-scatters; `reduce_each=False` keeps one, and the memory of stage 1. Take it where the network
 is slow and memory is not short.
 Stage 3. The weights of a unit (a block, the embedding, the head) are gathered just before it runs, forward and backward, and
-freed after; the next unit's gather is under way meanwhile. So at most two units are whole at a time:
+freed after; the next unit's gather is under way meanwhile. (Backward needs them again: the gradient of a layer's input is made
+with its weights.) So at most two units are whole at a time:
 
     forward    gather 0 | run 0, gather 1 | free 0, run 1, gather 2 | free 1, run 2 ...
     backward   ... run 2, gather 1 | free 2, run 1, gather 0 | free 1, run 0 | free 0      gradients leave as they come
@@ -30,7 +31,8 @@ Mixed precision: parameters in `param_dtype`, gradients summed in `reduce_dtype`
 is divided by the global number of tokens, so gradients are summed over the ranks, never averaged.
 
 Rajbhandari et al. 2020, ZeRO, arXiv:1910.02054, sections 3, 5 and 7; Zhao et al. 2023, PyTorch FSDP, arXiv:2304.11277.
-It sends more, and waits for it, the higher the stage: take the lowest whose model states fit.
+Stage 1 sends what stage 0 does: take it wherever there are copies. Stage 3, and stage 2 with micro-batches, send more, and more
+with each micro-batch: they are the wrong choice where the model states fit without, and where tokens a rank are few.
 
     torchrun --nproc_per_node=4 zero.py --stage 3            python zero.py --stage 2 --param-dtype bfloat16
     python zero.py --fit             the largest models that 80 GB on 64 ranks hold, each played on tensors without memory
@@ -493,9 +495,8 @@ class ZeRO:
 
     def bytes_sent(self, actions, group=None):
         """{operation: (bytes this rank sends a step, formula as text)}, by the paper (section 7), for what is shared out over
-        `group` (default: ZeRO's own). actions: its forwards ("F"),
-        backwards ("B"; of two parts: "I", and "W" which completes the gradients) in a row, as (letter, scope): two
-        micro-batches one after the other are [("F", 0), ("B", 0)] * 2. Sums over other groups are not in it."""
+        `group` (default: ZeRO's own). actions: its forwards ("F") and backwards ("B"; of two parts: "I", and "W" which
+        completes the gradients) in a row, as (letter, scope): two micro-batches one after the other are [("F", 0), ("B", 0)] * 2. Sums over other groups are not in it."""
         group, r = group or self.group, 1 - 1 / dist.get_world_size(group or self.group)
         trained = [bucket for bucket in self.trained if bucket.group is group]
         if self.stage == 0:
@@ -508,10 +509,8 @@ class ZeRO:
         if self.stage < 3:
             weights, gathers = sum(b.flat.nbytes for b in trained), "r P e"
         else:
-            weights, gathers = (
-                self._gathers(actions, group),
-                f"r P e a {'forward and a backward' if self.reshard else 'micro-batch'}",
-            )
+            weights = self._gathers(actions, group)
+            gathers = f"r P e a {'forward and a backward' if self.reshard else 'micro-batch'}, less a unit that stays"
         return {name: (r * gradients, text), "all_gather": (r * weights, gathers)}
 
     def _gathers(self, actions, group):
@@ -645,7 +644,7 @@ def flags():
     g.add_argument("--reduce-once", action="store_true", help="a reduce-scatter a step: less is sent, all gradients are held")
     g.add_argument("--keep-gathered", action="store_true", help="stage 3: keep weights from forward until backward")
     g.add_argument("--offload", action="store_true", help="master weights and optimizer states in the host's memory")
-    g.add_argument("--bucket-mb", type=float, default=0.5, metavar="MB", help="size of a bucket, stages 0 to 2")
+    g.add_argument("--bucket-mb", type=harness.real(0), default=0.5, metavar="MB", help="size of a bucket, stages 0 to 2")
     g.add_argument("--fit", action="store_true", help="the largest models for 80 GB on 64 ranks, without any memory")
     return parser
 
@@ -719,7 +718,7 @@ def fit(memory=80e9, ranks=64):
     print("recomputed. GB: model states by the formula and as held; gathered weights and other memory, each at its peak")
     print(f"  {'stage':6s}{'bytes/P':>9s}{'largest P':>12s}   {'GPT of':24s}{'P':>9s}", end="")
     print(f"{'formula':>9s}{'held':>8s}{'gathered':>10s}{'other':>8s}")
-    for stage, width in enumerate((2816, 4608, 5376, 16640)):
+    for stage, width in enumerate((2816, 4608, 5376, 16640)):  # so that whole layers come near to all of the memory
         each = sum(model_states(stage, ranks))
         layers, sizes = 1, dict(width=width, heads=width // 128, context=1024, vocab=50257)
         while gpt.configure(layers=layers + 1, **sizes).parameters() * each <= memory:
