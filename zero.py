@@ -496,7 +496,8 @@ class ZeRO:
     def bytes_sent(self, actions, group=None):
         """{operation: (bytes this rank sends a step, formula as text)}, by the paper (section 7), for what is shared out over
         `group` (default: ZeRO's own). actions: its forwards ("F") and backwards ("B"; of two parts: "I", and "W" which
-        completes the gradients) in a row, as (letter, scope): two micro-batches one after the other are [("F", 0), ("B", 0)] * 2. Sums over other groups are not in it."""
+        completes the gradients) in a row, as (letter, scope): two micro-batches one after the other are [("F", 0), ("B", 0)]
+        * 2. Sums over other groups are not in it."""
         group, r = group or self.group, 1 - 1 / dist.get_world_size(group or self.group)
         trained = [bucket for bucket in self.trained if bucket.group is group]
         if self.stage == 0:
