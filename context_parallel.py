@@ -11,24 +11,27 @@ Attention does: a query looks at keys that other ranks hold. Four ways, `--kind`
     ring-ulysses  N = R x U: all-to-alls within groups of U, rings of R across (Fang and Zhao 2024, arXiv:2405.07719)
 
 Causal attention on a contiguous split is lopsided: the last rank's queries see everything, the first's next to nothing. So
-(zigzag) the sequence is cut into 2 N chunks, and rank r holds chunks r and 2N - 1 - r. What a rank has to do with the keys of
-rank s is then one kernel call: without a mask and of the same work for every s but its own, which is causal:
+(zigzag) the sequence is cut into 2 N chunks, and rank i holds chunks i and 2N - 1 - i. What rank i has to do with the keys of
+rank j is then one kernel call: without a mask and of the same work for every j but its own, which is causal. (After Ulysses'
+exchange every rank sees whole sequences, so that kind alone cuts them in plain order.)
 
-    s = r    its own two chunks: causal          chunk   0 1 2 3 4 5 6 7      rank 1 of 4: q and k of chunks 1 and 6
-    s < r    all queries x the first chunk       rank    0 1 2 3 3 2 1 0        s = 0: q 1, 6 x k 0     (7 is later than all)
-    s > r    the second chunk's queries x all                                  s = 2: q 6 x k 2, 5     (1 is earlier)
+    j = i    its own two chunks: causal          chunk   0 1 2 3 4 5 6 7      rank 1 of 4: q and k of chunks 1 and 6
+    j < i    all queries x the first chunk       rank    0 1 2 3 3 2 1 0        j = 0: q 1, 6 x k 0     (7 is later than all)
+    j > i    the second chunk's queries x all                                  j = 2: q 6 x k 2, 5     (1 is earlier)
 
 Two blocks' results o1, o2 with log-sum-exps l1, l2 of their scores combine to e^(l1-l) o1 + e^(l2-l) o2, l = log(e^l1 + e^l2)
 (Milakov and Gimelshein 2018; Dao et al. 2022, arXiv:2205.14135). Backward needs the final out and l alone: with p = e^(s-l)
-each block's gradients are computed as if it were all there is. dK and dV are sums over the queries of all ranks: they travel
-on with their K and V, one step behind, and are at home after N steps.
+each block's gradients are computed as if it were all there is. A rank kept no keys and values but its own, so they go around
+once more; dK and dV are sums over the queries of all ranks: they travel on with their K and V, one step behind, and are at home
+after N steps. An all-to-all's backward is the all-to-all back.
 
 Sent by a rank, per block and micro-batch, r = (N-1)/N, B sequences of T tokens, C_kv = the width of K, e bytes an element, a
 bytes one of the sums (4 at least):
 
     ring      forward 2 r B T C_kv e        backward the same, and 2 B T C_kv a (dK and dV, N steps)
     gather    forward 2 r B T C_kv e        backward 2 r B T C_kv a
-    ulysses   forward 2 r (B T / N) (C + C_kv) e    backward the same
+    ulysses   forward 2 r (B T / N) (C + C_kv) e    backward the same (more ranks than kv-heads: copies of these count)
+    ring-ulysses   the third with (U-1)/U for r, and the first with (R-1)/R for r and C_kv / U for C_kv
     all but attention: 2 r P e a step, the gradients' all-reduce, as in data parallelism
 
 Grouped queries make C_kv a fraction of C: ring and gather send kv heads alone. The ring hides its traffic if a block of

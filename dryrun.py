@@ -24,7 +24,7 @@ MFU counts model FLOPs as PaLM does (6 N_matmul + 12 L T C a token, no discount 
 FLOPs of a stage are those of its operations, a causal attention's as half.
 
     python train.py --preset llama3-405b --dp 64 --cp 2 --tp 8 --pp 16 --zero 1 --sp --gather-again --param-dtype bfloat16 \\
-        --batch 2048 --microbatches 32 --dry-run
+        --batch 1024 --microbatches 16 --dry-run
     python train.py --preset llama3-70b --gpus 512 --batch 512 --param-dtype bfloat16 --plan
     python train.py --preset llama3-70b --tp 8 --sp --zero 1 --batch 8 --microbatches 8 --param-dtype bfloat16 --dry-run \\
         --plot docs/scaling
