@@ -1,6 +1,7 @@
 """Fixtures, and the one thing that makes a test of several ranks cheap: they are forked from this process, which has
 imported torch already. That needs a parent whose thread pool was never used."""
 
+import gc
 import os
 import pathlib
 import pickle
@@ -27,6 +28,7 @@ def on_ranks(world, work, *args, timeout=120):
     Raises AssertionError with the ranks' tracebacks where one fails, dies or does not end in time."""
     sys.stdout.flush()
     sys.stderr.flush()
+    gc.freeze()  # or the ranks' garbage collectors would touch, and so copy, all of this process's memory
     with tempfile.TemporaryDirectory() as folder:
         pids = {}
         for rank in range(world):

@@ -30,7 +30,7 @@ def partial_gradients(monkeypatch):
 
 
 def test_a_pair_that_is_equal_gets_a_ratio(ranks):
-    for text, equal in ranks(2, line, "sequence"):
+    for text, equal in ranks(2, line, "ddp"):
         assert equal and "differs" not in text and " .. " in text
 
 
