@@ -1053,7 +1053,6 @@ class Run:
             "sent": table[0],
             "held": table[1],
         }
-        self.result = result
         if self.args.json:
             with open(self.args.json, "w") as f:
                 json.dump(result, f, indent=1)

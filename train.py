@@ -453,6 +453,13 @@ def cut(full, dim, group, groups):
     return piece(full, dim, dist.get_rank(group), dist.get_world_size(group))
 
 
+def extent(size, group, groups):
+    """(start, size) of this rank's part, without padding, of a dimension of that size, split over a group."""
+    there = cut(torch.arange(1, size + 1), 0, group, groups)  # padding is zero
+    there = there[there > 0].tolist()
+    return (there[0] - 1 if there else 0), len(there)
+
+
 @contextlib.contextmanager
 def refusing():
     try:
@@ -465,17 +472,12 @@ def pieces(run, parts, model, optimizer, groups, states=None):
     """All that a checkpoint has of this rank: weights, optimizer states, and the routers' biases."""
     tp, dp = groups["tp"], groups["dp"]
 
-    def extent(size, group):
-        there = cut(torch.arange(1, size + 1), 0, group, groups)  # padding is zero
-        there = there[there > 0].tolist()
-        return (there[0] - 1 if there else 0), len(there)
-
     def copies(p):
         placement = getattr(p, "placement", {"split": {}, "partial": []})
         data = [] if run.args.zero else [placement.get("copies", dp)]
         return data + placement["partial"] + [tp] * (tp not in placement["split"].values())
 
-    found = checkpoint.pieces_of(model.named(), optimizer, extent, copies, states)
+    found = checkpoint.pieces_of(model.named(), optimizer, functools.partial(extent, groups=groups), copies, states)
     first = dist.get_rank(tp) == dist.get_rank(dp) == 0
     for name, buffer in (pair for part in parts.values() for pair in part.named_buffers()):
         if name.endswith("choice_bias"):
@@ -673,13 +675,8 @@ def place(whole, parameter, flat, groups):
         local[first : first + len(values)] = values
         local = local.view(parameter.shape)
     for dim, group in placement["split"].items():
-        n, rank = dist.get_world_size(group), dist.get_rank(group)
-        full = whole.shape[dim]
-        # as expert_parallel.piece and tensor_parallel.piece cut
-        ends = [full // n * r + min(r, full % n) for r in range(n + 1)]
-        ends = ends if group is groups.get("ep") else [min(-(-full // n) * r, full) for r in range(n + 1)]
-        whole = whole.narrow(dim, ends[rank], ends[rank + 1] - ends[rank])
-        local = local.narrow(dim, 0, ends[rank + 1] - ends[rank])
+        start, size = extent(whole.shape[dim], group, groups)
+        whole, local = whole.narrow(dim, start, size), local.narrow(dim, 0, size)
     whole.copy_(local)
 
 
@@ -878,8 +875,7 @@ def receipt(run, model, optimizer, schedule, mine, groups, travelled):
 
     activations = flying * of_block(args.recompute) + (of_block("none") if args.recompute == "block" else 0)
     kept = 2 * (args.optimizer == "adamw") + (args.param_dtype != args.dtype)
-    texts = [f"{n} P e{' / dp' * (args.zero >= least)}" for n, least in (("", 3), ("", 2), (kept, 1))]
-    texts = [text.removeprefix(" ") for text in texts]
+    texts = [f"{p} e{' / dp' * (args.zero >= least)}" for p, least in (("P", 3), ("P", 2), (f"{kept} P", 1))]
     held = dict(zip(("parameters", "gradients", "optimizer"), zip(states, texts)))
     held["activations_peak"] = activations, "blocks x micro-batches in flight, without the head"
     layout = {"dp": args.dp, "tp": args.tp, "pp": args.pp}

@@ -5,7 +5,9 @@ import gc
 import os
 import pathlib
 import pickle
+import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -94,6 +96,34 @@ def text(tmp_path_factory):
     path.write_text("".join(chr(97 + data.hash64(1, i) % 26) + " " * (i % 3) for i in range(4000)))
     data.load(path)
     return str(path)
+
+
+def ip(*words, check=True):
+    return subprocess.run(["ip", *words], check=check, capture_output=True, text=True, timeout=20)
+
+
+@pytest.fixture
+def two_nodes():
+    """Two network namespaces, joined by a wire: the names of both. Root only."""
+    if os.geteuid() != 0 or not shutil.which("ip"):
+        pytest.skip("network namespaces need root and the command ip (iproute2)")
+    names = [f"ranks{os.getpid()}{side}" for side in "ab"]
+    try:
+        try:
+            for name in names:
+                ip("netns", "add", name)
+            here, there = (("name", f"wire{i}", "netns", name) for i, name in enumerate(names))
+            ip("link", "add", *here, "type", "veth", "peer", *there)
+            for i, name in enumerate(names):
+                ip("-n", name, "address", "add", f"10.99.0.{i + 1}/24", "dev", f"wire{i}")
+                ip("-n", name, "link", "set", f"wire{i}", "up")
+                ip("-n", name, "link", "set", "lo", "up")
+        except (subprocess.SubprocessError, OSError) as e:
+            pytest.skip(f"no network namespaces here: {getattr(e, 'stderr', None) or e}")
+        yield names
+    finally:
+        for name in names:
+            ip("netns", "delete", name, check=False)
 
 
 def children(pid):

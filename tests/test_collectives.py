@@ -6,7 +6,6 @@ import importlib.util
 import json
 import os
 import pathlib
-import shutil
 import subprocess
 import sys
 
@@ -449,34 +448,6 @@ print(json.dumps([received, sent, logged, ledger.sent["send", "wire"][2]]), flus
 dist.barrier()
 os._exit(0)
 """
-
-
-def ip(*words, check=True):
-    return subprocess.run(["ip", *words], check=check, capture_output=True, text=True, timeout=20)
-
-
-@pytest.fixture
-def two_nodes():
-    """Two network namespaces, joined by a wire: the names of both. Root only."""
-    if os.geteuid() != 0 or not shutil.which("ip"):
-        pytest.skip("network namespaces need root and the command ip (iproute2)")
-    names = [f"ranks{os.getpid()}{side}" for side in "ab"]
-    try:
-        try:
-            for name in names:
-                ip("netns", "add", name)
-            here, there = (("name", f"wire{i}", "netns", name) for i, name in enumerate(names))
-            ip("link", "add", *here, "type", "veth", "peer", *there)
-            for i, name in enumerate(names):
-                ip("-n", name, "address", "add", f"10.99.0.{i + 1}/24", "dev", f"wire{i}")
-                ip("-n", name, "link", "set", f"wire{i}", "up")
-                ip("-n", name, "link", "set", "lo", "up")
-        except (subprocess.SubprocessError, OSError) as e:
-            pytest.skip(f"no network namespaces here: {getattr(e, 'stderr', None) or e}")
-        yield names
-    finally:
-        for name in names:
-            ip("netns", "delete", name, check=False)
 
 
 def test_bytes_on_the_wire(two_nodes, tmp_path):

@@ -13,7 +13,7 @@ import time
 
 import pytest
 import torch
-from conftest import Script, children
+from conftest import Script, children, ip
 from test_checkpoint import same_tensors, whole
 from test_harness import end, gone, start
 
@@ -173,52 +173,36 @@ def test_disk_full(text, tmp_path):
     assert "step    9" in run.output() and [p.name for p in out.iterdir()] == ["step-00000004"]
 
 
-def can_make_namespaces():
-    return os.geteuid() == 0 and subprocess.run("ip netns add probe && ip netns del probe", shell=True).returncode == 0
-
-
 @pytest.fixture
-def two_hosts():
-    """Two network namespaces with a link between them; a function that starts ranks of a run on them."""
-    if not can_make_namespaces():
-        pytest.skip("needs root and `ip netns`")
-    hosts = ["hosta", "hostb"]
-    lines = ["ip link add hosta0 type veth peer name hostb0"]
-    for i, host in enumerate(hosts):
-        lines += [f"ip netns add {host}", f"ip link set {host}0 netns {host}", f"ip -n {host} link set lo up"]
-        lines += [f"ip -n {host} addr add 10.77.0.{i + 1}/24 dev {host}0", f"ip -n {host} link set {host}0 up"]
-    clear = "ip netns del hosta 2>/dev/null; ip netns del hostb 2>/dev/null; ip link del hosta0 2>/dev/null"
-    subprocess.run(clear, shell=True)
-    subprocess.run(" && ".join(lines), shell=True, check=True)
+def on_two_nodes(two_nodes):
+    """A function that starts four ranks of train.py, two on each of two nodes, whose hosts' names are theirs."""
     started = []
 
-    def ranks(*flags):
+    def start(*flags):
         for rank in range(4):
-            host = hosts[rank // 2]
-            own = {"RANK": rank, "LOCAL_RANK": rank % 2, "WORLD_SIZE": 4, "LOCAL_WORLD_SIZE": 2, "MASTER_ADDR": "10.77.0.1"}
-            own |= {"MASTER_PORT": 29511, "GLOO_SOCKET_IFNAME": f"{host}0"}
-            command = ["ip", "netns", "exec", host, "unshare", "--uts", "sh", "-c", f'hostname {host} && exec "$@"', "sh"]
+            node, here = two_nodes[rank // 2], f"wire{rank // 2}"
+            own = {"RANK": rank, "LOCAL_RANK": rank % 2, "WORLD_SIZE": 4, "LOCAL_WORLD_SIZE": 2, "MASTER_ADDR": "10.99.0.1"}
+            own |= {"MASTER_PORT": 29511, "GLOO_SOCKET_IFNAME": here}
+            command = ["ip", "netns", "exec", node, "unshare", "--uts", "sh", "-c", f'hostname {node} && exec "$@"', "sh"]
             command += [sys.executable, str(pathlib.Path(train.__file__)), *flags]
             pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
             environment = os.environ | {name: str(value) for name, value in own.items()}
             started.append(subprocess.Popen(command, env=environment, **pipes))
         return started
 
-    yield ranks
+    yield start
     for process in started:
         process.kill()
         process.communicate()
-    subprocess.run(clear, shell=True)
 
 
-def test_two_hosts_and_a_cut_link(text, tmp_path, two_hosts):
+def test_two_hosts_and_a_cut_link(text, tmp_path, two_nodes, on_two_nodes):
     out = tmp_path / "out"
     flags = f"--dp 2 --tp 2 --steps 100000 --out {out} --save-every 20 --timeout 5".split()
-    ranks = two_hosts(*SMALL, "--data", text, *flags)
+    ranks = on_two_nodes(*SMALL, "--data", text, *flags)
 
     def sent():
-        count = "cat /sys/class/net/hosta0/statistics/tx_bytes"
-        return int(subprocess.run(f"ip netns exec hosta {count}", shell=True, capture_output=True).stdout)
+        return int(ip("netns", "exec", two_nodes[0], "cat", "/sys/class/net/wire0/statistics/tx_bytes").stdout)
 
     def until(step):
         assert any(f"step {step:4d}" in line for line in iter(ranks[0].stdout.readline, "")), ranks[0].stderr.read()
@@ -231,13 +215,13 @@ def test_two_hosts_and_a_cut_link(text, tmp_path, two_hosts):
         config = harness.configure(train.flags().parse_args(SMALL))
     half = 2 * train.tensor_parallel.parameters_held(config, 2, 3, True, True) * 8
     assert half < each < 1.3 * half
-    subprocess.run("ip -n hostb link set hostb0 down", shell=True, check=True)
+    ip("-n", two_nodes[1], "link", "set", "wire1", "down")
     ended = [end(process) for process in ranks]
     assert all(code != 0 for code, *_ in ended)
     said = [line for _, _, err in ended for line in err.splitlines() if line.startswith("train.py:")]
     assert len(said) == 2, said
-    assert re.search("no answer from rank 2 on hostb, rank 3 on hostb within 5 s", said[0])
-    assert "hostb lost 10.77.0.1: that host is down, or the link to it is cut" in said[1]
+    assert f"no answer from rank 2 on {two_nodes[1]}, rank 3 on {two_nodes[1]} within 5 s" in said[0]
+    assert f"{two_nodes[1]} lost 10.99.0.1: that host is down, or the link to it is cut" in said[1]
     last = int(newest(out).name[5:])
     run = Training(tmp_path, f"--pp 3 --steps {last + 2} --out {out} --resume", text)
     assert last >= 40 and run.end() == 0 and f"resumed from {newest(out).parent}" in run.output()
