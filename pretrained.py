@@ -138,13 +138,10 @@ def theirs_gpt2(name, config):
     names |= {"mlp.up": "mlp.c_fc", "mlp.down": "mlp.c_proj"}
     there = [f"transformer.h.{layer}.{names[inner]}.{kind}"]
     if inner == "attn.qkv":
-        return (
-            there,
-            lambda x: join_heads(*x.T.chunk(3), config.heads) if x.dim() > 1 else join_heads(*x.chunk(3), config.heads),
-            lambda x: [torch.cat(split_heads(x, config)).T],
-        )
+        # t() leaves a bias as it is
+        return there, lambda x: join_heads(*x.t().chunk(3), config.heads), lambda x: [torch.cat(split_heads(x, config)).t()]
     if kind == "weight" and "norm" not in inner:
-        return there, lambda x: x.T, lambda x: [x.T]
+        return there, lambda x: x.t(), lambda x: [x.t()]
     return there, lambda x: x, lambda x: [x]
 
 
