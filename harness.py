@@ -1030,7 +1030,7 @@ class Run:
     # --- receipt
 
     def receipt(self, layout, sent=(), held=(), notes=()):
-        """Gather, print and write the receipt. Returns the exit code: 1 if anything is out of tolerance.
+        """Gather, print, write and keep (as `result`) the receipt. Returns the exit code: 1 if anything is out of tolerance.
 
         layout: {axis: size}. sent: {(operation, group): (bytes, formula as text)}, what this rank should send a step by the
         papers; held: {kind: (bytes, text)}. Of a row the rank with the most bytes is shown. A measured figure that differs
@@ -1053,6 +1053,7 @@ class Run:
             "sent": table[0],
             "held": table[1],
         }
+        self.result = result
         if self.args.json:
             with open(self.args.json, "w") as f:
                 json.dump(result, f, indent=1)
