@@ -471,6 +471,7 @@ import time
 import ddp
 import harness
 import model as gpt
+from ledger import human
 
 
 def main():
@@ -601,8 +602,8 @@ def prefill(run, generate=16):
     run.print(f"then {generate - 1} tokens in {end - middle:.2f} s, {(generate - 1) / (end - middle):,.0f} tokens/s")
     total = torch.tensor(cache, device=run.device)
     dist.all_reduce(total)
-    whole = harness.human(formula).strip()
-    run.print(f"cache: {harness.human(cache).strip()} on this rank; all ranks {total.item():,}, formula {formula:,} ({whole})")
+    whole = human(formula).strip()
+    run.print(f"cache: {human(cache).strip()} on this rank; all ranks {total.item():,}, formula {formula:,} ({whole})")
     run.print(f"tokens: {' '.join(map(str, tokens))}")
     code = int(total.item() != formula)
     if length <= 16384 and run.rank == 0:  # one process: the whole sequence anew for each token

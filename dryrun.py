@@ -53,6 +53,7 @@ from torch.utils.flop_counter import flop_registry
 import context_parallel
 import expert_parallel
 import harness
+import ledger
 import pipeline
 import tensor_parallel
 import zero
@@ -152,13 +153,13 @@ class Meter(TorchDispatchMode):
         free, lookup, flops = self.known[func]
         if free:
             return
-        given, made = (sum(t.nbytes for t in harness.tensors_in(x)) for x in (args, out))
+        given, made = (sum(t.nbytes for t in ledger.tensors_in(x)) for x in (args, out))
         moved = (
             2 * made if lookup else given + (made or given)
         )  # a fused optimizer returns nothing, and writes what it is given
         seconds = moved / (self.cluster.device.bandwidth * EFFICIENCY)
         if flops:
-            count, result = flops(args, out), next(harness.tensors_in(out))
+            count, result = flops(args, out), next(ledger.tensors_in(out))
             self.flops += count
             rate = self.cluster.device.flops * 2 / result.element_size()  # 32 bits at half the rate of 16, as TF32
             seconds = max(seconds, count / (rate * EFFICIENCY))
@@ -166,9 +167,9 @@ class Meter(TorchDispatchMode):
 
     def send(self, func, args):
         name = func.name().removeprefix("c10d::")
-        if name not in harness.OPERATIONS:
+        if name not in ledger.OPERATIONS:
             return
-        operation, group, payload, wire = harness.message(name, args)
+        operation, group, payload, wire = ledger.message(name, args)
         axis = self.names.get(group.group_name)
         if axis in ("down", "up"):  # between stages: pipeline.simulate's
             self.message = max(self.message, payload * (operation == "send"))
@@ -259,7 +260,7 @@ class DryRun(harness.Run):
         self.watching.enter_context(self.ledger)
         yield self.measured
         self.meter.clock()
-        held = {kind: harness.storage_bytes(tensors) for kind, tensors in self.lasting(optimizer).items()}
+        held = {kind: ledger.storage_bytes(tensors) for kind, tensors in self.lasting(optimizer).items()}
         self.held = held | {"gathered": getattr(optimizer, "gathered_peak", 0), "activations_peak": self.ledger.peak}
 
     def receipt(self, layout, sent=(), held=(), notes=()):
@@ -455,7 +456,7 @@ def report(args, config, cluster, played, step):
     world, device = args.dp * args.cp * args.tp * args.pp, args.gpu.split("=")[0]
     schedule = pipeline.make(args.schedule, args.pp, args.microbatches, args.chunks)
     layers = pipeline.stage_layers(config, len(pipeline.owners(schedule)))
-    human, kinds = harness.human, ("parameters", "gradients", "optimizer", "gathered", "activations_peak")
+    human, kinds = ledger.human, ("parameters", "gradients", "optimizer", "gathered", "activations_peak")
     print(f"dry run: {config.parameters():,} parameters, {layout(args)}, {args.microbatches} micro-batches: {world:,} ranks")
     print(f"weights in {args.param_dtype}, gradients summed in {args.reduce_dtype}, optimizer in {args.dtype}\n")
     heads = ("weights", "gradients", "optimizer", "gathered", "activations", "at the peak", "FLOPs")
@@ -549,7 +550,7 @@ def rough(args, config, cluster):
     parts["bubble"] = pipeline.BUBBLES[args.schedule][1](pp, m, chunks, third, third, third)
     message = rows / m * length * config.width * e / (tp if args.sp else 1) / speed["pp"] + ALPHA["inter"]
     parts["messages between stages"] = 2 * chunks * (m + pp) * message * (pp > 1)
-    r, passes = harness.all_but_one(dp * cp), m if args.zero > 1 and not args.reduce_once else 1
+    r, passes = ledger.all_but_one(dp * cp), m if args.zero > 1 and not args.reduce_once else 1
     weights = r * size * e * (0, 1, 1, 2 * m)[args.zero] / speed["dp"]
     gradients = r * size * reduced * (passes if args.zero else 2) / speed["dp"]
     if args.zero == 3:  # all of it beside computing; else gradients beside the backwards that complete them

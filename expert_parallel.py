@@ -252,6 +252,7 @@ def sum_gradients(parameters, group):
 
 import harness
 import model as gpt
+from ledger import human
 
 
 def main():
@@ -332,7 +333,7 @@ def demo(run):
     even = 4 * r * c.layers * args.batch // n * c.context * c.top_k * c.width * e
     fullest = max(got[:, :, a : a + s].sum().item() for a, s in zip([sum(sizes[:i]) for i in range(n)], sizes))
     notes = [
-        f"with even routing a rank would send {harness.human(round(even)).strip()}: 4 (N-1)/N k n C e a layer; in step "
+        f"with even routing a rank would send {human(round(even)).strip()}: 4 (N-1)/N k n C e a layer; in step "
         f"{min(2, args.steps)} the fullest rank had {fullest / got.sum().item() * n:.0%} of an even share",
         timing(run, times, group),
     ]

@@ -311,6 +311,7 @@ def partial_parameters(config, blocks, embedding=True, head=True):
 # --- demo ---
 
 import harness
+from ledger import storage_bytes
 
 
 def main():
@@ -386,7 +387,7 @@ def saved_bytes(model, block, *args, **kwargs):
     model(*args, **kwargs)
     before.remove(), after.remove()
     known = {p.untyped_storage().data_ptr() for p in model.parameters()}
-    return harness.storage_bytes(t for t in saved if t.untyped_storage().data_ptr() not in known)
+    return storage_bytes(t for t in saved if t.untyped_storage().data_ptr() not in known)
 
 
 if __name__ == "__main__":

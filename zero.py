@@ -635,6 +635,7 @@ def model_states(stage, n, weights=2, gradients=2, states=12):
 
 import harness
 import model as gpt
+from ledger import Ledger, storage_bytes
 
 
 def flags():
@@ -746,7 +747,7 @@ def dry_run(stage, config, ranks):
         options = dict(param_dtype=torch.bfloat16, value=lambda p: torch.empty(p.shape), device="cpu")
         zero = ZeRO(model, dist.group.WORLD, stage, lambda pieces: torch.optim.AdamW(pieces, fused=True), **options)
         gpt.recompute(model, "block")
-        tokens, ledger = torch.zeros(1, config.context, dtype=torch.int64), harness.Ledger({})
+        tokens, ledger = torch.zeros(1, config.context, dtype=torch.int64), Ledger({})
         for _ in range(2):  # the first makes the optimizer's states
             ledger.watch([t for kind in zero.lasting().values() for t in kind])
             zero.zero_grad()
@@ -754,7 +755,7 @@ def dry_run(stage, config, ranks):
                 model(tokens, targets=tokens, count=1).backward()
             zero.finish()
             zero.step()
-        held = harness.storage_bytes(t for kind in zero.lasting().values() for t in kind)
+        held = storage_bytes(t for kind in zero.lasting().values() for t in kind)
     dist.destroy_process_group()
     return held, zero.gathered_peak, ledger.peak
 

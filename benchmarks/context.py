@@ -17,6 +17,7 @@ import collectives
 import context_parallel
 import harness
 import model as gpt
+from ledger import Ledger
 
 
 class TheirRing(torch.autograd.Function):
@@ -68,7 +69,7 @@ def demo(run):
     whole = torch.randint(config.vocab, (1, args.memory), generator=torch.Generator().manual_seed(0))
 
     def peak(model, tokens, where):
-        ledger = harness.Ledger({})
+        ledger = Ledger({})
         known = [*model.parameters(), *(p.grad for p in model.parameters() if p.grad is not None)]
         ledger.watch(known)
         with ledger:

@@ -48,11 +48,13 @@ import collectives
 import context_parallel
 import ddp
 import harness
+import launch
 import model as gpt
 import pipeline
 import sequence_parallel
 import tensor_parallel
 import zero
+from ledger import tensors_in
 from train import PEAK
 
 MICROBATCHES = 8
@@ -346,7 +348,7 @@ PAIRS = make_pairs()
 
 class Alive(TorchDispatchMode):
     """While it is on, remembers all memory that operations make, and after each, if `counting`, how much is alive: `peak` is
-    the most. harness.Ledger would not see memory that is freed and brought back in place, as both FSDPs do."""
+    the most. Ledger would not see memory that is freed and brought back in place, as both FSDPs do."""
 
     def __init__(self):
         super().__init__()
@@ -356,7 +358,7 @@ class Alive(TorchDispatchMode):
         if any(issubclass(kind, (DTensor, AsyncCollectiveTensor)) for kind in types):
             return NotImplemented  # they come back with the tensors that they wrap
         out = func(*args, **(kwargs or {}))
-        for storage in (t.untyped_storage() for t in harness.tensors_in(out) if t.device.type != "meta"):
+        for storage in (t.untyped_storage() for t in tensors_in(out) if t.device.type != "meta"):
             self.storages[storage._cdata] = storage
         if self.counting:
             self.peak = max(self.peak, sum(storage.nbytes() for storage in self.storages.values()))
@@ -490,7 +492,7 @@ def main():
             codes.append(subprocess.call([sys.executable, "-m", *torchrun, "benchmarks.vs_torch", *flags]))
     if "cuda" in devices and not args.only and not args.nproc:
         codes.append(one_gpu())
-    harness.finish(max(map(abs, codes), default=0))
+    launch.finish(max(map(abs, codes), default=0))
 
 
 if __name__ == "__main__":

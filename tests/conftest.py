@@ -136,13 +136,14 @@ class Script:
 
     def __init__(self, folder, name, flags, before=lambda: None):
         import harness
+        import launch
 
         self.name, self.said = name, folder / "said"
         self.said.write_text("")
         sys.stdout.flush()
         self.pid = os.fork()
         if self.pid == 0:
-            harness.die_with_parent(signal.SIGKILL)
+            launch.die_with_parent(signal.SIGKILL)
             sys.stdout = sys.stderr = open(self.said, "w", buffering=1)
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             sys.argv = [f"{name}.py", *flags]

@@ -423,7 +423,8 @@ ON_A_WIRE = """
 import json, os, sys
 import torch, torch.distributed as dist
 sys.path.insert(0, {root!r})
-import collectives, harness
+import collectives
+from ledger import Ledger
 
 def counters():
     for line in open("/proc/self/net/dev"):
@@ -437,7 +438,7 @@ dist.init_process_group("gloo", store=dist.FileStore(sys.argv[2], 2), rank=rank,
 x = torch.full((6_250_000,), rank + 1.0)
 collectives.all_reduce(torch.zeros(8))
 dist.barrier()
-before, counter, ledger = counters(), collectives.Counter(), harness.Ledger({{"wire": dist.group.WORLD}})
+before, counter, ledger = counters(), collectives.Counter(), Ledger({{"wire": dist.group.WORLD}})
 with ledger:
     collectives.all_reduce(x, group=counter)
 dist.barrier()

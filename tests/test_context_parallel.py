@@ -14,8 +14,8 @@ from conftest import ROOT
 from reference import CONFIGS, assert_equal, batch, make_optimizer, train
 
 import context_parallel as cp
-import harness
 import model as gpt
+from ledger import Ledger
 
 ODD = {name: dataclasses.replace(CONFIGS[name], context=13) for name in ("gpt2", "grouped")}
 
@@ -201,7 +201,7 @@ def test_bytes_are_the_formulas(ranks, way, dtype):
 
     def work(rank):
         ring, ulysses = cp.shape(way, world)
-        with harness.Ledger({}) as ledger:
+        with Ledger({}) as ledger:
             where, _ = attention(rank, way, world, size, length, 0, dtype)
         b, h, kv, d = size
         formula = cp.bytes_sent(way, ring, ulysses, b, len(where), h, kv, d, dtype.itemsize)

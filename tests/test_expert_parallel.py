@@ -15,6 +15,7 @@ from reference import assert_equal, batch, make_optimizer, train
 import expert_parallel as ep
 import harness
 import model as gpt
+from ledger import Ledger
 
 SIZES = dict(layers=2, heads=4, width=32, context=12, vocab=61, balance_loss=0.3, z_loss=0.1)
 CONFIGS = {
@@ -206,7 +207,7 @@ def test_sends_what_the_counts_say_and_reads_them_once(ranks, monkeypatch):
         group, config = dist.group.WORLD, CONFIGS["swiglu"]
         model = build(config, group, chunks=2, dtype=torch.float32)
         tokens, targets, samples, count = batch(rank)
-        ledger = harness.Ledger({"ep": group})
+        ledger = Ledger({"ep": group})
         ledger.watch(model.parameters())
         with ledger:
             model(tokens, targets=targets, count=count).backward()

@@ -17,6 +17,8 @@ import torch.distributed as dist
 from conftest import Script, children
 
 import harness
+import launch
+from ledger import Ledger
 
 ROOT = pathlib.Path(__file__).parent.parent
 SMALL = "--layers 2 --heads 2 --width 16 --context 16 --batch 4 --steps 2 --microbatches 2".split()
@@ -28,7 +30,7 @@ SMALL = "--layers 2 --heads 2 --width 16 --context 16 --batch 4 --steps 2 --micr
 def test_ledger_counts_every_operation(ranks):
     def work(rank):
         world, pair = dist.group.WORLD, [dist.new_group([0, 1]), dist.new_group([2, 3])][rank // 2]
-        ledger = harness.Ledger({"world": world, "pair": pair})
+        ledger = Ledger({"world": world, "pair": pair})
         ledger.watch([])
         x, parts = torch.zeros(12), [torch.zeros(3) for _ in range(4)]
         with ledger:
@@ -64,7 +66,7 @@ def test_ledger_counts_every_operation(ranks):
 def test_ledger_sees_what_is_alive(ranks):
     def work(rank):
         known = torch.zeros(100)
-        ledger = harness.Ledger({})
+        ledger = Ledger({})
         ledger.watch([known])
         with ledger:
             known += 1
@@ -122,7 +124,7 @@ def test_decay_is_for_matrices():
 def refused(capfd, monkeypatch, script, *flags):
     """The sentence with which a script's main() refuses its flags, before any process is started."""
     monkeypatch.setattr(sys, "argv", [f"{script}.py", *flags])
-    monkeypatch.setattr(harness, "start_ranks", lambda *_: pytest.fail("ranks were started"))
+    monkeypatch.setattr(launch, "start_ranks", lambda *_: pytest.fail("ranks were started"))
     module = __import__(script)
     with pytest.raises(harness.Refused) as e:
         module.main()
@@ -347,18 +349,18 @@ def test_interrupted(tmp_path, number, expected):
 
 def test_a_failing_rank_is_named_once():
     def work(rank, connect):
-        def demo(run):
-            if run == 1:
+        def fail(rank, world, device):
+            if rank == 1:
                 raise ZeroDivisionError("planted")
             dist.all_reduce(torch.zeros(1))
 
         args = harness.parser("").parse_args([])
         args.device, args.backend = "cpu", "gloo"
-        return harness.run_rank(demo, args, rank, 3, connect, lambda args, rank, world, device: rank)
+        return launch.one_rank(fail, args, rank, 3, connect)
 
     pid = os.fork()
     if pid == 0:
-        os._exit(harness.start_ranks(work, 3))
+        os._exit(launch.start_ranks(work, 3))
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 1
 
 
@@ -373,7 +375,7 @@ def test_every_technique_on_one_rank(tmp_path, script):
 
 def test_ranks_that_are_not_forked():
     """As on GPUs: fresh processes, which find each other by a file."""
-    lines = "import sys, harness, train; harness.can_fork = lambda: False; sys.argv = sys.argv[1:]; harness.script(train.main)"
+    lines = "import sys, launch, train; launch.can_fork = lambda: False; sys.argv = sys.argv[1:]; launch.script(train.main)"
     flags = [str(ROOT / "train.py"), *SMALL, "--dp", "2", "--sample", "0"]
     command = [sys.executable, "-c", lines, *flags]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=90)

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-import harness
 import model as gpt
+from ledger import Ledger
 
 transformers = pytest.importorskip("transformers")
 
@@ -253,7 +253,7 @@ def steps_with(kind, **sizes):
     model = gpt.build(config, dtype=torch.float64)
     gpt.recompute(model, kind)
     tokens, targets = batch(rows=6)
-    ledger = harness.Ledger({})
+    ledger = Ledger({})
     ledger.watch(model.parameters())
     for rows in torch.arange(6).chunk(2):
         with ledger:

@@ -11,6 +11,7 @@ import harness
 import model as gpt
 import sequence_parallel as sp
 import tensor_parallel as tp
+from ledger import Ledger
 
 THREE = {f: dataclasses.replace(CONFIGS[f], heads=6, kv_heads=3, width=36, hidden=50) for f in ("gpt2", "llama")}
 
@@ -117,7 +118,7 @@ def test_bytes_sent(ranks, family, keep):
         group = dist.group.WORLD
         config = gpt.configure(family=family, layers=layers, heads=4, kv_heads=4, width=32, context=10, vocab=61)
         model = build(config, group, keep)
-        ledger = harness.Ledger({"tp": group})
+        ledger = Ledger({"tp": group})
         ledger.watch(model.parameters())
         with ledger:
             loss = model(tokens, targets=targets, count=count)

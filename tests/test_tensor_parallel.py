@@ -7,9 +7,9 @@ import torch
 import torch.distributed as dist
 from reference import CONFIGS, assert_equal, batch, make_optimizer, train
 
-import harness
 import model as gpt
 import tensor_parallel as tp
+from ledger import Ledger
 
 
 def build(config, group, seed=7):
@@ -112,7 +112,7 @@ def test_four_all_reduces_a_block(ranks):
         config = gpt.configure(family=family, layers=layers, heads=4, kv_heads=4, width=32, context=12, vocab=61)
         model = build(config, group)
         tokens, targets, samples, count = batch(0)
-        ledger = harness.Ledger({"tp": group})
+        ledger = Ledger({"tp": group})
         ledger.watch(model.parameters())
         with ledger:
             loss = model(tokens, targets=targets, count=count)

@@ -16,6 +16,7 @@ import model as gpt
 import pipeline
 import tensor_parallel
 import zero
+from ledger import Ledger, storage_bytes
 
 
 def rows_of(rank, world):
@@ -426,7 +427,7 @@ def counted(rank, stage, direct, accumulate=2, dtype=torch.float32, **options):
     if not direct:
         options["reduce_scatter"] = zero.native_reduce_scatter
     sharded = zero.ZeRO(model, dist.group.WORLD, stage, torch.optim.SGD, accumulate, param_dtype=dtype, **options)
-    ledger = harness.Ledger({"dp": dist.group.WORLD})
+    ledger = Ledger({"dp": dist.group.WORLD})
     tokens, targets, _, count = batch(0)
     with ledger:
         sharded.zero_grad()
@@ -503,7 +504,7 @@ def watched(rank, stage, recompute, reshard=True):
                 idle = sum(b.flat.untyped_storage().nbytes() for b in sharded.buckets)
             sharded.finish()
             sharded.step()
-    held = {kind: harness.storage_bytes(tensors) for kind, tensors in sharded.lasting().items()}
+    held = {kind: storage_bytes(tensors) for kind, tensors in sharded.lasting().items()}
     size, unit = sum(b.size for b in sharded.buckets), [unit.bytes() for unit in sharded.units[0]]
     return held, size, max(watch.seen), watch.full, unit, idle, sharded.gathered_peak, max(b.size for b in sharded.buckets)
 
