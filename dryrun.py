@@ -303,7 +303,7 @@ def play(args, rank, cluster, brief=False, routing=even):
     Needs a process that has no process group."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    import train  # which imports this file where it is asked for a dry run
+    import train  # which imports this file
 
     args, world, make = copy.copy(args), args.dp * args.cp * args.tp * args.pp, pipeline.make
     # Of three steps the second is played: validation comes after the last

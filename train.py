@@ -23,11 +23,9 @@ end says how far apart they were (--prove).
 
 import argparse
 import contextlib
-import csv
 import dataclasses
 import datetime
 import functools
-import json
 import os
 import re
 import shutil
@@ -42,18 +40,18 @@ import collectives
 import context_parallel
 import data
 import ddp
+import dryrun
 import expert_parallel
+import formulas
 import harness
 import model as gpt
 import pipeline
 import pretrained
 import sequence_parallel
 import tensor_parallel
+import tracking
 import zero
 from harness import Refused
-
-# bfloat16 matrix rate without sparsity, FLOP/s, from the makers' data sheets; where the device is known, so is the MFU
-PEAK = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "B200": 2250e12}
 
 
 def flags():
@@ -162,8 +160,6 @@ def span(text):
 def main():
     args = flags().parse_args()
     if args.dry_run or args.plan:
-        import dryrun
-
         return dryrun.main(args)
     config = configure(args)
     check(args, config)
@@ -379,15 +375,15 @@ def train(run):
         signal.signal(signal.SIGTERM, lambda *_: told.append(signal.SIGTERM))
     # Of whole parameters the first rank of a group counts; ZeRO's are never whole on two data-parallel ranks
     split = [tp, groups["ep"]] if args.ep > 1 and not args.zero else [tp]
-    with open_log(run) as log, finishing(saved):
-        for step in profiled(run, run.steps(optimizer)):
+    with tracking.open_log(run) as log, finishing(saved):
+        for step in tracking.profiled(run, run.steps(optimizer)):
             batches = run.microbatches(step, copy, args.dp)
             losses = passes(batches)
             if step == run.measured:  # the ledger is on
                 travelled = sum(mixture.dispatch.travelled for mixture in mixtures)
             blame = functools.partial(culprit, model, lambda: passes(batches))
             over = dict(over=[dp, pp], split=split, dealt=[pp])
-            taken = run.update(step, model, optimizer, total(losses), **over, mfu=mfu(run), culprit=blame)
+            taken = run.update(step, model, optimizer, total(losses), **over, mfu=tracking.mfu(run), culprit=blame)
             gpt.rebalance(model, lambda load: [dist.all_reduce(load, group=g) for g in (dp, tp)[: 1 + args.sp]], taken)
             log(run.history[-1])
             stop = args.out and run.any(told)
@@ -411,7 +407,10 @@ def train(run):
     if args.sample:
         text = generate(run, pipeline.forward_only(schedule, 1), owner[len(owner) - 1], play, groups)
         run.print(f"\nsample:\n{text}")
-    return 0 if args.only_sample else receipt(run, model, optimizer, schedule, mine, groups, travelled)
+    if args.only_sample:
+        return 0
+    length = len(places(args, config.context, dist.get_rank(cp)))
+    return run.receipt(*formulas.expected(run, model, optimizer, schedule, groups, length, travelled))
 
 
 def data_parallel(run, model, groups):
@@ -583,15 +582,6 @@ def describe(run, schedule):
         run.print(f"stages hold layers {text}; {args.schedule}, {args.microbatches} micro-batches: bubble {bubble:.1%}")
 
 
-def mfu(run):
-    """A function of tokens/s that gives the part of the devices' peak that the model's own arithmetic uses, where known."""
-    name = torch.cuda.get_device_name() if run.device.type == "cuda" else ""
-    peak = next((rate for key, rate in PEAK.items() if key in name), None)
-    if peak is None or run.args.param_dtype != "bfloat16":
-        return None
-    return lambda tokens_per_s: tokens_per_s * run.config.flops_per_token() / (peak * run.world)
-
-
 @torch.no_grad()
 def evaluate(run, schedule, play, total, copy, groups):
     """The mean loss over --eval-batches global batches of the validation split."""
@@ -678,215 +668,6 @@ def place(whole, parameter, flat, groups):
         start, size = extent(whole.shape[dim], group, groups)
         whole, local = whole.narrow(dim, start, size), local.narrow(dim, 0, size)
     whole.copy_(local)
-
-
-def profiled(run, steps):
-    """The steps, with torch.profiler on during those of --profile. Each rank writes what it saw, under its rank as process
-    number; on one time axis, so that rank 0 can put all files that it finds into one. What is compared with one process after a
-    step is in it too: --prove 0 leaves that out."""
-    args = run.args
-    first, last = args.profile or (0, 0)
-    if args.profile and first <= run.first:
-        raise Refused(f"--profile begins with step {first}, and the run goes on with step {run.first + 1}: choose later ones")
-    profiler = torch.profiler.profile()
-    for step in steps:
-        if step + 1 == first:
-            profiler.start()
-        yield step
-        if step + 1 == last:
-            profiler.stop()
-            write_trace(run, profiler)
-            run.restart_clock()
-
-
-def write_trace(run, profiler):
-    folder, rank = run.args.profile_to, run.rank
-    path = os.path.join(folder, f"rank{rank}.json")
-    profiler.export_chrome_trace(path)
-    with open(path) as f:
-        trace = json.load(f)
-    events = [e for e in trace["traceEvents"] if type(e.get("pid")) is int and not e["name"].startswith("process_")]
-    for e in events:
-        e["pid"] = rank
-        if "id" in e:  # arrows from one event to another: of this rank
-            e["id"] = f"{rank}.{e['id']}"
-    name = {"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}}
-    trace["traceEvents"] = [name, *events]
-    with open(path, "w") as f:
-        json.dump(trace, f)
-    dist.barrier()
-    if rank == 0:
-        for other in range(1, run.world):
-            if os.path.exists(path := os.path.join(folder, f"rank{other}.json")):  # else it is on another machine
-                with open(path) as f:
-                    trace["traceEvents"] += json.load(f)["traceEvents"]
-        with open(os.path.join(folder, "all.json"), "w") as f:
-            json.dump(trace, f)
-        run.print(f"traces of steps {'-'.join(map(str, run.args.profile))}: {os.path.join(folder, 'all.json')}")
-
-
-COLUMNS = ["step", "loss", "grad_norm", "lr", "tokens_per_s", "mfu", "val_loss"]  # of --log FILE.csv
-
-
-def read_log(path):
-    """The rows of a --log file, as dicts. A line that a crash cut short is passed over."""
-    with open(path, newline="") as file:
-        lines = csv.DictReader(file) if path.endswith(".csv") else file
-        for line in lines:
-            with contextlib.suppress(ValueError):
-                if path.endswith(".csv"):
-                    yield {key: (int if key == "step" else float)(text) for key, text in line.items() if key and text}
-                else:
-                    yield json.loads(line)
-
-
-@contextlib.contextmanager
-def open_log(run):
-    """Gives a function that writes a dict to --log and --wandb, and at the end to --plot; on rank 0 only."""
-    args, places, rows = run.args, [], []
-    with contextlib.ExitStack() as stack:
-        if args.log and run.rank == 0:
-            if run.first:
-                rows += [row for row in read_log(args.log) if row.get("step", run.first + 1) <= run.first]
-            file = stack.enter_context(open(args.log, "w", newline=""))
-            if args.log.endswith(".csv"):
-                table = csv.DictWriter(file, COLUMNS, extrasaction="ignore")
-                table.writeheader()
-                places.append(lambda row: (table.writerow(row), file.flush()))
-            else:
-                places.append(lambda row: print(json.dumps(row), file=file, flush=True))
-            for row in rows:  # of the steps that the checkpoint has; later ones are taken again
-                places[0](row)
-        if args.wandb and run.rank == 0:
-            import wandb
-
-            tracker = stack.enter_context(wandb.init(project=args.wandb, config=vars(args)))
-            places.append(lambda row: tracker.log(row, step=row["step"]))
-        if args.plot and run.rank == 0:
-            places.append(rows.append)
-        yield lambda row: [write(row) for write in places]
-    if args.plot and run.rank == 0:
-        plot(rows, args.plot)
-
-
-def plot(rows, name):
-    """The loss of each step, and those of validations, of rows as in --log."""
-    pyplot = harness.pyplot()
-    figure, axes = pyplot.subplots(figsize=(7, 4))
-    for kind, label, style in (("loss", "loss", "-"), ("val_loss", "validation loss", "o-")):
-        known = {row["step"]: row[kind] for row in rows if row.get(kind) is not None}
-        axes.plot(list(known), list(known.values()), style, label=label, linewidth=1, markersize=4)
-    axes.set(xlabel="step", ylabel="loss")
-    axes.legend()
-    harness.save(figure, name)
-
-
-def receipt(run, model, optimizer, schedule, mine, groups, travelled):
-    args, config, rows, tp = run.args, run.config, run.args.batch // run.args.dp, groups["tp"]
-    owner = pipeline.owners(schedule)
-    rank, first, last = owner[mine[0]], 0 in mine, len(owner) - 1 in mine
-    blocks = {stage: len(model[stage].blocks) for stage in mine}
-    e, reduced, master = (harness.DTYPES[d].itemsize for d in (args.param_dtype, args.reduce_dtype, args.dtype))
-    length, here = len(places(args, config.context, 0)), (sum(blocks.values()), first, last)
-    tokens = rows * length
-    scalar = 8  # loss and squared norm are summed as one float64 each
-    moments, notes = 2 * (args.optimizer == "adamw") * master, []
-    forwards = 1 + (args.recompute == "block")  # of a block's: the second sends again what the first did
-
-    # Parameters, of which data-parallel ranks hold copies, and experts, of which fewer ranks do
-    sizes = {"dp": tensor_parallel.parameters_held(config, args.tp, *here, experts=0), "copies": 0}
-    experts = expert_parallel.expert_counts(config.experts, args.ep)[dist.get_rank(groups["ep"])] if args.ep > 1 else None
-    sizes["copies" if args.ep > 1 else "dp"] += tensor_parallel.parameters_held(config, args.tp, *here, experts) - sizes["dp"]
-    states, sent = [0, 0, 0], {}
-    for name, size in sizes.items() if args.ep > 1 else [("dp", sizes["dp"])]:
-        group, n = groups[name], dist.get_world_size(groups[name])
-        scalars = scalar * (name == "dp")  # the loss
-        if isinstance(optimizer, zero.ZeRO):
-            size += sum(b.size - sum(p.numel() for p in b.parameters) for b in optimizer.buckets if b.group is group)  # padding
-            copies = (args.param_dtype != args.dtype) * master
-            of_group = [size * each for each in zero.model_states(args.zero, n, e, reduced, moments + copies)]
-            actions = [(action.kind, mine.index(action.stage)) for action in schedule[rank]]
-            sent |= {(operation, name): formula for operation, formula in optimizer.bytes_sent(actions, group).items()}
-            scalars *= 2 if args.zero else 1  # and the norm, of parts
-            bytes_, text = sent.get(("all_reduce", name), (0, "loss and norm"))
-            sent["all_reduce", name] = (bytes_ + ddp.bytes_sent(scalars, n), text)
-        else:
-            of_group = [size * e, size * e, size * moments]
-            sent["all_reduce", name] = (ddp.bytes_sent(size * e + scalars, n), "2 (N-1)/N P e")
-        states = [a + b for a, b in zip(states, of_group)]
-    if isinstance(optimizer, zero.ZeRO):
-        states[2] -= optimizer.padding() * moments
-        notes = [f"ZeRO: gathered weights at the peak {optimizer.gathered_peak:,} bytes"] * (args.zero == 3)
-    if args.ep > 1:
-        counts = forwards * sum(blocks.values()) * args.microbatches * (config.experts - experts) * args.expert_chunks * 8
-        size = (forwards + 1) * travelled // forwards * config.width * e + counts
-        sent["all_to_all", "ep"] = (size, f"{forwards + 1} (rows out + rows in) C e, and the counts")
-        if not args.zero:
-            sent["all_reduce", "ep"] = (ddp.bytes_sent(scalar, args.ep), "the norm")
-    if args.cp > 1:
-        heads = config.heads // args.tp, config.kv_heads // args.tp, config.width // config.heads
-        size = context_parallel.bytes_sent(args.cp_kind, *cp_shape(args), rows, length, *heads, e, forwards)
-        for operation, amount in size.items():
-            group = {"send": "ring", "all_to_all": "ulysses"}.get(operation) if "ring" in groups else "cp"
-            gloo = operation == "reduce_scatter" and dist.get_backend(tp) == "gloo"
-            if amount:
-                sent["all_to_all" if gloo else operation, group] = (
-                    here[0] * amount,
-                    f"{args.cp_kind}: see context_parallel.py",
-                )
-        if config.experts and config.balance_loss:
-            sums = forwards * here[0] * rows * (2 * config.experts + 1) * max(e, 4)
-            sent["all_reduce", "cp"] = (ddp.bytes_sent(sums, args.cp), "the routers' sums over sequences")
-    each = length
-    if args.sp:
-        each = -(-each // args.tp)
-        keep = not args.gather_again
-        size = sequence_parallel.bytes_sent(config, args.tp, rows, length, e, *here, keep, args.recompute)
-        more = "" if args.recompute == "none" else ", more to recompute,"
-        sent["all_gather", "tp"] = (size["all_gather"], f"{4 if keep else 6} r b T C e a block{more} and both ends")
-        scatter = "all_to_all" if dist.get_backend(tp) == "gloo" else "reduce_scatter"
-        sent[scatter, "tp"] = (size["reduce_scatter"], f"4 r b T C e a block{more} and both ends")
-        partial = sequence_parallel.partial_parameters(config, *here)
-        if isinstance(optimizer, zero.ZeRO):
-            partial = sum(b.length for b in optimizer.buckets if tp in b.partial)
-        size = size["all_reduce"] + ddp.bytes_sent(partial * reduced + scalar, args.tp)
-        sent["all_reduce", "tp"] = (size, "the loss; the norms' gradients")
-    else:
-        size = tensor_parallel.bytes_sent(config, args.tp, tokens, e, *here, args.recompute)
-        times = 8 + 2 * (forwards - 1) * tensor_parallel.sent_again(config)
-        sent["all_reduce", "tp"] = (size + ddp.bytes_sent(scalar, args.tp), f"{times} r b T C e a block, and both ends")
-    sent["all_reduce", "pp"] = ddp.bytes_sent(2 * scalar, args.pp), "loss and norm"
-    for name, step in (("down", 1), ("up", -1)):
-        away = sum(owner.get(stage + step, rank) != rank for stage in mine)
-        sent["send", name] = (away * rows * each * config.width * e, "b T C e a micro-batch and boundary")
-    if config.tied and first != last:
-        part = -(-config.vocab // args.tp) * config.width
-        part = -(-part // (args.dp * args.cp)) if args.zero else part
-        sent["all_reduce", "tied"] = (ddp.bytes_sent(part * reduced, 2), "V/t C e, the tied matrix")
-    flying = pipeline.in_flight(schedule[rank], blocks.get)
-    piece = rows // args.microbatches
-
-    def of_block(recompute):
-        size = harness.activation_bytes(config, piece, e, 1 if args.sp else args.tp, recompute) * length / config.context
-        if not args.sp:
-            return size
-        gathered = {"none": 2, "selective": bool(config.experts) or config.mlp == "swiglu", "block": 0}[recompute]
-        return (size + (not args.gather_again) * gathered * (args.tp - 1) * piece * length * config.width * e) / args.tp
-
-    activations = flying * of_block(args.recompute) + (of_block("none") if args.recompute == "block" else 0)
-    kept = 2 * (args.optimizer == "adamw") + (args.param_dtype != args.dtype)
-    texts = [f"{p} e{' / dp' * (args.zero >= least)}" for p, least in (("P", 3), ("P", 2), (f"{kept} P", 1))]
-    held = dict(zip(("parameters", "gradients", "optimizer"), zip(states, texts)))
-    held["activations_peak"] = activations, "blocks x micro-batches in flight, without the head"
-    layout = {"dp": args.dp, "tp": args.tp, "pp": args.pp}
-    if args.pp > 1:
-        layout |= {"schedule": args.schedule, "microbatches": args.microbatches}
-    layout |= {"zero": args.zero} if args.zero else {}
-    layout |= {"sp": args.tp} if args.sp else {}
-    layout |= {"recompute": args.recompute} if args.recompute != "none" else {}
-    layout |= {"ep": args.ep} if args.ep > 1 else {}
-    layout |= {"cp": args.cp, "cp-kind": args.cp_kind} if args.cp > 1 else {}
-    return run.receipt(layout, sent, held, notes)
 
 
 if __name__ == "__main__":

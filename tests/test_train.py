@@ -7,7 +7,7 @@ import pytest
 from test_layouts import arguments, run_layout
 
 import harness
-import train
+import tracking
 
 SHORT = "--layers 2 --prove 0"
 
@@ -44,7 +44,7 @@ def test_log_and_plot_go_on_after_a_resume(ranks, text, tmp_path, kind):
     log, picture = tmp_path / f"log.{kind}", tmp_path / "loss"
     flags = f"--out {tmp_path / 'out'} --log {log} --plot {picture} --eval-every 2 --lr 0.01 --min-lr 0.01"
     first = run(ranks, text, f"--steps 3 {flags}")["steps"]
-    rows = list(train.read_log(str(log)))
+    rows = list(tracking.read_log(str(log)))
     assert [row for row in rows if "loss" in row] == first  # in full precision
     assert [(row["step"], row["val_loss"] > 0) for row in rows if "val_loss" in row] == [(2, True), (3, True)]
     assert picture.with_suffix(".png").exists() and picture.with_suffix(".svg").exists()
@@ -54,7 +54,7 @@ def test_log_and_plot_go_on_after_a_resume(ranks, text, tmp_path, kind):
     drawn = []
 
     def resumed():
-        train.plot = lambda rows, name: drawn.extend(row["loss"] for row in rows if "loss" in row)
+        tracking.plot = lambda rows, name: drawn.extend(row["loss"] for row in rows if "loss" in row)
 
     def work(rank, args):
         code, receipt = run_layout(rank, args, resumed)
@@ -66,8 +66,8 @@ def test_log_and_plot_go_on_after_a_resume(ranks, text, tmp_path, kind):
     if kind == "csv":
         with open(log, newline="") as f:
             lines = list(csv.reader(f))
-        assert lines[0] == train.COLUMNS and {len(line) for line in lines} == {7}
-    assert [row["step"] for row in train.read_log(str(log)) if "loss" in row] == [1, 2, 3, 4, 5]  # none twice
+        assert lines[0] == tracking.COLUMNS and {len(line) for line in lines} == {7}
+    assert [row["step"] for row in tracking.read_log(str(log)) if "loss" in row] == [1, 2, 3, 4, 5]  # none twice
 
 
 def test_only_a_sample_is_the_same_in_every_layout(ranks, text, tmp_path, capfd):

@@ -1,0 +1,123 @@
+"""What train.py writes while it runs: a log, a plot of the loss, Weights & Biases, MFU, traces of chosen steps."""
+
+import contextlib
+import csv
+import json
+import os
+
+import torch
+import torch.distributed as dist
+
+import harness
+from dryrun import DEVICES
+from harness import Refused
+
+
+def mfu(run):
+    """A function of tokens/s that gives the part of the devices' peak that the model's own arithmetic uses, where known."""
+    name = torch.cuda.get_device_name().lower() if run.device.type == "cuda" else ""
+    peak = next((device.flops for key, device in DEVICES.items() if key in name), None)
+    if peak is None or run.args.param_dtype != "bfloat16":
+        return None
+    return lambda tokens_per_s: tokens_per_s * run.config.flops_per_token() / (peak * run.world)
+
+
+def profiled(run, steps):
+    """The steps, with torch.profiler on during those of --profile. Each rank writes what it saw, under its rank as process
+    number; on one time axis, so that rank 0 can put all files that it finds into one. What is compared with one process after a
+    step is in it too: --prove 0 leaves that out."""
+    args = run.args
+    first, last = args.profile or (0, 0)
+    if args.profile and first <= run.first:
+        raise Refused(f"--profile begins with step {first}, and the run goes on with step {run.first + 1}: choose later ones")
+    profiler = torch.profiler.profile()
+    for step in steps:
+        if step + 1 == first:
+            profiler.start()
+        yield step
+        if step + 1 == last:
+            profiler.stop()
+            write_trace(run, profiler)
+            run.restart_clock()
+
+
+def write_trace(run, profiler):
+    folder, rank = run.args.profile_to, run.rank
+    path = os.path.join(folder, f"rank{rank}.json")
+    profiler.export_chrome_trace(path)
+    with open(path) as f:
+        trace = json.load(f)
+    events = [e for e in trace["traceEvents"] if type(e.get("pid")) is int and not e["name"].startswith("process_")]
+    for e in events:
+        e["pid"] = rank
+        if "id" in e:  # arrows from one event to another: of this rank
+            e["id"] = f"{rank}.{e['id']}"
+    name = {"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}}
+    trace["traceEvents"] = [name, *events]
+    with open(path, "w") as f:
+        json.dump(trace, f)
+    dist.barrier()
+    if rank == 0:
+        for other in range(1, run.world):
+            if os.path.exists(path := os.path.join(folder, f"rank{other}.json")):  # else it is on another machine
+                with open(path) as f:
+                    trace["traceEvents"] += json.load(f)["traceEvents"]
+        with open(os.path.join(folder, "all.json"), "w") as f:
+            json.dump(trace, f)
+        run.print(f"traces of steps {'-'.join(map(str, run.args.profile))}: {os.path.join(folder, 'all.json')}")
+
+
+COLUMNS = ["step", "loss", "grad_norm", "lr", "tokens_per_s", "mfu", "val_loss"]  # of --log FILE.csv
+
+
+def read_log(path):
+    """The rows of a --log file, as dicts. A line that a crash cut short is passed over."""
+    with open(path, newline="") as file:
+        lines = csv.DictReader(file) if path.endswith(".csv") else file
+        for line in lines:
+            with contextlib.suppress(ValueError):
+                if path.endswith(".csv"):
+                    yield {key: (int if key == "step" else float)(text) for key, text in line.items() if key and text}
+                else:
+                    yield json.loads(line)
+
+
+@contextlib.contextmanager
+def open_log(run):
+    """Gives a function that writes a dict to --log and --wandb, and at the end to --plot; on rank 0 only."""
+    args, places, rows = run.args, [], []
+    with contextlib.ExitStack() as stack:
+        if args.log and run.rank == 0:
+            if run.first:
+                rows += [row for row in read_log(args.log) if row.get("step", run.first + 1) <= run.first]
+            file = stack.enter_context(open(args.log, "w", newline=""))
+            if args.log.endswith(".csv"):
+                table = csv.DictWriter(file, COLUMNS, extrasaction="ignore")
+                table.writeheader()
+                places.append(lambda row: (table.writerow(row), file.flush()))
+            else:
+                places.append(lambda row: print(json.dumps(row), file=file, flush=True))
+            for row in rows:  # of the steps that the checkpoint has; later ones are taken again
+                places[0](row)
+        if args.wandb and run.rank == 0:
+            import wandb
+
+            tracker = stack.enter_context(wandb.init(project=args.wandb, config=vars(args)))
+            places.append(lambda row: tracker.log(row, step=row["step"]))
+        if args.plot and run.rank == 0:
+            places.append(rows.append)
+        yield lambda row: [write(row) for write in places]
+    if args.plot and run.rank == 0:
+        plot(rows, args.plot)
+
+
+def plot(rows, name):
+    """The loss of each step, and those of validations, of rows as in --log."""
+    pyplot = harness.pyplot()
+    figure, axes = pyplot.subplots(figsize=(7, 4))
+    for kind, label, style in (("loss", "loss", "-"), ("val_loss", "validation loss", "o-")):
+        known = {row["step"]: row[kind] for row in rows if row.get(kind) is not None}
+        axes.plot(list(known), list(known.values()), style, label=label, linewidth=1, markersize=4)
+    axes.set(xlabel="step", ylabel="loss")
+    axes.legend()
+    harness.save(figure, name)
