@@ -1,42 +1,61 @@
 """Every collective, from nothing but messages between two ranks; and six ways to all-reduce, counted and timed.
 
-What the wire does: a rank sends a tensor to another rank, and receives one from it. All else is made of that.
+What is split: nothing yet. A collective moves tensors between the N ranks of a group, S bytes in all; every technique in this
+project is one model, one batch and some of these. What the wire does: a rank sends a tensor to another one, and receives one.
 
     one to many     broadcast (a tree: who has it passes it on), scatter
     many to one     reduce (the same tree, upwards), gather
     many to many    all-gather, reduce-scatter (rings), all-to-all, all-reduce, barrier
 
-All-reduce of S bytes on N ranks: afterwards every rank has the sum. A round is a message in the longest chain of
-messages that wait for each other; "sent by one" is the most that any rank sends, and that any receives; r = (N-1)/N.
+A ring all-reduce of a tensor in N chunks, here 3 (messages go to rank - 1; nccl's go to rank + 1). Of each chunk, whose terms
+are added up in it:
 
-    algorithm           rounds                sent by one   sent by all   who adds up, in which order
+              start      round 1       round 2        rounds 3 and 4
+    rank 0    0  0  0    0   0   01    012  .   .     012 012 012       first a reduce-scatter: rank r ends with all of chunk r,
+    rank 1    1  1  1    12  1   1     .   012  .     012 012 012       then an all-gather: the chunks go round once more
+    rank 2    2  2  2    2   02  2     .    .  012    012 012 012
+
+What is sent: a round ends when its messages are there, and those of the next round wait for it; "rounds" is the longest chain
+of messages that each wait for the one before. "Sent by one" is the most that any rank sends, or receives; r = (N-1)/N.
+
+    collective          rounds                sent by one   sent by all   its backward
+    broadcast, reduce   log2 N                log2 N S, S   (N-1) S       each other's
+    scatter, gather     1                     r S, S/N      r S           each other's
+    all-gather          N-1                   r S           (N-1) S       reduce-scatter
+    reduce-scatter      N-1                   r S           (N-1) S       all-gather
+    all-to-all          1                     r S           (N-1) S       itself, the other way round
+
+    all-reduce                                                            who adds up, in which order
     server              2                     (N-1) S       2 (N-1) S     rank 0, in the order of the ranks
     sequential          N                     (N-1) S       N (N-1) S     one rank after the other, likewise
     direct              1                     (N-1) S       N (N-1) S     every rank, likewise
     ring                2 (N-1)               2 r S         2 (N-1) S     for chunk c of N: rank c-1, c-2, ..., c
     halving-doubling    2 log2 N              2 r S         2 (N-1) S     pairs, then pairs of pairs, ...
-    hierarchical        2 (n-1) + 2 (N/n-1)   2 r S         2 (N-1) S     rings inside nodes of n, then across
+    hierarchical        2 (k-1) + 2 (N/k-1)   2 r S         2 (N-1) S     rings inside nodes of k, then across
 
 Where N is no power of two, p ranks, the largest one below it, halve and double: 2 log2 p + 2 rounds, S more from one.
 
-Lectures' tables give a server O(1) time and O(N) peak traffic, a ring O(N) and O(1). Their time counts rounds, their
-traffic tensors of S bytes: 2 N S for a server (in and out of it, N workers beside it; here it is one of the N), but
-2 r S for a ring (out only). Seconds need both columns: a round costs alpha, a byte beta (Hockney 1994). Few rounds win
-for small tensors, few bytes for large ones: then the ring, for all its O(N) "time", is as fast as can be.
+Backward: these functions write into tensors, and autograd knows nothing of them. The files that need a gradient through a
+collective write its backward as the table says. The sum has the same bits on all ranks; another algorithm's may differ by
+rounding, because it adds in another order.
 
-    ring: Patarasuk and Yuan 2009                hierarchical: BlueConnect, Cho et al. 2019
-    halving-doubling: Rabenseifner 2004; Thakur, Rabenseifner and Gropp 2005, section 4.5
+What it costs: rounds alpha + bytes that wait for each other beta, in seconds, with a latency of alpha a round and beta a byte
+(Hockney 1994). Those bytes are what one rank sends, but for server (twice that: in, then out) and sequential (N times). Few
+rounds win for small tensors, few bytes for large ones: then the ring, for all its O(N) rounds, is as fast as can be, and 2 r S
+hardly grows with N. With async_op a collective posts its first round and returns; wait() does the rest. So only the first round
+overlaps with what comes in between. Any number may be in flight, if all ranks start them, and wait for them, in the same order.
 
-The result has the same bits on all ranks. Another all-reduce's are the same where its order of addition is (the ring's
-is gloo's, where its chunks are) or where that does not matter (integers, two ranks); else they differ by rounding.
-
-With async_op a collective posts its first round and returns; wait() does the rest. So only the first round overlaps
-with what comes in between. Any number may be in flight, if all ranks start them, and wait for them, in the same order.
+When it is the wrong choice: to train with; torch.distributed's own are as fast or faster, and these are here to be read.
 
     torchrun --nproc_per_node=4 collectives.py  python collectives.py --plot curve  python collectives.py --ranks 1024
+
+Papers: Thakur, Rabenseifner and Gropp 2005, Optimization of collective communication operations in MPICH, sections 4.2 (trees)
+and 4.5 (halving and doubling, from Rabenseifner 2004); Patarasuk and Yuan 2009, Bandwidth optimal all-reduce algorithms for
+clusters of workstations (ring); Cho et al. 2019, BlueConnect (hierarchical); Hockney 1994 (alpha, beta).
 """
 
 import copy
+import itertools
 import json
 from typing import NamedTuple
 
@@ -113,6 +132,7 @@ class Wire:
         outgoing = [(peer, piece) for peer, t in sends for piece in segments(t)]
         incoming = [(peer, *pieces) for peer, t, out in receives for pieces in zip(segments(t), segments(out))]
         works = []
+        # Turn i posts segment i and adds segment i - 1. Only the first posting is a pause, as in exchange
         for i in range(max(len(outgoing), len(incoming), 1) + 1):
             into = [(peer, spare[i % 2][: t.numel()]) for peer, t, _ in incoming[i : i + 1]]
             before, works = works, self.post(outgoing[i : i + 1], into)
@@ -169,7 +189,7 @@ class Checked(Wire):
         mine = json.dumps([call, list(sends), list(receives)]).encode()
         headers = torch.zeros(self.size, 512 + 32 * self.size, dtype=torch.uint8, device=self.device)
         headers[self.rank, : len(mine)] = torch.tensor(list(mine), dtype=torch.uint8)
-        yield from around(self, headers)
+        yield from ring_all_gather(self, headers)
         calls, sends, receives = zip(*(json.loads(bytes(h.tolist()).rstrip(b"\0")) for h in headers))
         for r in range(self.size):
             if calls[r] != calls[0]:
@@ -195,8 +215,8 @@ class Work:
 
 
 def perform(async_op, *parts):
-    """Run generators one after the other: to the end, or to the first pause."""
-    work = Work(pause for part in parts for pause in part)
+    """Run generators one after the other: to the end, or to the first pause. They yield nothing: a yield is a pause."""
+    work = Work(itertools.chain(*parts))
     if async_op:
         return work
     work.wait()
@@ -323,7 +343,7 @@ def gather(tensor, gather_list=None, dst=None, group=None, async_op=False, group
 # --- many to many
 
 
-def around(wire, chunks):
+def ring_all_gather(wire, chunks):
     """All-gather by a ring: rank r starts with chunks[r], and in each round passes on what came in the round before."""
     left, right = (wire.rank - 1) % wire.size, (wire.rank + 1) % wire.size
     for step in range(wire.size - 1):
@@ -331,7 +351,7 @@ def around(wire, chunks):
         yield from wire.exchange([(left, chunks[ours])], [(right, chunks[theirs])])
 
 
-def around_adding(wire, chunks, combine, output=None):
+def ring_reduce_scatter(wire, chunks, combine, output=None):
     """Reduce-scatter by a ring: chunk c sets out at rank c-1 and arrives, reduced, at rank c. In place: the other
     chunks hold sums of some ranks then. Or into `output`: the chunks, equal ones, stay as they are."""
     n, rank, sent = wire.size, wire.rank, chunks[(wire.rank + 1) % wire.size]
@@ -355,7 +375,7 @@ def all_gather_single(output, input, group=None, async_op=False):
 
     def rounds():
         pieces[wire.rank].copy_(mine)
-        yield from around(wire, pieces)
+        yield from ring_all_gather(wire, pieces)
 
     return perform(async_op, wire.agree(f"all_gather of {describe(mine)}"), rounds())
 
@@ -367,7 +387,7 @@ def reduce_scatter_single(output, input, op=SUM, group=None, async_op=False):
     if pieces[0].shape != mine.shape or output.dtype != input.dtype:
         raise ValueError(f"input is {describe(input)} and must hold {wire.size} times the output, {describe(output)}")
     agreed = wire.agree(f"reduce_scatter {op} of {describe(pieces[0])}")
-    return perform(async_op, agreed, around_adding(wire, pieces, combine, mine))
+    return perform(async_op, agreed, ring_reduce_scatter(wire, pieces, combine, mine))
 
 
 def all_to_all_single(output, input, output_split_sizes=None, input_split_sizes=None, group=None, async_op=False):
@@ -458,8 +478,8 @@ def direct(wire, x, combine):
 def ring(wire, x, combine):
     """Reduce-scatter, then all-gather, in N chunks; all links are busy all the time."""
     chunks = x.tensor_split(wire.size)
-    yield from around_adding(wire, chunks, combine)
-    yield from around(wire, chunks)
+    yield from ring_reduce_scatter(wire, chunks, combine)
+    yield from ring_all_gather(wire, chunks)
 
 
 def halving_doubling(wire, x, combine):
@@ -504,9 +524,9 @@ def hierarchical(wire, x, combine, node=None):
     inside = wire.among(range(wire.rank - place, wire.rank - place + node))
     across = wire.among(range(place, wire.size, node))
     chunks = x.tensor_split(node)
-    yield from around_adding(inside, chunks, combine)
+    yield from ring_reduce_scatter(inside, chunks, combine)
     yield from ring(across, chunks[place], combine)
-    yield from around(inside, chunks)
+    yield from ring_all_gather(inside, chunks)
 
 
 def as_all_reduce(algorithm):
@@ -631,14 +651,14 @@ DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.int64)
 
 def main():
     p = harness.Parser(__doc__)
-    why = "of the tensor whose all-reduce is counted (default: 1MB)"
+    why = "of the tensor whose all-reduce is counted: rounds decide for small ones, bytes for large ones (default: 1MB)"
     p.add_argument("--size", type=quantity(SIZE, "25MB"), default="1MB", metavar="BYTES", help=why)
-    why = "ranks a node in hierarchical (default: their largest divisor up to their root)"
+    why = "ranks that share fast links, for hierarchical (default: the largest divisor up to the square root of their number)"
     p.add_argument("--node", **harness.POSITIVE, help=why)
     harness.plot_flag(p, "draw time against size")
     p.add_argument("--ranks", **harness.POSITIVE, help="run nothing, predict the times on N ranks, by the links below")
     for where, alpha, beta in (("", "5us", "50GB/s"), ("inside-", "2us", "300GB/s")):
-        of = f"of a link {'inside a node' if where else 'between nodes'} (default: %(default)s)"
+        of = f"of a link {'inside a node' if where else 'between nodes'}, with --ranks (default: %(default)s)"
         latency, speed = quantity(TIME, "5us"), quantity(SPEED, "50GB/s")
         p.add_argument(f"--{where}alpha", type=latency, default=alpha, metavar="TIME", help="latency " + of)
         p.add_argument(f"--{where}beta", type=speed, default=beta, metavar="SPEED", help="bandwidth " + of)

@@ -1,32 +1,40 @@
 """Data parallelism: every rank holds the whole model and a part of the batch; gradients are summed over the ranks.
 
-What is split: the batch. Rank r of N computes the gradient of its B/N samples.
+What is split: the batch. Rank i of N computes the gradient of its B/N samples.
 
     rank 0   batch rows 0..3     forward  backward --+
     rank 1   batch rows 4..7     forward  backward --+-- sum of gradients -> the same step on every rank
     rank 2   batch rows 8..11    forward  backward --+
 
-Because the loss is a sum over tokens divided by the *global* number of tokens, the gradients of the parts simply add up:
-nothing is averaged, and unequal parts are right.
-
-Four ways to add them up, `--sync`:
+What is sent: the gradient of every parameter, once a step. Four ways to add them up, `--sync`:
 
     server       rank 0 keeps the weights and the optimizer; workers pull weights, compute, push gradients (Li et al. 2014)
     naive        one all-reduce per parameter, after backward
     bucketed     one all-reduce per bucket of parameters, after backward: fewer, larger messages
     overlapped   buckets fill in the order in which backward produces gradients, the last layers first; the all-reduce of a
-                 full bucket runs while backward goes on (Li et al. 2020, PyTorch DDP, arXiv:2006.15704, section 3.2)
+                 full bucket runs while backward goes on (Li et al. 2020)
 
-The gradient buffers *are* the buckets: `p.grad` is a view of its bucket, so nothing is copied in or out. With gradient
-accumulation a bucket starts only when the last micro-batch's gradients are in: one synchronisation a step.
+The gradient buffers *are* the buckets: `p.grad` is a view of its bucket, and autograd adds in place to a gradient that is
+there, so nothing is copied in or out. With gradient accumulation a bucket starts only when the last micro-batch's gradients
+are in: one synchronisation a step.
 
-What it costs, per rank and step, P parameters of e bytes: an all-reduce by a ring sends 2 (N-1)/N P e, whatever the
-number of buckets (Patarasuk and Yuan 2009); each message also costs its latency, so few large ones win. The server alone
-sends (N-1) P e and receives as much: it is the bottleneck. Held: parameters, gradients and AdamW's two moments, 4 P e, on
-every rank (the moments on the server only, in that way). When that does not fit, or when B/N is so small that backward is
-over before the gradients are through, this is the wrong choice.
+Backward: it is the model's own, and only its results are added up. The loss is a sum over tokens divided by the *global* number
+of tokens, so the gradients of the parts simply add up: nothing is averaged, and unequal parts are right. (PyTorch's DDP
+averages over the ranks, which is right if all parts have as many tokens.)
+
+What it costs, per rank and step, P parameters of e bytes, r = (N-1)/N: an all-reduce by a ring sends 2 r P e, whatever the
+number of buckets; each message also costs its latency, so few large ones win. The server alone sends (N-1) P e and receives as
+much: it is the bottleneck. Held: parameters, gradients and AdamW's two moments, 4 P e, on every rank (the moments on the server
+only, in that way), and the activations of the rank's own rows. Backward, 4 flops a weight and token at f flop/s, hides the
+all-reduce at w bytes/s if a rank has more than r e f / (2 w) tokens: 8,000 for 2 bytes, 400 TFLOP/s and 50 GB/s.
+
+When it is the wrong choice: where 4 P e and the activations don't fit (zero.py is the next step), and where so many ranks share
+the batch that backward is over before the gradients are through.
 
     torchrun --nproc_per_node=4 ddp.py            python ddp.py --sync naive --optimizer sgd --microbatches 4
+
+Papers: Li et al. 2020, PyTorch Distributed, arXiv:2006.15704, section 3.2 (buckets, overlap); Li et al. 2014, Scaling
+distributed machine learning with the parameter server, section 3; Patarasuk and Yuan 2009 (the ring).
 """
 
 from collections import Counter
@@ -82,14 +90,15 @@ class DDP:
             optimizer.step()
 
     The replicas must start equal; they stay equal because they take equal steps. `microbatches` is the number of backward
-    passes a step; a parameter that gets its gradient in two passes each (a pipeline rank's two stages share it) is listed
-    twice. With `overlap` a bucket is reduced as soon as it is full, else all of them in finish().
+    passes a step. With `overlap` a bucket is reduced as soon as it is full, else all of them in finish().
     `all_reduce(tensor, group=..., async_op=True)` returns a work handle; any implementation will do.
-    A parameter may be partial over further groups (`parameter.placement`, as tensor_parallel.shard writes it; a matrix tied
-    across pipeline stages): finish() sums its gradient over them too. `placement["copies"]` is another group than `group` that
-    holds copies of it (an expert, of which there are fewer than of the rest).
     After finish(), `early` is the number of buckets whose all-reduce had started before backward was over.
     Raises RuntimeError for more backward passes than `microbatches`, and where something else has replaced p.grad.
+
+    Beside other kinds of parallelism (to be skipped at first): a parameter that gets its gradient in two passes each (a
+    pipeline rank's two stages share it) is listed twice. One may be partial over further groups (`parameter.placement`, as
+    tensor_parallel.shard writes it; a matrix tied across pipeline stages): finish() sums its gradient over them too.
+    `placement["copies"]` is another group than `group` that holds copies of it (an expert, of which there are fewer).
     """
 
     def __init__(self, parameters, group, microbatches=1, bucket_bytes=25 << 20, overlap=True, all_reduce=dist.all_reduce):
@@ -119,14 +128,16 @@ class DDP:
             self._start_full_buckets()
 
     def _start_full_buckets(self, rest=False):
-        # In the same order on every rank: all-reduces swapped between ranks would add up the wrong buckets, silently
+        # In the same order on every rank: all-reduces swapped between ranks would add up the wrong buckets, silently. So one
+        # that is full early waits for those before it
         while self.next < len(self.buckets) and (rest or self.buckets[self.next].missing == 0):
             bucket = self.buckets[self.next]
             self.works.append(self.all_reduce(bucket.flat, group=bucket.copies or self.group, async_op=True))
             self.next += 1
 
     def finish(self):
-        """Reduce the buckets that never filled (a parameter may get no gradient) and wait for all of them."""
+        """Reduce the buckets that are not on their way (all of them without overlap; with it those that never filled, since a
+        parameter may get no gradient), and wait for all."""
         self.early = self.next
         self._start_full_buckets(rest=True)
         for work in self.works:
@@ -209,10 +220,10 @@ import harness
 
 def main():
     parser = harness.parser(__doc__)
-    parser.add_argument("--sync", choices=["server", "naive", "bucketed", "overlapped"], default="overlapped", help="see above")
-    parser.add_argument(
-        "--bucket-mb", type=harness.real(0), default=0.5, metavar="MB", help="size of a bucket (PyTorch's default: 25)"
-    )
+    why = "how gradients are added up, as above: the first three show what overlapped gains"
+    parser.add_argument("--sync", choices=["server", "naive", "bucketed", "overlapped"], default="overlapped", help=why)
+    why = "of a bucket: large ones send faster, small ones start earlier. The model is small; for large ones take 25"
+    parser.add_argument("--bucket-mb", type=harness.real(0), default=0.5, metavar="MB", help=why)
     why = "who adds up a bucket: torch.distributed, or one of collectives.py's algorithms (bucketed and overlapped only)"
     parser.add_argument("--all-reduce", choices=["torch", *collectives.ALL_REDUCE], default="torch", help=why)
     args = parser.parse_args()
@@ -225,7 +236,7 @@ def main():
 def demo(run):
     args, group = run.args, dist.group.WORLD
     run.groups(dp=group)
-    model = run.fill(run.meta_model())
+    model = run.fill(run.meta_model())  # the same seed everywhere: the replicas start equal
     parameters = list(model.parameters())
     if args.sync == "server":
         sync = ParameterServer(parameters, group)
@@ -241,17 +252,17 @@ def demo(run):
         sync.zero_grad()
         loss = torch.zeros((), dtype=torch.float64, device=run.device)
         for tokens, targets, samples in run.microbatches(step, run.rank, run.world):
-            part = model(tokens, targets=targets, count=run.count, samples=samples)
+            part = model(tokens, targets=targets, count=run.count, samples=samples)  # count: the global batch's tokens
             part.backward()
             loss += part.detach()
         sync.finish()
-        run.update(step, model, optimizer, loss, over=[group], leader=leader)
+        run.update(step, model, optimizer, loss, over=[group], leader=leader)  # sums the loss, clips, optimizer.step()
 
     n, c, size = run.world, run.config, sum(p.numel() * p.element_size() for p in parameters)
     if args.sync == "server":
         sent = {("send", "dp"): ((n - 1) * size if run.rank == 0 else size, "(N-1) P e, the server")}
     elif args.all_reduce == "torch":
-        sent = {("all_reduce", "dp"): (bytes_sent(size + 8, n), "2 (N-1)/N P e, and the loss, 8 bytes")}
+        sent = {("all_reduce", "dp"): (bytes_sent(size + 8, n), "2 r P e, and the loss, 8 bytes")}
     states = 2 if args.optimizer == "adamw" and leader else 0
     rows = args.batch // n // args.microbatches
     held = {

@@ -107,7 +107,7 @@ def data(run, share, optimizer, schedule, groups, stages):
             sent["all_reduce", name] = (amount + ddp.bytes_sent(scalars, n), text)
         else:
             of_group = [size * share.element, size * share.element, size * moments]
-            sent["all_reduce", name] = (ddp.bytes_sent(size * share.element + scalars, n), "2 (N-1)/N P e")
+            sent["all_reduce", name] = (ddp.bytes_sent(size * share.element + scalars, n), "2 r P e")
         states = [a + b for a, b in zip(states, of_group)]
     if sharded:
         states[2] -= optimizer.padding() * moments

@@ -1,41 +1,55 @@
-"""ZeRO: data parallelism in which no rank holds what another holds already. Stage 3 is what PyTorch calls FSDP.
+"""ZeRO: data parallelism that shares out the optimizer's states, the gradients and the weights. Stage 3 is PyTorch's FSDP.
 
-What is split: the batch, as in DDP; and, stage by stage, more of what DDP keeps N times. Bytes a parameter and rank, with
+What is split: the batch, as in ddp.py; and, stage by stage, more of what DDP holds N times. Bytes a parameter and rank, with
 16-bit weights and gradients (2 + 2) and the optimizer's master weight and two moments in 32 bits (12):
 
     stage                     weights        gradients      optimizer      together       sent a step, in units of r P e
-      0   nothing (DDP)       ########       ########       #########      16             2    all-reduce
-      1   optimizer states    ########       ########       ###            4 + 12/N       2    reduce-scatter, all-gather
-      2   gradients too       ########       ##             ###            2 + 14/N       2    (1 + M with M micro-batches)
-      3   weights too         ##             ##             ###            16/N           3    (3 M)           r = (N-1)/N
-
-Stage 1. An optimizer works element by element, so each rank takes the step for 1/N of the elements. It needs the summed
-gradient of these alone: a reduce-scatter, half of an all-reduce. The other half, an all-gather, brings the new weights to all.
-Stage 2. As soon as a bucket of gradients is full it is reduce-scattered, and freed: no rank ever has all gradients. With M
-micro-batches that is M reduce-scatters; `reduce_each=False` keeps one, and the memory of stage 1. Take it where the network
-is slow and memory is not short.
-Stage 3. The weights of a unit (a block, the embedding, the head) are gathered just before it runs, forward and backward, and
-freed after; the next unit's gather is under way meanwhile. (Backward needs them again: the gradient of a layer's input is made
-with its weights.) So at most two units are whole at a time:
-
-    forward    gather 0 | run 0, gather 1 | free 0, run 1, gather 2 | free 1, run 2 ...
-    backward   ... run 2, gather 1 | free 2, run 1, gather 0 | free 1, run 0 | free 0      gradients leave as they come
-
-The unit that ends a forward stays for the backward that begins with it. `reshard=False` keeps all units gathered until their
-backward: one gather less, and the weights of stage 2. Every micro-batch gathers anew, also in a pipeline.
+      0   nothing (DDP)       ########       ########       #########      16             2       all-reduce
+      1   optimizer states    ########       ########       ###            4 + 12/N       2       reduce-scatter, all-gather
+      2   gradients too       ########       ##             ###            2 + 14/N       1 + m    with m micro-batches
+      3   weights too         ##             ##             ###            16/N           3 m              r = (N-1)/N
 
 A bucket is one flat tensor, padded to N equal shards: parameters of any shape fall where they may, cut across ranks. So stage 1
 differs from DDP in one call, reduce-scatter for all-reduce; stage 2 in freeing a buffer; stage 3 in resizing a storage.
 
-Mixed precision: parameters in `param_dtype`, gradients summed in `reduce_dtype`, master weights as they were given. The loss
-is divided by the global number of tokens, so gradients are summed over the ranks, never averaged.
+    parameters   | wq        | wk   | bias | up           |//      // padding
+    shards       | rank 0      | rank 1      | rank 2      |
 
-Rajbhandari et al. 2020, ZeRO, arXiv:1910.02054, sections 3, 5 and 7; Zhao et al. 2023, PyTorch FSDP, arXiv:2304.11277.
-Stage 1 sends what stage 0 does: take it wherever there are copies. Stage 3, and stage 2 with micro-batches, send more, and more
-with each micro-batch: they are the wrong choice where the model states fit without, and where tokens a rank are few.
+What is sent, and when.
+Stage 1: an optimizer works element by element, so each rank takes the step for 1/N of the elements. It needs the summed
+gradient of these alone: a reduce-scatter, half of an all-reduce. The other half, an all-gather, brings the new weights to all.
+Stage 2: as soon as a bucket of gradients is full it is reduce-scattered, and freed: no rank ever has all gradients. With m
+micro-batches that is m reduce-scatters; `reduce_each=False` keeps one, and the memory of stage 1. Take it where the network
+is slow and memory is not short.
+Stage 3: the weights of a unit (a block, the embedding, the head) are gathered just before it runs, forward and backward, and
+freed after; the next unit's gather is under way meanwhile. So at most two units are whole at a time:
+
+    forward    gather 0 | run 0, gather 1 | free 0, run 1, gather 2 | free 1, run 2 ...
+    backward   ... run 2, gather 1 | free 2, run 1, gather 0 | free 1, run 0 | free 0      gradients leave as they come
+
+Two gathers and a reduce-scatter: 3 r P e a micro-batch, less the unit that ends a forward: it stays for the backward that begins
+with it. `reshard=False` keeps all units gathered until their backward: one gather less, and the weights of stage 2. Every
+micro-batch gathers anew, also in a pipeline.
+
+Backward: the gradient of a layer's input is made with its weights, so backward needs them again. Autograd keeps the views that
+it saved; only the memory under them goes (its storage is resized to 0) and is back before backward reads it. They are views of
+`.data`, with version counters of their own, so that to gather does not count as a change. The loss is divided by the global
+number of tokens, so gradients are summed over the ranks, never averaged. Mixed precision: parameters in `param_dtype`, gradients
+summed in `reduce_dtype`, master weights as they were given.
+
+What it costs: bytes held and sent as in the table; and for a moment two gathered units (stage 3), two whole buckets of gradients
+(stages 2 and 3; on gloo as much again, received), and all activations of the rank's own rows. A gather or reduce-scatter takes
+r P e / w at w bytes/s, beside 2 flops a weight and token at f flop/s: hidden if a rank has more than r e f / (2 w) tokens a
+micro-batch, the same as in ddp.py, 8,000 for 2 bytes, 400 TFLOP/s and 50 GB/s.
+
+When it is the wrong choice: never stage 1, which sends what stage 0 does. Stage 3, and stage 2 with micro-batches, where the
+model states fit without, and where tokens a rank are few: then they wait for the network.
 
     torchrun --nproc_per_node=4 zero.py --stage 3            python zero.py --stage 2 --param-dtype bfloat16
     python zero.py --fit             the largest models that 80 GB on 64 ranks hold, each played on tensors without memory
+
+Papers: Rajbhandari et al. 2020, ZeRO, arXiv:1910.02054, sections 3 (memory), 5 and 7 (what is sent); Zhao et al. 2023, PyTorch
+FSDP, arXiv:2304.11277, section 3 (units, prefetching).
 """
 
 import contextlib
@@ -91,7 +105,8 @@ class Bucket:
         self.length = -(-sum(sizes) // parts)
         self.size = self.length * parts
         self.own = slice(part * self.length, (part + 1) * self.length)
-        ends = [[min(max(x, self.own.start), self.own.stop) for x in (at, at + n)] for at, n in zip(self.starts, sizes)]
+        own = lambda x: min(max(x, self.own.start), self.own.stop)  # noqa: E731
+        ends = [(own(at), own(at + n)) for at, n in zip(self.starts, sizes)]
         self.spans = [slice(first - self.own.start, last - self.own.start) for first, last in ends]  # of pieces in a shard
 
         self.flat = torch.zeros(self.size, dtype=param_dtype, device=device)
@@ -137,9 +152,9 @@ class Bucket:
         self.missing = set(range(len(self.parameters)))
 
     def add(self, i):
-        """Take the gradient of parameter i into the flat one."""
-        if self.full is None:
-            self.full = torch.empty(self.size, dtype=self.reduce_dtype, device=self.flat.device)
+        """Take the gradient of parameter i into the flat one. (In ddp.py it is a view of that; this one comes and goes, and may
+        have another dtype.)"""
+        self.have_full()
         p, at = self.parameters[i], self.starts[i]
         slot = self.full[at : at + p.numel()].view(p.shape)
         slot.add_(p.grad) if i in self.filled else slot.copy_(p.grad)
@@ -147,10 +162,13 @@ class Bucket:
         self.filled.add(i)
         self.missing.discard(i)
 
-    def complete(self):
-        """Zeros for the parameters that got no gradient, and for the padding."""
+    def have_full(self):
         if self.full is None:
             self.full = torch.empty(self.size, dtype=self.reduce_dtype, device=self.flat.device)
+
+    def fill_gaps(self):
+        """Zeros for the parameters that got no gradient, and for the padding."""
+        self.have_full()
         for i in set(range(len(self.parameters))) - self.filled:
             self.full[self.starts[i] :][: self.parameters[i].numel()].zero_()
         self.full[sum(p.numel() for p in self.parameters) :].zero_()
@@ -201,8 +219,6 @@ class ZeRO:
     microbatches: the backward passes a step. They may come in any order between forwards, as in a pipeline.
     units: modules that stage 3 gathers whole, in the order of forward; a parameter belongs to those that contain it, and must
         be used within their forward. Two units may share one. Default: default_units(model), and the model for what is left.
-    scopes: parts of the model that have backward passes of their own (a pipeline rank's stages), `microbatches` each, within
-        `with zero.backward(index of the scope)`. They may share parameters. Default: the model is the only one.
     bucket_bytes: the largest bucket of stages 0 to 2. A unit is a bucket in stage 3, whatever its size.
     param_dtype, reduce_dtype: of weights, activations and backward; of the sum over the ranks. master_dtype: of the weights
         that the optimizer steps on. Defaults: reduce as param, param as master, master as the parameters are.
@@ -212,12 +228,16 @@ class ZeRO:
         one: then gathers and reductions come in orders of their own.
     value(parameter): its whole initial value. So the model may be on the meta device, and `device` says where it goes.
 
+    A parameter without gradient gets a zero one; frozen ones are split in stage 3 and otherwise left whole. Activation
+    checkpointing: use_reentrant=False. In stage 3 all ranks must run the same units in the same order: one that skips a layer
+    waits for ever. Raises ValueError for an unknown stage.
+
+    Beside other kinds of parallelism (to be skipped at first):
+    scopes: parts of the model that have backward passes of their own (a pipeline rank's stages), `microbatches` each, within
+        `with zero.backward(index of the scope)`. They may share parameters. Default: the model is the only one.
     A parameter may be partial over further groups (`parameter.placement`, as tensor_parallel.shard writes it; a matrix tied
     across pipeline stages): finish() sums this rank's part of its gradient over them. placement["copies"]: it is shared out
-    over that group instead of `group` (an expert, of which there are fewer copies). A parameter without gradient gets a
-    zero one; frozen ones are split in stage 3 and otherwise left whole. Activation checkpointing: use_reentrant=False.
-    In stage 3 all ranks must run the same units in the same order: one that skips a layer waits for ever.
-    Raises ValueError for an unknown stage.
+    over that group instead of `group` (an expert, of which there are fewer copies).
     """
 
     def __init__(
@@ -253,7 +273,7 @@ class ZeRO:
         for scope, own in zip(self.scopes, self.units) if stage == 3 else ():
             inside = set(scope.modules())
             modules = default_units(scope) if units is None else [m for m in units if m in inside]
-            own += [Unit(self, module, own, i) for i, module in enumerate(modules)]
+            own += [Unit(self, module, own, i) for i, module in enumerate(modules)]  # each knows the list of its neighbours
         self.buckets, made = [], {}
         for parameters, users, scopes in self._sort(bucket_bytes if stage < 3 else float("inf")):
             dtypes = [master_dtype or parameters[0].dtype]
@@ -273,7 +293,8 @@ class ZeRO:
         pieces = [piece for bucket in self.trained for piece in bucket.pieces]
         self.optimizer = optimizer(pieces)
         self.ahead = self.active = None  # the unit gathered in advance; the one whose backward is on
-        self.running, self.flying, self.gathered, self.gathered_peak = False, [], 0, 0
+        self.running, self.flying = False, []  # whether a backward pass is on; the reductions on their way
+        self.gathered, self.gathered_peak = 0, 0  # bytes
         self.zero_grad()
 
     def _sort(self, bucket_bytes):
@@ -316,7 +337,7 @@ class ZeRO:
 
     def zero_grad(self):
         """Start a step."""
-        self.passes, self.next = [0] * len(self.scopes), 0
+        self.passes, self.next = [0] * len(self.scopes), 0  # done of each scope; of this one's buckets the first not reduced
         for bucket in self.trained:
             bucket.filled.clear()
             bucket.reduced = False
@@ -338,7 +359,7 @@ class ZeRO:
             if self.passes[self.scope] == self.microbatches:
                 raise RuntimeError(f"more backward passes than the {self.microbatches} that ZeRO was told of")
             self.running = True
-            torch.autograd.Variable._execution_engine.queue_callback(self._end_pass)
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_pass)  # when all of this backward is over
 
     def _launch(self, rest=False):
         # In the same order on every rank and in every pass: swapped between ranks they would add up the wrong buckets, silently
@@ -351,7 +372,7 @@ class ZeRO:
             last = sum(self.passes[s] for s in bucket.scopes) + 1 == self.microbatches * len(bucket.scopes)
             if not (last or self.reduce_each):
                 continue
-            bucket.complete()
+            bucket.fill_gaps()
             group = self.reduce_group if bucket.group is self.group else bucket.group
             if self.stage == 0:
                 work = dist.all_reduce(bucket.full, group=group, async_op=True)
@@ -641,13 +662,19 @@ from ledger import Ledger, storage_bytes
 def flags():
     parser = harness.parser(__doc__)
     g = parser.add_argument_group("ZeRO")
-    g.add_argument("--stage", type=int, choices=range(4), default=3, help="what is split: see above")
+    why = "what is split: 0 nothing (DDP), 1 optimizer states, 2 gradients too, 3 weights too (FSDP)"
+    g.add_argument("--stage", type=int, choices=range(4), default=3, help=why)
     harness.precision_flags(g)
-    g.add_argument("--reduce-once", action="store_true", help="a reduce-scatter a step: less is sent, all gradients are held")
-    g.add_argument("--keep-gathered", action="store_true", help="stage 3: keep weights from forward until backward")
-    g.add_argument("--offload", action="store_true", help="master weights and optimizer states in the host's memory")
-    g.add_argument("--bucket-mb", type=harness.real(0), default=0.5, metavar="MB", help="size of a bucket, stages 0 to 2")
-    g.add_argument("--fit", action="store_true", help="the largest models for 80 GB on 64 ranks, without any memory")
+    why = "stages 2, 3: reduce gradients once a step, not each micro-batch. Less is sent, all of them are held"
+    g.add_argument("--reduce-once", action="store_true", help=why)
+    why = "stage 3: keep gathered weights from forward until backward. A third less is sent, all of them are held"
+    g.add_argument("--keep-gathered", action="store_true", help=why)
+    why = "master weights and optimizer states in the host's memory: 12/N bytes a parameter less here, but copies each step"
+    g.add_argument("--offload", action="store_true", help=why)
+    why = "of a bucket, stages 0 to 2: large ones send faster, small ones start earlier"
+    g.add_argument("--bucket-mb", type=harness.real(0), default=0.5, metavar="MB", help=why)
+    why = "run nothing: the largest models for 80 GB on 64 ranks, each played on tensors without memory"
+    g.add_argument("--fit", action="store_true", help=why)
     return parser
 
 
@@ -685,11 +712,11 @@ def demo(run):
         zero.zero_grad()
         loss = torch.zeros((), dtype=torch.float64, device=run.device)
         for tokens, targets, samples in run.microbatches(step, run.rank, n):
-            part = model(tokens, targets=targets, count=run.count, samples=samples)
+            part = model(tokens, targets=targets, count=run.count, samples=samples)  # count: the global batch's tokens
             part.backward()
             loss += part.detach()
         zero.finish()
-        run.update(step, model, zero, loss, over=[group])
+        run.update(step, model, zero, loss, over=[group])  # sums the loss, clips, zero.step()
 
     sent = {
         (operation, "dp"): formula for operation, formula in zero.bytes_sent([("F", 0), ("B", 0)] * args.microbatches).items()
