@@ -27,17 +27,17 @@ freed after; the next unit's gather is under way meanwhile. So at most two units
     forward    gather 0 | run 0, gather 1 | free 0, run 1, gather 2 | free 1, run 2 ...
     backward   ... run 2, gather 1 | free 2, run 1, gather 0 | free 1, run 0 | free 0      gradients leave as they come
 
-Two gathers and a reduce-scatter: 3 r P e a micro-batch, less the unit that ends a forward: it stays for the backward that begins
-with it. `reshard=False` keeps all units gathered until their backward: one gather less, and the weights of stage 2. Every
+Two gathers and a reduce-scatter, 3 r P e a micro-batch, less the unit that ends a forward: it stays for the backward that
+begins with it. `reshard=False` keeps all units gathered until their backward: one gather less, and the weights of stage 2. Every
 micro-batch gathers anew, also in a pipeline.
 
 Backward: the gradient of a layer's input is made with its weights, so backward needs them again. Autograd keeps the views that
 it saved; only the memory under them goes (its storage is resized to 0) and is back before backward reads it. They are views of
 `.data`, with version counters of their own, so that to gather does not count as a change. The loss is divided by the global
-number of tokens, so gradients are summed over the ranks, never averaged. Mixed precision: parameters in `param_dtype`, gradients
-summed in `reduce_dtype`, master weights as they were given.
+number of tokens, so gradients are summed over the ranks, never averaged. Mixed precision: parameters in `param_dtype`,
+gradients summed in `reduce_dtype`, master weights as they were given.
 
-What it costs: bytes held and sent as in the table; and for a moment two gathered units (stage 3), two whole buckets of gradients
+What it costs: bytes held and sent as in the table; for a moment two gathered units (stage 3), two whole buckets of gradients
 (stages 2 and 3; on gloo as much again, received), and all activations of the rank's own rows. A gather or reduce-scatter takes
 r P e / w at w bytes/s, beside 2 flops a weight and token at f flop/s: hidden if a rank has more than r e f / (2 w) tokens a
 micro-batch, the same as in ddp.py, 8,000 for 2 bytes, 400 TFLOP/s and 50 GB/s.
