@@ -1,60 +1,60 @@
 """Pipeline parallelism: each rank holds some consecutive layers (a stage); micro-batches flow through the stages.
 
-What is split: the layers. What is sent: activations (b, T, C) to the next stage, their gradients to the one before.
-
-Backward is the chain rule, cut at the boundary: a stage's input x is a leaf of its own graph, so `backward(y, dL/dy)` with
-the gradient that the next stage sends leaves dL/dx in x.grad, to be sent to the stage before. The gradients of micro-batches
-add up, because each loss is divided by the token count of the whole batch.
+What is split: the layers, over p ranks; and the batch, into m micro-batches that follow each other. A rank holds one stage, or
+several: stages r, p + r, ... (interleaved), or r and 2 p - 1 - r, there and back (a V), so that the first rank has both ends.
 
     1F1B, 4 stages, 8 micro-batches (a row a rank; digits: forward, [digits]: backward, twice as long; dots: idle)
 
-        0 1 2 3 . . . . . .[0 ]4[1 ]5[2 ]6[3 ]7[4 ] .[5 ] .[6 ] .[7 ]
-        . 0 1 2 . . . .[0 ]3[1 ]4[2 ]5[3 ]6[4 ]7[5 ] .[6 ] .[7 ]
-        ...
+        0 1 2 3 . . . . . .[0 ] 4[1 ] 5[2 ] 6[3 ] 7[4 ] .[5 ] .[6 ] .[7 ]
+        . 0 1 2 . . . .[0 ] 3[1 ] 4[2 ] 5[3 ] 6[4 ] 7[5 ] .[6 ] .[7 ]
+        . . 0 1 . .[0 ] 2[1 ] 3[2 ] 4[3 ] 5[4 ] 6[5 ] 7[6 ] .[7 ]
+        . . . 0[0 ] 1[1 ] 2[2 ] 3[3 ] 4[4 ] 5[5 ] 6[6 ] 7[7 ]
 
-A schedule is data: for each rank the list of its actions. An action names its micro-batch and its stage, so the lists also
-say which rank holds which stage. A pure function makes them, one executor (`play`) plays any of them, `check` proves them
-sound, and the same lists give the picture, the bubble and the activations held (`simulate`, `timeline`).
+What is sent: activations (b, T, C) to the next stage as soon as they are there, their gradients to the one before; once a step
+the gradient of a tied matrix, between its two ends. A schedule says in which order a rank works. It is data: for each rank the
+list of its actions, each with its micro-batch and its stage, so the lists also say which rank holds which stage. A pure
+function makes them, one executor (`play`) plays any of them, `check` plays them without ranks to see that they are sound, and
+the same lists give the picture, the bubble and the activations held (`timeline`, `simulate`, `in_flight`).
 
-    name         stages a rank   bubble of a rank, F = I = W = 1            held at most, in activations of a whole rank
-    naive        1               (p-1) m 3                                  1
-    gpipe        1               (p-1) 3                                    m
-    1f1b         1               (p-1) 3                                    p
-    interleaved  v, in rounds    (p-1) 3 / v                                p + (p-1)/v
-    zb-h1        1               (p-1) (F + I - W) = p-1                    p
-    zb-h2        1               (p-1) (F + I - 2 W) = 0                    2 p - 1
-    zb-v         2, in a V       0                                          p
-    dualpipev    2, in a V       (p-1) / 2                                  p + 1/2
-
-A rank's bubble is the time it waits between its first and its last action, beside m (F + I + W) of work, for m >= 2 p; F, I, W:
-forward, gradient of the input, gradient of the weights, of all that a rank holds. Waits at the ends do not count there: where
-ranks wait for each other at the end of a step (for the norm of all gradients), zb-h2 gains nothing over zb-h1. The zero-bubble
-schedules split backward: what another stage waits for, the input's gradient, comes at once, and the weights' gradients fill the
-gaps. In a V the second half of the stages runs back over the ranks, so the first rank holds both the first and the last stage,
-and each rank holds as much.
-
+Backward is the chain rule, cut at the boundary: a stage's input x is a leaf of its own graph, so `backward(y, dL/dy)` with
+the gradient that the next stage sends leaves dL/dx in x.grad, to be sent to the stage before. The gradients of micro-batches
+add up, because each loss is divided by the token count of the whole batch. The zero-bubble schedules split backward: what
+another stage waits for, the input's gradient (I; the papers' B), comes at once, and the weights' gradients (W) fill the gaps.
 What is deferred, exactly: the weights of F.linear and F.grouped_mm, whoever calls them (`Deferred`). Biases, norms and
 embeddings are a sliver of the work and come with the input's gradient. Nothing is computed twice: what is kept is a linear
 layer's input and its output's gradient. Each weight's gradient is accumulated once a micro-batch, when it is complete: hooks on
 it (DDP, ZeRO) fire then.
 
-What it costs, beside the bubble: sent per boundary, direction and micro-batch b T C e bytes, point to point: little, so it
-suits the slowest links; v times that with v stages a rank; and once a step the gradient of a tied matrix, between the two
-ends. Held: 1/p of the layers, and the activations above. Where the batch does not give m of at least 2 p, the bubble makes
-this the wrong choice.
+What it costs: the bubble, the time that a rank waits between its first and its last action, beside its work m (F + I + W).
+F, I, W: forward, gradient of the input, gradient of the weights, of all that a rank holds, each 1 in the numbers below. Held:
+the micro-batches whose activations (in 1/p of the layers) the worst rank has at a time.
 
-Sends never block (each is kept until done). Activations and gradients have a queue each, for each direction between two
-ranks, and of each queue one receive is posted ahead: at most four buffers. On nccl messages of one pair of ranks in one group
-stand in line, where a gradient could wait for an activation that waits for it: so a queue's kind and direction have a group
-(groups must be made without device_id=, which would put all pairs of a group in one line), and each queue is opened once, in
-the same order on all ranks, before the first step: opening blocks until both sides do.
+    name         stages a rank   bubble of a rank                     held
+    naive        1               (p-1) m 3                            1
+    gpipe        1               (p-1) 3                              m
+    1f1b         1               (p-1) 3                              p    (of 1/p of the layers: together one of all of them)
+    interleaved  v, in rounds    (p-1) 3 / v                          p + (p-1)/v
+    zb-h1        1               (p-1) (F + I - W) = p-1              p
+    zb-h2        1               (p-1) (F + I - 2 W) = 0              2 p - 1                              for m >= 2 p - 1
+    zb-v         2, in a V       0                                    p                                    for m >= 2 p - 1
+    dualpipev    2, in a V       (p-1) / 2                            p + 1/2                              for m >= 2 p
 
-Huang et al. 2018, GPipe, arXiv:1811.06965; Narayanan et al. 2021, PipeDream-flush and Megatron-LM (1F1B, interleaved, section
-2.2), arXiv:2006.09503 and 2104.04473; Qi et al. 2023, zero bubble (H1, H2, section 2), arXiv:2401.10241; Qi et al. 2024,
-controllable memory (ZB-V), arXiv:2405.15362; DeepSeek-AI 2025, DualPipe and its "cut-in-half" DualPipeV, arXiv:2412.19437.
+So gpipe and 1f1b use m / (m+p-1) of the time: with p = 4, 57% for m = p, 73% for 2 p, 91% for 8 p. Waits at the ends do not
+count in the table: where ranks wait for each other at the end of a step (for the norm of all gradients), zb-h2 gains nothing
+over zb-h1. Sent per boundary, direction and micro-batch: b T C e bytes, point to point: little, so it suits the slowest links;
+v times that with v stages a rank. Held: 1/p of the layers, and the activations above.
+
+When it is the wrong choice: where the batch gives few micro-batches, so that the bubble is a large part of the step, and where
+one device, or a node with tensor parallelism, holds the model.
 
     torchrun --nproc_per_node=4 pipeline.py                 python pipeline.py --schedule zb-v --plot zbv --trace zbv.json
     python pipeline.py --compare                            all schedules beside their formulas, without any rank
+
+Papers: Huang et al. 2018, GPipe, arXiv:1811.06965, section 2; Narayanan et al. 2021, Memory-efficient pipeline-parallel
+training (PipeDream-flush, 1F1B), arXiv:2006.09503, section 3.2; Narayanan et al. 2021, Megatron-LM (interleaved),
+arXiv:2104.04473, section 2.2; Qi et al. 2023, Zero bubble (H1, H2), arXiv:2401.10241, section 2; Qi et al. 2024, Controllable
+memory (ZB-V), arXiv:2405.15362; DeepSeek-AI 2024, DeepSeek-V3 (DualPipe), arXiv:2412.19437, section 3.2.1; DualPipeV is its
+"cut-in-half" form.
 """
 
 import contextlib
@@ -215,19 +215,19 @@ def dualpipev(ranks, microbatches, chunks=2):
         def weights():
             tape.actions.append(owed.popleft())
 
-        for _ in range(2 * rest):  # 1
+        for _ in range(2 * rest):  # 1: until the first of these comes back to this rank, at the V's other side
             tape.add("F", near)
-        for _ in range(rank + 1):  # 2
+        for _ in range(rank + 1):  # 2: the V is full: a forward of each side
             tape.add("F", near), tape.add("F", far)
-        for _ in range(rest):  # 3
+        for _ in range(rest):  # 3: the first backwards, of the far side, in two parts
             backward(far, whole=False), weights(), tape.add("F", far)
-        for _ in range(microbatches - 2 * ranks + rank + 1):  # 4
+        for _ in range(microbatches - 2 * ranks + rank + 1):  # 4: the main phase: forward and backward of both sides
             tape.add("F", near), backward(far), tape.add("F", far), backward(near)
-        for _ in range(rest):  # 5
+        for _ in range(rest):  # 5: no more forwards of the near side
             backward(far), tape.add("F", far), backward(near)
-        for i in range(2 * (rank + 1)):  # 6: the second half in two parts
+        for i in range(2 * (rank + 1)):  # 6: backwards alone, the second half in two parts
             backward(near if i % 2 else far, whole=i < rank + 1)
-        for _ in range(rest):  # 7
+        for _ in range(rest):  # 7: the last backwards of the near side, and weights in between
             weights(), backward(near, whole=False)
         while owed:  # 8
             weights()
@@ -385,13 +385,17 @@ def accumulate(queue):
 
 
 def play(schedule, forward, shape, dtype, device, links, scope=None, record=None):
-    """Play this rank's part of a schedule. Messages are matched by their order, which `check` proves to fit.
+    """Play this rank's part of a schedule. Messages are matched by their order, which `check` has looked at.
+
+    Sends return at once, and each is kept until done (some backends do so only when the receive is posted: `check` asks for
+    that case too). Activations and gradients have a queue each, for each direction between two ranks, and of each queue one
+    receive is posted ahead: at most four buffers.
 
     forward(stage, microbatch, x): runs a stage on x, the activations of the stage before (`shape`, `dtype`), or None on the
         first stage, which has the micro-batch's input itself; returns activations, or on the last stage the loss (or
         anything, in a schedule without backward).
-    links: four process groups of the pipeline's ranks: activations to a later rank and to an earlier one, gradients to a
-        later rank and to an earlier one (see the top of the file; `make_links` makes them).
+    links: four process groups of the pipeline's ranks, for activations to a later rank and to an earlier one, gradients to a
+        later rank and to an earlier one (see `make_links`).
     scope(stage, complete): a context for each backward pass; complete=False where the weights' gradients are left for later.
     record: a list that gets (start, end, action) in seconds, without the time spent waiting for messages. An accelerator is
         waited for at each: slower.
@@ -401,23 +405,20 @@ def play(schedule, forward, shape, dtype, device, links, scope=None, record=None
     rank, owner = dist.get_rank(links[0]), owners(schedule)
     last, actions = len(owner) - 1, schedule[rank]
     halved = {(a.microbatch, a.stage) for a in actions if a.kind == "W"}  # of backwards in two parts
-    queues = {}  # (kind, source): the actions that still await a message of that queue
+    awaiting = {}  # (kind, source): the actions that still await a message of that queue
     for action in actions:
         source = owner.get(sender(action, last), rank)
         if source != rank:
-            queues.setdefault((awaited(action).kind, source), deque()).append(action)
+            awaiting.setdefault((awaited(action).kind, source), deque()).append(action)
     incoming, alive, postponed, sends, results = {}, {}, {}, [], []
-
-    def link(kind, source, target):
-        return links[2 * (kind == "B") + (source > target)]
 
     def post():
         """Offer a buffer for the next message of each queue, which may come while an action runs."""
-        for (kind, source), waiting in queues.items():
-            if waiting and awaited(waiting[0]) not in incoming:
+        for (kind, source), queue in awaiting.items():
+            if queue and awaited(queue[0]) not in incoming:
                 buffer = torch.empty(shape, dtype=dtype, device=device)
-                work = dist.irecv(buffer, group=link(kind, source, rank), group_src=source)
-                incoming[awaited(waiting[0])] = buffer, work
+                work = dist.irecv(buffer, group=link(links, kind, source, rank), group_src=source)
+                incoming[awaited(queue[0])] = buffer, work
 
     def receive(action):
         if sender(action, last) is None:
@@ -425,7 +426,7 @@ def play(schedule, forward, shape, dtype, device, links, scope=None, record=None
         tensor, work = incoming.pop(awaited(action))
         if work is not None:
             work.wait()
-            queues[awaited(action).kind, owner[sender(action, last)]].popleft()
+            awaiting[awaited(action).kind, owner[sender(action, last)]].popleft()
         return tensor
 
     def send(action, tensor):
@@ -437,7 +438,7 @@ def play(schedule, forward, shape, dtype, device, links, scope=None, record=None
             return
         sends[:] = [(t, w) for t, w in sends if not w.is_completed()]
         tensor = tensor.contiguous()
-        work = dist.isend(tensor, group=link(sent.kind, rank, target), group_dst=target)
+        work = dist.isend(tensor, group=link(links, sent.kind, rank, target), group_dst=target)
         sends.append((tensor, work))  # both live until it is done
 
     def deferred(m, stage):
@@ -450,7 +451,7 @@ def play(schedule, forward, shape, dtype, device, links, scope=None, record=None
             if kind == "W":
                 return accumulate(postponed.pop((m, stage)))
             x, y = alive.pop((m, stage), (None, None))
-            if y is None:  # frozen, and the first: no gradient goes anywhere
+            if y is None:  # a first stage whose parameters are all frozen: no gradient goes anywhere
                 return None
             gradient = torch.ones_like(y) if gradient is None else gradient
             with deferred(m, stage):  # also here: checkpointed layers run again
@@ -497,19 +498,29 @@ def clock(device):
 
 
 def make_links(ranks=None):
-    """The four groups of `play`. Like dist.new_group: every process must call it, whether among `ranks` or not."""
+    """The four groups of `play`. Like dist.new_group: every process must call it, whether among `ranks` or not.
+
+    On nccl messages of one pair of ranks in one group stand in line, where a gradient could wait for an activation that waits
+    for it: so a queue's kind and direction have a group. (Groups must be made without device_id=, which would put all pairs
+    of a group in one line.)"""
     return [dist.new_group(ranks) for _ in range(4)]
 
 
+def link(links, kind, source, target):
+    """The group of the queue of that kind ("F" or "B") from one rank to another."""
+    return links[2 * (kind == "B") + (source > target)]
+
+
 def open_links(schedule, links, device):
-    """A first message through each queue that a schedule needs, in an order that all ranks share."""
+    """A first message through each queue that a schedule needs, in an order that all ranks share: on nccl the first one blocks
+    until both sides are there."""
     rank = dist.get_rank(links[0])
     for kind, source, target in sorted(queues(schedule)):
-        link, one = links[2 * (kind == "B") + (source > target)], torch.zeros(1, device=device)
+        group, one = link(links, kind, source, target), torch.zeros(1, device=device)
         if rank == source:
-            dist.send(one, group=link, group_dst=target)
+            dist.send(one, group=group, group_dst=target)
         elif rank == target:
-            dist.recv(one, group=link, group_src=source)
+            dist.recv(one, group=group, group_src=source)
 
 
 # --- the model's stages
@@ -799,11 +810,14 @@ import harness
 def main():
     parser = harness.parser(__doc__, microbatches=8)
     g = parser.add_argument_group("pipeline")
-    g.add_argument("--schedule", choices=list(SCHEDULES), default="1f1b", help="see above")
-    g.add_argument("--chunks", **harness.POSITIVE, help="stages a rank holds, for interleaved (default: 2)")
+    why = "order of the micro-batches: 1f1b sends and holds least; interleaved, zb-* and dualpipev wait less"
+    g.add_argument("--schedule", choices=list(SCHEDULES), default="1f1b", help=why)
+    why = "stages a rank holds, for interleaved: the bubble is divided by it, messages multiplied (default: 2)"
+    g.add_argument("--chunks", **harness.POSITIVE, help=why)
     harness.plot_flag(g, "draw plan and run, one above the other")
     g.add_argument("--trace", metavar="FILE", help="write the run's last step for Perfetto (ui.perfetto.dev)")
-    g.add_argument("--compare", action="store_true", help="no run: all schedules for --nproc ranks, and what they are worth")
+    why = "run nothing: bubble, memory and messages of all schedules, from the simulator, for --nproc ranks"
+    g.add_argument("--compare", action="store_true", help=why)
     args = parser.parse_args()
     harness.check_plot(args)
     if args.compare:
@@ -834,7 +848,7 @@ def demo(run):
     last, mine = len(owner) - 1, sorted(stage for stage, r in owners(schedule).items() if r == rank)
     ends = dist.new_group(sorted({owner[0], owner[last]}))
     open_links(schedule, links, run.device)
-    run.groups(down=links[:2], up=links[2:], tied=ends)
+    run.groups(down=links[:2], up=links[2:], tied=ends)  # activations go down the stages, gradients up
     model = run.fill(Stages(split(run.meta_model, len(owner), mine, ends)))
     parameters = list(model.parameters())
     optimizer = harness.make_optimizer(parameters, args)
@@ -851,7 +865,7 @@ def demo(run):
         losses = play(schedule, forward, shape, run.dtype, run.device, links, record=record)
         reduce_tied(parameters)
         loss = torch.stack(losses).double().sum() if losses else torch.zeros((), dtype=torch.float64, device=run.device)
-        run.update(step, model, optimizer, loss, over=[dist.group.WORLD], dealt=[dist.group.WORLD])
+        run.update(step, model, optimizer, loss, over=[dist.group.WORLD], dealt=[dist.group.WORLD])  # clips, optimizer.step()
 
     one = shape[0] * shape[1] * shape[2] * run.dtype.itemsize
     away = {step: sum(owner.get(stage + step, rank) != rank for stage in mine) for step in (1, -1)}
@@ -882,7 +896,7 @@ def demo(run):
     real = [[(start, end, Action(*action)) for start, end, action in row] for row in rows]
     plan, p, m, v = simulate(schedule), ranks, args.microbatches, len(mine)
     text, formula = BUBBLES[args.schedule]
-    ideal, wait = formula(p, m, v, v, v, v), waiting(plan)
+    ideal, wait = formula(p, m, v, v, v, v), waiting(plan)  # a stage's F is one unit of the plan, so a rank's is v
     unit = (max(row[-1][1] for row in real) - min(row[0][0] for row in real)) / max(row[-1][1] for row in plan)
     notes = [
         f"layers of the stages: {' '.join(f'{r.start}-{r.stop - 1}' for r in layers)}",
@@ -948,9 +962,7 @@ def compare(p, m, chunks=None, picture=None):
         held = max(in_flight(actions) for actions in schedule) / v
         owner, sends = owners(schedule), [0] * p
         for rank, actions in enumerate(schedule):
-            for a in actions:
-                to = a.stage + (1 if a.kind == "F" else -1)
-                sends[rank] += a.kind != "W" and owner.get(to, rank) != rank
+            sends[rank] = sum(owner.get(receiver(a, len(owner) - 1), rank) != rank for a in actions)
         wait = f"{waiting(spans):6.2f}  {formula(p, m, v, 1, 1, 1):6.2f} = {text}"
         used = utilisation(spans)
         print(f"  {name:12s}{v:6d}   {wait:42s}{used:9.1%}{held:15.2f}{max(sends):18}")

@@ -28,8 +28,8 @@ freed after; the next unit's gather is under way meanwhile. So at most two units
     backward   ... run 2, gather 1 | free 2, run 1, gather 0 | free 1, run 0 | free 0      gradients leave as they come
 
 Two gathers and a reduce-scatter, 3 r P e a micro-batch, less the unit that ends a forward: it stays for the backward that
-begins with it. `reshard=False` keeps all units gathered until their backward: one gather less, and the weights of stage 2. Every
-micro-batch gathers anew, also in a pipeline.
+begins with it. `reshard=False` keeps all units gathered until their backward: one gather less, and the weights of stage 2.
+Every micro-batch gathers anew, also in a pipeline.
 
 Backward: the gradient of a layer's input is made with its weights, so backward needs them again. Autograd keeps the views that
 it saved; only the memory under them goes (its storage is resized to 0) and is back before backward reads it. They are views of
