@@ -1,13 +1,18 @@
-"""Sequence parallelism: tensor parallelism (tensor_parallel.py, read that first) whose ranks also share the tokens wherever it
-has them do the same work t times (Korthikanti et al. 2022, arXiv:2205.05198, section 4.2.2; Megatron-LM's --sequence-parallel).
+"""Sequence parallelism: tensor parallelism (tensor_parallel.py, read that first) whose ranks also share the tokens wherever it has
+them do the same work t times: Megatron-LM's --sequence-parallel.
 
 What is split, on t ranks: matrices as in tensor parallelism; and between them, where each token is worked on alone (norms,
 dropouts, biases, the residual stream), the sequence. Each rank has T/t consecutive tokens there:
 
-    x ------------------------------------------------------------------------------> + -> y
-    (B,T/t,C)                                                                        /     (B,T/t,C)
-       \\-> norm --f--> up (rows cut) -> gelu -> down (columns cut) --g--> + bias -> dropout
-      (B,T/t,C)  (B,T,C)             (B,T,H/t)                     (B,T/t,C)
+           split tokens      |          all tokens, split matrices          |          split tokens
+    x ------> norm --------- f --> up (rows cut) -> gelu -> down (cols) --- g --> + bias -> dropout --> + --> y
+    |  (B,T/t,C)             (B,T,C)        (B,T,H/t)         (B,T,C) partial     (B,T/t,C)             |
+    +---------------------------------------------------------------------------------------------------+
+
+(Papers on ring attention and Ulysses call their way sequence parallelism, too. Here attention sees all tokens; for sequences
+too long for that, see context_parallel.py.)
+
+What is sent:
 
                   here                                     in tensor parallelism
     f   forward   all-gather of the tokens                 nothing
@@ -15,20 +20,21 @@ dropouts, biases, the residual stream), the sequence. Each rank has T/t consecut
     g   forward   reduce-scatter of the partial sums       all-reduce
         backward  all-gather of the gradients              nothing
 
-That is all there is to it: these two operators are replaced, the layers stay as they are. (The paper calls the new ones g and
-its conjugate.) An all-reduce is a reduce-scatter and then an all-gather; here the norm and the residual stream move in between.
-The embedding's g starts the split stream, the head's f ends it; the loss does not change. Heads still see all tokens: for
-sequences too long for that, see context_parallel.py.
+That is all there is to it: these two operators are replaced, the layers stay as they are. (The paper calls this f g, and this
+g g-bar.) An all-reduce is a reduce-scatter and then an all-gather; here the norm and the residual stream move in between. The
+embedding's g starts the split stream, the head's f ends it; the loss does not change. Positions and dropout's key stay whole on
+every rank; what lives on the split stream takes its slice. Where T does not divide by t, zeros fill up the last pieces on their
+way into the split stream, and are cut off on their way out: they reach no loss and no gradient.
 
-Positions and dropout's key stay whole on every rank; what lives on the split stream takes its slice. Where T does not divide
-by t, zeros fill up the last pieces on their way into the split stream, and are cut off on their way out: they reach no loss
-and no gradient. Parameters of the split stream (norms, row-parallel biases, learned positions) are whole on every rank, but
-each rank's gradient comes from its own tokens alone: a partial sum, completed after the last backward (`reduce_partial`).
-Forget that, and the copies drift apart without a word.
+Backward: an all-gather copies, so its backward sums the copies' gradients, and each rank needs those of its own tokens: a
+reduce-scatter. g sums, so each term gets the sum's gradient, for all tokens: an all-gather. Parameters of the split stream
+(norms, row-parallel biases, learned positions) are whole on every rank, but each rank's gradient comes from its own tokens
+alone: a partial sum, completed after the last backward (`reduce_partial`). Forget that, and the copies drift apart without a
+word.
 
 What it costs, per rank, e bytes an element, r = (t-1)/t: each block 4 all-gathers and 4 reduce-scatters of (B, T, C), r B T C e
-each: 8 r B T C e, what tensor parallelism sends (T padded); and 2 r P e a step for the P parameters of the split stream.
-Held of a block for backward (16 bit, hidden 4C, dropout masks, no flash attention; a heads):
+each: 8 r B T C e, what tensor parallelism sends (T padded); and 2 r P e a step for the P parameters of the split stream. It
+takes as long, too. Held of a block for backward (16 bit, hidden 4C, dropout masks, no flash attention; a heads):
 
     tensor parallel                T B C (10 + 24/t + 5 a T / (C t))
     sequence parallel              T B C (34 + 5 a T / C) / t
@@ -36,10 +42,13 @@ Held of a block for backward (16 bit, hidden 4C, dropout masks, no flash attenti
 The second is reached by `keep=False` alone: what f gathered, an input of the projections, is not kept but gathered again in
 backward for their weights' gradient (2 all-gathers more: 10 r B T C e; Megatron's choice, which hides them behind products).
 With `keep=True` these two inputs stay whole: 4 T B C (1 - 1/t) more is held, nothing more is sent.
-It is hardly ever wrong where tensor parallelism is right. It is where a message's start costs more than its bytes (2 messages
-for each one), or the activations don't matter (short sequences; every block recomputed anyway).
+
+When it is the wrong choice: hardly ever where tensor parallelism is right. It is where a message's start costs more than its
+bytes (2 messages for each one), or the activations don't matter (short sequences; every block recomputed anyway).
 
     torchrun --nproc_per_node=4 sequence_parallel.py       python sequence_parallel.py --family llama --nproc 2 --gather-again
+
+Papers: Korthikanti et al. 2022, Reducing activation recomputation, arXiv:2205.05198, section 4.2.2 and table 2.
 """
 
 import torch
@@ -49,7 +58,7 @@ import torch.nn.functional as F
 
 import tensor_parallel
 
-# torch 2.13 renamed them; older versions know only the second name
+# All-gather and reduce-scatter of one tensor. torch 2.13 renamed them; older versions know only the second name
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 native_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
@@ -63,7 +72,8 @@ def gather(x, length, group):
 
 
 def reduce_scatter(x, group):
-    """The sum of all ranks' x (B, T, C), of which each rank gets its tokens (B, ceil(T / t), C)."""
+    """The sum of all ranks' x (B, T, C), of which each rank gets its tokens (B, ceil(T / t), C). On gloo by an all-to-all and a
+    sum, as the receipt shows: the same bytes."""
     t = dist.get_world_size(group)
     size = -(-x.shape[1] // t)
     whole = x.new_zeros(size * t, x.shape[0], x.shape[2])
@@ -91,7 +101,7 @@ class GatherTokens(torch.autograd.Function):
         return reduce_scatter(grad, ctx.group), None, None
 
 
-class ScatterTokens(torch.autograd.Function):
+class ReduceScatterTokens(torch.autograd.Function):
     """g: this rank's tokens of the sum of all ranks' partial x; every rank's term gets the whole sum's gradient."""
 
     @staticmethod
@@ -107,7 +117,8 @@ class ScatterTokens(torch.autograd.Function):
 class GatherAndProject(torch.autograd.Function):
     """f and the projections behind it in one: x (B, T/t, C) -> the gathered x times each weight's transpose, (B, T, out / t).
 
-    It keeps this rank's tokens only, and gathers the others' again for the weights' gradients."""
+    It keeps this rank's tokens only, and gathers the others' again for the weights' gradients: 1/t of the memory, for one more
+    all-gather."""
 
     @staticmethod
     def forward(ctx, x, length, group, *weights):
@@ -164,11 +175,12 @@ class Leave(nn.Module):
         self.stream = stream
 
     def forward(self, x):
-        return ScatterTokens.apply(x, self.stream.group)
+        return ReduceScatterTokens.apply(x, self.stream.group)
 
 
 class EnterAndProject(nn.Module):
-    """f that keeps nothing whole: computes what `projections`, the layers it enters, would, as a list for them to pick from."""
+    """f that keeps nothing whole. The model calls up(enter(x)), gate(enter(x)): so this computes what the layers it enters would,
+    as a list, and each of them (Projection) picks its product."""
 
     def __init__(self, stream, projections):
         super().__init__()
@@ -233,7 +245,8 @@ def parallelize(model, group, keep=True):
         enter(block.attn, ["qkv"], stream, keep)
         block.attn.proj.leave, mlp = Leave(stream), block.mlp
         if model.config.experts:  # the router works on the split stream, what it chooses is gathered with the tokens
-            mlp.enter, mlp.leave, mlp.router.over_sequence = Enter(stream), Leave(stream), tensor_parallel.Leave(group)
+            mlp.enter, mlp.leave = Enter(stream), Leave(stream)
+            mlp.router.over_sequence = tensor_parallel.Leave(group)  # sums over a sequence, for the balance loss, are partial
             mlp = mlp.shared
         if mlp is not None:
             enter(mlp, ["up"] if mlp.gate is None else ["gate", "up"], stream, keep)
@@ -271,6 +284,9 @@ def reduce_partial(parameters):
         dist.all_reduce(flat, group=group)
         for grad, total in zip(grads, flat.split([grad.numel() for grad in grads])):
             grad.copy_(total.view_as(grad))
+
+
+# --- formulas, which the receipt holds against what was counted
 
 
 def bytes_sent(config, t, sequences, length, element_size, blocks, embedding=True, head=True, keep=True, recompute="none"):
@@ -316,7 +332,7 @@ from ledger import storage_bytes
 
 def main():
     parser = harness.parser(__doc__)
-    why = "do not keep the gathered inputs of projections: gather them again in backward"
+    why = "gather inputs of projections again in backward, in place of keeping them: 1/t of them is held, a quarter more sent"
     parser.add_argument_group("sequence parallelism").add_argument("--gather-again", action="store_true", help=why)
     args = parser.parse_args()
     config = harness.configure(args)
@@ -332,14 +348,14 @@ def demo(run):
     parameters = list(model.parameters())
     optimizer = harness.make_optimizer(parameters, args)
     for step in run.steps(optimizer):
-        optimizer.zero_grad(set_to_none=False)
+        optimizer.zero_grad(set_to_none=False)  # gradients stay in memory: the receipt counts them
         loss = torch.zeros((), dtype=torch.float64, device=run.device)
         for tokens, targets, samples in run.microbatches(step):  # the whole batch, on every rank
-            part = model(tokens, targets=targets, count=run.count, samples=samples)
+            part = model(tokens, targets=targets, count=run.count, samples=samples)  # count: the global batch's tokens
             part.backward()
             loss += part.detach()
         reduce_partial(parameters)
-        run.update(step, model, optimizer, loss, split=[group])
+        run.update(step, model, optimizer, loss, split=[group])  # the norm, over ranks with other pieces; optimizer.step()
 
     size = bytes_sent(c, t, args.batch, c.context, e, c.layers, keep=keep)
     scatter = "all_to_all" if dist.get_backend(group) == "gloo" else "reduce_scatter"
@@ -381,6 +397,7 @@ def demo(run):
 def saved_bytes(model, block, *args, **kwargs):
     """Bytes that `block` keeps for backward in model(*args, **kwargs), parameters aside."""
     saved = []
+    # Notes each tensor that autograd saves while the block runs
     hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t)
     before = block.register_forward_pre_hook(lambda *_: hooks.__enter__())
     after = block.register_forward_hook(lambda *_: hooks.__exit__())

@@ -1,7 +1,6 @@
-"""Tensor parallelism: every layer is cut across the ranks, by heads and by hidden units; each rank computes its part of
-every layer for the whole batch (Shoeybi et al. 2019, Megatron-LM, arXiv:1909.08053, section 3).
+"""Tensor parallelism: every layer is cut across the ranks; each rank computes its part of every layer, for the whole batch.
 
-What is split, on t ranks (here 2):
+What is split, on t ranks (here 2): the matrices, by heads, by hidden units and by the vocabulary. Not the batch.
 
     x --f--> up   (rows cut: column-parallel)  -> gelu -> down (columns cut: row-parallel) --g--> y
     (B,T,C)  [H/2, C]  rank 0                 (B,T,H/2)   [C, H/2]  rank 0    \\
@@ -9,30 +8,41 @@ What is split, on t ranks (here 2):
 
 (A weight is stored (out, in), so Megatron's "columns" of A in Y = X A are the rows here.) The first matrix gives each rank
 some hidden units, or some heads of attention, which it can work on alone; the second multiplies them by its part and gets a
-partial sum of the output. Adding up the partial sums is g; each term enters the sum with factor 1, so the sum's gradient, which
-every rank has, is each term's. f is the mirror image: it does nothing forward, and in backward adds up the gradients that
-reach x through every rank's part.
+partial sum of the output. (The rows of q, k and v are grouped by key/value head, q..q k v | q..q k v | ...: a contiguous piece
+is whole heads.) Norms, row-parallel biases and the residual stream are whole on every rank. The vocabulary is cut too: each
+rank embeds the tokens of its rows (all but one of the terms are zero), and computes the logits of its rows. A dimension that
+does not divide by t is padded with zeros at the end: padded hidden units stay zero, padded logits count as minus infinity, and
+neither changes a loss or a gradient.
+
+What is sent:
 
     f   forward: identity      backward: all-reduce        where a block's input enters its projections
     g   forward: all-reduce    backward: identity          where a row-parallel layer has its partial sums
 
 One f stands before all projections that share an input (q, k and v; gate and up): one all-reduce, not one for each. A
-row-parallel layer adds its bias after g, once. Norms, row-parallel biases and the residual stream are whole on every rank,
-and so are their gradients, the same on each.
+row-parallel layer adds its bias after g, once. Cross-entropy over logits that no rank has in full needs, for each token, the
+largest logit, the sum of exponentials and the target's logit: three numbers, reduced; its backward, softmax - onehot, is local.
 
-The vocabulary is cut too: each rank embeds the tokens of its rows (g adds up, all but one of the terms are zero), and
-computes the logits of its rows. Cross-entropy over logits that no rank has in full needs, for each token, the largest logit,
-the sum of exponentials and the target's logit: three numbers, reduced. Its backward, softmax - onehot, is local.
-A dimension that does not divide by t is padded with zeros at the end: padded hidden units stay zero, padded logits count
-as minus infinity, and neither changes a loss or a gradient.
+Backward: g adds up the partial sums; each term enters the sum with factor 1, so the sum's gradient, which every rank has, is
+each term's. All ranks go on with the same y and compute the same loss: one loss, not t of them. (To sum its gradient over the
+ranks, as the backward of an all-reduce of different losses does, would make it t times too large.) f is the mirror image: x is
+used by every rank's part, so the gradients that reach it through all of them are added up. So what stands before f gets its
+whole gradient, the same on each rank, and nothing is sent for it after backward. A loss is divided by the tokens of the whole
+batch, so the gradients of micro-batches add up.
 
 What it costs, per rank, e bytes an element, r = (t-1)/t: each block 2 all-reduces forward and 2 backward of the (B, T, C)
-activations: 8 r B T C e with a ring. Once more for the embedding (forward) and for the head's input (backward); and three
-(B, T) for the loss. Held: 1/t of the matrices, of their gradients and optimizer states; but the whole residual stream.
-It sends in every layer and nothing overlaps with that: keep t within a node, on the fastest links, and at most the number of
-kv-heads. Over slower links it is the wrong choice.
+activations, 8 r B T C e by rings. Once more for the embedding (forward) and for the head's input (backward); and three (B, T)
+for the loss. Held: 1/t of the matrices, of their gradients and optimizer states; of a block's activations
+T B C (10 + 24/t) bytes (16 bit, hidden 4C, dropout masks, no scores): the residual stream stays whole. Nothing overlaps, so
+beside the 72 B T C^2 / t flops of a block, at f flop/s, its bytes at w bytes/s add (t-1) e f / (9 C w) of that time.
+
+When it is the wrong choice: where (t-1) e f / (9 C w) is not far below 1: over the links between nodes, or in narrow models.
+And where t would have to be more than the key/value heads, or does not divide them.
 
     torchrun --nproc_per_node=4 tensor_parallel.py          python tensor_parallel.py --family llama --kv-heads 4
+
+Papers: Shoeybi et al. 2019, Megatron-LM, arXiv:1909.08053, section 3; Korthikanti et al. 2022, arXiv:2205.05198, sections 4.1
+and 4.2.1 (activations); Narayanan et al. 2021, arXiv:2104.04473, section 3.2 (where to use it).
 """
 
 import torch
@@ -52,7 +62,7 @@ class CopyToGroup(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         grad = grad.contiguous()
-        dist.all_reduce(grad, group=ctx.group)
+        dist.all_reduce(grad, group=ctx.group)  # in place: it is the sum of the projections' own, nobody else has it
         return grad, None
 
 
@@ -232,7 +242,8 @@ def gather_logits(logits, vocab, group):
 
 def parallelize(model, group):
     """Cut a GPT across `group`, in place, and return it. Works on the meta device and on real weights alike. Parameters are
-    replaced by their pieces: make the optimizer afterwards.
+    replaced by their pieces: make the optimizer afterwards. The model has a module `enter` (nn.Identity) before what is cut,
+    and experts have a `leave` behind it: f and g take their places. Attention counts its heads from the rows it gets.
 
     Any of embedding, blocks and head may be missing. Raises ValueError where heads do not divide by the group's size.
     """
@@ -265,11 +276,14 @@ def parallelize(model, group):
             mlp = mlp.shared
         if mlp is not None:
             mlp.enter, mlp.up, mlp.down = Enter(group), column(mlp.up), row(mlp.down)
-            mlp.gate = mlp.gate and column(mlp.gate)
+            mlp.gate = column(mlp.gate) if mlp.gate is not None else None
     if model.head is not None:
         model.head.enter, model.head.out = Enter(group), column(model.head.out)
         model.loss = VocabParallelCrossEntropy(model.config.vocab, group)
     return model
+
+
+# --- formulas, which the receipt holds against what was counted
 
 
 def sent_again(config):
@@ -337,13 +351,13 @@ def demo(run):
     model = run.fill(parallelize(run.meta_model(), group), take=take)
     optimizer = harness.make_optimizer(model.parameters(), args)
     for step in run.steps(optimizer):
-        optimizer.zero_grad(set_to_none=False)
+        optimizer.zero_grad(set_to_none=False)  # gradients stay in memory: the receipt counts them
         loss = torch.zeros((), dtype=torch.float64, device=run.device)
         for tokens, targets, samples in run.microbatches(step):  # the whole batch, on every rank
-            part = model(tokens, targets=targets, count=run.count, samples=samples)
+            part = model(tokens, targets=targets, count=run.count, samples=samples)  # count: the global batch's tokens
             part.backward()
             loss += part.detach()
-        run.update(step, model, optimizer, loss, split=[group])
+        run.update(step, model, optimizer, loss, split=[group])  # the norm, over ranks with other pieces; optimizer.step()
 
     t, c, e = run.world, run.config, run.dtype.itemsize
     norm = 2 * (t - 1) / t * 8  # the squared gradient norm, one float64
