@@ -1,5 +1,5 @@
-"""Sequence parallelism: tensor parallelism (tensor_parallel.py, read that first) whose ranks also share the tokens wherever it has
-them do the same work t times: Megatron-LM's --sequence-parallel.
+"""Sequence parallelism: tensor parallelism (tensor_parallel.py, read that first) whose ranks also share the tokens wherever it
+has them do the same work t times. Megatron-LM's --sequence-parallel.
 
 What is split, on t ranks: matrices as in tensor parallelism; and between them, where each token is worked on alone (norms,
 dropouts, biases, the residual stream), the sequence. Each rank has T/t consecutive tokens there:
@@ -179,8 +179,8 @@ class Leave(nn.Module):
 
 
 class EnterAndProject(nn.Module):
-    """f that keeps nothing whole. The model calls up(enter(x)), gate(enter(x)): so this computes what the layers it enters would,
-    as a list, and each of them (Projection) picks its product."""
+    """f that keeps nothing whole. The model calls up(enter(x)), gate(enter(x)): so this computes what the layers it enters
+    would, as a list, and each of them (Projection) picks its product."""
 
     def __init__(self, stream, projections):
         super().__init__()
