@@ -1,32 +1,33 @@
 """Context parallelism: each rank holds a part of every sequence, for the whole model; attention over all of it stays exact.
 
-What is split, on N ranks: the tokens. Norms, projections, MLPs and the loss work on each token alone, and need no other rank.
-Attention does: a query looks at keys that other ranks hold. Four ways, `--kind`:
+What is split, on N ranks: the tokens. Weights are whole on every rank. Norms, projections, MLPs and the loss work on each token
+alone, and need no other rank. Attention does: a query looks at keys that other ranks hold. Four ways, `--kind`:
 
-    ring          keys and values travel around the ring while queries stay; N blocks of attention, combined by their
-                  log-sum-exps; the next block is on its way while this one is computed (Liu et al. 2023, arXiv:2310.01889)
-    gather        every rank gathers all keys and values (Llama 3, arXiv:2407.21783, section 3.3.2): simplest, holds most
+    ring          keys and values travel around the ring while queries stay; N tiles of attention, combined by their
+                  log-sum-exps; the next tile's are on their way while this one is computed (Liu et al. 2023)
+    gather        every rank gathers all keys and values: simplest, holds most (Llama 3)
     ulysses       two all-to-alls turn "all heads of some tokens" into "some heads of all tokens", attention is local, one turns
-                  its result back (Jacobs et al. 2023, arXiv:2309.14509). The ranks must divide the heads
-    ring-ulysses  N = R x U: all-to-alls within groups of U, rings of R across (Fang and Zhao 2024, arXiv:2405.07719)
+                  its result back (Jacobs et al. 2023). The ranks must divide the heads
+    ring-ulysses  N = R x U: all-to-alls within groups of U, rings of R across (Fang and Zhao 2024)
 
 Causal attention on a contiguous split is lopsided: the last rank's queries see everything, the first's next to nothing. So
 (zigzag) the sequence is cut into 2 N chunks, and rank i holds chunks i and 2N - 1 - i. What rank i has to do with the keys of
-rank j is then one kernel call: without a mask and of the same work for every j but its own, which is causal. (After Ulysses'
-exchange every rank sees whole sequences, so that kind alone cuts them in plain order.)
+rank j is then one kernel call: without a mask and of the same work for every j but its own. That one is causal, and the usual
+mask is right, because a rank's tokens keep their order. (After Ulysses' exchange every rank sees whole sequences, so that kind
+alone cuts them in plain order.)
 
     j = i    its own two chunks: causal          chunk   0 1 2 3 4 5 6 7      rank 1 of 4: q and k of chunks 1 and 6
     j < i    all queries x the first chunk       rank    0 1 2 3 3 2 1 0        j = 0: q 1, 6 x k 0     (7 is later than all)
     j > i    the second chunk's queries x all                                  j = 2: q 6 x k 2, 5     (1 is earlier)
 
-Two blocks' results o1, o2 with log-sum-exps l1, l2 of their scores combine to e^(l1-l) o1 + e^(l2-l) o2, l = log(e^l1 + e^l2)
-(Milakov and Gimelshein 2018; Dao et al. 2022, arXiv:2205.14135). Backward needs the final out and l alone: with p = e^(s-l)
-each block's gradients are computed as if it were all there is. A rank kept no keys and values but its own, so they go around
-once more; dK and dV are sums over the queries of all ranks: they travel on with their K and V, one step behind, and are at home
-after N steps. An all-to-all's backward is the all-to-all back.
+What is sent: in a ring K and V to the next rank, while they are used; in backward once more, and dK and dV after them.
 
-Sent by a rank, per block and micro-batch, r = (N-1)/N, B sequences of T tokens, C_kv = the width of K, e bytes an element, a
-bytes one of the sums (4 at least):
+    step       0     1     2     3
+    rank 0    kv0   kv3   kv2   kv1          backward: what this step adds to dK and dV of kv_j follows kv_j to the next rank,
+    rank 1    kv1   kv0   kv3   kv2          one step behind, and after N steps is at home
+
+Of each block of the model, micro-batch and rank, r = (N-1)/N, B sequences of T tokens, C_kv = the width of K, e bytes an
+element, a those of one of the sums, max(e, 4):
 
     ring      forward 2 r B T C_kv e        backward the same, and 2 B T C_kv a (dK and dV, N steps)
     gather    forward 2 r B T C_kv e        backward 2 r B T C_kv a
@@ -34,14 +35,32 @@ bytes one of the sums (4 at least):
     ring-ulysses   the third with (U-1)/U for r, and the first with (R-1)/R for r and C_kv / U for C_kv
     all but attention: 2 r P e a step, the gradients' all-reduce, as in data parallelism
 
-Grouped queries make C_kv a fraction of C: ring and gather send kv heads alone. The ring hides its traffic if a block of
-attention takes longer than the transfer of its keys and values: 2 B (T/N)^2 C flops at F flop/s (half of the pairs are masked)
-against 2 B (T/N) C_kv e bytes at W byte/s: T/N > (C_kv / C) e F / W. Held: 1/N of all activations, and all weights; with gather
-all keys and values of every block too. For short sequences this is the wrong choice: data parallelism sends less, and what does
-not fit there may with sequence_parallel.py.
+Backward: two tiles' results o1, o2 with log-sum-exps l1, l2 of their scores combine to e^(l1-l) o1 + e^(l2-l) o2, with
+l = log(e^l1 + e^l2). Backward needs the final out and l alone: with p = e^(s-l) each tile's gradients are computed as if it
+were all there is. A rank kept no keys and values but its own, so they go around once more; dK and dV are sums over the queries
+of all ranks, so they travel with them. An all-to-all moves and adds nothing: its backward is the all-to-all back. The loss is
+divided by the tokens of the whole batch, so parameters' gradients are added over the ranks, not averaged. (Targets are shifted
+before they are cut: a rank's last token has its next one on another rank.)
+
+What it costs: the bytes above. Grouped queries make C_kv a fraction of C: ring and gather send kv heads alone. The ring hides
+its traffic if a tile takes longer than the transfer of its keys and values: 2 B (T/N)^2 C flops at f flop/s (half of the pairs
+are masked) against 2 B (T/N) C_kv e bytes at w byte/s: T/N > (C_kv / C) e f / w. (Backward needs (e + a) / (2.5 e) of that.)
+Held: all weights; 1/N of all activations; of the ring two buffers of K and V, 4 B (T/N) C_kv e, and in backward two of dK and
+dV; with gather all keys and values of every block. Of the four: ulysses sends least, with nothing to hide it behind, and to no
+more ranks than heads; a ring goes to any number, and hides what it sends; gather where B T C_kv is small; ring-ulysses where N
+is more than the heads, with U inside a node.
+
+When it is the wrong choice: for short sequences. Data parallelism sends less, and what does not fit there may with
+sequence_parallel.py.
 
     torchrun --nproc_per_node=4 context_parallel.py               python context_parallel.py --kind ulysses --family llama
     python context_parallel.py --prefill 4096                     a long prompt over all ranks, and tokens after it
+    python context_parallel.py --plot zigzag                      who computes what, when: contiguous, and in a zigzag
+
+Papers: Liu et al. 2023, Ring attention, arXiv:2310.01889, section 3; Llama team 2024, arXiv:2407.21783, section 3.3.2 (gather,
+two chunks a rank); Jacobs et al. 2023, DeepSpeed Ulysses, arXiv:2309.14509, section 3; Fang and Zhao 2024, USP,
+arXiv:2405.07719; Milakov and Gimelshein 2018, arXiv:1805.02867, section 3 (combining); Dao et al. 2022, FlashAttention,
+arXiv:2205.14135, appendix B (backward).
 """
 
 import math
@@ -75,7 +94,7 @@ def shard(x, positions, fill=0):
     return x[:, here].masked_fill(positions.to(x.device) >= x.shape[1], fill)
 
 
-def blocks(rank, source, ring, length, zigzag=True):
+def tile(rank, source, ring, length, zigzag=True):
     """What queries of a ring rank, `length` of them, see of the keys of another: (queries, keys, causal) as slices, or None."""
     half = slice(length // 2, length)
     if source == rank:
@@ -91,15 +110,15 @@ def work(rank, ring, length, zigzag=True):
     """How many pairs of a query and a key a ring rank computes; `length` tokens are here."""
     pairs = 0
     for source in range(ring):
-        block = blocks(rank, source, ring, length, zigzag)
-        if block:
-            q, k, causal = block
+        seen = tile(rank, source, ring, length, zigzag)
+        if seen:
+            q, k, causal = seen
             n, m = q.stop - q.start, k.stop - k.start
             pairs += n * (n + 1) // 2 if causal else n * m
     return pairs
 
 
-# --- a block of attention, with its log-sum-exp
+# --- a tile of attention, with its log-sum-exp
 
 
 def attend(q, k, v, causal):
@@ -115,7 +134,7 @@ def attend(q, k, v, causal):
 
 
 def attend_backward(grad, q, k, v, out, lse, causal):
-    """Gradients of q, k and v of a block, given those of all blocks' result: `out` and `lse` are all blocks' too."""
+    """Gradients of q, k and v of a tile, given those of all tiles' result: `out` and `lse` are all tiles' too."""
     grad, q, k, v, out, lse = (t.contiguous() for t in (grad, q, k, v, out, lse))
     if q.device.type == "cpu":
         return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(grad, q, k, v, out, lse, 0.0, causal)
@@ -124,12 +143,13 @@ def attend_backward(grad, q, k, v, out, lse, causal):
     if flash(q):
         n, m, none = q.shape[2], k.shape[2], torch.zeros(2, dtype=torch.uint64, device=q.device)
         op = torch.ops.aten._scaled_dot_product_flash_attention_backward
-        dq, dk, dv = op(grad, q, k, v, out, lse, None, None, n, m, 0.0, causal, none, none[0])
+        dq, dk, dv = op(grad, q, k, v, out, lse, None, None, n, m, 0.0, causal, none, none[0])  # none: dropout's random state
     else:
         p = (masked_scores(q, k, causal) - lse.unsqueeze(-1)).exp()
-        ds = p * (grad @ v.transpose(-1, -2) - (grad * out).sum(-1, keepdim=True)) / math.sqrt(q.shape[-1])
+        correction = (grad * out).sum(-1, keepdim=True)  # of the softmax: the sum over all keys of p dp
+        ds = p * (grad @ v.transpose(-1, -2) - correction) / math.sqrt(q.shape[-1])
         dq, dk, dv = ds @ k, ds.transpose(-1, -2) @ q, p.transpose(-1, -2) @ grad
-    return dq, *(t.view(shape[0], shape[1], share, *shape[2:]).sum(2) for t in (dk, dv))
+    return dq, *(t.view(shape[0], shape[1], share, *shape[2:]).sum(2) for t in (dk, dv))  # over the copies of a kv-head
 
 
 def flash(q):
@@ -144,7 +164,7 @@ def masked_scores(q, k, causal):
 
 
 class Sum:
-    """Blocks of attention, combined as they come, in float32 at least: out (B, H, n, D), lse (B, H, n)."""
+    """Tiles of attention, combined as they come, in float32 at least: out (B, H, n, D), lse (B, H, n)."""
 
     def __init__(self, q):
         wide = torch.promote_types(q.dtype, torch.float32)
@@ -152,7 +172,7 @@ class Sum:
         self.lse = torch.full(q.shape[:3], float("-inf"), dtype=wide, device=q.device)
 
     def add(self, queries, out, lse):
-        """A block's result, for a slice of the queries."""
+        """A tile's result, for a slice of the queries."""
         old, lse = self.lse[:, :, queries], lse.to(self.lse.dtype)
         new = torch.logaddexp(old, lse)
         here = self.out[:, :, queries]
@@ -191,9 +211,9 @@ class RingAttention(torch.autograd.Function):
         following = torch.empty_like(kv)
         for step in range(n):
             works = rotate(kv, following, group) if step < n - 1 else []
-            block = blocks(rank, (rank - step) % n, n, q.shape[2], zigzag)
-            if block:
-                queries, keys, causal = block
+            seen = tile(rank, (rank - step) % n, n, q.shape[2], zigzag)
+            if seen:
+                queries, keys, causal = seen
                 total.add(queries, *attend(q[:, :, queries], kv[0][:, :, keys], kv[1][:, :, keys], causal))
             finish(works)
             kv, following = following, kv
@@ -208,24 +228,25 @@ class RingAttention(torch.autograd.Function):
         rank, n = dist.get_rank(ctx.group), dist.get_world_size(ctx.group)
         kv = torch.stack((k, v))
         following, dq = torch.empty_like(kv), torch.zeros_like(q, dtype=lse.dtype)
+        # The sums that are here, and where the next ones come in: at first zeros, to which nobody has added yet
         dkv, arriving, travelling = torch.empty_like(kv, dtype=lse.dtype), torch.zeros_like(kv, dtype=lse.dtype), []
         for step in range(n):
             works = rotate(kv, following, ctx.group) if step < n - 1 else []
-            block, grads = blocks(rank, (rank - step) % n, n, q.shape[2], ctx.zigzag), None
-            if block:
-                queries, keys, causal = block
+            seen = tile(rank, (rank - step) % n, n, q.shape[2], ctx.zigzag)
+            if seen:
+                queries, keys, causal = seen
                 here = [t[:, :, queries] for t in (grad, q, out, lse)]
                 grads = attend_backward(*here[:2], *(t[:, :, keys] for t in kv), *here[2:], causal)
                 dq[:, :, queries] += grads[0]
-            finish(travelling)  # what the ranks before have added to this block's dK and dV
+            finish(travelling)  # what the ranks before have added to the dK and dV of this step's keys
             dkv, arriving = arriving, dkv
-            if block:
+            if seen:
                 dkv[0][:, :, keys] += grads[1]
                 dkv[1][:, :, keys] += grads[2]
             travelling = rotate(dkv, arriving, ctx.group)
             finish(works)
             kv, following = following, kv
-        finish(travelling)  # home: the last block was the next rank's
+        finish(travelling)  # home: the last keys were the next rank's
         dk, dv = arriving.to(k.dtype)
         return dq.to(q.dtype), dk, dv, None, None
 
@@ -257,9 +278,9 @@ class GatheredAttention(torch.autograd.Function):
         all_gather(everyone.flatten(0, 1), mine, group=group)
         total = Sum(q)
         for source in range(n):
-            block = blocks(rank, source, n, q.shape[2], zigzag)
-            if block:
-                queries, keys, causal = block
+            seen = tile(rank, source, n, q.shape[2], zigzag)
+            if seen:
+                queries, keys, causal = seen
                 total.add(queries, *attend(q[:, :, queries], *everyone[source][:, :, :, keys], causal))
         out = total.out.to(q.dtype)
         ctx.save_for_backward(q, everyone, out, total.lse)
@@ -272,9 +293,9 @@ class GatheredAttention(torch.autograd.Function):
         rank, n = dist.get_rank(ctx.group), dist.get_world_size(ctx.group)
         dq, sums = torch.zeros_like(q, dtype=lse.dtype), torch.zeros_like(everyone, dtype=lse.dtype)
         for source in range(n):
-            block = blocks(rank, source, n, q.shape[2], ctx.zigzag)
-            if block:
-                queries, keys, causal = block
+            seen = tile(rank, source, n, q.shape[2], ctx.zigzag)
+            if seen:
+                queries, keys, causal = seen
                 here = [t[:, :, queries] for t in (grad, q, out, lse)]
                 grads = attend_backward(*here[:2], *everyone[source][:, :, :, keys], *here[2:], causal)
                 dq[:, :, queries] += grads[0]
@@ -370,19 +391,19 @@ class OverSequence(nn.Module):
         return SumOver.apply(sums, self.group)
 
 
-def parallelize(model, group, kind="ring", rings=None, ulysses=None, zigzag=True):
+def parallelize(model, group, kind="ring", ring_group=None, ulysses_group=None, zigzag=True):
     """Replace every block's attention core, in place, and return the model. Then give it each rank's tokens alone:
 
         where = positions(T, rank, R, U, zigzag)                   # R x U ranks; U = 1, but for ulysses (R = 1), ring-ulysses
         loss = model(shard(tokens, where), where, targets=shard(targets, where, -1), count=count)
 
-    group: all ranks. rings, ulysses: for kind "ring-ulysses", this rank's two groups (rank = ring's rank x U + ulysses' rank).
+    group: all ranks. ring_group, ulysses_group: for kind "ring-ulysses" (rank = ring's rank x U + ulysses' rank).
     Gradients of all parameters are partial sums over the group, as in data parallelism. Learned positions: pass those of the
     padding clamped to what the model knows. A router must get no padding. Raises ValueError for an unknown kind, and for
     ring-ulysses without its two groups.
     """
-    if kind == "ring-ulysses" and None in (rings, ulysses):
-        raise ValueError("ring-ulysses needs this rank's two groups, rings and ulysses")
+    if kind == "ring-ulysses" and None in (ring_group, ulysses_group):
+        raise ValueError("ring-ulysses needs this rank's two groups, of its ring and of its ulysses ranks")
     for block in model.blocks.values():
         if kind == "ring":
             block.attn.core = Ring(group, zigzag)
@@ -391,7 +412,7 @@ def parallelize(model, group, kind="ring", rings=None, ulysses=None, zigzag=True
         elif kind == "ulysses":
             block.attn.core = Ulysses(group, block.attn.core)
         elif kind == "ring-ulysses":
-            block.attn.core = Ulysses(ulysses, Ring(rings, zigzag))
+            block.attn.core = Ulysses(ulysses_group, Ring(ring_group, zigzag))
         else:
             raise ValueError(f"there is no context parallelism of kind {kind!r}: choose one of {', '.join(KINDS)}")
         if hasattr(block.mlp, "router"):
@@ -402,12 +423,15 @@ def parallelize(model, group, kind="ring", rings=None, ulysses=None, zigzag=True
 KINDS = ("ring", "ulysses", "gather", "ring-ulysses")
 
 
-def shape(kind, n, rings=None):
+def grid(kind, n, rings=None):
     """(R, U) of n ranks for a kind; `rings`: R, where it is to be chosen (default: the most square)."""
     if kind != "ring-ulysses":
         return (1, n) if kind == "ulysses" else (n, 1)
     rings = rings or next(r for r in range(math.isqrt(n), 0, -1) if n % r == 0)
     return rings, n // rings
+
+
+# --- formulas, which the receipt holds against what was counted
 
 
 def bytes_sent(kind, ring, ulysses, sequences, tokens, heads, kv_heads, head_size, element_size, forwards=1):
@@ -477,12 +501,21 @@ from ledger import human
 def main():
     parser = harness.parser(__doc__)
     g = parser.add_argument_group("context parallelism")
-    g.add_argument("--kind", choices=KINDS, default="ring", help="see above")
+    why = "how attention reaches other ranks' keys: ulysses sends least, a ring goes to any number of ranks"
+    g.add_argument("--kind", choices=KINDS, default="ring", help=why)
     g.add_argument("--rings", **harness.POSITIVE, help="ring-ulysses: ranks of a ring (default: the most square)")
-    g.add_argument("--contiguous", action="store_true", help="one run of tokens a rank: the last ranks have most of the work")
+    why = "one run of tokens a rank in place of the zigzag, to compare: the last rank has most of the work"
+    g.add_argument("--contiguous", action="store_true", help=why)
     why = "no training: the text's first N tokens (default: 4096) as a prompt over all ranks, and 16 tokens generated after it"
     g.add_argument("--prefill", **harness.POSITIVE, nargs="?", const=4096, help=why)
+    harness.plot_flag(g, "run nothing, draw who computes what, and when, in a ring of --nproc ranks")
     args = parser.parse_args()
+    harness.check_plot(args)
+    if args.plot:
+        return plot(args.plot, args.nproc or 4)
+    for flag, there, kinds in (("rings", args.rings, "ring-ulysses"), ("contiguous", args.contiguous, "ring or gather")):
+        if there and args.kind not in kinds.split(" or "):
+            raise harness.Refused(f"--{flag} means nothing with --kind {args.kind}: use --kind {kinds}, or leave it out")
     if args.prefill:
         args.context, args.batch, args.microbatches, args.family = args.prefill + 16, 1, 1, args.family or "llama"
     config = harness.configure(args)
@@ -491,7 +524,7 @@ def main():
 
 
 def check(args, config, world):
-    ring, ulysses = shape(args.kind, world, args.rings)
+    ring, ulysses = grid(args.kind, world, args.rings)
     check_shape(config, ring, ulysses, world)
 
 
@@ -505,7 +538,7 @@ def check_shape(config, ring, ulysses, world, tp=1):
 
 
 def make_groups(ring, ulysses):
-    """This rank's groups of a two-dimensional world: (ring, ulysses)."""
+    """This rank's groups of a two-dimensional world: that of its ring, that of its ulysses ranks."""
     ranks = torch.arange(ring * ulysses).view(ring, ulysses)
     made = [[(dist.new_group(row), row) for row in rows.tolist()] for rows in (ranks.T, ranks)]
     return [next(group for group, row in groups if dist.get_rank() in row) for groups in made]
@@ -513,13 +546,13 @@ def make_groups(ring, ulysses):
 
 def demo(run):
     args, c, e, n, group = run.args, run.config, run.dtype.itemsize, run.world, dist.group.WORLD
-    ring, ulysses = shape(args.kind, n, args.rings)
+    ring, ulysses = grid(args.kind, n, args.rings)
     zigzag = not args.contiguous and args.kind != "ulysses"
-    rings, heads = make_groups(ring, ulysses) if args.kind == "ring-ulysses" else (None, None)
-    run.groups(cp=group, **({"ring": rings, "ulysses": heads} if rings else {}))
-    model = run.fill(parallelize(run.meta_model(), group, args.kind, rings, heads, zigzag))
+    two = make_groups(ring, ulysses) if args.kind == "ring-ulysses" else (None, None)
+    run.groups(cp=group, **(dict(zip(("ring", "ulysses"), two)) if two[0] else {}))
+    model = run.fill(parallelize(run.meta_model(), group, args.kind, *two, zigzag))
     parameters = list(model.parameters())
-    sync = ddp.DDP(parameters, group, args.microbatches)
+    sync = ddp.DDP(parameters, group, args.microbatches)  # each rank's gradients are of its own tokens
     optimizer = harness.make_optimizer(parameters, args)
     where = positions(c.context, run.rank, ring, ulysses, zigzag).to(run.device)
     for step in run.steps(optimizer):
@@ -527,11 +560,12 @@ def demo(run):
         loss = torch.zeros((), dtype=torch.float64, device=run.device)
         for tokens, targets, samples in run.microbatches(step):  # all sequences, on every rank; of each its part
             tokens, targets = shard(tokens, where), shard(targets, where, -1)
+            # count: the global batch's tokens
             part = model(tokens, where.clamp(max=c.context - 1), targets=targets, count=run.count, samples=samples)
             part.backward()
             loss += part.detach()
         sync.finish()
-        run.update(step, model, optimizer, loss, over=[group])
+        run.update(step, model, optimizer, loss, over=[group])  # sums the loss, clips, optimizer.step()
 
     size = sum(p.numel() for p in parameters) * e
     each = bytes_sent(args.kind, ring, ulysses, args.batch, len(where), c.heads, c.kv_heads, c.width // c.heads, e)
@@ -541,7 +575,7 @@ def demo(run):
         "reduce_scatter": "2 r B T C_kv a a block",
         "all_to_all": "4 r (B T / N) (C + C_kv) e a block",
     }
-    names = {"send": "ring" if rings else "cp", "all_to_all": "ulysses" if heads else "cp"}
+    names = {"send": "ring", "all_to_all": "ulysses"} if two[0] else {}
     sent = {("all_reduce", "cp"): (ddp.bytes_sent(size + 8, n), "2 r P e, and the loss, 8 bytes")}
     for operation, amount in each.items():
         name = "all_to_all" if operation == "reduce_scatter" and dist.get_backend(group) == "gloo" else operation
@@ -571,10 +605,10 @@ def demo(run):
 def prefill(run, generate=16):
     """A long prompt over all ranks, tokens after it from the sharded cache; the same tokens as one process."""
     args, c, group = run.args, run.config, dist.group.WORLD
-    ring, ulysses = shape(args.kind, run.world, args.rings)
+    ring, ulysses = grid(args.kind, run.world, args.rings)
     zigzag = not args.contiguous and args.kind != "ulysses"
-    rings, heads = make_groups(ring, ulysses) if args.kind == "ring-ulysses" else (None, None)
-    model = run.fill(parallelize(run.meta_model(), group, args.kind, rings, heads, zigzag))
+    two = make_groups(ring, ulysses) if args.kind == "ring-ulysses" else (None, None)
+    model = run.fill(parallelize(run.meta_model(), group, args.kind, *two, zigzag))
     cores = []
     for block in model.blocks.values():
         block.attn.core = CachedCore(block.attn.core, group)
@@ -620,6 +654,38 @@ def prefill(run, generate=16):
             "one process generates the same tokens" if same else f"one process prefers others by {behind:.1e}  <-- differs"
         )
     return code
+
+
+def plot(name, ring):
+    """The scores of a sequence, chunk by chunk, without and with the zigzag: a color a rank, in each cell the step in which it
+    gets there, because then the keys are at that rank; beside it each rank's part of the work."""
+    plt = harness.pyplot()
+    figure, axes = plt.subplots(1, 4, figsize=(13, 3.8), width_ratios=(4, 2, 4, 2), layout="constrained")
+    colors, n = plt.get_cmap("tab10").colors, 2 * ring
+    for (scores, bars), zigzag in zip((axes[:2], axes[2:]), (False, True)):
+        owner = {p: rank for rank in range(ring) for p in positions(n, rank, ring, zigzag=zigzag).tolist()}
+        for q in range(n):
+            for k in range(q + 1):
+                corner = (k, q), (k + 1, q), (k, q + 1), (k + 1, q + 1)
+                shape = [corner[i] for i in ((0, 2, 3) if q == k else (0, 1, 3, 2))]  # of its own keys a chunk sees half
+                scores.add_patch(plt.Polygon(shape, color=colors[owner[q] % 10], alpha=0.6, ec="white"))
+                at = (k + 0.33, q + 0.67) if q == k else (k + 0.5, q + 0.5)
+                scores.text(*at, (owner[q] - owner[k]) % ring, ha="center", va="center", fontsize=8)
+        chunks = [f"{c} (rank {owner[c]})" for c in range(n)]
+        scores.set(xlim=(0, n), ylim=(n, 0), aspect="equal", xlabel="chunk of keys", yticks=[c + 0.5 for c in range(n)])
+        scores.set_yticks([c + 0.5 for c in range(n)], chunks, fontsize=8)
+        scores.set_xticks([c + 0.5 for c in range(n)], range(n), fontsize=8)
+        scores.set_title("zigzag" if zigzag else "contiguous", loc="left")
+        scores.set_ylabel("chunk of queries")
+        pairs = [work(rank, ring, 1024, zigzag) for rank in range(ring)]
+        share = [p * ring / sum(pairs) for p in pairs]
+        bars.barh(range(ring), share, color=[colors[rank % 10] for rank in range(ring)], alpha=0.6)
+        bars.set_yticks(range(ring), [f"rank {rank}" for rank in range(ring)], fontsize=8)
+        bars.set(xlabel="work, of an even share", xlim=(0, 2))
+        bars.invert_yaxis()
+        bars.axvline(1, color="gray", linewidth=0.8)
+    figure.suptitle(f"causal attention on a ring of {ring}: who computes it, and in which step", x=0.01, ha="left", fontsize=11)
+    harness.save(figure, name)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,10 @@
-"""Expert parallelism: the experts of every mixture are dealt out over the ranks, and tokens travel to them and back (Lepikhin
-et al. 2020, GShard, arXiv:2006.16668; Fedus et al. 2021, Switch, arXiv:2101.03961; dropless as Gale et al. 2022, MegaBlocks,
-arXiv:2211.15841).
+"""Expert parallelism: the experts of every mixture are dealt out over the ranks, and tokens travel to them and back.
 
-What is split, on N ranks (here 2), with E experts (here 4). Each rank has tokens of its own, of its part of the batch:
+A mixture has E MLPs, the experts, where a block has one. A router, a linear layer, scores them for each token; the k best take
+it, and their results are added up, times the router's weights.
+
+What is split, on N ranks (here 2), with E experts (here 4): the experts, each of them whole on one rank; and the batch, as in
+data parallelism: each rank has tokens of its own. Weights stay at home.
 
              router      sort by expert        dispatch: all-to-all       experts       combine: all-to-all, add up
     rank 0   x (n,C) --> 0 0 1   2 2 2 3 3 --> 0 0 1 (mine) 0 1 1     --> 0 and 1 --> the results go back the same way,
@@ -10,35 +12,43 @@ What is split, on N ranks (here 2), with E experts (here 4). Each rank has token
                          ----- to rank 0       from rank 0  from rank 1
                                  --------- to rank 1
 
-Experts are whole and lie in contiguous runs, so tokens sorted by expert are sorted by rank too: what a rank gets is one piece
-of the sorted rows. How long each piece is depends on the routing, so first the counts travel (one number for each expert),
-and are read, once a layer: the only time that the device has to be waited for. Weights stay at home.
+What is sent: a rank's experts are a contiguous run, so tokens sorted by expert are sorted by rank too: what a rank gets is one
+piece of the sorted rows. How long each piece is depends on the routing, so first the counts travel (one number for each
+expert), and are read, once a layer: the only time that the device has to be waited for.
 
     counts      all-to-all of E integers               in backward: nothing
     dispatch    all-to-all of the rows, uneven         in backward: the same, the other way round
     combine     all-to-all of the results, back home   in backward: the same, the other way round
 
-An expert thus sees its tokens of the whole batch, and its gradient is the global one: it is not summed over these ranks.
-All else is data parallel here: whole on every rank, its gradients summed, in one all-reduce.
-
 Overlap: tokens are cut into chunks. All chunks' dispatches start at once; while the first chunk is computed the second
 travels, and what is computed travels home meanwhile. The shared expert, which needs no other rank, runs during the dispatch.
-Backward is the mirror image, for an operation's start is its wait's backward, and the other way round.
 
-Nothing is dropped, however uneven the routing: the fullest rank keeps the others waiting. A capacity F (GShard, Switch) bounds
-that: of the n tokens of a rank no expert takes more than F k n / E, first choices before second; the others pass by in the
-residual stream. What is dropped depends on how the batch is cut: then no layout equals another.
+Backward: an all-to-all moves rows and adds nothing, so a row's gradient goes back where the row came from. Backward is
+forward's mirror image: an operation's start is its wait's backward, and the other way round. Autograd runs it in the reverse
+order, the same on every rank, so all-to-alls meet their partners. Weights and rows meet on the token's own rank, so the
+router's gradient needs no message. An expert sees its tokens of the whole batch, and every rank's loss is divided by the tokens
+of the whole batch: so its gradient is complete as it is. All else is summed over the ranks, in one all-reduce; nothing is
+averaged. Which expert a token goes to is a step function of its scores: two that differ by less than rounding may swap, and
+then one token goes elsewhere than in one process. In float64 that is as good as never: --dtype float64 proves it to 1e-10.
 
 What it costs, per rank and layer, r = (N-1)/N, n tokens here, e bytes an element: with even routing 4 r k n C e in forward and
-backward together (dispatch and combine, twice), and 8 r E a chunk for the counts. Held: E/N of the experts, of their gradients
-and optimizer states. It sends in every layer, and much of it can't be hidden: keep the ranks of a group on fast links. Where
-all experts fit on every rank, data parallelism sends 2 r e for each of their weights instead, once a step: less, if a step's n
-is more than 1.5 E H / k (SwiGLU with H hidden units; E H / k with GELU). Then this is the wrong choice.
+backward together (dispatch and combine, twice), and 8 r E a chunk for the counts. At w bytes/s that is 2 r e f / (9 H w) of the
+experts' own time, 18 k n C H flops (SwiGLU with H hidden units) at f flop/s; chunks hide it as far as that is below 1. Held:
+E/N of the experts, of their gradients and optimizer states. Nothing is dropped, however uneven the routing: the fullest rank
+keeps the others waiting, and holds as many rows as come. Even load is trained for, by a loss on the router (`--balance-loss`)
+or a bias on its choice (`--bias-rate`). A capacity F bounds it: of the n tokens of a rank no expert takes more than F k n / E,
+first choices before second; the others pass by in the residual stream. What is dropped depends on how the batch is cut: then no
+layout equals another.
 
-Which expert a token goes to is a step function of its scores: two that differ by less than rounding may swap, and then one
-token goes elsewhere than in one process. In float64 that is as good as never: --dtype float64 proves it to 1e-10.
+When it is the wrong choice: over slow links, since it sends in every layer and much of it can't be hidden. And where all
+experts fit on every rank: data parallelism sends 2 r e for each of their weights instead, once a step: less, if a step's n is
+more than 1.5 E H / k (SwiGLU; E H / k with GELU).
 
     torchrun --nproc_per_node=4 expert_parallel.py          python expert_parallel.py --experts 5 --shared 1 --chunks 4
+
+Papers: Lepikhin et al. 2020, GShard, arXiv:2006.16668, section 2.2 (dispatch, capacity); Fedus et al. 2021, Switch,
+arXiv:2101.03961, section 2.2; Gale et al. 2022, MegaBlocks, arXiv:2211.15841 (dropless); Wang et al. 2024, arXiv:2408.15664
+(the bias).
 """
 
 import math
@@ -94,7 +104,7 @@ class Start(torch.autograd.Function):
 
 
 class Wait(torch.autograd.Function):
-    """Waits for rows that Start sent. In backward: sends their gradients on the way back."""
+    """Waits for rows that Start sent. In backward: sends their gradients on the way back, for Start's backward to wait for."""
 
     @staticmethod
     def forward(ctx, rows, transfer):
@@ -114,7 +124,8 @@ def all_to_all(rows, send, receive, group):
 
 
 class ExpertDispatch(nn.Module):
-    """Tokens to their experts on all ranks and back: x (n, C), weights and chosen (n, k) -> (n, C), in place of Dispatch.
+    """Tokens to their experts on all ranks and back: x (n, C), weights and chosen (n, k) -> (n, C), in place of the model's
+    Dispatch. An assignment is one of a token's k choices: number i is of token i // k.
 
     sizes: how many experts each rank has. `rows` (E,) adds up how many assignments of this rank each expert got, `dropped`
     how many none got, `travelled` how many rows left for another rank or came from one; all in every forward,
@@ -141,67 +152,73 @@ class ExpertDispatch(nn.Module):
         (rows to send, rows to receive), chunks x N each, of a chunk's number of `assignments`."""
         return sizes.tolist()
 
+    def announce(self, parts):
+        """How many rows go where, and what comes from where. parts: each chunk's assignments, as numbers of experts.
+
+        Returns the rows to send and to receive, chunks x N each; and those that come for each expert here, (N, experts here,
+        chunks), on the device."""
+        me, world = dist.get_rank(self.group), len(self.sizes)
+        counts = torch.stack([p.new_zeros(sum(self.sizes) + 1).scatter_add_(0, p, torch.ones_like(p)) for p in parts], dim=1)
+        counts = counts[:-1].contiguous()  # (E, chunks), without the dropped
+        self.rows = self.rows + counts.sum(1)
+        coming = counts.new_empty(world * self.sizes[me], self.chunks)
+        began = time.perf_counter()
+        dist.all_to_all_single(coming, counts, [self.sizes[me]] * world, self.sizes, group=self.group)
+        if self.times is not None:
+            self.times.append([began, None, began, time.perf_counter()])
+        coming = coming.view(world, self.sizes[me], self.chunks)
+        going = torch.stack([of_rank.sum(0) for of_rank in counts.split(self.sizes)])  # (N, chunks)
+        both = torch.stack((going, coming.sum(1))).transpose(1, 2)
+        send, receive = self.read(both, [len(part) for part in parts])
+        self.travelled += sum(sum(n) - n[me] for n in (*send, *receive))
+        return send, receive, coming
+
     def forward(self, x, weights, chosen, experts, meanwhile):
         if self.capacity is not None:
             chosen = self.drop(chosen)
         k, world, mine = chosen.shape[1], len(self.sizes), self.sizes[dist.get_rank(self.group)]
         parts = [part.flatten() for part in chosen.tensor_split(self.chunks)]
-        orders = [part.argsort(stable=True) for part in parts]  # by expert, then by token; the dropped last
-        counts = torch.stack([p.new_zeros(sum(self.sizes) + 1).scatter_add_(0, p, torch.ones_like(p)) for p in parts], dim=1)
-        counts = counts[:-1].contiguous()  # (E, chunks)
-        self.rows = self.rows + counts.sum(1)
-
-        # How much goes where, and what comes from where: read once
-        theirs = counts.new_empty(world * mine, self.chunks)
-        began = time.perf_counter()
-        dist.all_to_all_single(theirs, counts, [mine] * world, self.sizes, group=self.group)
-        if self.times is not None:
-            self.times.append([began, None, began, time.perf_counter()])
-        theirs = theirs.view(world, mine, self.chunks)
-        send = torch.stack([of_rank.sum(0) for of_rank in counts.split(self.sizes)])  # (N, chunks)
-        sizes = torch.stack((send, theirs.sum(1))).transpose(1, 2)
-        send, receive = self.read(sizes, [len(part) for part in parts])  # chunks x N each
-
-        me = dist.get_rank(self.group)
-        self.travelled += sum(sum(n) - n[me] for n in (*send, *receive))
+        by_expert = [part.argsort(stable=True) for part in parts]  # assignments by expert, then by token; the dropped last
+        send, receive, coming = self.announce(parts)
 
         # 1. All chunks' rows leave; the shared expert, in `meanwhile`, needs none of them
         journeys = []
-        for piece, order, s, r in zip(x.tensor_split(self.chunks), orders, send, receive):
-            out = Transfer(s, r, self.group, self.times)
-            token = order[: sum(s)] // k
-            journeys.append((token, out, Start.apply(piece.index_select(0, token), out)))
+        for part, order, s, r in zip(x.tensor_split(self.chunks), by_expert, send, receive):
+            there = Transfer(s, r, self.group, self.times)
+            tokens = order[: sum(s)] // k
+            journeys.append((tokens, there, Start.apply(part.index_select(0, tokens), there)))
         meanwhile()
 
         # 2. Each chunk, as it arrives: from (source, expert, token) order into (expert, source, token), computed, sent home
-        local = torch.arange(mine, device=x.device).repeat(world)
-        for c, (token, out, rows) in enumerate(journeys):
-            rows = Wait.apply(rows, out)
-            order = local.repeat_interleave(theirs[..., c].flatten(), output_size=len(rows)).argsort(stable=True)
-            rows = experts(rows.index_select(0, order), theirs[..., c].sum(0)).index_select(0, order.argsort())
+        expert = torch.arange(mine, device=x.device).repeat(world)
+        for c, (tokens, there, rows) in enumerate(journeys):
+            rows = Wait.apply(rows, there)
+            # output_size: else repeat_interleave would wait for the device, to learn what is known here
+            order = expert.repeat_interleave(coming[..., c].flatten(), output_size=len(rows)).argsort(stable=True)
+            rows = experts(rows.index_select(0, order), coming[..., c].sum(0)).index_select(0, order.argsort())
             home = Transfer(receive[c], send[c], self.group, self.times)
-            journeys[c] = token, home, Start.apply(rows, home)
+            journeys[c] = tokens, home, Start.apply(rows, home)
 
-        # 3. Each chunk, as it comes home
-        added = []
-        for (token, home, rows), order, w, piece in zip(
-            journeys, orders, weights.tensor_split(self.chunks), torch.zeros_like(x).tensor_split(self.chunks)
-        ):
-            rows = Wait.apply(rows, home) * w.flatten()[order[: len(token)]].unsqueeze(1)
-            added.append(piece.index_add(0, token, rows))
+        # 3. Each chunk, as it comes home: added up, times the router's weights
+        zeros, weights, added = torch.zeros_like(x).tensor_split(self.chunks), weights.tensor_split(self.chunks), []
+        for (tokens, home, rows), order, weight, y in zip(journeys, by_expert, weights, zeros):
+            rows = Wait.apply(rows, home) * weight.flatten()[order[: len(tokens)]].unsqueeze(1)
+            added.append(y.index_add(0, tokens, rows))
         return torch.cat(added)
 
 
 def piece(full, dim, index, count):
-    """Piece `index` of `count` of a tensor along `dim`: as even as can be, the first ones longer by one."""
+    """Piece `index` of `count` of a tensor along `dim`: as even as can be, the first ones longer by one. (Unlike
+    tensor_parallel.piece, which pads.)"""
     return full.tensor_split(count, dim)[index]
 
 
 def shard(parameter, group, copies=None):
     """This rank's experts of a parameter (E, ...), and in its `placement` what they are a piece of: the whole's shape, which
     dimension is split over which group, the groups over which its gradient is still a partial sum (none: the tokens came
-    here), and as "copies" the group of those that hold the same experts for other tokens, if given: data parallelism must
-    sum their gradients over it, not over its own group. Where E does not divide, the first ranks have one more."""
+    here), and as "copies" the group of those that hold the same experts for other tokens, if given (Megatron's expert data
+    parallel group): data parallelism must sum their gradients over it, not over its own group. Where E does not divide, the
+    first ranks have one more."""
     part = piece(parameter.detach(), 0, dist.get_rank(group), dist.get_world_size(group)).clone()
     part = nn.Parameter(part, requires_grad=parameter.requires_grad)
     part.__dict__.update(parameter.__dict__)
@@ -257,13 +274,17 @@ from ledger import human
 
 def main():
     parser = harness.parser(__doc__, experts=8, balance_loss=0.01)
-    why = "how far a router's bias moves a step towards even load: balance without a loss"
-    parser.add_argument("--bias-rate", type=harness.real(0), default=0.0, metavar="X", help=why)
-    why = "an expert takes at most X times its even share of a rank's tokens, others are dropped (default: nothing is)"
-    parser.add_argument("--capacity", type=harness.real(0), metavar="X", help=why)
-    why = "pieces of a rank's tokens; one travels while another is computed"
-    parser.add_argument("--chunks", **harness.POSITIVE, default=2, help=why)
-    harness.plot_flag(parser, "draw the load of experts and ranks")
+    g = parser.add_argument_group("expert parallelism")
+    why = "how far a bias on the router's choice moves towards even load after each step: balance without a loss; 0 = off"
+    g.add_argument("--bias-rate", type=harness.real(0), default=0.0, metavar="X", help=why)
+    why = (
+        "an expert takes at most X times its even share of a rank's tokens, others are dropped: bounds the fullest rank's time "
+    )
+    why += "and memory, but changes the result, so that --prove is off unless given (default: nothing is dropped)"
+    g.add_argument("--capacity", type=harness.real(0), metavar="X", help=why)
+    why = "pieces of a rank's tokens, one travels while another is computed: 1 hides nothing, many cost messages"
+    g.add_argument("--chunks", **harness.POSITIVE, default=2, help=why)
+    harness.plot_flag(g, "draw the load of experts and ranks")
     args = parser.parse_args()
     config = harness.configure(args)
     harness.check_plot(args)
@@ -285,17 +306,17 @@ def demo(run):
     mixtures = [block.mlp for block in model.blocks.values()]
     optimizer, times, loads = harness.make_optimizer(model.parameters(), args), [], []
     for step in run.steps(optimizer):
-        optimizer.zero_grad(set_to_none=False)
+        optimizer.zero_grad(set_to_none=False)  # gradients stay in memory: the receipt counts them
         loss = torch.zeros((), dtype=torch.float64, device=run.device)
         for moe in mixtures:
             moe.dispatch.rows = 0
             moe.dispatch.times = times if step and run.device.type == "cpu" else None  # the first step warms up
         for tokens, targets, samples in run.microbatches(step, run.rank, run.world):
-            part = model(tokens, targets=targets, count=run.count, samples=samples)
+            part = model(tokens, targets=targets, count=run.count, samples=samples)  # count: the global batch's tokens
             part.backward()
             loss += part.detach()
         sum_gradients(model.parameters(), group)
-        run.update(step, model, optimizer, loss, over=[group], split=[group])
+        run.update(step, model, optimizer, loss, over=[group], split=[group])  # sums the loss, clips, optimizer.step()
         loads.append(torch.stack([torch.stack((moe.router.load, moe.dispatch.rows)) for moe in mixtures]))
         gpt.rebalance(model, lambda load: dist.all_reduce(load, group=group))
 
@@ -319,7 +340,7 @@ def demo(run):
     n, r = run.world, (run.world - 1) / run.world
     sent = {
         ("all_to_all", "ep"): (2 * (out + back).item() * c.width * e + counts, "2 (rows out + rows in) C e, and the counts"),
-        ("all_reduce", "ep"): (2 * r * (common * e + 16), "2 (N-1)/N P_common e; loss and norm, 8 bytes each"),
+        ("all_reduce", "ep"): (2 * r * (common * e + 16), "2 r P_common e; loss and norm, 8 bytes each"),
     }
     mine = (common + c.layers * sizes[run.rank] * expert) * e
     states = 2 if args.optimizer == "adamw" else 0
@@ -333,7 +354,7 @@ def demo(run):
     even = 4 * r * c.layers * args.batch // n * c.context * c.top_k * c.width * e
     fullest = max(got[:, :, a : a + s].sum().item() for a, s in zip([sum(sizes[:i]) for i in range(n)], sizes))
     notes = [
-        f"with even routing a rank would send {human(round(even)).strip()}: 4 (N-1)/N k n C e a layer; in step "
+        f"with even routing a rank would send {human(round(even)).strip()}: 4 r k n C e a layer; in step "
         f"{min(2, args.steps)} the fullest rank had {fullest / got.sum().item() * n:.0%} of an even share",
         timing(run, times, group),
     ]

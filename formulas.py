@@ -128,7 +128,7 @@ def experts(run, share, groups, travelled):
 def context(run, share, groups):
     """Keys, values and queries on their way between the ranks that share a sequence."""
     args, config = run.args, run.config
-    shape = context_parallel.shape(args.cp_kind, args.cp, args.cp_rings)
+    shape = context_parallel.grid(args.cp_kind, args.cp, args.cp_rings)
     heads = config.heads // args.tp, config.kv_heads // args.tp, config.width // config.heads
     sizes = share.sequences, share.length, *heads, share.element, share.forwards
     sent = {}

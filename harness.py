@@ -108,16 +108,28 @@ def parser(doc, **defaults):
     for name, why in {
         "experts": "experts in the MLP's place, 0 = a plain MLP",
         "top-k": "experts a token is sent to",
-        "shared": "experts' width that every token passes besides",
+        "shared": "size, in experts, of an MLP that every token passes as well",
     }.items():
         g.add_argument(f"--{name}", **NATURAL, help=why + " (default: the preset's)")
-    g.add_argument("--balance-loss", type=real(0), metavar="X", help="factor of the experts' load balance loss (default: 0)")
-    g.add_argument("--z-loss", type=real(0), metavar="X", help="factor of the router's z-loss (default: 0)")
+    g.add_argument(
+        "--balance-loss",
+        type=real(0),
+        metavar="X",
+        help="factor of the experts' load balance loss: without it a few get all tokens (default: 0)",
+    )
+    g.add_argument(
+        "--z-loss", type=real(0), metavar="X", help="factor of the router's z-loss, which keeps its scores small (default: 0)"
+    )
     g.add_argument("--dropout", type=real(0), default=0.0, metavar="P", help="probability, on embedding and residual stream")
     g = p.add_argument_group("training")
     g.add_argument("--steps", **POSITIVE, default=10, help="optimizer steps")
     g.add_argument("--batch", **POSITIVE, default=16, help="sequences in the global batch, over all ranks")
-    g.add_argument("--microbatches", **POSITIVE, default=2, help="pieces of each data-parallel rank's part of the batch")
+    g.add_argument(
+        "--microbatches",
+        **POSITIVE,
+        default=2,
+        help="pieces that a rank works off one by one: activations of one are held at a time",
+    )
     g.add_argument("--seed", type=int, default=1, metavar="N", help="of weights, batches and dropout")
     why = "sgd shows a gradient of the wrong scale, adamw hides it"
     g.add_argument("--optimizer", choices=["adamw", "sgd"], default="adamw", help=why)
@@ -131,7 +143,9 @@ def parser(doc, **defaults):
     g.add_argument("--data", default="stdlib", metavar="PATH", help="a text file, a folder of them, stdlib or shakespeare")
     g.add_argument("--tokenizer", choices=["bytes", "gpt2"], default="bytes", help="gpt2's is downloaded once by tiktoken")
     g = p.add_argument_group("running")
-    g.add_argument("--nproc", **POSITIVE, help="processes to start here when torchrun did not (default: 4, or the layout's)")
+    g.add_argument(
+        "--nproc", **POSITIVE, help="processes to start here when torchrun did not (default: 4; train.py: the layout's)"
+    )
     g.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto", help="auto: GPUs where there are any")
     why = "default: nccl on GPUs, else gloo; gloo ranks may share a GPU"
     g.add_argument("--backend", choices=["gloo", "nccl"], help=why)
@@ -141,6 +155,9 @@ def parser(doc, **defaults):
     g.add_argument("--prove", **NATURAL, help=why)
     g.add_argument("--json", metavar="FILE", help="write the receipt as JSON")
     g.add_argument("--quiet", action="store_true", help="print nothing but errors")
+    for action in p._actions:
+        if action.dest in defaults:  # the help shows the new one
+            action.help = action.help.split(" (default:")[0]
     p.set_defaults(**defaults)
     return p
 

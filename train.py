@@ -74,7 +74,7 @@ def flags():
     g.add_argument("--ep", **n, default=1, help=why)
     why = "pieces of a rank's tokens on their way to experts: one travels while another is computed"
     g.add_argument("--expert-chunks", **n, default=1, help=why)
-    why = "how far a router's bias moves a step towards even load: balance without a loss"
+    why = "how far a bias on the router's choice moves towards even load after each step: balance without a loss; 0 = off"
     g.add_argument("--bias-rate", type=harness.real(0), default=0.0, metavar="X", help=why)
     g.add_argument(
         "--schedule", choices=list(pipeline.SCHEDULES), default="1f1b", help="order of the micro-batches in a pipeline"
@@ -263,7 +263,7 @@ def check_out(args):
 
 def cp_shape(args):
     """The context-parallel ranks as ring x ulysses."""
-    return context_parallel.shape(args.cp_kind, args.cp, args.cp_rings)
+    return context_parallel.grid(args.cp_kind, args.cp, args.cp_rings)
 
 
 def places(args, length, rank):

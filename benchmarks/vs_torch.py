@@ -54,8 +54,8 @@ import pipeline
 import sequence_parallel
 import tensor_parallel
 import zero
+from dryrun import DEVICES
 from ledger import tensors_in
-from train import PEAK
 
 MICROBATCHES = 8
 # The preset on each device, with a vocabulary that divides by the ranks, and keys of its own for every head
@@ -461,7 +461,8 @@ def one_gpu():
     print(f"\none {torch.cuda.get_device_name()}: gpt2, 124M, bfloat16, compiled, 16 sequences of 1024 tokens a step")
     print(f"{middle:,.0f} ({low:,.0f} .. {high:,.0f}) tokens/s, {used / 1e12:.0f} TFLOP/s of the model's own arithmetic")
     print(f"{used / matrix:.1%} of the {matrix / 1e12:.0f} TFLOP/s of 8192 x 8192 matrices", end="")
-    peak = next((rate for key, rate in PEAK.items() if key in torch.cuda.get_device_name()), None)
+    name = torch.cuda.get_device_name().lower()
+    peak = next((device.flops for key, device in DEVICES.items() if key in name), None)
     print(f"; MFU {used / peak:.1%} of the data sheet's {peak / 1e12:.0f}" if peak else "")
     return 0
 

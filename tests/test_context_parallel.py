@@ -26,7 +26,7 @@ def alone(config, kind):
 
 
 def groups_of(kind, world):
-    ring, ulysses = cp.shape(kind, world)
+    ring, ulysses = cp.grid(kind, world)
     return (ring, ulysses, *(cp.make_groups(ring, ulysses) if kind == "ring-ulysses" else (None, None)))
 
 
@@ -200,7 +200,7 @@ def test_bytes_are_the_formulas(ranks, way, dtype):
     size, length, world = (3, 8, 2, 4), 30, 4
 
     def work(rank):
-        ring, ulysses = cp.shape(way, world)
+        ring, ulysses = cp.grid(way, world)
         with Ledger({}) as ledger:
             where, _ = attention(rank, way, world, size, length, 0, dtype)
         b, h, kv, d = size
@@ -235,8 +235,8 @@ def test_a_forgotten_block_is_caught(ranks, way):
     """The comparison with one process can fail."""
 
     def work(rank):
-        right = cp.blocks
-        cp.blocks = lambda rank, source, *rest: None if (rank, source) == (1, 0) else right(rank, source, *rest)
+        right = cp.tile
+        cp.tile = lambda rank, source, *rest: None if (rank, source) == (1, 0) else right(rank, source, *rest)
         exchange = cp.exchange
         cp.exchange = lambda x, group, cut, join: exchange(x, group, cut, join) * (1 if cut == 1 else 0.99)
         return train_parallel(rank, CONFIGS["llama"], way, "sgd", 4)
