@@ -320,6 +320,7 @@ def failed(error, rank, world, store, timeout, forked):
         return 1
     first, present, gone = answers
     if not first:
+        time.sleep(2)  # the first still calls the roll, maybe in a store that this process holds
         return LOST
     names, seconds = ", ".join(f"rank {r} on {host}" for r, host in gone.items()), timeout.total_seconds()
     if gone:
