@@ -144,7 +144,8 @@ def flags():
     g.add_argument("--inter", type=speed, default="50GB/s", metavar="SPEED", help=why)
     g.add_argument("--tokens", type=harness.real(0), metavar="X", help="how many days that many tokens take, such as 15e12")
     g.add_argument("--gpus", **n, help="devices for --plan (default: those of the layout)")
-    g.add_argument("--plan", action="store_true", help="search the layouts that fit, choosing --dp to --recompute itself, and say why each loses")
+    why = "search the layouts that fit, choosing --dp to --recompute itself, and say why each loses to the best"
+    g.add_argument("--plan", action="store_true", help=why)
     return p
 
 

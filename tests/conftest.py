@@ -149,6 +149,7 @@ class Script:
             sys.argv = [f"{name}.py", *flags]
             before()
             harness.script(__import__(name).main)
+            launch.finish(0)
 
     def output(self):
         return self.said.read_text()
@@ -175,3 +176,14 @@ class Script:
         os.kill(self.pid, signal.SIGKILL)
         os.waitpid(self.pid, 0)
         pytest.fail("did not end: " + self.output())
+
+
+@pytest.fixture
+def script(tmp_path):
+    """A function that runs a script with flags, a text, to its end: (exit code, what it said)."""
+
+    def run(name, flags):
+        done = Script(tmp_path, name, flags.split())
+        return done.end(), done.output()
+
+    return run

@@ -35,7 +35,7 @@ def inputs(n, size, dtype=torch.float32):
 # --- results
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 4, 6, 16])
+@pytest.mark.parametrize("world", [1, 2, 3, 4, 6])
 def test_every_collective_equals_torchs_bit_for_bit(ranks, world):
     def work(rank):
         run = collectives.Rank(None, rank, world, torch.device("cpu"))
@@ -385,28 +385,21 @@ def test_prediction():
 # --- the script
 
 
-def script(*flags):
-    command = [sys.executable, "collectives.py", *flags]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
-
-
-def test_script(tmp_path):
-    plots = ["--plot", str(tmp_path / "curve")] if importlib.util.find_spec("matplotlib") else []
-    done = script("--nproc", "3", "--size", "6KB", "--json", str(tmp_path / "out.json"), *plots)
-    assert done.returncode == 0, done.stderr
-    assert "equal torch's, bit for bit" in done.stdout and "the model's error" in done.stdout
-    assert "WRONG" not in done.stdout
+def test_script(script, tmp_path):
+    plots = f"--plot {tmp_path / 'curve'}" if importlib.util.find_spec("matplotlib") else ""
+    code, said = script("collectives", f"--nproc 3 --size 6KB --json {tmp_path / 'out.json'} {plots}")
+    assert code == 0 and "equal torch's, bit for bit" in said and "the model's error" in said and "WRONG" not in said, said
     result = json.loads((tmp_path / "out.json").read_text())
     assert result["ok"] and result["world_size"] == 3 and result["counted"] == result["formulas"]
     assert set(result["curve"][0]["seconds"]) == {"torch", *ALL_REDUCE}
     assert not plots or all((tmp_path / f"curve.{kind}").stat().st_size > 1000 for kind in ("png", "svg"))
 
 
-def test_script_predicts_and_refuses():
-    done = script("--ranks", "1024", "--alpha", "5us", "--beta", "50GB/s", "--node", "8")
-    assert done.returncode == 0 and "1024 ranks" in done.stdout and "* the fastest" in done.stdout
-    done = script("--ranks", "10", "--node", "4")
-    assert done.returncode == 2 and done.stderr.endswith("10 ranks do not divide into nodes of --node 4\n")
+def test_script_predicts_and_refuses(script):
+    code, said = script("collectives", "--ranks 1024 --alpha 5us --beta 50GB/s --node 8")
+    assert code == 0 and "1024 ranks" in said and "* the fastest" in said
+    code, said = script("collectives", "--ranks 10 --node 4")
+    assert code == 2 and said == "collectives.py: 10 ranks do not divide into nodes of --node 4\n"
     for text, value in (("5us", 5e-6), ("0.5ms", 5e-4), ("5", None), ("us", None), ("-5us", None), ("5MB", None)):
         parse = collectives.quantity(collectives.TIME, "5us")
         if value:

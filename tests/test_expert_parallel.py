@@ -2,14 +2,11 @@
 
 import json
 import math
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import ROOT
 from reference import assert_equal, batch, make_optimizer, train
 
 import expert_parallel as ep
@@ -277,20 +274,16 @@ def test_pictures(tmp_path):
     assert (tmp_path / "load.png").stat().st_size > 1000
 
 
-def script(*flags):
-    command = [sys.executable, "expert_parallel.py", "--layers", "2", "--width", "32", "--context", "16", *map(str, flags)]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
-
-
-def test_the_script_proves_itself(tmp_path):
+def test_the_script_proves_itself(script, tmp_path):
     out, text = tmp_path / "receipt.json", tmp_path / "text"
     text.write_text("to be or not to be, that is the question. " * 50)
-    flags = f"--nproc 3 --batch 12 --steps 3 --dtype float64 --data {text} --experts 5 --shared 1 --bias-rate 0.01 --json {out}"
-    run = script(*flags.split())
-    assert run.returncode == 0 and "proven" in run.stdout and "layer   1" in run.stdout, run.stdout + run.stderr
+    small = f"--layers 2 --width 32 --context 16 --data {text}"
+    flags = f"--nproc 3 --batch 12 --steps 3 --dtype float64 --experts 5 --shared 1 --bias-rate 0.01 --json {out}"
+    code, said = script("expert_parallel", f"{small} {flags}")
+    assert code == 0 and "proven" in said and "layer   1" in said, said
     receipt = json.loads(out.read_text())
     assert receipt["ok"] and {r["op"] for r in receipt["sent"]} == {"all_reduce", "all_to_all"}
     assert max(receipt["max_error"].values()) < 1e-10
-    run = script("--nproc", 2, "--steps", 2, "--capacity", 1, "--data", text)
-    assert run.returncode == 0 and "dropped" in run.stdout and "not compared" in run.stdout, run.stdout + run.stderr
-    assert script("--nproc", 4, "--experts", 3).returncode == 2
+    code, said = script("expert_parallel", f"{small} --nproc 2 --steps 2 --capacity 1")
+    assert code == 0 and "dropped" in said and "not compared" in said, said
+    assert script("expert_parallel", f"{small} --nproc 4 --experts 3")[0] == 2

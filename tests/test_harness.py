@@ -277,13 +277,7 @@ def test_missing_text_on_one_rank(ranks, tmp_path):
 # --- start-up and end
 
 
-@pytest.mark.parametrize(
-    "script, flags",
-    [
-        ("ddp", "--sync overlapped"),
-        ("train", "--dp 2 --sample 5"),
-    ],
-)
+@pytest.mark.parametrize("script, flags", [("ddp", "--sync overlapped"), ("train", "--dp 2 --sample 5")])
 def test_under_torchrun(tmp_path, script, flags):
     file = tmp_path / "receipt.json"
     code, out, err = end(start(script, *SMALL, *flags.split(), "--json", str(file), torchrun=2))
