@@ -581,14 +581,8 @@ def demo(run):
         name = "all_to_all" if operation == "reduce_scatter" and dist.get_backend(group) == "gloo" else operation
         if amount:
             sent[name, names.get(operation, "cp")] = (c.layers * amount, texts[operation])
-    states = 2 if args.optimizer == "adamw" else 0
     one = harness.activation_bytes(c, args.batch // args.microbatches, e) * len(where) / c.context
-    held = {
-        "parameters": (size, "P e"),
-        "gradients": (size, "P e"),
-        "optimizer": (states * size, f"{states} P e"),
-        "activations_peak": (c.layers * one, "1/N of one process's"),
-    }
+    held = run.states(size, "P e") | {"activations_peak": (c.layers * one, "1/N of one process's")}
     pairs = [work(r, ring, len(where) * ulysses, zigzag) for r in range(ring)]
     both = [work(r, ring, 2, z) for z in (True, False) for r in (0, ring - 1)]
     notes = [

@@ -263,17 +263,9 @@ def demo(run):
         sent = {("send", "dp"): ((n - 1) * size if run.rank == 0 else size, "(N-1) P e, the server")}
     elif args.all_reduce == "torch":
         sent = {("all_reduce", "dp"): (bytes_sent(size + 8, n), "2 r P e, and the loss, 8 bytes")}
-    states = 2 if args.optimizer == "adamw" and leader else 0
-    rows = args.batch // n // args.microbatches
-    held = {
-        "parameters": (size, "P e"),
-        "gradients": (size, "P e"),
-        "optimizer": (states * size, f"{states} P e"),
-        "activations_peak": (
-            c.layers * harness.activation_bytes(c, rows, run.dtype.itemsize),
-            "norms', heads' and hidden values of the blocks",
-        ),
-    }
+    activations = c.layers * harness.activation_bytes(c, args.batch // n // args.microbatches, run.dtype.itemsize)
+    held = run.states(size, "P e", leader)
+    held["activations_peak"] = activations, "norms', heads' and hidden values of the blocks"
     notes = []
     if args.all_reduce != "torch":
         sent = {("all_reduce", "dp"): (bytes_sent(8, n), "the loss, 8 bytes")}

@@ -632,19 +632,13 @@ def plot(args, config, cluster, sizes=tuple(2**k for k in range(3, 15))):
             ax.bar([f"{n:,}" for n in steps], heights, 0.8, bottom, label=part)
             bottom = [a + b for a, b in zip(bottom, heights)]
         for i, (step, _) in enumerate(steps.values()):
-            ax.text(
-                i,
-                bottom[i],
-                f"{step.seconds:,.3g} s" if step.seconds < 1000 else f"{step.seconds:,.0f} s",
-                ha="center",
-                va="bottom",
-                fontsize=7,
-            )
+            text = f"{step.seconds:,.3g} s" if step.seconds < 1000 else f"{step.seconds:,.0f} s"
+            ax.text(i, 0.02 * max(bottom), text, ha="center", va="bottom", rotation=90, color="white", fontsize=8)
         ax.tick_params(axis="x", rotation=45)
-        ax.set(xlabel="devices", ylabel="devices x seconds, a sequence (above: a step)", title=f"{kind} scaling")
+        ax.set(xlabel="devices", ylabel="devices x seconds, a sequence (in a bar: a step)", title=f"{kind} scaling")
         right, rates = ax.twinx(), [100 * step.rate / cluster.device.flops for step, _ in steps.values()]
         right.plot(range(len(steps)), rates, "ko-", label="MFU")
         right.set(ylabel="MFU, %", ylim=(0, 100 * EFFICIENCY))
-    axes[0].legend(fontsize=7, loc="lower left")
+    figure.legend(*axes[0].get_legend_handles_labels(), fontsize=8, loc="outside lower center", ncols=5, frameon=False)
     figure.suptitle(f"{args.preset}: {layout(args)}, more devices by dp; {args.gpu.split('=')[0]}, estimated")
     harness.save(figure, args.plot)

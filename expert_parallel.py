@@ -342,15 +342,9 @@ def demo(run):
         ("all_to_all", "ep"): (2 * (out + back).item() * c.width * e + counts, "2 (rows out + rows in) C e, and the counts"),
         ("all_reduce", "ep"): (2 * r * (common * e + 16), "2 r P_common e; loss and norm, 8 bytes each"),
     }
-    mine = (common + c.layers * sizes[run.rank] * expert) * e
-    states = 2 if args.optimizer == "adamw" else 0
-    rows = args.batch // n // args.microbatches
-    held = {
-        "parameters": (mine, "(P_common + experts here) e"),
-        "gradients": (mine, "the same"),
-        "optimizer": (states * mine, f"{states} x the same"),
-        "activations_peak": (c.layers * harness.activation_bytes(c, rows, e), "the blocks', if routing were even"),
-    }
+    activations = c.layers * harness.activation_bytes(c, args.batch // n // args.microbatches, e)
+    held = run.states((common + c.layers * sizes[run.rank] * expert) * e, "(P_common + experts here) e")
+    held["activations_peak"] = activations, "the blocks', if routing were even"
     even = 4 * r * c.layers * args.batch // n * c.context * c.top_k * c.width * e
     fullest = max(got[:, :, a : a + s].sum().item() for a, s in zip([sum(sizes[:i]) for i in range(n)], sizes))
     notes = [

@@ -611,6 +611,13 @@ class Run:
 
     # --- receipt
 
+    def states(self, size, formula, steps=True):
+        """Rows of the receipt's `held`: parameters of `size` bytes, as many of gradients, and what the optimizer keeps of them;
+        steps=False: on a rank that takes none. formula: text."""
+        kept = 2 * (self.args.optimizer == "adamw" and steps)
+        held = {"parameters": (size, formula), "gradients": (size, "the same")}
+        return held | {"optimizer": (kept * size, f"{kept} x the same")}
+
     def receipt(self, layout, sent=(), held=(), notes=()):
         """Gather, print, write and keep (as `result`) the receipt. Returns the exit code: 1 if anything is out of tolerance.
 

@@ -875,7 +875,6 @@ def demo(run):
     }
     if config.tied and last and len({0, last} & set(mine)) == 1:
         sent["all_reduce", "tied"] = (config.vocab * config.width * run.dtype.itemsize, "V C e, first and last stage")
-    states = 2 if args.optimizer == "adamw" else 0
     whole, layers = run.meta_model(), stage_layers(config, len(owner))
     size = sum(len(layers[stage]) for stage in mine) * sum(p.numel() for p in whole.blocks["0"].parameters())
     size += (0 in mine) * sum(p.numel() for p in whole.embed.parameters())
@@ -883,13 +882,9 @@ def demo(run):
         matrix = 0 if config.tied and 0 in mine else config.vocab * config.width  # counted with the embedding
         size += sum(p.numel() for p in whole.head.norm.parameters()) + matrix
     size *= run.dtype.itemsize
-    activations = harness.activation_bytes(config, shape[0], run.dtype.itemsize)
-    held = {
-        "parameters": (size, "blocks of the stages, and the ends' matrices"),
-        "gradients": (size, "the same"),
-        "optimizer": (states * size, f"{states} x the same"),
-        "activations_peak": (in_flight(schedule[rank], lambda stage: len(layers[stage])) * activations, "in flight x blocks"),
-    }
+    held = run.states(size, "blocks of the stages, and the ends' matrices")
+    flying = in_flight(schedule[rank], lambda stage: len(layers[stage]))
+    held["activations_peak"] = flying * harness.activation_bytes(config, shape[0], run.dtype.itemsize), "in flight x blocks"
     offset = clock_offset(dist.group.WORLD, run.device)
     rows = [None] * ranks
     dist.all_gather_object(rows, [(start + offset, end + offset, tuple(action)) for start, end, action in spans])

@@ -367,17 +367,11 @@ def demo(run):
         # 8: the squared gradient norm, one float64
         ("all_reduce", "tp"): (size["all_reduce"] + ring * (partial * e + 8), f"6 r B T e: the loss; 2 r P e: P = {partial:,}"),
     }
-    states = 2 if args.optimizer == "adamw" else 0
-    mine = tensor_parallel.parameters_held(c, t, c.layers) * e
     sequences = args.batch // args.microbatches
     one, gathered = harness.activation_bytes(c, sequences, e), 2 * sequences * c.context * c.width * e
     block = (one + keep * (t - 1) * gathered) / t  # what a rank keeps of a block
-    held = {
-        "parameters": (mine, "(P_whole + P_split / t) e, padded"),
-        "gradients": (mine, "the same"),
-        "optimizer": (states * mine, f"{states} x the same"),
-        "activations_peak": (c.layers * block, "1/t of one process's of all blocks" + keep * ", and what f gathered"),
-    }
+    held = run.states(tensor_parallel.parameters_held(c, t, c.layers) * e, "(P_whole + P_split / t) e, padded")
+    held["activations_peak"] = c.layers * block, "1/t of one process's of all blocks" + keep * ", and what f gathered"
     tokens, _, samples = run.microbatches(0)[0]
     counted = saved_bytes(model, next(iter(model.blocks.values())), tokens, samples=samples)
     each = sequences * c.context * c.width * e

@@ -364,17 +364,9 @@ def demo(run):
     size = bytes_sent(c, t, args.batch * c.context, e, c.layers)
     text = f"8 r B T C e a block, 4 r B T C e + 6 r B T e for both ends; r = {t - 1}/{t}"
     sent = {("all_reduce", "tp"): (size + norm, text)}
-    states = 2 if args.optimizer == "adamw" else 0
-    mine = parameters_held(c, t, c.layers) * e
-    held = {
-        "parameters": (mine, "(P_whole + P_split / t) e, padded"),
-        "gradients": (mine, "the same"),
-        "optimizer": (states * mine, f"{states} x the same"),
-        "activations_peak": (
-            c.layers * harness.activation_bytes(c, args.batch // args.microbatches, e, t),
-            "norms' values of the blocks, and 1/t of heads' and hidden ones",
-        ),
-    }
+    activations = c.layers * harness.activation_bytes(c, args.batch // args.microbatches, e, t)
+    held = run.states(parameters_held(c, t, c.layers) * e, "(P_whole + P_split / t) e, padded")
+    held["activations_peak"] = activations, "norms' values of the blocks, and 1/t of heads' and hidden ones"
     micro = args.microbatches
     blocks, calls = c.layers * micro, run.ledger.sent.get(("all_reduce", "tp"), [0])[0]
     notes = [
