@@ -15,7 +15,7 @@ import pytest
 import torch
 from conftest import Script, children, ip
 from test_checkpoint import same_tensors, whole
-from test_harness import end, gone, start
+from test_launch import end, gone, start
 
 import harness
 import pipeline
