@@ -22,14 +22,12 @@ import launch
 ROOT = pathlib.Path(__file__).parent.parent
 
 
-def start(script, *flags, torchrun=0, restarts=0, **environment):
-    launcher = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={torchrun}", "--standalone"]
-    launcher.append(f"--max-restarts={restarts}")
-    command = [*(launcher if torchrun else [sys.executable]), str(ROOT / f"{script}.py"), *flags]
+def start(script, *flags, torchrun, restarts=0):
+    """A script under torchrun, as a process."""
+    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={torchrun}", "--standalone"]
+    command += [f"--max-restarts={restarts}", str(ROOT / f"{script}.py"), *flags]
     clean = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
-    return subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT, env=clean | environment
-    )
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT, env=clean)
 
 
 def end(process, timeout=90):
@@ -50,14 +48,16 @@ def test_fewer_gpus_than_ranks(capfd, monkeypatch):
     assert "needs 8 GPUs and this machine has 4" in said and "torchrun --nnodes=2 --nproc_per_node=4" in said
 
 
-def test_port_in_use():
+def test_port_in_use(tmp_path):
     with socket.socket() as busy:
         busy.bind(("127.0.0.1", 0))
         busy.listen()
         port = str(busy.getsockname()[1])
         environment = dict(RANK="0", WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
-        code, out, err = end(start("ddp", *SMALL, **environment))
-    assert code == 2 and f"port {port}" in err and "in use" in err and len(err.splitlines()) == 1
+        done = Script(tmp_path, "ddp", SMALL, lambda: os.environ.update(environment))
+        assert done.end() == 2
+    [said] = done.output().splitlines()
+    assert f"port {port}" in said and "in use" in said
 
 
 @pytest.mark.parametrize("script, flags", [("ddp", "--sync overlapped"), ("train", "--dp 2 --sample 5")])
@@ -159,6 +159,5 @@ def test_ranks_that_are_not_forked():
     assert done.returncode == 0 and "proven" in done.stdout and len(done.stderr.splitlines()) == 1, done.stderr
 
 
-def test_a_finished_job_exits_with_zero():
-    code, out, err = end(start("ddp", *SMALL, "--nproc", "2", "--quiet"))
-    assert (code, out, err) == (0, "", "")
+def test_a_finished_job_exits_with_zero(script):
+    assert script("ddp", " ".join(SMALL) + " --nproc 2 --quiet") == (0, "")
