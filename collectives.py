@@ -678,6 +678,8 @@ def main():
 
     if args.ranks:
         check(args.ranks)
+        if args.plot or args.json:
+            raise harness.Refused("--ranks runs nothing that --plot or --json could show: leave one of them out")
         predict_only(args)
     else:
         harness.launch(demo, args, check=check, run=Rank)

@@ -46,12 +46,12 @@ What it costs: the bytes above. Grouped queries make C_kv a fraction of C: ring 
 its traffic if a tile takes longer than the transfer of its keys and values: 2 B (T/N)^2 C flops at f flop/s (half of the pairs
 are masked) against 2 B (T/N) C_kv e bytes at w byte/s: T/N > (C_kv / C) e f / w. (Backward needs (e + a) / (2.5 e) of that.)
 Held: all weights; 1/N of all activations; of the ring two buffers of K and V, 4 B (T/N) C_kv e, and in backward two of dK and
-dV; with gather all keys and values of every block. Of the four: ulysses sends least, with nothing to hide it behind, and to no
-more ranks than heads; a ring goes to any number, and hides what it sends; gather where B T C_kv is small; ring-ulysses where N
-is more than the heads, with U inside a node.
+dV; with gather all keys and values of every block. Of the four: ulysses sends least, if N C_kv > C + C_kv, with nothing to hide
+it behind, and to no more ranks than heads; a ring goes to any number, and hides what it sends; gather where B T C_kv is small;
+ring-ulysses where N is more than the heads, with U inside a node.
 
-When it is the wrong choice: for short sequences. Data parallelism sends less, and what does not fit there may with
-sequence_parallel.py.
+When it is the wrong choice: for sequences shorter than that bound on T/N. Data parallelism sends less, and what does not fit
+there may with sequence_parallel.py.
 
     torchrun --nproc_per_node=4 context_parallel.py               python context_parallel.py --kind ulysses --family llama
     python context_parallel.py --prefill 4096                     a long prompt over all ranks, and tokens after it
@@ -492,6 +492,7 @@ class CachedCore(nn.Module):
 
 import time
 
+import data
 import ddp
 import harness
 import model as gpt
@@ -501,7 +502,7 @@ from ledger import human
 def main():
     parser = harness.parser(__doc__)
     g = parser.add_argument_group("context parallelism")
-    why = "how attention reaches other ranks' keys: ulysses sends least, a ring goes to any number of ranks"
+    why = "how attention reaches other ranks' keys: ulysses mostly sends least, a ring goes to any number of ranks"
     g.add_argument("--kind", choices=KINDS, default="ring", help=why)
     g.add_argument("--rings", **harness.POSITIVE, help="ring-ulysses: ranks of a ring (default: the most square)")
     why = "one run of tokens a rank in place of the zigzag, to compare: the last rank has most of the work"
@@ -517,10 +518,21 @@ def main():
         if there and args.kind not in kinds.split(" or "):
             raise harness.Refused(f"--{flag} means nothing with --kind {args.kind}: use --kind {kinds}, or leave it out")
     if args.prefill:
+        check_prompt(args)
         args.context, args.batch, args.microbatches, args.family = args.prefill + 16, 1, 1, args.family or "llama"
     config = harness.configure(args)
     harness.check_batch(args, 1)
     harness.launch(prefill if args.prefill else demo, args, check=lambda world: check(args, config, world))
+
+
+def check_prompt(args):
+    """Refuse a prompt that is longer than the text."""
+    try:
+        tokens = len(data.load(args.data, args.tokenizer).tokens)
+    except data.DataError as e:
+        raise harness.Refused(str(e)) from e
+    if tokens < args.prefill:
+        raise harness.Refused(f"--prefill {args.prefill}, but {args.data} has {tokens} tokens: give less, or another --data")
 
 
 def check(args, config, world):
@@ -575,6 +587,9 @@ def demo(run):
         "reduce_scatter": "2 r B T C_kv a a block",
         "all_to_all": "4 r (B T / N) (C + C_kv) e a block",
     }
+    if two[0]:
+        texts["send"] = f"(4 r e + 2 a) B T C_kv / U a block; R = {ring}, r = (R-1)/R"
+        texts["all_to_all"] = f"4 r (B T / N) (C + C_kv) e a block; U = {ulysses}, r = (U-1)/U"
     names = {"send": "ring", "all_to_all": "ulysses"} if two[0] else {}
     sent = {("all_reduce", "cp"): (ddp.bytes_sent(size + 8, n), "2 r P e, and the loss, 8 bytes")}
     for operation, amount in each.items():
@@ -591,7 +606,7 @@ def demo(run):
     ]
     if ring > 1:
         notes.append(f"  first and last rank: zigzag {both[0]} and {both[1]} chunk pairs, contiguous {both[2]} and {both[3]}")
-        notes.append("the ring hides its traffic where T/N > (C_kv / C) e F / W, of flop/s and byte/s")
+        notes.append("the ring hides its traffic where T/N > (C_kv / C) e f / w, of flop/s and byte/s")
     return run.receipt({"cp": n, "kind": args.kind, "ring": ring, "ulysses": ulysses}, sent, held, notes)
 
 

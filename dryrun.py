@@ -308,7 +308,7 @@ def play(args, rank, cluster, brief=False, routing=even):
     args, world, make = copy.copy(args), args.dp * args.cp * args.tp * args.pp, pipeline.make
     # Of three steps the second is played: validation comes after the last
     vars(args).update(steps=3, prove=0, eval_every=0, sample=0, out=None, resume=False, export=None, log=None, wandb=None)
-    vars(args).update(profile=None, compile=False)
+    vars(args).update(profile=None, compile=False, plot=None)
     if brief and args.microbatches > 2:
         whole, keep = make(args.schedule, args.pp, args.microbatches, args.chunks), {0: 0, args.microbatches - 1: 1}
         two = [[a._replace(microbatch=keep[a.microbatch]) for a in row if a.microbatch in keep] for row in whole]
@@ -582,7 +582,7 @@ def plan(args, config, cluster):
         raise Refused(
             f"none of {len(tried)} layouts on {gpus} devices fits {cluster.device.memory / 1e9:g} GB: give more --gpus"
         )
-    print(f"{len(tried)} layouts of {gpus:,} devices, of which {len(fitting)} fit; by formulas:\n")
+    print(f"{len(tried)} layouts of {gpus:,} devices, of which {len(fitting)} may fit; by formulas, without some memory:\n")
     best = fitting[0]
     for i, (seconds, parts, held, one) in enumerate(fitting[:10]):
         worse = max(parts, key=lambda key: parts[key] - best[1][key])
@@ -592,7 +592,12 @@ def plan(args, config, cluster):
         rows = f"{one.batch // one.dp // one.microbatches} a micro-batch"
         print(f"  {i + 1:2d}  {seconds:9.4g} s {held / 1e9:7.1f} GB   {layout(one)}, {rows}: {why}")
     print()
-    for *_, one in fitting[:3]:
+    left_out, plays = 0.0, 0  # bytes: the least that formulas have left out of what was played
+    for _, _, formula, one in fitting:
+        if formula + left_out > cluster.device.memory:
+            continue
+        if (plays := plays + 1) > 6:
+            break
         train.check(one, config)
         few = copy.copy(one)  # enough micro-batches for as many in flight as there are in the whole
         few.microbatches = min(one.microbatches, 2 * one.pp)
@@ -604,6 +609,7 @@ def plan(args, config, cluster):
         print(f"  played, {layout(one)}: {rate}, {held / 1e9:.1f} GB{'' if fits else ': too much'}")
         if fits:
             return
+        left_out = min(left_out or math.inf, held - formula)
     print("  none of these fits when played, which counts what the formulas leave out: lower --batch, or give more --gpus")
 
 
@@ -628,6 +634,8 @@ def plot(args, config, cluster, sizes=tuple(2**k for k in range(3, 15))):
     for ax, (kind, steps) in zip(axes, kinds.items()):
         bottom = [0.0] * len(steps)
         for part in next(iter(steps.values()))[0].parts:
+            if not any(step.parts[part] for step, _ in steps.values()):
+                continue  # no pipeline, no bubble
             heights = [step.parts[part] * scale for step, scale in steps.values()]
             ax.bar([f"{n:,}" for n in steps], heights, 0.8, bottom, label=part)
             bottom = [a + b for a, b in zip(bottom, heights)]
@@ -639,6 +647,7 @@ def plot(args, config, cluster, sizes=tuple(2**k for k in range(3, 15))):
         right, rates = ax.twinx(), [100 * step.rate / cluster.device.flops for step, _ in steps.values()]
         right.plot(range(len(steps)), rates, "ko-", label="MFU")
         right.set(ylabel="MFU, %", ylim=(0, 100 * EFFICIENCY))
-    figure.legend(*axes[0].get_legend_handles_labels(), fontsize=8, loc="outside lower center", ncols=5, frameon=False)
+    handles, labels = axes[0].get_legend_handles_labels()
+    figure.legend([*handles, *right.lines], [*labels, "MFU"], fontsize=8, loc="outside lower center", ncols=6, frameon=False)
     figure.suptitle(f"{args.preset}: {layout(args)}, more devices by dp; {args.gpu.split('=')[0]}, estimated")
     harness.save(figure, args.plot)

@@ -408,12 +408,15 @@ def plot(name, load, sizes):
     share = load / load.sum(2, keepdim=True) * load.shape[2]  # (steps, layers, E)
     figure, axes = plt.subplots(1, load.shape[1], figsize=(3 * load.shape[1] + 1, 3.5), sharey=True, squeeze=False)
     for layer, axis in enumerate(axes[0]):
-        image = axis.imshow(share[:, layer].T.tolist(), aspect="auto", vmin=0, vmax=2, cmap="RdBu_r", interpolation="nearest")
+        extent = (0.5, len(load) + 0.5, load.shape[2] - 0.5, -0.5)  # the first step is 1
+        colors = dict(vmin=0, vmax=2, cmap="RdBu_r", interpolation="nearest")
+        image = axis.imshow(share[:, layer].T.tolist(), aspect="auto", extent=extent, **colors)
         axis.set(title=f"layer {layer}", xlabel="step")
+        axis.xaxis.get_major_locator().set_params(integer=True)
         for edge in torch.tensor(sizes).cumsum(0)[:-1].tolist():
             axis.axhline(edge - 0.5, color="black", linewidth=0.8)
     axes[0][0].set_ylabel("expert")
-    figure.colorbar(image, ax=axes[0].tolist(), label="load, 1 = even")
+    figure.colorbar(image, ax=axes[0].tolist(), label="load, 1 = even, 2 and more", extend="max")
     harness.save(figure, name)
 
 

@@ -47,7 +47,7 @@ v times that with v stages a rank. Held: 1/p of the layers, and the activations 
 When it is the wrong choice: where the batch gives few micro-batches, so that the bubble is a large part of the step, and where
 one device, or a node with tensor parallelism, holds the model.
 
-    torchrun --nproc_per_node=4 pipeline.py                 python pipeline.py --schedule zb-v --plot zbv --trace zbv.json
+    torchrun --nproc_per_node=4 pipeline.py                 python pipeline.py --layers 8 --schedule zb-v --plot zbv
     python pipeline.py --compare                            all schedules beside their formulas, without any rank
 
 Papers: Huang et al. 2018, GPipe, arXiv:1811.06965, section 2; Narayanan et al. 2021, Memory-efficient pipeline-parallel
@@ -873,6 +873,7 @@ def demo(run):
         ("send", "down"): (away[1] * args.microbatches * one, "m b T C e, each boundary to another rank"),
         ("send", "up"): (away[-1] * args.microbatches * one, "m b T C e, each boundary to another rank"),
     }
+    sent["all_reduce", "world"] = 2 * (ranks - 1) / ranks * 16, "loss and norm, 8 bytes each"
     if config.tied and last and len({0, last} & set(mine)) == 1:
         sent["all_reduce", "tied"] = (config.vocab * config.width * run.dtype.itemsize, "V C e, first and last stage")
     whole, layers = run.meta_model(), stage_layers(config, len(owner))
@@ -896,8 +897,9 @@ def demo(run):
     notes = [
         f"layers of the stages: {' '.join(f'{r.start}-{r.stop - 1}' for r in layers)}",
         f"activations held at most, in stages x micro-batches, by rank: {' '.join(str(in_flight(a)) for a in schedule)}",
-        f"a rank waits {wait:g} units of {3 * m * v}   {text} = {ideal:g}   utilisation of the step {utilisation(plan):.1%}",
-        "plan, if forward and each half of backward take as long:",
+        f"a rank waits {wait:g} units of {3 * m * v}, by the formula {ideal:g}: {text}",
+        f"utilisation of the step {utilisation(plan):.1%}",
+        "plan, if forward and each half of backward take as long; 1 forward, [1 ] backward or (1 of inputs, {1 of weights:",
         *(f"    {line}" for line in timeline(plan).splitlines()),
         f"run, the last step ({unit * 1000:.1f} ms a cell), utilisation {utilisation(real):.1%} (ranks may share cores):",
         *(f"    {line}" for line in timeline(real, unit).splitlines()),
@@ -932,7 +934,8 @@ def plot(name, pictures):
         ax.set_xlabel(unit)
         ax.set_title(f"{title}   (utilisation {utilisation(spans):.1%})", fontsize=10, loc="left")
         ax.spines[["top", "right", "left"]].set_visible(False)
-    legend = {"forward": "#9ecae1", "backward, or its input's gradient": "#fdae6b", "weights' gradient": "#a1d99b"}
+    legend = {"forward (dark: a rank's later stages)": "#9ecae1", "backward, or its input's gradient": "#fdae6b"}
+    legend |= {"weights' gradient": "#a1d99b"}
     handles = [plt.Rectangle((0, 0), 1, 1, color=color) for color in legend.values()]
     axes[0, 0].legend(handles, legend, ncols=3, frameon=False, fontsize=8, loc="lower right", bbox_to_anchor=(1, 1))
     harness.save(figure, name)

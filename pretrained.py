@@ -20,6 +20,7 @@ Nothing is unpickled; sizes in a file's header are compared with what the model 
 
 import json
 import pathlib
+import shutil
 
 import torch
 
@@ -276,6 +277,8 @@ def write(folder, config, tensors, limit=2 << 30):
     dtype = str(tensor.dtype).removeprefix("torch.")
     flush()
     (folder / "config.json").write_text(json.dumps(content | {"dtype": dtype, "torch_dtype": dtype}, indent=1))
+    for i in range(len(files)):  # save_file lets nobody else read them
+        shutil.copymode(folder / "config.json", folder / f"part-{i + 1}.safetensors")
     if len(files) == 1:
         return (folder / "part-1.safetensors").replace(folder / "model.safetensors")
     where = {}

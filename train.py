@@ -206,7 +206,9 @@ def check(args, config):
     harness.check_batch(args, args.dp)
     needs = {"cp_rings": (args.cp_kind == "ring-ulysses", "--cp-kind ring-ulysses")}
     needs |= {"gather_again": (args.sp, "--sp"), "keep_gathered": (args.zero == 3, "--zero 3")}
+    dry = args.dry_run or args.plan
     needs |= {"reduce_once": (args.zero >= 2, "--zero 2 or 3"), "gpus": (args.plan, "--plan")}
+    needs |= {"tokens": (dry, "--dry-run"), "ranks": (dry, "--dry-run")}
     for name, (there, what) in needs.items():
         if getattr(args, name) and not there:
             raise Refused(f"--{name.replace('_', '-')} means nothing without {what}: add that, or leave it out")

@@ -532,7 +532,8 @@ class ZeRO:
             weights, gathers = sum(b.flat.nbytes for b in trained), "r P e"
         else:
             weights = self._gathers(actions, group)
-            gathers = f"r P e a {'forward and a backward' if self.reshard else 'micro-batch'}, less a unit that stays"
+            each = "forward and a backward" if self.reshard else "micro-batch"
+            gathers = f"r P e a {each}, less a unit that stays; a tied matrix twice"
         return {name: (r * gradients, text), "all_gather": (r * weights, gathers)}
 
     def _gathers(self, actions, group):
@@ -682,6 +683,9 @@ def main():
     args = flags().parse_args()
     if args.fit:
         return fit()
+    for flag, there, least in (("reduce-once", args.reduce_once, 2), ("keep-gathered", args.keep_gathered, 3)):
+        if there and args.stage < least:
+            raise harness.Refused(f"--{flag} means nothing in stage {args.stage}: use --stage {least}, or leave it out")
     harness.configure(args)
     harness.launch(demo, args, check=lambda world: harness.check_batch(args, world))
 

@@ -19,7 +19,6 @@ arithmetic for one device at 28 TFLOP/s (Lambda Labs 2020, of a V100): the row f
 The TSM run's 211x on 256 nodes is left out: its model and network are not known here, and 82% alone is nothing to predict.
 """
 
-import argparse
 import time
 
 import dryrun
@@ -99,7 +98,7 @@ def gpt3():
 
 
 def main():
-    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p = harness.Parser(__doc__)
     tables = {"llama": llama, "megatron": megatron, "torchtitan": torchtitan, "gpt3": gpt3}
     p.add_argument("--only", choices=list(tables), help="one of the tables")
     only = p.parse_args().only
