@@ -586,14 +586,12 @@ class Run:
         for here, loss, norm in zip(self.history, losses, norms):
             for kind, reference in (("loss", loss), ("grad_norm", norm)):
                 worst[kind] = larger(worst[kind], abs(here[kind] - reference) / abs(reference))
-        with torch.device("meta"):
-            shapes = {name: p.shape for name, p in gpt.GPT(self.config).named()}
         mine = dict(named())
         for kind, whole in ("grad", gradients), ("param", weights):
             largest = max((t.abs().max().item() for t in whole.values()), default=0.0)
             floor = torch.tensor(largest * FLOOR[self.precision], device=self.device)
             dist.broadcast(floor, 0)
-            for name, shape in shapes.items():
+            for name, shape in self.config.shapes().items():
                 full = whole[name] if self.rank == 0 else torch.empty(shape, dtype=self.dtype, device=self.device)
                 dist.broadcast(full, 0)
                 if name not in mine or not leader:

@@ -27,7 +27,9 @@ Chen et al. 2016, arXiv:1604.06174, and Korthikanti et al. 2022, arXiv:2205.0519
 Salmon et al. 2011 (counter-based random numbers); Steele et al. 2014 (splitmix64).
 """
 
+import functools
 import hashlib
+import math
 from dataclasses import dataclass, fields, replace
 
 import torch
@@ -89,10 +91,15 @@ class Config:
         if not 0 <= self.dropout < 1:
             raise ValueError(f"dropout must be at least 0 and below 1, not {self.dropout}")
 
+    @functools.cache
+    def shapes(self):
+        """{full name: shape} of all parameters, a tied matrix once."""
+        with torch.device("meta"):
+            return {name: p.shape for name, p in GPT(self).named()}
+
     def parameters(self):
         """The number of parameters of the whole model."""
-        with torch.device("meta"):
-            return sum(p.numel() for p in GPT(self).parameters())
+        return sum(map(math.prod, self.shapes().values()))
 
     def flops_per_token(self):
         """FLOPs of forward and backward per token of a full context: 6 for each weight of a matrix, and 12 L T C for the

@@ -173,9 +173,7 @@ def configure(args):
         args.shape = pretrained.read_config(args.init_from) if args.init_from else None
         config = harness.configure(args)
         if args.init_from:
-            with torch.device("meta"):
-                named = [(name, p.shape) for name, p in gpt.GPT(config).named()]
-            pretrained.Folder(args.init_from, config).check(named)
+            pretrained.Folder(args.init_from, config).check(config.shapes().items())
         if args.export:
             pretrained.write_config(config)
             os.makedirs(args.export, exist_ok=True)
@@ -637,9 +635,7 @@ def export(run, model, optimizer, groups):
             flat[p] = (max(first, 0), bucket.master[span]) if answers else (0, bucket.master[:0])
 
     def wholes():
-        with torch.device("meta"):
-            shapes = [(name, p.shape) for name, p in gpt.GPT(run.config).named()]
-        for name, shape in shapes:
+        for name, shape in run.config.shapes().items():
             whole = torch.zeros(shape, dtype=run.dtype, device=run.device)
             if name in mine:
                 place(whole, mine[name], flat.get(mine[name]), groups)

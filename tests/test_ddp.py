@@ -52,7 +52,8 @@ def train_parallel(rank, config, kind, way, accumulate, world, steps=3):
 @pytest.mark.parametrize("kind", ["sgd", "adamw"])
 @pytest.mark.parametrize("way", ["server", "naive", "bucketed", "overlapped"])
 def test_equals_one_process(ranks, way, kind):
-    for config, world, accumulate in (("gpt2", 3, 2), ("dropout", 4, 3), ("llama", 1, 2)):
+    cases = [("gpt2", 3, 2), ("dropout", 4, 3), ("llama", 1, 2)]
+    for config, world, accumulate in cases if kind == "sgd" else cases[:1]:
         reference = train(CONFIGS[config], kind)
         for ours, _ in ranks(world, train_parallel, CONFIGS[config], kind, way, accumulate, world):
             assert_equal(ours, reference)

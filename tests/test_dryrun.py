@@ -100,7 +100,7 @@ def test_links():
     assert CLUSTER.link(range(16))[1] == 400e9 * dryrun.EFFICIENCY  # eight links out of a node
 
 
-@pytest.mark.parametrize("flags", ["--dp 2 --cp 2", "--tp 2 --pp 4 --schedule zb-h1"])
+@pytest.mark.parametrize("flags", ["--cp 2", "--tp 2 --pp 2 --schedule zb-h1"])
 def test_estimate(flags):
     """Its parts add up; two micro-batches give the times of all; a faster network helps, and a bubble is the schedule's."""
     args = arguments(f"--preset llama3-8b --layers 4 --batch 16 --microbatches 8 {flags} --prove 0 --backend nccl", base="")

@@ -208,11 +208,8 @@ DEEP_LLAMA = dataclasses.replace(CONFIGS["llama"], layers=9)
 @pytest.mark.parametrize("kind", ["sgd", "adamw"])
 @pytest.mark.parametrize("schedule", pp.SCHEDULES)
 def test_equals_one_process(ranks, schedule, kind):
-    for config, stages, microbatches in (
-        (DEEP, 4, 12),
-        (DEEP_LLAMA, 3, 6),
-        (CONFIGS["dropout"], 2, 4),
-    ):
+    cases = [(DEEP, 4, 12), (DEEP_LLAMA, 3, 6), (CONFIGS["dropout"], 2, 4)]
+    for config, stages, microbatches in cases if kind == "sgd" else cases[:1]:
         if schedule == "dualpipev" and microbatches < 2 * stages:
             microbatches = 2 * stages
         reference = alone(config, kind)
