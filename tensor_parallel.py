@@ -32,9 +32,9 @@ batch, so the gradients of micro-batches add up.
 
 What it costs, per rank, e bytes an element, r = (t-1)/t: each block 2 all-reduces forward and 2 backward of the (B, T, C)
 activations, 8 r B T C e by rings. Once more for the embedding (forward) and for the head's input (backward); and three (B, T)
-for the loss. Held: 1/t of the matrices, of their gradients and optimizer states; of a block's activations
-T B C (10 + 24/t) bytes (16 bit, hidden 4C, dropout masks, no scores): the residual stream stays whole. Nothing overlaps, so
-beside the 72 B T C^2 / t flops of a block, at f flop/s, its bytes at w bytes/s add (t-1) e f / (9 C w) of that time.
+for the loss. Held: 1/t of the matrices, of their gradients and optimizer states; of a block's activations T B C (8 + 24/t)
+bytes (16 bit, hidden 4C; the paper's 10 has dropout masks, which are made again here): the residual stream stays whole. Nothing
+overlaps: beside the 72 B T C^2 / t flops of a block at f flop/s, its bytes at w bytes/s add (t-1) e f / (9 C w) of that time.
 
 When it is the wrong choice: where (t-1) e f / (9 C w) is not far below 1: over the links between nodes, or in narrow models.
 And where t would have to be more than the key/value heads, or does not divide them.

@@ -46,7 +46,7 @@ When it is the wrong choice: never stage 1, which sends what stage 0 does. Stage
 model states fit without, and where tokens a rank are few: then they wait for the network.
 
     torchrun --nproc_per_node=4 zero.py --stage 3            python zero.py --stage 2 --param-dtype bfloat16
-    python zero.py --fit             the largest models that 80 GB on 64 ranks hold, each played on tensors without memory
+    python zero.py --fit             the largest models whose states fit 80 GB on 64 ranks, played on tensors without memory
 
 Papers: Rajbhandari et al. 2020, ZeRO, arXiv:1910.02054, sections 3 (memory), 5 and 7 (what is sent); Zhao et al. 2023, PyTorch
 FSDP, arXiv:2304.11277, section 3 (units, prefetching).
@@ -105,8 +105,8 @@ class Bucket:
         self.length = -(-sum(sizes) // parts)
         self.size = self.length * parts
         self.own = slice(part * self.length, (part + 1) * self.length)
-        own = lambda x: min(max(x, self.own.start), self.own.stop)  # noqa: E731
-        ends = [(own(at), own(at + n)) for at, n in zip(self.starts, sizes)]
+        borders = [(at, at + n) for at, n in zip(self.starts, sizes)]  # of the parameters, then within this rank's part
+        ends = [[min(max(x, self.own.start), self.own.stop) for x in pair] for pair in borders]
         self.spans = [slice(first - self.own.start, last - self.own.start) for first, last in ends]  # of pieces in a shard
 
         self.flat = torch.zeros(self.size, dtype=param_dtype, device=device)
@@ -674,7 +674,7 @@ def flags():
     g.add_argument("--offload", action="store_true", help=why)
     why = "of a bucket, stages 0 to 2: large ones send faster, small ones start earlier"
     g.add_argument("--bucket-mb", type=harness.real(0), default=0.5, metavar="MB", help=why)
-    why = "run nothing: the largest models for 80 GB on 64 ranks, each played on tensors without memory"
+    why = "run nothing: the largest models whose states fit 80 GB on 64 ranks, each played on tensors without memory"
     g.add_argument("--fit", action="store_true", help=why)
     return parser
 
