@@ -1,6 +1,7 @@
 """Fixtures, and the one thing that makes a test of several ranks cheap: they are forked from this process, which has
 imported torch already. That needs a parent whose thread pool was never used."""
 
+import functools
 import gc
 import os
 import pathlib
@@ -187,3 +188,11 @@ def script(tmp_path):
         return done.end(), done.output()
 
     return run
+
+
+@pytest.fixture
+def copied(tmp_path):
+    """copied("ddp", 3, work, *args): work on 3 ranks that see the top of ddp.py alone (tops.py)."""
+    import tops
+
+    return functools.partial(tops.on_copied, tmp_path)

@@ -1,0 +1,40 @@
+"""A technique's file as somebody has it who copied it: the part above `# --- demo ---`, alone in an empty folder."""
+
+import os
+import sys
+
+from conftest import ROOT, on_ranks
+
+DEMO = "\n# --- demo ---\n"
+
+
+def cut_out(folder, names):
+    """Write the tops of the named files into `folder`."""
+    for name in names:
+        top, line, _ = (ROOT / f"{name}.py").read_text().partition(DEMO)
+        assert line, f"{name}.py has no line {DEMO.strip()!r}"
+        (folder / f"{name}.py").write_text(top)
+
+
+def forget_project(folder):
+    """From now on this process can import the files in `folder`, and none of the project's own."""
+    own = {path.stem for path in ROOT.glob("*.py")} | {path.parent.name for path in ROOT.glob("*/__init__.py")}
+    for name in list(sys.modules):
+        if name.partition(".")[0] in own:
+            del sys.modules[name]
+    elsewhere = [path for path in sys.path if os.path.abspath(path) not in (str(ROOT), str(ROOT / "tests"))]
+    sys.path[:] = [str(folder), *elsewhere]
+    os.chdir(folder)
+
+
+def alone(rank, folder, work, args):
+    forget_project(folder)
+    return work(rank, *args)
+
+
+def on_copied(folder, names, world, work, *args):
+    """[work(rank, *args) for each of `world` ranks], where `import ddp` and the like find the cut-out tops alone.
+
+    names: of the files, with spaces between. work imports them itself, inside the function."""
+    cut_out(folder, names.split())
+    return on_ranks(world, alone, folder, work, args)
