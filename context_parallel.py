@@ -492,11 +492,11 @@ class CachedCore(nn.Module):
 
 import time
 
-import data
 import ddp
 import harness
 import model as gpt
-from ledger import human
+from harness import data
+from harness.ledger import human
 
 
 def main():

@@ -269,7 +269,7 @@ def sum_gradients(parameters, group):
 
 import harness
 import model as gpt
-from ledger import human
+from harness.ledger import human
 
 
 def main():

@@ -327,7 +327,7 @@ def partial_parameters(config, blocks, embedding=True, head=True):
 # --- demo ---
 
 import harness
-from ledger import storage_bytes
+from harness.ledger import storage_bytes
 
 
 def main():

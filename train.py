@@ -35,23 +35,18 @@ import tempfile
 import torch
 import torch.distributed as dist
 
-import checkpoint
 import collectives
 import context_parallel
-import data
 import ddp
-import dryrun
 import expert_parallel
-import formulas
 import harness
 import model as gpt
 import pipeline
-import pretrained
 import sequence_parallel
 import tensor_parallel
-import tracking
 import zero
-from harness import Refused
+from harness import Refused, data
+from trainer import checkpoint, dryrun, formulas, pretrained, tracking
 
 
 def flags():

@@ -657,7 +657,7 @@ def model_states(stage, n, weights=2, gradients=2, states=12):
 
 import harness
 import model as gpt
-from ledger import Ledger, storage_bytes
+from harness.ledger import Ledger, storage_bytes
 
 
 def flags():

@@ -17,7 +17,7 @@ import collectives
 import context_parallel
 import harness
 import model as gpt
-from ledger import Ledger
+from harness.ledger import Ledger
 
 
 class TheirRing(torch.autograd.Function):

@@ -21,9 +21,9 @@ The TSM run's 211x on 256 nodes is left out: its model and network are not known
 
 import time
 
-import dryrun
 import harness
 import train
+from trainer import dryrun
 
 MIXED = "--dtype float32 --param-dtype bfloat16 --reduce-dtype float32"
 LLAMA = f"--preset llama3-405b --tp 8 --pp 16 --sp --gather-again --zero 1 --schedule interleaved --chunks 4 {MIXED}"

@@ -48,14 +48,14 @@ import collectives
 import context_parallel
 import ddp
 import harness
-import launch
 import model as gpt
 import pipeline
 import sequence_parallel
 import tensor_parallel
 import zero
-from dryrun import DEVICES
-from ledger import tensors_in
+from harness import start
+from harness.ledger import tensors_in
+from trainer.dryrun import DEVICES
 
 MICROBATCHES = 8
 # The preset on each device, with a vocabulary that divides by the ranks, and keys of its own for every head
@@ -493,7 +493,7 @@ def main():
             codes.append(subprocess.call([sys.executable, "-m", *torchrun, "benchmarks.vs_torch", *flags]))
     if "cuda" in devices and not args.only and not args.nproc:
         codes.append(one_gpu())
-    launch.finish(max(map(abs, codes), default=0))
+    start.finish(max(map(abs, codes), default=0))
 
 
 if __name__ == "__main__":

@@ -91,7 +91,7 @@ def ranks():
 
 @pytest.fixture(scope="session")
 def text(tmp_path_factory):
-    import data
+    from harness import data
 
     path = tmp_path_factory.mktemp("text") / "text.txt"
     path.write_text("".join(chr(97 + data.hash64(1, i) % 26) + " " * (i % 3) for i in range(4000)))
@@ -137,20 +137,20 @@ class Script:
 
     def __init__(self, folder, name, flags, before=lambda: None):
         import harness
-        import launch
+        from harness import start
 
         self.name, self.said = name, folder / "said"
         self.said.write_text("")
         sys.stdout.flush()
         self.pid = os.fork()
         if self.pid == 0:
-            launch.die_with_parent(signal.SIGKILL)
+            start.die_with_parent(signal.SIGKILL)
             sys.stdout = sys.stderr = open(self.said, "w", buffering=1)
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             sys.argv = [f"{name}.py", *flags]
             before()
             harness.script(__import__(name).main)
-            launch.finish(0)
+            start.finish(0)
 
     def output(self):
         return self.said.read_text()

@@ -13,9 +13,9 @@ import torch.distributed as dist
 from conftest import Script
 from test_layouts import VARIANTS, arguments
 
-import checkpoint
 import harness
 import train
+from trainer import checkpoint
 
 ROOT = pathlib.Path(__file__).parent.parent
 # The curve must not depend on --steps: a constant learning rate after two steps of warm-up

@@ -417,7 +417,7 @@ import json, os, sys
 import torch, torch.distributed as dist
 sys.path.insert(0, {root!r})
 import collectives
-from ledger import Ledger
+from harness.ledger import Ledger
 
 def counters():
     for line in open("/proc/self/net/dev"):

@@ -12,7 +12,7 @@ from reference import CONFIGS, assert_equal, batch, make_optimizer, train
 
 import context_parallel as cp
 import model as gpt
-from ledger import Ledger
+from harness.ledger import Ledger
 
 ODD = {name: dataclasses.replace(CONFIGS[name], context=13) for name in ("gpt2", "grouped")}
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-import data
+from harness import data
 
 
 @pytest.fixture

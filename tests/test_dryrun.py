@@ -4,10 +4,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import dryrun
 import expert_parallel
 import harness
 import train
+from trainer import dryrun
 
 BASE = "--layers 4 --width 32 --heads 4 --context 16 --batch 12 --steps 2 --prove 0 --sample 0 --eval-every 0 --eval-batches 1"
 BASE += " --quiet --backend gloo"

@@ -12,7 +12,7 @@ from reference import assert_equal, batch, make_optimizer, train
 import expert_parallel as ep
 import harness
 import model as gpt
-from ledger import Ledger
+from harness.ledger import Ledger
 
 SIZES = dict(layers=2, heads=4, width=32, context=12, vocab=61, balance_loss=0.3, z_loss=0.1)
 CONFIGS = {

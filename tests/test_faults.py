@@ -15,7 +15,7 @@ import pytest
 import torch
 from conftest import Script, children, ip
 from test_checkpoint import same_tensors, whole
-from test_launch import end, gone, start
+from test_start import end, gone, torchrun_of
 
 import harness
 import pipeline
@@ -147,12 +147,12 @@ def test_torchrun_loses_its_agent_then_a_rank(text, tmp_path, undisturbed):
         assert any(words in line for line in lines), process.stderr.read()
         return children(process.pid)
 
-    agent = start("train", *flags, torchrun=2)
+    agent = torchrun_of("train", *flags, torchrun=2)
     ranks = progress(agent, "step   12")
     agent.kill()
     assert gone(ranks) and "stopped by SIGTERM" in agent.communicate()[0]
     saved = newest(out)
-    agent = start("train", *flags, "--resume", torchrun=2, restarts=2)
+    agent = torchrun_of("train", *flags, "--resume", torchrun=2, restarts=2)
     os.kill(progress(agent, f"step {int(saved.name[5:]) + 12:4d}")[1], signal.SIGKILL)
     code, said, errors = end(agent)
     assert code == 0 and "resumed from" in said, errors

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from conftest import Script
 
 import harness
-import launch
+from harness import start
 
 SMALL = "--layers 2 --heads 2 --width 16 --context 16 --batch 4 --steps 2 --microbatches 2".split()
 
@@ -57,7 +57,7 @@ def test_decay_is_for_matrices():
 def refused(capfd, monkeypatch, script, *flags):
     """The sentence with which a script's main() refuses its flags, before any process is started."""
     monkeypatch.setattr(sys, "argv", [f"{script}.py", *flags])
-    monkeypatch.setattr(launch, "start_ranks", lambda *_: pytest.fail("ranks were started"))
+    monkeypatch.setattr(start, "start_ranks", lambda *_: pytest.fail("ranks were started"))
     module = __import__(script)
     with pytest.raises(harness.Refused) as e:
         module.main()

@@ -6,7 +6,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import data
 import ddp
 import harness
 import model as gpt
@@ -15,6 +14,7 @@ import sequence_parallel
 import tensor_parallel
 import train
 import zero
+from harness import data
 
 # 5 layers do not divide by 2, 3 or 4 stages; 257 tokens not by 2 or 4; a clip of 0.1 always binds
 BASE = "--layers 5 --heads 4 --width 32 --context 16 --batch 12 --steps 3 --dtype float64 --grad-clip 0.1 --lr 0.01"

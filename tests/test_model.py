@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import model as gpt
-from ledger import Ledger
+from harness.ledger import Ledger
 
 transformers = pytest.importorskip("transformers")
 

@@ -11,8 +11,8 @@ import torch.distributed as dist
 
 import harness
 import model as gpt
-import pretrained
 import train
+from trainer import pretrained
 
 transformers = pytest.importorskip("transformers")
 SIZES = dict(vocab_size=300, hidden_size=32, intermediate_size=56, num_hidden_layers=4, num_attention_heads=4)

@@ -11,7 +11,7 @@ import harness
 import model as gpt
 import sequence_parallel as sp
 import tensor_parallel as tp
-from ledger import Ledger
+from harness.ledger import Ledger
 
 THREE = {f: dataclasses.replace(CONFIGS[f], heads=6, kv_heads=3, width=36, hidden=50) for f in ("gpt2", "llama")}
 

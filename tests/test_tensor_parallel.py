@@ -9,7 +9,7 @@ from reference import CONFIGS, assert_equal, batch, make_optimizer, train
 
 import model as gpt
 import tensor_parallel as tp
-from ledger import Ledger
+from harness.ledger import Ledger
 
 
 def build(config, group, seed=7):

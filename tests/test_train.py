@@ -7,7 +7,7 @@ import pytest
 from test_layouts import arguments, run_layout
 
 import harness
-import tracking
+from trainer import tracking
 
 SHORT = "--layers 2 --prove 0"
 

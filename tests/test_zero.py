@@ -10,13 +10,13 @@ from reference import CONFIGS, assert_equal, batch, make_optimizer, train
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-import data
 import harness
 import model as gpt
 import pipeline
 import tensor_parallel
 import zero
-from ledger import Ledger, storage_bytes
+from harness import data
+from harness.ledger import Ledger, storage_bytes
 
 
 def rows_of(rank, world):

@@ -187,6 +187,8 @@ def can_fork():
     return sys.platform == "linux" and not torch.cuda.device_count()
 
 
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+OWN = [ROOT, *(os.path.join(ROOT, folder) for folder in ("harness", "trainer", "benchmarks"))]  # where this project's code lies
 LOST = 75  # exit code of a rank whose peer went away: the peer, or who started it, has something to tell
 
 
@@ -252,8 +254,8 @@ def one_rank(work, args, rank, world, connect):
 
 def here(rank):
     """What a rank answers: its host, and the line of this project that its main thread is at."""
-    frame, inside = sys._current_frames().get(threading.main_thread().ident), os.path.dirname(__file__)
-    while frame and os.path.dirname(frame.f_code.co_filename) != inside:
+    frame = sys._current_frames().get(threading.main_thread().ident)
+    while frame and os.path.dirname(frame.f_code.co_filename) not in OWN:
         frame = frame.f_back
     return f"{socket.gethostname()} {os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}" if frame else "? ?"
 

@@ -1,4 +1,4 @@
-"""launch.py: ranks started by torchrun and by ourselves, on any number, and how they end."""
+"""harness/start.py: ranks started by torchrun and by ourselves, on any number, and how they end."""
 
 import json
 import os
@@ -17,12 +17,12 @@ from conftest import Script, children
 from test_harness import SMALL, refused
 
 import harness
-import launch
+from harness import start
 
 ROOT = pathlib.Path(__file__).parent.parent
 
 
-def start(script, *flags, torchrun, restarts=0):
+def torchrun_of(script, *flags, torchrun, restarts=0):
     """A script under torchrun, as a process."""
     command = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={torchrun}", "--standalone"]
     command += [f"--max-restarts={restarts}", str(ROOT / f"{script}.py"), *flags]
@@ -62,7 +62,7 @@ def test_port_in_use(tmp_path):
 
 def test_under_torchrun(tmp_path):
     file = tmp_path / "receipt.json"
-    code, out, err = end(start("ddp", *SMALL, "--json", str(file), torchrun=2))
+    code, out, err = end(torchrun_of("ddp", *SMALL, "--json", str(file), torchrun=2))
     assert code == 0, err
     receipt = json.loads(file.read_text())
     assert receipt["ok"] and receipt["world_size"] == 2 and len(receipt["steps"]) == 2 and "proven" in out
@@ -73,7 +73,7 @@ def test_under_torchrun(tmp_path):
 def test_torchrun_with_its_default_of_one_process(tmp_path):
     """The layout needs 2: train.py says so and starts them; and the curve is that of one process."""
     flags = [*SMALL, "--sample", "0", "--dtype", "float64"]
-    code, out, err = end(start("train", *flags, "--tp", "2", "--json", str(tmp_path / "two.json"), torchrun=1))
+    code, out, err = end(torchrun_of("train", *flags, "--tp", "2", "--json", str(tmp_path / "two.json"), torchrun=1))
     assert code == 0 and "this layout needs 2 processes: starting them on this machine" in err
     script = Script(tmp_path, "train", [*flags, "--json", str(tmp_path / "one.json"), "--log", str(tmp_path / "log")])
     assert script.end() == 0 and script.errors() == []
@@ -101,7 +101,7 @@ LONG = "--dp 3 --batch 6 --steps 100000 --prove 0 --sample 0 --eval-every 0".spl
 
 @pytest.mark.skipif(sys.platform != "linux", reason="finds the ranks in /proc")
 def test_a_rank_is_killed_under_torchrun():
-    process = start("train", *SMALL[:8], *LONG, torchrun=3)
+    process = torchrun_of("train", *SMALL[:8], *LONG, torchrun=3)
     while "step" not in process.stdout.readline():
         assert process.poll() is None, process.stderr.read()
     pids = children(process.pid)
@@ -132,11 +132,11 @@ def test_a_failing_rank_is_named_once():
 
         args = harness.parser("").parse_args([])
         args.device, args.backend = "cpu", "gloo"
-        return launch.one_rank(fail, args, rank, 3, connect)
+        return start.one_rank(fail, args, rank, 3, connect)
 
     pid = os.fork()
     if pid == 0:
-        os._exit(launch.start_ranks(work, 3))
+        os._exit(start.start_ranks(work, 3))
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 1
 
 
@@ -151,7 +151,8 @@ def test_every_technique_on_one_rank(tmp_path, script):
 
 def test_ranks_that_are_not_forked():
     """As on GPUs: fresh processes, which find each other by a file."""
-    lines = "import sys, launch, train; launch.can_fork = lambda: False; sys.argv = sys.argv[1:]; launch.script(train.main)"
+    lines = "import sys, train; from harness import start; start.can_fork = lambda: False; "
+    lines += "sys.argv = sys.argv[1:]; start.script(train.main)"
     flags = [str(ROOT / "train.py"), *SMALL, "--dp", "2", "--sample", "0"]
     command = [sys.executable, "-c", lines, *flags]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=90)

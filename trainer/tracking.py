@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 
 import harness
-from dryrun import DEVICES
 from harness import Refused
+from trainer.dryrun import DEVICES
 
 
 def mfu(run):

@@ -1,32 +1,28 @@
 """What all scripts share and no technique needs: the flags, the steps, the one-process reference, the receipt.
 
 A script's demo is a function of a `Run`. `launch` calls it on every rank, under torchrun or, without it, on ranks that it
-starts on this machine (launch.py). `Run.compare` trains the same model in one process and holds every gradient and weight
+starts on this machine (start.py). `Run.compare` trains the same model in one process and holds every gradient and weight
 against it; `Run.receipt` prints what was sent and held (ledger.py) beside the formulas, and that difference. Out of tolerance
 is exit code 1. Bad input is one sentence on stderr and exit code 2 (`Refused`), and so is a gradient that is no finite number.
 """
 
-import argparse
 import contextlib
 import hashlib
-import importlib.util
 import json
 import math
-import os
 import time
 
 import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import _disable_current_modes
 
-import data
-import launch as start
 import model as gpt
-from launch import Refused, say
-from launch import script as script
-from ledger import Ledger, human, storage_bytes
+from harness import data, start
+from harness.flags import DTYPES, configure
+from harness.ledger import Ledger, human, storage_bytes
+from harness.optimizer import clip, grad_norm, learning_rate, make_optimizer
+from harness.start import Refused, say
 
-DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
 # What counts as rounding: the largest relative difference from one process
 TOLERANCE = {
     "float64": {"loss": 1e-10, "grad_norm": 1e-10, "grad": 1e-10, "param": 1e-10},
@@ -36,173 +32,13 @@ TOLERANCE = {
 # A tensor's difference is relative to its own largest element, or to this part of the model's largest if that is more: the
 # gradient of a key's bias, say, is zero but for rounding (in bfloat16 much of small gradients is)
 FLOOR = {"float64": 1e-3, "float32": 1e-3, "bfloat16": 1.0}
-VOCAB = {"bytes": 257, "gpt2": 50257}
-
-
-# --- flags
-
-
-class Parser(argparse.ArgumentParser):
-    """Refuses bad flags in one sentence; its help shows the docstring as it is, and every default."""
-
-    class Formatter(argparse.RawDescriptionHelpFormatter):
-        def _get_help_string(self, action):
-            flag = action.default is None or action.default is False or action.default == argparse.SUPPRESS
-            shown = not flag and "default" not in action.help
-            return action.help + " (default: %(default)r)" * shown
-
-    def __init__(self, doc):
-        super().__init__(description=doc, usage="%(prog)s [flags]", allow_abbrev=False, conflict_handler="resolve")
-        self.formatter_class = lambda prog: self.Formatter(prog, max_help_position=28, width=120)
-
-    def error(self, message):
-        raise Refused(f"{message} (--help lists the flags)")
-
-
-def count(least):
-    """An argument type: a whole number of at least `least`."""
-
-    def parse(text):
-        if not text.isdecimal() or int(text) < least:
-            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least {least}")
-        return int(text)
-
-    return parse
-
-
-def real(least):
-    """An argument type: a finite number of at least `least`."""
-
-    def parse(text):
-        try:
-            value = float(text)
-        except ValueError:
-            value = math.nan
-        if not least <= value < math.inf:
-            raise argparse.ArgumentTypeError(f"{text!r} is not a number of at least {least}")
-        return value
-
-    return parse
-
-
-POSITIVE = dict(type=count(1), metavar="N")
-NATURAL = dict(type=count(0), metavar="N")
-
-
-def parser(doc, **defaults):
-    """The flags that every script knows; `defaults` replaces some of their defaults."""
-    p = Parser(doc)
-    g = p.add_argument_group("the model")
-    g.add_argument("--preset", default="tiny", help="named size: " + ", ".join(gpt.PRESETS))
-    g.add_argument("--family", choices=["gpt2", "llama"], help="turn the preset into this family (tiny is gpt2)")
-    for name, why in {
-        "layers": "number of blocks",
-        "heads": "attention heads a layer",
-        "kv-heads": "key/value heads; fewer than heads is grouped-query attention",
-        "width": "size of the residual stream",
-        "hidden": "inner size of the MLP, or of each expert",
-        "context": "tokens a sequence",
-        "vocab": "size of the vocabulary, at least the tokenizer's",
-    }.items():
-        g.add_argument(f"--{name}", **POSITIVE, help=why + " (default: the preset's)")
-    for name, why in {
-        "experts": "experts in the MLP's place, 0 = a plain MLP",
-        "top-k": "experts a token is sent to",
-        "shared": "size, in experts, of an MLP that every token passes as well",
-    }.items():
-        g.add_argument(f"--{name}", **NATURAL, help=why + " (default: the preset's)")
-    g.add_argument(
-        "--balance-loss",
-        type=real(0),
-        metavar="X",
-        help="factor of the experts' load balance loss: without it a few get all tokens (default: 0)",
-    )
-    g.add_argument(
-        "--z-loss", type=real(0), metavar="X", help="factor of the router's z-loss, which keeps its scores small (default: 0)"
-    )
-    g.add_argument("--dropout", type=real(0), default=0.0, metavar="P", help="probability, on embedding and residual stream")
-    g = p.add_argument_group("training")
-    g.add_argument("--steps", **POSITIVE, default=10, help="optimizer steps")
-    g.add_argument("--batch", **POSITIVE, default=16, help="sequences in the global batch, over all ranks")
-    g.add_argument(
-        "--microbatches",
-        **POSITIVE,
-        default=2,
-        help="pieces that a rank works off one by one: activations of one are held at a time",
-    )
-    g.add_argument("--seed", type=int, default=1, metavar="N", help="of weights, batches and dropout")
-    why = "sgd shows a gradient of the wrong scale, adamw hides it"
-    g.add_argument("--optimizer", choices=["adamw", "sgd"], default="adamw", help=why)
-    g.add_argument("--lr", type=real(0), default=1e-3, metavar="X", help="learning rate after warm-up")
-    g.add_argument("--warmup", **NATURAL, default=0, help="steps over which the learning rate rises")
-    g.add_argument("--weight-decay", type=real(0), default=0.1, metavar="X", help="on matrices, not on biases and norms")
-    g.add_argument("--grad-clip", type=real(0), default=1.0, metavar="X", help="largest global gradient norm; 0 = off")
-    why = "of weights, gradients and activations; bfloat16 alone loses small updates: zero.py and train.py have --param-dtype"
-    g.add_argument("--dtype", choices=list(DTYPES), default="float32", help=why)
-    g = p.add_argument_group("data")
-    g.add_argument("--data", default="stdlib", metavar="PATH", help="a text file, a folder of them, stdlib or shakespeare")
-    g.add_argument("--tokenizer", choices=["bytes", "gpt2"], default="bytes", help="gpt2's is downloaded once by tiktoken")
-    g = p.add_argument_group("running")
-    g.add_argument(
-        "--nproc", **POSITIVE, help="processes to start here when torchrun did not (default: 4; train.py: the layout's)"
-    )
-    g.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto", help="auto: GPUs where there are any")
-    why = "default: nccl on GPUs, else gloo; gloo ranks may share a GPU"
-    g.add_argument("--backend", choices=["gloo", "nccl"], help=why)
-    why = "how long ranks wait for one that does not answer before the run ends and names it"
-    g.add_argument("--timeout", type=real(0.1), default=600, metavar="SECONDS", help=why)
-    why = "compare the first N steps with one process (default: 10, or all of them in float64)"
-    g.add_argument("--prove", **NATURAL, help=why)
-    g.add_argument("--json", metavar="FILE", help="write the receipt as JSON")
-    g.add_argument("--quiet", action="store_true", help="print nothing but errors")
-    for action in p._actions:
-        if action.dest in defaults:  # the help shows the new one
-            action.help = action.help.split(" (default:")[0]
-    p.set_defaults(**defaults)
-    return p
-
-
-def configure(args):
-    """The model's Config from the flags. Refuses sizes that contradict each other."""
-    fields = ["layers", "heads", "kv_heads", "width", "hidden", "context", "vocab", "experts", "top_k", "shared"]
-    fields += ["balance_loss", "z_loss", "bias_rate"]
-    overrides = {name: getattr(args, name, None) for name in fields} | {"dropout": args.dropout}
-    need = VOCAB[args.tokenizer]
-    if args.vocab is None and "vocab" not in gpt.PRESETS.get(args.preset, {}):
-        overrides["vocab"] = need
-    for name, value in (getattr(args, "shape", None) or {}).items():  # of a trained model
-        if overrides.get(name) not in (None, value) and name not in ("context", "vocab"):
-            raise Refused(f"--{name.replace('_', '-')} {overrides[name]} is not the model's {value}: leave it out")
-        if name not in ("context", "vocab") or getattr(args, name) is None:
-            overrides[name] = value
-    try:
-        config = gpt.configure(args.preset, args.family, **overrides)
-    except ValueError as e:
-        raise Refused(str(e)) from e
-    if config.vocab < need:
-        raise Refused(f"a vocabulary of {config.vocab} is too small for --tokenizer {args.tokenizer}, which has {need} tokens")
-    return config
-
-
-def check_batch(args, parts):
-    """Refuse a batch that does not divide into micro-batches on `parts` data-parallel ranks."""
-    each = parts * args.microbatches
-    if args.batch % each:
-        fits = [str(m) for m in range(1, args.batch + 1) if args.batch % (parts * m) == 0]
-        hint = (
-            f"--microbatches could be {', '.join(fits)}"
-            if fits
-            else f"--batch could be {each * max(1, round(args.batch / each))}"
-        )
-        what = f"{parts} data-parallel ranks x {args.microbatches} micro-batches"
-        raise Refused(f"--batch {args.batch} does not divide by {what}: {hint}")
 
 
 # --- start-up
 
 
 def launch(demo, args, needed=None, check=lambda world: None, run=None):
-    """Call demo(Run) on every rank, and end the process with its exit code: see launch.py. run(args, rank, world, device) makes
+    """Call demo(Run) on every rank, and end the process with its exit code: see start.py. run(args, rank, world, device) makes
     what demo is given; by default it is a Run."""
 
     def ready(world):
@@ -221,116 +57,6 @@ def check_files(args):
                 open(path, "a").close()
             except OSError as e:
                 raise Refused(f"--{name} {path} can't be written ({e.strerror}): give another file") from e
-
-
-# --- training, as far as no technique changes it
-
-
-def learning_rate(step, args):
-    """Linear warm-up, then (where args.min_lr is given) a cosine down to it at the last step."""
-    if step < args.warmup:
-        return args.lr * (step + 1) / (args.warmup + 1)
-    low = getattr(args, "min_lr", None)
-    if low is None:
-        return args.lr
-    progress = (step - args.warmup) / max(1, args.steps - 1 - args.warmup)
-    return low + (args.lr - low) * 0.5 * (1 + math.cos(math.pi * progress))
-
-
-def plot_flag(group, what):
-    group.add_argument("--plot", metavar="NAME", help=f"{what}: NAME.png and NAME.svg (needs matplotlib)")
-
-
-def check_plot(args):
-    if args.plot and not importlib.util.find_spec("matplotlib"):
-        raise Refused("--plot needs matplotlib: pip install matplotlib, or leave --plot out")
-    if args.plot and not os.path.isdir(os.path.dirname(args.plot) or "."):
-        raise Refused(f"--plot {args.plot}: there is no such folder")
-
-
-def pyplot():
-    """matplotlib.pyplot, drawing to files only. Imported when needed: nobody else has to have it."""
-    import matplotlib
-
-    matplotlib.use("agg")
-    import matplotlib.pyplot
-
-    return matplotlib.pyplot
-
-
-def save(figure, name):
-    for kind in ("png", "svg"):
-        figure.savefig(f"{name}.{kind}", dpi=150, bbox_inches="tight")
-
-
-def precision_flags(group):
-    """--param-dtype and --reduce-dtype, for scripts with mixed precision."""
-    why = "of weights, gradients and activations; the optimizer's copy of the weights stays in --dtype (default: --dtype)"
-    group.add_argument("--param-dtype", choices=list(DTYPES), help=why)
-    why = "in which gradients are added up over ranks and micro-batches (default: --param-dtype)"
-    group.add_argument("--reduce-dtype", choices=list(DTYPES), help=why)
-
-
-def make_optimizer(parameters, args):
-    """AdamW or SGD; weight decay on matrices only."""
-    parameters = [p for p in parameters if p.requires_grad]
-    matrices, vectors = [p for p in parameters if p.dim() > 1], [p for p in parameters if p.dim() <= 1]
-    groups = [{"params": ps, "weight_decay": decay} for ps, decay in ((matrices, args.weight_decay), (vectors, 0.0)) if ps]
-    if args.optimizer == "sgd":
-        return torch.optim.SGD(groups, lr=args.lr)
-    return torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, 0.95), fused=True)
-
-
-def grad_norm(parameters, split=(), dealt=()):
-    """The norm of the whole model's gradient, each element counted once; a float64 scalar tensor.
-
-    split: groups over which parameters may be split (tensor parallel); one that is not is whole on every rank, and counts
-    on the first. dealt: groups over which whole parameters are dealt out (pipeline). A parameter whose gradient was summed
-    over a group (a tied matrix on two stages) counts on that group's first rank.
-    """
-    total = torch.zeros((), dtype=torch.float64)
-    mine = []
-    for p in parameters:
-        if p.grad is not None:
-            total = total.to(p.grad.device)
-            placement = getattr(p, "placement", {"split": {}, "partial": []})
-            copies = [g for g in split if g not in placement["split"].values()] + placement["partial"]
-            if all(dist.get_rank(g) == 0 for g in copies):
-                mine.append(p.grad)
-    if mine:
-        dtype = torch.promote_types(mine[0].dtype, torch.float32)
-        total += torch.stack(torch._foreach_norm(mine, dtype=dtype)).double().square().sum()
-    for group in (*split, *dealt):
-        dist.all_reduce(total, group=group)
-    return total.sqrt()
-
-
-def clip(parameters, norm, limit):
-    """Scale gradients in place so that their global norm is at most `limit` (0: leave them)."""
-    if limit > 0:
-        grads = [p.grad for p in parameters if p.grad is not None]
-        torch._foreach_mul_(grads, (limit / (norm + 1e-6)).clamp(max=1.0).to(grads[0].dtype))
-
-
-def activation_bytes(config, sequences, element_size, tp=1, recompute="none"):
-    """What backward needs of one block's forward, for `sequences` full contexts: bytes a rank. recompute: as of the model.
-
-    Korthikanti et al. 2022, arXiv:2205.05198, section 4, s b h (10 + 24/t) for GPT in 16 bits, less the dropout masks (ours
-    are made again) and the attention scores (flash attention keeps none): inputs and outputs of both norms are whole, the
-    heads' q, k, v and result and the MLP's hidden values are split.
-    """
-    head_size = config.width // config.heads
-    whole = 4 * config.width
-    mlp = (4 if config.mlp == "swiglu" else 2) * config.hidden
-    if recompute == "block":
-        return sequences * config.context * config.width * element_size
-    if recompute == "selective":  # without one norm's output or both, and what lies between up and down
-        whole -= (1 if config.experts or config.mlp == "swiglu" else 2) * config.width
-        mlp //= 2
-    if config.experts:  # each token's k rows as they go in and come out, and what lies between
-        whole, mlp = whole + 3 * config.top_k * config.width, mlp * (config.top_k + config.shared)
-    split = (2 * config.heads + 2 * config.kv_heads) * head_size + mlp
-    return sequences * config.context * (whole + split / tp) * element_size
 
 
 # --- a run

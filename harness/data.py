@@ -90,7 +90,7 @@ def hash64(a, b):
 def load(source="stdlib", tokenizer="bytes", folder=None):
     """The Corpus of a source: "stdlib", "shakespeare", or the path of a text file or of a folder of them.
 
-    Tokenised once, then read from the cache in `folder` (default: data/ beside this file, or a temporary folder where
+    Tokenised once, then read from the cache in `folder` (default: data/ in the project's folder, or a temporary folder where
     that can't be written). Safe when many processes start at once: one works, the others wait for its file.
     Raises DataError for text that is missing, empty or not text, and for a tokenizer that can't be had.
     """
@@ -225,7 +225,7 @@ def encode(files, encoding, source):
 
 
 def cache_folder():
-    folder = pathlib.Path(__file__).parent / "data"
+    folder = pathlib.Path(__file__).parent.parent / "data"
     try:
         folder.mkdir(exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()

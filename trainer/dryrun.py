@@ -53,11 +53,10 @@ from torch.utils.flop_counter import flop_registry
 import context_parallel
 import expert_parallel
 import harness
-import ledger
 import pipeline
 import tensor_parallel
 import zero
-from harness import Refused
+from harness import Refused, ledger
 
 # Large bf16 products reach 80% of an H100's data sheet, 86% of an A100's (S. Bekman, ml-engineering, "Maximum Achievable Matmul
 # FLOPS"); nccl's large all-reduces about 80% of NVLink's (360 of 450 GB/s, nccl-tests)

@@ -1,0 +1,22 @@
+"""What a lesson stands on: start-up of ranks, flags, text, the steps' bookkeeping, the proof, the receipt.
+
+It knows none of the techniques. A demo writes `import harness` and finds here what it needs.
+"""
+
+from harness.flags import (
+    DTYPES,
+    NATURAL,
+    POSITIVE,
+    Parser,
+    check_batch,
+    configure,
+    count,
+    parser,
+    precision_flags,
+    real,
+)
+from harness.memory import activation_bytes
+from harness.optimizer import clip, grad_norm, learning_rate, make_optimizer
+from harness.plots import check_plot, plot_flag, pyplot, save
+from harness.run import FLOOR, TOLERANCE, Run, larger, launch
+from harness.start import Refused, say, script
