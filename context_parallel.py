@@ -569,7 +569,7 @@ def demo(run):
     where = positions(c.context, run.rank, ring, ulysses, zigzag).to(run.device)
     for step in run.steps(optimizer):
         sync.zero_grad()
-        loss = torch.zeros((), dtype=torch.float64, device=run.device)
+        loss = run.zero()
         for tokens, targets, samples in run.microbatches(step):  # all sequences, on every rank; of each its part
             tokens, targets = shard(tokens, where), shard(targets, where, -1)
             # count: the global batch's tokens
@@ -577,7 +577,12 @@ def demo(run):
             part.backward()
             loss += part.detach()
         sync.finish()
-        run.update(step, model, optimizer, loss, over=[group])  # sums the loss, clips, optimizer.step()
+        dist.all_reduce(loss, group=group)
+        norm = harness.grad_norm(parameters)
+        run.check(loss, norm, model.named)
+        harness.clip(parameters, norm, args.grad_clip)
+        optimizer.step()
+        run.log(loss, norm)
 
     size = sum(p.numel() for p in parameters) * e
     each = bytes_sent(args.kind, ring, ulysses, args.batch, len(where), c.heads, c.kv_heads, c.width // c.heads, e)

@@ -50,7 +50,7 @@ class Bucket:
         self.parameters = parameters
         first = parameters[0]
         placement = getattr(first, "placement", {})
-        self.partial, self.copies = placement.get("partial", []), placement.get("copies")
+        self.partial, self.data = placement.get("partial", []), placement.get("data")
         self.flat = torch.zeros(sum(p.numel() for p in parameters), dtype=first.dtype, device=first.device)
         for p, piece in zip(parameters, self.flat.split([p.numel() for p in parameters])):
             p.grad = piece.view_as(p)
@@ -65,11 +65,11 @@ class Bucket:
 def make_buckets(parameters, bucket_bytes):
     """Fill buckets of at most `bucket_bytes` (a larger parameter gets its own) from the last parameter to the first, the
     order in which backward produces gradients. The parameters of a bucket are of one dtype, on one device, partial over the
-    same groups, and copied over the same group."""
+    same groups, and of the same data-parallel group."""
     lists, latest, size = [], {}, {}
     for p in reversed([p for p in parameters if p.requires_grad]):
         placement = getattr(p, "placement", {})
-        kind = p.dtype, p.device, id(placement.get("copies")), *map(id, placement.get("partial", []))
+        kind = p.dtype, p.device, id(placement.get("data")), *map(id, placement.get("partial", []))
         here = p.numel() * p.element_size()
         if kind not in latest or size[kind] + here > bucket_bytes:
             latest[kind], size[kind] = [], 0
@@ -98,7 +98,7 @@ class DDP:
     Beside other kinds of parallelism (to be skipped at first): a parameter that gets its gradient in two passes each (a
     pipeline rank's two stages share it) is listed twice. One may be partial over further groups (`parameter.placement`, as
     tensor_parallel.shard writes it; a matrix tied across pipeline stages): finish() sums its gradient over them too.
-    `placement["copies"]` is another group than `group` that holds copies of it (an expert, of which there are fewer).
+    `placement["data"]` is another group than `group` that holds copies of it (an expert, of which there are fewer).
     """
 
     def __init__(self, parameters, group, microbatches=1, bucket_bytes=25 << 20, overlap=True, all_reduce=dist.all_reduce):
@@ -132,7 +132,7 @@ class DDP:
         # that is full early waits for those before it
         while self.next < len(self.buckets) and (rest or self.buckets[self.next].missing == 0):
             bucket = self.buckets[self.next]
-            self.works.append(self.all_reduce(bucket.flat, group=bucket.copies or self.group, async_op=True))
+            self.works.append(self.all_reduce(bucket.flat, group=bucket.data or self.group, async_op=True))
             self.next += 1
 
     def finish(self):
@@ -250,13 +250,19 @@ def demo(run):
     optimizer = harness.make_optimizer(parameters, args)
     for step in run.steps(optimizer):
         sync.zero_grad()
-        loss = torch.zeros((), dtype=torch.float64, device=run.device)
+        loss = run.zero()
         for tokens, targets, samples in run.microbatches(step, run.rank, run.world):
             part = model(tokens, targets=targets, count=run.count, samples=samples)  # count: the global batch's tokens
             part.backward()
             loss += part.detach()
         sync.finish()
-        run.update(step, model, optimizer, loss, over=[group], leader=leader)  # sums the loss, clips, optimizer.step()
+        dist.all_reduce(loss, group=group)
+        norm = harness.grad_norm(parameters)
+        run.check(loss, norm, model.named, leader)
+        if leader:
+            harness.clip(parameters, norm, args.grad_clip)
+            optimizer.step()
+        run.log(loss, norm)
 
     n, c, size = run.world, run.config, sum(p.numel() * p.element_size() for p in parameters)
     if args.sync == "server":

@@ -207,31 +207,25 @@ class ExpertDispatch(nn.Module):
         return torch.cat(added)
 
 
-def piece(full, dim, index, count):
-    """Piece `index` of `count` of a tensor along `dim`: as even as can be, the first ones longer by one. (Unlike
-    tensor_parallel.piece, which pads.)"""
-    return full.tensor_split(count, dim)[index]
-
-
 def shard(parameter, group, copies=None):
     """This rank's experts of a parameter (E, ...), and in its `placement` what they are a piece of: the whole's shape, which
-    dimension is split over which group, the groups over which its gradient is still a partial sum (none: the tokens came
-    here), and as "copies" the group of those that hold the same experts for other tokens, if given (Megatron's expert data
+    dimension is split over which group, from where, how many; and as "data" the group of those that hold the same experts for other tokens, if given (Megatron's expert data
     parallel group): data parallelism must sum their gradients over it, not over its own group. Where E does not divide, the
     first ranks have one more."""
-    part = piece(parameter.detach(), 0, dist.get_rank(group), dist.get_world_size(group)).clone()
+    rank, sizes = dist.get_rank(group), expert_counts(len(parameter), dist.get_world_size(group))
+    start = sum(sizes[:rank])
+    part = parameter.detach()[start : start + sizes[rank]].clone()
     part = nn.Parameter(part, requires_grad=parameter.requires_grad)
     part.__dict__.update(parameter.__dict__)
-    whole = getattr(parameter, "placement", {"shape": parameter.shape, "split": {}, "partial": []})
-    part.placement = whole | {"split": whole["split"] | {0: group}} | ({"copies": copies} if copies else {})
+    whole = placement(parameter)
+    part.placement = whole | {"cuts": whole["cuts"] | {0: (group, start, sizes[rank])}, "data": copies}
     return part
 
 
-def take(full, parameter):
-    """This rank's piece of a full tensor, as the parameter's `placement` says."""
-    for dim, group in getattr(parameter, "placement", {"split": {}})["split"].items():
-        full = piece(full, dim, dist.get_rank(group), dist.get_world_size(group))
-    return full
+def placement(parameter):
+    """What a parameter is a piece of: {"shape": of the whole, "cuts": {dimension: (group, start, size)}, "copies": [groups whose
+    ranks hold the same piece]}."""
+    return {"shape": tuple(parameter.shape), "cuts": {}, "copies": []} | getattr(parameter, "placement", {})
 
 
 def expert_counts(experts, world):
@@ -252,13 +246,22 @@ def parallelize(model, group, capacity=None, chunks=1, copies=None):
         for name, p in list(block.mlp.experts.named_parameters()):
             setattr(block.mlp.experts, name, shard(p, group, copies))
         block.mlp.dispatch = ExpertDispatch(expert_counts(experts, world), group, capacity, chunks)
+    for p in model.parameters():
+        if not split_over(p, group):
+            where = placement(p)
+            p.placement = where | {"copies": [*where["copies"], group]}
     return model
+
+
+def split_over(parameter, group):
+    """Whether each rank of the group holds another piece of the parameter."""
+    return any(group is other for other, _, _ in placement(parameter)["cuts"].values())
 
 
 def sum_gradients(parameters, group):
     """After backward: sums the gradients of what is whole on every rank of the group, in one all-reduce. Those of experts are
     split over it, and complete."""
-    grads = [p.grad for p in parameters if group not in getattr(p, "placement", {"split": {}})["split"].values()]
+    grads = [p.grad for p in parameters if not split_over(p, group)]
     flat = torch.cat([g.flatten() for g in grads])
     dist.all_reduce(flat, group=group)
     for g, total in zip(grads, flat.split([g.numel() for g in grads])):
@@ -302,12 +305,13 @@ def check(args, config, world):
 def demo(run):
     args, group, c, e = run.args, dist.group.WORLD, run.config, run.dtype.itemsize
     run.groups(ep=group)
-    model = run.fill(parallelize(run.meta_model(), group, args.capacity, args.chunks), take=take)
+    model = run.fill(parallelize(run.meta_model(), group, args.capacity, args.chunks))
     mixtures = [block.mlp for block in model.blocks.values()]
-    optimizer, times, loads = harness.make_optimizer(model.parameters(), args), [], []
+    parameters = list(model.parameters())
+    optimizer, times, loads = harness.make_optimizer(parameters, args), [], []
     for step in run.steps(optimizer):
         optimizer.zero_grad(set_to_none=False)  # gradients stay in memory: the receipt counts them
-        loss = torch.zeros((), dtype=torch.float64, device=run.device)
+        loss = run.zero()
         for moe in mixtures:
             moe.dispatch.rows = 0
             moe.dispatch.times = times if step and run.device.type == "cpu" else None  # the first step warms up
@@ -315,8 +319,13 @@ def demo(run):
             part = model(tokens, targets=targets, count=run.count, samples=samples)  # count: the global batch's tokens
             part.backward()
             loss += part.detach()
-        sum_gradients(model.parameters(), group)
-        run.update(step, model, optimizer, loss, over=[group], split=[group])  # sums the loss, clips, optimizer.step()
+        sum_gradients(parameters, group)
+        dist.all_reduce(loss, group=group)
+        norm = harness.grad_norm(parameters, [group])  # over the experts of all ranks
+        run.check(loss, norm, model.named)
+        harness.clip(parameters, norm, args.grad_clip)
+        optimizer.step()
+        run.log(loss, norm)
         loads.append(torch.stack([torch.stack((moe.router.load, moe.dispatch.rows)) for moe in mixtures]))
         gpt.rebalance(model, lambda load: dist.all_reduce(load, group=group))
 

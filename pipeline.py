@@ -574,7 +574,7 @@ def split(make_model, stages, mine, tied_group=None):
             if tied_group is None:
                 raise ValueError("a tied matrix on several stages needs tied_group, or its two copies drift apart")
             matrix = model.embed.token.weight
-            matrix.placement = {"shape": matrix.shape, "split": {}, "partial": [tied_group]}
+            matrix.placement = {"partial": [tied_group]}
         if stage > 0:
             model.embed = None
         if stage < stages - 1:
@@ -864,8 +864,13 @@ def demo(run):
         record = spans if step + 1 == args.steps else None
         losses = play(schedule, forward, shape, run.dtype, run.device, links, record=record)
         reduce_tied(parameters)
-        loss = torch.stack(losses).double().sum() if losses else torch.zeros((), dtype=torch.float64, device=run.device)
-        run.update(step, model, optimizer, loss, over=[dist.group.WORLD], dealt=[dist.group.WORLD])  # clips, optimizer.step()
+        loss = sum(losses, run.zero())  # the last stage has them all, the others none
+        dist.all_reduce(loss)
+        norm = harness.grad_norm(parameters, [dist.group.WORLD])  # over the stages of all ranks
+        run.check(loss, norm, model.named)
+        harness.clip(parameters, norm, args.grad_clip)
+        optimizer.step()
+        run.log(loss, norm)
 
     one = shape[0] * shape[1] * shape[2] * run.dtype.itemsize
     away = {step: sum(owner.get(stage + step, rank) != rank for stage in mine) for step in (1, -1)}

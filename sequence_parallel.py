@@ -256,8 +256,7 @@ def parallelize(model, group, keep=True):
         enter(model.head, ["out"], stream, keep)
     for p in model.parameters():
         if not tensor_parallel.split_over(p, group):  # it works on the split stream
-            whole = getattr(p, "placement", {"shape": p.shape, "split": {}, "partial": []})
-            p.placement = whole | {"partial": [*whole["partial"], group]}
+            p.placement = p.placement | {"partial": [*p.placement.get("partial", []), group]}
     return model
 
 
@@ -344,18 +343,22 @@ def demo(run):
     args, group, t, c, e = run.args, dist.group.WORLD, run.world, run.config, run.dtype.itemsize
     run.groups(tp=group)
     keep = not args.gather_again
-    model = run.fill(parallelize(run.meta_model(), group, keep), take=tensor_parallel.take)
+    model = run.fill(parallelize(run.meta_model(), group, keep))
     parameters = list(model.parameters())
     optimizer = harness.make_optimizer(parameters, args)
     for step in run.steps(optimizer):
         optimizer.zero_grad(set_to_none=False)  # gradients stay in memory: the receipt counts them
-        loss = torch.zeros((), dtype=torch.float64, device=run.device)
+        loss = run.zero()
         for tokens, targets, samples in run.microbatches(step):  # the whole batch, on every rank
             part = model(tokens, targets=targets, count=run.count, samples=samples)  # count: the global batch's tokens
             part.backward()
             loss += part.detach()
         reduce_partial(parameters)
-        run.update(step, model, optimizer, loss, split=[group])  # the norm, over ranks with other pieces; optimizer.step()
+        norm = harness.grad_norm(parameters, [group])  # over the pieces of all ranks; the loss is already everyone's
+        run.check(loss, norm, model.named)
+        harness.clip(parameters, norm, args.grad_clip)
+        optimizer.step()
+        run.log(loss, norm)
 
     size = bytes_sent(c, t, args.batch, c.context, e, c.layers, keep=keep)
     scatter = "all_to_all" if dist.get_backend(group) == "gloo" else "reduce_scatter"

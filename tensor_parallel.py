@@ -91,29 +91,34 @@ def piece(full, dim, index, count):
     return torch.cat((part, part.new_zeros(shape)), dim) if shape[dim] else part.clone(memory_format=torch.contiguous_format)
 
 
+def placement(parameter):
+    """What a parameter is a piece of: {"shape": of the whole, "cuts": {dimension: (group, start, size)} of this rank's piece
+    without its padding, "copies": the groups whose ranks hold the same piece}."""
+    return {"shape": tuple(parameter.shape), "cuts": {}, "copies": []} | getattr(parameter, "placement", {})
+
+
 def shard(parameter, dim, group):
-    """This rank's piece of a parameter. Its `placement` says what it is a piece of: the whole's shape, which dimension is
-    split over which group, and the groups over which its gradient is a partial sum after backward (none here; a tied matrix
-    on two pipeline stages has one).
-    Attributes of the parameter go along. Works on the meta device too."""
-    part = piece(parameter.detach(), dim, dist.get_rank(group), dist.get_world_size(group))
-    part = nn.Parameter(part, requires_grad=parameter.requires_grad)
+    """This rank's piece of a parameter, cut along `dim`; its `placement` says so. Attributes of the parameter go along.
+    Works on the meta device too."""
+    t, rank, size = dist.get_world_size(group), dist.get_rank(group), parameter.shape[dim]
+    part = nn.Parameter(piece(parameter.detach(), dim, rank, t), requires_grad=parameter.requires_grad)
     part.__dict__.update(parameter.__dict__)
-    whole = getattr(parameter, "placement", {"shape": parameter.shape, "split": {}, "partial": []})
-    part.placement = whole | {"split": whole["split"] | {dim: group}}
+    start = min(rank * part.shape[dim], size)
+    whole = placement(parameter)
+    part.placement = whole | {"cuts": whole["cuts"] | {dim: (group, start, min(part.shape[dim], size - start))}}
     return part
 
 
 def take(full, parameter):
     """This rank's piece of a full tensor, as the parameter's `placement` says."""
-    for dim, group in getattr(parameter, "placement", {"split": {}})["split"].items():
+    for dim, (group, _, _) in placement(parameter)["cuts"].items():
         full = piece(full, dim, dist.get_rank(group), dist.get_world_size(group))
     return full
 
 
 def split_over(parameter, group):
     """Whether each rank of the group holds another piece of the parameter."""
-    return group in getattr(parameter, "placement", {"split": {}})["split"].values()
+    return any(group is other for other, _, _ in placement(parameter)["cuts"].values())
 
 
 class Enter(nn.Module):
@@ -280,6 +285,10 @@ def parallelize(model, group):
     if model.head is not None:
         model.head.enter, model.head.out = Enter(group), column(model.head.out)
         model.loss = VocabParallelCrossEntropy(model.config.vocab, group)
+    for p in model.parameters():
+        if not split_over(p, group):
+            where = placement(p)
+            p.placement = where | {"copies": [*where["copies"], group]}
     return model
 
 
@@ -348,16 +357,21 @@ def check(config, world):
 def demo(run):
     args, group = run.args, dist.group.WORLD
     run.groups(tp=group)
-    model = run.fill(parallelize(run.meta_model(), group), take=take)
-    optimizer = harness.make_optimizer(model.parameters(), args)
+    model = run.fill(parallelize(run.meta_model(), group))
+    parameters = list(model.parameters())
+    optimizer = harness.make_optimizer(parameters, args)
     for step in run.steps(optimizer):
         optimizer.zero_grad(set_to_none=False)  # gradients stay in memory: the receipt counts them
-        loss = torch.zeros((), dtype=torch.float64, device=run.device)
+        loss = run.zero()
         for tokens, targets, samples in run.microbatches(step):  # the whole batch, on every rank
             part = model(tokens, targets=targets, count=run.count, samples=samples)  # count: the global batch's tokens
             part.backward()
             loss += part.detach()
-        run.update(step, model, optimizer, loss, split=[group])  # the norm, over ranks with other pieces; optimizer.step()
+        norm = harness.grad_norm(parameters, [group])  # over the pieces of all ranks; the loss is already everyone's
+        run.check(loss, norm, model.named)
+        harness.clip(parameters, norm, args.grad_clip)
+        optimizer.step()
+        run.log(loss, norm)
 
     t, c, e = run.world, run.config, run.dtype.itemsize
     norm = 2 * (t - 1) / t * 8  # the squared gradient norm, one float64

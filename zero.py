@@ -236,7 +236,7 @@ class ZeRO:
     scopes: parts of the model that have backward passes of their own (a pipeline rank's stages), `microbatches` each, within
         `with zero.backward(index of the scope)`. They may share parameters. Default: the model is the only one.
     A parameter may be partial over further groups (`parameter.placement`, as tensor_parallel.shard writes it; a matrix tied
-    across pipeline stages): finish() sums this rank's part of its gradient over them. placement["copies"]: it is shared out
+    across pipeline stages): finish() sums this rank's part of its gradient over them. placement["data"]: it is shared out
     over that group instead of `group` (an expert, of which there are fewer copies).
     """
 
@@ -280,8 +280,8 @@ class ZeRO:
             dtypes += [param_dtype or dtypes[0]]
             dtypes += [reduce_dtype or dtypes[1]]
             where = device or parameters[0].device
-            copies = getattr(parameters[0], "placement", {}).get("copies", group)
-            bucket = Bucket(parameters, value, copies, stage, where, dtypes, offload)
+            data = getattr(parameters[0], "placement", {}).get("data") or group
+            bucket = Bucket(parameters, value, data, stage, where, dtypes, offload)
             bucket.scopes = scopes
             self.buckets.append(bucket)
             for unit in users:
@@ -314,9 +314,9 @@ class ZeRO:
             self.rest = Unit(self, self.model, [], None)
         for p in reversed(list(self.model.parameters())):
             placement = getattr(p, "placement", {})
-            partial, copies = placement.get("partial", []), placement.get("copies")
+            partial, data = placement.get("partial", []), placement.get("data")
             using = users.get(p, (self.rest,) if self.rest else ())
-            key = using, scopes[p], p.requires_grad, p.dtype, p.device, id(copies), tuple(id(g) for g in partial)
+            key = using, scopes[p], p.requires_grad, p.dtype, p.device, id(data), tuple(id(g) for g in partial)
             size[key] = size.get(key, 0) + p.numel() * p.element_size()
             if key not in latest or size[key] > bucket_bytes:
                 latest[key], size[key] = [], p.numel() * p.element_size()
@@ -413,24 +413,23 @@ class ZeRO:
             for group in bucket.partial:
                 dist.all_reduce(bucket.gradient, group=group)
 
-    def grad_norm(self, split=(), dealt=()):
+    def grad_norm(self, groups=()):
         """The norm of the whole model's gradient, each element counted once; a float64 scalar tensor, the same on all ranks.
 
-        split: groups over which parameters may be split (tensor parallel); one that is not is whole on every rank, and counts
-        on the first. dealt: groups over which whole parameters are dealt out (pipeline). A partial one counts on its group's
-        first rank.
+        groups: further ones over which parameters are split or dealt out (tensor parallel, pipeline). A parameter that all ranks
+        of such a group hold (`placement["copies"]`), or hold a partial sum of, counts on the group's first rank.
         """
         total, mine = torch.zeros((), dtype=torch.float64), []
         for bucket in self.trained:
             total = total.to(bucket.gradient.device)
             for p, span in zip(bucket.parameters, bucket.spans):
-                whole = [g for g in split if g not in getattr(p, "placement", {"split": {}})["split"].values()]
-                if all(dist.get_rank(g) == 0 for g in (*whole, *bucket.partial)):
+                copies = [g for g in getattr(p, "placement", {}).get("copies", []) if g in groups]
+                if all(dist.get_rank(g) == 0 for g in (*copies, *bucket.partial)):
                     mine.append(bucket.gradient[span])
         if mine:
             dtype = torch.promote_types(mine[0].dtype, torch.float32)
             total += torch.stack(torch._foreach_norm(mine, dtype=dtype)).double().square().sum()
-        for group in (*[self.group] * (self.stage > 0), *split, *dealt):
+        for group in (*[self.group] * (self.stage > 0), *groups):
             dist.all_reduce(total, group=group)
         return total.sqrt()
 
@@ -714,13 +713,18 @@ def demo(run):
     )
     for step in run.steps(zero):
         zero.zero_grad()
-        loss = torch.zeros((), dtype=torch.float64, device=run.device)
+        loss = run.zero()
         for tokens, targets, samples in run.microbatches(step, run.rank, n):
             part = model(tokens, targets=targets, count=run.count, samples=samples)  # count: the global batch's tokens
             part.backward()
             loss += part.detach()
         zero.finish()
-        run.update(step, model, zero, loss, over=[group])  # sums the loss, clips, zero.step()
+        dist.all_reduce(loss, group=group)
+        norm = zero.grad_norm()
+        run.check(loss, norm, lambda: zero.whole(model.named()))
+        zero.clip(norm, args.grad_clip)
+        zero.step()
+        run.log(loss, norm)
 
     sent = {
         (operation, "dp"): formula for operation, formula in zero.bytes_sent([("F", 0), ("B", 0)] * args.microbatches).items()

@@ -17,6 +17,8 @@ from harness.flags import (
 )
 from harness.memory import activation_bytes
 from harness.optimizer import clip, grad_norm, learning_rate, make_optimizer
+from harness.placement import placement, take
 from harness.plots import check_plot, plot_flag, pyplot, save
-from harness.run import FLOOR, TOLERANCE, Run, larger, launch
+from harness.proof import FLOOR, TOLERANCE, larger
+from harness.run import Run, launch
 from harness.start import Refused, say, script

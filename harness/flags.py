@@ -174,3 +174,15 @@ def precision_flags(group):
     group.add_argument("--param-dtype", choices=list(DTYPES), help=why)
     why = "in which gradients are added up over ranks and micro-batches (default: --param-dtype)"
     group.add_argument("--reduce-dtype", choices=list(DTYPES), help=why)
+
+
+def check_files(args):
+    """Refuse, before hours of training, a file that can't be written after them."""
+    for name in ("json", "log_to", "trace"):
+        path = getattr(args, name, None)
+        if path:
+            try:
+                open(path, "a").close()
+            except OSError as e:
+                flag = name.replace("_", "-")
+                raise Refused(f"--{flag} {path} can't be written ({e.strerror}): give another file") from e
