@@ -208,10 +208,10 @@ class ExpertDispatch(nn.Module):
 
 
 def shard(parameter, group, copies=None):
-    """This rank's experts of a parameter (E, ...), and in its `placement` what they are a piece of: the whole's shape, which
-    dimension is split over which group, from where, how many; and as "data" the group of those that hold the same experts for other tokens, if given (Megatron's expert data
-    parallel group): data parallelism must sum their gradients over it, not over its own group. Where E does not divide, the
-    first ranks have one more."""
+    """This rank's experts of a parameter (E, ...), and in its `placement` what they are a piece of: the whole's shape, over
+    which group dimension 0 is split, from where, how many; and as "data" the group of those that hold the same experts for
+    other tokens, if given (Megatron's expert data parallel group): data parallelism must sum their gradients over it, not
+    over its own group. Where E does not divide, the first ranks have one more."""
     rank, sizes = dist.get_rank(group), expert_counts(len(parameter), dist.get_world_size(group))
     start = sum(sizes[:rank])
     part = parameter.detach()[start : start + sizes[rank]].clone()
@@ -223,8 +223,8 @@ def shard(parameter, group, copies=None):
 
 
 def placement(parameter):
-    """What a parameter is a piece of: {"shape": of the whole, "cuts": {dimension: (group, start, size)}, "copies": [groups whose
-    ranks hold the same piece]}."""
+    """What a parameter is a piece of: {"shape": of the whole, "cuts": {dimension: (group, start, size)}, "copies": the groups
+    whose ranks hold the same piece}."""
     return {"shape": tuple(parameter.shape), "cuts": {}, "copies": []} | getattr(parameter, "placement", {})
 
 

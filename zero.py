@@ -416,8 +416,8 @@ class ZeRO:
     def grad_norm(self, groups=()):
         """The norm of the whole model's gradient, each element counted once; a float64 scalar tensor, the same on all ranks.
 
-        groups: further ones over which parameters are split or dealt out (tensor parallel, pipeline). A parameter that all ranks
-        of such a group hold (`placement["copies"]`), or hold a partial sum of, counts on the group's first rank.
+        groups: further ones over which parameters are split or dealt out (tensor parallel, pipeline). A parameter that all
+        ranks of such a group hold (`placement["copies"]`), or hold a partial sum of, counts on the group's first rank.
         """
         total, mine = torch.zeros((), dtype=torch.float64), []
         for bucket in self.trained:

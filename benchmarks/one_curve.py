@@ -34,7 +34,7 @@ def losses(layout, steps):
     """[(loss, gradient norm)] of each step, and the seconds that the run took."""
     with tempfile.TemporaryDirectory() as folder:
         log, start = os.path.join(folder, "log.jsonl"), time.perf_counter()
-        flags = f"{MODEL} {layout} --steps {steps} --log {log}".split()
+        flags = f"{MODEL} {layout} --steps {steps} --log-to {log}".split()
         if subprocess.call([sys.executable, "train.py", *flags], cwd=ROOT):
             raise harness.Refused(f"train.py {layout} did not end well: see above", code=1)
         with open(log) as file:

@@ -1,6 +1,6 @@
 """The dry run's estimates beside runs that others measured, with the error of each: python -m benchmarks.published
 
-Nothing is fitted to these rows: one efficiency for all (dryrun.EFFICIENCY), devices and links by their data sheets.
+Nothing is fitted to these rows: one efficiency for all (devices.EFFICIENCY), devices and links by their data sheets.
 
 Llama 3, arXiv:2407.21783, table 4. Theirs interleaves 8 chunks of one layer, empty ones at both ends; here 4 chunks. Their
 FLOPs' convention is not given: for 131,072 tokens both are shown, PaLM's and causal attention as half.
@@ -23,7 +23,7 @@ import time
 
 import harness
 import train
-from trainer import dryrun
+from trainer import devices, planner
 
 MIXED = "--dtype float32 --param-dtype bfloat16 --reduce-dtype float32"
 LLAMA = f"--preset llama3-405b --tp 8 --pp 16 --sp --gather-again --zero 1 --schedule interleaved --chunks 4 {MIXED}"
@@ -48,9 +48,8 @@ GPT3 = "--preset gpt2 --layers 96 --heads 96 --width 12288 --context 2048"
 def estimate(flags):
     """(args, config, Estimate, what was played) of a command line of train.py."""
     args = train.flags().parse_args([*flags.split(), "--prove", "0", "--backend", "nccl"])
-    config = harness.configure(args)
-    train.check(args, config)
-    return args, config, *dryrun.step_of(args, config, dryrun.cluster_of(args))
+    args, config = train.prepare(args)
+    return args, config, *planner.step_of(args, config, devices.cluster_of(args), train.train)
 
 
 def llama():
@@ -107,7 +106,7 @@ def main():
     for table in [tables[only]] if only else tables.values():
         for run, unit, theirs, ours in table():
             print(f"| {run} | {unit} | {theirs:,} | {ours:,.4g} | {ours / theirs - 1:+.0%} |", flush=True)
-    print(f"\n{time.perf_counter() - start:.0f} s, all at {dryrun.EFFICIENCY:.0%} of the data sheets")
+    print(f"\n{time.perf_counter() - start:.0f} s, all at {devices.EFFICIENCY:.0%} of the data sheets")
 
 
 if __name__ == "__main__":

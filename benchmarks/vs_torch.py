@@ -444,7 +444,7 @@ def one_gpu():
     root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
     with tempfile.NamedTemporaryFile("r") as log:
         flags = "--preset gpt2 --param-dtype bfloat16 --compile --batch 16 --steps 100 --sample 0 --quiet --nproc 1"
-        code = subprocess.call([sys.executable, "train.py", *flags.split(), "--log", log.name], cwd=root)
+        code = subprocess.call([sys.executable, "train.py", *flags.split(), "--log-to", log.name], cwd=root)
         if code:
             return code
         rates = [row["tokens_per_s"] for row in map(json.loads, log) if "tokens_per_s" in row][20:]  # compiled and warm

@@ -7,12 +7,16 @@ from harness.flags import (
     DTYPES,
     NATURAL,
     POSITIVE,
+    SIZE,
+    SPEED,
+    TIME,
     Parser,
     check_batch,
     configure,
     count,
     parser,
     precision_flags,
+    quantity,
     real,
 )
 from harness.memory import activation_bytes

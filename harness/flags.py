@@ -55,6 +55,28 @@ def real(least):
     return parse
 
 
+# Units of the flags that take a quantity
+SIZE = {"B": 1, "KB": 1e3, "MB": 1e6, "GB": 1e9}
+TIME = {"s": 1, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
+SPEED = {"B/s": 1, "KB/s": 1e3, "MB/s": 1e6, "GB/s": 1e9}
+
+
+def quantity(units, example):
+    """An argument type: a number with one of the units."""
+
+    def parse(text):
+        number = text.rstrip("/numsKMGB")
+        try:
+            value = float(number) * units[text[len(number) :]]
+        except (KeyError, ValueError):
+            value = 0
+        if not 0 < value < math.inf:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a number with its unit, such as {example}")
+        return value
+
+    return parse
+
+
 POSITIVE = dict(type=count(1), metavar="N")
 NATURAL = dict(type=count(0), metavar="N")
 

@@ -1,6 +1,6 @@
 """A run: one rank's view of a script. The flags, the text, the model's weights, and the bookkeeping of the steps.
 
-A demo is a function of a `Run`, which `launch` calls on every rank. Its training loop is its own; it tells the run three things:
+A demo is a function of a `Run`, which `launch` calls on every rank. The training loop is the demo's own. It calls:
 
     for step in run.steps(optimizer):               sets the learning rate; the ledger watches the second step; the proof
         ...                                         forward, backward, sum of the gradients, norm

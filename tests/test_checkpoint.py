@@ -320,7 +320,7 @@ def test_from_the_command_line(text, tmp_path):
         base = f"--layers 2 --width 32 --context 16 --batch 4 --sample 0 --lr 0.01 --min-lr 0.01 --warmup 0 --data {text}"
         flags = f"{base} --dtype float64 --eval-every 0 --eval-batches 1 {flags}".split()
         log = tmp_path / "log"
-        done = Script(tmp_path, "train", [*flags, "--log", str(log)])
+        done = Script(tmp_path, "train", [*flags, "--log-to", str(log)])
         assert done.end() == 0, done.output()
         rows = map(json.loads, log.read_text().splitlines())
         return done.output(), [(row["step"], row["loss"], row["grad_norm"]) for row in rows if "loss" in row]

@@ -7,7 +7,7 @@ import torch.distributed as dist
 import expert_parallel
 import harness
 import train
-from trainer import dryrun
+from trainer import devices, dryrun, planner
 
 BASE = "--layers 4 --width 32 --heads 4 --context 16 --batch 12 --steps 2 --prove 0 --sample 0 --eval-every 0 --eval-batches 1"
 BASE += " --quiet --backend gloo"
@@ -25,12 +25,12 @@ LAYOUTS = [
     f"--dp 2 --ep 2 {MIXTURE} --microbatches 2 --expert-chunks 2",
     f"--tp 2 --pp 2 {MIXTURE} --schedule zb-v --microbatches 3",
 ]
-CLUSTER = dryrun.Cluster(dryrun.DEVICES["h100"], 8, 450e9, 50e9)
+CLUSTER = devices.Cluster(devices.DEVICES["h100"], 8, 450e9, 50e9)
 
 
 def arguments(flags, base=BASE):
     args = train.flags().parse_args(f"{base} {flags}".split())
-    train.check(args, harness.configure(args))
+    args, _ = train.prepare(args)
     return args
 
 
@@ -55,7 +55,7 @@ def test_equals_a_real_run(ranks, text, flags):
     done = ranks(world, real, args)
     for rank in (0, world - 1):
         sent, held, reads = done[rank]
-        dry = dryrun.play(args, rank, CLUSTER, routing=lambda *_: reads.pop(0))
+        dry = dryrun.play(args, rank, CLUSTER, train.train, routing=lambda *_: reads.pop(0))
         assert not reads and dry.sent == sent
         assert {kind: dry.held[kind] for kind in held} == held
 
@@ -65,7 +65,7 @@ def test_16384_ranks():
     flags = "--preset llama3-405b --layers 16 --dp 64 --cp 2 --tp 8 --pp 16 --sp --zero 1 --batch 128 --microbatches 2"
     args = arguments(f"{flags} --param-dtype bfloat16 --reduce-dtype float32 --prove 0 --backend nccl", base="")
     for rank in (0, 16383):
-        dry = dryrun.play(args, rank, CLUSTER)
+        dry = dryrun.play(args, rank, CLUSTER, train.train)
         sent, held = dry.formulas
         for key, (size, _) in sent.items():
             assert abs(dry.sent.get(key, (0, 0, 0))[2] - size) < 1, key
@@ -76,7 +76,9 @@ def test_16384_ranks():
 
 def test_experts_are_even_unless_told():
     args = arguments(f"--dp 2 --ep 2 {MIXTURE}")
-    dry = dryrun.play(args, 1, CLUSTER)  # 2 of the 5 experts: 3/5 of what it has leaves, 2/5 of what the other has comes
+    dry = dryrun.play(
+        args, 1, CLUSTER, train.train
+    )  # 2 of the 5 experts: 3/5 of what it has leaves, 2/5 of what the other has comes
     rows = 12 // 2 * 16 * 2
     gone, come = rows - rows * 2 // 5, rows * 2 // 5
     counts = args.microbatches * 4 * 3 * 8
@@ -89,15 +91,15 @@ def test_flops(flags):
     """Six for each weight and token, and seven products of attention (flash attention computes one again), half of each."""
     args = arguments(f"{flags} --vocab 258")  # divides by 2: no padding
     config, world = harness.configure(args), args.tp * args.cp * args.pp
-    flops = sum(dryrun.play(args, rank, CLUSTER).flops for rank in range(world))
+    flops = sum(dryrun.play(args, rank, CLUSTER, train.train).flops for rank in range(world))
     attention = config.layers * config.context * config.width
     assert flops == (config.flops_per_token() - 12 * attention + 7 * attention) * args.batch * config.context
 
 
 def test_links():
-    assert CLUSTER.link(range(8)) == (dryrun.ALPHA["intra"], 450e9 * dryrun.EFFICIENCY)
-    assert CLUSTER.link([0, 8]) == (dryrun.ALPHA["inter"], 50e9 * dryrun.EFFICIENCY)
-    assert CLUSTER.link(range(16))[1] == 400e9 * dryrun.EFFICIENCY  # eight links out of a node
+    assert CLUSTER.link(range(8)) == (devices.ALPHA["intra"], 450e9 * devices.EFFICIENCY)
+    assert CLUSTER.link([0, 8]) == (devices.ALPHA["inter"], 50e9 * devices.EFFICIENCY)
+    assert CLUSTER.link(range(16))[1] == 400e9 * devices.EFFICIENCY  # eight links out of a node
 
 
 @pytest.mark.parametrize("flags", ["--cp 2", "--tp 2 --pp 2 --schedule zb-h1"])
@@ -108,7 +110,7 @@ def test_estimate(flags):
     ranks = [rank * args.dp * args.cp * args.tp for rank in range(args.pp)]
 
     def step(cluster, brief=True):
-        return dryrun.estimate(args, config, cluster, [dryrun.play(args, rank, cluster, brief) for rank in ranks])
+        return planner.estimate(args, config, cluster, [dryrun.play(args, rank, cluster, train.train, brief) for rank in ranks])
 
     brief, whole, faster = step(CLUSTER), step(CLUSTER, brief=False), step(CLUSTER._replace(intra=1e15, inter=1e15))
     assert sum(brief.parts.values()) == pytest.approx(brief.seconds, rel=1e-9)
@@ -123,7 +125,7 @@ def test_report(capsys):
     args = train.flags().parse_args(
         "--dry-run --pp 2 --tp 2 --ranks first,3 --tokens 1e9 --gpu x=80GB,989TFLOP/s,3.35TB/s".split()
     )
-    dryrun.main(args)
+    planner.main(args, train.prepare, train.train)
     out = capsys.readouterr().out
     assert "842,624 parameters, tp 2 pp 2 1f1b, 4 micro-batches: 4 ranks" in out
     assert "all_reduce in tp" in out and "fits x" in out and "days for 1e+09 tokens" in out
@@ -133,14 +135,16 @@ def test_report(capsys):
 @pytest.mark.parametrize("flags, hint", [("--gpu tpu", "--gpu tpu is not known"), ("--ranks 1,9", "numbers below 2")])
 def test_refuses(flags, hint):
     with pytest.raises(harness.Refused, match=hint):
-        dryrun.main(train.flags().parse_args(f"--dry-run --dp 2 {flags}".split()))
+        planner.main(train.flags().parse_args(f"--dry-run --dp 2 {flags}".split()), train.prepare, train.train)
 
 
 def test_plan(capsys):
     flags = "--plan --gpus 16 --preset llama3-8b --layers 8 --batch 32 --dtype float32 --param-dtype bfloat16"
-    dryrun.main(train.flags().parse_args(flags.split()))
+    planner.main(train.flags().parse_args(flags.split()), train.prepare, train.train)
     rows = [line.split() for line in capsys.readouterr().out.splitlines() if " GB   " in line]
     times = [float(row[1]) for row in rows]
     assert len(rows) == 10 and times == sorted(times)
     with pytest.raises(harness.Refused, match="give more --gpus"):
-        dryrun.main(train.flags().parse_args("--plan --preset llama3-405b --gpus 8 --batch 8".split()))
+        planner.main(
+            train.flags().parse_args("--plan --preset llama3-405b --gpus 8 --batch 8".split()), train.prepare, train.train
+        )

@@ -27,7 +27,7 @@ CONFIGS = {
 def build(config, group, chunks=1, capacity=None, dtype=torch.float64):
     with torch.device("meta"):
         model = gpt.GPT(config)
-    return gpt.fill(ep.parallelize(model, group, capacity, chunks), 7, dtype=dtype, take=ep.take)
+    return gpt.fill(ep.parallelize(model, group, capacity, chunks), 7, dtype=dtype, take=harness.take)
 
 
 def train_parallel(rank, config, kind, chunks=1, accumulate=2, rows=None, dtype=torch.float64, steps=3):
@@ -46,11 +46,11 @@ def train_parallel(rank, config, kind, chunks=1, accumulate=2, rows=None, dtype=
             loss += part.detach()
         ep.sum_gradients(model.parameters(), group)
         dist.all_reduce(loss)
-        norm = harness.grad_norm(list(model.parameters()), split=[group])
+        norm = harness.grad_norm(list(model.parameters()), [group])
         optimizer.step()
         gpt.rebalance(model, lambda load: dist.all_reduce(load, group=group))
         losses.append(loss.item())
-    split = {n for n, p in model.named() if getattr(p, "placement", None)}
+    split = {n for n, p in model.named() if ep.placement(p)["cuts"]}
     return (losses, {n: p.grad for n, p in model.named()}, {n: p.detach() for n, p in model.named()}), split, norm.item()
 
 
@@ -233,7 +233,7 @@ def test_planted_bugs_are_caught(ranks, monkeypatch, bug):
             parameters = list(parameters)
             right(parameters, group)
             for p in parameters:
-                if hasattr(p, "placement"):
+                if ep.placement(p)["cuts"]:
                     p.grad /= dist.get_world_size(group)
 
         monkeypatch.setattr(ep, "sum_gradients", scaled)

@@ -25,9 +25,10 @@ def test_grad_norm_counts_each_element_once(ranks):
         ends = pp
         split, whole, tied, frozen = (torch.nn.Parameter(torch.zeros(2)) for _ in range(4))
         split.grad, whole.grad, tied.grad = torch.ones(2) * (rank + 1), torch.ones(2) * (rank // 2 + 1), torch.ones(2) * 10
-        split.placement = {"shape": (4,), "split": {0: tp}, "partial": []}
-        tied.placement = {"shape": (2,), "split": {}, "partial": [ends]}
-        return harness.grad_norm([split, whole, tied, frozen], split=[tp], dealt=[pp]).item()
+        split.placement = {"shape": (4,), "cuts": {0: (tp, rank % 2 * 2, 2)}}
+        whole.placement = {"copies": [tp]}
+        tied.placement = {"copies": [tp], "partial": [ends]}
+        return harness.grad_norm([split, whole, tied, frozen], [tp, pp]).item()
 
     expected = 2 * (1 + 4 + 9 + 16) + 2 * (1 + 4) + 2 * 100
     assert ranks(4, work) == [pytest.approx(expected**0.5)] * 4

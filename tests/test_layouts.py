@@ -94,7 +94,7 @@ LAYOUTS = [
 
 def arguments(text, flags):
     args = train.flags().parse_args(f"{BASE} {flags} --data {text}".split())
-    train.check(args, harness.configure(args))
+    args, _ = train.prepare(args)
     return args
 
 

@@ -12,6 +12,7 @@ import torch.distributed as dist
 import harness
 import model as gpt
 import train
+from harness import proof
 from trainer import pretrained
 
 transformers = pytest.importorskip("transformers")
@@ -86,12 +87,12 @@ def test_any_layout_starts_from_it_and_exports(ranks, folders, text, tmp_path, n
     flags += " --layers 4 --heads 4 --width 32"
     quiet = "--dtype float64 --sample 0 --eval-batches 1 --quiet --optimizer sgd --lr 0.1 --min-lr 0.1 --warmup 0"
     args = train.flags().parse_args(f"{flags} {quiet} --data {text}".split())
-    train.check(args, train.configure(args))
+    args, _ = train.prepare(args)
 
     def work(rank):
         run = harness.Run(args, rank, dist.get_world_size(), torch.device("cpu"))
         code = train.train(run)
-        weights = run.one_process(2)[3] if rank == 0 else None
+        weights = proof.one_process(run, 2)[3] if rank == 0 else None
         return code, weights
 
     results = ranks(args.dp * args.cp * args.tp * args.pp, work)
@@ -123,7 +124,7 @@ def test_a_damaged_folder_is_refused_in_one_sentence(folders, tmp_path, monkeypa
     damage(folder)
     monkeypatch.setattr(sys, "argv", ["train.py", "--init-from", str(folder)])
     with pytest.raises(harness.Refused, match=said):
-        train.configure(train.flags().parse_args())
+        train.prepare(train.flags().parse_args())
 
 
 def change(folder, **fields):
@@ -133,9 +134,9 @@ def change(folder, **fields):
 
 def test_flags_that_contradict_the_model_are_refused(folders):
     with pytest.raises(harness.Refused, match="--layers 7 is not the model's 4"):
-        train.configure(train.flags().parse_args(["--init-from", str(folders["gpt2"]), "--layers", "7"]))
+        train.prepare(train.flags().parse_args(["--init-from", str(folders["gpt2"]), "--layers", "7"]))
     with pytest.raises(harness.Refused, match="no family that transformers knows"):
-        train.configure(train.flags().parse_args(["--experts", "4", "--export", "x"]))
+        train.prepare(train.flags().parse_args(["--experts", "4", "--export", "x"]))
 
 
 @pytest.fixture(scope="module")
@@ -187,7 +188,7 @@ def test_a_trained_model_knows_the_capital_of_france(ranks, text, smollm2, layou
     flags = f"{layout} --init-from {folder} --context 16 --batch 4 --steps 1 --lr 0 --weight-decay 0 --prove 0 --data {text}"
     args = train.flags().parse_args([*flags.split(), "--sample", "1", "--temperature", "0", "--eval-batches", "1"])
     args.prompt = "The capital of France is"
-    train.check(args, train.configure(args))
+    args, _ = train.prepare(args)
 
     class Encoding:
         n_vocab = tokenizer.get_vocab_size()

@@ -37,7 +37,7 @@ def train_parallel(rank, config, kind, keep, finish=sp.reduce_partial, accumulat
         finish(list(model.parameters()))
         optimizer.step()
         losses.append(loss)
-    split = {n: list(p.placement["split"]) for n, p in model.named()}
+    split = {n: list(p.placement["cuts"]) for n, p in model.named()}
     return (losses, {n: p.grad for n, p in model.named()}, {n: p.detach() for n, p in model.named()}), split
 
 
@@ -90,7 +90,7 @@ def test_a_partial_gradient_left_so_is_caught(ranks, name):
         tokens, targets, samples, count = batch(0)
         model(tokens, targets=targets, count=count).backward()
         finish(list(model.parameters()))
-        return {n: p.grad for n, p in model.named() if not p.placement["split"]}
+        return {n: p.grad for n, p in model.named() if not p.placement["cuts"]}
 
     whole = gpt.build(CONFIGS["gpt2"], 7, dtype=torch.float64)
     tokens, targets, samples, count = batch(0)
@@ -211,7 +211,7 @@ def test_pipeline_stages(ranks):
         loss = stages[1](x, torch.arange(11), targets=targets, count=count, samples=samples)
         loss.backward()
         sp.reduce_partial([p for stage in stages for p in stage.parameters()])
-        split = {n: list(p.placement["split"]) for stage in stages for n, p in stage.named()}
+        split = {n: list(p.placement["cuts"]) for stage in stages for n, p in stage.named()}
         return loss.item(), {n: p.grad for stage in stages for n, p in stage.named()}, split
 
     whole = gpt.build(config, 7, dtype=torch.float64)

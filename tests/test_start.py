@@ -75,7 +75,7 @@ def test_torchrun_with_its_default_of_one_process(tmp_path):
     flags = [*SMALL, "--sample", "0", "--dtype", "float64"]
     code, out, err = end(torchrun_of("train", *flags, "--tp", "2", "--json", str(tmp_path / "two.json"), torchrun=1))
     assert code == 0 and "this layout needs 2 processes: starting them on this machine" in err
-    script = Script(tmp_path, "train", [*flags, "--json", str(tmp_path / "one.json"), "--log", str(tmp_path / "log")])
+    script = Script(tmp_path, "train", [*flags, "--json", str(tmp_path / "one.json"), "--log-to", str(tmp_path / "log")])
     assert script.end() == 0 and script.errors() == []
     two, one = (json.loads((tmp_path / f"{n}.json").read_text())["steps"] for n in ("two", "one"))
     for a, b in zip(two, one):

@@ -32,7 +32,7 @@ def train_parallel(rank, config, kind, accumulate=2, steps=3):
             loss += part.item()
         optimizer.step()
         losses.append(loss)
-    pieces = {n: (list(getattr(p, "placement", {"split": {}})["split"]), dist.get_world_size()) for n, p in model.named()}
+    pieces = {n: (list(tp.placement(p)["cuts"]), dist.get_world_size()) for n, p in model.named()}
     return (losses, {n: p.grad for n, p in model.named()}, {n: p.detach() for n, p in model.named()}), pieces
 
 

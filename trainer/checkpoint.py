@@ -48,6 +48,8 @@ import safetensors.torch
 import torch
 import torch.distributed as dist
 
+from harness.placement import placement
+
 FILE_BYTES = 256 << 20  # a file is made in memory first: so much of it at a time
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "I64": torch.int64}
 
@@ -100,22 +102,21 @@ def holdings(named, optimizer):
             yield names[p], p, bucket.master[span], first, piece, optimizer.optimizer.state[piece]
 
 
-def pieces_of(named, optimizer, extent, copies, states=None):
+def pieces_of(named, optimizer, data_group, states=None):
     """This rank's pieces, as a list of Piece.
 
-    named: (full name, parameter). A parameter's `placement`, if any, says what it is a piece of, as tensor_parallel.shard
-    writes it. optimizer: torch's, or zero.ZeRO. extent(n, group): (start, size) of this rank's part, without padding, of a
-    dimension of size n that is split over a group. copies(parameter): the groups whose ranks all hold the same of it.
+    named: (full name, parameter). A parameter's `placement`, if any, says what it is a piece of (see harness/placement.py).
+    optimizer: torch's, or zero.ZeRO, whose shards have no copies. data_group: the ranks that hold copies for other data.
     states(name): {kind: shape of the whole} of optimizer states to make, zeros, where an optimizer has none yet.
     """
     found = []
     for name, p, flat, first, stepped, state in holdings(named, optimizer):
-        placement = getattr(p, "placement", {"shape": p.shape, "split": {}})
-        shape = tuple(placement["shape"])
+        where = placement(p)
+        shape = tuple(where["shape"])
         base, limit = [0] * len(shape), list(shape)
-        for dim, group in placement["split"].items():
-            base[dim], limit[dim] = extent(shape[dim], group)
-        writes = all(dist.get_rank(group) == 0 for group in copies(p))
+        for dim, (_, start, size) in where["cuts"].items():
+            base[dim], limit[dim] = start, size
+        writes = speaks(p, data_group, optimizer)
         for kind, whole in (states(name) if states and p.requires_grad else {}).items():
             zero = torch.zeros((), device=flat.device) if whole == () else torch.zeros_like(stepped.data)
             state.setdefault(kind, zero)
@@ -135,6 +136,19 @@ def pieces_of(named, optimizer, extent, copies, states=None):
         # One number for the whole parameter: who has its first element writes it
         found += [Piece(name, kind, t, (), (), (), writes and origin) for kind, t in tensors.items() if not t.dim()]
     return found
+
+
+def speaks(parameter, data_group, optimizer):
+    """Whether this rank is the one, of all that hold the same piece of a parameter, to write it.
+
+    ZeRO's shards differ between the ranks of the data-parallel group; without ZeRO these ranks hold copies."""
+    where = placement(parameter)
+    data_group = where["data"] or data_group
+    groups = where["copies"] + where["partial"] + [data_group]
+    if getattr(optimizer, "stage", 0) > 0:
+        sharing = set(dist.get_process_group_ranks(data_group))
+        groups = [group for group in groups if not sharing.issuperset(dist.get_process_group_ranks(group))]
+    return all(dist.get_rank(group) == 0 for group in groups)
 
 
 # --- writing

@@ -19,13 +19,86 @@ Nothing is unpickled; sizes in a file's header are compared with what the model 
 """
 
 import json
+import os
 import pathlib
 import shutil
 
 import torch
+import torch.distributed as dist
+
+from harness import Refused
+from harness.placement import placement
+from trainer.checkpoint import holdings, speaks
 
 GPT2 = dict(positions="learned", norm="layernorm", mlp="gelu", bias=True)
 LLAMA = dict(positions="rope", norm="rmsnorm", mlp="swiglu", bias=False)
+
+
+# --- what train.py calls
+
+
+def add_flags(parser):
+    g = parser.add_argument_group("real weights (see trainer/pretrained.py)")
+    why = "start from a Hugging Face folder of a GPT-2, Llama or Mixtral model, in any layout"
+    g.add_argument("--init-from", metavar="FOLDER", help=why)
+    g.add_argument("--export", metavar="FOLDER", help="write the model at the end as a folder that transformers loads")
+
+
+def shape_of(args):
+    """The fields of model.Config that --init-from asks for, or None without it. Refuses a folder that can't be read."""
+    try:
+        return read_config(args.init_from) if args.init_from else None
+    except ValueError as e:
+        raise Refused(str(e)) from e
+
+
+def check(args, config):
+    """Refuse a folder that lacks weights, or an --export that can't be written."""
+    try:
+        if args.init_from:
+            Folder(args.init_from, config).check(config.shapes().items())
+        if args.export:
+            write_config(config)
+            os.makedirs(args.export, exist_ok=True)
+    except ValueError as e:
+        raise Refused(str(e)) from e
+    except OSError as e:
+        raise Refused(f"--export {args.export} can't be written ({e.strerror}): give another folder") from e
+
+
+@torch.no_grad()
+def export(run, model, optimizer, data_group):
+    """Write the whole model from rank 0, parameter by parameter. Of the ranks that hold the same piece one puts it into a
+    tensor of zeros, and the sum over all ranks is the whole. No rank has more than one parameter, and one file, at a time."""
+    own = {name: (p, values, first) for name, p, values, first, *_ in holdings(model.named(), optimizer)}
+
+    def wholes():
+        for name, shape in run.config.shapes().items():
+            whole = torch.zeros(shape, dtype=run.dtype, device=run.device)
+            if name in own and speaks(own[name][0], data_group, optimizer):
+                put(whole, *own[name])
+            dist.all_reduce(whole)
+            yield name, whole
+
+    if run.rank == 0:
+        write(run.args.export, run.config, wholes())
+        run.print(f"exported to {run.args.export}")
+    else:
+        for _ in wholes():
+            pass
+
+
+def put(whole, parameter, values, first):
+    """Write `values`, the elements of this rank's piece of a parameter from number `first` on, where they belong."""
+    piece = torch.zeros(parameter.numel(), dtype=whole.dtype, device=whole.device)
+    piece[first : first + len(values)] = values
+    piece = piece.view(parameter.shape)
+    for dim, (_, start, size) in placement(parameter)["cuts"].items():
+        whole, piece = whole.narrow(dim, start, size), piece.narrow(dim, 0, size)
+    whole.copy_(piece)
+
+
+# --- config.json
 
 
 def read_config(folder):

@@ -1,16 +1,59 @@
 """What train.py writes while it runs: a log, a plot of the loss, Weights & Biases, MFU, traces of chosen steps."""
 
+import argparse
 import contextlib
 import csv
 import json
 import os
+import re
+import tempfile
 
 import torch
 import torch.distributed as dist
 
 import harness
 from harness import Refused
-from trainer.dryrun import DEVICES
+from trainer.devices import DEVICES
+
+
+def add_flags(parser):
+    g = parser.add_argument_group("watching (see trainer/tracking.py)")
+    why = "a JSON object a line, or a row of a FILE.csv: step, loss, grad_norm, lr, tokens_per_s, in full precision"
+    g.add_argument("--log-to", metavar="FILE", help=why)
+    harness.plot_flag(g, "the loss over the steps, with --resume also those in --log-to; with --dry-run how it scales")
+    why = "trace these steps with torch.profiler, all ranks: for ui.perfetto.dev"
+    g.add_argument("--profile", type=span, metavar="A-B", help=why)
+    g.add_argument("--profile-to", metavar="FOLDER", help="where the traces go: one file a rank, and all.json with all of them")
+    g.add_argument("--wandb", metavar="PROJECT", help="log to this Weights & Biases project too")
+
+
+def span(text):
+    """An argument type: "5-7" or "5", steps counted from 1, as a pair."""
+    found = re.fullmatch(r"([1-9]\d*)(?:-([1-9]\d*))?", text)
+    first, last = (int(found[1]), int(found[2] or found[1])) if found else (1, 0)
+    if last < first:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a step or a range of steps, such as 5-7")
+    return first, last
+
+
+def check(args):
+    """Refuse what can't be written, and steps that don't come."""
+    harness.check_plot(args)
+    if bool(args.profile) != bool(args.profile_to):
+        raise Refused("--profile (which steps) and --profile-to (which folder) need each other: give both")
+    if args.profile and args.profile[1] > args.steps:
+        raise Refused(f"--profile goes to step {args.profile[1]}, beyond --steps {args.steps}: choose earlier ones")
+    if args.profile:
+        try:
+            os.makedirs(args.profile_to, exist_ok=True)
+            tempfile.TemporaryFile(dir=args.profile_to).close()
+        except OSError as e:
+            raise Refused(f"--profile-to {args.profile_to} can't be written ({e.strerror}): give another folder") from e
+    if args.wandb and os.environ.get("WANDB_MODE") not in ("offline", "disabled"):
+        import wandb
+
+        if not wandb.login(prompt=False):
+            raise Refused("--wandb needs a key: run `wandb login` first, or set WANDB_MODE=offline")
 
 
 def mfu(run):
@@ -67,11 +110,11 @@ def write_trace(run, profiler):
         run.print(f"traces of steps {'-'.join(map(str, run.args.profile))}: {os.path.join(folder, 'all.json')}")
 
 
-COLUMNS = ["step", "loss", "grad_norm", "lr", "tokens_per_s", "mfu", "val_loss"]  # of --log FILE.csv
+COLUMNS = ["step", "loss", "grad_norm", "lr", "tokens_per_s", "mfu", "val_loss"]  # of --log-to FILE.csv
 
 
 def read_log(path):
-    """The rows of a --log file, as dicts. A line that a crash cut short is passed over."""
+    """The rows of a --log-to file, as dicts. A line that a crash cut short is passed over."""
     with open(path, newline="") as file:
         lines = csv.DictReader(file) if path.endswith(".csv") else file
         for line in lines:
@@ -84,14 +127,14 @@ def read_log(path):
 
 @contextlib.contextmanager
 def open_log(run):
-    """Gives a function that writes a dict to --log and --wandb, and at the end to --plot; on rank 0 only."""
+    """Gives a function that writes a dict to --log-to and --wandb, and at the end to --plot; on rank 0 only."""
     args, places, rows = run.args, [], []
     with contextlib.ExitStack() as stack:
-        if args.log and run.rank == 0:
+        if args.log_to and run.rank == 0:
             if run.first:
-                rows += [row for row in read_log(args.log) if row.get("step", run.first + 1) <= run.first]
-            file = stack.enter_context(open(args.log, "w", newline=""))
-            if args.log.endswith(".csv"):
+                rows += [row for row in read_log(args.log_to) if row.get("step", run.first + 1) <= run.first]
+            file = stack.enter_context(open(args.log_to, "w", newline=""))
+            if args.log_to.endswith(".csv"):
                 table = csv.DictWriter(file, COLUMNS, extrasaction="ignore")
                 table.writeheader()
                 places.append(lambda row: (table.writerow(row), file.flush()))
@@ -112,7 +155,7 @@ def open_log(run):
 
 
 def plot(rows, name):
-    """The loss of each step, and those of validations, of rows as in --log."""
+    """The loss of each step, and those of validations, of rows as in --log-to."""
     pyplot = harness.pyplot()
     figure, axes = pyplot.subplots(figsize=(7, 4))
     for kind, label, style in (("loss", "loss", "-"), ("val_loss", "validation loss", "o-")):

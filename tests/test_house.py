@@ -1,0 +1,122 @@
+"""The house stands as CONTRIBUTING.md says: what lies where, and who may import whom. Read from the source, nothing is run."""
+
+import ast
+import pathlib
+import subprocess
+
+import pytest
+
+ROOT = pathlib.Path(__file__).parent.parent
+TECHNIQUES = ["collectives", "ddp", "zero", "tensor_parallel", "sequence_parallel"]
+TECHNIQUES += ["pipeline", "context_parallel", "expert_parallel"]
+OTHERS = ["README.md", "LICENSE", "CHANGELOG.md", "CONTRIBUTING.md", "CITATION.cff", "pyproject.toml"]
+OTHERS += ["requirements.txt", "requirements-dev.txt", ".gitignore"]
+FOLDERS = ["harness", "trainer", "tests", "benchmarks", "docs", ".ci"]
+# A module may import those of a lower floor, and of its own floor where FLOORS says so
+FLOORS = {"model": 0, "harness": 1, **dict.fromkeys(TECHNIQUES, 2), "trainer": 3, "train": 4, "benchmarks": 5}
+DEMO = "# --- demo ---"
+
+
+def sources():
+    """{module's dotted name: its tree} of all that is not a test."""
+    files = [*ROOT.glob("*.py"), *ROOT.glob("harness/*.py"), *ROOT.glob("trainer/*.py"), *ROOT.glob("benchmarks/*.py")]
+    names = {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path for path in files}
+    return {name: ast.parse(path.read_text()) for name, path in names.items()}
+
+
+def imports(tree, modules):
+    """The project's modules that a tree imports, anywhere in it."""
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            inner = {f"{node.module}.{alias.name}" for alias in node.names} & set(modules)
+            found |= inner or {node.module}
+    return found & set(modules)
+
+
+def arrows():
+    modules = sources()
+    return {name: imports(tree, modules) - {name} for name, tree in modules.items()}
+
+
+def floor(module):
+    return FLOORS[module.partition(".")[0]]
+
+
+def test_the_top_level_is_what_the_readme_lists():
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+    there = {name.partition("/")[0] for name in listed if (ROOT / name).exists()}
+    expected = {*OTHERS, *FOLDERS, "model.py", "train.py", *(f"{name}.py" for name in TECHNIQUES)}
+    assert there - {"data"} == expected
+
+
+def test_arrows_go_down():
+    for name, targets in arrows().items():
+        for target in targets:
+            same = name.partition(".")[0] == target.partition(".")[0]  # within a folder, or the lesson that builds on another
+            below = floor(target) < floor(name) or same and floor(name) != 2
+            # ddp.py's demo may use the all-reduces of collectives.py, and so on: a demo may use another technique
+            assert below or floor(name) == floor(target) == 2, f"{name} imports {target}"
+
+
+def test_there_is_no_circle():
+    graph, done = arrows(), set()
+
+    def visit(name, path):
+        assert name not in path, " -> ".join([*path, name])
+        if name not in done:
+            for target in graph[name]:
+                visit(target, [*path, name])
+            done.add(name)
+
+    for name in graph:
+        visit(name, [])
+
+
+@pytest.mark.parametrize("name", TECHNIQUES)
+def test_the_top_stands_alone(name):
+    """Above the demo: torch and the standard library, no globals, no environment. sequence_parallel may use tensor_parallel."""
+    import sys
+
+    text = (ROOT / f"{name}.py").read_text()
+    top = ast.parse(text.partition(f"\n{DEMO}\n")[0])
+    allowed = {"torch", *sys.stdlib_module_names} | ({"tensor_parallel"} if name == "sequence_parallel" else set())
+    for node in ast.walk(top):
+        assert not isinstance(node, ast.Global), f"{name}.py:{node.lineno} is a global"
+        if isinstance(node, ast.Import):
+            assert {alias.name.partition(".")[0] for alias in node.names} <= allowed, f"{name}.py:{node.lineno}"
+        elif isinstance(node, ast.ImportFrom):
+            assert node.module.partition(".")[0] in allowed, f"{name}.py:{node.lineno}"
+        elif isinstance(node, ast.Attribute):
+            assert node.attr not in ("environ", "getenv"), f"{name}.py:{node.lineno} reads the environment"
+
+
+def below_the_line(name):
+    """The names that a technique's demo defines."""
+    lines = (ROOT / f"{name}.py").read_text().splitlines()
+    line = lines.index(DEMO) + 1
+    defined = set()
+    for node in ast.parse("\n".join(lines)).body:
+        if node.lineno > line and isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            defined.add(node.name)
+        elif node.lineno > line and isinstance(node, ast.Assign):
+            defined |= {target.id for target in node.targets if isinstance(target, ast.Name)}
+    return defined
+
+
+def test_nobody_calls_what_stands_below_another_files_demo_line():
+    hidden = {name: below_the_line(name) for name in TECHNIQUES}
+    for path in [*ROOT.glob("*.py"), *ROOT.glob("harness/*.py"), *ROOT.glob("trainer/*.py"), *ROOT.glob("benchmarks/*.py")]:
+        tree, called = ast.parse(path.read_text()), {}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Import):
+                called |= {alias.asname or alias.name: alias.name for alias in node.names if alias.name in hidden}
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in called:
+                owner = called[node.value.id]
+                assert node.attr not in hidden[owner] or owner == path.stem, f"{path.name}:{node.lineno} calls {owner}.{node.attr}"
+            if isinstance(node, ast.ImportFrom) and node.module in hidden:
+                wrong = {alias.name for alias in node.names} & hidden[node.module]
+                assert not wrong, f"{path.name}:{node.lineno} imports {wrong} of {node.module}'s demo"

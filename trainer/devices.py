@@ -1,0 +1,54 @@
+"""Devices and their links, by data sheet: what a described cluster could do."""
+
+from typing import NamedTuple
+
+from harness import Refused
+
+# Large bf16 products reach 80% of an H100's data sheet, 86% of an A100's (S. Bekman, ml-engineering, "Maximum Achievable Matmul
+# FLOPS"); nccl's large all-reduces about 80% of NVLink's (360 of 450 GB/s, nccl-tests)
+EFFICIENCY = 0.8
+ALPHA = {"intra": 2e-6, "inter": 5e-6}  # seconds a message
+
+
+class Device(NamedTuple):
+    memory: float  # bytes
+    flops: float  # FLOP/s of dense bf16 products
+    bandwidth: float  # bytes/s of its memory
+
+
+# The makers' data sheets, SXM modules; a DGX B200 has 1,440 GB for its 8
+DEVICES = {
+    "a100": Device(80e9, 312e12, 2.039e12),
+    "h100": Device(80e9, 989e12, 3.35e12),
+    "h200": Device(141e9, 989e12, 4.8e12),
+    "b200": Device(180e9, 2250e12, 8e12),
+}
+
+
+class Cluster(NamedTuple):
+    device: Device
+    node: int  # devices in a node
+    intra: float  # bytes/s of a device's link inside its node, one way
+    inter: float  # to other nodes
+
+    def link(self, ranks):
+        """(seconds a message, bytes/s) between some ranks. Those of a node share what crosses to others among their links."""
+        nodes = len({rank // self.node for rank in ranks})
+        if nodes == 1:
+            return ALPHA["intra"], self.intra * EFFICIENCY
+        return ALPHA["inter"], min(self.intra, self.inter * len(ranks) / nodes) * EFFICIENCY
+
+
+def cluster_of(args):
+    """The Cluster that the flags describe."""
+    name = args.gpu or "h100"
+    device = DEVICES.get(name)
+    if device is None:
+        try:
+            figures = name.split("=")[1].upper().replace("/S", "").split(",")
+            units = ("GB", 1e9), ("TFLOP", 1e12), ("TB", 1e12)
+            device = Device(*(float(text.removesuffix(unit)) * size for text, (unit, size) in zip(figures, units, strict=True)))
+        except (IndexError, ValueError):
+            hint = "or NAME=80GB,989TFLOP/s,3.35TB/s: memory, dense bf16 rate, memory bandwidth"
+            raise Refused(f"--gpu {name} is not known: choose one of {', '.join(DEVICES)}, {hint}") from None
+    return Cluster(device, args.nodes_of or 8, args.intra or 450e9, args.inter or 50e9)
