@@ -654,7 +654,7 @@ def main():
     why = "of the tensor whose all-reduce is counted: rounds decide for small ones, bytes for large ones (default: 1MB)"
     p.add_argument("--size", type=quantity(SIZE, "25MB"), default="1MB", metavar="BYTES", help=why)
     why = "ranks that share fast links, for hierarchical (default: the largest divisor up to the square root of their number)"
-    p.add_argument("--node", **harness.POSITIVE, help=why)
+    p.add_argument("--nodes-of", **harness.POSITIVE, help=why)
     harness.plot_flag(p, "draw time against size")
     p.add_argument("--ranks", **harness.POSITIVE, help="run nothing, predict the times on N ranks, by the links below")
     for where, alpha, beta in (("", "5us", "50GB/s"), ("inside-", "2us", "300GB/s")):
@@ -673,8 +673,8 @@ def main():
     def check(world):
         if args.plot and world == 1:
             raise harness.Refused("--plot needs two ranks or more: one sends nothing")
-        if args.node and world % args.node:
-            raise harness.Refused(f"{world} ranks do not divide into nodes of --node {args.node}")
+        if args.nodes_of and world % args.nodes_of:
+            raise harness.Refused(f"{world} ranks do not divide into nodes of --nodes-of {args.nodes_of}")
 
     if args.ranks:
         check(args.ranks)
@@ -707,7 +707,7 @@ def shown(value, units):
 
 
 def predict_only(args):
-    node = args.node or default_node(args.ranks)
+    node = args.nodes_of or default_node(args.ranks)
     link, inside = Link(args.alpha, 1 / args.beta), Link(args.inside_alpha, 1 / args.inside_beta)
     print(f"predicted: all-reduce on {args.ranks} ranks; links: {shown(link.alpha, TIME)}, {shown(args.beta, SPEED)};")
     print(f"in nodes of {node}, for hierarchical: {shown(inside.alpha, TIME)}, {shown(args.inside_beta, SPEED)}")
@@ -811,7 +811,7 @@ def seconds(run, call, *args, times=5):
 
 def demo(run):
     args, n = run.args, run.world
-    node = args.node or default_node(n)
+    node = args.nodes_of or default_node(n)
     say = print if run.rank == 0 and not args.quiet else lambda *_: None
     ways = ALL_REDUCE | {"hierarchical": functools.partial(ALL_REDUCE["hierarchical"], node=node)}
 

@@ -13,7 +13,6 @@ import torch.distributed as dist
 from torch.distributed.tensor.experimental._context_parallel import _attention as templates
 
 import benchmarks
-import collectives
 import context_parallel
 import harness
 import model as gpt
@@ -98,7 +97,7 @@ def main():
     p.add_argument("--turns", type=harness.count(2), default=9, metavar="N", help="of each pair of rivals")
     p.add_argument("--quiet", action="store_true", help="print nothing but errors")
     p.set_defaults(device="cpu", backend="gloo", nproc=2)
-    harness.launch(demo, p.parse_args(), run=collectives.Rank)
+    harness.launch(demo, p.parse_args(), run=harness.Rank)
 
 
 if __name__ == "__main__":

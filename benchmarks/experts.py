@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-import collectives
 import expert_parallel
 import harness
 import model as gpt
@@ -128,7 +127,7 @@ def main():
     p.add_argument("--hidden", **harness.POSITIVE, default=512, help="inner size of an expert")
     p.add_argument("--quiet", action="store_true", help="print nothing but errors")
     p.set_defaults(device="cpu", backend="gloo")
-    harness.launch(demo, p.parse_args(), run=collectives.Rank)
+    harness.launch(demo, p.parse_args(), run=harness.Rank)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-import collectives
 import harness
 import pipeline
 
@@ -92,7 +91,7 @@ def main():
     p.add_argument("--sleep", type=harness.real(0), default=0.06, metavar="SECONDS", help="a rank's F, I and W take so long")
     p.add_argument("--quiet", action="store_true", help="print nothing but errors")
     p.set_defaults(device="cpu", backend="gloo")
-    harness.launch(demo, p.parse_args(), run=collectives.Rank)
+    harness.launch(demo, p.parse_args(), run=harness.Rank)
 
 
 if __name__ == "__main__":

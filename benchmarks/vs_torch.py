@@ -44,7 +44,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import benchmarks
 import benchmarks.context
-import collectives
 import context_parallel
 import ddp
 import harness
@@ -478,7 +477,7 @@ def main():
     args = p.parse_args()
     if "RANK" in os.environ or args.nproc and args.device == "cpu":
         args.device = args.device or "auto"
-        harness.launch(demo, args, run=collectives.Rank)
+        harness.launch(demo, args, run=harness.Rank)
     gpus, codes = torch.cuda.device_count(), []
     if args.device == "cuda" and gpus < (args.nproc or 1):
         raise harness.Refused(f"--device cuda needs {args.nproc or 1} GPUs and there are {gpus} here: use --device cpu")

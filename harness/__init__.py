@@ -24,5 +24,5 @@ from harness.optimizer import clip, grad_norm, learning_rate, make_optimizer
 from harness.placement import placement, take
 from harness.plots import check_plot, plot_flag, pyplot, save
 from harness.proof import FLOOR, TOLERANCE, larger
-from harness.run import Run, launch
-from harness.start import Refused, say, script
+from harness.run import Rank, Run, launch
+from harness.start import Refused, refusing, say, script

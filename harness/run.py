@@ -9,10 +9,12 @@ A demo is a function of a `Run`, which `launch` calls on every rank. The trainin
         run.log(loss, norm)                         a line, and a row of the history
 """
 
+import argparse
 import contextlib
 import hashlib
 import math
 import time
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -39,6 +41,15 @@ def launch(demo, args, needed=None, check=lambda world: None, run=None):
         check_files(args)
 
     start.on_ranks(lambda *rank: demo((run or Run)(args, *rank)), args, needed, ready)
+
+
+class Rank(NamedTuple):
+    """What the demo of a script without training is given on each rank."""
+
+    args: argparse.Namespace
+    rank: int
+    world: int
+    device: torch.device
 
 
 class Run:

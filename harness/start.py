@@ -38,6 +38,15 @@ class Refused(SystemExit):
         return self.message
 
 
+@contextlib.contextmanager
+def refusing():
+    """Turn a technique's ValueError, a sentence about sizes that do not fit, into a refusal."""
+    try:
+        yield
+    except ValueError as e:
+        raise Refused(str(e)) from e
+
+
 def say(message):
     print(f"{os.path.basename(sys.argv[0])}: {message}", file=sys.stderr, flush=True)
 

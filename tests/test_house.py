@@ -116,7 +116,9 @@ def test_nobody_calls_what_stands_below_another_files_demo_line():
         for node in ast.walk(tree):
             if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in called:
                 owner = called[node.value.id]
-                assert node.attr not in hidden[owner] or owner == path.stem, f"{path.name}:{node.lineno} calls {owner}.{node.attr}"
+                assert node.attr not in hidden[owner] or owner == path.stem, (
+                    f"{path.name}:{node.lineno} calls {owner}.{node.attr}"
+                )
             if isinstance(node, ast.ImportFrom) and node.module in hidden:
                 wrong = {alias.name for alias in node.names} & hidden[node.module]
                 assert not wrong, f"{path.name}:{node.lineno} imports {wrong} of {node.module}'s demo"
