@@ -318,6 +318,7 @@ def play(args, rank, cluster, brief=False, routing=even):
         with contextlib.ExitStack() as modes:
             modes.enter_context(mock.patch.object(dist, "get_backend", lambda group=None: args.backend))
             modes.enter_context(mock.patch.object(expert_parallel.ExpertDispatch, "read", routing))
+            modes.enter_context(mock.patch.object(context_parallel, "same_positions", lambda *_: True))
             modes.enter_context(mock.patch.object(pipeline, "make", make))
             run = DryRun(args, rank, world, cluster, modes)
             train.train(run)
