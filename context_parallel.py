@@ -68,6 +68,7 @@ import math
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+from torch.autograd.function import once_differentiable  # refuses a gradient of a gradient
 
 # torch 2.13 renamed them; older versions know only the second name
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -79,7 +80,11 @@ native_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.red
 
 def positions(length, rank, ring, ulysses=1, zigzag=True):
     """The positions that a rank of ring x ulysses holds of a sequence, (T',) int64: T' is the same on all ranks, and what is
-    not below `length` is padding at the end. zigzag: two chunks a ring rank, from the front and from the back."""
+    not below `length` is padding at the end. zigzag: two chunks a ring rank, from the front and from the back.
+
+    Raises ValueError for a rank that ring x ulysses does not have."""
+    if not 0 <= rank < ring * ulysses:
+        raise ValueError(f"{ring} x {ulysses} ranks have no rank {rank}: give the group's grid")
     r, u = divmod(rank, ulysses)
     chunks = 2 * ring if zigzag else ring
     size = -(-length // (chunks * ulysses)) * ulysses  # of a chunk: divisible by the ranks that share it
@@ -89,9 +94,13 @@ def positions(length, rank, ring, ulysses=1, zigzag=True):
 
 
 def shard(x, positions, fill=0):
-    """The columns of x (B, T) at some positions -> (B, T'), with `fill` for padding."""
-    here = positions.to(x.device).clamp(max=x.shape[1] - 1)
-    return x[:, here].masked_fill(positions.to(x.device) >= x.shape[1], fill)
+    """The columns of x (B, T, ...) at some positions -> (B, T', ...), with `fill` for padding.
+
+    Targets need the value that the loss ignores as `fill`, or padding counts. Positions must be
+    made for the T of x."""
+    positions = positions.to(x.device)
+    padding = (positions >= x.shape[1]).view(-1, *[1] * (x.dim() - 2))
+    return x[:, positions.clamp(max=x.shape[1] - 1)].masked_fill(padding, fill)
 
 
 def tile(rank, source, ring, length, zigzag=True):
@@ -180,6 +189,28 @@ class Sum:
         self.lse[:, :, queries] = new
 
 
+# --- what an attention core refuses
+
+
+def check_group(group):
+    """Raise ValueError where this rank has no place in the group."""
+    if dist.get_rank(group) < 0:
+        raise ValueError("this rank is not in the group: give each rank its own group")
+
+
+def check_qkv(q, k, v):
+    """Raise ValueError unless q is (B, H, T', D), k and v are (B, H_kv, T', D), H is a multiple of
+    H_kv, and all have one dtype."""
+    fits = q.dim() == k.dim() == 4 and k.shape == v.shape and q.dtype == k.dtype == v.dtype
+    fits = fits and q.shape[0] == k.shape[0] and q.shape[2:] == k.shape[2:]
+    if not fits or q.shape[1] % k.shape[1]:
+        found = ", ".join(f"{name} {tuple(t.shape)} {t.dtype}" for name, t in zip("qkv", (q, k, v)))
+        raise ValueError(
+            "attention takes q (B, H, T', D), k and v (B, H_kv, T', D) of this rank's tokens, of one "
+            f"dtype, and H a multiple of H_kv, not {found}: transpose, cast or repeat heads first"
+        )
+
+
 # --- ring
 
 
@@ -223,6 +254,7 @@ class RingAttention(torch.autograd.Function):
         return out
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad):
         q, k, v, out, lse = ctx.saved_tensors
         rank, n = dist.get_rank(ctx.group), dist.get_world_size(ctx.group)
@@ -252,15 +284,50 @@ class RingAttention(torch.autograd.Function):
 
 
 class Ring(nn.Module):
-    """In place of AttentionCore: ring attention over `group`."""
+    """In place of attention's core: ring attention over `group`.
+
+    q (B, H, T', D), k and v (B, H_kv, T', D) -> (B, H, T', D).
+
+        ring = Ring(group)                      # has no parameters: one serves all layers
+        where = ring.positions(T)               # (T',): the positions of a sequence held here
+        x = shard(tokens, where)                # (B, T) -> (B, T')
+        y = shard(targets, where, fill=-100)    # shift targets before the cut; padding has none
+        # in each layer, with q and k rotated by `where`: out = ring(q, k, v)
+        loss = F.cross_entropy(logits.flatten(0, 1), y.flatten(), reduction="sum") / count
+        loss.backward()                         # count: valid targets of all ranks' tokens
+        # after the last micro-batch, once for each parameter:
+        dist.all_reduce(p.grad, group=group)    # a sum: nothing is averaged
+
+    Attention is causal and scaled by 1/sqrt(D). It has no mask and no dropout: a call with
+    `is_causal` or a mask is a TypeError.
+    Cut tokens by `positions`, never by chunk(). Which query sees which key follows from the rank
+    alone, so another cut gives wrong numbers without a word. An embedding or a rotation that
+    depends on the position gets `where`.
+    Heads come before tokens in q, k and v. Swapped dimensions go unnoticed.
+    B and T' are the same on all ranks. If they differ, the process group aborts or hangs.
+    A gradient of a gradient is a RuntimeError.
+
+    Raises ValueError for q, k and v that do not fit together, for an odd T' in a zigzag, and in a
+    group without this rank."""
 
     attention = RingAttention
 
     def __init__(self, group, zigzag=True):
         super().__init__()
+        check_group(group)
         self.group, self.zigzag = group, zigzag
 
+    def positions(self, length):
+        """The positions of a sequence that this rank must hold."""
+        rank, n = dist.get_rank(self.group), dist.get_world_size(self.group)
+        return positions(length, rank, n, zigzag=self.zigzag)
+
     def forward(self, q, k, v):
+        check_qkv(q, k, v)
+        if self.zigzag and q.shape[2] % 2 and dist.get_world_size(self.group) > 1:
+            raise ValueError(
+                f"a zigzag holds two equal chunks, not {q.shape[2]} tokens: cut sequences by positions(), or give zigzag=False"
+            )
         return self.attention.apply(q, k, v, self.group, self.zigzag)
 
 
@@ -288,6 +355,7 @@ class GatheredAttention(torch.autograd.Function):
         return out
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad):
         q, everyone, out, lse = ctx.saved_tensors
         rank, n = dist.get_rank(ctx.group), dist.get_world_size(ctx.group)
@@ -316,7 +384,8 @@ def reduce_scatter(x, group):
 
 
 class Gather(Ring):
-    """In place of AttentionCore: attention to gathered keys and values."""
+    """In place of attention's core: attention to gathered keys and values. Used like Ring, and
+    as causal."""
 
     attention = GatheredAttention
 
@@ -342,19 +411,42 @@ class Exchange(torch.autograd.Function):
         return exchange(x, group, cut, join)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad):
         return exchange(grad, ctx.group, ctx.join, ctx.cut), None, None, None
 
 
 class Ulysses(nn.Module):
-    """In place of AttentionCore: heads are dealt out over `group` for attention, which `core` does for all of their tokens.
-    With fewer kv-heads than ranks, as many copies of each travel as it takes."""
+    """In place of attention's core: heads are dealt out over `group`, and `core` computes attention
+    of this rank's heads for all tokens. With fewer kv-heads than ranks, copies of them travel.
+
+        core = functools.partial(F.scaled_dot_product_attention, is_causal=True, enable_gqa=True)
+        ulysses = Ulysses(group, core)
+        where = ulysses.positions(T)            # one run of tokens a rank
+        # the rest as with Ring
+
+    ring-ulysses is Ulysses(group of U ranks, Ring(group of R ranks)), and holds zigzags.
+    Mask, scale and dropout are the core's own. It gets q (B, H/n, n T', D), k and v.
+    Tokens in another order than `positions` gives are wrong without a word.
+
+    Raises ValueError for q, k and v that do not fit together, for heads that the n ranks do not
+    divide, and for a core that does not return the shape of q."""
 
     def __init__(self, group, core):
         super().__init__()
+        check_group(group)
         self.group, self.core = group, core
 
+    def positions(self, length):
+        """The positions of a sequence that this rank must hold."""
+        u, n = dist.get_rank(self.group), dist.get_world_size(self.group)
+        if not isinstance(self.core, Ring):
+            return positions(length, u, 1, n, zigzag=False)
+        r, rings = dist.get_rank(self.core.group), dist.get_world_size(self.core.group)
+        return positions(length, r * n + u, rings, n, self.core.zigzag)
+
     def forward(self, q, k, v):
+        check_qkv(q, k, v)
         n = dist.get_world_size(self.group)
         if q.shape[1] % n:
             raise ValueError(f"Ulysses deals heads out: {q.shape[1]} of them do not divide by {n} ranks")
@@ -362,7 +454,11 @@ class Ulysses(nn.Module):
         kv = torch.cat((k, v), dim=-1).repeat_interleave(copies, dim=1)  # (B, H_kv copies, T', 2 D)
         q, kv = (Exchange.apply(t, self.group, 1, 2) for t in (q, kv))
         k, v = kv.chunk(2, dim=-1)
-        return Exchange.apply(self.core(q, k, v), self.group, 2, 1)
+        out = self.core(q, k, v)
+        if out.shape != q.shape:
+            shapes = f"the shape of q {tuple(q.shape)}, not {tuple(out.shape)}"
+            raise ValueError(f"Ulysses' core must return {shapes}: transpose its result")
+        return Exchange.apply(out, self.group, 2, 1)
 
 
 class SumOver(torch.autograd.Function):
@@ -376,6 +472,7 @@ class SumOver(torch.autograd.Function):
         return total
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad):
         return grad, None
 
@@ -389,35 +486,6 @@ class OverSequence(nn.Module):
 
     def forward(self, sums):
         return SumOver.apply(sums, self.group)
-
-
-def parallelize(model, group, kind="ring", ring_group=None, ulysses_group=None, zigzag=True):
-    """Replace every block's attention core, in place, and return the model. Then give it each rank's tokens alone:
-
-        where = positions(T, rank, R, U, zigzag)                   # R x U ranks; U = 1, but for ulysses (R = 1), ring-ulysses
-        loss = model(shard(tokens, where), where, targets=shard(targets, where, -1), count=count)
-
-    group: all ranks. ring_group, ulysses_group: for kind "ring-ulysses" (rank = ring's rank x U + ulysses' rank).
-    Gradients of all parameters are partial sums over the group, as in data parallelism. Learned positions: pass those of the
-    padding clamped to what the model knows. A router must get no padding. Raises ValueError for an unknown kind, and for
-    ring-ulysses without its two groups.
-    """
-    if kind == "ring-ulysses" and None in (ring_group, ulysses_group):
-        raise ValueError("ring-ulysses needs this rank's two groups, of its ring and of its ulysses ranks")
-    for block in model.blocks.values():
-        if kind == "ring":
-            block.attn.core = Ring(group, zigzag)
-        elif kind == "gather":
-            block.attn.core = Gather(group, zigzag)
-        elif kind == "ulysses":
-            block.attn.core = Ulysses(group, block.attn.core)
-        elif kind == "ring-ulysses":
-            block.attn.core = Ulysses(ulysses_group, Ring(ring_group, zigzag))
-        else:
-            raise ValueError(f"there is no context parallelism of kind {kind!r}: choose one of {', '.join(KINDS)}")
-        if hasattr(block.mlp, "router"):
-            block.mlp.router.over_sequence = nn.Sequential(block.mlp.router.over_sequence, OverSequence(group))
-    return model
 
 
 KINDS = ("ring", "ulysses", "gather", "ring-ulysses")
@@ -460,12 +528,15 @@ class CachedCore(nn.Module):
     """An attention core that keeps keys and values, each rank those of its tokens, and then answers single queries.
 
     begin(valid): the next forward is the prompt's; valid (T',): which tokens are no padding. Later forwards have one token, the
-    same on all ranks: `owner` keeps its key and value; each rank attends to what it has, and the parts are combined."""
+    same on all ranks: `owner` keeps its key and value; each rank attends to what it has, and the parts are combined.
+
+    It has no backward. Raises RuntimeError for a prompt without `begin`, and for more than one
+    token after it."""
 
     def __init__(self, core, group):
         super().__init__()
         self.core, self.group, self.valid = core, group, None
-        self.owner = 0
+        self.k, self.v, self.owner = None, None, 0
 
     def begin(self, valid):
         self.valid = valid
@@ -474,6 +545,8 @@ class CachedCore(nn.Module):
         if self.valid is not None:
             self.k, self.v, self.valid = k[:, :, self.valid], v[:, :, self.valid], None
             return self.core(q, k, v)
+        if self.k is None or q.shape[2] != 1:
+            raise RuntimeError("call begin(valid) before a prompt; after it, one token at a time")
         if self.owner == dist.get_rank(self.group):
             self.k, self.v = torch.cat((self.k, k), dim=2), torch.cat((self.v, v), dim=2)
         self.owner = (self.owner + 1) % dist.get_world_size(self.group)
@@ -486,6 +559,92 @@ class CachedCore(nn.Module):
         both = torch.cat((total.out * weight, weight), dim=-1)  # (B, H, 1, D + 1)
         dist.all_reduce(both, group=self.group)
         return (both[..., :-1] / both[..., -1:]).to(q.dtype)
+
+
+# --- for model.py's GPT ---
+
+
+def parallelize(model, group, kind="ring", ring_group=None, ulysses_group=None, zigzag=True):
+    """Replace every block's attention core, in place, and return the model. Then each rank gives it
+    its own tokens:
+
+        where = positions(T, rank, R, U, zigzag)    # R x U ranks, see `grid`; ulysses: no zigzag
+        x, y = shard(tokens, where), shard(targets, where, -1)
+        loss = model(x, where, targets=y, count=count)    # count: the global batch's valid targets
+        loss.backward()
+        # once a step: the sum over `group` of each parameter's gradient, as in data parallelism
+
+    group: all ranks. ring_group, ulysses_group: for kind "ring-ulysses"; a rank of the group is its
+    ring's rank x U + its ulysses' rank. Learned positions: clamp those of the padding to what the
+    model knows. A router must get no padding.
+
+    Raises ValueError for another model or one that is parallel already, for an unknown kind, and
+    for groups that do not fit. The model's first forward raises it for other positions than the
+    kind's."""
+    if kind not in KINDS:
+        raise ValueError(f"there is no context parallelism of kind {kind!r}: choose one of {', '.join(KINDS)}")
+    world = dist.get_world_size(group)
+    if kind == "ring-ulysses":
+        if None in (ring_group, ulysses_group):
+            raise ValueError("ring-ulysses needs this rank's two groups, of its ring and of its ulysses ranks")
+        rings, ulysses = dist.get_world_size(ring_group), dist.get_world_size(ulysses_group)
+        if rings * ulysses != world:
+            have = f"groups of {rings} and {ulysses}"
+            raise ValueError(f"{have} do not make the {world} ranks of `group`: make others")
+    for block in blocks_of(model):
+        if kind == "ring":
+            core = Ring(group, zigzag)
+        elif kind == "gather":
+            core = Gather(group, zigzag)
+        elif kind == "ulysses":
+            core = Ulysses(group, block.attn.core)
+        else:
+            core = Ulysses(ulysses_group, Ring(ring_group, zigzag))
+        block.attn.core = core
+        if hasattr(block.mlp, "router"):
+            router = block.mlp.router
+            router.over_sequence = nn.Sequential(router.over_sequence, OverSequence(group))
+    if world > 1 and len(model.blocks):
+        check_first_forward(model, core, world)
+    return model
+
+
+def blocks_of(model):
+    """The blocks of a GPT whose attention is its own. Raises ValueError for another model."""
+    try:
+        blocks = [block for block in model.blocks.values() if block.attn.core and block.mlp]
+    except AttributeError:
+        raise ValueError(
+            "parallelize knows the GPT of model.py alone: in another model call Ring(group), "
+            "Gather(group) or Ulysses(group, core) where it calls its attention"
+        ) from None
+    if any(isinstance(block.attn.core, (Ring, Ulysses)) for block in blocks):
+        raise ValueError("this model is context-parallel already: parallelize a new one")
+    return blocks
+
+
+def check_first_forward(model, core, world):
+    """Have the model's first forward, and no later one, compare its positions with those that
+    `core` needs."""
+
+    def check(model, inputs, named):
+        handle.remove()
+        given = named.get("positions", inputs[1] if len(inputs) > 1 else None)
+        if given is None or not same_positions(given, core.positions(len(given) * world)):
+            raise ValueError(
+                "these are not the positions that this rank must hold: cut tokens by positions() "
+                "with parallelize's grid and zigzag, and give them to the model too"
+            )
+
+    handle = model.register_forward_pre_hook(check, with_kwargs=True)
+
+
+def same_positions(given, due):
+    """Whether positions are those that are due; padding may be clamped.
+
+    Replace it where tensors have no values (fake)."""
+    given = given.cpu()
+    return len(given) == len(due) and torch.equal(given, due.clamp(max=int(given.max())))
 
 
 # --- demo ---

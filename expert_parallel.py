@@ -57,6 +57,7 @@ import time
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+from torch.autograd.function import once_differentiable  # refuses a gradient of a gradient
 
 
 class Transfer:
@@ -99,6 +100,7 @@ class Start(torch.autograd.Function):
         return transfer.start(rows)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad):
         return ctx.transfer.wait(), None
 
@@ -112,6 +114,7 @@ class Wait(torch.autograd.Function):
         return transfer.wait().view_as(rows)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad):
         ctx.transfer.start(grad, back=True)
         return grad, None  # stands in for what Start's backward will have: autograd wants the shape of `rows`
@@ -124,18 +127,44 @@ def all_to_all(rows, send, receive, group):
 
 
 class ExpertDispatch(nn.Module):
-    """Tokens to their experts on all ranks and back: x (n, C), weights and chosen (n, k) -> (n, C), in place of the model's
-    Dispatch. An assignment is one of a token's k choices: number i is of token i // k.
+    """Tokens to their experts on all ranks and back: x (n, C), weights and chosen (n, k) -> (n, C).
+    An assignment is one of a token's k choices: number i is of token i // k.
 
-    sizes: how many experts each rank has. `rows` (E,) adds up how many assignments of this rank each expert got, `dropped`
-    how many none got, `travelled` how many rows left for another rank or came from one; all in every forward,
-    recomputation's too. Ranks may have different numbers of tokens, or none."""
+        sizes = expert_counts(E, N)                        # N ranks; here are `sizes[rank]` experts
+        dispatch = ExpertDispatch(sizes, group)
+        mlp.up, mlp.down = shard(mlp.up, group), shard(mlp.down, group)    # stacked (E, ...)
+        y = dispatch(x, weights, chosen, mlp)              # chosen: int64, 0..E-1
+        loss = F.cross_entropy(head(y), targets, reduction="sum") / count
+        loss.backward()                                    # count: the global batch's tokens
+        sum_gradients(model.parameters(), group)           # once a step, after all micro-batches
+
+    experts(rows, counts): the MLPs of this rank. rows (m, C) are sorted by expert; counts says how
+    many rows each expert here has, int64. Returns (m, C), row for row. m may be 0; the result's
+    dtype must not depend on it.
+    meanwhile(): called once, while rows travel. Compute there what needs no expert (a shared MLP).
+
+    sum_gradients leaves a parameter alone if its `placement` says that it is split. `shard` gives
+    it one. Where each expert is a module of its own, write it: p.placement = {"cuts":
+    {0: (group, start, size)}}, or {} if all experts share the parameter.
+    All ranks call this equally often, and backward too, or the others wait for ever. A rank without
+    tokens gives x (0, C). All ranks have the same `sizes` and `chunks`.
+
+    sizes: how many experts each rank has. `rows` (E,) adds up how many assignments of this rank
+    each expert got, `dropped` how many none got, `travelled` how many rows left for another rank or
+    came from one; all in every forward, recomputation's too.
+
+    Raises ValueError for `sizes` that are not one number a rank, for inputs and results of other
+    shapes, and for a chosen expert that `sizes` do not have."""
 
     def __init__(self, sizes, group, capacity=None, chunks=1):
         super().__init__()
+        if len(sizes) != dist.get_world_size(group):
+            have = f"{list(sizes)} for {dist.get_world_size(group)} ranks"
+            raise ValueError(f"sizes must be one number of experts a rank of the group, not {have}")
         self.sizes, self.group, self.capacity, self.chunks = sizes, group, capacity, chunks
         self.rows = self.dropped = self.travelled = 0
         self.times = None
+        self.noted = False
 
     def drop(self, chosen):
         """`chosen` with the number E where an expert is beyond its capacity. All first choices go before all second ones."""
@@ -173,13 +202,28 @@ class ExpertDispatch(nn.Module):
         self.travelled += sum(sum(n) - n[me] for n in (*send, *receive))
         return send, receive, coming
 
-    def forward(self, x, weights, chosen, experts, meanwhile):
+    def note(self, experts):
+        """Mark the parameters of `experts`: without a placement, sum_gradients refuses them."""
+        self.noted = True
+        if isinstance(experts, nn.Module):
+            for p in experts.parameters():
+                p.of_experts = True
+
+    def forward(self, x, weights, chosen, experts, meanwhile=lambda: None):
+        if x.dim() != 2 or weights.shape != chosen.shape or chosen.shape[:-1] != x.shape[:1]:
+            shapes = f"{tuple(x.shape)}, {tuple(weights.shape)} and {tuple(chosen.shape)}: flatten them"
+            raise ValueError(f"x must be (n, C), weights and chosen (n, k), not {shapes}")
+        if not self.noted:
+            self.note(experts)
         if self.capacity is not None:
             chosen = self.drop(chosen)
         k, world, mine = chosen.shape[1], len(self.sizes), self.sizes[dist.get_rank(self.group)]
         parts = [part.flatten() for part in chosen.tensor_split(self.chunks)]
         by_expert = [part.argsort(stable=True) for part in parts]  # assignments by expert, then by token; the dropped last
         send, receive, coming = self.announce(parts)
+        if self.capacity is None and sum(map(sum, send)) != chosen.numel():
+            have = f"the {sum(self.sizes)} of sizes {list(self.sizes)}"
+            raise ValueError(f"a token chose an expert beyond {have}: give other sizes or choices")
 
         # 1. All chunks' rows leave; the shared expert, in `meanwhile`, needs none of them
         journeys = []
@@ -195,7 +239,8 @@ class ExpertDispatch(nn.Module):
             rows = Wait.apply(rows, there)
             # output_size: else repeat_interleave would wait for the device, to learn what is known here
             order = expert.repeat_interleave(coming[..., c].flatten(), output_size=len(rows)).argsort(stable=True)
-            rows = experts(rows.index_select(0, order), coming[..., c].sum(0)).index_select(0, order.argsort())
+            rows = self.compute(experts, rows.index_select(0, order), coming[..., c].sum(0))
+            rows = rows.index_select(0, order.argsort())
             home = Transfer(receive[c], send[c], self.group, self.times)
             journeys[c] = tokens, home, Start.apply(rows, home)
 
@@ -206,51 +251,22 @@ class ExpertDispatch(nn.Module):
             added.append(y.index_add(0, tokens, rows))
         return torch.cat(added)
 
-
-def shard(parameter, group, copies=None):
-    """This rank's experts of a parameter (E, ...), and in its `placement` what they are a piece of: the whole's shape, over
-    which group dimension 0 is split, from where, how many; and as "data" the group of those that hold the same experts for
-    other tokens, if given (Megatron's expert data parallel group): data parallelism must sum their gradients over it, not
-    over its own group. Where E does not divide, the first ranks have one more."""
-    rank, sizes = dist.get_rank(group), expert_counts(len(parameter), dist.get_world_size(group))
-    start = sum(sizes[:rank])
-    part = parameter.detach()[start : start + sizes[rank]].clone()
-    part = nn.Parameter(part, requires_grad=parameter.requires_grad)
-    part.__dict__.update(parameter.__dict__)
-    whole = placement(parameter)
-    part.placement = whole | {"cuts": whole["cuts"] | {0: (group, start, sizes[rank])}, "data": copies}
-    return part
+    def compute(self, experts, rows, counts):
+        """experts(rows, counts), of the right shape, and part of the graph even where no row came."""
+        result = experts(rows, counts)
+        if result.shape != rows.shape:
+            shapes = f"the shape of its rows {tuple(rows.shape)}, not {tuple(result.shape)}"
+            raise ValueError(f"experts(rows, counts) must return {shapes}")
+        # Experts may skip an empty batch. Then this adds no value, but a path from the result to
+        # `rows`: without it this rank would not join the all-to-alls of backward.
+        return result if len(rows) else result + rows.to(result.dtype)
 
 
 def placement(parameter):
-    """What a parameter is a piece of: {"shape": of the whole, "cuts": {dimension: (group, start, size)}, "copies": the groups
-    whose ranks hold the same piece}."""
-    return {"shape": tuple(parameter.shape), "cuts": {}, "copies": []} | getattr(parameter, "placement", {})
-
-
-def expert_counts(experts, world):
-    """How many experts each rank has."""
-    return [experts // world + (r < experts % world) for r in range(world)]
-
-
-def parallelize(model, group, capacity=None, chunks=1, copies=None):
-    """Deal the experts of a GPT out over `group`, in place, and return it. Works on the meta device and on real weights alike.
-    Parameters are replaced by their pieces: make the optimizer afterwards. After tensor_parallel.parallelize, if that too.
-    copies: where data parallelism has more ranks than `group`, the group of those that hold the same experts; see shard.
-
-    Raises ValueError where there is no expert for every rank."""
-    world, experts = dist.get_world_size(group), model.config.experts
-    if experts < world:
-        raise ValueError(f"{experts} experts are too few for {world} ranks: each needs one")
-    for block in model.blocks.values():
-        for name, p in list(block.mlp.experts.named_parameters()):
-            setattr(block.mlp.experts, name, shard(p, group, copies))
-        block.mlp.dispatch = ExpertDispatch(expert_counts(experts, world), group, capacity, chunks)
-    for p in model.parameters():
-        if not split_over(p, group):
-            where = placement(p)
-            p.placement = where | {"copies": [*where["copies"], group]}
-    return model
+    """What a parameter is a piece of: {"shape": of the whole, "cuts": {dimension: (group, start,
+    size)}, "copies": the groups whose ranks hold the same piece}."""
+    default = {"shape": tuple(parameter.shape), "cuts": {}, "copies": []}
+    return default | getattr(parameter, "placement", {})
 
 
 def split_over(parameter, group):
@@ -258,14 +274,140 @@ def split_over(parameter, group):
     return any(group is other for other, _, _ in placement(parameter)["cuts"].values())
 
 
+def shard(parameter, group, copies=None):
+    """This rank's experts of a parameter (E, ...). Its `placement` says what they are a piece of.
+
+    copies: where data parallelism has more ranks than `group`, the group of those that hold the
+    same experts for other tokens (Megatron's expert data parallel group). Data parallelism must sum
+    their gradients over it: it is the placement's "data". Where E does not divide, the first ranks
+    have one more: expert_counts says how many.
+
+    The result is a new parameter: put it in the old one's place, then make the optimizer. deepcopy
+    loses its `placement`. Raises ValueError for a parameter whose experts are dealt out already."""
+    group, whole = group or dist.group.WORLD, placement(parameter)
+    if 0 in whole["cuts"]:
+        raise ValueError("the experts of this parameter are dealt out already: shard it once")
+    rank, sizes = dist.get_rank(group), expert_counts(len(parameter), dist.get_world_size(group))
+    start = sum(sizes[:rank])
+    part = parameter.detach()[start : start + sizes[rank]].clone()
+    part = nn.Parameter(part, requires_grad=parameter.requires_grad)
+    part.__dict__.update(parameter.__dict__)
+    cuts = whole["cuts"] | {0: (group, start, sizes[rank])}
+    part.placement = whole | {"cuts": cuts, "data": copies}
+    return part
+
+
+def expert_counts(experts, world):
+    """How many experts each rank has."""
+    return [experts // world + (r < experts % world) for r in range(world)]
+
+
+SUMMED = (
+    "these gradients have been summed already: call sum_gradients once a step, after the last "
+    "micro-batch, and zero_grad() before the next backward"
+)
+
+
 def sum_gradients(parameters, group):
-    """After backward: sums the gradients of what is whole on every rank of the group, in one all-reduce. Those of experts are
-    split over it, and complete."""
-    grads = [p.grad for p in parameters if not split_over(p, group)]
-    flat = torch.cat([g.flatten() for g in grads])
+    """After a step's last backward: sums the gradients of replicated parameters over the group, in
+    one all-reduce. Experts are split over it, as their `placement` says: theirs are complete.
+
+    Where `copies` hold the same experts, call it with `group`, then with `copies`.
+    A parameter without a gradient here counts as zeros. One without a gradient on any rank gets
+    zeros, so weight decay moves it. Frozen parameters are left out.
+    A parameter without a placement counts as replicated. The first call compares sums of weights
+    between ranks: experts that no module holds and that start alike (from zeros, say) pass.
+
+    Raises RuntimeError if gradients were summed over the group before. The next backward raises it
+    too, unless zero_grad() comes first; it does not see that after a clip of the sums.
+    Raises ValueError for experts without a placement, and for weights that differ between ranks."""
+    group = group or dist.group.WORLD
+    parameters = replicated(parameters, group)
+    check_replicas(parameters, group)
+    for p in parameters:
+        if hasattr(p, "of_experts") and not hasattr(p, "placement"):
+            raise ValueError(
+                f"experts' parameter {tuple(p.shape)} has no placement, so gradients of different "
+                "experts would be added up: cut it by shard(), or see ExpertDispatch"
+            )
+        if p.grad is None:
+            p.grad = torch.zeros_like(p)
+        elif group.group_name in getattr(p.grad, "summed", ()) and p.grad.any():
+            raise RuntimeError(SUMMED)
+    flat = torch.cat([p.grad.flatten() for p in parameters])
     dist.all_reduce(flat, group=group)
-    for g, total in zip(grads, flat.split([g.numel() for g in grads])):
-        g.copy_(total.view_as(g))
+    for p, total in zip(parameters, flat.split([p.numel() for p in parameters])):
+        p.grad.copy_(total.view_as(p))
+        p.grad.summed = [*getattr(p.grad, "summed", ()), group.group_name]  # can be pickled
+        p.grad.summed_version = p.grad._version
+
+
+def replicated(parameters, group):
+    """Those that are trained and not split over the group."""
+    return [p for p in parameters if p.requires_grad and not split_over(p, group)]
+
+
+def refuse_summed(parameter):
+    """A hook, after backward has added to a gradient: raises RuntimeError if nothing else (such as
+    zeroing it) has changed the gradient since sum_gradients."""
+    grad = parameter.grad
+    if hasattr(grad, "summed"):
+        if grad._version == grad.summed_version + 1:
+            raise RuntimeError(SUMMED)
+        del grad.summed
+
+
+def check_replicas(parameters, group):
+    """Raises ValueError unless parameters are the same on all ranks. Looks at each only once."""
+    new = [p for p in parameters if group.group_name not in getattr(p, "compared", ())]
+    if not new:
+        return
+    weights = [(tuple(p.shape), p.detach().sum(dtype=torch.float64).item()) for p in new]
+    everyone = [None] * dist.get_world_size(group)
+    dist.all_gather_object(everyone, weights, group=group)
+    for other in everyone:
+        if other != weights:
+            differ = sorted({shape for shape, _ in set(weights) ^ set(other)})
+            raise ValueError(
+                f"parameters of shapes {differ} differ between ranks, so their gradients can't be "
+                "added up: start from the same weights, and cut experts by shard()"
+            )
+    for p in new:
+        if not hasattr(p, "compared"):
+            p.register_post_accumulate_grad_hook(refuse_summed)
+        p.compared = [*getattr(p, "compared", ()), group.group_name]
+
+
+# --- for model.py's GPT ---
+
+
+def parallelize(model, group, capacity=None, chunks=1, copies=None):
+    """Deal the experts of a GPT out over `group`, in place, and return it. Works on the meta device
+    and on real weights alike. Parameters are replaced by their pieces: make the optimizer
+    afterwards. After tensor_parallel.parallelize, if that too. copies: where data parallelism has
+    more ranks than `group`, the group of those that hold the same experts; see shard.
+
+    Raises ValueError for another model, where there is no expert for every rank, and for experts
+    that are dealt out already."""
+    try:
+        experts, mixtures = model.config.experts, [block.mlp for block in model.blocks.values()]
+    except AttributeError:
+        raise ValueError(
+            "parallelize knows the GPT of model.py alone: in another model put an ExpertDispatch "
+            "where tokens go to their experts, and cut these by shard()"
+        ) from None
+    world = dist.get_world_size(group)
+    if experts < world:
+        raise ValueError(f"{experts} experts are too few for {world} ranks: each needs one")
+    for mixture in mixtures:
+        for name, p in list(mixture.experts.named_parameters()):
+            setattr(mixture.experts, name, shard(p, group, copies))
+        mixture.dispatch = ExpertDispatch(expert_counts(experts, world), group, capacity, chunks)
+    for p in model.parameters():
+        if not split_over(p, group):
+            where = placement(p)
+            p.placement = where | {"copies": [*where["copies"], group]}
+    return model
 
 
 # --- demo ---
@@ -306,6 +448,7 @@ def demo(run):
     args, group, c, e = run.args, dist.group.WORLD, run.config, run.dtype.itemsize
     run.groups(ep=group)
     model = run.fill(parallelize(run.meta_model(), group, args.capacity, args.chunks))
+    check_replicas(replicated(model.parameters(), group), group)  # now, not in a measured step
     mixtures = [block.mlp for block in model.blocks.values()]
     parameters = list(model.parameters())
     optimizer, times, loads = harness.make_optimizer(parameters, args), [], []

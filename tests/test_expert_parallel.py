@@ -108,7 +108,8 @@ def layer(config):
 
 def dealt_out(config, capacity=None, chunks=1):
     """The same layer, its experts on all ranks."""
-    model = SimpleNamespace(config=config, blocks={"1": SimpleNamespace(mlp=layer(config))})
+    moe = layer(config)
+    model = SimpleNamespace(config=config, blocks={"1": SimpleNamespace(mlp=moe)}, parameters=moe.parameters)
     return ep.parallelize(model, dist.group.WORLD, capacity, chunks).blocks["1"].mlp
 
 

@@ -46,6 +46,7 @@ import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+import context_parallel
 import expert_parallel
 import harness
 import pipeline
@@ -161,6 +162,7 @@ def play(args, rank, cluster, train, brief=False, routing=even):
         with contextlib.ExitStack() as modes:
             modes.enter_context(mock.patch.object(dist, "get_backend", lambda group=None: args.backend))
             modes.enter_context(mock.patch.object(expert_parallel.ExpertDispatch, "read", routing))
+            modes.enter_context(mock.patch.object(context_parallel, "same_positions", lambda *_: True))
             modes.enter_context(mock.patch.object(pipeline, "make", make))
             run = DryRun(args, rank, world, cluster, modes)
             train(run)
