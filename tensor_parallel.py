@@ -39,6 +39,28 @@ overlaps: beside the 72 B T C^2 / t flops of a block at f flop/s, its bytes at w
 When it is the wrong choice: where (t-1) e f / (9 C w) is not far below 1: over the links between nodes, or in narrow models.
 And where t would have to be more than the key/value heads, or does not divide them.
 
+On a model of yours (every rank has the same weights and gets the same tokens; see also the notes below):
+
+    mlp.norm = nn.Sequential(mlp.norm, Enter(group))  # one f before all layers that share an input, and only before cut ones
+    mlp.up = ColumnParallelLinear(shard(mlp.up.weight, 0, group), shard(mlp.up.bias, 0, group))  # q, k, v, gate alike
+    mlp.down = RowParallelLinear(shard(mlp.down.weight, 1, group), mlp.down.bias, group)  # the bias is whole; g is inside
+    model.embed = VocabParallelEmbedding(shard(model.embed.weight, 0, group), group)
+    model.head = nn.Sequential(Enter(group), ColumnParallelLinear(shard(model.head.weight, 0, group)))
+    lose, optimizer = VocabParallelCrossEntropy(vocab, group), torch.optim.AdamW(model.parameters())  # after the cuts
+    for tokens, targets in microbatches:  # the loss: summed over these tokens / valid tokens of the whole batch
+        lose(model(tokens), targets, count).backward()
+    clip_grad_norm(model.parameters(), 1.0, group)  # not torch's, by which the copies of whole parameters drift apart
+
+Nothing here can see these mistakes:
+- A layer without f before it, with f twice, or with f before a whole layer. The gradients before it are wrong. (`grad_norm`
+  notices a missing f.)
+- A number of ranks that does not divide the (key/value) heads. A cut through a head mixes heads, or fails in a view.
+- A fused qkv whose rows are q | k | v, as in torch's nn.MultiheadAttention. A piece of it is not a number of whole heads. Order
+  the rows by head first (w.view(3, heads, D, -1).transpose(0, 1).flatten(0, 2)), or cut q, k and v separately.
+- An activation with act(0) != 0, such as a sigmoid, on hidden units that do not divide. Padded units then learn.
+- Dropout with one seed for all. On whole tensors all ranks must draw the same mask (one seed, as many draws); on heads and
+  hidden units, which are split, each rank draws its own from another generator.
+
     torchrun --nproc_per_node=4 tensor_parallel.py          python tensor_parallel.py --family llama --kv-heads 4
 
 Papers: Shoeybi et al. 2019, Megatron-LM, arXiv:1909.08053, section 3; Korthikanti et al. 2022, arXiv:2205.05198, sections 4.1
@@ -52,32 +74,40 @@ import torch.nn.functional as F
 
 
 class CopyToGroup(torch.autograd.Function):
-    """f: x as it is; in backward the gradients of all ranks' uses of x are summed."""
+    """f: x as it is; in backward the gradients of all ranks' uses of x are summed.
+
+    in_place: sum them in the memory of the gradient that arrives. It is right only where x goes into products alone, whose
+    gradient nobody else holds. The backward of a sum such as CopyToGroup(u) + v hands one tensor to both of its terms."""
 
     @staticmethod
-    def forward(ctx, x, group):
-        ctx.group = group
+    def forward(ctx, x, group, in_place=False):
+        ctx.group, ctx.in_place = group, in_place
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx, grad):
-        grad = grad.contiguous()
-        dist.all_reduce(grad, group=ctx.group)  # in place: it is the sum of the projections' own, nobody else has it
-        return grad, None
+        grad = grad.contiguous() if ctx.in_place else grad.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(grad, group=ctx.group)
+        return grad, None, None
 
 
 class ReduceFromGroup(torch.autograd.Function):
-    """g: the sum of all ranks' partial x; every rank's term gets the sum's gradient as it is."""
+    """g: the sum of all ranks' partial x; every rank's term gets the sum's gradient as it is.
+
+    in_place: the sum takes the place of x. It is right only where nobody else needs the partial sum."""
 
     @staticmethod
-    def forward(ctx, x, group):
-        dist.all_reduce(x, group=group)  # in place: the partial sum is of no more use
-        ctx.mark_dirty(x)
+    def forward(ctx, x, group, in_place=False):
+        if in_place:
+            ctx.mark_dirty(x)
+        else:
+            x = x.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(x, group=group)
         return x
 
     @staticmethod
     def backward(ctx, grad):
-        return grad, None
+        return grad, None, None
 
 
 def piece(full, dim, index, count):
@@ -91,15 +121,27 @@ def piece(full, dim, index, count):
     return torch.cat((part, part.new_zeros(shape)), dim) if shape[dim] else part.clone(memory_format=torch.contiguous_format)
 
 
+def world_if_none(group):
+    """The group of all ranks in the place of None, which means that group in torch.distributed."""
+    return dist.group.WORLD if group is None else group
+
+
 def shard(parameter, dim, group):
     """This rank's piece of a parameter. Its `placement` says what it is a piece of: the whole's shape, which dimension is
     split over which group, and the groups over which its gradient is a partial sum after backward (none here; a tied matrix
     on two pipeline stages has one).
-    Attributes of the parameter go along. Works on the meta device too."""
+    Attributes of the parameter go along. Works on the meta device too. Raises ValueError for a second cut of the same
+    dimension or over the same group."""
+    dim, group = dim % parameter.dim(), world_if_none(group)
+    whole = getattr(parameter, "placement", {"shape": parameter.shape, "split": {}, "partial": []})
+    if dim in whole["split"] or group in whole["split"].values():
+        raise ValueError(
+            f"this parameter is a piece already, of a whole of shape {tuple(whole['shape'])}: shard each parameter once, "
+            "and use one piece wherever a matrix is shared"
+        )
     part = piece(parameter.detach(), dim, dist.get_rank(group), dist.get_world_size(group))
     part = nn.Parameter(part, requires_grad=parameter.requires_grad)
     part.__dict__.update(parameter.__dict__)
-    whole = getattr(parameter, "placement", {"shape": parameter.shape, "split": {}, "partial": []})
     part.placement = whole | {"split": whole["split"] | {dim: group}}
     return part
 
@@ -113,38 +155,47 @@ def take(full, parameter):
 
 def split_over(parameter, group):
     """Whether each rank of the group holds another piece of the parameter."""
-    return group in getattr(parameter, "placement", {"split": {}})["split"].values()
+    return world_if_none(group) in getattr(parameter, "placement", {"split": {}})["split"].values()
+
+
+def require_piece(weight, dim, layer):
+    """Raise ValueError for a weight that is not cut: t whole ones would add up to t times the output."""
+    if dim not in getattr(weight, "placement", {"split": {}})["split"]:
+        raise ValueError(f"{layer} takes this rank's piece of a weight: pass shard(weight, {dim}, group)")
 
 
 class Enter(nn.Module):
-    """f as a module: stands where an input enters the layers that are split."""
+    """f as a module: stands where an input enters the layers that are split. It stands once before all layers that share
+    the input, and before layers that are split alone. in_place spares a copy in backward: see CopyToGroup."""
 
-    def __init__(self, group):
+    def __init__(self, group, in_place=False):
         super().__init__()
-        self.group = group
+        self.group, self.in_place = group, in_place
 
     def forward(self, x):
-        return CopyToGroup.apply(x, self.group)
+        return CopyToGroup.apply(x, self.group, self.in_place)
 
 
 class Leave(nn.Module):
-    """g as a module: stands where partial sums leave a layer that is split."""
+    """g as a module: stands where partial sums leave a layer that is split. in_place spares a copy: see ReduceFromGroup."""
 
-    def __init__(self, group):
+    def __init__(self, group, in_place=False):
         super().__init__()
-        self.group = group
+        self.group, self.in_place = group, in_place
 
     def forward(self, x):
-        return ReduceFromGroup.apply(x, self.group)
+        return ReduceFromGroup.apply(x, self.group, self.in_place)
 
 
 class ColumnParallelLinear(nn.Module):
     """A linear layer whose outputs are split: x (..., in) -> this rank's outputs (..., out / t). x must have passed f.
 
-    weight: this rank's (out / t, in). bias: this rank's (out / t,) or None."""
+    weight: this rank's (out / t, in), from shard. bias: this rank's (out / t,) or None. A fused weight has its rows grouped by
+    head; with padded rows the activation has act(0) = 0."""
 
     def __init__(self, weight, bias=None):
         super().__init__()
+        require_piece(weight, 0, "ColumnParallelLinear")
         self.weight, self.bias = weight, bias
 
     def forward(self, x):
@@ -154,11 +205,12 @@ class ColumnParallelLinear(nn.Module):
 class RowParallelLinear(nn.Module):
     """A linear layer whose inputs are split: this rank's inputs (..., in / t) -> the whole output (..., out), by g.
 
-    weight: this rank's (out, in / t). bias: the whole (out,), added once, after the sum; or None."""
+    weight: this rank's (out, in / t), from shard. bias: the whole (out,), added once, after the sum; or None."""
 
     def __init__(self, weight, bias, group):
         super().__init__()
-        self.weight, self.bias, self.leave = weight, bias, Leave(group)
+        require_piece(weight, 1, "RowParallelLinear")
+        self.weight, self.bias, self.leave = weight, bias, Leave(group, in_place=True)
 
     def forward(self, x):
         y = self.leave(F.linear(x, self.weight))
@@ -168,14 +220,18 @@ class RowParallelLinear(nn.Module):
 class VocabParallelEmbedding(nn.Module):
     """tokens (B, T), below V -> (B, T, C): each rank looks up the tokens of its rows; g adds up, one term is not zero.
 
-    weight: this rank's (V / t, C)."""
+    weight: this rank's (V / t, C), from shard. A token outside of 0..V-1 fails, without a wait for the device."""
 
     def __init__(self, weight, group):
         super().__init__()
-        self.weight, self.leave = weight, Leave(group)
-        self.start = dist.get_rank(group) * len(weight)
+        require_piece(weight, 0, "VocabParallelEmbedding")
+        self.weight, self.leave = weight, Leave(group, in_place=True)
+        self.start, self.vocab = dist.get_rank(group) * len(weight), weight.placement["shape"][0]
 
     def forward(self, tokens):
+        # No rank has a row for such a token: it would pass as a vector of zeros
+        valid = (tokens >= 0) & (tokens < self.vocab)
+        torch._assert_async(valid.all(), f"tokens must be from 0 to {self.vocab - 1}, the embedding's last row")
         row = tokens - self.start
         elsewhere = (row < 0) | (row >= len(self.weight))
         x = F.embedding(row.masked_fill(elsewhere, 0), self.weight)
@@ -218,18 +274,26 @@ class CrossEntropyOfParts(torch.autograd.Function):
 
 class VocabParallelCrossEntropy(nn.Module):
     """The loss on split logits: logits (B, T, V / t), targets (B, T), count -> summed cross-entropy / count, a scalar that is
-    the same on every rank. Targets below zero add nothing; the others must be below `vocab`."""
+    the same on every rank. count: the valid targets of the whole batch, of all its micro-batches. Targets below zero add
+    nothing. One that is not below `vocab` fails, without a wait for the device."""
 
     def __init__(self, vocab, group):
         super().__init__()
         self.group = group
-        width = -(-vocab // dist.get_world_size(group))
-        self.start = dist.get_rank(group) * width
-        self.size = max(0, min(width, vocab - self.start))
+        self.vocab, self.width = vocab, -(-vocab // dist.get_world_size(group))
+        self.start = dist.get_rank(group) * self.width
+        self.size = max(0, min(self.width, vocab - self.start))
 
     def forward(self, logits, targets, count):
+        if logits.shape[-1] != self.width:
+            raise ValueError(
+                f"a rank has {self.width} of {self.vocab} logits here, not {logits.shape[-1]}: "
+                "cut the output projection by shard(weight, 0, group)"
+            )
         targets = targets.flatten()
-        losses = CrossEntropyOfParts.apply(logits.flatten(0, 1), targets, self.start, self.size, self.group)
+        # No rank has a logit for such a target: it would pass as one with the largest logit
+        torch._assert_async((targets < self.vocab).all(), f"targets must be below {self.vocab}; below 0 they add nothing")
+        losses = CrossEntropyOfParts.apply(logits.flatten(0, -2), targets, self.start, self.size, self.group)
         return losses.masked_fill(targets < 0, 0.0).sum() / count
 
 
@@ -240,13 +304,65 @@ def gather_logits(logits, vocab, group):
     return torch.cat(parts, dim=-1)[..., :vocab]
 
 
+@torch.no_grad()
+def grad_norm(parameters, group):
+    """The norm of the whole model's gradient, the same on every rank: a float64 scalar. Pieces all count; of whole parameters,
+    which every rank has, the first rank's copies.
+
+    All copies must have one gradient. Raises RuntimeError where their norms differ: then f is missing before a layer that is
+    cut, a partial gradient is not complete (sequence_parallel.py), or the ranks got other tokens."""
+    parameters = list(parameters)
+    sums = torch.zeros(2, dtype=torch.float64, device=parameters[0].device)  # squares: of pieces, of whole parameters
+    for p in parameters:
+        if p.grad is not None:
+            square = torch.linalg.vector_norm(p.grad, dtype=torch.float64).square()
+            sums[0 if split_over(p, group) else 1] += square
+    all_sums = [torch.empty_like(sums) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(all_sums, sums, group=group)
+    pieces, copies = torch.stack(all_sums).unbind(1)
+    if copies.max() - copies.min() > 1e-3 * copies.max():  # more than rounding
+        raise RuntimeError(
+            f"the ranks have other gradients of whole parameters (norms {copies.sqrt().tolist()}): give all ranks the same "
+            "tokens, put Enter before layers that are cut, complete partial gradients first"
+        )
+    return (pieces.sum() + copies[0]).sqrt()
+
+
+@torch.no_grad()
+def clip_grad_norm(parameters, limit, group):
+    """Scale gradients in place so that the whole model's norm is at most `limit`; returns the norm before that. In place of
+    torch.nn.utils.clip_grad_norm_, which takes the norm of what a rank has: each rank would scale its copies differently."""
+    parameters = list(parameters)
+    norm = grad_norm(parameters, group)
+    scale = (limit / (norm + 1e-6)).clamp(max=1.0)
+    for p in parameters:
+        if p.grad is not None:
+            p.grad.mul_(scale.to(p.grad.dtype))
+    return norm
+
+
+# --- for model.py's GPT ---
+
+
+def require_gpt(what, attributes, function):
+    """Raise ValueError for a model or a config that is not model.py's."""
+    if not all(hasattr(what, name) for name in attributes):
+        raise ValueError(
+            f"{function} knows model.py's GPT alone, not {type(what).__name__}: "
+            "build other models from the parts above this section"
+        )
+
+
 def parallelize(model, group):
     """Cut a GPT across `group`, in place, and return it. Works on the meta device and on real weights alike. Parameters are
     replaced by their pieces: make the optimizer afterwards. The model has a module `enter` (nn.Identity) before what is cut,
     and experts have a `leave` behind it: f and g take their places. Attention counts its heads from the rows it gets.
 
-    Any of embedding, blocks and head may be missing. Raises ValueError where heads do not divide by the group's size.
+    Any of embedding, blocks and head may be missing. Raises ValueError where heads do not divide by the group's size, and for
+    a model that is cut already or is no GPT of model.py's.
     """
+    require_gpt(model, ("config", "embed", "blocks", "head"), "parallelize")
+    require_gpt(model.config, ("kv_heads", "experts", "vocab"), "parallelize")
     t = dist.get_world_size(group)
     if model.config.kv_heads % t:  # heads are a multiple of kv-heads
         raise ValueError(f"{model.config.kv_heads} kv-heads do not divide by tensor parallelism over {t} ranks")
@@ -266,24 +382,24 @@ def parallelize(model, group):
     if model.embed is not None:
         model.embed.token = VocabParallelEmbedding(cut(model.embed.token.weight, 0), group)
     for block in model.blocks.values():
-        block.attn.enter = Enter(group)
+        block.attn.enter = Enter(group, in_place=True)
         block.attn.qkv, block.attn.proj = column(block.attn.qkv), row(block.attn.proj)
         mlp = block.mlp
         if model.config.experts:  # (E, out, in): the hidden units of every expert; the router stays whole
-            mlp.enter, mlp.leave, experts = Enter(group), Leave(group), mlp.experts
+            mlp.enter, mlp.leave, experts = Enter(group, in_place=True), Leave(group, in_place=True), mlp.experts
             for name, dim in (("gate", 1), ("up", 1), ("down", 2)):
                 setattr(experts, name, cut(getattr(experts, name), dim))
             mlp = mlp.shared
         if mlp is not None:
-            mlp.enter, mlp.up, mlp.down = Enter(group), column(mlp.up), row(mlp.down)
+            mlp.enter, mlp.up, mlp.down = Enter(group, in_place=True), column(mlp.up), row(mlp.down)
             mlp.gate = column(mlp.gate) if mlp.gate is not None else None
     if model.head is not None:
-        model.head.enter, model.head.out = Enter(group), column(model.head.out)
+        model.head.enter, model.head.out = Enter(group, in_place=True), column(model.head.out)
         model.loss = VocabParallelCrossEntropy(model.config.vocab, group)
     return model
 
 
-# --- formulas, which the receipt holds against what was counted
+# Formulas, which the receipt holds against what was counted
 
 
 def sent_again(config):
@@ -297,6 +413,7 @@ def bytes_sent(config, t, tokens, element_size, blocks, embedding=True, head=Tru
     block, one for the embedding, one for the head's input, and three of (tokens,) for the loss. In a mixture of experts the
     gradient of the router's k weights too, and as much again as for an MLP if some experts are shared. recompute: as of the
     model; of whole blocks it sends once or twice more a block."""
+    require_gpt(config, ("kv_heads", "experts", "vocab"), "bytes_sent")
     ring = 2 * (t - 1) / t
     again = sent_again(config) if recompute == "block" else 0
     wide = ((4 + again) * blocks + embedding + head) * tokens * config.width * element_size
@@ -308,6 +425,7 @@ def bytes_sent(config, t, tokens, element_size, blocks, embedding=True, head=Tru
 def parameters_held(config, t, blocks, embedding=True, head=True, experts=None):
     """How many parameters a rank has of `blocks` blocks and of what else is there, from the sizes alone. experts: how many are
     here, if not all."""
+    require_gpt(config, ("kv_heads", "experts", "vocab"), "parameters_held")
     c, head_size, vocab = config.width, config.width // config.heads, -(-config.vocab // t)
     rows, inner = (config.heads + 2 * config.kv_heads) * head_size // t, 3 if config.mlp == "swiglu" else 2  # q, k, v
     hidden = -(-config.hidden * (config.shared if config.experts else 1) // t)  # of the MLP that every token passes
