@@ -39,27 +39,31 @@ overlaps: beside the 72 B T C^2 / t flops of a block at f flop/s, its bytes at w
 When it is the wrong choice: where (t-1) e f / (9 C w) is not far below 1: over the links between nodes, or in narrow models.
 And where t would have to be more than the key/value heads, or does not divide them.
 
-On a model of yours (every rank has the same weights and gets the same tokens; see also the notes below):
+On a model of yours. Every rank starts from the same weights and gets the same tokens:
 
-    mlp.norm = nn.Sequential(mlp.norm, Enter(group))  # one f before all layers that share an input, and only before cut ones
-    mlp.up = ColumnParallelLinear(shard(mlp.up.weight, 0, group), shard(mlp.up.bias, 0, group))  # q, k, v, gate alike
-    mlp.down = RowParallelLinear(shard(mlp.down.weight, 1, group), mlp.down.bias, group)  # the bias is whole; g is inside
-    model.embed = VocabParallelEmbedding(shard(model.embed.weight, 0, group), group)
-    model.head = nn.Sequential(Enter(group), ColumnParallelLinear(shard(model.head.weight, 0, group)))
-    lose, optimizer = VocabParallelCrossEntropy(vocab, group), torch.optim.AdamW(model.parameters())  # after the cuts
-    for tokens, targets in microbatches:  # the loss: summed over these tokens / valid tokens of the whole batch
-        lose(model(tokens), targets, count).backward()
-    clip_grad_norm(model.parameters(), 1.0, group)  # not torch's, by which the copies of whole parameters drift apart
+    mlp.norm = nn.Sequential(mlp.norm, Enter(group))  # one f before all layers that share an input
+    mlp.up = ColumnParallelLinear(shard(mlp.up.weight, 0, group), shard(mlp.up.bias, 0, group))
+    mlp.down = RowParallelLinear(shard(mlp.down.weight, 1, group), mlp.down.bias, group)  # has g
+    embed = VocabParallelEmbedding(shard(embed.weight, 0, group), group)
+    head = nn.Sequential(Enter(group), ColumnParallelLinear(shard(head.weight, 0, group)))
+    criterion = VocabParallelCrossEntropy(vocab, group)  # now the optimizer: it needs the pieces
+    for tokens, targets in microbatches:  # loss: sum over these tokens / valid tokens of the batch
+        criterion(model(tokens), targets, count).backward()
+    clip_grad_norm(model.parameters(), 1.0, group)  # torch's would let whole parameters drift apart
 
-Nothing here can see these mistakes:
-- A layer without f before it, with f twice, or with f before a whole layer. The gradients before it are wrong. (`grad_norm`
-  notices a missing f.)
-- A number of ranks that does not divide the (key/value) heads. A cut through a head mixes heads, or fails in a view.
-- A fused qkv whose rows are q | k | v, as in torch's nn.MultiheadAttention. A piece of it is not a number of whole heads. Order
-  the rows by head first (w.view(3, heads, D, -1).transpose(0, 1).flatten(0, 2)), or cut q, k and v separately.
-- An activation with act(0) != 0, such as a sigmoid, on hidden units that do not divide. Padded units then learn.
-- Dropout with one seed for all. On whole tensors all ranks must draw the same mask (one seed, as many draws); on heads and
-  hidden units, which are split, each rank draws its own from another generator.
+(q, k, v and gate are cut as up is; attention's output projection as down is.)
+
+These mistakes make no error here:
+- No f before a cut layer (`grad_norm` notices), f twice, or f before a whole layer: the gradients
+  of all that stands before it are wrong.
+- Ranks that do not divide the heads, or the key/value heads: cuts go through heads. A view that
+  counts heads mostly fails on that, not always.
+- A fused qkv in the order q | k | v, as in torch's nn.MultiheadAttention: a piece of it is not a
+  number of whole heads. Order its rows by head first, w.view(3, heads, D, -1).transpose(0, 1)
+  .flatten(0, 2), and read them so; or cut q, k and v one by one.
+- Hidden units that do not divide, with an activation whose act(0) is not 0: the padding learns.
+- Dropout: on whole tensors all ranks must draw one mask (equal seeds, equally many draws); on heads
+  and hidden units each rank draws its own, from another generator.
 
     torchrun --nproc_per_node=4 tensor_parallel.py          python tensor_parallel.py --family llama --kv-heads 4
 
@@ -76,8 +80,9 @@ import torch.nn.functional as F
 class CopyToGroup(torch.autograd.Function):
     """f: x as it is; in backward the gradients of all ranks' uses of x are summed.
 
-    in_place: sum them in the memory of the gradient that arrives. It is right only where x goes into products alone, whose
-    gradient nobody else holds. The backward of a sum such as CopyToGroup(u) + v hands one tensor to both of its terms."""
+    in_place: sum them in the memory of the gradient that arrives. Right only where x goes into
+    products alone: nobody else holds the gradient of a product. The backward of a sum, such as
+    CopyToGroup(u) + v, hands one tensor to both of its terms."""
 
     @staticmethod
     def forward(ctx, x, group, in_place=False):
@@ -86,7 +91,8 @@ class CopyToGroup(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        grad = grad.contiguous() if ctx.in_place else grad.clone(memory_format=torch.contiguous_format)
+        contiguous = torch.contiguous_format
+        grad = grad.contiguous() if ctx.in_place else grad.clone(memory_format=contiguous)
         dist.all_reduce(grad, group=ctx.group)
         return grad, None, None
 
@@ -94,7 +100,7 @@ class CopyToGroup(torch.autograd.Function):
 class ReduceFromGroup(torch.autograd.Function):
     """g: the sum of all ranks' partial x; every rank's term gets the sum's gradient as it is.
 
-    in_place: the sum takes the place of x. It is right only where nobody else needs the partial sum."""
+    in_place: the sum takes the place of x. Right only where nobody else needs the partial sum."""
 
     @staticmethod
     def forward(ctx, x, group, in_place=False):
@@ -130,14 +136,14 @@ def shard(parameter, dim, group):
     """This rank's piece of a parameter. Its `placement` says what it is a piece of: the whole's shape, which dimension is
     split over which group, and the groups over which its gradient is a partial sum after backward (none here; a tied matrix
     on two pipeline stages has one).
-    Attributes of the parameter go along. Works on the meta device too. Raises ValueError for a second cut of the same
-    dimension or over the same group."""
+    Attributes of the parameter go along. Works on the meta device too. Raises ValueError for a
+    second cut of the same dimension or over the same group."""
     dim, group = dim % parameter.dim(), world_if_none(group)
     whole = getattr(parameter, "placement", {"shape": parameter.shape, "split": {}, "partial": []})
     if dim in whole["split"] or group in whole["split"].values():
         raise ValueError(
-            f"this parameter is a piece already, of a whole of shape {tuple(whole['shape'])}: shard each parameter once, "
-            "and use one piece wherever a matrix is shared"
+            f"this parameter is a piece already, of a whole of shape {tuple(whole['shape'])}: "
+            "shard each parameter once, and use one piece wherever a matrix is shared"
         )
     part = piece(parameter.detach(), dim, dist.get_rank(group), dist.get_world_size(group))
     part = nn.Parameter(part, requires_grad=parameter.requires_grad)
@@ -159,14 +165,15 @@ def split_over(parameter, group):
 
 
 def require_piece(weight, dim, layer):
-    """Raise ValueError for a weight that is not cut: t whole ones would add up to t times the output."""
+    """Raise ValueError for a weight that is not cut: t whole ones would make t times the output."""
     if dim not in getattr(weight, "placement", {"split": {}})["split"]:
-        raise ValueError(f"{layer} takes this rank's piece of a weight: pass shard(weight, {dim}, group)")
+        call = f"shard(weight, {dim}, group)"
+        raise ValueError(f"{layer} takes this rank's piece of a weight: pass {call}")
 
 
 class Enter(nn.Module):
-    """f as a module: stands where an input enters the layers that are split. It stands once before all layers that share
-    the input, and before layers that are split alone. in_place spares a copy in backward: see CopyToGroup."""
+    """f as a module: stands where an input enters the layers that are split, once before all of
+    them, and never before a whole layer. in_place spares a copy in backward: see CopyToGroup."""
 
     def __init__(self, group, in_place=False):
         super().__init__()
@@ -177,7 +184,8 @@ class Enter(nn.Module):
 
 
 class Leave(nn.Module):
-    """g as a module: stands where partial sums leave a layer that is split. in_place spares a copy: see ReduceFromGroup."""
+    """g as a module: stands where partial sums leave a layer that is split. in_place spares a copy:
+    see ReduceFromGroup."""
 
     def __init__(self, group, in_place=False):
         super().__init__()
@@ -190,8 +198,8 @@ class Leave(nn.Module):
 class ColumnParallelLinear(nn.Module):
     """A linear layer whose outputs are split: x (..., in) -> this rank's outputs (..., out / t). x must have passed f.
 
-    weight: this rank's (out / t, in), from shard. bias: this rank's (out / t,) or None. A fused weight has its rows grouped by
-    head; with padded rows the activation has act(0) = 0."""
+    weight: this rank's (out / t, in), from shard. bias: this rank's (out / t,) or None. A fused
+    weight has its rows grouped by head. Padded rows need an activation with act(0) = 0."""
 
     def __init__(self, weight, bias=None):
         super().__init__()
@@ -205,7 +213,8 @@ class ColumnParallelLinear(nn.Module):
 class RowParallelLinear(nn.Module):
     """A linear layer whose inputs are split: this rank's inputs (..., in / t) -> the whole output (..., out), by g.
 
-    weight: this rank's (out, in / t), from shard. bias: the whole (out,), added once, after the sum; or None."""
+    weight: this rank's (out, in / t), from shard. bias: the whole (out,), added once, after the
+    sum; or None."""
 
     def __init__(self, weight, bias, group):
         super().__init__()
@@ -220,7 +229,7 @@ class RowParallelLinear(nn.Module):
 class VocabParallelEmbedding(nn.Module):
     """tokens (B, T), below V -> (B, T, C): each rank looks up the tokens of its rows; g adds up, one term is not zero.
 
-    weight: this rank's (V / t, C), from shard. A token outside of 0..V-1 fails, without a wait for the device."""
+    weight: this rank's (V / t, C), from shard. A token outside of 0..V-1 is an error."""
 
     def __init__(self, weight, group):
         super().__init__()
@@ -229,9 +238,9 @@ class VocabParallelEmbedding(nn.Module):
         self.start, self.vocab = dist.get_rank(group) * len(weight), weight.placement["shape"][0]
 
     def forward(self, tokens):
-        # No rank has a row for such a token: it would pass as a vector of zeros
+        # No rank has a row for another token: its vector would be zeros. A GPU is not waited for
         valid = (tokens >= 0) & (tokens < self.vocab)
-        torch._assert_async(valid.all(), f"tokens must be from 0 to {self.vocab - 1}, the embedding's last row")
+        torch._assert_async(valid.all(), f"tokens must be from 0 to {self.vocab - 1}")
         row = tokens - self.start
         elsewhere = (row < 0) | (row >= len(self.weight))
         x = F.embedding(row.masked_fill(elsewhere, 0), self.weight)
@@ -274,8 +283,8 @@ class CrossEntropyOfParts(torch.autograd.Function):
 
 class VocabParallelCrossEntropy(nn.Module):
     """The loss on split logits: logits (B, T, V / t), targets (B, T), count -> summed cross-entropy / count, a scalar that is
-    the same on every rank. count: the valid targets of the whole batch, of all its micro-batches. Targets below zero add
-    nothing. One that is not below `vocab` fails, without a wait for the device."""
+    the same on every rank. count: the valid targets of the whole batch, in all its micro-batches.
+    Targets below zero add nothing. One that is not below `vocab` is an error."""
 
     def __init__(self, vocab, group):
         super().__init__()
@@ -291,9 +300,11 @@ class VocabParallelCrossEntropy(nn.Module):
                 "cut the output projection by shard(weight, 0, group)"
             )
         targets = targets.flatten()
-        # No rank has a logit for such a target: it would pass as one with the largest logit
-        torch._assert_async((targets < self.vocab).all(), f"targets must be below {self.vocab}; below 0 they add nothing")
-        losses = CrossEntropyOfParts.apply(logits.flatten(0, -2), targets, self.start, self.size, self.group)
+        # No rank has a logit for a larger target: it would count as the largest logit
+        valid = targets < self.vocab
+        torch._assert_async(valid.all(), f"targets must be below {self.vocab}, or -1 for none")
+        logits = logits.flatten(0, -2)
+        losses = CrossEntropyOfParts.apply(logits, targets, self.start, self.size, self.group)
         return losses.masked_fill(targets < 0, 0.0).sum() / count
 
 
@@ -306,13 +317,15 @@ def gather_logits(logits, vocab, group):
 
 @torch.no_grad()
 def grad_norm(parameters, group):
-    """The norm of the whole model's gradient, the same on every rank: a float64 scalar. Pieces all count; of whole parameters,
-    which every rank has, the first rank's copies.
+    """The norm of the whole model's gradient, the same on every rank: a float64 scalar. All pieces
+    count. Whole parameters, which every rank has, count once.
 
-    All copies must have one gradient. Raises RuntimeError where their norms differ: then f is missing before a layer that is
-    cut, a partial gradient is not complete (sequence_parallel.py), or the ranks got other tokens."""
+    The copies of a whole parameter must have one gradient. Raises RuntimeError where their norms
+    differ: a cut layer has no f, a partial gradient is not complete (sequence_parallel.py), or the
+    ranks got different tokens."""
     parameters = list(parameters)
-    sums = torch.zeros(2, dtype=torch.float64, device=parameters[0].device)  # squares: of pieces, of whole parameters
+    # Sums of squares: of the pieces, and of the whole parameters
+    sums = torch.zeros(2, dtype=torch.float64, device=parameters[0].device)
     for p in parameters:
         if p.grad is not None:
             square = torch.linalg.vector_norm(p.grad, dtype=torch.float64).square()
@@ -322,16 +335,17 @@ def grad_norm(parameters, group):
     pieces, copies = torch.stack(all_sums).unbind(1)
     if copies.max() - copies.min() > 1e-3 * copies.max():  # more than rounding
         raise RuntimeError(
-            f"the ranks have other gradients of whole parameters (norms {copies.sqrt().tolist()}): give all ranks the same "
-            "tokens, put Enter before layers that are cut, complete partial gradients first"
+            f"the ranks' gradients of whole parameters differ, in norm {copies.sqrt().tolist()}: give "
+            "all ranks the same tokens, put Enter before cut layers, complete partial gradients"
         )
     return (pieces.sum() + copies[0]).sqrt()
 
 
 @torch.no_grad()
 def clip_grad_norm(parameters, limit, group):
-    """Scale gradients in place so that the whole model's norm is at most `limit`; returns the norm before that. In place of
-    torch.nn.utils.clip_grad_norm_, which takes the norm of what a rank has: each rank would scale its copies differently."""
+    """Scale gradients in place so that the whole model's norm is at most `limit`. Returns the norm
+    before that. torch.nn.utils.clip_grad_norm_ takes the norm of this rank's pieces alone: each
+    rank would scale its copies of whole parameters differently."""
     parameters = list(parameters)
     norm = grad_norm(parameters, group)
     scale = (limit / (norm + 1e-6)).clamp(max=1.0)
@@ -358,8 +372,8 @@ def parallelize(model, group):
     replaced by their pieces: make the optimizer afterwards. The model has a module `enter` (nn.Identity) before what is cut,
     and experts have a `leave` behind it: f and g take their places. Attention counts its heads from the rows it gets.
 
-    Any of embedding, blocks and head may be missing. Raises ValueError where heads do not divide by the group's size, and for
-    a model that is cut already or is no GPT of model.py's.
+    Any of embedding, blocks and head may be missing. Raises ValueError where heads do not divide by
+    the group's size, and for a model that is cut already or is not model.py's.
     """
     require_gpt(model, ("config", "embed", "blocks", "head"), "parallelize")
     require_gpt(model.config, ("kv_heads", "experts", "vocab"), "parallelize")
@@ -386,7 +400,8 @@ def parallelize(model, group):
         block.attn.qkv, block.attn.proj = column(block.attn.qkv), row(block.attn.proj)
         mlp = block.mlp
         if model.config.experts:  # (E, out, in): the hidden units of every expert; the router stays whole
-            mlp.enter, mlp.leave, experts = Enter(group, in_place=True), Leave(group, in_place=True), mlp.experts
+            mlp.enter, mlp.leave = Enter(group, in_place=True), Leave(group, in_place=True)
+            experts = mlp.experts
             for name, dim in (("gate", 1), ("up", 1), ("down", 2)):
                 setattr(experts, name, cut(getattr(experts, name), dim))
             mlp = mlp.shared
