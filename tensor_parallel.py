@@ -54,6 +54,7 @@ On a model of yours. Every rank starts from the same weights and gets the same t
 (q, k, v and gate are cut as up is; attention's output projection as down is.)
 
 These mistakes make no error here:
+- Different tokens on the ranks. (Where the embedding is whole, `grad_norm` notices.)
 - No f before a cut layer (`grad_norm` notices), f twice, or f before a whole layer: the gradients
   of all that stands before it are wrong.
 - Ranks that do not divide the heads, or the key/value heads: cuts go through heads. A view that
@@ -322,7 +323,7 @@ def grad_norm(parameters, group):
 
     The copies of a whole parameter must have one gradient. Raises RuntimeError where their norms
     differ: a cut layer has no f, a partial gradient is not complete (sequence_parallel.py), or the
-    ranks got different tokens."""
+    ranks got different inputs."""
     parameters = list(parameters)
     # Sums of squares: of the pieces, and of the whole parameters
     sums = torch.zeros(2, dtype=torch.float64, device=parameters[0].device)
