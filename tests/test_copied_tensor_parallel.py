@@ -181,12 +181,13 @@ def tensor_parallel_orders(rank):
         other = torch.full((3,), 3.0, requires_grad=True)
         if enter_first:
             u = enter(leaf)
-            (u + other * 1).sum().backward()
+            y = u + other * 1
         else:
             v = other * 1
-            (enter(leaf) + v).sum().backward()
-        assert leaf.grad.tolist() == [2.0] * 3  # f: both ranks' uses
-        assert other.grad.tolist() == [1.0] * 3
+            y = enter(leaf) + v
+        (5 * y).sum().backward()
+        assert leaf.grad.tolist() == [10.0] * 3  # f: both ranks' uses
+        assert other.grad.tolist() == [5.0] * 3, enter_first
 
 
 def test_f_leaves_the_gradient_of_what_is_added_to_it(copied):
