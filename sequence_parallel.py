@@ -29,8 +29,7 @@ way into the split stream, and are cut off on their way out: they reach no loss 
 Backward: an all-gather copies, so its backward sums the copies' gradients, and each rank needs those of its own tokens: a
 reduce-scatter. g sums, so each term gets the sum's gradient, for all tokens: an all-gather. Parameters of the split stream
 (norms, row-parallel biases, learned positions) are whole on every rank, but each rank's gradient comes from its own tokens
-alone: a partial sum, completed after the last backward (`reduce_partial`). Forget that, and the copies drift apart without a
-word.
+alone: a partial sum, completed after the last backward (`reduce_partial`).
 
 What it costs, per rank, e bytes an element, r = (t-1)/t: each block 4 all-gathers and 4 reduce-scatters of (B, T, C), r B T C e
 each: 8 r B T C e, what tensor parallelism sends (T padded); and 2 r P e a step for the P parameters of the split stream. It
@@ -46,10 +45,32 @@ With `keep=True` these two inputs stay whole: 4 T B C (1 - 1/t) more is held, no
 When it is the wrong choice: hardly ever where tensor parallelism is right. It is where a message's start costs more than its
 bytes (2 messages for each one), or the activations don't matter (short sequences; every block recomputed anyway).
 
+On a model of yours, cut as the usage block of tensor_parallel.py says (its notes hold here too):
+
+    stream = Stream(group)
+    embed.leave, mlp.down.leave = Leave(stream), Leave(stream)  # every g
+    mlp.norm = nn.Sequential(mlp.norm, Enter(stream))  # every f, before q, k, v and the head too
+    mark_partial(model.parameters(), group)  # after the cuts: what is whole sees this rank's tokens
+    for tokens, targets in microbatches:  # loss: sum over these tokens / valid tokens of the batch
+        stream.length = tokens.shape[1]  # T, before each forward pass
+        criterion(model(tokens), targets, count).backward()
+    reduce_partial(model.parameters())  # once a step
+    tensor_parallel.clip_grad_norm(model.parameters(), 1.0, group)
+
+With VocabParallelCrossEntropy every rank has the whole loss. A model that ends on the split stream
+has a part of it on each rank: the sum over this rank's tokens / the count of the whole batch.
+
+These mistakes make no error here:
+- `mark_partial` or `reduce_partial` forgotten: the copies drift apart (`grad_norm` notices).
+- Padding that counts as tokens in a loss on the split stream: the last pieces end with it.
+- Dropout with equal seeds: on the split stream each rank has other tokens and draws its own mask.
+
     torchrun --nproc_per_node=4 sequence_parallel.py       python sequence_parallel.py --family llama --nproc 2 --gather-again
 
 Papers: Korthikanti et al. 2022, Reducing activation recomputation, arXiv:2205.05198, section 4.2.2 and table 2.
 """
+
+import functools
 
 import torch
 import torch.distributed as dist
@@ -64,9 +85,16 @@ native_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.red
 
 
 def gather(x, length, group):
-    """All ranks' tokens in order: x (B, ceil(T / t), C) -> (B, T, C). length: T."""
+    """All ranks' tokens in order: x (B, ceil(T / t), C) -> (B, T, C). length: T. Raises ValueError
+    where x is no piece of that many tokens."""
+    t = dist.get_world_size(group)
+    if length is None or x.shape[1] != -(-length // t):
+        raise ValueError(
+            f"stream.length is {length}, but each of {t} ranks has {x.shape[1]} tokens: "
+            "set stream.length to the tokens of the whole sequence before each forward pass"
+        )
     mine = x.transpose(0, 1).contiguous()  # (T/t, B, C): collectives cut the first dimension
-    whole = mine.new_empty(len(mine) * dist.get_world_size(group), *mine.shape[1:])
+    whole = mine.new_empty(len(mine) * t, *mine.shape[1:])
     all_gather(whole, mine, group=group)
     return whole[:length].transpose(0, 1).contiguous()  # in one piece: else each matrix product would copy it, and keep that
 
@@ -138,21 +166,16 @@ class GatherAndProject(torch.autograd.Function):
 
 
 class Stream:
-    """What the operators of one model share: the group, and T, the tokens of the forward pass under way: a piece of the
-    sequence does not tell how much of it is padding."""
+    """What the operators of one model share: the group, and `length`, the tokens T of the forward
+    pass under way. A piece of the sequence does not tell how much of it is padding: set `length`
+    before each forward pass. (A GPT that `parallelize` has cut does so itself.)"""
 
     def __init__(self, group):
         self.group, self.length = group, None
 
-    def begin(self, model, args, kwargs):
-        """Runs before the model's forward(x, positions, ...)."""
-        x, positions = args[0], kwargs.get("positions", args[1] if len(args) > 1 else None)
-        if positions is None and model.embed is None:
-            raise ValueError("pass the positions (T,) of the whole sequence: activations (B, T/t, C) do not tell T")
-        self.length = x.shape[1] if positions is None else len(positions)
-
     def piece(self, whole):
-        """This rank's piece of something (..., T): (..., ceil(T / t)), padded with zeros."""
+        """This rank's piece of something (..., T): (..., ceil(T / t)), padded with zeros. For
+        targets, where 0 is a class: stream.piece(targets + 1) - 1 is padded with -1."""
         return tensor_parallel.piece(whole, -1, dist.get_rank(self.group), dist.get_world_size(self.group))
 
 
@@ -175,6 +198,11 @@ class Leave(nn.Module):
         self.stream = stream
 
     def forward(self, x):
+        if x.shape[1] != self.stream.length:
+            raise ValueError(
+                f"stream.length is {self.stream.length}, but {x.shape[1]} tokens arrive: "
+                "set stream.length to the tokens of the whole sequence before each forward pass"
+            )
         return ReduceScatterTokens.apply(x, self.stream.group)
 
 
@@ -198,19 +226,10 @@ class Projection(nn.Module):
         self.index, self.weight, self.bias = index, weight, bias
 
     def forward(self, products):
+        if isinstance(products, torch.Tensor):
+            raise ValueError("a Projection takes enter(x), the products of EnterAndProject, not x")
         y = products[self.index]
         return y if self.bias is None else y + self.bias
-
-
-class Dropout(nn.Module):
-    """The model's dropout on this rank's tokens: x (B, T/t, C), key (B, T) or None -> (B, T/t, C)."""
-
-    def __init__(self, whole, stream):
-        super().__init__()
-        self.whole, self.stream = whole, stream
-
-    def forward(self, x, key):
-        return x if key is None else self.whole(x, self.stream.piece(key))
 
 
 class PositionEmbedding(nn.Module):
@@ -224,6 +243,95 @@ class PositionEmbedding(nn.Module):
         return F.embedding(self.stream.piece(positions), self.weight)
 
 
+def enter(module, names, stream, keep):
+    """Replace the operator f of `module`, behind which its projections `names` stand."""
+    if keep:
+        module.enter = Enter(stream)
+        return
+    layers = [getattr(module, name) for name in names]
+    projections = [Projection(i, layer.weight, layer.bias) for i, layer in enumerate(layers)]
+    module.enter = EnterAndProject(stream, projections)
+    for name, projection in zip(names, projections):
+        setattr(module, name, projection)
+
+
+def mark_partial(parameters, group):
+    """Say of whole parameters that they work on the split stream: each rank's gradient is a part of
+    a sum over the group, which `reduce_partial` completes. Leaves split parameters alone."""
+    group = tensor_parallel.world_if_none(group)
+    for p in parameters:
+        where = tensor_parallel.placement(p)
+        if group not in where["partial"] and not tensor_parallel.split_over(p, group):
+            p.placement = where | {"partial": [*where["partial"], group]}
+
+
+def refuse_complete(parameter):
+    """Raise RuntimeError where the gradient is a complete sum, and nobody has touched it since."""
+    grad = parameter.grad
+    if grad is not None and getattr(grad, "complete_at", None) == grad._version:
+        raise RuntimeError(
+            "reduce_partial has completed these gradients already: call it once a step, "
+            "after the last backward pass, and zero_grad() before the next one"
+        )
+
+
+def watch_next_backward(parameter):
+    """Have the next backward pass refuse to add to the parameter's complete gradient."""
+
+    def look(grad):
+        handle.remove()
+        refuse_complete(parameter)
+
+    handle = parameter.register_hook(look)  # runs before the gradient is added
+
+
+def reduce_partial(parameters):
+    """Complete the gradients that are partial sums: one all-reduce a group, after the last backward
+    of a step. Leaves out parameters without a gradient.
+
+    Raises RuntimeError when called twice in a step. A backward pass before the next zero_grad()
+    raises it too. Not noticed: gradients that were changed in between, by clipping say."""
+    partial = {}
+    for p in dict.fromkeys(parameters):  # each once
+        if p.grad is not None and p.requires_grad:
+            for group in getattr(p, "placement", {}).get("partial", ()):
+                refuse_complete(p)
+                partial.setdefault(group, []).append(p)
+    for group, members in partial.items():
+        grads = [p.grad for p in members]
+        flat = torch.cat([grad.flatten() for grad in grads])
+        dist.all_reduce(flat, group=group)
+        for grad, total in zip(grads, flat.split([grad.numel() for grad in grads])):
+            grad.copy_(total.view_as(grad))
+    for members in partial.values():
+        for p in members:
+            p.grad.complete_at = p.grad._version
+        watch_next_backward(members[0])
+
+
+# --- for model.py's GPT ---
+
+
+class Dropout(nn.Module):
+    """The model's dropout on this rank's tokens: x (B, T/t, C), key (B, T) or None -> (B, T/t, C)."""
+
+    def __init__(self, whole, stream):
+        super().__init__()
+        self.whole, self.stream = whole, stream
+
+    def forward(self, x, key):
+        return x if key is None else self.whole(x, self.stream.piece(key))
+
+
+def begin(stream, model, args, kwargs):
+    """Tells the stream T. Runs before the model's forward(x, positions, ...)."""
+    x = args[0] if args else kwargs["x"]
+    positions = kwargs.get("positions", args[1] if len(args) > 1 else None)
+    if positions is None and model.embed is None:
+        raise ValueError("pass the positions (T,) of the whole sequence: activations (B, T/t, C) do not tell T")
+    stream.length = x.shape[1] if positions is None else len(positions)
+
+
 def parallelize(model, group, keep=True):
     """Cut a GPT across `group`, in place, and return it: tensor_parallel.parallelize, then the operators replaced. Works on the
     meta device and on real weights alike. Any of embedding, blocks and head may be missing.
@@ -233,10 +341,11 @@ def parallelize(model, group, keep=True):
     later pipeline stage) x is (B, ceil(T / t), C), what the stage before returned, and positions must be given.
     After the last backward of a step the gradients in whose parameter's `placement` "partial" names the group must be summed
     over it: reduce_partial, or what else a layout completes partial gradients with.
+    Raises ValueError as tensor_parallel.parallelize does, for other models say.
     """
     tensor_parallel.parallelize(model, group)
     stream = Stream(group)
-    model.register_forward_pre_hook(stream.begin, with_kwargs=True)
+    model.register_forward_pre_hook(functools.partial(begin, stream), with_kwargs=True)
     if model.embed is not None:
         model.embed.token.leave, model.embed.drop = Leave(stream), Dropout(model.embed.drop, stream)
         if model.embed.position is not None:
@@ -254,44 +363,18 @@ def parallelize(model, group, keep=True):
         block.attn_drop, block.mlp_drop = Dropout(block.attn_drop, stream), Dropout(block.mlp_drop, stream)
     if model.head is not None:
         enter(model.head, ["out"], stream, keep)
-    for p in model.parameters():
-        if not tensor_parallel.split_over(p, group):  # it works on the split stream
-            p.placement = p.placement | {"partial": [*p.placement.get("partial", []), group]}
+    mark_partial(model.parameters(), group)
     return model
 
 
-def enter(module, names, stream, keep):
-    """Replace the operator f of `module`, behind which its projections `names` stand."""
-    if keep:
-        module.enter = Enter(stream)
-        return
-    layers = [getattr(module, name) for name in names]
-    projections = [Projection(i, layer.weight, layer.bias) for i, layer in enumerate(layers)]
-    module.enter = EnterAndProject(stream, projections)
-    for name, projection in zip(names, projections):
-        setattr(module, name, projection)
-
-
-def reduce_partial(parameters):
-    """Complete the gradients that are partial sums: one all-reduce a group, after the last backward of a step."""
-    partial = {}
-    for p in parameters:
-        for group in getattr(p, "placement", {}).get("partial", ()):
-            partial.setdefault(group, []).append(p.grad)
-    for group, grads in partial.items():
-        flat = torch.cat([grad.flatten() for grad in grads])
-        dist.all_reduce(flat, group=group)
-        for grad, total in zip(grads, flat.split([grad.numel() for grad in grads])):
-            grad.copy_(total.view_as(grad))
-
-
-# --- formulas, which the receipt holds against what was counted
+# Formulas, which the receipt holds against what was counted
 
 
 def bytes_sent(config, t, sequences, length, element_size, blocks, embedding=True, head=True, keep=True, recompute="none"):
     """Bytes a rank sends for `sequences` sequences of `length` tokens, forward and backward, by operation. Without those of the
     partial gradients: they are sent once a step. recompute: as of the model. "selective" gathers inputs of products again
     where it runs their norms again; "block" repeats a block's forward (see tensor_parallel.sent_again)."""
+    tensor_parallel.require_gpt(config, ("kv_heads", "experts", "vocab"), "bytes_sent")
     r = (t - 1) / t
     wide = r * sequences * -(-length // t) * t * config.width * element_size  # with padding
     gathers = (4 if keep else 6) * blocks + embedding + head * (1 if keep else 2)
@@ -317,6 +400,7 @@ def bytes_sent(config, t, sequences, length, element_size, blocks, embedding=Tru
 
 def partial_parameters(config, blocks, embedding=True, head=True):
     """How many parameters work on the split stream: norms, row-parallel biases, routers, learned positions."""
+    tensor_parallel.require_gpt(config, ("kv_heads", "experts", "vocab"), "partial_parameters")
     c, norm = config.width, config.width * (2 if config.norm == "layernorm" else 1)
     positions = config.context * c * (config.positions == "learned")
     biases = config.bias * c * (1 if config.experts and not config.shared else 2)

@@ -39,6 +39,33 @@ overlaps: beside the 72 B T C^2 / t flops of a block at f flop/s, its bytes at w
 When it is the wrong choice: where (t-1) e f / (9 C w) is not far below 1: over the links between nodes, or in narrow models.
 And where t would have to be more than the key/value heads, or does not divide them.
 
+On a model of yours. Every rank starts from the same weights and gets the same tokens:
+
+    mlp.norm = nn.Sequential(mlp.norm, Enter(group))  # one f before all layers that share an input
+    mlp.up = ColumnParallelLinear(shard(mlp.up.weight, 0, group), shard(mlp.up.bias, 0, group))
+    mlp.down = RowParallelLinear(shard(mlp.down.weight, 1, group), mlp.down.bias, group)  # has g
+    embed = VocabParallelEmbedding(shard(embed.weight, 0, group), group)
+    head = nn.Sequential(Enter(group), ColumnParallelLinear(shard(head.weight, 0, group)))
+    criterion = VocabParallelCrossEntropy(vocab, group)  # now the optimizer: it needs the pieces
+    for tokens, targets in microbatches:  # loss: sum over these tokens / valid tokens of the batch
+        criterion(model(tokens), targets, count).backward()
+    clip_grad_norm(model.parameters(), 1.0, group)  # torch's would let whole parameters drift apart
+
+(q, k, v and gate are cut as up is; attention's output projection as down is.)
+
+These mistakes make no error here:
+- Different tokens on the ranks. (Where the embedding is whole, `grad_norm` notices.)
+- No f before a cut layer (`grad_norm` notices), f twice, or f before a whole layer: the gradients
+  of all that stands before it are wrong.
+- Ranks that do not divide the heads, or the key/value heads: cuts go through heads. A view that
+  counts heads mostly fails on that, not always.
+- A fused qkv in the order q | k | v, as in torch's nn.MultiheadAttention: a piece of it is not a
+  number of whole heads. Order its rows by head first, w.view(3, heads, D, -1).transpose(0, 1)
+  .flatten(0, 2), and read them so; or cut q, k and v one by one.
+- Hidden units that do not divide, with an activation whose act(0) is not 0: the padding learns.
+- Dropout: on whole tensors all ranks must draw one mask (equal seeds, equally many draws); on heads
+  and hidden units each rank draws its own, from another generator.
+
     torchrun --nproc_per_node=4 tensor_parallel.py          python tensor_parallel.py --family llama --kv-heads 4
 
 Papers: Shoeybi et al. 2019, Megatron-LM, arXiv:1909.08053, section 3; Korthikanti et al. 2022, arXiv:2205.05198, sections 4.1
@@ -52,32 +79,42 @@ import torch.nn.functional as F
 
 
 class CopyToGroup(torch.autograd.Function):
-    """f: x as it is; in backward the gradients of all ranks' uses of x are summed."""
+    """f: x as it is; in backward the gradients of all ranks' uses of x are summed.
+
+    in_place: sum them in the memory of the gradient that arrives. Right only where x goes into
+    products alone: nobody else holds the gradient of a product. The backward of a sum, such as
+    CopyToGroup(u) + v, hands one tensor to both of its terms."""
 
     @staticmethod
-    def forward(ctx, x, group):
-        ctx.group = group
+    def forward(ctx, x, group, in_place=False):
+        ctx.group, ctx.in_place = group, in_place
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx, grad):
-        grad = grad.contiguous()
-        dist.all_reduce(grad, group=ctx.group)  # in place: it is the sum of the projections' own, nobody else has it
-        return grad, None
+        contiguous = torch.contiguous_format
+        grad = grad.contiguous() if ctx.in_place else grad.clone(memory_format=contiguous)
+        dist.all_reduce(grad, group=ctx.group)
+        return grad, None, None
 
 
 class ReduceFromGroup(torch.autograd.Function):
-    """g: the sum of all ranks' partial x; every rank's term gets the sum's gradient as it is."""
+    """g: the sum of all ranks' partial x; every rank's term gets the sum's gradient as it is.
+
+    in_place: the sum takes the place of x. Right only where nobody else needs the partial sum."""
 
     @staticmethod
-    def forward(ctx, x, group):
-        dist.all_reduce(x, group=group)  # in place: the partial sum is of no more use
-        ctx.mark_dirty(x)
+    def forward(ctx, x, group, in_place=False):
+        if in_place:
+            ctx.mark_dirty(x)
+        else:
+            x = x.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(x, group=group)
         return x
 
     @staticmethod
     def backward(ctx, grad):
-        return grad, None
+        return grad, None, None
 
 
 def piece(full, dim, index, count):
@@ -91,21 +128,36 @@ def piece(full, dim, index, count):
     return torch.cat((part, part.new_zeros(shape)), dim) if shape[dim] else part.clone(memory_format=torch.contiguous_format)
 
 
+def world_if_none(group):
+    """The group of all ranks in the place of None, which means that group in torch.distributed."""
+    return dist.group.WORLD if group is None else group
+
+
 def placement(parameter):
-    """What a parameter is a piece of: {"shape": of the whole, "cuts": {dimension: (group, start, size)} of this rank's piece
-    without its padding, "copies": the groups whose ranks hold the same piece}."""
-    return {"shape": tuple(parameter.shape), "cuts": {}, "copies": []} | getattr(parameter, "placement", {})
+    """What a parameter is a piece of: {"shape": of the whole, "cuts": {dimension: (group, start,
+    size)} of this rank's piece without its padding, "copies": groups whose ranks hold the same,
+    "partial": groups over which its gradient is still to be summed after backward}."""
+    default = {"shape": tuple(parameter.shape), "cuts": {}, "copies": [], "partial": []}
+    return default | getattr(parameter, "placement", {})
 
 
 def shard(parameter, dim, group):
-    """This rank's piece of a parameter, cut along `dim`; its `placement` says so. Attributes of the parameter go along.
-    Works on the meta device too."""
-    t, rank, size = dist.get_world_size(group), dist.get_rank(group), parameter.shape[dim]
-    part = nn.Parameter(piece(parameter.detach(), dim, rank, t), requires_grad=parameter.requires_grad)
+    """This rank's piece of a parameter, cut along `dim`; its `placement` says so. Attributes of the
+    parameter go along. Works on the meta device too. Raises ValueError for a second cut of the same
+    dimension or over the same group."""
+    dim, group, whole = dim % parameter.dim(), world_if_none(group), placement(parameter)
+    if dim in whole["cuts"] or split_over(parameter, group):
+        raise ValueError(
+            f"this parameter is a piece already, of a whole of shape {tuple(whole['shape'])}: "
+            "shard each parameter once, and use one piece wherever a matrix is shared"
+        )
+    rank, size = dist.get_rank(group), parameter.shape[dim]
+    part = piece(parameter.detach(), dim, rank, dist.get_world_size(group))
+    part = nn.Parameter(part, requires_grad=parameter.requires_grad)
     part.__dict__.update(parameter.__dict__)
     start = min(rank * part.shape[dim], size)
-    whole = placement(parameter)
-    part.placement = whole | {"cuts": whole["cuts"] | {dim: (group, start, min(part.shape[dim], size - start))}}
+    cut = (group, start, min(part.shape[dim], size - start))
+    part.placement = whole | {"cuts": whole["cuts"] | {dim: cut}}
     return part
 
 
@@ -118,38 +170,50 @@ def take(full, parameter):
 
 def split_over(parameter, group):
     """Whether each rank of the group holds another piece of the parameter."""
+    group = world_if_none(group)
     return any(group is other for other, _, _ in placement(parameter)["cuts"].values())
 
 
-class Enter(nn.Module):
-    """f as a module: stands where an input enters the layers that are split."""
+def require_piece(weight, dim, layer):
+    """Raise ValueError for a weight that is not cut: t whole ones would make t times the output."""
+    if dim not in placement(weight)["cuts"]:
+        call = f"shard(weight, {dim}, group)"
+        raise ValueError(f"{layer} takes this rank's piece of a weight: pass {call}")
 
-    def __init__(self, group):
+
+class Enter(nn.Module):
+    """f as a module: stands where an input enters the layers that are split, once before all of
+    them, and never before a whole layer. in_place spares a copy in backward: see CopyToGroup."""
+
+    def __init__(self, group, in_place=False):
         super().__init__()
-        self.group = group
+        self.group, self.in_place = group, in_place
 
     def forward(self, x):
-        return CopyToGroup.apply(x, self.group)
+        return CopyToGroup.apply(x, self.group, self.in_place)
 
 
 class Leave(nn.Module):
-    """g as a module: stands where partial sums leave a layer that is split."""
+    """g as a module: stands where partial sums leave a layer that is split. in_place spares a copy:
+    see ReduceFromGroup."""
 
-    def __init__(self, group):
+    def __init__(self, group, in_place=False):
         super().__init__()
-        self.group = group
+        self.group, self.in_place = group, in_place
 
     def forward(self, x):
-        return ReduceFromGroup.apply(x, self.group)
+        return ReduceFromGroup.apply(x, self.group, self.in_place)
 
 
 class ColumnParallelLinear(nn.Module):
     """A linear layer whose outputs are split: x (..., in) -> this rank's outputs (..., out / t). x must have passed f.
 
-    weight: this rank's (out / t, in). bias: this rank's (out / t,) or None."""
+    weight: this rank's (out / t, in), from shard. bias: this rank's (out / t,) or None. A fused
+    weight has its rows grouped by head. Padded rows need an activation with act(0) = 0."""
 
     def __init__(self, weight, bias=None):
         super().__init__()
+        require_piece(weight, 0, "ColumnParallelLinear")
         self.weight, self.bias = weight, bias
 
     def forward(self, x):
@@ -159,11 +223,13 @@ class ColumnParallelLinear(nn.Module):
 class RowParallelLinear(nn.Module):
     """A linear layer whose inputs are split: this rank's inputs (..., in / t) -> the whole output (..., out), by g.
 
-    weight: this rank's (out, in / t). bias: the whole (out,), added once, after the sum; or None."""
+    weight: this rank's (out, in / t), from shard. bias: the whole (out,), added once, after the
+    sum; or None."""
 
     def __init__(self, weight, bias, group):
         super().__init__()
-        self.weight, self.bias, self.leave = weight, bias, Leave(group)
+        require_piece(weight, 1, "RowParallelLinear")
+        self.weight, self.bias, self.leave = weight, bias, Leave(group, in_place=True)
 
     def forward(self, x):
         y = self.leave(F.linear(x, self.weight))
@@ -173,14 +239,18 @@ class RowParallelLinear(nn.Module):
 class VocabParallelEmbedding(nn.Module):
     """tokens (B, T), below V -> (B, T, C): each rank looks up the tokens of its rows; g adds up, one term is not zero.
 
-    weight: this rank's (V / t, C)."""
+    weight: this rank's (V / t, C), from shard. A token outside of 0..V-1 is an error."""
 
     def __init__(self, weight, group):
         super().__init__()
-        self.weight, self.leave = weight, Leave(group)
-        self.start = dist.get_rank(group) * len(weight)
+        require_piece(weight, 0, "VocabParallelEmbedding")
+        self.weight, self.leave = weight, Leave(group, in_place=True)
+        self.start, self.vocab = dist.get_rank(group) * len(weight), weight.placement["shape"][0]
 
     def forward(self, tokens):
+        # No rank has a row for another token: its vector would be zeros. A GPU is not waited for
+        valid = (tokens >= 0) & (tokens < self.vocab)
+        torch._assert_async(valid.all(), f"tokens must be from 0 to {self.vocab - 1}")
         row = tokens - self.start
         elsewhere = (row < 0) | (row >= len(self.weight))
         x = F.embedding(row.masked_fill(elsewhere, 0), self.weight)
@@ -223,18 +293,28 @@ class CrossEntropyOfParts(torch.autograd.Function):
 
 class VocabParallelCrossEntropy(nn.Module):
     """The loss on split logits: logits (B, T, V / t), targets (B, T), count -> summed cross-entropy / count, a scalar that is
-    the same on every rank. Targets below zero add nothing; the others must be below `vocab`."""
+    the same on every rank. count: the valid targets of the whole batch, in all its micro-batches.
+    Targets below zero add nothing. One that is not below `vocab` is an error."""
 
     def __init__(self, vocab, group):
         super().__init__()
         self.group = group
-        width = -(-vocab // dist.get_world_size(group))
-        self.start = dist.get_rank(group) * width
-        self.size = max(0, min(width, vocab - self.start))
+        self.vocab, self.width = vocab, -(-vocab // dist.get_world_size(group))
+        self.start = dist.get_rank(group) * self.width
+        self.size = max(0, min(self.width, vocab - self.start))
 
     def forward(self, logits, targets, count):
+        if logits.shape[-1] != self.width:
+            raise ValueError(
+                f"a rank has {self.width} of {self.vocab} logits here, not {logits.shape[-1]}: "
+                "cut the output projection by shard(weight, 0, group)"
+            )
         targets = targets.flatten()
-        losses = CrossEntropyOfParts.apply(logits.flatten(0, 1), targets, self.start, self.size, self.group)
+        # No rank has a logit for a larger target: it would count as the largest logit
+        valid = targets < self.vocab
+        torch._assert_async(valid.all(), f"targets must be below {self.vocab}, or -1 for none")
+        logits = logits.flatten(0, -2)
+        losses = CrossEntropyOfParts.apply(logits, targets, self.start, self.size, self.group)
         return losses.masked_fill(targets < 0, 0.0).sum() / count
 
 
@@ -245,13 +325,68 @@ def gather_logits(logits, vocab, group):
     return torch.cat(parts, dim=-1)[..., :vocab]
 
 
+@torch.no_grad()
+def grad_norm(parameters, group):
+    """The norm of the whole model's gradient, the same on every rank: a float64 scalar. All pieces
+    count. Whole parameters, which every rank has, count once.
+
+    The copies of a whole parameter must have one gradient. Raises RuntimeError where their norms
+    differ: a cut layer has no f, a partial gradient is not complete (sequence_parallel.py), or the
+    ranks got different inputs."""
+    parameters = list(parameters)
+    # Sums of squares: of the pieces, and of the whole parameters
+    sums = torch.zeros(2, dtype=torch.float64, device=parameters[0].device)
+    for p in parameters:
+        if p.grad is not None:
+            square = torch.linalg.vector_norm(p.grad, dtype=torch.float64).square()
+            sums[0 if split_over(p, group) else 1] += square
+    all_sums = [torch.empty_like(sums) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(all_sums, sums, group=group)
+    pieces, copies = torch.stack(all_sums).unbind(1)
+    if copies.max() - copies.min() > 1e-3 * copies.max():  # more than rounding
+        raise RuntimeError(
+            f"the ranks' gradients of whole parameters differ, in norm {copies.sqrt().tolist()}: give "
+            "all ranks the same tokens, put Enter before cut layers, complete partial gradients"
+        )
+    return (pieces.sum() + copies[0]).sqrt()
+
+
+@torch.no_grad()
+def clip_grad_norm(parameters, limit, group):
+    """Scale gradients in place so that the whole model's norm is at most `limit`. Returns the norm
+    before that. torch.nn.utils.clip_grad_norm_ takes the norm of this rank's pieces alone: each
+    rank would scale its copies of whole parameters differently."""
+    parameters = list(parameters)
+    norm = grad_norm(parameters, group)
+    scale = (limit / (norm + 1e-6)).clamp(max=1.0)
+    for p in parameters:
+        if p.grad is not None:
+            p.grad.mul_(scale.to(p.grad.dtype))
+    return norm
+
+
+# --- for model.py's GPT ---
+
+
+def require_gpt(what, attributes, function):
+    """Raise ValueError for a model or a config that is not model.py's."""
+    if not all(hasattr(what, name) for name in attributes):
+        raise ValueError(
+            f"{function} knows model.py's GPT alone, not {type(what).__name__}: "
+            "build other models from the parts above this section"
+        )
+
+
 def parallelize(model, group):
     """Cut a GPT across `group`, in place, and return it. Works on the meta device and on real weights alike. Parameters are
     replaced by their pieces: make the optimizer afterwards. The model has a module `enter` (nn.Identity) before what is cut,
     and experts have a `leave` behind it: f and g take their places. Attention counts its heads from the rows it gets.
 
-    Any of embedding, blocks and head may be missing. Raises ValueError where heads do not divide by the group's size.
+    Any of embedding, blocks and head may be missing. Raises ValueError where heads do not divide by
+    the group's size, and for a model that is cut already or is not model.py's.
     """
+    require_gpt(model, ("config", "embed", "blocks", "head"), "parallelize")
+    require_gpt(model.config, ("kv_heads", "experts", "vocab"), "parallelize")
     t = dist.get_world_size(group)
     if model.config.kv_heads % t:  # heads are a multiple of kv-heads
         raise ValueError(f"{model.config.kv_heads} kv-heads do not divide by tensor parallelism over {t} ranks")
@@ -271,19 +406,20 @@ def parallelize(model, group):
     if model.embed is not None:
         model.embed.token = VocabParallelEmbedding(cut(model.embed.token.weight, 0), group)
     for block in model.blocks.values():
-        block.attn.enter = Enter(group)
+        block.attn.enter = Enter(group, in_place=True)
         block.attn.qkv, block.attn.proj = column(block.attn.qkv), row(block.attn.proj)
         mlp = block.mlp
         if model.config.experts:  # (E, out, in): the hidden units of every expert; the router stays whole
-            mlp.enter, mlp.leave, experts = Enter(group), Leave(group), mlp.experts
+            mlp.enter, mlp.leave = Enter(group, in_place=True), Leave(group, in_place=True)
+            experts = mlp.experts
             for name, dim in (("gate", 1), ("up", 1), ("down", 2)):
                 setattr(experts, name, cut(getattr(experts, name), dim))
             mlp = mlp.shared
         if mlp is not None:
-            mlp.enter, mlp.up, mlp.down = Enter(group), column(mlp.up), row(mlp.down)
+            mlp.enter, mlp.up, mlp.down = Enter(group, in_place=True), column(mlp.up), row(mlp.down)
             mlp.gate = column(mlp.gate) if mlp.gate is not None else None
     if model.head is not None:
-        model.head.enter, model.head.out = Enter(group), column(model.head.out)
+        model.head.enter, model.head.out = Enter(group, in_place=True), column(model.head.out)
         model.loss = VocabParallelCrossEntropy(model.config.vocab, group)
     for p in model.parameters():
         if not split_over(p, group):
@@ -292,7 +428,7 @@ def parallelize(model, group):
     return model
 
 
-# --- formulas, which the receipt holds against what was counted
+# Formulas, which the receipt holds against what was counted
 
 
 def sent_again(config):
@@ -306,6 +442,7 @@ def bytes_sent(config, t, tokens, element_size, blocks, embedding=True, head=Tru
     block, one for the embedding, one for the head's input, and three of (tokens,) for the loss. In a mixture of experts the
     gradient of the router's k weights too, and as much again as for an MLP if some experts are shared. recompute: as of the
     model; of whole blocks it sends once or twice more a block."""
+    require_gpt(config, ("kv_heads", "experts", "vocab"), "bytes_sent")
     ring = 2 * (t - 1) / t
     again = sent_again(config) if recompute == "block" else 0
     wide = ((4 + again) * blocks + embedding + head) * tokens * config.width * element_size
@@ -317,6 +454,7 @@ def bytes_sent(config, t, tokens, element_size, blocks, embedding=True, head=Tru
 def parameters_held(config, t, blocks, embedding=True, head=True, experts=None):
     """How many parameters a rank has of `blocks` blocks and of what else is there, from the sizes alone. experts: how many are
     here, if not all."""
+    require_gpt(config, ("kv_heads", "experts", "vocab"), "parameters_held")
     c, head_size, vocab = config.width, config.width // config.heads, -(-config.vocab // t)
     rows, inner = (config.heads + 2 * config.kv_heads) * head_size // t, 3 if config.mlp == "swiglu" else 2  # q, k, v
     hidden = -(-config.hidden * (config.shared if config.experts else 1) // t)  # of the MLP that every token passes

@@ -54,7 +54,7 @@ import tensor_parallel
 import zero
 from harness import start
 from harness.ledger import tensors_in
-from trainer.dryrun import DEVICES
+from trainer.devices import DEVICES
 
 MICROBATCHES = 8
 # The preset on each device, with a vocabulary that divides by the ranks, and keys of its own for every head

@@ -1,0 +1,253 @@
+"""The top of sequence_parallel.py, with that of tensor_parallel.py, on models that are not ours."""
+
+import copy
+import functools
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from test_copied_tensor_parallel import (
+    VOCAB,
+    WIDTH,
+    ForeignAttention,
+    ForeignMLP,
+    tensor_parallel_batch,
+    tensor_parallel_cut,
+    tensor_parallel_foreign,
+    tensor_parallel_optimizer,
+    tensor_parallel_sum,
+    tensor_parallel_train,
+)
+
+SEQUENCE_PARALLEL = "tensor_parallel sequence_parallel"
+
+
+def sequence_parallel_cut(model, group, keep=True):
+    """(model, stream): cut it as the docstring's usage block says."""
+    import sequence_parallel as sp
+    import tensor_parallel as tp
+
+    stream, model = sp.Stream(group), tensor_parallel_cut(model, tp, group)
+    for layer in model[1:-2]:
+        last = "proj" if isinstance(layer, ForeignAttention) else "down"
+        getattr(layer, last).leave = sp.Leave(stream)
+        layer.norm[1] = sp.Enter(stream)
+        if isinstance(layer, ForeignMLP) and not keep:
+            layer.up = sp.Projection(0, layer.up.weight, layer.up.bias)
+            layer.norm[1] = sp.EnterAndProject(stream, [layer.up])
+    model[0].leave, model[-1][0] = sp.Leave(stream), sp.Enter(stream)
+    sp.mark_partial(model.parameters(), group)
+    return model, stream
+
+
+class SequenceParallelSetLength(nn.Module):
+    def __init__(self, model, stream):
+        super().__init__()
+        self.model, self.stream = model, stream
+
+    def forward(self, tokens):
+        self.stream.length = tokens.shape[1]
+        return self.model(tokens)
+
+
+def sequence_parallel_equals(rank, kind, keep):
+    import sequence_parallel as sp
+    import tensor_parallel as tp
+
+    group, model = dist.group.WORLD, tensor_parallel_foreign()
+    cut = SequenceParallelSetLength(*sequence_parallel_cut(copy.deepcopy(model), group, keep))
+
+    def clip(parameters):
+        parameters = list(parameters)
+        sp.reduce_partial(parameters)
+        return tp.clip_grad_norm(parameters, 0.5, group)
+
+    reference = functools.partial(nn.utils.clip_grad_norm_, max_norm=0.5)
+    reference = tensor_parallel_train(model, tensor_parallel_sum, kind, reference)
+    criterion = tp.VocabParallelCrossEntropy(VOCAB, group)
+    result = tensor_parallel_train(cut, criterion, kind, clip)
+    torch.testing.assert_close(result, reference, rtol=1e-10, atol=0)
+    for p, whole in zip(cut.parameters(), model.parameters(), strict=True):
+        for mine, full in ((p, whole), (p.grad, whole.grad)):
+            torch.testing.assert_close(mine, tp.take(full, p), rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("world, kind, keep", [(2, "adamw", True), (3, "sgd", False)])
+def test_foreign_sequences_equal_one_process(copied, world, kind, keep):
+    copied(SEQUENCE_PARALLEL, world, sequence_parallel_equals, kind, keep)
+
+
+def sequence_parallel_without_vocabulary(rank, kind):
+    """Layers alone, whose result and loss stay on the split stream. 5 tokens on 4 ranks: 2 + 2 + 1 + 0."""
+    import sequence_parallel as sp
+    import tensor_parallel as tp
+
+    group, model = dist.group.WORLD, nn.Sequential(ForeignMLP(), ForeignMLP(hidden=30)).double()
+    torch.manual_seed(1)
+    for p in model.parameters():
+        nn.init.normal_(p, std=0.3)
+    cut, stream = copy.deepcopy(model), sp.Stream(group)
+    for layer in cut:
+        layer.norm = nn.Sequential(layer.norm, sp.Enter(stream))
+        up, down = layer.up, layer.down
+        layer.up = tp.ColumnParallelLinear(tp.shard(up.weight, 0, group), tp.shard(up.bias, 0, group))
+        layer.down = tp.RowParallelLinear(tp.shard(down.weight, 1, group), down.bias, group)
+        layer.down.leave = sp.Leave(stream)
+    sp.mark_partial(cut.parameters(), None)
+    sp.mark_partial(cut.parameters(), group)  # is told already
+    optimizers = [tensor_parallel_optimizer(kind, m.parameters()) for m in (model, cut)]
+    stream.length = 5
+    valid = stream.piece(torch.ones(5)).unsqueeze(1)
+    for _ in range(5):
+        for optimizer in optimizers:
+            optimizer.zero_grad(set_to_none=False)
+        for _ in range(2):
+            x, y = torch.randn(2, 3, 5, WIDTH, dtype=torch.float64)
+            (model(x) - y).square().sum().div(30 * WIDTH).backward()
+            x, y = (tp.piece(t, 1, rank, 4) for t in (x, y))
+            ((cut(x) - y).square() * valid).sum().div(30 * WIDTH).backward()
+        sp.reduce_partial(cut.parameters())
+        for optimizer in optimizers:
+            optimizer.step()
+    for p, whole in zip(cut.parameters(), model.parameters(), strict=True):
+        for mine, full in ((p, whole), (p.grad, whole.grad)):
+            torch.testing.assert_close(mine, tp.take(full, p), rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("kind", ["sgd", "adamw"])
+def test_a_loss_on_the_split_stream(copied, kind):
+    copied(SEQUENCE_PARALLEL, 4, sequence_parallel_without_vocabulary, kind)
+
+
+def sequence_parallel_pass(cut, stream, group, step=0):
+    import tensor_parallel as tp
+
+    tokens, targets, count = tensor_parallel_batch(step)
+    stream.length = tokens.shape[1]
+    tp.VocabParallelCrossEntropy(VOCAB, group)(cut(tokens), targets, count).backward()
+
+
+def sequence_parallel_completed(rank, set_to_none):
+    import sequence_parallel as sp
+    import tensor_parallel as tp
+
+    group, model = dist.group.WORLD, tensor_parallel_foreign()
+    cut, stream = sequence_parallel_cut(copy.deepcopy(model), group)
+    optimizer = tensor_parallel_optimizer("sgd", cut.parameters())
+    sequence_parallel_pass(cut, stream, group)
+    sp.reduce_partial([*cut.parameters(), cut[1].norm[0].weight])  # one of them twice: it counts once
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="reduce_partial has completed these gradients already"):
+            sp.reduce_partial(cut.parameters())
+    # What is refused changes nothing
+    tokens, targets, count = tensor_parallel_batch(0)
+    tensor_parallel_sum(model(tokens), targets, count).backward()
+    for p, whole in zip(cut.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, tp.take(whole.grad, p), rtol=1e-10, atol=1e-10)
+    with pytest.raises(RuntimeError, match="reduce_partial has completed .* zero_grad"):
+        sequence_parallel_pass(cut, stream, group)  # as after each micro-batch
+    dist.barrier()
+    for _ in range(2):
+        optimizer.zero_grad(set_to_none)
+        for _ in range(2):
+            sequence_parallel_pass(cut, stream, group)
+        sp.reduce_partial(cut.parameters())
+    for p, whole in zip(cut.parameters(), model.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, 2 * tp.take(whole.grad, p), rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_gradients_are_completed_once(copied, set_to_none):
+    copied(SEQUENCE_PARALLEL, 2, sequence_parallel_completed, set_to_none)
+
+
+def sequence_parallel_forgotten(rank, forgotten):
+    import sequence_parallel as sp
+    import tensor_parallel as tp
+
+    group = dist.group.WORLD
+    cut, stream = sequence_parallel_cut(tensor_parallel_foreign(), group)
+    sequence_parallel_pass(cut, stream, group)
+    if forgotten == "mark_partial":
+        for p in cut.parameters():
+            p.placement["partial"] = []
+        sp.reduce_partial(cut.parameters())
+    with pytest.raises(RuntimeError, match="complete partial gradients"):
+        tp.clip_grad_norm(cut.parameters(), 1.0, group)
+
+
+@pytest.mark.parametrize("forgotten", ["mark_partial", "reduce_partial"])
+def test_gradient_norm_notices_partial_gradients(copied, forgotten):
+    copied(SEQUENCE_PARALLEL, 2, sequence_parallel_forgotten, forgotten)
+
+
+def sequence_parallel_lengths(rank):
+    import sequence_parallel as sp
+    import tensor_parallel as tp
+
+    group = dist.group.WORLD
+    cut, stream = sequence_parallel_cut(tensor_parallel_foreign(), group)
+    x = torch.randn(2, 4, WIDTH)
+    weight = tp.shard(nn.Parameter(torch.randn(WIDTH, WIDTH)), 0, group)
+    projection = sp.Projection(0, weight, None)
+    enters = [sp.Enter(stream), sp.EnterAndProject(stream, [projection])]
+    for length in (None, 6, 9, 0):  # two pieces of 4 are of 7 or 8 tokens
+        stream.length = length
+        for enter in enters:
+            with pytest.raises(ValueError, match=f"stream.length is {length}, but each of 2 ranks has 4 tokens"):
+                enter(x)
+        with pytest.raises(ValueError, match=f"stream.length is {length}, but 7 tokens arrive"):
+            cut(tensor_parallel_batch(0)[0])
+    stream.length = 8  # right for the pieces of 7 tokens, not for the tokens
+    with pytest.raises(ValueError, match="stream.length is 8, but 7 tokens arrive"):
+        cut(tensor_parallel_batch(0)[0])
+    assert enters[0](x).shape == (2, 8, WIDTH)
+    assert projection(enters[1](x)).shape == (2, 8, WIDTH // 2)
+    with pytest.raises(ValueError, match="EnterAndProject"):
+        projection(x)
+    targets = torch.tensor([[3, 0, 5]])
+    assert (stream.piece(targets + 1) - 1).tolist() == ([[3, 0]] if rank == 0 else [[5, -1]])
+
+
+def test_a_missing_or_impossible_length_is_refused(copied):
+    copied(SEQUENCE_PARALLEL, 2, sequence_parallel_lengths)
+
+
+def sequence_parallel_no_gradient(rank):
+    import sequence_parallel as sp
+
+    group = dist.group.WORLD
+    cut, stream = sequence_parallel_cut(tensor_parallel_foreign(), group)
+    cut[1].norm[0].weight.requires_grad_(False)
+    unused = nn.Parameter(torch.ones(3))
+    sp.mark_partial([unused], group)
+    sequence_parallel_pass(cut, stream, group)
+    before = cut[-2].bias.grad.clone()
+    sp.reduce_partial([unused, *cut.parameters()])
+    assert unused.grad is None and not torch.equal(cut[-2].bias.grad, before)
+    sp.reduce_partial([unused])
+    sp.reduce_partial([])
+
+
+def test_parameters_without_a_gradient_are_left_out(copied):
+    copied(SEQUENCE_PARALLEL, 2, sequence_parallel_no_gradient)
+
+
+def sequence_parallel_other_models(rank):
+    from types import SimpleNamespace
+
+    import sequence_parallel as sp
+
+    group, config = dist.group.WORLD, SimpleNamespace(vocab_size=7)
+    for model in (nn.Linear(4, 4), tensor_parallel_foreign()):
+        with pytest.raises(ValueError, match="parallelize knows model.py's GPT alone, not "):
+            sp.parallelize(model, group)
+    with pytest.raises(ValueError, match="bytes_sent knows model.py's GPT alone, not SimpleNamespace"):
+        sp.bytes_sent(config, 2, 4, 8, 4, 1)
+    with pytest.raises(ValueError, match="partial_parameters knows model.py's GPT alone, not SimpleNamespace"):
+        sp.partial_parameters(config, 1)
+
+
+def test_sequence_parallel_refuses_other_models(copied):
+    copied(SEQUENCE_PARALLEL, 2, sequence_parallel_other_models)

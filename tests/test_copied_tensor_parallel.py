@@ -1,0 +1,367 @@
+"""The top of tensor_parallel.py alone, on models that are not ours: right, or refused in a sentence."""
+
+import copy
+import functools
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+import torch.nn.functional as F
+
+VOCAB, WIDTH, HEADS, IGNORE = 29, 24, 6, -1
+
+
+class ForeignAttention(nn.Module):
+    """Causal attention, its qkv rows grouped by head, on F.scaled_dot_product_attention."""
+
+    def __init__(self, heads=HEADS):
+        super().__init__()
+        self.size = WIDTH // heads
+        self.norm, self.qkv = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 3 * WIDTH)
+        self.proj = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        q, k, v = self.qkv(self.norm(x)).unflatten(-1, (-1, 3, self.size)).transpose(1, 3).unbind(1)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return x + self.proj(y.transpose(1, 2).flatten(2))
+
+
+class ForeignMLP(nn.Module):
+    def __init__(self, hidden=37, act=F.gelu):
+        super().__init__()
+        self.norm, self.act = nn.LayerNorm(WIDTH), act
+        self.up, self.down = nn.Linear(WIDTH, hidden), nn.Linear(hidden, WIDTH)
+
+    def forward(self, x):
+        return x + self.down(self.act(self.up(self.norm(x))))
+
+
+def tensor_parallel_foreign(seed=0):
+    """A language model of neither of our families, in float64. Sizes do not divide by 2 or 3."""
+    torch.manual_seed(seed)
+    layers = [ForeignAttention(), ForeignMLP(), ForeignAttention(), ForeignMLP()]
+    embed, head = nn.Embedding(VOCAB, WIDTH), nn.Linear(WIDTH, VOCAB, bias=False)
+    return nn.Sequential(embed, *layers, nn.LayerNorm(WIDTH), head).double()
+
+
+def tensor_parallel_cut(model, tp, group):
+    """Cut it as the docstring's usage block says."""
+    for layer in model:
+        first, last = ("qkv", "proj") if isinstance(layer, ForeignAttention) else ("up", "down")
+        if hasattr(layer, first):
+            a, b = getattr(layer, first), getattr(layer, last)
+            layer.norm = nn.Sequential(layer.norm, tp.Enter(group))
+            column = tp.ColumnParallelLinear(tp.shard(a.weight, 0, group), tp.shard(a.bias, 0, group))
+            setattr(layer, first, column)
+            setattr(layer, last, tp.RowParallelLinear(tp.shard(b.weight, 1, group), b.bias, group))
+    model[0] = tp.VocabParallelEmbedding(tp.shard(model[0].weight, 0, group), group)
+    head = tp.ColumnParallelLinear(tp.shard(model[-1].weight, 0, group))
+    model[-1] = nn.Sequential(tp.Enter(group), head)
+    return model
+
+
+def tensor_parallel_batch(step, rows=4, length=7):
+    generator = torch.Generator().manual_seed(50 + step)
+    tokens, targets = torch.randint(VOCAB, (2, rows, length), generator=generator)
+    targets[0, :3] = IGNORE
+    targets[-1, 0] = IGNORE
+    return tokens, targets, (targets != IGNORE).sum()
+
+
+def tensor_parallel_optimizer(kind, parameters):
+    if kind == "sgd":
+        return torch.optim.SGD(parameters, lr=0.3)
+    return torch.optim.AdamW(parameters, lr=1e-2, weight_decay=0.1)
+
+
+def tensor_parallel_sum(logits, targets, count):
+    flat, which = logits.flatten(0, -2), targets.flatten()
+    return F.cross_entropy(flat, which, ignore_index=IGNORE, reduction="sum") / count
+
+
+def tensor_parallel_train(model, criterion, kind, clip, steps=5):
+    """Losses and norms of a run with two micro-batches a step, of 3 rows and of 1."""
+    optimizer, history = tensor_parallel_optimizer(kind, model.parameters()), []
+    for step in range(steps):
+        tokens, targets, count = tensor_parallel_batch(step)
+        optimizer.zero_grad()
+        total = 0.0
+        for rows in (slice(0, 3), slice(3, 4)):
+            loss = criterion(model(tokens[rows]), targets[rows], count)
+            loss.backward()
+            total += loss.item()
+        history += [total, clip(model.parameters()).item()]
+        optimizer.step()
+    return torch.tensor(history)
+
+
+def tensor_parallel_compare(tp, model, cut, kind, group):
+    """Train both for 5 steps, the norm clipped: everything equal to 1e-10, on every rank."""
+    clip = functools.partial(nn.utils.clip_grad_norm_, max_norm=0.5)
+    reference = tensor_parallel_train(model, tensor_parallel_sum, kind, clip)
+    clip = functools.partial(tp.clip_grad_norm, limit=0.5, group=group)
+    criterion = tp.VocabParallelCrossEntropy(VOCAB, group)
+    result = tensor_parallel_train(cut, criterion, kind, clip)
+    torch.testing.assert_close(result, reference, rtol=1e-10, atol=0)
+    assert reference[1] > 0.5  # it clips
+    for p, whole in zip(cut.parameters(), model.parameters(), strict=True):
+        for mine, full in ((p, whole), (p.grad, whole.grad)):
+            torch.testing.assert_close(mine, tp.take(full, p), rtol=1e-10, atol=1e-10)
+
+
+def tensor_parallel_equals(rank, kind):
+    import tensor_parallel as tp
+
+    group, model = dist.group.WORLD, tensor_parallel_foreign()
+    cut = tensor_parallel_cut(copy.deepcopy(model), tp, group)
+    assert sum(tp.split_over(p, group) for p in cut.parameters()) == 14
+    tensor_parallel_compare(tp, model, cut, kind, group)
+
+
+@pytest.mark.parametrize("world, kind", [(2, "sgd"), (3, "adamw")])
+def test_foreign_model_equals_one_process(copied, world, kind):
+    copied("tensor_parallel", world, tensor_parallel_equals, kind)
+
+
+class Logits(nn.Module):
+    """A Hugging Face model as a function of tokens alone."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, tokens):
+        return self.model(input_ids=tokens, use_cache=False).logits
+
+
+def tensor_parallel_llama(rank, whole):
+    import tensor_parallel as tp
+
+    group, model = dist.group.WORLD, Logits(whole)
+    cut = copy.deepcopy(model)
+
+    def column(module, *names):
+        for name in names:
+            weight = getattr(module, name).weight
+            setattr(module, name, tp.ColumnParallelLinear(tp.shard(weight, 0, group)))
+
+    def row(module, name):
+        weight = getattr(module, name).weight
+        setattr(module, name, tp.RowParallelLinear(tp.shard(weight, 1, group), None, group))
+
+    inner = cut.model.model
+    inner.embed_tokens = tp.VocabParallelEmbedding(tp.shard(inner.embed_tokens.weight, 0, group), group)
+    for layer in inner.layers:
+        layer.input_layernorm = nn.Sequential(layer.input_layernorm, tp.Enter(group))
+        layer.post_attention_layernorm = nn.Sequential(layer.post_attention_layernorm, tp.Enter(group))
+        column(layer.self_attn, "q_proj", "k_proj", "v_proj")
+        row(layer.self_attn, "o_proj")
+        column(layer.mlp, "gate_proj", "up_proj")
+        row(layer.mlp, "down_proj")
+    inner.norm = nn.Sequential(inner.norm, tp.Enter(group))
+    column(cut.model, "lm_head")
+    tensor_parallel_compare(tp, model, cut, "adamw", group)
+
+
+def test_hugging_face_llama_equals_one_process(copied):
+    transformers = pytest.importorskip("transformers")
+    sizes = dict(vocab_size=VOCAB, hidden_size=WIDTH, intermediate_size=37, num_hidden_layers=2)
+    config = transformers.LlamaConfig(num_attention_heads=4, num_key_value_heads=2, **sizes)
+    torch.manual_seed(0)
+    copied("tensor_parallel", 2, tensor_parallel_llama, transformers.LlamaForCausalLM(config).double())
+
+
+def tensor_parallel_orders(rank):
+    import tensor_parallel as tp
+
+    enter = tp.Enter(dist.group.WORLD)
+    for enter_first in (True, False):
+        leaf = torch.full((3,), 2.0, requires_grad=True)
+        other = torch.full((3,), 3.0, requires_grad=True)
+        if enter_first:
+            u = enter(leaf)
+            y = u + other * 1
+        else:
+            v = other * 1
+            y = enter(leaf) + v
+        (5 * y).sum().backward()
+        assert leaf.grad.tolist() == [10.0] * 3  # f: both ranks' uses
+        assert other.grad.tolist() == [5.0] * 3, enter_first
+
+
+def test_f_leaves_the_gradient_of_what_is_added_to_it(copied):
+    copied("tensor_parallel", 2, tensor_parallel_orders)
+
+
+def tensor_parallel_holders(rank):
+    import tensor_parallel as tp
+
+    leave = tp.Leave(dist.group.WORLD)
+    leaf = torch.ones(3, requires_grad=True)
+    leave(leaf).sum().backward()
+    assert leaf.tolist() == [1.0] * 3 and leaf.grad.tolist() == [1.0] * 3
+    data = torch.ones(3)
+    assert leave(data).tolist() == [2.0] * 3 and data.tolist() == [1.0] * 3
+    base = torch.ones(2, 4, requires_grad=True) * 1
+    view = base[:, :2]  # not contiguous either
+    total = leave(view)
+    assert total.tolist() == [[2.0, 2.0]] * 2 and base.tolist() == [[1.0] * 4] * 2
+    partial = torch.ones(3, requires_grad=True) * 1
+    assert (leave(partial) + partial).tolist() == [3.0] * 3
+
+
+def test_g_leaves_the_partial_sum_to_who_holds_it(copied):
+    copied("tensor_parallel", 2, tensor_parallel_holders)
+
+
+def tensor_parallel_norms(rank):
+    import tensor_parallel as tp
+
+    group = dist.group.WORLD
+    whole, cut = tensor_parallel_foreign(), tensor_parallel_cut(tensor_parallel_foreign(), tp, group)
+    frozen = nn.Parameter(torch.ones(3), requires_grad=False)  # without a gradient
+    tokens, targets, count = tensor_parallel_batch(0)
+    tensor_parallel_sum(whole(tokens), targets, count).backward()
+    tp.VocabParallelCrossEntropy(VOCAB, group)(cut(tokens), targets, count).backward()
+    full = nn.utils.get_total_norm([p.grad for p in whole.parameters()])
+    torch.testing.assert_close(tp.grad_norm([*cut.parameters(), frozen], group), full)
+    torch.testing.assert_close(tp.grad_norm(iter(list(cut.parameters())), None), full)
+    theirs = nn.utils.get_total_norm([p.grad for p in cut.parameters()])
+    assert abs(theirs / full - 1) > 0.01  # what would let the copies drift apart
+    torch.testing.assert_close(tp.clip_grad_norm(cut.parameters(), full.item() / 2, group), full)
+    torch.testing.assert_close(tp.grad_norm(cut.parameters(), group), full / 2, rtol=1e-5, atol=0)
+
+
+def test_gradient_norm_counts_each_element_once(copied):
+    copied("tensor_parallel", 3, tensor_parallel_norms)
+
+
+def tensor_parallel_mistakes_in_gradients(rank, mistake):
+    import tensor_parallel as tp
+
+    group, model = dist.group.WORLD, tensor_parallel_cut(tensor_parallel_foreign(), tp, dist.group.WORLD)
+    tokens, targets, count = tensor_parallel_batch(0)
+    if mistake == "no f":
+        model[2].norm = model[2].norm[0]
+        tp.VocabParallelCrossEntropy(VOCAB, group)(model(tokens), targets, count).backward()
+    else:  # another input for the layers between embedding and head
+        x = torch.randn(2, 5, WIDTH, generator=torch.Generator().manual_seed(rank)).double()
+        model[1:-1](x).square().sum().backward()
+    with pytest.raises(RuntimeError, match="gradients of whole parameters differ"):
+        tp.clip_grad_norm(model.parameters(), 1.0, group)
+
+
+@pytest.mark.parametrize("mistake", ["no f", "other inputs"])
+def test_gradient_norm_notices_copies_that_differ(copied, mistake):
+    copied("tensor_parallel", 2, tensor_parallel_mistakes_in_gradients, mistake)
+
+
+def tensor_parallel_refusals(rank):
+    import tensor_parallel as tp
+
+    group, weight = dist.group.WORLD, nn.Parameter(torch.randn(6, 4))
+    part = tp.shard(weight, 0, group)
+    assert tp.split_over(tp.shard(weight, 0, None), group) and tp.split_over(part, None)
+    assert list(tp.shard(weight, -1, group).placement["cuts"]) == [1]
+    for dim in (0, 1, -2):
+        with pytest.raises(ValueError, match="is a piece already"):
+            tp.shard(part, dim, group)
+    with pytest.raises(ValueError, match=r"ColumnParallelLinear .* pass shard\(weight, 0, group\)"):
+        tp.ColumnParallelLinear(weight)
+    with pytest.raises(ValueError, match=r"RowParallelLinear .* pass shard\(weight, 1, group\)"):
+        tp.RowParallelLinear(weight, None, group)
+    with pytest.raises(ValueError, match="RowParallelLinear"):
+        tp.RowParallelLinear(part, None, group)  # cut, but along the other dimension
+    with pytest.raises(ValueError, match="VocabParallelEmbedding"):
+        tp.VocabParallelEmbedding(weight, group)
+
+
+def test_a_second_cut_and_no_cut_are_refused(copied):
+    copied("tensor_parallel", 2, tensor_parallel_refusals)
+
+
+def tensor_parallel_vocabulary(rank):
+    import tensor_parallel as tp
+
+    group = dist.group.WORLD
+    embed = tp.VocabParallelEmbedding(tp.shard(nn.Parameter(torch.randn(7, 4)), 0, group), group)
+    assert embed(torch.tensor([[0, 6]])).shape == (1, 2, 4)
+    for token in (7, 8, -1):  # 7: the padding of 2 pieces of 4
+        with pytest.raises(RuntimeError, match="tokens must be from 0 to 6"):
+            embed(torch.tensor([[0, token]]))
+    criterion, logits = tp.VocabParallelCrossEntropy(7, group), torch.randn(2, 4, requires_grad=True)
+    for target in (7, 8):
+        with pytest.raises(RuntimeError, match="targets must be below 7"):
+            criterion(logits, torch.tensor([0, target]), 2)
+    with pytest.raises(ValueError, match="4 of 7 logits .* not 7"):
+        criterion(torch.randn(2, 7), torch.tensor([0, 1]), 2)
+    loss = criterion(logits, torch.tensor([0, -100]), 2)
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="inplace operation"):
+        loss.backward()  # the first one has used up what was saved
+
+
+def test_indices_outside_of_the_vocabulary_are_refused(copied):
+    copied("tensor_parallel", 2, tensor_parallel_vocabulary)
+
+
+def tensor_parallel_other_models(rank):
+    from types import SimpleNamespace
+
+    import tensor_parallel as tp
+
+    group, other = dist.group.WORLD, nn.Linear(4, 4)
+    lookalike = nn.Linear(4, 4)  # has a config, as Hugging Face's models do
+    lookalike.config = SimpleNamespace(vocab_size=7)
+    for model in (other, lookalike, nn.Sequential(other)):
+        with pytest.raises(ValueError, match="parallelize knows model.py's GPT alone, not "):
+            tp.parallelize(model, group)
+    for formula in (tp.bytes_sent, tp.parameters_held):
+        with pytest.raises(ValueError, match="knows model.py's GPT alone, not SimpleNamespace"):
+            formula(lookalike.config, 2, 8, 4, 1) if formula is tp.bytes_sent else formula(lookalike.config, 2, 1)
+    three = SimpleNamespace(kv_heads=3, experts=0, vocab=7)
+    gpt = SimpleNamespace(config=three, embed=None, blocks={}, head=None)
+    with pytest.raises(ValueError, match="3 kv-heads do not divide by tensor parallelism over 2 ranks"):
+        tp.parallelize(gpt, group)
+
+
+def test_other_models_and_heads_that_do_not_divide_are_refused(copied):
+    copied("tensor_parallel", 2, tensor_parallel_other_models)
+
+
+def tensor_parallel_orders_of_qkv(rank):
+    """nn.MultiheadAttention's rows as the docstring orders them, against that module."""
+    import tensor_parallel as tp
+
+    group, theirs, mine = dist.group.WORLD, nn.MultiheadAttention(WIDTH, HEADS, batch_first=True), ForeignAttention()
+    mine.norm = nn.Identity()
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for p in theirs.parameters():
+            p.normal_()
+        weight, bias = theirs.in_proj_weight, theirs.in_proj_bias
+        mine.qkv.weight.copy_(weight.view(3, HEADS, -1, WIDTH).transpose(0, 1).flatten(0, 2))
+        mine.qkv.bias.copy_(bias.view(3, HEADS, -1).transpose(0, 1).flatten())
+        mine.proj.load_state_dict(theirs.out_proj.state_dict())
+    cut = tensor_parallel_cut(nn.Sequential(nn.Embedding(VOCAB, WIDTH), mine, nn.Linear(WIDTH, VOCAB)), tp, group)[1]
+    x = torch.randn(2, 5, WIDTH)
+    mask = nn.Transformer.generate_square_subsequent_mask(5)
+    expected = x + theirs(x, x, x, attn_mask=mask, is_causal=True, need_weights=False)[0]
+    torch.testing.assert_close(cut(x), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_torchs_qkv_ordered_by_head(copied):
+    copied("tensor_parallel", 2, tensor_parallel_orders_of_qkv)
+
+
+def tensor_parallel_cut_heads(rank):
+    import tensor_parallel as tp
+
+    model = tensor_parallel_cut(tensor_parallel_foreign(), tp, dist.group.WORLD)
+    with pytest.raises(RuntimeError, match="unflatten"):  # 6 heads on 4 ranks
+        model(tensor_parallel_batch(0)[0])
+
+
+def test_a_view_fails_on_cut_heads(copied):
+    copied("tensor_parallel", 4, tensor_parallel_cut_heads)
