@@ -336,8 +336,8 @@ def grad_norm(parameters, group):
     pieces, copies = torch.stack(all_sums).unbind(1)
     if copies.max() - copies.min() > 1e-3 * copies.max():  # more than rounding
         raise RuntimeError(
-            f"the ranks' gradients of whole parameters differ, in norm {copies.sqrt().tolist()}: give "
-            "all ranks the same tokens, put Enter before cut layers, complete partial gradients"
+            f"the ranks' gradients of whole parameters differ, in norm {copies.sqrt().tolist()}: "
+            "give all ranks the same tokens, put Enter before cut layers, complete partial gradients"
         )
     return (pieces.sum() + copies[0]).sqrt()
 
