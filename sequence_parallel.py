@@ -328,7 +328,7 @@ def begin(stream, model, args, kwargs):
     x = args[0] if args else kwargs["x"]
     positions = kwargs.get("positions", args[1] if len(args) > 1 else None)
     if positions is None and model.embed is None:
-        raise ValueError("pass the positions (T,) of the whole sequence: activations (B, T/t, C) do not tell T")
+        raise ValueError("pass the positions (T,) of the whole sequence: x (B, T/t, C) does not tell T")
     stream.length = x.shape[1] if positions is None else len(positions)
 
 

@@ -249,8 +249,8 @@ class VocabParallelEmbedding(nn.Module):
 
     def forward(self, tokens):
         # No rank has a row for another token: its vector would be zeros. A GPU is not waited for
-        valid = (tokens >= 0) & (tokens < self.vocab)
-        torch._assert_async(valid.all(), f"tokens must be from 0 to {self.vocab - 1}")
+        refusal = f"tokens must be from 0 to {self.vocab - 1}"
+        torch._assert_async(((tokens >= 0) & (tokens < self.vocab)).all(), refusal)
         row = tokens - self.start
         elsewhere = (row < 0) | (row >= len(self.weight))
         x = F.embedding(row.masked_fill(elsewhere, 0), self.weight)
@@ -311,8 +311,8 @@ class VocabParallelCrossEntropy(nn.Module):
             )
         targets = targets.flatten()
         # No rank has a logit for a larger target: it would count as the largest logit
-        valid = targets < self.vocab
-        torch._assert_async(valid.all(), f"targets must be below {self.vocab}, or -1 for none")
+        refusal = f"targets must be below {self.vocab}, or -1 for none"
+        torch._assert_async((targets < self.vocab).all(), refusal)
         logits = logits.flatten(0, -2)
         losses = CrossEntropyOfParts.apply(logits, targets, self.start, self.size, self.group)
         return losses.masked_fill(targets < 0, 0.0).sum() / count
@@ -345,8 +345,8 @@ def grad_norm(parameters, group):
     pieces, copies = torch.stack(all_sums).unbind(1)
     if copies.max() - copies.min() > 1e-3 * copies.max():  # more than rounding
         raise RuntimeError(
-            f"the ranks' gradients of whole parameters differ, in norm {copies.sqrt().tolist()}: give "
-            "all ranks the same tokens, put Enter before cut layers, complete partial gradients"
+            f"the ranks' gradients of whole parameters differ, in norm {copies.sqrt().tolist()}: "
+            "give all ranks the same tokens, put Enter before cut layers, complete partial gradients"
         )
     return (pieces.sum() + copies[0]).sqrt()
 
