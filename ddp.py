@@ -43,12 +43,34 @@ import torch
 import torch.distributed as dist
 
 
+def trained_and_frozen(parameters):
+    """Two lists: the parameters that need a gradient, and the others. Raises ValueError if something else than parameters is
+    given, or if none needs a gradient."""
+    if isinstance(parameters, torch.nn.Module) and not isinstance(parameters, torch.nn.ParameterList):
+        raise ValueError(f"give model.parameters() instead of the model, a {type(parameters).__name__}")
+    parameters = list(parameters)
+    for p in parameters:
+        if not isinstance(p, torch.Tensor) or not p.is_leaf:
+            kind = "computed tensor" if isinstance(p, torch.Tensor) else type(p).__name__
+            raise ValueError(f"give model.parameters(): there is a {kind} where a parameter should be")
+    trained = [p for p in parameters if p.requires_grad]
+    if not trained:
+        raise ValueError("no parameter needs a gradient: all are frozen, or parameters() was used up before")
+    return trained, [p for p in parameters if not p.requires_grad]
+
+
+def same_storage(a, b):
+    return a.untyped_storage()._cdata == b.untyped_storage()._cdata
+
+
 class Bucket:
     """A flat buffer for the gradients of some parameters: `p.grad` becomes a view of it."""
 
     def __init__(self, parameters):
         self.parameters = parameters
         first = parameters[0]
+        if any((p.dtype, p.device) != (first.dtype, first.device) for p in parameters):
+            raise ValueError("parameters that share a buffer must be of one dtype and on one device")
         placement = getattr(first, "placement", {})
         self.partial, self.copies = placement.get("partial", []), placement.get("copies")
         self.flat = torch.zeros(sum(p.numel() for p in parameters), dtype=first.dtype, device=first.device)
@@ -58,8 +80,79 @@ class Bucket:
 
     def check(self, p):
         """Raise RuntimeError where p.grad is no longer a view of this bucket: its gradient would not be reduced."""
-        if p.grad is None or p.grad._base is not self.flat:
-            raise RuntimeError("p.grad was replaced: call zero_grad() of this class, not the model's or the optimizer's")
+        # The storages tell. p.grad._base would not: model.double() leaves it, and puts another storage under p.grad.
+        if p.grad is None or not same_storage(p.grad, self.flat):
+            raise RuntimeError(
+                "p.grad was replaced and is not summed over the ranks. The causes: zero_grad() of the model or the optimizer "
+                "(call this object's), a second DDP on the model, create_graph=True, a model moved or cast after DDP(...)"
+            )
+
+
+class Step:
+    """What DDP, Naive and ParameterServer share: the order of a step is zero_grad(), backward passes, finish().
+
+    A step whose backward passes all came must be finished: zero_grad() raises RuntimeError if it was not, because then the
+    optimizer has probably stepped with gradients that were never summed. A step that an exception broke off earlier is given
+    up: zero_grad() starts it again. finish() raises RuntimeError the second time, after a backward pass that broke off, after
+    optimizer.step() (a fused optimizer's is not noticed), and if a parameter was unfrozen in between.
+    """
+
+    def __init__(self, buckets, frozen, microbatches):
+        self.buckets, self.frozen, self.microbatches = buckets, frozen, microbatches
+        self.finished = True
+        self._begin()
+        for bucket in buckets:
+            for p in bucket.parameters:
+                p.register_post_accumulate_grad_hook(lambda p, bucket=bucket: self._arrived(bucket, p))
+
+    def _check_summed(self):
+        if not self.finished and not self.in_backward and self.passes >= self.microbatches:
+            raise RuntimeError(
+                "the last step's gradients were never summed: call finish() after the backward passes of every step, also of "
+                "one that you skip"
+            )
+
+    def _begin(self):
+        """Zero the gradients, in place: setting them to None would tear them out of their buckets."""
+        for bucket in self.buckets:
+            bucket.flat.zero_()
+        self.finished = False
+        self.passes, self.in_backward = 0, False
+        self.versions = None  # of the weights, at the first gradient
+
+    def _arrived(self, bucket, p):
+        bucket.check(p)
+        if self.finished:
+            raise RuntimeError("a gradient came after finish(): call zero_grad() before the backward passes of a step")
+        if not self.in_backward:
+            self.in_backward = True
+            torch.autograd.Variable._execution_engine.queue_callback(self._backward_ended)
+        if self.versions is None:
+            self.versions = self._weight_versions()
+
+    def _backward_ended(self):  # not called if backward raises
+        self.in_backward = False
+        self.passes += 1
+
+    def _weight_versions(self):
+        return [p._version for bucket in self.buckets for p in bucket.parameters]
+
+    def _end(self):
+        """Raise RuntimeError where summing now would be wrong."""
+        if self.finished:
+            raise RuntimeError("finish() a second time would sum the sums: call zero_grad() first")
+        if self.in_backward:
+            raise RuntimeError("a backward pass broke off: start the step again with zero_grad(), on every rank")
+        if self.versions not in (None, self._weight_versions()):
+            raise RuntimeError("the weights changed before finish(): call optimizer.step() after it")
+        if any(p.requires_grad for p in self.frozen):
+            raise RuntimeError(
+                "a parameter was unfrozen and its gradient is not summed: give it unfrozen, and freeze it afterwards"
+            )
+        for bucket in self.buckets:
+            for p in bucket.parameters:
+                bucket.check(p)
+        self.finished = True
 
 
 def make_buckets(parameters, bucket_bytes):
@@ -79,21 +172,34 @@ def make_buckets(parameters, bucket_bytes):
     return [Bucket(parameters) for parameters in lists]
 
 
-class DDP:
+class DDP(Step):
     """Sums the gradients of `parameters` over `group`, in buckets.
 
+        for p in model.parameters():
+            dist.broadcast(p.data, group=group, group_src=0)            # the replicas start equal
         ddp = DDP(model.parameters(), group, microbatches=2)
         for step in ...:
-            ddp.zero_grad()
-            for each of the 2 micro-batches: loss.backward()
-            ddp.finish()                                       # now p.grad is the global gradient, on every rank
-            optimizer.step()
+            ddp.zero_grad()                                             # not the model's, not the optimizer's
+            for x, y in this rank's 2 micro-batches:                    # tokens: of all ranks and micro-batches
+                loss = cross_entropy(model(x), y, reduction="sum") / tokens
+                loss.backward()
+            ddp.finish()                                                # now p.grad is the global gradient, on every rank
+            optimizer.step()                                            # clip before it, and after finish()
 
-    The replicas must start equal; they stay equal because they take equal steps. `microbatches` is the number of backward
-    passes a step. With `overlap` a bucket is reduced as soon as it is full, else all of them in finish().
-    `all_reduce(tensor, group=..., async_op=True)` returns a work handle; any implementation will do.
+    The replicas must start equal, which is not checked; they stay equal because they take equal steps. `microbatches` is
+    the number of backward passes a step. With `overlap` a bucket is reduced as soon as it is full, else all of them in
+    finish(). `all_reduce(tensor, group=..., async_op=True)` returns a work handle; any implementation will do.
     After finish(), `early` is the number of buckets whose all-reduce had started before backward was over.
-    Raises RuntimeError for more backward passes than `microbatches`, and where something else has replaced p.grad.
+
+    A parameter without a gradient gets zeros, not None, so weight decay moves it. Buffers (BatchNorm's statistics) are not
+    synchronised. Parameters that are added or replaced after DDP(...) are not seen (load_state_dict(assign=True), a new
+    head): build the model first. autograd.grad is not seen either.
+
+    Raises ValueError for parameters that are none, or need no gradient. Raises RuntimeError for more backward passes than
+    `microbatches`, where something else has replaced p.grad, and for steps in the wrong order (see Step). A step that an
+    exception broke off should be given up on all ranks: each calls zero_grad() and starts again. If only one rank gives it
+    up, the others wait in finish(), until it has done the step again. If some of its all-reduces were on their way, they
+    find NaN in the others: then they must give the step up too.
 
     Beside other kinds of parallelism (to be skipped at first): a parameter that gets its gradient in two passes each (a
     pipeline rank's two stages share it) is listed twice. One may be partial over further groups (`parameter.placement`, as
@@ -102,28 +208,34 @@ class DDP:
     """
 
     def __init__(self, parameters, group, microbatches=1, bucket_bytes=25 << 20, overlap=True, all_reduce=dist.all_reduce):
-        self.group, self.microbatches, self.overlap, self.all_reduce = group, microbatches, overlap, all_reduce
-        parameters = list(parameters)
-        self.uses = Counter(parameters)
-        self.buckets = make_buckets(dict.fromkeys(parameters), bucket_bytes)
+        self.group, self.overlap, self.all_reduce = group, overlap, all_reduce
+        trained, frozen = trained_and_frozen(parameters)
+        self.uses = Counter(trained)
         self.early, self.next, self.works = 0, 0, []
-        for bucket in self.buckets:
-            for p in bucket.parameters:
-                p.register_post_accumulate_grad_hook(lambda p, bucket=bucket: self._arrived(bucket, p))
-        self.zero_grad()
+        super().__init__(make_buckets(self.uses, bucket_bytes), frozen, microbatches)
 
     def zero_grad(self):
-        """Start a step: gradients to zero, in place (setting them to None would tear them out of their buckets)."""
-        self.next, self.works = 0, []
+        """Start a step. If the last one was given up with all-reduces on their way, join all of them before."""
+        self._check_summed()
+        if self.works:
+            # The other ranks may have started more of them, or fewer. NaN, because these gradients are incomplete
+            for bucket in self.buckets[self.next :]:
+                bucket.flat.fill_(float("nan"))
+            self._join()
+        self._begin()
+
+    def _begin(self):
+        super()._begin()
+        self.next = 0
         for bucket in self.buckets:
-            bucket.flat.zero_()
             bucket.missing = sum(self.uses[p] for p in bucket.parameters) * self.microbatches
 
     def _arrived(self, bucket, p):
-        bucket.check(p)
         bucket.missing -= 1
         if bucket.missing < 0:
+            bucket.check(p)
             raise RuntimeError(f"more backward passes than the {self.microbatches} that DDP was told of")
+        super()._arrived(bucket, p)
         if self.overlap:
             self._start_full_buckets()
 
@@ -135,55 +247,81 @@ class DDP:
             self.works.append(self.all_reduce(bucket.flat, group=bucket.copies or self.group, async_op=True))
             self.next += 1
 
-    def finish(self):
-        """Reduce the buckets that are not on their way (all of them without overlap; with it those that never filled, since a
-        parameter may get no gradient), and wait for all."""
-        self.early = self.next
+    def _join(self):
+        """Start the all-reduces that have not started, and wait for all."""
         self._start_full_buckets(rest=True)
         for work in self.works:
             work.wait()
+        self.works = []
+
+    def finish(self):
+        """Reduce the buckets that are not on their way (all of them without overlap; with it those that never filled, since a
+        parameter may get no gradient), and wait for all."""
+        self._end()
+        self.early = self.next
+        self._join()
         for bucket in self.buckets:
             for group in bucket.partial:
                 dist.all_reduce(bucket.flat, group=group)
 
 
-class Naive:
-    """One blocking all-reduce per parameter after backward: what DDP improves on. Same use as DDP."""
+class Naive(Step):
+    """One blocking all-reduce per parameter after backward: what DDP improves on. Same use as DDP, and the same refusals.
 
-    def __init__(self, parameters, group):
-        self.parameters, self.group = [p for p in parameters if p.requires_grad], group
-        for p in self.parameters:
-            p.grad = torch.zeros_like(p)
-
-    def zero_grad(self):
-        for p in self.parameters:
-            p.grad.zero_()
-
-    def finish(self):
-        for p in self.parameters:
-            dist.all_reduce(p.grad, group=self.group)
-
-
-class ParameterServer:
-    """Rank 0 of `group` is the server (and a worker too): it alone has the global gradient and takes the step.
-
-    zero_grad() also pulls: every worker receives the server's weights. finish() pushes: the server receives every worker's
-    gradient and adds them up in the order of the ranks. Weights and gradients each travel as one flat buffer.
-    Between steps the workers' weights are old: pull() before you use them.
+    It takes any number of backward passes. `microbatches` only tells a forgotten finish() from a step that was given up
+    between two of them. `parameter.placement` is not read: beside other kinds of parallelism use DDP.
     """
 
-    def __init__(self, parameters, group):
+    def __init__(self, parameters, group, microbatches=1):
+        self.group = group
+        trained, frozen = trained_and_frozen(parameters)
+        super().__init__([Bucket([p]) for p in dict.fromkeys(trained)], frozen, microbatches)
+
+    def zero_grad(self):
+        self._check_summed()
+        self._begin()
+
+    def finish(self):
+        self._end()
+        for bucket in self.buckets:
+            dist.all_reduce(bucket.flat, group=self.group)
+
+
+class ParameterServer(Step):
+    """Rank 0 of `group` is the server (and a worker too): it alone has the global gradient and takes the step.
+
+        server = ParameterServer(model.parameters(), group)     # the replicas may start different
+        for step in ...:
+            server.zero_grad()                                  # the server's weights, on every rank
+            for x, y in this rank's micro-batches:              # tokens: of all ranks and micro-batches
+                loss = cross_entropy(model(x), y, reduction="sum") / tokens
+                loss.backward()
+            server.finish()                                     # now p.grad is the global gradient, on rank 0
+            if dist.get_rank(group) == 0:
+                optimizer.step()
+
+    zero_grad() also pulls: every worker receives the server's weights. finish() pushes: the server receives every worker's
+    gradient and adds them up in the order of the ranks. Weights and gradients each travel as one flat buffer, so all
+    parameters are of one dtype, on one device. Between steps the workers' weights are old: pull() before you use them.
+    The rest is as in Naive. If only one rank gives up a step, all wait until the group's timeout.
+    """
+
+    def __init__(self, parameters, group, microbatches=1):
         self.group, self.rank, self.size = group, dist.get_rank(group), dist.get_world_size(group)
-        parameters = [p for p in parameters if p.requires_grad]
+        trained, frozen = trained_and_frozen(parameters)
+        parameters = list(dict.fromkeys(trained))
         self.bucket = Bucket(parameters)
         self.gradients = self.bucket.flat
         self.weights = torch.cat([p.detach().flatten() for p in parameters])
         for p, piece in zip(parameters, self.weights.split([p.numel() for p in parameters])):
             p.data = piece.view_as(p)
         self.received = torch.empty_like(self.gradients) if self.rank == 0 else None
+        super().__init__([self.bucket], frozen, microbatches)
 
     def pull(self):
         """The server's weights to every worker."""
+        if not all(same_storage(p, self.weights) for p in self.bucket.parameters):
+            raise RuntimeError("p.data was replaced: move or cast the model before ParameterServer(...), and fill it in place")
         if self.rank == 0:
             works = [dist.isend(self.weights, group=self.group, group_dst=r) for r in range(1, self.size)]
             for work in works:
@@ -192,13 +330,13 @@ class ParameterServer:
             dist.recv(self.weights, group=self.group, group_src=0)
 
     def zero_grad(self):
+        self._check_summed()
         self.pull()
-        self.gradients.zero_()
+        self._begin()
 
     def finish(self):
         """Every worker's gradient to the server."""
-        for p in self.bucket.parameters:
-            self.bucket.check(p)
+        self._end()
         if self.rank == 0:
             for r in range(1, self.size):
                 dist.recv(self.received, group=self.group, group_src=r)
