@@ -59,8 +59,8 @@ def trained_and_frozen(parameters):
     return trained, [p for p in parameters if not p.requires_grad]
 
 
-def same_storage(a, b):
-    return a.untyped_storage()._cdata == b.untyped_storage()._cdata
+REPLACED = """p.grad was replaced and is not summed over the ranks. The causes: zero_grad() of the model or the optimizer \
+(call this object's), a second DDP on the model, create_graph=True, a model moved or cast after DDP(...)"""
 
 
 class Bucket:
@@ -80,12 +80,15 @@ class Bucket:
 
     def check(self, p):
         """Raise RuntimeError where p.grad is no longer a view of this bucket: its gradient would not be reduced."""
-        # The storages tell. p.grad._base would not: model.double() leaves it, and puts another storage under p.grad.
-        if p.grad is None or not same_storage(p.grad, self.flat):
-            raise RuntimeError(
-                "p.grad was replaced and is not summed over the ranks. The causes: zero_grad() of the model or the optimizer "
-                "(call this object's), a second DDP on the model, create_graph=True, a model moved or cast after DDP(...)"
-            )
+        if p.grad is None or p.grad._base is not self.flat:
+            raise RuntimeError(REPLACED)
+
+    def check_storages(self):
+        """The same for all parameters. It also notices model.double(), which puts another storage under p.grad."""
+        storage = self.flat.untyped_storage()._cdata
+        for p in self.parameters:
+            if p.grad is None or p.grad.untyped_storage()._cdata != storage:
+                raise RuntimeError(REPLACED)
 
 
 class Step:
@@ -105,6 +108,11 @@ class Step:
             for p in bucket.parameters:
                 p.register_post_accumulate_grad_hook(lambda p, bucket=bucket: self._arrived(bucket, p))
 
+    def _arrived(self, bucket, p):
+        """Called with every gradient."""
+        if not self.in_backward:
+            self._backward_began()
+
     def _check_summed(self):
         if not self.finished and not self.in_backward and self.passes >= self.microbatches:
             raise RuntimeError(
@@ -120,13 +128,14 @@ class Step:
         self.passes, self.in_backward = 0, False
         self.versions = None  # of the weights, at the first gradient
 
-    def _arrived(self, bucket, p):
-        bucket.check(p)
+    def _backward_began(self):
         if self.finished:
-            raise RuntimeError("a gradient came after finish(): call zero_grad() before the backward passes of a step")
-        if not self.in_backward:
-            self.in_backward = True
-            torch.autograd.Variable._execution_engine.queue_callback(self._backward_ended)
+            raise RuntimeError(
+                f"a gradient came after finish(): more backward passes than the {self.microbatches} that "
+                f"{type(self).__name__} was told of, or no zero_grad() before them"
+            )
+        self.in_backward = True
+        torch.autograd.Variable._execution_engine.queue_callback(self._backward_ended)
         if self.versions is None:
             self.versions = self._weight_versions()
 
@@ -150,8 +159,7 @@ class Step:
                 "a parameter was unfrozen and its gradient is not summed: give it unfrozen, and freeze it afterwards"
             )
         for bucket in self.buckets:
-            for p in bucket.parameters:
-                bucket.check(p)
+            bucket.check_storages()
         self.finished = True
 
 
@@ -210,9 +218,11 @@ class DDP(Step):
     def __init__(self, parameters, group, microbatches=1, bucket_bytes=25 << 20, overlap=True, all_reduce=dist.all_reduce):
         self.group, self.overlap, self.all_reduce = group, overlap, all_reduce
         trained, frozen = trained_and_frozen(parameters)
-        self.uses = Counter(trained)
+        uses = Counter(trained)
         self.early, self.next, self.works = 0, 0, []
-        super().__init__(make_buckets(self.uses, bucket_bytes), frozen, microbatches)
+        buckets = make_buckets(uses, bucket_bytes)
+        self.due = [microbatches * sum(uses[p] for p in bucket.parameters) for bucket in buckets]
+        super().__init__(buckets, frozen, microbatches)
 
     def zero_grad(self):
         """Start a step. If the last one was given up with all-reduces on their way, join all of them before."""
@@ -227,15 +237,16 @@ class DDP(Step):
     def _begin(self):
         super()._begin()
         self.next = 0
-        for bucket in self.buckets:
-            bucket.missing = sum(self.uses[p] for p in bucket.parameters) * self.microbatches
+        for bucket, due in zip(self.buckets, self.due):
+            bucket.missing = due
 
     def _arrived(self, bucket, p):
+        if not self.in_backward:
+            self._backward_began()
+        bucket.check(p)
         bucket.missing -= 1
         if bucket.missing < 0:
-            bucket.check(p)
             raise RuntimeError(f"more backward passes than the {self.microbatches} that DDP was told of")
-        super()._arrived(bucket, p)
         if self.overlap:
             self._start_full_buckets()
 
@@ -320,7 +331,8 @@ class ParameterServer(Step):
 
     def pull(self):
         """The server's weights to every worker."""
-        if not all(same_storage(p, self.weights) for p in self.bucket.parameters):
+        storage = self.weights.untyped_storage()._cdata
+        if any(p.untyped_storage()._cdata != storage for p in self.bucket.parameters):
             raise RuntimeError("p.data was replaced: move or cast the model before ParameterServer(...), and fill it in place")
         if self.rank == 0:
             works = [dist.isend(self.weights, group=self.group, group_dst=r) for r in range(1, self.size)]
