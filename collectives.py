@@ -45,11 +45,12 @@ Use, here for the gradients of a model, with `rows` of a batch on each rank:
         all_reduce(p.grad, group=group)                     # in place: the sum, on every rank
     work = ALL_REDUCE["halving-doubling"](x, MAX, group, async_op=True)
     work.wait()                                             # x must not be read or written before
-    all_reduce(x, group=Checked(group))                     # to find a bug: ValueError where the ranks disagree
+    all_reduce(x, group=Checked(group))                     # ValueError where the ranks disagree
 
-All ranks of the group must call the same collectives in the same order, with the same shapes and dtypes. Nobody checks this
-without a Checked: gloo fills a buffer in part, or adds up bytes of another tensor, without a word. Between the start of an
-async collective and its wait() no send and recv of torch's own may use the group.
+All ranks of the group must call the same collectives in the same order, with the same shapes and
+dtypes. Only a Checked checks this. Without it gloo fills a buffer in part, or adds up the bytes of
+another tensor, and says nothing. Between the start of an async collective and its wait() the group
+must not be used for torch's own send and recv.
 
 Backward: these functions write into tensors, and autograd knows nothing of them. The files that need a gradient through a
 collective write its backward as the table says. The sum has the same bits on all ranks; another algorithm's may differ by
@@ -220,7 +221,7 @@ class Checked(Wire):
 class Work:
     """A collective on its way: its first round is posted, wait() does what is left.
 
-    Warns if it is dropped before wait(): the tensor is incomplete then, and later messages may be taken for its own.
+    Warns if it is dropped before wait(): the tensor is incomplete, and the group of no more use.
     """
 
     def __init__(self, rounds):

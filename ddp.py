@@ -44,8 +44,9 @@ import torch.distributed as dist
 
 
 def trained_and_frozen(parameters):
-    """Two lists: the parameters that need a gradient, and the others. Raises ValueError if something else than parameters is
-    given, or if none needs a gradient."""
+    """Two lists: the parameters that need a gradient, and the others.
+
+    Raises ValueError if something else than parameters is given, or if none needs a gradient."""
     if isinstance(parameters, torch.nn.Module) and not isinstance(parameters, torch.nn.ParameterList):
         raise ValueError(f"give model.parameters() instead of the model, a {type(parameters).__name__}")
     parameters = list(parameters)
@@ -59,8 +60,9 @@ def trained_and_frozen(parameters):
     return trained, [p for p in parameters if not p.requires_grad]
 
 
-REPLACED = """p.grad was replaced and is not summed over the ranks. The causes: zero_grad() of the model or the optimizer \
-(call this object's), a second DDP on the model, create_graph=True, a model moved or cast after DDP(...)"""
+REPLACED = """p.grad was replaced and is not summed over the ranks. The causes: \
+zero_grad() of the model or the optimizer (call this object's), a second DDP on the model, \
+create_graph=True, a model moved or cast after DDP(...)"""
 
 
 class Bucket:
@@ -79,12 +81,12 @@ class Bucket:
         self.missing = 0  # gradients still to come before the bucket is full
 
     def check(self, p):
-        """Raise RuntimeError where p.grad is no longer a view of this bucket: its gradient would not be reduced."""
+        """Raise RuntimeError where p.grad is no view of this bucket: it would not be reduced."""
         if p.grad is None or p.grad._base is not self.flat:
             raise RuntimeError(REPLACED)
 
     def check_storages(self):
-        """The same for all parameters. It also notices model.double(), which puts another storage under p.grad."""
+        """The same for all parameters. model.double() only swaps the storage under p.grad."""
         storage = self.flat.untyped_storage()._cdata
         for p in self.parameters:
             if p.grad is None or p.grad.untyped_storage()._cdata != storage:
@@ -92,12 +94,14 @@ class Bucket:
 
 
 class Step:
-    """What DDP, Naive and ParameterServer share: the order of a step is zero_grad(), backward passes, finish().
+    """The order of a step: zero_grad(), backward passes, finish(). DDP and its rivals share it.
 
-    A step whose backward passes all came must be finished: zero_grad() raises RuntimeError if it was not, because then the
-    optimizer has probably stepped with gradients that were never summed. A step that an exception broke off earlier is given
-    up: zero_grad() starts it again. finish() raises RuntimeError the second time, after a backward pass that broke off, after
-    optimizer.step() (a fused optimizer's is not noticed), and if a parameter was unfrozen in between.
+    A step whose backward passes all came must be finished, also one that you skip: otherwise
+    zero_grad() raises RuntimeError, because the optimizer has probably stepped with gradients that
+    were never summed. A step that an exception broke off before that starts again with zero_grad().
+
+    finish() raises RuntimeError the second time, after a backward pass that broke off, after
+    optimizer.step() (a fused optimizer's is not noticed), and if a parameter was unfrozen.
     """
 
     def __init__(self, buckets, frozen, microbatches):
@@ -121,7 +125,7 @@ class Step:
             )
 
     def _begin(self):
-        """Zero the gradients, in place: setting them to None would tear them out of their buckets."""
+        """Zero the gradients, in place: None would tear them out of their buckets."""
         for bucket in self.buckets:
             bucket.flat.zero_()
         self.finished = False
@@ -184,30 +188,34 @@ class DDP(Step):
     """Sums the gradients of `parameters` over `group`, in buckets.
 
         for p in model.parameters():
-            dist.broadcast(p.data, group=group, group_src=0)            # the replicas start equal
+            dist.broadcast(p.data, group=group, group_src=0)     # the replicas start equal
         ddp = DDP(model.parameters(), group, microbatches=2)
         for step in ...:
-            ddp.zero_grad()                                             # not the model's, not the optimizer's
-            for x, y in this rank's 2 micro-batches:                    # tokens: of all ranks and micro-batches
+            ddp.zero_grad()                                      # not the model's or optimizer's
+            for x, y in this rank's 2 micro-batches:             # tokens: of the global batch
                 loss = cross_entropy(model(x), y, reduction="sum") / tokens
                 loss.backward()
-            ddp.finish()                                                # now p.grad is the global gradient, on every rank
-            optimizer.step()                                            # clip before it, and after finish()
+            ddp.finish()                                         # p.grad is the global gradient
+            optimizer.step()                                     # clip between these two
 
-    The replicas must start equal, which is not checked; they stay equal because they take equal steps. `microbatches` is
-    the number of backward passes a step. With `overlap` a bucket is reduced as soon as it is full, else all of them in
-    finish(). `all_reduce(tensor, group=..., async_op=True)` returns a work handle; any implementation will do.
-    After finish(), `early` is the number of buckets whose all-reduce had started before backward was over.
+    Nobody checks that the replicas start equal. They stay equal because they take equal steps.
+    `microbatches` is the number of backward passes a step. With `overlap` a bucket is reduced as
+    soon as it is full, else all of them in finish(). `all_reduce(tensor, group=..., async_op=True)`
+    returns a work handle; any implementation will do. After finish(), `early` is the number of
+    buckets whose all-reduce had started before backward was over.
 
-    A parameter without a gradient gets zeros, not None, so weight decay moves it. Buffers (BatchNorm's statistics) are not
-    synchronised. Parameters that are added or replaced after DDP(...) are not seen (load_state_dict(assign=True), a new
-    head): build the model first. autograd.grad is not seen either.
+    A parameter without a gradient gets zeros, not None, so weight decay moves it. Buffers
+    (BatchNorm's statistics) are not synchronised. Parameters that are added or replaced after
+    DDP(...) are not seen (load_state_dict(assign=True), a new head): complete the model first.
+    Gradients that autograd.grad returns are not seen either.
 
-    Raises ValueError for parameters that are none, or need no gradient. Raises RuntimeError for more backward passes than
-    `microbatches`, where something else has replaced p.grad, and for steps in the wrong order (see Step). A step that an
-    exception broke off should be given up on all ranks: each calls zero_grad() and starts again. If only one rank gives it
-    up, the others wait in finish(), until it has done the step again. If some of its all-reduces were on their way, they
-    find NaN in the others: then they must give the step up too.
+    Raises ValueError for anything but parameters, and if none needs a gradient. Raises RuntimeError
+    for more backward passes than `microbatches`, where something else has replaced p.grad, and for
+    a step in the wrong order (see Step).
+
+    All ranks together should give up a step that an exception broke off: each calls zero_grad() and
+    starts again. If one rank alone starts again, the others wait for it in finish(). But if some of
+    its all-reduces had already started, the others find NaN in the rest: they must give up too.
 
     Beside other kinds of parallelism (to be skipped at first): a parameter that gets its gradient in two passes each (a
     pipeline rank's two stages share it) is listed twice. One may be partial over further groups (`parameter.placement`, as
@@ -225,10 +233,10 @@ class DDP(Step):
         super().__init__(buckets, frozen, microbatches)
 
     def zero_grad(self):
-        """Start a step. If the last one was given up with all-reduces on their way, join all of them before."""
+        """Start a step. If one was given up with all-reduces on their way, join them all first."""
         self._check_summed()
         if self.works:
-            # The other ranks may have started more of them, or fewer. NaN, because these gradients are incomplete
+            # Other ranks may have started more of them, or fewer. NaN: these gradients are incomplete
             for bucket in self.buckets[self.next :]:
                 bucket.flat.fill_(float("nan"))
             self._join()
@@ -277,10 +285,11 @@ class DDP(Step):
 
 
 class Naive(Step):
-    """One blocking all-reduce per parameter after backward: what DDP improves on. Same use as DDP, and the same refusals.
+    """One blocking all-reduce per parameter after backward: what DDP improves on.
 
-    It takes any number of backward passes. `microbatches` only tells a forgotten finish() from a step that was given up
-    between two of them. `parameter.placement` is not read: beside other kinds of parallelism use DDP.
+    Its use, what it does not see, and its refusals are DDP's. It takes any number of backward
+    passes: `microbatches` only tells a forgotten finish() from a step given up between two passes.
+    It does not read `parameter.placement`: beside other kinds of parallelism take DDP.
     """
 
     def __init__(self, parameters, group, microbatches=1):
@@ -311,10 +320,11 @@ class ParameterServer(Step):
             if dist.get_rank(group) == 0:
                 optimizer.step()
 
-    zero_grad() also pulls: every worker receives the server's weights. finish() pushes: the server receives every worker's
-    gradient and adds them up in the order of the ranks. Weights and gradients each travel as one flat buffer, so all
-    parameters are of one dtype, on one device. Between steps the workers' weights are old: pull() before you use them.
-    The rest is as in Naive. If only one rank gives up a step, all wait until the group's timeout.
+    zero_grad() also pulls: every worker receives the server's weights. finish() pushes: the server
+    receives every worker's gradient and adds them up in the order of the ranks. Weights and
+    gradients each travel as one flat buffer, so all parameters are of one dtype, on one device.
+    Between steps the workers' weights are old: pull() before you use them. The rest is as in Naive,
+    but if one rank alone gives up a step, all wait until the group's timeout.
     """
 
     def __init__(self, parameters, group, microbatches=1):

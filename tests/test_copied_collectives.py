@@ -1,4 +1,4 @@
-"""The top of collectives.py, copied into an empty folder: on a model that is not ours, and misused."""
+"""The top of collectives.py, copied into an empty folder: on another model, and misused."""
 
 import gc
 import warnings
@@ -11,7 +11,7 @@ from torch import nn
 
 @pytest.mark.parametrize("name", ["ring", "halving-doubling", "direct", "server", "sequential", "hierarchical"])
 def test_collectives_copied_add_up_another_models_gradients(copied, name):
-    """As the usage block at the top of the file: 5 steps on 3 ranks with unequal shares, against one process."""
+    """5 steps on 3 ranks with unequal shares, against one process."""
 
     def work(rank):
         from collectives import ALL_REDUCE, broadcast
@@ -90,7 +90,7 @@ def test_collectives_copied_outputs_that_lie_in_the_input(copied):
 
 
 def test_collectives_copied_reduce_scatter_across_two_parts(copied):
-    """The output overlaps both the part that is sent and the part that is added to, in segments still to come."""
+    """The output overlaps the parts that are sent and added to, in segments still to come."""
 
     def work(rank):
         import collectives

@@ -1,4 +1,4 @@
-"""The top of ddp.py, copied into an empty folder: models that are not ours, and the mistakes that copiers make."""
+"""The top of ddp.py, copied into an empty folder: other models, and a copier's mistakes."""
 
 import copy
 
@@ -148,7 +148,7 @@ def ddp_break_off(model, at, x, y):
 @pytest.mark.parametrize("way", ["server", "naive", "bucketed", "overlapped"])
 @pytest.mark.parametrize("passes", [0, 1])
 def test_ddp_copied_step_given_up_starts_again(copied, way, passes):
-    """After a backward pass that raised, on all ranks, but elsewhere on each: all-reduces are on their way."""
+    """A backward pass raises on all ranks, elsewhere on each. All-reduces are on their way."""
 
     def work(rank, world):
         launched = []
@@ -171,7 +171,7 @@ def test_ddp_copied_step_given_up_starts_again(copied, way, passes):
 
 
 def test_ddp_copied_step_given_up_between_two_passes(copied):
-    """By a rank that does not come to its second micro-batch; DDP knows that one is missing. Naive, if it is told."""
+    """DDP knows that the second micro-batch is missing. Naive knows it if it is told."""
 
     def work(rank):
         import ddp
@@ -196,7 +196,7 @@ def test_ddp_copied_step_given_up_between_two_passes(copied):
 
 
 def test_ddp_copied_step_given_up_by_one_rank(copied):
-    """Nothing on its way: the others wait. Else they find NaN, and no finite number that would be wrong."""
+    """With nothing on its way the others wait. Otherwise they find NaN."""
 
     def work(rank):
         import ddp
