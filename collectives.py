@@ -35,6 +35,23 @@ of messages that each wait for the one before. "Sent by one" is the most that an
 
 Where N is no power of two, p ranks, the largest one below it, halve and double: 2 log2 p + 2 rounds, S more from one.
 
+Use, here for the gradients of a model, with `rows` of a batch on each rank:
+
+    count = torch.tensor(float(targets.numel()))
+    all_reduce(count, group=group)                          # the tokens of all ranks
+    loss = cross_entropy(model(rows), targets, reduction="sum") / count
+    loss.backward()
+    for p in model.parameters():
+        all_reduce(p.grad, group=group)                     # in place: the sum, on every rank
+    work = ALL_REDUCE["halving-doubling"](x, MAX, group, async_op=True)
+    work.wait()                                             # x must not be read or written before
+    all_reduce(x, group=Checked(group))                     # ValueError where the ranks disagree
+
+All ranks of the group must call the same collectives in the same order, with the same shapes and
+dtypes. Only a Checked checks this. Without it gloo fills a buffer in part, or adds up the bytes of
+another tensor, and says nothing. Between the start of an async collective and its wait() the group
+must not be used for torch's own send and recv.
+
 Backward: these functions write into tensors, and autograd knows nothing of them. The files that need a gradient through a
 collective write its backward as the table says. The sum has the same bits on all ranks; another algorithm's may differ by
 rounding, because it adds in another order.
@@ -57,6 +74,7 @@ clusters of workstations (ring); Cho et al. 2019, BlueConnect (hierarchical); Ho
 import copy
 import itertools
 import json
+import warnings
 from typing import NamedTuple
 
 import torch
@@ -201,14 +219,23 @@ class Checked(Wire):
 
 
 class Work:
-    """A collective on its way: its first round is posted, wait() does what is left."""
+    """A collective on its way: its first round is posted, wait() does what is left.
+
+    Warns if it is dropped before wait(): the tensor is incomplete, and the group of no more use.
+    """
 
     def __init__(self, rounds):
-        self.rounds = rounds
+        self.rounds, self.waited = rounds, True
         with torch.no_grad():
             next(self.rounds, None)
+        self.waited = False
+
+    def __del__(self):
+        if not self.waited:
+            warnings.warn("a collective was dropped before wait(): keep what async_op=True returns, and wait for it")
 
     def wait(self):
+        self.waited = True
         with torch.no_grad():
             for _ in self.rounds:
                 pass
@@ -251,6 +278,18 @@ def one_each(name, tensors, wire, like):
     if [describe(t) for t in tensors or []] != [describe(like)] * wire.size:
         raise ValueError(f"{name} must hold {wire.size} tensors, each {describe(like)}")
     return tensors
+
+
+def overlap(a, b):
+    """Whether two tensors may share memory, by the first and last element of each."""
+    if a.numel() == 0 or b.numel() == 0 or a.untyped_storage().data_ptr() != b.untyped_storage().data_ptr():
+        return False
+    ends = []
+    for t in (a, b):
+        last = sum((size - 1) * stride for size, stride in zip(t.shape, t.stride()))
+        ends.append((t.data_ptr(), t.data_ptr() + (last + 1) * t.element_size()))
+    (first_a, end_a), (first_b, end_b) = ends
+    return first_a < end_b and first_b < end_a
 
 
 def cut(name, tensor, parts):
@@ -330,6 +369,8 @@ def gather(tensor, gather_list=None, dst=None, group=None, async_op=False, group
     """Rank i's tensor into gather_list[i] of the root."""
     wire, root = wire_and_root(group, dst, group_dst)
     pieces = one_each("gather_list", gather_list, wire, tensor) if wire.rank == root else []
+    if tensor.numel() and len({t.data_ptr() for t in pieces}) < len(pieces):
+        raise ValueError("gather_list holds the same tensor several times: make one for each rank, not [tensor] * n")
 
     def rounds():
         receives = [(i, piece) for i, piece in enumerate(pieces) if i != root]
@@ -386,6 +427,8 @@ def reduce_scatter_single(output, input, op=SUM, group=None, async_op=False):
     pieces, mine = cut("input", input.contiguous(), wire.size), cut("output", output, 1)[0]
     if pieces[0].shape != mine.shape or output.dtype != input.dtype:
         raise ValueError(f"input is {describe(input)} and must hold {wire.size} times the output, {describe(output)}")
+    if overlap(output, input) and output.data_ptr() != pieces[wire.rank].data_ptr():
+        pieces = cut("input", input.clone(), wire.size)  # or another rank's part would be overwritten before it is sent
     agreed = wire.agree(f"reduce_scatter {op} of {describe(pieces[0])}")
     return perform(async_op, agreed, ring_reduce_scatter(wire, pieces, combine, mine))
 
@@ -396,6 +439,8 @@ def all_to_all_single(output, input, output_split_sizes=None, input_split_sizes=
     wire = wire_of(group)
     if output.dtype != input.dtype or output.shape[1:] != input.shape[1:]:
         raise ValueError(f"input is {describe(input)} and output {describe(output)}: their rows must be alike")
+    if overlap(output, input):
+        input = input.clone()  # or a part would be overwritten before it is sent
 
     def parts(name, tensor, sizes):
         sizes = sizes or [len(tensor) // wire.size] * wire.size
@@ -542,7 +587,8 @@ def as_all_reduce(algorithm):
             if not tensor.is_contiguous():
                 tensor.copy_(x.view(tensor.shape))
 
-        return perform(async_op, wire.agree(f"all_reduce {op} of {describe(tensor)}"), rounds())
+        how = f"{algorithm.__name__} {options or ''}".strip()
+        return perform(async_op, wire.agree(f"all_reduce by {how}, {op} of {describe(tensor)}"), rounds())
 
     return all_reduce
 

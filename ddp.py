@@ -43,12 +43,36 @@ import torch
 import torch.distributed as dist
 
 
+def trained_and_frozen(parameters):
+    """Two lists: the parameters that need a gradient, and the others.
+
+    Raises ValueError if something else than parameters is given, or if none needs a gradient."""
+    if isinstance(parameters, torch.nn.Module) and not isinstance(parameters, torch.nn.ParameterList):
+        raise ValueError(f"give model.parameters() instead of the model, a {type(parameters).__name__}")
+    parameters = list(parameters)
+    for p in parameters:
+        if not isinstance(p, torch.Tensor) or not p.is_leaf:
+            kind = "computed tensor" if isinstance(p, torch.Tensor) else type(p).__name__
+            raise ValueError(f"give model.parameters(): there is a {kind} where a parameter should be")
+    trained = [p for p in parameters if p.requires_grad]
+    if not trained:
+        raise ValueError("no parameter needs a gradient: all are frozen, or parameters() was used up before")
+    return trained, [p for p in parameters if not p.requires_grad]
+
+
+REPLACED = """p.grad was replaced and is not summed over the ranks. The causes: \
+zero_grad() of the model or the optimizer (call this object's), a second DDP on the model, \
+create_graph=True, a model moved or cast after DDP(...)"""
+
+
 class Bucket:
     """A flat buffer for the gradients of some parameters: `p.grad` becomes a view of it."""
 
     def __init__(self, parameters):
         self.parameters = parameters
         first = parameters[0]
+        if any((p.dtype, p.device) != (first.dtype, first.device) for p in parameters):
+            raise ValueError("parameters that share a buffer must be of one dtype and on one device")
         placement = getattr(first, "placement", {})
         self.partial, self.data = placement.get("partial", []), placement.get("data")
         self.flat = torch.zeros(sum(p.numel() for p in parameters), dtype=first.dtype, device=first.device)
@@ -57,9 +81,90 @@ class Bucket:
         self.missing = 0  # gradients still to come before the bucket is full
 
     def check(self, p):
-        """Raise RuntimeError where p.grad is no longer a view of this bucket: its gradient would not be reduced."""
+        """Raise RuntimeError where p.grad is no view of this bucket: it would not be reduced."""
         if p.grad is None or p.grad._base is not self.flat:
-            raise RuntimeError("p.grad was replaced: call zero_grad() of this class, not the model's or the optimizer's")
+            raise RuntimeError(REPLACED)
+
+    def check_storages(self):
+        """The same for all parameters. model.double() only swaps the storage under p.grad."""
+        storage = self.flat.untyped_storage()._cdata
+        for p in self.parameters:
+            if p.grad is None or p.grad.untyped_storage()._cdata != storage:
+                raise RuntimeError(REPLACED)
+
+
+class Step:
+    """The order of a step: zero_grad(), backward passes, finish(). DDP and its rivals share it.
+
+    A step whose backward passes all came must be finished, also one that you skip: otherwise
+    zero_grad() raises RuntimeError, because the optimizer has probably stepped with gradients that
+    were never summed. A step that an exception broke off before that starts again with zero_grad().
+
+    finish() raises RuntimeError the second time, after a backward pass that broke off, after
+    optimizer.step() (a fused optimizer's is not noticed), and if a parameter was unfrozen.
+    """
+
+    def __init__(self, buckets, frozen, microbatches):
+        self.buckets, self.frozen, self.microbatches = buckets, frozen, microbatches
+        self.finished = True
+        self._begin()
+        for bucket in buckets:
+            for p in bucket.parameters:
+                p.register_post_accumulate_grad_hook(lambda p, bucket=bucket: self._arrived(bucket, p))
+
+    def _arrived(self, bucket, p):
+        """Called with every gradient."""
+        if not self.in_backward:
+            self._backward_began()
+
+    def _check_summed(self):
+        if not self.finished and not self.in_backward and self.passes >= self.microbatches:
+            raise RuntimeError(
+                "the last step's gradients were never summed: call finish() after the backward passes of every step, also of "
+                "one that you skip"
+            )
+
+    def _begin(self):
+        """Zero the gradients, in place: None would tear them out of their buckets."""
+        for bucket in self.buckets:
+            bucket.flat.zero_()
+        self.finished = False
+        self.passes, self.in_backward = 0, False
+        self.versions = None  # of the weights, at the first gradient
+
+    def _backward_began(self):
+        if self.finished:
+            raise RuntimeError(
+                f"a gradient came after finish(): more backward passes than the {self.microbatches} that "
+                f"{type(self).__name__} was told of, or no zero_grad() before them"
+            )
+        self.in_backward = True
+        torch.autograd.Variable._execution_engine.queue_callback(self._backward_ended)
+        if self.versions is None:
+            self.versions = self._weight_versions()
+
+    def _backward_ended(self):  # not called if backward raises
+        self.in_backward = False
+        self.passes += 1
+
+    def _weight_versions(self):
+        return [p._version for bucket in self.buckets for p in bucket.parameters]
+
+    def _end(self):
+        """Raise RuntimeError where summing now would be wrong."""
+        if self.finished:
+            raise RuntimeError("finish() a second time would sum the sums: call zero_grad() first")
+        if self.in_backward:
+            raise RuntimeError("a backward pass broke off: start the step again with zero_grad(), on every rank")
+        if self.versions not in (None, self._weight_versions()):
+            raise RuntimeError("the weights changed before finish(): call optimizer.step() after it")
+        if any(p.requires_grad for p in self.frozen):
+            raise RuntimeError(
+                "a parameter was unfrozen and its gradient is not summed: give it unfrozen, and freeze it afterwards"
+            )
+        for bucket in self.buckets:
+            bucket.check_storages()
+        self.finished = True
 
 
 def make_buckets(parameters, bucket_bytes):
@@ -79,21 +184,38 @@ def make_buckets(parameters, bucket_bytes):
     return [Bucket(parameters) for parameters in lists]
 
 
-class DDP:
+class DDP(Step):
     """Sums the gradients of `parameters` over `group`, in buckets.
 
+        for p in model.parameters():
+            dist.broadcast(p.data, group=group, group_src=0)     # the replicas start equal
         ddp = DDP(model.parameters(), group, microbatches=2)
         for step in ...:
-            ddp.zero_grad()
-            for each of the 2 micro-batches: loss.backward()
-            ddp.finish()                                       # now p.grad is the global gradient, on every rank
-            optimizer.step()
+            ddp.zero_grad()                                      # not the model's or optimizer's
+            for x, y in this rank's 2 micro-batches:             # tokens: of the global batch
+                loss = cross_entropy(model(x), y, reduction="sum") / tokens
+                loss.backward()
+            ddp.finish()                                         # p.grad is the global gradient
+            optimizer.step()                                     # clip between these two
 
-    The replicas must start equal; they stay equal because they take equal steps. `microbatches` is the number of backward
-    passes a step. With `overlap` a bucket is reduced as soon as it is full, else all of them in finish().
-    `all_reduce(tensor, group=..., async_op=True)` returns a work handle; any implementation will do.
-    After finish(), `early` is the number of buckets whose all-reduce had started before backward was over.
-    Raises RuntimeError for more backward passes than `microbatches`, and where something else has replaced p.grad.
+    Nobody checks that the replicas start equal. They stay equal because they take equal steps.
+    `microbatches` is the number of backward passes a step. With `overlap` a bucket is reduced as
+    soon as it is full, else all of them in finish(). `all_reduce(tensor, group=..., async_op=True)`
+    returns a work handle; any implementation will do. After finish(), `early` is the number of
+    buckets whose all-reduce had started before backward was over.
+
+    A parameter without a gradient gets zeros, not None, so weight decay moves it. Buffers
+    (BatchNorm's statistics) are not synchronised. Parameters that are added or replaced after
+    DDP(...) are not seen (load_state_dict(assign=True), a new head): complete the model first.
+    Gradients that autograd.grad returns are not seen either.
+
+    Raises ValueError for anything but parameters, and if none needs a gradient. Raises RuntimeError
+    for more backward passes than `microbatches`, where something else has replaced p.grad, and for
+    a step in the wrong order (see Step).
+
+    All ranks together should give up a step that an exception broke off: each calls zero_grad() and
+    starts again. If one rank alone starts again, the others wait for it in finish(). But if some of
+    its all-reduces had already started, the others find NaN in the rest: they must give up too.
 
     Beside other kinds of parallelism (to be skipped at first): a parameter that gets its gradient in two passes each (a
     pipeline rank's two stages share it) is listed twice. One may be partial over further groups (`parameter.placement`, as
@@ -102,24 +224,33 @@ class DDP:
     """
 
     def __init__(self, parameters, group, microbatches=1, bucket_bytes=25 << 20, overlap=True, all_reduce=dist.all_reduce):
-        self.group, self.microbatches, self.overlap, self.all_reduce = group, microbatches, overlap, all_reduce
-        parameters = list(parameters)
-        self.uses = Counter(parameters)
-        self.buckets = make_buckets(dict.fromkeys(parameters), bucket_bytes)
+        self.group, self.overlap, self.all_reduce = group, overlap, all_reduce
+        trained, frozen = trained_and_frozen(parameters)
+        uses = Counter(trained)
         self.early, self.next, self.works = 0, 0, []
-        for bucket in self.buckets:
-            for p in bucket.parameters:
-                p.register_post_accumulate_grad_hook(lambda p, bucket=bucket: self._arrived(bucket, p))
-        self.zero_grad()
+        buckets = make_buckets(uses, bucket_bytes)
+        self.due = [microbatches * sum(uses[p] for p in bucket.parameters) for bucket in buckets]
+        super().__init__(buckets, frozen, microbatches)
 
     def zero_grad(self):
-        """Start a step: gradients to zero, in place (setting them to None would tear them out of their buckets)."""
-        self.next, self.works = 0, []
-        for bucket in self.buckets:
-            bucket.flat.zero_()
-            bucket.missing = sum(self.uses[p] for p in bucket.parameters) * self.microbatches
+        """Start a step. If one was given up with all-reduces on their way, join them all first."""
+        self._check_summed()
+        if self.works:
+            # Other ranks may have started more of them, or fewer. NaN: these gradients are incomplete
+            for bucket in self.buckets[self.next :]:
+                bucket.flat.fill_(float("nan"))
+            self._join()
+        self._begin()
+
+    def _begin(self):
+        super()._begin()
+        self.next = 0
+        for bucket, due in zip(self.buckets, self.due):
+            bucket.missing = due
 
     def _arrived(self, bucket, p):
+        if not self.in_backward:
+            self._backward_began()
         bucket.check(p)
         bucket.missing -= 1
         if bucket.missing < 0:
@@ -135,55 +266,84 @@ class DDP:
             self.works.append(self.all_reduce(bucket.flat, group=bucket.data or self.group, async_op=True))
             self.next += 1
 
-    def finish(self):
-        """Reduce the buckets that are not on their way (all of them without overlap; with it those that never filled, since a
-        parameter may get no gradient), and wait for all."""
-        self.early = self.next
+    def _join(self):
+        """Start the all-reduces that have not started, and wait for all."""
         self._start_full_buckets(rest=True)
         for work in self.works:
             work.wait()
+        self.works = []
+
+    def finish(self):
+        """Reduce the buckets that are not on their way (all of them without overlap; with it those that never filled, since a
+        parameter may get no gradient), and wait for all."""
+        self._end()
+        self.early = self.next
+        self._join()
         for bucket in self.buckets:
             for group in bucket.partial:
                 dist.all_reduce(bucket.flat, group=group)
 
 
-class Naive:
-    """One blocking all-reduce per parameter after backward: what DDP improves on. Same use as DDP."""
+class Naive(Step):
+    """One blocking all-reduce per parameter after backward: what DDP improves on.
 
-    def __init__(self, parameters, group):
-        self.parameters, self.group = [p for p in parameters if p.requires_grad], group
-        for p in self.parameters:
-            p.grad = torch.zeros_like(p)
-
-    def zero_grad(self):
-        for p in self.parameters:
-            p.grad.zero_()
-
-    def finish(self):
-        for p in self.parameters:
-            dist.all_reduce(p.grad, group=self.group)
-
-
-class ParameterServer:
-    """Rank 0 of `group` is the server (and a worker too): it alone has the global gradient and takes the step.
-
-    zero_grad() also pulls: every worker receives the server's weights. finish() pushes: the server receives every worker's
-    gradient and adds them up in the order of the ranks. Weights and gradients each travel as one flat buffer.
-    Between steps the workers' weights are old: pull() before you use them.
+    Its use, what it does not see, and its refusals are DDP's. It takes any number of backward
+    passes: `microbatches` only tells a forgotten finish() from a step given up between two passes.
+    It does not read `parameter.placement`: beside other kinds of parallelism take DDP.
     """
 
-    def __init__(self, parameters, group):
+    def __init__(self, parameters, group, microbatches=1):
+        self.group = group
+        trained, frozen = trained_and_frozen(parameters)
+        super().__init__([Bucket([p]) for p in dict.fromkeys(trained)], frozen, microbatches)
+
+    def zero_grad(self):
+        self._check_summed()
+        self._begin()
+
+    def finish(self):
+        self._end()
+        for bucket in self.buckets:
+            dist.all_reduce(bucket.flat, group=self.group)
+
+
+class ParameterServer(Step):
+    """Rank 0 of `group` is the server (and a worker too): it alone has the global gradient and takes the step.
+
+        server = ParameterServer(model.parameters(), group)     # the replicas may start different
+        for step in ...:
+            server.zero_grad()                                  # the server's weights, on every rank
+            for x, y in this rank's micro-batches:              # tokens: of all ranks and micro-batches
+                loss = cross_entropy(model(x), y, reduction="sum") / tokens
+                loss.backward()
+            server.finish()                                     # now p.grad is the global gradient, on rank 0
+            if dist.get_rank(group) == 0:
+                optimizer.step()
+
+    zero_grad() also pulls: every worker receives the server's weights. finish() pushes: the server
+    receives every worker's gradient and adds them up in the order of the ranks. Weights and
+    gradients each travel as one flat buffer, so all parameters are of one dtype, on one device.
+    Between steps the workers' weights are old: pull() before you use them. The rest is as in Naive,
+    but if one rank alone gives up a step, all wait until the group's timeout.
+    """
+
+    def __init__(self, parameters, group, microbatches=1):
         self.group, self.rank, self.size = group, dist.get_rank(group), dist.get_world_size(group)
-        parameters = [p for p in parameters if p.requires_grad]
+        trained, frozen = trained_and_frozen(parameters)
+        parameters = list(dict.fromkeys(trained))
         self.bucket = Bucket(parameters)
         self.gradients = self.bucket.flat
         self.weights = torch.cat([p.detach().flatten() for p in parameters])
         for p, piece in zip(parameters, self.weights.split([p.numel() for p in parameters])):
             p.data = piece.view_as(p)
         self.received = torch.empty_like(self.gradients) if self.rank == 0 else None
+        super().__init__([self.bucket], frozen, microbatches)
 
     def pull(self):
         """The server's weights to every worker."""
+        storage = self.weights.untyped_storage()._cdata
+        if any(p.untyped_storage()._cdata != storage for p in self.bucket.parameters):
+            raise RuntimeError("p.data was replaced: move or cast the model before ParameterServer(...), and fill it in place")
         if self.rank == 0:
             works = [dist.isend(self.weights, group=self.group, group_dst=r) for r in range(1, self.size)]
             for work in works:
@@ -192,13 +352,13 @@ class ParameterServer:
             dist.recv(self.weights, group=self.group, group_src=0)
 
     def zero_grad(self):
+        self._check_summed()
         self.pull()
-        self.gradients.zero_()
+        self._begin()
 
     def finish(self):
         """Every worker's gradient to the server."""
-        for p in self.bucket.parameters:
-            self.bucket.check(p)
+        self._end()
         if self.rank == 0:
             for r in range(1, self.size):
                 dist.recv(self.received, group=self.group, group_src=r)
