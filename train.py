@@ -657,12 +657,13 @@ def place(whole, parameter, flat, groups):
     copies += [groups["tp"]] if groups["tp"] not in placement["split"].values() else []
     if any(dist.get_rank(group) > 0 for group in copies):
         return
-    local = parameter.detach()
     if flat:
         first, values = flat
         local = torch.zeros(parameter.shape, dtype=whole.dtype, device=whole.device).flatten()
         local[first : first + len(values)] = values
         local = local.view(parameter.shape)
+    else:
+        local = parameter.detach()
     for dim, group in placement["split"].items():
         start, size = extent(whole.shape[dim], group, groups)
         whole, local = whole.narrow(dim, start, size), local.narrow(dim, 0, size)
