@@ -38,10 +38,10 @@ number of tokens, so gradients are summed over the ranks, never averaged. Mixed 
 gradients summed in `reduce_dtype`, master weights as they were given.
 
 What it costs: bytes held and sent as in the table; for a moment two gathered units (stage 3), two whole buckets of gradients
-(stages 2 and 3; on gloo as much again, received), at the step the gradients in the masters' dtype where that is another (4/N bytes
-a parameter, in stage 0 4 bytes), and all activations of the rank's own rows. A gather or reduce-scatter takes
-r P e / w at w bytes/s, beside 2 flops a weight and token at f flop/s: hidden if a rank has more than r e f / (2 w) tokens a
-micro-batch, the same as in ddp.py, 8,000 for 2 bytes, 400 TFLOP/s and 50 GB/s.
+(stages 2 and 3; on gloo as much again, received), and all activations of the rank's own rows. During the optimizer's step,
+where masters have another dtype than gradients, also the gradients in theirs: 4/N bytes a parameter, in stage 0 4 bytes.
+A gather or reduce-scatter takes r P e / w at w bytes/s, beside 2 flops a weight and token at f flop/s: hidden if a rank has
+more than r e f / (2 w) tokens a micro-batch, the same as in ddp.py, 8,000 for 2 bytes, 400 TFLOP/s and 50 GB/s.
 
 When it is the wrong choice: never stage 1, which sends what stage 0 does. Stage 3, and stage 2 with micro-batches, where the
 model states fit without, and where tokens a rank are few: then they wait for the network.
@@ -90,7 +90,7 @@ class Freed(nn.Parameter):
     ALLOWED = set(
         "shape size dim ndim numel nelement stride dtype itemsize element_size is_floating_point is_complex device is_cuda"
         " layout untyped_storage requires_grad requires_grad_ grad grad_fn is_leaf register_hook"
-        " register_post_accumulate_grad_hook".split()
+        " register_post_accumulate_grad_hook new_empty new_zeros new_ones new_full empty_like zeros_like ones_like".split()
     )
 
     @classmethod
@@ -274,17 +274,19 @@ class ZeRO:
         one: then gathers and reductions come in orders of their own.
     value(parameter): its whole initial value. So the model may be on the meta device, and `device` says where it goes.
 
-    A step that an exception in backward ended begins again with zero_grad(). One given up elsewhere, after a backward pass and
-    before finish(), needs zero_grad(give_up=True). All ranks must give up at the same place.
-    Before ZeRO(...): all ranks have equal weights, in their dtype, on their device, tied and loaded. Whether a parameter is
-    trained (requires_grad) is read then. Frozen ones are split in stage 3 and otherwise left whole.
-    A parameter without gradient gets a zero one, so weight decay and momentum move it. Buffers (BatchNorm) are not synchronised.
-    The step gives the optimizer all gradients at once. Where their dtype or place is not the masters', that is a copy of this
-    rank's part for a moment: choose reduce_dtype=master_dtype where it does not fit.
-    Activation checkpointing: use_reentrant=False. In stage 3 all ranks must run the same units in the same order: one that skips
-    a layer waits for ever. There a weight can be read only while its unit runs; elsewhere zero.whole() has it.
-    Raises ValueError for an unknown stage, for what is no module, and for optimizers known to need whole matrices; RuntimeError
-    for calls out of order, create_graph=True, parameters that were replaced, and the values of a weight that is not here.
+    A step that an exception in backward ended begins again with zero_grad(). One given up elsewhere, after a backward
+    and before finish(), needs zero_grad(give_up=True). All ranks must give up at the same place.
+    Before ZeRO(...): all ranks have equal weights, in their dtype, on their device, tied and loaded. Whether a parameter
+    is trained (requires_grad) is read then. Frozen ones are split in stage 3 and otherwise left whole.
+    A parameter without gradient gets a zero one, so weight decay and momentum move it. Buffers (BatchNorm) are not
+    synchronised.
+    The optimizer gets all gradients at once. Where their dtype or place is not the masters', that is a copy of this
+    rank's part, for a moment: where it does not fit, choose reduce_dtype=master_dtype.
+    Activation checkpointing: use_reentrant=False. In stage 3 all ranks must run the same units in the same order: one
+    that skips a layer waits for ever. A weight can be read only while its unit runs; zero.whole() has it at other times.
+    Raises ValueError for an unknown stage, for what is no module, and for optimizers known to need whole matrices.
+    Raises RuntimeError for calls out of order, create_graph=True, parameters that were replaced, and the values of a
+    weight that is not here.
 
     Beside other kinds of parallelism (to be skipped at first):
     scopes: parts of the model that have backward passes of their own (a pipeline rank's stages), `microbatches` each, within
