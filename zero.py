@@ -38,9 +38,10 @@ number of tokens, so gradients are summed over the ranks, never averaged. Mixed 
 gradients summed in `reduce_dtype`, master weights as they were given.
 
 What it costs: bytes held and sent as in the table; for a moment two gathered units (stage 3), two whole buckets of gradients
-(stages 2 and 3; on gloo as much again, received), and all activations of the rank's own rows. A gather or reduce-scatter takes
-r P e / w at w bytes/s, beside 2 flops a weight and token at f flop/s: hidden if a rank has more than r e f / (2 w) tokens a
-micro-batch, the same as in ddp.py, 8,000 for 2 bytes, 400 TFLOP/s and 50 GB/s.
+(stages 2 and 3; on gloo as much again, received), and all activations of the rank's own rows. During the optimizer's step,
+where masters have another dtype than gradients, also the gradients in theirs: 4/N bytes a parameter, in stage 0 4 bytes.
+A gather or reduce-scatter takes r P e / w at w bytes/s, beside 2 flops a weight and token at f flop/s: hidden if a rank has
+more than r e f / (2 w) tokens a micro-batch, the same as in ddp.py, 8,000 for 2 bytes, 400 TFLOP/s and 50 GB/s.
 
 When it is the wrong choice: never stage 1, which sends what stage 0 does. Stage 3, and stage 2 with micro-batches, where the
 model states fit without, and where tokens a rank are few: then they wait for the network.
@@ -80,6 +81,30 @@ class DirectReduceScatter:
         self.work.wait()
         torch.sum(self.received.view(self.ranks, len(self.output)), 0, out=self.output)
         self.received = None
+
+
+class Freed(nn.Parameter):
+    """The class of a parameter while stage 3 has freed its memory. Its shape can be read. Its values can not: without this
+    error torch would read freed memory, and the process would die."""
+
+    ALLOWED = set(
+        "shape size dim ndim numel nelement stride dtype itemsize element_size is_floating_point is_complex device is_cuda"
+        " layout untyped_storage requires_grad requires_grad_ grad grad_fn is_leaf register_hook"
+        " register_post_accumulate_grad_hook new_empty new_zeros new_ones new_full empty_like zeros_like ones_like".split()
+    )
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        of_property = function.__name__ in ("__get__", "__set__")
+        name = function.__self__.__name__ if of_property else function.__name__
+        if name not in cls.ALLOWED:
+            raise RuntimeError(
+                f"{name} of a weight that is not here: stage 3 has it only while a unit that contains it runs."
+                " To read weights (state_dict, deepcopy), call zero.whole(model.named_parameters());"
+                " to use one, do so within its unit's forward"
+            )
+        with torch._C.DisableTorchFunctionSubclass():
+            return function(*args, **kwargs or {})
 
 
 class Bucket:
@@ -141,24 +166,30 @@ class Bucket:
 
     def resize(self, elements):
         self.flat.untyped_storage().resize_(elements * self.flat.element_size())
+        if elements == 0:
+            self.turn_parameters(nn.Parameter, Freed)
+
+    def turn_parameters(self, before, after):
+        for p in self.parameters:
+            if type(p) is before:  # a dry run's are of a class of torch's
+                p.__class__ = after
 
     def wait(self):
         """Until the gathered weights are here."""
         if self.gathering is not None:
             self.gathering.wait()
             self.gathering = None
+            self.turn_parameters(Freed, nn.Parameter)
 
     def begin_pass(self):
         self.missing = set(range(len(self.parameters)))
 
-    def add(self, i):
+    def add(self, i, gradient):
         """Take the gradient of parameter i into the flat one. (In ddp.py it is a view of that; this one comes and goes, and may
         have another dtype.)"""
         self.have_full()
-        p, at = self.parameters[i], self.starts[i]
-        slot = self.full[at : at + p.numel()].view(p.shape)
-        slot.add_(p.grad) if i in self.filled else slot.copy_(p.grad)
-        p.grad = None
+        slot = self.full[self.starts[i] :][: gradient.numel()].view(gradient.shape)
+        slot.add_(gradient) if i in self.filled else slot.copy_(gradient)
         self.filled.add(i)
         self.missing.discard(i)
 
@@ -179,6 +210,12 @@ class Bucket:
         mine = self.full[self.own]
         self.gradient.add_(mine) if self.reduced else self.gradient.copy_(mine)
         self.full, self.reduced = None, True
+
+    def hand_over(self):
+        """The gradient to the optimizer's pieces, in the master's dtype and place. Where it has these already it is no copy."""
+        gradient = self.gradient.to(self.master)
+        for piece, span in zip(self.pieces, self.spans):
+            piece.grad = gradient[span].view(piece.shape)
 
 
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
@@ -203,19 +240,28 @@ def tensors_in(x):
             yield from tensors_in(y)
 
 
+# Optimizers of torch's, or widely used ones, that don't work element by element
+NOT_ELEMENTWISE = "Adafactor", "LAMB", "Lamb", "LARS", "LBFGS", "Muon", "SOAP", "Shampoo"
+
+
 class ZeRO:
     """Trains `model` over `group` with model states split as `stage` (0 to 3) says.
 
         zero = ZeRO(model, group, stage=2, optimizer=torch.optim.AdamW, microbatches=2)
+        scheduler = CosineAnnealingLR(zero.optimizer, 1000)       # on zero.optimizer, not on zero
         for step in ...:
             zero.zero_grad()
-            for each of the 2 micro-batches: loss.backward()
-            zero.finish()                             # the global gradients are complete, each rank has its part
-            zero.clip(zero.grad_norm(), 1.0)
+            for x, y in my_2_microbatches:
+                loss = cross_entropy(model(x), y, reduction="sum") / tokens_of_all_ranks_and_microbatches
+                loss.backward()
+            zero.finish()                                         # the global gradient is complete, each rank has its part
+            zero.clip(zero.grad_norm(), 1.0)                      # torch's clip_grad_norm_ sees no gradients here
             zero.step()
+            scheduler.step()
 
     The model's parameters are replaced in place, by views of the buckets; p.grad is None after backward.
-    optimizer(pieces): makes an optimizer that works element by element, of this rank's pieces of the parameters.
+    optimizer(pieces): makes an optimizer that works element by element, of this rank's pieces of the parameters. They come in
+        the order of the buckets, not of model.parameters().
     microbatches: the backward passes a step. They may come in any order between forwards, as in a pipeline.
     units: modules that stage 3 gathers whole, in the order of forward; a parameter belongs to those that contain it, and must
         be used within their forward. Two units may share one. Default: default_units(model), and the model for what is left.
@@ -228,9 +274,19 @@ class ZeRO:
         one: then gathers and reductions come in orders of their own.
     value(parameter): its whole initial value. So the model may be on the meta device, and `device` says where it goes.
 
-    A parameter without gradient gets a zero one; frozen ones are split in stage 3 and otherwise left whole. Activation
-    checkpointing: use_reentrant=False. In stage 3 all ranks must run the same units in the same order: one that skips a layer
-    waits for ever. Raises ValueError for an unknown stage.
+    A step that an exception in backward ended begins again with zero_grad(). One given up elsewhere, after a backward
+    and before finish(), needs zero_grad(give_up=True). All ranks must give up at the same place.
+    Before ZeRO(...): all ranks have equal weights, in their dtype, on their device, tied and loaded. Whether a parameter
+    is trained (requires_grad) is read then. Frozen ones are split in stage 3 and otherwise left whole.
+    A parameter without gradient gets a zero one, so weight decay and momentum move it. Buffers (BatchNorm) are not
+    synchronised.
+    The optimizer gets all gradients at once. Where their dtype or place is not the masters', that is a copy of this
+    rank's part, for a moment: where it does not fit, choose reduce_dtype=master_dtype.
+    Activation checkpointing: use_reentrant=False. In stage 3 all ranks must run the same units in the same order: one
+    that skips a layer waits for ever. A weight can be read only while its unit runs; zero.whole() has it at other times.
+    Raises ValueError for an unknown stage, for what is no module, and for optimizers known to need whole matrices.
+    Raises RuntimeError for calls out of order, create_graph=True, parameters that were replaced, and the values of a
+    weight that is not here.
 
     Beside other kinds of parallelism (to be skipped at first):
     scopes: parts of the model that have backward passes of their own (a pipeline rank's stages), `microbatches` each, within
@@ -263,6 +319,10 @@ class ZeRO:
     ):
         if stage not in (0, 1, 2, 3):
             raise ValueError(f"there is no stage {stage!r} of ZeRO: choose 0, 1, 2 or 3")
+        if not isinstance(model, nn.Module):
+            raise ValueError(f"ZeRO replaces a model's parameters: give it the model, not a {type(model).__name__}")
+        if isinstance(optimizer, torch.optim.Optimizer):
+            raise ValueError("give ZeRO a function that makes the optimizer (optimizer=torch.optim.AdamW), not an optimizer")
         self.model, self.group, self.stage, self.microbatches = model, group, stage, microbatches
         self.reduce_each, self.reshard, self.reduce_group = reduce_each and stage >= 2, reshard, reduce_group or group
         direct = dist.get_backend(group) == "gloo"
@@ -292,10 +352,14 @@ class ZeRO:
         self._install(made)
         pieces = [piece for bucket in self.trained for piece in bucket.pieces]
         self.optimizer = optimizer(pieces)
+        if type(self.optimizer).__name__ in NOT_ELEMENTWISE:
+            name = type(self.optimizer).__name__
+            raise ValueError(f"{name} needs whole matrices, ZeRO has flat pieces of them: take one like AdamW or SGD")
         self.ahead = self.active = None  # the unit gathered in advance; the one whose backward is on
-        self.running, self.flying = False, []  # whether a backward pass is on; the reductions on their way
+        self.running, self.flying = False, []  # whether a backward is on, or was ended by an exception; reductions on their way
         self.gathered, self.gathered_peak = 0, 0  # bytes
-        self.zero_grad()
+        self.passes, self.next = [0] * len(self.scopes), 0  # done of each scope; of this one's buckets the first not reduced
+        self.finished = None  # False: a step is on. True: its gradients are complete. None: no step yet
 
     def _sort(self, bucket_bytes):
         """(parameters, the units that use them, the indices of their scopes) of each bucket, from the last parameter to the
@@ -326,40 +390,79 @@ class ZeRO:
 
     def _install(self, made):
         """Put the views of the buckets where the parameters were, with the hooks that take their gradients."""
+        self.places = []  # where each parameter stands, and on which storage
+        storages = {p: bucket.flat.untyped_storage()._cdata for bucket in self.buckets for p in bucket.parameters}
         for bucket in self.trained:
             for i, p in enumerate(bucket.parameters):
                 p.register_post_accumulate_grad_hook(lambda _, bucket=bucket, i=i: self._arrived(bucket, i))
         for module in self.model.modules():
             for name, p in module.named_parameters(recurse=False):
                 setattr(module, name, made[p])
+                self.places.append((module._parameters, name, made[p], storages[made[p]]))
 
     # --- gradients
 
-    def zero_grad(self):
-        """Start a step."""
-        self.passes, self.next = [0] * len(self.scopes), 0  # done of each scope; of this one's buckets the first not reduced
+    def zero_grad(self, give_up=False):
+        """Start a step. give_up: the last one was not finished, and is to be forgotten. (One that an exception in backward
+        ended is always forgotten.) All ranks must give up at the same place."""
+        if self.finished is False and any(self.passes) and not (self.running or give_up):
+            raise RuntimeError(
+                "backward passes came, and no finish(): call zero_grad() once a step, and finish() after its last backward;"
+                " to give a step up, call zero_grad(give_up=True)"
+            )
+        for owner, name, p, storage in self.places:
+            if owner.get(name) is not p or p.untyped_storage()._cdata != storage:
+                raise RuntimeError(
+                    f"parameter {name!r} is no longer the one that ZeRO put there: convert, move and tie"
+                    " (.double(), .to()) before ZeRO(model, ...), and make one ZeRO a model"
+                )
+        if self.running or give_up:
+            self._forget()
+        self.passes, self.next, self.finished = [0] * len(self.scopes), 0, False
         for bucket in self.trained:
             bucket.filled.clear()
             bucket.reduced = False
+
+    def _forget(self):
+        """Drop all that a step has left that was given up."""
+        for _, work in self.flying:
+            work.wait()  # or it would land in the gradients of the next step
+        self.flying, self.running = [], False
+        self._release_all()
+        for bucket in self.trained:
+            bucket.begin_pass()
+            if self.stage >= 2:
+                bucket.full = None
 
     @contextlib.contextmanager
     def backward(self, scope=0, complete=True):
         """Around a backward pass of one scope of several; complete=False: one that leaves some gradients for a later one."""
         self.scope, self.complete = scope, complete
-        yield
-        self.scope, self.complete = 0, True
+        try:
+            yield
+        finally:
+            self.scope, self.complete = 0, True
 
     def _arrived(self, bucket, i):
+        p = bucket.parameters[i]
+        gradient, p.grad = p.grad, None
         self._in_backward()
-        bucket.add(i)
+        if self.passes[self.scope] == self.microbatches:
+            raise RuntimeError(
+                f"more backward passes than the {self.microbatches} that ZeRO was told of: call zero_grad() before each step,"
+                " or give ZeRO another microbatches="
+            )
+        self.finished = False
+        bucket.add(i, gradient)
         self._launch()
 
     def _in_backward(self):
-        if not self.running:
-            if self.passes[self.scope] == self.microbatches:
-                raise RuntimeError(f"more backward passes than the {self.microbatches} that ZeRO was told of")
-            self.running = True
-            torch.autograd.Variable._execution_engine.queue_callback(self._end_pass)  # when all of this backward is over
+        if self.running:
+            return
+        self.running = True
+        torch.autograd.Variable._execution_engine.queue_callback(self._backward_over)  # not where an exception ends it
+        if torch.is_grad_enabled():
+            raise RuntimeError("create_graph=True: ZeRO has no gradients of gradients; take ddp.py's DDP, or leave it out")
 
     def _launch(self, rest=False):
         # In the same order on every rank and in every pass: swapped between ranks they would add up the wrong buckets, silently
@@ -389,6 +492,13 @@ class ZeRO:
             if self.stage >= 2:
                 bucket.take()
 
+    def _backward_over(self):
+        if any(len(bucket.missing) < len(bucket.parameters) for bucket in self.reached[self.scope]):
+            self._end_pass()
+        else:  # no parameter got a gradient (autograd.grad): this was none of the step's passes
+            self._release_all()
+            self.running = False
+
     def _end_pass(self):
         """After each backward pass: reduce what never filled up (a parameter may get no gradient), free what is gathered."""
         self._launch(rest=True)
@@ -405,6 +515,10 @@ class ZeRO:
 
     def finish(self):
         """Complete the gradients, after the last backward of a step."""
+        if self.running:
+            raise RuntimeError("an exception ended a backward pass: call zero_grad(), and begin the step again")
+        if self.finished:
+            raise RuntimeError("finish() was called already: call it once a step, and zero_grad() before the next")
         for scope in range(len(self.scopes)):
             while self.passes[scope] < self.microbatches:  # a rank without some of the passes takes part in their reductions
                 with self.backward(scope):
@@ -412,6 +526,11 @@ class ZeRO:
         for bucket in self.trained:
             for group in bucket.partial:
                 dist.all_reduce(bucket.gradient, group=group)
+        self.finished = True
+
+    def _must_be_finished(self):
+        if self.finished is False:
+            raise RuntimeError("the gradients are not complete: call finish() after the last backward of the step")
 
     def grad_norm(self, groups=()):
         """The norm of the whole model's gradient, each element counted once; a float64 scalar tensor, the same on all ranks.
@@ -419,6 +538,7 @@ class ZeRO:
         groups: further ones over which parameters are split or dealt out (tensor parallel, pipeline). A parameter that all
         ranks of such a group hold (`placement["copies"]`), or hold a partial sum of, counts on the group's first rank.
         """
+        self._must_be_finished()
         total, mine = torch.zeros((), dtype=torch.float64), []
         for bucket in self.trained:
             total = total.to(bucket.gradient.device)
@@ -435,40 +555,39 @@ class ZeRO:
 
     def clip(self, norm, limit):
         """Scale the gradients so that their global norm is at most `limit` (0: leave them)."""
+        self._must_be_finished()
         if limit > 0:
             scale = (limit / (norm + 1e-6)).clamp(max=1.0)
             for bucket in self.trained:
                 bucket.gradient.mul_(scale.to(bucket.gradient.dtype))
 
     def step(self):
-        """Bucket by bucket: the optimizer's step on this rank's part, then (stages 1 and 2) the new weights to all.
-
-        Gradients reach the optimizer in the masters' dtype one bucket at a time: never all of them in 32 bits.
-        """
-        for unit in sum(self.units, []):
-            self._release(unit)  # what was gathered for a backward that never came
-        self.ahead, works = None, []
+        """The optimizer's step on this rank's part of all buckets, then (stages 1 and 2) the new weights to all."""
+        self._must_be_finished()
+        self._release_all()  # what was gathered for a backward that never came
         for bucket in self.trained:
-            gradient = bucket.gradient.to(bucket.master)
-            for piece, span in zip(bucket.pieces, bucket.spans):
-                piece.grad = gradient[span].view(piece.shape)
-            self.optimizer.step()  # leaves those without a gradient alone
+            bucket.hand_over()
+        self.optimizer.step()  # once for all buckets: some optimizers count their steps
+        for bucket in self.trained:
             for piece in bucket.pieces:
                 piece.grad = None
+        self._spread(self.trained)
+
+    def reload(self):
+        """After someone filled the masters (a checkpoint): the weights of all ranks follow."""
+        self._release_all()
+        self._spread(self.buckets)
+
+    def _spread(self, buckets):
+        """From the masters to the weights of all ranks."""
+        works = []
+        for bucket in buckets:
             if bucket.master is not bucket.shard:
                 bucket.shard.copy_(bucket.master)
             if self.stage in (1, 2):
                 works.append(all_gather(bucket.flat, bucket.shard, group=bucket.group, async_op=True))
         for work in works:
             work.wait()
-
-    def reload(self):
-        """After someone filled the masters (a checkpoint): the weights of all ranks follow."""
-        for bucket in self.buckets:
-            if bucket.master is not bucket.shard:
-                bucket.shard.copy_(bucket.master)
-            if self.stage in (1, 2):
-                all_gather(bucket.flat, bucket.shard, group=bucket.group)
 
     # --- stage 3: weights come and go
 
@@ -491,6 +610,11 @@ class ZeRO:
                     bucket.wait()
                     bucket.resize(0)
                     self.gathered -= bucket.flat.nbytes
+
+    def _release_all(self):
+        for unit in [*sum(self.units, []), self.rest]:
+            self._release(unit)
+        self.ahead = self.active = None
 
     def _enter(self, unit, following):
         """`unit` runs now, and `following` is likely to be next: have the one, start to gather the other."""
@@ -744,6 +868,9 @@ def demo(run):
         f"bytes a parameter: {' + '.join(each)} = {sum(run.held[kind] for kind in held) / elements:.4g}   formula {total:.4g}",
         f"P with padding: {elements:,}; r = {n - 1}/{n}",
     ]
+    if gradients != run.dtype or args.offload:
+        copy = elements * run.dtype.itemsize // (n if args.stage else 1)
+        notes.append(f"at the step, for a moment: {copy:,} bytes of gradients in {args.dtype}, where the masters are")
     if args.stage == 3:
         notes.append(f"gathered at the peak: {zero.gathered_peak:,} bytes, the largest two units that follow each other")
     return run.receipt({"dp": n, "zero": args.stage}, sent, held, notes)
@@ -788,8 +915,8 @@ def dry_run(stage, config, ranks):
             zero.zero_grad()
             with ledger:
                 model(tokens, targets=tokens, count=1).backward()
-            zero.finish()
-            zero.step()
+                zero.finish()
+                zero.step()
         held = storage_bytes(t for kind in zero.lasting().values() for t in kind)
     dist.destroy_process_group()
     return held, zero.gathered_peak, ledger.peak

@@ -257,7 +257,9 @@ def rough(args, config, cluster):
     held = (layers * flying * kept(args.recompute) + (args.recompute != "none") * whole) / m
     held += (whole / m + 10 * rows / m * length * config.vocab / tp) * (pp == 1)  # logits, in 32 bits, and their gradient
     gathered = 2 * size * e / layers * (args.zero == 3)
-    return parts, sum(states) * size + held + gathered
+    # At the optimizer's step no activations are left, but gradients in the masters' dtype are there too
+    copied = (reduced != master) * master * size / (dp * cp if args.zero else 1)
+    return parts, sum(states) * size + max(held + gathered, copied)
 
 
 def plan(args, cluster, prepare, train):
