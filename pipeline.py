@@ -352,6 +352,8 @@ class Deferred(TorchFunctionMode):
         # Autograd must not see the weight: it would run its hooks, with nothing to add. So it is detached, and the queue's
         # entry holds it
         y = product(Keep.apply(input, gradients, later), weight.detach())
+        if y._is_view():  # of addmm's result: an in-place ReLU on a view would lose the hook
+            y = torch.ops.aten._unsafe_view(y, y.shape)
         y.register_hook(gradients.append)
         return y
 
