@@ -20,8 +20,10 @@ Backward is the chain rule, cut at the boundary: a stage's input x is a leaf of 
 the gradient that the next stage sends leaves dL/dx in x.grad, to be sent to the stage before. The gradients of micro-batches
 add up, because each loss is divided by the token count of the whole batch. The zero-bubble schedules split backward: what
 another stage waits for, the input's gradient (I; the papers' B), comes at once, and the weights' gradients (W) fill the gaps.
-What is deferred, exactly: the weights of F.linear and F.grouped_mm, whoever calls them (`Deferred`). Biases, norms and
-embeddings are a sliver of the work and come with the input's gradient. Nothing is computed twice: what is kept is a linear
+What is deferred, exactly: the weights of F.linear and F.grouped_mm where a module calls them (`Deferred`). Biases, norms and
+embeddings are a sliver of the work and come with the input's gradient. So does a weight that torch multiplies out of sight:
+inside nn.MultiheadAttention, or by addmm as in Hugging Face's GPT-2. There a zero-bubble schedule gains nothing, and its
+gradients are right all the same. Nothing is computed twice: what is kept is a linear
 layer's input and its output's gradient. Each weight's gradient is accumulated once a micro-batch, when it is complete: hooks on
 it (DDP, ZeRO) fire then.
 
@@ -58,7 +60,9 @@ memory (ZB-V), arXiv:2405.15362; DeepSeek-AI 2024, DeepSeek-V3 (DualPipe), arXiv
 """
 
 import contextlib
+import functools
 import time
+import weakref
 from collections import deque
 from typing import NamedTuple
 
@@ -299,8 +303,22 @@ def needs(action, last):
 
 
 class Deferred(TorchFunctionMode):
-    """While it is on (`with Deferred(queue):`), every F.linear and F.grouped_mm leaves its weight's gradient for later: its
-    backward puts (weight, function, what the function needs) into the list `queue`, and accumulate(queue) does the rest."""
+    """While it is on, every F.linear and F.grouped_mm leaves its weight's gradient for later: its
+    backward puts (weight, function, what the function needs) into the list `queue`, and
+    accumulate(queue) does the rest. play does all of this; by hand it is
+
+        queue = []
+        with Deferred(queue):
+            loss = F.cross_entropy(model(x), targets, reduction="sum") / count
+        loss.backward()      # gradients of inputs, biases, norms and embeddings
+        accumulate(queue)    # gradients of weights: without this line they are missing
+
+    Only a parameter, or a view of one, has its gradient later. A computed weight may depend on x,
+    whose gradient would be incomplete. So its own comes at once, as do those that the mode does not
+    see: inside nn.MultiheadAttention, of addmm, matmul and bmm, and all under autocast.
+
+    A backward pass inside the `with` (autograd.grad for a penalty) fills the queue too: use none.
+    """
 
     def __init__(self, queue):
         super().__init__()
@@ -311,14 +329,19 @@ class Deferred(TorchFunctionMode):
         replaced = {F.linear: self.linear, getattr(torch, "_grouped_mm", None): self.grouped}.get(function, function)
         return (replaced if torch.is_grad_enabled() else function)(*args, **(kwargs or {}))
 
+    def may_wait(self, input, weight):
+        """Whether this weight's gradient may come after the input's."""
+        whole = weight if weight._base is None else weight._base
+        return input.requires_grad and weight.requires_grad and isinstance(whole, nn.Parameter)
+
     def linear(self, input, weight, bias=None):
         cast = torch.is_autocast_enabled(input.device.type)  # it would cast forward alone
-        if cast or input.dim() < 2 or not (input.requires_grad and weight.requires_grad):
+        if cast or input.dim() < 2 or not self.may_wait(input, weight):
             return F.linear(input, weight, bias)
         return self.put_off(lambda x, w: F.linear(x, w, bias), input, weight, weight_gradient)
 
     def grouped(self, input, weight, *, offs, bias=None, out_dtype=None):
-        if not (input.requires_grad and weight.requires_grad and bias is None and out_dtype is None):
+        if bias is not None or out_dtype is not None or not self.may_wait(input, weight):
             return torch._grouped_mm(input, weight, offs=offs, bias=bias, out_dtype=out_dtype)
         return self.put_off(lambda x, w: torch._grouped_mm(x, w, offs=offs), input, weight, grouped_weight_gradient, offs)
 
@@ -329,6 +352,8 @@ class Deferred(TorchFunctionMode):
         # Autograd must not see the weight: it would run its hooks, with nothing to add. So it is detached, and the queue's
         # entry holds it
         y = product(Keep.apply(input, gradients, later), weight.detach())
+        if y._is_view():  # of addmm's result: an in-place ReLU on a view would lose the hook
+            y = torch.ops.aten._unsafe_view(y, y.shape)
         y.register_hook(gradients.append)
         return y
 
@@ -385,24 +410,54 @@ def accumulate(queue):
 
 
 def play(schedule, forward, shape, dtype, device, links, scope=None, record=None):
-    """Play this rank's part of a schedule. Messages are matched by their order, which `check` has looked at.
+    """Play this rank's part of a schedule. Gradients add up in the parameters' .grad.
 
-    Sends return at once, and each is kept until done (some backends do so only when the receive is posted: `check` asks for
-    that case too). Activations and gradients have a queue each, for each direction between two ranks, and of each queue one
-    receive is posted ahead: at most four buffers.
+        links, schedule = make_links(), make("1f1b", ranks, microbatches)    # on all ranks, once
+        owner = owners(schedule)
+        last = len(owner) - 1
+        stages = {s: build_stage(s).to(device) for s in owner if owner[s] == rank}  # your modules
 
-    forward(stage, microbatch, x): runs a stage on x, the activations of the stage before (`shape`, `dtype`), or None on the
-        first stage, which has the micro-batch's input itself; returns activations, or on the last stage the loss (or
-        anything, in a schedule without backward).
-    links: four process groups of the pipeline's ranks, for activations to a later rank and to an earlier one, gradients to a
-        later rank and to an earlier one (see `make_links`).
-    scope(stage, complete): a context for each backward pass; complete=False where the weights' gradients are left for later.
-    record: a list that gets (start, end, action) in seconds, without the time spent waiting for messages. An accelerator is
-        waited for at each: slower.
-    Gradients accumulate in the parameters. Returns the results of the last stage, detached, in the order of the schedule;
-    an empty list on the others. A micro-batch's activations are freed as soon as its backward is done.
+        def forward(s, m, x):
+            y = stages[s](inputs[m] if x is None else x)                     # x is None on stage 0
+            if s < last:
+                return y
+            return F.cross_entropy(y, targets[m], reduction="sum") / count
+
+        losses = play(schedule, forward, (b, T, C), dtype, device, links)
+
+    The loss rule: the sum over a micro-batch's tokens / count, the tokens of the whole batch: of
+    all micro-batches and all data-parallel ranks. play adds gradients and never averages, so a
+    mean in each micro-batch is wrong. sum(losses) is the loss of the batch.
+
+    forward(stage, microbatch, x): runs a stage on x, the activations of the stage before, or None
+        on the first stage, which has the micro-batch's input itself; returns activations, or on
+        the last stage the loss (or anything, in a schedule without backward).
+    shape, dtype: of the activations between stages, the same for every micro-batch and rank.
+    links: four process groups of the pipeline's ranks, for activations to a later rank and to an
+        earlier one, gradients to a later rank and to an earlier one: make_links makes them.
+    scope(stage, complete): a context for each backward pass; complete=False where the weights'
+        gradients are left for later.
+    record: a list that gets (start, end, action) in seconds, without the time spent waiting for
+        messages. An accelerator is waited for at each: slower.
+    Returns the results of the last stage, detached, in the order of the schedule; an empty list on
+    the others. A micro-batch's activations are freed as soon as its backward is done.
+
+    Sends return at once, and each is kept until done (some backends do so only when the receive is
+    posted: `check` asks for that case too). Activations and gradients have a queue each, for each
+    direction between two ranks, and of each queue one receive is posted ahead: at most four
+    buffers. Messages are matched by their order, which `check` looks at, once a schedule.
+
+    An exception leaves messages under way, so the same links are refused afterwards. The other
+    ranks wait for this one until it ends, or until their links' timeout.
+
+    play can't see these mistakes:
+    - shape, dtype or schedule differ between ranks; the batch has more micro-batches than the
+      schedule; a rank holds a stage that the schedule gives to another, and never trains it.
+    - A stage writes to an output that it has returned: it may not be sent yet.
+    - torch's clip_grad_norm_ knows the stages of one rank: add up the squares over the ranks.
+    - Copies of a weight on two ranks drift apart without `reduce_tied`.
     """
-    rank, owner = dist.get_rank(links[0]), owners(schedule)
+    rank, owner = begin(schedule, links)
     last, actions = len(owner) - 1, schedule[rank]
     halved = {(a.microbatch, a.stage) for a in actions if a.kind == "W"}  # of backwards in two parts
     awaiting = {}  # (kind, source): the actions that still await a message of that queue
@@ -411,6 +466,7 @@ def play(schedule, forward, shape, dtype, device, links, scope=None, record=None
         if source != rank:
             awaiting.setdefault((awaited(action).kind, source), deque()).append(action)
     incoming, alive, postponed, sends, results = {}, {}, {}, [], []
+    trains = any(action.kind != "F" for action in actions)
 
     def post():
         """Offer a buffer for the next message of each queue, which may come while an action runs."""
@@ -437,6 +493,12 @@ def play(schedule, forward, shape, dtype, device, links, scope=None, record=None
             incoming[sent] = tensor, None
             return
         sends[:] = [(t, w) for t, w in sends if not w.is_completed()]
+        if tensor.shape != torch.Size(shape) or tensor.dtype != dtype:
+            raise ValueError(
+                f"stage {action.stage} has {list(tensor.shape)} of {tensor.dtype} to send for "
+                f"micro-batch {action.microbatch}, but play was told {list(shape)} of {dtype}: give "
+                "every micro-batch as many rows, and each stage the same dtype"
+            )
         tensor = tensor.contiguous()
         work = dist.isend(tensor, group=link(links, sent.kind, rank, target), group_dst=target)
         sends.append((tensor, work))  # both live until it is done
@@ -451,15 +513,21 @@ def play(schedule, forward, shape, dtype, device, links, scope=None, record=None
             if kind == "W":
                 return accumulate(postponed.pop((m, stage)))
             x, y = alive.pop((m, stage), (None, None))
-            if y is None:  # a first stage whose parameters are all frozen: no gradient goes anywhere
+            if y is None and stage == 0 < last:  # its parameters are all frozen: no gradient goes anywhere
                 return None
-            gradient = torch.ones_like(y) if gradient is None else gradient
-            with deferred(m, stage):  # also here: checkpointed layers run again
-                # torch.autograd.backward's own call: itself it is a function that a mode may replace, and switches the mode off
-                run = torch.autograd.Variable._execution_engine.run_backward
-                run((y,), (gradient,), False, False, (), allow_unreachable=True, accumulate_grad=True)
+            if y is not None:
+                gradient = torch.ones_like(y) if gradient is None else gradient
+                with deferred(m, stage):  # also here: checkpointed layers run again
+                    # torch.autograd.backward's own call: a mode sees that function, and is off in it
+                    run = torch.autograd.Variable._execution_engine.run_backward
+                    run((y,), (gradient,), False, False, (), allow_unreachable=True, accumulate_grad=True)
+            if y is None or stage > 0 and x.grad is None:
+                raise RuntimeError(
+                    f"stage {stage} has no gradient to go on with: let its result depend on x, without detach or no_grad"
+                )
         return x
 
+    unfinished.add(links[0])
     post()
     for action in actions:
         kind, m, stage = action
@@ -474,7 +542,17 @@ def play(schedule, forward, shape, dtype, device, links, scope=None, record=None
                 postponed[m, stage] = []
             with deferred(m, stage):
                 y = forward(stage, m, x)
+            if postponed.get((m, stage)):
+                raise RuntimeError(
+                    f"stage {stage}'s forward runs a backward pass of its own (autograd.grad?). The "
+                    "split backward would add its gradients to the step's: use a schedule without "
+                    "it, such as 1f1b"
+                )
             if stage == last:
+                if trains and y.numel() != 1:
+                    raise ValueError(
+                        f"the last stage returned {list(y.shape)}: let it return one number, the loss of its micro-batch"
+                    )
                 results.append(y.detach())
             if y.requires_grad:
                 alive[m, stage] = x, y
@@ -487,7 +565,40 @@ def play(schedule, forward, shape, dtype, device, links, scope=None, record=None
         x = y = received = None  # nothing of a finished micro-batch stays
     for _, work in sends:
         work.wait()
+    unfinished.discard(links[0])
     return results
+
+
+unfinished = weakref.WeakSet()  # first links of plays that run, or ended in an exception
+
+
+def begin(schedule, links):
+    """This rank, and the rank of each stage, once links and schedule are what `play` needs."""
+    rank = dist.get_rank(links[0])
+    if rank < 0:
+        raise ValueError("this process is not one of the links' ranks: play only where it is")
+    members = [dist.get_process_group_ranks(group) for group in links]
+    size = len(members[0])
+    if len(set(links)) != 4 or members != 4 * members[:1]:
+        raise ValueError("links must be four different groups of the same ranks: use make_links()")
+    if len(schedule) != size:
+        raise ValueError(f"the schedule is for {len(schedule)} ranks, but the links join {size}: make it for {size}")
+    if links[0] in unfinished:
+        raise RuntimeError(
+            "the last play on these links did not end, so its messages are still under way: after "
+            "an exception make new links on all ranks, and zero the gradients"
+        )
+    owner = checked_owners(tuple(map(tuple, schedule)))
+    if not torch.is_grad_enabled() and any(action.kind != "F" for action in schedule[rank]):
+        raise ValueError("the schedule has backwards, but gradients are off: play forward_only(schedule)")
+    return rank, owner
+
+
+@functools.lru_cache(maxsize=16)
+def checked_owners(schedule):
+    """`owners` of a schedule (in tuples) that `check` finds sound."""
+    check(schedule)
+    return owners(schedule)
 
 
 def clock(device):
@@ -498,7 +609,10 @@ def clock(device):
 
 
 def make_links(ranks=None):
-    """The four groups of `play`. Like dist.new_group: every process must call it, whether among `ranks` or not.
+    """The four groups of `play`. Like dist.new_group: every process must call it, whether among
+    `ranks` or not. With several pipelines (data parallelism) it makes the links of each in turn:
+
+        links = [make_links(ranks) for ranks in pipelines][index_of_mine]
 
     On nccl messages of one pair of ranks in one group stand in line, where a gradient could wait for an activation that waits
     for it: so a queue's kind and direction have a group. (Groups must be made without device_id=, which would put all pairs
@@ -523,7 +637,7 @@ def open_links(schedule, links, device):
             dist.recv(one, group=group, group_src=source)
 
 
-# --- the model's stages
+# --- stages: where to cut a list of layers, and a weight on two of them
 
 
 def balance(costs, stages):
@@ -545,72 +659,29 @@ def balance(costs, stages):
     return best[-1][len(costs)][1]
 
 
-def stage_layers(config, stages):
-    """Which layers each stage gets, as ranges: balanced by the work of a token, the output projection counted with the last
-    layer. (The embedding is a look-up: no work beside a layer's.)"""
-    head_size = config.width // config.heads
-    attention = config.width * head_size * (2 * config.heads + 2 * config.kv_heads)
-    layer = attention + config.width * config.hidden * (3 if config.mlp == "swiglu" else 2)
-    costs = [layer] * config.layers
-    costs[-1] += config.width * config.vocab
-    return balance(costs, stages)
-
-
-def split(make_model, stages, mine, tied_group=None):
-    """The stages in `mine` of `stages`: {stage: what is left of a GPT}. Layers keep their names.
-
-    make_model(): the whole GPT, on the meta device; called once a stage. Where embedding and output projection are one matrix
-    and on different ranks, each holds a copy. `tied_group` holds those two ranks: each copy's gradient is a partial sum over
-    it, which `reduce_tied` completes. Raises ValueError for more stages than layers, and for such a matrix without that group.
-    """
-    parts = {}
-    for stage in mine:
-        model = parts[stage] = make_model()
-        layers = stage_layers(model.config, stages)[stage]
-        for name in list(model.blocks):
-            if int(name) not in layers:
-                del model.blocks[name]
-        if model.config.tied and stage in (0, stages - 1) and not {0, stages - 1} <= set(mine):
-            if tied_group is None:
-                raise ValueError("a tied matrix on several stages needs tied_group, or its two copies drift apart")
-            matrix = model.embed.token.weight
-            matrix.placement = {"partial": [tied_group]}
-        if stage > 0:
-            model.embed = None
-        if stage < stages - 1:
-            model.head = None
-    return parts
-
-
-class Stages(nn.Module):
-    """The stages of a rank as one module. Where it holds both ends of a model with a tied matrix, they share it."""
-
-    def __init__(self, parts):
-        super().__init__()
-        self.parts = nn.ModuleDict({str(stage): part for stage, part in parts.items()})
-        first = [part for part in parts.values() if part.embed is not None]
-        final = [part for part in parts.values() if part.head is not None]
-        if first and final and first[0].config.tied:
-            final[0].head.out.weight = first[0].embed.token.weight
-
-    def __getitem__(self, stage):
-        return self.parts[str(stage)]
-
-    def uses(self):
-        """Every parameter as often as a micro-batch has backward passes that reach it: the shared one twice."""
-        return [p for part in self.parts.values() for p in part.parameters()]
-
-    def named(self):
-        """(full name, parameter), each once."""
-        known = {p: name for part in self.parts.values() for name, p in part.named()}
-        return [(name, p) for p, name in known.items()]
-
-
 def reduce_tied(parameters):
-    """Sum the tied matrix's gradients of the first and the last stage: call it after the last backward of a step."""
+    """Sum the gradient of a weight that several ranks hold, such as a tied matrix on the first and
+    the last stage, over its copies. Copies that start equal then stay equal.
+
+        weight.placement = {"partial": [group]}    # on each rank with a copy, before training
+        reduce_tied(model.parameters())            # once a step: after its last play, before the norm
+
+    group: dist.new_group of the ranks with a copy. A copy without a gradient counts as zero.
+    Two mistakes go unnoticed: a copy without `placement`, and a call after each of several plays
+    of one step, which counts the first one's gradient twice. The finish() of ddp.py and zero.py
+    does the same: use one of the two."""
     for p in parameters:
-        for group in getattr(p, "placement", {}).get("partial", ()):
+        if not isinstance(p, torch.Tensor):
+            kind = type(p).__name__
+            raise ValueError(f"reduce_tied needs parameters, as model.parameters(), not a {kind}")
+        groups = getattr(p, "placement", {}).get("partial", ()) if p.requires_grad else ()
+        if groups and p.grad is None:
+            p.grad = torch.zeros_like(p)
+        if groups and getattr(p.grad, "summed_at", None) == p.grad._version:
+            raise RuntimeError("this gradient is summed already: call reduce_tied once a step")
+        for group in groups:
             dist.all_reduce(p.grad, group=group)
+            p.grad.summed_at = p.grad._version
 
 
 # --- what a schedule is worth, without ranks
@@ -631,18 +702,27 @@ def queues(schedule):
     return found
 
 
-def check(schedule, microbatches):
+def check(schedule, microbatches=None):
     """Raise ValueError where a schedule is unsound: an action missing or twice, a rank that waits for ever, even if every send
-    blocked until its receive is posted, or messages of a queue awaited in another order than they are sent."""
-    owner = owners(schedule)
+    blocked until its receive is posted, or messages of a queue awaited in another order than they are sent.
+
+    microbatches: of a training step. Left out, as in `play`: those that the schedule has, and it may
+    have forwards alone."""
+    owner, kinds, ways = owners(schedule), {}, (["F", "B"], ["F", "I", "W"])
+    if sorted(owner) != list(range(len(owner))):
+        raise ValueError(f"the schedule's stages are {sorted(owner)}: number them from 0, and leave none out")
     for rank, actions in enumerate(schedule):
-        for stage in (s for s, r in owner.items() if r == rank):
-            kinds = {m: [a.kind for a in actions if a.stage == stage and a.microbatch == m] for m in range(microbatches)}
-            wrong = [m for m, found in kinds.items() if found not in (["F", "B"], ["F", "I", "W"])]
-            if wrong:
-                raise ValueError(f"stage {stage} runs micro-batch {wrong[0]} as {' '.join(kinds[wrong[0]]) or 'nothing'}")
-        if any(not 0 <= a.microbatch < microbatches or owner[a.stage] != rank for a in actions):
-            raise ValueError(f"rank {rank} runs a micro-batch that does not exist, or another rank's stage")
+        for kind, m, stage in actions:
+            if owner[stage] != rank or microbatches is not None and not 0 <= m < microbatches:
+                raise ValueError(f"rank {rank} runs a micro-batch that does not exist, or another rank's stage")
+            kinds.setdefault((stage, m), []).append(kind)
+    if microbatches is None and {kind for found in kinds.values() for kind in found} == {"F"}:
+        ways = (["F"],)
+    for m in sorted({m for _, m in kinds}) if microbatches is None else range(microbatches):
+        for stage in owner:
+            found = kinds.get((stage, m), [])
+            if found not in ways:
+                raise ValueError(f"stage {stage} runs micro-batch {m} as {' '.join(found) or 'nothing'}")
     for (kind, source, target), (sent, expected) in queues(schedule).items():
         if sent != expected:
             raise ValueError(f"rank {target} awaits {kind} messages of rank {source} in another order than they are sent")
@@ -798,6 +878,90 @@ def clock_offset(group, device, rounds=8):
                 took = time.perf_counter() - sent
                 best = min(best, (took, tick.item() - sent - took / 2))
     return best[1]
+
+
+# --- for model.py's GPT ---
+
+
+def check_gpt(thing, *names):
+    """Raise ValueError for a model, or a config, that is not model.py's."""
+    missing = [name for name in names if not hasattr(thing, name)]
+    if missing:
+        raise ValueError(
+            f"this function knows model.py's GPT alone, and a {type(thing).__name__} has no "
+            f"{missing[0]}: cut your model into modules, one a stage (balance(costs, stages) says "
+            "where), and give play a forward that calls them"
+        )
+
+
+def stage_layers(config, stages):
+    """Which layers each stage gets, as ranges: balanced by the work of a token, the output projection counted with the last
+    layer. (The embedding is a look-up: no work beside a layer's.)"""
+    check_gpt(config, "layers", "width", "heads", "kv_heads", "hidden", "mlp", "vocab")
+    head_size = config.width // config.heads
+    attention = config.width * head_size * (2 * config.heads + 2 * config.kv_heads)
+    layer = attention + config.width * config.hidden * (3 if config.mlp == "swiglu" else 2)
+    costs = [layer] * config.layers
+    costs[-1] += config.width * config.vocab
+    return balance(costs, stages)
+
+
+def split(make_model, stages, mine, tied_group=None):
+    """The stages in `mine` of `stages`: {stage: what is left of a GPT}. Layers keep their names.
+
+    make_model(): the whole GPT, on the meta device; called once a stage. Where embedding and output projection are one matrix
+    and on different ranks, each holds a copy. `tied_group` holds those two ranks: each copy's gradient is a partial sum over
+    it, which `reduce_tied` completes. Raises ValueError for more stages than layers, and for such a matrix without that group.
+    """
+    parts = {}
+    for stage in mine:
+        if stage not in range(stages):
+            raise ValueError(f"there is no stage {stage} among {stages}: `mine` numbers the stages from 0")
+        model = parts[stage] = make_model()
+        check_gpt(model, "config", "embed", "blocks", "head")
+        layers = stage_layers(model.config, stages)[stage]
+        for name in list(model.blocks):
+            if int(name) not in layers:
+                del model.blocks[name]
+        if model.config.tied and stage in (0, stages - 1) and not {0, stages - 1} <= set(mine):
+            if tied_group is None:
+                raise ValueError("a tied matrix on several stages needs tied_group, or its two copies drift apart")
+            matrix = model.embed.token.weight
+            matrix.placement = {"partial": [tied_group]}
+        if stage > 0:
+            model.embed = None
+        if stage < stages - 1:
+            model.head = None
+    return parts
+
+
+class Stages(nn.Module):
+    """The stages of a rank as one module. Where it holds both ends of a model with a tied matrix, they share it."""
+
+    def __init__(self, parts):
+        super().__init__()
+        for part in parts.values():
+            check_gpt(part, "config", "embed", "blocks", "head")
+        self.parts = nn.ModuleDict({str(stage): part for stage, part in parts.items()})
+        first = [part for part in parts.values() if part.embed is not None]
+        final = [part for part in parts.values() if part.head is not None]
+        if first and final and first[0].config.tied:
+            final[0].head.out.weight = first[0].embed.token.weight
+
+    def __getitem__(self, stage):
+        if str(stage) not in self.parts:
+            here = ", ".join(self.parts)
+            raise ValueError(f"stage {stage} is not here, but {here}: split by this schedule's owners")
+        return self.parts[str(stage)]
+
+    def uses(self):
+        """Every parameter as often as a micro-batch has backward passes that reach it: the shared one twice."""
+        return [p for part in self.parts.values() for p in part.parameters()]
+
+    def named(self):
+        """(full name, parameter), each once."""
+        known = {p: name for part in self.parts.values() for name, p in part.named()}
+        return [(name, p) for p, name in known.items()]
 
 
 # --- demo ---

@@ -33,7 +33,7 @@ def sleeping(name, seconds, microbatches, links):
     p = dist.get_world_size()
     schedule = pipeline.make(name, p, microbatches)
     last, each = len(pipeline.owners(schedule)) - 1, seconds * p / len(pipeline.owners(schedule))
-    weight, spans, gradient = torch.ones(4, 4, requires_grad=True), [], pipeline.weight_gradient
+    weight, spans, gradient = torch.nn.Parameter(torch.ones(4, 4)), [], pipeline.weight_gradient
 
     class Slow(torch.autograd.Function):  # without the split, the weight's gradient comes with backward
         @staticmethod

@@ -339,6 +339,7 @@ def test_norm_and_clipping_with_tensor_and_pipeline_parallelism(ranks, stage):
                 group = dist.new_group(members)
                 groups |= {name: group} if rank in members else {}
         dp, other = groups["dp"], groups["other"]
+        links = [pipeline.make_links(members) for members in ([0, 1], [2, 3])][rank // 2]
 
         def whole():
             with torch.device("meta"):
@@ -363,7 +364,8 @@ def test_norm_and_clipping_with_tensor_and_pipeline_parallelism(ranks, stage):
                 for m in range(3):
                     forward(0, m, None).backward()
             else:
-                pipeline.play(pipeline.one_f_one_b(2, 3), forward, (2, 12, 32), torch.float64, "cpu", [other] * 4)
+                schedule = pipeline.one_f_one_b(2, 3)
+                pipeline.play(schedule, forward, (2, 12, 32), torch.float64, "cpu", links)
             sharded.finish()
             norm = sharded.grad_norm([other])
             sharded.clip(norm, limit)
