@@ -499,28 +499,6 @@ def grid(kind, n, rings=None):
     return rings, n // rings
 
 
-# --- formulas, which the receipt holds against what was counted
-
-
-def bytes_sent(kind, ring, ulysses, sequences, tokens, heads, kv_heads, head_size, element_size, forwards=1):
-    """{operation: bytes a rank sends} by one block for `sequences` sequences, forward and backward; tokens: those of a rank,
-    with padding. forwards: 2 if backward runs the block's forward again. reduce_scatter is all_to_all on gloo."""
-    sums = max(element_size, 4)
-    sent = {"send": 0.0, "all_gather": 0.0, "reduce_scatter": 0.0, "all_to_all": 0.0}
-    if ulysses > 1:
-        copies = ulysses // math.gcd(kv_heads, ulysses)
-        width = 2 * heads + 2 * kv_heads * copies  # in heads: q and out, k and v
-        sent["all_to_all"] = (forwards + 1) * (1 - 1 / ulysses) * sequences * tokens * width * head_size * element_size
-        kv_heads, tokens = kv_heads * copies // ulysses, tokens * ulysses
-    kv = 2 * sequences * tokens * kv_heads * head_size
-    if kind in ("ring", "ring-ulysses") and ring > 1:
-        sent["send"] = (forwards + 1) * (ring - 1) * kv * element_size + ring * kv * sums
-    if kind == "gather":
-        sent["all_gather"] = forwards * (ring - 1) * kv * element_size
-        sent["reduce_scatter"] = (ring - 1) * kv * sums
-    return sent
-
-
 # --- inference: a prompt over all ranks, then tokens one by one
 
 
@@ -654,7 +632,7 @@ import time
 import ddp
 import harness
 import model as gpt
-from harness import data
+from harness import data, formulas
 from harness.ledger import human
 
 
@@ -744,7 +722,8 @@ def demo(run):
         run.log(loss, norm)
 
     size = sum(p.numel() for p in parameters) * e
-    each = bytes_sent(args.kind, ring, ulysses, args.batch, len(where), c.heads, c.kv_heads, c.width // c.heads, e)
+    heads = c.heads, c.kv_heads, c.width // c.heads
+    each = formulas.context_parallel_sent(args.kind, ring, ulysses, args.batch, len(where), *heads, e)
     texts = {
         "send": "(4 r e + 2 a) B T C_kv a block: K and V twice, dK and dV",
         "all_gather": "2 r B T C_kv e a block",
@@ -755,7 +734,7 @@ def demo(run):
         texts["send"] = f"(4 r e + 2 a) B T C_kv / U a block; R = {ring}, r = (R-1)/R"
         texts["all_to_all"] = f"4 r (B T / N) (C + C_kv) e a block; U = {ulysses}, r = (U-1)/U"
     names = {"send": "ring", "all_to_all": "ulysses"} if two[0] else {}
-    sent = {("all_reduce", "cp"): (ddp.bytes_sent(size + 8, n), "2 r P e, and the loss, 8 bytes")}
+    sent = {("all_reduce", "cp"): (harness.formulas.all_reduce_sent(size + 8, n), "2 r P e, and the loss, 8 bytes")}
     for operation, amount in each.items():
         name = "all_to_all" if operation == "reduce_scatter" and dist.get_backend(group) == "gloo" else operation
         if amount:

@@ -367,11 +367,6 @@ class ParameterServer(Step):
             dist.send(self.gradients, group=self.group, group_dst=0)
 
 
-def bytes_sent(size, n):
-    """Bytes that each of n ranks sends in a ring all-reduce of `size` bytes: reduce-scatter, then all-gather."""
-    return 2 * (n - 1) / n * size
-
-
 # --- demo ---
 
 import collectives
@@ -428,13 +423,13 @@ def demo(run):
     if args.sync == "server":
         sent = {("send", "dp"): ((n - 1) * size if run.rank == 0 else size, "(N-1) P e, the server")}
     elif args.all_reduce == "torch":
-        sent = {("all_reduce", "dp"): (bytes_sent(size + 8, n), "2 r P e, and the loss, 8 bytes")}
+        sent = {("all_reduce", "dp"): (harness.formulas.all_reduce_sent(size + 8, n), "2 r P e, and the loss, 8 bytes")}
     activations = c.layers * harness.activation_bytes(c, args.batch // n // args.microbatches, run.dtype.itemsize)
     held = run.states(size, "P e", leader)
     held["activations_peak"] = activations, "norms', heads' and hidden values of the blocks"
     notes = []
     if args.all_reduce != "torch":
-        sent = {("all_reduce", "dp"): (bytes_sent(8, n), "the loss, 8 bytes")}
+        sent = {("all_reduce", "dp"): (harness.formulas.all_reduce_sent(8, n), "the loss, 8 bytes")}
         cost = collectives.formulas(n, size)[args.all_reduce]
         notes = [f"by its formula, the rank that sends most in a {args.all_reduce} all-reduce sends {cost.sent:,.0f} bytes"]
     if args.sync == "overlapped":

@@ -370,46 +370,10 @@ def parallelize(model, group, keep=True):
 # Formulas, which the receipt holds against what was counted
 
 
-def bytes_sent(config, t, sequences, length, element_size, blocks, embedding=True, head=True, keep=True, recompute="none"):
-    """Bytes a rank sends for `sequences` sequences of `length` tokens, forward and backward, by operation. Without those of the
-    partial gradients: they are sent once a step. recompute: as of the model. "selective" gathers inputs of products again
-    where it runs their norms again; "block" repeats a block's forward (see tensor_parallel.sent_again)."""
-    tensor_parallel.require_gpt(config, ("kv_heads", "experts", "vocab"), "bytes_sent")
-    r = (t - 1) / t
-    wide = r * sequences * -(-length // t) * t * config.width * element_size  # with padding
-    gathers = (4 if keep else 6) * blocks + embedding + head * (1 if keep else 2)
-    scatters, small, exact = 4 * blocks + embedding + head, 0, max(element_size, 4)
-    shared, whole = bool(config.experts and config.shared), recompute == "block"
-    reduced = 3 * head * sequences * length * exact
-    if config.experts:  # their f keeps what it gathers; a token's k weights and experts' numbers come along
-        gathers += blocks * (shared * (2 if keep else 3) - (not keep))
-        scatters += blocks * shared * 2
-        small = r * blocks * sequences * length * config.top_k
-        reduced += (1 + whole) * blocks * (config.balance_loss > 0) * sequences * (2 * config.experts + 1) * exact
-    plain = shared or not config.experts  # whether all tokens pass an MLP
-    if whole:
-        gathers, scatters = gathers + blocks * (2 + shared), scatters + blocks * tensor_parallel.sent_again(config)
-    elif recompute == "selective":
-        gathers += blocks * (1 + (plain and config.mlp == "gelu"))
-    return {
-        "all_gather": gathers * wide + (1 + whole) * small * (element_size + 8),
-        "reduce_scatter": scatters * wide + small * element_size,
-        "all_reduce": 2 * r * reduced,
-    }
-
-
-def partial_parameters(config, blocks, embedding=True, head=True):
-    """How many parameters work on the split stream: norms, row-parallel biases, routers, learned positions."""
-    tensor_parallel.require_gpt(config, ("kv_heads", "experts", "vocab"), "partial_parameters")
-    c, norm = config.width, config.width * (2 if config.norm == "layernorm" else 1)
-    positions = config.context * c * (config.positions == "learned")
-    biases = config.bias * c * (1 if config.experts and not config.shared else 2)
-    return blocks * (2 * norm + biases + config.experts * c) + embedding * positions + head * norm
-
-
 # --- demo ---
 
 import harness
+from harness import formulas
 from harness.ledger import storage_bytes
 
 
@@ -444,9 +408,9 @@ def demo(run):
         optimizer.step()
         run.log(loss, norm)
 
-    size = bytes_sent(c, t, args.batch, c.context, e, c.layers, keep=keep)
+    size = formulas.sequence_parallel_sent(c, t, args.batch, c.context, e, c.layers, keep=keep)
     scatter = "all_to_all" if dist.get_backend(group) == "gloo" else "reduce_scatter"
-    partial, ring = partial_parameters(c, c.layers), 2 * (t - 1) / t
+    partial, ring = formulas.partial_parameters(c, c.layers), 2 * (t - 1) / t
     text = "{} r B T C e a block, {} r B T C e for both ends".format
     sent = {
         ("all_gather", "tp"): (size["all_gather"], text(4, 2) if keep else text(6, 3)),
@@ -457,7 +421,7 @@ def demo(run):
     sequences = args.batch // args.microbatches
     one, gathered = harness.activation_bytes(c, sequences, e), 2 * sequences * c.context * c.width * e
     block = (one + keep * (t - 1) * gathered) / t  # what a rank keeps of a block
-    held = run.states(tensor_parallel.parameters_held(c, t, c.layers) * e, "(P_whole + P_split / t) e, padded")
+    held = run.states(formulas.parameters_held(c, t, c.layers) * e, "(P_whole + P_split / t) e, padded")
     held["activations_peak"] = c.layers * block, "1/t of one process's of all blocks" + keep * ", and what f gathered"
     tokens, _, samples = run.microbatches(0)[0]
     counted = saved_bytes(model, next(iter(model.blocks.values())), tokens, samples=samples)

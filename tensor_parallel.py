@@ -431,48 +431,10 @@ def parallelize(model, group):
 # Formulas, which the receipt holds against what was counted
 
 
-def sent_again(config):
-    """All-reduces of a block (reduce-scatters of sequence_parallel.py) that its recomputation sends again: those of its
-    forward, but for the last, if nothing that follows it (dropout) needs it to run backward."""
-    return 1 + (config.dropout > 0) + (config.experts > 0 and config.shared > 0)
-
-
-def bytes_sent(config, t, tokens, element_size, blocks, embedding=True, head=True, recompute="none"):
-    """Bytes a rank sends for `tokens` tokens, forward and backward, with ring all-reduces over t ranks: 4 of (tokens, C) a
-    block, one for the embedding, one for the head's input, and three of (tokens,) for the loss. In a mixture of experts the
-    gradient of the router's k weights too, and as much again as for an MLP if some experts are shared. recompute: as of the
-    model; of whole blocks it sends once or twice more a block."""
-    require_gpt(config, ("kv_heads", "experts", "vocab"), "bytes_sent")
-    ring = 2 * (t - 1) / t
-    again = sent_again(config) if recompute == "block" else 0
-    wide = ((4 + again) * blocks + embedding + head) * tokens * config.width * element_size
-    if config.experts:
-        wide += blocks * (config.top_k + 2 * bool(config.shared) * config.width) * tokens * element_size
-    return ring * (wide + 3 * head * tokens * max(element_size, 4))
-
-
-def parameters_held(config, t, blocks, embedding=True, head=True, experts=None):
-    """How many parameters a rank has of `blocks` blocks and of what else is there, from the sizes alone. experts: how many are
-    here, if not all."""
-    require_gpt(config, ("kv_heads", "experts", "vocab"), "parameters_held")
-    c, head_size, vocab = config.width, config.width // config.heads, -(-config.vocab // t)
-    rows, inner = (config.heads + 2 * config.kv_heads) * head_size // t, 3 if config.mlp == "swiglu" else 2  # q, k, v
-    hidden = -(-config.hidden * (config.shared if config.experts else 1) // t)  # of the MLP that every token passes
-    matrices = rows * c + c * c // t + inner * hidden * c
-    # column-parallel biases are split, row-parallel ones are not; of a SwiGLU's two, gate and up, each
-    biases = config.bias * (rows + c + ((inner - 1) * hidden + c) * bool(hidden))
-    if config.experts:
-        here = config.experts if experts is None else experts
-        matrices += config.experts * c + here * inner * -(-config.hidden // t) * c
-    norm = c * (2 if config.norm == "layernorm" else 1)
-    size = blocks * (matrices + biases + 2 * norm)
-    size += embedding * (vocab * c + config.context * c * (config.positions == "learned"))
-    return size + head * (norm + vocab * c * (not (config.tied and embedding)))
-
-
 # --- demo ---
 
 import harness
+from harness import formulas
 
 
 def main():
@@ -513,11 +475,11 @@ def demo(run):
 
     t, c, e = run.world, run.config, run.dtype.itemsize
     norm = 2 * (t - 1) / t * 8  # the squared gradient norm, one float64
-    size = bytes_sent(c, t, args.batch * c.context, e, c.layers)
+    size = formulas.tensor_parallel_sent(c, t, args.batch * c.context, e, c.layers)
     text = f"8 r B T C e a block, 4 r B T C e + 6 r B T e for both ends; r = {t - 1}/{t}"
     sent = {("all_reduce", "tp"): (size + norm, text)}
     activations = c.layers * harness.activation_bytes(c, args.batch // args.microbatches, e, t)
-    held = run.states(parameters_held(c, t, c.layers) * e, "(P_whole + P_split / t) e, padded")
+    held = run.states(formulas.parameters_held(c, t, c.layers) * e, "(P_whole + P_split / t) e, padded")
     held["activations_peak"] = activations, "norms' values of the blocks, and 1/t of heads' and hidden ones"
     micro = args.microbatches
     blocks, calls = c.layers * micro, run.ledger.sent.get(("all_reduce", "tp"), [0])[0]

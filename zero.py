@@ -771,15 +771,11 @@ class Unit:
             self.zero._enter(self, self.neighbour(-1))
 
 
-def model_states(stage, n, weights=2, gradients=2, states=12):
-    """Bytes a parameter that each of n ranks holds, as (weights, gradients, optimizer): the paper's table in section 3."""
-    return tuple(e / n if stage >= split else e for e, split in ((weights, 3), (gradients, 2), (states, 1)))
-
-
 # --- demo ---
 
 import harness
 import model as gpt
+from harness import formulas
 from harness.ledger import Ledger, storage_bytes
 
 
@@ -858,12 +854,12 @@ def demo(run):
     elements = sum(bucket.size for bucket in zero.buckets)
     moments, master = 2 * (args.optimizer == "adamw"), weights != run.dtype or args.offload
     sizes = weights.itemsize, gradients.itemsize, (moments + master) * run.dtype.itemsize
-    states = [round(elements * e) for e in model_states(args.stage, n, *sizes)]
+    states = [round(elements * e) for e in formulas.model_states(args.stage, n, *sizes)]
     states[2] -= zero.padding() * moments * run.dtype.itemsize
     split = [f"P {e}{'/N' * (args.stage >= least)}" for e, least in zip(sizes, (3, 2, 1))]
     held = dict(zip(("parameters", "gradients", "optimizer"), zip(states, split)))
     each = [f"{run.held[kind] / elements:.4g}" for kind in held]
-    total = sum(model_states(args.stage, n, *sizes))
+    total = sum(formulas.model_states(args.stage, n, *sizes))
     notes = [
         f"bytes a parameter: {' + '.join(each)} = {sum(run.held[kind] for kind in held) / elements:.4g}   formula {total:.4g}",
         f"P with padding: {elements:,}; r = {n - 1}/{n}",
@@ -883,7 +879,7 @@ def fit(memory=80e9, ranks=64):
     print(f"  {'stage':6s}{'bytes/P':>9s}{'largest P':>12s}   {'GPT of':24s}{'P':>9s}", end="")
     print(f"{'formula':>9s}{'held':>8s}{'gathered':>10s}{'other':>8s}")
     for stage, width in enumerate((2816, 4608, 5376, 16640)):  # so that whole layers come near to all of the memory
-        each = sum(model_states(stage, ranks))
+        each = sum(formulas.model_states(stage, ranks))
         layers, sizes = 1, dict(width=width, heads=width // 128, context=1024, vocab=50257)
         while gpt.configure(layers=layers + 1, **sizes).parameters() * each <= memory:
             layers += 1

@@ -3,6 +3,7 @@
 It knows none of the techniques. A demo writes `import harness` and finds here what it needs.
 """
 
+from harness import formulas
 from harness.flags import (
     DTYPES,
     NATURAL,
@@ -19,7 +20,7 @@ from harness.flags import (
     quantity,
     real,
 )
-from harness.memory import activation_bytes
+from harness.formulas import activation_bytes
 from harness.optimizer import clip, grad_norm, learning_rate, make_optimizer
 from harness.placement import placement, take
 from harness.plots import check_plot, plot_flag, pyplot, save

@@ -12,6 +12,7 @@ from reference import CONFIGS, assert_equal, batch, make_optimizer, train
 
 import context_parallel as cp
 import model as gpt
+from harness import formulas
 from harness.ledger import Ledger
 
 ODD = {name: dataclasses.replace(CONFIGS[name], context=13) for name in ("gpt2", "grouped")}
@@ -201,7 +202,7 @@ def test_bytes_are_the_formulas(ranks, way, dtype):
         with Ledger({}) as ledger:
             where, _ = attention(rank, way, world, size, length, 0, dtype)
         b, h, kv, d = size
-        formula = cp.bytes_sent(way, ring, ulysses, b, len(where), h, kv, d, dtype.itemsize)
+        formula = formulas.context_parallel_sent(way, ring, ulysses, b, len(where), h, kv, d, dtype.itemsize)
         formula["all_to_all"] += formula.pop("reduce_scatter")  # gloo
         counted = {}
         for (operation, _), (_, _, wire) in ledger.sent.items():
@@ -213,7 +214,7 @@ def test_bytes_are_the_formulas(ranks, way, dtype):
 
 
 def test_grouped_queries_send_less():
-    whole, grouped = (cp.bytes_sent("ring", 4, 1, 2, 16, 8, kv, 4, 4)["send"] for kv in (8, 2))
+    whole, grouped = (formulas.context_parallel_sent("ring", 4, 1, 2, 16, 8, kv, 4, 4)["send"] for kv in (8, 2))
     assert grouped == whole / 4
 
 

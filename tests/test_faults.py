@@ -20,6 +20,7 @@ from test_start import end, gone, torchrun_of
 import harness
 import pipeline
 import train
+from harness import formulas
 
 SMALL = "--layers 3 --heads 2 --width 16 --context 16 --batch 12 --microbatches 2 --dtype float64 --sample 0 --eval-every 0"
 SMALL = f"{SMALL} --lr 3e-3 --warmup 0 --min-lr 3e-3 --prove 0".split()  # the curve must not depend on --steps
@@ -212,7 +213,7 @@ def test_two_hosts_and_a_cut_link(text, tmp_path, two_nodes, on_two_nodes):
     each = (until(60) - before) / 40
     with torch.device("meta"):
         config = harness.configure(train.flags().parse_args(SMALL))
-    half = 2 * train.tensor_parallel.parameters_held(config, 2, 3, True, True) * 8
+    half = 2 * formulas.parameters_held(config, 2, 3, True, True) * 8
     assert half < each < 1.3 * half
     ip("-n", two_nodes[1], "link", "set", "wire1", "down")
     ended = [end(process) for process in ranks]

@@ -11,6 +11,7 @@ import harness
 import model as gpt
 import sequence_parallel as sp
 import tensor_parallel as tp
+from harness import formulas
 from harness.ledger import Ledger
 
 THREE = {f: dataclasses.replace(CONFIGS[f], heads=6, kv_heads=3, width=36, hidden=50) for f in ("gpt2", "llama")}
@@ -131,10 +132,10 @@ def test_bytes_sent(ranks, family, keep):
         with ledger:
             sp.reduce_partial(model.parameters())
         [((op, _), (calls, _, wire))] = ledger.sent.items()
-        partial = sp.partial_parameters(config, layers)
+        partial = formulas.partial_parameters(config, layers)
         assert (op, calls, wire) == ("all_reduce", 1, 2 * 3 / 4 * partial * 8)
         assert partial == sum(p.numel() for p in model.parameters() if not tp.split_over(p, group))
-        formula = sp.bytes_sent(config, 4, len(tokens), 10, 8, layers, keep=keep)
+        formula = formulas.sequence_parallel_sent(config, 4, len(tokens), 10, 8, layers, keep=keep)
         return sent, formula, forward, backward
 
     (sent, formula, forward, backward), (three, three_formula, *_) = (ranks(4, work, layers)[0] for layers in (1, 3))
@@ -144,7 +145,8 @@ def test_bytes_sent(ranks, family, keep):
     assert backward == {"all_gather": 3 if keep else 6, "all_to_all": 3, "all_reduce": 0}
     block = (sum(three.values()) - sum(sent.values())) / 2
     config = gpt.configure(width=32)
-    plain = tp.bytes_sent(config, 4, len(tokens) * 12, 8, 2) - tp.bytes_sent(config, 4, len(tokens) * 12, 8, 1)  # 12: padded
+    two, one = (formulas.tensor_parallel_sent(config, 4, len(tokens) * 12, 8, blocks) for blocks in (2, 1))  # 12: padded
+    plain = two - one
     assert block == plain * (1 if keep else 10 / 8)
 
 

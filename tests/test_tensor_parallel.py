@@ -9,6 +9,7 @@ from reference import CONFIGS, assert_equal, batch, make_optimizer, train
 
 import model as gpt
 import tensor_parallel as tp
+from harness import formulas
 from harness.ledger import Ledger
 
 
@@ -119,7 +120,7 @@ def test_four_all_reduces_a_block(ranks):
         forward = ledger.sent["all_reduce", "tp"][0]
         with ledger:
             loss.backward()
-        return forward, *ledger.sent["all_reduce", "tp"], tp.bytes_sent(config, 4, tokens.numel(), 8, layers)
+        return forward, *ledger.sent["all_reduce", "tp"], formulas.tensor_parallel_sent(config, 4, tokens.numel(), 8, layers)
 
     for family in ("gpt2", "llama"):
         one, three = (ranks(4, work, layers, family)[0] for layers in (1, 3))
@@ -144,8 +145,8 @@ def test_parameters_held_is_what_is_held(ranks):
         return sum(p.numel() for p in model.parameters())
 
     for config in (CONFIGS["gpt2"], CONFIGS["grouped"], dataclasses.replace(CONFIGS["llama"], hidden=51, vocab=7)):
-        assert ranks(2, work, config) == [tp.parameters_held(config, 2, config.layers)] * 2
-        assert tp.parameters_held(config, 1, config.layers) == config.parameters()
+        assert ranks(2, work, config) == [formulas.parameters_held(config, 2, config.layers)] * 2
+        assert formulas.parameters_held(config, 1, config.layers) == config.parameters()
 
 
 def test_full_logits_only_when_asked(ranks):

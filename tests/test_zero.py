@@ -15,7 +15,7 @@ import model as gpt
 import pipeline
 import tensor_parallel
 import zero
-from harness import data
+from harness import data, formulas
 from harness.ledger import Ledger, storage_bytes
 
 
@@ -522,23 +522,23 @@ def test_stage_3_holds_two_units_at_most(ranks, recompute):
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_model_states_are_the_papers(ranks, stage):
     for held, size, _, full, _, _, _, bucket in ranks(2, watched, stage, False):
-        weights, gradients, states = zero.model_states(stage, 2)
+        weights, gradients, states = formulas.model_states(stage, 2)
         assert held == {"parameters": size * weights, "gradients": size * gradients, "optimizer": size * states}
         assert stage < 2 or full <= 2 * 2 * bucket
 
 
 def test_the_papers_tables():
-    totals = [sum(zero.model_states(stage, 64)) for stage in range(4)]
+    totals = [sum(formulas.model_states(stage, 64)) for stage in range(4)]
     assert [round(t * 7.5, 1) for t in totals] == [120.0, 31.4, 16.6, 1.9]  # GB, 7.5B parameters
     assert [float(f"{80 / t:.2g}") for t in totals] == [5.0, 19.0, 36.0, 320.0]  # billions in 80 GB
-    assert [zero.model_states(s, 4, 4, 4, 8) for s in range(4)] == [(4, 4, 8), (4, 4, 2), (4, 1, 2), (1, 1, 2)]
+    assert [formulas.model_states(s, 4, 4, 4, 8) for s in range(4)] == [(4, 4, 8), (4, 4, 2), (4, 1, 2), (1, 1, 2)]
 
 
 def test_dry_run_on_tensors_without_memory():
     config = gpt.configure(layers=3, heads=32, width=4096, context=128, vocab=50257)
     for stage in range(4):
         held, gathered, other = zero.dry_run(stage, config, 64)
-        assert held == pytest.approx(config.parameters() * sum(zero.model_states(stage, 64)), rel=1e-4)
+        assert held == pytest.approx(config.parameters() * sum(formulas.model_states(stage, 64)), rel=1e-4)
         assert (gathered > 0) == (stage == 3) and other > 0
 
 

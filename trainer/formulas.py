@@ -10,13 +10,11 @@ from dataclasses import dataclass
 import torch.distributed as dist
 
 import context_parallel
-import ddp
 import expert_parallel
 import harness
 import pipeline
-import sequence_parallel
-import tensor_parallel
 import zero
+from harness import formulas as by_paper
 
 SCALAR = 8  # the loss and the squared norm are summed as one float64 each
 
@@ -87,11 +85,11 @@ def data(run, share, optimizer, schedule, groups, stages):
     copies than the rest: their group is `copies`."""
     args, config, sharded = run.args, run.config, isinstance(optimizer, zero.ZeRO)
     moments = 2 * (args.optimizer == "adamw") * share.master
-    sizes = {"dp": tensor_parallel.parameters_held(config, args.tp, *share.layers)}
+    sizes = {"dp": by_paper.parameters_held(config, args.tp, *share.layers)}
     if args.ep > 1:
         mine = expert_parallel.expert_counts(config.experts, args.ep)[dist.get_rank(groups["ep"])]
-        plain = tensor_parallel.parameters_held(config, args.tp, *share.layers, experts=0)
-        sizes = {"dp": plain, "copies": tensor_parallel.parameters_held(config, args.tp, *share.layers, mine) - plain}
+        plain = by_paper.parameters_held(config, args.tp, *share.layers, experts=0)
+        sizes = {"dp": plain, "copies": by_paper.parameters_held(config, args.tp, *share.layers, mine) - plain}
     states, sent = [0, 0, 0], {}
     for name, size in sizes.items():
         group, n = groups[name], dist.get_world_size(groups[name])
@@ -99,15 +97,17 @@ def data(run, share, optimizer, schedule, groups, stages):
         if sharded:
             size += sum(b.size - sum(p.numel() for p in b.parameters) for b in optimizer.buckets if b.group is group)  # padding
             copies = (args.param_dtype != args.dtype) * share.master
-            of_group = [size * each for each in zero.model_states(args.zero, n, share.element, share.reduced, moments + copies)]
+            of_group = [
+                size * each for each in by_paper.model_states(args.zero, n, share.element, share.reduced, moments + copies)
+            ]
             actions = [(action.kind, stages.index(action.stage)) for action in schedule[dist.get_rank(groups["pp"])]]
             sent |= {(operation, name): formula for operation, formula in optimizer.bytes_sent(actions, group).items()}
             scalars *= 2 if args.zero else 1  # and the norm, of parts
             amount, text = sent.get(("all_reduce", name), (0, "loss and norm"))
-            sent["all_reduce", name] = (amount + ddp.bytes_sent(scalars, n), text)
+            sent["all_reduce", name] = (amount + by_paper.all_reduce_sent(scalars, n), text)
         else:
             of_group = [size * share.element, size * share.element, size * moments]
-            sent["all_reduce", name] = (ddp.bytes_sent(size * share.element + scalars, n), "2 r P e")
+            sent["all_reduce", name] = (by_paper.all_reduce_sent(size * share.element + scalars, n), "2 r P e")
         states = [a + b for a, b in zip(states, of_group)]
     if sharded:
         states[2] -= optimizer.padding() * moments
@@ -122,7 +122,7 @@ def experts(run, share, groups, travelled):
     counts = share.forwards * share.blocks * args.microbatches * (config.experts - mine) * args.expert_chunks * 8
     size = passes * travelled // share.forwards * config.width * share.element + counts
     sent = {("all_to_all", "ep"): (size, f"{passes} (rows out + rows in) C e, and the counts")}
-    return sent if args.zero else sent | {("all_reduce", "ep"): (ddp.bytes_sent(SCALAR, args.ep), "the norm")}
+    return sent if args.zero else sent | {("all_reduce", "ep"): (by_paper.all_reduce_sent(SCALAR, args.ep), "the norm")}
 
 
 def context(run, share, groups):
@@ -132,14 +132,14 @@ def context(run, share, groups):
     heads = config.heads // args.tp, config.kv_heads // args.tp, config.width // config.heads
     sizes = share.sequences, share.length, *heads, share.element, share.forwards
     sent = {}
-    for operation, size in context_parallel.bytes_sent(args.cp_kind, *shape, *sizes).items():
+    for operation, size in by_paper.context_parallel_sent(args.cp_kind, *shape, *sizes).items():
         group = {"send": "ring", "all_to_all": "ulysses"}.get(operation) if "ring" in groups else "cp"
         if size:
             name = scatter(groups["cp"]) if operation == "reduce_scatter" else operation
             sent[name, group] = (share.blocks * size, f"{args.cp_kind}: see context_parallel.py")
     if config.experts and config.balance_loss:
         sums = share.forwards * share.blocks * share.sequences * (2 * config.experts + 1) * max(share.element, 4)
-        sent["all_reduce", "cp"] = (ddp.bytes_sent(sums, args.cp), "the routers' sums over sequences")
+        sent["all_reduce", "cp"] = (by_paper.all_reduce_sent(sums, args.cp), "the routers' sums over sequences")
     return sent
 
 
@@ -148,17 +148,17 @@ def tensor(run, share, optimizer, tp):
     args, config, e = run.args, run.config, share.element
     if not args.sp:
         tokens = share.sequences * share.length
-        size = tensor_parallel.bytes_sent(config, args.tp, tokens, e, *share.layers, args.recompute)
-        times = 8 + 2 * (share.forwards - 1) * tensor_parallel.sent_again(config)
+        size = by_paper.tensor_parallel_sent(config, args.tp, tokens, e, *share.layers, args.recompute)
+        times = 8 + 2 * (share.forwards - 1) * by_paper.sent_again(config)
         text = f"{times} r b T C e a block, and both ends"
-        return {("all_reduce", "tp"): (size + ddp.bytes_sent(SCALAR, args.tp), text)}
+        return {("all_reduce", "tp"): (size + by_paper.all_reduce_sent(SCALAR, args.tp), text)}
     keep = not args.gather_again
     shape = share.sequences, share.length, e, *share.layers
-    size = sequence_parallel.bytes_sent(config, args.tp, *shape, keep, args.recompute)
-    partial = sequence_parallel.partial_parameters(config, *share.layers)
+    size = by_paper.sequence_parallel_sent(config, args.tp, *shape, keep, args.recompute)
+    partial = by_paper.partial_parameters(config, *share.layers)
     if isinstance(optimizer, zero.ZeRO):
         partial = sum(b.length for b in optimizer.buckets if tp in b.partial)
-    sums = size["all_reduce"] + ddp.bytes_sent(partial * share.reduced + SCALAR, args.tp)
+    sums = size["all_reduce"] + by_paper.all_reduce_sent(partial * share.reduced + SCALAR, args.tp)
     more = "" if args.recompute == "none" else ", more to recompute,"
     return {
         ("all_gather", "tp"): (size["all_gather"], f"{4 if keep else 6} r b T C e a block{more} and both ends"),
@@ -169,7 +169,7 @@ def tensor(run, share, optimizer, tp):
 
 def between_stages(args, config, share, owner, stages):
     """Activations down the pipeline, their gradients up, and the gradient of a tied matrix between its ends."""
-    sent = {("all_reduce", "pp"): (ddp.bytes_sent(2 * SCALAR, args.pp), "loss and norm")}
+    sent = {("all_reduce", "pp"): (by_paper.all_reduce_sent(2 * SCALAR, args.pp), "loss and norm")}
     each = share.sequences * split_length(args, share.length) * config.width * share.element
     for name, step in (("down", 1), ("up", -1)):
         away = sum(owner.get(stage + step, owner[stage]) != owner[stage] for stage in stages)
@@ -177,7 +177,7 @@ def between_stages(args, config, share, owner, stages):
     if config.tied and share.first != share.last:
         part = -(-config.vocab // args.tp) * config.width
         part = -(-part // (args.dp * args.cp)) if args.zero else part
-        sent["all_reduce", "tied"] = (ddp.bytes_sent(part * share.reduced, 2), "V/t C e, the tied matrix")
+        sent["all_reduce", "tied"] = (by_paper.all_reduce_sent(part * share.reduced, 2), "V/t C e, the tied matrix")
     return sent
 
 

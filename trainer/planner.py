@@ -7,12 +7,9 @@ import itertools
 import math
 from typing import NamedTuple
 
-import context_parallel
 import harness
 import pipeline
-import tensor_parallel
-import zero
-from harness import Refused, ledger
+from harness import Refused, formulas, ledger
 from trainer.devices import ALPHA, EFFICIENCY, cluster_of
 from trainer.dryrun import play_all
 from trainer.meter import Part
@@ -231,15 +228,15 @@ def rough(args, config, cluster):
         return size / config.context * rows * length
 
     whole = kept("none")
-    size = tensor_parallel.parameters_held(config, tp, layers, head=pp == 1)
+    size = formulas.parameters_held(config, tp, layers, head=pp == 1)
     # Activations and their gradients written and read, twice with what is not kept; gradients written, read and added up
     work = (work + 8 * layers * whole / memory) * (1 + again) + (args.recompute == "selective") * layers * whole / memory
     parts = {"computing": work + m * size * (2 * e + 2 * reduced) / memory}
     parts["tensor parallel"] = (
-        tensor_parallel.bytes_sent(config, tp, rows * length, e, layers, recompute=args.recompute) / speed["tp"]
+        formulas.tensor_parallel_sent(config, tp, rows * length, e, layers, recompute=args.recompute) / speed["tp"]
     )
     heads = config.heads // tp, config.kv_heads // tp, config.width // config.heads
-    ring = context_parallel.bytes_sent("ring", cp, 1, rows, length, *heads, e)
+    ring = formulas.context_parallel_sent("ring", cp, 1, rows, length, *heads, e)
     parts["context parallel"] = max(0.0, layers * sum(ring.values()) / speed["cp"] - attention) * (cp > 1)
     third = sum(parts.values()) / m / 3
     parts["bubble"] = pipeline.BUBBLES[args.schedule][1](pp, m, chunks, third, third, third)
@@ -252,7 +249,7 @@ def rough(args, config, cluster):
         parts["data parallel"] = max(0.0, weights + gradients - 3 * third * m)
     else:
         parts["data parallel"] = max(0.0, gradients - 2 * third * passes) + weights
-    states = zero.model_states(args.zero, dp * cp, e, reduced, 2 * master + (e != master) * master)
+    states = formulas.model_states(args.zero, dp * cp, e, reduced, 2 * master + (e != master) * master)
     flying = min(m, pp + (pp - 1) / chunks * (chunks > 1)) if pp > 1 else 1
     held = (layers * flying * kept(args.recompute) + (args.recompute != "none") * whole) / m
     held += (whole / m + 10 * rows / m * length * config.vocab / tp) * (pp == 1)  # logits, in 32 bits, and their gradient
