@@ -1,22 +1,25 @@
-"""Every collective, from nothing but messages between two ranks; and six ways to all-reduce, counted and timed.
+"""Every collective, from nothing but messages between two ranks; and six ways to all-reduce,
+counted and timed.
 
-What is split: nothing yet. A collective moves tensors between the N ranks of a group, S bytes in all; every technique in this
-project is one model, one batch and some of these. What the wire does: a rank sends a tensor to another one, and receives one.
+What is split: nothing yet. A collective moves tensors between the N ranks of a group, S bytes in
+all; every technique in this project is one model, one batch and some of these. What the wire does:
+a rank sends a tensor to another one, and receives one.
 
     one to many     broadcast (a tree: who has it passes it on), scatter
     many to one     reduce (the same tree, upwards), gather
     many to many    all-gather, reduce-scatter (rings), all-to-all, all-reduce, barrier
 
-A ring all-reduce of a tensor in N chunks, here 3 (messages go to rank - 1; nccl's go to rank + 1). Of each chunk, whose terms
-are added up in it:
+A ring all-reduce of a tensor in N chunks, here 3 (messages go to rank - 1; nccl's go to rank + 1).
+Of each chunk, whose terms are added up in it:
 
               start      round 1       round 2        rounds 3 and 4
     rank 0    0  0  0    0   0   01    012  .   .     012 012 012       first a reduce-scatter: rank r ends with all of chunk r,
     rank 1    1  1  1    12  1   1     .   012  .     012 012 012       then an all-gather: the chunks go round once more
     rank 2    2  2  2    2   02  2     .    .  012    012 012 012
 
-What is sent: a round ends when its messages are there, and those of the next round wait for it; "rounds" is the longest chain
-of messages that each wait for the one before. "Sent by one" is the most that any rank sends, or receives; r = (N-1)/N.
+What is sent: a round ends when its messages are there, and those of the next round wait for it;
+"rounds" is the longest chain of messages that each wait for the one before. "Sent by one" is the
+most that any rank sends, or receives; r = (N-1)/N.
 
     collective          rounds                sent by one   sent by all   its backward
     broadcast, reduce   log2 N                log2 N S, S   (N-1) S       each other's
@@ -33,7 +36,8 @@ of messages that each wait for the one before. "Sent by one" is the most that an
     halving-doubling    2 log2 N              2 r S         2 (N-1) S     pairs, then pairs of pairs, ...
     hierarchical        2 (k-1) + 2 (N/k-1)   2 r S         2 (N-1) S     rings inside nodes of k, then across
 
-Where N is no power of two, p ranks, the largest one below it, halve and double: 2 log2 p + 2 rounds, S more from one.
+Where N is no power of two, p ranks, the largest one below it, halve and double: 2 log2 p + 2
+rounds, S more from one.
 
 Use, here for the gradients of a model, with `rows` of a batch on each rank:
 
@@ -52,23 +56,27 @@ dtypes. Only a Checked checks this. Without it gloo fills a buffer in part, or a
 another tensor, and says nothing. Between the start of an async collective and its wait() the group
 must not be used for torch's own send and recv.
 
-Backward: these functions write into tensors, and autograd knows nothing of them. The files that need a gradient through a
-collective write its backward as the table says. The sum has the same bits on all ranks; another algorithm's may differ by
-rounding, because it adds in another order.
+Backward: these functions write into tensors, and autograd knows nothing of them. The files that
+need a gradient through a collective write its backward as the table says. The sum has the same bits
+on all ranks; another algorithm's may differ by rounding, because it adds in another order.
 
-What it costs: rounds alpha + bytes that wait for each other beta, in seconds, with a latency of alpha a round and beta a byte
-(Hockney 1994). Those bytes are what one rank sends, but for server (twice that: in, then out) and sequential (N times). Few
-rounds win for small tensors, few bytes for large ones: then the ring, for all its O(N) rounds, is as fast as can be, and 2 r S
-hardly grows with N. With async_op a collective posts its first round and returns; wait() does the rest. So only the first round
-overlaps with what comes in between. Any number may be in flight, if all ranks start them, and wait for them, in the same order.
+What it costs: rounds alpha + bytes that wait for each other beta, in seconds, with a latency of
+alpha a round and beta a byte (Hockney 1994). Those bytes are what one rank sends, but for server
+(twice that: in, then out) and sequential (N times). Few rounds win for small tensors, few bytes for
+large ones: then the ring, for all its O(N) rounds, is as fast as can be, and 2 r S hardly grows
+with N. With async_op a collective posts its first round and returns; wait() does the rest. So only
+the first round overlaps with what comes in between. Any number may be in flight, if all ranks start
+them, and wait for them, in the same order.
 
-When it is the wrong choice: to train with; torch.distributed's own are as fast or faster, and these are here to be read.
+When it is the wrong choice: to train with; torch.distributed's own are as fast or faster, and these
+are here to be read.
 
     torchrun --nproc_per_node=4 collectives.py  python collectives.py --plot curve  python collectives.py --ranks 1024
 
-Papers: Thakur, Rabenseifner and Gropp 2005, Optimization of collective communication operations in MPICH, sections 4.2 (trees)
-and 4.5 (halving and doubling, from Rabenseifner 2004); Patarasuk and Yuan 2009, Bandwidth optimal all-reduce algorithms for
-clusters of workstations (ring); Cho et al. 2019, BlueConnect (hierarchical); Hockney 1994 (alpha, beta).
+Papers: Thakur, Rabenseifner and Gropp 2005, Optimization of collective communication operations in
+MPICH, sections 4.2 (trees) and 4.5 (halving and doubling, from Rabenseifner 2004); Patarasuk and
+Yuan 2009, Bandwidth optimal all-reduce algorithms for clusters of workstations (ring); Cho et al.
+2019, BlueConnect (hierarchical); Hockney 1994 (alpha, beta).
 """
 
 import copy
@@ -80,7 +88,12 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-SUM, PRODUCT, MIN, MAX = dist.ReduceOp.SUM, dist.ReduceOp.PRODUCT, dist.ReduceOp.MIN, dist.ReduceOp.MAX
+SUM, PRODUCT, MIN, MAX = (
+    dist.ReduceOp.SUM,
+    dist.ReduceOp.PRODUCT,
+    dist.ReduceOp.MIN,
+    dist.ReduceOp.MAX,
+)
 SEGMENT = 1 << 21  # bytes: large enough for what a message costs, small enough for a cache
 OPERATORS = {SUM: torch.add, PRODUCT: torch.mul, MIN: torch.minimum, MAX: torch.maximum}
 
@@ -91,8 +104,8 @@ OPERATORS = {SUM: torch.add, PRODUCT: torch.mul, MIN: torch.minimum, MAX: torch.
 class Wire:
     """Messages between the ranks of a group: all that the collectives know of the network.
 
-    Where a collective takes a `group` it takes a Wire too: a Counter counts, a Checked checks. Raises ValueError on a
-    rank that is not a member.
+    Where a collective takes a `group` it takes a Wire too: a Counter counts, a Checked checks.
+    Raises ValueError on a rank that is not a member.
     """
 
     def __init__(self, group=None):
@@ -101,8 +114,9 @@ class Wire:
         self.members = range(self.size)  # rank here -> rank in the group
         if self.rank < 0:
             raise ValueError("this rank is not in the group: only members may call its collectives")
-        # NCCL runs the messages between two ranks one by one: where both send first both wait for ever, but in a batch.
-        # Gloo has no such order, and posts messages sooner alone. And NCCL's barrier needs a tensor on the GPU.
+        # NCCL runs the messages between two ranks one by one: where both send first both wait for
+        # ever, but in a batch. Gloo has no such order, and posts messages sooner alone. And NCCL's
+        # barrier needs a tensor on the GPU.
         self.batched = dist.get_backend(self.group) == "nccl"
         self.device = torch.device("cuda" if self.batched else "cpu")
 
@@ -114,8 +128,8 @@ class Wire:
         return part
 
     def post(self, sends, receives):
-        """Start to send and receive (peer, tensor) pairs, contiguous ones; returns what to wait for. The tensors must
-        live until then. Empty ones are left out."""
+        """Start to send and receive (peer, tensor) pairs, contiguous ones; returns what to wait
+        for. The tensors must live until then. Empty ones are left out."""
         messages = [(dist.isend, *m) for m in sends] + [(dist.irecv, *m) for m in receives]
         messages = [(op, self.members[peer], t) for op, peer, t in messages if t.numel()]
         if not self.batched:
@@ -127,8 +141,9 @@ class Wire:
     def exchange(self, sends, receives):
         """A round: post all (peer, tensor) of `sends` and `receives`, pause, wait.
 
-        This and all that is made of it are generators that pause where a rank would wait. A rank with nothing to say in
-        a round pauses too: so collectives in flight take turns alike on all ranks, and messages match by their order.
+        This and all that is made of it are generators that pause where a rank would wait. A rank
+        with nothing to say in a round pauses too: so collectives in flight take turns alike on all
+        ranks, and messages match by their order.
         """
         sends = [(peer, t.contiguous()) for peer, t in sends]
         buffers = [(peer, t.contiguous()) for peer, t in receives]
@@ -141,16 +156,22 @@ class Wire:
                 t.copy_(buffer)
 
     def exchange_adding(self, sends, receives, combine, spare):
-        """A round of at most one (peer, tensor) to send and one (peer, tensor, out) to receive, flat and contiguous:
-        what comes is reduced with the tensor into `out`.
+        """A round of at most one (peer, tensor) to send and one (peer, tensor, out) to receive,
+        flat and contiguous: what comes is reduced with the tensor into `out`.
 
-        It comes in segments, into two buffers that take turns (`spare`): the next arrives while one is added, and
-        little fresh memory is taken, whose page faults would cost as much as the message.
+        It comes in segments, into two buffers that take turns (`spare`): the next arrives while one
+        is added, and little fresh memory is taken, whose page faults would cost as much as the
+        message.
         """
         outgoing = [(peer, piece) for peer, t in sends for piece in segments(t)]
-        incoming = [(peer, *pieces) for peer, t, out in receives for pieces in zip(segments(t), segments(out))]
+        incoming = [
+            (peer, *pieces)
+            for peer, t, out in receives
+            for pieces in zip(segments(t), segments(out))
+        ]
         works = []
-        # Turn i posts segment i and adds segment i - 1. Only the first posting is a pause, as in exchange
+        # Turn i posts segment i and adds segment i - 1. Only the first posting is a pause, as in
+        # exchange
         for i in range(max(len(outgoing), len(incoming), 1) + 1):
             into = [(peer, spare[i % 2][: t.numel()]) for peer, t, _ in incoming[i : i + 1]]
             before, works = works, self.post(outgoing[i : i + 1], into)
@@ -185,7 +206,11 @@ class Counter(Wire):
         self.log = []
 
     def note(self, kind, messages):
-        self.log += [(kind, self.members[i], t.numel() * t.element_size()) for i, t, *_ in messages if t.numel()]
+        self.log += [
+            (kind, self.members[i], t.numel() * t.element_size())
+            for i, t, *_ in messages
+            if t.numel()
+        ]
 
     def exchange(self, sends, receives):
         self.note("send", sends)
@@ -199,19 +224,27 @@ class Counter(Wire):
 
 
 class Checked(Wire):
-    """A wire for finding bugs: before each collective all ranks compare what they are about to do, and where it differs
-    all raise the same ValueError. That costs an all-gather each; send and recv are not checked."""
+    """A wire for finding bugs: before each collective all ranks compare what they are about to do,
+    and where it differs all raise the same ValueError. That costs an all-gather each; send and recv
+    are not checked."""
 
     def agree(self, call, sends=(), receives=()):
-        """call: what must be the same on all ranks. sends[j], receives[j]: elements to and from rank j."""
+        """call: what must be the same on all ranks. sends[j], receives[j]: elements to and from
+        rank j."""
         mine = json.dumps([call, list(sends), list(receives)]).encode()
-        headers = torch.zeros(self.size, 512 + 32 * self.size, dtype=torch.uint8, device=self.device)
+        headers = torch.zeros(
+            self.size, 512 + 32 * self.size, dtype=torch.uint8, device=self.device
+        )
         headers[self.rank, : len(mine)] = torch.tensor(list(mine), dtype=torch.uint8)
         yield from ring_all_gather(self, headers)
-        calls, sends, receives = zip(*(json.loads(bytes(h.tolist()).rstrip(b"\0")) for h in headers))
+        calls, sends, receives = zip(
+            *(json.loads(bytes(h.tolist()).rstrip(b"\0")) for h in headers)
+        )
         for r in range(self.size):
             if calls[r] != calls[0]:
-                raise ValueError(f"the ranks disagree: rank 0 calls {calls[0]}, rank {r} calls {calls[r]}")
+                raise ValueError(
+                    f"the ranks disagree: rank 0 calls {calls[0]}, rank {r} calls {calls[r]}"
+                )
             for s in range(len(sends[r])):
                 if sends[r][s] != receives[s][r]:
                     message = f"rank {r} sends {sends[r][s]} elements to rank {s}, which expects {receives[s][r]}"
@@ -232,7 +265,9 @@ class Work:
 
     def __del__(self):
         if not self.waited:
-            warnings.warn("a collective was dropped before wait(): keep what async_op=True returns, and wait for it")
+            warnings.warn(
+                "a collective was dropped before wait(): keep what async_op=True returns, and wait for it"
+            )
 
     def wait(self):
         self.waited = True
@@ -242,7 +277,8 @@ class Work:
 
 
 def perform(async_op, *parts):
-    """Run generators one after the other: to the end, or to the first pause. They yield nothing: a yield is a pause."""
+    """Run generators one after the other: to the end, or to the first pause. They yield nothing: a
+    yield is a pause."""
     work = Work(itertools.chain(*parts))
     if async_op:
         return work
@@ -254,7 +290,8 @@ def wire_of(group):
 
 
 def wire_and_root(group, rank, group_rank):
-    """The root is given as in torch, by its global rank or by its rank in the group; by default it is the first."""
+    """The root is given as in torch, by its global rank or by its rank in the group; by default it
+    is the first."""
     wire = wire_of(group)
     if group_rank is None:
         group_rank = 0 if rank is None else dist.get_group_rank(wire.group, rank)
@@ -282,7 +319,11 @@ def one_each(name, tensors, wire, like):
 
 def overlap(a, b):
     """Whether two tensors may share memory, by the first and last element of each."""
-    if a.numel() == 0 or b.numel() == 0 or a.untyped_storage().data_ptr() != b.untyped_storage().data_ptr():
+    if (
+        a.numel() == 0
+        or b.numel() == 0
+        or a.untyped_storage().data_ptr() != b.untyped_storage().data_ptr()
+    ):
         return False
     ends = []
     for t in (a, b):
@@ -295,15 +336,19 @@ def overlap(a, b):
 def cut(name, tensor, parts):
     """Views of a contiguous tensor as equal flat parts; else ValueError."""
     if not tensor.is_contiguous() or tensor.numel() % parts:
-        raise ValueError(f"{name} must be contiguous and divide into {parts} equal parts, but is {describe(tensor)}")
+        raise ValueError(
+            f"{name} must be contiguous and divide into {parts} equal parts, but is {describe(tensor)}"
+        )
     return tensor.view(parts, -1).unbind() if tensor.numel() else [tensor.view(-1)] * parts
 
 
-# --- one to one, one to many, many to one. The arguments are those of torch.distributed's functions of the same name
+# --- one to one, one to many, many to one. The arguments are those of torch.distributed's functions
+# of the same name
 
 
 def send(tensor, dst=None, group=None, group_dst=None):
-    """On gloo it returns when the receiver has posted its recv; so two ranks may not both send first."""
+    """On gloo it returns when the receiver has posted its recv; so two ranks may not both send
+    first."""
     wire, to = wire_and_root(group, dst, group_dst)
     perform(False, wire.exchange([(to, tensor)], []))
 
@@ -315,17 +360,23 @@ def recv(tensor, src=None, group=None, group_src=None):
 
 
 def tree(wire, root):
-    """This rank's part in a binomial tree: for each of ceil(log2 N) rounds, the ranks to send to and to receive from,
-    lists of one or none. All that have the message pass it on: 0 -> 4, then 0 -> 2 and 4 -> 6, then 0 -> 1, ..."""
+    """This rank's part in a binomial tree: for each of ceil(log2 N) rounds, the ranks to send to
+    and to receive from, lists of one or none. All that have the message pass it on: 0 -> 4, then 0
+    -> 2 and 4 -> 6, then 0 -> 1, ..."""
     place, rounds = (wire.rank - root) % wire.size, []
     for half in reversed([1 << i for i in range((wire.size - 1).bit_length())]):
-        to = [(wire.rank + half) % wire.size] if place % (2 * half) == 0 and place + half < wire.size else []
+        to = (
+            [(wire.rank + half) % wire.size]
+            if place % (2 * half) == 0 and place + half < wire.size
+            else []
+        )
         rounds.append((to, [(wire.rank - half) % wire.size] if place % (2 * half) == half else []))
     return rounds
 
 
 def broadcast(tensor, src=None, group=None, async_op=False, group_src=None):
-    """The root's tensor to all, in ceil(log2 N) rounds; a loop would send N-1 messages through the root's link."""
+    """The root's tensor to all, in ceil(log2 N) rounds; a loop would send N-1 messages through the
+    root's link."""
     wire, root = wire_and_root(group, src, group_src)
 
     def rounds():
@@ -336,7 +387,8 @@ def broadcast(tensor, src=None, group=None, async_op=False, group_src=None):
 
 
 def reduce(tensor, dst=None, op=SUM, group=None, async_op=False, group_dst=None):
-    """All tensors, reduced, into the root's, by broadcast's tree upwards. The other ranks' stay as they are."""
+    """All tensors, reduced, into the root's, by broadcast's tree upwards. The other ranks' stay as
+    they are."""
     wire, root = wire_and_root(group, dst, group_dst)
     combine = operator(op)
 
@@ -352,7 +404,8 @@ def reduce(tensor, dst=None, op=SUM, group=None, async_op=False, group_dst=None)
 
 
 def scatter(tensor, scatter_list=None, src=None, group=None, async_op=False, group_src=None):
-    """scatter_list[i] of the root into rank i's tensor, straight from the root: a tree would send it several times."""
+    """scatter_list[i] of the root into rank i's tensor, straight from the root: a tree would send
+    it several times."""
     wire, root = wire_and_root(group, src, group_src)
     pieces = one_each("scatter_list", scatter_list, wire, tensor) if wire.rank == root else []
 
@@ -370,7 +423,9 @@ def gather(tensor, gather_list=None, dst=None, group=None, async_op=False, group
     wire, root = wire_and_root(group, dst, group_dst)
     pieces = one_each("gather_list", gather_list, wire, tensor) if wire.rank == root else []
     if tensor.numel() and len({t.data_ptr() for t in pieces}) < len(pieces):
-        raise ValueError("gather_list holds the same tensor several times: make one for each rank, not [tensor] * n")
+        raise ValueError(
+            "gather_list holds the same tensor several times: make one for each rank, not [tensor] * n"
+        )
 
     def rounds():
         receives = [(i, piece) for i, piece in enumerate(pieces) if i != root]
@@ -385,7 +440,8 @@ def gather(tensor, gather_list=None, dst=None, group=None, async_op=False, group
 
 
 def ring_all_gather(wire, chunks):
-    """All-gather by a ring: rank r starts with chunks[r], and in each round passes on what came in the round before."""
+    """All-gather by a ring: rank r starts with chunks[r], and in each round passes on what came in
+    the round before."""
     left, right = (wire.rank - 1) % wire.size, (wire.rank + 1) % wire.size
     for step in range(wire.size - 1):
         ours, theirs = (wire.rank + step) % wire.size, (wire.rank + step + 1) % wire.size
@@ -393,26 +449,32 @@ def ring_all_gather(wire, chunks):
 
 
 def ring_reduce_scatter(wire, chunks, combine, output=None):
-    """Reduce-scatter by a ring: chunk c sets out at rank c-1 and arrives, reduced, at rank c. In place: the other
-    chunks hold sums of some ranks then. Or into `output`: the chunks, equal ones, stay as they are."""
+    """Reduce-scatter by a ring: chunk c sets out at rank c-1 and arrives, reduced, at rank c. In
+    place: the other chunks hold sums of some ranks then. Or into `output`: the chunks, equal ones,
+    stay as they are."""
     n, rank, sent = wire.size, wire.rank, chunks[(wire.rank + 1) % wire.size]
     spare = spare_for(chunks[0])  # no chunk is longer
     turns = chunks[0].new_empty(2, len(chunks[0])) if output is not None else None
     for step in range(n - 1):
         chunk = chunks[(rank + step + 2) % n]
         out = chunk if output is None else output if step == n - 2 else turns[step % 2]
-        yield from wire.exchange_adding([((rank - 1) % n, sent)], [((rank + 1) % n, chunk, out)], combine, spare)
+        yield from wire.exchange_adding(
+            [((rank - 1) % n, sent)], [((rank + 1) % n, chunk, out)], combine, spare
+        )
         sent = out
     if n == 1 and output is not None:
         output.copy_(sent)
 
 
 def all_gather_single(output, input, group=None, async_op=False):
-    """Rank i's input into the i-th part of all outputs, by a ring: N-1 rounds. `input` may be its part of `output`."""
+    """Rank i's input into the i-th part of all outputs, by a ring: N-1 rounds. `input` may be its
+    part of `output`."""
     wire = wire_of(group)
     pieces, mine = cut("output", output, wire.size), input.reshape(-1)
     if pieces[0].shape != mine.shape or output.dtype != input.dtype:
-        raise ValueError(f"output is {describe(output)} and must hold {wire.size} times the input, {describe(input)}")
+        raise ValueError(
+            f"output is {describe(output)} and must hold {wire.size} times the input, {describe(input)}"
+        )
 
     def rounds():
         pieces[wire.rank].copy_(mine)
@@ -422,30 +484,40 @@ def all_gather_single(output, input, group=None, async_op=False):
 
 
 def reduce_scatter_single(output, input, op=SUM, group=None, async_op=False):
-    """The i-th part of all inputs, reduced, into rank i's output, by a ring: N-1 rounds. `output` may be its part."""
+    """The i-th part of all inputs, reduced, into rank i's output, by a ring: N-1 rounds. `output`
+    may be its part."""
     wire, combine = wire_of(group), operator(op)
     pieces, mine = cut("input", input.contiguous(), wire.size), cut("output", output, 1)[0]
     if pieces[0].shape != mine.shape or output.dtype != input.dtype:
-        raise ValueError(f"input is {describe(input)} and must hold {wire.size} times the output, {describe(output)}")
+        raise ValueError(
+            f"input is {describe(input)} and must hold {wire.size} times the output, {describe(output)}"
+        )
     if overlap(output, input) and output.data_ptr() != pieces[wire.rank].data_ptr():
-        pieces = cut("input", input.clone(), wire.size)  # or another rank's part would be overwritten before it is sent
+        # Or another rank's part would be overwritten before it is sent
+        pieces = cut("input", input.clone(), wire.size)
     agreed = wire.agree(f"reduce_scatter {op} of {describe(pieces[0])}")
     return perform(async_op, agreed, ring_reduce_scatter(wire, pieces, combine, mine))
 
 
-def all_to_all_single(output, input, output_split_sizes=None, input_split_sizes=None, group=None, async_op=False):
-    """The j-th part of rank i's input into the i-th part of rank j's output: one round, everybody to everybody. Parts
-    are equal, or have as many rows as the split sizes say."""
+def all_to_all_single(
+    output, input, output_split_sizes=None, input_split_sizes=None, group=None, async_op=False
+):
+    """The j-th part of rank i's input into the i-th part of rank j's output: one round, everybody
+    to everybody. Parts are equal, or have as many rows as the split sizes say."""
     wire = wire_of(group)
     if output.dtype != input.dtype or output.shape[1:] != input.shape[1:]:
-        raise ValueError(f"input is {describe(input)} and output {describe(output)}: their rows must be alike")
+        raise ValueError(
+            f"input is {describe(input)} and output {describe(output)}: their rows must be alike"
+        )
     if overlap(output, input):
         input = input.clone()  # or a part would be overwritten before it is sent
 
     def parts(name, tensor, sizes):
         sizes = sizes or [len(tensor) // wire.size] * wire.size
         if len(sizes) != wire.size or sum(sizes) != len(tensor):
-            raise ValueError(f"{name} has {len(tensor)} rows, which do not divide among {wire.size} ranks as {sizes}")
+            raise ValueError(
+                f"{name} has {len(tensor)} rows, which do not divide among {wire.size} ranks as {sizes}"
+            )
         return tensor.split(sizes)
 
     to, come = parts("input", input, input_split_sizes), parts("output", output, output_split_sizes)
@@ -453,15 +525,19 @@ def all_to_all_single(output, input, output_split_sizes=None, input_split_sizes=
 
     def rounds():
         come[wire.rank].copy_(to[wire.rank])
-        yield from wire.exchange([(j, to[j]) for j in others], [(j, come[j]) for j in reversed(others)])
+        yield from wire.exchange(
+            [(j, to[j]) for j in others], [(j, come[j]) for j in reversed(others)]
+        )
 
-    agreed = wire.agree(f"all_to_all of {input.dtype}", [t.numel() for t in to], [t.numel() for t in come])
+    agreed = wire.agree(
+        f"all_to_all of {input.dtype}", [t.numel() for t in to], [t.numel() for t in come]
+    )
     return perform(async_op, agreed, rounds())
 
 
 def barrier(group=None, async_op=False):
-    """Nobody leaves before all have come. In round k each rank tells the one 2^k further on: ceil(log2 N) rounds
-    (Hensgen, Finkel and Manber 1988)."""
+    """Nobody leaves before all have come. In round k each rank tells the one 2^k further on:
+    ceil(log2 N) rounds (Hensgen, Finkel and Manber 1988)."""
     wire = wire_of(group)
 
     def rounds():
@@ -491,7 +567,8 @@ def server(wire, x, combine):
 
 
 def in_order(rank, x, incoming, combine):
-    """x of this rank and the other ranks' `incoming`, reduced in the order of the ranks: the same bits everywhere."""
+    """x of this rank and the other ranks' `incoming`, reduced in the order of the ranks: the same
+    bits everywhere."""
     parts = [*incoming[:rank], x, *incoming[rank:]]
     total = combine(parts[0], parts[1])
     for part in parts[2:]:
@@ -500,12 +577,15 @@ def in_order(rank, x, incoming, combine):
 
 
 def sequential(wire, x, combine):
-    """N reduces, to rank 0, 1, ...: nobody starts the next before it is through with the last. Holds N S more."""
+    """N reduces, to rank 0, 1, ...: nobody starts the next before it is through with the last.
+    Holds N S more."""
     total = x
     for root in range(wire.size):
         if wire.rank == root:
             incoming = x.new_empty(wire.size - 1, x.numel())
-            yield from wire.exchange([], list(zip([i for i in range(wire.size) if i != root], incoming)))
+            yield from wire.exchange(
+                [], list(zip([i for i in range(wire.size) if i != root], incoming))
+            )
             total = in_order(root, x, incoming, combine)
         else:
             yield from wire.exchange([(root, x)], [])
@@ -528,22 +608,29 @@ def ring(wire, x, combine):
 
 
 def halving_doubling(wire, x, combine):
-    """Exchange half of what is left with a partner at distance 1, 2, 4, ..., then the same way back.
+    """Exchange half of what is left with a partner at distance 1, 2, 4, ..., then the same way
+    back.
 
-    p is the largest power of two: rank p+i first gives its tensor to rank i, pauses, and gets the result at the end.
+    p is the largest power of two: rank p+i first gives its tensor to rank i, pauses, and gets the
+    result at the end.
     """
     p = 1 << (wire.size.bit_length() - 1)
     extra = [wire.rank + p] if wire.rank + p < wire.size else []
     folded = [wire.rank - p] if wire.rank >= p else []
     spare = spare_for(x)
     if p < wire.size:
-        yield from wire.exchange_adding([(i, x) for i in folded], [(i, x, x) for i in extra], combine, spare)
+        yield from wire.exchange_adding(
+            [(i, x) for i in folded], [(i, x, x) for i in extra], combine, spare
+        )
     low, high, way_back = 0, x.numel(), []
     for distance in [1 << i for i in range(p.bit_length() - 1)]:
         partner = [wire.rank ^ distance] if not folded else []
         halves = [slice(low, (low + high) // 2), slice((low + high) // 2, high)]
         mine, theirs = reversed(halves) if wire.rank & distance else halves
-        sends, receives = [(i, x[theirs]) for i in partner], [(i, x[mine], x[mine]) for i in partner]
+        sends, receives = (
+            [(i, x[theirs]) for i in partner],
+            [(i, x[mine], x[mine]) for i in partner],
+        )
         yield from wire.exchange_adding(sends, receives, combine, spare)
         low, high = mine.start, mine.stop
         way_back.append((partner, mine, theirs))
@@ -559,9 +646,10 @@ def default_node(ranks):
 
 
 def hierarchical(wire, x, combine, node=None):
-    """For nodes of `node` neighbouring ranks, fast inside: reduce-scatter inside, all-reduce of the chunk with the
-    ranks in the same place of the other nodes, all-gather inside. 2 (N/node - 1) slow rounds instead of 2 (N-1), and
-    only 1/node of the tensor on each rank's slow link. ValueError where the ranks do not divide."""
+    """For nodes of `node` neighbouring ranks, fast inside: reduce-scatter inside, all-reduce of the
+    chunk with the ranks in the same place of the other nodes, all-gather inside. 2 (N/node - 1)
+    slow rounds instead of 2 (N-1), and only 1/node of the tensor on each rank's slow link.
+    ValueError where the ranks do not divide."""
     node = node or default_node(wire.size)
     if wire.size % node:
         raise ValueError(f"{wire.size} ranks do not divide into nodes of {node}")
@@ -575,7 +663,8 @@ def hierarchical(wire, x, combine, node=None):
 
 
 def as_all_reduce(algorithm):
-    """all_reduce(tensor, op=SUM, group=None, async_op=False, **options), to stand in for torch.distributed's."""
+    """all_reduce(tensor, op=SUM, group=None, async_op=False, **options), to stand in for
+    torch.distributed's."""
 
     def all_reduce(tensor, op=SUM, group=None, async_op=False, **options):
         wire, combine = wire_of(group), operator(op)
@@ -588,7 +677,9 @@ def as_all_reduce(algorithm):
                 tensor.copy_(x.view(tensor.shape))
 
         how = f"{algorithm.__name__} {options or ''}".strip()
-        return perform(async_op, wire.agree(f"all_reduce by {how}, {op} of {describe(tensor)}"), rounds())
+        return perform(
+            async_op, wire.agree(f"all_reduce by {how}, {op} of {describe(tensor)}"), rounds()
+        )
 
     return all_reduce
 
@@ -615,7 +706,8 @@ class Cost(NamedTuple):
 
 
 def tally(logs):
-    """The Cost of what the Counters of all ranks logged: replays the logs to find the longest chain of messages."""
+    """The Cost of what the Counters of all ranks logged: replays the logs to find the longest chain
+    of messages."""
     clocks, place, mail, moved = [0] * len(logs), [0] * len(logs), {}, True
     while moved:
         moved = False
@@ -629,7 +721,9 @@ def tally(logs):
                     break  # not sent yet
                 place[rank], moved = place[rank] + 1, True
     sent = [sum(size for kind, _, size in log if kind == "send") for log in logs]
-    return Cost(max(clocks), max(sent), max(sum(size for *_, size in log) for log in logs), sum(sent))
+    return Cost(
+        max(clocks), max(sent), max(sum(size for *_, size in log) for log in logs), sum(sent)
+    )
 
 
 def formulas(n, size, node=None):
@@ -646,13 +740,20 @@ def formulas(n, size, node=None):
             2 * (p - 1) * size / p + fold * size,
             2 * (n - 1) * size,
         ),
-        "hierarchical": (2 * (node - 1) + 2 * (n // node - 1), 2 * (n - 1) * size / n, 2 * (n - 1) * size),
+        "hierarchical": (
+            2 * (node - 1) + 2 * (n // node - 1),
+            2 * (n - 1) * size / n,
+            2 * (n - 1) * size,
+        ),
     }
-    return {name: Cost(rounds, sent, 2 * sent, total) for name, (rounds, sent, total) in rows.items()}
+    return {
+        name: Cost(rounds, sent, 2 * sent, total) for name, (rounds, sent, total) in rows.items()
+    }
 
 
 class Link(NamedTuple):
-    """The alpha-beta model: a round in which a rank sends s bytes takes alpha + beta s seconds, both ways at a time."""
+    """The alpha-beta model: a round in which a rank sends s bytes takes alpha + beta s seconds,
+    both ways at a time."""
 
     alpha: float
     beta: float
@@ -661,9 +762,9 @@ class Link(NamedTuple):
 def predict(n, size, link, inside=None, node=None):
     """{algorithm: seconds} of an all-reduce of `size` bytes on n ranks.
 
-    `inside` is the link within nodes of `node` ranks; only hierarchical gains by it, the others' rounds wait for the
-    slow links. Every rank has a link of its own. Adding up takes no time, nor does posting many messages in one round,
-    which flatters server and direct.
+    `inside` is the link within nodes of `node` ranks; only hierarchical gains by it, the others'
+    rounds wait for the slow links. Every rank has a link of its own. Adding up takes no time, nor
+    does posting many messages in one round, which flatters server and direct.
     """
     node = node or default_node(n)
     # Bytes that wait for each other: more than one rank sends where others send before or after it
@@ -672,9 +773,16 @@ def predict(n, size, link, inside=None, node=None):
     serial["server"] *= 2  # in, then out
     serial["sequential"] *= n
     serial["halving-doubling"] += size * (n & (n - 1) > 0)  # into rank 0 first, out of it last
-    times = {name: cost.rounds * link.alpha + serial[name] * link.beta for name, cost in costs.items()}
-    tiers = (formulas(node, size)["ring"], inside or link), (formulas(n // node, size / node)["ring"], link)
-    return times | {"hierarchical": sum(c.rounds * tier.alpha + c.sent * tier.beta for c, tier in tiers)}
+    times = {
+        name: cost.rounds * link.alpha + serial[name] * link.beta for name, cost in costs.items()
+    }
+    tiers = (
+        (formulas(node, size)["ring"], inside or link),
+        (formulas(n // node, size / node)["ring"], link),
+    )
+    return times | {
+        "hierarchical": sum(c.rounds * tier.alpha + c.sent * tier.beta for c, tier in tiers)
+    }
 
 
 # --- demo ---
@@ -702,14 +810,31 @@ def main():
     why = "ranks that share fast links, for hierarchical (default: the largest divisor up to the square root of their number)"
     p.add_argument("--nodes-of", **harness.POSITIVE, help=why)
     harness.plot_flag(p, "draw time against size")
-    p.add_argument("--ranks", **harness.POSITIVE, help="run nothing, predict the times on N ranks, by the links below")
+    p.add_argument(
+        "--ranks",
+        **harness.POSITIVE,
+        help="run nothing, predict the times on N ranks, by the links below",
+    )
     for where, alpha, beta in (("", "5us", "50GB/s"), ("inside-", "2us", "300GB/s")):
         of = f"of a link {'inside a node' if where else 'between nodes'}, with --ranks (default: %(default)s)"
         latency, speed = quantity(TIME, "5us"), quantity(SPEED, "50GB/s")
-        p.add_argument(f"--{where}alpha", type=latency, default=alpha, metavar="TIME", help="latency " + of)
-        p.add_argument(f"--{where}beta", type=speed, default=beta, metavar="SPEED", help="bandwidth " + of)
-    p.add_argument("--nproc", **harness.POSITIVE, help="processes to start here when torchrun did not (default: 4)")
-    p.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto", help="auto: GPUs where there are any")
+        p.add_argument(
+            f"--{where}alpha", type=latency, default=alpha, metavar="TIME", help="latency " + of
+        )
+        p.add_argument(
+            f"--{where}beta", type=speed, default=beta, metavar="SPEED", help="bandwidth " + of
+        )
+    p.add_argument(
+        "--nproc",
+        **harness.POSITIVE,
+        help="processes to start here when torchrun did not (default: 4)",
+    )
+    p.add_argument(
+        "--device",
+        choices=["auto", "cpu", "cuda"],
+        default="auto",
+        help="auto: GPUs where there are any",
+    )
     p.add_argument("--backend", choices=["gloo", "nccl"], help="default: nccl on GPUs, else gloo")
     p.add_argument("--json", metavar="FILE", help="write what was measured as JSON")
     p.add_argument("--quiet", action="store_true", help="print nothing but errors")
@@ -720,12 +845,16 @@ def main():
         if args.plot and world == 1:
             raise harness.Refused("--plot needs two ranks or more: one sends nothing")
         if args.nodes_of and world % args.nodes_of:
-            raise harness.Refused(f"{world} ranks do not divide into nodes of --nodes-of {args.nodes_of}")
+            raise harness.Refused(
+                f"{world} ranks do not divide into nodes of --nodes-of {args.nodes_of}"
+            )
 
     if args.ranks:
         check(args.ranks)
         if args.plot or args.json:
-            raise harness.Refused("--ranks runs nothing that --plot or --json could show: leave one of them out")
+            raise harness.Refused(
+                "--ranks runs nothing that --plot or --json could show: leave one of them out"
+            )
         predict_only(args)
     else:
         harness.launch(demo, args, check=check, run=Rank)
@@ -741,22 +870,30 @@ def quantity(units, example):
         except (KeyError, ValueError):
             value = 0
         if not 0 < value < math.inf:
-            raise argparse.ArgumentTypeError(f"{text!r} is not a number with its unit, such as {example}")
+            raise argparse.ArgumentTypeError(
+                f"{text!r} is not a number with its unit, such as {example}"
+            )
         return value
 
     return parse
 
 
 def shown(value, units):
-    unit = max((u for u in units if units[u] <= value), key=units.get, default=min(units, key=units.get))
+    unit = max(
+        (u for u in units if units[u] <= value), key=units.get, default=min(units, key=units.get)
+    )
     return f"{value / units[unit]:.3g} {unit}"
 
 
 def predict_only(args):
     node = args.nodes_of or default_node(args.ranks)
     link, inside = Link(args.alpha, 1 / args.beta), Link(args.inside_alpha, 1 / args.inside_beta)
-    print(f"predicted: all-reduce on {args.ranks} ranks; links: {shown(link.alpha, TIME)}, {shown(args.beta, SPEED)};")
-    print(f"in nodes of {node}, for hierarchical: {shown(inside.alpha, TIME)}, {shown(args.inside_beta, SPEED)}")
+    print(
+        f"predicted: all-reduce on {args.ranks} ranks; links: {shown(link.alpha, TIME)}, {shown(args.beta, SPEED)};"
+    )
+    print(
+        f"in nodes of {node}, for hierarchical: {shown(inside.alpha, TIME)}, {shown(args.inside_beta, SPEED)}"
+    )
     print(f"{'':>8s}" + "".join(f"{name:>18s}" for name in ALL_REDUCE))
     for size in [10.0**k for k in range(3, 11)]:
         times = predict(args.ranks, size, link, inside, node)
@@ -776,13 +913,15 @@ class Rank(NamedTuple):
 
 
 def use_all(lib, x, rank, n, group=None):
-    """{name: result} of every collective of `lib`, this module or torch.distributed. x has 3 n elements."""
+    """{name: result} of every collective of `lib`, this module or torch.distributed. x has 3 n
+    elements."""
     pieces, last, out = list(x.chunk(n)), n - 1, {}
     out["broadcast"] = t = x.clone()
     lib.broadcast(t, group=group, group_src=last)
     t = x.clone()
     lib.reduce(t, group=group, group_dst=last)
-    out["reduce"] = t if rank == last else x  # what torch leaves on the other ranks is nobody's business
+    # What torch leaves on the other ranks is nobody's business
+    out["reduce"] = t if rank == last else x
     out["scatter"] = t = torch.zeros_like(pieces[0])
     lib.scatter(t, pieces if rank == last else None, group=group, group_src=last)
     out["gather"] = t = x.new_zeros(n, len(x))
@@ -815,17 +954,22 @@ def torchs():
     """torch.distributed, under the names that two of its functions have from 2.13 on."""
     theirs = types.SimpleNamespace(**vars(dist))
     theirs.all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-    theirs.reduce_scatter_single = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+    theirs.reduce_scatter_single = getattr(
+        dist, "reduce_scatter_single", dist.reduce_scatter_tensor
+    )
     return theirs
 
 
 def differences(run):
-    """{collective: dtypes in which this rank's result is not torch's}. Sums of small whole numbers are exact."""
+    """{collective: dtypes in which this rank's result is not torch's}. Sums of small whole numbers
+    are exact."""
     different = {}
     for dtype in DTYPES:
         torch.manual_seed(run.rank)
         x = torch.randint(-8, 9, (3 * run.world,)).to(run.device, dtype)
-        ours, theirs = (use_all(lib, x, run.rank, run.world) for lib in (sys.modules[__name__], torchs()))
+        ours, theirs = (
+            use_all(lib, x, run.rank, run.world) for lib in (sys.modules[__name__], torchs())
+        )
         for name, algorithm in ALL_REDUCE.items():
             ours[name] = x.clone()
             algorithm(ours[name])
@@ -842,7 +986,8 @@ def everywhere(run, value):
 
 
 def seconds(run, call, *args, times=5):
-    """The least of the times that the slowest rank took: the machine's other work only ever adds."""
+    """The least of the times that the slowest rank took: the machine's other work only ever
+    adds."""
     taken = torch.zeros(times, dtype=torch.float64, device=run.device)
     for i in range(times):
         dist.barrier()
@@ -862,8 +1007,12 @@ def demo(run):
     ways = ALL_REDUCE | {"hierarchical": functools.partial(ALL_REDUCE["hierarchical"], node=node)}
 
     found = everywhere(run, differences(run))
-    differ = sorted({f"{name} in {dtype}" for one in found for name, dtypes in one.items() for dtype in dtypes})
-    verdict = "differ from torch's: " + ", ".join(differ) if differ else "equal torch's, bit for bit"
+    differ = sorted(
+        {f"{name} in {dtype}" for one in found for name, dtypes in one.items() for dtype in dtypes}
+    )
+    verdict = (
+        "differ from torch's: " + ", ".join(differ) if differ else "equal torch's, bit for bit"
+    )
     say(f"{len(found[0])} collectives on {n} ranks in {len(DTYPES)} dtypes {verdict}")
 
     unit = 4 * n * (1 << (n.bit_length() - 1))  # all chunks of all algorithms come out equal
@@ -873,13 +1022,24 @@ def demo(run):
         counter = Counter()
         way(x, group=counter)
         counted[name] = tally(everywhere(run, counter.log))
-    titles = "".join(f"{title:>24s}" for title in ("rounds", "sent by one", "in and out of one", "sent by all"))
-    say(f"\nall-reduce of {size} bytes, hierarchical in nodes of {node}: counted / by the formula\n{'':18s}{titles}")
+    titles = "".join(
+        f"{title:>24s}" for title in ("rounds", "sent by one", "in and out of one", "sent by all")
+    )
+    say(
+        f"\nall-reduce of {size} bytes, hierarchical in nodes of {node}: counted / by the formula\n{'':18s}{titles}"
+    )
     for name, cost in counted.items():
-        cells = [f"{got} / {due:.0f}{' WRONG' * (got != due)}" for got, due in zip(cost, expected[name])]
+        cells = [
+            f"{got} / {due:.0f}{' WRONG' * (got != due)}" for got, due in zip(cost, expected[name])
+        ]
         say(f"  {name:16s}" + "".join(f"{cell:>24s}" for cell in cells))
 
-    result = {"ok": not differ and counted == expected, "world_size": n, "layout": {"node": node}, "differ": differ}
+    result = {
+        "ok": not differ and counted == expected,
+        "world_size": n,
+        "layout": {"node": node},
+        "differ": differ,
+    }
     for key, costs in (("counted", counted), ("formulas", expected)):
         result[key] = {name: cost._asdict() for name, cost in costs.items()}
     if n > 1:
@@ -894,18 +1054,24 @@ def demo(run):
 
 
 def curve(run, ways, node, say):
-    """Time against size: measured, and by the model, fitted to rounds of one message from each rank to the next (least
-    squares of the relative error)."""
+    """Time against size: measured, and by the model, fitted to rounds of one message from each rank
+    to the next (least squares of the relative error)."""
     n, wire, rows, fit = run.world, Wire(), [], []
     for size in [1 << k for k in range(10, 25, 2) if n * n << k <= 1 << 28]:
         x, y = torch.zeros(2, size // 4, device=run.device)
         sends, receives = [((run.rank - 1) % n, x)], [((run.rank + 1) % n, y)]
         t = seconds(run, lambda: perform(False, wire.exchange(sends, receives)))  # noqa: B023
         fit.append([1 / t, size / t])
-        times = {name: seconds(run, way, x) for name, way in {"torch": dist.all_reduce, **ways}.items()}
+        times = {
+            name: seconds(run, way, x) for name, way in {"torch": dist.all_reduce, **ways}.items()
+        }
         rows.append({"bytes": size, "seconds": times})
     fit = torch.tensor(fit, dtype=torch.float64)
-    alpha, beta = torch.linalg.lstsq(fit, torch.ones(len(fit), 1, dtype=torch.float64)).solution.flatten().tolist()
+    alpha, beta = (
+        torch.linalg.lstsq(fit, torch.ones(len(fit), 1, dtype=torch.float64))
+        .solution.flatten()
+        .tolist()
+    )
     link = Link(max(alpha, 1e-9), max(beta, 1e-15))
     links = f"{shown(link.alpha, TIME)} and {shown(1 / link.beta, SPEED)}"
     say(f"\nmilliseconds, and how far from that the model is, with links of {links}, fitted here")
@@ -919,13 +1085,17 @@ def curve(run, ways, node, say):
     errors = [abs(error) for row in rows for error in row["error"].values()]
     latency, both = predict(n, 0, link, node=node), predict(n, 1, link, node=node)
     meet = {name: latency[name] / (both[name] - latency[name]) for name in ways}
-    say(f"{'latency = bandwidth':18s}" + "".join(f"{shown(size, SIZE):>17s}" for size in meet.values()))
+    say(
+        f"{'latency = bandwidth':18s}"
+        + "".join(f"{shown(size, SIZE):>17s}" for size in meet.values())
+    )
     say(f"  the model's error: median {statistics.median(errors):.0%}, largest {max(errors):.0%}")
     return {"alpha": link.alpha, "beta": link.beta, "curve": rows, "crossover": meet}
 
 
 def plot(name, result):
-    """Time against size: measured (dots), by the model (lines), and where the model's two terms are equal (ticks)."""
+    """Time against size: measured (dots), by the model (lines), and where the model's two terms are
+    equal (ticks)."""
     plt = harness.pyplot()
     figure, axes = plt.subplots(figsize=(8, 5))
     rows, colors = result["curve"], plt.rcParams["axes.prop_cycle"].by_key()["color"]
@@ -937,7 +1107,9 @@ def plot(name, result):
         axes.axvline(result["crossover"][way], ymax=0.04, color=color, linewidth=3)
     axes.set(xscale="log", yscale="log", xlabel="bytes", ylabel="seconds")
     title = f"all-reduce on {result['world_size']} ranks: measured (dots), alpha-beta model (lines)"
-    axes.set_title(title + "\nticks: left of them latency-bound, right of them bandwidth-bound", fontsize=10)
+    axes.set_title(
+        title + "\nticks: left of them latency-bound, right of them bandwidth-bound", fontsize=10
+    )
     axes.legend(frameon=False)
     harness.save(figure, name)
 

@@ -1,4 +1,5 @@
-"""Data parallelism: every rank holds the whole model and a part of the batch; gradients are summed over the ranks.
+"""Data parallelism: every rank holds the whole model and a part of the batch; gradients are summed
+over the ranks.
 
 What is split: the batch. Rank i of N computes the gradient of its B/N samples.
 
@@ -14,27 +15,31 @@ What is sent: the gradient of every parameter, once a step. Four ways to add the
     overlapped   buckets fill in the order in which backward produces gradients, the last layers first; the all-reduce of a
                  full bucket runs while backward goes on (Li et al. 2020)
 
-The gradient buffers *are* the buckets: `p.grad` is a view of its bucket, and autograd adds in place to a gradient that is
-there, so nothing is copied in or out. With gradient accumulation a bucket starts only when the last micro-batch's gradients
-are in: one synchronisation a step.
+The gradient buffers *are* the buckets: `p.grad` is a view of its bucket, and autograd adds in place
+to a gradient that is there, so nothing is copied in or out. With gradient accumulation a bucket
+starts only when the last micro-batch's gradients are in: one synchronisation a step.
 
-Backward: it is the model's own, and only its results are added up. The loss is a sum over tokens divided by the *global* number
-of tokens, so the gradients of the parts simply add up: nothing is averaged, and unequal parts are right. (PyTorch's DDP
-averages over the ranks, which is right if all parts have as many tokens.)
+Backward: it is the model's own, and only its results are added up. The loss is a sum over tokens
+divided by the *global* number of tokens, so the gradients of the parts simply add up: nothing is
+averaged, and unequal parts are right. (PyTorch's DDP averages over the ranks, which is right if all
+parts have as many tokens.)
 
-What it costs, per rank and step, P parameters of e bytes, r = (N-1)/N: an all-reduce by a ring sends 2 r P e, whatever the
-number of buckets; each message also costs its latency, so few large ones win. The server alone sends (N-1) P e and receives as
-much: it is the bottleneck. Held: parameters, gradients and AdamW's two moments, 4 P e, on every rank (the moments on the server
-only, in that way), and the activations of the rank's own rows. Backward, 4 flops a weight and token at f flop/s, hides the
-all-reduce at w bytes/s if a rank has more than r e f / (2 w) tokens: 8,000 for 2 bytes, 400 TFLOP/s and 50 GB/s.
+What it costs, per rank and step, P parameters of e bytes, r = (N-1)/N: an all-reduce by a ring
+sends 2 r P e, whatever the number of buckets; each message also costs its latency, so few large
+ones win. The server alone sends (N-1) P e and receives as
+much: it is the bottleneck. Held: parameters, gradients and AdamW's two moments, 4 P e, on every
+rank (the moments on the server only, in that way), and the activations of the rank's own rows.
+Backward, 4 flops a weight and token at f flop/s, hides the all-reduce at w bytes/s if a rank has
+more than r e f / (2 w) tokens: 8,000 for 2 bytes, 400 TFLOP/s and 50 GB/s.
 
-When it is the wrong choice: where 4 P e and the activations don't fit (zero.py is the next step), and where so many ranks share
-the batch that backward is over before the gradients are through.
+When it is the wrong choice: where 4 P e and the activations don't fit (zero.py is the next step),
+and where so many ranks share the batch that backward is over before the gradients are through.
 
     torchrun --nproc_per_node=4 ddp.py            python ddp.py --sync naive --optimizer sgd --microbatches 4
 
-Papers: Li et al. 2020, PyTorch Distributed, arXiv:2006.15704, section 3.2 (buckets, overlap); Li et al. 2014, Scaling
-distributed machine learning with the parameter server, section 3; Patarasuk and Yuan 2009 (the ring).
+Papers: Li et al. 2020, PyTorch Distributed, arXiv:2006.15704, section 3.2 (buckets, overlap); Li et
+al. 2014, Scaling distributed machine learning with the parameter server, section 3; Patarasuk and
+Yuan 2009 (the ring).
 """
 
 from collections import Counter
@@ -47,16 +52,24 @@ def trained_and_frozen(parameters):
     """Two lists: the parameters that need a gradient, and the others.
 
     Raises ValueError if something else than parameters is given, or if none needs a gradient."""
-    if isinstance(parameters, torch.nn.Module) and not isinstance(parameters, torch.nn.ParameterList):
-        raise ValueError(f"give model.parameters() instead of the model, a {type(parameters).__name__}")
+    if isinstance(parameters, torch.nn.Module) and not isinstance(
+        parameters, torch.nn.ParameterList
+    ):
+        raise ValueError(
+            f"give model.parameters() instead of the model, a {type(parameters).__name__}"
+        )
     parameters = list(parameters)
     for p in parameters:
         if not isinstance(p, torch.Tensor) or not p.is_leaf:
             kind = "computed tensor" if isinstance(p, torch.Tensor) else type(p).__name__
-            raise ValueError(f"give model.parameters(): there is a {kind} where a parameter should be")
+            raise ValueError(
+                f"give model.parameters(): there is a {kind} where a parameter should be"
+            )
     trained = [p for p in parameters if p.requires_grad]
     if not trained:
-        raise ValueError("no parameter needs a gradient: all are frozen, or parameters() was used up before")
+        raise ValueError(
+            "no parameter needs a gradient: all are frozen, or parameters() was used up before"
+        )
     return trained, [p for p in parameters if not p.requires_grad]
 
 
@@ -72,10 +85,14 @@ class Bucket:
         self.parameters = parameters
         first = parameters[0]
         if any((p.dtype, p.device) != (first.dtype, first.device) for p in parameters):
-            raise ValueError("parameters that share a buffer must be of one dtype and on one device")
+            raise ValueError(
+                "parameters that share a buffer must be of one dtype and on one device"
+            )
         placement = getattr(first, "placement", {})
         self.partial, self.data = placement.get("partial", []), placement.get("data")
-        self.flat = torch.zeros(sum(p.numel() for p in parameters), dtype=first.dtype, device=first.device)
+        self.flat = torch.zeros(
+            sum(p.numel() for p in parameters), dtype=first.dtype, device=first.device
+        )
         for p, piece in zip(parameters, self.flat.split([p.numel() for p in parameters])):
             p.grad = piece.view_as(p)
         self.missing = 0  # gradients still to come before the bucket is full
@@ -110,7 +127,9 @@ class Step:
         self._begin()
         for bucket in buckets:
             for p in bucket.parameters:
-                p.register_post_accumulate_grad_hook(lambda p, bucket=bucket: self._arrived(bucket, p))
+                p.register_post_accumulate_grad_hook(
+                    lambda p, bucket=bucket: self._arrived(bucket, p)
+                )
 
     def _arrived(self, bucket, p):
         """Called with every gradient."""
@@ -155,9 +174,13 @@ class Step:
         if self.finished:
             raise RuntimeError("finish() a second time would sum the sums: call zero_grad() first")
         if self.in_backward:
-            raise RuntimeError("a backward pass broke off: start the step again with zero_grad(), on every rank")
+            raise RuntimeError(
+                "a backward pass broke off: start the step again with zero_grad(), on every rank"
+            )
         if self.versions not in (None, self._weight_versions()):
-            raise RuntimeError("the weights changed before finish(): call optimizer.step() after it")
+            raise RuntimeError(
+                "the weights changed before finish(): call optimizer.step() after it"
+            )
         if any(p.requires_grad for p in self.frozen):
             raise RuntimeError(
                 "a parameter was unfrozen and its gradient is not summed: give it unfrozen, and freeze it afterwards"
@@ -168,9 +191,10 @@ class Step:
 
 
 def make_buckets(parameters, bucket_bytes):
-    """Fill buckets of at most `bucket_bytes` (a larger parameter gets its own) from the last parameter to the first, the
-    order in which backward produces gradients. The parameters of a bucket are of one dtype, on one device, partial over the
-    same groups, and of the same data-parallel group."""
+    """Fill buckets of at most `bucket_bytes` (a larger parameter gets its own) from the last
+    parameter to the first, the order in which backward produces gradients. The parameters of a
+    bucket are of one dtype, on one device, partial over the same groups, and of the same
+    data-parallel group."""
     lists, latest, size = [], {}, {}
     for p in reversed([p for p in parameters if p.requires_grad]):
         placement = getattr(p, "placement", {})
@@ -217,13 +241,22 @@ class DDP(Step):
     starts again. If one rank alone starts again, the others wait for it in finish(). But if some of
     its all-reduces had already started, the others find NaN in the rest: they must give up too.
 
-    Beside other kinds of parallelism (to be skipped at first): a parameter that gets its gradient in two passes each (a
-    pipeline rank's two stages share it) is listed twice. One may be partial over further groups (`parameter.placement`, as
-    tensor_parallel.shard writes it; a matrix tied across pipeline stages): finish() sums its gradient over them too.
-    `placement["data"]` is another group than `group` that holds copies of it (an expert, of which there are fewer).
+    Beside other kinds of parallelism (to be skipped at first): a parameter that gets its gradient
+    in two passes each (a pipeline rank's two stages share it) is listed twice. One may be partial
+    over further groups (`parameter.placement`, as tensor_parallel.shard writes it; a matrix tied
+    across pipeline stages): finish() sums its gradient over them too. `placement["data"]` is
+    another group than `group` that holds copies of it (an expert, of which there are fewer).
     """
 
-    def __init__(self, parameters, group, microbatches=1, bucket_bytes=25 << 20, overlap=True, all_reduce=dist.all_reduce):
+    def __init__(
+        self,
+        parameters,
+        group,
+        microbatches=1,
+        bucket_bytes=25 << 20,
+        overlap=True,
+        all_reduce=dist.all_reduce,
+    ):
         self.group, self.overlap, self.all_reduce = group, overlap, all_reduce
         trained, frozen = trained_and_frozen(parameters)
         uses = Counter(trained)
@@ -236,7 +269,8 @@ class DDP(Step):
         """Start a step. If one was given up with all-reduces on their way, join them all first."""
         self._check_summed()
         if self.works:
-            # Other ranks may have started more of them, or fewer. NaN: these gradients are incomplete
+            # Other ranks may have started more of them, or fewer. NaN: these gradients are
+            # incomplete
             for bucket in self.buckets[self.next :]:
                 bucket.flat.fill_(float("nan"))
             self._join()
@@ -254,16 +288,20 @@ class DDP(Step):
         bucket.check(p)
         bucket.missing -= 1
         if bucket.missing < 0:
-            raise RuntimeError(f"more backward passes than the {self.microbatches} that DDP was told of")
+            raise RuntimeError(
+                f"more backward passes than the {self.microbatches} that DDP was told of"
+            )
         if self.overlap:
             self._start_full_buckets()
 
     def _start_full_buckets(self, rest=False):
-        # In the same order on every rank: all-reduces swapped between ranks would add up the wrong buckets, silently. So one
-        # that is full early waits for those before it
+        # In the same order on every rank: all-reduces swapped between ranks would add up the wrong
+        # buckets, silently. So one that is full early waits for those before it
         while self.next < len(self.buckets) and (rest or self.buckets[self.next].missing == 0):
             bucket = self.buckets[self.next]
-            self.works.append(self.all_reduce(bucket.flat, group=bucket.data or self.group, async_op=True))
+            self.works.append(
+                self.all_reduce(bucket.flat, group=bucket.data or self.group, async_op=True)
+            )
             self.next += 1
 
     def _join(self):
@@ -274,8 +312,8 @@ class DDP(Step):
         self.works = []
 
     def finish(self):
-        """Reduce the buckets that are not on their way (all of them without overlap; with it those that never filled, since a
-        parameter may get no gradient), and wait for all."""
+        """Reduce the buckets that are not on their way (all of them without overlap; with it those
+        that never filled, since a parameter may get no gradient), and wait for all."""
         self._end()
         self.early = self.next
         self._join()
@@ -308,7 +346,8 @@ class Naive(Step):
 
 
 class ParameterServer(Step):
-    """Rank 0 of `group` is the server (and a worker too): it alone has the global gradient and takes the step.
+    """Rank 0 of `group` is the server (and a worker too): it alone has the global gradient and
+    takes the step.
 
         server = ParameterServer(model.parameters(), group)     # the replicas may start different
         for step in ...:
@@ -343,9 +382,13 @@ class ParameterServer(Step):
         """The server's weights to every worker."""
         storage = self.weights.untyped_storage()._cdata
         if any(p.untyped_storage()._cdata != storage for p in self.bucket.parameters):
-            raise RuntimeError("p.data was replaced: move or cast the model before ParameterServer(...), and fill it in place")
+            raise RuntimeError(
+                "p.data was replaced: move or cast the model before ParameterServer(...), and fill it in place"
+            )
         if self.rank == 0:
-            works = [dist.isend(self.weights, group=self.group, group_dst=r) for r in range(1, self.size)]
+            works = [
+                dist.isend(self.weights, group=self.group, group_dst=r) for r in range(1, self.size)
+            ]
             for work in works:
                 work.wait()
         else:
@@ -376,14 +419,23 @@ import harness
 def main():
     parser = harness.parser(__doc__)
     why = "how gradients are added up, as above: the first three show what overlapped gains"
-    parser.add_argument("--sync", choices=["server", "naive", "bucketed", "overlapped"], default="overlapped", help=why)
+    parser.add_argument(
+        "--sync",
+        choices=["server", "naive", "bucketed", "overlapped"],
+        default="overlapped",
+        help=why,
+    )
     why = "of a bucket: large ones send faster, small ones start earlier. The model is small; for large ones take 25"
     parser.add_argument("--bucket-mb", type=harness.real(0), default=0.5, metavar="MB", help=why)
     why = "who adds up a bucket: torch.distributed, or one of collectives.py's algorithms (bucketed and overlapped only)"
-    parser.add_argument("--all-reduce", choices=["torch", *collectives.ALL_REDUCE], default="torch", help=why)
+    parser.add_argument(
+        "--all-reduce", choices=["torch", *collectives.ALL_REDUCE], default="torch", help=why
+    )
     args = parser.parse_args()
     if args.all_reduce != "torch" and args.sync in ("server", "naive"):
-        raise harness.Refused(f"--all-reduce {args.all_reduce} needs buckets: use --sync bucketed or overlapped")
+        raise harness.Refused(
+            f"--all-reduce {args.all_reduce} needs buckets: use --sync bucketed or overlapped"
+        )
     harness.configure(args)
     harness.launch(demo, args, check=lambda world: harness.check_batch(args, world))
 
@@ -407,7 +459,8 @@ def demo(run):
         sync.zero_grad()
         loss = run.zero()
         for tokens, targets, samples in run.microbatches(step, run.rank, run.world):
-            part = model(tokens, targets=targets, count=run.count, samples=samples)  # count: the global batch's tokens
+            # Count: the global batch's tokens
+            part = model(tokens, targets=targets, count=run.count, samples=samples)
             part.backward()
             loss += part.detach()
         sync.finish()
@@ -421,19 +474,32 @@ def demo(run):
 
     n, c, size = run.world, run.config, sum(p.numel() * p.element_size() for p in parameters)
     if args.sync == "server":
-        sent = {("send", "dp"): ((n - 1) * size if run.rank == 0 else size, "(N-1) P e, the server")}
+        sent = {
+            ("send", "dp"): ((n - 1) * size if run.rank == 0 else size, "(N-1) P e, the server")
+        }
     elif args.all_reduce == "torch":
-        sent = {("all_reduce", "dp"): (harness.formulas.all_reduce_sent(size + 8, n), "2 r P e, and the loss, 8 bytes")}
-    activations = c.layers * harness.activation_bytes(c, args.batch // n // args.microbatches, run.dtype.itemsize)
+        sent = {
+            ("all_reduce", "dp"): (
+                harness.formulas.all_reduce_sent(size + 8, n),
+                "2 r P e, and the loss, 8 bytes",
+            )
+        }
+    activations = c.layers * harness.activation_bytes(
+        c, args.batch // n // args.microbatches, run.dtype.itemsize
+    )
     held = run.states(size, "P e", leader)
     held["activations_peak"] = activations, "norms', heads' and hidden values of the blocks"
     notes = []
     if args.all_reduce != "torch":
         sent = {("all_reduce", "dp"): (harness.formulas.all_reduce_sent(8, n), "the loss, 8 bytes")}
         cost = collectives.formulas(n, size)[args.all_reduce]
-        notes = [f"by its formula, the rank that sends most in a {args.all_reduce} all-reduce sends {cost.sent:,.0f} bytes"]
+        notes = [
+            f"by its formula, the rank that sends most in a {args.all_reduce} all-reduce sends {cost.sent:,.0f} bytes"
+        ]
     if args.sync == "overlapped":
-        notes += [f"{sync.early} of {len(sync.buckets)} buckets were on their way before backward was over"]
+        notes += [
+            f"{sync.early} of {len(sync.buckets)} buckets were on their way before backward was over"
+        ]
     return run.receipt({"dp": n, "sync": args.sync}, sent, held, notes)
 
 

@@ -1,10 +1,11 @@
-"""Expert parallelism: the experts of every mixture are dealt out over the ranks, and tokens travel to them and back.
+"""Expert parallelism: the experts of every mixture are dealt out over the ranks, and tokens travel
+to them and back.
 
-A mixture has E MLPs, the experts, where a block has one. A router, a linear layer, scores them for each token; the k best take
-it, and their results are added up, times the router's weights.
+A mixture has E MLPs, the experts, where a block has one. A router, a linear layer, scores them for
+each token; the k best take it, and their results are added up, times the router's weights.
 
-What is split, on N ranks (here 2), with E experts (here 4): the experts, each of them whole on one rank; and the batch, as in
-data parallelism: each rank has tokens of its own. Weights stay at home.
+What is split, on N ranks (here 2), with E experts (here 4): the experts, each of them whole on one
+rank; and the batch, as in data parallelism: each rank has tokens of its own. Weights stay at home.
 
              router      sort by expert        dispatch: all-to-all       experts       combine: all-to-all, add up
     rank 0   x (n,C) --> 0 0 1   2 2 2 3 3 --> 0 0 1 (mine) 0 1 1     --> 0 and 1 --> the results go back the same way,
@@ -12,43 +13,50 @@ data parallelism: each rank has tokens of its own. Weights stay at home.
                          ----- to rank 0       from rank 0  from rank 1
                                  --------- to rank 1
 
-What is sent: a rank's experts are a contiguous run, so tokens sorted by expert are sorted by rank too: what a rank gets is one
-piece of the sorted rows. How long each piece is depends on the routing, so first the counts travel (one number for each
-expert), and are read, once a layer: the only time that the device has to be waited for.
+What is sent: a rank's experts are a contiguous run, so tokens sorted by expert are sorted by rank
+too: what a rank gets is one piece of the sorted rows. How long each piece is depends on the
+routing, so first the counts travel (one number for each expert), and are read, once a layer: the
+only time that the device has to be waited for.
 
     counts      all-to-all of E integers               in backward: nothing
     dispatch    all-to-all of the rows, uneven         in backward: the same, the other way round
     combine     all-to-all of the results, back home   in backward: the same, the other way round
 
-Overlap: tokens are cut into chunks. All chunks' dispatches start at once; while the first chunk is computed the second
-travels, and what is computed travels home meanwhile. The shared expert, which needs no other rank, runs during the dispatch.
+Overlap: tokens are cut into chunks. All chunks' dispatches start at once; while the first chunk is
+computed the second travels, and what is computed travels home meanwhile. The shared expert, which
+needs no other rank, runs during the dispatch.
 
-Backward: an all-to-all moves rows and adds nothing, so a row's gradient goes back where the row came from. Backward is
-forward's mirror image: an operation's start is its wait's backward, and the other way round. Autograd runs it in the reverse
-order, the same on every rank, so all-to-alls meet their partners. Weights and rows meet on the token's own rank, so the
-router's gradient needs no message. An expert sees its tokens of the whole batch, and every rank's loss is divided by the tokens
-of the whole batch: so its gradient is complete as it is. All else is summed over the ranks, in one all-reduce; nothing is
-averaged. Which expert a token goes to is a step function of its scores: two that differ by less than rounding may swap, and
-then one token goes elsewhere than in one process. In float64 that is as good as never: --dtype float64 proves it to 1e-10.
+Backward: an all-to-all moves rows and adds nothing, so a row's gradient goes back where the row
+came from. Backward is forward's mirror image: an operation's start is its wait's backward, and the
+other way round. Autograd runs it in the reverse order, the same on every rank, so all-to-alls meet
+their partners. Weights and rows meet on the token's own rank, so the router's gradient needs no
+message. An expert sees its tokens of the whole batch, and every rank's loss is divided by the
+tokens of the whole batch: so its gradient is complete as it is. All else is summed over the ranks,
+in one all-reduce; nothing is averaged. Which expert a token goes to is a step function of its
+scores: two that differ by less than rounding may swap, and then one token goes elsewhere than in
+one process. In float64 that is as good as never: --dtype float64 proves it to 1e-10.
 
-What it costs, per rank and layer, r = (N-1)/N, n tokens here, e bytes an element: with even routing 4 r k n C e in forward and
-backward together (dispatch and combine, twice), and 8 r E a chunk for the counts. At w bytes/s that is 2 r e f / (9 H w) of the
-experts' own time, 18 k n C H flops (SwiGLU with H hidden units) at f flop/s; chunks hide it as far as that is below 1. Held:
-E/N of the experts, of their gradients and optimizer states. Nothing is dropped, however uneven the routing: the fullest rank
-keeps the others waiting, and holds as many rows as come. Even load is trained for, by a loss on the router (`--balance-loss`)
-or a bias on its choice (`--bias-rate`). A capacity F bounds it: of the n tokens of a rank no expert takes more than F k n / E,
-first choices before second; the others pass by in the residual stream. What is dropped depends on how the batch is cut: then no
-layout equals another.
+What it costs, per rank and layer, r = (N-1)/N, n tokens here, e bytes an element: with even routing
+4 r k n C e in forward and backward together (dispatch and combine, twice), and 8 r E a chunk for
+the counts. At w bytes/s that is 2 r e f / (9 H w) of the experts' own time, 18 k n C H flops
+(SwiGLU with H hidden units) at f flop/s; chunks hide it as far as that is below 1. Held: E/N of the
+experts, of their gradients and optimizer states. Nothing is dropped, however uneven the routing:
+the fullest rank keeps the others waiting, and holds as many rows as come. Even load is trained for,
+by a loss on the router (`--balance-loss`) or a bias on its choice (`--bias-rate`). A capacity F
+bounds it: of the n tokens of a rank no expert takes more than F k n / E, first choices before
+second; the others pass by in the residual stream. What is dropped depends on how the batch is cut:
+then no layout equals another.
 
-When it is the wrong choice: over slow links, since it sends in every layer and much of it can't be hidden. And where all
-experts fit on every rank: data parallelism sends 2 r e for each of their weights instead, once a step: less, if a step's n is
-more than 1.5 E H / k (SwiGLU; E H / k with GELU).
+When it is the wrong choice: over slow links, since it sends in every layer and much of it can't be
+hidden. And where all experts fit on every rank: data parallelism sends 2 r e for each of their
+weights instead, once a step: less, if a step's n is more than 1.5 E H / k (SwiGLU; E H / k with
+GELU).
 
     torchrun --nproc_per_node=4 expert_parallel.py          python expert_parallel.py --experts 5 --shared 1 --chunks 4
 
-Papers: Lepikhin et al. 2020, GShard, arXiv:2006.16668, section 2.2 (dispatch, capacity); Fedus et al. 2021, Switch,
-arXiv:2101.03961, section 2.2; Gale et al. 2022, MegaBlocks, arXiv:2211.15841 (dropless); Wang et al. 2024, arXiv:2408.15664
-(the bias).
+Papers: Lepikhin et al. 2020, GShard, arXiv:2006.16668, section 2.2 (dispatch, capacity); Fedus et
+al. 2021, Switch, arXiv:2101.03961, section 2.2; Gale et al. 2022, MegaBlocks, arXiv:2211.15841
+(dropless); Wang et al. 2024, arXiv:2408.15664 (the bias).
 """
 
 import math
@@ -61,7 +69,8 @@ from torch.autograd.function import once_differentiable  # refuses a gradient of
 
 
 class Transfer:
-    """An all-to-all of rows (N, C): send[r] of them go to rank r, receive[r] come from it. In backward the other way round.
+    """An all-to-all of rows (N, C): send[r] of them go to rank r, receive[r] come from it. In
+    backward the other way round.
 
     times: a list to which each passage adds [started, done, wait began, wait ended]; or None."""
 
@@ -74,10 +83,14 @@ class Transfer:
         self.rows = rows.contiguous()  # must live until it is sent
         self.out = rows.new_empty(sum(receive), rows.shape[1])
         self.clock = [time.perf_counter(), None, None, None]
-        self.work = dist.all_to_all_single(self.out, self.rows, receive, send, group=self.group, async_op=True)
+        self.work = dist.all_to_all_single(
+            self.out, self.rows, receive, send, group=self.group, async_op=True
+        )
         if self.times is not None:
             clock = self.clock
-            self.work.get_future().add_done_callback(lambda _: clock.__setitem__(1, time.perf_counter()))
+            self.work.get_future().add_done_callback(
+                lambda _: clock.__setitem__(1, time.perf_counter())
+            )
         return self.out
 
     def wait(self):
@@ -106,7 +119,8 @@ class Start(torch.autograd.Function):
 
 
 class Wait(torch.autograd.Function):
-    """Waits for rows that Start sent. In backward: sends their gradients on the way back, for Start's backward to wait for."""
+    """Waits for rows that Start sent. In backward: sends their gradients on the way back, for
+    Start's backward to wait for."""
 
     @staticmethod
     def forward(ctx, rows, transfer):
@@ -117,7 +131,8 @@ class Wait(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad):
         ctx.transfer.start(grad, back=True)
-        return grad, None  # stands in for what Start's backward will have: autograd wants the shape of `rows`
+        # Stands in for what Start's backward will have: autograd wants the shape of `rows`
+        return grad, None
 
 
 def all_to_all(rows, send, receive, group):
@@ -167,32 +182,45 @@ class ExpertDispatch(nn.Module):
         self.noted = False
 
     def drop(self, chosen):
-        """`chosen` with the number E where an expert is beyond its capacity. All first choices go before all second ones."""
+        """`chosen` with the number E where an expert is beyond its capacity. All first choices go
+        before all second ones."""
         (n, k), experts = chosen.shape, sum(self.sizes)
         line = chosen.t().flatten()  # (k n,)
-        place = (line.unsqueeze(1) == torch.arange(experts, device=line.device)).cumsum(0)  # (k n, E)
-        place = place.gather(1, line.unsqueeze(1)).view(k, n).t()  # (n, k): 1 for the first in the expert's line
+        # (k n, E)
+        place = (line.unsqueeze(1) == torch.arange(experts, device=line.device)).cumsum(0)
+        # (n, k): 1 for the first in the expert's line
+        place = place.gather(1, line.unsqueeze(1)).view(k, n).t()
         late = place > math.ceil(self.capacity * k * n / experts)
         self.dropped = self.dropped + late.sum()
         return chosen.masked_fill(late, experts)
 
     def read(self, sizes, assignments):
-        """A tensor's values as lists: the one wait for the device. Replace it where tensors have no values (meta, fake): by
-        (rows to send, rows to receive), chunks x N each, of a chunk's number of `assignments`."""
+        """A tensor's values as lists: the one wait for the device. Replace it where tensors have no
+        values (meta, fake): by (rows to send, rows to receive), chunks x N each, of a chunk's
+        number of `assignments`."""
         return sizes.tolist()
 
     def announce(self, parts):
-        """How many rows go where, and what comes from where. parts: each chunk's assignments, as numbers of experts.
+        """How many rows go where, and what comes from where. parts: each chunk's assignments, as
+        numbers of experts.
 
-        Returns the rows to send and to receive, chunks x N each; and those that come for each expert here, (N, experts here,
-        chunks), on the device."""
+        Returns the rows to send and to receive, chunks x N each; and those that come for each
+        expert here, (N, experts here, chunks), on the device."""
         me, world = dist.get_rank(self.group), len(self.sizes)
-        counts = torch.stack([p.new_zeros(sum(self.sizes) + 1).scatter_add_(0, p, torch.ones_like(p)) for p in parts], dim=1)
+        counts = torch.stack(
+            [
+                p.new_zeros(sum(self.sizes) + 1).scatter_add_(0, p, torch.ones_like(p))
+                for p in parts
+            ],
+            dim=1,
+        )
         counts = counts[:-1].contiguous()  # (E, chunks), without the dropped
         self.rows = self.rows + counts.sum(1)
         coming = counts.new_empty(world * self.sizes[me], self.chunks)
         began = time.perf_counter()
-        dist.all_to_all_single(coming, counts, [self.sizes[me]] * world, self.sizes, group=self.group)
+        dist.all_to_all_single(
+            coming, counts, [self.sizes[me]] * world, self.sizes, group=self.group
+        )
         if self.times is not None:
             self.times.append([began, None, began, time.perf_counter()])
         coming = coming.view(world, self.sizes[me], self.chunks)
@@ -211,7 +239,9 @@ class ExpertDispatch(nn.Module):
 
     def forward(self, x, weights, chosen, experts, meanwhile=lambda: None):
         if x.dim() != 2 or weights.shape != chosen.shape or chosen.shape[:-1] != x.shape[:1]:
-            shapes = f"{tuple(x.shape)}, {tuple(weights.shape)} and {tuple(chosen.shape)}: flatten them"
+            shapes = (
+                f"{tuple(x.shape)}, {tuple(weights.shape)} and {tuple(chosen.shape)}: flatten them"
+            )
             raise ValueError(f"x must be (n, C), weights and chosen (n, k), not {shapes}")
         if not self.noted:
             self.note(experts)
@@ -219,7 +249,8 @@ class ExpertDispatch(nn.Module):
             chosen = self.drop(chosen)
         k, world, mine = chosen.shape[1], len(self.sizes), self.sizes[dist.get_rank(self.group)]
         parts = [part.flatten() for part in chosen.tensor_split(self.chunks)]
-        by_expert = [part.argsort(stable=True) for part in parts]  # assignments by expert, then by token; the dropped last
+        # Assignments by expert, then by token; the dropped last
+        by_expert = [part.argsort(stable=True) for part in parts]
         send, receive, coming = self.announce(parts)
         if self.capacity is None and sum(map(sum, send)) != chosen.numel():
             have = f"the {sum(self.sizes)} of sizes {list(self.sizes)}"
@@ -233,26 +264,35 @@ class ExpertDispatch(nn.Module):
             journeys.append((tokens, there, Start.apply(part.index_select(0, tokens), there)))
         meanwhile()
 
-        # 2. Each chunk, as it arrives: from (source, expert, token) order into (expert, source, token), computed, sent home
+        # 2. Each chunk, as it arrives: from (source, expert, token) order into (expert, source,
+        # token), computed, sent home
         expert = torch.arange(mine, device=x.device).repeat(world)
         for c, (tokens, there, rows) in enumerate(journeys):
             rows = Wait.apply(rows, there)
-            # output_size: else repeat_interleave would wait for the device, to learn what is known here
-            order = expert.repeat_interleave(coming[..., c].flatten(), output_size=len(rows)).argsort(stable=True)
+            # output_size: else repeat_interleave would wait for the device, to learn what is known
+            # here
+            order = expert.repeat_interleave(
+                coming[..., c].flatten(), output_size=len(rows)
+            ).argsort(stable=True)
             rows = self.compute(experts, rows.index_select(0, order), coming[..., c].sum(0))
             rows = rows.index_select(0, order.argsort())
             home = Transfer(receive[c], send[c], self.group, self.times)
             journeys[c] = tokens, home, Start.apply(rows, home)
 
         # 3. Each chunk, as it comes home: added up, times the router's weights
-        zeros, weights, added = torch.zeros_like(x).tensor_split(self.chunks), weights.tensor_split(self.chunks), []
+        zeros, weights, added = (
+            torch.zeros_like(x).tensor_split(self.chunks),
+            weights.tensor_split(self.chunks),
+            [],
+        )
         for (tokens, home, rows), order, weight, y in zip(journeys, by_expert, weights, zeros):
             rows = Wait.apply(rows, home) * weight.flatten()[order[: len(tokens)]].unsqueeze(1)
             added.append(y.index_add(0, tokens, rows))
         return torch.cat(added)
 
     def compute(self, experts, rows, counts):
-        """experts(rows, counts), of the right shape, and part of the graph even where no row came."""
+        """experts(rows, counts), of the right shape, and part of the graph even where no row
+        came."""
         result = experts(rows, counts)
         if result.shape != rows.shape:
             shapes = f"the shape of its rows {tuple(rows.shape)}, not {tuple(result.shape)}"
@@ -422,9 +462,7 @@ def main():
     g = parser.add_argument_group("expert parallelism")
     why = "how far a bias on the router's choice moves towards even load after each step: balance without a loss; 0 = off"
     g.add_argument("--bias-rate", type=harness.real(0), default=0.0, metavar="X", help=why)
-    why = (
-        "an expert takes at most X times its even share of a rank's tokens, others are dropped: bounds the fullest rank's time "
-    )
+    why = "an expert takes at most X times its even share of a rank's tokens, others are dropped: bounds the fullest rank's time "
     why += "and memory, but changes the result, so that --prove is off unless given (default: nothing is dropped)"
     g.add_argument("--capacity", type=harness.real(0), metavar="X", help=why)
     why = "pieces of a rank's tokens, one travels while another is computed: 1 hides nothing, many cost messages"
@@ -441,7 +479,9 @@ def main():
 def check(args, config, world):
     harness.check_batch(args, world)
     if config.experts < world:
-        raise harness.Refused(f"{config.experts} experts are too few for {world} ranks: --experts could be {world}")
+        raise harness.Refused(
+            f"{config.experts} experts are too few for {world} ranks: --experts could be {world}"
+        )
 
 
 def demo(run):
@@ -457,9 +497,11 @@ def demo(run):
         loss = run.zero()
         for moe in mixtures:
             moe.dispatch.rows = 0
-            moe.dispatch.times = times if step and run.device.type == "cpu" else None  # the first step warms up
+            # The first step warms up
+            moe.dispatch.times = times if step and run.device.type == "cpu" else None
         for tokens, targets, samples in run.microbatches(step, run.rank, run.world):
-            part = model(tokens, targets=targets, count=run.count, samples=samples)  # count: the global batch's tokens
+            # Count: the global batch's tokens
+            part = model(tokens, targets=targets, count=run.count, samples=samples)
             part.backward()
             loss += part.detach()
         sum_gradients(parameters, group)
@@ -469,7 +511,9 @@ def demo(run):
         harness.clip(parameters, norm, args.grad_clip)
         optimizer.step()
         run.log(loss, norm)
-        loads.append(torch.stack([torch.stack((moe.router.load, moe.dispatch.rows)) for moe in mixtures]))
+        loads.append(
+            torch.stack([torch.stack((moe.router.load, moe.dispatch.rows)) for moe in mixtures])
+        )
         gpt.rebalance(model, lambda load: dist.all_reduce(load, group=group))
 
     # What each expert was chosen for, and what it got: (N, steps, layers, 2, E)
@@ -482,23 +526,37 @@ def demo(run):
     if args.plot and run.rank == 0:
         plot(args.plot, everyone[:, :, :, 0].sum(0), sizes)
 
-    # Rows sent in the step that the ledger watched: to others' experts, and from others to the experts here, each twice
+    # Rows sent in the step that the ledger watched: to others' experts, and from others to the
+    # experts here, each twice
     got = everyone[:, min(1, args.steps - 1), :, 1]  # (N, layers, E)
     here = slice(sum(sizes[: run.rank]), sum(sizes[: run.rank + 1]))
-    out, back = got[run.rank].sum() - got[run.rank][:, here].sum(), got[:, :, here].sum() - got[run.rank][:, here].sum()
+    out, back = (
+        got[run.rank].sum() - got[run.rank][:, here].sum(),
+        got[:, :, here].sum() - got[run.rank][:, here].sum(),
+    )
     counts = c.layers * args.microbatches * (c.experts - sizes[run.rank]) * args.chunks * 8
     expert = (3 if c.mlp == "swiglu" else 2) * c.width * c.hidden
     common = c.parameters() - c.layers * c.experts * expert
     n, r = run.world, (run.world - 1) / run.world
     sent = {
-        ("all_to_all", "ep"): (2 * (out + back).item() * c.width * e + counts, "2 (rows out + rows in) C e, and the counts"),
-        ("all_reduce", "ep"): (2 * r * (common * e + 16), "2 r P_common e; loss and norm, 8 bytes each"),
+        ("all_to_all", "ep"): (
+            2 * (out + back).item() * c.width * e + counts,
+            "2 (rows out + rows in) C e, and the counts",
+        ),
+        ("all_reduce", "ep"): (
+            2 * r * (common * e + 16),
+            "2 r P_common e; loss and norm, 8 bytes each",
+        ),
     }
     activations = c.layers * harness.activation_bytes(c, args.batch // n // args.microbatches, e)
-    held = run.states((common + c.layers * sizes[run.rank] * expert) * e, "(P_common + experts here) e")
+    held = run.states(
+        (common + c.layers * sizes[run.rank] * expert) * e, "(P_common + experts here) e"
+    )
     held["activations_peak"] = activations, "the blocks', if routing were even"
     even = 4 * r * c.layers * args.batch // n * c.context * c.top_k * c.width * e
-    fullest = max(got[:, :, a : a + s].sum().item() for a, s in zip([sum(sizes[:i]) for i in range(n)], sizes))
+    fullest = max(
+        got[:, :, a : a + s].sum().item() for a, s in zip([sum(sizes[:i]) for i in range(n)], sizes)
+    )
     notes = [
         f"with even routing a rank would send {human(round(even)).strip()}: 4 r k n C e a layer; in step "
         f"{min(2, args.steps)} the fullest rank had {fullest / got.sum().item() * n:.0%} of an even share",
@@ -508,18 +566,27 @@ def demo(run):
         dropped = torch.as_tensor(sum(moe.dispatch.dropped for moe in mixtures)).clone()
         dist.all_reduce(dropped, group=group)
         part = dropped.item() / everyone[..., 0, :].sum().item()
-        notes += [f"capacity {args.capacity:g}: {dropped.item():,} assignments ({part:.1%}) dropped in {args.steps} steps"]
-    return run.receipt({"ep": n, "chunks": args.chunks}, sent, held, [note for note in notes if note])
+        notes += [
+            f"capacity {args.capacity:g}: {dropped.item():,} assignments ({part:.1%}) dropped in {args.steps} steps"
+        ]
+    return run.receipt(
+        {"ep": n, "chunks": args.chunks}, sent, held, [note for note in notes if note]
+    )
 
 
 def timing(run, times, group):
-    """A line on how long all-to-alls were on their way, and in how much of that time nothing else was done."""
+    """A line on how long all-to-alls were on their way, and in how much of that time nothing else
+    was done."""
     flight = waited = end = 0.0
     for started, done, began, ended in sorted(times):  # several at a time count once
         done = min(done or ended, ended)
         flight, end = flight + max(0.0, done - max(started, end)), max(end, done)
         waited += ended - began
-    both = torch.tensor([flight, waited], dtype=torch.float64, device=run.device) / run.world / max(1, run.args.steps - 1)
+    both = (
+        torch.tensor([flight, waited], dtype=torch.float64, device=run.device)
+        / run.world
+        / max(1, run.args.steps - 1)
+    )
     dist.all_reduce(both, group=group)
     flight, waited = (both * 1000).tolist()
     if not flight or run.world == 1:
@@ -531,26 +598,34 @@ def timing(run, times, group):
 
 
 def heat_map(load, sizes):
-    """The load (steps, layers, E) as text: each expert's share of an even one over the run, and each rank's step by step."""
+    """The load (steps, layers, E) as text: each expert's share of an even one over the run, and
+    each rank's step by step."""
 
     def shade(share):
         return " ░▒▓█"[min(4, round(2 * share))]
 
     steps, layers, experts = load.shape
     share = load.sum(0) / load.sum((0, 2)).unsqueeze(1) * experts  # (layers, E), 1 is even
-    lines = ["load of experts over the run, percent of an even share    shades: ░ 50  ▒ 100  ▓ 150  █ 200 and more"]
+    lines = [
+        "load of experts over the run, percent of an even share    shades: ░ 50  ▒ 100  ▓ 150  █ 200 and more"
+    ]
     narrow = experts > 16
     if not narrow:
         lines.append("  expert   " + "".join(f"{i:7d}" for i in range(experts)))
     for i, row in enumerate(share.tolist()):
-        lines.append(f"  layer {i:3d}  " + "".join(shade(v) if narrow else f"  {shade(v)} {100 * v:3.0f}" for v in row))
+        lines.append(
+            f"  layer {i:3d}  "
+            + "".join(shade(v) if narrow else f"  {shade(v)} {100 * v:3.0f}" for v in row)
+        )
     ranks = torch.stack([part.sum((1, 2)) for part in load.split(sizes, dim=2)])  # (N, steps)
     ranks = ranks / ranks.sum(0) * len(sizes)
     lines.append("load of ranks, all layers, step by step")
     for i, row in enumerate(ranks.tolist()):
         every = -(-steps // 80)
         text = "".join(map(shade, row[::every]))
-        lines.append(f"  rank {i:4d}  {text}  {sizes[i]} experts, {100 * sum(row) / steps:.0f}% of an even share")
+        lines.append(
+            f"  rank {i:4d}  {text}  {sizes[i]} experts, {100 * sum(row) / steps:.0f}% of an even share"
+        )
     return "\n".join(lines)
 
 
@@ -558,7 +633,9 @@ def plot(name, load, sizes):
     """The same as a figure: for each layer, experts by steps; lines between the ranks."""
     plt = harness.pyplot()
     share = load / load.sum(2, keepdim=True) * load.shape[2]  # (steps, layers, E)
-    figure, axes = plt.subplots(1, load.shape[1], figsize=(3 * load.shape[1] + 1, 3.5), sharey=True, squeeze=False)
+    figure, axes = plt.subplots(
+        1, load.shape[1], figsize=(3 * load.shape[1] + 1, 3.5), sharey=True, squeeze=False
+    )
     for layer, axis in enumerate(axes[0]):
         extent = (0.5, len(load) + 0.5, load.shape[2] - 0.5, -0.5)  # the first step is 1
         colors = dict(vmin=0, vmax=2, cmap="RdBu_r", interpolation="nearest")

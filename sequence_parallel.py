@@ -1,16 +1,17 @@
-"""Sequence parallelism: tensor parallelism (tensor_parallel.py, read that first) whose ranks also share the tokens wherever it
-has them do the same work t times. Megatron-LM's --sequence-parallel.
+"""Sequence parallelism: tensor parallelism (tensor_parallel.py, read that first) whose ranks also
+share the tokens wherever it has them do the same work t times. Megatron-LM's --sequence-parallel.
 
-What is split, on t ranks: matrices as in tensor parallelism; and between them, where each token is worked on alone (norms,
-dropouts, biases, the residual stream), the sequence. Each rank has T/t consecutive tokens there:
+What is split, on t ranks: matrices as in tensor parallelism; and between them, where each token is
+worked on alone (norms, dropouts, biases, the residual stream), the sequence. Each rank has T/t
+consecutive tokens there:
 
            split tokens      |          all tokens, split matrices          |          split tokens
     x ------> norm --------- f --> up (rows cut) -> gelu -> down (cols) --- g --> + bias -> dropout --> + --> y
     |  (B,T/t,C)             (B,T,C)        (B,T,H/t)         (B,T,C) partial     (B,T/t,C)             |
     +---------------------------------------------------------------------------------------------------+
 
-(Papers on ring attention and Ulysses call their way sequence parallelism, too. Here attention sees all tokens; for sequences
-too long for that, see context_parallel.py.)
+(Papers on ring attention and Ulysses call their way sequence parallelism, too. Here attention sees
+all tokens; for sequences too long for that, see context_parallel.py.)
 
 What is sent:
 
@@ -20,30 +21,37 @@ What is sent:
     g   forward   reduce-scatter of the partial sums       all-reduce
         backward  all-gather of the gradients              nothing
 
-That is all there is to it: these two operators are replaced, the layers stay as they are. (The paper calls this f g, and this
-g g-bar.) An all-reduce is a reduce-scatter and then an all-gather; here the norm and the residual stream move in between. The
-embedding's g starts the split stream, the head's f ends it; the loss does not change. Positions and dropout's key stay whole on
-every rank; what lives on the split stream takes its slice. Where T does not divide by t, zeros fill up the last pieces on their
-way into the split stream, and are cut off on their way out: they reach no loss and no gradient.
+That is all there is to it: these two operators are replaced, the layers stay as they are. (The
+paper calls this f g, and this g g-bar.) An all-reduce is a reduce-scatter and then an all-gather;
+here the norm and the residual stream move in between. The embedding's g starts the split stream,
+the head's f ends it; the loss does not change. Positions and dropout's key stay whole on every
+rank; what lives on the split stream takes its slice. Where T does not divide by t, zeros fill up
+the last pieces on their way into the split stream, and are cut off on their way out: they reach no
+loss and no gradient.
 
-Backward: an all-gather copies, so its backward sums the copies' gradients, and each rank needs those of its own tokens: a
-reduce-scatter. g sums, so each term gets the sum's gradient, for all tokens: an all-gather. Parameters of the split stream
-(norms, row-parallel biases, learned positions) are whole on every rank, but each rank's gradient comes from its own tokens
+Backward: an all-gather copies, so its backward sums the copies' gradients, and each rank needs
+those of its own tokens: a reduce-scatter. g sums, so each term gets the sum's gradient, for all
+tokens: an all-gather. Parameters of the split stream (norms, row-parallel biases, learned
+positions) are whole on every rank, but each rank's gradient comes from its own tokens
 alone: a partial sum, completed after the last backward (`reduce_partial`).
 
-What it costs, per rank, e bytes an element, r = (t-1)/t: each block 4 all-gathers and 4 reduce-scatters of (B, T, C), r B T C e
-each: 8 r B T C e, what tensor parallelism sends (T padded); and 2 r P e a step for the P parameters of the split stream. It
-takes as long, too. Held of a block for backward (16 bit, hidden 4C, dropout masks, no flash attention; a heads):
+What it costs, per rank, e bytes an element, r = (t-1)/t: each block 4 all-gathers and 4
+reduce-scatters of (B, T, C), r B T C e
+each: 8 r B T C e, what tensor parallelism sends (T padded); and 2 r P e a step for the P parameters
+of the split stream. It takes as long, too. Held of a block for backward (16 bit, hidden 4C, dropout
+masks, no flash attention; a heads):
 
     tensor parallel                T B C (10 + 24/t + 5 a T / (C t))
     sequence parallel              T B C (34 + 5 a T / C) / t
 
-The second is reached by `keep=False` alone: what f gathered, an input of the projections, is not kept but gathered again in
-backward for their weights' gradient (2 all-gathers more: 10 r B T C e; Megatron's choice, which hides them behind products).
-With `keep=True` these two inputs stay whole: 4 T B C (1 - 1/t) more is held, nothing more is sent.
+The second is reached by `keep=False` alone: what f gathered, an input of the projections, is not
+kept but gathered again in backward for their weights' gradient (2 all-gathers more: 10 r B T C e;
+Megatron's choice, which hides them behind products). With `keep=True` these two inputs stay whole:
+4 T B C (1 - 1/t) more is held, nothing more is sent.
 
-When it is the wrong choice: hardly ever where tensor parallelism is right. It is where a message's start costs more than its
-bytes (2 messages for each one), or the activations don't matter (short sequences; every block recomputed anyway).
+When it is the wrong choice: hardly ever where tensor parallelism is right. It is where a message's
+start costs more than its bytes (2 messages for each one), or the activations don't matter (short
+sequences; every block recomputed anyway).
 
 On a model of yours, cut as the usage block of tensor_parallel.py says (its notes hold here too):
 
@@ -67,7 +75,8 @@ These mistakes make no error here:
 
     torchrun --nproc_per_node=4 sequence_parallel.py       python sequence_parallel.py --family llama --nproc 2 --gather-again
 
-Papers: Korthikanti et al. 2022, Reducing activation recomputation, arXiv:2205.05198, section 4.2.2 and table 2.
+Papers: Korthikanti et al. 2022, Reducing activation recomputation, arXiv:2205.05198, section 4.2.2
+and table 2.
 """
 
 import functools
@@ -79,7 +88,8 @@ import torch.nn.functional as F
 
 import tensor_parallel
 
-# All-gather and reduce-scatter of one tensor. torch 2.13 renamed them; older versions know only the second name
+# All-gather and reduce-scatter of one tensor. torch 2.13 renamed them; older versions know only the
+# second name
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 native_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
@@ -96,12 +106,13 @@ def gather(x, length, group):
     mine = x.transpose(0, 1).contiguous()  # (T/t, B, C): collectives cut the first dimension
     whole = mine.new_empty(len(mine) * t, *mine.shape[1:])
     all_gather(whole, mine, group=group)
-    return whole[:length].transpose(0, 1).contiguous()  # in one piece: else each matrix product would copy it, and keep that
+    # In one piece: else each matrix product would copy it, and keep that
+    return whole[:length].transpose(0, 1).contiguous()
 
 
 def reduce_scatter(x, group):
-    """The sum of all ranks' x (B, T, C), of which each rank gets its tokens (B, ceil(T / t), C). On gloo by an all-to-all and a
-    sum, as the receipt shows: the same bytes."""
+    """The sum of all ranks' x (B, T, C), of which each rank gets its tokens (B, ceil(T / t), C). On
+    gloo by an all-to-all and a sum, as the receipt shows: the same bytes."""
     t = dist.get_world_size(group)
     size = -(-x.shape[1] // t)
     whole = x.new_zeros(size * t, x.shape[0], x.shape[2])
@@ -117,7 +128,8 @@ def reduce_scatter(x, group):
 
 
 class GatherTokens(torch.autograd.Function):
-    """f: all tokens from each rank's; in backward the gradients of all ranks' uses of them are summed, and cut again."""
+    """f: all tokens from each rank's; in backward the gradients of all ranks' uses of them are
+    summed, and cut again."""
 
     @staticmethod
     def forward(ctx, x, length, group):
@@ -130,7 +142,8 @@ class GatherTokens(torch.autograd.Function):
 
 
 class ReduceScatterTokens(torch.autograd.Function):
-    """g: this rank's tokens of the sum of all ranks' partial x; every rank's term gets the whole sum's gradient."""
+    """g: this rank's tokens of the sum of all ranks' partial x; every rank's term gets the whole
+    sum's gradient."""
 
     @staticmethod
     def forward(ctx, x, group):
@@ -143,10 +156,11 @@ class ReduceScatterTokens(torch.autograd.Function):
 
 
 class GatherAndProject(torch.autograd.Function):
-    """f and the projections behind it in one: x (B, T/t, C) -> the gathered x times each weight's transpose, (B, T, out / t).
+    """f and the projections behind it in one: x (B, T/t, C) -> the gathered x times each weight's
+    transpose, (B, T, out / t).
 
-    It keeps this rank's tokens only, and gathers the others' again for the weights' gradients: 1/t of the memory, for one more
-    all-gather."""
+    It keeps this rank's tokens only, and gathers the others' again for the weights' gradients: 1/t
+    of the memory, for one more all-gather."""
 
     @staticmethod
     def forward(ctx, x, length, group, *weights):
@@ -161,7 +175,8 @@ class GatherAndProject(torch.autograd.Function):
         whole = gather(x, ctx.length, ctx.group).flatten(0, 1)  # (B T, C)
         of_weights = [grad.flatten(0, 1).T @ whole for grad in grads]
         del whole
-        of_x = sum(grad @ w for grad, w in zip(grads, weights))  # (B, T, C): one reduce-scatter for all
+        # (B, T, C): one reduce-scatter for all
+        of_x = sum(grad @ w for grad, w in zip(grads, weights))
         return reduce_scatter(of_x, ctx.group), None, None, *of_weights
 
 
@@ -176,11 +191,14 @@ class Stream:
     def piece(self, whole):
         """This rank's piece of something (..., T): (..., ceil(T / t)), padded with zeros. For
         targets, where 0 is a class: stream.piece(targets + 1) - 1 is padded with -1."""
-        return tensor_parallel.piece(whole, -1, dist.get_rank(self.group), dist.get_world_size(self.group))
+        return tensor_parallel.piece(
+            whole, -1, dist.get_rank(self.group), dist.get_world_size(self.group)
+        )
 
 
 class Enter(nn.Module):
-    """f as a module, in place of tensor_parallel.Enter: what it gathers is kept for backward by the layers it enters."""
+    """f as a module, in place of tensor_parallel.Enter: what it gathers is kept for backward by the
+    layers it enters."""
 
     def __init__(self, stream):
         super().__init__()
@@ -207,19 +225,23 @@ class Leave(nn.Module):
 
 
 class EnterAndProject(nn.Module):
-    """f that keeps nothing whole. The model calls up(enter(x)), gate(enter(x)): so this computes what the layers it enters
-    would, as a list, and each of them (Projection) picks its product."""
+    """f that keeps nothing whole. The model calls up(enter(x)), gate(enter(x)): so this computes
+    what the layers it enters would, as a list, and each of them (Projection) picks its product."""
 
     def __init__(self, stream, projections):
         super().__init__()
-        self.stream, self.projections = stream, projections  # a list, no submodules: parameters keep their names
+        # A list, no submodules: parameters keep their names
+        self.stream, self.projections = stream, projections
 
     def forward(self, x):
-        return GatherAndProject.apply(x, self.stream.length, self.stream.group, *(p.weight for p in self.projections))
+        return GatherAndProject.apply(
+            x, self.stream.length, self.stream.group, *(p.weight for p in self.projections)
+        )
 
 
 class Projection(nn.Module):
-    """A column-parallel layer whose product EnterAndProject has computed; here its bias is added."""
+    """A column-parallel layer whose product EnterAndProject has computed; here its bias is
+    added."""
 
     def __init__(self, index, weight, bias):
         super().__init__()
@@ -313,7 +335,8 @@ def reduce_partial(parameters):
 
 
 class Dropout(nn.Module):
-    """The model's dropout on this rank's tokens: x (B, T/t, C), key (B, T) or None -> (B, T/t, C)."""
+    """The model's dropout on this rank's tokens: x (B, T/t, C), key (B, T) or None -> (B, T/t,
+    C)."""
 
     def __init__(self, whole, stream):
         super().__init__()
@@ -328,19 +351,23 @@ def begin(stream, model, args, kwargs):
     x = args[0] if args else kwargs["x"]
     positions = kwargs.get("positions", args[1] if len(args) > 1 else None)
     if positions is None and model.embed is None:
-        raise ValueError("pass the positions (T,) of the whole sequence: x (B, T/t, C) does not tell T")
+        raise ValueError(
+            "pass the positions (T,) of the whole sequence: x (B, T/t, C) does not tell T"
+        )
     stream.length = x.shape[1] if positions is None else len(positions)
 
 
 def parallelize(model, group, keep=True):
-    """Cut a GPT across `group`, in place, and return it: tensor_parallel.parallelize, then the operators replaced. Works on the
-    meta device and on real weights alike. Any of embedding, blocks and head may be missing.
+    """Cut a GPT across `group`, in place, and return it: tensor_parallel.parallelize, then the
+    operators replaced. Works on the meta device and on real weights alike. Any of embedding, blocks
+    and head may be missing.
 
-    keep: whether inputs of projections stay whole from forward to backward, or are gathered again there.
-    The model is called as before: tokens, targets, positions (T,) and samples are whole on every rank. Without an embedding (a
-    later pipeline stage) x is (B, ceil(T / t), C), what the stage before returned, and positions must be given.
-    After the last backward of a step the gradients in whose parameter's `placement` "partial" names the group must be summed
-    over it: reduce_partial, or what else a layout completes partial gradients with.
+    keep: whether inputs of projections stay whole from forward to backward, or are gathered again
+    there. The model is called as before: tokens, targets, positions (T,) and samples are whole on
+    every rank. Without an embedding (a later pipeline stage) x is (B, ceil(T / t), C), what the
+    stage before returned, and positions must be given. After the last backward of a step the
+    gradients in whose parameter's `placement` "partial" names the group must be summed over it:
+    reduce_partial, or what else a layout completes partial gradients with.
     Raises ValueError as tensor_parallel.parallelize does, for other models say.
     """
     tensor_parallel.parallelize(model, group)
@@ -353,14 +380,19 @@ def parallelize(model, group, keep=True):
     for block in model.blocks.values():
         enter(block.attn, ["qkv"], stream, keep)
         block.attn.proj.leave, mlp = Leave(stream), block.mlp
-        if model.config.experts:  # the router works on the split stream, what it chooses is gathered with the tokens
+        # The router works on the split stream, what it chooses is gathered with the tokens
+        if model.config.experts:
             mlp.enter, mlp.leave = Enter(stream), Leave(stream)
-            mlp.router.over_sequence = tensor_parallel.Leave(group)  # sums over a sequence, for the balance loss, are partial
+            # Sums over a sequence, for the balance loss, are partial
+            mlp.router.over_sequence = tensor_parallel.Leave(group)
             mlp = mlp.shared
         if mlp is not None:
             enter(mlp, ["up"] if mlp.gate is None else ["gate", "up"], stream, keep)
             mlp.down.leave = Leave(stream)
-        block.attn_drop, block.mlp_drop = Dropout(block.attn_drop, stream), Dropout(block.mlp_drop, stream)
+        block.attn_drop, block.mlp_drop = (
+            Dropout(block.attn_drop, stream),
+            Dropout(block.mlp_drop, stream),
+        )
     if model.head is not None:
         enter(model.head, ["out"], stream, keep)
     mark_partial(model.parameters(), group)
@@ -380,7 +412,9 @@ from harness.ledger import storage_bytes
 def main():
     parser = harness.parser(__doc__)
     why = "gather inputs of projections again in backward, in place of keeping them: 1/t of them is held, a quarter more sent"
-    parser.add_argument_group("sequence parallelism").add_argument("--gather-again", action="store_true", help=why)
+    parser.add_argument_group("sequence parallelism").add_argument(
+        "--gather-again", action="store_true", help=why
+    )
     args = parser.parse_args()
     config = harness.configure(args)
     harness.check_batch(args, 1)
@@ -398,11 +432,13 @@ def demo(run):
         optimizer.zero_grad(set_to_none=False)  # gradients stay in memory: the receipt counts them
         loss = run.zero()
         for tokens, targets, samples in run.microbatches(step):  # the whole batch, on every rank
-            part = model(tokens, targets=targets, count=run.count, samples=samples)  # count: the global batch's tokens
+            # Count: the global batch's tokens
+            part = model(tokens, targets=targets, count=run.count, samples=samples)
             part.backward()
             loss += part.detach()
         reduce_partial(parameters)
-        norm = harness.grad_norm(parameters, [group])  # over the pieces of all ranks; the loss is already everyone's
+        # Over the pieces of all ranks; the loss is already everyone's
+        norm = harness.grad_norm(parameters, [group])
         run.check(loss, norm, model.named)
         harness.clip(parameters, norm, args.grad_clip)
         optimizer.step()
@@ -416,13 +452,24 @@ def demo(run):
         ("all_gather", "tp"): (size["all_gather"], text(4, 2) if keep else text(6, 3)),
         (scatter, "tp"): (size["reduce_scatter"], text(4, 2)),
         # 8: the squared gradient norm, one float64
-        ("all_reduce", "tp"): (size["all_reduce"] + ring * (partial * e + 8), f"6 r B T e: the loss; 2 r P e: P = {partial:,}"),
+        ("all_reduce", "tp"): (
+            size["all_reduce"] + ring * (partial * e + 8),
+            f"6 r B T e: the loss; 2 r P e: P = {partial:,}",
+        ),
     }
     sequences = args.batch // args.microbatches
-    one, gathered = harness.activation_bytes(c, sequences, e), 2 * sequences * c.context * c.width * e
+    one, gathered = (
+        harness.activation_bytes(c, sequences, e),
+        2 * sequences * c.context * c.width * e,
+    )
     block = (one + keep * (t - 1) * gathered) / t  # what a rank keeps of a block
-    held = run.states(formulas.parameters_held(c, t, c.layers) * e, "(P_whole + P_split / t) e, padded")
-    held["activations_peak"] = c.layers * block, "1/t of one process's of all blocks" + keep * ", and what f gathered"
+    held = run.states(
+        formulas.parameters_held(c, t, c.layers) * e, "(P_whole + P_split / t) e, padded"
+    )
+    held["activations_peak"] = (
+        c.layers * block,
+        "1/t of one process's of all blocks" + keep * ", and what f gathered",
+    )
     tokens, _, samples = run.microbatches(0)[0]
     counted = saved_bytes(model, next(iter(model.blocks.values())), tokens, samples=samples)
     each = sequences * c.context * c.width * e
@@ -435,7 +482,9 @@ def demo(run):
         "  (the paper's, in elements; without dropout masks, 2 of its 34 bytes, and 5 a T / C, which flash attention spares)",
     ]
     if c.norm == "rmsnorm":
-        notes.append("  counted too: q and k before rotation, in one memory with v; on a CPU, RMSNorm's intermediate result")
+        notes.append(
+            "  counted too: q and k before rotation, in one memory with v; on a CPU, RMSNorm's intermediate result"
+        )
     return run.receipt({"tp": t, "sp": t}, sent, held, notes)
 
 

@@ -1,43 +1,52 @@
-"""Tensor parallelism: every layer is cut across the ranks; each rank computes its part of every layer, for the whole batch.
+"""Tensor parallelism: every layer is cut across the ranks; each rank computes its part of every
+layer, for the whole batch.
 
-What is split, on t ranks (here 2): the matrices, by heads, by hidden units and by the vocabulary. Not the batch.
+What is split, on t ranks (here 2): the matrices, by heads, by hidden units and by the vocabulary.
+Not the batch.
 
     x --f--> up   (rows cut: column-parallel)  -> gelu -> down (columns cut: row-parallel) --g--> y
     (B,T,C)  [H/2, C]  rank 0                 (B,T,H/2)   [C, H/2]  rank 0    \\
              [H/2, C]  rank 1                 (B,T,H/2)   [C, H/2]  rank 1    + all-reduce    (B,T,C)
 
-(A weight is stored (out, in), so Megatron's "columns" of A in Y = X A are the rows here.) The first matrix gives each rank
-some hidden units, or some heads of attention, which it can work on alone; the second multiplies them by its part and gets a
-partial sum of the output. (The rows of q, k and v are grouped by key/value head, q..q k v | q..q k v | ...: a contiguous piece
-is whole heads.) Norms, row-parallel biases and the residual stream are whole on every rank. The vocabulary is cut too: each
-rank embeds the tokens of its rows (all but one of the terms are zero), and computes the logits of its rows. A dimension that
-does not divide by t is padded with zeros at the end: padded hidden units stay zero, padded logits count as minus infinity, and
-neither changes a loss or a gradient.
+(A weight is stored (out, in), so Megatron's "columns" of A in Y = X A are the rows here.) The first
+matrix gives each rank some hidden units, or some heads of attention, which it can work on alone;
+the second multiplies them by its part and gets a partial sum of the output. (The rows of q, k and v
+are grouped by key/value head, q..q k v | q..q k v | ...: a contiguous piece is whole heads.) Norms,
+row-parallel biases and the residual stream are whole on every rank. The vocabulary is cut too: each
+rank embeds the tokens of its rows (all but one of the terms are zero), and computes the logits of
+its rows. A dimension that does not divide by t is padded with zeros at the end: padded hidden units
+stay zero, padded logits count as minus infinity, and neither changes a loss or a gradient.
 
 What is sent:
 
     f   forward: identity      backward: all-reduce        where a block's input enters its projections
     g   forward: all-reduce    backward: identity          where a row-parallel layer has its partial sums
 
-One f stands before all projections that share an input (q, k and v; gate and up): one all-reduce, not one for each. A
-row-parallel layer adds its bias after g, once. Cross-entropy over logits that no rank has in full needs, for each token, the
-largest logit, the sum of exponentials and the target's logit: three numbers, reduced; its backward, softmax - onehot, is local.
+One f stands before all projections that share an input (q, k and v; gate and up): one all-reduce,
+not one for each. A row-parallel layer adds its bias after g, once. Cross-entropy over logits that
+no rank has in full needs, for each token, the largest logit, the sum of exponentials and the
+target's logit: three numbers, reduced; its backward, softmax - onehot, is local.
 
-Backward: g adds up the partial sums; each term enters the sum with factor 1, so the sum's gradient, which every rank has, is
-each term's. All ranks go on with the same y and compute the same loss: one loss, not t of them. (To sum its gradient over the
-ranks, as the backward of an all-reduce of different losses does, would make it t times too large.) f is the mirror image: x is
-used by every rank's part, so the gradients that reach it through all of them are added up. So what stands before f gets its
-whole gradient, the same on each rank, and nothing is sent for it after backward. A loss is divided by the tokens of the whole
-batch, so the gradients of micro-batches add up.
+Backward: g adds up the partial sums; each term enters the sum with factor 1, so the sum's gradient,
+which every rank has, is each term's. All ranks go on with the same y and compute the same loss: one
+loss, not t of them. (To sum its gradient over the ranks, as the backward of an all-reduce of
+different losses does, would make it t times too large.) f is the mirror image: x is used by every
+rank's part, so the gradients that reach it through all of them are added up. So what stands before
+f gets its whole gradient, the same on each rank, and nothing is sent for it after backward. A loss
+is divided by the tokens of the whole batch, so the gradients of micro-batches add up.
 
-What it costs, per rank, e bytes an element, r = (t-1)/t: each block 2 all-reduces forward and 2 backward of the (B, T, C)
-activations, 8 r B T C e by rings. Once more for the embedding (forward) and for the head's input (backward); and three (B, T)
-for the loss. Held: 1/t of the matrices, of their gradients and optimizer states; of a block's activations T B C (8 + 24/t)
-bytes (16 bit, hidden 4C; the paper's 10 has dropout masks, which are made again here): the residual stream stays whole. Nothing
-overlaps: beside the 72 B T C^2 / t flops of a block at f flop/s, its bytes at w bytes/s add (t-1) e f / (9 C w) of that time.
+What it costs, per rank, e bytes an element, r = (t-1)/t: each block 2 all-reduces forward and 2
+backward of the (B, T, C) activations, 8 r B T C e by rings. Once more for the embedding (forward)
+and for the head's input (backward); and three (B, T) for the loss. Held: 1/t of the matrices, of
+their gradients and optimizer states; of a block's activations T B C (8 + 24/t) bytes (16 bit,
+hidden 4C; the paper's 10 has dropout masks, which are made again here): the residual stream stays
+whole. Nothing
+overlaps: beside the 72 B T C^2 / t flops of a block at f flop/s, its bytes at w bytes/s add (t-1) e
+f / (9 C w) of that time.
 
-When it is the wrong choice: where (t-1) e f / (9 C w) is not far below 1: over the links between nodes, or in narrow models.
-And where t would have to be more than the key/value heads, or does not divide them.
+When it is the wrong choice: where (t-1) e f / (9 C w) is not far below 1: over the links between
+nodes, or in narrow models. And where t would have to be more than the key/value heads, or does not
+divide them.
 
 On a model of yours. Every rank starts from the same weights and gets the same tokens:
 
@@ -68,8 +77,9 @@ These mistakes make no error here:
 
     torchrun --nproc_per_node=4 tensor_parallel.py          python tensor_parallel.py --family llama --kv-heads 4
 
-Papers: Shoeybi et al. 2019, Megatron-LM, arXiv:1909.08053, section 3; Korthikanti et al. 2022, arXiv:2205.05198, sections 4.1
-and 4.2.1 (activations); Narayanan et al. 2021, arXiv:2104.04473, section 3.2 (where to use it).
+Papers: Shoeybi et al. 2019, Megatron-LM, arXiv:1909.08053, section 3; Korthikanti et al. 2022,
+arXiv:2205.05198, sections 4.1 and 4.2.1 (activations); Narayanan et al. 2021, arXiv:2104.04473,
+section 3.2 (where to use it).
 """
 
 import torch
@@ -118,14 +128,19 @@ class ReduceFromGroup(torch.autograd.Function):
 
 
 def piece(full, dim, index, count):
-    """Piece `index` of `count` of a tensor along `dim`: ceil(size / count) wide, padded with zeros where there is no more."""
+    """Piece `index` of `count` of a tensor along `dim`: ceil(size / count) wide, padded with zeros
+    where there is no more."""
     size = -(-full.shape[dim] // count)
     start = min(index * size, full.shape[dim])
     part = full.narrow(dim, start, min(size, full.shape[dim] - start))
     shape = list(full.shape)
     shape[dim] = size - part.shape[dim]
     # A copy, so that the whole can be freed
-    return torch.cat((part, part.new_zeros(shape)), dim) if shape[dim] else part.clone(memory_format=torch.contiguous_format)
+    return (
+        torch.cat((part, part.new_zeros(shape)), dim)
+        if shape[dim]
+        else part.clone(memory_format=torch.contiguous_format)
+    )
 
 
 def world_if_none(group):
@@ -206,7 +221,8 @@ class Leave(nn.Module):
 
 
 class ColumnParallelLinear(nn.Module):
-    """A linear layer whose outputs are split: x (..., in) -> this rank's outputs (..., out / t). x must have passed f.
+    """A linear layer whose outputs are split: x (..., in) -> this rank's outputs (..., out / t). x
+    must have passed f.
 
     weight: this rank's (out / t, in), from shard. bias: this rank's (out / t,) or None. A fused
     weight has its rows grouped by head. Padded rows need an activation with act(0) = 0."""
@@ -221,7 +237,8 @@ class ColumnParallelLinear(nn.Module):
 
 
 class RowParallelLinear(nn.Module):
-    """A linear layer whose inputs are split: this rank's inputs (..., in / t) -> the whole output (..., out), by g.
+    """A linear layer whose inputs are split: this rank's inputs (..., in / t) -> the whole output
+    (..., out), by g.
 
     weight: this rank's (out, in / t), from shard. bias: the whole (out,), added once, after the
     sum; or None."""
@@ -237,7 +254,8 @@ class RowParallelLinear(nn.Module):
 
 
 class VocabParallelEmbedding(nn.Module):
-    """tokens (B, T), below V -> (B, T, C): each rank looks up the tokens of its rows; g adds up, one term is not zero.
+    """tokens (B, T), below V -> (B, T, C): each rank looks up the tokens of its rows; g adds up,
+    one term is not zero.
 
     weight: this rank's (V / t, C), from shard. A token outside of 0..V-1 is an error."""
 
@@ -258,10 +276,11 @@ class VocabParallelEmbedding(nn.Module):
 
 
 class CrossEntropyOfParts(torch.autograd.Function):
-    """-log softmax(logits)[target] for each of N tokens, from logits (N, V / t) of which each rank has a part.
+    """-log softmax(logits)[target] for each of N tokens, from logits (N, V / t) of which each rank
+    has a part.
 
-    `start`: the vocabulary's index of the first logit here; `size`: how many are not padding. Megatron-LM's
-    vocab_parallel_cross_entropy, with the two sums in one message."""
+    `start`: the vocabulary's index of the first logit here; `size`: how many are not padding.
+    Megatron-LM's vocab_parallel_cross_entropy, with the two sums in one message."""
 
     @staticmethod
     def forward(ctx, logits, targets, start, size, group):
@@ -292,9 +311,10 @@ class CrossEntropyOfParts(torch.autograd.Function):
 
 
 class VocabParallelCrossEntropy(nn.Module):
-    """The loss on split logits: logits (B, T, V / t), targets (B, T), count -> summed cross-entropy / count, a scalar that is
-    the same on every rank. count: the valid targets of the whole batch, in all its micro-batches.
-    Targets below zero add nothing. One that is not below `vocab` is an error."""
+    """The loss on split logits: logits (B, T, V / t), targets (B, T), count -> summed cross-entropy
+    / count, a scalar that is the same on every rank. count: the valid targets of the whole batch,
+    in all its micro-batches. Targets below zero add nothing. One that is not below `vocab` is an
+    error."""
 
     def __init__(self, vocab, group):
         super().__init__()
@@ -319,7 +339,8 @@ class VocabParallelCrossEntropy(nn.Module):
 
 
 def gather_logits(logits, vocab, group):
-    """All logits (..., V), on every rank, from each rank's (..., V / t). For sampling; training never needs them."""
+    """All logits (..., V), on every rank, from each rank's (..., V / t). For sampling; training
+    never needs them."""
     parts = [torch.empty_like(logits) for _ in range(dist.get_world_size(group))]
     dist.all_gather(parts, logits.contiguous(), group=group)
     return torch.cat(parts, dim=-1)[..., :vocab]
@@ -378,9 +399,10 @@ def require_gpt(what, attributes, function):
 
 
 def parallelize(model, group):
-    """Cut a GPT across `group`, in place, and return it. Works on the meta device and on real weights alike. Parameters are
-    replaced by their pieces: make the optimizer afterwards. The model has a module `enter` (nn.Identity) before what is cut,
-    and experts have a `leave` behind it: f and g take their places. Attention counts its heads from the rows it gets.
+    """Cut a GPT across `group`, in place, and return it. Works on the meta device and on real
+    weights alike. Parameters are replaced by their pieces: make the optimizer afterwards. The model
+    has a module `enter` (nn.Identity) before what is cut, and experts have a `leave` behind it: f
+    and g take their places. Attention counts its heads from the rows it gets.
 
     Any of embedding, blocks and head may be missing. Raises ValueError where heads do not divide by
     the group's size, and for a model that is cut already or is not model.py's.
@@ -389,7 +411,9 @@ def parallelize(model, group):
     require_gpt(model.config, ("kv_heads", "experts", "vocab"), "parallelize")
     t = dist.get_world_size(group)
     if model.config.kv_heads % t:  # heads are a multiple of kv-heads
-        raise ValueError(f"{model.config.kv_heads} kv-heads do not divide by tensor parallelism over {t} ranks")
+        raise ValueError(
+            f"{model.config.kv_heads} kv-heads do not divide by tensor parallelism over {t} ranks"
+        )
     done = {}  # parameter -> its piece: a tied matrix is cut once
 
     def cut(parameter, dim):
@@ -409,7 +433,8 @@ def parallelize(model, group):
         block.attn.enter = Enter(group, in_place=True)
         block.attn.qkv, block.attn.proj = column(block.attn.qkv), row(block.attn.proj)
         mlp = block.mlp
-        if model.config.experts:  # (E, out, in): the hidden units of every expert; the router stays whole
+        # (E, out, in): the hidden units of every expert; the router stays whole
+        if model.config.experts:
             mlp.enter, mlp.leave = Enter(group, in_place=True), Leave(group, in_place=True)
             experts = mlp.experts
             for name, dim in (("gate", 1), ("up", 1), ("down", 2)):
@@ -464,10 +489,12 @@ def demo(run):
         optimizer.zero_grad(set_to_none=False)  # gradients stay in memory: the receipt counts them
         loss = run.zero()
         for tokens, targets, samples in run.microbatches(step):  # the whole batch, on every rank
-            part = model(tokens, targets=targets, count=run.count, samples=samples)  # count: the global batch's tokens
+            # Count: the global batch's tokens
+            part = model(tokens, targets=targets, count=run.count, samples=samples)
             part.backward()
             loss += part.detach()
-        norm = harness.grad_norm(parameters, [group])  # over the pieces of all ranks; the loss is already everyone's
+        # Over the pieces of all ranks; the loss is already everyone's
+        norm = harness.grad_norm(parameters, [group])
         run.check(loss, norm, model.named)
         harness.clip(parameters, norm, args.grad_clip)
         optimizer.step()
@@ -479,8 +506,13 @@ def demo(run):
     text = f"8 r B T C e a block, 4 r B T C e + 6 r B T e for both ends; r = {t - 1}/{t}"
     sent = {("all_reduce", "tp"): (size + norm, text)}
     activations = c.layers * harness.activation_bytes(c, args.batch // args.microbatches, e, t)
-    held = run.states(formulas.parameters_held(c, t, c.layers) * e, "(P_whole + P_split / t) e, padded")
-    held["activations_peak"] = activations, "norms' values of the blocks, and 1/t of heads' and hidden ones"
+    held = run.states(
+        formulas.parameters_held(c, t, c.layers) * e, "(P_whole + P_split / t) e, padded"
+    )
+    held["activations_peak"] = (
+        activations,
+        "norms' values of the blocks, and 1/t of heads' and hidden ones",
+    )
     micro = args.microbatches
     blocks, calls = c.layers * micro, run.ledger.sent.get(("all_reduce", "tp"), [0])[0]
     notes = [

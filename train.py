@@ -1,25 +1,28 @@
-"""Train a GPT in any layout: five kinds of parallelism from flags, and the same curve in all of them.
+"""Train a GPT in any layout: five kinds of parallelism from flags, and the same curve in all of
+them.
 
     torchrun --nproc_per_node=8 train.py --dp 2 --tp 2 --pp 2        python train.py --dp 2 --tp 2 --pp 2
     python train.py                                                  python train.py --preset gpt2 --dtype bfloat16
     python train.py --dp 2 --cp 2 --tp 2 --pp 2 --ep 4 --experts 8 --sp --zero 1
     python train.py --dp 2 --out runs/a --save-every 50              python train.py --tp 2 --out runs/a --resume
 
-The order of the ranks: tp innermost, so that tensor parallelism stays inside a node; then cp, dp, and pp outermost.
-Here dp 2, tp 2, pp 2 on 8 ranks:
+The order of the ranks: tp innermost, so that tensor parallelism stays inside a node; then cp, dp,
+and pp outermost. Here dp 2, tp 2, pp 2 on 8 ranks:
 
               stage 0             stage 1            tp    ranks with pieces of the same layers:       0 1 | 2 3 | 4 5 | 6 7
             tp 0   tp 1         tp 0   tp 1          dp    ranks with the same weights, other data:    0 2 | 1 3 | 4 6 | 5 7
     dp 0     0      1            4      5            pp    ranks with consecutive layers:              0 4 | 1 5 | 2 6 | 3 7
     dp 1     2      3            6      7
 
-cp splits each sequence over ranks that hold the same weights, so data-parallel groups have dp x cp ranks. ep takes no ranks of
-its own: the experts are dealt out over ep of these dp x cp ranks, and each expert has dp cp / ep copies.
+cp splits each sequence over ranks that hold the same weights, so data-parallel groups have dp x cp
+ranks. ep takes no ranks of its own: the experts are dealt out over ep of these dp x cp ranks, and
+each expert has dp cp / ep copies.
 
-Batch, loss and gradient norm are global, whatever the layout. --batch is the number of sequences over all ranks. The loss is
-the sum over all tokens divided by their number. The norm counts every parameter once. So the same flags give the same run on
-one process and on any number, to rounding. The first steps are compared with one process, and the receipt at the end says how
-far apart they were (--prove).
+Batch, loss and gradient norm are global, whatever the layout. --batch is the number of sequences
+over all ranks. The loss is the sum over all tokens divided by their number. The norm counts every
+parameter once. So the same flags give the same run on one process and on any number, to rounding.
+The first steps are compared with one process, and the receipt at the end says how far apart they
+were (--prove).
 """
 
 import contextlib
@@ -50,7 +53,9 @@ def flags():
     n = harness.POSITIVE
     g = p.add_argument_group("the layout (ranks = dp x cp x tp x pp)")
     g.add_argument("--dp", **n, default=1, help="data parallel: N copies share the batch")
-    g.add_argument("--tp", **n, default=1, help="tensor parallel: each layer cut N ways; keep it inside a node")
+    g.add_argument(
+        "--tp", **n, default=1, help="tensor parallel: each layer cut N ways; keep it inside a node"
+    )
     why = "sequence parallel: tensor-parallel ranks share the tokens between their layers; as much is sent, less is held"
     g.add_argument("--sp", action="store_true", help=why)
     why = "with --sp: hold still less, and send a quarter more"
@@ -58,8 +63,15 @@ def flags():
     g.add_argument("--pp", **n, default=1, help="pipeline parallel: N stages of consecutive layers")
     why = "context parallel: each sequence is split over N ranks; see context_parallel.py"
     g.add_argument("--cp", **n, default=1, help=why)
-    g.add_argument("--cp-kind", choices=context_parallel.KINDS, default="ring", help="how attention sees all of it")
-    g.add_argument("--cp-rings", **n, help="ranks of a ring, for ring-ulysses (default: the most square)")
+    g.add_argument(
+        "--cp-kind",
+        choices=context_parallel.KINDS,
+        default="ring",
+        help="how attention sees all of it",
+    )
+    g.add_argument(
+        "--cp-rings", **n, help="ranks of a ring, for ring-ulysses (default: the most square)"
+    )
     why = "expert parallel: N of the dp x cp ranks deal the --experts out among them, in place of copies"
     g.add_argument("--ep", **n, default=1, help=why)
     why = "pieces of a rank's tokens on their way to experts: one travels while another is computed"
@@ -68,7 +80,9 @@ def flags():
     g.add_argument("--bias-rate", type=harness.real(0), default=0.0, metavar="X", help=why)
     why = "order of the micro-batches in a pipeline"
     g.add_argument("--schedule", choices=list(pipeline.SCHEDULES), default="1f1b", help=why)
-    g.add_argument("--chunks", **n, help="stages a rank holds, for --schedule interleaved (default: 2)")
+    g.add_argument(
+        "--chunks", **n, help="stages a rank holds, for --schedule interleaved (default: 2)"
+    )
     why = "pieces of each data-parallel rank's part: more of them shrink the bubble, the curve stays (default: up to 2 x pp)"
     g.add_argument("--microbatches", **n, help=why)
     why = "size of a gradient bucket: small ones overlap more of backward, large ones send faster"
@@ -85,8 +99,18 @@ def flags():
     g.add_argument("--compile", action="store_true", help=why)
     harness.precision_flags(g)
     g = p.add_argument_group("the loop")
-    g.add_argument("--min-lr", type=harness.real(0), metavar="X", help="where the cosine ends (default: lr / 10)")
-    g.add_argument("--eval-every", **harness.NATURAL, default=100, help="steps between validations; 0 = only at the end")
+    g.add_argument(
+        "--min-lr",
+        type=harness.real(0),
+        metavar="X",
+        help="where the cosine ends (default: lr / 10)",
+    )
+    g.add_argument(
+        "--eval-every",
+        **harness.NATURAL,
+        default=100,
+        help="steps between validations; 0 = only at the end",
+    )
     g.add_argument("--eval-batches", **n, default=4, help="global batches that a validation takes")
     why = "leave out up to N steps whose loss or gradient is not finite; without it the first such step ends the run"
     g.add_argument("--skip-nan", **harness.NATURAL, default=0, help=why)
@@ -109,8 +133,8 @@ def main():
 
 
 def prepare(args):
-    """(the flags, with what follows from others filled in; the model's Config). Refuses what does not fit, before any process
-    is started. Changes nothing."""
+    """(the flags, with what follows from others filled in; the model's Config). Refuses what does
+    not fit, before any process is started. Changes nothing."""
     args = copy.copy(args)
     args.shape = pretrained.shape_of(args)
     config = harness.configure(args)
@@ -133,13 +157,19 @@ def check(args, config):
     pipeline.check_layout(args, config, args.pp)
     if args.ep > 1 and config.experts < args.ep:
         hint = f"--experts {args.ep} or more" if config.experts else "--experts, or leave --ep out"
-        raise Refused(f"--ep {args.ep} with {config.experts} experts: each rank needs one; use {hint}")
+        raise Refused(
+            f"--ep {args.ep} with {config.experts} experts: each rank needs one; use {hint}"
+        )
     if args.dp * args.cp % args.ep:
-        raise Refused(f"--ep {args.ep} does not divide the {args.dp * args.cp} ranks of --dp x --cp, where experts live")
+        raise Refused(
+            f"--ep {args.ep} does not divide the {args.dp * args.cp} ranks of --dp x --cp, where experts live"
+        )
     context_parallel.check_shape(config, *cp_shape(args), args.cp, args.tp)
     length = len(places(args, config.context, 0))
     if config.experts and (length * args.cp != config.context or args.sp and length % args.tp):
-        raise Refused(f"experts take no padding: --context {config.context} must divide by 2 x --cp, and with --sp by --tp too")
+        raise Refused(
+            f"experts take no padding: --context {config.context} must divide by 2 x --cp, and with --sp by --tp too"
+        )
     harness.check_batch(args, args.dp)
     needs = {
         "cp_rings": (args.cp_kind == "ring-ulysses", "--cp-kind ring-ulysses"),
@@ -149,11 +179,17 @@ def check(args, config):
     }
     for name, (there, what) in needs.items():
         if getattr(args, name) and not there:
-            raise Refused(f"--{name.replace('_', '-')} means nothing without {what}: add that, or leave it out")
-    if args.compile and not any(map(shutil.which, (os.environ.get("CXX", "g++"), "g++", "clang++"))):
+            raise Refused(
+                f"--{name.replace('_', '-')} means nothing without {what}: add that, or leave it out"
+            )
+    if args.compile and not any(
+        map(shutil.which, (os.environ.get("CXX", "g++"), "g++", "clang++"))
+    ):
         raise Refused("--compile needs a C++ compiler: install g++, or leave --compile out")
     if args.compile and config.experts:
-        raise Refused("--compile does not go with --experts, whose shapes change every step: leave one of them out")
+        raise Refused(
+            "--compile does not go with --experts, whose shapes change every step: leave one of them out"
+        )
     for part in (saving, sampling, tracking, planner):
         part.check(args)
     pretrained.check(args, config)
@@ -176,10 +212,14 @@ def places(args, length, rank):
 def mesh(args, schedule):
     """This rank's process groups, by name. All ranks create all groups, in the same order.
 
-    tp, cp, pp: as in the picture on top. dp: all ranks with the same weights, dp x cp of them. ring, ulysses: of the cp ranks.
-    ep: of the dp ranks, those that deal the experts out; copies: those that hold the same experts. tied: of the pp ranks, the
-    two that hold a tied matrix; down, up: one group for each queue of messages between stages."""
-    ranks = torch.arange(args.pp * args.dp * args.cp * args.tp).view(args.pp, args.dp, args.cp, args.tp)
+    tp, cp, pp: as in the picture on top. dp: all ranks with the same weights, dp x cp of them.
+    ring, ulysses: of the cp ranks.
+    ep: of the dp ranks, those that deal the experts out; copies: those that hold the same experts.
+    tied: of the pp ranks, the two that hold a tied matrix; down, up: one group for each queue of
+    messages between stages."""
+    ranks = torch.arange(args.pp * args.dp * args.cp * args.tp).view(
+        args.pp, args.dp, args.cp, args.tp
+    )
     dp = ranks.flatten(1, 2).transpose(1, 2)  # (pp, tp, dp cp)
     cp = ranks.transpose(2, 3).unflatten(3, cp_shape(args))  # (pp, dp, tp, ring, ulysses)
     experts = dp.unflatten(2, (-1, args.ep))  # (pp, tp, copies, ep)
@@ -189,11 +229,20 @@ def mesh(args, schedule):
     timeout = datetime.timedelta(seconds=args.timeout)
 
     def own(rows):
-        """Makes a group of each row, in the last dimension. Returns the one that this rank is in, or None."""
-        made = [(dist.new_group(sorted(set(row)), timeout), row) for row in rows.flatten(0, -2).tolist()]
+        """Makes a group of each row, in the last dimension. Returns the one that this rank is in,
+        or None."""
+        made = [
+            (dist.new_group(sorted(set(row)), timeout), row) for row in rows.flatten(0, -2).tolist()
+        ]
         return next((group for group, row in made if dist.get_rank() in row), None)
 
-    groups = {"tp": own(ranks), "dp": own(dp), "cp": own(cp.flatten(3)), "pp": own(pp), "tied": own(tied)}
+    groups = {
+        "tp": own(ranks),
+        "dp": own(dp),
+        "cp": own(cp.flatten(3)),
+        "pp": own(pp),
+        "tied": own(tied),
+    }
     if args.cp_kind == "ring-ulysses":
         groups |= {"ring": own(cp.transpose(3, 4)), "ulysses": own(cp)}
     if args.ep > 1:
@@ -216,9 +265,13 @@ def build(run, schedule, groups):
         elif args.tp > 1:
             tensor_parallel.parallelize(part, tp)
         if args.cp > 1:
-            context_parallel.parallelize(part, groups["cp"], args.cp_kind, groups.get("ring"), groups.get("ulysses"))
+            context_parallel.parallelize(
+                part, groups["cp"], args.cp_kind, groups.get("ring"), groups.get("ulysses")
+            )
         if args.ep > 1:
-            expert_parallel.parallelize(part, groups["ep"], None, args.expert_chunks, groups["copies"])
+            expert_parallel.parallelize(
+                part, groups["ep"], None, args.expert_chunks, groups["copies"]
+            )
         gpt.recompute(part, args.recompute)
         if args.compile:
             gpt.compile_blocks(part)
@@ -226,8 +279,9 @@ def build(run, schedule, groups):
 
 
 def data_parallel(run, model, groups):
-    """Fill the model. Returns (what sums the gradients over the ranks, what takes the step): DDP and an optimizer of torch's,
-    or ZeRO, which does both. Every rank draws each parameter whole, and keeps its piece."""
+    """Fill the model. Returns (what sums the gradients over the ranks, what takes the step): DDP
+    and an optimizer of torch's, or ZeRO, which does both. Every rank draws each parameter whole,
+    and keeps its piece."""
     args, bucket_bytes = run.args, int(run.args.bucket_mb * 2**20)
     if args.zero == 0 and args.dtype == args.param_dtype == args.reduce_dtype:
         run.fill(model)
@@ -259,7 +313,13 @@ def train(run):
     args, config = run.args, run.config
     schedule = pipeline.make(args.schedule, args.pp, args.microbatches, args.chunks)
     groups = mesh(args, schedule)
-    tp, dp, cp, pp, links = groups["tp"], groups["dp"], groups["cp"], groups["pp"], groups["down"] + groups["up"]
+    tp, dp, cp, pp, links = (
+        groups["tp"],
+        groups["dp"],
+        groups["cp"],
+        groups["pp"],
+        groups["down"] + groups["up"],
+    )
     run.groups(**groups)
     pipeline.open_links(schedule, links, run.device)
     if args.init_from:
@@ -268,16 +328,26 @@ def train(run):
     model = build(run, schedule, groups)
     sync, optimizer = data_parallel(run, model, groups)
     parameters, stages = list(model.parameters()), [int(stage) for stage in model.parts]
-    mixtures = [block.mlp for part in model.parts.values() for block in part.blocks.values() if config.experts]
+    mixtures = [
+        block.mlp
+        for part in model.parts.values()
+        for block in part.blocks.values()
+        if config.experts
+    ]
     replica = dist.get_rank(dp) // args.cp  # which part of the batch this rank works on
     describe(run, schedule)
 
     def scope(stage, complete):
         """ZeRO must know which stage's gradients come, and whether all of them do."""
-        return sync.backward(stages.index(stage), complete) if sync is optimizer else contextlib.nullcontext()
+        return (
+            sync.backward(stages.index(stage), complete)
+            if sync is optimizer
+            else contextlib.nullcontext()
+        )
 
     def play(schedule, batches, count):
-        """The results of this rank's part of a schedule over micro-batches (tokens, targets, samples) of whole sequences."""
+        """The results of this rank's part of a schedule over micro-batches (tokens, targets,
+        samples) of whole sequences."""
         length = batches[0][0].shape[1]
         where = places(args, length, dist.get_rank(cp)).to(run.device)
         positions = where.clamp(max=length - 1)  # padding must have some position
@@ -285,15 +355,20 @@ def train(run):
         def forward(stage, m, x):
             tokens, targets, samples = batches[m]
             x = context_parallel.shard(tokens, where) if x is None else x
-            targets = targets if targets is None else context_parallel.shard(targets, where, gpt.IGNORE)
+            targets = (
+                targets if targets is None else context_parallel.shard(targets, where, gpt.IGNORE)
+            )
             return model[stage](x, positions, targets=targets, count=count, samples=samples)
 
         t = -(-len(where) // args.tp) if args.sp else len(where)
         shape, dtype = (len(batches[0][0]), t, config.width), harness.DTYPES[args.param_dtype]
-        return pipeline.play(schedule, forward, shape, dtype, run.device, links, scope, getattr(run, "record", None))
+        return pipeline.play(
+            schedule, forward, shape, dtype, run.device, links, scope, getattr(run, "record", None)
+        )
 
     def passes(batches):
-        """Forward and backward of a step: leaves complete gradients, and returns this rank's part of the loss."""
+        """Forward and backward of a step: leaves complete gradients, and returns this rank's part
+        of the loss."""
         sync.zero_grad()
         for mixture in mixtures:
             mixture.dispatch.travelled = 0
@@ -304,7 +379,8 @@ def train(run):
     named = model.named
     if sync is optimizer:
         named = lambda: optimizer.whole(model.named())  # noqa: E731
-    # Over these groups parameters are split or dealt out. ZeRO sums its shards over dp, of which ep is a part
+    # Over these groups parameters are split or dealt out. ZeRO sums its shards over dp, of which ep
+    # is a part
     splitting = [tp, pp] if args.ep == 1 or args.zero else [tp, groups["ep"], pp]
     saver = saving.Saver(run, model, optimizer, groups)
     run.first, stopped = saver.resume(), False
@@ -317,10 +393,19 @@ def train(run):
             loss = passes(batches)
             for group in (dp, pp):
                 dist.all_reduce(loss, group=group)
-            norm = optimizer.grad_norm(splitting) if sync is optimizer else harness.grad_norm(parameters, splitting)
+            norm = (
+                optimizer.grad_norm(splitting)
+                if sync is optimizer
+                else harness.grad_norm(parameters, splitting)
+            )
             if step == run.measured:  # the ledger is on
                 travelled = sum(mixture.dispatch.travelled for mixture in mixtures)
-            taken = run.check(loss, norm, named, blame=functools.partial(faults.blame, model, lambda: passes(batches)))
+            taken = run.check(
+                loss,
+                norm,
+                named,
+                blame=functools.partial(faults.blame, model, lambda: passes(batches)),
+            )
             if taken:
                 if sync is optimizer:
                     optimizer.clip(norm, args.grad_clip)
@@ -328,28 +413,43 @@ def train(run):
                     harness.clip(parameters, norm, args.grad_clip)
                 optimizer.step()
                 run.log(loss, norm, tracking.mfu(run))
-            gpt.rebalance(model, lambda load: [dist.all_reduce(load, group=g) for g in (dp, tp)[: 1 + args.sp]], taken)
+            gpt.rebalance(
+                model,
+                lambda load: [dist.all_reduce(load, group=g) for g in (dp, tp)[: 1 + args.sp]],
+                taken,
+            )
             log(run.history[-1])
             stopped = saver.after(step + 1)
             if stopped:
                 break
             if step + 1 == args.steps or args.eval_every and (step + 1) % args.eval_every == 0:
-                loss = evaluate(run, lambda batches, count: play(pipeline.forward_only(schedule), batches, count), replica)
+                loss = evaluate(
+                    run,
+                    lambda batches, count: play(pipeline.forward_only(schedule), batches, count),
+                    replica,
+                )
                 for group in (dp, pp):
                     dist.all_reduce(loss, group=group)
                 run.print(f"validation loss {loss:.4f}")
                 run.restart_clock()
                 log({"step": step + 1, "val_loss": loss.item()})
     if stopped:
-        run.print(f"stopped by SIGTERM: step {step + 1} is saved in {args.out}, --resume goes on from it")
+        run.print(
+            f"stopped by SIGTERM: step {step + 1} is saved in {args.out}, --resume goes on from it"
+        )
         return 0
     if args.export:
         pretrained.export(run, model, optimizer, dp)
 
     def logits_of(window):
-        """The logits after the tokens (1, T), on a rank that has the last stage and the last token; else None."""
+        """The logits after the tokens (1, T), on a rank that has the last stage and the last token;
+        else None."""
         results = play(pipeline.forward_only(schedule, 1), [(window, None, None)], None)
-        last = (places(args, window.shape[1], dist.get_rank(cp)) == window.shape[1] - 1).nonzero().flatten()
+        last = (
+            (places(args, window.shape[1], dist.get_rank(cp)) == window.shape[1] - 1)
+            .nonzero()
+            .flatten()
+        )
         if not results or not len(last):
             return None
         logits = results[0][0, last[0]]
@@ -361,7 +461,9 @@ def train(run):
     if only_sample:
         return 0
     length = len(places(args, config.context, dist.get_rank(cp)))
-    return run.receipt(*formulas.expected(run, model, optimizer, schedule, groups, length, travelled))
+    return run.receipt(
+        *formulas.expected(run, model, optimizer, schedule, groups, length, travelled)
+    )
 
 
 def describe(run, schedule):
@@ -375,16 +477,20 @@ def describe(run, schedule):
         layers = pipeline.stage_layers(config, len(pipeline.owners(schedule)))
         text = ", ".join(f"{r.start}-{r.stop - 1}" for r in layers)
         bubble = 1 - pipeline.utilisation(pipeline.simulate(schedule))
-        run.print(f"stages hold layers {text}; {args.schedule}, {args.microbatches} micro-batches: bubble {bubble:.1%}")
+        run.print(
+            f"stages hold layers {text}; {args.schedule}, {args.microbatches} micro-batches: bubble {bubble:.1%}"
+        )
 
 
 @torch.no_grad()
 def evaluate(run, play, replica):
-    """This rank's part of the mean loss over --eval-batches global batches of the validation split."""
+    """This rank's part of the mean loss over --eval-batches global batches of the validation
+    split."""
     args, loss = run.args, run.zero()
     for i in range(args.eval_batches):
         batches = run.microbatches(i, replica, args.dp, split="val")
-        batches = [(tokens, targets, None) for tokens, targets, _ in batches]  # no samples: no dropout
+        # No samples: no dropout
+        batches = [(tokens, targets, None) for tokens, targets, _ in batches]
         loss = sum(play(batches, run.count * args.eval_batches), loss)
     return loss
 

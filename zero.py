@@ -1,7 +1,9 @@
-"""ZeRO: data parallelism that shares out the optimizer's states, the gradients and the weights. Stage 3 is PyTorch's FSDP.
+"""ZeRO: data parallelism that shares out the optimizer's states, the gradients and the weights.
+Stage 3 is PyTorch's FSDP.
 
-What is split: the batch, as in ddp.py; and, stage by stage, more of what DDP holds N times. Bytes a parameter and rank, with
-16-bit weights and gradients (2 + 2) and the optimizer's master weight and two moments in 32 bits (12):
+What is split: the batch, as in ddp.py; and, stage by stage, more of what DDP holds N times. Bytes a
+parameter and rank, with 16-bit weights and gradients (2 + 2) and the optimizer's master weight and
+two moments in 32 bits (12):
 
     stage                     weights        gradients      optimizer      together       sent a step, in units of r P e
       0   nothing (DDP)       ########       ########       #########      16             2       all-reduce
@@ -9,48 +11,53 @@ What is split: the batch, as in ddp.py; and, stage by stage, more of what DDP ho
       2   gradients too       ########       ##             ###            2 + 14/N       1 + m    with m micro-batches
       3   weights too         ##             ##             ###            16/N           3 m              r = (N-1)/N
 
-A bucket is one flat tensor, padded to N equal shards: parameters of any shape fall where they may, cut across ranks. So stage 1
-differs from DDP in one call, reduce-scatter for all-reduce; stage 2 in freeing a buffer; stage 3 in resizing a storage.
+A bucket is one flat tensor, padded to N equal shards: parameters of any shape fall where they may,
+cut across ranks. So stage 1 differs from DDP in one call, reduce-scatter for all-reduce; stage 2 in
+freeing a buffer; stage 3 in resizing a storage.
 
     parameters   | wq        | wk   | bias | up           |//      // padding
     shards       | rank 0      | rank 1      | rank 2      |
 
-What is sent, and when.
-Stage 1: an optimizer works element by element, so each rank takes the step for 1/N of the elements. It needs the summed
-gradient of these alone: a reduce-scatter, half of an all-reduce. The other half, an all-gather, brings the new weights to all.
-Stage 2: as soon as a bucket of gradients is full it is reduce-scattered, and freed: no rank ever has all gradients. With m
-micro-batches that is m reduce-scatters; `reduce_each=False` keeps one, and the memory of stage 1. Take it where the network
-is slow and memory is not short.
-Stage 3: the weights of a unit (a block, the embedding, the head) are gathered just before it runs, forward and backward, and
-freed after; the next unit's gather is under way meanwhile. So at most two units are whole at a time:
+What is sent, and when. Stage 1: an optimizer works element by element, so each rank takes the step
+for 1/N of the elements. It needs the summed gradient of these alone: a reduce-scatter, half of an
+all-reduce. The other half, an all-gather, brings the new weights to all. Stage 2: as soon as a
+bucket of gradients is full it is reduce-scattered, and freed: no rank ever has all gradients. With
+m micro-batches that is m reduce-scatters; `reduce_each=False` keeps one, and the memory of stage 1.
+Take it where the network is slow and memory is not short. Stage 3: the weights of a unit (a block,
+the embedding, the head) are gathered just before it runs, forward and backward, and freed after;
+the next unit's gather is under way meanwhile. So at most two units are whole at a time:
 
     forward    gather 0 | run 0, gather 1 | free 0, run 1, gather 2 | free 1, run 2 ...
     backward   ... run 2, gather 1 | free 2, run 1, gather 0 | free 1, run 0 | free 0      gradients leave as they come
 
-Two gathers and a reduce-scatter, 3 r P e a micro-batch, less the unit that ends a forward: it stays for the backward that
-begins with it. `reshard=False` keeps all units gathered until their backward: one gather less, and the weights of stage 2.
-Every micro-batch gathers anew, also in a pipeline.
+Two gathers and a reduce-scatter, 3 r P e a micro-batch, less the unit that ends a forward: it stays
+for the backward that begins with it. `reshard=False` keeps all units gathered until their backward:
+one gather less, and the weights of stage 2. Every micro-batch gathers anew, also in a pipeline.
 
-Backward: the gradient of a layer's input is made with its weights, so backward needs them again. Autograd keeps the views that
-it saved; only the memory under them goes (its storage is resized to 0) and is back before backward reads it. They are views of
-`.data`, with version counters of their own, so that to gather does not count as a change. The loss is divided by the global
-number of tokens, so gradients are summed over the ranks, never averaged. Mixed precision: parameters in `param_dtype`,
-gradients summed in `reduce_dtype`, master weights as they were given.
+Backward: the gradient of a layer's input is made with its weights, so backward needs them again.
+Autograd keeps the views that it saved; only the memory under them goes (its storage is resized to
+0) and is back before backward reads it. They are views of `.data`, with version counters of their
+own, so that to gather does not count as a change. The loss is divided by the global number of
+tokens, so gradients are summed over the ranks, never averaged. Mixed precision: parameters in
+`param_dtype`, gradients summed in `reduce_dtype`, master weights as they were given.
 
-What it costs: bytes held and sent as in the table; for a moment two gathered units (stage 3), two whole buckets of gradients
-(stages 2 and 3; on gloo as much again, received), and all activations of the rank's own rows. During the optimizer's step,
-where masters have another dtype than gradients, also the gradients in theirs: 4/N bytes a parameter, in stage 0 4 bytes.
-A gather or reduce-scatter takes r P e / w at w bytes/s, beside 2 flops a weight and token at f flop/s: hidden if a rank has
-more than r e f / (2 w) tokens a micro-batch, the same as in ddp.py, 8,000 for 2 bytes, 400 TFLOP/s and 50 GB/s.
+What it costs: bytes held and sent as in the table; for a moment two gathered units (stage 3), two
+whole buckets of gradients (stages 2 and 3; on gloo as much again, received), and all activations of
+the rank's own rows. During the optimizer's step, where masters have another dtype than gradients,
+also the gradients in theirs: 4/N bytes a parameter, in stage 0 4 bytes. A gather or reduce-scatter
+takes r P e / w at w bytes/s, beside 2 flops a weight and token at f flop/s: hidden if a rank has
+more than r e f / (2 w) tokens a micro-batch, the same as in ddp.py, 8,000 for 2 bytes, 400 TFLOP/s
+and 50 GB/s.
 
-When it is the wrong choice: never stage 1, which sends what stage 0 does. Stage 3, and stage 2 with micro-batches, where the
-model states fit without, and where tokens a rank are few: then they wait for the network.
+When it is the wrong choice: never stage 1, which sends what stage 0 does. Stage 3, and stage 2 with
+micro-batches, where the model states fit without, and where tokens a rank are few: then they wait
+for the network.
 
     torchrun --nproc_per_node=4 zero.py --stage 3            python zero.py --stage 2 --param-dtype bfloat16
     python zero.py --fit             the largest models whose states fit 80 GB on 64 ranks, played on tensors without memory
 
-Papers: Rajbhandari et al. 2020, ZeRO, arXiv:1910.02054, sections 3 (memory), 5 and 7 (what is sent); Zhao et al. 2023, PyTorch
-FSDP, arXiv:2304.11277, section 3 (units, prefetching).
+Papers: Rajbhandari et al. 2020, ZeRO, arXiv:1910.02054, sections 3 (memory), 5 and 7 (what is
+sent); Zhao et al. 2023, PyTorch FSDP, arXiv:2304.11277, section 3 (units, prefetching).
 """
 
 import contextlib
@@ -65,14 +72,20 @@ native_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.red
 
 
 class DirectReduceScatter:
-    """Reduce-scatter in one round: every rank sends each other rank its piece, and adds up what it gets.
+    """Reduce-scatter in one round: every rank sends each other rank its piece, and adds up what it
+    gets.
 
-    input (S,) -> output (S / N,). Sends (N-1)/N of the input as a ring does; gloo's own sends twice that. 16-bit terms are
-    added in 32 bits. To be called like torch's: DirectReduceScatter(output, input, group=..., async_op=True).wait().
+    input (S,) -> output (S / N,). Sends (N-1)/N of the input as a ring does; gloo's own sends twice
+    that. 16-bit terms are added in 32 bits. To be called like torch's: DirectReduceScatter(output,
+    input, group=..., async_op=True).wait().
     """
 
     def __init__(self, output, input, group=None, async_op=False):
-        self.output, self.received, self.ranks = output, torch.empty_like(input), dist.get_world_size(group)
+        self.output, self.received, self.ranks = (
+            output,
+            torch.empty_like(input),
+            dist.get_world_size(group),
+        )
         self.work = dist.all_to_all_single(self.received, input, group=group, async_op=True)
         if not async_op:
             self.wait()
@@ -84,8 +97,8 @@ class DirectReduceScatter:
 
 
 class Freed(nn.Parameter):
-    """The class of a parameter while stage 3 has freed its memory. Its shape can be read. Its values can not: without this
-    error torch would read freed memory, and the process would die."""
+    """The class of a parameter while stage 3 has freed its memory. Its shape can be read. Its
+    values can not: without this error torch would read freed memory, and the process would die."""
 
     ALLOWED = set(
         "shape size dim ndim numel nelement stride dtype itemsize element_size is_floating_point is_complex device is_cuda"
@@ -108,13 +121,15 @@ class Freed(nn.Parameter):
 
 
 class Bucket:
-    """Some parameters as one flat tensor of S elements, with padding; this rank owns part `part` of `parts`, S / parts long.
+    """Some parameters as one flat tensor of S elements, with padding; this rank owns part `part` of
+    `parts`, S / parts long.
 
     flat      (S,)      weights in `param_dtype`; the parameters are views of it. In stage 3 without memory unless gathered
     shard     (S/N,)    this rank's part of it
     master    (S/N,)    what the optimizer steps on: the shard itself, or its copy in another dtype or place
     pieces              master cut at the parameters' borders, one a parameter, maybe empty. A piece of a matrix is (1, n),
-                        so that whoever tells matrices from vectors by dim() (weight decay) still can
+                        so that whoever tells matrices from vectors by dim() (weight decay) still
+                        can
     full      (S,)      this rank's gradients, in `reduce_dtype`
     gradient  (S/N,)    this rank's part of their sum over all ranks
     """
@@ -130,26 +145,46 @@ class Bucket:
         self.length = -(-sum(sizes) // parts)
         self.size = self.length * parts
         self.own = slice(part * self.length, (part + 1) * self.length)
-        borders = [(at, at + n) for at, n in zip(self.starts, sizes)]  # of the parameters, then within this rank's part
+        # Of the parameters, then within this rank's part
+        borders = [(at, at + n) for at, n in zip(self.starts, sizes)]
         ends = [[min(max(x, self.own.start), self.own.stop) for x in pair] for pair in borders]
-        self.spans = [slice(first - self.own.start, last - self.own.start) for first, last in ends]  # of pieces in a shard
+        # Of pieces in a shard
+        self.spans = [slice(first - self.own.start, last - self.own.start) for first, last in ends]
 
         self.flat = torch.zeros(self.size, dtype=param_dtype, device=device)
-        # .data: views with version counters of their own. Autograd must not mind that a gather writes what it has saved
-        views = [self.flat.data[at : at + p.numel()].view(p.shape) for p, at in zip(parameters, self.starts)]
-        self.shard = self.flat[self.own] if stage < 3 else torch.zeros(self.length, dtype=param_dtype, device=device)
+        # .data: views with version counters of their own. Autograd must not mind that a gather
+        # writes what it has saved
+        views = [
+            self.flat.data[at : at + p.numel()].view(p.shape)
+            for p, at in zip(parameters, self.starts)
+        ]
+        self.shard = (
+            self.flat[self.own]
+            if stage < 3
+            else torch.zeros(self.length, dtype=param_dtype, device=device)
+        )
         self.master, self.pieces = self.shard, []
         if self.trained and (offload or master_dtype != param_dtype):
-            self.master = torch.zeros(self.length, dtype=master_dtype, device="cpu" if offload else device)
-        for p, view, at, (first, last), span in zip(parameters, views, self.starts, ends, self.spans):
+            self.master = torch.zeros(
+                self.length, dtype=master_dtype, device="cpu" if offload else device
+            )
+        for p, view, at, (first, last), span in zip(
+            parameters, views, self.starts, ends, self.spans
+        ):
             mine, weights = self.master[span], value(p).detach()
             mine.copy_(weights.flatten()[first - at : last - at])
             if stage < 3:
                 view.copy_(weights)
-            self.pieces.append(nn.Parameter(mine.unsqueeze(0) if p.dim() > 1 else mine, requires_grad=p.requires_grad))
+            self.pieces.append(
+                nn.Parameter(
+                    mine.unsqueeze(0) if p.dim() > 1 else mine, requires_grad=p.requires_grad
+                )
+            )
         if stage == 3:
             self.shard.copy_(self.master)
-        self.parameters = [nn.Parameter(view, requires_grad=p.requires_grad) for p, view in zip(parameters, views)]
+        self.parameters = [
+            nn.Parameter(view, requires_grad=p.requires_grad) for p, view in zip(parameters, views)
+        ]
         for p, given in zip(self.parameters, parameters):
             p.__dict__.update(given.__dict__)
         self.users, self.gathering = set(), None
@@ -185,8 +220,8 @@ class Bucket:
         self.missing = set(range(len(self.parameters)))
 
     def add(self, i, gradient):
-        """Take the gradient of parameter i into the flat one. (In ddp.py it is a view of that; this one comes and goes, and may
-        have another dtype.)"""
+        """Take the gradient of parameter i into the flat one. (In ddp.py it is a view of that; this
+        one comes and goes, and may have another dtype.)"""
         self.have_full()
         slot = self.full[self.starts[i] :][: gradient.numel()].view(gradient.shape)
         slot.add_(gradient) if i in self.filled else slot.copy_(gradient)
@@ -212,7 +247,8 @@ class Bucket:
         self.full, self.reduced = None, True
 
     def hand_over(self):
-        """The gradient to the optimizer's pieces, in the master's dtype and place. Where it has these already it is no copy."""
+        """The gradient to the optimizer's pieces, in the master's dtype and place. Where it has
+        these already it is no copy."""
         gradient = self.gradient.to(self.master)
         for piece, span in zip(self.pieces, self.spans):
             piece.grad = gradient[span].view(piece.shape)
@@ -222,8 +258,8 @@ CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 
 def default_units(module):
-    """What stage 3 gathers at a time: each item of the outermost containers (the blocks of a list of blocks), and each other
-    module beside them (embedding, head)."""
+    """What stage 3 gathers at a time: each item of the outermost containers (the blocks of a list
+    of blocks), and each other module beside them (embedding, head)."""
     if isinstance(module, CONTAINERS):
         return [unit for unit in module.children() if any(True for _ in unit.parameters())]
     if not any(isinstance(m, CONTAINERS) for m in module.modules()):
@@ -252,48 +288,64 @@ class ZeRO:
         for step in ...:
             zero.zero_grad()
             for x, y in my_2_microbatches:
-                loss = cross_entropy(model(x), y, reduction="sum") / tokens_of_all_ranks_and_microbatches
-                loss.backward()
+                loss = cross_entropy(model(x), y, reduction="sum") /
+                tokens_of_all_ranks_and_microbatches loss.backward()
             zero.finish()                                         # the global gradient is complete, each rank has its part
             zero.clip(zero.grad_norm(), 1.0)                      # torch's clip_grad_norm_ sees no gradients here
             zero.step()
             scheduler.step()
 
-    The model's parameters are replaced in place, by views of the buckets; p.grad is None after backward.
-    optimizer(pieces): makes an optimizer that works element by element, of this rank's pieces of the parameters. They come in
+    The model's parameters are replaced in place, by views of the buckets; p.grad is None after
+    backward.
+    optimizer(pieces): makes an optimizer that works element by element, of this rank's pieces of
+    the parameters. They come in
         the order of the buckets, not of model.parameters().
-    microbatches: the backward passes a step. They may come in any order between forwards, as in a pipeline.
-    units: modules that stage 3 gathers whole, in the order of forward; a parameter belongs to those that contain it, and must
-        be used within their forward. Two units may share one. Default: default_units(model), and the model for what is left.
-    bucket_bytes: the largest bucket of stages 0 to 2. A unit is a bucket in stage 3, whatever its size.
-    param_dtype, reduce_dtype: of weights, activations and backward; of the sum over the ranks. master_dtype: of the weights
-        that the optimizer steps on. Defaults: reduce as param, param as master, master as the parameters are.
-    reduce_each, reshard: see the top of the file. offload: master weights and optimizer states in the host's memory.
-    reduce_scatter(output, input, group=..., async_op=True) returns a work handle. Default: torch's, on gloo the direct one.
-    reduce_group: another group of the same ranks for the gradients, for stage 3 where ranks may differ in which parameters get
+    microbatches: the backward passes a step. They may come in any order between forwards, as in a
+    pipeline.
+    units: modules that stage 3 gathers whole, in the order of forward; a parameter belongs to those
+    that contain it, and must
+        be used within their forward. Two units may share one. Default: default_units(model), and
+        the model for what is left.
+    bucket_bytes: the largest bucket of stages 0 to 2. A unit is a bucket in stage 3, whatever its
+    size.
+    param_dtype, reduce_dtype: of weights, activations and backward; of the sum over the ranks.
+    master_dtype: of the weights
+        that the optimizer steps on. Defaults: reduce as param, param as master, master as the
+        parameters are.
+    reduce_each, reshard: see the top of the file. offload: master weights and optimizer states in
+    the host's memory. reduce_scatter(output, input, group=..., async_op=True) returns a work
+    handle. Default: torch's, on gloo the direct one.
+    reduce_group: another group of the same ranks for the gradients, for stage 3 where ranks may
+    differ in which parameters get
         one: then gathers and reductions come in orders of their own.
-    value(parameter): its whole initial value. So the model may be on the meta device, and `device` says where it goes.
+    value(parameter): its whole initial value. So the model may be on the meta device, and `device`
+    says where it goes.
 
-    A step that an exception in backward ended begins again with zero_grad(). One given up elsewhere, after a backward
-    and before finish(), needs zero_grad(give_up=True). All ranks must give up at the same place.
-    Before ZeRO(...): all ranks have equal weights, in their dtype, on their device, tied and loaded. Whether a parameter
-    is trained (requires_grad) is read then. Frozen ones are split in stage 3 and otherwise left whole.
-    A parameter without gradient gets a zero one, so weight decay and momentum move it. Buffers (BatchNorm) are not
-    synchronised.
-    The optimizer gets all gradients at once. Where their dtype or place is not the masters', that is a copy of this
-    rank's part, for a moment: where it does not fit, choose reduce_dtype=master_dtype.
-    Activation checkpointing: use_reentrant=False. In stage 3 all ranks must run the same units in the same order: one
-    that skips a layer waits for ever. A weight can be read only while its unit runs; zero.whole() has it at other times.
-    Raises ValueError for an unknown stage, for what is no module, and for optimizers known to need whole matrices.
-    Raises RuntimeError for calls out of order, create_graph=True, parameters that were replaced, and the values of a
-    weight that is not here.
+    A step that an exception in backward ended begins again with zero_grad(). One given up
+    elsewhere, after a backward and before finish(), needs zero_grad(give_up=True). All ranks must
+    give up at the same place. Before ZeRO(...): all ranks have equal weights, in their dtype, on
+    their device, tied and loaded. Whether a parameter is trained (requires_grad) is read then.
+    Frozen ones are split in stage 3 and otherwise left whole. A parameter without gradient gets a
+    zero one, so weight decay and momentum move it. Buffers (BatchNorm) are not synchronised. The
+    optimizer gets all gradients at once. Where their dtype or place is not the masters', that is a
+    copy of this rank's part, for a moment: where it does not fit, choose reduce_dtype=master_dtype.
+    Activation checkpointing: use_reentrant=False. In stage 3 all ranks must run the same units in
+    the same order: one that skips a layer waits for ever. A weight can be read only while its unit
+    runs; zero.whole() has it at other times.
+    Raises ValueError for an unknown stage, for what is no module, and for optimizers known to need
+    whole matrices.
+    Raises RuntimeError for calls out of order, create_graph=True, parameters that were replaced,
+    and the values of a weight that is not here.
 
     Beside other kinds of parallelism (to be skipped at first):
-    scopes: parts of the model that have backward passes of their own (a pipeline rank's stages), `microbatches` each, within
-        `with zero.backward(index of the scope)`. They may share parameters. Default: the model is the only one.
-    A parameter may be partial over further groups (`parameter.placement`, as tensor_parallel.shard writes it; a matrix tied
-    across pipeline stages): finish() sums this rank's part of its gradient over them. placement["data"]: it is shared out
-    over that group instead of `group` (an expert, of which there are fewer copies).
+    scopes: parts of the model that have backward passes of their own (a pipeline rank's stages),
+    `microbatches` each, within
+        `with zero.backward(index of the scope)`. They may share parameters. Default: the model is
+        the only one.
+    A parameter may be partial over further groups (`parameter.placement`, as tensor_parallel.shard
+    writes it; a matrix tied across pipeline stages): finish() sums this rank's part of its gradient
+    over them. placement["data"]: it is shared out over that group instead of `group` (an expert, of
+    which there are fewer copies).
     """
 
     def __init__(
@@ -320,20 +372,31 @@ class ZeRO:
         if stage not in (0, 1, 2, 3):
             raise ValueError(f"there is no stage {stage!r} of ZeRO: choose 0, 1, 2 or 3")
         if not isinstance(model, nn.Module):
-            raise ValueError(f"ZeRO replaces a model's parameters: give it the model, not a {type(model).__name__}")
+            raise ValueError(
+                f"ZeRO replaces a model's parameters: give it the model, not a {type(model).__name__}"
+            )
         if isinstance(optimizer, torch.optim.Optimizer):
-            raise ValueError("give ZeRO a function that makes the optimizer (optimizer=torch.optim.AdamW), not an optimizer")
+            raise ValueError(
+                "give ZeRO a function that makes the optimizer (optimizer=torch.optim.AdamW), not an optimizer"
+            )
         self.model, self.group, self.stage, self.microbatches = model, group, stage, microbatches
-        self.reduce_each, self.reshard, self.reduce_group = reduce_each and stage >= 2, reshard, reduce_group or group
+        self.reduce_each, self.reshard, self.reduce_group = (
+            reduce_each and stage >= 2,
+            reshard,
+            reduce_group or group,
+        )
         direct = dist.get_backend(group) == "gloo"
-        self.reduce_scatter = reduce_scatter or (DirectReduceScatter if direct else native_reduce_scatter)
+        self.reduce_scatter = reduce_scatter or (
+            DirectReduceScatter if direct else native_reduce_scatter
+        )
         self.scopes = [model] if scopes is None else list(scopes)
         self.scope, self.complete = 0, True
         self.units, self.rest = [[] for _ in self.scopes], None
         for scope, own in zip(self.scopes, self.units) if stage == 3 else ():
             inside = set(scope.modules())
             modules = default_units(scope) if units is None else [m for m in units if m in inside]
-            own += [Unit(self, module, own, i) for i, module in enumerate(modules)]  # each knows the list of its neighbours
+            # Each knows the list of its neighbours
+            own += [Unit(self, module, own, i) for i, module in enumerate(modules)]
         self.buckets, made = [], {}
         for parameters, users, scopes in self._sort(bucket_bytes if stage < 3 else float("inf")):
             dtypes = [master_dtype or parameters[0].dtype]
@@ -348,23 +411,30 @@ class ZeRO:
                 unit.buckets.append(bucket)
             made |= zip(parameters, bucket.parameters)
         self.trained = [bucket for bucket in self.buckets if bucket.trained]
-        self.reached = [[b for b in self.trained if i in b.scopes] for i in range(len(self.scopes))]  # by a scope's backward
+        # By a scope's backward
+        self.reached = [[b for b in self.trained if i in b.scopes] for i in range(len(self.scopes))]
         self._install(made)
         pieces = [piece for bucket in self.trained for piece in bucket.pieces]
         self.optimizer = optimizer(pieces)
         if type(self.optimizer).__name__ in NOT_ELEMENTWISE:
             name = type(self.optimizer).__name__
-            raise ValueError(f"{name} needs whole matrices, ZeRO has flat pieces of them: take one like AdamW or SGD")
-        self.ahead = self.active = None  # the unit gathered in advance; the one whose backward is on
-        self.running, self.flying = False, []  # whether a backward is on, or was ended by an exception; reductions on their way
+            raise ValueError(
+                f"{name} needs whole matrices, ZeRO has flat pieces of them: take one like AdamW or SGD"
+            )
+        # The unit gathered in advance; the one whose backward is on
+        self.ahead = self.active = None
+        # Whether a backward is on, or was ended by an exception; reductions on their way
+        self.running, self.flying = False, []
         self.gathered, self.gathered_peak = 0, 0  # bytes
-        self.passes, self.next = [0] * len(self.scopes), 0  # done of each scope; of this one's buckets the first not reduced
-        self.finished = None  # False: a step is on. True: its gradients are complete. None: no step yet
+        # Done of each scope; of this one's buckets the first not reduced
+        self.passes, self.next = [0] * len(self.scopes), 0
+        # False: a step is on. True: its gradients are complete. None: no step yet
+        self.finished = None
 
     def _sort(self, bucket_bytes):
-        """(parameters, the units that use them, the indices of their scopes) of each bucket, from the last parameter to the
-        first, the order in which backward produces gradients. A bucket's have the same users, scopes, dtype, device, and
-        groups over which they are partial."""
+        """(parameters, the units that use them, the indices of their scopes) of each bucket, from
+        the last parameter to the first, the order in which backward produces gradients. A bucket's
+        have the same users, scopes, dtype, device, and groups over which they are partial."""
         users, scopes, lists, latest, size = {}, {}, [], {}, {}
         for unit in sum(self.units, []):
             for p in unit.module.parameters():
@@ -380,7 +450,15 @@ class ZeRO:
             placement = getattr(p, "placement", {})
             partial, data = placement.get("partial", []), placement.get("data")
             using = users.get(p, (self.rest,) if self.rest else ())
-            key = using, scopes[p], p.requires_grad, p.dtype, p.device, id(data), tuple(id(g) for g in partial)
+            key = (
+                using,
+                scopes[p],
+                p.requires_grad,
+                p.dtype,
+                p.device,
+                id(data),
+                tuple(id(g) for g in partial),
+            )
             size[key] = size.get(key, 0) + p.numel() * p.element_size()
             if key not in latest or size[key] > bucket_bytes:
                 latest[key], size[key] = [], p.numel() * p.element_size()
@@ -389,12 +467,19 @@ class ZeRO:
         return lists
 
     def _install(self, made):
-        """Put the views of the buckets where the parameters were, with the hooks that take their gradients."""
+        """Put the views of the buckets where the parameters were, with the hooks that take their
+        gradients."""
         self.places = []  # where each parameter stands, and on which storage
-        storages = {p: bucket.flat.untyped_storage()._cdata for bucket in self.buckets for p in bucket.parameters}
+        storages = {
+            p: bucket.flat.untyped_storage()._cdata
+            for bucket in self.buckets
+            for p in bucket.parameters
+        }
         for bucket in self.trained:
             for i, p in enumerate(bucket.parameters):
-                p.register_post_accumulate_grad_hook(lambda _, bucket=bucket, i=i: self._arrived(bucket, i))
+                p.register_post_accumulate_grad_hook(
+                    lambda _, bucket=bucket, i=i: self._arrived(bucket, i)
+                )
         for module in self.model.modules():
             for name, p in module.named_parameters(recurse=False):
                 setattr(module, name, made[p])
@@ -403,8 +488,9 @@ class ZeRO:
     # --- gradients
 
     def zero_grad(self, give_up=False):
-        """Start a step. give_up: the last one was not finished, and is to be forgotten. (One that an exception in backward
-        ended is always forgotten.) All ranks must give up at the same place."""
+        """Start a step. give_up: the last one was not finished, and is to be forgotten. (One that
+        an exception in backward ended is always forgotten.) All ranks must give up at the same
+        place."""
         if self.finished is False and any(self.passes) and not (self.running or give_up):
             raise RuntimeError(
                 "backward passes came, and no finish(): call zero_grad() once a step, and finish() after its last backward;"
@@ -436,7 +522,8 @@ class ZeRO:
 
     @contextlib.contextmanager
     def backward(self, scope=0, complete=True):
-        """Around a backward pass of one scope of several; complete=False: one that leaves some gradients for a later one."""
+        """Around a backward pass of one scope of several; complete=False: one that leaves some
+        gradients for a later one."""
         self.scope, self.complete = scope, complete
         try:
             yield
@@ -460,19 +547,25 @@ class ZeRO:
         if self.running:
             return
         self.running = True
-        torch.autograd.Variable._execution_engine.queue_callback(self._backward_over)  # not where an exception ends it
+        # Not where an exception ends it
+        torch.autograd.Variable._execution_engine.queue_callback(self._backward_over)
         if torch.is_grad_enabled():
-            raise RuntimeError("create_graph=True: ZeRO has no gradients of gradients; take ddp.py's DDP, or leave it out")
+            raise RuntimeError(
+                "create_graph=True: ZeRO has no gradients of gradients; take ddp.py's DDP, or leave it out"
+            )
 
     def _launch(self, rest=False):
-        # In the same order on every rank and in every pass: swapped between ranks they would add up the wrong buckets, silently
+        # In the same order on every rank and in every pass: swapped between ranks they would add up
+        # the wrong buckets, silently
         if not self.complete:
             return
         buckets = self.reached[self.scope]
         while self.next < len(buckets) and (rest or not buckets[self.next].missing):
             bucket = buckets[self.next]
             self.next += 1
-            last = sum(self.passes[s] for s in bucket.scopes) + 1 == self.microbatches * len(bucket.scopes)
+            last = sum(self.passes[s] for s in bucket.scopes) + 1 == self.microbatches * len(
+                bucket.scopes
+            )
             if not (last or self.reduce_each):
                 continue
             bucket.fill_gaps()
@@ -480,7 +573,9 @@ class ZeRO:
             if self.stage == 0:
                 work = dist.all_reduce(bucket.full, group=group, async_op=True)
             else:
-                work = self.reduce_scatter(bucket.full[bucket.own], bucket.full, group=group, async_op=True)
+                work = self.reduce_scatter(
+                    bucket.full[bucket.own], bucket.full, group=group, async_op=True
+                )
             self.flying.append((bucket, work))
             if self.stage >= 2:
                 self._land(1)  # no more than one on its way and one that fills
@@ -500,7 +595,8 @@ class ZeRO:
             self.running = False
 
     def _end_pass(self):
-        """After each backward pass: reduce what never filled up (a parameter may get no gradient), free what is gathered."""
+        """After each backward pass: reduce what never filled up (a parameter may get no gradient),
+        free what is gathered."""
         self._launch(rest=True)
         self._land()
         self._leave(None)
@@ -516,11 +612,16 @@ class ZeRO:
     def finish(self):
         """Complete the gradients, after the last backward of a step."""
         if self.running:
-            raise RuntimeError("an exception ended a backward pass: call zero_grad(), and begin the step again")
+            raise RuntimeError(
+                "an exception ended a backward pass: call zero_grad(), and begin the step again"
+            )
         if self.finished:
-            raise RuntimeError("finish() was called already: call it once a step, and zero_grad() before the next")
+            raise RuntimeError(
+                "finish() was called already: call it once a step, and zero_grad() before the next"
+            )
         for scope in range(len(self.scopes)):
-            while self.passes[scope] < self.microbatches:  # a rank without some of the passes takes part in their reductions
+            # A rank without some of the passes takes part in their reductions
+            while self.passes[scope] < self.microbatches:
                 with self.backward(scope):
                     self._end_pass()
         for bucket in self.trained:
@@ -530,13 +631,17 @@ class ZeRO:
 
     def _must_be_finished(self):
         if self.finished is False:
-            raise RuntimeError("the gradients are not complete: call finish() after the last backward of the step")
+            raise RuntimeError(
+                "the gradients are not complete: call finish() after the last backward of the step"
+            )
 
     def grad_norm(self, groups=()):
-        """The norm of the whole model's gradient, each element counted once; a float64 scalar tensor, the same on all ranks.
+        """The norm of the whole model's gradient, each element counted once; a float64 scalar
+        tensor, the same on all ranks.
 
-        groups: further ones over which parameters are split or dealt out (tensor parallel, pipeline). A parameter that all
-        ranks of such a group hold (`placement["copies"]`), or hold a partial sum of, counts on the group's first rank.
+        groups: further ones over which parameters are split or dealt out (tensor parallel,
+        pipeline). A parameter that all ranks of such a group hold (`placement["copies"]`), or hold
+        a partial sum of, counts on the group's first rank.
         """
         self._must_be_finished()
         total, mine = torch.zeros((), dtype=torch.float64), []
@@ -562,7 +667,8 @@ class ZeRO:
                 bucket.gradient.mul_(scale.to(bucket.gradient.dtype))
 
     def step(self):
-        """The optimizer's step on this rank's part of all buckets, then (stages 1 and 2) the new weights to all."""
+        """The optimizer's step on this rank's part of all buckets, then (stages 1 and 2) the new
+        weights to all."""
         self._must_be_finished()
         self._release_all()  # what was gathered for a backward that never came
         for bucket in self.trained:
@@ -585,7 +691,9 @@ class ZeRO:
             if bucket.master is not bucket.shard:
                 bucket.shard.copy_(bucket.master)
             if self.stage in (1, 2):
-                works.append(all_gather(bucket.flat, bucket.shard, group=bucket.group, async_op=True))
+                works.append(
+                    all_gather(bucket.flat, bucket.shard, group=bucket.group, async_op=True)
+                )
         for work in works:
             work.wait()
 
@@ -595,7 +703,9 @@ class ZeRO:
         for bucket in unit.buckets if unit else ():
             if not bucket.users:
                 bucket.resize(bucket.size)
-                bucket.gathering = all_gather(bucket.flat, bucket.shard, group=bucket.group, async_op=True)
+                bucket.gathering = all_gather(
+                    bucket.flat, bucket.shard, group=bucket.group, async_op=True
+                )
                 self.gathered += bucket.flat.nbytes
                 self.gathered_peak = max(self.gathered_peak, self.gathered)
             bucket.users.add(unit)
@@ -617,7 +727,8 @@ class ZeRO:
         self.ahead = self.active = None
 
     def _enter(self, unit, following):
-        """`unit` runs now, and `following` is likely to be next: have the one, start to gather the other."""
+        """`unit` runs now, and `following` is likely to be next: have the one, start to gather the
+        other."""
         if self.ahead is not unit:
             self._release(self.ahead)  # a wrong guess
         self._gather(unit, wait=True)
@@ -625,8 +736,8 @@ class ZeRO:
         self.ahead = following
 
     def _leave(self, unit):
-        """Backward goes on in `unit`: all that ran after it in forward is done. (Autograd runs what is ready in the reverse
-        order of forward.)"""
+        """Backward goes on in `unit`: all that ran after it in forward is done. (Autograd runs what
+        is ready in the reverse order of forward.)"""
         if self.active is not unit:
             self._release(self.active)
             self.active = unit
@@ -635,19 +746,32 @@ class ZeRO:
 
     def padding(self):
         """Elements of this rank's shards that belong to no parameter, and have no moments."""
-        return sum(bucket.length - sum(piece.numel() for piece in bucket.pieces) for bucket in self.trained)
+        return sum(
+            bucket.length - sum(piece.numel() for piece in bucket.pieces) for bucket in self.trained
+        )
 
     def bytes_sent(self, actions, group=None):
-        """{operation: (bytes this rank sends a step, formula as text)}, by the paper (section 7), for what is shared out over
-        `group` (default: ZeRO's own). actions: its forwards ("F") and backwards ("B"; of two parts: "I", and "W" which
-        completes the gradients) in a row, as (letter, scope): two micro-batches one after the other are [("F", 0), ("B", 0)]
-        * 2. Sums over other groups are not in it."""
+        """{operation: (bytes this rank sends a step, formula as text)}, by the paper (section 7),
+        for what is shared out over `group` (default: ZeRO's own). actions: its forwards ("F") and
+        backwards ("B"; of two parts: "I", and "W" which completes the gradients) in a row, as
+        (letter, scope): two micro-batches one after the other are [("F", 0), ("B", 0)] * 2. Sums
+        over other groups are not in it."""
         group, r = group or self.group, 1 - 1 / dist.get_world_size(group or self.group)
         trained = [bucket for bucket in self.trained if bucket.group is group]
         if self.stage == 0:
-            return {"all_reduce": (2 * r * sum(b.size * b.reduce_dtype.itemsize for b in trained), "2 r P e")}
-        passes = [sum(kind in "BW" and i == scope for kind, i in actions) for scope in range(len(self.scopes))]
-        times = {b: sum(passes[scope] for scope in b.scopes) if self.reduce_each else 1 for b in trained}
+            return {
+                "all_reduce": (
+                    2 * r * sum(b.size * b.reduce_dtype.itemsize for b in trained),
+                    "2 r P e",
+                )
+            }
+        passes = [
+            sum(kind in "BW" and i == scope for kind, i in actions)
+            for scope in range(len(self.scopes))
+        ]
+        times = {
+            b: sum(passes[scope] for scope in b.scopes) if self.reduce_each else 1 for b in trained
+        }
         gradients = sum(times[b] * b.size * b.reduce_dtype.itemsize for b in trained)
         name = "all_to_all" if self.reduce_scatter is DirectReduceScatter else "reduce_scatter"
         text = "r P e a micro-batch" if self.reduce_each else "r P e"
@@ -660,8 +784,8 @@ class ZeRO:
         return {name: (r * gradients, text), "all_gather": (r * weights, gathers)}
 
     def _gathers(self, actions, group):
-        """Bytes gathered in stage 3: each use of a unit gathers what is not there. A forward leaves its last unit for the next
-        action (all units, for their backward, without `reshard`)."""
+        """Bytes gathered in stage 3: each use of a unit gathers what is not there. A forward leaves
+        its last unit for the next action (all units, for their backward, without `reshard`)."""
         total, users, left = 0, {bucket: set() for bucket in self.buckets}, None
 
         def gather(unit):
@@ -698,8 +822,14 @@ class ZeRO:
         return self.optimizer.param_groups
 
     def lasting(self):
-        """{kind: tensors} of what outlives a step. Memory that stage 3 has freed is there as tensors without storage."""
-        states = [t for state in self.optimizer.state.values() for t in state.values() if torch.is_tensor(t) and t.dim()]
+        """{kind: tensors} of what outlives a step. Memory that stage 3 has freed is there as
+        tensors without storage."""
+        states = [
+            t
+            for state in self.optimizer.state.values()
+            for t in state.values()
+            if torch.is_tensor(t) and t.dim()
+        ]
         return {
             "parameters": [t for b in self.buckets for t in (b.flat, b.shard)],
             "gradients": [b.full if self.stage < 2 else b.gradient for b in self.trained],
@@ -708,8 +838,9 @@ class ZeRO:
 
     @torch.no_grad()
     def whole(self, named):
-        """For (name, parameter) pairs of the model: (name, whole copy), a parameter in the masters' dtype whose .grad is the
-        global gradient. For checks and checkpoints: every rank must call it, and gets all of it."""
+        """For (name, parameter) pairs of the model: (name, whole copy), a parameter in the masters'
+        dtype whose .grad is the global gradient. For checks and checkpoints: every rank must call
+        it, and gets all of it."""
         known = {}
         for bucket in self.buckets:
             both = []
@@ -724,15 +855,24 @@ class ZeRO:
                 known[p] = nn.Parameter(both[0][at : at + p.numel()].clone().view(p.shape))
                 known[p].__dict__.update(p.__dict__)
                 if bucket.trained:
-                    known[p].grad = both[1][at : at + p.numel()].to(known[p], copy=True).view(p.shape)
+                    known[p].grad = (
+                        both[1][at : at + p.numel()].to(known[p], copy=True).view(p.shape)
+                    )
         return [(name, known[p]) for name, p in named]
 
 
 class Unit:
-    """A module that stage 3 gathers and frees, by hooks on its forward and on the gradients of its results."""
+    """A module that stage 3 gathers and frees, by hooks on its forward and on the gradients of its
+    results."""
 
     def __init__(self, zero, module, mates, index):
-        self.zero, self.module, self.mates, self.index, self.buckets = zero, module, mates, index, []
+        self.zero, self.module, self.mates, self.index, self.buckets = (
+            zero,
+            module,
+            mates,
+            index,
+            [],
+        )
         module.register_forward_pre_hook(self.before_forward)
         module.register_forward_hook(self.after_forward)
 
@@ -747,7 +887,8 @@ class Unit:
     def before_forward(self, module, inputs):
         if self.index is None:  # the model: around all others
             self.zero._gather(self, wait=True)
-        elif self.zero.active is not self:  # else activation checkpointing runs it again, amid its backward
+        # Else activation checkpointing runs it again, amid its backward
+        elif self.zero.active is not self:
             self.zero._enter(self, self.neighbour(1))
 
     def after_forward(self, module, inputs, result):
@@ -782,7 +923,9 @@ from harness.ledger import Ledger, storage_bytes
 def flags():
     parser = harness.parser(__doc__)
     g = parser.add_argument_group("ZeRO")
-    why = "what is split: 0 nothing (DDP), 1 optimizer states, 2 gradients too, 3 weights too (FSDP)"
+    why = (
+        "what is split: 0 nothing (DDP), 1 optimizer states, 2 gradients too, 3 weights too (FSDP)"
+    )
     g.add_argument("--stage", type=int, choices=range(4), default=3, help=why)
     harness.precision_flags(g)
     why = "stages 2, 3: reduce gradients once a step, not each micro-batch. Less is sent, all of them are held"
@@ -802,9 +945,14 @@ def main():
     args = flags().parse_args()
     if args.fit:
         return fit()
-    for flag, there, least in (("reduce-once", args.reduce_once, 2), ("keep-gathered", args.keep_gathered, 3)):
+    for flag, there, least in (
+        ("reduce-once", args.reduce_once, 2),
+        ("keep-gathered", args.keep_gathered, 3),
+    ):
         if there and args.stage < least:
-            raise harness.Refused(f"--{flag} means nothing in stage {args.stage}: use --stage {least}, or leave it out")
+            raise harness.Refused(
+                f"--{flag} means nothing in stage {args.stage}: use --stage {least}, or leave it out"
+            )
     harness.configure(args)
     harness.launch(demo, args, check=lambda world: harness.check_batch(args, world))
 
@@ -835,7 +983,8 @@ def demo(run):
         zero.zero_grad()
         loss = run.zero()
         for tokens, targets, samples in run.microbatches(step, run.rank, n):
-            part = model(tokens, targets=targets, count=run.count, samples=samples)  # count: the global batch's tokens
+            # Count: the global batch's tokens
+            part = model(tokens, targets=targets, count=run.count, samples=samples)
             part.backward()
             loss += part.detach()
         zero.finish()
@@ -847,7 +996,8 @@ def demo(run):
         run.log(loss, norm)
 
     sent = {
-        (operation, "dp"): formula for operation, formula in zero.bytes_sent([("F", 0), ("B", 0)] * args.microbatches).items()
+        (operation, "dp"): formula
+        for operation, formula in zero.bytes_sent([("F", 0), ("B", 0)] * args.microbatches).items()
     }
     size, text = sent.get(("all_reduce", "dp"), (0, "loss and norm, 8 bytes each"))
     sent["all_reduce", "dp"] = size + (2 if args.stage else 1) * 2 * (n - 1) / n * 8, text
@@ -866,35 +1016,50 @@ def demo(run):
     ]
     if gradients != run.dtype or args.offload:
         copy = elements * run.dtype.itemsize // (n if args.stage else 1)
-        notes.append(f"at the step, for a moment: {copy:,} bytes of gradients in {args.dtype}, where the masters are")
+        notes.append(
+            f"at the step, for a moment: {copy:,} bytes of gradients in {args.dtype}, where the masters are"
+        )
     if args.stage == 3:
-        notes.append(f"gathered at the peak: {zero.gathered_peak:,} bytes, the largest two units that follow each other")
+        notes.append(
+            f"gathered at the peak: {zero.gathered_peak:,} bytes, the largest two units that follow each other"
+        )
     return run.receipt({"dp": n, "zero": args.stage}, sent, held, notes)
 
 
 def fit(memory=80e9, ranks=64):
-    """For each stage the largest GPT whose model states fit, and one step of one rank with it: every operation, no memory."""
-    print(f"{memory / 1e9:.0f} GB a rank, {ranks} ranks, bf16 with Adam in fp32; a step of one sequence of 1024 tokens, blocks")
-    print("recomputed. GB: model states by the formula and as held; gathered weights and other memory, each at its peak")
+    """For each stage the largest GPT whose model states fit, and one step of one rank with it:
+    every operation, no memory."""
+    print(
+        f"{memory / 1e9:.0f} GB a rank, {ranks} ranks, bf16 with Adam in fp32; a step of one sequence of 1024 tokens, blocks"
+    )
+    print(
+        "recomputed. GB: model states by the formula and as held; gathered weights and other memory, each at its peak"
+    )
     print(f"  {'stage':6s}{'bytes/P':>9s}{'largest P':>12s}   {'GPT of':24s}{'P':>9s}", end="")
     print(f"{'formula':>9s}{'held':>8s}{'gathered':>10s}{'other':>8s}")
-    for stage, width in enumerate((2816, 4608, 5376, 16640)):  # so that whole layers come near to all of the memory
+    # So that whole layers come near to all of the memory
+    for stage, width in enumerate((2816, 4608, 5376, 16640)):
         each = sum(formulas.model_states(stage, ranks))
         layers, sizes = 1, dict(width=width, heads=width // 128, context=1024, vocab=50257)
         while gpt.configure(layers=layers + 1, **sizes).parameters() * each <= memory:
             layers += 1
         config = gpt.configure(layers=layers, **sizes)
         count, (held, gathered, other) = config.parameters(), dry_run(stage, config, ranks)
-        figures = f"{count * each / 1e9:9.2f}{held / 1e9:8.2f}{gathered / 1e9:10.2f}{other / 1e9:8.2f}"
+        figures = (
+            f"{count * each / 1e9:9.2f}{held / 1e9:8.2f}{gathered / 1e9:10.2f}{other / 1e9:8.2f}"
+        )
         what = f"{layers} layers, {width} wide"
-        print(f"  {stage:<6d}{each:9.4g}{memory / each / 1e9:10.1f} B   {what:24s}{count / 1e9:7.1f} B{figures}")
+        print(
+            f"  {stage:<6d}{each:9.4g}{memory / each / 1e9:10.1f} B   {what:24s}{count / 1e9:7.1f} B{figures}"
+        )
         if held > memory:
             raise SystemExit(f"stage {stage} holds {held:,} bytes, more than fit")
 
 
 def dry_run(stage, config, ranks):
-    """One step of rank 0 of many, on tensors without memory and a network that sends nothing. Returns the bytes of model
-    states, the peak of gathered weights, and the peak of everything else (activations, buckets of gradients)."""
+    """One step of rank 0 of many, on tensors without memory and a network that sends nothing.
+    Returns the bytes of model states, the peak of gathered weights, and the peak of everything else
+    (activations, buckets of gradients)."""
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -902,8 +1067,16 @@ def dry_run(stage, config, ranks):
     with torch.device("meta"):
         model = gpt.GPT(config)
     with FakeTensorMode():
-        options = dict(param_dtype=torch.bfloat16, value=lambda p: torch.empty(p.shape), device="cpu")
-        zero = ZeRO(model, dist.group.WORLD, stage, lambda pieces: torch.optim.AdamW(pieces, fused=True), **options)
+        options = dict(
+            param_dtype=torch.bfloat16, value=lambda p: torch.empty(p.shape), device="cpu"
+        )
+        zero = ZeRO(
+            model,
+            dist.group.WORLD,
+            stage,
+            lambda pieces: torch.optim.AdamW(pieces, fused=True),
+            **options,
+        )
         gpt.recompute(model, "block")
         tokens, ledger = torch.zeros(1, config.context, dtype=torch.int64), Ledger({})
         for _ in range(2):  # the first makes the optimizer's states

@@ -1,8 +1,9 @@
-"""Speed beside PyTorch's own, as ratios of two things that take turns in one run: python -m benchmarks.NAME
+"""Speed beside PyTorch's own, as ratios of two things that take turns in one run: python -m
+benchmarks.NAME
 
-Rivals take turns, A B A B, so that whatever else runs on the machine slows both. A turn is some whole training steps, timed
-from when all ranks are there until the last is done; shown are the median tokens/s of both, and the median and the quartiles
-of the ratio over the turns.
+Rivals take turns, A B A B, so that whatever else runs on the machine slows both. A turn is some
+whole training steps, timed from when all ranks are there until the last is done; shown are the
+median tokens/s of both, and the median and the quartiles of the ratio over the turns.
 """
 
 import statistics
@@ -15,7 +16,8 @@ HEAD = f"{'':46s}{'ours':>9s}{'theirs':>9s}   ratio"
 
 
 def turn(step, steps, device="cpu"):
-    """Seconds a step, from the moment for which all ranks agreed to start until the last is done: all clocks here are one."""
+    """Seconds a step, from the moment for which all ranks agreed to start until the last is done:
+    all clocks here are one."""
     clock = torch.tensor(time.perf_counter(), dtype=torch.float64, device=device)
     dist.all_reduce(clock, op=dist.ReduceOp.MAX)
     start = clock.item() + 2e-3

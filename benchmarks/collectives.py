@@ -1,7 +1,7 @@
 """collectives.py beside gloo's own, on 4 ranks of this machine: python -m benchmarks.collectives
 
-Each pair of rivals takes turns, A B A B, so that whatever else runs here slows both. A turn lasts from the moment for
-which all ranks agreed to start until the last of them is done.
+Each pair of rivals takes turns, A B A B, so that whatever else runs here slows both. A turn lasts
+from the moment for which all ranks agreed to start until the last of them is done.
 """
 
 import statistics
@@ -26,7 +26,8 @@ def loop_broadcast(tensor):
 
 
 def rivals(world):
-    """(what, ours, theirs, bytes, calls a turn, target): of our time over theirs, at most the target is wanted."""
+    """(what, ours, theirs, bytes, calls a turn, target): of our time over theirs, at most the
+    target is wanted."""
     tree = (world - 1).bit_length() / (world - 1)
     ring, halving = collectives.ALL_REDUCE["ring"], collectives.ALL_REDUCE["halving-doubling"]
     for size in (25 * MB, 100 * MB):
@@ -35,7 +36,14 @@ def rivals(world):
     for size in (4096, MB, 25 * MB):
         yield "tree / loop from the root", collectives.broadcast, loop_broadcast, size, 1, tree
     yield "halving-doubling / gloo's all_reduce", halving, dist.all_reduce, 25 * MB, 1, None
-    yield "tree / gloo's broadcast", collectives.broadcast, lambda t: dist.broadcast(t, 0), 25 * MB, 1, None
+    yield (
+        "tree / gloo's broadcast",
+        collectives.broadcast,
+        lambda t: dist.broadcast(t, 0),
+        25 * MB,
+        1,
+        None,
+    )
 
 
 def turn(call, tensor, calls):
@@ -63,14 +71,20 @@ def demo(run):
             times += [pair] * (i > 0)  # the first is a warm-up
         mine, other = (statistics.median(t) * 1e3 for t in zip(*times))
         low, middle, high = statistics.quantiles([a / b for a, b in times])
-        verdict = "" if target is None else f"{target:.2f}  {'met' if middle <= target else 'missed'}"
-        say(f"{what:38s}{size:11d}{mine:9.2f}{other:9.2f}   {f'{middle:.2f} ({low:.2f} .. {high:.2f})':22s}{verdict}")
+        verdict = (
+            "" if target is None else f"{target:.2f}  {'met' if middle <= target else 'missed'}"
+        )
+        say(
+            f"{what:38s}{size:11d}{mine:9.2f}{other:9.2f}   {f'{middle:.2f} ({low:.2f} .. {high:.2f})':22s}{verdict}"
+        )
 
 
 def main():
     p = harness.Parser(__doc__)
     p.add_argument("--nproc", **harness.POSITIVE, help="ranks (default: 4)")
-    p.add_argument("--turns", type=harness.count(2), default=25, metavar="N", help="of each pair of rivals")
+    p.add_argument(
+        "--turns", type=harness.count(2), default=25, metavar="N", help="of each pair of rivals"
+    )
     p.add_argument("--quiet", action="store_true", help="print nothing but errors")
     p.set_defaults(device="cpu", backend="gloo")
     harness.launch(demo, p.parse_args(), run=collectives.Rank)

@@ -1,8 +1,8 @@
 """Ring attention beside PyTorch's own, on 2 ranks of this machine: python -m benchmarks.context
 
-PyTorch's context_parallel() does not run on a CPU; the ring beneath it does, given a CPU kernel. Both sides get the same q, k,
-v of causal attention. PyTorch's takes them contiguous, or balanced (a zigzag, as ours). Then the memory of a training step of a
-GPT, on N ranks beside one process.
+PyTorch's context_parallel() does not run on a CPU; the ring beneath it does, given a CPU kernel.
+Both sides get the same q, k, v of causal attention. PyTorch's takes them contiguous, or balanced (a
+zigzag, as ours). Then the memory of a training step of a GPT, on N ranks beside one process.
 """
 
 import functools
@@ -20,7 +20,8 @@ from harness.ledger import Ledger
 
 
 class TheirRing(torch.autograd.Function):
-    """q, k, v (B, H, T / N, D) of this rank's tokens through PyTorch's templates, with a CPU's flash kernel."""
+    """q, k, v (B, H, T / N, D) of this rank's tokens through PyTorch's templates, with a CPU's
+    flash kernel."""
 
     @staticmethod
     def forward(ctx, q, k, v, group):
@@ -34,9 +35,15 @@ class TheirRing(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-        saved = dict(zip(("query", "key", "value", "out", "logsumexp"), ctx.saved_tensors), is_causal=True, dropout_p=0.0)
+        saved = dict(
+            zip(("query", "key", "value", "out", "logsumexp"), ctx.saved_tensors),
+            is_causal=True,
+            dropout_p=0.0,
+        )
         grad = grad.contiguous()
-        grads = templates._templated_ring_attention_backward(ctx.group, 2, op, grad_out=grad, grad_out_name="grad_out", **saved)
+        grads = templates._templated_ring_attention_backward(
+            ctx.group, 2, op, grad_out=grad, grad_out_name="grad_out", **saved
+        )
         return *grads[:3], None
 
 
@@ -65,7 +72,9 @@ def demo(run):
     # Memory: what is alive at the peak of forward and backward of four blocks, beyond the weights
     config = gpt.configure(family="llama", context=args.memory)
     model = gpt.build(config)
-    whole = torch.randint(config.vocab, (1, args.memory), generator=torch.Generator().manual_seed(0))
+    whole = torch.randint(
+        config.vocab, (1, args.memory), generator=torch.Generator().manual_seed(0)
+    )
 
     def peak(model, tokens, where):
         ledger = Ledger({})
@@ -79,12 +88,16 @@ def demo(run):
     alone = peak(model, whole, torch.arange(args.memory))
     for kind in context_parallel.KINDS[:3]:
         context_parallel.parallelize(model, group, kind)
-        where = context_parallel.positions(args.memory, run.rank, *context_parallel.grid(kind, run.world), kind != "ulysses")
+        where = context_parallel.positions(
+            args.memory, run.rank, *context_parallel.grid(kind, run.world), kind != "ulysses"
+        )
         mine = torch.tensor(peak(model, context_parallel.shard(whole, where), where))
         dist.all_reduce(mine, op=dist.ReduceOp.MAX)
         share = mine.item() / alone * run.world
         text = f"activations at the peak, {args.memory} tokens, {kind}"
-        say(f"{text}: {mine.item() / 1e6:.0f} MB a rank, {share:.2f} of 1/N of one process's {alone / 1e6:.0f} MB")
+        say(
+            f"{text}: {mine.item() / 1e6:.0f} MB a rank, {share:.2f} of 1/N of one process's {alone / 1e6:.0f} MB"
+        )
         for block in model.blocks.values():
             block.attn.core = gpt.AttentionCore()
 
@@ -93,8 +106,15 @@ def main():
     p = harness.Parser(__doc__)
     p.add_argument("--nproc", **harness.POSITIVE, help="ranks (default: 2)")
     p.add_argument("--tokens", **harness.POSITIVE, default=4096, help="of the sequence")
-    p.add_argument("--memory", **harness.POSITIVE, default=8192, help="tokens of the sequence whose memory is measured")
-    p.add_argument("--turns", type=harness.count(2), default=9, metavar="N", help="of each pair of rivals")
+    p.add_argument(
+        "--memory",
+        **harness.POSITIVE,
+        default=8192,
+        help="tokens of the sequence whose memory is measured",
+    )
+    p.add_argument(
+        "--turns", type=harness.count(2), default=9, metavar="N", help="of each pair of rivals"
+    )
     p.add_argument("--quiet", action="store_true", help="print nothing but errors")
     p.set_defaults(device="cpu", backend="gloo", nproc=2)
     harness.launch(demo, p.parse_args(), run=harness.Rank)

@@ -1,7 +1,8 @@
-"""expert_parallel.py and the experts of model.py beside what they replace: python -m benchmarks.experts
+"""expert_parallel.py and the experts of model.py beside what they replace: python -m
+benchmarks.experts
 
-One layer of 8 experts, 2 a token, forward and backward. Rivals take turns, A B A B, so that whatever else runs here slows
-all of them. Of several ranks the slowest counts.
+One layer of 8 experts, 2 a token, forward and backward. Rivals take turns, A B A B, so that
+whatever else runs here slows all of them. Of several ranks the slowest counts.
 """
 
 import copy
@@ -20,7 +21,11 @@ import model as gpt
 
 def run_expert(experts, e, x):
     up = x @ experts.up[e].t()
-    hidden = F.gelu(up, approximate="tanh") if experts.gate is None else F.silu(x @ experts.gate[e].t()) * up
+    hidden = (
+        F.gelu(up, approximate="tanh")
+        if experts.gate is None
+        else F.silu(x @ experts.gate[e].t()) * up
+    )
     return hidden @ experts.down[e].t()
 
 
@@ -42,7 +47,9 @@ class Gathered(torch.nn.Module):
         y = torch.zeros_like(x)
         for e in range(len(experts.up)):
             token, choice = torch.where(chosen == e)
-            y = y.index_add(0, token, run_expert(experts, e, x[token]) * weights[token, choice].unsqueeze(1))
+            y = y.index_add(
+                0, token, run_expert(experts, e, x[token]) * weights[token, choice].unsqueeze(1)
+            )
         return y
 
 
@@ -80,9 +87,13 @@ def ratio(theirs, ours):
 def demo(run):
     args, group = run.args, dist.group.WORLD
     say = print if run.rank == 0 else lambda *_: None
-    x = torch.randn(args.batch, 128, args.width, generator=torch.Generator().manual_seed(run.rank)).requires_grad_()
+    x = torch.randn(
+        args.batch, 128, args.width, generator=torch.Generator().manual_seed(run.rank)
+    ).requires_grad_()
     what = f"{args.batch * 128} tokens a rank, width {args.width}, hidden {args.hidden}, 8 experts, top 2, float32"
-    say(f"{what}; forward + backward, ms: median of {args.turns} turns; ratios: median (quartiles)\n")
+    say(
+        f"{what}; forward + backward, ms: median of {args.turns} turns; ratios: median (quartiles)\n"
+    )
 
     say("experts as one grouped computation, each rank by itself")
     rivals = {"grouped": layer(args), "masked": layer(args), "gathered": layer(args)}
@@ -92,17 +103,27 @@ def demo(run):
     times = race(rivals, x, args.turns)
     for name, target in (("masked", 1.5), ("gathered", None)):
         middle, text = ratio(times[name], times["grouped"])
-        verdict = "" if target is None else f"   wanted {target}: {'met' if middle >= target else 'missed'}"
+        verdict = (
+            ""
+            if target is None
+            else f"   wanted {target}: {'met' if middle >= target else 'missed'}"
+        )
         mine, there = (statistics.median(times[n]) for n in ("grouped", name))
-        say(f"  grouped {mine:8.1f}   loop, {name:9s} {there:8.1f}   loop / grouped {text}{verdict}")
+        say(
+            f"  grouped {mine:8.1f}   loop, {name:9s} {there:8.1f}   loop / grouped {text}{verdict}"
+        )
 
     for shared in (0, 1):
-        say(f"\n{run.world} ranks{', with a shared expert' if shared else ''}: all experts on every rank, or dealt out")
+        say(
+            f"\n{run.world} ranks{', with a shared expert' if shared else ''}: all experts on every rank, or dealt out"
+        )
         whole = layer(args, shared)
         rivals = {"all experts here": whole}
         for chunks in (1, 2, 4):
             part = copy.deepcopy(whole)
-            model = SimpleNamespace(config=whole.router.config, blocks={"0": SimpleNamespace(mlp=part)})
+            model = SimpleNamespace(
+                config=whole.router.config, blocks={"0": SimpleNamespace(mlp=part)}
+            )
             expert_parallel.parallelize(model, group, chunks=chunks)
             part.dispatch.times = []
             rivals[f"dealt out, chunks {chunks}"] = part
@@ -112,7 +133,11 @@ def demo(run):
         for name, moe in rivals.items():
             line = f"  {name:22s}{statistics.median(times[name]):8.1f}"
             if moe is not whole:
-                waited = sum(end - began for *_, began, end in moe.dispatch.times) / (args.turns + 1) * 1e3
+                waited = (
+                    sum(end - began for *_, began, end in moe.dispatch.times)
+                    / (args.turns + 1)
+                    * 1e3
+                )
                 line += f"{statistics.median(times[name]) - statistics.median(here):10.1f}{waited:15.1f}"
                 line += "   " + ratio(times[name], times["dealt out, chunks 1"])[1]
             say(line)

@@ -1,7 +1,9 @@
-"""One curve: train.py in many layouts, and how far their losses are from those of one process. python -m benchmarks.one_curve
+"""One curve: train.py in many layouts, and how far their losses are from those of one process.
+python -m benchmarks.one_curve
 
-The same model (a mixture of experts), text, seed and batch in every layout, in float64, with AdamW and clipping. Exit code 1
-where a loss or gradient norm of any step differs by more than 1e-10. --plot NAME draws it.
+The same model (a mixture of experts), text, seed and batch in every layout, in float64, with AdamW
+and clipping. Exit code 1 where a loss or gradient norm of any step differs by more than 1e-10.
+--plot NAME draws it.
 """
 
 import json
@@ -39,7 +41,9 @@ def losses(layout, steps):
             raise harness.Refused(f"train.py {layout} did not end well: see above", code=1)
         with open(log) as file:
             rows = [json.loads(line) for line in file]
-    return [(row["loss"], row["grad_norm"]) for row in rows if "loss" in row], time.perf_counter() - start
+    return [
+        (row["loss"], row["grad_norm"]) for row in rows if "loss" in row
+    ], time.perf_counter() - start
 
 
 def main():
@@ -53,7 +57,10 @@ def main():
     for layout in LAYOUTS:
         curves[layout], seconds = losses(layout, args.steps)
         worst[layout] = max(max(differences(curves[layout], curves[""], i)) for i in (0, 1))
-        print(f"{layout or 'one process':66s}{curves[layout][-1][0]:20.15f}{worst[layout]:20.1e}{seconds:9.0f}", flush=True)
+        print(
+            f"{layout or 'one process':66s}{curves[layout][-1][0]:20.15f}{worst[layout]:20.1e}{seconds:9.0f}",
+            flush=True,
+        )
     if args.plot:
         plot(args.plot, curves)
     if max(worst.values()) > 1e-10:
@@ -70,14 +77,26 @@ def plot(name, curves):
     plt = harness.pyplot()
     figure, (left, right) = plt.subplots(1, 2, figsize=(12, 4), layout="constrained")
     for i, (layout, curve) in enumerate(curves.items()):
-        steps, width = range(1, len(curve) + 1), 1 + 1.2 * (len(curves) - i)  # each is seen beneath those on top of it
-        left.plot(steps, [loss for loss, _ in curve], linewidth=width, color=f"C{i}", solid_capstyle="butt")
+        # Each is seen beneath those on top of it
+        steps, width = range(1, len(curve) + 1), 1 + 1.2 * (len(curves) - i)
+        left.plot(
+            steps,
+            [loss for loss, _ in curve],
+            linewidth=width,
+            color=f"C{i}",
+            solid_capstyle="butt",
+        )
         if layout:
             apart = [max(d, 1e-17) for d in differences(curve, curves[""])]
             right.plot(steps, apart, linewidth=1, color=f"C{i}", label=layout)
     left.set(xlabel="step", ylabel="loss", title=f"{len(curves)} layouts, one curve")
     right.axhline(1e-10, color="gray", linewidth=0.8, linestyle="--")
-    right.set(xlabel="step", yscale="log", ylim=(1e-17, 1e-4), title="relative difference of the loss from one process")
+    right.set(
+        xlabel="step",
+        yscale="log",
+        ylim=(1e-17, 1e-4),
+        title="relative difference of the loss from one process",
+    )
     right.legend(fontsize=6.5, frameon=False, loc="upper left")
     harness.save(figure, name)
 

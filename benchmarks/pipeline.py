@@ -1,4 +1,5 @@
-"""How much of the time ranks work in each schedule, beside the simulator's figure for the plan: python -m benchmarks.pipeline
+"""How much of the time ranks work in each schedule, beside the simulator's figure for the plan:
+python -m benchmarks.pipeline
 
 Stages sleep in place of work, so that few cores carry many ranks.
 """
@@ -35,7 +36,8 @@ def sleeping(name, seconds, microbatches, links):
     last, each = len(pipeline.owners(schedule)) - 1, seconds * p / len(pipeline.owners(schedule))
     weight, spans, gradient = torch.nn.Parameter(torch.ones(4, 4)), [], pipeline.weight_gradient
 
-    class Slow(torch.autograd.Function):  # without the split, the weight's gradient comes with backward
+    # Without the split, the weight's gradient comes with backward
+    class Slow(torch.autograd.Function):
         @staticmethod
         def forward(ctx, x):
             return x.clone()
@@ -53,7 +55,11 @@ def sleeping(name, seconds, microbatches, links):
         y = Sleep.apply(F.linear(Slow.apply(x) if whole else x, weight), each)
         return y.sum() if stage == last else y
 
-    parts = {action[1:] for action in schedule[dist.get_rank()] if action.kind == "W"} if halved else set()
+    parts = (
+        {action[1:] for action in schedule[dist.get_rank()] if action.kind == "W"}
+        if halved
+        else set()
+    )
 
     def slow_gradient(x, grad):
         time.sleep(each)
@@ -87,8 +93,19 @@ def demo(run):
 def main():
     p = harness.Parser(__doc__)
     p.add_argument("--nproc", **harness.POSITIVE, help="ranks (default: 4)")
-    p.add_argument("--microbatches", **harness.POSITIVE, default=8, help="of a step, at least twice as many as ranks")
-    p.add_argument("--sleep", type=harness.real(0), default=0.06, metavar="SECONDS", help="a rank's F, I and W take so long")
+    p.add_argument(
+        "--microbatches",
+        **harness.POSITIVE,
+        default=8,
+        help="of a step, at least twice as many as ranks",
+    )
+    p.add_argument(
+        "--sleep",
+        type=harness.real(0),
+        default=0.06,
+        metavar="SECONDS",
+        help="a rank's F, I and W take so long",
+    )
     p.add_argument("--quiet", action="store_true", help="print nothing but errors")
     p.set_defaults(device="cpu", backend="gloo")
     harness.launch(demo, p.parse_args(), run=harness.Rank)

@@ -1,22 +1,29 @@
-"""The dry run's estimates beside runs that others measured, with the error of each: python -m benchmarks.published
+"""The dry run's estimates beside runs that others measured, with the error of each: python -m
+benchmarks.published
 
-Nothing is fitted to these rows: one efficiency for all (devices.EFFICIENCY), devices and links by their data sheets.
+Nothing is fitted to these rows: one efficiency for all (devices.EFFICIENCY), devices and links by
+their data sheets.
 
-Llama 3, arXiv:2407.21783, table 4. Theirs interleaves 8 chunks of one layer, empty ones at both ends; here 4 chunks. Their
-FLOPs' convention is not given: for 131,072 tokens both are shown, PaLM's and causal attention as half.
+Llama 3, arXiv:2407.21783, table 4. Theirs interleaves 8 chunks of one layer, empty ones at both
+ends; here 4 chunks. Their FLOPs' convention is not given: for 131,072 tokens both are shown, PaLM's
+and causal attention as half.
 
-Megatron-LM, arXiv:2104.04473, table 1, A100s with links of 25 GB/s. They recompute every block and count it, 96 B s l h^2
-(1 + s/6h + V/16lh). The sizes of micro-batches, and which rows interleave, are not in the table: here one sequence, and 1F1B.
-Our gradients are added up in 32 bits after the products, which costs most where a rank has many weights and a small
-micro-batch. Their tensor-parallel ranks share out what goes to the next stage; here --sp does.
+Megatron-LM, arXiv:2104.04473, table 1, A100s with links of 25 GB/s. They recompute every block and
+count it, 96 B s l h^2 (1 + s/6h + V/16lh). The sizes of micro-batches, and which rows interleave,
+are not in the table: here one sequence, and 1F1B. Our gradients are added up in 32 bits after the
+products, which costs most where a rank has many weights and a small micro-batch. Their
+tensor-parallel ranks share out what goes to the next stage; here --sp does.
 
-TorchTitan, its llama3_h100_202412_torchtitan.md, rows in eager bf16. H100s of 96 GB at 2.4 TB/s and 500 W, which do not reach
-the data sheet. Their selective recomputation is every other block's, ours (--recompute selective) what is cheap in each.
+TorchTitan, its llama3_h100_202412_torchtitan.md, rows in eager bf16. H100s of 96 GB at 2.4 TB/s and
+500 W, which do not reach the data sheet. Their selective recomputation is every other block's, ours
+(--recompute selective) what is cheap in each.
 
-GPT-3, arXiv:2005.14165: 175B parameters, 300B tokens. 350 GB are its weights in 16 bits. 355 years, or 3.1 million hours, is
-arithmetic for one device at 28 TFLOP/s (Lambda Labs 2020, of a V100): the row for A100s can't agree, and doesn't.
+GPT-3, arXiv:2005.14165: 175B parameters, 300B tokens. 350 GB are its weights in 16 bits. 355 years,
+or 3.1 million hours, is arithmetic for one device at 28 TFLOP/s (Lambda Labs 2020, of a V100): the
+row for A100s can't agree, and doesn't.
 
-The TSM run's 211x on 256 nodes is left out: its model and network are not known here, and 82% alone is nothing to predict.
+The TSM run's 211x on 256 nodes is left out: its model and network are not known here, and 82% alone
+is nothing to predict.
 """
 
 import time
@@ -66,7 +73,12 @@ def llama():
         yield f"Llama 3 405B, {gpus}", "TFLOP/s a GPU", theirs, step.rate / 1e12
         if config.context > 8192:
             half = 1 - 6 * config.layers * config.context * config.width / config.flops_per_token()
-            yield "the same, causal attention as half", "TFLOP/s a GPU", theirs, step.rate * half / 1e12
+            yield (
+                "the same, causal attention as half",
+                "TFLOP/s a GPU",
+                theirs,
+                step.rate * half / 1e12,
+            )
 
 
 def megatron():
@@ -75,22 +87,41 @@ def megatron():
         sizes = f"--preset gpt2 --heads {heads} --width {width} --layers {layers} --context 2048 --vocab 51200"
         flags = f"{sizes} {A100} --dp {dp} --tp {tp} --pp {pp} --batch {batch} --microbatches {batch // dp} {MIXED}"
         *_, step, _ = estimate(flags + " --sp" * (tp > 1) + " --recompute block")
-        flops = 96 * batch * 2048 * layers * width**2 * (1 + 2048 / 6 / width + 51200 / 16 / layers / width)
-        yield f"Megatron GPT {name}B, {gpus} GPUs", "TFLOP/s a GPU", theirs, flops / step.seconds / gpus / 1e12
+        flops = (
+            96
+            * batch
+            * 2048
+            * layers
+            * width**2
+            * (1 + 2048 / 6 / width + 51200 / 16 / layers / width)
+        )
+        yield (
+            f"Megatron GPT {name}B, {gpus} GPUs",
+            "TFLOP/s a GPU",
+            theirs,
+            flops / step.seconds / gpus / 1e12,
+        )
 
 
 def torchtitan():
     for gpus, theirs, memory in ((8, 5762, 82.4), (128, 5605, 67.0)):
         flags = f"--preset llama3-8b --dp {gpus} --zero 3 --batch {2 * gpus} --microbatches 1 --recompute selective {MIXED}"
         args, config, step, [rank] = estimate(f"{flags} --gpu x=96GB,989TFLOP/s,2.4TB/s")
-        yield f"TorchTitan 8B, {gpus} GPUs", "tokens/s a GPU", theirs, args.batch * config.context / step.seconds / gpus
+        yield (
+            f"TorchTitan 8B, {gpus} GPUs",
+            "tokens/s a GPU",
+            theirs,
+            args.batch * config.context / step.seconds / gpus,
+        )
         yield f"TorchTitan 8B, {gpus} GPUs", "GiB", memory, rank.memory / 2**30
 
 
 def gpt3():
     *_, [rank] = estimate(f"{GPT3} --batch 1 --microbatches 1 --dtype bfloat16")
     yield "GPT-3, its weights", "GB", 350, rank.held["parameters"] / 1e9
-    args, config, step, _ = estimate(f"{GPT3} {A100} --dp 16 --tp 8 --pp 8 --batch 1536 --microbatches 96 {MIXED}")
+    args, config, step, _ = estimate(
+        f"{GPT3} {A100} --dp 16 --tp 8 --pp 8 --batch 1536 --microbatches 96 {MIXED}"
+    )
     flops = 300e9 * config.flops_per_token()
     yield "GPT-3, one device at 28 TFLOP/s", "years", 355, flops / 28e12 / 3600 / 8766
     yield "GPT-3 on 1,024 A100s", "million hours", 3.1, flops / step.rate / 3600 / 1e6
@@ -105,8 +136,13 @@ def main():
     start = time.perf_counter()
     for table in [tables[only]] if only else tables.values():
         for run, unit, theirs, ours in table():
-            print(f"| {run} | {unit} | {theirs:,} | {ours:,.4g} | {ours / theirs - 1:+.0%} |", flush=True)
-    print(f"\n{time.perf_counter() - start:.0f} s, all at {devices.EFFICIENCY:.0%} of the data sheets")
+            print(
+                f"| {run} | {unit} | {theirs:,} | {ours:,.4g} | {ours / theirs - 1:+.0%} |",
+                flush=True,
+            )
+    print(
+        f"\n{time.perf_counter() - start:.0f} s, all at {devices.EFFICIENCY:.0%} of the data sheets"
+    )
 
 
 if __name__ == "__main__":

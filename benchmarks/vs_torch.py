@@ -1,4 +1,5 @@
-"""Each technique beside PyTorch's own: the same GPT, weights, batch and ranks. python -m benchmarks.vs_torch
+"""Each technique beside PyTorch's own: the same GPT, weights, batch and ranks. python -m
+benchmarks.vs_torch
 
     ddp                    DistributedDataParallel
     zero-2, zero-3         FSDP2, blocks kept or freed after forward
@@ -6,14 +7,16 @@
     gpipe .. dualpipev     torch.distributed.pipelining
     context                context_parallel(); on a CPU, where it does not run, the ring beneath it
 
-First both sides take three steps with SGD, which shows a gradient of the wrong scale, then with AdamW. A loss or a weight that
-differs by more than rounding means no ratio, and exit code 1. Then they take turns, with AdamW (fused on both sides). Shown are
-tokens/s, and the ratio ours / theirs: median and quartiles of the turns; megabytes at the peak of a step, weights, gradients
-and optimizer states included, of the rank that holds most, and the ratio: median, least and largest of the ranks; and the
-largest relative difference of a loss or a weight after the steps with SGD, and with AdamW.
+First both sides take three steps with SGD, which shows a gradient of the wrong scale, then with
+AdamW. A loss or a weight that differs by more than rounding means no ratio, and exit code 1. Then
+they take turns, with AdamW (fused on both sides). Shown are tokens/s, and the ratio ours / theirs:
+median and quartiles of the turns; megabytes at the peak of a step, weights, gradients and optimizer
+states included, of the rank that holds most, and the ratio: median, least and largest of the ranks;
+and the largest relative difference of a loss or a weight after the steps with SGD, and with AdamW.
 
-On CPUs with gloo; on GPUs, where there are any, in bfloat16 with nccl on as many ranks as there are GPUs for. On a GPU also
-train.py's tokens/s of a compiled gpt2, and its share of the matrix rate that the GPU reaches.
+On CPUs with gloo; on GPUs, where there are any, in bfloat16 with nccl on as many ranks as there are
+GPUs for. On a GPU also train.py's tokens/s of a compiled gpt2, and its share of the matrix rate
+that the GPU reaches.
 """
 
 import contextlib
@@ -57,16 +60,21 @@ from harness.ledger import tensors_in
 from trainer.devices import DEVICES
 
 MICROBATCHES = 8
-# The preset on each device, with a vocabulary that divides by the ranks, and keys of its own for every head
-MODELS = {"cpu": ("tiny", dict(vocab=256, kv_heads=4)), "cuda": ("gpt2", dict(vocab=50304, kv_heads=12))}
-# Learning rate, and what counts as rounding in a weight after three steps in float32: AdamW takes full steps along gradients
-# that are little but rounding
+# The preset on each device, with a vocabulary that divides by the ranks, and keys of its own for
+# every head
+MODELS = {
+    "cpu": ("tiny", dict(vocab=256, kv_heads=4)),
+    "cuda": ("gpt2", dict(vocab=50304, kv_heads=12)),
+}
+# Learning rate, and what counts as rounding in a weight after three steps in float32: AdamW takes
+# full steps along gradients that are little but rounding
 KINDS = {"sgd": (0.1, 1e-5), "adamw": (1e-3, 5e-3)}
 
 
 class Side(NamedTuple):
-    """step(): takes a training step, returns this rank's part of the loss; the global one is the sum over ranks, divided by
-    `copies`. weights(): (name, this rank's part of a weight) pairs, cut alike on both sides."""
+    """step(): takes a training step, returns this rank's part of the loss; the global one is the
+    sum over ranks, divided by `copies`. weights(): (name, this rank's part of a weight) pairs, cut
+    alike on both sides."""
 
     step: Callable
     weights: Callable
@@ -78,7 +86,12 @@ class Job:
 
     def __init__(self, run, fields, kind):
         cuda = run.device.type == "cuda"
-        self.rank, self.world, self.device, self.group = run.rank, run.world, run.device, dist.group.WORLD
+        self.rank, self.world, self.device, self.group = (
+            run.rank,
+            run.world,
+            run.device,
+            dist.group.WORLD,
+        )
         preset, same = MODELS[run.device.type]
         self.config = gpt.configure(preset, **same | fields)
         self.precision = "bfloat16" if cuda else "float32"
@@ -121,15 +134,24 @@ def our_ddp(job):
     model, (tokens, targets) = job.model(), job.rows()
     sync, optimizer = ddp.DDP(model.parameters(), job.group), job.optimizer(model.parameters())
     loss = functools.partial(model, tokens, targets=targets, count=job.count)
-    return Side(functools.partial(take_step, sync.zero_grad, loss, sync.finish, optimizer.step), model.named)
+    return Side(
+        functools.partial(take_step, sync.zero_grad, loss, sync.finish, optimizer.step), model.named
+    )
 
 
 def their_ddp(job):
     model, (tokens, targets) = job.model(), job.rows()
-    wrapped, optimizer = DistributedDataParallel(model, gradient_as_bucket_view=True), job.optimizer(model.parameters())
+    wrapped, optimizer = (
+        DistributedDataParallel(model, gradient_as_bucket_view=True),
+        job.optimizer(model.parameters()),
+    )
     # It averages over the ranks: so each loss is a mean over its own rows
     loss = functools.partial(wrapped, tokens, targets=targets, count=job.count / job.world)
-    return Side(functools.partial(take_step, optimizer.zero_grad, loss, optimizer.step), model.named, job.world)
+    return Side(
+        functools.partial(take_step, optimizer.zero_grad, loss, optimizer.step),
+        model.named,
+        job.world,
+    )
 
 
 def our_zero(job, stage):
@@ -159,8 +181,13 @@ def our_tensor(job, parallelize):
     parameters = list(model.parameters())
     optimizer = job.optimizer(parameters)
     loss = functools.partial(model, job.tokens, targets=job.targets, count=job.count)
-    complete = functools.partial(sequence_parallel.reduce_partial, parameters)  # nothing to do without sequence parallelism
-    return Side(functools.partial(take_step, optimizer.zero_grad, loss, complete, optimizer.step), model.named, job.world)
+    # Nothing to do without sequence parallelism
+    complete = functools.partial(sequence_parallel.reduce_partial, parameters)
+    return Side(
+        functools.partial(take_step, optimizer.zero_grad, loss, complete, optimizer.step),
+        model.named,
+        job.world,
+    )
 
 
 def their_tensor(job, sequence):
@@ -243,7 +270,9 @@ def their_pipeline(job, name, theirs):
     def loss(logits, targets):
         return gpt.CrossEntropy()(logits, targets, job.count)
 
-    run = getattr(schedules, theirs)(parts if len(parts) > 1 else parts[0], MICROBATCHES, loss_fn=loss, scale_grads=False)
+    run = getattr(schedules, theirs)(
+        parts if len(parts) > 1 else parts[0], MICROBATCHES, loss_fn=loss, scale_grads=False
+    )
 
     def step():
         losses = []
@@ -265,7 +294,9 @@ def our_context(job):
     where = context_parallel.positions(job.config.context, job.rank, job.world).to(job.device)
     tokens, targets = (context_parallel.shard(t, where) for t in (job.tokens, job.targets))
     loss = functools.partial(model, tokens, where, targets=targets, count=job.count)
-    return Side(functools.partial(take_step, sync.zero_grad, loss, sync.finish, optimizer.step), model.named)
+    return Side(
+        functools.partial(take_step, sync.zero_grad, loss, sync.finish, optimizer.step), model.named
+    )
 
 
 def their_context(job):
@@ -273,13 +304,19 @@ def their_context(job):
     inputs, context = [job.tokens.clone(), job.targets.clone(), where], contextlib.nullcontext
     if job.device.type == "cuda":
         mesh = init_device_mesh("cuda", (job.world,))
-        context = functools.partial(their_context_parallel, mesh, buffers=inputs, buffer_seq_dims=[1, 1, 0])  # cuts them
+        # Cuts them
+        context = functools.partial(
+            their_context_parallel, mesh, buffers=inputs, buffer_seq_dims=[1, 1, 0]
+        )
     else:  # their balanced ring takes the chunks that our zigzag does
         where = context_parallel.positions(job.config.context, job.rank, job.world)
         inputs = [*(context_parallel.shard(t, where) for t in inputs[:2]), where]
         for block in model.blocks.values():
             block.attn.core = TheirCore(job.group)
-    wrapped, optimizer = DistributedDataParallel(model, gradient_as_bucket_view=True), job.optimizer(model.parameters())
+    wrapped, optimizer = (
+        DistributedDataParallel(model, gradient_as_bucket_view=True),
+        job.optimizer(model.parameters()),
+    )
 
     def loss():
         tokens, targets, where = inputs
@@ -305,7 +342,8 @@ class TheirCore(torch.nn.Module):
 
 
 class Pair(NamedTuple):
-    """The name of theirs, two functions of a Job that make a Side, and what differs from the model's preset."""
+    """The name of theirs, two functions of a Job that make a Side, and what differs from the
+    model's preset."""
 
     name: str
     ours: Callable
@@ -317,8 +355,12 @@ def make_pairs():
     bind = functools.partial
     pairs = {
         "ddp": Pair("DistributedDataParallel", our_ddp, their_ddp),
-        "zero-2": Pair("FSDP2, blocks kept", bind(our_zero, stage=2), bind(their_fsdp, reshard=False)),
-        "zero-3": Pair("FSDP2, blocks freed", bind(our_zero, stage=3), bind(their_fsdp, reshard=True)),
+        "zero-2": Pair(
+            "FSDP2, blocks kept", bind(our_zero, stage=2), bind(their_fsdp, reshard=False)
+        ),
+        "zero-3": Pair(
+            "FSDP2, blocks freed", bind(our_zero, stage=3), bind(their_fsdp, reshard=True)
+        ),
     }
     # DTensor and PyTorch's pipelines have nothing for a tied matrix: Llama has none
     llama = dict(family="llama")
@@ -335,7 +377,9 @@ def make_pairs():
     }.items():
         both = bind(our_pipeline, name=name), bind(their_pipeline, name=name, theirs=theirs)
         pairs[name] = Pair(theirs, *both, llama | dict(layers=8))
-    pairs["context"] = Pair("context_parallel", our_context, their_context, llama | dict(context=2048))
+    pairs["context"] = Pair(
+        "context_parallel", our_context, their_context, llama | dict(context=2048)
+    )
     return pairs
 
 
@@ -346,8 +390,9 @@ PAIRS = make_pairs()
 
 
 class Alive(TorchDispatchMode):
-    """While it is on, remembers all memory that operations make, and after each, if `counting`, how much is alive: `peak` is
-    the most. Ledger would not see memory that is freed and brought back in place, as both FSDPs do."""
+    """While it is on, remembers all memory that operations make, and after each, if `counting`, how
+    much is alive: `peak` is the most. Ledger would not see memory that is freed and brought back in
+    place, as both FSDPs do."""
 
     def __init__(self):
         super().__init__()
@@ -365,7 +410,8 @@ class Alive(TorchDispatchMode):
 
 
 def first_steps(job, build):
-    """Build a side and take three steps: (side, losses, bytes at the peak of the third, all that the side holds included)."""
+    """Build a side and take three steps: (side, losses, bytes at the peak of the third, all that
+    the side holds included)."""
     if job.device.type == "cuda":
         before, side = torch.cuda.memory_allocated(), build(job)
         losses = [side.step(), side.step()]
@@ -381,15 +427,21 @@ def first_steps(job, build):
 
 
 def difference(job, ours, theirs):
-    """The largest relative difference, on any rank, of the losses and of the weights. ours, theirs: what first_steps gives."""
-    losses = torch.stack([torch.stack(losses).double() / side.copies for side, losses, _ in (ours, theirs)])  # (2, steps)
+    """The largest relative difference, on any rank, of the losses and of the weights. ours, theirs:
+    what first_steps gives."""
+    # (2, steps)
+    losses = torch.stack(
+        [torch.stack(losses).double() / side.copies for side, losses, _ in (ours, theirs)]
+    )
     dist.all_reduce(losses)
     worst = {"loss": ((losses[0] - losses[1]) / losses[1]).abs().max().item(), "param": 0.0}
     mine, other = ({name: p.detach() for name, p in side.weights()} for side, *_ in (ours, theirs))
     assert mine.keys() == other.keys()
     floor = harness.FLOOR[job.precision] * max(p.abs().max().item() for p in other.values())
     for name, p in other.items():
-        error = (mine[name].double() - p.double()).abs().max().item() / max(p.abs().max().item(), floor)
+        error = (mine[name].double() - p.double()).abs().max().item() / max(
+            p.abs().max().item(), floor
+        )
         worst["param"] = harness.larger(worst["param"], error)
     everyone = torch.tensor(list(worst.values()), dtype=torch.float64, device=job.device)
     dist.all_reduce(everyone.nan_to_num_(torch.inf), op=dist.ReduceOp.MAX)
@@ -415,16 +467,23 @@ def compare(run, name, pair):
     dist.all_gather_object(peaks, (here, there))
     ratios = [a / b for a, b in peaks]
     most = [max(peak) / 1e6 for peak in zip(*peaks)]
-    line = benchmarks.versus(what, ours.step, theirs.step, job.count, run.args.steps, run.args.turns, job.device)
+    line = benchmarks.versus(
+        what, ours.step, theirs.step, job.count, run.args.steps, run.args.turns, job.device
+    )
     memory = f"{statistics.median(ratios):.2f} ({min(ratios):.2f} .. {max(ratios):.2f})"
-    return f"{line} {most[0]:8.1f}{most[1]:9.1f}   {memory:20s}{differences[0]:7.0e}{differences[1]:7.0e}", True
+    return (
+        f"{line} {most[0]:8.1f}{most[1]:9.1f}   {memory:20s}{differences[0]:7.0e}{differences[1]:7.0e}",
+        True,
+    )
 
 
 def demo(run):
     args, cuda = run.args, run.device.type == "cuda"
     warnings.simplefilter("ignore")
     say = functools.partial(print, flush=True) if run.rank == 0 else lambda *_: None
-    say(f"\n{run.world} ranks, {dist.get_backend()}, {'bfloat16, gpt2' if cuda else 'float32, tiny'}, AdamW")
+    say(
+        f"\n{run.world} ranks, {dist.get_backend()}, {'bfloat16, gpt2' if cuda else 'float32, tiny'}, AdamW"
+    )
     say(f"{'':46s}{'tokens/s':>18s}{'':26s}{'peak MB':>15s}")
     say(f"{benchmarks.HEAD:82s}{'ours':>9s}{'theirs':>9s}   {'ratio':20s}   sgd  adamw")
     equal = True
@@ -439,14 +498,18 @@ def demo(run):
 
 
 def one_gpu():
-    """tokens/s and MFU of gpt2 in bfloat16, compiled, beside the rate of one large matrix product. Returns an exit code."""
+    """tokens/s and MFU of gpt2 in bfloat16, compiled, beside the rate of one large matrix product.
+    Returns an exit code."""
     root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
     with tempfile.NamedTemporaryFile("r") as log:
         flags = "--preset gpt2 --param-dtype bfloat16 --compile --batch 16 --steps 100 --sample 0 --quiet --nproc 1"
-        code = subprocess.call([sys.executable, "train.py", *flags.split(), "--log-to", log.name], cwd=root)
+        code = subprocess.call(
+            [sys.executable, "train.py", *flags.split(), "--log-to", log.name], cwd=root
+        )
         if code:
             return code
-        rates = [row["tokens_per_s"] for row in map(json.loads, log) if "tokens_per_s" in row][20:]  # compiled and warm
+        # Compiled and warm
+        rates = [row["tokens_per_s"] for row in map(json.loads, log) if "tokens_per_s" in row][20:]
     low, middle, high = statistics.quantiles(rates)
     a, times = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16), []
     for _ in range(50):
@@ -456,9 +519,16 @@ def one_gpu():
         end.record()
         torch.cuda.synchronize()
         times.append(start.elapsed_time(end) / 1000)
-    matrix, used = 2 * len(a) ** 3 / statistics.median(times), middle * gpt.configure("gpt2").flops_per_token()
-    print(f"\none {torch.cuda.get_device_name()}: gpt2, 124M, bfloat16, compiled, 16 sequences of 1024 tokens a step")
-    print(f"{middle:,.0f} ({low:,.0f} .. {high:,.0f}) tokens/s, {used / 1e12:.0f} TFLOP/s of the model's own arithmetic")
+    matrix, used = (
+        2 * len(a) ** 3 / statistics.median(times),
+        middle * gpt.configure("gpt2").flops_per_token(),
+    )
+    print(
+        f"\none {torch.cuda.get_device_name()}: gpt2, 124M, bfloat16, compiled, 16 sequences of 1024 tokens a step"
+    )
+    print(
+        f"{middle:,.0f} ({low:,.0f} .. {high:,.0f}) tokens/s, {used / 1e12:.0f} TFLOP/s of the model's own arithmetic"
+    )
     print(f"{used / matrix:.1%} of the {matrix / 1e12:.0f} TFLOP/s of 8192 x 8192 matrices", end="")
     name = torch.cuda.get_device_name().lower()
     peak = next((device.flops for key, device in DEVICES.items() if key in name), None)
@@ -469,10 +539,16 @@ def one_gpu():
 def main():
     p = harness.Parser(__doc__)
     p.add_argument("--nproc", type=int, choices=[2, 4], help="ranks (default: 2, then 4)")
-    p.add_argument("--device", choices=["cpu", "cuda"], help="default: cpu, then cuda where there are GPUs")
-    p.add_argument("--only", nargs="+", choices=list(PAIRS), metavar="NAME", help="some of " + ", ".join(PAIRS))
+    p.add_argument(
+        "--device", choices=["cpu", "cuda"], help="default: cpu, then cuda where there are GPUs"
+    )
+    p.add_argument(
+        "--only", nargs="+", choices=list(PAIRS), metavar="NAME", help="some of " + ", ".join(PAIRS)
+    )
     p.add_argument("--steps", **harness.POSITIVE, default=3, help="of a turn")
-    p.add_argument("--turns", type=harness.count(2), default=15, metavar="N", help="of each side of a pair")
+    p.add_argument(
+        "--turns", type=harness.count(2), default=15, metavar="N", help="of each side of a pair"
+    )
     p.set_defaults(backend=None, quiet=True)
     args = p.parse_args()
     if "RANK" in os.environ or args.nproc and args.device == "cpu":
@@ -480,16 +556,26 @@ def main():
         harness.launch(demo, args, run=harness.Rank)
     gpus, codes = torch.cuda.device_count(), []
     if args.device == "cuda" and gpus < (args.nproc or 1):
-        raise harness.Refused(f"--device cuda needs {args.nproc or 1} GPUs and there are {gpus} here: use --device cpu")
+        raise harness.Refused(
+            f"--device cuda needs {args.nproc or 1} GPUs and there are {gpus} here: use --device cpu"
+        )
     devices = [args.device] if args.device else ["cpu", "cuda"] if gpus else ["cpu"]
     for device in devices:
-        for n in [args.nproc] if args.nproc else [n for n in (2, 4) if device == "cpu" or n <= gpus]:
+        for n in (
+            [args.nproc] if args.nproc else [n for n in (2, 4) if device == "cpu" or n <= gpus]
+        ):
             flags = ["--device", device, "--steps", str(args.steps), "--turns", str(args.turns)]
             flags += ["--only", *args.only] if args.only else []
             # CUDA does not survive a fork: there torchrun starts the ranks
-            torchrun = ["torch.distributed.run", "--standalone", f"--nproc_per_node={n}", "-m"] if device == "cuda" else []
+            torchrun = (
+                ["torch.distributed.run", "--standalone", f"--nproc_per_node={n}", "-m"]
+                if device == "cuda"
+                else []
+            )
             flags += ["--nproc", str(n)] if device == "cpu" else []
-            codes.append(subprocess.call([sys.executable, "-m", *torchrun, "benchmarks.vs_torch", *flags]))
+            codes.append(
+                subprocess.call([sys.executable, "-m", *torchrun, "benchmarks.vs_torch", *flags])
+            )
     if "cuda" in devices and not args.only and not args.nproc:
         codes.append(one_gpu())
     start.finish(max(map(abs, codes), default=0))

@@ -1,4 +1,5 @@
-"""What a lesson stands on: start-up of ranks, flags, text, the steps' bookkeeping, the proof, the receipt.
+"""What a lesson stands on: start-up of ranks, flags, text, the steps' bookkeeping, the proof, the
+receipt.
 
 It knows none of the techniques. A demo writes `import harness` and finds here what it needs.
 """

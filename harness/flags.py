@@ -13,16 +13,26 @@ VOCAB = {"bytes": 257, "gpt2": 50257}
 
 
 class Parser(argparse.ArgumentParser):
-    """Refuses bad flags in one sentence; its help shows the docstring as it is, and every default."""
+    """Refuses bad flags in one sentence; its help shows the docstring as it is, and every
+    default."""
 
     class Formatter(argparse.RawDescriptionHelpFormatter):
         def _get_help_string(self, action):
-            flag = action.default is None or action.default is False or action.default == argparse.SUPPRESS
+            flag = (
+                action.default is None
+                or action.default is False
+                or action.default == argparse.SUPPRESS
+            )
             shown = not flag and "default" not in action.help
             return action.help + " (default: %(default)r)" * shown
 
     def __init__(self, doc):
-        super().__init__(description=doc, usage="%(prog)s [flags]", allow_abbrev=False, conflict_handler="resolve")
+        super().__init__(
+            description=doc,
+            usage="%(prog)s [flags]",
+            allow_abbrev=False,
+            conflict_handler="resolve",
+        )
         self.formatter_class = lambda prog: self.Formatter(prog, max_help_position=28, width=120)
 
     def error(self, message):
@@ -71,7 +81,9 @@ def quantity(units, example):
         except (KeyError, ValueError):
             value = 0
         if not 0 < value < math.inf:
-            raise argparse.ArgumentTypeError(f"{text!r} is not a number with its unit, such as {example}")
+            raise argparse.ArgumentTypeError(
+                f"{text!r} is not a number with its unit, such as {example}"
+            )
         return value
 
     return parse
@@ -86,7 +98,11 @@ def parser(doc, **defaults):
     p = Parser(doc)
     g = p.add_argument_group("the model")
     g.add_argument("--preset", default="tiny", help="named size: " + ", ".join(gpt.PRESETS))
-    g.add_argument("--family", choices=["gpt2", "llama"], help="turn the preset into this family (tiny is gpt2)")
+    g.add_argument(
+        "--family",
+        choices=["gpt2", "llama"],
+        help="turn the preset into this family (tiny is gpt2)",
+    )
     for name, why in {
         "layers": "number of blocks",
         "heads": "attention heads a layer",
@@ -110,35 +126,81 @@ def parser(doc, **defaults):
         help="factor of the experts' load balance loss: without it a few get all tokens (default: 0)",
     )
     g.add_argument(
-        "--z-loss", type=real(0), metavar="X", help="factor of the router's z-loss, which keeps its scores small (default: 0)"
+        "--z-loss",
+        type=real(0),
+        metavar="X",
+        help="factor of the router's z-loss, which keeps its scores small (default: 0)",
     )
-    g.add_argument("--dropout", type=real(0), default=0.0, metavar="P", help="probability, on embedding and residual stream")
+    g.add_argument(
+        "--dropout",
+        type=real(0),
+        default=0.0,
+        metavar="P",
+        help="probability, on embedding and residual stream",
+    )
     g = p.add_argument_group("training")
     g.add_argument("--steps", **POSITIVE, default=10, help="optimizer steps")
-    g.add_argument("--batch", **POSITIVE, default=16, help="sequences in the global batch, over all ranks")
+    g.add_argument(
+        "--batch", **POSITIVE, default=16, help="sequences in the global batch, over all ranks"
+    )
     g.add_argument(
         "--microbatches",
         **POSITIVE,
         default=2,
         help="pieces that a rank works off one by one: activations of one are held at a time",
     )
-    g.add_argument("--seed", type=int, default=1, metavar="N", help="of weights, batches and dropout")
+    g.add_argument(
+        "--seed", type=int, default=1, metavar="N", help="of weights, batches and dropout"
+    )
     why = "sgd shows a gradient of the wrong scale, adamw hides it"
     g.add_argument("--optimizer", choices=["adamw", "sgd"], default="adamw", help=why)
-    g.add_argument("--lr", type=real(0), default=1e-3, metavar="X", help="learning rate after warm-up")
-    g.add_argument("--warmup", **NATURAL, default=0, help="steps over which the learning rate rises")
-    g.add_argument("--weight-decay", type=real(0), default=0.1, metavar="X", help="on matrices, not on biases and norms")
-    g.add_argument("--grad-clip", type=real(0), default=1.0, metavar="X", help="largest global gradient norm; 0 = off")
+    g.add_argument(
+        "--lr", type=real(0), default=1e-3, metavar="X", help="learning rate after warm-up"
+    )
+    g.add_argument(
+        "--warmup", **NATURAL, default=0, help="steps over which the learning rate rises"
+    )
+    g.add_argument(
+        "--weight-decay",
+        type=real(0),
+        default=0.1,
+        metavar="X",
+        help="on matrices, not on biases and norms",
+    )
+    g.add_argument(
+        "--grad-clip",
+        type=real(0),
+        default=1.0,
+        metavar="X",
+        help="largest global gradient norm; 0 = off",
+    )
     why = "of weights, gradients and activations; bfloat16 alone loses small updates: zero.py and train.py have --param-dtype"
     g.add_argument("--dtype", choices=list(DTYPES), default="float32", help=why)
     g = p.add_argument_group("data")
-    g.add_argument("--data", default="stdlib", metavar="PATH", help="a text file, a folder of them, stdlib or shakespeare")
-    g.add_argument("--tokenizer", choices=["bytes", "gpt2"], default="bytes", help="gpt2's is downloaded once by tiktoken")
+    g.add_argument(
+        "--data",
+        default="stdlib",
+        metavar="PATH",
+        help="a text file, a folder of them, stdlib or shakespeare",
+    )
+    g.add_argument(
+        "--tokenizer",
+        choices=["bytes", "gpt2"],
+        default="bytes",
+        help="gpt2's is downloaded once by tiktoken",
+    )
     g = p.add_argument_group("running")
     g.add_argument(
-        "--nproc", **POSITIVE, help="processes to start here when torchrun did not (default: 4; train.py: the layout's)"
+        "--nproc",
+        **POSITIVE,
+        help="processes to start here when torchrun did not (default: 4; train.py: the layout's)",
     )
-    g.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto", help="auto: GPUs where there are any")
+    g.add_argument(
+        "--device",
+        choices=["auto", "cpu", "cuda"],
+        default="auto",
+        help="auto: GPUs where there are any",
+    )
     why = "default: nccl on GPUs, else gloo; gloo ranks may share a GPU"
     g.add_argument("--backend", choices=["gloo", "nccl"], help=why)
     why = "how long ranks wait for one that does not answer before the run ends and names it"
@@ -156,7 +218,18 @@ def parser(doc, **defaults):
 
 def configure(args):
     """The model's Config from the flags. Refuses sizes that contradict each other."""
-    fields = ["layers", "heads", "kv_heads", "width", "hidden", "context", "vocab", "experts", "top_k", "shared"]
+    fields = [
+        "layers",
+        "heads",
+        "kv_heads",
+        "width",
+        "hidden",
+        "context",
+        "vocab",
+        "experts",
+        "top_k",
+        "shared",
+    ]
     fields += ["balance_loss", "z_loss", "bias_rate"]
     overrides = {name: getattr(args, name, None) for name in fields} | {"dropout": args.dropout}
     need = VOCAB[args.tokenizer]
@@ -164,7 +237,9 @@ def configure(args):
         overrides["vocab"] = need
     for name, value in (getattr(args, "shape", None) or {}).items():  # of a trained model
         if overrides.get(name) not in (None, value) and name not in ("context", "vocab"):
-            raise Refused(f"--{name.replace('_', '-')} {overrides[name]} is not the model's {value}: leave it out")
+            raise Refused(
+                f"--{name.replace('_', '-')} {overrides[name]} is not the model's {value}: leave it out"
+            )
         if name not in ("context", "vocab") or getattr(args, name) is None:
             overrides[name] = value
     try:
@@ -172,7 +247,9 @@ def configure(args):
     except ValueError as e:
         raise Refused(str(e)) from e
     if config.vocab < need:
-        raise Refused(f"a vocabulary of {config.vocab} is too small for --tokenizer {args.tokenizer}, which has {need} tokens")
+        raise Refused(
+            f"a vocabulary of {config.vocab} is too small for --tokenizer {args.tokenizer}, which has {need} tokens"
+        )
     return config
 
 
@@ -207,4 +284,6 @@ def check_files(args):
                 open(path, "a").close()
             except OSError as e:
                 flag = name.replace("_", "-")
-                raise Refused(f"--{flag} {path} can't be written ({e.strerror}): give another file") from e
+                raise Refused(
+                    f"--{flag} {path} can't be written ({e.strerror}): give another file"
+                ) from e

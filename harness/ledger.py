@@ -1,5 +1,5 @@
-"""The ledger: what a step sends, by operation and process group, and the most memory it holds, counted below all code that
-calls torch.
+"""The ledger: what a step sends, by operation and process group, and the most memory it holds,
+counted below all code that calls torch.
 """
 
 import weakref
@@ -13,7 +13,8 @@ def all_but_one(n):
     return (n - 1) / n
 
 
-# c10d operation -> name, the argument that holds the whole payload, bytes a ring algorithm sends per rank and payload byte
+# c10d operation -> name, the argument that holds the whole payload, bytes a ring algorithm sends
+# per rank and payload byte
 OPERATIONS = {
     "allreduce_": ("all_reduce", 0, lambda n: 2 * all_but_one(n)),
     "_allgather_base_": ("all_gather", 0, all_but_one),
@@ -44,7 +45,8 @@ def storage_bytes(tensors):
 
 
 def message(name, args):
-    """What a c10d operation of that name sends: (operation, process group, payload bytes, bytes on a ring)."""
+    """What a c10d operation of that name sends: (operation, process group, payload bytes, bytes on
+    a ring)."""
 
     def group_in(argument):
         try:
@@ -62,11 +64,13 @@ def message(name, args):
 
 
 class Ledger(TorchDispatchMode):
-    """While it is on (`with ledger:`), counts every c10d operation by group, and the bytes of memory alive.
+    """While it is on (`with ledger:`), counts every c10d operation by group, and the bytes of
+    memory alive.
 
-    groups: {name: process group, or a list of them} to report by. `sent` is {(operation, name): [calls, payload bytes, wire
-    bytes]}, `peak` the most bytes that were alive at a time beyond `known`, the tensors that outlive a step. It sits at the
-    dispatcher, below everything that calls torch: the code it watches does not know of it.
+    groups: {name: process group, or a list of them} to report by. `sent` is {(operation, name):
+    [calls, payload bytes, wire bytes]}, `peak` the most bytes that were alive at a time beyond
+    `known`, the tensors that outlive a step. It sits at the dispatcher, below everything that calls
+    torch: the code it watches does not know of it.
     """
 
     def __init__(self, groups):
@@ -74,7 +78,8 @@ class Ledger(TorchDispatchMode):
         self.names = {}
         for name, members in groups.items():
             for group in members if isinstance(members, list) else [members]:
-                if isinstance(group, dist.ProcessGroup):  # new_group gives non-members something else
+                # New_group gives non-members something else
+                if isinstance(group, dist.ProcessGroup):
                     self.names.setdefault(group.group_name, name)
         self.sent, self.live, self.bytes, self.peak, self.known = {}, {}, 0, 0, set()
 
@@ -97,7 +102,9 @@ class Ledger(TorchDispatchMode):
         if name not in OPERATIONS:
             return  # a barrier and the like: no payload
         operation, group, payload, wire = message(name, args)
-        row = self.sent.setdefault((operation, self.names.get(group.group_name, group.group_name)), [0, 0, 0.0])
+        row = self.sent.setdefault(
+            (operation, self.names.get(group.group_name, group.group_name)), [0, 0, 0.0]
+        )
         row[0] += 1
         row[1] += payload
         row[2] += wire

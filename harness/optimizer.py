@@ -1,4 +1,5 @@
-"""The optimizer, its learning rate, and the norm of a gradient whose parameters may be split over ranks."""
+"""The optimizer, its learning rate, and the norm of a gradient whose parameters may be split over
+ranks."""
 
 import math
 
@@ -9,7 +10,8 @@ from harness.placement import is_first
 
 
 def learning_rate(step, args):
-    """Linear warm-up, then (where args has a min_lr) a cosine down to it at the last step. min_lr None: a tenth of lr."""
+    """Linear warm-up, then (where args has a min_lr) a cosine down to it at the last step. min_lr
+    None: a tenth of lr."""
     if step < args.warmup:
         return args.lr * (step + 1) / (args.warmup + 1)
     if not hasattr(args, "min_lr"):
@@ -31,14 +33,17 @@ def make_optimizer(parameters, args):
 
 
 def grad_norm(parameters, groups=()):
-    """The norm of the whole model's gradient, each element counted once: a float64 scalar, the same on all ranks.
+    """The norm of the whole model's gradient, each element counted once: a float64 scalar, the same
+    on all ranks.
 
-    groups: those over which parameters are split, or dealt out whole. Of a parameter that all ranks of such a group hold,
-    the group's first rank counts it (see placement.py).
+    groups: those over which parameters are split, or dealt out whole. Of a parameter that all ranks
+    of such a group hold, the group's first rank counts it (see placement.py).
     """
     parameters = [p for p in parameters if p.grad is not None]
     counted = [p.grad for p in parameters if is_first(p, groups)]
-    total = torch.zeros((), dtype=torch.float64, device=parameters[0].device if parameters else None)
+    total = torch.zeros(
+        (), dtype=torch.float64, device=parameters[0].device if parameters else None
+    )
     if counted:
         dtype = torch.promote_types(counted[0].dtype, torch.float32)
         total += torch.stack(torch._foreach_norm(counted, dtype=dtype)).double().square().sum()

@@ -1,4 +1,5 @@
-"""Where a rank's piece of a parameter lies in the whole. A technique that cuts a parameter, or copies it to other ranks, writes
+"""Where a rank's piece of a parameter lies in the whole. A technique that cuts a parameter, or
+copies it to other ranks, writes
 
     parameter.placement = {
         "shape":   of the whole parameter
@@ -9,8 +10,9 @@
         "data":    the data-parallel group of this parameter, if it is not the one of the others (experts)
     }
 
-Each entry may be missing. A technique that comes second extends what the first one wrote. Initialisation, the gradient norm,
-checkpoints, exports and the proof read it here, and never ask which technique it was.
+Each entry may be missing. A technique that comes second extends what the first one wrote.
+Initialisation, the gradient norm, checkpoints, exports and the proof read it here, and never ask
+which technique it was.
 """
 
 import torch.distributed as dist
@@ -18,7 +20,13 @@ import torch.distributed as dist
 
 def placement(parameter):
     """A parameter's placement, with the entries that are missing filled in."""
-    default = {"shape": tuple(parameter.shape), "cuts": {}, "copies": [], "partial": [], "data": None}
+    default = {
+        "shape": tuple(parameter.shape),
+        "cuts": {},
+        "copies": [],
+        "partial": [],
+        "data": None,
+    }
     return default | getattr(parameter, "placement", {})
 
 
@@ -34,8 +42,9 @@ def take(full, parameter):
 
 
 def is_first(parameter, groups):
-    """Whether this rank speaks for a parameter that other ranks hold as well: it is the first rank of each of `groups` that
-    holds copies, and of each group over which the gradient was a partial sum."""
+    """Whether this rank speaks for a parameter that other ranks hold as well: it is the first rank
+    of each of `groups` that holds copies, and of each group over which the gradient was a partial
+    sum."""
     where = placement(parameter)
     copied = [group for group in where["copies"] if group in groups] + where["partial"]
     return all(dist.get_rank(group) == 0 for group in copied)

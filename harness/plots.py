@@ -7,7 +7,9 @@ from harness.start import Refused
 
 
 def plot_flag(group, what):
-    group.add_argument("--plot", metavar="NAME", help=f"{what}: NAME.png and NAME.svg (needs matplotlib)")
+    group.add_argument(
+        "--plot", metavar="NAME", help=f"{what}: NAME.png and NAME.svg (needs matplotlib)"
+    )
 
 
 def check_plot(args):
@@ -18,7 +20,8 @@ def check_plot(args):
 
 
 def pyplot():
-    """matplotlib.pyplot, drawing to files only. Imported when needed: nobody else has to have it."""
+    """matplotlib.pyplot, drawing to files only. Imported when needed: nobody else has to have
+    it."""
     import matplotlib
 
     matplotlib.use("agg")

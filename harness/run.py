@@ -1,6 +1,8 @@
-"""A run: one rank's view of a script. The flags, the text, the model's weights, and the bookkeeping of the steps.
+"""A run: one rank's view of a script. The flags, the text, the model's weights, and the bookkeeping
+of the steps.
 
-A demo is a function of a `Run`, which `launch` calls on every rank. The training loop is the demo's own. It calls:
+A demo is a function of a `Run`, which `launch` calls on every rank. The training loop is the demo's
+own. It calls:
 
     for step in run.steps(optimizer):               sets the learning rate; the ledger watches the second step; the proof
         ...                                         forward, backward, sum of the gradients, norm
@@ -33,8 +35,8 @@ from harness.start import Refused, say
 def launch(demo, args, needed=None, check=lambda world: None, run=None):
     """Call demo(Run) on every rank, and end the process with its exit code (see start.py).
 
-    needed: the number of ranks that the layout takes, None for any. check(number of ranks) may refuse it.
-    run(args, rank, world, device) makes what demo is given; by default it is a Run."""
+    needed: the number of ranks that the layout takes, None for any. check(number of ranks) may
+    refuse it. run(args, rank, world, device) makes what demo is given; by default it is a Run."""
 
     def ready(world):
         check(world)
@@ -53,17 +55,21 @@ class Rank(NamedTuple):
 
 
 class Run:
-    """One rank's view of a script's run: the flags, its rank, the text, and the bookkeeping of the steps."""
+    """One rank's view of a script's run: the flags, its rank, the text, and the bookkeeping of the
+    steps."""
 
     def __init__(self, args, rank, world, device):
         self.args, self.rank, self.world, self.device = args, rank, world, device
         self.dtype, self.config = DTYPES[args.dtype], configure(args)
-        self.precision = getattr(args, "param_dtype", None) or args.dtype  # decides how much rounding to expect
-        private = ("data", "json", "log_to", "quiet", "wandb", "nproc")  # flags in which ranks may differ
+        # Decides how much rounding to expect
+        self.precision = getattr(args, "param_dtype", None) or args.dtype
+        # Flags in which ranks may differ
+        private = ("data", "json", "log_to", "quiet", "wandb", "nproc")
         flags = {name: value for name, value in sorted(vars(args).items()) if name not in private}
         self.same(repr(flags), "other flags", "start every node with the same command")
         self.load()
-        self.count = args.batch * self.config.context  # valid targets of the global batch: every window is full
+        # Valid targets of the global batch: every window is full
+        self.count = args.batch * self.config.context
         self.history, self.errors, self.held = [], None, {}
         self.first = 0  # the step to begin with: another one after a checkpoint
         self.skipped = 0  # steps whose gradient was not finite
@@ -86,7 +92,8 @@ class Run:
     # --- ranks
 
     def agree(self, problem):
-        """Go on only if no rank has a problem (a sentence, or None); else the first rank that has one says it."""
+        """Go on only if no rank has a problem (a sentence, or None); else the first rank that has
+        one says it."""
         first = torch.tensor(self.world if problem is None else self.rank, device=self.device)
         dist.all_reduce(first, op=dist.ReduceOp.MIN)
         if first.item() < self.world:
@@ -99,7 +106,8 @@ class Run:
         return bool(flag)
 
     def same(self, value, what, advice):
-        """Refuse to go on where `value`, a text, is not the same on all ranks: compares a digest of it."""
+        """Refuse to go on where `value`, a text, is not the same on all ranks: compares a digest of
+        it."""
         digest = int(hashlib.sha256(value.encode()).hexdigest()[:15], 16)
         own = torch.tensor([digest], device=self.device)
         digests = [torch.empty_like(own) for _ in range(self.world)]
@@ -124,11 +132,13 @@ class Run:
             return gpt.GPT(self.config)
 
     def fill(self, model):
-        """Give a model built on the meta device its weights: each parameter is drawn whole, and this rank keeps its piece."""
+        """Give a model built on the meta device its weights: each parameter is drawn whole, and
+        this rank keeps its piece."""
         return gpt.fill(model, self.args.seed, self.device, self.dtype, take, self.draw)
 
     def initial(self, model):
-        """A function that gives a parameter of `model` its initial value: for ZeRO, which fills it piece by piece."""
+        """A function that gives a parameter of `model` its initial value: for ZeRO, which fills it
+        piece by piece."""
         gpt.fill_buffers(model, self.device)
         names = {p: name for name, p in model.named()}
 
@@ -141,7 +151,8 @@ class Run:
     # --- steps
 
     def microbatches(self, step, part=0, parts=1, pieces=None, split="train"):
-        """This rank's rows of the step's global batch, in micro-batches: a list of (tokens, targets, samples)."""
+        """This rank's rows of the step's global batch, in micro-batches: a list of (tokens,
+        targets, samples)."""
         size = self.args.batch // parts
         rows = range(part * size, (part + 1) * size)
         batch = self.corpus.batch(step, rows, self.config.context, self.args.seed, split)
@@ -149,12 +160,13 @@ class Run:
         return list(zip(*(t.to(self.device).tensor_split(pieces) for t in batch)))
 
     def zero(self):
-        """Where a step's loss is summed: in float64, so that the sum is not the least exact part."""
+        """Where a step's loss is summed: in float64, so that the sum is not the least exact
+        part."""
         return torch.zeros((), dtype=torch.float64, device=self.device)
 
     def steps(self, optimizer):
-        """The numbers of the steps. Sets the learning rate before each, lets the ledger watch the second, and holds the run
-        against one process after the last that is to be proven."""
+        """The numbers of the steps. Sets the learning rate before each, lets the ledger watch the
+        second, and holds the run against one process after the last that is to be proven."""
         self.restart_clock()
         for self.step in range(self.first, self.args.steps):
             self.lr = learning_rate(self.step, self.args)
@@ -166,19 +178,24 @@ class Run:
                 self.watching.enter_context(self.ledger)
             yield self.step
             if measured:
-                self.held = {kind: storage_bytes(tensors) for kind, tensors in lasting(optimizer).items()}
+                self.held = {
+                    kind: storage_bytes(tensors) for kind, tensors in lasting(optimizer).items()
+                }
                 self.held["activations_peak"] = self.ledger.peak
             if self.step + 1 == self.proven:
                 self.errors, self.proved = proof.compare(self, *self.compared), self.proven
                 self.restart_clock()
 
     def check(self, loss, norm, named, counts=True, blame=None):
-        """Look at a step's loss and gradient norm before the optimizer uses them. Returns whether the step may be taken.
+        """Look at a step's loss and gradient norm before the optimizer uses them. Returns whether
+        the step may be taken.
 
-        loss, norm: scalar tensors, the same on all ranks. A number that is not finite ends the run in a sentence, or with
-        --skip-nan leaves the step out. named(): (full name, parameter) pairs whose .grad is complete; the proof reads them.
+        loss, norm: scalar tensors, the same on all ranks. A number that is not finite ends the run
+        in a sentence, or with --skip-nan leaves the step out. named(): (full name, parameter) pairs
+        whose .grad is complete; the proof reads them.
         counts=False: this rank's gradients are not the global ones (a parameter server's worker).
-        blame(): (name, place) of the parameter on this rank to blame, or (None, ""). By default the gradients are searched.
+        blame(): (name, place) of the parameter on this rank to blame, or (None, ""). By default the
+        gradients are searched.
         """
         if self.step + 1 == self.proven:  # before clipping
             with _disable_current_modes():  # the ledger must not count the proof's messages
@@ -191,9 +208,12 @@ class Run:
         return False
 
     def stumble(self, loss, norm, named, blame):
-        """Name the first gradient, in the order of backward, that is not finite. Skip the step, or end the run."""
+        """Name the first gradient, in the order of backward, that is not finite. Skip the step, or
+        end the run."""
         with torch.device("meta"):
-            order = [name for name, _ in gpt.GPT(self.config).named_parameters(remove_duplicate=False)]
+            order = [
+                name for name, _ in gpt.GPT(self.config).named_parameters(remove_duplicate=False)
+            ]
         bad = [name for name, p in named() if p.grad is not None and not p.grad.isfinite().all()]
         name, place = blame() if blame else (bad[-1] if bad else None, "")
         found = torch.full((self.world,), -1, device=self.device)
@@ -211,18 +231,35 @@ class Run:
             advice = "a lower --lr may help"
             if not allowed:
                 advice += ", or --skip-nan N to leave such steps out"
-            raise Refused(f"{text}: the weights stay those of step {self.step}; {advice}", speaker, code=1)
+            raise Refused(
+                f"{text}: the weights stay those of step {self.step}; {advice}", speaker, code=1
+            )
         if self.rank == speaker:
             say(f"{text}: skipped")
-        self.history.append({"step": self.step + 1, "loss": None, "grad_norm": None, "lr": None, "tokens_per_s": None})
+        self.history.append(
+            {
+                "step": self.step + 1,
+                "loss": None,
+                "grad_norm": None,
+                "lr": None,
+                "tokens_per_s": None,
+            }
+        )
         self.restart_clock()
 
     def log(self, loss, norm, mfu=None):
-        """End a step: a line, and a row of the history. mfu(tokens/s), where given, is shown too."""
+        """End a step: a line, and a row of the history. mfu(tokens/s), where given, is shown
+        too."""
         self.watching.close()
         now = time.perf_counter()
         rate, self.last = self.count / (now - self.last), now
-        row = {"step": self.step + 1, "loss": loss.item(), "grad_norm": norm.item(), "lr": self.lr, "tokens_per_s": rate}
+        row = {
+            "step": self.step + 1,
+            "loss": loss.item(),
+            "grad_norm": norm.item(),
+            "lr": self.lr,
+            "tokens_per_s": rate,
+        }
         line = f"step {self.step + 1:4d}  loss {row['loss']:.4f}  grad norm {row['grad_norm']:7.4f}  lr {self.lr:.2e}"
         line += f"  {rate:8,.0f} tokens/s"
         if mfu:
@@ -242,8 +279,9 @@ class Run:
 
     @property
     def proven(self):
-        """How many steps are held against one process. By default ten in float32, where rounding grows: AdamW takes full steps
-        along gradients that are little but rounding. None after a checkpoint or a skipped step: one process would differ."""
+        """How many steps are held against one process. By default ten in float32, where rounding
+        grows: AdamW takes full steps along gradients that are little but rounding. None after a
+        checkpoint or a skipped step: one process would differ."""
         if self.first > 0 or self.skipped:
             return 0
         wanted = self.args.prove
@@ -254,7 +292,8 @@ class Run:
     # --- the receipt
 
     def states(self, size, formula, steps=True):
-        """Rows of the receipt's `held`: parameters of `size` bytes, gradients as large, and the optimizer's moments.
+        """Rows of the receipt's `held`: parameters of `size` bytes, gradients as large, and the
+        optimizer's moments.
 
         formula: as text. steps=False: on a rank that takes no step and so has no moments."""
         moments = 2 if self.args.optimizer == "adamw" and steps else 0
@@ -262,14 +301,15 @@ class Run:
         return held | {"optimizer": (moments * size, f"{moments} x the same")}
 
     def receipt(self, layout, sent=(), held=(), notes=()):
-        """Gather, print and write the receipt, and keep it as `result`. Returns the exit code. See receipt.py."""
+        """Gather, print and write the receipt, and keep it as `result`. Returns the exit code. See
+        receipt.py."""
         code, self.result = write_receipt(self, layout, dict(sent), dict(held), notes)
         return code
 
 
 def lasting(optimizer):
-    """{kind: tensors} of what outlives a step: parameters, their gradients, optimizer states. An optimizer that keeps them in
-    its own way (ZeRO) says so itself."""
+    """{kind: tensors} of what outlives a step: parameters, their gradients, optimizer states. An
+    optimizer that keeps them in its own way (ZeRO) says so itself."""
     if hasattr(optimizer, "lasting"):
         return optimizer.lasting()
     parameters = [p for group in optimizer.param_groups for p in group["params"]]

@@ -1,7 +1,9 @@
-"""Start the ranks, on this machine or among those that torchrun started; and end them in one sentence when one is gone.
+"""Start the ranks, on this machine or among those that torchrun started; and end them in one
+sentence when one is gone.
 
-`on_ranks(work, args)` calls work on every rank and ends the process with its exit code. Bad input is one sentence on stderr and
-exit code 2 (`Refused`). A rank whose peer dies, hangs or is cut off calls the roll in the store, and names who is missing.
+`on_ranks(work, args)` calls work on every rank and ends the process with its exit code. Bad input
+is one sentence on stderr and exit code 2 (`Refused`). A rank whose peer dies, hangs or is cut off
+calls the roll in the store, and names who is missing.
 """
 
 import contextlib
@@ -26,7 +28,8 @@ import torch.distributed as dist
 
 
 class Refused(SystemExit):
-    """A run that can't begin or go on. The message is one sentence that says what to change; bad input is exit code 2.
+    """A run that can't begin or go on. The message is one sentence that says what to change; bad
+    input is exit code 2.
 
     Every rank raises it, in the same place; `speaker` prints it."""
 
@@ -56,7 +59,8 @@ def refuse(refused, rank):
     if rank == refused.speaker:
         say(refused)
     else:
-        time.sleep(1)  # under torchrun the first rank to leave ends the others: let the speaker speak
+        # Under torchrun the first rank to leave ends the others: let the speaker speak
+        time.sleep(1)
     return refused.code
 
 
@@ -66,16 +70,18 @@ def refuse(refused, rank):
 def on_ranks(work, args, needed=None, check=lambda world: None):
     """Call work(rank, world size, device) -> exit code on every rank, and end the process with it.
 
-    args: of the flags, nproc, device, backend, timeout and quiet. needed: the number of ranks that the layout takes; None means
-    any. check(world size) may refuse a number of ranks.
-    Joins the ranks that torchrun (or whatever sets RANK and WORLD_SIZE) started; otherwise, or where it started one and
-    more are needed, starts them on this machine.
+    args: of the flags, nproc, device, backend, timeout and quiet. needed: the number of ranks that
+    the layout takes; None means any. check(world size) may refuse a number of ranks. Joins the
+    ranks that torchrun (or whatever sets RANK and WORLD_SIZE) started; otherwise, or where it
+    started one and more are needed, starts them on this machine.
     """
     joined = "RANK" in os.environ and "WORLD_SIZE" in os.environ
     started = int(os.environ["WORLD_SIZE"]) if joined else 1
     world = needed or (started if joined else args.nproc or 4)
     if needed and args.nproc and args.nproc != needed:
-        raise Refused(f"this layout needs {needed} processes, not the {args.nproc} of --nproc: leave that flag out")
+        raise Refused(
+            f"this layout needs {needed} processes, not the {args.nproc} of --nproc: leave that flag out"
+        )
     check(world)
     use_gpu = args.device == "cuda" or args.device == "auto" and torch.cuda.device_count() > 0
     args.device = "cuda" if use_gpu else "cpu"
@@ -87,9 +93,15 @@ def on_ranks(work, args, needed=None, check=lambda world: None):
             finish(one_rank(work, args, int(os.environ["RANK"]), world, join))
         finish(one_rank(work, args, 0, 1, lambda rank, world: dist.HashStore()))
     if started > 1:
-        raise Refused(f"this layout needs {world} processes and {started} were started: {command(world)}")
+        raise Refused(
+            f"this layout needs {world} processes and {started} were started: {command(world)}"
+        )
     if not args.quiet:
-        say(f"this layout needs {world} processes: starting them on this machine" if needed else f"starting {world} processes")
+        say(
+            f"this layout needs {world} processes: starting them on this machine"
+            if needed
+            else f"starting {world} processes"
+        )
     finish(start_ranks(lambda rank, connect: one_rank(work, args, rank, world, connect), world))
 
 
@@ -107,7 +119,11 @@ def check_devices(args, world):
             raise Refused("--backend nccl needs GPUs: use --backend gloo")
         return
     gpus = torch.cuda.device_count()
-    here = int(os.environ.get("LOCAL_WORLD_SIZE", world)) if "RANK" in os.environ and os.environ["WORLD_SIZE"] != "1" else world
+    here = (
+        int(os.environ.get("LOCAL_WORLD_SIZE", world))
+        if "RANK" in os.environ and os.environ["WORLD_SIZE"] != "1"
+        else world
+    )
     if gpus == 0:
         raise Refused("--device cuda, but no GPU is visible here: use --device cpu")
     if args.backend == "nccl" and here > gpus:
@@ -119,11 +135,13 @@ def check_devices(args, world):
 
 
 def start_ranks(work, world, patience=1.5, notice=30.0):
-    """Run work(rank, connect) -> exit code in `world` processes of this machine; returns 0 if all did, else the worst.
+    """Run work(rank, connect) -> exit code in `world` processes of this machine; returns 0 if all
+    did, else the worst.
 
-    Forked from this one they start ten times faster than afresh, because torch is imported already. When a rank fails, the
-    others get `patience` seconds to end by themselves; told to end by SIGTERM, they get `notice` seconds, in which train.py
-    saves. The store is a file: nothing listens for connections but the backend, and on the loopback interface.
+    Forked from this one they start ten times faster than afresh, because torch is imported already.
+    When a rank fails, the others get `patience` seconds to end by themselves; told to end by
+    SIGTERM, they get `notice` seconds, in which train.py saves. The store is a file: nothing
+    listens for connections but the backend, and on the loopback interface.
     """
     folder = tempfile.mkdtemp()
     path = os.path.join(folder, "store")
@@ -135,7 +153,8 @@ def start_ranks(work, world, patience=1.5, notice=30.0):
     fork = can_fork()
     if fork:
         torch.set_num_threads(1)  # a thread pool does not survive it
-        importlib.import_module("torch._dynamo")  # optimizers import it at their first step: once, not in every rank
+        # Optimizers import it at their first step: once, not in every rank
+        importlib.import_module("torch._dynamo")
     ranks, codes, deadline, interrupted, told = {}, {}, None, False, []
     for rank in range(world):
         if fork:
@@ -144,7 +163,13 @@ def start_ranks(work, world, patience=1.5, notice=30.0):
                 die_with_parent(signal.SIGKILL)
                 finish(work(rank, lambda rank, world: dist.FileStore(path, world)))
         else:
-            own = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "STORE_FILE": path}
+            own = {
+                "RANK": rank,
+                "LOCAL_RANK": rank,
+                "WORLD_SIZE": world,
+                "LOCAL_WORLD_SIZE": world,
+                "STORE_FILE": path,
+            }
             environment = os.environ | {name: str(value) for name, value in own.items()}
             pid = subprocess.Popen([sys.executable, *sys.argv], env=environment).pid
         ranks[pid] = rank
@@ -197,12 +222,15 @@ def can_fork():
 
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-OWN = [ROOT, *(os.path.join(ROOT, folder) for folder in ("harness", "trainer", "benchmarks"))]  # where this project's code lies
-LOST = 75  # exit code of a rank whose peer went away: the peer, or who started it, has something to tell
+# Where this project's code lies
+OWN = [ROOT, *(os.path.join(ROOT, folder) for folder in ("harness", "trainer", "benchmarks"))]
+# Exit code of a rank whose peer went away: the peer, or who started it, has something to tell
+LOST = 75
 
 
 def die_with_parent(number):
-    """Have the kernel send this process a signal when its parent is gone, where it can: no rank trains on as an orphan."""
+    """Have the kernel send this process a signal when its parent is gone, where it can: no rank
+    trains on as an orphan."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(1, number)  # PR_SET_PDEATHSIG
 
@@ -214,17 +242,23 @@ def join(rank, world, timeout):
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     try:
-        store = dist.TCPStore(address, port, world, is_master=rank == 0 and not hosted, timeout=timeout)
+        store = dist.TCPStore(
+            address, port, world, is_master=rank == 0 and not hosted, timeout=timeout
+        )
     except RuntimeError as e:
         if "EADDRINUSE" not in str(e) and "in use" not in str(e):
-            raise Refused(f"nothing answers on {address}, port {port}, where the first rank should be", speaker=rank) from e
+            raise Refused(
+                f"nothing answers on {address}, port {port}, where the first rank should be",
+                speaker=rank,
+            ) from e
         raise Refused(f"port {port} on {address} is in use: set MASTER_PORT to a free one") from e
     # After a restart the keys of the attempt before are still there, under its own prefix
     return dist.PrefixStore(f"attempt{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
 
 
 def one_rank(work, args, rank, world, connect):
-    """One rank's life: connect(rank, world) to a store, work, leave. Returns the exit code, and never raises."""
+    """One rank's life: connect(rank, world) to a store, work, leave. Returns the exit code, and
+    never raises."""
     store, timeout = None, datetime.timedelta(seconds=getattr(args, "timeout", 600))
     try:
         if "TORCHELASTIC_RUN_ID" in os.environ:  # the parent is torchrun's agent
@@ -233,17 +267,22 @@ def one_rank(work, args, rank, world, connect):
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
         torch.set_num_threads(max(1, cores // local_world))
         if local_world > 1 and hasattr(os, "SCHED_BATCH"):
-            # Where ranks share cores, Linux lets gloo's threads wait a whole scheduler tick (4 ms) otherwise
+            # Where ranks share cores, Linux lets gloo's threads wait a whole scheduler tick (4 ms)
+            # otherwise
             with contextlib.suppress(OSError):
                 os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
         device = torch.device("cpu")
         if args.device == "cuda":
-            device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", rank)) % torch.cuda.device_count())
+            device = torch.device(
+                "cuda", int(os.environ.get("LOCAL_RANK", rank)) % torch.cuda.device_count()
+            )
             torch.cuda.set_device(device)
         store = join(rank, world, timeout) if connect is join else connect(rank, world)
         if world > 1:
             threading.Thread(target=answer, args=(store, rank), daemon=True).start()
-        dist.init_process_group(args.backend, store=store, rank=rank, world_size=world, timeout=timeout)
+        dist.init_process_group(
+            args.backend, store=store, rank=rank, world_size=world, timeout=timeout
+        )
         code = work(rank, world, device) or 0
         dist.barrier()  # nobody leaves while others still talk to it
         dist.destroy_process_group()
@@ -266,11 +305,16 @@ def here(rank):
     frame = sys._current_frames().get(threading.main_thread().ident)
     while frame and os.path.dirname(frame.f_code.co_filename) not in OWN:
         frame = frame.f_back
-    return f"{socket.gethostname()} {os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}" if frame else "? ?"
+    return (
+        f"{socket.gethostname()} {os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
+        if frame
+        else "? ?"
+    )
 
 
 def answer(store, rank, every=0.25):
-    """A rank's thread: says on which host it is, and answers when the roll is called, whatever the main thread waits for."""
+    """A rank's thread: says on which host it is, and answers when the roll is called, whatever the
+    main thread waits for."""
     with contextlib.suppress(Exception):  # the store may go first
         store.set(f"host{rank}", socket.gethostname())
         while not store.check(["roll"]):
@@ -279,8 +323,9 @@ def answer(store, rank, every=0.25):
 
 
 def roll_call(store, rank, world, wait=1.5):
-    """Whether this rank is the first to call; {rank: what it answered} of those that answer within `wait` seconds, and the
-    hosts of the others, {rank: host}. None if the store itself does not answer."""
+    """Whether this rank is the first to call; {rank: what it answered} of those that answer within
+    `wait` seconds, and the hosts of the others, {rank: host}. None if the store itself does not
+    answer."""
     found = []
 
     def call():
@@ -311,15 +356,24 @@ def within(seconds, work):
 
 
 def failed(error, rank, world, store, timeout, forked):
-    """Report an exception, once: the rank that raised it prints it; of ranks that lost or miss a peer the first names it."""
+    """Report an exception, once: the rank that raised it prints it; of ranks that lost or miss a
+    peer the first names it."""
     text = str(error).lower()
     late = "timed out" in text or "timeout" in text
-    lost = any(sign in text for sign in ("connection closed", "connection reset", "broken pipe", "connection refused"))
+    lost = any(
+        sign in text
+        for sign in ("connection closed", "connection reset", "broken pipe", "connection refused")
+    )
     lost = lost or "remote process exited" in text
     if not isinstance(error, (RuntimeError, ConnectionError)) or not (late or lost):
-        print(f"rank {rank} failed:\n" + "".join(traceback.format_exception(error)), file=sys.stderr, flush=True)
+        print(
+            f"rank {rank} failed:\n" + "".join(traceback.format_exception(error)),
+            file=sys.stderr,
+            flush=True,
+        )
         return 1
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun ends the survivors: not before they have spoken
+    # Torchrun ends the survivors: not before they have spoken
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if forked and not late:
         within(1, lambda: store.set(f"here{rank}", here(rank)))
         return LOST  # the process that forked the ranks saw who died
@@ -327,15 +381,24 @@ def failed(error, rank, world, store, timeout, forked):
     if answers is None:
         if int(os.environ.get("LOCAL_RANK", rank)) == 0:
             there = os.environ.get("MASTER_ADDR", "the first rank's host")
-            say(f"{socket.gethostname()} lost {there}: that host is down, or the link to it is cut; the run ends")
+            say(
+                f"{socket.gethostname()} lost {there}: that host is down, or the link to it is cut; the run ends"
+            )
         return 1
     first, present, gone = answers
     if not first:
         time.sleep(2)  # the first still calls the roll, maybe in a store that this process holds
         return LOST
-    names, seconds = ", ".join(f"rank {r} on {host}" for r, host in gone.items()), timeout.total_seconds()
+    names, seconds = (
+        ", ".join(f"rank {r} on {host}" for r, host in gone.items()),
+        timeout.total_seconds(),
+    )
     if gone:
-        say(f"no answer from {names} within {seconds:g} s: it hangs, or the link to it is cut" if late else f"{names} died")
+        say(
+            f"no answer from {names} within {seconds:g} s: it hangs, or the link to it is cut"
+            if late
+            else f"{names} died"
+        )
     elif late:
         at = ", ".join(f"rank {r} at {text.split()[1]}" for r, text in list(present.items())[:8])
         say(f"no progress for {seconds:g} s, though all ranks answer: {at}")
@@ -345,7 +408,8 @@ def failed(error, rank, world, store, timeout, forked):
 
 
 def finish(code):
-    """End the process. Past the interpreter's own exit, where gloo's threads can still abort a job that is done."""
+    """End the process. Past the interpreter's own exit, where gloo's threads can still abort a job
+    that is done."""
     with contextlib.suppress(BrokenPipeError):
         sys.stdout.flush()
         sys.stderr.flush()

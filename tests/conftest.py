@@ -1,5 +1,5 @@
-"""Fixtures, and the one thing that makes a test of several ranks cheap: they are forked from this process, which has
-imported torch already. That needs a parent whose thread pool was never used."""
+"""Fixtures, and the one thing that makes a test of several ranks cheap: they are forked from this
+process, which has imported torch already. That needs a parent whose thread pool was never used."""
 
 import functools
 import gc
@@ -16,7 +16,9 @@ import traceback
 
 import pytest
 import torch
-import torch._dynamo  # what an optimizer imports at its first step: here, once, and not in every rank
+
+# What an optimizer imports at its first step: here, once, and not in every rank
+import torch._dynamo
 import torch.distributed as dist
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -26,12 +28,15 @@ torch.set_num_threads(1)
 
 
 def on_ranks(world, work, *args, timeout=120):
-    """[work(rank, *args) for each of `world` ranks], each in a process of its own, joined in a gloo group.
+    """[work(rank, *args) for each of `world` ranks], each in a process of its own, joined in a gloo
+    group.
 
-    Raises AssertionError with the ranks' tracebacks where one fails, dies or does not end in time."""
+    Raises AssertionError with the ranks' tracebacks where one fails, dies or does not end in
+    time."""
     sys.stdout.flush()
     sys.stderr.flush()
-    gc.freeze()  # or the ranks' garbage collectors would touch, and so copy, all of this process's memory
+    # Or the ranks' garbage collectors would touch, and so copy, all of this process's memory
+    gc.freeze()
     with tempfile.TemporaryDirectory() as folder:
         pids = {}
         for rank in range(world):
@@ -55,7 +60,10 @@ def on_ranks(world, work, *args, timeout=120):
                 break
             else:
                 time.sleep(0.002)
-        said = [f"rank {r} ({failed[r]}): {read(folder, r, 'error') or 'no traceback'}" for r in sorted(failed)]
+        said = [
+            f"rank {r} ({failed[r]}): {read(folder, r, 'error') or 'no traceback'}"
+            for r in sorted(failed)
+        ]
         assert not failed, "\n" + "\n".join(said)
         return [pickle.loads(read(folder, rank, "result")) for rank in range(world)]
 
@@ -132,8 +140,9 @@ def children(pid):
 
 
 class Script:
-    """A script as from the command line, but forked from here, where torch is imported already. What it says, on stdout and
-    stderr, goes into a file. before(): what to do in its process first."""
+    """A script as from the command line, but forked from here, where torch is imported already.
+    What it says, on stdout and stderr, goes into a file. before(): what to do in its process
+    first."""
 
     def __init__(self, folder, name, flags, before=lambda: None):
         import harness
@@ -156,7 +165,11 @@ class Script:
         return self.said.read_text()
 
     def errors(self):
-        return [line for line in self.output().splitlines() if line.startswith(f"{self.name}.py:") and "starting" not in line]
+        return [
+            line
+            for line in self.output().splitlines()
+            if line.startswith(f"{self.name}.py:") and "starting" not in line
+        ]
 
     def wait_for(self, words, seconds=100):
         """The processes of its ranks, in order, once it has said some words."""

@@ -1,4 +1,5 @@
-"""One process, in a dozen plain lines: what every technique is held against. It shares nothing with harness.py."""
+"""One process, in a dozen plain lines: what every technique is held against. It shares nothing with
+harness.py."""
 
 import torch
 
@@ -30,7 +31,8 @@ def make_optimizer(parameters, kind):
 
 
 def train(config, kind, steps=3, seed=7):
-    """Losses, gradients of the last step and weights after it, by full name, of one process with the whole batch at once."""
+    """Losses, gradients of the last step and weights after it, by full name, of one process with
+    the whole batch at once."""
     model = gpt.build(config, seed, dtype=torch.float64)
     optimizer = make_optimizer(model.parameters(), kind)
     losses = []
@@ -46,11 +48,18 @@ def train(config, kind, steps=3, seed=7):
 
 
 def assert_equal(ours, theirs, take=lambda full, name: full, tolerance=1e-10):
-    """Losses, gradients and weights of one rank against the reference's. take(full, name): the rank's piece."""
+    """Losses, gradients and weights of one rank against the reference's. take(full, name): the
+    rank's piece."""
     (losses, grads, weights), (ref_losses, ref_grads, ref_weights) = ours, theirs
-    torch.testing.assert_close(torch.tensor(losses), torch.tensor(ref_losses), rtol=tolerance, atol=0)
+    torch.testing.assert_close(
+        torch.tensor(losses), torch.tensor(ref_losses), rtol=tolerance, atol=0
+    )
     for kind, mine, whole in (("gradient", grads, ref_grads), ("weight", weights, ref_weights)):
         for name in mine:
             torch.testing.assert_close(
-                mine[name], take(whole[name], name), rtol=tolerance, atol=tolerance, msg=lambda m: f"{kind} of {name}: {m}"
+                mine[name],
+                take(whole[name], name),
+                rtol=tolerance,
+                atol=tolerance,
+                msg=lambda m: f"{kind} of {name}: {m}",
             )

@@ -1,4 +1,5 @@
-"""Checkpoints: from any layout into any other, whole or not at all, and refused where they are of another run."""
+"""Checkpoints: from any layout into any other, whole or not at all, and refused where they are of
+another run."""
 
 import itertools
 import json
@@ -23,13 +24,16 @@ COMMON = "--warmup 2 --keep 0 --prove 0"
 
 
 def rank_of(rank, args, broken=None):
-    """train.py's own function; its exit code or refusal, the steps' loss and norm, and the sums of the whole's weights."""
+    """train.py's own function; its exit code or refusal, the steps' loss and norm, and the sums of
+    the whole's weights."""
     if broken:
         broken(rank)
     args.prove = args.prove or 0
     try:
         run = harness.Run(args, rank, dist.get_world_size(), torch.device("cpu"))
-        return train.train(run), [(row["step"], row["loss"], row["grad_norm"]) for row in run.history]
+        return train.train(run), [
+            (row["step"], row["loss"], row["grad_norm"]) for row in run.history
+        ]
     except harness.Refused as e:
         return e.code, str(e)
 
@@ -48,7 +52,9 @@ def whole(folder):
             full = torch.full(t["shape"], torch.nan, dtype=torch.float64)
             for piece in t["pieces"]:
                 with checkpoint.safetensors.safe_open(folder / piece["file"], "pt") as f:
-                    full[tuple(slice(s, s + n) for s, n in zip(piece["start"], piece["size"]))] = f.get_tensor(piece["key"])
+                    full[tuple(slice(s, s + n) for s, n in zip(piece["start"], piece["size"]))] = (
+                        f.get_tensor(piece["key"])
+                    )
             found[name, kind] = full
     return found
 
@@ -70,8 +76,15 @@ def test_boxes():
     for shape in [(), (7,), (3, 4), (2, 3, 4), (1, 5), (4, 1, 3)]:
         whole = torch.arange(torch.Size(shape).numel()).view(shape)
         for a, b in itertools.combinations(range(whole.numel() + 1), 2):
-            parts = [whole[tuple(slice(s, s + n) for s, n in zip(*box))].flatten() for box in checkpoint.boxes(shape, a, b)]
-            assert torch.cat(parts).tolist() == list(range(a, b)) and len(parts) <= 2 * len(shape) or shape == ()
+            parts = [
+                whole[tuple(slice(s, s + n) for s, n in zip(*box))].flatten()
+                for box in checkpoint.boxes(shape, a, b)
+            ]
+            assert (
+                torch.cat(parts).tolist() == list(range(a, b))
+                and len(parts) <= 2 * len(shape)
+                or shape == ()
+            )
 
 
 LAYOUTS = {
@@ -95,7 +108,8 @@ EXTRA = {"gpt2": " --hidden 126", "moe": " --bias-rate 0.01"}  # 126 does not di
 
 @pytest.mark.parametrize("variant", LAYOUTS)
 def test_every_pair_of_layouts_is_one_undisturbed_run(ranks, text, tmp_path, variant):
-    """A run of which each step is another layout's: a walk that takes every step from one layout to another once."""
+    """A run of which each step is another layout's: a walk that takes every step from one layout to
+    another once."""
     layouts, flags = LAYOUTS[variant], VARIANTS[variant] + EXTRA[variant]
     walk = [x for pair in itertools.combinations(range(len(layouts)), 2) for x in pair] + [0]
     assert len(set(zip(walk, walk[1:]))) == len(walk) - 1 == len(layouts) * (len(layouts) - 1)
@@ -104,14 +118,18 @@ def test_every_pair_of_layouts_is_one_undisturbed_run(ranks, text, tmp_path, var
     joined = []
     for i, each in enumerate(walk):
         resume = "--resume" * (i > 0)
-        code, steps = layout(ranks, text, f"{flags} {layouts[each]} --steps {i + 1} {resume}", tmp_path / "walk")
+        code, steps = layout(
+            ranks, text, f"{flags} {layouts[each]} --steps {i + 1} {resume}", tmp_path / "walk"
+        )
         assert code == 0 and len(steps) == 1
         joined += steps
     same_steps(alone, joined)
     last = f"step-{len(walk):08d}"
     same_tensors(whole(tmp_path / "one" / last), whole(tmp_path / "walk" / last))
     kinds = {kind for _, kind in whole(tmp_path / "one" / last)}
-    assert kinds >= {"weight", "exp_avg", "exp_avg_sq", "step"} and ("buffer" in kinds) == (variant == "moe")
+    assert kinds >= {"weight", "exp_avg", "exp_avg_sq", "step"} and ("buffer" in kinds) == (
+        variant == "moe"
+    )
 
 
 def test_mixed_precision_saves_the_masters(ranks, text, tmp_path):
@@ -132,8 +150,15 @@ def test_copies_are_written_once(ranks, text, tmp_path):
         index = json.loads((out / "step-00000001/index.json").read_text())
         found = [t["dtype"] for kinds in index["tensors"].values() for t in kinds.values()]
         assert set(found) == {"float64", "float32"}
-        pieces = [(p, t) for kinds in index["tensors"].values() for t in kinds.values() for p in t["pieces"]]
-        sizes.append(sum(torch.Size(p["size"]).numel() * int(t["dtype"][5:]) // 8 for p, t in pieces))
+        pieces = [
+            (p, t)
+            for kinds in index["tensors"].values()
+            for t in kinds.values()
+            for p in t["pieces"]
+        ]
+        sizes.append(
+            sum(torch.Size(p["size"]).numel() * int(t["dtype"][5:]) // 8 for p, t in pieces)
+        )
     assert len(set(sizes)) == 1
 
 
@@ -142,7 +167,8 @@ def test_copies_are_written_once(ranks, text, tmp_path):
 
 @pytest.fixture(scope="module")
 def saved(text, tmp_path_factory):
-    """A folder with checkpoints of steps 1, 2 and 3, written by two ranks, and the undisturbed run."""
+    """A folder with checkpoints of steps 1, 2 and 3, written by two ranks, and the undisturbed
+    run."""
     from conftest import on_ranks
 
     out = tmp_path_factory.mktemp("saved") / "out"
@@ -202,7 +228,13 @@ def claims_more(folder):
         (
             change(
                 tensors={
-                    "x": {"weight": {"shape": [2], "dtype": "float64", "pieces": [{"key": "x", "start": [1], "size": [2]}]}}
+                    "x": {
+                        "weight": {
+                            "shape": [2],
+                            "dtype": "float64",
+                            "pieces": [{"key": "x", "start": [1], "size": [2]}],
+                        }
+                    }
                 }
             ),
             "outside",
@@ -220,7 +252,12 @@ def test_broken_checkpoint_is_passed_over(ranks, text, tmp_path, capfd, saved, b
     assert code == 0
     same_steps(steps, saved[1][2:])
     said = [line for line in capfd.readouterr().out.splitlines() if "resumed from" in line]
-    assert len(said) == 1 and "step-00000002" in said[0] and "step-00000003" in said[0] and reason in said[0]
+    assert (
+        len(said) == 1
+        and "step-00000002" in said[0]
+        and "step-00000003" in said[0]
+        and reason in said[0]
+    )
 
 
 def test_none_is_the_beginning(ranks, text, tmp_path, saved):
@@ -244,14 +281,19 @@ def test_another_run_is_refused(ranks, text, tmp_path, saved, flags, reason):
     if flags == "text":
         text, flags = tmp_path / "other.txt", ""
         text.write_text("something else " * 500)
-    args = arguments(text, f"{COMMON} --layers 2 --steps 4 --resume --out {saved[0]} {flags.replace('tokenizer', '')}")
+    args = arguments(
+        text,
+        f"{COMMON} --layers 2 --steps 4 --resume --out {saved[0]} {flags.replace('tokenizer', '')}",
+    )
     code, said = ranks(1, refused_tokenizer if flags == "tokenizer" else rank_of, args)[0]
     assert code == 2 and reason in said
 
 
 def refused_tokenizer(rank, args):
     newest = checkpoint.newest
-    checkpoint.newest = lambda folder, header, free: newest(folder, header | {"tokenizer": "gpt2"}, free)
+    checkpoint.newest = lambda folder, header, free: newest(
+        folder, header | {"tokenizer": "gpt2"}, free
+    )
     return rank_of(rank, args)
 
 
@@ -323,11 +365,17 @@ def test_from_the_command_line(text, tmp_path):
         done = Script(tmp_path, "train", [*flags, "--log-to", str(log)])
         assert done.end() == 0, done.output()
         rows = map(json.loads, log.read_text().splitlines())
-        return done.output(), [(row["step"], row["loss"], row["grad_norm"]) for row in rows if "loss" in row]
+        return done.output(), [
+            (row["step"], row["loss"], row["grad_norm"]) for row in rows if "loss" in row
+        ]
 
     command(f"--out {tmp_path}/out --save-every 5 --steps 10 --dp 2")
     assert sorted(os.listdir(tmp_path / "out")) == ["step-00000005", "step-00000010"]
     said, steps = command(f"--out {tmp_path}/out --resume --steps 15 --tp 2")
-    assert "resumed from" in said and "step-00000010" in said and [s for s, *_ in steps] == list(range(1, 16))
+    assert (
+        "resumed from" in said
+        and "step-00000010" in said
+        and [s for s, *_ in steps] == list(range(1, 16))
+    )
     os.unlink(tmp_path / "log")
     same_steps(steps, command("--steps 15")[1])

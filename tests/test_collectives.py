@@ -1,4 +1,5 @@
-"""collectives.py: every collective against torch.distributed's, every cost against its formula, and the wire itself."""
+"""collectives.py: every collective against torch.distributed's, every cost against its formula, and
+the wire itself."""
 
 import argparse
 import functools
@@ -66,7 +67,8 @@ def test_all_reduce_of_any_size_and_dtype(ranks, world):
 
 
 def test_the_order_of_summation(ranks):
-    """Bit for bit: the ring's is gloo's; a server, sequential and direct go by rank; halving-doubling by pairs."""
+    """Bit for bit: the ring's is gloo's; a server, sequential and direct go by rank;
+    halving-doubling by pairs."""
 
     def work(rank):
         world, out = dist.get_world_size(), {}
@@ -85,7 +87,8 @@ def test_the_order_of_summation(ranks):
         assert all(torch.equal(got[name], by_rank) for name in ("server", "sequential", "direct"))
         if world != 3:
             assert torch.equal(got["halving-doubling"], by_pairs[0])
-        assert world < 4 or not torch.equal(got["ring"], by_rank)  # else this test would show nothing
+        # Else this test would show nothing
+        assert world < 4 or not torch.equal(got["ring"], by_rank)
 
 
 def test_operators(ranks):
@@ -132,7 +135,10 @@ def test_strides_and_views(ranks):
             x = base[:, ::2]
             x.copy_(torch.arange(12.0).view(4, 3) + rank)
             all_reduce(x)
-            assert torch.equal(x, 3 * torch.arange(12.0).view(4, 3) + 3) and (base[:, 1::2] == -1).all()
+            assert (
+                torch.equal(x, 3 * torch.arange(12.0).view(4, 3) + 3)
+                and (base[:, 1::2] == -1).all()
+            )
         x = (torch.arange(12.0).view(3, 4) + rank).t()
         collectives.broadcast(x, 1)
         assert torch.equal(x, (torch.arange(12.0).view(3, 4) + 1).t())
@@ -189,7 +195,8 @@ def test_subgroups_by_either_rank(ranks):
 
 @pytest.mark.parametrize("name", ALL_REDUCE)
 def test_many_in_flight(ranks, name):
-    """On one group, and on two groups that share ranks; six ranks, so that some are folded in halving-doubling."""
+    """On one group, and on two groups that share ranks; six ranks, so that some are folded in
+    halving-doubling."""
 
     def work(rank):
         other = dist.new_group([0, 1, 2, 3, 4])
@@ -231,11 +238,20 @@ def test_stands_in_for_torchs_in_ddp(ranks, name):
         results = []
         for all_reduce in (dist.all_reduce, ALL_REDUCE[name]):
             torch.manual_seed(0)
-            model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 4)).double()
-            wrapped = ddp.DDP(model.parameters(), dist.group.WORLD, bucket_bytes=300, all_reduce=all_reduce)
+            model = torch.nn.Sequential(
+                torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 4)
+            ).double()
+            wrapped = ddp.DDP(
+                model.parameters(), dist.group.WORLD, bucket_bytes=300, all_reduce=all_reduce
+            )
             for step in range(2):
                 wrapped.zero_grad()
-                x = torch.randn(3, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(10 * step + rank))
+                x = torch.randn(
+                    3,
+                    8,
+                    dtype=torch.float64,
+                    generator=torch.Generator().manual_seed(10 * step + rank),
+                )
                 model(x).square().sum().backward()
                 wrapped.finish()
             results.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
@@ -254,7 +270,9 @@ def test_disagreements_are_one_sentence_on_every_rank(ranks):
         ring, last = ALL_REDUCE["ring"], torch.zeros(3)
         calls = {
             "shape": lambda wire: ring(torch.zeros(4 + odd), group=wire),
-            "dtype": lambda wire: ring(torch.zeros(4, dtype=torch.float64 if odd else torch.float32), group=wire),
+            "dtype": lambda wire: ring(
+                torch.zeros(4, dtype=torch.float64 if odd else torch.float32), group=wire
+            ),
             "operator": lambda wire: ring(last, collectives.MAX if odd else collectives.SUM, wire),
             "root": lambda wire: collectives.broadcast(last, int(odd), wire),
             "collective": lambda wire: collectives.barrier(wire) if odd else ring(last, group=wire),
@@ -274,7 +292,10 @@ def test_disagreements_are_one_sentence_on_every_rank(ranks):
 
     said = ranks(3, work)
     assert said[0] == said[1] == said[2]
-    assert "float32 (4,), rank 2 calls all_reduce" in said[0]["shape"] and "float32 (5,)" in said[0]["shape"]
+    assert (
+        "float32 (4,), rank 2 calls all_reduce" in said[0]["shape"]
+        and "float32 (5,)" in said[0]["shape"]
+    )
     assert "float64 (4,)" in said[0]["dtype"] and "MAX" in said[0]["operator"]
     assert "broadcast from 1" in said[0]["root"] and "rank 2 calls barrier" in said[0]["collective"]
     assert "rank 2 sends 2 elements to rank 0, which expects 1" in said[0]["splits"]
@@ -288,8 +309,12 @@ def test_what_one_rank_can_see_is_refused(ranks):
             "is not one of SUM": lambda: c.all_reduce(x, dist.ReduceOp.BAND),
             "must hold 2 times the input": lambda: c.all_gather_single(x, torch.zeros(3)),
             "must hold 2 times the output": lambda: c.reduce_scatter_single(torch.zeros(1), x),
-            "divide into 2 equal parts": lambda: c.all_gather_single(torch.zeros(3), torch.zeros(1)),
-            "which do not divide among 2 ranks": lambda: c.all_to_all_single(torch.zeros(3), torch.zeros(3)),
+            "divide into 2 equal parts": lambda: c.all_gather_single(
+                torch.zeros(3), torch.zeros(1)
+            ),
+            "which do not divide among 2 ranks": lambda: c.all_to_all_single(
+                torch.zeros(3), torch.zeros(3)
+            ),
             "as [1, 1]": lambda: c.all_to_all_single(x, x, [1, 1], [2, 2]),
             "must hold 2 tensors, each float32 (4,)": lambda: c.gather(x, [x], group_dst=rank),
             "their rows must be alike": lambda: c.all_to_all_single(x, x.view(2, 2)),
@@ -311,7 +336,9 @@ def test_rounds_and_bytes_equal_the_formulas(ranks, world):
     even = 4 * world * power_of_two(world)
     nodes = [n for n in range(1, world + 1) if world % n == 0]
     ways = {(name, None): way for name, way in ALL_REDUCE.items()}
-    ways |= {("hierarchical", n): functools.partial(ALL_REDUCE["hierarchical"], node=n) for n in nodes}
+    ways |= {
+        ("hierarchical", n): functools.partial(ALL_REDUCE["hierarchical"], node=n) for n in nodes
+    }
 
     def work(rank):
         logs = {}
@@ -339,10 +366,16 @@ def test_rounds_and_bytes_of_the_other_collectives(ranks, world):
         for name, call in {
             "broadcast": lambda wire: collectives.broadcast(x, n - 1, wire),
             "reduce": lambda wire: collectives.reduce(x, n - 1, group=wire),
-            "gather": lambda wire: collectives.gather(x, [x.clone() for _ in range(n)] if rank == 0 else None, 0, wire),
-            "scatter": lambda wire: collectives.scatter(x[:1], list(x.split(1)) if rank == 0 else None, 0, wire),
+            "gather": lambda wire: collectives.gather(
+                x, [x.clone() for _ in range(n)] if rank == 0 else None, 0, wire
+            ),
+            "scatter": lambda wire: collectives.scatter(
+                x[:1], list(x.split(1)) if rank == 0 else None, 0, wire
+            ),
             "all_gather": lambda wire: collectives.all_gather_single(x, x[:1].clone(), wire),
-            "reduce_scatter": lambda wire: collectives.reduce_scatter_single(x[:1].clone(), x, group=wire),
+            "reduce_scatter": lambda wire: collectives.reduce_scatter_single(
+                x[:1].clone(), x, group=wire
+            ),
             "all_to_all": lambda wire: collectives.all_to_all_single(x.clone(), x, group=wire),
             "barrier": collectives.barrier,
         }.items():
@@ -352,7 +385,8 @@ def test_rounds_and_bytes_of_the_other_collectives(ranks, world):
         return logs
 
     logs, n, log2 = ranks(world, work), world, (world - 1).bit_length()
-    chain = max(place.bit_count() for place in range(n))  # the tree's depth: log2 N, or less where N is no power of two
+    # The tree's depth: log2 N, or less where N is no power of two
+    chain = max(place.bit_count() for place in range(n))
     expected = {  # rounds, bytes sent by all; x has n bytes
         "broadcast": (chain, (n - 1) * n),
         "reduce": (chain, (n - 1) * n),
@@ -373,7 +407,9 @@ def test_prediction():
     for n in (2, 3, 8, 12, 1024):
         small, large = (collectives.predict(n, size, link) for size in (8, 8e9))
         cost = collectives.formulas(n, 8e9)
-        assert large["ring"] == pytest.approx(cost["ring"].rounds * 5e-6 + 2 * (n - 1) / n * 8e9 / 50e9)
+        assert large["ring"] == pytest.approx(
+            cost["ring"].rounds * 5e-6 + 2 * (n - 1) / n * 8e9 / 50e9
+        )
         assert large["ring"] <= min(large.values()) * 1.05
         assert n == 3 or small["ring"] >= small["halving-doubling"]
     assert collectives.predict(1, 8, link) == dict.fromkeys(ALL_REDUCE, 0)
@@ -387,12 +423,21 @@ def test_prediction():
 
 def test_script(script, tmp_path):
     plots = f"--plot {tmp_path / 'curve'}" if importlib.util.find_spec("matplotlib") else ""
-    code, said = script("collectives", f"--nproc 3 --size 6KB --json {tmp_path / 'out.json'} {plots}")
-    assert code == 0 and "equal torch's, bit for bit" in said and "the model's error" in said and "WRONG" not in said, said
+    code, said = script(
+        "collectives", f"--nproc 3 --size 6KB --json {tmp_path / 'out.json'} {plots}"
+    )
+    assert (
+        code == 0
+        and "equal torch's, bit for bit" in said
+        and "the model's error" in said
+        and "WRONG" not in said
+    ), said
     result = json.loads((tmp_path / "out.json").read_text())
     assert result["ok"] and result["world_size"] == 3 and result["counted"] == result["formulas"]
     assert set(result["curve"][0]["seconds"]) == {"torch", *ALL_REDUCE}
-    assert not plots or all((tmp_path / f"curve.{kind}").stat().st_size > 1000 for kind in ("png", "svg"))
+    assert not plots or all(
+        (tmp_path / f"curve.{kind}").stat().st_size > 1000 for kind in ("png", "svg")
+    )
 
 
 def test_script_predicts_and_refuses(script):
@@ -400,7 +445,14 @@ def test_script_predicts_and_refuses(script):
     assert code == 0 and "1024 ranks" in said and "* the fastest" in said
     code, said = script("collectives", "--ranks 10 --node 4")
     assert code == 2 and said == "collectives.py: 10 ranks do not divide into nodes of --node 4\n"
-    for text, value in (("5us", 5e-6), ("0.5ms", 5e-4), ("5", None), ("us", None), ("-5us", None), ("5MB", None)):
+    for text, value in (
+        ("5us", 5e-6),
+        ("0.5ms", 5e-4),
+        ("5", None),
+        ("us", None),
+        ("-5us", None),
+        ("5MB", None),
+    ):
         parse = collectives.quantity(collectives.TIME, "5us")
         if value:
             assert parse(text) == pytest.approx(value)
@@ -445,12 +497,23 @@ os._exit(0)
 
 
 def test_bytes_on_the_wire(two_nodes, tmp_path):
-    """25 MB between two nodes: what the Counter and the ledger say was sent the interfaces counted too, within 3%."""
+    """25 MB between two nodes: what the Counter and the ledger say was sent the interfaces counted
+    too, within 3%."""
     code = ON_A_WIRE.format(root=str(ROOT))
     ranks = []
     try:
         for rank, node in enumerate(two_nodes):
-            command = ["timeout", "-k", "2", "60", sys.executable, "-c", code, str(rank), str(tmp_path / "store")]
+            command = [
+                "timeout",
+                "-k",
+                "2",
+                "60",
+                sys.executable,
+                "-c",
+                code,
+                str(rank),
+                str(tmp_path / "store"),
+            ]
             environment = os.environ | {"GLOO_SOCKET_IFNAME": f"wire{rank}"}
             ranks.append(
                 subprocess.Popen(
@@ -466,7 +529,10 @@ def test_bytes_on_the_wire(two_nodes, tmp_path):
             assert rank.returncode == 0, err
             received, sent, counted, ledger = json.loads(out.splitlines()[-1])
             assert counted == ledger == 25_000_000
-            assert abs(sent / counted - 1) < 0.03 and abs(received / counted - 1) < 0.03, (sent, received)
+            assert abs(sent / counted - 1) < 0.03 and abs(received / counted - 1) < 0.03, (
+                sent,
+                received,
+            )
     finally:
         for rank in ranks:
             rank.kill()

@@ -1,4 +1,5 @@
-"""context_parallel.py against one process, against PyTorch's attention, and its bytes against the formulas."""
+"""context_parallel.py against one process, against PyTorch's attention, and its bytes against the
+formulas."""
 
 import dataclasses
 import functools
@@ -25,7 +26,11 @@ def alone(config, kind):
 
 def groups_of(kind, world):
     ring, ulysses = cp.grid(kind, world)
-    return (ring, ulysses, *(cp.make_groups(ring, ulysses) if kind == "ring-ulysses" else (None, None)))
+    return (
+        ring,
+        ulysses,
+        *(cp.make_groups(ring, ulysses) if kind == "ring-ulysses" else (None, None)),
+    )
 
 
 def train_parallel(rank, config, way, kind, world, zigzag=True, accumulate=2, steps=3):
@@ -33,7 +38,9 @@ def train_parallel(rank, config, way, kind, world, zigzag=True, accumulate=2, st
     zigzag = zigzag and way != "ulysses"
     with torch.device("meta"):
         model = gpt.GPT(config)
-    model = gpt.fill(cp.parallelize(model, dist.group.WORLD, way, rings, heads, zigzag), 7, dtype=torch.float64)
+    model = gpt.fill(
+        cp.parallelize(model, dist.group.WORLD, way, rings, heads, zigzag), 7, dtype=torch.float64
+    )
     optimizer, losses = make_optimizer(model.parameters(), kind), []
     where = cp.positions(config.context, rank, ring, ulysses, zigzag)
     for step in range(steps):
@@ -69,7 +76,9 @@ def test_equals_one_process(ranks, way, kind):
             assert_equal(ours, alone(config, kind))
 
 
-@pytest.mark.parametrize("way, world", [("ring", 1), ("gather", 1), ("ulysses", 1), ("ring-ulysses", 8)])
+@pytest.mark.parametrize(
+    "way, world", [("ring", 1), ("gather", 1), ("ulysses", 1), ("ring-ulysses", 8)]
+)
 def test_one_rank_and_eight(ranks, way, world):
     """Eight ranks of 13 tokens: some hold nothing but padding."""
     for ours in ranks(world, train_parallel, ODD["gpt2"], way, "sgd", world):
@@ -86,7 +95,10 @@ def test_every_token_is_somewhere_once():
     for length in (1, 2, 5, 16, 37):
         for ring, ulysses in ((1, 1), (3, 1), (1, 4), (2, 3), (8, 1)):
             for zigzag in (True, False):
-                parts = [cp.positions(length, rank, ring, ulysses, zigzag) for rank in range(ring * ulysses)]
+                parts = [
+                    cp.positions(length, rank, ring, ulysses, zigzag)
+                    for rank in range(ring * ulysses)
+                ]
                 assert len({len(part) for part in parts}) == 1
                 real = torch.cat(parts)
                 assert sorted(real[real < length].tolist()) == list(range(length))
@@ -96,13 +108,16 @@ def test_every_token_is_somewhere_once():
 
 
 def attention(rank, way, world, size, length, seed, dtype, zigzag=True):
-    """Our attention of random tensors: result, gradients of q, k, v, and the positions that they belong to."""
+    """Our attention of random tensors: result, gradients of q, k, v, and the positions that they
+    belong to."""
     ring, ulysses, rings, heads = groups_of(way, world)
     zigzag = zigzag and way != "ulysses"
     b, h, kv, d = size
     where = cp.positions(length, rank, ring, ulysses, zigzag)
     full = inputs(size, length, seed)
-    padded = [torch.cat((t, t.new_zeros(b, t.shape[1], world * len(where), d)), dim=2) for t in full]
+    padded = [
+        torch.cat((t, t.new_zeros(b, t.shape[1], world * len(where), d)), dim=2) for t in full
+    ]
     q, k, v, grad = (t[:, :, where].to(dtype).contiguous() for t in padded)
     core = {
         "ring": lambda: cp.Ring(dist.group.WORLD, zigzag),
@@ -148,7 +163,13 @@ def whole(parts, length):
 def test_equals_scaled_dot_product_attention(ranks, way):
     """Also one token a rank, and fewer."""
     for seed, (world, size, length) in enumerate(
-        [(2, (2, 4, 2, 8), 24), (4, (1, 4, 4, 4), 4), (4, (2, 8, 2, 6), 31), (4, (1, 4, 1, 16), 8), (2, (3, 6, 3, 5), 1)]
+        [
+            (2, (2, 4, 2, 8), 24),
+            (4, (1, 4, 4, 4), 4),
+            (4, (2, 8, 2, 6), 31),
+            (4, (1, 4, 1, 16), 8),
+            (2, (3, 6, 3, 5), 1),
+        ]
     ):
         parts = ranks(world, attention, way, world, size, length, seed, torch.float64)
         for ours, theirs in zip(whole(parts, length), plain(size, length, seed)):
@@ -202,7 +223,9 @@ def test_bytes_are_the_formulas(ranks, way, dtype):
         with Ledger({}) as ledger:
             where, _ = attention(rank, way, world, size, length, 0, dtype)
         b, h, kv, d = size
-        formula = formulas.context_parallel_sent(way, ring, ulysses, b, len(where), h, kv, d, dtype.itemsize)
+        formula = formulas.context_parallel_sent(
+            way, ring, ulysses, b, len(where), h, kv, d, dtype.itemsize
+        )
         formula["all_to_all"] += formula.pop("reduce_scatter")  # gloo
         counted = {}
         for (operation, _), (_, _, wire) in ledger.sent.items():
@@ -214,7 +237,9 @@ def test_bytes_are_the_formulas(ranks, way, dtype):
 
 
 def test_grouped_queries_send_less():
-    whole, grouped = (formulas.context_parallel_sent("ring", 4, 1, 2, 16, 8, kv, 4, 4)["send"] for kv in (8, 2))
+    whole, grouped = (
+        formulas.context_parallel_sent("ring", 4, 1, 2, 16, 8, kv, 4, 4)["send"] for kv in (8, 2)
+    )
     assert grouped == whole / 4
 
 
@@ -234,9 +259,13 @@ def test_a_forgotten_block_is_caught(ranks, way):
 
     def work(rank):
         right = cp.tile
-        cp.tile = lambda rank, source, *rest: None if (rank, source) == (1, 0) else right(rank, source, *rest)
+        cp.tile = lambda rank, source, *rest: (
+            None if (rank, source) == (1, 0) else right(rank, source, *rest)
+        )
         exchange = cp.exchange
-        cp.exchange = lambda x, group, cut, join: exchange(x, group, cut, join) * (1 if cut == 1 else 0.99)
+        cp.exchange = lambda x, group, cut, join: (
+            exchange(x, group, cut, join) * (1 if cut == 1 else 0.99)
+        )
         return train_parallel(rank, CONFIGS["llama"], way, "sgd", 4)
 
     for ours in ranks(4, work):
@@ -252,7 +281,10 @@ def test_prefill_generates_as_one_process(script, flags):
 
 def test_the_script_proves_itself(script, tmp_path):
     out = tmp_path / "receipt.json"
-    code, said = script("context_parallel", f"--nproc 3 --steps 2 --dtype float64 --context 13 --layers 2 --json {out} --quiet")
+    code, said = script(
+        "context_parallel",
+        f"--nproc 3 --steps 2 --dtype float64 --context 13 --layers 2 --json {out} --quiet",
+    )
     assert code == 0 and json.loads(out.read_text())["ok"], said
 
 
@@ -261,7 +293,10 @@ def test_the_script_proves_itself(script, tmp_path):
     [
         ("--nproc 3 --kind ulysses", "4 heads do not divide by 3 ranks"),
         ("--rings 2", "--rings means nothing with --kind ring: use --kind ring-ulysses"),
-        ("--kind ulysses --contiguous", "--contiguous means nothing with --kind ulysses: use --kind ring or gather"),
+        (
+            "--kind ulysses --contiguous",
+            "--contiguous means nothing with --kind ulysses: use --kind ring or gather",
+        ),
     ],
 )
 def test_refusals(script, flags, words):

@@ -9,7 +9,9 @@ import torch.distributed as dist
 from torch import nn
 
 
-@pytest.mark.parametrize("name", ["ring", "halving-doubling", "direct", "server", "sequential", "hierarchical"])
+@pytest.mark.parametrize(
+    "name", ["ring", "halving-doubling", "direct", "server", "sequential", "hierarchical"]
+)
 def test_collectives_copied_add_up_another_models_gradients(copied, name):
     """5 steps on 3 ranks with unequal shares, against one process."""
 
@@ -19,12 +21,17 @@ def test_collectives_copied_add_up_another_models_gradients(copied, name):
         all_reduce = ALL_REDUCE[name]
 
         def backward(model, x, y, count):
-            (nn.functional.cross_entropy(model(x).flatten(0, 1), y.flatten(), reduction="sum") / count).backward()
+            (
+                nn.functional.cross_entropy(model(x).flatten(0, 1), y.flatten(), reduction="sum")
+                / count
+            ).backward()
 
         def make(seed):
             torch.manual_seed(seed)
             layer = nn.TransformerEncoderLayer(6, 2, 8, dropout=0, batch_first=True)
-            return nn.Sequential(nn.TransformerEncoder(layer, 1, enable_nested_tensor=False), nn.Linear(6, 5)).double()
+            return nn.Sequential(
+                nn.TransformerEncoder(layer, 1, enable_nested_tensor=False), nn.Linear(6, 5)
+            ).double()
 
         model, reference = make(rank), make(0)
         for p in model.parameters():
@@ -78,12 +85,15 @@ def test_collectives_copied_outputs_that_lie_in_the_input(copied):
             output = x.chunk(n)[other]  # in place only where it is this rank's own part
             collectives.reduce_scatter_single(output, x)
             assert torch.equal(output, sum(whole(r) for r in range(n)).chunk(n)[rank])
-        both = torch.stack([whole(rank), torch.zeros(n * each)])  # parts of one tensor that don't overlap
+        # Parts of one tensor that don't overlap
+        both = torch.stack([whole(rank), torch.zeros(n * each)])
         collectives.all_to_all_single(both[1], both[0])
         assert torch.equal(both[1], torch.cat([whole(r).chunk(n)[rank] for r in range(n)]))
         assert torch.equal(both[0], whole(rank))
         columns = torch.zeros(4, n)  # no two of one memory, though they interleave
-        collectives.gather(torch.full((4,), rank + 1.0), list(columns.unbind(1)) if rank == 0 else None)
+        collectives.gather(
+            torch.full((4,), rank + 1.0), list(columns.unbind(1)) if rank == 0 else None
+        )
         assert rank > 0 or columns[0].tolist() == [1, 2, 3]
 
     copied("collectives", 3, work)
@@ -143,7 +153,10 @@ def test_collectives_copied_checked_sees_different_algorithms(copied):
 
         ring, direct = collectives.ALL_REDUCE["ring"], collectives.ALL_REDUCE["direct"]
         hierarchical = collectives.ALL_REDUCE["hierarchical"]
-        with pytest.raises(ValueError, match="rank 0 calls all_reduce by ring, .*, rank 1 calls all_reduce by direct"):
+        with pytest.raises(
+            ValueError,
+            match="rank 0 calls all_reduce by ring, .*, rank 1 calls all_reduce by direct",
+        ):
             (direct if rank else ring)(torch.ones(4), group=collectives.Checked())
         with pytest.raises(ValueError, match="the ranks disagree"):
             hierarchical(torch.ones(4), group=collectives.Checked(), node=1 + rank)

@@ -1,4 +1,5 @@
-"""The top of context_parallel.py alone, on a decoder that is not the project's, and what it refuses."""
+"""The top of context_parallel.py alone, on a decoder that is not the project's, and what it
+refuses."""
 
 import functools
 
@@ -23,8 +24,15 @@ class ContextLayer(nn.Module):
         super().__init__()
         self.core, self.norm = core, nn.LayerNorm(width)
         # k without a bias: softmax does not see it, so its gradient would be nothing but rounding
-        self.q, self.k, self.v = nn.Linear(width, 16), nn.Linear(width, 8, bias=False), nn.Linear(width, 8)
-        self.out, self.mlp = nn.Linear(16, width), nn.Sequential(nn.Linear(width, 20), nn.ReLU(), nn.Linear(20, width))
+        self.q, self.k, self.v = (
+            nn.Linear(width, 16),
+            nn.Linear(width, 8, bias=False),
+            nn.Linear(width, 8),
+        )
+        self.out, self.mlp = (
+            nn.Linear(16, width),
+            nn.Sequential(nn.Linear(width, 20), nn.ReLU(), nn.Linear(20, width)),
+        )
 
     def forward(self, x):
         y = self.norm(x)
@@ -37,23 +45,34 @@ class ContextDecoder(nn.Module):
     def __init__(self, core):
         super().__init__()
         self.token, self.position = nn.Embedding(17, 12), nn.Embedding(CONTEXT_LENGTH, 12)
-        self.layers, self.head = nn.Sequential(ContextLayer(core), ContextLayer(core)), nn.Linear(12, 17)
+        self.layers, self.head = (
+            nn.Sequential(ContextLayer(core), ContextLayer(core)),
+            nn.Linear(12, 17),
+        )
 
     def forward(self, tokens, where):
-        return self.head(self.layers(self.token(tokens) + self.position(where.clamp(max=CONTEXT_LENGTH - 1))))
+        return self.head(
+            self.layers(self.token(tokens) + self.position(where.clamp(max=CONTEXT_LENGTH - 1)))
+        )
 
 
-def context_train(kind, core=CONTEXT_CAUSAL, cut=lambda x, fill: x, where=None, add_up=lambda model: None, steps=5):
+def context_train(
+    kind, core=CONTEXT_CAUSAL, cut=lambda x, fill: x, where=None, add_up=lambda model: None, steps=5
+):
     torch.manual_seed(0)
     model = ContextDecoder(core).double()
     where = torch.arange(CONTEXT_LENGTH) if where is None else where
     optimizer = CONTEXT_OPTIMIZERS[kind](model.parameters())
     for step in range(steps):
-        text = torch.randint(17, (4, CONTEXT_LENGTH + 1), generator=torch.Generator().manual_seed(step))
+        text = torch.randint(
+            17, (4, CONTEXT_LENGTH + 1), generator=torch.Generator().manual_seed(step)
+        )
         optimizer.zero_grad()
         for rows in text.split((1, 3)):  # 2 micro-batches
             tokens, targets = cut(rows[:, :-1], 0), cut(rows[:, 1:], -100)
-            loss = F.cross_entropy(model(tokens, where).flatten(0, 1), targets.flatten(), reduction="sum")
+            loss = F.cross_entropy(
+                model(tokens, where).flatten(0, 1), targets.flatten(), reduction="sum"
+            )
             (loss / (4 * CONTEXT_LENGTH)).backward()
         add_up(model)
         optimizer.step()
@@ -70,7 +89,10 @@ def context_core(kind, group=None):
         return context_parallel.Gather(group)
     if kind != "ring-ulysses":
         return context_parallel.Ring(group, zigzag=kind == "ring")
-    rank, made = dist.get_rank(), [dist.new_group(ranks) for ranks in ([0, 1], [2, 3], [0, 2], [1, 3])]
+    rank, made = (
+        dist.get_rank(),
+        [dist.new_group(ranks) for ranks in ([0, 1], [2, 3], [0, 2], [1, 3])],
+    )
     return context_parallel.Ulysses(made[rank // 2], context_parallel.Ring(made[2 + rank % 2]))
 
 
@@ -84,17 +106,24 @@ def context_work(rank, kind, optimizer):
         for p in model.parameters():
             dist.all_reduce(p.grad)
 
-    return context_train(optimizer, core, lambda x, fill: context_parallel.shard(x, where, fill), where, add_up)
+    return context_train(
+        optimizer, core, lambda x, fill: context_parallel.shard(x, where, fill), where, add_up
+    )
 
 
 @pytest.mark.parametrize("optimizer", CONTEXT_OPTIMIZERS)
-@pytest.mark.parametrize("kind, world", [("ring", 3), ("contiguous", 3), ("gather", 2), ("ulysses", 4), ("ring-ulysses", 4)])
+@pytest.mark.parametrize(
+    "kind, world",
+    [("ring", 3), ("contiguous", 3), ("gather", 2), ("ulysses", 4), ("ring-ulysses", 4)],
+)
 def test_foreign_decoder_equals_one_process(copied, kind, world, optimizer):
     alone = context_train(optimizer)
     for ours in copied("context_parallel", world, context_work, kind, optimizer):
         assert ours.keys() == alone.keys()
         for name in ours:
-            torch.testing.assert_close(ours[name], alone[name], rtol=1e-10, atol=1e-12, msg=lambda text: f"{name}: {text}")
+            torch.testing.assert_close(
+                ours[name], alone[name], rtol=1e-10, atol=1e-12, msg=lambda text: f"{name}: {text}"
+            )
 
 
 def test_positions_of_a_core_are_its_kinds(copied):
@@ -123,7 +152,10 @@ def test_shard_pads_what_has_more_dimensions(copied):
         import context_parallel
 
         x = torch.arange(1.0, 13.0).view(2, 3, 2)
-        assert context_parallel.shard(x, torch.tensor([2, 3]), -1).tolist() == [[[5, 6], [-1, -1]], [[11, 12], [-1, -1]]]
+        assert context_parallel.shard(x, torch.tensor([2, 3]), -1).tolist() == [
+            [[5, 6], [-1, -1]],
+            [[11, 12], [-1, -1]],
+        ]
 
     copied("context_parallel", 1, work)
 
@@ -149,7 +181,9 @@ CONTEXT_WRONG = [
 def test_tensors_that_do_not_fit_are_refused(copied, kind):
     def work(rank):
         for wrong in CONTEXT_WRONG:
-            with pytest.raises(ValueError, match="attention takes q .* not q .*: transpose, cast or repeat heads"):
+            with pytest.raises(
+                ValueError, match="attention takes q .* not q .*: transpose, cast or repeat heads"
+            ):
                 context_core(kind)(*context_qkv(**wrong))
 
     copied("context_parallel", 2, work)
@@ -169,12 +203,19 @@ def test_other_calls_are_refused(copied):
         context_core("contiguous")(*context_qkv((2, 4, 5, 8), (2, 2, 5, 8)))
         with pytest.raises(ValueError, match="3 of them do not divide by 2 ranks"):
             context_core("ulysses")(*context_qkv((2, 3, 6, 8), (2, 1, 6, 8)))
-        with pytest.raises(ValueError, match=r"must return the shape of q \(2, 2, 12, 8\), not \(2, 12, 2, 8\): transpose"):
+        with pytest.raises(
+            ValueError,
+            match=r"must return the shape of q \(2, 2, 12, 8\), not \(2, 12, 2, 8\): transpose",
+        ):
             core = lambda q, k, v: CONTEXT_CAUSAL(q, k, v).transpose(1, 2)  # noqa: E731
             context_parallel.Ulysses(dist.group.WORLD, core)(*context_qkv())
         first = dist.new_group([0])
         if rank == 1:
-            for make in (context_parallel.Ring, context_parallel.Gather, lambda g: context_parallel.Ulysses(g, None)):
+            for make in (
+                context_parallel.Ring,
+                context_parallel.Gather,
+                lambda g: context_parallel.Ulysses(g, None),
+            ):
                 with pytest.raises(ValueError, match="this rank is not in the group"):
                     make(first)
 
@@ -185,7 +226,9 @@ def test_other_calls_are_refused(copied):
 def test_a_gradient_of_a_gradient_is_refused(copied, kind):
     def work(rank):
         q, k, v = (t.requires_grad_() for t in context_qkv())
-        (grad,) = torch.autograd.grad(context_core(kind)(q, k, v).square().sum(), q, create_graph=True)
+        (grad,) = torch.autograd.grad(
+            context_core(kind)(q, k, v).square().sum(), q, create_graph=True
+        )
         with pytest.raises(RuntimeError, match="once_differentiable"):
             grad.sum().backward()
 
@@ -265,7 +308,9 @@ def test_the_gpt_refuses_positions_of_another_kind(copied, kind):
             if kind == "ring" and where is kinds["shorter"]:
                 continue  # right, of a sequence of 16
             refused = torch.zeros(())
-            model = context_parallel.parallelize(ContextStandIn(), group, way, *groups, **dict(zigzag=zigzag))
+            model = context_parallel.parallelize(
+                ContextStandIn(), group, way, *groups, **dict(zigzag=zigzag)
+            )
             try:
                 model(x, where)
             except ValueError as e:
@@ -274,7 +319,9 @@ def test_the_gpt_refuses_positions_of_another_kind(copied, kind):
             dist.all_reduce(refused)
             assert refused > 0
         for given in (right, right.clamp(max=29)):
-            model = context_parallel.parallelize(ContextStandIn(), group, way, *groups, **dict(zigzag=zigzag))
+            model = context_parallel.parallelize(
+                ContextStandIn(), group, way, *groups, **dict(zigzag=zigzag)
+            )
             model(torch.ones(1, 8), positions=given)
             model(torch.ones(1, 1), torch.tensor([32]))  # a later forward is not looked at
 

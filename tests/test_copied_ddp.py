@@ -10,7 +10,14 @@ from torch import nn
 
 def ddp_mlp():
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.LayerNorm(16), nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 5)).double()
+    return nn.Sequential(
+        nn.Linear(6, 16),
+        nn.Tanh(),
+        nn.LayerNorm(16),
+        nn.Linear(16, 16),
+        nn.GELU(),
+        nn.Linear(16, 5),
+    ).double()
 
 
 class DDPTransformer(nn.Module):
@@ -33,12 +40,18 @@ def ddp_batch(step, model):
     """Inputs and targets of 12 samples."""
     generator = torch.Generator().manual_seed(step)
     if isinstance(model, DDPTransformer):
-        return torch.randint(5, (12, 4), generator=generator), torch.randint(5, (12, 4), generator=generator)
-    return torch.randn(12, 6, generator=generator, dtype=torch.float64), torch.randint(5, (12,), generator=generator)
+        return torch.randint(5, (12, 4), generator=generator), torch.randint(
+            5, (12, 4), generator=generator
+        )
+    return torch.randn(12, 6, generator=generator, dtype=torch.float64), torch.randint(
+        5, (12,), generator=generator
+    )
 
 
 def ddp_backward(model, x, y, count):
-    loss = nn.functional.cross_entropy(model(x).flatten(0, -2), y.flatten(), reduction="sum") / count
+    loss = (
+        nn.functional.cross_entropy(model(x).flatten(0, -2), y.flatten(), reduction="sum") / count
+    )
     loss.backward()
 
 
@@ -67,12 +80,16 @@ def ddp_sync(way, parameters, microbatches=2):
 
 
 def ddp_train(make, kind, way, rank, world, steps=5, disturb=None):
-    """The largest difference of any gradient or weight from one process that has the whole batch."""
+    """The largest difference of any gradient or weight from one process that has the whole
+    batch."""
     model, reference = make(), make()
     for p in reference.parameters():
         p.grad = torch.zeros_like(p)  # an unused parameter gets zeros
     sync = ddp_sync(way, model.parameters())
-    optimizers = ddp_optimizer(kind, model.parameters()), ddp_optimizer(kind, reference.parameters())
+    optimizers = (
+        ddp_optimizer(kind, model.parameters()),
+        ddp_optimizer(kind, reference.parameters()),
+    )
     leader, error = way != "server" or rank == 0, 0
     for step in range(steps):
         x, y = ddp_batch(step, model)
@@ -91,7 +108,10 @@ def ddp_train(make, kind, way, rank, world, steps=5, disturb=None):
             optimizers[0].step()
     if way == "server":
         sync.pull()
-    return max(error, *((p - q).abs().max().item() for p, q in zip(model.parameters(), reference.parameters())))
+    return max(
+        error,
+        *((p - q).abs().max().item() for p, q in zip(model.parameters(), reference.parameters())),
+    )
 
 
 @pytest.mark.parametrize("way", ["server", "naive", "bucketed", "overlapped"])
@@ -99,7 +119,11 @@ def test_ddp_copied_trains_other_models(copied, way):
     def work(rank, make, kind):
         return ddp_train(make, kind, way, rank, dist.get_world_size())
 
-    for world, make, kind in ((3, ddp_mlp, "sgd"), (2, DDPTransformer, "adamw"), (4, DDPTransformer, "sgd")):
+    for world, make, kind in (
+        (3, ddp_mlp, "sgd"),
+        (2, DDPTransformer, "adamw"),
+        (4, DDPTransformer, "sgd"),
+    ):
         assert max(copied("ddp", world, work, make, kind)) < 1e-10
 
 
@@ -117,7 +141,9 @@ def test_ddp_copied_sparse_gradients_and_transposed_weights(copied):
         expected[[0, 1]] += weight.detach().sum(0)
         expected[5] += 2 * weight.detach().sum(0)
         torch.testing.assert_close(embedding.weight.grad, expected)
-        torch.testing.assert_close(weight.grad, embedding.weight.detach()[[0, 1, 5, 5]].sum(0).expand(3, 4))
+        torch.testing.assert_close(
+            weight.grad, embedding.weight.detach()[[0, 1, 5, 5]].sum(0).expand(3, 4)
+        )
 
     copied("ddp", 2, work)
 
@@ -291,7 +317,10 @@ def test_ddp_copied_refuses_replaced_gradients(copied, way):
             sync = ddp_sync(way, model.parameters(), 1)
             change(model)
             x, y = ddp_batch(0, model)
-            with pytest.raises(RuntimeError, match="was replaced.*zero_grad.*second DDP.*create_graph.*moved or cast"):
+            with pytest.raises(
+                RuntimeError,
+                match="was replaced.*zero_grad.*second DDP.*create_graph.*moved or cast",
+            ):
                 ddp_backward(model, x.to(model[0].weight.dtype), y, 12)
                 sync.finish()
 

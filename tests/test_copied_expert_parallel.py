@@ -1,4 +1,5 @@
-"""The top of expert_parallel.py alone, on a mixture that is not the project's, and what it refuses."""
+"""The top of expert_parallel.py alone, on a mixture that is not the project's, and what it
+refuses."""
 
 import copy
 import types
@@ -21,7 +22,10 @@ class ExpertToyMLPs(nn.Module):
 
     def __init__(self, experts, width):
         super().__init__()
-        make = [nn.Sequential(nn.Linear(width, 7), nn.Tanh(), nn.Linear(7, width)) for _ in range(experts)]
+        make = [
+            nn.Sequential(nn.Linear(width, 7), nn.Tanh(), nn.Linear(7, width))
+            for _ in range(experts)
+        ]
         self.mlps = nn.ModuleList(make)
 
     def forward(self, rows, counts):
@@ -31,7 +35,8 @@ class ExpertToyMLPs(nn.Module):
 
 
 class ExpertToy(nn.Module):
-    """Tokens (n,) -> logits (n, 13), with a mixture of experts. Nobody chooses the last two experts."""
+    """Tokens (n,) -> logits (n, 13), with a mixture of experts. Nobody chooses the last two
+    experts."""
 
     def __init__(self, experts=7, width=6):
         super().__init__()
@@ -50,7 +55,9 @@ class ExpertToy(nn.Module):
         last = torch.arange(self.router.out_features) >= self.router.out_features - 2
         weights, chosen = self.router(x).masked_fill(last, -1e9).topk(2)
         shared = []
-        y = self.dispatch(x, weights.softmax(-1), chosen, self.experts, lambda: shared.append(self.shared(x)))
+        y = self.dispatch(
+            x, weights.softmax(-1), chosen, self.experts, lambda: shared.append(self.shared(x))
+        )
         return self.head(x + y + shared[0])
 
 
@@ -105,7 +112,9 @@ def expert_work(rank, kind):
     group, end = dist.group.WORLD, sum(EXPERT_TOKENS[: rank + 1])
     model, first = expert_deal_out(expert_toy(), group)
     part = slice(end - EXPERT_TOKENS[rank], end)
-    states = expert_train(model, kind, part, lambda: expert_parallel.sum_gradients(model.parameters(), group))
+    states = expert_train(
+        model, kind, part, lambda: expert_parallel.sum_gradients(model.parameters(), group)
+    )
     whole_names = {}
     for name, state in states.items():
         if name.startswith("experts."):
@@ -121,7 +130,9 @@ def expert_assert_equal(ours, theirs):
         for a, b in zip(ours[name], theirs[name]):
             assert (a is None) == (b is None), name
             if a is not None:
-                torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12, msg=lambda text: f"{name}: {text}")
+                torch.testing.assert_close(
+                    a, b, rtol=1e-10, atol=1e-12, msg=lambda text: f"{name}: {text}"
+                )
 
 
 @pytest.mark.parametrize("kind", EXPERT_OPTIMIZERS)
@@ -144,15 +155,24 @@ def expert_stacked(up, down):
 
 
 def expert_stacked_work(rank, world):
-    """5 steps of SGD on stacked experts that `shard` cuts; two groups of ranks have copies of them."""
+    """5 steps of SGD on stacked experts that `shard` cuts; two groups of ranks have copies of
+    them."""
     import expert_parallel
 
     g = torch.Generator().manual_seed(0)
-    up, down, choices = (torch.randn(*size, generator=g, dtype=torch.float64) for size in [(3, 4, 5), (3, 5, 4), (5, 8, 3)])
+    up, down, choices = (
+        torch.randn(*size, generator=g, dtype=torch.float64)
+        for size in [(3, 4, 5), (3, 5, 4), (5, 8, 3)]
+    )
     inputs = torch.randn(8, 4, generator=g, dtype=torch.float64)
     group = copies = None
     if world > 1:
-        pairs = [dist.new_group([0, 1]), dist.new_group([2, 3]), dist.new_group([0, 2]), dist.new_group([1, 3])]
+        pairs = [
+            dist.new_group([0, 1]),
+            dist.new_group([2, 3]),
+            dist.new_group([0, 2]),
+            dist.new_group([1, 3]),
+        ]
         group, copies = pairs[rank // 2], pairs[2 + rank % 2]
     gain = nn.Parameter(torch.ones(4, dtype=torch.float64))
     up, down = nn.Parameter(up), nn.Parameter(down)
@@ -170,7 +190,9 @@ def expert_stacked_work(rank, world):
             y = weights * rows[order.argsort()]
         else:
             mine = slice(2 * rank, 2 * rank + 2)
-            y = dispatch(x[mine], weights[mine], chosen[mine], expert_stacked(up, down), lambda: None)
+            y = dispatch(
+                x[mine], weights[mine], chosen[mine], expert_stacked(up, down), lambda: None
+            )
         y.square().sum().backward()
         for over in (group, copies) if world > 1 else ():
             expert_parallel.sum_gradients([gain, up, down], over)
@@ -182,7 +204,9 @@ def test_stacked_experts_and_their_copies(copied):
     (alone,) = copied("expert_parallel", 1, expert_stacked_work, 1)
     for rank, ours in enumerate(copied("expert_parallel", 4, expert_stacked_work, 4)):
         cut = slice(0, 2) if rank % 2 == 0 else slice(2, 3)
-        expected = {name: tuple(t if name == "gain" else t[cut] for t in alone[name]) for name in alone}
+        expected = {
+            name: tuple(t if name == "gain" else t[cut] for t in alone[name]) for name in alone
+        }
         expert_assert_equal(ours, expected)
 
 
@@ -228,7 +252,8 @@ def test_two_sums_are_refused(copied, clip):
 
 @pytest.mark.parametrize("kind", ["module", "alike", "copy", "function", "group"])
 def test_experts_that_are_not_known_as_such_are_refused(copied, kind):
-    """alike: their weights do not tell that they are different experts. group: split over another one."""
+    """alike: their weights do not tell that they are different experts. group: split over another
+    one."""
 
     def work(rank):
         import expert_parallel
@@ -248,7 +273,9 @@ def test_experts_that_are_not_known_as_such_are_refused(copied, kind):
         if kind == "function":
             dispatch = model.dispatch
             del model.dispatch
-            model.dispatch = lambda x, w, c, experts, meanwhile: dispatch(x, w, c, lambda *a: experts(*a), meanwhile)
+            model.dispatch = lambda x, w, c, experts, meanwhile: dispatch(
+                x, w, c, lambda *a: experts(*a), meanwhile
+            )
         expert_step(toy, rank)
         for p in toy.parameters():
             p.grad = torch.zeros_like(p) if p.grad is None else p.grad
@@ -267,7 +294,9 @@ def test_replicas_that_start_unequal_are_refused(copied):
         torch.manual_seed(rank)
         p = nn.Parameter(torch.randn(3, 2))
         p.grad = torch.ones(3, 2)
-        with pytest.raises(ValueError, match=r"\[\(3, 2\)\] differ between ranks.*start from the same weights"):
+        with pytest.raises(
+            ValueError, match=r"\[\(3, 2\)\] differ between ranks.*start from the same weights"
+        ):
             expert_parallel.sum_gradients([p], dist.group.WORLD)
 
     copied("expert_parallel", 2, work)
@@ -288,12 +317,16 @@ def test_parameters_without_a_gradient(copied):
     assert copied("expert_parallel", 2, work) == [([3.0, 3.0], [0.0, 0.0])] * 2
 
 
-def expert_dispatch(sizes=(2, 2), x=(3, 4), weights=(3, 2), chosen=None, experts=lambda rows, counts: rows):
+def expert_dispatch(
+    sizes=(2, 2), x=(3, 4), weights=(3, 2), chosen=None, experts=lambda rows, counts: rows
+):
     import expert_parallel
 
     chosen = torch.zeros(3, 2, dtype=torch.int64) if chosen is None else chosen
     x = torch.ones(x, requires_grad=True)
-    return x, expert_parallel.ExpertDispatch(sizes, dist.group.WORLD)(x, torch.ones(weights), chosen, experts, lambda: None)
+    return x, expert_parallel.ExpertDispatch(sizes, dist.group.WORLD)(
+        x, torch.ones(weights), chosen, experts, lambda: None
+    )
 
 
 @pytest.mark.parametrize(
@@ -305,8 +338,14 @@ def expert_dispatch(sizes=(2, 2), x=(3, 4), weights=(3, 2), chosen=None, experts
         (lambda: dict(x=(1, 3, 4)), r"not \(1, 3, 4\), \(3, 2\) and \(3, 2\): flatten them"),
         (lambda: dict(x=(5, 4)), r"not \(5, 4\), \(3, 2\)"),
         (lambda: dict(weights=(3, 1)), r"\(3, 1\) and \(3, 2\)"),
-        (lambda: dict(experts=lambda rows, counts: torch.cat((rows, rows))), "must return the shape of its rows"),
-        (lambda: dict(experts=lambda rows, counts: rows[:, :1]), "must return the shape of its rows"),
+        (
+            lambda: dict(experts=lambda rows, counts: torch.cat((rows, rows))),
+            "must return the shape of its rows",
+        ),
+        (
+            lambda: dict(experts=lambda rows, counts: rows[:, :1]),
+            "must return the shape of its rows",
+        ),
     ],
 )
 def test_sizes_and_shapes_are_checked(copied, wrong, words):
@@ -337,7 +376,11 @@ def test_experts_are_dealt_out_once_and_of_the_gpt_alone(copied):
         part = expert_parallel.shard(nn.Parameter(torch.ones(4, 3)), group)
         with pytest.raises(ValueError, match="dealt out already"):
             expert_parallel.shard(part, group)
-        foreign = [nn.Linear(2, 2), expert_toy(), types.SimpleNamespace(config=types.SimpleNamespace(num_local_experts=4))]
+        foreign = [
+            nn.Linear(2, 2),
+            expert_toy(),
+            types.SimpleNamespace(config=types.SimpleNamespace(num_local_experts=4)),
+        ]
         for model in foreign:
             with pytest.raises(ValueError, match="knows the GPT of model.py alone"):
                 expert_parallel.parallelize(model, group)

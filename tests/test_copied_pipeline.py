@@ -1,4 +1,5 @@
-"""The top of pipeline.py alone, on models that are not ours: right to rounding, and mistakes refused."""
+"""The top of pipeline.py alone, on models that are not ours: right to rounding, and mistakes
+refused."""
 
 import re
 
@@ -23,12 +24,15 @@ class PipelineMLP(nn.Module):
 
 
 def pipeline_layers(kind):
-    """A foreign model as a list: an embedding, six blocks, the output projection tied to the embedding."""
+    """A foreign model as a list: an embedding, six blocks, the output projection tied to the
+    embedding."""
     torch.manual_seed(1)
     embedding, head = nn.Embedding(VOCAB, WIDTH), nn.Linear(WIDTH, VOCAB)
     head.weight = nn.Parameter(embedding.weight.detach().clone())
     blocks = [
-        PipelineMLP() if kind == "mlp" else nn.TransformerEncoderLayer(WIDTH, 2, 16, dropout=0.0, batch_first=True)
+        PipelineMLP()
+        if kind == "mlp"
+        else nn.TransformerEncoderLayer(WIDTH, 2, 16, dropout=0.0, batch_first=True)
         for _ in range(6)
     ]
     return nn.ModuleList([embedding, *blocks, head]).to(DOUBLE)
@@ -47,7 +51,11 @@ def pipeline_loss(logits, targets, count):
 
 
 def pipeline_optimizer(kind, parameters):
-    return torch.optim.SGD(parameters, 0.3, 0.9) if kind == "sgd" else torch.optim.AdamW(parameters, 0.01, eps=1e-5)
+    return (
+        torch.optim.SGD(parameters, 0.3, 0.9)
+        if kind == "sgd"
+        else torch.optim.AdamW(parameters, 0.01, eps=1e-5)
+    )
 
 
 def pipeline_one_process(model, optimizer):
@@ -69,7 +77,8 @@ def pipeline_one_process(model, optimizer):
 
 
 def pipeline_train(rank, name, ranks, microbatches, model, optimizer):
-    """Five steps by the schedule of that name: (losses, {parameter: (weight, gradient)}) of this rank."""
+    """Five steps by the schedule of that name: (losses, {parameter: (weight, gradient)}) of this
+    rank."""
     import pipeline as pp
 
     links, schedule = pp.make_links(), pp.make(name, ranks, microbatches)
@@ -127,8 +136,12 @@ def test_pipeline_equals_one_process(copied, name, ranks, microbatches, model, o
     seen = set()
     for mine, named, has_loss in results:
         for n, (weight, gradient) in named.items():
-            torch.testing.assert_close(weight, whole[n][0], rtol=1e-10, atol=1e-12, msg=f"weight {n}")
-            torch.testing.assert_close(gradient, whole[n][1], rtol=1e-10, atol=1e-12, msg=f"gradient {n}")
+            torch.testing.assert_close(
+                weight, whole[n][0], rtol=1e-10, atol=1e-12, msg=f"weight {n}"
+            )
+            torch.testing.assert_close(
+                gradient, whole[n][1], rtol=1e-10, atol=1e-12, msg=f"gradient {n}"
+            )
         seen |= named.keys()
         if has_loss:
             assert [float(x) for x in mine] == pytest.approx(losses, rel=1e-10)
@@ -136,7 +149,8 @@ def test_pipeline_equals_one_process(copied, name, ranks, microbatches, model, o
 
 
 def test_pipeline_defers_what_modules_call_alone(copied):
-    """Of nn.TransformerEncoderLayer the two linear layers' weights, and none of nn.MultiheadAttention's."""
+    """Of nn.TransformerEncoderLayer the two linear layers' weights, and none of
+    nn.MultiheadAttention's."""
 
     def work(rank):
         import pipeline as pp
@@ -153,7 +167,9 @@ def test_pipeline_defers_what_modules_call_alone(copied):
             return x.square().sum() if stage == 1 else x
 
         pp.accumulate = watched
-        pp.play(pp.make("zb-v", 1, 1), forward, (ROWS, LENGTH, WIDTH), DOUBLE, "cpu", pp.make_links())
+        pp.play(
+            pp.make("zb-v", 1, 1), forward, (ROWS, LENGTH, WIDTH), DOUBLE, "cpu", pp.make_links()
+        )
         return sorted(n for n, p in layers.named_parameters() if any(p is q for q in late))
 
     [late] = copied("pipeline", 1, work)
@@ -184,20 +200,32 @@ def test_pipeline_refuses_links_and_schedules(copied):
             return pp.play(schedule, forward, (2,), torch.float32, "cpu", links)
 
         wrong = {
-            "four different groups": [(good, [links[0]] * 4), (good, links[:3]), (good, [*links[:3], links[0]])],
+            "four different groups": [
+                (good, [links[0]] * 4),
+                (good, links[:3]),
+                (good, [*links[:3], links[0]]),
+            ],
             "this process is not|four different groups": [(good, [*pair[:2], *links[:2]])],
             "for 2 ranks, but the links join 3": [(pp.make("1f1b", 2, 3), links)],
             "for 4 ranks, but the links join 3": [(pp.make("1f1b", 4, 3), links)],
             "as nothing": [([good[0], good[1], good[2][:-2]], links)],
             "as F B B": [([good[0], good[1], [*good[2], good[2][-1]]], links)],
             "as F$": [([good[0], good[1][:-1], good[2]], links)],
-            "another order": [([good[0], good[1], [good[2][i] for i in (2, 3, 0, 1, 4, 5)]], links)],
+            "another order": [
+                ([good[0], good[1], [good[2][i] for i in (2, 3, 0, 1, 4, 5)]], links)
+            ],
             "another rank's stage": [([good[0], good[1], good[1]], links)],
-            "number them from 0": [([[a._replace(stage=2 * a.stage) for a in row] for row in good], links)],
+            "number them from 0": [
+                ([[a._replace(stage=2 * a.stage) for a in row] for row in good], links)
+            ],
         }
         if rank == 2:
             wrong["this process is not"] = [(pp.make("1f1b", 2, 3), pair)]
-        said = [(words, pipeline_refused(play, *args)) for words, cases in wrong.items() for args in cases]
+        said = [
+            (words, pipeline_refused(play, *args))
+            for words, cases in wrong.items()
+            for args in cases
+        ]
         with torch.no_grad():
             said.append(("gradients are off", pipeline_refused(play, good, links)))
             assert len(play(pp.forward_only(good, 2), links)) == 2 * (rank == 2)
@@ -211,7 +239,8 @@ def test_pipeline_refuses_links_and_schedules(copied):
 
 
 def pipeline_play(rank, ranks, name, stage_of, rows=4, **more):
-    """A play of two linear stages on `ranks` ranks, each put through stage_of(stage, m, layer, x)."""
+    """A play of two linear stages on `ranks` ranks, each put through stage_of(stage, m, layer,
+    x)."""
     import pipeline as pp
 
     torch.manual_seed(2)
@@ -221,7 +250,9 @@ def pipeline_play(rank, ranks, name, stage_of, rows=4, **more):
     def forward(stage, m, x):
         return stage_of(stage, m, layers[stage], data[m] if x is None else x)
 
-    results = pp.play(schedule, forward, (rows, 4), DOUBLE, "cpu", more.get("links") or pp.make_links())
+    results = pp.play(
+        schedule, forward, (rows, 4), DOUBLE, "cpu", more.get("links") or pp.make_links()
+    )
     mine = [layers[stage] for stage, owner in pp.owners(schedule).items() if owner == rank]
     gradients = [p.grad for layer in mine for p in layer.parameters()]
     for layer in layers:
@@ -278,7 +309,12 @@ def pipeline_in_place(stage, m, layer, x):
 @pytest.mark.parametrize(
     "ranks, name, stage_of, words",
     [
-        (2, "1f1b", pipeline_fewer_rows, r"has \[3, 4\] of torch.float64 .* micro-batch 1, .* \[4, 4\]"),
+        (
+            2,
+            "1f1b",
+            pipeline_fewer_rows,
+            r"has \[3, 4\] of torch.float64 .* micro-batch 1, .* \[4, 4\]",
+        ),
         (2, "1f1b", pipeline_other_dtype, r"of torch.float32 .* torch.float64"),
         (1, "zb-v", pipeline_no_loss, r"last stage returned \[4, 4\]"),
         (1, "interleaved", pipeline_detached_input, "stage 1 has no gradient"),
@@ -293,7 +329,11 @@ def test_pipeline_refuses_results_of_stages(copied, ranks, name, stage_of, words
 
 @pytest.mark.parametrize(
     "ranks, name, stage_of",
-    [(2, "zb-h1", pipeline_hypernetwork), (2, "zb-h1", pipeline_in_place), (1, "interleaved", pipeline_saliency)],
+    [
+        (2, "zb-h1", pipeline_hypernetwork),
+        (2, "zb-h1", pipeline_in_place),
+        (1, "interleaved", pipeline_saliency),
+    ],
 )
 def test_pipeline_split_backward_is_right(copied, ranks, name, stage_of):
     copied("pipeline", ranks, pipeline_play, ranks, name, stage_of)
@@ -310,9 +350,12 @@ def test_pipeline_refuses_links_after_an_exception(copied):
                 raise KeyError("spoilt data")
             return pipeline_in_place(stage, m, layer, x)
 
-        with pytest.raises(KeyError) as raised:  # kept: its frames hold the first message until rank 1 has it
+        # Kept: its frames hold the first message until rank 1 has it
+        with pytest.raises(KeyError) as raised:
             pipeline_play(rank, 2, "zb-h1", stage_of, links=links)
-        said = pipeline_refused(lambda: pipeline_play(rank, 2, "zb-h1", pipeline_in_place, links=links))
+        said = pipeline_refused(
+            lambda: pipeline_play(rank, 2, "zb-h1", pipeline_in_place, links=links)
+        )
         pipeline_play(rank, 2, "zb-h1", pipeline_in_place)
         del raised
         return said

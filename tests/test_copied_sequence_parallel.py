@@ -79,7 +79,8 @@ def test_foreign_sequences_equal_one_process(copied, world, kind, keep):
 
 
 def sequence_parallel_without_vocabulary(rank, kind):
-    """Layers alone, whose result and loss stay on the split stream. 5 tokens on 4 ranks: 2 + 2 + 1 + 0."""
+    """Layers alone, whose result and loss stay on the split stream. 5 tokens on 4 ranks: 2 + 2 + 1
+    + 0."""
     import sequence_parallel as sp
     import tensor_parallel as tp
 
@@ -91,7 +92,9 @@ def sequence_parallel_without_vocabulary(rank, kind):
     for layer in cut:
         layer.norm = nn.Sequential(layer.norm, sp.Enter(stream))
         up, down = layer.up, layer.down
-        layer.up = tp.ColumnParallelLinear(tp.shard(up.weight, 0, group), tp.shard(up.bias, 0, group))
+        layer.up = tp.ColumnParallelLinear(
+            tp.shard(up.weight, 0, group), tp.shard(up.bias, 0, group)
+        )
         layer.down = tp.RowParallelLinear(tp.shard(down.weight, 1, group), down.bias, group)
         layer.down.leave = sp.Leave(stream)
     sp.mark_partial(cut.parameters(), None)
@@ -136,9 +139,12 @@ def sequence_parallel_completed(rank, set_to_none):
     cut, stream = sequence_parallel_cut(copy.deepcopy(model), group)
     optimizer = tensor_parallel_optimizer("sgd", cut.parameters())
     sequence_parallel_pass(cut, stream, group)
-    sp.reduce_partial([*cut.parameters(), cut[1].norm[0].weight])  # one of them twice: it counts once
+    # One of them twice: it counts once
+    sp.reduce_partial([*cut.parameters(), cut[1].norm[0].weight])
     for _ in range(2):
-        with pytest.raises(RuntimeError, match="reduce_partial has completed these gradients already"):
+        with pytest.raises(
+            RuntimeError, match="reduce_partial has completed these gradients already"
+        ):
             sp.reduce_partial(cut.parameters())
     # What is refused changes nothing
     tokens, targets, count = tensor_parallel_batch(0)
@@ -195,7 +201,9 @@ def sequence_parallel_lengths(rank):
     for length in (None, 6, 9, 0):  # two pieces of 4 are of 7 or 8 tokens
         stream.length = length
         for enter in enters:
-            with pytest.raises(ValueError, match=f"stream.length is {length}, but each of 2 ranks has 4 tokens"):
+            with pytest.raises(
+                ValueError, match=f"stream.length is {length}, but each of 2 ranks has 4 tokens"
+            ):
                 enter(x)
         with pytest.raises(ValueError, match=f"stream.length is {length}, but 7 tokens arrive"):
             cut(tensor_parallel_batch(0)[0])

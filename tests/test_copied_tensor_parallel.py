@@ -1,4 +1,5 @@
-"""The top of tensor_parallel.py alone, on models that are not ours: right, or refused in a sentence."""
+"""The top of tensor_parallel.py alone, on models that are not ours: right, or refused in a
+sentence."""
 
 import copy
 import functools
@@ -52,7 +53,9 @@ def tensor_parallel_cut(model, tp, group):
         if hasattr(layer, first):
             a, b = getattr(layer, first), getattr(layer, last)
             layer.norm = nn.Sequential(layer.norm, tp.Enter(group))
-            column = tp.ColumnParallelLinear(tp.shard(a.weight, 0, group), tp.shard(a.bias, 0, group))
+            column = tp.ColumnParallelLinear(
+                tp.shard(a.weight, 0, group), tp.shard(a.bias, 0, group)
+            )
             setattr(layer, first, column)
             setattr(layer, last, tp.RowParallelLinear(tp.shard(b.weight, 1, group), b.bias, group))
     model[0] = tp.VocabParallelEmbedding(tp.shard(model[0].weight, 0, group), group)
@@ -151,10 +154,14 @@ def tensor_parallel_llama(rank, whole):
         setattr(module, name, tp.RowParallelLinear(tp.shard(weight, 1, group), None, group))
 
     inner = cut.model.model
-    inner.embed_tokens = tp.VocabParallelEmbedding(tp.shard(inner.embed_tokens.weight, 0, group), group)
+    inner.embed_tokens = tp.VocabParallelEmbedding(
+        tp.shard(inner.embed_tokens.weight, 0, group), group
+    )
     for layer in inner.layers:
         layer.input_layernorm = nn.Sequential(layer.input_layernorm, tp.Enter(group))
-        layer.post_attention_layernorm = nn.Sequential(layer.post_attention_layernorm, tp.Enter(group))
+        layer.post_attention_layernorm = nn.Sequential(
+            layer.post_attention_layernorm, tp.Enter(group)
+        )
         column(layer.self_attn, "q_proj", "k_proj", "v_proj")
         row(layer.self_attn, "o_proj")
         column(layer.mlp, "gate_proj", "up_proj")
@@ -169,7 +176,9 @@ def test_hugging_face_llama_equals_one_process(copied):
     sizes = dict(vocab_size=VOCAB, hidden_size=WIDTH, intermediate_size=37, num_hidden_layers=2)
     config = transformers.LlamaConfig(num_attention_heads=4, num_key_value_heads=2, **sizes)
     torch.manual_seed(0)
-    copied("tensor_parallel", 2, tensor_parallel_llama, transformers.LlamaForCausalLM(config).double())
+    copied(
+        "tensor_parallel", 2, tensor_parallel_llama, transformers.LlamaForCausalLM(config).double()
+    )
 
 
 def tensor_parallel_orders(rank):
@@ -219,7 +228,10 @@ def tensor_parallel_norms(rank):
     import tensor_parallel as tp
 
     group = dist.group.WORLD
-    whole, cut = tensor_parallel_foreign(), tensor_parallel_cut(tensor_parallel_foreign(), tp, group)
+    whole, cut = (
+        tensor_parallel_foreign(),
+        tensor_parallel_cut(tensor_parallel_foreign(), tp, group),
+    )
     frozen = nn.Parameter(torch.ones(3), requires_grad=False)  # without a gradient
     tokens, targets, count = tensor_parallel_batch(0)
     tensor_parallel_sum(whole(tokens), targets, count).backward()
@@ -240,7 +252,10 @@ def test_gradient_norm_counts_each_element_once(copied):
 def tensor_parallel_mistakes_in_gradients(rank, mistake):
     import tensor_parallel as tp
 
-    group, model = dist.group.WORLD, tensor_parallel_cut(tensor_parallel_foreign(), tp, dist.group.WORLD)
+    group, model = (
+        dist.group.WORLD,
+        tensor_parallel_cut(tensor_parallel_foreign(), tp, dist.group.WORLD),
+    )
     tokens, targets, count = tensor_parallel_batch(0)
     if mistake == "no f":
         model[2].norm = model[2].norm[0]
@@ -290,7 +305,10 @@ def tensor_parallel_vocabulary(rank):
     for token in (7, 8, -1):  # 7: the padding of 2 pieces of 4
         with pytest.raises(RuntimeError, match="tokens must be from 0 to 6"):
             embed(torch.tensor([[0, token]]))
-    criterion, logits = tp.VocabParallelCrossEntropy(7, group), torch.randn(2, 4, requires_grad=True)
+    criterion, logits = (
+        tp.VocabParallelCrossEntropy(7, group),
+        torch.randn(2, 4, requires_grad=True),
+    )
     for target in (7, 8):
         with pytest.raises(RuntimeError, match="targets must be below 7"):
             criterion(logits, torch.tensor([0, target]), 2)
@@ -319,7 +337,9 @@ def tensor_parallel_other_models(rank):
             tp.parallelize(model, group)
     three = SimpleNamespace(kv_heads=3, experts=0, vocab=7)
     gpt = SimpleNamespace(config=three, embed=None, blocks={}, head=None)
-    with pytest.raises(ValueError, match="3 kv-heads do not divide by tensor parallelism over 2 ranks"):
+    with pytest.raises(
+        ValueError, match="3 kv-heads do not divide by tensor parallelism over 2 ranks"
+    ):
         tp.parallelize(gpt, group)
 
 
@@ -331,7 +351,11 @@ def tensor_parallel_orders_of_qkv(rank):
     """nn.MultiheadAttention's rows as the docstring orders them, against that module."""
     import tensor_parallel as tp
 
-    group, theirs, mine = dist.group.WORLD, nn.MultiheadAttention(WIDTH, HEADS, batch_first=True), ForeignAttention()
+    group, theirs, mine = (
+        dist.group.WORLD,
+        nn.MultiheadAttention(WIDTH, HEADS, batch_first=True),
+        ForeignAttention(),
+    )
     mine.norm = nn.Identity()
     torch.manual_seed(0)
     with torch.no_grad():
@@ -341,7 +365,9 @@ def tensor_parallel_orders_of_qkv(rank):
         mine.qkv.weight.copy_(weight.view(3, HEADS, -1, WIDTH).transpose(0, 1).flatten(0, 2))
         mine.qkv.bias.copy_(bias.view(3, HEADS, -1).transpose(0, 1).flatten())
         mine.proj.load_state_dict(theirs.out_proj.state_dict())
-    cut = tensor_parallel_cut(nn.Sequential(nn.Embedding(VOCAB, WIDTH), mine, nn.Linear(WIDTH, VOCAB)), tp, group)[1]
+    cut = tensor_parallel_cut(
+        nn.Sequential(nn.Embedding(VOCAB, WIDTH), mine, nn.Linear(WIDTH, VOCAB)), tp, group
+    )[1]
     x = torch.randn(2, 5, WIDTH)
     mask = nn.Transformer.generate_square_subsequent_mask(5)
     expected = x + theirs(x, x, x, attn_mask=mask, is_causal=True, need_weights=False)[0]

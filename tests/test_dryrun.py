@@ -1,4 +1,5 @@
-"""Dry runs against real ones: what the ledger counts must be the same to the byte, for every technique."""
+"""Dry runs against real ones: what the ledger counts must be the same to the byte, for every
+technique."""
 
 import pytest
 import torch
@@ -35,7 +36,8 @@ def arguments(flags, base=BASE):
 
 
 def real(rank, args):
-    """What a real rank's ledger says, and the sizes of its experts' all-to-alls in the step that it watches."""
+    """What a real rank's ledger says, and the sizes of its experts' all-to-alls in the step that it
+    watches."""
     reads, read = [], expert_parallel.ExpertDispatch.read
 
     def recorded(self, *given):
@@ -45,7 +47,8 @@ def real(rank, args):
     expert_parallel.ExpertDispatch.read = recorded
     run = harness.Run(args, rank, dist.get_world_size(), torch.device("cpu"))
     train.train(run)
-    return run.ledger.sent, run.held, reads[len(reads) // 3 : 2 * len(reads) // 3]  # two steps and a validation as long
+    # Two steps and a validation as long
+    return run.ledger.sent, run.held, reads[len(reads) // 3 : 2 * len(reads) // 3]
 
 
 @pytest.mark.parametrize("flags", LAYOUTS)
@@ -63,7 +66,9 @@ def test_equals_a_real_run(ranks, text, flags):
 def test_16384_ranks():
     """Layers of Llama 3 405B, on as many ranks: what is sent and held is what the formulas say."""
     flags = "--preset llama3-405b --layers 16 --dp 64 --cp 2 --tp 8 --pp 16 --sp --zero 1 --batch 128 --microbatches 2"
-    args = arguments(f"{flags} --param-dtype bfloat16 --reduce-dtype float32 --prove 0 --backend nccl", base="")
+    args = arguments(
+        f"{flags} --param-dtype bfloat16 --reduce-dtype float32 --prove 0 --backend nccl", base=""
+    )
     for rank in (0, 16383):
         dry = dryrun.play(args, rank, CLUSTER, train.train)
         sent, held = dry.formulas
@@ -82,18 +87,27 @@ def test_experts_are_even_unless_told():
     rows = 12 // 2 * 16 * 2
     gone, come = rows - rows * 2 // 5, rows * 2 // 5
     counts = args.microbatches * 4 * 3 * 8
-    # Dispatch and combine, and both again in backward: what leaves comes back, and the other way round
-    assert round(dry.sent["all_to_all", "ep"][2]) == pytest.approx(2 * 4 * (gone + come) * 32 * 4 + counts, rel=1e-2)
+    # Dispatch and combine, and both again in backward: what leaves comes back, and the other way
+    # round
+    assert round(dry.sent["all_to_all", "ep"][2]) == pytest.approx(
+        2 * 4 * (gone + come) * 32 * 4 + counts, rel=1e-2
+    )
 
 
-@pytest.mark.parametrize("flags", ["--family llama --kv-heads 2", "--tp 2", "--cp 2", "--pp 2 --schedule zb-h1"])
+@pytest.mark.parametrize(
+    "flags", ["--family llama --kv-heads 2", "--tp 2", "--cp 2", "--pp 2 --schedule zb-h1"]
+)
 def test_flops(flags):
-    """Six for each weight and token, and seven products of attention (flash attention computes one again), half of each."""
+    """Six for each weight and token, and seven products of attention (flash attention computes one
+    again), half of each."""
     args = arguments(f"{flags} --vocab 258")  # divides by 2: no padding
     config, world = harness.configure(args), args.tp * args.cp * args.pp
     flops = sum(dryrun.play(args, rank, CLUSTER, train.train).flops for rank in range(world))
     attention = config.layers * config.context * config.width
-    assert flops == (config.flops_per_token() - 12 * attention + 7 * attention) * args.batch * config.context
+    assert (
+        flops
+        == (config.flops_per_token() - 12 * attention + 7 * attention) * args.batch * config.context
+    )
 
 
 def test_links():
@@ -104,20 +118,35 @@ def test_links():
 
 @pytest.mark.parametrize("flags", ["--cp 2", "--tp 2 --pp 2 --schedule zb-h1"])
 def test_estimate(flags):
-    """Its parts add up; two micro-batches give the times of all; a faster network helps, and a bubble is the schedule's."""
-    args = arguments(f"--preset llama3-8b --layers 4 --batch 16 --microbatches 8 {flags} --prove 0 --backend nccl", base="")
+    """Its parts add up; two micro-batches give the times of all; a faster network helps, and a
+    bubble is the schedule's."""
+    args = arguments(
+        f"--preset llama3-8b --layers 4 --batch 16 --microbatches 8 {flags} --prove 0 --backend nccl",
+        base="",
+    )
     config = harness.configure(args)
     ranks = [rank * args.dp * args.cp * args.tp for rank in range(args.pp)]
 
     def step(cluster, brief=True):
-        return planner.estimate(args, config, cluster, [dryrun.play(args, rank, cluster, train.train, brief) for rank in ranks])
+        return planner.estimate(
+            args,
+            config,
+            cluster,
+            [dryrun.play(args, rank, cluster, train.train, brief) for rank in ranks],
+        )
 
-    brief, whole, faster = step(CLUSTER), step(CLUSTER, brief=False), step(CLUSTER._replace(intra=1e15, inter=1e15))
+    brief, whole, faster = (
+        step(CLUSTER),
+        step(CLUSTER, brief=False),
+        step(CLUSTER._replace(intra=1e15, inter=1e15)),
+    )
     assert sum(brief.parts.values()) == pytest.approx(brief.seconds, rel=1e-9)
     assert brief.seconds == pytest.approx(whole.seconds, rel=1e-3)
     assert faster.seconds < brief.seconds and faster.parts["computing"] == brief.parts["computing"]
     model = config.flops_per_token() * args.batch * config.context
-    assert brief.rate == pytest.approx(model / brief.seconds / len(ranks) / args.dp / args.cp / args.tp)
+    assert brief.rate == pytest.approx(
+        model / brief.seconds / len(ranks) / args.dp / args.cp / args.tp
+    )
     assert (brief.parts["pipeline's bubble"] > 0) == (args.pp > 1)
 
 
@@ -132,10 +161,16 @@ def test_report(capsys):
     assert [line.split()[0] for line in out.splitlines() if "fits x" in line] == ["0", "3"]
 
 
-@pytest.mark.parametrize("flags, hint", [("--gpu tpu", "--gpu tpu is not known"), ("--ranks 1,9", "numbers below 2")])
+@pytest.mark.parametrize(
+    "flags, hint", [("--gpu tpu", "--gpu tpu is not known"), ("--ranks 1,9", "numbers below 2")]
+)
 def test_refuses(flags, hint):
     with pytest.raises(harness.Refused, match=hint):
-        planner.main(train.flags().parse_args(f"--dry-run --dp 2 {flags}".split()), train.prepare, train.train)
+        planner.main(
+            train.flags().parse_args(f"--dry-run --dp 2 {flags}".split()),
+            train.prepare,
+            train.train,
+        )
 
 
 def test_plan(capsys):
@@ -146,5 +181,7 @@ def test_plan(capsys):
     assert len(rows) == 10 and times == sorted(times)
     with pytest.raises(harness.Refused, match="give more --gpus"):
         planner.main(
-            train.flags().parse_args("--plan --preset llama3-405b --gpus 8 --batch 8".split()), train.prepare, train.train
+            train.flags().parse_args("--plan --preset llama3-405b --gpus 8 --batch 8".split()),
+            train.prepare,
+            train.train,
         )

@@ -17,9 +17,12 @@ from harness.ledger import Ledger
 SIZES = dict(layers=2, heads=4, width=32, context=12, vocab=61, balance_loss=0.3, z_loss=0.1)
 CONFIGS = {
     "gelu": gpt.configure(experts=4, **SIZES),
-    "swiglu": gpt.configure(family="llama", experts=5, shared=1, **SIZES),  # does not divide by 2, 3 or 4
+    # Does not divide by 2, 3 or 4
+    "swiglu": gpt.configure(family="llama", experts=5, shared=1, **SIZES),
     "switch": gpt.configure(experts=6, top_k=1, renormalize=False, **SIZES),
-    "sigmoid": gpt.configure(family="llama", experts=6, top_k=3, shared=2, scores="sigmoid", bias_rate=0.01, **SIZES),
+    "sigmoid": gpt.configure(
+        family="llama", experts=6, top_k=3, shared=2, scores="sigmoid", bias_rate=0.01, **SIZES
+    ),
     "dropout": gpt.configure(experts=4, dropout=0.2, **SIZES),
 }
 
@@ -27,17 +30,25 @@ CONFIGS = {
 def build(config, group, chunks=1, capacity=None, dtype=torch.float64):
     with torch.device("meta"):
         model = gpt.GPT(config)
-    return gpt.fill(ep.parallelize(model, group, capacity, chunks), 7, dtype=dtype, take=harness.take)
+    return gpt.fill(
+        ep.parallelize(model, group, capacity, chunks), 7, dtype=dtype, take=harness.take
+    )
 
 
-def train_parallel(rank, config, kind, chunks=1, accumulate=2, rows=None, dtype=torch.float64, steps=3):
+def train_parallel(
+    rank, config, kind, chunks=1, accumulate=2, rows=None, dtype=torch.float64, steps=3
+):
     """rows: how many of the batch's 12 each rank has; default as equal as can be."""
     group, world = dist.group.WORLD, dist.get_world_size()
     model = build(config, group, chunks, dtype=dtype)
     optimizer, losses = make_optimizer(model.parameters(), kind), []
     for step in range(steps):
         tokens, targets, samples, count = batch(step)
-        mine = torch.arange(12).tensor_split(world)[rank] if rows is None else torch.arange(12).split(rows)[rank]
+        mine = (
+            torch.arange(12).tensor_split(world)[rank]
+            if rows is None
+            else torch.arange(12).split(rows)[rank]
+        )
         optimizer.zero_grad(set_to_none=False)
         loss = torch.zeros((), dtype=torch.float64)
         for piece in mine.tensor_split(accumulate):
@@ -51,7 +62,11 @@ def train_parallel(rank, config, kind, chunks=1, accumulate=2, rows=None, dtype=
         gpt.rebalance(model, lambda load: dist.all_reduce(load, group=group))
         losses.append(loss.item())
     split = {n for n, p in model.named() if ep.placement(p)["cuts"]}
-    return (losses, {n: p.grad for n, p in model.named()}, {n: p.detach() for n, p in model.named()}), split, norm.item()
+    return (
+        (losses, {n: p.grad for n, p in model.named()}, {n: p.detach() for n, p in model.named()}),
+        split,
+        norm.item(),
+    )
 
 
 def check_ranks(results, reference, tolerance=1e-10):
@@ -69,14 +84,26 @@ def check_ranks(results, reference, tolerance=1e-10):
 @pytest.mark.parametrize("kind", ["sgd", "adamw"])
 @pytest.mark.parametrize(
     "config, world, chunks",
-    [("gelu", 2, 1), ("gelu", 4, 3), ("swiglu", 3, 2), ("swiglu", 4, 1), ("switch", 4, 2), ("sigmoid", 2, 4), ("swiglu", 1, 2)],
+    [
+        ("gelu", 2, 1),
+        ("gelu", 4, 3),
+        ("swiglu", 3, 2),
+        ("swiglu", 4, 1),
+        ("switch", 4, 2),
+        ("sigmoid", 2, 4),
+        ("swiglu", 1, 2),
+    ],
 )
 def test_equals_one_process(ranks, config, world, chunks, kind):
-    check_ranks(ranks(world, train_parallel, CONFIGS[config], kind, chunks), train(CONFIGS[config], kind))
+    check_ranks(
+        ranks(world, train_parallel, CONFIGS[config], kind, chunks), train(CONFIGS[config], kind)
+    )
 
 
 def test_dropout_and_no_accumulation(ranks):
-    check_ranks(ranks(3, train_parallel, CONFIGS["dropout"], "sgd", 2, 1), train(CONFIGS["dropout"], "sgd"))
+    check_ranks(
+        ranks(3, train_parallel, CONFIGS["dropout"], "sgd", 2, 1), train(CONFIGS["dropout"], "sgd")
+    )
 
 
 def test_ranks_with_different_numbers_of_tokens_or_none(ranks):
@@ -88,7 +115,9 @@ def test_ranks_with_different_numbers_of_tokens_or_none(ranks):
 def test_float32_takes_the_grouped_kernel(ranks, monkeypatch):
     calls = []
     kernel = torch.nn.functional.grouped_mm
-    monkeypatch.setattr(torch.nn.functional, "grouped_mm", lambda *a, **k: calls.append(a) or kernel(*a, **k))
+    monkeypatch.setattr(
+        torch.nn.functional, "grouped_mm", lambda *a, **k: calls.append(a) or kernel(*a, **k)
+    )
 
     def work(rank):
         result = train_parallel(rank, CONFIGS["swiglu"], "sgd", 2, dtype=torch.float32)
@@ -96,7 +125,11 @@ def test_float32_takes_the_grouped_kernel(ranks, monkeypatch):
         return result
 
     losses, grads, weights = train(CONFIGS["swiglu"], "sgd")
-    check_ranks(ranks(2, work), (losses, *({n: t.float() for n, t in d.items()} for d in (grads, weights))), 2e-4)
+    check_ranks(
+        ranks(2, work),
+        (losses, *({n: t.float() for n, t in d.items()} for d in (grads, weights))),
+        2e-4,
+    )
 
 
 def layer(config):
@@ -109,18 +142,24 @@ def layer(config):
 def dealt_out(config, capacity=None, chunks=1):
     """The same layer, its experts on all ranks."""
     moe = layer(config)
-    model = SimpleNamespace(config=config, blocks={"1": SimpleNamespace(mlp=moe)}, parameters=moe.parameters)
+    model = SimpleNamespace(
+        config=config, blocks={"1": SimpleNamespace(mlp=moe)}, parameters=moe.parameters
+    )
     return ep.parallelize(model, dist.group.WORLD, capacity, chunks).blocks["1"].mlp
 
 
 @pytest.mark.parametrize("chunks", [1, 3])
 @pytest.mark.parametrize(
-    "tokens, favourite", [([1, 0, 0], None), ([0, 0, 7], None), ([5, 3, 4], 4), ([5, 0, 2], 0), ([0, 0, 0], None)]
+    "tokens, favourite",
+    [([1, 0, 0], None), ([0, 0, 7], None), ([5, 3, 4], 4), ([5, 0, 2], 0), ([0, 0, 0], None)],
 )
 def test_few_tokens_and_a_favourite_expert(ranks, tokens, favourite, chunks):
-    """One layer: a single token, none at all, ranks without any, everything to one expert and the rest empty."""
+    """One layer: a single token, none at all, ranks without any, everything to one expert and the
+    rest empty."""
     config = gpt.configure(**SIZES, experts=5, top_k=1, renormalize=False)
-    x = torch.randn(sum(tokens), 32, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    x = torch.randn(
+        sum(tokens), 32, dtype=torch.float64, generator=torch.Generator().manual_seed(0)
+    )
 
     def results(moe, x):
         if favourite is not None:
@@ -128,7 +167,12 @@ def test_few_tokens_and_a_favourite_expert(ranks, tokens, favourite, chunks):
         x = x.clone().requires_grad_()
         y = moe(x.unsqueeze(1), max(1, sum(tokens)))
         y.square().sum().backward()
-        return y.detach().squeeze(1), x.grad, {n: p.grad for n, p in moe.named_parameters()}, moe.router.load.tolist()
+        return (
+            y.detach().squeeze(1),
+            x.grad,
+            {n: p.grad for n, p in moe.named_parameters()},
+            moe.router.load.tolist(),
+        )
 
     def work(rank):
         moe = dealt_out(config, chunks=chunks)
@@ -169,7 +213,8 @@ def test_all_to_all_and_its_backward(ranks):
 
 @pytest.mark.parametrize("capacity", [0.5, 1.0, 8.0, 0.0])
 def test_capacity_drops_and_counts(ranks, capacity):
-    """What is beyond an expert's capacity on its rank adds nothing: first choices go first, then earlier tokens."""
+    """What is beyond an expert's capacity on its rank adds nothing: first choices go first, then
+    earlier tokens."""
     config = gpt.configure(**SIZES, experts=5)
     x = torch.randn(3, 1, 11, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 
@@ -209,7 +254,11 @@ def test_sends_what_the_counts_say_and_reads_them_once(ranks, monkeypatch):
         ledger.watch(model.parameters())
         with ledger:
             model(tokens, targets=targets, count=count).backward()
-        return ledger.sent["all_to_all", "ep"], [b.mlp.dispatch.rows for b in model.blocks.values()], reads
+        return (
+            ledger.sent["all_to_all", "ep"],
+            [b.mlp.dispatch.rows for b in model.blocks.values()],
+            reads,
+        )
 
     results = ranks(3, work)
     for rank, (sent, _, reads_here) in enumerate(results):
@@ -217,16 +266,24 @@ def test_sends_what_the_counts_say_and_reads_them_once(ranks, monkeypatch):
         travel = 0
         for layers in zip(*(rows for _, rows, _ in results)):
             out, back = layers[rank].sum(), sum(r[mine].sum() for r in layers)
-            travel += 2 * (out + back - 2 * layers[rank][mine].sum()) * 32 * 4 + (5 - (mine.stop - mine.start)) * 2 * 8
+            travel += (
+                2 * (out + back - 2 * layers[rank][mine].sum()) * 32 * 4
+                + (5 - (mine.stop - mine.start)) * 2 * 8
+            )
         assert abs(sent[2] - travel) < 1e-6
-        assert sent[0] == 2 * (1 + 2 * 4)  # layers x (counts, chunks x (dispatch, combine) x (forward, backward))
+        # Layers x (counts, chunks x (dispatch, combine) x (forward, backward))
+        assert sent[0] == 2 * (1 + 2 * 4)
         assert reads_here == ["tolist"] * 2  # once a layer
 
 
-@pytest.mark.parametrize("bug", ["no backward", "scaled by the group", "experts summed too", "unsorted"])
+@pytest.mark.parametrize(
+    "bug", ["no backward", "scaled by the group", "experts summed too", "unsorted"]
+)
 def test_planted_bugs_are_caught(ranks, monkeypatch, bug):
     if bug == "no backward":
-        monkeypatch.setattr(ep.Start, "backward", lambda ctx, grad: (torch.zeros_like(ctx.transfer.wait()), None))
+        monkeypatch.setattr(
+            ep.Start, "backward", lambda ctx, grad: (torch.zeros_like(ctx.transfer.wait()), None)
+        )
     elif bug == "scaled by the group":
         right = ep.sum_gradients
 
@@ -239,7 +296,9 @@ def test_planted_bugs_are_caught(ranks, monkeypatch, bug):
 
         monkeypatch.setattr(ep, "sum_gradients", scaled)
     elif bug == "experts summed too":
-        monkeypatch.setattr(ep, "sum_gradients", lambda ps, group: [dist.all_reduce(p.grad) for p in ps])
+        monkeypatch.setattr(
+            ep, "sum_gradients", lambda ps, group: [dist.all_reduce(p.grad) for p in ps]
+        )
     else:
         flat = lambda t, *args, output_size: torch.zeros(output_size, dtype=torch.int64)  # noqa: E731
         monkeypatch.setattr(torch.Tensor, "repeat_interleave", flat)
@@ -250,9 +309,12 @@ def test_planted_bugs_are_caught(ranks, monkeypatch, bug):
 
 def test_cuts_real_weights_too(ranks):
     def work(rank):
-        model = ep.parallelize(gpt.build(CONFIGS["swiglu"], 7, dtype=torch.float64), dist.group.WORLD)
+        model = ep.parallelize(
+            gpt.build(CONFIGS["swiglu"], 7, dtype=torch.float64), dist.group.WORLD
+        )
         filled = build(CONFIGS["swiglu"], dist.group.WORLD)
-        assert all(p.untyped_storage().nbytes() == p.numel() * 8 for p in model.parameters())  # the whole is freed
+        # The whole is freed
+        assert all(p.untyped_storage().nbytes() == p.numel() * 8 for p in model.parameters())
         return all(torch.equal(a, b) for (_, a), (_, b) in zip(model.named(), filled.named()))
 
     assert ranks(2, work) == [True, True]

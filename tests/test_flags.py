@@ -26,7 +26,12 @@ def flags_of(script, monkeypatch):
         importlib.import_module(script).main()
     monkeypatch.undo()
     [parser] = caught.value.args
-    return [flag for action in parser._actions for flag in action.option_strings if flag.startswith("--")]
+    return [
+        flag
+        for action in parser._actions
+        for flag in action.option_strings
+        if flag.startswith("--")
+    ]
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
@@ -40,4 +45,5 @@ def test_one_vocabulary(monkeypatch):
     """What every script has, it has under the same name."""
     flags = [set(flags_of(script, monkeypatch)) for script in SCRIPTS]
     assert set.intersection(*flags) >= {"--json", "--quiet", "--device", "--backend", "--nproc"}
-    assert not set.union(*flags) & {"--log", "--node"}  # torchrun takes these for abbreviations of its own
+    # Torchrun takes these for abbreviations of its own
+    assert not set.union(*flags) & {"--log", "--node"}

@@ -24,7 +24,11 @@ def test_grad_norm_counts_each_element_once(ranks):
         pp = [dist.new_group([0, 2]), dist.new_group([1, 3])][rank % 2]
         ends = pp
         split, whole, tied, frozen = (torch.nn.Parameter(torch.zeros(2)) for _ in range(4))
-        split.grad, whole.grad, tied.grad = torch.ones(2) * (rank + 1), torch.ones(2) * (rank // 2 + 1), torch.ones(2) * 10
+        split.grad, whole.grad, tied.grad = (
+            torch.ones(2) * (rank + 1),
+            torch.ones(2) * (rank // 2 + 1),
+            torch.ones(2) * 10,
+        )
         split.placement = {"shape": (4,), "cuts": {0: (tp, rank % 2 * 2, 2)}}
         whole.placement = {"copies": [tp]}
         tied.placement = {"copies": [tp], "partial": [ends]}
@@ -56,7 +60,8 @@ def test_decay_is_for_matrices():
 
 
 def refused(capfd, monkeypatch, script, *flags):
-    """The sentence with which a script's main() refuses its flags, before any process is started."""
+    """The sentence with which a script's main() refuses its flags, before any process is
+    started."""
     monkeypatch.setattr(sys, "argv", [f"{script}.py", *flags])
     monkeypatch.setattr(start, "start_ranks", lambda *_: pytest.fail("ranks were started"))
     module = __import__(script)
@@ -70,14 +75,34 @@ def refused(capfd, monkeypatch, script, *flags):
     "script, flags, words",
     [
         ("train", "--tp 3", "4 heads.*3 tensor-parallel ranks.*1 or 2 or 4"),
-        ("train", "--family llama --kv-heads 2 --tp 4", "2 kv-heads.*4 tensor-parallel ranks.*1 or 2"),
+        (
+            "train",
+            "--family llama --kv-heads 2 --tp 4",
+            "2 kv-heads.*4 tensor-parallel ranks.*1 or 2",
+        ),
         ("train", "--pp 5", "4 layers.*5 pipeline stages.*at most 4"),
         ("train", "--tokens 15e12", "--tokens means nothing without --dry-run"),
-        ("zero", "--stage 1 --keep-gathered", "--keep-gathered means nothing in stage 1: use --stage 3"),
-        ("collectives", "--ranks 4 --json x.json", "--ranks runs nothing that --plot or --json could show"),
-        ("context_parallel", "--prefill 100000000", "--prefill 100000000, but stdlib has .* tokens"),
+        (
+            "zero",
+            "--stage 1 --keep-gathered",
+            "--keep-gathered means nothing in stage 1: use --stage 3",
+        ),
+        (
+            "collectives",
+            "--ranks 4 --json x.json",
+            "--ranks runs nothing that --plot or --json could show",
+        ),
+        (
+            "context_parallel",
+            "--prefill 100000000",
+            "--prefill 100000000, but stdlib has .* tokens",
+        ),
         ("train", "--dp 3", "--batch 16.*3 data-parallel ranks"),
-        ("train", "--dp 2 --microbatches 3", "--batch 16.*2 data-parallel ranks x 3.*--microbatches could be 1, 2, 4, 8"),
+        (
+            "train",
+            "--dp 2 --microbatches 3",
+            "--batch 16.*2 data-parallel ranks x 3.*--microbatches could be 1, 2, 4, 8",
+        ),
         ("train", "--preset gpt5", "unknown preset 'gpt5'.*tiny"),
         ("train", "--zero 4", "--zero.*4"),
         ("zero", "--stage 5", "--stage.*5"),
@@ -88,7 +113,11 @@ def refused(capfd, monkeypatch, script, *flags):
         ("train", "--cp 3 --cp-kind ulysses", "4 heads do not divide by 3 ranks"),
         ("train", "--cp 4 --cp-kind ring-ulysses --cp-rings 3", "rings of 3 do not divide 4 ranks"),
         ("train", "--cp 2 --cp-kind circle", "'circle'.*ulysses"),
-        ("train", "--pp 3 --schedule interleaved --microbatches 4 --layers 6", "a multiple of 3 micro-batches"),
+        (
+            "train",
+            "--pp 3 --schedule interleaved --microbatches 4 --layers 6",
+            "a multiple of 3 micro-batches",
+        ),
         ("train", "--pp 2 --schedule dualpipev --microbatches 2", "at least 4 micro-batches"),
         ("train", "--pp 2 --chunks 2", "1f1b has 1 stage a rank.*leave out --chunks"),
         ("train", "--pp 4 --schedule zb-v", "4 layers.*8 pipeline stages.*at most 2 ranks"),
@@ -121,7 +150,12 @@ def test_bad_flags(capfd, monkeypatch, script, flags, words):
 
 @pytest.mark.parametrize(
     "content, words",
-    [(None, "does not exist"), ("", "is empty"), (b"\xff\0\xfe" * 500, "not text"), ("short", "needs at least")],
+    [
+        (None, "does not exist"),
+        ("", "is empty"),
+        (b"\xff\0\xfe" * 500, "not text"),
+        ("short", "needs at least"),
+    ],
 )
 def test_bad_data_from_outside(tmp_path, content, words):
     path = tmp_path / "text"
@@ -155,7 +189,9 @@ def test_different_flags_on_one_rank(ranks):
         except harness.Refused as e:
             return str(e)
 
-    assert set(ranks(3, work)) == {"rank 2 has other flags than rank 0: start every node with the same command"}
+    assert set(ranks(3, work)) == {
+        "rank 2 has other flags than rank 0: start every node with the same command"
+    }
 
 
 def test_missing_text_on_one_rank(ranks, tmp_path):

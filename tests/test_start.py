@@ -24,10 +24,18 @@ ROOT = pathlib.Path(__file__).parent.parent
 
 def torchrun_of(script, *flags, torchrun, restarts=0):
     """A script under torchrun, as a process."""
-    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc_per_node={torchrun}", "--standalone"]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        f"--nproc_per_node={torchrun}",
+        "--standalone",
+    ]
     command += [f"--max-restarts={restarts}", str(ROOT / f"{script}.py"), *flags]
     clean = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT, env=clean)
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT, env=clean
+    )
 
 
 def end(process, timeout=90):
@@ -39,13 +47,18 @@ def test_wrong_number_of_ranks_under_torchrun(capfd, monkeypatch):
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "4")
     said = refused(capfd, monkeypatch, "train", "--dp", "2", "--tp", "2", "--pp", "2")
-    assert "needs 8 processes and 4 were started: torchrun --nproc_per_node=8 train.py --dp 2" in said
+    assert (
+        "needs 8 processes and 4 were started: torchrun --nproc_per_node=8 train.py --dp 2" in said
+    )
 
 
 def test_fewer_gpus_than_ranks(capfd, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     said = refused(capfd, monkeypatch, "train", "--dp", "2", "--tp", "2", "--pp", "2")
-    assert "needs 8 GPUs and this machine has 4" in said and "torchrun --nnodes=2 --nproc_per_node=4" in said
+    assert (
+        "needs 8 GPUs and this machine has 4" in said
+        and "torchrun --nnodes=2 --nproc_per_node=4" in said
+    )
 
 
 def test_port_in_use(tmp_path):
@@ -65,21 +78,39 @@ def test_under_torchrun(tmp_path):
     code, out, err = end(torchrun_of("ddp", *SMALL, "--json", str(file), torchrun=2))
     assert code == 0, err
     receipt = json.loads(file.read_text())
-    assert receipt["ok"] and receipt["world_size"] == 2 and len(receipt["steps"]) == 2 and "proven" in out
-    assert receipt["max_error"]["loss"] < 1e-5 and receipt["sent"] and receipt["held"]["parameters"]["bytes"] > 0
+    assert (
+        receipt["ok"]
+        and receipt["world_size"] == 2
+        and len(receipt["steps"]) == 2
+        and "proven" in out
+    )
+    assert (
+        receipt["max_error"]["loss"] < 1e-5
+        and receipt["sent"]
+        and receipt["held"]["parameters"]["bytes"] > 0
+    )
     assert all(row["formula_bytes"] is None or row["ok"] for row in receipt["sent"])
 
 
 def test_torchrun_with_its_default_of_one_process(tmp_path):
-    """The layout needs 2: train.py says so and starts them; and the curve is that of one process."""
+    """The layout needs 2: train.py says so and starts them; and the curve is that of one
+    process."""
     flags = [*SMALL, "--sample", "0", "--dtype", "float64"]
-    code, out, err = end(torchrun_of("train", *flags, "--tp", "2", "--json", str(tmp_path / "two.json"), torchrun=1))
+    code, out, err = end(
+        torchrun_of("train", *flags, "--tp", "2", "--json", str(tmp_path / "two.json"), torchrun=1)
+    )
     assert code == 0 and "this layout needs 2 processes: starting them on this machine" in err
-    script = Script(tmp_path, "train", [*flags, "--json", str(tmp_path / "one.json"), "--log-to", str(tmp_path / "log")])
+    script = Script(
+        tmp_path,
+        "train",
+        [*flags, "--json", str(tmp_path / "one.json"), "--log-to", str(tmp_path / "log")],
+    )
     assert script.end() == 0 and script.errors() == []
     two, one = (json.loads((tmp_path / f"{n}.json").read_text())["steps"] for n in ("two", "one"))
     for a, b in zip(two, one):
-        assert a["loss"] == pytest.approx(b["loss"], rel=1e-10) and a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-10)
+        assert a["loss"] == pytest.approx(b["loss"], rel=1e-10) and a["grad_norm"] == pytest.approx(
+            b["grad_norm"], rel=1e-10
+        )
     log = [json.loads(line) for line in (tmp_path / "log").read_text().splitlines()]
     assert [row["loss"] for row in log if "loss" in row] == [step["loss"] for step in one]
 
@@ -88,7 +119,8 @@ def gone(pids, seconds=10):
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         if not any(
-            pathlib.Path(f"/proc/{p}").exists() and "State:\tZ" not in pathlib.Path(f"/proc/{p}/status").read_text()
+            pathlib.Path(f"/proc/{p}").exists()
+            and "State:\tZ" not in pathlib.Path(f"/proc/{p}/status").read_text()
             for p in pids
         ):
             return True
@@ -108,11 +140,14 @@ def test_a_rank_is_killed_under_torchrun():
     os.kill(pids[2], signal.SIGKILL)
     assert gone(pids)
     code, out, err = end(process, timeout=20)
-    assert code == 1 and re.search(r"rank\s*:? 2 ", err)  # torchrun's own report may be all there is
+    # Torchrun's own report may be all there is
+    assert code == 1 and re.search(r"rank\s*:? 2 ", err)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="finds the ranks in /proc")
-@pytest.mark.parametrize("number, expected", [(signal.SIGKILL, 1), (signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    "number, expected", [(signal.SIGKILL, 1), (signal.SIGINT, 130), (signal.SIGTERM, 143)]
+)
 def test_interrupted(tmp_path, number, expected):
     """A rank is killed, or who started the ranks is told to stop."""
     script = Script(tmp_path, "train", [*SMALL[:8], *LONG])
@@ -156,7 +191,9 @@ def test_ranks_that_are_not_forked():
     flags = [str(ROOT / "train.py"), *SMALL, "--dp", "2", "--sample", "0"]
     command = [sys.executable, "-c", lines, *flags]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=90)
-    assert done.returncode == 0 and "proven" in done.stdout and len(done.stderr.splitlines()) == 1, done.stderr
+    assert (
+        done.returncode == 0 and "proven" in done.stdout and len(done.stderr.splitlines()) == 1
+    ), done.stderr
 
 
 def test_a_finished_job_exits_with_zero(script):

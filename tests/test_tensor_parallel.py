@@ -34,7 +34,11 @@ def train_parallel(rank, config, kind, accumulate=2, steps=3):
         optimizer.step()
         losses.append(loss)
     pieces = {n: (list(tp.placement(p)["cuts"]), dist.get_world_size()) for n, p in model.named()}
-    return (losses, {n: p.grad for n, p in model.named()}, {n: p.detach() for n, p in model.named()}), pieces
+    return (
+        losses,
+        {n: p.grad for n, p in model.named()},
+        {n: p.detach() for n, p in model.named()},
+    ), pieces
 
 
 def check_ranks(results, reference):
@@ -50,7 +54,8 @@ def check_ranks(results, reference):
 
 @pytest.mark.parametrize("kind", ["sgd", "adamw"])
 @pytest.mark.parametrize(
-    "config, world", [("gpt2", 2), ("gpt2", 4), ("llama", 4), ("grouped", 2), ("dropout", 4), ("llama", 1)]
+    "config, world",
+    [("gpt2", 2), ("gpt2", 4), ("llama", 4), ("grouped", 2), ("dropout", 4), ("llama", 1)],
 )
 def test_equals_one_process(ranks, config, world, kind):
     check_ranks(ranks(world, train_parallel, CONFIGS[config], kind), train(CONFIGS[config], kind))
@@ -80,7 +85,9 @@ def test_a_rank_with_nothing_but_padding(ranks):
     loss.backward()
     for rank, (ours, grad) in enumerate(ranks(4, work)):
         assert abs(ours - loss.item()) < 1e-12
-        torch.testing.assert_close(grad, tp.piece(whole.embed.token.weight.grad, 0, rank, 4), rtol=1e-10, atol=1e-12)
+        torch.testing.assert_close(
+            grad, tp.piece(whole.embed.token.weight.grad, 0, rank, 4), rtol=1e-10, atol=1e-12
+        )
 
 
 def test_shards_differ_and_padding_stays_zero(ranks):
@@ -100,7 +107,8 @@ def test_shards_differ_and_padding_stays_zero(ranks):
         values, split = [r[name][0] for r in results], results[0][name][1]
         equal = [torch.equal(values[0], v) for v in values[1:]]
         assert not any(equal) if split else all(equal), name
-    assert sum(split for _, split in results[0].values()) == 4 * 6 + 1  # qkv, up: 2 each; proj, down; and the vocabulary
+    # Qkv, up: 2 each; proj, down; and the vocabulary
+    assert sum(split for _, split in results[0].values()) == 4 * 6 + 1
     last = results[3]["embed.token.weight"][0]  # 61 rows in pieces of 16: the last has 13
     assert last.shape[0] == 16 and last[:13].abs().min() > 0 and last[13:].abs().max() == 0
 
@@ -110,7 +118,9 @@ def test_four_all_reduces_a_block(ranks):
 
     def work(rank, layers, family):
         group = dist.group.WORLD
-        config = gpt.configure(family=family, layers=layers, heads=4, kv_heads=4, width=32, context=12, vocab=61)
+        config = gpt.configure(
+            family=family, layers=layers, heads=4, kv_heads=4, width=32, context=12, vocab=61
+        )
         model = build(config, group)
         tokens, targets, samples, count = batch(0)
         ledger = Ledger({"tp": group})
@@ -120,7 +130,11 @@ def test_four_all_reduces_a_block(ranks):
         forward = ledger.sent["all_reduce", "tp"][0]
         with ledger:
             loss.backward()
-        return forward, *ledger.sent["all_reduce", "tp"], formulas.tensor_parallel_sent(config, 4, tokens.numel(), 8, layers)
+        return (
+            forward,
+            *ledger.sent["all_reduce", "tp"],
+            formulas.tensor_parallel_sent(config, 4, tokens.numel(), 8, layers),
+        )
 
     for family in ("gpt2", "llama"):
         one, three = (ranks(4, work, layers, family)[0] for layers in (1, 3))
@@ -141,10 +155,15 @@ def test_cuts_real_weights_too(ranks):
 def test_parameters_held_is_what_is_held(ranks):
     def work(rank, config):
         model = build(config, dist.group.WORLD)
-        assert all(p.untyped_storage().nbytes() == p.numel() * 8 for p in model.parameters())  # the whole is freed
+        # The whole is freed
+        assert all(p.untyped_storage().nbytes() == p.numel() * 8 for p in model.parameters())
         return sum(p.numel() for p in model.parameters())
 
-    for config in (CONFIGS["gpt2"], CONFIGS["grouped"], dataclasses.replace(CONFIGS["llama"], hidden=51, vocab=7)):
+    for config in (
+        CONFIGS["gpt2"],
+        CONFIGS["grouped"],
+        dataclasses.replace(CONFIGS["llama"], hidden=51, vocab=7),
+    ):
         assert ranks(2, work, config) == [formulas.parameters_held(config, 2, config.layers)] * 2
         assert formulas.parameters_held(config, 1, config.layers) == config.parameters()
 
@@ -168,17 +187,30 @@ def test_cross_entropy_of_large_and_16_bit_logits(ranks):
         full = (torch.randn(6, 10, generator=torch.Generator().manual_seed(0)) * 300).to(dtype)
         targets = torch.tensor([0, 9, 4, -1, 7, 5])
         part = tp.piece(full, 1, rank, 4).requires_grad_()
-        loss = tp.VocabParallelCrossEntropy(10, dist.group.WORLD)(part.unsqueeze(0), targets.unsqueeze(0), 5)
+        loss = tp.VocabParallelCrossEntropy(10, dist.group.WORLD)(
+            part.unsqueeze(0), targets.unsqueeze(0), 5
+        )
         loss.backward()
         return loss.detach(), part.grad
 
     for dtype, tolerance in ((torch.float64, 1e-12), (torch.bfloat16, 1e-2)):
-        full = (torch.randn(6, 10, generator=torch.Generator().manual_seed(0)) * 300).to(dtype).double().requires_grad_()
-        loss = torch.nn.functional.cross_entropy(full, torch.tensor([0, 9, 4, -1, 7, 5]), ignore_index=-1)
+        full = (
+            (torch.randn(6, 10, generator=torch.Generator().manual_seed(0)) * 300)
+            .to(dtype)
+            .double()
+            .requires_grad_()
+        )
+        loss = torch.nn.functional.cross_entropy(
+            full, torch.tensor([0, 9, 4, -1, 7, 5]), ignore_index=-1
+        )
         loss.backward()
         for rank, (ours, grad) in enumerate(ranks(4, work, dtype)):
-            torch.testing.assert_close(ours.double(), loss.detach(), rtol=1e-6 if dtype != torch.float64 else 1e-12, atol=0)
-            torch.testing.assert_close(grad.double(), tp.piece(full.grad, 1, rank, 4), rtol=tolerance, atol=tolerance)
+            torch.testing.assert_close(
+                ours.double(), loss.detach(), rtol=1e-6 if dtype != torch.float64 else 1e-12, atol=0
+            )
+            torch.testing.assert_close(
+                grad.double(), tp.piece(full.grad, 1, rank, 4), rtol=tolerance, atol=tolerance
+            )
 
 
 def test_heads_that_do_not_divide(ranks):
@@ -195,7 +227,11 @@ def test_equals_dtensor(ranks):
 
     def theirs(rank):
         from torch.distributed.tensor import DTensor
-        from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+        from torch.distributed.tensor.parallel import (
+            ColwiseParallel,
+            RowwiseParallel,
+            parallelize_module,
+        )
 
         model = gpt.build(config, 7, dtype=torch.float64)
         mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (2,))
@@ -212,7 +248,9 @@ def test_equals_dtensor(ranks):
             optimizer.zero_grad()
             model(tokens, targets=targets, count=count).backward()
             optimizer.step()
-        return {n: (p.full_tensor() if isinstance(p, DTensor) else p).detach() for n, p in model.named()}
+        return {
+            n: (p.full_tensor() if isinstance(p, DTensor) else p).detach() for n, p in model.named()
+        }
 
     def ours(rank):
         (_, _, weights), pieces = train_parallel(rank, config, "sgd", accumulate=1, steps=10)

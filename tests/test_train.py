@@ -22,17 +22,26 @@ def run(ranks, text, flags):
 def test_traces_of_all_ranks_fit_together(ranks, text, tmp_path):
     folder = tmp_path / "new"
     run(ranks, text, f"--dp 2 --microbatches 3 --profile 2-3 --profile-to {folder}")
-    files = [json.loads((folder / f"{name}.json").read_text())["traceEvents"] for name in ("rank0", "rank1", "all")]
+    files = [
+        json.loads((folder / f"{name}.json").read_text())["traceEvents"]
+        for name in ("rank0", "rank1", "all")
+    ]
     assert files[0] + files[1] == files[2]
     for rank, events in enumerate(files[:2]):
         assert {e["pid"] for e in events} == {rank}
-        assert [e["args"]["name"] for e in events if e["name"] == "process_name"] == [f"rank {rank}"]
-    spans = [sorted(e["ts"] for e in events if e["name"] == "gloo:all_reduce") for events in files[:2]]
+        assert [e["args"]["name"] for e in events if e["name"] == "process_name"] == [
+            f"rank {rank}"
+        ]
+    spans = [
+        sorted(e["ts"] for e in events if e["name"] == "gloo:all_reduce") for events in files[:2]
+    ]
     assert len(spans[0]) == len(spans[1]) > 2
     assert all(abs(a - b) < 1e6 for a, b in zip(*spans))  # microseconds, on one time axis
 
 
-@pytest.mark.parametrize("flags", ["--profile 2", *(f"--profile {steps} --profile-to x" for steps in ("3-2", "0", "9"))])
+@pytest.mark.parametrize(
+    "flags", ["--profile 2", *(f"--profile {steps} --profile-to x" for steps in ("3-2", "0", "9"))]
+)
 def test_profile_is_refused(text, flags):
     with pytest.raises(harness.Refused):
         arguments(text, flags)
@@ -46,15 +55,24 @@ def test_log_and_plot_go_on_after_a_resume(ranks, text, tmp_path, kind):
     first = run(ranks, text, f"--steps 3 {flags}")["steps"]
     rows = list(tracking.read_log(str(log)))
     assert [row for row in rows if "loss" in row] == first  # in full precision
-    assert [(row["step"], row["val_loss"] > 0) for row in rows if "val_loss" in row] == [(2, True), (3, True)]
+    assert [(row["step"], row["val_loss"] > 0) for row in rows if "val_loss" in row] == [
+        (2, True),
+        (3, True),
+    ]
     assert picture.with_suffix(".png").exists() and picture.with_suffix(".svg").exists()
     with open(log, "a") as f:  # steps that a crash made the run forget, and one that it cut short
-        f.write("4,9.0,9.0,0.01,1.0,,\n5,9." if kind == "csv" else '{"step": 4, "loss": 9.0}\n{"step": 5, "lo')
+        f.write(
+            "4,9.0,9.0,0.01,1.0,,\n5,9."
+            if kind == "csv"
+            else '{"step": 4, "loss": 9.0}\n{"step": 5, "lo'
+        )
         f.write("\n")
     drawn = []
 
     def resumed():
-        tracking.plot = lambda rows, name: drawn.extend(row["loss"] for row in rows if "loss" in row)
+        tracking.plot = lambda rows, name: drawn.extend(
+            row["loss"] for row in rows if "loss" in row
+        )
 
     def work(rank, args):
         code, receipt = run_layout(rank, args, resumed)
@@ -67,14 +85,20 @@ def test_log_and_plot_go_on_after_a_resume(ranks, text, tmp_path, kind):
         with open(log, newline="") as f:
             lines = list(csv.reader(f))
         assert lines[0] == tracking.COLUMNS and {len(line) for line in lines} == {7}
-    assert [row["step"] for row in tracking.read_log(str(log)) if "loss" in row] == [1, 2, 3, 4, 5]  # none twice
+    # None twice
+    assert [row["step"] for row in tracking.read_log(str(log)) if "loss" in row] == [1, 2, 3, 4, 5]
 
 
 def test_only_a_sample_is_the_same_in_every_layout(ranks, text, tmp_path, capfd):
     out, said, files = tmp_path / "out", [], []
-    only = [f"--only-sample {flags}" for flags in ("--dp 1", "--tp 2 --pp 2", "--dp 2 --zero 3", "--optimizer sgd --steps 1")]
+    only = [
+        f"--only-sample {flags}"
+        for flags in ("--dp 1", "--tp 2 --pp 2", "--dp 2 --zero 3", "--optimizer sgd --steps 1")
+    ]
     for flags in ("--dp 2 --zero 1 --steps 2 --lr 0.1", *only):
-        args = arguments(text, f"{SHORT} --family llama --kv-heads 2 --sample 12 --out {out} {flags}")
+        args = arguments(
+            text, f"{SHORT} --family llama --kv-heads 2 --sample 12 --out {out} {flags}"
+        )
         args.prompt, args.quiet = "a b", False
         assert {code for code, _ in ranks(args.dp * args.tp * args.pp, run_layout, args)} == {0}
         lines = capfd.readouterr().out.splitlines()
@@ -96,4 +120,6 @@ def test_a_sample_of_nothing_is_refused(ranks, text, flags):
         return str(refused.value)
 
     [said] = ranks(1, work)
-    assert "no whole checkpoint in nowhere" in said if "nowhere" in flags else "needs weights" in said
+    assert (
+        "no whole checkpoint in nowhere" in said if "nowhere" in flags else "needs weights" in said
+    )

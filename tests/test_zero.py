@@ -1,4 +1,5 @@
-"""zero.py: every stage against one process and against PyTorch's DDP, ZeroRedundancyOptimizer and FSDP2; bytes and memory."""
+"""zero.py: every stage against one process and against PyTorch's DDP, ZeroRedundancyOptimizer and
+FSDP2; bytes and memory."""
 
 import functools
 
@@ -25,21 +26,41 @@ def rows_of(rank, world):
     return torch.arange(12).split(sizes)[rank]
 
 
-def train_parallel(rank, config, kind, stage, accumulate, world, steps=3, prepare=lambda model: None, order=None, **options):
-    """Losses, gradients of the last step and weights after it. order: of forwards and backwards, "FFBFBB"."""
+def train_parallel(
+    rank,
+    config,
+    kind,
+    stage,
+    accumulate,
+    world,
+    steps=3,
+    prepare=lambda model: None,
+    order=None,
+    **options,
+):
+    """Losses, gradients of the last step and weights after it. order: of forwards and backwards,
+    "FFBFBB"."""
     model = gpt.build(config, 7, dtype=torch.float64)
     prepare(model)
     optimizer = functools.partial(make_optimizer, kind=kind)
-    sharded = zero.ZeRO(model, dist.group.WORLD, stage, optimizer, accumulate, bucket_bytes=20000, **options)
+    sharded = zero.ZeRO(
+        model, dist.group.WORLD, stage, optimizer, accumulate, bucket_bytes=20000, **options
+    )
     losses, grads = [], {}
     for step in range(steps):
         tokens, targets, samples, count = batch(step)
         sharded.zero_grad()
-        pieces, waiting, loss = iter(rows_of(rank, world).tensor_split(accumulate)), [], torch.zeros((), dtype=torch.float64)
+        pieces, waiting, loss = (
+            iter(rows_of(rank, world).tensor_split(accumulate)),
+            [],
+            torch.zeros((), dtype=torch.float64),
+        )
         for action in order or "FB" * accumulate:
             if action == "F":
                 rows = next(pieces)
-                waiting.append(model(tokens[rows], targets=targets[rows], count=count, samples=samples[rows]))
+                waiting.append(
+                    model(tokens[rows], targets=targets[rows], count=count, samples=samples[rows])
+                )
                 loss += waiting[-1].detach()
             else:
                 waiting.pop(0).backward()
@@ -76,9 +97,14 @@ def test_equals_one_process(ranks, stage, kind):
         (2, dict(order="FFBFBB")),
         (3, dict(order="FFBFBB")),
         (3, dict(order="FFFBBB", reshard=False)),
-        (3, dict(units=lambda model: [model.blocks["0"], model.blocks["2"]])),  # the rest goes with the model
+        # The rest goes with the model
+        (3, dict(units=lambda model: [model.blocks["0"], model.blocks["2"]])),
         (3, dict(units=lambda model: [])),
-        (3, dict(units=lambda model: list(model.blocks.values())[::-1] + [model.head, model.embed])),  # bad guesses
+        # Bad guesses
+        (
+            3,
+            dict(units=lambda model: list(model.blocks.values())[::-1] + [model.head, model.embed]),
+        ),
         (1, dict(offload=True)),
         (3, dict(offload=True)),
         (2, dict(reduce_scatter=zero.native_reduce_scatter)),
@@ -123,7 +149,8 @@ class Recomputed(nn.Module):
 
 @pytest.mark.parametrize("blocks", [0, 1, 2])
 def test_activation_checkpointing(ranks, blocks):
-    """Of whole blocks, inside the hooks of stage 3 (0), outside of them, and two blocks at a time."""
+    """Of whole blocks, inside the hooks of stage 3 (0), outside of them, and two blocks at a
+    time."""
 
     def work(rank):
         names = {}
@@ -133,15 +160,20 @@ def test_activation_checkpointing(ranks, blocks):
                 return recompute_inside(model)
             names.update((p, name) for name, p in model.named())
             units = list(model.blocks.values())
-            model.blocks = nn.ModuleDict({str(i): Recomputed(*units[i : i + blocks]) for i in range(0, 4, blocks)})
+            model.blocks = nn.ModuleDict(
+                {str(i): Recomputed(*units[i : i + blocks]) for i in range(0, 4, blocks)}
+            )
             list_of.extend([model.embed, *units, model.head])
             for unit in units:
                 unit.register_forward_pre_hook(lambda *_: ran.append(1))
 
         ran, list_of = [], []
         units = {} if blocks == 0 else {"units": list_of}
-        losses, grads, weights = train_parallel(rank, CONFIGS["dropout"], "sgd", 3, 2, 2, prepare=prepare, **units)
-        assert blocks == 0 or len(ran) == 2 * 2 * 3 * 4  # forward and again, 2 micro-batches, 3 steps, 4 blocks
+        losses, grads, weights = train_parallel(
+            rank, CONFIGS["dropout"], "sgd", 3, 2, 2, prepare=prepare, **units
+        )
+        # Forward and again, 2 micro-batches, 3 steps, 4 blocks
+        assert blocks == 0 or len(ran) == 2 * 2 * 3 * 4
 
         def plain(name):
             if blocks and name.startswith("blocks"):
@@ -149,7 +181,11 @@ def test_activation_checkpointing(ranks, blocks):
                 return f"blocks.{int(outer) + int(inner)}.{rest}"
             return name
 
-        return losses, {plain(n): g for n, g in grads.items()}, {plain(n): w for n, w in weights.items()}
+        return (
+            losses,
+            {plain(n): g for n, g in grads.items()},
+            {plain(n): w for n, w in weights.items()},
+        )
 
     for ours in ranks(2, work):
         assert_equal(ours, alone("dropout", "sgd"))
@@ -181,7 +217,9 @@ def test_equals_pytorch(ranks):
             optimizer.zero_grad()
             rows = rows_of(rank, 2)
             # they average over the ranks: undo it
-            (2 * wrapped(tokens[rows], targets=targets[rows], count=count, samples=samples[rows])).backward()
+            (
+                2 * wrapped(tokens[rows], targets=targets[rows], count=count, samples=samples[rows])
+            ).backward()
             optimizer.step()
         full = {name: p.full_tensor() if isinstance(p, DTensor) else p for name, p in model.named()}
         return {name: p.detach() for name, p in full.items()}
@@ -191,14 +229,17 @@ def test_equals_pytorch(ranks):
         ours = ranks(2, train_parallel, CONFIGS["gpt2"], "adamw", stage, 1, 2, 10)[0][2]
         for way, weights in results.items():
             for name, p in ours.items():
-                torch.testing.assert_close(p, weights[name], rtol=1e-12, atol=1e-12, msg=lambda m: f"{way} {name}: {m}")
+                torch.testing.assert_close(
+                    p, weights[name], rtol=1e-12, atol=1e-12, msg=lambda m: f"{way} {name}: {m}"
+                )
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("reduce_dtype, accumulate", [(None, 1), (torch.float32, 2)])
 def test_mixed_precision(ranks, stage, reduce_dtype, accumulate):
-    """bf16 weights and gradients, fp32 masters and moments, against a loop written out here. In float32 sums the order
-    of a few terms is left open; in bf16 two terms of one micro-batch each are added in one way only."""
+    """bf16 weights and gradients, fp32 masters and moments, against a loop written out here. In
+    float32 sums the order of a few terms is left open; in bf16 two terms of one micro-batch each
+    are added in one way only."""
     config, world = CONFIGS["gpt2"], 2
 
     def work(rank):
@@ -245,7 +286,9 @@ def test_mixed_precision(ranks, stage, reduce_dtype, accumulate):
                 assert torch.equal(weights[name], p), name
             else:
                 # a sum that rounds the other way moves a bf16 weight by one part in 256
-                torch.testing.assert_close(weights[name], p, rtol=1e-3, atol=1e-3, msg=lambda m: f"{name}: {m}")
+                torch.testing.assert_close(
+                    weights[name], p, rtol=1e-3, atol=1e-3, msg=lambda m: f"{name}: {m}"
+                )
 
 
 class Layer(nn.Linear):
@@ -254,7 +297,8 @@ class Layer(nn.Linear):
 
 
 class Odd(nn.Module):
-    """Odd shapes, a parameter of one element and one of none, frozen ones, one that nobody uses, one of the model's own."""
+    """Odd shapes, a parameter of one element and one of none, frozen ones, one that nobody uses,
+    one of the model's own."""
 
     def __init__(self):
         super().__init__()
@@ -303,7 +347,13 @@ def test_odd_shapes_frozen_and_unused_parameters(ranks, stage, world):
     def work(rank):
         model = Odd()
         group = dist.new_group()  # ranks differ in which parameters get a gradient
-        sharded = zero.ZeRO(model, dist.group.WORLD, stage, functools.partial(make_optimizer, kind="adamw"), reduce_group=group)
+        sharded = zero.ZeRO(
+            model,
+            dist.group.WORLD,
+            stage,
+            functools.partial(make_optimizer, kind="adamw"),
+            reduce_group=group,
+        )
         for _ in range(2):
             sharded.zero_grad()
             model(x.tensor_split(world)[rank], skip=rank == 1).backward()
@@ -318,7 +368,8 @@ def test_odd_shapes_frozen_and_unused_parameters(ranks, stage, world):
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_norm_and_clipping_with_tensor_and_pipeline_parallelism(ranks, stage):
-    """dp 2 x (tp 2 or pp 2): the tied matrix on two stages, matrices cut in two; a clip that binds, in SGD."""
+    """dp 2 x (tp 2 or pp 2): the tied matrix on two stages, matrices cut in two; a clip that binds,
+    in SGD."""
     config, limit = CONFIGS["gpt2"], 0.05
 
     def reference():
@@ -350,7 +401,9 @@ def test_norm_and_clipping_with_tensor_and_pipeline_parallelism(ranks, stage):
         else:
             [model] = pipeline.split(whole, 2, [dist.get_rank(other)], other).values()
         gpt.fill(model, 7, dtype=torch.float64, take=tensor_parallel.take)
-        sharded = zero.ZeRO(model, dp, stage, functools.partial(make_optimizer, kind="sgd"), 3, bucket_bytes=20000)
+        sharded = zero.ZeRO(
+            model, dp, stage, functools.partial(make_optimizer, kind="sgd"), 3, bucket_bytes=20000
+        )
         norms = []
         for step in range(3):
             tokens, targets, _, count = batch(step)
@@ -358,7 +411,9 @@ def test_norm_and_clipping_with_tensor_and_pipeline_parallelism(ranks, stage):
             parts = torch.arange(12).tensor_split(2)[dist.get_rank(dp)].tensor_split(3)
 
             def forward(stage, m, x):
-                return model(tokens[parts[m]] if x is None else x, targets=targets[parts[m]], count=count)
+                return model(
+                    tokens[parts[m]] if x is None else x, targets=targets[parts[m]], count=count
+                )
 
             if axis == "tp":
                 for m in range(3):
@@ -373,7 +428,9 @@ def test_norm_and_clipping_with_tensor_and_pipeline_parallelism(ranks, stage):
             norms.append(norm.item())
         full = reference()[1]
         for name, p in sharded.whole(model.named()):
-            torch.testing.assert_close(p.detach(), tensor_parallel.take(full[name], p), rtol=1e-10, atol=1e-12)
+            torch.testing.assert_close(
+                p.detach(), tensor_parallel.take(full[name], p), rtol=1e-10, atol=1e-12
+            )
         return norms
 
     expected = reference()[0]
@@ -389,7 +446,9 @@ def test_shards_are_the_model_and_differ(ranks):
         sharded = zero.ZeRO(model, dist.group.WORLD, 3, torch.optim.SGD)
         assert all(p.untyped_storage().nbytes() == 0 for p in model.parameters())
         assert all(isinstance(p, nn.Parameter) and p.init for p in model.parameters())
-        return [bucket.shard for bucket in sharded.buckets], {n: p.detach() for n, p in sharded.whole(model.named())}
+        return [bucket.shard for bucket in sharded.buckets], {
+            n: p.detach() for n, p in sharded.whole(model.named())
+        }
 
     (first, whole), (second, _), (third, _) = ranks(3, work)
     for a, b, c in zip(first, second, third):
@@ -408,7 +467,9 @@ def test_a_meta_model_is_never_whole(ranks):
             alive.append(p.numel())
             return gpt.draw(names[p], p.shape, p.init, 7).double()
 
-        options = dict(master_dtype=torch.float64, param_dtype=torch.float64, value=value, device="cpu")
+        options = dict(
+            master_dtype=torch.float64, param_dtype=torch.float64, value=value, device="cpu"
+        )
         sharded = zero.ZeRO(model, dist.group.WORLD, 3, torch.optim.SGD, **options)
         assert len(alive) == len(names)
         return {n: p.detach() for n, p in sharded.whole(model.named())}
@@ -424,10 +485,15 @@ def test_a_meta_model_is_never_whole(ranks):
 def counted(rank, stage, direct, accumulate=2, dtype=torch.float32, **options):
     """What a step sends, by the ledger; sizes of the model's parts; what the object says itself."""
     model = gpt.build(CONFIGS["llama"], 7)
-    sizes = {kind: sum(p.numel() for n, p in model.named() if n.startswith(kind)) for kind in ("embed", "blocks", "head")}
+    sizes = {
+        kind: sum(p.numel() for n, p in model.named() if n.startswith(kind))
+        for kind in ("embed", "blocks", "head")
+    }
     if not direct:
         options["reduce_scatter"] = zero.native_reduce_scatter
-    sharded = zero.ZeRO(model, dist.group.WORLD, stage, torch.optim.SGD, accumulate, param_dtype=dtype, **options)
+    sharded = zero.ZeRO(
+        model, dist.group.WORLD, stage, torch.optim.SGD, accumulate, param_dtype=dtype, **options
+    )
     ledger = Ledger({"dp": dist.group.WORLD})
     tokens, targets, _, count = batch(0)
     with ledger:
@@ -436,14 +502,18 @@ def counted(rank, stage, direct, accumulate=2, dtype=torch.float32, **options):
             model(tokens, targets=targets, count=count).backward()
         sharded.finish()
         sharded.step()
-    formulas = {op: size for op, (size, _) in sharded.bytes_sent([("F", 0), ("B", 0)] * accumulate).items()}
+    formulas = {
+        op: size for op, (size, _) in sharded.bytes_sent([("F", 0), ("B", 0)] * accumulate).items()
+    }
     return {op: row[2] for (op, _), row in ledger.sent.items()}, sizes, formulas
 
 
-@pytest.mark.parametrize("world, dtype, reduce_dtype", [(2, torch.float32, None), (4, torch.bfloat16, torch.float32)])
+@pytest.mark.parametrize(
+    "world, dtype, reduce_dtype", [(2, torch.float32, None), (4, torch.bfloat16, torch.float32)]
+)
 def test_bytes_sent_are_the_papers(ranks, world, dtype, reduce_dtype):
-    """2P, 2P and 3P times (N-1)/N, with all the sizes here divisible by N. Two micro-batches; the head's weights are not
-    gathered again for a backward that follows at once."""
+    """2P, 2P and 3P times (N-1)/N, with all the sizes here divisible by N. Two micro-batches; the
+    head's weights are not gathered again for a backward that follows at once."""
     r, m = (world - 1) / world, 2
     for stage, direct, options in [
         (0, True, {}),
@@ -455,7 +525,9 @@ def test_bytes_sent_are_the_papers(ranks, world, dtype, reduce_dtype):
         (3, False, dict(reshard=False)),
     ]:
         options = options | dict(reduce_dtype=reduce_dtype)
-        for sent, sizes, said in ranks(world, functools.partial(counted, dtype=dtype, **options), stage, direct):
+        for sent, sizes, said in ranks(
+            world, functools.partial(counted, dtype=dtype, **options), stage, direct
+        ):
             total, e, e_grad = sum(sizes.values()), dtype.itemsize, (reduce_dtype or dtype).itemsize
             assert total % world == 0
             scatter = "all_to_all" if direct else "reduce_scatter"
@@ -468,7 +540,10 @@ def test_bytes_sent_are_the_papers(ranks, world, dtype, reduce_dtype):
             elif "reshard" in options:
                 expected = {scatter: m * r * total * e_grad, "all_gather": m * r * total * e}
             else:
-                expected = {scatter: m * r * total * e_grad, "all_gather": m * r * (2 * total - sizes["head"]) * e}
+                expected = {
+                    scatter: m * r * total * e_grad,
+                    "all_gather": m * r * (2 * total - sizes["head"]) * e,
+                }
             assert sent == said == expected
 
 
@@ -476,7 +551,8 @@ def test_bytes_sent_are_the_papers(ranks, world, dtype, reduce_dtype):
 
 
 class Watch(TorchDispatchMode):
-    """At each operation: which buckets have their weights here, and the bytes of gradients that are not yet in shards."""
+    """At each operation: which buckets have their weights here, and the bytes of gradients that are
+    not yet in shards."""
 
     def __init__(self, sharded):
         super().__init__()
@@ -486,7 +562,9 @@ class Watch(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         here = [b for b in self.sharded.buckets if b.flat.untyped_storage().nbytes()]
         self.seen.append((sum(b.flat.untyped_storage().nbytes() for b in here), len(here)))
-        self.full = max(self.full, sum(b.full.nbytes for b in self.sharded.buckets if b.full is not None))
+        self.full = max(
+            self.full, sum(b.full.nbytes for b in self.sharded.buckets if b.full is not None)
+        )
         return out
 
 
@@ -507,13 +585,26 @@ def watched(rank, stage, recompute, reshard=True):
             sharded.step()
     held = {kind: storage_bytes(tensors) for kind, tensors in sharded.lasting().items()}
     size, unit = sum(b.size for b in sharded.buckets), [unit.bytes() for unit in sharded.units[0]]
-    return held, size, max(watch.seen), watch.full, unit, idle, sharded.gathered_peak, max(b.size for b in sharded.buckets)
+    return (
+        held,
+        size,
+        max(watch.seen),
+        watch.full,
+        unit,
+        idle,
+        sharded.gathered_peak,
+        max(b.size for b in sharded.buckets),
+    )
 
 
 @pytest.mark.parametrize("recompute", [False, True])
 def test_stage_3_holds_two_units_at_most(ranks, recompute):
     for _, _, (most, count), full, units, idle, said, bucket in ranks(2, watched, 3, recompute):
-        assert most == said == max(a + b for a, b in zip(units, units[1:])) and count == 2 and idle == 0
+        assert (
+            most == said == max(a + b for a, b in zip(units, units[1:]))
+            and count == 2
+            and idle == 0
+        )
         assert full <= 2 * bucket * 2  # one that fills, one on its way, 2 bytes an element
     for _, _, (most, count), *_ in ranks(2, watched, 3, recompute, False):
         assert count == 6  # kept from forward until backward: the test can fail
@@ -523,7 +614,11 @@ def test_stage_3_holds_two_units_at_most(ranks, recompute):
 def test_model_states_are_the_papers(ranks, stage):
     for held, size, _, full, _, _, _, bucket in ranks(2, watched, stage, False):
         weights, gradients, states = formulas.model_states(stage, 2)
-        assert held == {"parameters": size * weights, "gradients": size * gradients, "optimizer": size * states}
+        assert held == {
+            "parameters": size * weights,
+            "gradients": size * gradients,
+            "optimizer": size * states,
+        }
         assert stage < 2 or full <= 2 * 2 * bucket
 
 
@@ -531,14 +626,21 @@ def test_the_papers_tables():
     totals = [sum(formulas.model_states(stage, 64)) for stage in range(4)]
     assert [round(t * 7.5, 1) for t in totals] == [120.0, 31.4, 16.6, 1.9]  # GB, 7.5B parameters
     assert [float(f"{80 / t:.2g}") for t in totals] == [5.0, 19.0, 36.0, 320.0]  # billions in 80 GB
-    assert [formulas.model_states(s, 4, 4, 4, 8) for s in range(4)] == [(4, 4, 8), (4, 4, 2), (4, 1, 2), (1, 1, 2)]
+    assert [formulas.model_states(s, 4, 4, 4, 8) for s in range(4)] == [
+        (4, 4, 8),
+        (4, 4, 2),
+        (4, 1, 2),
+        (1, 1, 2),
+    ]
 
 
 def test_dry_run_on_tensors_without_memory():
     config = gpt.configure(layers=3, heads=32, width=4096, context=128, vocab=50257)
     for stage in range(4):
         held, gathered, other = zero.dry_run(stage, config, 64)
-        assert held == pytest.approx(config.parameters() * sum(formulas.model_states(stage, 64)), rel=1e-4)
+        assert held == pytest.approx(
+            config.parameters() * sum(formulas.model_states(stage, 64)), rel=1e-4
+        )
         assert (gathered > 0) == (stage == 3) and other > 0
 
 
@@ -547,7 +649,10 @@ def test_dry_run_on_tensors_without_memory():
 
 def test_direct_reduce_scatter(ranks):
     def work(rank, dtype):
-        full = [torch.randn(3, 4, generator=torch.Generator().manual_seed(r)).to(dtype) for r in range(3)]
+        full = [
+            torch.randn(3, 4, generator=torch.Generator().manual_seed(r)).to(dtype)
+            for r in range(3)
+        ]
         mine, output = full[rank].flatten(), torch.empty(4, dtype=dtype)
         zero.DirectReduceScatter(output, mine)
         in_place = mine.clone()
@@ -624,4 +729,6 @@ def test_demo(ranks, tmp_path, flags):
 
     results = ranks(3, work)
     assert [code for code, _ in results] == [0, 0, 0]
-    assert results[0][1]["ok"] and (args.prove == 0 or max(results[0][1]["max_error"].values()) < 1e-10)
+    assert results[0][1]["ok"] and (
+        args.prove == 0 or max(results[0][1]["max_error"].values()) < 1e-10
+    )

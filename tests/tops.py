@@ -1,4 +1,5 @@
-"""A technique's file as somebody has it who copied it: the part above `# --- demo ---`, alone in an empty folder."""
+"""A technique's file as somebody has it who copied it: the part above `# --- demo ---`, alone in an
+empty folder."""
 
 import os
 import sys
@@ -18,11 +19,15 @@ def cut_out(folder, names):
 
 def forget_project(folder):
     """From now on this process can import the files in `folder`, and none of the project's own."""
-    own = {path.stem for path in ROOT.glob("*.py")} | {path.parent.name for path in ROOT.glob("*/__init__.py")}
+    own = {path.stem for path in ROOT.glob("*.py")} | {
+        path.parent.name for path in ROOT.glob("*/__init__.py")
+    }
     for name in list(sys.modules):
         if name.partition(".")[0] in own:
             del sys.modules[name]
-    elsewhere = [path for path in sys.path if os.path.abspath(path) not in (str(ROOT), str(ROOT / "tests"))]
+    elsewhere = [
+        path for path in sys.path if os.path.abspath(path) not in (str(ROOT), str(ROOT / "tests"))
+    ]
     sys.path[:] = [str(folder), *elsewhere]
     os.chdir(folder)
 
@@ -33,7 +38,8 @@ def alone(rank, folder, work, args):
 
 
 def on_copied(folder, names, world, work, *args):
-    """[work(rank, *args) for each of `world` ranks], where `import ddp` and the like find the cut-out tops alone.
+    """[work(rank, *args) for each of `world` ranks], where `import ddp` and the like find the
+    cut-out tops alone.
 
     names: of the files, with spaces between. work imports them itself, inside the function."""
     cut_out(folder, names.split())

@@ -1,15 +1,18 @@
-"""Checkpoints that any layout writes and any other reads: each rank writes and reads only its own part.
+"""Checkpoints that any layout writes and any other reads: each rank writes and reads only its own
+part.
 
-A checkpoint is a folder. What is in it goes by the parameters' full names and by their place in the *whole* parameter, never by
-rank, so a run may go on with other numbers of ranks, stages, shards or experts a rank, with or without ZeRO:
+A checkpoint is a folder. What is in it goes by the parameters' full names and by their place in the
+*whole* parameter, never by rank, so a run may go on with other numbers of ranks, stages, shards or
+experts a rank, with or without ZeRO:
 
     OUT/step-00000200/index.json                     what was trained, how far; each tensor's shape and pieces
                       rank00000-000.safetensors      pieces of weights and optimizer states that this rank holds, and that
                       rank00001-000.safetensors      of several holders of the same it is the one to write
     OUT/step-00000400.tmp/                           one that is being written, or whose writer died
 
-Every piece is a box of the whole, a start and a size for each dimension. Tensor parallelism's piece is one (without its zero
-padding), so are experts; what ZeRO's flat shard has of a matrix, a row's end, some rows and a row's beginning, are three:
+Every piece is a box of the whole, a start and a size for each dimension. Tensor parallelism's piece
+is one (without its zero padding), so are experts; what ZeRO's flat shard has of a matrix, a row's
+end, some rows and a row's beginning, are three:
 
     . . . . . . . .         A rank that reads wants boxes too, others. It cuts each with those in the index, and reads these
     . . . a a a a a         parts alone: no rank ever has more than its own pieces. A tied matrix, copies for data or context
@@ -17,18 +20,22 @@ padding), so are experts; what ZeRO's flat shard has of a matrix, a row's end, s
     b b b b b b b b
     c c . . . . . .
 
-Optimizer states lie as their parameter does, or are one number ("step"). Of mixed precision the master weights are saved.
-Learning rate and batch are functions of the step: given its number a run goes on as if it had never stopped, to rounding.
+Optimizer states lie as their parameter does, or are one number ("step"). Of mixed precision the
+master weights are saved. Learning rate and batch are functions of the step: given its number a run
+goes on as if it had never stopped, to rounding.
 
-Never half a checkpoint: the ranks write into a folder with another name and fsync; when all say that they succeeded, rank 0
-adds the index and renames the folder. A rename is atomic: after a crash there is the whole of it or nothing. The index has
-every file's size and crc32, so a truncated file or a flipped bit is seen, and the checkpoint before taken. All is plain data,
-JSON and safetensors: nothing is unpickled, and memory is taken for what the model needs, whatever a file claims.
+Never half a checkpoint: the ranks write into a folder with another name and fsync; when all say
+that they succeeded, rank 0 adds the index and renames the folder. A rename is atomic: after a crash
+there is the whole of it or nothing. The index has every file's size and crc32, so a truncated file
+or a flipped bit is seen, and the checkpoint before taken. All is plain data, JSON and safetensors:
+nothing is unpickled, and memory is taken for what the model needs, whatever a file claims.
 
-Training waits only for a copy to the host's memory: a thread writes. Collectives stay in the main thread, between two steps.
+Training waits only for a copy to the host's memory: a thread writes. Collectives stay in the main
+thread, between two steps.
 
-What it costs: a copy of the rank's part in the host's memory while it is written; (1 + states) P e bytes on disk, whatever the
-layout; and reading all of it once for its checksum, shared out over the ranks. The folder must be one that all ranks see.
+What it costs: a copy of the rank's part in the host's memory while it is written; (1 + states) P e
+bytes on disk, whatever the layout; and reading all of it once for its checksum, shared out over the
+ranks. The folder must be one that all ranks see.
 
     python train.py --dp 2 --tp 2 --out runs/a --save-every 50          python train.py --pp 4 --out runs/a --resume
 """
@@ -51,7 +58,13 @@ import torch.distributed as dist
 from harness.placement import placement
 
 FILE_BYTES = 256 << 20  # a file is made in memory first: so much of it at a time
-DTYPES = {"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "I64": torch.int64}
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "I64": torch.int64,
+}
 
 
 class CheckpointError(ValueError):
@@ -83,21 +96,28 @@ def boxes(shape, a, b):
     first, last = -(-a // row), b // row  # the whole rows
     if first > last:  # not even one row's end
         return [((last, *s), (1, *n)) for s, n in boxes(shape[1:], a - last * row, b - last * row)]
-    head = [((first - 1, *s), (1, *n)) for s, n in boxes(shape[1:], a - (first - 1) * row, row) if a < first * row]
+    head = [
+        ((first - 1, *s), (1, *n))
+        for s, n in boxes(shape[1:], a - (first - 1) * row, row)
+        if a < first * row
+    ]
     rows = [((first, *(0 for _ in shape[1:])), (last - first, *shape[1:]))] if first < last else []
     return head + rows + [((last, *s), (1, *n)) for s, n in boxes(shape[1:], 0, b - last * row)]
 
 
 def holdings(named, optimizer):
-    """For each (name, parameter): (name, parameter, the elements of it that this rank steps on, flat; which element of the
-    flattened parameter is their first; what the optimizer has in their place; its state). ZeRO has parts, torch's all."""
+    """For each (name, parameter): (name, parameter, the elements of it that this rank steps on,
+    flat; which element of the flattened parameter is their first; what the optimizer has in their
+    place; its state). ZeRO has parts, torch's all."""
     if not hasattr(optimizer, "buckets"):
         for name, p in named:
             yield name, p, p.data.view(-1), 0, p, optimizer.state[p]
         return
     names = {p: name for name, p in named}
     for bucket in optimizer.buckets:
-        for p, at, span, piece in zip(bucket.parameters, bucket.starts, bucket.spans, bucket.pieces):
+        for p, at, span, piece in zip(
+            bucket.parameters, bucket.starts, bucket.spans, bucket.pieces
+        ):
             first = max(bucket.own.start - at, 0)
             yield names[p], p, bucket.master[span], first, piece, optimizer.optimizer.state[piece]
 
@@ -105,9 +125,12 @@ def holdings(named, optimizer):
 def pieces_of(named, optimizer, data_group, states=None):
     """This rank's pieces, as a list of Piece.
 
-    named: (full name, parameter). A parameter's `placement`, if any, says what it is a piece of (see harness/placement.py).
-    optimizer: torch's, or zero.ZeRO, whose shards have no copies. data_group: the ranks that hold copies for other data.
-    states(name): {kind: shape of the whole} of optimizer states to make, zeros, where an optimizer has none yet.
+    named: (full name, parameter). A parameter's `placement`, if any, says what it is a piece of
+    (see harness/placement.py).
+    optimizer: torch's, or zero.ZeRO, whose shards have no copies. data_group: the ranks that hold
+    copies for other data.
+    states(name): {kind: shape of the whole} of optimizer states to make, zeros, where an optimizer
+    has none yet.
     """
     found = []
     for name, p, flat, first, stepped, state in holdings(named, optimizer):
@@ -118,36 +141,50 @@ def pieces_of(named, optimizer, data_group, states=None):
             base[dim], limit[dim] = start, size
         writes = speaks(p, data_group, optimizer)
         for kind, whole in (states(name) if states and p.requires_grad else {}).items():
-            zero = torch.zeros((), device=flat.device) if whole == () else torch.zeros_like(stepped.data)
+            zero = (
+                torch.zeros((), device=flat.device)
+                if whole == ()
+                else torch.zeros_like(stepped.data)
+            )
             state.setdefault(kind, zero)
         tensors = {"weight": flat} | {k: t for k, t in state.items() if torch.is_tensor(t)}
         origin = False
         for start, size in boxes(tuple(p.shape), first, first + len(flat)):
             at = sum(s * math.prod(p.shape[d + 1 :]) for d, s in enumerate(start)) - first
-            inside = [min(s + n, end) - s for s, n, end in zip(start, size, limit)]  # less the padding
+            # Less the padding
+            inside = [min(s + n, end) - s for s, n, end in zip(start, size, limit)]
             if any(n <= 0 for n in inside):
                 continue
             place = tuple(b + s for b, s in zip(base, start))
             origin |= not any(place)
             for kind, t in tensors.items():
                 if t.dim():
-                    view = t.view(-1)[at : at + math.prod(size)].view(size)[tuple(slice(n) for n in inside)]
+                    view = t.view(-1)[at : at + math.prod(size)].view(size)[
+                        tuple(slice(n) for n in inside)
+                    ]
                     found.append(Piece(name, kind, view, shape, place, tuple(inside), writes))
         # One number for the whole parameter: who has its first element writes it
-        found += [Piece(name, kind, t, (), (), (), writes and origin) for kind, t in tensors.items() if not t.dim()]
+        found += [
+            Piece(name, kind, t, (), (), (), writes and origin)
+            for kind, t in tensors.items()
+            if not t.dim()
+        ]
     return found
 
 
 def speaks(parameter, data_group, optimizer):
     """Whether this rank is the one, of all that hold the same piece of a parameter, to write it.
 
-    ZeRO's shards differ between the ranks of the data-parallel group; without ZeRO these ranks hold copies."""
+    ZeRO's shards differ between the ranks of the data-parallel group; without ZeRO these ranks hold
+    copies."""
     where = placement(parameter)
     data_group = where["data"] or data_group
     groups = where["copies"] + where["partial"] + [data_group]
     if getattr(optimizer, "stage", 0) > 0:
         sharing = set(dist.get_process_group_ranks(data_group))
-        groups = [group for group in groups if not sharing.issuperset(dist.get_process_group_ranks(group))]
+        groups = [
+            group for group in groups if not sharing.issuperset(dist.get_process_group_ranks(group))
+        ]
     return all(dist.get_rank(group) == 0 for group in groups)
 
 
@@ -155,9 +192,10 @@ def speaks(parameter, data_group, optimizer):
 
 
 class Checkpoints:
-    """Writes checkpoints into `folder`: save() between two steps, poll() between any two, finish() at the end; all of them by
-    all ranks. header: plain data that goes into the index, and that a run must share to go on (see `newest`). keep: how many
-    stay, 0 = all. Raises CheckpointError, on every rank, where it can't write; then nothing of the failed one stays."""
+    """Writes checkpoints into `folder`: save() between two steps, poll() between any two, finish()
+    at the end; all of them by all ranks. header: plain data that goes into the index, and that a
+    run must share to go on (see `newest`). keep: how many stay, 0 = all. Raises CheckpointError, on
+    every rank, where it can't write; then nothing of the failed one stays."""
 
     def __init__(self, folder, header, keep=0):
         self.folder, self.header, self.keep, self.thread = folder, header, keep, None
@@ -167,7 +205,11 @@ class Checkpoints:
         self.step, self.written, self.problem = step, ({}, []), None
         self.temporary = os.path.join(self.folder, name_of(step) + ".tmp")
         self.attempt(self.prepare if dist.get_rank() == 0 else None)
-        copies = [p._replace(tensor=p.tensor.detach().to("cpu", copy=True).contiguous()) for p in pieces if p.writes]
+        copies = [
+            p._replace(tensor=p.tensor.detach().to("cpu", copy=True).contiguous())
+            for p in pieces
+            if p.writes
+        ]
         self.thread = threading.Thread(target=self.work, args=(copies,), daemon=True)
         self.thread.start()
 
@@ -187,7 +229,8 @@ class Checkpoints:
         self.attempt((lambda: self.publish(everyone)) if dist.get_rank() == 0 else None)
 
     def attempt(self, work):
-        """Do `work`, which may return a problem or raise an OSError; go on only if no rank has one."""
+        """Do `work`, which may return a problem or raise an OSError; go on only if no rank has
+        one."""
         try:
             problem = work() if work else None
         except OSError as e:
@@ -196,7 +239,9 @@ class Checkpoints:
         if problem:
             if dist.get_rank() == 0:
                 shutil.rmtree(self.temporary, ignore_errors=True)
-            raise CheckpointError(f"the checkpoint of step {self.step} can't be written to {self.folder} ({problem})")
+            raise CheckpointError(
+                f"the checkpoint of step {self.step} can't be written to {self.folder} ({problem})"
+            )
 
     def prepare(self):
         shutil.rmtree(self.temporary, ignore_errors=True)
@@ -207,12 +252,27 @@ class Checkpoints:
         try:
             files, records = self.written
             while copies:
-                file, tensors, size = f"rank{dist.get_rank():05d}-{len(files):03d}.safetensors", {}, 0
+                file, tensors, size = (
+                    f"rank{dist.get_rank():05d}-{len(files):03d}.safetensors",
+                    {},
+                    0,
+                )
                 while copies and (not tensors or size + copies[0].tensor.nbytes <= FILE_BYTES):
                     name, kind, tensor, shape, start, extent, _ = copies.pop(0)
                     key = f"{name}:{kind}:{','.join(map(str, start))}"
                     tensors[key], size = tensor, size + tensor.nbytes
-                    records.append((name, kind, str(tensor.dtype).removeprefix("torch."), shape, file, key, start, extent))
+                    records.append(
+                        (
+                            name,
+                            kind,
+                            str(tensor.dtype).removeprefix("torch."),
+                            shape,
+                            file,
+                            key,
+                            start,
+                            extent,
+                        )
+                    )
                 content = safetensors.torch.save(tensors)
                 write(os.path.join(self.temporary, file), content)
                 files[file] = {"bytes": len(content), "crc32": zlib.crc32(content)}
@@ -242,9 +302,17 @@ class Checkpoints:
             os.rename(final, final + ".old.tmp")
         os.rename(self.temporary, final)
         sync(self.folder)
-        steps = [step for step in map(step_of, os.listdir(self.folder)) if step is not None and step <= self.step]
+        steps = [
+            step
+            for step in map(step_of, os.listdir(self.folder))
+            if step is not None and step <= self.step
+        ]
         gone = [name_of(step) for step in sorted(steps)[: -self.keep]] if self.keep else []
-        gone += [name for name in os.listdir(self.folder) if re.fullmatch(r"step-\d{8,}(\.old)?\.tmp", name)]
+        gone += [
+            name
+            for name in os.listdir(self.folder)
+            if re.fullmatch(r"step-\d{8,}(\.old)?\.tmp", name)
+        ]
         for name in gone:
             shutil.rmtree(os.path.join(self.folder, name), ignore_errors=True)
 
@@ -285,14 +353,17 @@ def step_of(name):
 
 
 def newest(folder, header, free=()):
-    """(path, index, lines of what was passed over and why) of the newest whole checkpoint in a folder; (None, None, lines)
-    where there is none. Called by all ranks, who share out the work of reading every file for its checksum.
+    """(path, index, lines of what was passed over and why) of the newest whole checkpoint in a
+    folder; (None, None, lines) where there is none. Called by all ranks, who share out the work of
+    reading every file for its checksum.
 
-    Raises CheckpointError where it is of another run: where a value of `header`, or of a dict in it, is another than in the
-    index. free: keys that may differ."""
+    Raises CheckpointError where it is of another run: where a value of `header`, or of a dict in
+    it, is another than in the index. free: keys that may differ."""
     path, index, passed = None, None, []
     names = os.listdir(folder) if dist.get_rank() == 0 and os.path.isdir(folder) else []
-    names = gather(sorted((n for n in names if re.fullmatch(r"step-\d{8,}(\.old)?(\.tmp)?", n)), reverse=True))[0]
+    names = gather(
+        sorted((n for n in names if re.fullmatch(r"step-\d{8,}(\.old)?(\.tmp)?", n)), reverse=True)
+    )[0]
     for name in names:
         path, index, problem = os.path.join(folder, name), None, None
         try:
@@ -314,13 +385,20 @@ def newest(folder, header, free=()):
         here, there = (v if isinstance(v, dict) else {key: v} for v in (value, index.get(key)))
         for k in here if key not in free else ():
             if k not in free and here[k] != there.get(k):
-                what = "text is another" if k == "text" else f"{k} is {there.get(k)!r} there and {here[k]!r} here"
-                raise CheckpointError(f"{path} is of another run, its {what}: change the flags, or --out")
+                what = (
+                    "text is another"
+                    if k == "text"
+                    else f"{k} is {there.get(k)!r} there and {here[k]!r} here"
+                )
+                raise CheckpointError(
+                    f"{path} is of another run, its {what}: change the flags, or --out"
+                )
     return path, index, passed
 
 
 def read_index(path, step):
-    """The index of a checkpoint. Raises ValueError where it is missing, or not as `publish` writes it."""
+    """The index of a checkpoint. Raises ValueError where it is missing, or not as `publish` writes
+    it."""
     file = os.path.join(path, "index.json")
     if not os.path.isfile(file):
         raise ValueError("it has no index.json")
@@ -330,7 +408,12 @@ def read_index(path, step):
         if index["step"] != step:
             raise ValueError(f"its index is of step {index['step']}")
         for name, entry in index["files"].items():
-            if name in ("", ".", "..") or os.path.basename(name) != name or "\\" in name or "\0" in name:
+            if (
+                name in ("", ".", "..")
+                or os.path.basename(name) != name
+                or "\\" in name
+                or "\0" in name
+            ):
                 raise ValueError(f"its index names {name!r}, which is no file of the folder")
             if not natural([entry["bytes"], entry["crc32"]]):
                 raise ValueError(f"its index has no size of {name}")
@@ -340,12 +423,25 @@ def read_index(path, step):
                     start, size = piece["start"], piece["size"]
                     if not isinstance(piece["key"], str) or not isinstance(t["dtype"], str):
                         raise ValueError(f"its index does not say what {name} is")
-                    fits = len(start) == len(size) == len(t["shape"]) and natural([*start, *size, *t["shape"]])
-                    if not fits or any(s + n > whole for s, n, whole in zip(start, size, t["shape"])):
+                    fits = len(start) == len(size) == len(t["shape"]) and natural(
+                        [*start, *size, *t["shape"]]
+                    )
+                    if not fits or any(
+                        s + n > whole for s, n, whole in zip(start, size, t["shape"])
+                    ):
                         raise ValueError(f"its index has a piece of {name} that lies outside of it")
                     if piece["file"] not in index["files"]:
-                        raise ValueError(f"its index names {piece['file']!r}, which is no file of it")
-    except (KeyError, TypeError, AttributeError, json.JSONDecodeError, UnicodeDecodeError, RecursionError) as e:
+                        raise ValueError(
+                            f"its index names {piece['file']!r}, which is no file of it"
+                        )
+    except (
+        KeyError,
+        TypeError,
+        AttributeError,
+        json.JSONDecodeError,
+        UnicodeDecodeError,
+        RecursionError,
+    ) as e:
         raise ValueError("its index.json can't be read") from e
     return index
 
@@ -372,9 +468,18 @@ def check_file(path, file, index):
         with safetensors.safe_open(full, "pt") as f:
             keys = set(f.keys())
             for kinds in index["tensors"].values():
-                for t, piece in ((t, piece) for t in kinds.values() for piece in t["pieces"] if piece["file"] == file):
+                for t, piece in (
+                    (t, piece)
+                    for t in kinds.values()
+                    for piece in t["pieces"]
+                    if piece["file"] == file
+                ):
                     there = f.get_slice(piece["key"]) if piece["key"] in keys else None
-                    if there is None or there.get_shape() != piece["size"] or dtype_of(there) != t["dtype"]:
+                    if (
+                        there is None
+                        or there.get_shape() != piece["size"]
+                        or dtype_of(there) != t["dtype"]
+                    ):
                         raise ValueError(f"{file} has another {piece['key']} than its index says")
     except safetensors.SafetensorError as e:
         raise ValueError(f"{file} is no safetensors file") from e
@@ -386,23 +491,34 @@ def dtype_of(piece):
 
 @torch.no_grad()
 def load(path, index, pieces):
-    """Fill the pieces' tensors from a checkpoint, one at a time, reading only what they need. Called by all ranks."""
+    """Fill the pieces' tensors from a checkpoint, one at a time, reading only what they need.
+    Called by all ranks."""
     files, problem = {}, None
     for name, kind, tensor, shape, start, size, _ in pieces:
         there = index["tensors"].get(name, {}).get(kind)
         if there is None or tuple(there["shape"]) != tuple(shape):
-            problem = problem or f"{name}, {kind}, is {there['shape'] if there else 'missing'} there and {list(shape)} here"
+            problem = (
+                problem
+                or f"{name}, {kind}, is {there['shape'] if there else 'missing'} there and {list(shape)} here"
+            )
             continue
         filled = 0
         for piece in there["pieces"]:
             # Where both boxes are: from `low` to `high`, in the whole's numbers
             low = [max(pair) for pair in zip(start, piece["start"])]
-            high = [min(a + n, b + m) for a, n, b, m in zip(start, size, piece["start"], piece["size"])]
+            high = [
+                min(a + n, b + m) for a, n, b, m in zip(start, size, piece["start"], piece["size"])
+            ]
             if any(a >= b for a, b in zip(low, high)):
                 continue
             if piece["file"] not in files:
-                files[piece["file"]] = safetensors.safe_open(os.path.join(path, piece["file"]), "pt")
-            source, to = (tuple(slice(a - o, b - o) for a, b, o in zip(low, high, at)) for at in (piece["start"], start))
+                files[piece["file"]] = safetensors.safe_open(
+                    os.path.join(path, piece["file"]), "pt"
+                )
+            source, to = (
+                tuple(slice(a - o, b - o) for a, b, o in zip(low, high, at))
+                for at in (piece["start"], start)
+            )
             file = files[piece["file"]]
             part = file.get_slice(piece["key"])[source] if source else file.get_tensor(piece["key"])
             tensor[to].copy_(part)
@@ -417,4 +533,6 @@ def load(path, index, pieces):
 def states_in(index):
     """A function for pieces_of: the optimizer states that an index has of a parameter."""
     kinds = index["tensors"]
-    return lambda name: {kind: tuple(t["shape"]) for kind, t in kinds.get(name, {}).items() if kind != "weight"}
+    return lambda name: {
+        kind: tuple(t["shape"]) for kind, t in kinds.get(name, {}).items() if kind != "weight"
+    }

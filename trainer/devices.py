@@ -4,8 +4,9 @@ from typing import NamedTuple
 
 from harness import Refused
 
-# Large bf16 products reach 80% of an H100's data sheet, 86% of an A100's (S. Bekman, ml-engineering, "Maximum Achievable Matmul
-# FLOPS"); nccl's large all-reduces about 80% of NVLink's (360 of 450 GB/s, nccl-tests)
+# Large bf16 products reach 80% of an H100's data sheet, 86% of an A100's (S. Bekman,
+# ml-engineering, "Maximum Achievable Matmul FLOPS"); nccl's large all-reduces about 80% of NVLink's
+# (360 of 450 GB/s, nccl-tests)
 EFFICIENCY = 0.8
 ALPHA = {"intra": 2e-6, "inter": 5e-6}  # seconds a message
 
@@ -32,7 +33,8 @@ class Cluster(NamedTuple):
     inter: float  # to other nodes
 
     def link(self, ranks):
-        """(seconds a message, bytes/s) between some ranks. Those of a node share what crosses to others among their links."""
+        """(seconds a message, bytes/s) between some ranks. Those of a node share what crosses to
+        others among their links."""
         nodes = len({rank // self.node for rank in ranks})
         if nodes == 1:
             return ALPHA["intra"], self.intra * EFFICIENCY
@@ -47,8 +49,15 @@ def cluster_of(args):
         try:
             figures = name.split("=")[1].upper().replace("/S", "").split(",")
             units = ("GB", 1e9), ("TFLOP", 1e12), ("TB", 1e12)
-            device = Device(*(float(text.removesuffix(unit)) * size for text, (unit, size) in zip(figures, units, strict=True)))
+            device = Device(
+                *(
+                    float(text.removesuffix(unit)) * size
+                    for text, (unit, size) in zip(figures, units, strict=True)
+                )
+            )
         except (IndexError, ValueError):
             hint = "or NAME=80GB,989TFLOP/s,3.35TB/s: memory, dense bf16 rate, memory bandwidth"
-            raise Refused(f"--gpu {name} is not known: choose one of {', '.join(DEVICES)}, {hint}") from None
+            raise Refused(
+                f"--gpu {name} is not known: choose one of {', '.join(DEVICES)}, {hint}"
+            ) from None
     return Cluster(device, args.nodes_of or 8, args.intra or 450e9, args.inter or 50e9)

@@ -1,32 +1,40 @@
-"""Dry run: what a training run of any size would hold, send and take, from the training code itself, on one process.
+"""Dry run: what a training run of any size would hold, send and take, from the training code
+itself, on one process.
 
-`train` of train.py runs unchanged, as chosen ranks of a job of any size, on fake tensors and a fake process group: there are
-shapes, dtypes and storages, but no memory, no network and no values. The ledger that makes a real run's receipt counts here
-too, so bytes held and sent are those of a real run; tests hold eleven layouts against real ones, to the byte.
+`train` of train.py runs unchanged, as chosen ranks of a job of any size, on fake tensors and a fake
+process group: there are shapes, dtypes and storages, but no memory, no network and no values. The
+ledger that makes a real run's receipt counts here too, so bytes held and sent are those of a real
+run; tests hold eleven layouts against real ones, to the byte.
 
     run.groups(...)    from here on tensors are fake (FakeTensorMode); the groups were made for real, by a fake backend
     a value is read    .item() gives 1; experts' all-to-alls get sizes instead, as if routing were even
     each operation     the ledger counts bytes; the meter counts FLOPs, and seconds of a device and of links as described
     pipeline.play      notes when each action began and ended, by the meter's clock
 
-Time of an operation: max(FLOPs / peak, bytes in and out / memory bandwidth); of a collective on n ranks: alpha log2 n + beta
-times what a ring algorithm sends, on the slowest link between its ranks. An action takes max(its computing, its asynchronous
-messages) + the messages that it waits for: what the code starts with async_op overlaps with the action that starts it, no
-more. (So does a ring's next block of keys.) The simulator plays the schedule with these times, on all stages; then comes
-what follows the last action: gradients still on their way, the norm, the optimizer, ZeRO's new weights.
+Time of an operation: max(FLOPs / peak, bytes in and out / memory bandwidth); of a collective on n
+ranks: alpha log2 n + beta times what a ring algorithm sends, on the slowest link between its ranks.
+An action takes max(its computing, its asynchronous messages) + the messages that it waits for: what
+the code starts with async_op overlaps with the action that starts it, no more. (So does a ring's
+next block of keys.) The simulator plays the schedule with these times, on all stages; then comes
+what follows the last action: gradients still on their way, the norm, the optimizer, ZeRO's new
+weights.
 
-One constant makes these rates real: EFFICIENCY, the part of a data sheet's figure that large operations reach. It is the same
-for all devices, operations and links, and fitted to nothing here. Operations are taken as the code launches them: none fused.
-Not in it: the time to launch a kernel, allocators' waste, buffers of nccl, the CUDA context; stragglers, failures, power;
-kernels that differ by device (attention is the CPU's: alike in what it keeps, with grouped keys as they are).
+One constant makes these rates real: EFFICIENCY, the part of a data sheet's figure that large
+operations reach. It is the same for all devices, operations and links, and fitted to nothing here.
+Operations are taken as the code launches them: none fused. Not in it: the time to launch a kernel,
+allocators' waste, buffers of nccl, the CUDA context; stragglers, failures, power; kernels that
+differ by device (attention is the CPU's: alike in what it keeps, with grouped keys as they are).
 
-MFU counts model FLOPs as PaLM does (6 N_matmul + 12 L T C a token, no discount for causality; nothing for recomputation); the
-FLOPs of a stage are those of its operations, a causal attention's as half.
+MFU counts model FLOPs as PaLM does (6 N_matmul + 12 L T C a token, no discount for causality;
+nothing for recomputation); the FLOPs of a stage are those of its operations, a causal attention's
+as half.
 
-    python train.py --preset llama3-405b --dp 64 --cp 2 --tp 8 --pp 16 --zero 1 --sp --gather-again --param-dtype bfloat16 \\
+    python train.py --preset llama3-405b --dp 64 --cp 2 --tp 8 --pp 16 --zero 1 --sp --gather-again
+    --param-dtype bfloat16 \\
         --batch 1024 --microbatches 16 --dry-run
-    python train.py --preset llama3-70b --gpus 512 --batch 512 --param-dtype bfloat16 --plan
-    python train.py --preset llama3-70b --tp 8 --sp --zero 1 --batch 8 --microbatches 8 --param-dtype bfloat16 --dry-run \\
+    python train.py --preset llama3-70b --gpus 512 --batch 512 --param-dtype bfloat16 --plan python
+    train.py --preset llama3-70b --tp 8 --sp --zero 1 --batch 8 --microbatches 8 --param-dtype
+    bfloat16 --dry-run \\
         --plot docs/scaling
     python -m benchmarks.published                                                beside what others measured
 
@@ -56,12 +64,14 @@ from trainer.meter import Meter, Part
 
 
 class DryRun(harness.Run):
-    """A Run without values: one step of train.train, as the second of many is. Use it within `without_values`."""
+    """A Run without values: one step of train.train, as the second of many is. Use it within
+    `without_values`."""
 
     def __init__(self, args, rank, world, cluster, modes):
         super().__init__(args, rank, world, torch.device("cpu"))
         self.cluster, self.modes = cluster, modes
-        self.record = []  # train.py gives it to pipeline.play, which notes the time of each action in it
+        # Train.py gives it to pipeline.play, which notes the time of each action in it
+        self.record = []
         self.draw = lambda name, shape, init, seed: torch.empty(shape)
 
     def load(self):
@@ -86,9 +96,11 @@ class DryRun(harness.Run):
         self.size = sum(p.numel() for _, p in model.named())
         self.meter = Meter(self.cluster, self.ledger.names, self.args.expert_chunks == 1)
         self.modes.enter_context(mock.patch.object(pipeline, "clock", self.meter.clock))
-        self.modes.enter_context(FakeTensorMode(allow_non_fake_inputs=True))  # buffers on the meta device
+        # Buffers on the meta device
+        self.modes.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         self.modes.enter_context(self.meter)
-        self.modes.enter_context(self.watching)  # modes are left in the reverse order, also where an error ends it all
+        # Modes are left in the reverse order, also where an error ends it all
+        self.modes.enter_context(self.watching)
 
     def microbatches(self, step, part=0, parts=1, pieces=None, split="train"):
         windows = torch.zeros(self.args.batch // parts, self.config.context + 1, dtype=torch.int64)
@@ -96,7 +108,8 @@ class DryRun(harness.Run):
         return list(zip(*(t.tensor_split(self.args.microbatches) for t in batch)))
 
     def steps(self, optimizer):
-        """Of the first step only the optimizer's states are needed; the second is the one that the ledger watches."""
+        """Of the first step only the optimizer's states are needed; the second is the one that the
+        ledger watches."""
         optimizer.step()
         self.ledger.watch([t for kind in lasting(optimizer).values() for t in kind])
         self.meter.begin()
@@ -106,7 +119,10 @@ class DryRun(harness.Run):
         yield self.step
         self.meter.clock()
         held = {kind: ledger.storage_bytes(tensors) for kind, tensors in lasting(optimizer).items()}
-        self.held = held | {"gathered": getattr(optimizer, "gathered_peak", 0), "activations_peak": self.ledger.peak}
+        self.held = held | {
+            "gathered": getattr(optimizer, "gathered_peak", 0),
+            "activations_peak": self.ledger.peak,
+        }
 
     def receipt(self, layout, sent=(), held=(), notes=()):
         self.formulas = sent, held
@@ -114,8 +130,9 @@ class DryRun(harness.Run):
 
 
 class Played(NamedTuple):
-    """What a rank of a dry run did: its stages, how many parameters they have; the ledger's `sent` and `held`, and train.py's
-    formulas for them; FLOPs; a Part for each action; one for all that is no action's; bytes of a message between stages."""
+    """What a rank of a dry run did: its stages, how many parameters they have; the ledger's `sent`
+    and `held`, and train.py's formulas for them; FLOPs; a Part for each action; one for all that is
+    no action's; bytes of a message between stages."""
 
     rank: int
     stages: tuple
@@ -134,7 +151,8 @@ class Played(NamedTuple):
 
 
 def even(dispatch, sizes, assignments):
-    """In place of ExpertDispatch.read: rows to send and to receive, chunks x N each, if every expert is chosen as often."""
+    """In place of ExpertDispatch.read: rows to send and to receive, chunks x N each, if every
+    expert is chosen as often."""
     ends = [sum(dispatch.sizes[: r + 1]) for r in range(len(dispatch.sizes))]
     cuts = [[0, *(n * end // ends[-1] for end in ends)] for n in assignments]
     send = [[b - a for a, b in zip(cut, cut[1:])] for cut in cuts]
@@ -142,27 +160,48 @@ def even(dispatch, sizes, assignments):
 
 
 def play(args, rank, cluster, train, brief=False, routing=even):
-    """Play one step of a rank of the layout in `args`, on tensors without values. Returns what it did as a Played.
+    """Play one step of a rank of the layout in `args`, on tensors without values. Returns what it
+    did as a Played.
 
     train(run): train.py's own.
-    brief: of the micro-batches only the first and the last, for their times. routing(dispatch, sizes, assignments): see `even`.
-    Needs a process that has no process group."""
+    brief: of the micro-batches only the first and the last, for their times. routing(dispatch,
+    sizes, assignments): see `even`. Needs a process that has no process group."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     args, world, make = copy.copy(args), args.dp * args.cp * args.tp * args.pp, pipeline.make
     # Of three steps the second is played: validation comes after the last
-    vars(args).update(steps=3, prove=0, eval_every=0, sample=0, out=None, resume=False, export=None, log_to=None, wandb=None)
+    vars(args).update(
+        steps=3,
+        prove=0,
+        eval_every=0,
+        sample=0,
+        out=None,
+        resume=False,
+        export=None,
+        log_to=None,
+        wandb=None,
+    )
     vars(args).update(profile=None, compile=False, plot=None)
     if brief and args.microbatches > 2:
-        whole, keep = make(args.schedule, args.pp, args.microbatches, args.chunks), {0: 0, args.microbatches - 1: 1}
-        two = [[a._replace(microbatch=keep[a.microbatch]) for a in row if a.microbatch in keep] for row in whole]
+        whole, keep = (
+            make(args.schedule, args.pp, args.microbatches, args.chunks),
+            {0: 0, args.microbatches - 1: 1},
+        )
+        two = [
+            [a._replace(microbatch=keep[a.microbatch]) for a in row if a.microbatch in keep]
+            for row in whole
+        ]
         args.batch, args.microbatches, make = 2 * args.batch // args.microbatches, 2, lambda *_: two
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
     try:
         with contextlib.ExitStack() as modes:
-            modes.enter_context(mock.patch.object(dist, "get_backend", lambda group=None: args.backend))
+            modes.enter_context(
+                mock.patch.object(dist, "get_backend", lambda group=None: args.backend)
+            )
             modes.enter_context(mock.patch.object(expert_parallel.ExpertDispatch, "read", routing))
-            modes.enter_context(mock.patch.object(context_parallel, "same_positions", lambda *_: True))
+            modes.enter_context(
+                mock.patch.object(context_parallel, "same_positions", lambda *_: True)
+            )
             modes.enter_context(mock.patch.object(pipeline, "make", make))
             run = DryRun(args, rank, world, cluster, modes)
             train(run)
@@ -170,7 +209,18 @@ def play(args, rank, cluster, train, brief=False, routing=even):
         rest = Part(*(sum(seconds) for seconds in zip(*meter.parts[::2])))
         stages = tuple(sorted({action.stage for action in actions}))
         parts = dict(zip(actions, meter.parts[1::2]))
-        return Played(rank, stages, run.size, run.ledger.sent, run.held, run.formulas, meter.flops, parts, rest, meter.message)
+        return Played(
+            rank,
+            stages,
+            run.size,
+            run.ledger.sent,
+            run.held,
+            run.formulas,
+            meter.flops,
+            parts,
+            rest,
+            meter.message,
+        )
     finally:
         dist.destroy_process_group()
 

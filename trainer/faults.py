@@ -2,8 +2,9 @@
 
 
 def blame(model, passes):
-    """The first of this rank's parameters, in the order of backward, whose gradient is not finite before it is added to other
-    ranks' gradients. passes() plays the step's forward and backward again. Returns (name or None, where it is)."""
+    """The first of this rank's parameters, in the order of backward, whose gradient is not finite
+    before it is added to other ranks' gradients. passes() plays the step's forward and backward
+    again. Returns (name or None, where it is)."""
     found = []
 
     def watch(name, where):

@@ -1,4 +1,5 @@
-"""The meter of a dry run: what each operation would take on a described device, and each message on its links."""
+"""The meter of a dry run: what each operation would take on a described device, and each message on
+its links."""
 
 import math
 from typing import NamedTuple
@@ -25,10 +26,12 @@ class Part(NamedTuple):
 
 
 class Meter(TorchDispatchMode):
-    """While it is on, gives every operation its time and counts FLOPs; whoever reads a value gets a 1.
+    """While it is on, gives every operation its time and counts FLOPs; whoever reads a value gets a
+    1.
 
-    names: {name of a group: what it is called}, as the ledger has them. `parts`: a Part for each span between two calls of
-    `clock`; `flops`; `message`: bytes of the largest message between stages."""
+    names: {name of a group: what it is called}, as the ledger has them. `parts`: a Part for each
+    span between two calls of `clock`; `flops`; `message`: bytes of the largest message between
+    stages."""
 
     def __init__(self, cluster, names, one_chunk=True):
         super().__init__()
@@ -49,9 +52,14 @@ class Meter(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func is torch.ops.aten._local_scalar_dense.default:
             return 1.0 if args[0].is_floating_point() else 1
-        if func is torch.ops.aten._grouped_mm.default:  # PyTorch's own rule for it knows bfloat16 alone
+        # PyTorch's own rule for it knows bfloat16 alone
+        if func is torch.ops.aten._grouped_mm.default:
             a, b = args[:2]
-            out = a.new_empty(*[len(kwargs["offs"] if "offs" in kwargs else args[2])] * (b.dim() == 2), len(a), b.shape[-1])
+            out = a.new_empty(
+                *[len(kwargs["offs"] if "offs" in kwargs else args[2])] * (b.dim() == 2),
+                len(a),
+                b.shape[-1],
+            )
         else:
             out = func(*args, **(kwargs or {}))
         if func.namespace == "c10d":
@@ -79,7 +87,8 @@ class Meter(TorchDispatchMode):
         if flops:
             count, result = flops(args, out), next(ledger.tensors_in(out))
             self.flops += count
-            rate = self.cluster.device.flops * 2 / result.element_size()  # 32 bits at half the rate of 16, as TF32
+            # 32 bits at half the rate of 16, as TF32
+            rate = self.cluster.device.flops * 2 / result.element_size()
             seconds = max(seconds, count / (rate * EFFICIENCY))
         self.part[0] += seconds
 
@@ -101,12 +110,14 @@ class Meter(TorchDispatchMode):
             names = [a.name for a in func._schema.arguments]
             self.known[func] = names.index("async_op") if "async_op" in names else len(names)
         index = self.known[func]
-        waited = len(args) > index and not args[index] or axis == "ep" and self.one_chunk  # sent, and waited for at once
+        # Sent, and waited for at once
+        waited = len(args) > index and not args[index] or axis == "ep" and self.one_chunk
         self.part[2 if waited else 1] += rounds * alpha + wire / speed
 
 
 def attention(products, *args):
-    """FLOPs of so many products of queries (B, H, n, D) with keys (B, H_kv, m, D), half of them where causal."""
+    """FLOPs of so many products of queries (B, H, n, D) with keys (B, H_kv, m, D), half of them
+    where causal."""
     q, k, causal = args[0], args[1], args[-1] is True
     return products * 2 * math.prod(q.shape) * k.shape[2] // (2 if causal else 1)
 
@@ -119,6 +130,8 @@ def counted(packet):
 FLOPS = {name: counted(getattr(torch.ops.aten, name)) for name in ("mm", "addmm", "bmm", "baddbmm")}
 FLOPS["_grouped_mm"] = lambda args, out: 2 * args[0].numel() * args[1].shape[-1]
 FLOPS["_scaled_dot_product_flash_attention_for_cpu"] = lambda args, out: attention(2, *args)
-FLOPS["_scaled_dot_product_flash_attention_for_cpu_backward"] = lambda args, out: attention(5, *args[1:])
+FLOPS["_scaled_dot_product_flash_attention_for_cpu_backward"] = lambda args, out: attention(
+    5, *args[1:]
+)
 LOOKUPS = ("embedding", "index_select", "index", "gather")  # they read no more than they give
 FREE = ("_unsafe_view", "_reshape_alias", "lift_fresh")  # views in all but name

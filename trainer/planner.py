@@ -1,6 +1,8 @@
-"""What a layout would take on a described cluster: train.py's --dry-run, --plan, and their report and picture.
+"""What a layout would take on a described cluster: train.py's --dry-run, --plan, and their report
+and picture.
 
-dryrun.py plays some ranks; here their times are put together to a step, and layouts are searched."""
+dryrun.py plays some ranks; here their times are put together to a step, and layouts are
+searched."""
 
 import copy
 import itertools
@@ -26,7 +28,9 @@ def chosen(args):
     except ValueError:
         ranks = [-1]
     if not all(0 <= rank < args.pp * each for rank in ranks):
-        raise Refused(f"--ranks {some}: give first, middle, last, all, or numbers below {args.pp * each}, with commas between")
+        raise Refused(
+            f"--ranks {some}: give first, middle, last, all, or numbers below {args.pp * each}, with commas between"
+        )
     return sorted(set(ranks))
 
 
@@ -47,8 +51,15 @@ def add_flags(parser):
     g.add_argument("--intra", type=speed, metavar="SPEED", help=why)
     why = "bandwidth of a device's link to other nodes, one way (default: 50GB/s)"
     g.add_argument("--inter", type=speed, metavar="SPEED", help=why)
-    g.add_argument("--tokens", type=harness.real(0), metavar="X", help="how many days that many tokens take, such as 15e12")
-    g.add_argument("--gpus", **harness.POSITIVE, help="devices for --plan (default: those of the layout)")
+    g.add_argument(
+        "--tokens",
+        type=harness.real(0),
+        metavar="X",
+        help="how many days that many tokens take, such as 15e12",
+    )
+    g.add_argument(
+        "--gpus", **harness.POSITIVE, help="devices for --plan (default: those of the layout)"
+    )
     why = "search the layouts that fit, choosing --dp to --recompute itself, and say why each loses to the best"
     g.add_argument("--plan", action="store_true", help=why)
 
@@ -59,11 +70,14 @@ def check(args):
         raise Refused("--gpus means nothing without --plan: add that, or leave it out")
     for name in ("tokens", "ranks", "gpu", "nodes_of", "intra", "inter"):
         if getattr(args, name) is not None and not (args.dry_run or args.plan):
-            raise Refused(f"--{name.replace('_', '-')} means nothing without --dry-run: add that, or leave it out")
+            raise Refused(
+                f"--{name.replace('_', '-')} means nothing without --dry-run: add that, or leave it out"
+            )
 
 
 class Estimate(NamedTuple):
-    """Seconds of a step, and of the busiest rank's parts of it, which add up to it; model FLOPs a device and second."""
+    """Seconds of a step, and of the busiest rank's parts of it, which add up to it; model FLOPs a
+    device and second."""
 
     seconds: float
     parts: dict
@@ -71,8 +85,8 @@ class Estimate(NamedTuple):
 
 
 def estimate(args, config, cluster, played):
-    """The Estimate of a step, from some of its ranks. A stage that none of them played is like the nearest that is no end of
-    the model, by its number of layers."""
+    """The Estimate of a step, from some of its ranks. A stage that none of them played is like the
+    nearest that is no end of the model, by its number of layers."""
     schedule = pipeline.make(args.schedule, args.pp, args.microbatches, args.chunks)
     owner, last = pipeline.owners(schedule), args.microbatches - 1
     layers = [len(layers) for layers in pipeline.stage_layers(config, len(owner))]
@@ -81,23 +95,37 @@ def estimate(args, config, cluster, played):
         end = max(action.microbatch for action in rank.actions)
         for action, part in sorted(rank.actions.items(), key=lambda item: item[0].microbatch):
             known[action.stage, action.kind, action.microbatch == end] = part
-            known.setdefault((action.stage, action.kind, action.microbatch != end), part)  # of a single micro-batch
+            # Of a single micro-batch
+            known.setdefault((action.stage, action.kind, action.microbatch != end), part)
     stages = sorted({stage for stage, *_ in known})
 
     def parts(action):
         near = action.stage
         if near not in stages:
             near = min(stages, key=lambda s: (s in (0, len(owner) - 1), abs(s - action.stage)))
-        found = [known.get((near, kind, action.microbatch == last)) for kind in (action.kind, "I", "W", "B")]
+        found = [
+            known.get((near, kind, action.microbatch == last))
+            for kind in (action.kind, "I", "W", "B")
+        ]
         part, both = found[0], found[1] and found[2]
-        if part is None:  # of a backward in two parts where it was played as one, or the other way round
-            part = Part(*(a + b for a, b in zip(*found[1:3]))) if both else Part(*(a / 2 for a in found[3]))
-        return Part(*(a * layers[action.stage] / layers[near] for a in part)) if near != action.stage else part
+        # Of a backward in two parts where it was played as one, or the other way round
+        if part is None:
+            part = (
+                Part(*(a + b for a, b in zip(*found[1:3])))
+                if both
+                else Part(*(a / 2 for a in found[3]))
+            )
+        return (
+            Part(*(a * layers[action.stage] / layers[near] for a in part))
+            if near != action.stage
+            else part
+        )
 
     each = args.dp * args.cp * args.tp
     alpha, speed = cluster.link([0, each])
     message = max(rank.message for rank in played)
-    # ddp.py waits for the network after the last action, zero.py at the end of it: the stage before waits too
+    # ddp.py waits for the network after the last action, zero.py at the end of it: the stage before
+    # waits too
     late = args.zero == 0 and args.dtype == args.param_dtype == args.reduce_dtype
 
     def seconds_of(action):
@@ -105,12 +133,23 @@ def estimate(args, config, cluster, played):
         return part.compute + part.waited if late else part.seconds
 
     spans = pipeline.simulate(schedule, transfer=alpha + message / speed, time=seconds_of)
-    over = [sum(max(0.0, part.beside - part.compute) for *_, a in row for part in [parts(a)]) * late for row in spans]
+    over = [
+        sum(max(0.0, part.beside - part.compute) for *_, a in row for part in [parts(a)]) * late
+        for row in spans
+    ]
     makespan = max(row[-1][1] + more for row, more in zip(spans, over))
     rest = max((rank.rest for rank in played), key=lambda part: part.seconds)
-    busy = max(([parts(action) for *_, action in row] for row in spans), key=lambda row: sum(part.seconds for part in row))
-    shown = {"computing": sum(part.compute for part in busy), "waiting for messages": sum(part.waited for part in busy)}
-    shown["gradients, weights not hidden"] = sum(max(0, part.beside - part.compute) for part in busy)
+    busy = max(
+        ([parts(action) for *_, action in row] for row in spans),
+        key=lambda row: sum(part.seconds for part in row),
+    )
+    shown = {
+        "computing": sum(part.compute for part in busy),
+        "waiting for messages": sum(part.waited for part in busy),
+    }
+    shown["gradients, weights not hidden"] = sum(
+        max(0, part.beside - part.compute) for part in busy
+    )
     shown["pipeline's bubble"] = makespan - sum(shown.values())
     shown["after the last action"] = rest.seconds
     seconds = makespan + rest.seconds
@@ -119,9 +158,12 @@ def estimate(args, config, cluster, played):
 
 
 def step_of(args, config, cluster, train):
-    """The Estimate of a layout, from two micro-batches of its first, middle and last stage; and what these ranks played."""
+    """The Estimate of a layout, from two micro-batches of its first, middle and last stage; and
+    what these ranks played."""
     each = args.dp * args.cp * args.tp
-    played = play_all(args, sorted({0, args.pp // 2 * each, (args.pp - 1) * each}), cluster, train, brief=True)
+    played = play_all(
+        args, sorted({0, args.pp // 2 * each, (args.pp - 1) * each}), cluster, train, brief=True
+    )
     return estimate(args, config, cluster, played), played
 
 
@@ -144,21 +186,43 @@ def report(args, config, cluster, played, step):
     world, device = args.dp * args.cp * args.tp * args.pp, device_name(args)
     schedule = pipeline.make(args.schedule, args.pp, args.microbatches, args.chunks)
     layers = pipeline.stage_layers(config, len(pipeline.owners(schedule)))
-    human, kinds = ledger.human, ("parameters", "gradients", "optimizer", "gathered", "activations_peak")
-    print(f"dry run: {config.parameters():,} parameters, {layout(args)}, {args.microbatches} micro-batches: {world:,} ranks")
-    print(f"weights in {args.param_dtype}, gradients summed in {args.reduce_dtype}, optimizer in {args.dtype}\n")
+    human, kinds = (
+        ledger.human,
+        ("parameters", "gradients", "optimizer", "gathered", "activations_peak"),
+    )
+    print(
+        f"dry run: {config.parameters():,} parameters, {layout(args)}, {args.microbatches} micro-batches: {world:,} ranks"
+    )
+    print(
+        f"weights in {args.param_dtype}, gradients summed in {args.reduce_dtype}, optimizer in {args.dtype}\n"
+    )
     heads = ("weights", "gradients", "optimizer", "gathered", "activations", "at the peak", "FLOPs")
-    print(f"  {'rank':>6s}{'stage: layers':>20s}{'parameters':>17s}" + "".join(f"{head:>13s}" for head in heads))
+    print(
+        f"  {'rank':>6s}{'stage: layers':>20s}{'parameters':>17s}"
+        + "".join(f"{head:>13s}" for head in heads)
+    )
     for rank in played:
         stages = " ".join(f"{s}: {layers[s].start}-{layers[s].stop - 1}" for s in rank.stages)
-        cells = "".join(f" {human(size)}" for size in (*(rank.held[kind] for kind in kinds), rank.memory))
-        fits = f"fits {device}" if rank.memory <= cluster.device.memory else f"too much for {device}"
-        print(f"  {rank.rank:6d}{stages:>20s}{rank.parameters:17,}{cells}{rank.flops:13.4g}  {fits}")
-    print("\n  sent a step, on a ring (calls)" + "".join(f"{f'rank {rank.rank}':>22s}" for rank in played))
+        cells = "".join(
+            f" {human(size)}" for size in (*(rank.held[kind] for kind in kinds), rank.memory)
+        )
+        fits = (
+            f"fits {device}" if rank.memory <= cluster.device.memory else f"too much for {device}"
+        )
+        print(
+            f"  {rank.rank:6d}{stages:>20s}{rank.parameters:17,}{cells}{rank.flops:13.4g}  {fits}"
+        )
+    print(
+        "\n  sent a step, on a ring (calls)"
+        + "".join(f"{f'rank {rank.rank}':>22s}" for rank in played)
+    )
     for op, group in sorted({key for rank in played for key in rank.sent}):
         rows = [rank.sent.get((op, group), (0, 0, 0.0)) for rank in played]
         if any(wire for *_, wire in rows):
-            print(f"  {f'{op} in {group}':<30s}" + "".join(f"{f'{human(wire)} ({calls})':>22s}" for calls, _, wire in rows))
+            print(
+                f"  {f'{op} in {group}':<30s}"
+                + "".join(f"{f'{human(wire)} ({calls})':>22s}" for calls, _, wire in rows)
+            )
     links = f"nodes of {cluster.node}, {cluster.intra / 1e9:g} GB/s inside, {cluster.inter / 1e9:g} GB/s between"
     print(f"\n  a step on {device}, {links}, all at {EFFICIENCY:.0%}")
     for name, seconds in step.parts.items():
@@ -166,16 +230,29 @@ def report(args, config, cluster, played, step):
     tokens = args.batch * config.context / step.seconds
     rate = f"{step.rate / 1e12:.0f} TFLOP/s a device, MFU {step.rate / cluster.device.flops:.1%}"
     print(f"    {'together':<30s}{step.seconds:10.4g} s   {rate}, {tokens:,.0f} tokens/s")
-    days = f", {args.tokens / tokens / 86400:,.1f} days for {args.tokens:.4g} tokens" if args.tokens else ""
-    print(f"    {config.flops_per_token() * args.batch * config.context:.4g} model FLOPs a step{days}")
+    days = (
+        f", {args.tokens / tokens / 86400:,.1f} days for {args.tokens:.4g} tokens"
+        if args.tokens
+        else ""
+    )
+    print(
+        f"    {config.flops_per_token() * args.batch * config.context:.4g} model FLOPs a step{days}"
+    )
 
 
 def layout(args):
     """A layout in words."""
-    text = " ".join(f"{axis} {getattr(args, axis)}" for axis in ("dp", "cp", "tp", "pp", "ep") if getattr(args, axis) > 1)
+    text = " ".join(
+        f"{axis} {getattr(args, axis)}"
+        for axis in ("dp", "cp", "tp", "pp", "ep")
+        if getattr(args, axis) > 1
+    )
     text += " sp" * args.sp + f" zero {args.zero}" * (args.zero > 0)
     text += f" recompute {args.recompute}" * (args.recompute != "none")
-    return text + f" {args.schedule}{f' x {args.chunks}' if args.chunks else ''}" * (args.pp > 1) or "one device"
+    return (
+        text + f" {args.schedule}{f' x {args.chunks}' if args.chunks else ''}" * (args.pp > 1)
+        or "one device"
+    )
 
 
 def device_name(args):
@@ -195,13 +272,38 @@ def candidates(args, config, gpus):
     for tp in divisors(gpus, 32):
         for pp, cp in itertools.product(divisors(gpus // tp, 64), (1, 2, 4, 8, 16)):
             dp, rest = divmod(gpus, tp * pp * cp)
-            if rest or config.kv_heads % tp or config.context % (2 * cp * tp) or args.batch % dp or dp * cp % args.ep:
+            if (
+                rest
+                or config.kv_heads % tp
+                or config.context % (2 * cp * tp)
+                or args.batch % dp
+                or dp * cp % args.ep
+            ):
                 continue
-            for (schedule, chunks), rows in itertools.product(schedules if pp > 1 else schedules[:1], (1, 2, 4)):
+            for (schedule, chunks), rows in itertools.product(
+                schedules if pp > 1 else schedules[:1], (1, 2, 4)
+            ):
                 m, rest = divmod(args.batch // dp, rows)
-                if rest or not m or config.layers < pp * chunks or chunks > 1 and m % pp or pp > 1 and m < pp:
+                if (
+                    rest
+                    or not m
+                    or config.layers < pp * chunks
+                    or chunks > 1
+                    and m % pp
+                    or pp > 1
+                    and m < pp
+                ):
                     continue
-                sizes = dict(dp=dp, cp=cp, tp=tp, pp=pp, sp=tp > 1, microbatches=m, schedule=schedule, prove=0)
+                sizes = dict(
+                    dp=dp,
+                    cp=cp,
+                    tp=tp,
+                    pp=pp,
+                    sp=tp > 1,
+                    microbatches=m,
+                    schedule=schedule,
+                    prove=0,
+                )
                 sizes["chunks"] = chunks if chunks > 1 else None
                 stages = (0, 1, 2, 3) if dp * cp > 1 else (0,)
                 for stage, recompute in itertools.product(stages, ("none", "selective", "block")):
@@ -211,12 +313,23 @@ def candidates(args, config, gpus):
 
 
 def rough(args, config, cluster):
-    """({part of a step: seconds}, bytes held by the first stage), by the papers' formulas: good enough to choose by."""
+    """({part of a step: seconds}, bytes held by the first stage), by the papers' formulas: good
+    enough to choose by."""
     dp, cp, tp, pp, m = args.dp, args.cp, args.tp, args.pp, args.microbatches
-    e, reduced, master = (harness.DTYPES[d].itemsize for d in (args.param_dtype, args.reduce_dtype, args.dtype))
-    chunks, layers, rows, length = args.chunks or 1, -(-config.layers // pp), args.batch // dp, config.context // cp
+    e, reduced, master = (
+        harness.DTYPES[d].itemsize for d in (args.param_dtype, args.reduce_dtype, args.dtype)
+    )
+    chunks, layers, rows, length = (
+        args.chunks or 1,
+        -(-config.layers // pp),
+        args.batch // dp,
+        config.context // cp,
+    )
     speed = {"tp": cluster.link(range(tp))[1], "pp": cluster.link([0, dp * cp * tp])[1]}
-    speed |= {"cp": cluster.link(range(0, cp * tp, tp))[1], "dp": cluster.link(range(0, dp * cp * tp, tp))[1]}
+    speed |= {
+        "cp": cluster.link(range(0, cp * tp, tp))[1],
+        "dp": cluster.link(range(0, dp * cp * tp, tp))[1],
+    }
     again = 1 / 3 if args.recompute == "block" else 0.0
     rate, memory = cluster.device.flops * EFFICIENCY * 2 / e, cluster.device.bandwidth * EFFICIENCY
     attention = 6 * layers * config.context * config.width * rows * length / tp / rate
@@ -224,66 +337,107 @@ def rough(args, config, cluster):
 
     def kept(recompute):
         """Bytes of a block for backward, of all micro-batches."""
-        size = harness.activation_bytes(config, 1, e, 1 if args.sp else tp, recompute) / (tp if args.sp else 1)
+        size = harness.activation_bytes(config, 1, e, 1 if args.sp else tp, recompute) / (
+            tp if args.sp else 1
+        )
         return size / config.context * rows * length
 
     whole = kept("none")
     size = formulas.parameters_held(config, tp, layers, head=pp == 1)
-    # Activations and their gradients written and read, twice with what is not kept; gradients written, read and added up
-    work = (work + 8 * layers * whole / memory) * (1 + again) + (args.recompute == "selective") * layers * whole / memory
+    # Activations and their gradients written and read, twice with what is not kept; gradients
+    # written, read and added up
+    work = (work + 8 * layers * whole / memory) * (1 + again) + (
+        args.recompute == "selective"
+    ) * layers * whole / memory
     parts = {"computing": work + m * size * (2 * e + 2 * reduced) / memory}
     parts["tensor parallel"] = (
-        formulas.tensor_parallel_sent(config, tp, rows * length, e, layers, recompute=args.recompute) / speed["tp"]
+        formulas.tensor_parallel_sent(
+            config, tp, rows * length, e, layers, recompute=args.recompute
+        )
+        / speed["tp"]
     )
     heads = config.heads // tp, config.kv_heads // tp, config.width // config.heads
     ring = formulas.context_parallel_sent("ring", cp, 1, rows, length, *heads, e)
-    parts["context parallel"] = max(0.0, layers * sum(ring.values()) / speed["cp"] - attention) * (cp > 1)
+    parts["context parallel"] = max(0.0, layers * sum(ring.values()) / speed["cp"] - attention) * (
+        cp > 1
+    )
     third = sum(parts.values()) / m / 3
     parts["bubble"] = pipeline.BUBBLES[args.schedule][1](pp, m, chunks, third, third, third)
-    message = rows / m * length * config.width * e / (tp if args.sp else 1) / speed["pp"] + ALPHA["inter"]
+    message = (
+        rows / m * length * config.width * e / (tp if args.sp else 1) / speed["pp"] + ALPHA["inter"]
+    )
     parts["messages between stages"] = 2 * chunks * (m + pp) * message * (pp > 1)
     r, passes = ledger.all_but_one(dp * cp), m if args.zero > 1 and not args.reduce_once else 1
     weights = r * size * e * (0, 1, 1, 2 * m)[args.zero] / speed["dp"]
     gradients = r * size * reduced * (passes if args.zero else 2) / speed["dp"]
-    if args.zero == 3:  # all of it beside computing; else gradients beside the backwards that complete them
+    # All of it beside computing; else gradients beside the backwards that complete them
+    if args.zero == 3:
         parts["data parallel"] = max(0.0, weights + gradients - 3 * third * m)
     else:
         parts["data parallel"] = max(0.0, gradients - 2 * third * passes) + weights
-    states = formulas.model_states(args.zero, dp * cp, e, reduced, 2 * master + (e != master) * master)
+    states = formulas.model_states(
+        args.zero, dp * cp, e, reduced, 2 * master + (e != master) * master
+    )
     flying = min(m, pp + (pp - 1) / chunks * (chunks > 1)) if pp > 1 else 1
     held = (layers * flying * kept(args.recompute) + (args.recompute != "none") * whole) / m
-    held += (whole / m + 10 * rows / m * length * config.vocab / tp) * (pp == 1)  # logits, in 32 bits, and their gradient
+    # Logits, in 32 bits, and their gradient
+    held += (whole / m + 10 * rows / m * length * config.vocab / tp) * (pp == 1)
     gathered = 2 * size * e / layers * (args.zero == 3)
-    # At the optimizer's step no activations are left, but gradients in the masters' dtype are there too
+    # At the optimizer's step no activations are left, but gradients in the masters' dtype are there
+    # too
     copied = (reduced != master) * master * size / (dp * cp if args.zero else 1)
     return parts, sum(states) * size + max(held + gathered, copied)
 
 
 def plan(args, cluster, prepare, train):
-    """Search the layouts of --gpus devices by `rough`, print the ten best, and play the best that truly fits."""
+    """Search the layouts of --gpus devices by `rough`, print the ten best, and play the best that
+    truly fits."""
     gpus = args.gpus or args.dp * args.cp * args.tp * args.pp
     alone = copy.copy(args)  # one device: of it the model and the dtypes are taken
-    vars(alone).update(dp=1, cp=1, tp=1, pp=1, ep=1, zero=0, microbatches=1, schedule="1f1b", chunks=None, cp_rings=None)
+    vars(alone).update(
+        dp=1,
+        cp=1,
+        tp=1,
+        pp=1,
+        ep=1,
+        zero=0,
+        microbatches=1,
+        schedule="1f1b",
+        chunks=None,
+        cp_rings=None,
+    )
     vars(alone).update(sp=False, gather_again=False, keep_gathered=False, reduce_once=False)
     settled, config = prepare(alone)
-    args.param_dtype, args.reduce_dtype, args.shape = settled.param_dtype, settled.reduce_dtype, settled.shape
+    args.param_dtype, args.reduce_dtype, args.shape = (
+        settled.param_dtype,
+        settled.reduce_dtype,
+        settled.shape,
+    )
     tried = [
         (sum(parts.values()), parts, held, one)
         for one in candidates(args, config, gpus)
         for parts, held in [rough(one, config, cluster)]
     ]
-    fitting = sorted((row for row in tried if row[2] <= cluster.device.memory), key=lambda row: row[0])
+    fitting = sorted(
+        (row for row in tried if row[2] <= cluster.device.memory), key=lambda row: row[0]
+    )
     if not fitting:
         raise Refused(
             f"none of {len(tried)} layouts on {gpus} devices fits {cluster.device.memory / 1e9:g} GB: give more --gpus"
         )
-    print(f"{len(tried)} layouts of {gpus:,} devices, of which {len(fitting)} may fit; by formulas, without some memory:\n")
+    print(
+        f"{len(tried)} layouts of {gpus:,} devices, of which {len(fitting)} may fit; by formulas, without some memory:\n"
+    )
     best = fitting[0]
     for i, (seconds, parts, held, one) in enumerate(fitting[:10]):
         worse = max(parts, key=lambda key: parts[key] - best[1][key])
         where = " (tp across nodes)" * (worse == "tensor parallel" and one.tp > cluster.node)
         loss = (parts[worse] - best[1][worse]) / best[0]
-        why = (f"{worse} +{loss:.0%}{where}" if loss >= 0.005 else "as fast, by formulas") if i else "the best"
+        why = (
+            (f"{worse} +{loss:.0%}{where}" if loss >= 0.005 else "as fast, by formulas")
+            if i
+            else "the best"
+        )
         rows = f"{one.batch // one.dp // one.microbatches} a micro-batch"
         print(f"  {i + 1:2d}  {seconds:9.4g} s {held / 1e9:7.1f} GB   {layout(one)}, {rows}: {why}")
     print()
@@ -305,12 +459,15 @@ def plan(args, cluster, prepare, train):
         if fits:
             return
         left_out = min(left_out or math.inf, held - formula)
-    print("  none of these fits when played, which counts what the formulas leave out: lower --batch, or give more --gpus")
+    print(
+        "  none of these fits when played, which counts what the formulas leave out: lower --batch, or give more --gpus"
+    )
 
 
 def plot(args, config, cluster, train, sizes=tuple(2**k for k in range(3, 15))):
-    """Step time, its parts and MFU from 8 to 16,384 devices: the layout with more data-parallel ranks, once with as many
-    sequences for each of them (weak), once with one batch, a micro-batch for each of the most of them (strong)."""
+    """Step time, its parts and MFU from 8 to 16,384 devices: the layout with more data-parallel
+    ranks, once with as many sequences for each of them (weak), once with one batch, a micro-batch
+    for each of the most of them (strong)."""
     plt = harness.pyplot()
     figure, axes = plt.subplots(1, 2, figsize=(12, 4.5), layout="constrained")
     each, rows = args.cp * args.tp * args.pp, args.batch // args.dp // args.microbatches
@@ -324,7 +481,10 @@ def plot(args, config, cluster, train, sizes=tuple(2**k for k in range(3, 15))):
             one.microbatches, one.batch = m[kind], one.dp * m[kind] * rows
             steps[n] = estimate(one, config, cluster, played), n / one.batch
         found = [(kind, steps[n][0]) for kind, steps in kinds.items()]
-        text = ", ".join(f"{kind} {s.seconds:9.4g} s, MFU {s.rate / cluster.device.flops:5.1%}" for kind, s in found)
+        text = ", ".join(
+            f"{kind} {s.seconds:9.4g} s, MFU {s.rate / cluster.device.flops:5.1%}"
+            for kind, s in found
+        )
         print(f"{n:6,} devices: {text}", flush=True)
     for ax, (kind, steps) in zip(axes, kinds.items()):
         bottom = [0.0] * len(steps)
@@ -336,13 +496,38 @@ def plot(args, config, cluster, train, sizes=tuple(2**k for k in range(3, 15))):
             bottom = [a + b for a, b in zip(bottom, heights)]
         for i, (step, _) in enumerate(steps.values()):
             text = f"{step.seconds:,.3g} s" if step.seconds < 1000 else f"{step.seconds:,.0f} s"
-            ax.text(i, 0.02 * max(bottom), text, ha="center", va="bottom", rotation=90, color="white", fontsize=8)
+            ax.text(
+                i,
+                0.02 * max(bottom),
+                text,
+                ha="center",
+                va="bottom",
+                rotation=90,
+                color="white",
+                fontsize=8,
+            )
         ax.tick_params(axis="x", rotation=45)
-        ax.set(xlabel="devices", ylabel="devices x seconds, a sequence (in a bar: a step)", title=f"{kind} scaling")
-        right, rates = ax.twinx(), [100 * step.rate / cluster.device.flops for step, _ in steps.values()]
+        ax.set(
+            xlabel="devices",
+            ylabel="devices x seconds, a sequence (in a bar: a step)",
+            title=f"{kind} scaling",
+        )
+        right, rates = (
+            ax.twinx(),
+            [100 * step.rate / cluster.device.flops for step, _ in steps.values()],
+        )
         right.plot(range(len(steps)), rates, "ko-", label="MFU")
         right.set(ylabel="MFU, %", ylim=(0, 100 * EFFICIENCY))
     handles, labels = axes[0].get_legend_handles_labels()
-    figure.legend([*handles, *right.lines], [*labels, "MFU"], fontsize=8, loc="outside lower center", ncols=6, frameon=False)
-    figure.suptitle(f"{args.preset}: {layout(args)}, more devices by dp; {device_name(args)}, estimated")
+    figure.legend(
+        [*handles, *right.lines],
+        [*labels, "MFU"],
+        fontsize=8,
+        loc="outside lower center",
+        ncols=6,
+        frameon=False,
+    )
+    figure.suptitle(
+        f"{args.preset}: {layout(args)}, more devices by dp; {device_name(args)}, estimated"
+    )
     harness.save(figure, args.plot)

@@ -9,7 +9,9 @@ from harness import Refused, data
 
 def add_flags(parser):
     g = parser.add_argument_group("a sample")
-    g.add_argument("--sample", **harness.NATURAL, default=200, help="tokens to generate at the end; 0 = none")
+    g.add_argument(
+        "--sample", **harness.NATURAL, default=200, help="tokens to generate at the end; 0 = none"
+    )
     why = "train nothing: a sample of the newest whole checkpoint in --out, or of --init-from, whatever layout wrote it"
     g.add_argument("--only-sample", action="store_true", help=why)
     g.add_argument("--prompt", default="\n", help="what the sample starts with")
@@ -19,14 +21,18 @@ def add_flags(parser):
 
 def check(args):
     if args.only_sample and not (args.sample and (args.out or args.init_from)):
-        raise Refused("--only-sample needs weights, from --out with a checkpoint or from --init-from, and a --sample above 0")
+        raise Refused(
+            "--only-sample needs weights, from --out with a checkpoint or from --init-from, and a --sample above 0"
+        )
 
 
 @torch.no_grad()
 def generate(run, logits_of, groups, last):
-    """--sample tokens after --prompt, as text. Token i is drawn with a hash of (seed, i), so every layout draws alike.
+    """--sample tokens after --prompt, as text. Token i is drawn with a hash of (seed, i), so every
+    layout draws alike.
 
-    logits_of(window): the logits (V,) that follow the tokens (1, T), on a rank that has them, None on the others.
+    logits_of(window): the logits (V,) that follow the tokens (1, T), on a rank that has them, None
+    on the others.
     groups: those of the mesh. last: the pipeline rank with the last stage."""
     args, encoding = run.args, run.corpus.encoding
     tokens = encoding.encode_ordinary(args.prompt) or [encoding.eot_token]
@@ -36,9 +42,13 @@ def generate(run, logits_of, groups, last):
         token = torch.zeros(1, dtype=torch.int64, device=run.device)
         if logits is not None:
             logits = logits[: encoding.n_vocab].double() / max(args.temperature, 1e-6)
-            chance = torch.tensor([data.hash64(args.seed, i) / 2**64], dtype=torch.float64, device=run.device)
+            chance = torch.tensor(
+                [data.hash64(args.seed, i) / 2**64], dtype=torch.float64, device=run.device
+            )
             cumulated = logits.softmax(0).cumsum(0)
-            token = torch.searchsorted(cumulated, chance * cumulated[-1]).clamp(max=len(cumulated) - 1)
+            token = torch.searchsorted(cumulated, chance * cumulated[-1]).clamp(
+                max=len(cumulated) - 1
+            )
         dist.all_reduce(token, group=groups["cp"])  # the other ranks of the group add zero
         dist.broadcast(token, group=groups["pp"], group_src=last)
         tokens.append(token.item())

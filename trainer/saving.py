@@ -1,4 +1,5 @@
-"""The checkpoints of a run: its flags, when one is written, and how a run goes on from one. checkpoint.py has the format."""
+"""The checkpoints of a run: its flags, when one is written, and how a run goes on from one.
+checkpoint.py has the format."""
 
 import contextlib
 import dataclasses
@@ -15,9 +16,18 @@ from trainer import checkpoint
 
 def add_flags(parser):
     g = parser.add_argument_group("checkpoints (see trainer/checkpoint.py)")
-    g.add_argument("--out", metavar="FOLDER", help="where checkpoints go; one is written at the end at least")
-    g.add_argument("--save-every", **harness.NATURAL, default=0, help="steps between checkpoints; 0 = only at the end")
-    g.add_argument("--keep", **harness.NATURAL, default=3, help="the newest N checkpoints stay; 0 = all")
+    g.add_argument(
+        "--out", metavar="FOLDER", help="where checkpoints go; one is written at the end at least"
+    )
+    g.add_argument(
+        "--save-every",
+        **harness.NATURAL,
+        default=0,
+        help="steps between checkpoints; 0 = only at the end",
+    )
+    g.add_argument(
+        "--keep", **harness.NATURAL, default=3, help="the newest N checkpoints stay; 0 = all"
+    )
     why = "go on from the newest whole checkpoint in --out, whatever layout wrote it (torchrun's restarts do so by themselves)"
     g.add_argument("--resume", action="store_true", help=why)
 
@@ -28,7 +38,8 @@ def restarted():
 
 
 def check(args):
-    """Refuse, before hours of training, a folder that can't be written after them, or whose checkpoints would be mixed up."""
+    """Refuse, before hours of training, a folder that can't be written after them, or whose
+    checkpoints would be mixed up."""
     if (args.save_every or args.resume) and not args.out:
         raise Refused("--save-every and --resume need --out, the folder of the checkpoints")
     if not args.out or args.only_sample:
@@ -38,10 +49,14 @@ def check(args):
         tempfile.TemporaryFile(dir=args.out).close()
         names = os.listdir(args.out)
     except OSError as e:
-        raise Refused(f"--out {args.out} can't be written ({e.strerror}): give another folder") from e
+        raise Refused(
+            f"--out {args.out} can't be written ({e.strerror}): give another folder"
+        ) from e
     used = any(os.path.exists(os.path.join(args.out, name, "index.json")) for name in names)
     if used and not args.resume:
-        raise Refused(f"--out {args.out} has checkpoints: --resume goes on from the newest, or give another folder")
+        raise Refused(
+            f"--out {args.out} has checkpoints: --resume goes on from the newest, or give another folder"
+        )
 
 
 @contextlib.contextmanager
@@ -56,8 +71,9 @@ def refusing():
 class Saver:
     """The checkpoints of one run. Without --out it does nothing.
 
-    resume() before the first step; after(step) between two steps, which says whether to stop; the steps stand within
-    `with saver:`, which finishes the checkpoint that is being written, also where the run refuses to go on."""
+    resume() before the first step; after(step) between two steps, which says whether to stop; the
+    steps stand within `with saver:`, which finishes the checkpoint that is being written, also
+    where the run refuses to go on."""
 
     def __init__(self, run, model, optimizer, groups):
         self.run, self.model, self.optimizer, self.groups = run, model, optimizer, groups
@@ -67,12 +83,20 @@ class Saver:
             return
         self.header = {"config": dataclasses.asdict(run.config), "tokenizer": args.tokenizer}
         if not args.only_sample:
-            self.header |= {"text": run.corpus.digest, "optimizer": args.optimizer, "seed": args.seed}
-        layout = {name: getattr(args, name) for name in ("dp", "tp", "pp", "cp", "ep", "sp", "zero", "schedule")}
+            self.header |= {
+                "text": run.corpus.digest,
+                "optimizer": args.optimizer,
+                "seed": args.seed,
+            }
+        layout = {
+            name: getattr(args, name)
+            for name in ("dp", "tp", "pp", "cp", "ep", "sp", "zero", "schedule")
+        }
         self.writer = checkpoint.Checkpoints(args.out, self.header | {"layout": layout}, args.keep)
 
     def pieces(self, states=None):
-        """All that a checkpoint has of this rank: weights, optimizer states, and the routers' biases."""
+        """All that a checkpoint has of this rank: weights, optimizer states, and the routers'
+        biases."""
         groups = self.groups
         found = checkpoint.pieces_of(self.model.named(), self.optimizer, groups["dp"], states)
         writes = dist.get_rank(groups["tp"]) == dist.get_rank(groups["dp"]) == 0
@@ -80,32 +104,43 @@ class Saver:
             for name, buffer in part.named_buffers():
                 if name.endswith("choice_bias"):
                     shape = tuple(buffer.shape)
-                    found.append(checkpoint.Piece(name, "buffer", buffer, shape, (0,), shape, writes))
+                    found.append(
+                        checkpoint.Piece(name, "buffer", buffer, shape, (0,), shape, writes)
+                    )
         return found
 
     def resume(self):
-        """With --resume, go on from the newest whole checkpoint in --out. Returns the step to begin with."""
+        """With --resume, go on from the newest whole checkpoint in --out. Returns the step to begin
+        with."""
         args, run = self.run.args, self.run
         if not self.writer or not (args.resume or args.only_sample):
             return 0
         with refusing():
-            free = ("dropout", "balance_loss", "z_loss", "bias_rate")  # these may change from run to run
+            # These may change from run to run
+            free = ("dropout", "balance_loss", "z_loss", "bias_rate")
             path, index, passed = checkpoint.newest(args.out, self.header, free)
             passed = f" (passed over {'; '.join(passed)})" if passed else ""
             if path is None and args.only_sample and not args.init_from:
-                raise Refused(f"--only-sample: there is no whole checkpoint in {args.out}{passed}; give another --out")
+                raise Refused(
+                    f"--only-sample: there is no whole checkpoint in {args.out}{passed}; give another --out"
+                )
             if path is None:
                 run.print(f"no whole checkpoint in {args.out}, starting from the beginning{passed}")
                 return 0
             finished = index["step"] >= args.steps
             if finished and not args.only_sample and not restarted():
-                raise Refused(f"{path} has all of --steps {args.steps}: give more of them, or --only-sample")
+                raise Refused(
+                    f"{path} has all of --steps {args.steps}: give more of them, or --only-sample"
+                )
             training = not (finished or args.only_sample)
             states = checkpoint.states_in(index) if training else None
             checkpoint.load(path, index, self.pieces(states))
-        if hasattr(self.optimizer, "reload"):  # ZeRO: the weights follow the masters that were just filled
+        # ZeRO: the weights follow the masters that were just filled
+        if hasattr(self.optimizer, "reload"):
             self.optimizer.reload()
-        run.print(f"resumed from {path}{', not compared with one process' if training else ''}{passed}")
+        run.print(
+            f"resumed from {path}{', not compared with one process' if training else ''}{passed}"
+        )
         return index["step"]
 
     def __enter__(self):
@@ -117,10 +152,11 @@ class Saver:
         self.sigterm_received = True
 
     def after(self, step):
-        """Between two steps: give the checkpoint that is written by now its name, and begin the next if it is time. Returns
-        whether to stop, because a rank received SIGTERM.
+        """Between two steps: give the checkpoint that is written by now its name, and begin the
+        next if it is time. Returns whether to stop, because a rank received SIGTERM.
 
-        A checkpoint that can't be written does not end the run, unless it is the last: the disk may have room for the next."""
+        A checkpoint that can't be written does not end the run, unless it is the last: the disk may
+        have room for the next."""
         args = self.run.args
         if not self.writer:
             return False

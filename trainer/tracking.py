@@ -1,4 +1,5 @@
-"""What train.py writes while it runs: a log, a plot of the loss, Weights & Biases, MFU, traces of chosen steps."""
+"""What train.py writes while it runs: a log, a plot of the loss, Weights & Biases, MFU, traces of
+chosen steps."""
 
 import argparse
 import contextlib
@@ -20,10 +21,17 @@ def add_flags(parser):
     g = parser.add_argument_group("watching (see trainer/tracking.py)")
     why = "a JSON object a line, or a row of a FILE.csv: step, loss, grad_norm, lr, tokens_per_s, in full precision"
     g.add_argument("--log-to", metavar="FILE", help=why)
-    harness.plot_flag(g, "the loss over the steps, with --resume also those in --log-to; with --dry-run how it scales")
+    harness.plot_flag(
+        g,
+        "the loss over the steps, with --resume also those in --log-to; with --dry-run how it scales",
+    )
     why = "trace these steps with torch.profiler, all ranks: for ui.perfetto.dev"
     g.add_argument("--profile", type=span, metavar="A-B", help=why)
-    g.add_argument("--profile-to", metavar="FOLDER", help="where the traces go: one file a rank, and all.json with all of them")
+    g.add_argument(
+        "--profile-to",
+        metavar="FOLDER",
+        help="where the traces go: one file a rank, and all.json with all of them",
+    )
     g.add_argument("--wandb", metavar="PROJECT", help="log to this Weights & Biases project too")
 
 
@@ -40,15 +48,21 @@ def check(args):
     """Refuse what can't be written, and steps that don't come."""
     harness.check_plot(args)
     if bool(args.profile) != bool(args.profile_to):
-        raise Refused("--profile (which steps) and --profile-to (which folder) need each other: give both")
+        raise Refused(
+            "--profile (which steps) and --profile-to (which folder) need each other: give both"
+        )
     if args.profile and args.profile[1] > args.steps:
-        raise Refused(f"--profile goes to step {args.profile[1]}, beyond --steps {args.steps}: choose earlier ones")
+        raise Refused(
+            f"--profile goes to step {args.profile[1]}, beyond --steps {args.steps}: choose earlier ones"
+        )
     if args.profile:
         try:
             os.makedirs(args.profile_to, exist_ok=True)
             tempfile.TemporaryFile(dir=args.profile_to).close()
         except OSError as e:
-            raise Refused(f"--profile-to {args.profile_to} can't be written ({e.strerror}): give another folder") from e
+            raise Refused(
+                f"--profile-to {args.profile_to} can't be written ({e.strerror}): give another folder"
+            ) from e
     if args.wandb and os.environ.get("WANDB_MODE") not in ("offline", "disabled"):
         import wandb
 
@@ -57,7 +71,8 @@ def check(args):
 
 
 def mfu(run):
-    """A function of tokens/s that gives the part of the devices' peak that the model's own arithmetic uses, where known."""
+    """A function of tokens/s that gives the part of the devices' peak that the model's own
+    arithmetic uses, where known."""
     name = torch.cuda.get_device_name().lower() if run.device.type == "cuda" else ""
     peak = next((device.flops for key, device in DEVICES.items() if key in name), None)
     if peak is None or run.args.param_dtype != "bfloat16":
@@ -66,13 +81,16 @@ def mfu(run):
 
 
 def profiled(run, steps):
-    """The steps, with torch.profiler on during those of --profile. Each rank writes what it saw, under its rank as process
-    number; on one time axis, so that rank 0 can put all files that it finds into one. What is compared with one process after a
-    step is in it too: --prove 0 leaves that out."""
+    """The steps, with torch.profiler on during those of --profile. Each rank writes what it saw,
+    under its rank as process number; on one time axis, so that rank 0 can put all files that it
+    finds into one. What is compared with one process after a step is in it too: --prove 0 leaves
+    that out."""
     args = run.args
     first, last = args.profile or (0, 0)
     if args.profile and first <= run.first:
-        raise Refused(f"--profile begins with step {first}, and the run goes on with step {run.first + 1}: choose later ones")
+        raise Refused(
+            f"--profile begins with step {first}, and the run goes on with step {run.first + 1}: choose later ones"
+        )
     profiler = torch.profiler.profile()
     for step in steps:
         if step + 1 == first:
@@ -90,7 +108,11 @@ def write_trace(run, profiler):
     profiler.export_chrome_trace(path)
     with open(path) as f:
         trace = json.load(f)
-    events = [e for e in trace["traceEvents"] if type(e.get("pid")) is int and not e["name"].startswith("process_")]
+    events = [
+        e
+        for e in trace["traceEvents"]
+        if type(e.get("pid")) is int and not e["name"].startswith("process_")
+    ]
     for e in events:
         e["pid"] = rank
         if "id" in e:  # arrows from one event to another: of this rank
@@ -102,15 +124,19 @@ def write_trace(run, profiler):
     dist.barrier()
     if rank == 0:
         for other in range(1, run.world):
-            if os.path.exists(path := os.path.join(folder, f"rank{other}.json")):  # else it is on another machine
+            # Else it is on another machine
+            if os.path.exists(path := os.path.join(folder, f"rank{other}.json")):
                 with open(path) as f:
                     trace["traceEvents"] += json.load(f)["traceEvents"]
         with open(os.path.join(folder, "all.json"), "w") as f:
             json.dump(trace, f)
-        run.print(f"traces of steps {'-'.join(map(str, run.args.profile))}: {os.path.join(folder, 'all.json')}")
+        run.print(
+            f"traces of steps {'-'.join(map(str, run.args.profile))}: {os.path.join(folder, 'all.json')}"
+        )
 
 
-COLUMNS = ["step", "loss", "grad_norm", "lr", "tokens_per_s", "mfu", "val_loss"]  # of --log-to FILE.csv
+# Of --log-to FILE.csv
+COLUMNS = ["step", "loss", "grad_norm", "lr", "tokens_per_s", "mfu", "val_loss"]
 
 
 def read_log(path):
@@ -120,19 +146,28 @@ def read_log(path):
         for line in lines:
             with contextlib.suppress(ValueError):
                 if path.endswith(".csv"):
-                    yield {key: (int if key == "step" else float)(text) for key, text in line.items() if key and text}
+                    yield {
+                        key: (int if key == "step" else float)(text)
+                        for key, text in line.items()
+                        if key and text
+                    }
                 else:
                     yield json.loads(line)
 
 
 @contextlib.contextmanager
 def open_log(run):
-    """Gives a function that writes a dict to --log-to and --wandb, and at the end to --plot; on rank 0 only."""
+    """Gives a function that writes a dict to --log-to and --wandb, and at the end to --plot; on
+    rank 0 only."""
     args, places, rows = run.args, [], []
     with contextlib.ExitStack() as stack:
         if args.log_to and run.rank == 0:
             if run.first:
-                rows += [row for row in read_log(args.log_to) if row.get("step", run.first + 1) <= run.first]
+                rows += [
+                    row
+                    for row in read_log(args.log_to)
+                    if row.get("step", run.first + 1) <= run.first
+                ]
             file = stack.enter_context(open(args.log_to, "w", newline=""))
             if args.log_to.endswith(".csv"):
                 table = csv.DictWriter(file, COLUMNS, extrasaction="ignore")
