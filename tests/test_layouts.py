@@ -253,9 +253,9 @@ def zero_sums_twice():
 
 
 def norm_counts_copies():
-    def wrong(parameters, split=(), dealt=()):
+    def wrong(parameters, groups=()):
         total = sum(p.grad.double().square().sum() for p in parameters)
-        for group in (*split, *dealt):
+        for group in groups:
             dist.all_reduce(total, group=group)
         return total.sqrt()
 
@@ -264,7 +264,7 @@ def norm_counts_copies():
 
 def norm_is_local():
     right = harness.grad_norm
-    harness.grad_norm = lambda parameters, split=(), dealt=(): right(parameters)
+    harness.grad_norm = lambda parameters, groups=(): right(parameters)
 
 
 def one_bias_left_out():
@@ -317,7 +317,10 @@ def bias_on_every_rank():
 
 
 def no_f():
-    tensor_parallel.CopyToGroup.backward = staticmethod(lambda ctx, grad: (grad, None))
+    def wrong(ctx, grad):
+        return grad, *(None for _ in ctx.needs_input_grad[1:])
+
+    tensor_parallel.CopyToGroup.backward = staticmethod(wrong)
 
 
 def tied_gradients_never_meet():
@@ -328,8 +331,19 @@ def tied_gradients_never_meet():
 
 
 def all_shards_equal():
-    piece = tensor_parallel.piece
-    tensor_parallel.piece = lambda full, dim, index, count: piece(full, dim, 0, count)
+    """Every rank takes the first piece when the model is filled. The proof's own pieces are right."""
+
+    right = harness.run.take
+
+    def wrong(full, parameter):
+        cuts = harness.placement(parameter)["cuts"]
+        lookalike = torch.empty(parameter.shape, device="meta")
+        lookalike.placement = {
+            "cuts": {dim: (group, 0, size) for dim, (group, _, size) in cuts.items()}
+        }
+        return right(full, lookalike)
+
+    harness.run.take = wrong
 
 
 def loss_is_a_mean_of_means():
@@ -356,9 +370,9 @@ def nothing_recomputed():
 def recomputed_without_the_collectives():
     right = tensor_parallel.ReduceFromGroup.forward
 
-    def wrong(ctx, x, group):
-        # -1: not in backward
-        return x if torch._C._current_graph_task_id() != -1 else right(ctx, x, group)
+    def wrong(ctx, x, *rest):
+        in_backward = torch._C._current_graph_task_id() != -1
+        return x if in_backward else right(ctx, x, *rest)
 
     tensor_parallel.ReduceFromGroup.forward = staticmethod(wrong)
 
