@@ -96,7 +96,8 @@ def demo(run):
         share = mine.item() / alone * run.world
         text = f"activations at the peak, {args.memory} tokens, {kind}"
         say(
-            f"{text}: {mine.item() / 1e6:.0f} MB a rank, {share:.2f} of 1/N of one process's {alone / 1e6:.0f} MB"
+            f"{text}: {mine.item() / 1e6:.0f} MB a rank, {share:.2f} of 1/N of one process's "
+            f"{alone / 1e6:.0f} MB"
         )
         for block in model.blocks.values():
             block.attn.core = gpt.AttentionCore()

@@ -90,9 +90,13 @@ def demo(run):
     x = torch.randn(
         args.batch, 128, args.width, generator=torch.Generator().manual_seed(run.rank)
     ).requires_grad_()
-    what = f"{args.batch * 128} tokens a rank, width {args.width}, hidden {args.hidden}, 8 experts, top 2, float32"
+    what = (
+        f"{args.batch * 128} tokens a rank, width {args.width}, hidden {args.hidden}, 8 experts, "
+        "top 2, float32"
+    )
     say(
-        f"{what}; forward + backward, ms: median of {args.turns} turns; ratios: median (quartiles)\n"
+        f"{what}; forward + backward, ms: median of {args.turns} turns; ratios: median "
+        "(quartiles)\n"
     )
 
     say("experts as one grouped computation, each rank by itself")
@@ -115,7 +119,8 @@ def demo(run):
 
     for shared in (0, 1):
         say(
-            f"\n{run.world} ranks{', with a shared expert' if shared else ''}: all experts on every rank, or dealt out"
+            f"\n{run.world} ranks{', with a shared expert' if shared else ''}: all experts on "
+            "every rank, or dealt out"
         )
         whole = layer(args, shared)
         rivals = {"all experts here": whole}

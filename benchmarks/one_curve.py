@@ -16,7 +16,10 @@ import time
 import harness
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-MODEL = "--experts 4 --dtype float64 --batch 16 --microbatches 4 --prove 0 --sample 0 --quiet --device cpu"
+MODEL = (
+    "--experts 4 --dtype float64 --batch 16 --microbatches 4 --prove 0 --sample 0 --quiet --device "
+    "cpu"
+)
 LAYOUTS = [
     "",
     "--dp 4",

@@ -33,7 +33,10 @@ import train
 from trainer import devices, planner
 
 MIXED = "--dtype float32 --param-dtype bfloat16 --reduce-dtype float32"
-LLAMA = f"--preset llama3-405b --tp 8 --pp 16 --sp --gather-again --zero 1 --schedule interleaved --chunks 4 {MIXED}"
+LLAMA = (
+    "--preset llama3-405b --tp 8 --pp 16 --sp --gather-again --zero 1 --schedule interleaved "
+    f"--chunks 4 {MIXED}"
+)
 LONG = "--context 131072 --cp 16 --cp-kind gather"
 A100 = "--gpu a100 --intra 300GB/s --inter 25GB/s"
 # Billions of parameters: heads, width, layers, tp, pp, GPUs, batch, TFLOP/s a GPU
@@ -84,8 +87,14 @@ def llama():
 def megatron():
     for name, (heads, width, layers, tp, pp, gpus, batch, theirs) in MEGATRON.items():
         dp = gpus // tp // pp
-        sizes = f"--preset gpt2 --heads {heads} --width {width} --layers {layers} --context 2048 --vocab 51200"
-        flags = f"{sizes} {A100} --dp {dp} --tp {tp} --pp {pp} --batch {batch} --microbatches {batch // dp} {MIXED}"
+        sizes = (
+            f"--preset gpt2 --heads {heads} --width {width} --layers {layers} --context 2048 "
+            "--vocab 51200"
+        )
+        flags = (
+            f"{sizes} {A100} --dp {dp} --tp {tp} --pp {pp} --batch {batch} --microbatches "
+            f"{batch // dp} {MIXED}"
+        )
         *_, step, _ = estimate(flags + " --sp" * (tp > 1) + " --recompute block")
         flops = (
             96
@@ -105,7 +114,10 @@ def megatron():
 
 def torchtitan():
     for gpus, theirs, memory in ((8, 5762, 82.4), (128, 5605, 67.0)):
-        flags = f"--preset llama3-8b --dp {gpus} --zero 3 --batch {2 * gpus} --microbatches 1 --recompute selective {MIXED}"
+        flags = (
+            f"--preset llama3-8b --dp {gpus} --zero 3 --batch {2 * gpus} --microbatches 1 "
+            f"--recompute selective {MIXED}"
+        )
         args, config, step, [rank] = estimate(f"{flags} --gpu x=96GB,989TFLOP/s,2.4TB/s")
         yield (
             f"TorchTitan 8B, {gpus} GPUs",

@@ -83,13 +83,17 @@ def main():
     )
     args = p.parse_args()
     print(
-        "| | sent a step | held, beside one process | error | tokens/s beside PyTorch's | memory |\n|---|---|---|---|---|---|"
+        "| | sent a step | held, beside one process | error | tokens/s beside PyTorch's | memory "
+        "|\n|---|---|---|---|---|---|"
     )
     for command, pair in ROWS:
         one, four = receipt(command, 1), receipt(command, 4)
         sent = sum(row["wire_bytes"] for row in four["sent"]) / 1e6
         speed, memory = beside(pair, args.turns) if pair else ("", "")
-        figures = f"{sent:.2f} MB | {held(four) / 1e6:.1f} of {held(one) / 1e6:.1f} MB, {held(four) / held(one):.2f}"
+        figures = (
+            f"{sent:.2f} MB | {held(four) / 1e6:.1f} of {held(one) / 1e6:.1f} MB, "
+            f"{held(four) / held(one):.2f}"
+        )
         print(
             f"| `{command}` | {figures} | {four['max_error']['grad']:.0e} | {speed} | {memory} |",
             flush=True,

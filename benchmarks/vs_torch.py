@@ -472,7 +472,8 @@ def compare(run, name, pair):
     )
     memory = f"{statistics.median(ratios):.2f} ({min(ratios):.2f} .. {max(ratios):.2f})"
     return (
-        f"{line} {most[0]:8.1f}{most[1]:9.1f}   {memory:20s}{differences[0]:7.0e}{differences[1]:7.0e}",
+        f"{line} {most[0]:8.1f}{most[1]:9.1f}   "
+        f"{memory:20s}{differences[0]:7.0e}{differences[1]:7.0e}",
         True,
     )
 
@@ -482,7 +483,8 @@ def demo(run):
     warnings.simplefilter("ignore")
     say = functools.partial(print, flush=True) if run.rank == 0 else lambda *_: None
     say(
-        f"\n{run.world} ranks, {dist.get_backend()}, {'bfloat16, gpt2' if cuda else 'float32, tiny'}, AdamW"
+        f"\n{run.world} ranks, {dist.get_backend()}, "
+        f"{'bfloat16, gpt2' if cuda else 'float32, tiny'}, AdamW"
     )
     say(f"{'':46s}{'tokens/s':>18s}{'':26s}{'peak MB':>15s}")
     say(f"{benchmarks.HEAD:82s}{'ours':>9s}{'theirs':>9s}   {'ratio':20s}   sgd  adamw")
@@ -502,7 +504,10 @@ def one_gpu():
     Returns an exit code."""
     root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
     with tempfile.NamedTemporaryFile("r") as log:
-        flags = "--preset gpt2 --param-dtype bfloat16 --compile --batch 16 --steps 100 --sample 0 --quiet --nproc 1"
+        flags = (
+            "--preset gpt2 --param-dtype bfloat16 --compile --batch 16 --steps 100 --sample 0 "
+            "--quiet --nproc 1"
+        )
         code = subprocess.call(
             [sys.executable, "train.py", *flags.split(), "--log-to", log.name], cwd=root
         )
@@ -524,10 +529,12 @@ def one_gpu():
         middle * gpt.configure("gpt2").flops_per_token(),
     )
     print(
-        f"\none {torch.cuda.get_device_name()}: gpt2, 124M, bfloat16, compiled, 16 sequences of 1024 tokens a step"
+        f"\none {torch.cuda.get_device_name()}: gpt2, 124M, bfloat16, compiled, 16 sequences of "
+        "1024 tokens a step"
     )
     print(
-        f"{middle:,.0f} ({low:,.0f} .. {high:,.0f}) tokens/s, {used / 1e12:.0f} TFLOP/s of the model's own arithmetic"
+        f"{middle:,.0f} ({low:,.0f} .. {high:,.0f}) tokens/s, {used / 1e12:.0f} TFLOP/s of the "
+        "model's own arithmetic"
     )
     print(f"{used / matrix:.1%} of the {matrix / 1e12:.0f} TFLOP/s of 8192 x 8192 matrices", end="")
     name = torch.cuda.get_device_name().lower()
@@ -557,7 +564,8 @@ def main():
     gpus, codes = torch.cuda.device_count(), []
     if args.device == "cuda" and gpus < (args.nproc or 1):
         raise harness.Refused(
-            f"--device cuda needs {args.nproc or 1} GPUs and there are {gpus} here: use --device cpu"
+            f"--device cuda needs {args.nproc or 1} GPUs and there are {gpus} here: use --device "
+            "cpu"
         )
     devices = [args.device] if args.device else ["cpu", "cuda"] if gpus else ["cpu"]
     for device in devices:

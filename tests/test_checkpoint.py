@@ -359,7 +359,10 @@ def test_flags_are_refused_before_the_start(text, tmp_path, saved):
 
 def test_from_the_command_line(text, tmp_path):
     def command(flags):
-        base = f"--layers 2 --width 32 --context 16 --batch 4 --sample 0 --lr 0.01 --min-lr 0.01 --warmup 0 --data {text}"
+        base = (
+            "--layers 2 --width 32 --context 16 --batch 4 --sample 0 --lr 0.01 --min-lr 0.01 "
+            f"--warmup 0 --data {text}"
+        )
         flags = f"{base} --dtype float64 --eval-every 0 --eval-batches 1 {flags}".split()
         log = tmp_path / "log"
         done = Script(tmp_path, "train", [*flags, "--log-to", str(log)])

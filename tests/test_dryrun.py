@@ -10,7 +10,10 @@ import harness
 import train
 from trainer import devices, dryrun, planner
 
-BASE = "--layers 4 --width 32 --heads 4 --context 16 --batch 12 --steps 2 --prove 0 --sample 0 --eval-every 0 --eval-batches 1"
+BASE = (
+    "--layers 4 --width 32 --heads 4 --context 16 --batch 12 --steps 2 --prove 0 --sample 0 "
+    "--eval-every 0 --eval-batches 1"
+)
 BASE += " --quiet --backend gloo"
 MIXTURE = "--experts 5 --family llama --kv-heads 2 --balance-loss 0.1 --shared 1"
 LAYOUTS = [
@@ -65,7 +68,10 @@ def test_equals_a_real_run(ranks, text, flags):
 
 def test_16384_ranks():
     """Layers of Llama 3 405B, on as many ranks: what is sent and held is what the formulas say."""
-    flags = "--preset llama3-405b --layers 16 --dp 64 --cp 2 --tp 8 --pp 16 --sp --zero 1 --batch 128 --microbatches 2"
+    flags = (
+        "--preset llama3-405b --layers 16 --dp 64 --cp 2 --tp 8 --pp 16 --sp --zero 1 --batch 128 "
+        "--microbatches 2"
+    )
     args = arguments(
         f"{flags} --param-dtype bfloat16 --reduce-dtype float32 --prove 0 --backend nccl", base=""
     )
@@ -121,7 +127,8 @@ def test_estimate(flags):
     """Its parts add up; two micro-batches give the times of all; a faster network helps, and a
     bubble is the schedule's."""
     args = arguments(
-        f"--preset llama3-8b --layers 4 --batch 16 --microbatches 8 {flags} --prove 0 --backend nccl",
+        f"--preset llama3-8b --layers 4 --batch 16 --microbatches 8 {flags} --prove 0 --backend "
+        "nccl",
         base="",
     )
     config = harness.configure(args)
@@ -174,7 +181,10 @@ def test_refuses(flags, hint):
 
 
 def test_plan(capsys):
-    flags = "--plan --gpus 16 --preset llama3-8b --layers 8 --batch 32 --dtype float32 --param-dtype bfloat16"
+    flags = (
+        "--plan --gpus 16 --preset llama3-8b --layers 8 --batch 32 --dtype float32 --param-dtype "
+        "bfloat16"
+    )
     planner.main(train.flags().parse_args(flags.split()), train.prepare, train.train)
     rows = [line.split() for line in capsys.readouterr().out.splitlines() if " GB   " in line]
     times = [float(row[1]) for row in rows]

@@ -23,7 +23,10 @@ import pipeline
 import train
 from harness import formulas
 
-SMALL = "--layers 3 --heads 2 --width 16 --context 16 --batch 12 --microbatches 2 --dtype float64 --sample 0 --eval-every 0"
+SMALL = (
+    "--layers 3 --heads 2 --width 16 --context 16 --batch 12 --microbatches 2 --dtype float64 "
+    "--sample 0 --eval-every 0"
+)
 # The curve must not depend on --steps
 SMALL = f"{SMALL} --lr 3e-3 --warmup 0 --min-lr 3e-3 --prove 0".split()
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="finds the ranks in /proc")

@@ -18,7 +18,10 @@ import zero
 from harness import data
 
 # 5 layers do not divide by 2, 3 or 4 stages; 257 tokens not by 2 or 4; a clip of 0.1 always binds
-BASE = "--layers 5 --heads 4 --width 32 --context 16 --batch 12 --steps 3 --dtype float64 --grad-clip 0.1 --lr 0.01"
+BASE = (
+    "--layers 5 --heads 4 --width 32 --context 16 --batch 12 --steps 3 --dtype float64 --grad-clip "
+    "0.1 --lr 0.01"
+)
 BASE += " --min-lr 0.01 --warmup 0 --sample 0 --eval-batches 1 --quiet --seed 3"
 VARIANTS = {
     "gpt2": "",
@@ -178,7 +181,10 @@ def test_recomputation_shrinks_the_peak(ranks, text, variant):
     """One long sequence through 8 blocks, so that head and embedding are little beside them."""
     peaks = []
     for kind in ("none", "selective", "block"):
-        flags = f"{VARIANTS[variant]} --tp 2 --sp --layers 8 --context 128 --batch 1 --dtype float32 --recompute {kind}"
+        flags = (
+            f"{VARIANTS[variant]} --tp 2 --sp --layers 8 --context 128 --batch 1 --dtype float32 "
+            f"--recompute {kind}"
+        )
         [(code, receipt), _] = ranks(2, run_layout, arguments(text, flags))
         assert code == 0
         held = receipt["held"]["activations_peak"]

@@ -92,9 +92,15 @@ def test_reads_and_writes_what_transformers_does(folders, tmp_path, name):
 def test_any_layout_starts_from_it_and_exports(ranks, folders, text, tmp_path, name, layout):
     """Two steps equal to one process that starts there too; then what is exported is the model
     after them."""
-    flags = f"{layout} --context 16 --batch 12 --steps 2 --init-from {folders[name]} --export {tmp_path}/out"
+    flags = (
+        f"{layout} --context 16 --batch 12 --steps 2 --init-from {folders[name]} --export "
+        f"{tmp_path}/out"
+    )
     flags += " --layers 4 --heads 4 --width 32"
-    quiet = "--dtype float64 --sample 0 --eval-batches 1 --quiet --optimizer sgd --lr 0.1 --min-lr 0.1 --warmup 0"
+    quiet = (
+        "--dtype float64 --sample 0 --eval-batches 1 --quiet --optimizer sgd --lr 0.1 --min-lr 0.1 "
+        "--warmup 0"
+    )
     args = train.flags().parse_args(f"{flags} {quiet} --data {text}".split())
     args, _ = train.prepare(args)
 
@@ -229,7 +235,10 @@ def smollm2(tmp_path_factory):
 )
 def test_a_trained_model_knows_the_capital_of_france(ranks, text, smollm2, layout):
     folder, tokenizer = smollm2
-    flags = f"{layout} --init-from {folder} --context 16 --batch 4 --steps 1 --lr 0 --weight-decay 0 --prove 0 --data {text}"
+    flags = (
+        f"{layout} --init-from {folder} --context 16 --batch 4 --steps 1 --lr 0 --weight-decay 0 "
+        f"--prove 0 --data {text}"
+    )
     args = train.flags().parse_args(
         [*flags.split(), "--sample", "1", "--temperature", "0", "--eval-batches", "1"]
     )

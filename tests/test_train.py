@@ -51,7 +51,10 @@ def test_profile_is_refused(text, flags):
 def test_log_and_plot_go_on_after_a_resume(ranks, text, tmp_path, kind):
     pytest.importorskip("matplotlib")
     log, picture = tmp_path / f"log.{kind}", tmp_path / "loss"
-    flags = f"--out {tmp_path / 'out'} --log-to {log} --plot {picture} --eval-every 2 --lr 0.01 --min-lr 0.01"
+    flags = (
+        f"--out {tmp_path / 'out'} --log-to {log} --plot {picture} --eval-every 2 --lr 0.01 "
+        "--min-lr 0.01"
+    )
     first = run(ranks, text, f"--steps 3 {flags}")["steps"]
     rows = list(tracking.read_log(str(log)))
     assert [row for row in rows if "loss" in row] == first  # in full precision

@@ -1,43 +1,43 @@
-"""Checkpoints that any layout writes and any other reads: each rank writes and reads only its own
-part.
+"""Checkpoints that any layout writes and any other layout reads. Each rank writes and reads its part.
 
-A checkpoint is a folder. What is in it goes by the parameters' full names and by their place in the
-*whole* parameter, never by rank, so a run may go on with other numbers of ranks, stages, shards or
+A checkpoint is a folder. Its contents go by the parameters' full names and by the place in the
+whole parameter, never by rank. So a run may go on with other numbers of ranks, stages, shards or
 experts a rank, with or without ZeRO:
 
-    OUT/step-00000200/index.json                     what was trained, how far; each tensor's shape and pieces
-                      rank00000-000.safetensors      pieces of weights and optimizer states that this rank holds, and that
-                      rank00001-000.safetensors      of several holders of the same it is the one to write
-    OUT/step-00000400.tmp/                           one that is being written, or whose writer died
+    OUT/step-00000200/index.json                 what was trained, how far, and where each piece is
+                      rank00000-000.safetensors  this rank's pieces of weights and optimizer states
+                      rank00001-000.safetensors  of several ranks with the same piece, one writes it
+    OUT/step-00000400.tmp/                       one that is being written, or whose writer died
 
-Every piece is a box of the whole, a start and a size for each dimension. Tensor parallelism's piece
-is one (without its zero padding), so are experts; what ZeRO's flat shard has of a matrix, a row's
-end, some rows and a row's beginning, are three:
+Every piece is a box of the whole: a start and a size for each dimension. A piece of tensor
+parallelism, without its zero padding, is one box; so is a rank's part of the experts. What ZeRO's
+flat shard holds of a matrix is up to three boxes: the end of a row, whole rows, the start of a row.
 
-    . . . . . . . .         A rank that reads wants boxes too, others. It cuts each with those in the index, and reads these
-    . . . a a a a a         parts alone: no rank ever has more than its own pieces. A tied matrix, copies for data or context
-    b b b b b b b b         parallelism, the stages of a V: the same name, so the same content, written once.
-    b b b b b b b b
-    c c . . . . . .
+    . . . . . . . .     A rank that reads wants other boxes. It intersects each of them with the
+    . . . a a a a a     boxes in the index, and reads the intersections alone. So no rank ever holds
+    b b b b b b b b     more than its own pieces. A tied matrix, the copies of data and context
+    b b b b b b b b     parallelism and both stages of a V have the same name: they are written
+    c c . . . . . .     once.
 
-Optimizer states lie as their parameter does, or are one number ("step"). Of mixed precision the
-master weights are saved. Learning rate and batch are functions of the step: given its number a run
-goes on as if it had never stopped, to rounding.
+Optimizer states lie where their parameter lies, or are one number ("step"). With mixed precision
+the master weights are saved. Learning rate and batch are functions of the step, so a run goes on
+from its step's number as if it had never stopped, to rounding.
 
-Never half a checkpoint: the ranks write into a folder with another name and fsync; when all say
-that they succeeded, rank 0 adds the index and renames the folder. A rename is atomic: after a crash
-there is the whole of it or nothing. The index has every file's size and crc32, so a truncated file
-or a flipped bit is seen, and the checkpoint before taken. All is plain data, JSON and safetensors:
-nothing is unpickled, and memory is taken for what the model needs, whatever a file claims.
+A checkpoint is whole or absent. The ranks write into a folder with another name and fsync it. When
+all ranks have succeeded, rank 0 adds the index and renames the folder, which is atomic. The index
+has every file's size and crc32: a truncated file or a flipped bit is seen, and the checkpoint
+before it is taken. The files are JSON and safetensors: nothing is unpickled, and memory is taken
+for what the model needs, whatever a file claims.
 
-Training waits only for a copy to the host's memory: a thread writes. Collectives stay in the main
-thread, between two steps.
+Training waits only for a copy to the host's memory. A thread writes the copy to disk. Collectives
+stay in the main thread, between two steps.
 
-What it costs: a copy of the rank's part in the host's memory while it is written; (1 + states) P e
-bytes on disk, whatever the layout; and reading all of it once for its checksum, shared out over the
-ranks. The folder must be one that all ranks see.
+Cost: a copy of the rank's part in the host's memory while it is written; (1 + states) P e bytes on
+disk in every layout; reading all of it once for the checksums, split over the ranks. All ranks must
+see the folder.
 
-    python train.py --dp 2 --tp 2 --out runs/a --save-every 50          python train.py --pp 4 --out runs/a --resume
+    python train.py --dp 2 --tp 2 --out runs/a --save-every 50
+    python train.py --pp 4 --out runs/a --resume
 """
 
 import json
@@ -499,7 +499,8 @@ def load(path, index, pieces):
         if there is None or tuple(there["shape"]) != tuple(shape):
             problem = (
                 problem
-                or f"{name}, {kind}, is {there['shape'] if there else 'missing'} there and {list(shape)} here"
+                or f"{name}, {kind}, is {there['shape'] if there else 'missing'} there and "
+                f"{list(shape)} here"
             )
             continue
         filled = 0

@@ -1,44 +1,37 @@
-"""Dry run: what a training run of any size would hold, send and take, from the training code
-itself, on one process.
+"""Dry run: what a run of any size would hold, send and take, from the training code itself.
 
-`train` of train.py runs unchanged, as chosen ranks of a job of any size, on fake tensors and a fake
-process group: there are shapes, dtypes and storages, but no memory, no network and no values. The
-ledger that makes a real run's receipt counts here too, so bytes held and sent are those of a real
-run; tests hold eleven layouts against real ones, to the byte.
+`train` of train.py runs unchanged on one process, as chosen ranks of a job of any size, on fake
+tensors and a fake process group. There are shapes, dtypes and storages, but no memory, no network
+and no values. The ledger that makes a real run's receipt counts here too, so bytes held and sent
+are those of a real run. Tests hold eleven layouts against real runs, to the byte.
 
-    run.groups(...)    from here on tensors are fake (FakeTensorMode); the groups were made for real, by a fake backend
-    a value is read    .item() gives 1; experts' all-to-alls get sizes instead, as if routing were even
-    each operation     the ledger counts bytes; the meter counts FLOPs, and seconds of a device and of links as described
-    pipeline.play      notes when each action began and ended, by the meter's clock
+    run.groups(...)   before the weights are filled, groups are made by a fake backend
+    run.fill(...)     from here on tensors are fake (FakeTensorMode)
+    .item()           returns 1; the experts' all-to-alls get sizes as if routing were even
+    an operation      the ledger counts its bytes; the meter counts its FLOPs and its seconds
+    an action         of the pipeline: the meter's clock says when it began and ended
 
-Time of an operation: max(FLOPs / peak, bytes in and out / memory bandwidth); of a collective on n
-ranks: alpha log2 n + beta times what a ring algorithm sends, on the slowest link between its ranks.
-An action takes max(its computing, its asynchronous messages) + the messages that it waits for: what
-the code starts with async_op overlaps with the action that starts it, no more. (So does a ring's
-next block of keys.) The simulator plays the schedule with these times, on all stages; then comes
-what follows the last action: gradients still on their way, the norm, the optimizer, ZeRO's new
-weights.
+An operation takes the longer of FLOPs / peak and bytes in and out / memory bandwidth. A collective
+on n ranks takes alpha log2 n + beta times what a ring algorithm sends, on the slowest link between
+its ranks (Hockney 1994). Messages that the code starts with async_op overlap with the action that
+starts them, and with nothing else; so does a ring's next block of keys. An action takes the longer
+of its computing and these messages, plus the messages that it waits for. The simulator plays the
+schedule with these times, on all stages. Then comes what follows the last action: gradients that
+are still on their way, the norm, the optimizer, ZeRO's new weights.
 
 One constant makes these rates real: EFFICIENCY, the part of a data sheet's figure that large
-operations reach. It is the same for all devices, operations and links, and fitted to nothing here.
-Operations are taken as the code launches them: none fused. Not in it: the time to launch a kernel,
-allocators' waste, buffers of nccl, the CUDA context; stragglers, failures, power; kernels that
-differ by device (attention is the CPU's: alike in what it keeps, with grouped keys as they are).
+operations reach. It is the same for all devices, operations and links, and fitted to no run.
+Operations are taken as the code launches them, none fused. Left out: the time to launch a kernel,
+the allocator's waste, nccl's buffers, the CUDA context, stragglers, failures, and kernels that
+differ by device (attention is the CPU's kernel, which keeps the same tensors).
 
-MFU counts model FLOPs as PaLM does (6 N_matmul + 12 L T C a token, no discount for causality;
-nothing for recomputation); the FLOPs of a stage are those of its operations, a causal attention's
-as half.
+MFU counts model FLOPs as PaLM does: 6 N_matmul + 12 L T C a token, without a discount for causality
+and nothing for recomputation (arXiv:2204.02311, appendix B). The FLOPs of a stage are those of its
+operations, with half of a causal attention's.
 
-    python train.py --preset llama3-405b --dp 64 --cp 2 --tp 8 --pp 16 --zero 1 --sp --gather-again
-    --param-dtype bfloat16 \\
-        --batch 1024 --microbatches 16 --dry-run
-    python train.py --preset llama3-70b --gpus 512 --batch 512 --param-dtype bfloat16 --plan python
-    train.py --preset llama3-70b --tp 8 --sp --zero 1 --batch 8 --microbatches 8 --param-dtype
-    bfloat16 --dry-run \\
-        --plot docs/scaling
-    python -m benchmarks.published                                                beside what others measured
-
-Llama 3, arXiv:2407.21783; PaLM, arXiv:2204.02311, appendix B; Hockney 1994 (alpha, beta).
+    python train.py --preset llama3-8b --dp 2 --tp 4 --zero 1 --batch 16 --dry-run
+    python train.py --preset llama3-70b --gpus 512 --batch 512 --param-dtype bfloat16 --plan
+    python -m benchmarks.published      estimates beside what others measured
 """
 
 import contextlib

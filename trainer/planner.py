@@ -29,7 +29,8 @@ def chosen(args):
         ranks = [-1]
     if not all(0 <= rank < args.pp * each for rank in ranks):
         raise Refused(
-            f"--ranks {some}: give first, middle, last, all, or numbers below {args.pp * each}, with commas between"
+            f"--ranks {some}: give first, middle, last, all, or numbers below {args.pp * each}, "
+            "with commas between"
         )
     return sorted(set(ranks))
 
@@ -39,11 +40,20 @@ def chosen(args):
 
 def add_flags(parser):
     g = parser.add_argument_group("without running (see trainer/dryrun.py)")
-    why = "play one step of some ranks without memory or network: what they hold, send and, on a described cluster, take"
+    why = (
+        "play one step of some ranks without memory or network: what they hold, send and, on a "
+        "described cluster, take"
+    )
     g.add_argument("--dry-run", action="store_true", help=why)
-    why = "which: numbers, or first, middle, last, all of the stages (default: all, of more than 4 first,middle,last)"
+    why = (
+        "which: numbers, or first, middle, last, all of the stages (default: all, of more than 4 "
+        "first,middle,last)"
+    )
     g.add_argument("--ranks", metavar="LIST", help=why)
-    why = "h100, h200, a100, b200, or NAME=80GB,989TFLOP/s,3.35TB/s: memory, dense bf16 rate, memory bandwidth (default: h100)"
+    why = (
+        "h100, h200, a100, b200, or NAME=80GB,989TFLOP/s,3.35TB/s: memory, dense bf16 rate, memory "
+        "bandwidth (default: h100)"
+    )
     g.add_argument("--gpu", metavar="NAME", help=why)
     g.add_argument("--nodes-of", **harness.POSITIVE, help="devices in a node (default: 8)")
     speed = harness.quantity(harness.SPEED, "50GB/s")
@@ -60,7 +70,10 @@ def add_flags(parser):
     g.add_argument(
         "--gpus", **harness.POSITIVE, help="devices for --plan (default: those of the layout)"
     )
-    why = "search the layouts that fit, choosing --dp to --recompute itself, and say why each loses to the best"
+    why = (
+        "search the layouts that fit, choosing --dp to --recompute itself, and say why each loses "
+        "to the best"
+    )
     g.add_argument("--plan", action="store_true", help=why)
 
 
@@ -71,7 +84,8 @@ def check(args):
     for name in ("tokens", "ranks", "gpu", "nodes_of", "intra", "inter"):
         if getattr(args, name) is not None and not (args.dry_run or args.plan):
             raise Refused(
-                f"--{name.replace('_', '-')} means nothing without --dry-run: add that, or leave it out"
+                f"--{name.replace('_', '-')} means nothing without --dry-run: add that, or leave "
+                "it out"
             )
 
 
@@ -191,10 +205,12 @@ def report(args, config, cluster, played, step):
         ("parameters", "gradients", "optimizer", "gathered", "activations_peak"),
     )
     print(
-        f"dry run: {config.parameters():,} parameters, {layout(args)}, {args.microbatches} micro-batches: {world:,} ranks"
+        f"dry run: {config.parameters():,} parameters, {layout(args)}, {args.microbatches} "
+        f"micro-batches: {world:,} ranks"
     )
     print(
-        f"weights in {args.param_dtype}, gradients summed in {args.reduce_dtype}, optimizer in {args.dtype}\n"
+        f"weights in {args.param_dtype}, gradients summed in {args.reduce_dtype}, optimizer in "
+        f"{args.dtype}\n"
     )
     heads = ("weights", "gradients", "optimizer", "gathered", "activations", "at the peak", "FLOPs")
     print(
@@ -223,7 +239,10 @@ def report(args, config, cluster, played, step):
                 f"  {f'{op} in {group}':<30s}"
                 + "".join(f"{f'{human(wire)} ({calls})':>22s}" for calls, _, wire in rows)
             )
-    links = f"nodes of {cluster.node}, {cluster.intra / 1e9:g} GB/s inside, {cluster.inter / 1e9:g} GB/s between"
+    links = (
+        f"nodes of {cluster.node}, {cluster.intra / 1e9:g} GB/s inside, {cluster.inter / 1e9:g} "
+        "GB/s between"
+    )
     print(f"\n  a step on {device}, {links}, all at {EFFICIENCY:.0%}")
     for name, seconds in step.parts.items():
         print(f"    {name:<30s}{seconds:10.4g} s{seconds / step.seconds:8.1%}")
@@ -423,10 +442,12 @@ def plan(args, cluster, prepare, train):
     )
     if not fitting:
         raise Refused(
-            f"none of {len(tried)} layouts on {gpus} devices fits {cluster.device.memory / 1e9:g} GB: give more --gpus"
+            f"none of {len(tried)} layouts on {gpus} devices fits {cluster.device.memory / 1e9:g} "
+            "GB: give more --gpus"
         )
     print(
-        f"{len(tried)} layouts of {gpus:,} devices, of which {len(fitting)} may fit; by formulas, without some memory:\n"
+        f"{len(tried)} layouts of {gpus:,} devices, of which {len(fitting)} may fit; by formulas, "
+        "without some memory:\n"
     )
     best = fitting[0]
     for i, (seconds, parts, held, one) in enumerate(fitting[:10]):
@@ -460,7 +481,8 @@ def plan(args, cluster, prepare, train):
             return
         left_out = min(left_out or math.inf, held - formula)
     print(
-        "  none of these fits when played, which counts what the formulas leave out: lower --batch, or give more --gpus"
+        "  none of these fits when played, which counts what the formulas leave out: lower "
+        "--batch, or give more --gpus"
     )
 
 

@@ -1,23 +1,23 @@
-"""Real weights in and out: Hugging Face folders of GPT-2, Llama and Mixtral models, one parameter
-at a time.
+"""Real weights in and out: Hugging Face folders of GPT-2, Llama and Mixtral models.
 
 A folder holds config.json and the weights: model.safetensors, or several files and
-model.safetensors.index.json, which says what is where. `Folder` reads it; asked for a parameter by
-our name, it gives the whole of it, made from what theirs are:
+model.safetensors.index.json, which says what is where. `Folder` reads it. Asked for a parameter by
+our name, it returns the whole parameter, made from the folder's tensors:
 
-    ours                       Llama, Mixtral                                GPT-2 (Conv1D: stored (in, out))
-    attn.qkv (q..q k v | ...)  q_proj, k_proj, v_proj: rows by kv-head       c_attn: columns q | k | v, each by head
-    mlp.gate, up, down         gate_proj, up_proj, down_proj                 -, c_fc, c_proj
-    mlp.experts.gate, up, down block_sparse_moe.experts.N.w1, w3, w2, or     -
-    (E, out, in)               mlp.experts.gate_up_proj, down_proj, stacked
-    head.out                   lm_head, or the embedding if they are tied    the embedding
+    ours                        Llama, Mixtral                           GPT-2 (stored (in, out))
+    attn.qkv (q..q k v | ...)   q_proj, k_proj, v_proj                   c_attn, columns q | k | v
+    mlp.gate, up, down          gate_proj, up_proj, down_proj            -, c_fc, c_proj
+    mlp.experts.gate, up, down  block_sparse_moe.experts.N.w1, w3, w2,   -
+    (E, out, in)                or mlp.experts.gate_up_proj, down_proj
+    head.out                    lm_head, or the embedding if tied        the embedding
 
-model.fill calls it in place of drawing random numbers, so every layout is filled as ever: each rank
-takes its piece of one whole parameter, and forgets the rest. `write` goes the other way, from
-(name, whole tensor) pairs to a folder that transformers loads. Nothing is unpickled; sizes in a
+The model's filling calls it in the place of random numbers, so every layout is filled as ever: each
+rank takes its piece of one whole parameter and drops the rest. `write` goes the other way, from
+(name, whole tensor) pairs to a folder that transformers loads. Nothing is unpickled. Sizes in a
 file's header are compared with what the model needs before memory is taken.
 
-    python train.py --init-from FOLDER --tokenizer gpt2 --context 256        python train.py --export FOLDER
+    python train.py --init-from FOLDER --tokenizer gpt2 --context 256
+    python train.py --export FOLDER
 """
 
 import json
@@ -123,7 +123,8 @@ def read_config(folder):
         theirs = json.loads(path.read_text())
     except OSError as e:
         raise ValueError(
-            f"{path} can't be read ({e.strerror}): give a folder with config.json and safetensors files"
+            f"{path} can't be read ({e.strerror}): give a folder with config.json and safetensors "
+            "files"
         ) from e
     except ValueError as e:
         raise ValueError(f"{path} is no JSON: fetch it again") from e
@@ -165,7 +166,8 @@ def of_llama(theirs):
     rope = theirs.get("rope_parameters") or theirs.get("rope_scaling") or {}
     if rope.get("rope_type", rope.get("type", "default")) != "default":
         raise ValueError(
-            f"rotary positions of type {rope.get('rope_type', rope.get('type'))!r}: only the plain ones are known here"
+            f"rotary positions of type {rope.get('rope_type', rope.get('type'))!r}: only the "
+            "plain ones are known here"
         )
     if (
         theirs.get("hidden_act", "silu") != "silu"
@@ -185,7 +187,8 @@ def of_llama(theirs):
     ours = {name: theirs[there] for name, there in names.items()}
     if theirs.get("head_dim") not in (None, ours["width"] // ours["heads"]):
         raise ValueError(
-            f"heads of {theirs['head_dim']}, not {ours['width']} / {ours['heads']}, are not known here"
+            f"heads of {theirs['head_dim']}, not {ours['width']} / {ours['heads']}, are not known "
+            "here"
         )
     if theirs.get("sliding_window"):
         raise ValueError("attention in a sliding window is not known here")
@@ -243,7 +246,8 @@ def write_config(config):
         if config.experts:
             if config.shared or config.scores != "softmax" or not config.renormalize:
                 raise ValueError(
-                    "shared experts, sigmoid scores and weights that do not sum to 1 are not Mixtral's"
+                    "shared experts, sigmoid scores and weights that do not sum to 1 are not "
+                    "Mixtral's"
                 )
             ours |= dict(
                 num_local_experts=config.experts,
@@ -253,7 +257,8 @@ def write_config(config):
             ours |= dict(model_type="mixtral", architectures=["MixtralForCausalLM"])
     else:
         raise ValueError(
-            "this model is of no family that transformers knows: take --family gpt2 or llama as they are"
+            "this model is of no family that transformers knows: take --family gpt2 or llama as "
+            "they are"
         )
     return ours | dict(vocab_size=config.vocab, tie_word_embeddings=config.tied)
 
@@ -423,7 +428,8 @@ class Folder:
             every = get(there[0])
             if len(every) < shape[0] or every.shape[1:] != shape[1:]:
                 raise ValueError(
-                    f"{self.folder} knows {len(every)} positions, not {shape[0]}: use a shorter --context"
+                    f"{self.folder} knows {len(every)} positions, not {shape[0]}: use a shorter "
+                    "--context"
                 )
             return wide(every[: shape[0]])
         with torch.device("meta"):

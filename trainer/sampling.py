@@ -12,7 +12,10 @@ def add_flags(parser):
     g.add_argument(
         "--sample", **harness.NATURAL, default=200, help="tokens to generate at the end; 0 = none"
     )
-    why = "train nothing: a sample of the newest whole checkpoint in --out, or of --init-from, whatever layout wrote it"
+    why = (
+        "train nothing: a sample of the newest whole checkpoint in --out, or of --init-from, "
+        "whatever layout wrote it"
+    )
     g.add_argument("--only-sample", action="store_true", help=why)
     g.add_argument("--prompt", default="\n", help="what the sample starts with")
     why = "of the sample: lower is safer, higher more varied"
@@ -22,7 +25,8 @@ def add_flags(parser):
 def check(args):
     if args.only_sample and not (args.sample and (args.out or args.init_from)):
         raise Refused(
-            "--only-sample needs weights, from --out with a checkpoint or from --init-from, and a --sample above 0"
+            "--only-sample needs weights, from --out with a checkpoint or from --init-from, and a "
+            "--sample above 0"
         )
 
 

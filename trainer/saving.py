@@ -28,7 +28,10 @@ def add_flags(parser):
     g.add_argument(
         "--keep", **harness.NATURAL, default=3, help="the newest N checkpoints stay; 0 = all"
     )
-    why = "go on from the newest whole checkpoint in --out, whatever layout wrote it (torchrun's restarts do so by themselves)"
+    why = (
+        "go on from the newest whole checkpoint in --out, whatever layout wrote it (torchrun's "
+        "restarts do so by themselves)"
+    )
     g.add_argument("--resume", action="store_true", help=why)
 
 
@@ -55,7 +58,8 @@ def check(args):
     used = any(os.path.exists(os.path.join(args.out, name, "index.json")) for name in names)
     if used and not args.resume:
         raise Refused(
-            f"--out {args.out} has checkpoints: --resume goes on from the newest, or give another folder"
+            f"--out {args.out} has checkpoints: --resume goes on from the newest, or give another "
+            "folder"
         )
 
 
@@ -122,7 +126,8 @@ class Saver:
             passed = f" (passed over {'; '.join(passed)})" if passed else ""
             if path is None and args.only_sample and not args.init_from:
                 raise Refused(
-                    f"--only-sample: there is no whole checkpoint in {args.out}{passed}; give another --out"
+                    f"--only-sample: there is no whole checkpoint in {args.out}{passed}; give "
+                    "another --out"
                 )
             if path is None:
                 run.print(f"no whole checkpoint in {args.out}, starting from the beginning{passed}")

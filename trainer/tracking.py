@@ -19,11 +19,15 @@ from trainer.devices import DEVICES
 
 def add_flags(parser):
     g = parser.add_argument_group("watching (see trainer/tracking.py)")
-    why = "a JSON object a line, or a row of a FILE.csv: step, loss, grad_norm, lr, tokens_per_s, in full precision"
+    why = (
+        "a JSON object a line, or a row of a FILE.csv: step, loss, grad_norm, lr, tokens_per_s, in "
+        "full precision"
+    )
     g.add_argument("--log-to", metavar="FILE", help=why)
     harness.plot_flag(
         g,
-        "the loss over the steps, with --resume also those in --log-to; with --dry-run how it scales",
+        "the loss over the steps, with --resume also those in --log-to; with --dry-run how it "
+        "scales",
     )
     why = "trace these steps with torch.profiler, all ranks: for ui.perfetto.dev"
     g.add_argument("--profile", type=span, metavar="A-B", help=why)
@@ -53,7 +57,8 @@ def check(args):
         )
     if args.profile and args.profile[1] > args.steps:
         raise Refused(
-            f"--profile goes to step {args.profile[1]}, beyond --steps {args.steps}: choose earlier ones"
+            f"--profile goes to step {args.profile[1]}, beyond --steps {args.steps}: choose "
+            "earlier ones"
         )
     if args.profile:
         try:
@@ -61,7 +66,8 @@ def check(args):
             tempfile.TemporaryFile(dir=args.profile_to).close()
         except OSError as e:
             raise Refused(
-                f"--profile-to {args.profile_to} can't be written ({e.strerror}): give another folder"
+                f"--profile-to {args.profile_to} can't be written ({e.strerror}): give another "
+                "folder"
             ) from e
     if args.wandb and os.environ.get("WANDB_MODE") not in ("offline", "disabled"):
         import wandb
@@ -89,7 +95,8 @@ def profiled(run, steps):
     first, last = args.profile or (0, 0)
     if args.profile and first <= run.first:
         raise Refused(
-            f"--profile begins with step {first}, and the run goes on with step {run.first + 1}: choose later ones"
+            f"--profile begins with step {first}, and the run goes on with step {run.first + 1}: "
+            "choose later ones"
         )
     profiler = torch.profiler.profile()
     for step in steps:
@@ -131,7 +138,8 @@ def write_trace(run, profiler):
         with open(os.path.join(folder, "all.json"), "w") as f:
             json.dump(trace, f)
         run.print(
-            f"traces of steps {'-'.join(map(str, run.args.profile))}: {os.path.join(folder, 'all.json')}"
+            f"traces of steps {'-'.join(map(str, run.args.profile))}: "
+            f"{os.path.join(folder, 'all.json')}"
         )
 
 
