@@ -27,6 +27,22 @@ os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else
 torch.set_num_threads(1)
 
 
+# Tests of real launches, faults and other implementations: worth their time, but not at every change
+SLOW_FILES = {"test_faults", "test_start", "test_vs_torch", "test_dryrun", "test_checkpoint"}
+SLOW_TESTS = {"test_compiled_blocks"}
+
+
+def pytest_collection_modifyitems(items):
+    """Mark as quick the first case of each test function, without those of the slow files."""
+    seen = set()
+    for item in items:
+        function = item.path, item.originalname
+        slow = item.path.stem in SLOW_FILES or item.originalname in SLOW_TESTS
+        if not slow and function not in seen:
+            item.add_marker("quick")
+        seen.add(function)
+
+
 def on_ranks(world, work, *args, timeout=120):
     """[work(rank, *args) for each of `world` ranks], each in a process of its own, joined in a gloo
     group.
