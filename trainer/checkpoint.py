@@ -1,4 +1,4 @@
-"""Checkpoints that any layout writes and any other layout reads. Each rank writes and reads its part.
+"""Checkpoints that any layout writes and any other reads. Each rank writes and reads its own part.
 
 A checkpoint is a folder. Its contents go by the parameters' full names and by the place in the
 whole parameter, never by rank. So a run may go on with other numbers of ranks, stages, shards or

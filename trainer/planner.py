@@ -487,69 +487,55 @@ def plan(args, cluster, prepare, train):
 
 
 def plot(args, config, cluster, train, sizes=tuple(2**k for k in range(3, 15))):
-    """Step time, its parts and MFU from 8 to 16,384 devices: the layout with more data-parallel
-    ranks, once with as many sequences for each of them (weak), once with one batch, a micro-batch
-    for each of the most of them (strong)."""
-    plt = harness.pyplot()
-    figure, axes = plt.subplots(1, 2, figsize=(12, 4.5), layout="constrained")
+    """Step time, its parts and MFU from 8 to 16,384 devices, as a picture: the layout with more
+    data-parallel ranks. weak: each rank brings as many sequences. strong: all share one batch, of
+    one micro-batch for each of the most ranks."""
     each, rows = args.cp * args.tp * args.pp, args.batch // args.dp // args.microbatches
-    kinds = {"weak": {}, "strong": {}}
-    for n in [n for n in sizes if n % each == 0]:
-        one, m = copy.copy(args), {"weak": args.microbatches, "strong": sizes[-1] // n}
+    kinds = {"weak": {}, "strong": {}}  # {devices: (Estimate, devices a sequence)}
+    for n in sizes:
+        if n % each:
+            continue
+        one, count = copy.copy(args), {"weak": args.microbatches, "strong": sizes[-1] // n}
         one.dp = n // each
         one.batch = one.dp * args.microbatches * rows
         _, played = step_of(one, config, cluster, train)
+        line = f"{n:6,} devices:"
         for kind, steps in kinds.items():
-            one.microbatches, one.batch = m[kind], one.dp * m[kind] * rows
-            steps[n] = estimate(one, config, cluster, played), n / one.batch
-        found = [(kind, steps[n][0]) for kind, steps in kinds.items()]
-        text = ", ".join(
-            f"{kind} {s.seconds:9.4g} s, MFU {s.rate / cluster.device.flops:5.1%}"
-            for kind, s in found
-        )
-        print(f"{n:6,} devices: {text}", flush=True)
+            one.microbatches, one.batch = count[kind], one.dp * count[kind] * rows
+            step = estimate(one, config, cluster, played)
+            steps[n] = step, n / one.batch
+            line += f" {kind} {step.seconds:9.4g} s, MFU {step.rate / cluster.device.flops:5.1%};"
+        print(line.rstrip(";"), flush=True)
+    title = f"{args.preset}: {layout(args)}, more devices by dp; {device_name(args)}, estimated"
+    draw_scaling(args.plot, title, kinds, cluster.device.flops)
+
+
+def draw_scaling(name, title, kinds, peak):
+    """Two bar charts beside each other: weak and strong scaling, with the MFU as a line."""
+    plt = harness.pyplot()
+    figure, axes = plt.subplots(1, 2, figsize=(12, 4.5), layout="constrained")
+    colors = dict(zip(next(iter(kinds["weak"].values()))[0].parts, plt.cm.tab10.colors))
+    legend = {}
     for ax, (kind, steps) in zip(axes, kinds.items()):
         bottom = [0.0] * len(steps)
-        for part in next(iter(steps.values()))[0].parts:
-            if not any(step.parts[part] for step, _ in steps.values()):
-                continue  # no pipeline, no bubble
+        for part, color in colors.items():
             heights = [step.parts[part] * scale for step, scale in steps.values()]
-            ax.bar([f"{n:,}" for n in steps], heights, 0.8, bottom, label=part)
-            bottom = [a + b for a, b in zip(bottom, heights)]
+            if any(heights):  # without a pipeline there is no bubble
+                bars = ax.bar([f"{n:,}" for n in steps], heights, 0.8, bottom, color=color)
+                bottom = [a + b for a, b in zip(bottom, heights)]
+                legend[part] = bars
+        style = dict(ha="center", va="bottom", rotation=90, color="white", fontsize=8)
         for i, (step, _) in enumerate(steps.values()):
             text = f"{step.seconds:,.3g} s" if step.seconds < 1000 else f"{step.seconds:,.0f} s"
-            ax.text(
-                i,
-                0.02 * max(bottom),
-                text,
-                ha="center",
-                va="bottom",
-                rotation=90,
-                color="white",
-                fontsize=8,
-            )
+            ax.text(i, 0.02 * max(bottom), text, **style)
         ax.tick_params(axis="x", rotation=45)
-        ax.set(
-            xlabel="devices",
-            ylabel="devices x seconds, a sequence (in a bar: a step)",
-            title=f"{kind} scaling",
-        )
-        right, rates = (
-            ax.twinx(),
-            [100 * step.rate / cluster.device.flops for step, _ in steps.values()],
-        )
-        right.plot(range(len(steps)), rates, "ko-", label="MFU")
+        ax.set(xlabel="devices", title=f"{kind} scaling")
+        ax.set(ylabel="devices x seconds, a sequence (in a bar: a step)")
+        right = ax.twinx()
+        rates = [100 * step.rate / peak for step, _ in steps.values()]
+        [legend["MFU"]] = right.plot(range(len(steps)), rates, "ko-")
         right.set(ylabel="MFU, %", ylim=(0, 100 * EFFICIENCY))
-    handles, labels = axes[0].get_legend_handles_labels()
-    figure.legend(
-        [*handles, *right.lines],
-        [*labels, "MFU"],
-        fontsize=8,
-        loc="outside lower center",
-        ncols=6,
-        frameon=False,
-    )
-    figure.suptitle(
-        f"{args.preset}: {layout(args)}, more devices by dp; {device_name(args)}, estimated"
-    )
-    harness.save(figure, args.plot)
+    place = dict(fontsize=8, loc="outside lower center", ncols=6, frameon=False)
+    figure.legend(list(legend.values()), list(legend), **place)
+    figure.suptitle(title)
+    harness.save(figure, name)

@@ -1,0 +1,94 @@
+"""The README and the pages of docs/: every command parses, every link leads somewhere.
+
+`pytest -m commands` also runs, as it is printed, every command that takes less than half a minute."""
+
+import os
+import pathlib
+import re
+import shlex
+import subprocess
+import sys
+
+import pytest
+
+import harness
+
+ROOT = pathlib.Path(__file__).parent.parent
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+STARTS = ("python ", "torchrun ", "python3 ", ".venv/", ".ci/", "pytest ")
+# What takes longer than half a minute, needs a cluster, or needs a folder that the reader has
+LONG = ["--nproc_per_node=8", "--nnodes", "train.py", "benchmarks", "--fit", "--plot", ".venv/bin"]
+LONG += ["pytest", ".ci/run", "FOLDER", "--prefill"]
+
+
+def commands():
+    """(page, command) of every command line in a code block, two of them on a line or one."""
+    found = []
+    for page in PAGES:
+        for line in page.read_text().splitlines():
+            if line.startswith("    "):
+                for part in re.split(r" {2,}", line.strip()):
+                    if part.startswith(STARTS):
+                        found.append((page.name, part))
+    return found
+
+
+class Parsed(Exception):
+    """Raised where a script has read its flags and would start to work."""
+
+
+def parse(command, monkeypatch):
+    """Have a script of ours read the command's flags, and nothing more."""
+    words = shlex.split(command)
+    names = [word for word in words if re.fullmatch(r"\w+\.py", word)]
+    if "-m" in words and words[words.index("-m") + 1].startswith("benchmarks"):
+        module = words[words.index("-m") + 1]
+        flags = words[words.index("-m") + 2 :]
+    elif names:
+        module, flags = names[0][:-3], words[words.index(names[0]) + 1 :]
+    else:
+        return
+
+    right = harness.Parser.parse_args
+
+    def parse_args(parser, *_):
+        right(parser, flags)
+        raise Parsed
+
+    monkeypatch.setattr(harness.Parser, "parse_args", parse_args)
+    monkeypatch.setattr(sys, "argv", [module, *flags])
+    with pytest.raises(Parsed):
+        __import__(module, fromlist=["main"]).main()
+
+
+@pytest.mark.parametrize("page, command", commands())
+def test_every_command_parses(page, command, monkeypatch):
+    parse(command, monkeypatch)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page):
+    for target in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
+        if "://" in target:
+            continue
+        path, _, anchor = target.partition("#")
+        file = (page.parent / path).resolve() if path else page
+        assert file.exists(), f"{page.name} links to {target}"
+        if anchor:
+            titles = re.findall(r"^#+ (.*)$", file.read_text(), re.M)
+            anchors = [re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles]
+            assert anchor in anchors, f"{page.name} links to {target}"
+
+
+@pytest.mark.commands
+@pytest.mark.parametrize("command", sorted({command for _, command in commands()}))
+def test_short_commands_run(command):
+    if any(word in command for word in LONG):
+        pytest.skip("it takes longer than half a minute, or needs more than this machine")
+    environment = os.environ | {
+        "PATH": f"{pathlib.Path(sys.executable).parent}:{os.environ['PATH']}"
+    }
+    done = subprocess.run(
+        command, shell=True, cwd=ROOT, env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
