@@ -27,7 +27,7 @@ os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else
 torch.set_num_threads(1)
 
 
-# Tests of real launches, faults and other implementations: worth their time, but not at every change
+# Real launches, faults and other implementations: worth their time, but not at every change
 SLOW_FILES = {"test_faults", "test_start", "test_vs_torch", "test_dryrun", "test_checkpoint"}
 SLOW_TESTS = {"test_compiled_blocks"}
 

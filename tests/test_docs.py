@@ -1,6 +1,6 @@
 """The README and the pages of docs/: every command parses, every link leads somewhere.
 
-`pytest -m commands` also runs, as it is printed, every command that takes less than half a minute."""
+`pytest -m commands` also runs, as printed, every command that takes less than half a minute."""
 
 import os
 import pathlib

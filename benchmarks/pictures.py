@@ -1,0 +1,181 @@
+"""Two pictures of a training step: what a rank holds, and what runs beside what.
+
+    python -m benchmarks.pictures --memory docs/memory-of-a-step      memory of rank 0 by kind
+    python -m benchmarks.pictures --overlap docs/overlap              compute and messages of rank 0
+
+Both are measured, on 4 ranks of this machine. They need matplotlib.
+"""
+
+import time
+from unittest import mock
+
+import torch.distributed as dist
+
+import ddp
+import harness
+import model as gpt
+import zero
+from harness.ledger import Ledger, storage_bytes
+from harness.run import lasting
+
+KINDS = ("parameters", "gradients", "optimizer", "activations and buffers")
+COLORS = ("#4c78a8", "#f58518", "#54a24b", "#bab0ac")
+WAYS = ("naive", "bucketed", "overlapped")
+
+
+def main():
+    p = harness.parser(__doc__, layers=8, batch=16, microbatches=1, nproc=4)
+    p.add_argument("--memory", metavar="NAME", help="draw memory over a step: NAME.png")
+    p.add_argument("--overlap", metavar="NAME", help="draw compute and messages: NAME.png")
+    args = p.parse_args()
+    if not (args.memory or args.overlap):
+        raise harness.Refused("nothing to draw: give --memory NAME or --overlap NAME")
+    harness.configure(args)
+    harness.launch(draw, args, check=lambda world: harness.check_batch(args, world))
+
+
+def draw(run):
+    if run.args.memory:
+        draw_memory(run, run.args.memory)
+    if run.args.overlap:
+        draw_overlap(run, run.args.overlap)
+
+
+# --- memory over a step
+
+
+class Recorder(Ledger):
+    """A ledger that notes after every operation what is held, by kind, in bytes."""
+
+    def __init__(self, optimizer):
+        super().__init__({})
+        self.kinds, self.rows = lasting(optimizer), []
+        self.watch([t for tensors in self.kinds.values() for t in tensors])
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = super().__torch_dispatch__(func, types, args, kwargs)
+        self.rows.append([*(storage_bytes(t) for t in self.kinds.values()), self.bytes])
+        return out
+
+
+def memory_of_a_step(run, stage, recompute):
+    """Rows (bytes of each kind) of the second step of a run with ZeRO of that stage; 0 is DDP."""
+    model = run.meta_model()
+    gpt.recompute(model, recompute)
+    sync = zero.ZeRO(
+        model,
+        dist.group.WORLD,
+        stage,
+        lambda pieces: harness.make_optimizer(pieces, run.args),
+        run.args.microbatches,
+        bucket_bytes=1 << 19,
+        value=run.initial(model),
+        device=run.device,
+    )
+    for step in range(2):
+        recorder = Recorder(sync)
+        with recorder:
+            train_step(run, step, model, sync)
+            sync.step()
+    return recorder.rows
+
+
+def train_step(run, step, model, sync):
+    sync.zero_grad()
+    for tokens, targets, samples in run.microbatches(step, run.rank, run.world):
+        model(tokens, targets=targets, count=run.count, samples=samples).backward()
+    sync.finish()
+
+
+def draw_memory(run, name):
+    settings = [("data parallel", 0, "none"), ("--recompute block", 0, "block")]
+    settings += [(f"ZeRO stage {stage}", stage, "none") for stage in (1, 2, 3)]
+    settings += [("stage 3 and recompute", 3, "block")]
+    curves = [(title, memory_of_a_step(run, *how)) for title, *how in settings]
+    if run.rank:
+        return
+    plt = harness.pyplot()
+    figure, axes = plt.subplots(2, 3, figsize=(12, 6), sharey=True, layout="constrained")
+    for ax, (title, rows) in zip(axes.flatten(), curves):
+        stacks = [[row[kind] / 1e6 for row in rows] for kind in range(len(KINDS))]
+        ax.stackplot(range(len(rows)), stacks, labels=KINDS, colors=COLORS)
+        peak = max(sum(row) for row in rows) / 1e6
+        ax.set(title=f"{title}: {peak:.1f} MB at the peak", xlabel="operations of the step")
+        print(f"{title:24s} peak {peak:7.1f} MB")
+    for ax in axes[:, 0]:
+        ax.set(ylabel="MB on rank 0")
+    handles, labels = axes[0, 0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=len(KINDS), frameon=False)
+    harness.save(figure, name)
+
+
+# --- what runs beside what
+
+
+class Timed:
+    """An all-reduce that notes when it was started, and when it was done."""
+
+    def __init__(self):
+        self.spans, self.all_reduce = [], dist.all_reduce
+
+    def __call__(self, tensor, group=None, async_op=False):
+        span = [time.perf_counter(), None]
+        self.spans.append(span)
+        work = self.all_reduce(tensor, group=group, async_op=True)
+        work.get_future().add_done_callback(lambda _: span.__setitem__(1, time.perf_counter()))
+        if async_op:
+            return work
+        work.wait()
+
+
+def spans_of_a_step(run, way):
+    """(spans of forward, of backward, of messages) of rank 0's second step, in seconds."""
+    model = run.fill(run.meta_model())
+    timed = Timed()
+    if way == "naive":
+        sync = ddp.Naive(model.parameters(), dist.group.WORLD)
+    else:
+        size, overlap = 1 << 19, way == "overlapped"
+        sync = ddp.DDP(model.parameters(), dist.group.WORLD, 1, size, overlap, timed)
+    for step in range(3):
+        sync.zero_grad()
+        timed.spans.clear()
+        [(tokens, targets, samples)] = run.microbatches(step, run.rank, run.world, pieces=1)
+        dist.barrier()
+        start = time.perf_counter()
+        loss = model(tokens, targets=targets, count=run.count, samples=samples)
+        middle = time.perf_counter()
+        loss.backward()
+        end = time.perf_counter()
+        # Naive takes torch's all_reduce by its name
+        with mock.patch.object(dist, "all_reduce", timed if way == "naive" else dist.all_reduce):
+            sync.finish()
+    messages = [(a - start, b - start) for a, b in timed.spans]
+    return [(0.0, middle - start)], [(middle - start, end - start)], messages
+
+
+def draw_overlap(run, name):
+    rows = [(way, spans_of_a_step(run, way)) for way in WAYS]
+    if run.rank:
+        return
+    plt = harness.pyplot()
+    figure, axes = plt.subplots(len(rows), 1, figsize=(11, 4.5), sharex=True, layout="constrained")
+    for ax, (way, (forward, backward, messages)) in zip(axes, rows):
+        for spans, row, color in ((forward, 1, COLORS[0]), (backward, 1, COLORS[1])):
+            ax.broken_barh(
+                [(a * 1e3, (b - a) * 1e3) for a, b in spans], (row - 0.4, 0.8), color=color
+            )
+        for i, (a, b) in enumerate(messages):
+            ax.broken_barh(
+                [(a * 1e3, (b - a) * 1e3)], (-0.4 + 0.1 * (i % 8), 0.08), color=COLORS[2]
+            )
+        ax.set(yticks=[0, 1], yticklabels=["messages", "compute"], title=way)
+        print(f"{way:12s} {max(b for _, b in messages + backward) * 1e3:7.1f} ms")
+    axes[-1].set(
+        xlabel="ms of a step on rank 0 (blue: forward, orange: backward, green: all-reduces)"
+    )
+    harness.save(figure, name)
+
+
+if __name__ == "__main__":
+    harness.script(main)
