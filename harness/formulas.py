@@ -1,75 +1,110 @@
-"""What each technique sends and holds by the papers, for the GPT of model.py with all of its
-options.
+"""What each technique sends and holds by the papers, for model.py's GPT with all of its options.
 
 The receipts show these figures beside what was measured. Letters: P parameters, e bytes an element,
-n or t ranks, r = (n-1)/n. The formulas of a lesson's plain case, with their sources, stand in its
-docstring and in docs/.
+C width, T tokens of a sequence, n or t ranks, r = (n-1)/n. The formula of a lesson's plain case
+stands in its docstring; docs/ has the sources.
 """
 
 import math
 
 
+def ceil(a, b):
+    """a / b, rounded up."""
+    return -(-a // b)
+
+
+# --- data parallelism
+
+
 def all_reduce_sent(size, n):
-    """Bytes that each of n ranks sends in a ring all-reduce of `size` bytes: reduce-scatter, then
-    all-gather."""
+    """Bytes that each of n ranks sends in a ring all-reduce of `size` bytes: a reduce-scatter and
+    an all-gather."""
     return 2 * (n - 1) / n * size
 
 
 def model_states(stage, n, weights=2, gradients=2, states=12):
-    """Bytes a parameter that each of n ranks holds, as (weights, gradients, optimizer): the paper's
-    table in section 3."""
-    return tuple(
-        e / n if stage >= split else e for e, split in ((weights, 3), (gradients, 2), (states, 1))
-    )
+    """Bytes a parameter that each of n ranks holds, as (weights, gradients, optimizer states), in a
+    stage of ZeRO: the table of Rajbhandari et al. 2020, section 3."""
+    if stage >= 1:
+        states /= n
+    if stage >= 2:
+        gradients /= n
+    if stage >= 3:
+        weights /= n
+    return weights, gradients, states
+
+
+# --- tensor parallelism
 
 
 def tensor_parallel_sent(
     config, t, tokens, element_size, blocks, embedding=True, head=True, recompute="none"
 ):
     """Bytes a rank sends for `tokens` tokens, forward and backward, with ring all-reduces over t
-    ranks: 4 of (tokens, C) a block, one for the embedding, one for the head's input, and three of
-    (tokens,) for the loss. In a mixture of experts the gradient of the router's k weights too, and
-    as much again as for an MLP if some experts are shared. recompute: as of the model; of whole
-    blocks it sends once or twice more a block."""
-    ring = 2 * (t - 1) / t
+    ranks.
+
+    Each block has 4 all-reduces of (tokens, C); the embedding has one in forward and the head's
+    input one in backward; the loss has three of (tokens,). A mixture of experts also reduces the
+    gradient of the router's k weights, and shared experts need two more all-reduces, as an MLP.
+    recompute: as of the model; "block" repeats the all-reduces of a block's forward."""
     again = sent_again(config) if recompute == "block" else 0
-    wide = ((4 + again) * blocks + embedding + head) * tokens * config.width * element_size
+    all_reduces = (4 + again) * blocks + embedding + head
+    elements = all_reduces * tokens * config.width
     if config.experts:
-        wide += (
-            blocks * (config.top_k + 2 * bool(config.shared) * config.width) * tokens * element_size
-        )
-    return ring * (wide + 3 * head * tokens * max(element_size, 4))
+        elements += blocks * tokens * config.top_k
+    if config.experts and config.shared:
+        elements += blocks * tokens * 2 * config.width
+    loss = 3 * tokens * max(element_size, 4) if head else 0
+    return all_reduce_sent(elements * element_size + loss, t)
 
 
 def sent_again(config):
-    """All-reduces of a block (reduce-scatters of sequence_parallel.py) that its recomputation sends
-    again: those of its forward, but for the last, if nothing that follows it (dropout) needs it to
-    run backward."""
-    return 1 + (config.dropout > 0) + (config.experts > 0 and config.shared > 0)
+    """How many all-reduces of a block its recomputation repeats (with sequence parallelism, how
+    many reduce-scatters). Those of its forward except the last one, unless something that follows
+    the last one needs it in backward: dropout does."""
+    times = 1
+    if config.dropout > 0:
+        times += 1
+    if config.experts and config.shared:
+        times += 1
+    return times
 
 
 def parameters_held(config, t, blocks, embedding=True, head=True, experts=None):
-    """How many parameters a rank has of `blocks` blocks and of what else is there, from the sizes
-    alone. experts: how many are here, if not all."""
-    c, head_size, vocab = config.width, config.width // config.heads, -(-config.vocab // t)
-    # Q, k, v
-    rows, inner = (
-        (config.heads + 2 * config.kv_heads) * head_size // t,
-        3 if config.mlp == "swiglu" else 2,
-    )
-    # Of the MLP that every token passes
-    hidden = -(-config.hidden * (config.shared if config.experts else 1) // t)
-    matrices = rows * c + c * c // t + inner * hidden * c
-    # column-parallel biases are split, row-parallel ones are not; of a SwiGLU's two, gate and up,
-    # each
-    biases = config.bias * (rows + c + ((inner - 1) * hidden + c) * bool(hidden))
+    """How many parameters a rank holds of `blocks` blocks and of the ends, from the sizes alone.
+
+    t: tensor-parallel ranks. experts: how many experts are on this rank, if not all of them."""
+    c, vocab = config.width, ceil(config.vocab, t)
+    head_size = config.width // config.heads
+    qkv_rows = (config.heads + 2 * config.kv_heads) * head_size // t
+    up_matrices = 2 if config.mlp == "swiglu" else 1  # gate and up, or up alone
+    # Hidden units of the MLP that every token passes
+    hidden = ceil(config.hidden, t)
     if config.experts:
-        here = config.experts if experts is None else experts
-        matrices += config.experts * c + here * inner * -(-config.hidden // t) * c
-    norm = c * (2 if config.norm == "layernorm" else 1)
-    size = blocks * (matrices + biases + 2 * norm)
-    size += embedding * (vocab * c + config.context * c * (config.positions == "learned"))
-    return size + head * (norm + vocab * c * (not (config.tied and embedding)))
+        hidden = ceil(config.hidden * config.shared, t)
+    block = qkv_rows * c + c * c // t + (up_matrices + 1) * hidden * c
+    if config.bias:  # column-parallel biases are split, row-parallel ones are whole
+        block += qkv_rows + c
+        if hidden:
+            block += up_matrices * hidden + c
+    if config.experts:
+        held = config.experts if experts is None else experts
+        block += config.experts * c  # the router
+        block += held * (up_matrices + 1) * ceil(config.hidden, t) * c
+    norm = 2 * c if config.norm == "layernorm" else c
+    size = blocks * (block + 2 * norm)
+    if embedding:
+        size += vocab * c
+    if embedding and config.positions == "learned":
+        size += config.context * c
+    if head:
+        size += norm
+    if head and not (config.tied and embedding):
+        size += vocab * c
+    return size
+
+
+# --- sequence parallelism
 
 
 def sequence_parallel_sent(
@@ -84,99 +119,122 @@ def sequence_parallel_sent(
     keep=True,
     recompute="none",
 ):
-    """Bytes a rank sends for `sequences` sequences of `length` tokens, forward and backward, by
-    operation. Without those of the partial gradients: they are sent once a step. recompute: as of
-    the model. "selective" gathers inputs of products again where it runs their norms again; "block"
-    repeats a block's forward (see sent_again)."""
-    r = (t - 1) / t
-    wide = r * sequences * -(-length // t) * t * config.width * element_size  # with padding
-    gathers = (4 if keep else 6) * blocks + embedding + head * (1 if keep else 2)
-    scatters, small, exact = 4 * blocks + embedding + head, 0, max(element_size, 4)
-    shared, whole = bool(config.experts and config.shared), recompute == "block"
-    reduced = 3 * head * sequences * length * exact
-    # Their f keeps what it gathers; a token's k weights and experts' numbers come along
-    if config.experts:
-        gathers += blocks * (shared * (2 if keep else 3) - (not keep))
-        scatters += blocks * shared * 2
-        small = r * blocks * sequences * length * config.top_k
-        reduced += (
-            (1 + whole)
-            * blocks
-            * (config.balance_loss > 0)
-            * sequences
-            * (2 * config.experts + 1)
-            * exact
-        )
-    plain = shared or not config.experts  # whether all tokens pass an MLP
-    if whole:
-        gathers, scatters = gathers + blocks * (2 + shared), scatters + blocks * sent_again(config)
+    """{operation: bytes a rank sends} for `sequences` sequences of `length` tokens, forward and
+    backward. The sum of the partial gradients, once a step, is not in it.
+
+    keep: whether gathered inputs are kept for backward. recompute: as of the model; "selective"
+    gathers the inputs of products again where it runs their norms again, "block" repeats the
+    block's forward."""
+    r, exact = (t - 1) / t, max(element_size, 4)
+    padded_length = ceil(length, t) * t
+    whole_block = recompute == "block"
+    # Messages of (tokens, C): each block has attention and an MLP, each enters and leaves in forward
+    # and in backward
+    gathers = (4 if keep else 6) * blocks
+    scatters = 4 * blocks
+    if embedding:
+        gathers += 1
+        scatters += 1
+    if head:
+        gathers += 1 if keep else 2
+        scatters += 1
+    # Small messages: a token's k weights and the numbers of its experts, with the tokens
+    routed = sequences * length * config.top_k * blocks if config.experts else 0
+    reduced = 3 * sequences * length * exact if head else 0
+    if config.experts and not keep:
+        gathers -= blocks  # the experts' own entry keeps what it gathers
+    shared = bool(config.experts and config.shared)
+    if shared:
+        gathers += (2 if keep else 3) * blocks
+        scatters += 2 * blocks
+    if config.experts and config.balance_loss > 0:
+        forwards = 2 if whole_block else 1
+        reduced += forwards * blocks * sequences * (2 * config.experts + 1) * exact
+    if whole_block:
+        gathers += (3 if shared else 2) * blocks
+        scatters += sent_again(config) * blocks
     elif recompute == "selective":
-        gathers += blocks * (1 + (plain and config.mlp == "gelu"))
+        gathers += blocks
+        if config.mlp == "gelu" and (shared or not config.experts):
+            gathers += blocks
+    wide = r * sequences * padded_length * config.width * element_size
+    gathered_routes = r * routed * (element_size + 8) * (2 if whole_block else 1)
     return {
-        "all_gather": gathers * wide + (1 + whole) * small * (element_size + 8),
-        "reduce_scatter": scatters * wide + small * element_size,
-        "all_reduce": 2 * r * reduced,
+        "all_gather": gathers * wide + gathered_routes,
+        "reduce_scatter": scatters * wide + r * routed * element_size,
+        "all_reduce": all_reduce_sent(reduced, t),
     }
 
 
 def partial_parameters(config, blocks, embedding=True, head=True):
     """How many parameters work on the split stream: norms, row-parallel biases, routers, learned
     positions."""
-    c, norm = config.width, config.width * (2 if config.norm == "layernorm" else 1)
-    positions = config.context * c * (config.positions == "learned")
-    biases = config.bias * c * (1 if config.experts and not config.shared else 2)
-    return blocks * (2 * norm + biases + config.experts * c) + embedding * positions + head * norm
+    c = config.width
+    norm = 2 * c if config.norm == "layernorm" else c
+    block = 2 * norm + config.experts * c
+    if config.bias:
+        block += c  # attention's output
+    if config.bias and (config.shared or not config.experts):
+        block += c  # the MLP's output
+    size = blocks * block
+    if embedding and config.positions == "learned":
+        size += config.context * c
+    if head:
+        size += norm
+    return size
+
+
+# --- context parallelism
 
 
 def context_parallel_sent(
     kind, ring, ulysses, sequences, tokens, heads, kv_heads, head_size, element_size, forwards=1
 ):
-    """{operation: bytes a rank sends} by one block for `sequences` sequences, forward and backward;
+    """{operation: bytes a rank sends} by one block for `sequences` sequences, forward and backward.
+
     tokens: those of a rank, with padding. forwards: 2 if backward runs the block's forward again.
-    reduce_scatter is all_to_all on gloo."""
-    sums = max(element_size, 4)
+    The reduce_scatter is an all_to_all on gloo."""
+    sum_size = max(element_size, 4)  # gradients of keys and values are summed in 32 bits at least
     sent = {"send": 0.0, "all_gather": 0.0, "reduce_scatter": 0.0, "all_to_all": 0.0}
     if ulysses > 1:
         copies = ulysses // math.gcd(kv_heads, ulysses)
-        width = 2 * heads + 2 * kv_heads * copies  # in heads: q and out, k and v
-        sent["all_to_all"] = (
-            (forwards + 1)
-            * (1 - 1 / ulysses)
-            * sequences
-            * tokens
-            * width
-            * head_size
-            * element_size
-        )
-        kv_heads, tokens = kv_heads * copies // ulysses, tokens * ulysses
-    kv = 2 * sequences * tokens * kv_heads * head_size
+        exchanged_heads = 2 * heads + 2 * kv_heads * copies  # q and the result, k and v
+        elements = sequences * tokens * exchanged_heads * head_size
+        sent["all_to_all"] = (forwards + 1) * (1 - 1 / ulysses) * elements * element_size
+        kv_heads = kv_heads * copies // ulysses
+        tokens *= ulysses
+    kv = 2 * sequences * tokens * kv_heads * head_size  # elements of keys and values
     if kind in ("ring", "ring-ulysses") and ring > 1:
-        sent["send"] = (forwards + 1) * (ring - 1) * kv * element_size + ring * kv * sums
+        keys_and_values = (forwards + 1) * (ring - 1) * kv * element_size
+        sent["send"] = keys_and_values + ring * kv * sum_size  # their gradients come home
     if kind == "gather":
         sent["all_gather"] = forwards * (ring - 1) * kv * element_size
-        sent["reduce_scatter"] = (ring - 1) * kv * sums
+        sent["reduce_scatter"] = (ring - 1) * kv * sum_size
     return sent
+
+
+# --- activations
 
 
 def activation_bytes(config, sequences, element_size, tp=1, recompute="none"):
     """What backward needs of one block's forward, for `sequences` full contexts: bytes a rank.
-    recompute: as of the model.
 
-    Korthikanti et al. 2022, arXiv:2205.05198, section 4, s b h (10 + 24/t) for GPT in 16 bits, less
-    the dropout masks (ours are made again) and the attention scores (flash attention keeps none):
-    inputs and outputs of both norms are whole, the heads' q, k, v and result and the MLP's hidden
-    values are split.
-    """
+    Korthikanti et al. 2022, arXiv:2205.05198, section 4: s b h (10 + 24/t) for a GPT in 16 bits.
+    Without the dropout masks, which our model makes again, and the attention scores, which flash
+    attention does not keep. Inputs and outputs of both norms are whole; q, k, v, the heads' result
+    and the MLP's hidden values are split. recompute: as of the model."""
+    tokens = sequences * config.context
+    if recompute == "block":  # the block's input
+        return tokens * config.width * element_size
     head_size = config.width // config.heads
     whole = 4 * config.width
-    mlp = (4 if config.mlp == "swiglu" else 2) * config.hidden
-    if recompute == "block":
-        return sequences * config.context * config.width * element_size
-    # Without one norm's output or both, and what lies between up and down
-    if recompute == "selective":
-        whole -= (1 if config.experts or config.mlp == "swiglu" else 2) * config.width
-        mlp //= 2
+    hidden = (4 if config.mlp == "swiglu" else 2) * config.hidden
+    if recompute == "selective":  # without norms' outputs, and what lies between up and down
+        two_products = config.experts or config.mlp == "swiglu"
+        whole -= config.width if two_products else 2 * config.width
+        hidden //= 2
     if config.experts:  # each token's k rows as they go in and come out, and what lies between
-        whole, mlp = whole + 3 * config.top_k * config.width, mlp * (config.top_k + config.shared)
-    split = (2 * config.heads + 2 * config.kv_heads) * head_size + mlp
-    return sequences * config.context * (whole + split / tp) * element_size
+        whole += 3 * config.top_k * config.width
+        hidden *= config.top_k + config.shared
+    split = (2 * config.heads + 2 * config.kv_heads) * head_size + hidden
+    return tokens * (whole + split / tp) * element_size
