@@ -128,8 +128,8 @@ def sequence_parallel_sent(
     r, exact = (t - 1) / t, max(element_size, 4)
     padded_length = ceil(length, t) * t
     whole_block = recompute == "block"
-    # Messages of (tokens, C): each block has attention and an MLP, each enters and leaves in forward
-    # and in backward
+    # Messages of (tokens, C). A block's attention and its MLP each enter and leave, in forward and
+    # in backward
     gathers = (4 if keep else 6) * blocks
     scatters = 4 * blocks
     if embedding:
