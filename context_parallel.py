@@ -163,8 +163,8 @@ def shard(x, positions, fill=0):
 
 
 class Tile(NamedTuple):
-    """Some queries of one rank, some keys of one rank. Causal: of the same tokens, so a query sees
-    no later key."""
+    """Some of a rank's queries with some of a rank's keys. Causal: queries and keys are of the same
+    tokens, and later keys are masked."""
 
     queries: slice
     keys: slice
@@ -172,13 +172,14 @@ class Tile(NamedTuple):
 
 
 def visible_tile(rank, source, ring, length, zigzag=True):
-    """What a rank's queries see of a source's keys, `length` tokens each: a Tile, or None."""
+    """The pairs of a rank's queries and a source rank's keys, `length` tokens each, that are not
+    masked: a Tile, one kernel call. None if all are masked."""
     whole, half = slice(0, length), length // 2
     if source == rank:
         return Tile(whole, whole, True)
     if not zigzag:
         return Tile(whole, whole, False) if source < rank else None
-    # The four chunks of two ranks lie in the order: lower, higher, higher, lower rank
+    # The chunks of two ranks lie in this order: lower rank, higher, higher, lower
     if source < rank:
         return Tile(whole, slice(0, half), False)
     return Tile(slice(half, length), whole, False)
@@ -188,8 +189,8 @@ def visible_tile(rank, source, ring, length, zigzag=True):
 
 
 def around_the_ring(kv, group):
-    """Yield (rank, its keys and values) of all ranks, this rank's first. While the caller computes
-    with them, the next ones are on their way."""
+    """Yield (rank, its keys and values) for all ranks, beginning with this one. The next keys and
+    values travel while the caller computes: this is all that hides the ring's messages."""
     rank, n = dist.get_rank(group), dist.get_world_size(group)
     buffer = DoubleBuffer(kv, group)
     for step in range(n):
@@ -212,8 +213,8 @@ def attend_to_blocks(q, blocks, group, zigzag):
 
 
 class RingAttention(torch.autograd.Function):
-    """q (B, H, T', D), k and v (B, H_kv, T', D) of this rank's tokens -> attention to all tokens
-    (B, H, T', D)."""
+    """q (B, H, T', D), k and v (B, H_kv, T', D) of this rank's T' tokens -> attention to all ranks'
+    keys (B, H, T', D). H / H_kv query heads share a kv-head."""
 
     @staticmethod
     def forward(ctx, q, k, v, group, zigzag):
@@ -304,10 +305,8 @@ class Ring(OverGroup):
     def forward(self, q, k, v):
         check_qkv(q, k, v)
         if self.zigzag and q.shape[2] % 2 and self.n > 1:
-            raise ValueError(
-                f"a zigzag holds two equal chunks, not {q.shape[2]} tokens: cut sequences by "
-                "positions(), or give zigzag=False"
-            )
+            chunks = f"a zigzag holds two equal chunks, not {q.shape[2]} tokens"
+            raise ValueError(f"{chunks}: cut sequences by positions(), or give zigzag=False")
         return self.attention.apply(q, k, v, self.group, self.zigzag)
 
 
@@ -517,10 +516,8 @@ def parallelize(model, group, kind="ring", ring_group=None, ulysses_group=None, 
     if kind == "ring-ulysses":
         ring, ulysses = dist.get_world_size(ring_group), dist.get_world_size(ulysses_group)
         if ring * ulysses != n:
-            raise ValueError(
-                f"groups of {ring} and {ulysses} do not make the {n} ranks of `group`: give those "
-                "of this rank's ring and of its all-to-alls"
-            )
+            groups = f"groups of {ring} and {ulysses} do not make the {n} ranks of `group`"
+            raise ValueError(f"{groups}: give those of this rank's ring and of its all-to-alls")
     for block in blocks_of(model):
         if kind == "ring":
             core = Ring(group, zigzag)
@@ -635,14 +632,13 @@ def make_groups(ring, ulysses):
 
 def parallel_model(run, length):
     """The model over all ranks, filled, and this rank's positions of a sequence of `length`."""
-    args, group, groups = run.args, dist.group.WORLD, {}
+    args, group, ring, ulysses = run.args, dist.group.WORLD, None, None
+    run.groups(cp=group)
     if args.kind == "ring-ulysses":
-        groups = dict(
-            zip(("ring", "ulysses"), make_groups(*grid(args.kind, run.world, args.rings)))
-        )
-    run.groups(cp=group, **groups)
+        ring, ulysses = make_groups(*grid(args.kind, run.world, args.rings))
+        run.groups(cp=group, ring=ring, ulysses=ulysses)
     zigzag = not args.contiguous
-    model = parallelize(run.meta_model(), group, args.kind, *groups.values(), zigzag=zigzag)
+    model = parallelize(run.meta_model(), group, args.kind, ring, ulysses, zigzag)
     core = next(iter(model.blocks.values())).attn.core
     return run.fill(model), core.positions(length).to(run.device)
 
@@ -652,15 +648,15 @@ def demo(run):
     model, where = parallel_model(run, c.context)
     clamped = where.clamp(max=c.context - 1)  # padding must have some position
     parameters = list(model.parameters())
-    # As in data parallelism: each rank's gradients are those of its own tokens
+    # Each rank's gradients are those of its own tokens: summed as in data parallelism
     sync = ddp.DDP(parameters, group, args.microbatches)
     optimizer = harness.make_optimizer(parameters, args)
     for step in run.steps(optimizer):
         sync.zero_grad()
         loss = run.zero()
-        for tokens, targets, samples in run.microbatches(step):  # every rank has all sequences
+        for tokens, targets, samples in run.microbatches(step):  # whole sequences, on every rank
             x, y = shard(tokens, where), shard(targets, where, -1)
-            # run.count: targets of the global batch
+            # The sum over this rank's tokens, divided by the global batch's number of targets
             part = model(x, clamped, targets=y, count=run.count, samples=samples)
             part.backward()
             loss += part.detach()
@@ -674,9 +670,9 @@ def demo(run):
 
     size = sum(p.numel() for p in parameters) * run.dtype.itemsize
     ring, ulysses = grid(args.kind, n, args.rings)
-    gradients = formulas.all_reduce_sent(size + 8, n), "2 r P e, and the loss, 8 bytes"
     sent = long_context.expected_sent(run, args.kind, ring, ulysses, len(where))
-    sent["all_reduce", "cp"] = gradients
+    gradients = formulas.all_reduce_sent(size + 8, n)
+    sent["all_reduce", "cp"] = gradients, "2 r P e, and the loss, 8 bytes"
     held = run.states(size, "P e") | long_context.expected_activations(run, len(where))
     zigzag = not args.contiguous and args.kind != "ulysses"
     notes = long_context.notes(visible_tile, ring, ulysses, c.context, len(where), zigzag)
