@@ -186,6 +186,7 @@ def visible_tile(rank, source, ring, length, zigzag=True):
 
 
 # --- the ring with zigzag, overlap and backward
+# attend and attend_backward, below, are tile_attention and tile_gradients by fused kernels
 
 
 def around_the_ring(kv, group):
