@@ -164,7 +164,8 @@ def check(args, config):
         raise Refused(
             f"--ep {args.ep} does not divide the {args.dp * args.cp} ranks of --dp x --cp, where experts live"
         )
-    context_parallel.check_shape(config, *cp_shape(args), args.cp, args.tp)
+    with harness.refusing():
+        cp_shape(args, config.heads // args.tp)
     length = len(places(args, config.context, 0))
     if config.experts and (length * args.cp != config.context or args.sp and length % args.tp):
         raise Refused(
@@ -198,9 +199,9 @@ def check(args, config):
 # --- the mesh
 
 
-def cp_shape(args):
-    """The context-parallel ranks as ring x ulysses."""
-    return context_parallel.grid(args.cp_kind, args.cp, args.cp_rings)
+def cp_shape(args, heads=0):
+    """The context-parallel ranks as ring x ulysses. Raises ValueError where these do not fit."""
+    return context_parallel.grid(args.cp_kind, args.cp, args.cp_rings, heads)
 
 
 def places(args, length, rank):

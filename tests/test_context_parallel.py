@@ -13,7 +13,7 @@ from reference import CONFIGS, assert_equal, batch, make_optimizer, train
 
 import context_parallel as cp
 import model as gpt
-from harness import formulas
+from harness import formulas, long_context
 from harness.ledger import Ledger
 
 ODD = {name: dataclasses.replace(CONFIGS[name], context=13) for name in ("gpt2", "grouped")}
@@ -186,22 +186,26 @@ def test_bfloat16_is_as_exact_as_flash_attention(ranks, way):
         assert (a.double() - e).norm() <= 1.5 * (b.double() - e).norm()
 
 
+def work(rank, ring, length, zigzag=True):
+    return long_context.work(cp.visible_tile, rank, ring, length, zigzag)
+
+
 def test_work_is_even_in_a_zigzag_only():
     for ring in (2, 3, 4, 8):
-        even = [cp.work(r, ring, 12) for r in range(ring)]
+        even = [work(r, ring, 12) for r in range(ring)]
         assert len(set(even)) == 1 and sum(even) == 12 * ring * (12 * ring + 1) // 2
-        lopsided = [cp.work(r, ring, 12, zigzag=False) for r in range(ring)]
+        lopsided = [work(r, ring, 12, zigzag=False) for r in range(ring)]
         assert sum(lopsided) == sum(even) and lopsided[-1] > lopsided[0] * ring
 
 
 def test_blocks_that_are_masked_are_skipped(ranks):
-    def work(rank):
+    def pairs(rank):
         calls, attend = [], cp.attend
 
-        def counted(q, k, v, causal):
-            n, m = q.shape[2], k.shape[2]
-            calls.append(n * (n + 1) // 2 if causal else n * m)
-            return attend(q, k, v, causal)
+        def counted(q, kv, tile):
+            n, m = q[:, :, tile.queries].shape[2], kv[:, :, :, tile.keys].shape[3]
+            calls.append(n * (n + 1) // 2 if tile.causal else n * m)
+            return attend(q, kv, tile)
 
         cp.attend = counted
         attention(rank, "ring", 4, (1, 2, 2, 4), 32, 0, torch.float32, rank >= 0)
@@ -209,8 +213,47 @@ def test_blocks_that_are_masked_are_skipped(ranks):
         attention(rank, "ring", 4, (1, 2, 2, 4), 32, 0, torch.float32, False)
         return zigzag, sum(calls)
 
-    results = ranks(4, work)
-    assert results == [(cp.work(r, 4, 8), cp.work(r, 4, 8, False)) for r in range(4)]
+    assert ranks(4, pairs) == [(work(r, 4, 8), work(r, 4, 8, False)) for r in range(4)]
+
+
+def test_the_plainest_ring_is_the_ring(ranks):
+    """Bit for bit where both use the same kernel, and as PyTorch's attention."""
+    size, length = (2, 4, 4, 8), 24
+
+    def work(rank):
+        q, k, v, grad = (t.chunk(3, dim=2)[rank] for t in inputs(size, length, 0))
+        cp.attend = lambda q, kv, tile: cp.tile_attention(
+            q[:, :, tile.queries], *kv[:, :, :, tile.keys], tile.causal
+        )
+        plainest = cp.ring_attention(q, k, v, dist.group.WORLD)
+        assert torch.equal(plainest, cp.Ring(dist.group.WORLD, zigzag=False)(q, k, v))
+        return plainest
+
+    ours = torch.cat(ranks(3, work), dim=2)
+    torch.testing.assert_close(ours, plain(size, length, 0)[0], rtol=1e-12, atol=1e-12)
+
+
+def test_gradients_of_plain_tiles(ranks):
+    """What runs where no fused kernel does: each tile's gradients, from the final result."""
+    size, length = (2, 4, 2, 8), 24
+
+    def work(rank):
+        def attend(q, kv, tile):
+            q = q[:, :, tile.queries]
+            k, v = (t.repeat_interleave(2, dim=1) for t in kv[:, :, :, tile.keys])
+            return cp.tile_attention(q, k, v, tile.causal)
+
+        def attend_backward(grad, q, kv, out, lse, tile):
+            grad, q, out, lse = (t[:, :, tile.queries] for t in (grad, q, out, lse))
+            k, v = (t.repeat_interleave(2, dim=1) for t in kv[:, :, :, tile.keys])
+            dq, dk, dv = cp.tile_gradients(grad, q, k, v, out, lse, tile.causal)
+            return dq, dk.unflatten(1, (2, 2)).sum(2), dv.unflatten(1, (2, 2)).sum(2)
+
+        cp.attend, cp.attend_backward = attend, attend_backward
+        return attention(rank, "ring", 3, size, length, 0, torch.float64)
+
+    for ours, theirs in zip(whole(ranks(3, work), length), plain(size, length, 0)):
+        torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize("way", cp.KINDS)
@@ -245,7 +288,7 @@ def test_grouped_queries_send_less():
 
 def test_wrong_heads_and_kinds_are_refused(ranks):
     def work(rank):
-        with pytest.raises(ValueError, match="6 of them do not divide by 4 ranks"):
+        with pytest.raises(ValueError, match="6 heads do not divide by 4 ranks"):
             attention(rank, "ulysses", 4, (1, 6, 2, 4), 8, 0, torch.float32)
         with pytest.raises(ValueError, match="choose one of ring, ulysses"):
             cp.parallelize(gpt.GPT(CONFIGS["gpt2"]), dist.group.WORLD, "circle")
@@ -258,12 +301,12 @@ def test_a_forgotten_block_is_caught(ranks, way):
     """The comparison with one process can fail."""
 
     def work(rank):
-        right = cp.tile
-        cp.tile = lambda rank, source, *rest: (
+        right = cp.visible_tile
+        cp.visible_tile = lambda rank, source, *rest: (
             None if (rank, source) == (1, 0) else right(rank, source, *rest)
         )
-        exchange = cp.exchange
-        cp.exchange = lambda x, group, cut, join: (
+        exchange = cp.Exchange.apply
+        cp.Exchange.apply = lambda x, group, cut, join: (
             exchange(x, group, cut, join) * (1 if cut == 1 else 0.99)
         )
         return train_parallel(rank, CONFIGS["llama"], way, "sgd", 4)
@@ -271,6 +314,20 @@ def test_a_forgotten_block_is_caught(ranks, way):
     for ours in ranks(4, work):
         with pytest.raises(AssertionError):
             assert_equal(ours, alone(CONFIGS["llama"], "sgd"))
+
+
+def test_a_cache_wants_a_prompt_and_then_single_tokens(ranks):
+    def work(rank):
+        core = long_context.CachedCore(cp.Ring(dist.group.WORLD), dist.group.WORLD)
+        q, kv = torch.randn(2, 4, 6, 8), torch.randn(2, 2, 6, 8)
+        with pytest.raises(RuntimeError, match="call begin"):
+            core(q[:, :, :1], kv[:, :, :1], kv[:, :, :1])
+        core.begin(torch.ones(6, dtype=torch.bool))
+        core(q, kv, kv)
+        with pytest.raises(RuntimeError, match="one token at a time"):
+            core(q, kv, kv)
+
+    ranks(2, work)
 
 
 @pytest.mark.parametrize("flags", ["--kind ring", "--kind ring-ulysses --dtype float64"])

@@ -47,7 +47,6 @@ import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-import context_parallel
 import expert_parallel
 import harness
 import pipeline
@@ -192,9 +191,6 @@ def play(args, rank, cluster, train, brief=False, routing=even):
                 mock.patch.object(dist, "get_backend", lambda group=None: args.backend)
             )
             modes.enter_context(mock.patch.object(expert_parallel.ExpertDispatch, "read", routing))
-            modes.enter_context(
-                mock.patch.object(context_parallel, "same_positions", lambda *_: True)
-            )
             modes.enter_context(mock.patch.object(pipeline, "make", make))
             run = DryRun(args, rank, world, cluster, modes)
             train(run)

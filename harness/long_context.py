@@ -1,0 +1,292 @@
+"""What context_parallel.py's demo shows beside its training: bytes with their formulas, each rank's
+share of the work, a long prompt with tokens after it, and the picture of the zigzag.
+
+The technique's own functions come in as arguments: nothing here imports it.
+"""
+
+import math
+import time
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+
+import model as gpt
+from harness import data
+from harness.formulas import activation_bytes, context_parallel_sent
+from harness.ledger import human
+from harness.plots import pyplot, save
+from harness.proof import TOLERANCE
+from harness.start import Refused
+
+GENERATED = 16  # tokens after the prompt
+
+# --- the receipt
+
+
+def expected_sent(run, kind, ring, ulysses, tokens):
+    """{(operation, group): (bytes a step, formula as text)} of attention in all blocks.
+
+    tokens: of a rank, with padding. The groups are "ring" and "ulysses" for kind ring-ulysses, else
+    "cp"."""
+    texts = {
+        "send": "(4 r e + 2 a) B T C_kv a block: K and V twice, dK and dV",
+        "all_gather": "2 r B T C_kv e a block",
+        "reduce_scatter": "2 r B T C_kv a a block",
+        "all_to_all": "4 r (B T / N) (C + C_kv) e a block",
+    }
+    groups = dict.fromkeys(texts, "cp")
+    if kind == "ring-ulysses":
+        groups |= {"send": "ring", "all_to_all": "ulysses"}
+        texts["send"] = f"(4 r e + 2 a) B T C_kv / U a block; R = {ring}, r = (R-1)/R"
+        texts["all_to_all"] += f"; U = {ulysses}, r = (U-1)/U"
+    c = run.config
+    heads = c.heads, c.kv_heads, c.width // c.heads
+    sizes = run.args.batch, tokens, *heads, run.dtype.itemsize
+    backend, per_block = dist.get_backend(), context_parallel_sent(kind, ring, ulysses, *sizes)
+    sent = {}
+    for operation, size in per_block.items():
+        if size:
+            # gloo's own reduce-scatter sends twice the bytes, so an all-to-all takes its place
+            exchanged = operation == "reduce_scatter" and backend == "gloo"
+            name = "all_to_all" if exchanged else operation
+            sent[name, groups[operation]] = c.layers * size, texts[operation]
+    return sent
+
+
+def expected_activations(run, tokens):
+    """The receipt's row of activations, with `tokens` of each sequence on this rank."""
+    c, sequences = run.config, run.args.batch // run.args.microbatches
+    whole = c.layers * activation_bytes(c, sequences, run.dtype.itemsize)
+    return {"activations_peak": (whole * tokens / c.context, "1/N of one process's")}
+
+
+def work(tile, rank, ring, length, zigzag=True):
+    """How many pairs of a query and a key a rank of the ring computes, with `length` tokens a rank.
+
+    tile: context_parallel.visible_tile."""
+    pairs = 0
+    for source in range(ring):
+        visible = tile(rank, source, ring, length, zigzag)
+        if visible:
+            queries, keys, causal = visible
+            n, m = queries.stop - queries.start, keys.stop - keys.start
+            pairs += n * (n + 1) // 2 if causal else n * m
+    return pairs
+
+
+def shares(tile, ring, length, zigzag):
+    """Each rank's work, relative to an even share."""
+    pairs = [work(tile, rank, ring, length, zigzag) for rank in range(ring)]
+    return [p * ring / sum(pairs) for p in pairs]
+
+
+def notes(tile, ring, ulysses, context, tokens, zigzag):
+    """Lines of the receipt: padding, and how even the work is. tokens: of a rank."""
+    n = ring * ulysses
+    even = " ".join(f"{share:.0%}" for share in shares(tile, ring, tokens * ulysses, zigzag))
+    padding = tokens * n - context
+    lines = [
+        f"{context} tokens: {tokens} a rank, {padding} padding in all; r = {n - 1}/{n}",
+        f"work of attention, of an even share, by rank of the ring: {even}",
+    ]
+    if ring > 1:
+        zigzags = [work(tile, rank, ring, 2) for rank in (0, ring - 1)]
+        runs = [work(tile, rank, ring, 2, zigzag=False) for rank in (0, ring - 1)]
+        text = (
+            f"zigzag {zigzags[0]} and {zigzags[1]} chunk pairs, contiguous {runs[0]} and {runs[1]}"
+        )
+        lines.append(f"  first and last rank: {text}")
+        lines.append(
+            "the ring hides its traffic where T/N > (C_kv / C) e f / w, of flop/s and byte/s"
+        )
+    return lines
+
+
+# --- a long prompt over all ranks, then tokens one by one
+
+
+class CachedCore(nn.Module):
+    """An attention core that keeps the keys and values of this rank's tokens. It has no backward.
+
+        cached = CachedCore(core, group)
+        cached.begin(where < length)    # (T',): which tokens of the prompt's shard are no padding
+        out = cached(q, k, v)           # the prompt's shard, through `core`
+        out = cached(q, k, v)           # then one token a call, the same on all ranks
+
+    The ranks take turns to keep a new token. Each sums the softmax over its own keys, and two
+    all-reduces make these sums one.
+
+    Raises RuntimeError for a prompt without `begin`, and for more than one token after it."""
+
+    def __init__(self, core, group):
+        super().__init__()
+        self.core, self.group, self.valid = core, group, None
+        self.k, self.v, self.owner = None, None, 0
+
+    def begin(self, valid):
+        self.valid = valid
+
+    def forward(self, q, k, v):
+        if self.valid is not None:
+            self.k, self.v, self.valid = k[:, :, self.valid], v[:, :, self.valid], None
+            return self.core(q, k, v)
+        if self.k is None or q.shape[2] != 1:
+            raise RuntimeError("call begin(valid) before a prompt; after it, one token at a time")
+        if self.owner == dist.get_rank(self.group):
+            self.k, self.v = torch.cat((self.k, k), dim=2), torch.cat((self.v, v), dim=2)
+        self.owner = (self.owner + 1) % dist.get_world_size(self.group)
+        # Float32 at least; queries that share a kv-head lie side by side, (B, H_kv, H / H_kv, D)
+        dtype = torch.promote_types(q.dtype, torch.float32)
+        queries = q.view(*k.shape[:2], -1, q.shape[3]).to(dtype) / math.sqrt(q.shape[3])
+        scores = queries @ self.k.to(dtype).transpose(-1, -2)
+        largest = torch.full((*scores.shape[:3], 1), -math.inf, dtype=dtype, device=q.device)
+        if self.k.shape[2]:  # of a short prompt some ranks hold nothing
+            largest = scores.amax(-1, keepdim=True)
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self.group)
+        weights = (scores - largest).exp()
+        sums = torch.cat((weights @ self.v.to(dtype), weights.sum(-1, keepdim=True)), dim=-1)
+        dist.all_reduce(sums, group=self.group)
+        return (sums[..., :-1] / sums[..., -1:]).view(q.shape).to(q.dtype)
+
+
+def prepare(args):
+    """Set the flags for --prefill. Refuses a prompt that is longer than the text."""
+    try:
+        tokens = len(data.load(args.data, args.tokenizer).tokens)
+    except data.DataError as e:
+        raise Refused(str(e)) from e
+    if tokens < args.prefill:
+        raise Refused(
+            f"--prefill {args.prefill}, but {args.data} has {tokens} tokens: give less, "
+            "or another --data"
+        )
+    args.context, args.batch, args.microbatches = args.prefill + GENERATED, 1, 1
+    args.family = args.family or "llama"
+
+
+def prompt(run):
+    """The text's first --prefill tokens, (1, T)."""
+    tokens = torch.as_tensor(run.corpus.tokens[: run.args.prefill].astype("int64"))
+    return tokens.to(run.device).unsqueeze(0)
+
+
+def generate(run, model, prompt, shard, positions):
+    """Generate tokens after the prompt (1, T), of which this rank holds `shard` (1, T') at
+    `positions` (T',). Returns the exit code: 0 if one process generates the same."""
+    length, caches = prompt.shape[1], []
+    for block in model.blocks.values():
+        block.attn.core = CachedCore(block.attn.core, dist.group.WORLD)
+        block.attn.core.begin(positions < length)
+        caches.append(block.attn.core)
+    start = time.perf_counter()
+    logits = model(shard, positions.clamp(max=length - 1))
+    token = torch.zeros(1, dtype=torch.int64, device=run.device)
+    last = (positions == length - 1).nonzero()
+    if len(last):  # one rank has the prompt's last token
+        token += logits[0, last[0, 0]].argmax()
+    dist.all_reduce(token)
+    tokens, prompted = [token.item()], time.perf_counter()
+    for position in range(length, length + GENERATED - 1):
+        token = torch.tensor([tokens[-1:]], device=run.device)
+        logits = model(token, torch.tensor([position], device=run.device))
+        tokens.append(logits[0, -1].argmax().item())
+    seconds, after = prompted - start, time.perf_counter() - prompted
+    rates = f"{length / seconds:,.0f}", f"{(GENERATED - 1) / after:,.0f}"
+    ranks = f"{run.world} ranks"
+    run.print(f"prompt: {length:,} tokens on {ranks} in {seconds:.2f} s, {rates[0]} tokens/s")
+    run.print(f"then {GENERATED - 1} tokens in {after:.2f} s, {rates[1]} tokens/s")
+    code = report_cache(run, caches, length + GENERATED - 1)
+    run.print(f"tokens: {' '.join(map(str, tokens))}")
+    # One process runs the whole sequence anew: not for the longest
+    if length <= 16384 and run.rank == 0:
+        code |= compare_with_one_process(run, prompt, tokens)
+    return code
+
+
+def report_cache(run, caches, length):
+    """Print the bytes of all ranks' caches beside the formula. Returns 0 if they are equal."""
+    c = run.config
+    held = sum(t.nbytes for cache in caches for t in (cache.k, cache.v))
+    total = torch.tensor(held, device=run.device)
+    dist.all_reduce(total)
+    formula = 2 * c.layers * c.kv_heads * (c.width // c.heads) * run.dtype.itemsize * length
+    text = f"all ranks {total.item():,}, formula {formula:,} ({human(formula).strip()})"
+    run.print(f"cache: {human(held).strip()} on this rank; {text}")
+    return int(total.item() != formula)
+
+
+def compare_with_one_process(run, prompt, tokens):
+    """Whether one process, given the tokens before each, generates the same. Returns 0 if so."""
+    alone = gpt.build(run.config, run.args.seed, run.device, run.dtype)
+    tokens = torch.tensor([tokens], device=run.device)
+    logits = alone(torch.cat((prompt, tokens), dim=1)[:, :-1])
+    logits = logits[0, prompt.shape[1] - 1 :].double()
+    chosen = logits.gather(1, tokens.T).squeeze(1)
+    # Logits within rounding of the largest count as equal to it
+    behind = (logits.amax(1) - chosen).max().item()
+    if behind <= TOLERANCE[run.args.dtype]["loss"] * logits.abs().max().item():
+        run.print("one process generates the same tokens")
+        return 0
+    run.print(f"one process prefers others by {behind:.1e}  <-- differs")
+    return 1
+
+
+# --- the picture
+
+
+def plot(name, ring, positions, tile):
+    """Draw who computes which part of causal attention, and in which step, without and with the
+    zigzag; beside each, every rank's share of the work.
+
+    positions, tile: of context_parallel.py."""
+    plt = pyplot()
+    figure, axes = plt.subplots(
+        1, 4, figsize=(13, 3.8), width_ratios=(4, 2, 4, 2), layout="constrained"
+    )
+    colors = plt.get_cmap("tab10").colors
+    for (scores, bars), zigzag in zip((axes[:2], axes[2:]), (False, True)):
+        owner = {}
+        for rank in range(ring):
+            for chunk in positions(2 * ring, rank, ring, zigzag=zigzag).tolist():
+                owner[chunk] = rank
+        draw_scores(plt, scores, owner, ring, colors)
+        scores.set_title("zigzag" if zigzag else "contiguous", loc="left")
+        draw_work(bars, shares(tile, ring, 1024, zigzag), colors)
+    figure.suptitle(
+        f"causal attention on a ring of {ring}: who computes it, and in which step",
+        x=0.01,
+        ha="left",
+        fontsize=11,
+    )
+    save(figure, name)
+
+
+def draw_scores(plt, axes, owner, ring, colors):
+    """The scores, chunk by chunk: a color a rank, in each cell the step in which the keys are
+    there."""
+    n = 2 * ring
+    for q in range(n):
+        for k in range(q + 1):
+            square = (k, q), (k + 1, q), (k + 1, q + 1), (k, q + 1)
+            triangle = (k, q), (k, q + 1), (k + 1, q + 1)  # of its own keys a chunk sees half
+            shape = triangle if q == k else square
+            axes.add_patch(plt.Polygon(shape, color=colors[owner[q] % 10], alpha=0.6, ec="white"))
+            center = (k + 0.33, q + 0.67) if q == k else (k + 0.5, q + 0.5)
+            step = (owner[q] - owner[k]) % ring
+            axes.text(*center, step, ha="center", va="center", fontsize=8)
+    ticks = [chunk + 0.5 for chunk in range(n)]
+    axes.set(xlim=(0, n), ylim=(n, 0), aspect="equal")
+    axes.set(xlabel="chunk of keys", ylabel="chunk of queries")
+    axes.set_xticks(ticks, range(n), fontsize=8)
+    axes.set_yticks(ticks, [f"{chunk} (rank {owner[chunk]})" for chunk in range(n)], fontsize=8)
+
+
+def draw_work(axes, shares, colors):
+    """A bar for each rank's work, relative to an even share."""
+    ranks = range(len(shares))
+    axes.barh(ranks, shares, color=[colors[rank % 10] for rank in ranks], alpha=0.6)
+    axes.set_yticks(ranks, [f"rank {rank}" for rank in ranks], fontsize=8)
+    axes.set(xlabel="work, of an even share", xlim=(0, 2))
+    axes.invert_yaxis()
+    axes.axvline(1, color="gray", linewidth=0.8)
