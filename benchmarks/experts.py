@@ -143,7 +143,8 @@ def demo(run):
                     / (args.turns + 1)
                     * 1e3
                 )
-                line += f"{statistics.median(times[name]) - statistics.median(here):10.1f}{waited:15.1f}"
+                extra = statistics.median(times[name]) - statistics.median(here)
+                line += f"{extra:10.1f}{waited:15.1f}"
                 line += "   " + ratio(times[name], times["dealt out, chunks 1"])[1]
             say(line)
 

@@ -60,10 +60,8 @@ def main():
     for layout in LAYOUTS:
         curves[layout], seconds = losses(layout, args.steps)
         worst[layout] = max(max(differences(curves[layout], curves[""], i)) for i in (0, 1))
-        print(
-            f"{layout or 'one process':66s}{curves[layout][-1][0]:20.15f}{worst[layout]:20.1e}{seconds:9.0f}",
-            flush=True,
-        )
+        row = f"{curves[layout][-1][0]:20.15f}{worst[layout]:20.1e}{seconds:9.0f}"
+        print(f"{layout or 'one process':66s}{row}", flush=True)
     if args.plot:
         plot(args.plot, curves)
     if max(worst.values()) > 1e-10:

@@ -3,7 +3,8 @@ benchmarks.vs_torch
 
     ddp                    DistributedDataParallel
     zero-2, zero-3         FSDP2, blocks kept or freed after forward
-    tensor, sequence       DTensor's parallelize_module, the vocabulary and the loss cut too; with its sequence parallelism
+    tensor, sequence       DTensor's parallelize_module, vocabulary and loss cut too, without and
+                           with its sequence parallelism
     gpipe .. dualpipev     torch.distributed.pipelining
     context                context_parallel(); on a CPU, where it does not run, the ring beneath it
 

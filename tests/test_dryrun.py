@@ -158,9 +158,8 @@ def test_estimate(flags):
 
 
 def test_report(capsys):
-    args = train.flags().parse_args(
-        "--dry-run --pp 2 --tp 2 --ranks first,3 --tokens 1e9 --gpu x=80GB,989TFLOP/s,3.35TB/s".split()
-    )
+    flags = "--dry-run --pp 2 --tp 2 --ranks first,3 --tokens 1e9 --gpu x=80GB,989TFLOP/s,3.35TB/s"
+    args = train.flags().parse_args(flags.split())
     planner.main(args, train.prepare, train.train)
     out = capsys.readouterr().out
     assert "842,624 parameters, tp 2 pp 2 1f1b, 4 micro-batches: 4 ranks" in out

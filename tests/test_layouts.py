@@ -337,7 +337,7 @@ def tied_gradients_never_meet():
 
 
 def all_shards_equal():
-    """Every rank takes the first piece when the model is filled. The proof's own pieces are right."""
+    """All ranks take the first piece when the model is filled. The proof's own pieces are right."""
 
     right = harness.run.take
 

@@ -175,7 +175,8 @@ def test_a_failing_rank_is_named_once():
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 1
 
 
-SCRIPTS = "ddp zero tensor_parallel sequence_parallel pipeline context_parallel expert_parallel train".split()
+SCRIPTS = ["ddp", "zero", "tensor_parallel", "sequence_parallel", "pipeline"]
+SCRIPTS += ["context_parallel", "expert_parallel", "train"]
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
