@@ -12,6 +12,7 @@ from reference import assert_equal, batch, make_optimizer, train
 import expert_parallel as ep
 import harness
 import model as gpt
+from harness import experts
 from harness.ledger import Ledger
 
 SIZES = dict(layers=2, heads=4, width=32, context=12, vocab=61, balance_loss=0.3, z_loss=0.1)
@@ -330,10 +331,10 @@ def test_too_few_experts(ranks):
 
 def test_pictures(tmp_path):
     load = torch.tensor([[[6, 0, 3, 3]], [[3, 3, 3, 3]]])  # 2 steps, 1 layer
-    text = ep.heat_map(load, [1, 3])
+    text = experts.heat_map(load, [1, 3])
     assert "▓ 150  ░  50  ▒ 100  ▒ 100" in text and "rank    0  ▒░  1 experts, 75%" in text
     pytest.importorskip("matplotlib")
-    ep.plot(tmp_path / "load", load, [1, 3])
+    experts.plot(tmp_path / "load", load, [1, 3])
     assert (tmp_path / "load.png").stat().st_size > 1000
 
 
