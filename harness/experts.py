@@ -1,33 +1,197 @@
-"""What the demo of expert_parallel.py shows of a mixture of experts: the load of experts and ranks,
-and the time that all-to-alls take."""
+"""What is measured of a mixture of experts, from outside its dispatch: rows that travel, the load of
+experts and ranks, the time that all-to-alls take.
+
+For the demo of expert_parallel.py, for train.py and for benchmarks/experts.py."""
+
+import time
 
 import torch
 import torch.distributed as dist
 
+from harness.formulas import activation_bytes, all_reduce_sent, parameters_held
+from harness.ledger import human
 from harness.plots import pyplot, save
 
 
-def timing(run, times, group):
-    """A line on how long all-to-alls were on their way, and in how much of that time nothing else
-    was done."""
-    flight = waited = end = 0.0
-    for started, done, began, ended in sorted(times):  # several at a time count once
-        done = min(done or ended, ended)
-        flight, end = flight + max(0.0, done - max(started, end)), max(end, done)
-        waited += ended - began
-    both = (
-        torch.tensor([flight, waited], dtype=torch.float64, device=run.device)
-        / run.world
-        / max(1, run.args.steps - 1)
-    )
-    dist.all_reduce(both, group=group)
-    flight, waited = (both * 1000).tolist()
-    if not flight or run.world == 1:
-        return None
-    return (
-        f"all-to-alls were on their way for {flight:.0f} ms of a rank's step (until the last rank joins in, that is): for "
-        f"{waited:.0f} ms it waited, {max(0, 1 - waited / flight):.0%} was hidden behind computation"
-    )
+class RowCounter:
+    """Counts the rows of mixtures' dispatches, in every forward since `clear` (a recomputation's
+    too), by a forward hook.
+
+    A dispatch has `splits` of its last forward: the rows to send and the rows to receive, a list of
+    N for each chunk. An assignment is one of a token's k choices.
+
+    assignments: of this rank. sent: those that were not dropped. received: rows for this rank's
+    experts. travelled: rows that left for another rank or came from one."""
+
+    def __init__(self, mixtures):
+        self.clear()
+        for mixture in mixtures:
+            mixture.dispatch.register_forward_hook(self.count)
+
+    def clear(self):
+        self.assignments = self.sent = self.received = self.travelled = 0
+
+    def count(self, dispatch, inputs, output):
+        _, _, chosen, *_ = inputs
+        send, receive = dispatch.splits
+        rank = dist.get_rank(dispatch.group)
+        self.assignments += chosen.numel()
+        for chunk in send:
+            self.sent += sum(chunk)
+            self.travelled += sum(chunk) - chunk[rank]
+        for chunk in receive:
+            self.received += sum(chunk)
+            self.travelled += sum(chunk) - chunk[rank]
+
+
+class AllToAllClock:
+    """Times all-to-alls between start() and stop(): stands in for dist.all_to_all_single.
+
+    times: [started, done, wait began, wait ended] of each, in seconds; done is None where a
+    backend does not tell. Not for GPUs, where the host does not wait."""
+
+    def __init__(self):
+        self.times = []
+        self.all_to_all_single = dist.all_to_all_single
+
+    def start(self):
+        dist.all_to_all_single = self.timed
+
+    def stop(self):
+        dist.all_to_all_single = self.all_to_all_single
+
+    def timed(self, *args, **kwargs):
+        began = time.perf_counter()
+        row = [began, None, began, None]
+        work = self.all_to_all_single(*args, **kwargs)
+        if work is None:  # it was not asynchronous
+            row[3] = time.perf_counter()
+            self.times.append(row)
+            return None
+        work.get_future().add_done_callback(lambda _: row.__setitem__(1, time.perf_counter()))
+        return TimedWork(work, row, self.times)
+
+    def waited(self):
+        """Seconds that this rank waited."""
+        return sum(ended - began for _, _, began, ended in self.times)
+
+    def in_flight(self):
+        """Seconds in which all-to-alls were on their way. Several at a time count once."""
+        total = end = 0.0
+        for started, done, _, ended in sorted(self.times, key=lambda row: row[0]):
+            done = min(done or ended, ended)
+            total += max(0.0, done - max(started, end))
+            end = max(end, done)
+        return total
+
+
+class TimedWork:
+    """An asynchronous all-to-all whose wait is timed."""
+
+    def __init__(self, work, row, times):
+        self.work, self.row, self.times = work, row, times
+
+    def wait(self):
+        self.row[2] = time.perf_counter()
+        self.work.wait()
+        self.row[3] = time.perf_counter()
+        self.times.append(self.row)
+
+
+class Report:
+    """What the demo of expert_parallel.py says of its run.
+
+    sizes: how many experts each rank has. Call after(step) at the end of each step, before
+    gpt.rebalance clears the routers' loads."""
+
+    def __init__(self, run, model, sizes):
+        self.run, self.sizes = run, sizes
+        self.mixtures = [block.mlp for block in model.blocks.values()]
+        self.rows, self.clock, self.loads = RowCounter(self.mixtures), AllToAllClock(), []
+        self.assignments = self.dropped = 0
+
+    def after(self, step):
+        rows = self.rows
+        if step == self.run.measured:
+            self.travelled, self.received = rows.travelled, rows.received
+        self.assignments += rows.assignments
+        self.dropped += rows.assignments - rows.sent
+        rows.clear()
+        self.loads.append(torch.stack([mixture.router.load for mixture in self.mixtures]))
+        if step == 0 and self.run.device.type == "cpu":  # the first step warms up
+            self.clock.start()
+
+    def show_load(self):
+        """Print how often experts were chosen, and draw it where --plot asks for that."""
+        self.clock.stop()
+        load = torch.stack(self.loads)  # (steps, layers, E)
+        dist.all_reduce(load)
+        self.run.print("\n" + heat_map(load.cpu(), self.sizes))
+        if self.run.args.plot and self.run.rank == 0:
+            plot(self.run.args.plot, load.cpu(), self.sizes)
+
+    def expected(self):
+        """What this rank should send and hold, and further lines: see Run.receipt."""
+        args, config, n = self.run.args, self.run.config, self.run.world
+        e, own = self.run.dtype.itemsize, self.sizes[self.run.rank]
+        exchanges = config.layers * args.microbatches * args.chunks
+        counts = exchanges * (config.experts - own) * 8
+        common = parameters_held(config, 1, config.layers, experts=0) * e
+        sent = {
+            ("all_to_all", "ep"): (
+                2 * self.travelled * config.width * e + counts,
+                "2 (rows out + rows in) C e, and the counts",
+            ),
+            ("all_reduce", "ep"): (
+                all_reduce_sent(common + 16, n),
+                "2 r P_common e; loss and norm, 8 bytes each",
+            ),
+        }
+        parameters = parameters_held(config, 1, config.layers, experts=own) * e
+        held = self.run.states(parameters, "(P_common + experts here) e")
+        activations = activation_bytes(config, args.batch // n // args.microbatches, e)
+        held["activations_peak"] = config.layers * activations, "the blocks', if routing were even"
+        return sent, held, self.notes()
+
+    def notes(self):
+        args, config, n = self.run.args, self.run.config, self.run.world
+        totals = torch.tensor([self.received, self.assignments, self.dropped], dtype=torch.int64)
+        totals = totals.to(self.run.device)
+        fullest = totals.clone()
+        dist.all_reduce(totals)
+        dist.all_reduce(fullest, op=dist.ReduceOp.MAX)
+        received, assignments, dropped = totals.tolist()
+        tokens = args.batch // n * config.context
+        rows = config.layers * tokens * config.top_k
+        even = human(round(4 * (n - 1) / n * rows * config.width * self.run.dtype.itemsize)).strip()
+        notes = [
+            f"with even routing a rank would send {even}: 4 r k n C e a layer; in step "
+            f"{self.run.measured + 1} the fullest rank had "
+            f"{fullest[0].item() / received * n:.0%} of an even share"
+        ]
+        notes += self.timing()
+        if args.capacity is not None:
+            notes.append(
+                f"capacity {args.capacity:g}: {dropped:,} assignments ({dropped / assignments:.1%}) "
+                f"dropped in {args.steps} steps"
+            )
+        return notes
+
+    def timing(self):
+        """How long all-to-alls were on their way, and in how much of that time nothing else was
+        done: a list of one line or none."""
+        times = [self.clock.in_flight(), self.clock.waited()]
+        times = torch.tensor(times, dtype=torch.float64, device=self.run.device)
+        times *= 1000 / self.run.world / max(1, self.run.args.steps - 1)
+        dist.all_reduce(times)
+        flight, waited = times.tolist()
+        if not flight or self.run.world == 1:
+            return []
+        return [
+            f"all-to-alls were on their way for {flight:.0f} ms of a rank's step (until the last "
+            f"rank joins in, that is): for {waited:.0f} ms it waited, "
+            f"{max(0, 1 - waited / flight):.0%} was hidden behind computation"
+        ]
 
 
 def heat_map(load, sizes):
