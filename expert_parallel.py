@@ -2,25 +2,27 @@
 
 A mixture has E MLPs, the experts, where a block has one. A router, a linear layer, scores them for
 each token. The k best experts compute the token, and y adds up their results times the router's
-weights. Here E = 4 and k = 2 on 2 ranks, with 4 tokens each; the numbers are experts:
+weights. Here E = 4, k = 2, and N = 2 ranks have 4 tokens each. The digits are experts' numbers:
 
-             sorted by expert        all-to-all          compute        all-to-all back
-    rank 0   0 0 1 | 2 2 2 3 3       0 0 1 + 0 1 1       0 and 1        weigh, add up: y (n, C)
-    rank 1   0 1 1 | 2 3 3 3 3       2 2 2 3 3 + 2 3 3 3 3      2 and 3
+             each token's choices,    all-to-all:                   its        all-to-all back:
+             sorted by expert         from rank 0    from rank 1    experts    weigh, add up
+    rank 0   0 0 1 | 2 2 2 3 3        0 0 1          0 1 1          0, 1       y of its 4 tokens
+    rank 1   0 1 1 | 2 3 3 3 3        2 2 2 3 3      2 3 3 3 3      2, 3       y of its 4 tokens
 
 Split: the experts, and the batch as in data parallelism. A rank's experts have consecutive numbers,
 so rows that are sorted by expert are sorted by rank. How many rows go where depends on the routing:
 first the counts travel, E integers, and once a layer the host waits until it can read them.
 
 Sent: the rows (dispatch) and their results (combine), and the gradients of both in backward. With
-even routing a rank sends 4 r k n C e bytes a layer: n tokens, e bytes an element, r = (N-1)/N.
+even routing a rank with n tokens sends 4 r k n C e bytes a layer, r = (N-1)/N, if a row has C
+elements of e bytes.
 
 Backward: an all-to-all only moves rows, so a row's gradient goes back the way the row came. Results
 meet the router's weights on the token's own rank, so the router needs no message. An expert sees
 its tokens of the whole batch, and the loss is divided by the number of all tokens: its gradient is
 complete. The gradients of all other parameters are summed over the ranks, once a step.
 
-Not worth it over slow links, or where all experts fit on every rank and ranks have many tokens:
+Not worth it over slow links, or where all experts fit on every rank and a rank has many tokens:
 then data parallelism sends less. docs/experts.md has the threshold, and the rest.
 
     torchrun --nproc_per_node=4 expert_parallel.py      python expert_parallel.py --experts 5
@@ -58,16 +60,20 @@ class AllToAll(torch.autograd.Function):
 def plain_dispatch(x, weights, chosen, experts, sizes, group):
     """Tokens to their experts on all ranks and back: x (n, C), weights and chosen (n, k) -> (n, C).
     ExpertDispatch does the same, overlapped, and explains the arguments."""
-    k, assignments = chosen.shape[1], chosen.flatten()  # assignment i is a choice of token i // k
-    order = assignments.argsort(stable=True)  # by expert, and so by rank
-    token = order // k
+    # Sort: assignment i is a choice of token i // k. Sorted by expert is sorted by rank.
+    assignments = chosen.flatten()
+    order = assignments.argsort(stable=True)
+    token = order // chosen.shape[1]  # (n k,)
+    # Send: first how many rows come, then the rows
     splits, incoming = exchange_counts([assignments], sizes, group)
     [send], [receive] = splits.tolist()
-    rows = AllToAll.apply(x[token], send, receive, group)  # arrive by source, then by expert
+    rows = AllToAll.apply(x[token], send, receive, group)  # (m, C), rank 0's first
+    # Compute: experts take their rows one expert after the other
     by_expert = sort_by_expert(incoming[0], len(rows))
     rows = run_experts(experts, rows[by_expert], incoming[0].sum(0))
-    rows = rows[by_expert.argsort()]  # by source again
-    rows = AllToAll.apply(rows, receive, send, group)  # the same rows as before the first one
+    # Send back, in the order in which rows came
+    rows = AllToAll.apply(rows[by_expert.argsort()], receive, send, group)  # (n k, C)
+    # Add up, times the router's weights
     rows = rows * weights.flatten()[order].unsqueeze(1)
     return torch.zeros_like(x).index_add(0, token, rows)
 
@@ -77,7 +83,8 @@ def exchange_counts(chunks, sizes, group):
 
     Returns the rows to send and to receive, (2, chunks, N), and the rows that come from each rank
     for each of this rank's experts, (chunks, N, experts)."""
-    experts, world, own = sum(sizes), len(sizes), sizes[dist.get_rank(group)]
+    world, experts = len(sizes), sum(sizes)
+    own = sizes[dist.get_rank(group)]
     counts = torch.stack([count(chunk, experts + 1) for chunk in chunks], dim=1)
     counts = counts[:experts]  # (E, chunks); number E stands for dropped assignments
     incoming = counts.new_empty(world * own, len(chunks))
@@ -102,12 +109,13 @@ def sort_by_expert(incoming, rows):
 
 
 def run_experts(experts, rows, counts):
+    """experts(rows, counts), checked. It is part of the graph even where no row came."""
     result = experts(rows, counts)
     if result.shape != rows.shape:
         shapes = f"the shape of its rows {tuple(rows.shape)}, not {tuple(result.shape)}"
         raise ValueError(f"experts(rows, counts) must return {shapes}")
-    # Experts may skip an empty batch. The sum then adds no value, but a path from the result to the
-    # rows: without it this rank would not join the all-to-alls of backward.
+    # Experts may skip an empty batch. Then the sum adds no value, but connects result and rows:
+    # otherwise this rank would not join the all-to-alls of backward.
     return result if len(rows) else result + rows.to(result.dtype)
 
 
@@ -194,9 +202,7 @@ class ExpertDispatch(nn.Module):
     def forward(self, x, weights, chosen, experts, meanwhile=lambda: None):
         if x.dim() != 2 or weights.shape != chosen.shape or chosen.shape[:-1] != x.shape[:1]:
             have = f"{tuple(x.shape)}, {tuple(weights.shape)} and {tuple(chosen.shape)}"
-            raise ValueError(
-                f"x must be (n, C), weights and chosen (n, k), not {have}: flatten them"
-            )
+            raise ValueError(f"give x (n, C), weights, chosen (n, k), not {have}: flatten them")
         if isinstance(experts, nn.Module):
             for p in experts.parameters():
                 p.of_experts = True  # sum_gradients refuses it without a placement
@@ -205,19 +211,21 @@ class ExpertDispatch(nn.Module):
         assignments = [chunk.flatten() for chunk in chosen.tensor_split(self.chunks)]
         orders = [chunk.argsort(stable=True) for chunk in assignments]
         splits, incoming = exchange_counts(assignments, self.sizes, self.group)
-        self.splits = send, receive = self.read(splits, [len(chunk) for chunk in assignments])
+        send, receive = self.read(splits, [len(chunk) for chunk in assignments])
+        self.splits = send, receive  # for those who count
         if self.capacity is None and sum(map(sum, send)) != chosen.numel():
             have = f"the {sum(self.sizes)} of sizes {list(self.sizes)}"
             raise ValueError(f"a token chose an expert beyond {have}: give other sizes or choices")
 
-        x, weights = x.tensor_split(self.chunks), weights.tensor_split(self.chunks)
+        x = x.tensor_split(self.chunks)
+        weights = weights.tensor_split(self.chunks)
         chunks = zip(x, weights, orders, send, receive, incoming)
         running = [self.run_chunk(experts, *chunk) for chunk in chunks]
         for chunk in running:
-            next(chunk)  # sends its rows
+            next(chunk)  # its rows leave
         meanwhile()
         for chunk in running:
-            next(chunk)  # waits for the rows of others, computes them, sends the results home
+            next(chunk)  # rows have come, are computed, and leave for home
         return torch.cat([next(chunk) for chunk in running])
 
     def run_chunk(self, experts, x, weights, order, send, receive, incoming):
@@ -225,9 +233,8 @@ class ExpertDispatch(nn.Module):
         rows travel."""
         order = order[: sum(send)]  # dropped assignments come last
         token = order // weights.shape[1]
-        dispatch, combine = (
-            Transfer(*way, self.group) for way in [(send, receive), (receive, send)]
-        )
+        dispatch = Transfer(send, receive, self.group)
+        combine = Transfer(receive, send, self.group)
         rows = Start.apply(x.index_select(0, token), dispatch)
         yield
         rows = Wait.apply(rows, dispatch)
@@ -283,10 +290,12 @@ def shard(parameter, group, copies=None):
 
     copies: where data parallelism has more ranks than `group`, those with the same experts. Data
     parallelism must sum the experts' gradients over this group: it is the placement's "data"."""
-    group, whole = group or dist.group.WORLD, placement(parameter)
+    group = group or dist.group.WORLD
+    whole = placement(parameter)
     if 0 in whole["cuts"]:
         raise ValueError("the experts of this parameter are dealt out already: shard it once")
-    rank, sizes = dist.get_rank(group), expert_counts(len(parameter), dist.get_world_size(group))
+    rank = dist.get_rank(group)
+    sizes = expert_counts(len(parameter), dist.get_world_size(group))
     start, size = sum(sizes[:rank]), sizes[rank]
     part = parameter.detach()[start : start + size].clone()
     part = nn.Parameter(part, requires_grad=parameter.requires_grad)

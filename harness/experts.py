@@ -1,9 +1,10 @@
-"""What is measured of a mixture of experts, from outside its dispatch: rows that travel, the load of
-experts and ranks, the time that all-to-alls take.
+"""What is measured of a mixture of experts, from outside: rows that travel, the load of experts and
+ranks, the time that all-to-alls take.
 
 For the demo of expert_parallel.py, for train.py and for benchmarks/experts.py."""
 
 import time
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -44,14 +45,22 @@ class RowCounter:
             self.travelled += sum(chunk) - chunk[rank]
 
 
-class AllToAllClock:
-    """Times all-to-alls between start() and stop(): stands in for dist.all_to_all_single.
+@dataclass
+class Flight:
+    """An all-to-all's times, in seconds. done: None where a backend does not tell."""
 
-    times: [started, done, wait began, wait ended] of each, in seconds; done is None where a
-    backend does not tell. Not for GPUs, where the host does not wait."""
+    started: float
+    wait_began: float
+    wait_ended: float | None = None
+    done: float | None = None
+
+
+class AllToAllClock:
+    """Times all-to-alls between start() and stop(), where it stands in for
+    dist.all_to_all_single. Not for GPUs, where the host does not wait."""
 
     def __init__(self):
-        self.times = []
+        self.flights = []
         self.all_to_all_single = dist.all_to_all_single
 
     def start(self):
@@ -62,25 +71,29 @@ class AllToAllClock:
 
     def timed(self, *args, **kwargs):
         began = time.perf_counter()
-        row = [began, None, began, None]
+        flight = Flight(began, began)
         work = self.all_to_all_single(*args, **kwargs)
         if work is None:  # it was not asynchronous
-            row[3] = time.perf_counter()
-            self.times.append(row)
+            flight.wait_ended = time.perf_counter()
+            self.flights.append(flight)
             return None
-        work.get_future().add_done_callback(lambda _: row.__setitem__(1, time.perf_counter()))
-        return TimedWork(work, row, self.times)
+
+        def done(_):
+            flight.done = time.perf_counter()
+
+        work.get_future().add_done_callback(done)
+        return TimedWork(work, flight, self.flights)
 
     def waited(self):
         """Seconds that this rank waited."""
-        return sum(ended - began for _, _, began, ended in self.times)
+        return sum(flight.wait_ended - flight.wait_began for flight in self.flights)
 
     def in_flight(self):
         """Seconds in which all-to-alls were on their way. Several at a time count once."""
         total = end = 0.0
-        for started, done, _, ended in sorted(self.times, key=lambda row: row[0]):
-            done = min(done or ended, ended)
-            total += max(0.0, done - max(started, end))
+        for flight in sorted(self.flights, key=lambda flight: flight.started):
+            done = min(flight.done or flight.wait_ended, flight.wait_ended)
+            total += max(0.0, done - max(flight.started, end))
             end = max(end, done)
         return total
 
@@ -88,14 +101,14 @@ class AllToAllClock:
 class TimedWork:
     """An asynchronous all-to-all whose wait is timed."""
 
-    def __init__(self, work, row, times):
-        self.work, self.row, self.times = work, row, times
+    def __init__(self, work, flight, flights):
+        self.work, self.flight, self.flights = work, flight, flights
 
     def wait(self):
-        self.row[2] = time.perf_counter()
+        self.flight.wait_began = time.perf_counter()
         self.work.wait()
-        self.row[3] = time.perf_counter()
-        self.times.append(self.row)
+        self.flight.wait_ended = time.perf_counter()
+        self.flights.append(self.flight)
 
 
 class Report:
@@ -172,8 +185,8 @@ class Report:
         notes += self.timing()
         if args.capacity is not None:
             notes.append(
-                f"capacity {args.capacity:g}: {dropped:,} assignments ({dropped / assignments:.1%}) "
-                f"dropped in {args.steps} steps"
+                f"capacity {args.capacity:g}: {dropped:,} assignments "
+                f"({dropped / assignments:.1%}) dropped in {args.steps} steps"
             )
         return notes
 
@@ -203,9 +216,8 @@ def heat_map(load, sizes):
 
     steps, layers, experts = load.shape
     share = load.sum(0) / load.sum((0, 2)).unsqueeze(1) * experts  # (layers, E), 1 is even
-    lines = [
-        "load of experts over the run, percent of an even share    shades: ░ 50  ▒ 100  ▓ 150  █ 200 and more"
-    ]
+    lines = ["load of experts over the run, percent of an even share    "]
+    lines[0] += "shades: ░ 50  ▒ 100  ▓ 150  █ 200 and more"
     narrow = experts > 16
     if not narrow:
         lines.append("  expert   " + "".join(f"{i:7d}" for i in range(experts)))
@@ -220,9 +232,8 @@ def heat_map(load, sizes):
     for i, row in enumerate(ranks.tolist()):
         every = -(-steps // 80)
         text = "".join(map(shade, row[::every]))
-        lines.append(
-            f"  rank {i:4d}  {text}  {sizes[i]} experts, {100 * sum(row) / steps:.0f}% of an even share"
-        )
+        share = f"{100 * sum(row) / steps:.0f}% of an even share"
+        lines.append(f"  rank {i:4d}  {text}  {sizes[i]} experts, {share}")
     return "\n".join(lines)
 
 

@@ -382,8 +382,8 @@ def test_the_script_proves_itself(script, tmp_path):
     out, text = tmp_path / "receipt.json", tmp_path / "text"
     text.write_text("to be or not to be, that is the question. " * 50)
     small = f"--layers 2 --width 32 --context 16 --data {text}"
-    flags = f"--nproc 3 --batch 12 --steps 3 --dtype float64 --experts 5 --shared 1 --bias-rate 0.01 --json {out}"
-    code, said = script("expert_parallel", f"{small} {flags}")
+    flags = "--nproc 3 --batch 12 --steps 3 --dtype float64 --experts 5 --shared 1 --bias-rate 0.01"
+    code, said = script("expert_parallel", f"{small} {flags} --json {out}")
     assert code == 0 and "proven" in said and "layer   1" in said, said
     receipt = json.loads(out.read_text())
     assert receipt["ok"] and {r["op"] for r in receipt["sent"]} == {"all_reduce", "all_to_all"}
