@@ -212,7 +212,6 @@ class ExpertDispatch(nn.Module):
         orders = [chunk.argsort(stable=True) for chunk in assignments]
         splits, incoming = exchange_counts(assignments, self.sizes, self.group)
         send, receive = self.read(splits, [len(chunk) for chunk in assignments])
-        self.splits = send, receive  # for those who count
         if self.capacity is None and sum(map(sum, send)) != chosen.numel():
             have = f"the {sum(self.sizes)} of sizes {list(self.sizes)}"
             raise ValueError(f"a token chose an expert beyond {have}: give other sizes or choices")
@@ -246,8 +245,8 @@ class ExpertDispatch(nn.Module):
         yield torch.zeros_like(x).index_add(0, token, rows)
 
     def read(self, splits, assignments):
-        """A tensor's values as lists: where the host waits for the device. Replace it where tensors
-        have no values (meta, fake), by the splits of chunks of so many `assignments`."""
+        """The rows to send and to receive, as lists. The host waits for the device. Replace it to
+        count rows, or where tensors have no values (meta, fake). assignments: of each chunk."""
         return splits.tolist()
 
 

@@ -126,7 +126,9 @@ def demo(run):
         for chunks in (1, 2, 4):
             part = copy.deepcopy(whole)
             model = SimpleNamespace(
-                config=whole.router.config, blocks={"0": SimpleNamespace(mlp=part)}
+                config=whole.router.config,
+                blocks={"0": SimpleNamespace(mlp=part)},
+                parameters=part.parameters,
             )
             expert_parallel.parallelize(model, group, chunks=chunks)
             rivals[f"dealt out, chunks {chunks}"] = part

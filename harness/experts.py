@@ -5,6 +5,7 @@ For the demo of expert_parallel.py, for train.py and for benchmarks/experts.py."
 
 import time
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -15,34 +16,31 @@ from harness.plots import pyplot, save
 
 
 class RowCounter:
-    """Counts the rows of mixtures' dispatches, in every forward since `clear` (a recomputation's
-    too), by a forward hook.
-
-    A dispatch has `splits` of its last forward: the rows to send and the rows to receive, a list of
-    N for each chunk. An assignment is one of a token's k choices.
+    """Counts the rows of mixtures' dispatches, in every forward since `clear`, a recomputation's
+    too: stands in for ExpertDispatch.read. An assignment is one of a token's k choices.
 
     assignments: of this rank. sent: those that were not dropped. received: rows for this rank's
     experts. travelled: rows that left for another rank or came from one."""
 
     def __init__(self, mixtures):
         self.clear()
-        for mixture in mixtures:
-            mixture.dispatch.register_forward_hook(self.count)
+        for dispatch in (mixture.dispatch for mixture in mixtures):
+            dispatch.read = partial(self.count, dist.get_rank(dispatch.group), dispatch.read)
 
     def clear(self):
         self.assignments = self.sent = self.received = self.travelled = 0
 
-    def count(self, dispatch, inputs, output):
-        _, _, chosen, *_ = inputs
-        send, receive = dispatch.splits
-        rank = dist.get_rank(dispatch.group)
-        self.assignments += chosen.numel()
+    def count(self, rank, read, splits, assignments):
+        """Calls `read`. Of each chunk it tells how many rows go to, and come from, each rank."""
+        send, receive = read(splits, assignments)
+        self.assignments += sum(assignments)
         for chunk in send:
             self.sent += sum(chunk)
             self.travelled += sum(chunk) - chunk[rank]
         for chunk in receive:
             self.received += sum(chunk)
             self.travelled += sum(chunk) - chunk[rank]
+        return send, receive
 
 
 @dataclass
