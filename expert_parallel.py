@@ -123,7 +123,7 @@ def run_experts(experts, rows, counts):
 
 
 class Transfer:
-    """What the two halves share: the sizes, and the rows on their way."""
+    """What the two halves share: the sizes and, in between, the rows on their way."""
 
     def __init__(self, send, receive, group):
         self.send, self.receive, self.group = send, receive, group
@@ -138,7 +138,8 @@ class Transfer:
 
     def wait(self):
         self.work.wait()
-        arrived, self.arriving, self.rows, self.work = self.arriving, None, None, None
+        arrived = self.arriving
+        self.arriving = self.rows = self.work = None  # frees the memory
         return arrived
 
 
@@ -312,9 +313,10 @@ def sum_gradients(parameters, group):
     group, in one all-reduce. With `copies` of experts call it with `group`, then with `copies`.
 
     A parameter without a gradient on this rank counts as zeros; without one on any rank it gets
-    zeros, so weight decay moves it. Frozen parameters are left out. Not noticed: a backward between
-    clipping and zero_grad(); experts without a placement that no module holds and that start alike
-    (from zeros, say)."""
+    zeros, so weight decay moves it. Frozen parameters are left out.
+    Raises RuntimeError the second time, and so does a backward before zero_grad(), unless the sums
+    were clipped. Raises ValueError where weights differ between ranks, as those of experts without
+    a placement do; not noticed if they are in no module and start alike (from zeros, say)."""
     group = group or dist.group.WORLD
     parameters = [p for p in parameters if p.requires_grad and not split_over(p, group)]
     check_replicas(parameters, group)
@@ -331,9 +333,9 @@ def sum_gradients(parameters, group):
 
 
 def check_replicas(parameters, group):
-    """Raise ValueError unless all ranks have the same weights, by their sums; experts without a
-    placement never count as the same. Compares each parameter once, and gives it `summed`: for each
-    group the version of p.grad after sum_gradients, or None after a backward."""
+    """Raise ValueError unless all ranks have the same weights, by their sums. Experts without a
+    placement count as different. Each parameter is compared once a group, and gets `summed`: for
+    each group the version of p.grad after sum_gradients, or None after a backward."""
     new = [p for p in parameters if group.group_name not in getattr(p, "summed", {})]
     if not new:
         return
@@ -359,10 +361,11 @@ def check_replicas(parameters, group):
 
 
 def refuse_summed(parameter):
-    """Backward has added to p.grad: raises if only this has changed it since it was summed."""
+    """A hook, after backward has added to p.grad: raises if nothing else, such as zero_grad(), has
+    changed it since it was summed."""
     if parameter.grad._version - 1 in parameter.summed.values():
         raise RuntimeError(SUMMED)
-    parameter.summed = dict.fromkeys(parameter.summed)
+    parameter.summed = dict.fromkeys(parameter.summed)  # every value is None
 
 
 # --- for model.py's GPT ---
