@@ -1,116 +1,155 @@
-"""Expert parallelism: the experts of every mixture are dealt out over the ranks, and tokens travel
-to them and back.
+"""Expert parallelism: each rank has some of the experts, and tokens travel to them and back.
 
 A mixture has E MLPs, the experts, where a block has one. A router, a linear layer, scores them for
-each token; the k best take it, and their results are added up, times the router's weights.
+each token. The k best experts compute the token, and y adds up their results times the router's
+weights. Here E = 4, k = 2, and N = 2 ranks have 4 tokens each. The digits are experts' numbers:
 
-What is split, on N ranks (here 2), with E experts (here 4): the experts, each of them whole on one
-rank; and the batch, as in data parallelism: each rank has tokens of its own. Weights stay at home.
+             each token's choices,    all-to-all:                   its        all-to-all back:
+             sorted by expert         from rank 0    from rank 1    experts    weigh, add up
+    rank 0   0 0 1 | 2 2 2 3 3        0 0 1          0 1 1          0, 1       y of its 4 tokens
+    rank 1   0 1 1 | 2 3 3 3 3        2 2 2 3 3      2 3 3 3 3      2, 3       y of its 4 tokens
 
-             router      sort by expert        dispatch: all-to-all       experts       combine: all-to-all, add up
-    rank 0   x (n,C) --> 0 0 1   2 2 2 3 3 --> 0 0 1 (mine) 0 1 1     --> 0 and 1 --> the results go back the same way,
-    rank 1   x (n,C) --> 0 1 1   2 3 3 3 3 --> 2 2 2 3 3    2 3 3 3 3 --> 2 and 3 --> times the router's weight: y (n,C)
-                         ----- to rank 0       from rank 0  from rank 1
-                                 --------- to rank 1
+Split: the experts, and the batch as in data parallelism. A rank's experts have consecutive numbers,
+so rows that are sorted by expert are sorted by rank. How many rows go where depends on the routing:
+first the counts travel, E integers, and once a layer the host waits until it can read them.
 
-What is sent: a rank's experts are a contiguous run, so tokens sorted by expert are sorted by rank
-too: what a rank gets is one piece of the sorted rows. How long each piece is depends on the
-routing, so first the counts travel (one number for each expert), and are read, once a layer: the
-only time that the device has to be waited for.
+Sent: the rows (dispatch) and their results (combine), and the gradients of both in backward. With
+even routing a rank with n tokens sends 4 r k n C e bytes a layer, r = (N-1)/N, if a row has C
+elements of e bytes.
 
-    counts      all-to-all of E integers               in backward: nothing
-    dispatch    all-to-all of the rows, uneven         in backward: the same, the other way round
-    combine     all-to-all of the results, back home   in backward: the same, the other way round
+Backward: an all-to-all only moves rows, so a row's gradient goes back the way the row came. Results
+meet the router's weights on the token's own rank, so the router needs no message. An expert sees
+its tokens of the whole batch, and the loss is divided by the number of all tokens: its gradient is
+complete. The gradients of all other parameters are summed over the ranks, once a step.
 
-Overlap: tokens are cut into chunks. All chunks' dispatches start at once; while the first chunk is
-computed the second travels, and what is computed travels home meanwhile. The shared expert, which
-needs no other rank, runs during the dispatch.
+Not worth it over slow links, or where all experts fit on every rank and a rank has many tokens:
+then data parallelism sends less. docs/experts.md has the threshold, and the rest.
 
-Backward: an all-to-all moves rows and adds nothing, so a row's gradient goes back where the row
-came from. Backward is forward's mirror image: an operation's start is its wait's backward, and the
-other way round. Autograd runs it in the reverse order, the same on every rank, so all-to-alls meet
-their partners. Weights and rows meet on the token's own rank, so the router's gradient needs no
-message. An expert sees its tokens of the whole batch, and every rank's loss is divided by the
-tokens of the whole batch: so its gradient is complete as it is. All else is summed over the ranks,
-in one all-reduce; nothing is averaged. Which expert a token goes to is a step function of its
-scores: two that differ by less than rounding may swap, and then one token goes elsewhere than in
-one process. In float64 that is as good as never: --dtype float64 proves it to 1e-10.
+    torchrun --nproc_per_node=4 expert_parallel.py      python expert_parallel.py --experts 5
 
-What it costs, per rank and layer, r = (N-1)/N, n tokens here, e bytes an element: with even routing
-4 r k n C e in forward and backward together (dispatch and combine, twice), and 8 r E a chunk for
-the counts. At w bytes/s that is 2 r e f / (9 H w) of the experts' own time, 18 k n C H flops
-(SwiGLU with H hidden units) at f flop/s; chunks hide it as far as that is below 1. Held: E/N of the
-experts, of their gradients and optimizer states. Nothing is dropped, however uneven the routing:
-the fullest rank keeps the others waiting, and holds as many rows as come. Even load is trained for,
-by a loss on the router (`--balance-loss`) or a bias on its choice (`--bias-rate`). A capacity F
-bounds it: of the n tokens of a rank no expert takes more than F k n / E, first choices before
-second; the others pass by in the residual stream. What is dropped depends on how the batch is cut:
-then no layout equals another.
-
-When it is the wrong choice: over slow links, since it sends in every layer and much of it can't be
-hidden. And where all experts fit on every rank: data parallelism sends 2 r e for each of their
-weights instead, once a step: less, if a step's n is more than 1.5 E H / k (SwiGLU; E H / k with
-GELU).
-
-    torchrun --nproc_per_node=4 expert_parallel.py          python expert_parallel.py --experts 5 --shared 1 --chunks 4
-
-Papers: Lepikhin et al. 2020, GShard, arXiv:2006.16668, section 2.2 (dispatch, capacity); Fedus et
-al. 2021, Switch, arXiv:2101.03961, section 2.2; Gale et al. 2022, MegaBlocks, arXiv:2211.15841
-(dropless); Wang et al. 2024, arXiv:2408.15664 (the bias).
+GShard (arXiv:2006.16668, section 2.2); Switch (2101.03961, 2.2); MegaBlocks (2211.15841).
 """
 
 import math
-import time
 
 import torch
 import torch.distributed as dist
 import torch.nn as nn
 from torch.autograd.function import once_differentiable  # refuses a gradient of a gradient
 
+# --- the plain mixture: sort, send, compute, send back, add up
+
+
+class AllToAll(torch.autograd.Function):
+    """rows (sum(send), C) -> (sum(receive), C): send[r] rows go to rank r, receive[r] come from it.
+    Backward: the gradients go the other way."""
+
+    @staticmethod
+    def forward(ctx, rows, send, receive, group):
+        ctx.way_back = receive, send, group
+        arrived = rows.new_empty(sum(receive), rows.shape[1])
+        dist.all_to_all_single(arrived, rows.contiguous(), receive, send, group=group)
+        return arrived
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        return AllToAll.apply(grad, *ctx.way_back), None, None, None
+
+
+def plain_dispatch(x, weights, chosen, experts, sizes, group):
+    """Tokens to their experts on all ranks and back: x (n, C), weights and chosen (n, k) -> (n, C).
+    ExpertDispatch does the same, overlapped, and explains the arguments."""
+    # Sort: assignment i is a choice of token i // k. Sorted by expert is sorted by rank.
+    assignments = chosen.flatten()
+    order = assignments.argsort(stable=True)
+    token = order // chosen.shape[1]  # (n k,)
+    # Send: first how many rows come, then the rows
+    splits, incoming = exchange_counts([assignments], sizes, group)
+    [send], [receive] = splits.tolist()
+    rows = AllToAll.apply(x[token], send, receive, group)  # (m, C), rank 0's first
+    # Compute: experts take their rows one expert after the other
+    by_expert = sort_by_expert(incoming[0], len(rows))
+    rows = run_experts(experts, rows[by_expert], incoming[0].sum(0))
+    # Send back, in the order in which rows came
+    rows = AllToAll.apply(rows[by_expert.argsort()], receive, send, group)  # (n k, C)
+    # Add up, times the router's weights
+    rows = rows * weights.flatten()[order].unsqueeze(1)
+    return torch.zeros_like(x).index_add(0, token, rows)
+
+
+def exchange_counts(chunks, sizes, group):
+    """Tell every rank how many rows it gets. chunks: parts of the assignments, as experts' numbers.
+
+    Returns the rows to send and to receive, (2, chunks, N), and the rows that come from each rank
+    for each of this rank's experts, (chunks, N, experts)."""
+    world, experts = len(sizes), sum(sizes)
+    own = sizes[dist.get_rank(group)]
+    counts = torch.stack([count(chunk, experts + 1) for chunk in chunks], dim=1)
+    counts = counts[:experts]  # (E, chunks); number E stands for dropped assignments
+    incoming = counts.new_empty(world * own, len(chunks))
+    dist.all_to_all_single(incoming, counts, [own] * world, sizes, group=group)
+    incoming = incoming.view(world, own, len(chunks))
+    outgoing = torch.stack([of_rank.sum(0) for of_rank in counts.split(sizes)])  # (N, chunks)
+    splits = torch.stack((outgoing, incoming.sum(1))).transpose(1, 2)
+    return splits, incoming.permute(2, 0, 1)
+
+
+def count(numbers, bins):
+    """bincount, for which the host would wait for the device."""
+    return numbers.new_zeros(bins).scatter_add_(0, numbers, torch.ones_like(numbers))
+
+
+def sort_by_expert(incoming, rows):
+    """Indices that sort arrived rows by expert. incoming (N, experts): how many there are."""
+    world, own = incoming.shape
+    expert = torch.arange(own, device=incoming.device).repeat(world)
+    # Without output_size the host would wait for the device
+    return expert.repeat_interleave(incoming.flatten(), output_size=rows).argsort(stable=True)
+
+
+def run_experts(experts, rows, counts):
+    """experts(rows, counts), checked. It is part of the graph even where no row came."""
+    result = experts(rows, counts)
+    if result.shape != rows.shape:
+        shapes = f"the shape of its rows {tuple(rows.shape)}, not {tuple(result.shape)}"
+        raise ValueError(f"experts(rows, counts) must return {shapes}")
+    # Experts may skip an empty batch. Then the sum adds no value, but connects result and rows:
+    # otherwise this rank would not join the all-to-alls of backward.
+    return result if len(rows) else result + rows.to(result.dtype)
+
+
+# --- overlap: an all-to-all in two halves, and computation in between
+
 
 class Transfer:
-    """An all-to-all of rows (N, C): send[r] of them go to rank r, receive[r] come from it. In
-    backward the other way round.
+    """What the two halves share: the sizes and, in between, the rows on their way."""
 
-    times: a list to which each passage adds [started, done, wait began, wait ended]; or None."""
+    def __init__(self, send, receive, group):
+        self.send, self.receive, self.group = send, receive, group
 
-    def __init__(self, send, receive, group, times=None):
-        self.send, self.receive, self.group, self.times = send, receive, group, times
-
-    def start(self, rows, back=False):
-        """Sends rows (N, C) on their way; returns where the others' will be after `wait`."""
-        send, receive = (self.receive, self.send) if back else (self.send, self.receive)
+    def start(self, rows, send, receive):
         self.rows = rows.contiguous()  # must live until it is sent
-        self.out = rows.new_empty(sum(receive), rows.shape[1])
-        self.clock = [time.perf_counter(), None, None, None]
+        self.arriving = rows.new_empty(sum(receive), rows.shape[1])
         self.work = dist.all_to_all_single(
-            self.out, self.rows, receive, send, group=self.group, async_op=True
+            self.arriving, self.rows, receive, send, group=self.group, async_op=True
         )
-        if self.times is not None:
-            clock = self.clock
-            self.work.get_future().add_done_callback(
-                lambda _: clock.__setitem__(1, time.perf_counter())
-            )
-        return self.out
+        return self.arriving
 
     def wait(self):
-        """The rows that have arrived."""
-        self.clock[2] = time.perf_counter()
         self.work.wait()
-        self.clock[3] = time.perf_counter()
-        if self.times is not None:
-            self.times.append(self.clock)
-        out, self.out, self.rows, self.work = self.out, None, None, None
-        return out
+        arrived = self.arriving
+        self.arriving = self.rows = self.work = None  # frees the memory
+        return arrived
 
 
 class Start(torch.autograd.Function):
-    """Sends rows on their way. In backward: waits for the gradients, which Wait's backward sent."""
+    """The first half. Backward waits for the gradients, which Wait's backward has sent."""
 
     @staticmethod
     def forward(ctx, rows, transfer):
         ctx.transfer = transfer
-        return transfer.start(rows)
+        return transfer.start(rows, transfer.send, transfer.receive)
 
     @staticmethod
     @once_differentiable
@@ -119,8 +158,7 @@ class Start(torch.autograd.Function):
 
 
 class Wait(torch.autograd.Function):
-    """Waits for rows that Start sent. In backward: sends their gradients on the way back, for
-    Start's backward to wait for."""
+    """The second half. Backward sends the gradients, the other way."""
 
     @staticmethod
     def forward(ctx, rows, transfer):
@@ -130,46 +168,30 @@ class Wait(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        ctx.transfer.start(grad, back=True)
-        # Stands in for what Start's backward will have: autograd wants the shape of `rows`
-        return grad, None
-
-
-def all_to_all(rows, send, receive, group):
-    """rows (sum(send), C) -> (sum(receive), C), differentiable."""
-    transfer = Transfer(send, receive, group)
-    return Wait.apply(Start.apply(rows, transfer), transfer)
+        ctx.transfer.start(grad, ctx.transfer.receive, ctx.transfer.send)
+        return grad, None  # autograd wants a tensor of this shape; Start's backward ignores it
 
 
 class ExpertDispatch(nn.Module):
     """Tokens to their experts on all ranks and back: x (n, C), weights and chosen (n, k) -> (n, C).
-    An assignment is one of a token's k choices: number i is of token i // k.
 
-        sizes = expert_counts(E, N)                        # N ranks; here are `sizes[rank]` experts
+        sizes = expert_counts(E, N)                        # how many experts each rank has
         dispatch = ExpertDispatch(sizes, group)
         mlp.up, mlp.down = shard(mlp.up, group), shard(mlp.down, group)    # stacked (E, ...)
         y = dispatch(x, weights, chosen, mlp)              # chosen: int64, 0..E-1
         loss = F.cross_entropy(head(y), targets, reduction="sum") / count
-        loss.backward()                                    # count: the global batch's tokens
+        loss.backward()                                    # count: the tokens of all ranks
         sum_gradients(model.parameters(), group)           # once a step, after all micro-batches
 
-    experts(rows, counts): the MLPs of this rank. rows (m, C) are sorted by expert; counts says how
-    many rows each expert here has, int64. Returns (m, C), row for row. m may be 0; the result's
-    dtype must not depend on it.
-    meanwhile(): called once, while rows travel. Compute there what needs no expert (a shared MLP).
+    experts(rows, counts): this rank's MLPs. rows (m, C) are sorted by expert; counts, int64, says
+    how many each expert has. Returns (m, C), row for row. m may be 0; the result's dtype must not
+    depend on it.
+    meanwhile(): called once, while rows travel: for what needs no expert, such as a shared MLP.
+    chunks: the tokens are cut into as many; one is computed while others travel.
+    capacity: how many times its even share an expert takes, see drop_late. None: as many as come.
 
-    sum_gradients leaves a parameter alone if its `placement` says that it is split. `shard` gives
-    it one. Where each expert is a module of its own, write it: p.placement = {"cuts":
-    {0: (group, start, size)}}, or {} if all experts share the parameter.
-    All ranks call this equally often, and backward too, or the others wait for ever. A rank without
-    tokens gives x (0, C). All ranks have the same `sizes` and `chunks`.
-
-    sizes: how many experts each rank has. `rows` (E,) adds up how many assignments of this rank
-    each expert got, `dropped` how many none got, `travelled` how many rows left for another rank or
-    came from one; all in every forward, recomputation's too.
-
-    Raises ValueError for `sizes` that are not one number a rank, for inputs and results of other
-    shapes, and for a chosen expert that `sizes` do not have."""
+    All ranks must call this equally often, and backward too, or the others wait for ever; a rank
+    without tokens gives x (0, C). All ranks have the same `sizes` and `chunks`."""
 
     def __init__(self, sizes, group, capacity=None, chunks=1):
         super().__init__()
@@ -177,129 +199,75 @@ class ExpertDispatch(nn.Module):
             have = f"{list(sizes)} for {dist.get_world_size(group)} ranks"
             raise ValueError(f"sizes must be one number of experts a rank of the group, not {have}")
         self.sizes, self.group, self.capacity, self.chunks = sizes, group, capacity, chunks
-        self.rows = self.dropped = self.travelled = 0
-        self.times = None
-        self.noted = False
-
-    def drop(self, chosen):
-        """`chosen` with the number E where an expert is beyond its capacity. All first choices go
-        before all second ones."""
-        (n, k), experts = chosen.shape, sum(self.sizes)
-        line = chosen.t().flatten()  # (k n,)
-        # (k n, E)
-        place = (line.unsqueeze(1) == torch.arange(experts, device=line.device)).cumsum(0)
-        # (n, k): 1 for the first in the expert's line
-        place = place.gather(1, line.unsqueeze(1)).view(k, n).t()
-        late = place > math.ceil(self.capacity * k * n / experts)
-        self.dropped = self.dropped + late.sum()
-        return chosen.masked_fill(late, experts)
-
-    def read(self, sizes, assignments):
-        """A tensor's values as lists: the one wait for the device. Replace it where tensors have no
-        values (meta, fake): by (rows to send, rows to receive), chunks x N each, of a chunk's
-        number of `assignments`."""
-        return sizes.tolist()
-
-    def announce(self, parts):
-        """How many rows go where, and what comes from where. parts: each chunk's assignments, as
-        numbers of experts.
-
-        Returns the rows to send and to receive, chunks x N each; and those that come for each
-        expert here, (N, experts here, chunks), on the device."""
-        me, world = dist.get_rank(self.group), len(self.sizes)
-        counts = torch.stack(
-            [
-                p.new_zeros(sum(self.sizes) + 1).scatter_add_(0, p, torch.ones_like(p))
-                for p in parts
-            ],
-            dim=1,
-        )
-        counts = counts[:-1].contiguous()  # (E, chunks), without the dropped
-        self.rows = self.rows + counts.sum(1)
-        coming = counts.new_empty(world * self.sizes[me], self.chunks)
-        began = time.perf_counter()
-        dist.all_to_all_single(
-            coming, counts, [self.sizes[me]] * world, self.sizes, group=self.group
-        )
-        if self.times is not None:
-            self.times.append([began, None, began, time.perf_counter()])
-        coming = coming.view(world, self.sizes[me], self.chunks)
-        going = torch.stack([of_rank.sum(0) for of_rank in counts.split(self.sizes)])  # (N, chunks)
-        both = torch.stack((going, coming.sum(1))).transpose(1, 2)
-        send, receive = self.read(both, [len(part) for part in parts])
-        self.travelled += sum(sum(n) - n[me] for n in (*send, *receive))
-        return send, receive, coming
-
-    def note(self, experts):
-        """Mark the parameters of `experts`: without a placement, sum_gradients refuses them."""
-        self.noted = True
-        if isinstance(experts, nn.Module):
-            for p in experts.parameters():
-                p.of_experts = True
 
     def forward(self, x, weights, chosen, experts, meanwhile=lambda: None):
         if x.dim() != 2 or weights.shape != chosen.shape or chosen.shape[:-1] != x.shape[:1]:
-            shapes = (
-                f"{tuple(x.shape)}, {tuple(weights.shape)} and {tuple(chosen.shape)}: flatten them"
-            )
-            raise ValueError(f"x must be (n, C), weights and chosen (n, k), not {shapes}")
-        if not self.noted:
-            self.note(experts)
+            have = f"{tuple(x.shape)}, {tuple(weights.shape)} and {tuple(chosen.shape)}"
+            raise ValueError(f"give x (n, C), weights, chosen (n, k), not {have}: flatten them")
+        if isinstance(experts, nn.Module):
+            for p in experts.parameters():
+                p.of_experts = True  # sum_gradients refuses it without a placement
         if self.capacity is not None:
-            chosen = self.drop(chosen)
-        k, world, mine = chosen.shape[1], len(self.sizes), self.sizes[dist.get_rank(self.group)]
-        parts = [part.flatten() for part in chosen.tensor_split(self.chunks)]
-        # Assignments by expert, then by token; the dropped last
-        by_expert = [part.argsort(stable=True) for part in parts]
-        send, receive, coming = self.announce(parts)
+            chosen = drop_late(chosen, sum(self.sizes), self.capacity)
+        assignments = [chunk.flatten() for chunk in chosen.tensor_split(self.chunks)]
+        orders = [chunk.argsort(stable=True) for chunk in assignments]
+        splits, incoming = exchange_counts(assignments, self.sizes, self.group)
+        send, receive = self.read(splits, [len(chunk) for chunk in assignments])
         if self.capacity is None and sum(map(sum, send)) != chosen.numel():
             have = f"the {sum(self.sizes)} of sizes {list(self.sizes)}"
             raise ValueError(f"a token chose an expert beyond {have}: give other sizes or choices")
 
-        # 1. All chunks' rows leave; the shared expert, in `meanwhile`, needs none of them
-        journeys = []
-        for part, order, s, r in zip(x.tensor_split(self.chunks), by_expert, send, receive):
-            there = Transfer(s, r, self.group, self.times)
-            tokens = order[: sum(s)] // k
-            journeys.append((tokens, there, Start.apply(part.index_select(0, tokens), there)))
+        x = x.tensor_split(self.chunks)
+        weights = weights.tensor_split(self.chunks)
+        chunks = zip(x, weights, orders, send, receive, incoming)
+        running = [self.run_chunk(experts, *chunk) for chunk in chunks]
+        for chunk in running:
+            next(chunk)  # its rows leave
         meanwhile()
+        for chunk in running:
+            next(chunk)  # rows have come, are computed, and leave for home
+        return torch.cat([next(chunk) for chunk in running])
 
-        # 2. Each chunk, as it arrives: from (source, expert, token) order into (expert, source,
-        # token), computed, sent home
-        expert = torch.arange(mine, device=x.device).repeat(world)
-        for c, (tokens, there, rows) in enumerate(journeys):
-            rows = Wait.apply(rows, there)
-            # output_size: else repeat_interleave would wait for the device, to learn what is known
-            # here
-            order = expert.repeat_interleave(
-                coming[..., c].flatten(), output_size=len(rows)
-            ).argsort(stable=True)
-            rows = self.compute(experts, rows.index_select(0, order), coming[..., c].sum(0))
-            rows = rows.index_select(0, order.argsort())
-            home = Transfer(receive[c], send[c], self.group, self.times)
-            journeys[c] = tokens, home, Start.apply(rows, home)
+    def run_chunk(self, experts, x, weights, order, send, receive, incoming):
+        """plain_dispatch from the first all-to-all on. Each `yield` lets other chunks run while
+        rows travel."""
+        order = order[: sum(send)]  # dropped assignments come last
+        token = order // weights.shape[1]
+        dispatch = Transfer(send, receive, self.group)
+        combine = Transfer(receive, send, self.group)
+        rows = Start.apply(x.index_select(0, token), dispatch)
+        yield
+        rows = Wait.apply(rows, dispatch)
+        by_expert = sort_by_expert(incoming, len(rows))
+        rows = run_experts(experts, rows.index_select(0, by_expert), incoming.sum(0))
+        rows = Start.apply(rows.index_select(0, by_expert.argsort()), combine)
+        yield
+        rows = Wait.apply(rows, combine) * weights.flatten()[order].unsqueeze(1)
+        yield torch.zeros_like(x).index_add(0, token, rows)
 
-        # 3. Each chunk, as it comes home: added up, times the router's weights
-        zeros, weights, added = (
-            torch.zeros_like(x).tensor_split(self.chunks),
-            weights.tensor_split(self.chunks),
-            [],
-        )
-        for (tokens, home, rows), order, weight, y in zip(journeys, by_expert, weights, zeros):
-            rows = Wait.apply(rows, home) * weight.flatten()[order[: len(tokens)]].unsqueeze(1)
-            added.append(y.index_add(0, tokens, rows))
-        return torch.cat(added)
+    def read(self, splits, assignments):
+        """The rows to send and to receive, as lists. The host waits for the device. Replace it to
+        count rows, or where tensors have no values (meta, fake). assignments: of each chunk."""
+        return splits.tolist()
 
-    def compute(self, experts, rows, counts):
-        """experts(rows, counts), of the right shape, and part of the graph even where no row
-        came."""
-        result = experts(rows, counts)
-        if result.shape != rows.shape:
-            shapes = f"the shape of its rows {tuple(rows.shape)}, not {tuple(result.shape)}"
-            raise ValueError(f"experts(rows, counts) must return {shapes}")
-        # Experts may skip an empty batch. Then this adds no value, but a path from the result to
-        # `rows`: without it this rank would not join the all-to-alls of backward.
-        return result if len(rows) else result + rows.to(result.dtype)
+
+def drop_late(chosen, experts, capacity):
+    """`chosen` (n, k) with the number E where an expert has its capacity k n / E assignments of
+    this rank already. All first choices go before all second ones."""
+    n, k = chosen.shape
+    line = chosen.t().flatten()  # (k n,)
+    is_of = line.unsqueeze(1) == torch.arange(experts, device=line.device)  # (k n, E)
+    place = is_of.cumsum(0).gather(1, line.unsqueeze(1))  # (k n, 1), 1 for the first of an expert
+    late = place.view(k, n).t() > math.ceil(capacity * k * n / experts)
+    return chosen.masked_fill(late, experts)
+
+
+# --- whose parameters: experts are split, the rest is replicated
+
+
+def expert_counts(experts, world):
+    """How many experts each rank has. Where they don't divide, the first ranks have one more."""
+    return [experts // world + (rank < experts % world) for rank in range(world)]
 
 
 def placement(parameter):
@@ -315,138 +283,114 @@ def split_over(parameter, group):
 
 
 def shard(parameter, group, copies=None):
-    """This rank's experts of a parameter (E, ...). Its `placement` says what they are a piece of.
+    """This rank's experts of a parameter (E, ...), as a new parameter: put it in the old one's
+    place, then make the optimizer. Its `placement` says that it is split; deepcopy loses that.
+    Where each expert is a module of its own, write p.placement = {"cuts": {0: (group, start,
+    size)}} yourself, or {} if all experts share p.
 
-    copies: where data parallelism has more ranks than `group`, the group of those that hold the
-    same experts for other tokens (Megatron's expert data parallel group). Data parallelism must sum
-    their gradients over it: it is the placement's "data". Where E does not divide, the first ranks
-    have one more: expert_counts says how many.
-
-    The result is a new parameter: put it in the old one's place, then make the optimizer. deepcopy
-    loses its `placement`. Raises ValueError for a parameter whose experts are dealt out already."""
-    group, whole = group or dist.group.WORLD, placement(parameter)
+    copies: where data parallelism has more ranks than `group`, those with the same experts. Data
+    parallelism must sum the experts' gradients over this group: it is the placement's "data"."""
+    group = group or dist.group.WORLD
+    whole = placement(parameter)
     if 0 in whole["cuts"]:
         raise ValueError("the experts of this parameter are dealt out already: shard it once")
-    rank, sizes = dist.get_rank(group), expert_counts(len(parameter), dist.get_world_size(group))
-    start = sum(sizes[:rank])
-    part = parameter.detach()[start : start + sizes[rank]].clone()
+    rank = dist.get_rank(group)
+    sizes = expert_counts(len(parameter), dist.get_world_size(group))
+    start, size = sum(sizes[:rank]), sizes[rank]
+    part = parameter.detach()[start : start + size].clone()
     part = nn.Parameter(part, requires_grad=parameter.requires_grad)
     part.__dict__.update(parameter.__dict__)
-    cuts = whole["cuts"] | {0: (group, start, sizes[rank])}
-    part.placement = whole | {"cuts": cuts, "data": copies}
+    part.placement = whole | {"cuts": whole["cuts"] | {0: (group, start, size)}, "data": copies}
     return part
 
 
-def expert_counts(experts, world):
-    """How many experts each rank has."""
-    return [experts // world + (r < experts % world) for r in range(world)]
-
-
-SUMMED = (
-    "these gradients have been summed already: call sum_gradients once a step, after the last "
-    "micro-batch, and zero_grad() before the next backward"
-)
+SUMMED = "these gradients have been summed already: call sum_gradients once a step, after the last "
+SUMMED += "micro-batch, and zero_grad() before the next backward"
 
 
 def sum_gradients(parameters, group):
-    """After a step's last backward: sums the gradients of replicated parameters over the group, in
-    one all-reduce. Experts are split over it, as their `placement` says: theirs are complete.
+    """After a step's last backward: sum the gradients of all parameters that are not split over the
+    group, in one all-reduce. With `copies` of experts call it with `group`, then with `copies`.
 
-    Where `copies` hold the same experts, call it with `group`, then with `copies`.
-    A parameter without a gradient here counts as zeros. One without a gradient on any rank gets
+    A parameter without a gradient on this rank counts as zeros; without one on any rank it gets
     zeros, so weight decay moves it. Frozen parameters are left out.
-    A parameter without a placement counts as replicated. The first call compares sums of weights
-    between ranks: experts that no module holds and that start alike (from zeros, say) pass.
-
-    Raises RuntimeError if gradients were summed over the group before. The next backward raises it
-    too, unless zero_grad() comes first; it does not see that after a clip of the sums.
-    Raises ValueError for experts without a placement, and for weights that differ between ranks."""
+    Raises RuntimeError the second time, and so does a backward before zero_grad(), unless the sums
+    were clipped. Raises ValueError where weights differ between ranks, as those of experts without
+    a placement do; not noticed if they are in no module and start alike (from zeros, say)."""
     group = group or dist.group.WORLD
-    parameters = replicated(parameters, group)
+    parameters = [p for p in parameters if p.requires_grad and not split_over(p, group)]
     check_replicas(parameters, group)
     for p in parameters:
-        if hasattr(p, "of_experts") and not hasattr(p, "placement"):
-            raise ValueError(
-                f"experts' parameter {tuple(p.shape)} has no placement, so gradients of different "
-                "experts would be added up: cut it by shard(), or see ExpertDispatch"
-            )
         if p.grad is None:
             p.grad = torch.zeros_like(p)
-        elif group.group_name in getattr(p.grad, "summed", ()) and p.grad.any():
+        elif p.summed[group.group_name] is not None and p.grad.any():
             raise RuntimeError(SUMMED)
     flat = torch.cat([p.grad.flatten() for p in parameters])
     dist.all_reduce(flat, group=group)
     for p, total in zip(parameters, flat.split([p.numel() for p in parameters])):
         p.grad.copy_(total.view_as(p))
-        p.grad.summed = [*getattr(p.grad, "summed", ()), group.group_name]  # can be pickled
-        p.grad.summed_version = p.grad._version
-
-
-def replicated(parameters, group):
-    """Those that are trained and not split over the group."""
-    return [p for p in parameters if p.requires_grad and not split_over(p, group)]
-
-
-def refuse_summed(parameter):
-    """A hook, after backward has added to a gradient: raises RuntimeError if nothing else (such as
-    zeroing it) has changed the gradient since sum_gradients."""
-    grad = parameter.grad
-    if hasattr(grad, "summed"):
-        if grad._version == grad.summed_version + 1:
-            raise RuntimeError(SUMMED)
-        del grad.summed
+        p.summed[group.group_name] = p.grad._version
 
 
 def check_replicas(parameters, group):
-    """Raises ValueError unless parameters are the same on all ranks. Looks at each only once."""
-    new = [p for p in parameters if group.group_name not in getattr(p, "compared", ())]
+    """Raise ValueError unless all ranks have the same weights, by their sums. Experts without a
+    placement count as different. Each parameter is compared once a group, and gets `summed`: for
+    each group the version of p.grad after sum_gradients, or None after a backward."""
+    new = [p for p in parameters if group.group_name not in getattr(p, "summed", {})]
     if not new:
         return
-    weights = [(tuple(p.shape), p.detach().sum(dtype=torch.float64).item()) for p in new]
+    weights = []
+    for number, p in enumerate(new):
+        unplaced = hasattr(p, "of_experts") and not hasattr(p, "placement")
+        owner = dist.get_rank(group) if unplaced else None
+        weights.append((number, tuple(p.shape), p.detach().sum(dtype=torch.float64).item(), owner))
     everyone = [None] * dist.get_world_size(group)
     dist.all_gather_object(everyone, weights, group=group)
-    for other in everyone:
-        if other != weights:
-            differ = sorted({shape for shape, _ in set(weights) ^ set(other)})
-            raise ValueError(
-                f"parameters of shapes {differ} differ between ranks, so their gradients can't be "
-                "added up: start from the same weights, and cut experts by shard()"
-            )
+    different = set().union(*everyone) - set(weights).intersection(*everyone)
+    if different:
+        raise ValueError(
+            f"parameters of shapes {sorted({shape for _, shape, *_ in different})} differ between "
+            "ranks, so their gradients can't be added up: start from the same weights, and cut "
+            "experts by shard(), or write their placement"
+        )
     for p in new:
-        if not hasattr(p, "compared"):
+        if not hasattr(p, "summed"):
             p.register_post_accumulate_grad_hook(refuse_summed)
-        p.compared = [*getattr(p, "compared", ()), group.group_name]
+            p.summed = {}
+        p.summed[group.group_name] = None
+
+
+def refuse_summed(parameter):
+    """A hook, after backward has added to p.grad: raises if nothing else, such as zero_grad(), has
+    changed it since it was summed."""
+    if parameter.grad._version - 1 in parameter.summed.values():
+        raise RuntimeError(SUMMED)
+    parameter.summed = dict.fromkeys(parameter.summed)  # every value is None
 
 
 # --- for model.py's GPT ---
 
 
 def parallelize(model, group, capacity=None, chunks=1, copies=None):
-    """Deal the experts of a GPT out over `group`, in place, and return it. Works on the meta device
-    and on real weights alike. Parameters are replaced by their pieces: make the optimizer
-    afterwards. After tensor_parallel.parallelize, if that too. copies: where data parallelism has
-    more ranks than `group`, the group of those that hold the same experts; see shard.
+    """Deal the experts of a GPT out over `group`, in place, and return it: on the meta device or
+    with weights, after tensor_parallel.parallelize, before the optimizer. copies: see shard.
 
-    Raises ValueError for another model, where there is no expert for every rank, and for experts
-    that are dealt out already."""
-    try:
-        experts, mixtures = model.config.experts, [block.mlp for block in model.blocks.values()]
-    except AttributeError:
+    Raises ValueError for another model, for fewer experts than ranks, and the second time."""
+    if not hasattr(getattr(model, "config", None), "experts"):
         raise ValueError(
             "parallelize knows the GPT of model.py alone: in another model put an ExpertDispatch "
             "where tokens go to their experts, and cut these by shard()"
-        ) from None
-    world = dist.get_world_size(group)
+        )
+    experts, world = model.config.experts, dist.get_world_size(group)
     if experts < world:
         raise ValueError(f"{experts} experts are too few for {world} ranks: each needs one")
-    for mixture in mixtures:
+    for mixture in [block.mlp for block in model.blocks.values()]:
         for name, p in list(mixture.experts.named_parameters()):
             setattr(mixture.experts, name, shard(p, group, copies))
         mixture.dispatch = ExpertDispatch(expert_counts(experts, world), group, capacity, chunks)
     for p in model.parameters():
         if not split_over(p, group):
-            where = placement(p)
-            p.placement = where | {"copies": [*where["copies"], group]}
+            p.placement = placement(p) | {"copies": [*placement(p)["copies"], group]}
     return model
 
 
@@ -454,18 +398,20 @@ def parallelize(model, group, capacity=None, chunks=1, copies=None):
 
 import harness
 import model as gpt
-from harness.ledger import human
+from harness.experts import Report
 
 
 def main():
     parser = harness.parser(__doc__, experts=8, balance_loss=0.01)
     g = parser.add_argument_group("expert parallelism")
-    why = "how far a bias on the router's choice moves towards even load after each step: balance without a loss; 0 = off"
+    why = "how far a bias on the router's choice moves towards even load after each step (0 = off)"
     g.add_argument("--bias-rate", type=harness.real(0), default=0.0, metavar="X", help=why)
-    why = "an expert takes at most X times its even share of a rank's tokens, others are dropped: bounds the fullest rank's time "
-    why += "and memory, but changes the result, so that --prove is off unless given (default: nothing is dropped)"
+    why = (
+        "an expert takes at most X times its even share of a rank's tokens, and drops others; this "
+    )
+    why += "changes the result, so --prove is off unless given (default: nothing is dropped)"
     g.add_argument("--capacity", type=harness.real(0), metavar="X", help=why)
-    why = "pieces of a rank's tokens, one travels while another is computed: 1 hides nothing, many cost messages"
+    why = "parts of a rank's tokens: one is computed while others travel"
     g.add_argument("--chunks", **harness.POSITIVE, default=2, help=why)
     harness.plot_flag(g, "draw the load of experts and ranks")
     args = parser.parse_args()
@@ -479,28 +425,23 @@ def main():
 def check(args, config, world):
     harness.check_batch(args, world)
     if config.experts < world:
-        raise harness.Refused(
-            f"{config.experts} experts are too few for {world} ranks: --experts could be {world}"
-        )
+        text = f"{config.experts} experts are too few for {world} ranks: --experts could be {world}"
+        raise harness.Refused(text)
 
 
 def demo(run):
-    args, group, c, e = run.args, dist.group.WORLD, run.config, run.dtype.itemsize
+    args, group = run.args, dist.group.WORLD
     run.groups(ep=group)
     model = run.fill(parallelize(run.meta_model(), group, args.capacity, args.chunks))
-    check_replicas(replicated(model.parameters(), group), group)  # now, not in a measured step
-    mixtures = [block.mlp for block in model.blocks.values()]
     parameters = list(model.parameters())
-    optimizer, times, loads = harness.make_optimizer(parameters, args), [], []
+    check_replicas([p for p in parameters if not split_over(p, group)], group)  # before the ledger
+    optimizer = harness.make_optimizer(parameters, args)
+    report = Report(run, model, expert_counts(run.config.experts, run.world))
     for step in run.steps(optimizer):
         optimizer.zero_grad(set_to_none=False)  # gradients stay in memory: the receipt counts them
         loss = run.zero()
-        for moe in mixtures:
-            moe.dispatch.rows = 0
-            # The first step warms up
-            moe.dispatch.times = times if step and run.device.type == "cpu" else None
         for tokens, targets, samples in run.microbatches(step, run.rank, run.world):
-            # Count: the global batch's tokens
+            # count: the tokens of the global batch
             part = model(tokens, targets=targets, count=run.count, samples=samples)
             part.backward()
             loss += part.detach()
@@ -511,142 +452,10 @@ def demo(run):
         harness.clip(parameters, norm, args.grad_clip)
         optimizer.step()
         run.log(loss, norm)
-        loads.append(
-            torch.stack([torch.stack((moe.router.load, moe.dispatch.rows)) for moe in mixtures])
-        )
+        report.after(step)
         gpt.rebalance(model, lambda load: dist.all_reduce(load, group=group))
-
-    # What each expert was chosen for, and what it got: (N, steps, layers, 2, E)
-    loads = torch.stack(loads)
-    everyone = [torch.empty_like(loads) for _ in range(run.world)]
-    dist.all_gather(everyone, loads)
-    everyone = torch.stack(everyone).cpu()
-    sizes = expert_counts(c.experts, run.world)
-    run.print("\n" + heat_map(everyone[:, :, :, 0].sum(0), sizes))
-    if args.plot and run.rank == 0:
-        plot(args.plot, everyone[:, :, :, 0].sum(0), sizes)
-
-    # Rows sent in the step that the ledger watched: to others' experts, and from others to the
-    # experts here, each twice
-    got = everyone[:, min(1, args.steps - 1), :, 1]  # (N, layers, E)
-    here = slice(sum(sizes[: run.rank]), sum(sizes[: run.rank + 1]))
-    out, back = (
-        got[run.rank].sum() - got[run.rank][:, here].sum(),
-        got[:, :, here].sum() - got[run.rank][:, here].sum(),
-    )
-    counts = c.layers * args.microbatches * (c.experts - sizes[run.rank]) * args.chunks * 8
-    expert = (3 if c.mlp == "swiglu" else 2) * c.width * c.hidden
-    common = c.parameters() - c.layers * c.experts * expert
-    n, r = run.world, (run.world - 1) / run.world
-    sent = {
-        ("all_to_all", "ep"): (
-            2 * (out + back).item() * c.width * e + counts,
-            "2 (rows out + rows in) C e, and the counts",
-        ),
-        ("all_reduce", "ep"): (
-            2 * r * (common * e + 16),
-            "2 r P_common e; loss and norm, 8 bytes each",
-        ),
-    }
-    activations = c.layers * harness.activation_bytes(c, args.batch // n // args.microbatches, e)
-    held = run.states(
-        (common + c.layers * sizes[run.rank] * expert) * e, "(P_common + experts here) e"
-    )
-    held["activations_peak"] = activations, "the blocks', if routing were even"
-    even = 4 * r * c.layers * args.batch // n * c.context * c.top_k * c.width * e
-    fullest = max(
-        got[:, :, a : a + s].sum().item() for a, s in zip([sum(sizes[:i]) for i in range(n)], sizes)
-    )
-    notes = [
-        f"with even routing a rank would send {human(round(even)).strip()}: 4 r k n C e a layer; in step "
-        f"{min(2, args.steps)} the fullest rank had {fullest / got.sum().item() * n:.0%} of an even share",
-        timing(run, times, group),
-    ]
-    if args.capacity is not None:
-        dropped = torch.as_tensor(sum(moe.dispatch.dropped for moe in mixtures)).clone()
-        dist.all_reduce(dropped, group=group)
-        part = dropped.item() / everyone[..., 0, :].sum().item()
-        notes += [
-            f"capacity {args.capacity:g}: {dropped.item():,} assignments ({part:.1%}) dropped in {args.steps} steps"
-        ]
-    return run.receipt(
-        {"ep": n, "chunks": args.chunks}, sent, held, [note for note in notes if note]
-    )
-
-
-def timing(run, times, group):
-    """A line on how long all-to-alls were on their way, and in how much of that time nothing else
-    was done."""
-    flight = waited = end = 0.0
-    for started, done, began, ended in sorted(times):  # several at a time count once
-        done = min(done or ended, ended)
-        flight, end = flight + max(0.0, done - max(started, end)), max(end, done)
-        waited += ended - began
-    both = (
-        torch.tensor([flight, waited], dtype=torch.float64, device=run.device)
-        / run.world
-        / max(1, run.args.steps - 1)
-    )
-    dist.all_reduce(both, group=group)
-    flight, waited = (both * 1000).tolist()
-    if not flight or run.world == 1:
-        return None
-    return (
-        f"all-to-alls were on their way for {flight:.0f} ms of a rank's step (until the last rank joins in, that is): for "
-        f"{waited:.0f} ms it waited, {max(0, 1 - waited / flight):.0%} was hidden behind computation"
-    )
-
-
-def heat_map(load, sizes):
-    """The load (steps, layers, E) as text: each expert's share of an even one over the run, and
-    each rank's step by step."""
-
-    def shade(share):
-        return " ░▒▓█"[min(4, round(2 * share))]
-
-    steps, layers, experts = load.shape
-    share = load.sum(0) / load.sum((0, 2)).unsqueeze(1) * experts  # (layers, E), 1 is even
-    lines = [
-        "load of experts over the run, percent of an even share    shades: ░ 50  ▒ 100  ▓ 150  █ 200 and more"
-    ]
-    narrow = experts > 16
-    if not narrow:
-        lines.append("  expert   " + "".join(f"{i:7d}" for i in range(experts)))
-    for i, row in enumerate(share.tolist()):
-        lines.append(
-            f"  layer {i:3d}  "
-            + "".join(shade(v) if narrow else f"  {shade(v)} {100 * v:3.0f}" for v in row)
-        )
-    ranks = torch.stack([part.sum((1, 2)) for part in load.split(sizes, dim=2)])  # (N, steps)
-    ranks = ranks / ranks.sum(0) * len(sizes)
-    lines.append("load of ranks, all layers, step by step")
-    for i, row in enumerate(ranks.tolist()):
-        every = -(-steps // 80)
-        text = "".join(map(shade, row[::every]))
-        lines.append(
-            f"  rank {i:4d}  {text}  {sizes[i]} experts, {100 * sum(row) / steps:.0f}% of an even share"
-        )
-    return "\n".join(lines)
-
-
-def plot(name, load, sizes):
-    """The same as a figure: for each layer, experts by steps; lines between the ranks."""
-    plt = harness.pyplot()
-    share = load / load.sum(2, keepdim=True) * load.shape[2]  # (steps, layers, E)
-    figure, axes = plt.subplots(
-        1, load.shape[1], figsize=(3 * load.shape[1] + 1, 3.5), sharey=True, squeeze=False
-    )
-    for layer, axis in enumerate(axes[0]):
-        extent = (0.5, len(load) + 0.5, load.shape[2] - 0.5, -0.5)  # the first step is 1
-        colors = dict(vmin=0, vmax=2, cmap="RdBu_r", interpolation="nearest")
-        image = axis.imshow(share[:, layer].T.tolist(), aspect="auto", extent=extent, **colors)
-        axis.set(title=f"layer {layer}", xlabel="step")
-        axis.xaxis.get_major_locator().set_params(integer=True)
-        for edge in torch.tensor(sizes).cumsum(0)[:-1].tolist():
-            axis.axhline(edge - 0.5, color="black", linewidth=0.8)
-    axes[0][0].set_ylabel("expert")
-    figure.colorbar(image, ax=axes[0].tolist(), label="load, 1 = even, 2 and more", extend="max")
-    harness.save(figure, name)
+    report.show_load()
+    return run.receipt({"ep": run.world, "chunks": args.chunks}, *report.expected())
 
 
 if __name__ == "__main__":

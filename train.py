@@ -45,6 +45,7 @@ import sequence_parallel
 import tensor_parallel
 import zero
 from harness import Refused
+from harness.experts import RowCounter
 from trainer import faults, formulas, planner, pretrained, sampling, saving, tracking
 
 
@@ -329,12 +330,8 @@ def train(run):
     model = build(run, schedule, groups)
     sync, optimizer = data_parallel(run, model, groups)
     parameters, stages = list(model.parameters()), [int(stage) for stage in model.parts]
-    mixtures = [
-        block.mlp
-        for part in model.parts.values()
-        for block in part.blocks.values()
-        if config.experts
-    ]
+    blocks = [block for part in model.parts.values() for block in part.blocks.values()]
+    rows = RowCounter([block.mlp for block in blocks] if args.ep > 1 else [])
     replica = dist.get_rank(dp) // args.cp  # which part of the batch this rank works on
     describe(run, schedule)
 
@@ -371,8 +368,7 @@ def train(run):
         """Forward and backward of a step: leaves complete gradients, and returns this rank's part
         of the loss."""
         sync.zero_grad()
-        for mixture in mixtures:
-            mixture.dispatch.travelled = 0
+        rows.clear()
         losses = play(schedule, batches, run.count)
         sync.finish()
         return sum(losses, run.zero())  # only the last stage has losses
@@ -400,7 +396,7 @@ def train(run):
                 else harness.grad_norm(parameters, splitting)
             )
             if step == run.measured:  # the ledger is on
-                travelled = sum(mixture.dispatch.travelled for mixture in mixtures)
+                travelled = rows.travelled
             taken = run.check(
                 loss,
                 norm,

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 import expert_parallel
 import harness
 import model as gpt
+from harness.experts import AllToAllClock
 
 
 def run_expert(experts, e, x):
@@ -69,14 +70,17 @@ def turn(moe, x):
 
 
 def race(rivals, x, turns):
-    """{name: milliseconds of each turn}; the first turn is a warm-up."""
-    times = {name: [] for name in rivals}
+    """{name: milliseconds of each turn}, without the first, a warm-up; and {name: milliseconds a
+    turn in which all-to-alls were waited for}, with it."""
+    times, clocks = {name: [] for name in rivals}, {name: AllToAllClock() for name in rivals}
     for i in range(turns + 1):
         for name, moe in rivals.items():
             moe.zero_grad()
+            clocks[name].start()
             took = turn(moe, x)
+            clocks[name].stop()
             times[name] += [took] * (i > 0)
-    return times
+    return times, {name: clock.waited() * 1e3 / (turns + 1) for name, clock in clocks.items()}
 
 
 def ratio(theirs, ours):
@@ -104,7 +108,7 @@ def demo(run):
     rivals["masked"].dispatch, rivals["gathered"].dispatch = Masked(), Gathered()
     outs = [moe(x) for moe in rivals.values()]
     assert all(torch.allclose(outs[0], out, atol=1e-5) for out in outs)
-    times = race(rivals, x, args.turns)
+    times, _ = race(rivals, x, args.turns)
     for name, target in (("masked", 1.5), ("gathered", None)):
         middle, text = ratio(times[name], times["grouped"])
         verdict = (
@@ -127,24 +131,20 @@ def demo(run):
         for chunks in (1, 2, 4):
             part = copy.deepcopy(whole)
             model = SimpleNamespace(
-                config=whole.router.config, blocks={"0": SimpleNamespace(mlp=part)}
+                config=whole.router.config,
+                blocks={"0": SimpleNamespace(mlp=part)},
+                parameters=part.parameters,
             )
             expert_parallel.parallelize(model, group, chunks=chunks)
-            part.dispatch.times = []
             rivals[f"dealt out, chunks {chunks}"] = part
-        times = race(rivals, x, args.turns)
+        times, waited = race(rivals, x, args.turns)
         here = times["all experts here"]
         say(f"  {'':22s}{'ms':>8s}{'overhead':>10s}{'of it waiting':>15s}   beside chunks 1")
         for name, moe in rivals.items():
             line = f"  {name:22s}{statistics.median(times[name]):8.1f}"
             if moe is not whole:
-                waited = (
-                    sum(end - began for *_, began, end in moe.dispatch.times)
-                    / (args.turns + 1)
-                    * 1e3
-                )
                 extra = statistics.median(times[name]) - statistics.median(here)
-                line += f"{extra:10.1f}{waited:15.1f}"
+                line += f"{extra:10.1f}{waited[name]:15.1f}"
                 line += "   " + ratio(times[name], times["dealt out, chunks 1"])[1]
             say(line)
 

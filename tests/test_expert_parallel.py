@@ -12,6 +12,7 @@ from reference import assert_equal, batch, make_optimizer, train
 import expert_parallel as ep
 import harness
 import model as gpt
+from harness import experts
 from harness.ledger import Ledger
 
 SIZES = dict(layers=2, heads=4, width=32, context=12, vocab=61, balance_loss=0.3, z_loss=0.1)
@@ -200,8 +201,14 @@ def test_all_to_all_and_its_backward(ranks):
 
     def work(rank):
         x = rows[rank].clone().requires_grad_()
-        y = ep.all_to_all(x, table[rank].tolist(), table[:, rank].tolist(), dist.group.WORLD)
+        sizes = table[rank].tolist(), table[:, rank].tolist()
+        y = ep.AllToAll.apply(x, *sizes, dist.group.WORLD)
         (y * factors[rank]).sum().backward()
+        halved = rows[rank].clone().requires_grad_()
+        transfer = ep.Transfer(*sizes, dist.group.WORLD)
+        z = ep.Wait.apply(ep.Start.apply(halved, transfer), transfer)
+        (z * factors[rank]).sum().backward()
+        assert torch.equal(y, z) and torch.equal(x.grad, halved.grad)
         return y.detach(), x.grad
 
     pieces = [r.split(t.tolist()) for r, t in zip(rows, table)]
@@ -209,6 +216,39 @@ def test_all_to_all_and_its_backward(ranks):
     for rank, (y, grad) in enumerate(ranks(3, work)):
         assert torch.equal(y, torch.cat([pieces[a][rank] for a in range(3)]))
         assert torch.equal(grad, torch.cat([back[b][rank] for b in range(3)]))
+
+
+@pytest.mark.parametrize("chunks", [1, 3])
+def test_equals_the_plain_dispatch(ranks, chunks):
+    """Two of three ranks have experts that nobody chose, one has no token."""
+    sizes, own, k = [2, 1, 3], [5, 0, 7], 2
+    g = torch.Generator().manual_seed(0)
+    matrices = torch.randn(6, 4, 4, generator=g, dtype=torch.float64)
+    inputs = torch.randn(12, 4, generator=g, dtype=torch.float64)
+    scores = torch.randn(12, 4, generator=g, dtype=torch.float64)  # of the first 4 experts
+
+    def work(rank):
+        results = []
+        for plain in (True, False):
+            x = inputs.split(own)[rank].clone().requires_grad_()
+            shard = matrices.split(sizes)[rank].clone().requires_grad_()
+            score = scores.split(own)[rank].clone().requires_grad_()
+            weights, chosen = score.topk(k)
+
+            def mlps(rows, counts):
+                parts = rows.split(counts.tolist())
+                return torch.cat([part @ matrix for part, matrix in zip(parts, shard)])
+
+            if plain:
+                y = ep.plain_dispatch(x, weights, chosen, mlps, sizes, dist.group.WORLD)
+            else:
+                dispatch = ep.ExpertDispatch(sizes, dist.group.WORLD, chunks=chunks)
+                y = dispatch(x, weights, chosen, mlps)
+            y.square().sum().backward()
+            results.append((y.detach(), x.grad, shard.grad, score.grad))
+        torch.testing.assert_close(*results, rtol=1e-12, atol=1e-14)
+
+    ranks(3, work)
 
 
 @pytest.mark.parametrize("capacity", [0.5, 1.0, 8.0, 0.0])
@@ -220,6 +260,7 @@ def test_capacity_drops_and_counts(ranks, capacity):
 
     def work(rank):
         whole, moe = layer(config), dealt_out(config, capacity, chunks=2)
+        rows = experts.RowCounter([moe])
         y = moe(x[rank])
         weights, chosen = whole.router(x[rank])
         room, dropped = [math.ceil(capacity * 2 * 11 / 5)] * 5, 0
@@ -233,7 +274,7 @@ def test_capacity_drops_and_counts(ranks, capacity):
         expected = whole.dispatch(x[rank, 0], weights, chosen[0], whole.experts, lambda: None)
         torch.testing.assert_close(y[0], expected, rtol=1e-10, atol=1e-12)
         y.sum().backward()  # no rank hangs
-        assert moe.dispatch.dropped == dropped and moe.dispatch.rows.sum() == 22 - dropped
+        assert rows.assignments == 22 and rows.sent == 22 - dropped
         return dropped
 
     dropped = sum(ranks(3, work))
@@ -256,7 +297,7 @@ def test_sends_what_the_counts_say_and_reads_them_once(ranks, monkeypatch):
             model(tokens, targets=targets, count=count).backward()
         return (
             ledger.sent["all_to_all", "ep"],
-            [b.mlp.dispatch.rows for b in model.blocks.values()],
+            [b.mlp.router.load for b in model.blocks.values()],
             reads,
         )
 
@@ -330,10 +371,10 @@ def test_too_few_experts(ranks):
 
 def test_pictures(tmp_path):
     load = torch.tensor([[[6, 0, 3, 3]], [[3, 3, 3, 3]]])  # 2 steps, 1 layer
-    text = ep.heat_map(load, [1, 3])
+    text = experts.heat_map(load, [1, 3])
     assert "▓ 150  ░  50  ▒ 100  ▒ 100" in text and "rank    0  ▒░  1 experts, 75%" in text
     pytest.importorskip("matplotlib")
-    ep.plot(tmp_path / "load", load, [1, 3])
+    experts.plot(tmp_path / "load", load, [1, 3])
     assert (tmp_path / "load.png").stat().st_size > 1000
 
 
@@ -341,8 +382,8 @@ def test_the_script_proves_itself(script, tmp_path):
     out, text = tmp_path / "receipt.json", tmp_path / "text"
     text.write_text("to be or not to be, that is the question. " * 50)
     small = f"--layers 2 --width 32 --context 16 --data {text}"
-    flags = f"--nproc 3 --batch 12 --steps 3 --dtype float64 --experts 5 --shared 1 --bias-rate 0.01 --json {out}"
-    code, said = script("expert_parallel", f"{small} {flags}")
+    flags = "--nproc 3 --batch 12 --steps 3 --dtype float64 --experts 5 --shared 1 --bias-rate 0.01"
+    code, said = script("expert_parallel", f"{small} {flags} --json {out}")
     assert code == 0 and "proven" in said and "layer   1" in said, said
     receipt = json.loads(out.read_text())
     assert receipt["ok"] and {r["op"] for r in receipt["sent"]} == {"all_reduce", "all_to_all"}

@@ -1,0 +1,255 @@
+"""What is measured of a mixture of experts, from outside: rows that travel, the load of experts and
+ranks, the time that all-to-alls take.
+
+For the demo of expert_parallel.py, for train.py and for benchmarks/experts.py."""
+
+import time
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.distributed as dist
+
+from harness.formulas import activation_bytes, all_reduce_sent, parameters_held
+from harness.ledger import human
+from harness.plots import pyplot, save
+
+
+class RowCounter:
+    """Counts the rows of mixtures' dispatches, in every forward since `clear`, a recomputation's
+    too: stands in for ExpertDispatch.read. An assignment is one of a token's k choices.
+
+    assignments: of this rank. sent: those that were not dropped. received: rows for this rank's
+    experts. travelled: rows that left for another rank or came from one."""
+
+    def __init__(self, mixtures):
+        self.clear()
+        for dispatch in (mixture.dispatch for mixture in mixtures):
+            dispatch.read = partial(self.count, dist.get_rank(dispatch.group), dispatch.read)
+
+    def clear(self):
+        self.assignments = self.sent = self.received = self.travelled = 0
+
+    def count(self, rank, read, splits, assignments):
+        """Calls `read`. Of each chunk it tells how many rows go to, and come from, each rank."""
+        send, receive = read(splits, assignments)
+        self.assignments += sum(assignments)
+        for chunk in send:
+            self.sent += sum(chunk)
+            self.travelled += sum(chunk) - chunk[rank]
+        for chunk in receive:
+            self.received += sum(chunk)
+            self.travelled += sum(chunk) - chunk[rank]
+        return send, receive
+
+
+@dataclass
+class Flight:
+    """An all-to-all's times, in seconds. done: None where a backend does not tell."""
+
+    started: float
+    wait_began: float
+    wait_ended: float | None = None
+    done: float | None = None
+
+
+class AllToAllClock:
+    """Times all-to-alls between start() and stop(), where it stands in for
+    dist.all_to_all_single. Not for GPUs, where the host does not wait."""
+
+    def __init__(self):
+        self.flights = []
+        self.all_to_all_single = dist.all_to_all_single
+
+    def start(self):
+        dist.all_to_all_single = self.timed
+
+    def stop(self):
+        dist.all_to_all_single = self.all_to_all_single
+
+    def timed(self, *args, **kwargs):
+        began = time.perf_counter()
+        flight = Flight(began, began)
+        work = self.all_to_all_single(*args, **kwargs)
+        if work is None:  # it was not asynchronous
+            flight.wait_ended = time.perf_counter()
+            self.flights.append(flight)
+            return None
+
+        def done(_):
+            flight.done = time.perf_counter()
+
+        work.get_future().add_done_callback(done)
+        return TimedWork(work, flight, self.flights)
+
+    def waited(self):
+        """Seconds that this rank waited."""
+        return sum(flight.wait_ended - flight.wait_began for flight in self.flights)
+
+    def in_flight(self):
+        """Seconds in which all-to-alls were on their way. Several at a time count once."""
+        total = end = 0.0
+        for flight in sorted(self.flights, key=lambda flight: flight.started):
+            done = min(flight.done or flight.wait_ended, flight.wait_ended)
+            total += max(0.0, done - max(flight.started, end))
+            end = max(end, done)
+        return total
+
+
+class TimedWork:
+    """An asynchronous all-to-all whose wait is timed."""
+
+    def __init__(self, work, flight, flights):
+        self.work, self.flight, self.flights = work, flight, flights
+
+    def wait(self):
+        self.flight.wait_began = time.perf_counter()
+        self.work.wait()
+        self.flight.wait_ended = time.perf_counter()
+        self.flights.append(self.flight)
+
+
+class Report:
+    """What the demo of expert_parallel.py says of its run.
+
+    sizes: how many experts each rank has. Call after(step) at the end of each step, before
+    gpt.rebalance clears the routers' loads."""
+
+    def __init__(self, run, model, sizes):
+        self.run, self.sizes = run, sizes
+        self.mixtures = [block.mlp for block in model.blocks.values()]
+        self.rows, self.clock, self.loads = RowCounter(self.mixtures), AllToAllClock(), []
+        self.assignments = self.dropped = 0
+
+    def after(self, step):
+        rows = self.rows
+        if step == self.run.measured:
+            self.travelled, self.received = rows.travelled, rows.received
+        self.assignments += rows.assignments
+        self.dropped += rows.assignments - rows.sent
+        rows.clear()
+        self.loads.append(torch.stack([mixture.router.load for mixture in self.mixtures]))
+        if step == 0 and self.run.device.type == "cpu":  # the first step warms up
+            self.clock.start()
+
+    def show_load(self):
+        """Print how often experts were chosen, and draw it where --plot asks for that."""
+        self.clock.stop()
+        load = torch.stack(self.loads)  # (steps, layers, E)
+        dist.all_reduce(load)
+        self.run.print("\n" + heat_map(load.cpu(), self.sizes))
+        if self.run.args.plot and self.run.rank == 0:
+            plot(self.run.args.plot, load.cpu(), self.sizes)
+
+    def expected(self):
+        """What this rank should send and hold, and further lines: see Run.receipt."""
+        args, config, n = self.run.args, self.run.config, self.run.world
+        e, own = self.run.dtype.itemsize, self.sizes[self.run.rank]
+        exchanges = config.layers * args.microbatches * args.chunks
+        counts = exchanges * (config.experts - own) * 8
+        common = parameters_held(config, 1, config.layers, experts=0) * e
+        sent = {
+            ("all_to_all", "ep"): (
+                2 * self.travelled * config.width * e + counts,
+                "2 (rows out + rows in) C e, and the counts",
+            ),
+            ("all_reduce", "ep"): (
+                all_reduce_sent(common + 16, n),
+                "2 r P_common e; loss and norm, 8 bytes each",
+            ),
+        }
+        parameters = parameters_held(config, 1, config.layers, experts=own) * e
+        held = self.run.states(parameters, "(P_common + experts here) e")
+        activations = activation_bytes(config, args.batch // n // args.microbatches, e)
+        held["activations_peak"] = config.layers * activations, "the blocks', if routing were even"
+        return sent, held, self.notes()
+
+    def notes(self):
+        args, config, n = self.run.args, self.run.config, self.run.world
+        totals = torch.tensor([self.received, self.assignments, self.dropped], dtype=torch.int64)
+        totals = totals.to(self.run.device)
+        fullest = totals.clone()
+        dist.all_reduce(totals)
+        dist.all_reduce(fullest, op=dist.ReduceOp.MAX)
+        received, assignments, dropped = totals.tolist()
+        tokens = args.batch // n * config.context
+        rows = config.layers * tokens * config.top_k
+        even = human(round(4 * (n - 1) / n * rows * config.width * self.run.dtype.itemsize)).strip()
+        notes = [
+            f"with even routing a rank would send {even}: 4 r k n C e a layer; in step "
+            f"{self.run.measured + 1} the fullest rank had "
+            f"{fullest[0].item() / received * n:.0%} of an even share"
+        ]
+        notes += self.timing()
+        if args.capacity is not None:
+            notes.append(
+                f"capacity {args.capacity:g}: {dropped:,} assignments "
+                f"({dropped / assignments:.1%}) dropped in {args.steps} steps"
+            )
+        return notes
+
+    def timing(self):
+        """How long all-to-alls were on their way, and in how much of that time nothing else was
+        done: a list of one line or none."""
+        times = [self.clock.in_flight(), self.clock.waited()]
+        times = torch.tensor(times, dtype=torch.float64, device=self.run.device)
+        times *= 1000 / self.run.world / max(1, self.run.args.steps - 1)
+        dist.all_reduce(times)
+        flight, waited = times.tolist()
+        if not flight or self.run.world == 1:
+            return []
+        return [
+            f"all-to-alls were on their way for {flight:.0f} ms of a rank's step (until the last "
+            f"rank joins in, that is): for {waited:.0f} ms it waited, "
+            f"{max(0, 1 - waited / flight):.0%} was hidden behind computation"
+        ]
+
+
+def heat_map(load, sizes):
+    """The load (steps, layers, E) as text: each expert's share of an even one over the run, and
+    each rank's step by step."""
+
+    def shade(share):
+        return " ░▒▓█"[min(4, round(2 * share))]
+
+    steps, layers, experts = load.shape
+    share = load.sum(0) / load.sum((0, 2)).unsqueeze(1) * experts  # (layers, E), 1 is even
+    lines = ["load of experts over the run, percent of an even share    "]
+    lines[0] += "shades: ░ 50  ▒ 100  ▓ 150  █ 200 and more"
+    narrow = experts > 16
+    if not narrow:
+        lines.append("  expert   " + "".join(f"{i:7d}" for i in range(experts)))
+    for i, row in enumerate(share.tolist()):
+        lines.append(
+            f"  layer {i:3d}  "
+            + "".join(shade(v) if narrow else f"  {shade(v)} {100 * v:3.0f}" for v in row)
+        )
+    ranks = torch.stack([part.sum((1, 2)) for part in load.split(sizes, dim=2)])  # (N, steps)
+    ranks = ranks / ranks.sum(0) * len(sizes)
+    lines.append("load of ranks, all layers, step by step")
+    for i, row in enumerate(ranks.tolist()):
+        every = -(-steps // 80)
+        text = "".join(map(shade, row[::every]))
+        share = f"{100 * sum(row) / steps:.0f}% of an even share"
+        lines.append(f"  rank {i:4d}  {text}  {sizes[i]} experts, {share}")
+    return "\n".join(lines)
+
+
+def plot(name, load, sizes):
+    """The same as a figure: for each layer, experts by steps; lines between the ranks."""
+    plt = pyplot()
+    share = load / load.sum(2, keepdim=True) * load.shape[2]  # (steps, layers, E)
+    figure, axes = plt.subplots(
+        1, load.shape[1], figsize=(3 * load.shape[1] + 1, 3.5), sharey=True, squeeze=False
+    )
+    for layer, axis in enumerate(axes[0]):
+        extent = (0.5, len(load) + 0.5, load.shape[2] - 0.5, -0.5)  # the first step is 1
+        colors = dict(vmin=0, vmax=2, cmap="RdBu_r", interpolation="nearest")
+        image = axis.imshow(share[:, layer].T.tolist(), aspect="auto", extent=extent, **colors)
+        axis.set(title=f"layer {layer}", xlabel="step")
+        axis.xaxis.get_major_locator().set_params(integer=True)
+        for edge in torch.tensor(sizes).cumsum(0)[:-1].tolist():
+            axis.axhline(edge - 0.5, color="black", linewidth=0.8)
+    axes[0][0].set_ylabel("expert")
+    figure.colorbar(image, ax=axes[0].tolist(), label="load, 1 = even, 2 and more", extend="max")
+    save(figure, name)
