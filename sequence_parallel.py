@@ -406,7 +406,7 @@ def parallelize(model, group, keep=True):
 
 import harness
 from harness import formulas
-from harness.ledger import storage_bytes
+from harness.saved import saved_bytes
 
 
 def main():
@@ -418,7 +418,12 @@ def main():
     args = parser.parse_args()
     config = harness.configure(args)
     harness.check_batch(args, 1)
-    harness.launch(demo, args, check=lambda world: tensor_parallel.check(config, world))
+
+    def check(world):
+        with harness.refusing():
+            tensor_parallel.check_heads(config, world)
+
+    harness.launch(demo, args, check=check)
 
 
 def demo(run):
@@ -486,19 +491,6 @@ def demo(run):
             "  counted too: q and k before rotation, in one memory with v; on a CPU, RMSNorm's intermediate result"
         )
     return run.receipt({"tp": t, "sp": t}, sent, held, notes)
-
-
-def saved_bytes(model, block, *args, **kwargs):
-    """Bytes that `block` keeps for backward in model(*args, **kwargs), parameters aside."""
-    saved = []
-    # Notes each tensor that autograd saves while the block runs
-    hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t)
-    before = block.register_forward_pre_hook(lambda *_: hooks.__enter__())
-    after = block.register_forward_hook(lambda *_: hooks.__exit__())
-    model(*args, **kwargs)
-    before.remove(), after.remove()
-    known = {p.untyped_storage().data_ptr() for p in model.parameters()}
-    return storage_bytes(t for t in saved if t.untyped_storage().data_ptr() not in known)
 
 
 if __name__ == "__main__":

@@ -176,13 +176,6 @@ def shard(parameter, dim, group):
     return part
 
 
-def take(full, parameter):
-    """This rank's piece of a full tensor, as the parameter's `placement` says."""
-    for dim, (group, _, _) in placement(parameter)["cuts"].items():
-        full = piece(full, dim, dist.get_rank(group), dist.get_world_size(group))
-    return full
-
-
 def split_over(parameter, group):
     """Whether each rank of the group holds another piece of the parameter."""
     group = world_if_none(group)
@@ -398,6 +391,17 @@ def require_gpt(what, attributes, function):
         )
 
 
+def check_heads(config, t):
+    """Raise ValueError where t ranks cannot share the heads evenly."""
+    heads, kv_heads = config.heads, config.kv_heads  # heads are a multiple of kv_heads
+    if kv_heads % t:
+        fits = [str(n) for n in range(1, kv_heads + 1) if kv_heads % n == 0]
+        raise ValueError(
+            f"{heads} heads and {kv_heads} kv-heads do not divide over {t} tensor-parallel ranks: "
+            f"use {' or '.join(fits)}, or change the numbers of heads"
+        )
+
+
 def parallelize(model, group):
     """Cut a GPT across `group`, in place, and return it. Works on the meta device and on real
     weights alike. Parameters are replaced by their pieces: make the optimizer afterwards. The model
@@ -409,11 +413,7 @@ def parallelize(model, group):
     """
     require_gpt(model, ("config", "embed", "blocks", "head"), "parallelize")
     require_gpt(model.config, ("kv_heads", "experts", "vocab"), "parallelize")
-    t = dist.get_world_size(group)
-    if model.config.kv_heads % t:  # heads are a multiple of kv-heads
-        raise ValueError(
-            f"{model.config.kv_heads} kv-heads do not divide by tensor parallelism over {t} ranks"
-        )
+    check_heads(model.config, dist.get_world_size(group))
     done = {}  # parameter -> its piece: a tied matrix is cut once
 
     def cut(parameter, dim):
@@ -466,17 +466,12 @@ def main():
     args = harness.parser(__doc__).parse_args()
     config = harness.configure(args)
     harness.check_batch(args, 1)
-    harness.launch(demo, args, check=lambda world: check(config, world))
 
+    def check(world):
+        with harness.refusing():
+            check_heads(config, world)
 
-def check(config, world):
-    """Refuse a number of ranks over which the heads do not divide."""
-    if config.kv_heads % world:
-        fits = [n for n in range(1, config.kv_heads + 1) if config.kv_heads % n == 0]
-        raise harness.Refused(
-            f"{config.heads} heads and {config.kv_heads} kv-heads do not divide over {world} tensor-parallel ranks: "
-            f"use {' or '.join(map(str, fits))}, or change --heads and --kv-heads"
-        )
+    harness.launch(demo, args, check=check)
 
 
 def demo(run):

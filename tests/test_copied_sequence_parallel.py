@@ -17,6 +17,7 @@ from test_copied_tensor_parallel import (
     tensor_parallel_foreign,
     tensor_parallel_optimizer,
     tensor_parallel_sum,
+    tensor_parallel_take,
     tensor_parallel_train,
 )
 
@@ -70,7 +71,9 @@ def sequence_parallel_equals(rank, kind, keep):
     torch.testing.assert_close(result, reference, rtol=1e-10, atol=0)
     for p, whole in zip(cut.parameters(), model.parameters(), strict=True):
         for mine, full in ((p, whole), (p.grad, whole.grad)):
-            torch.testing.assert_close(mine, tp.take(full, p), rtol=1e-10, atol=1e-10)
+            torch.testing.assert_close(
+                mine, tensor_parallel_take(tp, full, p), rtol=1e-10, atol=1e-10
+            )
 
 
 @pytest.mark.parametrize("world, kind, keep", [(2, "adamw", True), (3, "sgd", False)])
@@ -115,7 +118,9 @@ def sequence_parallel_without_vocabulary(rank, kind):
             optimizer.step()
     for p, whole in zip(cut.parameters(), model.parameters(), strict=True):
         for mine, full in ((p, whole), (p.grad, whole.grad)):
-            torch.testing.assert_close(mine, tp.take(full, p), rtol=1e-10, atol=1e-10)
+            torch.testing.assert_close(
+                mine, tensor_parallel_take(tp, full, p), rtol=1e-10, atol=1e-10
+            )
 
 
 @pytest.mark.parametrize("kind", ["sgd", "adamw"])
@@ -150,7 +155,9 @@ def sequence_parallel_completed(rank, set_to_none):
     tokens, targets, count = tensor_parallel_batch(0)
     tensor_parallel_sum(model(tokens), targets, count).backward()
     for p, whole in zip(cut.parameters(), model.parameters(), strict=True):
-        torch.testing.assert_close(p.grad, tp.take(whole.grad, p), rtol=1e-10, atol=1e-10)
+        torch.testing.assert_close(
+            p.grad, tensor_parallel_take(tp, whole.grad, p), rtol=1e-10, atol=1e-10
+        )
     with pytest.raises(RuntimeError, match="reduce_partial has completed .* zero_grad"):
         sequence_parallel_pass(cut, stream, group)  # as after each micro-batch
     dist.barrier()
@@ -160,7 +167,9 @@ def sequence_parallel_completed(rank, set_to_none):
             sequence_parallel_pass(cut, stream, group)
         sp.reduce_partial(cut.parameters())
     for p, whole in zip(cut.parameters(), model.parameters(), strict=True):
-        torch.testing.assert_close(p.grad, 2 * tp.take(whole.grad, p), rtol=1e-10, atol=1e-10)
+        torch.testing.assert_close(
+            p.grad, 2 * tensor_parallel_take(tp, whole.grad, p), rtol=1e-10, atol=1e-10
+        )
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from reference import CONFIGS, assert_equal, batch, make_optimizer, train
 
+import harness
 import model as gpt
 import tensor_parallel as tp
 from harness import formulas
@@ -16,7 +17,7 @@ from harness.ledger import Ledger
 def build(config, group, seed=7):
     with torch.device("meta"):
         model = gpt.GPT(config)
-    return gpt.fill(tp.parallelize(model, group), seed, dtype=torch.float64, take=tp.take)
+    return gpt.fill(tp.parallelize(model, group), seed, dtype=torch.float64, take=harness.take)
 
 
 def train_parallel(rank, config, kind, accumulate=2, steps=3):
