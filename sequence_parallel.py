@@ -188,10 +188,10 @@ class Stream:
     def __init__(self, group):
         self.group, self.length = group, None
 
-    def piece(self, whole):
+    def shard(self, whole):
         """This rank's piece of something (..., T): (..., ceil(T / t)), padded with zeros. For
-        targets, where 0 is a class: stream.piece(targets + 1) - 1 is padded with -1."""
-        return tensor_parallel.piece(
+        targets, where 0 is a class: stream.shard(targets + 1) - 1 is padded with -1."""
+        return tensor_parallel.shard_tensor(
             whole, -1, dist.get_rank(self.group), dist.get_world_size(self.group)
         )
 
@@ -262,7 +262,7 @@ class PositionEmbedding(nn.Module):
         self.weight, self.stream = weight, stream
 
     def forward(self, positions):
-        return F.embedding(self.stream.piece(positions), self.weight)
+        return F.embedding(self.stream.shard(positions), self.weight)
 
 
 def enter(module, names, stream, keep):
@@ -280,7 +280,7 @@ def enter(module, names, stream, keep):
 def mark_partial(parameters, group):
     """Say of whole parameters that they work on the split stream: each rank's gradient is a part of
     a sum over the group, which `reduce_partial` completes. Leaves split parameters alone."""
-    group = tensor_parallel.world_if_none(group)
+    group = group or dist.group.WORLD
     for p in parameters:
         where = tensor_parallel.placement(p)
         if group not in where["partial"] and not tensor_parallel.split_over(p, group):
@@ -343,7 +343,7 @@ class Dropout(nn.Module):
         self.whole, self.stream = whole, stream
 
     def forward(self, x, key):
-        return x if key is None else self.whole(x, self.stream.piece(key))
+        return x if key is None else self.whole(x, self.stream.shard(key))
 
 
 def begin(stream, model, args, kwargs):

@@ -13,6 +13,7 @@ from test_copied_tensor_parallel import (
     ForeignAttention,
     ForeignMLP,
     tensor_parallel_batch,
+    tensor_parallel_clip,
     tensor_parallel_cut,
     tensor_parallel_foreign,
     tensor_parallel_optimizer,
@@ -25,7 +26,7 @@ SEQUENCE_PARALLEL = "tensor_parallel sequence_parallel"
 
 
 def sequence_parallel_cut(model, group, keep=True):
-    """(model, stream): cut it as the docstring's usage block says."""
+    """(model, stream): cut it as the usage block says."""
     import sequence_parallel as sp
     import tensor_parallel as tp
 
@@ -62,7 +63,7 @@ def sequence_parallel_equals(rank, kind, keep):
     def clip(parameters):
         parameters = list(parameters)
         sp.reduce_partial(parameters)
-        return tp.clip_grad_norm(parameters, 0.5, group)
+        return tensor_parallel_clip(tp, parameters, 0.5, group)
 
     reference = functools.partial(nn.utils.clip_grad_norm_, max_norm=0.5)
     reference = tensor_parallel_train(model, tensor_parallel_sum, kind, reference)
@@ -94,24 +95,21 @@ def sequence_parallel_without_vocabulary(rank, kind):
     cut, stream = copy.deepcopy(model), sp.Stream(group)
     for layer in cut:
         layer.norm = nn.Sequential(layer.norm, sp.Enter(stream))
-        up, down = layer.up, layer.down
-        layer.up = tp.ColumnParallelLinear(
-            tp.shard(up.weight, 0, group), tp.shard(up.bias, 0, group)
-        )
-        layer.down = tp.RowParallelLinear(tp.shard(down.weight, 1, group), down.bias, group)
+        layer.up = tp.ColumnParallelLinear(layer.up, group)
+        layer.down = tp.RowParallelLinear(layer.down, group)
         layer.down.leave = sp.Leave(stream)
     sp.mark_partial(cut.parameters(), None)
     sp.mark_partial(cut.parameters(), group)  # is told already
     optimizers = [tensor_parallel_optimizer(kind, m.parameters()) for m in (model, cut)]
     stream.length = 5
-    valid = stream.piece(torch.ones(5)).unsqueeze(1)
+    valid = stream.shard(torch.ones(5)).unsqueeze(1)
     for _ in range(5):
         for optimizer in optimizers:
             optimizer.zero_grad(set_to_none=False)
         for _ in range(2):
             x, y = torch.randn(2, 3, 5, WIDTH, dtype=torch.float64)
             (model(x) - y).square().sum().div(30 * WIDTH).backward()
-            x, y = (tp.piece(t, 1, rank, 4) for t in (x, y))
+            x, y = (tp.shard_tensor(t, 1, rank, 4) for t in (x, y))
             ((cut(x) - y).square() * valid).sum().div(30 * WIDTH).backward()
         sp.reduce_partial(cut.parameters())
         for optimizer in optimizers:
@@ -189,7 +187,7 @@ def sequence_parallel_forgotten(rank, forgotten):
             p.placement["partial"] = []
         sp.reduce_partial(cut.parameters())
     with pytest.raises(RuntimeError, match="complete partial gradients"):
-        tp.clip_grad_norm(cut.parameters(), 1.0, group)
+        tp.grad_norm(cut.parameters(), group)
 
 
 @pytest.mark.parametrize("forgotten", ["mark_partial", "reduce_partial"])
@@ -224,7 +222,7 @@ def sequence_parallel_lengths(rank):
     with pytest.raises(ValueError, match="EnterAndProject"):
         projection(x)
     targets = torch.tensor([[3, 0, 5]])
-    assert (stream.piece(targets + 1) - 1).tolist() == ([[3, 0]] if rank == 0 else [[5, -1]])
+    assert (stream.shard(targets + 1) - 1).tolist() == ([[3, 0]] if rank == 0 else [[5, -1]])
 
 
 def test_a_missing_or_impossible_length_is_refused(copied):

@@ -55,7 +55,7 @@ def check_ranks(results, reference):
 
         def take(full, name):
             for dim in split[name]:
-                full = tp.piece(full, dim, rank, len(results))
+                full = tp.shard_tensor(full, dim, rank, len(results))
             return full
 
         assert_equal(ours, reference, take)
@@ -307,7 +307,7 @@ def test_reduce_scatter(ranks, monkeypatch):
     x = torch.randn(4, 2, 9, 3, generator=torch.Generator().manual_seed(0))
 
     def work(rank, x):
-        return sp.reduce_scatter(x[rank], dist.group.WORLD), tp.piece(
+        return sp.reduce_scatter(x[rank], dist.group.WORLD), tp.shard_tensor(
             x.float().sum(0).to(x.dtype), 1, rank, 4
         )
 
