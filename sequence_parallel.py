@@ -219,8 +219,8 @@ class GatherAndProject(torch.autograd.Function):
 
 
 class EnterAndProject(nn.Module):
-    """Stands where Enter stands. A model calls up(enter(x)) and gate(enter(x)): this computes what
-    both would, as a list, and each of them, a Projection, picks its product."""
+    """In place of Enter, where a model calls up(enter(x)) and gate(enter(x)): computes both products
+    in one. In place of up and gate then stand Projections, and each picks its product."""
 
     def __init__(self, stream, projections):
         super().__init__()
@@ -232,8 +232,7 @@ class EnterAndProject(nn.Module):
 
 
 class Projection(nn.Module):
-    """Stands where the column-parallel `layer` stood: picks product number `index`, adds the
-    bias."""
+    """In place of a column-parallel layer: picks product number `index`, and adds the bias."""
 
     def __init__(self, index, layer):
         super().__init__()
@@ -246,7 +245,7 @@ class Projection(nn.Module):
         return y if self.bias is None else y + self.bias
 
 
-# --- a model of yours, split as the last section of tensor_parallel.py's top says; then:
+# --- a model of yours, split as tensor_parallel.py says above its GPT section; then:
 #
 #     stream = Stream(group)
 #     embed.leave, mlp.down.leave = Leave(stream), Leave(stream)  # so every g
@@ -254,11 +253,11 @@ class Projection(nn.Module):
 #     mark_partial(model.parameters(), group)
 #     for tokens, targets in microbatches:  # loss: sum over these / valid targets of the batch
 #         criterion(model(tokens), targets, count).backward()
-#     reduce_partial(model.parameters())  # once a step, then grad_norm and the optimizer
+#     reduce_partial(model.parameters())  # once a step, then tensor_parallel.grad_norm as there
 #
-# Without it copies drift apart (grad_norm notices). Nothing checks this: dropout on split tokens
-# needs another mask on each rank. A loss of split tokens is the sum over this rank's / count of the
-# batch, without the padding at the end.
+# Without the marks, or the sum, copies drift apart: grad_norm notices. Nothing checks this: dropout
+# on split tokens needs another mask on each rank. A loss on split tokens is the sum over this rank's
+# own / the count of the batch, without the padding at the end.
 
 # --- for model.py's GPT ---
 
@@ -344,9 +343,9 @@ def main():
     config = harness.configure(args)
     harness.check_batch(args, 1)
 
+    @harness.refusing()
     def check(world):
-        with harness.refusing():
-            tensor_parallel.check_heads(config, world)
+        tensor_parallel.check_heads(config, world)
 
     harness.launch(demo, args, check=check)
 

@@ -280,12 +280,12 @@ def grad_norm(parameters, group):
     if wholes.max() - wholes.min() > 1e-3 * wholes.max():  # more than rounding
         raise RuntimeError(
             f"the ranks' gradients of whole parameters differ, in norm {wholes.sqrt().tolist()}: "
-            "give all ranks the same tokens, put Enter before split layers, complete partial gradients"
+            "give all ranks the same tokens, put Enter before layers, complete partial gradients"
         )
     return (shards.sum() + wholes[0]).sqrt()
 
 
-# --- a model of yours. Every rank has the same weights, and gets the same tokens:
+# --- a model of yours. All ranks have the same weights, and get the same tokens:
 #
 #     mlp.norm = nn.Sequential(mlp.norm, Enter(group))
 #     mlp.up = ColumnParallelLinear(mlp.up, group)  # so q, k, v and gate
@@ -298,8 +298,8 @@ def grad_norm(parameters, group):
 #     norm = grad_norm(model.parameters(), group)  # torch's would leave out other ranks' shards
 #     nn.utils.clip_grads_with_norm_(model.parameters(), 1.0, norm)
 #
-# Nothing checks this: tie the shards of tied matrices again. Whole tensors need one dropout mask on
-# all ranks, heads and hidden units a mask on each. (docs/tensor-parallelism.md lists such mistakes.)
+# Nothing checks this: tie the shards of tied matrices again; whole tensors need one dropout mask on
+# all ranks, heads and hidden units one a rank. docs/tensor-parallelism.md lists such mistakes.
 
 # --- for model.py's GPT ---
 
@@ -367,9 +367,9 @@ def main():
     config = harness.configure(args)
     harness.check_batch(args, 1)
 
+    @harness.refusing()
     def check(world):
-        with harness.refusing():
-            check_heads(config, world)
+        check_heads(config, world)
 
     harness.launch(demo, args, check=check)
 
