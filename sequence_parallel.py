@@ -1,8 +1,8 @@
 """Sequence parallelism: between the split layers of tensor parallelism, the tokens are split too.
 
-Read tensor_parallel.py first. There all ranks hold the whole stream between the layers, and all do
-the same work on it: norms, dropout, biases, additions. Each of these works on every token by
-itself. So here a rank does it for T/t consecutive tokens, and holds no others, on t ranks:
+Read tensor_parallel.py first. There each of t ranks holds all tokens between the layers, and all do
+the same work on them: norms, dropout, biases, additions. Each of these works on every token by
+itself. So here a rank does it for T/t consecutive tokens, and holds no others:
 
           split tokens   |      all tokens, split matrices      |   split tokens
     x --+----> norm ---- f ---> up ---> gelu ---> down -------- g --> + bias -> dropout -> + --> y
@@ -13,9 +13,9 @@ Sent        in forward                            in backward
     f       all-gather of the tokens              reduce-scatter of their gradients
     g       reduce-scatter of the partial sums    all-gather of the gradients
 
-An all-reduce is a reduce-scatter and then an all-gather. Here the stream lies between the two, so
-as many bytes are sent: 8 r B T C e a block, r = (t-1)/t, at e bytes an element. The activations
-that tensor parallelism held whole shrink to 1/t.
+An all-reduce is a reduce-scatter and then an all-gather. Here the two are apart, so as many bytes
+are sent: 8 r B T C e a block, r = (t-1)/t, at e bytes an element. The activations that tensor
+parallelism holds whole shrink to 1/t. What f gathered does not, without --gather-again.
 
 Backward: an all-gather copies, so its backward adds up the copies' gradients. g adds, so every
 term has the sum's gradient. Norms, positions and the biases behind g see this rank's tokens alone:
@@ -187,10 +187,9 @@ def reduce_partial(parameters):
     for members in partial.values():
         for p in members:
             p.grad.complete_at = p.grad._version
-        if not hasattr(members[0], "watched"):  # its hook runs before backward adds to its gradient
-            members[0].watched = members[0].register_hook(
-                functools.partial(refuse_complete, members[0])
-            )
+        first = members[0]
+        if not hasattr(first, "watched"):  # the hook runs before backward adds to the gradient
+            first.watched = first.register_hook(functools.partial(refuse_complete, first))
 
 
 # --- f that holds less: backward gathers the tokens a second time
@@ -219,8 +218,8 @@ class GatherAndProject(torch.autograd.Function):
 
 
 class EnterAndProject(nn.Module):
-    """In place of Enter, where a model calls up(enter(x)) and gate(enter(x)): computes both products
-    in one. In place of up and gate then stand Projections, and each picks its product."""
+    """In place of Enter, where a model calls up(enter(x)) and gate(enter(x)). It computes both
+    products. Projections take the places of up and gate, and each picks its product."""
 
     def __init__(self, stream, projections):
         super().__init__()
@@ -256,14 +255,14 @@ class Projection(nn.Module):
 #     reduce_partial(model.parameters())  # once a step, then tensor_parallel.grad_norm as there
 #
 # Without the marks, or the sum, copies drift apart: grad_norm notices. Nothing checks this: dropout
-# on split tokens needs another mask on each rank. A loss on split tokens is the sum over this rank's
-# own / the count of the batch, without the padding at the end.
+# on split tokens needs another mask on each rank. A loss on split tokens is the sum over the rank's
+# tokens / the count of the batch, without the padding at the end.
 
 # --- for model.py's GPT ---
 
 
 def set_length(stream, model, args, kwargs):
-    """Runs before forward(x, positions, ...) of a piece that begins with split tokens."""
+    """A hook before forward(x, positions, ...) of a piece that begins with split tokens."""
     positions = kwargs.get("positions", args[1] if len(args) > 1 else None)
     if positions is None:
         raise ValueError(
@@ -273,7 +272,7 @@ def set_length(stream, model, args, kwargs):
 
 
 def shard_last(stream, module, args):
-    """Runs before a module that sees split tokens. Its last argument, positions (T,) or dropout's
+    """A hook before a module that sees split tokens. Its last argument, positions (T,) or dropout's
     key (B, T), is whole: this rank's shard takes its place."""
     *others, last = args
     return (*others, None if last is None else stream.shard(last))

@@ -31,11 +31,11 @@ import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 
-# --- f and g: each sends in one direction, and is the identity in the other
+# --- f and g: each sends in one direction, and is the identity in the other direction
 
 
 class CopyToGroup(torch.autograd.Function):
-    """f: every rank's half of a layer uses x. Backward sums the gradients of all these uses."""
+    """f: every rank's part of a layer uses x. Backward sums the gradients of all these uses."""
 
     @staticmethod
     def forward(ctx, x, group):
@@ -44,7 +44,7 @@ class CopyToGroup(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        total = grad.clone(memory_format=torch.contiguous_format)  # others may hold grad
+        total = grad.clone(memory_format=torch.contiguous_format)  # grad may have other users
         dist.all_reduce(total, group=ctx.group)
         return total, None
 
@@ -107,7 +107,7 @@ class ColumnParallelLinear(nn.Module):
 
 
 class RowParallelLinear(nn.Module):
-    """Keeps this rank's inputs of a linear layer: x (..., in / t) -> (..., out), whole, by g."""
+    """Keeps this rank's inputs of a linear layer: x (..., in / t) -> the whole (..., out), by g."""
 
     def __init__(self, linear, group):
         super().__init__()
@@ -165,18 +165,18 @@ def shard(parameter, dim, group):
     rank, t = dist.get_rank(group), dist.get_world_size(group)
     part = shard_tensor(parameter.detach(), dim, rank, t)
     part = nn.Parameter(part, requires_grad=parameter.requires_grad)
-    part.__dict__.update(parameter.__dict__)  # what others wrote on it
+    part.__dict__.update(parameter.__dict__)  # attributes that others have set
     start, length, _ = span(parameter.shape[dim], rank, t)
     part.placement = whole | {"cuts": whole["cuts"] | {dim: (group, start, length)}}
     return part
 
 
-# --- the vocabulary, split as well
+# --- the vocabulary, split too: each rank has V/t rows of the embedding, and V/t logits a token
 
 
 class VocabParallelEmbedding(nn.Module):
-    """tokens (B, T) -> (B, T, C). Each rank looks up the tokens of its rows; g adds its zeros for
-    the others."""
+    """tokens (B, T) -> (B, T, C). Each rank looks up the tokens whose rows it has. The others are
+    zeros, until g adds up: for each token one term is not zero."""
 
     def __init__(self, embedding, group):
         super().__init__()
@@ -185,7 +185,7 @@ class VocabParallelEmbedding(nn.Module):
         _, self.start, self.length = self.weight.placement["cuts"][0]
 
     def forward(self, tokens):
-        # No rank has a row for another token: it would become a vector of zeros
+        # No rank has a row for any other token: its vector would be zeros. A GPU need not wait
         valid = (tokens >= 0) & (tokens < self.vocab)
         torch._assert_async(valid.all(), f"tokens must be from 0 to {self.vocab - 1}")
         row = tokens - self.start
@@ -265,9 +265,8 @@ def gather_logits(logits, vocab, group):
 
 @torch.no_grad()
 def grad_norm(parameters, group):
-    """The norm of the whole model's gradient, the same float64 scalar on every rank. All shards
-    count. A whole parameter, which every rank holds, counts once. Raises RuntimeError where the
-    ranks' gradients of whole parameters differ."""
+    """The norm of the whole model's gradient, a float64 scalar: all ranks' shards, and each whole
+    parameter once. Raises RuntimeError where the ranks' gradients of whole parameters differ."""
     parameters = list(parameters)
     squares = torch.zeros(2, dtype=torch.float64, device=parameters[0].device)  # shards, wholes
     for p in parameters:
@@ -298,8 +297,8 @@ def grad_norm(parameters, group):
 #     norm = grad_norm(model.parameters(), group)  # torch's would leave out other ranks' shards
 #     nn.utils.clip_grads_with_norm_(model.parameters(), 1.0, norm)
 #
-# Nothing checks this: tie the shards of tied matrices again; whole tensors need one dropout mask on
-# all ranks, heads and hidden units one a rank. docs/tensor-parallelism.md lists such mistakes.
+# Nothing checks this: tied matrices are two shards now, so tie these. Dropout on whole tensors
+# needs one mask on all ranks. docs/tensor-parallelism.md lists such mistakes.
 
 # --- for model.py's GPT ---
 

@@ -328,8 +328,8 @@ def tied_gradients_never_meet():
 
 
 def all_shards_equal():
-    shard_tensor = tensor_parallel.shard_tensor
-    tensor_parallel.shard_tensor = lambda full, dim, index, count: shard_tensor(full, dim, 0, count)
+    span = tensor_parallel.span
+    tensor_parallel.span = lambda size, index, count: span(size, 0, count)
 
 
 def loss_is_a_mean_of_means():
