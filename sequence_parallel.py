@@ -247,7 +247,8 @@ class Projection(nn.Module):
 # --- a model of yours, split as tensor_parallel.py says above its GPT section; then:
 #
 #     stream = Stream(group)
-#     embed.leave, mlp.down.leave = Leave(stream), Leave(stream)  # so every g
+#     model.embed.leave = Leave(stream)
+#     mlp.down.leave = Leave(stream)  # so every g
 #     mlp.norm[1] = Enter(stream)  # so every f, the head's too
 #     mark_partial(model.parameters(), group)
 #     for tokens, targets in microbatches:  # loss: sum over these / valid targets of the batch
@@ -307,9 +308,11 @@ def parallelize(model, group, keep=True):
         split += [model.embed.drop, model.embed.position]
     for block in model.blocks.values():
         replace_enter(block.attn, ["qkv"], stream, keep)
-        block.attn.proj.leave, mlp = Leave(stream), block.mlp
+        block.attn.proj.leave = Leave(stream)
+        mlp = block.mlp
         if model.config.experts:  # the router sees split tokens; its choice is gathered with them
-            mlp.enter, mlp.leave = Enter(stream), Leave(stream)
+            mlp.enter = Enter(stream)
+            mlp.leave = Leave(stream)
             mlp.router.over_sequence = tensor_parallel.Leave(group)  # sums of the balance loss
             mlp = mlp.shared
         if mlp is not None:

@@ -112,7 +112,8 @@ class RowParallelLinear(nn.Module):
     def __init__(self, linear, group):
         super().__init__()
         self.weight = shard(linear.weight, 1, group)  # (out, in / t)
-        self.bias, self.leave = linear.bias, Leave(group, in_place=True)
+        self.bias = linear.bias  # (out,)
+        self.leave = Leave(group, in_place=True)
 
     def forward(self, x):
         y = self.leave(F.linear(x, self.weight))
@@ -159,7 +160,8 @@ def shard(parameter, dim, group):
     a second cut of one dimension, or over one group."""
     if parameter is None:
         return None
-    dim, group, whole = dim % parameter.dim(), group or dist.group.WORLD, placement(parameter)
+    dim, group = dim % parameter.dim(), group or dist.group.WORLD
+    whole = placement(parameter)
     if dim in whole["cuts"] or split_over(parameter, group):
         raise ValueError("this parameter is a shard already: cut it once, and tie its shards")
     rank, t = dist.get_rank(group), dist.get_world_size(group)
@@ -180,9 +182,10 @@ class VocabParallelEmbedding(nn.Module):
 
     def __init__(self, embedding, group):
         super().__init__()
-        self.weight, self.leave = shard(embedding.weight, 0, group), Leave(group, in_place=True)
         self.vocab = len(embedding.weight)
+        self.weight = shard(embedding.weight, 0, group)  # (V / t, C)
         _, self.start, self.length = self.weight.placement["cuts"][0]
+        self.leave = Leave(group, in_place=True)
 
     def forward(self, tokens):
         # No rank has a row for any other token: its vector would be zeros. A GPU need not wait
@@ -330,7 +333,8 @@ def parallelize(model, group):
         attn.qkv = ColumnParallelLinear(attn.qkv, group)
         attn.proj = RowParallelLinear(attn.proj, group)
         if model.config.experts:  # the hidden units of every expert; the router stays whole
-            mlp.enter, mlp.leave = Enter(group), Leave(group, in_place=True)
+            mlp.enter = Enter(group)
+            mlp.leave = Leave(group, in_place=True)
             for name, dim in (("gate", 1), ("up", 1), ("down", 2)):  # (E, out, in)
                 setattr(mlp.experts, name, shard(getattr(mlp.experts, name), dim, group))
             mlp = mlp.shared
