@@ -1,85 +1,29 @@
-"""Tensor parallelism: every layer is cut across the ranks; each rank computes its part of every
-layer, for the whole batch.
+"""Tensor parallelism: every layer is split over the ranks, and all of them work on the same batch.
 
-What is split, on t ranks (here 2): the matrices, by heads, by hidden units and by the vocabulary.
-Not the batch.
+    x --f--> up (its rows split) -> gelu -> down (its columns split) --g--> y     here with 2 ranks
+             rank 0: rows 0..H/2            columns 0..H/2
+             rank 1: rows H/2..H            columns H/2..H      partial sums, added by g
 
-    x --f--> up   (rows cut: column-parallel)  -> gelu -> down (columns cut: row-parallel) --g--> y
-    (B,T,C)  [H/2, C]  rank 0                 (B,T,H/2)   [C, H/2]  rank 0    \\
-             [H/2, C]  rank 1                 (B,T,H/2)   [C, H/2]  rank 1    + all-reduce    (B,T,C)
+The first matrix gives each rank half of the H hidden units. The activation works on each unit by
+itself, so no rank needs another's half. The second matrix turns each half into a partial sum of the
+output. Attention is split alike, by heads, and so is the vocabulary. Norms, the biases behind g and
+the residual stream are whole on every rank.
 
-(A weight is stored (out, in), so Megatron's "columns" of A in Y = X A are the rows here.) The first
-matrix gives each rank some hidden units, or some heads of attention, which it can work on alone;
-the second multiplies them by its part and gets a partial sum of the output. (The rows of q, k and v
-are grouped by key/value head, q..q k v | q..q k v | ...: a contiguous piece is whole heads.) Norms,
-row-parallel biases and the residual stream are whole on every rank. The vocabulary is cut too: each
-rank embeds the tokens of its rows (all but one of the terms are zero), and computes the logits of
-its rows. A dimension that does not divide by t is padded with zeros at the end: padded hidden units
-stay zero, padded logits count as minus infinity, and neither changes a loss or a gradient.
+Sent: g adds the partial sums in forward (one all-reduce). f adds the gradients of x in backward
+(one all-reduce), because every rank's half used x. That is 4 all-reduces of (B, T, C) a block, two
+each for attention and MLP: 8 r B T C e bytes, with r = (t-1)/t, on t ranks, at e bytes an element.
 
-What is sent:
+Backward of g is the identity. All ranks go on with the same y and compute the same loss: it is one
+loss, not t of them. Each partial sum enters y with factor 1, so its gradient is y's gradient.
+Whatever stands before f then has its whole gradient on every rank, and nothing is left to sum.
 
-    f   forward: identity      backward: all-reduce        where a block's input enters its projections
-    g   forward: all-reduce    backward: identity          where a row-parallel layer has its partial sums
+Not worth it between nodes: nothing hides these messages. docs/tensor-parallelism.md has the
+threshold, and the rest.
 
-One f stands before all projections that share an input (q, k and v; gate and up): one all-reduce,
-not one for each. A row-parallel layer adds its bias after g, once. Cross-entropy over logits that
-no rank has in full needs, for each token, the largest logit, the sum of exponentials and the
-target's logit: three numbers, reduced; its backward, softmax - onehot, is local.
+    torchrun --nproc_per_node=4 tensor_parallel.py
+    python tensor_parallel.py --family llama --kv-heads 4
 
-Backward: g adds up the partial sums; each term enters the sum with factor 1, so the sum's gradient,
-which every rank has, is each term's. All ranks go on with the same y and compute the same loss: one
-loss, not t of them. (To sum its gradient over the ranks, as the backward of an all-reduce of
-different losses does, would make it t times too large.) f is the mirror image: x is used by every
-rank's part, so the gradients that reach it through all of them are added up. So what stands before
-f gets its whole gradient, the same on each rank, and nothing is sent for it after backward. A loss
-is divided by the tokens of the whole batch, so the gradients of micro-batches add up.
-
-What it costs, per rank, e bytes an element, r = (t-1)/t: each block 2 all-reduces forward and 2
-backward of the (B, T, C) activations, 8 r B T C e by rings. Once more for the embedding (forward)
-and for the head's input (backward); and three (B, T) for the loss. Held: 1/t of the matrices, of
-their gradients and optimizer states; of a block's activations T B C (8 + 24/t) bytes (16 bit,
-hidden 4C; the paper's 10 has dropout masks, which are made again here): the residual stream stays
-whole. Nothing
-overlaps: beside the 72 B T C^2 / t flops of a block at f flop/s, its bytes at w bytes/s add (t-1) e
-f / (9 C w) of that time.
-
-When it is the wrong choice: where (t-1) e f / (9 C w) is not far below 1: over the links between
-nodes, or in narrow models. And where t would have to be more than the key/value heads, or does not
-divide them.
-
-On a model of yours. Every rank starts from the same weights and gets the same tokens:
-
-    mlp.norm = nn.Sequential(mlp.norm, Enter(group))  # one f before all layers that share an input
-    mlp.up = ColumnParallelLinear(shard(mlp.up.weight, 0, group), shard(mlp.up.bias, 0, group))
-    mlp.down = RowParallelLinear(shard(mlp.down.weight, 1, group), mlp.down.bias, group)  # has g
-    embed = VocabParallelEmbedding(shard(embed.weight, 0, group), group)
-    head = nn.Sequential(Enter(group), ColumnParallelLinear(shard(head.weight, 0, group)))
-    criterion = VocabParallelCrossEntropy(vocab, group)  # now the optimizer: it needs the pieces
-    for tokens, targets in microbatches:  # loss: sum over these tokens / valid tokens of the batch
-        criterion(model(tokens), targets, count).backward()
-    clip_grad_norm(model.parameters(), 1.0, group)  # torch's would let whole parameters drift apart
-
-(q, k, v and gate are cut as up is; attention's output projection as down is.)
-
-These mistakes make no error here:
-- Different tokens on the ranks. (Where the embedding is whole, `grad_norm` notices.)
-- No f before a cut layer (`grad_norm` notices), f twice, or f before a whole layer: the gradients
-  of all that stands before it are wrong.
-- Ranks that do not divide the heads, or the key/value heads: cuts go through heads. A view that
-  counts heads mostly fails on that, not always.
-- A fused qkv in the order q | k | v, as in torch's nn.MultiheadAttention: a piece of it is not a
-  number of whole heads. Order its rows by head first, w.view(3, heads, D, -1).transpose(0, 1)
-  .flatten(0, 2), and read them so; or cut q, k and v one by one.
-- Hidden units that do not divide, with an activation whose act(0) is not 0: the padding learns.
-- Dropout: on whole tensors all ranks must draw one mask (equal seeds, equally many draws); on heads
-  and hidden units each rank draws its own, from another generator.
-
-    torchrun --nproc_per_node=4 tensor_parallel.py          python tensor_parallel.py --family llama --kv-heads 4
-
-Papers: Shoeybi et al. 2019, Megatron-LM, arXiv:1909.08053, section 3; Korthikanti et al. 2022,
-arXiv:2205.05198, sections 4.1 and 4.2.1 (activations); Narayanan et al. 2021, arXiv:2104.04473,
-section 3.2 (where to use it).
+Shoeybi et al. 2019, Megatron-LM, arXiv:1909.08053, section 3.
 """
 
 import torch
@@ -87,373 +31,332 @@ import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 
+# --- f and g: each sends in one direction, and is the identity in the other direction
+
 
 class CopyToGroup(torch.autograd.Function):
-    """f: x as it is; in backward the gradients of all ranks' uses of x are summed.
-
-    in_place: sum them in the memory of the gradient that arrives. Right only where x goes into
-    products alone: nobody else holds the gradient of a product. The backward of a sum, such as
-    CopyToGroup(u) + v, hands one tensor to both of its terms."""
+    """f: every rank's part of a layer uses x. Backward sums the gradients of all these uses."""
 
     @staticmethod
-    def forward(ctx, x, group, in_place=False):
-        ctx.group, ctx.in_place = group, in_place
+    def forward(ctx, x, group):
+        ctx.group = group
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx, grad):
-        contiguous = torch.contiguous_format
-        grad = grad.contiguous() if ctx.in_place else grad.clone(memory_format=contiguous)
-        dist.all_reduce(grad, group=ctx.group)
-        return grad, None, None
+        total = grad.clone(memory_format=torch.contiguous_format)  # grad may have other users
+        dist.all_reduce(total, group=ctx.group)
+        return total, None
 
 
 class ReduceFromGroup(torch.autograd.Function):
-    """g: the sum of all ranks' partial x; every rank's term gets the sum's gradient as it is.
-
-    in_place: the sum takes the place of x. Right only where nobody else needs the partial sum."""
+    """g: the sum of all ranks' x, in place. Each x gets the gradient of the sum as it is."""
 
     @staticmethod
-    def forward(ctx, x, group, in_place=False):
-        if in_place:
-            ctx.mark_dirty(x)
-        else:
-            x = x.clone(memory_format=torch.contiguous_format)
+    def forward(ctx, x, group):
+        ctx.mark_dirty(x)
         dist.all_reduce(x, group=group)
         return x
 
     @staticmethod
     def backward(ctx, grad):
-        return grad, None, None
-
-
-def piece(full, dim, index, count):
-    """Piece `index` of `count` of a tensor along `dim`: ceil(size / count) wide, padded with zeros
-    where there is no more."""
-    size = -(-full.shape[dim] // count)
-    start = min(index * size, full.shape[dim])
-    part = full.narrow(dim, start, min(size, full.shape[dim] - start))
-    shape = list(full.shape)
-    shape[dim] = size - part.shape[dim]
-    # A copy, so that the whole can be freed
-    return (
-        torch.cat((part, part.new_zeros(shape)), dim)
-        if shape[dim]
-        else part.clone(memory_format=torch.contiguous_format)
-    )
-
-
-def world_if_none(group):
-    """The group of all ranks in the place of None, which means that group in torch.distributed."""
-    return dist.group.WORLD if group is None else group
-
-
-def placement(parameter):
-    """What a parameter is a piece of: {"shape": of the whole, "cuts": {dimension: (group, start,
-    size)} of this rank's piece without its padding, "copies": groups whose ranks hold the same,
-    "partial": groups over which its gradient is still to be summed after backward}."""
-    default = {"shape": tuple(parameter.shape), "cuts": {}, "copies": [], "partial": []}
-    return default | getattr(parameter, "placement", {})
-
-
-def shard(parameter, dim, group):
-    """This rank's piece of a parameter, cut along `dim`; its `placement` says so. Attributes of the
-    parameter go along. Works on the meta device too. Raises ValueError for a second cut of the same
-    dimension or over the same group."""
-    dim, group, whole = dim % parameter.dim(), world_if_none(group), placement(parameter)
-    if dim in whole["cuts"] or split_over(parameter, group):
-        raise ValueError(
-            f"this parameter is a piece already, of a whole of shape {tuple(whole['shape'])}: "
-            "shard each parameter once, and use one piece wherever a matrix is shared"
-        )
-    rank, size = dist.get_rank(group), parameter.shape[dim]
-    part = piece(parameter.detach(), dim, rank, dist.get_world_size(group))
-    part = nn.Parameter(part, requires_grad=parameter.requires_grad)
-    part.__dict__.update(parameter.__dict__)
-    start = min(rank * part.shape[dim], size)
-    cut = (group, start, min(part.shape[dim], size - start))
-    part.placement = whole | {"cuts": whole["cuts"] | {dim: cut}}
-    return part
-
-
-def take(full, parameter):
-    """This rank's piece of a full tensor, as the parameter's `placement` says."""
-    for dim, (group, _, _) in placement(parameter)["cuts"].items():
-        full = piece(full, dim, dist.get_rank(group), dist.get_world_size(group))
-    return full
-
-
-def split_over(parameter, group):
-    """Whether each rank of the group holds another piece of the parameter."""
-    group = world_if_none(group)
-    return any(group is other for other, _, _ in placement(parameter)["cuts"].values())
-
-
-def require_piece(weight, dim, layer):
-    """Raise ValueError for a weight that is not cut: t whole ones would make t times the output."""
-    if dim not in placement(weight)["cuts"]:
-        call = f"shard(weight, {dim}, group)"
-        raise ValueError(f"{layer} takes this rank's piece of a weight: pass {call}")
+        return grad, None
 
 
 class Enter(nn.Module):
-    """f as a module: stands where an input enters the layers that are split, once before all of
-    them, and never before a whole layer. in_place spares a copy in backward: see CopyToGroup."""
+    """f as a module. It stands once before all split layers that share an input, and never before
+    a whole layer: otherwise the gradients of everything before it are wrong."""
 
-    def __init__(self, group, in_place=False):
+    def __init__(self, group):
         super().__init__()
-        self.group, self.in_place = group, in_place
+        self.group = group
 
     def forward(self, x):
-        return CopyToGroup.apply(x, self.group, self.in_place)
+        return CopyToGroup.apply(x, self.group)
 
 
 class Leave(nn.Module):
-    """g as a module: stands where partial sums leave a layer that is split. in_place spares a copy:
-    see ReduceFromGroup."""
+    """g as a module. in_place=True overwrites x: right where nobody else needs the partial sum."""
 
     def __init__(self, group, in_place=False):
         super().__init__()
         self.group, self.in_place = group, in_place
 
     def forward(self, x):
-        return ReduceFromGroup.apply(x, self.group, self.in_place)
+        if not self.in_place:
+            x = x.clone(memory_format=torch.contiguous_format)
+        return ReduceFromGroup.apply(x, self.group)
+
+
+# --- the two matrices between f and g
 
 
 class ColumnParallelLinear(nn.Module):
-    """A linear layer whose outputs are split: x (..., in) -> this rank's outputs (..., out / t). x
-    must have passed f.
+    """Keeps this rank's outputs of a linear layer: x (..., in) -> (..., out / t). f stands before.
 
-    weight: this rank's (out / t, in), from shard. bias: this rank's (out / t,) or None. A fused
-    weight has its rows grouped by head. Padded rows need an activation with act(0) = 0."""
+    Rows of q, k and v must be grouped by head, q k v | q k v, so that a shard is whole heads.
+    Where `out` does not divide, zeros fill the last shard: the activation needs act(0) = 0."""
 
-    def __init__(self, weight, bias=None):
+    def __init__(self, linear, group):
         super().__init__()
-        require_piece(weight, 0, "ColumnParallelLinear")
-        self.weight, self.bias = weight, bias
+        self.weight = shard(linear.weight, 0, group)  # (out / t, in): columns of A in Y = X A
+        self.bias = shard(linear.bias, 0, group)
 
     def forward(self, x):
         return F.linear(x, self.weight, self.bias)
 
 
 class RowParallelLinear(nn.Module):
-    """A linear layer whose inputs are split: this rank's inputs (..., in / t) -> the whole output
-    (..., out), by g.
+    """Keeps this rank's inputs of a linear layer: x (..., in / t) -> the whole (..., out), by g."""
 
-    weight: this rank's (out, in / t), from shard. bias: the whole (out,), added once, after the
-    sum; or None."""
-
-    def __init__(self, weight, bias, group):
+    def __init__(self, linear, group):
         super().__init__()
-        require_piece(weight, 1, "RowParallelLinear")
-        self.weight, self.bias, self.leave = weight, bias, Leave(group, in_place=True)
+        self.weight = shard(linear.weight, 1, group)  # (out, in / t)
+        self.bias = linear.bias  # (out,)
+        self.leave = Leave(group, in_place=True)
 
     def forward(self, x):
         y = self.leave(F.linear(x, self.weight))
-        return y if self.bias is None else y + self.bias
+        return y if self.bias is None else y + self.bias  # the bias once, behind g
+
+
+# --- shards: a rank's part of a parameter, and where it lies
+
+
+def span(size, index, count):
+    """Shard `index` of `count` of a dimension: (start, length, width). Every shard is ceil(size /
+    count) wide. Behind its `length` elements stand zeros."""
+    width = -(-size // count)
+    start = min(index * width, size)
+    return start, min(width, size - start), width
+
+
+def shard_tensor(full, dim, index, count):
+    """Shard `index` of `count` of a tensor along `dim`, in memory of its own."""
+    start, length, width = span(full.shape[dim], index, count)
+    shape = list(full.shape)
+    shape[dim] = width
+    part = full.new_zeros(shape)
+    part.narrow(dim, 0, length).copy_(full.narrow(dim, start, length))
+    return part
+
+
+def placement(parameter):
+    """Where a parameter's shard lies: {"shape": of the whole, "cuts": {dimension: (group, start,
+    length)}, "copies": groups whose ranks hold the same, "partial": groups over which its gradient
+    is still to be summed after backward}."""
+    default = {"shape": tuple(parameter.shape), "cuts": {}, "copies": [], "partial": []}
+    return default | getattr(parameter, "placement", {})
+
+
+def split_over(parameter, group):
+    """Whether each rank of the group holds another shard of the parameter."""
+    group = group or dist.group.WORLD
+    return any(group is other for other, _, _ in placement(parameter)["cuts"].values())
+
+
+def shard(parameter, dim, group):
+    """This rank's shard of a parameter (None of None), with its `placement`. Raises ValueError for
+    a second cut of one dimension, or over one group."""
+    if parameter is None:
+        return None
+    dim, group = dim % parameter.dim(), group or dist.group.WORLD
+    whole = placement(parameter)
+    if dim in whole["cuts"] or split_over(parameter, group):
+        raise ValueError("this parameter is a shard already: cut it once, and tie its shards")
+    rank, t = dist.get_rank(group), dist.get_world_size(group)
+    part = shard_tensor(parameter.detach(), dim, rank, t)
+    part = nn.Parameter(part, requires_grad=parameter.requires_grad)
+    part.__dict__.update(parameter.__dict__)  # attributes that others have set
+    start, length, _ = span(parameter.shape[dim], rank, t)
+    part.placement = whole | {"cuts": whole["cuts"] | {dim: (group, start, length)}}
+    return part
+
+
+# --- the vocabulary, split too: each rank has V/t rows of the embedding, and V/t logits a token
 
 
 class VocabParallelEmbedding(nn.Module):
-    """tokens (B, T), below V -> (B, T, C): each rank looks up the tokens of its rows; g adds up,
-    one term is not zero.
+    """tokens (B, T) -> (B, T, C). Each rank looks up the tokens whose rows it has. The others are
+    zeros, until g adds up: for each token one term is not zero."""
 
-    weight: this rank's (V / t, C), from shard. A token outside of 0..V-1 is an error."""
-
-    def __init__(self, weight, group):
+    def __init__(self, embedding, group):
         super().__init__()
-        require_piece(weight, 0, "VocabParallelEmbedding")
-        self.weight, self.leave = weight, Leave(group, in_place=True)
-        self.start, self.vocab = dist.get_rank(group) * len(weight), weight.placement["shape"][0]
+        self.vocab = len(embedding.weight)
+        self.weight = shard(embedding.weight, 0, group)  # (V / t, C)
+        _, self.start, self.length = self.weight.placement["cuts"][0]
+        self.leave = Leave(group, in_place=True)
 
     def forward(self, tokens):
-        # No rank has a row for another token: its vector would be zeros. A GPU is not waited for
-        refusal = f"tokens must be from 0 to {self.vocab - 1}"
-        torch._assert_async(((tokens >= 0) & (tokens < self.vocab)).all(), refusal)
+        # No rank has a row for any other token: its vector would be zeros. A GPU need not wait
+        valid = (tokens >= 0) & (tokens < self.vocab)
+        torch._assert_async(valid.all(), f"tokens must be from 0 to {self.vocab - 1}")
         row = tokens - self.start
-        elsewhere = (row < 0) | (row >= len(self.weight))
-        x = F.embedding(row.masked_fill(elsewhere, 0), self.weight)
-        return self.leave(x.masked_fill(elsewhere.unsqueeze(-1), 0.0))
+        outside = (row < 0) | (row >= self.length)
+        x = F.embedding(row.masked_fill(outside, 0), self.weight)
+        return self.leave(x.masked_fill(outside.unsqueeze(-1), 0.0))
 
 
-class CrossEntropyOfParts(torch.autograd.Function):
-    """-log softmax(logits)[target] for each of N tokens, from logits (N, V / t) of which each rank
-    has a part.
+class ShardedCrossEntropy(torch.autograd.Function):
+    """-log softmax(logits)[target] of N tokens, from each rank's logits (N, V / t).
 
-    `start`: the vocabulary's index of the first logit here; `size`: how many are not padding.
-    Megatron-LM's vocab_parallel_cross_entropy, with the two sums in one message."""
+    For each token the ranks reduce three numbers: the largest logit, the sum of exponentials and
+    the target's logit. Backward, softmax - onehot, sends nothing."""
 
     @staticmethod
-    def forward(ctx, logits, targets, start, size, group):
+    def forward(ctx, logits, targets, start, length, group):
         ctx.dtype = logits.dtype
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        if size < logits.shape[1]:
-            padding = torch.arange(logits.shape[1], device=logits.device) >= size
+        if length < logits.shape[1]:
+            padding = torch.arange(logits.shape[1], device=logits.device) >= length
             logits = logits.masked_fill(padding, float("-inf"))
-        top = logits.amax(dim=1)  # (N,)
-        dist.all_reduce(top, op=dist.ReduceOp.MAX, group=group)
-        shifted = logits - top.unsqueeze(1)
-        row = targets - start
-        here = (row >= 0) & (row < size)
-        row = row.masked_fill(~here, 0).unsqueeze(1)  # (N, 1)
-        target = shifted.gather(1, row).squeeze(1).masked_fill(~here, 0.0)
+        largest = logits.amax(dim=1)  # (N,)
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
+        shifted = logits - largest.unsqueeze(1)  # (N, V / t)
+        column = targets - start
+        outside = (column < 0) | (column >= length)
+        column = column.masked_fill(outside, 0).unsqueeze(1)  # (N, 1)
+        of_target = shifted.gather(1, column).squeeze(1).masked_fill(outside, 0.0)
         exp = shifted.exp_()
-        sums = torch.stack((exp.sum(dim=1), target))  # (2, N)
+        sums = torch.stack((exp.sum(dim=1), of_target))  # (2, N): one message
         dist.all_reduce(sums, group=group)
-        total, target = sums
-        ctx.save_for_backward(exp.div_(total.unsqueeze(1)), row, here)
-        return total.log() - target
+        total, of_target = sums
+        ctx.save_for_backward(exp.div_(total.unsqueeze(1)), column, outside)
+        return total.log() - of_target
 
     @staticmethod
     def backward(ctx, grad):
-        softmax, row, here = ctx.saved_tensors
-        softmax.scatter_add_(1, row, -here.to(softmax.dtype).unsqueeze(1))  # softmax - onehot
+        softmax, column, outside = ctx.saved_tensors
+        onehot = (~outside).to(softmax.dtype).unsqueeze(1)  # (N, 1): this rank's column, or nothing
+        softmax.scatter_add_(1, column, -onehot)
         return softmax.mul_(grad.unsqueeze(1)).to(ctx.dtype), None, None, None, None
 
 
 class VocabParallelCrossEntropy(nn.Module):
-    """The loss on split logits: logits (B, T, V / t), targets (B, T), count -> summed cross-entropy
-    / count, a scalar that is the same on every rank. count: the valid targets of the whole batch,
-    in all its micro-batches. Targets below zero add nothing. One that is not below `vocab` is an
-    error."""
+    """logits (B, T, V / t), targets (B, T), count -> summed cross-entropy / count, the same scalar
+    on every rank. count: the valid targets of the whole batch, in all its micro-batches. Targets
+    below zero add nothing."""
 
     def __init__(self, vocab, group):
         super().__init__()
-        self.group = group
-        self.vocab, self.width = vocab, -(-vocab // dist.get_world_size(group))
-        self.start = dist.get_rank(group) * self.width
-        self.size = max(0, min(self.width, vocab - self.start))
+        self.vocab, self.group = vocab, group
+        rank, t = dist.get_rank(group), dist.get_world_size(group)
+        self.start, self.length, self.width = span(vocab, rank, t)
 
     def forward(self, logits, targets, count):
         if logits.shape[-1] != self.width:
             raise ValueError(
                 f"a rank has {self.width} of {self.vocab} logits here, not {logits.shape[-1]}: "
-                "cut the output projection by shard(weight, 0, group)"
+                "make the output projection a ColumnParallelLinear"
             )
-        targets = targets.flatten()
+        logits, targets = logits.flatten(0, -2), targets.flatten()  # (N, V / t), (N,)
         # No rank has a logit for a larger target: it would count as the largest logit
-        refusal = f"targets must be below {self.vocab}, or -1 for none"
-        torch._assert_async((targets < self.vocab).all(), refusal)
-        logits = logits.flatten(0, -2)
-        losses = CrossEntropyOfParts.apply(logits, targets, self.start, self.size, self.group)
+        torch._assert_async((targets < self.vocab).all(), f"targets must be below {self.vocab}")
+        losses = ShardedCrossEntropy.apply(logits, targets, self.start, self.length, self.group)
         return losses.masked_fill(targets < 0, 0.0).sum() / count
 
 
 def gather_logits(logits, vocab, group):
-    """All logits (..., V), on every rank, from each rank's (..., V / t). For sampling; training
-    never needs them."""
+    """All logits (..., V) on every rank, for sampling, from each rank's (..., V / t)."""
     parts = [torch.empty_like(logits) for _ in range(dist.get_world_size(group))]
     dist.all_gather(parts, logits.contiguous(), group=group)
     return torch.cat(parts, dim=-1)[..., :vocab]
 
 
+# --- the gradient's norm
+
+
 @torch.no_grad()
 def grad_norm(parameters, group):
-    """The norm of the whole model's gradient, the same on every rank: a float64 scalar. All pieces
-    count. Whole parameters, which every rank has, count once.
-
-    The copies of a whole parameter must have one gradient. Raises RuntimeError where their norms
-    differ: a cut layer has no f, a partial gradient is not complete (sequence_parallel.py), or the
-    ranks got different inputs."""
+    """The norm of the whole model's gradient, a float64 scalar: all ranks' shards, and each whole
+    parameter once. Raises RuntimeError where the ranks' gradients of whole parameters differ."""
     parameters = list(parameters)
-    # Sums of squares: of the pieces, and of the whole parameters
-    sums = torch.zeros(2, dtype=torch.float64, device=parameters[0].device)
+    squares = torch.zeros(2, dtype=torch.float64, device=parameters[0].device)  # shards, wholes
     for p in parameters:
         if p.grad is not None:
             square = torch.linalg.vector_norm(p.grad, dtype=torch.float64).square()
-            sums[0 if split_over(p, group) else 1] += square
-    all_sums = [torch.empty_like(sums) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(all_sums, sums, group=group)
-    pieces, copies = torch.stack(all_sums).unbind(1)
-    if copies.max() - copies.min() > 1e-3 * copies.max():  # more than rounding
+            squares[0 if split_over(p, group) else 1] += square
+    of_ranks = [torch.empty_like(squares) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(of_ranks, squares, group=group)
+    shards, wholes = torch.stack(of_ranks).unbind(1)  # (t,), (t,)
+    if wholes.max() - wholes.min() > 1e-3 * wholes.max():  # more than rounding
         raise RuntimeError(
-            f"the ranks' gradients of whole parameters differ, in norm {copies.sqrt().tolist()}: "
-            "give all ranks the same tokens, put Enter before cut layers, complete partial gradients"
+            f"the ranks' gradients of whole parameters differ, in norm {wholes.sqrt().tolist()}: "
+            "give all ranks the same tokens, put Enter before layers, complete partial gradients"
         )
-    return (pieces.sum() + copies[0]).sqrt()
+    return (shards.sum() + wholes[0]).sqrt()
 
 
-@torch.no_grad()
-def clip_grad_norm(parameters, limit, group):
-    """Scale gradients in place so that the whole model's norm is at most `limit`. Returns the norm
-    before that. torch.nn.utils.clip_grad_norm_ takes the norm of this rank's pieces alone: each
-    rank would scale its copies of whole parameters differently."""
-    parameters = list(parameters)
-    norm = grad_norm(parameters, group)
-    scale = (limit / (norm + 1e-6)).clamp(max=1.0)
-    for p in parameters:
-        if p.grad is not None:
-            p.grad.mul_(scale.to(p.grad.dtype))
-    return norm
-
+# --- a model of yours. All ranks have the same weights, and get the same tokens:
+#
+#     mlp.norm = nn.Sequential(mlp.norm, Enter(group))
+#     mlp.up = ColumnParallelLinear(mlp.up, group)  # so q, k, v and gate
+#     mlp.down = RowParallelLinear(mlp.down, group)  # so attention's output projection
+#     model.embed = VocabParallelEmbedding(model.embed, group)
+#     model.head = nn.Sequential(Enter(group), ColumnParallelLinear(model.head, group))
+#     criterion = VocabParallelCrossEntropy(vocab, group)  # now the optimizer: it needs the shards
+#     for tokens, targets in microbatches:  # loss: sum over these / valid targets of the batch
+#         criterion(model(tokens), targets, count).backward()
+#     norm = grad_norm(model.parameters(), group)  # torch's would leave out other ranks' shards
+#     nn.utils.clip_grads_with_norm_(model.parameters(), 1.0, norm)
+#
+# Nothing checks this: tied matrices are two shards now, so tie these. Dropout on whole tensors
+# needs one mask on all ranks. docs/tensor-parallelism.md lists such mistakes.
 
 # --- for model.py's GPT ---
 
 
-def require_gpt(what, attributes, function):
-    """Raise ValueError for a model or a config that is not model.py's."""
-    if not all(hasattr(what, name) for name in attributes):
+def check_heads(config, t):
+    """Raise ValueError where t ranks cannot share the heads evenly."""
+    heads, kv_heads = config.heads, config.kv_heads  # heads are a multiple of kv_heads
+    if kv_heads % t:
+        fits = [str(n) for n in range(1, kv_heads + 1) if kv_heads % n == 0]
         raise ValueError(
-            f"{function} knows model.py's GPT alone, not {type(what).__name__}: "
-            "build other models from the parts above this section"
+            f"{heads} heads and {kv_heads} kv-heads do not divide over {t} tensor-parallel ranks: "
+            f"use {' or '.join(fits)}, or change the numbers of heads"
         )
 
 
 def parallelize(model, group):
-    """Cut a GPT across `group`, in place, and return it. Works on the meta device and on real
-    weights alike. Parameters are replaced by their pieces: make the optimizer afterwards. The model
-    has a module `enter` (nn.Identity) before what is cut, and experts have a `leave` behind it: f
-    and g take their places. Attention counts its heads from the rows it gets.
-
-    Any of embedding, blocks and head may be missing. Raises ValueError where heads do not divide by
-    the group's size, and for a model that is cut already or is not model.py's.
-    """
-    require_gpt(model, ("config", "embed", "blocks", "head"), "parallelize")
-    require_gpt(model.config, ("kv_heads", "experts", "vocab"), "parallelize")
-    t = dist.get_world_size(group)
-    if model.config.kv_heads % t:  # heads are a multiple of kv-heads
+    """Cut a GPT over `group`, in place, and return it; on the meta device too. Any of embedding,
+    blocks and head may be missing. Make the optimizer afterwards: parameters are replaced. Raises
+    ValueError where heads do not divide, and for a model that is cut already or not model.py's."""
+    if not all(hasattr(model, name) for name in ("config", "embed", "blocks", "head")):
         raise ValueError(
-            f"{model.config.kv_heads} kv-heads do not divide by tensor parallelism over {t} ranks"
+            f"parallelize knows model.py's GPT alone, not {type(model).__name__}: "
+            "build other models from the parts above this section"
         )
-    done = {}  # parameter -> its piece: a tied matrix is cut once
-
-    def cut(parameter, dim):
-        if parameter is not None and parameter not in done:
-            done[parameter] = shard(parameter, dim, group)
-        return done.get(parameter)
-
-    def column(linear):
-        return ColumnParallelLinear(cut(linear.weight, 0), cut(linear.bias, 0))
-
-    def row(linear):
-        return RowParallelLinear(cut(linear.weight, 1), linear.bias, group)
-
-    if model.embed is not None:
-        model.embed.token = VocabParallelEmbedding(cut(model.embed.token.weight, 0), group)
+    check_heads(model.config, dist.get_world_size(group))
     for block in model.blocks.values():
-        block.attn.enter = Enter(group, in_place=True)
-        block.attn.qkv, block.attn.proj = column(block.attn.qkv), row(block.attn.proj)
-        mlp = block.mlp
-        # (E, out, in): the hidden units of every expert; the router stays whole
-        if model.config.experts:
-            mlp.enter, mlp.leave = Enter(group, in_place=True), Leave(group, in_place=True)
-            experts = mlp.experts
-            for name, dim in (("gate", 1), ("up", 1), ("down", 2)):
-                setattr(experts, name, cut(getattr(experts, name), dim))
+        attn, mlp = block.attn, block.mlp
+        attn.enter = Enter(group)
+        attn.qkv = ColumnParallelLinear(attn.qkv, group)
+        attn.proj = RowParallelLinear(attn.proj, group)
+        if model.config.experts:  # the hidden units of every expert; the router stays whole
+            mlp.enter = Enter(group)
+            mlp.leave = Leave(group, in_place=True)
+            for name, dim in (("gate", 1), ("up", 1), ("down", 2)):  # (E, out, in)
+                setattr(mlp.experts, name, shard(getattr(mlp.experts, name), dim, group))
             mlp = mlp.shared
         if mlp is not None:
-            mlp.enter, mlp.up, mlp.down = Enter(group, in_place=True), column(mlp.up), row(mlp.down)
-            mlp.gate = column(mlp.gate) if mlp.gate is not None else None
+            mlp.enter = Enter(group)
+            mlp.up = ColumnParallelLinear(mlp.up, group)
+            mlp.down = RowParallelLinear(mlp.down, group)
+            if mlp.gate is not None:
+                mlp.gate = ColumnParallelLinear(mlp.gate, group)
+    if model.embed is not None:
+        model.embed.token = VocabParallelEmbedding(model.embed.token, group)
     if model.head is not None:
-        model.head.enter, model.head.out = Enter(group, in_place=True), column(model.head.out)
+        model.head.enter = Enter(group)
+        model.head.out = ColumnParallelLinear(model.head.out, group)
         model.loss = VocabParallelCrossEntropy(model.config.vocab, group)
+        if model.config.tied and model.embed is not None:
+            model.head.out.weight = model.embed.token.weight
     for p in model.parameters():
         if not split_over(p, group):
-            where = placement(p)
-            p.placement = where | {"copies": [*where["copies"], group]}
+            whole = placement(p)
+            p.placement = whole | {"copies": [*whole["copies"], group]}
     return model
-
-
-# Formulas, which the receipt holds against what was counted
 
 
 # --- demo ---
@@ -466,17 +369,12 @@ def main():
     args = harness.parser(__doc__).parse_args()
     config = harness.configure(args)
     harness.check_batch(args, 1)
-    harness.launch(demo, args, check=lambda world: check(config, world))
 
+    @harness.refusing()
+    def check(world):
+        check_heads(config, world)
 
-def check(config, world):
-    """Refuse a number of ranks over which the heads do not divide."""
-    if config.kv_heads % world:
-        fits = [n for n in range(1, config.kv_heads + 1) if config.kv_heads % n == 0]
-        raise harness.Refused(
-            f"{config.heads} heads and {config.kv_heads} kv-heads do not divide over {world} tensor-parallel ranks: "
-            f"use {' or '.join(map(str, fits))}, or change --heads and --kv-heads"
-        )
+    harness.launch(demo, args, check=check)
 
 
 def demo(run):
@@ -489,11 +387,9 @@ def demo(run):
         optimizer.zero_grad(set_to_none=False)  # gradients stay in memory: the receipt counts them
         loss = run.zero()
         for tokens, targets, samples in run.microbatches(step):  # the whole batch, on every rank
-            # Count: the global batch's tokens
             part = model(tokens, targets=targets, count=run.count, samples=samples)
             part.backward()
-            loss += part.detach()
-        # Over the pieces of all ranks; the loss is already everyone's
+            loss += part.detach()  # the same on every rank
         norm = harness.grad_norm(parameters, [group])
         run.check(loss, norm, model.named)
         harness.clip(parameters, norm, args.grad_clip)
@@ -501,25 +397,16 @@ def demo(run):
         run.log(loss, norm)
 
     t, c, e = run.world, run.config, run.dtype.itemsize
-    norm = 2 * (t - 1) / t * 8  # the squared gradient norm, one float64
     size = formulas.tensor_parallel_sent(c, t, args.batch * c.context, e, c.layers)
+    size += formulas.all_reduce_sent(8, t)  # the squared gradient norm, one float64
     text = f"8 r B T C e a block, 4 r B T C e + 6 r B T e for both ends; r = {t - 1}/{t}"
-    sent = {("all_reduce", "tp"): (size + norm, text)}
-    activations = c.layers * harness.activation_bytes(c, args.batch // args.microbatches, e, t)
-    held = run.states(
-        formulas.parameters_held(c, t, c.layers) * e, "(P_whole + P_split / t) e, padded"
-    )
-    held["activations_peak"] = (
-        activations,
-        "norms' values of the blocks, and 1/t of heads' and hidden ones",
-    )
-    micro = args.microbatches
-    blocks, calls = c.layers * micro, run.ledger.sent.get(("all_reduce", "tp"), [0])[0]
-    notes = [
-        f"{(calls - 1 - 4 * micro) / blocks:g} all-reduces a block and micro-batch: 2 forward, 2 backward",
-        f"vocabulary of {c.vocab} in {t} parts of {-(-c.vocab // t)}, {-(-c.vocab // t) * t - c.vocab} of them padding",
-    ]
-    return run.receipt({"tp": t}, sent, held, notes)
+    sent = {("all_reduce", "tp"): (size, text)}
+    size = formulas.parameters_held(c, t, c.layers) * e
+    held = run.states(size, "(P_whole + P_split / t) e, padded")
+    size = c.layers * harness.activation_bytes(c, args.batch // args.microbatches, e, t)
+    text = "norms' values of the blocks, and 1/t of heads' and hidden ones"
+    held["activations_peak"] = (size, text)
+    return run.receipt({"tp": t}, sent, held)
 
 
 if __name__ == "__main__":

@@ -154,7 +154,8 @@ def prepare(args):
 
 def check(args, config):
     """Refuse a layout that does not exist for these sizes, and flags that mean nothing."""
-    tensor_parallel.check(config, args.tp)
+    with harness.refusing():
+        tensor_parallel.check_heads(config, args.tp)
     pipeline.check_layout(args, config, args.pp)
     if args.ep > 1 and config.experts < args.ep:
         hint = f"--experts {args.ep} or more" if config.experts else "--experts, or leave --ep out"

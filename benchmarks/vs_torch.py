@@ -108,7 +108,7 @@ class Job:
     def model(self, cut=lambda model: model):
         with torch.device("meta"):
             whole = gpt.GPT(self.config)
-        return gpt.fill(cut(whole), 0, self.device, self.dtype, tensor_parallel.take)
+        return gpt.fill(cut(whole), 0, self.device, self.dtype, harness.take)
 
     def optimizer(self, parameters):
         flags = SimpleNamespace(optimizer=self.kind, lr=KINDS[self.kind][0], weight_decay=0.1)

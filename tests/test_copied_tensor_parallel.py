@@ -47,20 +47,15 @@ def tensor_parallel_foreign(seed=0):
 
 
 def tensor_parallel_cut(model, tp, group):
-    """Cut it as the docstring's usage block says."""
+    """Cut it as the usage block says."""
     for layer in model:
         first, last = ("qkv", "proj") if isinstance(layer, ForeignAttention) else ("up", "down")
         if hasattr(layer, first):
-            a, b = getattr(layer, first), getattr(layer, last)
             layer.norm = nn.Sequential(layer.norm, tp.Enter(group))
-            column = tp.ColumnParallelLinear(
-                tp.shard(a.weight, 0, group), tp.shard(a.bias, 0, group)
-            )
-            setattr(layer, first, column)
-            setattr(layer, last, tp.RowParallelLinear(tp.shard(b.weight, 1, group), b.bias, group))
-    model[0] = tp.VocabParallelEmbedding(tp.shard(model[0].weight, 0, group), group)
-    head = tp.ColumnParallelLinear(tp.shard(model[-1].weight, 0, group))
-    model[-1] = nn.Sequential(tp.Enter(group), head)
+            setattr(layer, first, tp.ColumnParallelLinear(getattr(layer, first), group))
+            setattr(layer, last, tp.RowParallelLinear(getattr(layer, last), group))
+    model[0] = tp.VocabParallelEmbedding(model[0], group)
+    model[-1] = nn.Sequential(tp.Enter(group), tp.ColumnParallelLinear(model[-1], group))
     return model
 
 
@@ -70,6 +65,13 @@ def tensor_parallel_batch(step, rows=4, length=7):
     targets[0, :3] = IGNORE
     targets[-1, 0] = IGNORE
     return tokens, targets, (targets != IGNORE).sum()
+
+
+def tensor_parallel_take(tp, full, parameter):
+    """This rank's shard of a full tensor, as the parameter's placement says."""
+    for dim, (group, _, _) in tp.placement(parameter)["cuts"].items():
+        full = tp.shard_tensor(full, dim, dist.get_rank(group), dist.get_world_size(group))
+    return full
 
 
 def tensor_parallel_optimizer(kind, parameters):
@@ -99,18 +101,28 @@ def tensor_parallel_train(model, criterion, kind, clip, steps=5):
     return torch.tensor(history)
 
 
+def tensor_parallel_clip(tp, parameters, limit, group):
+    """As the usage block says. Returns the norm before."""
+    parameters = list(parameters)
+    norm = tp.grad_norm(parameters, group)
+    nn.utils.clip_grads_with_norm_(parameters, limit, norm)
+    return norm
+
+
 def tensor_parallel_compare(tp, model, cut, kind, group):
     """Train both for 5 steps, the norm clipped: everything equal to 1e-10, on every rank."""
     clip = functools.partial(nn.utils.clip_grad_norm_, max_norm=0.5)
     reference = tensor_parallel_train(model, tensor_parallel_sum, kind, clip)
-    clip = functools.partial(tp.clip_grad_norm, limit=0.5, group=group)
+    clip = functools.partial(tensor_parallel_clip, tp, limit=0.5, group=group)
     criterion = tp.VocabParallelCrossEntropy(VOCAB, group)
     result = tensor_parallel_train(cut, criterion, kind, clip)
     torch.testing.assert_close(result, reference, rtol=1e-10, atol=0)
     assert reference[1] > 0.5  # it clips
     for p, whole in zip(cut.parameters(), model.parameters(), strict=True):
         for mine, full in ((p, whole), (p.grad, whole.grad)):
-            torch.testing.assert_close(mine, tp.take(full, p), rtol=1e-10, atol=1e-10)
+            torch.testing.assert_close(
+                mine, tensor_parallel_take(tp, full, p), rtol=1e-10, atol=1e-10
+            )
 
 
 def tensor_parallel_equals(rank, kind):
@@ -146,17 +158,13 @@ def tensor_parallel_llama(rank, whole):
 
     def column(module, *names):
         for name in names:
-            weight = getattr(module, name).weight
-            setattr(module, name, tp.ColumnParallelLinear(tp.shard(weight, 0, group)))
+            setattr(module, name, tp.ColumnParallelLinear(getattr(module, name), group))
 
     def row(module, name):
-        weight = getattr(module, name).weight
-        setattr(module, name, tp.RowParallelLinear(tp.shard(weight, 1, group), None, group))
+        setattr(module, name, tp.RowParallelLinear(getattr(module, name), group))
 
     inner = cut.model.model
-    inner.embed_tokens = tp.VocabParallelEmbedding(
-        tp.shard(inner.embed_tokens.weight, 0, group), group
-    )
+    inner.embed_tokens = tp.VocabParallelEmbedding(inner.embed_tokens, group)
     for layer in inner.layers:
         layer.input_layernorm = nn.Sequential(layer.input_layernorm, tp.Enter(group))
         layer.post_attention_layernorm = nn.Sequential(
@@ -241,7 +249,8 @@ def tensor_parallel_norms(rank):
     torch.testing.assert_close(tp.grad_norm(iter(list(cut.parameters())), None), full)
     theirs = nn.utils.get_total_norm([p.grad for p in cut.parameters()])
     assert abs(theirs / full - 1) > 0.01  # what would let the copies drift apart
-    torch.testing.assert_close(tp.clip_grad_norm(cut.parameters(), full.item() / 2, group), full)
+    norm = tensor_parallel_clip(tp, cut.parameters(), full.item() / 2, group)
+    torch.testing.assert_close(norm, full)
     torch.testing.assert_close(tp.grad_norm(cut.parameters(), group), full / 2, rtol=1e-5, atol=0)
 
 
@@ -264,7 +273,7 @@ def tensor_parallel_mistakes_in_gradients(rank, mistake):
         x = torch.randn(2, 5, WIDTH, generator=torch.Generator().manual_seed(rank)).double()
         model[1:-1](x).square().sum().backward()
     with pytest.raises(RuntimeError, match="gradients of whole parameters differ"):
-        tp.clip_grad_norm(model.parameters(), 1.0, group)
+        tp.grad_norm(model.parameters(), group)
 
 
 @pytest.mark.parametrize("mistake", ["no f", "other inputs"])
@@ -280,19 +289,25 @@ def tensor_parallel_refusals(rank):
     assert tp.split_over(tp.shard(weight, 0, None), group) and tp.split_over(part, None)
     assert list(tp.shard(weight, -1, group).placement["cuts"]) == [1]
     for dim in (0, 1, -2):
-        with pytest.raises(ValueError, match="is a piece already"):
+        with pytest.raises(ValueError, match="is a shard already"):
             tp.shard(part, dim, group)
-    with pytest.raises(ValueError, match=r"ColumnParallelLinear .* pass shard\(weight, 0, group\)"):
-        tp.ColumnParallelLinear(weight)
-    with pytest.raises(ValueError, match=r"RowParallelLinear .* pass shard\(weight, 1, group\)"):
-        tp.RowParallelLinear(weight, None, group)
-    with pytest.raises(ValueError, match="RowParallelLinear"):
-        tp.RowParallelLinear(part, None, group)  # cut, but along the other dimension
-    with pytest.raises(ValueError, match="VocabParallelEmbedding"):
-        tp.VocabParallelEmbedding(weight, group)
+    linear, embedding = nn.Linear(4, 6), nn.Embedding(6, 4)
+    column, row = tp.ColumnParallelLinear(linear, group), tp.RowParallelLinear(linear, group)
+    assert column.weight.shape == (3, 4) and row.weight.shape == (6, 2)
+    assert column.bias.shape == (3,) and row.bias is linear.bias
+    embed = tp.VocabParallelEmbedding(embedding, group)
+    for layer, module in (
+        (tp.ColumnParallelLinear, column),
+        (tp.ColumnParallelLinear, row),
+        (tp.RowParallelLinear, column),
+        (tp.RowParallelLinear, row),
+        (tp.VocabParallelEmbedding, embed),
+    ):
+        with pytest.raises(ValueError, match="is a shard already"):
+            layer(module, group)
 
 
-def test_a_second_cut_and_no_cut_are_refused(copied):
+def test_a_second_cut_is_refused(copied):
     copied("tensor_parallel", 2, tensor_parallel_refusals)
 
 
@@ -300,7 +315,7 @@ def tensor_parallel_vocabulary(rank):
     import tensor_parallel as tp
 
     group = dist.group.WORLD
-    embed = tp.VocabParallelEmbedding(tp.shard(nn.Parameter(torch.randn(7, 4)), 0, group), group)
+    embed = tp.VocabParallelEmbedding(nn.Embedding(7, 4), group)
     assert embed(torch.tensor([[0, 6]])).shape == (1, 2, 4)
     for token in (7, 8, -1):  # 7: the padding of 2 pieces of 4
         with pytest.raises(RuntimeError, match="tokens must be from 0 to 6"):
@@ -335,10 +350,11 @@ def tensor_parallel_other_models(rank):
     for model in (other, lookalike, nn.Sequential(other)):
         with pytest.raises(ValueError, match="parallelize knows model.py's GPT alone, not "):
             tp.parallelize(model, group)
-    three = SimpleNamespace(kv_heads=3, experts=0, vocab=7)
+    three = SimpleNamespace(heads=6, kv_heads=3, experts=0, vocab=7)
     gpt = SimpleNamespace(config=three, embed=None, blocks={}, head=None)
     with pytest.raises(
-        ValueError, match="3 kv-heads do not divide by tensor parallelism over 2 ranks"
+        ValueError,
+        match="6 heads and 3 kv-heads do not divide over 2 tensor-parallel ranks: use 1 or 3",
     ):
         tp.parallelize(gpt, group)
 

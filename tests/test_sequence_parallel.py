@@ -13,6 +13,7 @@ import sequence_parallel as sp
 import tensor_parallel as tp
 from harness import formulas
 from harness.ledger import Ledger
+from harness.saved import saved_bytes
 
 THREE = {
     f: dataclasses.replace(CONFIGS[f], heads=6, kv_heads=3, width=36, hidden=50)
@@ -23,7 +24,7 @@ THREE = {
 def build(config, group, keep=True, parallelize=sp.parallelize):
     with torch.device("meta"):
         model = gpt.GPT(config)
-    return gpt.fill(parallelize(model, group, keep), 7, dtype=torch.float64, take=tp.take)
+    return gpt.fill(parallelize(model, group, keep), 7, dtype=torch.float64, take=harness.take)
 
 
 def train_parallel(rank, config, kind, keep, finish=sp.reduce_partial, accumulate=2, steps=3):
@@ -54,7 +55,7 @@ def check_ranks(results, reference):
 
         def take(full, name):
             for dim in split[name]:
-                full = tp.piece(full, dim, rank, len(results))
+                full = tp.shard_tensor(full, dim, rank, len(results))
             return full
 
         assert_equal(ours, reference, take)
@@ -189,7 +190,7 @@ def test_what_a_block_keeps(ranks, family):
 
         ways = (plain, None), (sp.parallelize, True), (sp.parallelize, False)
         models = [build(config, dist.group.WORLD, keep, parallelize) for parallelize, keep in ways]
-        return [sp.saved_bytes(model, model.blocks["1"], tokens) for model in models]
+        return [saved_bytes(model, model.blocks["1"], tokens) for model in models]
 
     plain, kept, again = ranks(4, work)[0]
     each = tokens.numel() * 32 * 8  # (B, T, C)
@@ -243,7 +244,7 @@ def test_pipeline_stages(ranks):
                     sp.parallelize(model, dist.group.WORLD, keep),
                     7,
                     dtype=torch.float64,
-                    take=tp.take,
+                    take=harness.take,
                 )
             )
         x = stages[0](tokens, samples=samples)
@@ -306,7 +307,7 @@ def test_reduce_scatter(ranks, monkeypatch):
     x = torch.randn(4, 2, 9, 3, generator=torch.Generator().manual_seed(0))
 
     def work(rank, x):
-        return sp.reduce_scatter(x[rank], dist.group.WORLD), tp.piece(
+        return sp.reduce_scatter(x[rank], dist.group.WORLD), tp.shard_tensor(
             x.float().sum(0).to(x.dtype), 1, rank, 4
         )
 

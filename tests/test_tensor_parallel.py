@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from reference import CONFIGS, assert_equal, batch, make_optimizer, train
 
+import harness
 import model as gpt
 import tensor_parallel as tp
 from harness import formulas
@@ -16,7 +17,7 @@ from harness.ledger import Ledger
 def build(config, group, seed=7):
     with torch.device("meta"):
         model = gpt.GPT(config)
-    return gpt.fill(tp.parallelize(model, group), seed, dtype=torch.float64, take=tp.take)
+    return gpt.fill(tp.parallelize(model, group), seed, dtype=torch.float64, take=harness.take)
 
 
 def train_parallel(rank, config, kind, accumulate=2, steps=3):
@@ -46,7 +47,7 @@ def check_ranks(results, reference):
 
         def take(full, name):
             for dim in pieces[name][0]:
-                full = tp.piece(full, dim, rank, pieces[name][1])
+                full = tp.shard_tensor(full, dim, rank, pieces[name][1])
             return full
 
         assert_equal(ours, reference, take)
@@ -86,7 +87,7 @@ def test_a_rank_with_nothing_but_padding(ranks):
     for rank, (ours, grad) in enumerate(ranks(4, work)):
         assert abs(ours - loss.item()) < 1e-12
         torch.testing.assert_close(
-            grad, tp.piece(whole.embed.token.weight.grad, 0, rank, 4), rtol=1e-10, atol=1e-12
+            grad, tp.shard_tensor(whole.embed.token.weight.grad, 0, rank, 4), rtol=1e-10, atol=1e-12
         )
 
 
@@ -186,7 +187,7 @@ def test_cross_entropy_of_large_and_16_bit_logits(ranks):
     def work(rank, dtype):
         full = (torch.randn(6, 10, generator=torch.Generator().manual_seed(0)) * 300).to(dtype)
         targets = torch.tensor([0, 9, 4, -1, 7, 5])
-        part = tp.piece(full, 1, rank, 4).requires_grad_()
+        part = tp.shard_tensor(full, 1, rank, 4).requires_grad_()
         loss = tp.VocabParallelCrossEntropy(10, dist.group.WORLD)(
             part.unsqueeze(0), targets.unsqueeze(0), 5
         )
@@ -209,7 +210,10 @@ def test_cross_entropy_of_large_and_16_bit_logits(ranks):
                 ours.double(), loss.detach(), rtol=1e-6 if dtype != torch.float64 else 1e-12, atol=0
             )
             torch.testing.assert_close(
-                grad.double(), tp.piece(full.grad, 1, rank, 4), rtol=tolerance, atol=tolerance
+                grad.double(),
+                tp.shard_tensor(full.grad, 1, rank, 4),
+                rtol=tolerance,
+                atol=tolerance,
             )
 
 
@@ -261,5 +265,5 @@ def test_equals_dtensor(ranks):
         for name, p in weights.items():
             full = their[name]
             for dim in pieces[name][0]:
-                full = tp.piece(full, dim, rank, 2)
+                full = tp.shard_tensor(full, dim, rank, 2)
             torch.testing.assert_close(p, full, rtol=1e-12, atol=1e-12)

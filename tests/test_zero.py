@@ -400,7 +400,7 @@ def test_norm_and_clipping_with_tensor_and_pipeline_parallelism(ranks, stage):
             model = tensor_parallel.parallelize(whole(), other)
         else:
             [model] = pipeline.split(whole, 2, [dist.get_rank(other)], other).values()
-        gpt.fill(model, 7, dtype=torch.float64, take=tensor_parallel.take)
+        gpt.fill(model, 7, dtype=torch.float64, take=harness.take)
         sharded = zero.ZeRO(
             model, dp, stage, functools.partial(make_optimizer, kind="sgd"), 3, bucket_bytes=20000
         )
@@ -429,7 +429,7 @@ def test_norm_and_clipping_with_tensor_and_pipeline_parallelism(ranks, stage):
         full = reference()[1]
         for name, p in sharded.whole(model.named()):
             torch.testing.assert_close(
-                p.detach(), tensor_parallel.take(full[name], p), rtol=1e-10, atol=1e-12
+                p.detach(), harness.take(full[name], p), rtol=1e-10, atol=1e-12
             )
         return norms
 
