@@ -83,7 +83,6 @@ import copy
 import itertools
 import json
 import warnings
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -695,146 +694,38 @@ ALL_REDUCE = {
 all_reduce = ALL_REDUCE["ring"]
 
 
-# --- what it costs
-
-
-class Cost(NamedTuple):
-    rounds: int
-    sent: float  # bytes, the most that one rank sends
-    through: float  # bytes, the most that one rank sends and receives
-    total: float  # bytes, sent by all
-
-
-def tally(logs):
-    """The Cost of what the Counters of all ranks logged: replays the logs to find the longest chain
-    of messages."""
-    clocks, place, mail, moved = [0] * len(logs), [0] * len(logs), {}, True
-    while moved:
-        moved = False
-        for rank, log in enumerate(logs):
-            for kind, peer, _ in log[place[rank] :]:
-                if kind == "send":
-                    mail.setdefault((rank, peer), []).append(clocks[rank] + 1)
-                elif mail.get((peer, rank)):
-                    clocks[rank] = max(clocks[rank], mail[peer, rank].pop(0))
-                else:
-                    break  # not sent yet
-                place[rank], moved = place[rank] + 1, True
-    sent = [sum(size for kind, _, size in log if kind == "send") for log in logs]
-    return Cost(
-        max(clocks), max(sent), max(sum(size for *_, size in log) for log in logs), sum(sent)
-    )
-
-
-def formulas(n, size, node=None):
-    """{algorithm: Cost} of an all-reduce of `size` bytes on n ranks: the table at the top."""
-    node, p = node or default_node(n), 1 << (n.bit_length() - 1)
-    fold, some = int(p < n), int(n > 1)
-    rows = {
-        "server": (2 * some, (n - 1) * size, 2 * (n - 1) * size),
-        "sequential": (n * some, (n - 1) * size, n * (n - 1) * size),
-        "direct": (some, (n - 1) * size, n * (n - 1) * size),
-        "ring": (2 * (n - 1), 2 * (n - 1) * size / n, 2 * (n - 1) * size),
-        "halving-doubling": (
-            2 * (p.bit_length() - 1) + 2 * fold,
-            2 * (p - 1) * size / p + fold * size,
-            2 * (n - 1) * size,
-        ),
-        "hierarchical": (
-            2 * (node - 1) + 2 * (n // node - 1),
-            2 * (n - 1) * size / n,
-            2 * (n - 1) * size,
-        ),
-    }
-    return {
-        name: Cost(rounds, sent, 2 * sent, total) for name, (rounds, sent, total) in rows.items()
-    }
-
-
-class Link(NamedTuple):
-    """The alpha-beta model: a round in which a rank sends s bytes takes alpha + beta s seconds,
-    both ways at a time."""
-
-    alpha: float
-    beta: float
-
-
-def predict(n, size, link, inside=None, node=None):
-    """{algorithm: seconds} of an all-reduce of `size` bytes on n ranks.
-
-    `inside` is the link within nodes of `node` ranks; only hierarchical gains by it, the others'
-    rounds wait for the slow links. Every rank has a link of its own. Adding up takes no time, nor
-    does posting many messages in one round, which flatters server and direct.
-    """
-    node = node or default_node(n)
-    # Bytes that wait for each other: more than one rank sends where others send before or after it
-    costs = formulas(n, size, node)
-    serial = {name: cost.sent for name, cost in costs.items()}
-    serial["server"] *= 2  # in, then out
-    serial["sequential"] *= n
-    serial["halving-doubling"] += size * (n & (n - 1) > 0)  # into rank 0 first, out of it last
-    times = {
-        name: cost.rounds * link.alpha + serial[name] * link.beta for name, cost in costs.items()
-    }
-    tiers = (
-        (formulas(node, size)["ring"], inside or link),
-        (formulas(n // node, size / node)["ring"], link),
-    )
-    return times | {
-        "hierarchical": sum(c.rounds * tier.alpha + c.sent * tier.beta for c, tier in tiers)
-    }
-
-
 # --- demo ---
 
-import argparse
 import functools
-import math
-import statistics
 import sys
-import time
-import types
 
 import harness
-
-TIME = {"s": 1, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
-SIZE = {"B": 1, "KB": 1e3, "MB": 1e6, "GB": 1e9}
-SPEED = {"B/s": 1, "KB/s": 1e3, "MB/s": 1e6, "GB/s": 1e9}
-DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.int64)
+from harness import network
 
 
 def main():
     p = harness.Parser(__doc__)
-    why = "of the tensor whose all-reduce is counted: rounds decide for small ones, bytes for large ones (default: 1MB)"
-    p.add_argument("--size", type=quantity(SIZE, "25MB"), default="1MB", metavar="BYTES", help=why)
-    why = "ranks that share fast links, for hierarchical (default: the largest divisor up to the square root of their number)"
+    why = "of the tensor whose all-reduce is counted (default: 1MB)"
+    size = harness.quantity(harness.SIZE, "25MB")
+    p.add_argument("--size", type=size, default="1MB", metavar="BYTES", help=why)
+    why = "ranks that share fast links, for hierarchical (default: about the root of their number)"
     p.add_argument("--nodes-of", **harness.POSITIVE, help=why)
     harness.plot_flag(p, "draw time against size")
-    p.add_argument(
-        "--ranks",
-        **harness.POSITIVE,
-        help="run nothing, predict the times on N ranks, by the links below",
-    )
-    for where, alpha, beta in (("", "5us", "50GB/s"), ("inside-", "2us", "300GB/s")):
-        of = f"of a link {'inside a node' if where else 'between nodes'}, with --ranks (default: %(default)s)"
-        latency, speed = quantity(TIME, "5us"), quantity(SPEED, "50GB/s")
-        p.add_argument(
-            f"--{where}alpha", type=latency, default=alpha, metavar="TIME", help="latency " + of
-        )
-        p.add_argument(
-            f"--{where}beta", type=speed, default=beta, metavar="SPEED", help="bandwidth " + of
-        )
-    p.add_argument(
-        "--nproc",
-        **harness.POSITIVE,
-        help="processes to start here when torchrun did not (default: 4)",
-    )
-    p.add_argument(
-        "--device",
-        choices=["auto", "cpu", "cuda"],
-        default="auto",
-        help="auto: GPUs where there are any",
-    )
+    why = "run nothing, predict the times on N ranks, by the links below"
+    p.add_argument("--ranks", **harness.POSITIVE, help=why)
+    latency = dict(type=harness.quantity(harness.TIME, "5us"), metavar="TIME")
+    speed = dict(type=harness.quantity(harness.SPEED, "50GB/s"), metavar="SPEED")
+    for flag, unit, why in [
+        ("--alpha", latency, "latency of a link between nodes, with --ranks (default: 5us)"),
+        ("--beta", speed, "bandwidth of a link between nodes, with --ranks (default: 50GB/s)"),
+        ("--inside-alpha", latency, "latency inside a node, with --ranks (default: 2us)"),
+        ("--inside-beta", speed, "bandwidth inside a node, with --ranks (default: 300GB/s)"),
+    ]:
+        p.add_argument(flag, **unit, help=why)
+    why = "processes to start here when torchrun did not (default: 4)"
+    p.add_argument("--nproc", **harness.POSITIVE, help=why)
+    why = "auto: GPUs where there are any"
+    p.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto", help=why)
     p.add_argument("--backend", choices=["gloo", "nccl"], help="default: nccl on GPUs, else gloo")
     p.add_argument("--json", metavar="FILE", help="write what was measured as JSON")
     p.add_argument("--quiet", action="store_true", help="print nothing but errors")
@@ -849,269 +740,74 @@ def main():
                 f"{world} ranks do not divide into nodes of --nodes-of {args.nodes_of}"
             )
 
-    if args.ranks:
-        check(args.ranks)
-        if args.plot or args.json:
+    links = (args.alpha, args.beta, args.inside_alpha, args.inside_beta)
+    if not args.ranks:
+        if any(links):
             raise harness.Refused(
-                "--ranks runs nothing that --plot or --json could show: leave one of them out"
+                "--alpha, --beta and --inside-... are for a prediction: add --ranks, or leave them out"
             )
-        predict_only(args)
-    else:
-        harness.launch(demo, args, check=check, run=Rank)
-
-
-def quantity(units, example):
-    """An argument type: a number with one of the units."""
-
-    def parse(text):
-        number = text.rstrip("/numsKMGB")
-        try:
-            value = float(number) * units[text[len(number) :]]
-        except (KeyError, ValueError):
-            value = 0
-        if not 0 < value < math.inf:
-            raise argparse.ArgumentTypeError(
-                f"{text!r} is not a number with its unit, such as {example}"
-            )
-        return value
-
-    return parse
-
-
-def shown(value, units):
-    unit = max(
-        (u for u in units if units[u] <= value), key=units.get, default=min(units, key=units.get)
-    )
-    return f"{value / units[unit]:.3g} {unit}"
-
-
-def predict_only(args):
-    node = args.nodes_of or default_node(args.ranks)
-    link, inside = Link(args.alpha, 1 / args.beta), Link(args.inside_alpha, 1 / args.inside_beta)
-    print(
-        f"predicted: all-reduce on {args.ranks} ranks; links: {shown(link.alpha, TIME)}, {shown(args.beta, SPEED)};"
-    )
-    print(
-        f"in nodes of {node}, for hierarchical: {shown(inside.alpha, TIME)}, {shown(args.inside_beta, SPEED)}"
-    )
-    print(f"{'':>8s}" + "".join(f"{name:>18s}" for name in ALL_REDUCE))
-    for size in [10.0**k for k in range(3, 11)]:
-        times = predict(args.ranks, size, link, inside, node)
-        best = min(times.values())
-        cells = [f"{'* ' * (t == best)}{shown(t, TIME)}" for t in times.values()]
-        print(f"{shown(size, SIZE):>8s}" + "".join(f"{cell:>18s}" for cell in cells))
-    print("* the fastest")
-
-
-class Rank(NamedTuple):
-    """What the demo is given on each rank."""
-
-    args: argparse.Namespace
-    rank: int
-    world: int
-    device: torch.device
-
-
-def use_all(lib, x, rank, n, group=None):
-    """{name: result} of every collective of `lib`, this module or torch.distributed. x has 3 n
-    elements."""
-    pieces, last, out = list(x.chunk(n)), n - 1, {}
-    out["broadcast"] = t = x.clone()
-    lib.broadcast(t, group=group, group_src=last)
-    t = x.clone()
-    lib.reduce(t, group=group, group_dst=last)
-    # What torch leaves on the other ranks is nobody's business
-    out["reduce"] = t if rank == last else x
-    out["scatter"] = t = torch.zeros_like(pieces[0])
-    lib.scatter(t, pieces if rank == last else None, group=group, group_src=last)
-    out["gather"] = t = x.new_zeros(n, len(x))
-    lib.gather(x, list(t) if rank == last else None, group=group, group_dst=last)
-    out["all_gather"] = t = x.new_zeros(n * len(x))
-    lib.all_gather_single(t, x, group=group)
-    out["reduce_scatter"] = t = torch.zeros_like(pieces[0])
-    lib.reduce_scatter_single(t, x, group=group)
-    out["all_to_all"] = t = torch.zeros_like(x)
-    lib.all_to_all_single(t, x, group=group)
-    sizes = [(rank + other) % 3 for other in range(n)]
-    out["all_to_all, uneven"] = t = x.new_zeros(sum(sizes))
-    lib.all_to_all_single(t, x[: sum(sizes)], sizes, sizes, group)
-    out["all_reduce"] = t = x.clone()
-    lib.all_reduce(t, group=group)
-    out["all_reduce, maximum"] = t = x.clone()
-    lib.all_reduce(t, MAX, group)
-    out["send, recv"] = t = torch.zeros_like(x)
-    if rank % 2:
-        lib.recv(t, group=group, group_src=rank - 1)
-        lib.send(x, group=group, group_dst=rank - 1)
-    elif rank < last:
-        lib.send(x, group=group, group_dst=rank + 1)
-        lib.recv(t, group=group, group_src=rank + 1)
-    lib.barrier(group)
-    return out
-
-
-def torchs():
-    """torch.distributed, under the names that two of its functions have from 2.13 on."""
-    theirs = types.SimpleNamespace(**vars(dist))
-    theirs.all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-    theirs.reduce_scatter_single = getattr(
-        dist, "reduce_scatter_single", dist.reduce_scatter_tensor
-    )
-    return theirs
-
-
-def differences(run):
-    """{collective: dtypes in which this rank's result is not torch's}. Sums of small whole numbers
-    are exact."""
-    different = {}
-    for dtype in DTYPES:
-        torch.manual_seed(run.rank)
-        x = torch.randint(-8, 9, (3 * run.world,)).to(run.device, dtype)
-        ours, theirs = (
-            use_all(lib, x, run.rank, run.world) for lib in (sys.modules[__name__], torchs())
+        return harness.launch(demo, args, check=check, run=harness.Rank)
+    check(args.ranks)
+    if args.plot or args.json:
+        raise harness.Refused(
+            "--ranks runs nothing that --plot or --json could show: leave one of them out"
         )
-        for name, algorithm in ALL_REDUCE.items():
-            ours[name] = x.clone()
-            algorithm(ours[name])
-        for name, result in ours.items():
-            same = torch.equal(result, theirs.get(name, theirs["all_reduce"]))
-            different.setdefault(name, []).extend([str(dtype)] * (not same))
-    return different
-
-
-def everywhere(run, value):
-    values = [None] * run.world
-    dist.all_gather_object(values, value)
-    return values
-
-
-def seconds(run, call, *args, times=5):
-    """The least of the times that the slowest rank took: the machine's other work only ever
-    adds."""
-    taken = torch.zeros(times, dtype=torch.float64, device=run.device)
-    for i in range(times):
-        dist.barrier()
-        start = time.perf_counter()
-        call(*args)
-        if run.device.type == "cuda":
-            torch.cuda.synchronize()
-        taken[i] = time.perf_counter() - start
-    dist.all_reduce(taken, op=MAX)
-    return taken.min().item()
+    between = network.Link(args.alpha or 5e-6, 1 / (args.beta or 50e9))
+    inside = network.Link(args.inside_alpha or 2e-6, 1 / (args.inside_beta or 300e9))
+    node = args.nodes_of or default_node(args.ranks)
+    network.print_predictions(args.ranks, between, inside, node)
 
 
 def demo(run):
+    """Every collective beside torch's; then what each all-reduce sends, and how long it takes."""
     args, n = run.args, run.world
     node = args.nodes_of or default_node(n)
-    say = print if run.rank == 0 and not args.quiet else lambda *_: None
-    ways = ALL_REDUCE | {"hierarchical": functools.partial(ALL_REDUCE["hierarchical"], node=node)}
+    algorithms = dict(ALL_REDUCE)
+    algorithms["hierarchical"] = functools.partial(ALL_REDUCE["hierarchical"], node=node)
 
-    found = everywhere(run, differences(run))
-    differ = sorted(
-        {f"{name} in {dtype}" for one in found for name, dtypes in one.items() for dtype in dtypes}
-    )
-    verdict = (
-        "differ from torch's: " + ", ".join(differ) if differ else "equal torch's, bit for bit"
-    )
-    say(f"{len(found[0])} collectives on {n} ranks in {len(DTYPES)} dtypes {verdict}")
+    def say(line):
+        if run.rank == 0 and not args.quiet:
+            print(line)
 
-    unit = 4 * n * (1 << (n.bit_length() - 1))  # all chunks of all algorithms come out equal
+    ranks = network.from_all(run, network.differences(sys.modules[__name__], run))
+    differ = set()
+    for differences in ranks:
+        for name, dtypes in differences.items():
+            differ |= {f"{name} in {dtype}" for dtype in dtypes}
+    verdict = "differ from torch's: " + ", ".join(sorted(differ))
+    if not differ:
+        verdict = "equal torch's, bit for bit"
+    say(f"{len(ranks[0])} collectives on {n} ranks in {len(network.EXACT_DTYPES)} dtypes {verdict}")
+
+    unit = 4 * n * (1 << (n.bit_length() - 1))  # the chunks of all algorithms come out equal
     size = max(1, round(args.size / unit)) * unit
-    x, counted, expected = torch.zeros(size // 4, device=run.device), {}, formulas(n, size, node)
-    for name, way in ways.items():
+    x, counted = torch.zeros(size // 4, device=run.device), {}
+    for name, all_reduce_by in algorithms.items():
         counter = Counter()
-        way(x, group=counter)
-        counted[name] = tally(everywhere(run, counter.log))
-    titles = "".join(
-        f"{title:>24s}" for title in ("rounds", "sent by one", "in and out of one", "sent by all")
-    )
-    say(
-        f"\nall-reduce of {size} bytes, hierarchical in nodes of {node}: counted / by the formula\n{'':18s}{titles}"
-    )
-    for name, cost in counted.items():
-        cells = [
-            f"{got} / {due:.0f}{' WRONG' * (got != due)}" for got, due in zip(cost, expected[name])
-        ]
-        say(f"  {name:16s}" + "".join(f"{cell:>24s}" for cell in cells))
+        all_reduce_by(x, group=counter)
+        counted[name] = network.tally(network.from_all(run, counter.log))
+    expected = network.formulas(n, size, node)
+    title = f"all-reduce of {size} bytes, hierarchical in nodes of {node}: counted / by the formula"
+    say(f"\n{title}\n" + network.counted_beside_formulas(counted, expected))
 
-    result = {
-        "ok": not differ and counted == expected,
-        "world_size": n,
-        "layout": {"node": node},
-        "differ": differ,
-    }
-    for key, costs in (("counted", counted), ("formulas", expected)):
-        result[key] = {name: cost._asdict() for name, cost in costs.items()}
+    ok = not differ and counted == expected
+    result = {"ok": ok, "world_size": n, "layout": {"node": node}, "differ": sorted(differ)}
+    result["counted"] = {name: cost._asdict() for name, cost in counted.items()}
+    result["formulas"] = {name: cost._asdict() for name, cost in expected.items()}
     if n > 1:
-        result |= curve(run, ways, node, say)
+        wire = Wire()
+
+        def one_round(x, y):
+            perform(False, wire.exchange([((run.rank - 1) % n, x)], [((run.rank + 1) % n, y)]))
+
+        result |= network.measure_curve(run, algorithms, one_round, node, say)
     if run.rank == 0 and args.json:
         with open(args.json, "w") as f:
             json.dump(result, f, indent=1)
     if run.rank == 0 and args.plot:
-        plot(args.plot, result)
-    say("  ok" if result["ok"] else "  FAILED")
-    return int(not result["ok"])
-
-
-def curve(run, ways, node, say):
-    """Time against size: measured, and by the model, fitted to rounds of one message from each rank
-    to the next (least squares of the relative error)."""
-    n, wire, rows, fit = run.world, Wire(), [], []
-    for size in [1 << k for k in range(10, 25, 2) if n * n << k <= 1 << 28]:
-        x, y = torch.zeros(2, size // 4, device=run.device)
-        sends, receives = [((run.rank - 1) % n, x)], [((run.rank + 1) % n, y)]
-        t = seconds(run, lambda: perform(False, wire.exchange(sends, receives)))  # noqa: B023
-        fit.append([1 / t, size / t])
-        times = {
-            name: seconds(run, way, x) for name, way in {"torch": dist.all_reduce, **ways}.items()
-        }
-        rows.append({"bytes": size, "seconds": times})
-    fit = torch.tensor(fit, dtype=torch.float64)
-    alpha, beta = (
-        torch.linalg.lstsq(fit, torch.ones(len(fit), 1, dtype=torch.float64))
-        .solution.flatten()
-        .tolist()
-    )
-    link = Link(max(alpha, 1e-9), max(beta, 1e-15))
-    links = f"{shown(link.alpha, TIME)} and {shown(1 / link.beta, SPEED)}"
-    say(f"\nmilliseconds, and how far from that the model is, with links of {links}, fitted here")
-    say(f"{'':9s}{'torch':>9s}" + "".join(f"{name:>17s}" for name in ways))
-    for row in rows:
-        row["predicted"] = predict(n, row["bytes"], link, node=node)
-        row["error"] = {name: row["predicted"][name] / row["seconds"][name] - 1 for name in ways}
-        cells = [f"{row['seconds'][name] * 1e3:.2f} ({row['error'][name]:+5.0%})" for name in ways]
-        line = f"{shown(row['bytes'], SIZE):>9s}{row['seconds']['torch'] * 1e3:9.2f}"
-        say(line + "".join(f"{cell:>17s}" for cell in cells))
-    errors = [abs(error) for row in rows for error in row["error"].values()]
-    latency, both = predict(n, 0, link, node=node), predict(n, 1, link, node=node)
-    meet = {name: latency[name] / (both[name] - latency[name]) for name in ways}
-    say(
-        f"{'latency = bandwidth':18s}"
-        + "".join(f"{shown(size, SIZE):>17s}" for size in meet.values())
-    )
-    say(f"  the model's error: median {statistics.median(errors):.0%}, largest {max(errors):.0%}")
-    return {"alpha": link.alpha, "beta": link.beta, "curve": rows, "crossover": meet}
-
-
-def plot(name, result):
-    """Time against size: measured (dots), by the model (lines), and where the model's two terms are
-    equal (ticks)."""
-    plt = harness.pyplot()
-    figure, axes = plt.subplots(figsize=(8, 5))
-    rows, colors = result["curve"], plt.rcParams["axes.prop_cycle"].by_key()["color"]
-    sizes = [row["bytes"] for row in rows]
-    axes.plot(sizes, [row["seconds"]["torch"] for row in rows], "kx", label="torch")
-    for color, way in zip(colors, ALL_REDUCE):
-        axes.plot(sizes, [row["seconds"][way] for row in rows], "o", color=color, label=way)
-        axes.plot(sizes, [row["predicted"][way] for row in rows], color=color)
-        axes.axvline(result["crossover"][way], ymax=0.04, color=color, linewidth=3)
-    axes.set(xscale="log", yscale="log", xlabel="bytes", ylabel="seconds")
-    title = f"all-reduce on {result['world_size']} ranks: measured (dots), alpha-beta model (lines)"
-    axes.set_title(
-        title + "\nticks: left of them latency-bound, right of them bandwidth-bound", fontsize=10
-    )
-    axes.legend(frameon=False)
-    harness.save(figure, name)
+        network.plot_curve(args.plot, result)
+    say("  ok" if ok else "  FAILED")
+    return 0 if ok else 1
 
 
 if __name__ == "__main__":

@@ -87,7 +87,7 @@ def main():
     )
     p.add_argument("--quiet", action="store_true", help="print nothing but errors")
     p.set_defaults(device="cpu", backend="gloo")
-    harness.launch(demo, p.parse_args(), run=collectives.Rank)
+    harness.launch(demo, p.parse_args(), run=harness.Rank)
 
 
 if __name__ == "__main__":
