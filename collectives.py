@@ -1,296 +1,292 @@
-"""Every collective, from nothing but messages between two ranks; and six ways to all-reduce,
-counted and timed.
+"""Collectives: all of them from messages between two ranks, and six ways to all-reduce.
 
-What is split: nothing yet. A collective moves tensors between the N ranks of a group, S bytes in
-all; every technique in this project is one model, one batch and some of these. What the wire does:
-a rank sends a tensor to another one, and receives one.
-
-    one to many     broadcast (a tree: who has it passes it on), scatter
-    many to one     reduce (the same tree, upwards), gather
-    many to many    all-gather, reduce-scatter (rings), all-to-all, all-reduce, barrier
-
-A ring all-reduce of a tensor in N chunks, here 3 (messages go to rank - 1; nccl's go to rank + 1).
-Of each chunk, whose terms are added up in it:
+A collective moves tensors between the N ranks of a group. Every technique in this project is one
+model, one batch and some of these. The best known is the ring all-reduce. Each rank cuts its tensor
+into N chunks and talks to its neighbours only. Here N is 3, and "12" is the sum of ranks 1 and 2:
 
               start      round 1       round 2        rounds 3 and 4
-    rank 0    0  0  0    0   0   01    012  .   .     012 012 012       first a reduce-scatter: rank r ends with all of chunk r,
-    rank 1    1  1  1    12  1   1     .   012  .     012 012 012       then an all-gather: the chunks go round once more
-    rank 2    2  2  2    2   02  2     .    .  012    012 012 012
+    rank 0    0  0  0    0   0   01    012  .   .     012 012 012      first a reduce-scatter:
+    rank 1    1  1  1    12  1   1     .   012  .     012 012 012      rank r gets the sum of chunk r;
+    rank 2    2  2  2    2   02  2     .    .  012    012 012 012      then an all-gather of the sums
 
-What is sent: a round ends when its messages are there, and those of the next round wait for it;
-"rounds" is the longest chain of messages that each wait for the one before. "Sent by one" is the
-most that any rank sends, or receives; r = (N-1)/N.
+Sent: a rank sends 2 (N-1) chunks, 2 S (N-1)/N bytes of a tensor of S bytes: about 2 S, however many
+ranks there are. Time: a round takes alpha + beta s seconds for s bytes a rank. The ring sends the
+fewest bytes, in 2 (N-1) rounds, and wins for large tensors. A tree or halving-doubling needs about
+log2 N or 2 log2 N rounds, and wins for small ones. docs/collectives.md has the table, and more.
 
-    collective          rounds                sent by one   sent by all   its backward
-    broadcast, reduce   log2 N                log2 N S, S   (N-1) S       each other's
-    scatter, gather     1                     r S, S/N      r S           each other's
-    all-gather          N-1                   r S           (N-1) S       reduce-scatter
-    reduce-scatter      N-1                   r S           (N-1) S       all-gather
-    all-to-all          1                     r S           (N-1) S       itself, the other way round
+Backward: autograd sees none of these messages, so a technique writes its backward by hand. The sum
+of one copy for each rank is the gradient of a copy. So broadcast and reduce are each other's
+backward, all-gather and reduce-scatter too. All-to-all goes back the way it came.
 
-    all-reduce                                                            who adds up, in which order
-    server              2                     (N-1) S       2 (N-1) S     rank 0, in the order of the ranks
-    sequential          N                     (N-1) S       N (N-1) S     one rank after the other, likewise
-    direct              1                     (N-1) S       N (N-1) S     every rank, likewise
-    ring                2 (N-1)               2 r S         2 (N-1) S     for chunk c of N: rank c-1, c-2, ..., c
-    halving-doubling    2 log2 N              2 r S         2 (N-1) S     pairs, then pairs of pairs, ...
-    hierarchical        2 (k-1) + 2 (N/k-1)   2 r S         2 (N-1) S     rings inside nodes of k, then across
+Don't train with these. They are here to be read; torch.distributed's are as fast or faster.
 
-Where N is no power of two, p ranks, the largest one below it, halve and double: 2 log2 p + 2
-rounds, S more from one.
+    torchrun --nproc_per_node=4 collectives.py              python collectives.py --ranks 1024
 
-Use, here for the gradients of a model, with `rows` of a batch on each rank:
-
-    count = torch.tensor(float(targets.numel()))
-    all_reduce(count, group=group)                          # the tokens of all ranks
-    loss = cross_entropy(model(rows), targets, reduction="sum") / count
-    loss.backward()
-    for p in model.parameters():
-        all_reduce(p.grad, group=group)                     # in place: the sum, on every rank
-    work = ALL_REDUCE["halving-doubling"](x, MAX, group, async_op=True)
-    work.wait()                                             # x must not be read or written before
-    all_reduce(x, group=Checked(group))                     # ValueError where the ranks disagree
-
-All ranks of the group must call the same collectives in the same order, with the same shapes and
-dtypes. Only a Checked checks this. Without it gloo fills a buffer in part, or adds up the bytes of
-another tensor, and says nothing. Between the start of an async collective and its wait() the group
-must not be used for torch's own send and recv.
-
-Backward: these functions write into tensors, and autograd knows nothing of them. The files that
-need a gradient through a collective write its backward as the table says. The sum has the same bits
-on all ranks; another algorithm's may differ by rounding, because it adds in another order.
-
-What it costs: rounds alpha + bytes that wait for each other beta, in seconds, with a latency of
-alpha a round and beta a byte (Hockney 1994). Those bytes are what one rank sends, but for server
-(twice that: in, then out) and sequential (N times). Few rounds win for small tensors, few bytes for
-large ones: then the ring, for all its O(N) rounds, is as fast as can be, and 2 r S hardly grows
-with N. With async_op a collective posts its first round and returns; wait() does the rest. So only
-the first round overlaps with what comes in between. Any number may be in flight, if all ranks start
-them, and wait for them, in the same order.
-
-When it is the wrong choice: to train with; torch.distributed's own are as fast or faster, and these
-are here to be read.
-
-    torchrun --nproc_per_node=4 collectives.py  python collectives.py --plot curve  python collectives.py --ranks 1024
-
-Papers: Thakur, Rabenseifner and Gropp 2005, Optimization of collective communication operations in
-MPICH, sections 4.2 (trees) and 4.5 (halving and doubling, from Rabenseifner 2004); Patarasuk and
-Yuan 2009, Bandwidth optimal all-reduce algorithms for clusters of workstations (ring); Cho et al.
-2019, BlueConnect (hierarchical); Hockney 1994 (alpha, beta).
+Patarasuk and Yuan 2009, Bandwidth optimal all-reduce algorithms for clusters of workstations (the
+ring). Thakur, Rabenseifner and Gropp 2005, Optimization of collective communication operations in
+MPICH, sections 4.2 (trees) and 4.5 (halving and doubling). Cho et al. 2019, BlueConnect
+(hierarchical). Hockney 1994 (alpha and beta).
 """
 
 import copy
-import itertools
+import functools
 import json
+import types
 import warnings
 
 import torch
 import torch.distributed as dist
 
-SUM, PRODUCT, MIN, MAX = (
-    dist.ReduceOp.SUM,
-    dist.ReduceOp.PRODUCT,
-    dist.ReduceOp.MIN,
-    dist.ReduceOp.MAX,
-)
-SEGMENT = 1 << 21  # bytes: large enough for what a message costs, small enough for a cache
+SUM, PRODUCT = dist.ReduceOp.SUM, dist.ReduceOp.PRODUCT
+MIN, MAX = dist.ReduceOp.MIN, dist.ReduceOp.MAX
 OPERATORS = {SUM: torch.add, PRODUCT: torch.mul, MIN: torch.minimum, MAX: torch.maximum}
 
+# --- the ring. `await wire.exchange(send, receive)` is a round: it sends a tensor to each rank in
+# `send`, receives one from each rank in `receive`, and waits until they have arrived. Class Wire,
+# below, shows how. x is a flat tensor, and combine adds two tensors, or takes their maximum, ...
 
-# --- the wire
+
+async def ring_all_reduce(wire, x, combine):
+    """Every rank gets the sum, in place, and all links are busy all the time."""
+    chunks = x.tensor_split(wire.size)
+    await ring_reduce_scatter(wire, chunks, combine)
+    await ring_all_gather(wire, chunks)
+
+
+async def ring_reduce_scatter(wire, chunks, combine, sums=None):
+    """Rank r ends with the sum of chunk r, which set out at rank r-1. The sums of chunks are in
+    `sums`, or in place: then the other chunks hold partial sums."""
+    n, left, right = wire.size, (wire.rank - 1) % wire.size, (wire.rank + 1) % wire.size
+    sums = sums or chunks
+    for step in range(n - 1):
+        partial = sums[(wire.rank + step + 1) % n]  # has the terms of `step` other ranks
+        added = (wire.rank + step + 2) % n  # the chunk that comes from the right, and is sent next
+        await wire.exchange({left: partial}, {right: chunks[added]}, combine, sums[added])
+
+
+async def ring_all_gather(wire, chunks):
+    """Rank r starts with chunk r. Every round passes on the chunk of the round before."""
+    n, left, right = wire.size, (wire.rank - 1) % wire.size, (wire.rank + 1) % wire.size
+    for step in range(n - 1):
+        complete = chunks[(wire.rank + step) % n]
+        await wire.exchange({left: complete}, {right: chunks[(wire.rank + step + 1) % n]})
+
+
+# --- the tree: the root tells one rank, then both tell one more, then these four, ...
+
+
+async def tree_broadcast(wire, x, root):
+    """0 -> 4, then 0 -> 2 and 4 -> 6, then 0 -> 1, 2 -> 3, 4 -> 5 and 6 -> 7. A loop at the root
+    would send N-1 messages, one after the other."""
+    for children, parents in tree(wire, root):
+        await wire.exchange({rank: x for rank in children}, {rank: x for rank in parents})
+
+
+async def tree_reduce(wire, x, total, root, combine):
+    """The same messages backwards, to the root's `total`. A rank adds what its children send to x,
+    and sends it on. x stays as it is, unless `total` is x."""
+    partial = x
+    for children, parents in reversed(tree(wire, root)):
+        to_parent, from_child = (
+            {rank: partial for rank in parents},
+            dict.fromkeys(children, partial),
+        )
+        await wire.exchange(to_parent, from_child, combine, total)
+        partial = total if children else partial
+
+
+def tree(wire, root):
+    """This rank's (children, parents) in each round: lists of one rank or none."""
+    place = (wire.rank - root) % wire.size  # the root is at place 0
+    rounds = []
+    for distance in reversed(powers_of_two(wire.size)):
+        children, parents = [], []
+        if place % (2 * distance) == 0 and place + distance < wire.size:
+            children = [(wire.rank + distance) % wire.size]
+        elif place % (2 * distance) == distance:
+            parents = [(wire.rank - distance) % wire.size]
+        rounds.append((children, parents))
+    return rounds
+
+
+def powers_of_two(n):
+    """1, 2, 4, ... below n."""
+    return [1 << i for i in range((n - 1).bit_length())]
+
+
+# --- halving and doubling: log2 N rounds each way
+
+
+async def halving_doubling_all_reduce(wire, x, combine):
+    """Partners at distance 1, 2, 4, ... each keep one half of what is left, and send the other.
+    Then they send the sums back, the other way round.
+
+    With p, the largest power of two, below N: rank p+i first gives its tensor to rank i, and gets
+    the result at the end."""
+    p = 1 << (wire.size.bit_length() - 1)
+    if wire.rank >= p:
+        await wire.exchange({wire.rank - p: x}, {}, combine)
+        await wire.exchange({}, {wire.rank - p: x})
+        return
+    folded = {wire.rank + p: x} if wire.rank + p < wire.size else {}
+    if p < wire.size:
+        await wire.exchange({}, folded, combine)
+
+    rest, halvings = x, []
+    for distance in powers_of_two(p):
+        partner = wire.rank ^ distance
+        kept, sent = rest.tensor_split(2)
+        if wire.rank & distance:
+            kept, sent = sent, kept
+        await wire.exchange({partner: sent}, {partner: kept}, combine)
+        halvings.append((partner, kept, sent))
+        rest = kept
+    for partner, kept, sent in reversed(halvings):
+        await wire.exchange({partner: kept}, {partner: sent})
+
+    if p < wire.size:
+        await wire.exchange(folded, {})
+
+
+# --- the wire: messages between two ranks
 
 
 class Wire:
-    """Messages between the ranks of a group: all that the collectives know of the network.
+    """All that a collective knows of the network: this rank, the group's size, and a round.
 
-    Where a collective takes a `group` it takes a Wire too: a Counter counts, a Checked checks.
-    Raises ValueError on a rank that is not a member.
+    The ranks that a group's functions take are ranks in the group. Raises ValueError on a rank that
+    is not a member.
     """
 
     def __init__(self, group=None):
         self.group = group or dist.group.WORLD
         self.rank, self.size = dist.get_rank(self.group), dist.get_world_size(self.group)
-        self.members = range(self.size)  # rank here -> rank in the group
+        self.members = range(self.size)  # rank on this wire -> rank in the group
         if self.rank < 0:
             raise ValueError("this rank is not in the group: only members may call its collectives")
-        # NCCL runs the messages between two ranks one by one: where both send first both wait for
-        # ever, but in a batch. Gloo has no such order, and posts messages sooner alone. And NCCL's
-        # barrier needs a tensor on the GPU.
-        self.batched = dist.get_backend(self.group) == "nccl"
-        self.device = torch.device("cuda" if self.batched else "cpu")
+        self.nccl = dist.get_backend(self.group) == "nccl"
+        self.device = torch.device("cuda" if self.nccl else "cpu")  # of a tensor to say hello with
+
+    async def exchange(self, send, receive, combine=None, total=None):
+        """A round. send, receive: {rank: tensor}. Without `combine` the tensors in `receive` are
+        overwritten. With it, what comes is added to them, into `total` or in place, in the order of
+        `receive`; the tensors are flat then, and sender and receiver both give `combine`.
+        """
+        send = {rank: t.contiguous() for rank, t in send.items()}
+        incoming = {
+            rank: t.new_empty(t.shape) if combine or not t.is_contiguous() else t
+            for rank, t in receive.items()
+        }
+        works = self.post(send, incoming)
+        await pause()
+        for work in works:
+            work.wait()
+        for rank, t in receive.items():
+            if combine:
+                combine(t, incoming[rank], out=t if total is None else total)
+            elif incoming[rank] is not t:
+                t.copy_(incoming[rank])
+
+    def post(self, send, receive):
+        """Start all messages, and return the handles to wait for. Empty tensors are left out."""
+        group = self.group
+        sends = [(self.members[rank], t) for rank, t in send.items() if t.numel()]
+        receives = [(self.members[rank], t) for rank, t in receive.items() if t.numel()]
+        if self.nccl:
+            # NCCL runs the messages between two ranks one by one. Where both send first, both wait
+            # for ever, unless the messages are in a batch.
+            ops = [dist.P2POp(dist.isend, t, group=group, group_peer=rank) for rank, t in sends]
+            ops += [dist.P2POp(dist.irecv, t, group=group, group_peer=rank) for rank, t in receives]
+            return dist.batch_isend_irecv(ops) if ops else []
+        works = [dist.isend(t, group=group, group_dst=rank) for rank, t in sends]
+        return works + [dist.irecv(t, group=group, group_src=rank) for rank, t in receives]
 
     def among(self, members):
         """The wire between some of the ranks, numbered in the order of `members`."""
         part = copy.copy(self)
-        part.members = [self.members[m] for m in members]
+        part.members = [self.members[rank] for rank in members]
         part.rank, part.size = members.index(self.rank), len(members)
         return part
 
-    def post(self, sends, receives):
-        """Start to send and receive (peer, tensor) pairs, contiguous ones; returns what to wait
-        for. The tensors must live until then. Empty ones are left out."""
-        messages = [(dist.isend, *m) for m in sends] + [(dist.irecv, *m) for m in receives]
-        messages = [(op, self.members[peer], t) for op, peer, t in messages if t.numel()]
-        if not self.batched:
-            where = {dist.isend: "group_dst", dist.irecv: "group_src"}
-            return [op(t, group=self.group, **{where[op]: peer}) for op, peer, t in messages]
-        ops = [dist.P2POp(op, t, group=self.group, group_peer=peer) for op, peer, t in messages]
-        return dist.batch_isend_irecv(ops) if ops else []
-
-    def exchange(self, sends, receives):
-        """A round: post all (peer, tensor) of `sends` and `receives`, pause, wait.
-
-        This and all that is made of it are generators that pause where a rank would wait. A rank
-        with nothing to say in a round pauses too: so collectives in flight take turns alike on all
-        ranks, and messages match by their order.
-        """
-        sends = [(peer, t.contiguous()) for peer, t in sends]
-        buffers = [(peer, t.contiguous()) for peer, t in receives]
-        works = self.post(sends, buffers)
-        yield
-        for work in works:
-            work.wait()
-        for (_, t), (_, buffer) in zip(receives, buffers):
-            if buffer is not t:
-                t.copy_(buffer)
-
-    def exchange_adding(self, sends, receives, combine, spare):
-        """A round of at most one (peer, tensor) to send and one (peer, tensor, out) to receive,
-        flat and contiguous: what comes is reduced with the tensor into `out`.
-
-        It comes in segments, into two buffers that take turns (`spare`): the next arrives while one
-        is added, and little fresh memory is taken, whose page faults would cost as much as the
-        message.
-        """
-        outgoing = [(peer, piece) for peer, t in sends for piece in segments(t)]
-        incoming = [
-            (peer, *pieces)
-            for peer, t, out in receives
-            for pieces in zip(segments(t), segments(out))
-        ]
-        works = []
-        # Turn i posts segment i and adds segment i - 1. Only the first posting is a pause, as in
-        # exchange
-        for i in range(max(len(outgoing), len(incoming), 1) + 1):
-            into = [(peer, spare[i % 2][: t.numel()]) for peer, t, _ in incoming[i : i + 1]]
-            before, works = works, self.post(outgoing[i : i + 1], into)
-            if i == 0:
-                yield
-                continue
-            for work in before:
-                work.wait()
-            for _, t, out in incoming[i - 1 : i]:
-                combine(t, spare[(i - 1) % 2][: t.numel()], out=out)
-
-    def agree(self, call, sends=(), receives=()):
-        """Comes before each collective; see Checked."""
-        yield from ()
+    async def agree(self, call, sends=(), receives=()):
+        """Comes before each collective. Class Checked compares the calls here."""
 
 
-def segments(t):
-    """A flat tensor in pieces of at most SEGMENT bytes."""
-    return t.split(SEGMENT // t.element_size()) if t.numel() * t.element_size() > SEGMENT else (t,)
+# --- now or later: a collective that waits, or a handle to wait for
 
 
-def spare_for(t):
-    """Two buffers for the segments of a flat tensor."""
-    return t.new_empty(2, min(t.numel(), SEGMENT // t.element_size())).unbind()
-
-
-class Counter(Wire):
-    """A wire that logs every message: ("send" or "receive", peer, bytes), in this rank's order."""
-
-    def __init__(self, group=None):
-        super().__init__(group)
-        self.log = []
-
-    def note(self, kind, messages):
-        self.log += [
-            (kind, self.members[i], t.numel() * t.element_size())
-            for i, t, *_ in messages
-            if t.numel()
-        ]
-
-    def exchange(self, sends, receives):
-        self.note("send", sends)
-        yield from super().exchange(sends, receives)
-        self.note("receive", receives)
-
-    def exchange_adding(self, sends, receives, combine, spare):
-        self.note("send", sends)
-        yield from super().exchange_adding(sends, receives, combine, spare)
-        self.note("receive", receives)
-
-
-class Checked(Wire):
-    """A wire for finding bugs: before each collective all ranks compare what they are about to do,
-    and where it differs all raise the same ValueError. That costs an all-gather each; send and recv
-    are not checked."""
-
-    def agree(self, call, sends=(), receives=()):
-        """call: what must be the same on all ranks. sends[j], receives[j]: elements to and from
-        rank j."""
-        mine = json.dumps([call, list(sends), list(receives)]).encode()
-        headers = torch.zeros(
-            self.size, 512 + 32 * self.size, dtype=torch.uint8, device=self.device
-        )
-        headers[self.rank, : len(mine)] = torch.tensor(list(mine), dtype=torch.uint8)
-        yield from ring_all_gather(self, headers)
-        calls, sends, receives = zip(
-            *(json.loads(bytes(h.tolist()).rstrip(b"\0")) for h in headers)
-        )
-        for r in range(self.size):
-            if calls[r] != calls[0]:
-                raise ValueError(
-                    f"the ranks disagree: rank 0 calls {calls[0]}, rank {r} calls {calls[r]}"
-                )
-            for s in range(len(sends[r])):
-                if sends[r][s] != receives[s][r]:
-                    message = f"rank {r} sends {sends[r][s]} elements to rank {s}, which expects {receives[s][r]}"
-                    raise ValueError(f"the ranks disagree in {calls[0]}: {message}")
+@types.coroutine
+def pause():
+    """Each round pauses here once its messages are posted, also where a rank has none: so the
+    collectives in flight take turns alike on all ranks, and messages match by their order."""
+    yield
 
 
 class Work:
-    """A collective on its way: its first round is posted, wait() does what is left.
+    """A collective on its way. Its first round is posted; wait() does the rest.
 
+    So only the first round overlaps with the caller's work. Any number may be in flight, if all
+    ranks start them in the same order, and wait for them in the same order. Until wait() the
+    tensors must not be read or written, and the group not be used for torch's send and recv.
     Warns if it is dropped before wait(): the tensor is incomplete, and the group of no more use.
     """
 
     def __init__(self, rounds):
-        self.rounds, self.waited = rounds, True
-        with torch.no_grad():
-            next(self.rounds, None)
+        self.rounds = rounds  # a coroutine
+        self.over, self.waited = False, True
+        self.resume()
         self.waited = False
+
+    def resume(self):
+        """Go on to the next pause, or to the end."""
+        try:
+            with torch.no_grad():
+                self.rounds.send(None)
+        except StopIteration:
+            self.over = True
+
+    def wait(self):
+        self.waited = True
+        while not self.over:
+            self.resume()
 
     def __del__(self):
         if not self.waited:
             warnings.warn(
-                "a collective was dropped before wait(): keep what async_op=True returns, and wait for it"
+                "a collective was dropped before wait(): "
+                "keep what async_op=True returns, and wait for it"
             )
 
-    def wait(self):
-        self.waited = True
-        with torch.no_grad():
-            for _ in self.rounds:
-                pass
 
+def perform(wire, rounds, async_op, call, sends=(), receives=()):
+    """Run a collective, `await rounds()`. call, sends and receives: see Checked."""
 
-def perform(async_op, *parts):
-    """Run generators one after the other: to the end, or to the first pause. They yield nothing: a
-    yield is a pause."""
-    work = Work(itertools.chain(*parts))
+    async def checked():
+        await wire.agree(call, sends, receives)
+        await rounds()
+
+    work = Work(checked())
     if async_op:
         return work
     work.wait()
 
 
 def wire_of(group):
-    return group if isinstance(group, Wire) else Wire(group)
+    """A wire for one collective. A copy, because collectives in flight must not share buffers."""
+    return copy.copy(group) if isinstance(group, Wire) else SegmentedWire(group)
+
+
+# --- the names and arguments of torch.distributed: one to one, one to many, many to one
+#
+# All ranks of the group must call the same collectives in the same order, with the same shapes and
+# dtypes. Only a Checked (below) checks this. Without it gloo fills a buffer in part, or adds up the
+# bytes of another tensor, and says nothing. Gradients stop here: autograd knows nothing of these
+# functions. Instead of a group they take a Wire too.
 
 
 def wire_and_root(group, rank, group_rank):
-    """The root is given as in torch, by its global rank or by its rank in the group; by default it
-    is the first."""
+    """The root is given as in torch: by its global rank, or by its rank in the group. By default it
+    is the group's first rank."""
     wire = wire_of(group)
     if group_rank is None:
         group_rank = 0 if rank is None else dist.get_group_rank(wire.group, rank)
@@ -309,97 +305,40 @@ def describe(tensor):
     return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
 
 
-def one_each(name, tensors, wire, like):
-    """`tensors`, if there is one like `like` for each rank; else ValueError."""
-    if [describe(t) for t in tensors or []] != [describe(like)] * wire.size:
-        raise ValueError(f"{name} must hold {wire.size} tensors, each {describe(like)}")
-    return tensors
-
-
-def overlap(a, b):
-    """Whether two tensors may share memory, by the first and last element of each."""
-    if (
-        a.numel() == 0
-        or b.numel() == 0
-        or a.untyped_storage().data_ptr() != b.untyped_storage().data_ptr()
-    ):
-        return False
-    ends = []
-    for t in (a, b):
-        last = sum((size - 1) * stride for size, stride in zip(t.shape, t.stride()))
-        ends.append((t.data_ptr(), t.data_ptr() + (last + 1) * t.element_size()))
-    (first_a, end_a), (first_b, end_b) = ends
-    return first_a < end_b and first_b < end_a
-
-
-def cut(name, tensor, parts):
-    """Views of a contiguous tensor as equal flat parts; else ValueError."""
-    if not tensor.is_contiguous() or tensor.numel() % parts:
-        raise ValueError(
-            f"{name} must be contiguous and divide into {parts} equal parts, but is {describe(tensor)}"
-        )
-    return tensor.view(parts, -1).unbind() if tensor.numel() else [tensor.view(-1)] * parts
-
-
-# --- one to one, one to many, many to one. The arguments are those of torch.distributed's functions
-# of the same name
-
-
 def send(tensor, dst=None, group=None, group_dst=None):
-    """On gloo it returns when the receiver has posted its recv; so two ranks may not both send
+    """On gloo it returns when the receiver has called recv. So two ranks must not both send
     first."""
-    wire, to = wire_and_root(group, dst, group_dst)
-    perform(False, wire.exchange([(to, tensor)], []))
+    wire, root = wire_and_root(group, dst, group_dst)
+    Work(wire.exchange({root: tensor}, {})).wait()
 
 
 def recv(tensor, src=None, group=None, group_src=None):
-    """Into `tensor`, which must have the sent one's dtype and number of elements."""
-    wire, source = wire_and_root(group, src, group_src)
-    perform(False, wire.exchange([], [(source, tensor)]))
-
-
-def tree(wire, root):
-    """This rank's part in a binomial tree: for each of ceil(log2 N) rounds, the ranks to send to
-    and to receive from, lists of one or none. All that have the message pass it on: 0 -> 4, then 0
-    -> 2 and 4 -> 6, then 0 -> 1, ..."""
-    place, rounds = (wire.rank - root) % wire.size, []
-    for half in reversed([1 << i for i in range((wire.size - 1).bit_length())]):
-        to = (
-            [(wire.rank + half) % wire.size]
-            if place % (2 * half) == 0 and place + half < wire.size
-            else []
-        )
-        rounds.append((to, [(wire.rank - half) % wire.size] if place % (2 * half) == half else []))
-    return rounds
+    """Into `tensor`, which must have the dtype and the number of elements of the one that is
+    sent."""
+    wire, root = wire_and_root(group, src, group_src)
+    Work(wire.exchange({}, {root: tensor})).wait()
 
 
 def broadcast(tensor, src=None, group=None, async_op=False, group_src=None):
-    """The root's tensor to all, in ceil(log2 N) rounds; a loop would send N-1 messages through the
-    root's link."""
+    """The root's tensor to all."""
     wire, root = wire_and_root(group, src, group_src)
-
-    def rounds():
-        for to, source in tree(wire, root):
-            yield from wire.exchange([(i, tensor) for i in to], [(i, tensor) for i in source])
-
-    return perform(async_op, wire.agree(f"broadcast from {root} of {describe(tensor)}"), rounds())
+    call = f"broadcast from {root} of {describe(tensor)}"
+    return perform(wire, lambda: tree_broadcast(wire, tensor, root), async_op, call)
 
 
 def reduce(tensor, dst=None, op=SUM, group=None, async_op=False, group_dst=None):
-    """All tensors, reduced, into the root's, by broadcast's tree upwards. The other ranks' stay as
-    they are."""
+    """The sum of all tensors, into the root's. The other ranks' stay as they are."""
     wire, root = wire_and_root(group, dst, group_dst)
     combine = operator(op)
 
-    def rounds():
-        partial = tensor
-        for children, parent in reversed(tree(wire, root)):
-            incoming = [(i, torch.empty_like(tensor)) for i in children]
-            yield from wire.exchange([(i, partial) for i in parent], incoming)
-            for _, t in incoming:
-                partial = combine(partial, t, out=tensor if wire.rank == root else t)
+    async def rounds():
+        x = tensor.contiguous().view(-1)
+        total = x if wire.rank == root else torch.empty_like(x)
+        await tree_reduce(wire, x, total, root, combine)
+        if wire.rank == root and not tensor.is_contiguous():
+            tensor.copy_(total.view(tensor.shape))
 
-    return perform(async_op, wire.agree(f"reduce {op} to {root} of {describe(tensor)}"), rounds())
+    return perform(wire, rounds, async_op, f"reduce {op} to {root} of {describe(tensor)}")
 
 
 def scatter(tensor, scatter_list=None, src=None, group=None, async_op=False, group_src=None):
@@ -408,13 +347,14 @@ def scatter(tensor, scatter_list=None, src=None, group=None, async_op=False, gro
     wire, root = wire_and_root(group, src, group_src)
     pieces = one_each("scatter_list", scatter_list, wire, tensor) if wire.rank == root else []
 
-    def rounds():
-        sends = [(i, piece) for i, piece in enumerate(pieces) if i != root]
-        yield from wire.exchange(sends, [(root, tensor)] if wire.rank != root else [])
+    async def rounds():
         if wire.rank == root:
+            await wire.exchange({i: pieces[i] for i in others(wire)}, {})
             tensor.copy_(pieces[root])
+        else:
+            await wire.exchange({}, {root: tensor})
 
-    return perform(async_op, wire.agree(f"scatter from {root} of {describe(tensor)}"), rounds())
+    return perform(wire, rounds, async_op, f"scatter from {root} of {describe(tensor)}")
 
 
 def gather(tensor, gather_list=None, dst=None, group=None, async_op=False, group_dst=None):
@@ -423,232 +363,192 @@ def gather(tensor, gather_list=None, dst=None, group=None, async_op=False, group
     pieces = one_each("gather_list", gather_list, wire, tensor) if wire.rank == root else []
     if tensor.numel() and len({t.data_ptr() for t in pieces}) < len(pieces):
         raise ValueError(
-            "gather_list holds the same tensor several times: make one for each rank, not [tensor] * n"
+            "gather_list holds the same tensor several times: "
+            "make one for each rank, not [tensor] * n"
         )
 
-    def rounds():
-        receives = [(i, piece) for i, piece in enumerate(pieces) if i != root]
-        yield from wire.exchange([(root, tensor)] if wire.rank != root else [], receives)
+    async def rounds():
         if wire.rank == root:
+            await wire.exchange({}, {i: pieces[i] for i in others(wire)})
             pieces[root].copy_(tensor)
+        else:
+            await wire.exchange({root: tensor}, {})
 
-    return perform(async_op, wire.agree(f"gather to {root} of {describe(tensor)}"), rounds())
+    return perform(wire, rounds, async_op, f"gather to {root} of {describe(tensor)}")
+
+
+def one_each(name, tensors, wire, like):
+    """`tensors`, if there is one like `like` for each rank; else ValueError."""
+    if [describe(t) for t in tensors or []] != [describe(like)] * wire.size:
+        raise ValueError(f"{name} must hold {wire.size} tensors, each {describe(like)}")
+    return tensors
+
+
+def others(wire):
+    return [rank for rank in range(wire.size) if rank != wire.rank]
 
 
 # --- many to many
 
 
-def ring_all_gather(wire, chunks):
-    """All-gather by a ring: rank r starts with chunks[r], and in each round passes on what came in
-    the round before."""
-    left, right = (wire.rank - 1) % wire.size, (wire.rank + 1) % wire.size
-    for step in range(wire.size - 1):
-        ours, theirs = (wire.rank + step) % wire.size, (wire.rank + step + 1) % wire.size
-        yield from wire.exchange([(left, chunks[ours])], [(right, chunks[theirs])])
-
-
-def ring_reduce_scatter(wire, chunks, combine, output=None):
-    """Reduce-scatter by a ring: chunk c sets out at rank c-1 and arrives, reduced, at rank c. In
-    place: the other chunks hold sums of some ranks then. Or into `output`: the chunks, equal ones,
-    stay as they are."""
-    n, rank, sent = wire.size, wire.rank, chunks[(wire.rank + 1) % wire.size]
-    spare = spare_for(chunks[0])  # no chunk is longer
-    turns = chunks[0].new_empty(2, len(chunks[0])) if output is not None else None
-    for step in range(n - 1):
-        chunk = chunks[(rank + step + 2) % n]
-        out = chunk if output is None else output if step == n - 2 else turns[step % 2]
-        yield from wire.exchange_adding(
-            [((rank - 1) % n, sent)], [((rank + 1) % n, chunk, out)], combine, spare
-        )
-        sent = out
-    if n == 1 and output is not None:
-        output.copy_(sent)
-
-
 def all_gather_single(output, input, group=None, async_op=False):
-    """Rank i's input into the i-th part of all outputs, by a ring: N-1 rounds. `input` may be its
-    part of `output`."""
+    """Rank i's input into part i of every output. `input` may be its part of `output`."""
     wire = wire_of(group)
-    pieces, mine = cut("output", output, wire.size), input.reshape(-1)
-    if pieces[0].shape != mine.shape or output.dtype != input.dtype:
+    parts, own = equal_parts("output", output, wire.size), input.reshape(-1)
+    if parts[0].shape != own.shape or output.dtype != input.dtype:
         raise ValueError(
-            f"output is {describe(output)} and must hold {wire.size} times the input, {describe(input)}"
+            f"output is {describe(output)} and must hold {wire.size} times the input, "
+            f"{describe(input)}"
         )
 
-    def rounds():
-        pieces[wire.rank].copy_(mine)
-        yield from ring_all_gather(wire, pieces)
+    async def rounds():
+        parts[wire.rank].copy_(own)
+        await ring_all_gather(wire, parts)
 
-    return perform(async_op, wire.agree(f"all_gather of {describe(mine)}"), rounds())
+    return perform(wire, rounds, async_op, f"all_gather of {describe(own)}")
 
 
 def reduce_scatter_single(output, input, op=SUM, group=None, async_op=False):
-    """The i-th part of all inputs, reduced, into rank i's output, by a ring: N-1 rounds. `output`
-    may be its part."""
+    """The sum of part i of all inputs into rank i's output. `input` stays as it is; `output` may be
+    its part."""
     wire, combine = wire_of(group), operator(op)
-    pieces, mine = cut("input", input.contiguous(), wire.size), cut("output", output, 1)[0]
-    if pieces[0].shape != mine.shape or output.dtype != input.dtype:
+    parts = equal_parts("input", input.contiguous(), wire.size)
+    own = equal_parts("output", output, 1)[0]
+    if parts[0].shape != own.shape or output.dtype != input.dtype:
         raise ValueError(
-            f"input is {describe(input)} and must hold {wire.size} times the output, {describe(output)}"
+            f"input is {describe(input)} and must hold {wire.size} times the output, "
+            f"{describe(output)}"
         )
-    if overlap(output, input) and output.data_ptr() != pieces[wire.rank].data_ptr():
+    if same_memory(output, input) and output.data_ptr() != parts[wire.rank].data_ptr():
         # Or another rank's part would be overwritten before it is sent
-        pieces = cut("input", input.clone(), wire.size)
-    agreed = wire.agree(f"reduce_scatter {op} of {describe(pieces[0])}")
-    return perform(async_op, agreed, ring_reduce_scatter(wire, pieces, combine, mine))
+        parts = equal_parts("input", input.clone(), wire.size)
+
+    async def rounds():
+        first = (wire.rank + 1) % wire.size
+        turns = own.new_empty(2, len(own))  # one partial sum is sent, while the next is added up
+        sums = [turns[(i - wire.rank) % 2] for i in range(wire.size)]
+        sums[first] = parts[first]  # is sent as it is
+        sums[wire.rank] = own
+        await ring_reduce_scatter(wire, parts, combine, sums)
+        if wire.size == 1:
+            own.copy_(parts[0])
+
+    return perform(wire, rounds, async_op, f"reduce_scatter {op} of {describe(own)}")
 
 
 def all_to_all_single(
     output, input, output_split_sizes=None, input_split_sizes=None, group=None, async_op=False
 ):
-    """The j-th part of rank i's input into the i-th part of rank j's output: one round, everybody
-    to everybody. Parts are equal, or have as many rows as the split sizes say."""
+    """Part j of rank i's input into part i of rank j's output, in one round. Parts are equal, or
+    have as many rows as the split sizes say."""
     wire = wire_of(group)
     if output.dtype != input.dtype or output.shape[1:] != input.shape[1:]:
         raise ValueError(
             f"input is {describe(input)} and output {describe(output)}: their rows must be alike"
         )
-    if overlap(output, input):
+    if same_memory(output, input):
         input = input.clone()  # or a part would be overwritten before it is sent
 
-    def parts(name, tensor, sizes):
+    def split(name, tensor, sizes):
         sizes = sizes or [len(tensor) // wire.size] * wire.size
         if len(sizes) != wire.size or sum(sizes) != len(tensor):
             raise ValueError(
-                f"{name} has {len(tensor)} rows, which do not divide among {wire.size} ranks as {sizes}"
+                f"{name} has {len(tensor)} rows, which do not divide among {wire.size} ranks "
+                f"as {sizes}"
             )
         return tensor.split(sizes)
 
-    to, come = parts("input", input, input_split_sizes), parts("output", output, output_split_sizes)
-    others = [(wire.rank + i) % wire.size for i in range(1, wire.size)]  # not rank 0 first for all
+    outgoing = split("input", input, input_split_sizes)
+    incoming = split("output", output, output_split_sizes)
 
-    def rounds():
-        come[wire.rank].copy_(to[wire.rank])
-        yield from wire.exchange(
-            [(j, to[j]) for j in others], [(j, come[j]) for j in reversed(others)]
-        )
+    async def rounds():
+        incoming[wire.rank].copy_(outgoing[wire.rank])
+        # Each rank begins with the next one: if all began with rank 0, it would be the bottleneck
+        ahead = [(wire.rank + i) % wire.size for i in range(1, wire.size)]
+        send = {rank: outgoing[rank] for rank in ahead}
+        await wire.exchange(send, {rank: incoming[rank] for rank in reversed(ahead)})
 
-    agreed = wire.agree(
-        f"all_to_all of {input.dtype}", [t.numel() for t in to], [t.numel() for t in come]
-    )
-    return perform(async_op, agreed, rounds())
+    call = f"all_to_all of {input.dtype}"
+    sizes = [[t.numel() for t in parts] for parts in (outgoing, incoming)]
+    return perform(wire, rounds, async_op, call, *sizes)
 
 
 def barrier(group=None, async_op=False):
-    """Nobody leaves before all have come. In round k each rank tells the one 2^k further on:
-    ceil(log2 N) rounds (Hensgen, Finkel and Manber 1988)."""
+    """Nobody leaves before all have come. In round k each rank tells the one 2^k further on (Hensgen,
+    Finkel and Manber 1988)."""
     wire = wire_of(group)
 
-    def rounds():
-        told, heard = torch.zeros(2, 1, dtype=torch.uint8, device=wire.device)
-        for far in [1 << k for k in range((wire.size - 1).bit_length())]:
-            to, source = (wire.rank + far) % wire.size, (wire.rank - far) % wire.size
-            yield from wire.exchange([(to, told)], [(source, heard)])
+    async def rounds():
+        hello, heard = torch.zeros(2, 1, dtype=torch.uint8, device=wire.device)
+        for distance in powers_of_two(wire.size):
+            target, source = (wire.rank + distance) % wire.size, (wire.rank - distance) % wire.size
+            await wire.exchange({target: hello}, {source: heard})
 
-    return perform(async_op, wire.agree("barrier"), rounds())
-
-
-# --- all-reduce: each algorithm reduces a flat contiguous tensor x in place, on two ranks or more
+    return perform(wire, rounds, async_op, "barrier")
 
 
-def server(wire, x, combine):
-    """All send to rank 0, which adds up and sends the result to all. Rank 0 holds (N-1) S more."""
-    others = range(1, wire.size)
+def equal_parts(name, tensor, n):
+    """Views of a contiguous tensor as n equal flat parts; else ValueError."""
+    if not tensor.is_contiguous() or tensor.numel() % n:
+        raise ValueError(
+            f"{name} must be contiguous and divide into {n} equal parts, but is {describe(tensor)}"
+        )
+    return tensor.view(-1).tensor_split(n)
+
+
+def same_memory(a, b):
+    return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
+
+
+# --- the other all-reduces
+
+
+async def server_all_reduce(wire, x, combine):
+    """Rank 0 adds up, in the order of the ranks, and sends the sum to all."""
+    clients = others(wire)
     if wire.rank == 0:
-        incoming = x.new_empty(len(others), x.numel())
-        yield from wire.exchange([], list(zip(others, incoming)))
-        for part in incoming:
-            combine(x, part, out=x)
-        yield from wire.exchange([(i, x) for i in others], [])
+        await wire.exchange({}, dict.fromkeys(clients, x), combine)
+        await wire.exchange(dict.fromkeys(clients, x), {})
     else:
-        yield from wire.exchange([(0, x)], [])
-        yield from wire.exchange([], [(0, x)])
+        await wire.exchange({0: x}, {}, combine)
+        await wire.exchange({}, {0: x})
 
 
-def in_order(rank, x, incoming, combine):
-    """x of this rank and the other ranks' `incoming`, reduced in the order of the ranks: the same
-    bits everywhere."""
-    parts = [*incoming[:rank], x, *incoming[rank:]]
-    total = combine(parts[0], parts[1])
-    for part in parts[2:]:
-        combine(total, part, out=total)
-    return total
+async def direct_all_reduce(wire, x, combine):
+    """Everybody sends to everybody, and adds up for itself. Holds N S bytes more."""
+    rows = x.new_empty(wire.size, x.numel())
+    peers = others(wire)
+    await wire.exchange(dict.fromkeys(peers, x), {rank: rows[rank] for rank in peers})
+    add_rows(wire, x, rows, combine)
 
 
-def sequential(wire, x, combine):
-    """N reduces, to rank 0, 1, ...: nobody starts the next before it is through with the last.
-    Holds N S more."""
-    total = x
+async def sequential_all_reduce(wire, x, combine):
+    """All send to rank 0, then all to rank 1, ...: nobody starts a round before it is through with
+    the last. Holds N S bytes more."""
+    rows = x.new_empty(wire.size, x.numel())
     for root in range(wire.size):
         if wire.rank == root:
-            incoming = x.new_empty(wire.size - 1, x.numel())
-            yield from wire.exchange(
-                [], list(zip([i for i in range(wire.size) if i != root], incoming))
-            )
-            total = in_order(root, x, incoming, combine)
+            await wire.exchange({}, {rank: rows[rank] for rank in others(wire)})
         else:
-            yield from wire.exchange([(root, x)], [])
+            await wire.exchange({root: x}, {})
+    add_rows(wire, x, rows, combine)
+
+
+def add_rows(wire, x, rows, combine):
+    """x becomes the sum of the ranks' rows, in the order of the ranks: the same bits everywhere."""
+    rows[wire.rank] = x
+    total = rows[0]
+    for row in rows[1:]:
+        combine(total, row, out=total)
     x.copy_(total)
 
 
-def direct(wire, x, combine):
-    """Everybody sends to everybody and adds up for itself. Holds N S more."""
-    others = [i for i in range(wire.size) if i != wire.rank]
-    incoming = x.new_empty(len(others), x.numel())
-    yield from wire.exchange([(i, x) for i in others], list(zip(others, incoming)))
-    x.copy_(in_order(wire.rank, x, incoming, combine))
+async def hierarchical_all_reduce(wire, x, combine, node=None):
+    """Three steps, for nodes of `node` neighbouring ranks with fast links inside: reduce-scatter
+    inside; all-reduce with the ranks at the same place of the other nodes; all-gather inside.
 
-
-def ring(wire, x, combine):
-    """Reduce-scatter, then all-gather, in N chunks; all links are busy all the time."""
-    chunks = x.tensor_split(wire.size)
-    yield from ring_reduce_scatter(wire, chunks, combine)
-    yield from ring_all_gather(wire, chunks)
-
-
-def halving_doubling(wire, x, combine):
-    """Exchange half of what is left with a partner at distance 1, 2, 4, ..., then the same way
-    back.
-
-    p is the largest power of two: rank p+i first gives its tensor to rank i, pauses, and gets the
-    result at the end.
-    """
-    p = 1 << (wire.size.bit_length() - 1)
-    extra = [wire.rank + p] if wire.rank + p < wire.size else []
-    folded = [wire.rank - p] if wire.rank >= p else []
-    spare = spare_for(x)
-    if p < wire.size:
-        yield from wire.exchange_adding(
-            [(i, x) for i in folded], [(i, x, x) for i in extra], combine, spare
-        )
-    low, high, way_back = 0, x.numel(), []
-    for distance in [1 << i for i in range(p.bit_length() - 1)]:
-        partner = [wire.rank ^ distance] if not folded else []
-        halves = [slice(low, (low + high) // 2), slice((low + high) // 2, high)]
-        mine, theirs = reversed(halves) if wire.rank & distance else halves
-        sends, receives = (
-            [(i, x[theirs]) for i in partner],
-            [(i, x[mine], x[mine]) for i in partner],
-        )
-        yield from wire.exchange_adding(sends, receives, combine, spare)
-        low, high = mine.start, mine.stop
-        way_back.append((partner, mine, theirs))
-    for partner, mine, theirs in reversed(way_back):
-        yield from wire.exchange([(i, x[mine]) for i in partner], [(i, x[theirs]) for i in partner])
-    if p < wire.size:
-        yield from wire.exchange([(i, x) for i in extra], [(i, x) for i in folded])
-
-
-def default_node(ranks):
-    """The largest divisor of `ranks` up to their square root."""
-    return max(n for n in range(1, ranks + 1) if ranks % n == 0 and n * n <= ranks)
-
-
-def hierarchical(wire, x, combine, node=None):
-    """For nodes of `node` neighbouring ranks, fast inside: reduce-scatter inside, all-reduce of the
-    chunk with the ranks in the same place of the other nodes, all-gather inside. 2 (N/node - 1)
-    slow rounds instead of 2 (N-1), and only 1/node of the tensor on each rank's slow link.
-    ValueError where the ranks do not divide."""
+    That is 2 (N/node - 1) slow rounds instead of 2 (N-1), and a slow link carries 1/node of the
+    tensor."""
     node = node or default_node(wire.size)
     if wire.size % node:
         raise ValueError(f"{wire.size} ranks do not divide into nodes of {node}")
@@ -656,47 +556,153 @@ def hierarchical(wire, x, combine, node=None):
     inside = wire.among(range(wire.rank - place, wire.rank - place + node))
     across = wire.among(range(place, wire.size, node))
     chunks = x.tensor_split(node)
-    yield from ring_reduce_scatter(inside, chunks, combine)
-    yield from ring(across, chunks[place], combine)
-    yield from ring_all_gather(inside, chunks)
+    await ring_reduce_scatter(inside, chunks, combine)
+    await ring_all_reduce(across, chunks[place], combine)
+    await ring_all_gather(inside, chunks)
 
 
-def as_all_reduce(algorithm):
-    """all_reduce(tensor, op=SUM, group=None, async_op=False, **options), to stand in for
-    torch.distributed's."""
-
-    def all_reduce(tensor, op=SUM, group=None, async_op=False, **options):
-        wire, combine = wire_of(group), operator(op)
-
-        def rounds():
-            x = tensor.contiguous().view(-1)
-            if wire.size > 1:
-                yield from algorithm(wire, x, combine, **options)
-            if not tensor.is_contiguous():
-                tensor.copy_(x.view(tensor.shape))
-
-        how = f"{algorithm.__name__} {options or ''}".strip()
-        return perform(
-            async_op, wire.agree(f"all_reduce by {how}, {op} of {describe(tensor)}"), rounds()
-        )
-
-    return all_reduce
+def default_node(ranks):
+    """The largest divisor of `ranks` up to their square root."""
+    return max(n for n in range(1, ranks + 1) if ranks % n == 0 and n * n <= ranks)
 
 
-ALL_REDUCE = {
-    "server": as_all_reduce(server),
-    "sequential": as_all_reduce(sequential),
-    "direct": as_all_reduce(direct),
-    "ring": as_all_reduce(ring),
-    "halving-doubling": as_all_reduce(halving_doubling),
-    "hierarchical": as_all_reduce(hierarchical),
+ALGORITHMS = {
+    "server": server_all_reduce,
+    "sequential": sequential_all_reduce,
+    "direct": direct_all_reduce,
+    "ring": ring_all_reduce,
+    "halving-doubling": halving_doubling_all_reduce,
+    "hierarchical": hierarchical_all_reduce,
 }
-all_reduce = ALL_REDUCE["ring"]
+
+
+def all_reduce(tensor, op=SUM, group=None, async_op=False, algorithm="ring", **options):
+    """In place of torch.distributed's. The sum has the same bits on all ranks; another algorithm's
+    may differ by rounding, because it adds in another order.
+
+    Use, for the gradients of a model, with other rows of the batch on each rank:
+
+        count = torch.tensor(float(targets.numel()))
+        all_reduce(count, group=group)                        # the tokens of all ranks
+        loss = cross_entropy(model(rows), targets, reduction="sum") / count
+        loss.backward()
+        for p in model.parameters():
+            all_reduce(p.grad, group=group)                   # in place: the sum, on every rank
+        work = ALL_REDUCE["halving-doubling"](x, MAX, group, async_op=True)
+        work.wait()                                           # not before may x be read or written
+        all_reduce(x, group=Checked(group))                   # ValueError where the ranks disagree
+    """
+    wire, combine = wire_of(group), operator(op)
+
+    async def rounds():
+        x = tensor.contiguous().view(-1)
+        await ALGORITHMS[algorithm](wire, x, combine, **options)
+        if not tensor.is_contiguous():
+            tensor.copy_(x.view(tensor.shape))
+
+    how = f"{algorithm} {options or ''}".strip()
+    return perform(wire, rounds, async_op, f"all_reduce by {how}, {op} of {describe(tensor)}")
+
+
+ALL_REDUCE = {name: functools.partial(all_reduce, algorithm=name) for name in ALGORITHMS}
+
+# --- what makes it fast: segments, in buffers that are used again
+
+SEGMENT = 1 << 21  # bytes: large enough for what a message costs, small enough for a cache
+
+
+class SegmentedWire(Wire):
+    """The wire that is used unless another one is given. Sums are equal to Wire's bit for bit.
+
+    What is to be added comes in segments, into two buffers that take turns: one segment arrives
+    while the one before is added. The buffers are kept for the next rounds. Fresh memory would
+    cost as much as the message, in page faults.
+    """
+
+    spare = None  # memory for the buffers
+
+    async def exchange(self, send, receive, combine=None, total=None):
+        tensors = [*send.values(), *receive.values()]
+        if combine is None or not tensors:
+            return await super().exchange(send, receive)
+        longest = max(len(t) for t in tensors)
+        size = min(longest, SEGMENT // tensors[0].element_size())  # elements of a segment
+        needed = 2 * len(receive) * size
+        if self.spare is None or len(self.spare) < needed:
+            self.spare = tensors[0].new_empty(needed)
+        buffers = self.spare[:needed].view(2, len(receive), size)
+
+        def start(i):
+            """Post segment i of each tensor. Behind the end of a tensor it is empty."""
+            part = slice(i * size, (i + 1) * size)
+            into = {}
+            for (rank, t), buffer in zip(receive.items(), buffers[i % 2]):
+                into[rank] = buffer[: len(t[part])]
+            return part, into, self.post({rank: t[part] for rank, t in send.items()}, into)
+
+        started = start(0)
+        await pause()
+        for i in range(1, 1 + -(-longest // max(1, size))):
+            part, arrived, works = started
+            started = start(i)
+            for work in works:
+                work.wait()
+            for rank, t in receive.items():
+                combine(t[part], arrived[rank], out=(t if total is None else total)[part])
+
+
+# --- wires that watch
+
+
+class Counter(SegmentedWire):
+    """Logs every message in this rank's order: ("send" or "receive", rank in the group, bytes)."""
+
+    def __init__(self, group=None):
+        super().__init__(group)
+        self.log = []
+
+    async def exchange(self, send, receive, combine=None, total=None):
+        self.note("send", send)
+        await super().exchange(send, receive, combine, total)
+        self.note("receive", receive)
+
+    def note(self, kind, messages):
+        for rank, t in messages.items():
+            if t.numel():
+                self.log.append((kind, self.members[rank], t.numel() * t.element_size()))
+
+
+class Checked(SegmentedWire):
+    """For finding bugs: before each collective all ranks compare what they are about to do. Where
+    it differs all raise the same ValueError. That costs an all-gather each; send and recv are not
+    checked."""
+
+    async def agree(self, call, sends=(), receives=()):
+        """call: text that must be the same on all ranks. sends[j], receives[j]: elements to and
+        from rank j."""
+        header = json.dumps([call, list(sends), list(receives)]).encode()
+        length = 512 + 32 * self.size
+        headers = torch.zeros(self.size, length, dtype=torch.uint8, device=self.device)
+        headers[self.rank, : len(header)] = torch.tensor(list(header), dtype=torch.uint8)
+        await ring_all_gather(self, headers)
+        rows = [json.loads(bytes(header.tolist()).rstrip(b"\0")) for header in headers]
+        calls, sends, receives = zip(*rows)
+        for rank in range(self.size):
+            if calls[rank] != calls[0]:
+                raise ValueError(
+                    f"the ranks disagree: rank 0 calls {calls[0]}, rank {rank} calls {calls[rank]}"
+                )
+            for peer, count in enumerate(sends[rank]):
+                expected = receives[peer][rank]
+                if count != expected:
+                    raise ValueError(
+                        f"the ranks disagree in {calls[0]}: rank {rank} sends {count} elements "
+                        f"to rank {peer}, which expects {expected}"
+                    )
 
 
 # --- demo ---
 
-import functools
 import sys
 
 import harness
@@ -798,7 +804,8 @@ def demo(run):
         wire = Wire()
 
         def one_round(x, y):
-            perform(False, wire.exchange([((run.rank - 1) % n, x)], [((run.rank + 1) % n, y)]))
+            left, right = (run.rank - 1) % n, (run.rank + 1) % n
+            Work(wire.exchange({left: x}, {right: y})).wait()
 
         result |= network.measure_curve(run, algorithms, one_round, node, say)
     if run.rank == 0 and args.json:
