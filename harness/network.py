@@ -5,6 +5,7 @@ The alpha-beta model (Hockney 1994): a round in which a rank sends s bytes takes
 seconds. The algorithms of collectives.py are known here by their names only.
 """
 
+import json
 import statistics
 import time
 import types
@@ -13,8 +14,54 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from harness.flags import SIZE, SPEED, TIME
-from harness.plots import pyplot, save
+from harness.flags import POSITIVE, SIZE, SPEED, TIME, quantity
+from harness.plots import check_plot, plot_flag, pyplot, save
+from harness.start import Refused
+
+# --- flags
+
+
+def flags(parser):
+    """The flags of a script that measures or predicts all-reduces."""
+    plot_flag(parser, "draw time against size")
+    why = "run nothing, predict the times on N ranks, by the links below"
+    parser.add_argument("--ranks", **POSITIVE, help=why)
+    latency = dict(type=quantity(TIME, "5us"), metavar="TIME")
+    speed = dict(type=quantity(SPEED, "50GB/s"), metavar="SPEED")
+    for flag, unit, why in [
+        ("--alpha", latency, "latency of a link between nodes, with --ranks (default: 5us)"),
+        ("--beta", speed, "bandwidth of a link between nodes, with --ranks (default: 50GB/s)"),
+        ("--inside-alpha", latency, "latency inside a node, with --ranks (default: 2us)"),
+        ("--inside-beta", speed, "bandwidth inside a node, with --ranks (default: 300GB/s)"),
+    ]:
+        parser.add_argument(flag, **unit, help=why)
+    why = "processes to start here when torchrun did not (default: 4)"
+    parser.add_argument("--nproc", **POSITIVE, help=why)
+    why = "auto: GPUs where there are any"
+    parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto", help=why)
+    why = "default: nccl on GPUs, else gloo"
+    parser.add_argument("--backend", choices=["gloo", "nccl"], help=why)
+    parser.add_argument("--json", metavar="FILE", help="write what was measured as JSON")
+    parser.add_argument("--quiet", action="store_true", help="print nothing but errors")
+
+
+def check(args, world):
+    """Refuse flags that do not go together on `world` ranks."""
+    check_plot(args)
+    if args.plot and world == 1:
+        raise Refused("--plot needs two ranks or more: one sends nothing")
+    if args.nodes_of and world % args.nodes_of:
+        raise Refused(f"{world} ranks do not divide into nodes of --nodes-of {args.nodes_of}")
+    if args.ranks and (args.plot or args.json):
+        raise Refused(
+            "--ranks runs nothing that --plot or --json could show: leave one of them out"
+        )
+    if not args.ranks:
+        for name in ("alpha", "beta", "inside_alpha", "inside_beta"):
+            if getattr(args, name) is not None:
+                flag = "--" + name.replace("_", "-")
+                raise Refused(f"{flag} is for a prediction: add --ranks, or leave it out")
+
 
 # --- rounds and bytes
 
@@ -73,17 +120,28 @@ def formulas(n, size, node=1):
     }
 
 
-def counted_beside_formulas(counted, expected):
-    """The two as lines of text; what differs is marked as WRONG."""
+def count(run, algorithms, Counter, size, node, say):
+    """({algorithm: Cost as a dict}, the same by formula) of an all-reduce of about `size` bytes.
+    Counter() is a group that logs the messages."""
+    n = run.world
+    unit = 4 * n * (1 << (n.bit_length() - 1))  # the chunks of all algorithms come out equal
+    size = max(1, round(size / unit)) * unit
+    expected = {name: cost._asdict() for name, cost in formulas(n, size, node).items()}
+    say(f"\nall-reduce of {size} bytes, hierarchical in nodes of {node}: counted / by the formula")
     titles = ("rounds", "sent by one", "in and out of one", "sent by all")
-    lines = [f"{'':18s}" + "".join(f"{title:>24s}" for title in titles)]
-    for name, cost in counted.items():
+    say(f"{'':18s}" + "".join(f"{title:>24s}" for title in titles))
+    x, counted = torch.zeros(size // 4, device=run.device), {}
+    for name, all_reduce in algorithms.items():
+        counter = Counter()
+        all_reduce(x, group=counter)
+        counted[name] = tally(from_all(run, counter.log))._asdict()
         line = f"  {name:16s}"
-        for count, formula in zip(cost, expected[name]):
-            verdict = "" if count == formula else " WRONG"
-            line += f"{f'{count} / {formula:.0f}{verdict}':>24s}"
-        lines.append(line)
-    return "\n".join(lines)
+        for key, number in counted[name].items():
+            formula = expected[name][key]
+            verdict = "" if number == formula else " WRONG"
+            line += f"{f'{number} / {formula:.0f}{verdict}':>24s}"
+        say(line)
+    return counted, expected
 
 
 # --- seconds, predicted
@@ -128,12 +186,17 @@ def shown(value, units):
     return f"{value / units[unit]:.3g} {unit}"
 
 
-def print_predictions(n, link, inside, node):
-    """The table of --ranks: seconds of an all-reduce by size and algorithm."""
-    between = f"{shown(link.alpha, TIME)}, {shown(1 / link.beta, SPEED)}"
-    within = f"{shown(inside.alpha, TIME)}, {shown(1 / inside.beta, SPEED)}"
-    print(f"predicted: all-reduce on {n} ranks; links: {between};")
-    print(f"in nodes of {node}, for hierarchical: {within}")
+def speed_of(link, word=", "):
+    return f"{shown(link.alpha, TIME)}{word}{shown(1 / link.beta, SPEED)}"
+
+
+def print_predictions(args, node):
+    """The table of --ranks: seconds of an all-reduce by size and algorithm, in nodes of `node`."""
+    n = args.ranks
+    link = Link(args.alpha or 5e-6, 1 / (args.beta or 50e9))
+    inside = Link(args.inside_alpha or 2e-6, 1 / (args.inside_beta or 300e9))
+    print(f"predicted: all-reduce on {n} ranks; links: {speed_of(link)};")
+    print(f"in nodes of {node}, for hierarchical: {speed_of(inside)}")
     print(f"{'':>8s}" + "".join(f"{name:>18s}" for name in formulas(n, 0)))
     for exponent in range(3, 11):
         times = predict(n, 10.0**exponent, link, inside, node)
@@ -191,7 +254,7 @@ def measure_curve(run, algorithms, one_round, node, say):
         rows.append({"bytes": size, "seconds": seconds})
     link, errors = fit(points), []
     names = [name for name in algorithms if name != "torch"]
-    links = f"{shown(link.alpha, TIME)} and {shown(1 / link.beta, SPEED)}"
+    links = speed_of(link, " and ")
     say(f"\nmilliseconds, and how far from that the model is, with links of {links}, fitted here")
     say(f"{'':9s}{'torch':>9s}" + "".join(f"{name:>17s}" for name in names))
     for row in rows:
@@ -210,6 +273,15 @@ def measure_curve(run, algorithms, one_round, node, say):
     say(f"{'latency = bandwidth':18s}" + sizes)
     say(f"  the model's error: median {statistics.median(errors):.0%}, largest {max(errors):.0%}")
     return {"alpha": link.alpha, "beta": link.beta, "curve": rows, "crossover": crossover}
+
+
+def write(args, result, rank):
+    """What --json and --plot ask for."""
+    if rank == 0 and args.json:
+        with open(args.json, "w") as f:
+            json.dump(result, f, indent=1)
+    if rank == 0 and args.plot:
+        plot_curve(args.plot, result)
 
 
 def plot_curve(name, result):
@@ -304,6 +376,21 @@ def differences(library, run):
             if not torch.equal(result, expected[name]):
                 dtypes.append(str(dtype))
     return different
+
+
+def compare_with_torch(library, run, say):
+    """The collectives, with the dtypes, that differ from torch's on any rank."""
+    ranks = from_all(run, differences(library, run))
+    differ = set()
+    for rank in ranks:
+        for name, dtypes in rank.items():
+            differ |= {f"{name} in {dtype}" for dtype in dtypes}
+    differ = sorted(differ)
+    verdict = "differ from torch's: " + ", ".join(differ)
+    if not differ:
+        verdict = "equal torch's, bit for bit"
+    say(f"{len(ranks[0])} collectives on {run.world} ranks in {len(EXACT_DTYPES)} dtypes {verdict}")
+    return differ
 
 
 def from_all(run, value):

@@ -311,10 +311,14 @@ def test_what_one_rank_can_see_is_refused(ranks):
         for message, call in {
             "nodes of 3": lambda: ALL_REDUCE["hierarchical"](x, node=3),
             "is not one of SUM": lambda: c.all_reduce(x, dist.ReduceOp.BAND),
-            "must hold 2 times the input": lambda: c.all_gather_single(x, torch.zeros(3)),
-            "must hold 2 times the output": lambda: c.reduce_scatter_single(torch.zeros(1), x),
-            "divide into 2 equal parts": lambda: c.all_gather_single(
-                torch.zeros(3), torch.zeros(1)
+            "hold 2 times the input, float32 (3,), but is float32 (4,)": lambda: (
+                c.all_gather_single(x, torch.zeros(3))
+            ),
+            "input must be contiguous and hold 2 times the output": lambda: c.reduce_scatter_single(
+                torch.zeros(1), x
+            ),
+            "hold 2 times the input, float32 (1,), but is float32 (3,)": lambda: (
+                c.all_gather_single(torch.zeros(3), torch.zeros(1))
             ),
             "which do not divide among 2 ranks": lambda: c.all_to_all_single(
                 torch.zeros(3), torch.zeros(3)
@@ -453,7 +457,7 @@ def test_script_predicts_and_refuses(script):
     )
     for flag in ("--alpha 1us", "--beta 1GB/s", "--inside-alpha 1us", "--inside-beta 1GB/s"):
         code, said = script("collectives", flag)
-        assert code == 2 and "add --ranks, or leave them out" in said
+        assert code == 2 and "is for a prediction: add --ranks, or leave it out" in said
     for text, value in (
         ("5us", 5e-6),
         ("0.5ms", 5e-4),
