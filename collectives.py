@@ -5,9 +5,9 @@ model, one batch and some of these. The best known is the ring all-reduce: each 
 into N chunks and talks to its two neighbours only. Here N is 3, and "12" is rank 1's plus rank 2's:
 
               start      round 1       round 2        rounds 3 and 4
-    rank 0    0  0  0    0   0   01    012  .   .     012 012 012      first a reduce-scatter:
-    rank 1    1  1  1    12  1   1     .   012  .     012 012 012      rank r sums up chunk r;
-    rank 2    2  2  2    2   02  2     .    .  012    012 012 012      then an all-gather of the sums
+    rank 0    0  0  0    0   0   01    012  .   .     012 012 012     first a reduce-scatter:
+    rank 1    1  1  1    12  1   1     .   012  .     012 012 012     rank r sums up chunk r;
+    rank 2    2  2  2    2   02  2     .    .  012    012 012 012     then an all-gather of the sums
 
 Sent: a rank sends 2 (N-1) chunks. That is 2 S (N-1)/N bytes for a tensor of S bytes: about 2 S,
 however many ranks there are. No all-reduce sends less. But each of its 2 (N-1) rounds waits for the
@@ -56,15 +56,16 @@ async def ring_all_reduce(wire, x, combine):
 
 
 async def ring_reduce_scatter(wire, chunks, combine, sums=None):
-    """Rank r ends with the sum of chunk r, which set out at rank r-1 and has gone round.
+    """Rank r ends with the sum of chunk r, which sets out at rank r-1 and goes round.
 
-    The sums are in `sums`, or in place: then the other chunks hold partial sums."""
+    The sums are in `sums`, or in place. The other chunks of it hold partial sums."""
     n, rank = wire.size, wire.rank
     left, right = (rank - 1) % n, (rank + 1) % n
     sums = sums or chunks
     for step in range(n - 1):
-        partial = sums[(rank + step + 1) % n]  # the sum of step + 1 ranks' chunks
-        arriving = (rank + step + 2) % n  # to this one rank's own is added; it is sent next
+        partial = sums[(rank + step + 1) % n]  # of step + 1 ranks; at first this rank's own chunk
+        arriving = (rank + step + 2) % n
+        # sums[arriving] = chunks[arriving] + what arrives, which is sent on in the next step
         await wire.exchange({left: partial}, {right: chunks[arriving]}, combine, sums[arriving])
 
 
@@ -526,8 +527,8 @@ ALGORITHMS = {
 
 
 def all_reduce(tensor, op=SUM, group=None, async_op=False, algorithm="ring", **options):
-    """In place of torch.distributed's. The sum has the same bits on all ranks; another algorithm's
-    may differ by rounding, because it adds in another order.
+    """Stands in for torch.distributed's. The sum has the same bits on all ranks. Another
+    algorithm's may differ by rounding, because it adds in another order.
 
     Use, for the gradients of a model, with other rows of the batch on each rank:
 

@@ -132,6 +132,30 @@ def test_segments_change_neither_result_nor_cost(ranks, monkeypatch):
             assert network.tally([log[name] for log in logs]) == formula
 
 
+@pytest.mark.parametrize("world", [2, 3, 4, 6])
+def test_segments_and_kept_buffers_change_no_bit(ranks, monkeypatch, world):
+    """SegmentedWire, which is used by default, beside the plain Wire."""
+    monkeypatch.setattr(collectives, "SEGMENT", 40)
+
+    def work(rank):
+        for size in (0, 1, 100 * world, 100 * world + 7):
+            results = []
+            for wire in (collectives.Wire(), collectives.SegmentedWire()):
+                result = []
+                for all_reduce in ALL_REDUCE.values():
+                    result.append(inputs(world, size)[rank])
+                    all_reduce(result[-1], group=wire)
+                result.append(inputs(world, size)[rank])
+                collectives.reduce(result[-1], world - 1, group=wire)
+                part = torch.zeros(size // world)
+                whole = inputs(world, size)[rank][: size // world * world]
+                collectives.reduce_scatter_single(part, whole, group=wire)
+                results.append([*result, part])
+            assert all(torch.equal(plain, fast) for plain, fast in zip(*results)), size
+
+    ranks(world, work)
+
+
 def test_strides_and_views(ranks):
     def work(rank):
         for all_reduce in ALL_REDUCE.values():
