@@ -220,16 +220,18 @@ class Wire:
         return part
 
     def agree(self, call, sends=(), receives=()):
-        """Before each collective. Class Checked compares the calls here."""
+        """Called before each collective. In a Checked it compares the calls of all ranks."""
 
 
-# --- now or later: a collective that waits, or a handle to wait for
+# --- blocking, or with async_op: because the algorithms are coroutines, one can stop at its first
+# `await`, return to the caller, and go on later
 
 
 @types.coroutine
 def pause():
-    """Each round pauses here once its messages are posted, also where a rank has none: so the
-    collectives in flight take turns alike on all ranks, and messages match by their order."""
+    """Each round pauses here once its messages are posted. A rank without messages pauses too, so
+    that collectives in flight post theirs in the same order on all ranks: that is how they match.
+    """
     yield
 
 
@@ -237,9 +239,9 @@ class Work:
     """A collective on its way. Its first round is posted; wait() does the rest.
 
     So only the first round overlaps with the caller's work. Any number may be in flight, if all
-    ranks start them in the same order, and wait for them in the same order. Until wait() the
-    tensors must not be read or written, and the group not be used for torch's send and recv.
-    Warns if it is dropped before wait(): the tensor is incomplete, and the group of no more use.
+    ranks start them in the same order, and wait for them in the same order. Until wait(), don't
+    read or write the tensors, and don't use torch's send and recv on the group. A Work that is
+    dropped before wait() warns: the tensor is incomplete, and the group can't be used any more.
     """
 
     def __init__(self, rounds):
@@ -293,7 +295,8 @@ def wire_and_root(group, rank, group_rank):
 
 
 def send(tensor, dst=None, group=None, group_dst=None):
-    """Gloo's returns when the receiver has called recv: two ranks must not both send first."""
+    """On gloo it returns when the receiver has called recv. So two ranks must not both send
+    first."""
     wire, peer = wire_and_root(group, dst, group_dst)
     perform(wire.exchange({peer: tensor}, {}), async_op=False)
 
@@ -459,14 +462,11 @@ def same_memory(a, b):
 
 async def server_all_reduce(wire, x, combine):
     """Rank 0 adds up, in the order of the ranks, and sends the sum to all."""
-    clients = {rank: x for rank in range(1, wire.size)}
-    server = {0: x}
-    if wire.rank == 0:
-        await wire.exchange({}, clients, combine)
-        await wire.exchange(clients, {})
-    else:
-        await wire.exchange(server, {}, combine)
-        await wire.exchange({}, server)
+    is_server = wire.rank == 0
+    clients = {rank: x for rank in range(1, wire.size)} if is_server else {}
+    server = {} if is_server else {0: x}
+    await wire.exchange(server, clients, combine)
+    await wire.exchange(clients, server)
 
 
 async def direct_all_reduce(wire, x, combine):
