@@ -1,297 +1,291 @@
-"""Every collective, from nothing but messages between two ranks; and six ways to all-reduce,
-counted and timed.
+"""Collectives: all of them from messages between two ranks, and six ways to all-reduce.
 
-What is split: nothing yet. A collective moves tensors between the N ranks of a group, S bytes in
-all; every technique in this project is one model, one batch and some of these. What the wire does:
-a rank sends a tensor to another one, and receives one.
-
-    one to many     broadcast (a tree: who has it passes it on), scatter
-    many to one     reduce (the same tree, upwards), gather
-    many to many    all-gather, reduce-scatter (rings), all-to-all, all-reduce, barrier
-
-A ring all-reduce of a tensor in N chunks, here 3 (messages go to rank - 1; nccl's go to rank + 1).
-Of each chunk, whose terms are added up in it:
+A collective moves tensors between the N ranks of a group. Every technique in this project is one
+model, one batch and some of these. The best known is the ring all-reduce: each rank cuts its tensor
+into N chunks and talks to its two neighbours only. Here N is 3, and "12" is rank 1's plus rank 2's:
 
               start      round 1       round 2        rounds 3 and 4
-    rank 0    0  0  0    0   0   01    012  .   .     012 012 012       first a reduce-scatter: rank r ends with all of chunk r,
-    rank 1    1  1  1    12  1   1     .   012  .     012 012 012       then an all-gather: the chunks go round once more
-    rank 2    2  2  2    2   02  2     .    .  012    012 012 012
+    rank 0    0  0  0    0   0   01    012  .   .     012 012 012     first a reduce-scatter:
+    rank 1    1  1  1    12  1   1     .   012  .     012 012 012     rank r sums up chunk r;
+    rank 2    2  2  2    2   02  2     .    .  012    012 012 012     then an all-gather of the sums
 
-What is sent: a round ends when its messages are there, and those of the next round wait for it;
-"rounds" is the longest chain of messages that each wait for the one before. "Sent by one" is the
-most that any rank sends, or receives; r = (N-1)/N.
+Sent: a rank sends 2 (N-1) chunks. That is 2 S (N-1)/N bytes for a tensor of S bytes: about 2 S,
+however many ranks there are. No all-reduce sends less. But each of its 2 (N-1) rounds waits for the
+one before, so for small tensors halving-doubling is faster: 2 log2 N rounds, the same bytes.
+docs/collectives.md has the table of all collectives, and a model of their time.
 
-    collective          rounds                sent by one   sent by all   its backward
-    broadcast, reduce   log2 N                log2 N S, S   (N-1) S       each other's
-    scatter, gather     1                     r S, S/N      r S           each other's
-    all-gather          N-1                   r S           (N-1) S       reduce-scatter
-    reduce-scatter      N-1                   r S           (N-1) S       all-gather
-    all-to-all          1                     r S           (N-1) S       itself, the other way round
+Backward: autograd sees none of these messages, so a technique writes its backward by hand. Where
+forward copies a tensor to N ranks, backward adds up N gradients. So broadcast and reduce are each
+other's backward, all-gather and reduce-scatter too. All-to-all goes back the way it came.
 
-    all-reduce                                                            who adds up, in which order
-    server              2                     (N-1) S       2 (N-1) S     rank 0, in the order of the ranks
-    sequential          N                     (N-1) S       N (N-1) S     one rank after the other, likewise
-    direct              1                     (N-1) S       N (N-1) S     every rank, likewise
-    ring                2 (N-1)               2 r S         2 (N-1) S     for chunk c of N: rank c-1, c-2, ..., c
-    halving-doubling    2 log2 N              2 r S         2 (N-1) S     pairs, then pairs of pairs, ...
-    hierarchical        2 (k-1) + 2 (N/k-1)   2 r S         2 (N-1) S     rings inside nodes of k, then across
+Don't train with these: torch.distributed's are as fast or faster. These are here to be read.
 
-Where N is no power of two, p ranks, the largest one below it, halve and double: 2 log2 p + 2
-rounds, S more from one.
+    torchrun --nproc_per_node=4 collectives.py              python collectives.py --ranks 1024
 
-Use, here for the gradients of a model, with `rows` of a batch on each rank:
-
-    count = torch.tensor(float(targets.numel()))
-    all_reduce(count, group=group)                          # the tokens of all ranks
-    loss = cross_entropy(model(rows), targets, reduction="sum") / count
-    loss.backward()
-    for p in model.parameters():
-        all_reduce(p.grad, group=group)                     # in place: the sum, on every rank
-    work = ALL_REDUCE["halving-doubling"](x, MAX, group, async_op=True)
-    work.wait()                                             # x must not be read or written before
-    all_reduce(x, group=Checked(group))                     # ValueError where the ranks disagree
-
-All ranks of the group must call the same collectives in the same order, with the same shapes and
-dtypes. Only a Checked checks this. Without it gloo fills a buffer in part, or adds up the bytes of
-another tensor, and says nothing. Between the start of an async collective and its wait() the group
-must not be used for torch's own send and recv.
-
-Backward: these functions write into tensors, and autograd knows nothing of them. The files that
-need a gradient through a collective write its backward as the table says. The sum has the same bits
-on all ranks; another algorithm's may differ by rounding, because it adds in another order.
-
-What it costs: rounds alpha + bytes that wait for each other beta, in seconds, with a latency of
-alpha a round and beta a byte (Hockney 1994). Those bytes are what one rank sends, but for server
-(twice that: in, then out) and sequential (N times). Few rounds win for small tensors, few bytes for
-large ones: then the ring, for all its O(N) rounds, is as fast as can be, and 2 r S hardly grows
-with N. With async_op a collective posts its first round and returns; wait() does the rest. So only
-the first round overlaps with what comes in between. Any number may be in flight, if all ranks start
-them, and wait for them, in the same order.
-
-When it is the wrong choice: to train with; torch.distributed's own are as fast or faster, and these
-are here to be read.
-
-    torchrun --nproc_per_node=4 collectives.py  python collectives.py --plot curve  python collectives.py --ranks 1024
-
-Papers: Thakur, Rabenseifner and Gropp 2005, Optimization of collective communication operations in
-MPICH, sections 4.2 (trees) and 4.5 (halving and doubling, from Rabenseifner 2004); Patarasuk and
-Yuan 2009, Bandwidth optimal all-reduce algorithms for clusters of workstations (ring); Cho et al.
-2019, BlueConnect (hierarchical); Hockney 1994 (alpha, beta).
+Patarasuk and Yuan 2009, Bandwidth optimal all-reduce algorithms for clusters of workstations (the
+ring). Thakur, Rabenseifner and Gropp 2005, Optimization of collective communication operations in
+MPICH, sections 4.2 (trees) and 4.5 (halving and doubling). Cho et al. 2019, BlueConnect
+(hierarchical). Hockney 1994 (alpha and beta).
 """
 
 import copy
+import functools
 import itertools
-import json
+import types
 import warnings
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
-SUM, PRODUCT, MIN, MAX = (
-    dist.ReduceOp.SUM,
-    dist.ReduceOp.PRODUCT,
-    dist.ReduceOp.MIN,
-    dist.ReduceOp.MAX,
-)
-SEGMENT = 1 << 21  # bytes: large enough for what a message costs, small enough for a cache
+SUM, PRODUCT = dist.ReduceOp.SUM, dist.ReduceOp.PRODUCT
+MIN, MAX = dist.ReduceOp.MIN, dist.ReduceOp.MAX
 OPERATORS = {SUM: torch.add, PRODUCT: torch.mul, MIN: torch.minimum, MAX: torch.maximum}
 
+# --- the ring
+#
+# await wire.exchange({left: a}, {right: b}) sends a to the left, receives b from the right, and
+# waits until b has arrived. With `combine` it adds what arrives to b, or takes the maximum, ...
+# Class Wire, below, shows how. x is a tensor in one dimension, and changes in place.
 
-# --- the wire
+
+async def ring_all_reduce(wire, x, combine):
+    """Every rank gets the sum. All links are busy all the time."""
+    chunks = x.tensor_split(wire.size)
+    await ring_reduce_scatter(wire, chunks, combine)
+    await ring_all_gather(wire, chunks)
+
+
+async def ring_reduce_scatter(wire, chunks, combine, sums=None):
+    """Rank r ends with the sum of chunk r, which sets out at rank r-1 and goes round.
+
+    The sums are in `sums`, or in place. The other chunks of it hold partial sums."""
+    n, rank = wire.size, wire.rank
+    left, right = (rank - 1) % n, (rank + 1) % n
+    sums = sums or chunks
+    for step in range(n - 1):
+        partial = sums[(rank + step + 1) % n]  # of step + 1 ranks; at first this rank's own chunk
+        arriving = (rank + step + 2) % n
+        # sums[arriving] = chunks[arriving] + what arrives, which is sent on in the next step
+        await wire.exchange({left: partial}, {right: chunks[arriving]}, combine, sums[arriving])
+
+
+async def ring_all_gather(wire, chunks):
+    """Rank r starts with chunk r. Every round passes on the chunk of the round before."""
+    n, rank = wire.size, wire.rank
+    left, right = (rank - 1) % n, (rank + 1) % n
+    for step in range(n - 1):
+        arriving = chunks[(rank + step + 1) % n]
+        await wire.exchange({left: chunks[(rank + step) % n]}, {right: arriving})
+
+
+# --- the tree: the root tells one rank, both tell one more, these four tell one more each, ...
+
+
+async def tree_broadcast(wire, x, root):
+    """0 -> 4, then 0 -> 2 and 4 -> 6, then 0 -> 1, 2 -> 3, 4 -> 5 and 6 -> 7: log2 N rounds. A loop
+    at the root would take N-1."""
+    for children, parents in tree(wire, root):
+        await wire.exchange({rank: x for rank in children}, {rank: x for rank in parents})
+
+
+async def tree_reduce(wire, x, root, combine):
+    """The same messages backwards. A rank adds its children's sums to its x, and sends the result
+    to its parent. Only the root's x changes."""
+    total = x if wire.rank == root else torch.empty_like(x)
+    partial = x
+    for children, parents in reversed(tree(wire, root)):
+        send, receive = {rank: partial for rank in parents}, {rank: partial for rank in children}
+        await wire.exchange(send, receive, combine, total)
+        if children:
+            partial = total
+
+
+def tree(wire, root):
+    """This rank's (children, parents) in each round: lists of one rank or none."""
+    place = (wire.rank - root) % wire.size  # the root is at place 0
+    rounds = []
+    for distance in reversed(powers_of_two(wire.size)):
+        children, parents = [], []
+        if place % (2 * distance) == 0 and place + distance < wire.size:
+            children = [(wire.rank + distance) % wire.size]
+        elif place % (2 * distance) == distance:
+            parents = [(wire.rank - distance) % wire.size]
+        rounds.append((children, parents))
+    return rounds
+
+
+def powers_of_two(n):
+    """1, 2, 4, ... below n."""
+    return [1 << i for i in range((n - 1).bit_length())]
+
+
+# --- halving and doubling: log2 N rounds each way
+
+
+async def halving_doubling_all_reduce(wire, x, combine):
+    """In round k a rank and its partner, 2^k further on or back, cut what they have left in halves.
+    Each sums up one of them, and is left with it. Then they exchange the sums, last pair first.
+
+    p is the largest power of two up to N. Where it is not N, rank p+i first folds its tensor into
+    rank i's, and gets the result at the end."""
+    p = 1 << (wire.size.bit_length() - 1)
+    if wire.rank >= p:
+        await wire.exchange({wire.rank - p: x}, {}, combine)
+        await wire.exchange({}, {wire.rank - p: x})
+        return
+    folded = {wire.rank + p: x} if wire.rank + p < wire.size else {}
+    if p < wire.size:
+        await wire.exchange({}, folded, combine)
+
+    rest, halvings = x, []
+    for distance in powers_of_two(p):
+        partner = wire.rank ^ distance
+        kept, sent = rest.tensor_split(2)
+        if wire.rank & distance:
+            kept, sent = sent, kept
+        await wire.exchange({partner: sent}, {partner: kept}, combine)
+        halvings.append((partner, kept, sent))
+        rest = kept
+    for partner, kept, sent in reversed(halvings):
+        await wire.exchange({partner: kept}, {partner: sent})
+
+    if p < wire.size:
+        await wire.exchange(folded, {})
+
+
+# --- the wire: messages between two ranks
 
 
 class Wire:
-    """Messages between the ranks of a group: all that the collectives know of the network.
+    """All that a collective knows of the network: this rank, the size of the group, and a round.
 
-    Where a collective takes a `group` it takes a Wire too: a Counter counts, a Checked checks.
-    Raises ValueError on a rank that is not a member.
+    Ranks are ranks in the group. Raises ValueError on a rank that is not a member.
     """
 
     def __init__(self, group=None):
         self.group = group or dist.group.WORLD
-        self.rank, self.size = dist.get_rank(self.group), dist.get_world_size(self.group)
-        self.members = range(self.size)  # rank here -> rank in the group
+        self.rank = dist.get_rank(self.group)
         if self.rank < 0:
             raise ValueError("this rank is not in the group: only members may call its collectives")
-        # NCCL runs the messages between two ranks one by one: where both send first both wait for
-        # ever, but in a batch. Gloo has no such order, and posts messages sooner alone. And NCCL's
-        # barrier needs a tensor on the GPU.
-        self.batched = dist.get_backend(self.group) == "nccl"
-        self.device = torch.device("cuda" if self.batched else "cpu")
+        self.size = dist.get_world_size(self.group)
+        self.members = range(self.size)  # rank on this wire -> rank in the group
+        self.nccl = dist.get_backend(self.group) == "nccl"
+
+    async def exchange(self, send, receive, combine=None, total=None):
+        """A round. send, receive: {rank: tensor}; a tensor for the rank itself is copied.
+
+        Without `combine` the tensors in `receive` are overwritten. With it they are flat, and what
+        comes is added to them, in place or into `total`. Sender and receiver both give `combine`.
+        """
+        send = {rank: t.contiguous() for rank, t in send.items()}
+        incoming = dict(receive)
+        for rank, t in receive.items():
+            if combine or not t.is_contiguous():
+                incoming[rank] = t.new_empty(t.shape)
+        if self.rank in send:
+            incoming[self.rank].copy_(send[self.rank])
+        works = self.post(send, incoming)
+        await pause()
+        for work in works:
+            work.wait()
+        for rank, t in receive.items():
+            if combine:
+                combine(t, incoming[rank], out=t if total is None else total)
+            elif incoming[rank] is not t:
+                t.copy_(incoming[rank])
+
+    def post(self, send, receive):
+        """Start all messages, and return the handles to wait for. Empty tensors are left out."""
+        group = self.group
+        sends, receives = self.messages(send), self.messages(receive)
+        if self.nccl:
+            # NCCL runs the messages between two ranks one by one. Where both send first, both wait
+            # for ever, unless the messages are in a batch.
+            ops = [dist.P2POp(dist.isend, t, group=group, group_peer=rank) for rank, t in sends]
+            ops += [dist.P2POp(dist.irecv, t, group=group, group_peer=rank) for rank, t in receives]
+            return dist.batch_isend_irecv(ops) if ops else []
+        works = [dist.isend(t, group=group, group_dst=rank) for rank, t in sends]
+        return works + [dist.irecv(t, group=group, group_src=rank) for rank, t in receives]
+
+    def messages(self, tensors):
+        """(rank in the group, tensor) of what crosses the network."""
+        crossing = [(rank, t) for rank, t in tensors.items() if rank != self.rank and t.numel()]
+        return [(self.members[rank], t) for rank, t in crossing]
 
     def among(self, members):
         """The wire between some of the ranks, numbered in the order of `members`."""
         part = copy.copy(self)
-        part.members = [self.members[m] for m in members]
+        part.members = [self.members[rank] for rank in members]
         part.rank, part.size = members.index(self.rank), len(members)
         return part
 
-    def post(self, sends, receives):
-        """Start to send and receive (peer, tensor) pairs, contiguous ones; returns what to wait
-        for. The tensors must live until then. Empty ones are left out."""
-        messages = [(dist.isend, *m) for m in sends] + [(dist.irecv, *m) for m in receives]
-        messages = [(op, self.members[peer], t) for op, peer, t in messages if t.numel()]
-        if not self.batched:
-            where = {dist.isend: "group_dst", dist.irecv: "group_src"}
-            return [op(t, group=self.group, **{where[op]: peer}) for op, peer, t in messages]
-        ops = [dist.P2POp(op, t, group=self.group, group_peer=peer) for op, peer, t in messages]
-        return dist.batch_isend_irecv(ops) if ops else []
-
-    def exchange(self, sends, receives):
-        """A round: post all (peer, tensor) of `sends` and `receives`, pause, wait.
-
-        This and all that is made of it are generators that pause where a rank would wait. A rank
-        with nothing to say in a round pauses too: so collectives in flight take turns alike on all
-        ranks, and messages match by their order.
-        """
-        sends = [(peer, t.contiguous()) for peer, t in sends]
-        buffers = [(peer, t.contiguous()) for peer, t in receives]
-        works = self.post(sends, buffers)
-        yield
-        for work in works:
-            work.wait()
-        for (_, t), (_, buffer) in zip(receives, buffers):
-            if buffer is not t:
-                t.copy_(buffer)
-
-    def exchange_adding(self, sends, receives, combine, spare):
-        """A round of at most one (peer, tensor) to send and one (peer, tensor, out) to receive,
-        flat and contiguous: what comes is reduced with the tensor into `out`.
-
-        It comes in segments, into two buffers that take turns (`spare`): the next arrives while one
-        is added, and little fresh memory is taken, whose page faults would cost as much as the
-        message.
-        """
-        outgoing = [(peer, piece) for peer, t in sends for piece in segments(t)]
-        incoming = [
-            (peer, *pieces)
-            for peer, t, out in receives
-            for pieces in zip(segments(t), segments(out))
-        ]
-        works = []
-        # Turn i posts segment i and adds segment i - 1. Only the first posting is a pause, as in
-        # exchange
-        for i in range(max(len(outgoing), len(incoming), 1) + 1):
-            into = [(peer, spare[i % 2][: t.numel()]) for peer, t, _ in incoming[i : i + 1]]
-            before, works = works, self.post(outgoing[i : i + 1], into)
-            if i == 0:
-                yield
-                continue
-            for work in before:
-                work.wait()
-            for _, t, out in incoming[i - 1 : i]:
-                combine(t, spare[(i - 1) % 2][: t.numel()], out=out)
-
     def agree(self, call, sends=(), receives=()):
-        """Comes before each collective; see Checked."""
-        yield from ()
+        """Called before each collective. In a Checked it compares the calls of all ranks."""
 
 
-def segments(t):
-    """A flat tensor in pieces of at most SEGMENT bytes."""
-    return t.split(SEGMENT // t.element_size()) if t.numel() * t.element_size() > SEGMENT else (t,)
+# --- blocking, or with async_op: because the algorithms are coroutines, one can stop at its first
+# `await`, return to the caller, and go on later
 
 
-def spare_for(t):
-    """Two buffers for the segments of a flat tensor."""
-    return t.new_empty(2, min(t.numel(), SEGMENT // t.element_size())).unbind()
-
-
-class Counter(Wire):
-    """A wire that logs every message: ("send" or "receive", peer, bytes), in this rank's order."""
-
-    def __init__(self, group=None):
-        super().__init__(group)
-        self.log = []
-
-    def note(self, kind, messages):
-        self.log += [
-            (kind, self.members[i], t.numel() * t.element_size())
-            for i, t, *_ in messages
-            if t.numel()
-        ]
-
-    def exchange(self, sends, receives):
-        self.note("send", sends)
-        yield from super().exchange(sends, receives)
-        self.note("receive", receives)
-
-    def exchange_adding(self, sends, receives, combine, spare):
-        self.note("send", sends)
-        yield from super().exchange_adding(sends, receives, combine, spare)
-        self.note("receive", receives)
-
-
-class Checked(Wire):
-    """A wire for finding bugs: before each collective all ranks compare what they are about to do,
-    and where it differs all raise the same ValueError. That costs an all-gather each; send and recv
-    are not checked."""
-
-    def agree(self, call, sends=(), receives=()):
-        """call: what must be the same on all ranks. sends[j], receives[j]: elements to and from
-        rank j."""
-        mine = json.dumps([call, list(sends), list(receives)]).encode()
-        headers = torch.zeros(
-            self.size, 512 + 32 * self.size, dtype=torch.uint8, device=self.device
-        )
-        headers[self.rank, : len(mine)] = torch.tensor(list(mine), dtype=torch.uint8)
-        yield from ring_all_gather(self, headers)
-        calls, sends, receives = zip(
-            *(json.loads(bytes(h.tolist()).rstrip(b"\0")) for h in headers)
-        )
-        for r in range(self.size):
-            if calls[r] != calls[0]:
-                raise ValueError(
-                    f"the ranks disagree: rank 0 calls {calls[0]}, rank {r} calls {calls[r]}"
-                )
-            for s in range(len(sends[r])):
-                if sends[r][s] != receives[s][r]:
-                    message = f"rank {r} sends {sends[r][s]} elements to rank {s}, which expects {receives[s][r]}"
-                    raise ValueError(f"the ranks disagree in {calls[0]}: {message}")
+@types.coroutine
+def pause():
+    """Each round pauses here once its messages are posted. A rank without messages pauses too, so
+    that collectives in flight post theirs in the same order on all ranks: that is how they match.
+    """
+    yield
 
 
 class Work:
-    """A collective on its way: its first round is posted, wait() does what is left.
+    """A collective on its way. Its first round is posted; wait() does the rest.
 
-    Warns if it is dropped before wait(): the tensor is incomplete, and the group of no more use.
+    So only the first round overlaps with the caller's work. Any number may be in flight, if all
+    ranks start them in the same order, and wait for them in the same order. Until wait(), don't
+    read or write the tensors, and don't use torch's send and recv on the group. A Work that is
+    dropped before wait() warns: the tensor is incomplete, and the group can't be used any more.
     """
 
     def __init__(self, rounds):
-        self.rounds, self.waited = rounds, True
+        self.waited = True
+        # A chain, because one can ask it again when it has ended
+        self.pauses = itertools.chain(rounds.__await__())
         with torch.no_grad():
-            next(self.rounds, None)
+            next(self.pauses, None)
         self.waited = False
-
-    def __del__(self):
-        if not self.waited:
-            warnings.warn(
-                "a collective was dropped before wait(): keep what async_op=True returns, and wait for it"
-            )
 
     def wait(self):
         self.waited = True
         with torch.no_grad():
-            for _ in self.rounds:
+            for _ in self.pauses:
                 pass
 
+    def __del__(self):
+        if not self.waited:
+            advice = "keep what async_op=True returns, and wait for it"
+            warnings.warn(f"a collective was dropped before wait(): {advice}")
 
-def perform(async_op, *parts):
-    """Run generators one after the other: to the end, or to the first pause. They yield nothing: a
-    yield is a pause."""
-    work = Work(itertools.chain(*parts))
+
+def perform(rounds, async_op):
+    work = Work(rounds)
     if async_op:
         return work
     work.wait()
 
 
 def wire_of(group):
-    return group if isinstance(group, Wire) else Wire(group)
+    """A wire for one collective. A copy, because collectives in flight must not share buffers."""
+    return copy.copy(group) if isinstance(group, Wire) else SegmentedWire(group)
+
+
+# --- the names and arguments of torch.distributed: one to one, one to many, many to one
+#
+# All ranks of the group must call the same collectives in the same order, with the same shapes and
+# dtypes. Only a Checked (below) checks this. Without it gloo fills a buffer in part, or adds up the
+# bytes of another tensor, and says nothing. Instead of a group these functions take a Wire too.
 
 
 def wire_and_root(group, rank, group_rank):
-    """The root is given as in torch, by its global rank or by its rank in the group; by default it
-    is the first."""
+    """The root is given as in torch: by its global rank, or by its rank in the group. By default it
+    is the group's first rank."""
     wire = wire_of(group)
     if group_rank is None:
         group_rank = 0 if rank is None else dist.get_group_rank(wire.group, rank)
@@ -300,14 +294,51 @@ def wire_and_root(group, rank, group_rank):
     return wire, group_rank
 
 
-def operator(op):
-    if op not in OPERATORS:
-        raise ValueError(f"{op} is not one of SUM, PRODUCT, MIN and MAX")
-    return OPERATORS[op]
+def send(tensor, dst=None, group=None, group_dst=None):
+    """On gloo it returns when the receiver has called recv. So two ranks must not both send
+    first."""
+    wire, peer = wire_and_root(group, dst, group_dst)
+    perform(wire.exchange({peer: tensor}, {}), async_op=False)
 
 
-def describe(tensor):
-    return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
+def recv(tensor, src=None, group=None, group_src=None):
+    """Into `tensor`, which must have the dtype and the number of elements of what is sent."""
+    wire, peer = wire_and_root(group, src, group_src)
+    perform(wire.exchange({}, {peer: tensor}), async_op=False)
+
+
+def broadcast(tensor, src=None, group=None, async_op=False, group_src=None):
+    """The root's tensor to all."""
+    wire, root = wire_and_root(group, src, group_src)
+    wire.agree(f"broadcast from {root} of {describe(tensor)}")
+    return perform(tree_broadcast(wire, tensor, root), async_op)
+
+
+def reduce(tensor, dst=None, op=SUM, group=None, async_op=False, group_dst=None):
+    """The sum of all tensors, into the root's. The other ranks' stay as they are."""
+    wire, root = wire_and_root(group, dst, group_dst)
+    combine = operator(op)
+    wire.agree(f"reduce {op} to {root} of {describe(tensor)}")
+    return perform(flat(tensor, lambda x: tree_reduce(wire, x, root, combine)), async_op)
+
+
+def scatter(tensor, scatter_list=None, src=None, group=None, async_op=False, group_src=None):
+    """scatter_list[i] of the root into rank i's tensor, straight from the root: a tree would send
+    it several times."""
+    wire, root = wire_and_root(group, src, group_src)
+    pieces = one_each("scatter_list", scatter_list, wire, tensor) if wire.rank == root else []
+    wire.agree(f"scatter from {root} of {describe(tensor)}")
+    return perform(wire.exchange(dict(enumerate(pieces)), {root: tensor}), async_op)
+
+
+def gather(tensor, gather_list=None, dst=None, group=None, async_op=False, group_dst=None):
+    """Rank i's tensor into gather_list[i] of the root."""
+    wire, root = wire_and_root(group, dst, group_dst)
+    pieces = one_each("gather_list", gather_list, wire, tensor) if wire.rank == root else []
+    if tensor.numel() and len({t.data_ptr() for t in pieces}) < len(pieces):
+        raise ValueError("gather_list holds the same tensor several times: make one for each rank")
+    wire.agree(f"gather to {root} of {describe(tensor)}")
+    return perform(wire.exchange({root: tensor}, dict(enumerate(pieces))), async_op)
 
 
 def one_each(name, tensors, wire, like):
@@ -317,339 +348,157 @@ def one_each(name, tensors, wire, like):
     return tensors
 
 
-def overlap(a, b):
-    """Whether two tensors may share memory, by the first and last element of each."""
-    if (
-        a.numel() == 0
-        or b.numel() == 0
-        or a.untyped_storage().data_ptr() != b.untyped_storage().data_ptr()
-    ):
-        return False
-    ends = []
-    for t in (a, b):
-        last = sum((size - 1) * stride for size, stride in zip(t.shape, t.stride()))
-        ends.append((t.data_ptr(), t.data_ptr() + (last + 1) * t.element_size()))
-    (first_a, end_a), (first_b, end_b) = ends
-    return first_a < end_b and first_b < end_a
+def describe(tensor):
+    return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
 
 
-def cut(name, tensor, parts):
-    """Views of a contiguous tensor as equal flat parts; else ValueError."""
-    if not tensor.is_contiguous() or tensor.numel() % parts:
-        raise ValueError(
-            f"{name} must be contiguous and divide into {parts} equal parts, but is {describe(tensor)}"
-        )
-    return tensor.view(parts, -1).unbind() if tensor.numel() else [tensor.view(-1)] * parts
+def operator(op):
+    if op not in OPERATORS:
+        raise ValueError(f"{op} is not one of SUM, PRODUCT, MIN and MAX")
+    return OPERATORS[op]
 
 
-# --- one to one, one to many, many to one. The arguments are those of torch.distributed's functions
-# of the same name
-
-
-def send(tensor, dst=None, group=None, group_dst=None):
-    """On gloo it returns when the receiver has posted its recv; so two ranks may not both send
-    first."""
-    wire, to = wire_and_root(group, dst, group_dst)
-    perform(False, wire.exchange([(to, tensor)], []))
-
-
-def recv(tensor, src=None, group=None, group_src=None):
-    """Into `tensor`, which must have the sent one's dtype and number of elements."""
-    wire, source = wire_and_root(group, src, group_src)
-    perform(False, wire.exchange([], [(source, tensor)]))
-
-
-def tree(wire, root):
-    """This rank's part in a binomial tree: for each of ceil(log2 N) rounds, the ranks to send to
-    and to receive from, lists of one or none. All that have the message pass it on: 0 -> 4, then 0
-    -> 2 and 4 -> 6, then 0 -> 1, ..."""
-    place, rounds = (wire.rank - root) % wire.size, []
-    for half in reversed([1 << i for i in range((wire.size - 1).bit_length())]):
-        to = (
-            [(wire.rank + half) % wire.size]
-            if place % (2 * half) == 0 and place + half < wire.size
-            else []
-        )
-        rounds.append((to, [(wire.rank - half) % wire.size] if place % (2 * half) == half else []))
-    return rounds
-
-
-def broadcast(tensor, src=None, group=None, async_op=False, group_src=None):
-    """The root's tensor to all, in ceil(log2 N) rounds; a loop would send N-1 messages through the
-    root's link."""
-    wire, root = wire_and_root(group, src, group_src)
-
-    def rounds():
-        for to, source in tree(wire, root):
-            yield from wire.exchange([(i, tensor) for i in to], [(i, tensor) for i in source])
-
-    return perform(async_op, wire.agree(f"broadcast from {root} of {describe(tensor)}"), rounds())
-
-
-def reduce(tensor, dst=None, op=SUM, group=None, async_op=False, group_dst=None):
-    """All tensors, reduced, into the root's, by broadcast's tree upwards. The other ranks' stay as
-    they are."""
-    wire, root = wire_and_root(group, dst, group_dst)
-    combine = operator(op)
-
-    def rounds():
-        partial = tensor
-        for children, parent in reversed(tree(wire, root)):
-            incoming = [(i, torch.empty_like(tensor)) for i in children]
-            yield from wire.exchange([(i, partial) for i in parent], incoming)
-            for _, t in incoming:
-                partial = combine(partial, t, out=tensor if wire.rank == root else t)
-
-    return perform(async_op, wire.agree(f"reduce {op} to {root} of {describe(tensor)}"), rounds())
-
-
-def scatter(tensor, scatter_list=None, src=None, group=None, async_op=False, group_src=None):
-    """scatter_list[i] of the root into rank i's tensor, straight from the root: a tree would send
-    it several times."""
-    wire, root = wire_and_root(group, src, group_src)
-    pieces = one_each("scatter_list", scatter_list, wire, tensor) if wire.rank == root else []
-
-    def rounds():
-        sends = [(i, piece) for i, piece in enumerate(pieces) if i != root]
-        yield from wire.exchange(sends, [(root, tensor)] if wire.rank != root else [])
-        if wire.rank == root:
-            tensor.copy_(pieces[root])
-
-    return perform(async_op, wire.agree(f"scatter from {root} of {describe(tensor)}"), rounds())
-
-
-def gather(tensor, gather_list=None, dst=None, group=None, async_op=False, group_dst=None):
-    """Rank i's tensor into gather_list[i] of the root."""
-    wire, root = wire_and_root(group, dst, group_dst)
-    pieces = one_each("gather_list", gather_list, wire, tensor) if wire.rank == root else []
-    if tensor.numel() and len({t.data_ptr() for t in pieces}) < len(pieces):
-        raise ValueError(
-            "gather_list holds the same tensor several times: make one for each rank, not [tensor] * n"
-        )
-
-    def rounds():
-        receives = [(i, piece) for i, piece in enumerate(pieces) if i != root]
-        yield from wire.exchange([(root, tensor)] if wire.rank != root else [], receives)
-        if wire.rank == root:
-            pieces[root].copy_(tensor)
-
-    return perform(async_op, wire.agree(f"gather to {root} of {describe(tensor)}"), rounds())
+async def flat(tensor, algorithm):
+    """algorithm(x), for x the tensor in one dimension: a copy where it is not contiguous."""
+    x = tensor.contiguous().view(-1)
+    await algorithm(x)
+    if not tensor.is_contiguous():
+        tensor.copy_(x.view(tensor.shape))
 
 
 # --- many to many
 
 
-def ring_all_gather(wire, chunks):
-    """All-gather by a ring: rank r starts with chunks[r], and in each round passes on what came in
-    the round before."""
-    left, right = (wire.rank - 1) % wire.size, (wire.rank + 1) % wire.size
-    for step in range(wire.size - 1):
-        ours, theirs = (wire.rank + step) % wire.size, (wire.rank + step + 1) % wire.size
-        yield from wire.exchange([(left, chunks[ours])], [(right, chunks[theirs])])
-
-
-def ring_reduce_scatter(wire, chunks, combine, output=None):
-    """Reduce-scatter by a ring: chunk c sets out at rank c-1 and arrives, reduced, at rank c. In
-    place: the other chunks hold sums of some ranks then. Or into `output`: the chunks, equal ones,
-    stay as they are."""
-    n, rank, sent = wire.size, wire.rank, chunks[(wire.rank + 1) % wire.size]
-    spare = spare_for(chunks[0])  # no chunk is longer
-    turns = chunks[0].new_empty(2, len(chunks[0])) if output is not None else None
-    for step in range(n - 1):
-        chunk = chunks[(rank + step + 2) % n]
-        out = chunk if output is None else output if step == n - 2 else turns[step % 2]
-        yield from wire.exchange_adding(
-            [((rank - 1) % n, sent)], [((rank + 1) % n, chunk, out)], combine, spare
-        )
-        sent = out
-    if n == 1 and output is not None:
-        output.copy_(sent)
-
-
+@torch.no_grad()
 def all_gather_single(output, input, group=None, async_op=False):
-    """Rank i's input into the i-th part of all outputs, by a ring: N-1 rounds. `input` may be its
-    part of `output`."""
+    """Rank i's input into part i of every output. `input` may be its part of `output`."""
     wire = wire_of(group)
-    pieces, mine = cut("output", output, wire.size), input.reshape(-1)
-    if pieces[0].shape != mine.shape or output.dtype != input.dtype:
-        raise ValueError(
-            f"output is {describe(output)} and must hold {wire.size} times the input, {describe(input)}"
-        )
-
-    def rounds():
-        pieces[wire.rank].copy_(mine)
-        yield from ring_all_gather(wire, pieces)
-
-    return perform(async_op, wire.agree(f"all_gather of {describe(mine)}"), rounds())
+    parts = parts_like("input", input, "output", output, wire.size)
+    wire.agree(f"all_gather of {describe(input)}")
+    parts[wire.rank].copy_(input.reshape(-1))
+    return perform(ring_all_gather(wire, parts), async_op)
 
 
+@torch.no_grad()
 def reduce_scatter_single(output, input, op=SUM, group=None, async_op=False):
-    """The i-th part of all inputs, reduced, into rank i's output, by a ring: N-1 rounds. `output`
-    may be its part."""
-    wire, combine = wire_of(group), operator(op)
-    pieces, mine = cut("input", input.contiguous(), wire.size), cut("output", output, 1)[0]
-    if pieces[0].shape != mine.shape or output.dtype != input.dtype:
-        raise ValueError(
-            f"input is {describe(input)} and must hold {wire.size} times the output, {describe(output)}"
-        )
-    if overlap(output, input) and output.data_ptr() != pieces[wire.rank].data_ptr():
+    """The sum of part i of all inputs into rank i's output. `input` stays as it is; `output` may be
+    its part."""
+    wire, combine, input = wire_of(group), operator(op), input.contiguous()
+    parts = parts_like("output", output, "input", input, wire.size)
+    if same_memory(output, input) and output.data_ptr() != parts[wire.rank].data_ptr():
         # Or another rank's part would be overwritten before it is sent
-        pieces = cut("input", input.clone(), wire.size)
-    agreed = wire.agree(f"reduce_scatter {op} of {describe(pieces[0])}")
-    return perform(async_op, agreed, ring_reduce_scatter(wire, pieces, combine, mine))
+        parts = input.clone().view(wire.size, -1)
+    wire.agree(f"reduce_scatter {op} of {describe(output)}")
+    # One partial sum is sent, while the next one is added up. The first is sent as it is
+    turns = parts[0].new_empty(2, len(parts[0]))
+    sums = [turns[(i - wire.rank) % 2] for i in range(wire.size)]
+    sums[(wire.rank + 1) % wire.size] = parts[(wire.rank + 1) % wire.size]
+    sums[wire.rank] = output.view(-1)
+    if wire.size == 1:
+        sums[0].copy_(parts[0])
+    return perform(ring_reduce_scatter(wire, parts, combine, sums), async_op)
 
 
 def all_to_all_single(
     output, input, output_split_sizes=None, input_split_sizes=None, group=None, async_op=False
 ):
-    """The j-th part of rank i's input into the i-th part of rank j's output: one round, everybody
-    to everybody. Parts are equal, or have as many rows as the split sizes say."""
+    """Part j of rank i's input into part i of rank j's output, in one round. Parts are equal, or
+    have as many rows as the split sizes say."""
     wire = wire_of(group)
     if output.dtype != input.dtype or output.shape[1:] != input.shape[1:]:
-        raise ValueError(
-            f"input is {describe(input)} and output {describe(output)}: their rows must be alike"
-        )
-    if overlap(output, input):
+        sizes = f"input is {describe(input)} and output {describe(output)}"
+        raise ValueError(f"{sizes}: their rows must be alike")
+    if same_memory(output, input):
         input = input.clone()  # or a part would be overwritten before it is sent
 
-    def parts(name, tensor, sizes):
+    def split(name, tensor, sizes):
         sizes = sizes or [len(tensor) // wire.size] * wire.size
         if len(sizes) != wire.size or sum(sizes) != len(tensor):
-            raise ValueError(
-                f"{name} has {len(tensor)} rows, which do not divide among {wire.size} ranks as {sizes}"
-            )
+            rows = f"{name} has {len(tensor)} rows"
+            raise ValueError(f"{rows}, which do not divide among {wire.size} ranks as {sizes}")
         return tensor.split(sizes)
 
-    to, come = parts("input", input, input_split_sizes), parts("output", output, output_split_sizes)
-    others = [(wire.rank + i) % wire.size for i in range(1, wire.size)]  # not rank 0 first for all
-
-    def rounds():
-        come[wire.rank].copy_(to[wire.rank])
-        yield from wire.exchange(
-            [(j, to[j]) for j in others], [(j, come[j]) for j in reversed(others)]
-        )
-
-    agreed = wire.agree(
-        f"all_to_all of {input.dtype}", [t.numel() for t in to], [t.numel() for t in come]
-    )
-    return perform(async_op, agreed, rounds())
+    outgoing = split("input", input, input_split_sizes)
+    incoming = split("output", output, output_split_sizes)
+    numbers = [[t.numel() for t in parts] for parts in (outgoing, incoming)]
+    wire.agree(f"all_to_all of {input.dtype}", *numbers)
+    # Each rank begins with its neighbours. Rank 0 would be a bottleneck if all began with it
+    ring = [(wire.rank + i) % wire.size for i in range(wire.size)]
+    send = {rank: outgoing[rank] for rank in ring}
+    receive = {rank: incoming[rank] for rank in reversed(ring)}
+    return perform(wire.exchange(send, receive), async_op)
 
 
 def barrier(group=None, async_op=False):
-    """Nobody leaves before all have come. In round k each rank tells the one 2^k further on:
-    ceil(log2 N) rounds (Hensgen, Finkel and Manber 1988)."""
+    """Nobody leaves before all have come. In round k each rank tells the one 2^k further on: log2 N
+    rounds (Hensgen, Finkel and Manber 1988)."""
     wire = wire_of(group)
 
-    def rounds():
-        told, heard = torch.zeros(2, 1, dtype=torch.uint8, device=wire.device)
-        for far in [1 << k for k in range((wire.size - 1).bit_length())]:
-            to, source = (wire.rank + far) % wire.size, (wire.rank - far) % wire.size
-            yield from wire.exchange([(to, told)], [(source, heard)])
+    async def rounds():
+        hello, heard = torch.zeros(2, 1, device="cuda" if wire.nccl else "cpu", dtype=torch.uint8)
+        for distance in powers_of_two(wire.size):
+            ahead, behind = (wire.rank + distance) % wire.size, (wire.rank - distance) % wire.size
+            await wire.exchange({ahead: hello}, {behind: heard})
 
-    return perform(async_op, wire.agree("barrier"), rounds())
-
-
-# --- all-reduce: each algorithm reduces a flat contiguous tensor x in place, on two ranks or more
+    wire.agree("barrier")
+    return perform(rounds(), async_op)
 
 
-def server(wire, x, combine):
-    """All send to rank 0, which adds up and sends the result to all. Rank 0 holds (N-1) S more."""
-    others = range(1, wire.size)
-    if wire.rank == 0:
-        incoming = x.new_empty(len(others), x.numel())
-        yield from wire.exchange([], list(zip(others, incoming)))
-        for part in incoming:
-            combine(x, part, out=x)
-        yield from wire.exchange([(i, x) for i in others], [])
-    else:
-        yield from wire.exchange([(0, x)], [])
-        yield from wire.exchange([], [(0, x)])
+def parts_like(name, part, whole_name, whole, n):
+    """`whole` as n flat views, each as large as `part`; else ValueError."""
+    fits = whole.numel() == n * part.numel() and whole.dtype == part.dtype
+    if not fits or not whole.is_contiguous():
+        due = f"contiguous and hold {n} times the {name}, {describe(part)}"
+        raise ValueError(f"{whole_name} must be {due}, but is {describe(whole)}")
+    return whole.view(n, -1) if whole.numel() else [whole.view(-1)] * n
 
 
-def in_order(rank, x, incoming, combine):
-    """x of this rank and the other ranks' `incoming`, reduced in the order of the ranks: the same
-    bits everywhere."""
-    parts = [*incoming[:rank], x, *incoming[rank:]]
-    total = combine(parts[0], parts[1])
-    for part in parts[2:]:
-        combine(total, part, out=total)
+def same_memory(a, b):
+    return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
+
+
+# --- the other all-reduces
+
+
+async def server_all_reduce(wire, x, combine):
+    """Rank 0 adds up, in the order of the ranks, and sends the sum to all."""
+    is_server = wire.rank == 0
+    clients = {rank: x for rank in range(1, wire.size)} if is_server else {}
+    server = {} if is_server else {0: x}
+    await wire.exchange(server, clients, combine)
+    await wire.exchange(clients, server)
+
+
+async def direct_all_reduce(wire, x, combine):
+    """Everybody sends to everybody, and adds up for itself. Holds N S bytes more."""
+    rows = x.new_empty(wire.size, x.numel())
+    await wire.exchange({rank: x for rank in range(wire.size)}, dict(enumerate(rows)))
+    x.copy_(in_order(rows, combine))
+
+
+async def sequential_all_reduce(wire, x, combine):
+    """All send to rank 0, then all to rank 1, ...: nobody starts a round before it is through with
+    the last. Holds N S bytes more."""
+    rows = x.new_empty(wire.size, x.numel())
+    for root in range(wire.size):
+        await wire.exchange({root: x}, dict(enumerate(rows)) if wire.rank == root else {})
+    x.copy_(in_order(rows, combine))
+
+
+def in_order(rows, combine):
+    """The sum of the ranks' rows, in the order of the ranks: the same bits everywhere."""
+    total = rows[0]
+    for row in rows[1:]:
+        combine(total, row, out=total)
     return total
 
 
-def sequential(wire, x, combine):
-    """N reduces, to rank 0, 1, ...: nobody starts the next before it is through with the last.
-    Holds N S more."""
-    total = x
-    for root in range(wire.size):
-        if wire.rank == root:
-            incoming = x.new_empty(wire.size - 1, x.numel())
-            yield from wire.exchange(
-                [], list(zip([i for i in range(wire.size) if i != root], incoming))
-            )
-            total = in_order(root, x, incoming, combine)
-        else:
-            yield from wire.exchange([(root, x)], [])
-    x.copy_(total)
+async def hierarchical_all_reduce(wire, x, combine, node=None):
+    """Three steps, for nodes of `node` neighbouring ranks with fast links inside: reduce-scatter
+    inside; all-reduce with the ranks at the same place of the other nodes; all-gather inside.
 
-
-def direct(wire, x, combine):
-    """Everybody sends to everybody and adds up for itself. Holds N S more."""
-    others = [i for i in range(wire.size) if i != wire.rank]
-    incoming = x.new_empty(len(others), x.numel())
-    yield from wire.exchange([(i, x) for i in others], list(zip(others, incoming)))
-    x.copy_(in_order(wire.rank, x, incoming, combine))
-
-
-def ring(wire, x, combine):
-    """Reduce-scatter, then all-gather, in N chunks; all links are busy all the time."""
-    chunks = x.tensor_split(wire.size)
-    yield from ring_reduce_scatter(wire, chunks, combine)
-    yield from ring_all_gather(wire, chunks)
-
-
-def halving_doubling(wire, x, combine):
-    """Exchange half of what is left with a partner at distance 1, 2, 4, ..., then the same way
-    back.
-
-    p is the largest power of two: rank p+i first gives its tensor to rank i, pauses, and gets the
-    result at the end.
-    """
-    p = 1 << (wire.size.bit_length() - 1)
-    extra = [wire.rank + p] if wire.rank + p < wire.size else []
-    folded = [wire.rank - p] if wire.rank >= p else []
-    spare = spare_for(x)
-    if p < wire.size:
-        yield from wire.exchange_adding(
-            [(i, x) for i in folded], [(i, x, x) for i in extra], combine, spare
-        )
-    low, high, way_back = 0, x.numel(), []
-    for distance in [1 << i for i in range(p.bit_length() - 1)]:
-        partner = [wire.rank ^ distance] if not folded else []
-        halves = [slice(low, (low + high) // 2), slice((low + high) // 2, high)]
-        mine, theirs = reversed(halves) if wire.rank & distance else halves
-        sends, receives = (
-            [(i, x[theirs]) for i in partner],
-            [(i, x[mine], x[mine]) for i in partner],
-        )
-        yield from wire.exchange_adding(sends, receives, combine, spare)
-        low, high = mine.start, mine.stop
-        way_back.append((partner, mine, theirs))
-    for partner, mine, theirs in reversed(way_back):
-        yield from wire.exchange([(i, x[mine]) for i in partner], [(i, x[theirs]) for i in partner])
-    if p < wire.size:
-        yield from wire.exchange([(i, x) for i in extra], [(i, x) for i in folded])
-
-
-def default_node(ranks):
-    """The largest divisor of `ranks` up to their square root."""
-    return max(n for n in range(1, ranks + 1) if ranks % n == 0 and n * n <= ranks)
-
-
-def hierarchical(wire, x, combine, node=None):
-    """For nodes of `node` neighbouring ranks, fast inside: reduce-scatter inside, all-reduce of the
-    chunk with the ranks in the same place of the other nodes, all-gather inside. 2 (N/node - 1)
-    slow rounds instead of 2 (N-1), and only 1/node of the tensor on each rank's slow link.
-    ValueError where the ranks do not divide."""
+    That is 2 (N/node - 1) slow rounds instead of 2 (N-1), and a slow link carries 1/node of the
+    tensor."""
     node = node or default_node(wire.size)
     if wire.size % node:
         raise ValueError(f"{wire.size} ranks do not divide into nodes of {node}")
@@ -657,461 +506,191 @@ def hierarchical(wire, x, combine, node=None):
     inside = wire.among(range(wire.rank - place, wire.rank - place + node))
     across = wire.among(range(place, wire.size, node))
     chunks = x.tensor_split(node)
-    yield from ring_reduce_scatter(inside, chunks, combine)
-    yield from ring(across, chunks[place], combine)
-    yield from ring_all_gather(inside, chunks)
+    await ring_reduce_scatter(inside, chunks, combine)
+    await ring_all_reduce(across, chunks[place], combine)
+    await ring_all_gather(inside, chunks)
 
 
-def as_all_reduce(algorithm):
-    """all_reduce(tensor, op=SUM, group=None, async_op=False, **options), to stand in for
-    torch.distributed's."""
-
-    def all_reduce(tensor, op=SUM, group=None, async_op=False, **options):
-        wire, combine = wire_of(group), operator(op)
-
-        def rounds():
-            x = tensor.contiguous().view(-1)
-            if wire.size > 1:
-                yield from algorithm(wire, x, combine, **options)
-            if not tensor.is_contiguous():
-                tensor.copy_(x.view(tensor.shape))
-
-        how = f"{algorithm.__name__} {options or ''}".strip()
-        return perform(
-            async_op, wire.agree(f"all_reduce by {how}, {op} of {describe(tensor)}"), rounds()
-        )
-
-    return all_reduce
+def default_node(ranks):
+    """The largest divisor of `ranks` up to their square root."""
+    return max(n for n in range(1, ranks + 1) if ranks % n == 0 and n * n <= ranks)
 
 
-ALL_REDUCE = {
-    "server": as_all_reduce(server),
-    "sequential": as_all_reduce(sequential),
-    "direct": as_all_reduce(direct),
-    "ring": as_all_reduce(ring),
-    "halving-doubling": as_all_reduce(halving_doubling),
-    "hierarchical": as_all_reduce(hierarchical),
+ALGORITHMS = {
+    "server": server_all_reduce,
+    "sequential": sequential_all_reduce,
+    "direct": direct_all_reduce,
+    "ring": ring_all_reduce,
+    "halving-doubling": halving_doubling_all_reduce,
+    "hierarchical": hierarchical_all_reduce,
 }
-all_reduce = ALL_REDUCE["ring"]
 
 
-# --- what it costs
+def all_reduce(tensor, op=SUM, group=None, async_op=False, algorithm="ring", **options):
+    """Stands in for torch.distributed's. The sum has the same bits on all ranks. Another
+    algorithm's may differ by rounding, because it adds in another order.
 
+    Use, for the gradients of a model, with other rows of the batch on each rank:
 
-class Cost(NamedTuple):
-    rounds: int
-    sent: float  # bytes, the most that one rank sends
-    through: float  # bytes, the most that one rank sends and receives
-    total: float  # bytes, sent by all
-
-
-def tally(logs):
-    """The Cost of what the Counters of all ranks logged: replays the logs to find the longest chain
-    of messages."""
-    clocks, place, mail, moved = [0] * len(logs), [0] * len(logs), {}, True
-    while moved:
-        moved = False
-        for rank, log in enumerate(logs):
-            for kind, peer, _ in log[place[rank] :]:
-                if kind == "send":
-                    mail.setdefault((rank, peer), []).append(clocks[rank] + 1)
-                elif mail.get((peer, rank)):
-                    clocks[rank] = max(clocks[rank], mail[peer, rank].pop(0))
-                else:
-                    break  # not sent yet
-                place[rank], moved = place[rank] + 1, True
-    sent = [sum(size for kind, _, size in log if kind == "send") for log in logs]
-    return Cost(
-        max(clocks), max(sent), max(sum(size for *_, size in log) for log in logs), sum(sent)
-    )
-
-
-def formulas(n, size, node=None):
-    """{algorithm: Cost} of an all-reduce of `size` bytes on n ranks: the table at the top."""
-    node, p = node or default_node(n), 1 << (n.bit_length() - 1)
-    fold, some = int(p < n), int(n > 1)
-    rows = {
-        "server": (2 * some, (n - 1) * size, 2 * (n - 1) * size),
-        "sequential": (n * some, (n - 1) * size, n * (n - 1) * size),
-        "direct": (some, (n - 1) * size, n * (n - 1) * size),
-        "ring": (2 * (n - 1), 2 * (n - 1) * size / n, 2 * (n - 1) * size),
-        "halving-doubling": (
-            2 * (p.bit_length() - 1) + 2 * fold,
-            2 * (p - 1) * size / p + fold * size,
-            2 * (n - 1) * size,
-        ),
-        "hierarchical": (
-            2 * (node - 1) + 2 * (n // node - 1),
-            2 * (n - 1) * size / n,
-            2 * (n - 1) * size,
-        ),
-    }
-    return {
-        name: Cost(rounds, sent, 2 * sent, total) for name, (rounds, sent, total) in rows.items()
-    }
-
-
-class Link(NamedTuple):
-    """The alpha-beta model: a round in which a rank sends s bytes takes alpha + beta s seconds,
-    both ways at a time."""
-
-    alpha: float
-    beta: float
-
-
-def predict(n, size, link, inside=None, node=None):
-    """{algorithm: seconds} of an all-reduce of `size` bytes on n ranks.
-
-    `inside` is the link within nodes of `node` ranks; only hierarchical gains by it, the others'
-    rounds wait for the slow links. Every rank has a link of its own. Adding up takes no time, nor
-    does posting many messages in one round, which flatters server and direct.
+        count = torch.tensor(float(targets.numel()))
+        all_reduce(count, group=group)                        # the tokens of all ranks
+        loss = cross_entropy(model(rows), targets, reduction="sum") / count
+        loss.backward()
+        for p in model.parameters():
+            all_reduce(p.grad, group=group)                   # in place: the sum, on every rank
+        work = ALL_REDUCE["halving-doubling"](x, MAX, group, async_op=True)
+        work.wait()                                           # not before may x be read or written
+        all_reduce(x, group=Checked(group))                   # ValueError where the ranks disagree
     """
-    node = node or default_node(n)
-    # Bytes that wait for each other: more than one rank sends where others send before or after it
-    costs = formulas(n, size, node)
-    serial = {name: cost.sent for name, cost in costs.items()}
-    serial["server"] *= 2  # in, then out
-    serial["sequential"] *= n
-    serial["halving-doubling"] += size * (n & (n - 1) > 0)  # into rank 0 first, out of it last
-    times = {
-        name: cost.rounds * link.alpha + serial[name] * link.beta for name, cost in costs.items()
-    }
-    tiers = (
-        (formulas(node, size)["ring"], inside or link),
-        (formulas(n // node, size / node)["ring"], link),
-    )
-    return times | {
-        "hierarchical": sum(c.rounds * tier.alpha + c.sent * tier.beta for c, tier in tiers)
-    }
+    wire, combine = wire_of(group), operator(op)
+    how = f"{algorithm} {options}" if options else algorithm
+    wire.agree(f"all_reduce by {how}, {op} of {describe(tensor)}")
+    run = functools.partial(ALGORITHMS[algorithm], wire, combine=combine, **options)
+    return perform(flat(tensor, run), async_op)
+
+
+ALL_REDUCE = {name: functools.partial(all_reduce, algorithm=name) for name in ALGORITHMS}
+
+# --- what makes it fast: segments, in buffers that are used again
+
+SEGMENT = 1 << 21  # bytes: large enough for what a message costs, small enough for a cache
+
+
+class SegmentedWire(Wire):
+    """The wire that is used unless another one is given. Sums are equal to Wire's bit for bit.
+
+    What is to be added comes in segments, into two buffers that take turns: one segment arrives
+    while the one before is added. The buffers are kept for the next rounds. Fresh memory would
+    cost as much as the message, in page faults.
+    """
+
+    spare = None  # memory for the buffers
+
+    async def exchange(self, send, receive, combine=None, total=None):
+        tensors = [*send.values(), *receive.values()]
+        longest = max([t.numel() for t in tensors], default=0)
+        size = SEGMENT // tensors[0].element_size() if tensors else 0  # elements of a segment
+        if combine is None or longest <= size:
+            return await super().exchange(send, receive, combine, total)
+        if self.spare is None or self.spare.shape[1] < len(receive):
+            self.spare = tensors[0].new_empty(2, len(receive), size)
+
+        def start(i):
+            """Post segment i of each tensor. Behind the end of a tensor it is empty."""
+            part = slice(i * size, (i + 1) * size)
+            into = {}
+            for (rank, t), buffer in zip(receive.items(), self.spare[i % 2]):
+                into[rank] = buffer[: len(t[part])]
+            return part, into, self.post({rank: t[part] for rank, t in send.items()}, into)
+
+        started = start(0)
+        await pause()
+        for i in range(1, 1 + -(-longest // size)):
+            part, arrived, works = started
+            started = start(i)
+            for work in works:
+                work.wait()
+            for rank, t in receive.items():
+                combine(t[part], arrived[rank], out=(t if total is None else total)[part])
+
+
+# --- wires that watch: give one of them as the group
+
+
+class Counter(SegmentedWire):
+    """Logs every message in this rank's order: ("send" or "receive", rank in the group, bytes)."""
+
+    def __init__(self, group=None):
+        super().__init__(group)
+        self.log = []
+
+    async def exchange(self, send, receive, combine=None, total=None):
+        self.note("send", send)
+        await super().exchange(send, receive, combine, total)
+        self.note("receive", receive)
+
+    def note(self, kind, tensors):
+        self.log += [
+            (kind, rank, t.numel() * t.element_size()) for rank, t in self.messages(tensors)
+        ]
+
+
+class Checked(SegmentedWire):
+    """For finding bugs: before each collective all ranks compare what they are about to do. Where
+    it differs all raise the same ValueError. That costs an all-gather each; send and recv are not
+    checked."""
+
+    def agree(self, call, sends=(), receives=()):
+        """call: text that must be the same on all ranks. sends[j], receives[j]: elements to and
+        from rank j."""
+        calls = [None] * self.size
+        dist.all_gather_object(calls, (call, sends, receives), group=self.group)
+        first = calls[0][0]
+        for rank, (call, sends, _) in enumerate(calls):
+            if call != first:
+                different = f"rank 0 calls {first}, rank {rank} calls {call}"
+                raise ValueError(f"the ranks disagree: {different}")
+            for peer, count in enumerate(sends):
+                expected = calls[peer][2][rank]
+                if count != expected:
+                    sent = f"rank {rank} sends {count} elements to rank {peer}"
+                    raise ValueError(
+                        f"the ranks disagree in {call}: {sent}, which expects {expected}"
+                    )
 
 
 # --- demo ---
 
-import argparse
-import functools
-import math
-import statistics
 import sys
-import time
-import types
 
 import harness
-
-TIME = {"s": 1, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
-SIZE = {"B": 1, "KB": 1e3, "MB": 1e6, "GB": 1e9}
-SPEED = {"B/s": 1, "KB/s": 1e3, "MB/s": 1e6, "GB/s": 1e9}
-DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.int64)
+from harness import network
 
 
 def main():
     p = harness.Parser(__doc__)
-    why = "of the tensor whose all-reduce is counted: rounds decide for small ones, bytes for large ones (default: 1MB)"
-    p.add_argument("--size", type=quantity(SIZE, "25MB"), default="1MB", metavar="BYTES", help=why)
-    why = "ranks that share fast links, for hierarchical (default: the largest divisor up to the square root of their number)"
+    why = "of the tensor whose all-reduce is counted (default: 1MB)"
+    size = harness.quantity(harness.SIZE, "25MB")
+    p.add_argument("--size", type=size, default="1MB", metavar="BYTES", help=why)
+    why = "ranks that share fast links, for hierarchical (default: about the root of their number)"
     p.add_argument("--nodes-of", **harness.POSITIVE, help=why)
-    harness.plot_flag(p, "draw time against size")
-    p.add_argument(
-        "--ranks",
-        **harness.POSITIVE,
-        help="run nothing, predict the times on N ranks, by the links below",
-    )
-    for where, alpha, beta in (("", "5us", "50GB/s"), ("inside-", "2us", "300GB/s")):
-        of = f"of a link {'inside a node' if where else 'between nodes'}, with --ranks (default: %(default)s)"
-        latency, speed = quantity(TIME, "5us"), quantity(SPEED, "50GB/s")
-        p.add_argument(
-            f"--{where}alpha", type=latency, default=alpha, metavar="TIME", help="latency " + of
-        )
-        p.add_argument(
-            f"--{where}beta", type=speed, default=beta, metavar="SPEED", help="bandwidth " + of
-        )
-    p.add_argument(
-        "--nproc",
-        **harness.POSITIVE,
-        help="processes to start here when torchrun did not (default: 4)",
-    )
-    p.add_argument(
-        "--device",
-        choices=["auto", "cpu", "cuda"],
-        default="auto",
-        help="auto: GPUs where there are any",
-    )
-    p.add_argument("--backend", choices=["gloo", "nccl"], help="default: nccl on GPUs, else gloo")
-    p.add_argument("--json", metavar="FILE", help="write what was measured as JSON")
-    p.add_argument("--quiet", action="store_true", help="print nothing but errors")
+    network.flags(p)
     args = p.parse_args()
-    harness.check_plot(args)
-
-    def check(world):
-        if args.plot and world == 1:
-            raise harness.Refused("--plot needs two ranks or more: one sends nothing")
-        if args.nodes_of and world % args.nodes_of:
-            raise harness.Refused(
-                f"{world} ranks do not divide into nodes of --nodes-of {args.nodes_of}"
-            )
-
+    check = functools.partial(network.check, args)  # of the number of ranks
     if args.ranks:
         check(args.ranks)
-        if args.plot or args.json:
-            raise harness.Refused(
-                "--ranks runs nothing that --plot or --json could show: leave one of them out"
-            )
-        predict_only(args)
+        network.print_predictions(args, args.nodes_of or default_node(args.ranks))
     else:
-        harness.launch(demo, args, check=check, run=Rank)
-
-
-def quantity(units, example):
-    """An argument type: a number with one of the units."""
-
-    def parse(text):
-        number = text.rstrip("/numsKMGB")
-        try:
-            value = float(number) * units[text[len(number) :]]
-        except (KeyError, ValueError):
-            value = 0
-        if not 0 < value < math.inf:
-            raise argparse.ArgumentTypeError(
-                f"{text!r} is not a number with its unit, such as {example}"
-            )
-        return value
-
-    return parse
-
-
-def shown(value, units):
-    unit = max(
-        (u for u in units if units[u] <= value), key=units.get, default=min(units, key=units.get)
-    )
-    return f"{value / units[unit]:.3g} {unit}"
-
-
-def predict_only(args):
-    node = args.nodes_of or default_node(args.ranks)
-    link, inside = Link(args.alpha, 1 / args.beta), Link(args.inside_alpha, 1 / args.inside_beta)
-    print(
-        f"predicted: all-reduce on {args.ranks} ranks; links: {shown(link.alpha, TIME)}, {shown(args.beta, SPEED)};"
-    )
-    print(
-        f"in nodes of {node}, for hierarchical: {shown(inside.alpha, TIME)}, {shown(args.inside_beta, SPEED)}"
-    )
-    print(f"{'':>8s}" + "".join(f"{name:>18s}" for name in ALL_REDUCE))
-    for size in [10.0**k for k in range(3, 11)]:
-        times = predict(args.ranks, size, link, inside, node)
-        best = min(times.values())
-        cells = [f"{'* ' * (t == best)}{shown(t, TIME)}" for t in times.values()]
-        print(f"{shown(size, SIZE):>8s}" + "".join(f"{cell:>18s}" for cell in cells))
-    print("* the fastest")
-
-
-class Rank(NamedTuple):
-    """What the demo is given on each rank."""
-
-    args: argparse.Namespace
-    rank: int
-    world: int
-    device: torch.device
-
-
-def use_all(lib, x, rank, n, group=None):
-    """{name: result} of every collective of `lib`, this module or torch.distributed. x has 3 n
-    elements."""
-    pieces, last, out = list(x.chunk(n)), n - 1, {}
-    out["broadcast"] = t = x.clone()
-    lib.broadcast(t, group=group, group_src=last)
-    t = x.clone()
-    lib.reduce(t, group=group, group_dst=last)
-    # What torch leaves on the other ranks is nobody's business
-    out["reduce"] = t if rank == last else x
-    out["scatter"] = t = torch.zeros_like(pieces[0])
-    lib.scatter(t, pieces if rank == last else None, group=group, group_src=last)
-    out["gather"] = t = x.new_zeros(n, len(x))
-    lib.gather(x, list(t) if rank == last else None, group=group, group_dst=last)
-    out["all_gather"] = t = x.new_zeros(n * len(x))
-    lib.all_gather_single(t, x, group=group)
-    out["reduce_scatter"] = t = torch.zeros_like(pieces[0])
-    lib.reduce_scatter_single(t, x, group=group)
-    out["all_to_all"] = t = torch.zeros_like(x)
-    lib.all_to_all_single(t, x, group=group)
-    sizes = [(rank + other) % 3 for other in range(n)]
-    out["all_to_all, uneven"] = t = x.new_zeros(sum(sizes))
-    lib.all_to_all_single(t, x[: sum(sizes)], sizes, sizes, group)
-    out["all_reduce"] = t = x.clone()
-    lib.all_reduce(t, group=group)
-    out["all_reduce, maximum"] = t = x.clone()
-    lib.all_reduce(t, MAX, group)
-    out["send, recv"] = t = torch.zeros_like(x)
-    if rank % 2:
-        lib.recv(t, group=group, group_src=rank - 1)
-        lib.send(x, group=group, group_dst=rank - 1)
-    elif rank < last:
-        lib.send(x, group=group, group_dst=rank + 1)
-        lib.recv(t, group=group, group_src=rank + 1)
-    lib.barrier(group)
-    return out
-
-
-def torchs():
-    """torch.distributed, under the names that two of its functions have from 2.13 on."""
-    theirs = types.SimpleNamespace(**vars(dist))
-    theirs.all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-    theirs.reduce_scatter_single = getattr(
-        dist, "reduce_scatter_single", dist.reduce_scatter_tensor
-    )
-    return theirs
-
-
-def differences(run):
-    """{collective: dtypes in which this rank's result is not torch's}. Sums of small whole numbers
-    are exact."""
-    different = {}
-    for dtype in DTYPES:
-        torch.manual_seed(run.rank)
-        x = torch.randint(-8, 9, (3 * run.world,)).to(run.device, dtype)
-        ours, theirs = (
-            use_all(lib, x, run.rank, run.world) for lib in (sys.modules[__name__], torchs())
-        )
-        for name, algorithm in ALL_REDUCE.items():
-            ours[name] = x.clone()
-            algorithm(ours[name])
-        for name, result in ours.items():
-            same = torch.equal(result, theirs.get(name, theirs["all_reduce"]))
-            different.setdefault(name, []).extend([str(dtype)] * (not same))
-    return different
-
-
-def everywhere(run, value):
-    values = [None] * run.world
-    dist.all_gather_object(values, value)
-    return values
-
-
-def seconds(run, call, *args, times=5):
-    """The least of the times that the slowest rank took: the machine's other work only ever
-    adds."""
-    taken = torch.zeros(times, dtype=torch.float64, device=run.device)
-    for i in range(times):
-        dist.barrier()
-        start = time.perf_counter()
-        call(*args)
-        if run.device.type == "cuda":
-            torch.cuda.synchronize()
-        taken[i] = time.perf_counter() - start
-    dist.all_reduce(taken, op=MAX)
-    return taken.min().item()
+        harness.launch(demo, args, check=check, run=harness.Rank)
 
 
 def demo(run):
+    """Every collective beside torch's; then what each all-reduce sends, and how long it takes."""
     args, n = run.args, run.world
     node = args.nodes_of or default_node(n)
-    say = print if run.rank == 0 and not args.quiet else lambda *_: None
-    ways = ALL_REDUCE | {"hierarchical": functools.partial(ALL_REDUCE["hierarchical"], node=node)}
+    algorithms = dict(ALL_REDUCE)
+    algorithms["hierarchical"] = functools.partial(ALL_REDUCE["hierarchical"], node=node)
 
-    found = everywhere(run, differences(run))
-    differ = sorted(
-        {f"{name} in {dtype}" for one in found for name, dtypes in one.items() for dtype in dtypes}
-    )
-    verdict = (
-        "differ from torch's: " + ", ".join(differ) if differ else "equal torch's, bit for bit"
-    )
-    say(f"{len(found[0])} collectives on {n} ranks in {len(DTYPES)} dtypes {verdict}")
+    def say(line):
+        if run.rank == 0 and not args.quiet:
+            print(line)
 
-    unit = 4 * n * (1 << (n.bit_length() - 1))  # all chunks of all algorithms come out equal
-    size = max(1, round(args.size / unit)) * unit
-    x, counted, expected = torch.zeros(size // 4, device=run.device), {}, formulas(n, size, node)
-    for name, way in ways.items():
-        counter = Counter()
-        way(x, group=counter)
-        counted[name] = tally(everywhere(run, counter.log))
-    titles = "".join(
-        f"{title:>24s}" for title in ("rounds", "sent by one", "in and out of one", "sent by all")
-    )
-    say(
-        f"\nall-reduce of {size} bytes, hierarchical in nodes of {node}: counted / by the formula\n{'':18s}{titles}"
-    )
-    for name, cost in counted.items():
-        cells = [
-            f"{got} / {due:.0f}{' WRONG' * (got != due)}" for got, due in zip(cost, expected[name])
-        ]
-        say(f"  {name:16s}" + "".join(f"{cell:>24s}" for cell in cells))
-
-    result = {
-        "ok": not differ and counted == expected,
-        "world_size": n,
-        "layout": {"node": node},
-        "differ": differ,
-    }
-    for key, costs in (("counted", counted), ("formulas", expected)):
-        result[key] = {name: cost._asdict() for name, cost in costs.items()}
+    differ = network.compare_with_torch(sys.modules[__name__], run, say)
+    counted, expected = network.count(run, algorithms, Counter, args.size, node, say)
+    ok = not differ and counted == expected
+    result = {"ok": ok, "world_size": n, "layout": {"node": node}, "differ": differ}
+    result |= {"counted": counted, "formulas": expected}
     if n > 1:
-        result |= curve(run, ways, node, say)
-    if run.rank == 0 and args.json:
-        with open(args.json, "w") as f:
-            json.dump(result, f, indent=1)
-    if run.rank == 0 and args.plot:
-        plot(args.plot, result)
-    say("  ok" if result["ok"] else "  FAILED")
-    return int(not result["ok"])
+        wire = Wire()
 
+        def one_round(x, y):
+            left, right = (run.rank - 1) % n, (run.rank + 1) % n
+            perform(wire.exchange({left: x}, {right: y}), async_op=False)
 
-def curve(run, ways, node, say):
-    """Time against size: measured, and by the model, fitted to rounds of one message from each rank
-    to the next (least squares of the relative error)."""
-    n, wire, rows, fit = run.world, Wire(), [], []
-    for size in [1 << k for k in range(10, 25, 2) if n * n << k <= 1 << 28]:
-        x, y = torch.zeros(2, size // 4, device=run.device)
-        sends, receives = [((run.rank - 1) % n, x)], [((run.rank + 1) % n, y)]
-        t = seconds(run, lambda: perform(False, wire.exchange(sends, receives)))  # noqa: B023
-        fit.append([1 / t, size / t])
-        times = {
-            name: seconds(run, way, x) for name, way in {"torch": dist.all_reduce, **ways}.items()
-        }
-        rows.append({"bytes": size, "seconds": times})
-    fit = torch.tensor(fit, dtype=torch.float64)
-    alpha, beta = (
-        torch.linalg.lstsq(fit, torch.ones(len(fit), 1, dtype=torch.float64))
-        .solution.flatten()
-        .tolist()
-    )
-    link = Link(max(alpha, 1e-9), max(beta, 1e-15))
-    links = f"{shown(link.alpha, TIME)} and {shown(1 / link.beta, SPEED)}"
-    say(f"\nmilliseconds, and how far from that the model is, with links of {links}, fitted here")
-    say(f"{'':9s}{'torch':>9s}" + "".join(f"{name:>17s}" for name in ways))
-    for row in rows:
-        row["predicted"] = predict(n, row["bytes"], link, node=node)
-        row["error"] = {name: row["predicted"][name] / row["seconds"][name] - 1 for name in ways}
-        cells = [f"{row['seconds'][name] * 1e3:.2f} ({row['error'][name]:+5.0%})" for name in ways]
-        line = f"{shown(row['bytes'], SIZE):>9s}{row['seconds']['torch'] * 1e3:9.2f}"
-        say(line + "".join(f"{cell:>17s}" for cell in cells))
-    errors = [abs(error) for row in rows for error in row["error"].values()]
-    latency, both = predict(n, 0, link, node=node), predict(n, 1, link, node=node)
-    meet = {name: latency[name] / (both[name] - latency[name]) for name in ways}
-    say(
-        f"{'latency = bandwidth':18s}"
-        + "".join(f"{shown(size, SIZE):>17s}" for size in meet.values())
-    )
-    say(f"  the model's error: median {statistics.median(errors):.0%}, largest {max(errors):.0%}")
-    return {"alpha": link.alpha, "beta": link.beta, "curve": rows, "crossover": meet}
-
-
-def plot(name, result):
-    """Time against size: measured (dots), by the model (lines), and where the model's two terms are
-    equal (ticks)."""
-    plt = harness.pyplot()
-    figure, axes = plt.subplots(figsize=(8, 5))
-    rows, colors = result["curve"], plt.rcParams["axes.prop_cycle"].by_key()["color"]
-    sizes = [row["bytes"] for row in rows]
-    axes.plot(sizes, [row["seconds"]["torch"] for row in rows], "kx", label="torch")
-    for color, way in zip(colors, ALL_REDUCE):
-        axes.plot(sizes, [row["seconds"][way] for row in rows], "o", color=color, label=way)
-        axes.plot(sizes, [row["predicted"][way] for row in rows], color=color)
-        axes.axvline(result["crossover"][way], ymax=0.04, color=color, linewidth=3)
-    axes.set(xscale="log", yscale="log", xlabel="bytes", ylabel="seconds")
-    title = f"all-reduce on {result['world_size']} ranks: measured (dots), alpha-beta model (lines)"
-    axes.set_title(
-        title + "\nticks: left of them latency-bound, right of them bandwidth-bound", fontsize=10
-    )
-    axes.legend(frameon=False)
-    harness.save(figure, name)
+        result |= network.measure_curve(run, algorithms, one_round, node, say)
+    network.write(args, result, run.rank)
+    say("  ok" if ok else "  FAILED")
+    return 0 if ok else 1
 
 
 if __name__ == "__main__":

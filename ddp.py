@@ -414,6 +414,7 @@ class ParameterServer(Step):
 
 import collectives
 import harness
+from harness import network
 
 
 def main():
@@ -492,7 +493,7 @@ def demo(run):
     notes = []
     if args.all_reduce != "torch":
         sent = {("all_reduce", "dp"): (harness.formulas.all_reduce_sent(8, n), "the loss, 8 bytes")}
-        cost = collectives.formulas(n, size)[args.all_reduce]
+        cost = network.formulas(n, size)[args.all_reduce]
         notes = [
             f"by its formula, the rank that sends most in a {args.all_reduce} all-reduce sends {cost.sent:,.0f} bytes"
         ]

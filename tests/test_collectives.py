@@ -16,7 +16,9 @@ import torch.distributed as dist
 
 import collectives
 import ddp
+import harness
 from collectives import ALL_REDUCE, Checked, Counter
+from harness import network
 
 ROOT = pathlib.Path(__file__).parent.parent
 
@@ -39,8 +41,10 @@ def inputs(n, size, dtype=torch.float32):
 @pytest.mark.parametrize("world", [1, 2, 3, 4, 6])
 def test_every_collective_equals_torchs_bit_for_bit(ranks, world):
     def work(rank):
-        run = collectives.Rank(None, rank, world, torch.device("cpu"))
-        return {name: dtypes for name, dtypes in collectives.differences(run).items() if dtypes}
+        run = harness.Rank(None, rank, world, torch.device("cpu"))
+        return {
+            name: dtypes for name, dtypes in network.differences(collectives, run).items() if dtypes
+        }
 
     assert ranks(world, work) == [{}] * world
 
@@ -49,7 +53,7 @@ def test_every_collective_equals_torchs_bit_for_bit(ranks, world):
 def test_all_reduce_of_any_size_and_dtype(ranks, world):
     def work(rank):
         results = {}
-        for dtype in collectives.DTYPES:
+        for dtype in network.EXACT_DTYPES:
             for size in {0, 1, world - 1, world + 1, 101}:
                 for name, all_reduce in ALL_REDUCE.items():
                     x = inputs(world, size, dtype)[rank]
@@ -123,9 +127,33 @@ def test_segments_change_neither_result_nor_cost(ranks, monkeypatch):
         return logs
 
     for world in (4, 6):
-        logs = ranks(world, work)
-        for name, formula in collectives.formulas(world, 120 * world * 8).items():
-            assert collectives.tally([log[name] for log in logs]) == formula
+        logs, node = ranks(world, work), collectives.default_node(world)
+        for name, formula in network.formulas(world, 120 * world * 8, node).items():
+            assert network.tally([log[name] for log in logs]) == formula
+
+
+@pytest.mark.parametrize("world", [2, 3, 4, 6])
+def test_segments_and_kept_buffers_change_no_bit(ranks, monkeypatch, world):
+    """SegmentedWire, which is used by default, beside the plain Wire."""
+    monkeypatch.setattr(collectives, "SEGMENT", 40)
+
+    def work(rank):
+        for size in (0, 1, 100 * world, 100 * world + 7):
+            results = []
+            for wire in (collectives.Wire(), collectives.SegmentedWire()):
+                result = []
+                for all_reduce in ALL_REDUCE.values():
+                    result.append(inputs(world, size)[rank])
+                    all_reduce(result[-1], group=wire)
+                result.append(inputs(world, size)[rank])
+                collectives.reduce(result[-1], world - 1, group=wire)
+                part = torch.zeros(size // world)
+                whole = inputs(world, size)[rank][: size // world * world]
+                collectives.reduce_scatter_single(part, whole, group=wire)
+                results.append([*result, part])
+            assert all(torch.equal(plain, fast) for plain, fast in zip(*results)), size
+
+    ranks(world, work)
 
 
 def test_strides_and_views(ranks):
@@ -177,8 +205,8 @@ def test_subgroups_by_either_rank(ranks):
         group, n = groups[mine], len(members[mine])
         x = torch.arange(3 * n) + 10 * rank
         place = dist.get_rank(group)
-        ours = collectives.use_all(collectives, x, place, n, group)
-        theirs = collectives.use_all(collectives.torchs(), x, place, n, group)
+        ours = network.use_all(collectives, x, place, n, group)
+        theirs = network.use_all(network.torchs(), x, place, n, group)
         assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
         y = torch.tensor([rank])
         collectives.broadcast(y, members[mine][1], group)  # a global rank, as in torch
@@ -307,10 +335,14 @@ def test_what_one_rank_can_see_is_refused(ranks):
         for message, call in {
             "nodes of 3": lambda: ALL_REDUCE["hierarchical"](x, node=3),
             "is not one of SUM": lambda: c.all_reduce(x, dist.ReduceOp.BAND),
-            "must hold 2 times the input": lambda: c.all_gather_single(x, torch.zeros(3)),
-            "must hold 2 times the output": lambda: c.reduce_scatter_single(torch.zeros(1), x),
-            "divide into 2 equal parts": lambda: c.all_gather_single(
-                torch.zeros(3), torch.zeros(1)
+            "hold 2 times the input, float32 (3,), but is float32 (4,)": lambda: (
+                c.all_gather_single(x, torch.zeros(3))
+            ),
+            "input must be contiguous and hold 2 times the output": lambda: c.reduce_scatter_single(
+                torch.zeros(1), x
+            ),
+            "hold 2 times the input, float32 (1,), but is float32 (3,)": lambda: (
+                c.all_gather_single(torch.zeros(3), torch.zeros(1))
             ),
             "which do not divide among 2 ranks": lambda: c.all_to_all_single(
                 torch.zeros(3), torch.zeros(3)
@@ -352,8 +384,8 @@ def test_rounds_and_bytes_equal_the_formulas(ranks, world):
 
     logs = ranks(world, work)
     for size, name, node in logs[0]:
-        counted = collectives.tally([log[size, name, node] for log in logs])
-        formula = collectives.formulas(world, size, node)[name]
+        counted = network.tally([log[size, name, node] for log in logs])
+        formula = network.formulas(world, size, node or collectives.default_node(world))[name]
         if size == even:
             assert counted == formula, (name, node)
         assert (counted.rounds, counted.total) == (formula.rounds, formula.total), (name, node)
@@ -398,24 +430,24 @@ def test_rounds_and_bytes_of_the_other_collectives(ranks, world):
         "barrier": (log2, log2 * n),
     }
     for name, due in expected.items():
-        cost = collectives.tally([log[name] for log in logs])
+        cost = network.tally([log[name] for log in logs])
         assert (cost.rounds, cost.total) == due, name
 
 
 def test_prediction():
-    link, fast = collectives.Link(5e-6, 1 / 50e9), collectives.Link(0, 0)
+    link, fast = network.Link(5e-6, 1 / 50e9), network.Link(0, 0)
     for n in (2, 3, 8, 12, 1024):
-        small, large = (collectives.predict(n, size, link) for size in (8, 8e9))
-        cost = collectives.formulas(n, 8e9)
+        small, large = (network.predict(n, size, link) for size in (8, 8e9))
+        cost = network.formulas(n, 8e9)
         assert large["ring"] == pytest.approx(
             cost["ring"].rounds * 5e-6 + 2 * (n - 1) / n * 8e9 / 50e9
         )
         assert large["ring"] <= min(large.values()) * 1.05
         assert n == 3 or small["ring"] >= small["halving-doubling"]
-    assert collectives.predict(1, 8, link) == dict.fromkeys(ALL_REDUCE, 0)
+    assert network.predict(1, 8, link) == dict.fromkeys(ALL_REDUCE, 0)
     # Nodes of 8 with nothing to pay inside: 1/8 of the bytes, 1/8 of the ranks
-    inside = collectives.predict(64, 8e9, link, fast, 8)["hierarchical"]
-    assert inside == pytest.approx(collectives.predict(8, 1e9, link)["ring"])
+    inside = network.predict(64, 8e9, link, fast, 8)["hierarchical"]
+    assert inside == pytest.approx(network.predict(8, 1e9, link)["ring"])
 
 
 # --- the script
@@ -441,10 +473,15 @@ def test_script(script, tmp_path):
 
 
 def test_script_predicts_and_refuses(script):
-    code, said = script("collectives", "--ranks 1024 --alpha 5us --beta 50GB/s --node 8")
+    code, said = script("collectives", "--ranks 1024 --alpha 5us --beta 50GB/s --nodes-of 8")
     assert code == 0 and "1024 ranks" in said and "* the fastest" in said
-    code, said = script("collectives", "--ranks 10 --node 4")
-    assert code == 2 and said == "collectives.py: 10 ranks do not divide into nodes of --node 4\n"
+    code, said = script("collectives", "--ranks 10 --nodes-of 4")
+    assert (
+        code == 2 and said == "collectives.py: 10 ranks do not divide into nodes of --nodes-of 4\n"
+    )
+    for flag in ("--alpha 1us", "--beta 1GB/s", "--inside-alpha 1us", "--inside-beta 1GB/s"):
+        code, said = script("collectives", flag)
+        assert code == 2 and "is for a prediction: add --ranks, or leave it out" in said
     for text, value in (
         ("5us", 5e-6),
         ("0.5ms", 5e-4),
@@ -453,7 +490,7 @@ def test_script_predicts_and_refuses(script):
         ("-5us", None),
         ("5MB", None),
     ):
-        parse = collectives.quantity(collectives.TIME, "5us")
+        parse = harness.quantity(harness.TIME, "5us")
         if value:
             assert parse(text) == pytest.approx(value)
         else:
