@@ -1,27 +1,26 @@
-"""Pipeline parallelism: each rank holds some consecutive layers, and micro-batches flow through them.
+"""Pipeline parallelism: each rank holds some consecutive layers, micro-batches flow through them.
 
-    1F1B on 4 ranks with 8 micro-batches. A row is a rank, time goes right; a digit is the forward of
-    that micro-batch, [digit] its backward, which takes twice as long; dots are waits.
+    1F1B on 4 ranks with 8 micro-batches. A row is a rank, and time goes right. A digit is that
+    micro-batch's forward, [digit] its backward, twice as long. A dot is a wait.
 
         0 1 2 3 . . . . . .[0 ] 4[1 ] 5[2 ] 6[3 ] 7[4 ] .[5 ] .[6 ] .[7 ]
         . 0 1 2 . . . .[0 ] 3[1 ] 4[2 ] 5[3 ] 6[4 ] 7[5 ] .[6 ] .[7 ]
         . . 0 1 . .[0 ] 2[1 ] 3[2 ] 4[3 ] 5[4 ] 6[5 ] 7[6 ] .[7 ]
         . . . 0[0 ] 1[1 ] 2[2 ] 3[3 ] 4[4 ] 5[5 ] 6[6 ] 7[7 ]
 
-The layers are cut into p stages for p ranks, the batch into m micro-batches. A schedule lists for
-each rank its actions, in order. `play` plays any schedule.
+The layers are cut into p stages for p ranks, the batch into m micro-batches. A schedule lists each
+rank's actions, in order. `play` plays any schedule.
 
-Sent: activations to the next stage after each forward, their gradient to the stage before after each
-backward. With b sequences of T tokens, width C and e bytes an element, that is b T C e bytes a
-micro-batch, boundary and direction. It is little, so pipelines suit the slowest links.
+Sent: each forward's result to the next stage, each backward's gradient to the stage before. That is
+b T C e bytes a micro-batch, boundary and direction: b sequences of T tokens, width C, e bytes an
+element. It is little, so pipelines suit the slowest links.
 
 The backward is the chain rule, cut at the boundaries. A stage's input x is a leaf of its own graph.
-So y.backward(dL/dy), with the gradient that the next stage sends, leaves dL/dx in x.grad, and that
-goes to the stage before. Gradients of micro-batches add up to those of the whole batch.
+So y.backward(gradient of y, from the next stage) leaves the gradient of x in x.grad, and that goes
+to the stage before. Gradients of micro-batches add up to those of the batch.
 
-Ranks wait while the pipeline fills and drains, and work m / (m+p-1) of the time in the picture. So a
-pipeline is wrong for few micro-batches, and not needed where one device or node holds the model.
-docs/pipelines.md has the costs of all eight schedules, and the mistakes that nothing can catch.
+Not worth it for few micro-batches: ranks wait while the pipeline fills and drains, and work only
+m / (m + p - 1) of the time. docs/pipelines.md has the costs of all eight schedules.
 
     torchrun --nproc_per_node=4 pipeline.py         python pipeline.py --layers 8 --schedule zb-v
     python pipeline.py --compare                    all schedules beside their formulas
@@ -56,14 +55,11 @@ class Action(NamedTuple):
     stage: int
 
 
-def naive(rank, ranks, microbatches):
-    """One micro-batch at a time through all stages and back: F0 B0 F1 B1 F2 B2 on every rank."""
-    return in_turn(*of_stage(rank, microbatches), ahead=0)
-
-
 def gpipe(rank, ranks, microbatches):
     """All forwards, then all backwards: F0 F1 F2 B0 B1 B2 on every rank."""
-    return in_turn(*of_stage(rank, microbatches), ahead=microbatches)
+    forwards = [Action("F", m, rank) for m in range(microbatches)]
+    backwards = [Action("B", m, rank) for m in range(microbatches)]
+    return forwards + backwards
 
 
 def one_f_one_b(rank, ranks, microbatches):
@@ -74,22 +70,22 @@ def one_f_one_b(rank, ranks, microbatches):
         rank 1 of 3:  F0 F1 B0 F2 B1 F3 B2 F4 B3 B4
         rank 2 of 3:  F0 B0 F1 B1 F2 B2 F3 B3 F4 B4
     """
-    return in_turn(*of_stage(rank, microbatches), ahead=ranks - 1 - rank)
-
-
-def of_stage(stage, microbatches):
-    forwards = [Action("F", m, stage) for m in range(microbatches)]
-    backwards = [Action("B", m, stage) for m in range(microbatches)]
-    return forwards, backwards
+    forwards = [Action("F", m, rank) for m in range(microbatches)]
+    backwards = [Action("B", m, rank) for m in range(microbatches)]
+    return in_turn(forwards, backwards, ahead=ranks - 1 - rank)
 
 
 def in_turn(forwards, backwards, ahead):
-    """Some forwards ahead, then one forward and one backward in turn, then the backwards left."""
     row = forwards[:ahead]
     for i, backward in enumerate(backwards):
         row += forwards[ahead + i : ahead + i + 1]  # towards the end none is left
         row.append(backward)
     return row
+
+
+def naive(rank, ranks, microbatches):
+    """One micro-batch at a time through all stages and back: F0 B0 F1 B1 F2 B2 on every rank."""
+    return one_f_one_b(rank, rank + 1, microbatches)  # what 1F1B does on the last rank
 
 
 # --- the executor
@@ -114,9 +110,8 @@ def play(schedule, forward, shape, dtype, device, links, around=contextlib.nullc
 
     shape, dtype: of the activations between stages, the same for every micro-batch and rank.
     around(action): a context around the work of each action, without its messages.
-    Returns the detached results of the last stage on its rank, and [] on the others.
-
-    After an exception messages are still under way, so play refuses the same links from then on.
+    Returns the last stage's results, detached, on its rank, and [] on the others. play can't see
+    every mistake: docs/pipelines.md lists the others.
     """
     rank = check_links(schedule, links)
     row = schedule[rank]
@@ -125,16 +120,14 @@ def play(schedule, forward, shape, dtype, device, links, around=contextlib.nullc
     mailbox = Mailbox(schedule, rank, shape, dtype, device, links)
     results = []
 
-    def run(action):
+    for action in row:
         received = mailbox.receive(action)  # None on stage 0, and for the backward of the loss
         with around(action):
             result = passes.run(action, received)
         mailbox.send(action, result)
         if action.kind == "F" and action.stage == schedule.last:
             results.append(result)
-
-    for action in row:
-        run(action)  # as a function it keeps no tensor of a finished micro-batch
+        del received, result  # nothing of a finished micro-batch stays while this rank waits
     mailbox.close()
     return results
 
@@ -150,7 +143,7 @@ class Passes:
             raise ValueError("gradients are off: play forward_only(schedule), or turn them on")
 
     def run(self, action, received):
-        """Returns what the next stage needs of a forward, or the stage before of a backward."""
+        """From the message that an action waits for to the message that it sends."""
         work = self.forward if action.kind == "F" else self.backward
         return work(action.microbatch, action.stage, received)
 
@@ -279,8 +272,8 @@ def check(schedule):
 
 
 class Mailbox:
-    """This rank's messages of one play. Of each queue one receive is posted ahead, so that a message
-    may arrive while an action runs. Sends return at once."""
+    """This rank's messages of one play. Sends return at once. Of each queue one receive is posted
+    ahead, so that its message may arrive while an action runs."""
 
     def __init__(self, schedule, rank, shape, dtype, device, links):
         self.schedule, self.rank, self.links = schedule, rank, links
@@ -342,10 +335,10 @@ unfinished = weakref.WeakSet()  # first links of plays that run, or ended in an 
 
 
 def make_links(ranks=None):
-    """The four groups of `play`: activations to a later rank and to an earlier one, gradients alike.
-    On nccl the messages of two ranks in one group stand in line, and a gradient could wait for an
-    activation that waits for it. Every process must call it, as dist.new_group. With several
-    pipelines: links = [make_links(ranks) for ranks in pipelines][index of this rank's pipeline]."""
+    """The four groups of `play`: for activations to a later rank and to an earlier one, and alike
+    for gradients. On nccl all messages of two ranks in one group stand in line, and one could wait
+    for another that waits for it. Every process must call it, as dist.new_group. Of several
+    pipelines: [make_links(ranks) for ranks in pipelines][index of this rank's pipeline]."""
     return [dist.new_group(ranks) for _ in range(4)]
 
 
@@ -393,8 +386,8 @@ def check_links(schedule, links):
 
 
 def interleaved(rank, ranks, microbatches, chunks=2):
-    """Rank r holds the stages r, p + r, 2 p + r, ... Micro-batches pass in groups of p: a group goes
-    through the rank's first stage, then its second, and so on; backward from the last."""
+    """Rank r holds the stages r, p + r, 2 p + r, ... Micro-batches pass in groups of p. A group
+    passes the rank's first stage, then its second, and so on; in backward its last stage first."""
     if microbatches % ranks:
         count = f"a multiple of {ranks} micro-batches, as many as ranks"
         raise ValueError(f"interleaved needs {count}, not {microbatches}")
@@ -407,7 +400,7 @@ def interleaved(rank, ranks, microbatches, chunks=2):
 
     forwards = [action("F", i) for i in range(microbatches * chunks)]
     backwards = [action("B", i) for i in range(microbatches * chunks)]
-    # The last stage of the first micro-batch, and its way back to this rank.
+    # Until the first micro-batch has passed all stages, and its backward reaches this rank.
     return in_turn(forwards, backwards, ahead=(chunks - 1) * ranks + 2 * (ranks - 1 - rank))
 
 
@@ -423,8 +416,8 @@ class Deferred(TorchFunctionMode):
         loss.backward()          # gradients of inputs, biases, norms and embeddings
         accumulate(queue)        # gradients of weights: without this line they are missing
 
-    It defers parameters and views of them. Other weights get their gradients at once: computed ones,
-    which may depend on x; all under autocast; and those of addmm, matmul, bmm or
+    It defers parameters and views of them. Other weights get their gradients at once: weights that
+    are computed (perhaps from x), all under autocast, and the weights of addmm, matmul, bmm and
     nn.MultiheadAttention, which it does not see. Run no backward pass inside the `with`."""
 
     def __init__(self, queue):
@@ -557,16 +550,13 @@ class Row(list):
 
     def __init__(self):
         super().__init__()
-        self.counts = collections.Counter()
+        self.counts = collections.Counter()  # {(kind, stage): how many}
 
-    def add(self, kinds, stage):
-        for kind in kinds:
+    def add(self, kinds, *stages):
+        for stage, kind in itertools.product(stages, kinds):
             counter = "B" if kind == "I" else kind, stage  # B and I share one: both are backwards
             self.append(Action(kind, self.counts[counter], stage))
             self.counts[counter] += 1
-
-    def done(self, kind, stage):
-        return self.counts[kind, stage]
 
 
 def zb_h1(rank, ranks, microbatches, reach=1):
@@ -580,7 +570,7 @@ def zb_h1(rank, ranks, microbatches, reach=1):
         row.add("I", rank)
         if i >= reach * rank:
             row.add("W", rank)
-    row.add("W" * (microbatches - row.done("W", rank)), rank)
+    row.add("W" * (microbatches - row.counts["W", rank]), rank)
     return row
 
 
@@ -598,23 +588,20 @@ def zb_v(rank, ranks, microbatches):
     # Fill: forwards, until the first micro-batch is back from the far end.
     row.add("F" * (2 * (ranks - rank) - 1), near)
     for _ in range(rank):
-        row.add("F", far)
-        row.add("F", near)
-    for _ in range(ranks - rank):
-        row.add("FIW", far)
+        row.add("F", far, near)
+    row.add("FIW" * (ranks - rank), far)
     # Steady: F I W of each side in turn.
-    while row.done("F", far) < whole:
-        if row.done("F", near) < whole:
+    while row.counts["F", far] < whole:
+        if row.counts["F", near] < whole:
             row.add("F", near)
         row.add("IW", near)
         row.add("FIW", far)
     # Drain: input gradients first, weights' where the rank would wait.
     for _ in range(rank):
-        row.add("I", near)
-        row.add("I", far)
+        row.add("I", near, far)
     row.add("IW" * (ranks - rank), near)
     for stage in (far, near):
-        row.add("W" * (whole - row.done("W", stage)), stage)
+        row.add("W" * (whole - row.counts["W", stage]), stage)
     return [action for action in row if action.microbatch < microbatches]
 
 
@@ -636,11 +623,10 @@ def dualpipev(rank, ranks, microbatches):
     def weight_gradients():
         row.append(deferred.popleft())
 
-    for _ in range(2 * rest):  # 1: forwards, until the first one is back on the far side
-        row.add("F", near)
+    # 1: forwards, until the first micro-batch is back on the far side
+    row.add("F" * (2 * rest), near)
     for _ in range(rank + 1):  # 2: the V is full: a forward of each side
-        row.add("F", near)
-        row.add("F", far)
+        row.add("F", near, far)
     for _ in range(rest):  # 3: the first backwards, of the far side, in two parts
         input_gradient(far)
         weight_gradients()
@@ -709,23 +695,21 @@ def balance(costs, stages):
     """Cut a list of costs into `stages` runs of neighbours, so that the most expensive run is as
     cheap as can be, and of such cuts the most even one. Returns the index range of each run."""
     if len(costs) < stages:
-        raise ValueError(
-            f"{len(costs)} layers are too few for {stages} pipeline stages: each needs at least one"
-        )
+        raise ValueError(f"{len(costs)} layers are too few for {stages} pipeline stages")
+
+    total = [0, *itertools.accumulate(costs)]  # of the first 0, 1, 2, ... items
 
     @functools.cache
     def best(end, stages):
         """(highest cost, sum of squares, ranges) of the first `end` items on so many stages."""
         if stages == 1:
-            cost = sum(costs[:end])
-            return cost, cost * cost, [range(end)]
-        options = []
+            return total[end], total[end] ** 2, [range(end)]
+        cuts = []
         for start in range(stages - 1, end):
             highest, squares, ranges = best(start, stages - 1)
-            cost = sum(costs[start:end])
-            cut = max(highest, cost), squares + cost * cost, [*ranges, range(start, end)]
-            options.append(cut)
-        return min(options, key=lambda cut: cut[:2])
+            cost = total[end] - total[start]
+            cuts.append((max(highest, cost), squares + cost**2, [*ranges, range(start, end)]))
+        return min(cuts, key=lambda cut: cut[:2])
 
     return best(len(costs), stages)[2]
 
@@ -761,23 +745,9 @@ def check_gpt(thing, *names):
     """Raise ValueError for a model, or a config, that is not model.py's."""
     missing = [name for name in names if not hasattr(thing, name)]
     if missing:
-        raise ValueError(
-            f"this function knows model.py's GPT alone, and a {type(thing).__name__} has no "
-            f"{missing[0]}: cut your model into modules, one a stage (balance(costs, stages) says "
-            "where), and give play a forward that calls them"
-        )
-
-
-def check_layers(config, schedule):
-    """Raise ValueError where a GPT has fewer layers than a schedule has stages."""
-    ranks, stages = len(schedule), len(schedule.owner)
-    if config.layers < stages:
-        most = config.layers // (stages // ranks)
-        advice = f"at most {most} ranks, " if most > 0 else ""
-        raise ValueError(
-            f"{config.layers} layers are too few for {stages} pipeline stages: "
-            f"use {advice}fewer stages a rank, or more --layers"
-        )
+        kind = type(thing).__name__
+        advice = "cut your model yourself, where balance(costs, stages) says"
+        raise ValueError(f"this knows model.py's GPT alone, a {kind} has no {missing[0]}: {advice}")
 
 
 def stage_layers(config, stages):
@@ -841,7 +811,7 @@ class Stages(nn.Module):
         return self.parts[str(stage)]
 
     def uses(self):
-        """Each parameter as often as a micro-batch's backward passes reach it: a shared one twice."""
+        """Each parameter as often as a micro-batch's backward reaches it: a shared one twice."""
         return list(itertools.chain(*(part.parameters() for part in self.parts.values())))
 
     def named(self):
@@ -877,24 +847,16 @@ def main():
     args.schedule = args.schedule or "1f1b"
     config = harness.configure(args)
     harness.check_batch(args, 1)
-    harness.launch(demo, args, check=lambda world: schedule_of(args, config, world))
-
-
-def schedule_of(args, config, ranks):
-    with harness.refusing():
-        schedule = make(args.schedule, ranks, args.microbatches, args.chunks)
-        check_layers(config, schedule)
-    return schedule
+    harness.launch(demo, args, check=lambda world: schedules.of_flags(make, args, config, world))
 
 
 def demo(run):
     args, config, rank, ranks = run.args, run.config, run.rank, run.world
-    schedule = schedule_of(args, config, ranks)
+    schedule = schedules.of_flags(make, args, config, ranks)
     stages, last, links = schedule.stages(rank), schedule.last, make_links()
     ends = dist.new_group(sorted({schedule.owner[0], schedule.owner[last]}))
     open_links(schedule, links, run.device)
-    # Activations go down the stages, gradients up.
-    run.groups(down=links[:2], up=links[2:], tied=ends)
+    run.groups(down=links[:2], up=links[2:], tied=ends)  # activations go down, gradients up
     model = run.fill(Stages(split(run.meta_model, last + 1, stages, ends)))
     parameters = list(model.parameters())
     optimizer = harness.make_optimizer(parameters, args)

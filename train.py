@@ -154,9 +154,7 @@ def prepare(args):
 def check(args, config):
     """Refuse a layout that does not exist for these sizes, and flags that mean nothing."""
     tensor_parallel.check(config, args.tp)
-    with harness.refusing():
-        schedule = pipeline.make(args.schedule, args.pp, args.microbatches, args.chunks)
-        pipeline.check_layers(config, schedule)
+    schedules.of_flags(pipeline.make, args, config, args.pp)
     if args.ep > 1 and config.experts < args.ep:
         hint = f"--experts {args.ep} or more" if config.experts else "--experts, or leave --ep out"
         raise Refused(

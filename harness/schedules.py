@@ -18,7 +18,26 @@ import torch.distributed as dist
 
 from harness.formulas import activation_bytes, parameters_held
 from harness.plots import pyplot, save
-from harness.start import Refused
+from harness.start import Refused, refusing
+
+# --- from flags
+
+
+def of_flags(make, args, config, ranks):
+    """The schedule of --schedule, --microbatches and --chunks. Refuses what does not exist, and a
+    model with fewer layers than stages. make(name, ranks, microbatches, chunks): pipeline.make."""
+    with refusing():
+        schedule = make(args.schedule, ranks, args.microbatches, args.chunks)
+    stages = len(schedule.owner)
+    if config.layers < stages:
+        most = config.layers // (stages // ranks)
+        advice = f"at most {most} ranks, " if most > 0 else ""
+        raise Refused(
+            f"{config.layers} layers are too few for {stages} pipeline stages: "
+            f"use {advice}fewer stages a rank, or more --layers"
+        )
+    return schedule
+
 
 # --- without ranks
 
@@ -67,7 +86,7 @@ def working(row):
 
 
 def utilisation(spans):
-    """The part of the makespan in which ranks work. Waits at both ends of the step count as idle."""
+    """The part of the makespan in which ranks work. Waits at the ends of a step count as idle."""
     return sum(working(row) for row in spans) / (len(spans) * makespan(spans))
 
 
@@ -205,8 +224,8 @@ NAMES = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gr
 
 
 def trace(spans):
-    """The spans in the Trace Event Format, as a dict to write as JSON. Perfetto and chrome://tracing
-    open it."""
+    """The spans in the Trace Event Format, as a dict to write as JSON, for Perfetto or
+    chrome://tracing."""
     begin, events = first_start(spans), []
     for rank, row in enumerate(spans):
         process = {"name": "process_name", "ph": "M", "pid": rank, "args": {"name": f"rank {rank}"}}
@@ -234,8 +253,8 @@ def held(run, schedule, layers):
 
 
 def report(run, schedule, layers, spans):
-    """What the receipt says about a schedule and its run, as lines of text. Also writes what --trace
-    and --plot ask for. spans: this rank's, of the last step."""
+    """What the receipt says about a schedule and its run, as lines of text. Writes what --trace and
+    --plot ask for, too. spans: this rank's, of the last step."""
     args, p, v = run.args, len(schedule), len(layers) // len(schedule)
     name, m = args.schedule, args.microbatches
     plan, real = simulate(schedule), gather_spans(spans, dist.group.WORLD, run.device)
