@@ -76,6 +76,7 @@ def one_f_one_b(rank, ranks, microbatches):
 
 
 def in_turn(forwards, backwards, ahead):
+    """Some forwards ahead, then one forward and one backward in turn, then the backwards left."""
     row = forwards[:ahead]
     for i, backward in enumerate(backwards):
         row += forwards[ahead + i : ahead + i + 1]  # towards the end none is left
@@ -133,7 +134,7 @@ def play(schedule, forward, shape, dtype, device, links, around=contextlib.nullc
 
 
 class Passes:
-    """The forward and backward passes of a rank's stages."""
+    """The forward and backward passes of a rank's stages. (SplitPasses adds I and W.)"""
 
     def __init__(self, forward, row, last):
         self.function, self.last = forward, last
@@ -193,7 +194,8 @@ class Message(NamedTuple):
 class Schedule(tuple):
     """A row of actions for each rank. Raises ValueError if it is unsound: see `check`.
 
-    owner: {stage: the rank that holds it}. last: the last stage."""
+    owner: {stage: the rank that holds it}. last: the last stage. It is a tuple, so that nobody
+    changes it after the check."""
 
     def __new__(cls, rows):
         return super().__new__(cls, [tuple(row) for row in rows])
@@ -222,50 +224,6 @@ class Schedule(tuple):
         """The message that an action waits for: what the neighbour's action sends, or None."""
         sender = action.stage - 1 if action.kind == "F" else action.stage + 1
         return self.outgoing(action._replace(stage=sender)) if sender in self.owner else None
-
-
-def check(schedule):
-    """Raise ValueError if an action is missing or there twice, or if ranks would wait for each
-    other for ever, even where a send blocks until its receive is posted."""
-    stages, kinds = sorted(schedule.owner), collections.defaultdict(str)
-    if stages != list(range(len(stages))):
-        raise ValueError(f"the schedule's stages are {stages}: number them from 0, leave none out")
-    for rank, row in enumerate(schedule):
-        for kind, m, stage in row:
-            if schedule.owner[stage] != rank:
-                raise ValueError(f"rank {rank} runs another rank's stage, {stage}")
-            kinds[m, stage] += kind
-    complete = ["F"] if set(kinds.values()) == {"F"} else ["FB", "FIW"]
-    for m, stage in itertools.product(sorted({m for m, _ in kinds}), stages):
-        if kinds[m, stage] not in complete:
-            found = " ".join(kinds[m, stage]) or "nothing"
-            raise ValueError(f"stage {stage} runs micro-batch {m} as {found}")
-
-    # Nobody waits for ever if some order puts every action behind those that it waits for.
-    before = collections.defaultdict(set)  # {action: the actions that it waits for}
-    sent = {}  # {message: the action that sends it, and the next one of that rank}
-    for row in schedule:
-        for action, following in zip(row, row[1:] + (None,)):
-            before[following].add(action)
-            sent[schedule.outgoing(action)] = action, following
-    taken = {}  # {queue: the action that takes its last message}
-    for action in sum(schedule, ()):
-        message = schedule.incoming(action)
-        if message is None:
-            continue
-        sender, following = sent[message]
-        before[action].add(sender)
-        # One receive is posted ahead: a send may block until the message before it is taken.
-        if message.queue in taken and message.source != message.target:
-            before[following].add(taken[message.queue])
-        taken[message.queue] = action
-    del before[None]
-    try:
-        graphlib.TopologicalSorter(before).prepare()
-    except graphlib.CycleError as e:
-        cycle = ", ".join(f"{kind}{m} of stage {stage}" for kind, m, stage in e.args[1])
-        reason = "these wait for each other, or await messages in another order than they are sent"
-        raise ValueError(f"the schedule is stuck: {reason}: {cycle}") from None
 
 
 # --- messages between ranks
@@ -359,6 +317,53 @@ def open_links(schedule, links, device):
             dist.send(number, group=link(links, queue), group_dst=target)
         elif rank == target != source:
             dist.recv(number, group=link(links, queue), group_src=source)
+
+
+# --- what play refuses
+
+
+def check(schedule):
+    """Raise ValueError if an action is missing or there twice, or if ranks would wait for each
+    other for ever, even where a send blocks until its receive is posted."""
+    stages, kinds = sorted(schedule.owner), collections.defaultdict(str)
+    if stages != list(range(len(stages))):
+        raise ValueError(f"the schedule's stages are {stages}: number them from 0, leave none out")
+    for rank, row in enumerate(schedule):
+        for kind, m, stage in row:
+            if schedule.owner[stage] != rank:
+                raise ValueError(f"rank {rank} runs another rank's stage, {stage}")
+            kinds[m, stage] += kind
+    complete = ["F"] if set(kinds.values()) == {"F"} else ["FB", "FIW"]
+    for m, stage in itertools.product(sorted({m for m, _ in kinds}), stages):
+        if kinds[m, stage] not in complete:
+            found = " ".join(kinds[m, stage]) or "nothing"
+            raise ValueError(f"stage {stage} runs micro-batch {m} as {found}")
+
+    # Nobody waits for ever if some order puts every action behind those that it waits for.
+    before = collections.defaultdict(set)  # {action: the actions that it waits for}
+    sent = {}  # {message: the action that sends it, and the next one of that rank}
+    for row in schedule:
+        for action, following in zip(row, row[1:] + (None,)):
+            before[following].add(action)
+            sent[schedule.outgoing(action)] = action, following
+    taken = {}  # {queue: the action that takes its last message}
+    for action in sum(schedule, ()):
+        message = schedule.incoming(action)
+        if message is None:
+            continue
+        sender, following = sent[message]
+        before[action].add(sender)
+        # One receive is posted ahead: a send may block until the message before it is taken.
+        if message.queue in taken and message.source != message.target:
+            before[following].add(taken[message.queue])
+        taken[message.queue] = action
+    del before[None]
+    try:
+        graphlib.TopologicalSorter(before).prepare()
+    except graphlib.CycleError as e:
+        cycle = ", ".join(f"{kind}{m} of stage {stage}" for kind, m, stage in e.args[1])
+        reason = "these wait for each other, or await messages in another order than they are sent"
+        raise ValueError(f"the schedule is stuck: {reason}: {cycle}") from None
 
 
 def check_links(schedule, links):
@@ -706,10 +711,11 @@ def balance(costs, stages):
             return total[end], total[end] ** 2, [range(end)]
         cuts = []
         for start in range(stages - 1, end):
-            highest, squares, ranges = best(start, stages - 1)
+            highest, squares, _ = best(start, stages - 1)
             cost = total[end] - total[start]
-            cuts.append((max(highest, cost), squares + cost**2, [*ranges, range(start, end)]))
-        return min(cuts, key=lambda cut: cut[:2])
+            cuts.append((max(highest, cost), squares + cost**2, start))
+        highest, squares, start = min(cuts)
+        return highest, squares, [*best(start, stages - 1)[2], range(start, end)]
 
     return best(len(costs), stages)[2]
 

@@ -6,12 +6,14 @@ import contextlib
 import dataclasses
 import functools
 import itertools
+import sys
 
 import pytest
 import torch
 import torch.distributed as dist
 from reference import CONFIGS, assert_equal, batch, make_optimizer, train
 
+import harness
 import model as gpt
 import pipeline as pp
 from harness import schedules
@@ -481,3 +483,21 @@ def test_equals_pytorchs_pipelining(ranks, name, theirs):
         assert mine[2].keys() == their.keys()
         for key, weight in mine[2].items():
             torch.testing.assert_close(weight, their[key], rtol=1e-12, atol=1e-12)
+
+
+def test_compare(capsys, monkeypatch):
+    """All schedules, or the one of --schedule; what it can't show is refused."""
+
+    def lines(flags):
+        monkeypatch.setattr(sys, "argv", ["pipeline.py", "--compare", *flags.split()])
+        pp.main()
+        words = [line.split() for line in capsys.readouterr().out.splitlines()]
+        return {row[0]: row for row in words if row and row[0] in pp.SCHEDULES}
+
+    assert lines("--nproc 4").keys() == pp.SCHEDULES.keys()
+    assert lines("--microbatches 6")["dualpipev"][1:4] == ["dualpipev", "needs", "at"]
+    [row] = lines("--schedule interleaved --chunks 4 --nproc 2").values()
+    assert row[1:4] == ["4", "0.75", "0.75"]
+    for flag in ("--trace x.json", "--json x.json"):
+        with pytest.raises(harness.Refused, match="--compare runs nothing"):
+            lines(flag)
