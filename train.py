@@ -44,7 +44,7 @@ import pipeline
 import sequence_parallel
 import tensor_parallel
 import zero
-from harness import Refused
+from harness import Refused, schedules
 from harness.experts import RowCounter
 from trainer import faults, formulas, planner, pretrained, sampling, saving, tracking
 
@@ -156,7 +156,7 @@ def check(args, config):
     """Refuse a layout that does not exist for these sizes, and flags that mean nothing."""
     with harness.refusing():
         tensor_parallel.check_heads(config, args.tp)
-    pipeline.check_layout(args, config, args.pp)
+    schedules.of_flags(pipeline.make, args, config, args.pp)
     if args.ep > 1 and config.experts < args.ep:
         hint = f"--experts {args.ep} or more" if config.experts else "--experts, or leave --ep out"
         raise Refused(
@@ -227,8 +227,7 @@ def mesh(args, schedule):
     cp = ranks.transpose(2, 3).unflatten(3, cp_shape(args))  # (pp, dp, tp, ring, ulysses)
     experts = dp.unflatten(2, (-1, args.ep))  # (pp, tp, copies, ep)
     pp = ranks.flatten(1).T
-    owner = pipeline.owners(schedule)
-    tied = torch.stack((pp[:, owner[0]], pp[:, owner[len(owner) - 1]]), 1)
+    tied = torch.stack((pp[:, schedule.owner[0]], pp[:, schedule.owner[schedule.last]]), 1)
     timeout = datetime.timedelta(seconds=args.timeout)
 
     def own(rows):
@@ -259,9 +258,8 @@ def mesh(args, schedule):
 def build(run, schedule, groups):
     """This rank's stages of the model, cut on the meta device: no memory, no weights yet."""
     args, tp = run.args, groups["tp"]
-    owner = pipeline.owners(schedule)
-    stages = [stage for stage in sorted(owner) if owner[stage] == dist.get_rank(groups["pp"])]
-    parts = pipeline.split(run.meta_model, len(owner), stages, groups["tied"])
+    stages = schedule.stages(dist.get_rank(groups["pp"]))
+    parts = pipeline.split(run.meta_model, schedule.last + 1, stages, groups["tied"])
     for part in parts.values():
         if args.sp:
             sequence_parallel.parallelize(part, tp, keep=not args.gather_again)
@@ -312,9 +310,12 @@ def data_parallel(run, model, groups):
 # --- the loop
 
 
-def train(run):
+def train(run, schedule=None, watch=contextlib.nullcontext):
+    """schedule: by default that of the flags. watch(action): a context around the work of each of
+    the pipeline's actions. A dry run passes its own."""
     args, config = run.args, run.config
-    schedule = pipeline.make(args.schedule, args.pp, args.microbatches, args.chunks)
+    if schedule is None:
+        schedule = pipeline.make(args.schedule, args.pp, args.microbatches, args.chunks)
     groups = mesh(args, schedule)
     tp, dp, cp, pp, links = (
         groups["tp"],
@@ -336,13 +337,14 @@ def train(run):
     replica = dist.get_rank(dp) // args.cp  # which part of the batch this rank works on
     describe(run, schedule)
 
-    def scope(stage, complete):
+    @contextlib.contextmanager
+    def around(action):
         """ZeRO must know which stage's gradients come, and whether all of them do."""
-        return (
-            sync.backward(stages.index(stage), complete)
-            if sync is optimizer
-            else contextlib.nullcontext()
-        )
+        scope = contextlib.nullcontext()
+        if sync is optimizer and action.kind != "F":
+            scope = sync.backward(stages.index(action.stage), complete=action.kind != "I")
+        with watch(action), scope:
+            yield
 
     def play(schedule, batches, count):
         """The results of this rank's part of a schedule over micro-batches (tokens, targets,
@@ -361,9 +363,7 @@ def train(run):
 
         t = -(-len(where) // args.tp) if args.sp else len(where)
         shape, dtype = (len(batches[0][0]), t, config.width), harness.DTYPES[args.param_dtype]
-        return pipeline.play(
-            schedule, forward, shape, dtype, run.device, links, scope, getattr(run, "record", None)
-        )
+        return pipeline.play(schedule, forward, shape, dtype, run.device, links, around)
 
     def passes(batches):
         """Forward and backward of a step: leaves complete gradients, and returns this rank's part
@@ -454,8 +454,8 @@ def train(run):
         return tensor_parallel.gather_logits(logits, config.vocab, tp) if args.tp > 1 else logits
 
     if args.sample:
-        owner = pipeline.owners(schedule)
-        run.print(f"\nsample:\n{sampling.generate(run, logits_of, groups, owner[len(owner) - 1])}")
+        speaker = schedule.owner[schedule.last]
+        run.print(f"\nsample:\n{sampling.generate(run, logits_of, groups, speaker)}")
     if only_sample:
         return 0
     length = len(places(args, config.context, dist.get_rank(cp)))
@@ -472,9 +472,9 @@ def describe(run, schedule):
     text = f"{run.corpus.name}: {len(run.corpus.tokens):,} tokens, {run.count:,} a step"
     run.print(f"{config.parameters():,} parameters, {layout}; {text}")
     if args.pp > 1:
-        layers = pipeline.stage_layers(config, len(pipeline.owners(schedule)))
+        layers = pipeline.stage_layers(config, schedule.last + 1)
         text = ", ".join(f"{r.start}-{r.stop - 1}" for r in layers)
-        bubble = 1 - pipeline.utilisation(pipeline.simulate(schedule))
+        bubble = 1 - schedules.utilisation(schedules.simulate(schedule))
         run.print(
             f"stages hold layers {text}; {args.schedule}, {args.microbatches} micro-batches: bubble {bubble:.1%}"
         )

@@ -12,6 +12,7 @@ import torch.nn.functional as F
 
 import harness
 import pipeline
+from harness import schedules
 
 
 class Sleep(torch.autograd.Function):
@@ -33,8 +34,9 @@ def sleeping(name, seconds, microbatches, links):
     """Utilisation of a step whose stages sleep: as measured, and as planned."""
     p = dist.get_world_size()
     schedule = pipeline.make(name, p, microbatches)
-    last, each = len(pipeline.owners(schedule)) - 1, seconds * p / len(pipeline.owners(schedule))
-    weight, spans, gradient = torch.nn.Parameter(torch.ones(4, 4)), [], pipeline.weight_gradient
+    each = seconds * p / len(schedule.owner)  # a stage's F, I and W
+    weight, gradient = torch.nn.Parameter(torch.ones(4, 4)), pipeline.weight_gradient
+    stopwatch = schedules.Stopwatch("cpu")
 
     # Without the split, the weight's gradient comes with backward
     class Slow(torch.autograd.Function):
@@ -47,19 +49,13 @@ def sleeping(name, seconds, microbatches, links):
             time.sleep(each)
             return grad.clone()
 
-    halved = any(action.kind == "W" for action in schedule[dist.get_rank()])
-
     def forward(stage, i, x):
         x = torch.ones(2, 4, requires_grad=True) if x is None else x
-        whole = (i, stage) not in parts
+        whole = (i, stage) not in halved
         y = Sleep.apply(F.linear(Slow.apply(x) if whole else x, weight), each)
-        return y.sum() if stage == last else y
+        return y.sum() if stage == schedule.last else y
 
-    parts = (
-        {action[1:] for action in schedule[dist.get_rank()] if action.kind == "W"}
-        if halved
-        else set()
-    )
+    halved = {action[1:] for action in schedule[dist.get_rank()] if action.kind == "W"}
 
     def slow_gradient(x, grad):
         time.sleep(each)
@@ -68,14 +64,14 @@ def sleeping(name, seconds, microbatches, links):
     pipeline.weight_gradient = slow_gradient
     try:
         dist.barrier()
-        pipeline.play(schedule, forward, (2, 4), torch.float32, "cpu", links, record=spans)
+        pipeline.play(schedule, forward, (2, 4), torch.float32, "cpu", links, stopwatch)
     finally:
         pipeline.weight_gradient = gradient
     rows = [None] * p
-    dist.all_gather_object(rows, [(start, end) for start, end, _ in spans])
+    dist.all_gather_object(rows, [(start, end) for start, end, _ in stopwatch.spans])
     begin, end = min(row[0][0] for row in rows), max(row[-1][1] for row in rows)
     work = 3 * microbatches * seconds * p
-    return work / (p * (end - begin)), pipeline.utilisation(pipeline.simulate(schedule))
+    return work / (p * (end - begin)), schedules.utilisation(schedules.simulate(schedule))
 
 
 def demo(run):

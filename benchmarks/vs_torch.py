@@ -232,15 +232,14 @@ def their_tensor(job, sequence):
 
 def stages(job, schedule):
     """This rank's stages, and their numbers."""
-    owner = pipeline.owners(schedule)
-    mine = [stage for stage in sorted(owner) if owner[stage] == job.rank]
+    mine, count = schedule.stages(job.rank), schedule.last + 1
 
     def whole():
         with torch.device("meta"):
             return gpt.GPT(job.config)
 
-    parts = pipeline.Stages(pipeline.split(whole, len(owner), mine))
-    return gpt.fill(parts, 0, job.device, job.dtype), mine, len(owner)
+    parts = pipeline.Stages(pipeline.split(whole, count, mine))
+    return gpt.fill(parts, 0, job.device, job.dtype), mine, count
 
 
 def our_pipeline(job, name):

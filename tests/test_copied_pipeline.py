@@ -82,12 +82,11 @@ def pipeline_train(rank, name, ranks, microbatches, model, optimizer):
     import pipeline as pp
 
     links, schedule = pp.make_links(), pp.make(name, ranks, microbatches)
-    owner, layers = pp.owners(schedule), pipeline_layers(model)
-    last = len(owner) - 1
-    cuts = pp.balance([1] * len(layers), len(owner))
-    mine = {i for stage in owner if owner[stage] == rank for i in cuts[stage]}
-    tied = dist.new_group(sorted({0, owner[last]}))
-    if owner[last] == 0:
+    last, layers = schedule.last, pipeline_layers(model)
+    cuts = pp.balance([1] * len(layers), last + 1)
+    mine = {i for stage in schedule.stages(rank) for i in cuts[stage]}
+    tied = dist.new_group(sorted({0, schedule.owner[last]}))
+    if schedule.owner[last] == 0:
         layers[-1].weight = layers[0].weight
     else:
         for i in (0, len(layers) - 1):
@@ -113,7 +112,7 @@ def pipeline_train(rank, name, ranks, microbatches, model, optimizer):
         pp.reduce_tied(parameters)
         optimizer.step()
         losses.append(sum(results))
-    return losses, {n: (p.detach(), p.grad) for n, p in named.items()}, rank == owner[last]
+    return losses, {n: (p.detach(), p.grad) for n, p in named.items()}, rank == schedule.owner[last]
 
 
 @pytest.mark.parametrize(
@@ -208,16 +207,14 @@ def test_pipeline_refuses_links_and_schedules(copied):
             "this process is not|four different groups": [(good, [*pair[:2], *links[:2]])],
             "for 2 ranks, but the links join 3": [(pp.make("1f1b", 2, 3), links)],
             "for 4 ranks, but the links join 3": [(pp.make("1f1b", 4, 3), links)],
-            "as nothing": [([good[0], good[1], good[2][:-2]], links)],
-            "as F B B": [([good[0], good[1], [*good[2], good[2][-1]]], links)],
-            "as F$": [([good[0], good[1][:-1], good[2]], links)],
-            "another order": [
-                ([good[0], good[1], [good[2][i] for i in (2, 3, 0, 1, 4, 5)]], links)
-            ],
-            "another rank's stage": [([good[0], good[1], good[1]], links)],
-            "number them from 0": [
-                ([[a._replace(stage=2 * a.stage) for a in row] for row in good], links)
-            ],
+        }
+        unsound = {
+            "as nothing": [good[0], good[1], good[2][:-2]],
+            "as F B B": [good[0], good[1], [*good[2], good[2][-1]]],
+            "as F$": [good[0], good[1][:-1], good[2]],
+            "another order": [good[0], good[1], [good[2][i] for i in (2, 3, 0, 1, 4, 5)]],
+            "another rank's stage": [good[0], good[1], good[1]],
+            "number them from 0": [[a._replace(stage=2 * a.stage) for a in row] for row in good],
         }
         if rank == 2:
             wrong["this process is not"] = [(pp.make("1f1b", 2, 3), pair)]
@@ -226,6 +223,8 @@ def test_pipeline_refuses_links_and_schedules(copied):
             for words, cases in wrong.items()
             for args in cases
         ]
+        said += [(words, pipeline_refused(pp.Schedule, rows)) for words, rows in unsound.items()]
+        said.append(("a Schedule", pipeline_refused(play, list(good), links)))
         with torch.no_grad():
             said.append(("gradients are off", pipeline_refused(play, good, links)))
             assert len(play(pp.forward_only(good, 2), links)) == 2 * (rank == 2)
@@ -253,7 +252,7 @@ def pipeline_play(rank, ranks, name, stage_of, rows=4, **more):
     results = pp.play(
         schedule, forward, (rows, 4), DOUBLE, "cpu", more.get("links") or pp.make_links()
     )
-    mine = [layers[stage] for stage, owner in pp.owners(schedule).items() if owner == rank]
+    mine = [layers[stage] for stage in schedule.stages(rank)]
     gradients = [p.grad for layer in mine for p in layer.parameters()]
     for layer in layers:
         layer.zero_grad()

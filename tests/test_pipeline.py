@@ -6,14 +6,17 @@ import contextlib
 import dataclasses
 import functools
 import itertools
+import sys
 
 import pytest
 import torch
 import torch.distributed as dist
 from reference import CONFIGS, assert_equal, batch, make_optimizer, train
 
+import harness
 import model as gpt
 import pipeline as pp
+from harness import schedules
 
 
 def shapes(name, ranks=range(1, 9), microbatches=range(1, 18)):
@@ -31,18 +34,20 @@ def shapes(name, ranks=range(1, 9), microbatches=range(1, 18)):
 def test_schedules_are_sound(name):
     count = 0
     for p, m, chunks, schedule in shapes(name):
-        pp.check(schedule, m)
-        assert len(schedule) == p and len(pp.owners(schedule)) == p * (
-            chunks or pp.CHUNKS.get(name, 1)
-        )
+        stages = p * (chunks or (2 if name in ("zb-v", "dualpipev") else 1))
+        assert len(schedule) == p and sorted(schedule.owner) == list(range(stages))
+        # Each action is there, and pp.Schedule has found that none waits for ever.
+        for stage, rank in schedule.owner.items():
+            microbatches = [a.microbatch for a in schedule[rank] if a[::2] == ("F", stage)]
+            assert sorted(microbatches) == list(range(m))
         count += 1
     assert count >= (70 if name in ("interleaved", "dualpipev") else 136)
 
 
 def test_where_stages_are():
-    assert pp.owners(pp.make("interleaved", 3, 3, 3)) == {stage: stage % 3 for stage in range(9)}
+    assert pp.make("interleaved", 3, 3, 3).owner == {stage: stage % 3 for stage in range(9)}
     for name in ("zb-v", "dualpipev"):
-        assert pp.owners(pp.make(name, 3, 6)) == {0: 0, 1: 1, 2: 2, 3: 2, 4: 1, 5: 0}
+        assert pp.make(name, 3, 6).owner == {0: 0, 1: 1, 2: 2, 3: 2, 4: 1, 5: 0}
 
 
 @pytest.mark.parametrize("ratio", [(1, 1), (1, 2), (2, 3)])
@@ -51,10 +56,10 @@ def test_bubble_is_the_papers(ratio):
     for p, m in itertools.product(range(1, 9), range(1, 13)):
 
         def used(name, v=1):
-            spans = pp.simulate(
+            spans = schedules.simulate(
                 pp.make(name, p, m, v), forward / v, backward / v / 2, backward / v / 2
             )
-            return pp.utilisation(spans)
+            return schedules.utilisation(spans)
 
         assert used("naive") == pytest.approx(1 / p)
         assert used("gpipe") == pytest.approx(m / (m + p - 1)) and used("1f1b") == pytest.approx(
@@ -70,10 +75,10 @@ def test_a_rank_waits_as_long_as_the_paper_says(name):
     """Between its own first and last action, with F = I = W; enough micro-batches to fill the
     pipeline."""
     for p, m, chunks, schedule in shapes(name, range(2, 9), (16, 24)):
-        v = len(pp.owners(schedule)) // p
-        assert pp.waiting(pp.simulate(schedule, 1 / v, 1 / v, 1 / v)) == pytest.approx(
-            pp.BUBBLES[name][1](p, m, v, 1, 1, 1)
-        )
+        v = len(schedule.owner) // p
+        assert schedules.waiting(
+            schedules.simulate(schedule, 1 / v, 1 / v, 1 / v)
+        ) == pytest.approx(schedules.BUBBLES[name][1](p, m, v, 1, 1, 1))
 
 
 def test_zero_bubble_with_other_times():
@@ -82,30 +87,30 @@ def test_zero_bubble_with_other_times():
     for p, (f, i, w) in itertools.product((2, 4, 8), ((1, 1, 0.75), (1, 1.25, 0.75), (1.5, 2, 1))):
         for name in ("zb-h1", "zb-h2"):
             schedule = pp.make(name, p, 4 * p)
-            assert pp.waiting(pp.simulate(schedule, f, i, w)) == pytest.approx(
-                pp.BUBBLES[name][1](p, 4 * p, 1, f, i, w)
+            assert schedules.waiting(schedules.simulate(schedule, f, i, w)) == pytest.approx(
+                schedules.BUBBLES[name][1](p, 4 * p, 1, f, i, w)
             ), name
 
 
 def test_transfers_take_time():
-    assert pp.utilisation(
-        pp.simulate(pp.make("gpipe", 2, 1), 1, 1, 1, transfer=1)
+    assert schedules.utilisation(
+        schedules.simulate(pp.make("gpipe", 2, 1), 1, 1, 1, transfer=1)
     ) == pytest.approx(6 / (2 * 8))
     # in a V the turn stays on its rank: 6 messages of 3 boundaries instead of 8 of 4
-    spans = pp.simulate(pp.make("zb-v", 2, 1), 1, 1, 0, transfer=10)
+    spans = schedules.simulate(pp.make("zb-v", 2, 1), 1, 1, 0, transfer=10)
     assert max(row[-1][1] for row in spans) == 8 + 4 * 10
 
 
 def test_the_lectures_two_figures():
-    assert pp.utilisation(pp.simulate(pp.naive(4, 1))) == 0.25
-    assert round(pp.utilisation(pp.simulate(pp.gpipe(4, 4))), 2) == 0.57
+    assert schedules.utilisation(schedules.simulate(pp.make("naive", 4, 1))) == 0.25
+    assert round(schedules.utilisation(schedules.simulate(pp.make("gpipe", 4, 4))), 2) == 0.57
 
 
 def test_activations_held():
     for p, m in itertools.product(range(1, 9), range(1, 25)):
 
         def held(name, chunks=None):
-            return [pp.in_flight(actions) for actions in pp.make(name, p, m, chunks)]
+            return [schedules.in_flight(actions) for actions in pp.make(name, p, m, chunks)]
 
         assert held("naive") == [1] * p and held("gpipe") == [m] * p
         assert held("1f1b") == [min(m, p - rank) for rank in range(p)]
@@ -128,23 +133,23 @@ def test_a_wrong_schedule_is_found():
     def on(stage, *actions):
         return [a._replace(stage=stage) for a in actions]
 
-    with pytest.raises(ValueError, match="stuck"):
-        pp.simulate([[F, B], on(1, B, F)])
     for wrong in ([F], [F, B, B], [F, I], [F, W, I], [F, B, W], [B, F]):
         with pytest.raises(ValueError, match="stage 0 runs micro-batch 0 as"):
-            pp.check([wrong], 1)
-    with pytest.raises(ValueError, match="runs micro-batch 1 as nothing"):
-        pp.check([[F, B]], 2)
-    first, second = F, F._replace(microbatch=1)
-    back = [B, B._replace(microbatch=1)]
-    with pytest.raises(ValueError, match="another order"):
-        pp.check([[second, first, *back], on(1, first, second, *back)], 2)
-    with pytest.raises(ValueError, match="does not exist|as "):
-        pp.check([[F, B, *[a._replace(microbatch=5) for a in (F, B)]]], 1)
-    # each would send before the other posts: rank 0 twice down in a row, while rank 1 waits to send
-    # up
-    ok = [[first, second, *back], on(1, first, back[0], second, back[1])]
-    pp.check(ok, 2)
+            pp.Schedule([wrong, on(1, F, B)])
+    with pytest.raises(ValueError, match="stage 1 runs micro-batch 0 as nothing"):
+        pp.Schedule([[F, B], on(1, F._replace(microbatch=1), B._replace(microbatch=1))])
+    forwards, backwards = ([a._replace(microbatch=m) for m in range(4)] for a in (F, B))
+    pp.Schedule([forwards + backwards, on(1, *forwards, *backwards)])
+    with pytest.raises(ValueError, match="stuck.*another order"):
+        first, second, *rest = forwards
+        pp.Schedule([[second, first, *rest, *backwards], on(1, *forwards, *backwards)])
+    with pytest.raises(ValueError, match="stuck"):  # rank 0 runs stage 1 before stage 0
+        pp.Schedule([[*on(1, F, B), F, B], on(2, F, B)])
+    # It ends if sends return at once. If they block, rank 0 can't send a fourth activation before
+    # it has taken a gradient, and rank 1 has sent two of them by then.
+    in_turn = [action for pair in zip(forwards, backwards) for action in pair]
+    with pytest.raises(ValueError, match="stuck"):
+        pp.Schedule([forwards + backwards, on(1, *in_turn)])
     with torch.device("meta"), pytest.raises(ValueError, match="tied_group"):
         pp.split(lambda: gpt.GPT(CONFIGS["gpt2"]), 2, [0])
 
@@ -161,9 +166,16 @@ def test_what_there_is_no_schedule_for():
 
 
 def test_timeline_and_trace():
-    assert pp.timeline(pp.simulate(pp.gpipe(2, 2))) == " 0 1 . . .[0 ][1 ]\n . 0 1[0 ][1 ]"
-    assert pp.timeline(pp.simulate(pp.make("zb-v", 2, 2))).splitlines()[0].startswith(" 0 1")
-    events = pp.trace(pp.simulate(pp.make("zb-h1", 2, 2)))["traceEvents"]
+    assert (
+        schedules.timeline(schedules.simulate(pp.make("gpipe", 2, 2)))
+        == " 0 1 . . .[0 ][1 ]\n . 0 1[0 ][1 ]"
+    )
+    assert (
+        schedules.timeline(schedules.simulate(pp.make("zb-v", 2, 2)))
+        .splitlines()[0]
+        .startswith(" 0 1")
+    )
+    events = schedules.trace(schedules.simulate(pp.make("zb-h1", 2, 2)))["traceEvents"]
     assert [e["args"]["name"] for e in events if e["ph"] == "M"] == ["rank 0", "rank 1"]
     assert sum(e["ph"] == "X" for e in events) == 12 and all(
         e["dur"] == 1e6 for e in events if e["ph"] == "X"
@@ -194,15 +206,13 @@ def build(config, schedule, rank, ends, seed=7):
         with torch.device("meta"):
             return gpt.GPT(config)
 
-    owner = pp.owners(schedule)
-    mine = [stage for stage in sorted(owner) if owner[stage] == rank]
-    return gpt.fill(pp.Stages(pp.split(whole, len(owner), mine, ends)), seed, dtype=torch.float64)
+    parts = pp.split(whole, schedule.last + 1, schedule.stages(rank), ends)
+    return gpt.fill(pp.Stages(parts), seed, dtype=torch.float64)
 
 
 def train_parallel(rank, config, kind, schedule, microbatches, ranks, steps=3):
     links, schedule = pp.make_links(), pp.make(schedule, ranks, microbatches)
-    owner = pp.owners(schedule)
-    ends = dist.new_group(sorted({owner[0], owner[len(owner) - 1]}))
+    ends = dist.new_group(sorted({schedule.owner[0], schedule.owner[schedule.last]}))
     model = build(config, schedule, rank, ends)
     optimizer, losses = make_optimizer(model.parameters(), kind), []
     for step in range(steps):
@@ -288,12 +298,12 @@ def hooked(rank, name, config, dtype, watch=contextlib.nullcontext, recompute="n
         )
 
     @contextlib.contextmanager
-    def scope(stage, complete):
-        now.append("whole" if complete else "part")
+    def around(action):
+        now.append("part" if action.kind == "I" else "whole")
         yield
 
     with watch():
-        pp.play(schedule, forward, (1, 12, 32), dtype, "cpu", links, scope)
+        pp.play(schedule, forward, (1, 12, 32), dtype, "cpu", links, around)
     return hooks, {n: p.grad for n, p in model.named()}
 
 
@@ -376,12 +386,12 @@ def test_activations_are_freed_with_their_backward(ranks):
             return y.sum() if stage == last else y
 
         schedule = pp.make(schedule, stages, microbatches)
-        last = len(pp.owners(schedule)) - 1
+        last = schedule.last
         pp.play(schedule, forward, (2,), torch.float32, "cpu", pp.make_links())
         return peak[0], len(alive)
 
     for name, m in (("gpipe", 5), ("1f1b", 5), ("naive", 5), ("interleaved", 6)):
-        assert ranks(3, work, name, m) == [(pp.in_flight(a), 0) for a in pp.make(name, 3, m)]
+        assert ranks(3, work, name, m) == [(schedules.in_flight(a), 0) for a in pp.make(name, 3, m)]
 
 
 def test_no_more_than_one_receive_waits_in_each_queue(ranks):
@@ -446,12 +456,10 @@ def test_equals_pytorchs_pipelining(ranks, name, theirs):
         from torch.distributed import pipelining
 
         schedule = pp.make(name, p, m)
-        model, owner = build(config, schedule, rank, None), pp.owners(schedule)
-        last = len(owner) - 1
+        model, count = build(config, schedule, rank, None), schedule.last + 1
         stages = [
-            pipelining.PipelineStage(model[stage], stage, len(owner), torch.device("cpu"))
-            for stage in sorted(owner)
-            if owner[stage] == rank
+            pipelining.PipelineStage(model[stage], stage, count, torch.device("cpu"))
+            for stage in schedule.stages(rank)
         ]
         optimizer = make_optimizer(model.parameters(), "sgd")
         for step in range(10):
@@ -465,7 +473,7 @@ def test_equals_pytorchs_pipelining(ranks, name, theirs):
             optimizer.zero_grad()
             run.step(
                 *((tokens,) if rank == 0 else ()),
-                **({"target": targets} if rank == owner[last] else {}),
+                **({"target": targets} if rank == schedule.owner[schedule.last] else {}),
             )
             optimizer.step()
         return {n: p.detach() for n, p in model.named()}
@@ -475,3 +483,21 @@ def test_equals_pytorchs_pipelining(ranks, name, theirs):
         assert mine[2].keys() == their.keys()
         for key, weight in mine[2].items():
             torch.testing.assert_close(weight, their[key], rtol=1e-12, atol=1e-12)
+
+
+def test_compare(capsys, monkeypatch):
+    """All schedules, or the one of --schedule; what it can't show is refused."""
+
+    def lines(flags):
+        monkeypatch.setattr(sys, "argv", ["pipeline.py", "--compare", *flags.split()])
+        pp.main()
+        words = [line.split() for line in capsys.readouterr().out.splitlines()]
+        return {row[0]: row for row in words if row and row[0] in pp.SCHEDULES}
+
+    assert lines("--nproc 4").keys() == pp.SCHEDULES.keys()
+    assert lines("--microbatches 6")["dualpipev"][1:4] == ["dualpipev", "needs", "at"]
+    [row] = lines("--schedule interleaved --chunks 4 --nproc 2").values()
+    assert row[1:4] == ["4", "0.75", "0.75"]
+    for flag in ("--trace x.json", "--json x.json"):
+        with pytest.raises(harness.Refused, match="--compare runs nothing"):
+            lines(flag)

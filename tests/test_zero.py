@@ -419,7 +419,7 @@ def test_norm_and_clipping_with_tensor_and_pipeline_parallelism(ranks, stage):
                 for m in range(3):
                     forward(0, m, None).backward()
             else:
-                schedule = pipeline.one_f_one_b(2, 3)
+                schedule = pipeline.make("1f1b", 2, 3)
                 pipeline.play(schedule, forward, (2, 12, 32), torch.float64, "cpu", links)
             sharded.finish()
             norm = sharded.grad_norm([other])

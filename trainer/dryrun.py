@@ -9,7 +9,7 @@ are those of a real run. Tests hold eleven layouts against real runs, to the byt
     run.fill(...)     from here on tensors are fake (FakeTensorMode)
     .item()           returns 1; the experts' all-to-alls get sizes as if routing were even
     an operation      the ledger counts its bytes; the meter counts its FLOPs and its seconds
-    an action         of the pipeline: the meter's clock says when it began and ended
+    an action         of the pipeline: `DryRun.watch` notes the meter's clock before and after it
 
 An operation takes the longer of FLOPs / peak and bytes in and out / memory bandwidth. A collective
 on n ranks takes alpha log2 n + beta times what a ring algorithm sends, on the slowest link between
@@ -62,9 +62,16 @@ class DryRun(harness.Run):
     def __init__(self, args, rank, world, cluster, modes):
         super().__init__(args, rank, world, torch.device("cpu"))
         self.cluster, self.modes = cluster, modes
-        # Train.py gives it to pipeline.play, which notes the time of each action in it
-        self.record = []
+        self.actions = []
         self.draw = lambda name, shape, init, seed: torch.empty(shape)
+
+    @contextlib.contextmanager
+    def watch(self, action):
+        """Around each action of the pipeline: the meter makes it a Part of its own."""
+        self.meter.clock()
+        yield
+        self.meter.clock()
+        self.actions.append(action)
 
     def load(self):
         self.corpus = types.SimpleNamespace(name="no text", tokens=())
@@ -87,7 +94,6 @@ class DryRun(harness.Run):
         """From the weights on nothing has a value. (What makes the groups still needs some.)"""
         self.size = sum(p.numel() for _, p in model.named())
         self.meter = Meter(self.cluster, self.ledger.names, self.args.expert_chunks == 1)
-        self.modes.enter_context(mock.patch.object(pipeline, "clock", self.meter.clock))
         # Buffers on the meta device
         self.modes.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         self.modes.enter_context(self.meter)
@@ -155,12 +161,13 @@ def play(args, rank, cluster, train, brief=False, routing=even):
     """Play one step of a rank of the layout in `args`, on tensors without values. Returns what it
     did as a Played.
 
-    train(run): train.py's own.
+    train(run, schedule, watch): train.py's own.
     brief: of the micro-batches only the first and the last, for their times. routing(dispatch,
     sizes, assignments): see `even`. Needs a process that has no process group."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    args, world, make = copy.copy(args), args.dp * args.cp * args.tp * args.pp, pipeline.make
+    args, world = copy.copy(args), args.dp * args.cp * args.tp * args.pp
+    schedule = pipeline.make(args.schedule, args.pp, args.microbatches, args.chunks)
     # Of three steps the second is played: validation comes after the last
     vars(args).update(
         steps=3,
@@ -175,15 +182,13 @@ def play(args, rank, cluster, train, brief=False, routing=even):
     )
     vars(args).update(profile=None, compile=False, plot=None)
     if brief and args.microbatches > 2:
-        whole, keep = (
-            make(args.schedule, args.pp, args.microbatches, args.chunks),
-            {0: 0, args.microbatches - 1: 1},
-        )
-        two = [
-            [a._replace(microbatch=keep[a.microbatch]) for a in row if a.microbatch in keep]
-            for row in whole
-        ]
-        args.batch, args.microbatches, make = 2 * args.batch // args.microbatches, 2, lambda *_: two
+        keep = {0: 0, args.microbatches - 1: 1}
+        rows = []
+        for row in schedule:
+            kept = [action for action in row if action.microbatch in keep]
+            rows.append([a._replace(microbatch=keep[a.microbatch]) for a in kept])
+        schedule = pipeline.Schedule(rows)
+        args.batch, args.microbatches = 2 * args.batch // args.microbatches, 2
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
     try:
         with contextlib.ExitStack() as modes:
@@ -191,10 +196,9 @@ def play(args, rank, cluster, train, brief=False, routing=even):
                 mock.patch.object(dist, "get_backend", lambda group=None: args.backend)
             )
             modes.enter_context(mock.patch.object(expert_parallel.ExpertDispatch, "read", routing))
-            modes.enter_context(mock.patch.object(pipeline, "make", make))
             run = DryRun(args, rank, world, cluster, modes)
-            train(run)
-        meter, actions = run.meter, [action for *_, action in run.record]
+            train(run, schedule, run.watch)
+        meter, actions = run.meter, run.actions
         rest = Part(*(sum(seconds) for seconds in zip(*meter.parts[::2])))
         stages = tuple(sorted({action.stage for action in actions}))
         parts = dict(zip(actions, meter.parts[1::2]))

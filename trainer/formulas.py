@@ -14,9 +14,9 @@ import torch.distributed as dist
 import context_parallel
 import expert_parallel
 import harness
-import pipeline
 import zero
 from harness import formulas as by_paper
+from harness import schedules
 
 SCALAR = 8  # the loss and the squared norm are summed as one float64 each
 
@@ -52,11 +52,11 @@ def expected(run, model, optimizer, schedule, groups, length, travelled):
 
     length: tokens that it has of a sequence; travelled: rows that its tokens took to other ranks'
     experts and back."""
-    args, owner = run.args, pipeline.owners(schedule)
+    args, owner = run.args, schedule.owner
     stages, rows = [int(stage) for stage in model.parts], args.batch // args.dp
     sizes = (harness.DTYPES[d].itemsize for d in (args.param_dtype, args.reduce_dtype, args.dtype))
     blocks = sum(len(part.blocks) for part in model.parts.values())
-    ends = 0 in stages, len(owner) - 1 in stages
+    ends = 0 in stages, schedule.last in stages
     share = Share(
         blocks,
         *ends,
@@ -72,14 +72,14 @@ def expected(run, model, optimizer, schedule, groups, length, travelled):
     if args.cp > 1:
         sent |= context(run, share, groups)
     sent |= tensor(run, share, optimizer, groups["tp"])
-    sent |= between_stages(args, run.config, share, owner, stages)
+    sent |= between_stages(args, run.config, share, schedule, owner[stages[0]])
     kept = 2 * (args.optimizer == "adamw") + (args.param_dtype != args.dtype)
     texts = [
         f"{p} e{' / dp' * (args.zero >= least)}"
         for p, least in (("P", 3), ("P", 2), (f"{kept} P", 1))
     ]
     held = dict(zip(("parameters", "gradients", "optimizer"), zip(states, texts)))
-    flying = pipeline.in_flight(schedule[owner[stages[0]]], lambda stage: len(model[stage].blocks))
+    flying = schedules.in_flight(schedule[owner[stages[0]]], lambda stage: len(model[stage].blocks))
     size = activations(args, run.config, share, flying)
     held["activations_peak"] = size, "blocks x micro-batches in flight, without the head"
     notes = (
@@ -236,14 +236,13 @@ def tensor(run, share, optimizer, tp):
     }
 
 
-def between_stages(args, config, share, owner, stages):
+def between_stages(args, config, share, schedule, rank):
     """Activations down the pipeline, their gradients up, and the gradient of a tied matrix between
     its ends."""
     sent = {("all_reduce", "pp"): (by_paper.all_reduce_sent(2 * SCALAR, args.pp), "loss and norm")}
     each = share.sequences * split_length(args, share.length) * config.width * share.element
-    for name, step in (("down", 1), ("up", -1)):
-        away = sum(owner.get(stage + step, owner[stage]) != owner[stage] for stage in stages)
-        sent["send", name] = (away * each, "b T C e a micro-batch and boundary")
+    for name, messages in zip(("down", "up"), schedules.boundaries(schedule, rank)):
+        sent["send", name] = (messages * each, "b T C e a micro-batch and boundary")
     if config.tied and share.first != share.last:
         part = -(-config.vocab // args.tp) * config.width
         part = -(-part // (args.dp * args.cp)) if args.zero else part

@@ -42,8 +42,8 @@ class Meter(TorchDispatchMode):
     def begin(self):
         self.parts, self.part, self.now, self.flops, self.message = [], [0.0, 0.0, 0.0], 0.0, 0, 0
 
-    def clock(self, device=None):
-        """Seconds so far, in place of pipeline.clock."""
+    def clock(self):
+        """End the span since the last call. Returns the seconds so far."""
         self.parts.append(Part(*self.part))
         self.part = [0.0, 0.0, 0.0]
         self.now += self.parts[-1].seconds
@@ -98,7 +98,7 @@ class Meter(TorchDispatchMode):
             return
         operation, group, payload, wire = ledger.message(name, args)
         axis = self.names.get(group.group_name)
-        if axis in ("down", "up"):  # between stages: pipeline.simulate's
+        if axis in ("down", "up"):  # between stages: the simulator's
             self.message = max(self.message, payload * (operation == "send"))
             return
         if group not in self.links:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import harness
 import pipeline
-from harness import Refused, formulas, ledger
+from harness import Refused, formulas, ledger, schedules
 from trainer.devices import ALPHA, EFFICIENCY, cluster_of
 from trainer.dryrun import play_all
 from trainer.meter import Part
@@ -102,8 +102,8 @@ def estimate(args, config, cluster, played):
     """The Estimate of a step, from some of its ranks. A stage that none of them played is like the
     nearest that is no end of the model, by its number of layers."""
     schedule = pipeline.make(args.schedule, args.pp, args.microbatches, args.chunks)
-    owner, last = pipeline.owners(schedule), args.microbatches - 1
-    layers = [len(layers) for layers in pipeline.stage_layers(config, len(owner))]
+    last = args.microbatches - 1
+    layers = [len(layers) for layers in pipeline.stage_layers(config, schedule.last + 1)]
     known = {}  # (stage, kind, whether of the last micro-batch): Part
     for rank in played:
         end = max(action.microbatch for action in rank.actions)
@@ -116,7 +116,7 @@ def estimate(args, config, cluster, played):
     def parts(action):
         near = action.stage
         if near not in stages:
-            near = min(stages, key=lambda s: (s in (0, len(owner) - 1), abs(s - action.stage)))
+            near = min(stages, key=lambda s: (s in (0, schedule.last), abs(s - action.stage)))
         found = [
             known.get((near, kind, action.microbatch == last))
             for kind in (action.kind, "I", "W", "B")
@@ -146,7 +146,7 @@ def estimate(args, config, cluster, played):
         part = parts(action)
         return part.compute + part.waited if late else part.seconds
 
-    spans = pipeline.simulate(schedule, transfer=alpha + message / speed, time=seconds_of)
+    spans = schedules.simulate(schedule, transfer=alpha + message / speed, time=seconds_of)
     over = [
         sum(max(0.0, part.beside - part.compute) for *_, a in row for part in [parts(a)]) * late
         for row in spans
@@ -199,7 +199,7 @@ def report(args, config, cluster, played, step):
     """Print what the ranks held and sent, and the step's estimate."""
     world, device = args.dp * args.cp * args.tp * args.pp, device_name(args)
     schedule = pipeline.make(args.schedule, args.pp, args.microbatches, args.chunks)
-    layers = pipeline.stage_layers(config, len(pipeline.owners(schedule)))
+    layers = pipeline.stage_layers(config, schedule.last + 1)
     human, kinds = (
         ledger.human,
         ("parameters", "gradients", "optimizer", "gathered", "activations_peak"),
@@ -381,7 +381,7 @@ def rough(args, config, cluster):
         cp > 1
     )
     third = sum(parts.values()) / m / 3
-    parts["bubble"] = pipeline.BUBBLES[args.schedule][1](pp, m, chunks, third, third, third)
+    parts["bubble"] = schedules.BUBBLES[args.schedule][1](pp, m, chunks, third, third, third)
     message = (
         rows / m * length * config.width * e / (tp if args.sp else 1) / speed["pp"] + ALPHA["inter"]
     )

@@ -1,0 +1,371 @@
+"""What a pipeline schedule is worth: simulated without ranks, measured in a run, and drawn.
+
+A schedule is a list of rows, one a rank, as pipeline.py makes it. Each row lists the rank's actions
+(kind, microbatch, stage). Kind "F" is a forward, "B" a backward, "I" a backward's first part (the
+input's gradient) and "W" its second part (the weights' gradients). schedule.incoming(action) and
+schedule.outgoing(action) are the messages that an action waits for and sends, each with its
+`source` and `target` rank.
+
+Spans are a schedule with times: for each rank a list of (start, end, action).
+"""
+
+import contextlib
+import json
+import time
+
+import torch
+import torch.distributed as dist
+
+from harness.formulas import activation_bytes, parameters_held
+from harness.plots import pyplot, save
+from harness.start import Refused, refusing
+
+# --- from flags
+
+
+def of_flags(make, args, config, ranks):
+    """The schedule of --schedule, --microbatches and --chunks. Refuses what does not exist, and a
+    model with fewer layers than stages. make(name, ranks, microbatches, chunks): pipeline.make."""
+    with refusing():
+        schedule = make(args.schedule, ranks, args.microbatches, args.chunks)
+    stages = len(schedule.owner)
+    if config.layers < stages:
+        most = config.layers // (stages // ranks)
+        advice = f"at most {most} ranks, " if most > 0 else ""
+        raise Refused(
+            f"{config.layers} layers are too few for {stages} pipeline stages: "
+            f"use {advice}fewer stages a rank, or more --layers"
+        )
+    return schedule
+
+
+# --- without ranks
+
+
+def simulate(schedule, forward=1.0, input=1.0, weight=1.0, transfer=0.0, time=None):
+    """The spans of a schedule, if an action starts when its rank is free and its message is there.
+
+    forward, input, weight: times of one stage's F, I and W. B takes input + weight.
+    transfer: time of a message between two ranks. time(action): replaces the times of the actions.
+    """
+    times = {"F": forward, "B": input + weight, "I": input, "W": weight}
+    arrival = {None: 0.0}  # {message: when it is there}; without a message nothing is waited for
+    spans = [[] for _ in schedule]
+    progress = True
+    while progress:
+        progress = False
+        for rank, row in enumerate(schedule):
+            while len(spans[rank]) < len(row):
+                action = row[len(spans[rank])]
+                awaited, message = schedule.incoming(action), schedule.outgoing(action)
+                if awaited not in arrival:
+                    break
+                free = spans[rank][-1][1] if spans[rank] else 0.0
+                start = max(free, arrival[awaited])
+                end = start + (time(action) if time else times[action.kind])
+                spans[rank].append((start, end, action))
+                if message is not None:
+                    local = message.source == message.target
+                    arrival[message] = end if local else end + transfer
+                progress = True
+    return spans
+
+
+def first_start(spans):
+    return min(row[0][0] for row in spans)
+
+
+def makespan(spans):
+    """From the first action of all ranks to the last."""
+    return max(row[-1][1] for row in spans) - first_start(spans)
+
+
+def working(row):
+    """The time that one rank's actions take."""
+    return sum(end - start for start, end, _ in row)
+
+
+def utilisation(spans):
+    """The part of the makespan in which ranks work. Waits at the ends of a step count as idle."""
+    return sum(working(row) for row in spans) / (len(spans) * makespan(spans))
+
+
+def waiting(spans):
+    """The longest that a rank waits between its own first and last action.
+
+    It is the bubble of the zero-bubble papers: what a step loses if no rank waits for the others
+    before it begins the next step."""
+    return max(row[-1][1] - row[0][0] - working(row) for row in spans)
+
+
+def in_flight(row, size=lambda stage: 1):
+    """The most activations that a rank holds at a time, in stages x micro-batches.
+
+    A stage's activations live from forward to the end of backward. size(stage) weighs them."""
+    change = {"F": 1, "I": 0, "W": -1, "B": -1}
+    held = peak = 0
+    for action in row:
+        held += change[action.kind] * size(action.stage)
+        peak = max(peak, held)
+    return peak
+
+
+def boundaries(schedule, rank):
+    """How many messages between ranks a micro-batch makes this rank send: (activations to the next
+    stages, gradients to the stages before)."""
+    counts = []
+    for step in (1, -1):
+        neighbours = [schedule.owner.get(stage + step, rank) for stage in schedule.stages(rank)]
+        counts.append(sum(neighbour != rank for neighbour in neighbours))
+    return counts
+
+
+# The time that a rank waits, by the papers: p ranks, m micro-batches, v stages a rank. F, I and W
+# are the times of all stages of a rank. Each entry is (text, function of p, m, v, F, I, W).
+BUBBLES = {
+    "naive": ("(p-1) m (F+I+W)", lambda p, m, v, f, i, w: (p - 1) * m * (f + i + w)),
+    "gpipe": ("(p-1) (F+I+W)", lambda p, m, v, f, i, w: (p - 1) * (f + i + w)),
+    "1f1b": ("(p-1) (F+I+W)", lambda p, m, v, f, i, w: (p - 1) * (f + i + w)),
+    "interleaved": ("(p-1) (F+I+W) / v", lambda p, m, v, f, i, w: (p - 1) * (f + i + w) / v),
+    "zb-h1": ("(p-1) (F+I-W)", lambda p, m, v, f, i, w: (p - 1) * (f + i - w)),
+    "zb-h2": ("(p-1) (F+I-2W)", lambda p, m, v, f, i, w: (p - 1) * (f + i - 2 * w)),
+    "zb-v": ("0 if F = I = W", lambda p, m, v, f, i, w: 0.0),
+    "dualpipev": ("(p-1) (F+I-W) / 2", lambda p, m, v, f, i, w: (p - 1) * (f + i - w) / v),
+}
+
+
+# --- of a run
+
+
+class Stopwatch:
+    """Notes the span of each action of one rank, without its waits for messages: give it to play as
+    `around`. It waits for an accelerator at both ends of each action, so that step is slower."""
+
+    def __init__(self, device):
+        self.device, self.spans = torch.device(device), []
+
+    @contextlib.contextmanager
+    def __call__(self, action):
+        start = self.clock()
+        yield
+        self.spans.append((start, self.clock(), action))
+
+    def clock(self):
+        """Seconds, once every kernel that was launched has run."""
+        if self.device.type != "cpu":
+            # Not the whole device: a receive that is posted ahead waits on a stream of its own.
+            torch.accelerator.current_stream().synchronize()
+        return time.perf_counter()
+
+
+def clock_offset(group, device, rounds=8):
+    """Seconds to add to this rank's clock to get the clock of the group's first rank.
+
+    The first rank answers a few pings with its time. Of the quickest ping, the answer is taken for
+    the time in its middle (Mills 1991, NTP)."""
+    rank, quickest, offset = dist.get_rank(group), float("inf"), 0.0
+    for other in range(1, dist.get_world_size(group)):
+        if rank not in (0, other):
+            continue
+        for _ in range(rounds):
+            tick = torch.zeros(1, dtype=torch.float64, device=device)
+            if rank == 0:
+                dist.recv(tick, group=group, group_src=other)
+                dist.send(torch.full_like(tick, time.perf_counter()), group=group, group_dst=other)
+                continue
+            sent = time.perf_counter()
+            dist.send(tick, group=group, group_dst=0)
+            dist.recv(tick, group=group, group_src=0)
+            took = time.perf_counter() - sent
+            if took < quickest:
+                quickest, offset = took, tick.item() - sent - took / 2
+    return offset
+
+
+def gather_spans(spans, group, device):
+    """The spans of all ranks, by the clock of the group's first rank."""
+    offset = clock_offset(group, device)
+    row = [(start + offset, end + offset, action) for start, end, action in spans]
+    rows = [None] * dist.get_world_size(group)
+    dist.all_gather_object(rows, row, group=group)
+    return rows
+
+
+# --- shown
+
+
+def timeline(spans, unit=1.0):
+    """The spans as text, a row a rank, `unit` of time a cell.
+
+    A forward is its micro-batch's number, a backward [1 ], the input's gradient (1, the weights'
+    {1, idle time dots. A quote marks a rank's later stages."""
+    begin = first_start(spans)
+    numbers = [action.microbatch for row in spans for *_, action in row]
+    cell = 1 + len(str(max(numbers)))
+    lines = []
+    for row in spans:
+        first = min(action.stage for *_, action in row)
+        line = ""
+        for start, end, (kind, m, stage) in row:
+            idle = round((start - begin) / unit) - len(line) // cell
+            line += ".".rjust(cell) * idle
+            width = cell * max(1, round((end - start) / unit))
+            quote = "'" if stage > first else ""
+            if kind == "B" and width > cell:
+                line += "[" + f"{m}{quote}".center(width - 2) + "]"
+            else:
+                mark = {"F": quote, "B": "[", "I": "(", "W": "{"}[kind]
+                line += f"{mark}{m}".rjust(width)
+        lines.append(line)
+    return "\n".join(lines)
+
+
+NAMES = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}
+
+
+def trace(spans):
+    """The spans in the Trace Event Format, as a dict to write as JSON, for Perfetto or
+    chrome://tracing."""
+    begin, events = first_start(spans), []
+    for rank, row in enumerate(spans):
+        process = {"name": "process_name", "ph": "M", "pid": rank, "args": {"name": f"rank {rank}"}}
+        events.append(process)
+        for start, end, (kind, m, stage) in row:
+            event = {"name": f"{kind}{m}", "cat": NAMES[kind], "ph": "X", "pid": rank, "tid": stage}
+            event |= {"ts": (start - begin) * 1e6, "dur": (end - start) * 1e6}  # microseconds
+            event["args"] = {"micro-batch": m, "stage": stage, "kind": NAMES[kind]}
+            events.append(event)
+    return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+def held(run, schedule, layers):
+    """Rows of the receipt's `held`. layers: the range of layers of each stage."""
+    config, element_size = run.config, run.dtype.itemsize
+    stages = schedule.stages(run.rank)
+    blocks = sum(len(layers[stage]) for stage in stages)
+    ends = 0 in stages, schedule.last in stages
+    size = parameters_held(config, 1, blocks, *ends) * element_size
+    rows = run.states(size, "blocks of the stages, and the ends' matrices")
+    flying = in_flight(schedule[run.rank], lambda stage: len(layers[stage]))
+    sequences = run.args.batch // run.args.microbatches
+    size = flying * activation_bytes(config, sequences, element_size)
+    return rows | {"activations_peak": (size, "in flight x blocks")}
+
+
+def report(run, schedule, layers, spans):
+    """What the receipt says about a schedule and its run, as lines of text. Writes what --trace and
+    --plot ask for, too. spans: this rank's, of the last step."""
+    args, p, v = run.args, len(schedule), len(layers) // len(schedule)
+    name, m = args.schedule, args.microbatches
+    plan, real = simulate(schedule), gather_spans(spans, dist.group.WORLD, run.device)
+    if run.rank == 0 and args.trace:
+        with open(args.trace, "w") as f:
+            json.dump(trace(real), f)
+    if run.rank == 0 and args.plot:
+        title = f"{name}, {p} ranks, {m} micro-batches: plan"
+        pictures = [(title, plan, "units of time"), ("run, last step", real, "seconds")]
+        plot(args.plot, pictures)
+    text, formula = BUBBLES[name]
+    by_paper = formula(p, m, v, v, v, v)  # a stage's F is one unit, a rank's is v
+    unit = makespan(real) / makespan(plan)
+    in_flights = " ".join(str(in_flight(row)) for row in schedule)
+    stages = " ".join(f"{r.start}-{r.stop - 1}" for r in layers)
+    return [
+        f"layers of the stages: {stages}",
+        f"activations held at most, in stages x micro-batches, by rank: {in_flights}",
+        f"a rank waits {waiting(plan):g} units of {3 * m * v}, by the formula {by_paper:g}: {text}",
+        f"utilisation of the step {utilisation(plan):.1%}",
+        "plan, if forward and each half of backward take as long; "
+        "1 forward, [1 ] backward or (1 of inputs, {1 of weights:",
+        *(f"    {line}" for line in timeline(plan).splitlines()),
+        f"run, the last step ({unit * 1000:.1f} ms a cell), utilisation {utilisation(real):.1%} "
+        "(ranks may share cores):",
+        *(f"    {line}" for line in timeline(real, unit).splitlines()),
+    ]
+
+
+def compare(make, args, names):
+    """Print each of the named schedules that exists for --nproc ranks and --microbatches beside its
+    paper's formula, from the simulator; and draw them. Of --schedule that one alone.
+
+    make(name, ranks, microbatches, chunks) -> schedule: pipeline.make."""
+    if args.trace or args.json:
+        raise Refused("--compare runs nothing that --trace or --json could show: leave them out")
+    ranks, microbatches = args.nproc or 4, args.microbatches
+    names = [args.schedule] if args.schedule else names
+    print(
+        f"{ranks} ranks, {microbatches} micro-batches; a rank's forward, input gradient and weight "
+        "gradient of all its layers take 1 each\n"
+        "  schedule      stages   a rank waits: simulated, by the paper   utilisation   "
+        "activations held    sends a rank"
+    )
+    pictures = []
+    for name in names:
+        chunks = args.chunks if args.schedule or name == "interleaved" else None
+        try:
+            schedule = make(name, ranks, microbatches, chunks)
+        except ValueError as e:
+            print(f"  {name:12s}  {e}")
+            continue
+        v = len(schedule.owner) // ranks
+        spans = simulate(schedule, 1 / v, 1 / v, 1 / v)
+        if name != "naive" or args.schedule:  # naive is three times as long as the others
+            pictures.append((name, spans, ""))
+        text, formula = BUBBLES[name]
+        wait = f"{waiting(spans):6.2f}  {formula(ranks, microbatches, v, 1, 1, 1):6.2f} = {text}"
+        flying = max(in_flight(row) for row in schedule) / v
+        sends = microbatches * max(sum(boundaries(schedule, rank)) for rank in range(ranks))
+        used = utilisation(spans)
+        print(f"  {name:12s}{v:6d}   {wait:42s}{used:9.1%}{flying:15.2f}{sends:18}")
+    print(
+        "  held: in activations of one micro-batch in all of a rank's layers. Utilisation: of the "
+        "step, from the first\n"
+        "  action to the last; a rank that waits little between its own actions may still wait for "
+        "the others at its end."
+    )
+    if args.plot and pictures:
+        plot(args.plot, pictures)
+
+
+COLORS = {  # of a rank's first stage, and of its later ones
+    "F": ("#9ecae1", "#3182bd"),
+    "B": ("#fdae6b", "#e6550d"),
+    "I": ("#fdae6b", "#e6550d"),
+    "W": ("#a1d99b", "#31a354"),
+}
+LEGEND = {
+    "forward (dark: a rank's later stages)": "F",
+    "backward, or its input's gradient": "I",
+    "weights' gradient": "W",
+}
+
+
+def plot(name, pictures):
+    """Draw timelines one above the other, each (title, spans, unit of time): a row a rank, a bar an
+    action."""
+    plt = pyplot()
+    many = len(pictures) > 2
+    bars = sum(len(spans) for _, spans, _ in pictures)
+    size = (12, 1.5 + (0.3 if many else 0.5) * bars)
+    figure, axes = plt.subplots(
+        len(pictures), figsize=size, squeeze=False, sharex=many, layout="constrained"
+    )
+    for ax, (title, spans, unit) in zip(axes[:, 0], pictures):
+        begin = first_start(spans)
+        for rank, row in enumerate(spans):
+            first = min(action.stage for *_, action in row)
+            for start, end, (kind, m, stage) in row:
+                color = COLORS[kind][stage > first]
+                bar = dict(color=color, edgecolor="white", linewidth=0.4)
+                ax.barh(rank, end - start, 0.9, start - begin, **bar)
+                middle = (start + end) / 2 - begin
+                ax.text(middle, rank, str(m), ha="center", va="center", fontsize=6)
+        ax.set_yticks(range(len(spans)), [f"rank {rank}" for rank in range(len(spans))])
+        ax.invert_yaxis()
+        ax.set_xlabel(unit)
+        ax.set_title(f"{title}   (utilisation {utilisation(spans):.1%})", fontsize=10, loc="left")
+        ax.spines[["top", "right", "left"]].set_visible(False)
+    handles = [plt.Rectangle((0, 0), 1, 1, color=COLORS[kind][0]) for kind in LEGEND.values()]
+    place = dict(ncols=3, loc="lower right", bbox_to_anchor=(1, 1), frameon=False, fontsize=8)
+    axes[0, 0].legend(handles, LEGEND, **place)
+    save(figure, name)
