@@ -233,6 +233,8 @@ class Mailbox:
     """This rank's messages of one play. Sends return at once. Of each queue one receive is posted
     ahead, so that its message may arrive while an action runs."""
 
+    unfinished = weakref.WeakSet()  # first links of plays that run, or ended in an exception
+
     def __init__(self, schedule, rank, shape, dtype, device, links):
         self.schedule, self.rank, self.links = schedule, rank, links
         self.shape, self.dtype, self.device = torch.Size(shape), dtype, device
@@ -243,7 +245,7 @@ class Mailbox:
             message = schedule.incoming(action)
             if message is not None and message.source != rank:
                 self.expected[message.queue].append(message)
-        unfinished.add(links[0])
+        self.unfinished.add(links[0])
         for queue in self.expected:
             self.post(queue)
 
@@ -286,10 +288,7 @@ class Mailbox:
     def close(self):
         for _, work in self.sends:
             work.wait()
-        unfinished.discard(self.links[0])
-
-
-unfinished = weakref.WeakSet()  # first links of plays that run, or ended in an exception
+        self.unfinished.discard(self.links[0])
 
 
 def make_links(ranks=None):
@@ -379,7 +378,7 @@ def check_links(schedule, links):
     size = len(members[0])
     if len(schedule) != size:
         raise ValueError(f"the schedule is for {len(schedule)} ranks, but the links join {size}")
-    if links[0] in unfinished:
+    if links[0] in Mailbox.unfinished:
         raise RuntimeError(
             "the last play on these links ended in an exception, with messages under way: make new "
             "links on all ranks, and zero the gradients"
