@@ -13,7 +13,7 @@ The model knows nothing of parallelism, but it is made to be cut:
 
 - Embedding, blocks and head may each be missing: a pipeline stage is a GPT with the rest removed.
   `blocks.7.mlp.up.weight` has that name wherever layer 7 lives.
-- The number of heads is read from the shape of the projection, so half a layer works.
+- The number of heads is read from the projection's shape: a layer with half of the heads works.
 - A technique replaces submodules and patches no method: `attn.core`, `mlp.dispatch`, `loss`, and
   the identities `enter` (before projections), `leave` (after experts) and `over_sequence`.
 - The model is built on the meta device, cut there, and then filled. Each parameter has its own
@@ -94,14 +94,14 @@ class MLP(nn.Module):
             up = self.run(lambda: self.up(self.enter(norm(x))))
             return self.run(lambda: self.down(activate(up)))
         entered = self.enter(norm(x))
-        # In the order of the parameters: then buckets of gradients fill one after the other
+        # In the order of the parameters, so that buckets of gradients fill one after the other
         gate, up = self.gate(entered), self.up(entered)
         return self.run(lambda: self.down(activate(up, gate)))
 
 
 class Block(nn.Module):
-    """One layer, x (B, T, C) -> (B, T, C): attention of a norm of x, added to x; then the same with
-    an MLP or a mixture of experts."""
+    """One layer, x (B, T, C) -> (B, T, C): attention, then an MLP or a mixture of experts. Each
+    sees a norm of x, and its output is added to x."""
 
     def __init__(self, config, layer):
         super().__init__()
@@ -137,10 +137,12 @@ class GPT(nn.Module):
     def forward(self, x, positions=None, targets=None, count=None, samples=None):
         """Return the loss; without targets the logits (B, T, V); without a head activations.
 
-        x: tokens (B, T), or activations (B, T, C) if this stage has no embedding. targets: (B, T).
-        positions: (T,), by default arange(T). samples: (B,), a unique id of each, turns dropout on.
-        count: what the sum of the losses is divided by, by default the number of valid targets;
-        a stage without a head needs it for the losses of its routers.
+        x          tokens (B, T), or activations (B, T, C) if this stage has no embedding
+        positions  (T,), by default arange(T)
+        targets    (B, T)
+        count      divides the sum of the losses; by default the number of valid targets. A stage
+                   without a head needs it too, for the losses of its routers
+        samples    (B,), an id of each sample that is unique in the run; turns dropout on
         """
         c = self.config
         if positions is None:
@@ -467,6 +469,8 @@ def recompute(model, kind):
     the second run stops before the product: none is computed twice, and nothing is sent twice.
     A norm before two products (SwiGLU, a mixture) is kept, or the first would be computed twice.
     """
+    if kind not in ("none", "selective", "block"):
+        raise ValueError(f"unknown kind {kind!r}: choose none, selective or block")
     model.run = run_checkpointed if kind == "block" else run_directly
     for module in model.blocks.modules():
         if isinstance(module, (Attention, MLP, Experts)):

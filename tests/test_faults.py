@@ -73,14 +73,14 @@ def test_a_rank_that_hangs_is_named(text, tmp_path):
 
 def test_ranks_in_different_places_are_told_apart(text, tmp_path):
     def busy():
-        check = harness.Run.check
+        update = harness.Run.update
 
-        def planted(run, *args, **kwargs):
-            if run.step == 3 and run.rank == 1:
+        def planted(run, step, *args, **kwargs):
+            if step == 3 and run.rank == 1:
                 time.sleep(60)
-            return check(run, *args, **kwargs)
+            return update(run, step, *args, **kwargs)
 
-        harness.Run.check = planted
+        harness.Run.update = planted
 
     run = Training(tmp_path, "--steps 6 --timeout 4 --dp 2", text, busy)
     assert run.end() == 1
@@ -129,13 +129,8 @@ def test_twenty_kills_lose_no_checkpoint(text, tmp_path, undisturbed):
     out, chance, kills, last = tmp_path / "out", random.Random(7), 0, None
 
     def slowly():
-        log = harness.Run.log
-
-        def planted(*args, **kwargs):
-            log(*args, **kwargs)
-            time.sleep(0.1)
-
-        harness.Run.log = planted
+        update = harness.Run.update
+        harness.Run.update = lambda *args, **kwargs: [update(*args, **kwargs), time.sleep(0.1)][0]
 
     while kills < 20:
         run = Training(
