@@ -480,7 +480,7 @@ def recompute(model, kind):
 def compile_blocks(model):
     """Have torch.compile fuse operations within each block. A mixture would compile anew each
     step, because the shapes of its experts' rows change."""
-    # Dropout's site would have each layer compiled anew
+    # Else each layer would compile anew, because the sites of its dropouts differ
     torch._dynamo.config.allow_unspec_int_on_nn_module = True
     for block in model.blocks.values():
         block.forward = torch.compile(block.forward)
@@ -513,9 +513,9 @@ class Config:
     shared: int = 0  # size, in experts, of an MLP that every token passes as well
     scores: str = "softmax"  # of the router's logits; or "sigmoid" of each (DeepSeek-V3)
     renormalize: bool = True  # the k weights sum to 1 (Mixtral); False: Switch, OLMoE
-    balance_loss: float = 0.0  # factor of this loss of the router's
-    z_loss: float = 0.0  # and of this one
-    bias_rate: float = 0.0  # size of a step of the router's bias
+    balance_loss: float = 0.0  # factor of the router's balance loss
+    z_loss: float = 0.0  # factor of the router's z-loss
+    bias_rate: float = 0.0  # size of a step of the router's choice_bias
 
     def __post_init__(self):
         check(self)

@@ -69,7 +69,7 @@ class Run:
         flags = {k: value for k, value in sorted(vars(args).items()) if k not in may_differ}
         self.same(repr(flags), "other flags", "start every node with the same command")
         self.load()
-        # Valid targets of the global batch: every window is full
+        # Valid targets of the global batch: every position of a row has one
         self.count = args.batch * self.config.context
         self.history = []  # a dict for each step
         self.errors = None  # {kind: largest difference from one process}
@@ -186,7 +186,8 @@ class Run:
                 self.held = {kind: storage_bytes(tensors_of[kind]) for kind in tensors_of}
                 self.held["activations_peak"] = self.ledger.peak
             if self.step + 1 == self.proven:
-                self.errors, self.proved = proof.compare(self, *self.compared), self.proven
+                self.errors = proof.compare(self, *self.compared)
+                self.proved = self.proven
                 self.restart_clock()
 
     def check(self, loss, norm, named, counts=True, blame=None):
@@ -226,7 +227,7 @@ class Run:
         speaker = (numbers == numbers.max()).nonzero()[0].item()
         text = f"step {self.step + 1} has loss {loss:g}, gradient norm {norm:g}; "
         if numbers.max() < 0:
-            text += "played again it was finite on all ranks"
+            text += "computed again, it was finite on all ranks"
         else:
             text += f"the first gradient that is not finite is that of {name}, "
             text += f"on rank {self.rank}{place}"
@@ -278,9 +279,9 @@ class Run:
 
     @property
     def proven(self):
-        """How many steps are compared with one process: --prove, by default all in float64 and 10
-        otherwise: in float32 rounding grows, because AdamW takes full steps along gradients that
-        are only rounding. 0 after a checkpoint or a skipped step: one process would differ."""
+        """How many steps are compared with one process: --prove, by default all in float64, else 10.
+        In float32 rounding grows, because AdamW takes full steps along gradients that are only
+        rounding. After a checkpoint or a skipped step it is 0: one process would differ."""
         if self.first > 0 or self.skipped:
             return 0
         wanted = self.args.prove

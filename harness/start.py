@@ -78,7 +78,12 @@ def on_ranks(work, args, needed=None, check=lambda world: None):
     """
     joined = "RANK" in os.environ and "WORLD_SIZE" in os.environ
     started = int(os.environ["WORLD_SIZE"]) if joined else 1
-    world = needed or (started if joined else args.nproc or 4)
+    if needed:
+        world = needed
+    elif joined:
+        world = started
+    else:
+        world = args.nproc or 4
     if needed and args.nproc and args.nproc != needed:
         raise Refused(
             f"this layout needs {needed} processes, not the {args.nproc} of --nproc: "
