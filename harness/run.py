@@ -279,7 +279,7 @@ class Run:
 
     @property
     def proven(self):
-        """How many steps are compared with one process: --prove, by default all in float64, else 10.
+        """How many steps are compared with one process: --prove, by default all in float64, or 10.
         In float32 rounding grows, because AdamW takes full steps along gradients that are only
         rounding. After a checkpoint or a skipped step it is 0: one process would differ."""
         if self.first > 0 or self.skipped:
