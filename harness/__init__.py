@@ -1,7 +1,6 @@
-"""What a lesson stands on: start-up of ranks, flags, text, the steps' bookkeeping, the proof, the
-receipt.
+"""What every demo shares: start-up of ranks, flags, text, bookkeeping of steps, proof, receipt.
 
-It knows none of the techniques. A demo writes `import harness` and finds here what it needs.
+A demo imports `harness` and calls these names. The harness imports no technique.
 """
 
 from harness import formulas

@@ -1,4 +1,4 @@
-"""The flags that every script shares, and what refuses sizes that contradict each other."""
+"""The flags that every script shares, and checks that refuse contradictory sizes."""
 
 import argparse
 import math
@@ -13,18 +13,14 @@ VOCAB = {"bytes": 257, "gpt2": 50257}
 
 
 class Parser(argparse.ArgumentParser):
-    """Refuses bad flags in one sentence; its help shows the docstring as it is, and every
-    default."""
+    """Refuses bad flags in one sentence. Its help shows the docstring unwrapped, and defaults."""
 
     class Formatter(argparse.RawDescriptionHelpFormatter):
         def _get_help_string(self, action):
-            flag = (
-                action.default is None
-                or action.default is False
-                or action.default == argparse.SUPPRESS
-            )
-            shown = not flag and "default" not in action.help
-            return action.help + " (default: %(default)r)" * shown
+            hidden = action.default in (None, argparse.SUPPRESS) or action.default is False
+            if hidden or "default" in action.help:
+                return action.help
+            return action.help + " (default: %(default)r)"
 
     def __init__(self, doc):
         super().__init__(
@@ -65,14 +61,14 @@ def real(least):
     return parse
 
 
-# Units of the flags that take a quantity
+# The units that `quantity` accepts
 SIZE = {"B": 1, "KB": 1e3, "MB": 1e6, "GB": 1e9}
 TIME = {"s": 1, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
 SPEED = {"B/s": 1, "KB/s": 1e3, "MB/s": 1e6, "GB/s": 1e9}
 
 
 def quantity(units, example):
-    """An argument type: a number with one of the units."""
+    """An argument type: a number followed by one of the units, such as "25MB"."""
 
     def parse(text):
         number = text.rstrip("/numsKMGB")
@@ -94,42 +90,56 @@ NATURAL = dict(type=count(0), metavar="N")
 
 
 def parser(doc, **defaults):
-    """The flags that every script knows; `defaults` replaces some of their defaults."""
+    """A parser with the flags that every script has. `defaults` replaces some of their defaults."""
     p = Parser(doc)
-    g = p.add_argument_group("the model")
+    model_flags(p.add_argument_group("the model"))
+    training_flags(p.add_argument_group("training"))
+    data_flags(p.add_argument_group("data"))
+    running_flags(p.add_argument_group("running"))
+    for action in p._actions:
+        if action.dest in defaults:  # the help then shows the new default
+            action.help = action.help.split(" (default:")[0]
+    p.set_defaults(**defaults)
+    return p
+
+
+def model_flags(g):
     g.add_argument("--preset", default="tiny", help="named size: " + ", ".join(gpt.PRESETS))
     g.add_argument(
         "--family",
         choices=["gpt2", "llama"],
         help="turn the preset into this family (tiny is gpt2)",
     )
-    for name, why in {
+    sizes = {
         "layers": "number of blocks",
-        "heads": "attention heads a layer",
+        "heads": "attention heads in a layer",
         "kv-heads": "key/value heads; fewer than heads is grouped-query attention",
         "width": "size of the residual stream",
         "hidden": "inner size of the MLP, or of each expert",
-        "context": "tokens a sequence",
+        "context": "tokens in a sequence",
         "vocab": "size of the vocabulary, at least the tokenizer's",
-    }.items():
-        g.add_argument(f"--{name}", **POSITIVE, help=why + " (default: the preset's)")
-    for name, why in {
-        "experts": "experts in the MLP's place, 0 = a plain MLP",
-        "top-k": "experts a token is sent to",
+    }
+    for name, text in sizes.items():
+        g.add_argument(f"--{name}", **POSITIVE, help=f"{text} (default: the preset's)")
+    sizes = {
+        "experts": "experts in place of the MLP; 0 is a plain MLP",
+        "top-k": "experts that a token is sent to",
         "shared": "size, in experts, of an MLP that every token passes as well",
-    }.items():
-        g.add_argument(f"--{name}", **NATURAL, help=why + " (default: the preset's)")
+    }
+    for name, text in sizes.items():
+        g.add_argument(f"--{name}", **NATURAL, help=f"{text} (default: the preset's)")
     g.add_argument(
         "--balance-loss",
         type=real(0),
         metavar="X",
-        help="factor of the experts' load balance loss: without it a few get all tokens (default: 0)",
+        help="factor of the loss that balances the experts' load; "
+        "without it a few experts get all tokens (default: 0)",
     )
     g.add_argument(
         "--z-loss",
         type=real(0),
         metavar="X",
-        help="factor of the router's z-loss, which keeps its scores small (default: 0)",
+        help="factor of the router's z-loss, which keeps its logits small (default: 0)",
     )
     g.add_argument(
         "--dropout",
@@ -138,7 +148,9 @@ def parser(doc, **defaults):
         metavar="P",
         help="probability, on embedding and residual stream",
     )
-    g = p.add_argument_group("training")
+
+
+def training_flags(g):
     g.add_argument("--steps", **POSITIVE, default=10, help="optimizer steps")
     g.add_argument(
         "--batch", **POSITIVE, default=16, help="sequences in the global batch, over all ranks"
@@ -147,13 +159,17 @@ def parser(doc, **defaults):
         "--microbatches",
         **POSITIVE,
         default=2,
-        help="pieces that a rank works off one by one: activations of one are held at a time",
+        help="pieces of a rank's batch, run one after the other to hold fewer activations",
     )
     g.add_argument(
-        "--seed", type=int, default=1, metavar="N", help="of weights, batches and dropout"
+        "--seed", type=int, default=1, metavar="N", help="seed of weights, batches and dropout"
     )
-    why = "sgd shows a gradient of the wrong scale, adamw hides it"
-    g.add_argument("--optimizer", choices=["adamw", "sgd"], default="adamw", help=why)
+    g.add_argument(
+        "--optimizer",
+        choices=["adamw", "sgd"],
+        default="adamw",
+        help="sgd shows a gradient of the wrong scale, adamw hides it",
+    )
     g.add_argument(
         "--lr", type=real(0), default=1e-3, metavar="X", help="learning rate after warm-up"
     )
@@ -165,18 +181,25 @@ def parser(doc, **defaults):
         type=real(0),
         default=0.1,
         metavar="X",
-        help="on matrices, not on biases and norms",
+        help="weight decay of matrices; biases and norms have none",
     )
     g.add_argument(
         "--grad-clip",
         type=real(0),
         default=1.0,
         metavar="X",
-        help="largest global gradient norm; 0 = off",
+        help="largest global gradient norm; 0 is off",
     )
-    why = "of weights, gradients and activations; bfloat16 alone loses small updates: zero.py and train.py have --param-dtype"
-    g.add_argument("--dtype", choices=list(DTYPES), default="float32", help=why)
-    g = p.add_argument_group("data")
+    g.add_argument(
+        "--dtype",
+        choices=list(DTYPES),
+        default="float32",
+        help="type of weights, gradients and activations; bfloat16 alone loses small updates: "
+        "zero.py and train.py have --param-dtype",
+    )
+
+
+def data_flags(g):
     g.add_argument(
         "--data",
         default="stdlib",
@@ -187,103 +210,116 @@ def parser(doc, **defaults):
         "--tokenizer",
         choices=["bytes", "gpt2"],
         default="bytes",
-        help="gpt2's is downloaded once by tiktoken",
+        help="tiktoken downloads gpt2's once",
     )
-    g = p.add_argument_group("running")
+
+
+def running_flags(g):
     g.add_argument(
         "--nproc",
         **POSITIVE,
-        help="processes to start here when torchrun did not (default: 4; train.py: the layout's)",
+        help="processes to start if torchrun started none (default: 4; train.py: the layout's)",
     )
     g.add_argument(
         "--device",
         choices=["auto", "cpu", "cuda"],
         default="auto",
-        help="auto: GPUs where there are any",
+        help="auto: GPUs if there are any",
     )
-    why = "default: nccl on GPUs, else gloo; gloo ranks may share a GPU"
-    g.add_argument("--backend", choices=["gloo", "nccl"], help=why)
-    why = "how long ranks wait for one that does not answer before the run ends and names it"
-    g.add_argument("--timeout", type=real(0.1), default=600, metavar="SECONDS", help=why)
-    why = "compare the first N steps with one process (default: 10, or all of them in float64)"
-    g.add_argument("--prove", **NATURAL, help=why)
+    g.add_argument(
+        "--backend",
+        choices=["gloo", "nccl"],
+        help="default: nccl on GPUs, else gloo; gloo ranks may share a GPU",
+    )
+    g.add_argument(
+        "--timeout",
+        type=real(0.1),
+        default=600,
+        metavar="SECONDS",
+        help="how long ranks wait for a silent rank; then the run ends and names it",
+    )
+    g.add_argument(
+        "--prove",
+        **NATURAL,
+        help="compare the first N steps with one process (default: 10, or all steps in float64)",
+    )
     g.add_argument("--json", metavar="FILE", help="write the receipt as JSON")
     g.add_argument("--quiet", action="store_true", help="print nothing but errors")
-    for action in p._actions:
-        if action.dest in defaults:  # the help shows the new one
-            action.help = action.help.split(" (default:")[0]
-    p.set_defaults(**defaults)
-    return p
 
 
 def configure(args):
-    """The model's Config from the flags. Refuses sizes that contradict each other."""
-    fields = [
-        "layers",
-        "heads",
-        "kv_heads",
-        "width",
-        "hidden",
-        "context",
-        "vocab",
-        "experts",
-        "top_k",
-        "shared",
-    ]
-    fields += ["balance_loss", "z_loss", "bias_rate"]
-    overrides = {name: getattr(args, name, None) for name in fields} | {"dropout": args.dropout}
-    need = VOCAB[args.tokenizer]
+    """The model's Config from the flags. Refuses sizes that contradict each other.
+
+    args.shape, if there is one: the fields of a trained model. Flags may override its context and
+    vocabulary, and must agree with its other fields.
+    """
+    names = "layers heads kv_heads width hidden context vocab experts top_k shared"
+    names += " balance_loss z_loss bias_rate dropout"
+    overrides = {name: getattr(args, name, None) for name in names.split()}
+    needed_vocab = VOCAB[args.tokenizer]
     if args.vocab is None and "vocab" not in gpt.PRESETS.get(args.preset, {}):
-        overrides["vocab"] = need
-    for name, value in (getattr(args, "shape", None) or {}).items():  # of a trained model
-        if overrides.get(name) not in (None, value) and name not in ("context", "vocab"):
-            raise Refused(
-                f"--{name.replace('_', '-')} {overrides[name]} is not the model's {value}: leave it out"
-            )
-        if name not in ("context", "vocab") or getattr(args, name) is None:
+        overrides["vocab"] = needed_vocab
+    trained = getattr(args, "shape", None) or {}
+    for name, value in trained.items():
+        adjustable = name in ("context", "vocab")
+        if not adjustable and overrides.get(name) not in (None, value):
+            flag = "--" + name.replace("_", "-")
+            raise Refused(f"{flag} {overrides[name]} is not the model's {value}: leave it out")
+        if not adjustable or getattr(args, name) is None:
             overrides[name] = value
     try:
         config = gpt.configure(args.preset, args.family, **overrides)
     except ValueError as e:
         raise Refused(str(e)) from e
-    if config.vocab < need:
+    if config.vocab < needed_vocab:
         raise Refused(
-            f"a vocabulary of {config.vocab} is too small for --tokenizer {args.tokenizer}, which has {need} tokens"
+            f"a vocabulary of {config.vocab} is too small for --tokenizer {args.tokenizer}, "
+            f"which has {needed_vocab} tokens: give --vocab {needed_vocab}"
         )
     return config
 
 
 def check_batch(args, parts):
     """Refuse a batch that does not divide into micro-batches on `parts` data-parallel ranks."""
-    each = parts * args.microbatches
-    if args.batch % each:
-        fits = [str(m) for m in range(1, args.batch + 1) if args.batch % (parts * m) == 0]
-        hint = (
-            f"--microbatches could be {', '.join(fits)}"
-            if fits
-            else f"--batch could be {each * max(1, round(args.batch / each))}"
-        )
-        what = f"{parts} data-parallel ranks x {args.microbatches} micro-batches"
-        raise Refused(f"--batch {args.batch} does not divide by {what}: {hint}")
+    pieces = parts * args.microbatches
+    if args.batch % pieces == 0:
+        return
+    possible = [str(m) for m in range(1, args.batch + 1) if args.batch % (parts * m) == 0]
+    if possible:
+        hint = f"--microbatches could be {', '.join(possible)}"
+    else:
+        hint = f"--batch could be {pieces * max(1, round(args.batch / pieces))}"
+    raise Refused(
+        f"--batch {args.batch} does not divide by {parts} data-parallel ranks x "
+        f"{args.microbatches} micro-batches: {hint}"
+    )
 
 
 def precision_flags(group):
     """--param-dtype and --reduce-dtype, for scripts with mixed precision."""
-    why = "of weights, gradients and activations; the optimizer's copy of the weights stays in --dtype (default: --dtype)"
-    group.add_argument("--param-dtype", choices=list(DTYPES), help=why)
-    why = "in which gradients are added up over ranks and micro-batches (default: --param-dtype)"
-    group.add_argument("--reduce-dtype", choices=list(DTYPES), help=why)
+    group.add_argument(
+        "--param-dtype",
+        choices=list(DTYPES),
+        help="type of weights, gradients and activations; the optimizer's copy of the weights "
+        "stays in --dtype (default: --dtype)",
+    )
+    group.add_argument(
+        "--reduce-dtype",
+        choices=list(DTYPES),
+        help="type in which gradients are summed over ranks and micro-batches "
+        "(default: --param-dtype)",
+    )
 
 
 def check_files(args):
-    """Refuse, before hours of training, a file that can't be written after them."""
+    """Refuse an output file that can't be written, before hours of training."""
     for name in ("json", "log_to", "trace"):
         path = getattr(args, name, None)
-        if path:
-            try:
-                open(path, "a").close()
-            except OSError as e:
-                flag = name.replace("_", "-")
-                raise Refused(
-                    f"--{flag} {path} can't be written ({e.strerror}): give another file"
-                ) from e
+        if not path:
+            continue
+        try:
+            open(path, "a").close()
+        except OSError as e:
+            flag = "--" + name.replace("_", "-")
+            sentence = f"{flag} {path} can't be written ({e.strerror}): give another file"
+            raise Refused(sentence) from e

@@ -1,5 +1,6 @@
-"""The ledger: what a step sends, by operation and process group, and the most memory it holds,
-counted below all code that calls torch.
+"""The ledger counts what a step sends, by operation and process group, and its peak memory.
+
+It counts at torch's dispatcher, below all code that calls torch.
 """
 
 import weakref
@@ -13,8 +14,9 @@ def all_but_one(n):
     return (n - 1) / n
 
 
-# c10d operation -> name, the argument that holds the whole payload, bytes a ring algorithm sends
-# per rank and payload byte
+# c10d operation: (its name in the receipt,
+#                  position of the argument that holds the whole payload,
+#                  bytes that a rank sends per byte of payload on a ring of n ranks)
 OPERATIONS = {
     "allreduce_": ("all_reduce", 0, lambda n: 2 * all_but_one(n)),
     "_allgather_base_": ("all_gather", 0, all_but_one),
@@ -40,37 +42,41 @@ def tensors_in(x):
 
 
 def storage_bytes(tensors):
-    """Bytes of the memory behind some tensors, each piece of it counted once."""
-    return sum({s._cdata: s.nbytes() for s in (t.untyped_storage() for t in tensors)}.values())
+    """Bytes of the storages behind the tensors. A storage that tensors share counts once."""
+    storages = [t.untyped_storage() for t in tensors]
+    return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
 
 
 def message(name, args):
-    """What a c10d operation of that name sends: (operation, process group, payload bytes, bytes on
-    a ring)."""
-
-    def group_in(argument):
-        try:
-            return dist.ProcessGroup.unbox(argument)
-        except RuntimeError:
-            return None  # a reduction's operator
-
+    """What a c10d operation sends: (name in the receipt, process group, payload bytes, bytes on a
+    ring)."""
     operation, position, wire = OPERATIONS[name]
-    group = next(group_in(a) for a in args if isinstance(a, torch.ScriptObject) and group_in(a))
+    group = group_in(args)
     payload = sum(t.numel() * t.element_size() for t in tensors_in(args[position]))
-    part = wire(group.size())
-    if name == "alltoall_base_" and sum(args[4]):  # uneven: what a rank has for itself stays
-        part = 1 - args[4][group.rank()] / sum(args[4])
-    return operation, group, payload, payload * part
+    sent_part = wire(group.size())
+    if name == "alltoall_base_" and sum(args[4]):
+        # Uneven: a rank does not send the part that is for itself
+        sent_part = 1 - args[4][group.rank()] / sum(args[4])
+    return operation, group, payload, payload * sent_part
+
+
+def group_in(args):
+    """The process group among an operation's arguments."""
+    for argument in args:
+        if isinstance(argument, torch.ScriptObject):
+            try:
+                return dist.ProcessGroup.unbox(argument)
+            except RuntimeError:
+                continue  # the operator of a reduction
+    raise ValueError("a c10d operation without a process group")
 
 
 class Ledger(TorchDispatchMode):
-    """While it is on (`with ledger:`), counts every c10d operation by group, and the bytes of
-    memory alive.
+    """Within `with ledger:` it counts every c10d operation by group, and the bytes of live memory.
 
-    groups: {name: process group, or a list of them} to report by. `sent` is {(operation, name):
-    [calls, payload bytes, wire bytes]}, `peak` the most bytes that were alive at a time beyond
-    `known`, the tensors that outlive a step. It sits at the dispatcher, below everything that calls
-    torch: the code it watches does not know of it.
+    groups  {name: process group, or a list of them}, to report by
+    sent    {(operation, name): [calls, payload bytes, wire bytes]}
+    peak    the most bytes that were alive at one time, without the `lasting` tensors of `watch`
     """
 
     def __init__(self, groups):
@@ -78,15 +84,15 @@ class Ledger(TorchDispatchMode):
         self.names = {}
         for name, members in groups.items():
             for group in members if isinstance(members, list) else [members]:
-                # New_group gives non-members something else
+                # A rank that is not a member gets something else from new_group
                 if isinstance(group, dist.ProcessGroup):
                     self.names.setdefault(group.group_name, name)
-        self.sent, self.live, self.bytes, self.peak, self.known = {}, {}, 0, 0, set()
+        self.watch([])
 
-    def watch(self, known):
-        """Start anew; memory of the tensors in `known` is not counted."""
+    def watch(self, lasting):
+        """Start anew. The memory of the `lasting` tensors, which outlive a step, is not counted."""
         self.sent, self.live, self.bytes, self.peak = {}, {}, 0, 0
-        self.known = {t.untyped_storage()._cdata for t in known}
+        self.lasting = {t.untyped_storage()._cdata for t in lasting}
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
@@ -100,18 +106,17 @@ class Ledger(TorchDispatchMode):
     def _count(self, func, args):
         name = func.name().removeprefix("c10d::")
         if name not in OPERATIONS:
-            return  # a barrier and the like: no payload
+            return  # such as a barrier, which has no payload
         operation, group, payload, wire = message(name, args)
-        row = self.sent.setdefault(
-            (operation, self.names.get(group.group_name, group.group_name)), [0, 0, 0.0]
-        )
+        key = (operation, self.names.get(group.group_name, group.group_name))
+        row = self.sent.setdefault(key, [0, 0, 0.0])
         row[0] += 1
         row[1] += payload
         row[2] += wire
 
     def _see(self, storage):
         key, size = storage._cdata, storage.nbytes()
-        if key in self.known or key in self.live:
+        if key in self.lasting or key in self.live:
             return
         self.live[key] = size
         self.bytes += size
@@ -123,6 +128,7 @@ class Ledger(TorchDispatchMode):
 
 
 def human(size):
+    """A number of bytes in a column of 12 characters."""
     for unit in ("B ", "KB", "MB", "GB"):
         if size < 1000 or unit == "GB":
             return f"{size:9.{0 if unit == 'B ' else 2}f} {unit}"

@@ -1,5 +1,4 @@
-"""The optimizer, its learning rate, and the norm of a gradient whose parameters may be split over
-ranks."""
+"""The optimizer, its learning rate, and the norm of the whole model's gradient."""
 
 import math
 
@@ -10,19 +9,19 @@ from harness.placement import is_first
 
 
 def learning_rate(step, args):
-    """Linear warm-up, then (where args has a min_lr) a cosine down to it at the last step. min_lr
-    None: a tenth of lr."""
+    """Linear warm-up to lr. Then lr, or if args has a min_lr, a cosine that ends there at the last
+    step. min_lr None is a tenth of lr."""
     if step < args.warmup:
         return args.lr * (step + 1) / (args.warmup + 1)
     if not hasattr(args, "min_lr"):
         return args.lr
-    low = args.lr / 10 if args.min_lr is None else args.min_lr
+    min_lr = args.lr / 10 if args.min_lr is None else args.min_lr
     progress = (step - args.warmup) / max(1, args.steps - 1 - args.warmup)
-    return low + (args.lr - low) * 0.5 * (1 + math.cos(math.pi * progress))
+    return min_lr + (args.lr - min_lr) * 0.5 * (1 + math.cos(math.pi * progress))
 
 
 def make_optimizer(parameters, args):
-    """AdamW or SGD; weight decay on matrices only."""
+    """AdamW or SGD, as args.optimizer says. Only matrices have weight decay."""
     parameters = [p for p in parameters if p.requires_grad]
     matrices = {"params": [p for p in parameters if p.dim() > 1], "weight_decay": args.weight_decay}
     vectors = {"params": [p for p in parameters if p.dim() <= 1], "weight_decay": 0.0}
@@ -33,17 +32,15 @@ def make_optimizer(parameters, args):
 
 
 def grad_norm(parameters, groups=()):
-    """The norm of the whole model's gradient, each element counted once: a float64 scalar, the same
-    on all ranks.
+    """The norm of the whole model's gradient: a float64 scalar, the same on all ranks.
 
-    groups: those over which parameters are split, or dealt out whole. Of a parameter that all ranks
-    of such a group hold, the group's first rank counts it (see placement.py).
+    groups: the groups over which the model is cut, by layer or within layers. Each element counts
+    once: if all ranks of a group hold the same parameter, the group's first rank counts it.
     """
     parameters = [p for p in parameters if p.grad is not None]
     counted = [p.grad for p in parameters if is_first(p, groups)]
-    total = torch.zeros(
-        (), dtype=torch.float64, device=parameters[0].device if parameters else None
-    )
+    device = parameters[0].device if parameters else None
+    total = torch.zeros((), dtype=torch.float64, device=device)
     if counted:
         dtype = torch.promote_types(counted[0].dtype, torch.float32)
         total += torch.stack(torch._foreach_norm(counted, dtype=dtype)).double().square().sum()
@@ -53,7 +50,8 @@ def grad_norm(parameters, groups=()):
 
 
 def clip(parameters, norm, limit):
-    """Scale gradients in place so that their global norm is at most `limit` (0: leave them)."""
+    """Scale the gradients in place, so that their norm is at most `limit`. A limit of 0 is none."""
     if limit > 0:
         grads = [p.grad for p in parameters if p.grad is not None]
-        torch._foreach_mul_(grads, (limit / (norm + 1e-6)).clamp(max=1.0).to(grads[0].dtype))
+        scale = (limit / (norm + 1e-6)).clamp(max=1.0)
+        torch._foreach_mul_(grads, scale.to(grads[0].dtype))

@@ -1,4 +1,4 @@
-"""Pictures: matplotlib is imported when needed, so nobody else has to have it."""
+"""Pictures, drawn by matplotlib. Only --plot imports it, so other runs don't need it."""
 
 import importlib.util
 import os
@@ -13,15 +13,17 @@ def plot_flag(group, what):
 
 
 def check_plot(args):
-    if args.plot and not importlib.util.find_spec("matplotlib"):
+    """Refuse --plot without matplotlib, or into a folder that does not exist."""
+    if not args.plot:
+        return
+    if not importlib.util.find_spec("matplotlib"):
         raise Refused("--plot needs matplotlib: pip install matplotlib, or leave --plot out")
-    if args.plot and not os.path.isdir(os.path.dirname(args.plot) or "."):
+    if not os.path.isdir(os.path.dirname(args.plot) or "."):
         raise Refused(f"--plot {args.plot}: there is no such folder")
 
 
 def pyplot():
-    """matplotlib.pyplot, drawing to files only. Imported when needed: nobody else has to have
-    it."""
+    """matplotlib.pyplot, set to draw to files."""
     import matplotlib
 
     matplotlib.use("agg")
@@ -31,5 +33,6 @@ def pyplot():
 
 
 def save(figure, name):
+    """Write NAME.png and NAME.svg."""
     for kind in ("png", "svg"):
         figure.savefig(f"{name}.{kind}", dpi=150, bbox_inches="tight")

@@ -1,5 +1,4 @@
-"""The proof: the same model trained in one process, and every gradient and weight held against
-it."""
+"""The proof: train the same model in one process, and compare every gradient and weight with it."""
 
 import math
 
@@ -10,21 +9,21 @@ import model as gpt
 from harness.optimizer import clip, grad_norm, learning_rate, make_optimizer
 from harness.placement import take
 
-# What counts as rounding: the largest relative difference from one process
+# The largest relative differences from one process that count as rounding
 TOLERANCE = {
     "float64": {"loss": 1e-10, "grad_norm": 1e-10, "grad": 1e-10, "param": 1e-10},
     "float32": {"loss": 1e-5, "grad_norm": 1e-4, "grad": 3e-4, "param": 1e-3},
     "bfloat16": {"loss": 2e-2, "grad_norm": 0.2, "grad": 0.1, "param": 0.1},
 }
-# A tensor's difference is relative to its own largest element, or to this part of the model's
-# largest if that is more. The gradient of a key's bias, for example, is zero but for rounding; in
-# bfloat16 that is true of many small gradients.
+# A difference is relative to the largest element of its tensor, or to FLOOR x the largest element
+# of all tensors if that is more. Some gradients are zero except for rounding: that of a key's bias,
+# and in bfloat16 many small ones.
 FLOOR = {"float64": 1e-3, "float32": 1e-3, "bfloat16": 1.0}
 
 
 def one_process(run, steps):
-    """Train the run's model in this process alone: (losses, norms, gradients of the last step,
-    weights after it)."""
+    """Train the run's model in this process alone. Returns (losses, gradient norms, gradients of
+    the last step, weights after it)."""
     args = run.args
     model = gpt.build(run.config, args.seed, run.device, run.dtype, run.draw)
     parameters = list(model.parameters())
@@ -49,14 +48,15 @@ def one_process(run, steps):
 
 
 def compare(run, named, counts=True):
-    """Hold a run against one process: {kind: largest relative difference}, the same on all ranks.
-    Called by all of them.
+    """Compare a run with one process: {kind: largest relative difference}, the same on all ranks.
 
-    Compared are loss and norm of every step, all gradients of the last step and all weights after
-    it, copies included. Rank 0 trains the reference and broadcasts it parameter by parameter; each
-    rank compares the piece that it holds.
-    counts=False: this rank holds no global gradients and no new weights (a parameter server's
-    worker)."""
+    All ranks call it. It compares the loss and norm of every step, all gradients of the last step
+    and all weights after it, copies included. Rank 0 trains the reference and broadcasts it
+    parameter by parameter; each rank compares the piece that it holds.
+
+    named()  (full name, parameter) pairs of this rank
+    counts   False on a rank without global gradients and new weights: a parameter server's worker
+    """
     losses, norms, gradients, weights = [], [], {}, {}
     if run.rank == 0:
         losses, norms, gradients, weights = one_process(run, len(run.history))
@@ -64,35 +64,33 @@ def compare(run, named, counts=True):
     for row, loss, norm in zip(run.history, losses, norms):
         worst["loss"] = larger(worst["loss"], abs(row["loss"] - loss) / abs(loss))
         worst["grad_norm"] = larger(worst["grad_norm"], abs(row["grad_norm"] - norm) / abs(norm))
-    held = dict(named())
-    for kind, reference in (("grad", gradients), ("param", weights)):
+    parameters = dict(named()) if counts else {}
+    held = {name: p.detach() for name, p in parameters.items()}
+    for kind, reference, tensors in (("grad", gradients, run.gradients), ("param", weights, held)):
         largest = max((t.abs().max().item() for t in reference.values()), default=0.0)
         floor = torch.tensor(largest * FLOOR[run.precision], device=run.device)
         dist.broadcast(floor, 0)
         for name, shape in run.config.shapes().items():
-            whole = (
-                reference[name]
-                if run.rank == 0
-                else torch.empty(shape, dtype=run.dtype, device=run.device)
-            )
+            if run.rank == 0:
+                whole = reference[name]
+            else:
+                whole = torch.empty(shape, dtype=run.dtype, device=run.device)
             dist.broadcast(whole, 0)
-            if name not in held or not counts:
+            if name not in parameters:
                 continue
-            expected = take(whole, held[name])
-            found = held[name].detach() if kind == "param" else run.gradients.get(name)
-            if found is None:
-                found = torch.zeros_like(expected)
-            difference = (found.double() - expected.double()).abs().max() / torch.maximum(
-                whole.abs().max(), floor
-            )
-            worst[kind] = larger(worst[kind], difference.item())
+            expected = take(whole, parameters[name])
+            # A parameter without a gradient counts as one with zeros
+            actual = tensors.get(name, torch.zeros_like(expected))
+            difference = (actual.double() - expected.double()).abs().max()
+            scale = torch.maximum(whole.abs().max(), floor)
+            worst[kind] = larger(worst[kind], (difference / scale).item())
     errors = torch.tensor(list(worst.values()), dtype=torch.float64, device=run.device)
-    # A NaN is the largest difference of all
+    # A NaN counts as the largest difference of all
     errors = torch.where(errors.isnan(), torch.inf, errors)
     dist.all_reduce(errors, op=dist.ReduceOp.MAX)
     return dict(zip(worst, errors.tolist()))
 
 
 def larger(*values):
-    """The largest value, where a NaN counts as infinite."""
+    """The largest value. A NaN counts as infinite."""
     return max(math.inf if math.isnan(value) else value for value in values)

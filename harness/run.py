@@ -1,19 +1,19 @@
-"""A run: one rank's view of a script. The flags, the text, the model's weights, and the bookkeeping
-of the steps.
+"""A run: what one rank of a script knows of its flags, its text and its steps.
 
-A demo is a function of a `Run`, which `launch` calls on every rank. The training loop is the demo's
-own. It calls:
+`launch` calls a demo on every rank, with a `Run`. The demo has the training loop, and calls
 
-    for step in run.steps(optimizer):               sets the learning rate; the ledger watches the second step; the proof
-        ...                                         forward, backward, sum of the gradients, norm
-        run.check(loss, norm, model.named)          stops at a number that is not finite; keeps gradients for the proof
-        ...                                         clip, optimizer.step()
-        run.log(loss, norm)                         a line, and a row of the history
+    for step in run.steps(optimizer):           sets the learning rate, measures step 2, proves
+        ...                                     forward, backward, sum of the gradients, norm
+        run.check(loss, norm, model.named)      stops at NaN; keeps gradients for the proof
+        ...                                     clip, optimizer.step()
+        run.log(loss, norm)                     prints a line, adds a row to the history
+    return run.receipt(layout, sent, held)      prints the receipt; returns the exit code
 """
 
 import argparse
 import contextlib
 import hashlib
+import itertools
 import math
 import time
 from typing import NamedTuple
@@ -33,10 +33,12 @@ from harness.start import Refused, say
 
 
 def launch(demo, args, needed=None, check=lambda world: None, run=None):
-    """Call demo(Run) on every rank, and end the process with its exit code (see start.py).
+    """Call demo(Run) on every rank, and end the process with its exit code.
 
-    needed: the number of ranks that the layout takes, None for any. check(number of ranks) may
-    refuse it. run(args, rank, world, device) makes what demo is given; by default it is a Run."""
+    needed  the number of ranks that the layout takes; None is any
+    check   check(number of ranks) may refuse it
+    run     run(args, rank, world, device) returns the demo's argument; by default a Run
+    """
 
     def ready(world):
         check(world)
@@ -46,7 +48,7 @@ def launch(demo, args, needed=None, check=lambda world: None, run=None):
 
 
 class Rank(NamedTuple):
-    """What the demo of a script without training is given on each rank."""
+    """The argument of a demo that does not train: one rank's flags, number, and device."""
 
     args: argparse.Namespace
     rank: int
@@ -55,30 +57,31 @@ class Rank(NamedTuple):
 
 
 class Run:
-    """One rank's view of a script's run: the flags, its rank, the text, and the bookkeeping of the
-    steps."""
+    """One rank's flags, text and bookkeeping of the steps."""
 
     def __init__(self, args, rank, world, device):
         self.args, self.rank, self.world, self.device = args, rank, world, device
-        self.dtype, self.config = DTYPES[args.dtype], configure(args)
+        self.dtype = DTYPES[args.dtype]
+        self.config = configure(args)
         # Decides how much rounding to expect
         self.precision = getattr(args, "param_dtype", None) or args.dtype
-        # Flags in which ranks may differ
-        private = ("data", "json", "log_to", "quiet", "wandb", "nproc")
-        flags = {name: value for name, value in sorted(vars(args).items()) if name not in private}
+        may_differ = ("data", "json", "log_to", "quiet", "wandb", "nproc")
+        flags = {k: value for k, value in sorted(vars(args).items()) if k not in may_differ}
         self.same(repr(flags), "other flags", "start every node with the same command")
         self.load()
-        # Valid targets of the global batch: every window is full
+        # Valid targets of the global batch: every position of a row has one
         self.count = args.batch * self.config.context
-        self.history, self.errors, self.held = [], None, {}
-        self.first = 0  # the step to begin with: another one after a checkpoint
+        self.history = []  # a dict for each step
+        self.errors = None  # {kind: largest difference from one process}
+        self.held = {}  # {kind: bytes} after the measured step
+        self.first = 0  # the first step; not 0 after a checkpoint
         self.skipped = 0  # steps whose gradient was not finite
         self.draw = gpt.draw
         self.ledger = Ledger({"world": dist.group.WORLD})
         self.watching = contextlib.ExitStack()
 
     def load(self):
-        """Read the text. Refuses to go on where a rank can't, or has another one."""
+        """Read the text. Refuses to go on if a rank can't read it, or reads another text."""
         problem = None
         try:
             self.corpus = data.load(self.args.data, self.args.tokenizer)
@@ -86,14 +89,15 @@ class Run:
         except data.DataError as e:
             problem = str(e)
         self.agree(problem)
-        advice = "give every node the same --data (stdlib differs between Python versions, shakespeare does not)"
+        advice = "give every node the same --data (stdlib differs between Python versions, "
+        advice += "shakespeare does not)"
         self.same(self.corpus.digest, "another text", advice)
 
     # --- ranks
 
     def agree(self, problem):
-        """Go on only if no rank has a problem (a sentence, or None); else the first rank that has
-        one says it."""
+        """Refuse to go on if any rank has a problem. problem: a sentence, or None. The first rank
+        with a problem prints it."""
         first = torch.tensor(self.world if problem is None else self.rank, device=self.device)
         dist.all_reduce(first, op=dist.ReduceOp.MIN)
         if first.item() < self.world:
@@ -106,39 +110,39 @@ class Run:
         return bool(flag)
 
     def same(self, value, what, advice):
-        """Refuse to go on where `value`, a text, is not the same on all ranks: compares a digest of
-        it."""
+        """Refuse to go on if `value`, a string, differs between ranks. Compares its digests."""
         digest = int(hashlib.sha256(value.encode()).hexdigest()[:15], 16)
         own = torch.tensor([digest], device=self.device)
         digests = [torch.empty_like(own) for _ in range(self.world)]
         dist.all_gather(digests, own)
-        other = [rank for rank in range(self.world) if digests[rank].item() != digests[0].item()]
-        if other:
-            raise Refused(f"rank {other[0]} has {what} than rank 0: {advice}")
+        for rank in range(self.world):
+            if digests[rank].item() != digests[0].item():
+                raise Refused(f"rank {rank} has {what} than rank 0: {advice}")
 
     def print(self, *args, **kwargs):
+        """Print on rank 0, unless --quiet is given."""
         if self.rank == 0 and not self.args.quiet:
             print(*args, **kwargs, flush=True)
 
     def groups(self, **groups):
-        """Name the process groups, for the ledger."""
+        """Give process groups their names in the receipt."""
         self.ledger = Ledger(groups | {"world": dist.group.WORLD})
 
     # --- the model
 
     def meta_model(self):
-        """The whole GPT without memory, to be cut and then filled."""
+        """The whole GPT on the meta device, without memory: cut it, then `fill` it."""
         with torch.device("meta"):
             return gpt.GPT(self.config)
 
     def fill(self, model):
-        """Give a model built on the meta device its weights: each parameter is drawn whole, and
-        this rank keeps its piece."""
+        """Give a model on the meta device its weights. Each parameter is drawn whole; this rank
+        keeps its piece."""
         return gpt.fill(model, self.args.seed, self.device, self.dtype, take, self.draw)
 
     def initial(self, model):
-        """A function that gives a parameter of `model` its initial value: for ZeRO, which fills it
-        piece by piece."""
+        """A function from a parameter of `model` to its initial value. ZeRO calls it, and fills
+        the model piece by piece."""
         gpt.fill_buffers(model, self.device)
         names = {p: name for name, p in model.named()}
 
@@ -151,22 +155,22 @@ class Run:
     # --- steps
 
     def microbatches(self, step, part=0, parts=1, pieces=None, split="train"):
-        """This rank's rows of the step's global batch, in micro-batches: a list of (tokens,
-        targets, samples)."""
+        """The rows of data-parallel rank `part` of `parts` in the step's global batch, cut into
+        `pieces` (by default --microbatches): a list of (tokens, targets, samples)."""
         size = self.args.batch // parts
         rows = range(part * size, (part + 1) * size)
         batch = self.corpus.batch(step, rows, self.config.context, self.args.seed, split)
         pieces = pieces or self.args.microbatches
-        return list(zip(*(t.to(self.device).tensor_split(pieces) for t in batch)))
+        tokens, targets, samples = (t.to(self.device).tensor_split(pieces) for t in batch)
+        return list(zip(tokens, targets, samples))
 
     def zero(self):
-        """Where a step's loss is summed: in float64, so that the sum is not the least exact
-        part."""
+        """A zero to sum a step's loss in. float64, so that the sum adds no rounding of its own."""
         return torch.zeros((), dtype=torch.float64, device=self.device)
 
     def steps(self, optimizer):
-        """The numbers of the steps. Sets the learning rate before each, lets the ledger watch the
-        second, and holds the run against one process after the last that is to be proven."""
+        """Yield the numbers of the steps. Sets the learning rate before each step. The ledger
+        watches the second step. After the last step to prove, compares the run with one process."""
         self.restart_clock()
         for self.step in range(self.first, self.args.steps):
             self.lr = learning_rate(self.step, self.args)
@@ -174,57 +178,59 @@ class Run:
                 group["lr"] = self.lr
             measured = self.step == self.measured
             if measured:
-                self.ledger.watch([t for kind in lasting(optimizer).values() for t in kind])
+                self.ledger.watch(itertools.chain(*lasting(optimizer).values()))
                 self.watching.enter_context(self.ledger)
             yield self.step
             if measured:
-                self.held = {
-                    kind: storage_bytes(tensors) for kind, tensors in lasting(optimizer).items()
-                }
+                tensors_of = lasting(optimizer)
+                self.held = {kind: storage_bytes(tensors_of[kind]) for kind in tensors_of}
                 self.held["activations_peak"] = self.ledger.peak
             if self.step + 1 == self.proven:
-                self.errors, self.proved = proof.compare(self, *self.compared), self.proven
+                self.errors = proof.compare(self, *self.compared)
+                self.proved = self.proven
                 self.restart_clock()
 
     def check(self, loss, norm, named, counts=True, blame=None):
-        """Look at a step's loss and gradient norm before the optimizer uses them. Returns whether
-        the step may be taken.
+        """Whether the optimizer may take the step. Call it before clipping the gradients.
 
-        loss, norm: scalar tensors, the same on all ranks. A number that is not finite ends the run
-        in a sentence, or with --skip-nan leaves the step out. named(): (full name, parameter) pairs
-        whose .grad is complete; the proof reads them.
-        counts=False: this rank's gradients are not the global ones (a parameter server's worker).
-        blame(): (name, place) of the parameter on this rank to blame, or (None, ""). By default the
-        gradients are searched.
+        If the loss or the norm is not finite, the run ends with a sentence, or skips the step under
+        --skip-nan. The gradients of the last step to prove are kept.
+
+        loss, norm  scalar tensors, the same on all ranks
+        named       named() returns (full name, parameter) pairs whose .grad is complete
+        counts      False if this rank's gradients are not global: a parameter server's worker
+        blame       blame() returns (name, place) of the first parameter on this rank whose gradient
+                    is not finite, or (None, ""). By default the gradients are searched
         """
-        if self.step + 1 == self.proven:  # before clipping
+        if self.step + 1 == self.proven:
             with _disable_current_modes():  # the ledger must not count the proof's messages
                 self.gradients = {name: p.grad.clone() for name, p in named() if p.grad is not None}
             self.compared = named, counts
         if math.isfinite(loss.item()) and math.isfinite(norm.item()):
             return True
         self.watching.close()
-        self.stumble(loss.item(), norm.item(), named, blame)
+        self.skip_or_stop(loss.item(), norm.item(), named, blame)
         return False
 
-    def stumble(self, loss, norm, named, blame):
-        """Name the first gradient, in the order of backward, that is not finite. Skip the step, or
-        end the run."""
-        with torch.device("meta"):
-            order = [
-                name for name, _ in gpt.GPT(self.config).named_parameters(remove_duplicate=False)
-            ]
-        bad = [name for name, p in named() if p.grad is not None and not p.grad.isfinite().all()]
-        name, place = blame() if blame else (bad[-1] if bad else None, "")
-        found = torch.full((self.world,), -1, device=self.device)
-        found[self.rank] = order.index(name) if name else -1
-        dist.all_reduce(found, op=dist.ReduceOp.MAX)
-        speaker = (found == found.max()).nonzero()[0].item()
+    def skip_or_stop(self, loss, norm, named, blame):
+        """Name the first gradient that is not finite, in the order of backward. Then skip the step
+        or end the run."""
+        name, place = blame() if blame else (last_nonfinite(named()), "")
+        # Backward runs from the last parameter to the first: the largest number comes first
+        numbers = torch.full((self.world,), -1, device=self.device)
+        if name:
+            with torch.device("meta"):
+                whole = gpt.GPT(self.config)
+            order = [full for full, _ in whole.named_parameters(remove_duplicate=False)]
+            numbers[self.rank] = order.index(name)
+        dist.all_reduce(numbers, op=dist.ReduceOp.MAX)
+        speaker = (numbers == numbers.max()).nonzero()[0].item()
         text = f"step {self.step + 1} has loss {loss:g}, gradient norm {norm:g}; "
-        if found.max() < 0:
-            text += "played again it was finite on all ranks"
+        if numbers.max() < 0:
+            text += "computed again, it was finite on all ranks"
         else:
-            text += f"the first gradient that is no finite number is of {name}, on rank {self.rank}{place}"
+            text += f"the first gradient that is not finite is that of {name}, "
+            text += f"on rank {self.rank}{place}"
         self.skipped += 1
         allowed = getattr(self.args, "skip_nan", 0)
         if self.skipped > allowed:
@@ -236,23 +242,17 @@ class Run:
             )
         if self.rank == speaker:
             say(f"{text}: skipped")
-        self.history.append(
-            {
-                "step": self.step + 1,
-                "loss": None,
-                "grad_norm": None,
-                "lr": None,
-                "tokens_per_s": None,
-            }
-        )
+        missing = dict.fromkeys(("loss", "grad_norm", "lr", "tokens_per_s"))
+        self.history.append({"step": self.step + 1} | missing)
         self.restart_clock()
 
     def log(self, loss, norm, mfu=None):
-        """End a step: a line, and a row of the history. mfu(tokens/s), where given, is shown
-        too."""
+        """End a step: print a line, and add a row to the history. Shows mfu(tokens/s) too, if mfu
+        is given."""
         self.watching.close()
         now = time.perf_counter()
-        rate, self.last = self.count / (now - self.last), now
+        rate = self.count / (now - self.last)
+        self.last = now
         row = {
             "step": self.step + 1,
             "loss": loss.item(),
@@ -260,8 +260,8 @@ class Run:
             "lr": self.lr,
             "tokens_per_s": rate,
         }
-        line = f"step {self.step + 1:4d}  loss {row['loss']:.4f}  grad norm {row['grad_norm']:7.4f}  lr {self.lr:.2e}"
-        line += f"  {rate:8,.0f} tokens/s"
+        line = f"step {self.step + 1:4d}  loss {row['loss']:.4f}"
+        line += f"  grad norm {row['grad_norm']:7.4f}  lr {self.lr:.2e}  {rate:8,.0f} tokens/s"
         if mfu:
             row["mfu"] = mfu(rate)
             line += f"  MFU {row['mfu']:.1%}"
@@ -269,19 +269,19 @@ class Run:
         self.print(line)
 
     def restart_clock(self):
-        """What lies between two steps and is no training does not count for tokens/s."""
+        """Start the time of a step anew: work between two steps does not count for tokens/s."""
         self.last = time.perf_counter()
 
     @property
     def measured(self):
-        """The step that the ledger watches: the second, or an only one."""
+        """The step that the ledger watches: the second, or the only one."""
         return min(self.first + 1, self.args.steps - 1)
 
     @property
     def proven(self):
-        """How many steps are held against one process. By default ten in float32, where rounding
-        grows: AdamW takes full steps along gradients that are little but rounding. None after a
-        checkpoint or a skipped step: one process would differ."""
+        """How many steps are compared with one process: --prove, by default all in float64, or 10.
+        In float32 rounding grows, because AdamW takes full steps along gradients that are only
+        rounding. After a checkpoint or a skipped step it is 0: one process would differ."""
         if self.first > 0 or self.skipped:
             return 0
         wanted = self.args.prove
@@ -292,24 +292,31 @@ class Run:
     # --- the receipt
 
     def states(self, size, formula, steps=True):
-        """Rows of the receipt's `held`: parameters of `size` bytes, gradients as large, and the
-        optimizer's moments.
-
-        formula: as text. steps=False: on a rank that takes no step and so has no moments."""
+        """Rows of the receipt's `held`: parameters of `size` bytes, as many of gradients, and the
+        optimizer's moments. steps=False: this rank takes no optimizer step and has no moments."""
         moments = 2 if self.args.optimizer == "adamw" and steps else 0
         held = {"parameters": (size, formula), "gradients": (size, "the same")}
         return held | {"optimizer": (moments * size, f"{moments} x the same")}
 
     def receipt(self, layout, sent=(), held=(), notes=()):
-        """Gather, print and write the receipt, and keep it as `result`. Returns the exit code. See
-        receipt.py."""
+        """Print and write the receipt, and keep it as `result`. Returns the exit code. The
+        arguments are those of `write_receipt`."""
         code, self.result = write_receipt(self, layout, dict(sent), dict(held), notes)
         return code
 
 
+def last_nonfinite(named):
+    """The name of the last parameter with a gradient that is not finite, or None."""
+    last = None
+    for name, p in named:
+        if p.grad is not None and not p.grad.isfinite().all():
+            last = name
+    return last
+
+
 def lasting(optimizer):
-    """{kind: tensors} of what outlives a step: parameters, their gradients, optimizer states. An
-    optimizer that keeps them in its own way (ZeRO) says so itself."""
+    """{kind: tensors} of what outlives a step: parameters, gradients, optimizer states. ZeRO, which
+    keeps them in its own way, has a method `lasting`."""
     if hasattr(optimizer, "lasting"):
         return optimizer.lasting()
     parameters = [p for group in optimizer.param_groups for p in group["params"]]

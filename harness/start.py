@@ -1,9 +1,9 @@
-"""Start the ranks, on this machine or among those that torchrun started; and end them in one
-sentence when one is gone.
+"""Start the ranks on this machine, or join the ranks that torchrun started. When a rank is lost,
+end the others with one sentence.
 
 `on_ranks(work, args)` calls work on every rank and ends the process with its exit code. Bad input
-is one sentence on stderr and exit code 2 (`Refused`). A rank whose peer dies, hangs or is cut off
-calls the roll in the store, and names who is missing.
+is one sentence on stderr and exit code 2 (`Refused`). If a rank dies, hangs or is cut off, one of
+the others calls the roll through the store and names the missing ranks.
 """
 
 import contextlib
@@ -28,10 +28,8 @@ import torch.distributed as dist
 
 
 class Refused(SystemExit):
-    """A run that can't begin or go on. The message is one sentence that says what to change; bad
-    input is exit code 2.
-
-    Every rank raises it, in the same place; `speaker` prints it."""
+    """The run can't begin or go on. The message is one sentence that says what to change. Bad input
+    is exit code 2. Every rank raises it at the same place, and rank `speaker` prints it."""
 
     def __init__(self, message, speaker=0, code=2):
         super().__init__(code)
@@ -43,7 +41,7 @@ class Refused(SystemExit):
 
 @contextlib.contextmanager
 def refusing():
-    """Turn a technique's ValueError, a sentence about sizes that do not fit, into a refusal."""
+    """Turn a technique's ValueError about sizes that do not fit into a refusal."""
     try:
         yield
     except ValueError as e:
@@ -51,15 +49,16 @@ def refusing():
 
 
 def say(message):
+    """Print a sentence on stderr, behind the script's name."""
     print(f"{os.path.basename(sys.argv[0])}: {message}", file=sys.stderr, flush=True)
 
 
 def refuse(refused, rank):
-    """One rank says why; returns the exit code."""
+    """Print the sentence on the rank that speaks. Returns the exit code."""
     if rank == refused.speaker:
         say(refused)
     else:
-        # Under torchrun the first rank to leave ends the others: let the speaker speak
+        # Under torchrun the first rank to leave ends the others: the speaker needs time to print
         time.sleep(1)
     return refused.code
 
@@ -70,23 +69,32 @@ def refuse(refused, rank):
 def on_ranks(work, args, needed=None, check=lambda world: None):
     """Call work(rank, world size, device) -> exit code on every rank, and end the process with it.
 
-    args: of the flags, nproc, device, backend, timeout and quiet. needed: the number of ranks that
-    the layout takes; None means any. check(world size) may refuse a number of ranks. Joins the
-    ranks that torchrun (or whatever sets RANK and WORLD_SIZE) started; otherwise, or where it
-    started one and more are needed, starts them on this machine.
+    args    the flags nproc, device, backend, timeout and quiet
+    needed  the number of ranks that the layout takes; None is any
+    check   check(world size) may refuse a number of ranks
+
+    If a launcher that sets RANK and WORLD_SIZE, such as torchrun, has started the ranks, this joins
+    them. If it has started none, or one and more are needed, this starts them on this machine.
     """
     joined = "RANK" in os.environ and "WORLD_SIZE" in os.environ
     started = int(os.environ["WORLD_SIZE"]) if joined else 1
-    world = needed or (started if joined else args.nproc or 4)
+    if needed:
+        world = needed
+    elif joined:
+        world = started
+    else:
+        world = args.nproc or 4
     if needed and args.nproc and args.nproc != needed:
         raise Refused(
-            f"this layout needs {needed} processes, not the {args.nproc} of --nproc: leave that flag out"
+            f"this layout needs {needed} processes, not the {args.nproc} of --nproc: "
+            "leave that flag out"
         )
     check(world)
-    use_gpu = args.device == "cuda" or args.device == "auto" and torch.cuda.device_count() > 0
-    args.device = "cuda" if use_gpu else "cpu"
-    args.backend = args.backend or ("nccl" if use_gpu else "gloo")
-    check_devices(args, started if joined and started == world else world)
+    if args.device == "auto":
+        args.device = "cuda" if torch.cuda.device_count() > 0 else "cpu"
+    if args.backend is None:
+        args.backend = "nccl" if args.device == "cuda" else "gloo"
+    check_devices(args, world)
 
     if started == world:
         if joined and world > 1:
@@ -96,16 +104,15 @@ def on_ranks(work, args, needed=None, check=lambda world: None):
         raise Refused(
             f"this layout needs {world} processes and {started} were started: {command(world)}"
         )
-    if not args.quiet:
-        say(
-            f"this layout needs {world} processes: starting them on this machine"
-            if needed
-            else f"starting {world} processes"
-        )
+    if not args.quiet and needed:
+        say(f"this layout needs {world} processes: starting them on this machine")
+    elif not args.quiet:
+        say(f"starting {world} processes")
     finish(start_ranks(lambda rank, connect: one_rank(work, args, rank, world, connect), world))
 
 
 def command(world, nodes=1):
+    """The torchrun command that starts this script on so many ranks."""
     script = " ".join([os.path.basename(sys.argv[0]), *sys.argv[1:]])
     if nodes == 1:
         return f"torchrun --nproc_per_node={world} {script}"
@@ -114,34 +121,33 @@ def command(world, nodes=1):
 
 
 def check_devices(args, world):
+    """Refuse a backend or a number of ranks that this machine's devices can't serve."""
     if args.device == "cpu":
         if args.backend == "nccl":
             raise Refused("--backend nccl needs GPUs: use --backend gloo")
         return
     gpus = torch.cuda.device_count()
-    here = (
-        int(os.environ.get("LOCAL_WORLD_SIZE", world))
-        if "RANK" in os.environ and os.environ["WORLD_SIZE"] != "1"
-        else world
-    )
+    local_ranks = world
+    if "RANK" in os.environ and os.environ["WORLD_SIZE"] != "1":
+        local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", world))
     if gpus == 0:
         raise Refused("--device cuda, but no GPU is visible here: use --device cpu")
-    if args.backend == "nccl" and here > gpus:
-        per_node = max(n for n in range(1, gpus + 1) if world % n == 0)
+    if args.backend == "nccl" and local_ranks > gpus:
+        nodes = world // max(n for n in range(1, gpus + 1) if world % n == 0)
         raise Refused(
-            f"this layout needs {world} GPUs and this machine has {gpus}: on each of {world // per_node} nodes run "
-            f"{command(world, world // per_node)} (or use CPUs: --device cpu)"
+            f"this layout needs {world} GPUs and this machine has {gpus}: on each of {nodes} nodes "
+            f"run {command(world, nodes)} (or use CPUs: --device cpu)"
         )
 
 
 def start_ranks(work, world, patience=1.5, notice=30.0):
-    """Run work(rank, connect) -> exit code in `world` processes of this machine; returns 0 if all
-    did, else the worst.
+    """Run work(rank, connect) -> exit code in `world` processes of this machine. Returns 0 if all
+    return 0; else 2 if one refused, 1 otherwise; 130 or 143 if interrupted.
 
-    Forked from this one they start ten times faster than afresh, because torch is imported already.
-    When a rank fails, the others get `patience` seconds to end by themselves; told to end by
-    SIGTERM, they get `notice` seconds, in which train.py saves. The store is a file: nothing
-    listens for connections but the backend, and on the loopback interface.
+    Forked processes start ten times faster than fresh ones, because torch is imported already. When
+    a rank fails, the others get `patience` seconds to end by themselves. After SIGTERM they get
+    `notice` seconds, in which train.py saves. The store is a file, so only the backend listens for
+    connections, on the loopback interface.
     """
     folder = tempfile.mkdtemp()
     path = os.path.join(folder, "store")
@@ -152,10 +158,12 @@ def start_ranks(work, world, patience=1.5, notice=30.0):
     sys.stderr.flush()
     fork = can_fork()
     if fork:
-        torch.set_num_threads(1)  # a thread pool does not survive it
-        # Optimizers import it at their first step: once, not in every rank
+        torch.set_num_threads(1)  # a thread pool does not survive a fork
+        # Optimizers import it at their first step: import it once instead of in every rank
         importlib.import_module("torch._dynamo")
-    ranks, codes, deadline, interrupted, told = {}, {}, None, False, []
+    ranks, codes = {}, {}  # {process id: rank}, {rank: exit code}
+    sigterm_times = []
+    deadline, interrupted = None, False
     for rank in range(world):
         if fork:
             pid = os.fork()
@@ -163,14 +171,9 @@ def start_ranks(work, world, patience=1.5, notice=30.0):
                 die_with_parent(signal.SIGKILL)
                 finish(work(rank, lambda rank, world: dist.FileStore(path, world)))
         else:
-            own = {
-                "RANK": rank,
-                "LOCAL_RANK": rank,
-                "WORLD_SIZE": world,
-                "LOCAL_WORLD_SIZE": world,
-                "STORE_FILE": path,
-            }
-            environment = os.environ | {name: str(value) for name, value in own.items()}
+            environment = dict(os.environ, STORE_FILE=path)
+            environment |= dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank))
+            environment |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(world))
             pid = subprocess.Popen([sys.executable, *sys.argv], env=environment).pid
         ranks[pid] = rank
 
@@ -179,12 +182,12 @@ def start_ranks(work, world, patience=1.5, notice=30.0):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, number)
 
-    before = signal.signal(signal.SIGTERM, lambda *_: told.append(time.monotonic()))
+    old_handler = signal.signal(signal.SIGTERM, lambda *_: sigterm_times.append(time.monotonic()))
     try:
         while ranks:
             pid, status = os.waitpid(-1, os.WNOHANG)
-            if told and deadline is None:
-                deadline = told[0] + notice
+            if sigterm_times and deadline is None:
+                deadline = sigterm_times[0] + notice
                 stop(signal.SIGTERM)
             if pid == 0:
                 time.sleep(0.01)
@@ -193,9 +196,9 @@ def start_ranks(work, world, patience=1.5, notice=30.0):
                 continue
             rank, code = ranks.pop(pid), os.waitstatus_to_exitcode(status)
             codes[rank] = code
-            if code and (deadline is None or told):
+            if code and (deadline is None or sigterm_times):
                 deadline = time.monotonic() + patience
-                if code < 0 and not told:
+                if code < 0 and not sigterm_times:
                     say(f"rank {rank} was ended by {signal.Signals(-code).name}; the others stop")
     except KeyboardInterrupt:
         interrupted = True
@@ -205,38 +208,40 @@ def start_ranks(work, world, patience=1.5, notice=30.0):
         while ranks:
             ranks.pop(os.wait()[0])
     finally:
-        signal.signal(signal.SIGTERM, before)
+        signal.signal(signal.SIGTERM, old_handler)
         shutil.rmtree(folder, ignore_errors=True)
     failures = set(codes.values()) - {0}
-    if interrupted or told and failures:
+    if interrupted or (sigterm_times and failures):
         say("interrupted")
         return 130 if interrupted else 143
     if failures == {LOST}:
         say("the ranks lost each other; the run ends")
-    return 2 if 2 in failures else int(bool(failures))
+    if 2 in failures:
+        return 2
+    return 1 if failures else 0
 
 
 def can_fork():
-    """CUDA does not survive a fork, nor do the libraries of other systems."""
+    """Whether ranks can be forked: not with CUDA, nor with the libraries of other systems."""
     return sys.platform == "linux" and not torch.cuda.device_count()
 
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-# Where this project's code lies
+# The folders of this project's code
 OWN = [ROOT, *(os.path.join(ROOT, folder) for folder in ("harness", "trainer", "benchmarks"))]
-# Exit code of a rank whose peer went away: the peer, or who started it, has something to tell
+# Exit code of a rank that lost a peer and leaves the explanation to the peer or to the launcher
 LOST = 75
 
 
 def die_with_parent(number):
-    """Have the kernel send this process a signal when its parent is gone, where it can: no rank
+    """Have the kernel (on Linux) send this process a signal when its parent ends, so that no rank
     trains on as an orphan."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(1, number)  # PR_SET_PDEATHSIG
 
 
 def join(rank, world, timeout):
-    """The store of the ranks that someone else started."""
+    """Connect to the store of ranks that a launcher started."""
     if "STORE_FILE" in os.environ:
         return dist.FileStore(os.environ["STORE_FILE"], world)
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
@@ -252,30 +257,24 @@ def join(rank, world, timeout):
                 speaker=rank,
             ) from e
         raise Refused(f"port {port} on {address} is in use: set MASTER_PORT to a free one") from e
-    # After a restart the keys of the attempt before are still there, under its own prefix
-    return dist.PrefixStore(f"attempt{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+    # After a restart by torchrun the store still has the keys of the attempt before
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)
+    return dist.PrefixStore(f"attempt{attempt}", store)
 
 
 def one_rank(work, args, rank, world, connect):
-    """One rank's life: connect(rank, world) to a store, work, leave. Returns the exit code, and
+    """The life of a rank: connect(rank, world) to a store, work, leave. Returns the exit code, and
     never raises."""
     store, timeout = None, datetime.timedelta(seconds=getattr(args, "timeout", 600))
     try:
         if "TORCHELASTIC_RUN_ID" in os.environ:  # the parent is torchrun's agent
             die_with_parent(signal.SIGTERM)
         local_world = int(os.environ.get("LOCAL_WORLD_SIZE", world)) if connect is join else world
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-        torch.set_num_threads(max(1, cores // local_world))
-        if local_world > 1 and hasattr(os, "SCHED_BATCH"):
-            # Where ranks share cores, Linux lets gloo's threads wait a whole scheduler tick (4 ms)
-            # otherwise
-            with contextlib.suppress(OSError):
-                os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+        share_cores(local_world)
         device = torch.device("cpu")
         if args.device == "cuda":
-            device = torch.device(
-                "cuda", int(os.environ.get("LOCAL_RANK", rank)) % torch.cuda.device_count()
-            )
+            local_rank = int(os.environ.get("LOCAL_RANK", rank))
+            device = torch.device("cuda", local_rank % torch.cuda.device_count())
             torch.cuda.set_device(device)
         store = join(rank, world, timeout) if connect is join else connect(rank, world)
         if world > 1:
@@ -284,67 +283,82 @@ def one_rank(work, args, rank, world, connect):
             args.backend, store=store, rank=rank, world_size=world, timeout=timeout
         )
         code = work(rank, world, device) or 0
-        dist.barrier()  # nobody leaves while others still talk to it
+        dist.barrier()  # no rank leaves while others still send to it
         dist.destroy_process_group()
     except Refused as e:
         code = refuse(e, rank)
     except KeyboardInterrupt:
         code = 130
-    except BrokenPipeError:  # whoever read our output has gone, as `head` does
+    except BrokenPipeError:  # the reader of our output has ended, as `head` does
         code = 141
     except Exception as e:
         code = failed(e, rank, world, store, timeout, forked=connect is not join)
     return code
 
 
-# --- who is gone? A rank that fails because of another calls the roll in the store
+def share_cores(local_world):
+    """Divide this machine's cores among its ranks."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    torch.set_num_threads(max(1, cores // local_world))
+    if local_world > 1 and hasattr(os, "SCHED_BATCH"):
+        # With the default scheduler gloo's threads wait a whole tick (4 ms) if ranks share cores
+        with contextlib.suppress(OSError):
+            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
-def here(rank):
-    """What a rank answers: its host, and the line of this project that its main thread is at."""
+# --- who is missing? A rank that lost a peer calls the roll through the store
+
+
+def whereabouts():
+    """This rank's answer to a roll call: its host, and the line of this project that its main
+    thread is at."""
     frame = sys._current_frames().get(threading.main_thread().ident)
     while frame and os.path.dirname(frame.f_code.co_filename) not in OWN:
         frame = frame.f_back
-    return (
-        f"{socket.gethostname()} {os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
-        if frame
-        else "? ?"
-    )
+    if frame is None:
+        return "? ?"
+    file = os.path.basename(frame.f_code.co_filename)
+    return f"{socket.gethostname()} {file}:{frame.f_lineno}"
 
 
 def answer(store, rank, every=0.25):
-    """A rank's thread: says on which host it is, and answers when the roll is called, whatever the
-    main thread waits for."""
-    with contextlib.suppress(Exception):  # the store may go first
+    """The work of a rank's thread: say on which host it is, and answer a roll call even if the main
+    thread hangs."""
+    with contextlib.suppress(Exception):  # the store may end before this rank
         store.set(f"host{rank}", socket.gethostname())
         while not store.check(["roll"]):
             time.sleep(every)
-        store.set(f"here{rank}", here(rank))
+        store.set(f"here{rank}", whereabouts())
 
 
 def roll_call(store, rank, world, wait=1.5):
-    """Whether this rank is the first to call; {rank: what it answered} of those that answer within
-    `wait` seconds, and the hosts of the others, {rank: host}. None if the store itself does not
-    answer."""
-    found = []
+    """Ask all ranks where they are. Returns None if the store does not answer, else
+
+    first    whether this rank is the first to call the roll
+    present  {rank: its whereabouts} of the ranks that answer within `wait` seconds
+    missing  {rank: its host} of the others
+    """
+    result = []
+
+    def read(key):
+        return store.get(key).decode() if store.check([key]) else "?"
 
     def call():
-        found.append(store.add("roll", 1) == 1)
-        store.set(f"here{rank}", here(rank))
+        first = store.add("roll", 1) == 1
+        store.set(f"here{rank}", whereabouts())
         missing, deadline = set(range(world)), time.monotonic() + wait
         while missing and time.monotonic() < deadline:
             missing = {r for r in missing if not store.check([f"here{r}"])}
             time.sleep(0.05)
-        read = lambda key: store.get(key).decode() if store.check([key]) else "?"  # noqa: E731
-        found.append({r: read(f"here{r}") for r in range(world) if r not in missing})
-        found.append({r: read(f"host{r}") for r in sorted(missing)})
+        present = {r: read(f"here{r}") for r in range(world) if r not in missing}
+        result.extend((first, present, {r: read(f"host{r}") for r in sorted(missing)}))
 
     within(wait + 0.5, call)
-    return found if len(found) == 3 else None
+    return result or None
 
 
 def within(seconds, work):
-    """Do something that may fail, or never return, as a store behind a cut link."""
+    """Call something that may fail, or never return, such as a store behind a cut link."""
 
     def attempt():
         with contextlib.suppress(Exception):
@@ -355,61 +369,59 @@ def within(seconds, work):
     thread.join(seconds)
 
 
+SIGNS_OF_A_LOST_PEER = (
+    "connection closed",
+    "connection reset",
+    "broken pipe",
+    "connection refused",
+    "remote process exited",
+)
+
+
 def failed(error, rank, world, store, timeout, forked):
-    """Report an exception, once: the rank that raised it prints it; of ranks that lost or miss a
-    peer the first names it."""
+    """Report an exception once, and return the exit code. A rank prints the exception that it
+    raised. If ranks lost a peer, the first one that notices names the peer."""
     text = str(error).lower()
     late = "timed out" in text or "timeout" in text
-    lost = any(
-        sign in text
-        for sign in ("connection closed", "connection reset", "broken pipe", "connection refused")
-    )
-    lost = lost or "remote process exited" in text
+    lost = any(sign in text for sign in SIGNS_OF_A_LOST_PEER)
     if not isinstance(error, (RuntimeError, ConnectionError)) or not (late or lost):
-        print(
-            f"rank {rank} failed:\n" + "".join(traceback.format_exception(error)),
-            file=sys.stderr,
-            flush=True,
-        )
+        trace = "".join(traceback.format_exception(error))
+        print(f"rank {rank} failed:\n{trace}", file=sys.stderr, flush=True)
         return 1
-    # Torchrun ends the survivors: not before they have spoken
+    # torchrun ends the survivors with SIGTERM: they must report first
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if forked and not late:
-        within(1, lambda: store.set(f"here{rank}", here(rank)))
-        return LOST  # the process that forked the ranks saw who died
+        within(1, lambda: store.set(f"here{rank}", whereabouts()))
+        return LOST  # the process that forked the ranks saw which one died
     answers = roll_call(store, rank, world)
     if answers is None:
         if int(os.environ.get("LOCAL_RANK", rank)) == 0:
-            there = os.environ.get("MASTER_ADDR", "the first rank's host")
+            peer = os.environ.get("MASTER_ADDR", "the first rank's host")
             say(
-                f"{socket.gethostname()} lost {there}: that host is down, or the link to it is cut; the run ends"
+                f"{socket.gethostname()} lost {peer}: that host is down, "
+                "or the link to it is cut; the run ends"
             )
         return 1
-    first, present, gone = answers
+    first, present, missing = answers
     if not first:
-        time.sleep(2)  # the first still calls the roll, maybe in a store that this process holds
+        time.sleep(2)  # the first rank still calls the roll, maybe in a store of this process
         return LOST
-    names, seconds = (
-        ", ".join(f"rank {r} on {host}" for r, host in gone.items()),
-        timeout.total_seconds(),
-    )
-    if gone:
-        say(
-            f"no answer from {names} within {seconds:g} s: it hangs, or the link to it is cut"
-            if late
-            else f"{names} died"
-        )
+    seconds = timeout.total_seconds()
+    names = ", ".join(f"rank {r} on {host}" for r, host in missing.items())
+    if missing and late:
+        say(f"no answer from {names} within {seconds:g} s: it hangs, or the link to it is cut")
+    elif missing:
+        say(f"{names} died")
     elif late:
-        at = ", ".join(f"rank {r} at {text.split()[1]}" for r, text in list(present.items())[:8])
-        say(f"no progress for {seconds:g} s, though all ranks answer: {at}")
+        lines = [f"rank {r} at {answer.split()[1]}" for r, answer in list(present.items())[:8]]
+        say(f"no progress for {seconds:g} s, though all ranks answer: {', '.join(lines)}")
     else:
         say(f"a connection broke ({str(error).splitlines()[0]})")
     return 1
 
 
 def finish(code):
-    """End the process. Past the interpreter's own exit, where gloo's threads can still abort a job
-    that is done."""
+    """End the process at once. In the interpreter's own exit gloo's threads can still abort it."""
     with contextlib.suppress(BrokenPipeError):
         sys.stdout.flush()
         sys.stderr.flush()

@@ -18,99 +18,83 @@ def batch(vocab=61, rows=2, context=24, seed=0):
 
 
 def rows_of_heads(q, k, v, kv_heads):
-    """Our projection's rows, q..q k v for each kv-head, from separate q, k and v (each (rows,
-    ...))."""
+    """The rows of our projection, q..q k v for each kv-head, from separate q, k, v (rows, ...)."""
     q, k, v = (x.unflatten(0, (kv_heads, -1)) for x in (q, k, v))
     return torch.cat((q, k, v), dim=1).flatten(0, 1)
 
 
 def gpt2_weights(hf):
-    """Our names and layouts from GPT2LMHeadModel's; its Conv1D stores (in, out)."""
-    ours = {
+    """Our names and layouts from GPT2LMHeadModel's. Its Conv1D stores (in, out)."""
+    weights = {
         "embed.token.weight": hf["transformer.wte.weight"],
         "embed.position.weight": hf["transformer.wpe.weight"],
+        "head.norm.weight": hf["transformer.ln_f.weight"],
+        "head.norm.bias": hf["transformer.ln_f.bias"],
     }
     for i in range(SMALL["layers"]):
-        h, b = f"transformer.h.{i}.", f"blocks.{i}."
+        theirs, ours = f"transformer.h.{i}.", f"blocks.{i}."
+        for name in ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj"):
+            hf = hf | {f"{theirs}{name}.weight": hf[f"{theirs}{name}.weight"].T}
         for kind in ("weight", "bias"):
-            q, k, v = (
-                hf[h + f"attn.c_attn.{kind}"].T.chunk(3, 0)
-                if kind == "weight"
-                else hf[h + "attn.c_attn.bias"].chunk(3)
-            )
-            ours[b + f"attn.qkv.{kind}"] = rows_of_heads(q, k, v, SMALL["heads"])
-            for a, c in (
-                ("attn.proj", "attn.c_proj"),
-                ("mlp.up", "mlp.c_fc"),
-                ("mlp.down", "mlp.c_proj"),
-            ):
-                ours[b + f"{a}.{kind}"] = (
-                    hf[h + f"{c}.{kind}"].T if kind == "weight" else hf[h + f"{c}.{kind}"]
-                )
-            ours[b + f"attn_norm.{kind}"], ours[b + f"mlp_norm.{kind}"] = (
-                hf[h + f"ln_1.{kind}"],
-                hf[h + f"ln_2.{kind}"],
-            )
-            ours[f"head.norm.{kind}"] = hf[f"transformer.ln_f.{kind}"]
-    return ours
+            q, k, v = hf[f"{theirs}attn.c_attn.{kind}"].chunk(3, 0)
+            weights[f"{ours}attn.qkv.{kind}"] = rows_of_heads(q, k, v, SMALL["heads"])
+            weights[f"{ours}attn.proj.{kind}"] = hf[f"{theirs}attn.c_proj.{kind}"]
+            weights[f"{ours}mlp.up.{kind}"] = hf[f"{theirs}mlp.c_fc.{kind}"]
+            weights[f"{ours}mlp.down.{kind}"] = hf[f"{theirs}mlp.c_proj.{kind}"]
+            weights[f"{ours}attn_norm.{kind}"] = hf[f"{theirs}ln_1.{kind}"]
+            weights[f"{ours}mlp_norm.{kind}"] = hf[f"{theirs}ln_2.{kind}"]
+    return weights
+
+
+def llama_attention_weights(hf, kv_heads):
+    """What Llama and Mixtral share: everything but the MLPs."""
+    weights = {
+        "embed.token.weight": hf["model.embed_tokens.weight"],
+        "head.out.weight": hf["lm_head.weight"],
+        "head.norm.weight": hf["model.norm.weight"],
+    }
+    for i in range(SMALL["layers"]):
+        theirs, ours = f"model.layers.{i}.", f"blocks.{i}."
+        qkv = [hf[f"{theirs}self_attn.{x}_proj.weight"] for x in "qkv"]
+        weights[ours + "attn.qkv.weight"] = rows_of_heads(*qkv, kv_heads)
+        weights[ours + "attn.proj.weight"] = hf[theirs + "self_attn.o_proj.weight"]
+        weights[ours + "attn_norm.weight"] = hf[theirs + "input_layernorm.weight"]
+        weights[ours + "mlp_norm.weight"] = hf[theirs + "post_attention_layernorm.weight"]
+    return weights
 
 
 def llama_weights(hf, kv_heads):
-    ours = {
-        "embed.token.weight": hf["model.embed_tokens.weight"],
-        "head.out.weight": hf["lm_head.weight"],
-    }
-    ours["head.norm.weight"] = hf["model.norm.weight"]
+    weights = llama_attention_weights(hf, kv_heads)
     for i in range(SMALL["layers"]):
-        h, b = f"model.layers.{i}.", f"blocks.{i}."
-        ours[b + "attn.qkv.weight"] = rows_of_heads(
-            *(hf[h + f"self_attn.{x}_proj.weight"] for x in "qkv"), kv_heads
-        )
-        for a, c in (
-            ("attn.proj", "self_attn.o_proj"),
-            ("mlp.gate", "mlp.gate_proj"),
-            ("mlp.up", "mlp.up_proj"),
-        ):
-            ours[b + a + ".weight"] = hf[h + c + ".weight"]
-        ours[b + "mlp.down.weight"] = hf[h + "mlp.down_proj.weight"]
-        ours[b + "attn_norm.weight"] = hf[h + "input_layernorm.weight"]
-        ours[b + "mlp_norm.weight"] = hf[h + "post_attention_layernorm.weight"]
-    return ours
+        for name in ("gate", "up", "down"):
+            theirs = hf[f"model.layers.{i}.mlp.{name}_proj.weight"]
+            weights[f"blocks.{i}.mlp.{name}.weight"] = theirs
+    return weights
 
 
 def mixtral_weights(hf, kv_heads):
-    """As Llama's but for the MLPs; transformers stacks gate above up."""
-    ours = {
-        "embed.token.weight": hf["model.embed_tokens.weight"],
-        "head.out.weight": hf["lm_head.weight"],
-    }
-    ours["head.norm.weight"] = hf["model.norm.weight"]
+    """transformers stacks gate above up."""
+    weights = llama_attention_weights(hf, kv_heads)
     for i in range(SMALL["layers"]):
-        h, b = f"model.layers.{i}.", f"blocks.{i}."
-        ours[b + "attn.qkv.weight"] = rows_of_heads(
-            *(hf[h + f"self_attn.{x}_proj.weight"] for x in "qkv"), kv_heads
-        )
-        ours[b + "attn.proj.weight"] = hf[h + "self_attn.o_proj.weight"]
-        gate, up = hf[h + "mlp.experts.gate_up_proj"].chunk(2, dim=1)
-        ours |= {b + "mlp.experts.gate": gate, b + "mlp.experts.up": up}
-        ours[b + "mlp.experts.down"] = hf[h + "mlp.experts.down_proj"]
-        ours[b + "mlp.router.weight"] = hf[h + "mlp.gate.weight"]
-        ours[b + "attn_norm.weight"] = hf[h + "input_layernorm.weight"]
-        ours[b + "mlp_norm.weight"] = hf[h + "post_attention_layernorm.weight"]
-    return ours
+        theirs, ours = f"model.layers.{i}.mlp.", f"blocks.{i}.mlp."
+        gate, up = hf[theirs + "experts.gate_up_proj"].chunk(2, dim=1)
+        weights[ours + "experts.gate"] = gate
+        weights[ours + "experts.up"] = up
+        weights[ours + "experts.down"] = hf[theirs + "experts.down_proj"]
+        weights[ours + "router.weight"] = hf[theirs + "gate.weight"]
+    return weights
 
 
 def same_as(hf, config, weights_of):
-    """Logits, loss and every gradient of a transformers model and of ours with its weights, in
-    float64."""
+    """Compare logits, loss and every gradient of a transformers model and ours, in float64."""
     hf = hf.double()
-    for p in hf.parameters():  # biases and norms off their initial 0 and 1, so that a mix-up shows
+    for p in hf.parameters():  # biases and norms leave their initial 0 and 1: a mix-up shows
         p.data += 0.05 * torch.randn(p.shape, dtype=p.dtype)
     ours = gpt.build(config, dtype=torch.float64)
-    mine = dict(ours.named())
+    parameters = dict(ours.named())
     weights = weights_of(dict(hf.named_parameters(remove_duplicate=False)))
-    assert weights.keys() == mine.keys()
-    for name, p in mine.items():
+    assert weights.keys() == parameters.keys()
+    for name, p in parameters.items():
         p.data.copy_(weights[name])
     tokens, targets = batch()
     logits = hf(tokens).logits
@@ -118,7 +102,7 @@ def same_as(hf, config, weights_of):
     torch.testing.assert_close(ours(tokens), logits, rtol=1e-10, atol=1e-10)
     ours(tokens, targets=targets).backward()
     grads = weights_of({n: p.grad for n, p in hf.named_parameters(remove_duplicate=False)})
-    for name, p in mine.items():
+    for name, p in parameters.items():
         torch.testing.assert_close(p.grad, grads[name], rtol=1e-10, atol=1e-10, msg=name)
 
 
@@ -137,15 +121,14 @@ def test_gpt2_is_transformers_gpt2():
     same_as(transformers.GPT2LMHeadModel(c), gpt.configure(**SMALL), gpt2_weights)
 
 
+def rms_norm(self, x):
+    """transformers' own without its cast to float32, which would hide small differences."""
+    return self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon))
+
+
 @pytest.mark.parametrize("kv_heads", [4, 2, 1])
 def test_llama_is_transformers_llama(kv_heads, monkeypatch):
-    # Transformers' own, but for a cast to float32 that would hide what is compared here
-    def norm(self, x):
-        return self.weight * (
-            x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
-        )
-
-    monkeypatch.setattr(transformers.models.llama.modeling_llama.LlamaRMSNorm, "forward", norm)
+    monkeypatch.setattr(transformers.models.llama.modeling_llama.LlamaRMSNorm, "forward", rms_norm)
     torch.manual_seed(0)
     c = transformers.LlamaConfig(
         num_hidden_layers=3,
@@ -164,18 +147,13 @@ def test_llama_is_transformers_llama(kv_heads, monkeypatch):
 
 @pytest.mark.parametrize("experts, top_k", [(8, 2), (5, 1), (4, 4)])
 def test_mixture_is_transformers_mixtral(experts, top_k, monkeypatch):
-    def norm(self, x):  # as above
-        return self.weight * (
-            x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon)
-        )
-
     def router(self, x):
         scores = torch.nn.functional.linear(x.reshape(-1, x.shape[-1]), self.weight)
         top = scores.softmax(-1).topk(self.top_k)
         return scores, top.values / top.values.sum(-1, keepdim=True), top.indices
 
     mixtral = transformers.models.mixtral.modeling_mixtral
-    monkeypatch.setattr(mixtral.MixtralRMSNorm, "forward", norm)
+    monkeypatch.setattr(mixtral.MixtralRMSNorm, "forward", rms_norm)
     monkeypatch.setattr(mixtral.MixtralTopKRouter, "forward", router)
     torch.manual_seed(0)
     c = transformers.MixtralConfig(
@@ -203,8 +181,8 @@ MIXTURE = dict(experts=5, top_k=2, shared=1, balance_loss=0.3, z_loss=0.2)
 
 
 def loop_over_experts(moe, x):
-    """The layer token by token, expert by expert; and the two losses by their papers' formulas,
-    summed over sequences."""
+    """The layer token by token, expert by expert. Returns its output, the sum over sequences of the
+    two losses by the papers' formulas, and the experts' load."""
     c = moe.router.config
     logits = x @ moe.router.weight.t()
     scores = logits.softmax(-1) if c.scores == "softmax" else logits.sigmoid()
@@ -225,15 +203,10 @@ def loop_over_experts(moe, x):
                 y = y + w * (moe.experts.down[e] @ up)
             rows.append(y + moe.shared(x[i, t]))
         load += assigned
-        f, p = (
-            assigned / c.top_k / x.shape[1],
-            (scores[i] / scores[i].sum(-1, keepdim=True)).mean(0),
-        )
-        losses = (
-            losses
-            + c.balance_loss * c.experts * (f * p).sum()
-            + c.z_loss * logits[i].logsumexp(-1).square().mean()
-        )
+        f = assigned / c.top_k / x.shape[1]
+        p = (scores[i] / scores[i].sum(-1, keepdim=True)).mean(0)
+        losses = losses + c.balance_loss * c.experts * (f * p).sum()
+        losses = losses + c.z_loss * logits[i].logsumexp(-1).square().mean()
     return torch.stack(rows).view_as(x), losses, load
 
 
@@ -253,11 +226,11 @@ def test_mixture_is_a_loop_over_tokens_and_experts(family, scores, renormalize):
     expected, losses, load = loop_over_experts(moe, x)
     everything = [x, *moe.parameters()]
     # count = 2 x 3 x 6: each sequence's losses count tokens / count = 1/6
-    theirs = torch.autograd.grad(expected.square().sum() + losses / 6, everything)
+    expected_grads = torch.autograd.grad(expected.square().sum() + losses / 6, everything)
     y = moe(x, 36)
     torch.testing.assert_close(y, expected, rtol=1e-10, atol=1e-10)
-    for mine, there in zip(torch.autograd.grad(y.square().sum(), everything), theirs):
-        torch.testing.assert_close(mine, there, rtol=1e-10, atol=1e-10)
+    grads = torch.autograd.grad(y.square().sum(), everything)
+    torch.testing.assert_close(grads, expected_grads, rtol=1e-10, atol=1e-10)
     assert torch.equal(moe.router.load, load.long())
 
 
@@ -279,13 +252,12 @@ def test_losses_of_the_router_add_up_however_the_batch_is_cut():
     router = "blocks.1.mlp.router.weight"
     assert (grads[0][router] - dict(plain.named())[router].grad).abs().max() > 1e-4  # they do act
     with torch.no_grad():
-        # And are not in the loss
+        # And they are not in the loss
         assert model(tokens, targets=targets) == plain(tokens, targets=targets)
 
 
 def test_losses_of_the_router_when_sequences_are_cut():
-    """Two halves of each sequence, as two ranks hold them: over_sequence adds the other half's
-    sums."""
+    """Two ranks hold a half of each sequence: over_sequence adds the sums of the other half."""
     router = gpt.Router(gpt.configure(**SMALL, **MIXTURE)).double()
     x = torch.randn(3, 8, 32, dtype=torch.float64)
     router(x, 24)[0].square().sum().backward()
@@ -310,8 +282,8 @@ def test_equal_scores_go_to_the_first_experts():
 
 
 def steps_with(kind, **sizes):
-    """Gradients and routers' loads of two micro-batches with dropout, and what the first holds
-    before its backward: bytes."""
+    """Train two micro-batches with dropout. Returns gradients and loads of routers, and the bytes
+    held before the last backward."""
     config = gpt.configure(**SMALL, dropout=0.1, **sizes)
     model = gpt.build(config, dtype=torch.float64)
     gpt.recompute(model, kind)
@@ -339,6 +311,11 @@ def test_recomputation_changes_no_bit_and_holds_less(family, mixture):
         assert held < part * most
     if mixture:
         assert [whole[i].sum() for i in range(3)] == [6 * 24 * 2] * 3
+
+
+def test_recomputation_of_another_kind_is_refused():
+    with pytest.raises(ValueError, match="unknown kind 'blocks'"):
+        gpt.recompute(gpt.build(gpt.configure(**SMALL)), "blocks")
 
 
 def test_a_load_counted_in_forward_is_caught(monkeypatch):
@@ -374,9 +351,9 @@ def test_kernel_and_loop_of_grouped_products_agree():
             a, b = x.to(dtype).requires_grad_(), w.to(dtype).requires_grad_()
             y = gpt.grouped_linear(a, b, ends)
             results.append([y, *torch.autograd.grad(y.square().sum(), (a, b))])
-        for mine, there in zip(*results):
-            torch.testing.assert_close(mine.double(), there, rtol=1e-5, atol=1e-5)
-    # The kernel takes no 28 byte rows
+        for kernel, loop in zip(*results):
+            torch.testing.assert_close(kernel.double(), loop, rtol=1e-5, atol=1e-5)
+    # The kernel refuses rows of 28 bytes
     assert gpt.grouped_linear(torch.randn(8, 7), torch.randn(4, 5, 7), ends).shape == (8, 5)
 
 
@@ -394,12 +371,8 @@ def test_published_sizes():
 
 def test_a_preset_turned_into_the_other_family():
     turned = gpt.configure("llama3-8b", "gpt2")
-    assert (turned.hidden, turned.kv_heads, turned.norm, turned.bias) == (
-        4 * 4096,
-        32,
-        "layernorm",
-        True,
-    )
+    assert (turned.hidden, turned.kv_heads) == (4 * 4096, 32)
+    assert (turned.norm, turned.bias) == ("layernorm", True)
     assert gpt.configure("llama3-8b", "llama") == gpt.configure("llama3-8b")
     assert gpt.configure("tiny", "llama").rope_theta == 10000.0
 
@@ -411,7 +384,7 @@ def test_flops_count_every_matrix():
         attention = 12 * config.layers * config.context * config.width
         assert config.flops_per_token() == 6 * sum(m.weight.numel() for m in linear) + attention
     dense, mixture = gpt.configure(), gpt.configure(experts=8, top_k=3, shared=2)
-    # 3 + 2 MLPs for one, and the router
+    # 3 + 2 MLPs in place of one, and the router
     extra = 6 * dense.layers * (4 * 2 * dense.width * dense.hidden + 8 * dense.width)
     assert mixture.flops_per_token() - dense.flops_per_token() == extra
 
@@ -446,10 +419,8 @@ def test_pieces_make_the_whole():
 
 
 def test_sequence_shards_take_their_positions():
-    config = gpt.configure(family="llama", **SMALL)
-    table = gpt.RotaryTable(config)
-    whole = table(torch.arange(24), torch.float64)
-    part = table(torch.tensor([3, 17]), torch.float64)
+    whole = gpt.rotary_table(torch.arange(24), 8, 1e4, torch.float64)
+    part = gpt.rotary_table(torch.tensor([3, 17]), 8, 1e4, torch.float64)
     assert all(torch.equal(p, w[[3, 17]]) for p, w in zip(part, whole))
 
 
