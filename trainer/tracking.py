@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 
 import harness
-from harness import Refused
+import pipeline
+from harness import Refused, schedules
 from trainer.devices import DEVICES
 
 
@@ -74,6 +75,24 @@ def check(args):
 
         if not wandb.login(prompt=False):
             raise Refused("--wandb needs a key: run `wandb login` first, or set WANDB_MODE=offline")
+
+
+def describe(run, schedule):
+    """Say what is about to run, and which layers the stages got."""
+    args, config = run.args, run.config
+    layout = f"dp {args.dp}, tp {args.tp}, pp {args.pp}"
+    if args.cp > 1:
+        layout += f", cp {args.cp}"
+    if args.ep > 1:
+        layout += f", ep {args.ep}"
+    text = f"{run.corpus.name}: {len(run.corpus.tokens):,} tokens, {run.count:,} a step"
+    run.print(f"{config.parameters():,} parameters, {layout}; {text}")
+    if args.pp > 1:
+        layers = pipeline.stage_layers(config, schedule.last + 1)
+        layers = ", ".join(f"{r.start}-{r.stop - 1}" for r in layers)
+        bubble = 1 - schedules.utilisation(schedules.simulate(schedule))
+        what = f"{args.schedule}, {args.microbatches} micro-batches: bubble {bubble:.1%}"
+        run.print(f"stages hold layers {layers}; {what}")
 
 
 def mfu(run):

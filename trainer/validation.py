@@ -1,0 +1,39 @@
+"""The validation loss, over batches of the text's held-out end."""
+
+import torch
+import torch.distributed as dist
+
+import harness
+
+
+def add_flags(parser):
+    g = parser.add_argument_group("validation")
+    why = "steps between validations; 0 = only at the end"
+    g.add_argument("--eval-every", **harness.NATURAL, default=100, help=why)
+    why = "global batches that a validation takes"
+    g.add_argument("--eval-batches", **harness.POSITIVE, default=4, help=why)
+
+
+def due(args, step):
+    """Whether a validation follows this step, counted from 0: the last one always."""
+    if step + 1 == args.steps:
+        return True
+    return args.eval_every > 0 and (step + 1) % args.eval_every == 0
+
+
+@torch.no_grad()
+def validate(run, play, replica, groups):
+    """The mean loss over --eval-batches global batches, on every rank.
+
+    play(batches, count): the losses of this rank's forwards, divided by count. replica: which part
+    of the batch this rank works on. groups: those over which the loss is summed."""
+    args, loss = run.args, run.zero()
+    for i in range(args.eval_batches):
+        batches = run.microbatches(i, replica, args.dp, split="val")
+        batches = [(tokens, targets, None) for tokens, targets, _ in batches]  # without dropout
+        loss = sum(play(batches, run.count * args.eval_batches), loss)
+    for group in groups:
+        dist.all_reduce(loss, group=group)
+    run.print(f"validation loss {loss:.4f}")
+    run.restart_clock()
+    return loss.item()
