@@ -425,7 +425,6 @@ class ZeRO:
         self.ahead = self.active = None
         # Whether a backward is on, or was ended by an exception; reductions on their way
         self.running, self.flying = False, []
-        self.gathered, self.gathered_peak = 0, 0  # bytes
         # Done of each scope; of this one's buckets the first not reduced
         self.passes, self.next = [0] * len(self.scopes), 0
         # False: a step is on. True: its gradients are complete. None: no step yet
@@ -706,8 +705,6 @@ class ZeRO:
                 bucket.gathering = all_gather(
                     bucket.flat, bucket.shard, group=bucket.group, async_op=True
                 )
-                self.gathered += bucket.flat.nbytes
-                self.gathered_peak = max(self.gathered_peak, self.gathered)
             bucket.users.add(unit)
             if wait:
                 bucket.wait()
@@ -719,7 +716,6 @@ class ZeRO:
                 if not bucket.users:
                     bucket.wait()
                     bucket.resize(0)
-                    self.gathered -= bucket.flat.nbytes
 
     def _release_all(self):
         for unit in [*sum(self.units, []), self.rest]:
@@ -744,97 +740,10 @@ class ZeRO:
 
     # --- for others to look at
 
-    def padding(self):
-        """Elements of this rank's shards that belong to no parameter, and have no moments."""
-        return sum(
-            bucket.length - sum(piece.numel() for piece in bucket.pieces) for bucket in self.trained
-        )
-
-    def bytes_sent(self, actions, group=None):
-        """{operation: (bytes this rank sends a step, formula as text)}, by the paper (section 7),
-        for what is shared out over `group` (default: ZeRO's own). actions: its forwards ("F") and
-        backwards ("B"; of two parts: "I", and "W" which completes the gradients) in a row, as
-        (letter, scope): two micro-batches one after the other are [("F", 0), ("B", 0)] * 2. Sums
-        over other groups are not in it."""
-        group, r = group or self.group, 1 - 1 / dist.get_world_size(group or self.group)
-        trained = [bucket for bucket in self.trained if bucket.group is group]
-        if self.stage == 0:
-            return {
-                "all_reduce": (
-                    2 * r * sum(b.size * b.reduce_dtype.itemsize for b in trained),
-                    "2 r P e",
-                )
-            }
-        passes = [
-            sum(kind in "BW" and i == scope for kind, i in actions)
-            for scope in range(len(self.scopes))
-        ]
-        times = {
-            b: sum(passes[scope] for scope in b.scopes) if self.reduce_each else 1 for b in trained
-        }
-        gradients = sum(times[b] * b.size * b.reduce_dtype.itemsize for b in trained)
-        name = "all_to_all" if self.reduce_scatter is DirectReduceScatter else "reduce_scatter"
-        text = "r P e a micro-batch" if self.reduce_each else "r P e"
-        if self.stage < 3:
-            weights, gathers = sum(b.flat.nbytes for b in trained), "r P e"
-        else:
-            weights = self._gathers(actions, group)
-            each = "forward and a backward" if self.reshard else "micro-batch"
-            gathers = f"r P e a {each}, less a unit that stays; a tied matrix twice"
-        return {name: (r * gradients, text), "all_gather": (r * weights, gathers)}
-
-    def _gathers(self, actions, group):
-        """Bytes gathered in stage 3: each use of a unit gathers what is not there. A forward leaves
-        its last unit for the next action (all units, for their backward, without `reshard`)."""
-        total, users, left = 0, {bucket: set() for bucket in self.buckets}, None
-
-        def gather(unit):
-            nonlocal total
-            total += sum(b.flat.nbytes for b in unit.buckets if not users[b] and b.group is group)
-            for bucket in unit.buckets:
-                users[bucket].add(unit)
-
-        def release(unit):
-            for bucket in unit.buckets if unit else ():
-                users[bucket].discard(unit)
-
-        for kind, scope in actions:
-            units = self.units[scope] if kind == "F" else self.units[scope][::-1]
-            if left not in units[:1] or kind == "W":
-                release(left)
-            left = None
-            for before, unit in zip([None, *units], units) if kind != "W" else ():
-                gather(unit)
-                if self.reshard or kind != "F":
-                    release(before)  # the next is there before this one goes
-            if kind == "F" and self.reshard:
-                left = units[-1] if units else None
-            elif kind in "BI":
-                release(units[-1] if units else None)
-            if self.rest and kind != "W":
-                gather(self.rest)
-                release(self.rest)
-        return total
-
     @property
     def param_groups(self):
         """The optimizer's, for learning rates."""
         return self.optimizer.param_groups
-
-    def lasting(self):
-        """{kind: tensors} of what outlives a step. Memory that stage 3 has freed is there as
-        tensors without storage."""
-        states = [
-            t
-            for state in self.optimizer.state.values()
-            for t in state.values()
-            if torch.is_tensor(t) and t.dim()
-        ]
-        return {
-            "parameters": [t for b in self.buckets for t in (b.flat, b.shard)],
-            "gradients": [b.full if self.stage < 2 else b.gradient for b in self.trained],
-            "optimizer": states + [b.master for b in self.buckets if b.master is not b.shard],
-        }
 
     @torch.no_grad()
     def whole(self, named):
@@ -876,9 +785,6 @@ class Unit:
         module.register_forward_pre_hook(self.before_forward)
         module.register_forward_hook(self.after_forward)
 
-    def bytes(self):
-        return sum(bucket.flat.nbytes for bucket in self.buckets)
-
     def neighbour(self, offset):
         """The unit before or after this one in its scope."""
         index = self.index + offset
@@ -915,9 +821,7 @@ class Unit:
 # --- demo ---
 
 import harness
-import model as gpt
-from harness import formulas
-from harness.ledger import Ledger, storage_bytes
+from harness import zero_bytes
 
 
 def flags():
@@ -944,7 +848,7 @@ def flags():
 def main():
     args = flags().parse_args()
     if args.fit:
-        return fit()
+        return zero_bytes.fit(ZeRO)
     for flag, there, least in (
         ("reduce-once", args.reduce_once, 2),
         ("keep-gathered", args.keep_gathered, 3),
@@ -995,100 +899,8 @@ def demo(run):
         zero.step()
         run.log(loss, norm)
 
-    sent = {
-        (operation, "dp"): formula
-        for operation, formula in zero.bytes_sent([("F", 0), ("B", 0)] * args.microbatches).items()
-    }
-    size, text = sent.get(("all_reduce", "dp"), (0, "loss and norm, 8 bytes each"))
-    sent["all_reduce", "dp"] = size + (2 if args.stage else 1) * 2 * (n - 1) / n * 8, text
-    elements = sum(bucket.size for bucket in zero.buckets)
-    moments, master = 2 * (args.optimizer == "adamw"), weights != run.dtype or args.offload
-    sizes = weights.itemsize, gradients.itemsize, (moments + master) * run.dtype.itemsize
-    states = [round(elements * e) for e in formulas.model_states(args.stage, n, *sizes)]
-    states[2] -= zero.padding() * moments * run.dtype.itemsize
-    split = [f"P {e}{'/N' * (args.stage >= least)}" for e, least in zip(sizes, (3, 2, 1))]
-    held = dict(zip(("parameters", "gradients", "optimizer"), zip(states, split)))
-    each = [f"{run.held[kind] / elements:.4g}" for kind in held]
-    total = sum(formulas.model_states(args.stage, n, *sizes))
-    notes = [
-        f"bytes a parameter: {' + '.join(each)} = {sum(run.held[kind] for kind in held) / elements:.4g}   formula {total:.4g}",
-        f"P with padding: {elements:,}; r = {n - 1}/{n}",
-    ]
-    if gradients != run.dtype or args.offload:
-        copy = elements * run.dtype.itemsize // (n if args.stage else 1)
-        notes.append(
-            f"at the step, for a moment: {copy:,} bytes of gradients in {args.dtype}, where the masters are"
-        )
-    if args.stage == 3:
-        notes.append(
-            f"gathered at the peak: {zero.gathered_peak:,} bytes, the largest two units that follow each other"
-        )
+    sent, held, notes = zero_bytes.receipt(run, zero)
     return run.receipt({"dp": n, "zero": args.stage}, sent, held, notes)
-
-
-def fit(memory=80e9, ranks=64):
-    """For each stage the largest GPT whose model states fit, and one step of one rank with it:
-    every operation, no memory."""
-    print(
-        f"{memory / 1e9:.0f} GB a rank, {ranks} ranks, bf16 with Adam in fp32; a step of one sequence of 1024 tokens, blocks"
-    )
-    print(
-        "recomputed. GB: model states by the formula and as held; gathered weights and other memory, each at its peak"
-    )
-    print(f"  {'stage':6s}{'bytes/P':>9s}{'largest P':>12s}   {'GPT of':24s}{'P':>9s}", end="")
-    print(f"{'formula':>9s}{'held':>8s}{'gathered':>10s}{'other':>8s}")
-    # So that whole layers come near to all of the memory
-    for stage, width in enumerate((2816, 4608, 5376, 16640)):
-        each = sum(formulas.model_states(stage, ranks))
-        layers, sizes = 1, dict(width=width, heads=width // 128, context=1024, vocab=50257)
-        while gpt.configure(layers=layers + 1, **sizes).parameters() * each <= memory:
-            layers += 1
-        config = gpt.configure(layers=layers, **sizes)
-        count, (held, gathered, other) = config.parameters(), dry_run(stage, config, ranks)
-        figures = (
-            f"{count * each / 1e9:9.2f}{held / 1e9:8.2f}{gathered / 1e9:10.2f}{other / 1e9:8.2f}"
-        )
-        what = f"{layers} layers, {width} wide"
-        print(
-            f"  {stage:<6d}{each:9.4g}{memory / each / 1e9:10.1f} B   {what:24s}{count / 1e9:7.1f} B{figures}"
-        )
-        if held > memory:
-            raise SystemExit(f"stage {stage} holds {held:,} bytes, more than fit")
-
-
-def dry_run(stage, config, ranks):
-    """One step of rank 0 of many, on tensors without memory and a network that sends nothing.
-    Returns the bytes of model states, the peak of gathered weights, and the peak of everything else
-    (activations, buckets of gradients)."""
-    from torch._subclasses.fake_tensor import FakeTensorMode
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
-    with torch.device("meta"):
-        model = gpt.GPT(config)
-    with FakeTensorMode():
-        options = dict(
-            param_dtype=torch.bfloat16, value=lambda p: torch.empty(p.shape), device="cpu"
-        )
-        zero = ZeRO(
-            model,
-            dist.group.WORLD,
-            stage,
-            lambda pieces: torch.optim.AdamW(pieces, fused=True),
-            **options,
-        )
-        gpt.recompute(model, "block")
-        tokens, ledger = torch.zeros(1, config.context, dtype=torch.int64), Ledger({})
-        for _ in range(2):  # the first makes the optimizer's states
-            ledger.watch([t for kind in zero.lasting().values() for t in kind])
-            zero.zero_grad()
-            with ledger:
-                model(tokens, targets=tokens, count=1).backward()
-                zero.finish()
-                zero.step()
-        held = storage_bytes(t for kind in zero.lasting().values() for t in kind)
-    dist.destroy_process_group()
-    return held, zero.gathered_peak, ledger.peak
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ receipt.
 It knows none of the techniques. A demo writes `import harness` and finds here what it needs.
 """
 
-from harness import formulas
+from harness import formulas, zero_bytes
 from harness.flags import (
     DTYPES,
     NATURAL,

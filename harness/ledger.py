@@ -69,8 +69,10 @@ class Ledger(TorchDispatchMode):
 
     groups: {name: process group, or a list of them} to report by. `sent` is {(operation, name):
     [calls, payload bytes, wire bytes]}, `peak` the most bytes that were alive at a time beyond
-    `known`, the tensors that outlive a step. It sits at the dispatcher, below everything that calls
-    torch: the code it watches does not know of it.
+    `known`, the tensors that outlive a step. Of these some may have no memory when watching starts,
+    and be gathered and freed again (ZeRO's weights in stage 3): `gathered_peak` is the most bytes
+    that they have at a time. It sits at the dispatcher, below everything that calls torch: the code
+    it watches does not know of it.
     """
 
     def __init__(self, groups):
@@ -81,12 +83,15 @@ class Ledger(TorchDispatchMode):
                 # New_group gives non-members something else
                 if isinstance(group, dist.ProcessGroup):
                     self.names.setdefault(group.group_name, name)
-        self.sent, self.live, self.bytes, self.peak, self.known = {}, {}, 0, 0, set()
+        self.watch([])
 
     def watch(self, known):
         """Start anew; memory of the tensors in `known` is not counted."""
         self.sent, self.live, self.bytes, self.peak = {}, {}, 0, 0
-        self.known = {t.untyped_storage()._cdata for t in known}
+        storages = [t.untyped_storage() for t in known]
+        self.known = {storage._cdata for storage in storages}
+        self.freed = [storage for storage in storages if storage.nbytes() == 0]
+        self.gathered_peak = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
@@ -102,6 +107,9 @@ class Ledger(TorchDispatchMode):
         if name not in OPERATIONS:
             return  # a barrier and the like: no payload
         operation, group, payload, wire = message(name, args)
+        if operation == "all_gather":
+            size = sum(storage.nbytes() for storage in self.freed)
+            self.gathered_peak = max(self.gathered_peak, size)
         row = self.sent.setdefault(
             (operation, self.names.get(group.group_name, group.group_name)), [0, 0, 0.0]
         )

@@ -84,6 +84,11 @@ def zero_loss(model, x):
     return (model(x) - 1).square().sum() / 12  # a sum, divided by the rows of the global batch
 
 
+def gathered(sharded):
+    """Bytes of weights that stage 3 has gathered and not freed."""
+    return sum(bucket.flat.untyped_storage().nbytes() for bucket in sharded.buckets)
+
+
 def zero_one_process(kind, optimizer, steps=5):
     model = kind()
     optimizer = optimizer(model.parameters())
@@ -240,7 +245,8 @@ def test_zero_wants_its_calls_in_order(copied, stage):
             # Or it would take the last step again
             with pytest.raises(RuntimeError, match=r"call finish\(\)"):
                 sharded.step()
-        assert sharded.gathered == 0 and all(p.grad is None for p in model.parameters())
+        assert stage < 3 or gathered(sharded) == 0
+        assert all(p.grad is None for p in model.parameters())
 
     copied("zero", 2, work)
 
@@ -406,7 +412,7 @@ def test_zero_autograd_grad_is_no_pass(copied):
                 found.append(torch.autograd.grad(zero_loss(m, inputs), wrt))
             for ours, theirs in zip(*found):
                 torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
-        assert sharded.gathered == 0
+        assert sharded.stage < 3 or gathered(sharded) == 0
 
     def work(rank, stage, **options):
         return zero_ranks(rank, ZeroEncoder, ZERO_OPTIMIZERS["sgd"], stage, disturb, 3, **options)

@@ -16,7 +16,7 @@ import model as gpt
 import pipeline
 import tensor_parallel
 import zero
-from harness import data, formulas
+from harness import data, formulas, zero_bytes
 from harness.ledger import Ledger, storage_bytes
 
 
@@ -256,7 +256,7 @@ def test_mixed_precision(ranks, stage, reduce_dtype, accumulate):
             sharded.step()
         assert {t.dtype for b in sharded.buckets for t in (b.flat, b.shard)} == {torch.bfloat16}
         assert {b.gradient.dtype for b in sharded.buckets} == {reduce_dtype or torch.bfloat16}
-        assert {t.dtype for t in sharded.lasting()["optimizer"]} == {torch.float32}
+        assert {t.dtype for t in zero_bytes.lasting(sharded)["optimizer"]} == {torch.float32}
         return {name: p.detach() for name, p in sharded.whole(model.named())}
 
     masters = gpt.build(config, 7)
@@ -502,10 +502,9 @@ def counted(rank, stage, direct, accumulate=2, dtype=torch.float32, **options):
             model(tokens, targets=targets, count=count).backward()
         sharded.finish()
         sharded.step()
-    formulas = {
-        op: size for op, (size, _) in sharded.bytes_sent([("F", 0), ("B", 0)] * accumulate).items()
-    }
-    return {op: row[2] for (op, _), row in ledger.sent.items()}, sizes, formulas
+    said = zero_bytes.sent(sharded, [("F", 0), ("B", 0)] * accumulate)
+    sent = {op: row[2] for (op, _), row in ledger.sent.items()}
+    return sent, sizes, {op: size for op, (size, _) in said.items()}
 
 
 @pytest.mark.parametrize(
@@ -550,6 +549,11 @@ def test_bytes_sent_are_the_papers(ranks, world, dtype, reduce_dtype):
 # --- memory
 
 
+def gathered(sharded):
+    """Bytes of weights that stage 3 has gathered and not freed."""
+    return sum(bucket.flat.untyped_storage().nbytes() for bucket in sharded.buckets)
+
+
 class Watch(TorchDispatchMode):
     """At each operation: which buckets have their weights here, and the bytes of gradients that are
     not yet in shards."""
@@ -575,16 +579,20 @@ def watched(rank, stage, recompute, reshard=True):
     options = dict(param_dtype=torch.bfloat16, reshard=reshard, bucket_bytes=20000)
     sharded = zero.ZeRO(model, dist.group.WORLD, stage, torch.optim.AdamW, 2, **options)
     tokens, targets, _, count = batch(0)
+    ledger = Ledger({})
     for _ in range(2):
         sharded.zero_grad()
-        with Watch(sharded) as watch:
+        lasting = zero_bytes.lasting(sharded).values()
+        ledger.watch([t for tensors in lasting for t in tensors])
+        with ledger, Watch(sharded) as watch:
             for _ in range(2):
                 model(tokens, targets=targets, count=count).backward()
                 idle = sum(b.flat.untyped_storage().nbytes() for b in sharded.buckets)
             sharded.finish()
             sharded.step()
-    held = {kind: storage_bytes(tensors) for kind, tensors in sharded.lasting().items()}
-    size, unit = sum(b.size for b in sharded.buckets), [unit.bytes() for unit in sharded.units[0]]
+    held = {kind: storage_bytes(tensors) for kind, tensors in zero_bytes.lasting(sharded).items()}
+    size = sum(b.size for b in sharded.buckets)
+    unit = [sum(b.flat.nbytes for b in unit.buckets) for unit in sharded.units[0]]
     return (
         held,
         size,
@@ -592,7 +600,7 @@ def watched(rank, stage, recompute, reshard=True):
         watch.full,
         unit,
         idle,
-        sharded.gathered_peak,
+        ledger.gathered_peak,
         max(b.size for b in sharded.buckets),
     )
 
@@ -637,7 +645,7 @@ def test_the_papers_tables():
 def test_dry_run_on_tensors_without_memory():
     config = gpt.configure(layers=3, heads=32, width=4096, context=128, vocab=50257)
     for stage in range(4):
-        held, gathered, other = zero.dry_run(stage, config, 64)
+        held, gathered, other = zero_bytes.dry_run(zero.ZeRO, stage, config, 64)
         assert held == pytest.approx(
             config.parameters() * sum(formulas.model_states(stage, 64)), rel=1e-4
         )
@@ -685,11 +693,11 @@ def test_evaluation_and_wrong_use(ranks):
         with torch.no_grad():
             for _ in range(2):
                 torch.testing.assert_close(model(tokens), expected)
-        assert sharded.gathered == 0
+        assert gathered(sharded) == 0
         model(tokens)  # a forward that no backward follows leaves its last unit
         sharded.finish()
         sharded.step()
-        assert sharded.gathered == 0
+        assert gathered(sharded) == 0
         sharded.zero_grad()
         model(tokens).sum().backward()
         with pytest.raises(RuntimeError, match="more backward passes than the 1"):

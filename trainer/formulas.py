@@ -17,6 +17,7 @@ import harness
 import pipeline
 import zero
 from harness import formulas as by_paper
+from harness import zero_bytes
 
 SCALAR = 8  # the loss and the squared norm are summed as one float64 each
 
@@ -83,7 +84,7 @@ def expected(run, model, optimizer, schedule, groups, length, travelled):
     size = activations(args, run.config, share, flying)
     held["activations_peak"] = size, "blocks x micro-batches in flight, without the head"
     notes = (
-        [f"ZeRO: gathered weights at the peak {optimizer.gathered_peak:,} bytes"]
+        [f"ZeRO: gathered weights at the peak {run.ledger.gathered_peak:,} bytes"]
         if args.zero == 3
         else []
     )
@@ -137,7 +138,7 @@ def data(run, share, optimizer, schedule, groups, stages):
             ]
             sent |= {
                 (operation, name): formula
-                for operation, formula in optimizer.bytes_sent(actions, group).items()
+                for operation, formula in zero_bytes.sent(optimizer, actions, group).items()
             }
             scalars *= 2 if args.zero else 1  # and the norm, of parts
             amount, text = sent.get(("all_reduce", name), (0, "loss and norm"))
@@ -150,7 +151,7 @@ def data(run, share, optimizer, schedule, groups, stages):
             )
         states = [a + b for a, b in zip(states, of_group)]
     if sharded:
-        states[2] -= optimizer.padding() * moments
+        states[2] -= zero_bytes.padding(optimizer) * moments
     return states, sent
 
 
