@@ -287,6 +287,8 @@ def data_parallel(run, model, groups):
         run.fill(model)
         sync = ddp.DDP(model.uses(), groups["dp"], args.microbatches, bucket_bytes)
         return sync, harness.make_optimizer(model.parameters(), args)
+    options = {"reduce_each": not args.reduce_once} if args.zero >= 2 else {}
+    options |= {"reshard": not args.keep_gathered} if args.zero == 3 else {}
     sharded = zero.ZeRO(
         model,
         groups["dp"],
@@ -295,13 +297,10 @@ def data_parallel(run, model, groups):
         args.microbatches,
         scopes=model.parts.values(),
         bucket_bytes=bucket_bytes,
-        master_dtype=run.dtype,
         param_dtype=harness.DTYPES[args.param_dtype],
         reduce_dtype=harness.DTYPES[args.reduce_dtype],
-        reduce_each=not args.reduce_once,
-        reshard=not args.keep_gathered,
         value=run.initial(model),
-        device=run.device,
+        **options,
     )
     return sharded, sharded
 

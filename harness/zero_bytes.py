@@ -76,9 +76,9 @@ def gathered(zero, actions, group):
             release(last)
         elif zero.reshard:
             left = last
-        if zero.rest:
-            gather(zero.rest)
-            release(zero.rest)
+        if zero.root:
+            gather(zero.root)
+            release(zero.root)
     return total
 
 
@@ -190,7 +190,6 @@ def dry_run(make, stage, config, ranks):
             optimizer,
             param_dtype=torch.bfloat16,
             value=lambda p: torch.empty(p.shape),
-            device="cpu",
         )
         gpt.recompute(model, "block")
         tokens, ledger = torch.zeros(1, config.context, dtype=torch.int64), Ledger({})

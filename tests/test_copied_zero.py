@@ -352,9 +352,10 @@ def test_zero_schedulers_go_on_its_optimizer(copied):
         ours = zero_ranks(rank, ZeroEncoder, scheduled, 2)
         model = ZeroTied()
         sharded = zero.ZeRO(model, dist.group.WORLD, 2, torch.optim.SGD)
-        with pytest.raises(TypeError, match="ZeRO is not an Optimizer"):
+        with pytest.raises(TypeError, match="ZeRO2 is not an Optimizer"):
             torch.optim.lr_scheduler.StepLR(sharded, 1)
         scheduler = torch.optim.lr_scheduler.StepLR(sharded.optimizer, 1, 0.5)
+        sharded.zero_grad()
         sharded.finish()
         sharded.step()
         scheduler.step()

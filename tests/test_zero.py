@@ -36,16 +36,19 @@ def train_parallel(
     steps=3,
     prepare=lambda model: None,
     order=None,
+    settings=None,
     **options,
 ):
     """Losses, gradients of the last step and weights after it. order: of forwards and backwards,
-    "FFBFBB"."""
+    "FFBFBB". settings: attributes of the ZeRO object."""
     model = gpt.build(config, 7, dtype=torch.float64)
     prepare(model)
     optimizer = functools.partial(make_optimizer, kind=kind)
     sharded = zero.ZeRO(
         model, dist.group.WORLD, stage, optimizer, accumulate, bucket_bytes=20000, **options
     )
+    for name, setting in (settings or {}).items():
+        setattr(sharded, name, setting)
     losses, grads = [], {}
     for step in range(steps):
         tokens, targets, samples, count = batch(step)
@@ -107,8 +110,8 @@ def test_equals_one_process(ranks, stage, kind):
         ),
         (1, dict(offload=True)),
         (3, dict(offload=True)),
-        (2, dict(reduce_scatter=zero.native_reduce_scatter)),
-        (3, dict(reduce_group="another")),
+        (2, dict(settings={"reduce_scatter": zero.native_reduce_scatter})),
+        (3, dict(settings={"reduce_group": "another"})),
     ],
     ids=str,
 )
@@ -118,8 +121,8 @@ def test_options_change_nothing(ranks, stage, options):
         if "units" in given:
             prepare, units = given.pop("units"), []
             given |= dict(units=units, prepare=lambda model: units.extend(prepare(model)))
-        if "reduce_group" in given:
-            given["reduce_group"] = dist.new_group()
+        if "reduce_group" in given.get("settings", {}):
+            given["settings"] = {"reduce_group": dist.new_group()}
         return train_parallel(rank, CONFIGS["gpt2"], "adamw", stage, 3, 2, **given)
 
     for ours in ranks(2, work):
@@ -346,14 +349,8 @@ def test_odd_shapes_frozen_and_unused_parameters(ranks, stage, world):
 
     def work(rank):
         model = Odd()
-        group = dist.new_group()  # ranks differ in which parameters get a gradient
-        sharded = zero.ZeRO(
-            model,
-            dist.group.WORLD,
-            stage,
-            functools.partial(make_optimizer, kind="adamw"),
-            reduce_group=group,
-        )
+        make = functools.partial(make_optimizer, kind="adamw")
+        sharded = zero.ZeRO(model, dist.group.WORLD, stage, make)
         for _ in range(2):
             sharded.zero_grad()
             model(x.tensor_split(world)[rank], skip=rank == 1).backward()
@@ -467,10 +464,7 @@ def test_a_meta_model_is_never_whole(ranks):
             alive.append(p.numel())
             return gpt.draw(names[p], p.shape, p.init, 7).double()
 
-        options = dict(
-            master_dtype=torch.float64, param_dtype=torch.float64, value=value, device="cpu"
-        )
-        sharded = zero.ZeRO(model, dist.group.WORLD, 3, torch.optim.SGD, **options)
+        sharded = zero.ZeRO(model, dist.group.WORLD, 3, torch.optim.SGD, value=value)
         assert len(alive) == len(names)
         return {n: p.detach() for n, p in sharded.whole(model.named())}
 
@@ -489,11 +483,11 @@ def counted(rank, stage, direct, accumulate=2, dtype=torch.float32, **options):
         kind: sum(p.numel() for n, p in model.named() if n.startswith(kind))
         for kind in ("embed", "blocks", "head")
     }
-    if not direct:
-        options["reduce_scatter"] = zero.native_reduce_scatter
     sharded = zero.ZeRO(
         model, dist.group.WORLD, stage, torch.optim.SGD, accumulate, param_dtype=dtype, **options
     )
+    if not direct:
+        sharded.reduce_scatter = zero.native_reduce_scatter
     ledger = Ledger({"dp": dist.group.WORLD})
     tokens, targets, _, count = batch(0)
     with ledger:
@@ -576,7 +570,8 @@ def watched(rank, stage, recompute, reshard=True):
     model = gpt.build(CONFIGS["llama"], 7)
     if recompute:
         recompute_inside(model)
-    options = dict(param_dtype=torch.bfloat16, reshard=reshard, bucket_bytes=20000)
+    options = dict(param_dtype=torch.bfloat16, bucket_bytes=20000)
+    options |= {} if reshard else {"reshard": False}
     sharded = zero.ZeRO(model, dist.group.WORLD, stage, torch.optim.AdamW, 2, **options)
     tokens, targets, _, count = batch(0)
     ledger = Ledger({})
@@ -592,7 +587,8 @@ def watched(rank, stage, recompute, reshard=True):
             sharded.step()
     held = {kind: storage_bytes(tensors) for kind, tensors in zero_bytes.lasting(sharded).items()}
     size = sum(b.size for b in sharded.buckets)
-    unit = [sum(b.flat.nbytes for b in unit.buckets) for unit in sharded.units[0]]
+    units = sharded.units[0] if stage == 3 else []
+    unit = [sum(b.flat.nbytes for b in unit.buckets) for unit in units]
     return (
         held,
         size,
@@ -662,7 +658,7 @@ def test_direct_reduce_scatter(ranks):
             for r in range(3)
         ]
         mine, output = full[rank].flatten(), torch.empty(4, dtype=dtype)
-        zero.DirectReduceScatter(output, mine)
+        zero.DirectReduceScatter(output, mine).wait()
         in_place = mine.clone()
         zero.DirectReduceScatter(in_place[rank * 4 : rank * 4 + 4], in_place, async_op=True).wait()
         expected = sum(f[rank].double() for f in full).to(dtype)
@@ -694,6 +690,7 @@ def test_evaluation_and_wrong_use(ranks):
             for _ in range(2):
                 torch.testing.assert_close(model(tokens), expected)
         assert gathered(sharded) == 0
+        sharded.zero_grad()
         model(tokens)  # a forward that no backward follows leaves its last unit
         sharded.finish()
         sharded.step()

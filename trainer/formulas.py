@@ -104,7 +104,7 @@ def layout(args):
 def data(run, share, optimizer, schedule, groups, stages):
     """Bytes of [weights, gradients, optimizer states], and the sums over ranks with the same
     weights. Experts have fewer copies than the rest: their group is `copies`."""
-    args, config, sharded = run.args, run.config, isinstance(optimizer, zero.ZeRO)
+    args, config, sharded = run.args, run.config, isinstance(optimizer, zero.ZeRO1)
     moments = 2 * (args.optimizer == "adamw") * share.master
     sizes = {"dp": by_paper.parameters_held(config, args.tp, *share.layers)}
     if args.ep > 1:
@@ -223,7 +223,7 @@ def tensor(run, share, optimizer, tp):
     shape = share.sequences, share.length, e, *share.layers
     size = by_paper.sequence_parallel_sent(config, args.tp, *shape, keep, args.recompute)
     partial = by_paper.partial_parameters(config, *share.layers)
-    if isinstance(optimizer, zero.ZeRO):
+    if isinstance(optimizer, zero.ZeRO1):
         partial = sum(b.length for b in optimizer.buckets if tp in b.partial)
     sums = size["all_reduce"] + by_paper.all_reduce_sent(partial * share.reduced + SCALAR, args.tp)
     more = "" if args.recompute == "none" else ", more to recompute,"
