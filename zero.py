@@ -1,29 +1,29 @@
-"""ZeRO: data parallelism whose ranks share out the optimizer's states, the gradients and the weights.
+"""ZeRO: data-parallel ranks share out the optimizer's states, the gradients and the weights.
 
-    stage                   weights    gradients  optimizer   bytes held a parameter   sent a step
-      0   nothing (DDP)     ########   ########   ########    2 + 2 + 12               2 r P e
-      1   optimizer states  ########   ########   ##          2 + 2 + 12/N             2 r P e
-      2   gradients too     ########   ##         ##          2 + 2/N + 12/N           (1 + m) r P e
-      3   weights too       ##         ##         ##          2/N + 2/N + 12/N         3 m r P e
+    stage                    weights    gradients  optimizer  bytes held a parameter   sent a step
+      0   nothing (DDP)      ########   ########   ########   2 + 2 + 12               2 r P e
+      1   optimizer states   ########   ########   ##         2 + 2 + 12/N             2 r P e
+      2   gradients too      ########   ##         ##         2 + 2/N + 12/N           (1 + m) r P e
+      3   weights too        ##         ##         ##         2/N + 2/N + 12/N         3 m r P e
 
-P parameters of e bytes, N ranks, m micro-batches, r = (N-1)/N. The bytes: weights and gradients in
-16 bits; a master copy and Adam's two moments in 32. Stage 3 is PyTorch's FSDP.
+P parameters of e bytes on N ranks, m micro-batches, r = (N-1)/N. Bytes held: weights and gradients
+in 16 bits; in 32 bits their master copy and Adam's two moments. Stage 3 is PyTorch's FSDP.
 
-    parameters   | wq        | wk   | bias | up           |//      a bucket: one flat tensor, padded
-    shards       | rank 0      | rank 1      | rank 2      |       equal, whatever the shapes
+    parameters   | wq        | wk   | bias | up           |//     a bucket: one flat tensor, padded
+    shards       | rank 0      | rank 1      | rank 2      |      equal, whatever the shapes
 
 An optimizer works element by element, so each rank can step on 1/N of the elements: its shard.
 Stage 1 reduce-scatters the gradients (a rank gets the sum of its shard) and all-gathers the new
-weights. Together that is an all-reduce. Stage 2 reduces a bucket as soon as it is full, in every
-micro-batch, and frees it. Stage 3 gathers the weights of a unit (a block, the embedding, the head)
-just before it runs, forward and backward, and frees them after; the next unit's gather overlaps.
+weights. Both together are an all-reduce. Stage 2 reduces a bucket of gradients as soon as it is
+full, in every micro-batch, and frees it. Stage 3 gathers the weights of a unit (a block, the
+embedding, the head) before it runs, forward and backward, while the unit before it computes.
 
 Backward is the model's own. Autograd saves views of the weights. Stage 3 frees the memory under
-them (their storage is resized to 0), and fills it again before backward reads it. The loss is
+them (it resizes their storage to 0) and fills it again before backward reads it. The loss is
 divided by the global number of tokens, so gradients are summed over the ranks, never averaged.
 
-Stage 1 is never wrong: it sends no more than DDP. Stages 2 and 3 send more for each micro-batch:
-take them where the memory is needed (docs/memory.md has thresholds, costs and figures).
+Stage 1 is never wrong: it sends no more than DDP. Stages 2 and 3 send more with each micro-batch:
+take them where memory is short. docs/memory.md has costs, thresholds and measured figures.
 
     torchrun --nproc_per_node=4 zero.py --stage 3        python zero.py --fit
 
@@ -49,9 +49,14 @@ native_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.red
 
 
 class PlainZeRO1:
-    """Stage 1 with a single bucket, reduced after backward: the whole idea, nothing overlaps.
+    """The whole idea: one bucket, reduced after backward.
 
-    optimizer(parameters) makes the optimizer. It gets one parameter: this rank's shard of all.
+        zero = PlainZeRO1(model, group, torch.optim.SGD)
+        for x, y in this rank's part of each batch:          # tokens: of all ranks
+            (cross_entropy(model(x), y, reduction="sum") / tokens).backward()
+            zero.step()
+
+    The model is on its device, in one dtype, with equal weights on all ranks.
     """
 
     def __init__(self, model, group, optimizer):
@@ -80,7 +85,7 @@ class PlainZeRO1:
         self.gradients.zero_()
 
 
-# --- buckets: stage 1 in full has many, and reduces them while backward goes on
+# --- stage 1 in full: many buckets, reduced while backward goes on
 
 
 class Bucket:
@@ -103,9 +108,13 @@ class Bucket:
         self.size = ranks * self.length
         first = dist.get_rank(group) * self.length if ranks > 1 else 0
         self.own = slice(first, first + self.length)
-        self.flat, self.master = None, None
-        self.parameters, self.spans = [], []  # spans: where a parameter lies within the shard
-        for p, start in zip(parameters, self.starts):
+        self.spans = []  # where each parameter lies within the shard
+        for start, p in zip(self.starts, parameters):
+            borders = start - first, start + p.numel() - first
+            self.spans.append(slice(*(min(max(x, 0), self.length) for x in borders)))
+
+        self.flat, self.master, self.parameters, self.pieces = None, None, [], []
+        for p, start, span in zip(parameters, self.starts, self.spans):
             weights = value(p).detach()  # one at a time: a large model is never whole
             if self.flat is None:
                 dtype, device = weights.dtype, weights.device
@@ -116,18 +125,14 @@ class Bucket:
             # .data: a version counter of its own, so autograd does not mind that a gather writes it
             view = self.flat.data[start : start + p.numel()].view(p.shape)
             view.copy_(weights)
-            begin = min(max(first - start, 0), p.numel())  # the shard's part of p
-            end = min(max(first + self.length - start, 0), p.numel())
-            span = slice(max(start - first, 0), max(start - first, 0) + end - begin)
             if self.master is not None:
-                self.master[span] = weights.flatten()[begin:end]
-            self.spans.append(span)
+                part = weights.flatten()[max(first - start, 0) :]
+                self.master[span] = part[: span.stop - span.start]
             self.parameters.append(nn.Parameter(view, requires_grad=p.requires_grad))
             self.parameters[-1].__dict__.update(p.__dict__)
         self.make_shard()
         if self.master is None:
             self.master = self.shard
-        self.pieces = []
         for p, span in zip(parameters, self.spans):
             piece = self.master[span]
             if p.dim() > 1:
@@ -169,10 +174,16 @@ class Bucket:
         return whole
 
     def hand_over(self):
-        """Give the pieces their gradients. No copy, unless the master has another dtype or place."""
+        """Give the pieces their gradients: a copy only if the master has another dtype or place."""
         gradient = self.gradient.to(self.master)
         for piece, span in zip(self.pieces, self.spans):
             piece.grad = gradient[span].view(piece.shape)
+
+    def publish(self):
+        """Start to bring the masters' values to the weights of all ranks."""
+        self.shard.copy_(self.master)  # does nothing where these are the same tensor
+        if self.ranks > 1:
+            return all_gather(self.flat, self.shard, group=self.group, async_op=True)
 
 
 def group_parameters(parameters, bucket_bytes, key):
@@ -211,15 +222,17 @@ def placement(p, key, default=None):
 class ZeRO1:
     """Stage 1: each rank steps on its shards, and has 1/N of the optimizer's states.
 
-    zero = ZeRO(model, group, 1, torch.optim.AdamW, microbatches=2)     # arguments: see ZeRO
-    for step in ...:
-        zero.zero_grad()
-        for x, y in this rank's 2 micro-batches:   # tokens: of all ranks and micro-batches
-            loss = cross_entropy(model(x), y, reduction="sum") / tokens
-            loss.backward()
-        zero.finish()                              # the gradient's shards are complete
-        zero.clip(zero.grad_norm(), 1.0)           # clip_grad_norm_ finds no p.grad
-        zero.step()                                # a scheduler goes on zero.optimizer
+        zero = ZeRO(model, group, 1, torch.optim.AdamW, microbatches=2)
+        for step in ...:
+            zero.zero_grad()
+            for x, y in this rank's 2 micro-batches:   # tokens: of all ranks and micro-batches
+                loss = cross_entropy(model(x), y, reduction="sum") / tokens
+                loss.backward()
+            zero.finish()                              # the shards of the gradient are complete
+            zero.clip(zero.grad_norm(), 1.0)           # clip_grad_norm_ finds no p.grad
+            zero.step()                                # a scheduler goes on zero.optimizer
+
+    All arguments, and what nobody checks: see ZeRO.
     """
 
     stage = 1
@@ -248,10 +261,10 @@ class ZeRO1:
         self._install(views)
         self.optimizer = optimizer(sum((bucket.pieces for bucket in self.trained), []))
         self.works = []  # (bucket, work): reductions on their way
+        self.passes = []  # backward passes of this step that are over, of each scope
         self.running = False  # a backward pass is on, or an exception ended it
-        self.arrived = False  # a gradient has come in this backward pass
+        self.zero_grad()
         self.finished = True  # the step's gradients are complete
-        self._begin_step()
 
     def _kind(self, p):
         """What the parameters of a bucket have in common."""
@@ -283,29 +296,22 @@ class ZeRO1:
         if self.running or give_up:
             self._abandon()
         elif any(self.passes) and not self.finished:
-            raise RuntimeError(
-                "backward passes and no finish(): call it, or zero_grad(give_up=True)"
-            )
+            raise RuntimeError("there was no finish(): call it, or zero_grad(give_up=True)")
         for module, name, p, storage in self.places:
             if module._parameters.get(name) is not p or p.untyped_storage()._cdata != storage:
                 raise RuntimeError(
                     f"parameter {name!r} is no longer the one that ZeRO put there: convert, move"
                     " and tie it before ZeRO(model, ...), and make one ZeRO a model"
                 )
-        self._begin_step()
-        self.finished = False
-
-    def _abandon(self):
-        self._wait()  # or these reductions would land in the next step's gradients
-        self.running = False
-
-    def _begin_step(self):
-        self.passes = [0] * len(self.scopes)  # backward passes that are over, of each scope
-        self.next = 0  # which of the scope's buckets is the next to be reduced
+        self.passes, self.finished = [0] * len(self.scopes), False
         for bucket in self.trained:
             bucket.zero_grad()
             bucket.missing = len(bucket.parameters)  # gradients to come in this pass
             bucket.passes_left = self.microbatches * len(bucket.scopes)
+
+    def _abandon(self):
+        self._wait()  # or these reductions would land in the next step's gradients
+        self.running = False
 
     def _take(self, bucket, i, p):
         """The hook of each parameter: move its gradient into the bucket."""
@@ -324,11 +330,16 @@ class ZeRO1:
 
     def _backward_begins(self):
         if not self.running:
-            self.running, self.arrived = True, False
+            self.running, self.arrived = True, False  # arrived: a gradient, in this pass
+            self._line_up()
             # Called when backward is over, but not if an exception ends it
             torch.autograd.Variable._execution_engine.queue_callback(self._backward_ends)
             if torch.is_grad_enabled():
                 raise RuntimeError("create_graph=True: ZeRO has no gradients of gradients")
+
+    def _line_up(self):
+        """The buckets that this pass fills, in the order in which to reduce them."""
+        self.line = [bucket for bucket in self.trained if self.scope in bucket.scopes]
 
     def _backward_ends(self):
         self.running = False
@@ -340,15 +351,12 @@ class ZeRO1:
             self._reduce_full(rest=True)  # a parameter may have got no gradient
             self._wait()
             self.passes[self.scope] += 1
-            self.next = 0
 
     def _reduce_full(self, rest=False):
         # In the same order on all ranks: swapped reductions would add up the wrong buckets,
         # silently. So a bucket that is full early waits for those before it
-        buckets = [bucket for bucket in self.trained if self.scope in bucket.scopes]
-        while self.next < len(buckets) and (rest or buckets[self.next].missing == 0):
-            bucket = buckets[self.next]
-            self.next += 1
+        while self.line and (rest or self.line[0].missing == 0):
+            bucket = self.line.pop(0)
             bucket.missing = len(bucket.parameters)
             bucket.passes_left -= 1
             if self.reduce_each or bucket.passes_left == 0:
@@ -357,9 +365,8 @@ class ZeRO1:
     def _reduce(self, bucket):
         group = self.reduce_group if bucket.group is self.group else bucket.group
         shard = bucket.full[bucket.own]
-        self.works.append(
-            (bucket, self.reduce_scatter(shard, bucket.full, group=group, async_op=True))
-        )
+        work = self.reduce_scatter(shard, bucket.full, group=group, async_op=True)
+        self.works.append((bucket, work))
 
     def _wait(self, leave=0):
         while len(self.works) > leave:
@@ -377,6 +384,7 @@ class ZeRO1:
             # A rank that ran fewer backward passes must still join the reductions
             while self.passes[scope] < self.microbatches:
                 with self.backward(scope):
+                    self._line_up()
                     self._end_pass()
         for bucket in self.trained:
             for group in bucket.partial:
@@ -391,14 +399,14 @@ class ZeRO1:
         """The norm of the whole gradient: a float64 scalar, the same on all ranks. Each element
         counts once. groups: others over which parameters are split (tensor parallel, pipeline)."""
         self._check_finished()
-        counted, device = [], None
+        counted = []
         for bucket in self.trained:
-            device = bucket.gradient.device
             for p, span in zip(bucket.parameters, bucket.spans):
                 # What all ranks of a group hold counts on its first rank
                 copies = [group for group in placement(p, "copies", []) if group in groups]
                 if all(dist.get_rank(group) == 0 for group in copies + bucket.partial):
                     counted.append(bucket.gradient[span])
+        device = self.buckets[0].flat.device
         total = torch.zeros((), dtype=torch.float64, device=device)
         if counted:
             dtype = torch.promote_types(counted[0].dtype, torch.float32)
@@ -426,14 +434,10 @@ class ZeRO1:
 
     def reload(self, buckets=None):
         """The masters were filled, by a step or from a checkpoint: bring them to all ranks."""
-        works = []
-        for bucket in buckets or self.buckets:
-            bucket.shard.copy_(bucket.master)
-            if bucket.ranks > 1:
-                work = all_gather(bucket.flat, bucket.shard, group=bucket.group, async_op=True)
-                works.append(work)
+        works = [bucket.publish() for bucket in buckets or self.buckets]
         for work in works:
-            work.wait()
+            if work is not None:
+                work.wait()
 
     @torch.no_grad()
     def whole(self, named):
@@ -528,9 +532,9 @@ class Freed(nn.Parameter):
 
     ALLOWED = set(
         "shape size dim ndim numel nelement stride dtype itemsize element_size is_floating_point"
-        " is_complex device is_cuda layout untyped_storage requires_grad requires_grad_ grad grad_fn"
-        " is_leaf register_hook register_post_accumulate_grad_hook new_empty new_zeros new_ones"
-        " new_full empty_like zeros_like ones_like".split()
+        " is_complex device is_cuda layout untyped_storage requires_grad requires_grad_ grad"
+        " grad_fn is_leaf register_hook register_post_accumulate_grad_hook new_empty new_zeros"
+        " new_ones new_full empty_like zeros_like ones_like".split()
     )
 
     @classmethod
@@ -553,6 +557,9 @@ class Bucket3(Bucket2):
         self.shard = self.flat[self.own].clone()
         self.users, self.gathering = set(), None
         self.free()
+
+    def publish(self):
+        self.shard.copy_(self.master)  # the others get it when they gather
 
     def gather(self):
         self.flat.untyped_storage().resize_(self.flat.nbytes)
@@ -578,8 +585,8 @@ class Bucket3(Bucket2):
 class Unit:
     """A module whose weights are gathered before it runs, forward or backward, and freed after."""
 
-    def __init__(self, zero, module, last=False):
-        self.zero, self.module, self.last, self.buckets = zero, module, last, []
+    def __init__(self, zero, module):
+        self.zero, self.module, self.buckets = zero, module, []
         self.previous = self.following = None  # its neighbours in the order of forward
         module.register_forward_pre_hook(self.before_forward)
         module.register_forward_hook(self.after_forward)
@@ -612,8 +619,8 @@ class Unit:
         results = [t for t in tensors_in(result) if t.requires_grad and id(t) not in passed_on]
         for t in results:
             t.register_hook(self.before_backward)
-        if results and self.last and self.zero.reshard:
-            self.zero.ahead = self  # its backward is likely to be next
+        if results and self.following is None and self.zero.reshard:
+            self.zero.ahead = self  # the last unit: its backward is likely to be next
         elif self.zero.reshard or not results:
             self.release()
 
@@ -629,25 +636,11 @@ class Unit:
         zero.enter(self, self.previous)
 
 
-class Root(Unit):
-    """The model, for parameters outside of all units: it stays gathered while these come and go."""
-
-    def before_forward(self, module, inputs):
-        self.gather()
-        self.wait()
-
-    def before_backward(self, gradient):
-        self.zero._backward_begins()
-        self.gather()
-        self.wait()
-
-
 class ZeRO3(ZeRO2):
     """Stage 3: a rank has its shards of all weights, and the whole weights of two units at most.
     A unit is a bucket. With reshard=False units stay whole from forward until their backward."""
 
     stage = 3
-    bucket_type = Bucket3
 
     def __init__(self, model, *args, units=None, reshard=True, scopes=None, **options):
         self.reshard = reshard
@@ -658,29 +651,23 @@ class ZeRO3(ZeRO2):
         for scope in scopes:
             inside = set(scope.modules())
             modules = default_units(scope) if units is None else [m for m in units if m in inside]
-            self.units.append([Unit(self, module, module is modules[-1]) for module in modules])
+            self.units.append([Unit(self, module) for module in modules])
             for unit, following in pairwise(self.units[-1]):
                 unit.following, following.previous = following, unit
-        self.all_units = sum(self.units, [])
         self.users = {p: () for p in model.parameters()}
-        for unit in self.all_units:
+        for unit in sum(self.units, []):
             for p in unit.module.parameters():
                 self.users[p] += (unit,)
-        self.root = None
-        if not all(self.users.values()):
-            if scopes != [model]:
-                raise ValueError("with several scopes each parameter must belong to a unit")
-            self.root = Root(self, model)
-            self.all_units.append(self.root)
-            self.users = {p: users or (self.root,) for p, users in self.users.items()}
         super().__init__(model, *args, scopes=scopes, **options | {"bucket_bytes": float("inf")})
 
     def _kind(self, p):
         return self.users[p], super()._kind(p)
 
     def _make_bucket(self, parameters, **options):
+        users = self.users[parameters[0]]
+        self.bucket_type = Bucket3 if users else Bucket2  # outside of units: whole, as in stage 2
         bucket = super()._make_bucket(parameters, **options)
-        for unit in self.users[parameters[0]]:
+        for unit in users:
             unit.buckets.append(bucket)
         return bucket
 
@@ -704,32 +691,28 @@ class ZeRO3(ZeRO2):
     def _backward_ends(self):
         super()._backward_ends()
         self.release(self.units[self.scope])
-        if self.root:
-            self.root.release()
 
     def _abandon(self):
         super()._abandon()
-        self.release(self.all_units)
+        self.release(sum(self.units, []))
 
     def reload(self, buckets=None):
-        self.release(self.all_units)  # a forward without backward has left them
-        for bucket in buckets or self.buckets:
-            bucket.shard.copy_(bucket.master)
+        self.release(sum(self.units, []))  # what a forward without backward has left
+        super().reload(buckets)
 
 
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 
 def default_units(module):
-    """Each item of the outermost containers (the blocks of a list of blocks), and each other
-    module beside them (embedding, head)."""
-    if not any(True for _ in module.parameters()):
-        return []
+    """The items of the outermost containers (the blocks of a list of blocks), and the modules
+    beside them (embedding, head)."""
+    units = [module]
     if isinstance(module, CONTAINERS):
-        return [unit for unit in module.children() if any(True for _ in unit.parameters())]
-    if not any(isinstance(m, CONTAINERS) for m in module.modules()):
-        return [module] if any(True for _ in module.parameters()) else []
-    return [unit for child in module.children() for unit in default_units(child)]
+        units = module.children()
+    elif any(isinstance(m, CONTAINERS) for m in module.modules()):
+        units = sum((default_units(child) for child in module.children()), [])
+    return [unit for unit in units if next(unit.parameters(), None) is not None]
 
 
 def tensors_in(x):
@@ -748,28 +731,39 @@ NOT_ELEMENTWISE = "Adafactor", "LAMB", "Lamb", "LARS", "LBFGS", "Muon", "SOAP", 
 
 
 def ZeRO(model, group, stage, optimizer, microbatches=1, **options):
-    """Trains `model` over `group` as `stage` (0 to 3) says. Its use: see ZeRO1.
+    """An object that trains `model` over `group` as `stage` (0 to 3) says. Its use: see ZeRO1.
 
-    The parameters are replaced in place by views of the buckets. So before ZeRO(...) all ranks have
-    equal weights in their dtype, on their device, tied and loaded, frozen or not.
-
-    optimizer(pieces): makes an optimizer that works element by element.
-    microbatches: the backward passes of a step; forwards and backwards may come in any order.
-
-    Options of all stages, with defaults:
-    value(parameter): its whole initial value. It sets the device, and the dtype of the optimizer's
-        master weights. So the model may be on the meta device. Default: the parameter.
-    param_dtype, reduce_dtype: mixed precision: of weights and activations (default: the masters');
-        of the sum of gradients (default: param_dtype).
-    offload: master weights and optimizer states in the host's memory.
+    optimizer(pieces): makes an optimizer that works element by element. The pieces of this rank's
+        shards come in the order of the buckets, not of model.parameters().
+    microbatches: the backward passes of a step, in any order between forwards.
+    value(parameter): its whole initial value, on the device to use; its dtype is the master's. So
+        the model may be on the meta device. Default: the parameter itself.
+    param_dtype, reduce_dtype: mixed precision. The first is that of weights, activations and
+        backward (default: the master's), the second that of summed gradients (default: the first).
+    offload: masters and optimizer states in the host's memory.
     bucket_bytes: the largest bucket of stages 0 to 2.
-    scopes: modules that have backward passes of their own (a pipeline rank's stages), each within
-        `with zero.backward(number of the scope)`. Default: the model.
-    Stages 2 and 3: reduce_each, see ZeRO2. Stage 3: reshard, see ZeRO3, and
-    units: modules to gather, in the order of forward. A parameter is used within the forward of
-        those that contain it. Default: default_units(model), and the model for what is left.
+    reduce_each, from stage 2 on: see ZeRO2. reshard, in stage 3: see ZeRO3.
+    units, in stage 3: modules to gather whole, in the order of forward. A parameter belongs to
+        those that contain it, and must be used within their forward. What no unit contains
+        stays whole, as in stage 2. Default: default_units(model).
+    Two attributes may be set after: reduce_scatter(output, input, group=..., async_op=True) is
+    torch's, on gloo the direct one; reduce_group, see below.
 
-    Not checked: ...
+    Before ZeRO(...) all ranks have equal weights, loaded, tied and frozen as they shall be. The
+    parameters are replaced, in place, by views. After an exception in backward a step begins anew
+    with zero_grad(), on all ranks. Activation checkpointing needs use_reentrant=False.
+
+    Nobody checks this. A parameter without gradient gets a zero one, so weight decay and momentum
+    move it. Frozen parameters are split in stage 3 only. Buffers (BatchNorm) are not synchronised.
+    In stage 3 all ranks must run the same units in the same order: one that skips a layer waits for
+    ever. Where ranks differ in which parameters get a gradient, stage 3 needs another group of the
+    same ranks as reduce_group, because gathers and reductions then come in different orders.
+
+    Beside other kinds of parallelism (to be skipped at first). scopes: modules with backward passes
+    of their own (a pipeline rank's stages), `microbatches` each, within zero.backward(number of the
+    scope); they may share parameters. A parameter may be partial over further groups
+    (parameter.placement["partial"], as tensor_parallel.shard writes it): finish() sums its gradient
+    over them too. placement["data"] takes the place of `group` (an expert with fewer copies).
     """
     if stage not in (0, 1, 2, 3):
         raise ValueError(f"there is no stage {stage!r} of ZeRO: choose 0, 1, 2 or 3")
@@ -817,7 +811,7 @@ def main():
     for flag, least in ("reduce-once", 2), ("keep-gathered", 3):
         if vars(args)[flag.replace("-", "_")] and args.stage < least:
             raise harness.Refused(
-                f"--{flag} means nothing in stage {args.stage}: use --stage {least}, or leave it out"
+                f"--{flag} means nothing in stage {args.stage}: use --stage {least}"
             )
     harness.configure(args)
     harness.launch(demo, args, check=lambda world: harness.check_batch(args, world))

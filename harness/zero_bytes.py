@@ -37,7 +37,8 @@ def sent(zero, actions, group=None):
     if zero.stage < 3:
         weights, gathers = sum(bucket.flat.nbytes for bucket in trained), "r P e"
     else:
-        weights = gathered(zero, actions, group)
+        outside = [bucket.flat.nbytes for bucket in trained if not hasattr(bucket, "users")]
+        weights = gathered(zero, actions, group) + sum(outside)
         each = "forward and a backward" if zero.reshard else "micro-batch"
         gathers = f"r P e a {each}, less a unit that stays; a tied matrix twice"
     return {name: (r * gradients, text), "all_gather": (r * weights, gathers)}
@@ -76,9 +77,6 @@ def gathered(zero, actions, group):
             release(last)
         elif zero.reshard:
             left = last
-        if zero.root:
-            gather(zero.root)
-            release(zero.root)
     return total
 
 
