@@ -113,38 +113,35 @@ class Bucket:
             borders = start - first, start + p.numel() - first
             self.spans.append(slice(*(min(max(x, 0), self.length) for x in borders)))
 
-        self.flat, self.master, self.parameters, self.pieces = None, None, [], []
+        self.flat, self.parameters, self.pieces = None, [], []
         for p, start, span in zip(parameters, self.starts, self.spans):
             weights = value(p).detach()  # one at a time: a large model is never whole
             if self.flat is None:
-                dtype, device = weights.dtype, weights.device
-                self.flat = torch.zeros(self.size, dtype=param_dtype or dtype, device=device)
-                if self.trained and (offload or dtype != self.flat.dtype):
-                    place = "cpu" if offload else device
-                    self.master = torch.zeros(self.length, dtype=dtype, device=place)
-            # .data: a version counter of its own, so autograd does not mind that a gather writes it
-            view = self.flat.data[start : start + p.numel()].view(p.shape)
-            view.copy_(weights)
-            if self.master is not None:
-                part = weights.flatten()[max(first - start, 0) :]
-                self.master[span] = part[: span.stop - span.start]
-            self.parameters.append(nn.Parameter(view, requires_grad=p.requires_grad))
-            self.parameters[-1].__dict__.update(p.__dict__)
-        self.make_shard()
-        if self.master is None:
-            self.master = self.shard
-        for p, span in zip(parameters, self.spans):
+                self.make_weights(weights.dtype, weights.device, param_dtype, offload)
+            part = weights.flatten()[max(first - start, 0) :]
+            self.master[span] = part[: span.stop - span.start]
             piece = self.master[span]
             if p.dim() > 1:
                 piece = piece.unsqueeze(0)  # 2-D, so that weight decay still sees a matrix
-            self.pieces.append(nn.Parameter(piece, requires_grad=p.requires_grad))
+            self.pieces.append(nn.Parameter(piece, requires_grad=self.trained))
+            # .data: a version counter of its own, so autograd does not mind that a gather writes it
+            view = self.flat.data[start : start + p.numel()].view(p.shape)
+            self.parameters.append(nn.Parameter(view, requires_grad=self.trained))
+            self.parameters[-1].__dict__.update(p.__dict__)
         self.reduce_dtype = reduce_dtype or self.flat.dtype
         self.full = self.gradient = None
         if self.trained:
             self.make_gradients()
 
+    def make_weights(self, dtype, device, param_dtype, offload):
+        self.flat = torch.zeros(self.size, dtype=param_dtype or dtype, device=device)
+        self.shard = self.master = self.make_shard()
+        if self.trained and (offload or dtype != self.flat.dtype):
+            place = "cpu" if offload else device
+            self.master = torch.zeros(self.length, dtype=dtype, device=place)
+
     def make_shard(self):
-        self.shard = self.flat[self.own]
+        return self.flat[self.own]
 
     def make_gradients(self):
         self.full = torch.zeros(self.size, dtype=self.reduce_dtype, device=self.flat.device)
@@ -232,7 +229,7 @@ class ZeRO1:
             zero.clip(zero.grad_norm(), 1.0)           # clip_grad_norm_ finds no p.grad
             zero.step()                                # a scheduler goes on zero.optimizer
 
-    All arguments, and what nobody checks: see ZeRO.
+    Arguments, and what nobody checks: see ZeRO, below.
     """
 
     stage = 1
@@ -245,9 +242,9 @@ class ZeRO1:
         self.model, self.group, self.microbatches = model, group, microbatches
         gloo = dist.get_backend(group) == "gloo"
         self.reduce_scatter = DirectReduceScatter if gloo else native_reduce_scatter
-        self.reduce_group = group  # see ZeRO
+        self.reduce_group = group
         self.scopes = list(scopes or [model])
-        self.scope, self.complete = 0, True  # of the current backward pass: see backward()
+        self.scope, self.complete = 0, True  # see backward()
         self.scopes_of = {p: () for p in model.parameters()}
         for i, scope in enumerate(self.scopes):
             for p in scope.parameters():
@@ -265,6 +262,7 @@ class ZeRO1:
         self.running = False  # a backward pass is on, or an exception ended it
         self.zero_grad()
         self.finished = True  # the step's gradients are complete
+        self.reload()
 
     def _kind(self, p):
         """What the parameters of a bucket have in common."""
@@ -290,6 +288,8 @@ class ZeRO1:
                 setattr(module, name, views[p])
                 self.places.append((module, name, views[p], views[p].untyped_storage()._cdata))
 
+    # --- a step: zero_grad, backward passes, finish, step
+
     def zero_grad(self, give_up=False):
         """Start a step, after an exception in backward anew. give_up=True, on all ranks at the same
         place: also if the last step was left between its backward and finish()."""
@@ -312,6 +312,8 @@ class ZeRO1:
     def _abandon(self):
         self._wait()  # or these reductions would land in the next step's gradients
         self.running = False
+
+    # --- while backward runs
 
     def _take(self, bucket, i, p):
         """The hook of each parameter: move its gradient into the bucket."""
@@ -373,6 +375,8 @@ class ZeRO1:
             bucket, work = self.works.pop(0)
             work.wait()
             bucket.keep_shard()
+
+    # --- after it
 
     def finish(self):
         """Complete the gradients, after the last backward of a step."""
@@ -461,8 +465,8 @@ class ZeRO1:
 
     @contextlib.contextmanager
     def backward(self, scope=0, complete=True):
-        """Around a backward pass of one of several scopes. complete=False: some of its gradients
-        come in a later pass (a pipeline's split backward)."""
+        """Around each backward pass of one of several scopes, modules with passes of their own (a
+        pipeline rank's stages). complete=False: some gradients come in a later pass."""
         self.scope, self.complete = scope, complete
         try:
             yield
@@ -553,10 +557,13 @@ class Freed(nn.Parameter):
 class Bucket3(Bucket2):
     """`flat` has memory while one of `users`, the units that contain the parameters, needs it."""
 
-    def make_shard(self):
-        self.shard = self.flat[self.own].clone()
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
         self.users, self.gathering = set(), None
         self.free()
+
+    def make_shard(self):
+        return torch.zeros_like(self.flat[self.own])
 
     def publish(self):
         self.shard.copy_(self.master)  # the others get it when they gather
@@ -731,39 +738,32 @@ NOT_ELEMENTWISE = "Adafactor", "LAMB", "Lamb", "LARS", "LBFGS", "Muon", "SOAP", 
 
 
 def ZeRO(model, group, stage, optimizer, microbatches=1, **options):
-    """An object that trains `model` over `group` as `stage` (0 to 3) says. Its use: see ZeRO1.
+    """Trains `model` over `group` as `stage` (0 to 3) says. Its use: see ZeRO1.
 
-    optimizer(pieces): makes an optimizer that works element by element. The pieces of this rank's
-        shards come in the order of the buckets, not of model.parameters().
-    microbatches: the backward passes of a step, in any order between forwards.
-    value(parameter): its whole initial value, on the device to use; its dtype is the master's. So
-        the model may be on the meta device. Default: the parameter itself.
-    param_dtype, reduce_dtype: mixed precision. The first is that of weights, activations and
-        backward (default: the master's), the second that of summed gradients (default: the first).
+    optimizer(pieces): makes an optimizer that works element by element.
+    microbatches: the backward passes of a step. They may come in any order between forwards.
+    value(parameter): its whole initial value; it has the device to use and the masters' dtype. The
+        model may be on the meta device. Default: the parameter itself.
+    param_dtype, reduce_dtype: mixed precision. Of weights, activations and backward (default: the
+        masters'), and of the sum of gradients (default: param_dtype).
     offload: masters and optimizer states in the host's memory.
     bucket_bytes: the largest bucket of stages 0 to 2.
-    reduce_each, from stage 2 on: see ZeRO2. reshard, in stage 3: see ZeRO3.
-    units, in stage 3: modules to gather whole, in the order of forward. A parameter belongs to
-        those that contain it, and must be used within their forward. What no unit contains
-        stays whole, as in stage 2. Default: default_units(model).
-    Two attributes may be set after: reduce_scatter(output, input, group=..., async_op=True) is
-    torch's, on gloo the direct one; reduce_group, see below.
+    reduce_each, in stages 2 and 3: see ZeRO2. reshard, in stage 3: see ZeRO3.
+    units, in stage 3: modules, in the order of forward. Their parameters are used within their
+        forward alone. What no unit contains stays whole. Default: default_units(model).
+    scopes: for pipelines, see ZeRO1.backward. Default: the model.
 
-    Before ZeRO(...) all ranks have equal weights, loaded, tied and frozen as they shall be. The
-    parameters are replaced, in place, by views. After an exception in backward a step begins anew
-    with zero_grad(), on all ranks. Activation checkpointing needs use_reentrant=False.
+    Before: all ranks have equal weights, loaded, tied and frozen as they shall be. The parameters
+    are replaced in place. Activation checkpointing needs use_reentrant=False. Nobody checks this:
+    a parameter without gradient gets a zero one, so weight decay and momentum move it. Buffers
+    (BatchNorm) are not synchronised. In stage 3 all ranks must run the same units in the same
+    order: one that skips a layer waits for ever. If they differ in which parameters get a gradient,
+    set zero.reduce_group to another group of the same ranks, since gathers and reductions then come
+    in different orders. docs/memory.md has more.
 
-    Nobody checks this. A parameter without gradient gets a zero one, so weight decay and momentum
-    move it. Frozen parameters are split in stage 3 only. Buffers (BatchNorm) are not synchronised.
-    In stage 3 all ranks must run the same units in the same order: one that skips a layer waits for
-    ever. Where ranks differ in which parameters get a gradient, stage 3 needs another group of the
-    same ranks as reduce_group, because gathers and reductions then come in different orders.
-
-    Beside other kinds of parallelism (to be skipped at first). scopes: modules with backward passes
-    of their own (a pipeline rank's stages), `microbatches` each, within zero.backward(number of the
-    scope); they may share parameters. A parameter may be partial over further groups
-    (parameter.placement["partial"], as tensor_parallel.shard writes it): finish() sums its gradient
-    over them too. placement["data"] takes the place of `group` (an expert with fewer copies).
+    parameter.placement, of other kinds of parallelism, may have: "partial", groups over which
+    finish() sums its gradient too; "data", its group in place of `group` (an expert of which there
+    are fewer copies); "copies", groups that hold it as well, for the norm.
     """
     if stage not in (0, 1, 2, 3):
         raise ValueError(f"there is no stage {stage!r} of ZeRO: choose 0, 1, 2 or 3")

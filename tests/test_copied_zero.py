@@ -145,6 +145,26 @@ def test_zero_on_other_models(copied, stage):
             zero_assert_equal(ours, reference)
 
 
+def zero_plain(rank, kind, optimizer):
+    import zero
+
+    model, world = kind(), dist.get_world_size()
+    plain = zero.PlainZeRO1(model, dist.group.WORLD, optimizer)
+    assert len(plain.shard) == -(-sum(p.numel() for p in model.parameters()) // world)
+    for step in range(5):
+        for part in zero_batch(step).tensor_split(world)[rank].tensor_split(2):
+            zero_loss(model, part).backward()
+        plain.step()
+    return {name: p.detach() for name, p in model.named_parameters()}
+
+
+def test_zero_in_its_plainest_form(copied):
+    for world, kind, name in ((3, ZeroEncoder, "adamw"), (2, ZeroTied, "sgd")):
+        reference = zero_one_process(kind, ZERO_OPTIMIZERS[name])[1]
+        for weights in copied("zero", world, zero_plain, kind, ZERO_OPTIMIZERS[name]):
+            zero_assert_equal([weights], [reference])
+
+
 # --- a step that is given up
 
 
