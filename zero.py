@@ -56,7 +56,8 @@ class PlainZeRO1:
             (cross_entropy(model(x), y, reduction="sum") / tokens).backward()
             zero.step()
 
-    The model is on its device, in one dtype, with equal weights on all ranks.
+    Before it the model is on its device, in one dtype, with equal weights on all ranks. Nobody
+    checks that it stays there, and that no other zero_grad() replaces the views.
     """
 
     def __init__(self, model, group, optimizer):
