@@ -1,4 +1,4 @@
-"""ZeRO in bytes: what it sends and holds by the paper, its receipt, and the largest models that fit.
+"""ZeRO in bytes: what it sends and holds by the paper, its receipt, the largest models that fit.
 
 Nothing is imported from zero.py. `zero` is one of its objects; `make` is its function ZeRO.
 r = (N-1)/N, for the N ranks of a group; P parameters (with padding) of e bytes.

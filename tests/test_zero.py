@@ -718,7 +718,8 @@ FLAGS = "--layers 3 --width 32 --heads 4 --context 16 --batch 12 --steps 3 --gra
         "--stage 1 --dtype float64 --optimizer sgd --lr 0.3",
         "--stage 2 --dtype float64 --family llama --dropout 0.1 --steps 2",
         "--stage 3 --dtype float64 --microbatches 1",
-        "--stage 3 --dtype float64 --optimizer sgd --lr 0.3 --keep-gathered --reduce-once --offload",
+        "--stage 3 --dtype float64 --optimizer sgd --lr 0.3 --keep-gathered --reduce-once"
+        " --offload",
         "--stage 2 --param-dtype bfloat16 --prove 0",
         "--stage 3 --param-dtype bfloat16 --reduce-dtype float32 --prove 0",
     ],
