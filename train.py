@@ -262,6 +262,8 @@ def data_parallel(run, model, groups):
         run.fill(model)
         sync = ddp.DDP(model.uses(), groups["dp"], args.microbatches, bucket_bytes)
         return sync, harness.make_optimizer(model.parameters(), args)
+    options = {"reduce_each": not args.reduce_once} if args.zero >= 2 else {}
+    options |= {"reshard": not args.keep_gathered} if args.zero == 3 else {}
     sharded = zero.ZeRO(
         model,
         groups["dp"],
@@ -270,13 +272,10 @@ def data_parallel(run, model, groups):
         args.microbatches,
         scopes=model.parts.values(),
         bucket_bytes=bucket_bytes,
-        master_dtype=run.dtype,
         param_dtype=harness.DTYPES[args.param_dtype],
         reduce_dtype=harness.DTYPES[args.reduce_dtype],
-        reduce_each=not args.reduce_once,
-        reshard=not args.keep_gathered,
         value=run.initial(model),
-        device=run.device,
+        **options,
     )
     return sharded, sharded
 
@@ -336,7 +335,7 @@ class Passes:
     def around(self, action):
         """ZeRO must know which stage's gradients come, and whether all of them do."""
         scope = contextlib.nullcontext()
-        if isinstance(self.sync, zero.ZeRO) and action.kind != "F":
+        if isinstance(self.sync, zero.ZeRO1) and action.kind != "F":
             stage = self.stages.index(action.stage)
             scope = self.sync.backward(stage, complete=action.kind != "I")
         with self.watch(action), scope:
@@ -373,7 +372,7 @@ def train(run, schedule=None, watch=contextlib.nullcontext):
     sync, optimizer = data_parallel(run, model, groups)
     passes = Passes(run, schedule, groups, model, sync, watch)
     parameters, named = list(model.parameters()), model.named
-    sharded = isinstance(optimizer, zero.ZeRO)
+    sharded = isinstance(optimizer, zero.ZeRO1)  # the base of all stages
     if sharded:
         named = functools.partial(whole, optimizer, model)
     replica = dist.get_rank(dp) // args.cp  # which part of the batch this rank works on

@@ -1,66 +1,40 @@
-"""ZeRO: data parallelism that shares out the optimizer's states, the gradients and the weights.
-Stage 3 is PyTorch's FSDP.
+"""ZeRO: data-parallel ranks share out the optimizer's states, the gradients and the weights.
 
-What is split: the batch, as in ddp.py; and, stage by stage, more of what DDP holds N times. Bytes a
-parameter and rank, with 16-bit weights and gradients (2 + 2) and the optimizer's master weight and
-two moments in 32 bits (12):
+    stage                    weights    gradients  optimizer  bytes held a parameter   sent a step
+      0   nothing (DDP)      ########   ########   ########   2 + 2 + 12               2 r P e
+      1   optimizer states   ########   ########   ##         2 + 2 + 12/N             2 r P e
+      2   gradients too      ########   ##         ##         2 + 2/N + 12/N           (1 + m) r P e
+      3   weights too        ##         ##         ##         2/N + 2/N + 12/N         3 m r P e
 
-    stage                     weights        gradients      optimizer      together       sent a step, in units of r P e
-      0   nothing (DDP)       ########       ########       #########      16             2       all-reduce
-      1   optimizer states    ########       ########       ###            4 + 12/N       2       reduce-scatter, all-gather
-      2   gradients too       ########       ##             ###            2 + 14/N       1 + m    with m micro-batches
-      3   weights too         ##             ##             ###            16/N           3 m              r = (N-1)/N
+P parameters of e bytes on N ranks, m micro-batches, r = (N-1)/N. Bytes held: weights and gradients
+in 16 bits; in 32 bits their master copy and Adam's two moments. Stage 3 is PyTorch's FSDP.
 
-A bucket is one flat tensor, padded to N equal shards: parameters of any shape fall where they may,
-cut across ranks. So stage 1 differs from DDP in one call, reduce-scatter for all-reduce; stage 2 in
-freeing a buffer; stage 3 in resizing a storage.
+    parameters   | wq        | wk   | bias | up           |//     a bucket: one flat tensor, padded
+    shards       | rank 0      | rank 1      | rank 2      |      equal, whatever the shapes
 
-    parameters   | wq        | wk   | bias | up           |//      // padding
-    shards       | rank 0      | rank 1      | rank 2      |
+An optimizer works element by element, so each rank can step on 1/N of the elements: its shard.
+Stage 1 reduce-scatters the gradients (a rank gets the sum of its shard) and all-gathers the new
+weights. Both together are an all-reduce. Stage 2 reduces a bucket of gradients as soon as it is
+full, in every micro-batch, and frees it. Stage 3 gathers the weights of a unit (a block, the
+embedding, the head) before it runs, forward and backward, while the unit before it computes.
 
-What is sent, and when. Stage 1: an optimizer works element by element, so each rank takes the step
-for 1/N of the elements. It needs the summed gradient of these alone: a reduce-scatter, half of an
-all-reduce. The other half, an all-gather, brings the new weights to all. Stage 2: as soon as a
-bucket of gradients is full it is reduce-scattered, and freed: no rank ever has all gradients. With
-m micro-batches that is m reduce-scatters; `reduce_each=False` keeps one, and the memory of stage 1.
-Take it where the network is slow and memory is not short. Stage 3: the weights of a unit (a block,
-the embedding, the head) are gathered just before it runs, forward and backward, and freed after;
-the next unit's gather is under way meanwhile. So at most two units are whole at a time:
+Backward is the model's own. Autograd saves views of the weights. Stage 3 frees the memory under
+them (it resizes their storage to 0) and fills it again before backward reads it. The loss is
+divided by the global number of tokens, so gradients are summed over the ranks, never averaged.
 
-    forward    gather 0 | run 0, gather 1 | free 0, run 1, gather 2 | free 1, run 2 ...
-    backward   ... run 2, gather 1 | free 2, run 1, gather 0 | free 1, run 0 | free 0      gradients leave as they come
+Stage 1 is never wrong: it sends no more than DDP. Stages 2 and 3 send more with each micro-batch:
+take them where memory is short. docs/memory.md has costs, thresholds and measured figures.
 
-Two gathers and a reduce-scatter, 3 r P e a micro-batch, less the unit that ends a forward: it stays
-for the backward that begins with it. `reshard=False` keeps all units gathered until their backward:
-one gather less, and the weights of stage 2. Every micro-batch gathers anew, also in a pipeline.
+    torchrun --nproc_per_node=4 zero.py --stage 3        python zero.py --fit
 
-Backward: the gradient of a layer's input is made with its weights, so backward needs them again.
-Autograd keeps the views that it saved; only the memory under them goes (its storage is resized to
-0) and is back before backward reads it. They are views of `.data`, with version counters of their
-own, so that to gather does not count as a change. The loss is divided by the global number of
-tokens, so gradients are summed over the ranks, never averaged. Mixed precision: parameters in
-`param_dtype`, gradients summed in `reduce_dtype`, master weights as they were given.
-
-What it costs: bytes held and sent as in the table; for a moment two gathered units (stage 3), two
-whole buckets of gradients (stages 2 and 3; on gloo as much again, received), and all activations of
-the rank's own rows. During the optimizer's step, where masters have another dtype than gradients,
-also the gradients in theirs: 4/N bytes a parameter, in stage 0 4 bytes. A gather or reduce-scatter
-takes r P e / w at w bytes/s, beside 2 flops a weight and token at f flop/s: hidden if a rank has
-more than r e f / (2 w) tokens a micro-batch, the same as in ddp.py, 8,000 for 2 bytes, 400 TFLOP/s
-and 50 GB/s.
-
-When it is the wrong choice: never stage 1, which sends what stage 0 does. Stage 3, and stage 2 with
-micro-batches, where the model states fit without, and where tokens a rank are few: then they wait
-for the network.
-
-    torchrun --nproc_per_node=4 zero.py --stage 3            python zero.py --stage 2 --param-dtype bfloat16
-    python zero.py --fit             the largest models whose states fit 80 GB on 64 ranks, played on tensors without memory
-
-Papers: Rajbhandari et al. 2020, ZeRO, arXiv:1910.02054, sections 3 (memory), 5 and 7 (what is
-sent); Zhao et al. 2023, PyTorch FSDP, arXiv:2304.11277, section 3 (units, prefetching).
+Rajbhandari et al. 2020, ZeRO, arXiv:1910.02054, sections 3, 5 and 7; Zhao et al. 2023, PyTorch
+FSDP, arXiv:2304.11277, section 3.
 """
 
 import contextlib
+import functools
+from collections import Counter
+from itertools import accumulate, pairwise
 
 import torch
 import torch.distributed as dist
@@ -71,200 +45,682 @@ all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_te
 native_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-class DirectReduceScatter:
-    """Reduce-scatter in one round: every rank sends each other rank its piece, and adds up what it
-    gets.
+# --- stage 1 in its plainest form
 
-    input (S,) -> output (S / N,). Sends (N-1)/N of the input as a ring does; gloo's own sends twice
-    that. 16-bit terms are added in 32 bits. To be called like torch's: DirectReduceScatter(output,
-    input, group=..., async_op=True).wait().
+
+class PlainZeRO1:
+    """The whole idea: one bucket, reduced after backward.
+
+        zero = PlainZeRO1(model, group, torch.optim.SGD)
+        for x, y in this rank's part of each batch:          # tokens: of all ranks
+            (cross_entropy(model(x), y, reduction="sum") / tokens).backward()
+            zero.step()
+
+    Before it the model is on its device, in one dtype, with equal weights on all ranks. Nobody
+    checks that it stays there, and that no other zero_grad() replaces the views.
     """
 
-    def __init__(self, output, input, group=None, async_op=False):
-        self.output, self.received, self.ranks = (
-            output,
-            torch.empty_like(input),
-            dist.get_world_size(group),
-        )
+    def __init__(self, model, group, optimizer):
+        parameters = list(model.parameters())
+        rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+        length = -(-sum(p.numel() for p in parameters) // ranks)  # of a shard, rounded up
+        self.group = group
+        self.weights = parameters[0].new_zeros(ranks * length)
+        self.gradients = torch.zeros_like(self.weights)
+        end = 0
+        for p in parameters:  # from now on a view of both flat tensors
+            start, end = end, end + p.numel()
+            self.weights[start:end] = p.detach().flatten()
+            p.data = self.weights[start:end].view_as(p)
+            p.grad = self.gradients[start:end].view_as(p)
+        own = slice(rank * length, (rank + 1) * length)
+        self.shard = nn.Parameter(self.weights[own])
+        self.shard.grad = self.gradients[own]
+        self.optimizer = optimizer([self.shard])  # its states are 1/N as large
+
+    def step(self):
+        """After backward: sum this shard's gradients, step on it, send it to all."""
+        native_reduce_scatter(self.shard.grad, self.gradients, group=self.group)
+        self.optimizer.step()
+        all_gather(self.weights, self.shard.detach(), group=self.group)
+        self.gradients.zero_()
+
+
+# --- stage 1 in full: many buckets, reduced while backward goes on
+
+
+class Bucket:
+    """Some parameters as one flat tensor of S elements: N equal shards, one of them this rank's.
+
+    flat      (S,)     weights, in `param_dtype`; the parameters are views of it
+    shard     (S/N,)   this rank's shard of flat
+    master    (S/N,)   what the optimizer steps on: the shard, or its copy in another dtype or place
+    pieces             master cut at the parameters' borders: one a parameter, maybe empty
+    full      (S,)     this rank's gradients, in `reduce_dtype`
+    gradient  (S/N,)   this rank's shard of their sum over all ranks
+    """
+
+    def __init__(
+        self, parameters, group, ranks, value, param_dtype=None, reduce_dtype=None, offload=False
+    ):
+        self.group, self.ranks, self.trained = group, ranks, parameters[0].requires_grad
+        *self.starts, end = accumulate((p.numel() for p in parameters), initial=0)
+        self.length = -(-end // ranks)  # of a shard
+        self.size = ranks * self.length
+        first = dist.get_rank(group) * self.length if ranks > 1 else 0
+        self.own = slice(first, first + self.length)
+        self.spans = []  # where each parameter lies within the shard
+        for start, p in zip(self.starts, parameters):
+            borders = start - first, start + p.numel() - first
+            self.spans.append(slice(*(min(max(x, 0), self.length) for x in borders)))
+
+        self.flat, self.parameters, self.pieces = None, [], []
+        for p, start, span in zip(parameters, self.starts, self.spans):
+            weights = value(p).detach()  # one at a time: a large model is never whole
+            if self.flat is None:
+                self.make_weights(weights.dtype, weights.device, param_dtype, offload)
+            part = weights.flatten()[max(first - start, 0) :]
+            self.master[span] = part[: span.stop - span.start]
+            piece = self.master[span]
+            if p.dim() > 1:
+                piece = piece.unsqueeze(0)  # 2-D, so that weight decay still sees a matrix
+            self.pieces.append(nn.Parameter(piece, requires_grad=self.trained))
+            # .data: a version counter of its own, so autograd does not mind that a gather writes it
+            view = self.flat.data[start : start + p.numel()].view(p.shape)
+            self.parameters.append(nn.Parameter(view, requires_grad=self.trained))
+            self.parameters[-1].__dict__.update(p.__dict__)
+        self.reduce_dtype = reduce_dtype or self.flat.dtype
+        self.full = self.gradient = None
+        if self.trained:
+            self.make_gradients()
+
+    def make_weights(self, dtype, device, param_dtype, offload):
+        self.flat = torch.zeros(self.size, dtype=param_dtype or dtype, device=device)
+        self.shard = self.master = self.make_shard()
+        if self.trained and (offload or dtype != self.flat.dtype):
+            place = "cpu" if offload else device
+            self.master = torch.zeros(self.length, dtype=dtype, device=place)
+
+    def make_shard(self):
+        return self.flat[self.own]
+
+    def make_gradients(self):
+        self.full = torch.zeros(self.size, dtype=self.reduce_dtype, device=self.flat.device)
+        self.gradient = self.full[self.own]
+
+    def zero_grad(self):
+        self.full.zero_()
+
+    def cut(self, flat, i):
+        """Parameter i in a tensor like `flat`."""
+        p = self.parameters[i]
+        return flat[self.starts[i] :][: p.numel()].view(p.shape)
+
+    def add(self, i, gradient):
+        self.cut(self.full, i).add_(gradient)
+
+    def keep_shard(self):
+        """`gradient` is complete. Stage 2 frees the rest."""
+
+    def whole(self, shard):
+        """All ranks' shards together, on the device of the weights."""
+        shard = shard.to(self.flat.device)
+        if self.ranks == 1:
+            return shard
+        whole = shard.new_empty(self.size)
+        all_gather(whole, shard, group=self.group)
+        return whole
+
+    def hand_over(self):
+        """Give the pieces their gradients: a copy only if the master has another dtype or place."""
+        gradient = self.gradient.to(self.master)
+        for piece, span in zip(self.pieces, self.spans):
+            piece.grad = gradient[span].view(piece.shape)
+
+    def publish(self):
+        """Start to bring the masters' values to the weights of all ranks."""
+        self.shard.copy_(self.master)  # does nothing where these are the same tensor
+        if self.ranks > 1:
+            return all_gather(self.flat, self.shard, group=self.group, async_op=True)
+
+
+def group_parameters(parameters, bucket_bytes, key):
+    """Lists of parameters, at most bucket_bytes each, from the last parameter to the first: the
+    order in which backward produces gradients. key(p): what the parameters of a list share."""
+    lists, latest, size = [], {}, Counter()
+    for p in reversed(list(parameters)):
+        k = key(p)
+        size[k] += p.nbytes
+        if k not in latest or size[k] > bucket_bytes:
+            latest[k], size[k] = [], p.nbytes
+            lists.append(latest[k])
+        latest[k].append(p)
+    return lists
+
+
+class DirectReduceScatter:
+    """Reduce-scatter in one round: send each rank its shard, add up what arrives. A rank sends
+    (N-1)/N of the input, as in a ring; gloo's own sends twice that. To be called like torch's."""
+
+    def __init__(self, output, input, group=None, async_op=True):
+        self.output, self.received = output, torch.empty_like(input)
         self.work = dist.all_to_all_single(self.received, input, group=group, async_op=True)
-        if not async_op:
-            self.wait()
 
     def wait(self):
         self.work.wait()
-        torch.sum(self.received.view(self.ranks, len(self.output)), 0, out=self.output)
+        torch.sum(self.received.view(-1, len(self.output)), 0, out=self.output)
         self.received = None
 
 
+def placement(p, key, default=None):
+    """What another kind of parallelism says about a parameter: see ZeRO."""
+    return getattr(p, "placement", {}).get(key, default)
+
+
+class ZeRO1:
+    """Stage 1: each rank steps on its shards, and has 1/N of the optimizer's states.
+
+        zero = ZeRO(model, group, 1, torch.optim.AdamW, microbatches=2)
+        for step in ...:
+            zero.zero_grad()
+            for x, y in this rank's 2 micro-batches:   # tokens: of all ranks and micro-batches
+                loss = cross_entropy(model(x), y, reduction="sum") / tokens
+                loss.backward()
+            zero.finish()                              # the shards of the gradient are complete
+            zero.clip(zero.grad_norm(), 1.0)           # clip_grad_norm_ finds no p.grad
+            zero.step()                                # a scheduler goes on zero.optimizer
+
+    Arguments, and what nobody checks: see ZeRO, below.
+    """
+
+    stage = 1
+    bucket_type = Bucket
+    reduce_each = False  # reduce in every backward pass, or only in a step's last one
+
+    def __init__(
+        self, model, group, optimizer, microbatches=1, bucket_bytes=25 << 20, scopes=None, **options
+    ):
+        self.model, self.group, self.microbatches = model, group, microbatches
+        gloo = dist.get_backend(group) == "gloo"
+        self.reduce_scatter = DirectReduceScatter if gloo else native_reduce_scatter
+        self.reduce_group = group
+        self.scopes = list(scopes or [model])
+        self.scope, self.complete = 0, True  # see backward()
+        self.scopes_of = {p: () for p in model.parameters()}
+        for i, scope in enumerate(self.scopes):
+            for p in scope.parameters():
+                self.scopes_of[p] += (i,)
+        self.buckets, views = [], {}
+        for parameters in group_parameters(model.parameters(), bucket_bytes, self._kind):
+            bucket = self._make_bucket(parameters, **options)
+            self.buckets.append(bucket)
+            views |= zip(parameters, bucket.parameters)
+        self.trained = [bucket for bucket in self.buckets if bucket.trained]
+        self._install(views)
+        self.optimizer = optimizer(sum((bucket.pieces for bucket in self.trained), []))
+        self.works = []  # (bucket, work): reductions on their way
+        self.passes = []  # backward passes of this step that are over, of each scope
+        self.running = False  # a backward pass is on, or an exception ended it
+        self.zero_grad()
+        self.finished = True  # the step's gradients are complete
+        self.reload()
+
+    def _kind(self, p):
+        """What the parameters of a bucket have in common."""
+        groups = [placement(p, "data"), *placement(p, "partial", [])]
+        return self.scopes_of[p], p.requires_grad, p.dtype, p.device, *map(id, groups)
+
+    def _make_bucket(self, parameters, value=lambda p: p, **options):
+        group = placement(parameters[0], "data") or self.group
+        ranks = dist.get_world_size(group) if self.stage > 0 else 1
+        bucket = self.bucket_type(parameters, group, ranks, value, **options)
+        bucket.partial = placement(parameters[0], "partial", [])
+        bucket.scopes = self.scopes_of[parameters[0]]
+        return bucket
+
+    def _install(self, views):
+        """Put the views where the parameters stood, with hooks that take their gradients."""
+        for bucket in self.trained:
+            for i, p in enumerate(bucket.parameters):
+                p.register_post_accumulate_grad_hook(functools.partial(self._take, bucket, i))
+        self.places = []
+        for module in self.model.modules():
+            for name, p in list(module.named_parameters(recurse=False, remove_duplicate=False)):
+                setattr(module, name, views[p])
+                self.places.append((module, name, views[p], views[p].untyped_storage()._cdata))
+
+    # --- a step: zero_grad, backward passes, finish, step
+
+    def zero_grad(self, give_up=False):
+        """Start a step, after an exception in backward anew. give_up=True, on all ranks at the same
+        place: also if the last step was left between its backward and finish()."""
+        if self.running or give_up:
+            self._abandon()
+        elif any(self.passes) and not self.finished:
+            raise RuntimeError("there was no finish(): call it, or zero_grad(give_up=True)")
+        for module, name, p, storage in self.places:
+            if module._parameters.get(name) is not p or p.untyped_storage()._cdata != storage:
+                raise RuntimeError(
+                    f"parameter {name!r} is no longer the one that ZeRO put there: convert, move"
+                    " and tie it before ZeRO(model, ...), and make one ZeRO a model"
+                )
+        self.passes, self.finished = [0] * len(self.scopes), False
+        for bucket in self.trained:
+            bucket.zero_grad()
+            bucket.missing = len(bucket.parameters)  # gradients to come in this pass
+            bucket.passes_left = self.microbatches * len(bucket.scopes)
+
+    def _abandon(self):
+        self._wait()  # or these reductions would land in the next step's gradients
+        self.running = False
+
+    # --- while backward runs
+
+    def _take(self, bucket, i, p):
+        """The hook of each parameter: move its gradient into the bucket."""
+        gradient, p.grad = p.grad, None
+        self._backward_begins()
+        if self.passes[self.scope] == self.microbatches:
+            raise RuntimeError(
+                f"more backward passes than the {self.microbatches} that ZeRO was told of: call"
+                " zero_grad() before each step, or change microbatches="
+            )
+        self.arrived, self.finished = True, False
+        bucket.add(i, gradient)
+        bucket.missing -= 1
+        if self.complete:
+            self._reduce_full()
+
+    def _backward_begins(self):
+        if not self.running:
+            self.running, self.arrived = True, False  # arrived: a gradient, in this pass
+            self._line_up()
+            # Called when backward is over, but not if an exception ends it
+            torch.autograd.Variable._execution_engine.queue_callback(self._backward_ends)
+            if torch.is_grad_enabled():
+                raise RuntimeError("create_graph=True: ZeRO has no gradients of gradients")
+
+    def _line_up(self):
+        """The buckets that this pass fills, in the order in which to reduce them."""
+        self.line = [bucket for bucket in self.trained if self.scope in bucket.scopes]
+
+    def _backward_ends(self):
+        self.running = False
+        if self.arrived:  # else it was autograd.grad, and none of the step's passes
+            self._end_pass()
+
+    def _end_pass(self):
+        if self.complete:
+            self._reduce_full(rest=True)  # a parameter may have got no gradient
+            self._wait()
+            self.passes[self.scope] += 1
+
+    def _reduce_full(self, rest=False):
+        # In the same order on all ranks: swapped reductions would add up the wrong buckets,
+        # silently. So a bucket that is full early waits for those before it
+        while self.line and (rest or self.line[0].missing == 0):
+            bucket = self.line.pop(0)
+            bucket.missing = len(bucket.parameters)
+            bucket.passes_left -= 1
+            if self.reduce_each or bucket.passes_left == 0:
+                self._reduce(bucket)
+
+    def _reduce(self, bucket):
+        group = self.reduce_group if bucket.group is self.group else bucket.group
+        shard = bucket.full[bucket.own]
+        work = self.reduce_scatter(shard, bucket.full, group=group, async_op=True)
+        self.works.append((bucket, work))
+
+    def _wait(self, leave=0):
+        while len(self.works) > leave:
+            bucket, work = self.works.pop(0)
+            work.wait()
+            bucket.keep_shard()
+
+    # --- after it
+
+    def finish(self):
+        """Complete the gradients, after the last backward of a step."""
+        if self.running:
+            raise RuntimeError("an exception ended a backward pass: call zero_grad(), begin anew")
+        if self.finished:
+            raise RuntimeError("finish() was called already: call zero_grad() before the next step")
+        for scope in range(len(self.scopes)):
+            # A rank that ran fewer backward passes must still join the reductions
+            while self.passes[scope] < self.microbatches:
+                with self.backward(scope):
+                    self._line_up()
+                    self._end_pass()
+        for bucket in self.trained:
+            for group in bucket.partial:
+                dist.all_reduce(bucket.gradient, group=group)
+        self.finished = True
+
+    def _check_finished(self):
+        if not self.finished:
+            raise RuntimeError("gradients are incomplete: call finish() after the last backward")
+
+    def grad_norm(self, groups=()):
+        """The norm of the whole gradient: a float64 scalar, the same on all ranks. Each element
+        counts once. groups: others over which parameters are split (tensor parallel, pipeline)."""
+        self._check_finished()
+        counted = []
+        for bucket in self.trained:
+            for p, span in zip(bucket.parameters, bucket.spans):
+                # What all ranks of a group hold counts on its first rank
+                copies = [group for group in placement(p, "copies", []) if group in groups]
+                if all(dist.get_rank(group) == 0 for group in copies + bucket.partial):
+                    counted.append(bucket.gradient[span])
+        device = self.buckets[0].flat.device
+        total = torch.zeros((), dtype=torch.float64, device=device)
+        if counted:
+            dtype = torch.promote_types(counted[0].dtype, torch.float32)
+            total += torch.stack(torch._foreach_norm(counted, dtype=dtype)).double().square().sum()
+        for group in [self.group, *groups] if self.stage > 0 else groups:
+            dist.all_reduce(total, group=group)
+        return total.sqrt()
+
+    def clip(self, norm, limit):
+        """Scale the gradients so that their global norm is at most `limit` (0: leave them)."""
+        self._check_finished()
+        if limit > 0:
+            scale = (limit / (norm + 1e-6)).clamp(max=1.0)
+            for bucket in self.trained:
+                bucket.gradient.mul_(scale.to(bucket.gradient.dtype))
+
+    def step(self):
+        """Step on this rank's shards, and send the new weights to all."""
+        self._check_finished()
+        for bucket in self.trained:
+            bucket.hand_over()
+        self.optimizer.step()  # once for all buckets: some optimizers count their steps
+        self.optimizer.zero_grad()
+        self.reload(self.trained)
+
+    def reload(self, buckets=None):
+        """The masters were filled, by a step or from a checkpoint: bring them to all ranks."""
+        works = [bucket.publish() for bucket in buckets or self.buckets]
+        for work in works:
+            if work is not None:
+                work.wait()
+
+    @torch.no_grad()
+    def whole(self, named):
+        """For (name, parameter) pairs of the model: (name, whole copy in the masters' dtype), with
+        the global gradient in .grad. For checks and checkpoints; every rank must call it."""
+        copies = {}
+        for bucket in self.buckets:
+            weights = bucket.whole(bucket.master)
+            gradient = bucket.whole(bucket.gradient) if bucket.trained else None
+            for i, p in enumerate(bucket.parameters):
+                copies[p] = nn.Parameter(bucket.cut(weights, i).clone())
+                copies[p].__dict__.update(p.__dict__)
+                if bucket.trained:
+                    copies[p].grad = bucket.cut(gradient, i).to(copies[p], copy=True)
+        return [(name, copies[p]) for name, p in named]
+
+    @property
+    def param_groups(self):
+        """The optimizer's, for learning rates."""
+        return self.optimizer.param_groups
+
+    @contextlib.contextmanager
+    def backward(self, scope=0, complete=True):
+        """Around each backward pass of one of several scopes, modules with passes of their own (a
+        pipeline rank's stages). complete=False: some gradients come in a later pass."""
+        self.scope, self.complete = scope, complete
+        try:
+            yield
+        finally:
+            self.scope, self.complete = 0, True
+
+
+class ZeRO0(ZeRO1):
+    """Nothing is split, a bucket is one whole shard: DDP, with mixed precision."""
+
+    stage = 0
+
+    def _reduce(self, bucket):
+        work = dist.all_reduce(bucket.full, group=bucket.group, async_op=True)
+        self.works.append((bucket, work))
+
+
+# --- stage 2: gradients too
+
+
+class Bucket2(Bucket):
+    """`full` has memory from the first gradient until it is reduced."""
+
+    def make_gradients(self):
+        self.gradient = torch.zeros(self.length, dtype=self.reduce_dtype, device=self.flat.device)
+
+    def zero_grad(self):
+        self.full = None
+        self.gradient.zero_()
+
+    def make_full(self):
+        if self.full is None:
+            self.full = self.gradient.new_zeros(self.size)
+
+    def add(self, i, gradient):
+        self.make_full()
+        super().add(i, gradient)
+
+    def keep_shard(self):
+        self.gradient += self.full[self.own]
+        self.full = None
+
+
+class ZeRO2(ZeRO1):
+    """Stage 2: no rank has all gradients at once. With reduce_each=False they are reduced in the
+    last micro-batch alone: less is sent, and until then all of them are held."""
+
+    stage = 2
+    bucket_type = Bucket2
+
+    def __init__(self, *args, reduce_each=True, **options):
+        self.reduce_each = reduce_each
+        super().__init__(*args, **options)
+
+    def _reduce(self, bucket):
+        bucket.make_full()
+        super()._reduce(bucket)
+        self._wait(leave=1)  # at most two buckets are whole: one is on its way, one fills
+
+
+# --- stage 3: weights too
+
+
 class Freed(nn.Parameter):
-    """The class of a parameter while stage 3 has freed its memory. Its shape can be read. Its
-    values can not: without this error torch would read freed memory, and the process would die."""
+    """The class of a parameter while its memory is freed. Its shape can be read. Its values can
+    not: torch would read memory that is not its own, and the process would die."""
 
     ALLOWED = set(
-        "shape size dim ndim numel nelement stride dtype itemsize element_size is_floating_point is_complex device is_cuda"
-        " layout untyped_storage requires_grad requires_grad_ grad grad_fn is_leaf register_hook"
-        " register_post_accumulate_grad_hook new_empty new_zeros new_ones new_full empty_like zeros_like ones_like".split()
+        "shape size dim ndim numel nelement stride dtype itemsize element_size is_floating_point"
+        " is_complex device is_cuda layout untyped_storage requires_grad requires_grad_ grad"
+        " grad_fn is_leaf register_hook register_post_accumulate_grad_hook new_empty new_zeros"
+        " new_ones new_full empty_like zeros_like ones_like".split()
     )
 
     @classmethod
     def __torch_function__(cls, function, types, args=(), kwargs=None):
-        of_property = function.__name__ in ("__get__", "__set__")
-        name = function.__self__.__name__ if of_property else function.__name__
+        is_property = function.__name__ in ("__get__", "__set__")
+        name = function.__self__.__name__ if is_property else function.__name__
         if name not in cls.ALLOWED:
             raise RuntimeError(
-                f"{name} of a weight that is not here: stage 3 has it only while a unit that contains it runs."
-                " To read weights (state_dict, deepcopy), call zero.whole(model.named_parameters());"
-                " to use one, do so within its unit's forward"
+                f"{name} of a weight that is not here: stage 3 has it while a unit that contains it"
+                " runs. Use it within its unit's forward, or read a copy from zero.whole(...)"
             )
         with torch._C.DisableTorchFunctionSubclass():
             return function(*args, **kwargs or {})
 
 
-class Bucket:
-    """Some parameters as one flat tensor of S elements, with padding; this rank owns part `part` of
-    `parts`, S / parts long.
+class Bucket3(Bucket2):
+    """`flat` has memory while one of `users`, the units that contain the parameters, needs it."""
 
-    flat      (S,)      weights in `param_dtype`; the parameters are views of it. In stage 3 without memory unless gathered
-    shard     (S/N,)    this rank's part of it
-    master    (S/N,)    what the optimizer steps on: the shard itself, or its copy in another dtype or place
-    pieces              master cut at the parameters' borders, one a parameter, maybe empty. A piece of a matrix is (1, n),
-                        so that whoever tells matrices from vectors by dim() (weight decay) still
-                        can
-    full      (S,)      this rank's gradients, in `reduce_dtype`
-    gradient  (S/N,)    this rank's part of their sum over all ranks
-    """
-
-    def __init__(self, parameters, value, group, stage, device, dtypes, offload):
-        master_dtype, param_dtype, self.reduce_dtype = dtypes
-        self.group = group
-        part, parts = (dist.get_rank(group), dist.get_world_size(group)) if stage > 0 else (0, 1)
-        self.stage, self.trained = stage, parameters[0].requires_grad
-        self.partial = getattr(parameters[0], "placement", {}).get("partial", [])
-        sizes = [p.numel() for p in parameters]
-        self.starts = [sum(sizes[:i]) for i in range(len(sizes))]
-        self.length = -(-sum(sizes) // parts)
-        self.size = self.length * parts
-        self.own = slice(part * self.length, (part + 1) * self.length)
-        # Of the parameters, then within this rank's part
-        borders = [(at, at + n) for at, n in zip(self.starts, sizes)]
-        ends = [[min(max(x, self.own.start), self.own.stop) for x in pair] for pair in borders]
-        # Of pieces in a shard
-        self.spans = [slice(first - self.own.start, last - self.own.start) for first, last in ends]
-
-        self.flat = torch.zeros(self.size, dtype=param_dtype, device=device)
-        # .data: views with version counters of their own. Autograd must not mind that a gather
-        # writes what it has saved
-        views = [
-            self.flat.data[at : at + p.numel()].view(p.shape)
-            for p, at in zip(parameters, self.starts)
-        ]
-        self.shard = (
-            self.flat[self.own]
-            if stage < 3
-            else torch.zeros(self.length, dtype=param_dtype, device=device)
-        )
-        self.master, self.pieces = self.shard, []
-        if self.trained and (offload or master_dtype != param_dtype):
-            self.master = torch.zeros(
-                self.length, dtype=master_dtype, device="cpu" if offload else device
-            )
-        for p, view, at, (first, last), span in zip(
-            parameters, views, self.starts, ends, self.spans
-        ):
-            mine, weights = self.master[span], value(p).detach()
-            mine.copy_(weights.flatten()[first - at : last - at])
-            if stage < 3:
-                view.copy_(weights)
-            self.pieces.append(
-                nn.Parameter(
-                    mine.unsqueeze(0) if p.dim() > 1 else mine, requires_grad=p.requires_grad
-                )
-            )
-        if stage == 3:
-            self.shard.copy_(self.master)
-        self.parameters = [
-            nn.Parameter(view, requires_grad=p.requires_grad) for p, view in zip(parameters, views)
-        ]
-        for p, given in zip(self.parameters, parameters):
-            p.__dict__.update(given.__dict__)
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
         self.users, self.gathering = set(), None
-        self.full = self.gradient = None
-        if self.trained:
-            if stage < 2:  # for good
-                self.full = torch.zeros(self.size, dtype=self.reduce_dtype, device=device)
-                self.gradient = self.full[self.own]
-            else:
-                self.gradient = torch.zeros(self.length, dtype=self.reduce_dtype, device=device)
-        self.filled, self.reduced = set(), False
-        self.begin_pass()
-        self.resize(0 if stage == 3 else self.size)
+        self.free()
 
-    def resize(self, elements):
-        self.flat.untyped_storage().resize_(elements * self.flat.element_size())
-        if elements == 0:
-            self.turn_parameters(nn.Parameter, Freed)
+    def make_shard(self):
+        return torch.zeros_like(self.flat[self.own])
 
-    def turn_parameters(self, before, after):
-        for p in self.parameters:
-            if type(p) is before:  # a dry run's are of a class of torch's
-                p.__class__ = after
+    def publish(self):
+        self.shard.copy_(self.master)  # the others get it when they gather
+
+    def gather(self):
+        self.flat.untyped_storage().resize_(self.flat.nbytes)
+        self.gathering = all_gather(self.flat, self.shard, group=self.group, async_op=True)
 
     def wait(self):
-        """Until the gathered weights are here."""
         if self.gathering is not None:
             self.gathering.wait()
             self.gathering = None
-            self.turn_parameters(Freed, nn.Parameter)
+            self._become(nn.Parameter)
 
-    def begin_pass(self):
-        self.missing = set(range(len(self.parameters)))
+    def free(self):
+        self.wait()
+        self.flat.untyped_storage().resize_(0)
+        self._become(Freed)
 
-    def add(self, i, gradient):
-        """Take the gradient of parameter i into the flat one. (In ddp.py it is a view of that; this
-        one comes and goes, and may have another dtype.)"""
-        self.have_full()
-        slot = self.full[self.starts[i] :][: gradient.numel()].view(gradient.shape)
-        slot.add_(gradient) if i in self.filled else slot.copy_(gradient)
-        self.filled.add(i)
-        self.missing.discard(i)
+    def _become(self, kind):
+        for p in self.parameters:
+            if type(p) in (nn.Parameter, Freed):  # a dry run's are of a class of torch's
+                p.__class__ = kind
 
-    def have_full(self):
-        if self.full is None:
-            self.full = torch.empty(self.size, dtype=self.reduce_dtype, device=self.flat.device)
 
-    def fill_gaps(self):
-        """Zeros for the parameters that got no gradient, and for the padding."""
-        self.have_full()
-        for i in set(range(len(self.parameters))) - self.filled:
-            self.full[self.starts[i] :][: self.parameters[i].numel()].zero_()
-        self.full[sum(p.numel() for p in self.parameters) :].zero_()
-        self.filled.clear()
+class Unit:
+    """A module whose weights are gathered before it runs, forward or backward, and freed after."""
 
-    def take(self):
-        """Stage 2: keep this rank's part of the sum, free the rest."""
-        mine = self.full[self.own]
-        self.gradient.add_(mine) if self.reduced else self.gradient.copy_(mine)
-        self.full, self.reduced = None, True
+    def __init__(self, zero, module):
+        self.zero, self.module, self.buckets = zero, module, []
+        self.previous = self.following = None  # its neighbours in the order of forward
+        module.register_forward_pre_hook(self.before_forward)
+        module.register_forward_hook(self.after_forward)
 
-    def hand_over(self):
-        """The gradient to the optimizer's pieces, in the master's dtype and place. Where it has
-        these already it is no copy."""
-        gradient = self.gradient.to(self.master)
-        for piece, span in zip(self.pieces, self.spans):
-            piece.grad = gradient[span].view(piece.shape)
+    def gather(self):
+        for bucket in self.buckets:
+            if not bucket.users:
+                bucket.gather()
+            bucket.users.add(self)
+
+    def wait(self):
+        for bucket in self.buckets:
+            bucket.wait()
+
+    def release(self):
+        for bucket in self.buckets:
+            if bucket.users == {self}:
+                bucket.free()
+            bucket.users.discard(self)
+
+    def before_forward(self, module, inputs):
+        # Activation checkpointing may run it again amid its backward: then nothing is to be done
+        if self.zero.active is not self:
+            self.zero.enter(self, self.following)
+
+    def after_forward(self, module, inputs, result):
+        if self.zero.active is self:
+            return
+        passed_on = {id(t) for t in tensors_in(inputs)}
+        results = [t for t in tensors_in(result) if t.requires_grad and id(t) not in passed_on]
+        for t in results:
+            t.register_hook(self.before_backward)
+        if results and self.following is None and self.zero.reshard:
+            self.zero.ahead = self  # the last unit: its backward is likely to be next
+        elif self.zero.reshard or not results:
+            self.release()
+
+    def before_backward(self, gradient):
+        zero = self.zero
+        zero._backward_begins()
+        if zero.active is self:
+            return
+        # Autograd runs in the reverse order of forward: all that ran after this unit is done
+        if zero.active:
+            zero.active.release()
+        zero.active = self
+        zero.enter(self, self.previous)
+
+
+class ZeRO3(ZeRO2):
+    """Stage 3: a rank has its shards of all weights, and the whole weights of two units at most.
+    A unit is a bucket. With reshard=False units stay whole from forward until their backward."""
+
+    stage = 3
+
+    def __init__(self, model, *args, units=None, reshard=True, scopes=None, **options):
+        self.reshard = reshard
+        self.active = None  # the unit whose backward is on
+        self.ahead = None  # the unit that is gathered in advance
+        scopes = list(scopes or [model])
+        self.units = []  # of each scope, in the order of forward
+        for scope in scopes:
+            inside = set(scope.modules())
+            modules = default_units(scope) if units is None else [m for m in units if m in inside]
+            self.units.append([Unit(self, module) for module in modules])
+            for unit, following in pairwise(self.units[-1]):
+                unit.following, following.previous = following, unit
+        self.users = {p: () for p in model.parameters()}
+        for unit in sum(self.units, []):
+            for p in unit.module.parameters():
+                self.users[p] += (unit,)
+        super().__init__(model, *args, scopes=scopes, **options | {"bucket_bytes": float("inf")})
+
+    def _kind(self, p):
+        return self.users[p], super()._kind(p)
+
+    def _make_bucket(self, parameters, **options):
+        users = self.users[parameters[0]]
+        self.bucket_type = Bucket3 if users else Bucket2  # outside of units: whole, as in stage 2
+        bucket = super()._make_bucket(parameters, **options)
+        for unit in users:
+            unit.buckets.append(bucket)
+        return bucket
+
+    def enter(self, unit, following):
+        """`unit` runs now, and `following` is likely to be next: gather it meanwhile."""
+        if self.ahead not in (unit, None):
+            self.ahead.release()  # a wrong guess
+        unit.gather()
+        unit.wait()
+        if following:
+            following.gather()
+        self.ahead = following
+
+    def release(self, units):
+        for unit in units:
+            unit.release()
+        if self.ahead:
+            self.ahead.release()
+        self.ahead = self.active = None
+
+    def _backward_ends(self):
+        super()._backward_ends()
+        self.release(self.units[self.scope])
+
+    def _abandon(self):
+        super()._abandon()
+        self.release(sum(self.units, []))
+
+    def reload(self, buckets=None):
+        self.release(sum(self.units, []))  # what a forward without backward has left
+        super().reload(buckets)
 
 
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 
 def default_units(module):
-    """What stage 3 gathers at a time: each item of the outermost containers (the blocks of a list
-    of blocks), and each other module beside them (embedding, head)."""
+    """The items of the outermost containers (the blocks of a list of blocks), and the modules
+    beside them (embedding, head)."""
+    units = [module]
     if isinstance(module, CONTAINERS):
-        return [unit for unit in module.children() if any(True for _ in unit.parameters())]
-    if not any(isinstance(m, CONTAINERS) for m in module.modules()):
-        return [module] if any(True for _ in module.parameters()) else []
-    return [unit for child in module.children() for unit in default_units(child)]
+        units = module.children()
+    elif any(isinstance(m, CONTAINERS) for m in module.modules()):
+        units = sum((default_units(child) for child in module.children()), [])
+    return [unit for unit in units if next(unit.parameters(), None) is not None]
 
 
 def tensors_in(x):
@@ -276,667 +732,75 @@ def tensors_in(x):
             yield from tensors_in(y)
 
 
+# --- which stage
+
 # Optimizers of torch's, or widely used ones, that don't work element by element
 NOT_ELEMENTWISE = "Adafactor", "LAMB", "Lamb", "LARS", "LBFGS", "Muon", "SOAP", "Shampoo"
 
 
-class ZeRO:
-    """Trains `model` over `group` with model states split as `stage` (0 to 3) says.
+def ZeRO(model, group, stage, optimizer, microbatches=1, **options):
+    """Trains `model` over `group` as `stage` (0 to 3) says. Its use: see ZeRO1.
 
-        zero = ZeRO(model, group, stage=2, optimizer=torch.optim.AdamW, microbatches=2)
-        scheduler = CosineAnnealingLR(zero.optimizer, 1000)       # on zero.optimizer, not on zero
-        for step in ...:
-            zero.zero_grad()
-            for x, y in my_2_microbatches:
-                loss = cross_entropy(model(x), y, reduction="sum") /
-                tokens_of_all_ranks_and_microbatches loss.backward()
-            zero.finish()                                         # the global gradient is complete, each rank has its part
-            zero.clip(zero.grad_norm(), 1.0)                      # torch's clip_grad_norm_ sees no gradients here
-            zero.step()
-            scheduler.step()
+    optimizer(pieces): makes an optimizer that works element by element.
+    microbatches: the backward passes of a step. They may come in any order between forwards.
+    value(parameter): its whole initial value; it has the device to use and the masters' dtype. The
+        model may be on the meta device. Default: the parameter itself.
+    param_dtype, reduce_dtype: mixed precision. Of weights, activations and backward (default: the
+        masters'), and of the sum of gradients (default: param_dtype).
+    offload: masters and optimizer states in the host's memory.
+    bucket_bytes: the largest bucket of stages 0 to 2.
+    reduce_each, in stages 2 and 3: see ZeRO2. reshard, in stage 3: see ZeRO3.
+    units, in stage 3: modules, in the order of forward. Their parameters are used within their
+        forward alone. What no unit contains stays whole. Default: default_units(model).
+    scopes: for pipelines, see ZeRO1.backward. Default: the model.
 
-    The model's parameters are replaced in place, by views of the buckets; p.grad is None after
-    backward.
-    optimizer(pieces): makes an optimizer that works element by element, of this rank's pieces of
-    the parameters. They come in
-        the order of the buckets, not of model.parameters().
-    microbatches: the backward passes a step. They may come in any order between forwards, as in a
-    pipeline.
-    units: modules that stage 3 gathers whole, in the order of forward; a parameter belongs to those
-    that contain it, and must
-        be used within their forward. Two units may share one. Default: default_units(model), and
-        the model for what is left.
-    bucket_bytes: the largest bucket of stages 0 to 2. A unit is a bucket in stage 3, whatever its
-    size.
-    param_dtype, reduce_dtype: of weights, activations and backward; of the sum over the ranks.
-    master_dtype: of the weights
-        that the optimizer steps on. Defaults: reduce as param, param as master, master as the
-        parameters are.
-    reduce_each, reshard: see the top of the file. offload: master weights and optimizer states in
-    the host's memory. reduce_scatter(output, input, group=..., async_op=True) returns a work
-    handle. Default: torch's, on gloo the direct one.
-    reduce_group: another group of the same ranks for the gradients, for stage 3 where ranks may
-    differ in which parameters get
-        one: then gathers and reductions come in orders of their own.
-    value(parameter): its whole initial value. So the model may be on the meta device, and `device`
-    says where it goes.
+    Before: all ranks have equal weights, loaded, tied and frozen as they shall be. The parameters
+    are replaced in place. Activation checkpointing needs use_reentrant=False. Nobody checks this:
+    a parameter without gradient gets a zero one, so weight decay and momentum move it. Buffers
+    (BatchNorm) are not synchronised. In stage 3 all ranks must run the same units in the same
+    order: one that skips a layer waits for ever. If they differ in which parameters get a gradient,
+    set zero.reduce_group to another group of the same ranks, since gathers and reductions then come
+    in different orders. docs/memory.md has more.
 
-    A step that an exception in backward ended begins again with zero_grad(). One given up
-    elsewhere, after a backward and before finish(), needs zero_grad(give_up=True). All ranks must
-    give up at the same place. Before ZeRO(...): all ranks have equal weights, in their dtype, on
-    their device, tied and loaded. Whether a parameter is trained (requires_grad) is read then.
-    Frozen ones are split in stage 3 and otherwise left whole. A parameter without gradient gets a
-    zero one, so weight decay and momentum move it. Buffers (BatchNorm) are not synchronised. The
-    optimizer gets all gradients at once. Where their dtype or place is not the masters', that is a
-    copy of this rank's part, for a moment: where it does not fit, choose reduce_dtype=master_dtype.
-    Activation checkpointing: use_reentrant=False. In stage 3 all ranks must run the same units in
-    the same order: one that skips a layer waits for ever. A weight can be read only while its unit
-    runs; zero.whole() has it at other times.
-    Raises ValueError for an unknown stage, for what is no module, and for optimizers known to need
-    whole matrices.
-    Raises RuntimeError for calls out of order, create_graph=True, parameters that were replaced,
-    and the values of a weight that is not here.
-
-    Beside other kinds of parallelism (to be skipped at first):
-    scopes: parts of the model that have backward passes of their own (a pipeline rank's stages),
-    `microbatches` each, within
-        `with zero.backward(index of the scope)`. They may share parameters. Default: the model is
-        the only one.
-    A parameter may be partial over further groups (`parameter.placement`, as tensor_parallel.shard
-    writes it; a matrix tied across pipeline stages): finish() sums this rank's part of its gradient
-    over them. placement["data"]: it is shared out over that group instead of `group` (an expert, of
-    which there are fewer copies).
+    parameter.placement, of other kinds of parallelism, may have: "partial", groups over which
+    finish() sums its gradient too; "data", its group in place of `group` (an expert of which there
+    are fewer copies); "copies", groups that hold it as well, for the norm.
     """
-
-    def __init__(
-        self,
-        model,
-        group,
-        stage,
-        optimizer,
-        microbatches=1,
-        units=None,
-        scopes=None,
-        bucket_bytes=25 << 20,
-        param_dtype=None,
-        reduce_dtype=None,
-        master_dtype=None,
-        reduce_each=True,
-        reshard=True,
-        offload=False,
-        reduce_scatter=None,
-        reduce_group=None,
-        value=lambda parameter: parameter,
-        device=None,
-    ):
-        if stage not in (0, 1, 2, 3):
-            raise ValueError(f"there is no stage {stage!r} of ZeRO: choose 0, 1, 2 or 3")
-        if not isinstance(model, nn.Module):
-            raise ValueError(
-                f"ZeRO replaces a model's parameters: give it the model, not a {type(model).__name__}"
-            )
-        if isinstance(optimizer, torch.optim.Optimizer):
-            raise ValueError(
-                "give ZeRO a function that makes the optimizer (optimizer=torch.optim.AdamW), not an optimizer"
-            )
-        self.model, self.group, self.stage, self.microbatches = model, group, stage, microbatches
-        self.reduce_each, self.reshard, self.reduce_group = (
-            reduce_each and stage >= 2,
-            reshard,
-            reduce_group or group,
-        )
-        direct = dist.get_backend(group) == "gloo"
-        self.reduce_scatter = reduce_scatter or (
-            DirectReduceScatter if direct else native_reduce_scatter
-        )
-        self.scopes = [model] if scopes is None else list(scopes)
-        self.scope, self.complete = 0, True
-        self.units, self.rest = [[] for _ in self.scopes], None
-        for scope, own in zip(self.scopes, self.units) if stage == 3 else ():
-            inside = set(scope.modules())
-            modules = default_units(scope) if units is None else [m for m in units if m in inside]
-            # Each knows the list of its neighbours
-            own += [Unit(self, module, own, i) for i, module in enumerate(modules)]
-        self.buckets, made = [], {}
-        for parameters, users, scopes in self._sort(bucket_bytes if stage < 3 else float("inf")):
-            dtypes = [master_dtype or parameters[0].dtype]
-            dtypes += [param_dtype or dtypes[0]]
-            dtypes += [reduce_dtype or dtypes[1]]
-            where = device or parameters[0].device
-            data = getattr(parameters[0], "placement", {}).get("data") or group
-            bucket = Bucket(parameters, value, data, stage, where, dtypes, offload)
-            bucket.scopes = scopes
-            self.buckets.append(bucket)
-            for unit in users:
-                unit.buckets.append(bucket)
-            made |= zip(parameters, bucket.parameters)
-        self.trained = [bucket for bucket in self.buckets if bucket.trained]
-        # By a scope's backward
-        self.reached = [[b for b in self.trained if i in b.scopes] for i in range(len(self.scopes))]
-        self._install(made)
-        pieces = [piece for bucket in self.trained for piece in bucket.pieces]
-        self.optimizer = optimizer(pieces)
-        if type(self.optimizer).__name__ in NOT_ELEMENTWISE:
-            name = type(self.optimizer).__name__
-            raise ValueError(
-                f"{name} needs whole matrices, ZeRO has flat pieces of them: take one like AdamW or SGD"
-            )
-        # The unit gathered in advance; the one whose backward is on
-        self.ahead = self.active = None
-        # Whether a backward is on, or was ended by an exception; reductions on their way
-        self.running, self.flying = False, []
-        self.gathered, self.gathered_peak = 0, 0  # bytes
-        # Done of each scope; of this one's buckets the first not reduced
-        self.passes, self.next = [0] * len(self.scopes), 0
-        # False: a step is on. True: its gradients are complete. None: no step yet
-        self.finished = None
-
-    def _sort(self, bucket_bytes):
-        """(parameters, the units that use them, the indices of their scopes) of each bucket, from
-        the last parameter to the first, the order in which backward produces gradients. A bucket's
-        have the same users, scopes, dtype, device, and groups over which they are partial."""
-        users, scopes, lists, latest, size = {}, {}, [], {}, {}
-        for unit in sum(self.units, []):
-            for p in unit.module.parameters():
-                users[p] = (*users.get(p, ()), unit)
-        for i, scope in enumerate(self.scopes):
-            for p in scope.parameters():
-                scopes[p] = (*scopes.get(p, ()), i)
-        if self.stage == 3 and any(p not in users for p in self.model.parameters()):
-            if self.scopes != [self.model]:
-                raise ValueError("with several scopes each parameter must belong to a unit")
-            self.rest = Unit(self, self.model, [], None)
-        for p in reversed(list(self.model.parameters())):
-            placement = getattr(p, "placement", {})
-            partial, data = placement.get("partial", []), placement.get("data")
-            using = users.get(p, (self.rest,) if self.rest else ())
-            key = (
-                using,
-                scopes[p],
-                p.requires_grad,
-                p.dtype,
-                p.device,
-                id(data),
-                tuple(id(g) for g in partial),
-            )
-            size[key] = size.get(key, 0) + p.numel() * p.element_size()
-            if key not in latest or size[key] > bucket_bytes:
-                latest[key], size[key] = [], p.numel() * p.element_size()
-                lists.append((latest[key], using, scopes[p]))
-            latest[key].append(p)
-        return lists
-
-    def _install(self, made):
-        """Put the views of the buckets where the parameters were, with the hooks that take their
-        gradients."""
-        self.places = []  # where each parameter stands, and on which storage
-        storages = {
-            p: bucket.flat.untyped_storage()._cdata
-            for bucket in self.buckets
-            for p in bucket.parameters
-        }
-        for bucket in self.trained:
-            for i, p in enumerate(bucket.parameters):
-                p.register_post_accumulate_grad_hook(
-                    lambda _, bucket=bucket, i=i: self._arrived(bucket, i)
-                )
-        for module in self.model.modules():
-            for name, p in module.named_parameters(recurse=False):
-                setattr(module, name, made[p])
-                self.places.append((module._parameters, name, made[p], storages[made[p]]))
-
-    # --- gradients
-
-    def zero_grad(self, give_up=False):
-        """Start a step. give_up: the last one was not finished, and is to be forgotten. (One that
-        an exception in backward ended is always forgotten.) All ranks must give up at the same
-        place."""
-        if self.finished is False and any(self.passes) and not (self.running or give_up):
-            raise RuntimeError(
-                "backward passes came, and no finish(): call zero_grad() once a step, and finish() after its last backward;"
-                " to give a step up, call zero_grad(give_up=True)"
-            )
-        for owner, name, p, storage in self.places:
-            if owner.get(name) is not p or p.untyped_storage()._cdata != storage:
-                raise RuntimeError(
-                    f"parameter {name!r} is no longer the one that ZeRO put there: convert, move and tie"
-                    " (.double(), .to()) before ZeRO(model, ...), and make one ZeRO a model"
-                )
-        if self.running or give_up:
-            self._forget()
-        self.passes, self.next, self.finished = [0] * len(self.scopes), 0, False
-        for bucket in self.trained:
-            bucket.filled.clear()
-            bucket.reduced = False
-
-    def _forget(self):
-        """Drop all that a step has left that was given up."""
-        for _, work in self.flying:
-            work.wait()  # or it would land in the gradients of the next step
-        self.flying, self.running = [], False
-        self._release_all()
-        for bucket in self.trained:
-            bucket.begin_pass()
-            if self.stage >= 2:
-                bucket.full = None
-
-    @contextlib.contextmanager
-    def backward(self, scope=0, complete=True):
-        """Around a backward pass of one scope of several; complete=False: one that leaves some
-        gradients for a later one."""
-        self.scope, self.complete = scope, complete
-        try:
-            yield
-        finally:
-            self.scope, self.complete = 0, True
-
-    def _arrived(self, bucket, i):
-        p = bucket.parameters[i]
-        gradient, p.grad = p.grad, None
-        self._in_backward()
-        if self.passes[self.scope] == self.microbatches:
-            raise RuntimeError(
-                f"more backward passes than the {self.microbatches} that ZeRO was told of: call zero_grad() before each step,"
-                " or give ZeRO another microbatches="
-            )
-        self.finished = False
-        bucket.add(i, gradient)
-        self._launch()
-
-    def _in_backward(self):
-        if self.running:
-            return
-        self.running = True
-        # Not where an exception ends it
-        torch.autograd.Variable._execution_engine.queue_callback(self._backward_over)
-        if torch.is_grad_enabled():
-            raise RuntimeError(
-                "create_graph=True: ZeRO has no gradients of gradients; take ddp.py's DDP, or leave it out"
-            )
-
-    def _launch(self, rest=False):
-        # In the same order on every rank and in every pass: swapped between ranks they would add up
-        # the wrong buckets, silently
-        if not self.complete:
-            return
-        buckets = self.reached[self.scope]
-        while self.next < len(buckets) and (rest or not buckets[self.next].missing):
-            bucket = buckets[self.next]
-            self.next += 1
-            last = sum(self.passes[s] for s in bucket.scopes) + 1 == self.microbatches * len(
-                bucket.scopes
-            )
-            if not (last or self.reduce_each):
-                continue
-            bucket.fill_gaps()
-            group = self.reduce_group if bucket.group is self.group else bucket.group
-            if self.stage == 0:
-                work = dist.all_reduce(bucket.full, group=group, async_op=True)
-            else:
-                work = self.reduce_scatter(
-                    bucket.full[bucket.own], bucket.full, group=group, async_op=True
-                )
-            self.flying.append((bucket, work))
-            if self.stage >= 2:
-                self._land(1)  # no more than one on its way and one that fills
-
-    def _land(self, leave=0):
-        while len(self.flying) > leave:
-            bucket, work = self.flying.pop(0)
-            work.wait()
-            if self.stage >= 2:
-                bucket.take()
-
-    def _backward_over(self):
-        if any(len(bucket.missing) < len(bucket.parameters) for bucket in self.reached[self.scope]):
-            self._end_pass()
-        else:  # no parameter got a gradient (autograd.grad): this was none of the step's passes
-            self._release_all()
-            self.running = False
-
-    def _end_pass(self):
-        """After each backward pass: reduce what never filled up (a parameter may get no gradient),
-        free what is gathered."""
-        self._launch(rest=True)
-        self._land()
-        self._leave(None)
-        for unit in (self.rest, self.ahead):
-            self._release(unit)
-        self.ahead = None
-        if self.complete:
-            for bucket in self.reached[self.scope]:
-                bucket.begin_pass()
-            self.passes[self.scope] += 1
-        self.running, self.next = False, 0
-
-    def finish(self):
-        """Complete the gradients, after the last backward of a step."""
-        if self.running:
-            raise RuntimeError(
-                "an exception ended a backward pass: call zero_grad(), and begin the step again"
-            )
-        if self.finished:
-            raise RuntimeError(
-                "finish() was called already: call it once a step, and zero_grad() before the next"
-            )
-        for scope in range(len(self.scopes)):
-            # A rank without some of the passes takes part in their reductions
-            while self.passes[scope] < self.microbatches:
-                with self.backward(scope):
-                    self._end_pass()
-        for bucket in self.trained:
-            for group in bucket.partial:
-                dist.all_reduce(bucket.gradient, group=group)
-        self.finished = True
-
-    def _must_be_finished(self):
-        if self.finished is False:
-            raise RuntimeError(
-                "the gradients are not complete: call finish() after the last backward of the step"
-            )
-
-    def grad_norm(self, groups=()):
-        """The norm of the whole model's gradient, each element counted once; a float64 scalar
-        tensor, the same on all ranks.
-
-        groups: further ones over which parameters are split or dealt out (tensor parallel,
-        pipeline). A parameter that all ranks of such a group hold (`placement["copies"]`), or hold
-        a partial sum of, counts on the group's first rank.
-        """
-        self._must_be_finished()
-        total, mine = torch.zeros((), dtype=torch.float64), []
-        for bucket in self.trained:
-            total = total.to(bucket.gradient.device)
-            for p, span in zip(bucket.parameters, bucket.spans):
-                copies = [g for g in getattr(p, "placement", {}).get("copies", []) if g in groups]
-                if all(dist.get_rank(g) == 0 for g in (*copies, *bucket.partial)):
-                    mine.append(bucket.gradient[span])
-        if mine:
-            dtype = torch.promote_types(mine[0].dtype, torch.float32)
-            total += torch.stack(torch._foreach_norm(mine, dtype=dtype)).double().square().sum()
-        for group in (*[self.group] * (self.stage > 0), *groups):
-            dist.all_reduce(total, group=group)
-        return total.sqrt()
-
-    def clip(self, norm, limit):
-        """Scale the gradients so that their global norm is at most `limit` (0: leave them)."""
-        self._must_be_finished()
-        if limit > 0:
-            scale = (limit / (norm + 1e-6)).clamp(max=1.0)
-            for bucket in self.trained:
-                bucket.gradient.mul_(scale.to(bucket.gradient.dtype))
-
-    def step(self):
-        """The optimizer's step on this rank's part of all buckets, then (stages 1 and 2) the new
-        weights to all."""
-        self._must_be_finished()
-        self._release_all()  # what was gathered for a backward that never came
-        for bucket in self.trained:
-            bucket.hand_over()
-        self.optimizer.step()  # once for all buckets: some optimizers count their steps
-        for bucket in self.trained:
-            for piece in bucket.pieces:
-                piece.grad = None
-        self._spread(self.trained)
-
-    def reload(self):
-        """After someone filled the masters (a checkpoint): the weights of all ranks follow."""
-        self._release_all()
-        self._spread(self.buckets)
-
-    def _spread(self, buckets):
-        """From the masters to the weights of all ranks."""
-        works = []
-        for bucket in buckets:
-            if bucket.master is not bucket.shard:
-                bucket.shard.copy_(bucket.master)
-            if self.stage in (1, 2):
-                works.append(
-                    all_gather(bucket.flat, bucket.shard, group=bucket.group, async_op=True)
-                )
-        for work in works:
-            work.wait()
-
-    # --- stage 3: weights come and go
-
-    def _gather(self, unit, wait=False):
-        for bucket in unit.buckets if unit else ():
-            if not bucket.users:
-                bucket.resize(bucket.size)
-                bucket.gathering = all_gather(
-                    bucket.flat, bucket.shard, group=bucket.group, async_op=True
-                )
-                self.gathered += bucket.flat.nbytes
-                self.gathered_peak = max(self.gathered_peak, self.gathered)
-            bucket.users.add(unit)
-            if wait:
-                bucket.wait()
-
-    def _release(self, unit):
-        for bucket in unit.buckets if unit else ():
-            if unit in bucket.users:
-                bucket.users.discard(unit)
-                if not bucket.users:
-                    bucket.wait()
-                    bucket.resize(0)
-                    self.gathered -= bucket.flat.nbytes
-
-    def _release_all(self):
-        for unit in [*sum(self.units, []), self.rest]:
-            self._release(unit)
-        self.ahead = self.active = None
-
-    def _enter(self, unit, following):
-        """`unit` runs now, and `following` is likely to be next: have the one, start to gather the
-        other."""
-        if self.ahead is not unit:
-            self._release(self.ahead)  # a wrong guess
-        self._gather(unit, wait=True)
-        self._gather(following)
-        self.ahead = following
-
-    def _leave(self, unit):
-        """Backward goes on in `unit`: all that ran after it in forward is done. (Autograd runs what
-        is ready in the reverse order of forward.)"""
-        if self.active is not unit:
-            self._release(self.active)
-            self.active = unit
-
-    # --- for others to look at
-
-    def padding(self):
-        """Elements of this rank's shards that belong to no parameter, and have no moments."""
-        return sum(
-            bucket.length - sum(piece.numel() for piece in bucket.pieces) for bucket in self.trained
-        )
-
-    def bytes_sent(self, actions, group=None):
-        """{operation: (bytes this rank sends a step, formula as text)}, by the paper (section 7),
-        for what is shared out over `group` (default: ZeRO's own). actions: its forwards ("F") and
-        backwards ("B"; of two parts: "I", and "W" which completes the gradients) in a row, as
-        (letter, scope): two micro-batches one after the other are [("F", 0), ("B", 0)] * 2. Sums
-        over other groups are not in it."""
-        group, r = group or self.group, 1 - 1 / dist.get_world_size(group or self.group)
-        trained = [bucket for bucket in self.trained if bucket.group is group]
-        if self.stage == 0:
-            return {
-                "all_reduce": (
-                    2 * r * sum(b.size * b.reduce_dtype.itemsize for b in trained),
-                    "2 r P e",
-                )
-            }
-        passes = [
-            sum(kind in "BW" and i == scope for kind, i in actions)
-            for scope in range(len(self.scopes))
-        ]
-        times = {
-            b: sum(passes[scope] for scope in b.scopes) if self.reduce_each else 1 for b in trained
-        }
-        gradients = sum(times[b] * b.size * b.reduce_dtype.itemsize for b in trained)
-        name = "all_to_all" if self.reduce_scatter is DirectReduceScatter else "reduce_scatter"
-        text = "r P e a micro-batch" if self.reduce_each else "r P e"
-        if self.stage < 3:
-            weights, gathers = sum(b.flat.nbytes for b in trained), "r P e"
-        else:
-            weights = self._gathers(actions, group)
-            each = "forward and a backward" if self.reshard else "micro-batch"
-            gathers = f"r P e a {each}, less a unit that stays; a tied matrix twice"
-        return {name: (r * gradients, text), "all_gather": (r * weights, gathers)}
-
-    def _gathers(self, actions, group):
-        """Bytes gathered in stage 3: each use of a unit gathers what is not there. A forward leaves
-        its last unit for the next action (all units, for their backward, without `reshard`)."""
-        total, users, left = 0, {bucket: set() for bucket in self.buckets}, None
-
-        def gather(unit):
-            nonlocal total
-            total += sum(b.flat.nbytes for b in unit.buckets if not users[b] and b.group is group)
-            for bucket in unit.buckets:
-                users[bucket].add(unit)
-
-        def release(unit):
-            for bucket in unit.buckets if unit else ():
-                users[bucket].discard(unit)
-
-        for kind, scope in actions:
-            units = self.units[scope] if kind == "F" else self.units[scope][::-1]
-            if left not in units[:1] or kind == "W":
-                release(left)
-            left = None
-            for before, unit in zip([None, *units], units) if kind != "W" else ():
-                gather(unit)
-                if self.reshard or kind != "F":
-                    release(before)  # the next is there before this one goes
-            if kind == "F" and self.reshard:
-                left = units[-1] if units else None
-            elif kind in "BI":
-                release(units[-1] if units else None)
-            if self.rest and kind != "W":
-                gather(self.rest)
-                release(self.rest)
-        return total
-
-    @property
-    def param_groups(self):
-        """The optimizer's, for learning rates."""
-        return self.optimizer.param_groups
-
-    def lasting(self):
-        """{kind: tensors} of what outlives a step. Memory that stage 3 has freed is there as
-        tensors without storage."""
-        states = [
-            t
-            for state in self.optimizer.state.values()
-            for t in state.values()
-            if torch.is_tensor(t) and t.dim()
-        ]
-        return {
-            "parameters": [t for b in self.buckets for t in (b.flat, b.shard)],
-            "gradients": [b.full if self.stage < 2 else b.gradient for b in self.trained],
-            "optimizer": states + [b.master for b in self.buckets if b.master is not b.shard],
-        }
-
-    @torch.no_grad()
-    def whole(self, named):
-        """For (name, parameter) pairs of the model: (name, whole copy), a parameter in the masters'
-        dtype whose .grad is the global gradient. For checks and checkpoints: every rank must call
-        it, and gets all of it."""
-        known = {}
-        for bucket in self.buckets:
-            both = []
-            for part in (bucket.master, bucket.gradient):
-                if part is not None and self.stage > 0:
-                    part = part.to(bucket.flat.device)
-                    both.append(part.new_empty(bucket.size))
-                    all_gather(both[-1], part, group=bucket.group)
-                else:
-                    both.append(part)
-            for p, at in zip(bucket.parameters, bucket.starts):
-                known[p] = nn.Parameter(both[0][at : at + p.numel()].clone().view(p.shape))
-                known[p].__dict__.update(p.__dict__)
-                if bucket.trained:
-                    known[p].grad = (
-                        both[1][at : at + p.numel()].to(known[p], copy=True).view(p.shape)
-                    )
-        return [(name, known[p]) for name, p in named]
-
-
-class Unit:
-    """A module that stage 3 gathers and frees, by hooks on its forward and on the gradients of its
-    results."""
-
-    def __init__(self, zero, module, mates, index):
-        self.zero, self.module, self.mates, self.index, self.buckets = (
-            zero,
-            module,
-            mates,
-            index,
-            [],
-        )
-        module.register_forward_pre_hook(self.before_forward)
-        module.register_forward_hook(self.after_forward)
-
-    def bytes(self):
-        return sum(bucket.flat.nbytes for bucket in self.buckets)
-
-    def neighbour(self, offset):
-        """The unit before or after this one in its scope."""
-        index = self.index + offset
-        return self.mates[index] if 0 <= index < len(self.mates) else None
-
-    def before_forward(self, module, inputs):
-        if self.index is None:  # the model: around all others
-            self.zero._gather(self, wait=True)
-        # Else activation checkpointing runs it again, amid its backward
-        elif self.zero.active is not self:
-            self.zero._enter(self, self.neighbour(1))
-
-    def after_forward(self, module, inputs, result):
-        if self.zero.active is self:
-            return
-        given = {id(t) for t in tensors_in(inputs)}
-        results = [t for t in tensors_in(result) if t.requires_grad and id(t) not in given]
-        for t in results:
-            t.register_hook(self.before_backward)
-        if results and self.index == len(self.mates) - 1 and self.zero.reshard:
-            self.zero.ahead = self  # its backward is likely to be next
-        elif self.zero.reshard or not results:
-            self.zero._release(self)
-
-    def before_backward(self, _):
-        self.zero._in_backward()
-        if self.index is None:
-            self.zero._gather(self, wait=True)
-        elif self.zero.active is not self:
-            self.zero._leave(self)
-            self.zero._enter(self, self.neighbour(-1))
+    if stage not in (0, 1, 2, 3):
+        raise ValueError(f"there is no stage {stage!r} of ZeRO: choose 0, 1, 2 or 3")
+    if not isinstance(model, nn.Module):
+        kind = type(model).__name__
+        raise ValueError(f"ZeRO replaces a model's parameters: give it the model, not a {kind}")
+    if isinstance(optimizer, torch.optim.Optimizer):
+        raise ValueError("give ZeRO a function that makes the optimizer: torch.optim.AdamW")
+    zero = (ZeRO0, ZeRO1, ZeRO2, ZeRO3)[stage](model, group, optimizer, microbatches, **options)
+    kind = type(zero.optimizer).__name__
+    if kind in NOT_ELEMENTWISE:
+        raise ValueError(f"{kind} needs whole matrices, ZeRO has pieces of them: take AdamW or SGD")
+    return zero
 
 
 # --- demo ---
 
 import harness
-import model as gpt
-from harness import formulas
-from harness.ledger import Ledger, storage_bytes
+from harness import zero_bytes
 
 
 def flags():
     parser = harness.parser(__doc__)
     g = parser.add_argument_group("ZeRO")
-    why = (
-        "what is split: 0 nothing (DDP), 1 optimizer states, 2 gradients too, 3 weights too (FSDP)"
-    )
+    why = "what is split: 0 nothing, 1 optimizer states, 2 gradients too, 3 weights too (FSDP)"
     g.add_argument("--stage", type=int, choices=range(4), default=3, help=why)
     harness.precision_flags(g)
-    why = "stages 2, 3: reduce gradients once a step, not each micro-batch. Less is sent, all of them are held"
+    why = "stages 2, 3: reduce gradients once a step: sends less, holds all of them"
     g.add_argument("--reduce-once", action="store_true", help=why)
-    why = "stage 3: keep gathered weights from forward until backward. A third less is sent, all of them are held"
+    why = "stage 3: keep weights from forward until backward: sends a third less, holds all of them"
     g.add_argument("--keep-gathered", action="store_true", help=why)
-    why = "master weights and optimizer states in the host's memory: 12/N bytes a parameter less here, but copies each step"
+    why = "master weights and optimizer states in the host's memory"
     g.add_argument("--offload", action="store_true", help=why)
     why = "of a bucket, stages 0 to 2: large ones send faster, small ones start earlier"
     g.add_argument("--bucket-mb", type=harness.real(0), default=0.5, metavar="MB", help=why)
-    why = "run nothing: the largest models whose states fit 80 GB on 64 ranks, each played on tensors without memory"
+    why = "train nothing: show the largest models whose states fit 80 GB on 64 ranks"
     g.add_argument("--fit", action="store_true", help=why)
     return parser
 
@@ -944,46 +808,35 @@ def flags():
 def main():
     args = flags().parse_args()
     if args.fit:
-        return fit()
-    for flag, there, least in (
-        ("reduce-once", args.reduce_once, 2),
-        ("keep-gathered", args.keep_gathered, 3),
-    ):
-        if there and args.stage < least:
+        return zero_bytes.fit(ZeRO)
+    for flag, least in ("reduce-once", 2), ("keep-gathered", 3):
+        if vars(args)[flag.replace("-", "_")] and args.stage < least:
             raise harness.Refused(
-                f"--{flag} means nothing in stage {args.stage}: use --stage {least}, or leave it out"
+                f"--{flag} means nothing in stage {args.stage}: use --stage {least}"
             )
     harness.configure(args)
     harness.launch(demo, args, check=lambda world: harness.check_batch(args, world))
 
 
 def demo(run):
-    args, group, n = run.args, dist.group.WORLD, run.world
+    args, group = run.args, dist.group.WORLD
     run.groups(dp=group)
     model = run.meta_model()
-    weights = harness.DTYPES[args.param_dtype or args.dtype]
-    gradients = harness.DTYPES[args.reduce_dtype or args.param_dtype or args.dtype]
-    zero = ZeRO(
-        model,
-        group,
-        args.stage,
-        lambda pieces: harness.make_optimizer(pieces, args),
-        args.microbatches,
-        bucket_bytes=int(args.bucket_mb * 2**20),
-        master_dtype=run.dtype,
-        param_dtype=weights,
-        reduce_dtype=gradients,
-        reduce_each=not args.reduce_once,
-        reshard=not args.keep_gathered,
-        offload=args.offload,
-        value=run.initial(model),
-        device=run.device,
-    )
+    options = {"value": run.initial(model), "offload": args.offload}
+    options |= {"bucket_bytes": int(args.bucket_mb * 2**20)}
+    options |= {"param_dtype": harness.DTYPES.get(args.param_dtype)}
+    options |= {"reduce_dtype": harness.DTYPES.get(args.reduce_dtype)}
+    if args.stage >= 2:
+        options["reduce_each"] = not args.reduce_once
+    if args.stage == 3:
+        options["reshard"] = not args.keep_gathered
+    make_optimizer = functools.partial(harness.make_optimizer, args=args)
+    zero = ZeRO(model, group, args.stage, make_optimizer, args.microbatches, **options)
     for step in run.steps(zero):
         zero.zero_grad()
         loss = run.zero()
-        for tokens, targets, samples in run.microbatches(step, run.rank, n):
-            # Count: the global batch's tokens
+        for tokens, targets, samples in run.microbatches(step, run.rank, run.world):
+            # count: the tokens of the global batch
             part = model(tokens, targets=targets, count=run.count, samples=samples)
             part.backward()
             loss += part.detach()
@@ -994,101 +847,8 @@ def demo(run):
         zero.clip(norm, args.grad_clip)
         zero.step()
         run.log(loss, norm)
-
-    sent = {
-        (operation, "dp"): formula
-        for operation, formula in zero.bytes_sent([("F", 0), ("B", 0)] * args.microbatches).items()
-    }
-    size, text = sent.get(("all_reduce", "dp"), (0, "loss and norm, 8 bytes each"))
-    sent["all_reduce", "dp"] = size + (2 if args.stage else 1) * 2 * (n - 1) / n * 8, text
-    elements = sum(bucket.size for bucket in zero.buckets)
-    moments, master = 2 * (args.optimizer == "adamw"), weights != run.dtype or args.offload
-    sizes = weights.itemsize, gradients.itemsize, (moments + master) * run.dtype.itemsize
-    states = [round(elements * e) for e in formulas.model_states(args.stage, n, *sizes)]
-    states[2] -= zero.padding() * moments * run.dtype.itemsize
-    split = [f"P {e}{'/N' * (args.stage >= least)}" for e, least in zip(sizes, (3, 2, 1))]
-    held = dict(zip(("parameters", "gradients", "optimizer"), zip(states, split)))
-    each = [f"{run.held[kind] / elements:.4g}" for kind in held]
-    total = sum(formulas.model_states(args.stage, n, *sizes))
-    notes = [
-        f"bytes a parameter: {' + '.join(each)} = {sum(run.held[kind] for kind in held) / elements:.4g}   formula {total:.4g}",
-        f"P with padding: {elements:,}; r = {n - 1}/{n}",
-    ]
-    if gradients != run.dtype or args.offload:
-        copy = elements * run.dtype.itemsize // (n if args.stage else 1)
-        notes.append(
-            f"at the step, for a moment: {copy:,} bytes of gradients in {args.dtype}, where the masters are"
-        )
-    if args.stage == 3:
-        notes.append(
-            f"gathered at the peak: {zero.gathered_peak:,} bytes, the largest two units that follow each other"
-        )
-    return run.receipt({"dp": n, "zero": args.stage}, sent, held, notes)
-
-
-def fit(memory=80e9, ranks=64):
-    """For each stage the largest GPT whose model states fit, and one step of one rank with it:
-    every operation, no memory."""
-    print(
-        f"{memory / 1e9:.0f} GB a rank, {ranks} ranks, bf16 with Adam in fp32; a step of one sequence of 1024 tokens, blocks"
-    )
-    print(
-        "recomputed. GB: model states by the formula and as held; gathered weights and other memory, each at its peak"
-    )
-    print(f"  {'stage':6s}{'bytes/P':>9s}{'largest P':>12s}   {'GPT of':24s}{'P':>9s}", end="")
-    print(f"{'formula':>9s}{'held':>8s}{'gathered':>10s}{'other':>8s}")
-    # So that whole layers come near to all of the memory
-    for stage, width in enumerate((2816, 4608, 5376, 16640)):
-        each = sum(formulas.model_states(stage, ranks))
-        layers, sizes = 1, dict(width=width, heads=width // 128, context=1024, vocab=50257)
-        while gpt.configure(layers=layers + 1, **sizes).parameters() * each <= memory:
-            layers += 1
-        config = gpt.configure(layers=layers, **sizes)
-        count, (held, gathered, other) = config.parameters(), dry_run(stage, config, ranks)
-        figures = (
-            f"{count * each / 1e9:9.2f}{held / 1e9:8.2f}{gathered / 1e9:10.2f}{other / 1e9:8.2f}"
-        )
-        what = f"{layers} layers, {width} wide"
-        print(
-            f"  {stage:<6d}{each:9.4g}{memory / each / 1e9:10.1f} B   {what:24s}{count / 1e9:7.1f} B{figures}"
-        )
-        if held > memory:
-            raise SystemExit(f"stage {stage} holds {held:,} bytes, more than fit")
-
-
-def dry_run(stage, config, ranks):
-    """One step of rank 0 of many, on tensors without memory and a network that sends nothing.
-    Returns the bytes of model states, the peak of gathered weights, and the peak of everything else
-    (activations, buckets of gradients)."""
-    from torch._subclasses.fake_tensor import FakeTensorMode
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
-    with torch.device("meta"):
-        model = gpt.GPT(config)
-    with FakeTensorMode():
-        options = dict(
-            param_dtype=torch.bfloat16, value=lambda p: torch.empty(p.shape), device="cpu"
-        )
-        zero = ZeRO(
-            model,
-            dist.group.WORLD,
-            stage,
-            lambda pieces: torch.optim.AdamW(pieces, fused=True),
-            **options,
-        )
-        gpt.recompute(model, "block")
-        tokens, ledger = torch.zeros(1, config.context, dtype=torch.int64), Ledger({})
-        for _ in range(2):  # the first makes the optimizer's states
-            ledger.watch([t for kind in zero.lasting().values() for t in kind])
-            zero.zero_grad()
-            with ledger:
-                model(tokens, targets=tokens, count=1).backward()
-                zero.finish()
-                zero.step()
-        held = storage_bytes(t for kind in zero.lasting().values() for t in kind)
-    dist.destroy_process_group()
-    return held, zero.gathered_peak, ledger.peak
+    sent, held, notes = zero_bytes.receipt(run, zero)
+    return run.receipt({"dp": run.world, "zero": args.stage}, sent, held, notes)
 
 
 if __name__ == "__main__":

@@ -77,6 +77,8 @@ class Ledger(TorchDispatchMode):
     groups  {name: process group, or a list of them}, to report by
     sent    {(operation, name): [calls, payload bytes, wire bytes]}
     peak    the most bytes that were alive at one time, without the `lasting` tensors of `watch`
+    gathered_peak    the most bytes at one time of those `lasting` tensors that had no memory when
+            watching started: ZeRO's weights in stage 3 are gathered and freed again
     """
 
     def __init__(self, groups):
@@ -92,7 +94,10 @@ class Ledger(TorchDispatchMode):
     def watch(self, lasting):
         """Start anew. The memory of the `lasting` tensors, which outlive a step, is not counted."""
         self.sent, self.live, self.bytes, self.peak = {}, {}, 0, 0
-        self.lasting = {t.untyped_storage()._cdata for t in lasting}
+        storages = [t.untyped_storage() for t in lasting]
+        self.lasting = {storage._cdata for storage in storages}
+        self.freed = [storage for storage in storages if storage.nbytes() == 0]
+        self.gathered_peak = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
@@ -108,6 +113,9 @@ class Ledger(TorchDispatchMode):
         if name not in OPERATIONS:
             return  # such as a barrier, which has no payload
         operation, group, payload, wire = message(name, args)
+        if operation == "all_gather":
+            gathered = sum(storage.nbytes() for storage in self.freed)
+            self.gathered_peak = max(self.gathered_peak, gathered)
         key = (operation, self.names.get(group.group_name, group.group_name))
         row = self.sent.setdefault(key, [0, 0, 0.0])
         row[0] += 1

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import _disable_current_modes
 
 import model as gpt
-from harness import data, proof, start
+from harness import data, proof, start, zero_bytes
 from harness.flags import DTYPES, check_files, configure
 from harness.ledger import Ledger, storage_bytes
 from harness.optimizer import learning_rate
@@ -315,10 +315,10 @@ def last_nonfinite(named):
 
 
 def lasting(optimizer):
-    """{kind: tensors} of what outlives a step: parameters, gradients, optimizer states. ZeRO, which
-    keeps them in its own way, has a method `lasting`."""
-    if hasattr(optimizer, "lasting"):
-        return optimizer.lasting()
+    """{kind: tensors} of what outlives a step: parameters, gradients, optimizer states. ZeRO keeps
+    them in buckets."""
+    if hasattr(optimizer, "buckets"):
+        return zero_bytes.lasting(optimizer)
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     states = [t for state in optimizer.state.values() for t in state.values() if torch.is_tensor(t)]
     return {

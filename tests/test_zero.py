@@ -16,7 +16,7 @@ import model as gpt
 import pipeline
 import tensor_parallel
 import zero
-from harness import data, formulas
+from harness import data, formulas, zero_bytes
 from harness.ledger import Ledger, storage_bytes
 
 
@@ -36,16 +36,19 @@ def train_parallel(
     steps=3,
     prepare=lambda model: None,
     order=None,
+    settings=None,
     **options,
 ):
     """Losses, gradients of the last step and weights after it. order: of forwards and backwards,
-    "FFBFBB"."""
+    "FFBFBB". settings: attributes of the ZeRO object."""
     model = gpt.build(config, 7, dtype=torch.float64)
     prepare(model)
     optimizer = functools.partial(make_optimizer, kind=kind)
     sharded = zero.ZeRO(
         model, dist.group.WORLD, stage, optimizer, accumulate, bucket_bytes=20000, **options
     )
+    for name, setting in (settings or {}).items():
+        setattr(sharded, name, setting)
     losses, grads = [], {}
     for step in range(steps):
         tokens, targets, samples, count = batch(step)
@@ -107,8 +110,8 @@ def test_equals_one_process(ranks, stage, kind):
         ),
         (1, dict(offload=True)),
         (3, dict(offload=True)),
-        (2, dict(reduce_scatter=zero.native_reduce_scatter)),
-        (3, dict(reduce_group="another")),
+        (2, dict(settings={"reduce_scatter": zero.native_reduce_scatter})),
+        (3, dict(settings={"reduce_group": "another"})),
     ],
     ids=str,
 )
@@ -118,8 +121,8 @@ def test_options_change_nothing(ranks, stage, options):
         if "units" in given:
             prepare, units = given.pop("units"), []
             given |= dict(units=units, prepare=lambda model: units.extend(prepare(model)))
-        if "reduce_group" in given:
-            given["reduce_group"] = dist.new_group()
+        if "reduce_group" in given.get("settings", {}):
+            given["settings"] = {"reduce_group": dist.new_group()}
         return train_parallel(rank, CONFIGS["gpt2"], "adamw", stage, 3, 2, **given)
 
     for ours in ranks(2, work):
@@ -256,7 +259,7 @@ def test_mixed_precision(ranks, stage, reduce_dtype, accumulate):
             sharded.step()
         assert {t.dtype for b in sharded.buckets for t in (b.flat, b.shard)} == {torch.bfloat16}
         assert {b.gradient.dtype for b in sharded.buckets} == {reduce_dtype or torch.bfloat16}
-        assert {t.dtype for t in sharded.lasting()["optimizer"]} == {torch.float32}
+        assert {t.dtype for t in zero_bytes.lasting(sharded)["optimizer"]} == {torch.float32}
         return {name: p.detach() for name, p in sharded.whole(model.named())}
 
     masters = gpt.build(config, 7)
@@ -346,14 +349,8 @@ def test_odd_shapes_frozen_and_unused_parameters(ranks, stage, world):
 
     def work(rank):
         model = Odd()
-        group = dist.new_group()  # ranks differ in which parameters get a gradient
-        sharded = zero.ZeRO(
-            model,
-            dist.group.WORLD,
-            stage,
-            functools.partial(make_optimizer, kind="adamw"),
-            reduce_group=group,
-        )
+        make = functools.partial(make_optimizer, kind="adamw")
+        sharded = zero.ZeRO(model, dist.group.WORLD, stage, make)
         for _ in range(2):
             sharded.zero_grad()
             model(x.tensor_split(world)[rank], skip=rank == 1).backward()
@@ -467,10 +464,7 @@ def test_a_meta_model_is_never_whole(ranks):
             alive.append(p.numel())
             return gpt.draw(names[p], p.shape, p.init, 7).double()
 
-        options = dict(
-            master_dtype=torch.float64, param_dtype=torch.float64, value=value, device="cpu"
-        )
-        sharded = zero.ZeRO(model, dist.group.WORLD, 3, torch.optim.SGD, **options)
+        sharded = zero.ZeRO(model, dist.group.WORLD, 3, torch.optim.SGD, value=value)
         assert len(alive) == len(names)
         return {n: p.detach() for n, p in sharded.whole(model.named())}
 
@@ -489,11 +483,11 @@ def counted(rank, stage, direct, accumulate=2, dtype=torch.float32, **options):
         kind: sum(p.numel() for n, p in model.named() if n.startswith(kind))
         for kind in ("embed", "blocks", "head")
     }
-    if not direct:
-        options["reduce_scatter"] = zero.native_reduce_scatter
     sharded = zero.ZeRO(
         model, dist.group.WORLD, stage, torch.optim.SGD, accumulate, param_dtype=dtype, **options
     )
+    if not direct:
+        sharded.reduce_scatter = zero.native_reduce_scatter
     ledger = Ledger({"dp": dist.group.WORLD})
     tokens, targets, _, count = batch(0)
     with ledger:
@@ -502,10 +496,9 @@ def counted(rank, stage, direct, accumulate=2, dtype=torch.float32, **options):
             model(tokens, targets=targets, count=count).backward()
         sharded.finish()
         sharded.step()
-    formulas = {
-        op: size for op, (size, _) in sharded.bytes_sent([("F", 0), ("B", 0)] * accumulate).items()
-    }
-    return {op: row[2] for (op, _), row in ledger.sent.items()}, sizes, formulas
+    said = zero_bytes.sent(sharded, [("F", 0), ("B", 0)] * accumulate)
+    sent = {op: row[2] for (op, _), row in ledger.sent.items()}
+    return sent, sizes, {op: size for op, (size, _) in said.items()}
 
 
 @pytest.mark.parametrize(
@@ -550,6 +543,12 @@ def test_bytes_sent_are_the_papers(ranks, world, dtype, reduce_dtype):
 # --- memory
 
 
+def gathered(sharded):
+    """Bytes of weights that stage 3 has gathered and not freed."""
+    units = [bucket for bucket in sharded.buckets if hasattr(bucket, "users")]
+    return sum(bucket.flat.untyped_storage().nbytes() for bucket in units)
+
+
 class Watch(TorchDispatchMode):
     """At each operation: which buckets have their weights here, and the bytes of gradients that are
     not yet in shards."""
@@ -572,19 +571,25 @@ def watched(rank, stage, recompute, reshard=True):
     model = gpt.build(CONFIGS["llama"], 7)
     if recompute:
         recompute_inside(model)
-    options = dict(param_dtype=torch.bfloat16, reshard=reshard, bucket_bytes=20000)
+    options = dict(param_dtype=torch.bfloat16, bucket_bytes=20000)
+    options |= {} if reshard else {"reshard": False}
     sharded = zero.ZeRO(model, dist.group.WORLD, stage, torch.optim.AdamW, 2, **options)
     tokens, targets, _, count = batch(0)
+    ledger = Ledger({})
     for _ in range(2):
         sharded.zero_grad()
-        with Watch(sharded) as watch:
+        lasting = zero_bytes.lasting(sharded).values()
+        ledger.watch([t for tensors in lasting for t in tensors])
+        with ledger, Watch(sharded) as watch:
             for _ in range(2):
                 model(tokens, targets=targets, count=count).backward()
                 idle = sum(b.flat.untyped_storage().nbytes() for b in sharded.buckets)
             sharded.finish()
             sharded.step()
-    held = {kind: storage_bytes(tensors) for kind, tensors in sharded.lasting().items()}
-    size, unit = sum(b.size for b in sharded.buckets), [unit.bytes() for unit in sharded.units[0]]
+    held = {kind: storage_bytes(tensors) for kind, tensors in zero_bytes.lasting(sharded).items()}
+    size = sum(b.size for b in sharded.buckets)
+    units = sharded.units[0] if stage == 3 else []
+    unit = [sum(b.flat.nbytes for b in unit.buckets) for unit in units]
     return (
         held,
         size,
@@ -592,7 +597,7 @@ def watched(rank, stage, recompute, reshard=True):
         watch.full,
         unit,
         idle,
-        sharded.gathered_peak,
+        ledger.gathered_peak,
         max(b.size for b in sharded.buckets),
     )
 
@@ -637,7 +642,7 @@ def test_the_papers_tables():
 def test_dry_run_on_tensors_without_memory():
     config = gpt.configure(layers=3, heads=32, width=4096, context=128, vocab=50257)
     for stage in range(4):
-        held, gathered, other = zero.dry_run(stage, config, 64)
+        held, gathered, other = zero_bytes.dry_run(zero.ZeRO, stage, config, 64)
         assert held == pytest.approx(
             config.parameters() * sum(formulas.model_states(stage, 64)), rel=1e-4
         )
@@ -654,7 +659,7 @@ def test_direct_reduce_scatter(ranks):
             for r in range(3)
         ]
         mine, output = full[rank].flatten(), torch.empty(4, dtype=dtype)
-        zero.DirectReduceScatter(output, mine)
+        zero.DirectReduceScatter(output, mine).wait()
         in_place = mine.clone()
         zero.DirectReduceScatter(in_place[rank * 4 : rank * 4 + 4], in_place, async_op=True).wait()
         expected = sum(f[rank].double() for f in full).to(dtype)
@@ -685,11 +690,12 @@ def test_evaluation_and_wrong_use(ranks):
         with torch.no_grad():
             for _ in range(2):
                 torch.testing.assert_close(model(tokens), expected)
-        assert sharded.gathered == 0
+        assert gathered(sharded) == 0
+        sharded.zero_grad()
         model(tokens)  # a forward that no backward follows leaves its last unit
         sharded.finish()
         sharded.step()
-        assert sharded.gathered == 0
+        assert gathered(sharded) == 0
         sharded.zero_grad()
         model(tokens).sum().backward()
         with pytest.raises(RuntimeError, match="more backward passes than the 1"):
@@ -712,7 +718,8 @@ FLAGS = "--layers 3 --width 32 --heads 4 --context 16 --batch 12 --steps 3 --gra
         "--stage 1 --dtype float64 --optimizer sgd --lr 0.3",
         "--stage 2 --dtype float64 --family llama --dropout 0.1 --steps 2",
         "--stage 3 --dtype float64 --microbatches 1",
-        "--stage 3 --dtype float64 --optimizer sgd --lr 0.3 --keep-gathered --reduce-once --offload",
+        "--stage 3 --dtype float64 --optimizer sgd --lr 0.3 --keep-gathered --reduce-once"
+        " --offload",
         "--stage 2 --param-dtype bfloat16 --prove 0",
         "--stage 3 --param-dtype bfloat16 --reduce-dtype float32 --prove 0",
     ],

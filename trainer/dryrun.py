@@ -118,7 +118,7 @@ class DryRun(harness.Run):
         self.meter.clock()
         held = {kind: ledger.storage_bytes(tensors) for kind, tensors in lasting(optimizer).items()}
         self.held = held | {
-            "gathered": getattr(optimizer, "gathered_peak", 0),
+            "gathered": self.ledger.gathered_peak,
             "activations_peak": self.ledger.peak,
         }
 

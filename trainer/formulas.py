@@ -16,7 +16,7 @@ import expert_parallel
 import harness
 import zero
 from harness import formulas as by_paper
-from harness import schedules
+from harness import schedules, zero_bytes
 
 SCALAR = 8  # the loss and the squared norm are summed as one float64 each
 
@@ -83,7 +83,7 @@ def expected(run, model, optimizer, schedule, groups, length, travelled):
     size = activations(args, run.config, share, flying)
     held["activations_peak"] = size, "blocks x micro-batches in flight, without the head"
     notes = (
-        [f"ZeRO: gathered weights at the peak {optimizer.gathered_peak:,} bytes"]
+        [f"ZeRO: gathered weights at the peak {run.ledger.gathered_peak:,} bytes"]
         if args.zero == 3
         else []
     )
@@ -103,7 +103,7 @@ def layout(args):
 def data(run, share, optimizer, schedule, groups, stages):
     """Bytes of [weights, gradients, optimizer states], and the sums over ranks with the same
     weights. Experts have fewer copies than the rest: their group is `copies`."""
-    args, config, sharded = run.args, run.config, isinstance(optimizer, zero.ZeRO)
+    args, config, sharded = run.args, run.config, isinstance(optimizer, zero.ZeRO1)
     moments = 2 * (args.optimizer == "adamw") * share.master
     sizes = {"dp": by_paper.parameters_held(config, args.tp, *share.layers)}
     if args.ep > 1:
@@ -137,7 +137,7 @@ def data(run, share, optimizer, schedule, groups, stages):
             ]
             sent |= {
                 (operation, name): formula
-                for operation, formula in optimizer.bytes_sent(actions, group).items()
+                for operation, formula in zero_bytes.sent(optimizer, actions, group).items()
             }
             scalars *= 2 if args.zero else 1  # and the norm, of parts
             amount, text = sent.get(("all_reduce", name), (0, "loss and norm"))
@@ -150,7 +150,7 @@ def data(run, share, optimizer, schedule, groups, stages):
             )
         states = [a + b for a, b in zip(states, of_group)]
     if sharded:
-        states[2] -= optimizer.padding() * moments
+        states[2] -= zero_bytes.padding(optimizer) * moments
     return states, sent
 
 
@@ -222,7 +222,7 @@ def tensor(run, share, optimizer, tp):
     shape = share.sequences, share.length, e, *share.layers
     size = by_paper.sequence_parallel_sent(config, args.tp, *shape, keep, args.recompute)
     partial = by_paper.partial_parameters(config, *share.layers)
-    if isinstance(optimizer, zero.ZeRO):
+    if isinstance(optimizer, zero.ZeRO1):
         partial = sum(b.length for b in optimizer.buckets if tp in b.partial)
     sums = size["all_reduce"] + by_paper.all_reduce_sent(partial * share.reduced + SCALAR, args.tp)
     more = "" if args.recompute == "none" else ", more to recompute,"

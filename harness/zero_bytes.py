@@ -1,0 +1,203 @@
+"""ZeRO in bytes: what it sends and holds by the paper, its receipt, the largest models that fit.
+
+Nothing is imported from zero.py. `zero` is one of its objects; `make` is its function ZeRO.
+r = (N-1)/N, for the N ranks of a group; P parameters (with padding) of e bytes.
+"""
+
+import torch
+import torch.distributed as dist
+
+import model as gpt
+from harness import formulas
+from harness.ledger import Ledger, storage_bytes
+
+
+def sent(zero, actions, group=None):
+    """{operation: (bytes this rank sends a step, formula as text)} by the paper, section 7.
+
+    actions: the step's forwards ("F") and backwards ("B"; in two parts: "I", then "W", which
+    completes the gradients) in their order, as (letter, scope). Two micro-batches one after the
+    other are [("F", 0), ("B", 0)] * 2. Counted are the buckets that `group` shares, by default
+    ZeRO's own. Sums over other groups are not in it.
+    """
+    group = group or zero.group
+    r = 1 - 1 / dist.get_world_size(group)
+    trained = [bucket for bucket in zero.trained if bucket.group is group]
+    gradients = 0
+    for bucket in trained:
+        times = 1
+        if zero.reduce_each:
+            times = sum(kind in "BW" and scope in bucket.scopes for kind, scope in actions)
+        gradients += times * bucket.size * bucket.reduce_dtype.itemsize
+    if zero.stage == 0:
+        return {"all_reduce": (2 * r * gradients, "2 r P e")}
+    direct = zero.reduce_scatter.__name__ == "DirectReduceScatter"
+    name = "all_to_all" if direct else "reduce_scatter"
+    text = "r P e a micro-batch" if zero.reduce_each else "r P e"
+    if zero.stage < 3:
+        weights, gathers = sum(bucket.flat.nbytes for bucket in trained), "r P e"
+    else:
+        outside = [bucket.flat.nbytes for bucket in trained if not hasattr(bucket, "users")]
+        weights = gathered(zero, actions, group) + sum(outside)
+        each = "forward and a backward" if zero.reshard else "micro-batch"
+        gathers = f"r P e a {each}, less a unit that stays; a tied matrix twice"
+    return {name: (r * gradients, text), "all_gather": (r * weights, gathers)}
+
+
+def gathered(zero, actions, group):
+    """Bytes gathered in stage 3. Each use of a unit gathers the buckets that are not there. A
+    forward leaves its last unit for the action that follows (without `reshard` all units, for
+    their backward)."""
+    total, users, left = 0, {bucket: set() for bucket in zero.buckets}, None
+
+    def gather(unit):
+        nonlocal total
+        for bucket in unit.buckets:
+            if not users[bucket] and bucket.group is group:
+                total += bucket.flat.nbytes
+            users[bucket].add(unit)
+
+    def release(unit):
+        for bucket in unit.buckets if unit else ():
+            users[bucket].discard(unit)
+
+    for kind, scope in actions:
+        units = zero.units[scope] if kind == "F" else zero.units[scope][::-1]
+        if left not in units[:1] or kind == "W":
+            release(left)
+        left = None
+        if kind == "W":  # the weights' gradients are made without the weights
+            continue
+        for before, unit in zip([None, *units], units):
+            gather(unit)
+            if zero.reshard or kind != "F":
+                release(before)  # only now: the next unit is gathered before this one is freed
+        last = units[-1] if units else None
+        if kind != "F":
+            release(last)
+        elif zero.reshard:
+            left = last
+    return total
+
+
+def padding(zero):
+    """Elements of this rank's shards that belong to no parameter, and so have no moments."""
+    pieces = sum(piece.numel() for bucket in zero.trained for piece in bucket.pieces)
+    return sum(bucket.length for bucket in zero.trained) - pieces
+
+
+def lasting(zero):
+    """{kind: tensors} of what outlives a step. What stage 3 has freed is in it, without memory."""
+    states = [t for state in zero.optimizer.state.values() for t in state.values()]
+    masters = [bucket.master for bucket in zero.buckets if bucket.master is not bucket.shard]
+    return {
+        "parameters": [t for bucket in zero.buckets for t in (bucket.flat, bucket.shard)],
+        "gradients": [b.full if zero.stage < 2 else b.gradient for b in zero.trained],
+        "optimizer": [t for t in states if torch.is_tensor(t) and t.dim()] + masters,
+    }
+
+
+def receipt(run, zero):
+    """What the demo of zero.py gives to run.receipt: its `sent`, `held` and notes."""
+    args, n = run.args, run.world
+    sums = {op: row for op, row in sent(zero, [("F", 0), ("B", 0)] * args.microbatches).items()}
+    size, text = sums.get("all_reduce", (0, "loss and norm, 8 bytes each"))
+    scalars = 16 if args.stage else 8
+    sums["all_reduce"] = size + formulas.all_reduce_sent(scalars, n), text
+    weights, gradients = zero.buckets[0].flat.dtype, zero.buckets[0].reduce_dtype
+    elements = sum(bucket.size for bucket in zero.buckets)
+    moments = 2 * (args.optimizer == "adamw") * run.dtype.itemsize
+    masters = run.dtype.itemsize if weights != run.dtype or args.offload else 0
+    sizes = weights.itemsize, gradients.itemsize, moments + masters
+    by_paper = formulas.model_states(args.stage, n, *sizes)
+    states = [round(elements * each) for each in by_paper]
+    states[2] -= padding(zero) * moments
+    held = {}
+    names = "parameters", "gradients", "optimizer"
+    for name, size, each, split in zip(names, states, sizes, (3, 2, 1)):
+        held[name] = size, f"P {each}/N" if args.stage >= split else f"P {each}"
+    found = [run.held[name] / elements for name in names]
+    notes = [
+        f"bytes a parameter: {' + '.join(f'{each:.4g}' for each in found)} = {sum(found):.4g}"
+        f"   formula {sum(by_paper):.4g}",
+        f"P with padding: {elements:,}; r = {n - 1}/{n}",
+    ]
+    if gradients != run.dtype or args.offload:
+        copy = elements * run.dtype.itemsize // (n if args.stage else 1)
+        notes.append(
+            f"at the step, for a moment: {copy:,} bytes of gradients in {args.dtype}, where the"
+            " masters are"
+        )
+    if args.stage == 3:
+        notes.append(
+            f"gathered at the peak: {run.ledger.gathered_peak:,} bytes, the largest two units that"
+            " follow each other"
+        )
+    return {(operation, "dp"): row for operation, row in sums.items()}, held, notes
+
+
+def fit(make, memory=80e9, ranks=64):
+    """Print for each stage the largest GPT whose model states fit, and play one step of it."""
+    print(
+        f"{memory / 1e9:.0f} GB a rank, {ranks} ranks, bf16 with Adam in fp32; a step of one "
+        "sequence of 1024 tokens, blocks\nrecomputed. GB: model states by the formula and as held; "
+        "gathered weights and other memory, each at its peak"
+    )
+    print(
+        "  stage   bytes/P   largest P   GPT of                          P  formula    held"
+        "  gathered   other"
+    )
+    # The widths let whole layers come near to all of the memory
+    for stage, width in enumerate((2816, 4608, 5376, 16640)):
+        each = sum(formulas.model_states(stage, ranks))
+        sizes = dict(width=width, heads=width // 128, context=1024, vocab=50257)
+        layers = 1
+        while gpt.configure(layers=layers + 1, **sizes).parameters() * each <= memory:
+            layers += 1
+        config = gpt.configure(layers=layers, **sizes)
+        count = config.parameters()
+        held, gathered, other = dry_run(make, stage, config, ranks)
+        what = f"{layers} layers, {width} wide"
+        print(
+            f"  {stage:<6d}{each:9.4g}{memory / each / 1e9:10.1f} B   {what:24s}"
+            f"{count / 1e9:7.1f} B{count * each / 1e9:9.2f}{held / 1e9:8.2f}"
+            f"{gathered / 1e9:10.2f}{other / 1e9:8.2f}"
+        )
+        if held > memory:
+            raise SystemExit(f"stage {stage} holds {held:,} bytes, more than fit")
+
+
+def dry_run(make, stage, config, ranks):
+    """One step of rank 0 of many: the real code and every operation, on tensors without memory and
+    a network that sends nothing. Returns the bytes of model states, of gathered weights at their
+    peak, and of everything else (activations, buckets of gradients) at its peak."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    def optimizer(pieces):
+        return torch.optim.AdamW(pieces, fused=True)
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+    with torch.device("meta"):
+        model = gpt.GPT(config)
+    with FakeTensorMode():
+        zero = make(
+            model,
+            dist.group.WORLD,
+            stage,
+            optimizer,
+            param_dtype=torch.bfloat16,
+            value=lambda p: torch.empty(p.shape),
+        )
+        gpt.recompute(model, "block")
+        tokens, ledger = torch.zeros(1, config.context, dtype=torch.int64), Ledger({})
+        for _ in range(2):  # the first step makes the optimizer's states
+            ledger.watch([t for tensors in lasting(zero).values() for t in tensors])
+            zero.zero_grad()
+            with ledger:
+                model(tokens, targets=tokens, count=1).backward()
+                zero.finish()
+                zero.step()
+        held = storage_bytes(t for tensors in lasting(zero).values() for t in tensors)
+    dist.destroy_process_group()
+    return held, ledger.gathered_peak, ledger.peak
