@@ -180,3 +180,16 @@ def activation_bytes(config, sequences, element_size, tp=1, recompute="none"):
         whole, mlp = whole + 3 * config.top_k * config.width, mlp * (config.top_k + config.shared)
     split = (2 * config.heads + 2 * config.kv_heads) * head_size + mlp
     return sequences * config.context * (whole + split / tp) * element_size
+
+
+def data_parallel_sent(sync, all_reduce, size, n, rank):
+    """{(operation, group): (bytes, formula)}: what a rank sends a step for gradients of `size`
+    bytes. sync, all_reduce: as ddp.py's flags."""
+    sent = {("all_reduce", "dp"): (all_reduce_sent(size + 8, n), "2 r P e, and the loss, 8 bytes")}
+    if sync == "server" or all_reduce != "torch":
+        sent["all_reduce", "dp"] = (all_reduce_sent(8, n), "the loss, 8 bytes")
+    if sync == "server":
+        messages = n - 1 if rank == 0 else 1
+        sent["send", "dp"] = (messages * size, "(N-1) P e, the server")
+        sent["broadcast", "dp"] = ((n - 1) / n * 8, "the gradient norm, 8 bytes")
+    return sent
