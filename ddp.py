@@ -248,8 +248,8 @@ class Step:
 
 
 class ParameterServer(DDP):
-    """Its use is that of Naive, but zero_grad() also fetches the server's weights (the replicas may
-    start different), and after finish() only rank 0 of `group` has the batch's gradient:
+    """Used like Naive, but the replicas may start different: zero_grad() also fetches the server's
+    weights. After finish() rank 0 of `group` alone has the batch's gradient:
 
         if dist.get_rank(group) == 0:
             optimizer.step()
@@ -260,6 +260,11 @@ class ParameterServer(DDP):
         super().__init__(parameters, group, microbatches, bucket_bytes=math.inf, overlap=False)
         self.rank = dist.get_rank(group)
         self.workers = range(1, dist.get_world_size(group)) if self.rank == 0 else []
+        for bucket in self.buckets:
+            bucket.received = torch.empty_like(bucket.flat)
+            bucket.weights = torch.cat([p.detach().flatten() for p in bucket.parameters])
+            for p, weight in bucket.pieces(bucket.weights):
+                p.data = weight
 
     def zero_grad(self):
         super().zero_grad()
@@ -267,14 +272,18 @@ class ParameterServer(DDP):
 
     def pull(self):
         for bucket in self.buckets:
-            weights = torch.cat([p.detach().flatten() for p in bucket.parameters])
-            works = [dist.isend(weights, group=self.group, group_dst=r) for r in self.workers]
+            storage = bucket.weights.untyped_storage()
+            if any(p.untyped_storage() is not storage for p in bucket.parameters):
+                raise RuntimeError(
+                    "p.data was replaced: fill it in place after ParameterServer(...)"
+                )
+            if self.rank > 0:
+                dist.recv(bucket.weights, group=self.group, group_src=0)
+            works = [
+                dist.isend(bucket.weights, group=self.group, group_dst=r) for r in self.workers
+            ]
             for work in works:
                 work.wait()
-            if self.rank > 0:
-                dist.recv(weights, group=self.group, group_src=0)
-                for p, piece in bucket.pieces(weights):
-                    p.data.copy_(piece)
 
     def finish(self):
         self.step.end()
@@ -282,9 +291,8 @@ class ParameterServer(DDP):
             if self.rank > 0:
                 dist.send(bucket.flat, group=self.group, group_dst=0)
             for worker in self.workers:
-                gradients = torch.empty_like(bucket.flat)
-                dist.recv(gradients, group=self.group, group_src=worker)
-                bucket.flat += gradients
+                dist.recv(bucket.received, group=self.group, group_src=worker)
+                bucket.flat += bucket.received
 
 
 # --- demo ---
