@@ -1,19 +1,19 @@
 """Data parallelism: every rank holds the whole model and works on its own rows of the batch.
 
     rank 0   rows 0..3    forward  backward --+
-    rank 1   rows 4..7    forward  backward --+-- sum of the gradients --> the same step on each rank
+    rank 1   rows 4..7    forward  backward --+-- sum of the gradients -> the same step everywhere
     rank 2   rows 8..11   forward  backward --+
 
 Backward is the model's own, because the gradient of a sum is the sum of the gradients. A rank's
 loss is the sum over its tokens, divided by the number of tokens in the whole batch. So the ranks'
-gradients add up to the batch's. Nothing is averaged, and ranks may have unequal numbers of rows.
+gradients add up to the batch's. Nothing is averaged, and a rank may have more rows than another.
 
 Sent: the gradients, once a step. An all-reduce over a ring of N ranks sends 2 r P e bytes a rank:
 P parameters of e bytes, r = (N-1)/N. There are four ways to add the gradients up, `--sync`:
 
     naive        after backward, one all-reduce a parameter
     bucketed     after backward, one all-reduce a bucket of parameters: fewer, larger messages
-    overlapped   the all-reduce of a bucket runs beside backward, as soon as the bucket is full
+    overlapped   one all-reduce a bucket, as soon as backward has filled it: backward goes on
     server       workers send gradients to rank 0, which takes the step and sends the weights back:
                  (N-1) P e bytes out of rank 0, and as many into it
 
@@ -23,7 +23,7 @@ zero.py is the next step. docs/data-parallelism.md has the rest.
     torchrun --nproc_per_node=4 ddp.py         python ddp.py --sync naive --optimizer sgd
 
 Li et al. 2020, PyTorch Distributed, arXiv:2006.15704, section 3.2 (buckets, overlap). Li et al.
-2014, Scaling distributed machine learning with the parameter server. Patarasuk and Yuan 2009 (ring).
+2014, Scaling distributed machine learning with the parameter server. Patarasuk and Yuan 2009, ring.
 """
 
 import functools
@@ -41,7 +41,7 @@ class Naive:
     """Sums the gradients of `parameters` over the ranks of `group`.
 
         for p in model.parameters():
-            dist.broadcast(p.data, group=group, group_src=0)   # nobody checks that replicas are equal
+            dist.broadcast(p.data, group=group, group_src=0)   # replicas start equal: unchecked
         sync = Naive(model.parameters(), group, microbatches=2)
         for step in ...:
             sync.zero_grad()                                   # not the model's or the optimizer's
@@ -49,17 +49,19 @@ class Naive:
                 loss = cross_entropy(model(x), y, reduction="sum") / tokens
                 loss.backward()                                # adds to p.grad
             sync.finish()                                      # p.grad is the batch's gradient
-            optimizer.step()                                   # the same on all ranks; clip before it
+            optimizer.step()                                   # the same step on every rank
 
-    A parameter without a gradient gets zeros, so weight decay moves it. Not synchronized: buffers
-    (BatchNorm's statistics), parameters that the model gets later, what autograd.grad returns."""
+    Clip after finish(). A parameter without a gradient gets zeros, so weight decay moves it. Not
+    summed: buffers (BatchNorm's statistics), parameters that the model gets later, gradients that
+    autograd.grad returns. Naive does not read p.placement: with cut parameters take DDP."""
 
     def __init__(self, parameters, group, microbatches=1):
         parameters = counted(parameters)
-        self.parameters, self.group = [p for p in parameters if p.requires_grad], group
+        self.group = group
+        self.parameters = [p for p in parameters if p.requires_grad]
         for p in self.parameters:
             p.grad = torch.zeros_like(p, memory_format=torch.contiguous_format)
-        self.step = Step(parameters, microbatches)  # refuses a wrong order, see below
+        self.step = Step(parameters, microbatches)  # refuses calls in a wrong order, see below
 
     def zero_grad(self):
         self.step.begin()
@@ -76,27 +78,28 @@ class Naive:
 
 
 class Bucket:
-    """A flat buffer in which every p.grad of some parameters is a view.
+    """One flat buffer for the gradients of several parameters: each p.grad is a view of it.
 
-    Autograd adds in place to a gradient that is there, so nothing is copied in or out."""
+    Autograd adds in place to a p.grad that exists, so nothing is copied in or out."""
 
     def __init__(self, parameters):
-        self.parameters, p = parameters, parameters[0]
-        self.flat = torch.zeros(sum(q.numel() for q in parameters), dtype=p.dtype, device=p.device)
-        self.data, self.partial = reduction_groups(p)
+        first, size = parameters[0], sum(p.numel() for p in parameters)
+        self.parameters = parameters
+        self.flat = torch.zeros(size, dtype=first.dtype, device=first.device)
+        self.data, self.partial = reduction_groups(first)
         for p, gradient in self.pieces(self.flat):
             p.grad = gradient
 
     def pieces(self, flat):
-        """(parameter, its piece of `flat` in its shape) for each parameter."""
+        """[(parameter, its piece of `flat`, in the parameter's shape)]"""
         pieces = flat.split([p.numel() for p in self.parameters])
         return [(p, piece.view_as(p)) for p, piece in zip(self.parameters, pieces)]
 
 
 def make_buckets(parameters, bucket_bytes):
     """Buckets of at most `bucket_bytes` (a larger parameter gets its own), from the last parameter
-    to the first: the order of backward. A bucket has one dtype, device and set of groups."""
-    lists, latest, room = [], {}, {}
+    to the first, because backward begins with the last layers. A bucket is of one kind."""
+    lists, latest, room = [], {}, {}  # by kind: the list to be filled, the bytes left in it
     for p in reversed(parameters):
         kind = p.dtype, p.device, reduction_groups(p)
         size = p.numel() * p.element_size()
@@ -112,11 +115,12 @@ def make_buckets(parameters, bucket_bytes):
 
 
 class DDP:
-    """Sums gradients in buckets, each as soon as it is full. Its use is that of Naive.
+    """Sums gradients in buckets, each as soon as backward has filled it. Used like Naive.
 
-    overlap=False: all in finish(). all_reduce(tensor, group=..., async_op=True) returns a handle.
-    `microbatches` is the number of backward passes a step. After an exception in backward all ranks
-    call zero_grad() and start the step again; if one alone does, the others get NaN."""
+    overlap=False reduces all buckets in finish(). `microbatches` is the number of backward passes a
+    step: a bucket is full after the last. all_reduce(tensor, group=..., async_op=True) returns a
+    work handle. After an exception in backward all ranks call zero_grad() and start the step again;
+    if one rank alone does so, the others may get NaN."""
 
     def __init__(
         self, parameters, group, microbatches=1, bucket_bytes=25e6, overlap=True, all_reduce=None
@@ -124,34 +128,36 @@ class DDP:
         parameters = counted(parameters)
         self.group, self.all_reduce = group, all_reduce or dist.all_reduce
         self.buckets = make_buckets([p for p in parameters if p.requires_grad], bucket_bytes)
-        self.step, self.works = Step(parameters, microbatches), []
-        self.next = 0  # the first bucket whose all-reduce has not started
+        self.step = Step(parameters, microbatches)
+        self.works = []  # handles of the all-reduces that have started
+        self.next = 0  # the first bucket that has not started
         for bucket in self.buckets:
             bucket.due = microbatches * sum(parameters[p] for p in bucket.parameters)
             bucket.missing = bucket.due  # gradients still to come in this step
-            for p in bucket.parameters if overlap else []:
-                p.register_post_accumulate_grad_hook(functools.partial(self._arrived, bucket))
+            if overlap:
+                for p in bucket.parameters:
+                    p.register_post_accumulate_grad_hook(functools.partial(self._arrived, bucket))
 
     def zero_grad(self):
         self.step.begin()
-        if self.works:  # the last step was given up, and other ranks may have started more buckets
+        if self.works:  # The last step was given up. Other ranks may have started more buckets.
             for bucket in self.buckets[self.next :]:
-                bucket.flat.fill_(torch.nan)  # incomplete: nobody must train on it
+                bucket.flat.fill_(torch.nan)  # incomplete: nobody may train on it
             self._reduce_rest()
         self.next = 0
         for bucket in self.buckets:
             bucket.flat.zero_()
             bucket.missing = bucket.due
 
-    def _arrived(self, bucket, p):
+    def _arrived(self, bucket, p):  # autograd has added to p.grad
         bucket.missing -= 1
         if bucket.missing < 0:
             raise RuntimeError(f"more backward passes than microbatches={self.step.microbatches}")
         self._start_full_buckets()
 
     def _start_full_buckets(self, rest=False):
-        # The same order on every rank: otherwise all-reduces would add up the wrong buckets,
-        # silently. So a bucket that is full early waits for the buckets before it.
+        # All ranks start the buckets in one order, or all-reduces would add up the wrong buckets,
+        # silently. So a bucket that is full early waits for those before it.
         while self.next < len(self.buckets) and (rest or self.buckets[self.next].missing == 0):
             bucket = self.buckets[self.next]
             group = bucket.data or self.group
@@ -166,21 +172,21 @@ class DDP:
 
     def finish(self):
         self.step.end()
-        self.early = self.next  # buckets that started before backward was over
-        self._reduce_rest()  # a bucket never fills if a parameter gets no gradient
+        self.early = self.next  # buckets that started during backward
+        self._reduce_rest()  # without overlap all; else those with a parameter without a gradient
         for bucket in self.buckets:
             for group in bucket.partial:
                 dist.all_reduce(bucket.flat, group=group)
 
 
 def reduction_groups(p):
-    """Where other kinds of parallelism have cut p (tensor_parallel.shard): the group of its copies,
-    None for DDP's own; further groups over which p.grad is a partial sum."""
+    """For parameters that another kind of parallelism has cut: the group that holds copies of p
+    (None: DDP's own), and further groups over which p.grad must be summed."""
     placement = getattr(p, "placement", {})
     return placement.get("data"), tuple(placement.get("partial", ()))
 
 
-# --- the order of a step: refused where the gradients would be silently wrong
+# --- mistakes that would be silent: refused
 
 
 def counted(parameters):
@@ -196,12 +202,15 @@ def counted(parameters):
 
 
 class Step:
-    """Sees zero_grad(), each backward pass and finish(). Raises RuntimeError in a wrong order."""
+    """Follows zero_grad(), each backward pass and finish(). Raises RuntimeError in a wrong order,
+    and where a p.grad is no longer the memory that finish() sums. It sees optimizer.step() by the
+    weights' versions, which a fused optimizer does not count up."""
 
     def __init__(self, parameters, microbatches):
-        self.parameters, self.microbatches, self.passes = parameters, microbatches, 0
+        self.parameters, self.microbatches = parameters, microbatches
         self.storages = {p: p.grad.untyped_storage() for p in parameters if p.requires_grad}
-        self.latest = "zero_grad()"
+        self.latest = "zero_grad()"  # what came last
+        self.passes = 0  # complete backward passes of this step
         for p in self.storages:
             p.register_post_accumulate_grad_hook(self._gradient_arrived)
 
@@ -217,21 +226,21 @@ class Step:
             if self.passes == 0:
                 self.versions = [p._version for p in self.storages]
 
-    def _backward_ended(self):  # not called where backward raises
+    def _backward_ended(self):  # never called if backward raises: it stays half a backward()
         self.passes += 1
         self.latest = "backward()" if self.passes >= self.microbatches else "some backward()"
 
     def end(self):
         if self.passes > 0 and self.versions != [p._version for p in self.storages]:
-            self.latest = "optimizer.step()"
+            self.latest = "optimizer.step()"  # it has changed the weights
         self._enter("finish()", ["finish()", "half a backward()", "optimizer.step()"])
 
     def _enter(self, call, refused_after):
         if self.latest in refused_after:
             raise RuntimeError(
-                f"{call} after {self.latest}: a step is zero_grad(), the backward passes, finish(), "
-                "optimizer.step(). Finish also a step that you skip. Where backward raised, all "
-                "ranks start again with zero_grad()."
+                f"{call} after {self.latest}: a step is zero_grad(), the backward passes, "
+                "finish(), optimizer.step(). Finish also a step that you skip. Where backward "
+                "raised, all ranks start again with zero_grad()."
             )
         for p in self.parameters:
             moved = p.grad is None or p.grad.untyped_storage() is not self.storages.get(p)
@@ -239,7 +248,8 @@ class Step:
                 raise RuntimeError(
                     "p.grad was replaced, and the new one would not be summed. The causes: "
                     "zero_grad() of the model or the optimizer, a second DDP on the model, "
-                    "create_graph=True, a parameter unfrozen or a model moved or cast after DDP(...)"
+                    "create_graph=True, a parameter unfrozen after DDP(...), "
+                    "a model moved or cast after DDP(...)"
                 )
         self.latest = call
 
@@ -304,7 +314,7 @@ import harness
 def main():
     parser = harness.parser(__doc__)
     ways = ["naive", "bucketed", "overlapped", "server"]
-    parser.add_argument("--sync", choices=ways, default="overlapped", help="see above")
+    parser.add_argument("--sync", choices=ways, default="overlapped", help="how to add up")
     why = "of a bucket: large ones send faster, small ones start earlier. For large models take 25"
     parser.add_argument("--bucket-mb", type=harness.real(0), default=0.5, metavar="MB", help=why)
     sums = ["torch", *collectives.ALL_REDUCE]
@@ -318,16 +328,19 @@ def main():
 
 
 def demo(run):
-    args, group, server = run.args, dist.group.WORLD, run.args.sync == "server"
+    args, group = run.args, dist.group.WORLD
+    server = args.sync == "server"
     run.groups(dp=group)
     model = run.fill(run.meta_model())  # the same seed everywhere: the replicas start equal
     parameters = list(model.parameters())
-    if args.sync in ("naive", "server"):
-        kind = ParameterServer if server else Naive
-        sync = kind(parameters, group, args.microbatches)
+    if server:
+        sync = ParameterServer(parameters, group, args.microbatches)
+    elif args.sync == "naive":
+        sync = Naive(parameters, group, args.microbatches)
     else:
         all_reduce = collectives.ALL_REDUCE.get(args.all_reduce, dist.all_reduce)
-        overlap, bucket_bytes = args.sync == "overlapped", int(args.bucket_mb * 2**20)
+        overlap = args.sync == "overlapped"
+        bucket_bytes = int(args.bucket_mb * 2**20)
         sync = DDP(parameters, group, args.microbatches, bucket_bytes, overlap, all_reduce)
     takes_step = run.rank == 0 or not server
     optimizer = harness.make_optimizer(parameters, args)
@@ -335,14 +348,14 @@ def demo(run):
         sync.zero_grad()
         loss = run.zero()
         for tokens, targets, samples in run.microbatches(step, run.rank, run.world):
-            # count: the tokens of the whole batch
+            # count: the number of tokens in the whole batch
             part = model(tokens, targets=targets, count=run.count, samples=samples)
             part.backward()
             loss += part.detach()
         sync.finish()
         dist.all_reduce(loss, group=group)
         norm = harness.grad_norm(parameters)
-        if server:  # a worker does not see that the sum is not finite
+        if server:  # a worker's own gradient is not the batch's
             dist.broadcast(norm, group=group, group_src=0)
         run.check(loss, norm, model.named, takes_step)
         if takes_step:
@@ -352,18 +365,16 @@ def demo(run):
 
     n, size = run.world, sum(p.numel() * p.element_size() for p in parameters)
     sent = harness.formulas.data_parallel_sent(args.sync, args.all_reduce, size, n, run.rank)
+    held = run.states(size, "P e", takes_step)
+    sequences = args.batch // n // args.microbatches
+    block = harness.activation_bytes(run.config, sequences, run.dtype.itemsize)
+    held["activations_peak"] = (run.config.layers * block, "what backward needs of the blocks")
     notes = []
     if args.all_reduce != "torch":
         most = collectives.formulas(n, size)[args.all_reduce].sent
         notes.append(f"a {args.all_reduce} all-reduce sends at most {most:,.0f} bytes a rank")
     if args.sync == "overlapped":
-        notes.append(
-            f"{sync.early} of {len(sync.buckets)} buckets started before backward was over"
-        )
-    held = run.states(size, "P e", takes_step)
-    sequences = args.batch // n // args.microbatches
-    block = harness.activation_bytes(run.config, sequences, run.dtype.itemsize)
-    held["activations_peak"] = (run.config.layers * block, "what backward needs of the blocks")
+        notes.append(f"{sync.early} of {len(sync.buckets)} buckets started during backward")
     return run.receipt({"dp": n, "sync": args.sync}, sent, held, notes)
 
 
