@@ -22,6 +22,19 @@ def all_reduce_sent(size, n):
     return 2 * (n - 1) / n * size
 
 
+def data_parallel_sent(sync, all_reduce, size, n, rank):
+    """{(operation, group): (bytes, formula)}: what a rank sends a step for gradients of `size`
+    bytes. sync, all_reduce: as ddp.py's flags."""
+    sent = {("all_reduce", "dp"): (all_reduce_sent(size + 8, n), "2 r P e, and the loss, 8 bytes")}
+    if sync == "server" or all_reduce != "torch":
+        sent["all_reduce", "dp"] = (all_reduce_sent(8, n), "the loss, 8 bytes")
+    if sync == "server":
+        messages = n - 1 if rank == 0 else 1
+        sent["send", "dp"] = (messages * size, "(N-1) P e, the server")
+        sent["broadcast", "dp"] = ((n - 1) / n * 8, "the gradient norm, 8 bytes")
+    return sent
+
+
 def model_states(stage, n, weights=2, gradients=2, states=12):
     """Bytes a parameter that each of n ranks holds, as (weights, gradients, optimizer states), in a
     stage of ZeRO: the table of Rajbhandari et al. 2020, section 3."""

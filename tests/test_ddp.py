@@ -4,6 +4,7 @@ DistributedDataParallel."""
 import pytest
 import torch
 import torch.distributed as dist
+from conftest import Script
 from reference import CONFIGS, assert_equal, batch, make_optimizer, train
 
 import ddp
@@ -23,8 +24,8 @@ def train_parallel(rank, config, kind, way, accumulate, world, steps=3):
     model = gpt.build(config, 7, dtype=torch.float64)
     group, parameters = dist.group.WORLD, list(model.parameters())
     sync = {
-        "server": lambda: ddp.ParameterServer(parameters, group),
-        "naive": lambda: ddp.Naive(parameters, group),
+        "server": lambda: ddp.ParameterServer(parameters, group, accumulate),
+        "naive": lambda: ddp.Naive(parameters, group, accumulate),
         "bucketed": lambda: ddp.DDP(parameters, group, accumulate, 5000, overlap=False),
         "overlapped": lambda: ddp.DDP(parameters, group, accumulate, 5000),
     }[way]()
@@ -120,7 +121,7 @@ def test_parameters_without_a_gradient_and_too_many_passes(ranks):
             return grads, str(e)
 
     for grads, error in ranks(2, work):
-        assert grads == ([6.0, 6.0], [0.0, 0.0], 0) and "more backward passes than the 2" in error
+        assert grads == ([6.0, 6.0], [0.0, 0.0], 0) and "backward() after finish()" in error
 
 
 def test_a_replaced_gradient_is_noticed(ranks):
@@ -155,3 +156,23 @@ def test_any_all_reduce_will_do(ranks):
         return p.grad.tolist()
 
     assert ranks(2, work) == [[4.0, 4.0]] * 2
+
+
+def test_all_ranks_notice_that_a_servers_sum_is_not_finite(tmp_path):
+    """Each worker's own gradient is finite: without the server's norm they would go on alone."""
+
+    def plant():
+        finish = ddp.ParameterServer.finish
+
+        def overflow(self):
+            finish(self)
+            if self.rank == 0:
+                self.buckets[0].flat[0] = torch.inf
+
+        ddp.ParameterServer.finish = overflow
+
+    flags = "--sync server --nproc 3 --batch 6 --layers 1 --width 16 --context 8 --steps 2 --quiet"
+    script = Script(tmp_path, "ddp", flags.split(), plant)
+    assert script.end() == 1
+    [error] = script.errors()
+    assert "gradient norm inf" in error and "on rank 0" in error
