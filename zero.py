@@ -789,8 +789,10 @@ from harness import zero_bytes
 def flags():
     parser = harness.parser(__doc__)
     g = parser.add_argument_group("ZeRO")
-    why = "what is split: 0 nothing, 1 optimizer states, 2 gradients too, 3 weights too (FSDP)"
-    g.add_argument("--stage", type=int, choices=range(4), default=3, help=why)
+    why = (
+        "what is split: 0 nothing, 1 optimizer states, 2 gradients too, 3 weights too (default: 3)"
+    )
+    g.add_argument("--stage", type=int, choices=range(4), help=why)
     harness.precision_flags(g)
     why = "stages 2, 3: reduce gradients once a step: sends less, holds all of them"
     g.add_argument("--reduce-once", action="store_true", help=why)
@@ -800,7 +802,9 @@ def flags():
     g.add_argument("--offload", action="store_true", help=why)
     why = "of a bucket, stages 0 to 2: large ones send faster, small ones start earlier"
     g.add_argument("--bucket-mb", type=harness.real(0), default=0.5, metavar="MB", help=why)
-    why = "train nothing: show the largest models whose states fit 80 GB on 64 ranks"
+    why = (
+        "train nothing: the largest model whose states fit 80 GB on 64 ranks, of --stage or of all"
+    )
     g.add_argument("--fit", action="store_true", help=why)
     return parser
 
@@ -808,9 +812,9 @@ def flags():
 def main():
     args = flags().parse_args()
     if args.fit:
-        return zero_bytes.fit(ZeRO)
+        return zero_bytes.fit(ZeRO, range(4) if args.stage is None else [args.stage])
     for flag, least in ("reduce-once", 2), ("keep-gathered", 3):
-        if vars(args)[flag.replace("-", "_")] and args.stage < least:
+        if vars(args)[flag.replace("-", "_")] and stage_of(args) < least:
             raise harness.Refused(
                 f"--{flag} means nothing in stage {args.stage}: use --stage {least}"
             )
@@ -818,20 +822,24 @@ def main():
     harness.launch(demo, args, check=lambda world: harness.check_batch(args, world))
 
 
+def stage_of(args):
+    return 3 if args.stage is None else args.stage
+
+
 def demo(run):
-    args, group = run.args, dist.group.WORLD
+    args, group, stage = run.args, dist.group.WORLD, stage_of(run.args)
     run.groups(dp=group)
     model = run.meta_model()
     options = {"value": run.initial(model), "offload": args.offload}
     options |= {"bucket_bytes": int(args.bucket_mb * 2**20)}
     options |= {"param_dtype": harness.DTYPES.get(args.param_dtype)}
     options |= {"reduce_dtype": harness.DTYPES.get(args.reduce_dtype)}
-    if args.stage >= 2:
+    if stage >= 2:
         options["reduce_each"] = not args.reduce_once
-    if args.stage == 3:
+    if stage == 3:
         options["reshard"] = not args.keep_gathered
     make_optimizer = functools.partial(harness.make_optimizer, args=args)
-    zero = ZeRO(model, group, args.stage, make_optimizer, args.microbatches, **options)
+    zero = ZeRO(model, group, stage, make_optimizer, args.microbatches, **options)
     for step in run.steps(zero):
         zero.zero_grad()
         loss = run.zero()
@@ -848,7 +856,7 @@ def demo(run):
         zero.step()
         run.log(loss, norm)
     sent, held, notes = zero_bytes.receipt(run, zero)
-    return run.receipt({"dp": run.world, "zero": args.stage}, sent, held, notes)
+    return run.receipt({"dp": run.world, "zero": stage}, sent, held, notes)
 
 
 if __name__ == "__main__":

@@ -102,20 +102,20 @@ def receipt(run, zero):
     args, n = run.args, run.world
     sums = {op: row for op, row in sent(zero, [("F", 0), ("B", 0)] * args.microbatches).items()}
     size, text = sums.get("all_reduce", (0, "loss and norm, 8 bytes each"))
-    scalars = 16 if args.stage else 8
+    scalars = 16 if zero.stage else 8
     sums["all_reduce"] = size + formulas.all_reduce_sent(scalars, n), text
     weights, gradients = zero.buckets[0].flat.dtype, zero.buckets[0].reduce_dtype
     elements = sum(bucket.size for bucket in zero.buckets)
     moments = 2 * (args.optimizer == "adamw") * run.dtype.itemsize
     masters = run.dtype.itemsize if weights != run.dtype or args.offload else 0
     sizes = weights.itemsize, gradients.itemsize, moments + masters
-    by_paper = formulas.model_states(args.stage, n, *sizes)
+    by_paper = formulas.model_states(zero.stage, n, *sizes)
     states = [round(elements * each) for each in by_paper]
     states[2] -= padding(zero) * moments
     held = {}
     names = "parameters", "gradients", "optimizer"
     for name, size, each, split in zip(names, states, sizes, (3, 2, 1)):
-        held[name] = size, f"P {each}/N" if args.stage >= split else f"P {each}"
+        held[name] = size, f"P {each}/N" if zero.stage >= split else f"P {each}"
     found = [run.held[name] / elements for name in names]
     notes = [
         f"bytes a parameter: {' + '.join(f'{each:.4g}' for each in found)} = {sum(found):.4g}"
@@ -123,12 +123,12 @@ def receipt(run, zero):
         f"P with padding: {elements:,}; r = {n - 1}/{n}",
     ]
     if gradients != run.dtype or args.offload:
-        copy = elements * run.dtype.itemsize // (n if args.stage else 1)
+        copy = elements * run.dtype.itemsize // (n if zero.stage else 1)
         notes.append(
             f"at the step, for a moment: {copy:,} bytes of gradients in {args.dtype}, where the"
             " masters are"
         )
-    if args.stage == 3:
+    if zero.stage == 3:
         notes.append(
             f"gathered at the peak: {run.ledger.gathered_peak:,} bytes, the largest two units that"
             " follow each other"
@@ -136,7 +136,11 @@ def receipt(run, zero):
     return {(operation, "dp"): row for operation, row in sums.items()}, held, notes
 
 
-def fit(make, memory=80e9, ranks=64):
+# So that whole layers come near to all of the memory
+WIDTHS = (2816, 4608, 5376, 16640)
+
+
+def fit(make, stages, memory=80e9, ranks=64):
     """Print for each stage the largest GPT whose model states fit, and play one step of it."""
     print(
         f"{memory / 1e9:.0f} GB a rank, {ranks} ranks, bf16 with Adam in fp32; a step of one "
@@ -147,8 +151,8 @@ def fit(make, memory=80e9, ranks=64):
         "  stage   bytes/P   largest P   GPT of                          P  formula    held"
         "  gathered   other"
     )
-    # The widths let whole layers come near to all of the memory
-    for stage, width in enumerate((2816, 4608, 5376, 16640)):
+    for stage in stages:
+        width = WIDTHS[stage]
         each = sum(formulas.model_states(stage, ranks))
         sizes = dict(width=width, heads=width // 128, context=1024, vocab=50257)
         layers = 1
