@@ -1,10 +1,9 @@
-"""What a rank of train.py should send and hold in a step: the formulas of all technique files, put
-together.
+"""What a rank of train.py should send and hold in a step: the formulas of all techniques together.
 
-The receipt shows these figures beside what the ledger counted, and they must agree to the byte (but
-for activations). Each function here says what one kind of parallelism adds; the formulas
-themselves, with their sources, stand in its own file. Letters as in the README: P parameters, b T C
-sequences, tokens, width; e bytes an element; r = (n-1)/n on n ranks.
+The receipt shows these figures beside what the ledger counted. They must agree to the byte, except
+for activations. Each function adds what one kind of parallelism sends; harness/formulas.py has the
+formulas themselves. Letters: P parameters, b T C sequences, tokens, width, e bytes an element,
+r = (n-1)/n on n ranks, t tensor-parallel ranks, m micro-batches, V the vocabulary.
 """
 
 from dataclasses import dataclass
@@ -25,11 +24,12 @@ SCALAR = 8  # the loss and the squared norm are summed as one float64 each
 class Share:
     """What a rank has of a step.
 
-    blocks: how many of its layers; first, last: whether it holds the embedding, the head.
-    sequences: of its part of the batch;
-    length: tokens that it has of each, with padding; micro: sequences of a micro-batch. element,
-    reduced, master: bytes of an element of weights, of reduced gradients, of master weights.
-    forwards: of each block, 2 where backward runs it again."""
+    blocks, first, last        how many of its layers; whether it holds the embedding, the head
+    sequences, length, micro   its sequences; its tokens of each, padding included; sequences of a
+                               micro-batch
+    element, reduced, master   bytes of an element of weights, reduced gradients, master weights
+    forwards                   of each block: 2 where backward runs it again
+    """
 
     blocks: int
     first: bool
@@ -50,131 +50,152 @@ class Share:
 def expected(run, model, optimizer, schedule, groups, length, travelled):
     """The receipt's layout, `sent`, `held` and notes (see Run.receipt) for this rank.
 
-    length: tokens that it has of a sequence; travelled: rows that its tokens took to other ranks'
+    length: tokens of a sequence on this rank. travelled: rows that its tokens took to other ranks'
     experts and back."""
-    args, owner = run.args, schedule.owner
-    stages, rows = [int(stage) for stage in model.parts], args.batch // args.dp
-    sizes = (harness.DTYPES[d].itemsize for d in (args.param_dtype, args.reduce_dtype, args.dtype))
-    blocks = sum(len(part.blocks) for part in model.parts.values())
-    ends = 0 in stages, schedule.last in stages
+    args = run.args
+    stages = [int(stage) for stage in model.parts]
+    row = schedule[schedule.owner[stages[0]]]
+    sequences = args.batch // args.dp
     share = Share(
-        blocks,
-        *ends,
-        rows,
-        length,
-        rows // args.microbatches,
-        *sizes,
-        1 + (args.recompute == "block"),
+        blocks=sum(len(part.blocks) for part in model.parts.values()),
+        first=0 in stages,
+        last=schedule.last in stages,
+        sequences=sequences,
+        length=length,
+        micro=sequences // args.microbatches,
+        element=harness.DTYPES[args.param_dtype].itemsize,
+        reduced=harness.DTYPES[args.reduce_dtype].itemsize,
+        master=harness.DTYPES[args.dtype].itemsize,
+        forwards=2 if args.recompute == "block" else 1,
     )
-    states, sent = data(run, share, optimizer, schedule, groups, stages)
+    actions = [(action.kind, stages.index(action.stage)) for action in row]
+    states, sent = data(run, share, optimizer, actions, groups)
     if args.ep > 1:
         sent |= experts(run, share, groups, travelled)
     if args.cp > 1:
         sent |= context(run, share, groups)
     sent |= tensor(run, share, optimizer, groups["tp"])
-    sent |= between_stages(args, run.config, share, schedule, owner[stages[0]])
-    kept = 2 * (args.optimizer == "adamw") + (args.param_dtype != args.dtype)
-    texts = [
-        f"{p} e{' / dp' * (args.zero >= least)}"
-        for p, least in (("P", 3), ("P", 2), (f"{kept} P", 1))
-    ]
-    held = dict(zip(("parameters", "gradients", "optimizer"), zip(states, texts)))
-    flying = schedules.in_flight(schedule[owner[stages[0]]], lambda stage: len(model[stage].blocks))
+    sent |= between_stages(args, run.config, share, schedule, schedule.owner[stages[0]])
+    flying = schedules.in_flight(row, lambda stage: len(model[stage].blocks))
     size = activations(args, run.config, share, flying)
+    held = held_rows(args, states)
     held["activations_peak"] = size, "blocks x micro-batches in flight, without the head"
-    notes = (
-        [f"ZeRO: gathered weights at the peak {run.ledger.gathered_peak:,} bytes"]
-        if args.zero == 3
-        else []
-    )
+    notes = []
+    if args.zero == 3:
+        peak = f"{run.ledger.gathered_peak:,} bytes"
+        notes.append(f"ZeRO: gathered weights at the peak {peak}")
     return layout(args), sent, held, notes
 
 
+def held_rows(args, states):
+    """{kind: (bytes, formula)} of weights, gradients and optimizer states."""
+    copies = 2 if args.optimizer == "adamw" else 0  # AdamW's moments
+    if args.param_dtype != args.dtype:
+        copies += 1  # the masters
+    kinds = (("parameters", "P e", 3), ("gradients", "P e", 2), ("optimizer", f"{copies} P e", 1))
+    rows = {}
+    for (kind, text, stage), size in zip(kinds, states):
+        rows[kind] = size, f"{text} / dp" if args.zero >= stage else text
+    return rows
+
+
 def layout(args):
+    """{axis: size} of what is not 1, for the receipt."""
     shown = {"dp": args.dp, "tp": args.tp, "pp": args.pp}
-    shown |= {"schedule": args.schedule, "microbatches": args.microbatches} if args.pp > 1 else {}
-    shown |= {"zero": args.zero} if args.zero else {}
-    shown |= {"sp": args.tp} if args.sp else {}
-    shown |= {"recompute": args.recompute} if args.recompute != "none" else {}
-    shown |= {"ep": args.ep} if args.ep > 1 else {}
-    return shown | ({"cp": args.cp, "cp-kind": args.cp_kind} if args.cp > 1 else {})
+    if args.pp > 1:
+        shown |= {"schedule": args.schedule, "microbatches": args.microbatches}
+    if args.zero:
+        shown["zero"] = args.zero
+    if args.sp:
+        shown["sp"] = args.tp
+    if args.recompute != "none":
+        shown["recompute"] = args.recompute
+    if args.ep > 1:
+        shown["ep"] = args.ep
+    if args.cp > 1:
+        shown |= {"cp": args.cp, "cp-kind": args.cp_kind}
+    return shown
 
 
-def data(run, share, optimizer, schedule, groups, stages):
+# --- data parallelism
+
+
+def data(run, share, optimizer, actions, groups):
     """Bytes of [weights, gradients, optimizer states], and the sums over ranks with the same
     weights. Experts have fewer copies than the rest: their group is `copies`."""
-    args, config, sharded = run.args, run.config, isinstance(optimizer, zero.ZeRO1)
-    moments = 2 * (args.optimizer == "adamw") * share.master
-    sizes = {"dp": by_paper.parameters_held(config, args.tp, *share.layers)}
+    args, config = run.args, run.config
+
+    def parameters(experts=None):
+        return by_paper.parameters_held(config, args.tp, *share.layers, experts)
+
+    sizes = {"dp": parameters()}
     if args.ep > 1:
-        mine = expert_parallel.expert_counts(config.experts, args.ep)[dist.get_rank(groups["ep"])]
-        plain = by_paper.parameters_held(config, args.tp, *share.layers, experts=0)
-        sizes = {
-            "dp": plain,
-            "copies": by_paper.parameters_held(config, args.tp, *share.layers, mine) - plain,
-        }
+        plain = parameters(experts=0)
+        sizes = {"dp": plain, "copies": parameters(experts_here(config, groups["ep"])) - plain}
+    if isinstance(optimizer, zero.ZeRO1):
+        return of_zero(args, share, optimizer, actions, groups, sizes)
     states, sent = [0, 0, 0], {}
     for name, size in sizes.items():
-        group, n = groups[name], dist.get_world_size(groups[name])
-        scalars = SCALAR * (name == "dp")  # the loss
-        if sharded:
-            # Padding
-            size += sum(
-                b.size - sum(p.numel() for p in b.parameters)
-                for b in optimizer.buckets
-                if b.group is group
-            )
-            copies = (args.param_dtype != args.dtype) * share.master
-            of_group = [
-                size * each
-                for each in by_paper.model_states(
-                    args.zero, n, share.element, share.reduced, moments + copies
-                )
-            ]
-            actions = [
-                (action.kind, stages.index(action.stage))
-                for action in schedule[dist.get_rank(groups["pp"])]
-            ]
-            sent |= {
-                (operation, name): formula
-                for operation, formula in zero_bytes.sent(optimizer, actions, group).items()
-            }
-            scalars *= 2 if args.zero else 1  # and the norm, of parts
-            amount, text = sent.get(("all_reduce", name), (0, "loss and norm"))
-            sent["all_reduce", name] = (amount + by_paper.all_reduce_sent(scalars, n), text)
-        else:
-            of_group = [size * share.element, size * share.element, size * moments]
-            sent["all_reduce", name] = (
-                by_paper.all_reduce_sent(size * share.element + scalars, n),
-                "2 r P e",
-            )
-        states = [a + b for a, b in zip(states, of_group)]
-    if sharded:
-        states[2] -= zero_bytes.padding(optimizer) * moments
+        n = dist.get_world_size(groups[name])
+        gradients = size * share.element
+        loss = SCALAR if name == "dp" else 0
+        sent["all_reduce", name] = by_paper.all_reduce_sent(gradients + loss, n), "2 r P e"
+        states[0] += size * share.element
+        states[1] += gradients
+        states[2] += size * moments(args, share)
     return states, sent
 
 
+def moments(args, share):
+    """Bytes a parameter of the optimizer's moments."""
+    return 2 * share.master if args.optimizer == "adamw" else 0
+
+
+def of_zero(args, share, optimizer, actions, groups, sizes):
+    """The same with ZeRO, whose shards are padded. sizes: {group's name: parameters}."""
+    masters = share.master if args.param_dtype != args.dtype else 0
+    states, sent = [0, 0, 0], {}
+    for name, size in sizes.items():
+        group, n = groups[name], dist.get_world_size(groups[name])
+        for bucket in optimizer.buckets:
+            if bucket.group is group:
+                size += bucket.size - sum(p.numel() for p in bucket.parameters)
+        element_sizes = share.element, share.reduced, moments(args, share) + masters
+        for i, each in enumerate(by_paper.model_states(args.zero, n, *element_sizes)):
+            states[i] += size * each
+        for operation, row in zero_bytes.sent(optimizer, actions, group).items():
+            sent[operation, name] = row
+        scalars = 0
+        if name == "dp":  # the loss; and the norm, where ranks have shards of the gradient
+            scalars = 2 * SCALAR if args.zero else SCALAR
+        amount, text = sent.get(("all_reduce", name), (0, "loss and norm"))
+        sent["all_reduce", name] = amount + by_paper.all_reduce_sent(scalars, n), text
+    states[2] -= zero_bytes.padding(optimizer) * moments(args, share)  # padding has no moments
+    return states, sent
+
+
+# --- experts, sequences, layers, stages
+
+
+def experts_here(config, group):
+    """How many experts this rank has."""
+    counts = expert_parallel.expert_counts(config.experts, dist.get_world_size(group))
+    return counts[dist.get_rank(group)]
+
+
 def experts(run, share, groups, travelled):
-    """The rows that went to experts and back, and the counts that went before them; at most the
-    loss's part of the norm."""
+    """The rows that went to experts and back, the counts that went before them, and the norm."""
     args, config = run.args, run.config
-    mine = expert_parallel.expert_counts(config.experts, args.ep)[dist.get_rank(groups["ep"])]
     passes = share.forwards + 1
-    counts = (
-        share.forwards
-        * share.blocks
-        * args.microbatches
-        * (config.experts - mine)
-        * args.expert_chunks
-        * 8
-    )
-    size = passes * travelled // share.forwards * config.width * share.element + counts
+    elsewhere = config.experts - experts_here(config, groups["ep"])
+    layers = share.forwards * share.blocks * args.microbatches
+    counts = layers * elsewhere * args.expert_chunks * 8
+    rows = passes * travelled // share.forwards
+    size = rows * config.width * share.element + counts
     sent = {("all_to_all", "ep"): (size, f"{passes} (rows out + rows in) C e, and the counts")}
-    return (
-        sent
-        if args.zero
-        else sent | {("all_reduce", "ep"): (by_paper.all_reduce_sent(SCALAR, args.ep), "the norm")}
-    )
+    if not args.zero:
+        sent["all_reduce", "ep"] = by_paper.all_reduce_sent(SCALAR, args.ep), "the norm"
+    return sent
 
 
 def context(run, share, groups):
@@ -185,24 +206,18 @@ def context(run, share, groups):
     sizes = share.sequences, share.length, *heads, share.element, share.forwards
     sent = {}
     for operation, size in by_paper.context_parallel_sent(args.cp_kind, *shape, *sizes).items():
-        group = (
-            {"send": "ring", "all_to_all": "ulysses"}.get(operation) if "ring" in groups else "cp"
-        )
+        group = "cp"
+        if "ring" in groups:
+            group = "ring" if operation == "send" else "ulysses"
+        if operation == "reduce_scatter":
+            operation = scatter(groups["cp"])
         if size:
-            name = scatter(groups["cp"]) if operation == "reduce_scatter" else operation
-            sent[name, group] = (share.blocks * size, f"{args.cp_kind}: see context_parallel.py")
+            sent[operation, group] = share.blocks * size, f"{args.cp_kind}: see context_parallel.py"
     if config.experts and config.balance_loss:
-        sums = (
-            share.forwards
-            * share.blocks
-            * share.sequences
-            * (2 * config.experts + 1)
-            * max(share.element, 4)
-        )
-        sent["all_reduce", "cp"] = (
-            by_paper.all_reduce_sent(sums, args.cp),
-            "the routers' sums over sequences",
-        )
+        layers = share.forwards * share.blocks * share.sequences
+        sums = layers * (2 * config.experts + 1) * max(share.element, 4)
+        text = "the routers' sums over sequences"
+        sent["all_reduce", "cp"] = by_paper.all_reduce_sent(sums, args.cp), text
     return sent
 
 
@@ -211,11 +226,11 @@ def tensor(run, share, optimizer, tp):
     norm of the gradient."""
     args, config, e = run.args, run.config, share.element
     if not args.sp:
-        tokens = share.sequences * share.length
-        size = by_paper.tensor_parallel_sent(
-            config, args.tp, tokens, e, *share.layers, args.recompute
-        )
-        times = 8 + 2 * (share.forwards - 1) * by_paper.sent_again(config)
+        shape = share.sequences * share.length, e, *share.layers
+        size = by_paper.tensor_parallel_sent(config, args.tp, *shape, args.recompute)
+        times = 8
+        if args.recompute == "block":
+            times += 2 * by_paper.sent_again(config)
         text = f"{times} r b T C e a block, and both ends"
         return {("all_reduce", "tp"): (size + by_paper.all_reduce_sent(SCALAR, args.tp), text)}
     keep = not args.gather_again
@@ -223,16 +238,15 @@ def tensor(run, share, optimizer, tp):
     size = by_paper.sequence_parallel_sent(config, args.tp, *shape, keep, args.recompute)
     partial = by_paper.partial_parameters(config, *share.layers)
     if isinstance(optimizer, zero.ZeRO1):
-        partial = sum(b.length for b in optimizer.buckets if tp in b.partial)
-    sums = size["all_reduce"] + by_paper.all_reduce_sent(partial * share.reduced + SCALAR, args.tp)
+        partial = sum(bucket.length for bucket in optimizer.buckets if tp in bucket.partial)
+    sums = by_paper.all_reduce_sent(partial * share.reduced + SCALAR, args.tp)
     more = "" if args.recompute == "none" else ", more to recompute,"
+    gathers = f"{4 if keep else 6} r b T C e a block{more} and both ends"
+    scatters = f"4 r b T C e a block{more} and both ends"
     return {
-        ("all_gather", "tp"): (
-            size["all_gather"],
-            f"{4 if keep else 6} r b T C e a block{more} and both ends",
-        ),
-        (scatter(tp), "tp"): (size["reduce_scatter"], f"4 r b T C e a block{more} and both ends"),
-        ("all_reduce", "tp"): (sums, "the loss; the norms' gradients"),
+        ("all_gather", "tp"): (size["all_gather"], gathers),
+        (scatter(tp), "tp"): (size["reduce_scatter"], scatters),
+        ("all_reduce", "tp"): (size["all_reduce"] + sums, "the loss; the norms' gradients"),
     }
 
 
@@ -242,49 +256,48 @@ def between_stages(args, config, share, schedule, rank):
     sent = {("all_reduce", "pp"): (by_paper.all_reduce_sent(2 * SCALAR, args.pp), "loss and norm")}
     each = share.sequences * split_length(args, share.length) * config.width * share.element
     for name, messages in zip(("down", "up"), schedules.boundaries(schedule, rank)):
-        sent["send", name] = (messages * each, "b T C e a micro-batch and boundary")
+        sent["send", name] = messages * each, "b T C e a micro-batch and boundary"
     if config.tied and share.first != share.last:
-        part = -(-config.vocab // args.tp) * config.width
-        part = -(-part // (args.dp * args.cp)) if args.zero else part
-        sent["all_reduce", "tied"] = (
-            by_paper.all_reduce_sent(part * share.reduced, 2),
-            "V/t C e, the tied matrix",
-        )
+        matrix = by_paper.ceil(config.vocab, args.tp) * config.width
+        if args.zero:
+            matrix = by_paper.ceil(matrix, args.dp * args.cp)
+        size = by_paper.all_reduce_sent(matrix * share.reduced, 2)
+        sent["all_reduce", "tied"] = size, "V/t C e, the tied matrix"
     return sent
 
 
 def activations(args, config, share, flying):
     """What backward needs of the forward passes in flight: `flying` blocks x micro-batches."""
+    size = flying * of_block(args, config, share, args.recompute)
+    if args.recompute == "block":
+        size += of_block(args, config, share, "none")  # the block that runs again
+    return size
 
-    def of_block(recompute):
-        split = 1 if args.sp else args.tp
-        size = (
-            harness.activation_bytes(config, share.micro, share.element, split, recompute)
-            * share.length
-            / config.context
-        )
-        if not args.sp:
-            return size
-        # Of what sequence parallelism gathers these stay whole, unless they are gathered again
-        whole = {
-            "none": 2,
-            "selective": bool(config.experts) or config.mlp == "swiglu",
-            "block": 0,
-        }[recompute]
-        gathered = whole * (args.tp - 1) * share.micro * share.length * config.width * share.element
-        return (size + (not args.gather_again) * gathered) / args.tp
 
-    return flying * of_block(args.recompute) + (
-        of_block("none") if args.recompute == "block" else 0
-    )
+def of_block(args, config, share, recompute):
+    """Bytes of one block and micro-batch."""
+    split = 1 if args.sp else args.tp
+    size = harness.activation_bytes(config, share.micro, share.element, split, recompute)
+    size *= share.length / config.context
+    if not args.sp:
+        return size
+    # What sequence parallelism gathers stays whole, unless it is gathered again
+    whole = 0
+    if recompute == "none":
+        whole = 2
+    elif recompute == "selective" and (config.experts or config.mlp == "swiglu"):
+        whole = 1
+    if not args.gather_again:
+        size += whole * (args.tp - 1) * share.micro * share.length * config.width * share.element
+    return size / args.tp
 
 
 def split_length(args, length):
     """Tokens of a sequence on a rank, between the layers."""
-    return -(-length // args.tp) if args.sp else length
+    return by_paper.ceil(length, args.tp) if args.sp else length
 
 
 def scatter(group):
-    """What a reduce-scatter is counted as: gloo's would send an all-reduce's bytes, so there it is
-    made of all-to-alls."""
+    """What a reduce-scatter is counted as. On gloo it is made of all-to-alls, because gloo's own
+    sends as many bytes as an all-reduce."""
     return "all_to_all" if dist.get_backend(group) == "gloo" else "reduce_scatter"
