@@ -288,14 +288,14 @@ def one_bias_left_out():
 def last_microbatch_only():
     play = pipeline.play
 
-    def wrong(schedule, forward, *rest):
+    def wrong(schedule, forward, *rest, **options):
         last = max(a.microbatch for a in schedule[0])
 
         def only_last(stage, m, x):
             y = forward(stage, m, x)
             return y if m == last or not y.requires_grad else y - y + y.detach()
 
-        return play(schedule, only_last, *rest)
+        return play(schedule, only_last, *rest, **options)
 
     pipeline.play = wrong
 
