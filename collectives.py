@@ -91,13 +91,13 @@ async def tree_broadcast(wire, x, root):
 async def tree_reduce(wire, x, root, combine):
     """The same messages backwards. A rank adds its children's sums to its x, and sends the result
     to its parent. Only the root's x changes."""
-    total = x if wire.rank == root else torch.empty_like(x)
+    out = x if wire.rank == root else torch.empty_like(x)
     partial = x
     for children, parents in reversed(tree(wire, root)):
         send, receive = {rank: partial for rank in parents}, {rank: partial for rank in children}
-        await wire.exchange(send, receive, combine, total)
+        await wire.exchange(send, receive, combine, out)
         if children:
-            partial = total
+            partial = out
 
 
 def tree(wire, root):
@@ -171,11 +171,11 @@ class Wire:
         self.members = range(self.size)  # rank on this wire -> rank in the group
         self.nccl = dist.get_backend(self.group) == "nccl"
 
-    async def exchange(self, send, receive, combine=None, total=None):
+    async def exchange(self, send, receive, combine=None, out=None):
         """A round. send, receive: {rank: tensor}; a tensor for the rank itself is copied.
 
         Without `combine` the tensors in `receive` are overwritten. With it they are flat, and what
-        comes is added to them, in place or into `total`. Sender and receiver both give `combine`.
+        comes is added to them, in place or into `out`. Sender and receiver both give `combine`.
         """
         send = {rank: t.contiguous() for rank, t in send.items()}
         incoming = dict(receive)
@@ -190,7 +190,7 @@ class Wire:
             work.wait()
         for rank, t in receive.items():
             if combine:
-                combine(t, incoming[rank], out=t if total is None else total)
+                combine(t, incoming[rank], out=t if out is None else out)
             elif incoming[rank] is not t:
                 t.copy_(incoming[rank])
 
@@ -566,12 +566,12 @@ class SegmentedWire(Wire):
 
     spare = None  # memory for the buffers
 
-    async def exchange(self, send, receive, combine=None, total=None):
+    async def exchange(self, send, receive, combine=None, out=None):
         tensors = [*send.values(), *receive.values()]
         longest = max([t.numel() for t in tensors], default=0)
         size = SEGMENT // tensors[0].element_size() if tensors else 0  # elements of a segment
         if combine is None or longest <= size:
-            return await super().exchange(send, receive, combine, total)
+            return await super().exchange(send, receive, combine, out)
         if self.spare is None or self.spare.shape[1] < len(receive):
             self.spare = tensors[0].new_empty(2, len(receive), size)
 
@@ -591,28 +591,10 @@ class SegmentedWire(Wire):
             for work in works:
                 work.wait()
             for rank, t in receive.items():
-                combine(t[part], arrived[rank], out=(t if total is None else total)[part])
+                combine(t[part], arrived[rank], out=(t if out is None else out)[part])
 
 
-# --- wires that watch: give one of them as the group
-
-
-class Counter(SegmentedWire):
-    """Logs every message in this rank's order: ("send" or "receive", rank in the group, bytes)."""
-
-    def __init__(self, group=None):
-        super().__init__(group)
-        self.log = []
-
-    async def exchange(self, send, receive, combine=None, total=None):
-        self.note("send", send)
-        await super().exchange(send, receive, combine, total)
-        self.note("receive", receive)
-
-    def note(self, kind, tensors):
-        self.log += [
-            (kind, rank, t.numel() * t.element_size()) for rank, t in self.messages(tensors)
-        ]
+# --- for finding bugs
 
 
 class Checked(SegmentedWire):
@@ -649,11 +631,6 @@ from harness import network
 
 def main():
     p = harness.Parser(__doc__)
-    why = "of the tensor whose all-reduce is counted (default: 1MB)"
-    size = harness.quantity(harness.SIZE, "25MB")
-    p.add_argument("--size", type=size, default="1MB", metavar="BYTES", help=why)
-    why = "ranks that share fast links, for hierarchical (default: about the root of their number)"
-    p.add_argument("--nodes-of", **harness.POSITIVE, help=why)
     network.flags(p)
     args = p.parse_args()
     check = functools.partial(network.check, args)  # of the number of ranks
@@ -666,31 +643,12 @@ def main():
 
 def demo(run):
     """Every collective beside torch's; then what each all-reduce sends, and how long it takes."""
-    args, n = run.args, run.world
-    node = args.nodes_of or default_node(n)
-    algorithms = dict(ALL_REDUCE)
-    algorithms["hierarchical"] = functools.partial(ALL_REDUCE["hierarchical"], node=node)
-
-    def say(line):
-        if run.rank == 0 and not args.quiet:
-            print(line)
-
-    differ = network.compare_with_torch(sys.modules[__name__], run, say)
-    counted, expected = network.count(run, algorithms, Counter, args.size, node, say)
-    ok = not differ and counted == expected
-    result = {"ok": ok, "world_size": n, "layout": {"node": node}, "differ": differ}
-    result |= {"counted": counted, "formulas": expected}
-    if n > 1:
-        wire = Wire()
-
-        def one_round(x, y):
-            left, right = (run.rank - 1) % n, (run.rank + 1) % n
-            perform(wire.exchange({left: x}, {right: y}), async_op=False)
-
-        result |= network.measure_curve(run, algorithms, one_round, node, say)
-    network.write(args, result, run.rank)
-    say("  ok" if ok else "  FAILED")
-    return 0 if ok else 1
+    library, node = sys.modules[__name__], run.args.nodes_of or default_node(run.world)
+    result = {"differ": network.compare_with_torch(library, run)}
+    result |= network.count(library, run, node)
+    if run.world > 1:
+        result |= network.measure_curve(library, run, node)
+    return network.report(run, result, node)
 
 
 if __name__ == "__main__":

@@ -17,10 +17,14 @@ import torch.distributed as dist
 import collectives
 import ddp
 import harness
-from collectives import ALL_REDUCE, Checked, Counter
+from collectives import ALL_REDUCE, Checked
 from harness import network
 
 ROOT = pathlib.Path(__file__).parent.parent
+
+
+class Counter(network.MessageLog, collectives.SegmentedWire):
+    """A group that logs its messages."""
 
 
 def power_of_two(n):
@@ -507,6 +511,10 @@ import torch, torch.distributed as dist
 sys.path.insert(0, {root!r})
 import collectives
 from harness.ledger import Ledger
+from harness.network import MessageLog
+
+class Counter(MessageLog, collectives.SegmentedWire):
+    pass
 
 def counters():
     for line in open("/proc/self/net/dev"):
@@ -520,7 +528,7 @@ dist.init_process_group("gloo", store=dist.FileStore(sys.argv[2], 2), rank=rank,
 x = torch.full((6_250_000,), rank + 1.0)
 collectives.all_reduce(torch.zeros(8))
 dist.barrier()
-before, counter, ledger = counters(), collectives.Counter(), Ledger({{"wire": dist.group.WORLD}})
+before, counter, ledger = counters(), Counter(), Ledger({{"wire": dist.group.WORLD}})
 with ledger:
     collectives.all_reduce(x, group=counter)
 dist.barrier()
