@@ -1,31 +1,31 @@
 """Collectives: all of them from messages between two ranks, and six ways to all-reduce.
 
-A collective moves tensors between the N ranks of a group. Every technique in this project is one
-model, one batch and some of these. The best known is the ring all-reduce: each rank cuts its tensor
-into N chunks and talks to its two neighbours only. Here N is 3, and "12" is rank 1's plus rank 2's:
+A collective moves tensors between the N ranks of a group. The best known is the ring all-reduce:
+each rank cuts its tensor into N chunks and talks to its two neighbours only. Here N is 3. The
+columns are chunks 0, 1 and 2; "12" is rank 1's plus rank 2's; "." is of no use any more. In each
+round rank r sends one chunk to rank r-1:
 
               start      round 1       round 2        rounds 3 and 4
-    rank 0    0  0  0    0   0   01    012  .   .     012 012 012     first a reduce-scatter:
-    rank 1    1  1  1    12  1   1     .   012  .     012 012 012     rank r sums up chunk r;
-    rank 2    2  2  2    2   02  2     .    .  012    012 012 012     then an all-gather of the sums
+    rank 0    0  0  0    0   0   01    012  .   .     012 012 012     1, 2: a reduce-scatter,
+    rank 1    1  1  1    12  1   1     .   012  .     012 012 012     rank r has the sum of chunk r
+    rank 2    2  2  2    2   02  2     .    .  012    012 012 012     3, 4: an all-gather
 
-Sent: a rank sends 2 (N-1) chunks. That is 2 S (N-1)/N bytes for a tensor of S bytes: about 2 S,
-however many ranks there are. No all-reduce sends less. But each of its 2 (N-1) rounds waits for the
-one before, so for small tensors halving-doubling is faster: 2 log2 N rounds, the same bytes.
-docs/collectives.md has the table of all collectives, and a model of their time.
+Sent: a rank sends 2 (N-1) chunks, that is 2 S (N-1)/N bytes for a tensor of S bytes: about 2 S,
+however many ranks there are. In no all-reduce does the busiest rank send less. But each of the
+2 (N-1) rounds waits for the one before. So small tensors are faster with halving-doubling: 2 log2 N
+rounds, and the same bytes if N is a power of two. docs/collectives.md has the costs of them all.
 
 Backward: autograd sees none of these messages, so a technique writes its backward by hand. Where
-forward copies a tensor to N ranks, backward adds up N gradients. So broadcast and reduce are each
-other's backward, all-gather and reduce-scatter too. All-to-all goes back the way it came.
+forward copies, backward adds up: broadcast and reduce are each other's backward, all-gather and
+reduce-scatter too. All-to-all goes back the way it came. The backward of all-reduce is all-reduce
+if each rank has its own loss and these add up. If all compute the same loss, it is the identity.
 
 Don't train with these: torch.distributed's are as fast or faster. These are here to be read.
 
-    torchrun --nproc_per_node=4 collectives.py              python collectives.py --ranks 1024
+    torchrun --nproc_per_node=4 collectives.py
+    python collectives.py --ranks 1024              # starts no processes: predicts the times
 
-Patarasuk and Yuan 2009, Bandwidth optimal all-reduce algorithms for clusters of workstations (the
-ring). Thakur, Rabenseifner and Gropp 2005, Optimization of collective communication operations in
-MPICH, sections 4.2 (trees) and 4.5 (halving and doubling). Cho et al. 2019, BlueConnect
-(hierarchical). Hockney 1994 (alpha and beta).
+Patarasuk and Yuan 2009 (ring). Thakur, Rabenseifner and Gropp 2005 (trees, halving-doubling).
 """
 
 import copy
@@ -43,9 +43,12 @@ OPERATORS = {SUM: torch.add, PRODUCT: torch.mul, MIN: torch.minimum, MAX: torch.
 
 # --- the ring
 #
-# await wire.exchange({left: a}, {right: b}) sends a to the left, receives b from the right, and
-# waits until b has arrived. With `combine` it adds what arrives to b, or takes the maximum, ...
-# Class Wire, below, shows how. x is a tensor in one dimension, and changes in place.
+# A wire is the group as this rank sees it. await wire.exchange({left: a}, {right: b}) is a round: a
+# goes to the left, and b comes from the right. With `combine` it adds to b what arrives, or takes
+# the maximum, ... x is a tensor in one dimension, and changes in place.
+#
+# The algorithms are coroutines only so that async_op can stop them between rounds (see Work). Read
+# `await wire.exchange(...)` as: do this round, and wait for it.
 
 
 async def ring_all_reduce(wire, x, combine):
@@ -56,16 +59,17 @@ async def ring_all_reduce(wire, x, combine):
 
 
 async def ring_reduce_scatter(wire, chunks, combine, sums=None):
-    """Rank r ends with the sum of chunk r, which sets out at rank r-1 and goes round.
+    """Chunk r starts at rank r-1 and is passed left until it reaches rank r. Every rank on the way
+    adds its own part.
 
-    The sums are in `sums`, or in place. The other chunks of it hold partial sums."""
+    Writes to `sums` (default: the chunks themselves). In the end only entry r is a full sum."""
     n, rank = wire.size, wire.rank
     left, right = (rank - 1) % n, (rank + 1) % n
     sums = sums or chunks
     for step in range(n - 1):
         partial = sums[(rank + step + 1) % n]  # of step + 1 ranks; at first this rank's own chunk
         arriving = (rank + step + 2) % n
-        # sums[arriving] = chunks[arriving] + what arrives, which is sent on in the next step
+        # sums[arriving] = chunks[arriving] + what arrives. The next step sends it on
         await wire.exchange({left: partial}, {right: chunks[arriving]}, combine, sums[arriving])
 
 
@@ -82,8 +86,8 @@ async def ring_all_gather(wire, chunks):
 
 
 async def tree_broadcast(wire, x, root):
-    """0 -> 4, then 0 -> 2 and 4 -> 6, then 0 -> 1, 2 -> 3, 4 -> 5 and 6 -> 7: log2 N rounds. A loop
-    at the root would take N-1."""
+    """With 8 ranks and root 0: 0 -> 4, then 0 -> 2 and 4 -> 6, then 0 -> 1, 2 -> 3, 4 -> 5 and
+    6 -> 7. That is log2 N rounds. A loop at the root would take N-1."""
     for children, parents in tree(wire, root):
         await wire.exchange({rank: x for rank in children}, {rank: x for rank in parents})
 
@@ -91,13 +95,13 @@ async def tree_broadcast(wire, x, root):
 async def tree_reduce(wire, x, root, combine):
     """The same messages backwards. A rank adds its children's sums to its x, and sends the result
     to its parent. Only the root's x changes."""
-    total = x if wire.rank == root else torch.empty_like(x)
+    out = x if wire.rank == root else torch.empty_like(x)
     partial = x
     for children, parents in reversed(tree(wire, root)):
         send, receive = {rank: partial for rank in parents}, {rank: partial for rank in children}
-        await wire.exchange(send, receive, combine, total)
+        await wire.exchange(send, receive, combine, out)
         if children:
-            partial = total
+            partial = out
 
 
 def tree(wire, root):
@@ -123,11 +127,12 @@ def powers_of_two(n):
 
 
 async def halving_doubling_all_reduce(wire, x, combine):
-    """In round k a rank and its partner, 2^k further on or back, cut what they have left in halves.
-    Each sums up one of them, and is left with it. Then they exchange the sums, last pair first.
+    """In round k a rank and its partner, 2^k further on or back, cut what they have in two. Each
+    keeps one half and adds the partner's copy of it. The next round halves what it kept. At the end
+    a rank has 1/p of the sum. The same pairs in reverse order hand the halves back.
 
-    p is the largest power of two up to N. Where it is not N, rank p+i first folds its tensor into
-    rank i's, and gets the result at the end."""
+    p is the largest power of two up to N. If it is not N, rank p+i first folds its tensor into rank
+    i's, and gets the result at the end."""
     p = 1 << (wire.size.bit_length() - 1)
     if wire.rank >= p:
         await wire.exchange({wire.rank - p: x}, {}, combine)
@@ -157,9 +162,10 @@ async def halving_doubling_all_reduce(wire, x, combine):
 
 
 class Wire:
-    """All that a collective knows of the network: this rank, the size of the group, and a round.
+    """The group as this rank sees it: all that a collective knows of the network.
 
-    Ranks are ranks in the group. Raises ValueError on a rank that is not a member.
+    Ranks are ranks in the group; after `among`, they are places among its members. Raises
+    ValueError on a rank that is not in the group.
     """
 
     def __init__(self, group=None):
@@ -171,11 +177,11 @@ class Wire:
         self.members = range(self.size)  # rank on this wire -> rank in the group
         self.nccl = dist.get_backend(self.group) == "nccl"
 
-    async def exchange(self, send, receive, combine=None, total=None):
+    async def exchange(self, send, receive, combine=None, out=None):
         """A round. send, receive: {rank: tensor}; a tensor for the rank itself is copied.
 
         Without `combine` the tensors in `receive` are overwritten. With it they are flat, and what
-        comes is added to them, in place or into `total`. Sender and receiver both give `combine`.
+        comes is added to them, in place or into `out`. Sender and receiver both give `combine`.
         """
         send = {rank: t.contiguous() for rank, t in send.items()}
         incoming = dict(receive)
@@ -190,7 +196,7 @@ class Wire:
             work.wait()
         for rank, t in receive.items():
             if combine:
-                combine(t, incoming[rank], out=t if total is None else total)
+                combine(t, incoming[rank], out=t if out is None else out)
             elif incoming[rank] is not t:
                 t.copy_(incoming[rank])
 
@@ -222,6 +228,11 @@ class Wire:
     def agree(self, call, sends=(), receives=()):
         """Called before each collective. In a Checked it compares the calls of all ranks."""
 
+    def refuse(self, problem):
+        """Raise ValueError. In a Checked the others learn it: they are in `agree`, and wait."""
+        self.agree(f"with a bad argument: {problem}")
+        raise ValueError(problem)
+
 
 # --- blocking, or with async_op: because the algorithms are coroutines, one can stop at its first
 # `await`, return to the caller, and go on later
@@ -229,19 +240,18 @@ class Wire:
 
 @types.coroutine
 def pause():
-    """Each round pauses here once its messages are posted. A rank without messages pauses too, so
-    that collectives in flight post theirs in the same order on all ranks: that is how they match.
-    """
+    """Each round pauses here once its messages are posted. A rank without messages pauses too: so
+    collectives in flight post theirs in the same order on all ranks, and messages match."""
     yield
 
 
 class Work:
-    """A collective on its way. Its first round is posted; wait() does the rest.
+    """A collective on its way. Its first messages are posted; wait() does the rest.
 
-    So only the first round overlaps with the caller's work. Any number may be in flight, if all
-    ranks start them in the same order, and wait for them in the same order. Until wait(), don't
-    read or write the tensors, and don't use torch's send and recv on the group. A Work that is
-    dropped before wait() warns: the tensor is incomplete, and the group can't be used any more.
+    So only these overlap with the caller's work. Any number of Works may be in flight, if all ranks
+    start them in one order, and wait for them in one order. Until wait(), don't read or write the
+    tensors, and don't use torch's send and recv on the group. A Work that is dropped before wait()
+    warns: the tensor is incomplete, and the group can't be used any more.
     """
 
     def __init__(self, rounds):
@@ -284,26 +294,43 @@ def wire_of(group):
 
 
 def wire_and_root(group, rank, group_rank):
-    """The root is given as in torch: by its global rank, or by its rank in the group. By default it
-    is the group's first rank."""
+    """The root is given by its global rank, or by its rank in the group. By default it is the
+    group's first rank (in torch so in scatter and gather only)."""
     wire = wire_of(group)
+    try:
+        return wire, rank_in_group(wire, rank, group_rank)
+    except ValueError as problem:
+        wire.refuse(problem)
+
+
+def wire_and_peer(group, rank, group_rank):
+    if rank is None and group_rank is None:
+        raise ValueError("which rank to send to, or to receive from? There is no default")
+    wire = wire_of(group)
+    peer = rank_in_group(wire, rank, group_rank)
+    if peer == wire.rank:
+        raise ValueError(f"rank {peer} can't send to itself or receive from itself")
+    return wire, peer
+
+
+def rank_in_group(wire, rank, group_rank):
     if group_rank is None:
         group_rank = 0 if rank is None else dist.get_group_rank(wire.group, rank)
     if not 0 <= group_rank < wire.size:
         raise ValueError(f"there is no rank {group_rank} in a group of {wire.size}")
-    return wire, group_rank
+    return group_rank
 
 
 def send(tensor, dst=None, group=None, group_dst=None):
     """On gloo it returns when the receiver has called recv. So two ranks must not both send
     first."""
-    wire, peer = wire_and_root(group, dst, group_dst)
+    wire, peer = wire_and_peer(group, dst, group_dst)
     perform(wire.exchange({peer: tensor}, {}), async_op=False)
 
 
 def recv(tensor, src=None, group=None, group_src=None):
     """Into `tensor`, which must have the dtype and the number of elements of what is sent."""
-    wire, peer = wire_and_root(group, src, group_src)
+    wire, peer = wire_and_peer(group, src, group_src)
     perform(wire.exchange({}, {peer: tensor}), async_op=False)
 
 
@@ -317,7 +344,7 @@ def broadcast(tensor, src=None, group=None, async_op=False, group_src=None):
 def reduce(tensor, dst=None, op=SUM, group=None, async_op=False, group_dst=None):
     """The sum of all tensors, into the root's. The other ranks' stay as they are."""
     wire, root = wire_and_root(group, dst, group_dst)
-    combine = operator(op)
+    combine = operator(wire, op)
     wire.agree(f"reduce {op} to {root} of {describe(tensor)}")
     return perform(flat(tensor, lambda x: tree_reduce(wire, x, root, combine)), async_op)
 
@@ -336,7 +363,7 @@ def gather(tensor, gather_list=None, dst=None, group=None, async_op=False, group
     wire, root = wire_and_root(group, dst, group_dst)
     pieces = one_each("gather_list", gather_list, wire, tensor) if wire.rank == root else []
     if tensor.numel() and len({t.data_ptr() for t in pieces}) < len(pieces):
-        raise ValueError("gather_list holds the same tensor several times: make one for each rank")
+        wire.refuse("gather_list holds the same tensor several times: make one for each rank")
     wire.agree(f"gather to {root} of {describe(tensor)}")
     return perform(wire.exchange({root: tensor}, dict(enumerate(pieces))), async_op)
 
@@ -344,7 +371,7 @@ def gather(tensor, gather_list=None, dst=None, group=None, async_op=False, group
 def one_each(name, tensors, wire, like):
     """`tensors`, if there is one like `like` for each rank; else ValueError."""
     if [describe(t) for t in tensors or []] != [describe(like)] * wire.size:
-        raise ValueError(f"{name} must hold {wire.size} tensors, each {describe(like)}")
+        wire.refuse(f"{name} must hold {wire.size} tensors, each {describe(like)}")
     return tensors
 
 
@@ -352,9 +379,9 @@ def describe(tensor):
     return f"{str(tensor.dtype).removeprefix('torch.')} {tuple(tensor.shape)}"
 
 
-def operator(op):
+def operator(wire, op):
     if op not in OPERATORS:
-        raise ValueError(f"{op} is not one of SUM, PRODUCT, MIN and MAX")
+        wire.refuse(f"{op} is not one of SUM, PRODUCT, MIN and MAX")
     return OPERATORS[op]
 
 
@@ -373,7 +400,7 @@ async def flat(tensor, algorithm):
 def all_gather_single(output, input, group=None, async_op=False):
     """Rank i's input into part i of every output. `input` may be its part of `output`."""
     wire = wire_of(group)
-    parts = parts_like("input", input, "output", output, wire.size)
+    parts = parts_like(wire, "input", input, "output", output)
     wire.agree(f"all_gather of {describe(input)}")
     parts[wire.rank].copy_(input.reshape(-1))
     return perform(ring_all_gather(wire, parts), async_op)
@@ -383,15 +410,17 @@ def all_gather_single(output, input, group=None, async_op=False):
 def reduce_scatter_single(output, input, op=SUM, group=None, async_op=False):
     """The sum of part i of all inputs into rank i's output. `input` stays as it is; `output` may be
     its part."""
-    wire, combine, input = wire_of(group), operator(op), input.contiguous()
-    parts = parts_like("output", output, "input", input, wire.size)
+    wire, input = wire_of(group), input.contiguous()
+    combine = operator(wire, op)
+    parts = parts_like(wire, "output", output, "input", input)
     if same_memory(output, input) and output.data_ptr() != parts[wire.rank].data_ptr():
         # Or another rank's part would be overwritten before it is sent
         parts = input.clone().view(wire.size, -1)
     wire.agree(f"reduce_scatter {op} of {describe(output)}")
-    # One partial sum is sent, while the next one is added up. The first is sent as it is
-    turns = parts[0].new_empty(2, len(parts[0]))
-    sums = [turns[(i - wire.rank) % 2] for i in range(wire.size)]
+    # sums[i]: where this rank adds up chunk i. Two buffers take turns: while one is sent, the next
+    # sum goes into the other. The first chunk is sent as it is, and the last sum is the output
+    scratch = parts[0].new_empty(2, len(parts[0]))
+    sums = [scratch[(i - wire.rank) % wire.size % 2] for i in range(wire.size)]
     sums[(wire.rank + 1) % wire.size] = parts[(wire.rank + 1) % wire.size]
     sums[wire.rank] = output.view(-1)
     if wire.size == 1:
@@ -407,7 +436,7 @@ def all_to_all_single(
     wire = wire_of(group)
     if output.dtype != input.dtype or output.shape[1:] != input.shape[1:]:
         sizes = f"input is {describe(input)} and output {describe(output)}"
-        raise ValueError(f"{sizes}: their rows must be alike")
+        wire.refuse(f"{sizes}: their rows must be alike")
     if same_memory(output, input):
         input = input.clone()  # or a part would be overwritten before it is sent
 
@@ -415,7 +444,7 @@ def all_to_all_single(
         sizes = sizes or [len(tensor) // wire.size] * wire.size
         if len(sizes) != wire.size or sum(sizes) != len(tensor):
             rows = f"{name} has {len(tensor)} rows"
-            raise ValueError(f"{rows}, which do not divide among {wire.size} ranks as {sizes}")
+            wire.refuse(f"{rows}, which do not divide among {wire.size} ranks as {sizes}")
         return tensor.split(sizes)
 
     outgoing = split("input", input, input_split_sizes)
@@ -430,7 +459,7 @@ def all_to_all_single(
 
 
 def barrier(group=None, async_op=False):
-    """Nobody leaves before all have come. In round k each rank tells the one 2^k further on: log2 N
+    """Nobody leaves before all have come. In round k a rank tells the one 2^k further on: log2 N
     rounds (Hensgen, Finkel and Manber 1988)."""
     wire = wire_of(group)
 
@@ -439,17 +468,19 @@ def barrier(group=None, async_op=False):
         for distance in powers_of_two(wire.size):
             ahead, behind = (wire.rank + distance) % wire.size, (wire.rank - distance) % wire.size
             await wire.exchange({ahead: hello}, {behind: heard})
+        heard.item()  # on NCCL only the stream has waited so far
 
     wire.agree("barrier")
     return perform(rounds(), async_op)
 
 
-def parts_like(name, part, whole_name, whole, n):
-    """`whole` as n flat views, each as large as `part`; else ValueError."""
+def parts_like(wire, name, part, whole_name, whole):
+    """`whole` as one flat view for each rank, as large as `part`; else ValueError."""
+    n = wire.size
     fits = whole.numel() == n * part.numel() and whole.dtype == part.dtype
     if not fits or not whole.is_contiguous():
         due = f"contiguous and hold {n} times the {name}, {describe(part)}"
-        raise ValueError(f"{whole_name} must be {due}, but is {describe(whole)}")
+        wire.refuse(f"{whole_name} must be {due}, but is {describe(whole)}")
     return whole.view(n, -1) if whole.numel() else [whole.view(-1)] * n
 
 
@@ -461,7 +492,8 @@ def same_memory(a, b):
 
 
 async def server_all_reduce(wire, x, combine):
-    """Rank 0 adds up, in the order of the ranks, and sends the sum to all."""
+    """Two rounds: rank 0 adds up, in the order of the ranks, and sends the sum to all. It receives
+    and sends (N-1) S bytes, while the others wait."""
     is_server = wire.rank == 0
     clients = {rank: x for rank in range(1, wire.size)} if is_server else {}
     server = {} if is_server else {0: x}
@@ -470,15 +502,16 @@ async def server_all_reduce(wire, x, combine):
 
 
 async def direct_all_reduce(wire, x, combine):
-    """Everybody sends to everybody, and adds up for itself. Holds N S bytes more."""
+    """One round: all send to all, and each adds up for itself. Every rank sends (N-1) S bytes, and
+    holds N S bytes more."""
     rows = x.new_empty(wire.size, x.numel())
     await wire.exchange({rank: x for rank in range(wire.size)}, dict(enumerate(rows)))
     x.copy_(in_order(rows, combine))
 
 
 async def sequential_all_reduce(wire, x, combine):
-    """All send to rank 0, then all to rank 1, ...: nobody starts a round before it is through with
-    the last. Holds N S bytes more."""
+    """N rounds: all send to rank 0, then all to rank 1, ... Each round waits for its one receiver.
+    What a rank sends and holds is as in direct."""
     rows = x.new_empty(wire.size, x.numel())
     for root in range(wire.size):
         await wire.exchange({root: x}, dict(enumerate(rows)) if wire.rank == root else {})
@@ -494,11 +527,11 @@ def in_order(rows, combine):
 
 
 async def hierarchical_all_reduce(wire, x, combine, node=None):
-    """Three steps, for nodes of `node` neighbouring ranks with fast links inside: reduce-scatter
+    """Three steps, for M nodes of `node` neighbouring ranks with fast links inside: reduce-scatter
     inside; all-reduce with the ranks at the same place of the other nodes; all-gather inside.
 
-    That is 2 (N/node - 1) slow rounds instead of 2 (N-1), and a slow link carries 1/node of the
-    tensor."""
+    The slow rounds are 2 (M-1) instead of 2 (N-1). In them a rank sends 2 (M-1)/M of S/node bytes.
+    """
     node = node or default_node(wire.size)
     if wire.size % node:
         raise ValueError(f"{wire.size} ranks do not divide into nodes of {node}")
@@ -532,17 +565,22 @@ def all_reduce(tensor, op=SUM, group=None, async_op=False, algorithm="ring", **o
 
     Use, for the gradients of a model, with other rows of the batch on each rank:
 
-        count = torch.tensor(float(targets.numel()))
-        all_reduce(count, group=group)                        # the tokens of all ranks
-        loss = cross_entropy(model(rows), targets, reduction="sum") / count
+        count = torch.tensor(float(targets.numel()), device=targets.device)
+        all_reduce(count, group=group)                        # the targets of all ranks
+        logits = model(rows)                                  # (targets, classes)
+        loss = F.cross_entropy(logits, targets, reduction="sum") / count
         loss.backward()
         for p in model.parameters():
             all_reduce(p.grad, group=group)                   # in place: the sum, on every rank
+
+    Other calls:
+
         work = ALL_REDUCE["halving-doubling"](x, MAX, group, async_op=True)
-        work.wait()                                           # not before may x be read or written
+        work.wait()                                           # until then leave x alone
         all_reduce(x, group=Checked(group))                   # ValueError where the ranks disagree
     """
-    wire, combine = wire_of(group), operator(op)
+    wire = wire_of(group)
+    combine = operator(wire, op)
     how = f"{algorithm} {options}" if options else algorithm
     wire.agree(f"all_reduce by {how}, {op} of {describe(tensor)}")
     run = functools.partial(ALGORITHMS[algorithm], wire, combine=combine, **options)
@@ -566,12 +604,12 @@ class SegmentedWire(Wire):
 
     spare = None  # memory for the buffers
 
-    async def exchange(self, send, receive, combine=None, total=None):
+    async def exchange(self, send, receive, combine=None, out=None):
         tensors = [*send.values(), *receive.values()]
         longest = max([t.numel() for t in tensors], default=0)
         size = SEGMENT // tensors[0].element_size() if tensors else 0  # elements of a segment
         if combine is None or longest <= size:
-            return await super().exchange(send, receive, combine, total)
+            return await super().exchange(send, receive, combine, out)
         if self.spare is None or self.spare.shape[1] < len(receive):
             self.spare = tensors[0].new_empty(2, len(receive), size)
 
@@ -591,33 +629,15 @@ class SegmentedWire(Wire):
             for work in works:
                 work.wait()
             for rank, t in receive.items():
-                combine(t[part], arrived[rank], out=(t if total is None else total)[part])
+                combine(t[part], arrived[rank], out=(t if out is None else out)[part])
 
 
-# --- wires that watch: give one of them as the group
-
-
-class Counter(SegmentedWire):
-    """Logs every message in this rank's order: ("send" or "receive", rank in the group, bytes)."""
-
-    def __init__(self, group=None):
-        super().__init__(group)
-        self.log = []
-
-    async def exchange(self, send, receive, combine=None, total=None):
-        self.note("send", send)
-        await super().exchange(send, receive, combine, total)
-        self.note("receive", receive)
-
-    def note(self, kind, tensors):
-        self.log += [
-            (kind, rank, t.numel() * t.element_size()) for rank, t in self.messages(tensors)
-        ]
+# --- for finding bugs
 
 
 class Checked(SegmentedWire):
-    """For finding bugs: before each collective all ranks compare what they are about to do. Where
-    it differs all raise the same ValueError. That costs an all-gather each; send and recv are not
+    """Give one as the group: before each collective all ranks compare what they are about to do. If
+    it differs, all raise the same ValueError. That costs an all-gather each; send and recv are not
     checked."""
 
     def agree(self, call, sends=(), receives=()):
@@ -625,18 +645,16 @@ class Checked(SegmentedWire):
         from rank j."""
         calls = [None] * self.size
         dist.all_gather_object(calls, (call, sends, receives), group=self.group)
-        first = calls[0][0]
-        for rank, (call, sends, _) in enumerate(calls):
-            if call != first:
-                different = f"rank 0 calls {first}, rank {rank} calls {call}"
-                raise ValueError(f"the ranks disagree: {different}")
+        for rank, (other, _, _) in enumerate(calls):
+            if other != calls[0][0]:
+                problem = f"rank 0 calls {calls[0][0]}, rank {rank} calls {other}"
+                raise ValueError(f"the ranks disagree: {problem}")
+        for rank, (_, sends, _) in enumerate(calls):
             for peer, count in enumerate(sends):
                 expected = calls[peer][2][rank]
                 if count != expected:
-                    sent = f"rank {rank} sends {count} elements to rank {peer}"
-                    raise ValueError(
-                        f"the ranks disagree in {call}: {sent}, which expects {expected}"
-                    )
+                    problem = f"rank {rank} sends {count} elements to rank {peer}, which expects"
+                    raise ValueError(f"the ranks disagree in {call}: {problem} {expected}")
 
 
 # --- demo ---
@@ -649,11 +667,6 @@ from harness import network
 
 def main():
     p = harness.Parser(__doc__)
-    why = "of the tensor whose all-reduce is counted (default: 1MB)"
-    size = harness.quantity(harness.SIZE, "25MB")
-    p.add_argument("--size", type=size, default="1MB", metavar="BYTES", help=why)
-    why = "ranks that share fast links, for hierarchical (default: about the root of their number)"
-    p.add_argument("--nodes-of", **harness.POSITIVE, help=why)
     network.flags(p)
     args = p.parse_args()
     check = functools.partial(network.check, args)  # of the number of ranks
@@ -666,31 +679,12 @@ def main():
 
 def demo(run):
     """Every collective beside torch's; then what each all-reduce sends, and how long it takes."""
-    args, n = run.args, run.world
-    node = args.nodes_of or default_node(n)
-    algorithms = dict(ALL_REDUCE)
-    algorithms["hierarchical"] = functools.partial(ALL_REDUCE["hierarchical"], node=node)
-
-    def say(line):
-        if run.rank == 0 and not args.quiet:
-            print(line)
-
-    differ = network.compare_with_torch(sys.modules[__name__], run, say)
-    counted, expected = network.count(run, algorithms, Counter, args.size, node, say)
-    ok = not differ and counted == expected
-    result = {"ok": ok, "world_size": n, "layout": {"node": node}, "differ": differ}
-    result |= {"counted": counted, "formulas": expected}
-    if n > 1:
-        wire = Wire()
-
-        def one_round(x, y):
-            left, right = (run.rank - 1) % n, (run.rank + 1) % n
-            perform(wire.exchange({left: x}, {right: y}), async_op=False)
-
-        result |= network.measure_curve(run, algorithms, one_round, node, say)
-    network.write(args, result, run.rank)
-    say("  ok" if ok else "  FAILED")
-    return 0 if ok else 1
+    library, node = sys.modules[__name__], run.args.nodes_of or default_node(run.world)
+    result = {"differ": network.compare_with_torch(library, run)}
+    result |= network.count(library, run, node)
+    if run.world > 1:
+        result |= network.measure_curve(library, run, node)
+    return network.report(run, result, node)
 
 
 if __name__ == "__main__":

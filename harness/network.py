@@ -2,9 +2,10 @@
 predicted and measured; and whether a library of collectives does what torch.distributed does.
 
 The alpha-beta model (Hockney 1994): a round in which a rank sends s bytes takes alpha + beta s
-seconds. The algorithms of collectives.py are known here by their names only.
+seconds. collectives.py comes in as an argument, `library`.
 """
 
+import functools
 import json
 import statistics
 import time
@@ -23,6 +24,11 @@ from harness.start import Refused
 
 def flags(parser):
     """The flags of a script that measures or predicts all-reduces."""
+    why = "of the tensor whose all-reduce is counted (default: 1MB)"
+    size = quantity(SIZE, "25MB")
+    parser.add_argument("--size", type=size, default="1MB", metavar="BYTES", help=why)
+    why = "ranks that share fast links, for hierarchical (default: about the root of their number)"
+    parser.add_argument("--nodes-of", **POSITIVE, help=why)
     plot_flag(parser, "draw time against size")
     why = "run nothing, predict the times on N ranks, by the links below"
     parser.add_argument("--ranks", **POSITIVE, help=why)
@@ -73,9 +79,27 @@ class Cost(NamedTuple):
     total: float  # bytes, sent by all
 
 
+class MessageLog:
+    """To put before a wire of collectives.py: class Counter(MessageLog, Wire). Its `log` has every
+    message in this rank's order: ("send" or "receive", rank in the group, bytes)."""
+
+    def __init__(self, group=None):
+        super().__init__(group)
+        self.log = []
+
+    async def exchange(self, send, receive, combine=None, out=None):
+        self.note("send", send)
+        await super().exchange(send, receive, combine, out)
+        self.note("receive", receive)
+
+    def note(self, kind, tensors):
+        for rank, t in self.messages(tensors):
+            self.log.append((kind, rank, t.numel() * t.element_size()))
+
+
 def tally(logs):
-    """The Cost of the messages that the Counters of all ranks logged. Replays the logs, and stamps
-    each message with the length of its chain."""
+    """The Cost of the messages in the logs of all ranks. Replays the logs, and stamps each message
+    with the length of its chain."""
     chain = [0] * len(logs)  # the longest chain that has reached each rank
     position = [0] * len(logs)  # how much of each log is replayed
     arriving = {}  # (sender, receiver) -> the stamps of the messages on their way
@@ -120,18 +144,28 @@ def formulas(n, size, node=1):
     }
 
 
-def count(run, algorithms, Counter, size, node, say):
-    """({algorithm: Cost as a dict}, the same by formula) of an all-reduce of about `size` bytes.
-    Counter() is a group that logs the messages."""
-    n = run.world
+def all_reduces(library, node):
+    """{name: all_reduce} of a library, hierarchical in nodes of `node` ranks."""
+    hierarchical = functools.partial(library.ALL_REDUCE["hierarchical"], node=node)
+    return {**library.ALL_REDUCE, "hierarchical": hierarchical}
+
+
+def count(library, run, node):
+    """{"counted": {algorithm: Cost as a dict}, "formulas": the same by formula} of an all-reduce of
+    about --size bytes."""
+
+    class Counter(MessageLog, library.SegmentedWire):
+        pass
+
+    n, say = run.world, speaker(run)
     unit = 4 * n * (1 << (n.bit_length() - 1))  # the chunks of all algorithms come out equal
-    size = max(1, round(size / unit)) * unit
+    size = max(1, round(run.args.size / unit)) * unit
     expected = {name: cost._asdict() for name, cost in formulas(n, size, node).items()}
     say(f"\nall-reduce of {size} bytes, hierarchical in nodes of {node}: counted / by the formula")
     titles = ("rounds", "sent by one", "in and out of one", "sent by all")
     say(f"{'':18s}" + "".join(f"{title:>24s}" for title in titles))
     x, counted = torch.zeros(size // 4, device=run.device), {}
-    for name, all_reduce in algorithms.items():
+    for name, all_reduce in all_reduces(library, node).items():
         counter = Counter()
         all_reduce(x, group=counter)
         counted[name] = tally(from_all(run, counter.log))._asdict()
@@ -141,7 +175,7 @@ def count(run, algorithms, Counter, size, node, say):
             verdict = "" if number == formula else " WRONG"
             line += f"{f'{number} / {formula:.0f}{verdict}':>24s}"
         say(line)
-    return counted, expected
+    return {"counted": counted, "formulas": expected}
 
 
 # --- seconds, predicted
@@ -236,11 +270,16 @@ def fit(points):
     return Link(max(alpha, 1e-9), max(beta, 1e-15))
 
 
-def measure_curve(run, algorithms, one_round, node, say):
-    """Time against size: measured, and by the model. Its link is fitted to one_round(x, y), in
-    which each rank sends x to the next one and receives y."""
-    n, rows, points = run.world, [], []
-    algorithms = {"torch": dist.all_reduce, **algorithms}
+def measure_curve(library, run, node):
+    """Time against size: measured, and by the model. Its link is fitted to a round in which each
+    rank sends to the one on its left."""
+    n, rows, points, say = run.world, [], [], speaker(run)
+    algorithms = {"torch": dist.all_reduce, **all_reduces(library, node)}
+    wire, left, right = library.Wire(), (run.rank - 1) % n, (run.rank + 1) % n
+
+    def one_round(x, y):
+        library.perform(wire.exchange({left: x}, {right: y}), async_op=False)
+
     for exponent in range(10, 25, 2):
         size = 1 << exponent
         if n * n * size > 1 << 28:
@@ -275,13 +314,17 @@ def measure_curve(run, algorithms, one_round, node, say):
     return {"alpha": link.alpha, "beta": link.beta, "curve": rows, "crossover": crossover}
 
 
-def write(args, result, rank):
-    """What --json and --plot ask for."""
-    if rank == 0 and args.json:
-        with open(args.json, "w") as f:
+def report(run, result, node):
+    """Write what --json and --plot ask for. The exit code: 0 if all is as expected."""
+    ok = not result["differ"] and result["counted"] == result["formulas"]
+    result = {"ok": ok, "world_size": run.world, "layout": {"node": node}} | result
+    if run.rank == 0 and run.args.json:
+        with open(run.args.json, "w") as f:
             json.dump(result, f, indent=1)
-    if rank == 0 and args.plot:
-        plot_curve(args.plot, result)
+    if run.rank == 0 and run.args.plot:
+        plot_curve(run.args.plot, result)
+    speaker(run)("  ok" if ok else "  FAILED")
+    return 0 if ok else 1
 
 
 def plot_curve(name, result):
@@ -378,7 +421,7 @@ def differences(library, run):
     return different
 
 
-def compare_with_torch(library, run, say):
+def compare_with_torch(library, run):
     """The collectives, with the dtypes, that differ from torch's on any rank."""
     ranks = from_all(run, differences(library, run))
     differ = set()
@@ -389,8 +432,14 @@ def compare_with_torch(library, run, say):
     verdict = "differ from torch's: " + ", ".join(differ)
     if not differ:
         verdict = "equal torch's, bit for bit"
-    say(f"{len(ranks[0])} collectives on {run.world} ranks in {len(EXACT_DTYPES)} dtypes {verdict}")
+    which = f"{len(ranks[0])} collectives on {run.world} ranks in {len(EXACT_DTYPES)} dtypes"
+    speaker(run)(f"{which} {verdict}")
     return differ
+
+
+def speaker(run):
+    """A print() that is silent on all ranks but the first, and with --quiet on all."""
+    return print if run.rank == 0 and not run.args.quiet else lambda line: None
 
 
 def from_all(run, value):

@@ -17,10 +17,14 @@ import torch.distributed as dist
 import collectives
 import ddp
 import harness
-from collectives import ALL_REDUCE, Checked, Counter
+from collectives import ALL_REDUCE, Checked
 from harness import network
 
 ROOT = pathlib.Path(__file__).parent.parent
+
+
+class Counter(network.MessageLog, collectives.SegmentedWire):
+    """A group that logs its messages."""
 
 
 def power_of_two(n):
@@ -359,6 +363,85 @@ def test_what_one_rank_can_see_is_refused(ranks):
     ranks(2, work)
 
 
+def test_checked_tells_the_others_of_a_bad_argument(ranks):
+    """A rank that refuses its arguments must not leave the others in the comparison."""
+
+    def work(rank):
+        odd, c, x = rank == 2, collectives, torch.zeros(6)
+        calls = {
+            "must hold 3 tensors": lambda wire: c.gather(x, [x] if odd else None, 2, wire),
+            "several times": lambda wire: c.gather(x, [x] * 3 if odd else None, 2, wire),
+            "scatter_list": lambda wire: c.scatter(x, [x] if odd else None, 2, wire),
+            "not one of SUM": lambda wire: c.all_reduce(
+                x, dist.ReduceOp.BAND if odd else c.SUM, wire
+            ),
+            "not one of": lambda wire: c.reduce(x, 0, dist.ReduceOp.BAND if odd else c.SUM, wire),
+            "no rank 7": lambda wire: c.broadcast(x, 7 if odd else 0, wire),
+            "output must be": lambda wire: c.all_gather_single(
+                torch.zeros(17 if odd else 18), x, wire
+            ),
+            "input must be": lambda wire: c.reduce_scatter_single(
+                torch.zeros(2), x[: 5 if odd else 6], group=wire
+            ),
+            "rows must be alike": lambda wire: c.all_to_all_single(
+                x.double() if odd else x, x.clone(), group=wire
+            ),
+            "do not divide": lambda wire: c.all_to_all_single(
+                torch.zeros(6), x[: 5 if odd else 6], group=wire
+            ),
+        }
+        said = {}
+        for name, call in calls.items():
+            with pytest.raises(ValueError) as e:
+                call(Checked())
+            said[name] = str(e.value)
+        with pytest.raises(ValueError, match="no rank 7"):
+            c.send(x, 7, Checked())  # the others need not know
+        return said
+
+    said = ranks(3, work)
+    assert said[0] == said[1] == said[2]
+    for name, sentence in said[0].items():
+        assert name in sentence and "rank 2 calls with a bad argument" in sentence
+
+
+def test_checked_where_only_some_calls_have_splits(ranks):
+    def work(rank):
+        with pytest.raises(ValueError, match="rank 0 calls all_to_all .*, rank 1 calls barrier"):
+            if rank == 0:
+                collectives.all_to_all_single(torch.zeros(4), torch.zeros(4), group=Checked())
+            else:
+                collectives.barrier(Checked())
+
+    ranks(2, work)
+
+
+def test_a_message_to_oneself_or_to_nobody_is_refused(ranks):
+    def work(rank):
+        for call in (collectives.send, collectives.recv):
+            with pytest.raises(ValueError, match="can't send to itself or receive from itself"):
+                call(torch.zeros(2), rank)
+            with pytest.raises(ValueError, match="There is no default"):
+                call(torch.zeros(2))
+
+    ranks(2, work)
+
+
+@pytest.mark.parametrize("world", [2, 5, 6, 7])
+def test_reduce_scatter_never_adds_into_what_it_sends(ranks, world):
+    class Watched(collectives.Wire):
+        async def exchange(self, send, receive, combine=None, out=None):
+            assert all(t.data_ptr() != out.data_ptr() for t in send.values())
+            await super().exchange(send, receive, combine, out)
+
+    def work(rank):
+        output = torch.zeros(4)
+        collectives.reduce_scatter_single(output, torch.ones(4 * world), group=Watched())
+        assert output.tolist() == [world] * 4
+
+    ranks(world, work)
+
+
 # --- costs
 
 
@@ -507,6 +590,10 @@ import torch, torch.distributed as dist
 sys.path.insert(0, {root!r})
 import collectives
 from harness.ledger import Ledger
+from harness.network import MessageLog
+
+class Counter(MessageLog, collectives.SegmentedWire):
+    pass
 
 def counters():
     for line in open("/proc/self/net/dev"):
@@ -520,7 +607,7 @@ dist.init_process_group("gloo", store=dist.FileStore(sys.argv[2], 2), rank=rank,
 x = torch.full((6_250_000,), rank + 1.0)
 collectives.all_reduce(torch.zeros(8))
 dist.barrier()
-before, counter, ledger = counters(), collectives.Counter(), Ledger({{"wire": dist.group.WORLD}})
+before, counter, ledger = counters(), Counter(), Ledger({{"wire": dist.group.WORLD}})
 with ledger:
     collectives.all_reduce(x, group=counter)
 dist.barrier()

@@ -1,6 +1,7 @@
 """The top of collectives.py, copied into an empty folder: on another model, and misused."""
 
 import gc
+import textwrap
 import warnings
 
 import pytest
@@ -162,3 +163,30 @@ def test_collectives_copied_checked_sees_different_algorithms(copied):
             hierarchical(torch.ones(4), group=collectives.Checked(), node=1 + rank)
 
     copied("collectives", 2, work)
+
+
+def test_collectives_copied_usage_runs_as_printed(copied):
+    """With the names that it uses, on 3 ranks with unequal shares, against one process."""
+
+    def work(rank):
+        import collectives
+
+        def make():
+            torch.manual_seed(0)
+            return nn.Linear(6, 5).double()
+
+        text = collectives.all_reduce.__doc__
+        usage = textwrap.dedent(text[text.index("        count = ") :]).replace("Other calls:", "")
+        torch.manual_seed(1)
+        x, y = torch.randn(12, 6, dtype=torch.float64), torch.randint(5, (12,))
+        share = torch.arange(12).split([6, 4, 2])[rank]
+        names = vars(collectives) | {"F": nn.functional, "group": None, "model": make()}
+        names |= {"rows": x[share], "targets": y[share], "x": torch.tensor([rank + 1.0])}
+        exec(textwrap.dedent(usage), names)
+        reference = make()
+        nn.functional.cross_entropy(reference(x), y).backward()
+        for p, q in zip(names["model"].parameters(), reference.parameters()):
+            torch.testing.assert_close(p.grad, q.grad, rtol=0, atol=1e-12)
+        assert names["x"].tolist() == [9]  # the maximum of three, three times
+
+    copied("collectives", 3, work)
