@@ -60,6 +60,7 @@ class AllToAll(torch.autograd.Function):
 def plain_dispatch(x, weights, chosen, experts, sizes, group):
     """Tokens to their experts on all ranks and back: x (n, C), weights and chosen (n, k) -> (n, C).
     ExpertDispatch does the same, overlapped, and explains the arguments."""
+    x = in_graph(x)
     # Sort: assignment i is a choice of token i // k. Sorted by expert is sorted by rank.
     assignments = chosen.flatten()
     order = assignments.argsort(stable=True)
@@ -73,30 +74,40 @@ def plain_dispatch(x, weights, chosen, experts, sizes, group):
     rows = run_experts(experts, rows[by_expert], incoming[0].sum(0))
     # Send back, in the order in which rows came
     rows = AllToAll.apply(rows[by_expert.argsort()], receive, send, group)  # (n k, C)
-    # Add up, times the router's weights
+    # Add up, times the router's weights, which may have more bits than x
     rows = rows * weights.flatten()[order].unsqueeze(1)
-    return torch.zeros_like(x).index_add(0, token, rows)
+    return torch.zeros_like(x).index_add(0, token, rows.to(x.dtype))
 
 
-def exchange_counts(chunks, sizes, group):
-    """Tell every rank how many rows it gets. chunks: parts of the assignments, as experts' numbers.
+def in_graph(x):
+    """x, with a gradient even where nobody needs one (a frozen trunk, a rank without tokens): all
+    ranks must send the same messages in backward."""
+    return x if x.requires_grad or not torch.is_grad_enabled() else x.detach().requires_grad_()
 
-    Returns the rows to send and to receive, (2, chunks, N), and the rows that come from each rank
-    for each of this rank's experts, (chunks, N, experts)."""
-    world, experts = len(sizes), sum(sizes)
-    own = sizes[dist.get_rank(group)]
-    counts = torch.stack([count(chunk, experts + 1) for chunk in chunks], dim=1)
-    counts = counts[:experts]  # (E, chunks); number E stands for dropped assignments
-    incoming = counts.new_empty(world * own, len(chunks))
-    dist.all_to_all_single(incoming, counts, [own] * world, sizes, group=group)
+
+def exchange_counts(chunks, sizes, group, invalid=None):
+    """Tell every rank how many rows it gets. chunks: a list of assignments (n k,), which are
+    numbers of experts; E stands for one that is dropped. Where the bool tensor `invalid` is true,
+    this rank tells all ranks -1 instead. Returns two tensors:
+
+    splits (2, chunks, N): how many rows go to each rank, and how many come from it
+    incoming (chunks, N, own): how many come from each rank for each of this rank's experts"""
+    world, own = len(sizes), sizes[dist.get_rank(group)]
+    outgoing = torch.stack([bincount(chunk, sum(sizes) + 1) for chunk in chunks], dim=1)
+    outgoing = outgoing[:-1]  # (E, chunks)
+    if invalid is not None:
+        outgoing = outgoing.masked_fill(invalid, -1)
+    incoming = outgoing.new_empty(world * own, len(chunks))
+    # Arguments: output, input, lengths of the output's parts, lengths of the input's parts
+    dist.all_to_all_single(incoming, outgoing, [own] * world, sizes, group=group)
     incoming = incoming.view(world, own, len(chunks))
-    outgoing = torch.stack([of_rank.sum(0) for of_rank in counts.split(sizes)])  # (N, chunks)
-    splits = torch.stack((outgoing, incoming.sum(1))).transpose(1, 2)
+    to_ranks = torch.stack([part.sum(0) for part in outgoing.split(sizes)])  # (N, chunks)
+    splits = torch.stack((to_ranks, incoming.sum(1))).transpose(1, 2)
     return splits, incoming.permute(2, 0, 1)
 
 
-def count(numbers, bins):
-    """bincount, for which the host would wait for the device."""
+def bincount(numbers, bins):
+    """torch.bincount makes the host wait for the device."""
     return numbers.new_zeros(bins).scatter_add_(0, numbers, torch.ones_like(numbers))
 
 
@@ -207,14 +218,17 @@ class ExpertDispatch(nn.Module):
         if isinstance(experts, nn.Module):
             for p in experts.parameters():
                 p.of_experts = True  # sum_gradients refuses it without a placement
+        x, last = in_graph(x), sum(self.sizes) - 1
+        invalid = ((chosen < 0) | (chosen > last)).any()
+        chosen = chosen.clamp(0, last)
         if self.capacity is not None:
-            chosen = drop_late(chosen, sum(self.sizes), self.capacity)
+            chosen = drop_late(chosen, last + 1, self.capacity)
         assignments = [chunk.flatten() for chunk in chosen.tensor_split(self.chunks)]
         orders = [chunk.argsort(stable=True) for chunk in assignments]
-        splits, incoming = exchange_counts(assignments, self.sizes, self.group)
+        splits, incoming = exchange_counts(assignments, self.sizes, self.group, invalid)
         send, receive = self.read(splits, [len(chunk) for chunk in assignments])
-        if self.capacity is None and sum(map(sum, send)) != chosen.numel():
-            have = f"the {sum(self.sizes)} of sizes {list(self.sizes)}"
+        if min(map(min, send + receive)) < 0:  # on all ranks, so that none waits for rows
+            have = f"the {last + 1} of sizes {list(self.sizes)}"
             raise ValueError(f"a token chose an expert beyond {have}: give other sizes or choices")
 
         x = x.tensor_split(self.chunks)
@@ -243,7 +257,7 @@ class ExpertDispatch(nn.Module):
         rows = Start.apply(rows.index_select(0, by_expert.argsort()), combine)
         yield
         rows = Wait.apply(rows, combine) * weights.flatten()[order].unsqueeze(1)
-        yield torch.zeros_like(x).index_add(0, token, rows)
+        yield torch.zeros_like(x).index_add(0, token, rows.to(x.dtype))
 
     def read(self, splits, assignments):
         """The rows to send and to receive, as lists. The host waits for the device. Replace it to
@@ -278,7 +292,8 @@ def placement(parameter):
 
 
 def split_over(parameter, group):
-    """Whether each rank of the group holds another piece of the parameter."""
+    """Whether each rank of the group holds a different piece of the parameter."""
+    group = group or dist.group.WORLD
     return any(group is other for other, _, _ in placement(parameter)["cuts"].values())
 
 
@@ -319,6 +334,8 @@ def sum_gradients(parameters, group):
     a placement do; not noticed if they are in no module and start alike (from zeros, say)."""
     group = group or dist.group.WORLD
     parameters = [p for p in parameters if p.requires_grad and not split_over(p, group)]
+    if not parameters:
+        return
     check_replicas(parameters, group)
     for p in parameters:
         if p.grad is None:
@@ -381,6 +398,7 @@ def parallelize(model, group, capacity=None, chunks=1, copies=None):
             "parallelize knows the GPT of model.py alone: in another model put an ExpertDispatch "
             "where tokens go to their experts, and cut these by shard()"
         )
+    group = group or dist.group.WORLD
     experts, world = model.config.experts, dist.get_world_size(group)
     if experts < world:
         raise ValueError(f"{experts} experts are too few for {world} ranks: each needs one")
