@@ -2,6 +2,7 @@
 refuses."""
 
 import copy
+import re
 import types
 
 import pytest
@@ -276,6 +277,39 @@ def test_weights_of_another_dtype(copied, of_x, of_weights):
             assert y.tolist() == [[2.0] * 4] * len(x) == inputs.grad.tolist()
 
     copied("expert_parallel", 2, work)
+
+
+def test_the_usage_that_is_printed(copied):
+    """It runs as it stands, and trains as one process does."""
+    pattern = r"# --- a model of yours.*?\n#\n(.*?)\n\n"
+
+    def work(rank, world):
+        import expert_parallel
+
+        text = re.search(pattern, open("expert_parallel.py").read(), re.S)[1]
+        text = "\n".join(line[6:] for line in text.splitlines())
+        torch.manual_seed(0)
+        tokens = torch.randn(9, 4, dtype=torch.float64)
+        targets = torch.randint(5, (9,))
+        router, head = nn.Linear(4, 3).double(), nn.Linear(4, 5).double()
+        up = nn.Parameter(torch.randn(3, 6, 4, dtype=torch.float64))
+        down = nn.Parameter(torch.randn(3, 4, 6, dtype=torch.float64))
+        model = nn.Module()
+        model.router, model.head = router, head
+        given = dict(F=F, group=dist.group.WORLD, N=world, E=3, k=2, total_tokens=9, model=model)
+        names = vars(expert_parallel) | given | dict(up=up, down=down)
+        part = slice(9 * rank // world, 9 * (rank + 1) // world)
+        halves = (t[part].tensor_split(2) for t in (tokens, targets))
+        names["microbatches"] = list(zip(*halves))
+        exec(text, names)
+        return [p.grad for p in (router.weight, head.weight, model.mlps.up, model.mlps.down)]
+
+    ((*commons, up, down),) = copied("expert_parallel", 1, work, 1)
+    results = copied("expert_parallel", 2, work, 2)
+    for result in results:
+        torch.testing.assert_close(result[:2], commons)
+    torch.testing.assert_close(torch.cat([result[2] for result in results]), up)
+    torch.testing.assert_close(torch.cat([result[3] for result in results]), down)
 
 
 # --- refusals
