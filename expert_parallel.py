@@ -15,7 +15,7 @@ So the ranks first tell each other how many, and once a layer the host waits unt
 
 Sent: the rows (dispatch) and their results (combine), and the gradients of both in backward. With
 even routing a rank with n tokens sends 4 r k n C e bytes a layer: r is (N-1)/N, and a row has C
-elements of e bytes. Once a step the gradients of the P other parameters are summed: 2 r P e bytes.
+elements of e bytes. Once a step it sends 2 r P e, for the P parameters that are not experts.
 
 Backward: an all-to-all only moves rows, so a row's gradient goes back the way the row came. Results
 meet the router's weights on the token's own rank: the scores need no message. An expert sees its
