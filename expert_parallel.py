@@ -1,8 +1,8 @@
 """Expert parallelism: each rank has some of the experts, and tokens travel to them and back.
 
-A mixture has E MLPs, the experts, where a block has one. A router, a linear layer, scores them for
-each token. The k best experts compute the token, and y adds up their results times the router's
-weights. Here E = 4, k = 2, and N = 2 ranks have 4 tokens each. The digits are experts' numbers:
+A mixture replaces the one MLP of a block by E MLPs, the experts. A router, a linear layer, scores
+them for each token. The k best experts compute the token, and y adds up their results times the
+router's weights. Here E = 4, k = 2, N = 2 ranks have 4 tokens each, and digits number the experts:
 
              each token's choices,    all-to-all:                   its        all-to-all back:
              sorted by expert         from rank 0    from rank 1    experts    weigh, add up
@@ -10,17 +10,17 @@ weights. Here E = 4, k = 2, and N = 2 ranks have 4 tokens each. The digits are e
     rank 1   0 1 1 | 2 3 3 3 3        2 2 2 3 3      2 3 3 3 3      2, 3       y of its 4 tokens
 
 Split: the experts, and the batch as in data parallelism. A rank's experts have consecutive numbers,
-so rows that are sorted by expert are sorted by rank. How many rows go where depends on the routing:
-first the counts travel, E integers, and once a layer the host waits until it can read them.
+so rows that are sorted by expert are sorted by rank. How many rows go where depends on the routing.
+So the ranks first tell each other how many, and once a layer the host waits until it can read that.
 
 Sent: the rows (dispatch) and their results (combine), and the gradients of both in backward. With
-even routing a rank with n tokens sends 4 r k n C e bytes a layer, r = (N-1)/N, if a row has C
-elements of e bytes.
+even routing a rank with n tokens sends 4 r k n C e bytes a layer: r is (N-1)/N, and a row has C
+elements of e bytes. Once a step it sends 2 r P e, for the P parameters that are not experts.
 
 Backward: an all-to-all only moves rows, so a row's gradient goes back the way the row came. Results
-meet the router's weights on the token's own rank, so the router needs no message. An expert sees
-its tokens of the whole batch, and the loss is divided by the number of all tokens: its gradient is
-complete. The gradients of all other parameters are summed over the ranks, once a step.
+meet the router's weights on the token's own rank: the scores need no message. An expert sees its
+tokens of the whole batch, and the loss is divided by the number of all tokens, so its gradient is
+complete. The gradients of all other parameters, the router's too, are summed over the ranks.
 
 Not worth it over slow links, or where all experts fit on every rank and a rank has many tokens:
 then data parallelism sends less. docs/experts.md has the threshold, and the rest.
@@ -60,6 +60,7 @@ class AllToAll(torch.autograd.Function):
 def plain_dispatch(x, weights, chosen, experts, sizes, group):
     """Tokens to their experts on all ranks and back: x (n, C), weights and chosen (n, k) -> (n, C).
     ExpertDispatch does the same, overlapped, and explains the arguments."""
+    x = in_graph(x)
     # Sort: assignment i is a choice of token i // k. Sorted by expert is sorted by rank.
     assignments = chosen.flatten()
     order = assignments.argsort(stable=True)
@@ -68,40 +69,50 @@ def plain_dispatch(x, weights, chosen, experts, sizes, group):
     splits, incoming = exchange_counts([assignments], sizes, group)
     [send], [receive] = splits.tolist()
     rows = AllToAll.apply(x[token], send, receive, group)  # (m, C), rank 0's first
-    # Compute: experts take their rows one expert after the other
+    # Compute: experts(rows, counts) gets the rows sorted by expert, and how many each expert has
     by_expert = sort_by_expert(incoming[0], len(rows))
     rows = run_experts(experts, rows[by_expert], incoming[0].sum(0))
     # Send back, in the order in which rows came
     rows = AllToAll.apply(rows[by_expert.argsort()], receive, send, group)  # (n k, C)
-    # Add up, times the router's weights
+    # Add up, times the router's weights, which may have more bits than x
     rows = rows * weights.flatten()[order].unsqueeze(1)
-    return torch.zeros_like(x).index_add(0, token, rows)
+    return torch.zeros_like(x).index_add(0, token, rows.to(x.dtype))
 
 
-def exchange_counts(chunks, sizes, group):
-    """Tell every rank how many rows it gets. chunks: parts of the assignments, as experts' numbers.
+def in_graph(x):
+    """x, with a gradient even where nobody needs one (a frozen trunk, a rank without tokens): all
+    ranks must send the same messages in backward."""
+    return x if x.requires_grad or not torch.is_grad_enabled() else x.detach().requires_grad_()
 
-    Returns the rows to send and to receive, (2, chunks, N), and the rows that come from each rank
-    for each of this rank's experts, (chunks, N, experts)."""
-    world, experts = len(sizes), sum(sizes)
-    own = sizes[dist.get_rank(group)]
-    counts = torch.stack([count(chunk, experts + 1) for chunk in chunks], dim=1)
-    counts = counts[:experts]  # (E, chunks); number E stands for dropped assignments
-    incoming = counts.new_empty(world * own, len(chunks))
-    dist.all_to_all_single(incoming, counts, [own] * world, sizes, group=group)
+
+def exchange_counts(chunks, sizes, group, invalid=None):
+    """Tell every rank how many rows it gets. chunks: a list of assignments (n k,), which are
+    numbers of experts; E stands for one that is dropped. Where the bool tensor `invalid` is true,
+    this rank tells all ranks -1 instead. Returns two tensors:
+
+    splits (2, chunks, N): how many rows go to each rank, and how many come from it
+    incoming (chunks, N, own): how many come from each rank for each of this rank's experts"""
+    world, own = len(sizes), sizes[dist.get_rank(group)]
+    outgoing = torch.stack([bincount(chunk, sum(sizes) + 1) for chunk in chunks], dim=1)
+    outgoing = outgoing[:-1]  # (E, chunks)
+    if invalid is not None:
+        outgoing = outgoing.masked_fill(invalid, -1)
+    incoming = outgoing.new_empty(world * own, len(chunks))
+    # Arguments: output, input, lengths of the output's parts, lengths of the input's parts
+    dist.all_to_all_single(incoming, outgoing, [own] * world, sizes, group=group)
     incoming = incoming.view(world, own, len(chunks))
-    outgoing = torch.stack([of_rank.sum(0) for of_rank in counts.split(sizes)])  # (N, chunks)
-    splits = torch.stack((outgoing, incoming.sum(1))).transpose(1, 2)
+    to_ranks = torch.stack([part.sum(0) for part in outgoing.split(sizes)])  # (N, chunks)
+    splits = torch.stack((to_ranks, incoming.sum(1))).transpose(1, 2)
     return splits, incoming.permute(2, 0, 1)
 
 
-def count(numbers, bins):
-    """bincount, for which the host would wait for the device."""
+def bincount(numbers, bins):
+    """torch.bincount makes the host wait for the device."""
     return numbers.new_zeros(bins).scatter_add_(0, numbers, torch.ones_like(numbers))
 
 
 def sort_by_expert(incoming, rows):
-    """Indices that sort arrived rows by expert. incoming (N, experts): how many there are."""
+    """Indices that sort arrived rows by expert. incoming (N, own): how many came from each rank."""
     world, own = incoming.shape
     expert = torch.arange(own, device=incoming.device).repeat(world)
     # Without output_size the host would wait for the device
@@ -109,21 +120,25 @@ def sort_by_expert(incoming, rows):
 
 
 def run_experts(experts, rows, counts):
-    """experts(rows, counts), checked. It is part of the graph even where no row came."""
+    """experts(rows, counts), checked."""
     result = experts(rows, counts)
     if result.shape != rows.shape:
         shapes = f"the shape of its rows {tuple(rows.shape)}, not {tuple(result.shape)}"
         raise ValueError(f"experts(rows, counts) must return {shapes}")
-    # Experts may skip an empty batch. Then the sum adds no value, but connects result and rows:
-    # otherwise this rank would not join the all-to-alls of backward.
+    # Experts may skip an empty batch. The sum connects result and rows: otherwise this rank would
+    # not join the all-to-alls of backward.
     return result if len(rows) else result + rows.to(result.dtype)
 
 
 # --- overlap: an all-to-all in two halves, and computation in between
+#
+#                 Start                        Wait
+#     forward     sends the rows        -->    waits for them          The tensor between the two
+#     backward    waits for gradients   <--    sends the gradients     is a stand-in: do not read it
 
 
 class Transfer:
-    """What the two halves share: the sizes and, in between, the rows on their way."""
+    """What the two halves share: the sizes, and the rows while they travel."""
 
     def __init__(self, send, receive, group):
         self.send, self.receive, self.group = send, receive, group
@@ -144,8 +159,6 @@ class Transfer:
 
 
 class Start(torch.autograd.Function):
-    """The first half. Backward waits for the gradients, which Wait's backward has sent."""
-
     @staticmethod
     def forward(ctx, rows, transfer):
         ctx.transfer = transfer
@@ -158,8 +171,6 @@ class Start(torch.autograd.Function):
 
 
 class Wait(torch.autograd.Function):
-    """The second half. Backward sends the gradients, the other way."""
-
     @staticmethod
     def forward(ctx, rows, transfer):
         ctx.transfer = transfer
@@ -169,29 +180,23 @@ class Wait(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad):
         ctx.transfer.start(grad, ctx.transfer.receive, ctx.transfer.send)
-        return grad, None  # autograd wants a tensor of this shape; Start's backward ignores it
+        return grad, None  # the stand-in: autograd wants a tensor of this shape
 
 
 class ExpertDispatch(nn.Module):
     """Tokens to their experts on all ranks and back: x (n, C), weights and chosen (n, k) -> (n, C).
+    "A model of yours", below, shows how it is used.
 
-        sizes = expert_counts(E, N)                        # how many experts each rank has
-        dispatch = ExpertDispatch(sizes, group)
-        mlp.up, mlp.down = shard(mlp.up, group), shard(mlp.down, group)    # stacked (E, ...)
-        y = dispatch(x, weights, chosen, mlp)              # chosen: int64, 0..E-1
-        loss = F.cross_entropy(head(y), targets, reduction="sum") / count
-        loss.backward()                                    # count: the tokens of all ranks
-        sum_gradients(model.parameters(), group)           # once a step, after all micro-batches
-
+    sizes: expert_counts(E, N). chosen: experts' numbers, int64, 0..E-1.
     experts(rows, counts): this rank's MLPs. rows (m, C) are sorted by expert; counts, int64, says
-    how many each expert has. Returns (m, C), row for row. m may be 0; the result's dtype must not
-    depend on it.
-    meanwhile(): called once, while rows travel: for what needs no expert, such as a shared MLP.
+    how many each has. Returns (m, C), row for row. Its dtype must not depend on m, which may be 0.
+    meanwhile(): called once, while rows travel, for what needs no expert, such as a shared MLP. Its
+    result is not returned: keep it yourself.
     chunks: the tokens are cut into as many; one is computed while others travel.
     capacity: how many times its even share an expert takes, see drop_late. None: as many as come.
 
-    All ranks must call this equally often, and backward too, or the others wait for ever; a rank
-    without tokens gives x (0, C). All ranks have the same `sizes` and `chunks`."""
+    All ranks must call this equally often, backward too, with the same sizes and chunks: otherwise
+    they wait for ever. A rank without tokens gives x (0, C)."""
 
     def __init__(self, sizes, group, capacity=None, chunks=1):
         super().__init__()
@@ -207,30 +212,32 @@ class ExpertDispatch(nn.Module):
         if isinstance(experts, nn.Module):
             for p in experts.parameters():
                 p.of_experts = True  # sum_gradients refuses it without a placement
+        x, last = in_graph(x), sum(self.sizes) - 1
+        invalid = ((chosen < 0) | (chosen > last)).any()
+        chosen = chosen.clamp(0, last)
         if self.capacity is not None:
-            chosen = drop_late(chosen, sum(self.sizes), self.capacity)
+            chosen = drop_late(chosen, last + 1, self.capacity)
         assignments = [chunk.flatten() for chunk in chosen.tensor_split(self.chunks)]
         orders = [chunk.argsort(stable=True) for chunk in assignments]
-        splits, incoming = exchange_counts(assignments, self.sizes, self.group)
+        splits, incoming = exchange_counts(assignments, self.sizes, self.group, invalid)
         send, receive = self.read(splits, [len(chunk) for chunk in assignments])
-        if self.capacity is None and sum(map(sum, send)) != chosen.numel():
-            have = f"the {sum(self.sizes)} of sizes {list(self.sizes)}"
+        if min(map(min, send + receive)) < 0:  # on all ranks, so that none waits for rows
+            have = f"the {last + 1} of sizes {list(self.sizes)}"
             raise ValueError(f"a token chose an expert beyond {have}: give other sizes or choices")
-
         x = x.tensor_split(self.chunks)
         weights = weights.tensor_split(self.chunks)
         chunks = zip(x, weights, orders, send, receive, incoming)
+        # A chunk is a generator with three stops: rows sent; results sent back; results added up
         running = [self.run_chunk(experts, *chunk) for chunk in chunks]
         for chunk in running:
-            next(chunk)  # its rows leave
+            next(chunk)
         meanwhile()
         for chunk in running:
-            next(chunk)  # rows have come, are computed, and leave for home
+            next(chunk)
         return torch.cat([next(chunk) for chunk in running])
 
     def run_chunk(self, experts, x, weights, order, send, receive, incoming):
-        """plain_dispatch from the first all-to-all on. Each `yield` lets other chunks run while
-        rows travel."""
+        """plain_dispatch from the first all-to-all on. After a `yield` other chunks run."""
         order = order[: sum(send)]  # dropped assignments come last
         token = order // weights.shape[1]
         dispatch = Transfer(send, receive, self.group)
@@ -243,53 +250,53 @@ class ExpertDispatch(nn.Module):
         rows = Start.apply(rows.index_select(0, by_expert.argsort()), combine)
         yield
         rows = Wait.apply(rows, combine) * weights.flatten()[order].unsqueeze(1)
-        yield torch.zeros_like(x).index_add(0, token, rows)
+        yield torch.zeros_like(x).index_add(0, token, rows.to(x.dtype))
 
-    def read(self, splits, assignments):
-        """The rows to send and to receive, as lists. The host waits for the device. Replace it to
-        count rows, or where tensors have no values (meta, fake). assignments: of each chunk."""
+    def read(self, splits, lengths):
+        """How many rows to send and to receive, as lists. The host waits for the device. Replace it
+        to count rows, or where tensors have no values. lengths: each chunk's assignments."""
         return splits.tolist()
 
 
-def drop_late(chosen, experts, capacity):
-    """`chosen` (n, k) with the number E where an expert has its capacity k n / E assignments of
-    this rank already. All first choices go before all second ones."""
+def drop_late(chosen, total, capacity):
+    """`chosen` (n, k) with the number E, `total`, where an expert has its capacity x k n / E
+    assignments of this rank already. All first choices go before all second ones."""
     n, k = chosen.shape
-    line = chosen.t().flatten()  # (k n,)
-    is_of = line.unsqueeze(1) == torch.arange(experts, device=line.device)  # (k n, E)
-    place = is_of.cumsum(0).gather(1, line.unsqueeze(1))  # (k n, 1), 1 for the first of an expert
-    late = place.view(k, n).t() > math.ceil(capacity * k * n / experts)
-    return chosen.masked_fill(late, experts)
+    queue = chosen.t().flatten()  # (k n,)
+    one_hot = queue.unsqueeze(1) == torch.arange(total, device=queue.device)  # (k n, E)
+    place = one_hot.cumsum(0).gather(1, queue.unsqueeze(1))  # (k n, 1), an expert's first has 1
+    late = place.view(k, n).t() > math.ceil(capacity * k * n / total)
+    return chosen.masked_fill(late, total)
 
 
 # --- whose parameters: experts are split, the rest is replicated
 
 
-def expert_counts(experts, world):
+def expert_counts(total, world):
     """How many experts each rank has. Where they don't divide, the first ranks have one more."""
-    return [experts // world + (rank < experts % world) for rank in range(world)]
+    return [total // world + (rank < total % world) for rank in range(world)]
 
 
 def placement(parameter):
     """What a parameter is a piece of: {"shape": of the whole, "cuts": {dimension: (group, start,
-    size)}, "copies": the groups whose ranks hold the same piece}."""
+    size)}, "copies": groups whose ranks hold the same piece}. shard adds "data", its data_group."""
     default = {"shape": tuple(parameter.shape), "cuts": {}, "copies": []}
     return default | getattr(parameter, "placement", {})
 
 
 def split_over(parameter, group):
-    """Whether each rank of the group holds another piece of the parameter."""
+    """Whether each rank of the group holds a different piece of the parameter."""
+    group = group or dist.group.WORLD
     return any(group is other for other, _, _ in placement(parameter)["cuts"].values())
 
 
-def shard(parameter, group, copies=None):
+def shard(parameter, group, data_group=None):
     """This rank's experts of a parameter (E, ...), as a new parameter: put it in the old one's
     place, then make the optimizer. Its `placement` says that it is split; deepcopy loses that.
     Where each expert is a module of its own, write p.placement = {"cuts": {0: (group, start,
     size)}} yourself, or {} if all experts share p.
-
-    copies: where data parallelism has more ranks than `group`, those with the same experts. Data
-    parallelism must sum the experts' gradients over this group: it is the placement's "data"."""
+    data_group: the ranks with the same experts, where data parallelism has more ranks than `group`.
+    Data parallelism must sum the experts' gradients over it."""
     group = group or dist.group.WORLD
     whole = placement(parameter)
     if 0 in whole["cuts"]:
@@ -300,7 +307,7 @@ def shard(parameter, group, copies=None):
     part = parameter.detach()[start : start + size].clone()
     part = nn.Parameter(part, requires_grad=parameter.requires_grad)
     part.__dict__.update(parameter.__dict__)
-    part.placement = whole | {"cuts": whole["cuts"] | {0: (group, start, size)}, "data": copies}
+    part.placement = whole | {"cuts": whole["cuts"] | {0: (group, start, size)}, "data": data_group}
     return part
 
 
@@ -309,16 +316,17 @@ SUMMED += "micro-batch, and zero_grad() before the next backward"
 
 
 def sum_gradients(parameters, group):
-    """After a step's last backward: sum the gradients of all parameters that are not split over the
-    group, in one all-reduce. With `copies` of experts call it with `group`, then with `copies`.
+    """Sum the gradients of all parameters that are not split over the group, in one all-reduce:
+    once a step, after the last backward. If experts have a data_group, call it again with that.
 
-    A parameter without a gradient on this rank counts as zeros; without one on any rank it gets
-    zeros, so weight decay moves it. Frozen parameters are left out.
-    Raises RuntimeError the second time, and so does a backward before zero_grad(), unless the sums
-    were clipped. Raises ValueError where weights differ between ranks, as those of experts without
-    a placement do; not noticed if they are in no module and start alike (from zeros, say)."""
+    A parameter without a gradient on this rank counts as zeros, and gets the sum.
+    Raises RuntimeError if it is called twice in a step, or if backward runs again before
+    zero_grad(); clipping hides the second. Raises ValueError if weights differ between ranks, or
+    experts have no placement. Not noticed: experts that are plain tensors and start equal."""
     group = group or dist.group.WORLD
     parameters = [p for p in parameters if p.requires_grad and not split_over(p, group)]
+    if not parameters:
+        return
     check_replicas(parameters, group)
     for p in parameters:
         if p.grad is None:
@@ -334,7 +342,7 @@ def sum_gradients(parameters, group):
 
 def check_replicas(parameters, group):
     """Raise ValueError unless all ranks have the same weights, by their sums. Experts without a
-    placement count as different. Each parameter is compared once a group, and gets `summed`: for
+    placement count as different. A parameter is compared once a group. Then it has `summed`: for
     each group the version of p.grad after sum_gradients, or None after a backward."""
     new = [p for p in parameters if group.group_name not in getattr(p, "summed", {})]
     if not new:
@@ -368,26 +376,42 @@ def refuse_summed(parameter):
     parameter.summed = dict.fromkeys(parameter.summed)  # every value is None
 
 
+# --- a model of yours: each of N ranks has some tokens x (n, C), and some of E experts
+#
+#     class MLPs(nn.Module):
+#         def forward(self, rows, counts):
+#             parts = zip(rows.split(counts.tolist()), self.up, self.down)
+#             return torch.cat([F.gelu(part @ up.T) @ down.T for part, up, down in parts])
+#
+#     model.mlps = mlps = MLPs()  # up (E, H, C), down (E, C, H): all experts, alike on all ranks
+#     mlps.up, mlps.down = shard(up, group), shard(down, group)  # now the optimizer
+#     dispatch = ExpertDispatch(expert_counts(E, N), group)
+#     for x, targets in microbatches:
+#         weights, chosen = model.router(x).softmax(-1).topk(k)  # router: nn.Linear(C, E)
+#         y = dispatch(x, weights, chosen, mlps)
+#         loss = F.cross_entropy(model.head(y), targets, reduction="sum") / total_tokens
+#         loss.backward()  # total_tokens: of all ranks and micro-batches
+#     sum_gradients(model.parameters(), group)
+
 # --- for model.py's GPT ---
 
 
-def parallelize(model, group, capacity=None, chunks=1, copies=None):
+def parallelize(model, group, capacity=None, chunks=1, data_group=None):
     """Deal the experts of a GPT out over `group`, in place, and return it: on the meta device or
-    with weights, after tensor_parallel.parallelize, before the optimizer. copies: see shard.
+    with weights, after tensor_parallel.parallelize, before the optimizer. data_group: see shard.
 
     Raises ValueError for another model, for fewer experts than ranks, and the second time."""
     if not hasattr(getattr(model, "config", None), "experts"):
-        raise ValueError(
-            "parallelize knows the GPT of model.py alone: in another model put an ExpertDispatch "
-            "where tokens go to their experts, and cut these by shard()"
-        )
-    experts, world = model.config.experts, dist.get_world_size(group)
-    if experts < world:
-        raise ValueError(f"{experts} experts are too few for {world} ranks: each needs one")
+        hint = "in another model use ExpertDispatch and shard()"
+        raise ValueError(f"parallelize knows the GPT of model.py alone: {hint}")
+    group = group or dist.group.WORLD
+    total, world = model.config.experts, dist.get_world_size(group)
+    if total < world:
+        raise ValueError(f"{total} experts are too few for {world} ranks: each needs one")
     for mixture in [block.mlp for block in model.blocks.values()]:
         for name, p in list(mixture.experts.named_parameters()):
-            setattr(mixture.experts, name, shard(p, group, copies))
-        mixture.dispatch = ExpertDispatch(expert_counts(experts, world), group, capacity, chunks)
+            setattr(mixture.experts, name, shard(p, group, data_group))
+        mixture.dispatch = ExpertDispatch(expert_counts(total, world), group, capacity, chunks)
     for p in model.parameters():
         if not split_over(p, group):
             p.placement = placement(p) | {"copies": [*placement(p)["copies"], group]}
@@ -406,9 +430,7 @@ def main():
     g = parser.add_argument_group("expert parallelism")
     why = "how far a bias on the router's choice moves towards even load after each step (0 = off)"
     g.add_argument("--bias-rate", type=harness.real(0), default=0.0, metavar="X", help=why)
-    why = (
-        "an expert takes at most X times its even share of a rank's tokens, and drops others; this "
-    )
+    why = "an expert takes at most X times its even share of a rank's tokens, and drops others; it "
     why += "changes the result, so --prove is off unless given (default: nothing is dropped)"
     g.add_argument("--capacity", type=harness.real(0), metavar="X", help=why)
     why = "parts of a rank's tokens: one is computed while others travel"
@@ -434,7 +456,9 @@ def demo(run):
     run.groups(ep=group)
     model = run.fill(parallelize(run.meta_model(), group, args.capacity, args.chunks))
     parameters = list(model.parameters())
-    check_replicas([p for p in parameters if not split_over(p, group)], group)  # before the ledger
+    check_replicas(
+        [p for p in parameters if not split_over(p, group)], group
+    )  # not counted as sent
     optimizer = harness.make_optimizer(parameters, args)
     report = Report(run, model, expert_counts(run.config.experts, run.world))
     for step in run.steps(optimizer):

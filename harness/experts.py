@@ -30,10 +30,10 @@ class RowCounter:
     def clear(self):
         self.assignments = self.sent = self.received = self.travelled = 0
 
-    def count(self, rank, read, splits, assignments):
+    def count(self, rank, read, splits, lengths):
         """Calls `read`. Of each chunk it tells how many rows go to, and come from, each rank."""
-        send, receive = read(splits, assignments)
-        self.assignments += sum(assignments)
+        send, receive = read(splits, lengths)
+        self.assignments += sum(lengths)
         for chunk in send:
             self.sent += sum(chunk)
             self.travelled += sum(chunk) - chunk[rank]

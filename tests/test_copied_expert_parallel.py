@@ -2,6 +2,7 @@
 refuses."""
 
 import copy
+import re
 import types
 
 import pytest
@@ -210,6 +211,107 @@ def test_stacked_experts_and_their_copies(copied):
         expert_assert_equal(ours, expected)
 
 
+def expert_few(world):
+    """A dispatch of one expert a rank, tokens of which rank 0 alone has one, and experts that skip
+    an empty batch."""
+    import expert_parallel
+
+    group, rank = dist.group.WORLD, dist.get_rank()
+    x, matrix = torch.ones(1 - min(rank, 1), 4), nn.Parameter(torch.full((4, 4), rank + 1.0))
+    chosen = torch.zeros(len(x), 1, dtype=torch.int64)
+
+    def experts(rows, counts):
+        return rows @ matrix if len(rows) else torch.zeros_like(rows)
+
+    def plain(x, weights):
+        sizes = [1] * world
+        return expert_parallel.plain_dispatch(x, weights, chosen, experts, sizes, group)
+
+    def overlapped(x, weights):
+        return expert_parallel.ExpertDispatch([1] * world, group)(x, weights, chosen, experts)
+
+    return x, matrix, plain, overlapped
+
+
+@pytest.mark.parametrize("trained", ["x", "x of rank 0", "weights", "experts", "experts of rank 0"])
+def test_what_is_frozen_may_differ_between_ranks(copied, trained):
+    """All ranks send the same messages in backward: none of them hangs."""
+
+    def work(rank):
+        x, matrix, *dispatches = expert_few(3)
+        matrix.requires_grad_(trained == "experts" or trained == "experts of rank 0" and rank == 0)
+        grads = []
+        for dispatch in dispatches:
+            inputs = x.clone().requires_grad_(
+                trained == "x" or trained == "x of rank 0" and not rank
+            )
+            weights = torch.full((len(x), 1), 0.5, requires_grad=trained == "weights")
+            matrix.grad = None
+            dispatch(inputs, weights).sum().backward()
+            grads.append([t.grad for t in (inputs, weights, matrix)])
+        if rank == 0:
+            which = {"x": 0, "weights": 1, "experts": 2}[trained.split()[0]]
+            expected = [torch.full((1, 4), 2.0), torch.full((1, 1), 16.0), torch.full((4, 4), 0.5)]
+            for of_dispatch in grads:
+                assert torch.equal(of_dispatch[which], expected[which])
+                assert [i for i in range(3) if of_dispatch[i] is not None] == [which]
+        with torch.no_grad():
+            assert not any(dispatch(x, weights).requires_grad for dispatch in dispatches)
+
+    copied("expert_parallel", 3, work)
+
+
+@pytest.mark.parametrize(
+    "of_x, of_weights", [(torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16)]
+)
+def test_weights_of_another_dtype(copied, of_x, of_weights):
+    def work(rank):
+        x, matrix, *dispatches = expert_few(2)
+        matrix.data = matrix.data.to(of_x)
+        for dispatch in dispatches:
+            inputs = x.clone().to(of_x).requires_grad_()
+            weights = torch.full((len(x), 1), 0.5, dtype=of_weights, requires_grad=True)
+            y = dispatch(inputs, weights)
+            y.sum().backward()
+            assert y.dtype == inputs.grad.dtype == of_x and weights.grad.dtype == of_weights
+            assert y.tolist() == [[2.0] * 4] * len(x) == inputs.grad.tolist()
+
+    copied("expert_parallel", 2, work)
+
+
+def test_the_usage_that_is_printed(copied):
+    """It runs as it stands, and trains as one process does."""
+    pattern = r"# --- a model of yours.*?\n#\n(.*?)\n\n"
+
+    def work(rank, world):
+        import expert_parallel
+
+        text = re.search(pattern, open("expert_parallel.py").read(), re.S)[1]
+        text = "\n".join(line[6:] for line in text.splitlines())
+        torch.manual_seed(0)
+        tokens = torch.randn(9, 4, dtype=torch.float64)
+        targets = torch.randint(5, (9,))
+        router, head = nn.Linear(4, 3).double(), nn.Linear(4, 5).double()
+        up = nn.Parameter(torch.randn(3, 6, 4, dtype=torch.float64))
+        down = nn.Parameter(torch.randn(3, 4, 6, dtype=torch.float64))
+        model = nn.Module()
+        model.router, model.head = router, head
+        given = dict(F=F, group=dist.group.WORLD, N=world, E=3, k=2, total_tokens=9, model=model)
+        names = vars(expert_parallel) | given | dict(up=up, down=down)
+        part = slice(9 * rank // world, 9 * (rank + 1) // world)
+        halves = (t[part].tensor_split(2) for t in (tokens, targets))
+        names["microbatches"] = list(zip(*halves))
+        exec(text, names)
+        return [p.grad for p in (router.weight, head.weight, model.mlps.up, model.mlps.down)]
+
+    ((*commons, up, down),) = copied("expert_parallel", 1, work, 1)
+    results = copied("expert_parallel", 2, work, 2)
+    for result in results:
+        torch.testing.assert_close(result[:2], commons)
+    torch.testing.assert_close(torch.cat([result[2] for result in results]), up)
+    torch.testing.assert_close(torch.cat([result[3] for result in results]), down)
+
+
 # --- refusals
 
 
@@ -354,6 +456,42 @@ def test_sizes_and_shapes_are_checked(copied, wrong, words):
         chosen = torch.full((3, 2), 2 * rank)
         with pytest.raises(ValueError, match=words):
             expert_dispatch(**{"chosen": chosen} | wrong())
+
+    copied("expert_parallel", 2, work)
+
+
+@pytest.mark.parametrize("capacity", [None, 1.0])
+@pytest.mark.parametrize("number", [4, 5, -1])
+def test_a_wrong_choice_of_one_rank_is_refused_on_all(copied, number, capacity):
+    def work(rank):
+        import expert_parallel
+
+        dispatch = expert_parallel.ExpertDispatch([2, 2], dist.group.WORLD, capacity, chunks=2)
+        x, weights = torch.ones(3, 4), torch.ones(3, 2)
+        for wrong in (False, True, False):
+            chosen = torch.zeros(3, 2, dtype=torch.int64)
+            if wrong and rank == 1:
+                chosen[0, 1] = number
+                with pytest.raises(ValueError, match=r"beyond the 4 of sizes \[2, 2\]"):
+                    dispatch(x, weights, chosen, lambda rows, counts: rows)
+            elif wrong:
+                with pytest.raises(ValueError, match="beyond the 4"):
+                    dispatch(x, weights, chosen, lambda rows, counts: rows)
+            else:
+                dispatch(x, weights, chosen, lambda rows, counts: rows)
+
+    copied("expert_parallel", 2, work)
+
+
+def test_no_group_is_the_whole_world(copied):
+    def work(rank):
+        import expert_parallel
+
+        p = expert_parallel.shard(nn.Parameter(torch.ones(4, 3)), None)
+        assert expert_parallel.split_over(p, None) and len(p) == 2
+        p.grad = torch.full_like(p, rank)
+        expert_parallel.sum_gradients([p], None)  # nothing to sum
+        assert (p.grad == rank).all()
 
     copied("expert_parallel", 2, work)
 

@@ -361,6 +361,20 @@ def test_cuts_real_weights_too(ranks):
     assert ranks(2, work) == [True, True]
 
 
+def test_no_group_is_the_whole_world(ranks):
+    def work(rank):
+        model = ep.parallelize(gpt.build(CONFIGS["gelu"], 7), None)
+        world = dist.group.WORLD
+        for name, p in model.named():
+            place = ep.placement(p)
+            if ".experts." in name:
+                assert place["cuts"] == {0: (world, 2 * rank, 2)} and place["copies"] == [], name
+            else:
+                assert place["cuts"] == {} and place["copies"] == [world], name
+
+    ranks(2, work)
+
+
 def test_too_few_experts(ranks):
     def work(rank):
         with pytest.raises(ValueError, match="4 experts are too few for 5 ranks"):
