@@ -422,7 +422,10 @@ class Deferred(TorchFunctionMode):
 
     It defers parameters and views of them. Other weights get their gradients at once: weights that
     are computed (perhaps from x), all under autocast, and the weights of addmm, matmul, bmm and
-    nn.MultiheadAttention, which it does not see. Run no backward pass inside the `with`."""
+    nn.MultiheadAttention, which it does not see. Run no backward pass inside the `with`.
+
+    Set weight.used_twice = True where a stage uses a weight elsewhere too, as a tied embedding. Its
+    gradient then comes at once, in one piece: DDP and ZeRO count the pieces."""
 
     def __init__(self, queue):
         super().__init__()
@@ -438,7 +441,9 @@ class Deferred(TorchFunctionMode):
 
     def can_defer(self, input, weight):
         whole = weight if weight._base is None else weight._base
-        return input.requires_grad and weight.requires_grad and isinstance(whole, nn.Parameter)
+        if not isinstance(whole, nn.Parameter) or getattr(whole, "used_twice", False):
+            return False
+        return input.requires_grad and weight.requires_grad
 
     def linear(self, input, weight, bias=None):
         autocast = torch.is_autocast_enabled(input.device.type)  # it would cast forward alone
@@ -783,6 +788,8 @@ def split(make_model, stages, held, tied_group=None):
         for name in list(model.blocks):
             if int(name) not in layers:
                 del model.blocks[name]
+        if model.config.tied and stages == 1:
+            model.embed.token.weight.used_twice = True  # see Deferred
         at_one_end = stage in (0, stages - 1) and not {0, stages - 1} <= set(held)
         if model.config.tied and at_one_end:
             if tied_group is None:

@@ -151,6 +151,11 @@ class Bucket:
     def zero_grad(self):
         self.full.zero_()
 
+    def begin_pass(self):
+        # A set: with a split backward several passes may bring the gradient of one parameter,
+        # before the pass that completes the first of them
+        self.missing = set(range(len(self.parameters)))
+
     def cut(self, flat, i):
         """Parameter i in a tensor like `flat`."""
         p = self.parameters[i]
@@ -307,7 +312,7 @@ class ZeRO1:
         self.passes, self.finished = [0] * len(self.scopes), False
         for bucket in self.trained:
             bucket.zero_grad()
-            bucket.missing = len(bucket.parameters)  # gradients to come in this pass
+            bucket.begin_pass()
             bucket.passes_left = self.microbatches * len(bucket.scopes)
 
     def _abandon(self):
@@ -326,8 +331,13 @@ class ZeRO1:
                 " zero_grad() before each step, or change microbatches="
             )
         self.arrived, self.finished = True, False
+        if self.complete and bucket not in self.line:
+            raise RuntimeError(
+                "a gradient came after its bucket was reduced: a weight that gets two gradients in"
+                " one micro-batch needs used_twice = True (see pipeline.py)"
+            )
         bucket.add(i, gradient)
-        bucket.missing -= 1
+        bucket.missing.discard(i)
         if self.complete:
             self._reduce_full()
 
@@ -358,9 +368,9 @@ class ZeRO1:
     def _reduce_full(self, rest=False):
         # In the same order on all ranks: swapped reductions would add up the wrong buckets,
         # silently. So a bucket that is full early waits for those before it
-        while self.line and (rest or self.line[0].missing == 0):
+        while self.line and (rest or not self.line[0].missing):
             bucket = self.line.pop(0)
-            bucket.missing = len(bucket.parameters)
+            bucket.begin_pass()
             bucket.passes_left -= 1
             if self.reduce_each or bucket.passes_left == 0:
                 self._reduce(bucket)

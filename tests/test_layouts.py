@@ -99,6 +99,10 @@ LAYOUTS = [
     ("moe", "--cp 2 --dp 2 --ep 2 --tp 2 --sp --zero 2 --recompute block"),
     ("moe", "--dp 2 --tp 2 --pp 2 --cp 2 --ep 4 --sp --zero 3 --schedule zb-h1 --microbatches 3"),
     ("odd", "--tp 4 --sp --dp 2 --zero 1"),
+    ("llama", "--pp 2 --dp 2 --schedule zb-h1 --zero 2 --microbatches 3"),
+    ("llama", "--pp 2 --dp 2 --schedule zb-h2 --zero 3 --microbatches 6"),
+    ("sgd", "--dp 2 --schedule zb-h1 --microbatches 3"),
+    ("sgd", "--dp 2 --schedule zb-h1 --zero 2 --microbatches 3"),
 ]
 
 
@@ -419,3 +423,22 @@ def test_planted_bug_is_caught(ranks, text, bug, variant, layout):
         args.weight_decay = 0.0
     results = ranks(args.dp * args.cp * args.tp * args.pp, run_layout, args, bug)
     assert {code for code, _ in results} == {1} and not results[0][1]["ok"]
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_a_gradient_in_two_pieces_is_refused(ranks, text, stage):
+    """A tied matrix on a single stage gets a gradient from the embedding and one from the head. With
+    a split backward the second would come after its bucket was reduced."""
+
+    def defer_the_head_too():
+        right = pipeline.Deferred.can_defer
+
+        def wrong(self, input, weight):
+            weight.used_twice = False
+            return right(self, input, weight)
+
+        pipeline.Deferred.can_defer = wrong
+
+    args = arguments(text, f"--dp 2 --schedule zb-h1 --microbatches 3 --zero {stage}")
+    with pytest.raises(AssertionError, match="more backward passes|two gradients in"):
+        ranks(2, run_layout, args, defer_the_head_too)
