@@ -427,7 +427,7 @@ def test_planted_bug_is_caught(ranks, text, bug, variant, layout):
 
 @pytest.mark.parametrize("stage", [0, 1, 2])
 def test_a_gradient_in_two_pieces_is_refused(ranks, text, stage):
-    """A tied matrix on a single stage gets a gradient from the embedding and one from the head. With
+    """A tied matrix on one stage gets a gradient from the embedding and one from the head. With
     a split backward the second would come after its bucket was reduced."""
 
     def defer_the_head_too():
