@@ -40,17 +40,19 @@ from torch.autograd.function import once_differentiable  # refuses a gradient of
 
 
 def masked_scores(q, k, causal):
-    """q k^T / sqrt(D), (B, H, n, m); -inf where a key is later than the query."""
-    scores = q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1])
+    """q k^T / sqrt(D), (B, H, Tq, Tk); -inf where a key is later than the query. Float32 at least:
+    the sums over tiles would keep a rounding of lse."""
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    scores = q.to(dtype) @ k.to(dtype).transpose(-1, -2) / math.sqrt(q.shape[-1])
     later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
     return scores.masked_fill(later, -math.inf) if causal else scores
 
 
 def tile_attention(q, k, v, causal):
-    """Attention of n queries to m keys: the result (B, H, n, D), and for each query the logarithm
-    of its softmax's denominator, lse (B, H, n)."""
+    """Attention of Tq queries to Tk keys: the result (B, H, Tq, D), and for each query the
+    logarithm of its softmax's denominator, lse (B, H, Tq)."""
     scores = masked_scores(q, k, causal)
-    return scores.softmax(-1) @ v, scores.logsumexp(-1)
+    return scores.softmax(-1) @ v.to(scores.dtype), scores.logsumexp(-1)
 
 
 class OnlineSoftmax:
@@ -111,9 +113,10 @@ def ring_attention(q, k, v, group):
         source = (rank - step) % n  # the rank whose keys and values are here
         if source <= rank:  # the keys of later ranks are masked, all of them
             result.add(*tile_attention(q, *kv.tensor, causal=source == rank))
-        kv.send()
-        kv.receive()
-    return result.out
+        if step < n - 1:
+            kv.send()
+            kv.receive()
+    return result.out.to(q.dtype)
 
 
 # --- backward of a tile
@@ -124,9 +127,11 @@ def tile_gradients(grad, q, k, v, out, lse, causal):
 
     grad, out and lse are of the final result, over all keys. So e^(score - lse) are the final
     probabilities, and the other tiles are not needed."""
-    p = (masked_scores(q, k, causal) - lse.unsqueeze(-1)).exp()  # (B, H, n, m)
+    grad, q, k, v, out = (t.to(lse.dtype) for t in (grad, q, k, v, out))
+    p = (masked_scores(q, k, causal) - lse.unsqueeze(-1)).exp()  # (B, H, Tq, Tk)
     dp = grad @ v.transpose(-1, -2)
-    # Softmax's backward subtracts the sum of p dp over all keys. It is grad . out
+    # Softmax's backward subtracts the sum of p dp over all keys. As out = sum p v and dp = grad . v,
+    # that sum is grad . out
     ds = p * (dp - (grad * out).sum(-1, keepdim=True)) / math.sqrt(q.shape[-1])
     return ds @ k, ds.transpose(-1, -2) @ q, p.transpose(-1, -2) @ grad
 
@@ -318,11 +323,12 @@ def attend(q, kv, tile):
     """tile_attention by a fused kernel where there is one; k and v may have fewer heads than q."""
     q = q[:, :, tile.queries].contiguous()
     k, v = (t.contiguous() for t in kv[:, :, :, tile.keys])
-    if q.device.type == "cpu":
+    kernel_name = fused_kernel(q)
+    if kernel_name == "cpu":  # shares kv-heads by itself; the others need a copy for each head of q
         kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
         return kernel(q, k, v, 0.0, tile.causal)
     k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], dim=1) for t in (k, v))
-    if has_flash_kernel(q):
+    if kernel_name == "cuda":
         kernel = torch.ops.aten._scaled_dot_product_flash_attention
         return kernel(q, k, v, 0.0, tile.causal)[:2]
     return tile_attention(q, k, v, tile.causal)
@@ -333,16 +339,17 @@ def attend_backward(grad, q, kv, out, lse, tile):
     its keys."""
     grad, q, out, lse = (t[:, :, tile.queries].contiguous() for t in (grad, q, out, lse))
     k, v = (t.contiguous() for t in kv[:, :, :, tile.keys])
-    if q.device.type == "cpu":
+    kernel_name = fused_kernel(q)
+    if kernel_name == "cpu":
         kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
         return kernel(grad, q, k, v, out, lse, 0.0, tile.causal)
     heads = k.shape[1], q.shape[1] // k.shape[1]
     k, v = (t.repeat_interleave(heads[1], dim=1) for t in (k, v))
-    if has_flash_kernel(q):
+    if kernel_name == "cuda":
         kernel = torch.ops.aten._scaled_dot_product_flash_attention_backward
-        n, m, seed = q.shape[2], k.shape[2], torch.zeros(2, dtype=torch.uint64, device=q.device)
+        seed = torch.zeros(2, dtype=torch.uint64, device=q.device)
         # No packed sequences, no dropout
-        options = None, None, n, m, 0.0, tile.causal, seed, seed[0]
+        options = None, None, q.shape[2], k.shape[2], 0.0, tile.causal, seed, seed[0]
         dq, dk, dv = kernel(grad, q, k, v, out, lse, *options)
     else:
         dq, dk, dv = tile_gradients(grad, q, k, v, out, lse, tile.causal)
@@ -350,9 +357,15 @@ def attend_backward(grad, q, kv, out, lse, tile):
     return dq, dk.unflatten(1, heads).sum(2), dv.unflatten(1, heads).sum(2)
 
 
-def has_flash_kernel(q):
+def fused_kernel(q):
+    """Which of PyTorch's kernels takes q: "cpu", "cuda" (FlashAttention) or None."""
+    if q.device.type == "cpu":
+        return "cpu"
     half = q.dtype in (torch.float16, torch.bfloat16)
-    return half and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256
+    if q.device.type != "cuda" or not half or q.shape[-1] % 8 or q.shape[-1] > 256:
+        return None
+    ampere_or_later = torch.cuda.get_device_capability(q.device) >= (8, 0)
+    return "cuda" if ampere_or_later else None
 
 
 # --- gather: all keys and values at once (Llama 3, arXiv:2407.21783, section 3.3.2)
@@ -559,9 +572,10 @@ def check_first_forward(model, core, n):
         handle.remove()
         positions = named.get("positions", inputs[1] if len(inputs) > 1 else None)
         if positions is not None:
-            required = core.positions(len(positions) * n).to(positions.device)
-            same_length = len(positions) == len(required)
-            if same_length and (positions == required.clamp(max=positions.max())).all():
+            length = len(positions) * n
+            required = core.positions(length).to(positions.device)
+            last = positions.max().clamp(min=length - 2 * n)  # padding is less than 2n tokens
+            if len(positions) == len(required) and (positions == required.clamp(max=last)).all():
                 return
         raise ValueError(
             "these are not the positions that this rank must hold: cut tokens by positions() "

@@ -285,6 +285,7 @@ def test_the_gpt_refuses_positions_of_another_kind(copied, kind):
             "ring-ulysses": context_parallel.positions(32, rank, 2, 2),
             "shorter": context_parallel.positions(16, rank, 4),
             "of another group": context_parallel.positions(16, rank % 2, 2),
+            "zeros": torch.zeros(8, dtype=torch.int64),
             "none": None,
         }
         right = kinds.pop("contiguous" if kind == "ulysses" else kind)
