@@ -1,8 +1,10 @@
 """context_parallel.py against one process, against PyTorch's attention, and its bytes against the
 formulas."""
 
+import copy
 import dataclasses
 import functools
+import inspect
 import json
 from types import SimpleNamespace
 
@@ -75,6 +77,24 @@ def test_equals_one_process(ranks, way, kind):
     for config, world in cases:
         for ours in ranks(world, train_parallel, config, way, kind, world):
             assert_equal(ours, alone(config, kind))
+
+
+@pytest.mark.parametrize("kind", ["ring", "ulysses"])
+def test_the_usage_block_of_parallelize_runs_as_printed(ranks, kind):
+    def work(rank):
+        tokens, targets, _, count = batch(0, context=13)
+        group, whole = dist.group.WORLD, gpt.build(ODD["gpt2"], 7, dtype=torch.float64)
+        names = dict(vars(cp), group=group, kind=kind, T=13, rank=rank, n=4, count=count)
+        names |= dict(tokens=tokens, targets=targets, model=copy.deepcopy(whole))
+        lines = inspect.getdoc(cp.parallelize).splitlines()
+        exec("\n".join(line[4:] for line in lines if line.startswith("    ")), names)
+        loss = whole(tokens, torch.arange(13), targets=targets, count=count)
+        loss.backward()
+        for ours, theirs in zip(names["model"].parameters(), whole.parameters()):
+            dist.all_reduce(ours.grad)
+            torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-10, atol=1e-12)
+
+    ranks(4, work)
 
 
 @pytest.mark.parametrize(
@@ -359,11 +379,14 @@ def test_prefill_generates_as_one_process(script, flags):
     assert code == 0 and "one process generates the same tokens" in said, said
 
 
-def test_the_script_proves_itself(script, tmp_path):
+@pytest.mark.parametrize(
+    "flags", ["--context 13", "--context 12 --experts 4 --balance-loss 0.1 --dtype bfloat16"]
+)
+def test_the_script_proves_itself(script, tmp_path, flags):
     out = tmp_path / "receipt.json"
     code, said = script(
         "context_parallel",
-        f"--nproc 3 --steps 2 --dtype float64 --context 13 --layers 2 --json {out} --quiet",
+        f"--nproc 3 --steps 2 --dtype float64 --layers 2 --json {out} --quiet {flags}",
     )
     assert code == 0 and json.loads(out.read_text())["ok"], said
 
