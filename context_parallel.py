@@ -1,27 +1,28 @@
 """Context parallelism: each rank holds a part of every sequence, for the whole model.
 
-Weights are whole on every rank. Norms, projections and MLPs work on each token alone. Only
-attention looks at other ranks' tokens. In a ring of N ranks queries stay, keys and values travel:
+Weights are whole on every rank, and only attention looks at other ranks' tokens. In a ring of N
+ranks queries stay, and keys and values travel. kv2 are those of rank 2:
 
-    step       0     1     2     3      In each step a rank computes one tile of attention, its
-    rank 0    kv0   kv3   kv2   kv1     queries with the keys of one rank, while the next keys are
-    rank 1    kv1   kv0   kv3   kv2     on their way. The softmax is summed up tile by tile, so the
-    rank 2    kv2   kv1   kv0   kv3     result is exact. Causal attention on equal runs of tokens
-    rank 3    kv3   kv2   kv1   kv0     is lopsided: the last rank's queries see every key. So a
-                                        rank holds two chunks, one of the front and one of the
-    chunk   0 1 2 3 4 5 6 7             back, and all ranks have the same work (zigzag).
-    rank    0 1 2 3 3 2 1 0
+    step       0     1     2     3         the zigzag: which rank holds which chunk of a sequence
+    rank 0    kv0   kv3   kv2   kv1
+    rank 1    kv1   kv0   kv3   kv2        chunk   0 1 2 3 4 5 6 7
+    rank 2    kv2   kv1   kv0   kv3        rank    0 1 2 3 3 2 1 0
+    rank 3    kv3   kv2   kv1   kv0
 
-Sent by a rank, for each block of the model: K and V in forward, K and V again in backward, and
-their gradients dK and dV. That is (4 r e + 2 a) B T C_kv bytes, with r = (N-1)/N, for B sequences
-of T tokens, C_kv the width of K, e bytes an element, and a = max(e, 4) bytes in the sums dK and dV.
+In each step a rank computes one tile of attention: its queries with one rank's keys. Meanwhile the
+next keys travel. The softmax is summed up tile by tile, so the result is exact. With one run of
+tokens a rank, the last rank's queries would see every key. The zigzag gives all ranks equal work.
+
+Sent by a rank, for each block of the model, if N > 1: K and V make N - 1 hops in forward and again
+in backward. Their gradients dK and dV make N hops, because they must come home. Together that is
+(4 r e + 2 a) B T C_kv bytes: r = (N-1)/N, B sequences of T tokens, C_kv the width of K, e bytes an
+element, and a = max(e, 4) bytes an element in the sums dK and dV. Two other kinds: gather fetches
+all keys at once, 2 r (e + a) B T C_kv bytes. Ulysses' all-to-alls give a rank all tokens of some
+heads, 4 r e (B T / N) (C + C_kv) bytes, with C the width of Q.
 
 Backward: the final log-sum-exp turns any tile's scores into probabilities, so a tile's gradients
-need no other tile. dK and dV are sums over all ranks' queries, so they travel with their keys.
-A rank's loss covers its own tokens only, so the weights' gradients are summed over the ranks.
-
-Not worth it for short sequences, where a tile takes less time than its messages.
-docs/long-sequences.md has the threshold, and when gather or Ulysses sends less.
+need no other tile. A rank's loss covers its own tokens only, so weights' gradients are summed.
+Not worth it for short sequences: a tile takes less time than its messages (docs/long-sequences.md).
 
     torchrun --nproc_per_node=4 context_parallel.py
     python context_parallel.py --kind ulysses --family llama
@@ -40,17 +41,19 @@ from torch.autograd.function import once_differentiable  # refuses a gradient of
 
 
 def masked_scores(q, k, causal):
-    """q k^T / sqrt(D), (B, H, n, m); -inf where a key is later than the query."""
-    scores = q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1])
+    """q k^T / sqrt(D), (B, H, Tq, Tk); -inf where a key is later than the query. Float32 at least:
+    the sums over tiles would keep a rounding of lse."""
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    scores = q.to(dtype) @ k.to(dtype).transpose(-1, -2) / math.sqrt(q.shape[-1])
     later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
     return scores.masked_fill(later, -math.inf) if causal else scores
 
 
 def tile_attention(q, k, v, causal):
-    """Attention of n queries to m keys: the result (B, H, n, D), and for each query the logarithm
-    of its softmax's denominator, lse (B, H, n)."""
+    """Attention of Tq queries to Tk keys: the result (B, H, Tq, D), and for each query the
+    logarithm of its softmax's denominator, lse (B, H, Tq)."""
     scores = masked_scores(q, k, causal)
-    return scores.softmax(-1) @ v, scores.logsumexp(-1)
+    return scores.softmax(-1) @ v.to(scores.dtype), scores.logsumexp(-1)
 
 
 class OnlineSoftmax:
@@ -61,8 +64,8 @@ class OnlineSoftmax:
 
     def __init__(self, q):
         dtype = torch.promote_types(q.dtype, torch.float32)
-        self.out = torch.zeros_like(q, dtype=dtype)  # (B, H, n, D)
-        self.lse = torch.full(q.shape[:3], -math.inf, dtype=dtype, device=q.device)  # (B, H, n)
+        self.out = torch.zeros_like(q, dtype=dtype)  # (B, H, Tq, D)
+        self.lse = torch.full(q.shape[:3], -math.inf, dtype=dtype, device=q.device)  # (B, H, Tq)
 
     def add(self, out, lse, queries=slice(None)):
         """Add a tile of some of the queries.
@@ -102,8 +105,8 @@ class DoubleBuffer:
 
 def ring_attention(q, k, v, group):
     """Causal attention of this rank's queries to the keys of all ranks: forward alone, nothing
-    overlaps. Rank i holds the i-th of N equal runs of tokens; q, k, v and the result are
-    (B, H, T / N, D)."""
+    overlaps. Rank i of n holds the i-th of n equal runs of tokens; q, k, v and the result are
+    (B, H, T / n, D)."""
     rank, n = dist.get_rank(group), dist.get_world_size(group)
     result = OnlineSoftmax(q)
     kv = DoubleBuffer(torch.stack((k, v)), group)
@@ -111,9 +114,10 @@ def ring_attention(q, k, v, group):
         source = (rank - step) % n  # the rank whose keys and values are here
         if source <= rank:  # the keys of later ranks are masked, all of them
             result.add(*tile_attention(q, *kv.tensor, causal=source == rank))
-        kv.send()
-        kv.receive()
-    return result.out
+        if step < n - 1:
+            kv.send()
+            kv.receive()
+    return result.out.to(q.dtype)
 
 
 # --- backward of a tile
@@ -124,9 +128,10 @@ def tile_gradients(grad, q, k, v, out, lse, causal):
 
     grad, out and lse are of the final result, over all keys. So e^(score - lse) are the final
     probabilities, and the other tiles are not needed."""
-    p = (masked_scores(q, k, causal) - lse.unsqueeze(-1)).exp()  # (B, H, n, m)
+    grad, q, k, v, out = (t.to(lse.dtype) for t in (grad, q, k, v, out))
+    p = (masked_scores(q, k, causal) - lse.unsqueeze(-1)).exp()  # (B, H, Tq, Tk)
     dp = grad @ v.transpose(-1, -2)
-    # Softmax's backward subtracts the sum of p dp over all keys. It is grad . out
+    # Softmax's backward subtracts the sum of p dp over all keys: grad . out, since out = sum p v
     ds = p * (dp - (grad * out).sum(-1, keepdim=True)) / math.sqrt(q.shape[-1])
     return ds @ k, ds.transpose(-1, -2) @ q, p.transpose(-1, -2) @ grad
 
@@ -138,8 +143,9 @@ def positions(length, rank, ring, ulysses=1, zigzag=True):
     """The positions of a sequence that a rank of ring x ulysses holds, (T',) int64. T' is the same
     on all ranks: positions from `length` on are padding.
 
-    zigzag: chunks i and 2R - 1 - i for rank i of a ring of R. Trap: with one run of tokens a rank,
-    the last rank of the ring has almost twice the average work, and all others wait for it.
+    ulysses: how many ranks share the tokens of one rank of the ring; 1 in a plain ring.
+    zigzag: chunks i and 2R - 1 - i for rank i of a ring of R. zigzag=False: one run of tokens. The
+    last rank of the ring then has almost twice the average work, and all others wait for it.
 
     Raises ValueError for a rank that ring x ulysses does not have."""
     if not 0 <= rank < ring * ulysses:
@@ -148,18 +154,18 @@ def positions(length, rank, ring, ulysses=1, zigzag=True):
     count = 2 * ring if zigzag else ring
     chunks = [ring_rank, count - 1 - ring_rank] if zigzag else [ring_rank]
     size = -(-length // (count * ulysses)) * ulysses  # divides by the ranks that share a chunk
-    held = torch.cat([torch.arange(chunk * size, (chunk + 1) * size) for chunk in chunks])
-    return held.chunk(ulysses)[ulysses_rank]
+    shared = torch.cat([torch.arange(chunk * size, (chunk + 1) * size) for chunk in chunks])
+    return shared.chunk(ulysses)[ulysses_rank]
 
 
-def shard(x, positions, fill=0):
-    """The columns of x (B, T, ...) at some positions -> (B, T', ...), with `fill` for padding.
+def shard(x, where, fill=0):
+    """The columns of x (B, T, ...) at positions `where` (T',) -> (B, T', ...), with `fill` for
+    padding. For targets `fill` is the value that the loss ignores, or padding counts.
 
-    Targets need the value that the loss ignores as `fill`, or padding counts. Positions must be
-    made for the T of x."""
-    positions = positions.to(x.device)
-    padding = (positions >= x.shape[1]).view(-1, *[1] * (x.dim() - 2))
-    return x[:, positions.clamp(max=x.shape[1] - 1)].masked_fill(padding, fill)
+    `where` must be made for the T of x."""
+    where = where.to(x.device)
+    padding = (where >= x.shape[1]).view(-1, *[1] * (x.dim() - 2))
+    return x[:, where.clamp(max=x.shape[1] - 1)].masked_fill(padding, fill)
 
 
 class Tile(NamedTuple):
@@ -171,10 +177,10 @@ class Tile(NamedTuple):
     causal: bool
 
 
-def visible_tile(rank, source, ring, length, zigzag=True):
-    """The pairs of a rank's queries and a source rank's keys, `length` tokens each, that are not
-    masked: a Tile, one kernel call. None if all are masked."""
-    whole, half = slice(0, length), length // 2
+def visible_tile(rank, source, ring, tokens, zigzag=True):
+    """The pairs of a rank's queries and a source rank's keys that are not masked: a Tile, one
+    kernel call. None if all are masked. tokens: how many a rank holds."""
+    whole, half = slice(0, tokens), tokens // 2
     if source == rank:
         return Tile(whole, whole, True)
     if not zigzag:
@@ -182,7 +188,7 @@ def visible_tile(rank, source, ring, length, zigzag=True):
     # The chunks of two ranks lie in this order: lower rank, higher, higher, lower
     if source < rank:
         return Tile(whole, slice(0, half), False)
-    return Tile(slice(half, length), whole, False)
+    return Tile(slice(half, tokens), whole, False)
 
 
 # --- the ring with zigzag, overlap and backward
@@ -202,11 +208,11 @@ def around_the_ring(kv, group):
             buffer.receive()
 
 
-def attend_to_blocks(q, blocks, group, zigzag):
-    """Attention of q to blocks, pairs (rank, its keys and values): the result and its lse."""
+def attend_to_all(q, kv_by_rank, group, zigzag):
+    """Attention of q to pairs (rank, its keys and values): the result and its lse."""
     rank, n = dist.get_rank(group), dist.get_world_size(group)
     result = OnlineSoftmax(q)
-    for source, kv in blocks:
+    for source, kv in kv_by_rank:
         tile = visible_tile(rank, source, n, q.shape[2], zigzag)
         if tile:
             result.add(*attend(q, kv, tile), tile.queries)
@@ -219,8 +225,8 @@ class RingAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q, k, v, group, zigzag):
-        blocks = around_the_ring(torch.stack((k, v)), group)
-        out, lse = attend_to_blocks(q, blocks, group, zigzag)
+        kv_by_rank = around_the_ring(torch.stack((k, v)), group)
+        out, lse = attend_to_all(q, kv_by_rank, group, zigzag)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.group, ctx.zigzag = group, zigzag
         return out
@@ -237,13 +243,15 @@ class RingAttention(torch.autograd.Function):
             if tile:
                 dq_i, dk_j, dv_j = attend_backward(grad, q, kv_j, out, lse, tile)
                 dq[:, :, tile.queries] += dq_i
+            # dkv travels one step behind kv. The rank before has sent these keys' sums after its
+            # own tile, so they were on their way during this one
             if source != rank:
-                dkv.receive()  # the sums of dK and dV for these keys, from the ranks before
+                dkv.receive()
             if tile:
                 dkv.tensor[0][:, :, tile.keys] += dk_j
                 dkv.tensor[1][:, :, tile.keys] += dv_j
             dkv.send()
-        dkv.receive()  # after N steps a rank has the sums for its own keys
+        dkv.receive()  # after n hops a rank has the sums for its own keys
         dk, dv = dkv.tensor.to(k.dtype)
         return dq.to(q.dtype), dk, dv, None, None
 
@@ -273,21 +281,20 @@ class Ring(OverGroup):
     """In place of attention's core: ring attention over `group`, q (B, H, T', D), k and v
     (B, H_kv, T', D) -> (B, H, T', D).
 
-        ring = Ring(group)                      # has no parameters: one serves all layers
-        where = ring.positions(T)               # (T',): the positions of a sequence held here
-        x = shard(tokens, where)                # (B, T) -> (B, T')
-        y = shard(targets, where, fill=-100)    # shift targets before the cut; padding has none
-        # where: also for embeddings and rotations that depend on the position
-        out = ring(q, k, v)                     # in each layer
-        loss = F.cross_entropy(logits.flatten(0, 1), y.flatten(), reduction="sum") / count
-        loss.backward()                         # count: valid targets of all ranks' tokens
-        # after the last micro-batch, once for each parameter:
-        dist.all_reduce(p.grad, group=group)    # a sum: nothing is averaged
+        ring = Ring(group)                              # no parameters: one serves all layers
+        model = Decoder(ring)                           # yours; each layer calls ring(q, k, v)
+        where = ring.positions(T).to(tokens.device)     # (T',): the positions held here
+        x = shard(tokens, where)                        # (B, T) -> (B, T')
+        y = shard(targets, where, fill=-100)            # targets are shifted before the cut
+        logits = model(x, where.clamp(max=T - 1))       # padding needs some position, too
+        loss = nn.functional.cross_entropy(logits.flatten(0, 1), y.flatten(), reduction="sum")
+        (loss / count).backward()                       # count: valid targets of all ranks
+        for p in model.parameters():                    # after the last micro-batch
+            dist.all_reduce(p.grad, group=group)        # a sum: nothing is averaged
 
-    Attention is causal and scaled by 1/sqrt(D), without dropout. A mask or `is_causal` is a
-    TypeError, a gradient of a gradient a RuntimeError.
+    Attention is causal and scaled by 1/sqrt(D), without dropout, other masks or second gradients.
     Cut tokens by `positions`, never by chunk(): which query sees which key follows from the rank
-    alone. Another cut gives wrong numbers without a word; so do swapped heads and tokens.
+    alone. Another cut gives wrong numbers without an error; so do swapped heads and tokens.
     B and T' are the same on all ranks, or the process group aborts or hangs.
 
     Raises ValueError for q, k and v that do not fit together, for an odd T' in a zigzag, and in a
@@ -318,11 +325,11 @@ def attend(q, kv, tile):
     """tile_attention by a fused kernel where there is one; k and v may have fewer heads than q."""
     q = q[:, :, tile.queries].contiguous()
     k, v = (t.contiguous() for t in kv[:, :, :, tile.keys])
-    if q.device.type == "cpu":
+    if fused_kernel(q) == "cpu":  # shares kv-heads by itself; the others need copies of them
         kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
         return kernel(q, k, v, 0.0, tile.causal)
     k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], dim=1) for t in (k, v))
-    if has_flash_kernel(q):
+    if fused_kernel(q) == "cuda":
         kernel = torch.ops.aten._scaled_dot_product_flash_attention
         return kernel(q, k, v, 0.0, tile.causal)[:2]
     return tile_attention(q, k, v, tile.causal)
@@ -333,16 +340,16 @@ def attend_backward(grad, q, kv, out, lse, tile):
     its keys."""
     grad, q, out, lse = (t[:, :, tile.queries].contiguous() for t in (grad, q, out, lse))
     k, v = (t.contiguous() for t in kv[:, :, :, tile.keys])
-    if q.device.type == "cpu":
+    if fused_kernel(q) == "cpu":
         kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
         return kernel(grad, q, k, v, out, lse, 0.0, tile.causal)
     heads = k.shape[1], q.shape[1] // k.shape[1]
     k, v = (t.repeat_interleave(heads[1], dim=1) for t in (k, v))
-    if has_flash_kernel(q):
+    if fused_kernel(q) == "cuda":
         kernel = torch.ops.aten._scaled_dot_product_flash_attention_backward
-        n, m, seed = q.shape[2], k.shape[2], torch.zeros(2, dtype=torch.uint64, device=q.device)
+        seed = torch.zeros(2, dtype=torch.uint64, device=q.device)
         # No packed sequences, no dropout
-        options = None, None, n, m, 0.0, tile.causal, seed, seed[0]
+        options = None, None, q.shape[2], k.shape[2], 0.0, tile.causal, seed, seed[0]
         dq, dk, dv = kernel(grad, q, k, v, out, lse, *options)
     else:
         dq, dk, dv = tile_gradients(grad, q, k, v, out, lse, tile.causal)
@@ -350,9 +357,14 @@ def attend_backward(grad, q, kv, out, lse, tile):
     return dq, dk.unflatten(1, heads).sum(2), dv.unflatten(1, heads).sum(2)
 
 
-def has_flash_kernel(q):
+def fused_kernel(q):
+    """Which of PyTorch's kernels takes q: "cpu", "cuda" (FlashAttention) or None."""
+    if q.device.type != "cuda":
+        return "cpu" if q.device.type == "cpu" else None
     half = q.dtype in (torch.float16, torch.bfloat16)
-    return half and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256
+    fits = half and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256
+    ampere_or_later = torch.cuda.get_device_capability(q.device) >= (8, 0)
+    return "cuda" if fits and ampere_or_later else None
 
 
 # --- gather: all keys and values at once (Llama 3, arXiv:2407.21783, section 3.3.2)
@@ -370,7 +382,7 @@ class GatheredAttention(torch.autograd.Function):
         kv = torch.stack((k, v))
         gathered = kv.new_empty(dist.get_world_size(group), *kv.shape)  # (N, 2, B, H_kv, T', D)
         all_gather(gathered.flatten(0, 1), kv, group=group)
-        out, lse = attend_to_blocks(q, enumerate(gathered), group, zigzag)
+        out, lse = attend_to_all(q, enumerate(gathered), group, zigzag)
         ctx.save_for_backward(q, gathered, out, lse)
         ctx.group, ctx.zigzag = group, zigzag
         return out
@@ -433,15 +445,16 @@ class Exchange(torch.autograd.Function):
 
 class Ulysses(OverGroup):
     """In place of attention's core: heads are dealt out over `group`, and `core` computes attention
-    of this rank's heads for all tokens. With fewer kv-heads than ranks, copies of them travel.
+    of this rank's heads for all tokens. If the n ranks do not divide the kv-heads, copies travel.
 
-        core = functools.partial(F.scaled_dot_product_attention, is_causal=True, enable_gqa=True)
-        ulysses = Ulysses(group, core)
-        where = ulysses.positions(T)            # one run of tokens a rank
+        ulysses = Ulysses(group, core)                  # core(q, k, v): causal attention
+        model = Decoder(ulysses)
+        where = ulysses.positions(T).to(tokens.device)  # one run of tokens a rank
         # the rest as with Ring
 
-    Mask, scale and dropout are the core's own. It gets q (B, H/n, n T', D), k and v.
-    Tokens in another order than `positions` gives are wrong without a word.
+    core: F.scaled_dot_product_attention with is_causal=True and enable_gqa=True, for example. It
+    gets q (B, H / n, n T', D), k and v. Mask, scale and dropout are its own.
+    Tokens in another order than `positions` gives are wrong without an error.
     ring-ulysses is Ulysses(group of U ranks, Ring(group of R ranks)), and holds zigzags (Fang and
     Zhao 2024, arXiv:2405.07719).
 
@@ -461,7 +474,7 @@ class Ulysses(OverGroup):
 
     def forward(self, q, k, v):
         check_qkv(q, k, v)
-        grid("ulysses", self.n, heads=q.shape[1])
+        grid("ulysses", self.n, heads=q.shape[1])  # refuses heads that n does not divide
         copies = self.n // math.gcd(k.shape[1], self.n)
         kv = torch.cat((k, v), dim=-1).repeat_interleave(copies, dim=1)  # (B, H_kv copies, T', 2 D)
         q = Exchange.apply(q, self.group, 1, 2)  # (B, H / n, n T', D)
@@ -477,8 +490,8 @@ KINDS = ("ring", "ulysses", "gather", "ring-ulysses")
 
 
 def grid(kind, n, rings=None, heads=0):
-    """n ranks as (R, U): rings of R, all-to-alls of U. rings: R of kind ring-ulysses, by default
-    the largest divisor of n up to its square root.
+    """n ranks as (R, U): rings of R ranks, all-to-alls of U. rings: R for kind ring-ulysses, the
+    length of a ring; by default the largest divisor of n up to its square root.
 
     Raises ValueError for rings that do not divide n, and for heads that U does not divide."""
     if kind == "ring-ulysses":
@@ -499,14 +512,16 @@ def grid(kind, n, rings=None, heads=0):
 
 def parallelize(model, group, kind="ring", ring_group=None, ulysses_group=None, zigzag=True):
     """Replace every block's attention core, in place, and return the model. Each rank gives it its
-    own tokens, and sums the gradients, as with Ring:
+    own tokens, and sums the gradients over the group, as with Ring:
 
-        where = positions(T, rank, *grid(kind, N), zigzag)    # ulysses: zigzag=False
+        model = parallelize(model, group, kind)
+        where = positions(T, rank, *grid(kind, n), zigzag=kind != "ulysses").to(tokens.device)
         x, y = shard(tokens, where), shard(targets, where, -1)
-        loss = model(x, where, targets=y, count=count)    # count: the global batch's valid targets
+        loss = model(x, where.clamp(max=T - 1), targets=y, count=count)
+        loss.backward()                                 # count: valid targets of all ranks
 
     ring_group, ulysses_group: for kind "ring-ulysses"; a rank of `group` is its ring's rank x U +
-    its ulysses' rank. Learned positions: clamp those of the padding. A router takes no padding.
+    its ulysses' rank. A router takes no padding.
 
     Raises ValueError for another model or one that is parallel already, for an unknown kind, and
     for groups that do not fit. The model's first forward raises it for wrong positions."""
@@ -559,9 +574,10 @@ def check_first_forward(model, core, n):
         handle.remove()
         positions = named.get("positions", inputs[1] if len(inputs) > 1 else None)
         if positions is not None:
-            required = core.positions(len(positions) * n).to(positions.device)
-            same_length = len(positions) == len(required)
-            if same_length and (positions == required.clamp(max=positions.max())).all():
+            length = len(positions) * n
+            required = core.positions(length).to(positions.device)
+            last = positions.max().clamp(min=length - 2 * n)  # padding is less than 2n tokens
+            if len(positions) == len(required) and (positions == required.clamp(max=last)).all():
                 return
         raise ValueError(
             "these are not the positions that this rank must hold: cut tokens by positions() "
@@ -574,8 +590,8 @@ def check_first_forward(model, core, n):
 class OverSequence(OverGroup):
     """The total of a router's sums over a sequence, of which each rank has a part.
 
-    All ranks compute the same loss of the total, and it counts once. So a rank's own sums get the
-    total's gradient as it is, not summed over ranks."""
+    All ranks compute the same loss from the total. Its gradient goes to this rank's own sums,
+    unchanged. Weights' gradients are summed over the ranks later: a sum here would be one more."""
 
     def forward(self, sums):
         total = sums.detach().clone()
@@ -584,10 +600,11 @@ class OverSequence(OverGroup):
 
 
 # --- demo ---
+# It needs harness/, model.py and ddp.py
 
 import ddp
 import harness
-from harness import formulas, long_context
+from harness import long_context
 
 
 def main():
@@ -595,7 +612,7 @@ def main():
     g = parser.add_argument_group("context parallelism")
     why = "how queries reach other ranks' keys: ulysses mostly sends least, a ring takes any ranks"
     g.add_argument("--kind", choices=KINDS, default="ring", help=why)
-    why = "ring-ulysses: ranks of a ring (default: the most square)"
+    why = "ring-ulysses: the length of a ring, in ranks (default: the most square)"
     g.add_argument("--rings", **harness.POSITIVE, help=why)
     why = "one run of tokens a rank in place of the zigzag: the last rank has most of the work"
     g.add_argument("--contiguous", action="store_true", help=why)
@@ -669,15 +686,11 @@ def demo(run):
         optimizer.step()
         run.log(loss, norm)
 
-    size = sum(p.numel() for p in parameters) * run.dtype.itemsize
     ring, ulysses = grid(args.kind, n, args.rings)
-    sent = long_context.expected_sent(run, args.kind, ring, ulysses, len(where))
-    gradients = formulas.all_reduce_sent(size + 8, n)
-    sent["all_reduce", "cp"] = gradients, "2 r P e, and the loss, 8 bytes"
-    held = run.states(size, "P e") | long_context.expected_activations(run, len(where))
-    zigzag = not args.contiguous and args.kind != "ulysses"
-    notes = long_context.notes(visible_tile, ring, ulysses, c.context, len(where), zigzag)
     layout = {"cp": n, "kind": args.kind, "ring": ring, "ulysses": ulysses}
+    size = sum(p.numel() for p in parameters) * run.dtype.itemsize
+    zigzag = not args.contiguous and args.kind != "ulysses"
+    sent, held, notes = long_context.expected(run, layout, size, len(where), visible_tile, zigzag)
     return run.receipt(layout, sent, held, notes)
 
 

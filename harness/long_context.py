@@ -13,7 +13,7 @@ import torch.nn as nn
 
 import model as gpt
 from harness import data
-from harness.formulas import activation_bytes, context_parallel_sent
+from harness.formulas import activation_bytes, all_reduce_sent, context_parallel_sent
 from harness.ledger import human
 from harness.plots import pyplot, save
 from harness.proof import TOLERANCE
@@ -22,6 +22,23 @@ from harness.start import Refused
 GENERATED = 16  # tokens after the prompt
 
 # --- the receipt
+
+
+def expected(run, layout, size, tokens, tile, zigzag):
+    """What the receipt is held against: (sent, held, notes) of a training step.
+
+    size: bytes of the weights. tokens: of a rank, with padding. tile: visible_tile."""
+    n, shape = layout["cp"], (layout["ring"], layout["ulysses"])
+    sent = expected_sent(run, layout["kind"], *shape, tokens)
+    reduced, text = size + 8, "2 r P e, and the loss, 8 bytes"
+    c = run.config
+    if c.experts and c.balance_loss:  # the routers' sums over sequences, 32 bits at least
+        elements = c.layers * run.args.batch * (2 * c.experts + 1)
+        reduced += elements * max(run.dtype.itemsize, 4)
+        text += ", and the routers' sums"
+    sent["all_reduce", "cp"] = all_reduce_sent(reduced, n), text
+    held = run.states(size, "P e") | expected_activations(run, tokens)
+    return sent, held, notes(tile, *shape, c.context, tokens, zigzag)
 
 
 def expected_sent(run, kind, ring, ulysses, tokens):
@@ -61,23 +78,23 @@ def expected_activations(run, tokens):
     return {"activations_peak": (whole * tokens / c.context, "1/N of one process's")}
 
 
-def work(tile, rank, ring, length, zigzag=True):
-    """How many pairs of a query and a key a rank of the ring computes, with `length` tokens a rank.
+def work(tile, rank, ring, tokens, zigzag=True):
+    """How many pairs of a query and a key a rank of the ring computes. tokens: of a rank.
 
     tile: context_parallel.visible_tile."""
     pairs = 0
     for source in range(ring):
-        visible = tile(rank, source, ring, length, zigzag)
+        visible = tile(rank, source, ring, tokens, zigzag)
         if visible:
             queries, keys, causal = visible
-            n, m = queries.stop - queries.start, keys.stop - keys.start
-            pairs += n * (n + 1) // 2 if causal else n * m
+            height, width = queries.stop - queries.start, keys.stop - keys.start
+            pairs += height * (height + 1) // 2 if causal else height * width
     return pairs
 
 
-def shares(tile, ring, length, zigzag):
+def shares(tile, ring, tokens, zigzag):
     """Each rank's work, relative to an even share."""
-    pairs = [work(tile, rank, ring, length, zigzag) for rank in range(ring)]
+    pairs = [work(tile, rank, ring, tokens, zigzag) for rank in range(ring)]
     return [p * ring / sum(pairs) for p in pairs]
 
 

@@ -1,9 +1,12 @@
 """context_parallel.py against one process, against PyTorch's attention, and its bytes against the
 formulas."""
 
+import copy
 import dataclasses
 import functools
+import inspect
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -74,6 +77,24 @@ def test_equals_one_process(ranks, way, kind):
     for config, world in cases:
         for ours in ranks(world, train_parallel, config, way, kind, world):
             assert_equal(ours, alone(config, kind))
+
+
+@pytest.mark.parametrize("kind", ["ring", "ulysses"])
+def test_the_usage_block_of_parallelize_runs_as_printed(ranks, kind):
+    def work(rank):
+        tokens, targets, _, count = batch(0, context=13)
+        group, whole = dist.group.WORLD, gpt.build(ODD["gpt2"], 7, dtype=torch.float64)
+        names = dict(vars(cp), group=group, kind=kind, T=13, rank=rank, n=4, count=count)
+        names |= dict(tokens=tokens, targets=targets, model=copy.deepcopy(whole))
+        lines = inspect.getdoc(cp.parallelize).splitlines()
+        exec("\n".join(line[4:] for line in lines if line.startswith("    ")), names)
+        loss = whole(tokens, torch.arange(13), targets=targets, count=count)
+        loss.backward()
+        for ours, theirs in zip(names["model"].parameters(), whole.parameters()):
+            dist.all_reduce(ours.grad)
+            torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-10, atol=1e-12)
+
+    ranks(4, work)
 
 
 @pytest.mark.parametrize(
@@ -169,6 +190,7 @@ def test_equals_scaled_dot_product_attention(ranks, way):
             (4, (2, 8, 2, 6), 31),
             (4, (1, 4, 1, 16), 8),
             (2, (3, 6, 3, 5), 1),
+            (4, (1, 24, 6, 4), 16),  # the ranks do not divide the kv-heads
         ]
     ):
         parts = ranks(world, attention, way, world, size, length, seed, torch.float64)
@@ -222,38 +244,59 @@ def test_the_plainest_ring_is_the_ring(ranks):
 
     def work(rank):
         q, k, v, grad = (t.chunk(3, dim=2)[rank] for t in inputs(size, length, 0))
-        cp.attend = lambda q, kv, tile: cp.tile_attention(
-            q[:, :, tile.queries], *kv[:, :, :, tile.keys], tile.causal
-        )
-        plainest = cp.ring_attention(q, k, v, dist.group.WORLD)
+        cp.fused_kernel = lambda q: None
+        with Ledger({}) as ledger:
+            plainest = cp.ring_attention(q, k, v, dist.group.WORLD)
+        assert sum(wire for _, _, wire in ledger.sent.values()) == 2 * 2 * k.nbytes  # N - 1 hops
         assert torch.equal(plainest, cp.Ring(dist.group.WORLD, zigzag=False)(q, k, v))
+        half = [t.bfloat16() for t in (q, k, v)]
+        assert cp.ring_attention(*half, dist.group.WORLD).dtype == torch.bfloat16
         return plainest
 
     ours = torch.cat(ranks(3, work), dim=2)
     torch.testing.assert_close(ours, plain(size, length, 0)[0], rtol=1e-12, atol=1e-12)
 
 
-def test_gradients_of_plain_tiles(ranks):
-    """What runs where no fused kernel does: each tile's gradients, from the final result."""
-    size, length = (2, 4, 2, 8), 24
+def plain_tiles(rank, world, size, length, seed, dtype):
+    """What runs where no fused kernel does."""
+    cp.fused_kernel = lambda q: None
+    return attention(rank, "ring", world, size, length, seed, dtype)
 
-    def work(rank):
-        def attend(q, kv, tile):
-            q = q[:, :, tile.queries]
-            k, v = (t.repeat_interleave(2, dim=1) for t in kv[:, :, :, tile.keys])
-            return cp.tile_attention(q, k, v, tile.causal)
 
-        def attend_backward(grad, q, kv, out, lse, tile):
-            grad, q, out, lse = (t[:, :, tile.queries] for t in (grad, q, out, lse))
-            k, v = (t.repeat_interleave(2, dim=1) for t in kv[:, :, :, tile.keys])
-            dq, dk, dv = cp.tile_gradients(grad, q, k, v, out, lse, tile.causal)
-            return dq, dk.unflatten(1, (2, 2)).sum(2), dv.unflatten(1, (2, 2)).sum(2)
+def test_plain_tiles(ranks):
+    """Each tile's gradients from the final result, with and without shared kv-heads."""
+    for world, size, length in ((3, (2, 4, 2, 8), 24), (2, (1, 6, 6, 5), 9)):
+        parts = ranks(world, plain_tiles, world, size, length, 0, torch.float64)
+        for ours, theirs in zip(whole(parts, length), plain(size, length, 0)):
+            torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
 
-        cp.attend, cp.attend_backward = attend, attend_backward
-        return attention(rank, "ring", 3, size, length, 0, torch.float64)
 
-    for ours, theirs in zip(whole(ranks(3, work), length), plain(size, length, 0)):
-        torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_plain_tiles_in_half_precision(ranks, dtype):
+    """They sum in float32, so they are as exact as flash attention."""
+    size, length = (1, 4, 2, 12), 256
+    exact = [t.double() for t in plain(size, length, 5)]
+    flash = plain(size, length, 5, dtype)
+    ours = whole(ranks(4, plain_tiles, 4, size, length, 5, dtype), length)
+    for a, b, e in zip(ours, flash, exact):
+        assert a.dtype == dtype
+        assert (a.double() - e).norm() <= 1.5 * (b.double() - e).norm()
+
+
+def test_the_flash_kernel_is_for_what_it_takes(monkeypatch):
+    capability = (8, 0)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+
+    def kernel(device="cuda", dtype=torch.bfloat16, width=64):
+        device = torch.device(device)
+        return cp.fused_kernel(SimpleNamespace(device=device, dtype=dtype, shape=(1, 4, 8, width)))
+
+    assert kernel() == kernel(dtype=torch.float16) == kernel(width=256) == "cuda"
+    assert kernel("cpu") == kernel("cpu", torch.float64, 5) == "cpu"
+    for other in (dict(device="meta"), dict(dtype=torch.float32), dict(width=12), dict(width=264)):
+        assert kernel(**other) is None
+    capability = (7, 5)
+    assert kernel() is None
 
 
 @pytest.mark.parametrize("way", cp.KINDS)
@@ -336,11 +379,14 @@ def test_prefill_generates_as_one_process(script, flags):
     assert code == 0 and "one process generates the same tokens" in said, said
 
 
-def test_the_script_proves_itself(script, tmp_path):
+@pytest.mark.parametrize(
+    "flags", ["--context 13", "--context 12 --experts 4 --balance-loss 0.1 --dtype bfloat16"]
+)
+def test_the_script_proves_itself(script, tmp_path, flags):
     out = tmp_path / "receipt.json"
     code, said = script(
         "context_parallel",
-        f"--nproc 3 --steps 2 --dtype float64 --context 13 --layers 2 --json {out} --quiet",
+        f"--nproc 3 --steps 2 --dtype float64 --layers 2 --json {out} --quiet {flags}",
     )
     assert code == 0 and json.loads(out.read_text())["ok"], said
 

@@ -2,6 +2,7 @@
 refuses."""
 
 import functools
+import inspect
 
 import pytest
 import torch
@@ -124,6 +125,38 @@ def test_foreign_decoder_equals_one_process(copied, kind, world, optimizer):
             torch.testing.assert_close(
                 ours[name], alone[name], rtol=1e-10, atol=1e-12, msg=lambda text: f"{name}: {text}"
             )
+
+
+def usage(of):
+    """The code in a docstring: its indented lines."""
+    lines = inspect.getdoc(of).splitlines()
+    return "\n".join(line[4:] for line in lines if line.startswith("    "))
+
+
+@pytest.mark.parametrize("kind", ["Ring", "Gather", "Ulysses"])
+def test_the_usage_blocks_run_as_printed(copied, kind):
+    def work(rank):
+        import context_parallel as cp
+
+        def decoder(core):
+            torch.manual_seed(0)
+            return ContextDecoder(core).double()
+
+        torch.manual_seed(1)
+        tokens, targets = torch.randint(17, (2, 3, CONTEXT_LENGTH))
+        names = dict(vars(cp), group=dist.group.WORLD, Decoder=decoder, T=CONTEXT_LENGTH)
+        names |= dict(core=CONTEXT_CAUSAL, tokens=tokens, targets=targets, count=3 * CONTEXT_LENGTH)
+        ring = usage(cp.Ring).replace("Ring(", f"{kind}(")
+        if kind == "Ulysses":
+            ring = usage(cp.Ulysses) + "\n" + ring[ring.index("x = ") :]
+        exec(ring, names)
+        alone = decoder(CONTEXT_CAUSAL)
+        logits = alone(tokens, torch.arange(CONTEXT_LENGTH))
+        F.cross_entropy(logits.flatten(0, 1), targets.flatten()).backward()
+        for ours, theirs in zip(names["model"].parameters(), alone.parameters()):
+            torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-10, atol=1e-12)
+
+    copied("context_parallel", 2, work)
 
 
 def test_positions_of_a_core_are_its_kinds(copied):
@@ -285,6 +318,7 @@ def test_the_gpt_refuses_positions_of_another_kind(copied, kind):
             "ring-ulysses": context_parallel.positions(32, rank, 2, 2),
             "shorter": context_parallel.positions(16, rank, 4),
             "of another group": context_parallel.positions(16, rank % 2, 2),
+            "zeros": torch.zeros(8, dtype=torch.int64),
             "none": None,
         }
         right = kinds.pop("contiguous" if kind == "ulysses" else kind)
