@@ -83,7 +83,7 @@ def reduce_scatter(x, group):
 
 
 class GatherTokens(torch.autograd.Function):
-    """f: every rank uses all tokens. Backward adds up their gradients: each rank gets its tokens'."""
+    """f: every rank uses all tokens. Backward adds up all gradients of this rank's."""
 
     @staticmethod
     def forward(ctx, x, length, group):
@@ -112,8 +112,8 @@ class ReduceScatterTokens(torch.autograd.Function):
 
 class Stream:
     """What the modules of one model share: the group, and `length`, the number of tokens T. Enter
-    can't tell T from a rank's shard, which may be padded. So each Leave, which sees all tokens, sets
-    it. Set it yourself, before each forward pass, where a model begins with split tokens."""
+    can't tell T from a rank's shard, which may be padded. So each Leave, which sees all T, sets it.
+    Set it yourself, before each forward pass, where a model begins with split tokens."""
 
     def __init__(self, group):
         self.group, self.length = group, None
@@ -214,8 +214,10 @@ class GatherAndProject(torch.autograd.Function):
         return tuple(F.linear(full, weight) for weight in weights)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, *grads):
+        # once_differentiable notices nothing where `grads` are constants, as they are under a sum
+        if torch.is_grad_enabled():
+            raise RuntimeError("gathering again has no second gradients: no create_graph=True")
         x, *weights = ctx.saved_tensors
         dtype = grads[0].dtype  # not x's under autocast
         full = all_gather(x, ctx.length, ctx.group).to(dtype).flatten(0, 1)  # (B T, C)

@@ -287,9 +287,8 @@ def gather_logits(logits, vocab, group):
 
 @torch.no_grad()
 def grad_norm(parameters, group):
-    """The norm of the whole model's gradient, a float64 scalar: all ranks' shards, and each whole
-    parameter once. Raises RuntimeError where the norm of the whole parameters' gradients differs
-    between ranks. It compares nothing but norms."""
+    """The norm of the whole model's gradient, a float64 scalar; each whole parameter counts once.
+    Raises RuntimeError where these gradients' norm (no more is compared) differs between ranks."""
     parameters = list(parameters)
     squares = torch.zeros(2, dtype=torch.float64, device=parameters[0].device)  # shards, wholes
     for p in parameters:
@@ -420,7 +419,7 @@ def demo(run):
             part = model(tokens, targets=targets, count=run.count, samples=samples)
             part.backward()
             loss += part.detach()  # the same on every rank
-        # The number that grad_norm gives, as every demo gets it: without the check, in 8 bytes
+        # grad_norm's number without its check, as in every demo: one float64 is sent
         norm = harness.grad_norm(parameters, [group])
         run.check(loss, norm, model.named)
         harness.clip(parameters, norm, args.grad_clip)
