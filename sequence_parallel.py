@@ -2,7 +2,7 @@
 
 Read tensor_parallel.py first. There each of t ranks holds all tokens between the layers, and all do
 the same work on them: norms, dropout, biases, additions. Each of these works on every token by
-itself. So here a rank does it for T/t consecutive tokens, and holds no others:
+itself. So here a rank does it for T/t consecutive tokens, rounded up and padded, and holds no more:
 
           split tokens   |      all tokens, split matrices      |   split tokens
     x --+----> norm ---- f ---> up ---> gelu ---> down -------- g --> + bias -> dropout -> + --> y
@@ -13,15 +13,16 @@ Sent        in forward                            in backward
     f       all-gather of the tokens              reduce-scatter of their gradients
     g       reduce-scatter of the partial sums    all-gather of the gradients
 
-An all-reduce is a reduce-scatter and then an all-gather. Here the two are apart, so as many bytes
-are sent: 8 r B T C e a block, r = (t-1)/t, at e bytes an element. The activations that tensor
-parallelism holds whole shrink to 1/t. What f gathered does not, without --gather-again.
+An all-reduce is a reduce-scatter and then an all-gather, and each sends r = (t-1)/t of the tensor.
+So as many bytes are sent: 8 r B T C e a block, at e bytes an element. The activations that tensor
+parallelism holds whole shrink to 1/t. Only what f gathers, (B, T, C), is held whole for backward:
+with --gather-again not even that, because backward gathers it a second time.
 
 Backward: an all-gather copies, so its backward adds up the copies' gradients. g adds, so every
-term has the sum's gradient. Norms, positions and the biases behind g see this rank's tokens alone:
-their gradients are partial sums, which `reduce_partial` completes once a step.
+term has the sum's gradient. Norms, positions and the biases after g see this rank's tokens alone:
+their gradients are partial sums, which `reduce_partial` all-reduces once a step (2 r P e bytes).
 
-Rarely worse than tensor parallelism: where messages are so short that their number counts.
+It loses only where messages are so short that their number counts: there are twice as many.
 docs/tensor-parallelism.md has the rest. For attention over split tokens see context_parallel.py.
 
     torchrun --nproc_per_node=4 sequence_parallel.py
@@ -36,6 +37,7 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
+from torch.autograd.function import once_differentiable  # refuses a gradient of a gradient
 
 import tensor_parallel
 
@@ -46,8 +48,8 @@ all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-def gather(x, length, group):
-    """All ranks' tokens in order: x (B, ceil(T / t), C) -> (B, T, C), with `length` T."""
+def all_gather(x, length, group):
+    """All ranks' tokens in order: x (B, T/t, C) -> (B, T, C). `length` is T, without padding."""
     t = dist.get_world_size(group)
     if length is None or x.shape[1] != -(-length // t):
         raise ValueError(
@@ -62,7 +64,7 @@ def gather(x, length, group):
 
 
 def reduce_scatter(x, group):
-    """This rank's tokens of the sum of all ranks' x: (B, T, C) -> (B, ceil(T / t), C)."""
+    """This rank's tokens of the sum of all ranks' x: (B, T, C) -> (B, T/t, C)."""
     t = dist.get_world_size(group)
     size = -(-x.shape[1] // t)
     full = x.new_zeros(size * t, x.shape[0], x.shape[2])
@@ -81,14 +83,15 @@ def reduce_scatter(x, group):
 
 
 class GatherTokens(torch.autograd.Function):
-    """f: every rank uses all tokens. Backward adds up the gradients of this rank's."""
+    """f: every rank uses all tokens. Backward adds up all gradients of this rank's."""
 
     @staticmethod
     def forward(ctx, x, length, group):
         ctx.group = group
-        return gather(x, length, group)
+        return all_gather(x, length, group)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad):
         return reduce_scatter(grad, ctx.group), None, None
 
@@ -102,27 +105,27 @@ class ReduceScatterTokens(torch.autograd.Function):
         return reduce_scatter(x, group)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad):
-        return gather(grad, ctx.length, ctx.group), None
+        return all_gather(grad, ctx.length, ctx.group), None
 
 
 class Stream:
-    """What the modules of one model share: the group, and `length`, the tokens T of the forward
-    pass under way. A rank's tokens do not tell how many of them are padding. Each Leave sets it.
-    Set it yourself where a model begins with split tokens, before each forward pass."""
+    """What the modules of one model share: the group, and `length`, the number of tokens T. Enter
+    can't tell T from a rank's shard, which may be padded. So each Leave, which sees all T, sets it.
+    Set it yourself, before each forward pass, where a model begins with split tokens."""
 
     def __init__(self, group):
         self.group, self.length = group, None
 
-    def shard(self, full):
-        """This rank's shard of something (..., T), padded with zeros. For targets, where 0 is a
-        class: stream.shard(targets + 1) - 1 is padded with -1."""
+    def shard(self, full, fill=0):
+        """This rank's shard of something (..., T), padded with `fill`: of targets with -1."""
         rank, t = dist.get_rank(self.group), dist.get_world_size(self.group)
-        return tensor_parallel.shard_tensor(full, -1, rank, t)
+        return tensor_parallel.shard_tensor(full, -1, rank, t, fill)
 
 
 class Enter(nn.Module):
-    """f as a module, in place of tensor_parallel.Enter."""
+    """f as a module, in place of tensor_parallel.Enter. It takes the stream, not the group."""
 
     def __init__(self, stream):
         super().__init__()
@@ -133,7 +136,7 @@ class Enter(nn.Module):
 
 
 class Leave(nn.Module):
-    """g as a module, in place of tensor_parallel.Leave."""
+    """g as a module, in place of tensor_parallel.Leave. It takes the stream, not the group."""
 
     def __init__(self, stream):
         super().__init__()
@@ -148,8 +151,8 @@ class Leave(nn.Module):
 
 
 def mark_partial(parameters, group):
-    """Write into the placement of whole parameters that their gradients are partial over `group`.
-    Call it after all cuts."""
+    """Write into the placement of whole parameters that their gradients are partial over `group`:
+    all of them must work on split tokens, between a g and the next f. Call it after all cuts."""
     group = group or dist.group.WORLD
     for p in parameters:
         whole = tensor_parallel.placement(p)
@@ -169,34 +172,37 @@ def refuse_complete(parameter, *_):
 
 def reduce_partial(parameters):
     """Complete the gradients that are partial sums, after the last backward pass of a step: one
-    all-reduce a group. Leaves out parameters without a gradient.
+    all-reduce a group. All ranks give the same parameters. A rank without a gradient adds zeros.
 
     Raises RuntimeError when called twice in a step, and so does a backward pass before the next
     zero_grad(). Neither is noticed once something else, such as clipping, has changed gradients."""
     partial = {}
     for p in dict.fromkeys(parameters):  # each once
-        if p.grad is not None and p.requires_grad:
+        if p.requires_grad:
             for group in tensor_parallel.placement(p)["partial"]:
                 refuse_complete(p)
                 partial.setdefault(group, []).append(p)
     for group, members in partial.items():
-        flat = torch.cat([p.grad.flatten() for p in members])
+        grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in members]
+        flat = torch.cat([grad.flatten() for grad in grads])
         dist.all_reduce(flat, group=group)
-        for p, total in zip(members, flat.split([p.numel() for p in members])):
-            p.grad.copy_(total.view_as(p))
+        for p, grad, total in zip(members, grads, flat.split([p.numel() for p in members])):
+            grad.copy_(total.view_as(p))
+            if p.grad is None and grad.any():  # another rank had a gradient
+                p.grad = grad
     for members in partial.values():
         for p in members:
-            p.grad.complete_at = p.grad._version
-        first = members[0]
-        if not hasattr(first, "watched"):  # the hook runs before backward adds to the gradient
-            first.watched = first.register_hook(functools.partial(refuse_complete, first))
+            if p.grad is not None:
+                p.grad.complete_at = p.grad._version
+            if not hasattr(p, "watched"):  # the hook runs before backward adds to the gradient
+                p.watched = p.register_hook(functools.partial(refuse_complete, p))
 
 
 # --- f that holds less: backward gathers the tokens a second time
 
 
 class GatherAndProject(torch.autograd.Function):
-    """f and the matrices behind it: x (B, T/t, C) -> the gathered x times each weight's transpose,
+    """f and the matrices after it: x (B, T/t, C) -> the gathered x times each weight's transpose,
     (B, T, out / t). Keeps this rank's tokens alone. Backward gathers the others' again, for the
     weights' gradients."""
 
@@ -204,22 +210,29 @@ class GatherAndProject(torch.autograd.Function):
     def forward(ctx, x, length, group, *weights):
         ctx.length, ctx.group = length, group
         ctx.save_for_backward(x, *weights)
-        full = gather(x, length, group)
+        full = all_gather(x, length, group)
         return tuple(F.linear(full, weight) for weight in weights)
 
     @staticmethod
     def backward(ctx, *grads):
+        # once_differentiable notices nothing where `grads` are constants, as they are under a sum
+        if torch.is_grad_enabled():
+            raise RuntimeError("gathering again has no second gradients: no create_graph=True")
         x, *weights = ctx.saved_tensors
-        full = gather(x, ctx.length, ctx.group).flatten(0, 1)  # (B T, C)
-        weight_grads = [grad.flatten(0, 1).T @ full for grad in grads]
+        dtype = grads[0].dtype  # not x's under autocast
+        full = all_gather(x, ctx.length, ctx.group).to(dtype).flatten(0, 1)  # (B T, C)
+        weight_grads = [None] * len(weights)
+        for i, grad in enumerate(grads):
+            if ctx.needs_input_grad[3 + i]:
+                weight_grads[i] = grad.flatten(0, 1).T @ full
         del full
-        grad = sum(grad @ weight for grad, weight in zip(grads, weights))  # (B, T, C)
-        return reduce_scatter(grad, ctx.group), None, None, *weight_grads
+        grad = sum(grad @ weight.to(dtype) for grad, weight in zip(grads, weights))  # (B, T, C)
+        return reduce_scatter(grad.to(x.dtype), ctx.group), None, None, *weight_grads
 
 
 class EnterAndProject(nn.Module):
-    """In place of Enter, where a model calls up(enter(x)) and gate(enter(x)). It computes both
-    products. Projections take the places of up and gate, and each picks its product."""
+    """In place of Enter, before layers such as gate and up. Returns their products, one for each of
+    `projections`, which take the layers' places: each is called with all products."""
 
     def __init__(self, stream, projections):
         super().__init__()
@@ -231,7 +244,7 @@ class EnterAndProject(nn.Module):
 
 
 class Projection(nn.Module):
-    """In place of a column-parallel layer: picks product number `index`, and adds the bias."""
+    """In place of a column-parallel layer: takes product number `index`, and adds the bias."""
 
     def __init__(self, index, layer):
         super().__init__()
@@ -247,14 +260,18 @@ class Projection(nn.Module):
 # --- a model of yours, split as tensor_parallel.py says above its GPT section; then:
 #
 #     stream = Stream(group)
-#     model.embed.leave = Leave(stream)
-#     mlp.down.leave = Leave(stream)  # so every g
-#     mlp.norm[1] = Enter(stream)  # so every f, the head's too
+#     model.embed.leave = Leave(stream)  # runs first in forward: sets stream.length
+#     for block in model.blocks:
+#         block.attn.norm[1] = block.mlp.norm[1] = Enter(stream)  # every f ...
+#         block.attn.proj.leave = block.mlp.down.leave = Leave(stream)  # ... and every g
+#     model.head[0] = Enter(stream)
 #     mark_partial(model.parameters(), group)
-#     for tokens, targets in microbatches:  # loss: sum over these / valid targets of the batch
-#         criterion(model(tokens), targets, count).backward()
-#     reduce_partial(model.parameters())  # once a step, then tensor_parallel.grad_norm as there
 #
+#     for tokens, targets in microbatches:
+#         criterion(model(tokens), targets, count).backward()
+#     reduce_partial(model.parameters())  # once a step; next grad_norm, clip and step, as there
+#
+# Add this rank's learned positions alone: embed(tokens) + position(stream.shard(positions)).
 # Without the marks, or the sum, copies drift apart: grad_norm notices. Nothing checks this: dropout
 # on split tokens needs another mask on each rank. A loss on split tokens is the sum over the rank's
 # tokens / the count of the batch, without the padding at the end.
@@ -280,7 +297,7 @@ def shard_last(stream, module, args):
 
 
 def replace_enter(module, names, stream, keep):
-    """Replace f of `module`, behind which the layers called `names` stand."""
+    """Replace f of `module`, which comes before the layers called `names`."""
     if keep:
         module.enter = Enter(stream)
         return
@@ -382,7 +399,7 @@ def demo(run):
     sent = {
         ("all_gather", "tp"): (size["all_gather"], text if keep else again),
         (scatter, "tp"): (size["reduce_scatter"], text),
-        ("all_reduce", "tp"): (reduced, f"6 r B T e: the loss; 2 r P e: P = {partial:,}"),
+        ("all_reduce", "tp"): (reduced, f"6 r B T max(e, 4): the loss; 2 r P e: P = {partial:,}"),
     }
     size = formulas.parameters_held(c, t, c.layers) * e
     held = run.states(size, "(P_whole + P_split / t) e, padded")

@@ -6,19 +6,20 @@
 
 The first matrix gives each rank half of the H hidden units. The activation works on each unit by
 itself, so no rank needs another's half. The second matrix turns each half into a partial sum of the
-output. Attention is split alike, by heads, and so is the vocabulary. Norms, the biases behind g and
+output. Attention is split alike, by heads, and so is the vocabulary. Norms, the biases after g and
 the residual stream are whole on every rank.
 
 Sent: g adds the partial sums in forward (one all-reduce). f adds the gradients of x in backward
-(one all-reduce), because every rank's half used x. That is 4 all-reduces of (B, T, C) a block, two
-each for attention and MLP: 8 r B T C e bytes, with r = (t-1)/t, on t ranks, at e bytes an element.
+(one all-reduce), because every rank's half used x. Attention and MLP of a block have one f and one
+g each: 4 all-reduces of x, which is B sequences of T tokens, C wide. On t ranks an all-reduce of S
+bytes sends 2 r S, r = (t-1)/t (collectives.py). That is 8 r B T C e bytes a block, at e bytes an
+element. Embedding and head add 4 r B T C e, and the loss three numbers a token.
 
 Backward of g is the identity. All ranks go on with the same y and compute the same loss: it is one
 loss, not t of them. Each partial sum enters y with factor 1, so its gradient is y's gradient.
-Whatever stands before f then has its whole gradient on every rank, and nothing is left to sum.
+Every layer before f then has its whole gradient on every rank, and nothing is left to sum.
 
-Not worth it between nodes: nothing hides these messages. docs/tensor-parallelism.md has the
-threshold, and the rest.
+Not worth it between nodes: nothing hides these messages (docs/tensor-parallelism.md has the rest).
 
     torchrun --nproc_per_node=4 tensor_parallel.py
     python tensor_parallel.py --family llama --kv-heads 4
@@ -30,8 +31,13 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
+from torch.autograd.function import once_differentiable  # refuses a gradient of a gradient
 
-# --- f and g: each sends in one direction, and is the identity in the other direction
+# --- f and g
+#
+#          module    function           forward                       backward
+#     f    Enter     CopyToGroup        identity                      all-reduce of the gradients
+#     g    Leave     ReduceFromGroup    all-reduce of partial sums    identity
 
 
 class CopyToGroup(torch.autograd.Function):
@@ -43,6 +49,7 @@ class CopyToGroup(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad):
         total = grad.clone(memory_format=torch.contiguous_format)  # grad may have other users
         dist.all_reduce(total, group=ctx.group)
@@ -59,13 +66,14 @@ class ReduceFromGroup(torch.autograd.Function):
         return x
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad):
         return grad, None
 
 
 class Enter(nn.Module):
-    """f as a module. It stands once before all split layers that share an input, and never before
-    a whole layer: otherwise the gradients of everything before it are wrong."""
+    """f as a module: put one right before the split layers that share an input. Not before a whole
+    layer: each rank computes its input's whole gradient already, and f would add it up t times."""
 
     def __init__(self, group):
         super().__init__()
@@ -76,7 +84,7 @@ class Enter(nn.Module):
 
 
 class Leave(nn.Module):
-    """g as a module. in_place=True overwrites x: right where nobody else needs the partial sum."""
+    """g as a module. in_place=True overwrites x: for a partial sum that nothing else needs."""
 
     def __init__(self, group, in_place=False):
         super().__init__()
@@ -88,18 +96,19 @@ class Leave(nn.Module):
         return ReduceFromGroup.apply(x, self.group)
 
 
-# --- the two matrices between f and g
+# --- the two matrices between f and g. The papers write Y = X A: A is torch's weight, transposed
 
 
 class ColumnParallelLinear(nn.Module):
-    """Keeps this rank's outputs of a linear layer: x (..., in) -> (..., out / t). f stands before.
+    """Cuts a weight's rows, the columns of A: x (..., in) -> this rank's (..., out / t). After f.
 
-    Rows of q, k and v must be grouped by head, q k v | q k v, so that a shard is whole heads.
-    Where `out` does not divide, zeros fill the last shard: the activation needs act(0) = 0."""
+    A shard must be whole heads. So a fused qkv has the rows of the first kv-head (q of all its
+    query heads, its k, its v), then those of the second, ... Or keep three layers. Where t does not
+    divide `out`, zeros fill the last shards. They stay zero if the activation has act(0) = 0."""
 
     def __init__(self, linear, group):
         super().__init__()
-        self.weight = shard(linear.weight, 0, group)  # (out / t, in): columns of A in Y = X A
+        self.weight = shard(linear.weight, 0, group)  # (out / t, in)
         self.bias = shard(linear.bias, 0, group)
 
     def forward(self, x):
@@ -107,7 +116,7 @@ class ColumnParallelLinear(nn.Module):
 
 
 class RowParallelLinear(nn.Module):
-    """Keeps this rank's inputs of a linear layer: x (..., in / t) -> the whole (..., out), by g."""
+    """Cuts a weight's columns, the rows of A: x (..., in / t) -> the whole (..., out), by g."""
 
     def __init__(self, linear, group):
         super().__init__()
@@ -117,7 +126,7 @@ class RowParallelLinear(nn.Module):
 
     def forward(self, x):
         y = self.leave(F.linear(x, self.weight))
-        return y if self.bias is None else y + self.bias  # the bias once, behind g
+        return y if self.bias is None else y + self.bias  # the bias once, after g
 
 
 # --- shards: a rank's part of a parameter, and where it lies
@@ -125,39 +134,41 @@ class RowParallelLinear(nn.Module):
 
 def span(size, index, count):
     """Shard `index` of `count` of a dimension: (start, length, width). Every shard is ceil(size /
-    count) wide. Behind its `length` elements stand zeros."""
+    count) wide, and zeros follow its `length` elements: 5 rows on 4 ranks are 2, 2, 1 and 0."""
     width = -(-size // count)
     start = min(index * width, size)
     return start, min(width, size - start), width
 
 
-def shard_tensor(full, dim, index, count):
-    """Shard `index` of `count` of a tensor along `dim`, in memory of its own."""
+def shard_tensor(full, dim, index, count, fill=0):
+    """Shard `index` of `count` of a tensor along `dim`, in memory of its own. `fill` pads it."""
     start, length, width = span(full.shape[dim], index, count)
     shape = list(full.shape)
     shape[dim] = width
-    part = full.new_zeros(shape)
+    part = full.new_full(shape, fill)
     part.narrow(dim, 0, length).copy_(full.narrow(dim, start, length))
     return part
 
 
 def placement(parameter):
-    """Where a parameter's shard lies: {"shape": of the whole, "cuts": {dimension: (group, start,
-    length)}, "copies": groups whose ranks hold the same, "partial": groups over which its gradient
-    is still to be summed after backward}."""
+    """Where a parameter's shard lies: a dictionary of the whole's `shape`, and
+
+    cuts     {dimension: (group, start, length)}
+    copies   groups whose ranks hold the same shard: harness.grad_norm counts one of them
+    partial  groups over which backward leaves partial sums: reduce_partial, DDP or ZeRO adds up"""
     default = {"shape": tuple(parameter.shape), "cuts": {}, "copies": [], "partial": []}
     return default | getattr(parameter, "placement", {})
 
 
 def split_over(parameter, group):
-    """Whether each rank of the group holds another shard of the parameter."""
+    """Whether each rank of the group holds a different shard of the parameter."""
     group = group or dist.group.WORLD
     return any(group is other for other, _, _ in placement(parameter)["cuts"].values())
 
 
 def shard(parameter, dim, group):
-    """This rank's shard of a parameter (None of None), with its `placement`. Raises ValueError for
-    a second cut of one dimension, or over one group."""
+    """This rank's shard of a parameter, with its `placement`. None stays None. Raises ValueError
+    if this dimension has been cut before, or if the parameter has been cut over this group."""
     if parameter is None:
         return None
     dim, group = dim % parameter.dim(), group or dist.group.WORLD
@@ -177,8 +188,8 @@ def shard(parameter, dim, group):
 
 
 class VocabParallelEmbedding(nn.Module):
-    """tokens (B, T) -> (B, T, C). Each rank looks up the tokens whose rows it has. The others are
-    zeros, until g adds up: for each token one term is not zero."""
+    """tokens (B, T) -> (B, T, C). Each rank looks up the tokens whose rows it has. Other tokens'
+    vectors are zeros, until g adds up: each token's vector comes from one rank."""
 
     def __init__(self, embedding, group):
         super().__init__()
@@ -186,19 +197,24 @@ class VocabParallelEmbedding(nn.Module):
         self.weight = shard(embedding.weight, 0, group)  # (V / t, C)
         _, self.start, self.length = self.weight.placement["cuts"][0]
         self.leave = Leave(group, in_place=True)
+        if embedding.max_norm is not None or embedding.scale_grad_by_freq:
+            raise ValueError("a cut embedding can't honour max_norm or scale_grad_by_freq")
+        self.padding_row = None  # padding_idx, if this rank has its row
+        if embedding.padding_idx in range(self.start, self.start + self.length):
+            self.padding_row = embedding.padding_idx - self.start
 
     def forward(self, tokens):
-        # No rank has a row for any other token: its vector would be zeros. A GPU need not wait
+        # Any other token's vector would be zeros, silently. This runs on the device: no waiting
         valid = (tokens >= 0) & (tokens < self.vocab)
         torch._assert_async(valid.all(), f"tokens must be from 0 to {self.vocab - 1}")
         row = tokens - self.start
         outside = (row < 0) | (row >= self.length)
-        x = F.embedding(row.masked_fill(outside, 0), self.weight)
+        x = F.embedding(row.masked_fill(outside, 0), self.weight, self.padding_row)
         return self.leave(x.masked_fill(outside.unsqueeze(-1), 0.0))
 
 
 class ShardedCrossEntropy(torch.autograd.Function):
-    """-log softmax(logits)[target] of N tokens, from each rank's logits (N, V / t).
+    """-log softmax(logits)[target] of n tokens, from each rank's logits (n, V / t).
 
     For each token the ranks reduce three numbers: the largest logit, the sum of exponentials and
     the target's logit. Backward, softmax - onehot, sends nothing."""
@@ -210,15 +226,15 @@ class ShardedCrossEntropy(torch.autograd.Function):
         if length < logits.shape[1]:
             padding = torch.arange(logits.shape[1], device=logits.device) >= length
             logits = logits.masked_fill(padding, float("-inf"))
-        largest = logits.amax(dim=1)  # (N,)
+        largest = logits.amax(dim=1)  # (n,)
         dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
-        shifted = logits - largest.unsqueeze(1)  # (N, V / t)
+        shifted = logits - largest.unsqueeze(1)  # (n, V / t)
         column = targets - start
         outside = (column < 0) | (column >= length)
-        column = column.masked_fill(outside, 0).unsqueeze(1)  # (N, 1)
+        column = column.masked_fill(outside, 0).unsqueeze(1)  # (n, 1)
         of_target = shifted.gather(1, column).squeeze(1).masked_fill(outside, 0.0)
         exp = shifted.exp_()
-        sums = torch.stack((exp.sum(dim=1), of_target))  # (2, N): one message
+        sums = torch.stack((exp.sum(dim=1), of_target))  # (2, n): one message
         dist.all_reduce(sums, group=group)
         total, of_target = sums
         ctx.save_for_backward(exp.div_(total.unsqueeze(1)), column, outside)
@@ -226,9 +242,12 @@ class ShardedCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
+        # once_differentiable notices nothing where `grad` is a constant, as it is under a sum
+        if torch.is_grad_enabled():
+            raise RuntimeError("this loss has no second gradients: leave out create_graph=True")
         softmax, column, outside = ctx.saved_tensors
-        onehot = (~outside).to(softmax.dtype).unsqueeze(1)  # (N, 1): this rank's column, or nothing
-        softmax.scatter_add_(1, column, -onehot)
+        onehot = (~outside).to(softmax.dtype).unsqueeze(1)  # (n, 1): this rank's column, or nothing
+        softmax.scatter_add_(1, column, -onehot)  # in place, to save memory: backward runs once
         return softmax.mul_(grad.unsqueeze(1)).to(ctx.dtype), None, None, None, None
 
 
@@ -249,7 +268,7 @@ class VocabParallelCrossEntropy(nn.Module):
                 f"a rank has {self.width} of {self.vocab} logits here, not {logits.shape[-1]}: "
                 "make the output projection a ColumnParallelLinear"
             )
-        logits, targets = logits.flatten(0, -2), targets.flatten()  # (N, V / t), (N,)
+        logits, targets = logits.flatten(0, -2), targets.flatten()  # (n, V / t), (n,)
         # No rank has a logit for a larger target: it would count as the largest logit
         torch._assert_async((targets < self.vocab).all(), f"targets must be below {self.vocab}")
         losses = ShardedCrossEntropy.apply(logits, targets, self.start, self.length, self.group)
@@ -268,8 +287,8 @@ def gather_logits(logits, vocab, group):
 
 @torch.no_grad()
 def grad_norm(parameters, group):
-    """The norm of the whole model's gradient, a float64 scalar: all ranks' shards, and each whole
-    parameter once. Raises RuntimeError where the ranks' gradients of whole parameters differ."""
+    """The norm of the whole model's gradient, a float64 scalar; each whole parameter counts once.
+    Raises RuntimeError where these gradients' norm (no more is compared) differs between ranks."""
     parameters = list(parameters)
     squares = torch.zeros(2, dtype=torch.float64, device=parameters[0].device)  # shards, wholes
     for p in parameters:
@@ -289,19 +308,29 @@ def grad_norm(parameters, group):
 
 # --- a model of yours. All ranks have the same weights, and get the same tokens:
 #
-#     mlp.norm = nn.Sequential(mlp.norm, Enter(group))
-#     mlp.up = ColumnParallelLinear(mlp.up, group)  # so q, k, v and gate
-#     mlp.down = RowParallelLinear(mlp.down, group)  # so attention's output projection
+#     for block in model.blocks:
+#         attn, mlp = block.attn, block.mlp
+#         attn.norm = nn.Sequential(attn.norm, Enter(group))
+#         attn.qkv = ColumnParallelLinear(attn.qkv, group)  # or so q, k and v
+#         attn.proj = RowParallelLinear(attn.proj, group)
+#         attn.heads //= t  # so kv_heads: this rank's, if its forward counts them
+#         mlp.norm = nn.Sequential(mlp.norm, Enter(group))
+#         mlp.up = ColumnParallelLinear(mlp.up, group)  # so a gate
+#         mlp.down = RowParallelLinear(mlp.down, group)
 #     model.embed = VocabParallelEmbedding(model.embed, group)
 #     model.head = nn.Sequential(Enter(group), ColumnParallelLinear(model.head, group))
-#     criterion = VocabParallelCrossEntropy(vocab, group)  # now the optimizer: it needs the shards
-#     for tokens, targets in microbatches:  # loss: sum over these / valid targets of the batch
+#     model.head[1].weight = model.embed.weight  # if they were tied
+#     criterion = VocabParallelCrossEntropy(vocab, group)
+#     optimizer = torch.optim.AdamW(model.parameters())  # only now: the parameters are new objects
+#     optimizer.zero_grad()
+#     for tokens, targets in microbatches:
+#         # count: valid targets of all micro-batches, so that their losses add up to the mean
 #         criterion(model(tokens), targets, count).backward()
-#     norm = grad_norm(model.parameters(), group)  # torch's would leave out other ranks' shards
+#     norm = grad_norm(model.parameters(), group)  # torch's leaves out other ranks' shards
 #     nn.utils.clip_grads_with_norm_(model.parameters(), 1.0, norm)
+#     optimizer.step()
 #
-# Nothing checks this: tied matrices are two shards now, so tie these. Dropout on whole tensors
-# needs one mask on all ranks. docs/tensor-parallelism.md lists such mistakes.
+# docs/tensor-parallelism.md lists the mistakes that nothing catches, in dropout for example.
 
 # --- for model.py's GPT ---
 
@@ -337,7 +366,7 @@ def parallelize(model, group):
             mlp.leave = Leave(group, in_place=True)
             for name, dim in (("gate", 1), ("up", 1), ("down", 2)):  # (E, out, in)
                 setattr(mlp.experts, name, shard(getattr(mlp.experts, name), dim, group))
-            mlp = mlp.shared
+            mlp = mlp.shared  # its input is x before the f above: it needs one too
         if mlp is not None:
             mlp.enter = Enter(group)
             mlp.up = ColumnParallelLinear(mlp.up, group)
@@ -390,6 +419,7 @@ def demo(run):
             part = model(tokens, targets=targets, count=run.count, samples=samples)
             part.backward()
             loss += part.detach()  # the same on every rank
+        # grad_norm's number without its check, as in every demo: one float64 is sent
         norm = harness.grad_norm(parameters, [group])
         run.check(loss, norm, model.named)
         harness.clip(parameters, norm, args.grad_clip)
@@ -399,7 +429,7 @@ def demo(run):
     t, c, e = run.world, run.config, run.dtype.itemsize
     size = formulas.tensor_parallel_sent(c, t, args.batch * c.context, e, c.layers)
     size += formulas.all_reduce_sent(8, t)  # the squared gradient norm, one float64
-    text = f"8 r B T C e a block, 4 r B T C e + 6 r B T e for both ends; r = {t - 1}/{t}"
+    text = f"8 r B T C e a block, 4 r B T C e + 6 r B T max(e, 4) for both ends; r = {t - 1}/{t}"
     sent = {("all_reduce", "tp"): (size, text)}
     size = formulas.parameters_held(c, t, c.layers) * e
     held = run.states(size, "(P_whole + P_split / t) e, padded")

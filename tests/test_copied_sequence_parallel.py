@@ -12,6 +12,7 @@ from test_copied_tensor_parallel import (
     WIDTH,
     ForeignAttention,
     ForeignMLP,
+    UsageModel,
     tensor_parallel_batch,
     tensor_parallel_clip,
     tensor_parallel_cut,
@@ -20,6 +21,8 @@ from test_copied_tensor_parallel import (
     tensor_parallel_sum,
     tensor_parallel_take,
     tensor_parallel_train,
+    tensor_parallel_usage,
+    tensor_parallel_usage_reference,
 )
 
 SEQUENCE_PARALLEL = "tensor_parallel sequence_parallel"
@@ -208,7 +211,7 @@ def sequence_parallel_lengths(rank):
     with pytest.raises(ValueError, match="EnterAndProject"):
         projection(x)
     targets = torch.tensor([[3, 0, 5]])
-    assert (stream.shard(targets + 1) - 1).tolist() == ([[3, 0]] if rank == 0 else [[5, -1]])
+    assert stream.shard(targets, fill=-1).tolist() == ([[3, 0]] if rank == 0 else [[5, -1]])
 
 
 def test_a_missing_or_impossible_length_is_refused(copied):
@@ -246,3 +249,120 @@ def sequence_parallel_other_models(rank):
 
 def test_sequence_parallel_refuses_other_models(copied):
     copied(SEQUENCE_PARALLEL, 2, sequence_parallel_other_models)
+
+
+def sequence_parallel_second_gradients(rank):
+    import sequence_parallel as sp
+    import tensor_parallel as tp
+
+    group = dist.group.WORLD
+    stream = sp.Stream(group)
+    projection = sp.Projection(0, tp.ColumnParallelLinear(nn.Linear(WIDTH, WIDTH), group))
+    again = nn.Sequential(sp.EnterAndProject(stream, [projection]), projection)
+    with pytest.raises(RuntimeError, match="no second gradients"):  # else it would be a constant
+        stream.length = 8
+        x = torch.randn(2, 4, WIDTH, requires_grad=True)
+        torch.autograd.grad(again(x).sum(), x, create_graph=True)
+    for module in (sp.Enter(stream), sp.Leave(stream)):
+        stream.length = 8
+        x = torch.randn(2, 4, WIDTH, requires_grad=True)
+        (grad,) = torch.autograd.grad(module(x).pow(3).sum(), x, create_graph=True)
+        with pytest.raises(RuntimeError, match="differentiate twice"):
+            grad.square().sum().backward()
+
+
+def test_a_gradient_of_a_gradient_on_the_stream_is_refused(copied):
+    copied(SEQUENCE_PARALLEL, 2, sequence_parallel_second_gradients)
+
+
+def sequence_parallel_missing(rank):
+    """Each rank lacks the gradient of another parameter, as where a layer has no token of it."""
+    import sequence_parallel as sp
+
+    group, parameters = dist.group.WORLD, [nn.Parameter(torch.ones(3)) for _ in range(3)]
+    sp.mark_partial(parameters, group)
+    parameters[2].grad = torch.full((3,), 2.0)
+    parameters[rank].grad = torch.full((3,), 10.0 + rank)
+    sp.reduce_partial(parameters)
+    assert [p.grad.tolist() for p in parameters] == [[10.0] * 3, [11.0] * 3, [4.0] * 3]
+    for p in parameters:
+        p.grad = None
+    if rank == 0:
+        parameters[0].grad = torch.ones(3)
+    sp.reduce_partial(parameters)
+    assert parameters[0].grad.tolist() == [1.0] * 3 and parameters[1].grad is None
+    with pytest.raises(RuntimeError, match="reduce_partial has completed these gradients already"):
+        sp.reduce_partial(parameters)
+
+
+def test_a_gradient_that_one_rank_lacks_counts_as_zeros(copied):
+    copied(SEQUENCE_PARALLEL, 2, sequence_parallel_missing)
+
+
+def sequence_parallel_backward_again(rank):
+    """A second backward pass that does not reach the first parameter is noticed too, and adds to
+    no partial gradient."""
+    import sequence_parallel as sp
+
+    group, parameters = dist.group.WORLD, [nn.Parameter(torch.ones(3)) for _ in range(3)]
+    sp.mark_partial(parameters, group)
+    sum(parameters).sum().backward()
+    sp.reduce_partial(parameters)
+    with pytest.raises(RuntimeError, match="reduce_partial has completed .* zero_grad"):
+        parameters[1].sum().backward()
+    assert parameters[1].grad.tolist() == [2.0] * 3
+
+
+def test_any_backward_pass_after_the_sum_is_refused(copied):
+    copied(SEQUENCE_PARALLEL, 2, sequence_parallel_backward_again)
+
+
+def sequence_parallel_autocast(rank, frozen):
+    """Gathering again, under autocast and with frozen weights, equals gathering once."""
+    import tensor_parallel as tp
+
+    group, results = dist.group.WORLD, []
+    for keep in (True, False):
+        cut, _ = sequence_parallel_cut(tensor_parallel_foreign().float(), group, keep)
+        for layer in cut[1:-2]:
+            if isinstance(layer, ForeignMLP):
+                layer.up.weight.requires_grad_(not frozen)
+        tokens, targets, count = tensor_parallel_batch(0)
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = tp.VocabParallelCrossEntropy(VOCAB, group)(cut(tokens), targets, count)
+        loss.backward()
+        results.append([loss] + [p.grad for p in cut.parameters()])
+    for grad, again in zip(*results, strict=True):
+        assert (grad is None) == (again is None)
+        if grad is not None:
+            torch.testing.assert_close(again, grad, rtol=2e-2, atol=1e-3)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_gathering_again_under_autocast(copied, frozen):
+    copied(SEQUENCE_PARALLEL, 2, sequence_parallel_autocast, frozen)
+
+
+def sequence_parallel_usage_equals(rank):
+    import sequence_parallel as sp
+    import tensor_parallel as tp
+
+    torch.manual_seed(0)
+    whole, group = UsageModel().double(), dist.group.WORLD
+    cut, (tokens, targets, count) = copy.deepcopy(whole), tensor_parallel_batch(0)
+    cut.local = lambda positions: cut.embed.leave.stream.shard(positions)
+    microbatches = list(zip(tokens.split(2), targets.split(2)))
+    names = dict(model=cut, group=group, t=2, vocab=VOCAB, microbatches=[], count=count)
+    names = tensor_parallel_usage("tensor_parallel", **vars(tp), **names)
+    names |= vars(sp) | {"microbatches": microbatches}
+    tensor_parallel_usage("sequence_parallel", **names)
+    norm = tp.grad_norm(cut.parameters(), group)
+    nn.utils.clip_grads_with_norm_(cut.parameters(), 1.0, norm)
+    tensor_parallel_usage_reference(whole, microbatches, count)
+    for p, full in zip(cut.parameters(), whole.parameters(), strict=True):
+        expected = tensor_parallel_take(tp, full.grad, p)
+        torch.testing.assert_close(p.grad, expected, rtol=1e-10, atol=1e-10)
+
+
+def test_the_usage_block_of_both_files_runs_as_printed(copied):
+    copied(SEQUENCE_PARALLEL, 2, sequence_parallel_usage_equals)

@@ -404,3 +404,118 @@ def tensor_parallel_cut_heads(rank):
 
 def test_a_view_fails_on_cut_heads(copied):
     copied("tensor_parallel", 4, tensor_parallel_cut_heads)
+
+
+def tensor_parallel_second_gradients(rank):
+    import tensor_parallel as tp
+
+    group = dist.group.WORLD
+    for module in (tp.Enter(group), tp.Leave(group)):
+        x = torch.full((3,), 1.0 + rank, requires_grad=True)
+        (grad,) = torch.autograd.grad(module(x).pow(3).sum(), x, create_graph=True)
+        with pytest.raises(RuntimeError, match="differentiate twice"):
+            grad.square().sum().backward()
+    # The second gradient would lack the softmax's part, and have that of x
+    x, weight = torch.randn(2, 3, requires_grad=True), torch.randn(4, 3, requires_grad=True)
+    loss = tp.VocabParallelCrossEntropy(7, group)(F.linear(x, weight), torch.tensor([0, 5]), 2)
+    with pytest.raises(RuntimeError, match="no second gradients"):
+        torch.autograd.grad(loss, weight, create_graph=True)[0].square().sum().backward()
+
+
+def test_a_gradient_of_a_gradient_is_refused(copied):
+    copied("tensor_parallel", 2, tensor_parallel_second_gradients)
+
+
+def tensor_parallel_embeddings(rank):
+    """padding_idx is a row of either rank; what would need other ranks' rows is refused."""
+    import tensor_parallel as tp
+
+    group, tokens = dist.group.WORLD, torch.arange(7).repeat(2, 1)
+    for padding in (0, 1, 4, -1, None):
+        whole = nn.Embedding(7, 4, padding_idx=padding)
+        embed = tp.VocabParallelEmbedding(copy.deepcopy(whole), group)
+        for module in (whole, embed):
+            module(tokens).mul(3).sum().backward()  # a zero vector has a gradient, too
+        full = tensor_parallel_take(tp, whole.weight.grad, embed.weight)
+        torch.testing.assert_close(embed.weight.grad, full)
+    for options in ({"max_norm": 1.0}, {"scale_grad_by_freq": True}):
+        with pytest.raises(ValueError, match="max_norm or scale_grad_by_freq"):
+            tp.VocabParallelEmbedding(nn.Embedding(7, 4, **options), group)
+
+
+def test_options_of_an_embedding_are_kept_or_refused(copied):
+    copied("tensor_parallel", 2, tensor_parallel_embeddings)
+
+
+class UsageBlock(nn.Module):
+    """The names of the usage blocks: attn and mlp with a norm each, heads that forward counts."""
+
+    def __init__(self):
+        super().__init__()
+        self.attn, self.mlp = ForeignAttention(), ForeignMLP(hidden=36)
+        self.attn.heads = HEADS
+        self.attn.norm.register_forward_hook(self.count_heads)
+
+    def count_heads(self, *_):
+        assert self.attn.qkv.weight.shape[0] == 3 * self.attn.size * self.attn.heads
+
+    def forward(self, x):
+        return self.mlp(self.attn(x))
+
+
+class UsageModel(nn.Module):
+    """Two blocks, learned positions, a tied head."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.positions = nn.Embedding(VOCAB, WIDTH), nn.Embedding(7, WIDTH)
+        self.blocks = nn.ModuleList([UsageBlock(), UsageBlock()])
+        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCAB, bias=False)
+        self.head.weight = self.embed.weight
+        self.local = lambda positions: positions
+
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        x = x + self.positions(self.local(torch.arange(tokens.shape[1])))
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+def tensor_parallel_usage(name, **names):
+    """Run a file's usage block as it is printed. Returns the names that it leaves."""
+    import pathlib
+
+    text = pathlib.Path(f"{name}.py").read_text().partition("\n# --- a model of yours")[2]
+    lines = text.partition("\n# --- ")[0].splitlines()[1:]
+    exec("\n".join(line[6:] for line in lines if line.startswith("#     ")), names)
+    return names
+
+
+def tensor_parallel_usage_reference(model, microbatches, count):
+    """Step a whole model on the same micro-batches, as the usage block steps the cut one."""
+    optimizer = torch.optim.AdamW(model.parameters())
+    for tokens, targets in microbatches:
+        tensor_parallel_sum(model(tokens), targets, count).backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+
+
+def tensor_parallel_usage_equals(rank):
+    import tensor_parallel as tp
+
+    torch.manual_seed(0)
+    whole, group = UsageModel().double(), dist.group.WORLD
+    cut, (tokens, targets, count) = copy.deepcopy(whole), tensor_parallel_batch(0)
+    microbatches = list(zip(tokens.split(2), targets.split(2)))
+    names = dict(model=cut, group=group, t=2, vocab=VOCAB, microbatches=microbatches, count=count)
+    tensor_parallel_usage("tensor_parallel", **vars(tp), **names)
+    tensor_parallel_usage_reference(whole, microbatches, count)
+    for p, full in zip(cut.parameters(), whole.parameters(), strict=True):
+        for ours, theirs in ((p, full), (p.grad, full.grad)):
+            expected = tensor_parallel_take(tp, theirs, p)
+            torch.testing.assert_close(ours, expected, rtol=1e-10, atol=1e-10)
+
+
+def test_the_usage_block_runs_as_printed(copied):
+    copied("tensor_parallel", 2, tensor_parallel_usage_equals)
