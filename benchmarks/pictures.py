@@ -70,7 +70,6 @@ def memory_of_a_step(run, stage, recompute):
         run.args.microbatches,
         bucket_bytes=1 << 19,
         value=run.initial(model),
-        device=run.device,
     )
     for step in range(2):
         recorder = Recorder(sync)
