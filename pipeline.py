@@ -154,7 +154,7 @@ class Passes:
         y = self.function(stage, m, x)
         if stage == self.last and self.trains and y.numel() != 1:
             raise ValueError(f"the last stage returned {list(y.shape)}, not one number, its loss")
-        if y.requires_grad:
+        if self.trains and y.requires_grad:
             self.alive[m, stage] = x, y
         return y.detach()
 
@@ -325,6 +325,8 @@ def check(schedule):
     """Raise ValueError if an action is missing or there twice, or if ranks would wait for each
     other for ever, even where a send blocks until its receive is posted."""
     stages, kinds = sorted(schedule.owner), collections.defaultdict(str)
+    if not stages:
+        raise ValueError("the schedule is empty: give it at least one micro-batch")
     if stages != list(range(len(stages))):
         raise ValueError(f"the schedule's stages are {stages}: number them from 0, leave none out")
     for rank, row in enumerate(schedule):
@@ -356,7 +358,6 @@ def check(schedule):
         if message.queue in taken and message.source != message.target:
             before[following].add(taken[message.queue])
         taken[message.queue] = action
-    del before[None]
     try:
         graphlib.TopologicalSorter(before).prepare()
     except graphlib.CycleError as e:
@@ -414,11 +415,11 @@ def interleaved(rank, ranks, microbatches, chunks=2):
 class Deferred(TorchFunctionMode):
     """While it is on, each F.linear and F.grouped_mm leaves its weight's gradient for later.
 
-        queue = []
-        with Deferred(queue):    # play does this for a schedule with I and W
+        deferred = []
+        with Deferred(deferred):    # play does this for a schedule with I and W
             loss = F.cross_entropy(model(x), targets, reduction="sum") / count
         loss.backward()          # gradients of inputs, biases, norms and embeddings
-        accumulate(queue)        # gradients of weights: without this line they are missing
+        accumulate(deferred)     # gradients of weights: without this line they are missing
 
     It defers parameters and views of them. Other weights get their gradients at once: weights that
     are computed (perhaps from x), all under autocast, and the weights of addmm, matmul, bmm and
@@ -427,15 +428,15 @@ class Deferred(TorchFunctionMode):
     Set weight.used_twice = True where a stage uses a weight elsewhere too, as a tied embedding. Its
     gradient then comes at once, in one piece: DDP and ZeRO count the pieces."""
 
-    def __init__(self, queue):
+    def __init__(self, deferred):
         super().__init__()
-        self.queue = queue  # (weight, function of its gradient, the function's arguments)
+        self.deferred = deferred  # (weight, function of its gradient, the function's arguments)
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         if torch.is_grad_enabled():
             if function is F.linear:
                 function = self.linear
-            elif function is getattr(torch, "_grouped_mm", None):  # what F.grouped_mm calls
+            elif function is getattr(torch, "_grouped_mm", None):  # F.grouped_mm calls it
                 function = self.grouped_mm
         return function(*args, **(kwargs or {}))
 
@@ -459,35 +460,36 @@ class Deferred(TorchFunctionMode):
         return self.defer(product, input, weight, grouped_weight_gradient, offs)
 
     def defer(self, product, input, weight, function, *offsets):
-        """product(input, weight), whose backward queues the weight's gradient."""
+        """product(input, weight). Backward: y's hook notes the gradient of y, the product passes on
+        that of x, and KeepInput, which has x, puts the weight's gradient off."""
         gradients = []
 
-        def enqueue(x):
-            self.queue.append((weight, function, x, gradients.pop(), *offsets))
+        def put_off(x):
+            self.deferred.append((weight, function, x, gradients.pop(), *offsets))
 
-        # Detached: autograd would run the weight's hooks in this backward, with nothing to add.
-        y = product(KeepInput.apply(input, enqueue), weight.detach())
-        if y._is_view():  # of addmm's result: an in-place ReLU on a view would lose the hook
+        # Detached: or the product's backward would compute the weight's gradient as well.
+        y = product(KeepInput.apply(input, put_off), weight.detach())
+        if y._is_view():  # an in-place ReLU gives a view a new node, without the hook
             y = torch.ops.aten._unsafe_view(y, y.shape)
         y.register_hook(gradients.append)
         return y
 
 
 class KeepInput(torch.autograd.Function):
-    """Identity. Saves x for the weight's gradient, and queues it in backward.
+    """Identity. Saves x, and in backward puts the weight's gradient off.
 
     It is a node of its own, before the product. Recomputation ends with what is saved last, so it
     need not compute the product again."""
 
     @staticmethod
-    def forward(ctx, x, enqueue):
+    def forward(ctx, x, put_off):
         ctx.save_for_backward(x)
-        ctx.enqueue = enqueue
+        ctx.put_off = put_off
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx, gradient):
-        ctx.enqueue(ctx.saved_tensors[0].detach())
+        ctx.put_off(ctx.saved_tensors[0].detach())
         return gradient, None
 
 
@@ -513,11 +515,12 @@ class LateGradient(torch.autograd.Function):
         return ctx.function(*ctx.saved_tensors), None, *[None for _ in ctx.saved_tensors]
 
 
-def accumulate(queue):
+def accumulate(deferred):
     """Add the deferred gradients to their weights, in one pass of autograd: hooks of DDP and ZeRO
     see them like any others."""
-    roots = [LateGradient.apply(*entry) for entry in queue]
-    queue.clear()
+    # Autograd runs the newest node first: last layers first, in the order of the buckets
+    roots = [LateGradient.apply(*entry) for entry in reversed(deferred)]
+    deferred.clear()
     if roots:
         torch.autograd.backward(roots, [torch.ones_like(root) for root in roots])
 
@@ -527,17 +530,17 @@ class SplitPasses(Passes):
 
     def __init__(self, forward, row, last):
         super().__init__(forward, row, last)
-        self.queues = {(a.microbatch, a.stage): [] for a in row if a.kind == "W"}
+        self.deferred = {(a.microbatch, a.stage): [] for a in row if a.kind == "W"}
 
     def run(self, action, received):
         key = action.microbatch, action.stage
         if action.kind == "W":
-            return accumulate(self.queues.pop(key))
-        if key not in self.queues:
+            return accumulate(self.deferred.pop(key))
+        if key not in self.deferred:
             return super().run(action, received)
-        with Deferred(self.queues[key]):  # in I too: checkpointed layers run forward again
+        with Deferred(self.deferred[key]):  # in I too: checkpointed layers run forward again
             result = super().run(action, received)
-        if action.kind == "F" and self.queues[key]:
+        if action.kind == "F" and self.deferred[key]:
             raise RuntimeError(
                 f"stage {action.stage}'s forward runs a backward pass of its own (autograd.grad?), "
                 "whose gradients a split backward would add to the step's: use a schedule like 1f1b"
@@ -679,6 +682,8 @@ SCHEDULES = {
 def make(name, ranks, microbatches, chunks=None):
     """The Schedule of that name. chunks: stages a rank, for interleaved. Raises ValueError where
     none exists for these numbers."""
+    if name not in SCHEDULES:
+        raise ValueError(f"there is no schedule {name!r}, but {', '.join(SCHEDULES)}")
     options = {"chunks": chunks} if chunks and name == "interleaved" else {}
     rows = [SCHEDULES[name](rank, ranks, microbatches, **options) for rank in range(ranks)]
     schedule = Schedule(rows)
@@ -761,14 +766,12 @@ def check_gpt(thing, *names):
 
 
 def stage_layers(config, stages):
-    """The range of layers of each stage, balanced by the work of a token. The output projection
-    counts with the last layer. The embedding is a look-up: no work beside a layer's."""
-    check_gpt(config, "layers", "width", "heads", "kv_heads", "hidden", "mlp", "vocab")
-    head_size = config.width // config.heads
-    attention = config.width * head_size * (2 * config.heads + 2 * config.kv_heads)
-    layer = attention + config.width * config.hidden * (3 if config.mlp == "swiglu" else 2)
-    costs = [layer] * config.layers
-    costs[-1] += config.width * config.vocab
+    """The range of layers of each stage, balanced by a token's FLOPs. The output projection counts
+    with the last layer. The embedding is a look-up: no work beside a layer's."""
+    check_gpt(config, "layers", "width", "vocab", "flops_per_token")
+    projection = 6 * config.width * config.vocab
+    costs = [(config.flops_per_token() - projection) // config.layers] * config.layers
+    costs[-1] += projection
     return balance(costs, stages)
 
 
