@@ -302,10 +302,9 @@ class Mailbox:
 
 def make_links(ranks=None):
     """The four groups of `play`: [activations to later ranks, activations to earlier ranks,
-    gradients to later ranks, gradients to earlier ranks]. One group would not do: on nccl all its
-    messages between two ranks stand in line, and one could wait for another that waits for it.
-
-    Every process must call it, as dist.new_group: once for each pipeline, in the same order."""
+    gradients to later ranks, gradients to earlier ranks]. Four, because on nccl a group's messages
+    between two ranks stand in line, and one could wait for another that waits for it. Every
+    process must call it, as dist.new_group: once for each pipeline, in the same order."""
     return [dist.new_group(ranks) for _ in range(4)]
 
 
@@ -416,8 +415,7 @@ def interleaved(rank, ranks, microbatches, chunks=2):
 
     forwards = [action("F", i) for i in range(microbatches * chunks)]
     backwards = [action("B", i) for i in range(microbatches * chunks)]
-    # A group's forwards on all stages of this rank but the last. On that one, as 1F1B: as many as
-    # the first micro-batch needs to the last rank and back, two for each rank in between.
+    # A group through all chunks but the last; then to the last rank and back, two for each rank.
     return in_turn(forwards, backwards, ahead=(chunks - 1) * ranks + 2 * (ranks - 1 - rank))
 
 
@@ -583,9 +581,8 @@ class Row(list):
 
 def zb_h1(rank, ranks, microbatches, reach=1):
     """1F1B with backward in two parts. Rank r has r forwards less in flight than the first rank, so
-    it may put off r weight gradients for as much memory. They fill its gaps at the end. reach: how
-    many forwards a rank is ahead of the next one, and weight gradients behind the one before."""
-    ahead, row = reach * (ranks - 1 - rank), Row()
+    it may put off r weight gradients for as much memory. They fill its gaps at the end."""
+    ahead, row = reach * (ranks - 1 - rank), Row()  # reach: forwards ahead of the next rank
     row.add("F" * min(ahead, microbatches), rank)
     for i in range(microbatches):
         if ahead + i < microbatches:
