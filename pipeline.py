@@ -4,9 +4,9 @@
     micro-batch's forward, [digit] its backward, twice as long. A dot is a wait.
 
         0 1 2 3 . . . . . .[0 ] 4[1 ] 5[2 ] 6[3 ] 7[4 ] .[5 ] .[6 ] .[7 ]
-        . 0 1 2 . . . .[0 ] 3[1 ] 4[2 ] 5[3 ] 6[4 ] 7[5 ] .[6 ] .[7 ]
-        . . 0 1 . .[0 ] 2[1 ] 3[2 ] 4[3 ] 5[4 ] 6[5 ] 7[6 ] .[7 ]
-        . . . 0[0 ] 1[1 ] 2[2 ] 3[3 ] 4[4 ] 5[5 ] 6[6 ] 7[7 ]
+        . 0 1 2 . . . .[0 ] 3[1 ] 4[2 ] 5[3 ] 6[4 ] 7[5 ] .[6 ] .[7 ] . .
+        . . 0 1 . .[0 ] 2[1 ] 3[2 ] 4[3 ] 5[4 ] 6[5 ] 7[6 ] .[7 ] . . . .
+        . . . 0[0 ] 1[1 ] 2[2 ] 3[3 ] 4[4 ] 5[5 ] 6[6 ] 7[7 ] . . . . . .
 
 The layers are cut into p stages for p ranks, the batch into m micro-batches. A schedule lists each
 rank's actions, in order. `play` plays any schedule.
@@ -19,11 +19,12 @@ The backward is the chain rule, cut at the boundaries. A stage's input x is a le
 So y.backward(gradient of y, from the next stage) leaves the gradient of x in x.grad, and that goes
 to the stage before. Gradients of micro-batches add up to those of the batch.
 
-Not worth it for few micro-batches: ranks wait while the pipeline fills and drains, and work only
-m / (m + p - 1) of the time. docs/pipelines.md has the costs of all eight schedules.
+Not worth it for few micro-batches: ranks wait while the pipeline fills and drains. With 1F1B they
+work m / (m + p - 1) of the time, 24 cells of 33 above. docs/pipelines.md has the other schedules.
 
-    torchrun --nproc_per_node=4 pipeline.py         python pipeline.py --layers 8 --schedule zb-v
-    python pipeline.py --compare                    all schedules beside their formulas
+    torchrun --nproc_per_node=4 pipeline.py
+    python pipeline.py --layers 8 --schedule zb-v
+    python pipeline.py --compare                    # all schedules beside their formulas
 
 GPipe arXiv:1811.06965; 1F1B arXiv:2006.09503; interleaved arXiv:2104.04473; zero bubble
 arXiv:2401.10241; ZB-V arXiv:2405.15362; DualPipe arXiv:2412.19437, section 3.2.1.
@@ -48,7 +49,7 @@ from torch.overrides import TorchFunctionMode
 
 class Action(NamedTuple):
     """One micro-batch on one stage. Kind "F" is forward, "B" backward. Backward may come in two
-    parts: "I", the gradient of the stage's input, and "W", the gradients of its weights."""
+    parts: "W", the gradients of matrices, and before it "I", all others, and the stage input's."""
 
     kind: str
     microbatch: int
@@ -56,15 +57,15 @@ class Action(NamedTuple):
 
 
 def gpipe(rank, ranks, microbatches):
-    """All forwards, then all backwards: F0 F1 F2 B0 B1 B2 on every rank."""
+    """All forwards, then all backwards: F0 F1 F2 B0 B1 B2. Rank r runs stage r."""
     forwards = [Action("F", m, rank) for m in range(microbatches)]
     backwards = [Action("B", m, rank) for m in range(microbatches)]
     return forwards + backwards
 
 
 def one_f_one_b(rank, ranks, microbatches):
-    """A few forwards ahead, then one forward and one backward in turn. A rank holds activations of
-    at most p micro-batches. With gpipe it holds those of all m.
+    """A few forwards ahead, then one forward and one backward in turn. Rank r holds activations of
+    at most p - r micro-batches. With gpipe it holds those of all m.
 
         rank 0 of 3:  F0 F1 F2 B0 F3 B1 F4 B2 B3 B4
         rank 1 of 3:  F0 F1 B0 F2 B1 F3 B2 F4 B3 B4
@@ -89,30 +90,38 @@ def naive(rank, ranks, microbatches):
     return one_f_one_b(rank, rank + 1, microbatches)  # what 1F1B does on the last rank
 
 
-# --- the executor
+# --- the executor: Passes computes, Mailbox sends and receives, a Schedule says in which order
 
 
 def play(schedule, forward, shape, dtype, device, links, around=contextlib.nullcontext):
     """Play this rank's row of a schedule. Gradients add up in the parameters' .grad.
 
-        schedule, links = make("1f1b", ranks, microbatches), make_links()   # on all ranks, once
+        schedule, links = make("1f1b", ranks, microbatches), make_links()    # on all ranks, once
+        open_links(schedule, links, device)                                  # or nccl hangs
         stages = {s: build_stage(s).to(device) for s in schedule.stages(rank)}    # your modules
+        parameters = [p for stage in stages.values() for p in stage.parameters()]
+        optimizer = torch.optim.AdamW(parameters)
 
-        def forward(s, m, x):            # stage, micro-batch, activations of the stage before
-            y = stages[s](inputs[m] if x is None else x)                   # x is None on stage 0
+        def forward(s, m, x):                # stage, micro-batch, result of the stage before
+            y = stages[s](inputs[m] if x is None else x)     # x is None on stage 0
             if s < schedule.last:
-                return y
-            return F.cross_entropy(y, targets[m], reduction="sum") / count
+                return y                                     # (b, T, C)
+            y, t = y.flatten(0, 1), targets[m].flatten()     # logits (b T, V), (b T,)
+            return F.cross_entropy(y, t, reduction="sum") / count
 
-        losses = play(schedule, forward, (b, T, C), dtype, device, links)
+        for inputs, targets, count in batches:      # two lists of tensors (b, T); all their tokens
+            optimizer.zero_grad()
+            losses = play(schedule, forward, (b, T, C), dtype, device, links)
+            reduce_tied(parameters)                 # for a matrix on two ranks
+            optimizer.step()
 
-    The loss rule: the sum over a micro-batch's tokens, divided by the tokens of the whole batch
-    (all micro-batches, all data-parallel ranks). A mean in each micro-batch is wrong.
+    The loss rule: the sum over a micro-batch's tokens, divided by count, the tokens of the whole
+    batch (all micro-batches, all data-parallel ranks). A mean in each micro-batch is wrong.
 
     shape, dtype: of the activations between stages, the same for every micro-batch and rank.
     around(action): a context around the work of each action, without its messages.
-    Returns the last stage's results, detached, on its rank, and [] on the others. play can't see
-    every mistake: docs/pipelines.md lists the others.
+    Returns the last stage's results, detached, on its rank, and [] on the others.
+    docs/pipelines.md lists the mistakes that play can't see.
     """
     rank = check_links(schedule, links)
     row = schedule[rank]
@@ -138,7 +147,7 @@ class Passes:
 
     def __init__(self, forward, row, last):
         self.function, self.last = forward, last
-        self.alive = {}  # {(micro-batch, stage): input and output, from forward to backward}
+        self.alive = {}  # {(stage, micro-batch): input and output, from forward to backward}
         self.trains = any(action.kind != "F" for action in row)
         if self.trains and not torch.is_grad_enabled():
             raise ValueError("gradients are off: play forward_only(schedule), or turn them on")
@@ -146,22 +155,22 @@ class Passes:
     def run(self, action, received):
         """From the message that an action waits for to the message that it sends."""
         work = self.forward if action.kind == "F" else self.backward
-        return work(action.microbatch, action.stage, received)
+        return work(action.stage, action.microbatch, received)
 
-    def forward(self, m, stage, x):
+    def forward(self, stage, m, x):
         if x is not None and torch.is_grad_enabled():
             x.requires_grad_()  # a leaf: backward leaves its gradient in x.grad
         y = self.function(stage, m, x)
         if stage == self.last and self.trains and y.numel() != 1:
             raise ValueError(f"the last stage returned {list(y.shape)}, not one number, its loss")
-        if y.requires_grad:
-            self.alive[m, stage] = x, y
+        if self.trains and y.requires_grad:
+            self.alive[stage, m] = x, y
         return y.detach()
 
-    def backward(self, m, stage, gradient):
-        x, y = self.alive.pop((m, stage), (None, None))
-        if y is None and stage == 0 < self.last:
-            return None  # the parameters of the first stage are frozen
+    def backward(self, stage, m, gradient):
+        x, y = self.alive.pop((stage, m), (None, None))
+        if y is None and stage == 0 and self.last > 0:
+            return None  # its parameters are frozen; the gradient from stage 1 is dropped
         if y is not None:
             self.run_backward(y, torch.ones_like(y) if gradient is None else gradient)
         if y is None or stage > 0 and x.grad is None:
@@ -187,7 +196,7 @@ class Message(NamedTuple):
 
     @property
     def queue(self):
-        """Messages of one queue arrive in the order in which they are sent."""
+        """Its queue's key. Messages of one queue arrive in the order in which they are sent."""
         return self.kind, self.source, self.target
 
 
@@ -292,10 +301,10 @@ class Mailbox:
 
 
 def make_links(ranks=None):
-    """The four groups of `play`: for activations to a later rank and to an earlier one, and alike
-    for gradients. On nccl all messages of two ranks in one group stand in line, and one could wait
-    for another that waits for it. Every process must call it, as dist.new_group. Of several
-    pipelines: [make_links(ranks) for ranks in pipelines][index of this rank's pipeline]."""
+    """The four groups of `play`: [activations to later ranks, activations to earlier ranks,
+    gradients to later ranks, gradients to earlier ranks]. Four, because on nccl a group's messages
+    between two ranks stand in line, and one could wait for another that waits for it. Every
+    process must call it, as dist.new_group: once for each pipeline, in the same order."""
     return [dist.new_group(ranks) for _ in range(4)]
 
 
@@ -309,12 +318,12 @@ def open_links(schedule, links, device):
     """Send a first message through each queue, in an order that all ranks share. On nccl the first
     message blocks until both ranks are there."""
     rank, number = dist.get_rank(links[0]), torch.zeros(1, device=device)
-    messages = [schedule.outgoing(action) for action in sum(schedule, ())]
-    for queue in sorted({message.queue for message in messages if message is not None}):
+    messages = {schedule.outgoing(action) for action in sum(schedule, ())} - {None}
+    for queue in sorted({m.queue for m in messages if m.source != m.target}):
         _, source, target = queue
-        if rank == source != target:
+        if rank == source:
             dist.send(number, group=link(links, queue), group_dst=target)
-        elif rank == target != source:
+        elif rank == target:
             dist.recv(number, group=link(links, queue), group_src=source)
 
 
@@ -325,6 +334,8 @@ def check(schedule):
     """Raise ValueError if an action is missing or there twice, or if ranks would wait for each
     other for ever, even where a send blocks until its receive is posted."""
     stages, kinds = sorted(schedule.owner), collections.defaultdict(str)
+    if not stages:
+        raise ValueError("the schedule is empty: give it at least one micro-batch")
     if stages != list(range(len(stages))):
         raise ValueError(f"the schedule's stages are {stages}: number them from 0, leave none out")
     for rank, row in enumerate(schedule):
@@ -338,12 +349,14 @@ def check(schedule):
             found = " ".join(kinds[m, stage]) or "nothing"
             raise ValueError(f"stage {stage} runs micro-batch {m} as {found}")
 
-    # Nobody waits for ever if some order puts every action behind those that it waits for.
+    # Nobody waits for ever if some order puts every action behind those that it waits for:
+    # 1. the one before it on its rank; 2. the one that sends its message; 3. where the one before
+    # it sends, the one that takes the message before in that queue. Only then is a receive posted.
     before = collections.defaultdict(set)  # {action: the actions that it waits for}
     sent = {}  # {message: the action that sends it, and the next one of that rank}
     for row in schedule:
         for action, following in zip(row, row[1:] + (None,)):
-            before[following].add(action)
+            before[following].add(action)  # 1. (None follows the last one)
             sent[schedule.outgoing(action)] = action, following
     taken = {}  # {queue: the action that takes its last message}
     for action in sum(schedule, ()):
@@ -351,12 +364,10 @@ def check(schedule):
         if message is None:
             continue
         sender, following = sent[message]
-        before[action].add(sender)
-        # One receive is posted ahead: a send may block until the message before it is taken.
+        before[action].add(sender)  # 2.
         if message.queue in taken and message.source != message.target:
-            before[following].add(taken[message.queue])
+            before[following].add(taken[message.queue])  # 3.
         taken[message.queue] = action
-    del before[None]
     try:
         graphlib.TopologicalSorter(before).prepare()
     except graphlib.CycleError as e:
@@ -373,7 +384,7 @@ def check_links(schedule, links):
     if rank < 0:
         raise ValueError("this process is not one of the links' ranks: play only where it is")
     members = [dist.get_process_group_ranks(group) for group in links]
-    if len(set(links)) != 4 or members != 4 * members[:1]:
+    if len(set(links)) != 4 or any(ranks != members[0] for ranks in members):
         raise ValueError("links must be four different groups of the same ranks: use make_links()")
     size = len(members[0])
     if len(schedule) != size:
@@ -404,7 +415,7 @@ def interleaved(rank, ranks, microbatches, chunks=2):
 
     forwards = [action("F", i) for i in range(microbatches * chunks)]
     backwards = [action("B", i) for i in range(microbatches * chunks)]
-    # Until the first micro-batch has passed all stages, and its backward reaches this rank.
+    # A group through all chunks but the last; then to the last rank and back, two for each rank.
     return in_turn(forwards, backwards, ahead=(chunks - 1) * ranks + 2 * (ranks - 1 - rank))
 
 
@@ -414,28 +425,28 @@ def interleaved(rank, ranks, microbatches, chunks=2):
 class Deferred(TorchFunctionMode):
     """While it is on, each F.linear and F.grouped_mm leaves its weight's gradient for later.
 
-        queue = []
-        with Deferred(queue):    # play does this for a schedule with I and W
+        deferred = []
+        with Deferred(deferred):    # play does this for a schedule with I and W
             loss = F.cross_entropy(model(x), targets, reduction="sum") / count
         loss.backward()          # gradients of inputs, biases, norms and embeddings
-        accumulate(queue)        # gradients of weights: without this line they are missing
+        accumulate(deferred)     # gradients of weights: without this line they are missing
 
-    It defers parameters and views of them. Other weights get their gradients at once: weights that
-    are computed (perhaps from x), all under autocast, and the weights of addmm, matmul, bmm and
-    nn.MultiheadAttention, which it does not see. Run no backward pass inside the `with`.
+    It defers parameters and views of them. Other weights get their gradients at once: those that
+    are computed, all under autocast, and those in addmm, matmul, bmm and nn.MultiheadAttention.
+    Run no backward pass inside the `with`.
 
     Set weight.used_twice = True where a stage uses a weight elsewhere too, as a tied embedding. Its
     gradient then comes at once, in one piece: DDP and ZeRO count the pieces."""
 
-    def __init__(self, queue):
+    def __init__(self, deferred):
         super().__init__()
-        self.queue = queue  # (weight, function of its gradient, the function's arguments)
+        self.deferred = deferred  # (weight, function of its gradient, the function's arguments)
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         if torch.is_grad_enabled():
             if function is F.linear:
                 function = self.linear
-            elif function is getattr(torch, "_grouped_mm", None):  # what F.grouped_mm calls
+            elif function is getattr(torch, "_grouped_mm", None):  # F.grouped_mm calls it
                 function = self.grouped_mm
         return function(*args, **(kwargs or {}))
 
@@ -459,35 +470,34 @@ class Deferred(TorchFunctionMode):
         return self.defer(product, input, weight, grouped_weight_gradient, offs)
 
     def defer(self, product, input, weight, function, *offsets):
-        """product(input, weight), whose backward queues the weight's gradient."""
+        """product(input, weight). Backward: y's hook notes the gradient of y, the product passes on
+        that of x, and KeepInput, which has x, puts the weight's gradient off."""
         gradients = []
 
-        def enqueue(x):
-            self.queue.append((weight, function, x, gradients.pop(), *offsets))
+        def put_off(x):
+            self.deferred.append((weight, function, x, gradients.pop(), *offsets))
 
-        # Detached: autograd would run the weight's hooks in this backward, with nothing to add.
-        y = product(KeepInput.apply(input, enqueue), weight.detach())
-        if y._is_view():  # of addmm's result: an in-place ReLU on a view would lose the hook
+        # Detached: or the product's backward would compute the weight's gradient as well.
+        y = product(KeepInput.apply(input, put_off), weight.detach())
+        if y._is_view():  # an in-place ReLU gives a view a new node, without the hook
             y = torch.ops.aten._unsafe_view(y, y.shape)
         y.register_hook(gradients.append)
         return y
 
 
 class KeepInput(torch.autograd.Function):
-    """Identity. Saves x for the weight's gradient, and queues it in backward.
-
-    It is a node of its own, before the product. Recomputation ends with what is saved last, so it
-    need not compute the product again."""
+    """Identity. Saves x, and in backward puts the weight's gradient off. A node of its own, before
+    the product: recomputation ends with what is saved last, so it spares the product."""
 
     @staticmethod
-    def forward(ctx, x, enqueue):
+    def forward(ctx, x, put_off):
         ctx.save_for_backward(x)
-        ctx.enqueue = enqueue
+        ctx.put_off = put_off
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx, gradient):
-        ctx.enqueue(ctx.saved_tensors[0].detach())
+        ctx.put_off(ctx.saved_tensors[0].detach())
         return gradient, None
 
 
@@ -513,11 +523,12 @@ class LateGradient(torch.autograd.Function):
         return ctx.function(*ctx.saved_tensors), None, *[None for _ in ctx.saved_tensors]
 
 
-def accumulate(queue):
+def accumulate(deferred):
     """Add the deferred gradients to their weights, in one pass of autograd: hooks of DDP and ZeRO
     see them like any others."""
-    roots = [LateGradient.apply(*entry) for entry in queue]
-    queue.clear()
+    # Autograd runs the newest node first: last layers first, in the order of the buckets
+    roots = [LateGradient.apply(*entry) for entry in reversed(deferred)]
+    deferred.clear()
     if roots:
         torch.autograd.backward(roots, [torch.ones_like(root) for root in roots])
 
@@ -527,17 +538,17 @@ class SplitPasses(Passes):
 
     def __init__(self, forward, row, last):
         super().__init__(forward, row, last)
-        self.queues = {(a.microbatch, a.stage): [] for a in row if a.kind == "W"}
+        self.deferred = {(a.microbatch, a.stage): [] for a in row if a.kind == "W"}
 
     def run(self, action, received):
         key = action.microbatch, action.stage
         if action.kind == "W":
-            return accumulate(self.queues.pop(key))
-        if key not in self.queues:
+            return accumulate(self.deferred.pop(key))
+        if key not in self.deferred:
             return super().run(action, received)
-        with Deferred(self.queues[key]):  # in I too: checkpointed layers run forward again
+        with Deferred(self.deferred[key]):  # in I too: checkpointed layers run forward again
             result = super().run(action, received)
-        if action.kind == "F" and self.queues[key]:
+        if action.kind == "F" and self.deferred[key]:
             raise RuntimeError(
                 f"stage {action.stage}'s forward runs a backward pass of its own (autograd.grad?), "
                 "whose gradients a split backward would add to the step's: use a schedule like 1f1b"
@@ -547,7 +558,7 @@ class SplitPasses(Passes):
     def run_backward(self, y, gradient):
         # What y.backward calls in the end. A mode sees y.backward itself, and is off inside it.
         engine = torch.autograd.Variable._execution_engine
-        flags = dict(allow_unreachable=True, accumulate_grad=True)
+        flags = {"allow_unreachable": True, "accumulate_grad": True}
         engine.run_backward((y,), (gradient,), False, False, (), **flags)
 
 
@@ -563,15 +574,15 @@ class Row(list):
 
     def add(self, kinds, *stages):
         for stage, kind in itertools.product(stages, kinds):
-            counter = "B" if kind == "I" else kind, stage  # B and I share one: both are backwards
-            self.append(Action(kind, self.counts[counter], stage))
-            self.counts[counter] += 1
+            counted = "B" if kind == "I" else kind  # B and I are both backwards
+            self.append(Action(kind, self.counts[counted, stage], stage))
+            self.counts[counted, stage] += 1
 
 
 def zb_h1(rank, ranks, microbatches, reach=1):
     """1F1B with backward in two parts. Rank r has r forwards less in flight than the first rank, so
     it may put off r weight gradients for as much memory. They fill its gaps at the end."""
-    ahead, row = reach * (ranks - 1 - rank), Row()
+    ahead, row = reach * (ranks - 1 - rank), Row()  # reach: forwards ahead of the next rank
     row.add("F" * min(ahead, microbatches), rank)
     for i in range(microbatches):
         if ahead + i < microbatches:
@@ -590,18 +601,18 @@ def zb_h2(rank, ranks, microbatches):
 
 
 def zb_v(rank, ranks, microbatches):
-    """Rank r holds the stages r and 2 p - 1 - r: the micro-batches' way through the ranks is a V,
-    and both its ends are on rank 0."""
+    """Rank r holds the stages r (near) and 2 p - 1 - r (far). So the way through the ranks is a V,
+    with both its ends on rank 0. docs/pipelines.md draws it."""
     near, far, row = rank, 2 * ranks - 1 - rank, Row()
-    whole = max(microbatches, 2 * ranks - 1)  # fewer follow the same pattern, with holes
+    padded = max(microbatches, 2 * ranks - 1)  # fewer: the pattern of so many, with holes
     # Fill: forwards, until the first micro-batch is back from the far end.
     row.add("F" * (2 * (ranks - rank) - 1), near)
     for _ in range(rank):
         row.add("F", far, near)
     row.add("FIW" * (ranks - rank), far)
     # Steady: F I W of each side in turn.
-    while row.counts["F", far] < whole:
-        if row.counts["F", near] < whole:
+    while row.counts["F", far] < padded:
+        if row.counts["F", near] < padded:
             row.add("F", near)
         row.add("IW", near)
         row.add("FIW", far)
@@ -610,14 +621,14 @@ def zb_v(rank, ranks, microbatches):
         row.add("I", near, far)
     row.add("IW" * (ranks - rank), near)
     for stage in (far, near):
-        row.add("W" * (whole - row.counts["W", stage]), stage)
+        row.add("W" * (padded - row.counts["W", stage]), stage)
     return [action for action in row if action.microbatch < microbatches]
 
 
 def dualpipev(rank, ranks, microbatches):
     """DualPipe folded at its middle: stages as in zb_v. In the main phase a forward of one side
     stands beside a backward of the other. DeepSeek overlaps the two; here they take turns. Weight
-    gradients are put off only while it fills and drains. The numbers are DeepSeek's own."""
+    gradients are put off only while it fills and drains. Phases 1 to 8 are those of its code."""
     if microbatches < 2 * ranks:
         count = f"at least {2 * ranks} micro-batches, twice as many as ranks"
         raise ValueError(f"dualpipev needs {count}, not {microbatches}")
@@ -629,7 +640,7 @@ def dualpipev(rank, ranks, microbatches):
         row.add("I", stage)
         deferred.append(row[-1]._replace(kind="W"))
 
-    def weight_gradients():
+    def oldest_weight_gradient():
         row.append(deferred.popleft())
 
     # 1: forwards, until the first micro-batch is back on the far side
@@ -638,7 +649,7 @@ def dualpipev(rank, ranks, microbatches):
         row.add("F", near, far)
     for _ in range(rest):  # 3: the first backwards, of the far side, in two parts
         input_gradient(far)
-        weight_gradients()
+        oldest_weight_gradient()
         row.add("F", far)
     for _ in range(microbatches - 2 * ranks + rank + 1):  # 4: forward and backward of both sides
         row.add("F", near)
@@ -656,10 +667,10 @@ def dualpipev(rank, ranks, microbatches):
         else:
             input_gradient(stage)
     for _ in range(rest):  # 7: the last backwards of the near side, with weights in between
-        weight_gradients()
+        oldest_weight_gradient()
         input_gradient(near)
     while deferred:  # 8: the weights that are left
-        weight_gradients()
+        oldest_weight_gradient()
     return row
 
 
@@ -679,6 +690,8 @@ SCHEDULES = {
 def make(name, ranks, microbatches, chunks=None):
     """The Schedule of that name. chunks: stages a rank, for interleaved. Raises ValueError where
     none exists for these numbers."""
+    if name not in SCHEDULES:
+        raise ValueError(f"there is no schedule {name!r}, but {', '.join(SCHEDULES)}")
     options = {"chunks": chunks} if chunks and name == "interleaved" else {}
     rows = [SCHEDULES[name](rank, ranks, microbatches, **options) for rank in range(ranks)]
     schedule = Schedule(rows)
@@ -761,14 +774,12 @@ def check_gpt(thing, *names):
 
 
 def stage_layers(config, stages):
-    """The range of layers of each stage, balanced by the work of a token. The output projection
-    counts with the last layer. The embedding is a look-up: no work beside a layer's."""
-    check_gpt(config, "layers", "width", "heads", "kv_heads", "hidden", "mlp", "vocab")
-    head_size = config.width // config.heads
-    attention = config.width * head_size * (2 * config.heads + 2 * config.kv_heads)
-    layer = attention + config.width * config.hidden * (3 if config.mlp == "swiglu" else 2)
-    costs = [layer] * config.layers
-    costs[-1] += config.width * config.vocab
+    """The range of layers of each stage, balanced by a token's FLOPs. The output projection counts
+    with the last layer. The embedding is a look-up: no work beside a layer's."""
+    check_gpt(config, "layers", "width", "vocab", "flops_per_token")
+    projection = 6 * config.width * config.vocab
+    costs = [(config.flops_per_token() - projection) // config.layers] * config.layers
+    costs[-1] += projection
     return balance(costs, stages)
 
 
@@ -823,7 +834,7 @@ class Stages(nn.Module):
         return self.parts[str(stage)]
 
     def uses(self):
-        """Each parameter as often as a micro-batch's backward reaches it: a shared one twice."""
+        """A parameter for each gradient that a micro-batch adds: one of two stages comes twice."""
         return list(itertools.chain(*(part.parameters() for part in self.parts.values())))
 
     def named(self):
@@ -868,7 +879,7 @@ def demo(run):
     stages, last, links = schedule.stages(rank), schedule.last, make_links()
     ends = dist.new_group(sorted({schedule.owner[0], schedule.owner[last]}))
     open_links(schedule, links, run.device)
-    run.groups(down=links[:2], up=links[2:], tied=ends)  # activations go down, gradients up
+    run.groups(down=links[:2], up=links[2:], tied=ends)  # down: activations, up: gradients
     model = run.fill(Stages(split(run.meta_model, last + 1, stages, ends)))
     parameters = list(model.parameters())
     optimizer = harness.make_optimizer(parameters, args)
@@ -896,17 +907,7 @@ def demo(run):
         run.log(loss, norm)
 
     layers = stage_layers(config, last + 1)
-    message = torch.Size(shape).numel() * run.dtype.itemsize  # b T C e
-    messages = [args.microbatches * n for n in schedules.boundaries(schedule, rank)]
-    text = "m b T C e a boundary to another rank"
-    sent = {
-        ("send", "down"): (messages[0] * message, text),
-        ("send", "up"): (messages[1] * message, text),
-        ("all_reduce", "world"): (harness.formulas.all_reduce_sent(16, ranks), "loss and norm"),
-    }
-    if config.tied and (0 in stages) != (last in stages):
-        size = config.vocab * config.width * run.dtype.itemsize
-        sent["all_reduce", "tied"] = (size, "V C e, first and last stage")
+    sent = schedules.sent(run, schedule, shape)
     held = schedules.held(run, schedule, layers)
     notes = schedules.report(run, schedule, layers, stopwatch.spans)
     layout = {"pp": ranks, "schedule": args.schedule, "microbatches": args.microbatches}

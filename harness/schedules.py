@@ -16,7 +16,7 @@ import time
 import torch
 import torch.distributed as dist
 
-from harness.formulas import activation_bytes, parameters_held
+from harness.formulas import activation_bytes, all_reduce_sent, parameters_held
 from harness.plots import pyplot, save
 from harness.start import Refused, refusing
 
@@ -236,6 +236,23 @@ def trace(spans):
             event["args"] = {"micro-batch": m, "stage": stage, "kind": NAMES[kind]}
             events.append(event)
     return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+def sent(run, schedule, shape):
+    """Rows of the receipt's `sent`. shape: (b, T, C), of the activations between stages."""
+    config, stages, ranks = run.config, schedule.stages(run.rank), len(schedule)
+    message = torch.Size(shape).numel() * run.dtype.itemsize  # b T C e
+    down, up = (run.args.microbatches * n * message for n in boundaries(schedule, run.rank))
+    text = "m b T C e a boundary to another rank"
+    rows = {
+        ("send", "down"): (down, text),
+        ("send", "up"): (up, text),
+        ("all_reduce", "world"): (all_reduce_sent(16, ranks), "loss and norm"),
+    }
+    if config.tied and (0 in stages) != (schedule.last in stages):
+        size = config.vocab * config.width * run.dtype.itemsize
+        rows["all_reduce", "tied"] = (size, "V C e, first and last stage")
+    return rows
 
 
 def held(run, schedule, layers):

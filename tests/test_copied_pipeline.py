@@ -2,6 +2,7 @@
 refused."""
 
 import re
+import textwrap
 
 import pytest
 import torch
@@ -145,6 +146,52 @@ def test_pipeline_equals_one_process(copied, name, ranks, microbatches, model, o
         if has_loss:
             assert [float(x) for x in mine] == pytest.approx(losses, rel=1e-10)
     assert seen == whole.keys()
+
+
+def pipeline_block(docstring):
+    """The lines that a docstring indents."""
+    lines = [line for line in docstring.splitlines()[1:] if line.startswith(" " * 8)]
+    return textwrap.dedent("\n".join(lines))
+
+
+def test_pipeline_usage_blocks_run_as_printed(copied):
+    """The training loop of play, against one process, and the lines of Deferred."""
+
+    def data(steps=3):
+        for step in range(steps):
+            tokens, targets = (t.clamp(min=0) for t in pipeline_batch(step))
+            yield tokens.chunk(4), targets.chunk(4), tokens.numel()
+
+    def work(rank):
+        import pipeline as pp
+
+        cuts = [pipeline_layers("mlp")[:4], pipeline_layers("mlp")[4:]]
+        names = vars(pp) | dict(rank=rank, ranks=2, microbatches=4, batches=data())
+        names |= dict(build_stage=lambda s: nn.Sequential(*cuts[s]), device="cpu", dtype=DOUBLE)
+        exec(pipeline_block(pp.play.__doc__), names | dict(b=ROWS // 4, T=LENGTH, C=WIDTH))
+        model, x, targets = (
+            nn.Linear(4, 3),
+            torch.ones(2, 4, requires_grad=True),
+            torch.tensor([0, 1]),
+        )
+        names = vars(pp) | dict(model=model, x=x, targets=targets, count=2)
+        exec(pipeline_block(pp.Deferred.__doc__), names)
+        late = model.weight.grad.clone()
+        model.zero_grad()
+        F.cross_entropy(model(x), targets).backward()
+        torch.testing.assert_close(late, model.weight.grad)
+        return [p.detach() for p in nn.ModuleList(cuts[rank]).parameters()]
+
+    layers = pipeline_layers("mlp")
+    optimizer = torch.optim.AdamW(layers.parameters())
+    for inputs, targets, count in data():
+        optimizer.zero_grad()
+        logits = nn.Sequential(*layers)(torch.cat(inputs))
+        pipeline_loss(logits, torch.cat(targets), count).backward()
+        optimizer.step()
+    weights = [p for stage in copied("pipeline", 2, work) for p in stage]
+    for mine, whole in zip(weights, layers.parameters(), strict=True):
+        torch.testing.assert_close(mine, whole, rtol=1e-8, atol=1e-8)
 
 
 def test_pipeline_defers_what_modules_call_alone(copied):

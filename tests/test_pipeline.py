@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import itertools
 import sys
+import weakref
 
 import pytest
 import torch
@@ -160,6 +161,8 @@ def test_what_there_is_no_schedule_for():
         ("dualpipev", 4, 7, None, "at least 8"),
         ("1f1b", 4, 8, 2, "leave out --chunks"),
         ("zb-v", 4, 8, 3, "leave out --chunks"),
+        ("1f1b", 4, 0, None, "at least one micro-batch"),
+        ("2f2b", 4, 8, None, "no schedule '2f2b', but naive"),
     ):
         with pytest.raises(ValueError, match=text):
             pp.make(name, p, m, chunks)
@@ -199,6 +202,9 @@ def test_balance_is_the_best_there_is():
         pp.balance([1, 1], 3)
     # GPT-2's output projection costs as much as five of its layers
     assert [len(r) for r in pp.stage_layers(gpt.configure("gpt2"), 4)] == [3, 4, 4, 1]
+    # It costs little beside a layer whose tokens pass six experts
+    mixture = gpt.configure("gpt2", experts=8, top_k=4, shared=2)
+    assert [len(r) for r in pp.stage_layers(mixture, 4)] == [3, 3, 4, 2]
 
 
 def build(config, schedule, rank, ends, seed=7):
@@ -415,6 +421,37 @@ def test_no_more_than_one_receive_waits_in_each_queue(ranks):
 
     # Two stages, nine micro-batches
     assert all(most <= 4 and grad == [18.0, 18.0] for most, grad in ranks(3, work))
+
+
+def test_deferred_gradients_come_last_layer_first():
+    """As in a whole backward: DDP and ZeRO line their buckets up in this order."""
+    layers = torch.nn.Sequential(*(torch.nn.Linear(2, 2) for _ in range(4)))
+    order, deferred = [], []
+    for i, layer in enumerate(layers):
+        layer.weight.register_post_accumulate_grad_hook(lambda _, i=i: order.append(i))
+    with pp.Deferred(deferred):
+        y = layers(torch.ones(1, 2, requires_grad=True)).sum()
+    y.backward()
+    pp.accumulate(deferred)
+    assert order == [3, 2, 1, 0]
+
+
+def test_forward_only_frees_graphs_even_with_gradients_on(ranks):
+    def work(rank):
+        alive, most = weakref.WeakSet(), []
+        weight = torch.ones(2, requires_grad=True)
+
+        def forward(stage, m, x):
+            most.append(len(alive))
+            y = (torch.ones(2) if x is None else x) * weight
+            alive.add(y)
+            return y
+
+        some = pp.forward_only(pp.make("gpipe", 1, 4))
+        pp.play(some, forward, (2,), torch.float32, "cpu", pp.make_links())
+        return max(most)
+
+    assert ranks(1, work) == [0]
 
 
 @pytest.mark.parametrize("name", ["1f1b", "interleaved", "zb-v"])
