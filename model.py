@@ -423,7 +423,7 @@ class Experts(nn.Module):
 
 
 def grouped_linear(x, weight, ends):
-    """x (R, in), weight (E, out, in) -> (R, out): matrix e takes rows from ends[e-1], or 0, to ends[e]."""
+    """x (R, in), weight (E, out, in) -> (R, out): matrix e has rows ends[e-1] to ends[e]."""
     kernel = getattr(F, "grouped_mm", None)
     aligned = all(size * x.element_size() % 16 == 0 for size in weight.shape[1:])
     old = x.is_cuda and torch.cuda.get_device_capability(x.device) < (8, 0)
