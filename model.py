@@ -465,8 +465,8 @@ def recompute(model, kind):
                    section 5, arXiv:2205.05198, do so with scores; a flash kernel keeps none)
         block      keep 1, the input: the whole block runs again (Chen et al. 2016, 1604.06174)
 
-    Selective wraps norm + qkv, norm + up, activation + down. Backward needs only the last product's
-    input, so the second run stops before it: no product runs twice. An `enter` that gathers does.
+    Selective wraps norm + qkv, norm + up, activation + down. Backward needs only the input of the
+    product, so the second run stops before it. An `enter` that gathers does so again.
     A norm before two products (SwiGLU, a mixture) is kept, or the first would run twice.
     With block, all but the last product runs twice, and whatever the techniques send before it."""
     if kind not in ("none", "selective", "block"):

@@ -19,9 +19,9 @@ each expert has dp cp / ep copies.
 
 Batch, loss and gradient norm are global, whatever the layout. --batch is the number of sequences
 over all ranks. The loss is the sum over all tokens divided by their number. The norm counts every
-parameter once. So another layout gives the same loss curve, to rounding. The
-first steps are compared with one process, and the receipt at the end says how far apart they
-were (--prove). docs/choosing-a-layout.md says which layout when.
+parameter once. So another layout gives the same loss curve, to rounding. The first steps are
+compared with one process, and the receipt at the end says how far apart they were (--prove).
+docs/choosing-a-layout.md says which layout when.
 """
 
 import contextlib
@@ -304,7 +304,7 @@ def train(run, schedule=None, watch=contextlib.nullcontext):
         return optimizer.whole(model.named()) if uses_zero else model.named()
 
     replica = dist.get_rank(dp) // args.cp  # which part of the batch this rank works on
-    # The norm adds up the pieces of tp and pp, and those of ep, unless ZeRO does: ep is part of dp
+    # The norm adds up pieces over tp and pp. ZeRO 1 to 3 adds up over dp, of which ep is a part
     splitting = [tp, pp]
     if args.ep > 1 and not args.zero:
         splitting.append(groups["ep"])
