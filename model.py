@@ -14,14 +14,17 @@ The model knows nothing of parallelism, but it is made to be cut:
 - Embedding, blocks and head may each be missing: a pipeline stage is a GPT with the rest removed.
   `blocks.7.mlp.up.weight` has that name wherever layer 7 lives.
 - The number of heads is read from the projection's shape: a layer with half of the heads works.
-- A technique replaces submodules and patches no method: `attn.core`, `mlp.dispatch`, `loss`, and
-  the identities `enter` (before projections), `leave` (after experts) and `over_sequence`.
-- The model is built on the meta device, cut there, and then filled. Each parameter has its own
-  random generator, seeded with (seed, full name), so a cut changes no value.
+- A technique replaces submodules: `attn.core`, `mlp.dispatch`, `loss`, and the identities `enter`
+  (before a cut matrix: sums x's gradient, or gathers x), `leave` (adds results of cut experts) and
+  `over_sequence` (adds a router's sums over a cut sequence). It replaces no method.
+- The model is built on the meta device, cut there, and then filled. Each parameter is drawn by a
+  generator of its own, seeded with (seed, full name), so a cut changes no value.
 - Dropout's mask is a hash of (sample, position, site, channel). A piece of the activations needs
   only its piece of the mask.
 
-    model = build(configure("gpt2", layers=2))        loss = model(tokens, targets=targets)
+    model = build(configure("gpt2", layers=2))
+    tokens = torch.randint(model.config.vocab, (4, 129))
+    loss = model(tokens[:, :-1], targets=tokens[:, 1:])
 
 Radford et al. 2019 (GPT-2); Touvron et al. 2023, arXiv:2302.13971 (Llama); Jiang et al. 2024,
 arXiv:2401.04088 (Mixtral). Each part below names its own paper.
@@ -47,7 +50,7 @@ class Attention(nn.Module):
     def __init__(self, config):
         super().__init__()
         self.head_dim = config.width // config.heads  # D
-        self.queries = config.heads // config.kv_heads  # query heads that share a key/value head
+        self.queries_per_kv = config.heads // config.kv_heads
         self.enter = nn.Identity()
         rows = (config.heads + 2 * config.kv_heads) * self.head_dim
         self.qkv = nn.Linear(config.width, rows, bias=config.bias)
@@ -56,10 +59,10 @@ class Attention(nn.Module):
         self.run = run_directly  # `recompute` may replace it
 
     def forward(self, x, rope, norm):
-        # The block's norm is applied in here, so that `recompute` can join it to the projection
+        # The norm is applied in here, so that `recompute` can run it again with the projection
         qkv = self.run(lambda: self.qkv(self.enter(norm(x))))
-        qkv = qkv.unflatten(-1, (-1, self.queries + 2, self.head_dim))  # (B, T, H_kv, q + 2, D)
-        q, k, v = qkv.split((self.queries, 1, 1), dim=-2)
+        groups = qkv.unflatten(-1, (-1, self.queries_per_kv + 2, self.head_dim))
+        q, k, v = groups.split((self.queries_per_kv, 1, 1), dim=-2)  # (B, T, H_kv, 1 or more, D)
         q, k, v = (y.flatten(2, 3).transpose(1, 2) for y in (q, k, v))  # (B, H or H_kv, T, D)
         if rope is not None:
             q, k = rotate(q, rope), rotate(k, rope)
@@ -101,7 +104,8 @@ class MLP(nn.Module):
 
 class Block(nn.Module):
     """One layer, x (B, T, C) -> (B, T, C): attention, then an MLP or a mixture of experts. Each
-    sees a norm of x, and its output is added to x."""
+    sees a norm of x, and its output is added to x. rope: None, or cos and sin (T, D). drop_key
+    (B, T): see Dropout. count: see GPT.forward; only routers need it."""
 
     def __init__(self, config, layer):
         super().__init__()
@@ -112,9 +116,9 @@ class Block(nn.Module):
         self.mlp = MoE(config) if config.experts else MLP(config)
         self.mlp_drop = Dropout(config.dropout, site=2 * layer + 2)
 
-    def forward(self, x, rope=None, key=None, count=None):
-        x = x + self.attn_drop(self.attn(x, rope, self.attn_norm), key)
-        return x + self.mlp_drop(self.mlp(x, count, self.mlp_norm), key)
+    def forward(self, x, rope=None, drop_key=None, count=None):
+        x = x + self.attn_drop(self.attn(x, rope, self.attn_norm), drop_key)
+        return x + self.mlp_drop(self.mlp(x, count, self.mlp_norm), drop_key)
 
 
 class GPT(nn.Module):
@@ -142,23 +146,22 @@ class GPT(nn.Module):
         targets    (B, T)
         count      divides the sum of the losses; by default the number of valid targets. A stage
                    without a head needs it too, for the losses of its routers
-        samples    (B,), an id of each sample that is unique in the run; turns dropout on
-        """
+        samples    (B,), a number for each row that no other step or seed has; turns dropout on"""
         c = self.config
         if positions is None:
             positions = torch.arange(x.shape[1], device=x.device)
-        key = None
+        drop_key = None
         if samples is not None and c.dropout > 0:
-            key = hash64(samples.unsqueeze(1) + hash64(positions))  # (B, T)
+            drop_key = hash64(samples.unsqueeze(1) + hash64(positions))  # (B, T)
         if self.embed is not None:
-            x = self.embed(x, positions, key)
+            x = self.embed(x, positions, drop_key)
         if count is None and targets is not None:
             count = (targets != IGNORE).sum()
         rope = None
         if c.positions == "rope":
             rope = rotary_table(positions, c.width // c.heads, c.rope_theta, x.dtype)
         for block in self.blocks.values():
-            x = self.run(block, x, rope, key, count)
+            x = self.run(block, x, rope, drop_key, count)
         if self.head is None:
             return x
         logits = self.head(x)
@@ -183,11 +186,11 @@ class Embedding(nn.Module):
             self.position = nn.Embedding(config.context, config.width)
         self.drop = Dropout(config.dropout, site=0)
 
-    def forward(self, tokens, positions, key):
+    def forward(self, tokens, positions, drop_key):
         x = self.token(tokens)
         if self.position is not None:
             x = x + self.position(positions)
-        return self.drop(x, key)
+        return self.drop(x, drop_key)
 
 
 class Head(nn.Module):
@@ -252,24 +255,23 @@ def rotate(x, table):
 class Dropout(nn.Module):
     """Zero each element of x (B, T, C) with probability p and scale the others by 1 / (1 - p).
 
-    A hash decides: of `key` (B, T), itself a hash of sample and position; of `site`, the number of
-    this dropout in the model; and of the channel. Without a key (in evaluation) x stays as it is.
-    """
+    A hash decides: of `drop_key` (B, T), itself a hash of sample and position; of `site`, the
+    number of this dropout in the model; and of the channel. Without a key x stays as it is."""
 
     def __init__(self, p, site):
         super().__init__()
         self.p, self.site = p, site
 
-    def forward(self, x, key):
-        if key is None:
+    def forward(self, x, drop_key):
+        if drop_key is None:
             return x
         channel = torch.arange(x.shape[-1], device=x.device) + (self.site << 32)
-        h = (key.unsqueeze(-1) ^ hash64(channel)).to(torch.int32)  # (B, T, C)
+        h = (drop_key.unsqueeze(-1) ^ hash64(channel)).to(torch.int32)  # (B, T, C)
         # MurmurHash3's finaliser mixes the bits
         h = (h ^ (h >> 16 & 0xFFFF)).mul_(-0x7A143595)
         h = (h ^ (h >> 13 & 0x7FFFF)).mul_(-0x3D4D51CB)
         h ^= h >> 16 & 0xFFFF
-        keep = h < int((1 - self.p) * 2**32) - 2**31
+        keep = h < int((1 - self.p) * 2**32) - 2**31  # h is uniform in -2^31 .. 2^31 - 1
         return x * keep.to(x.dtype).mul_(1 / (1 - self.p))
 
 
@@ -305,27 +307,26 @@ class MoE(nn.Module):
             if self.shared is not None:
                 shared.append(self.shared(x))
 
-        weights, chosen = self.router(x, count)
-        entered = [self.enter(t) for t in (x, weights, chosen)]
-        flat = [t.flatten(0, 1) for t in entered]
-        y = self.dispatch(*flat, self.experts, meanwhile)
-        return sum(shared, self.leave(y.view_as(entered[0])))
+        # A technique that gathers tokens in `enter` must gather their experts as well
+        entered, weights, chosen = (self.enter(t) for t in (x, *self.router(x, count)))
+        rows = (t.flatten(0, 1) for t in (entered, weights, chosen))  # (B T, C or k)
+        y = self.leave(self.dispatch(*rows, self.experts, meanwhile).view_as(entered))
+        return y + shared[0] if shared else y
 
 
 class Router(nn.Linear):
     """Chooses experts: x (B, T, C) -> weights (B, T, k), the experts' numbers (B, T, k). Of equal
-    scores the lower number wins. Three fields of the config keep the load even, or scores small:
+    scores the lower number wins. Three fields of the config keep the load even, or logits small:
 
-    balance_loss: E sum_e f_e P_e of each sequence; f_e is the share of its assignments that go to
-        expert e, P_e the mean score of e (DeepSeek-V3). A batch's mean would depend on how the
-        batch is cut. Where a sequence is cut, `over_sequence` sums over its pieces.
+    balance_loss: E sum_e f_e P_e of each sequence, 1 for an even load; f_e is the share of its
+        assignments that go to expert e, P_e the mean score of e (DeepSeek-V3). A batch's mean
+        would depend on how the batch is cut.
     z_loss: mean of logsumexp(logits)^2 (Zoph et al. 2022, arXiv:2202.08906).
     bias_rate: `choice_bias` is added to the scores for the choice alone. `load` counts
         assignments, and `rebalance` moves the bias by them (Wang et al. 2024, arXiv:2408.15664).
 
     The two losses act in backward only. As cross-entropy they are sums over tokens, divided by
-    count, so the pieces of a batch add up.
-    """
+    count, so the pieces of a batch add up."""
 
     def __init__(self, config):
         super().__init__(config.width, config.experts, bias=False)
@@ -386,7 +387,7 @@ class AddLoss(torch.autograd.Function):
 
 
 class Dispatch(nn.Module):
-    """Brings tokens to their experts and back: x (N, C), weights and chosen (N, k) -> (N, C), the
+    """Brings N tokens to their experts and back: x (N, C), weights and chosen (N, k) -> (N, C), the
     sum of weight x expert(x). No token is dropped, nothing is padded. meanwhile() is work that
     needs no expert: a dispatch between devices calls it while tokens travel."""
 
@@ -403,7 +404,7 @@ class Dispatch(nn.Module):
 
 
 class Experts(nn.Module):
-    """E MLPs without biases: rows (N, C) sorted by expert, counts (E,) of rows each -> (N, C). A
+    """E MLPs without biases: R rows (R, C) sorted by expert, counts (E,) of them -> (R, C). A
     projection is one parameter (E, out, in), so a slice of its first dimension is whole experts."""
 
     def __init__(self, config):
@@ -422,7 +423,7 @@ class Experts(nn.Module):
 
 
 def grouped_linear(x, weight, ends):
-    """x (N, in), weight (E, out, in) -> (N, out): rows ends[e-1] to ends[e] of x pass matrix e."""
+    """x (R, in), weight (E, out, in) -> (R, out): matrix e has rows ends[e-1] to ends[e]."""
     kernel = getattr(F, "grouped_mm", None)
     aligned = all(size * x.element_size() % 16 == 0 for size in weight.shape[1:])
     old = x.is_cuda and torch.cuda.get_device_capability(x.device) < (8, 0)
@@ -457,18 +458,17 @@ def run_checkpointed(function, *inputs):
 
 
 def recompute(model, kind):
-    """Hold less of each block from forward to backward, for more work. No gradient changes a bit.
+    """Hold less of each block from forward to backward, for more work. Gradients stay the same.
 
         none       keep all that backward needs: 16 tensors (B, T, C) of a GPT-2 block
-        selective  keep 10: results of matrix products and of attention, expensive to compute.
-                   Norms and activation functions run again (Korthikanti et al. 2022, section 5,
-                   arXiv:2205.05198, do so with attention scores; a flash kernel keeps none)
+        selective  keep 10: norms and activation functions run again (Korthikanti et al. 2022,
+                   section 5, arXiv:2205.05198, do so with scores; a flash kernel keeps none)
         block      keep 1, the input: the whole block runs again (Chen et al. 2016, 1604.06174)
 
-    A part that runs again ends with a matrix product. Backward needs only the product's input, so
-    the second run stops before the product: none is computed twice, and nothing is sent twice.
-    A norm before two products (SwiGLU, a mixture) is kept, or the first would be computed twice.
-    """
+    Selective wraps norm + qkv, norm + up, activation + down. Backward needs only the input of the
+    product, so the second run stops before it. An `enter` that gathers does so again.
+    A norm before two products (SwiGLU, a mixture) is kept, or the first would run twice.
+    With block, all but the last product runs twice, and whatever the techniques send before it."""
     if kind not in ("none", "selective", "block"):
         raise ValueError(f"unknown kind {kind!r}: choose none, selective or block")
     model.run = run_checkpointed if kind == "block" else run_directly
@@ -532,8 +532,8 @@ class Config:
 
     def flops_per_token(self):
         """FLOPs of forward and backward per token of a full context: 6 for each weight of a matrix
-        that the token passes, and 12 L T C for the two products of attention, without a discount
-        for causality (PaLM, Chowdhery et al. 2022, arXiv:2204.02311, appendix B)."""
+        that the token passes, and 12 x layers x context x width for the two products of attention,
+        without a discount for causality (PaLM, Chowdhery 2022, arXiv:2204.02311, appendix B)."""
         attention = self.width * self.width // self.heads * (2 * self.heads + 2 * self.kv_heads)
         mlp = self.width * self.hidden * (3 if self.mlp == "swiglu" else 2)
         if self.experts:
@@ -587,17 +587,16 @@ PRESETS = {
 def configure(preset="tiny", family=None, **overrides):
     """The Config of a preset, turned to `family` ("gpt2" or "llama"), with fields overridden.
 
-    Unless overridden, hidden follows from width: 4 x width for GELU; for SwiGLU 8/3 x width rounded
-    up to a multiple of 32, the same number of parameters. And kv_heads follows from heads: all of
-    them, or half in the Llama family. Raises ValueError, as `check` does.
-    """
+    If the preset has no hidden, or width is overridden and hidden is not: 4 x width for GELU, 8/3 x
+    width for SwiGLU, up to a multiple of 32. Likewise kv_heads follows from heads: all of them, or
+    half with rotary positions and even heads. Raises ValueError, as `check` does."""
     if preset not in PRESETS:
         raise ValueError(f"unknown preset {preset!r}: choose one of {', '.join(PRESETS)}")
     if family not in (None, "gpt2", "llama"):
         raise ValueError(f"unknown family {family!r}: choose gpt2 or llama")
     overrides = {name: value for name, value in overrides.items() if value is not None}
     sizes = dict(PRESETS[preset])
-    if family and (family == "llama") != ("positions" in sizes):
+    if family and (family == "llama") != ("positions" in sizes):  # only Llama presets have it
         for name in (*LLAMA, "hidden", "kv_heads", "rope_theta"):
             sizes.pop(name, None)
         if family == "llama":
@@ -624,13 +623,12 @@ def initial_distribution(name, layers):
     if name.endswith("norm.weight"):
         return 1.0, 0.0
     if name.endswith(("proj.weight", "down.weight", "experts.down")):
-        return 0.0, 0.02 / (2 * layers) ** 0.5  # summed over the layers they keep the size of x
+        return 0.0, 0.02 / (2 * layers) ** 0.5  # of the sum of 2 x layers results
     return 0.0, 0.02
 
 
 def draw(name, shape, init, seed):
-    """The initial value of the parameter `name`: a float32 tensor that depends on nothing but the
-    arguments."""
+    """The initial value of the parameter `name` in float32. It depends on the arguments alone."""
     mean, std = init
     if std == 0:
         return torch.full(shape, mean)
@@ -644,20 +642,22 @@ def draw(name, shape, init, seed):
 def fill(model, seed, device="cpu", dtype=torch.float32, take=lambda whole, p: whole, draw=draw):
     """Give each parameter of a model on the meta device its memory and value. Returns the model.
 
-    The whole parameter is drawn, of shape p.placement["shape"] if p is a piece of it, and
-    take(whole, p) returns the piece. Only one whole parameter exists at a time. Another `draw` may
-    know other values, such as those of a trained model.
-    """
+    A technique that cuts or copies a parameter gives it a dict p.placement: "shape" of the whole
+    parameter, "cuts" that make this device's piece, groups with "copies" of the piece or "partial"
+    sums of its gradient, its own "data"-parallel group (see harness/placement.py).
+
+    Each parameter is drawn whole, one at a time, and take(whole, p) returns the piece. Another
+    `draw` may know other values, such as those of a trained model."""
     names = {p: name for name, p in model.named()}
     filled = {}  # a tied matrix belongs to two modules
     for module in model.modules():
-        for key, p in list(module.named_parameters(recurse=False)):
+        for name, p in list(module.named_parameters(recurse=False)):
             if p not in filled:
                 shape = getattr(p, "placement", {}).get("shape", p.shape)
                 value = take(draw(names[p], shape, p.init, seed), p).to(device, dtype, copy=True)
                 filled[p] = nn.Parameter(value, requires_grad=p.requires_grad)
                 filled[p].__dict__.update(p.__dict__)  # init and placement
-            setattr(module, key, filled[p])
+            setattr(module, name, filled[p])
     fill_buffers(model, device)
     return model
 
@@ -665,8 +665,8 @@ def fill(model, seed, device="cpu", dtype=torch.float32, take=lambda whole, p: w
 def fill_buffers(model, device="cpu"):
     """Give buffers (a router's bias and load) their memory: zeros."""
     for module in model.modules():
-        for key, buffer in list(module.named_buffers(recurse=False)):
-            setattr(module, key, torch.zeros_like(buffer, device=device))
+        for name, buffer in list(module.named_buffers(recurse=False)):
+            setattr(module, name, torch.zeros_like(buffer, device=device))
 
 
 def build(config, seed=0, device="cpu", dtype=torch.float32, draw=draw):

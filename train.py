@@ -8,10 +8,10 @@
 The order of the ranks: tp innermost, so that tensor parallelism stays inside a node; then cp, dp,
 and pp outermost. Here dp 2, tp 2, pp 2 on 8 ranks:
 
-              stage 0          stage 1      tp: pieces of the same layers     0 1 | 2 3 | 4 5 | 6 7
-            tp 0   tp 1      tp 0   tp 1    dp: same weights, other data      0 2 | 1 3 | 4 6 | 5 7
-    dp 0     0      1         4      5      pp: consecutive layers            0 4 | 1 5 | 2 6 | 3 7
-    dp 1     2      3         6      7
+              stage 0         stage 1       groups
+            tp 0   tp 1     tp 0   tp 1     tp  pieces of the same layers   0 1 | 2 3 | 4 5 | 6 7
+    dp 0     0      1        4      5       dp  same weights, other data    0 2 | 1 3 | 4 6 | 5 7
+    dp 1     2      3        6      7       pp  consecutive layers          0 4 | 1 5 | 2 6 | 3 7
 
 cp splits each sequence over ranks that hold the same weights, so data-parallel groups have dp x cp
 ranks. ep takes no ranks of its own: the experts are dealt out over ep of these dp x cp ranks, and
@@ -19,17 +19,14 @@ each expert has dp cp / ep copies.
 
 Batch, loss and gradient norm are global, whatever the layout. --batch is the number of sequences
 over all ranks. The loss is the sum over all tokens divided by their number. The norm counts every
-parameter once. So the same flags give the same run on one process and on any number, to rounding.
-The first steps are compared with one process, and the receipt at the end says how far apart they
-were (--prove). docs/choosing-a-layout.md says which layout when.
+parameter once. So another layout gives the same loss curve, to rounding. The first steps are
+compared with one process, and the receipt at the end says how far apart they were (--prove).
+docs/choosing-a-layout.md says which layout when.
 """
 
 import contextlib
-import copy
 import datetime
 import functools
-import os
-import shutil
 
 import torch
 import torch.distributed as dist
@@ -43,9 +40,9 @@ import pipeline
 import sequence_parallel
 import tensor_parallel
 import zero
-from harness import Refused, schedules
 from harness.experts import RowCounter
 from trainer import faults, formulas, planner, pretrained, sampling, saving, tracking, validation
+from trainer.layout import cp_shape, places, prepare
 
 
 def flags():
@@ -76,7 +73,7 @@ def flags():
     g.add_argument("--schedule", choices=list(pipeline.SCHEDULES), default="1f1b", help=why)
     why = "stages a rank holds, for --schedule interleaved (default: 2)"
     g.add_argument("--chunks", **n, help=why)
-    why = "pieces of a data-parallel rank's part: more shrink the bubble (default: up to 2 x pp)"
+    why = "pieces of a replica's share of the batch: more shrink the bubble (default: up to 2 x pp)"
     g.add_argument("--microbatches", **n, help=why)
     why = "size of a gradient bucket: small ones overlap more of backward, large ones send faster"
     g.add_argument("--bucket-mb", type=harness.real(0), default=25, metavar="MB", help=why)
@@ -117,90 +114,18 @@ def main():
     harness.launch(train, args, needed=args.dp * args.cp * args.tp * args.pp)
 
 
-# --- what the flags mean
-
-
-def prepare(args):
-    """(the flags, with what follows from others filled in; the model's Config). Refuses what does
-    not fit, before any process is started. Changes nothing."""
-    args = copy.copy(args)
-    args.shape = pretrained.shape_of(args)
-    config = harness.configure(args)
-    if args.microbatches is None:
-        rows, most = args.batch // args.dp, 2 * args.pp if args.pp > 1 else 1
-        args.microbatches = max(m for m in range(1, most + 1) if m == 1 or rows % m == 0)
-    args.param_dtype = args.param_dtype or args.dtype
-    args.reduce_dtype = args.reduce_dtype or args.param_dtype
-    if args.prove is None:
-        args.prove = 3 if config.parameters() < 20e6 else 0
-    if args.out and saving.restarted():
-        args.resume = True
-    check(args, config)
-    return args, config
-
-
-def check(args, config):
-    """Refuse a layout that does not exist for these sizes, and flags that mean nothing."""
-    with harness.refusing():
-        tensor_parallel.check_heads(config, args.tp)
-        cp_shape(args, config.heads // args.tp)
-    schedules.of_flags(pipeline.make, args, config, args.pp)
-    harness.check_batch(args, args.dp)
-    if args.ep > 1 and config.experts < args.ep:
-        hint = f"--experts {args.ep} or more" if config.experts else "--experts, or leave --ep out"
-        have = f"--ep {args.ep} with {config.experts} experts"
-        raise Refused(f"{have}: each rank needs one; use {hint}")
-    if args.dp * args.cp % args.ep:
-        ranks = f"the {args.dp * args.cp} ranks of --dp x --cp"
-        raise Refused(f"--ep {args.ep} does not divide {ranks}, where experts live")
-    length = len(places(args, config.context, 0))
-    padded = length * args.cp != config.context or args.sp and length % args.tp
-    if config.experts and padded:
-        what = "must divide by 2 x --cp, and with --sp by --tp too"
-        raise Refused(f"experts take no padding: --context {config.context} {what}")
-    for name, there, what in (
-        ("cp_rings", args.cp_kind == "ring-ulysses", "--cp-kind ring-ulysses"),
-        ("gather_again", args.sp, "--sp"),
-        ("keep_gathered", args.zero == 3, "--zero 3"),
-        ("reduce_once", args.zero >= 2, "--zero 2 or 3"),
-    ):
-        if getattr(args, name) and not there:
-            flag = name.replace("_", "-")
-            raise Refused(f"--{flag} means nothing without {what}: add that, or leave it out")
-    compilers = (os.environ.get("CXX", "g++"), "g++", "clang++")
-    if args.compile and not any(shutil.which(compiler) for compiler in compilers):
-        raise Refused("--compile needs a C++ compiler: install g++, or leave --compile out")
-    if args.compile and config.experts:
-        why = "whose shapes change every step"
-        raise Refused(f"--compile does not go with --experts, {why}: leave one of them out")
-    for part in (saving, sampling, tracking, planner):
-        part.check(args)
-    pretrained.check(args, config)
-
-
 # --- the mesh
-
-
-def cp_shape(args, heads=0):
-    """The context-parallel ranks as ring x ulysses. Raises ValueError where these do not fit."""
-    return context_parallel.grid(args.cp_kind, args.cp, args.cp_rings, heads)
-
-
-def places(args, length, rank):
-    """The positions of a sequence that a context-parallel rank holds, padding at the end."""
-    zigzag = args.cp > 1 and args.cp_kind != "ulysses"
-    return context_parallel.positions(length, rank, *cp_shape(args), zigzag)
 
 
 def mesh(args, schedule):
     """This rank's process groups, by name. All ranks create all groups, in the same order.
 
-    tp, cp, pp   as in the picture on top
+    tp, pp       as in the picture on top; cp likewise: ranks that share sequences
     dp           all ranks with the same weights, dp x cp of them
-    ring, ulysses    of the cp ranks
+    ring, ulysses    the two dimensions of the cp ranks, for ring-ulysses
     ep, copies   of the dp ranks: those that deal the experts out, those that hold the same experts
-    tied         of the pp ranks, the two that hold a tied matrix
-    down, up     for the queues of messages between stages: activations, their gradients"""
+    tied         of the pp ranks, the one or two that hold a tied matrix
+    down, up     activations and their gradients, each to later stages and to earlier ones"""
     size = args.pp, args.dp, args.cp, args.tp
     ranks = torch.arange(args.pp * args.dp * args.cp * args.tp).view(size)
     dp = ranks.flatten(1, 2).transpose(1, 2)  # (pp, tp, dp cp)
@@ -210,22 +135,22 @@ def mesh(args, schedule):
     tied = torch.stack((pp[:, schedule.owner[0]], pp[:, schedule.owner[schedule.last]]), 1)
     timeout = datetime.timedelta(seconds=args.timeout)
 
-    def own(rows):
+    def own_group(rows):
         """Make a group of each row, in the last dimension. Return this rank's group, or None."""
-        found = None
+        own = None
         for row in rows.flatten(0, -2).tolist():
-            group = dist.new_group(sorted(set(row)), timeout)
+            group = dist.new_group(sorted(set(row)), timeout)  # `tied` may name a rank twice
             if dist.get_rank() in row:
-                found = group
-        return found
+                own = group
+        return own
 
-    groups = {"tp": own(ranks), "dp": own(dp), "cp": own(cp.flatten(3)), "pp": own(pp)}
-    groups["tied"] = own(tied)
+    groups = {"tp": own_group(ranks), "dp": own_group(dp)}
+    groups |= {"cp": own_group(cp.flatten(3)), "pp": own_group(pp), "tied": own_group(tied)}
     if args.cp_kind == "ring-ulysses":
-        groups |= {"ring": own(cp.transpose(3, 4)), "ulysses": own(cp)}
+        groups |= {"ring": own_group(cp.transpose(3, 4)), "ulysses": own_group(cp)}
     if args.ep > 1:
-        groups |= {"ep": own(experts), "copies": own(experts.transpose(2, 3))}
-    return groups | {"down": [own(pp), own(pp)], "up": [own(pp), own(pp)]}
+        groups |= {"ep": own_group(experts), "copies": own_group(experts.transpose(2, 3))}
+    return groups | {"down": [own_group(pp), own_group(pp)], "up": [own_group(pp), own_group(pp)]}
 
 
 # --- the model
@@ -255,8 +180,8 @@ def build(run, schedule, groups):
 
 def data_parallel(run, model, groups):
     """Fill the model. Returns (what sums the gradients over the ranks, what takes the step): DDP
-    and an optimizer of torch's, or ZeRO, which does both. Every rank draws each parameter whole,
-    and keeps its piece."""
+    and an optimizer of torch's, or ZeRO, which does both. Mixed precision takes ZeRO even at stage
+    0, which splits nothing but keeps the optimizer's own copy of the weights."""
     args, bucket_bytes = run.args, int(run.args.bucket_mb * 2**20)
     if args.zero == 0 and args.dtype == args.param_dtype == args.reduce_dtype:
         run.fill(model)
@@ -264,7 +189,7 @@ def data_parallel(run, model, groups):
         return sync, harness.make_optimizer(model.parameters(), args)
     options = {"reduce_each": not args.reduce_once} if args.zero >= 2 else {}
     options |= {"reshard": not args.keep_gathered} if args.zero == 3 else {}
-    sharded = zero.ZeRO(
+    sharded_optimizer = zero.ZeRO(
         model,
         groups["dp"],
         args.zero,
@@ -277,17 +202,17 @@ def data_parallel(run, model, groups):
         value=run.initial(model),
         **options,
     )
-    return sharded, sharded
+    return sharded_optimizer, sharded_optimizer
 
 
 # --- the loop
 
 
-class Passes:
-    """The forward and backward passes of this rank's stages.
+class Runner:
+    """Runs forward and backward through this rank's stages.
 
-    sync: DDP or ZeRO. watch(action): a context around the work of each of the pipeline's actions.
-    """
+    run: harness's view of this process: flags, device, data, log. sync: DDP or ZeRO.
+    watch(action): a context around the work of each of the pipeline's actions."""
 
     def __init__(self, run, schedule, groups, model, sync, watch):
         self.run, self.schedule, self.groups, self.model = run, schedule, groups, model
@@ -302,16 +227,17 @@ class Passes:
         of the loss. batches: micro-batches (tokens, targets, samples) of whole sequences."""
         self.sync.zero_grad()
         self.rows.clear()
-        losses = self.play(self.schedule, batches, self.run.count)
+        losses = self.run_schedule(self.schedule, batches, self.run.count)
         self.sync.finish()
         return sum(losses, self.run.zero())  # only the last stage has losses
 
     def forward_only(self, batches, count):
         schedule = pipeline.forward_only(self.schedule, len(batches))
-        return self.play(schedule, batches, count)
+        return self.run_schedule(schedule, batches, count)
 
-    def play(self, schedule, batches, count):
-        """The results of this rank's row of a schedule: losses, divided by count."""
+    def run_schedule(self, schedule, batches, count):
+        """What the last stage returns for each micro-batch, on its rank: losses divided by count,
+        or logits (b, T, V) without targets. Other ranks get []."""
         run, args = self.run, self.run.args
         rows, length = batches[0][0].shape
         where = places(args, length, dist.get_rank(self.groups["cp"])).to(run.device)
@@ -325,19 +251,19 @@ class Passes:
                 targets = context_parallel.shard(targets, where, gpt.IGNORE)
             return self.model[stage](x, positions, targets=targets, count=count, samples=samples)
 
-        tokens = -(-len(where) // args.tp) if args.sp else len(where)
-        shape, dtype = (rows, tokens, run.config.width), harness.DTYPES[args.param_dtype]
+        tokens_held = -(-len(where) // args.tp) if args.sp else len(where)  # rounded up
+        shape, dtype = (rows, tokens_held, run.config.width), harness.DTYPES[args.param_dtype]
         return pipeline.play(
             schedule, forward, shape, dtype, run.device, self.links, around=self.around
         )
 
     @contextlib.contextmanager
     def around(self, action):
-        """ZeRO must know which stage's gradients come, and whether all of them do."""
+        """ZeRO must know which pipeline stage's gradients come, and whether all do: after I not."""
         scope = contextlib.nullcontext()
         if isinstance(self.sync, zero.ZeRO1) and action.kind != "F":
-            stage = self.stages.index(action.stage)
-            scope = self.sync.backward(stage, complete=action.kind != "I")
+            scope_number = self.stages.index(action.stage)
+            scope = self.sync.backward(scope_number, complete=action.kind != "I")
         with self.watch(action), scope:
             yield
 
@@ -370,13 +296,15 @@ def train(run, schedule=None, watch=contextlib.nullcontext):
         run.draw = pretrained.Folder(args.init_from, run.config).draw
     model = build(run, schedule, groups)
     sync, optimizer = data_parallel(run, model, groups)
-    passes = Passes(run, schedule, groups, model, sync, watch)
-    parameters, named = list(model.parameters()), model.named
-    sharded = isinstance(optimizer, zero.ZeRO1)  # the base of all stages
-    if sharded:
-        named = functools.partial(whole, optimizer, model)
+    runner = Runner(run, schedule, groups, model, sync, watch)
+    parameters = list(model.parameters())
+    uses_zero = isinstance(optimizer, zero.ZeRO1)  # the base of all stages of ZeRO
+
+    def named():
+        return optimizer.whole(model.named()) if uses_zero else model.named()
+
     replica = dist.get_rank(dp) // args.cp  # which part of the batch this rank works on
-    # Over these groups parameters are split or dealt out. ZeRO itself sums over dp, so over ep too
+    # The norm adds up pieces over tp and pp. ZeRO 1 to 3 adds up over dp, of which ep is a part
     splitting = [tp, pp]
     if args.ep > 1 and not args.zero:
         splitting.append(groups["ep"])
@@ -390,32 +318,33 @@ def train(run, schedule=None, watch=contextlib.nullcontext):
     with tracking.open_log(run) as log, saver:
         for step in tracking.profiled(run, run.steps(optimizer)):
             batches = run.microbatches(step, replica, args.dp)
-            loss = passes.step(batches)
+            loss = runner.step(batches)
             for group in (dp, pp):
                 dist.all_reduce(loss, group=group)
-            if sharded:
+            if uses_zero:
                 norm = optimizer.grad_norm(splitting)
             else:
                 norm = harness.grad_norm(parameters, splitting)
-            if step == run.measured:  # the ledger is on
-                travelled = passes.rows.travelled
-            again = functools.partial(passes.step, batches)
+            if step == run.measured:  # the harness counts bytes in this step
+                travelled = runner.rows.travelled
+            again = functools.partial(runner.step, batches)
             blame = functools.partial(faults.blame, model, again)
             taken = run.check(loss, norm, named, blame=blame)
             if taken:
-                if sharded:
+                if uses_zero:
                     optimizer.clip(norm, args.grad_clip)
                 else:
                     harness.clip(parameters, norm, args.grad_clip)
                 optimizer.step()
                 run.log(loss, norm, tracking.mfu(run))
-            gpt.rebalance(model, functools.partial(sum_over, [dp, tp] if args.sp else [dp]), taken)
+            token_groups = [dp, tp] if args.sp else [dp]  # their ranks hold different tokens
+            gpt.rebalance(model, functools.partial(sum_over, token_groups), taken)
             log(run.history[-1])
             stopped = saver.after(step + 1)
             if stopped:
                 break
             if validation.due(args, step):
-                loss = validation.validate(run, passes.forward_only, replica, (dp, pp))
+                loss = validation.validate(run, runner.forward_only, replica, (dp, pp))
                 log({"step": step + 1, "val_loss": loss})
     if stopped:
         at = f"step {step + 1} is saved in {args.out}"
@@ -425,17 +354,12 @@ def train(run, schedule=None, watch=contextlib.nullcontext):
         pretrained.export(run, model, optimizer, dp)
     if args.sample:
         speaker = schedule.owner[schedule.last]
-        run.print(f"\nsample:\n{sampling.generate(run, passes.logits_after, groups, speaker)}")
+        run.print(f"\nsample:\n{sampling.generate(run, runner.logits_after, groups, speaker)}")
     if only_sample:
         return 0
     length = len(places(args, run.config.context, dist.get_rank(groups["cp"])))
     expected = formulas.expected(run, model, optimizer, schedule, groups, length, travelled)
     return run.receipt(*expected)
-
-
-def whole(optimizer, model):
-    """(full name, whole parameter with its whole gradient), from ZeRO's shards."""
-    return optimizer.whole(model.named())
 
 
 def sum_over(groups, load):

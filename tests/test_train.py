@@ -126,3 +126,35 @@ def test_a_sample_of_nothing_is_refused(ranks, text, flags):
     assert (
         "no whole checkpoint in nowhere" in said if "nowhere" in flags else "needs weights" in said
     )
+
+
+@pytest.mark.parametrize(
+    "flags, expected",
+    [
+        ("--batch 12", 1),
+        ("--batch 12 --pp 4", 6),
+        ("--batch 12 --pp 4 --schedule interleaved", 4),
+        ("--batch 12 --pp 4 --schedule dualpipev", 12),
+        ("--batch 12 --pp 2 --dp 2 --schedule interleaved", 2),
+    ],
+)
+def test_the_default_number_of_microbatches_suits_the_schedule(text, flags, expected):
+    assert arguments(text, f"{SHORT} --layers 8 {flags}").microbatches == expected
+
+
+def test_without_such_a_number_a_batch_is_named(text):
+    flags = f"{SHORT} --layers 8 --pp 4 --dp 2 --schedule interleaved --batch"
+    with pytest.raises(harness.Refused, match="--batch 16 does"):
+        arguments(text, f"{flags} 12")
+    assert arguments(text, f"{flags} 16").microbatches == 8
+
+
+@pytest.mark.parametrize(
+    "flags, unit",
+    [("--cp 2", 4), ("--cp 2 --cp-kind ulysses", 2), ("--cp 2 --tp 4 --sp", 8), ("--tp 4 --sp", 4)],
+)
+def test_experts_name_the_lengths_that_need_no_padding(text, flags, unit):
+    flags = f"{SHORT} --experts 4 {flags} --context"
+    with pytest.raises(harness.Refused, match=f"a multiple of {unit}$"):
+        arguments(text, f"{flags} {unit * 3 + 1}")
+    arguments(text, f"{flags} {unit * 3}")

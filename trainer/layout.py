@@ -1,0 +1,101 @@
+"""What train.py's flags mean together: defaults that follow from other flags, layouts that do not
+exist, and the positions of a sequence that a rank holds."""
+
+import contextlib
+import copy
+import math
+import os
+import shutil
+
+import context_parallel
+import harness
+import pipeline
+import tensor_parallel
+from harness import Refused, schedules
+from trainer import planner, pretrained, sampling, saving, tracking
+
+
+def prepare(args):
+    """(a copy of the flags, with what follows from others filled in; the model's Config). Refuses
+    what does not fit, before any process is started."""
+    args = copy.copy(args)
+    args.shape = pretrained.shape_of(args)
+    config = harness.configure(args)
+    if args.microbatches is None:
+        args.microbatches = default_microbatches(args)
+    args.param_dtype = args.param_dtype or args.dtype
+    args.reduce_dtype = args.reduce_dtype or args.param_dtype
+    if args.prove is None:
+        args.prove = 3 if config.parameters() < 20e6 else 0
+    if args.out and saving.restarted():
+        args.resume = True
+    check(args, config)
+    return args, config
+
+
+def default_microbatches(args):
+    """The largest number up to 2 x pp (1 without a pipeline) that divides a replica's rows and
+    suits the schedule. If there is none, the smallest above."""
+    rows = max(args.batch // args.dp, 1)
+    most = 2 * args.pp if args.pp > 1 else 1
+    divisors = [m for m in range(1, rows + 1) if rows % m == 0]
+    for m in sorted(divisors, key=lambda m: (m > most, abs(m - most))):
+        with contextlib.suppress(ValueError):
+            pipeline.SCHEDULES[args.schedule](0, args.pp, m)
+            return m
+    why = f"no number of micro-batches that divides --batch {args.batch} / --dp {args.dp} suits it"
+    raise Refused(f"--schedule {args.schedule}: {why}; --batch {args.dp * most} does")
+
+
+def check(args, config):
+    """Refuse a layout that does not exist for these sizes, and flags that mean nothing."""
+    with harness.refusing():
+        tensor_parallel.check_heads(config, args.tp)
+        cp_shape(args, config.heads // args.tp)
+    schedules.of_flags(pipeline.make, args, config, args.pp)
+    harness.check_batch(args, args.dp)
+    if args.ep > 1 and config.experts < args.ep:
+        hint = f"--experts {args.ep} or more" if config.experts else "--experts, or leave --ep out"
+        have = f"--ep {args.ep} with {config.experts} experts"
+        raise Refused(f"{have}: each rank needs one; use {hint}")
+    if args.dp * args.cp % args.ep:
+        ranks = f"the {args.dp * args.cp} ranks of --dp x --cp"
+        raise Refused(f"--ep {args.ep} does not divide {ranks}, where experts live")
+    length = len(places(args, config.context, 0))
+    padded = length * args.cp != config.context or args.sp and length % args.tp
+    if config.experts and padded:
+        chunks = args.cp if args.cp == 1 or args.cp_kind == "ulysses" else 2 * args.cp
+        unit = math.lcm(chunks, args.cp * args.tp if args.sp else 1)
+        what = f"--context {config.context} must be a multiple of {unit}"
+        raise Refused(f"experts take no padding: {what}")
+    for name, needed_flag_is_set, what in (
+        ("cp_rings", args.cp_kind == "ring-ulysses", "--cp-kind ring-ulysses"),
+        ("gather_again", args.sp, "--sp"),
+        ("keep_gathered", args.zero == 3, "--zero 3"),
+        ("reduce_once", args.zero >= 2, "--zero 2 or 3"),
+    ):
+        if getattr(args, name) and not needed_flag_is_set:
+            flag = name.replace("_", "-")
+            raise Refused(f"--{flag} means nothing without {what}: add that, or leave it out")
+    compilers = (os.environ.get("CXX", "g++"), "g++", "clang++")
+    if args.compile and not any(shutil.which(compiler) for compiler in compilers):
+        raise Refused("--compile needs a C++ compiler: install g++, or leave --compile out")
+    if args.compile and config.experts:
+        why = "whose shapes change every step"
+        raise Refused(f"--compile does not go with --experts, {why}: leave one of them out")
+    for part in (saving, sampling, tracking, planner):
+        part.check(args)
+    pretrained.check(args, config)
+
+
+def cp_shape(args, heads=0):
+    """The context-parallel ranks as ring x ulysses. Raises ValueError where these do not fit."""
+    return context_parallel.grid(args.cp_kind, args.cp, args.cp_rings, heads)
+
+
+def places(args, length, rank):
+    """The positions of a sequence that a context-parallel rank holds, padding at the end.
+
+    In a zigzag a rank of n holds chunks i and 2 n - 1 - i, so that causal work is even."""
+    zigzag = args.cp > 1 and args.cp_kind != "ulysses"
+    return context_parallel.positions(length, rank, *cp_shape(args), zigzag)
