@@ -520,7 +520,7 @@ def draw_scaling(name, title, kinds, peak):
         bottom = [0.0] * len(steps)
         for part, color in colors.items():
             heights = [step.parts[part] * scale for step, scale in steps.values()]
-            if any(heights):  # without a pipeline there is no bubble
+            if max(heights) > 1e-6 * max(bottom):  # without a pipeline there is no bubble
                 bars = ax.bar([f"{n:,}" for n in steps], heights, 0.8, bottom, color=color)
                 bottom = [a + b for a, b in zip(bottom, heights)]
                 legend[part] = bars
