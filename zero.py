@@ -9,7 +9,7 @@
 P parameters of e bytes on N ranks, m micro-batches, r = (N-1)/N. Bytes held: weights and gradients
 in 16 bits; in 32 bits their master copy and Adam's two moments. Stage 3 is PyTorch's FSDP.
 
-    parameters   | up              | bias | wk     | wq      |//|    a bucket: one flat tensor
+    parameters   | up           | bias | wk     | wq      |//|    a bucket: one flat tensor
     shards       | rank 0   | rank 1   | rank 2   | rank 3   |    equal: padded with //
 
 An optimizer works element by element, so each rank can step on 1/N of the elements: its shard.
@@ -55,8 +55,7 @@ class PlainZeRO1:
             zero.step()
 
     Before it the model is on its device, in one dtype, with equal weights on all ranks. Nobody
-    checks that it stays there, and that no other zero_grad() replaces the views.
-    """
+    checks that it stays there, and that no other zero_grad() replaces the views."""
 
     def __init__(self, model, group, optimizer):
         parameters = list(model.parameters())
@@ -234,8 +233,7 @@ class ZeRO1:
             zero.clip(zero.grad_norm(), 1.0)           # clip_grad_norm_ finds no p.grad
             zero.step()                                # a scheduler goes on zero.optimizer
 
-    Arguments, and what nobody checks: see ZeRO, below.
-    """
+    Arguments, and what nobody checks: see ZeRO, below."""
 
     stage = 1
     bucket_type = Bucket
@@ -781,8 +779,7 @@ def ZeRO(model, group, stage, optimizer, microbatches=1, **options):
 
     parameter.placement, of other kinds of parallelism, may have: "partial", groups over which
     finish() sums its gradient too; "data", its group in place of `group` (an expert of which there
-    are fewer copies); "copies", groups that hold it as well, for the norm.
-    """
+    are fewer copies); "copies", groups that hold it as well, for the norm."""
     if stage not in (0, 1, 2, 3):
         raise ValueError(f"there is no stage {stage!r} of ZeRO: choose 0, 1, 2 or 3")
     if not isinstance(model, nn.Module):
