@@ -20,7 +20,8 @@ P parameters of e bytes, r = (N-1)/N. There are four ways to add the gradients u
 Not enough where parameters, gradients and AdamW's two moments, 4 P e bytes, do not fit on one rank:
 zero.py is the next step. docs/data-parallelism.md has the rest.
 
-    torchrun --nproc_per_node=4 ddp.py         python ddp.py --sync naive --optimizer sgd
+    torchrun --nproc_per_node=4 ddp.py
+    python ddp.py --sync naive --optimizer sgd
 
 Li et al. 2020, PyTorch Distributed, arXiv:2006.15704, section 3.2 (buckets, overlap). Li et al.
 2014, Scaling distributed machine learning with the parameter server. Patarasuk and Yuan 2009, ring.
@@ -41,19 +42,18 @@ class Naive:
     """Sums the gradients of `parameters` over the ranks of `group`.
 
         for p in model.parameters():
-            dist.broadcast(p.data, group=group, group_src=0)   # replicas start equal: unchecked
+            dist.broadcast(p.data, group=group, group_src=0)   # nobody checks that you do this
         sync = Naive(model.parameters(), group, microbatches=2)
-        for step in ...:
+        for micro_batches, tokens in batches:                  # this rank's rows; all ranks' tokens
             sync.zero_grad()                                   # not the model's or the optimizer's
-            for x, y in micro_batches:                         # tokens: those of the whole batch
+            for x, y in micro_batches:                         # here 2
                 loss = cross_entropy(model(x), y, reduction="sum") / tokens
                 loss.backward()                                # adds to p.grad
             sync.finish()                                      # p.grad is the batch's gradient
             optimizer.step()                                   # the same step on every rank
 
-    Clip after finish(). A parameter without a gradient gets zeros, so weight decay moves it. Not
-    summed: buffers (BatchNorm's statistics), parameters that the model gets later, gradients that
-    autograd.grad returns. Naive does not read p.placement: with cut parameters take DDP."""
+    Clip after finish(). A parameter without a gradient gets zeros, so weight decay moves it.
+    Buffers are not summed. For parameters that another kind of parallelism has cut, take DDP."""
 
     def __init__(self, parameters, group, microbatches=1):
         parameters = counted(parameters)
@@ -86,7 +86,7 @@ class Bucket:
         first, size = parameters[0], sum(p.numel() for p in parameters)
         self.parameters = parameters
         self.flat = torch.zeros(size, dtype=first.dtype, device=first.device)
-        self.data, self.partial = reduction_groups(first)
+        self.copies_group, self.partial_groups = reduction_groups(first)
         for p, gradient in self.pieces(self.flat):
             p.grad = gradient
 
@@ -99,15 +99,16 @@ class Bucket:
 def make_buckets(parameters, bucket_bytes):
     """Buckets of at most `bucket_bytes` (a larger parameter gets its own), from the last parameter
     to the first, because backward begins with the last layers. A bucket is of one kind."""
-    lists, latest, room = [], {}, {}  # by kind: the list to be filled, the bytes left in it
+    lists = []
+    latest = {}  # kind: its list that is being filled
+    room = {}  # kind: the bytes left in that list
     for p in reversed(parameters):
         kind = p.dtype, p.device, reduction_groups(p)
-        size = p.numel() * p.element_size()
-        if size > room.get(kind, -1):
+        if p.nbytes > room.get(kind, -1):
             latest[kind], room[kind] = [], bucket_bytes
             lists.append(latest[kind])
         latest[kind].append(p)
-        room[kind] -= size
+        room[kind] -= p.nbytes
     return [Bucket(parameters) for parameters in lists]
 
 
@@ -119,8 +120,9 @@ class DDP:
 
     overlap=False reduces all buckets in finish(). `microbatches` is the number of backward passes a
     step: a bucket is full after the last. all_reduce(tensor, group=..., async_op=True) returns a
-    work handle. After an exception in backward all ranks call zero_grad() and start the step again;
-    if one rank alone does so, the others may get NaN."""
+    work handle. After an exception in backward all ranks call zero_grad() and start the step again.
+    If one rank alone does so, the others get NaN. Not covered: a rank that raised before its first
+    gradient of the step cannot know that another has started a bucket."""
 
     def __init__(
         self, parameters, group, microbatches=1, bucket_bytes=25e6, overlap=True, all_reduce=None
@@ -129,18 +131,19 @@ class DDP:
         self.group, self.all_reduce = group, all_reduce or dist.all_reduce
         self.buckets = make_buckets([p for p in parameters if p.requires_grad], bucket_bytes)
         self.step = Step(parameters, microbatches)
+        self.overlap = overlap
         self.works = []  # handles of the all-reduces that have started
         self.next = 0  # the first bucket that has not started
         for bucket in self.buckets:
-            bucket.due = microbatches * sum(parameters[p] for p in bucket.parameters)
+            bucket.due = microbatches * sum(parameters[p] for p in bucket.parameters)  # a step's
             bucket.missing = bucket.due  # gradients still to come in this step
-            if overlap:
-                for p in bucket.parameters:
-                    p.register_post_accumulate_grad_hook(functools.partial(self._arrived, bucket))
+            for p in bucket.parameters if overlap else []:
+                p.register_post_accumulate_grad_hook(functools.partial(self._arrived, bucket))
 
     def zero_grad(self):
+        given_up = self.step.latest in ["half a backward()", "too few backward()"]
         self.step.begin()
-        if self.works:  # The last step was given up. Other ranks may have started more buckets.
+        if given_up and self.overlap:  # What one rank has started, all must start.
             for bucket in self.buckets[self.next :]:
                 bucket.flat.fill_(torch.nan)  # incomplete: nobody may train on it
             self._reduce_rest()
@@ -160,7 +163,7 @@ class DDP:
         # silently. So a bucket that is full early waits for those before it.
         while self.next < len(self.buckets) and (rest or self.buckets[self.next].missing == 0):
             bucket = self.buckets[self.next]
-            group = bucket.data or self.group
+            group = bucket.copies_group or self.group
             self.works.append(self.all_reduce(bucket.flat, group=group, async_op=True))
             self.next += 1
 
@@ -175,7 +178,7 @@ class DDP:
         self.early = self.next  # buckets that started during backward
         self._reduce_rest()  # without overlap all; else those with a parameter without a gradient
         for bucket in self.buckets:
-            for group in bucket.partial:
+            for group in bucket.partial_groups:
                 dist.all_reduce(bucket.flat, group=group)
 
 
@@ -203,8 +206,8 @@ def counted(parameters):
 
 class Step:
     """Follows zero_grad(), each backward pass and finish(). Raises RuntimeError in a wrong order,
-    and where a p.grad is no longer the memory that finish() sums. It sees optimizer.step() by the
-    weights' versions, which a fused optimizer does not count up."""
+    and where a p.grad is no longer the memory that finish() sums. finish() sees by the weights'
+    versions that optimizer.step() came too early. A fused optimizer does not count them up."""
 
     def __init__(self, parameters, microbatches):
         self.parameters, self.microbatches = parameters, microbatches
@@ -228,7 +231,7 @@ class Step:
 
     def _backward_ended(self):  # never called if backward raises: it stays half a backward()
         self.passes += 1
-        self.latest = "backward()" if self.passes >= self.microbatches else "some backward()"
+        self.latest = "backward()" if self.passes >= self.microbatches else "too few backward()"
 
     def end(self):
         if self.passes > 0 and self.versions != [p._version for p in self.storages]:
@@ -248,8 +251,7 @@ class Step:
                 raise RuntimeError(
                     "p.grad was replaced, and the new one would not be summed. The causes: "
                     "zero_grad() of the model or the optimizer, a second DDP on the model, "
-                    "create_graph=True, a parameter unfrozen after DDP(...), "
-                    "a model moved or cast after DDP(...)"
+                    "create_graph=True, a parameter unfrozen, a model moved or cast after DDP(...)"
                 )
         self.latest = call
 
@@ -258,8 +260,8 @@ class Step:
 
 
 class ParameterServer(DDP):
-    """Used like Naive, but the replicas may start different: zero_grad() also fetches the server's
-    weights. After finish() rank 0 of `group` alone has the batch's gradient:
+    """Used like Naive, but trained weights may start different: zero_grad() also fetches the
+    server's. After finish() rank 0 of `group` alone has the batch's gradient:
 
         if dist.get_rank(group) == 0:
             optimizer.step()
@@ -284,9 +286,7 @@ class ParameterServer(DDP):
         for bucket in self.buckets:
             storage = bucket.weights.untyped_storage()
             if any(p.untyped_storage() is not storage for p in bucket.parameters):
-                raise RuntimeError(
-                    "p.data was replaced: fill it in place after ParameterServer(...)"
-                )
+                raise RuntimeError("p.data was replaced: fill it in place instead")
             if self.rank > 0:
                 dist.recv(bucket.weights, group=self.group, group_src=0)
             works = [

@@ -9,26 +9,24 @@
 P parameters of e bytes on N ranks, m micro-batches, r = (N-1)/N. Bytes held: weights and gradients
 in 16 bits; in 32 bits their master copy and Adam's two moments. Stage 3 is PyTorch's FSDP.
 
-    parameters   | wq        | wk   | bias | up           |//     a bucket: one flat tensor, padded
-    shards       | rank 0      | rank 1      | rank 2      |      equal, whatever the shapes
+    parameters   | up           | bias | wk     | wq      |//|    a bucket: one flat tensor
+    shards       | rank 0   | rank 1   | rank 2   | rank 3   |    equal: padded with //
 
 An optimizer works element by element, so each rank can step on 1/N of the elements: its shard.
 Stage 1 reduce-scatters the gradients (a rank gets the sum of its shard) and all-gathers the new
 weights. Both together are an all-reduce. Stage 2 reduces a bucket of gradients as soon as it is
 full, in every micro-batch, and frees it. Stage 3 gathers the weights of a unit (a block, the
-embedding, the head) before it runs, forward and backward, while the unit before it computes.
-
+embedding, the head) before it runs, forward and backward, while its neighbour computes.
 Backward is the model's own. Autograd saves views of the weights. Stage 3 frees the memory under
-them (it resizes their storage to 0) and fills it again before backward reads it. The loss is
-divided by the global number of tokens, so gradients are summed over the ranks, never averaged.
+them (it resizes their storage to 0) and fills it again before backward reads it.
 
-Stage 1 is never wrong: it sends no more than DDP. Stages 2 and 3 send more with each micro-batch:
+Stage 1 costs nothing: it sends no more than DDP. Stages 2 and 3 send more with each micro-batch:
 take them where memory is short. docs/memory.md has costs, thresholds and measured figures.
 
-    torchrun --nproc_per_node=4 zero.py --stage 3        python zero.py --fit
+    torchrun --nproc_per_node=4 zero.py --stage 3
+    python zero.py --fit
 
-Rajbhandari et al. 2020, ZeRO, arXiv:1910.02054, sections 3, 5 and 7; Zhao et al. 2023, PyTorch
-FSDP, arXiv:2304.11277, section 3.
+Rajbhandari et al. 2020, ZeRO, arXiv:1910.02054. Zhao et al. 2023, PyTorch FSDP, arXiv:2304.11277.
 """
 
 import contextlib
@@ -52,13 +50,12 @@ class PlainZeRO1:
     """The whole idea: one bucket, reduced after backward.
 
         zero = PlainZeRO1(model, group, torch.optim.SGD)
-        for x, y in this rank's part of each batch:          # tokens: of all ranks
+        for x, y in batches:                       # this rank's rows; tokens: those of all ranks
             (cross_entropy(model(x), y, reduction="sum") / tokens).backward()
             zero.step()
 
     Before it the model is on its device, in one dtype, with equal weights on all ranks. Nobody
-    checks that it stays there, and that no other zero_grad() replaces the views.
-    """
+    checks that it stays there, and that no other zero_grad() replaces the views."""
 
     def __init__(self, model, group, optimizer):
         parameters = list(model.parameters())
@@ -79,7 +76,7 @@ class PlainZeRO1:
         self.optimizer = optimizer([self.shard])  # its states are 1/N as large
 
     def step(self):
-        """After backward: sum this shard's gradients, step on it, send it to all."""
+        """After backward: sum this shard's gradients (in place), step on it, send it to all."""
         native_reduce_scatter(self.shard.grad, self.gradients, group=self.group)
         self.optimizer.step()
         all_gather(self.weights, self.shard.detach(), group=self.group)
@@ -95,7 +92,7 @@ class Bucket:
     flat      (S,)     weights, in `param_dtype`; the parameters are views of it
     shard     (S/N,)   this rank's shard of flat
     master    (S/N,)   what the optimizer steps on: the shard, or its copy in another dtype or place
-    pieces             master cut at the parameters' borders: one a parameter, maybe empty
+    pieces             master cut at the parameters' borders, `spans`: one a parameter, maybe empty
     full      (S,)     this rank's gradients, in `reduce_dtype`
     gradient  (S/N,)   this rank's shard of their sum over all ranks
     """
@@ -125,7 +122,8 @@ class Bucket:
             if p.dim() > 1:
                 piece = piece.unsqueeze(0)  # 2-D, so that weight decay still sees a matrix
             self.pieces.append(nn.Parameter(piece, requires_grad=self.trained))
-            # .data: a version counter of its own, so autograd does not mind that a gather writes it
+            # Autograd refuses a saved tensor that was written since: a version counter tells it.
+            # A view of .data has its own counter, which a gather into flat does not raise
             view = self.flat.data[start : start + p.numel()].view(p.shape)
             self.parameters.append(nn.Parameter(view, requires_grad=self.trained))
             self.parameters[-1].__dict__.update(p.__dict__)
@@ -205,7 +203,7 @@ def group_parameters(parameters, bucket_bytes, key):
 
 class DirectReduceScatter:
     """Reduce-scatter in one round: send each rank its shard, add up what arrives. A rank sends
-    (N-1)/N of the input, as in a ring; gloo's own sends twice that. To be called like torch's."""
+    (N-1)/N of the input, as in a ring; gloo's own sends twice that. It is its own work handle."""
 
     def __init__(self, output, input, group=None, async_op=True):
         self.output, self.received = output, torch.empty_like(input)
@@ -226,17 +224,16 @@ class ZeRO1:
     """Stage 1: each rank steps on its shards, and has 1/N of the optimizer's states.
 
         zero = ZeRO(model, group, 1, torch.optim.AdamW, microbatches=2)
-        for step in ...:
+        for micro_batches, tokens in batches:          # this rank's rows; all ranks' tokens
             zero.zero_grad()
-            for x, y in this rank's 2 micro-batches:   # tokens: of all ranks and micro-batches
+            for x, y in micro_batches:                 # here 2
                 loss = cross_entropy(model(x), y, reduction="sum") / tokens
                 loss.backward()
             zero.finish()                              # the shards of the gradient are complete
             zero.clip(zero.grad_norm(), 1.0)           # clip_grad_norm_ finds no p.grad
             zero.step()                                # a scheduler goes on zero.optimizer
 
-    Arguments, and what nobody checks: see ZeRO, below.
-    """
+    Arguments, and what nobody checks: see ZeRO, below."""
 
     stage = 1
     bucket_type = Bucket
@@ -255,6 +252,8 @@ class ZeRO1:
         for i, scope in enumerate(self.scopes):
             for p in scope.parameters():
                 self.scopes_of[p] += (i,)
+        if any(p.requires_grad and not scopes for p, scopes in self.scopes_of.items()):
+            raise ValueError("a trained parameter of the model is in none of the scopes")
         self.buckets, views = [], {}
         for parameters in group_parameters(model.parameters(), bucket_bytes, self._kind):
             bucket = self._make_bucket(parameters, **options)
@@ -279,7 +278,7 @@ class ZeRO1:
         group = placement(parameters[0], "data") or self.group
         ranks = dist.get_world_size(group) if self.stage > 0 else 1
         bucket = self.bucket_type(parameters, group, ranks, value, **options)
-        bucket.partial = placement(parameters[0], "partial", [])
+        bucket.partial = list(placement(parameters[0], "partial", []))
         bucket.scopes = self.scopes_of[parameters[0]]
         return bucket
 
@@ -297,8 +296,8 @@ class ZeRO1:
     # --- a step: zero_grad, backward passes, finish, step
 
     def zero_grad(self, give_up=False):
-        """Start a step, after an exception in backward anew. give_up=True, on all ranks at the same
-        place: also if the last step was left between its backward and finish()."""
+        """Start a step. After an exception all ranks call it: with give_up=True, or without if all
+        raised amid a backward pass. Not covered: stage 3, where ranks raised at different units."""
         if self.running or give_up:
             self._abandon()
         elif any(self.passes) and not self.finished:
@@ -316,7 +315,8 @@ class ZeRO1:
             bucket.passes_left = self.microbatches * len(bucket.scopes)
 
     def _abandon(self):
-        self._wait()  # or these reductions would land in the next step's gradients
+        # Other ranks may have started more reductions: start all the rest, with NaN
+        self._run_missing_passes(given_up=True)
         self.running = False
 
     # --- while backward runs
@@ -330,8 +330,8 @@ class ZeRO1:
                 f"more backward passes than the {self.microbatches} that ZeRO was told of: call"
                 " zero_grad() before each step, or change microbatches="
             )
-        self.arrived, self.finished = True, False
-        if self.complete and bucket not in self.line:
+        self.pass_has_gradient, self.finished = True, False
+        if self.complete and bucket not in self.to_reduce:
             raise RuntimeError(
                 "a gradient came after its bucket was reduced: a weight that gets two gradients in"
                 " one micro-batch needs used_twice = True (see pipeline.py)"
@@ -343,7 +343,7 @@ class ZeRO1:
 
     def _backward_begins(self):
         if not self.running:
-            self.running, self.arrived = True, False  # arrived: a gradient, in this pass
+            self.running, self.pass_has_gradient = True, False
             self._line_up()
             # Called when backward is over, but not if an exception ends it
             torch.autograd.Variable._execution_engine.queue_callback(self._backward_ends)
@@ -352,11 +352,11 @@ class ZeRO1:
 
     def _line_up(self):
         """The buckets that this pass fills, in the order in which to reduce them."""
-        self.line = [bucket for bucket in self.trained if self.scope in bucket.scopes]
+        self.to_reduce = [bucket for bucket in self.trained if self.scope in bucket.scopes]
 
     def _backward_ends(self):
         self.running = False
-        if self.arrived:  # else it was autograd.grad, and none of the step's passes
+        if self.pass_has_gradient:  # else it was autograd.grad, and none of the step's passes
             self._end_pass()
 
     def _end_pass(self):
@@ -368,8 +368,8 @@ class ZeRO1:
     def _reduce_full(self, rest=False):
         # In the same order on all ranks: swapped reductions would add up the wrong buckets,
         # silently. So a bucket that is full early waits for those before it
-        while self.line and (rest or not self.line[0].missing):
-            bucket = self.line.pop(0)
+        while self.to_reduce and (rest or not self.to_reduce[0].missing):
+            bucket = self.to_reduce.pop(0)
             bucket.begin_pass()
             bucket.passes_left -= 1
             if self.reduce_each or bucket.passes_left == 0:
@@ -395,16 +395,23 @@ class ZeRO1:
             raise RuntimeError("an exception ended a backward pass: call zero_grad(), begin anew")
         if self.finished:
             raise RuntimeError("finish() was called already: call zero_grad() before the next step")
-        for scope in range(len(self.scopes)):
-            # A rank that ran fewer backward passes must still join the reductions
-            while self.passes[scope] < self.microbatches:
-                with self.backward(scope):
-                    self._line_up()
-                    self._end_pass()
+        self._run_missing_passes()
         for bucket in self.trained:
             for group in bucket.partial:
                 dist.all_reduce(bucket.gradient, group=group)
         self.finished = True
+
+    def _run_missing_passes(self, given_up=False):
+        # A rank that ran fewer backward passes must still join the reductions
+        for scope in range(len(self.scopes)):
+            while self.passes[scope] < self.microbatches and not self.finished:
+                with self.backward(scope):
+                    if not self.running:  # else some buckets of this pass are reduced already
+                        self._line_up()
+                    self.running = False
+                    for bucket in self.to_reduce if given_up else []:
+                        bucket.add(0, torch.nan)  # incomplete: nobody may train on it
+                    self._end_pass()
 
     def _check_finished(self):
         if not self.finished:
@@ -476,8 +483,8 @@ class ZeRO1:
 
     @contextlib.contextmanager
     def backward(self, scope=0, complete=True):
-        """Around each backward pass of one of several scopes, modules with passes of their own (a
-        pipeline rank's stages). complete=False: some gradients come in a later pass."""
+        """Around each backward pass of one of several scopes (a pipeline rank's stages).
+        complete=False: some gradients come in a later pass."""
         self.scope, self.complete = scope, complete
         try:
             yield
@@ -627,43 +634,43 @@ class Unit:
 
     def before_forward(self, module, inputs):
         # Activation checkpointing may run it again amid its backward: then nothing is to be done
-        if self.zero.active is not self:
+        if self.zero.in_backward is not self:
             self.zero.enter(self, self.following)
 
     def after_forward(self, module, inputs, result):
-        if self.zero.active is self:
+        if self.zero.in_backward is self:
             return
         passed_on = {id(t) for t in tensors_in(inputs)}
         results = [t for t in tensors_in(result) if t.requires_grad and id(t) not in passed_on]
         for t in results:
             t.register_hook(self.before_backward)
         if results and self.following is None and self.zero.reshard:
-            self.zero.ahead = self  # the last unit: its backward is likely to be next
+            self.zero.prefetched = self  # the last unit: its backward is likely to be next
         elif self.zero.reshard or not results:
             self.release()
 
     def before_backward(self, gradient):
         zero = self.zero
         zero._backward_begins()
-        if zero.active is self:
+        if zero.in_backward is self:
             return
         # Autograd runs in the reverse order of forward: all that ran after this unit is done
-        if zero.active:
-            zero.active.release()
-        zero.active = self
+        if zero.in_backward:
+            zero.in_backward.release()
+        zero.in_backward = self
         zero.enter(self, self.previous)
 
 
 class ZeRO3(ZeRO2):
     """Stage 3: a rank has its shards of all weights, and the whole weights of two units at most.
-    A unit is a bucket. With reshard=False units stay whole from forward until their backward."""
+    Its weights are a bucket, or several. reshard=False: whole from forward until its backward."""
 
     stage = 3
 
     def __init__(self, model, *args, units=None, reshard=True, scopes=None, **options):
         self.reshard = reshard
-        self.active = None  # the unit whose backward is on
-        self.ahead = None  # the unit that is gathered in advance
+        self.in_backward = None  # the unit whose backward is on
+        self.prefetched = None  # the unit that is gathered in advance
         scopes = list(scopes or [model])
         self.units = []  # of each scope, in the order of forward
         for scope in scopes:
@@ -672,17 +679,17 @@ class ZeRO3(ZeRO2):
             self.units.append([Unit(self, module) for module in modules])
             for unit, following in pairwise(self.units[-1]):
                 unit.following, following.previous = following, unit
-        self.users = {p: () for p in model.parameters()}
+        self.units_of = {p: () for p in model.parameters()}
         for unit in sum(self.units, []):
             for p in unit.module.parameters():
-                self.users[p] += (unit,)
+                self.units_of[p] += (unit,)
         super().__init__(model, *args, scopes=scopes, **options | {"bucket_bytes": float("inf")})
 
     def _kind(self, p):
-        return self.users[p], super()._kind(p)
+        return self.units_of[p], super()._kind(p)
 
     def _make_bucket(self, parameters, **options):
-        users = self.users[parameters[0]]
+        users = self.units_of[parameters[0]]
         self.bucket_type = Bucket3 if users else Bucket2  # outside of units: whole, as in stage 2
         bucket = super()._make_bucket(parameters, **options)
         for unit in users:
@@ -691,20 +698,20 @@ class ZeRO3(ZeRO2):
 
     def enter(self, unit, following):
         """`unit` runs now, and `following` is likely to be next: gather it meanwhile."""
-        if self.ahead not in (unit, None):
-            self.ahead.release()  # a wrong guess
+        if self.prefetched not in (unit, None):
+            self.prefetched.release()  # a wrong guess
         unit.gather()
         unit.wait()
         if following:
             following.gather()
-        self.ahead = following
+        self.prefetched = following
 
     def release(self, units):
         for unit in units:
             unit.release()
-        if self.ahead:
-            self.ahead.release()
-        self.ahead = self.active = None
+        if self.prefetched:
+            self.prefetched.release()
+        self.prefetched = self.in_backward = None
 
     def _backward_ends(self):
         super()._backward_ends()
@@ -762,20 +769,17 @@ def ZeRO(model, group, stage, optimizer, microbatches=1, **options):
     reduce_each, in stages 2 and 3: see ZeRO2. reshard, in stage 3: see ZeRO3.
     units, in stage 3: modules, in the order of forward. Their parameters are used within their
         forward alone. What no unit contains stays whole. Default: default_units(model).
-    scopes: for pipelines, see ZeRO1.backward. Default: the model.
+    scopes: modules with backward passes of their own, see ZeRO1.backward. Default: the model.
 
     Before: all ranks have equal weights, loaded, tied and frozen as they shall be. The parameters
-    are replaced in place. Activation checkpointing needs use_reentrant=False. Nobody checks this:
-    a parameter without gradient gets a zero one, so weight decay and momentum move it. Buffers
-    (BatchNorm) are not synchronised. In stage 3 all ranks must run the same units in the same
-    order: one that skips a layer waits for ever. If they differ in which parameters get a gradient,
-    set zero.reduce_group to another group of the same ranks, since gathers and reductions then come
-    in different orders. docs/memory.md has more.
+    are replaced in place. Activation checkpointing needs use_reentrant=False. Nobody checks: in
+    stage 3 all ranks must run the same units in the same order. One that skips a layer waits for
+    ever. If ranks differ in which parameters get a gradient, set zero.reduce_group to another group
+    of the same ranks: gathers and reductions then come in different orders. See docs/memory.md.
 
     parameter.placement, of other kinds of parallelism, may have: "partial", groups over which
     finish() sums its gradient too; "data", its group in place of `group` (an expert of which there
-    are fewer copies); "copies", groups that hold it as well, for the norm.
-    """
+    are fewer copies); "copies", groups that hold it as well, for the norm."""
     if stage not in (0, 1, 2, 3):
         raise ValueError(f"there is no stage {stage!r} of ZeRO: choose 0, 1, 2 or 3")
     if not isinstance(model, nn.Module):
@@ -799,9 +803,7 @@ from harness import zero_bytes
 def flags():
     parser = harness.parser(__doc__)
     g = parser.add_argument_group("ZeRO")
-    why = (
-        "what is split: 0 nothing, 1 optimizer states, 2 gradients too, 3 weights too (default: 3)"
-    )
+    why = "split: 0 nothing, 1 optimizer states, 2 gradients too, 3 weights too (default: 3)"
     g.add_argument("--stage", type=int, choices=range(4), help=why)
     harness.precision_flags(g)
     why = "stages 2, 3: reduce gradients once a step: sends less, holds all of them"
@@ -812,9 +814,7 @@ def flags():
     g.add_argument("--offload", action="store_true", help=why)
     why = "of a bucket, stages 0 to 2: large ones send faster, small ones start earlier"
     g.add_argument("--bucket-mb", type=harness.real(0), default=0.5, metavar="MB", help=why)
-    why = (
-        "train nothing: the largest model whose states fit 80 GB on 64 ranks, of --stage or of all"
-    )
+    why = "train nothing: the largest model that fits 80 GB on 64 ranks, for --stage or for all"
     g.add_argument("--fit", action="store_true", help=why)
     return parser
 

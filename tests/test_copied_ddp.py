@@ -254,6 +254,34 @@ def test_ddp_copied_step_given_up_by_one_rank(copied):
     copied("ddp", 3, work)
 
 
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_ddp_copied_step_given_up_before_the_first_bucket(copied, microbatches):
+    """Rank 0 raises before its first bucket is full. Rank 1 has started it. Both start again."""
+
+    def work(rank):
+        import ddp
+
+        model, reference = ddp_mlp(), ddp_mlp()
+        x, y = ddp_batch(0, model)
+        # The first of two buckets has both of the later Linears
+        wrapped = ddp.DDP(model.parameters(), dist.group.WORLD, microbatches, bucket_bytes=2856)
+        for _ in range(3):
+            wrapped.zero_grad()
+            for _ in range(microbatches - 1):
+                ddp_backward(model, x, y, 1)
+            ddp_break_off(model, 2 if rank == 1 else 5, x, y)
+            assert wrapped.next == rank and len(wrapped.buckets) == 2
+        wrapped.zero_grad()
+        for _ in range(microbatches):
+            ddp_backward(model, x, y, 12 * microbatches)
+            ddp_backward(reference, x, y, 6 * microbatches)
+        wrapped.finish()
+        for p, q in zip(model.parameters(), reference.parameters()):
+            torch.testing.assert_close(p.grad, q.grad)
+
+    copied("ddp", 2, work)
+
+
 # --- steps in the wrong order
 
 

@@ -217,6 +217,58 @@ def test_zero_a_step_given_up_leaves_nothing(copied, stage, options, disturb):
         zero_assert_equal(ours, reference)
 
 
+def zero_raise(*_):
+    raise KeyError("given up")
+
+
+def zero_give_up_elsewhere(place, step, model, sharded, x):
+    """Rank 1 raises late in a backward. Rank 0 raises early in it, then before its first gradient,
+    then in forward."""
+    if place != "begin" or step == 0:
+        return
+    sharded.zero_grad()
+    if sharded.microbatches == 2 and step != 3:
+        zero_loss(model, x[:1]).backward()
+    with pytest.raises(KeyError):
+        if dist.get_rank() == 1:
+            ZeroStop.stop = True
+            zero_loss(model, 5 * x).backward()
+        elif step == 1:
+            result = []
+            hook = model.encoder.layers[2].register_forward_hook(lambda *a: result.append(a[2]))
+            loss = zero_loss(model, x)
+            hook.remove()
+            result[0].register_hook(zero_raise)
+            loss.backward()
+        elif step == 2:
+            loss = zero_loss(model, x)
+            loss.register_hook(zero_raise)
+            loss.backward()
+        else:
+            zero_raise()
+    ZeroStop.stop = False
+    sharded.zero_grad(give_up=step > 1)
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_zero_a_step_given_up_at_different_places(copied, stage, microbatches):
+    def work(rank):
+        return zero_ranks(
+            rank,
+            ZeroEncoder,
+            ZERO_OPTIMIZERS["sgd"],
+            stage,
+            zero_give_up_elsewhere,
+            5,
+            microbatches=microbatches,
+        )
+
+    reference = zero_one_process(ZeroEncoder, ZERO_OPTIMIZERS["sgd"])
+    for ours in copied("zero", 2, work):
+        zero_assert_equal(ours, reference)
+
+
 def test_zero_step_frees_what_a_forward_gathered(copied):
     """Parameters outside of any unit included."""
 
@@ -286,6 +338,8 @@ def test_zero_refuses_what_is_no_model_or_no_factory(copied):
         ):
             with pytest.raises(ValueError, match="give it the model, not a"):
                 make(wrong, optimizer=torch.optim.AdamW)
+        with pytest.raises(ValueError, match="in none of the scopes"):
+            make(model, optimizer=torch.optim.AdamW, scopes=[model.layers[0]])
         with pytest.raises(ValueError, match="a function that makes the optimizer"):
             make(model, optimizer=torch.optim.AdamW(model.parameters()))
         for kind in ("Adafactor", "LBFGS", "Muon"):
