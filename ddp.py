@@ -63,8 +63,9 @@ class Naive:
             p.grad = torch.zeros_like(p, memory_format=torch.contiguous_format)
         self.step = Step(parameters, microbatches)  # refuses calls in a wrong order, see below
 
-    def zero_grad(self):
-        self.step.begin()
+    def zero_grad(self, give_up=False):
+        """give_up=True: also where backward passes came, and no finish()."""
+        self.step.begin(give_up)
         for p in self.parameters:
             p.grad.zero_()
 
@@ -140,10 +141,10 @@ class DDP:
             for p in bucket.parameters if overlap else []:
                 p.register_post_accumulate_grad_hook(functools.partial(self._arrived, bucket))
 
-    def zero_grad(self):
-        given_up = self.step.latest in ["half a backward()", "too few backward()"]
-        self.step.begin()
-        if given_up and self.overlap:  # What one rank has started, all must start.
+    def zero_grad(self, give_up=False):
+        unfinished = self.step.latest not in ["zero_grad()", "finish()"]
+        self.step.begin(give_up)
+        if unfinished and self.overlap:  # What one rank has started, all must start.
             for bucket in self.buckets[self.next :]:
                 bucket.flat.fill_(torch.nan)  # incomplete: nobody may train on it
             self._reduce_rest()
@@ -217,8 +218,9 @@ class Step:
         for p in self.storages:
             p.register_post_accumulate_grad_hook(self._gradient_arrived)
 
-    def begin(self):
-        self._enter("zero_grad()", refused_after=["backward()", "optimizer.step()"])
+    def begin(self, give_up):
+        forgotten = ["too few backward()", "backward()", "optimizer.step()"]  # before finish()
+        self._enter("zero_grad()", refused_after=[] if give_up else forgotten)
         self.passes = 0
 
     def _gradient_arrived(self, p):
@@ -242,8 +244,8 @@ class Step:
         if self.latest in refused_after:
             raise RuntimeError(
                 f"{call} after {self.latest}: a step is zero_grad(), the backward passes, "
-                "finish(), optimizer.step(). Finish also a step that you skip. Where backward "
-                "raised, all ranks start again with zero_grad()."
+                "finish(), optimizer.step(). Where backward raised, all ranks start again with "
+                "zero_grad(); a step given up elsewhere, with zero_grad(give_up=True)."
             )
         for p in self.parameters:
             moved = p.grad is None or p.grad.untyped_storage() is not self.storages.get(p)
@@ -278,8 +280,8 @@ class ParameterServer(DDP):
             for p, weight in bucket.pieces(bucket.weights):
                 p.data = weight
 
-    def zero_grad(self):
-        super().zero_grad()
+    def zero_grad(self, give_up=False):
+        super().zero_grad(give_up)
         self.pull()
 
     def pull(self):
