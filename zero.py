@@ -261,6 +261,7 @@ class ZeRO1:
             views |= zip(parameters, bucket.parameters)
         self.trained = [bucket for bucket in self.buckets if bucket.trained]
         self._install(views)
+        del self.scopes_of  # it holds the parameters as they were, and their memory
         self.optimizer = optimizer(sum((bucket.pieces for bucket in self.trained), []))
         self.works = []  # (bucket, work): reductions on their way
         self.passes = []  # backward passes of this step that are over, of each scope
@@ -684,6 +685,7 @@ class ZeRO3(ZeRO2):
             for p in unit.module.parameters():
                 self.units_of[p] += (unit,)
         super().__init__(model, *args, scopes=scopes, **options | {"bucket_bytes": float("inf")})
+        del self.units_of
 
     def _kind(self, p):
         return self.units_of[p], super()._kind(p)

@@ -3,6 +3,7 @@ FSDP2; bytes and memory."""
 
 import functools
 import re
+import weakref
 
 import pytest
 import torch
@@ -740,3 +741,16 @@ def test_demo(ranks, tmp_path, flags):
     assert results[0][1]["ok"] and (
         args.prove == 0 or max(results[0][1]["max_error"].values()) < 1e-10
     )
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_the_parameters_that_were_there_are_freed(ranks, stage):
+    """The views take their place. Somebody who kept them would hold the model twice."""
+
+    def work(rank):
+        model = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(3)))
+        before = [weakref.ref(p) for p in model.parameters()]
+        sharded = zero.ZeRO(model, dist.group.WORLD, stage, torch.optim.SGD)
+        return sharded.stage, [p() is None for p in before]
+
+    assert ranks(2, work) == [(stage, [True] * 6)] * 2
