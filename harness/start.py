@@ -195,11 +195,14 @@ def start_ranks(work, world, patience=1.5, notice=30.0):
                     stop(signal.SIGKILL)
                 continue
             rank, code = ranks.pop(pid), os.waitstatus_to_exitcode(status)
+            not_by_us = not sigterm_times and (deadline is None or time.monotonic() < deadline)
+            unexplained = set(codes.values()) <= {0, LOST}
             codes[rank] = code
+            # A rank that lost its peer may be seen to end before the peer that was killed
+            if code < 0 and not_by_us and unexplained:
+                say(f"rank {rank} was ended by {signal.Signals(-code).name}; the others stop")
             if code and (deadline is None or sigterm_times):
                 deadline = time.monotonic() + patience
-                if code < 0 and not sigterm_times:
-                    say(f"rank {rank} was ended by {signal.Signals(-code).name}; the others stop")
     except KeyboardInterrupt:
         interrupted = True
         stop(signal.SIGTERM)

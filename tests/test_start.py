@@ -158,6 +158,23 @@ def test_interrupted(tmp_path, number, expected):
     assert ("rank 0 was ended by SIGKILL" if number == signal.SIGKILL else "interrupted") in said
 
 
+@pytest.mark.skipif(not start.can_fork(), reason="forks its ranks")
+def test_a_killed_rank_is_named_after_one_that_lost_it(capfd):
+    """Processes that end at about the same time are seen in any order."""
+
+    def work(rank, connect):
+        if rank == 1:
+            return start.LOST
+        time.sleep(0.3)
+        return os.kill(os.getpid(), signal.SIGKILL)
+
+    pid = os.fork()
+    if pid == 0:
+        os._exit(start.start_ranks(work, 2))
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 1
+    assert "rank 0 was ended by SIGKILL" in capfd.readouterr().err
+
+
 def test_a_failing_rank_is_named_once():
     def work(rank, connect):
         def fail(rank, world, device):
