@@ -213,16 +213,15 @@ def write_config(config):
             n_head=config.heads,
             n_embd=config.width,
             n_positions=config.context,
-        )
-        ours |= dict(
             n_inner=config.hidden,
             layer_norm_epsilon=config.norm_eps,
             activation_function="gelu_new",
+            model_type="gpt2",
+            architectures=["GPT2LMHeadModel"],
+            embd_pdrop=config.dropout,
+            resid_pdrop=config.dropout,
+            attn_pdrop=0.0,
         )
-        ours |= dict(model_type="gpt2", architectures=["GPT2LMHeadModel"])
-        ours |= {f"{which}_pdrop": config.dropout for which in ("embd", "resid")} | {
-            "attn_pdrop": 0.0
-        }
         if config.kv_heads != config.heads:
             raise ValueError("a GPT-2 with grouped queries is not one that transformers knows")
     elif fields == LLAMA:
@@ -230,19 +229,16 @@ def write_config(config):
             num_hidden_layers=config.layers,
             num_attention_heads=config.heads,
             num_key_value_heads=config.kv_heads,
-        )
-        ours |= dict(
             hidden_size=config.width,
             intermediate_size=config.hidden,
             max_position_embeddings=config.context,
-        )
-        ours |= dict(
             rms_norm_eps=config.norm_eps,
             rope_theta=config.rope_theta,
             hidden_act="silu",
             attention_bias=False,
+            model_type="llama",
+            architectures=["LlamaForCausalLM"],
         )
-        ours |= dict(model_type="llama", architectures=["LlamaForCausalLM"])
         if config.experts:
             if config.shared or config.scores != "softmax" or not config.renormalize:
                 raise ValueError(
