@@ -218,6 +218,7 @@ class Runner:
         self.run, self.schedule, self.groups, self.model = run, schedule, groups, model
         self.sync, self.watch = sync, watch
         self.links = groups["down"] + groups["up"]
+        self.places = {}  # {length of a sequence: the positions that this rank holds}
         self.stages = [int(stage) for stage in model.parts]
         blocks = [block for part in model.parts.values() for block in part.blocks.values()]
         self.rows = RowCounter([block.mlp for block in blocks] if run.args.ep > 1 else [])
@@ -240,7 +241,10 @@ class Runner:
         or logits (b, T, V) without targets. Other ranks get []."""
         run, args = self.run, self.run.args
         rows, length = batches[0][0].shape
-        where = places(args, length, dist.get_rank(self.groups["cp"])).to(run.device)
+        if length not in self.places:
+            where = places(args, length, dist.get_rank(self.groups["cp"]))
+            self.places[length] = where.to(run.device)
+        where = self.places[length]
         positions = where.clamp(max=length - 1)  # padding must have some position
 
         def forward(stage, m, x):

@@ -75,6 +75,7 @@ class Run:
         self.errors = None  # {kind: largest difference from one process}
         self.held = {}  # {kind: bytes} after the measured step
         self.first = 0  # the first step; not 0 after a checkpoint
+        self.was_read = None  # the latest loss and its numbers: see `read`
         self.skipped = 0  # steps whose gradient was not finite
         self.draw = gpt.draw
         self.ledger = Ledger({"world": dist.group.WORLD})
@@ -161,8 +162,15 @@ class Run:
         rows = range(part * size, (part + 1) * size)
         batch = self.corpus.batch(step, rows, self.config.context, self.args.seed, split)
         pieces = pieces or self.args.microbatches
-        tokens, targets, samples = (t.to(self.device).tensor_split(pieces) for t in batch)
+        tokens, targets, samples = (self.to_device(t).tensor_split(pieces) for t in batch)
         return list(zip(tokens, targets, samples))
+
+    def to_device(self, tensor):
+        """Copy a tensor to this rank's device. The host waits for a copy to a GPU only if it is
+        from pageable memory."""
+        if self.device.type == "cuda":
+            tensor = tensor.pin_memory()
+        return tensor.to(self.device, non_blocking=True)
 
     def zero(self):
         """A zero to sum a step's loss in. float64, so that the sum adds no rounding of its own."""
@@ -206,11 +214,20 @@ class Run:
             with _disable_current_modes():  # the ledger must not count the proof's messages
                 self.gradients = {name: p.grad.clone() for name, p in named() if p.grad is not None}
             self.compared = named, counts
-        if math.isfinite(loss.item()) and math.isfinite(norm.item()):
+        values = self.read(loss, norm)
+        if all(math.isfinite(value) for value in values):
             return True
         self.watching.close()
-        self.skip_or_stop(loss.item(), norm.item(), named, blame)
+        self.skip_or_stop(*values, named, blame)
         return False
+
+    def read(self, loss, norm):
+        """The numbers in two scalar tensors. They are read together and once a step, because the
+        host waits until the device has them."""
+        if self.was_read is None or self.was_read[0] is not loss:
+            on_host = torch.stack((loss, norm)).cpu()
+            self.was_read = loss, [value.item() for value in on_host]
+        return self.was_read[1]
 
     def skip_or_stop(self, loss, norm, named, blame):
         """Name the first gradient that is not finite, in the order of backward. Then skip the step
@@ -253,10 +270,11 @@ class Run:
         now = time.perf_counter()
         rate = self.count / (now - self.last)
         self.last = now
+        loss, norm = self.read(loss, norm)
         row = {
             "step": self.step + 1,
-            "loss": loss.item(),
-            "grad_norm": norm.item(),
+            "loss": loss,
+            "grad_norm": norm,
             "lr": self.lr,
             "tokens_per_s": rate,
         }

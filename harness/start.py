@@ -9,6 +9,7 @@ the others calls the roll through the store and names the missing ranks.
 import contextlib
 import ctypes
 import datetime
+import functools
 import importlib
 import os
 import shutil
@@ -65,12 +66,15 @@ def refuse(refused, rank):
 
 # --- start-up
 
+PATIENCE = 1.5  # seconds that the other ranks get to end by themselves after one has failed
+
 
 def on_ranks(work, args, needed=None, check=lambda world: None):
     """Call work(rank, world size, device) -> exit code on every rank, and end the process with it.
 
     args    the flags nproc, device, backend, timeout and quiet
-    needed  the number of ranks that the layout takes; None is any
+    needed  the number of ranks that the layout takes; None is any: --nproc, or 4, or on nccl as
+            many as there are GPUs, if these are fewer
     check   check(world size) may refuse a number of ranks
 
     If a launcher that sets RANK and WORLD_SIZE, such as torchrun, has started the ranks, this joins
@@ -78,10 +82,17 @@ def on_ranks(work, args, needed=None, check=lambda world: None):
     """
     joined = "RANK" in os.environ and "WORLD_SIZE" in os.environ
     started = int(os.environ["WORLD_SIZE"]) if joined else 1
+    gpus = torch.cuda.device_count()
+    if args.device == "auto":
+        args.device = "cuda" if gpus > 0 else "cpu"
+    if args.backend is None:
+        args.backend = "nccl" if args.device == "cuda" else "gloo"
     if needed:
         world = needed
     elif joined:
         world = started
+    elif args.backend == "nccl" and gpus > 0:
+        world = args.nproc or min(4, gpus)
     else:
         world = args.nproc or 4
     if needed and args.nproc and args.nproc != needed:
@@ -90,10 +101,6 @@ def on_ranks(work, args, needed=None, check=lambda world: None):
             "leave that flag out"
         )
     check(world)
-    if args.device == "auto":
-        args.device = "cuda" if torch.cuda.device_count() > 0 else "cpu"
-    if args.backend is None:
-        args.backend = "nccl" if args.device == "cuda" else "gloo"
     check_devices(args, world)
 
     if started == world:
@@ -134,13 +141,16 @@ def check_devices(args, world):
         raise Refused("--device cuda, but no GPU is visible here: use --device cpu")
     if args.backend == "nccl" and local_ranks > gpus:
         nodes = world // max(n for n in range(1, gpus + 1) if world % n == 0)
+        here = "--backend gloo --device cuda lets ranks share a GPU, --device cpu takes none"
+        if args.nproc and "RANK" not in os.environ:
+            here = f"--nproc {gpus} takes one rank a GPU, {here}"
         raise Refused(
-            f"this layout needs {world} GPUs and this machine has {gpus}: on each of {nodes} nodes "
-            f"run {command(world, nodes)} (or use CPUs: --device cpu)"
+            f"{world} ranks need {world} GPUs on nccl and this machine has {gpus}: on each of "
+            f"{nodes} nodes run {command(world, nodes)}; or on this machine {here}"
         )
 
 
-def start_ranks(work, world, patience=1.5, notice=30.0):
+def start_ranks(work, world, patience=PATIENCE, notice=30.0):
     """Run work(rank, connect) -> exit code in `world` processes of this machine. Returns 0 if all
     return 0; else 2 if one refused, 1 otherwise; 130 or 143 if interrupted.
 
@@ -162,6 +172,7 @@ def start_ranks(work, world, patience=1.5, notice=30.0):
         # Optimizers import it at their first step: import it once instead of in every rank
         importlib.import_module("torch._dynamo")
     ranks, codes = {}, {}  # {process id: rank}, {rank: exit code}
+    processes = []  # kept: a Popen that is collected waits for its process itself
     sigterm_times = []
     deadline, interrupted = None, False
     for rank in range(world):
@@ -174,7 +185,11 @@ def start_ranks(work, world, patience=1.5, notice=30.0):
             environment = dict(os.environ, STORE_FILE=path)
             environment |= dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank))
             environment |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(world))
-            pid = subprocess.Popen([sys.executable, *sys.argv], env=environment).pid
+            environment["LAUNCHER"] = str(os.getpid())
+            # orig_argv still has the -m of `python -m benchmarks.table`; sys.argv has not
+            process = subprocess.Popen([sys.executable, *sys.orig_argv[1:]], env=environment)
+            processes.append(process)
+            pid = process.pid
         ranks[pid] = rank
 
     def stop(number):
@@ -232,6 +247,8 @@ def can_fork():
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 # The folders of this project's code
 OWN = [ROOT, *(os.path.join(ROOT, folder) for folder in ("harness", "trainer", "benchmarks"))]
+# Backends with which a rank that lost a peer hangs, where with gloo it gets an exception
+WITHOUT_EXCEPTIONS = ["nccl"]
 # Exit code of a rank that lost a peer and leaves the explanation to the peer or to the launcher
 LOST = 75
 
@@ -272,18 +289,28 @@ def one_rank(work, args, rank, world, connect):
     try:
         if "TORCHELASTIC_RUN_ID" in os.environ:  # the parent is torchrun's agent
             die_with_parent(signal.SIGTERM)
+        elif "LAUNCHER" in os.environ:  # a fresh process that start_ranks began
+            die_with_parent(signal.SIGKILL)
+            if os.getppid() != int(os.environ["LAUNCHER"]):
+                return 1  # it ended before this process could ask to end with it
         local_world = int(os.environ.get("LOCAL_WORLD_SIZE", world)) if connect is join else world
-        share_cores(local_world)
+        share_cores(local_world, args.backend)
         device = torch.device("cpu")
         if args.device == "cuda":
             local_rank = int(os.environ.get("LOCAL_RANK", rank))
             device = torch.device("cuda", local_rank % torch.cuda.device_count())
             torch.cuda.set_device(device)
         store = join(rank, world, timeout) if connect is join else connect(rank, world)
+        backend_timeout = timeout
         if world > 1:
             threading.Thread(target=answer, args=(store, rank), daemon=True).start()
+        if world > 1 and args.backend in WITHOUT_EXCEPTIONS:
+            # The backend's own watchdog would end the process and name nobody: it comes second
+            backend_timeout += datetime.timedelta(seconds=60)
+            watch = functools.partial(end_if_stuck, store, rank, world, timeout)
+            threading.Thread(target=watch, daemon=True).start()
         dist.init_process_group(
-            args.backend, store=store, rank=rank, world_size=world, timeout=timeout
+            args.backend, store=store, rank=rank, world_size=world, timeout=backend_timeout
         )
         code = work(rank, world, device) or 0
         dist.barrier()  # no rank leaves while others still send to it
@@ -299,11 +326,11 @@ def one_rank(work, args, rank, world, connect):
     return code
 
 
-def share_cores(local_world):
+def share_cores(local_world, backend):
     """Divide this machine's cores among its ranks."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     torch.set_num_threads(max(1, cores // local_world))
-    if local_world > 1 and hasattr(os, "SCHED_BATCH"):
+    if backend == "gloo" and local_world > 1 and hasattr(os, "SCHED_BATCH"):
         # With the default scheduler gloo's threads wait a whole tick (4 ms) if ranks share cores
         with contextlib.suppress(OSError):
             os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
@@ -325,13 +352,31 @@ def whereabouts():
 
 
 def answer(store, rank, every=0.25):
-    """The work of a rank's thread: say on which host it is, and answer a roll call even if the main
-    thread hangs."""
+    """The work of a rank's thread: say on which host it is, answer a roll call even if the main
+    thread hangs, and end the process if another rank has failed: its peers may wait for ever."""
     with contextlib.suppress(Exception):  # the store may end before this rank
         store.set(f"host{rank}", socket.gethostname())
         while not store.check(["roll"]):
+            if store.check(["failed"]):
+                time.sleep(PATIENCE)  # the main thread may end by itself
+                finish(LOST)
             time.sleep(every)
         store.set(f"here{rank}", whereabouts())
+
+
+def end_if_stuck(store, rank, world, timeout, every=0.5):
+    """The work of a second thread, on nccl: end the process if the main thread stands at one and
+    the same instruction for `timeout`. There the device waits for a lost peer, and the main thread
+    waits where it reads the device's next value."""
+    main = threading.main_thread().ident
+    place, since = None, time.monotonic()
+    while time.monotonic() - since < timeout.total_seconds():
+        time.sleep(every)
+        frame = sys._current_frames().get(main)
+        now = frame and (frame.f_code, frame.f_lasti, id(frame))
+        if now != place:
+            place, since = now, time.monotonic()
+    finish(failed(TimeoutError("timed out"), rank, world, store, timeout, forked=False))
 
 
 def roll_call(store, rank, world, wait=1.5):
@@ -387,7 +432,14 @@ def failed(error, rank, world, store, timeout, forked):
     text = str(error).lower()
     late = "timed out" in text or "timeout" in text
     lost = any(sign in text for sign in SIGNS_OF_A_LOST_PEER)
+    if isinstance(error, torch.OutOfMemoryError):
+        within(1, lambda: store.set("failed", str(rank)))
+        first_line = str(error).splitlines()[0]
+        advice = "give it less: more --microbatches, --recompute, --zero, a smaller --batch"
+        say(f"rank {rank} is out of memory ({first_line}): {advice}")
+        return 1
     if not isinstance(error, (RuntimeError, ConnectionError)) or not (late or lost):
+        within(1, lambda: store.set("failed", str(rank)))
         trace = "".join(traceback.format_exception(error))
         print(f"rank {rank} failed:\n{trace}", file=sys.stderr, flush=True)
         return 1

@@ -1,0 +1,270 @@
+"""Play scripts of the project on a CUDA device that does not exist, on a CPU build of torch.
+
+    python tests/fake_cuda.py LIBRARY < cases        LIBRARY: the compiled fakecuda.cpp
+
+A case is a line of JSON, [script, flags, rank, world]. A case plays one training step of that rank,
+the second, under FakeTensorMode on `cuda:0`, with a process group of torch's fake backend. For each
+case it prints a line of JSON:
+
+    misplaced   what nccl would refuse: a collective with a tensor that is on the CPU, that is not
+                contiguous, or that has a dtype without a nccl type
+    waits       {operation and line: how often} of what makes the host wait until the device is
+                done: .item(), nonzero, an index that is a mask, blocking copies between both
+    kernels     operations that would launch a kernel, as autograd's threads launch them
+    collectives {operation: calls}
+    error       null, or what ended it
+
+A fake tensor has no values. So .item() gives 1, and routing to experts is even.
+"""
+
+import collections
+import contextlib
+import ctypes
+import importlib
+import json
+import os
+import sys
+import traceback
+import types
+from unittest import mock
+
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+if __name__ == "__main__":
+    library = ctypes.CDLL(sys.argv[1])  # before torch: what it registers must be there at once
+
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+sys.path.insert(0, ROOT)
+import expert_parallel
+import harness
+from harness.ledger import tensors_in
+from trainer import dryrun
+
+OWN = [os.path.join(ROOT, folder).rstrip("/") for folder in ("", "harness", "trainer", "tests")]
+# They pass operations on
+NOT_THE_CAUSE = "fake_cuda.py", "ledger.py"
+CUDA = torch.device("cuda", 0)
+NCCL_DTYPES = {
+    *(torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.bool),
+    *(torch.int64, torch.int32, torch.int8, torch.uint8),
+}
+MASKS = torch.bool, torch.uint8
+# Their results' shapes are values, which the host must wait for
+VALUE_SHAPED = {"nonzero", "masked_select", "unique", "_unique2", "unique_dim", "is_nonzero"}
+
+
+def here():
+    """The line of the project that runs, as file:line."""
+    frame = sys._getframe()
+    while frame:
+        file = frame.f_code.co_filename
+        if os.path.dirname(file) in OWN and os.path.basename(file) not in NOT_THE_CAUSE:
+            return f"{os.path.relpath(file, ROOT)}:{frame.f_lineno}"
+        frame = frame.f_back
+    return "autograd"
+
+
+class Watch(TorchDispatchMode):
+    """Notes every operation. The attributes are those of the module's docstring."""
+
+    def __init__(self):
+        super().__init__()
+        self.begin()
+
+    def begin(self):
+        self.misplaced, self.waits = collections.Counter(), collections.Counter()
+        self.collectives, self.kernels = collections.Counter(), 0
+        self.pinned = set()  # storages
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        given = [*tensors_in(list(args)), *tensors_in(list(kwargs.values()))]
+        on_cuda = [t for t in given if t.device.type == "cuda"]
+        name = func.overloadpacket.__name__
+        if func.namespace == "c10d":
+            self.check_collective(name, given)
+        if func is torch.ops.aten._local_scalar_dense.default:
+            if on_cuda:
+                self.waits[f"item at {here()}"] += 1
+            return 1.0 if args[0].is_floating_point() else 1
+        if name == "_pin_memory":
+            self.pinned.add(args[0].untyped_storage()._cdata)
+            return args[0]
+        if on_cuda and self.waits_for_value(name, args, kwargs):
+            self.waits[f"{name} at {here()}"] += 1
+        self.check_copy(name, args, kwargs)
+        if func.namespace == "aten" and on_cuda and not func.is_view:
+            self.kernels += 1
+        if name == "_grouped_mm" and args[0].dtype != torch.bfloat16:
+            return grouped_mm_result(args, kwargs)
+        return func(*args, **kwargs)
+
+    def check_collective(self, name, given):
+        self.collectives[name] += 1
+        for t in given:
+            what = f"{name} of {t.dtype} {list(t.shape)} on {t.device} at {here()}"
+            if t.device.type != "cuda" or t.dtype not in NCCL_DTYPES:
+                self.misplaced[what] += 1
+            elif not t.is_contiguous():
+                self.misplaced[f"not contiguous: {what}"] += 1
+
+    def waits_for_value(self, name, args, kwargs):
+        if name == "repeat_interleave":
+            return kwargs.get("output_size") is None and isinstance(args[-1], torch.Tensor)
+        by_index = name in ("index", "index_put_", "_index_put_impl_")
+        by_mask = by_index and any(t.dtype in MASKS for t in tensors_in(args[1]))
+        return name in VALUE_SHAPED or by_mask
+
+    def check_copy(self, name, args, kwargs):
+        """A copy to or from the host's memory blocks the host unless the memory is pinned and
+        non_blocking is given."""
+        if name == "_to_copy" and kwargs.get("device") is not None:
+            source, target = args[0], torch.device(kwargs["device"]).type
+            free = kwargs.get("non_blocking")
+        elif name == "copy_":
+            source, target = args[1], args[0].device.type
+            free = len(args) > 2 and args[2]
+        else:
+            return
+        free = free and source.untyped_storage()._cdata in self.pinned
+        if {source.device.type, target} == {"cpu", "cuda"} and not free:
+            self.waits[f"copy {source.device.type} to {target} at {here()}"] += 1
+
+
+def grouped_mm_result(args, kwargs):
+    """The result of a _grouped_mm: torch's own rule for fake tensors knows bfloat16 alone."""
+    a, b = args[:2]
+    groups = len(kwargs["offs"] if "offs" in kwargs else args[2])
+    return a.new_empty(*[groups] * (b.dim() == 2), len(a), b.shape[-1])
+
+
+class FakeRun(harness.Run):
+    """A Run on the fake device, without text and without values once the weights are filled."""
+
+    def __init__(self, args, rank, world, modes):
+        self.watch, self.modes = Watch(), modes
+        super().__init__(args, rank, world, CUDA)
+        self.draw = lambda name, shape, init, seed: torch.empty(shape)
+
+    def load(self):
+        tokens = torch.zeros(0, dtype=torch.int64)
+        self.corpus = types.SimpleNamespace(name="no text", tokens=tokens, batch=self.batch)
+
+    def batch(self, step, rows, length, seed, split):
+        windows = torch.zeros(len(rows), length + 1, dtype=torch.int64)
+        return windows[:, :-1], windows[:, 1:], torch.zeros(len(rows), dtype=torch.int64)
+
+    def same(self, value, what, advice):
+        """There is no other rank to compare with."""
+
+    def print(self, *args, **kwargs):
+        """The case's line of JSON is all that is printed."""
+
+    def fill(self, model):
+        self.leave_values()
+        return super().fill(model)
+
+    def initial(self, model):
+        self.leave_values()
+        return super().initial(model)
+
+    def leave_values(self):
+        self.modes.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        self.modes.enter_context(self.watch)
+        self.modes.enter_context(self.watching)
+
+    def steps(self, optimizer):
+        """The step that counts is the second: what happens once has happened."""
+        self.restart_clock()
+        self.lr = 0.0
+        for self.step in range(2):
+            self.watch.begin()
+            yield self.step
+        watch = self.watch
+        self.result = {
+            "misplaced": dict(watch.misplaced),
+            "waits": dict(watch.waits),
+            "kernels": watch.kernels,
+            "collectives": dict(watch.collectives),
+        }
+        raise Played
+
+
+class Played(Exception):
+    """The step is over. What a script does afterwards needs values."""
+
+
+def zero_each(tensors):
+    """In place of torch._foreach_zero_, which does not raise the version of a fake tensor."""
+    for t in tensors:
+        t.zero_()
+
+
+def gather_copies(objects, own, group=None):
+    """In place of dist.all_gather_object, as if all ranks had given the same."""
+    objects[:] = [own] * len(objects)
+
+
+def play(script, flags, rank, world):
+    """One case: its line as a dict."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    runs = []
+
+    def launch(demo, args, needed=None, check=lambda world: None, run=None):
+        size = needed or world
+        check(size)
+        args.device = "cuda"
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
+        with contextlib.ExitStack() as modes:
+            runs.append(FakeRun(args, rank, size, modes))
+            demo(runs[0])
+
+    def read(dispatch, sizes, assignments):
+        runs[0].watch.waits[f"the experts' sizes at {here()}"] += 1
+        return dryrun.even(dispatch, sizes, assignments)
+
+    def under_fake_tensors(function):
+        def call(*args, **kwargs):
+            with FakeTensorMode():
+                return function(*args, **kwargs)
+
+        return call
+
+    module = importlib.import_module(script)
+    words = f"{flags} --backend nccl --device cuda --prove 0".split()
+    with contextlib.ExitStack() as patches:
+
+        def patch(*what):
+            patches.enter_context(mock.patch.object(*what))
+
+        patch(sys, "argv", [f"{script}.py", *words])
+        patch(harness, "launch", launch)
+        patch(dist, "get_backend", lambda group=None: "nccl")
+        patch(torch.cuda, "get_device_name", lambda *_: "NVIDIA H200")
+        patch(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+        patch(torch.cuda, "current_device", lambda: 0)
+        patch(expert_parallel.ExpertDispatch, "read", read)
+        import pipeline
+
+        patch(pipeline, "open_links", under_fake_tensors(pipeline.open_links))
+        patch(torch, "_foreach_zero_", zero_each)
+        patch(dist, "all_gather_object", gather_copies)
+        try:
+            module.main()
+            return {"error": "no step was played"}
+        except Played:
+            return runs[0].result | {"error": None}
+        except BaseException:
+            return {"error": traceback.format_exc()}
+        finally:
+            dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    library.install()
+    for line in sys.stdin:
+        print(json.dumps(play(*json.loads(line))), flush=True)
