@@ -218,7 +218,8 @@ class Runner:
         self.run, self.schedule, self.groups, self.model = run, schedule, groups, model
         self.sync, self.watch = sync, watch
         self.links = groups["down"] + groups["up"]
-        self.places = {}  # {length of a sequence: the positions that this rank holds}
+        self.places = functools.lru_cache(self.places)
+        self.places(run.config.context)  # before the first step, which must not wait for the copy
         self.stages = [int(stage) for stage in model.parts]
         blocks = [block for part in model.parts.values() for block in part.blocks.values()]
         self.rows = RowCounter([block.mlp for block in blocks] if run.args.ep > 1 else [])
@@ -232,6 +233,11 @@ class Runner:
         self.sync.finish()
         return sum(losses, self.run.zero())  # only the last stage has losses
 
+    def places(self, length):
+        """The positions of a sequence that this rank holds, on its device. Kept for each length."""
+        rank = dist.get_rank(self.groups["cp"])
+        return places(self.run.args, length, rank).to(self.run.device)
+
     def forward_only(self, batches, count):
         schedule = pipeline.forward_only(self.schedule, len(batches))
         return self.run_schedule(schedule, batches, count)
@@ -241,10 +247,7 @@ class Runner:
         or logits (b, T, V) without targets. Other ranks get []."""
         run, args = self.run, self.run.args
         rows, length = batches[0][0].shape
-        if length not in self.places:
-            where = places(args, length, dist.get_rank(self.groups["cp"]))
-            self.places[length] = where.to(run.device)
-        where = self.places[length]
+        where = self.places(length)
         positions = where.clamp(max=length - 1)  # padding must have some position
 
         def forward(stage, m, x):

@@ -65,6 +65,8 @@ class Run:
         self.config = configure(args)
         # Decides how much rounding to expect
         self.precision = getattr(args, "param_dtype", None) or args.dtype
+        if getattr(args, "tf32", False):
+            self.use_tf32()
         may_differ = ("data", "json", "log_to", "quiet", "wandb", "nproc")
         flags = {k: value for k, value in sorted(vars(args).items()) if k not in may_differ}
         self.same(repr(flags), "other flags", "start every node with the same command")
@@ -80,6 +82,13 @@ class Run:
         self.draw = gpt.draw
         self.ledger = Ledger({"world": dist.group.WORLD})
         self.watching = contextlib.ExitStack()
+
+    def use_tf32(self):
+        """Round the factors of float32 matrix products to TF32."""
+        if self.device.type != "cuda" or self.precision != "float32":
+            raise Refused("--tf32 is for float32 on GPUs: leave it out")
+        torch.set_float32_matmul_precision("high")
+        self.precision = "tf32"
 
     def load(self):
         """Read the text. Refuses to go on if a rank can't read it, or reads another text."""

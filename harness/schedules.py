@@ -171,14 +171,16 @@ def clock_offset(group, device, rounds=8):
             tick = torch.zeros(1, dtype=torch.float64, device=device)
             if rank == 0:
                 dist.recv(tick, group=group, group_src=other)
+                tick.item()  # on a GPU recv returns before the message is there
                 dist.send(torch.full_like(tick, time.perf_counter()), group=group, group_dst=other)
                 continue
             sent = time.perf_counter()
             dist.send(tick, group=group, group_dst=0)
             dist.recv(tick, group=group, group_src=0)
+            answer = tick.item()
             took = time.perf_counter() - sent
             if took < quickest:
-                quickest, offset = took, tick.item() - sent - took / 2
+                quickest, offset = took, answer - sent - took / 2
     return offset
 
 

@@ -25,6 +25,8 @@ import traceback
 import torch
 import torch.distributed as dist
 
+from harness import host_messages
+
 # --- bad input
 
 
@@ -301,6 +303,8 @@ def one_rank(work, args, rank, world, connect):
             device = torch.device("cuda", local_rank % torch.cuda.device_count())
             torch.cuda.set_device(device)
         store = join(rank, world, timeout) if connect is join else connect(rank, world)
+        if args.backend == "gloo" and device.type == "cuda":
+            host_messages.install()
         backend_timeout = timeout
         if world > 1:
             threading.Thread(target=answer, args=(store, rank), daemon=True).start()

@@ -261,7 +261,8 @@ def play(script, flags, rank, world):
         except BaseException:
             return {"error": traceback.format_exc()}
         finally:
-            dist.destroy_process_group()
+            if dist.is_initialized():
+                dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -16,8 +16,9 @@ import torch.distributed as dist
 from conftest import Script, children
 from test_harness import SMALL, refused
 
+import ddp
 import harness
-from harness import start
+from harness import host_messages, start
 
 ROOT = pathlib.Path(__file__).parent.parent
 
@@ -56,9 +57,24 @@ def test_fewer_gpus_than_ranks(capfd, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     said = refused(capfd, monkeypatch, "train", "--dp", "2", "--tp", "2", "--pp", "2")
     assert (
-        "needs 8 GPUs and this machine has 4" in said
+        "8 ranks need 8 GPUs on nccl and this machine has 4" in said
         and "torchrun --nnodes=2 --nproc_per_node=4" in said
+        and "--backend gloo --device cuda" in said
     )
+
+
+def test_as_many_ranks_as_gpus(capfd, monkeypatch):
+    """Without --nproc a demo takes 4 ranks, or one a GPU if there are fewer."""
+    begun = []
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(start, "start_ranks", lambda work, world: begun.append(world) or 0)
+    monkeypatch.setattr(start, "finish", lambda code: None)
+    for flags in ([], ["--device", "cuda", "--backend", "gloo"], ["--device", "cpu"]):
+        monkeypatch.setattr(sys, "argv", ["ddp.py", "--quiet", "--batch", "8", *flags])
+        ddp.main()
+    assert begun == [2, 4, 4]
+    said = refused(capfd, monkeypatch, "ddp", "--nproc", "4")
+    assert "--nproc 2 takes one rank a GPU" in said
 
 
 def test_port_in_use(tmp_path):
@@ -212,6 +228,109 @@ def test_ranks_that_are_not_forked():
     assert (
         done.returncode == 0 and "proven" in done.stdout and len(done.stderr.splitlines()) == 1
     ), done.stderr
+
+
+@pytest.fixture
+def fresh(tmp_path):
+    """A module for `python -m fresh`: ddp.py, with ranks that are not forked."""
+    lines = "import ddp\nfrom harness import start\nstart.can_fork = lambda: False\n"
+    (tmp_path / "fresh.py").write_text(lines + "start.script(ddp.main)\n")
+    environment = dict(os.environ, PYTHONPATH=str(ROOT))
+    command = [sys.executable, "-m", "fresh", *SMALL, "--nproc", "2"]
+
+    def begin(*flags):
+        pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        return subprocess.Popen([*command, *flags], cwd=tmp_path, env=environment, **pipes)
+
+    return begin
+
+
+def test_a_module_that_is_not_forked(fresh):
+    code, out, err = end(fresh())
+    assert code == 0 and "proven" in out, err
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="finds the ranks in /proc")
+def test_fresh_ranks_end_with_their_launcher(fresh):
+    process = fresh("--steps", "100000", "--prove", "0")
+    while "step" not in process.stdout.readline():
+        assert process.poll() is None, process.stderr.read()
+    ranks = children(process.pid)
+    assert len(ranks) == 2
+    process.kill()
+    process.wait()
+    assert gone(ranks)
+
+
+def test_out_of_memory(tmp_path):
+    """One sentence that says what to change; the other ranks end too, and wait for nobody."""
+
+    def full():
+        check = harness.Run.check
+
+        def planted(run, *args, **kwargs):
+            if run.step == 1 and run.rank == 1:
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB\n...")
+            return check(run, *args, **kwargs)
+
+        harness.Run.check = planted
+
+    done = Script(tmp_path, "ddp", [*SMALL, "--nproc", "2"], full)
+    assert done.end() == 1
+    [said] = done.errors()
+    assert "rank 1 is out of memory" in said and "2.00 GiB" in said and "--microbatches" in said
+
+
+def through_the_host():
+    """As gloo ranks on a GPU: every message between two ranks is staged."""
+    host_messages.needs_host = lambda tensor: True
+    host_messages.install()
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "ddp --sync server --batch 6",
+        "ddp --all-reduce halving-doubling --batch 6",
+        "context_parallel --kind ring",
+        "pipeline --schedule 1f1b --layers 3",
+        "pipeline --schedule zb-v --layers 6",
+        "collectives",
+    ],
+)
+def test_messages_through_the_host(tmp_path, flags):
+    script, *flags = flags.split()
+    if script != "collectives":
+        flags = [*SMALL, *flags, "--dtype", "float64"]
+    done = Script(tmp_path, script, [*flags, "--nproc", "3"], through_the_host)
+    assert done.end() == 0, done.output()
+    assert done.output().endswith("proven\n") or script == "collectives"
+
+
+def test_a_message_through_the_host(ranks):
+    """Waiting twice does not bring an old message back; a batch, and one that is not staged."""
+
+    def work(rank):
+        through_the_host()
+        x = torch.full((3,), float(rank))
+        got = torch.zeros(3)
+        ops = [dist.P2POp(dist.isend, x, 1 - rank), dist.P2POp(dist.irecv, got, 1 - rank)]
+        works = dist.batch_isend_irecv(ops)
+        x += 10  # the message left with the old values
+        for work in works:
+            work.wait()
+        assert works[1].is_completed() and got.tolist() == [1.0 - rank] * 3
+        got += 1
+        works[1].wait()
+        assert got.tolist() == [2.0 - rank] * 3
+        host_messages.needs_host = lambda tensor: False
+        if rank == 0:
+            dist.send(x, 1)
+        else:
+            dist.recv(got, 0)
+            assert got.tolist() == [10.0] * 3
+
+    ranks(2, work)
 
 
 def test_a_finished_job_exits_with_zero(script):

@@ -26,6 +26,34 @@ DEVICES = {
 }
 
 
+class Peak(NamedTuple):
+    """FLOP/s of dense matrix products, by data sheet."""
+
+    bfloat16: float
+    tf32: float
+    float32: float
+
+
+# By the names that torch.cuda.get_device_name() gives. Cards of one generation differ: an H100 PCIe
+# has three quarters of an H100 SXM's rate. A card that is not here gets no MFU
+A100 = Peak(312e12, 156e12, 19.5e12)
+H100_SXM = Peak(989e12, 494e12, 67e12)
+NVL = Peak(835e12, 417e12, 60e12)
+PEAKS = {
+    "NVIDIA A100-SXM4-40GB": A100,
+    "NVIDIA A100-SXM4-80GB": A100,
+    "NVIDIA A100-PCIE-40GB": A100,
+    "NVIDIA A100 80GB PCIe": A100,
+    "NVIDIA H100 80GB HBM3": H100_SXM,
+    "NVIDIA H100 PCIe": Peak(756e12, 378e12, 51e12),
+    "NVIDIA H100 NVL": NVL,
+    "NVIDIA H200": H100_SXM,
+    "NVIDIA H200 NVL": NVL,
+    "NVIDIA GH200 480GB": H100_SXM,
+    "NVIDIA B200": Peak(2250e12, 1125e12, 75e12),
+}
+
+
 class Cluster(NamedTuple):
     device: Device
     node: int  # devices in a node
@@ -39,6 +67,26 @@ class Cluster(NamedTuple):
         if nodes == 1:
             return ALPHA["intra"], self.intra * EFFICIENCY
         return ALPHA["inter"], min(self.intra, self.inter * len(ranks) / nodes) * EFFICIENCY
+
+
+# What a device holds beside tensors. A communicator of nccl has a buffer of NCCL_BUFFSIZE = 4 MiB
+# for each of up to 32 channels, to send and to receive (NVIDIA, NCCL's environment variables). A
+# CUDA context with torch's kernels takes about half a gigabyte
+COMMUNICATOR = 2 * 32 * 2**22
+CONTEXT = 0.5e9
+
+
+def usable_memory(args, cluster):
+    """Bytes that a device of the cluster has for tensors in the layout of `args`."""
+    sizes = [args.tp, args.dp * args.cp, args.cp, args.pp, args.dp * args.cp * args.tp * args.pp]
+    if args.pp > 1:
+        sizes += [2] * 5  # the tied matrix's, and two links to each neighbour
+    if args.cp_kind == "ring-ulysses":
+        sizes += [args.cp] * 2
+    if args.ep > 1:
+        sizes += [args.ep, args.dp * args.cp // args.ep]
+    communicators = sum(size > 1 for size in sizes)
+    return cluster.device.memory - CONTEXT - communicators * COMMUNICATOR
 
 
 def cluster_of(args):

@@ -22,8 +22,9 @@ are still on their way, the norm, the optimizer, ZeRO's new weights.
 One constant makes these rates real: EFFICIENCY, the part of a data sheet's figure that large
 operations reach. It is the same for all devices, operations and links, and fitted to no run.
 Operations are taken as the code launches them, none fused. Left out: the time to launch a kernel,
-the allocator's waste, nccl's buffers, the CUDA context, stragglers, failures, and kernels that
-differ by device (attention is the CPU's kernel, which keeps the same tensors).
+the allocator's waste, stragglers, failures, and kernels that differ by device (attention is the
+CPU's kernel, which keeps the same tensors). nccl's buffers and the CUDA context are taken off a
+device's memory before a layout is said to fit (trainer/devices.py).
 
 MFU counts model FLOPs as PaLM does: 6 N_matmul + 12 L T C a token, without a discount for causality
 and nothing for recomputation (arXiv:2204.02311, appendix B). The FLOPs of a stage are those of its

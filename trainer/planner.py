@@ -12,7 +12,7 @@ from typing import NamedTuple
 import harness
 import pipeline
 from harness import Refused, formulas, ledger, schedules
-from trainer.devices import ALPHA, EFFICIENCY, cluster_of
+from trainer.devices import ALPHA, EFFICIENCY, cluster_of, usable_memory
 from trainer.dryrun import play_all
 from trainer.meter import Part
 
@@ -223,7 +223,9 @@ def report(args, config, cluster, played, step):
             f" {human(size)}" for size in (*(rank.held[kind] for kind in kinds), rank.memory)
         )
         fits = (
-            f"fits {device}" if rank.memory <= cluster.device.memory else f"too much for {device}"
+            f"fits {device}"
+            if rank.memory <= usable_memory(args, cluster)
+            else f"too much for {device}"
         )
         print(
             f"  {rank.rank:6d}{stages:>20s}{rank.parameters:17,}{cells}{rank.flops:13.4g}  {fits}"
@@ -438,7 +440,7 @@ def plan(args, cluster, prepare, train):
         for parts, held in [rough(one, config, cluster)]
     ]
     fitting = sorted(
-        (row for row in tried if row[2] <= cluster.device.memory), key=lambda row: row[0]
+        (row for row in tried if row[2] <= usable_memory(row[3], cluster)), key=lambda row: row[0]
     )
     if not fitting:
         raise Refused(
@@ -464,7 +466,7 @@ def plan(args, cluster, prepare, train):
     print()
     left_out, plays = 0.0, 0  # bytes: the least that formulas have left out of what was played
     for _, _, formula, one in fitting:
-        if formula + left_out > cluster.device.memory:
+        if formula + left_out > usable_memory(one, cluster):
             continue
         if (plays := plays + 1) > 6:
             break
@@ -474,7 +476,7 @@ def plan(args, cluster, prepare, train):
         few.batch = one.batch // one.microbatches * few.microbatches
         played = play_all(few, chosen(few), cluster, train)
         step, held = estimate(one, config, cluster, played), max(rank.memory for rank in played)
-        fits = held <= cluster.device.memory
+        fits = held <= usable_memory(one, cluster)
         rate = f"{step.seconds:.4g} s, MFU {step.rate / cluster.device.flops:.1%}"
         print(f"  played, {layout(one)}: {rate}, {held / 1e9:.1f} GB{'' if fits else ': too much'}")
         if fits:

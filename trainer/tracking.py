@@ -15,7 +15,7 @@ import torch.distributed as dist
 import harness
 import pipeline
 from harness import Refused, schedules
-from trainer.devices import DEVICES
+from trainer.devices import PEAKS
 
 
 def add_flags(parser):
@@ -97,10 +97,12 @@ def describe(run, schedule):
 
 def mfu(run):
     """A function of tokens/s that gives the part of the devices' peak that the model's own
-    arithmetic uses, where known."""
-    name = torch.cuda.get_device_name().lower() if run.device.type == "cuda" else ""
-    peak = next((device.flops for key, device in DEVICES.items() if key in name), None)
-    if peak is None or run.args.param_dtype != "bfloat16":
+    arithmetic uses. None on a device whose peak is not known, and in float64."""
+    if run.device.type != "cuda":
+        return None
+    peaks = PEAKS.get(torch.cuda.get_device_name())
+    peak = getattr(peaks, run.precision, None)
+    if peak is None:
         return None
     return lambda tokens_per_s: tokens_per_s * run.config.flops_per_token() / (peak * run.world)
 

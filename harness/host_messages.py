@@ -1,0 +1,65 @@
+"""Messages from rank to rank through the host's memory, for gloo ranks on GPUs.
+
+gloo's collectives take CUDA tensors. Its send and recv do not ("writev: Bad address"): they hand
+the device's address to the network. So `--backend gloo --device cuda` puts these four functions in
+the place of torch.distributed's. A message is copied to the host, sent, and copied to the device
+when its receiver waits for it. This is slow; it is there so that a machine with one GPU can prove
+every layout. On nccl, and with CPU tensors, nothing changes.
+"""
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+
+def needs_host(tensor):
+    """Whether gloo can't send this tensor as it is."""
+    return tensor.is_cuda
+
+
+class Message:
+    """A work handle. It keeps the host's copy until wait(), which brings a received one to the
+    tensor that it is for."""
+
+    def __init__(self, work, host, target=None):
+        self.work, self.host, self.target = work, host, target
+
+    def wait(self, *timeout):
+        if self.work is not None:
+            self.work.wait(*timeout)
+            self.work = None  # gloo would wait for one more message
+            if self.target is not None:
+                self.target.copy_(self.host)
+        return True
+
+    def is_completed(self):
+        """A message that has arrived on the host is complete after wait() alone."""
+        return self.work is None or self.target is None and self.work.is_completed()
+
+
+def install():
+    """Replace isend, irecv, send and recv in this process. batch_isend_irecv uses the
+    first two."""
+    original = {name: getattr(dist, name) for name in ("isend", "irecv")}
+
+    def isend(tensor, dst=None, group=None, tag=0, group_dst=None):
+        if not needs_host(tensor):
+            return original["isend"](tensor, dst, group, tag, group_dst)
+        host = tensor.detach().to("cpu", copy=True)
+        return Message(original["isend"](host, dst, group, tag, group_dst), host)
+
+    def irecv(tensor, src=None, group=None, tag=0, group_src=None):
+        if not needs_host(tensor):
+            return original["irecv"](tensor, src, group, tag, group_src)
+        host = tensor.detach().to("cpu", copy=True)
+        return Message(original["irecv"](host, src, group, tag, group_src), host, tensor)
+
+    def send(tensor, dst=None, group=None, tag=0, group_dst=None):
+        isend(tensor, dst, group, tag, group_dst).wait()
+
+    def recv(tensor, src=None, group=None, tag=0, group_src=None):
+        irecv(tensor, src, group, tag, group_src).wait()
+
+    for function in (isend, irecv, send, recv):
+        setattr(dist, function.__name__, function)
+        # P2POp compares its operation with this module's functions
+        setattr(distributed_c10d, function.__name__, function)
