@@ -37,41 +37,26 @@ import torch.distributed as dist
 # --- the plainest form: after backward, one all-reduce a parameter
 
 
-class Naive:
-    """Sums the gradients of `parameters` over the ranks of `group`.
+def sum_gradients(parameters, group):
+    """After backward on this rank's rows: adds up each gradient over the ranks of `group`.
 
         for p in model.parameters():
-            dist.broadcast(p.data, group=group, group_src=0)   # nobody checks that you do this
-        sync = Naive(model.parameters(), group)
+            dist.broadcast(p.data, group=group, group_src=0)   # equal weights on all ranks
         for micro_batches, tokens in batches:                  # this rank's rows; all ranks' tokens
-            sync.zero_grad()                                   # not the model's or the optimizer's
+            optimizer.zero_grad()
             for x, y in micro_batches:
                 loss = cross_entropy(model(x), y, reduction="sum") / tokens
                 loss.backward()                                # adds to p.grad
-            sync.finish()                                      # p.grad is the batch's gradient
+            sum_gradients(model.parameters(), group)           # p.grad is the batch's gradient
             optimizer.step()                                   # the same step on every rank
 
-    Clip after finish(). A parameter without a gradient gets zeros, so weight decay moves it.
-    Buffers are not summed. For parameters that another kind of parallelism has cut, take DDP."""
-
-    def __init__(self, parameters, group):
-        parameters = counted(parameters)
-        self.group = group
-        self.parameters = [p for p in parameters if p.requires_grad]
-        for p in self.parameters:
-            p.grad = torch.zeros_like(p, memory_format=torch.contiguous_format)
-        self.step = Step(parameters)  # refuses calls in a wrong order, see below
-
-    def zero_grad(self, give_up=False):
-        """give_up=True: also where backward passes came, and no finish()."""
-        self.step.enter("zero_grad()", give_up)
-        for p in self.parameters:
-            p.grad.zero_()
-
-    def finish(self):
-        self.step.enter("finish()")
-        for p in self.parameters:
-            dist.all_reduce(p.grad, group=self.group)
+    Nobody checks the order of these lines. Buffers are not summed. For parameters that another kind
+    of parallelism has cut, take DDP."""
+    for p in parameters:
+        if p.requires_grad:
+            if p.grad is None:  # this rank's rows did not need p
+                p.grad = torch.zeros_like(p)
+            dist.all_reduce(p.grad, group=group)
 
 
 # --- buckets: fewer, larger messages
@@ -119,12 +104,18 @@ def kind_of(p):
 
 
 class DDP:
-    """Sums gradients in buckets, each as soon as backward has filled it. Used like Naive.
+    """Sums gradients in buckets, each as soon as backward has filled it. In the loop above:
 
-    overlap=False reduces all buckets in finish(). `microbatches` is the number of backward passes a
-    step: a bucket is full after the last. all_reduce(tensor, group=..., async_op=True) returns a
-    work handle. After an exception in backward all ranks call zero_grad() and start the step again.
-    If one rank alone does so, the others get NaN (docs/data-parallelism.md)."""
+        sync = DDP(model.parameters(), group, microbatches=2)   # before the loop
+        sync.zero_grad()            # in place of the optimizer's, which would replace p.grad
+        sync.finish()               # in place of sum_gradients(...)
+
+    `microbatches` is the number of backward passes a step: a bucket is full after the last.
+    overlap=False reduces all buckets in finish(). all_reduce(tensor, group=..., async_op=True)
+    returns a work handle. A parameter without a gradient gets zeros, so weight decay moves it.
+
+    After an exception in backward all ranks call zero_grad() and start the step again. If one rank
+    alone does so, the others get NaN. zero_grad(give_up=True) gives up a step elsewhere."""
 
     def __init__(
         self, parameters, group, microbatches=1, bucket_bytes=25e6, overlap=True, all_reduce=None
@@ -201,10 +192,10 @@ def counted(parameters):
 
 class Step:
     """Follows the calls of a step. Raises RuntimeError in a wrong order, and where a p.grad is no
-    longer the memory that finish() sums. It knows by the weights' versions that optimizer.step()
+    longer the memory that finish() sums. It sees by the weights' versions that optimizer.step()
     came too early. A fused optimizer does not count them up."""
 
-    may_follow = {  # call: what may come last before it
+    may_follow = {  # call: what may come directly before it
         "zero_grad()": ["zero_grad()", "half a backward()", "finish()"],
         "backward()": ["zero_grad()", "backward()"],
         "finish()": ["zero_grad()", "backward()"],
@@ -213,7 +204,7 @@ class Step:
     def __init__(self, parameters):
         self.parameters = parameters
         self.storages = {p: p.grad.untyped_storage() for p in parameters if p.requires_grad}
-        self.latest = "zero_grad()"  # what came last
+        self.latest = "zero_grad()"  # what came last: a new DDP's gradients are zero
         for p in self.storages:
             p.register_post_accumulate_grad_hook(self._gradient_arrived)
 
@@ -227,8 +218,8 @@ class Step:
                 "zero_grad(); a step given up elsewhere, with zero_grad(give_up=True)."
             )
         for p in self.parameters:
-            moved = p.grad is None or p.grad.untyped_storage() is not self.storages.get(p)
-            if p.requires_grad and moved:
+            replaced = p.grad is None or p.grad.untyped_storage() is not self.storages.get(p)
+            if p.requires_grad and replaced:
                 raise RuntimeError(
                     "p.grad was replaced, and the new one would not be summed. The causes: "
                     "zero_grad() of the model or the optimizer, a second DDP on the model, "
@@ -280,15 +271,14 @@ def demo(run):
     run.groups(dp=group)
     model = run.fill(run.meta_model())  # the same seed everywhere: the replicas start equal
     parameters = list(model.parameters())
-    if args.sync == "naive":
-        sync = Naive(parameters, group)
-    else:
-        all_reduce = collectives.ALL_REDUCE.get(args.all_reduce, dist.all_reduce)
-        bucket_bytes = int(args.bucket_mb * 2**20)
-        if server:  # rank 0 alone gets the sum, in one message a worker
-            all_reduce, bucket_bytes = parameter_server.Push, math.inf
-        overlap = args.sync == "overlapped"
-        sync = DDP(parameters, group, args.microbatches, bucket_bytes, overlap, all_reduce)
+    bucket_bytes = int(args.bucket_mb * 2**20)
+    all_reduce = collectives.ALL_REDUCE.get(args.all_reduce, dist.all_reduce)
+    if args.sync == "naive":  # as sum_gradients: one all-reduce a parameter
+        bucket_bytes = 0
+    if server:  # one message a worker, and rank 0 alone gets the sum
+        bucket_bytes, all_reduce = math.inf, parameter_server.Push
+    overlap = args.sync == "overlapped"
+    sync = DDP(parameters, group, args.microbatches, bucket_bytes, overlap, all_reduce)
     takes_step = run.rank == 0 or not server
     optimizer = harness.make_optimizer(parameters, args)
     for step in run.steps(optimizer):

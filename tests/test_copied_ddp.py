@@ -2,6 +2,7 @@
 copier's mistakes."""
 
 import copy
+import textwrap
 
 import pytest
 import torch
@@ -94,7 +95,7 @@ def ddp_sync(way, parameters, microbatches=2):
     group = dist.group.WORLD
     return {
         "server": lambda: ddp_server(parameters, group, microbatches),
-        "naive": lambda: ddp.Naive(parameters, group),
+        "naive": lambda: ddp.DDP(parameters, group, microbatches, 0, overlap=False),
         "bucketed": lambda: ddp.DDP(parameters, group, microbatches, 800, overlap=False),
         "overlapped": lambda: ddp.DDP(parameters, group, microbatches, 800),
     }[way]()
@@ -146,6 +147,50 @@ def test_ddp_copied_trains_other_models(copied, way):
         (4, DDPTransformer, "sgd"),
     ):
         assert max(copied(FILES, world, work, make, kind)) < 1e-10
+
+
+@pytest.mark.parametrize("make", [ddp_mlp, DDPTransformer])
+def test_ddp_copied_plainest_form_runs_as_printed(copied, make):
+    """The usage block of sum_gradients, with weights that start different."""
+
+    def work(rank):
+        import ddp
+
+        _, _, text = ddp.sum_gradients.__doc__.partition("\n\n")
+        usage, _, _ = text.partition("\n\n")
+        model, reference = make(), make()
+        model[0].requires_grad_(False) if make is ddp_mlp else None
+        reference[0].requires_grad_(False) if make is ddp_mlp else None
+        for p in model.parameters():
+            p.data += rank
+        batches = []
+        for step in range(4):
+            x, y = ddp_batch(step, model)
+            rows = ddp_rows(rank, 3)
+            batches.append([[(x[r], y[r].flatten()) for r in rows], y.numel()])
+        cross_entropy = nn.functional.cross_entropy
+        names = {
+            "dist": dist,
+            "group": dist.group.WORLD,
+            "model": model,
+            "batches": batches,
+            "optimizer": ddp_optimizer("adamw", model.parameters()),
+            "cross_entropy": lambda x, y, **how: cross_entropy(x.flatten(0, -2), y, **how),
+            "sum_gradients": ddp.sum_gradients,
+        }
+        exec(textwrap.dedent(usage), names)
+        optimizer = ddp_optimizer("adamw", reference.parameters())
+        for p in reference.parameters():
+            p.grad = torch.zeros_like(p) if p.requires_grad else None  # an unused one gets zeros
+        for step in range(4):
+            optimizer.zero_grad(set_to_none=False)
+            x, y = ddp_batch(step, model)
+            ddp_backward(reference, x, y, y.numel())
+            optimizer.step()
+        for p, q in zip(model.parameters(), reference.parameters()):
+            torch.testing.assert_close(p, q, rtol=1e-10, atol=1e-10)
+
+    copied(FILES, 3, work)
 
 
 def test_ddp_copied_sparse_gradients_and_transposed_weights(copied):
@@ -221,8 +266,6 @@ def test_ddp_copied_step_given_up_between_two_passes(copied):
     """Or by mistake: zero_grad() in the loop over micro-batches would drop all but the last one."""
 
     def work(rank):
-        import ddp
-
         for way in ("bucketed", "overlapped"):
 
             def give_up(step, sync, model, x, y):
@@ -233,7 +276,7 @@ def test_ddp_copied_step_given_up_between_two_passes(copied):
 
             assert ddp_train(ddp_mlp, "adamw", way, rank, 2, 2, give_up) < 1e-10
         p = nn.Parameter(torch.ones(2))
-        naive = ddp.Naive([p], dist.group.WORLD)
+        naive = ddp_sync("naive", [p])
         p.sum().backward()
         with pytest.raises(RuntimeError, match="zero_grad\\(\\) after backward"):
             naive.zero_grad()

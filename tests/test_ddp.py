@@ -31,7 +31,7 @@ def train_parallel(rank, config, kind, way, accumulate, world, steps=3):
     group, parameters = dist.group.WORLD, list(model.parameters())
     sync = {
         "server": lambda: server(parameters, group, accumulate),
-        "naive": lambda: ddp.Naive(parameters, group),
+        "naive": lambda: ddp.DDP(parameters, group, accumulate, 0, overlap=False),
         "bucketed": lambda: ddp.DDP(parameters, group, accumulate, 5000, overlap=False),
         "overlapped": lambda: ddp.DDP(parameters, group, accumulate, 5000),
     }[way]()
