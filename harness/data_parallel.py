@@ -5,7 +5,7 @@ from harness.formulas import activation_bytes, data_parallel_sent
 
 
 def expected(run, parameters, sync, takes_step):
-    """(sent, held, notes) of a step. sync: a DDP, or another object that sums the gradients."""
+    """(sent, held, notes) of a training step. sync: the demo's DDP."""
     args, n = run.args, run.world
     size = sum(p.nbytes for p in parameters)
     held = run.states(size, "P e", takes_step)

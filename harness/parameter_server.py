@@ -50,12 +50,12 @@ def pull(parameters, group):
             kinds.setdefault((p.dtype, p.device), []).append(p)
     for alike in kinds.values():
         weights = torch.cat([p.flatten() for p in alike])
-        if dist.get_rank(group) > 0:
+        if dist.get_rank(group) == 0:
+            workers = range(1, dist.get_world_size(group))
+            works = [dist.isend(weights, group=group, group_dst=worker) for worker in workers]
+            for work in works:
+                work.wait()
+        else:
             dist.recv(weights, group=group, group_src=0)
             for p, weight in zip(alike, weights.split([p.numel() for p in alike])):
                 p.copy_(weight.view_as(p))
-            continue
-        workers = range(1, dist.get_world_size(group))
-        works = [dist.isend(weights, group=group, group_dst=worker) for worker in workers]
-        for work in works:
-            work.wait()
