@@ -14,8 +14,8 @@ P parameters of e bytes, r = (N-1)/N. There are four ways to add the gradients u
     naive        after backward, one all-reduce a parameter
     bucketed     after backward, one all-reduce a bucket of parameters: fewer, larger messages
     overlapped   one all-reduce a bucket, as soon as backward has filled it: backward goes on
-    server       workers send gradients to rank 0, which takes the step and sends the weights back:
-                 (N-1) P e bytes out of rank 0, and as many into it
+    server       rank 0 adds up, takes the step and sends the weights (harness/parameter_server.py):
+                 (N-1) P e bytes into rank 0, and as many out of it
 
 Not enough where parameters, gradients and AdamW's two moments, 4 P e bytes, do not fit on one rank:
 zero.py is the next step. docs/data-parallelism.md has the rest.
@@ -28,7 +28,6 @@ Li et al. 2020, PyTorch Distributed, arXiv:2006.15704, section 3.2 (buckets, ove
 """
 
 import functools
-import math
 from collections import Counter
 from collections.abc import Iterable
 
@@ -38,41 +37,26 @@ import torch.distributed as dist
 # --- the plainest form: after backward, one all-reduce a parameter
 
 
-class Naive:
-    """Sums the gradients of `parameters` over the ranks of `group`.
+def sum_gradients(parameters, group):
+    """After backward on this rank's rows: adds up each gradient over the ranks of `group`.
 
         for p in model.parameters():
-            dist.broadcast(p.data, group=group, group_src=0)   # nobody checks that you do this
-        sync = Naive(model.parameters(), group, microbatches=2)
+            dist.broadcast(p.data, group=group, group_src=0)   # equal weights on all ranks
         for micro_batches, tokens in batches:                  # this rank's rows; all ranks' tokens
-            sync.zero_grad()                                   # not the model's or the optimizer's
-            for x, y in micro_batches:                         # here 2
+            optimizer.zero_grad()
+            for x, y in micro_batches:
                 loss = cross_entropy(model(x), y, reduction="sum") / tokens
                 loss.backward()                                # adds to p.grad
-            sync.finish()                                      # p.grad is the batch's gradient
+            sum_gradients(model.parameters(), group)           # p.grad is the batch's gradient
             optimizer.step()                                   # the same step on every rank
 
-    Clip after finish(). A parameter without a gradient gets zeros, so weight decay moves it.
-    Buffers are not summed. For parameters that another kind of parallelism has cut, take DDP."""
-
-    def __init__(self, parameters, group, microbatches=1):
-        parameters = counted(parameters)
-        self.group = group
-        self.parameters = [p for p in parameters if p.requires_grad]
-        for p in self.parameters:
-            p.grad = torch.zeros_like(p, memory_format=torch.contiguous_format)
-        self.step = Step(parameters, microbatches)  # refuses calls in a wrong order, see below
-
-    def zero_grad(self, give_up=False):
-        """give_up=True: also where backward passes came, and no finish()."""
-        self.step.begin(give_up)
-        for p in self.parameters:
-            p.grad.zero_()
-
-    def finish(self):
-        self.step.end()
-        for p in self.parameters:
-            dist.all_reduce(p.grad, group=self.group)
+    Nobody checks the order of these lines. Buffers are not summed. For parameters that another kind
+    of parallelism has cut, take DDP."""
+    for p in parameters:
+        if p.requires_grad:
+            if p.grad is None:  # this rank's rows did not need p
+                p.grad = torch.zeros_like(p)
+            dist.all_reduce(p.grad, group=group)
 
 
 # --- buckets: fewer, larger messages
@@ -84,27 +68,22 @@ class Bucket:
     Autograd adds in place to a p.grad that exists, so nothing is copied in or out."""
 
     def __init__(self, parameters):
-        first, size = parameters[0], sum(p.numel() for p in parameters)
+        sizes = [p.numel() for p in parameters]
+        dtype, device, self.copies_group, self.partial_groups = kind_of(parameters[0])
         self.parameters = parameters
-        self.flat = torch.zeros(size, dtype=first.dtype, device=first.device)
-        self.copies_group, self.partial_groups = reduction_groups(first)
-        for p, gradient in self.pieces(self.flat):
-            p.grad = gradient
-
-    def pieces(self, flat):
-        """[(parameter, its piece of `flat`, in the parameter's shape)]"""
-        pieces = flat.split([p.numel() for p in self.parameters])
-        return [(p, piece.view_as(p)) for p, piece in zip(self.parameters, pieces)]
+        self.flat = torch.zeros(sum(sizes), dtype=dtype, device=device)
+        for p, piece in zip(parameters, self.flat.split(sizes)):
+            p.grad = piece.view_as(p)
 
 
 def make_buckets(parameters, bucket_bytes):
     """Buckets of at most `bucket_bytes` (a larger parameter gets its own), from the last parameter
-    to the first, because backward begins with the last layers. A bucket is of one kind."""
+    to the first, because backward begins with the last layers."""
     lists = []
     latest = {}  # kind: its list that is being filled
     room = {}  # kind: the bytes left in that list
     for p in reversed(parameters):
-        kind = p.dtype, p.device, reduction_groups(p)
+        kind = kind_of(p)
         if p.nbytes > room.get(kind, -1):
             latest[kind], room[kind] = [], bucket_bytes
             lists.append(latest[kind])
@@ -113,42 +92,56 @@ def make_buckets(parameters, bucket_bytes):
     return [Bucket(parameters) for parameters in lists]
 
 
+def kind_of(p):
+    """What all parameters of a bucket share: dtype, device and two things that another kind of
+    parallelism may say about p: the group that holds copies of it (None: DDP's own), and further
+    groups over which p.grad must be summed."""
+    placement = getattr(p, "placement", {})
+    return p.dtype, p.device, placement.get("data"), tuple(placement.get("partial", ()))
+
+
 # --- overlap: a bucket is reduced while backward goes on
 
 
 class DDP:
-    """Sums gradients in buckets, each as soon as backward has filled it. Used like Naive.
+    """Sums gradients in buckets, each as soon as backward has filled it. In the loop above:
 
-    overlap=False reduces all buckets in finish(). `microbatches` is the number of backward passes a
-    step: a bucket is full after the last. all_reduce(tensor, group=..., async_op=True) returns a
-    work handle. After an exception in backward all ranks call zero_grad() and start the step again.
-    If one rank alone does so, the others get NaN. Not covered: a rank that raised before its first
-    gradient of the step cannot know that another has started a bucket."""
+        sync = DDP(model.parameters(), group, microbatches=2)   # before the loop
+        sync.zero_grad()            # in place of the optimizer's, which would replace p.grad
+        sync.finish()               # in place of sum_gradients(...)
+
+    `microbatches` is the number of backward passes a step: a bucket is full after the last.
+    overlap=False reduces all buckets in finish(). all_reduce(tensor, group=..., async_op=True)
+    returns a work handle. A parameter without a gradient gets zeros, so weight decay moves it.
+
+    After an exception in backward all ranks call zero_grad() and start the step again. If one rank
+    alone does so, the others get NaN. zero_grad(give_up=True) gives up a step elsewhere."""
 
     def __init__(
         self, parameters, group, microbatches=1, bucket_bytes=25e6, overlap=True, all_reduce=None
     ):
-        parameters = counted(parameters)
+        uses = counted(parameters)
         self.group, self.all_reduce = group, all_reduce or dist.all_reduce
-        self.buckets = make_buckets([p for p in parameters if p.requires_grad], bucket_bytes)
-        self.step = Step(parameters, microbatches)
-        self.overlap = overlap
-        self.works = []  # handles of the all-reduces that have started
-        self.next = 0  # the first bucket that has not started
+        self.microbatches, self.overlap = microbatches, overlap
+        self.buckets = make_buckets([p for p in uses if p.requires_grad], bucket_bytes)
+        self.step = Step(uses)
+        self.works = []  # handles of the all-reduces of this step: of the first len(works) buckets
         for bucket in self.buckets:
-            bucket.due = microbatches * sum(parameters[p] for p in bucket.parameters)  # a step's
+            bucket.due = microbatches * sum(uses[p] for p in bucket.parameters)
             bucket.missing = bucket.due  # gradients still to come in this step
-            for p in bucket.parameters if overlap else []:
-                p.register_post_accumulate_grad_hook(functools.partial(self._arrived, bucket))
+        if overlap:
+            for bucket in self.buckets:
+                for p in bucket.parameters:
+                    p.register_post_accumulate_grad_hook(functools.partial(self._arrived, bucket))
 
     def zero_grad(self, give_up=False):
         unfinished = self.step.latest not in ["zero_grad()", "finish()"]
-        self.step.begin(give_up)
-        if unfinished and self.overlap:  # What one rank has started, all must start.
-            for bucket in self.buckets[self.next :]:
+        self.step.enter("zero_grad()", give_up)
+        if unfinished and self.overlap:  # what one rank has started, all must start
+            for bucket in self.buckets[len(self.works) :]:
                 bucket.flat.fill_(torch.nan)  # incomplete: nobody may train on it
             self._reduce_rest()
-        self.next = 0
+        self.works = []
         for bucket in self.buckets:
             bucket.flat.zero_()
             bucket.missing = bucket.due
@@ -156,38 +149,30 @@ class DDP:
     def _arrived(self, bucket, p):  # autograd has added to p.grad
         bucket.missing -= 1
         if bucket.missing < 0:
-            raise RuntimeError(f"more backward passes than microbatches={self.step.microbatches}")
+            raise RuntimeError(f"more backward passes than microbatches={self.microbatches}")
         self._start_full_buckets()
 
     def _start_full_buckets(self, rest=False):
         # All ranks start the buckets in one order, or all-reduces would add up the wrong buckets,
         # silently. So a bucket that is full early waits for those before it.
-        while self.next < len(self.buckets) and (rest or self.buckets[self.next].missing == 0):
-            bucket = self.buckets[self.next]
+        for bucket in self.buckets[len(self.works) :]:
+            if bucket.missing > 0 and not rest:
+                break
             group = bucket.copies_group or self.group
             self.works.append(self.all_reduce(bucket.flat, group=group, async_op=True))
-            self.next += 1
 
     def _reduce_rest(self):
         self._start_full_buckets(rest=True)
         for work in self.works:
             work.wait()
-        self.works = []
 
     def finish(self):
-        self.step.end()
-        self.early = self.next  # buckets that started during backward
+        self.step.enter("finish()")
+        self.early = len(self.works)  # buckets that started during backward
         self._reduce_rest()  # without overlap all; else those with a parameter without a gradient
         for bucket in self.buckets:
             for group in bucket.partial_groups:
                 dist.all_reduce(bucket.flat, group=group)
-
-
-def reduction_groups(p):
-    """For parameters that another kind of parallelism has cut: the group that holds copies of p
-    (None: DDP's own), and further groups over which p.grad must be summed."""
-    placement = getattr(p, "placement", {})
-    return placement.get("data"), tuple(placement.get("partial", ()))
 
 
 # --- mistakes that would be silent: refused
@@ -206,50 +191,35 @@ def counted(parameters):
 
 
 class Step:
-    """Follows zero_grad(), each backward pass and finish(). Raises RuntimeError in a wrong order,
-    and where a p.grad is no longer the memory that finish() sums. finish() sees by the weights'
-    versions that optimizer.step() came too early. A fused optimizer does not count them up."""
+    """Follows the calls of a step. Raises RuntimeError in a wrong order, and where a p.grad is no
+    longer the memory that finish() sums. It sees by the weights' versions that optimizer.step()
+    came too early. A fused optimizer does not count them up."""
 
-    def __init__(self, parameters, microbatches):
-        self.parameters, self.microbatches = parameters, microbatches
+    may_follow = {  # call: what may come directly before it
+        "zero_grad()": ["zero_grad()", "half a backward()", "finish()"],
+        "backward()": ["zero_grad()", "backward()"],
+        "finish()": ["zero_grad()", "backward()"],
+    }
+
+    def __init__(self, parameters):
+        self.parameters = parameters
         self.storages = {p: p.grad.untyped_storage() for p in parameters if p.requires_grad}
-        self.latest = "zero_grad()"  # what came last
-        self.passes = 0  # complete backward passes of this step
+        self.latest = "zero_grad()"  # what came last: a new DDP's gradients are zero
         for p in self.storages:
             p.register_post_accumulate_grad_hook(self._gradient_arrived)
 
-    def begin(self, give_up):
-        forgotten = ["too few backward()", "backward()", "optimizer.step()"]  # before finish()
-        self._enter("zero_grad()", refused_after=[] if give_up else forgotten)
-        self.passes = 0
-
-    def _gradient_arrived(self, p):
-        if self.latest != "half a backward()":
-            self._enter("backward()", refused_after=["finish()"])
-            self.latest = "half a backward()"
-            torch.autograd.Variable._execution_engine.queue_callback(self._backward_ended)
-            if self.passes == 0:
-                self.versions = [p._version for p in self.storages]
-
-    def _backward_ended(self):  # never called if backward raises: it stays half a backward()
-        self.passes += 1
-        self.latest = "backward()" if self.passes >= self.microbatches else "too few backward()"
-
-    def end(self):
-        if self.passes > 0 and self.versions != [p._version for p in self.storages]:
+    def enter(self, call, give_up=False):
+        if self.latest == "backward()" and self.versions != [p._version for p in self.storages]:
             self.latest = "optimizer.step()"  # it has changed the weights
-        self._enter("finish()", ["finish()", "half a backward()", "optimizer.step()"])
-
-    def _enter(self, call, refused_after):
-        if self.latest in refused_after:
+        if self.latest not in self.may_follow[call] and not give_up:
             raise RuntimeError(
                 f"{call} after {self.latest}: a step is zero_grad(), the backward passes, "
                 "finish(), optimizer.step(). Where backward raised, all ranks start again with "
                 "zero_grad(); a step given up elsewhere, with zero_grad(give_up=True)."
             )
         for p in self.parameters:
-            moved = p.grad is None or p.grad.untyped_storage() is not self.storages.get(p)
-            if p.requires_grad and moved:
+            replaced = p.grad is None or p.grad.untyped_storage() is not self.storages.get(p)
+            if p.requires_grad and replaced:
                 raise RuntimeError(
                     "p.grad was replaced, and the new one would not be summed. The causes: "
                     "zero_grad() of the model or the optimizer, a second DDP on the model, "
@@ -257,61 +227,26 @@ class Step:
                 )
         self.latest = call
 
+    def _gradient_arrived(self, p):
+        if self.latest == "half a backward()":
+            return
+        if self.latest == "zero_grad()":
+            self.versions = [p._version for p in self.storages]
+        self.enter("backward()")
+        self.latest = "half a backward()"
+        torch.autograd.Variable._execution_engine.queue_callback(self._backward_ended)
 
-# --- the parameter server: rank 0 adds up and takes the step
-
-
-class ParameterServer(DDP):
-    """Used like Naive, but trained weights may start different: zero_grad() also fetches the
-    server's. After finish() rank 0 of `group` alone has the batch's gradient:
-
-        if dist.get_rank(group) == 0:
-            optimizer.step()
-
-    Between steps the workers' weights are old: pull() before you use them."""
-
-    def __init__(self, parameters, group, microbatches=1):
-        super().__init__(parameters, group, microbatches, bucket_bytes=math.inf, overlap=False)
-        self.rank = dist.get_rank(group)
-        self.workers = range(1, dist.get_world_size(group)) if self.rank == 0 else []
-        for bucket in self.buckets:
-            bucket.received = torch.empty_like(bucket.flat)
-            bucket.weights = torch.cat([p.detach().flatten() for p in bucket.parameters])
-            for p, weight in bucket.pieces(bucket.weights):
-                p.data = weight
-
-    def zero_grad(self, give_up=False):
-        super().zero_grad(give_up)
-        self.pull()
-
-    def pull(self):
-        for bucket in self.buckets:
-            storage = bucket.weights.untyped_storage()
-            if any(p.untyped_storage() is not storage for p in bucket.parameters):
-                raise RuntimeError("p.data was replaced: fill it in place instead")
-            if self.rank > 0:
-                dist.recv(bucket.weights, group=self.group, group_src=0)
-            works = [
-                dist.isend(bucket.weights, group=self.group, group_dst=r) for r in self.workers
-            ]
-            for work in works:
-                work.wait()
-
-    def finish(self):
-        self.step.end()
-        for bucket in self.buckets:
-            if self.rank > 0:
-                dist.send(bucket.flat, group=self.group, group_dst=0)
-            for worker in self.workers:
-                dist.recv(bucket.received, group=self.group, group_src=worker)
-                bucket.flat += bucket.received
+    def _backward_ended(self):  # never called if backward raises: it stays half a backward()
+        self.latest = "backward()"
 
 
 # --- demo ---
 
+import math
+
 import collectives
 import harness
-from harness import network
+from harness import data_parallel, parameter_server
 
 
 def main():
@@ -336,19 +271,20 @@ def demo(run):
     run.groups(dp=group)
     model = run.fill(run.meta_model())  # the same seed everywhere: the replicas start equal
     parameters = list(model.parameters())
-    if server:
-        sync = ParameterServer(parameters, group, args.microbatches)
-    elif args.sync == "naive":
-        sync = Naive(parameters, group, args.microbatches)
-    else:
-        all_reduce = collectives.ALL_REDUCE.get(args.all_reduce, dist.all_reduce)
-        overlap = args.sync == "overlapped"
-        bucket_bytes = int(args.bucket_mb * 2**20)
-        sync = DDP(parameters, group, args.microbatches, bucket_bytes, overlap, all_reduce)
+    bucket_bytes = int(args.bucket_mb * 2**20)
+    all_reduce = collectives.ALL_REDUCE.get(args.all_reduce, dist.all_reduce)
+    if args.sync == "naive":  # as sum_gradients: one all-reduce a parameter
+        bucket_bytes = 0
+    if server:  # one message a worker, and rank 0 alone gets the sum
+        bucket_bytes, all_reduce = math.inf, parameter_server.Push
+    overlap = args.sync == "overlapped"
+    sync = DDP(parameters, group, args.microbatches, bucket_bytes, overlap, all_reduce)
     takes_step = run.rank == 0 or not server
     optimizer = harness.make_optimizer(parameters, args)
     for step in run.steps(optimizer):
         sync.zero_grad()
+        if server:
+            parameter_server.pull(parameters, group)
         loss = run.zero()
         for tokens, targets, samples in run.microbatches(step, run.rank, run.world):
             # count: the number of tokens in the whole batch
@@ -366,19 +302,8 @@ def demo(run):
             optimizer.step()
         run.log(loss, norm)
 
-    n, size = run.world, sum(p.numel() * p.element_size() for p in parameters)
-    sent = harness.formulas.data_parallel_sent(args.sync, args.all_reduce, size, n, run.rank)
-    held = run.states(size, "P e", takes_step)
-    sequences = args.batch // n // args.microbatches
-    block = harness.activation_bytes(run.config, sequences, run.dtype.itemsize)
-    held["activations_peak"] = (run.config.layers * block, "what backward needs of the blocks")
-    notes = []
-    if args.all_reduce != "torch":
-        most = network.formulas(n, size)[args.all_reduce].sent
-        notes.append(f"a {args.all_reduce} all-reduce sends at most {most:,.0f} bytes a rank")
-    if args.sync == "overlapped":
-        notes.append(f"{sync.early} of {len(sync.buckets)} buckets started during backward")
-    return run.receipt({"dp": n, "sync": args.sync}, sent, held, notes)
+    sent, held, notes = data_parallel.expected(run, parameters, sync, takes_step)
+    return run.receipt({"dp": run.world, "sync": args.sync}, sent, held, notes)
 
 
 if __name__ == "__main__":

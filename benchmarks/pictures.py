@@ -6,6 +6,7 @@
 Both are measured, on 4 ranks of this machine. They need matplotlib.
 """
 
+import functools
 import time
 from unittest import mock
 
@@ -132,12 +133,15 @@ def spans_of_a_step(run, way):
     model = run.fill(run.meta_model())
     timed = Timed()
     if way == "naive":
-        sync = ddp.Naive(model.parameters(), dist.group.WORLD)
+        zero_grad = model.zero_grad
+        parameters, group = list(model.parameters()), dist.group.WORLD
+        finish = functools.partial(ddp.sum_gradients, parameters, group)
     else:
         size, overlap = 1 << 19, way == "overlapped"
         sync = ddp.DDP(model.parameters(), dist.group.WORLD, 1, size, overlap, timed)
+        zero_grad, finish = sync.zero_grad, sync.finish
     for step in range(3):
-        sync.zero_grad()
+        zero_grad()
         timed.spans.clear()
         [(tokens, targets, samples)] = run.microbatches(step, run.rank, run.world, pieces=1)
         dist.barrier()
@@ -146,9 +150,9 @@ def spans_of_a_step(run, way):
         middle = time.perf_counter()
         loss.backward()
         end = time.perf_counter()
-        # Naive takes torch's all_reduce by its name
+        # sum_gradients takes torch's all_reduce by its name
         with mock.patch.object(dist, "all_reduce", timed if way == "naive" else dist.all_reduce):
-            sync.finish()
+            finish()
     messages = [(a - start, b - start) for a, b in timed.spans]
     return [(0.0, middle - start)], [(middle - start, end - start)], messages
 

@@ -1,11 +1,15 @@
-"""The top of ddp.py, copied into an empty folder: other models, and a copier's mistakes."""
+"""The top of ddp.py and the parameter server, copied into an empty folder: other models, and a
+copier's mistakes."""
 
 import copy
+import textwrap
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+
+FILES = "ddp harness/parameter_server"
 
 
 def ddp_mlp():
@@ -67,13 +71,31 @@ def ddp_optimizer(kind, parameters):
     return torch.optim.AdamW(parameters, lr=0.05, weight_decay=0.1)
 
 
+def ddp_server(parameters, group, microbatches):
+    import parameter_server
+
+    import ddp
+
+    class Server(ddp.DDP):
+        def zero_grad(self, give_up=False):
+            super().zero_grad(give_up)
+            self.pull()
+
+        def pull(self):
+            parameters = [p for bucket in self.buckets for p in bucket.parameters]
+            parameter_server.pull(parameters, self.group)
+
+    push = parameter_server.Push
+    return Server(parameters, group, microbatches, overlap=False, all_reduce=push)
+
+
 def ddp_sync(way, parameters, microbatches=2):
     import ddp
 
     group = dist.group.WORLD
     return {
-        "server": lambda: ddp.ParameterServer(parameters, group, microbatches),
-        "naive": lambda: ddp.Naive(parameters, group, microbatches),
+        "server": lambda: ddp_server(parameters, group, microbatches),
+        "naive": lambda: ddp.DDP(parameters, group, microbatches, 0, overlap=False),
         "bucketed": lambda: ddp.DDP(parameters, group, microbatches, 800, overlap=False),
         "overlapped": lambda: ddp.DDP(parameters, group, microbatches, 800),
     }[way]()
@@ -124,7 +146,51 @@ def test_ddp_copied_trains_other_models(copied, way):
         (2, DDPTransformer, "adamw"),
         (4, DDPTransformer, "sgd"),
     ):
-        assert max(copied("ddp", world, work, make, kind)) < 1e-10
+        assert max(copied(FILES, world, work, make, kind)) < 1e-10
+
+
+@pytest.mark.parametrize("make", [ddp_mlp, DDPTransformer])
+def test_ddp_copied_plainest_form_runs_as_printed(copied, make):
+    """The usage block of sum_gradients, with weights that start different."""
+
+    def work(rank):
+        import ddp
+
+        _, _, text = ddp.sum_gradients.__doc__.partition("\n\n")
+        usage, _, _ = text.partition("\n\n")
+        model, reference = make(), make()
+        model[0].requires_grad_(False) if make is ddp_mlp else None
+        reference[0].requires_grad_(False) if make is ddp_mlp else None
+        for p in model.parameters():
+            p.data += rank
+        batches = []
+        for step in range(4):
+            x, y = ddp_batch(step, model)
+            rows = ddp_rows(rank, 3)
+            batches.append([[(x[r], y[r].flatten()) for r in rows], y.numel()])
+        cross_entropy = nn.functional.cross_entropy
+        names = {
+            "dist": dist,
+            "group": dist.group.WORLD,
+            "model": model,
+            "batches": batches,
+            "optimizer": ddp_optimizer("adamw", model.parameters()),
+            "cross_entropy": lambda x, y, **how: cross_entropy(x.flatten(0, -2), y, **how),
+            "sum_gradients": ddp.sum_gradients,
+        }
+        exec(textwrap.dedent(usage), names)
+        optimizer = ddp_optimizer("adamw", reference.parameters())
+        for p in reference.parameters():
+            p.grad = torch.zeros_like(p) if p.requires_grad else None  # an unused one gets zeros
+        for step in range(4):
+            optimizer.zero_grad(set_to_none=False)
+            x, y = ddp_batch(step, model)
+            ddp_backward(reference, x, y, y.numel())
+            optimizer.step()
+        for p, q in zip(model.parameters(), reference.parameters()):
+            torch.testing.assert_close(p, q, rtol=1e-10, atol=1e-10)
+
+    copied(FILES, 3, work)
 
 
 def test_ddp_copied_sparse_gradients_and_transposed_weights(copied):
@@ -145,7 +211,7 @@ def test_ddp_copied_sparse_gradients_and_transposed_weights(copied):
             weight.grad, embedding.weight.detach()[[0, 1, 5, 5]].sum(0).expand(3, 4)
         )
 
-    copied("ddp", 2, work)
+    copied(FILES, 2, work)
 
 
 # --- a step that is given up
@@ -190,7 +256,7 @@ def test_ddp_copied_step_given_up_starts_again(copied, way, passes):
 
         return ddp_train(ddp_mlp, "sgd", way, rank, world, 3, give_up), launched
 
-    results = copied("ddp", 3, work, 3)
+    results = copied(FILES, 3, work, 3)
     assert max(error for error, _ in results) < 1e-10
     if way == "overlapped" and passes == 1:  # or this test would show nothing
         assert len({tuple(launched) for _, launched in results}) > 1
@@ -200,21 +266,19 @@ def test_ddp_copied_step_given_up_between_two_passes(copied):
     """Or by mistake: zero_grad() in the loop over micro-batches would drop all but the last one."""
 
     def work(rank):
-        import ddp
-
         for way in ("bucketed", "overlapped"):
 
             def give_up(step, sync, model, x, y):
                 ddp_backward(model, x, y, 1)
-                with pytest.raises(RuntimeError, match="zero_grad\\(\\) after too few backward"):
+                with pytest.raises(RuntimeError, match="zero_grad\\(\\) after backward"):
                     sync.zero_grad()
                 sync.zero_grad(give_up=True)
 
             assert ddp_train(ddp_mlp, "adamw", way, rank, 2, 2, give_up) < 1e-10
         p = nn.Parameter(torch.ones(2))
-        naive = ddp.Naive([p], dist.group.WORLD, microbatches=2)
+        naive = ddp_sync("naive", [p])
         p.sum().backward()
-        with pytest.raises(RuntimeError, match="zero_grad\\(\\) after too few backward"):
+        with pytest.raises(RuntimeError, match="zero_grad\\(\\) after backward"):
             naive.zero_grad()
         naive.zero_grad(give_up=True)
         for _ in range(2):
@@ -222,7 +286,7 @@ def test_ddp_copied_step_given_up_between_two_passes(copied):
         naive.finish()
         assert p.grad.tolist() == [4, 4]
 
-    copied("ddp", 2, work)
+    copied(FILES, 2, work)
 
 
 def test_ddp_copied_step_given_up_by_one_rank(copied):
@@ -244,7 +308,7 @@ def test_ddp_copied_step_given_up_by_one_rank(copied):
         wrapped = ddp.DDP(model.parameters(), dist.group.WORLD, bucket_bytes=800)
         if rank == 0:
             ddp_break_off(model, 3, x, y)
-            assert 0 < wrapped.next < len(wrapped.buckets)
+            assert 0 < len(wrapped.works) < len(wrapped.buckets)
             wrapped.zero_grad()
         else:
             ddp_backward(model, x, y, 12)
@@ -255,7 +319,7 @@ def test_ddp_copied_step_given_up_by_one_rank(copied):
         wrapped.finish()
         assert model[0].weight.grad.isfinite().all()
 
-    copied("ddp", 3, work)
+    copied(FILES, 3, work)
 
 
 @pytest.mark.parametrize("microbatches", [1, 2])
@@ -274,7 +338,7 @@ def test_ddp_copied_step_given_up_before_the_first_bucket(copied, microbatches):
             for _ in range(microbatches - 1):
                 ddp_backward(model, x, y, 1)
             ddp_break_off(model, 2 if rank == 1 else 5, x, y)
-            assert wrapped.next == rank and len(wrapped.buckets) == 2
+            assert len(wrapped.works) == rank and len(wrapped.buckets) == 2
         wrapped.zero_grad()
         for _ in range(microbatches):
             ddp_backward(model, x, y, 12 * microbatches)
@@ -283,7 +347,7 @@ def test_ddp_copied_step_given_up_before_the_first_bucket(copied, microbatches):
         for p, q in zip(model.parameters(), reference.parameters()):
             torch.testing.assert_close(p.grad, q.grad)
 
-    copied("ddp", 2, work)
+    copied(FILES, 2, work)
 
 
 # --- steps in the wrong order
@@ -322,7 +386,7 @@ def test_ddp_copied_refuses_steps_in_the_wrong_order(copied, way):
         with pytest.raises(RuntimeError, match="finish\\(\\) after optimizer.step"):
             sync.finish()
 
-    copied("ddp", 2, work)
+    copied(FILES, 2, work)
 
 
 # --- models that are changed, and what is no list of parameters
@@ -370,14 +434,6 @@ def test_ddp_copied_refuses_replaced_gradients(copied, way):
         with pytest.raises(RuntimeError, match="was replaced"):
             sync.finish()
 
-        if way == "server":
-            model = ddp_mlp()
-            sync = ddp_sync(way, model.parameters())
-            vector = nn.utils.parameters_to_vector(model.parameters()).detach().clone()
-            nn.utils.vector_to_parameters(vector, model.parameters())
-            with pytest.raises(RuntimeError, match="p.data was replaced"):
-                sync.zero_grad()
-
         model = ddp_mlp()
         model[0].requires_grad_(False)
         sync = ddp_sync(way, model.parameters(), 1)
@@ -386,7 +442,49 @@ def test_ddp_copied_refuses_replaced_gradients(copied, way):
             ddp_backward(model, x, y, 12)
             sync.finish()
 
-    copied("ddp", 1, work)
+    copied(FILES, 1, work)
+
+
+def test_ddp_copied_server_fills_replaced_and_different_weights(copied):
+    """It writes into the tensors that the model has now, of each dtype; frozen ones are left."""
+
+    def work(rank):
+        import parameter_server
+
+        model = ddp_mlp()
+        model[0].float()
+        model[2].requires_grad_(False)
+        expected = [p.detach().clone() for p in model.parameters()]
+        for p in model.parameters():
+            p.data = p.data.t().contiguous().t() + rank  # replaced, and transposed
+        parameter_server.pull(model.parameters(), dist.group.WORLD)
+        for p, q in zip(model.parameters(), expected):
+            torch.testing.assert_close(p.detach(), q if p.requires_grad else q + rank)
+
+    copied(FILES, 3, work)
+
+
+def test_ddp_copied_server_with_buckets_that_start_early(copied):
+    def work(rank):
+        import parameter_server
+
+        import ddp
+
+        model, reference = ddp_mlp(), ddp_mlp()
+        push, group = parameter_server.Push, dist.group.WORLD
+        sync = ddp.DDP(model.parameters(), group, 1, 800, overlap=True, all_reduce=push)
+        x, y = ddp_batch(0, model)
+        for _ in range(2):
+            sync.zero_grad()
+            ddp_backward(model, x[rank::3], y[rank::3], 12)
+            sync.finish()
+        assert sync.early > 1
+        ddp_backward(reference, x, y, 12)
+        if rank == 0:
+            for p, q in zip(model.parameters(), reference.parameters()):
+                torch.testing.assert_close(p.grad, q.grad, rtol=1e-12, atol=1e-12)
+
+    copied(FILES, 3, work)
 
 
 @pytest.mark.parametrize("way", ["server", "naive", "bucketed", "overlapped"])
@@ -416,7 +514,7 @@ def test_ddp_copied_refuses_what_is_no_parameter(copied, way):
         sync.finish()
         assert rank > 0 and way == "server" or p.grad.tolist() == [2, 2]
 
-    copied("ddp", 2, work)
+    copied(FILES, 2, work)
 
 
 def test_ddp_copied_mixed_dtypes(copied):
@@ -430,7 +528,7 @@ def test_ddp_copied_mixed_dtypes(copied):
             assert a.grad.tolist() == b.grad.tolist() == [2, 2] and b.grad.dtype == torch.float64
 
     for way in ("server", "naive", "bucketed", "overlapped"):
-        copied("ddp", 2, work, way)
+        copied(FILES, 2, work, way)
 
 
 def test_ddp_copied_refuses_a_pass_too_many(copied):
@@ -445,4 +543,4 @@ def test_ddp_copied_refuses_a_pass_too_many(copied):
         with pytest.raises(RuntimeError, match="more backward passes than microbatches=1"):
             p.sum().backward()
 
-    copied("ddp", 1, work)
+    copied(FILES, 1, work)

@@ -9,6 +9,7 @@ from reference import CONFIGS, assert_equal, batch, make_optimizer, train
 
 import ddp
 import model as gpt
+from harness import parameter_server
 
 
 def rows_of(rank, world, rows=12):
@@ -20,12 +21,17 @@ def rows_of(rank, world, rows=12):
     )
 
 
+def server(parameters, group, microbatches=1):
+    push = parameter_server.Push
+    return ddp.DDP(parameters, group, microbatches, overlap=False, all_reduce=push)
+
+
 def train_parallel(rank, config, kind, way, accumulate, world, steps=3):
     model = gpt.build(config, 7, dtype=torch.float64)
     group, parameters = dist.group.WORLD, list(model.parameters())
     sync = {
-        "server": lambda: ddp.ParameterServer(parameters, group, accumulate),
-        "naive": lambda: ddp.Naive(parameters, group, accumulate),
+        "server": lambda: server(parameters, group, accumulate),
+        "naive": lambda: ddp.DDP(parameters, group, accumulate, 0, overlap=False),
         "bucketed": lambda: ddp.DDP(parameters, group, accumulate, 5000, overlap=False),
         "overlapped": lambda: ddp.DDP(parameters, group, accumulate, 5000),
     }[way]()
@@ -33,6 +39,8 @@ def train_parallel(rank, config, kind, way, accumulate, world, steps=3):
     for step in range(steps):
         tokens, targets, samples, count = batch(step)
         sync.zero_grad()
+        if way == "server":
+            parameter_server.pull(parameters, group)
         loss = torch.zeros((), dtype=torch.float64)
         for piece in torch.tensor(rows_of(rank, world)).tensor_split(accumulate):
             part = model(tokens[piece], targets=targets[piece], count=count, samples=samples[piece])
@@ -45,7 +53,7 @@ def train_parallel(rank, config, kind, way, accumulate, world, steps=3):
         losses.append(loss.item())
         early = getattr(sync, "early", 0)
     if way == "server":
-        sync.pull()
+        parameter_server.pull(parameters, group)
     leader = way != "server" or rank == 0
     grads = {n: p.grad.clone() for n, p in model.named()} if leader else {}
     return (losses, grads, {n: p.detach() for n, p in model.named()}), early
@@ -127,7 +135,7 @@ def test_parameters_without_a_gradient_and_too_many_passes(ranks):
 def test_a_replaced_gradient_is_noticed(ranks):
     def work(rank):
         p = torch.nn.Parameter(torch.ones(2))
-        for sync in (ddp.DDP([p], dist.group.WORLD), ddp.ParameterServer([p], dist.group.WORLD)):
+        for sync in (ddp.DDP([p], dist.group.WORLD), server([p], dist.group.WORLD)):
             torch.optim.SGD([p], lr=1.0).zero_grad()  # sets p.grad to None
             with pytest.raises(RuntimeError, match="p.grad was replaced"):
                 p.sum().backward()
@@ -162,14 +170,14 @@ def test_all_ranks_notice_that_a_servers_sum_is_not_finite(tmp_path):
     """Each worker's own gradient is finite: without the server's norm they would go on alone."""
 
     def plant():
-        finish = ddp.ParameterServer.finish
+        finish = ddp.DDP.finish
 
         def overflow(self):
             finish(self)
-            if self.rank == 0:
+            if dist.get_rank(self.group) == 0:
                 self.buckets[0].flat[0] = torch.inf
 
-        ddp.ParameterServer.finish = overflow
+        ddp.DDP.finish = overflow
 
     flags = "--sync server --nproc 3 --batch 6 --layers 1 --width 16 --context 8 --steps 2 --quiet"
     script = Script(tmp_path, "ddp", flags.split(), plant)

@@ -10,11 +10,12 @@ DEMO = "\n# --- demo ---\n"
 
 
 def cut_out(folder, names):
-    """Write the tops of the named files into `folder`."""
+    """Write the tops of the named files into `folder`, and files of harness/ whole."""
     for name in names:
-        top, line, _ = (ROOT / f"{name}.py").read_text().partition(DEMO)
-        assert line, f"{name}.py has no line {DEMO.strip()!r}"
-        (folder / f"{name}.py").write_text(top)
+        path = ROOT / f"{name}.py"
+        top, line, _ = path.read_text().partition(DEMO)
+        assert line or path.parent != ROOT, f"{name}.py has no line {DEMO.strip()!r}"
+        (folder / path.name).write_text(top)
 
 
 def forget_project(folder):
