@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 import model as gpt
-from harness import formulas
+from harness import formulas, presets
 from harness.ledger import Ledger, storage_bytes
 
 
@@ -156,9 +156,9 @@ def fit(make, stages, memory=80e9, ranks=64):
         each = sum(formulas.model_states(stage, ranks))
         sizes = dict(width=width, heads=width // 128, context=1024, vocab=50257)
         layers = 1
-        while gpt.configure(layers=layers + 1, **sizes).parameters() * each <= memory:
+        while presets.configure(layers=layers + 1, **sizes).parameters() * each <= memory:
             layers += 1
-        config = gpt.configure(layers=layers, **sizes)
+        config = presets.configure(layers=layers, **sizes)
         count = config.parameters()
         held, gathered, other = dry_run(make, stage, config, ranks)
         what = f"{layers} layers, {width} wide"

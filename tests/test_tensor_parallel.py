@@ -10,7 +10,7 @@ from reference import CONFIGS, assert_equal, batch, make_optimizer, train
 import harness
 import model as gpt
 import tensor_parallel as tp
-from harness import formulas
+from harness import formulas, presets
 from harness.ledger import Ledger
 
 
@@ -119,7 +119,7 @@ def test_four_all_reduces_a_block(ranks):
 
     def work(rank, layers, family):
         group = dist.group.WORLD
-        config = gpt.configure(
+        config = presets.configure(
             family=family, layers=layers, heads=4, kv_heads=4, width=32, context=12, vocab=61
         )
         model = build(config, group)
