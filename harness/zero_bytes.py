@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 import model as gpt
 from harness import formulas, presets
+from harness.blocks import recompute
 from harness.ledger import Ledger, storage_bytes
 
 
@@ -193,7 +194,7 @@ def dry_run(make, stage, config, ranks):
             param_dtype=torch.bfloat16,
             value=lambda p: torch.empty(p.shape),
         )
-        gpt.recompute(model, "block")
+        recompute(model, "block")
         tokens, ledger = torch.zeros(1, config.context, dtype=torch.int64), Ledger({})
         for _ in range(2):  # the first step makes the optimizer's states
             ledger.watch([t for tensors in lasting(zero).values() for t in tensors])

@@ -1,8 +1,14 @@
 """model.py against Hugging Face transformers, and the promises that let techniques cut it."""
 
+import re
+import shutil
+import subprocess
+import sys
+
 import pytest
 import torch
 
+import harness
 import model as gpt
 from harness import presets
 from harness.ledger import Ledger
@@ -287,7 +293,7 @@ def steps_with(kind, **sizes):
     held before the last backward."""
     config = presets.configure(**SMALL, dropout=0.1, **sizes)
     model = gpt.build(config, dtype=torch.float64)
-    gpt.recompute(model, kind)
+    harness.recompute(model, kind)
     tokens, targets = batch(rows=6)
     ledger = Ledger({})
     ledger.watch(model.parameters())
@@ -316,7 +322,7 @@ def test_recomputation_changes_no_bit_and_holds_less(family, mixture):
 
 def test_recomputation_of_another_kind_is_refused():
     with pytest.raises(ValueError, match="unknown kind 'blocks'"):
-        gpt.recompute(gpt.build(presets.configure(**SMALL)), "blocks")
+        harness.recompute(gpt.build(presets.configure(**SMALL)), "blocks")
 
 
 def test_a_load_counted_in_forward_is_caught(monkeypatch):
@@ -485,8 +491,24 @@ def test_dropout_is_off_without_samples():
         (dict(positions="rotary"), "positions must be one of learned, rope"),
         (dict(mlp="relu"), "mlp must be one of"),
         (dict(family="mamba"), "unknown family"),
+        (dict(norm="rms"), "norm must be one of"),
+        (dict(scores="tanh"), "scores must be one of"),
+        (dict(dropout=-0.1), "dropout"),
+        (dict(kv_heads=0), "kv_heads must be at least 1"),
     ],
 )
 def test_sizes_that_contradict_each_other(wrong, words):
     with pytest.raises(ValueError, match=words):
         presets.configure(**wrong)
+
+
+def test_the_file_works_alone_and_refuses(tmp_path):
+    """Copied into an empty folder: its docstring's lines run, and a wrong Config is refused."""
+    shutil.copy(gpt.__file__, tmp_path)
+    usage = re.findall(r"^    (\w+ = .*)$", gpt.__doc__, re.M)
+    wrong = "try:\n    Config(experts=2, top_k=3)\nexcept ValueError as e:\n    print(e)"
+    lines = ["import torch", "from model import Config, build", *usage, "loss.backward()", wrong]
+    done = subprocess.run(
+        [sys.executable, "-c", "\n".join(lines)], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert len(usage) == 3 and done.stdout.startswith("a token can't go to 3 of 2"), done.stderr

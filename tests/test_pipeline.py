@@ -293,7 +293,7 @@ def hooked(rank, name, config, dtype, watch=contextlib.nullcontext, recompute="n
     schedule, links, hooks, now = pp.make(name, 2, 4), pp.make_links(), [], []
     model = build(config, schedule, rank, None).to(dtype)
     for part in model.parts.values():
-        gpt.recompute(part, recompute)
+        harness.recompute(part, recompute)
     for n, p in model.named():
         p.register_post_accumulate_grad_hook(lambda _, n=n: hooks.append((n, now[-1])))
     tokens, targets, _, count = batch(0)
