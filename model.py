@@ -29,9 +29,7 @@ Radford et al. 2019 (GPT-2); Touvron et al. 2023, arXiv:2302.13971 (Llama); Jian
 arXiv:2401.04088 (Mixtral). Each part below names its own paper.
 """
 
-import functools
 import hashlib
-import math
 from dataclasses import dataclass, fields, replace
 from typing import Literal, get_args
 
@@ -487,16 +485,6 @@ class Config:
     balance_loss: float = 0.0  # factor of the router's balance loss
     z_loss: float = 0.0  # factor of the router's z-loss
     bias_rate: float = 0.0  # size of a step of the router's choice_bias
-
-    @functools.cache
-    def shapes(self):
-        """{full name: shape} of all parameters, a tied matrix once."""
-        with torch.device("meta"):
-            return {name: p.shape for name, p in GPT(self).named()}
-
-    def parameters(self):
-        """The number of parameters of the whole model."""
-        return sum(map(math.prod, self.shapes().values()))
 
     def flops_per_token(self):
         """FLOPs of forward and backward per token of a full context: 6 for each weight of a matrix

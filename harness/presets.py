@@ -1,8 +1,11 @@
-"""Named sizes of the GPT, and how flags change them."""
+"""Named sizes of the GPT, how flags change them, and the parameters that a Config has."""
 
+import functools
 import math
 
-from model import Config
+import torch
+
+from model import GPT, Config
 
 LLAMA = dict(positions="rope", norm="rmsnorm", mlp="swiglu", bias=False, tied=False)
 LLAMA3 = LLAMA | dict(kv_heads=8, context=8192, vocab=128256, rope_theta=500000.0)
@@ -49,3 +52,14 @@ def configure(preset="tiny", family=None, **overrides):
         halve = sizes.get("positions") == "rope" and heads % 2 == 0
         sizes["kv_heads"] = heads // 2 if halve else heads
     return Config(**sizes)
+
+
+@functools.cache
+def parameter_shapes(config):
+    """{full name: shape} of all parameters of the whole model, a tied matrix once."""
+    with torch.device("meta"):
+        return {name: p.shape for name, p in GPT(config).named()}
+
+
+def parameter_count(config):
+    return sum(map(math.prod, parameter_shapes(config).values()))

@@ -156,13 +156,10 @@ def fit(make, stages, memory=80e9, ranks=64):
         width = WIDTHS[stage]
         each = sum(formulas.model_states(stage, ranks))
         sizes = dict(width=width, heads=width // 128, context=1024, vocab=50257)
-        layers = 1
-        while presets.configure(layers=layers + 1, **sizes).parameters() * each <= memory:
-            layers += 1
-        config = presets.configure(layers=layers, **sizes)
-        count = config.parameters()
+        config = largest_gpt(memory / each, sizes)
+        count = presets.parameter_count(config)
         held, gathered, other = dry_run(make, stage, config, ranks)
-        what = f"{layers} layers, {width} wide"
+        what = f"{config.layers} layers, {width} wide"
         print(
             f"  {stage:<6d}{each:9.4g}{memory / each / 1e9:10.1f} B   {what:24s}"
             f"{count / 1e9:7.1f} B{count * each / 1e9:9.2f}{held / 1e9:8.2f}"
@@ -170,6 +167,16 @@ def fit(make, stages, memory=80e9, ranks=64):
         )
         if held > memory:
             raise SystemExit(f"stage {stage} holds {held:,} bytes, more than fit")
+
+
+def largest_gpt(parameters, sizes):
+    """The deepest GPT of these sizes that has at most so many parameters."""
+    layers = 1
+    while True:
+        deeper = presets.configure(layers=layers + 1, **sizes)
+        if presets.parameter_count(deeper) > parameters:
+            return presets.configure(layers=layers, **sizes)
+        layers += 1
 
 
 def dry_run(make, stage, config, ranks):
