@@ -216,7 +216,7 @@ class CrossEntropy(nn.Module):
         return F.cross_entropy(logits, targets, ignore_index=IGNORE, reduction="sum") / count
 
 
-# --- norms, activations, rotary positions
+# --- small parts of a layer
 
 
 def run_directly(function, *inputs):
@@ -490,7 +490,8 @@ class Config:
         """FLOPs of forward and backward per token of a full context: 6 for each weight of a matrix
         that the token passes, and 12 x layers x context x width for the two products of attention,
         without a discount for causality (PaLM, Chowdhery 2022, arXiv:2204.02311, appendix B)."""
-        attention = self.width * self.width // self.heads * (2 * self.heads + 2 * self.kv_heads)
+        head_dim = self.width // self.heads
+        attention = self.width * head_dim * (2 * self.heads + 2 * self.kv_heads)
         mlp = self.width * self.hidden * (3 if self.mlp == "swiglu" else 2)
         if self.experts:
             mlp = mlp * (self.top_k + self.shared) + self.width * self.experts
