@@ -14,15 +14,14 @@ The model knows nothing of parallelism, but it is made to be cut:
 - Embedding, blocks and head may each be missing: a pipeline stage is a GPT with the rest removed.
   `blocks.7.mlp.up.weight` has that name wherever layer 7 lives.
 - The number of heads is read from the projection's shape: a layer with half of the heads works.
-- A technique replaces submodules: `attn.core`, `mlp.dispatch`, `loss`, and the identities `enter`
-  (before a cut matrix: sums x's gradient, or gathers x), `leave` (adds results of cut experts) and
-  `over_sequence` (adds a router's sums over a cut sequence). It replaces no method.
+- A technique replaces submodules, never a method: `attn.core`, `mlp.dispatch`, `loss`, and the
+  identities `enter`, `leave` and `over_sequence`, which stand where a cut needs a message.
 - The model is built on the meta device, cut there, and then filled. Each parameter is drawn by a
   generator of its own, seeded with (seed, full name), so a cut changes no value.
 - Dropout's mask is a hash of (sample, position, site, channel). A piece of the activations needs
   only its piece of the mask.
 
-    model = build(configure("gpt2", layers=2))
+    model = build(Config(layers=2))
     tokens = torch.randint(model.config.vocab, (4, 129))
     loss = model(tokens[:, :-1], targets=tokens[:, 1:])
 
@@ -30,15 +29,13 @@ Radford et al. 2019 (GPT-2); Touvron et al. 2023, arXiv:2302.13971 (Llama); Jian
 arXiv:2401.04088 (Mixtral). Each part below names its own paper.
 """
 
-import functools
 import hashlib
-import math
 from dataclasses import dataclass, fields, replace
+from typing import Literal, get_args
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from torch.utils.checkpoint import checkpoint
 
 IGNORE = -1  # the target of a position that adds nothing to the loss
 
@@ -51,15 +48,15 @@ class Attention(nn.Module):
         super().__init__()
         self.head_dim = config.width // config.heads  # D
         self.queries_per_kv = config.heads // config.kv_heads
-        self.enter = nn.Identity()
+        self.enter = nn.Identity()  # in a cut layer: sums x's gradient, or gathers x
         rows = (config.heads + 2 * config.kv_heads) * self.head_dim
         self.qkv = nn.Linear(config.width, rows, bias=config.bias)
         self.core = AttentionCore()
         self.proj = nn.Linear(config.width, config.width, bias=config.bias)
-        self.run = run_directly  # `recompute` may replace it
+        self.run = run_directly  # activation checkpointing may replace it
 
     def forward(self, x, rope, norm):
-        # The norm is applied in here, so that `recompute` can run it again with the projection
+        # The norm is applied in here, so that it can run again together with the projection
         qkv = self.run(lambda: self.qkv(self.enter(norm(x))))
         groups = qkv.unflatten(-1, (-1, self.queries_per_kv + 2, self.head_dim))
         q, k, v = groups.split((self.queries_per_kv, 1, 1), dim=-2)  # (B, T, H_kv, 1 or more, D)
@@ -219,7 +216,13 @@ class CrossEntropy(nn.Module):
         return F.cross_entropy(logits, targets, ignore_index=IGNORE, reduction="sum") / count
 
 
-# --- norms, activations, rotary positions
+# --- small parts of a layer
+
+
+def run_directly(function, *inputs):
+    """The default of `run`. Activation checkpointing (harness/blocks.py) takes its place, and runs
+    `function` again in backward: a whole block, or a cheap operation and the product after it."""
+    return function(*inputs)
 
 
 def make_norm(config):
@@ -293,8 +296,11 @@ class MoE(nn.Module):
 
     def __init__(self, config):
         super().__init__()
-        self.enter, self.leave = nn.Identity(), nn.Identity()
-        self.router, self.dispatch, self.experts = Router(config), Dispatch(), Experts(config)
+        self.enter = nn.Identity()
+        self.router = Router(config)
+        self.dispatch = Dispatch()
+        self.experts = Experts(config)
+        self.leave = nn.Identity()  # adds the results of experts that are cut
         self.shared = None
         if config.shared:
             self.shared = MLP(replace(config, hidden=config.shared * config.hidden))
@@ -307,8 +313,9 @@ class MoE(nn.Module):
             if self.shared is not None:
                 shared.append(self.shared(x))
 
-        # A technique that gathers tokens in `enter` must gather their experts as well
-        entered, weights, chosen = (self.enter(t) for t in (x, *self.router(x, count)))
+        weights, chosen = self.router(x, count)
+        # An `enter` that gathers tokens must gather their experts as well
+        entered, weights, chosen = (self.enter(t) for t in (x, weights, chosen))
         rows = (t.flatten(0, 1) for t in (entered, weights, chosen))  # (B T, C or k)
         y = self.leave(self.dispatch(*rows, self.experts, meanwhile).view_as(entered))
         return y + shared[0] if shared else y
@@ -318,19 +325,19 @@ class Router(nn.Linear):
     """Chooses experts: x (B, T, C) -> weights (B, T, k), the experts' numbers (B, T, k). Of equal
     scores the lower number wins. Three fields of the config keep the load even, or logits small:
 
-    balance_loss: E sum_e f_e P_e of each sequence, 1 for an even load; f_e is the share of its
-        assignments that go to expert e, P_e the mean score of e (DeepSeek-V3). A batch's mean
-        would depend on how the batch is cut.
-    z_loss: mean of logsumexp(logits)^2 (Zoph et al. 2022, arXiv:2202.08906).
-    bias_rate: `choice_bias` is added to the scores for the choice alone. `load` counts
-        assignments, and `rebalance` moves the bias by them (Wang et al. 2024, arXiv:2408.15664).
+    balance_loss  E sum_e f_e P_e of each sequence, 1 for an even load (DeepSeek-V3). f_e is the
+                  share of assignments that go to expert e, P_e the mean score of e
+    z_loss        mean of logsumexp(logits)^2 (Zoph et al. 2022, arXiv:2202.08906)
+    bias_rate     `choice_bias` is added to the scores for the choice alone. `rebalance` moves it
+                  by the `load`, which counts assignments (Wang et al. 2024, arXiv:2408.15664)
 
     The two losses act in backward only. As cross-entropy they are sums over tokens, divided by
     count, so the pieces of a batch add up."""
 
     def __init__(self, config):
         super().__init__(config.width, config.experts, bias=False)
-        self.config, self.over_sequence = config, nn.Identity()
+        self.config = config
+        self.over_sequence = nn.Identity()  # adds sums over the pieces of a cut sequence
         self.register_buffer("choice_bias", torch.zeros(config.experts))
         self.register_buffer("load", torch.zeros(config.experts, dtype=torch.int64))
 
@@ -348,7 +355,7 @@ class Router(nn.Linear):
             ones = torch.ones_like(weights).flatten(1)
             assigned = torch.zeros_like(scores[:, 0]).scatter_add_(1, chosen.flatten(1), ones)
             load = assigned.sum(0).long()
-            # In backward, because `recompute` runs forward twice
+            # In backward, because recomputation runs forward twice
             weights.register_hook(lambda grad: self.count_load(load))
             if c.balance_loss:
                 loss = self.imbalance(scores, assigned) / count
@@ -409,10 +416,12 @@ class Experts(nn.Module):
 
     def __init__(self, config):
         super().__init__()
-        up = (config.experts, config.hidden, config.width)
-        down = (config.experts, config.width, config.hidden)
-        self.gate = nn.Parameter(torch.empty(up)) if config.mlp == "swiglu" else None
-        self.up, self.down = nn.Parameter(torch.empty(up)), nn.Parameter(torch.empty(down))
+        experts, hidden, width = config.experts, config.hidden, config.width
+        self.gate = None
+        if config.mlp == "swiglu":
+            self.gate = nn.Parameter(torch.empty(experts, hidden, width))
+        self.up = nn.Parameter(torch.empty(experts, hidden, width))
+        self.down = nn.Parameter(torch.empty(experts, width, hidden))
         self.run = run_directly
 
     def forward(self, rows, counts):
@@ -424,11 +433,11 @@ class Experts(nn.Module):
 
 def grouped_linear(x, weight, ends):
     """x (R, in), weight (E, out, in) -> (R, out): matrix e has rows ends[e-1] to ends[e]."""
-    kernel = getattr(F, "grouped_mm", None)
+    known = x.dtype in (torch.float32, torch.bfloat16, torch.float16)
     aligned = all(size * x.element_size() % 16 == 0 for size in weight.shape[1:])
     old = x.is_cuda and torch.cuda.get_device_capability(x.device) < (8, 0)
-    if kernel and aligned and not old and x.dtype in (torch.float32, torch.bfloat16, torch.float16):
-        return kernel(x, weight.transpose(1, 2), offs=ends)
+    if known and aligned and not old:
+        return F.grouped_mm(x, weight.transpose(1, 2), offs=ends)
     parts = x.tensor_split(ends[:-1].tolist())
     return torch.cat([F.linear(part, matrix) for part, matrix in zip(parts, weight)])
 
@@ -437,7 +446,8 @@ def grouped_linear(x, weight, ends):
 def rebalance(model, total=lambda load: None, move=True):
     """After each step: move every router's bias by `bias_rate` towards an even load (if `move`),
     and count anew. total(load) sums loads (E,) in place over all who hold tokens of this step."""
-    for router in (module for module in model.modules() if isinstance(module, Router)):
+    routers = [module for module in model.modules() if isinstance(module, Router)]
+    for router in routers:
         if router.config.bias_rate and move:
             total(router.load)
             load = router.load.to(router.choice_bias.dtype)
@@ -445,53 +455,12 @@ def rebalance(model, total=lambda load: None, move=True):
         router.load.zero_()
 
 
-# --- what is kept from forward to backward
-
-
-def run_directly(function, *inputs):
-    return function(*inputs)
-
-
-def run_checkpointed(function, *inputs):
-    """Activation checkpointing: keep the inputs, run the function again in backward."""
-    return checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=False)
-
-
-def recompute(model, kind):
-    """Hold less of each block from forward to backward, for more work. Gradients stay the same.
-
-        none       keep all that backward needs: 16 tensors (B, T, C) of a GPT-2 block
-        selective  keep 10: norms and activation functions run again (Korthikanti et al. 2022,
-                   section 5, arXiv:2205.05198, do so with scores; a flash kernel keeps none)
-        block      keep 1, the input: the whole block runs again (Chen et al. 2016, 1604.06174)
-
-    Selective wraps norm + qkv, norm + up, activation + down. Backward needs only the input of the
-    product, so the second run stops before it. An `enter` that gathers does so again.
-    A norm before two products (SwiGLU, a mixture) is kept, or the first would run twice.
-    With block, all but the last product runs twice, and whatever the techniques send before it."""
-    if kind not in ("none", "selective", "block"):
-        raise ValueError(f"unknown kind {kind!r}: choose none, selective or block")
-    model.run = run_checkpointed if kind == "block" else run_directly
-    for module in model.blocks.modules():
-        if isinstance(module, (Attention, MLP, Experts)):
-            module.run = run_checkpointed if kind == "selective" else run_directly
-
-
-def compile_blocks(model):
-    """Have torch.compile fuse operations within each block. A mixture would compile anew each
-    step, because the shapes of its experts' rows change."""
-    # Else each layer would compile anew, because the sites of its dropouts differ
-    torch._dynamo.config.allow_unspec_int_on_nn_module = True
-    for block in model.blocks.values():
-        block.forward = torch.compile(block.forward)
-
-
 # --- the configuration
 
 
 @dataclass(frozen=True)
 class Config:
-    """The shape of a GPT."""
+    """The shape of a GPT. harness/presets.py has published ones."""
 
     layers: int = 4
     heads: int = 4
@@ -500,9 +469,9 @@ class Config:
     hidden: int = 512  # inner width of the MLP, or of each expert
     context: int = 128  # the longest sequence
     vocab: int = 257
-    positions: str = "learned"  # or "rope"
-    norm: str = "layernorm"  # or "rmsnorm"
-    mlp: str = "gelu"  # or "swiglu"
+    positions: Literal["learned", "rope"] = "learned"
+    norm: Literal["layernorm", "rmsnorm"] = "layernorm"
+    mlp: Literal["gelu", "swiglu"] = "gelu"
     bias: bool = True
     tied: bool = True  # one matrix is both the token embedding and the output projection
     dropout: float = 0.0  # on the embedding, and on what attention and MLP add to x
@@ -511,106 +480,46 @@ class Config:
     experts: int = 0  # 0: a plain MLP in every block
     top_k: int = 2  # experts that a token passes
     shared: int = 0  # size, in experts, of an MLP that every token passes as well
-    scores: str = "softmax"  # of the router's logits; or "sigmoid" of each (DeepSeek-V3)
+    scores: Literal["softmax", "sigmoid"] = "softmax"  # of the logits; DeepSeek-V3: sigmoid
     renormalize: bool = True  # the k weights sum to 1 (Mixtral); False: Switch, OLMoE
     balance_loss: float = 0.0  # factor of the router's balance loss
     z_loss: float = 0.0  # factor of the router's z-loss
     bias_rate: float = 0.0  # size of a step of the router's choice_bias
 
-    def __post_init__(self):
-        check(self)
-
-    @functools.cache
-    def shapes(self):
-        """{full name: shape} of all parameters, a tied matrix once."""
-        with torch.device("meta"):
-            return {name: p.shape for name, p in GPT(self).named()}
-
-    def parameters(self):
-        """The number of parameters of the whole model."""
-        return sum(map(math.prod, self.shapes().values()))
-
     def flops_per_token(self):
         """FLOPs of forward and backward per token of a full context: 6 for each weight of a matrix
         that the token passes, and 12 x layers x context x width for the two products of attention,
         without a discount for causality (PaLM, Chowdhery 2022, arXiv:2204.02311, appendix B)."""
-        attention = self.width * self.width // self.heads * (2 * self.heads + 2 * self.kv_heads)
+        head_dim = self.width // self.heads
+        attention = self.width * head_dim * (2 * self.heads + 2 * self.kv_heads)
         mlp = self.width * self.hidden * (3 if self.mlp == "swiglu" else 2)
         if self.experts:
             mlp = mlp * (self.top_k + self.shared) + self.width * self.experts
         weights = self.layers * (attention + mlp) + self.width * self.vocab
         return 6 * weights + 12 * self.layers * self.context * self.width
 
-
-CHOICES = {"positions": ("learned", "rope"), "norm": ("layernorm", "rmsnorm")}
-CHOICES |= {"mlp": ("gelu", "swiglu"), "scores": ("softmax", "sigmoid")}
-
-
-def check(c):
-    """Raise ValueError, in one sentence, where the sizes of a Config contradict each other."""
-    for field in fields(c):
-        value = getattr(c, field.name)
-        least = 0 if field.name in ("experts", "shared") else 1
-        if field.type is int and value < least:
-            raise ValueError(f"{field.name} must be at least {least}, not {value}")
-        if value not in CHOICES.get(field.name, (value,)):
-            allowed = ", ".join(CHOICES[field.name])
-            raise ValueError(f"{field.name} must be one of {allowed}, not {value!r}")
-    if not 0 <= c.dropout < 1:
-        raise ValueError(f"dropout must be at least 0 and below 1, not {c.dropout}")
-    if c.width % c.heads:
-        raise ValueError(f"width {c.width} is not a multiple of {c.heads} heads: change one")
-    if c.heads % c.kv_heads:
-        raise ValueError(f"{c.kv_heads} kv-heads can't share {c.heads} heads: choose a divisor")
-    if c.positions == "rope" and c.width // c.heads % 2:
-        raise ValueError(f"rotary positions need an even head size, not {c.width} / {c.heads}")
-    if c.experts and c.top_k > c.experts:
-        raise ValueError(f"a token can't go to {c.top_k} of {c.experts} experts: lower top-k")
-
-
-LLAMA = dict(positions="rope", norm="rmsnorm", mlp="swiglu", bias=False, tied=False)
-LLAMA3 = LLAMA | dict(kv_heads=8, context=8192, vocab=128256, rope_theta=500000.0)
-MIXTRAL = LLAMA | dict(kv_heads=8, context=32768, vocab=32000, rope_theta=1e6, experts=8)
-PRESETS = {
-    "tiny": dict(),
-    "gpt2": dict(layers=12, heads=12, width=768, context=1024, vocab=50257),
-    "gpt2-medium": dict(layers=24, heads=16, width=1024, context=1024, vocab=50257),
-    "gpt2-large": dict(layers=36, heads=20, width=1280, context=1024, vocab=50257),
-    "gpt2-xl": dict(layers=48, heads=25, width=1600, context=1024, vocab=50257),
-    "llama3-8b": LLAMA3 | dict(layers=32, heads=32, width=4096, hidden=14336),
-    "llama3-70b": LLAMA3 | dict(layers=80, heads=64, width=8192, hidden=28672),
-    "llama3-405b": LLAMA3 | dict(layers=126, heads=128, width=16384, hidden=53248),
-    "mixtral-8x7b": MIXTRAL | dict(layers=32, heads=32, width=4096, hidden=14336),
-}
-
-
-def configure(preset="tiny", family=None, **overrides):
-    """The Config of a preset, turned to `family` ("gpt2" or "llama"), with fields overridden.
-
-    If the preset has no hidden, or width is overridden and hidden is not: 4 x width for GELU, 8/3 x
-    width for SwiGLU, up to a multiple of 32. Likewise kv_heads follows from heads: all of them, or
-    half with rotary positions and even heads. Raises ValueError, as `check` does."""
-    if preset not in PRESETS:
-        raise ValueError(f"unknown preset {preset!r}: choose one of {', '.join(PRESETS)}")
-    if family not in (None, "gpt2", "llama"):
-        raise ValueError(f"unknown family {family!r}: choose gpt2 or llama")
-    overrides = {name: value for name, value in overrides.items() if value is not None}
-    sizes = dict(PRESETS[preset])
-    if family and (family == "llama") != ("positions" in sizes):  # only Llama presets have it
-        for name in (*LLAMA, "hidden", "kv_heads", "rope_theta"):
-            sizes.pop(name, None)
-        if family == "llama":
-            sizes |= LLAMA
-    sizes |= overrides
-    heads, width = sizes.get("heads", Config.heads), sizes.get("width", Config.width)
-    if "hidden" not in sizes or ("width" in overrides and "hidden" not in overrides):
-        sizes["hidden"] = 4 * width
-        if sizes.get("mlp") == "swiglu":
-            sizes["hidden"] = math.ceil(width * 8 / 3 / 32) * 32
-    if "kv_heads" not in sizes or ("heads" in overrides and "kv_heads" not in overrides):
-        halve = sizes.get("positions") == "rope" and heads % 2 == 0
-        sizes["kv_heads"] = heads // 2 if halve else heads
-    return Config(**sizes)
+    def __post_init__(self):
+        """Refuse a Config that would train another model than it says."""
+        for field in fields(self):
+            value = getattr(self, field.name)
+            choices = get_args(field.type)
+            least = 0 if field.name in ("experts", "shared") else 1
+            if choices and value not in choices:
+                raise ValueError(f"{field.name} must be one of {', '.join(choices)}, not {value!r}")
+            if field.type is int and value < least:
+                raise ValueError(f"{field.name} must be at least {least}, not {value}")
+        if not 0 <= self.dropout < 1:
+            raise ValueError(f"dropout must be at least 0 and below 1, not {self.dropout}")
+        heads, kv_heads, head_dim = self.heads, self.kv_heads, self.width // self.heads
+        if self.width % heads:
+            raise ValueError(f"width {self.width} is not a multiple of {heads} heads: change one")
+        if heads % kv_heads:
+            raise ValueError(f"{kv_heads} kv-heads can't share {heads} heads: choose a divisor")
+        if self.positions == "rope" and head_dim % 2:
+            raise ValueError(f"rotary positions need an even head size, not {head_dim}")
+        if self.experts and self.top_k > self.experts:
+            experts = f"{self.top_k} of {self.experts} experts"
+            raise ValueError(f"a token can't go to {experts}: lower top-k")
 
 
 # --- initial weights
@@ -642,22 +551,18 @@ def draw(name, shape, init, seed):
 def fill(model, seed, device="cpu", dtype=torch.float32, take=lambda whole, p: whole, draw=draw):
     """Give each parameter of a model on the meta device its memory and value. Returns the model.
 
-    A technique that cuts or copies a parameter gives it a dict p.placement: "shape" of the whole
-    parameter, "cuts" that make this device's piece, groups with "copies" of the piece or "partial"
-    sums of its gradient, its own "data"-parallel group (see harness/placement.py).
-
-    Each parameter is drawn whole, one at a time, and take(whole, p) returns the piece. Another
-    `draw` may know other values, such as those of a trained model."""
-    names = {p: name for name, p in model.named()}
-    filled = {}  # a tied matrix belongs to two modules
+    Each parameter is drawn whole, one at a time, and take(whole, p) returns this device's piece. A
+    technique that cut it left the shape of the whole in p.placement (see harness/placement.py).
+    Another `draw` may know other values, such as those of a trained model."""
+    filled = {}
+    for name, p in model.named():
+        shape = getattr(p, "placement", {}).get("shape", p.shape)
+        value = take(draw(name, shape, p.init, seed), p).to(device, dtype, copy=True)
+        filled[p] = nn.Parameter(value, requires_grad=p.requires_grad)
+        filled[p].__dict__.update(p.__dict__)  # init and placement
     for module in model.modules():
         for name, p in list(module.named_parameters(recurse=False)):
-            if p not in filled:
-                shape = getattr(p, "placement", {}).get("shape", p.shape)
-                value = take(draw(names[p], shape, p.init, seed), p).to(device, dtype, copy=True)
-                filled[p] = nn.Parameter(value, requires_grad=p.requires_grad)
-                filled[p].__dict__.update(p.__dict__)  # init and placement
-            setattr(module, name, filled[p])
+            setattr(module, name, filled[p])  # a tied matrix in two modules
     fill_buffers(model, device)
     return model
 

@@ -172,9 +172,9 @@ def build(run, schedule, groups):
         if args.ep > 1:
             copies = groups["copies"]
             expert_parallel.parallelize(part, groups["ep"], None, args.expert_chunks, copies)
-        gpt.recompute(part, args.recompute)
+        harness.recompute(part, args.recompute)
         if args.compile:
-            gpt.compile_blocks(part)
+            harness.compile_blocks(part)
     return pipeline.Stages(parts)
 
 

@@ -16,6 +16,7 @@ import benchmarks
 import context_parallel
 import harness
 import model as gpt
+from harness import presets
 from harness.ledger import Ledger
 
 
@@ -70,7 +71,7 @@ def demo(run):
             say(benchmarks.versus(f"{what}, theirs {pieces}", *sides, args.tokens, 1, args.turns))
 
     # Memory: what is alive at the peak of forward and backward of four blocks, beyond the weights
-    config = gpt.configure(family="llama", context=args.memory)
+    config = presets.configure(family="llama", context=args.memory)
     model = gpt.build(config)
     whole = torch.randint(
         config.vocab, (1, args.memory), generator=torch.Generator().manual_seed(0)

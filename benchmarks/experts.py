@@ -17,6 +17,7 @@ import torch.nn.functional as F
 import expert_parallel
 import harness
 import model as gpt
+from harness import presets
 from harness.experts import AllToAllClock
 
 
@@ -55,7 +56,9 @@ class Gathered(torch.nn.Module):
 
 
 def layer(args, shared=0):
-    config = gpt.configure(layers=1, width=args.width, hidden=args.hidden, experts=8, shared=shared)
+    config = presets.configure(
+        layers=1, width=args.width, hidden=args.hidden, experts=8, shared=shared
+    )
     return gpt.build(config).blocks["0"].mlp
 
 

@@ -14,7 +14,6 @@ import torch.distributed as dist
 
 import ddp
 import harness
-import model as gpt
 import zero
 from harness.ledger import Ledger, storage_bytes
 from harness.run import lasting
@@ -62,7 +61,7 @@ class Recorder(Ledger):
 def memory_of_a_step(run, stage, recompute):
     """Rows (bytes of each kind) of the second step of a run with ZeRO of that stage; 0 is DDP."""
     model = run.meta_model()
-    gpt.recompute(model, recompute)
+    harness.recompute(model, recompute)
     sync = zero.ZeRO(
         model,
         dist.group.WORLD,

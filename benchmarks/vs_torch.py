@@ -56,7 +56,7 @@ import pipeline
 import sequence_parallel
 import tensor_parallel
 import zero
-from harness import start
+from harness import presets, start
 from harness.ledger import tensors_in
 from trainer.devices import DEVICES
 
@@ -94,7 +94,7 @@ class Job:
             dist.group.WORLD,
         )
         preset, same = MODELS[run.device.type]
-        self.config = gpt.configure(preset, **same | fields)
+        self.config = presets.configure(preset, **same | fields)
         self.precision = "bfloat16" if cuda else "float32"
         self.dtype, self.kind = harness.DTYPES[self.precision], kind
         self.tolerance = dict(harness.TOLERANCE[self.precision])
@@ -526,7 +526,7 @@ def one_gpu():
         times.append(start.elapsed_time(end) / 1000)
     matrix, used = (
         2 * len(a) ** 3 / statistics.median(times),
-        middle * gpt.configure("gpt2").flops_per_token(),
+        middle * presets.configure("gpt2").flops_per_token(),
     )
     print(
         f"\none {torch.cuda.get_device_name()}: gpt2, 124M, bfloat16, compiled, 16 sequences of "

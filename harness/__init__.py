@@ -4,6 +4,7 @@ A demo imports `harness` and calls these names. The harness imports no technique
 """
 
 from harness import formulas, zero_bytes
+from harness.blocks import compile_blocks, recompute
 from harness.flags import (
     DTYPES,
     NATURAL,
@@ -24,6 +25,7 @@ from harness.formulas import activation_bytes
 from harness.optimizer import clip, grad_norm, learning_rate, make_optimizer
 from harness.placement import placement, take
 from harness.plots import check_plot, plot_flag, pyplot, save
+from harness.presets import parameter_count
 from harness.proof import FLOOR, TOLERANCE, larger
 from harness.run import Rank, Run, launch
 from harness.start import Refused, refusing, say, script

@@ -5,7 +5,7 @@ import math
 
 import torch
 
-import model as gpt
+from harness import presets
 from harness.start import Refused
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -104,7 +104,7 @@ def parser(doc, **defaults):
 
 
 def model_flags(g):
-    g.add_argument("--preset", default="tiny", help="named size: " + ", ".join(gpt.PRESETS))
+    g.add_argument("--preset", default="tiny", help="named size: " + ", ".join(presets.PRESETS))
     g.add_argument(
         "--family",
         choices=["gpt2", "llama"],
@@ -257,7 +257,7 @@ def configure(args):
     names += " balance_loss z_loss bias_rate dropout"
     overrides = {name: getattr(args, name, None) for name in names.split()}
     needed_vocab = VOCAB[args.tokenizer]
-    if args.vocab is None and "vocab" not in gpt.PRESETS.get(args.preset, {}):
+    if args.vocab is None and "vocab" not in presets.PRESETS.get(args.preset, {}):
         overrides["vocab"] = needed_vocab
     trained = getattr(args, "shape", None) or {}
     for name, value in trained.items():
@@ -268,7 +268,7 @@ def configure(args):
         if not adjustable or getattr(args, name) is None:
             overrides[name] = value
     try:
-        config = gpt.configure(args.preset, args.family, **overrides)
+        config = presets.configure(args.preset, args.family, **overrides)
     except ValueError as e:
         raise Refused(str(e)) from e
     if config.vocab < needed_vocab:

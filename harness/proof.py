@@ -8,6 +8,7 @@ import torch.distributed as dist
 import model as gpt
 from harness.optimizer import clip, grad_norm, learning_rate, make_optimizer
 from harness.placement import take
+from harness.presets import parameter_shapes
 
 # The largest relative differences from one process that count as rounding
 TOLERANCE = {
@@ -71,7 +72,7 @@ def compare(run, named, counts=True):
         largest = max((t.abs().max().item() for t in reference.values()), default=0.0)
         floor = torch.tensor(largest * FLOOR[run.precision], device=run.device)
         dist.broadcast(floor, 0)
-        for name, shape in run.config.shapes().items():
+        for name, shape in parameter_shapes(run.config).items():
             if run.rank == 0:
                 whole = reference[name]
             else:

@@ -8,7 +8,8 @@ import torch
 import torch.distributed as dist
 
 import model as gpt
-from harness import formulas
+from harness import formulas, presets
+from harness.blocks import recompute
 from harness.ledger import Ledger, storage_bytes
 
 
@@ -155,13 +156,10 @@ def fit(make, stages, memory=80e9, ranks=64):
         width = WIDTHS[stage]
         each = sum(formulas.model_states(stage, ranks))
         sizes = dict(width=width, heads=width // 128, context=1024, vocab=50257)
-        layers = 1
-        while gpt.configure(layers=layers + 1, **sizes).parameters() * each <= memory:
-            layers += 1
-        config = gpt.configure(layers=layers, **sizes)
-        count = config.parameters()
+        config = largest_gpt(memory / each, sizes)
+        count = presets.parameter_count(config)
         held, gathered, other = dry_run(make, stage, config, ranks)
-        what = f"{layers} layers, {width} wide"
+        what = f"{config.layers} layers, {width} wide"
         print(
             f"  {stage:<6d}{each:9.4g}{memory / each / 1e9:10.1f} B   {what:24s}"
             f"{count / 1e9:7.1f} B{count * each / 1e9:9.2f}{held / 1e9:8.2f}"
@@ -169,6 +167,16 @@ def fit(make, stages, memory=80e9, ranks=64):
         )
         if held > memory:
             raise SystemExit(f"stage {stage} holds {held:,} bytes, more than fit")
+
+
+def largest_gpt(parameters, sizes):
+    """The deepest GPT of these sizes that has at most so many parameters."""
+    layers = 1
+    while True:
+        deeper = presets.configure(layers=layers + 1, **sizes)
+        if presets.parameter_count(deeper) > parameters:
+            return presets.configure(layers=layers, **sizes)
+        layers += 1
 
 
 def dry_run(make, stage, config, ranks):
@@ -193,7 +201,7 @@ def dry_run(make, stage, config, ranks):
             param_dtype=torch.bfloat16,
             value=lambda p: torch.empty(p.shape),
         )
-        gpt.recompute(model, "block")
+        recompute(model, "block")
         tokens, ledger = torch.zeros(1, config.context, dtype=torch.int64), Ledger({})
         for _ in range(2):  # the first step makes the optimizer's states
             ledger.watch([t for tensors in lasting(zero).values() for t in tensors])

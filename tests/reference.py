@@ -4,13 +4,14 @@ harness.py."""
 import torch
 
 import model as gpt
+from harness import presets
 
 SIZES = dict(layers=4, heads=4, width=32, context=12, vocab=61)
 CONFIGS = {
-    "gpt2": gpt.configure(**SIZES),
-    "llama": gpt.configure(family="llama", kv_heads=4, **SIZES),
-    "grouped": gpt.configure(family="llama", kv_heads=2, **SIZES),
-    "dropout": gpt.configure(dropout=0.2, **SIZES),
+    "gpt2": presets.configure(**SIZES),
+    "llama": presets.configure(family="llama", kv_heads=4, **SIZES),
+    "grouped": presets.configure(family="llama", kv_heads=2, **SIZES),
+    "dropout": presets.configure(dropout=0.2, **SIZES),
 }
 
 

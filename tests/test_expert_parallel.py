@@ -12,19 +12,19 @@ from reference import assert_equal, batch, make_optimizer, train
 import expert_parallel as ep
 import harness
 import model as gpt
-from harness import experts
+from harness import experts, presets
 from harness.ledger import Ledger
 
 SIZES = dict(layers=2, heads=4, width=32, context=12, vocab=61, balance_loss=0.3, z_loss=0.1)
 CONFIGS = {
-    "gelu": gpt.configure(experts=4, **SIZES),
+    "gelu": presets.configure(experts=4, **SIZES),
     # Does not divide by 2, 3 or 4
-    "swiglu": gpt.configure(family="llama", experts=5, shared=1, **SIZES),
-    "switch": gpt.configure(experts=6, top_k=1, renormalize=False, **SIZES),
-    "sigmoid": gpt.configure(
+    "swiglu": presets.configure(family="llama", experts=5, shared=1, **SIZES),
+    "switch": presets.configure(experts=6, top_k=1, renormalize=False, **SIZES),
+    "sigmoid": presets.configure(
         family="llama", experts=6, top_k=3, shared=2, scores="sigmoid", bias_rate=0.01, **SIZES
     ),
-    "dropout": gpt.configure(experts=4, dropout=0.2, **SIZES),
+    "dropout": presets.configure(experts=4, dropout=0.2, **SIZES),
 }
 
 
@@ -157,7 +157,7 @@ def dealt_out(config, capacity=None, chunks=1):
 def test_few_tokens_and_a_favourite_expert(ranks, tokens, favourite, chunks):
     """One layer: a single token, none at all, ranks without any, everything to one expert and the
     rest empty."""
-    config = gpt.configure(**SIZES, experts=5, top_k=1, renormalize=False)
+    config = presets.configure(**SIZES, experts=5, top_k=1, renormalize=False)
     x = torch.randn(
         sum(tokens), 32, dtype=torch.float64, generator=torch.Generator().manual_seed(0)
     )
@@ -255,7 +255,7 @@ def test_equals_the_plain_dispatch(ranks, chunks):
 def test_capacity_drops_and_counts(ranks, capacity):
     """What is beyond an expert's capacity on its rank adds nothing: first choices go first, then
     earlier tokens."""
-    config = gpt.configure(**SIZES, experts=5)
+    config = presets.configure(**SIZES, experts=5)
     x = torch.randn(3, 1, 11, 32, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 
     def work(rank):

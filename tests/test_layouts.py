@@ -380,7 +380,7 @@ def one_seed_for_all_samples():
 
 
 def nothing_recomputed():
-    gpt.recompute = lambda model, kind: None
+    harness.recompute = lambda model, kind: None
 
 
 def recomputed_without_the_collectives():

@@ -1,9 +1,16 @@
 """model.py against Hugging Face transformers, and the promises that let techniques cut it."""
 
+import re
+import shutil
+import subprocess
+import sys
+
 import pytest
 import torch
 
+import harness
 import model as gpt
+from harness import presets
 from harness.ledger import Ledger
 
 transformers = pytest.importorskip("transformers")
@@ -118,7 +125,7 @@ def test_gpt2_is_transformers_gpt2():
         embd_pdrop=0,
         attn_pdrop=0,
     )
-    same_as(transformers.GPT2LMHeadModel(c), gpt.configure(**SMALL), gpt2_weights)
+    same_as(transformers.GPT2LMHeadModel(c), presets.configure(**SMALL), gpt2_weights)
 
 
 def rms_norm(self, x):
@@ -141,7 +148,7 @@ def test_llama_is_transformers_llama(kv_heads, monkeypatch):
         rms_norm_eps=1e-5,
         attn_implementation="sdpa",
     )
-    config = gpt.configure(family="llama", hidden=56, kv_heads=kv_heads, **SMALL)
+    config = presets.configure(family="llama", hidden=56, kv_heads=kv_heads, **SMALL)
     same_as(transformers.LlamaForCausalLM(c), config, lambda hf: llama_weights(hf, kv_heads))
 
 
@@ -171,7 +178,7 @@ def test_mixture_is_transformers_mixtral(experts, top_k, monkeypatch):
         num_experts_per_tok=top_k,
         attn_implementation="sdpa",
     )
-    config = gpt.configure(
+    config = presets.configure(
         "mixtral-8x7b", kv_heads=2, hidden=56, experts=experts, top_k=top_k, **SMALL
     )
     same_as(transformers.MixtralForCausalLM(c), config, lambda hf: mixtral_weights(hf, 2))
@@ -213,7 +220,7 @@ def loop_over_experts(moe, x):
 @pytest.mark.parametrize("scores", ["softmax", "sigmoid"])
 @pytest.mark.parametrize("family, renormalize", [("gpt2", True), ("llama", False)])
 def test_mixture_is_a_loop_over_tokens_and_experts(family, scores, renormalize):
-    config = gpt.configure(
+    config = presets.configure(
         family=family, **SMALL, **MIXTURE, scores=scores, renormalize=renormalize
     )
     moe = gpt.build(config, dtype=torch.float64).blocks["0"].mlp
@@ -235,7 +242,7 @@ def test_mixture_is_a_loop_over_tokens_and_experts(family, scores, renormalize):
 
 
 def test_losses_of_the_router_add_up_however_the_batch_is_cut():
-    config = gpt.configure(**SMALL, **MIXTURE)
+    config = presets.configure(**SMALL, **MIXTURE)
     tokens, targets = batch(rows=5)
     grads = []
     for pieces in ([range(5)], [[0], [1, 2, 3], [4]]):
@@ -246,7 +253,7 @@ def test_losses_of_the_router_add_up_however_the_batch_is_cut():
     for name in grads[0]:
         torch.testing.assert_close(grads[0][name], grads[1][name], rtol=1e-10, atol=1e-12)
     plain = gpt.build(
-        gpt.configure(**SMALL, **MIXTURE | dict(balance_loss=0, z_loss=0)), dtype=torch.float64
+        presets.configure(**SMALL, **MIXTURE | dict(balance_loss=0, z_loss=0)), dtype=torch.float64
     )
     plain(tokens, targets=targets).backward()
     router = "blocks.1.mlp.router.weight"
@@ -258,7 +265,7 @@ def test_losses_of_the_router_add_up_however_the_batch_is_cut():
 
 def test_losses_of_the_router_when_sequences_are_cut():
     """Two ranks hold a half of each sequence: over_sequence adds the sums of the other half."""
-    router = gpt.Router(gpt.configure(**SMALL, **MIXTURE)).double()
+    router = gpt.Router(presets.configure(**SMALL, **MIXTURE)).double()
     x = torch.randn(3, 8, 32, dtype=torch.float64)
     router(x, 24)[0].square().sum().backward()
     whole, router.weight.grad = router.weight.grad, None
@@ -275,7 +282,7 @@ def test_losses_of_the_router_when_sequences_are_cut():
 
 
 def test_equal_scores_go_to_the_first_experts():
-    router = gpt.Router(gpt.configure(**SMALL, **MIXTURE))
+    router = gpt.Router(presets.configure(**SMALL, **MIXTURE))
     torch.nn.init.zeros_(router.weight)
     weights, chosen = router(torch.randn(2, 7, 32))
     assert (chosen == torch.tensor([0, 1])).all() and (weights == 0.5).all()
@@ -284,9 +291,9 @@ def test_equal_scores_go_to_the_first_experts():
 def steps_with(kind, **sizes):
     """Train two micro-batches with dropout. Returns gradients and loads of routers, and the bytes
     held before the last backward."""
-    config = gpt.configure(**SMALL, dropout=0.1, **sizes)
+    config = presets.configure(**SMALL, dropout=0.1, **sizes)
     model = gpt.build(config, dtype=torch.float64)
-    gpt.recompute(model, kind)
+    harness.recompute(model, kind)
     tokens, targets = batch(rows=6)
     ledger = Ledger({})
     ledger.watch(model.parameters())
@@ -315,7 +322,7 @@ def test_recomputation_changes_no_bit_and_holds_less(family, mixture):
 
 def test_recomputation_of_another_kind_is_refused():
     with pytest.raises(ValueError, match="unknown kind 'blocks'"):
-        gpt.recompute(gpt.build(gpt.configure(**SMALL)), "blocks")
+        harness.recompute(gpt.build(presets.configure(**SMALL)), "blocks")
 
 
 def test_a_load_counted_in_forward_is_caught(monkeypatch):
@@ -326,7 +333,7 @@ def test_a_load_counted_in_forward_is_caught(monkeypatch):
 
 
 def test_bias_brings_the_load_into_balance():
-    config = gpt.configure(
+    config = presets.configure(
         **SMALL, **MIXTURE | dict(experts=8, shared=0, balance_loss=0, z_loss=0, bias_rate=5e-4)
     )
     model = gpt.build(config)
@@ -366,31 +373,31 @@ def test_published_sizes():
     }
     sizes |= {"llama3-8b": 8030261248, "llama3-70b": 70553706496, "llama3-405b": 405853388800}
     sizes["mixtral-8x7b"] = 46702792704
-    assert {name: gpt.configure(name).parameters() for name in sizes} == sizes
+    assert {name: presets.parameter_count(presets.configure(name)) for name in sizes} == sizes
 
 
 def test_a_preset_turned_into_the_other_family():
-    turned = gpt.configure("llama3-8b", "gpt2")
+    turned = presets.configure("llama3-8b", "gpt2")
     assert (turned.hidden, turned.kv_heads) == (4 * 4096, 32)
     assert (turned.norm, turned.bias) == ("layernorm", True)
-    assert gpt.configure("llama3-8b", "llama") == gpt.configure("llama3-8b")
-    assert gpt.configure("tiny", "llama").rope_theta == 10000.0
+    assert presets.configure("llama3-8b", "llama") == presets.configure("llama3-8b")
+    assert presets.configure("tiny", "llama").rope_theta == 10000.0
 
 
 def test_flops_count_every_matrix():
-    for config in (gpt.configure(), gpt.configure("llama3-8b")):
+    for config in (presets.configure(), presets.configure("llama3-8b")):
         with torch.device("meta"):
             linear = [m for m in gpt.GPT(config).modules() if isinstance(m, torch.nn.Linear)]
         attention = 12 * config.layers * config.context * config.width
         assert config.flops_per_token() == 6 * sum(m.weight.numel() for m in linear) + attention
-    dense, mixture = gpt.configure(), gpt.configure(experts=8, top_k=3, shared=2)
+    dense, mixture = presets.configure(), presets.configure(experts=8, top_k=3, shared=2)
     # 3 + 2 MLPs in place of one, and the router
     extra = 6 * dense.layers * (4 * 2 * dense.width * dense.hidden + 8 * dense.width)
     assert mixture.flops_per_token() - dense.flops_per_token() == extra
 
 
 def test_weights_depend_on_seed_and_name_only():
-    small, deep = gpt.configure(layers=2), gpt.configure(layers=5)
+    small, deep = presets.configure(layers=2), presets.configure(layers=5)
     a, b, other = gpt.build(small, 1), gpt.build(deep, 1, dtype=torch.float64), gpt.build(small, 2)
     a, b, other = dict(a.named()), dict(b.named()), dict(other.named())
     name = "blocks.1.mlp.up.weight"
@@ -407,7 +414,7 @@ def test_weights_depend_on_seed_and_name_only():
 def test_pieces_make_the_whole():
     """A stage is a GPT with the rest removed."""
     for family in ("gpt2", "llama"):
-        config = gpt.configure(family=family, **SMALL)
+        config = presets.configure(family=family, **SMALL)
         whole = gpt.build(config, dtype=torch.float64)
         first, last = gpt.build(config, dtype=torch.float64), gpt.build(config, dtype=torch.float64)
         first.head = last.embed = None
@@ -425,7 +432,7 @@ def test_sequence_shards_take_their_positions():
 
 
 def test_ignored_targets_add_nothing():
-    ours = gpt.build(gpt.configure(**SMALL), dtype=torch.float64)
+    ours = gpt.build(presets.configure(**SMALL), dtype=torch.float64)
     tokens, targets = batch()
     masked = targets.clone()
     masked[0, 5:] = gpt.IGNORE
@@ -464,9 +471,9 @@ def test_dropout_gradient_uses_the_same_mask():
 
 
 def test_dropout_is_off_without_samples():
-    ours = gpt.build(gpt.configure(dropout=0.5, **SMALL))
+    ours = gpt.build(presets.configure(dropout=0.5, **SMALL))
     tokens, _ = batch()
-    assert torch.equal(ours(tokens), gpt.build(gpt.configure(**SMALL))(tokens))
+    assert torch.equal(ours(tokens), gpt.build(presets.configure(**SMALL))(tokens))
     assert not torch.equal(ours(tokens, samples=torch.arange(2)), ours(tokens))
     assert torch.equal(ours(tokens, samples=torch.arange(2)), ours(tokens, samples=torch.arange(2)))
 
@@ -484,8 +491,24 @@ def test_dropout_is_off_without_samples():
         (dict(positions="rotary"), "positions must be one of learned, rope"),
         (dict(mlp="relu"), "mlp must be one of"),
         (dict(family="mamba"), "unknown family"),
+        (dict(norm="rms"), "norm must be one of"),
+        (dict(scores="tanh"), "scores must be one of"),
+        (dict(dropout=-0.1), "dropout"),
+        (dict(kv_heads=0), "kv_heads must be at least 1"),
     ],
 )
 def test_sizes_that_contradict_each_other(wrong, words):
     with pytest.raises(ValueError, match=words):
-        gpt.configure(**wrong)
+        presets.configure(**wrong)
+
+
+def test_the_file_works_alone_and_refuses(tmp_path):
+    """Copied into an empty folder: its docstring's lines run, and a wrong Config is refused."""
+    shutil.copy(gpt.__file__, tmp_path)
+    usage = re.findall(r"^    (\w+ = .*)$", gpt.__doc__, re.M)
+    wrong = "try:\n    Config(experts=2, top_k=3)\nexcept ValueError as e:\n    print(e)"
+    lines = ["import torch", "from model import Config, build", *usage, "loss.backward()", wrong]
+    done = subprocess.run(
+        [sys.executable, "-c", "\n".join(lines)], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert len(usage) == 3 and done.stdout.startswith("a token can't go to 3 of 2"), done.stderr

@@ -17,7 +17,7 @@ from reference import CONFIGS, assert_equal, batch, make_optimizer, train
 import harness
 import model as gpt
 import pipeline as pp
-from harness import schedules
+from harness import presets, schedules
 
 
 def shapes(name, ranks=range(1, 9), microbatches=range(1, 18)):
@@ -201,9 +201,9 @@ def test_balance_is_the_best_there_is():
     with pytest.raises(ValueError, match="too few"):
         pp.balance([1, 1], 3)
     # GPT-2's output projection costs as much as five of its layers
-    assert [len(r) for r in pp.stage_layers(gpt.configure("gpt2"), 4)] == [3, 4, 4, 1]
+    assert [len(r) for r in pp.stage_layers(presets.configure("gpt2"), 4)] == [3, 4, 4, 1]
     # It costs little beside a layer whose tokens pass six experts
-    mixture = gpt.configure("gpt2", experts=8, top_k=4, shared=2)
+    mixture = presets.configure("gpt2", experts=8, top_k=4, shared=2)
     assert [len(r) for r in pp.stage_layers(mixture, 4)] == [3, 3, 4, 2]
 
 
@@ -277,12 +277,12 @@ def alone(config, kind):
 )
 def test_eight_ranks(ranks, schedule, layers, microbatches):
     """Also with fewer micro-batches than stages, and with stages of unequal length."""
-    config = gpt.configure(layers=layers, heads=2, width=16, context=12, vocab=61)
+    config = presets.configure(layers=layers, heads=2, width=16, context=12, vocab=61)
     for ours in ranks(8, train_parallel, config, "sgd", schedule, microbatches, 8):
         assert_equal(ours, alone(config, "sgd"))
 
 
-MIXTURE = gpt.configure(
+MIXTURE = presets.configure(
     layers=4, heads=4, width=32, context=12, vocab=61, experts=4, shared=1, family="llama"
 )
 
@@ -293,7 +293,7 @@ def hooked(rank, name, config, dtype, watch=contextlib.nullcontext, recompute="n
     schedule, links, hooks, now = pp.make(name, 2, 4), pp.make_links(), [], []
     model = build(config, schedule, rank, None).to(dtype)
     for part in model.parts.values():
-        gpt.recompute(part, recompute)
+        harness.recompute(part, recompute)
     for n, p in model.named():
         p.register_post_accumulate_grad_hook(lambda _, n=n: hooks.append((n, now[-1])))
     tokens, targets, _, count = batch(0)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 import harness
 import model as gpt
 import train
-from harness import proof
+from harness import presets, proof
 from trainer import pretrained
 
 transformers = pytest.importorskip("transformers")
@@ -58,7 +58,7 @@ def logits_of(folder, tokens):
 
 
 def build(folder):
-    config = gpt.configure(**pretrained.read_config(folder))
+    config = presets.configure(**pretrained.read_config(folder))
     source = pretrained.Folder(folder, config)
     return gpt.build(config, draw=lambda name, shape, init, seed: source.read(name, shape))
 
@@ -112,7 +112,7 @@ def test_any_layout_starts_from_it_and_exports(ranks, folders, text, tmp_path, n
 
     results = ranks(args.dp * args.cp * args.tp * args.pp, work)
     assert {code for code, _ in results} == {0}
-    config = gpt.configure(**pretrained.read_config(tmp_path / "out"))
+    config = presets.configure(**pretrained.read_config(tmp_path / "out"))
     source = pretrained.Folder(tmp_path / "out", config)
     for key, weight in results[0][1].items():
         torch.testing.assert_close(source.read(key, weight.shape), weight, rtol=1e-10, atol=1e-12)

@@ -11,7 +11,7 @@ import harness
 import model as gpt
 import sequence_parallel as sp
 import tensor_parallel as tp
-from harness import formulas
+from harness import formulas, presets
 from harness.ledger import Ledger
 from harness.saved import saved_bytes
 
@@ -133,7 +133,7 @@ def test_bytes_sent(ranks, family, keep):
 
     def work(rank, layers):
         group = dist.group.WORLD
-        config = gpt.configure(
+        config = presets.configure(
             family=family, layers=layers, heads=4, kv_heads=4, width=32, context=10, vocab=61
         )
         model = build(config, group, keep)
@@ -166,7 +166,7 @@ def test_bytes_sent(ranks, family, keep):
     assert forward == {"all_gather": 3, "all_to_all": 3, "all_reduce": 2}
     assert backward == {"all_gather": 3 if keep else 6, "all_to_all": 3, "all_reduce": 0}
     block = (sum(three.values()) - sum(sent.values())) / 2
-    config = gpt.configure(width=32)
+    config = presets.configure(width=32)
     # 12: padded
     two, one = (
         formulas.tensor_parallel_sent(config, 4, len(tokens) * 12, 8, blocks) for blocks in (2, 1)
@@ -179,7 +179,7 @@ def test_bytes_sent(ranks, family, keep):
 def test_what_a_block_keeps(ranks, family):
     """The residual stream and the norms' results are kept in pieces; gathered inputs only where
     asked for."""
-    config = gpt.configure(
+    config = presets.configure(
         family=family, layers=2, heads=4, kv_heads=4, width=32, context=16, vocab=61
     )
     tokens = batch(0, context=16)[0]

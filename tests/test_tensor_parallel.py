@@ -10,7 +10,7 @@ from reference import CONFIGS, assert_equal, batch, make_optimizer, train
 import harness
 import model as gpt
 import tensor_parallel as tp
-from harness import formulas
+from harness import formulas, presets
 from harness.ledger import Ledger
 
 
@@ -119,7 +119,7 @@ def test_four_all_reduces_a_block(ranks):
 
     def work(rank, layers, family):
         group = dist.group.WORLD
-        config = gpt.configure(
+        config = presets.configure(
             family=family, layers=layers, heads=4, kv_heads=4, width=32, context=12, vocab=61
         )
         model = build(config, group)
@@ -166,7 +166,7 @@ def test_parameters_held_is_what_is_held(ranks):
         dataclasses.replace(CONFIGS["llama"], hidden=51, vocab=7),
     ):
         assert ranks(2, work, config) == [formulas.parameters_held(config, 2, config.layers)] * 2
-        assert formulas.parameters_held(config, 1, config.layers) == config.parameters()
+        assert formulas.parameters_held(config, 1, config.layers) == presets.parameter_count(config)
 
 
 def test_full_logits_only_when_asked(ranks):

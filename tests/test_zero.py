@@ -18,7 +18,7 @@ import model as gpt
 import pipeline
 import tensor_parallel
 import zero
-from harness import data, formulas, zero_bytes
+from harness import data, formulas, presets, zero_bytes
 from harness.ledger import Ledger, storage_bytes
 
 
@@ -642,11 +642,11 @@ def test_the_papers_tables():
 
 
 def test_dry_run_on_tensors_without_memory():
-    config = gpt.configure(layers=3, heads=32, width=4096, context=128, vocab=50257)
+    config = presets.configure(layers=3, heads=32, width=4096, context=128, vocab=50257)
     for stage in range(4):
         held, gathered, other = zero_bytes.dry_run(zero.ZeRO, stage, config, 64)
         assert held == pytest.approx(
-            config.parameters() * sum(formulas.model_states(stage, 64)), rel=1e-4
+            presets.parameter_count(config) * sum(formulas.model_states(stage, 64)), rel=1e-4
         )
         assert (gathered > 0) == (stage == 3) and other > 0
 

@@ -26,7 +26,7 @@ def prepare(args):
     args.param_dtype = args.param_dtype or args.dtype
     args.reduce_dtype = args.reduce_dtype or args.param_dtype
     if args.prove is None:
-        args.prove = 3 if config.parameters() < 20e6 else 0
+        args.prove = 3 if harness.parameter_count(config) < 20e6 else 0
     if args.out and saving.restarted():
         args.resume = True
     check(args, config)

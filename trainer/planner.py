@@ -205,8 +205,8 @@ def report(args, config, cluster, played, step):
         ("parameters", "gradients", "optimizer", "gathered", "activations_peak"),
     )
     print(
-        f"dry run: {config.parameters():,} parameters, {layout(args)}, {args.microbatches} "
-        f"micro-batches: {world:,} ranks"
+        f"dry run: {harness.parameter_count(config):,} parameters, {layout(args)}, "
+        f"{args.microbatches} micro-batches: {world:,} ranks"
     )
     print(
         f"weights in {args.param_dtype}, gradients summed in {args.reduce_dtype}, optimizer in "

@@ -30,6 +30,7 @@ import torch.distributed as dist
 
 from harness import Refused
 from harness.placement import placement
+from harness.presets import parameter_shapes
 from trainer.checkpoint import holdings, speaks
 
 GPT2 = dict(positions="learned", norm="layernorm", mlp="gelu", bias=True)
@@ -63,7 +64,7 @@ def check(args, config):
     """Refuse a folder that lacks weights, or an --export that can't be written."""
     try:
         if args.init_from:
-            Folder(args.init_from, config).check(config.shapes().items())
+            Folder(args.init_from, config).check(parameter_shapes(config).items())
         if args.export:
             write_config(config)
             os.makedirs(args.export, exist_ok=True)
@@ -86,7 +87,7 @@ def export(run, model, optimizer, data_group):
     }
 
     def wholes():
-        for name, shape in run.config.shapes().items():
+        for name, shape in parameter_shapes(run.config).items():
             whole = torch.zeros(shape, dtype=run.dtype, device=run.device)
             if name in own and speaks(own[name][0], data_group, optimizer):
                 put(whole, *own[name])

@@ -86,7 +86,7 @@ def describe(run, schedule):
     if args.ep > 1:
         layout += f", ep {args.ep}"
     text = f"{run.corpus.name}: {len(run.corpus.tokens):,} tokens, {run.count:,} a step"
-    run.print(f"{config.parameters():,} parameters, {layout}; {text}")
+    run.print(f"{harness.parameter_count(config):,} parameters, {layout}; {text}")
     if args.pp > 1:
         layers = pipeline.stage_layers(config, schedule.last + 1)
         layers = ", ".join(f"{r.start}-{r.stop - 1}" for r in layers)

@@ -1,0 +1,65 @@
+"""Named sizes of the GPT, how flags change them, and the parameters that a Config has."""
+
+import functools
+import math
+
+import torch
+
+from model import GPT, Config
+
+LLAMA = dict(positions="rope", norm="rmsnorm", mlp="swiglu", bias=False, tied=False)
+LLAMA3 = LLAMA | dict(kv_heads=8, context=8192, vocab=128256, rope_theta=500000.0)
+MIXTRAL = LLAMA | dict(kv_heads=8, context=32768, vocab=32000, rope_theta=1e6, experts=8)
+PRESETS = {
+    "tiny": dict(),
+    "gpt2": dict(layers=12, heads=12, width=768, context=1024, vocab=50257),
+    "gpt2-medium": dict(layers=24, heads=16, width=1024, context=1024, vocab=50257),
+    "gpt2-large": dict(layers=36, heads=20, width=1280, context=1024, vocab=50257),
+    "gpt2-xl": dict(layers=48, heads=25, width=1600, context=1024, vocab=50257),
+    "llama3-8b": LLAMA3 | dict(layers=32, heads=32, width=4096, hidden=14336),
+    "llama3-70b": LLAMA3 | dict(layers=80, heads=64, width=8192, hidden=28672),
+    "llama3-405b": LLAMA3 | dict(layers=126, heads=128, width=16384, hidden=53248),
+    "mixtral-8x7b": MIXTRAL | dict(layers=32, heads=32, width=4096, hidden=14336),
+}
+
+
+def configure(preset="tiny", family=None, **overrides):
+    """The Config of a preset, turned to `family` ("gpt2" or "llama"), with fields overridden. A
+    field that is None is not overridden.
+
+    If the preset has no hidden, or width is overridden and hidden is not: 4 x width for GELU, 8/3 x
+    width for SwiGLU, up to a multiple of 32. Likewise kv_heads follows from heads: all of them, or
+    half with rotary positions and even heads. Raises ValueError, as Config does."""
+    if preset not in PRESETS:
+        raise ValueError(f"unknown preset {preset!r}: choose one of {', '.join(PRESETS)}")
+    if family not in (None, "gpt2", "llama"):
+        raise ValueError(f"unknown family {family!r}: choose gpt2 or llama")
+    overrides = {name: value for name, value in overrides.items() if value is not None}
+    sizes = dict(PRESETS[preset])
+    if family and (family == "llama") != ("positions" in sizes):  # only Llama presets have it
+        for name in (*LLAMA, "hidden", "kv_heads", "rope_theta"):
+            sizes.pop(name, None)
+        if family == "llama":
+            sizes |= LLAMA
+    sizes |= overrides
+    heads = sizes.get("heads", Config.heads)
+    width = sizes.get("width", Config.width)
+    if "hidden" not in sizes or ("width" in overrides and "hidden" not in overrides):
+        sizes["hidden"] = 4 * width
+        if sizes.get("mlp") == "swiglu":
+            sizes["hidden"] = math.ceil(width * 8 / 3 / 32) * 32
+    if "kv_heads" not in sizes or ("heads" in overrides and "kv_heads" not in overrides):
+        halve = sizes.get("positions") == "rope" and heads % 2 == 0
+        sizes["kv_heads"] = heads // 2 if halve else heads
+    return Config(**sizes)
+
+
+@functools.cache
+def parameter_shapes(config):
+    """{full name: shape} of all parameters of the whole model, a tied matrix once."""
+    with torch.device("meta"):
+        return {name: p.shape for name, p in GPT(config).named()}
+
+
+def parameter_count(config):
+    return sum(map(math.prod, parameter_shapes(config).values()))
