@@ -107,10 +107,12 @@ class Bucket:
         self.size = ranks * self.length
         first = dist.get_rank(group) * self.length if ranks > 1 else 0
         self.own = slice(first, first + self.length)
+        # Where each parameter lies within the shard
         borders = [min(max(x - first, 0), self.length) for x in (*self.starts, end)]
-        self.spans = [slice(*pair) for pair in pairwise(borders)]  # the parameters in the shard
+        self.spans = [slice(*pair) for pair in pairwise(borders)]
 
-        values = (value(p).detach() for p in parameters)  # a large model is never whole
+        # One at a time, so that a large model is never whole on any rank
+        values = (value(p).detach() for p in parameters)
         weights = next(values)
         self.flat = weights.new_zeros(self.size, dtype=param_dtype)
         self.shard = self.flat[self.own]
@@ -124,18 +126,18 @@ class Bucket:
         if self.trained:
             self.full = self.flat.new_zeros(self.size, dtype=reduce_dtype)
             self.gradient = self.full[self.own]
-        self.arrived = set()  # parameters whose gradients this pass has brought, by their number
+        self.arrived = set()  # the numbers of the parameters whose gradients have come
 
         self.parameters, self.pieces = [], []
         for p, start, span in zip(parameters, self.starts, self.spans):
-            skipped = first - start  # elements of p before the shard
-            self.master[span] = weights.flatten()[skipped + span.start : skipped + span.stop]
+            before = first - start  # how many elements of p lie before the shard, if any
+            self.master[span] = weights.flatten()[before + span.start : before + span.stop]
             piece = self.master[span]
             if p.dim() > 1:
                 piece = piece.unsqueeze(0)  # 2-D, so that weight decay still sees a matrix
             self.pieces.append(nn.Parameter(piece, requires_grad=self.trained))
-            # Autograd refuses a saved tensor that was written since: a version counter tells it.
-            # A view of .data has its own counter, which a gather into flat does not raise
+            # Autograd refuses a saved tensor that was written since: its version counter is higher.
+            # A view of .data has a counter of its own, which a gather into flat does not raise
             view = self.flat.data[start : start + p.numel()].view(p.shape)
             self.parameters.append(nn.Parameter(view, requires_grad=self.trained))
             self.parameters[-1].__dict__.update(p.__dict__)
@@ -224,7 +226,7 @@ class ZeRO1:
         self._install(views)
         self.optimizer = optimizer(sum((bucket.pieces for bucket in self.trained), []))
         self.works = []  # (bucket, work): reductions on their way
-        self.queue = None  # in a backward pass: the buckets still to reduce, in their order
+        self.queue = None  # the buckets that a backward pass has still to reduce, in their order
         self.running = False  # a backward pass is on, or an exception ended it
         self.latest = "finish()"  # the call that came last
         self.reduce_group = None  # another group of the same ranks, for reductions alone
@@ -341,30 +343,11 @@ class ZeRO1:
     def _run_missing_passes(self, given_up=False):
         # A rank that ran fewer backward passes must still join the reductions
         while self.queue is not None or any(bucket.passes_left for bucket in self.trained):
-            if self.queue is None:
+            if self.queue is None:  # else an exception ended this pass half way
                 self._begin_pass()
             for bucket in self.queue if given_up else []:
                 bucket.add(0, torch.nan)  # incomplete: nobody may train on it
             self._end_pass()
-
-    def grad_norm(self):
-        """The norm of the whole gradient: a float64 scalar, the same on all ranks."""
-        self._check_finished()
-        total = torch.zeros((), dtype=torch.float64, device=self.buckets[0].flat.device)
-        for bucket in self.trained:
-            dtype = torch.promote_types(bucket.gradient.dtype, torch.float32)
-            total += torch.linalg.vector_norm(bucket.gradient, dtype=dtype).double().square()
-        if self.stage > 0:
-            dist.all_reduce(total, group=self.group)
-        return total.sqrt()
-
-    def clip(self, norm, limit):
-        """Scale the gradients so that their global norm is at most `limit` (0: leave them)."""
-        self._check_finished()
-        if limit > 0:
-            scale = (limit / (norm + 1e-6)).clamp(max=1.0)
-            for bucket in self.trained:
-                bucket.gradient.mul_(scale.to(bucket.gradient.dtype))
 
     def step(self):
         """Step on this rank's shards, and send the new weights to all."""
@@ -384,7 +367,26 @@ class ZeRO1:
         for work in filter(None, works):
             work.wait()
 
-    # --- beside a step
+    # --- beside a step: norm, clipping, whole copies
+
+    def grad_norm(self):
+        """The norm of the whole gradient: a float64 scalar, the same on all ranks."""
+        self._check_finished()
+        total = torch.zeros((), dtype=torch.float64, device=self.buckets[0].flat.device)
+        for bucket in self.trained:
+            dtype = torch.promote_types(bucket.gradient.dtype, torch.float32)
+            total += torch.linalg.vector_norm(bucket.gradient, dtype=dtype).double().square()
+        if self.stage > 0:
+            dist.all_reduce(total, group=self.group)
+        return total.sqrt()
+
+    def clip(self, norm, limit):
+        """Scale the gradients so that their global norm is at most `limit` (0: leave them)."""
+        self._check_finished()
+        if limit > 0:
+            scale = (limit / (norm + 1e-6)).clamp(max=1.0)
+            for bucket in self.trained:
+                bucket.gradient.mul_(scale.to(bucket.gradient.dtype))
 
     @torch.no_grad()
     def whole(self, named):
@@ -630,16 +632,14 @@ class ZeRO3(ZeRO2):
         super().reload(buckets)
 
 
-CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
-
-
 def default_units(module):
     """The items of the outermost containers (the blocks of a list of blocks), and the modules
     beside them (embedding, head)."""
+    containers = nn.ModuleList, nn.ModuleDict, nn.Sequential
     units = [module]
-    if isinstance(module, CONTAINERS):
+    if isinstance(module, containers):
         units = module.children()
-    elif any(isinstance(m, CONTAINERS) for m in module.modules()):
+    elif any(isinstance(m, containers) for m in module.modules()):
         units = sum((default_units(child) for child in module.children()), [])
     return [unit for unit in units if next(unit.parameters(), None) is not None]
 
@@ -687,13 +687,15 @@ def ZeRO(model, group, stage, optimizer, microbatches=1, **options):
     units, in stage 3: modules, in the order of forward (see default_units). reshard: see ZeRO3.
 
     Before: all ranks have equal weights, loaded, tied and frozen as they shall be. The parameters
-    are replaced in place. Nobody checks: in stage 3 all ranks must run the same units in the same
-    order. docs/memory.md has the rest."""
+    are replaced in place. Activation checkpointing needs use_reentrant=False. Nobody checks: in
+    stage 3 all ranks must run the same units in the same order. docs/memory.md has the rest."""
     if stage not in (0, 1, 2, 3):
         raise ValueError(f"there is no stage {stage!r} of ZeRO: choose 0, 1, 2 or 3")
     if not isinstance(model, nn.Module):
         kind = type(model).__name__
         raise ValueError(f"ZeRO replaces a model's parameters: give it the model, not a {kind}")
+    if any(hasattr(p, "placement") for p in model.parameters()):
+        raise ValueError("another kind of parallelism cut the model: see trainer/composed_zero.py")
     if isinstance(optimizer, torch.optim.Optimizer):
         raise ValueError("give ZeRO a function that makes the optimizer: torch.optim.AdamW")
     zero = (ZeRO0, ZeRO1, ZeRO2, ZeRO3)[stage](model, group, optimizer, microbatches, **options)
@@ -733,14 +735,11 @@ def main():
     if args.fit:
         return zero_bytes.fit(ZeRO, range(4) if args.stage is None else [args.stage])
     args.stage = 3 if args.stage is None else args.stage
-    for flag, given, least in [
-        ("--reduce-once", args.reduce_once, 2),
-        ("--keep-gathered", args.keep_gathered, 3),
-    ]:
-        if given and args.stage < least:
-            raise harness.Refused(
-                f"{flag} means nothing in stage {args.stage}: use --stage {least}"
-            )
+    problem = f"means nothing in stage {args.stage}"
+    if args.reduce_once and args.stage < 2:
+        raise harness.Refused(f"--reduce-once {problem}: use --stage 2")
+    if args.keep_gathered and args.stage < 3:
+        raise harness.Refused(f"--keep-gathered {problem}: use --stage 3")
     harness.configure(args)
     harness.launch(demo, args, check=lambda world: harness.check_batch(args, world))
 
