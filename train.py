@@ -39,9 +39,9 @@ import model as gpt
 import pipeline
 import sequence_parallel
 import tensor_parallel
-import zero
 from harness.experts import RowCounter
 from trainer import faults, formulas, planner, pretrained, sampling, saving, tracking, validation
+from trainer.composed_zero import ComposedZeRO, ZeRO
 from trainer.layout import cp_shape, places, prepare
 
 
@@ -189,7 +189,7 @@ def data_parallel(run, model, groups):
         return sync, harness.make_optimizer(model.parameters(), args)
     options = {"reduce_each": not args.reduce_once} if args.zero >= 2 else {}
     options |= {"reshard": not args.keep_gathered} if args.zero == 3 else {}
-    sharded_optimizer = zero.ZeRO(
+    sharded_optimizer = ZeRO(
         model,
         groups["dp"],
         args.zero,
@@ -268,7 +268,7 @@ class Runner:
     def around(self, action):
         """ZeRO must know which pipeline stage's gradients come, and whether all do: after I not."""
         scope = contextlib.nullcontext()
-        if isinstance(self.sync, zero.ZeRO1) and action.kind != "F":
+        if isinstance(self.sync, ComposedZeRO) and action.kind != "F":
             scope_number = self.stages.index(action.stage)
             scope = self.sync.backward(scope_number, complete=action.kind != "I")
         with self.watch(action), scope:
@@ -305,7 +305,7 @@ def train(run, schedule=None, watch=contextlib.nullcontext):
     sync, optimizer = data_parallel(run, model, groups)
     runner = Runner(run, schedule, groups, model, sync, watch)
     parameters = list(model.parameters())
-    uses_zero = isinstance(optimizer, zero.ZeRO1)  # the base of all stages of ZeRO
+    uses_zero = isinstance(optimizer, ComposedZeRO)
 
     def named():
         return optimizer.whole(model.named()) if uses_zero else model.named()

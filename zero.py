@@ -29,14 +29,13 @@ take them where memory is short. docs/memory.md has costs, thresholds and measur
 Rajbhandari et al. 2020, ZeRO, arXiv:1910.02054. Zhao et al. 2023, PyTorch FSDP, arXiv:2304.11277.
 """
 
-import contextlib
 import functools
-from collections import Counter
 from itertools import accumulate, pairwise
 
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+from torch.utils._pytree import tree_leaves
 
 # torch 2.13 renamed them; older versions know only the second name
 all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -97,73 +96,76 @@ class Bucket:
     gradient  (S/N,)   this rank's shard of their sum over all ranks
     """
 
+    keeps_weights = True  # stage 3 frees them
+
     def __init__(
-        self, parameters, group, ranks, value, param_dtype=None, reduce_dtype=None, offload=False
+        self, parameters, value, group, ranks, param_dtype=None, reduce_dtype=None, offload=False
     ):
         self.group, self.ranks, self.trained = group, ranks, parameters[0].requires_grad
         *self.starts, end = accumulate((p.numel() for p in parameters), initial=0)
-        self.length = -(-end // ranks)  # of a shard
+        self.length = -(-end // ranks)  # of a shard, rounded up
         self.size = ranks * self.length
         first = dist.get_rank(group) * self.length if ranks > 1 else 0
         self.own = slice(first, first + self.length)
-        self.spans = []  # where each parameter lies within the shard
-        for start, p in zip(self.starts, parameters):
-            borders = start - first, start + p.numel() - first
-            self.spans.append(slice(*(min(max(x, 0), self.length) for x in borders)))
+        # Where each parameter lies within the shard
+        borders = [min(max(x - first, 0), self.length) for x in (*self.starts, end)]
+        self.spans = [slice(*pair) for pair in pairwise(borders)]
 
-        self.flat, self.parameters, self.pieces = None, [], []
+        # One at a time, so that a large model is never whole on any rank
+        values = (value(p).detach() for p in parameters)
+        weights = next(values)
+        self.flat = weights.new_zeros(self.size, dtype=param_dtype)
+        self.shard = self.flat[self.own]
+        if not self.keeps_weights:
+            self.shard = self.shard.clone()
+        self.master = self.shard
+        if self.trained and (offload or weights.dtype != self.flat.dtype):
+            place = "cpu" if offload else weights.device
+            self.master = torch.zeros(self.length, dtype=weights.dtype, device=place)
+        self.full = self.gradient = None
+        if self.trained:
+            self.full = self.flat.new_zeros(self.size, dtype=reduce_dtype)
+            self.gradient = self.full[self.own]
+        self.arrived = set()  # the numbers of the parameters whose gradients have come
+
+        self.parameters, self.pieces = [], []
         for p, start, span in zip(parameters, self.starts, self.spans):
-            weights = value(p).detach()  # one at a time: a large model is never whole
-            if self.flat is None:
-                self.make_weights(weights.dtype, weights.device, param_dtype, offload)
-            part = weights.flatten()[max(first - start, 0) :]
-            self.master[span] = part[: span.stop - span.start]
+            before = first - start  # how many elements of p lie before the shard, if any
+            self.master[span] = weights.flatten()[before + span.start : before + span.stop]
             piece = self.master[span]
             if p.dim() > 1:
                 piece = piece.unsqueeze(0)  # 2-D, so that weight decay still sees a matrix
             self.pieces.append(nn.Parameter(piece, requires_grad=self.trained))
-            # Autograd refuses a saved tensor that was written since: a version counter tells it.
-            # A view of .data has its own counter, which a gather into flat does not raise
+            # Autograd refuses a saved tensor that was written since: its version counter is higher.
+            # A view of .data has a counter of its own, which a gather into flat does not raise
             view = self.flat.data[start : start + p.numel()].view(p.shape)
             self.parameters.append(nn.Parameter(view, requires_grad=self.trained))
             self.parameters[-1].__dict__.update(p.__dict__)
-        self.reduce_dtype = reduce_dtype or self.flat.dtype
-        self.full = self.gradient = None
-        if self.trained:
-            self.make_gradients()
-
-    def make_weights(self, dtype, device, param_dtype, offload):
-        self.flat = torch.zeros(self.size, dtype=param_dtype or dtype, device=device)
-        self.shard = self.master = self.make_shard()
-        if self.trained and (offload or dtype != self.flat.dtype):
-            place = "cpu" if offload else device
-            self.master = torch.zeros(self.length, dtype=dtype, device=place)
-
-    def make_shard(self):
-        return self.flat[self.own]
-
-    def make_gradients(self):
-        self.full = torch.zeros(self.size, dtype=self.reduce_dtype, device=self.flat.device)
-        self.gradient = self.full[self.own]
-
-    def zero_grad(self):
-        self.full.zero_()
-
-    def begin_pass(self):
-        # A set: with a split backward several passes may bring the gradient of one parameter,
-        # before the pass that completes the first of them
-        self.missing = set(range(len(self.parameters)))
+            weights = next(values, None)
 
     def cut(self, flat, i):
         """Parameter i in a tensor like `flat`."""
         p = self.parameters[i]
         return flat[self.starts[i] :][: p.numel()].view(p.shape)
 
+    def zero_grad(self):
+        self.full.zero_()
+
     def add(self, i, gradient):
         self.cut(self.full, i).add_(gradient)
+        self.arrived.add(i)
+
+    def is_full(self):
+        return len(self.arrived) == len(self.parameters)
 
     def keep_shard(self):
         """`gradient` is complete. Stage 2 frees the rest."""
+
+    def publish(self):
+        """Start to bring the masters' values to the weights of all ranks."""
+        self.shard.copy_(self.master)  # does nothing where these are the same tensor
+        if self.ranks > 1:
+            return all_gather(self.flat, self.shard, group=self.group, async_op=True)
 
     def whole(self, shard):
         """All ranks' shards together, on the device of the weights."""
@@ -174,50 +176,21 @@ class Bucket:
         all_gather(whole, shard, group=self.group)
         return whole
 
-    def hand_over(self):
-        """Give the pieces their gradients: a copy only if the master has another dtype or place."""
-        gradient = self.gradient.to(self.master)
-        for piece, span in zip(self.pieces, self.spans):
-            piece.grad = gradient[span].view(piece.shape)
 
-    def publish(self):
-        """Start to bring the masters' values to the weights of all ranks."""
-        self.shard.copy_(self.master)  # does nothing where these are the same tensor
-        if self.ranks > 1:
-            return all_gather(self.flat, self.shard, group=self.group, async_op=True)
-
-
-def group_parameters(parameters, bucket_bytes, key):
-    """Lists of parameters, at most bucket_bytes each, from the last parameter to the first: the
-    order in which backward produces gradients. key(p): what the parameters of a list share."""
-    lists, latest, size = [], {}, Counter()
+def group_parameters(parameters, bucket_bytes, kind_of):
+    """Lists of parameters of one kind, at most bucket_bytes each, from the last parameter to the
+    first: backward begins with the last layers."""
+    lists = []
+    latest = {}  # kind: its list that is being filled
+    room = {}  # kind: the bytes left in that list
     for p in reversed(list(parameters)):
-        k = key(p)
-        size[k] += p.nbytes
-        if k not in latest or size[k] > bucket_bytes:
-            latest[k], size[k] = [], p.nbytes
-            lists.append(latest[k])
-        latest[k].append(p)
+        kind = kind_of(p)
+        if p.nbytes > room.get(kind, -1):
+            latest[kind], room[kind] = [], bucket_bytes
+            lists.append(latest[kind])
+        latest[kind].append(p)
+        room[kind] -= p.nbytes
     return lists
-
-
-class DirectReduceScatter:
-    """Reduce-scatter in one round: send each rank its shard, add up what arrives. A rank sends
-    (N-1)/N of the input, as in a ring; gloo's own sends twice that. It is its own work handle."""
-
-    def __init__(self, output, input, group=None, async_op=True):
-        self.output, self.received = output, torch.empty_like(input)
-        self.work = dist.all_to_all_single(self.received, input, group=group, async_op=True)
-
-    def wait(self):
-        self.work.wait()
-        torch.sum(self.received.view(-1, len(self.output)), 0, out=self.output)
-        self.received = None
-
-
-def placement(p, key, default=None):
-    """What another kind of parallelism says about a parameter: see ZeRO."""
-    return getattr(p, "placement", {}).get(key, default)
 
 
 class ZeRO1:
@@ -239,49 +212,33 @@ class ZeRO1:
     bucket_type = Bucket
     reduce_each = False  # reduce in every backward pass, or only in a step's last one
 
-    def __init__(
-        self, model, group, optimizer, microbatches=1, bucket_bytes=25 << 20, scopes=None, **options
-    ):
+    def __init__(self, model, group, optimizer, microbatches=1, bucket_bytes=25 << 20, **options):
         self.model, self.group, self.microbatches = model, group, microbatches
         gloo = dist.get_backend(group) == "gloo"
         self.reduce_scatter = DirectReduceScatter if gloo else native_reduce_scatter
-        self.reduce_group = group
-        self.scopes = list(scopes or [model])
-        self.scope, self.complete = 0, True  # see backward()
-        self.scopes_of = {p: () for p in model.parameters()}
-        for i, scope in enumerate(self.scopes):
-            for p in scope.parameters():
-                self.scopes_of[p] += (i,)
-        if any(p.requires_grad and not scopes for p, scopes in self.scopes_of.items()):
-            raise ValueError("a trained parameter of the model is in none of the scopes")
         self.buckets, views = [], {}
         for parameters in group_parameters(model.parameters(), bucket_bytes, self._kind):
-            bucket = self._make_bucket(parameters, **options)
+            bucket = self._make_bucket(parameters, group, **options)
+            bucket.passes = bucket.passes_left = microbatches  # backward passes that fill it
             self.buckets.append(bucket)
             views |= zip(parameters, bucket.parameters)
         self.trained = [bucket for bucket in self.buckets if bucket.trained]
         self._install(views)
-        del self.scopes_of  # it holds the parameters as they were, and their memory
         self.optimizer = optimizer(sum((bucket.pieces for bucket in self.trained), []))
         self.works = []  # (bucket, work): reductions on their way
-        self.passes = []  # backward passes of this step that are over, of each scope
+        self.queue = None  # the buckets that a backward pass has still to reduce, in their order
         self.running = False  # a backward pass is on, or an exception ended it
-        self.zero_grad()
-        self.finished = True  # the step's gradients are complete
+        self.latest = "finish()"  # the call that came last
+        self.reduce_group = None  # another group of the same ranks, for reductions alone
         self.reload()
 
     def _kind(self, p):
         """What the parameters of a bucket have in common."""
-        groups = [placement(p, "data"), *placement(p, "partial", [])]
-        return self.scopes_of[p], p.requires_grad, p.dtype, p.device, *map(id, groups)
+        return p.requires_grad, p.dtype, p.device
 
-    def _make_bucket(self, parameters, value=lambda p: p, **options):
-        group = placement(parameters[0], "data") or self.group
+    def _make_bucket(self, parameters, group, value=lambda p: p, **options):
         ranks = dist.get_world_size(group) if self.stage > 0 else 1
-        bucket = self.bucket_type(parameters, group, ranks, value, **options)
-        bucket.partial = list(placement(parameters[0], "partial", []))
-        bucket.scopes = self.scopes_of[parameters[0]]
-        return bucket
+        return self.bucket_type(parameters, value, group, ranks, **options)
 
     def _install(self, views):
         """Put the views where the parameters stood, with hooks that take their gradients."""
@@ -300,8 +257,8 @@ class ZeRO1:
         """Start a step. After an exception all ranks call it: with give_up=True, or without if all
         raised amid a backward pass. Not covered: stage 3, where ranks raised at different units."""
         if self.running or give_up:
-            self._abandon()
-        elif any(self.passes) and not self.finished:
+            self._run_missing_passes(given_up=True)
+        elif self.latest == "backward()":
             raise RuntimeError("there was no finish(): call it, or zero_grad(give_up=True)")
         for module, name, p, storage in self.places:
             if module._parameters.get(name) is not p or p.untyped_storage()._cdata != storage:
@@ -309,76 +266,62 @@ class ZeRO1:
                     f"parameter {name!r} is no longer the one that ZeRO put there: convert, move"
                     " and tie it before ZeRO(model, ...), and make one ZeRO a model"
                 )
-        self.passes, self.finished = [0] * len(self.scopes), False
+        self.running, self.latest = False, "zero_grad()"
         for bucket in self.trained:
             bucket.zero_grad()
-            bucket.begin_pass()
-            bucket.passes_left = self.microbatches * len(bucket.scopes)
-
-    def _abandon(self):
-        # Other ranks may have started more reductions: start all the rest, with NaN
-        self._run_missing_passes(given_up=True)
-        self.running = False
-
-    # --- while backward runs
+            bucket.passes_left = bucket.passes
 
     def _take(self, bucket, i, p):
         """The hook of each parameter: move its gradient into the bucket."""
         gradient, p.grad = p.grad, None
+        self.latest = "backward()"
         self._backward_begins()
-        if self.passes[self.scope] == self.microbatches:
-            raise RuntimeError(
-                f"more backward passes than the {self.microbatches} that ZeRO was told of: call"
-                " zero_grad() before each step, or change microbatches="
-            )
-        self.pass_has_gradient, self.finished = True, False
-        if self.complete and bucket not in self.to_reduce:
+        if self.queue is None:
+            self._begin_pass()
+        if bucket not in self.queue:
             raise RuntimeError(
                 "a gradient came after its bucket was reduced: a weight that gets two gradients in"
                 " one micro-batch needs used_twice = True (see pipeline.py)"
             )
         bucket.add(i, gradient)
-        bucket.missing.discard(i)
-        if self.complete:
-            self._reduce_full()
+        self._reduce_full()
 
     def _backward_begins(self):
         if not self.running:
-            self.running, self.pass_has_gradient = True, False
-            self._line_up()
+            self.running = True
             # Called when backward is over, but not if an exception ends it
             torch.autograd.Variable._execution_engine.queue_callback(self._backward_ends)
             if torch.is_grad_enabled():
                 raise RuntimeError("create_graph=True: ZeRO has no gradients of gradients")
 
-    def _line_up(self):
-        """The buckets that this pass fills, in the order in which to reduce them."""
-        self.to_reduce = [bucket for bucket in self.trained if self.scope in bucket.scopes]
-
     def _backward_ends(self):
         self.running = False
-        if self.pass_has_gradient:  # else it was autograd.grad, and none of the step's passes
+        if self.queue is not None:  # else it was autograd.grad, and none of the step's passes
             self._end_pass()
 
+    def _begin_pass(self):
+        self.queue = [bucket for bucket in self.trained if bucket.passes_left > 0]
+        if not self.queue:
+            limit = f"the {self.microbatches} of microbatches="
+            raise RuntimeError(f"more backward passes than {limit}: call zero_grad() each step")
+
     def _end_pass(self):
-        if self.complete:
-            self._reduce_full(rest=True)  # a parameter may have got no gradient
-            self._wait()
-            self.passes[self.scope] += 1
+        self._reduce_full(rest=True)  # a parameter may have got no gradient
+        self._wait()
+        self.queue = None
 
     def _reduce_full(self, rest=False):
         # In the same order on all ranks: swapped reductions would add up the wrong buckets,
         # silently. So a bucket that is full early waits for those before it
-        while self.to_reduce and (rest or not self.to_reduce[0].missing):
-            bucket = self.to_reduce.pop(0)
-            bucket.begin_pass()
+        while self.queue and (rest or self.queue[0].is_full()):
+            bucket = self.queue.pop(0)
+            bucket.arrived.clear()
             bucket.passes_left -= 1
             if self.reduce_each or bucket.passes_left == 0:
                 self._reduce(bucket)
 
     def _reduce(self, bucket):
-        group = self.reduce_group if bucket.group is self.group else bucket.group
-        shard = bucket.full[bucket.own]
+        shard, group = bucket.full[bucket.own], self.reduce_group or bucket.group
         work = self.reduce_scatter(shard, bucket.full, group=group, async_op=True)
         self.works.append((bucket, work))
 
@@ -388,54 +331,53 @@ class ZeRO1:
             work.wait()
             bucket.keep_shard()
 
-    # --- after it
-
     def finish(self):
         """Complete the gradients, after the last backward of a step."""
         if self.running:
             raise RuntimeError("an exception ended a backward pass: call zero_grad(), begin anew")
-        if self.finished:
+        if self.latest == "finish()":
             raise RuntimeError("finish() was called already: call zero_grad() before the next step")
         self._run_missing_passes()
-        for bucket in self.trained:
-            for group in bucket.partial:
-                dist.all_reduce(bucket.gradient, group=group)
-        self.finished = True
+        self.latest = "finish()"
 
     def _run_missing_passes(self, given_up=False):
         # A rank that ran fewer backward passes must still join the reductions
-        for scope in range(len(self.scopes)):
-            while self.passes[scope] < self.microbatches and not self.finished:
-                with self.backward(scope):
-                    if not self.running:  # else some buckets of this pass are reduced already
-                        self._line_up()
-                    self.running = False
-                    for bucket in self.to_reduce if given_up else []:
-                        bucket.add(0, torch.nan)  # incomplete: nobody may train on it
-                    self._end_pass()
+        while self.queue is not None or any(bucket.passes_left for bucket in self.trained):
+            if self.queue is None:  # else an exception ended this pass half way
+                self._begin_pass()
+            for bucket in self.queue if given_up else []:
+                bucket.add(0, torch.nan)  # incomplete: nobody may train on it
+            self._end_pass()
 
-    def _check_finished(self):
-        if not self.finished:
-            raise RuntimeError("gradients are incomplete: call finish() after the last backward")
-
-    def grad_norm(self, groups=()):
-        """The norm of the whole gradient: a float64 scalar, the same on all ranks. Each element
-        counts once. groups: others over which parameters are split (tensor parallel, pipeline)."""
+    def step(self):
+        """Step on this rank's shards, and send the new weights to all."""
         self._check_finished()
-        counted = []
         for bucket in self.trained:
-            for p, span in zip(bucket.parameters, bucket.spans):
-                # What all ranks of a group hold counts on its first rank
-                copies = [group for group in placement(p, "copies", []) if group in groups]
-                if all(dist.get_rank(group) == 0 for group in copies + bucket.partial):
-                    counted.append(bucket.gradient[span])
-        device = self.buckets[0].flat.device
-        total = torch.zeros((), dtype=torch.float64, device=device)
-        if counted:
-            dtype = torch.promote_types(counted[0].dtype, torch.float32)
-            total += torch.stack(torch._foreach_norm(counted, dtype=dtype)).double().square().sum()
-        for group in [self.group, *groups] if self.stage > 0 else groups:
-            dist.all_reduce(total, group=group)
+            # A copy only if the master has another dtype or place
+            gradient = bucket.gradient.to(bucket.master)
+            for piece, span in zip(bucket.pieces, bucket.spans):
+                piece.grad = gradient[span].view(piece.shape)
+        self.optimizer.step()  # once for all buckets: some optimizers count their steps
+        self.optimizer.zero_grad()
+        self.reload(self.trained)
+
+    def reload(self, buckets=None):
+        """The masters were filled, by a step or from a checkpoint: bring them to all ranks."""
+        works = [bucket.publish() for bucket in buckets or self.buckets]
+        for work in filter(None, works):
+            work.wait()
+
+    # --- beside a step: norm, clipping, whole copies
+
+    def grad_norm(self):
+        """The norm of the whole gradient: a float64 scalar, the same on all ranks."""
+        self._check_finished()
+        total = torch.zeros((), dtype=torch.float64, device=self.buckets[0].flat.device)
+        for bucket in self.trained:
+            dtype = torch.promote_types(bucket.gradient.dtype, torch.float32)
+            total += torch.linalg.vector_norm(bucket.gradient, dtype=dtype).double().square()
+        if self.stage > 0:
+            dist.all_reduce(total, group=self.group)
         return total.sqrt()
 
     def clip(self, norm, limit):
@@ -445,22 +387,6 @@ class ZeRO1:
             scale = (limit / (norm + 1e-6)).clamp(max=1.0)
             for bucket in self.trained:
                 bucket.gradient.mul_(scale.to(bucket.gradient.dtype))
-
-    def step(self):
-        """Step on this rank's shards, and send the new weights to all."""
-        self._check_finished()
-        for bucket in self.trained:
-            bucket.hand_over()
-        self.optimizer.step()  # once for all buckets: some optimizers count their steps
-        self.optimizer.zero_grad()
-        self.reload(self.trained)
-
-    def reload(self, buckets=None):
-        """The masters were filled, by a step or from a checkpoint: bring them to all ranks."""
-        works = [bucket.publish() for bucket in buckets or self.buckets]
-        for work in works:
-            if work is not None:
-                work.wait()
 
     @torch.no_grad()
     def whole(self, named):
@@ -482,15 +408,23 @@ class ZeRO1:
         """The optimizer's, for learning rates."""
         return self.optimizer.param_groups
 
-    @contextlib.contextmanager
-    def backward(self, scope=0, complete=True):
-        """Around each backward pass of one of several scopes (a pipeline rank's stages).
-        complete=False: some gradients come in a later pass."""
-        self.scope, self.complete = scope, complete
-        try:
-            yield
-        finally:
-            self.scope, self.complete = 0, True
+    def _check_finished(self):
+        if self.latest != "finish()":
+            raise RuntimeError("gradients are incomplete: call finish() after the last backward")
+
+
+class DirectReduceScatter:
+    """Reduce-scatter in one round: send each rank its shard, add up what arrives. A rank sends
+    (N-1)/N of the input, as in a ring; gloo's own sends twice that. It is its own work handle."""
+
+    def __init__(self, output, input, group=None, async_op=True):
+        self.output, self.received = output, torch.empty_like(input)
+        self.work = dist.all_to_all_single(self.received, input, group=group, async_op=True)
+
+    def wait(self):
+        self.work.wait()
+        torch.sum(self.received.view(-1, len(self.output)), 0, out=self.output)
+        self.received = None
 
 
 class ZeRO0(ZeRO1):
@@ -509,8 +443,11 @@ class ZeRO0(ZeRO1):
 class Bucket2(Bucket):
     """`full` has memory from the first gradient until it is reduced."""
 
-    def make_gradients(self):
-        self.gradient = torch.zeros(self.length, dtype=self.reduce_dtype, device=self.flat.device)
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        if self.trained:
+            self.gradient = self.gradient.clone()
+            self.full = None
 
     def zero_grad(self):
         self.full = None
@@ -549,40 +486,15 @@ class ZeRO2(ZeRO1):
 # --- stage 3: weights too
 
 
-class Freed(nn.Parameter):
-    """The class of a parameter while its memory is freed. Its shape can be read. Its values can
-    not: torch would read memory that is not its own, and the process would die."""
-
-    ALLOWED = set(
-        "shape size dim ndim numel nelement stride dtype itemsize element_size is_floating_point"
-        " is_complex device is_cuda layout untyped_storage requires_grad requires_grad_ grad"
-        " grad_fn is_leaf register_hook register_post_accumulate_grad_hook new_empty new_zeros"
-        " new_ones new_full empty_like zeros_like ones_like".split()
-    )
-
-    @classmethod
-    def __torch_function__(cls, function, types, args=(), kwargs=None):
-        is_property = function.__name__ in ("__get__", "__set__")
-        name = function.__self__.__name__ if is_property else function.__name__
-        if name not in cls.ALLOWED:
-            raise RuntimeError(
-                f"{name} of a weight that is not here: stage 3 has it while a unit that contains it"
-                " runs. Use it within its unit's forward, or read a copy from zero.whole(...)"
-            )
-        with torch._C.DisableTorchFunctionSubclass():
-            return function(*args, **kwargs or {})
-
-
 class Bucket3(Bucket2):
     """`flat` has memory while one of `users`, the units that contain the parameters, needs it."""
+
+    keeps_weights = False
 
     def __init__(self, *args, **options):
         super().__init__(*args, **options)
         self.users, self.gathering = set(), None
         self.free()
-
-    def make_shard(self):
-        return torch.zeros_like(self.flat[self.own])
 
     def publish(self):
         self.shard.copy_(self.master)  # the others get it when they gather
@@ -623,10 +535,6 @@ class Unit:
                 bucket.gather()
             bucket.users.add(self)
 
-    def wait(self):
-        for bucket in self.buckets:
-            bucket.wait()
-
     def release(self):
         for bucket in self.buckets:
             if bucket.users == {self}:
@@ -641,8 +549,9 @@ class Unit:
     def after_forward(self, module, inputs, result):
         if self.zero.in_backward is self:
             return
-        passed_on = {id(t) for t in tensors_in(inputs)}
-        results = [t for t in tensors_in(result) if t.requires_grad and id(t) not in passed_on]
+        passed_on = {id(t) for t in tree_leaves(inputs)}
+        results = [t for t in tree_leaves(result) if isinstance(t, torch.Tensor)]
+        results = [t for t in results if t.requires_grad and id(t) not in passed_on]
         for t in results:
             t.register_hook(self.before_backward)
         if results and self.following is None and self.zero.reshard:
@@ -668,32 +577,28 @@ class ZeRO3(ZeRO2):
 
     stage = 3
 
-    def __init__(self, model, *args, units=None, reshard=True, scopes=None, **options):
+    def __init__(self, model, *args, units=None, reshard=True, **options):
         self.reshard = reshard
         self.in_backward = None  # the unit whose backward is on
         self.prefetched = None  # the unit that is gathered in advance
-        scopes = list(scopes or [model])
-        self.units = []  # of each scope, in the order of forward
-        for scope in scopes:
-            inside = set(scope.modules())
-            modules = default_units(scope) if units is None else [m for m in units if m in inside]
-            self.units.append([Unit(self, module) for module in modules])
-            for unit, following in pairwise(self.units[-1]):
-                unit.following, following.previous = following, unit
+        modules = default_units(model) if units is None else units
+        self.units = [Unit(self, module) for module in modules]  # in the order of forward
+        for unit, following in pairwise(self.units):
+            unit.following, following.previous = following, unit
         self.units_of = {p: () for p in model.parameters()}
-        for unit in sum(self.units, []):
+        for unit in self.units:
             for p in unit.module.parameters():
                 self.units_of[p] += (unit,)
-        super().__init__(model, *args, scopes=scopes, **options | {"bucket_bytes": float("inf")})
-        del self.units_of
+        super().__init__(model, *args, **options | {"bucket_bytes": float("inf")})
+        del self.units_of  # it holds the parameters as they were, and their memory
 
     def _kind(self, p):
         return self.units_of[p], super()._kind(p)
 
-    def _make_bucket(self, parameters, **options):
+    def _make_bucket(self, parameters, *args, **options):
         users = self.units_of[parameters[0]]
         self.bucket_type = Bucket3 if users else Bucket2  # outside of units: whole, as in stage 2
-        bucket = super()._make_bucket(parameters, **options)
+        bucket = super()._make_bucket(parameters, *args, **options)
         for unit in users:
             unit.buckets.append(bucket)
         return bucket
@@ -703,52 +608,64 @@ class ZeRO3(ZeRO2):
         if self.prefetched not in (unit, None):
             self.prefetched.release()  # a wrong guess
         unit.gather()
-        unit.wait()
+        for bucket in unit.buckets:
+            bucket.wait()
         if following:
             following.gather()
         self.prefetched = following
 
-    def release(self, units):
-        for unit in units:
+    def release(self):
+        for unit in self.units:
             unit.release()
-        if self.prefetched:
-            self.prefetched.release()
         self.prefetched = self.in_backward = None
 
     def _backward_ends(self):
         super()._backward_ends()
-        self.release(self.units[self.scope])
+        self.release()
 
-    def _abandon(self):
-        super()._abandon()
-        self.release(sum(self.units, []))
+    def _run_missing_passes(self, given_up=False):
+        super()._run_missing_passes(given_up)
+        self.release()
 
     def reload(self, buckets=None):
-        self.release(sum(self.units, []))  # what a forward without backward has left
+        self.release()  # what a forward without backward has left
         super().reload(buckets)
-
-
-CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 
 def default_units(module):
     """The items of the outermost containers (the blocks of a list of blocks), and the modules
     beside them (embedding, head)."""
+    containers = nn.ModuleList, nn.ModuleDict, nn.Sequential
     units = [module]
-    if isinstance(module, CONTAINERS):
+    if isinstance(module, containers):
         units = module.children()
-    elif any(isinstance(m, CONTAINERS) for m in module.modules()):
+    elif any(isinstance(m, containers) for m in module.modules()):
         units = sum((default_units(child) for child in module.children()), [])
     return [unit for unit in units if next(unit.parameters(), None) is not None]
 
 
-def tensors_in(x):
-    """All tensors in nested lists, tuples and dicts."""
-    if isinstance(x, torch.Tensor):
-        yield x
-    elif isinstance(x, (list, tuple, dict)):
-        for y in x.values() if isinstance(x, dict) else x:
-            yield from tensors_in(y)
+class Freed(nn.Parameter):
+    """The class of a parameter while its memory is freed. Its shape can be read. Its values can
+    not: torch would read memory that is not its own, and the process would die."""
+
+    ALLOWED = set(
+        "shape size dim ndim numel nelement stride dtype itemsize element_size is_floating_point"
+        " is_complex device is_cuda layout untyped_storage requires_grad requires_grad_ grad"
+        " grad_fn is_leaf register_hook register_post_accumulate_grad_hook new_empty new_zeros"
+        " new_ones new_full empty_like zeros_like ones_like".split()
+    )
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        is_property = function.__name__ in ("__get__", "__set__")
+        name = function.__self__.__name__ if is_property else function.__name__
+        if name not in cls.ALLOWED:
+            raise RuntimeError(
+                f"{name} of a weight that is not here: stage 3 has it while a unit that contains it"
+                " runs. Use it within its unit's forward, or read a copy from zero.whole(...)"
+            )
+        with torch._C.DisableTorchFunctionSubclass():
+            return function(*args, **kwargs or {})
 
 
 # --- which stage
@@ -761,32 +678,24 @@ def ZeRO(model, group, stage, optimizer, microbatches=1, **options):
     """Trains `model` over `group` as `stage` (0 to 3) says. Its use: see ZeRO1.
 
     optimizer(pieces): makes an optimizer that works element by element.
-    microbatches: the backward passes of a step. They may come in any order between forwards.
-    value(parameter): its whole initial value; it has the device to use and the masters' dtype. The
-        model may be on the meta device. Default: the parameter itself.
-    param_dtype, reduce_dtype: mixed precision. Of weights, activations and backward (default: the
-        masters'), and of the sum of gradients (default: param_dtype).
+    microbatches: the backward passes of a step.
+    value(parameter): its whole initial value, on the device to use, in the masters' dtype. Default:
+        the parameter itself. The model may be on the meta device.
+    param_dtype, reduce_dtype: of weights and activations, and of the sum of gradients.
     offload: masters and optimizer states in the host's memory.
-    bucket_bytes: the largest bucket of stages 0 to 2.
-    reduce_each, in stages 2 and 3: see ZeRO2. reshard, in stage 3: see ZeRO3.
-    units, in stage 3: modules, in the order of forward. Their parameters are used within their
-        forward alone. What no unit contains stays whole. Default: default_units(model).
-    scopes: modules with backward passes of their own, see ZeRO1.backward. Default: the model.
+    bucket_bytes: the largest bucket of stages 0 to 2. reduce_each, in 2 and 3: see ZeRO2.
+    units, in stage 3: modules, in the order of forward (see default_units). reshard: see ZeRO3.
 
     Before: all ranks have equal weights, loaded, tied and frozen as they shall be. The parameters
     are replaced in place. Activation checkpointing needs use_reentrant=False. Nobody checks: in
-    stage 3 all ranks must run the same units in the same order. One that skips a layer waits for
-    ever. If ranks differ in which parameters get a gradient, set zero.reduce_group to another group
-    of the same ranks: gathers and reductions then come in different orders. See docs/memory.md.
-
-    parameter.placement, of other kinds of parallelism, may have: "partial", groups over which
-    finish() sums its gradient too; "data", its group in place of `group` (an expert of which there
-    are fewer copies); "copies", groups that hold it as well, for the norm."""
+    stage 3 all ranks must run the same units in the same order. docs/memory.md has the rest."""
     if stage not in (0, 1, 2, 3):
         raise ValueError(f"there is no stage {stage!r} of ZeRO: choose 0, 1, 2 or 3")
     if not isinstance(model, nn.Module):
         kind = type(model).__name__
         raise ValueError(f"ZeRO replaces a model's parameters: give it the model, not a {kind}")
+    if any(hasattr(p, "placement") for p in model.parameters()):
+        raise ValueError("another kind of parallelism cut the model: see trainer/composed_zero.py")
     if isinstance(optimizer, torch.optim.Optimizer):
         raise ValueError("give ZeRO a function that makes the optimizer: torch.optim.AdamW")
     zero = (ZeRO0, ZeRO1, ZeRO2, ZeRO3)[stage](model, group, optimizer, microbatches, **options)
@@ -825,33 +734,33 @@ def main():
     args = flags().parse_args()
     if args.fit:
         return zero_bytes.fit(ZeRO, range(4) if args.stage is None else [args.stage])
-    for flag, least in ("reduce-once", 2), ("keep-gathered", 3):
-        if vars(args)[flag.replace("-", "_")] and stage_of(args) < least:
-            raise harness.Refused(
-                f"--{flag} means nothing in stage {args.stage}: use --stage {least}"
-            )
+    args.stage = 3 if args.stage is None else args.stage
+    problem = f"means nothing in stage {args.stage}"
+    if args.reduce_once and args.stage < 2:
+        raise harness.Refused(f"--reduce-once {problem}: use --stage 2")
+    if args.keep_gathered and args.stage < 3:
+        raise harness.Refused(f"--keep-gathered {problem}: use --stage 3")
     harness.configure(args)
     harness.launch(demo, args, check=lambda world: harness.check_batch(args, world))
 
 
-def stage_of(args):
-    return 3 if args.stage is None else args.stage
-
-
 def demo(run):
-    args, group, stage = run.args, dist.group.WORLD, stage_of(run.args)
+    args, group = run.args, dist.group.WORLD
     run.groups(dp=group)
     model = run.meta_model()
-    options = {"value": run.initial(model), "offload": args.offload}
-    options |= {"bucket_bytes": int(args.bucket_mb * 2**20)}
-    options |= {"param_dtype": harness.DTYPES.get(args.param_dtype)}
-    options |= {"reduce_dtype": harness.DTYPES.get(args.reduce_dtype)}
-    if stage >= 2:
+    options = {
+        "value": run.initial(model),
+        "offload": args.offload,
+        "bucket_bytes": int(args.bucket_mb * 2**20),
+        "param_dtype": harness.DTYPES.get(args.param_dtype),
+        "reduce_dtype": harness.DTYPES.get(args.reduce_dtype),
+    }
+    if args.stage >= 2:
         options["reduce_each"] = not args.reduce_once
-    if stage == 3:
+    if args.stage == 3:
         options["reshard"] = not args.keep_gathered
     make_optimizer = functools.partial(harness.make_optimizer, args=args)
-    zero = ZeRO(model, group, stage, make_optimizer, args.microbatches, **options)
+    zero = ZeRO(model, group, args.stage, make_optimizer, args.microbatches, **options)
     for step in run.steps(zero):
         zero.zero_grad()
         loss = run.zero()
@@ -868,7 +777,7 @@ def demo(run):
         zero.step()
         run.log(loss, norm)
     sent, held, notes = zero_bytes.receipt(run, zero)
-    return run.receipt({"dp": run.world, "zero": stage}, sent, held, notes)
+    return run.receipt({"dp": run.world, "zero": args.stage}, sent, held, notes)
 
 
 if __name__ == "__main__":

@@ -17,9 +17,9 @@ def sent(zero, actions, group=None):
     """{operation: (bytes this rank sends a step, formula as text)} by the paper, section 7.
 
     actions: the step's forwards ("F") and backwards ("B"; in two parts: "I", then "W", which
-    completes the gradients) in their order, as (letter, scope). Two micro-batches one after the
-    other are [("F", 0), ("B", 0)] * 2. Counted are the buckets that `group` shares, by default
-    ZeRO's own. Sums over other groups are not in it.
+    completes the gradients) in their order, as (letter, scope): see trainer/composed_zero.py.
+    Two micro-batches one after the other are [("F", 0), ("B", 0)] * 2. Counted are the buckets that
+    `group` shares, by default ZeRO's own. Sums over other groups are not in it.
     """
     group = group or zero.group
     r = 1 - 1 / dist.get_world_size(group)
@@ -28,8 +28,9 @@ def sent(zero, actions, group=None):
     for bucket in trained:
         times = 1
         if zero.reduce_each:
-            times = sum(kind in "BW" and scope in bucket.scopes for kind, scope in actions)
-        gradients += times * bucket.size * bucket.reduce_dtype.itemsize
+            scopes = getattr(bucket, "scopes", (0,))
+            times = sum(kind in "BW" and scope in scopes for kind, scope in actions)
+        gradients += times * bucket.size * bucket.gradient.itemsize
     if zero.stage == 0:
         return {"all_reduce": (2 * r * gradients, "2 r P e")}
     direct = zero.reduce_scatter.__name__ == "DirectReduceScatter"
@@ -50,6 +51,7 @@ def gathered(zero, actions, group):
     forward leaves its last unit for the action that follows (without `reshard` all units, for
     their backward)."""
     total, users, left = 0, {bucket: set() for bucket in zero.buckets}, None
+    units_of_scopes = getattr(zero, "units_of_scopes", [zero.units])
 
     def gather(unit):
         nonlocal total
@@ -63,7 +65,9 @@ def gathered(zero, actions, group):
             users[bucket].discard(unit)
 
     for kind, scope in actions:
-        units = zero.units[scope] if kind == "F" else zero.units[scope][::-1]
+        units = units_of_scopes[scope]
+        if kind != "F":
+            units = units[::-1]
         if left not in units[:1] or kind == "W":
             release(left)
         left = None
@@ -105,7 +109,7 @@ def receipt(run, zero):
     size, text = sums.get("all_reduce", (0, "loss and norm, 8 bytes each"))
     scalars = 16 if zero.stage else 8
     sums["all_reduce"] = size + formulas.all_reduce_sent(scalars, n), text
-    weights, gradients = zero.buckets[0].flat.dtype, zero.buckets[0].reduce_dtype
+    weights, gradients = zero.trained[0].flat.dtype, zero.trained[0].gradient.dtype
     elements = sum(bucket.size for bucket in zero.buckets)
     moments = 2 * (args.optimizer == "adamw") * run.dtype.itemsize
     masters = run.dtype.itemsize if weights != run.dtype or args.offload else 0

@@ -338,10 +338,12 @@ def test_zero_refuses_what_is_no_model_or_no_factory(copied):
         ):
             with pytest.raises(ValueError, match="give it the model, not a"):
                 make(wrong, optimizer=torch.optim.AdamW)
-        with pytest.raises(ValueError, match="in none of the scopes"):
-            make(model, optimizer=torch.optim.AdamW, scopes=[model.layers[0]])
         with pytest.raises(ValueError, match="a function that makes the optimizer"):
             make(model, optimizer=torch.optim.AdamW(model.parameters()))
+        with pytest.raises(ValueError, match="another kind of parallelism cut the model"):
+            cut = nn.Linear(2, 2)
+            cut.bias.placement = {"partial": [dist.group.WORLD]}
+            make(cut, optimizer=torch.optim.AdamW)
         for kind in ("Adafactor", "LBFGS", "Muon"):
             with pytest.raises(ValueError, match=f"{kind} needs whole matrices"):
                 make(

@@ -20,6 +20,7 @@ import tensor_parallel
 import zero
 from harness import data, formulas, presets, zero_bytes
 from harness.ledger import Ledger, storage_bytes
+from trainer import composed_zero
 
 
 def rows_of(rank, world):
@@ -400,7 +401,7 @@ def test_norm_and_clipping_with_tensor_and_pipeline_parallelism(ranks, stage):
         else:
             [model] = pipeline.split(whole, 2, [dist.get_rank(other)], other).values()
         gpt.fill(model, 7, dtype=torch.float64, take=harness.take)
-        sharded = zero.ZeRO(
+        sharded = composed_zero.ZeRO(
             model, dp, stage, functools.partial(make_optimizer, kind="sgd"), 3, bucket_bytes=20000
         )
         norms = []
@@ -437,6 +438,17 @@ def test_norm_and_clipping_with_tensor_and_pipeline_parallelism(ranks, stage):
     for axis in ("tp", "pp"):
         for norms in ranks(4, work, axis):
             assert norms == pytest.approx(expected, rel=1e-10)
+
+
+def test_a_parameter_in_none_of_the_scopes_is_refused(ranks):
+    def work(rank):
+        model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+        for stage in range(4):
+            with pytest.raises(ValueError, match="in none of the scopes"):
+                make = torch.optim.SGD
+                composed_zero.ZeRO(model, dist.group.WORLD, stage, make, scopes=[model[0]])
+
+    ranks(1, work)
 
 
 def test_shards_are_the_model_and_differ(ranks):
@@ -590,7 +602,7 @@ def watched(rank, stage, recompute, reshard=True):
             sharded.step()
     held = {kind: storage_bytes(tensors) for kind, tensors in zero_bytes.lasting(sharded).items()}
     size = sum(b.size for b in sharded.buckets)
-    units = sharded.units[0] if stage == 3 else []
+    units = sharded.units if stage == 3 else []
     unit = [sum(b.flat.nbytes for b in unit.buckets) for unit in units]
     return (
         held,

@@ -13,9 +13,9 @@ import torch.distributed as dist
 import context_parallel
 import expert_parallel
 import harness
-import zero
 from harness import formulas as by_paper
 from harness import schedules, zero_bytes
+from trainer.composed_zero import ComposedZeRO
 
 SCALAR = 8  # the loss and the squared norm are summed as one float64 each
 
@@ -132,7 +132,7 @@ def data(run, share, optimizer, actions, groups):
     if args.ep > 1:
         plain = parameters(experts=0)
         sizes = {"dp": plain, "copies": parameters(experts_here(config, groups["ep"])) - plain}
-    if isinstance(optimizer, zero.ZeRO1):
+    if isinstance(optimizer, ComposedZeRO):
         return of_zero(args, share, optimizer, actions, groups, sizes)
     states, sent = [0, 0, 0], {}
     for name, size in sizes.items():
@@ -237,7 +237,7 @@ def tensor(run, share, optimizer, tp):
     shape = share.sequences, share.length, e, *share.layers
     size = by_paper.sequence_parallel_sent(config, args.tp, *shape, keep, args.recompute)
     partial = by_paper.partial_parameters(config, *share.layers)
-    if isinstance(optimizer, zero.ZeRO1):
+    if isinstance(optimizer, ComposedZeRO):
         partial = sum(bucket.length for bucket in optimizer.buckets if tp in bucket.partial)
     sums = by_paper.all_reduce_sent(partial * share.reduced + SCALAR, args.tp)
     more = "" if args.recompute == "none" else ", more to recompute,"

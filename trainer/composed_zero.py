@@ -1,0 +1,134 @@
+"""ZeRO beside other kinds of parallelism: zero.py's classes, for models that these have cut.
+
+A parameter's `placement` (see harness/placement.py) may say
+
+    partial   groups over which finish() sums its gradient too
+    data      its data-parallel group in place of ZeRO's own: an expert has fewer copies
+    copies    groups that hold the same piece: the norm counts it once
+
+A pipeline's rank has several stages, each with backward passes of its own: the scopes. While a pass
+of one scope is on, `trained` and `units` are those of this scope alone.
+
+    with zero.backward(scope):                      # the number of the stage on this rank
+        y.backward(gradient)
+    with zero.backward(scope, complete=False):      # a later pass brings the rest: a split backward
+        ...
+"""
+
+import contextlib
+
+import torch.distributed as dist
+
+import zero
+from harness.optimizer import norm_of
+from harness.placement import is_first, placement
+
+
+class ComposedZeRO:
+    """Comes before one of zero.py's classes. scopes: modules (default: the model)."""
+
+    def __init__(self, model, *args, scopes=None, **options):
+        self.scopes = list(scopes or [model])
+        self.complete = True
+        self.scopes_of = {p: () for p in model.parameters()}
+        for i, scope in enumerate(self.scopes):
+            for p in scope.parameters():
+                self.scopes_of[p] += (i,)
+        if any(p.requires_grad and not scopes for p, scopes in self.scopes_of.items()):
+            raise ValueError("a trained parameter of the model is in none of the scopes")
+        super().__init__(model, *args, **options)
+        del self.scopes_of  # it holds the parameters as they were, and their memory
+        for bucket in self.buckets:
+            bucket.passes = bucket.passes_left = self.microbatches * len(bucket.scopes)
+
+    def _kind(self, p):
+        groups = [placement(p)["data"], *placement(p)["partial"]]
+        return self.scopes_of[p], *map(id, groups), super()._kind(p)
+
+    def _make_bucket(self, parameters, group, **options):
+        place = placement(parameters[0])
+        bucket = super()._make_bucket(parameters, place["data"] or group, **options)
+        bucket.partial = list(place["partial"])
+        bucket.scopes = self.scopes_of[parameters[0]]
+        return bucket
+
+    @contextlib.contextmanager
+    def backward(self, scope, complete=True):
+        """Around each backward pass of a scope. complete=False: a later pass brings the rest."""
+        trained = self.trained
+        self.trained = [bucket for bucket in trained if scope in bucket.scopes]
+        self.complete = complete
+        try:
+            yield
+        finally:
+            self.trained, self.complete = trained, True
+
+    def _reduce_full(self, rest=False):
+        if self.complete:
+            super()._reduce_full(rest)
+
+    def finish(self):
+        super().finish()
+        for bucket in self.trained:
+            for group in bucket.partial:
+                dist.all_reduce(bucket.gradient, group=group)
+
+    def grad_norm(self, groups=()):
+        """groups: others over which parameters are split (tensor parallel, pipeline)."""
+        self._check_finished()
+        counted = []
+        for bucket in self.trained:
+            for p, span in zip(bucket.parameters, bucket.spans):
+                if is_first(p, groups):
+                    counted.append(bucket.gradient[span])
+        own = [self.group] if self.stage > 0 else []
+        return norm_of(counted, [*own, *groups], self.buckets[0].flat.device)
+
+
+class ComposedZeRO0(ComposedZeRO, zero.ZeRO0):
+    pass
+
+
+class ComposedZeRO1(ComposedZeRO, zero.ZeRO1):
+    pass
+
+
+class ComposedZeRO2(ComposedZeRO, zero.ZeRO2):
+    pass
+
+
+class ComposedZeRO3(ComposedZeRO, zero.ZeRO3):
+    """Gathers no unit of another scope in advance, and frees none."""
+
+    def __init__(self, model, *args, scopes=None, units=None, **options):
+        scopes = list(scopes or [model])
+        if units is None:
+            units = sum((zero.default_units(scope) for scope in scopes), [])
+        super().__init__(model, *args, scopes=scopes, units=units, **options)
+        self.units_of_scopes = []
+        for scope in scopes:
+            inside = set(scope.modules())
+            units = [unit for unit in self.units if unit.module in inside]
+            if units:
+                units[0].previous = units[-1].following = None
+            self.units_of_scopes.append(units)
+
+    @contextlib.contextmanager
+    def backward(self, scope, complete=True):
+        units, self.units = self.units, self.units_of_scopes[scope]
+        try:
+            with super().backward(scope, complete):
+                yield
+        finally:
+            self.units = units
+
+    def release(self):
+        if self.prefetched:  # of another scope
+            self.prefetched.release()
+        super().release()
+
+
+def ZeRO(model, group, stage, optimizer, microbatches=1, **options):
+    """zero.ZeRO, with the option `scopes`."""
+    kind = (ComposedZeRO0, ComposedZeRO1, ComposedZeRO2, ComposedZeRO3)[stage]
+    return kind(model, group, optimizer, microbatches, **options)
