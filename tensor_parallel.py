@@ -133,7 +133,7 @@ class RowParallelLinear(nn.Module):
 
 
 def span(size, index, count):
-    """Shard `index` of `count` of a dimension: (start, length, width). Every shard is ceil(size /
+    """(start, length, width) of shard `index` of `count` of a dimension. Every shard is ceil(size /
     count) wide, and zeros follow its `length` elements: 5 rows on 4 ranks are 2, 2, 1 and 0."""
     width = -(-size // count)
     start = min(index * width, size)
@@ -172,15 +172,14 @@ def shard(parameter, dim, group):
     if parameter is None:
         return None
     dim, group = dim % parameter.dim(), group or dist.group.WORLD
-    whole = placement(parameter)
-    if dim in whole["cuts"] or split_over(parameter, group):
+    cuts = placement(parameter)["cuts"]
+    if dim in cuts or split_over(parameter, group):
         raise ValueError("this parameter is a shard already: cut it once, and tie its shards")
     rank, t = dist.get_rank(group), dist.get_world_size(group)
-    part = shard_tensor(parameter.detach(), dim, rank, t)
-    part = nn.Parameter(part, requires_grad=parameter.requires_grad)
+    part = nn.Parameter(shard_tensor(parameter.detach(), dim, rank, t), parameter.requires_grad)
     part.__dict__.update(parameter.__dict__)  # attributes that others have set
     start, length, _ = span(parameter.shape[dim], rank, t)
-    part.placement = whole | {"cuts": whole["cuts"] | {dim: (group, start, length)}}
+    part.placement = placement(parameter) | {"cuts": cuts | {dim: (group, start, length)}}
     return part
 
 
@@ -195,12 +194,12 @@ class VocabParallelEmbedding(nn.Module):
         super().__init__()
         self.vocab = len(embedding.weight)
         self.weight = shard(embedding.weight, 0, group)  # (V / t, C)
-        _, self.start, self.length = self.weight.placement["cuts"][0]
+        self.start = dist.get_rank(group) * len(self.weight)
         self.leave = Leave(group, in_place=True)
         if embedding.max_norm is not None or embedding.scale_grad_by_freq:
             raise ValueError("a cut embedding can't honour max_norm or scale_grad_by_freq")
         self.padding_row = None  # padding_idx, if this rank has its row
-        if embedding.padding_idx in range(self.start, self.start + self.length):
+        if embedding.padding_idx in range(self.start, self.start + len(self.weight)):
             self.padding_row = embedding.padding_idx - self.start
 
     def forward(self, tokens):
@@ -208,53 +207,18 @@ class VocabParallelEmbedding(nn.Module):
         valid = (tokens >= 0) & (tokens < self.vocab)
         torch._assert_async(valid.all(), f"tokens must be from 0 to {self.vocab - 1}")
         row = tokens - self.start
-        outside = (row < 0) | (row >= self.length)
+        outside = (row < 0) | (row >= len(self.weight))
         x = F.embedding(row.masked_fill(outside, 0), self.weight, self.padding_row)
         return self.leave(x.masked_fill(outside.unsqueeze(-1), 0.0))
-
-
-class ShardedCrossEntropy(torch.autograd.Function):
-    """-log softmax(logits)[target] of n tokens, from each rank's logits (n, V / t).
-
-    For each token the ranks reduce three numbers: the largest logit, the sum of exponentials and
-    the target's logit. Backward, softmax - onehot, sends nothing."""
-
-    @staticmethod
-    def forward(ctx, logits, targets, start, length, group):
-        ctx.dtype = logits.dtype
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        if length < logits.shape[1]:
-            padding = torch.arange(logits.shape[1], device=logits.device) >= length
-            logits = logits.masked_fill(padding, float("-inf"))
-        largest = logits.amax(dim=1)  # (n,)
-        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
-        shifted = logits - largest.unsqueeze(1)  # (n, V / t)
-        column = targets - start
-        outside = (column < 0) | (column >= length)
-        column = column.masked_fill(outside, 0).unsqueeze(1)  # (n, 1)
-        of_target = shifted.gather(1, column).squeeze(1).masked_fill(outside, 0.0)
-        exp = shifted.exp_()
-        sums = torch.stack((exp.sum(dim=1), of_target))  # (2, n): one message
-        dist.all_reduce(sums, group=group)
-        total, of_target = sums
-        ctx.save_for_backward(exp.div_(total.unsqueeze(1)), column, outside)
-        return total.log() - of_target
-
-    @staticmethod
-    def backward(ctx, grad):
-        # once_differentiable notices nothing where `grad` is a constant, as it is under a sum
-        if torch.is_grad_enabled():
-            raise RuntimeError("this loss has no second gradients: leave out create_graph=True")
-        softmax, column, outside = ctx.saved_tensors
-        onehot = (~outside).to(softmax.dtype).unsqueeze(1)  # (n, 1): this rank's column, or nothing
-        softmax.scatter_add_(1, column, -onehot)  # in place, to save memory: backward runs once
-        return softmax.mul_(grad.unsqueeze(1)).to(ctx.dtype), None, None, None, None
 
 
 class VocabParallelCrossEntropy(nn.Module):
     """logits (B, T, V / t), targets (B, T), count -> summed cross-entropy / count, the same scalar
     on every rank. count: the valid targets of the whole batch, in all its micro-batches. Targets
-    below zero add nothing."""
+    below zero add nothing.
+
+    A token's cross-entropy is log(sum of exp(logits)) - the target's logit. g adds up the ranks'
+    sums, and the one logit that they have of the target. So backward sends nothing."""
 
     def __init__(self, vocab, group):
         super().__init__()
@@ -269,9 +233,23 @@ class VocabParallelCrossEntropy(nn.Module):
                 "make the output projection a ColumnParallelLinear"
             )
         logits, targets = logits.flatten(0, -2), targets.flatten()  # (n, V / t), (n,)
-        # No rank has a logit for a larger target: it would count as the largest logit
+        # No rank has a logit for a larger target: its loss would be wrong, silently
         torch._assert_async((targets < self.vocab).all(), f"targets must be below {self.vocab}")
-        losses = ShardedCrossEntropy.apply(logits, targets, self.start, self.length, self.group)
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        if self.length < self.width:
+            padding = (0, self.width - self.length)
+            logits = F.pad(logits[:, : self.length], padding, value=float("-inf"))
+        largest = logits.detach().amax(dim=1)  # (n,): less this, no exp overflows
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self.group)
+        logits = logits - largest.unsqueeze(1)
+        column = targets - self.start
+        outside = (column < 0) | (column >= self.width)
+        token = torch.arange(len(column), device=column.device)
+        of_target = logits[token, column.masked_fill(outside, 0)].masked_fill(outside, 0.0)
+        exp_sum = logits.exp_().sum(dim=1)  # in place, to save memory
+        sums = torch.stack((exp_sum, of_target))  # (2, n): one message
+        exp_sum, of_target = ReduceFromGroup.apply(sums, self.group)
+        losses = exp_sum.log() - of_target
         return losses.masked_fill(targets < 0, 0.0).sum() / count
 
 
@@ -337,8 +315,8 @@ def grad_norm(parameters, group):
 
 def check_heads(config, t):
     """Raise ValueError where t ranks cannot share the heads evenly."""
-    heads, kv_heads = config.heads, config.kv_heads  # heads are a multiple of kv_heads
-    if kv_heads % t:
+    heads, kv_heads = config.heads, config.kv_heads
+    if kv_heads % t:  # heads are a multiple of kv_heads
         fits = [str(n) for n in range(1, kv_heads + 1) if kv_heads % n == 0]
         raise ValueError(
             f"{heads} heads and {kv_heads} kv-heads do not divide over {t} tensor-parallel ranks: "
@@ -364,8 +342,9 @@ def parallelize(model, group):
         if model.config.experts:  # the hidden units of every expert; the router stays whole
             mlp.enter = Enter(group)
             mlp.leave = Leave(group, in_place=True)
-            for name, dim in (("gate", 1), ("up", 1), ("down", 2)):  # (E, out, in)
-                setattr(mlp.experts, name, shard(getattr(mlp.experts, name), dim, group))
+            mlp.experts.gate = shard(mlp.experts.gate, 1, group)  # (E, out, in)
+            mlp.experts.up = shard(mlp.experts.up, 1, group)
+            mlp.experts.down = shard(mlp.experts.down, 2, group)
             mlp = mlp.shared  # its input is x before the f above: it needs one too
         if mlp is not None:
             mlp.enter = Enter(group)
@@ -383,27 +362,21 @@ def parallelize(model, group):
             model.head.out.weight = model.embed.token.weight
     for p in model.parameters():
         if not split_over(p, group):
-            whole = placement(p)
-            p.placement = whole | {"copies": [*whole["copies"], group]}
+            p.placement = placement(p) | {"copies": [*placement(p)["copies"], group]}
     return model
 
 
 # --- demo ---
 
 import harness
-from harness import formulas
+from harness import tensor_bytes
 
 
 def main():
     args = harness.parser(__doc__).parse_args()
     config = harness.configure(args)
     harness.check_batch(args, 1)
-
-    @harness.refusing()
-    def check(world):
-        check_heads(config, world)
-
-    harness.launch(demo, args, check=check)
+    harness.launch(demo, args, check=lambda world: check_heads(config, world))
 
 
 def demo(run):
@@ -419,24 +392,13 @@ def demo(run):
             part = model(tokens, targets=targets, count=run.count, samples=samples)
             part.backward()
             loss += part.detach()  # the same on every rank
-        # grad_norm's number without its check, as in every demo: one float64 is sent
-        norm = harness.grad_norm(parameters, [group])
+        norm = harness.grad_norm(parameters, [group])  # as grad_norm, but it compares no ranks
         run.check(loss, norm, model.named)
         harness.clip(parameters, norm, args.grad_clip)
         optimizer.step()
         run.log(loss, norm)
-
-    t, c, e = run.world, run.config, run.dtype.itemsize
-    size = formulas.tensor_parallel_sent(c, t, args.batch * c.context, e, c.layers)
-    size += formulas.all_reduce_sent(8, t)  # the squared gradient norm, one float64
-    text = f"8 r B T C e a block, 4 r B T C e + 6 r B T max(e, 4) for both ends; r = {t - 1}/{t}"
-    sent = {("all_reduce", "tp"): (size, text)}
-    size = formulas.parameters_held(c, t, c.layers) * e
-    held = run.states(size, "(P_whole + P_split / t) e, padded")
-    size = c.layers * harness.activation_bytes(c, args.batch // args.microbatches, e, t)
-    text = "norms' values of the blocks, and 1/t of heads' and hidden ones"
-    held["activations_peak"] = (size, text)
-    return run.receipt({"tp": t}, sent, held)
+    sent, held = tensor_bytes.tensor_parallel(run)
+    return run.receipt({"tp": run.world}, sent, held)
 
 
 if __name__ == "__main__":
