@@ -37,6 +37,7 @@ import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable  # refuses a gradient of a gradient
+from torch.utils.checkpoint import checkpoint
 
 import tensor_parallel
 
@@ -197,43 +198,25 @@ def reduce_partial(parameters):
 # --- f that holds less: backward gathers the tokens a second time
 
 
-class GatherAndProject(torch.autograd.Function):
-    """f and the matrices after it: x (B, T/t, C) -> the gathered x times each weight's transpose,
-    (B, T, out / t). Keeps this rank's tokens alone. Backward gathers the others' again, for the
-    weights' gradients."""
-
-    @staticmethod
-    def forward(ctx, x, length, group, *weights):
-        ctx.length, ctx.group = length, group
-        ctx.save_for_backward(x, *weights)
-        full = all_gather(x, length, group)
-        return tuple(F.linear(full, weight) for weight in weights)
-
-    @staticmethod
-    def backward(ctx, *grads):
-        # once_differentiable notices nothing where `grads` are constants, as they are under a sum
-        if torch.is_grad_enabled():
-            raise RuntimeError("gathering again has no second gradients: no create_graph=True")
-        x, *weights = ctx.saved_tensors
-        dtype = grads[0].dtype  # not x's under autocast
-        full = all_gather(x, ctx.length, ctx.group).to(dtype).flatten(0, 1)  # (B T, C)
-        weight_grads = [grad.flatten(0, 1).T @ full for grad in grads]
-        del full
-        grad = sum(grad @ weight.to(dtype) for grad, weight in zip(grads, weights))  # (B, T, C)
-        return reduce_scatter(grad.to(x.dtype), ctx.group), None, None, *weight_grads
-
-
 class EnterAndProject(nn.Module):
-    """In place of Enter, before layers such as gate and up. Returns their products, one for each of
-    `projections`, which take the layers' places: each is called with all products."""
+    """f and the matrices after it, in place of Enter, before layers such as gate and up. Returns
+    their products, one for each of `projections`, which take the layers' places: each is called
+    with all products. Keeps this rank's tokens alone: backward runs f again, but no product."""
 
     def __init__(self, stream, projections):
         super().__init__()
         self.stream, self.projections = stream, projections  # a list, no submodules: names stay
 
     def forward(self, x):
+        length = self.stream.length  # may be another one at the time of backward
+        return checkpoint(self.project, x, length, use_reentrant=False, preserve_rng_state=False)
+
+    def project(self, x, length):
+        full = GatherTokens.apply(x, length, self.stream.group)  # (B, T, C)
         weights = [projection.weight for projection in self.projections]
-        return GatherAndProject.apply(x, self.stream.length, self.stream.group, *weights)
+        # One product: backward runs again what comes before the last product's end
+        products = F.linear(full, torch.cat(weights))
+        return products.split([len(weight) for weight in weights], dim=-1)
 
 
 class Projection(nn.Module):
