@@ -201,7 +201,7 @@ def reduce_partial(parameters):
 class EnterAndProject(nn.Module):
     """f and the matrices after it, in place of Enter, before layers such as gate and up. Returns
     their products, one for each of `projections`, which take the layers' places: each is called
-    with all products. Keeps this rank's tokens alone: backward runs f again, but no product."""
+    with all products. Activation checkpointing keeps this rank's tokens alone, and runs f again."""
 
     def __init__(self, stream, projections):
         super().__init__()
@@ -214,7 +214,7 @@ class EnterAndProject(nn.Module):
     def project(self, x, length):
         full = GatherTokens.apply(x, length, self.stream.group)  # (B, T, C)
         weights = [projection.weight for projection in self.projections]
-        # One product: backward runs again what comes before the last product's end
+        # One product of all weights. The second run stops before it: of two, one would run again
         products = F.linear(full, torch.cat(weights))
         return products.split([len(weight) for weight in weights], dim=-1)
 
@@ -247,10 +247,9 @@ class Projection(nn.Module):
 #         criterion(model(tokens), targets, count).backward()
 #     reduce_partial(model.parameters())  # once a step; next grad_norm, clip and step, as there
 #
-# Add this rank's learned positions alone: embed(tokens) + position(stream.shard(positions)).
-# Without the marks, or the sum, copies drift apart: grad_norm notices. Nothing checks this: dropout
-# on split tokens needs another mask on each rank. A loss on split tokens is the sum over the rank's
-# tokens / the count of the batch, without the padding at the end.
+# Add this rank's learned positions alone: embed(tokens) + position(stream.shard(positions)). Draw
+# another dropout mask on each rank. A loss on split tokens is the sum over this rank's tokens
+# without padding / the count of the batch.
 
 # --- for model.py's GPT ---
 
@@ -259,9 +258,7 @@ def set_length(stream, model, args, kwargs):
     """A hook before forward(x, positions, ...) of a piece that begins with split tokens."""
     positions = kwargs.get("positions", args[1] if len(args) > 1 else None)
     if positions is None:
-        raise ValueError(
-            "pass the positions (T,) of the whole sequence: x (B, T/t, C) does not tell T"
-        )
+        raise ValueError("pass the whole sequence's positions (T,): x (B, T/t, C) does not tell T")
     stream.length = len(positions)
 
 
@@ -311,7 +308,7 @@ def parallelize(model, group, keep=True):
             mlp.down.leave = Leave(stream)
     if model.head is not None:
         replace_enter(model.head, ["out"], stream, keep)
-    for name, module in model.named_modules():
+    for name, module in model.named_modules():  # what is called with all tokens' positions or keys
         if name.endswith(("drop", "position")):
             module.register_forward_pre_hook(functools.partial(shard_last, stream))
     mark_partial(model.parameters(), group)
@@ -327,13 +324,11 @@ from harness import tensor_bytes
 def main():
     parser = harness.parser(__doc__)
     group = parser.add_argument_group("sequence parallelism")
-    why = "gather inputs of projections again in backward instead of keeping them: 1/t of them is "
-    why += "held, a quarter more sent"
+    why = "gather projections' inputs again in backward: holds 1/t of them, sends a quarter more"
     group.add_argument("--gather-again", action="store_true", help=why)
     args = parser.parse_args()
-    config = harness.configure(args)
     harness.check_batch(args, 1)
-    check = functools.partial(tensor_parallel.check_heads, config)
+    check = functools.partial(tensor_parallel.check_heads, harness.configure(args))
     harness.launch(demo, args, check=check)
 
 

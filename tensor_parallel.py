@@ -203,7 +203,7 @@ class VocabParallelEmbedding(nn.Module):
             self.padding_row = embedding.padding_idx - self.start
 
     def forward(self, tokens):
-        # Any other token's vector would be zeros, silently. This runs on the device: no waiting
+        # Any other token's vector would be zeros, silently. The device checks: nothing waits
         valid = (tokens >= 0) & (tokens < self.vocab)
         torch._assert_async(valid.all(), f"tokens must be from 0 to {self.vocab - 1}")
         row = tokens - self.start
@@ -228,10 +228,8 @@ class VocabParallelCrossEntropy(nn.Module):
 
     def forward(self, logits, targets, count):
         if logits.shape[-1] != self.width:
-            raise ValueError(
-                f"a rank has {self.width} of {self.vocab} logits here, not {logits.shape[-1]}: "
-                "make the output projection a ColumnParallelLinear"
-            )
+            why = f"a rank has {self.width} of {self.vocab} logits here, not {logits.shape[-1]}"
+            raise ValueError(f"{why}: make the output projection a ColumnParallelLinear")
         logits, targets = logits.flatten(0, -2), targets.flatten()  # (n, V / t), (n,)
         # No rank has a logit for a larger target: its loss would be wrong, silently
         torch._assert_async((targets < self.vocab).all(), f"targets must be below {self.vocab}")
@@ -244,8 +242,9 @@ class VocabParallelCrossEntropy(nn.Module):
         logits = logits - largest.unsqueeze(1)
         column = targets - self.start
         outside = (column < 0) | (column >= self.width)
+        column = column.masked_fill(outside, 0)
         token = torch.arange(len(column), device=column.device)
-        of_target = logits[token, column.masked_fill(outside, 0)].masked_fill(outside, 0.0)
+        of_target = logits[token, column].masked_fill(outside, 0.0)  # 0 where another rank has it
         exp_sum = logits.exp_().sum(dim=1)  # in place, to save memory
         sums = torch.stack((exp_sum, of_target))  # (2, n): one message
         exp_sum, of_target = ReduceFromGroup.apply(sums, self.group)
@@ -289,22 +288,21 @@ def grad_norm(parameters, group):
 #     for block in model.blocks:
 #         attn, mlp = block.attn, block.mlp
 #         attn.norm = nn.Sequential(attn.norm, Enter(group))
-#         attn.qkv = ColumnParallelLinear(attn.qkv, group)  # or so q, k and v
+#         attn.qkv = ColumnParallelLinear(attn.qkv, group)  # or each of q, k and v
 #         attn.proj = RowParallelLinear(attn.proj, group)
-#         attn.heads //= t  # so kv_heads: this rank's, if its forward counts them
+#         attn.heads //= t  # and kv_heads, if forward uses them
 #         mlp.norm = nn.Sequential(mlp.norm, Enter(group))
-#         mlp.up = ColumnParallelLinear(mlp.up, group)  # so a gate
+#         mlp.up = ColumnParallelLinear(mlp.up, group)  # a gate likewise
 #         mlp.down = RowParallelLinear(mlp.down, group)
 #     model.embed = VocabParallelEmbedding(model.embed, group)
 #     model.head = nn.Sequential(Enter(group), ColumnParallelLinear(model.head, group))
 #     model.head[1].weight = model.embed.weight  # if they were tied
 #     criterion = VocabParallelCrossEntropy(vocab, group)
-#     optimizer = torch.optim.AdamW(model.parameters())  # only now: the parameters are new objects
+#     optimizer = torch.optim.AdamW(model.parameters())  # only now: the parameters are new
 #     optimizer.zero_grad()
 #     for tokens, targets in microbatches:
-#         # count: valid targets of all micro-batches, so that their losses add up to the mean
 #         criterion(model(tokens), targets, count).backward()
-#     norm = grad_norm(model.parameters(), group)  # torch's leaves out other ranks' shards
+#     norm = grad_norm(model.parameters(), group)  # torch's norm lacks other ranks' shards
 #     nn.utils.clip_grads_with_norm_(model.parameters(), 1.0, norm)
 #     optimizer.step()
 #
@@ -315,8 +313,8 @@ def grad_norm(parameters, group):
 
 def check_heads(config, t):
     """Raise ValueError where t ranks cannot share the heads evenly."""
-    heads, kv_heads = config.heads, config.kv_heads
-    if kv_heads % t:  # heads are a multiple of kv_heads
+    heads, kv_heads = config.heads, config.kv_heads  # heads are a multiple of kv_heads
+    if kv_heads % t:
         fits = [str(n) for n in range(1, kv_heads + 1) if kv_heads % n == 0]
         raise ValueError(
             f"{heads} heads and {kv_heads} kv-heads do not divide over {t} tensor-parallel ranks: "
@@ -329,10 +327,8 @@ def parallelize(model, group):
     blocks and head may be missing. Make the optimizer afterwards: parameters are replaced. Raises
     ValueError where heads do not divide, and for a model that is cut already or not model.py's."""
     if not all(hasattr(model, name) for name in ("config", "embed", "blocks", "head")):
-        raise ValueError(
-            f"parallelize knows model.py's GPT alone, not {type(model).__name__}: "
-            "build other models from the parts above this section"
-        )
+        name = type(model).__name__
+        raise ValueError(f"parallelize knows model.py's GPT alone, not {name}: use the parts above")
     check_heads(model.config, dist.get_world_size(group))
     for block in model.blocks.values():
         attn, mlp = block.attn, block.mlp
@@ -392,7 +388,8 @@ def demo(run):
             part = model(tokens, targets=targets, count=run.count, samples=samples)
             part.backward()
             loss += part.detach()  # the same on every rank
-        norm = harness.grad_norm(parameters, [group])  # as grad_norm, but it compares no ranks
+        # The same number as the file's grad_norm, which would also compare the ranks' gradients
+        norm = harness.grad_norm(parameters, [group])
         run.check(loss, norm, model.named)
         harness.clip(parameters, norm, args.grad_clip)
         optimizer.step()
