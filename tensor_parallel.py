@@ -212,13 +212,48 @@ class VocabParallelEmbedding(nn.Module):
         return self.leave(x.masked_fill(outside.unsqueeze(-1), 0.0))
 
 
+class ShardedCrossEntropy(torch.autograd.Function):
+    """-log softmax(logits)[target] of n tokens, from each rank's logits (n, V / t).
+
+    For each token the ranks reduce three numbers: the largest logit, the sum of exponentials and
+    the target's logit. Backward, softmax - onehot, sends nothing."""
+
+    @staticmethod
+    def forward(ctx, logits, targets, start, length, group):
+        ctx.dtype = logits.dtype
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        if length < logits.shape[1]:
+            padding = torch.arange(logits.shape[1], device=logits.device) >= length
+            logits = logits.masked_fill(padding, float("-inf"))
+        largest = logits.amax(dim=1)  # (n,)
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
+        shifted = logits - largest.unsqueeze(1)  # (n, V / t)
+        column = targets - start
+        outside = (column < 0) | (column >= length)
+        column = column.masked_fill(outside, 0).unsqueeze(1)  # (n, 1)
+        of_target = shifted.gather(1, column).squeeze(1).masked_fill(outside, 0.0)
+        exp = shifted.exp_()
+        sums = torch.stack((exp.sum(dim=1), of_target))  # (2, n): one message
+        dist.all_reduce(sums, group=group)
+        total, of_target = sums
+        ctx.save_for_backward(exp.div_(total.unsqueeze(1)), column, outside)
+        return total.log() - of_target
+
+    @staticmethod
+    def backward(ctx, grad):
+        # once_differentiable notices nothing where `grad` is a constant, as it is under a sum
+        if torch.is_grad_enabled():
+            raise RuntimeError("this loss has no second gradients: leave out create_graph=True")
+        softmax, column, outside = ctx.saved_tensors
+        onehot = (~outside).to(softmax.dtype).unsqueeze(1)  # (n, 1): this rank's column, or nothing
+        softmax.scatter_add_(1, column, -onehot)  # in place, to save memory: backward runs once
+        return softmax.mul_(grad.unsqueeze(1)).to(ctx.dtype), None, None, None, None
+
+
 class VocabParallelCrossEntropy(nn.Module):
     """logits (B, T, V / t), targets (B, T), count -> summed cross-entropy / count, the same scalar
     on every rank. count: the valid targets of the whole batch, in all its micro-batches. Targets
-    below zero add nothing.
-
-    A token's cross-entropy is log(sum of exp(logits)) - the target's logit. g adds up the ranks'
-    sums, and the one logit that they have of the target. So backward sends nothing."""
+    below zero add nothing."""
 
     def __init__(self, vocab, group):
         super().__init__()
@@ -233,22 +268,7 @@ class VocabParallelCrossEntropy(nn.Module):
         logits, targets = logits.flatten(0, -2), targets.flatten()  # (n, V / t), (n,)
         # No rank has a logit for a larger target: its loss would be wrong, silently
         torch._assert_async((targets < self.vocab).all(), f"targets must be below {self.vocab}")
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        if self.length < self.width:
-            padding = (0, self.width - self.length)
-            logits = F.pad(logits[:, : self.length], padding, value=float("-inf"))
-        largest = logits.detach().amax(dim=1)  # (n,): less this, no exp overflows
-        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self.group)
-        logits = logits - largest.unsqueeze(1)
-        column = targets - self.start
-        outside = (column < 0) | (column >= self.width)
-        column = column.masked_fill(outside, 0)
-        token = torch.arange(len(column), device=column.device)
-        of_target = logits[token, column].masked_fill(outside, 0.0)  # 0 where another rank has it
-        exp_sum = logits.exp_().sum(dim=1)  # in place, to save memory
-        sums = torch.stack((exp_sum, of_target))  # (2, n): one message
-        exp_sum, of_target = ReduceFromGroup.apply(sums, self.group)
-        losses = exp_sum.log() - of_target
+        losses = ShardedCrossEntropy.apply(logits, targets, self.start, self.length, self.group)
         return losses.masked_fill(targets < 0, 0.0).sum() / count
 
 
