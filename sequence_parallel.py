@@ -18,9 +18,8 @@ So as many bytes are sent: 8 r B T C e a block, at e bytes an element. The activ
 parallelism holds whole shrink to 1/t. Only what f gathers, (B, T, C), is held whole for backward:
 with --gather-again not even that, because backward gathers it a second time.
 
-Backward: an all-gather copies, so its backward adds up the copies' gradients. g adds, so every
-term has the sum's gradient. Norms, positions and the biases after g see this rank's tokens alone:
-their gradients are partial sums, which `reduce_partial` all-reduces once a step (2 r P e bytes).
+Norms, positions and the biases after g see this rank's tokens alone: the gradients of their P
+parameters are partial sums, which `reduce_partial` all-reduces once a step (2 r P e bytes).
 
 It loses only where messages are so short that their number counts: there are twice as many.
 docs/tensor-parallelism.md has the rest. For attention over split tokens see context_parallel.py.
@@ -38,6 +37,7 @@ import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable  # refuses a gradient of a gradient
+from torch.utils.checkpoint import checkpoint
 
 import tensor_parallel
 
@@ -176,7 +176,7 @@ def reduce_partial(parameters):
 
     Raises RuntimeError when called twice in a step, and so does a backward pass before the next
     zero_grad(). Neither is noticed once something else, such as clipping, has changed gradients."""
-    partial = {}
+    partial = {}  # {group: parameters}
     for p in dict.fromkeys(parameters):  # each once
         if p.requires_grad:
             for group in tensor_parallel.placement(p)["partial"]:
@@ -188,12 +188,9 @@ def reduce_partial(parameters):
         dist.all_reduce(flat, group=group)
         for p, grad, total in zip(members, grads, flat.split([p.numel() for p in members])):
             grad.copy_(total.view_as(p))
+            grad.complete_at = grad._version
             if p.grad is None and grad.any():  # another rank had a gradient
                 p.grad = grad
-    for members in partial.values():
-        for p in members:
-            if p.grad is not None:
-                p.grad.complete_at = p.grad._version
             if not hasattr(p, "watched"):  # the hook runs before backward adds to the gradient
                 p.watched = p.register_hook(functools.partial(refuse_complete, p))
 
@@ -201,46 +198,25 @@ def reduce_partial(parameters):
 # --- f that holds less: backward gathers the tokens a second time
 
 
-class GatherAndProject(torch.autograd.Function):
-    """f and the matrices after it: x (B, T/t, C) -> the gathered x times each weight's transpose,
-    (B, T, out / t). Keeps this rank's tokens alone. Backward gathers the others' again, for the
-    weights' gradients."""
-
-    @staticmethod
-    def forward(ctx, x, length, group, *weights):
-        ctx.length, ctx.group = length, group
-        ctx.save_for_backward(x, *weights)
-        full = all_gather(x, length, group)
-        return tuple(F.linear(full, weight) for weight in weights)
-
-    @staticmethod
-    def backward(ctx, *grads):
-        # once_differentiable notices nothing where `grads` are constants, as they are under a sum
-        if torch.is_grad_enabled():
-            raise RuntimeError("gathering again has no second gradients: no create_graph=True")
-        x, *weights = ctx.saved_tensors
-        dtype = grads[0].dtype  # not x's under autocast
-        full = all_gather(x, ctx.length, ctx.group).to(dtype).flatten(0, 1)  # (B T, C)
-        weight_grads = [None] * len(weights)
-        for i, grad in enumerate(grads):
-            if ctx.needs_input_grad[3 + i]:
-                weight_grads[i] = grad.flatten(0, 1).T @ full
-        del full
-        grad = sum(grad @ weight.to(dtype) for grad, weight in zip(grads, weights))  # (B, T, C)
-        return reduce_scatter(grad.to(x.dtype), ctx.group), None, None, *weight_grads
-
-
 class EnterAndProject(nn.Module):
-    """In place of Enter, before layers such as gate and up. Returns their products, one for each of
-    `projections`, which take the layers' places: each is called with all products."""
+    """f and the matrices after it, in place of Enter, before layers such as gate and up. Returns
+    their products, one for each of `projections`, which take the layers' places: each is called
+    with all products. Activation checkpointing keeps this rank's tokens alone, and runs f again."""
 
     def __init__(self, stream, projections):
         super().__init__()
         self.stream, self.projections = stream, projections  # a list, no submodules: names stay
 
     def forward(self, x):
+        length = self.stream.length  # may be another one at the time of backward
+        return checkpoint(self.project, x, length, use_reentrant=False, preserve_rng_state=False)
+
+    def project(self, x, length):
+        full = GatherTokens.apply(x, length, self.stream.group)  # (B, T, C)
         weights = [projection.weight for projection in self.projections]
-        return GatherAndProject.apply(x, self.stream.length, self.stream.group, *weights)
+        # One product of all weights. The second run stops before it: of two, one would run again
+        products = F.linear(full, torch.cat(weights))
+        return products.split([len(weight) for weight in weights], dim=-1)
 
 
 class Projection(nn.Module):
@@ -271,10 +247,9 @@ class Projection(nn.Module):
 #         criterion(model(tokens), targets, count).backward()
 #     reduce_partial(model.parameters())  # once a step; next grad_norm, clip and step, as there
 #
-# Add this rank's learned positions alone: embed(tokens) + position(stream.shard(positions)).
-# Without the marks, or the sum, copies drift apart: grad_norm notices. Nothing checks this: dropout
-# on split tokens needs another mask on each rank. A loss on split tokens is the sum over the rank's
-# tokens / the count of the batch, without the padding at the end.
+# Add this rank's learned positions alone: embed(tokens) + position(stream.shard(positions)). Draw
+# another dropout mask on each rank. A loss on split tokens is the sum over this rank's tokens
+# without padding / the count of the batch.
 
 # --- for model.py's GPT ---
 
@@ -283,9 +258,7 @@ def set_length(stream, model, args, kwargs):
     """A hook before forward(x, positions, ...) of a piece that begins with split tokens."""
     positions = kwargs.get("positions", args[1] if len(args) > 1 else None)
     if positions is None:
-        raise ValueError(
-            "pass the positions (T,) of the whole sequence: x (B, T/t, C) does not tell T"
-        )
+        raise ValueError("pass the whole sequence's positions (T,): x (B, T/t, C) does not tell T")
     stream.length = len(positions)
 
 
@@ -316,13 +289,11 @@ def parallelize(model, group, keep=True):
     are partial sums after backward: see `reduce_partial`."""
     tensor_parallel.parallelize(model, group)
     stream = Stream(group)
-    split = []  # modules that see split tokens, and take an argument for all of them
     if model.embed is None:
         hook = functools.partial(set_length, stream)
         model.register_forward_pre_hook(hook, with_kwargs=True)
     else:
         model.embed.token.leave = Leave(stream)
-        split += [model.embed.drop, model.embed.position]
     for block in model.blocks.values():
         replace_enter(block.attn, ["qkv"], stream, keep)
         block.attn.proj.leave = Leave(stream)
@@ -335,11 +306,10 @@ def parallelize(model, group, keep=True):
         if mlp is not None:
             replace_enter(mlp, ["up"] if mlp.gate is None else ["gate", "up"], stream, keep)
             mlp.down.leave = Leave(stream)
-        split += [block.attn_drop, block.mlp_drop]
     if model.head is not None:
         replace_enter(model.head, ["out"], stream, keep)
-    for module in split:
-        if module is not None:
+    for name, module in model.named_modules():  # what is called with all tokens' positions or keys
+        if name.endswith(("drop", "position")):
             module.register_forward_pre_hook(functools.partial(shard_last, stream))
     mark_partial(model.parameters(), group)
     return model
@@ -348,24 +318,17 @@ def parallelize(model, group, keep=True):
 # --- demo ---
 
 import harness
-from harness import formulas
-from harness.saved import kept_by_a_block
+from harness import tensor_bytes
 
 
 def main():
     parser = harness.parser(__doc__)
-    why = "gather inputs of projections again in backward instead of keeping them: 1/t of them is "
-    why += "held, a quarter more sent"
     group = parser.add_argument_group("sequence parallelism")
+    why = "gather projections' inputs again in backward: holds 1/t of them, sends a quarter more"
     group.add_argument("--gather-again", action="store_true", help=why)
     args = parser.parse_args()
-    config = harness.configure(args)
     harness.check_batch(args, 1)
-
-    @harness.refusing()
-    def check(world):
-        tensor_parallel.check_heads(config, world)
-
+    check = functools.partial(tensor_parallel.check_heads, harness.configure(args))
     harness.launch(demo, args, check=check)
 
 
@@ -388,29 +351,8 @@ def demo(run):
         harness.clip(parameters, norm, args.grad_clip)
         optimizer.step()
         run.log(loss, norm)
-
-    t, c, e = run.world, run.config, run.dtype.itemsize
-    size = formulas.sequence_parallel_sent(c, t, args.batch, c.context, e, c.layers, keep=keep)
-    partial = formulas.partial_parameters(c, c.layers)
-    reduced = size["all_reduce"] + formulas.all_reduce_sent(partial * e + 8, t)  # 8: the norm
-    scatter = "all_to_all" if dist.get_backend(group) == "gloo" else "reduce_scatter"
-    again = "6 r B T C e a block, 3 r B T C e for both ends"
-    text = "4 r B T C e a block, 2 r B T C e for both ends"
-    sent = {
-        ("all_gather", "tp"): (size["all_gather"], text if keep else again),
-        (scatter, "tp"): (size["reduce_scatter"], text),
-        ("all_reduce", "tp"): (reduced, f"6 r B T max(e, 4): the loss; 2 r P e: P = {partial:,}"),
-    }
-    size = formulas.parameters_held(c, t, c.layers) * e
-    held = run.states(size, "(P_whole + P_split / t) e, padded")
-    rows = args.batch // args.microbatches
-    block = harness.activation_bytes(c, rows, e) / t
-    text = "1/t of one process's of all blocks"
-    if keep:
-        block += 2 * rows * c.context * c.width * e * (t - 1) / t
-        text += ", and what f gathered"
-    held["activations_peak"] = (c.layers * block, text)
-    return run.receipt({"tp": t, "sp": t}, sent, held, [kept_by_a_block(run, model, block)])
+    sent, held, notes = tensor_bytes.sequence_parallel(run, model, keep)
+    return run.receipt({"tp": run.world, "sp": run.world}, sent, held, notes)
 
 
 if __name__ == "__main__":

@@ -133,7 +133,7 @@ class RowParallelLinear(nn.Module):
 
 
 def span(size, index, count):
-    """Shard `index` of `count` of a dimension: (start, length, width). Every shard is ceil(size /
+    """(start, length, width) of shard `index` of `count` of a dimension. Every shard is ceil(size /
     count) wide, and zeros follow its `length` elements: 5 rows on 4 ranks are 2, 2, 1 and 0."""
     width = -(-size // count)
     start = min(index * width, size)
@@ -172,15 +172,14 @@ def shard(parameter, dim, group):
     if parameter is None:
         return None
     dim, group = dim % parameter.dim(), group or dist.group.WORLD
-    whole = placement(parameter)
-    if dim in whole["cuts"] or split_over(parameter, group):
+    cuts = placement(parameter)["cuts"]
+    if dim in cuts or split_over(parameter, group):
         raise ValueError("this parameter is a shard already: cut it once, and tie its shards")
     rank, t = dist.get_rank(group), dist.get_world_size(group)
-    part = shard_tensor(parameter.detach(), dim, rank, t)
-    part = nn.Parameter(part, requires_grad=parameter.requires_grad)
+    part = nn.Parameter(shard_tensor(parameter.detach(), dim, rank, t), parameter.requires_grad)
     part.__dict__.update(parameter.__dict__)  # attributes that others have set
     start, length, _ = span(parameter.shape[dim], rank, t)
-    part.placement = whole | {"cuts": whole["cuts"] | {dim: (group, start, length)}}
+    part.placement = placement(parameter) | {"cuts": cuts | {dim: (group, start, length)}}
     return part
 
 
@@ -195,20 +194,20 @@ class VocabParallelEmbedding(nn.Module):
         super().__init__()
         self.vocab = len(embedding.weight)
         self.weight = shard(embedding.weight, 0, group)  # (V / t, C)
-        _, self.start, self.length = self.weight.placement["cuts"][0]
+        self.start = dist.get_rank(group) * len(self.weight)
         self.leave = Leave(group, in_place=True)
         if embedding.max_norm is not None or embedding.scale_grad_by_freq:
             raise ValueError("a cut embedding can't honour max_norm or scale_grad_by_freq")
         self.padding_row = None  # padding_idx, if this rank has its row
-        if embedding.padding_idx in range(self.start, self.start + self.length):
+        if embedding.padding_idx in range(self.start, self.start + len(self.weight)):
             self.padding_row = embedding.padding_idx - self.start
 
     def forward(self, tokens):
-        # Any other token's vector would be zeros, silently. This runs on the device: no waiting
+        # Any other token's vector would be zeros, silently. The device checks: nothing waits
         valid = (tokens >= 0) & (tokens < self.vocab)
         torch._assert_async(valid.all(), f"tokens must be from 0 to {self.vocab - 1}")
         row = tokens - self.start
-        outside = (row < 0) | (row >= self.length)
+        outside = (row < 0) | (row >= len(self.weight))
         x = F.embedding(row.masked_fill(outside, 0), self.weight, self.padding_row)
         return self.leave(x.masked_fill(outside.unsqueeze(-1), 0.0))
 
@@ -264,12 +263,10 @@ class VocabParallelCrossEntropy(nn.Module):
 
     def forward(self, logits, targets, count):
         if logits.shape[-1] != self.width:
-            raise ValueError(
-                f"a rank has {self.width} of {self.vocab} logits here, not {logits.shape[-1]}: "
-                "make the output projection a ColumnParallelLinear"
-            )
+            why = f"a rank has {self.width} of {self.vocab} logits here, not {logits.shape[-1]}"
+            raise ValueError(f"{why}: make the output projection a ColumnParallelLinear")
         logits, targets = logits.flatten(0, -2), targets.flatten()  # (n, V / t), (n,)
-        # No rank has a logit for a larger target: it would count as the largest logit
+        # No rank has a logit for a larger target: its loss would be wrong, silently
         torch._assert_async((targets < self.vocab).all(), f"targets must be below {self.vocab}")
         losses = ShardedCrossEntropy.apply(logits, targets, self.start, self.length, self.group)
         return losses.masked_fill(targets < 0, 0.0).sum() / count
@@ -311,22 +308,21 @@ def grad_norm(parameters, group):
 #     for block in model.blocks:
 #         attn, mlp = block.attn, block.mlp
 #         attn.norm = nn.Sequential(attn.norm, Enter(group))
-#         attn.qkv = ColumnParallelLinear(attn.qkv, group)  # or so q, k and v
+#         attn.qkv = ColumnParallelLinear(attn.qkv, group)  # or each of q, k and v
 #         attn.proj = RowParallelLinear(attn.proj, group)
-#         attn.heads //= t  # so kv_heads: this rank's, if its forward counts them
+#         attn.heads //= t  # and kv_heads, if forward uses them
 #         mlp.norm = nn.Sequential(mlp.norm, Enter(group))
-#         mlp.up = ColumnParallelLinear(mlp.up, group)  # so a gate
+#         mlp.up = ColumnParallelLinear(mlp.up, group)  # a gate likewise
 #         mlp.down = RowParallelLinear(mlp.down, group)
 #     model.embed = VocabParallelEmbedding(model.embed, group)
 #     model.head = nn.Sequential(Enter(group), ColumnParallelLinear(model.head, group))
 #     model.head[1].weight = model.embed.weight  # if they were tied
 #     criterion = VocabParallelCrossEntropy(vocab, group)
-#     optimizer = torch.optim.AdamW(model.parameters())  # only now: the parameters are new objects
+#     optimizer = torch.optim.AdamW(model.parameters())  # only now: the parameters are new
 #     optimizer.zero_grad()
 #     for tokens, targets in microbatches:
-#         # count: valid targets of all micro-batches, so that their losses add up to the mean
 #         criterion(model(tokens), targets, count).backward()
-#     norm = grad_norm(model.parameters(), group)  # torch's leaves out other ranks' shards
+#     norm = grad_norm(model.parameters(), group)  # torch's norm lacks other ranks' shards
 #     nn.utils.clip_grads_with_norm_(model.parameters(), 1.0, norm)
 #     optimizer.step()
 #
@@ -351,10 +347,8 @@ def parallelize(model, group):
     blocks and head may be missing. Make the optimizer afterwards: parameters are replaced. Raises
     ValueError where heads do not divide, and for a model that is cut already or not model.py's."""
     if not all(hasattr(model, name) for name in ("config", "embed", "blocks", "head")):
-        raise ValueError(
-            f"parallelize knows model.py's GPT alone, not {type(model).__name__}: "
-            "build other models from the parts above this section"
-        )
+        name = type(model).__name__
+        raise ValueError(f"parallelize knows model.py's GPT alone, not {name}: use the parts above")
     check_heads(model.config, dist.get_world_size(group))
     for block in model.blocks.values():
         attn, mlp = block.attn, block.mlp
@@ -364,8 +358,9 @@ def parallelize(model, group):
         if model.config.experts:  # the hidden units of every expert; the router stays whole
             mlp.enter = Enter(group)
             mlp.leave = Leave(group, in_place=True)
-            for name, dim in (("gate", 1), ("up", 1), ("down", 2)):  # (E, out, in)
-                setattr(mlp.experts, name, shard(getattr(mlp.experts, name), dim, group))
+            mlp.experts.gate = shard(mlp.experts.gate, 1, group)  # (E, out, in)
+            mlp.experts.up = shard(mlp.experts.up, 1, group)
+            mlp.experts.down = shard(mlp.experts.down, 2, group)
             mlp = mlp.shared  # its input is x before the f above: it needs one too
         if mlp is not None:
             mlp.enter = Enter(group)
@@ -383,27 +378,21 @@ def parallelize(model, group):
             model.head.out.weight = model.embed.token.weight
     for p in model.parameters():
         if not split_over(p, group):
-            whole = placement(p)
-            p.placement = whole | {"copies": [*whole["copies"], group]}
+            p.placement = placement(p) | {"copies": [*placement(p)["copies"], group]}
     return model
 
 
 # --- demo ---
 
 import harness
-from harness import formulas
+from harness import tensor_bytes
 
 
 def main():
     args = harness.parser(__doc__).parse_args()
     config = harness.configure(args)
     harness.check_batch(args, 1)
-
-    @harness.refusing()
-    def check(world):
-        check_heads(config, world)
-
-    harness.launch(demo, args, check=check)
+    harness.launch(demo, args, check=lambda world: check_heads(config, world))
 
 
 def demo(run):
@@ -419,24 +408,14 @@ def demo(run):
             part = model(tokens, targets=targets, count=run.count, samples=samples)
             part.backward()
             loss += part.detach()  # the same on every rank
-        # grad_norm's number without its check, as in every demo: one float64 is sent
+        # The same number as the file's grad_norm, which would also compare the ranks' gradients
         norm = harness.grad_norm(parameters, [group])
         run.check(loss, norm, model.named)
         harness.clip(parameters, norm, args.grad_clip)
         optimizer.step()
         run.log(loss, norm)
-
-    t, c, e = run.world, run.config, run.dtype.itemsize
-    size = formulas.tensor_parallel_sent(c, t, args.batch * c.context, e, c.layers)
-    size += formulas.all_reduce_sent(8, t)  # the squared gradient norm, one float64
-    text = f"8 r B T C e a block, 4 r B T C e + 6 r B T max(e, 4) for both ends; r = {t - 1}/{t}"
-    sent = {("all_reduce", "tp"): (size, text)}
-    size = formulas.parameters_held(c, t, c.layers) * e
-    held = run.states(size, "(P_whole + P_split / t) e, padded")
-    size = c.layers * harness.activation_bytes(c, args.batch // args.microbatches, e, t)
-    text = "norms' values of the blocks, and 1/t of heads' and hidden ones"
-    held["activations_peak"] = (size, text)
-    return run.receipt({"tp": t}, sent, held)
+    sent, held = tensor_bytes.tensor_parallel(run)
+    return run.receipt({"tp": run.world}, sent, held)
 
 
 if __name__ == "__main__":

@@ -136,7 +136,7 @@ def sequence_parallel_sent(
     backward. The sum of the partial gradients, once a step, is not in it.
 
     keep: whether gathered inputs are kept for backward. recompute: as of the model; "selective"
-    gathers the inputs of products again where it runs their norms again, "block" repeats the
+    gathers kept inputs of products again where it runs their norms again, "block" repeats the
     block's forward."""
     r, exact = (t - 1) / t, max(element_size, 4)
     padded_length = ceil(length, t) * t
@@ -166,7 +166,7 @@ def sequence_parallel_sent(
     if whole_block:
         gathers += (3 if shared else 2) * blocks
         scatters += sent_again(config) * blocks
-    elif recompute == "selective":
+    elif recompute == "selective" and keep:
         gathers += blocks
         if config.mlp == "gelu" and (shared or not config.experts):
             gathers += blocks

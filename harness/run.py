@@ -36,12 +36,13 @@ def launch(demo, args, needed=None, check=lambda world: None, run=None):
     """Call demo(Run) on every rank, and end the process with its exit code.
 
     needed  the number of ranks that the layout takes; None is any
-    check   check(number of ranks) may refuse it
+    check   check(number of ranks) may refuse it; its ValueError becomes a refusal
     run     run(args, rank, world, device) returns the demo's argument; by default a Run
     """
 
     def ready(world):
-        check(world)
+        with start.refusing():
+            check(world)
         check_files(args)
 
     start.on_ranks(lambda *rank: demo((run or Run)(args, *rank)), args, needed, ready)

@@ -249,7 +249,7 @@ def test_pipeline_stages(ranks):
             )
         x = stages[0](tokens, samples=samples)
         assert x.shape == (12, 6, 32)
-        with pytest.raises(ValueError, match="pass the positions"):
+        with pytest.raises(ValueError, match="pass the whole sequence's positions"):
             stages[1](x, targets=targets, count=count)
         loss = stages[1](x, torch.arange(11), targets=targets, count=count, samples=samples)
         loss.backward()
