@@ -33,7 +33,6 @@ arXiv:2401.10241; ZB-V arXiv:2405.15362; DualPipe arXiv:2412.19437, section 3.2.
 import collections
 import contextlib
 import functools
-import graphlib
 import itertools
 import weakref
 from typing import NamedTuple
@@ -56,11 +55,33 @@ class Action(NamedTuple):
     stage: int
 
 
+class Row(list):
+    """A rank's actions. add("FFB", stage) appends the stage's next two forwards and next backward:
+    each stage takes its micro-batches in order."""
+
+    def __init__(self, kinds="", *stages):
+        super().__init__()
+        self.counts = collections.Counter()  # {(kind, stage): how many}
+        self.add(kinds, *stages)
+
+    def add(self, kinds, *stages):
+        for stage in stages:
+            for kind in kinds:
+                parts = "IW" if kind == "B" else kind
+                self.append(Action(kind, self.counts[parts[0], stage], stage))
+                for part in parts:
+                    self.counts[part, stage] += 1
+
+
+def naive(rank, ranks, microbatches):
+    """One micro-batch at a time through all stages and back: F0 B0 F1 B1 F2 B2. Rank r runs
+    stage r."""
+    return Row("FB" * microbatches, rank)
+
+
 def gpipe(rank, ranks, microbatches):
-    """All forwards, then all backwards: F0 F1 F2 B0 B1 B2. Rank r runs stage r."""
-    forwards = [Action("F", m, rank) for m in range(microbatches)]
-    backwards = [Action("B", m, rank) for m in range(microbatches)]
-    return forwards + backwards
+    """All forwards, then all backwards: F0 F1 F2 B0 B1 B2."""
+    return Row("F" * microbatches + "B" * microbatches, rank)
 
 
 def one_f_one_b(rank, ranks, microbatches):
@@ -71,23 +92,8 @@ def one_f_one_b(rank, ranks, microbatches):
         rank 1 of 3:  F0 F1 B0 F2 B1 F3 B2 F4 B3 B4
         rank 2 of 3:  F0 B0 F1 B1 F2 B2 F3 B3 F4 B4
     """
-    forwards = [Action("F", m, rank) for m in range(microbatches)]
-    backwards = [Action("B", m, rank) for m in range(microbatches)]
-    return in_turn(forwards, backwards, ahead=ranks - 1 - rank)
-
-
-def in_turn(forwards, backwards, ahead):
-    """Some forwards ahead, then one forward and one backward in turn, then the backwards left."""
-    row = forwards[:ahead]
-    for i, backward in enumerate(backwards):
-        row += forwards[ahead + i : ahead + i + 1]  # towards the end none is left
-        row.append(backward)
-    return row
-
-
-def naive(rank, ranks, microbatches):
-    """One micro-batch at a time through all stages and back: F0 B0 F1 B1 F2 B2 on every rank."""
-    return one_f_one_b(rank, rank + 1, microbatches)  # what 1F1B does on the last rank
+    ahead = min(ranks - 1 - rank, microbatches)
+    return Row("F" * ahead + "FB" * (microbatches - ahead) + "B" * ahead, rank)
 
 
 # --- the executor: Passes computes, Mailbox sends and receives, a Schedule says in which order
@@ -125,8 +131,7 @@ def play(schedule, forward, shape, dtype, device, links, around=contextlib.nullc
     """
     rank = check_links(schedule, links)
     row = schedule[rank]
-    split = any(action.kind == "W" for action in row)
-    passes = (SplitPasses if split else Passes)(forward, row, schedule.last)
+    passes = Passes(forward, row, schedule.last)
     mailbox = Mailbox(schedule, rank, shape, dtype, device, links)
     results = []
 
@@ -143,19 +148,25 @@ def play(schedule, forward, shape, dtype, device, links, around=contextlib.nullc
 
 
 class Passes:
-    """The forward and backward passes of a rank's stages. (SplitPasses adds I and W.)"""
+    """The forward and backward passes of a rank's stages."""
 
     def __init__(self, forward, row, last):
         self.function, self.last = forward, last
         self.alive = {}  # {(stage, micro-batch): input and output, from forward to backward}
         self.trains = any(action.kind != "F" for action in row)
+        # For a backward in two parts: see Deferred
+        self.deferred = {(a.stage, a.microbatch): Deferred() for a in row if a.kind == "W"}
         if self.trains and not torch.is_grad_enabled():
             raise ValueError("gradients are off: play forward_only(schedule), or turn them on")
 
     def run(self, action, received):
         """From the message that an action waits for to the message that it sends."""
-        work = self.forward if action.kind == "F" else self.backward
-        return work(action.stage, action.microbatch, received)
+        kind, m, stage = action
+        if kind == "W":
+            return self.deferred.pop((stage, m)).accumulate()
+        work = self.forward if kind == "F" else self.backward
+        with self.deferred.get((stage, m), contextlib.nullcontext()):
+            return work(stage, m, received)
 
     def forward(self, stage, m, x):
         if x is not None and torch.is_grad_enabled():
@@ -172,14 +183,11 @@ class Passes:
         if y is None and stage == 0 and self.last > 0:
             return None  # its parameters are frozen; the gradient from stage 1 is dropped
         if y is not None:
-            self.run_backward(y, torch.ones_like(y) if gradient is None else gradient)
+            y.backward(gradient)  # None for the loss
         if y is None or stage > 0 and x.grad is None:
             advice = "let its result depend on x, without detach or no_grad"
             raise RuntimeError(f"stage {stage} has no gradient to send: {advice}")
         return None if stage == 0 else x.grad
-
-    def run_backward(self, y, gradient):
-        y.backward(gradient)
 
 
 # --- what an action waits for, and what it sends
@@ -196,12 +204,13 @@ class Message(NamedTuple):
 
     @property
     def queue(self):
-        """Its queue's key. Messages of one queue arrive in the order in which they are sent."""
-        return self.kind, self.source, self.target
+        """Its queue's key. Messages of one queue arrive in the order in which they are sent. One
+        that stays on its rank is a queue of its own."""
+        return self if self.source == self.target else (self.kind, self.source, self.target)
 
 
 class Schedule(tuple):
-    """A row of actions for each rank. Raises ValueError if it is unsound: see `check`.
+    """A row of actions for each rank. Raises ValueError if it is unsound.
 
     owner: {stage: the rank that holds it}. last: the last stage. It is a tuple, so that nobody
     changes it after the check."""
@@ -214,7 +223,8 @@ class Schedule(tuple):
         for rank, row in enumerate(self):
             self.owner |= {action.stage: rank for action in row}
         self.last = len(self.owner) - 1
-        check(self)
+        check_actions(self)
+        check_order(self)
 
     def stages(self, rank):
         return sorted(stage for stage, owner in self.owner.items() if owner == rank)
@@ -330,9 +340,8 @@ def open_links(schedule, links, device):
 # --- what play refuses
 
 
-def check(schedule):
-    """Raise ValueError if an action is missing or there twice, or if ranks would wait for each
-    other for ever, even where a send blocks until its receive is posted."""
+def check_actions(schedule):
+    """Raise ValueError if an action is missing, there twice, or on the wrong rank."""
     stages, kinds = sorted(schedule.owner), collections.defaultdict(str)
     if not stages:
         raise ValueError("the schedule is empty: give it at least one micro-batch")
@@ -349,31 +358,36 @@ def check(schedule):
             found = " ".join(kinds[m, stage]) or "nothing"
             raise ValueError(f"stage {stage} runs micro-batch {m} as {found}")
 
-    # Nobody waits for ever if some order puts every action behind those that it waits for:
-    # 1. the one before it on its rank; 2. the one that sends its message; 3. where the one before
-    # it sends, the one that takes the message before in that queue. Only then is a receive posted.
-    before = collections.defaultdict(set)  # {action: the actions that it waits for}
-    sent = {}  # {message: the action that sends it, and the next one of that rank}
-    for row in schedule:
-        for action, following in zip(row, row[1:] + (None,)):
-            before[following].add(action)  # 1. (None follows the last one)
-            sent[schedule.outgoing(action)] = action, following
-    taken = {}  # {queue: the action that takes its last message}
-    for action in sum(schedule, ()):
-        message = schedule.incoming(action)
-        if message is None:
-            continue
-        sender, following = sent[message]
-        before[action].add(sender)  # 2.
-        if message.queue in taken and message.source != message.target:
-            before[following].add(taken[message.queue])  # 3.
-        taken[message.queue] = action
-    try:
-        graphlib.TopologicalSorter(before).prepare()
-    except graphlib.CycleError as e:
-        cycle = ", ".join(f"{kind}{m} of stage {stage}" for kind, m, stage in e.args[1])
+
+def check_order(schedule):
+    """Raise ValueError if ranks would wait for each other for ever. It plays the messages as the
+    strictest backend does: a send blocks until its receive is posted, and so until the message
+    before it in its queue is taken."""
+    rows = [collections.deque(row) for row in schedule]
+    under_way = collections.defaultdict(list)  # {queue: messages, sent and not yet taken}
+    sent_to = [None for _ in rows]  # for each rank the queue of its last message
+
+    def is_ready(rank):
+        message = schedule.incoming(rows[rank][0])
+        arrived = message is None or under_way[message.queue][:1] == [message]
+        return arrived and len(under_way[sent_to[rank]]) < 2
+
+    ready = True
+    while ready:
+        ready = [rank for rank, row in enumerate(rows) if row and is_ready(rank)]
+        for rank in ready:
+            action = rows[rank].popleft()
+            taken, sent = schedule.incoming(action), schedule.outgoing(action)
+            if taken is not None:
+                under_way[taken.queue].pop(0)
+            if sent is not None:
+                under_way[sent.queue].append(sent)
+                sent_to[rank] = sent.queue
+    heads = [row[0] for row in rows if row]
+    if heads:
+        waiting = ", ".join(f"{kind}{m} of stage {stage}" for kind, m, stage in heads)
         reason = "these wait for each other, or await messages in another order than they are sent"
-        raise ValueError(f"the schedule is stuck: {reason}: {cycle}") from None
+        raise ValueError(f"the schedule is stuck: {reason}: {waiting}")
 
 
 def check_links(schedule, links):
@@ -406,17 +420,18 @@ def interleaved(rank, ranks, microbatches, chunks=2):
     if microbatches % ranks:
         count = f"a multiple of {ranks} micro-batches, as many as ranks"
         raise ValueError(f"interleaved needs {count}, not {microbatches}")
-
-    def action(kind, i):
-        group, chunk, place = i // (ranks * chunks), i // ranks % chunks, i % ranks
-        if kind == "B":
-            chunk = chunks - 1 - chunk
-        return Action(kind, group * ranks + place, chunk * ranks + rank)
-
-    forwards = [action("F", i) for i in range(microbatches * chunks)]
-    backwards = [action("B", i) for i in range(microbatches * chunks)]
+    stages = list(range(rank, chunks * ranks, ranks))
+    groups = microbatches // ranks
+    forwards = sorted(ranks * stages) * groups  # for 2 ranks: 0 0 2 2 0 0 2 2 ...
+    backwards = sorted(ranks * stages, reverse=True) * groups  # 2 2 0 0 2 2 0 0 ...
     # A group through all chunks but the last; then to the last rank and back, two for each rank.
-    return in_turn(forwards, backwards, ahead=(chunks - 1) * ranks + 2 * (ranks - 1 - rank))
+    ahead = min((chunks - 1) * ranks + 2 * (ranks - 1 - rank), len(forwards))
+    row = Row("F", *forwards[:ahead])
+    for forward, backward in zip(forwards[ahead:], backwards):
+        row.add("F", forward)
+        row.add("B", backward)
+    row.add("B", *backwards[len(backwards) - ahead :])
+    return row
 
 
 # --- backward in two parts: the gradient that another stage waits for first, the weights' later
@@ -425,64 +440,80 @@ def interleaved(rank, ranks, microbatches, chunks=2):
 class Deferred(TorchFunctionMode):
     """While it is on, each F.linear and F.grouped_mm leaves its weight's gradient for later.
 
-        deferred = []
-        with Deferred(deferred):    # play does this for a schedule with I and W
+        deferred = Deferred()
+        with deferred:    # play does this for a schedule with I and W
             loss = F.cross_entropy(model(x), targets, reduction="sum") / count
-        loss.backward()          # gradients of inputs, biases, norms and embeddings
-        accumulate(deferred)     # gradients of weights: without this line they are missing
+            loss.backward()    # I: gradients of inputs, biases, norms and embeddings
+        deferred.accumulate()  # W: gradients of weights. Without this line they are missing
 
     It defers parameters and views of them. Other weights get their gradients at once: those that
     are computed, all under autocast, and those in addmm, matmul, bmm and nn.MultiheadAttention.
-    Run no backward pass inside the `with`.
 
     Set weight.used_twice = True where a stage uses a weight elsewhere too, as a tied embedding. Its
     gradient then comes at once, in one piece: DDP and ZeRO count the pieces."""
 
-    def __init__(self, deferred):
+    def __init__(self):
         super().__init__()
-        self.deferred = deferred  # (weight, function of its gradient, the function's arguments)
+        self.entries = []  # (weight, x, gradient of the product, offsets), last layers first
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
-        if torch.is_grad_enabled():
-            if function is F.linear:
-                function = self.linear
-            elif function is getattr(torch, "_grouped_mm", None):  # F.grouped_mm calls it
-                function = self.grouped_mm
-        return function(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        if function is torch.Tensor.backward:
+            return self.backward(*args, **kwargs)
+        if function in (F.linear, torch._grouped_mm):  # F.grouped_mm calls the latter
+            return self.product(function, *args, **kwargs)
+        return function(*args, **kwargs)
+
+    def backward(self, y, gradient, retain_graph, create_graph, inputs):
+        """y.backward(...), with this mode on, for checkpointed layers run forward again. A mode is
+        off in a function that it intercepts; so this calls what y.backward calls in the end."""
+        if self.entries:
+            raise RuntimeError(
+                "a stage's forward runs a backward pass of its own (autograd.grad?), whose "
+                "gradients a split backward would add to the step's: use a schedule like 1f1b"
+            )
+        gradient = torch.ones_like(y) if gradient is None else gradient
+        keep, inputs = bool(retain_graph), inputs or ()
+        engine = torch.autograd.Variable._execution_engine
+        flags = {"allow_unreachable": True, "accumulate_grad": True}
+        with self:
+            engine.run_backward((y,), (gradient,), keep, create_graph, inputs, **flags)
 
     def can_defer(self, input, weight):
         whole = weight if weight._base is None else weight._base
         if not isinstance(whole, nn.Parameter) or getattr(whole, "used_twice", False):
             return False
-        return input.requires_grad and weight.requires_grad
+        if torch.is_autocast_enabled(input.device.type):  # it would cast forward alone
+            return False
+        return torch.is_grad_enabled() and input.requires_grad and weight.requires_grad
 
-    def linear(self, input, weight, bias=None):
-        autocast = torch.is_autocast_enabled(input.device.type)  # it would cast forward alone
-        if autocast or input.dim() < 2 or not self.can_defer(input, weight):
-            return F.linear(input, weight, bias)
-        product = functools.partial(F.linear, bias=bias)
-        return self.defer(product, input, weight, weight_gradient)
-
-    def grouped_mm(self, input, weight, *, offs, bias=None, out_dtype=None):
-        product = functools.partial(torch._grouped_mm, offs=offs, bias=bias, out_dtype=out_dtype)
-        if bias is not None or out_dtype is not None or not self.can_defer(input, weight):
-            return product(input, weight)
-        return self.defer(product, input, weight, grouped_weight_gradient, offs)
-
-    def defer(self, product, input, weight, function, *offsets):
-        """product(input, weight). Backward: y's hook notes the gradient of y, the product passes on
-        that of x, and KeepInput, which has x, puts the weight's gradient off."""
+    def product(self, function, input, weight, *rest, **options):
+        """function(input, weight). In its backward a hook notes the gradient of y, the product
+        passes on that of x, and KeepInput, which has x, puts the weight's gradient off."""
+        offsets = options.get("offs")  # where the groups of a grouped product end
+        matrix_dims = 2 if offsets is None else 3
+        if weight.dim() != matrix_dims or not self.can_defer(input, weight):
+            return function(input, weight, *rest, **options)
         gradients = []
 
         def put_off(x):
-            self.deferred.append((weight, function, x, gradients.pop(), *offsets))
+            self.entries.append((weight, x, gradients.pop(), offsets))
 
         # Detached: or the product's backward would compute the weight's gradient as well.
-        y = product(KeepInput.apply(input, put_off), weight.detach())
+        y = function(KeepInput.apply(input, put_off), weight.detach(), *rest, **options)
         if y._is_view():  # an in-place ReLU gives a view a new node, without the hook
             y = torch.ops.aten._unsafe_view(y, y.shape)
         y.register_hook(gradients.append)
         return y
+
+    def accumulate(self):
+        """Add the deferred gradients to their weights, in one pass of autograd: hooks of DDP and
+        ZeRO see them like any others."""
+        # Autograd runs the newest node first: last layers first, in the order of the buckets
+        roots = [LateGradient.apply(*entry) for entry in reversed(self.entries)]
+        self.entries.clear()
+        if roots:
+            torch.autograd.backward(roots, [torch.ones_like(root) for root in roots])
 
 
 class KeepInput(torch.autograd.Function):
@@ -501,96 +532,41 @@ class KeepInput(torch.autograd.Function):
         return gradient, None
 
 
-def weight_gradient(x, gradient):
-    return gradient.flatten(0, -2).T @ x.flatten(0, -2)  # (out, in)
-
-
-def grouped_weight_gradient(x, gradient, offsets):
-    return F.grouped_mm(x.T, gradient, offs=offsets)  # (E, in, out)
-
-
 class LateGradient(torch.autograd.Function):
     """A node whose backward computes a weight's gradient. So only one exists at a time."""
 
     @staticmethod
-    def forward(ctx, weight, function, *tensors):
-        ctx.save_for_backward(*tensors)
-        ctx.function = function
+    def forward(ctx, weight, x, gradient, offsets):
+        ctx.save_for_backward(x, gradient, offsets)
         return weight.new_zeros(())
 
     @staticmethod
     def backward(ctx, _):
-        return ctx.function(*ctx.saved_tensors), None, *[None for _ in ctx.saved_tensors]
+        return weight_gradient(*ctx.saved_tensors), None, None, None
 
 
-def accumulate(deferred):
-    """Add the deferred gradients to their weights, in one pass of autograd: hooks of DDP and ZeRO
-    see them like any others."""
-    # Autograd runs the newest node first: last layers first, in the order of the buckets
-    roots = [LateGradient.apply(*entry) for entry in reversed(deferred)]
-    deferred.clear()
-    if roots:
-        torch.autograd.backward(roots, [torch.ones_like(root) for root in roots])
-
-
-class SplitPasses(Passes):
-    """Passes with backward in two parts where the schedule says so."""
-
-    def __init__(self, forward, row, last):
-        super().__init__(forward, row, last)
-        self.deferred = {(a.microbatch, a.stage): [] for a in row if a.kind == "W"}
-
-    def run(self, action, received):
-        key = action.microbatch, action.stage
-        if action.kind == "W":
-            return accumulate(self.deferred.pop(key))
-        if key not in self.deferred:
-            return super().run(action, received)
-        with Deferred(self.deferred[key]):  # in I too: checkpointed layers run forward again
-            result = super().run(action, received)
-        if action.kind == "F" and self.deferred[key]:
-            raise RuntimeError(
-                f"stage {action.stage}'s forward runs a backward pass of its own (autograd.grad?), "
-                "whose gradients a split backward would add to the step's: use a schedule like 1f1b"
-            )
-        return result
-
-    def run_backward(self, y, gradient):
-        # What y.backward calls in the end. A mode sees y.backward itself, and is off inside it.
-        engine = torch.autograd.Variable._execution_engine
-        flags = {"allow_unreachable": True, "accumulate_grad": True}
-        engine.run_backward((y,), (gradient,), False, False, (), **flags)
+def weight_gradient(x, gradient, offsets=None):
+    if offsets is not None:
+        return F.grouped_mm(x.T, gradient, offs=offsets)  # (E, in, out)
+    return gradient.flatten(0, -2).T @ x.flatten(0, -2)  # (out, in)
 
 
 # --- zero-bubble schedules: weight gradients fill the gaps
 
 
-class Row(list):
-    """A rank's actions. add("FIW", stage) appends the stage's next F, its next I and its next W."""
-
-    def __init__(self):
-        super().__init__()
-        self.counts = collections.Counter()  # {(kind, stage): how many}
-
-    def add(self, kinds, *stages):
-        for stage, kind in itertools.product(stages, kinds):
-            counted = "B" if kind == "I" else kind  # B and I are both backwards
-            self.append(Action(kind, self.counts[counted, stage], stage))
-            self.counts[counted, stage] += 1
-
-
 def zb_h1(rank, ranks, microbatches, reach=1):
     """1F1B with backward in two parts. Rank r has r forwards less in flight than the first rank, so
     it may put off r weight gradients for as much memory. They fill its gaps at the end."""
-    ahead, row = reach * (ranks - 1 - rank), Row()  # reach: forwards ahead of the next rank
-    row.add("F" * min(ahead, microbatches), rank)
+    ahead = min(reach * (ranks - 1 - rank), microbatches)  # reach: forwards ahead of the next rank
+    deferred = min(reach * rank, microbatches)
+    row = Row("F" * ahead, rank)
     for i in range(microbatches):
-        if ahead + i < microbatches:
+        if i < microbatches - ahead:
             row.add("F", rank)
         row.add("I", rank)
-        if i >= reach * rank:
+        if i >= deferred:
             row.add("W", rank)
-    row.add("W" * (microbatches - row.counts["W", rank]), rank)
+    row.add("W" * deferred, rank)
     return row
 
 
@@ -634,43 +610,27 @@ def dualpipev(rank, ranks, microbatches):
         raise ValueError(f"dualpipev needs {count}, not {microbatches}")
     near, far, row = rank, 2 * ranks - 1 - rank, Row()
     rest = ranks - 1 - rank
-    deferred = collections.deque()  # weight gradients put off
-
-    def input_gradient(stage):
-        row.add("I", stage)
-        deferred.append(row[-1]._replace(kind="W"))
-
-    def oldest_weight_gradient():
-        row.append(deferred.popleft())
-
     # 1: forwards, until the first micro-batch is back on the far side
     row.add("F" * (2 * rest), near)
     for _ in range(rank + 1):  # 2: the V is full: a forward of each side
         row.add("F", near, far)
     for _ in range(rest):  # 3: the first backwards, of the far side, in two parts
-        input_gradient(far)
-        oldest_weight_gradient()
-        row.add("F", far)
+        row.add("IWF", far)
     for _ in range(microbatches - 2 * ranks + rank + 1):  # 4: forward and backward of both sides
         row.add("F", near)
-        row.add("B", far)
-        row.add("F", far)
+        row.add("BF", far)
         row.add("B", near)
     for _ in range(rest):  # 5: no forwards of the near side are left
-        row.add("B", far)
-        row.add("F", far)
+        row.add("BF", far)
         row.add("B", near)
-    for i in range(2 * (rank + 1)):  # 6: backwards alone, the second half in two parts
-        stage = near if i % 2 else far
-        if i < rank + 1:
-            row.add("B", stage)
-        else:
-            input_gradient(stage)
-    for _ in range(rest):  # 7: the last backwards of the near side, with weights in between
-        oldest_weight_gradient()
-        input_gradient(near)
-    while deferred:  # 8: the weights that are left
-        oldest_weight_gradient()
+    backwards = [far, near] * (rank + 1)  # 6: backwards alone, the second half in two parts
+    row.add("B", *backwards[: rank + 1])
+    row.add("I", *backwards[rank + 1 :])
+    deferred = backwards[rank + 1 :] + [near] * rest  # stages whose weights wait, oldest first
+    for stage in deferred[:rest]:  # 7: the last backwards of the near side, with weights in between
+        row.add("W", stage)
+        row.add("I", near)
+    row.add("W", *deferred[rest:])  # 8: the weights that are left
     return row
 
 

@@ -202,17 +202,17 @@ def test_pipeline_defers_what_modules_call_alone(copied):
         import pipeline as pp
 
         layers, late = pipeline_layers("transformer"), []
-        accumulate = pp.accumulate
+        accumulate = pp.Deferred.accumulate
 
-        def watched(queue):
-            late.extend(entry[0] for entry in queue)
-            accumulate(queue)
+        def watched(deferred):
+            late.extend(entry[0] for entry in deferred.entries)
+            accumulate(deferred)
 
         def forward(stage, m, x):
             x = layers[stage + 1](layers[0](pipeline_batch(0)[0]) if x is None else x)
             return x.square().sum() if stage == 1 else x
 
-        pp.accumulate = watched
+        pp.Deferred.accumulate = watched
         pp.play(
             pp.make("zb-v", 1, 1), forward, (ROWS, LENGTH, WIDTH), DOUBLE, "cpu", pp.make_links()
         )

@@ -426,13 +426,13 @@ def test_no_more_than_one_receive_waits_in_each_queue(ranks):
 def test_deferred_gradients_come_last_layer_first():
     """As in a whole backward: DDP and ZeRO line their buckets up in this order."""
     layers = torch.nn.Sequential(*(torch.nn.Linear(2, 2) for _ in range(4)))
-    order, deferred = [], []
+    order, deferred = [], pp.Deferred()
     for i, layer in enumerate(layers):
         layer.weight.register_post_accumulate_grad_hook(lambda _, i=i: order.append(i))
-    with pp.Deferred(deferred):
-        y = layers(torch.ones(1, 2, requires_grad=True)).sum()
-    y.backward()
-    pp.accumulate(deferred)
+    with deferred:
+        layers(torch.ones(1, 2, requires_grad=True)).sum().backward()
+    assert order == []
+    deferred.accumulate()
     assert order == [3, 2, 1, 0]
 
 
