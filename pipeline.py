@@ -337,80 +337,6 @@ def open_links(schedule, links, device):
             dist.recv(number, group=link(links, queue), group_src=source)
 
 
-# --- what play refuses
-
-
-def check_actions(schedule):
-    """Raise ValueError if an action is missing, there twice, or on the wrong rank."""
-    stages, kinds = sorted(schedule.owner), collections.defaultdict(str)
-    if not stages:
-        raise ValueError("the schedule is empty: give it at least one micro-batch")
-    if stages != list(range(len(stages))):
-        raise ValueError(f"the schedule's stages are {stages}: number them from 0, leave none out")
-    for rank, row in enumerate(schedule):
-        for kind, m, stage in row:
-            if schedule.owner[stage] != rank:
-                raise ValueError(f"rank {rank} runs another rank's stage, {stage}")
-            kinds[m, stage] += kind
-    complete = ["F"] if set(kinds.values()) == {"F"} else ["FB", "FIW"]
-    for m, stage in itertools.product(sorted({m for m, _ in kinds}), stages):
-        if kinds[m, stage] not in complete:
-            found = " ".join(kinds[m, stage]) or "nothing"
-            raise ValueError(f"stage {stage} runs micro-batch {m} as {found}")
-
-
-def check_order(schedule):
-    """Raise ValueError if ranks would wait for each other for ever. It plays the messages as the
-    strictest backend does: a send blocks until its receive is posted, and so until the message
-    before it in its queue is taken."""
-    rows = [collections.deque(row) for row in schedule]
-    under_way = collections.defaultdict(list)  # {queue: messages, sent and not yet taken}
-    sent_to = [None for _ in rows]  # for each rank the queue of its last message
-
-    def is_ready(rank):
-        message = schedule.incoming(rows[rank][0])
-        arrived = message is None or under_way[message.queue][:1] == [message]
-        return arrived and len(under_way[sent_to[rank]]) < 2
-
-    ready = True
-    while ready:
-        ready = [rank for rank, row in enumerate(rows) if row and is_ready(rank)]
-        for rank in ready:
-            action = rows[rank].popleft()
-            taken, sent = schedule.incoming(action), schedule.outgoing(action)
-            if taken is not None:
-                under_way[taken.queue].pop(0)
-            if sent is not None:
-                under_way[sent.queue].append(sent)
-                sent_to[rank] = sent.queue
-    heads = [row[0] for row in rows if row]
-    if heads:
-        waiting = ", ".join(f"{kind}{m} of stage {stage}" for kind, m, stage in heads)
-        reason = "these wait for each other, or await messages in another order than they are sent"
-        raise ValueError(f"the schedule is stuck: {reason}: {waiting}")
-
-
-def check_links(schedule, links):
-    """This rank among the links. Raises an error where they do not fit the schedule."""
-    if not isinstance(schedule, Schedule):
-        raise ValueError("play needs a Schedule: Schedule(rows) looks whether it is sound")
-    rank = dist.get_rank(links[0])
-    if rank < 0:
-        raise ValueError("this process is not one of the links' ranks: play only where it is")
-    members = [dist.get_process_group_ranks(group) for group in links]
-    if len(set(links)) != 4 or any(ranks != members[0] for ranks in members):
-        raise ValueError("links must be four different groups of the same ranks: use make_links()")
-    size = len(members[0])
-    if len(schedule) != size:
-        raise ValueError(f"the schedule is for {len(schedule)} ranks, but the links join {size}")
-    if links[0] in Mailbox.unfinished:
-        raise RuntimeError(
-            "the last play on these links ended in an exception, with messages under way: make new "
-            "links on all ranks, and zero the gradients"
-        )
-    return rank
-
-
 # --- several stages a rank: a smaller bubble for more messages
 
 
@@ -508,12 +434,16 @@ class Deferred(TorchFunctionMode):
 
     def accumulate(self):
         """Add the deferred gradients to their weights, in one pass of autograd: hooks of DDP and
-        ZeRO see them like any others."""
+        ZeRO see them like any others. It computes one at a time, so only one is held."""
+        roots = []
         # Autograd runs the newest node first: last layers first, in the order of the buckets
-        roots = [LateGradient.apply(*entry) for entry in reversed(self.entries)]
+        for weight, *tensors in reversed(self.entries):
+            root = weight.view_as(weight)
+            root.register_hook(lambda _, tensors=tensors: weight_gradient(*tensors))
+            roots.append(root)
         self.entries.clear()
-        if roots:
-            torch.autograd.backward(roots, [torch.ones_like(root) for root in roots])
+        # The hooks put the weights' gradients in place of these zeros
+        torch.autograd.backward(roots, [root.new_zeros(()).expand_as(root) for root in roots])
 
 
 class KeepInput(torch.autograd.Function):
@@ -532,19 +462,6 @@ class KeepInput(torch.autograd.Function):
         return gradient, None
 
 
-class LateGradient(torch.autograd.Function):
-    """A node whose backward computes a weight's gradient. So only one exists at a time."""
-
-    @staticmethod
-    def forward(ctx, weight, x, gradient, offsets):
-        ctx.save_for_backward(x, gradient, offsets)
-        return weight.new_zeros(())
-
-    @staticmethod
-    def backward(ctx, _):
-        return weight_gradient(*ctx.saved_tensors), None, None, None
-
-
 def weight_gradient(x, gradient, offsets=None):
     if offsets is not None:
         return F.grouped_mm(x.T, gradient, offs=offsets)  # (E, in, out)
@@ -556,8 +473,11 @@ def weight_gradient(x, gradient, offsets=None):
 
 def zb_h1(rank, ranks, microbatches, reach=1):
     """1F1B with backward in two parts. Rank r has r forwards less in flight than the first rank, so
-    it may put off r weight gradients for as much memory. They fill its gaps at the end."""
-    ahead = min(reach * (ranks - 1 - rank), microbatches)  # reach: forwards ahead of the next rank
+    it may put off r weight gradients for as much memory. They fill its gaps at the end.
+
+    reach: forwards ahead of the next rank. zb-h2 has 2, which fills the gap before the first
+    backward too."""
+    ahead = min(reach * (ranks - 1 - rank), microbatches)
     deferred = min(reach * rank, microbatches)
     row = Row("F" * ahead, rank)
     for i in range(microbatches):
@@ -568,12 +488,6 @@ def zb_h1(rank, ranks, microbatches, reach=1):
             row.add("W", rank)
     row.add("W" * deferred, rank)
     return row
-
-
-def zb_h2(rank, ranks, microbatches):
-    """zb_h1 with twice as many forwards ahead and weight gradients put off: it fills the gap before
-    the first backward too."""
-    return zb_h1(rank, ranks, microbatches, reach=2)
 
 
 def zb_v(rank, ranks, microbatches):
@@ -640,7 +554,7 @@ SCHEDULES = {
     "1f1b": one_f_one_b,
     "interleaved": interleaved,
     "zb-h1": zb_h1,
-    "zb-h2": zb_h2,
+    "zb-h2": functools.partial(zb_h1, reach=2),
     "zb-v": zb_v,
     "dualpipev": dualpipev,
 }
@@ -657,8 +571,7 @@ def make(name, ranks, microbatches, chunks=None):
     schedule = Schedule(rows)
     held = len(schedule.stages(0))
     if chunks not in (None, held):
-        noun = "stage" if held == 1 else "stages"
-        raise ValueError(f"{name} has {held} {noun} a rank, not {chunks}: leave out --chunks")
+        raise ValueError(f"stages a rank of {name}: {held}, not {chunks}: leave out --chunks")
     return schedule
 
 
@@ -670,31 +583,7 @@ def forward_only(schedule, microbatches=float("inf")):
     return Schedule(rows)
 
 
-# --- stages: where to cut a list of layers, and a weight on two of them
-
-
-def balance(costs, stages):
-    """Cut a list of costs into `stages` runs of neighbours, so that the most expensive run is as
-    cheap as can be, and of such cuts the most even one. Returns the index range of each run."""
-    if len(costs) < stages:
-        raise ValueError(f"{len(costs)} layers are too few for {stages} pipeline stages")
-
-    total = [0, *itertools.accumulate(costs)]  # of the first 0, 1, 2, ... items
-
-    @functools.cache
-    def best(end, stages):
-        """(highest cost, sum of squares, ranges) of the first `end` items on so many stages."""
-        if stages == 1:
-            return total[end], total[end] ** 2, [range(end)]
-        cuts = []
-        for start in range(stages - 1, end):
-            highest, squares, _ = best(start, stages - 1)
-            cost = total[end] - total[start]
-            cuts.append((max(highest, cost), squares + cost**2, start))
-        highest, squares, start = min(cuts)
-        return highest, squares, [*best(start, stages - 1)[2], range(start, end)]
-
-    return best(len(costs), stages)[2]
+# --- a weight on two stages
 
 
 def reduce_tied(parameters):
@@ -721,54 +610,119 @@ def reduce_tied(parameters):
         p.grad.summed_at = p.grad._version
 
 
+# --- what play refuses
+
+
+def check_actions(schedule):
+    """Raise ValueError if an action is missing, there twice, or on the wrong rank."""
+    stages, kinds = sorted(schedule.owner), collections.defaultdict(str)
+    if not stages:
+        raise ValueError("the schedule is empty: give it at least one micro-batch")
+    if stages != list(range(len(stages))):
+        raise ValueError(f"the schedule's stages are {stages}: number them from 0, leave none out")
+    for rank, row in enumerate(schedule):
+        for kind, m, stage in row:
+            if schedule.owner[stage] != rank:
+                raise ValueError(f"rank {rank} runs another rank's stage, {stage}")
+            kinds[m, stage] += kind
+    complete = ["F"] if set(kinds.values()) == {"F"} else ["FB", "FIW"]
+    for m, stage in itertools.product(sorted({m for m, _ in kinds}), stages):
+        if kinds[m, stage] not in complete:
+            found = " ".join(kinds[m, stage]) or "nothing"
+            raise ValueError(f"stage {stage} runs micro-batch {m} as {found}")
+
+
+def check_order(schedule):
+    """Raise ValueError if ranks would wait for each other for ever. It plays the messages as the
+    strictest backend does: a send blocks until its receive is posted, and so until the message
+    before it in its queue is taken."""
+    rows = [collections.deque(row) for row in schedule]
+    under_way = collections.defaultdict(list)  # {queue: messages, sent and not yet taken}
+    sent_to = [None for _ in rows]  # for each rank the queue of its last message
+
+    def is_ready(rank):
+        message = schedule.incoming(rows[rank][0])
+        arrived = message is None or under_way[message.queue][:1] == [message]
+        return arrived and len(under_way[sent_to[rank]]) < 2
+
+    ready = True
+    while ready:
+        ready = [rank for rank, row in enumerate(rows) if row and is_ready(rank)]
+        for rank in ready:
+            action = rows[rank].popleft()
+            taken, sent = schedule.incoming(action), schedule.outgoing(action)
+            if taken is not None:
+                under_way[taken.queue].pop(0)
+            if sent is not None:
+                under_way[sent.queue].append(sent)
+                sent_to[rank] = sent.queue
+    heads = [row[0] for row in rows if row]
+    if heads:
+        waiting = ", ".join(f"{kind}{m} of stage {stage}" for kind, m, stage in heads)
+        reason = "these wait for each other, or await messages in another order than they are sent"
+        raise ValueError(f"the schedule is stuck: {reason}: {waiting}")
+
+
+def check_links(schedule, links):
+    """This rank among the links. Raises an error where they do not fit the schedule."""
+    if not isinstance(schedule, Schedule):
+        raise ValueError("play needs a Schedule: Schedule(rows) looks whether it is sound")
+    rank = dist.get_rank(links[0])
+    if rank < 0:
+        raise ValueError("this process is not one of the links' ranks: play only where it is")
+    members = [dist.get_process_group_ranks(group) for group in links]
+    if len(set(links)) != 4 or any(ranks != members[0] for ranks in members):
+        raise ValueError("links must be four different groups of the same ranks: use make_links()")
+    size = len(members[0])
+    if len(schedule) != size:
+        raise ValueError(f"the schedule is for {len(schedule)} ranks, but the links join {size}")
+    if links[0] in Mailbox.unfinished:
+        raise RuntimeError(
+            "the last play on these links ended in an exception, with messages under way: make new "
+            "links on all ranks, and zero the gradients"
+        )
+    return rank
+
+
 # --- for model.py's GPT ---
 
 
-def check_gpt(thing, *names):
-    """Raise ValueError for a model, or a config, that is not model.py's."""
-    missing = [name for name in names if not hasattr(thing, name)]
-    if missing:
-        kind = type(thing).__name__
-        advice = "cut your model yourself, where balance(costs, stages) says"
-        raise ValueError(f"this knows model.py's GPT alone, a {kind} has no {missing[0]}: {advice}")
+def check_gpt(model):
+    """Raise ValueError for a model that is not model.py's."""
+    for name in ("config", "embed", "blocks", "head"):
+        if not hasattr(model, name):
+            kind = type(model).__name__
+            advice = "cut your model yourself"
+            raise ValueError(f"this knows model.py's GPT alone, a {kind} has no {name}: {advice}")
 
 
-def stage_layers(config, stages):
-    """The range of layers of each stage, balanced by a token's FLOPs. The output projection counts
-    with the last layer. The embedding is a look-up: no work beside a layer's."""
-    check_gpt(config, "layers", "width", "vocab", "flops_per_token")
-    projection = 6 * config.width * config.vocab
-    costs = [(config.flops_per_token() - projection) // config.layers] * config.layers
-    costs[-1] += projection
-    return balance(costs, stages)
+def split(make_model, layers, held, tied_group=None):
+    """{stage: what is left of a GPT} for the stages in `held`. Layers keep their names.
 
-
-def split(make_model, stages, held, tied_group=None):
-    """{stage: what is left of a GPT} for the stages in `held`, of so many. Layers keep their names.
-
-    make_model(): the whole GPT, on the meta device; called once a stage. tied_group: the ranks of
-    the first and the last stage. Each holds a copy of a tied matrix, and its gradient is a partial
-    sum over them, which `reduce_tied` completes."""
-    parts = {}
+    make_model(): the whole GPT, on the meta device; called once a stage. layers: each stage's range
+    of layers. tied_group: the ranks of the first and the last stage. Each holds a copy of a tied
+    matrix, and its gradient is a partial sum over them, which `reduce_tied` completes."""
+    parts, last = {}, len(layers) - 1
     for stage in held:
-        if stage not in range(stages):
-            raise ValueError(f"there is no stage {stage} among {stages}: they count from 0")
+        if stage not in range(len(layers)):
+            raise ValueError(f"there is no stage {stage} among {len(layers)}: they count from 0")
         model = parts[stage] = make_model()
-        check_gpt(model, "config", "embed", "blocks", "head")
-        layers = stage_layers(model.config, stages)[stage]
+        check_gpt(model)
+        if [i for r in layers for i in r] != list(range(len(model.blocks))):
+            raise ValueError(f"layers {layers} are not those of {len(model.blocks)} blocks")
         for name in list(model.blocks):
-            if int(name) not in layers:
+            if int(name) not in layers[stage]:
                 del model.blocks[name]
-        if model.config.tied and stages == 1:
+        if model.config.tied and last == 0:
             model.embed.token.weight.used_twice = True  # see Deferred
-        at_one_end = stage in (0, stages - 1) and not {0, stages - 1} <= set(held)
+        at_one_end = stage in (0, last) and not {0, last} <= set(held)
         if model.config.tied and at_one_end:
             if tied_group is None:
                 raise ValueError("without tied_group the copies of a tied matrix drift apart")
             model.embed.token.weight.placement = {"partial": [tied_group]}
         if stage > 0:
             model.embed = None
-        if stage < stages - 1:
+        if stage < last:
             model.head = None
     return parts
 
@@ -780,7 +734,7 @@ class Stages(nn.Module):
     def __init__(self, parts):
         super().__init__()
         for part in parts.values():
-            check_gpt(part, "config", "embed", "blocks", "head")
+            check_gpt(part)
         self.parts = nn.ModuleDict({str(stage): part for stage, part in parts.items()})
         first = [part for part in parts.values() if part.embed is not None]
         final = [part for part in parts.values() if part.head is not None]
@@ -818,11 +772,7 @@ def main():
     g.add_argument("--schedule", choices=list(SCHEDULES), help=why)
     why = "stages a rank of interleaved: they divide the bubble, multiply messages (default: 2)"
     g.add_argument("--chunks", **harness.POSITIVE, help=why)
-    harness.plot_flag(g, "draw plan and run, one above the other")
-    why = "write the run's last step for Perfetto (ui.perfetto.dev)"
-    g.add_argument("--trace", metavar="FILE", help=why)
-    why = "run nothing: all schedules, or --schedule, for --nproc ranks, from the simulator"
-    g.add_argument("--compare", action="store_true", help=why)
+    schedules.flags(g)
     args = parser.parse_args()
     harness.check_plot(args)
     if args.compare:
@@ -840,7 +790,8 @@ def demo(run):
     ends = dist.new_group(sorted({schedule.owner[0], schedule.owner[last]}))
     open_links(schedule, links, run.device)
     run.groups(down=links[:2], up=links[2:], tied=ends)  # down: activations, up: gradients
-    model = run.fill(Stages(split(run.meta_model, last + 1, stages, ends)))
+    layers = schedules.stage_layers(config, last + 1)
+    model = run.fill(Stages(split(run.meta_model, layers, stages, ends)))
     parameters = list(model.parameters())
     optimizer = harness.make_optimizer(parameters, args)
     shape = (args.batch // args.microbatches, config.context, config.width)
@@ -866,12 +817,7 @@ def demo(run):
         optimizer.step()
         run.log(loss, norm)
 
-    layers = stage_layers(config, last + 1)
-    sent = schedules.sent(run, schedule, shape)
-    held = schedules.held(run, schedule, layers)
-    notes = schedules.report(run, schedule, layers, stopwatch.spans)
-    layout = {"pp": ranks, "schedule": args.schedule, "microbatches": args.microbatches}
-    return run.receipt(layout, sent, held, notes)
+    return schedules.receipt(run, schedule, layers, shape, stopwatch.spans)
 
 
 if __name__ == "__main__":
