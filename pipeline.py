@@ -20,10 +20,10 @@ So y.backward(gradient of y, from the next stage) leaves the gradient of x in x.
 to the stage before. Gradients of micro-batches add up to those of the batch.
 
 Not worth it for few micro-batches: ranks wait while the pipeline fills and drains. With 1F1B they
-work m / (m + p - 1) of the time, 24 cells of 33 above. docs/pipelines.md has the other schedules.
+work m / (m + p - 1) of the time, 24 cells of 33 above. docs/pipelines.md has the other schedules,
+and the mistakes that `play` can't see.
 
-    torchrun --nproc_per_node=4 pipeline.py
-    python pipeline.py --layers 8 --schedule zb-v
+    torchrun --nproc_per_node=4 pipeline.py --layers 8 --schedule zb-v
     python pipeline.py --compare                    # all schedules beside their formulas
 
 GPipe arXiv:1811.06965; 1F1B arXiv:2006.09503; interleaved arXiv:2104.04473; zero bubble
@@ -111,9 +111,8 @@ def play(schedule, forward, shape, dtype, device, links, around=contextlib.nullc
         def forward(s, m, x):                # stage, micro-batch, result of the stage before
             y = stages[s](inputs[m] if x is None else x)     # x is None on stage 0
             if s < schedule.last:
-                return y                                     # (b, T, C)
-            y, t = y.flatten(0, 1), targets[m].flatten()     # logits (b T, V), (b T,)
-            return F.cross_entropy(y, t, reduction="sum") / count
+                return y                                     # (b, T, C); below logits (b, T, V)
+            return F.cross_entropy(y.mT, targets[m], reduction="sum") / count
 
         for inputs, targets, count in batches:      # two lists of tensors (b, T); all their tokens
             optimizer.zero_grad()
@@ -127,7 +126,6 @@ def play(schedule, forward, shape, dtype, device, links, around=contextlib.nullc
     shape, dtype: of the activations between stages, the same for every micro-batch and rank.
     around(action): a context around the work of each action, without its messages.
     Returns the last stage's results, detached, on its rank, and [] on the others.
-    docs/pipelines.md lists the mistakes that play can't see.
     """
     rank = check_links(schedule, links)
     row = schedule[rank]
@@ -152,10 +150,9 @@ class Passes:
 
     def __init__(self, forward, row, last):
         self.function, self.last = forward, last
-        self.alive = {}  # {(stage, micro-batch): input and output, from forward to backward}
+        self.alive = {}  # {(micro-batch, stage): input and output, from forward to backward}
+        self.deferred = {action[1:]: Deferred() for action in row if action.kind == "W"}
         self.trains = any(action.kind != "F" for action in row)
-        # For a backward in two parts: see Deferred
-        self.deferred = {(a.stage, a.microbatch): Deferred() for a in row if a.kind == "W"}
         if self.trains and not torch.is_grad_enabled():
             raise ValueError("gradients are off: play forward_only(schedule), or turn them on")
 
@@ -163,27 +160,31 @@ class Passes:
         """From the message that an action waits for to the message that it sends."""
         kind, m, stage = action
         if kind == "W":
-            return self.deferred.pop((stage, m)).accumulate()
+            return self.deferred.pop((m, stage)).accumulate()
+        if kind == "I" and self.deferred[m, stage].entries:
+            reason = f"stage {stage}'s forward runs a backward pass of its own (autograd.grad?)"
+            raise RuntimeError(f"{reason}: a split backward would count it too, use 1f1b")
         work = self.forward if kind == "F" else self.backward
-        with self.deferred.get((stage, m), contextlib.nullcontext()):
-            return work(stage, m, received)
+        # Where a W follows, the gradients of matrices are put off: see Deferred
+        with self.deferred.get((m, stage), contextlib.nullcontext()):
+            return work(m, stage, received)
 
-    def forward(self, stage, m, x):
+    def forward(self, m, stage, x):
         if x is not None and torch.is_grad_enabled():
             x.requires_grad_()  # a leaf: backward leaves its gradient in x.grad
         y = self.function(stage, m, x)
         if stage == self.last and self.trains and y.numel() != 1:
             raise ValueError(f"the last stage returned {list(y.shape)}, not one number, its loss")
         if self.trains and y.requires_grad:
-            self.alive[stage, m] = x, y
+            self.alive[m, stage] = x, y
         return y.detach()
 
-    def backward(self, stage, m, gradient):
-        x, y = self.alive.pop((stage, m), (None, None))
+    def backward(self, m, stage, gradient):
+        x, y = self.alive.pop((m, stage), (None, None))
         if y is None and stage == 0 and self.last > 0:
             return None  # its parameters are frozen; the gradient from stage 1 is dropped
         if y is not None:
-            y.backward(gradient)  # None for the loss
+            y.backward(gradient)  # the loss, one number, has None
         if y is None or stage > 0 and x.grad is None:
             advice = "let its result depend on x, without detach or no_grad"
             raise RuntimeError(f"stage {stage} has no gradient to send: {advice}")
@@ -206,7 +207,9 @@ class Message(NamedTuple):
     def queue(self):
         """Its queue's key. Messages of one queue arrive in the order in which they are sent. One
         that stays on its rank is a queue of its own."""
-        return self if self.source == self.target else (self.kind, self.source, self.target)
+        if self.source == self.target:
+            return self
+        return self.kind, self.source, self.target
 
 
 class Schedule(tuple):
@@ -294,11 +297,9 @@ class Mailbox:
             self.arriving[message] = tensor, None
             return
         if tensor.shape != self.shape or tensor.dtype != self.dtype:
-            raise ValueError(
-                f"stage {action.stage} has {list(tensor.shape)} of {tensor.dtype} to send for "
-                f"micro-batch {action.microbatch}, but play was told {list(self.shape)} of "
-                f"{self.dtype}: give every micro-batch as many rows, and each stage the same dtype"
-            )
+            found = f"stage {action.stage} has {list(tensor.shape)} of {tensor.dtype} to send"
+            told = f"play was told {list(self.shape)} of {self.dtype}"
+            raise ValueError(f"{found} for micro-batch {action.microbatch}, but {told} for all")
         tensor = tensor.contiguous()
         self.sends = [(t, work) for t, work in self.sends if not work.is_completed()]
         group = link(self.links, message.queue)
@@ -327,14 +328,16 @@ def link(links, queue):
 def open_links(schedule, links, device):
     """Send a first message through each queue, in an order that all ranks share. On nccl the first
     message blocks until both ranks are there."""
-    rank, number = dist.get_rank(links[0]), torch.zeros(1, device=device)
-    messages = {schedule.outgoing(action) for action in sum(schedule, ())} - {None}
+    rank = dist.get_rank(links[0])
+    number = torch.zeros(1, device=device)
+    messages = {schedule.outgoing(action) for row in schedule for action in row} - {None}
     for queue in sorted({m.queue for m in messages if m.source != m.target}):
         _, source, target = queue
+        group = link(links, queue)
         if rank == source:
-            dist.send(number, group=link(links, queue), group_dst=target)
+            dist.send(number, group=group, group_dst=target)
         elif rank == target:
-            dist.recv(number, group=link(links, queue), group_src=source)
+            dist.recv(number, group=group, group_src=source)
 
 
 # --- several stages a rank: a smaller bubble for more messages
@@ -351,7 +354,8 @@ def interleaved(rank, ranks, microbatches, chunks=2):
     forwards = sorted(ranks * stages) * groups  # for 2 ranks: 0 0 2 2 0 0 2 2 ...
     backwards = sorted(ranks * stages, reverse=True) * groups  # 2 2 0 0 2 2 0 0 ...
     # A group through all chunks but the last; then to the last rank and back, two for each rank.
-    ahead = min((chunks - 1) * ranks + 2 * (ranks - 1 - rank), len(forwards))
+    ahead = (chunks - 1) * ranks + 2 * (ranks - 1 - rank)
+    ahead = min(ahead, len(forwards))
     row = Row("F", *forwards[:ahead])
     for forward, backward in zip(forwards[ahead:], backwards):
         row.add("F", forward)
@@ -393,11 +397,6 @@ class Deferred(TorchFunctionMode):
     def backward(self, y, gradient, retain_graph, create_graph, inputs):
         """y.backward(...), with this mode on, for checkpointed layers run forward again. A mode is
         off in a function that it intercepts; so this calls what y.backward calls in the end."""
-        if self.entries:
-            raise RuntimeError(
-                "a stage's forward runs a backward pass of its own (autograd.grad?), whose "
-                "gradients a split backward would add to the step's: use a schedule like 1f1b"
-            )
         gradient = torch.ones_like(y) if gradient is None else gradient
         keep, inputs = bool(retain_graph), inputs or ()
         engine = torch.autograd.Variable._execution_engine
@@ -435,15 +434,17 @@ class Deferred(TorchFunctionMode):
     def accumulate(self):
         """Add the deferred gradients to their weights, in one pass of autograd: hooks of DDP and
         ZeRO see them like any others. It computes one at a time, so only one is held."""
-        roots = []
+        roots, zeros = [], []
         # Autograd runs the newest node first: last layers first, in the order of the buckets
         for weight, *tensors in reversed(self.entries):
             root = weight.view_as(weight)
+            # In place of the zero that arrives
             root.register_hook(lambda _, tensors=tensors: weight_gradient(*tensors))
             roots.append(root)
+            zeros.append(root.new_zeros(()).expand_as(root))
         self.entries.clear()
-        # The hooks put the weights' gradients in place of these zeros
-        torch.autograd.backward(roots, [root.new_zeros(()).expand_as(root) for root in roots])
+        if roots:
+            torch.autograd.backward(roots, zeros)
 
 
 class KeepInput(torch.autograd.Function):
@@ -528,8 +529,7 @@ def dualpipev(rank, ranks, microbatches):
     row.add("F" * (2 * rest), near)
     for _ in range(rank + 1):  # 2: the V is full: a forward of each side
         row.add("F", near, far)
-    for _ in range(rest):  # 3: the first backwards, of the far side, in two parts
-        row.add("IWF", far)
+    row.add("IWF" * rest, far)  # 3: the first backwards, of the far side, in two parts
     for _ in range(microbatches - 2 * ranks + rank + 1):  # 4: forward and backward of both sides
         row.add("F", near)
         row.add("BF", far)
@@ -625,8 +625,10 @@ def check_actions(schedule):
             if schedule.owner[stage] != rank:
                 raise ValueError(f"rank {rank} runs another rank's stage, {stage}")
             kinds[m, stage] += kind
-    complete = ["F"] if set(kinds.values()) == {"F"} else ["FB", "FIW"]
-    for m, stage in itertools.product(sorted({m for m, _ in kinds}), stages):
+    forward_only = set(kinds.values()) == {"F"}
+    complete = ["F"] if forward_only else ["FB", "FIW"]
+    microbatches = sorted({m for m, _ in kinds})
+    for m, stage in itertools.product(microbatches, stages):
         if kinds[m, stage] not in complete:
             found = " ".join(kinds[m, stage]) or "nothing"
             raise ValueError(f"stage {stage} runs micro-batch {m} as {found}")
@@ -677,10 +679,8 @@ def check_links(schedule, links):
     if len(schedule) != size:
         raise ValueError(f"the schedule is for {len(schedule)} ranks, but the links join {size}")
     if links[0] in Mailbox.unfinished:
-        raise RuntimeError(
-            "the last play on these links ended in an exception, with messages under way: make new "
-            "links on all ranks, and zero the gradients"
-        )
+        reason = "the last play on these links ended in an exception, with messages under way"
+        raise RuntimeError(f"{reason}: make new links on all ranks, and zero the gradients")
     return rank
 
 
@@ -689,11 +689,11 @@ def check_links(schedule, links):
 
 def check_gpt(model):
     """Raise ValueError for a model that is not model.py's."""
+    kind = type(model).__name__
     for name in ("config", "embed", "blocks", "head"):
         if not hasattr(model, name):
-            kind = type(model).__name__
-            advice = "cut your model yourself"
-            raise ValueError(f"this knows model.py's GPT alone, a {kind} has no {name}: {advice}")
+            missing = f"this knows model.py's GPT alone, a {kind} has no {name}"
+            raise ValueError(f"{missing}: cut your model yourself")
 
 
 def split(make_model, layers, held, tied_group=None):
@@ -708,7 +708,7 @@ def split(make_model, layers, held, tied_group=None):
             raise ValueError(f"there is no stage {stage} among {len(layers)}: they count from 0")
         model = parts[stage] = make_model()
         check_gpt(model)
-        if [i for r in layers for i in r] != list(range(len(model.blocks))):
+        if list(itertools.chain(*layers)) != list(range(len(model.blocks))):
             raise ValueError(f"layers {layers} are not those of {len(model.blocks)} blocks")
         for name in list(model.blocks):
             if int(name) not in layers[stage]:
@@ -749,7 +749,10 @@ class Stages(nn.Module):
 
     def uses(self):
         """A parameter for each gradient that a micro-batch adds: one of two stages comes twice."""
-        return list(itertools.chain(*(part.parameters() for part in self.parts.values())))
+        uses = []
+        for part in self.parts.values():
+            uses += part.parameters()
+        return uses
 
     def named(self):
         """(full name, parameter), each once."""
