@@ -433,18 +433,12 @@ class Deferred(TorchFunctionMode):
 
     def accumulate(self):
         """Add the deferred gradients to their weights, in one pass of autograd: hooks of DDP and
-        ZeRO see them like any others. It computes one at a time, so only one is held."""
-        roots, zeros = [], []
+        ZeRO see them like any others."""
         # Autograd runs the newest node first: last layers first, in the order of the buckets
-        for weight, *tensors in reversed(self.entries):
-            root = weight.view_as(weight)
-            # In place of the zero that arrives
-            root.register_hook(lambda _, tensors=tensors: weight_gradient(*tensors))
-            roots.append(root)
-            zeros.append(root.new_zeros(()).expand_as(root))
+        roots = [LateGradient.apply(*entry) for entry in reversed(self.entries)]
         self.entries.clear()
         if roots:
-            torch.autograd.backward(roots, zeros)
+            torch.autograd.backward(roots, [torch.ones_like(root) for root in roots])
 
 
 class KeepInput(torch.autograd.Function):
@@ -461,6 +455,19 @@ class KeepInput(torch.autograd.Function):
     def backward(ctx, gradient):
         ctx.put_off(ctx.saved_tensors[0].detach())
         return gradient, None
+
+
+class LateGradient(torch.autograd.Function):
+    """A node whose backward computes a weight's gradient. So only one exists at a time."""
+
+    @staticmethod
+    def forward(ctx, weight, x, gradient, offsets):
+        ctx.save_for_backward(x, gradient, offsets)
+        return weight.new_zeros(())
+
+    @staticmethod
+    def backward(ctx, _):
+        return weight_gradient(*ctx.saved_tensors), None, None, None
 
 
 def weight_gradient(x, gradient, offsets=None):
