@@ -20,10 +20,10 @@ So y.backward(gradient of y, from the next stage) leaves the gradient of x in x.
 to the stage before. Gradients of micro-batches add up to those of the batch.
 
 Not worth it for few micro-batches: ranks wait while the pipeline fills and drains. With 1F1B they
-work m / (m + p - 1) of the time, 24 cells of 33 above. docs/pipelines.md has the other schedules.
+work m / (m + p - 1) of the time, 24 cells of 33 above. docs/pipelines.md has the other schedules,
+and the mistakes that `play` can't see.
 
-    torchrun --nproc_per_node=4 pipeline.py
-    python pipeline.py --layers 8 --schedule zb-v
+    torchrun --nproc_per_node=4 pipeline.py --layers 8 --schedule zb-v
     python pipeline.py --compare                    # all schedules beside their formulas
 
 GPipe arXiv:1811.06965; 1F1B arXiv:2006.09503; interleaved arXiv:2104.04473; zero bubble
@@ -33,7 +33,6 @@ arXiv:2401.10241; ZB-V arXiv:2405.15362; DualPipe arXiv:2412.19437, section 3.2.
 import collections
 import contextlib
 import functools
-import graphlib
 import itertools
 import weakref
 from typing import NamedTuple
@@ -56,11 +55,33 @@ class Action(NamedTuple):
     stage: int
 
 
+class Row(list):
+    """A rank's actions. add("FFB", stage) appends the stage's next two forwards and next backward:
+    each stage takes its micro-batches in order."""
+
+    def __init__(self, kinds="", *stages):
+        super().__init__()
+        self.counts = collections.Counter()  # {(kind, stage): how many}
+        self.add(kinds, *stages)
+
+    def add(self, kinds, *stages):
+        for stage in stages:
+            for kind in kinds:
+                parts = "IW" if kind == "B" else kind
+                self.append(Action(kind, self.counts[parts[0], stage], stage))
+                for part in parts:
+                    self.counts[part, stage] += 1
+
+
+def naive(rank, ranks, microbatches):
+    """One micro-batch at a time through all stages and back: F0 B0 F1 B1 F2 B2. Rank r runs
+    stage r."""
+    return Row("FB" * microbatches, rank)
+
+
 def gpipe(rank, ranks, microbatches):
-    """All forwards, then all backwards: F0 F1 F2 B0 B1 B2. Rank r runs stage r."""
-    forwards = [Action("F", m, rank) for m in range(microbatches)]
-    backwards = [Action("B", m, rank) for m in range(microbatches)]
-    return forwards + backwards
+    """All forwards, then all backwards: F0 F1 F2 B0 B1 B2."""
+    return Row("F" * microbatches + "B" * microbatches, rank)
 
 
 def one_f_one_b(rank, ranks, microbatches):
@@ -71,23 +92,8 @@ def one_f_one_b(rank, ranks, microbatches):
         rank 1 of 3:  F0 F1 B0 F2 B1 F3 B2 F4 B3 B4
         rank 2 of 3:  F0 B0 F1 B1 F2 B2 F3 B3 F4 B4
     """
-    forwards = [Action("F", m, rank) for m in range(microbatches)]
-    backwards = [Action("B", m, rank) for m in range(microbatches)]
-    return in_turn(forwards, backwards, ahead=ranks - 1 - rank)
-
-
-def in_turn(forwards, backwards, ahead):
-    """Some forwards ahead, then one forward and one backward in turn, then the backwards left."""
-    row = forwards[:ahead]
-    for i, backward in enumerate(backwards):
-        row += forwards[ahead + i : ahead + i + 1]  # towards the end none is left
-        row.append(backward)
-    return row
-
-
-def naive(rank, ranks, microbatches):
-    """One micro-batch at a time through all stages and back: F0 B0 F1 B1 F2 B2 on every rank."""
-    return one_f_one_b(rank, rank + 1, microbatches)  # what 1F1B does on the last rank
+    ahead = min(ranks - 1 - rank, microbatches)
+    return Row("F" * ahead + "FB" * (microbatches - ahead) + "B" * ahead, rank)
 
 
 # --- the executor: Passes computes, Mailbox sends and receives, a Schedule says in which order
@@ -105,9 +111,8 @@ def play(schedule, forward, shape, dtype, device, links, around=contextlib.nullc
         def forward(s, m, x):                # stage, micro-batch, result of the stage before
             y = stages[s](inputs[m] if x is None else x)     # x is None on stage 0
             if s < schedule.last:
-                return y                                     # (b, T, C)
-            y, t = y.flatten(0, 1), targets[m].flatten()     # logits (b T, V), (b T,)
-            return F.cross_entropy(y, t, reduction="sum") / count
+                return y                                     # (b, T, C); below logits (b, T, V)
+            return F.cross_entropy(y.mT, targets[m], reduction="sum") / count
 
         for inputs, targets, count in batches:      # two lists of tensors (b, T); all their tokens
             optimizer.zero_grad()
@@ -121,12 +126,10 @@ def play(schedule, forward, shape, dtype, device, links, around=contextlib.nullc
     shape, dtype: of the activations between stages, the same for every micro-batch and rank.
     around(action): a context around the work of each action, without its messages.
     Returns the last stage's results, detached, on its rank, and [] on the others.
-    docs/pipelines.md lists the mistakes that play can't see.
     """
     rank = check_links(schedule, links)
     row = schedule[rank]
-    split = any(action.kind == "W" for action in row)
-    passes = (SplitPasses if split else Passes)(forward, row, schedule.last)
+    passes = Passes(forward, row, schedule.last)
     mailbox = Mailbox(schedule, rank, shape, dtype, device, links)
     results = []
 
@@ -143,43 +146,49 @@ def play(schedule, forward, shape, dtype, device, links, around=contextlib.nullc
 
 
 class Passes:
-    """The forward and backward passes of a rank's stages. (SplitPasses adds I and W.)"""
+    """The forward and backward passes of a rank's stages."""
 
     def __init__(self, forward, row, last):
         self.function, self.last = forward, last
-        self.alive = {}  # {(stage, micro-batch): input and output, from forward to backward}
+        self.alive = {}  # {(micro-batch, stage): input and output, from forward to backward}
+        self.deferred = {action[1:]: Deferred() for action in row if action.kind == "W"}
         self.trains = any(action.kind != "F" for action in row)
         if self.trains and not torch.is_grad_enabled():
             raise ValueError("gradients are off: play forward_only(schedule), or turn them on")
 
     def run(self, action, received):
         """From the message that an action waits for to the message that it sends."""
-        work = self.forward if action.kind == "F" else self.backward
-        return work(action.stage, action.microbatch, received)
+        kind, m, stage = action
+        if kind == "W":
+            return self.deferred.pop((m, stage)).accumulate()
+        if kind == "I" and self.deferred[m, stage].entries:
+            reason = f"stage {stage}'s forward runs a backward pass of its own (autograd.grad?)"
+            raise RuntimeError(f"{reason}: a split backward would count it too, use 1f1b")
+        work = self.forward if kind == "F" else self.backward
+        # Where a W follows, the gradients of matrices are put off: see Deferred
+        with self.deferred.get((m, stage), contextlib.nullcontext()):
+            return work(m, stage, received)
 
-    def forward(self, stage, m, x):
+    def forward(self, m, stage, x):
         if x is not None and torch.is_grad_enabled():
             x.requires_grad_()  # a leaf: backward leaves its gradient in x.grad
         y = self.function(stage, m, x)
         if stage == self.last and self.trains and y.numel() != 1:
             raise ValueError(f"the last stage returned {list(y.shape)}, not one number, its loss")
         if self.trains and y.requires_grad:
-            self.alive[stage, m] = x, y
+            self.alive[m, stage] = x, y
         return y.detach()
 
-    def backward(self, stage, m, gradient):
-        x, y = self.alive.pop((stage, m), (None, None))
+    def backward(self, m, stage, gradient):
+        x, y = self.alive.pop((m, stage), (None, None))
         if y is None and stage == 0 and self.last > 0:
             return None  # its parameters are frozen; the gradient from stage 1 is dropped
         if y is not None:
-            self.run_backward(y, torch.ones_like(y) if gradient is None else gradient)
+            y.backward(gradient)  # the loss, one number, has None
         if y is None or stage > 0 and x.grad is None:
             advice = "let its result depend on x, without detach or no_grad"
             raise RuntimeError(f"stage {stage} has no gradient to send: {advice}")
         return None if stage == 0 else x.grad
-
-    def run_backward(self, y, gradient):
-        y.backward(gradient)
 
 
 # --- what an action waits for, and what it sends
@@ -196,12 +205,15 @@ class Message(NamedTuple):
 
     @property
     def queue(self):
-        """Its queue's key. Messages of one queue arrive in the order in which they are sent."""
+        """Its queue's key. Messages of one queue arrive in the order in which they are sent. One
+        that stays on its rank is a queue of its own."""
+        if self.source == self.target:
+            return self
         return self.kind, self.source, self.target
 
 
 class Schedule(tuple):
-    """A row of actions for each rank. Raises ValueError if it is unsound: see `check`.
+    """A row of actions for each rank. Raises ValueError if it is unsound.
 
     owner: {stage: the rank that holds it}. last: the last stage. It is a tuple, so that nobody
     changes it after the check."""
@@ -214,7 +226,8 @@ class Schedule(tuple):
         for rank, row in enumerate(self):
             self.owner |= {action.stage: rank for action in row}
         self.last = len(self.owner) - 1
-        check(self)
+        check_actions(self)
+        check_order(self)
 
     def stages(self, rank):
         return sorted(stage for stage, owner in self.owner.items() if owner == rank)
@@ -284,11 +297,9 @@ class Mailbox:
             self.arriving[message] = tensor, None
             return
         if tensor.shape != self.shape or tensor.dtype != self.dtype:
-            raise ValueError(
-                f"stage {action.stage} has {list(tensor.shape)} of {tensor.dtype} to send for "
-                f"micro-batch {action.microbatch}, but play was told {list(self.shape)} of "
-                f"{self.dtype}: give every micro-batch as many rows, and each stage the same dtype"
-            )
+            found = f"stage {action.stage} has {list(tensor.shape)} of {tensor.dtype} to send"
+            told = f"play was told {list(self.shape)} of {self.dtype}"
+            raise ValueError(f"{found} for micro-batch {action.microbatch}, but {told} for all")
         tensor = tensor.contiguous()
         self.sends = [(t, work) for t, work in self.sends if not work.is_completed()]
         group = link(self.links, message.queue)
@@ -317,84 +328,16 @@ def link(links, queue):
 def open_links(schedule, links, device):
     """Send a first message through each queue, in an order that all ranks share. On nccl the first
     message blocks until both ranks are there."""
-    rank, number = dist.get_rank(links[0]), torch.zeros(1, device=device)
-    messages = {schedule.outgoing(action) for action in sum(schedule, ())} - {None}
+    rank = dist.get_rank(links[0])
+    number = torch.zeros(1, device=device)
+    messages = {schedule.outgoing(action) for row in schedule for action in row} - {None}
     for queue in sorted({m.queue for m in messages if m.source != m.target}):
         _, source, target = queue
+        group = link(links, queue)
         if rank == source:
-            dist.send(number, group=link(links, queue), group_dst=target)
+            dist.send(number, group=group, group_dst=target)
         elif rank == target:
-            dist.recv(number, group=link(links, queue), group_src=source)
-
-
-# --- what play refuses
-
-
-def check(schedule):
-    """Raise ValueError if an action is missing or there twice, or if ranks would wait for each
-    other for ever, even where a send blocks until its receive is posted."""
-    stages, kinds = sorted(schedule.owner), collections.defaultdict(str)
-    if not stages:
-        raise ValueError("the schedule is empty: give it at least one micro-batch")
-    if stages != list(range(len(stages))):
-        raise ValueError(f"the schedule's stages are {stages}: number them from 0, leave none out")
-    for rank, row in enumerate(schedule):
-        for kind, m, stage in row:
-            if schedule.owner[stage] != rank:
-                raise ValueError(f"rank {rank} runs another rank's stage, {stage}")
-            kinds[m, stage] += kind
-    complete = ["F"] if set(kinds.values()) == {"F"} else ["FB", "FIW"]
-    for m, stage in itertools.product(sorted({m for m, _ in kinds}), stages):
-        if kinds[m, stage] not in complete:
-            found = " ".join(kinds[m, stage]) or "nothing"
-            raise ValueError(f"stage {stage} runs micro-batch {m} as {found}")
-
-    # Nobody waits for ever if some order puts every action behind those that it waits for:
-    # 1. the one before it on its rank; 2. the one that sends its message; 3. where the one before
-    # it sends, the one that takes the message before in that queue. Only then is a receive posted.
-    before = collections.defaultdict(set)  # {action: the actions that it waits for}
-    sent = {}  # {message: the action that sends it, and the next one of that rank}
-    for row in schedule:
-        for action, following in zip(row, row[1:] + (None,)):
-            before[following].add(action)  # 1. (None follows the last one)
-            sent[schedule.outgoing(action)] = action, following
-    taken = {}  # {queue: the action that takes its last message}
-    for action in sum(schedule, ()):
-        message = schedule.incoming(action)
-        if message is None:
-            continue
-        sender, following = sent[message]
-        before[action].add(sender)  # 2.
-        if message.queue in taken and message.source != message.target:
-            before[following].add(taken[message.queue])  # 3.
-        taken[message.queue] = action
-    try:
-        graphlib.TopologicalSorter(before).prepare()
-    except graphlib.CycleError as e:
-        cycle = ", ".join(f"{kind}{m} of stage {stage}" for kind, m, stage in e.args[1])
-        reason = "these wait for each other, or await messages in another order than they are sent"
-        raise ValueError(f"the schedule is stuck: {reason}: {cycle}") from None
-
-
-def check_links(schedule, links):
-    """This rank among the links. Raises an error where they do not fit the schedule."""
-    if not isinstance(schedule, Schedule):
-        raise ValueError("play needs a Schedule: Schedule(rows) looks whether it is sound")
-    rank = dist.get_rank(links[0])
-    if rank < 0:
-        raise ValueError("this process is not one of the links' ranks: play only where it is")
-    members = [dist.get_process_group_ranks(group) for group in links]
-    if len(set(links)) != 4 or any(ranks != members[0] for ranks in members):
-        raise ValueError("links must be four different groups of the same ranks: use make_links()")
-    size = len(members[0])
-    if len(schedule) != size:
-        raise ValueError(f"the schedule is for {len(schedule)} ranks, but the links join {size}")
-    if links[0] in Mailbox.unfinished:
-        raise RuntimeError(
-            "the last play on these links ended in an exception, with messages under way: make new "
-            "links on all ranks, and zero the gradients"
-        )
-    return rank
+            dist.recv(number, group=group, group_src=source)
 
 
 # --- several stages a rank: a smaller bubble for more messages
@@ -406,17 +349,19 @@ def interleaved(rank, ranks, microbatches, chunks=2):
     if microbatches % ranks:
         count = f"a multiple of {ranks} micro-batches, as many as ranks"
         raise ValueError(f"interleaved needs {count}, not {microbatches}")
-
-    def action(kind, i):
-        group, chunk, place = i // (ranks * chunks), i // ranks % chunks, i % ranks
-        if kind == "B":
-            chunk = chunks - 1 - chunk
-        return Action(kind, group * ranks + place, chunk * ranks + rank)
-
-    forwards = [action("F", i) for i in range(microbatches * chunks)]
-    backwards = [action("B", i) for i in range(microbatches * chunks)]
+    stages = list(range(rank, chunks * ranks, ranks))
+    groups = microbatches // ranks
+    forwards = sorted(ranks * stages) * groups  # for 2 ranks: 0 0 2 2 0 0 2 2 ...
+    backwards = sorted(ranks * stages, reverse=True) * groups  # 2 2 0 0 2 2 0 0 ...
     # A group through all chunks but the last; then to the last rank and back, two for each rank.
-    return in_turn(forwards, backwards, ahead=(chunks - 1) * ranks + 2 * (ranks - 1 - rank))
+    ahead = (chunks - 1) * ranks + 2 * (ranks - 1 - rank)
+    ahead = min(ahead, len(forwards))
+    row = Row("F", *forwards[:ahead])
+    for forward, backward in zip(forwards[ahead:], backwards):
+        row.add("F", forward)
+        row.add("B", backward)
+    row.add("B", *backwards[len(backwards) - ahead :])
+    return row
 
 
 # --- backward in two parts: the gradient that another stage waits for first, the weights' later
@@ -425,64 +370,75 @@ def interleaved(rank, ranks, microbatches, chunks=2):
 class Deferred(TorchFunctionMode):
     """While it is on, each F.linear and F.grouped_mm leaves its weight's gradient for later.
 
-        deferred = []
-        with Deferred(deferred):    # play does this for a schedule with I and W
+        deferred = Deferred()
+        with deferred:    # play does this for a schedule with I and W
             loss = F.cross_entropy(model(x), targets, reduction="sum") / count
-        loss.backward()          # gradients of inputs, biases, norms and embeddings
-        accumulate(deferred)     # gradients of weights: without this line they are missing
+            loss.backward()    # I: gradients of inputs, biases, norms and embeddings
+        deferred.accumulate()  # W: gradients of weights. Without this line they are missing
 
     It defers parameters and views of them. Other weights get their gradients at once: those that
     are computed, all under autocast, and those in addmm, matmul, bmm and nn.MultiheadAttention.
-    Run no backward pass inside the `with`.
 
     Set weight.used_twice = True where a stage uses a weight elsewhere too, as a tied embedding. Its
     gradient then comes at once, in one piece: DDP and ZeRO count the pieces."""
 
-    def __init__(self, deferred):
+    def __init__(self):
         super().__init__()
-        self.deferred = deferred  # (weight, function of its gradient, the function's arguments)
+        self.entries = []  # (weight, x, gradient of the product, offsets), last layers first
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
-        if torch.is_grad_enabled():
-            if function is F.linear:
-                function = self.linear
-            elif function is getattr(torch, "_grouped_mm", None):  # F.grouped_mm calls it
-                function = self.grouped_mm
-        return function(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        if function is torch.Tensor.backward:
+            return self.backward(*args, **kwargs)
+        if function in (F.linear, torch._grouped_mm):  # F.grouped_mm calls the latter
+            return self.product(function, *args, **kwargs)
+        return function(*args, **kwargs)
+
+    def backward(self, y, gradient, retain_graph, create_graph, inputs):
+        """y.backward(...), with this mode on, for checkpointed layers run forward again. A mode is
+        off in a function that it intercepts; so this calls what y.backward calls in the end."""
+        gradient = torch.ones_like(y) if gradient is None else gradient
+        keep, inputs = bool(retain_graph), inputs or ()
+        engine = torch.autograd.Variable._execution_engine
+        flags = {"allow_unreachable": True, "accumulate_grad": True}
+        with self:
+            engine.run_backward((y,), (gradient,), keep, create_graph, inputs, **flags)
 
     def can_defer(self, input, weight):
         whole = weight if weight._base is None else weight._base
         if not isinstance(whole, nn.Parameter) or getattr(whole, "used_twice", False):
             return False
-        return input.requires_grad and weight.requires_grad
+        if torch.is_autocast_enabled(input.device.type):  # it would cast forward alone
+            return False
+        return torch.is_grad_enabled() and input.requires_grad and weight.requires_grad
 
-    def linear(self, input, weight, bias=None):
-        autocast = torch.is_autocast_enabled(input.device.type)  # it would cast forward alone
-        if autocast or input.dim() < 2 or not self.can_defer(input, weight):
-            return F.linear(input, weight, bias)
-        product = functools.partial(F.linear, bias=bias)
-        return self.defer(product, input, weight, weight_gradient)
-
-    def grouped_mm(self, input, weight, *, offs, bias=None, out_dtype=None):
-        product = functools.partial(torch._grouped_mm, offs=offs, bias=bias, out_dtype=out_dtype)
-        if bias is not None or out_dtype is not None or not self.can_defer(input, weight):
-            return product(input, weight)
-        return self.defer(product, input, weight, grouped_weight_gradient, offs)
-
-    def defer(self, product, input, weight, function, *offsets):
-        """product(input, weight). Backward: y's hook notes the gradient of y, the product passes on
-        that of x, and KeepInput, which has x, puts the weight's gradient off."""
+    def product(self, function, input, weight, *rest, **options):
+        """function(input, weight). In its backward a hook notes the gradient of y, the product
+        passes on that of x, and KeepInput, which has x, puts the weight's gradient off."""
+        offsets = options.get("offs")  # where the groups of a grouped product end
+        matrix_dims = 2 if offsets is None else 3
+        if weight.dim() != matrix_dims or not self.can_defer(input, weight):
+            return function(input, weight, *rest, **options)
         gradients = []
 
         def put_off(x):
-            self.deferred.append((weight, function, x, gradients.pop(), *offsets))
+            self.entries.append((weight, x, gradients.pop(), offsets))
 
         # Detached: or the product's backward would compute the weight's gradient as well.
-        y = product(KeepInput.apply(input, put_off), weight.detach())
+        y = function(KeepInput.apply(input, put_off), weight.detach(), *rest, **options)
         if y._is_view():  # an in-place ReLU gives a view a new node, without the hook
             y = torch.ops.aten._unsafe_view(y, y.shape)
         y.register_hook(gradients.append)
         return y
+
+    def accumulate(self):
+        """Add the deferred gradients to their weights, in one pass of autograd: hooks of DDP and
+        ZeRO see them like any others."""
+        # Autograd runs the newest node first: last layers first, in the order of the buckets
+        roots = [LateGradient.apply(*entry) for entry in reversed(self.entries)]
+        self.entries.clear()
+        if roots:
+            torch.autograd.backward(roots, [torch.ones_like(root) for root in roots])
 
 
 class KeepInput(torch.autograd.Function):
@@ -501,103 +457,45 @@ class KeepInput(torch.autograd.Function):
         return gradient, None
 
 
-def weight_gradient(x, gradient):
-    return gradient.flatten(0, -2).T @ x.flatten(0, -2)  # (out, in)
-
-
-def grouped_weight_gradient(x, gradient, offsets):
-    return F.grouped_mm(x.T, gradient, offs=offsets)  # (E, in, out)
-
-
 class LateGradient(torch.autograd.Function):
     """A node whose backward computes a weight's gradient. So only one exists at a time."""
 
     @staticmethod
-    def forward(ctx, weight, function, *tensors):
-        ctx.save_for_backward(*tensors)
-        ctx.function = function
+    def forward(ctx, weight, x, gradient, offsets):
+        ctx.save_for_backward(x, gradient, offsets)
         return weight.new_zeros(())
 
     @staticmethod
     def backward(ctx, _):
-        return ctx.function(*ctx.saved_tensors), None, *[None for _ in ctx.saved_tensors]
+        return weight_gradient(*ctx.saved_tensors), None, None, None
 
 
-def accumulate(deferred):
-    """Add the deferred gradients to their weights, in one pass of autograd: hooks of DDP and ZeRO
-    see them like any others."""
-    # Autograd runs the newest node first: last layers first, in the order of the buckets
-    roots = [LateGradient.apply(*entry) for entry in reversed(deferred)]
-    deferred.clear()
-    if roots:
-        torch.autograd.backward(roots, [torch.ones_like(root) for root in roots])
-
-
-class SplitPasses(Passes):
-    """Passes with backward in two parts where the schedule says so."""
-
-    def __init__(self, forward, row, last):
-        super().__init__(forward, row, last)
-        self.deferred = {(a.microbatch, a.stage): [] for a in row if a.kind == "W"}
-
-    def run(self, action, received):
-        key = action.microbatch, action.stage
-        if action.kind == "W":
-            return accumulate(self.deferred.pop(key))
-        if key not in self.deferred:
-            return super().run(action, received)
-        with Deferred(self.deferred[key]):  # in I too: checkpointed layers run forward again
-            result = super().run(action, received)
-        if action.kind == "F" and self.deferred[key]:
-            raise RuntimeError(
-                f"stage {action.stage}'s forward runs a backward pass of its own (autograd.grad?), "
-                "whose gradients a split backward would add to the step's: use a schedule like 1f1b"
-            )
-        return result
-
-    def run_backward(self, y, gradient):
-        # What y.backward calls in the end. A mode sees y.backward itself, and is off inside it.
-        engine = torch.autograd.Variable._execution_engine
-        flags = {"allow_unreachable": True, "accumulate_grad": True}
-        engine.run_backward((y,), (gradient,), False, False, (), **flags)
+def weight_gradient(x, gradient, offsets=None):
+    if offsets is not None:
+        return F.grouped_mm(x.T, gradient, offs=offsets)  # (E, in, out)
+    return gradient.flatten(0, -2).T @ x.flatten(0, -2)  # (out, in)
 
 
 # --- zero-bubble schedules: weight gradients fill the gaps
 
 
-class Row(list):
-    """A rank's actions. add("FIW", stage) appends the stage's next F, its next I and its next W."""
-
-    def __init__(self):
-        super().__init__()
-        self.counts = collections.Counter()  # {(kind, stage): how many}
-
-    def add(self, kinds, *stages):
-        for stage, kind in itertools.product(stages, kinds):
-            counted = "B" if kind == "I" else kind  # B and I are both backwards
-            self.append(Action(kind, self.counts[counted, stage], stage))
-            self.counts[counted, stage] += 1
-
-
 def zb_h1(rank, ranks, microbatches, reach=1):
     """1F1B with backward in two parts. Rank r has r forwards less in flight than the first rank, so
-    it may put off r weight gradients for as much memory. They fill its gaps at the end."""
-    ahead, row = reach * (ranks - 1 - rank), Row()  # reach: forwards ahead of the next rank
-    row.add("F" * min(ahead, microbatches), rank)
+    it may put off r weight gradients for as much memory. They fill its gaps at the end.
+
+    reach: forwards ahead of the next rank. zb-h2 has 2, which fills the gap before the first
+    backward too."""
+    ahead = min(reach * (ranks - 1 - rank), microbatches)
+    deferred = min(reach * rank, microbatches)
+    row = Row("F" * ahead, rank)
     for i in range(microbatches):
-        if ahead + i < microbatches:
+        if i < microbatches - ahead:
             row.add("F", rank)
         row.add("I", rank)
-        if i >= reach * rank:
+        if i >= deferred:
             row.add("W", rank)
-    row.add("W" * (microbatches - row.counts["W", rank]), rank)
+    row.add("W" * deferred, rank)
     return row
-
-
-def zb_h2(rank, ranks, microbatches):
-    """zb_h1 with twice as many forwards ahead and weight gradients put off: it fills the gap before
-    the first backward too."""
-    return zb_h1(rank, ranks, microbatches, reach=2)
 
 
 def zb_v(rank, ranks, microbatches):
@@ -634,43 +532,26 @@ def dualpipev(rank, ranks, microbatches):
         raise ValueError(f"dualpipev needs {count}, not {microbatches}")
     near, far, row = rank, 2 * ranks - 1 - rank, Row()
     rest = ranks - 1 - rank
-    deferred = collections.deque()  # weight gradients put off
-
-    def input_gradient(stage):
-        row.add("I", stage)
-        deferred.append(row[-1]._replace(kind="W"))
-
-    def oldest_weight_gradient():
-        row.append(deferred.popleft())
-
     # 1: forwards, until the first micro-batch is back on the far side
     row.add("F" * (2 * rest), near)
     for _ in range(rank + 1):  # 2: the V is full: a forward of each side
         row.add("F", near, far)
-    for _ in range(rest):  # 3: the first backwards, of the far side, in two parts
-        input_gradient(far)
-        oldest_weight_gradient()
-        row.add("F", far)
+    row.add("IWF" * rest, far)  # 3: the first backwards, of the far side, in two parts
     for _ in range(microbatches - 2 * ranks + rank + 1):  # 4: forward and backward of both sides
         row.add("F", near)
-        row.add("B", far)
-        row.add("F", far)
+        row.add("BF", far)
         row.add("B", near)
     for _ in range(rest):  # 5: no forwards of the near side are left
-        row.add("B", far)
-        row.add("F", far)
+        row.add("BF", far)
         row.add("B", near)
-    for i in range(2 * (rank + 1)):  # 6: backwards alone, the second half in two parts
-        stage = near if i % 2 else far
-        if i < rank + 1:
-            row.add("B", stage)
-        else:
-            input_gradient(stage)
-    for _ in range(rest):  # 7: the last backwards of the near side, with weights in between
-        oldest_weight_gradient()
-        input_gradient(near)
-    while deferred:  # 8: the weights that are left
-        oldest_weight_gradient()
+    backwards = [far, near] * (rank + 1)  # 6: backwards alone, the second half in two parts
+    row.add("B", *backwards[: rank + 1])
+    row.add("I", *backwards[rank + 1 :])
+    deferred = backwards[rank + 1 :] + [near] * rest  # stages whose weights wait, oldest first
+    for stage in deferred[:rest]:  # 7: the last backwards of the near side, with weights in between
+        row.add("W", stage)
+        row.add("I", near)
+    row.add("W", *deferred[rest:])  # 8: the weights that are left
     return row
 
 
@@ -680,7 +561,7 @@ SCHEDULES = {
     "1f1b": one_f_one_b,
     "interleaved": interleaved,
     "zb-h1": zb_h1,
-    "zb-h2": zb_h2,
+    "zb-h2": functools.partial(zb_h1, reach=2),
     "zb-v": zb_v,
     "dualpipev": dualpipev,
 }
@@ -697,8 +578,7 @@ def make(name, ranks, microbatches, chunks=None):
     schedule = Schedule(rows)
     held = len(schedule.stages(0))
     if chunks not in (None, held):
-        noun = "stage" if held == 1 else "stages"
-        raise ValueError(f"{name} has {held} {noun} a rank, not {chunks}: leave out --chunks")
+        raise ValueError(f"stages a rank of {name}: {held}, not {chunks}: leave out --chunks")
     return schedule
 
 
@@ -710,31 +590,7 @@ def forward_only(schedule, microbatches=float("inf")):
     return Schedule(rows)
 
 
-# --- stages: where to cut a list of layers, and a weight on two of them
-
-
-def balance(costs, stages):
-    """Cut a list of costs into `stages` runs of neighbours, so that the most expensive run is as
-    cheap as can be, and of such cuts the most even one. Returns the index range of each run."""
-    if len(costs) < stages:
-        raise ValueError(f"{len(costs)} layers are too few for {stages} pipeline stages")
-
-    total = [0, *itertools.accumulate(costs)]  # of the first 0, 1, 2, ... items
-
-    @functools.cache
-    def best(end, stages):
-        """(highest cost, sum of squares, ranges) of the first `end` items on so many stages."""
-        if stages == 1:
-            return total[end], total[end] ** 2, [range(end)]
-        cuts = []
-        for start in range(stages - 1, end):
-            highest, squares, _ = best(start, stages - 1)
-            cost = total[end] - total[start]
-            cuts.append((max(highest, cost), squares + cost**2, start))
-        highest, squares, start = min(cuts)
-        return highest, squares, [*best(start, stages - 1)[2], range(start, end)]
-
-    return best(len(costs), stages)[2]
+# --- a weight on two stages
 
 
 def reduce_tied(parameters):
@@ -761,54 +617,119 @@ def reduce_tied(parameters):
         p.grad.summed_at = p.grad._version
 
 
+# --- what play refuses
+
+
+def check_actions(schedule):
+    """Raise ValueError if an action is missing, there twice, or on the wrong rank."""
+    stages, kinds = sorted(schedule.owner), collections.defaultdict(str)
+    if not stages:
+        raise ValueError("the schedule is empty: give it at least one micro-batch")
+    if stages != list(range(len(stages))):
+        raise ValueError(f"the schedule's stages are {stages}: number them from 0, leave none out")
+    for rank, row in enumerate(schedule):
+        for kind, m, stage in row:
+            if schedule.owner[stage] != rank:
+                raise ValueError(f"rank {rank} runs another rank's stage, {stage}")
+            kinds[m, stage] += kind
+    forward_only = set(kinds.values()) == {"F"}
+    complete = ["F"] if forward_only else ["FB", "FIW"]
+    microbatches = sorted({m for m, _ in kinds})
+    for m, stage in itertools.product(microbatches, stages):
+        if kinds[m, stage] not in complete:
+            found = " ".join(kinds[m, stage]) or "nothing"
+            raise ValueError(f"stage {stage} runs micro-batch {m} as {found}")
+
+
+def check_order(schedule):
+    """Raise ValueError if ranks would wait for each other for ever. It plays the messages as the
+    strictest backend does: a send blocks until its receive is posted, and so until the message
+    before it in its queue is taken."""
+    rows = [collections.deque(row) for row in schedule]
+    under_way = collections.defaultdict(list)  # {queue: messages, sent and not yet taken}
+    sent_to = [None for _ in rows]  # for each rank the queue of its last message
+
+    def is_ready(rank):
+        message = schedule.incoming(rows[rank][0])
+        arrived = message is None or under_way[message.queue][:1] == [message]
+        return arrived and len(under_way[sent_to[rank]]) < 2
+
+    ready = True
+    while ready:
+        ready = [rank for rank, row in enumerate(rows) if row and is_ready(rank)]
+        for rank in ready:
+            action = rows[rank].popleft()
+            taken, sent = schedule.incoming(action), schedule.outgoing(action)
+            if taken is not None:
+                under_way[taken.queue].pop(0)
+            if sent is not None:
+                under_way[sent.queue].append(sent)
+                sent_to[rank] = sent.queue
+    heads = [row[0] for row in rows if row]
+    if heads:
+        waiting = ", ".join(f"{kind}{m} of stage {stage}" for kind, m, stage in heads)
+        reason = "these wait for each other, or await messages in another order than they are sent"
+        raise ValueError(f"the schedule is stuck: {reason}: {waiting}")
+
+
+def check_links(schedule, links):
+    """This rank among the links. Raises an error where they do not fit the schedule."""
+    if not isinstance(schedule, Schedule):
+        raise ValueError("play needs a Schedule: Schedule(rows) looks whether it is sound")
+    rank = dist.get_rank(links[0])
+    if rank < 0:
+        raise ValueError("this process is not one of the links' ranks: play only where it is")
+    members = [dist.get_process_group_ranks(group) for group in links]
+    if len(set(links)) != 4 or any(ranks != members[0] for ranks in members):
+        raise ValueError("links must be four different groups of the same ranks: use make_links()")
+    size = len(members[0])
+    if len(schedule) != size:
+        raise ValueError(f"the schedule is for {len(schedule)} ranks, but the links join {size}")
+    if links[0] in Mailbox.unfinished:
+        reason = "the last play on these links ended in an exception, with messages under way"
+        raise RuntimeError(f"{reason}: make new links on all ranks, and zero the gradients")
+    return rank
+
+
 # --- for model.py's GPT ---
 
 
-def check_gpt(thing, *names):
-    """Raise ValueError for a model, or a config, that is not model.py's."""
-    missing = [name for name in names if not hasattr(thing, name)]
-    if missing:
-        kind = type(thing).__name__
-        advice = "cut your model yourself, where balance(costs, stages) says"
-        raise ValueError(f"this knows model.py's GPT alone, a {kind} has no {missing[0]}: {advice}")
+def check_gpt(model):
+    """Raise ValueError for a model that is not model.py's."""
+    kind = type(model).__name__
+    for name in ("config", "embed", "blocks", "head"):
+        if not hasattr(model, name):
+            missing = f"this knows model.py's GPT alone, a {kind} has no {name}"
+            raise ValueError(f"{missing}: cut your model yourself")
 
 
-def stage_layers(config, stages):
-    """The range of layers of each stage, balanced by a token's FLOPs. The output projection counts
-    with the last layer. The embedding is a look-up: no work beside a layer's."""
-    check_gpt(config, "layers", "width", "vocab", "flops_per_token")
-    projection = 6 * config.width * config.vocab
-    costs = [(config.flops_per_token() - projection) // config.layers] * config.layers
-    costs[-1] += projection
-    return balance(costs, stages)
+def split(make_model, layers, held, tied_group=None):
+    """{stage: what is left of a GPT} for the stages in `held`. Layers keep their names.
 
-
-def split(make_model, stages, held, tied_group=None):
-    """{stage: what is left of a GPT} for the stages in `held`, of so many. Layers keep their names.
-
-    make_model(): the whole GPT, on the meta device; called once a stage. tied_group: the ranks of
-    the first and the last stage. Each holds a copy of a tied matrix, and its gradient is a partial
-    sum over them, which `reduce_tied` completes."""
-    parts = {}
+    make_model(): the whole GPT, on the meta device; called once a stage. layers: each stage's range
+    of layers. tied_group: the ranks of the first and the last stage. Each holds a copy of a tied
+    matrix, and its gradient is a partial sum over them, which `reduce_tied` completes."""
+    parts, last = {}, len(layers) - 1
     for stage in held:
-        if stage not in range(stages):
-            raise ValueError(f"there is no stage {stage} among {stages}: they count from 0")
+        if stage not in range(len(layers)):
+            raise ValueError(f"there is no stage {stage} among {len(layers)}: they count from 0")
         model = parts[stage] = make_model()
-        check_gpt(model, "config", "embed", "blocks", "head")
-        layers = stage_layers(model.config, stages)[stage]
+        check_gpt(model)
+        if list(itertools.chain(*layers)) != list(range(len(model.blocks))):
+            raise ValueError(f"layers {layers} are not those of {len(model.blocks)} blocks")
         for name in list(model.blocks):
-            if int(name) not in layers:
+            if int(name) not in layers[stage]:
                 del model.blocks[name]
-        if model.config.tied and stages == 1:
+        if model.config.tied and last == 0:
             model.embed.token.weight.used_twice = True  # see Deferred
-        at_one_end = stage in (0, stages - 1) and not {0, stages - 1} <= set(held)
+        at_one_end = stage in (0, last) and not {0, last} <= set(held)
         if model.config.tied and at_one_end:
             if tied_group is None:
                 raise ValueError("without tied_group the copies of a tied matrix drift apart")
             model.embed.token.weight.placement = {"partial": [tied_group]}
         if stage > 0:
             model.embed = None
-        if stage < stages - 1:
+        if stage < last:
             model.head = None
     return parts
 
@@ -820,7 +741,7 @@ class Stages(nn.Module):
     def __init__(self, parts):
         super().__init__()
         for part in parts.values():
-            check_gpt(part, "config", "embed", "blocks", "head")
+            check_gpt(part)
         self.parts = nn.ModuleDict({str(stage): part for stage, part in parts.items()})
         first = [part for part in parts.values() if part.embed is not None]
         final = [part for part in parts.values() if part.head is not None]
@@ -835,7 +756,10 @@ class Stages(nn.Module):
 
     def uses(self):
         """A parameter for each gradient that a micro-batch adds: one of two stages comes twice."""
-        return list(itertools.chain(*(part.parameters() for part in self.parts.values())))
+        uses = []
+        for part in self.parts.values():
+            uses += part.parameters()
+        return uses
 
     def named(self):
         """(full name, parameter), each once."""
@@ -858,11 +782,7 @@ def main():
     g.add_argument("--schedule", choices=list(SCHEDULES), help=why)
     why = "stages a rank of interleaved: they divide the bubble, multiply messages (default: 2)"
     g.add_argument("--chunks", **harness.POSITIVE, help=why)
-    harness.plot_flag(g, "draw plan and run, one above the other")
-    why = "write the run's last step for Perfetto (ui.perfetto.dev)"
-    g.add_argument("--trace", metavar="FILE", help=why)
-    why = "run nothing: all schedules, or --schedule, for --nproc ranks, from the simulator"
-    g.add_argument("--compare", action="store_true", help=why)
+    schedules.flags(g)
     args = parser.parse_args()
     harness.check_plot(args)
     if args.compare:
@@ -880,7 +800,8 @@ def demo(run):
     ends = dist.new_group(sorted({schedule.owner[0], schedule.owner[last]}))
     open_links(schedule, links, run.device)
     run.groups(down=links[:2], up=links[2:], tied=ends)  # down: activations, up: gradients
-    model = run.fill(Stages(split(run.meta_model, last + 1, stages, ends)))
+    layers = schedules.stage_layers(config, last + 1)
+    model = run.fill(Stages(split(run.meta_model, layers, stages, ends)))
     parameters = list(model.parameters())
     optimizer = harness.make_optimizer(parameters, args)
     shape = (args.batch // args.microbatches, config.context, config.width)
@@ -906,12 +827,7 @@ def demo(run):
         optimizer.step()
         run.log(loss, norm)
 
-    layers = stage_layers(config, last + 1)
-    sent = schedules.sent(run, schedule, shape)
-    held = schedules.held(run, schedule, layers)
-    notes = schedules.report(run, schedule, layers, stopwatch.spans)
-    layout = {"pp": ranks, "schedule": args.schedule, "microbatches": args.microbatches}
-    return run.receipt(layout, sent, held, notes)
+    return schedules.receipt(run, schedule, layers, shape, stopwatch.spans)
 
 
 if __name__ == "__main__":

@@ -39,6 +39,7 @@ import model as gpt
 import pipeline
 import sequence_parallel
 import tensor_parallel
+from harness import schedules
 from harness.experts import RowCounter
 from trainer import faults, formulas, planner, pretrained, sampling, saving, tracking, validation
 from trainer.composed_zero import ComposedZeRO, ZeRO
@@ -160,7 +161,8 @@ def build(run, schedule, groups):
     """This rank's stages of the model, cut on the meta device: no memory, no weights yet."""
     args, tp, cp = run.args, groups["tp"], groups["cp"]
     stages = schedule.stages(dist.get_rank(groups["pp"]))
-    parts = pipeline.split(run.meta_model, schedule.last + 1, stages, groups["tied"])
+    layers = schedules.stage_layers(run.config, schedule.last + 1)
+    parts = pipeline.split(run.meta_model, layers, stages, groups["tied"])
     for part in parts.values():
         if args.sp:
             sequence_parallel.parallelize(part, tp, keep=not args.gather_again)

@@ -57,9 +57,9 @@ def sleeping(name, seconds, microbatches, links):
 
     halved = {action[1:] for action in schedule[dist.get_rank()] if action.kind == "W"}
 
-    def slow_gradient(x, grad):
+    def slow_gradient(*tensors):
         time.sleep(each)
-        return gradient(x, grad)
+        return gradient(*tensors)
 
     pipeline.weight_gradient = slow_gradient
     try:

@@ -58,6 +58,7 @@ import tensor_parallel
 import zero
 from harness import presets, start
 from harness.ledger import tensors_in
+from harness.schedules import stage_layers
 from trainer.devices import DEVICES
 
 MICROBATCHES = 8
@@ -238,7 +239,8 @@ def stages(job, schedule):
         with torch.device("meta"):
             return gpt.GPT(job.config)
 
-    parts = pipeline.Stages(pipeline.split(whole, count, mine))
+    layers = stage_layers(job.config, count)
+    parts = pipeline.Stages(pipeline.split(whole, layers, mine))
     return gpt.fill(parts, 0, job.device, job.dtype), mine, count
 
 

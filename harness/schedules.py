@@ -10,6 +10,8 @@ Spans are a schedule with times: for each rank a list of (start, end, action).
 """
 
 import contextlib
+import functools
+import itertools
 import json
 import time
 
@@ -17,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from harness.formulas import activation_bytes, all_reduce_sent, parameters_held
-from harness.plots import pyplot, save
+from harness.plots import plot_flag, pyplot, save
 from harness.start import Refused, refusing
 
 # --- from flags
@@ -37,6 +39,51 @@ def of_flags(make, args, config, ranks):
             f"use {advice}fewer stages a rank, or more --layers"
         )
     return schedule
+
+
+def flags(group):
+    """What to show of a schedule. report and compare read them."""
+    plot_flag(group, "draw plan and run, one above the other")
+    why = "write the run's last step for Perfetto (ui.perfetto.dev)"
+    group.add_argument("--trace", metavar="FILE", help=why)
+    why = "run nothing: all schedules, or --schedule, for --nproc ranks, from the simulator"
+    group.add_argument("--compare", action="store_true", help=why)
+
+
+# --- where to cut the layers
+
+
+def balance(costs, stages):
+    """Cut a list of costs into `stages` runs of neighbours, so that the most expensive run is as
+    cheap as can be, and of such cuts the most even one. Returns the index range of each run."""
+    if len(costs) < stages:
+        raise ValueError(f"{len(costs)} layers are too few for {stages} pipeline stages")
+
+    total = [0, *itertools.accumulate(costs)]  # of the first 0, 1, 2, ... items
+
+    @functools.cache
+    def best(end, stages):
+        """(highest cost, sum of squares, ranges) of the first `end` items on so many stages."""
+        if stages == 1:
+            return total[end], total[end] ** 2, [range(end)]
+        cuts = []
+        for start in range(stages - 1, end):
+            highest, squares, _ = best(start, stages - 1)
+            cost = total[end] - total[start]
+            cuts.append((max(highest, cost), squares + cost**2, start))
+        highest, squares, start = min(cuts)
+        return highest, squares, [*best(start, stages - 1)[2], range(start, end)]
+
+    return best(len(costs), stages)[2]
+
+
+def stage_layers(config, stages):
+    """The range of layers of each stage, balanced by a token's FLOPs. The output projection counts
+    with the last layer. The embedding is a look-up: no work beside a layer's."""
+    projection = 6 * config.width * config.vocab
+    costs = [(config.flops_per_token() - projection) // config.layers] * config.layers
+    costs[-1] += projection
+    return balance(costs, stages)
 
 
 # --- without ranks
@@ -240,8 +287,20 @@ def trace(spans):
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
+def receipt(run, schedule, layers, shape, spans):
+    """Write the receipt of a demo's run, and what --trace and --plot ask for. Returns the exit
+    code.
+
+    layers: the range of layers of each stage. shape: (b, T, C), of the activations between stages.
+    spans: this rank's, of the last step."""
+    args = run.args
+    layout = {"pp": run.world, "schedule": args.schedule, "microbatches": args.microbatches}
+    notes = report(run, schedule, layers, spans)
+    return run.receipt(layout, sent(run, schedule, shape), held(run, schedule, layers), notes)
+
+
 def sent(run, schedule, shape):
-    """Rows of the receipt's `sent`. shape: (b, T, C), of the activations between stages."""
+    """Rows of the receipt's `sent`."""
     config, stages, ranks = run.config, schedule.stages(run.rank), len(schedule)
     message = torch.Size(shape).numel() * run.dtype.itemsize  # b T C e
     down, up = (run.args.microbatches * n * message for n in boundaries(schedule, run.rank))
@@ -258,7 +317,7 @@ def sent(run, schedule, shape):
 
 
 def held(run, schedule, layers):
-    """Rows of the receipt's `held`. layers: the range of layers of each stage."""
+    """Rows of the receipt's `held`."""
     config, element_size = run.config, run.dtype.itemsize
     stages = schedule.stages(run.rank)
     blocks = sum(len(layers[stage]) for stage in stages)
@@ -273,7 +332,7 @@ def held(run, schedule, layers):
 
 def report(run, schedule, layers, spans):
     """What the receipt says about a schedule and its run, as lines of text. Writes what --trace and
-    --plot ask for, too. spans: this rank's, of the last step."""
+    --plot ask for, too."""
     args, p, v = run.args, len(schedule), len(layers) // len(schedule)
     name, m = args.schedule, args.microbatches
     plan, real = simulate(schedule), gather_spans(spans, dist.group.WORLD, run.device)

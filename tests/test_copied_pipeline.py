@@ -84,7 +84,7 @@ def pipeline_train(rank, name, ranks, microbatches, model, optimizer):
 
     links, schedule = pp.make_links(), pp.make(name, ranks, microbatches)
     last, layers = schedule.last, pipeline_layers(model)
-    cuts = pp.balance([1] * len(layers), last + 1)
+    cuts = [c.tolist() for c in torch.arange(len(layers)).tensor_split(last + 1)]
     mine = {i for stage in schedule.stages(rank) for i in cuts[stage]}
     tied = dist.new_group(sorted({0, schedule.owner[last]}))
     if schedule.owner[last] == 0:
@@ -202,17 +202,17 @@ def test_pipeline_defers_what_modules_call_alone(copied):
         import pipeline as pp
 
         layers, late = pipeline_layers("transformer"), []
-        accumulate = pp.accumulate
+        accumulate = pp.Deferred.accumulate
 
-        def watched(queue):
-            late.extend(entry[0] for entry in queue)
-            accumulate(queue)
+        def watched(deferred):
+            late.extend(entry[0] for entry in deferred.entries)
+            accumulate(deferred)
 
         def forward(stage, m, x):
             x = layers[stage + 1](layers[0](pipeline_batch(0)[0]) if x is None else x)
             return x.square().sum() if stage == 1 else x
 
-        pp.accumulate = watched
+        pp.Deferred.accumulate = watched
         pp.play(
             pp.make("zb-v", 1, 1), forward, (ROWS, LENGTH, WIDTH), DOUBLE, "cpu", pp.make_links()
         )
@@ -446,13 +446,14 @@ def test_pipeline_says_which_functions_are_for_our_model(copied):
 
         model = nn.Linear(2, 2)
         return [
-            pipeline_refused(pp.stage_layers, model, 2),
-            pipeline_refused(pp.split, lambda: model, 2, [0]),
+            pipeline_refused(pp.split, lambda: model, [range(1)], [0]),
             pipeline_refused(pp.Stages, {0: model}),
-            pipeline_refused(pp.split, Model, 2, [-1]),
+            pipeline_refused(pp.split, Model, [range(0), range(0)], [-1]),
+            pipeline_refused(pp.split, Model, [range(1)], [0]),
             pipeline_refused(lambda: pp.Stages({0: Model(), 3: Model()})[2]),
         ]
 
-    [[*foreign, stage, missing]] = copied("pipeline", 1, work)
-    assert all("model.py's GPT alone" in said and "balance" in said for said in foreign)
+    [[*foreign, stage, layers, missing]] = copied("pipeline", 1, work)
+    assert all("GPT alone" in said and "cut your model yourself" in said for said in foreign)
+    assert "not those of 0 blocks" in layers
     assert "no stage -1 among 2" in stage and "stage 2 is not here, but 0, 3" in missing

@@ -119,7 +119,7 @@ def refused(capfd, monkeypatch, script, *flags):
             "a multiple of 3 micro-batches",
         ),
         ("train", "--pp 2 --schedule dualpipev --microbatches 2", "at least 4 micro-batches"),
-        ("train", "--pp 2 --chunks 2", "1f1b has 1 stage a rank.*leave out --chunks"),
+        ("train", "--pp 2 --chunks 2", "stages a rank of 1f1b: 1.*leave out --chunks"),
         ("train", "--pp 4 --schedule zb-v", "4 layers.*8 pipeline stages.*at most 2 ranks"),
         ("train", "--init-from nowhere", "nowhere/config.json can't be read"),
         ("train", "--export /proc/x", "--export /proc/x can't be written"),

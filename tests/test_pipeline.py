@@ -152,7 +152,9 @@ def test_a_wrong_schedule_is_found():
     with pytest.raises(ValueError, match="stuck"):
         pp.Schedule([forwards + backwards, on(1, *in_turn)])
     with torch.device("meta"), pytest.raises(ValueError, match="tied_group"):
-        pp.split(lambda: gpt.GPT(CONFIGS["gpt2"]), 2, [0])
+        pp.split(lambda: gpt.GPT(DEEP), [range(4), range(4, 8)], [0])
+    with torch.device("meta"), pytest.raises(ValueError, match="are not those of 8 blocks"):
+        pp.split(lambda: gpt.GPT(DEEP), [range(4), range(4, 7)], [0])
 
 
 def test_what_there_is_no_schedule_for():
@@ -188,7 +190,7 @@ def test_timeline_and_trace():
 def test_balance_is_the_best_there_is():
     for costs in ([1] * 7, [1, 1, 1, 4], [3, 1, 1, 1, 1, 9], [2, 5, 3, 1, 8, 1]):
         for stages in range(1, len(costs) + 1):
-            cuts = pp.balance(costs, stages)
+            cuts = schedules.balance(costs, stages)
             assert [i for r in cuts for i in r] == list(range(len(costs))) and all(
                 len(r) for r in cuts
             )
@@ -197,14 +199,14 @@ def test_balance_is_the_best_there_is():
                 for ends in itertools.combinations(range(1, len(costs)), stages - 1)
             )
             assert max(sum(costs[r.start : r.stop]) for r in cuts) == best
-    assert [len(r) for r in pp.balance([1] * 7, 3)] in ([2, 2, 3], [2, 3, 2], [3, 2, 2])
+    assert [len(r) for r in schedules.balance([1] * 7, 3)] in ([2, 2, 3], [2, 3, 2], [3, 2, 2])
     with pytest.raises(ValueError, match="too few"):
-        pp.balance([1, 1], 3)
+        schedules.balance([1, 1], 3)
     # GPT-2's output projection costs as much as five of its layers
-    assert [len(r) for r in pp.stage_layers(presets.configure("gpt2"), 4)] == [3, 4, 4, 1]
+    assert [len(r) for r in schedules.stage_layers(presets.configure("gpt2"), 4)] == [3, 4, 4, 1]
     # It costs little beside a layer whose tokens pass six experts
     mixture = presets.configure("gpt2", experts=8, top_k=4, shared=2)
-    assert [len(r) for r in pp.stage_layers(mixture, 4)] == [3, 3, 4, 2]
+    assert [len(r) for r in schedules.stage_layers(mixture, 4)] == [3, 3, 4, 2]
 
 
 def build(config, schedule, rank, ends, seed=7):
@@ -212,7 +214,8 @@ def build(config, schedule, rank, ends, seed=7):
         with torch.device("meta"):
             return gpt.GPT(config)
 
-    parts = pp.split(whole, schedule.last + 1, schedule.stages(rank), ends)
+    layers = schedules.stage_layers(config, schedule.last + 1)
+    parts = pp.split(whole, layers, schedule.stages(rank), ends)
     return gpt.fill(pp.Stages(parts), seed, dtype=torch.float64)
 
 
@@ -426,13 +429,13 @@ def test_no_more_than_one_receive_waits_in_each_queue(ranks):
 def test_deferred_gradients_come_last_layer_first():
     """As in a whole backward: DDP and ZeRO line their buckets up in this order."""
     layers = torch.nn.Sequential(*(torch.nn.Linear(2, 2) for _ in range(4)))
-    order, deferred = [], []
+    order, deferred = [], pp.Deferred()
     for i, layer in enumerate(layers):
         layer.weight.register_post_accumulate_grad_hook(lambda _, i=i: order.append(i))
-    with pp.Deferred(deferred):
-        y = layers(torch.ones(1, 2, requires_grad=True)).sum()
-    y.backward()
-    pp.accumulate(deferred)
+    with deferred:
+        layers(torch.ones(1, 2, requires_grad=True)).sum().backward()
+    assert order == []
+    deferred.accumulate()
     assert order == [3, 2, 1, 0]
 
 

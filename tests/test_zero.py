@@ -18,7 +18,7 @@ import model as gpt
 import pipeline
 import tensor_parallel
 import zero
-from harness import data, formulas, presets, zero_bytes
+from harness import data, formulas, presets, schedules, zero_bytes
 from harness.ledger import Ledger, storage_bytes
 from trainer import composed_zero
 
@@ -399,7 +399,8 @@ def test_norm_and_clipping_with_tensor_and_pipeline_parallelism(ranks, stage):
         if axis == "tp":
             model = tensor_parallel.parallelize(whole(), other)
         else:
-            [model] = pipeline.split(whole, 2, [dist.get_rank(other)], other).values()
+            layers = schedules.stage_layers(config, 2)
+            [model] = pipeline.split(whole, layers, [dist.get_rank(other)], other).values()
         gpt.fill(model, 7, dtype=torch.float64, take=harness.take)
         sharded = composed_zero.ZeRO(
             model, dp, stage, functools.partial(make_optimizer, kind="sgd"), 3, bucket_bytes=20000

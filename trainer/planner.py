@@ -103,7 +103,7 @@ def estimate(args, config, cluster, played):
     nearest that is no end of the model, by its number of layers."""
     schedule = pipeline.make(args.schedule, args.pp, args.microbatches, args.chunks)
     last = args.microbatches - 1
-    layers = [len(layers) for layers in pipeline.stage_layers(config, schedule.last + 1)]
+    layers = [len(layers) for layers in schedules.stage_layers(config, schedule.last + 1)]
     known = {}  # (stage, kind, whether of the last micro-batch): Part
     for rank in played:
         end = max(action.microbatch for action in rank.actions)
@@ -199,7 +199,7 @@ def report(args, config, cluster, played, step):
     """Print what the ranks held and sent, and the step's estimate."""
     world, device = args.dp * args.cp * args.tp * args.pp, device_name(args)
     schedule = pipeline.make(args.schedule, args.pp, args.microbatches, args.chunks)
-    layers = pipeline.stage_layers(config, schedule.last + 1)
+    layers = schedules.stage_layers(config, schedule.last + 1)
     human, kinds = (
         ledger.human,
         ("parameters", "gradients", "optimizer", "gathered", "activations_peak"),

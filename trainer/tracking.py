@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 
 import harness
-import pipeline
 from harness import Refused, schedules
 from trainer.devices import PEAKS
 
@@ -88,7 +87,7 @@ def describe(run, schedule):
     text = f"{run.corpus.name}: {len(run.corpus.tokens):,} tokens, {run.count:,} a step"
     run.print(f"{harness.parameter_count(config):,} parameters, {layout}; {text}")
     if args.pp > 1:
-        layers = pipeline.stage_layers(config, schedule.last + 1)
+        layers = schedules.stage_layers(config, schedule.last + 1)
         layers = ", ".join(f"{r.start}-{r.stop - 1}" for r in layers)
         bubble = 1 - schedules.utilisation(schedules.simulate(schedule))
         what = f"{args.schedule}, {args.microbatches} micro-batches: bubble {bubble:.1%}"
