@@ -114,7 +114,9 @@ def play(schedule, forward, shape, dtype, device, links, around=contextlib.nullc
                 return y                                     # (b, T, C); below logits (b, T, V)
             return F.cross_entropy(y.mT, targets[m], reduction="sum") / count
 
-        for inputs, targets, count in batches:      # two lists of tensors (b, T); all their tokens
+        for i, (inputs, targets, count) in enumerate(batches):    # lists of (b, T); all tokens
+            if i == 0:
+                warm_up(schedule, forward, (b, T, C), dtype, device, links)     # or nccl hangs
             optimizer.zero_grad()
             losses = play(schedule, forward, (b, T, C), dtype, device, links)
             reduce_tied(parameters)                 # for a matrix on two ranks
@@ -338,6 +340,24 @@ def open_links(schedule, links, device):
             dist.send(number, group=group, group_dst=target)
         elif rank == target:
             dist.recv(number, group=group, group_src=source)
+
+
+def warm_up(schedule, forward, shape, dtype, device, links, around=contextlib.nullcontext):
+    """Run this rank's actions of the first two micro-batches on zeros, without messages. Arguments
+    as for `play`. Call it on all ranks, before the first play; zero_grad() clears the gradients
+    that it leaves.
+
+    On nccl a receive that is posted ahead is a kernel that spins until its message is there. CUDA
+    loads a kernel when it is launched first, and may wait until the device is idle: for ever, if
+    the message comes only after this launch (NVIDIA, CUDA Programming Guide, Lazy Loading)."""
+    row = [action for action in schedule[dist.get_rank(links[0])] if action.microbatch < 2]
+    passes = Passes(forward, row, schedule.last)
+    for action in row:
+        received = None
+        if schedule.incoming(action) is not None:
+            received = torch.zeros(shape, dtype=dtype, device=device)
+        with around(action):
+            passes.run(action, received)
 
 
 # --- several stages a rank: a smaller bubble for more messages
@@ -808,7 +828,6 @@ def demo(run):
     stopwatch = schedules.Stopwatch(run.device)
 
     for step in run.steps(optimizer):
-        optimizer.zero_grad(set_to_none=False)
         batches = run.microbatches(step)
 
         def forward(stage, m, x):
@@ -816,6 +835,9 @@ def demo(run):
             x = tokens if x is None else x
             return model[stage](x, targets=targets, count=run.count, samples=samples)
 
+        if step == 0:
+            warm_up(schedule, forward, shape, run.dtype, run.device, links)
+        optimizer.zero_grad(set_to_none=False)
         around = stopwatch if step + 1 == args.steps else contextlib.nullcontext
         losses = play(schedule, forward, shape, run.dtype, run.device, links, around)
         reduce_tied(parameters)

@@ -240,11 +240,17 @@ class Runner:
         rank = dist.get_rank(self.groups["cp"])
         return places(self.run.args, length, rank).to(self.run.device)
 
+    def warm_up(self, batches):
+        """Before the first step of a pipeline, which would hang on nccl: see pipeline.warm_up."""
+        self.run_schedule(self.schedule, batches, self.run.count, pipeline.warm_up)
+        self.sync.zero_grad(give_up=True)
+        gpt.rebalance(self.model, move=False)  # the routers counted these tokens
+
     def forward_only(self, batches, count):
         schedule = pipeline.forward_only(self.schedule, len(batches))
         return self.run_schedule(schedule, batches, count)
 
-    def run_schedule(self, schedule, batches, count):
+    def run_schedule(self, schedule, batches, count, play=pipeline.play):
         """What the last stage returns for each micro-batch, on its rank: losses divided by count,
         or logits (b, T, V) without targets. Other ranks get []."""
         run, args = self.run, self.run.args
@@ -262,9 +268,7 @@ class Runner:
 
         tokens_held = -(-len(where) // args.tp) if args.sp else len(where)  # rounded up
         shape, dtype = (rows, tokens_held, run.config.width), harness.DTYPES[args.param_dtype]
-        return pipeline.play(
-            schedule, forward, shape, dtype, run.device, self.links, around=self.around
-        )
+        return play(schedule, forward, shape, dtype, run.device, self.links, around=self.around)
 
     @contextlib.contextmanager
     def around(self, action):
@@ -291,15 +295,17 @@ class Runner:
         return logits
 
 
-def train(run, schedule=None, watch=contextlib.nullcontext):
-    """Train on this rank, and return the exit code. A dry run passes a schedule of its own, and a
-    watch(action), a context around each of the pipeline's actions."""
+def train(run, schedule=None, watch=contextlib.nullcontext, cold=True):
+    """Train on this rank, and return the exit code. A dry run passes a schedule of its own, a
+    watch(action), a context around each of the pipeline's actions, and cold=False: it has no
+    kernels that must be loaded."""
     args = run.args
     if schedule is None:
         schedule = pipeline.make(args.schedule, args.pp, args.microbatches, args.chunks)
     groups = mesh(args, schedule)
     tp, dp, pp = groups["tp"], groups["dp"], groups["pp"]
     run.groups(**groups)
+    open_groups(groups, run.device)
     pipeline.open_links(schedule, groups["down"] + groups["up"], run.device)
     if args.init_from:
         run.draw = pretrained.Folder(args.init_from, run.config).draw
@@ -324,12 +330,13 @@ def train(run, schedule=None, watch=contextlib.nullcontext):
     only_sample = args.only_sample or run.first == args.steps
     if only_sample:
         run.first = args.steps  # no step is left
+    elif args.pp > 1 and cold:
+        runner.warm_up(run.microbatches(run.first, replica, args.dp))
     with tracking.open_log(run) as log, saver:
         for step in tracking.profiled(run, run.steps(optimizer)):
             batches = run.microbatches(step, replica, args.dp)
             loss = runner.step(batches)
-            for group in (dp, pp):
-                dist.all_reduce(loss, group=group)
+            sum_over([dp, pp], loss)
             if uses_zero:
                 norm = optimizer.grad_norm(splitting)
             else:
@@ -371,9 +378,18 @@ def train(run, schedule=None, watch=contextlib.nullcontext):
     return run.receipt(*expected)
 
 
-def sum_over(groups, load):
+def sum_over(groups, tensor):
+    """All-reduce a tensor in place over each group of more than one rank."""
     for group in groups:
-        dist.all_reduce(load, group=group)
+        if dist.get_world_size(group) > 1:
+            dist.all_reduce(tensor, group=group)
+
+
+def open_groups(groups, device):
+    """Send a first message in each group. nccl connects its ranks then, and waits for the device:
+    which must not be within a pipeline's step."""
+    one_by_one = [group for group in groups.values() if isinstance(group, dist.ProcessGroup)]
+    sum_over(one_by_one, torch.zeros(1, device=device))
 
 
 if __name__ == "__main__":

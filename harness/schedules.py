@@ -89,12 +89,22 @@ def stage_layers(config, stages):
 # --- without ranks
 
 
-def simulate(schedule, forward=1.0, input=1.0, weight=1.0, transfer=0.0, time=None):
+def simulate(
+    schedule,
+    forward=1.0,
+    input=1.0,
+    weight=1.0,
+    transfer=0.0,
+    time=None,
+    first_launch_drains=False,
+):
     """The spans of a schedule, if an action starts when its rank is free and its message is there.
 
     forward, input, weight: times of one stage's F, I and W. B takes input + weight.
     transfer: time of a message between two ranks. time(action): replaces the times of the actions.
-    """
+    first_launch_drains: a rank's first action of each kind also waits until no message of the rank
+    is on its way, as on a GPU that loads a kernel at its first launch (pipeline.warm_up has more).
+    Raises ValueError if the schedule then never ends."""
     times = {"F": forward, "B": input + weight, "I": input, "W": weight}
     arrival = {None: 0.0}  # {message: when it is there}; without a message nothing is waited for
     spans = [[] for _ in schedule]
@@ -107,15 +117,36 @@ def simulate(schedule, forward=1.0, input=1.0, weight=1.0, transfer=0.0, time=No
                 awaited, message = schedule.incoming(action), schedule.outgoing(action)
                 if awaited not in arrival:
                     break
-                free = spans[rank][-1][1] if spans[rank] else 0.0
-                start = max(free, arrival[awaited])
+                start = max(spans[rank][-1][1] if spans[rank] else 0.0, arrival[awaited])
+                known_kinds = {done.kind for _, _, done in spans[rank]}
+                if first_launch_drains and action.kind not in known_kinds:
+                    posted = posted_receives(schedule, rank, len(spans[rank]))
+                    if not posted <= arrival.keys():
+                        break
+                    start = max([start, *(arrival[m] for m in posted)])
                 end = start + (time(action) if time else times[action.kind])
                 spans[rank].append((start, end, action))
                 if message is not None:
                     local = message.source == message.target
                     arrival[message] = end if local else end + transfer
                 progress = True
+    stuck = [rank for rank, row in enumerate(schedule) if len(spans[rank]) < len(row)]
+    if stuck:
+        rank = stuck[0]
+        action = schedule[rank][len(spans[rank])]
+        raise ValueError(f"the schedule never ends: rank {rank} hangs before {action}")
     return spans
+
+
+def posted_receives(schedule, rank, done):
+    """The receives that pipeline.play has posted on a rank before its action number `done` runs:
+    of each queue the first message that no earlier action and not this one has taken."""
+    posted = {}
+    for action in schedule[rank][done + 1 :]:
+        message = schedule.incoming(action)
+        if message is not None and message.source != rank:
+            posted.setdefault(message.queue, message)
+    return set(posted.values())
 
 
 def first_start(spans):

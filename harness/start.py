@@ -27,6 +27,10 @@ import torch.distributed as dist
 
 from harness import host_messages
 
+# CUDA reads this when it starts. Kernels that are loaded at their first launch wait for the device,
+# which may be waiting for this rank: see pipeline.warm_up
+os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
+
 # --- bad input
 
 

@@ -12,6 +12,8 @@ case it prints a line of JSON:
                 done: .item(), nonzero, an index that is a mask, blocking copies between both
     kernels     operations that would launch a kernel, as autograd's threads launch them
     collectives {operation: calls}
+    late        first launches of a kernel after a receive was posted and before the last message:
+                on nccl these may wait for ever (see pipeline.warm_up)
     error       null, or what ended it
 
 A fake tensor has no values. So .item() gives 1, and routing to experts is even.
@@ -44,6 +46,8 @@ from harness.ledger import tensors_in
 from trainer import dryrun
 
 OWN = [os.path.join(ROOT, folder).rstrip("/") for folder in ("", "harness", "trainer", "tests")]
+# They launch nothing
+NOT_KERNELS = {"_unsafe_view", "_reshape_alias", "lift_fresh", "detach", "empty_like", "new_empty"}
 # They pass operations on
 NOT_THE_CAUSE = "fake_cuda.py", "ledger.py"
 CUDA = torch.device("cuda", 0)
@@ -72,6 +76,8 @@ class Watch(TorchDispatchMode):
 
     def __init__(self):
         super().__init__()
+        self.launched = set()  # kernels, as (operation, dtypes)
+        self.fresh, self.late = None, []  # first launches since the first receive; see `late`
         self.begin()
 
     def begin(self):
@@ -96,14 +102,24 @@ class Watch(TorchDispatchMode):
         if on_cuda and self.waits_for_value(name, args, kwargs):
             self.waits[f"{name} at {here()}"] += 1
         self.check_copy(name, args, kwargs)
-        if func.namespace == "aten" and on_cuda and not func.is_view:
+        if func.namespace == "aten" and on_cuda and not func.is_view and name not in NOT_KERNELS:
             self.kernels += 1
+            self.note_first_launch(name, on_cuda)
         if name == "_grouped_mm" and args[0].dtype != torch.bfloat16:
             return grouped_mm_result(args, kwargs)
         return func(*args, **kwargs)
 
+    def note_first_launch(self, name, tensors):
+        kernel = (name, *(t.dtype for t in tensors))
+        if kernel not in self.launched and self.fresh is not None:
+            self.fresh.append(f"{name} at {here()}")
+        self.launched.add(kernel)
+
     def check_collective(self, name, given):
         self.collectives[name] += 1
+        if name in ("send", "recv_"):  # what was launched since the last one came between both
+            self.late += self.fresh or []
+            self.fresh = []
         for t in given:
             what = f"{name} of {t.dtype} {list(t.shape)} on {t.device} at {here()}"
             if t.device.type != "cuda" or t.dtype not in NCCL_DTYPES:
@@ -183,12 +199,14 @@ class FakeRun(harness.Run):
         for self.step in range(2):
             self.watch.begin()
             yield self.step
+            self.watch.fresh = None  # what follows the last message of a step
         watch = self.watch
         self.result = {
             "misplaced": dict(watch.misplaced),
             "waits": dict(watch.waits),
             "kernels": watch.kernels,
             "collectives": dict(watch.collectives),
+            "late": watch.late,
         }
         raise Played
 
@@ -251,6 +269,8 @@ def play(script, flags, rank, world):
         import pipeline
 
         patch(pipeline, "open_links", under_fake_tensors(pipeline.open_links))
+        if script == "train":
+            patch(module, "open_groups", under_fake_tensors(module.open_groups))
         patch(torch, "_foreach_zero_", zero_each)
         patch(dist, "all_gather_object", gather_copies)
         try:

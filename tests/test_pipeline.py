@@ -541,3 +541,45 @@ def test_compare(capsys, monkeypatch):
     for flag in ("--trace x.json", "--json x.json"):
         with pytest.raises(harness.Refused, match="--compare runs nothing"):
             lines(flag)
+
+
+@pytest.mark.parametrize("name", pp.SCHEDULES)
+def test_cold_kernels_would_hang(name):
+    """Every schedule hangs if a kernel's first launch waits for the receives that are posted ahead:
+    why there is warm_up. A rank that waits for nobody else is no pipeline."""
+    for p, m in ((2, 4), (4, 8)):
+        schedule = pp.make(name, p, m)
+        with pytest.raises(ValueError, match="hangs before"):
+            schedules.simulate(schedule, first_launch_drains=True)
+        assert schedules.simulate(schedule)
+    alone = pp.make("gpipe", 1, 4)
+    spans = schedules.simulate(alone, first_launch_drains=True)
+    assert spans == schedules.simulate(alone)
+
+
+def warm_kinds(rank, name):
+    """What warm_up runs, in which order."""
+    ranks, links, seen = dist.get_world_size(), pp.make_links(), []
+    schedule = pp.make(name, ranks, 6)
+    weight = torch.nn.Parameter(torch.ones(4, 4))
+
+    def forward(stage, m, x):
+        assert m < 2
+        x = torch.ones(2, 4) if x is None else x
+        y = torch.nn.functional.linear(x, weight)
+        return y.sum() if stage == schedule.last else y
+
+    @contextlib.contextmanager
+    def around(action):
+        seen.append(action)
+        yield
+
+    pp.warm_up(schedule, forward, (2, 4), torch.float32, "cpu", links, around)
+    assert weight.grad is not None
+    assert {a.kind for a in seen} == {a.kind for a in schedule[rank]}
+    assert sorted({a.stage for a in seen}) == schedule.stages(rank)
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zb-v"])
+def test_warm_up_runs_each_kind_on_each_stage(ranks, name):
+    ranks(3, warm_kinds, name)

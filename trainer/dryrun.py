@@ -162,7 +162,7 @@ def play(args, rank, cluster, train, brief=False, routing=even):
     """Play one step of a rank of the layout in `args`, on tensors without values. Returns what it
     did as a Played.
 
-    train(run, schedule, watch): train.py's own.
+    train(run, schedule, watch, cold): train.py's own.
     brief: of the micro-batches only the first and the last, for their times. routing(dispatch,
     sizes, assignments): see `even`. Needs a process that has no process group."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -198,7 +198,7 @@ def play(args, rank, cluster, train, brief=False, routing=even):
             )
             modes.enter_context(mock.patch.object(expert_parallel.ExpertDispatch, "read", routing))
             run = DryRun(args, rank, world, cluster, modes)
-            train(run, schedule, run.watch)
+            train(run, schedule, run.watch, cold=False)
         meter, actions = run.meter, run.actions
         rest = Part(*(sum(seconds) for seconds in zip(*meter.parts[::2])))
         stages = tuple(sorted({action.stage for action in actions}))
