@@ -250,7 +250,7 @@ class Runner:
         schedule = pipeline.forward_only(self.schedule, len(batches))
         return self.run_schedule(schedule, batches, count)
 
-    def run_schedule(self, schedule, batches, count, play=pipeline.play):
+    def run_schedule(self, schedule, batches, count, play=None):
         """What the last stage returns for each micro-batch, on its rank: losses divided by count,
         or logits (b, T, V) without targets. Other ranks get []."""
         run, args = self.run, self.run.args
@@ -268,6 +268,7 @@ class Runner:
 
         tokens_held = -(-len(where) // args.tp) if args.sp else len(where)  # rounded up
         shape, dtype = (rows, tokens_held, run.config.width), harness.DTYPES[args.param_dtype]
+        play = play or pipeline.play
         return play(schedule, forward, shape, dtype, run.device, self.links, around=self.around)
 
     @contextlib.contextmanager
