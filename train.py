@@ -168,6 +168,8 @@ def build(run, schedule, groups):
             sequence_parallel.parallelize(part, tp, keep=not args.gather_again)
         elif args.tp > 1:
             tensor_parallel.parallelize(part, tp)
+        else:
+            harness.lean_head(part)
         if args.cp > 1:
             grid = groups.get("ring"), groups.get("ulysses")
             context_parallel.parallelize(part, cp, args.cp_kind, *grid)

@@ -1,0 +1,79 @@
+"""An output projection and a loss for large vocabularies: aligned rows, and no copy of the logits.
+
+GPT-2's 50,257 logits of 16 bits are no multiple of 16 bytes, so that a GPU's matrix products take
+slow kernels. And 16 sequences of 1,024 tokens have 1.6 GB of them: F.cross_entropy of a float32
+copy would hold 3.3 GB for the copy, as much for its logarithms and as much for their gradient.
+"""
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+from model import IGNORE
+
+ALIGNED = 64  # outputs; nanoGPT pads its vocabulary to a multiple of as many
+CHUNK = 2**26  # logits that the loss takes at a time: 256 MB in float32
+
+
+def lean_head(model):
+    """Replace the output projection and the loss of a GPT, if it has a head. No result changes."""
+    if model.head is not None:
+        model.head.out = PaddedLinear(model.head.out)
+        model.loss = LeanCrossEntropy()
+
+
+class PaddedLinear(nn.Module):
+    """A linear layer without bias. In 16 bits its outputs are padded to a multiple of 64. The
+    additional logits are -inf: no softmax and no gradient sees them."""
+
+    def __init__(self, linear):
+        super().__init__()
+        self.weight = linear.weight  # (V, C)
+
+    def forward(self, x):
+        padding = -len(self.weight) % ALIGNED
+        if x.element_size() > 2 or padding == 0:
+            return F.linear(x, self.weight)
+        bias = F.pad(x.new_zeros(len(self.weight)), (0, padding), value=float("-inf"))
+        return F.linear(x, F.pad(self.weight, (0, 0, 0, padding)), bias)
+
+
+class LeanCrossEntropy(nn.Module):
+    """model.py's CrossEntropy, which computes in float32 on some rows at a time."""
+
+    def forward(self, logits, targets, count):
+        losses = RowwiseCrossEntropy.apply(logits.flatten(0, 1), targets.flatten())
+        return losses.sum() / count
+
+
+class RowwiseCrossEntropy(torch.autograd.Function):
+    """logits (n, V), targets (n,) -> -log softmax(logits)[target], (n,) in at least float32. A
+    target equal to IGNORE has loss 0.
+
+    Keeps the logits as they are, and log(sum of exp) of each row. Backward is softmax - onehot."""
+
+    @staticmethod
+    def forward(ctx, logits, targets):
+        rows = max(1, CHUNK // logits.shape[1])
+        dtype = torch.promote_types(logits.dtype, torch.float32)
+        log_sum = torch.cat([part.to(dtype).logsumexp(1) for part in logits.split(rows)])  # (n,)
+        valid = targets != IGNORE
+        column = targets.masked_fill(~valid, 0).unsqueeze(1)  # (n, 1)
+        of_target = logits.gather(1, column).squeeze(1).to(dtype)
+        ctx.rows = rows
+        ctx.save_for_backward(logits, column, valid, log_sum)
+        return (log_sum - of_target).masked_fill(~valid, 0.0)
+
+    @staticmethod
+    def backward(ctx, grad):
+        if torch.is_grad_enabled():
+            raise RuntimeError("this loss has no second gradients: leave out create_graph=True")
+        logits, column, valid, log_sum = ctx.saved_tensors
+        grad = grad.masked_fill(~valid, 0.0).unsqueeze(1)  # (n, 1)
+        result = torch.empty_like(logits)
+        columns = (t.split(ctx.rows) for t in (logits, result, column, log_sum, grad))
+        for part, target_part, at, log_part, factor in zip(*columns):
+            softmax = part.to(log_part.dtype).sub(log_part.unsqueeze(1)).exp_()
+            softmax.scatter_add_(1, at, -torch.ones_like(at, dtype=softmax.dtype))
+            target_part.copy_(softmax.mul_(factor))
+        return result, None
