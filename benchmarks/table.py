@@ -36,6 +36,8 @@ def receipt(command, ranks):
     script, *flags = command.split()
     with tempfile.NamedTemporaryFile("r") as file:
         start = [
+            "--device",
+            "cpu",
             "--nproc",
             str(ranks),
             "--dtype",

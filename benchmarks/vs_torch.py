@@ -16,19 +16,16 @@ states included, of the rank that holds most, and the ratio: median, least and l
 and the largest relative difference of a loss or a weight after the steps with SGD, and with AdamW.
 
 On CPUs with gloo; on GPUs, where there are any, in bfloat16 with nccl on as many ranks as there are
-GPUs for. On a GPU also train.py's tokens/s of a compiled gpt2, and its share of the matrix rate
-that the GPU reaches.
+GPUs for. What one GPU does alone is in benchmarks.gpu.
 """
 
 import contextlib
 import functools
 import gc
-import json
 import os
 import statistics
 import subprocess
 import sys
-import tempfile
 import warnings
 import weakref
 from types import SimpleNamespace
@@ -59,7 +56,6 @@ import zero
 from harness import presets, start
 from harness.ledger import tensors_in
 from harness.schedules import stage_layers
-from trainer.devices import DEVICES
 
 MICROBATCHES = 8
 # The preset on each device, with a vocabulary that divides by the ranks, and keys of its own for
@@ -498,53 +494,6 @@ def demo(run):
     return int(not equal)
 
 
-# --- one GPU
-
-
-def one_gpu():
-    """tokens/s and MFU of gpt2 in bfloat16, compiled, beside the rate of one large matrix product.
-    Returns an exit code."""
-    root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-    with tempfile.NamedTemporaryFile("r") as log:
-        flags = (
-            "--preset gpt2 --param-dtype bfloat16 --compile --batch 16 --steps 100 --sample 0 "
-            "--quiet --nproc 1"
-        )
-        code = subprocess.call(
-            [sys.executable, "train.py", *flags.split(), "--log-to", log.name], cwd=root
-        )
-        if code:
-            return code
-        # Compiled and warm
-        rates = [row["tokens_per_s"] for row in map(json.loads, log) if "tokens_per_s" in row][20:]
-    low, middle, high = statistics.quantiles(rates)
-    a, times = torch.randn(8192, 8192, device="cuda", dtype=torch.bfloat16), []
-    for _ in range(50):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        a @ a
-        end.record()
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(end) / 1000)
-    matrix, used = (
-        2 * len(a) ** 3 / statistics.median(times),
-        middle * presets.configure("gpt2").flops_per_token(),
-    )
-    print(
-        f"\none {torch.cuda.get_device_name()}: gpt2, 124M, bfloat16, compiled, 16 sequences of "
-        "1024 tokens a step"
-    )
-    print(
-        f"{middle:,.0f} ({low:,.0f} .. {high:,.0f}) tokens/s, {used / 1e12:.0f} TFLOP/s of the "
-        "model's own arithmetic"
-    )
-    print(f"{used / matrix:.1%} of the {matrix / 1e12:.0f} TFLOP/s of 8192 x 8192 matrices", end="")
-    name = torch.cuda.get_device_name().lower()
-    peak = next((device.flops for key, device in DEVICES.items() if key in name), None)
-    print(f"; MFU {used / peak:.1%} of the data sheet's {peak / 1e12:.0f}" if peak else "")
-    return 0
-
-
 def main():
     p = harness.Parser(__doc__)
     p.add_argument("--nproc", type=int, choices=[2, 4], help="ranks (default: 2, then 4)")
@@ -586,8 +535,6 @@ def main():
             codes.append(
                 subprocess.call([sys.executable, "-m", *torchrun, "benchmarks.vs_torch", *flags])
             )
-    if "cuda" in devices and not args.only and not args.nproc:
-        codes.append(one_gpu())
     start.finish(max(map(abs, codes), default=0))
 
 

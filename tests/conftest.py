@@ -15,6 +15,12 @@ import time
 import traceback
 
 import pytest
+
+# Tests are of CPUs, and ranks are forked, which CUDA does not survive. test_gpu.py alone gives a
+# process of its own what the user has set; pytest-xdist's workers inherit both variables
+os.environ.setdefault("USERS_GPUS", os.environ.get("CUDA_VISIBLE_DEVICES", "all"))
+os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
 import torch
 
 # What an optimizer imports at its first step: here, once, and not in every rank
@@ -29,7 +35,7 @@ torch.set_num_threads(1)
 
 # Real launches, faults and other implementations: worth their time, but not at every change
 SLOW_FILES = {"test_faults", "test_start", "test_vs_torch", "test_dryrun", "test_checkpoint"}
-SLOW_TESTS = {"test_compiled_blocks"}
+SLOW_TESTS = {"test_compiled_blocks", "test_on_a_gpu"}
 
 
 def pytest_collection_modifyitems(items):
