@@ -4,9 +4,12 @@ import csv
 import json
 
 import pytest
+import torch
 from test_layouts import arguments, run_layout
 
 import harness
+import model as gpt
+from harness import large_vocabulary, presets
 from trainer import tracking
 
 SHORT = "--layers 2 --prove 0"
@@ -158,3 +161,35 @@ def test_experts_name_the_lengths_that_need_no_padding(text, flags, unit):
     with pytest.raises(harness.Refused, match=f"a multiple of {unit}$"):
         arguments(text, f"{flags} {unit * 3 + 1}")
     arguments(text, f"{flags} {unit * 3}")
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_lean_head(dtype, monkeypatch):
+    """The padded projection and the loss in chunks beside model.py's: loss and all gradients, with
+    targets that are not valid and chunks that do not divide the rows."""
+    monkeypatch.setattr(large_vocabulary, "CHUNK", 1000)
+    config = presets.configure("tiny", layers=1, width=32, heads=2, context=16)
+    tokens = torch.randint(0, config.vocab, (3, 16))
+    targets = tokens.roll(1, 1)
+    targets[0, :3] = gpt.IGNORE
+    found = []
+    for lean in (False, True):
+        model = gpt.build(config, 1, dtype=dtype)
+        names = [name for name, _ in model.named_parameters()]
+        if lean:
+            harness.lean_head(model)
+        assert names == [name for name, _ in model.named_parameters()]
+        loss = model(tokens, targets=targets, count=40)
+        loss.backward()
+        found.append([loss, *(p.grad for p in model.parameters())])
+        logits = model(tokens)
+        assert logits.softmax(-1)[..., config.vocab :].eq(0).all()
+    assert logits.shape[-1] == (257 if dtype == torch.float64 else 320)
+    tolerance = (
+        dict(rtol=1e-10, atol=1e-14) if dtype == torch.float64 else dict(rtol=2e-2, atol=1e-4)
+    )
+    for plain, lean in zip(*found):
+        torch.testing.assert_close(lean, plain, **tolerance)
+    with pytest.raises(RuntimeError, match="no second gradients"):
+        loss = model(tokens, targets=targets, count=40)
+        torch.autograd.grad(loss, model.head.out.weight, create_graph=True)
