@@ -42,8 +42,8 @@ from torch.autograd.function import once_differentiable  # refuses a gradient of
 
 
 def masked_scores(q, k, causal):
-    """q k^T / sqrt(D), (B, H, Tq, Tk); -inf where a key is later than the query. Float32 at least:
-    the sums over tiles would keep a rounding of lse."""
+    """q k^T / sqrt(D), (B, H, Tq, Tk); -inf where a key is later than the query. Float32 at least,
+    because a rounding of lse would stay in the sum of tiles."""
     dtype = torch.promote_types(q.dtype, torch.float32)
     scores = q.to(dtype) @ k.to(dtype).transpose(-1, -2) / math.sqrt(q.shape[-1])
     later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
@@ -91,7 +91,7 @@ class DoubleBuffer:
 
     def send(self):
         rank, n = dist.get_rank(self.group), dist.get_world_size(self.group)
-        if n == 1:
+        if n == 1:  # nobody to send to
             self.incoming, self.messages = self.tensor, []
             return
         send = dist.P2POp(dist.isend, self.tensor, group=self.group, group_peer=(rank + 1) % n)
@@ -106,7 +106,7 @@ class DoubleBuffer:
 
 def around_the_ring(kv, group):
     """Yield (rank, its keys and values) for all ranks, beginning with this one. The next keys and
-    values travel while the caller computes: this is all that hides the ring's messages."""
+    values travel while the caller computes: so the messages cost no time of their own."""
     rank, n = dist.get_rank(group), dist.get_world_size(group)
     buffer = DoubleBuffer(kv, group)
     for step in range(n - 1):
@@ -149,15 +149,12 @@ def positions(length, rank, ring, ulysses=1, zigzag=True):
     """The positions of a sequence that a rank of ring x ulysses holds, (T',) int64. T' is the same
     on all ranks: positions from `length` on are padding.
 
-    ulysses: how many ranks share the tokens of one rank of the ring; 1 in a plain ring.
-    zigzag: chunks i and 2R - 1 - i for rank i of a ring of R. zigzag=False: one run of tokens. The
-    last rank of the ring then has almost twice the average work, and all others wait for it.
-
-    Raises ValueError for a rank that ring x ulysses does not have."""
+    ulysses: how many ranks share the tokens of one rank of the ring. zigzag=False: one run of
+    tokens a rank. The last rank then has almost twice the average work, and all others wait."""
     if not 0 <= rank < ring * ulysses:
         raise ValueError(f"{ring} x {ulysses} ranks have no rank {rank}: give the group's grid")
     ring_rank, ulysses_rank = divmod(rank, ulysses)
-    held = [ring_rank, 2 * ring - 1 - ring_rank] if zigzag else [ring_rank]
+    held = [ring_rank, 2 * ring - 1 - ring_rank] if zigzag else [ring_rank]  # chunks
     count = ring * len(held)
     size = -(-length // (count * ulysses)) * ulysses  # divides by the ranks that share a chunk
     chunks = torch.arange(count * size).view(count, size)
@@ -165,10 +162,8 @@ def positions(length, rank, ring, ulysses=1, zigzag=True):
 
 
 def shard(x, where, fill=0):
-    """The columns of x (B, T, ...) at positions `where` (T',) -> (B, T', ...), with `fill` for
-    padding. For targets `fill` is the value that the loss ignores, or padding counts.
-
-    `where` must be made for the T of x."""
+    """The columns of x (B, T, ...) at positions `where` (T',) of T -> (B, T', ...), with `fill` for
+    padding. For targets `fill` is the value that the loss ignores, or padding counts."""
     where = where.to(x.device)
     padding = (where >= x.shape[1]).view(-1, *[1] * (x.dim() - 2))
     return x[:, where.clamp(max=x.shape[1] - 1)].masked_fill(padding, fill)
@@ -264,9 +259,9 @@ class OverGroup(nn.Module):
 
     def __init__(self, group):
         super().__init__()
-        if dist.get_rank(group) < 0:
-            raise ValueError("this rank is not in the group: give each rank its own group")
         self.group, self.rank, self.n = group, dist.get_rank(group), dist.get_world_size(group)
+        if self.rank < 0:
+            raise ValueError("this rank is not in the group: give each rank its own group")
 
 
 class Ring(OverGroup):
@@ -287,10 +282,7 @@ class Ring(OverGroup):
     Attention is causal and scaled by 1/sqrt(D), without dropout, other masks or second gradients.
     Cut tokens by `positions`, never by chunk(): which query sees which key follows from the rank
     alone. Another cut gives wrong numbers without an error; so do swapped heads and tokens.
-    B and T' are the same on all ranks, or the process group aborts or hangs.
-
-    Raises ValueError for q, k and v that do not fit together, for an odd T' in a zigzag, and in a
-    group without this rank."""
+    B and T' are the same on all ranks, or the process group aborts or hangs."""
 
     attention = RingAttention
 
@@ -316,7 +308,7 @@ class Ring(OverGroup):
 def attend(q, kv, tile):
     """tile_attention by a fused kernel where there is one; k and v may have fewer heads than q."""
     q = q[:, :, tile.queries].contiguous()
-    k, v = (t.contiguous() for t in kv[:, :, :, tile.keys])
+    k, v = kv[:, :, :, tile.keys].contiguous()
     if fused_kernel(q) == "cpu":  # shares kv-heads by itself; the others need copies of them
         kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
         return kernel(q, k, v, 0.0, tile.causal)
@@ -331,7 +323,7 @@ def attend_backward(grad, q, kv, out, lse, tile):
     """tile_gradients by a fused kernel where there is one: dq of the tile's queries, dk and dv of
     its keys."""
     grad, q, out, lse = (t[:, :, tile.queries].contiguous() for t in (grad, q, out, lse))
-    k, v = (t.contiguous() for t in kv[:, :, :, tile.keys])
+    k, v = kv[:, :, :, tile.keys].contiguous()
     if fused_kernel(q) == "cpu":
         kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
         return kernel(grad, q, k, v, out, lse, 0.0, tile.causal)
@@ -445,12 +437,8 @@ class Ulysses(OverGroup):
 
     core: F.scaled_dot_product_attention with is_causal=True and enable_gqa=True, for example. It
     gets q (B, H / n, n T', D), k and v. Mask, scale and dropout are its own.
-    Tokens in another order than `positions` gives are wrong without an error.
     ring-ulysses is Ulysses(group of U ranks, Ring(group of R ranks)), and holds zigzags (Fang and
-    Zhao 2024, arXiv:2405.07719).
-
-    Raises ValueError as Ring does, for heads that the n ranks do not divide, and for a core that
-    does not return the shape of q."""
+    Zhao 2024, arXiv:2405.07719)."""
 
     def __init__(self, group, core):
         super().__init__(group)
@@ -485,20 +473,18 @@ KINDS = ("ring", "ulysses", "gather", "ring-ulysses")
 
 
 def parallelize(model, group, kind="ring", ring_group=None, ulysses_group=None, zigzag=True):
-    """Replace every block's attention core, in place, and return the model. Each rank gives it its
-    own tokens, and sums the gradients over the group, as with Ring:
+    """Replace every block's attention core, in place, and return the model. Used as Ring is:
 
         model = parallelize(model, group, kind)
         where = model.blocks["0"].attn.core.positions(T).to(tokens.device)
         x, y = shard(tokens, where), shard(targets, where, -1)
         loss = model(x, where.clamp(max=T - 1), targets=y, count=count)
         loss.backward()                                 # count: valid targets of all ranks
+        # then sum the gradients over the group, as with Ring
 
     ring_group, ulysses_group: for kind "ring-ulysses"; a rank of `group` is its ring's rank x U +
-    its ulysses' rank. A router takes no padding.
-
-    Raises ValueError for another model or one that is parallel already, for an unknown kind, and
-    for groups that do not fit. The model's first forward raises it for wrong positions."""
+    its ulysses' rank. A router takes no padding. Raises ValueError for another model, for one that
+    is parallel already and for groups that do not fit; the first forward, for wrong positions."""
     blocks = getattr(model, "blocks", None)
     if not isinstance(blocks, nn.ModuleDict):
         raise ValueError(
