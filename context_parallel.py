@@ -17,7 +17,6 @@ Sent by a rank, for each block of the model, if N > 1: K and V make N - 1 hops i
 in backward. Their gradients dK and dV make N hops, because they must come home. Together that is
 (4 r e + 2 a) B T C_kv bytes: r = (N-1)/N, B sequences of T tokens, C_kv the width of K, e bytes an
 element, and a = max(e, 4) bytes an element in the sums dK and dV.
-
 Two other kinds: gather fetches all keys at once. Ulysses' all-to-alls give a rank all tokens of
 some heads. docs/long-sequences.md compares what they send.
 
@@ -106,7 +105,7 @@ class DoubleBuffer:
 
 def around_the_ring(kv, group):
     """Yield (rank, its keys and values) for all ranks, beginning with this one. The next keys and
-    values travel while the caller computes: so the messages cost no time of their own."""
+    values travel while the caller computes. This overlap hides the messages."""
     rank, n = dist.get_rank(group), dist.get_world_size(group)
     buffer = DoubleBuffer(kv, group)
     for step in range(n - 1):
