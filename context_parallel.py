@@ -16,13 +16,13 @@ tokens a rank, the last rank's queries would see every key. The zigzag gives all
 Sent by a rank, for each block of the model, if N > 1: K and V make N - 1 hops in forward and again
 in backward. Their gradients dK and dV make N hops, because they must come home. Together that is
 (4 r e + 2 a) B T C_kv bytes: r = (N-1)/N, B sequences of T tokens, C_kv the width of K, e bytes an
-element, and a = max(e, 4) bytes an element in the sums dK and dV. Two other kinds: gather fetches
-all keys at once, 2 r (e + a) B T C_kv bytes. Ulysses' all-to-alls give a rank all tokens of some
-heads, 4 r e (B T / N) (C + C_kv) bytes, with C the width of Q.
+element, and a = max(e, 4) bytes an element in the sums dK and dV.
+Two other kinds: gather fetches all keys at once. Ulysses' all-to-alls give a rank all tokens of
+some heads. docs/long-sequences.md compares what they send.
 
 Backward: the final log-sum-exp turns any tile's scores into probabilities, so a tile's gradients
 need no other tile. A rank's loss covers its own tokens only, so weights' gradients are summed.
-Not worth it for short sequences: a tile takes less time than its messages (docs/long-sequences.md).
+Not worth it for short sequences: a tile takes less time than its messages.
 
     torchrun --nproc_per_node=4 context_parallel.py
     python context_parallel.py --kind ulysses --family llama
@@ -41,8 +41,8 @@ from torch.autograd.function import once_differentiable  # refuses a gradient of
 
 
 def masked_scores(q, k, causal):
-    """q k^T / sqrt(D), (B, H, Tq, Tk); -inf where a key is later than the query. Float32 at least:
-    the sums over tiles would keep a rounding of lse."""
+    """q k^T / sqrt(D), (B, H, Tq, Tk); -inf where a key is later than the query. Float32 at least,
+    because a rounding of lse would stay in the sum of tiles."""
     dtype = torch.promote_types(q.dtype, torch.float32)
     scores = q.to(dtype) @ k.to(dtype).transpose(-1, -2) / math.sqrt(q.shape[-1])
     later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
@@ -90,7 +90,7 @@ class DoubleBuffer:
 
     def send(self):
         rank, n = dist.get_rank(self.group), dist.get_world_size(self.group)
-        if n == 1:
+        if n == 1:  # nobody to send to
             self.incoming, self.messages = self.tensor, []
             return
         send = dist.P2POp(dist.isend, self.tensor, group=self.group, group_peer=(rank + 1) % n)
@@ -103,20 +103,25 @@ class DoubleBuffer:
         self.tensor, self.incoming = self.incoming, self.tensor
 
 
-def ring_attention(q, k, v, group):
-    """Causal attention of this rank's queries to the keys of all ranks: forward alone, nothing
-    overlaps. Rank i of n holds the i-th of n equal runs of tokens; q, k, v and the result are
-    (B, H, T / n, D)."""
+def around_the_ring(kv, group):
+    """Yield (rank, its keys and values) for all ranks, beginning with this one. The next keys and
+    values travel while the caller computes. This overlap hides the messages."""
     rank, n = dist.get_rank(group), dist.get_world_size(group)
-    result = OnlineSoftmax(q)
-    kv = DoubleBuffer(torch.stack((k, v)), group)
-    for step in range(n):
-        source = (rank - step) % n  # the rank whose keys and values are here
+    buffer = DoubleBuffer(kv, group)
+    for step in range(n - 1):
+        buffer.send()
+        yield (rank - step) % n, buffer.tensor
+        buffer.receive()
+    yield (rank + 1) % n, buffer.tensor
+
+
+def ring_attention(q, k, v, group):
+    """Causal attention of this rank's queries to the keys of all ranks, forward alone. Rank i of n
+    holds the i-th of n equal runs of tokens; q, k, v and the result are (B, H, T / n, D)."""
+    rank, result = dist.get_rank(group), OnlineSoftmax(q)
+    for source, kv in around_the_ring(torch.stack((k, v)), group):
         if source <= rank:  # the keys of later ranks are masked, all of them
-            result.add(*tile_attention(q, *kv.tensor, causal=source == rank))
-        if step < n - 1:
-            kv.send()
-            kv.receive()
+            result.add(*tile_attention(q, *kv, causal=source == rank))
     return result.out.to(q.dtype)
 
 
@@ -143,26 +148,21 @@ def positions(length, rank, ring, ulysses=1, zigzag=True):
     """The positions of a sequence that a rank of ring x ulysses holds, (T',) int64. T' is the same
     on all ranks: positions from `length` on are padding.
 
-    ulysses: how many ranks share the tokens of one rank of the ring; 1 in a plain ring.
-    zigzag: chunks i and 2R - 1 - i for rank i of a ring of R. zigzag=False: one run of tokens. The
-    last rank of the ring then has almost twice the average work, and all others wait for it.
-
-    Raises ValueError for a rank that ring x ulysses does not have."""
+    ulysses: how many ranks share the tokens of one rank of the ring. zigzag=False: one run of
+    tokens a rank. The last rank then has almost twice the average work, and all others wait."""
     if not 0 <= rank < ring * ulysses:
         raise ValueError(f"{ring} x {ulysses} ranks have no rank {rank}: give the group's grid")
     ring_rank, ulysses_rank = divmod(rank, ulysses)
-    count = 2 * ring if zigzag else ring
-    chunks = [ring_rank, count - 1 - ring_rank] if zigzag else [ring_rank]
+    held = [ring_rank, 2 * ring - 1 - ring_rank] if zigzag else [ring_rank]  # chunks
+    count = ring * len(held)
     size = -(-length // (count * ulysses)) * ulysses  # divides by the ranks that share a chunk
-    shared = torch.cat([torch.arange(chunk * size, (chunk + 1) * size) for chunk in chunks])
-    return shared.chunk(ulysses)[ulysses_rank]
+    chunks = torch.arange(count * size).view(count, size)
+    return chunks[held].flatten().chunk(ulysses)[ulysses_rank]
 
 
 def shard(x, where, fill=0):
-    """The columns of x (B, T, ...) at positions `where` (T',) -> (B, T', ...), with `fill` for
-    padding. For targets `fill` is the value that the loss ignores, or padding counts.
-
-    `where` must be made for the T of x."""
+    """The columns of x (B, T, ...) at positions `where` (T',) of T -> (B, T', ...), with `fill` for
+    padding. For targets `fill` is the value that the loss ignores, or padding counts."""
     where = where.to(x.device)
     padding = (where >= x.shape[1]).view(-1, *[1] * (x.dim() - 2))
     return x[:, where.clamp(max=x.shape[1] - 1)].masked_fill(padding, fill)
@@ -177,7 +177,7 @@ class Tile(NamedTuple):
     causal: bool
 
 
-def visible_tile(rank, source, ring, tokens, zigzag=True):
+def visible_tile(rank, source, tokens, zigzag=True):
     """The pairs of a rank's queries and a source rank's keys that are not masked: a Tile, one
     kernel call. None if all are masked. tokens: how many a rank holds."""
     whole, half = slice(0, tokens), tokens // 2
@@ -191,29 +191,15 @@ def visible_tile(rank, source, ring, tokens, zigzag=True):
     return Tile(slice(half, tokens), whole, False)
 
 
-# --- the ring with zigzag, overlap and backward
+# --- the ring with zigzag and backward
 # attend and attend_backward, below, are tile_attention and tile_gradients by fused kernels
-
-
-def around_the_ring(kv, group):
-    """Yield (rank, its keys and values) for all ranks, beginning with this one. The next keys and
-    values travel while the caller computes: this is all that hides the ring's messages."""
-    rank, n = dist.get_rank(group), dist.get_world_size(group)
-    buffer = DoubleBuffer(kv, group)
-    for step in range(n):
-        if step < n - 1:
-            buffer.send()
-        yield (rank - step) % n, buffer.tensor
-        if step < n - 1:
-            buffer.receive()
 
 
 def attend_to_all(q, kv_by_rank, group, zigzag):
     """Attention of q to pairs (rank, its keys and values): the result and its lse."""
-    rank, n = dist.get_rank(group), dist.get_world_size(group)
-    result = OnlineSoftmax(q)
+    rank, result = dist.get_rank(group), OnlineSoftmax(q)
     for source, kv in kv_by_rank:
-        tile = visible_tile(rank, source, n, q.shape[2], zigzag)
+        tile = visible_tile(rank, source, q.shape[2], zigzag)
         if tile:
             result.add(*attend(q, kv, tile), tile.queries)
     return result.out.to(q.dtype), result.lse
@@ -235,11 +221,11 @@ class RingAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad):
         q, k, v, out, lse = ctx.saved_tensors
-        rank, n = dist.get_rank(ctx.group), dist.get_world_size(ctx.group)
-        kv, dq = torch.stack((k, v)), torch.zeros_like(q, dtype=lse.dtype)
+        rank, kv = dist.get_rank(ctx.group), torch.stack((k, v))
+        dq = torch.zeros_like(q, dtype=lse.dtype)
         dkv = DoubleBuffer(torch.zeros_like(kv, dtype=lse.dtype), ctx.group)
         for source, kv_j in around_the_ring(kv, ctx.group):
-            tile = visible_tile(rank, source, n, q.shape[2], ctx.zigzag)
+            tile = visible_tile(rank, source, q.shape[2], ctx.zigzag)
             if tile:
                 dq_i, dk_j, dv_j = attend_backward(grad, q, kv_j, out, lse, tile)
                 dq[:, :, tile.queries] += dq_i
@@ -272,9 +258,9 @@ class OverGroup(nn.Module):
 
     def __init__(self, group):
         super().__init__()
-        if dist.get_rank(group) < 0:
-            raise ValueError("this rank is not in the group: give each rank its own group")
         self.group, self.rank, self.n = group, dist.get_rank(group), dist.get_world_size(group)
+        if self.rank < 0:
+            raise ValueError("this rank is not in the group: give each rank its own group")
 
 
 class Ring(OverGroup):
@@ -295,10 +281,7 @@ class Ring(OverGroup):
     Attention is causal and scaled by 1/sqrt(D), without dropout, other masks or second gradients.
     Cut tokens by `positions`, never by chunk(): which query sees which key follows from the rank
     alone. Another cut gives wrong numbers without an error; so do swapped heads and tokens.
-    B and T' are the same on all ranks, or the process group aborts or hangs.
-
-    Raises ValueError for q, k and v that do not fit together, for an odd T' in a zigzag, and in a
-    group without this rank."""
+    B and T' are the same on all ranks, or the process group aborts or hangs."""
 
     attention = RingAttention
 
@@ -324,7 +307,7 @@ class Ring(OverGroup):
 def attend(q, kv, tile):
     """tile_attention by a fused kernel where there is one; k and v may have fewer heads than q."""
     q = q[:, :, tile.queries].contiguous()
-    k, v = (t.contiguous() for t in kv[:, :, :, tile.keys])
+    k, v = kv[:, :, :, tile.keys].contiguous()
     if fused_kernel(q) == "cpu":  # shares kv-heads by itself; the others need copies of them
         kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
         return kernel(q, k, v, 0.0, tile.causal)
@@ -339,7 +322,7 @@ def attend_backward(grad, q, kv, out, lse, tile):
     """tile_gradients by a fused kernel where there is one: dq of the tile's queries, dk and dv of
     its keys."""
     grad, q, out, lse = (t[:, :, tile.queries].contiguous() for t in (grad, q, out, lse))
-    k, v = (t.contiguous() for t in kv[:, :, :, tile.keys])
+    k, v = kv[:, :, :, tile.keys].contiguous()
     if fused_kernel(q) == "cpu":
         kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
         return kernel(grad, q, k, v, out, lse, 0.0, tile.causal)
@@ -391,11 +374,10 @@ class GatheredAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad):
         q, gathered, out, lse = ctx.saved_tensors
-        rank, n = dist.get_rank(ctx.group), len(gathered)
-        dq = torch.zeros_like(q, dtype=lse.dtype)
+        rank, dq = dist.get_rank(ctx.group), torch.zeros_like(q, dtype=lse.dtype)
         dkv = torch.zeros_like(gathered, dtype=lse.dtype)
         for source, kv in enumerate(gathered):
-            tile = visible_tile(rank, source, n, q.shape[2], ctx.zigzag)
+            tile = visible_tile(rank, source, q.shape[2], ctx.zigzag)
             if tile:
                 dq_i, *dkv_j = attend_backward(grad, q, kv, out, lse, tile)
                 dq[:, :, tile.queries] += dq_i
@@ -454,12 +436,8 @@ class Ulysses(OverGroup):
 
     core: F.scaled_dot_product_attention with is_causal=True and enable_gqa=True, for example. It
     gets q (B, H / n, n T', D), k and v. Mask, scale and dropout are its own.
-    Tokens in another order than `positions` gives are wrong without an error.
     ring-ulysses is Ulysses(group of U ranks, Ring(group of R ranks)), and holds zigzags (Fang and
-    Zhao 2024, arXiv:2405.07719).
-
-    Raises ValueError as Ring does, for heads that the n ranks do not divide, and for a core that
-    does not return the shape of q."""
+    Zhao 2024, arXiv:2405.07719)."""
 
     def __init__(self, group, core):
         super().__init__(group)
@@ -467,14 +445,16 @@ class Ulysses(OverGroup):
 
     def positions(self, length):
         """The positions of a sequence that this rank must hold."""
-        if not isinstance(self.core, Ring):
-            return positions(length, self.rank, 1, self.n, zigzag=False)
         ring = self.core
-        return positions(length, ring.rank * self.n + self.rank, ring.n, self.n, ring.zigzag)
+        if isinstance(ring, Ring):
+            return positions(length, ring.rank * self.n + self.rank, ring.n, self.n, ring.zigzag)
+        return positions(length, self.rank, 1, self.n, zigzag=False)
 
     def forward(self, q, k, v):
         check_qkv(q, k, v)
-        grid("ulysses", self.n, heads=q.shape[1])  # refuses heads that n does not divide
+        if q.shape[1] % self.n:
+            what = f"{q.shape[1]} heads do not divide by {self.n} ranks"
+            raise ValueError(f"Ulysses deals heads out, and {what}: change one of them")
         copies = self.n // math.gcd(k.shape[1], self.n)
         kv = torch.cat((k, v), dim=-1).repeat_interleave(copies, dim=1)  # (B, H_kv copies, T', 2 D)
         q = Exchange.apply(q, self.group, 1, 2)  # (B, H / n, n T', D)
@@ -486,84 +466,58 @@ class Ulysses(OverGroup):
         return Exchange.apply(out, self.group, 2, 1)
 
 
+# --- for model.py's GPT ---
+
 KINDS = ("ring", "ulysses", "gather", "ring-ulysses")
 
 
-def grid(kind, n, rings=None, heads=0):
-    """n ranks as (R, U): rings of R ranks, all-to-alls of U. rings: R for kind ring-ulysses, the
-    length of a ring; by default the largest divisor of n up to its square root.
-
-    Raises ValueError for rings that do not divide n, and for heads that U does not divide."""
-    if kind == "ring-ulysses":
-        ring = rings or max(r for r in range(1, math.isqrt(n) + 1) if n % r == 0)
-    else:
-        ring = 1 if kind == "ulysses" else n
-    ulysses = n // ring
-    if ring * ulysses != n:
-        raise ValueError(f"rings of {ring} do not divide {n} ranks: choose another number")
-    if heads % ulysses:
-        what = f"{heads} heads do not divide by {ulysses} ranks"
-        raise ValueError(f"Ulysses deals heads out, and {what}: change one of them")
-    return ring, ulysses
-
-
-# --- for model.py's GPT ---
-
-
 def parallelize(model, group, kind="ring", ring_group=None, ulysses_group=None, zigzag=True):
-    """Replace every block's attention core, in place, and return the model. Each rank gives it its
-    own tokens, and sums the gradients over the group, as with Ring:
+    """Replace every block's attention core, in place, and return the model. Used as Ring is:
 
         model = parallelize(model, group, kind)
-        where = positions(T, rank, *grid(kind, n), zigzag=kind != "ulysses").to(tokens.device)
+        where = model.blocks["0"].attn.core.positions(T).to(tokens.device)
         x, y = shard(tokens, where), shard(targets, where, -1)
         loss = model(x, where.clamp(max=T - 1), targets=y, count=count)
         loss.backward()                                 # count: valid targets of all ranks
+        # then sum the gradients over the group, as with Ring
 
     ring_group, ulysses_group: for kind "ring-ulysses"; a rank of `group` is its ring's rank x U +
-    its ulysses' rank. A router takes no padding.
-
-    Raises ValueError for another model or one that is parallel already, for an unknown kind, and
-    for groups that do not fit. The model's first forward raises it for wrong positions."""
-    if kind not in KINDS:
-        kinds = ", ".join(KINDS)
-        raise ValueError(f"there is no context parallelism of kind {kind!r}: choose one of {kinds}")
+    its ulysses' rank. A router takes no padding. Raises ValueError for another model, for one that
+    is parallel already and for groups that do not fit; the first forward, for wrong positions."""
+    blocks = getattr(model, "blocks", None)
+    if not isinstance(blocks, nn.ModuleDict):
+        raise ValueError(
+            "parallelize knows the GPT of model.py alone: in another model call Ring(group), "
+            "Gather(group) or Ulysses(group, core) where it calls its attention"
+        )
     n = dist.get_world_size(group)
     if kind == "ring-ulysses":
         ring, ulysses = dist.get_world_size(ring_group), dist.get_world_size(ulysses_group)
         if ring * ulysses != n:
             groups = f"groups of {ring} and {ulysses} do not make the {n} ranks of `group`"
             raise ValueError(f"{groups}: give those of this rank's ring and of its all-to-alls")
-    for block in blocks_of(model):
+    for block in blocks.values():
+        core = block.attn.core
+        if isinstance(core, OverGroup):
+            raise ValueError("this model is context-parallel already: parallelize a new one")
         if kind == "ring":
             core = Ring(group, zigzag)
         elif kind == "gather":
             core = Gather(group, zigzag)
         elif kind == "ulysses":
-            core = Ulysses(group, block.attn.core)
-        else:
+            core = Ulysses(group, core)
+        elif kind == "ring-ulysses":
             core = Ulysses(ulysses_group, Ring(ring_group, zigzag))
+        else:
+            kinds = f"{kind!r}: choose one of {', '.join(KINDS)}"
+            raise ValueError(f"there is no context parallelism of kind {kinds}")
         block.attn.core = core
         if hasattr(block.mlp, "router"):
             router = block.mlp.router
             router.over_sequence = nn.Sequential(router.over_sequence, OverSequence(group))
-    if n > 1 and len(model.blocks):
+    if n > 1 and len(blocks):
         check_first_forward(model, core, n)
     return model
-
-
-def blocks_of(model):
-    """The blocks of a GPT whose attention is its own. Raises ValueError for another model."""
-    try:
-        blocks = [block for block in model.blocks.values() if block.attn.core and block.mlp]
-    except AttributeError:
-        raise ValueError(
-            "parallelize knows the GPT of model.py alone: in another model call Ring(group), "
-            "Gather(group) or Ulysses(group, core) where it calls its attention"
-        ) from None
-    if any(isinstance(block.attn.core, OverGroup) for block in blocks):
-        raise ValueError("this model is context-parallel already: parallelize a new one")
-    return blocks
 
 
 def check_first_forward(model, core, n):
@@ -575,13 +529,13 @@ def check_first_forward(model, core, n):
         positions = named.get("positions", inputs[1] if len(inputs) > 1 else None)
         if positions is not None:
             length = len(positions) * n
-            required = core.positions(length).to(positions.device)
             last = positions.max().clamp(min=length - 2 * n)  # padding is less than 2n tokens
-            if len(positions) == len(required) and (positions == required.clamp(max=last)).all():
+            required = core.positions(length).to(positions.device).clamp(max=last)
+            if positions.tolist() == required.tolist():
                 return
         raise ValueError(
-            "these are not the positions that this rank must hold: cut tokens by positions() "
-            "with parallelize's grid and zigzag, and give them to the model too"
+            "these are not the positions that this rank must hold: cut tokens by positions() of a "
+            "block's attention core, and give the positions to the model too"
         )
 
     handle = model.register_forward_pre_hook(check, with_kwargs=True)
@@ -624,47 +578,27 @@ def main():
     harness.check_plot(args)
     if args.plot:
         return long_context.plot(args.plot, args.nproc or 4, positions, visible_tile)
-    for flag, kinds in {"rings": ["ring-ulysses"], "contiguous": ["ring", "gather"]}.items():
-        if getattr(args, flag) and args.kind not in kinds:
-            means = f"--{flag} means nothing with --kind {args.kind}"
-            raise harness.Refused(f"{means}: use --kind {' or '.join(kinds)}, or leave it out")
-    if args.prefill:
-        long_context.prepare(args)
+    long_context.prepare(args)
     config = harness.configure(args)
     harness.check_batch(args, 1)
 
-    def check(n):
-        with harness.refusing():
-            grid(args.kind, n, args.rings, config.heads)
+    @harness.refusing()
+    def check(world):
+        long_context.grid(args.kind, world, args.rings, config.heads)
 
-    harness.launch(prefill if args.prefill else demo, args, check=check)
-
-
-def make_groups(ring, ulysses):
-    """This rank's two groups of ring x ulysses ranks: its ring, and that of its all-to-alls."""
-    ranks = torch.arange(ring * ulysses).view(ring, ulysses)
-    ring_group, _ = dist.new_subgroups_by_enumeration(ranks.T.tolist())
-    ulysses_group, _ = dist.new_subgroups_by_enumeration(ranks.tolist())
-    return ring_group, ulysses_group
-
-
-def parallel_model(run, length):
-    """The model over all ranks, filled, and this rank's positions of a sequence of `length`."""
-    args, group, ring, ulysses = run.args, dist.group.WORLD, None, None
-    run.groups(cp=group)
-    if args.kind == "ring-ulysses":
-        ring, ulysses = make_groups(*grid(args.kind, run.world, args.rings))
-        run.groups(cp=group, ring=ring, ulysses=ulysses)
-    zigzag = not args.contiguous
-    model = parallelize(run.meta_model(), group, args.kind, ring, ulysses, zigzag)
-    core = next(iter(model.blocks.values())).attn.core
-    return run.fill(model), core.positions(length).to(run.device)
+    harness.launch(demo, args, check=check)
 
 
 def demo(run):
-    args, c, n, group = run.args, run.config, run.world, dist.group.WORLD
-    model, where = parallel_model(run, c.context)
-    clamped = where.clamp(max=c.context - 1)  # padding must have some position
+    args, context, group = run.args, run.config.context, dist.group.WORLD
+    ring, ulysses = long_context.make_groups(run)  # None but for kind ring-ulysses
+    model = run.meta_model()
+    model = run.fill(parallelize(model, group, args.kind, ring, ulysses, not args.contiguous))
+    core = model.blocks["0"].attn.core
+    if args.prefill:
+        return long_context.generate(run, model, core.positions(args.prefill), shard)
+    where = core.positions(context).to(run.device)
+    clamped = where.clamp(max=context - 1)  # padding must have some position
     parameters = list(model.parameters())
     # Each rank's gradients are those of its own tokens: summed as in data parallelism
     sync = ddp.DDP(parameters, group, args.microbatches)
@@ -685,21 +619,7 @@ def demo(run):
         harness.clip(parameters, norm, args.grad_clip)
         optimizer.step()
         run.log(loss, norm)
-
-    ring, ulysses = grid(args.kind, n, args.rings)
-    layout = {"cp": n, "kind": args.kind, "ring": ring, "ulysses": ulysses}
-    size = sum(p.numel() for p in parameters) * run.dtype.itemsize
-    zigzag = not args.contiguous and args.kind != "ulysses"
-    sent, held, notes = long_context.expected(run, layout, size, len(where), visible_tile, zigzag)
-    return run.receipt(layout, sent, held, notes)
-
-
-@torch.no_grad()
-def prefill(run):
-    """A long prompt over all ranks, then tokens from the sharded cache."""
-    model, where = parallel_model(run, run.args.prefill)
-    prompt = long_context.prompt(run)
-    return long_context.generate(run, model, prompt, shard(prompt, where), where)
+    return run.receipt(*long_context.expected(run, parameters, len(where), visible_tile))
 
 
 if __name__ == "__main__":

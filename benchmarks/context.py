@@ -89,9 +89,7 @@ def demo(run):
     alone = peak(model, whole, torch.arange(args.memory))
     for kind in context_parallel.KINDS[:3]:
         context_parallel.parallelize(model, group, kind)
-        where = context_parallel.positions(
-            args.memory, run.rank, *context_parallel.grid(kind, run.world), kind != "ulysses"
-        )
+        where = model.blocks["0"].attn.core.positions(args.memory)
         mine = torch.tensor(peak(model, context_parallel.shard(whole, where), where))
         dist.all_reduce(mine, op=dist.ReduceOp.MAX)
         share = mine.item() / alone * run.world

@@ -21,24 +21,89 @@ from harness.start import Refused
 
 GENERATED = 16  # tokens after the prompt
 
+# --- flags and groups
+
+
+def prepare(args):
+    """Refuse flags that do not go together, and a prompt longer than the text. Set the flags for
+    --prefill."""
+    for flag, kinds in {"rings": ["ring-ulysses"], "contiguous": ["ring", "gather"]}.items():
+        if getattr(args, flag) and args.kind not in kinds:
+            means = f"--{flag} means nothing with --kind {args.kind}"
+            raise Refused(f"{means}: use --kind {' or '.join(kinds)}, or leave it out")
+    if not args.prefill:
+        return
+    try:
+        tokens = len(data.load(args.data, args.tokenizer).tokens)
+    except data.DataError as e:
+        raise Refused(str(e)) from e
+    if tokens < args.prefill:
+        raise Refused(
+            f"--prefill {args.prefill}, but {args.data} has {tokens} tokens: give less, "
+            "or another --data"
+        )
+    args.context, args.batch, args.microbatches = args.prefill + GENERATED, 1, 1
+    args.family = args.family or "llama"
+
+
+def grid(kind, n, rings=None, heads=0):
+    """n ranks as (R, U): rings of R ranks, all-to-alls of U. rings: R for kind ring-ulysses, the
+    length of a ring; by default the largest divisor of n up to its square root.
+
+    Raises ValueError for rings that do not divide n, and for heads that U does not divide."""
+    if kind == "ring-ulysses":
+        ring = rings or max(r for r in range(1, math.isqrt(n) + 1) if n % r == 0)
+    else:
+        ring = 1 if kind == "ulysses" else n
+    ulysses = n // ring
+    if ring * ulysses != n:
+        raise ValueError(f"rings of {ring} do not divide {n} ranks: choose another number")
+    if heads % ulysses:
+        what = f"{heads} heads do not divide by {ulysses} ranks"
+        raise ValueError(f"Ulysses deals heads out, and {what}: change one of them")
+    return ring, ulysses
+
+
+def subgroups(ring, ulysses):
+    """This rank's two groups of ring x ulysses ranks: its ring, and that of its all-to-alls."""
+    ranks = torch.arange(ring * ulysses).view(ring, ulysses)
+    ring_group, _ = dist.new_subgroups_by_enumeration(ranks.T.tolist())
+    ulysses_group, _ = dist.new_subgroups_by_enumeration(ranks.tolist())
+    return ring_group, ulysses_group
+
+
+def make_groups(run):
+    """Name the process groups in the receipt. Returns this rank's ring and that of its all-to-alls
+    for kind ring-ulysses, else None and None."""
+    run.groups(cp=dist.group.WORLD)
+    if run.args.kind != "ring-ulysses":
+        return None, None
+    ring, ulysses = subgroups(*grid(run.args.kind, run.world, run.args.rings))
+    run.groups(cp=dist.group.WORLD, ring=ring, ulysses=ulysses)
+    return ring, ulysses
+
+
 # --- the receipt
 
 
-def expected(run, layout, size, tokens, tile, zigzag):
-    """What the receipt is held against: (sent, held, notes) of a training step.
+def expected(run, parameters, tokens, tile):
+    """The receipt's (layout, sent, held, notes) of a training step.
 
-    size: bytes of the weights. tokens: of a rank, with padding. tile: visible_tile."""
-    n, shape = layout["cp"], (layout["ring"], layout["ulysses"])
-    sent = expected_sent(run, layout["kind"], *shape, tokens)
+    tokens: of a rank, with padding. tile: visible_tile."""
+    args, c, n = run.args, run.config, run.world
+    shape = grid(args.kind, n, args.rings)
+    layout = {"cp": n, "kind": args.kind, "ring": shape[0], "ulysses": shape[1]}
+    sent = expected_sent(run, args.kind, *shape, tokens)
+    size = sum(p.numel() for p in parameters) * run.dtype.itemsize
     reduced, text = size + 8, "2 r P e, and the loss, 8 bytes"
-    c = run.config
     if c.experts and c.balance_loss:  # the routers' sums over sequences, 32 bits at least
-        elements = c.layers * run.args.batch * (2 * c.experts + 1)
+        elements = c.layers * args.batch * (2 * c.experts + 1)
         reduced += elements * max(run.dtype.itemsize, 4)
         text += ", and the routers' sums"
     sent["all_reduce", "cp"] = all_reduce_sent(reduced, n), text
     held = run.states(size, "P e") | expected_activations(run, tokens)
-    return sent, held, notes(tile, *shape, c.context, tokens, zigzag)
+    zigzag = not args.contiguous and args.kind != "ulysses"
+    return layout, sent, held, notes(tile, *shape, c.context, tokens, zigzag)
 
 
 def expected_sent(run, kind, ring, ulysses, tokens):
@@ -84,7 +149,7 @@ def work(tile, rank, ring, tokens, zigzag=True):
     tile: context_parallel.visible_tile."""
     pairs = 0
     for source in range(ring):
-        visible = tile(rank, source, ring, tokens, zigzag)
+        visible = tile(rank, source, tokens, zigzag)
         if visible:
             queries, keys, causal = visible
             height, width = queries.stop - queries.start, keys.stop - keys.start
@@ -167,37 +232,20 @@ class CachedCore(nn.Module):
         return (sums[..., :-1] / sums[..., -1:]).view(q.shape).to(q.dtype)
 
 
-def prepare(args):
-    """Set the flags for --prefill. Refuses a prompt that is longer than the text."""
-    try:
-        tokens = len(data.load(args.data, args.tokenizer).tokens)
-    except data.DataError as e:
-        raise Refused(str(e)) from e
-    if tokens < args.prefill:
-        raise Refused(
-            f"--prefill {args.prefill}, but {args.data} has {tokens} tokens: give less, "
-            "or another --data"
-        )
-    args.context, args.batch, args.microbatches = args.prefill + GENERATED, 1, 1
-    args.family = args.family or "llama"
-
-
-def prompt(run):
-    """The text's first --prefill tokens, (1, T)."""
-    tokens = torch.as_tensor(run.corpus.tokens[: run.args.prefill].astype("int64"))
-    return tokens.to(run.device).unsqueeze(0)
-
-
-def generate(run, model, prompt, shard, positions):
-    """Generate tokens after the prompt (1, T), of which this rank holds `shard` (1, T') at
-    `positions` (T',). Returns the exit code: 0 if one process generates the same."""
+@torch.no_grad()
+def generate(run, model, positions, shard):
+    """Generate tokens after the text's first --prefill tokens, of which this rank holds `positions`
+    (T',). shard: of context_parallel.py. Returns the exit code: 0 if one process generates the
+    same."""
+    prompt = torch.as_tensor(run.corpus.tokens[: run.args.prefill].astype("int64"))
+    prompt, positions = prompt.to(run.device).unsqueeze(0), positions.to(run.device)
     length, caches = prompt.shape[1], []
     for block in model.blocks.values():
         block.attn.core = CachedCore(block.attn.core, dist.group.WORLD)
         block.attn.core.begin(positions < length)
         caches.append(block.attn.core)
     start = time.perf_counter()
-    logits = model(shard, positions.clamp(max=length - 1))
+    logits = model(shard(prompt, positions), positions.clamp(max=length - 1))
     token = torch.zeros(1, dtype=torch.int64, device=run.device)
     last = (positions == length - 1).nonzero()
     if len(last):  # one rank has the prompt's last token

@@ -28,11 +28,11 @@ def alone(config, kind):
 
 
 def groups_of(kind, world):
-    ring, ulysses = cp.grid(kind, world)
+    ring, ulysses = long_context.grid(kind, world)
     return (
         ring,
         ulysses,
-        *(cp.make_groups(ring, ulysses) if kind == "ring-ulysses" else (None, None)),
+        *(long_context.subgroups(ring, ulysses) if kind == "ring-ulysses" else (None, None)),
     )
 
 
@@ -305,7 +305,7 @@ def test_bytes_are_the_formulas(ranks, way, dtype):
     size, length, world = (3, 8, 2, 4), 30, 4
 
     def work(rank):
-        ring, ulysses = cp.grid(way, world)
+        ring, ulysses = long_context.grid(way, world)
         with Ledger({}) as ledger:
             where, _ = attention(rank, way, world, size, length, 0, dtype)
         b, h, kv, d = size

@@ -10,11 +10,10 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
-import context_parallel
 import expert_parallel
 import harness
 from harness import formulas as by_paper
-from harness import schedules, zero_bytes
+from harness import long_context, schedules, zero_bytes
 from trainer.composed_zero import ComposedZeRO
 
 SCALAR = 8  # the loss and the squared norm are summed as one float64 each
@@ -201,7 +200,7 @@ def experts(run, share, groups, travelled):
 def context(run, share, groups):
     """Keys, values and queries on their way between the ranks that share a sequence."""
     args, config = run.args, run.config
-    shape = context_parallel.grid(args.cp_kind, args.cp, args.cp_rings)
+    shape = long_context.grid(args.cp_kind, args.cp, args.cp_rings)
     heads = config.heads // args.tp, config.kv_heads // args.tp, config.width // config.heads
     sizes = share.sequences, share.length, *heads, share.element, share.forwards
     sent = {}

@@ -11,7 +11,7 @@ import context_parallel
 import harness
 import pipeline
 import tensor_parallel
-from harness import Refused, schedules
+from harness import Refused, long_context, schedules
 from trainer import planner, pretrained, sampling, saving, tracking
 
 
@@ -90,7 +90,7 @@ def check(args, config):
 
 def cp_shape(args, heads=0):
     """The context-parallel ranks as ring x ulysses. Raises ValueError where these do not fit."""
-    return context_parallel.grid(args.cp_kind, args.cp, args.cp_rings, heads)
+    return long_context.grid(args.cp_kind, args.cp, args.cp_rings, heads)
 
 
 def places(args, length, rank):
