@@ -306,36 +306,36 @@ class Ring(OverGroup):
 
 def attend(q, kv, tile):
     """tile_attention by a fused kernel where there is one; k and v may have fewer heads than q."""
-    q = q[:, :, tile.queries].contiguous()
-    k, v = kv[:, :, :, tile.keys].contiguous()
-    if fused_kernel(q) == "cpu":  # shares kv-heads by itself; the others need copies of them
+    q = q[:, :, tile.queries]
+    k, v = kv[:, :, :, tile.keys]
+    if fused_kernel(q) == "cpu":
         kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-        return kernel(q, k, v, 0.0, tile.causal)
-    k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], dim=1) for t in (k, v))
-    if fused_kernel(q) == "cuda":
+        return kernel(q.contiguous(), k.contiguous(), v.contiguous(), 0.0, tile.causal)
+    if fused_kernel(q) == "cuda":  # reads pieces of a tensor where they lie
         kernel = torch.ops.aten._scaled_dot_product_flash_attention
         return kernel(q, k, v, 0.0, tile.causal)[:2]
+    k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], dim=1) for t in (k, v))
     return tile_attention(q, k, v, tile.causal)
 
 
 def attend_backward(grad, q, kv, out, lse, tile):
     """tile_gradients by a fused kernel where there is one: dq of the tile's queries, dk and dv of
     its keys."""
-    grad, q, out, lse = (t[:, :, tile.queries].contiguous() for t in (grad, q, out, lse))
-    k, v = kv[:, :, :, tile.keys].contiguous()
+    grad, q, out, lse = (t[:, :, tile.queries] for t in (grad, q, out, lse))
+    k, v = kv[:, :, :, tile.keys]
     if fused_kernel(q) == "cpu":
         kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+        grad, q, k, v, out, lse = (t.contiguous() for t in (grad, q, k, v, out, lse))
         return kernel(grad, q, k, v, out, lse, 0.0, tile.causal)
-    heads = k.shape[1], q.shape[1] // k.shape[1]
-    k, v = (t.repeat_interleave(heads[1], dim=1) for t in (k, v))
     if fused_kernel(q) == "cuda":
         kernel = torch.ops.aten._scaled_dot_product_flash_attention_backward
         seed = torch.zeros(2, dtype=torch.uint64, device=q.device)
         # No packed sequences, no dropout
         options = None, None, q.shape[2], k.shape[2], 0.0, tile.causal, seed, seed[0]
-        dq, dk, dv = kernel(grad, q, k, v, out, lse, *options)
-    else:
-        dq, dk, dv = tile_gradients(grad, q, k, v, out, lse, tile.causal)
+        return kernel(grad, q, k, v, out, lse.contiguous(), *options)
+    heads = k.shape[1], q.shape[1] // k.shape[1]
+    k, v = (t.repeat_interleave(heads[1], dim=1) for t in (k, v))
+    dq, dk, dv = tile_gradients(grad, q, k, v, out, lse, tile.causal)
     # The gradient of a kv-head is the sum over its copies
     return dq, dk.unflatten(1, heads).sum(2), dv.unflatten(1, heads).sum(2)
 

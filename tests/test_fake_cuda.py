@@ -30,6 +30,7 @@ CASES = [
     ("pipeline", "--layers 8 --batch 16 --schedule zb-v", 0, 4, 1500),
     ("context_parallel", SMALL, 1, 4, 4500),
     ("context_parallel", f"{SMALL} --kind gather --family llama", 1, 4, 4500),
+    ("train", f"{TRAIN} --cp 2 --family llama --kv-heads 2 --param-dtype bfloat16", 1, 2, 4500),
     ("context_parallel", f"{SMALL} --kind ulysses --family llama --kv-heads 2", 1, 4, 2500),
     ("expert_parallel", f"{SMALL} --experts 5 --shared 1 --chunks 4", 1, 3, 4500),
     ("train", TRAIN, 0, 1, 600),
