@@ -67,8 +67,9 @@ def reduce_scatter(x, group):
     """This rank's tokens of the sum of all ranks' x: (B, T, C) -> (B, T/t, C)."""
     t = dist.get_world_size(group)
     size = -(-x.shape[1] // t)
-    full = x.new_zeros(size * t, x.shape[0], x.shape[2])
-    full[: x.shape[1]] = x.transpose(0, 1)  # (T, B, C), then padding
+    full = x.new_empty(size * t, x.shape[0], x.shape[2])
+    full[: x.shape[1]] = x.transpose(0, 1)  # (T, B, C)
+    full[x.shape[1] :] = 0  # padding
     if dist.get_backend(group) == "gloo":  # its reduce-scatter sends twice the bytes
         received = torch.empty_like(full)
         dist.all_to_all_single(received, full, group=group)
