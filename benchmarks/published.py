@@ -57,7 +57,8 @@ GPT3 = "--preset gpt2 --layers 96 --heads 96 --width 12288 --context 2048"
 
 def estimate(flags):
     """(args, config, Estimate, what was played) of a command line of train.py."""
-    args = train.flags().parse_args([*flags.split(), "--prove", "0", "--backend", "nccl"])
+    words = [*flags.split(), "--dry-run", "--prove", "0", "--backend", "nccl"]
+    args = train.flags().parse_args(words)
     args, config = train.prepare(args)
     return args, config, *planner.step_of(args, config, devices.cluster_of(args), train.train)
 

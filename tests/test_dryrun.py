@@ -8,6 +8,7 @@ import torch.distributed as dist
 import expert_parallel
 import harness
 import train
+from benchmarks import published
 from trainer import devices, dryrun, planner
 
 BASE = (
@@ -194,3 +195,15 @@ def test_plan(capsys):
             train.prepare,
             train.train,
         )
+
+
+@pytest.mark.parametrize("table", [published.megatron, published.torchtitan, published.gpt3])
+def test_flags_of_the_published_runs(monkeypatch, table):
+    """They are layouts that exist: train.py takes them. What they give takes minutes."""
+
+    def taken(args, config, cluster, train):
+        raise StopIteration
+
+    monkeypatch.setattr(planner, "step_of", taken)
+    with pytest.raises(RuntimeError, match="generator raised StopIteration"):
+        next(table())
