@@ -87,9 +87,9 @@ class MessageLog:
         super().__init__(group)
         self.log = []
 
-    async def exchange(self, send, receive, combine=None, out=None):
+    async def exchange(self, send, receive, combine=None):
         self.note("send", send)
-        await super().exchange(send, receive, combine, out)
+        await super().exchange(send, receive, combine)
         self.note("receive", receive)
 
     def note(self, kind, tensors):
