@@ -31,6 +31,7 @@ Patarasuk and Yuan 2009 (ring). Thakur, Rabenseifner and Gropp 2005 (trees, halv
 import contextlib
 import copy
 import functools
+import math
 import types
 import warnings
 
@@ -40,6 +41,7 @@ import torch.distributed as dist
 SUM, PRODUCT = dist.ReduceOp.SUM, dist.ReduceOp.PRODUCT
 MIN, MAX = dist.ReduceOp.MIN, dist.ReduceOp.MAX
 OPERATORS = {SUM: torch.add, PRODUCT: torch.mul, MIN: torch.minimum, MAX: torch.maximum}
+SEGMENT = 1 << 19  # elements, 2 MB of float32 (see Wire.exchange_and_combine)
 
 # --- the ring
 #
@@ -153,11 +155,8 @@ async def halving_doubling_all_reduce(wire, x, combine):
 
 
 class Wire:
-    """The group as this rank sees it: all that a collective knows of the network.
-
-    Ranks are ranks in the group; after `among`, they are places among its members. Raises
-    ValueError on a rank that is not in the group.
-    """
+    """The group as this rank sees it: all that a collective knows of the network. Ranks are ranks
+    in the group; after `among`, they are places among its members."""
 
     def __init__(self, group=None):
         self.group = group or dist.group.WORLD
@@ -166,17 +165,17 @@ class Wire:
             raise ValueError("this rank is not in the group: only members may call its collectives")
         self.size = dist.get_world_size(self.group)
         self.members = range(self.size)  # rank on this wire -> rank in the group
+        self.buffers = []
 
     async def exchange(self, send, receive, combine=None):
         """A round. send, receive: {rank: tensor}; a tensor for the rank itself is copied.
 
         Without `combine` the tensors in `receive` are overwritten. With it they are flat, and what
         comes is added to them. Sender and receiver both give `combine`."""
+        if combine:
+            return await self.exchange_and_combine(send, receive, combine)
         send = {rank: t.contiguous() for rank, t in send.items()}
-        arrived = dict(receive)
-        for rank, t in receive.items():
-            if combine or not t.is_contiguous():
-                arrived[rank] = t.new_empty(t.shape)
+        arrived = {rank: t.contiguous() for rank, t in receive.items()}
         if self.rank in send:
             arrived[self.rank].copy_(send[self.rank])
         works = self.post(send, arrived)
@@ -184,20 +183,42 @@ class Wire:
         for work in works:
             work.wait()
         for rank, t in receive.items():
-            if combine:
-                combine(t, arrived[rank], out=t)
-            elif arrived[rank] is not t:
-                t.copy_(arrived[rank])
+            t.copy_(arrived[rank])  # does nothing if t is contiguous: then both are one tensor
+
+    async def exchange_and_combine(self, send, receive, combine):
+        """Large tensors come in segments: one arrives while the one before is added. Two buffers
+        take turns, and are kept for the next rounds: fresh memory costs as much as the message, in
+        page faults."""
+        longest = max([t.numel() for t in (*send.values(), *receive.values())], default=0)
+        if len(self.buffers) < len(receive):
+            self.buffers = [t.new_empty(2, SEGMENT) for t in receive.values()]
+
+        def start(i):
+            """Post segment i of each tensor. Behind the end of a tensor it is empty."""
+            part = slice(i * SEGMENT, (i + 1) * SEGMENT)
+            arriving = {}
+            for (rank, t), buffer in zip(receive.items(), self.buffers):
+                arriving[rank] = buffer[i % 2, : len(t[part])]
+            works = self.post({rank: t[part] for rank, t in send.items()}, arriving)
+            return part, arriving, works
+
+        started = start(0)
+        await pause()
+        for i in range(1, 1 + math.ceil(longest / SEGMENT)):
+            part, arrived, works = started
+            started = start(i)
+            for work in works:
+                work.wait()
+            for rank, t in receive.items():
+                combine(t[part], arrived[rank], out=t[part])
 
     def post(self, send, receive):
-        """Start all messages, and return the handles to wait for. Empty tensors are left out.
-
-        They are one batch. NCCL runs the messages between two ranks one by one, and without a batch
-        two ranks that both send first would wait for ever."""
+        """Start all messages, and return the handles to wait for. Empty tensors are left out."""
         ops = []
         for operation, tensors in ((dist.isend, send), (dist.irecv, receive)):
             for rank, t in self.messages(tensors):
                 ops.append(dist.P2POp(operation, t, group=self.group, group_peer=rank))
+        # One batch. Else, on NCCL, two ranks that both send first would wait for ever
         return dist.batch_isend_irecv(ops) if ops else []
 
     def messages(self, tensors):
@@ -233,13 +254,11 @@ def pause():
 
 
 class Work:
-    """A collective on its way. Its first messages are posted; wait() does the rest.
+    """A collective on its way. Its first messages are posted; wait() does the rest. So only these
+    overlap with the caller's work.
 
-    So only these overlap with the caller's work. Any number of Works may be in flight, if all ranks
-    start them in one order, and wait for them in one order. Until wait(), don't read or write the
-    tensors, and don't use torch's send and recv on the group. A Work that is dropped before wait()
-    warns: the tensor is incomplete, and the group can't be used any more.
-    """
+    All ranks start Works in one order, and wait for them in one order. Until wait(), leave the
+    tensors alone. After a Work is dropped before wait(), don't use the group any more."""
 
     def __init__(self, rounds):
         self.rounds = rounds
@@ -271,7 +290,7 @@ def perform(rounds, async_op):
 
 def wire_of(group):
     """A wire for one collective. A copy, because collectives in flight must not share buffers."""
-    return copy.copy(group) if isinstance(group, Wire) else SegmentedWire(group)
+    return copy.copy(group) if isinstance(group, Wire) else Wire(group)
 
 
 # --- the names and arguments of torch.distributed: one to one, one to many, many to one
@@ -548,62 +567,17 @@ def all_reduce(tensor, op=SUM, group=None, async_op=False, algorithm="ring", **o
     """
     wire = wire_of(group)
     combine = operator(wire, op)
-    how = f"{algorithm} {options}" if options else algorithm
-    wire.agree(f"all_reduce by {how}, {op} of {describe(tensor)}")
+    wire.agree(f"all_reduce by {algorithm}{options or ''}, {op} of {describe(tensor)}")
     run = functools.partial(ALGORITHMS[algorithm], wire, combine=combine, **options)
     return perform(flat(tensor, run), async_op)
 
 
 ALL_REDUCE = {name: functools.partial(all_reduce, algorithm=name) for name in ALGORITHMS}
 
-# --- what makes it fast: segments, in buffers that are used again
-
-SEGMENT = 1 << 21  # bytes: large enough for what a message costs, small enough for a cache
-
-
-class SegmentedWire(Wire):
-    """The wire that is used unless another one is given. Sums are equal to Wire's bit for bit.
-
-    What is to be added comes in segments, into two buffers that take turns: one segment arrives
-    while the one before is added. The buffers are kept for the next rounds. Fresh memory would
-    cost as much as the message, in page faults.
-    """
-
-    buffers = None
-
-    async def exchange(self, send, receive, combine=None):
-        tensors = [*send.values(), *receive.values()]
-        longest = max([t.numel() for t in tensors], default=0)
-        size = SEGMENT // tensors[0].element_size() if tensors else 0  # elements of a segment
-        if combine is None or longest <= size:
-            return await super().exchange(send, receive, combine)
-        if self.buffers is None or self.buffers.shape[1] < len(receive):
-            self.buffers = tensors[0].new_empty(2, len(receive), size)
-
-        def start(i):
-            """Post segment i of each tensor. Behind the end of a tensor it is empty."""
-            part = slice(i * size, (i + 1) * size)
-            arriving = {}
-            for (rank, t), buffer in zip(receive.items(), self.buffers[i % 2]):
-                arriving[rank] = buffer[: len(t[part])]
-            works = self.post({rank: t[part] for rank, t in send.items()}, arriving)
-            return part, arriving, works
-
-        started = start(0)
-        await pause()
-        for i in range(1, 1 + -(-longest // size)):
-            part, arrived, works = started
-            started = start(i)
-            for work in works:
-                work.wait()
-            for rank, t in receive.items():
-                combine(t[part], arrived[rank], out=t[part])
-
-
 # --- for finding bugs
 
 
-class Checked(SegmentedWire):
+class Checked(Wire):
     """Give one as the group: before each collective all ranks compare what they are about to do. If
     it differs, all raise the same ValueError. That costs an all-gather each; send and recv are not
     checked."""
@@ -613,13 +587,14 @@ class Checked(SegmentedWire):
         from rank j."""
         calls = [None] * self.size
         dist.all_gather_object(calls, (call, sends, receives), group=self.group)
-        for rank, (other, _, _) in enumerate(calls):
-            if other != calls[0][0]:
-                problem = f"rank 0 calls {calls[0][0]}, rank {rank} calls {other}"
+        texts, sends, receives = zip(*calls)  # entry i: rank i's
+        for rank, text in enumerate(texts):
+            if text != texts[0]:
+                problem = f"rank 0 calls {texts[0]}, rank {rank} calls {text}"
                 raise ValueError(f"the ranks disagree: {problem}")
-        for rank, (_, sends, _) in enumerate(calls):
-            for peer, count in enumerate(sends):
-                expected = calls[peer][2][rank]
+        for rank, counts in enumerate(sends):
+            for peer, count in enumerate(counts):
+                expected = receives[peer][rank]
                 if count != expected:
                     problem = f"rank {rank} sends {count} elements to rank {peer}, which expects"
                     raise ValueError(f"the ranks disagree in {call}: {problem} {expected}")
@@ -634,14 +609,13 @@ from harness import network
 
 
 def main():
-    p = harness.Parser(__doc__)
-    network.flags(p)
-    args = p.parse_args()
-    check = functools.partial(network.check, args)  # of the number of ranks
+    parser = harness.Parser(__doc__)
+    network.flags(parser)
+    args = parser.parse_args()
     if args.ranks:
-        check(args.ranks)
-        network.print_predictions(args, args.nodes_of or default_node(args.ranks))
+        network.print_predictions(args, default_node)
     else:
+        check = functools.partial(network.check, args)  # of the number of ranks
         harness.launch(demo, args, check=check, run=harness.Rank)
 
 
@@ -650,8 +624,7 @@ def demo(run):
     library, node = sys.modules[__name__], run.args.nodes_of or default_node(run.world)
     result = {"differ": network.compare_with_torch(library, run)}
     result |= network.count(library, run, node)
-    if run.world > 1:
-        result |= network.measure_curve(library, run, node)
+    result |= network.measure_curve(library, run, node)
     return network.report(run, result, node)
 
 
