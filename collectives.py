@@ -155,8 +155,8 @@ async def halving_doubling_all_reduce(wire, x, combine):
 
 
 class Wire:
-    """The group as this rank sees it: all that a collective knows of the network. Ranks are ranks
-    in the group; after `among`, they are places among its members."""
+    """The group as this rank sees it. Ranks are ranks in the group, or after `among` places among
+    its members."""
 
     def __init__(self, group=None):
         self.group = group or dist.group.WORLD
@@ -168,10 +168,8 @@ class Wire:
         self.buffers = []
 
     async def exchange(self, send, receive, combine=None):
-        """A round. send, receive: {rank: tensor}; a tensor for the rank itself is copied.
-
-        Without `combine` the tensors in `receive` are overwritten. With it they are flat, and what
-        comes is added to them. Sender and receiver both give `combine`."""
+        """A round. send, receive: {rank: tensor}; a tensor for the rank itself is copied. With
+        `combine`, which sender and receiver both give, what comes is added to flat tensors."""
         if combine:
             return await self.exchange_and_combine(send, receive, combine)
         send = {rank: t.contiguous() for rank, t in send.items()}
@@ -186,9 +184,9 @@ class Wire:
             t.copy_(arrived[rank])  # does nothing if t is contiguous: then both are one tensor
 
     async def exchange_and_combine(self, send, receive, combine):
-        """Large tensors come in segments: one arrives while the one before is added. Two buffers
-        take turns, and are kept for the next rounds: fresh memory costs as much as the message, in
-        page faults."""
+        """This makes it fast. Large tensors come in segments, into two buffers that take turns: one
+        segment arrives while the one before is added. The buffers are kept for the next rounds.
+        Fresh memory would cost as much as the message, in page faults."""
         longest = max([t.numel() for t in (*send.values(), *receive.values())], default=0)
         if len(self.buffers) < len(receive):
             self.buffers = [t.new_empty(2, SEGMENT) for t in receive.values()]
@@ -277,8 +275,7 @@ class Work:
 
     def __del__(self):
         if not self.done:
-            advice = "keep what async_op=True returns, and wait for it"
-            warnings.warn(f"a collective was dropped before wait(): {advice}")
+            warnings.warn("a collective was dropped before wait(): keep what async_op=True returns")
 
 
 def perform(rounds, async_op):
@@ -436,8 +433,7 @@ def all_to_all_single(
     have as many rows as the split sizes say."""
     wire = wire_of(group)
     if output.dtype != input.dtype or output.shape[1:] != input.shape[1:]:
-        sizes = f"input is {describe(input)} and output {describe(output)}"
-        wire.refuse(f"{sizes}: their rows must be alike")
+        wire.refuse(f"{describe(input)} into {describe(output)}: their rows must be alike")
     if output.untyped_storage().data_ptr() == input.untyped_storage().data_ptr():
         input = input.clone()  # or a part would be overwritten before it is sent
     outgoing = split_rows(wire, "input", input, input_split_sizes)
@@ -496,7 +492,7 @@ async def server_all_reduce(wire, x, combine):
 
 
 async def direct_all_reduce(wire, x, combine):
-    """One round: all send to all, and each adds up for itself. Every rank sends (N-1) S bytes, and
+    """One round: all send to all, and each adds up for itself. A rank sends (N-1) S bytes, and
     holds N S bytes more."""
     rows = x.new_empty(wire.size, x.numel())
     await wire.exchange({rank: x for rank in range(wire.size)}, dict(enumerate(rows)))
@@ -513,11 +509,9 @@ async def sequential_all_reduce(wire, x, combine):
 
 
 async def hierarchical_all_reduce(wire, x, combine, node=None):
-    """Three steps, for M nodes of `node` neighbouring ranks with fast links inside: reduce-scatter
-    inside; all-reduce with the ranks at the same place of the other nodes; all-gather inside.
-
-    The slow rounds are 2 (M-1) instead of 2 (N-1). In them a rank sends 2 (M-1)/M of S/node bytes.
-    """
+    """Nodes of `node` neighbouring ranks have fast links inside. Reduce-scatter inside; all-reduce
+    with the ranks at the same place of the other nodes, which has 2 (N/node - 1) slow rounds with
+    1/node of the bytes; all-gather inside."""
     node = node or default_node(wire.size)
     if wire.size % node:
         raise ValueError(f"{wire.size} ranks do not divide into nodes of {node}")
@@ -578,9 +572,8 @@ ALL_REDUCE = {name: functools.partial(all_reduce, algorithm=name) for name in AL
 
 
 class Checked(Wire):
-    """Give one as the group: before each collective all ranks compare what they are about to do. If
-    it differs, all raise the same ValueError. That costs an all-gather each; send and recv are not
-    checked."""
+    """Give one as the group: before each collective, but not send and recv, all ranks compare what
+    they are about to do. If it differs, all raise the same ValueError."""
 
     def agree(self, call, sends=(), receives=()):
         """call: text that must be the same on all ranks. sends[j], receives[j]: elements to and
@@ -621,7 +614,8 @@ def main():
 
 def demo(run):
     """Every collective beside torch's; then what each all-reduce sends, and how long it takes."""
-    library, node = sys.modules[__name__], run.args.nodes_of or default_node(run.world)
+    library = sys.modules[__name__]
+    node = run.args.nodes_of or default_node(run.world)
     result = {"differ": network.compare_with_torch(library, run)}
     result |= network.count(library, run, node)
     result |= network.measure_curve(library, run, node)
