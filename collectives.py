@@ -28,9 +28,10 @@ Don't train with these: torch.distributed's are as fast or faster. These are her
 Patarasuk and Yuan 2009 (ring). Thakur, Rabenseifner and Gropp 2005 (trees, halving-doubling).
 """
 
+import contextlib
 import copy
 import functools
-import itertools
+import math
 import types
 import warnings
 
@@ -40,12 +41,13 @@ import torch.distributed as dist
 SUM, PRODUCT = dist.ReduceOp.SUM, dist.ReduceOp.PRODUCT
 MIN, MAX = dist.ReduceOp.MIN, dist.ReduceOp.MAX
 OPERATORS = {SUM: torch.add, PRODUCT: torch.mul, MIN: torch.minimum, MAX: torch.maximum}
+SEGMENT = 1 << 19  # elements, 2 MB of float32 (see Wire.exchange_and_combine)
 
 # --- the ring
 #
 # A wire is the group as this rank sees it. await wire.exchange({left: a}, {right: b}) is a round: a
-# goes to the left, and b comes from the right. With `combine` it adds to b what arrives, or takes
-# the maximum, ... x is a tensor in one dimension, and changes in place.
+# goes to the left, and b comes from the right. With `combine` what arrives is added to b, or the
+# maximum of both is taken, ... x is a tensor in one dimension, and changes in place.
 #
 # The algorithms are coroutines only so that async_op can stop them between rounds (see Work). Read
 # `await wire.exchange(...)` as: do this round, and wait for it.
@@ -58,19 +60,15 @@ async def ring_all_reduce(wire, x, combine):
     await ring_all_gather(wire, chunks)
 
 
-async def ring_reduce_scatter(wire, chunks, combine, sums=None):
+async def ring_reduce_scatter(wire, chunks, combine):
     """Chunk r starts at rank r-1 and is passed left until it reaches rank r. Every rank on the way
-    adds its own part.
-
-    Writes to `sums` (default: the chunks themselves). In the end only entry r is a full sum."""
+    adds its own part. In the end only chunk r is a full sum."""
     n, rank = wire.size, wire.rank
     left, right = (rank - 1) % n, (rank + 1) % n
-    sums = sums or chunks
     for step in range(n - 1):
-        partial = sums[(rank + step + 1) % n]  # of step + 1 ranks; at first this rank's own chunk
-        arriving = (rank + step + 2) % n
-        # sums[arriving] = chunks[arriving] + what arrives. The next step sends it on
-        await wire.exchange({left: partial}, {right: chunks[arriving]}, combine, sums[arriving])
+        partial = chunks[(rank + step + 1) % n]  # of step + 1 ranks; at first this rank's own chunk
+        arriving = chunks[(rank + step + 2) % n]  # the next step sends it on
+        await wire.exchange({left: partial}, {right: arriving}, combine)
 
 
 async def ring_all_gather(wire, chunks):
@@ -88,32 +86,29 @@ async def ring_all_gather(wire, chunks):
 async def tree_broadcast(wire, x, root):
     """With 8 ranks and root 0: 0 -> 4, then 0 -> 2 and 4 -> 6, then 0 -> 1, 2 -> 3, 4 -> 5 and
     6 -> 7. That is log2 N rounds. A loop at the root would take N-1."""
-    for children, parents in tree(wire, root):
-        await wire.exchange({rank: x for rank in children}, {rank: x for rank in parents})
+    for children, parents in tree(wire, x, root):
+        await wire.exchange(children, parents)
 
 
 async def tree_reduce(wire, x, root, combine):
     """The same messages backwards. A rank adds its children's sums to its x, and sends the result
     to its parent. Only the root's x changes."""
-    out = x if wire.rank == root else torch.empty_like(x)
-    partial = x
-    for children, parents in reversed(tree(wire, root)):
-        send, receive = {rank: partial for rank in parents}, {rank: partial for rank in children}
-        await wire.exchange(send, receive, combine, out)
-        if children:
-            partial = out
+    if wire.rank != root:
+        x = x.clone()
+    for children, parents in reversed(tree(wire, x, root)):
+        await wire.exchange(parents, children, combine)
 
 
-def tree(wire, root):
-    """This rank's (children, parents) in each round: lists of one rank or none."""
+def tree(wire, x, root):
+    """This rank's (children, parents) in each round: {rank: x} of one rank, or {}."""
     place = (wire.rank - root) % wire.size  # the root is at place 0
     rounds = []
     for distance in reversed(powers_of_two(wire.size)):
-        children, parents = [], []
+        children, parents = {}, {}
         if place % (2 * distance) == 0 and place + distance < wire.size:
-            children = [(wire.rank + distance) % wire.size]
+            children = {(wire.rank + distance) % wire.size: x}
         elif place % (2 * distance) == distance:
-            parents = [(wire.rank - distance) % wire.size]
+            parents = {(wire.rank - distance) % wire.size: x}
         rounds.append((children, parents))
     return rounds
 
@@ -153,20 +148,15 @@ async def halving_doubling_all_reduce(wire, x, combine):
         rest = kept
     for partner, kept, sent in reversed(halvings):
         await wire.exchange({partner: kept}, {partner: sent})
-
-    if p < wire.size:
-        await wire.exchange(folded, {})
+    await wire.exchange(folded, {})
 
 
 # --- the wire: messages between two ranks
 
 
 class Wire:
-    """The group as this rank sees it: all that a collective knows of the network.
-
-    Ranks are ranks in the group; after `among`, they are places among its members. Raises
-    ValueError on a rank that is not in the group.
-    """
+    """The group as this rank sees it. Ranks are ranks in the group, or after `among` places among
+    its members."""
 
     def __init__(self, group=None):
         self.group = group or dist.group.WORLD
@@ -175,43 +165,59 @@ class Wire:
             raise ValueError("this rank is not in the group: only members may call its collectives")
         self.size = dist.get_world_size(self.group)
         self.members = range(self.size)  # rank on this wire -> rank in the group
-        self.nccl = dist.get_backend(self.group) == "nccl"
+        self.buffers = []
 
-    async def exchange(self, send, receive, combine=None, out=None):
-        """A round. send, receive: {rank: tensor}; a tensor for the rank itself is copied.
-
-        Without `combine` the tensors in `receive` are overwritten. With it they are flat, and what
-        comes is added to them, in place or into `out`. Sender and receiver both give `combine`.
-        """
+    async def exchange(self, send, receive, combine=None):
+        """A round. send, receive: {rank: tensor}; a tensor for the rank itself is copied. With
+        `combine`, which sender and receiver both give, what comes is added to flat tensors."""
+        if combine:
+            return await self.exchange_and_combine(send, receive, combine)
         send = {rank: t.contiguous() for rank, t in send.items()}
-        incoming = dict(receive)
-        for rank, t in receive.items():
-            if combine or not t.is_contiguous():
-                incoming[rank] = t.new_empty(t.shape)
+        arrived = {rank: t.contiguous() for rank, t in receive.items()}
         if self.rank in send:
-            incoming[self.rank].copy_(send[self.rank])
-        works = self.post(send, incoming)
+            arrived[self.rank].copy_(send[self.rank])
+        works = self.post(send, arrived)
         await pause()
         for work in works:
             work.wait()
         for rank, t in receive.items():
-            if combine:
-                combine(t, incoming[rank], out=t if out is None else out)
-            elif incoming[rank] is not t:
-                t.copy_(incoming[rank])
+            t.copy_(arrived[rank])  # does nothing if t is contiguous: then both are one tensor
+
+    async def exchange_and_combine(self, send, receive, combine):
+        """This makes it fast. Large tensors come in segments, into two buffers that take turns: one
+        segment arrives while the one before is added. The buffers are kept for the next rounds.
+        Fresh memory would cost as much as the message, in page faults."""
+        longest = max([t.numel() for t in (*send.values(), *receive.values())], default=0)
+        if len(self.buffers) < len(receive):
+            self.buffers = [t.new_empty(2, SEGMENT) for t in receive.values()]
+
+        def start(i):
+            """Post segment i of each tensor. Behind the end of a tensor it is empty."""
+            part = slice(i * SEGMENT, (i + 1) * SEGMENT)
+            arriving = {}
+            for (rank, t), buffer in zip(receive.items(), self.buffers):
+                arriving[rank] = buffer[i % 2, : len(t[part])]
+            works = self.post({rank: t[part] for rank, t in send.items()}, arriving)
+            return part, arriving, works
+
+        started = start(0)
+        await pause()
+        for i in range(1, 1 + math.ceil(longest / SEGMENT)):
+            part, arrived, works = started
+            started = start(i)
+            for work in works:
+                work.wait()
+            for rank, t in receive.items():
+                combine(t[part], arrived[rank], out=t[part])
 
     def post(self, send, receive):
         """Start all messages, and return the handles to wait for. Empty tensors are left out."""
-        group = self.group
-        sends, receives = self.messages(send), self.messages(receive)
-        if self.nccl:
-            # NCCL runs the messages between two ranks one by one. Where both send first, both wait
-            # for ever, unless the messages are in a batch.
-            ops = [dist.P2POp(dist.isend, t, group=group, group_peer=rank) for rank, t in sends]
-            ops += [dist.P2POp(dist.irecv, t, group=group, group_peer=rank) for rank, t in receives]
-            return dist.batch_isend_irecv(ops) if ops else []
-        works = [dist.isend(t, group=group, group_dst=rank) for rank, t in sends]
-        return works + [dist.irecv(t, group=group, group_src=rank) for rank, t in receives]
+        ops = []
+        for operation, tensors in ((dist.isend, send), (dist.irecv, receive)):
+            for rank, t in self.messages(tensors):
+                ops.append(dist.P2POp(operation, t, group=self.group, group_peer=rank))
+        # One batch. Else, on NCCL, two ranks that both send first would wait for ever
+        return dist.batch_isend_irecv(ops) if ops else []
 
     def messages(self, tensors):
         """(rank in the group, tensor) of what crosses the network."""
@@ -246,32 +252,30 @@ def pause():
 
 
 class Work:
-    """A collective on its way. Its first messages are posted; wait() does the rest.
+    """A collective on its way. Its first messages are posted; wait() does the rest. So only these
+    overlap with the caller's work.
 
-    So only these overlap with the caller's work. Any number of Works may be in flight, if all ranks
-    start them in one order, and wait for them in one order. Until wait(), don't read or write the
-    tensors, and don't use torch's send and recv on the group. A Work that is dropped before wait()
-    warns: the tensor is incomplete, and the group can't be used any more.
-    """
+    All ranks start Works in one order, and wait for them in one order. Until wait(), leave the
+    tensors alone. After a Work is dropped before wait(), don't use the group any more."""
 
     def __init__(self, rounds):
-        self.waited = True
-        # A chain, because one can ask it again when it has ended
-        self.pauses = itertools.chain(rounds.__await__())
-        with torch.no_grad():
-            next(self.pauses, None)
-        self.waited = False
+        self.rounds = rounds
+        self.advance()
+
+    def advance(self):
+        """Go on until the next pause, or to the end."""
+        self.done = True  # unless it pauses
+        with torch.no_grad(), contextlib.suppress(StopIteration):
+            self.rounds.send(None)
+            self.done = False
 
     def wait(self):
-        self.waited = True
-        with torch.no_grad():
-            for _ in self.pauses:
-                pass
+        while not self.done:
+            self.advance()
 
     def __del__(self):
-        if not self.waited:
-            advice = "keep what async_op=True returns, and wait for it"
-            warnings.warn(f"a collective was dropped before wait(): {advice}")
+        if not self.done:
+            warnings.warn("a collective was dropped before wait(): keep what async_op=True returns")
 
 
 def perform(rounds, async_op):
@@ -283,7 +287,7 @@ def perform(rounds, async_op):
 
 def wire_of(group):
     """A wire for one collective. A copy, because collectives in flight must not share buffers."""
-    return copy.copy(group) if isinstance(group, Wire) else SegmentedWire(group)
+    return copy.copy(group) if isinstance(group, Wire) else Wire(group)
 
 
 # --- the names and arguments of torch.distributed: one to one, one to many, many to one
@@ -406,26 +410,20 @@ def all_gather_single(output, input, group=None, async_op=False):
     return perform(ring_all_gather(wire, parts), async_op)
 
 
-@torch.no_grad()
 def reduce_scatter_single(output, input, op=SUM, group=None, async_op=False):
-    """The sum of part i of all inputs into rank i's output. `input` stays as it is; `output` may be
-    its part."""
-    wire, input = wire_of(group), input.contiguous()
+    """The sum of part i of all inputs into rank i's output. `input` stays as it is, unless `output`
+    is a part of it."""
+    wire = wire_of(group)
     combine = operator(wire, op)
-    parts = parts_like(wire, "output", output, "input", input)
-    if same_memory(output, input) and output.data_ptr() != parts[wire.rank].data_ptr():
-        # Or another rank's part would be overwritten before it is sent
-        parts = input.clone().view(wire.size, -1)
+    parts = parts_like(wire, "output", output, "input", input.contiguous())
     wire.agree(f"reduce_scatter {op} of {describe(output)}")
-    # sums[i]: where this rank adds up chunk i. Two buffers take turns: while one is sent, the next
-    # sum goes into the other. The first chunk is sent as it is, and the last sum is the output
-    scratch = parts[0].new_empty(2, len(parts[0]))
-    sums = [scratch[(i - wire.rank) % wire.size % 2] for i in range(wire.size)]
-    sums[(wire.rank + 1) % wire.size] = parts[(wire.rank + 1) % wire.size]
-    sums[wire.rank] = output.view(-1)
-    if wire.size == 1:
-        sums[0].copy_(parts[0])
-    return perform(ring_reduce_scatter(wire, parts, combine, sums), async_op)
+
+    async def rounds():
+        sums = [part.clone() for part in parts]  # the ring adds in place
+        await ring_reduce_scatter(wire, sums, combine)
+        output.copy_(sums[wire.rank].view(output.shape))
+
+    return perform(rounds(), async_op)
 
 
 def all_to_all_single(
@@ -435,57 +433,49 @@ def all_to_all_single(
     have as many rows as the split sizes say."""
     wire = wire_of(group)
     if output.dtype != input.dtype or output.shape[1:] != input.shape[1:]:
-        sizes = f"input is {describe(input)} and output {describe(output)}"
-        wire.refuse(f"{sizes}: their rows must be alike")
-    if same_memory(output, input):
+        wire.refuse(f"{describe(input)} into {describe(output)}: their rows must be alike")
+    if output.untyped_storage().data_ptr() == input.untyped_storage().data_ptr():
         input = input.clone()  # or a part would be overwritten before it is sent
-
-    def split(name, tensor, sizes):
-        sizes = sizes or [len(tensor) // wire.size] * wire.size
-        if len(sizes) != wire.size or sum(sizes) != len(tensor):
-            rows = f"{name} has {len(tensor)} rows"
-            wire.refuse(f"{rows}, which do not divide among {wire.size} ranks as {sizes}")
-        return tensor.split(sizes)
-
-    outgoing = split("input", input, input_split_sizes)
-    incoming = split("output", output, output_split_sizes)
+    outgoing = split_rows(wire, "input", input, input_split_sizes)
+    incoming = split_rows(wire, "output", output, output_split_sizes)
     numbers = [[t.numel() for t in parts] for parts in (outgoing, incoming)]
     wire.agree(f"all_to_all of {input.dtype}", *numbers)
-    # Each rank begins with its neighbours. Rank 0 would be a bottleneck if all began with it
-    ring = [(wire.rank + i) % wire.size for i in range(wire.size)]
-    send = {rank: outgoing[rank] for rank in ring}
-    receive = {rank: incoming[rank] for rank in reversed(ring)}
-    return perform(wire.exchange(send, receive), async_op)
+    return perform(wire.exchange(dict(enumerate(outgoing)), dict(enumerate(incoming))), async_op)
 
 
 def barrier(group=None, async_op=False):
     """Nobody leaves before all have come. In round k a rank tells the one 2^k further on: log2 N
     rounds (Hensgen, Finkel and Manber 1988)."""
     wire = wire_of(group)
+    wire.agree("barrier")
+    device = "cuda" if dist.get_backend(wire.group) == "nccl" else "cpu"
 
     async def rounds():
-        hello, heard = torch.zeros(2, 1, device="cuda" if wire.nccl else "cpu", dtype=torch.uint8)
+        hello, heard = torch.zeros(2, 1, device=device, dtype=torch.uint8)
         for distance in powers_of_two(wire.size):
             ahead, behind = (wire.rank + distance) % wire.size, (wire.rank - distance) % wire.size
             await wire.exchange({ahead: hello}, {behind: heard})
         heard.item()  # on NCCL only the stream has waited so far
 
-    wire.agree("barrier")
     return perform(rounds(), async_op)
 
 
 def parts_like(wire, name, part, whole_name, whole):
     """`whole` as one flat view for each rank, as large as `part`; else ValueError."""
-    n = wire.size
-    fits = whole.numel() == n * part.numel() and whole.dtype == part.dtype
+    fits = whole.numel() == wire.size * part.numel() and whole.dtype == part.dtype
     if not fits or not whole.is_contiguous():
-        due = f"contiguous and hold {n} times the {name}, {describe(part)}"
+        due = f"contiguous and hold {wire.size} times the {name}, {describe(part)}"
         wire.refuse(f"{whole_name} must be {due}, but is {describe(whole)}")
-    return whole.view(n, -1) if whole.numel() else [whole.view(-1)] * n
+    return whole.view(-1).tensor_split(wire.size)
 
 
-def same_memory(a, b):
-    return a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()
+def split_rows(wire, name, tensor, sizes):
+    """`tensor` in one part for each rank, with so many rows, or all alike; else ValueError."""
+    sizes = sizes or [len(tensor) // wire.size] * wire.size
+    if len(sizes) != wire.size or sum(sizes) != len(tensor):
+        rows = f"{name} has {len(tensor)} rows"
+        wire.refuse(f"{rows}, which do not divide among {wire.size} ranks as {sizes}")
+    return tensor.split(sizes)
 
 
 # --- the other all-reduces
@@ -502,11 +492,11 @@ async def server_all_reduce(wire, x, combine):
 
 
 async def direct_all_reduce(wire, x, combine):
-    """One round: all send to all, and each adds up for itself. Every rank sends (N-1) S bytes, and
+    """One round: all send to all, and each adds up for itself. A rank sends (N-1) S bytes, and
     holds N S bytes more."""
     rows = x.new_empty(wire.size, x.numel())
     await wire.exchange({rank: x for rank in range(wire.size)}, dict(enumerate(rows)))
-    x.copy_(in_order(rows, combine))
+    x.copy_(functools.reduce(combine, rows))  # in the order of the ranks: the same bits everywhere
 
 
 async def sequential_all_reduce(wire, x, combine):
@@ -515,23 +505,13 @@ async def sequential_all_reduce(wire, x, combine):
     rows = x.new_empty(wire.size, x.numel())
     for root in range(wire.size):
         await wire.exchange({root: x}, dict(enumerate(rows)) if wire.rank == root else {})
-    x.copy_(in_order(rows, combine))
-
-
-def in_order(rows, combine):
-    """The sum of the ranks' rows, in the order of the ranks: the same bits everywhere."""
-    total = rows[0]
-    for row in rows[1:]:
-        combine(total, row, out=total)
-    return total
+    x.copy_(functools.reduce(combine, rows))
 
 
 async def hierarchical_all_reduce(wire, x, combine, node=None):
-    """Three steps, for M nodes of `node` neighbouring ranks with fast links inside: reduce-scatter
-    inside; all-reduce with the ranks at the same place of the other nodes; all-gather inside.
-
-    The slow rounds are 2 (M-1) instead of 2 (N-1). In them a rank sends 2 (M-1)/M of S/node bytes.
-    """
+    """Nodes of `node` neighbouring ranks have fast links inside. Reduce-scatter inside; all-reduce
+    with the ranks at the same place of the other nodes, which has 2 (N/node - 1) slow rounds with
+    1/node of the bytes; all-gather inside."""
     node = node or default_node(wire.size)
     if wire.size % node:
         raise ValueError(f"{wire.size} ranks do not divide into nodes of {node}")
@@ -581,77 +561,33 @@ def all_reduce(tensor, op=SUM, group=None, async_op=False, algorithm="ring", **o
     """
     wire = wire_of(group)
     combine = operator(wire, op)
-    how = f"{algorithm} {options}" if options else algorithm
-    wire.agree(f"all_reduce by {how}, {op} of {describe(tensor)}")
+    wire.agree(f"all_reduce by {algorithm}{options or ''}, {op} of {describe(tensor)}")
     run = functools.partial(ALGORITHMS[algorithm], wire, combine=combine, **options)
     return perform(flat(tensor, run), async_op)
 
 
 ALL_REDUCE = {name: functools.partial(all_reduce, algorithm=name) for name in ALGORITHMS}
 
-# --- what makes it fast: segments, in buffers that are used again
-
-SEGMENT = 1 << 21  # bytes: large enough for what a message costs, small enough for a cache
-
-
-class SegmentedWire(Wire):
-    """The wire that is used unless another one is given. Sums are equal to Wire's bit for bit.
-
-    What is to be added comes in segments, into two buffers that take turns: one segment arrives
-    while the one before is added. The buffers are kept for the next rounds. Fresh memory would
-    cost as much as the message, in page faults.
-    """
-
-    spare = None  # memory for the buffers
-
-    async def exchange(self, send, receive, combine=None, out=None):
-        tensors = [*send.values(), *receive.values()]
-        longest = max([t.numel() for t in tensors], default=0)
-        size = SEGMENT // tensors[0].element_size() if tensors else 0  # elements of a segment
-        if combine is None or longest <= size:
-            return await super().exchange(send, receive, combine, out)
-        if self.spare is None or self.spare.shape[1] < len(receive):
-            self.spare = tensors[0].new_empty(2, len(receive), size)
-
-        def start(i):
-            """Post segment i of each tensor. Behind the end of a tensor it is empty."""
-            part = slice(i * size, (i + 1) * size)
-            into = {}
-            for (rank, t), buffer in zip(receive.items(), self.spare[i % 2]):
-                into[rank] = buffer[: len(t[part])]
-            return part, into, self.post({rank: t[part] for rank, t in send.items()}, into)
-
-        started = start(0)
-        await pause()
-        for i in range(1, 1 + -(-longest // size)):
-            part, arrived, works = started
-            started = start(i)
-            for work in works:
-                work.wait()
-            for rank, t in receive.items():
-                combine(t[part], arrived[rank], out=(t if out is None else out)[part])
-
-
 # --- for finding bugs
 
 
-class Checked(SegmentedWire):
-    """Give one as the group: before each collective all ranks compare what they are about to do. If
-    it differs, all raise the same ValueError. That costs an all-gather each; send and recv are not
-    checked."""
+class Checked(Wire):
+    """Give one as the group: before each collective, but not send and recv, all ranks compare what
+    they are about to do. If it differs, all raise the same ValueError."""
 
     def agree(self, call, sends=(), receives=()):
         """call: text that must be the same on all ranks. sends[j], receives[j]: elements to and
         from rank j."""
         calls = [None] * self.size
         dist.all_gather_object(calls, (call, sends, receives), group=self.group)
-        for rank, (other, _, _) in enumerate(calls):
-            if other != calls[0][0]:
-                problem = f"rank 0 calls {calls[0][0]}, rank {rank} calls {other}"
+        texts, sends, receives = zip(*calls)  # entry i: rank i's
+        for rank, text in enumerate(texts):
+            if text != texts[0]:
+                problem = f"rank 0 calls {texts[0]}, rank {rank} calls {text}"
                 raise ValueError(f"the ranks disagree: {problem}")
-        for rank, (_, sends, _) in enumerate(calls):
-            for peer, count in enumerate(sends):
-                expected = calls[peer][2][rank]
+        for rank, counts in enumerate(sends):
+            for peer, count in enumerate(counts):
+                expected = receives[peer][rank]
                 if count != expected:
                     problem = f"rank {rank} sends {count} elements to rank {peer}, which expects"
                     raise ValueError(f"the ranks disagree in {call}: {problem} {expected}")
@@ -666,24 +602,23 @@ from harness import network
 
 
 def main():
-    p = harness.Parser(__doc__)
-    network.flags(p)
-    args = p.parse_args()
-    check = functools.partial(network.check, args)  # of the number of ranks
+    parser = harness.Parser(__doc__)
+    network.flags(parser)
+    args = parser.parse_args()
     if args.ranks:
-        check(args.ranks)
-        network.print_predictions(args, args.nodes_of or default_node(args.ranks))
+        network.print_predictions(args, default_node)
     else:
+        check = functools.partial(network.check, args)  # of the number of ranks
         harness.launch(demo, args, check=check, run=harness.Rank)
 
 
 def demo(run):
     """Every collective beside torch's; then what each all-reduce sends, and how long it takes."""
-    library, node = sys.modules[__name__], run.args.nodes_of or default_node(run.world)
+    library = sys.modules[__name__]
+    node = run.args.nodes_of or default_node(run.world)
     result = {"differ": network.compare_with_torch(library, run)}
     result |= network.count(library, run, node)
-    if run.world > 1:
-        result |= network.measure_curve(library, run, node)
+    result |= network.measure_curve(library, run, node)
     return network.report(run, result, node)
 
 

@@ -87,9 +87,9 @@ class MessageLog:
         super().__init__(group)
         self.log = []
 
-    async def exchange(self, send, receive, combine=None, out=None):
+    async def exchange(self, send, receive, combine=None):
         self.note("send", send)
-        await super().exchange(send, receive, combine, out)
+        await super().exchange(send, receive, combine)
         self.note("receive", receive)
 
     def note(self, kind, tensors):
@@ -154,7 +154,7 @@ def count(library, run, node):
     """{"counted": {algorithm: Cost as a dict}, "formulas": the same by formula} of an all-reduce of
     about --size bytes."""
 
-    class Counter(MessageLog, library.SegmentedWire):
+    class Counter(MessageLog, library.Wire):
         pass
 
     n, say = run.world, speaker(run)
@@ -224,9 +224,12 @@ def speed_of(link, word=", "):
     return f"{shown(link.alpha, TIME)}{word}{shown(1 / link.beta, SPEED)}"
 
 
-def print_predictions(args, node):
-    """The table of --ranks: seconds of an all-reduce by size and algorithm, in nodes of `node`."""
+def print_predictions(args, default_node):
+    """The table of --ranks: seconds of an all-reduce by size and algorithm. default_node(n): how
+    many of n ranks make a node, without --nodes-of."""
     n = args.ranks
+    check(args, n)
+    node = args.nodes_of or default_node(n)
     link = Link(args.alpha or 5e-6, 1 / (args.beta or 50e9))
     inside = Link(args.inside_alpha or 2e-6, 1 / (args.inside_beta or 300e9))
     print(f"predicted: all-reduce on {n} ranks; links: {speed_of(link)};")
@@ -272,8 +275,10 @@ def fit(points):
 
 def measure_curve(library, run, node):
     """Time against size: measured, and by the model. Its link is fitted to a round in which each
-    rank sends to the one on its left."""
+    rank sends to the one on its left. One rank has no time to measure."""
     n, rows, points, say = run.world, [], [], speaker(run)
+    if n == 1:
+        return {}
     algorithms = {"torch": dist.all_reduce, **all_reduces(library, node)}
     wire, left, right = library.Wire(), (run.rank - 1) % n, (run.rank + 1) % n
 

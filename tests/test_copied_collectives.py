@@ -67,7 +67,7 @@ def test_collectives_copied_outputs_that_lie_in_the_input(copied):
     def work(rank):
         import collectives
 
-        collectives.SEGMENT = 64
+        collectives.SEGMENT = 8
         n, each = 3, 500
 
         def whole(r):
@@ -106,7 +106,7 @@ def test_collectives_copied_reduce_scatter_across_two_parts(copied):
     def work(rank):
         import collectives
 
-        collectives.SEGMENT = 1 << 10
+        collectives.SEGMENT = 1 << 8
         x = torch.arange(20000.0) * (rank + 1)
         output = x[5000:15000]
         collectives.reduce_scatter_single(output, x)
