@@ -163,8 +163,7 @@ class Half(torch.autograd.Function):
 
 
 class ExpertDispatch(nn.Module):
-    """Tokens to their experts on all ranks and back: x (n, C), weights and chosen (n, k) -> (n, C).
-    "A model of yours", below, shows how it is used.
+    """Like plain_dispatch, overlapped. "A model of yours", below, shows how it is used.
 
     sizes: expert_counts(E, N). chosen: experts' numbers, int64, 0..E-1.
     experts(rows, counts): this rank's MLPs. rows (m, C) are sorted by expert; counts, int64, says
@@ -203,9 +202,8 @@ class ExpertDispatch(nn.Module):
         if min(map(min, send + receive)) < 0:  # on all ranks, so that none waits for rows
             have = f"the {total} of sizes {list(self.sizes)}"
             raise ValueError(f"a token chose an expert beyond {have}: give other sizes or choices")
-        x = x.tensor_split(self.chunks)
-        weights = weights.tensor_split(self.chunks)
-        chunks = zip(x, weights, orders, send, receive, incoming)
+        parts = x.tensor_split(self.chunks), weights.tensor_split(self.chunks)
+        chunks = zip(*parts, orders, send, receive, incoming)
         # A chunk is a generator with three stops: rows sent; results sent back; results added up
         running = [self.run_chunk(experts, *chunk) for chunk in chunks]
         for chunk in running:
@@ -274,8 +272,8 @@ def shard(parameter, group, data_group=None):
     place, then make the optimizer. Its `placement` says that it is split; deepcopy loses that.
     Where each expert is a module of its own, write p.placement = {"cuts": {0: (group, start,
     size)}} yourself, or {} if all experts share p.
-    data_group: the ranks with the same experts, where data parallelism has more ranks than `group`.
-    Data parallelism must sum the experts' gradients over it."""
+    data_group: the ranks with the same experts, over which their gradients must be summed, where
+    data parallelism has more ranks than `group`."""
     group = group or dist.group.WORLD
     whole = placement(parameter)
     if 0 in whole["cuts"]:
@@ -361,13 +359,12 @@ def refuse_summed(parameter):
 
 # --- a model of yours: each of N ranks has some tokens x (n, C), and some of E experts
 #
-#     class MLPs(nn.Module):
-#         def forward(self, rows, counts):
-#             parts = zip(rows.split(counts.tolist()), self.up, self.down)
-#             return torch.cat([F.gelu(part @ up.T) @ down.T for part, up, down in parts])
+#     def mlps(rows, counts):
+#         parts = zip(rows.split(counts.tolist()), model.up, model.down)
+#         return torch.cat([F.gelu(part @ up.T) @ down.T for part, up, down in parts])
 #
-#     model.mlps = mlps = MLPs()  # up (E, H, C), down (E, C, H): all experts, alike on all ranks
-#     mlps.up, mlps.down = shard(up, group), shard(down, group)  # now the optimizer
+#     model.up = shard(up, group)  # up (E, H, C): all experts, alike on all ranks
+#     model.down = shard(down, group)  # down (E, C, H). Now the optimizer
 #     dispatch = ExpertDispatch(expert_counts(E, N), group)
 #     for x, targets in microbatches:
 #         weights, chosen = model.router(x).softmax(-1).topk(k)  # router: nn.Linear(C, E)
