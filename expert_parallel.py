@@ -31,6 +31,7 @@ GShard (arXiv:2006.16668, section 2.2); Switch (2101.03961, 2.2); MegaBlocks (22
 """
 
 import math
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -40,27 +41,9 @@ from torch.autograd.function import once_differentiable  # refuses a gradient of
 # --- the plain mixture: sort, send, compute, send back, add up
 
 
-class AllToAll(torch.autograd.Function):
-    """rows (sum(send), C) -> (sum(receive), C): send[r] rows go to rank r, receive[r] come from it.
-    Backward: the gradients go the other way."""
-
-    @staticmethod
-    def forward(ctx, rows, send, receive, group):
-        ctx.way_back = receive, send, group
-        arrived = rows.new_empty(sum(receive), rows.shape[1])
-        dist.all_to_all_single(arrived, rows.contiguous(), receive, send, group=group)
-        return arrived
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad):
-        return AllToAll.apply(grad, *ctx.way_back), None, None, None
-
-
 def plain_dispatch(x, weights, chosen, experts, sizes, group):
     """Tokens to their experts on all ranks and back: x (n, C), weights and chosen (n, k) -> (n, C).
     ExpertDispatch does the same, overlapped, and explains the arguments."""
-    x = in_graph(x)
     # Sort: assignment i is a choice of token i // k. Sorted by expert is sorted by rank.
     assignments = chosen.flatten()
     order = assignments.argsort(stable=True)
@@ -68,124 +51,119 @@ def plain_dispatch(x, weights, chosen, experts, sizes, group):
     # Send: first how many rows come, then the rows
     splits, incoming = exchange_counts([assignments], sizes, group)
     [send], [receive] = splits.tolist()
-    rows = AllToAll.apply(x[token], send, receive, group)  # (m, C), rank 0's first
-    # Compute: experts(rows, counts) gets the rows sorted by expert, and how many each expert has
-    by_expert = sort_by_expert(incoming[0], len(rows))
-    rows = run_experts(experts, rows[by_expert], incoming[0].sum(0))
-    # Send back, in the order in which rows came
-    rows = AllToAll.apply(rows[by_expert.argsort()], receive, send, group)  # (n k, C)
+    rows = all_to_all(x[token], send, receive, group)  # (m, C), rank 0's first
+    # Compute
+    rows = run_experts(experts, rows, incoming[0])
+    # Send back
+    rows = all_to_all(rows, receive, send, group)  # (n k, C), in the order of `token`
     # Add up, times the router's weights, which may have more bits than x
     rows = rows * weights.flatten()[order].unsqueeze(1)
     return torch.zeros_like(x).index_add(0, token, rows.to(x.dtype))
 
 
-def in_graph(x):
-    """x, with a gradient even where nobody needs one (a frozen trunk, a rank without tokens): all
-    ranks must send the same messages in backward."""
-    return x if x.requires_grad or not torch.is_grad_enabled() else x.detach().requires_grad_()
-
-
-def exchange_counts(chunks, sizes, group, invalid=None):
+def exchange_counts(chunks, sizes, group, invalid=0):
     """Tell every rank how many rows it gets. chunks: a list of assignments (n k,), which are
-    numbers of experts; E stands for one that is dropped. Where the bool tensor `invalid` is true,
-    this rank tells all ranks -1 instead. Returns two tensors:
+    numbers of experts; E stands for one that is dropped. invalid: 1 makes this rank's counts
+    negative, so that all ranks notice. Returns two tensors:
 
     splits (2, chunks, N): how many rows go to each rank, and how many come from it
     incoming (chunks, N, own): how many come from each rank for each of this rank's experts"""
     world, own = len(sizes), sizes[dist.get_rank(group)]
-    outgoing = torch.stack([bincount(chunk, sum(sizes) + 1) for chunk in chunks], dim=1)
-    outgoing = outgoing[:-1]  # (E, chunks)
-    if invalid is not None:
-        outgoing = outgoing.masked_fill(invalid, -1)
+    outgoing = chunks[0].new_zeros(sum(sizes) + 1, len(chunks))
+    for column, chunk in zip(outgoing.unbind(1), chunks):
+        column.scatter_add_(0, chunk, torch.ones_like(chunk))  # torch.bincount waits for the device
+    outgoing = outgoing[:-1] - 2**40 * invalid  # (E, chunks)
     incoming = outgoing.new_empty(world * own, len(chunks))
     # Arguments: output, input, lengths of the output's parts, lengths of the input's parts
     dist.all_to_all_single(incoming, outgoing, [own] * world, sizes, group=group)
-    incoming = incoming.view(world, own, len(chunks))
-    to_ranks = torch.stack([part.sum(0) for part in outgoing.split(sizes)])  # (N, chunks)
-    splits = torch.stack((to_ranks, incoming.sum(1))).transpose(1, 2)
-    return splits, incoming.permute(2, 0, 1)
+    incoming = incoming.view(world, own, len(chunks)).permute(2, 0, 1)
+    send = torch.stack([part.sum(0) for part in outgoing.split(sizes)], dim=1)  # (chunks, N)
+    return torch.stack((send, incoming.sum(2))), incoming
 
 
-def bincount(numbers, bins):
-    """torch.bincount makes the host wait for the device."""
-    return numbers.new_zeros(bins).scatter_add_(0, numbers, torch.ones_like(numbers))
-
-
-def sort_by_expert(incoming, rows):
-    """Indices that sort arrived rows by expert. incoming (N, own): how many came from each rank."""
+def run_experts(experts, rows, incoming):
+    """Results of this rank's experts, in the order of `rows`. incoming (N, own): how many rows came
+    from each rank for each expert."""
     world, own = incoming.shape
-    expert = torch.arange(own, device=incoming.device).repeat(world)
+    expert = torch.arange(own, device=rows.device).repeat(world)
     # Without output_size the host would wait for the device
-    return expert.repeat_interleave(incoming.flatten(), output_size=rows).argsort(stable=True)
-
-
-def run_experts(experts, rows, counts):
-    """experts(rows, counts), checked."""
-    result = experts(rows, counts)
-    if result.shape != rows.shape:
-        shapes = f"the shape of its rows {tuple(rows.shape)}, not {tuple(result.shape)}"
+    expert = expert.repeat_interleave(incoming.flatten(), output_size=len(rows))
+    by_expert = expert.argsort(stable=True)
+    rows = rows.index_select(0, by_expert)
+    results = experts(rows, incoming.sum(0))
+    if results.shape != rows.shape:
+        shapes = f"the shape of its rows {tuple(rows.shape)}, not {tuple(results.shape)}"
         raise ValueError(f"experts(rows, counts) must return {shapes}")
-    # Experts may skip an empty batch. The sum connects result and rows: otherwise this rank would
-    # not join the all-to-alls of backward.
-    return result if len(rows) else result + rows.to(result.dtype)
+    if len(rows) == 0:
+        # Experts may skip an empty batch. Without the sum autograd would not connect results and
+        # rows, and this rank would not join the all-to-alls of backward.
+        results = results + rows.to(results.dtype)
+    return results.index_select(0, by_expert.argsort())
 
 
-# --- overlap: an all-to-all in two halves, and computation in between
-#
-#                 Start                        Wait
-#     forward     sends the rows        -->    waits for them          The tensor between the two
-#     backward    waits for gradients   <--    sends the gradients     is a stand-in: do not read it
+# --- an all-to-all with a backward, in two halves: computation fits in between
+
+
+def all_to_all(rows, send, receive, group):
+    transfer = Transfer(send, receive, group)
+    return transfer.wait(transfer.start(rows))
 
 
 class Transfer:
-    """What the two halves share: the sizes, and the rows while they travel."""
+    """Rows (sum(send), C) -> (sum(receive), C): send[r] go to rank r, receive[r] come from it.
+
+                    start                        wait
+        forward     sends rows            -->    waits for rows
+        backward    waits for gradients   <--    sends gradients
+
+    An empty tensor, between the two, connects them in autograd's graph."""
 
     def __init__(self, send, receive, group):
         self.send, self.receive, self.group = send, receive, group
 
-    def start(self, rows, send, receive):
+    def start(self, rows):
+        if torch.is_grad_enabled() and not rows.requires_grad:
+            # A frozen trunk, say. All ranks must send the same messages in backward.
+            rows = rows.detach().requires_grad_()
+        return Half.apply(rows, partial(self._start, self.send, self.receive), self._wait)
+
+    def wait(self, empty):
+        return Half.apply(empty, self._wait, partial(self._start, self.receive, self.send))
+
+    def _start(self, send, receive, rows):
         self.rows = rows.contiguous()  # must live until it is sent
         self.arriving = rows.new_empty(sum(receive), rows.shape[1])
         self.work = dist.all_to_all_single(
             self.arriving, self.rows, receive, send, group=self.group, async_op=True
         )
-        return self.arriving
+        return rows.new_empty(0)
 
-    def wait(self):
+    def _wait(self, empty):
         self.work.wait()
         arrived = self.arriving
         self.arriving = self.rows = self.work = None  # frees the memory
         return arrived
 
 
-class Start(torch.autograd.Function):
+class Half(torch.autograd.Function):
+    """Calls run(tensor) in forward, and run_back(gradient) in backward."""
+
     @staticmethod
-    def forward(ctx, rows, transfer):
-        ctx.transfer = transfer
-        return transfer.start(rows, transfer.send, transfer.receive)
+    def forward(ctx, tensor, run, run_back):
+        ctx.run_back = run_back
+        return run(tensor)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad):
-        return ctx.transfer.wait(), None
+    def backward(ctx, gradient):
+        return ctx.run_back(gradient), None, None
 
 
-class Wait(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, rows, transfer):
-        ctx.transfer = transfer
-        return transfer.wait().view_as(rows)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad):
-        ctx.transfer.start(grad, ctx.transfer.receive, ctx.transfer.send)
-        return grad, None  # the stand-in: autograd wants a tensor of this shape
+# --- overlap: one chunk of the tokens is computed while others travel
 
 
 class ExpertDispatch(nn.Module):
-    """Tokens to their experts on all ranks and back: x (n, C), weights and chosen (n, k) -> (n, C).
-    "A model of yours", below, shows how it is used.
+    """Like plain_dispatch, overlapped. "A model of yours", below, shows how it is used.
 
     sizes: expert_counts(E, N). chosen: experts' numbers, int64, 0..E-1.
     experts(rows, counts): this rank's MLPs. rows (m, C) are sorted by expert; counts, int64, says
@@ -212,21 +190,20 @@ class ExpertDispatch(nn.Module):
         if isinstance(experts, nn.Module):
             for p in experts.parameters():
                 p.of_experts = True  # sum_gradients refuses it without a placement
-        x, last = in_graph(x), sum(self.sizes) - 1
-        invalid = ((chosen < 0) | (chosen > last)).any()
-        chosen = chosen.clamp(0, last)
+        total = sum(self.sizes)
+        invalid = ((chosen < 0) | (chosen >= total)).any()
+        chosen = chosen.clamp(0, total - 1)
         if self.capacity is not None:
-            chosen = drop_late(chosen, last + 1, self.capacity)
+            chosen = drop_late(chosen, total, self.capacity)
         assignments = [chunk.flatten() for chunk in chosen.tensor_split(self.chunks)]
         orders = [chunk.argsort(stable=True) for chunk in assignments]
         splits, incoming = exchange_counts(assignments, self.sizes, self.group, invalid)
         send, receive = self.read(splits, [len(chunk) for chunk in assignments])
         if min(map(min, send + receive)) < 0:  # on all ranks, so that none waits for rows
-            have = f"the {last + 1} of sizes {list(self.sizes)}"
+            have = f"the {total} of sizes {list(self.sizes)}"
             raise ValueError(f"a token chose an expert beyond {have}: give other sizes or choices")
-        x = x.tensor_split(self.chunks)
-        weights = weights.tensor_split(self.chunks)
-        chunks = zip(x, weights, orders, send, receive, incoming)
+        parts = x.tensor_split(self.chunks), weights.tensor_split(self.chunks)
+        chunks = zip(*parts, orders, send, receive, incoming)
         # A chunk is a generator with three stops: rows sent; results sent back; results added up
         running = [self.run_chunk(experts, *chunk) for chunk in chunks]
         for chunk in running:
@@ -242,14 +219,12 @@ class ExpertDispatch(nn.Module):
         token = order // weights.shape[1]
         dispatch = Transfer(send, receive, self.group)
         combine = Transfer(receive, send, self.group)
-        rows = Start.apply(x.index_select(0, token), dispatch)
+        sent = dispatch.start(x.index_select(0, token))
         yield
-        rows = Wait.apply(rows, dispatch)
-        by_expert = sort_by_expert(incoming, len(rows))
-        rows = run_experts(experts, rows.index_select(0, by_expert), incoming.sum(0))
-        rows = Start.apply(rows.index_select(0, by_expert.argsort()), combine)
+        rows = run_experts(experts, dispatch.wait(sent), incoming)
+        sent = combine.start(rows)
         yield
-        rows = Wait.apply(rows, combine) * weights.flatten()[order].unsqueeze(1)
+        rows = combine.wait(sent) * weights.flatten()[order].unsqueeze(1)
         yield torch.zeros_like(x).index_add(0, token, rows.to(x.dtype))
 
     def read(self, splits, lengths):
@@ -274,6 +249,8 @@ def drop_late(chosen, total, capacity):
 
 def expert_counts(total, world):
     """How many experts each rank has. Where they don't divide, the first ranks have one more."""
+    if total < world:
+        raise ValueError(f"{total} experts are too few for {world} ranks: each needs one")
     return [total // world + (rank < total % world) for rank in range(world)]
 
 
@@ -295,24 +272,24 @@ def shard(parameter, group, data_group=None):
     place, then make the optimizer. Its `placement` says that it is split; deepcopy loses that.
     Where each expert is a module of its own, write p.placement = {"cuts": {0: (group, start,
     size)}} yourself, or {} if all experts share p.
-    data_group: the ranks with the same experts, where data parallelism has more ranks than `group`.
-    Data parallelism must sum the experts' gradients over it."""
+    data_group: the ranks with the same experts, over which their gradients must be summed, where
+    data parallelism has more ranks than `group`."""
     group = group or dist.group.WORLD
     whole = placement(parameter)
     if 0 in whole["cuts"]:
         raise ValueError("the experts of this parameter are dealt out already: shard it once")
     rank = dist.get_rank(group)
     sizes = expert_counts(len(parameter), dist.get_world_size(group))
-    start, size = sum(sizes[:rank]), sizes[rank]
-    part = parameter.detach()[start : start + size].clone()
+    start = sum(sizes[:rank])
+    part = parameter.detach().split(sizes)[rank].clone()
     part = nn.Parameter(part, requires_grad=parameter.requires_grad)
     part.__dict__.update(parameter.__dict__)
-    part.placement = whole | {"cuts": whole["cuts"] | {0: (group, start, size)}, "data": data_group}
+    cuts = whole["cuts"] | {0: (group, start, sizes[rank])}
+    part.placement = whole | {"cuts": cuts, "data": data_group}
     return part
 
 
-SUMMED = "these gradients have been summed already: call sum_gradients once a step, after the last "
-SUMMED += "micro-batch, and zero_grad() before the next backward"
+# --- gradients: those of experts are complete, the others' are summed
 
 
 def sum_gradients(parameters, group):
@@ -320,38 +297,38 @@ def sum_gradients(parameters, group):
     once a step, after the last backward. If experts have a data_group, call it again with that.
 
     A parameter without a gradient on this rank counts as zeros, and gets the sum.
-    Raises RuntimeError if it is called twice in a step, or if backward runs again before
-    zero_grad(); clipping hides the second. Raises ValueError if weights differ between ranks, or
-    experts have no placement. Not noticed: experts that are plain tensors and start equal."""
+    Refused: weights that differ between ranks, experts without a placement, a second call in a
+    step, and backward before zero_grad() (not after clipping). Not noticed: experts that are plain
+    tensors and start equal."""
     group = group or dist.group.WORLD
-    parameters = [p for p in parameters if p.requires_grad and not split_over(p, group)]
+    parameters = replicated(parameters, group)
     if not parameters:
         return
-    check_replicas(parameters, group)
     for p in parameters:
         if p.grad is None:
             p.grad = torch.zeros_like(p)
-        elif p.summed[group.group_name] is not None and p.grad.any():
+        if group.group_name in getattr(p.grad, "summed", {}) and p.grad.any():
             raise RuntimeError(SUMMED)
     flat = torch.cat([p.grad.flatten() for p in parameters])
     dist.all_reduce(flat, group=group)
     for p, total in zip(parameters, flat.split([p.numel() for p in parameters])):
         p.grad.copy_(total.view_as(p))
-        p.summed[group.group_name] = p.grad._version
+        p.grad.summed = getattr(p.grad, "summed", {}) | {group.group_name: p.grad._version}
 
 
-def check_replicas(parameters, group):
-    """Raise ValueError unless all ranks have the same weights, by their sums. Experts without a
-    placement count as different. A parameter is compared once a group. Then it has `summed`: for
-    each group the version of p.grad after sum_gradients, or None after a backward."""
-    new = [p for p in parameters if group.group_name not in getattr(p, "summed", {})]
+def replicated(parameters, group):
+    """The parameters that are not split over the group. Raises ValueError if one has other weights
+    on another rank, or is of an expert without a placement. It looks once at each."""
+    parameters = [p for p in parameters if p.requires_grad and not split_over(p, group)]
+    new = [p for p in parameters if group.group_name not in getattr(p, "compared", [])]
     if not new:
-        return
+        return parameters
     weights = []
     for number, p in enumerate(new):
+        total = p.detach().sum(dtype=torch.float64).item()
         unplaced = hasattr(p, "of_experts") and not hasattr(p, "placement")
-        owner = dist.get_rank(group) if unplaced else None
-        weights.append((number, tuple(p.shape), p.detach().sum(dtype=torch.float64).item(), owner))
+        owner = dist.get_rank(group) if unplaced else None  # other ranks' experts are different
+        weights.append((number, tuple(p.shape), total, owner))
     everyone = [None] * dist.get_world_size(group)
     dist.all_gather_object(everyone, weights, group=group)
     different = set().union(*everyone) - set(weights).intersection(*everyone)
@@ -362,29 +339,32 @@ def check_replicas(parameters, group):
             "experts by shard(), or write their placement"
         )
     for p in new:
-        if not hasattr(p, "summed"):
+        if not hasattr(p, "compared"):
             p.register_post_accumulate_grad_hook(refuse_summed)
-            p.summed = {}
-        p.summed[group.group_name] = None
+            p.compared = set()
+        p.compared.add(group.group_name)
+    return parameters
+
+
+SUMMED = "summed already: call sum_gradients once a step, after the last backward; then zero_grad()"
 
 
 def refuse_summed(parameter):
     """A hook, after backward has added to p.grad: raises if nothing else, such as zero_grad(), has
     changed it since it was summed."""
-    if parameter.grad._version - 1 in parameter.summed.values():
+    if parameter.grad._version - 1 in getattr(parameter.grad, "summed", {}).values():
         raise RuntimeError(SUMMED)
-    parameter.summed = dict.fromkeys(parameter.summed)  # every value is None
+    parameter.grad.summed = {}
 
 
 # --- a model of yours: each of N ranks has some tokens x (n, C), and some of E experts
 #
-#     class MLPs(nn.Module):
-#         def forward(self, rows, counts):
-#             parts = zip(rows.split(counts.tolist()), self.up, self.down)
-#             return torch.cat([F.gelu(part @ up.T) @ down.T for part, up, down in parts])
+#     def mlps(rows, counts):
+#         parts = zip(rows.split(counts.tolist()), model.up, model.down)
+#         return torch.cat([F.gelu(part @ up.T) @ down.T for part, up, down in parts])
 #
-#     model.mlps = mlps = MLPs()  # up (E, H, C), down (E, C, H): all experts, alike on all ranks
-#     mlps.up, mlps.down = shard(up, group), shard(down, group)  # now the optimizer
+#     model.up = shard(up, group)  # up (E, H, C): all experts, alike on all ranks
+#     model.down = shard(down, group)  # down (E, C, H). Now the optimizer
 #     dispatch = ExpertDispatch(expert_counts(E, N), group)
 #     for x, targets in microbatches:
 #         weights, chosen = model.router(x).softmax(-1).topk(k)  # router: nn.Linear(C, E)
@@ -398,20 +378,16 @@ def refuse_summed(parameter):
 
 def parallelize(model, group, capacity=None, chunks=1, data_group=None):
     """Deal the experts of a GPT out over `group`, in place, and return it: on the meta device or
-    with weights, after tensor_parallel.parallelize, before the optimizer. data_group: see shard.
-
-    Raises ValueError for another model, for fewer experts than ranks, and the second time."""
+    with weights, after tensor_parallel.parallelize, before the optimizer. data_group: see shard."""
     if not hasattr(getattr(model, "config", None), "experts"):
         hint = "in another model use ExpertDispatch and shard()"
         raise ValueError(f"parallelize knows the GPT of model.py alone: {hint}")
     group = group or dist.group.WORLD
-    total, world = model.config.experts, dist.get_world_size(group)
-    if total < world:
-        raise ValueError(f"{total} experts are too few for {world} ranks: each needs one")
+    sizes = expert_counts(model.config.experts, dist.get_world_size(group))
     for mixture in [block.mlp for block in model.blocks.values()]:
         for name, p in list(mixture.experts.named_parameters()):
             setattr(mixture.experts, name, shard(p, group, data_group))
-        mixture.dispatch = ExpertDispatch(expert_counts(total, world), group, capacity, chunks)
+        mixture.dispatch = ExpertDispatch(sizes, group, capacity, chunks)
     for p in model.parameters():
         if not split_over(p, group):
             p.placement = placement(p) | {"copies": [*placement(p)["copies"], group]}
@@ -430,25 +406,24 @@ def main():
     g = parser.add_argument_group("expert parallelism")
     why = "how far a bias on the router's choice moves towards even load after each step (0 = off)"
     g.add_argument("--bias-rate", type=harness.real(0), default=0.0, metavar="X", help=why)
-    why = "an expert takes at most X times its even share of a rank's tokens, and drops others; it "
-    why += "changes the result, so --prove is off unless given (default: nothing is dropped)"
+    why = "an expert takes at most X times its even share of a rank's tokens, and drops others; "
+    why += "no layout equals another then: --prove is off (default: nothing is dropped)"
     g.add_argument("--capacity", type=harness.real(0), metavar="X", help=why)
     why = "parts of a rank's tokens: one is computed while others travel"
     g.add_argument("--chunks", **harness.POSITIVE, default=2, help=why)
     harness.plot_flag(g, "draw the load of experts and ranks")
     args = parser.parse_args()
-    config = harness.configure(args)
-    harness.check_plot(args)
     if args.capacity is not None and args.prove is None:
         args.prove = 0
-    harness.launch(demo, args, check=lambda world: check(args, config, world))
+    config = harness.configure(args)
+    harness.check_plot(args)
 
+    @harness.refusing()
+    def check(world):
+        harness.check_batch(args, world)
+        expert_counts(config.experts, world)
 
-def check(args, config, world):
-    harness.check_batch(args, world)
-    if config.experts < world:
-        text = f"{config.experts} experts are too few for {world} ranks: --experts could be {world}"
-        raise harness.Refused(text)
+    harness.launch(demo, args, check=check)
 
 
 def demo(run):
@@ -456,9 +431,7 @@ def demo(run):
     run.groups(ep=group)
     model = run.fill(parallelize(run.meta_model(), group, args.capacity, args.chunks))
     parameters = list(model.parameters())
-    check_replicas(
-        [p for p in parameters if not split_over(p, group)], group
-    )  # not counted as sent
+    replicated(parameters, group)  # compares them now, outside of what the receipt counts
     optimizer = harness.make_optimizer(parameters, args)
     report = Report(run, model, expert_counts(run.config.experts, run.world))
     for step in run.steps(optimizer):

@@ -302,7 +302,7 @@ def test_the_usage_that_is_printed(copied):
         halves = (t[part].tensor_split(2) for t in (tokens, targets))
         names["microbatches"] = list(zip(*halves))
         exec(text, names)
-        return [p.grad for p in (router.weight, head.weight, model.mlps.up, model.mlps.down)]
+        return [p.grad for p in (router.weight, head.weight, model.up, model.down)]
 
     ((*commons, up, down),) = copied("expert_parallel", 1, work, 1)
     results = copied("expert_parallel", 2, work, 2)
