@@ -34,7 +34,14 @@ torch.set_num_threads(1)
 
 
 # Real launches, faults and other implementations: worth their time, but not at every change
-SLOW_FILES = {"test_faults", "test_start", "test_vs_torch", "test_dryrun", "test_checkpoint"}
+SLOW_FILES = {
+    "test_fake_cuda",
+    "test_faults",
+    "test_start",
+    "test_vs_torch",
+    "test_dryrun",
+    "test_checkpoint",
+}
 SLOW_TESTS = {"test_compiled_blocks", "test_on_a_gpu"}
 
 
