@@ -116,14 +116,14 @@ class Transfer:
         forward     sends rows            -->    waits for rows
         backward    waits for gradients   <--    sends gradients
 
-    An empty tensor, between the two, connects them in autograd's graph."""
+    start returns an empty tensor for wait: it connects the two in autograd's graph."""
 
     def __init__(self, send, receive, group):
         self.send, self.receive, self.group = send, receive, group
 
     def start(self, rows):
         if torch.is_grad_enabled() and not rows.requires_grad:
-            # A frozen trunk, say. All ranks must send the same messages in backward.
+            # Behind a frozen trunk, say: all ranks must send the same messages in backward
             rows = rows.detach().requires_grad_()
         return Half.apply(rows, partial(self._start, self.send, self.receive), self._wait)
 
@@ -146,7 +146,7 @@ class Transfer:
 
 
 class Half(torch.autograd.Function):
-    """Calls run(tensor) in forward, and run_back(gradient) in backward."""
+    """A node of autograd's graph: run(tensor) in forward, run_back(gradient) in backward."""
 
     @staticmethod
     def forward(ctx, tensor, run, run_back):
@@ -202,8 +202,9 @@ class ExpertDispatch(nn.Module):
         if min(map(min, send + receive)) < 0:  # on all ranks, so that none waits for rows
             have = f"the {total} of sizes {list(self.sizes)}"
             raise ValueError(f"a token chose an expert beyond {have}: give other sizes or choices")
-        parts = x.tensor_split(self.chunks), weights.tensor_split(self.chunks)
-        chunks = zip(*parts, orders, send, receive, incoming)
+        x = x.tensor_split(self.chunks)
+        weights = weights.tensor_split(self.chunks)
+        chunks = zip(x, weights, orders, send, receive, incoming)
         # A chunk is a generator with three stops: rows sent; results sent back; results added up
         running = [self.run_chunk(experts, *chunk) for chunk in chunks]
         for chunk in running:
@@ -317,8 +318,8 @@ def sum_gradients(parameters, group):
 
 
 def replicated(parameters, group):
-    """The parameters that are not split over the group. Raises ValueError if one has other weights
-    on another rank, or is of an expert without a placement. It looks once at each."""
+    """The parameters that are not split over the group. Each is compared once: raises ValueError
+    if its weights differ between ranks, by their sum, or if it is an expert's without placement."""
     parameters = [p for p in parameters if p.requires_grad and not split_over(p, group)]
     new = [p for p in parameters if group.group_name not in getattr(p, "compared", [])]
     if not new:
