@@ -48,7 +48,7 @@ def plain_dispatch(x, weights, chosen, experts, sizes, group):
     assignments = chosen.flatten()
     order = assignments.argsort(stable=True)
     token = order // chosen.shape[1]  # (n k,)
-    # Send: first how many rows come, then the rows
+    # Send: first how many rows, then the rows
     splits, incoming = exchange_counts([assignments], sizes, group)
     [send], [receive] = splits.tolist()
     rows = all_to_all(x[token], send, receive, group)  # (m, C), rank 0's first
@@ -125,10 +125,12 @@ class Transfer:
         if torch.is_grad_enabled() and not rows.requires_grad:
             # Behind a frozen trunk, say: all ranks must send the same messages in backward
             rows = rows.detach().requires_grad_()
-        return Half.apply(rows, partial(self._start, self.send, self.receive), self._wait)
+        start_rows = partial(self._start, self.send, self.receive)
+        return Half.apply(rows, start_rows, self._wait)
 
     def wait(self, empty):
-        return Half.apply(empty, self._wait, partial(self._start, self.receive, self.send))
+        start_gradients = partial(self._start, self.receive, self.send)
+        return Half.apply(empty, self._wait, start_gradients)
 
     def _start(self, send, receive, rows):
         self.rows = rows.contiguous()  # must live until it is sent
@@ -181,7 +183,8 @@ class ExpertDispatch(nn.Module):
         if len(sizes) != dist.get_world_size(group):
             have = f"{list(sizes)} for {dist.get_world_size(group)} ranks"
             raise ValueError(f"sizes must be one number of experts a rank of the group, not {have}")
-        self.sizes, self.group, self.capacity, self.chunks = sizes, group, capacity, chunks
+        self.sizes, self.group = sizes, group
+        self.capacity, self.chunks = capacity, chunks
 
     def forward(self, x, weights, chosen, experts, meanwhile=lambda: None):
         if x.dim() != 2 or weights.shape != chosen.shape or chosen.shape[:-1] != x.shape[:1]:
@@ -308,13 +311,16 @@ def sum_gradients(parameters, group):
     for p in parameters:
         if p.grad is None:
             p.grad = torch.zeros_like(p)
-        if group.group_name in getattr(p.grad, "summed", {}) and p.grad.any():
+        if not hasattr(p.grad, "summed"):
+            p.grad.summed = {}  # {name of a group: version of p.grad after the sum over it}
+        if group.group_name in p.grad.summed and p.grad.any():
             raise RuntimeError(SUMMED)
-    flat = torch.cat([p.grad.flatten() for p in parameters])
+    gradients = [p.grad for p in parameters]
+    flat = torch.cat([grad.flatten() for grad in gradients])
     dist.all_reduce(flat, group=group)
-    for p, total in zip(parameters, flat.split([p.numel() for p in parameters])):
-        p.grad.copy_(total.view_as(p))
-        p.grad.summed = getattr(p.grad, "summed", {}) | {group.group_name: p.grad._version}
+    for grad, total in zip(gradients, flat.split([grad.numel() for grad in gradients])):
+        grad.copy_(total.view_as(grad))
+        grad.summed[group.group_name] = grad._version
 
 
 def replicated(parameters, group):
@@ -353,9 +359,10 @@ SUMMED = "summed already: call sum_gradients once a step, after the last backwar
 def refuse_summed(parameter):
     """A hook, after backward has added to p.grad: raises if nothing else, such as zero_grad(), has
     changed it since it was summed."""
-    if parameter.grad._version - 1 in getattr(parameter.grad, "summed", {}).values():
+    summed = getattr(parameter.grad, "summed", {})
+    if parameter.grad._version - 1 in summed.values():
         raise RuntimeError(SUMMED)
-    parameter.grad.summed = {}
+    summed.clear()
 
 
 # --- a model of yours: each of N ranks has some tokens x (n, C), and some of E experts
@@ -434,7 +441,7 @@ def demo(run):
     parameters = list(model.parameters())
     replicated(parameters, group)  # compares them now, outside of what the receipt counts
     optimizer = harness.make_optimizer(parameters, args)
-    report = Report(run, model, expert_counts(run.config.experts, run.world))
+    report = Report(run, model)
     for step in run.steps(optimizer):
         optimizer.zero_grad(set_to_none=False)  # gradients stay in memory: the receipt counts them
         loss = run.zero()
