@@ -17,10 +17,10 @@ Sent: the rows (dispatch) and their results (combine), and the gradients of both
 even routing a rank with n tokens sends 4 r k n C e bytes a layer: r is (N-1)/N, and a row has C
 elements of e bytes. Once a step it sends 2 r P e, for the P parameters that are not experts.
 
-Backward: an all-to-all only moves rows, so a row's gradient goes back the way the row came. Results
-meet the router's weights on the token's own rank: the scores need no message. An expert sees its
-tokens of the whole batch, and the loss is divided by the number of all tokens, so its gradient is
-complete. The gradients of all other parameters, the router's too, are summed over the ranks.
+Backward: an all-to-all only moves rows, so a row's gradient goes back the way the row came. The
+token's own rank weighs the results, so the scores need no message. An expert gets its tokens of the
+whole batch, so its gradient is complete, if each rank divides its loss by the number of all tokens.
+The gradients of all other parameters, the router's too, are summed over the ranks.
 
 Not worth it over slow links, or where all experts fit on every rank and a rank has many tokens:
 then data parallelism sends less. docs/experts.md has the threshold, and the rest.
@@ -105,6 +105,7 @@ def run_experts(experts, rows, incoming):
 
 
 def all_to_all(rows, send, receive, group):
+    """The plain form: nothing is computed between the halves."""
     transfer = Transfer(send, receive, group)
     return transfer.wait(transfer.start(rows))
 
