@@ -17,10 +17,10 @@ Sent: the rows (dispatch) and their results (combine), and the gradients of both
 even routing a rank with n tokens sends 4 r k n C e bytes a layer: r is (N-1)/N, and a row has C
 elements of e bytes. Once a step it sends 2 r P e, for the P parameters that are not experts.
 
-Backward: an all-to-all only moves rows, so a row's gradient goes back the way the row came. Results
-meet the router's weights on the token's own rank: the scores need no message. An expert sees its
-tokens of the whole batch, and the loss is divided by the number of all tokens, so its gradient is
-complete. The gradients of all other parameters, the router's too, are summed over the ranks.
+Backward: an all-to-all only moves rows, so a row's gradient goes back the way the row came. The
+token's own rank weighs the results, so the scores need no message. An expert gets its tokens of the
+whole batch, so its gradient is complete, if each rank divides its loss by the number of all tokens.
+The gradients of all other parameters, the router's too, are summed over the ranks.
 
 Not worth it over slow links, or where all experts fit on every rank and a rank has many tokens:
 then data parallelism sends less. docs/experts.md has the threshold, and the rest.
@@ -48,7 +48,7 @@ def plain_dispatch(x, weights, chosen, experts, sizes, group):
     assignments = chosen.flatten()
     order = assignments.argsort(stable=True)
     token = order // chosen.shape[1]  # (n k,)
-    # Send: first how many rows come, then the rows
+    # Send: first how many rows, then the rows
     splits, incoming = exchange_counts([assignments], sizes, group)
     [send], [receive] = splits.tolist()
     rows = all_to_all(x[token], send, receive, group)  # (m, C), rank 0's first
@@ -105,6 +105,7 @@ def run_experts(experts, rows, incoming):
 
 
 def all_to_all(rows, send, receive, group):
+    """The plain form: nothing is computed between the halves."""
     transfer = Transfer(send, receive, group)
     return transfer.wait(transfer.start(rows))
 
@@ -116,19 +117,21 @@ class Transfer:
         forward     sends rows            -->    waits for rows
         backward    waits for gradients   <--    sends gradients
 
-    An empty tensor, between the two, connects them in autograd's graph."""
+    start returns an empty tensor for wait: it connects the two in autograd's graph."""
 
     def __init__(self, send, receive, group):
         self.send, self.receive, self.group = send, receive, group
 
     def start(self, rows):
         if torch.is_grad_enabled() and not rows.requires_grad:
-            # A frozen trunk, say. All ranks must send the same messages in backward.
+            # Behind a frozen trunk, say: all ranks must send the same messages in backward
             rows = rows.detach().requires_grad_()
-        return Half.apply(rows, partial(self._start, self.send, self.receive), self._wait)
+        start_rows = partial(self._start, self.send, self.receive)
+        return Half.apply(rows, start_rows, self._wait)
 
     def wait(self, empty):
-        return Half.apply(empty, self._wait, partial(self._start, self.receive, self.send))
+        start_gradients = partial(self._start, self.receive, self.send)
+        return Half.apply(empty, self._wait, start_gradients)
 
     def _start(self, send, receive, rows):
         self.rows = rows.contiguous()  # must live until it is sent
@@ -146,7 +149,7 @@ class Transfer:
 
 
 class Half(torch.autograd.Function):
-    """Calls run(tensor) in forward, and run_back(gradient) in backward."""
+    """A node of autograd's graph: run(tensor) in forward, run_back(gradient) in backward."""
 
     @staticmethod
     def forward(ctx, tensor, run, run_back):
@@ -181,7 +184,8 @@ class ExpertDispatch(nn.Module):
         if len(sizes) != dist.get_world_size(group):
             have = f"{list(sizes)} for {dist.get_world_size(group)} ranks"
             raise ValueError(f"sizes must be one number of experts a rank of the group, not {have}")
-        self.sizes, self.group, self.capacity, self.chunks = sizes, group, capacity, chunks
+        self.sizes, self.group = sizes, group
+        self.capacity, self.chunks = capacity, chunks
 
     def forward(self, x, weights, chosen, experts, meanwhile=lambda: None):
         if x.dim() != 2 or weights.shape != chosen.shape or chosen.shape[:-1] != x.shape[:1]:
@@ -202,8 +206,9 @@ class ExpertDispatch(nn.Module):
         if min(map(min, send + receive)) < 0:  # on all ranks, so that none waits for rows
             have = f"the {total} of sizes {list(self.sizes)}"
             raise ValueError(f"a token chose an expert beyond {have}: give other sizes or choices")
-        parts = x.tensor_split(self.chunks), weights.tensor_split(self.chunks)
-        chunks = zip(*parts, orders, send, receive, incoming)
+        x = x.tensor_split(self.chunks)
+        weights = weights.tensor_split(self.chunks)
+        chunks = zip(x, weights, orders, send, receive, incoming)
         # A chunk is a generator with three stops: rows sent; results sent back; results added up
         running = [self.run_chunk(experts, *chunk) for chunk in chunks]
         for chunk in running:
@@ -307,18 +312,21 @@ def sum_gradients(parameters, group):
     for p in parameters:
         if p.grad is None:
             p.grad = torch.zeros_like(p)
-        if group.group_name in getattr(p.grad, "summed", {}) and p.grad.any():
+        if not hasattr(p.grad, "summed"):
+            p.grad.summed = {}  # {name of a group: version of p.grad after the sum over it}
+        if group.group_name in p.grad.summed and p.grad.any():
             raise RuntimeError(SUMMED)
-    flat = torch.cat([p.grad.flatten() for p in parameters])
+    gradients = [p.grad for p in parameters]
+    flat = torch.cat([grad.flatten() for grad in gradients])
     dist.all_reduce(flat, group=group)
-    for p, total in zip(parameters, flat.split([p.numel() for p in parameters])):
-        p.grad.copy_(total.view_as(p))
-        p.grad.summed = getattr(p.grad, "summed", {}) | {group.group_name: p.grad._version}
+    for grad, total in zip(gradients, flat.split([grad.numel() for grad in gradients])):
+        grad.copy_(total.view_as(grad))
+        grad.summed[group.group_name] = grad._version
 
 
 def replicated(parameters, group):
-    """The parameters that are not split over the group. Raises ValueError if one has other weights
-    on another rank, or is of an expert without a placement. It looks once at each."""
+    """The parameters that are not split over the group. Each is compared once: raises ValueError
+    if its weights differ between ranks, by their sum, or if it is an expert's without placement."""
     parameters = [p for p in parameters if p.requires_grad and not split_over(p, group)]
     new = [p for p in parameters if group.group_name not in getattr(p, "compared", [])]
     if not new:
@@ -352,9 +360,10 @@ SUMMED = "summed already: call sum_gradients once a step, after the last backwar
 def refuse_summed(parameter):
     """A hook, after backward has added to p.grad: raises if nothing else, such as zero_grad(), has
     changed it since it was summed."""
-    if parameter.grad._version - 1 in getattr(parameter.grad, "summed", {}).values():
+    summed = getattr(parameter.grad, "summed", {})
+    if parameter.grad._version - 1 in summed.values():
         raise RuntimeError(SUMMED)
-    parameter.grad.summed = {}
+    summed.clear()
 
 
 # --- a model of yours: each of N ranks has some tokens x (n, C), and some of E experts
@@ -433,7 +442,7 @@ def demo(run):
     parameters = list(model.parameters())
     replicated(parameters, group)  # compares them now, outside of what the receipt counts
     optimizer = harness.make_optimizer(parameters, args)
-    report = Report(run, model, expert_counts(run.config.experts, run.world))
+    report = Report(run, model)
     for step in run.steps(optimizer):
         optimizer.zero_grad(set_to_none=False)  # gradients stay in memory: the receipt counts them
         loss = run.zero()

@@ -112,12 +112,12 @@ class TimedWork:
 class Report:
     """What the demo of expert_parallel.py says of its run.
 
-    sizes: how many experts each rank has. Call after(step) at the end of each step, before
-    gpt.rebalance clears the routers' loads."""
+    Call after(step) at the end of each step, before gpt.rebalance clears the routers' loads."""
 
-    def __init__(self, run, model, sizes):
-        self.run, self.sizes = run, sizes
+    def __init__(self, run, model):
+        self.run = run
         self.mixtures = [block.mlp for block in model.blocks.values()]
+        self.sizes = self.mixtures[0].dispatch.sizes  # how many experts each rank has
         self.rows, self.clock, self.loads = RowCounter(self.mixtures), AllToAllClock(), []
         self.assignments = self.dropped = 0
 

@@ -419,6 +419,25 @@ def test_parameters_without_a_gradient(copied):
     assert copied("expert_parallel", 2, work) == [([3.0, 3.0], [0.0, 0.0])] * 2
 
 
+def test_a_weight_that_is_used_more_often_in_a_later_step(copied):
+    """Its new gradient may begin with the version that the last one ended with."""
+
+    def work(rank):
+        import expert_parallel
+
+        p = nn.Parameter(torch.ones(2))
+        for times in (1, 3, 2, 4):
+            p.grad = None
+            y = torch.ones(2)
+            for _ in range(times):
+                y = y * p
+            y.sum().backward()
+            expert_parallel.sum_gradients([p], dist.group.WORLD)
+            assert p.grad.tolist() == [2.0 * times] * 2
+
+    copied("expert_parallel", 2, work)
+
+
 def expert_dispatch(
     sizes=(2, 2), x=(3, 4), weights=(3, 2), chosen=None, experts=lambda rows, counts: rows
 ):
