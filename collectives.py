@@ -1,21 +1,21 @@
 """Collectives: all of them from messages between two ranks, and six ways to all-reduce.
 
-A collective moves tensors between the N ranks of a group. The best known is the ring all-reduce:
-each rank cuts its tensor into N chunks and talks to its two neighbours only. Here N is 3. The
+A collective moves tensors between the N ranks of a group. An all-reduce gives all of them the sum.
+On a ring each rank cuts its tensor into N chunks and talks to its neighbours. Here N is 3. The
 columns are chunks 0, 1 and 2; "12" is rank 1's plus rank 2's; "." is of no use any more. In each
 round rank r sends one chunk to rank r-1:
 
               start      round 1       round 2        rounds 3 and 4
-    rank 0    0  0  0    0   0   01    012  .   .     012 012 012     1, 2: a reduce-scatter,
-    rank 1    1  1  1    12  1   1     .   012  .     012 012 012     rank r has the sum of chunk r
-    rank 2    2  2  2    2   02  2     .    .  012    012 012 012     3, 4: an all-gather
+    rank 0    0  0  0    0   .   01    012  .   .     012 012 012     1, 2: a reduce-scatter,
+    rank 1    1  1  1    12  1   .     .   012  .     012 012 012     rank r has the sum of chunk r
+    rank 2    2  2  2    .   02  2     .    .  012    012 012 012     3, 4: an all-gather
 
 Sent: a rank sends 2 (N-1) chunks, that is 2 S (N-1)/N bytes for a tensor of S bytes: about 2 S,
 however many ranks there are. In no all-reduce does the busiest rank send less. But each of the
 2 (N-1) rounds waits for the one before. So small tensors are faster with halving-doubling: 2 log2 N
 rounds, and the same bytes if N is a power of two. docs/collectives.md has the costs of them all.
 
-Backward: autograd sees none of these messages, so a technique writes its backward by hand. Where
+Backward: autograd sees none of these messages, so whoever uses them writes it by hand. Where
 forward copies, backward adds up: broadcast and reduce are each other's backward, all-gather and
 reduce-scatter too. All-to-all goes back the way it came. The backward of all-reduce is all-reduce
 if each rank has its own loss and these add up. If all compute the same loss, it is the identity.
@@ -46,8 +46,8 @@ SEGMENT = 1 << 19  # elements, 2 MB of float32 (see Wire.exchange_and_combine)
 # --- the ring
 #
 # A wire is the group as this rank sees it. await wire.exchange({left: a}, {right: b}) is a round: a
-# goes to the left, and b comes from the right. With `combine` what arrives is added to b, or the
-# maximum of both is taken, ... x is a tensor in one dimension, and changes in place.
+# goes to the left, and b comes from the right. With `combine` what arrives is added to b (or the
+# maximum of both is taken, and so on). An algorithm's x is flat, and changes in place.
 #
 # The algorithms are coroutines only so that async_op can stop them between rounds (see Work). Read
 # `await wire.exchange(...)` as: do this round, and wait for it.
@@ -66,7 +66,7 @@ async def ring_reduce_scatter(wire, chunks, combine):
     n, rank = wire.size, wire.rank
     left, right = (rank - 1) % n, (rank + 1) % n
     for step in range(n - 1):
-        partial = chunks[(rank + step + 1) % n]  # of step + 1 ranks; at first this rank's own chunk
+        partial = chunks[(rank + step + 1) % n]  # of step + 1 ranks; at first of this rank alone
         arriving = chunks[(rank + step + 2) % n]  # the next step sends it on
         await wire.exchange({left: partial}, {right: arriving}, combine)
 
@@ -155,8 +155,8 @@ async def halving_doubling_all_reduce(wire, x, combine):
 
 
 class Wire:
-    """The group as this rank sees it. Ranks are ranks in the group, or after `among` places among
-    its members."""
+    """The group as this rank sees it. Ranks count in the group, or in the `members` that were given
+    to `among`."""
 
     def __init__(self, group=None):
         self.group = group or dist.group.WORLD
@@ -168,8 +168,8 @@ class Wire:
         self.buffers = []
 
     async def exchange(self, send, receive, combine=None):
-        """A round. send, receive: {rank: tensor}; a tensor for the rank itself is copied. With
-        `combine`, which sender and receiver both give, what comes is added to flat tensors."""
+        """A round. send, receive: {rank: tensor}; a tensor for the rank itself is copied. `combine`
+        adds what comes to flat tensors; the sender gives it too, because both use segments."""
         if combine:
             return await self.exchange_and_combine(send, receive, combine)
         send = {rank: t.contiguous() for rank, t in send.items()}
@@ -184,7 +184,7 @@ class Wire:
             t.copy_(arrived[rank])  # does nothing if t is contiguous: then both are one tensor
 
     async def exchange_and_combine(self, send, receive, combine):
-        """This makes it fast. Large tensors come in segments, into two buffers that take turns: one
+        """A round with `combine`. Large tensors come in segments, into two buffers in turn: one
         segment arrives while the one before is added. The buffers are kept for the next rounds.
         Fresh memory would cost as much as the message, in page faults."""
         longest = max([t.numel() for t in (*send.values(), *receive.values())], default=0)
@@ -232,7 +232,7 @@ class Wire:
         return part
 
     def agree(self, call, sends=(), receives=()):
-        """Called before each collective. In a Checked it compares the calls of all ranks."""
+        """Called before each collective. Only a Checked, below, compares the calls of all ranks."""
 
     def refuse(self, problem):
         """Raise ValueError. In a Checked the others learn it: they are in `agree`, and wait."""
@@ -246,14 +246,14 @@ class Wire:
 
 @types.coroutine
 def pause():
-    """Each round pauses here once its messages are posted. A rank without messages pauses too: so
-    collectives in flight post theirs in the same order on all ranks, and messages match."""
+    """Each round pauses here once its messages are posted, even if it has none. So all ranks post
+    the messages of collectives in flight in the same order, and messages match."""
     yield
 
 
 class Work:
-    """A collective on its way. Its first messages are posted; wait() does the rest. So only these
-    overlap with the caller's work.
+    """A collective on its way. Its first messages are posted, and only they overlap with the
+    caller's work: wait() does the rest.
 
     All ranks start Works in one order, and wait for them in one order. Until wait(), leave the
     tensors alone. After a Work is dropped before wait(), don't use the group any more."""
@@ -299,7 +299,7 @@ def wire_of(group):
 
 def wire_and_root(group, rank, group_rank):
     """The root is given by its global rank, or by its rank in the group. By default it is the
-    group's first rank (in torch so in scatter and gather only)."""
+    group's first rank (in torch: only in scatter and gather)."""
     wire = wire_of(group)
     try:
         return wire, rank_in_group(wire, rank, group_rank)

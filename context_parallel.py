@@ -10,8 +10,8 @@ ranks queries stay, and keys and values travel. kv2 are those of rank 2:
     rank 3    kv3   kv2   kv1   kv0
 
 In each step a rank computes one tile of attention: its queries with one rank's keys. Meanwhile the
-next keys travel. The softmax is summed up tile by tile, so the result is exact. With one run of
-tokens a rank, the last rank's queries would see every key. The zigzag gives all ranks equal work.
+next keys travel. The tiles add up to the exact softmax. If a rank held neighbouring tokens only,
+late ranks would see most keys. In the zigzag each has an early and a late chunk: equal work.
 
 Sent by a rank, for each block of the model, if N > 1: K and V make N - 1 hops in forward and again
 in backward. Their gradients dK and dV make N hops, because they must come home. Together that is
@@ -20,8 +20,8 @@ element, and a = max(e, 4) bytes an element in the sums dK and dV.
 Two other kinds: gather fetches all keys at once. Ulysses' all-to-alls give a rank all tokens of
 some heads. docs/long-sequences.md compares what they send.
 
-Backward: the final log-sum-exp turns any tile's scores into probabilities, so a tile's gradients
-need no other tile. A rank's loss covers its own tokens only, so weights' gradients are summed.
+Backward: with the final logarithm of softmax's denominator each tile gets its probabilities, and
+needs no other tile. A rank's loss covers its own tokens only, so weights' gradients are summed.
 Not worth it for short sequences: a tile takes less time than its messages.
 
     torchrun --nproc_per_node=4 context_parallel.py
@@ -41,8 +41,8 @@ from torch.autograd.function import once_differentiable  # refuses a gradient of
 
 
 def masked_scores(q, k, causal):
-    """q k^T / sqrt(D), (B, H, Tq, Tk); -inf where a key is later than the query. Float32 at least,
-    because a rounding of lse would stay in the sum of tiles."""
+    """q k^T / sqrt(D), (B, H, Tq, Tk); -inf where a key is later than the query. Float32 at least:
+    an error of lse would scale the whole tile."""
     dtype = torch.promote_types(q.dtype, torch.float32)
     scores = q.to(dtype) @ k.to(dtype).transpose(-1, -2) / math.sqrt(q.shape[-1])
     later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
@@ -71,10 +71,11 @@ class OnlineSoftmax:
         """Add a tile of some of the queries.
 
         Leave out a tile in which a query sees no key: its lse is -inf, and -inf - -inf is NaN."""
-        so_far, lse = self.lse[:, :, queries], lse.to(self.lse.dtype)
-        total = torch.logaddexp(so_far, lse)
-        scaled = self.out[:, :, queries].mul_((so_far - total).exp_().unsqueeze(-1))
-        scaled.add_(out * (lse - total).exp_().unsqueeze(-1))
+        lse_so_far, lse = self.lse[:, :, queries], lse.to(self.lse.dtype)
+        total = torch.logaddexp(lse_so_far, lse)
+        sum_so_far = self.out[:, :, queries]  # a view: what follows changes self.out
+        sum_so_far.mul_((lse_so_far - total).exp_().unsqueeze(-1))
+        sum_so_far.add_(out * (lse - total).exp_().unsqueeze(-1))
         self.lse[:, :, queries] = total
 
 
@@ -185,7 +186,7 @@ def visible_tile(rank, source, tokens, zigzag=True):
         return Tile(whole, whole, True)
     if not zigzag:
         return Tile(whole, whole, False) if source < rank else None
-    # The chunks of two ranks lie in this order: lower rank, higher, higher, lower
+    # The ranks a < b hold chunks in the order a b b a, and a query sees earlier chunks
     if source < rank:
         return Tile(whole, slice(0, half), False)
     return Tile(slice(half, tokens), whole, False)
@@ -229,8 +230,8 @@ class RingAttention(torch.autograd.Function):
             if tile:
                 dq_i, dk_j, dv_j = attend_backward(grad, q, kv_j, out, lse, tile)
                 dq[:, :, tile.queries] += dq_i
-            # dkv travels one step behind kv. The rank before has sent these keys' sums after its
-            # own tile, so they were on their way during this one
+            # dkv, the sums for kv_j, comes one step after kv_j: the rank before adds its own tile
+            # first. It has travelled during this tile
             if source != rank:
                 dkv.receive()
             if tile:
@@ -529,7 +530,7 @@ def check_first_forward(model, core, n):
         positions = named.get("positions", inputs[1] if len(inputs) > 1 else None)
         if positions is not None:
             length = len(positions) * n
-            last = positions.max().clamp(min=length - 2 * n)  # padding is less than 2n tokens
+            last = positions.max().clamp(min=length - 2 * n)  # T - 1; padding is < 2n
             required = core.positions(length).to(positions.device).clamp(max=last)
             if positions.tolist() == required.tolist():
                 return

@@ -42,16 +42,16 @@ def sum_gradients(parameters, group):
 
         for p in model.parameters():
             dist.broadcast(p.data, group=group, group_src=0)   # equal weights on all ranks
-        for micro_batches, tokens in batches:                  # this rank's rows; all ranks' tokens
+        for micro_batches, count in batches:                   # this rank's; tokens of all ranks
             optimizer.zero_grad()
             for x, y in micro_batches:
-                loss = cross_entropy(model(x), y, reduction="sum") / tokens
+                loss = cross_entropy(model(x), y, reduction="sum") / count
                 loss.backward()                                # adds to p.grad
             sum_gradients(model.parameters(), group)           # p.grad is the batch's gradient
             optimizer.step()                                   # the same step on every rank
 
-    Nobody checks the order of these lines. Buffers are not summed. For parameters that another kind
-    of parallelism has cut, take DDP."""
+    Nobody checks the order of these lines. The model's buffers are not summed. For parameters that
+    another kind of parallelism has cut, take DDP."""
     for p in parameters:
         if p.requires_grad:
             if p.grad is None:  # this rank's rows did not need p
@@ -60,6 +60,14 @@ def sum_gradients(parameters, group):
 
 
 # --- buckets: fewer, larger messages
+
+
+def kind_of(p):
+    """What all parameters of a bucket share. Another kind of parallelism may set p.placement: its
+    "data" is the group that holds copies of p (None: DDP's own), its "partial" are further groups
+    over which p.grad must be summed."""
+    placement = getattr(p, "placement", {})
+    return p.dtype, p.device, placement.get("data"), tuple(placement.get("partial", ()))
 
 
 class Bucket:
@@ -92,30 +100,22 @@ def make_buckets(parameters, bucket_bytes):
     return [Bucket(parameters) for parameters in lists]
 
 
-def kind_of(p):
-    """What all parameters of a bucket share: dtype, device and two things that another kind of
-    parallelism may say about p: the group that holds copies of it (None: DDP's own), and further
-    groups over which p.grad must be summed."""
-    placement = getattr(p, "placement", {})
-    return p.dtype, p.device, placement.get("data"), tuple(placement.get("partial", ()))
-
-
 # --- overlap: a bucket is reduced while backward goes on
 
 
 class DDP:
-    """Sums gradients in buckets, each as soon as backward has filled it. In the loop above:
+    """Sums gradients in buckets, each as soon as backward has filled it. In sum_gradients' loop:
 
         sync = DDP(model.parameters(), group, microbatches=2)   # before the loop
         sync.zero_grad()            # in place of the optimizer's, which would replace p.grad
         sync.finish()               # in place of sum_gradients(...)
 
     `microbatches` is the number of backward passes a step: a bucket is full after the last.
-    overlap=False reduces all buckets in finish(). all_reduce(tensor, group=..., async_op=True)
-    returns a work handle. A parameter without a gradient gets zeros, so weight decay moves it.
+    overlap=False reduces all buckets in finish(). `all_reduce` takes the place of dist.all_reduce,
+    and must know its async_op=True. A parameter without a gradient gets zeros, so weight decay moves it.
 
-    After an exception in backward all ranks call zero_grad() and start the step again. If one rank
-    alone does so, the others get NaN. zero_grad(give_up=True) gives up a step elsewhere."""
+    After an exception all ranks call zero_grad(give_up=True) and start the step again. If one
+    rank alone does so, the others get NaN."""
 
     def __init__(
         self, parameters, group, microbatches=1, bucket_bytes=25e6, overlap=True, all_reduce=None
@@ -169,7 +169,7 @@ class DDP:
     def finish(self):
         self.step.enter("finish()")
         self.early = len(self.works)  # buckets that started during backward
-        self._reduce_rest()  # without overlap all; else those with a parameter without a gradient
+        self._reduce_rest()  # without overlap all; else from the first that is not full
         for bucket in self.buckets:
             for group in bucket.partial_groups:
                 dist.all_reduce(bucket.flat, group=group)
@@ -192,8 +192,8 @@ def counted(parameters):
 
 class Step:
     """Follows the calls of a step. Raises RuntimeError in a wrong order, and where a p.grad is no
-    longer the memory that finish() sums. It sees by the weights' versions that optimizer.step()
-    came too early. A fused optimizer does not count them up."""
+    longer the memory that finish() sums. An optimizer.step() that came too early shows in
+    p._version, which a fused optimizer does not count up."""
 
     may_follow = {  # call: what may come directly before it
         "zero_grad()": ["zero_grad()", "half a backward()", "finish()"],
@@ -214,8 +214,8 @@ class Step:
         if self.latest not in self.may_follow[call] and not give_up:
             raise RuntimeError(
                 f"{call} after {self.latest}: a step is zero_grad(), the backward passes, "
-                "finish(), optimizer.step(). Where backward raised, all ranks start again with "
-                "zero_grad(); a step given up elsewhere, with zero_grad(give_up=True)."
+                "finish(), optimizer.step(). To give a step up, after an exception or otherwise, "
+                "all ranks call zero_grad(give_up=True)."
             )
         for p in self.parameters:
             replaced = p.grad is None or p.grad.untyped_storage() is not self.storages.get(p)
@@ -273,7 +273,7 @@ def demo(run):
     parameters = list(model.parameters())
     bucket_bytes = int(args.bucket_mb * 2**20)
     all_reduce = collectives.ALL_REDUCE.get(args.all_reduce, dist.all_reduce)
-    if args.sync == "naive":  # as sum_gradients: one all-reduce a parameter
+    if args.sync == "naive":  # one all-reduce a parameter
         bucket_bytes = 0
     if server:  # one message a worker, and rank 0 alone gets the sum
         bucket_bytes, all_reduce = math.inf, parameter_server.Push

@@ -11,11 +11,11 @@ router's weights. Here E = 4, k = 2, N = 2 ranks have 4 tokens each, and digits 
 
 Split: the experts, and the batch as in data parallelism. A rank's experts have consecutive numbers,
 so rows that are sorted by expert are sorted by rank. How many rows go where depends on the routing.
-So the ranks first tell each other how many, and once a layer the host waits until it can read that.
+So ranks first tell each other how many, and once a layer the host (the CPU) waits to read that.
 
-Sent: the rows (dispatch) and their results (combine), and the gradients of both in backward. With
-even routing a rank with n tokens sends 4 r k n C e bytes a layer: r is (N-1)/N, and a row has C
-elements of e bytes. Once a step it sends 2 r P e, for the P parameters that are not experts.
+Sent: the rows (dispatch), their results (combine), and in backward the gradients of both. With even
+routing each of the 4 is r k n C e bytes a layer: n tokens a rank, C elements of e bytes a row, of
+which r = (N-1)/N leave the rank. Once a step: 2 r P e, to all-reduce the P other parameters.
 
 Backward: an all-to-all only moves rows, so a row's gradient goes back the way the row came. The
 token's own rank weighs the results, so the scores need no message. An expert gets its tokens of the
@@ -203,7 +203,7 @@ class ExpertDispatch(nn.Module):
         orders = [chunk.argsort(stable=True) for chunk in assignments]
         splits, incoming = exchange_counts(assignments, self.sizes, self.group, invalid)
         send, receive = self.read(splits, [len(chunk) for chunk in assignments])
-        if min(map(min, send + receive)) < 0:  # on all ranks, so that none waits for rows
+        if min(map(min, send + receive)) < 0:  # an invalid choice: all ranks see it
             have = f"the {total} of sizes {list(self.sizes)}"
             raise ValueError(f"a token chose an expert beyond {have}: give other sizes or choices")
         x = x.tensor_split(self.chunks)
@@ -303,8 +303,8 @@ def sum_gradients(parameters, group):
 
     A parameter without a gradient on this rank counts as zeros, and gets the sum.
     Refused: weights that differ between ranks, experts without a placement, a second call in a
-    step, and backward before zero_grad() (not after clipping). Not noticed: experts that are plain
-    tensors and start equal."""
+    step, and backward before zero_grad(). Not noticed: the last after clipping, and experts that
+    are plain tensors and start equal."""
     group = group or dist.group.WORLD
     parameters = replicated(parameters, group)
     if not parameters:

@@ -48,7 +48,7 @@ class Attention(nn.Module):
         super().__init__()
         self.head_dim = config.width // config.heads  # D
         self.queries_per_kv = config.heads // config.kv_heads
-        self.enter = nn.Identity()  # in a cut layer: sums x's gradient, or gathers x
+        self.enter = nn.Identity()  # replaced in a cut layer: sums x's gradient or gathers x
         rows = (config.heads + 2 * config.kv_heads) * self.head_dim
         self.qkv = nn.Linear(config.width, rows, bias=config.bias)
         self.core = AttentionCore()
@@ -56,7 +56,7 @@ class Attention(nn.Module):
         self.run = run_directly  # activation checkpointing may replace it
 
     def forward(self, x, rope, norm):
-        # The norm is applied in here, so that it can run again together with the projection
+        # `norm` is an input, so that `run` can repeat it together with the projection
         qkv = self.run(lambda: self.qkv(self.enter(norm(x))))
         groups = qkv.unflatten(-1, (-1, self.queries_per_kv + 2, self.head_dim))
         q, k, v = groups.split((self.queries_per_kv, 1, 1), dim=-2)  # (B, T, H_kv, 1 or more, D)
@@ -94,7 +94,7 @@ class MLP(nn.Module):
             up = self.run(lambda: self.up(self.enter(norm(x))))
             return self.run(lambda: self.down(activate(up)))
         entered = self.enter(norm(x))
-        # In the order of the parameters, so that buckets of gradients fill one after the other
+        # Gate first, as in parameters(): gradients become ready in that order, reversed (ddp.py)
         gate, up = self.gate(entered), self.up(entered)
         return self.run(lambda: self.down(activate(up, gate)))
 
@@ -329,9 +329,9 @@ class Router(nn.Linear):
                   share of assignments that go to expert e, P_e the mean score of e
     z_loss        mean of logsumexp(logits)^2 (Zoph et al. 2022, arXiv:2202.08906)
     bias_rate     `choice_bias` is added to the scores for the choice alone. `rebalance` moves it
-                  by the `load`, which counts assignments (Wang et al. 2024, arXiv:2408.15664)
+                  up where `load`, the assignments, is low (Wang et al. 2024, arXiv:2408.15664)
 
-    The two losses act in backward only. As cross-entropy they are sums over tokens, divided by
+    The two losses act in backward only. Like cross-entropy they are sums over tokens, divided by
     count, so the pieces of a batch add up."""
 
     def __init__(self, config):
@@ -432,7 +432,7 @@ class Experts(nn.Module):
 
 
 def grouped_linear(x, weight, ends):
-    """x (R, in), weight (E, out, in) -> (R, out): matrix e has rows ends[e-1] to ends[e]."""
+    """x (R, in), weight (E, out, in) -> (R, out): x[ends[e-1] : ends[e]] @ weight[e].T."""
     known = x.dtype in (torch.float32, torch.bfloat16, torch.float16)
     aligned = all(size * x.element_size() % 16 == 0 for size in weight.shape[1:])
     old = x.is_cuda and torch.cuda.get_device_capability(x.device) < (8, 0)
@@ -445,7 +445,7 @@ def grouped_linear(x, weight, ends):
 @torch.no_grad()
 def rebalance(model, total=lambda load: None, move=True):
     """After each step: move every router's bias by `bias_rate` towards an even load (if `move`),
-    and count anew. total(load) sums loads (E,) in place over all who hold tokens of this step."""
+    and zero the loads. total(load) sums loads (E,) in place over all who hold tokens of this step."""
     routers = [module for module in model.modules() if isinstance(module, Router)]
     for router in routers:
         if router.config.bias_rate and move:
@@ -532,7 +532,7 @@ def initial_distribution(name, layers):
     if name.endswith("norm.weight"):
         return 1.0, 0.0
     if name.endswith(("proj.weight", "down.weight", "experts.down")):
-        return 0.0, 0.02 / (2 * layers) ** 0.5  # of the sum of 2 x layers results
+        return 0.0, 0.02 / (2 * layers) ** 0.5  # 2 x layers results add up
     return 0.0, 0.02
 
 

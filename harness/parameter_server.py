@@ -6,7 +6,7 @@ alone. Used with ddp.py's DDP, as `--sync server` does:
     sync = DDP(parameters, group, overlap=False, all_reduce=Push)
     for micro_batches, tokens in batches:
         sync.zero_grad()
-        pull(parameters, group)               # so trained weights may start different
+        pull(parameters, group)               # rank 0's weights
         for x, y in micro_batches:
             loss = cross_entropy(model(x), y, reduction="sum") / tokens
             loss.backward()
@@ -43,7 +43,7 @@ class Push:
 
 @torch.no_grad()
 def pull(parameters, group):
-    """Fill the trained parameters of all workers with rank 0's: one message for each dtype."""
+    """Fill all parameters that need a gradient with rank 0's: one message for each dtype."""
     kinds = {}
     for p in parameters:
         if p.requires_grad:
