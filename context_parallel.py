@@ -27,7 +27,8 @@ Not worth it for short sequences: a tile takes less time than its messages.
     torchrun --nproc_per_node=4 context_parallel.py
     python context_parallel.py --kind ulysses --family llama
 
-Liu et al. 2023, Ring attention, arXiv:2310.01889; Jacobs et al. 2023, Ulysses, arXiv:2309.14509."""
+Liu et al. 2023, Ring attention, arXiv:2310.01889; Jacobs et al. 2023, Ulysses, arXiv:2309.14509.
+"""
 
 import math
 from typing import NamedTuple

@@ -112,7 +112,8 @@ class DDP:
 
     `microbatches` is the number of backward passes a step: a bucket is full after the last.
     overlap=False reduces all buckets in finish(). `all_reduce` takes the place of dist.all_reduce,
-    and must know its async_op=True. A parameter without a gradient gets zeros, so weight decay moves it.
+    and must know its async_op=True. A parameter without a gradient gets zeros, so weight decay
+    moves it.
 
     After an exception all ranks call zero_grad(give_up=True) and start the step again. If one
     rank alone does so, the others get NaN."""
