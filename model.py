@@ -445,7 +445,7 @@ def grouped_linear(x, weight, ends):
 @torch.no_grad()
 def rebalance(model, total=lambda load: None, move=True):
     """After each step: move every router's bias by `bias_rate` towards an even load (if `move`),
-    and zero the loads. total(load) sums loads (E,) in place over all who have tokens of the step."""
+    and zero the loads. total(load) sums loads (E,) in place over all with tokens of the step."""
     routers = [module for module in model.modules() if isinstance(module, Router)]
     for router in routers:
         if router.config.bias_rate and move:

@@ -19,7 +19,7 @@ The backward is the chain rule, cut at the boundaries. A stage's input x is a le
 So y.backward(gradient of y, from the next stage) leaves the gradient of x in x.grad, and that goes
 to the stage before. Gradients of micro-batches add up to those of the batch.
 
-Not worth it for few micro-batches: ranks wait while the pipeline fills and drains. With 1F1B they
+Not worth it for few micro-batches: ranks wait at both ends of a step (the bubble). With 1F1B they
 work m / (m + p - 1) of the time, 24 cells of 33 above. docs/pipelines.md has the other schedules,
 and the mistakes that `play` can't see.
 
@@ -47,8 +47,8 @@ from torch.overrides import TorchFunctionMode
 
 
 class Action(NamedTuple):
-    """One micro-batch on one stage. Kind "F" is forward, "B" backward. Backward may come in two
-    parts: "W", the gradients of matrices, and before it "I", all others, and the stage input's."""
+    """One micro-batch on one stage. Kind "F" is forward, "B" backward. Or backward in two parts:
+    first "I", the gradients of the stage's input and all but matrices, then "W", of matrices."""
 
     kind: str
     microbatch: int
@@ -257,7 +257,7 @@ class Mailbox:
     """This rank's messages of one play. Sends return at once. Of each queue one receive is posted
     ahead, so that its message may arrive while an action runs."""
 
-    unfinished = weakref.WeakSet()  # first links of plays that run, or ended in an exception
+    unfinished = weakref.WeakSet()  # links[0] of each play that runs, or ended in an exception
 
     def __init__(self, schedule, rank, shape, dtype, device, links):
         self.schedule, self.rank, self.links = schedule, rank, links
@@ -315,9 +315,9 @@ class Mailbox:
 
 def make_links(ranks=None):
     """The four groups of `play`: [activations to later ranks, activations to earlier ranks,
-    gradients to later ranks, gradients to earlier ranks]. Four, because on nccl a group's messages
-    between two ranks stand in line, and one could wait for another that waits for it. Every
-    process must call it, as dist.new_group: once for each pipeline, in the same order."""
+    gradients to later ranks, gradients to earlier ranks]. Four, because nccl passes a group's
+    messages between two ranks one by one, in order: in fewer groups two could block each other.
+    Every process must call it, as dist.new_group: once for each pipeline, in the same order."""
     return [dist.new_group(ranks) for _ in range(4)]
 
 
@@ -373,7 +373,7 @@ def interleaved(rank, ranks, microbatches, chunks=2):
     groups = microbatches // ranks
     forwards = sorted(ranks * stages) * groups  # for 2 ranks: 0 0 2 2 0 0 2 2 ...
     backwards = sorted(ranks * stages, reverse=True) * groups  # 2 2 0 0 2 2 0 0 ...
-    # A group through all chunks but the last; then to the last rank and back, two for each rank.
+    # A group through each stage here but the last; then two for each later rank: there and back
     ahead = (chunks - 1) * ranks + 2 * (ranks - 1 - rank)
     ahead = min(ahead, len(forwards))
     row = Row("F", *forwards[:ahead])
@@ -396,8 +396,8 @@ class Deferred(TorchFunctionMode):
             loss.backward()    # I: gradients of inputs, biases, norms and embeddings
         deferred.accumulate()  # W: gradients of weights. Without this line they are missing
 
-    It defers parameters and views of them. Other weights get their gradients at once: those that
-    are computed, all under autocast, and those in addmm, matmul, bmm and nn.MultiheadAttention.
+    It defers gradients of parameters and their views. Other weights get theirs at once: those that
+    are computed, all under autocast, those in addmm, matmul, bmm and nn.MultiheadAttention.
 
     Set weight.used_twice = True where a stage uses a weight elsewhere too, as a tied embedding. Its
     gradient then comes at once, in one piece: DDP and ZeRO count the pieces."""
@@ -428,7 +428,7 @@ class Deferred(TorchFunctionMode):
         whole = weight if weight._base is None else weight._base
         if not isinstance(whole, nn.Parameter) or getattr(whole, "used_twice", False):
             return False
-        if torch.is_autocast_enabled(input.device.type):  # it would cast forward alone
+        if torch.is_autocast_enabled(input.device.type):  # W would not be cast
             return False
         return torch.is_grad_enabled() and input.requires_grad and weight.requires_grad
 
@@ -503,8 +503,8 @@ def zb_h1(rank, ranks, microbatches, reach=1):
     """1F1B with backward in two parts. Rank r has r forwards less in flight than the first rank, so
     it may put off r weight gradients for as much memory. They fill its gaps at the end.
 
-    reach: forwards ahead of the next rank. zb-h2 has 2, which fills the gap before the first
-    backward too."""
+    reach: how many forwards a rank is ahead of the next. With 2 (zb-h2) no gap is left before the
+    first backward."""
     ahead = min(reach * (ranks - 1 - rank), microbatches)
     deferred = min(reach * rank, microbatches)
     row = Row("F" * ahead, rank)
@@ -522,7 +522,7 @@ def zb_v(rank, ranks, microbatches):
     """Rank r holds the stages r (near) and 2 p - 1 - r (far). So the way through the ranks is a V,
     with both its ends on rank 0. docs/pipelines.md draws it."""
     near, far, row = rank, 2 * ranks - 1 - rank, Row()
-    padded = max(microbatches, 2 * ranks - 1)  # fewer: the pattern of so many, with holes
+    padded = max(microbatches, 2 * ranks - 1)  # plan so many; the last line drops extras
     # Fill: forwards, until the first micro-batch is back from the far end.
     row.add("F" * (2 * (ranks - rank) - 1), near)
     for _ in range(rank):
@@ -775,7 +775,7 @@ class Stages(nn.Module):
         return self.parts[str(stage)]
 
     def uses(self):
-        """A parameter for each gradient that a micro-batch adds: one of two stages comes twice."""
+        """All stages' parameters. One that two stages use comes twice, like its gradients."""
         uses = []
         for part in self.parts.values():
             uses += part.parameters()

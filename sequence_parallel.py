@@ -152,8 +152,8 @@ class Leave(nn.Module):
 
 
 def mark_partial(parameters, group):
-    """Write into the placement of whole parameters that their gradients are partial over `group`:
-    all of them must work on split tokens, between a g and the next f. Call it after all cuts."""
+    """Note in the placement of each whole parameter that its gradient is partial over `group`. Each
+    must work on split tokens, between a g and the next f. Call it after all cuts."""
     group = group or dist.group.WORLD
     for p in parameters:
         whole = tensor_parallel.placement(p)
@@ -200,9 +200,9 @@ def reduce_partial(parameters):
 
 
 class EnterAndProject(nn.Module):
-    """f and the matrices after it, in place of Enter, before layers such as gate and up. Returns
-    their products, one for each of `projections`, which take the layers' places: each is called
-    with all products. Activation checkpointing keeps this rank's tokens alone, and runs f again."""
+    """f and the matrices after it, in place of Enter, before layers such as gate and up. Returns a
+    tuple of their products. Each of `projections`, in its layer's place, picks its own. Activation
+    checkpointing keeps this rank's tokens alone, and runs f again."""
 
     def __init__(self, stream, projections):
         super().__init__()
@@ -215,7 +215,7 @@ class EnterAndProject(nn.Module):
     def project(self, x, length):
         full = GatherTokens.apply(x, length, self.stream.group)  # (B, T, C)
         weights = [projection.weight for projection in self.projections]
-        # One product of all weights. The second run stops before it: of two, one would run again
+        # One product of all weights: recomputation skips the last product alone
         products = F.linear(full, torch.cat(weights))
         return products.split([len(weight) for weight in weights], dim=-1)
 
