@@ -203,7 +203,7 @@ class VocabParallelEmbedding(nn.Module):
             self.padding_row = embedding.padding_idx - self.start
 
     def forward(self, tokens):
-        # Any other token's vector would be zeros, silently. The device checks: nothing waits
+        # A token beyond the vocabulary would get zeros, silently. The host does not wait for this
         valid = (tokens >= 0) & (tokens < self.vocab)
         torch._assert_async(valid.all(), f"tokens must be from 0 to {self.vocab - 1}")
         row = tokens - self.start
@@ -241,7 +241,7 @@ class ShardedCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        # once_differentiable notices nothing where `grad` is a constant, as it is under a sum
+        # Not once_differentiable: it lets a constant `grad` pass, and under a sum it is one
         if torch.is_grad_enabled():
             raise RuntimeError("this loss has no second gradients: leave out create_graph=True")
         softmax, column, outside = ctx.saved_tensors
@@ -285,7 +285,7 @@ def gather_logits(logits, vocab, group):
 @torch.no_grad()
 def grad_norm(parameters, group):
     """The norm of the whole model's gradient, a float64 scalar; each whole parameter counts once.
-    Raises RuntimeError where these gradients' norm (no more is compared) differs between ranks."""
+    Raises RuntimeError where the norm over whole parameters (just that) differs between ranks."""
     parameters = list(parameters)
     squares = torch.zeros(2, dtype=torch.float64, device=parameters[0].device)  # shards, wholes
     for p in parameters:
@@ -408,7 +408,7 @@ def demo(run):
             part = model(tokens, targets=targets, count=run.count, samples=samples)
             part.backward()
             loss += part.detach()  # the same on every rank
-        # The same number as the file's grad_norm, which would also compare the ranks' gradients
+        # The same number as grad_norm above, which would also compare the ranks' gradients
         norm = harness.grad_norm(parameters, [group])
         run.check(loss, norm, model.named)
         harness.clip(parameters, norm, args.grad_clip)

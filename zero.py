@@ -7,13 +7,13 @@
       3   weights too        ##         ##         ##         2/N + 2/N + 12/N         3 m r P e
 
 P parameters of e bytes on N ranks, m micro-batches, r = (N-1)/N. Bytes held: weights and gradients
-in 16 bits; in 32 bits their master copy and Adam's two moments. Stage 3 is PyTorch's FSDP.
+in 16 bits; in 32 bits a master copy of the weights and Adam's two moments. Stage 3 is FSDP.
 
     parameters   | up           | bias | wk     | wq      |//|    a bucket: one flat tensor
     shards       | rank 0   | rank 1   | rank 2   | rank 3   |    equal: padded with //
 
 An optimizer works element by element, so each rank can step on 1/N of the elements: its shard.
-Stage 1 reduce-scatters the gradients (a rank gets the sum of its shard) and all-gathers the new
+Stage 1 reduce-scatters the gradients (a rank gets its shard of the sum) and all-gathers the new
 weights. Both together are an all-reduce. Stage 2 reduces a bucket of gradients as soon as it is
 full, in every micro-batch, and frees it. Stage 3 gathers the weights of a unit (a block, the
 embedding, the head) before it runs, forward and backward, while its neighbour computes.
@@ -178,8 +178,8 @@ class Bucket:
 
 
 def group_parameters(parameters, bucket_bytes, kind_of):
-    """Lists of parameters of one kind, at most bucket_bytes each, from the last parameter to the
-    first: backward begins with the last layers."""
+    """Lists of parameters of one kind, at most bucket_bytes each (a larger parameter gets its own),
+    from the last parameter to the first: backward begins with the last layers."""
     lists = []
     latest = {}  # kind: its list that is being filled
     room = {}  # kind: the bytes left in that list
@@ -228,7 +228,7 @@ class ZeRO1:
         self.works = []  # (bucket, work): reductions on their way
         self.queue = None  # the buckets that a backward pass has still to reduce, in their order
         self.running = False  # a backward pass is on, or an exception ended it
-        self.latest = "finish()"  # the call that came last
+        self.latest = "finish()"  # the call that came last: as if, since a step may begin
         self.reduce_group = None  # another group of the same ranks, for reductions alone
         self.reload()
 
@@ -254,8 +254,8 @@ class ZeRO1:
     # --- a step: zero_grad, backward passes, finish, step
 
     def zero_grad(self, give_up=False):
-        """Start a step. After an exception all ranks call it: with give_up=True, or without if all
-        raised amid a backward pass. Not covered: stage 3, where ranks raised at different units."""
+        """Start a step. After an exception on any rank all ranks call it with give_up=True. Not
+        covered: stage 3, where ranks raised in different units."""
         if self.running or give_up:
             self._run_missing_passes(given_up=True)
         elif self.latest == "backward()":
@@ -296,7 +296,7 @@ class ZeRO1:
 
     def _backward_ends(self):
         self.running = False
-        if self.queue is not None:  # else it was autograd.grad, and none of the step's passes
+        if self.queue is not None:  # else autograd.grad in stage 3: no pass of the step
             self._end_pass()
 
     def _begin_pass(self):
@@ -487,7 +487,7 @@ class ZeRO2(ZeRO1):
 
 
 class Bucket3(Bucket2):
-    """`flat` has memory while one of `users`, the units that contain the parameters, needs it."""
+    """`flat` has memory while any unit needs it: those are its `users`, at this moment."""
 
     keeps_weights = False
 
