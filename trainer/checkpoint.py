@@ -191,6 +191,14 @@ def speaks(parameter, data_group, optimizer):
 # --- writing
 
 
+def copy_to_host(tensor):
+    """A contiguous copy in the host's memory. From a GPU it is under way when this returns: pinned
+    memory takes it without waiting."""
+    tensor = tensor.detach()
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+    return host.copy_(tensor, non_blocking=True)
+
+
 class Checkpoints:
     """Writes checkpoints into `folder`: save() between two steps, poll() between any two, finish()
     at the end; all of them by all ranks. header: plain data that goes into the index, and that a
@@ -205,11 +213,9 @@ class Checkpoints:
         self.step, self.written, self.problem = step, ({}, []), None
         self.temporary = os.path.join(self.folder, name_of(step) + ".tmp")
         self.attempt(self.prepare if dist.get_rank() == 0 else None)
-        copies = [
-            p._replace(tensor=p.tensor.detach().to("cpu", copy=True).contiguous())
-            for p in pieces
-            if p.writes
-        ]
+        copies = [p._replace(tensor=copy_to_host(p.tensor)) for p in pieces if p.writes]
+        if any(p.tensor.is_cuda for p in pieces):
+            torch.cuda.synchronize()  # once, for all copies
         self.thread = threading.Thread(target=self.work, args=(copies,), daemon=True)
         self.thread.start()
 
