@@ -584,7 +584,6 @@ def main():
     config = harness.configure(args)
     harness.check_batch(args, 1)
 
-    @harness.refusing()
     def check(world):
         long_context.grid(args.kind, world, args.rings, config.heads)
 

@@ -427,7 +427,6 @@ def main():
     config = harness.configure(args)
     harness.check_plot(args)
 
-    @harness.refusing()
     def check(world):
         harness.check_batch(args, world)
         expert_counts(config.experts, world)

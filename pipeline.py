@@ -620,7 +620,7 @@ def reduce_tied(parameters):
         weight.placement = {"partial": [group]}    # group: the ranks with a copy; before training
         reduce_tied(model.parameters())            # once a step, after its last play
 
-    The finish() of ddp.py and zero.py does the same: use one of the two."""
+    The finish() of ddp.py and of trainer/composed_zero.py does the same: use one of them."""
     for p in parameters:
         if not isinstance(p, torch.Tensor):
             kind = type(p).__name__

@@ -272,13 +272,6 @@ class VocabParallelCrossEntropy(nn.Module):
         return losses.masked_fill(targets < 0, 0.0).sum() / count
 
 
-def gather_logits(logits, vocab, group):
-    """All logits (..., V) on every rank, for sampling, from each rank's (..., V / t)."""
-    parts = [torch.empty_like(logits) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(parts, logits.contiguous(), group=group)
-    return torch.cat(parts, dim=-1)[..., :vocab]
-
-
 # --- the gradient's norm
 
 

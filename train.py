@@ -294,7 +294,7 @@ class Runner:
             return None
         logits = results[0][0, last[0]]
         if args.tp > 1:
-            logits = tensor_parallel.gather_logits(logits, self.run.config.vocab, groups["tp"])
+            logits = sampling.gather_logits(logits, self.run.config.vocab, groups["tp"])
         return logits
 
 

@@ -27,7 +27,6 @@ import json
 import os
 import sys
 import traceback
-import types
 from unittest import mock
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -44,6 +43,7 @@ import expert_parallel
 import harness
 from harness.ledger import tensors_in
 from trainer import dryrun
+from trainer.meter import grouped_mm_result
 
 OWN = [os.path.join(ROOT, folder).rstrip("/") for folder in ("", "harness", "trainer", "tests")]
 # They launch nothing
@@ -106,7 +106,7 @@ class Watch(TorchDispatchMode):
             self.kernels += 1
             self.note_first_launch(name, on_cuda)
         if name == "_grouped_mm" and args[0].dtype != torch.bfloat16:
-            return grouped_mm_result(args, kwargs)
+            return grouped_mm_result(*args, **kwargs)
         return func(*args, **kwargs)
 
     def note_first_launch(self, name, tensors):
@@ -150,63 +150,44 @@ class Watch(TorchDispatchMode):
             self.waits[f"copy {source.device.type} to {target} at {here()}"] += 1
 
 
-def grouped_mm_result(args, kwargs):
-    """The result of a _grouped_mm: torch's own rule for fake tensors knows bfloat16 alone."""
-    a, b = args[:2]
-    groups = len(kwargs["offs"] if "offs" in kwargs else args[2])
-    return a.new_empty(*[groups] * (b.dim() == 2), len(a), b.shape[-1])
+class FakeRun(dryrun.DryRun):
+    """A dry run on the fake device, with a Watch in place of the meter."""
 
-
-class FakeRun(harness.Run):
-    """A Run on the fake device, without text and without values once the weights are filled."""
+    microbatches = harness.Run.microbatches  # with its copies to the device
 
     def __init__(self, args, rank, world, modes):
-        self.watch, self.modes = Watch(), modes
-        super().__init__(args, rank, world, CUDA)
+        self.seen, self.modes = Watch(), modes
+        harness.Run.__init__(self, args, rank, world, CUDA)
         self.draw = lambda name, shape, init, seed: torch.empty(shape)
 
     def load(self):
-        tokens = torch.zeros(0, dtype=torch.int64)
-        self.corpus = types.SimpleNamespace(name="no text", tokens=tokens, batch=self.batch)
+        super().load()
+        self.corpus.batch = self.batch
 
     def batch(self, step, rows, length, seed, split):
         windows = torch.zeros(len(rows), length + 1, dtype=torch.int64)
         return windows[:, :-1], windows[:, 1:], torch.zeros(len(rows), dtype=torch.int64)
 
-    def same(self, value, what, advice):
-        """There is no other rank to compare with."""
-
-    def print(self, *args, **kwargs):
-        """The case's line of JSON is all that is printed."""
-
-    def fill(self, model):
-        self.leave_values()
-        return super().fill(model)
-
-    def initial(self, model):
-        self.leave_values()
-        return super().initial(model)
-
-    def leave_values(self):
+    def leave_values(self, model):
         self.modes.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
-        self.modes.enter_context(self.watch)
-        self.modes.enter_context(self.watching)
+        self.modes.enter_context(self.seen)
+        self.modes.enter_context(self.seening)
 
     def steps(self, optimizer):
         """The step that counts is the second: what happens once has happened."""
         self.restart_clock()
         self.lr = 0.0
         for self.step in range(2):
-            self.watch.begin()
+            self.seen.begin()
             yield self.step
-            self.watch.fresh = None  # what follows the last message of a step
-        watch = self.watch
+            self.seen.fresh = None  # what follows the last message of a step
+        seen = self.seen
         self.result = {
-            "misplaced": dict(watch.misplaced),
-            "waits": dict(watch.waits),
-            "kernels": watch.kernels,
-            "collectives": dict(watch.collectives),
-            "late": watch.late,
+            "misplaced": dict(seen.misplaced),
+            "waits": dict(seen.waits),
+            "kernels": seen.kernels,
+            "collectives": dict(seen.collectives),
+            "late": seen.late,
         }
         raise Played
 
@@ -242,7 +223,7 @@ def play(script, flags, rank, world):
             demo(runs[0])
 
     def read(dispatch, sizes, assignments):
-        runs[0].watch.waits[f"the experts' sizes at {here()}"] += 1
+        runs[0].seen.waits[f"the experts' sizes at {here()}"] += 1
         return dryrun.even(dispatch, sizes, assignments)
 
     def under_fake_tensors(function):

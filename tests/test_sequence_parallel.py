@@ -14,6 +14,7 @@ import tensor_parallel as tp
 from harness import formulas, presets
 from harness.ledger import Ledger
 from harness.saved import saved_bytes
+from trainer import sampling
 
 THREE = {
     f: dataclasses.replace(CONFIGS[f], heads=6, kv_heads=3, width=36, hidden=50)
@@ -276,7 +277,7 @@ def test_a_group_that_is_not_the_world_and_full_logits(ranks):
         model = build(CONFIGS["grouped"], groups[rank // 2], keep)
         tokens = batch(0)[0][:, : 7 + rank // 2]
         with torch.no_grad():
-            return tp.gather_logits(model(tokens), 61, groups[rank // 2])
+            return sampling.gather_logits(model(tokens), 61, groups[rank // 2])
 
     whole = gpt.build(CONFIGS["grouped"], 7, dtype=torch.float64)
     for keep in (True, False):

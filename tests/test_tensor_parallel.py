@@ -12,6 +12,7 @@ import model as gpt
 import tensor_parallel as tp
 from harness import formulas, presets
 from harness.ledger import Ledger
+from trainer import sampling
 
 
 def build(config, group, seed=7):
@@ -175,7 +176,7 @@ def test_full_logits_only_when_asked(ranks):
     def work(rank):
         group = dist.group.WORLD
         logits = build(config, group)(batch(0)[0])
-        return logits.shape[-1], tp.gather_logits(logits, config.vocab, group)
+        return logits.shape[-1], sampling.gather_logits(logits, config.vocab, group)
 
     whole = gpt.build(config, 7, dtype=torch.float64)(batch(0)[0])
     for width, logits in ranks(4, work):

@@ -52,14 +52,8 @@ class Meter(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func is torch.ops.aten._local_scalar_dense.default:
             return 1.0 if args[0].is_floating_point() else 1
-        # PyTorch's own rule for it knows bfloat16 alone
         if func is torch.ops.aten._grouped_mm.default:
-            a, b = args[:2]
-            out = a.new_empty(
-                *[len(kwargs["offs"] if "offs" in kwargs else args[2])] * (b.dim() == 2),
-                len(a),
-                b.shape[-1],
-            )
+            out = grouped_mm_result(*args, **(kwargs or {}))
         else:
             out = func(*args, **(kwargs or {}))
         if func.namespace == "c10d":
@@ -113,6 +107,15 @@ class Meter(TorchDispatchMode):
         # Sent, and waited for at once
         waited = len(args) > index and not args[index] or axis == "ep" and self.one_chunk
         self.part[2 if waited else 1] += rounds * alpha + wire / speed
+
+
+def grouped_mm_result(a, b, offs=None, *rest, **options):
+    """What torch._grouped_mm gives, without values: torch's own rule for it knows bfloat16 alone.
+    If b has two dimensions, the groups are along what a and b share: a product for each."""
+    shape = [len(a), b.shape[-1]]
+    if b.dim() == 2:
+        shape = [len(offs), *shape]
+    return a.new_empty(shape)
 
 
 def attention(products, *args):

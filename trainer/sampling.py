@@ -57,3 +57,10 @@ def generate(run, logits_of, groups, last):
         dist.broadcast(token, group=groups["pp"], group_src=last)
         tokens.append(token.item())
     return encoding.decode(tokens)
+
+
+def gather_logits(logits, vocab, group):
+    """All logits (..., V) on every rank, for sampling, from each rank's (..., V / t)."""
+    parts = [torch.empty_like(logits) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(parts, logits.contiguous(), group=group)
+    return torch.cat(parts, dim=-1)[..., :vocab]
