@@ -171,7 +171,7 @@ class FakeRun(dryrun.DryRun):
     def leave_values(self, model):
         self.modes.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         self.modes.enter_context(self.seen)
-        self.modes.enter_context(self.seening)
+        self.modes.enter_context(self.watching)
 
     def steps(self, optimizer):
         """The step that counts is the second: what happens once has happened."""
