@@ -30,6 +30,8 @@ arXiv:2401.04088 (Mixtral). Each part below names its own paper.
 """
 
 import hashlib
+import itertools
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields, replace
 from typing import Literal, get_args
 
@@ -38,6 +40,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 IGNORE = -1  # the target of a position that adds nothing to the loss
+PIECE = 1 << 22  # elements of a weight that are drawn on one core
 
 
 class Attention(nn.Module):
@@ -542,9 +545,19 @@ def draw(name, shape, init, seed):
     if std == 0:
         return torch.full(shape, mean)
     # Always on the CPU and in float32: every device and dtype starts from the same weights
-    digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
-    generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
-    return torch.empty(shape).normal_(mean, std, generator=generator)
+    whole = torch.empty(shape)
+
+    def draw_piece(piece, number):
+        source = f"{seed} {name} {number}" if number else f"{seed} {name}"
+        digest = hashlib.sha256(source.encode()).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+        piece.normal_(mean, std, generator=generator)
+
+    # A generator works on one core. Pieces of a large matrix have one each, and so all cores
+    pieces = whole.view(-1).split(PIECE)
+    with ThreadPoolExecutor(torch.get_num_threads()) as pool:
+        list(pool.map(draw_piece, pieces, itertools.count()))
+    return whole
 
 
 @torch.no_grad()

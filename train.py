@@ -339,7 +339,7 @@ def train(run, schedule=None, watch=contextlib.nullcontext, cold=True):
         for step in tracking.profiled(run, run.steps(optimizer)):
             batches = run.microbatches(step, replica, args.dp)
             loss = runner.step(batches)
-            sum_over([dp, pp], loss)
+            harness.sum_over([dp, pp], loss)
             if uses_zero:
                 norm = optimizer.grad_norm(splitting)
             else:
@@ -357,7 +357,7 @@ def train(run, schedule=None, watch=contextlib.nullcontext, cold=True):
                 optimizer.step()
                 run.log(loss, norm, tracking.mfu(run))
             token_groups = [dp, tp] if args.sp else [dp]  # their ranks hold different tokens
-            gpt.rebalance(model, functools.partial(sum_over, token_groups), taken)
+            gpt.rebalance(model, functools.partial(harness.sum_over, token_groups), taken)
             log(run.history[-1])
             stopped = saver.after(step + 1)
             if stopped:
@@ -381,18 +381,11 @@ def train(run, schedule=None, watch=contextlib.nullcontext, cold=True):
     return run.receipt(*expected)
 
 
-def sum_over(groups, tensor):
-    """All-reduce a tensor in place over each group of more than one rank."""
-    for group in groups:
-        if dist.get_world_size(group) > 1:
-            dist.all_reduce(tensor, group=group)
-
-
 def open_groups(groups, device):
     """Send a first message in each group. nccl connects its ranks then, and waits for the device:
     which must not be within a pipeline's step."""
     one_by_one = [group for group in groups.values() if isinstance(group, dist.ProcessGroup)]
-    sum_over(one_by_one, torch.zeros(1, device=device))
+    harness.sum_over(one_by_one, torch.zeros(1, device=device))
 
 
 if __name__ == "__main__":

@@ -49,9 +49,16 @@ def norm_of(counted, groups, device):
     if counted:
         dtype = torch.promote_types(counted[0].dtype, torch.float32)
         total += torch.stack(torch._foreach_norm(counted, dtype=dtype)).double().square().sum()
-    for group in groups:
-        dist.all_reduce(total, group=group)
+    sum_over(groups, total)
     return total.sqrt()
+
+
+def sum_over(groups, tensor):
+    """All-reduce a tensor in place over each group of more than one rank. A message in a group of
+    one would make nccl hold a communicator for it."""
+    for group in groups:
+        if dist.get_world_size(group) > 1:
+            dist.all_reduce(tensor, group=group)
 
 
 def clip(parameters, norm, limit):

@@ -198,11 +198,15 @@ class Run:
             if measured:
                 self.ledger.watch(itertools.chain(*lasting(optimizer).values()))
                 self.watching.enter_context(self.ledger)
+                if self.device.type == "cuda":
+                    torch.cuda.reset_peak_memory_stats(self.device)
             yield self.step
             if measured:
                 tensors_of = lasting(optimizer)
                 self.held = {kind: storage_bytes(tensors_of[kind]) for kind in tensors_of}
                 self.held["activations_peak"] = self.ledger.peak
+                if self.device.type == "cuda":  # of all tensors, with those that last
+                    self.held["cuda_peak"] = torch.cuda.max_memory_allocated(self.device)
             if self.step + 1 == self.proven:
                 self.errors = proof.compare(self, *self.compared)
                 self.proved = self.proven

@@ -1,5 +1,7 @@
 """harness.py: the norm, the receipt; and how every script meets bad input."""
 
+import argparse
+import contextlib
 import math
 import re
 import sys
@@ -11,6 +13,7 @@ from conftest import Script
 
 import harness
 from harness import start
+from harness.ledger import Ledger
 
 SMALL = "--layers 2 --heads 2 --width 16 --context 16 --batch 4 --steps 2 --microbatches 2".split()
 
@@ -36,6 +39,22 @@ def test_grad_norm_counts_each_element_once(ranks):
 
     expected = 2 * (1 + 4 + 9 + 16) + 2 * (1 + 4) + 2 * 100
     assert ranks(4, work) == [pytest.approx(expected**0.5)] * 4
+
+
+def test_cudas_own_peak_stands_beside_the_ledgers(monkeypatch):
+    calls = []
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", calls.append)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 1000 + len(calls))
+    run = harness.Run.__new__(harness.Run)
+    run.args = argparse.Namespace(steps=3, lr=1.0, warmup=0, prove=0, dtype="float32")
+    run.device, run.first, run.skipped = torch.device("cuda", 0), 0, 0
+    run.ledger, run.watching = Ledger({}), contextlib.ExitStack()
+    weight = torch.nn.Parameter(torch.ones(5))
+    for step in run.steps(torch.optim.SGD([weight])):
+        (2 * weight).sum().backward()
+        run.watching.close()
+        assert len(calls) == min(step, 1)
+    assert run.held["cuda_peak"] == 1001 and run.held["activations_peak"] > 0
 
 
 def test_nan_is_the_largest_difference():

@@ -411,6 +411,18 @@ def test_weights_depend_on_seed_and_name_only():
     assert values.unique().numel() > 0.9 * values.numel()  # no two parameters share a stream
 
 
+def test_a_large_weight_is_drawn_in_pieces_alike_on_any_number_of_cores(monkeypatch):
+    monkeypatch.setattr(gpt, "PIECE", 1000)
+    drawn = []
+    for cores in (1, 3):
+        monkeypatch.setattr(torch, "get_num_threads", lambda: cores)
+        drawn.append(gpt.draw("blocks.0.mlp.up.weight", (70, 50), (0.0, 0.02), 7))
+    assert torch.equal(*drawn)
+    pieces = drawn[0].view(-1).split(1000)
+    assert len(pieces) == 4 and not torch.equal(pieces[0], pieces[1])
+    assert drawn[0].std().item() == pytest.approx(0.02, rel=0.1)
+
+
 def test_pieces_make_the_whole():
     """A stage is a GPT with the rest removed."""
     for family in ("gpt2", "llama"):

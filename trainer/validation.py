@@ -1,7 +1,6 @@
 """The validation loss, over batches of the text's held-out end."""
 
 import torch
-import torch.distributed as dist
 
 import harness
 
@@ -32,8 +31,7 @@ def validate(run, play, replica, groups):
         batches = run.microbatches(i, replica, args.dp, split="val")
         batches = [(tokens, targets, None) for tokens, targets, _ in batches]  # without dropout
         loss = sum(play(batches, run.count * args.eval_batches), loss)
-    for group in groups:
-        dist.all_reduce(loss, group=group)
+    harness.sum_over(groups, loss)
     run.print(f"validation loss {loss:.4f}")
     run.restart_clock()
     return loss.item()
