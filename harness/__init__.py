@@ -27,6 +27,7 @@ from harness.optimizer import clip, grad_norm, learning_rate, make_optimizer, su
 from harness.placement import placement, take
 from harness.plots import check_plot, plot_flag, pyplot, save
 from harness.presets import parameter_count
-from harness.proof import FLOOR, TOLERANCE, larger
+from harness.proof import larger
 from harness.run import Rank, Run, launch
 from harness.start import Refused, refusing, say, script
+from harness.tolerance import FLOOR, TOLERANCE

@@ -6,28 +6,20 @@ import torch
 import torch.distributed as dist
 
 import model as gpt
+from harness.diagnosis import Replay, diagnose
 from harness.optimizer import clip, grad_norm, learning_rate, make_optimizer
 from harness.placement import take
 from harness.presets import parameter_shapes
-
-# The largest relative differences from one process that count as rounding
-TOLERANCE = {
-    "float64": {"loss": 1e-10, "grad_norm": 1e-10, "grad": 1e-10, "param": 1e-10},
-    "float32": {"loss": 1e-5, "grad_norm": 1e-4, "grad": 3e-4, "param": 1e-3},
-    "bfloat16": {"loss": 2e-2, "grad_norm": 0.2, "grad": 0.1, "param": 0.1},
-}
-TOLERANCE["tf32"] = TOLERANCE["bfloat16"]  # has 3 bits more; nobody has measured it here
-# A difference is relative to the largest element of its tensor, or to FLOOR x the largest element
-# of all tensors if that is more. Some gradients are zero except for rounding: that of a key's bias,
-# and in bfloat16 many small ones.
-FLOOR = {"float64": 1e-3, "float32": 1e-3, "bfloat16": 1.0, "tf32": 1.0}
+from harness.tolerance import FLOOR, TOLERANCE
 
 
-def one_process(run, steps):
+def one_process(run, steps, prepare=lambda model: None, inspect=lambda model: None):
     """Train the run's model in this process alone. Returns (losses, gradient norms, gradients of
-    the last step, weights after it)."""
+    the last step, weights after it). Calls prepare(model), and inspect(model) after each
+    backward."""
     args = run.args
     model = gpt.build(run.config, args.seed, run.device, run.dtype, run.draw)
+    prepare(model)
     parameters = list(model.parameters())
     optimizer = make_optimizer(parameters, args)
     losses, norms, gradients = [], [], {}
@@ -38,6 +30,7 @@ def one_process(run, steps):
         optimizer.zero_grad()
         loss = model(tokens, targets=targets, count=run.count, samples=samples)
         loss.backward()
+        inspect(model)
         if step == steps - 1:
             gradients = {name: p.grad.clone() for name, p in model.named()}
         norm = grad_norm(parameters)
@@ -59,38 +52,89 @@ def compare(run, named, counts=True):
     named()  (full name, parameter) pairs of this rank
     counts   False on a rank without global gradients and new weights: a parameter server's worker
     """
-    losses, norms, gradients, weights = [], [], {}, {}
+    steps = len(run.history)
+    losses, norms, reference = [], [], {"grad": {}, "param": {}}
     if run.rank == 0:
-        losses, norms, gradients, weights = one_process(run, len(run.history))
+        losses, norms, reference["grad"], reference["param"] = one_process(run, steps)
     worst = {"loss": 0.0, "grad_norm": 0.0, "grad": 0.0, "param": 0.0}
     for row, loss, norm in zip(run.history, losses, norms):
         worst["loss"] = larger(worst["loss"], abs(row["loss"] - loss) / abs(loss))
         worst["grad_norm"] = larger(worst["grad_norm"], abs(row["grad_norm"] - norm) / abs(norm))
     parameters = dict(named()) if counts else {}
-    held = {name: p.detach() for name, p in parameters.items()}
-    for kind, reference, tensors in (("grad", gradients, run.gradients), ("param", weights, held)):
-        largest = max((t.abs().max().item() for t in reference.values()), default=0.0)
-        floor = torch.tensor(largest * FLOOR[run.precision], device=run.device)
-        dist.broadcast(floor, 0)
-        for name, shape in parameter_shapes(run.config).items():
-            if run.rank == 0:
-                whole = reference[name]
-            else:
-                whole = torch.empty(shape, dtype=run.dtype, device=run.device)
-            dist.broadcast(whole, 0)
-            if name not in parameters:
-                continue
-            expected = take(whole, parameters[name])
-            # A parameter without a gradient counts as one with zeros
-            actual = tensors.get(name, torch.zeros_like(expected))
-            difference = (actual.double() - expected.double()).abs().max()
-            scale = torch.maximum(whole.abs().max(), floor)
-            worst[kind] = larger(worst[kind], (difference / scale).item())
+    tensors = {
+        "grad": run.gradients,
+        "param": {name: p.detach() for name, p in parameters.items()},
+    }
+    differences = {}  # {(kind, name): relative difference} of what this rank holds
+    for kind in tensors:
+        differences |= compare_tensors(run, kind, reference[kind], tensors[kind], parameters)
+    for (kind, _), difference in differences.items():
+        worst[kind] = larger(worst[kind], difference)
+    run.worst = worst_names(run, differences)
     errors = torch.tensor(list(worst.values()), dtype=torch.float64, device=run.device)
     # A NaN counts as the largest difference of all
     errors = torch.where(errors.isnan(), torch.inf, errors)
     dist.all_reduce(errors, op=dist.ReduceOp.MAX)
-    return dict(zip(worst, errors.tolist()))
+    errors = dict(zip(worst, errors.tolist()))
+    limits = TOLERANCE[run.precision]
+    if any(not errors[kind] <= limits[kind] for kind in errors):
+        replay = Replay()
+        if run.rank == 0:
+            one_process(run, steps, replay.prepare, replay.inspect)
+            reference["first"] = replay.gradients[0]
+        else:
+            reference["first"] = {}
+        tensors["first"] = run.first_gradients
+        first = compare_tensors(run, "first", reference["first"], tensors["first"], parameters)
+        pairs = [list(zip(losses, norms))]
+        dist.broadcast_object_list(pairs, 0)
+        [run.reference] = pairs
+        run.first_off, run.findings = diagnose(
+            run, differences | first, parameters, tensors, reference, replay
+        )
+    return errors
+
+
+def compare_tensors(run, kind, reference, tensors, parameters):
+    """{(kind, name): relative difference} of each tensor that this rank holds from one process's.
+
+    reference  {name: whole tensor}, on rank 0
+    tensors    {name: this rank's piece}
+    parameters {name: parameter}, whose placements say which piece that is
+    """
+    differences = {}
+    largest = max((t.abs().max().item() for t in reference.values()), default=0.0)
+    floor = torch.tensor(largest * FLOOR[run.precision], device=run.device)
+    dist.broadcast(floor, 0)
+    for name, shape in parameter_shapes(run.config).items():
+        if run.rank == 0:
+            whole = reference[name]
+        else:
+            whole = torch.empty(shape, dtype=run.dtype, device=run.device)
+        dist.broadcast(whole, 0)
+        if name not in parameters:
+            continue
+        expected = take(whole, parameters[name])
+        # A parameter without a gradient counts as one with zeros
+        actual = tensors.get(name, torch.zeros_like(expected))
+        difference = (actual.double() - expected.double()).abs().max()
+        scale = torch.maximum(whole.abs().max(), floor)
+        differences[kind, name] = larger((difference / scale).item())
+    return differences
+
+
+def worst_names(run, differences):
+    """{kind: name of the tensor with the largest difference on any rank}."""
+    largest = {}
+    for (kind, name), difference in differences.items():
+        largest[kind] = max(largest.get(kind, (0.0, name)), (difference, name))
+    everyone = [None] * run.world
+    dist.all_gather_object(everyone, largest)
+    names = {}
+    for kind in ("grad", "param"):
+        of_ranks = [of_rank[kind] for of_rank in everyone if kind in of_rank]
+        names[kind] = max(of_ranks, default=(0.0, ""))[1]
+    return names
 
 
 def larger(*values):

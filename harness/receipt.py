@@ -6,7 +6,7 @@ import json
 import torch.distributed as dist
 
 from harness.ledger import human
-from harness.proof import TOLERANCE
+from harness.tolerance import TOLERANCE
 
 
 def write_receipt(run, layout, sent, held, notes):
@@ -37,6 +37,9 @@ def write_receipt(run, layout, sent, held, notes):
         "steps": run.history,
         "max_error": run.errors,
         "tolerance": limits,
+        "worst": run.worst,
+        "first_off": run.first_off,
+        "findings": run.findings,
         "sent": sent,
         "held": held,
     }
@@ -133,13 +136,30 @@ def print_receipt(run, result, notes):
     for kind, error in (run.errors or {}).items():
         limit = result["tolerance"][kind]
         mark = "" if error <= limit else "  <-- out of tolerance"
+        if run.worst.get(kind):
+            mark = f"  {run.worst[kind]}{mark}"
         run.print(f"    {labels[kind]:<46s} {error:9.1e}   tolerance {limit:.0e}{mark}")
+    if run.first_off:
+        run.print(f"  first off: {run.first_off}")
+    for finding in run.findings:
+        run.print(f"    {describe(finding)}")
     if not result["ok"]:
         run.print("  FAILED")
     elif run.errors:
         run.print("  proven")
     else:
         run.print("  ok")
+
+
+def describe(finding):
+    """A finding of the diagnosis in words."""
+    text = f"{finding['kind']} of {finding['tensor']}, rank {finding['rank']}"
+    if finding["piece"]:
+        text += f" ({finding['piece']})"
+    text += f": off by {finding['error']:.1e}"
+    if finding["step"]:
+        text += f" since step {finding['step']}"
+    return f"{text}; {finding['cause']}" if finding["cause"] else text
 
 
 def beside(row):

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import _disable_current_modes
 
 import model as gpt
-from harness import data, proof, start, zero_bytes
+from harness import data, diagnosis, proof, start, zero_bytes
 from harness.flags import DTYPES, check_files, configure
 from harness.ledger import Ledger, storage_bytes
 from harness.optimizer import learning_rate
@@ -76,12 +76,16 @@ class Run:
         self.count = args.batch * self.config.context
         self.history = []  # a dict for each step
         self.errors = None  # {kind: largest difference from one process}
+        self.worst = {}  # {kind: the tensor with the largest difference}
+        self.first_off, self.findings = None, []  # if that is too much: see diagnosis.diagnose
+        self.outputs, self.summaries = [], []  # what a diagnosis needs of the compared steps
+        self.noting = False  # whether the outputs of blocks are noted: in compared steps
         self.held = {}  # {kind: bytes} after the measured step
         self.first = 0  # the first step; not 0 after a checkpoint
         self.was_read = None  # the latest loss and its numbers: see `read`
         self.skipped = 0  # steps whose gradient was not finite
         self.draw = gpt.draw
-        self.ledger = Ledger({"world": dist.group.WORLD})
+        self.groups()
         self.watching = contextlib.ExitStack()
 
     def use_tf32(self):
@@ -137,14 +141,29 @@ class Run:
 
     def groups(self, **groups):
         """Give process groups their names in the receipt."""
-        self.ledger = Ledger(groups | {"world": dist.group.WORLD})
+        groups = groups | {"world": dist.group.WORLD}
+        self.ledger = Ledger(groups)
+        self.named_groups = {}
+        for name, group in groups.items():
+            # A rank that is not a member gets something else from new_group
+            if isinstance(group, dist.ProcessGroup) and dist.get_world_size(group) > 1:
+                self.named_groups[name] = group
 
     # --- the model
 
     def meta_model(self):
         """The whole GPT on the meta device, without memory: cut it, then `fill` it."""
         with torch.device("meta"):
-            return gpt.GPT(self.config)
+            model = gpt.GPT(self.config)
+        if not getattr(self.args, "compile", False):
+            diagnosis.watch(model, self.note)
+        return model
+
+    def note(self, name, output):
+        """Keep the marks of an output, for a diagnosis."""
+        if self.noting:
+            with torch.no_grad(), _disable_current_modes():
+                self.outputs[-1].setdefault(name, []).append(diagnosis.marks_of(output))
 
     def fill(self, model):
         """Give a model on the meta device its weights. Each parameter is drawn whole; this rank
@@ -200,7 +219,10 @@ class Run:
                 self.watching.enter_context(self.ledger)
                 if self.device.type == "cuda":
                     torch.cuda.reset_peak_memory_stats(self.device)
+            self.noting = self.step < self.proven
+            self.outputs.append({})
             yield self.step
+            self.noting = False
             if measured:
                 tensors_of = lasting(optimizer)
                 self.held = {kind: storage_bytes(tensors_of[kind]) for kind in tensors_of}
@@ -224,9 +246,16 @@ class Run:
         blame       blame() returns (name, place) of the first parameter on this rank whose gradient
                     is not finite, or (None, ""). By default the gradients are searched
         """
-        if self.step + 1 == self.proven:
+        self.noting = False
+        if self.step < self.proven:
             with _disable_current_modes():  # the ledger must not count the proof's messages
-                self.gradients = {name: p.grad.clone() for name, p in named() if p.grad is not None}
+                gradients = {name: p.grad for name, p in named() if p.grad is not None}
+                summaries = {name: diagnosis.summary(g) for name, g in gradients.items()}
+                self.summaries.append(summaries)
+                if self.step in (0, self.proven - 1):
+                    self.gradients = {name: g.clone() for name, g in gradients.items()}
+                if self.step == 0:
+                    self.first_gradients = self.gradients
             self.compared = named, counts
         values = self.read(loss, norm)
         if all(math.isfinite(value) for value in values):

@@ -394,42 +394,108 @@ def recomputed_without_the_collectives():
     tensor_parallel.ReduceFromGroup.forward = staticmethod(wrong)
 
 
+def after_finish(change):
+    """change(parameter) for the gradient of one bias, when all are complete."""
+    finish = ddp.DDP.finish
+
+    def wrong(self):
+        finish(self)
+        change(next(p for bucket in self.buckets for p in bucket.parameters if p.dim() == 1))
+
+    ddp.DDP.finish = wrong
+
+
+def averaged_once_too_often():
+    after_finish(lambda p: p.grad.div_(dist.get_world_size()))
+
+
+def never_received():
+    after_finish(lambda p: p.grad.zero_())
+
+
+def right_on_the_first_rank_alone():
+    after_finish(lambda p: p.grad.mul_(1 + 5 * dist.get_rank()))
+
+
+def padding_gets_a_gradient():
+    finish = ddp.DDP.finish
+
+    def wrong(self):
+        finish(self)
+        for bucket in self.buckets:
+            for p in bucket.parameters:
+                for dim, (_, _, size) in harness.placement(p)["cuts"].items():
+                    p.grad.narrow(dim, size, p.shape[dim] - size).fill_(0.1)
+
+    ddp.DDP.finish = wrong
+
+
+def one_weight_never_moved():
+    right = harness.make_optimizer
+    harness.make_optimizer = lambda parameters, args: right(list(parameters)[1:], args)
+
+
+SUMMED = "one process's: as if summed once too often over dp (2 ranks)"
+PARTIAL = "own partial sum: it was never all-reduced over "
+BACKWARD, NORM = "step 1, backward", "step 1, the norm"
+
+
 @pytest.mark.parametrize(
-    "bug, variant, layout",
+    "bug, variant, layout, first_off, cause",
     [
-        (gradients_summed_twice, "sgd", "--dp 2"),
-        (gradients_summed_twice, "gpt2", "--dp 2"),
-        (gradients_not_summed, "sgd", "--dp 2"),
-        (norm_counts_copies, "gpt2", "--tp 2"),
-        (norm_counts_copies, "sgd", "--pp 2"),
-        (norm_is_local, "gpt2", "--tp 2"),
-        (norm_is_local, "sgd", "--pp 2"),
-        (one_bias_left_out, "sgd", "--dp 2"),
-        (one_bias_left_out, "gpt2", "--dp 2"),
-        (last_microbatch_only, "sgd", "--dp 2 --microbatches 2"),
-        (last_microbatch_only, "sgd", "--pp 3 --microbatches 2"),
-        (bias_on_every_rank, "sgd", "--tp 2"),
-        (no_f, "sgd", "--tp 2"),
-        (partial_gradients_left_partial, "sgd", "--tp 2 --sp"),
-        (tied_gradients_never_meet, "sgd", "--pp 3"),
-        (tied_gradients_never_meet, "sgd", "--pp 3 --zero 2"),
-        (zero_sums_twice, "sgd", "--dp 2 --zero 2"),
-        (zero_sums_twice, "gpt2", "--dp 2 --zero 3"),
-        (all_shards_equal, "sgd", "--tp 2"),
-        (loss_is_a_mean_of_means, "sgd", "--dp 2 --microbatches 2"),
-        (one_seed_for_all_samples, "dropout", "--dp 2"),
-        (nothing_recomputed, "sgd", "--tp 2 --recompute block"),
-        (nothing_recomputed, "sgd", "--tp 2 --sp --recompute selective"),
-        (recomputed_without_the_collectives, "sgd", "--tp 2 --recompute block"),
+        (gradients_summed_twice, "sgd", "--dp 2", BACKWARD, f"it is 2 times {SUMMED}"),
+        (gradients_summed_twice, "gpt2", "--dp 2", BACKWARD, SUMMED),
+        (gradients_not_summed, "sgd", "--dp 2", BACKWARD, PARTIAL + "dp"),
+        (norm_counts_copies, "gpt2", "--tp 2", f"{NORM}: 1.36945 times", ""),
+        (norm_counts_copies, "sgd", "--pp 2", NORM, ""),
+        (norm_is_local, "gpt2", "--tp 2", NORM, ""),
+        (norm_is_local, "sgd", "--pp 2", NORM, ""),
+        (one_bias_left_out, "sgd", "--dp 2", BACKWARD, PARTIAL + "dp"),
+        (one_bias_left_out, "gpt2", "--dp 2", BACKWARD, PARTIAL + "dp"),
+        (last_microbatch_only, "sgd", "--dp 2 --microbatches 2", BACKWARD, ""),
+        (last_microbatch_only, "sgd", "--pp 3 --microbatches 2", BACKWARD, ""),
+        # The bias is zero until the first step
+        (bias_on_every_rank, "sgd", "--tp 2", "step 2, forward: the output of blocks.0", ""),
+        (no_f, "sgd", "--tp 2", BACKWARD, PARTIAL + "tp"),
+        (partial_gradients_left_partial, "sgd", "--tp 2 --sp", BACKWARD, PARTIAL + "tp"),
+        (tied_gradients_never_meet, "sgd", "--pp 3", BACKWARD, PARTIAL + "tied"),
+        (tied_gradients_never_meet, "sgd", "--pp 3 --zero 2", BACKWARD, PARTIAL + "tied"),
+        (zero_sums_twice, "sgd", "--dp 2 --zero 2", BACKWARD, SUMMED),
+        (zero_sums_twice, "gpt2", "--dp 2 --zero 3", BACKWARD, SUMMED),
+        (all_shards_equal, "sgd", "--tp 2", "step 1, forward: the output of blocks.0", ""),
+        (
+            *(loss_is_a_mean_of_means, "sgd", "--dp 2 --microbatches 2"),
+            *("step 1, the loss: 4 times one process's", "it is 4 times one process's"),
+        ),
+        (one_seed_for_all_samples, "dropout", "--dp 2", "forward: the output of embed", ""),
+        (nothing_recomputed, "sgd", "--tp 2 --recompute block", None, None),
+        (nothing_recomputed, "sgd", "--tp 2 --sp --recompute selective", None, None),
+        (recomputed_without_the_collectives, "sgd", "--tp 2 --recompute block", BACKWARD, ""),
+        (averaged_once_too_often, "sgd", "--dp 3", BACKWARD, "averaged, or summed once too little"),
+        (never_received, "sgd", "--dp 2", BACKWARD, "it is zero: it was never computed"),
+        (right_on_the_first_rank_alone, "sgd", "--dp 3", BACKWARD, "it is right on rank 0 alone"),
+        (padding_gets_a_gradient, "sgd", "--tp 2", BACKWARD, "only its padding is off"),
+        (one_weight_never_moved, "sgd", "--dp 2", "the optimizer's step", "still has its initial"),
     ],
-    ids=lambda x: x.__name__ if callable(x) else x,
+    ids=lambda x: x.__name__ if callable(x) else x if x in VARIANTS or "--" in str(x) else "",
 )
-def test_planted_bug_is_caught(ranks, text, bug, variant, layout):
+def test_planted_bug_is_caught(ranks, text, bug, variant, layout, first_off, cause):
+    """The receipt fails, and says where and why. first_off None: what differs is no number."""
     args = arguments(text, f"{VARIANTS[variant]} {layout}")
     if bug is one_bias_left_out:  # a bias that starts at zero and gets a step of the learning rate
         args.weight_decay = 0.0
+    args.steps = 1 if bug is one_weight_never_moved else 2
     results = ranks(args.dp * args.cp * args.tp * args.pp, run_layout, args, bug)
     assert {code for code, _ in results} == {1} and not results[0][1]["ok"]
+    receipt = results[0][1]
+    if first_off is None:
+        assert receipt["first_off"] is None and not receipt["findings"]
+        return
+    assert first_off in receipt["first_off"]
+    assert cause in receipt["findings"][0]["cause"]
+    assert 1 <= len(receipt["findings"]) <= 6
+    in_first_step = "step 1, forward" in first_off or first_off == BACKWARD
+    assert not in_first_step or receipt["findings"][0]["step"] == 1
 
 
 def test_a_gradient_in_two_pieces_is_refused(ranks, text):
