@@ -29,4 +29,5 @@ from harness.plots import check_plot, plot_flag, pyplot, save
 from harness.presets import parameter_count
 from harness.proof import FLOOR, TOLERANCE, larger
 from harness.run import Rank, Run, launch
+from harness.stages import Stages, split
 from harness.start import Refused, refusing, say, script
