@@ -344,12 +344,10 @@ def open_links(schedule, links, device):
 
 def warm_up(schedule, forward, shape, dtype, device, links, around=contextlib.nullcontext):
     """Run this rank's actions of the first two micro-batches on zeros, without messages. Arguments
-    as for `play`. Call it on all ranks, before the first play; zero_grad() clears the gradients
-    that it leaves.
+    as for `play`. Call it on all ranks, before the first play; zero_grad() clears its gradients.
 
-    On nccl a receive that is posted ahead is a kernel that spins until its message is there. CUDA
-    loads a kernel when it is launched first, and may wait until the device is idle: for ever, if
-    the message comes only after this launch (NVIDIA, CUDA Programming Guide, Lazy Loading)."""
+    On nccl a posted receive is a kernel that spins until its message is there. When CUDA loads a
+    kernel, at its first launch, it may wait until the device is idle: the two wait for ever."""
     row = [action for action in schedule[dist.get_rank(links[0])] if action.microbatch < 2]
     passes = Passes(forward, row, schedule.last)
     for action in row:
