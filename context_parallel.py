@@ -568,14 +568,7 @@ def main():
     g = parser.add_argument_group("context parallelism")
     why = "how queries reach other ranks' keys: ulysses mostly sends least, a ring takes any ranks"
     g.add_argument("--kind", choices=KINDS, default="ring", help=why)
-    why = "ring-ulysses: the length of a ring, in ranks (default: the most square)"
-    g.add_argument("--rings", **harness.POSITIVE, help=why)
-    why = "one run of tokens a rank in place of the zigzag: the last rank has most of the work"
-    g.add_argument("--contiguous", action="store_true", help=why)
-    why = "no training: the text's first N tokens (default: 4096) as a prompt, 16 tokens after it"
-    g.add_argument("--prefill", **harness.POSITIVE, nargs="?", const=4096, help=why)
-    why = "run nothing, draw who computes what, and when, in a ring of --nproc ranks"
-    harness.plot_flag(g, why)
+    long_context.flags(g)
     args = parser.parse_args()
     harness.check_plot(args)
     if args.plot:

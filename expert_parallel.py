@@ -407,25 +407,18 @@ def parallelize(model, group, capacity=None, chunks=1, data_group=None):
 
 import harness
 import model as gpt
-from harness.experts import Report
+from harness import experts
 
 
 def main():
     parser = harness.parser(__doc__, experts=8, balance_loss=0.01)
     g = parser.add_argument_group("expert parallelism")
-    why = "how far a bias on the router's choice moves towards even load after each step (0 = off)"
-    g.add_argument("--bias-rate", type=harness.real(0), default=0.0, metavar="X", help=why)
-    why = "an expert takes at most X times its even share of a rank's tokens, and drops others; "
-    why += "no layout equals another then: --prove is off (default: nothing is dropped)"
-    g.add_argument("--capacity", type=harness.real(0), metavar="X", help=why)
     why = "parts of a rank's tokens: one is computed while others travel"
     g.add_argument("--chunks", **harness.POSITIVE, default=2, help=why)
-    harness.plot_flag(g, "draw the load of experts and ranks")
+    experts.flags(g)
     args = parser.parse_args()
-    if args.capacity is not None and args.prove is None:
-        args.prove = 0
+    experts.prepare(args)
     config = harness.configure(args)
-    harness.check_plot(args)
 
     def check(world):
         harness.check_batch(args, world)
@@ -441,7 +434,7 @@ def demo(run):
     parameters = list(model.parameters())
     replicated(parameters, group)  # compares them now, outside of what the receipt counts
     optimizer = harness.make_optimizer(parameters, args)
-    report = Report(run, model)
+    report = experts.Report(run, model)
     for step in run.steps(optimizer):
         optimizer.zero_grad(set_to_none=False)  # gradients stay in memory: the receipt counts them
         loss = run.zero()

@@ -344,12 +344,10 @@ def open_links(schedule, links, device):
 
 def warm_up(schedule, forward, shape, dtype, device, links, around=contextlib.nullcontext):
     """Run this rank's actions of the first two micro-batches on zeros, without messages. Arguments
-    as for `play`. Call it on all ranks, before the first play; zero_grad() clears the gradients
-    that it leaves.
+    as for `play`. Call it on all ranks, before the first play; zero_grad() clears its gradients.
 
-    On nccl a receive that is posted ahead is a kernel that spins until its message is there. CUDA
-    loads a kernel when it is launched first, and may wait until the device is idle: for ever, if
-    the message comes only after this launch (NVIDIA, CUDA Programming Guide, Lazy Loading)."""
+    On nccl a posted receive is a kernel that spins until its message is there. When CUDA loads a
+    kernel, at its first launch, it may wait until the device is idle: the two wait for ever."""
     row = [action for action in schedule[dist.get_rank(links[0])] if action.microbatch < 2]
     passes = Passes(forward, row, schedule.last)
     for action in row:
@@ -652,8 +650,8 @@ def check_actions(schedule):
             if schedule.owner[stage] != rank:
                 raise ValueError(f"rank {rank} runs another rank's stage, {stage}")
             kinds[m, stage] += kind
-    forward_only = set(kinds.values()) == {"F"}
-    complete = ["F"] if forward_only else ["FB", "FIW"]
+    trains = set(kinds.values()) != {"F"}
+    complete = ["FB", "FIW"] if trains else ["F"]
     microbatches = sorted({m for m, _ in kinds})
     for m, stage in itertools.product(microbatches, stages):
         if kinds[m, stage] not in complete:
@@ -711,84 +709,6 @@ def check_links(schedule, links):
     return rank
 
 
-# --- for model.py's GPT ---
-
-
-def check_gpt(model):
-    """Raise ValueError for a model that is not model.py's."""
-    kind = type(model).__name__
-    for name in ("config", "embed", "blocks", "head"):
-        if not hasattr(model, name):
-            missing = f"this knows model.py's GPT alone, a {kind} has no {name}"
-            raise ValueError(f"{missing}: cut your model yourself")
-
-
-def split(make_model, layers, held, tied_group=None):
-    """{stage: what is left of a GPT} for the stages in `held`. Layers keep their names.
-
-    make_model(): the whole GPT, on the meta device; called once a stage. layers: each stage's range
-    of layers. tied_group: the ranks of the first and the last stage. Each holds a copy of a tied
-    matrix, and its gradient is a partial sum over them, which `reduce_tied` completes."""
-    parts, last = {}, len(layers) - 1
-    for stage in held:
-        if stage not in range(len(layers)):
-            raise ValueError(f"there is no stage {stage} among {len(layers)}: they count from 0")
-        model = parts[stage] = make_model()
-        check_gpt(model)
-        if list(itertools.chain(*layers)) != list(range(len(model.blocks))):
-            raise ValueError(f"layers {layers} are not those of {len(model.blocks)} blocks")
-        for name in list(model.blocks):
-            if int(name) not in layers[stage]:
-                del model.blocks[name]
-        if model.config.tied and last == 0:
-            model.embed.token.weight.used_twice = True  # see Deferred
-        at_one_end = stage in (0, last) and not {0, last} <= set(held)
-        if model.config.tied and at_one_end:
-            if tied_group is None:
-                raise ValueError("without tied_group the copies of a tied matrix drift apart")
-            model.embed.token.weight.placement = {"partial": [tied_group]}
-        if stage > 0:
-            model.embed = None
-        if stage < last:
-            model.head = None
-    return parts
-
-
-class Stages(nn.Module):
-    """The stages of a rank as one module. If it holds both ends of a model, they share a tied
-    matrix."""
-
-    def __init__(self, parts):
-        super().__init__()
-        for part in parts.values():
-            check_gpt(part)
-        self.parts = nn.ModuleDict({str(stage): part for stage, part in parts.items()})
-        first = [part for part in parts.values() if part.embed is not None]
-        final = [part for part in parts.values() if part.head is not None]
-        if first and final and first[0].config.tied:
-            final[0].head.out.weight = first[0].embed.token.weight
-
-    def __getitem__(self, stage):
-        if str(stage) not in self.parts:
-            numbers = ", ".join(self.parts)
-            raise ValueError(f"stage {stage} is not here, but {numbers}: split by this schedule")
-        return self.parts[str(stage)]
-
-    def uses(self):
-        """All stages' parameters. One that two stages use comes twice, like its gradients."""
-        uses = []
-        for part in self.parts.values():
-            uses += part.parameters()
-        return uses
-
-    def named(self):
-        """(full name, parameter), each once."""
-        names = {}
-        for part in self.parts.values():
-            names |= {p: name for name, p in part.named()}
-        return [(name, p) for p, name in names.items()]
-
-
 # --- demo ---
 
 import harness
@@ -821,7 +741,8 @@ def demo(run):
     open_links(schedule, links, run.device)
     run.groups(down=links[:2], up=links[2:], tied=ends)  # down: activations, up: gradients
     layers = schedules.stage_layers(config, last + 1)
-    model = run.fill(Stages(split(run.meta_model, layers, stages, ends)))
+    parts = harness.split(run.meta_model, layers, stages, ends)
+    model = run.fill(harness.Stages(parts))
     parameters = list(model.parameters())
     optimizer = harness.make_optimizer(parameters, args)
     shape = (args.batch // args.microbatches, config.context, config.width)

@@ -162,7 +162,7 @@ def build(run, schedule, groups):
     args, tp, cp = run.args, groups["tp"], groups["cp"]
     stages = schedule.stages(dist.get_rank(groups["pp"]))
     layers = schedules.stage_layers(run.config, schedule.last + 1)
-    parts = pipeline.split(run.meta_model, layers, stages, groups["tied"])
+    parts = harness.split(run.meta_model, layers, stages, groups["tied"])
     for part in parts.values():
         if args.sp:
             sequence_parallel.parallelize(part, tp, keep=not args.gather_again)
@@ -179,7 +179,7 @@ def build(run, schedule, groups):
         harness.recompute(part, args.recompute)
         if args.compile:
             harness.compile_blocks(part)
-    return pipeline.Stages(parts)
+    return harness.Stages(parts)
 
 
 def data_parallel(run, model, groups):

@@ -236,7 +236,7 @@ def stages(job, schedule):
             return gpt.GPT(job.config)
 
     layers = stage_layers(job.config, count)
-    parts = pipeline.Stages(pipeline.split(whole, layers, mine))
+    parts = harness.Stages(harness.split(whole, layers, mine))
     return gpt.fill(parts, 0, job.device, job.dtype), mine, count
 
 

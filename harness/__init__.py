@@ -29,5 +29,6 @@ from harness.plots import check_plot, plot_flag, pyplot, save
 from harness.presets import parameter_count
 from harness.proof import larger
 from harness.run import Rank, Run, launch
+from harness.stages import Stages, split
 from harness.start import Refused, refusing, say, script
 from harness.tolerance import FLOOR, TOLERANCE

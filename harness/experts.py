@@ -10,9 +10,32 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
+from harness.flags import real
 from harness.formulas import activation_bytes, all_reduce_sent, parameters_held
 from harness.ledger import human
-from harness.plots import pyplot, save
+from harness.plots import check_plot, plot_flag, pyplot, save
+
+# --- flags
+
+
+def flags(group):
+    """What changes the load of experts, and what shows it. `prepare` checks them."""
+    why = "how far a bias on the router's choice moves towards even load after each step (0 = off)"
+    group.add_argument("--bias-rate", type=real(0), default=0.0, metavar="X", help=why)
+    why = "an expert takes at most X times its even share of a rank's tokens, and drops others; "
+    why += "no layout equals another then: --prove is off (default: nothing is dropped)"
+    group.add_argument("--capacity", type=real(0), metavar="X", help=why)
+    plot_flag(group, "draw the load of experts and ranks")
+
+
+def prepare(args):
+    """Refuse a --plot that can't be drawn. With --capacity --prove is off, unless it is given."""
+    check_plot(args)
+    if args.capacity is not None and args.prove is None:
+        args.prove = 0
+
+
+# --- what is measured
 
 
 class RowCounter:

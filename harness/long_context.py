@@ -13,15 +13,27 @@ import torch.nn as nn
 
 import model as gpt
 from harness import data
+from harness.flags import POSITIVE
 from harness.formulas import activation_bytes, all_reduce_sent, context_parallel_sent
 from harness.ledger import human
-from harness.plots import pyplot, save
+from harness.plots import plot_flag, pyplot, save
 from harness.proof import TOLERANCE
 from harness.start import Refused
 
 GENERATED = 16  # tokens after the prompt
 
 # --- flags and groups
+
+
+def flags(group):
+    """What goes beside --kind. `prepare` checks them."""
+    why = "ring-ulysses: the length of a ring, in ranks (default: the most square)"
+    group.add_argument("--rings", **POSITIVE, help=why)
+    why = "one run of tokens a rank in place of the zigzag: the last rank has most of the work"
+    group.add_argument("--contiguous", action="store_true", help=why)
+    why = "no training: the text's first N tokens (default: 4096) as a prompt, 16 tokens after it"
+    group.add_argument("--prefill", **POSITIVE, nargs="?", const=4096, help=why)
+    plot_flag(group, "run nothing, draw who computes what, and when, in a ring of --nproc ranks")
 
 
 def prepare(args):

@@ -436,7 +436,7 @@ def test_pipeline_reduces_tied_gradients_once(copied):
 
 def test_pipeline_says_which_functions_are_for_our_model(copied):
     def work(rank):
-        import pipeline as pp
+        import stages
 
         class Model(nn.Module):
             def __init__(self):
@@ -446,14 +446,14 @@ def test_pipeline_says_which_functions_are_for_our_model(copied):
 
         model = nn.Linear(2, 2)
         return [
-            pipeline_refused(pp.split, lambda: model, [range(1)], [0]),
-            pipeline_refused(pp.Stages, {0: model}),
-            pipeline_refused(pp.split, Model, [range(0), range(0)], [-1]),
-            pipeline_refused(pp.split, Model, [range(1)], [0]),
-            pipeline_refused(lambda: pp.Stages({0: Model(), 3: Model()})[2]),
+            pipeline_refused(stages.split, lambda: model, [range(1)], [0]),
+            pipeline_refused(stages.Stages, {0: model}),
+            pipeline_refused(stages.split, Model, [range(0), range(0)], [-1]),
+            pipeline_refused(stages.split, Model, [range(1)], [0]),
+            pipeline_refused(lambda: stages.Stages({0: Model(), 3: Model()})[2]),
         ]
 
-    [[*foreign, stage, layers, missing]] = copied("pipeline", 1, work)
+    [[*foreign, stage, layers, missing]] = copied("harness/stages", 1, work)
     assert all("GPT alone" in said and "cut your model yourself" in said for said in foreign)
     assert "not those of 0 blocks" in layers
     assert "no stage -1 among 2" in stage and "stage 2 is not here, but 0, 3" in missing

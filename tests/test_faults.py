@@ -19,7 +19,6 @@ from test_checkpoint import same_tensors, whole
 from test_start import end, gone, torchrun_of
 
 import harness
-import pipeline
 import train
 from harness import formulas, start
 
@@ -109,7 +108,7 @@ def test_a_gradient_that_is_no_number(text, tmp_path, layout):
         batches = harness.Run.microbatches
 
         def planted(run, step, *args, **kwargs):
-            model = next(o for o in gc.get_objects() if isinstance(o, pipeline.Stages))
+            model = next(o for o in gc.get_objects() if isinstance(o, harness.Stages))
             if run.rank == rank and step == 0:
                 dict(model.named())[name].register_hook(
                     lambda g: g * torch.nan if run.at == 3 else g

@@ -152,9 +152,9 @@ def test_a_wrong_schedule_is_found():
     with pytest.raises(ValueError, match="stuck"):
         pp.Schedule([forwards + backwards, on(1, *in_turn)])
     with torch.device("meta"), pytest.raises(ValueError, match="tied_group"):
-        pp.split(lambda: gpt.GPT(DEEP), [range(4), range(4, 8)], [0])
+        harness.split(lambda: gpt.GPT(DEEP), [range(4), range(4, 8)], [0])
     with torch.device("meta"), pytest.raises(ValueError, match="are not those of 8 blocks"):
-        pp.split(lambda: gpt.GPT(DEEP), [range(4), range(4, 7)], [0])
+        harness.split(lambda: gpt.GPT(DEEP), [range(4), range(4, 7)], [0])
 
 
 def test_what_there_is_no_schedule_for():
@@ -215,8 +215,8 @@ def build(config, schedule, rank, ends, seed=7):
             return gpt.GPT(config)
 
     layers = schedules.stage_layers(config, schedule.last + 1)
-    parts = pp.split(whole, layers, schedule.stages(rank), ends)
-    return gpt.fill(pp.Stages(parts), seed, dtype=torch.float64)
+    parts = harness.split(whole, layers, schedule.stages(rank), ends)
+    return gpt.fill(harness.Stages(parts), seed, dtype=torch.float64)
 
 
 def train_parallel(rank, config, kind, schedule, microbatches, ranks, steps=3):

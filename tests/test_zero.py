@@ -400,7 +400,7 @@ def test_norm_and_clipping_with_tensor_and_pipeline_parallelism(ranks, stage):
             model = tensor_parallel.parallelize(whole(), other)
         else:
             layers = schedules.stage_layers(config, 2)
-            [model] = pipeline.split(whole, layers, [dist.get_rank(other)], other).values()
+            [model] = harness.split(whole, layers, [dist.get_rank(other)], other).values()
         gpt.fill(model, 7, dtype=torch.float64, take=harness.take)
         sharded = composed_zero.ZeRO(
             model, dp, stage, functools.partial(make_optimizer, kind="sgd"), 3, bucket_bytes=20000
