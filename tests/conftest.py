@@ -43,10 +43,24 @@ SLOW_FILES = {
     "test_checkpoint",
 }
 SLOW_TESTS = {"test_compiled_blocks", "test_on_a_gpu"}
+# Of several processes none should begin with one of these when the others have nothing left
+FIRST = [
+    "test_steps_on_cuda",
+    "test_torchrun_loses_its_agent_then_a_rank",
+    "test_two_hosts_and_a_cut_link",
+]
 
 
 def pytest_collection_modifyitems(items):
-    """Mark as quick the first case of each test function, without those of the slow files."""
+    """Put the longest tests first. Mark as quick the first case of each test function, without
+    those of the slow files."""
+
+    def place(item):
+        if item.originalname in FIRST:
+            return FIRST.index(item.originalname)
+        return len(FIRST) + (item.path.stem not in SLOW_FILES)
+
+    items.sort(key=place)
     seen = set()
     for item in items:
         function = item.path, item.originalname

@@ -1,7 +1,7 @@
 """One curve: train.py in any layout against one process, and the bugs that its checks must
 catch."""
 
-import shutil
+import functools
 
 import pytest
 import torch
@@ -198,9 +198,9 @@ def test_recomputation_shrinks_the_peak(ranks, text, variant):
     assert peaks[1] < 0.8 * peaks[0] and peaks[2] < 0.5 * peaks[0]
 
 
-@pytest.mark.skipif(not shutil.which("g++"), reason="torch.compile needs a C++ compiler")
-def test_compiled_blocks(ranks, text, monkeypatch, tmp_path):
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+def test_compiled_blocks(ranks, text, monkeypatch):
+    """Each block is one graph. The graphs run as they are: code for them takes long to make."""
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
     args = arguments(text, "--layers 1 --zero 3 --compile")
 
     def work(rank):
