@@ -199,7 +199,8 @@ def boundaries(schedule, rank):
 
 
 # The time that a rank waits, by the papers: p ranks, m micro-batches, v stages a rank. F, I and W
-# are the times of all stages of a rank. Each entry is (text, function of p, m, v, F, I, W).
+# are the times of all stages of a rank. Each entry is (text, function of p, m, v, F, I, W). With
+# fewer micro-batches than `least_microbatches` says, ranks wait longer than by the formula.
 BUBBLES = {
     "naive": ("(p-1) m (F+I+W)", lambda p, m, v, f, i, w: (p - 1) * m * (f + i + w)),
     "gpipe": ("(p-1) (F+I+W)", lambda p, m, v, f, i, w: (p - 1) * (f + i + w)),
@@ -210,6 +211,25 @@ BUBBLES = {
     "zb-v": ("0 if F = I = W", lambda p, m, v, f, i, w: 0.0),
     "dualpipev": ("(p-1) (F+I-W) / 2", lambda p, m, v, f, i, w: (p - 1) * (f + i - w) / v),
 }
+
+
+def least_microbatches(name, ranks):
+    """The fewest micro-batches for which a schedule's formula holds, and the condition as text."""
+    if name == "zb-h1":
+        return ranks, "m >= p"
+    if name in ("zb-h2", "zb-v"):
+        return 2 * ranks - 1, "m >= 2p-1"
+    return 1, ""
+
+
+def by_paper(name, ranks, microbatches, stages, *times):
+    """The time that a rank waits by the paper, or None where the paper's condition excludes it; and
+    the formula, or that condition, as text. times: of a rank's F, I and W."""
+    least, condition = least_microbatches(name, ranks)
+    text, formula = BUBBLES[name]
+    if microbatches < least:
+        return None, f"{text}, only for {condition} = {least}"
+    return formula(ranks, microbatches, stages, *times), text
 
 
 # --- of a run
@@ -374,15 +394,15 @@ def report(run, schedule, layers, spans):
         title = f"{name}, {p} ranks, {m} micro-batches: plan"
         pictures = [(title, plan, "units of time"), ("run, last step", real, "seconds")]
         plot(args.plot, pictures)
-    text, formula = BUBBLES[name]
-    by_paper = formula(p, m, v, v, v, v)  # a stage's F is one unit, a rank's is v
+    wait, text = by_paper(name, p, m, v, v, v, v)  # a stage's F is one unit, a rank's is v
+    formula = f"the formula is {text}" if wait is None else f"by the formula {wait:g}: {text}"
     unit = makespan(real) / makespan(plan)
     in_flights = " ".join(str(in_flight(row)) for row in schedule)
     stages = " ".join(f"{r.start}-{r.stop - 1}" for r in layers)
     return [
         f"layers of the stages: {stages}",
         f"activations held at most, in stages x micro-batches, by rank: {in_flights}",
-        f"a rank waits {waiting(plan):g} units of {3 * m * v}, by the formula {by_paper:g}: {text}",
+        f"a rank waits {waiting(plan):g} units of {3 * m * v}, {formula}",
         f"utilisation of the step {utilisation(plan):.1%}",
         "plan, if forward and each half of backward take as long; "
         "1 forward, [1 ] backward or (1 of inputs, {1 of weights:",
@@ -405,7 +425,7 @@ def compare(make, args, names):
     print(
         f"{ranks} ranks, {microbatches} micro-batches; a rank's forward, input gradient and weight "
         "gradient of all its layers take 1 each\n"
-        "  schedule      stages   a rank waits: simulated, by the paper   utilisation   "
+        "  schedule      stages   a rank waits: simulated, by the paper       utilisation   "
         "activations held    sends a rank"
     )
     pictures = []
@@ -420,12 +440,14 @@ def compare(make, args, names):
         spans = simulate(schedule, 1 / v, 1 / v, 1 / v)
         if name != "naive" or args.schedule:  # naive is three times as long as the others
             pictures.append((name, spans, ""))
-        text, formula = BUBBLES[name]
-        wait = f"{waiting(spans):6.2f}  {formula(ranks, microbatches, v, 1, 1, 1):6.2f} = {text}"
+        expected, text = by_paper(name, ranks, microbatches, v, 1, 1, 1)
+        wait = f"{waiting(spans):6.2f}  {text}"
+        if expected is not None:
+            wait = f"{waiting(spans):6.2f}  {expected:6.2f} = {text}"
         flying = max(in_flight(row) for row in schedule) / v
         sends = microbatches * max(sum(boundaries(schedule, rank)) for rank in range(ranks))
         used = utilisation(spans)
-        print(f"  {name:12s}{v:6d}   {wait:42s}{used:9.1%}{flying:15.2f}{sends:18}")
+        print(f"  {name:12s}{v:6d}   {wait:46s}{used:9.1%}{flying:15.2f}{sends:18}")
     print(
         "  held: in activations of one micro-batch in all of a rank's layers. Utilisation: of the "
         "step, from the first\n"

@@ -32,6 +32,21 @@ def shapes(name, ranks=range(1, 9), microbatches=range(1, 18)):
 
 
 @pytest.mark.parametrize("name", pp.SCHEDULES)
+def test_a_formula_holds_just_where_its_condition_does(name):
+    for p in (2, 3, 4, 6):
+        for m in range(1, 3 * p + 1):
+            try:
+                schedule = pp.make(name, p, m)
+            except ValueError:  # interleaved, dualpipev
+                continue
+            v = len(schedule.stages(0))
+            waits = schedules.waiting(schedules.simulate(schedule))
+            holds = waits == schedules.BUBBLES[name][1](p, m, v, v, v, v)
+            expected, text = schedules.by_paper(name, p, m, v, v, v, v)
+            assert holds == (expected is not None) and holds != ("only for m >=" in text)
+
+
+@pytest.mark.parametrize("name", pp.SCHEDULES)
 def test_schedules_are_sound(name):
     count = 0
     for p, m, chunks, schedule in shapes(name):
