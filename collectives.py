@@ -26,7 +26,7 @@ Don't train with these: torch.distributed's are as fast or faster. These are her
     torchrun --nproc_per_node=4 collectives.py
     python collectives.py --ranks 1024              # starts no processes: predicts the times
 
-Patarasuk and Yuan 2009 (ring). Thakur, Rabenseifner and Gropp 2005 (trees, halving-doubling).
+Patarasuk and Yuan 2009 (ring). Thakur, Rabenseifner and Gropp 2005 (trees, both doublings).
 """
 
 import contextlib
@@ -122,46 +122,18 @@ def powers_of_two(n):
 # --- doubling: in round k a rank and its partner, 2^k further on or back, talk. log2 N rounds
 
 
-def folded(algorithm):
-    """For any number N of ranks, where `algorithm` needs a power of two: it runs on p of them, the
-    largest such number. Rank p+i first adds its tensor to rank i's, and gets the sum at the end."""
-
-    @functools.wraps(algorithm)
-    async def on_any_number(wire, x, combine):
-        p = 1 << (wire.size.bit_length() - 1)
-        if wire.rank >= p:
-            await wire.exchange({wire.rank - p: x}, {}, combine)
-            await wire.exchange({}, {wire.rank - p: x})
-            return
-        extra = {wire.rank + p: x} if wire.rank + p < wire.size else {}
-        if p < wire.size:
-            await wire.exchange({}, extra, combine)
-        await algorithm(wire.among(range(p)), x, combine)
-        await wire.exchange(extra, {})
-
-    return on_any_number
-
-
-@folded
 async def recursive_doubling_all_reduce(wire, x, combine):
     """The partners swap all that they have, and both add up. So each has the sum of 2 ranks, then
-    of 4, of 8, ..."""
-
-    def after(x, arrived, out):
-        combine(arrived, x, out=out)
-
+    of 4, of 8, ... N must be a power of two: see `folded`."""
     for distance in powers_of_two(wire.size):
         partner = wire.rank ^ distance
-        # Both take the lower rank's x first: minimum(0.0, -0.0) and minimum(-0.0, 0.0) differ
-        in_order = combine if wire.rank < partner else after
-        await wire.exchange({partner: x}, {partner: x}, in_order)
+        await wire.exchange({partner: x}, {partner: x}, combine)
 
 
-@folded
 async def halving_doubling_all_reduce(wire, x, combine):
     """The partners cut what they have in two. Each keeps one half and adds the other's copy of it.
     The next round halves what it kept. At the end a rank has 1/N of the sum. The same pairs in
-    reverse order hand the halves back."""
+    reverse order hand the halves back. N must be a power of two: see `folded`."""
     rest, halvings = x, []
     for distance in powers_of_two(wire.size):
         partner = wire.rank ^ distance
@@ -173,6 +145,21 @@ async def halving_doubling_all_reduce(wire, x, combine):
         rest = kept
     for partner, kept, sent in reversed(halvings):
         await wire.exchange({partner: kept}, {partner: sent})
+
+
+async def folded(algorithm, wire, x, combine):
+    """Any number N of ranks, for an algorithm that needs a power of two. It runs on p of them, the
+    largest such number. Rank p+i first adds its tensor to rank i's, and gets the sum at the end."""
+    p = 1 << (wire.size.bit_length() - 1)
+    if wire.rank >= p:
+        await wire.exchange({wire.rank - p: x}, {}, combine)
+        await wire.exchange({}, {wire.rank - p: x})
+        return
+    extra = {wire.rank + p: x} if wire.rank + p < wire.size else {}
+    if p < wire.size:
+        await wire.exchange({}, extra, combine)
+    await algorithm(wire.among(range(p)), x, combine)
+    await wire.exchange(extra, {})
 
 
 # --- the other all-reduces
@@ -231,11 +218,10 @@ ALGORITHMS = {
     "sequential": sequential_all_reduce,
     "direct": direct_all_reduce,
     "ring": ring_all_reduce,
-    "recursive-doubling": recursive_doubling_all_reduce,
-    "halving-doubling": halving_doubling_all_reduce,
+    "recursive-doubling": functools.partial(folded, recursive_doubling_all_reduce),
+    "halving-doubling": functools.partial(folded, halving_doubling_all_reduce),
     "hierarchical": hierarchical_all_reduce,
 }
-
 
 # --- the wire: messages between two ranks
 
@@ -294,7 +280,11 @@ class Wire:
             for work in works:
                 work.wait()
             for rank, t in receive.items():
-                combine(t[part], arrived[rank], out=t[part])
+                # The lower rank's first, on both ranks: minimum(0.0, -0.0) depends on the order
+                first, second = t[part], arrived[rank]
+                if rank < self.rank:
+                    first, second = second, first
+                combine(first, second, out=t[part])
 
     def post(self, send, receive):
         """Start all messages, and return the handles to wait for. Empty tensors are left out."""
