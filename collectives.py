@@ -124,7 +124,7 @@ def powers_of_two(n):
 
 async def recursive_doubling_all_reduce(wire, x, combine):
     """The partners swap all that they have, and both add up. So each has the sum of 2 ranks, then
-    of 4, of 8, ... N must be a power of two: see `folded`."""
+    of 4, of 8, ... A rank sends S log2 N bytes. N must be a power of two: see `folded`."""
     for distance in powers_of_two(wire.size):
         partner = wire.rank ^ distance
         await wire.exchange({partner: x}, {partner: x}, combine)
@@ -176,16 +176,16 @@ async def server_all_reduce(wire, x, combine):
 
 
 async def direct_all_reduce(wire, x, combine):
-    """One round: all send to all, and each adds up for itself. A rank sends (N-1) S bytes, and
-    holds N S bytes more."""
+    """One round: each rank sends its whole tensor to all others, and adds up for itself. A rank
+    sends (N-1) S bytes, and holds N S bytes more. All together send N (N-1) S."""
     rows = x.new_empty(wire.size, x.numel())
     await wire.exchange({rank: x for rank in range(wire.size)}, dict(enumerate(rows)))
     x.copy_(functools.reduce(combine, rows))  # in the order of the ranks: the same bits everywhere
 
 
 async def sequential_all_reduce(wire, x, combine):
-    """N rounds: all send to rank 0, then all to rank 1, ... Each round waits for its one receiver.
-    What a rank sends and holds is as in direct."""
+    """N rounds: all send their tensors to rank 0, then all to rank 1, ... Each round waits for its
+    one receiver. The bytes are those of direct."""
     rows = x.new_empty(wire.size, x.numel())
     for root in range(wire.size):
         await wire.exchange({root: x}, dict(enumerate(rows)) if wire.rank == root else {})

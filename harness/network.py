@@ -138,6 +138,7 @@ def formulas(n, size, node=1):
     ring_rounds, node_rounds = 2 * (n - 1), 2 * (node - 1) + 2 * (n // node - 1)
     rows = {  # rounds, sent by the busiest rank, sent by all ranks together
         "server": (2 * several, (n - 1) * size, least),
+        # Both of these: each rank sends its whole tensor to each other rank
         "sequential": (n * several, (n - 1) * size, n * (n - 1) * size),
         "direct": (several, (n - 1) * size, n * (n - 1) * size),
         "ring": (ring_rounds, ring_sent, least),
