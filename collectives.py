@@ -1,4 +1,4 @@
-"""Collectives: all of them from messages between two ranks, and six ways to all-reduce.
+"""Collectives: all of them from messages between two ranks, and seven ways to all-reduce.
 
 A collective moves tensors between the N ranks of a group. An all-reduce gives all of them the sum.
 On a ring each rank cuts its tensor into N chunks and talks to its neighbours. Here N is 3. The
@@ -12,8 +12,9 @@ round rank r sends one chunk to rank r-1:
 
 Sent: a rank sends 2 (N-1) chunks, that is 2 S (N-1)/N bytes for a tensor of S bytes: about 2 S,
 however many ranks there are. In no all-reduce does the busiest rank send less. But each of the
-2 (N-1) rounds waits for the one before. So small tensors are faster with halving-doubling: 2 log2 N
-rounds, and the same bytes if N is a power of two. docs/collectives.md has the costs of them all.
+2 (N-1) rounds waits for the one before. So small tensors are faster by recursive doubling: log2 N
+rounds, in each of which a rank sends all S bytes. Halving-doubling lies between: 2 log2 N rounds
+with the ring's bytes, if N is a power of two. docs/collectives.md has the costs of them all.
 
 Backward: autograd sees none of these messages, so whoever uses them writes it by hand. Where
 forward copies, backward adds up: broadcast and reduce are each other's backward, all-gather and
@@ -25,7 +26,7 @@ Don't train with these: torch.distributed's are as fast or faster. These are her
     torchrun --nproc_per_node=4 collectives.py
     python collectives.py --ranks 1024              # starts no processes: predicts the times
 
-Patarasuk and Yuan 2009 (ring). Thakur, Rabenseifner and Gropp 2005 (trees, halving-doubling).
+Patarasuk and Yuan 2009 (ring). Thakur, Rabenseifner and Gropp 2005 (trees, both doublings).
 """
 
 import contextlib
@@ -118,27 +119,23 @@ def powers_of_two(n):
     return [1 << i for i in range((n - 1).bit_length())]
 
 
-# --- halving and doubling: log2 N rounds each way
+# --- doubling: in round k a rank and its partner, 2^k further on or back, talk. log2 N rounds
+
+
+async def recursive_doubling_all_reduce(wire, x, combine):
+    """The partners swap all that they have, and both add up. So each has the sum of 2 ranks, then
+    of 4, of 8, ... A rank sends S log2 N bytes. N must be a power of two: see `folded`."""
+    for distance in powers_of_two(wire.size):
+        partner = wire.rank ^ distance
+        await wire.exchange({partner: x}, {partner: x}, combine)
 
 
 async def halving_doubling_all_reduce(wire, x, combine):
-    """In round k a rank and its partner, 2^k further on or back, cut what they have in two. Each
-    keeps one half and adds the partner's copy of it. The next round halves what it kept. At the end
-    a rank has 1/p of the sum. The same pairs in reverse order hand the halves back.
-
-    p is the largest power of two up to N. If it is not N, rank p+i first folds its tensor into rank
-    i's, and gets the result at the end."""
-    p = 1 << (wire.size.bit_length() - 1)
-    if wire.rank >= p:
-        await wire.exchange({wire.rank - p: x}, {}, combine)
-        await wire.exchange({}, {wire.rank - p: x})
-        return
-    folded = {wire.rank + p: x} if wire.rank + p < wire.size else {}
-    if p < wire.size:
-        await wire.exchange({}, folded, combine)
-
+    """The partners cut what they have in two. Each keeps one half and adds the other's copy of it.
+    The next round halves what it kept. At the end a rank has 1/N of the sum. The same pairs in
+    reverse order hand the halves back. N must be a power of two: see `folded`."""
     rest, halvings = x, []
-    for distance in powers_of_two(p):
+    for distance in powers_of_two(wire.size):
         partner = wire.rank ^ distance
         kept, sent = rest.tensor_split(2)
         if wire.rank & distance:
@@ -148,8 +145,83 @@ async def halving_doubling_all_reduce(wire, x, combine):
         rest = kept
     for partner, kept, sent in reversed(halvings):
         await wire.exchange({partner: kept}, {partner: sent})
-    await wire.exchange(folded, {})
 
+
+async def folded(algorithm, wire, x, combine):
+    """Any number N of ranks, for an algorithm that needs a power of two. It runs on p of them, the
+    largest such number. Rank p+i first adds its tensor to rank i's, and gets the sum at the end."""
+    p = 1 << (wire.size.bit_length() - 1)
+    if wire.rank >= p:
+        await wire.exchange({wire.rank - p: x}, {}, combine)
+        await wire.exchange({}, {wire.rank - p: x})
+        return
+    extra = {wire.rank + p: x} if wire.rank + p < wire.size else {}
+    if p < wire.size:
+        await wire.exchange({}, extra, combine)
+    await algorithm(wire.among(range(p)), x, combine)
+    await wire.exchange(extra, {})
+
+
+# --- the other all-reduces
+
+
+async def server_all_reduce(wire, x, combine):
+    """Two rounds: rank 0 adds up, in the order of the ranks, and sends the sum to all. It receives
+    and sends (N-1) S bytes, while the others wait."""
+    is_server = wire.rank == 0
+    clients = {rank: x for rank in range(1, wire.size)} if is_server else {}
+    server = {} if is_server else {0: x}
+    await wire.exchange(server, clients, combine)
+    await wire.exchange(clients, server)
+
+
+async def direct_all_reduce(wire, x, combine):
+    """One round: each rank sends its whole tensor to all others, and adds up for itself. A rank
+    sends (N-1) S bytes, and holds N S bytes more. All together send N (N-1) S."""
+    rows = x.new_empty(wire.size, x.numel())
+    await wire.exchange({rank: x for rank in range(wire.size)}, dict(enumerate(rows)))
+    x.copy_(functools.reduce(combine, rows))  # in the order of the ranks: the same bits everywhere
+
+
+async def sequential_all_reduce(wire, x, combine):
+    """N rounds: all send their tensors to rank 0, then all to rank 1, ... Each round waits for its
+    one receiver. The bytes are those of direct."""
+    rows = x.new_empty(wire.size, x.numel())
+    for root in range(wire.size):
+        await wire.exchange({root: x}, dict(enumerate(rows)) if wire.rank == root else {})
+    x.copy_(functools.reduce(combine, rows))
+
+
+async def hierarchical_all_reduce(wire, x, combine, node=None):
+    """Nodes of `node` neighbouring ranks have fast links inside. Reduce-scatter inside; all-reduce
+    with the ranks at the same place of the other nodes, which has 2 (N/node - 1) slow rounds with
+    1/node of the bytes; all-gather inside."""
+    node = node or default_node(wire.size)
+    if wire.size % node:
+        raise ValueError(f"{wire.size} ranks do not divide into nodes of {node}")
+    place = wire.rank % node
+    inside = wire.among(range(wire.rank - place, wire.rank - place + node))
+    across = wire.among(range(place, wire.size, node))
+    chunks = x.tensor_split(node)
+    await ring_reduce_scatter(inside, chunks, combine)
+    await ring_all_reduce(across, chunks[place], combine)
+    await ring_all_gather(inside, chunks)
+
+
+def default_node(ranks):
+    """The largest divisor of `ranks` up to their square root."""
+    return max(n for n in range(1, ranks + 1) if ranks % n == 0 and n * n <= ranks)
+
+
+ALGORITHMS = {
+    "server": server_all_reduce,
+    "sequential": sequential_all_reduce,
+    "direct": direct_all_reduce,
+    "ring": ring_all_reduce,
+    "recursive-doubling": functools.partial(folded, recursive_doubling_all_reduce),
+    "halving-doubling": functools.partial(folded, halving_doubling_all_reduce),
+    "hierarchical": hierarchical_all_reduce,
+}
 
 # --- the wire: messages between two ranks
 
@@ -208,7 +280,11 @@ class Wire:
             for work in works:
                 work.wait()
             for rank, t in receive.items():
-                combine(t[part], arrived[rank], out=t[part])
+                # The lower rank's first, on both ranks: minimum(0.0, -0.0) depends on the order
+                first, second = t[part], arrived[rank]
+                if rank < self.rank:
+                    first, second = second, first
+                combine(first, second, out=t[part])
 
     def post(self, send, receive):
         """Start all messages, and return the handles to wait for. Empty tensors are left out."""
@@ -478,67 +554,6 @@ def split_rows(wire, name, tensor, sizes):
     return tensor.split(sizes)
 
 
-# --- the other all-reduces
-
-
-async def server_all_reduce(wire, x, combine):
-    """Two rounds: rank 0 adds up, in the order of the ranks, and sends the sum to all. It receives
-    and sends (N-1) S bytes, while the others wait."""
-    is_server = wire.rank == 0
-    clients = {rank: x for rank in range(1, wire.size)} if is_server else {}
-    server = {} if is_server else {0: x}
-    await wire.exchange(server, clients, combine)
-    await wire.exchange(clients, server)
-
-
-async def direct_all_reduce(wire, x, combine):
-    """One round: all send to all, and each adds up for itself. A rank sends (N-1) S bytes, and
-    holds N S bytes more."""
-    rows = x.new_empty(wire.size, x.numel())
-    await wire.exchange({rank: x for rank in range(wire.size)}, dict(enumerate(rows)))
-    x.copy_(functools.reduce(combine, rows))  # in the order of the ranks: the same bits everywhere
-
-
-async def sequential_all_reduce(wire, x, combine):
-    """N rounds: all send to rank 0, then all to rank 1, ... Each round waits for its one receiver.
-    What a rank sends and holds is as in direct."""
-    rows = x.new_empty(wire.size, x.numel())
-    for root in range(wire.size):
-        await wire.exchange({root: x}, dict(enumerate(rows)) if wire.rank == root else {})
-    x.copy_(functools.reduce(combine, rows))
-
-
-async def hierarchical_all_reduce(wire, x, combine, node=None):
-    """Nodes of `node` neighbouring ranks have fast links inside. Reduce-scatter inside; all-reduce
-    with the ranks at the same place of the other nodes, which has 2 (N/node - 1) slow rounds with
-    1/node of the bytes; all-gather inside."""
-    node = node or default_node(wire.size)
-    if wire.size % node:
-        raise ValueError(f"{wire.size} ranks do not divide into nodes of {node}")
-    place = wire.rank % node
-    inside = wire.among(range(wire.rank - place, wire.rank - place + node))
-    across = wire.among(range(place, wire.size, node))
-    chunks = x.tensor_split(node)
-    await ring_reduce_scatter(inside, chunks, combine)
-    await ring_all_reduce(across, chunks[place], combine)
-    await ring_all_gather(inside, chunks)
-
-
-def default_node(ranks):
-    """The largest divisor of `ranks` up to their square root."""
-    return max(n for n in range(1, ranks + 1) if ranks % n == 0 and n * n <= ranks)
-
-
-ALGORITHMS = {
-    "server": server_all_reduce,
-    "sequential": sequential_all_reduce,
-    "direct": direct_all_reduce,
-    "ring": ring_all_reduce,
-    "halving-doubling": halving_doubling_all_reduce,
-    "hierarchical": hierarchical_all_reduce,
-}
-
-
 def all_reduce(tensor, op=SUM, group=None, async_op=False, algorithm="ring", **options):
     """Stands in for torch.distributed's. The sum has the same bits on all ranks. Another
     algorithm's may differ by rounding, because it adds in another order.
@@ -614,12 +629,7 @@ def main():
 
 def demo(run):
     """Every collective beside torch's; then what each all-reduce sends, and how long it takes."""
-    library = sys.modules[__name__]
-    node = run.args.nodes_of or default_node(run.world)
-    result = {"differ": network.compare_with_torch(library, run)}
-    result |= network.count(library, run, node)
-    result |= network.measure_curve(library, run, node)
-    return network.report(run, result, node)
+    return network.compare_and_measure(sys.modules[__name__], run)
 
 
 if __name__ == "__main__":

@@ -34,12 +34,14 @@ def rivals(world):
     """(name, ours, theirs, bytes, calls a turn, target): our time over theirs should be at most the
     target."""
     ring, halving = collectives.ALL_REDUCE["ring"], collectives.ALL_REDUCE["halving-doubling"]
+    doubling = collectives.ALL_REDUCE["recursive-doubling"]
     tree, gloo = collectives.broadcast, dist.all_reduce
     rounds = (world - 1).bit_length() / (world - 1)  # of a tree, beside a loop
     return [
         ("ring / gloo's all_reduce", ring, gloo, 25 * MB, 1, 1 / 0.9),
         ("ring / gloo's all_reduce", ring, gloo, 100 * MB, 1, 1 / 0.9),
         ("halving-doubling / gloo's all_reduce", halving, gloo, 4096, 20, 1.2),
+        ("recursive doubling / gloo's all_reduce", doubling, gloo, 4096, 20, 1.2),
         ("tree / loop from the root", tree, loop_broadcast, 4096, 1, rounds),
         ("tree / loop from the root", tree, loop_broadcast, MB, 1, rounds),
         ("tree / loop from the root", tree, loop_broadcast, 25 * MB, 1, rounds),

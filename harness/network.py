@@ -124,18 +124,25 @@ def tally(logs):
 def formulas(n, size, node=1):
     """{algorithm: Cost} of an all-reduce of `size` bytes on n ranks, hierarchical in nodes of
     `node` ranks. docs/collectives.md has the table."""
-    p = 1 << (n.bit_length() - 1)  # the ranks that halve and double: a power of two
+    p = 1 << (n.bit_length() - 1)  # the ranks that double and halve: a power of two
     levels = p.bit_length() - 1
     fold = int(p < n)  # the other ranks fold into them first
     several = int(n > 1)
     ring_sent, least = 2 * (n - 1) * size / n, 2 * (n - 1) * size
     halving_sent = 2 * (p - 1) * size / p + fold * size
+    # A chain runs from rank p+i's tensor over rank i to rank p-1-i, whose bits all differ. It goes
+    # on to rank 2p-1-i if there is such a rank: for some i, where N is above 1.5 p
+    doubling_rounds = levels + fold + int(2 * n > 3 * p)
+    doubling_sent = (levels + fold) * size
+    doubling_total = (levels * p + 2 * (n - p)) * size
     ring_rounds, node_rounds = 2 * (n - 1), 2 * (node - 1) + 2 * (n // node - 1)
-    rows = {  # rounds, sent by one, sent by all
+    rows = {  # rounds, sent by the busiest rank, sent by all ranks together
         "server": (2 * several, (n - 1) * size, least),
+        # Both of these: each rank sends its whole tensor to each other rank
         "sequential": (n * several, (n - 1) * size, n * (n - 1) * size),
         "direct": (several, (n - 1) * size, n * (n - 1) * size),
         "ring": (ring_rounds, ring_sent, least),
+        "recursive-doubling": (doubling_rounds, doubling_sent, doubling_total),
         "halving-doubling": (2 * levels + 2 * fold, halving_sent, least),
         "hierarchical": (node_rounds, ring_sent, least),
     }
@@ -162,14 +169,14 @@ def count(library, run, node):
     size = max(1, round(run.args.size / unit)) * unit
     expected = {name: cost._asdict() for name, cost in formulas(n, size, node).items()}
     say(f"\nall-reduce of {size} bytes, hierarchical in nodes of {node}: counted / by the formula")
-    titles = ("rounds", "sent by one", "in and out of one", "sent by all")
-    say(f"{'':18s}" + "".join(f"{title:>24s}" for title in titles))
+    titles = ("rounds", "busiest rank sends", "sends and receives", "all ranks send")
+    say(f"{'':20s}" + "".join(f"{title:>24s}" for title in titles))
     x, counted = torch.zeros(size // 4, device=run.device), {}
     for name, all_reduce in all_reduces(library, node).items():
         counter = Counter()
         all_reduce(x, group=counter)
         counted[name] = tally(from_all(run, counter.log))._asdict()
-        line = f"  {name:16s}"
+        line = f"  {name:18s}"
         for key, number in counted[name].items():
             formula = expected[name][key]
             verdict = "" if number == formula else " WRONG"
@@ -200,7 +207,8 @@ def predict(n, size, link, inside=None, node=1):
     serial = {name: cost.sent for name, cost in costs.items()}
     serial["server"] *= 2  # in, then out
     serial["sequential"] *= n
-    if n & (n - 1):  # no power of two: in before the halving, out after the doubling
+    if n & (n - 1):  # no power of two: a tensor more, folded in before the rest
+        serial["recursive-doubling"] += size
         serial["halving-doubling"] += size
     times = {
         name: cost.rounds * link.alpha + serial[name] * link.beta for name, cost in costs.items()
@@ -220,6 +228,11 @@ def shown(value, units):
     return f"{value / units[unit]:.3g} {unit}"
 
 
+def column(name, least):
+    """The width of a table's column with this title: `least` or more."""
+    return max(least, len(name) + 2)
+
+
 def speed_of(link, word=", "):
     return f"{shown(link.alpha, TIME)}{word}{shown(1 / link.beta, SPEED)}"
 
@@ -234,14 +247,14 @@ def print_predictions(args, default_node):
     inside = Link(args.inside_alpha or 2e-6, 1 / (args.inside_beta or 300e9))
     print(f"predicted: all-reduce on {n} ranks; links: {speed_of(link)};")
     print(f"in nodes of {node}, for hierarchical: {speed_of(inside)}")
-    print(f"{'':>8s}" + "".join(f"{name:>18s}" for name in formulas(n, 0)))
+    print(f"{'':>8s}" + "".join(f"{name:>{column(name, 12)}s}" for name in formulas(n, 0)))
     for exponent in range(3, 11):
         times = predict(n, 10.0**exponent, link, inside, node)
         least = min(times.values())
         line = f"{shown(10.0**exponent, SIZE):>8s}"
-        for seconds in times.values():
+        for name, seconds in times.items():
             star = "* " if seconds == least else ""
-            line += f"{star + shown(seconds, TIME):>18s}"
+            line += f"{star + shown(seconds, TIME):>{column(name, 12)}s}"
         print(line)
     print("* the fastest")
 
@@ -300,7 +313,7 @@ def measure_curve(library, run, node):
     names = [name for name in algorithms if name != "torch"]
     links = speed_of(link, " and ")
     say(f"\nmilliseconds, and how far from that the model is, with links of {links}, fitted here")
-    say(f"{'':9s}{'torch':>9s}" + "".join(f"{name:>17s}" for name in names))
+    say(f"{'':9s}{'torch':>9s}" + "".join(f"{name:>{column(name, 16)}s}" for name in names))
     for row in rows:
         seconds = row["seconds"]
         row["predicted"] = predict(n, row["bytes"], link, node=node)
@@ -308,19 +321,27 @@ def measure_curve(library, run, node):
         errors += [abs(error) for error in row["error"].values()]
         line = f"{shown(row['bytes'], SIZE):>9s}{seconds['torch'] * 1e3:9.2f}"
         for name, error in row["error"].items():
-            line += f"{f'{seconds[name] * 1e3:.2f} ({error:+5.0%})':>17s}"
+            cell = f"{seconds[name] * 1e3:.2f} ({error:+5.0%})"
+            line += f"{cell:>{column(name, 16)}s}"
         say(line)
     # Where a model's two terms are equal: latency(size 0) = size * slope
     latency, one_byte = predict(n, 0, link, node=node), predict(n, 1, link, node=node)
     crossover = {name: latency[name] / (one_byte[name] - latency[name]) for name in names}
-    sizes = "".join(f"{shown(size, SIZE):>17s}" for size in crossover.values())
-    say(f"{'latency = bandwidth':18s}" + sizes)
+    line = f"{'latency = bandwidth':18s}"
+    for name, size in crossover.items():
+        line += f"{shown(size, SIZE):>{column(name, 16)}s}"
+    say(line)
     say(f"  the model's error: median {statistics.median(errors):.0%}, largest {max(errors):.0%}")
     return {"alpha": link.alpha, "beta": link.beta, "curve": rows, "crossover": crossover}
 
 
-def report(run, result, node):
-    """Write what --json and --plot ask for. The exit code: 0 if all is as expected."""
+def compare_and_measure(library, run):
+    """The demo: every collective beside torch's; what each all-reduce sends, and how long it takes.
+    Writes what --json and --plot ask for. Returns the exit code: 0 if all is as expected."""
+    node = run.args.nodes_of or library.default_node(run.world)
+    result = {"differ": compare_with_torch(library, run)}
+    result |= count(library, run, node)
+    result |= measure_curve(library, run, node)
     ok = not result["differ"] and result["counted"] == result["formulas"]
     result = {"ok": ok, "world_size": run.world, "layout": {"node": node}} | result
     if run.rank == 0 and run.args.json:

@@ -53,7 +53,7 @@ def test_every_collective_equals_torchs_bit_for_bit(ranks, world):
     assert ranks(world, work) == [{}] * world
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 5, 8, 16])
+@pytest.mark.parametrize("world", [*range(1, 10), 16])
 def test_all_reduce_of_any_size_and_dtype(ranks, world):
     def work(rank):
         results = {}
@@ -75,8 +75,8 @@ def test_all_reduce_of_any_size_and_dtype(ranks, world):
 
 
 def test_the_order_of_summation(ranks):
-    """Bit for bit: the ring's is gloo's; a server, sequential and direct go by rank;
-    halving-doubling by pairs."""
+    """Bit for bit: the ring's is gloo's; a server, sequential and direct go by rank; recursive
+    doubling and halving-doubling by pairs."""
 
     def work(rank):
         world, out = dist.get_world_size(), {}
@@ -95,8 +95,28 @@ def test_the_order_of_summation(ranks):
         assert all(torch.equal(got[name], by_rank) for name in ("server", "sequential", "direct"))
         if world != 3:
             assert torch.equal(got["halving-doubling"], by_pairs[0])
+            assert torch.equal(got["recursive-doubling"], by_pairs[0])
         # Else this test would show nothing
         assert world < 4 or not torch.equal(got["ring"], by_rank)
+
+
+def test_the_sign_of_zero_is_the_same_on_all_ranks(ranks):
+    """minimum(0.0, -0.0) is one of both, by their order: ranks must take them in the same one."""
+
+    def work(rank):
+        signs = {}
+        for name, all_reduce in ALL_REDUCE.items():
+            for op in (collectives.MIN, collectives.MAX):
+                for size in (3, 96):  # torch adds long ones by another loop
+                    x = torch.full((size,), -0.0 if rank % 3 else 0.0)
+                    all_reduce(x, op)
+                    assert (x == 0).all()
+                    signs[name, str(op), size] = torch.signbit(x).tolist()
+        return signs
+
+    for world in (2, 6):
+        everywhere = ranks(world, work)
+        assert all(signs == everywhere[0] for signs in everywhere)
 
 
 def test_operators(ranks):
@@ -529,6 +549,15 @@ def test_prediction():
         assert large["ring"] <= min(large.values()) * 1.05
         assert n == 3 or small["ring"] >= small["halving-doubling"]
     assert network.predict(1, 8, link) == dict.fromkeys(ALL_REDUCE, 0)
+    # 10 KB on 1,024 ranks: 10 rounds of 5 us, in each 10 KB
+    times = network.predict(1024, 10_000, link)
+    assert times["recursive-doubling"] == pytest.approx(52e-6) == min(times.values())
+    assert times["halving-doubling"] > 100e-6
+    # No power of two: rank 1029 folds its tensor into rank 5's first, and gets the sum at the end
+    assert network.predict(1030, 0, link)["recursive-doubling"] == pytest.approx(11 * 5e-6)
+    assert network.predict(2047, 0, link)["recursive-doubling"] == pytest.approx(12 * 5e-6)
+    busy = network.Link(0, 1 / 50e9)
+    assert network.predict(1030, 1e9, busy)["recursive-doubling"] == pytest.approx(12 * 1e9 / 50e9)
     # Nodes of 8 with nothing to pay inside: 1/8 of the bytes, 1/8 of the ranks
     inside = network.predict(64, 8e9, link, fast, 8)["hierarchical"]
     assert inside == pytest.approx(network.predict(8, 1e9, link)["ring"])

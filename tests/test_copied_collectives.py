@@ -11,7 +11,16 @@ from torch import nn
 
 
 @pytest.mark.parametrize(
-    "name", ["ring", "halving-doubling", "direct", "server", "sequential", "hierarchical"]
+    "name",
+    [
+        "ring",
+        "recursive-doubling",
+        "halving-doubling",
+        "direct",
+        "server",
+        "sequential",
+        "hierarchical",
+    ],
 )
 def test_collectives_copied_add_up_another_models_gradients(copied, name):
     """5 steps on 3 ranks with unequal shares, against one process."""
