@@ -102,13 +102,15 @@ class Bucket:
         self, parameters, value, group, ranks, param_dtype=None, reduce_dtype=None, offload=False
     ):
         self.group, self.ranks, self.trained = group, ranks, parameters[0].requires_grad
-        *self.starts, end = accumulate((p.numel() for p in parameters), initial=0)
+        sizes = [p.numel() for p in parameters]
+        *starts, end = accumulate(sizes, initial=0)
         self.length = -(-end // ranks)  # of a shard, rounded up
         self.size = ranks * self.length
+        self.sizes = [*sizes, self.size - end]  # the last is padding
         first = dist.get_rank(group) * self.length if ranks > 1 else 0
         self.own = slice(first, first + self.length)
         # Where each parameter lies within the shard
-        borders = [min(max(x - first, 0), self.length) for x in (*self.starts, end)]
+        borders = [min(max(x - first, 0), self.length) for x in (*starts, end)]
         self.spans = [slice(*pair) for pair in pairwise(borders)]
 
         # One at a time, so that a large model is never whole on any rank
@@ -122,14 +124,9 @@ class Bucket:
         if self.trained and (offload or weights.dtype != self.flat.dtype):
             place = "cpu" if offload else weights.device
             self.master = torch.zeros(self.length, dtype=weights.dtype, device=place)
-        self.full = self.gradient = None
-        if self.trained:
-            self.full = self.flat.new_zeros(self.size, dtype=reduce_dtype)
-            self.gradient = self.full[self.own]
-        self.arrived = set()  # the numbers of the parameters whose gradients have come
 
         self.parameters, self.pieces = [], []
-        for p, start, span in zip(parameters, self.starts, self.spans):
+        for p, part, start, span in zip(parameters, self.flat.split(self.sizes), starts, self.spans):
             before = first - start  # how many elements of p lie before the shard, if any
             self.master[span] = weights.flatten()[before + span.start : before + span.stop]
             piece = self.master[span]
@@ -138,21 +135,28 @@ class Bucket:
             self.pieces.append(nn.Parameter(piece, requires_grad=self.trained))
             # Autograd refuses a saved tensor that was written since: its version counter is higher.
             # A view of .data has a counter of its own, which a gather into flat does not raise
-            view = self.flat.data[start : start + p.numel()].view(p.shape)
+            view = part.data.view(p.shape)
             self.parameters.append(nn.Parameter(view, requires_grad=self.trained))
             self.parameters[-1].__dict__.update(p.__dict__)
             weights = next(values, None)
 
-    def cut(self, flat, i):
-        """Parameter i in a tensor like `flat`."""
-        p = self.parameters[i]
-        return flat[self.starts[i] :][: p.numel()].view(p.shape)
+        self.arrived = set()  # the numbers of the parameters whose gradients have come
+        self.full = self.gradient = None
+        if self.trained:
+            self.full = self.flat.new_zeros(self.size, dtype=reduce_dtype)
+            self.views = self.cut(self.full)  # a slice a gradient would cost more than its sum
+            self.gradient = self.full[self.own]
+
+    def cut(self, flat):
+        """The parameters' parts of a tensor like `flat`."""
+        pieces = flat.split(self.sizes)
+        return [piece.view(p.shape) for piece, p in zip(pieces, self.parameters)]
 
     def zero_grad(self):
         self.full.zero_()
 
     def add(self, i, gradient):
-        self.cut(self.full, i).add_(gradient)
+        self.views[i].add_(gradient)
         self.arrived.add(i)
 
     def is_full(self):
@@ -395,12 +399,13 @@ class ZeRO1:
         copies = {}
         for bucket in self.buckets:
             weights = bucket.whole(bucket.master)
-            gradient = bucket.whole(bucket.gradient) if bucket.trained else None
-            for i, p in enumerate(bucket.parameters):
-                copies[p] = nn.Parameter(bucket.cut(weights, i).clone())
+            for p, part in zip(bucket.parameters, bucket.cut(weights)):
+                copies[p] = nn.Parameter(part.clone())
                 copies[p].__dict__.update(p.__dict__)
-                if bucket.trained:
-                    copies[p].grad = bucket.cut(gradient, i).to(copies[p], copy=True)
+            if bucket.trained:
+                gradient = bucket.whole(bucket.gradient)
+                for p, part in zip(bucket.parameters, bucket.cut(gradient)):
+                    copies[p].grad = part.to(copies[p], copy=True)
         return [(name, copies[p]) for name, p in named]
 
     @property
@@ -447,15 +452,16 @@ class Bucket2(Bucket):
         super().__init__(*args, **options)
         if self.trained:
             self.gradient = self.gradient.clone()
-            self.full = None
+            self.full = self.views = None
 
     def zero_grad(self):
-        self.full = None
+        self.full = self.views = None
         self.gradient.zero_()
 
     def make_full(self):
         if self.full is None:
             self.full = self.gradient.new_zeros(self.size)
+            self.views = self.cut(self.full)
 
     def add(self, i, gradient):
         self.make_full()
@@ -463,7 +469,7 @@ class Bucket2(Bucket):
 
     def keep_shard(self):
         self.gradient += self.full[self.own]
-        self.full = None
+        self.full = self.views = None
 
 
 class ZeRO2(ZeRO1):
