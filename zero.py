@@ -92,7 +92,7 @@ class Bucket:
     shard     (S/N,)   this rank's shard of flat
     master    (S/N,)   what the optimizer steps on: the shard, or its copy in another dtype or place
     pieces             master cut at the parameters' borders, `spans`: one a parameter, maybe empty
-    full      (S,)     this rank's gradients, in `reduce_dtype`
+    full      (S,)     this rank's gradients, in `reduce_dtype`; `views`: one a parameter
     gradient  (S/N,)   this rank's shard of their sum over all ranks
     """
 
@@ -126,7 +126,8 @@ class Bucket:
             self.master = torch.zeros(self.length, dtype=weights.dtype, device=place)
 
         self.parameters, self.pieces = [], []
-        for p, part, start, span in zip(parameters, self.flat.split(self.sizes), starts, self.spans):
+        parts = self.flat.split(self.sizes)
+        for p, part, start, span in zip(parameters, parts, starts, self.spans):
             before = first - start  # how many elements of p lie before the shard, if any
             self.master[span] = weights.flatten()[before + span.start : before + span.stop]
             piece = self.master[span]
@@ -135,16 +136,16 @@ class Bucket:
             self.pieces.append(nn.Parameter(piece, requires_grad=self.trained))
             # Autograd refuses a saved tensor that was written since: its version counter is higher.
             # A view of .data has a counter of its own, which a gather into flat does not raise
-            view = part.data.view(p.shape)
-            self.parameters.append(nn.Parameter(view, requires_grad=self.trained))
+            part = part.data.view(p.shape)
+            self.parameters.append(nn.Parameter(part, requires_grad=self.trained))
             self.parameters[-1].__dict__.update(p.__dict__)
             weights = next(values, None)
 
         self.arrived = set()  # the numbers of the parameters whose gradients have come
-        self.full = self.gradient = None
+        self.full = self.views = self.gradient = None
+        self.reduce_dtype = reduce_dtype or self.flat.dtype
         if self.trained:
-            self.full = self.flat.new_zeros(self.size, dtype=reduce_dtype)
-            self.views = self.cut(self.full)  # a slice a gradient would cost more than its sum
+            self.make_full()
             self.gradient = self.full[self.own]
 
     def cut(self, flat):
@@ -152,10 +153,16 @@ class Bucket:
         pieces = flat.split(self.sizes)
         return [piece.view(p.shape) for piece, p in zip(pieces, self.parameters)]
 
+    def make_full(self):
+        if self.full is None:
+            self.full = self.flat.new_zeros(self.size, dtype=self.reduce_dtype)
+            self.views = self.cut(self.full)
+
     def zero_grad(self):
         self.full.zero_()
 
     def add(self, i, gradient):
+        self.make_full()  # stage 2 has freed it
         self.views[i].add_(gradient)
         self.arrived.add(i)
 
@@ -458,15 +465,6 @@ class Bucket2(Bucket):
         self.full = self.views = None
         self.gradient.zero_()
 
-    def make_full(self):
-        if self.full is None:
-            self.full = self.gradient.new_zeros(self.size)
-            self.views = self.cut(self.full)
-
-    def add(self, i, gradient):
-        self.make_full()
-        super().add(i, gradient)
-
     def keep_shard(self):
         self.gradient += self.full[self.own]
         self.full = self.views = None
@@ -484,7 +482,7 @@ class ZeRO2(ZeRO1):
         super().__init__(*args, **options)
 
     def _reduce(self, bucket):
-        bucket.make_full()
+        bucket.make_full()  # if no parameter of it got a gradient
         super()._reduce(bucket)
         self._wait(leave=1)  # at most two buckets are whole: one is on its way, one fills
 
@@ -765,8 +763,8 @@ def demo(run):
         options["reduce_each"] = not args.reduce_once
     if args.stage == 3:
         options["reshard"] = not args.keep_gathered
-    make_optimizer = functools.partial(harness.make_optimizer, args=args)
-    zero = ZeRO(model, group, args.stage, make_optimizer, args.microbatches, **options)
+    optimizer = functools.partial(harness.make_optimizer, args=args)
+    zero = ZeRO(model, group, args.stage, optimizer, args.microbatches, **options)
     for step in run.steps(zero):
         zero.zero_grad()
         loss = run.zero()
