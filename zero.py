@@ -712,7 +712,7 @@ def ZeRO(model, group, stage, optimizer, microbatches=1, **options):
 # --- demo ---
 
 import harness
-from harness import zero_bytes
+from harness import zero_bytes, zero_flags
 
 
 def flags():
@@ -720,15 +720,9 @@ def flags():
     g = parser.add_argument_group("ZeRO")
     why = "split: 0 nothing, 1 optimizer states, 2 gradients too, 3 weights too (default: 3)"
     g.add_argument("--stage", type=int, choices=range(4), help=why)
-    harness.precision_flags(g)
-    why = "stages 2, 3: reduce gradients once a step: sends less, holds all of them"
-    g.add_argument("--reduce-once", action="store_true", help=why)
-    why = "stage 3: keep weights from forward until backward: sends a third less, holds all of them"
-    g.add_argument("--keep-gathered", action="store_true", help=why)
+    zero_flags.add_flags(g, bucket_mb=0.5)
     why = "master weights and optimizer states in the host's memory"
     g.add_argument("--offload", action="store_true", help=why)
-    why = "of a bucket, stages 0 to 2: large ones send faster, small ones start earlier"
-    g.add_argument("--bucket-mb", type=harness.real(0), default=0.5, metavar="MB", help=why)
     why = "train nothing: the largest model that fits 80 GB on 64 ranks, for --stage or for all"
     g.add_argument("--fit", action="store_true", help=why)
     return parser
@@ -739,11 +733,7 @@ def main():
     if args.fit:
         return zero_bytes.fit(ZeRO, range(4) if args.stage is None else [args.stage])
     args.stage = 3 if args.stage is None else args.stage
-    problem = f"means nothing in stage {args.stage}"
-    if args.reduce_once and args.stage < 2:
-        raise harness.Refused(f"--reduce-once {problem}: use --stage 2")
-    if args.keep_gathered and args.stage < 3:
-        raise harness.Refused(f"--keep-gathered {problem}: use --stage 3")
+    zero_flags.check(args, args.stage)
     harness.configure(args)
     harness.launch(demo, args, check=lambda world: harness.check_batch(args, world))
 
@@ -752,17 +742,7 @@ def demo(run):
     args, group = run.args, dist.group.WORLD
     run.groups(dp=group)
     model = run.meta_model()
-    options = {
-        "value": run.initial(model),
-        "offload": args.offload,
-        "bucket_bytes": int(args.bucket_mb * 2**20),
-        "param_dtype": harness.DTYPES.get(args.param_dtype),
-        "reduce_dtype": harness.DTYPES.get(args.reduce_dtype),
-    }
-    if args.stage >= 2:
-        options["reduce_each"] = not args.reduce_once
-    if args.stage == 3:
-        options["reshard"] = not args.keep_gathered
+    options = zero_flags.options(run, model, args.stage) | {"offload": args.offload}
     optimizer = functools.partial(harness.make_optimizer, args=args)
     zero = ZeRO(model, group, args.stage, optimizer, args.microbatches, **options)
     for step in run.steps(zero):
