@@ -283,7 +283,8 @@ class ZeRO1:
             bucket.passes_left = bucket.passes
 
     def _take(self, bucket, i, p):
-        """The hook of each parameter: move its gradient into the bucket."""
+        """The hook of each parameter: move its gradient into the bucket. p.grad stays None, or
+        somebody would take one rank's gradient for the sum."""
         gradient, p.grad = p.grad, None
         self.latest = "backward()"
         self._backward_begins()
@@ -356,8 +357,10 @@ class ZeRO1:
         while self.queue is not None or any(bucket.passes_left for bucket in self.trained):
             if self.queue is None:  # else an exception ended this pass half way
                 self._begin_pass()
-            for bucket in self.queue if given_up else []:
-                bucket.add(0, torch.nan)  # incomplete: nobody may train on it
+            if given_up:
+                for bucket in self.queue:
+                    bucket.make_full()
+                    bucket.full.fill_(torch.nan)  # incomplete: nobody may train on it
             self._end_pass()
 
     def step(self):
