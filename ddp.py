@@ -130,10 +130,8 @@ class DDP:
         for bucket in self.buckets:
             bucket.due = microbatches * sum(uses[p] for p in bucket.parameters)
             bucket.missing = bucket.due  # gradients still to come in this step
-        if overlap:
-            for bucket in self.buckets:
-                for p in bucket.parameters:
-                    p.register_post_accumulate_grad_hook(functools.partial(self._arrived, bucket))
+            for p in bucket.parameters:
+                p.register_post_accumulate_grad_hook(functools.partial(self._arrived, bucket))
 
     def zero_grad(self, give_up=False):
         unfinished = self.step.latest not in ["zero_grad()", "finish()"]
@@ -148,10 +146,12 @@ class DDP:
             bucket.missing = bucket.due
 
     def _arrived(self, bucket, p):  # autograd has added to p.grad
-        bucket.missing -= 1
-        if bucket.missing < 0:
-            raise RuntimeError(f"more backward passes than microbatches={self.microbatches}")
-        self._start_full_buckets()
+        self.step.gradient_arrived()
+        if self.overlap:
+            bucket.missing -= 1
+            if bucket.missing < 0:
+                raise RuntimeError(f"more backward passes than microbatches={self.microbatches}")
+            self._start_full_buckets()
 
     def _start_full_buckets(self, rest=False):
         # All ranks start the buckets in one order, or all-reduces would add up the wrong buckets,
@@ -206,8 +206,6 @@ class Step:
         self.parameters = parameters
         self.storages = {p: p.grad.untyped_storage() for p in parameters if p.requires_grad}
         self.latest = "zero_grad()"  # what came last: a new DDP's gradients are zero
-        for p in self.storages:
-            p.register_post_accumulate_grad_hook(self._gradient_arrived)
 
     def enter(self, call, give_up=False):
         if self.latest == "backward()" and self.versions != [p._version for p in self.storages]:
@@ -228,7 +226,7 @@ class Step:
                 )
         self.latest = call
 
-    def _gradient_arrived(self, p):
+    def gradient_arrived(self):
         if self.latest == "half a backward()":
             return
         if self.latest == "zero_grad()":

@@ -39,7 +39,7 @@ import model as gpt
 import pipeline
 import sequence_parallel
 import tensor_parallel
-from harness import schedules
+from harness import schedules, zero_flags
 from harness.experts import RowCounter
 from trainer import faults, formulas, planner, pretrained, sampling, saving, tracking, validation
 from trainer.composed_zero import ComposedZeRO, ZeRO
@@ -76,23 +76,15 @@ def flags():
     g.add_argument("--chunks", **n, help=why)
     why = "pieces of a replica's share of the batch: more shrink the bubble (default: up to 2 x pp)"
     g.add_argument("--microbatches", **n, help=why)
-    why = "size of a gradient bucket: small ones overlap more of backward, large ones send faster"
-    g.add_argument("--bucket-mb", type=harness.real(0), default=25, metavar="MB", help=why)
     why = (
         "what data-parallel ranks split: 1 optimizer states, 2 gradients too, 3 weights too (FSDP)"
     )
     g.add_argument("--zero", type=int, choices=range(4), default=0, help=why)
-    why = "ZeRO 2, 3: reduce gradients once a step, not each micro-batch: sends less, holds more"
-    g.add_argument("--reduce-once", action="store_true", help=why)
-    why = (
-        "ZeRO 3: keep gathered weights from forward until backward: sends a third less, holds more"
-    )
-    g.add_argument("--keep-gathered", action="store_true", help=why)
+    zero_flags.add_flags(g, bucket_mb=25)
     why = "run norms and activation functions again in backward, or whole blocks, to hold less"
     g.add_argument("--recompute", choices=["none", "selective", "block"], default="none", help=why)
     why = "torch.compile each block: slow to start (and needs a C++ compiler), faster then"
     g.add_argument("--compile", action="store_true", help=why)
-    harness.precision_flags(g)
     g = p.add_argument_group("the loop")
     why = "where the cosine ends (default: lr / 10)"
     g.add_argument("--min-lr", type=harness.real(0), metavar="X", help=why)
@@ -186,13 +178,12 @@ def data_parallel(run, model, groups):
     """Fill the model. Returns (what sums the gradients over the ranks, what takes the step): DDP
     and an optimizer of torch's, or ZeRO, which does both. Mixed precision takes ZeRO even at stage
     0, which splits nothing but keeps the optimizer's own copy of the weights."""
-    args, bucket_bytes = run.args, int(run.args.bucket_mb * 2**20)
+    args = run.args
     if args.zero == 0 and args.dtype == args.param_dtype == args.reduce_dtype:
         run.fill(model)
+        bucket_bytes = int(args.bucket_mb * 2**20)
         sync = ddp.DDP(model.uses(), groups["dp"], args.microbatches, bucket_bytes)
         return sync, harness.make_optimizer(model.parameters(), args)
-    options = {"reduce_each": not args.reduce_once} if args.zero >= 2 else {}
-    options |= {"reshard": not args.keep_gathered} if args.zero == 3 else {}
     sharded_optimizer = ZeRO(
         model,
         groups["dp"],
@@ -200,11 +191,7 @@ def data_parallel(run, model, groups):
         lambda pieces: harness.make_optimizer(pieces, args),
         args.microbatches,
         scopes=model.parts.values(),
-        bucket_bytes=bucket_bytes,
-        param_dtype=harness.DTYPES[args.param_dtype],
-        reduce_dtype=harness.DTYPES[args.reduce_dtype],
-        value=run.initial(model),
-        **options,
+        **zero_flags.options(run, model, args.zero),
     )
     return sharded_optimizer, sharded_optimizer
 

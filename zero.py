@@ -92,7 +92,7 @@ class Bucket:
     shard     (S/N,)   this rank's shard of flat
     master    (S/N,)   what the optimizer steps on: the shard, or its copy in another dtype or place
     pieces             master cut at the parameters' borders, `spans`: one a parameter, maybe empty
-    full      (S,)     this rank's gradients, in `reduce_dtype`
+    full      (S,)     this rank's gradients, in `reduce_dtype`; `views`: one a parameter
     gradient  (S/N,)   this rank's shard of their sum over all ranks
     """
 
@@ -102,13 +102,15 @@ class Bucket:
         self, parameters, value, group, ranks, param_dtype=None, reduce_dtype=None, offload=False
     ):
         self.group, self.ranks, self.trained = group, ranks, parameters[0].requires_grad
-        *self.starts, end = accumulate((p.numel() for p in parameters), initial=0)
+        sizes = [p.numel() for p in parameters]
+        *starts, end = accumulate(sizes, initial=0)
         self.length = -(-end // ranks)  # of a shard, rounded up
         self.size = ranks * self.length
+        self.sizes = [*sizes, self.size - end]  # the last is padding
         first = dist.get_rank(group) * self.length if ranks > 1 else 0
         self.own = slice(first, first + self.length)
         # Where each parameter lies within the shard
-        borders = [min(max(x - first, 0), self.length) for x in (*self.starts, end)]
+        borders = [min(max(x - first, 0), self.length) for x in (*starts, end)]
         self.spans = [slice(*pair) for pair in pairwise(borders)]
 
         # One at a time, so that a large model is never whole on any rank
@@ -122,14 +124,10 @@ class Bucket:
         if self.trained and (offload or weights.dtype != self.flat.dtype):
             place = "cpu" if offload else weights.device
             self.master = torch.zeros(self.length, dtype=weights.dtype, device=place)
-        self.full = self.gradient = None
-        if self.trained:
-            self.full = self.flat.new_zeros(self.size, dtype=reduce_dtype)
-            self.gradient = self.full[self.own]
-        self.arrived = set()  # the numbers of the parameters whose gradients have come
 
         self.parameters, self.pieces = [], []
-        for p, start, span in zip(parameters, self.starts, self.spans):
+        parts = self.flat.split(self.sizes)
+        for p, part, start, span in zip(parameters, parts, starts, self.spans):
             before = first - start  # how many elements of p lie before the shard, if any
             self.master[span] = weights.flatten()[before + span.start : before + span.stop]
             piece = self.master[span]
@@ -138,21 +136,34 @@ class Bucket:
             self.pieces.append(nn.Parameter(piece, requires_grad=self.trained))
             # Autograd refuses a saved tensor that was written since: its version counter is higher.
             # A view of .data has a counter of its own, which a gather into flat does not raise
-            view = self.flat.data[start : start + p.numel()].view(p.shape)
-            self.parameters.append(nn.Parameter(view, requires_grad=self.trained))
+            part = part.data.view(p.shape)
+            self.parameters.append(nn.Parameter(part, requires_grad=self.trained))
             self.parameters[-1].__dict__.update(p.__dict__)
             weights = next(values, None)
 
-    def cut(self, flat, i):
-        """Parameter i in a tensor like `flat`."""
-        p = self.parameters[i]
-        return flat[self.starts[i] :][: p.numel()].view(p.shape)
+        self.arrived = set()  # the numbers of the parameters whose gradients have come
+        self.full = self.views = self.gradient = None
+        self.reduce_dtype = reduce_dtype or self.flat.dtype
+        if self.trained:
+            self.make_full()
+            self.gradient = self.full[self.own]
+
+    def cut(self, flat):
+        """The parameters' parts of a tensor like `flat`."""
+        pieces = flat.split(self.sizes)
+        return [piece.view(p.shape) for piece, p in zip(pieces, self.parameters)]
+
+    def make_full(self):
+        if self.full is None:
+            self.full = self.flat.new_zeros(self.size, dtype=self.reduce_dtype)
+            self.views = self.cut(self.full)
 
     def zero_grad(self):
         self.full.zero_()
 
     def add(self, i, gradient):
-        self.cut(self.full, i).add_(gradient)
+        self.make_full()  # stage 2 has freed it
+        self.views[i].add_(gradient)
         self.arrived.add(i)
 
     def is_full(self):
@@ -272,7 +283,8 @@ class ZeRO1:
             bucket.passes_left = bucket.passes
 
     def _take(self, bucket, i, p):
-        """The hook of each parameter: move its gradient into the bucket."""
+        """The hook of each parameter: move its gradient into the bucket. p.grad stays None, or
+        somebody would take one rank's gradient for the sum."""
         gradient, p.grad = p.grad, None
         self.latest = "backward()"
         self._backward_begins()
@@ -345,8 +357,10 @@ class ZeRO1:
         while self.queue is not None or any(bucket.passes_left for bucket in self.trained):
             if self.queue is None:  # else an exception ended this pass half way
                 self._begin_pass()
-            for bucket in self.queue if given_up else []:
-                bucket.add(0, torch.nan)  # incomplete: nobody may train on it
+            if given_up:
+                for bucket in self.queue:
+                    bucket.make_full()
+                    bucket.full.fill_(torch.nan)  # incomplete: nobody may train on it
             self._end_pass()
 
     def step(self):
@@ -395,12 +409,13 @@ class ZeRO1:
         copies = {}
         for bucket in self.buckets:
             weights = bucket.whole(bucket.master)
-            gradient = bucket.whole(bucket.gradient) if bucket.trained else None
-            for i, p in enumerate(bucket.parameters):
-                copies[p] = nn.Parameter(bucket.cut(weights, i).clone())
+            for p, part in zip(bucket.parameters, bucket.cut(weights)):
+                copies[p] = nn.Parameter(part.clone())
                 copies[p].__dict__.update(p.__dict__)
-                if bucket.trained:
-                    copies[p].grad = bucket.cut(gradient, i).to(copies[p], copy=True)
+            if bucket.trained:
+                gradient = bucket.whole(bucket.gradient)
+                for p, part in zip(bucket.parameters, bucket.cut(gradient)):
+                    copies[p].grad = part.to(copies[p], copy=True)
         return [(name, copies[p]) for name, p in named]
 
     @property
@@ -447,23 +462,15 @@ class Bucket2(Bucket):
         super().__init__(*args, **options)
         if self.trained:
             self.gradient = self.gradient.clone()
-            self.full = None
+            self.full = self.views = None
 
     def zero_grad(self):
-        self.full = None
+        self.full = self.views = None
         self.gradient.zero_()
-
-    def make_full(self):
-        if self.full is None:
-            self.full = self.gradient.new_zeros(self.size)
-
-    def add(self, i, gradient):
-        self.make_full()
-        super().add(i, gradient)
 
     def keep_shard(self):
         self.gradient += self.full[self.own]
-        self.full = None
+        self.full = self.views = None
 
 
 class ZeRO2(ZeRO1):
@@ -478,7 +485,7 @@ class ZeRO2(ZeRO1):
         super().__init__(*args, **options)
 
     def _reduce(self, bucket):
-        bucket.make_full()
+        bucket.make_full()  # if no parameter of it got a gradient
         super()._reduce(bucket)
         self._wait(leave=1)  # at most two buckets are whole: one is on its way, one fills
 
@@ -708,7 +715,7 @@ def ZeRO(model, group, stage, optimizer, microbatches=1, **options):
 # --- demo ---
 
 import harness
-from harness import zero_bytes
+from harness import zero_bytes, zero_flags
 
 
 def flags():
@@ -716,15 +723,9 @@ def flags():
     g = parser.add_argument_group("ZeRO")
     why = "split: 0 nothing, 1 optimizer states, 2 gradients too, 3 weights too (default: 3)"
     g.add_argument("--stage", type=int, choices=range(4), help=why)
-    harness.precision_flags(g)
-    why = "stages 2, 3: reduce gradients once a step: sends less, holds all of them"
-    g.add_argument("--reduce-once", action="store_true", help=why)
-    why = "stage 3: keep weights from forward until backward: sends a third less, holds all of them"
-    g.add_argument("--keep-gathered", action="store_true", help=why)
+    zero_flags.add_flags(g, bucket_mb=0.5)
     why = "master weights and optimizer states in the host's memory"
     g.add_argument("--offload", action="store_true", help=why)
-    why = "of a bucket, stages 0 to 2: large ones send faster, small ones start earlier"
-    g.add_argument("--bucket-mb", type=harness.real(0), default=0.5, metavar="MB", help=why)
     why = "train nothing: the largest model that fits 80 GB on 64 ranks, for --stage or for all"
     g.add_argument("--fit", action="store_true", help=why)
     return parser
@@ -735,11 +736,7 @@ def main():
     if args.fit:
         return zero_bytes.fit(ZeRO, range(4) if args.stage is None else [args.stage])
     args.stage = 3 if args.stage is None else args.stage
-    problem = f"means nothing in stage {args.stage}"
-    if args.reduce_once and args.stage < 2:
-        raise harness.Refused(f"--reduce-once {problem}: use --stage 2")
-    if args.keep_gathered and args.stage < 3:
-        raise harness.Refused(f"--keep-gathered {problem}: use --stage 3")
+    zero_flags.check(args, args.stage)
     harness.configure(args)
     harness.launch(demo, args, check=lambda world: harness.check_batch(args, world))
 
@@ -748,19 +745,9 @@ def demo(run):
     args, group = run.args, dist.group.WORLD
     run.groups(dp=group)
     model = run.meta_model()
-    options = {
-        "value": run.initial(model),
-        "offload": args.offload,
-        "bucket_bytes": int(args.bucket_mb * 2**20),
-        "param_dtype": harness.DTYPES.get(args.param_dtype),
-        "reduce_dtype": harness.DTYPES.get(args.reduce_dtype),
-    }
-    if args.stage >= 2:
-        options["reduce_each"] = not args.reduce_once
-    if args.stage == 3:
-        options["reshard"] = not args.keep_gathered
-    make_optimizer = functools.partial(harness.make_optimizer, args=args)
-    zero = ZeRO(model, group, args.stage, make_optimizer, args.microbatches, **options)
+    options = zero_flags.options(run, model, args.stage) | {"offload": args.offload}
+    optimizer = functools.partial(harness.make_optimizer, args=args)
+    zero = ZeRO(model, group, args.stage, optimizer, args.microbatches, **options)
     for step in run.steps(zero):
         zero.zero_grad()
         loss = run.zero()

@@ -269,6 +269,26 @@ def test_zero_a_step_given_up_at_different_places(copied, stage, microbatches):
         zero_assert_equal(ours, reference)
 
 
+@pytest.mark.parametrize("stage", [0, 1, 2])
+def test_zero_a_rank_that_gives_up_alone_leaves_nan(copied, stage):
+    """The others' sums lack its part. The bucket's first parameter is empty. Needs two ranks."""
+
+    def work(rank):
+        import zero
+
+        model = nn.Linear(4, 4)
+        model.empty = nn.Parameter(torch.zeros(0))
+        sharded = zero.ZeRO(model, dist.group.WORLD, stage, torch.optim.SGD)
+        if rank == 0:
+            sharded.zero_grad(give_up=True)
+            return
+        model(torch.ones(1, 4)).sum().backward()
+        sharded.finish()
+        assert all(bucket.gradient.isnan().all() for bucket in sharded.trained)
+
+    copied("zero", 2, work)
+
+
 def test_zero_step_frees_what_a_forward_gathered(copied):
     """Parameters outside of any unit included."""
 
