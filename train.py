@@ -182,7 +182,8 @@ def data_parallel(run, model, groups):
     if args.zero == 0 and args.dtype == args.param_dtype == args.reduce_dtype:
         run.fill(model)
         bucket_bytes = int(args.bucket_mb * 2**20)
-        sync = ddp.DDP(model.uses(), groups["dp"], args.microbatches, bucket_bytes)
+        options = {"all_reduce": harness.all_reduce}
+        sync = ddp.DDP(model.uses(), groups["dp"], args.microbatches, bucket_bytes, **options)
         return sync, harness.make_optimizer(model.parameters(), args)
     sharded_optimizer = ZeRO(
         model,

@@ -333,6 +333,8 @@ class ZeRO1:
                 self._reduce(bucket)
 
     def _reduce(self, bucket):
+        if bucket.ranks == 1:
+            return bucket.keep_shard()
         shard, group = bucket.full[bucket.own], self.reduce_group or bucket.group
         work = self.reduce_scatter(shard, bucket.full, group=group, async_op=True)
         self.works.append((bucket, work))

@@ -23,7 +23,7 @@ from harness.flags import (
 )
 from harness.formulas import activation_bytes
 from harness.large_vocabulary import lean_head
-from harness.optimizer import clip, grad_norm, learning_rate, make_optimizer, sum_over
+from harness.optimizer import all_reduce, clip, grad_norm, learning_rate, make_optimizer, sum_over
 from harness.placement import placement, take
 from harness.plots import check_plot, plot_flag, pyplot, save
 from harness.presets import parameter_count

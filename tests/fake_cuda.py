@@ -7,7 +7,8 @@ the second, under FakeTensorMode on `cuda:0`, with a process group of torch's fa
 case it prints a line of JSON:
 
     misplaced   what nccl would refuse: a collective with a tensor that is on the CPU, that is not
-                contiguous, or that has a dtype without a nccl type
+                contiguous, or that has a dtype without a nccl type; and, in train.py, a message in
+                a group of one rank, for which nccl would hold a communicator
     waits       {operation and line: how often} of what makes the host wait until the device is
                 done: .item(), nonzero, an index that is a mask, blocking copies between both
     kernels     operations that would launch a kernel, as autograd's threads launch them
@@ -41,7 +42,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 sys.path.insert(0, ROOT)
 import expert_parallel
 import harness
-from harness.ledger import tensors_in
+from harness.ledger import group_in, tensors_in
 from trainer import dryrun
 from trainer.meter import grouped_mm_result
 
@@ -74,8 +75,9 @@ def here():
 class Watch(TorchDispatchMode):
     """Notes every operation. The attributes are those of the module's docstring."""
 
-    def __init__(self):
+    def __init__(self, groups_must_have_two=False):
         super().__init__()
+        self.groups_must_have_two = groups_must_have_two
         self.launched = set()  # kernels, as (operation, dtypes)
         self.fresh, self.late = None, []  # first launches since the first receive; see `late`
         self.begin()
@@ -92,6 +94,8 @@ class Watch(TorchDispatchMode):
         name = func.overloadpacket.__name__
         if func.namespace == "c10d":
             self.check_collective(name, given)
+            if self.groups_must_have_two and group_in(args).size() == 1:
+                self.misplaced[f"{name} in a group of one rank at {here()}"] += 1
         if func is torch.ops.aten._local_scalar_dense.default:
             if on_cuda:
                 self.waits[f"item at {here()}"] += 1
@@ -155,8 +159,8 @@ class FakeRun(dryrun.DryRun):
 
     microbatches = harness.Run.microbatches  # with its copies to the device
 
-    def __init__(self, args, rank, world, modes):
-        self.seen, self.modes = Watch(), modes
+    def __init__(self, args, rank, world, modes, script):
+        self.seen, self.modes = Watch(groups_must_have_two=script == "train"), modes
         harness.Run.__init__(self, args, rank, world, CUDA)
         self.draw = lambda name, shape, init, seed: torch.empty(shape)
 
@@ -219,7 +223,7 @@ def play(script, flags, rank, world):
         args.device = "cuda"
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=size)
         with contextlib.ExitStack() as modes:
-            runs.append(FakeRun(args, rank, size, modes))
+            runs.append(FakeRun(args, rank, size, modes, script))
             demo(runs[0])
 
     def read(dispatch, sizes, assignments):
