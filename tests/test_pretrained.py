@@ -290,6 +290,22 @@ def test_scaled_frequencies_are_transformers_to_the_last_bit(theta, longest, sca
     assert torch.equal(scaling(plain), right) and not torch.equal(plain, right)
 
 
+@pytest.mark.parametrize(
+    "name, field, other",
+    [
+        ("gpt2", "activation_function", "gelu_pytorch_tanh"),
+        ("llama", "hidden_act", "swish"),
+    ],
+)
+def test_two_names_of_an_activation_are_one_function(name, field, other):
+    content = THEIRS[name]().config.to_dict()
+    right = hf_config.translate(content)
+    assert hf_config.translate(content | {field: other}) == right
+    x = torch.randn(9, dtype=torch.float64)
+    one, two = (transformers.activations.ACT2FN[name](x) for name in (content[field], other))
+    torch.testing.assert_close(one, two, rtol=1e-12, atol=1e-12)
+
+
 REQUIRED = dict(model_type="llama", **SIZES)
 LINEAR = {"type": "linear", "factor": 2.0}
 
@@ -450,7 +466,7 @@ def test_a_context_of_at_most_1024_unless_asked(folders, tmp_path, capsys):
     shutil.copytree(folders["tied llama"], folder)
     change(folder, max_position_embeddings=131072)
     assert prepare(f"--init-from {folder}")[1].context == 1024
-    assert "--context is 1,024; the model in" in capsys.readouterr().err
+    assert "--context is 1,024 by default; the model in" in capsys.readouterr().err
     assert prepare(f"--init-from {folder} --context 4096")[1].context == 4096
     assert not capsys.readouterr().err
 
@@ -494,6 +510,8 @@ def test_resume_needs_no_init_from(ranks, folders, text, tmp_path):
     rest = losses(f"--steps 4 --out {out} --resume --export {export}")
     assert first + rest == pytest.approx(whole, rel=1e-10)
     assert hf_config.read(export).fields["rope_scaling"].factor == 8.0
+    sampled, begun = f"--out {out} --only-sample", f"{start} --context 16"
+    assert prepare(sampled)[1] == prepare(begun)[1]
     with pytest.raises(harness.Refused, match="--layers 7 is not the model's 4"):
         prepare(f"--steps 4 --out {out} --resume --layers 7")
     with pytest.raises(harness.Refused, match="--family gpt2: .* of the family llama"):

@@ -124,7 +124,7 @@ TYPES = dict(
     vocab_size=whole(2**26),
     tie_word_embeddings=FLAG,
     # GPT-2
-    n_layer=whole(2**12),
+    n_layer=whole(2**10),
     n_head=whole(2**16),
     n_embd=WIDTH,
     n_positions=POSITIONS,
@@ -134,7 +134,7 @@ TYPES = dict(
     scale_attn_weights=FLAG,
     scale_attn_by_inverse_layer_idx=FLAG,
     # Llama and those after it
-    num_hidden_layers=whole(2**12),
+    num_hidden_layers=whole(2**10),
     num_attention_heads=whole(2**16),
     num_key_value_heads=or_null(whole(2**16)),
     head_dim=or_null(WIDTH),

@@ -48,7 +48,7 @@ def add_flags(parser):
     g = parser.add_argument_group("real weights (see trainer/pretrained.py)")
     why = (
         "start from a Hugging Face folder of a GPT-2, Llama, Mistral, Mixtral or Qwen2 model, in "
-        "any layout"
+        f"any layout; --context is then at most {CONTEXT} by default"
     )
     g.add_argument("--init-from", metavar="FOLDER", help=why)
     g.add_argument(
@@ -65,14 +65,8 @@ def shape_of(args):
         return None
     with harness.refusing():
         fields, window = hf_config.read(args.init_from)
-    context = fields["context"]
-    if args.context is None and context > CONTEXT:
-        fields["context"] = CONTEXT
-        note = (
-            f"--context is {CONTEXT:,}; the model in {args.init_from} knows {context:,} positions"
-        )
-        if not args.quiet and os.environ.get("RANK", "0") == "0":
-            say_once(note)
+    if args.context is None:
+        fields["context"] = min(fields["context"], CONTEXT)
     if window is not None and (args.context or 0) > window:
         raise Refused(
             f"--context {args.context}: the model in {args.init_from} has a sliding window of "
@@ -118,6 +112,13 @@ def check(args, config):
         raise Refused(
             f"--export {args.export} can't be written ({e.strerror}): give another folder"
         ) from e
+    if args.init_from and args.context is None and not args.quiet:
+        longest = read_config(args.init_from)["context"]
+        if longest > config.context and os.environ.get("RANK", "0") == "0":
+            say_once(
+                f"--context is {config.context:,} by default; the model in {args.init_from} knows "
+                f"{longest:,} positions"
+            )
 
 
 @torch.no_grad()
