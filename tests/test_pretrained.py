@@ -171,6 +171,7 @@ def test_any_layout_starts_from_it_and_exports(ranks, folders, text, tmp_path, n
         (lambda f: save(f, {"lm_head.bias": torch.zeros(300)}), "lm_head.bias, which nothing"),
         (lambda f: save(f, {"lm_head.weight": torch.zeros(300, 32)}), "config.json ties them"),
         (lambda f: save(f, {"lm_head.weight": torch.zeros(30, 32)}), "config.json ties them"),
+        (lambda f: save(f, {"lm_head.weight": torch.zeros(300, 32).byte()}), "of type U8"),
         (lambda f: save(f, {f"{MLP}.SCB": torch.zeros(128)}), "c_fc.SCB, which nothing"),
         (lambda f: save(f, {f"{MLP}.weight": FP8}), "c_fc.weight is of type F8_E4M3"),
         (lambda f: save(f, {f"{MLP}.weight": FP8.view(torch.int8)}), "c_fc.weight is of type I8"),
@@ -449,7 +450,7 @@ def test_names_without_prefix_and_known_buffers_are_read(folders, tmp_path):
             [
                 there | buffers[name],
                 bare,
-                there | {"lm_head.weight": matrix.clone()},
+                there | {"lm_head.weight": matrix.double()},
                 {k: x for k, x in there.items() if k != embedding} | {"lm_head.weight": matrix},
             ]
         ):

@@ -413,10 +413,11 @@ class Folder:
     def check_tied(self, rows=4096):
         """Refuse an output matrix that is not the embedding, though the config ties them."""
         embedding = self.find(self.their("embed.token.weight"))
+        shapes = [list(self.look(name).shape) for name in (embedding, "lm_head.weight")]
+        same = shapes[0] == shapes[1]
         a, b = (self.files[name].get_slice(name) for name in (embedding, "lm_head.weight"))
-        same = a.get_shape() == b.get_shape()
-        for i in range(0, a.get_shape()[0], rows):
-            same = same and torch.equal(a[i : i + rows], b[i : i + rows])
+        for i in range(0, shapes[0][0], rows):
+            same = same and torch.equal(wide(a[i : i + rows]), wide(b[i : i + rows]))
         if not same:
             raise ValueError(
                 f"{self.folder} has an lm_head.weight that differs from {embedding}, though its "
