@@ -509,7 +509,7 @@ class Config:
             value = getattr(self, field.name)
             choices = get_args(field.type)
             least = 0 if field.name in ("experts", "shared") else 1
-            if choices and value not in choices:
+            if choices and (value not in choices or type(value) not in (str, bool)):  # 1 == True
                 known = ", ".join(map(str, choices))
                 raise ValueError(f"{field.name} must be one of {known}, not {value!r}")
             if field.type is int and value < least:

@@ -515,6 +515,15 @@ def test_resume_needs_no_init_from(ranks, folders, text, tmp_path):
     assert prepare(sampled)[1] == prepare(begun)[1]
     with pytest.raises(harness.Refused, match="--layers 7 is not the model's 4"):
         prepare(f"--steps 4 --out {out} --resume --layers 7")
+    path = out / "step-00000004" / "index.json"
+    right = json.loads(path.read_text())
+    for name in right["shape"]:
+        for value in (None, [1], "x", 2.5):
+            # A damaged shape is taken for none, unless it is as good: no traceback
+            shape = right["shape"] | {name: value}
+            path.write_text(json.dumps(right | {"shape": shape}))
+            prepare(sampled)
+    path.write_text(json.dumps(right))
     with pytest.raises(harness.Refused, match="--family gpt2: .* of the family llama"):
         prepare(f"--steps 4 --out {out} --resume --family gpt2")
 

@@ -289,6 +289,16 @@ class RopeScaling:
         return {name: value for name, value in asdict(self).items() if value is not None}
 
 
+def read_scaling(content):
+    """The RopeScaling that `asdict` made `content` of, or None. Raises TypeError or ValueError for
+    anything else."""
+    if content is None:
+        return None
+    written = {name: value for name, value in content.items() if value is not None}
+    check_types(written, ROPE_TYPES)
+    return RopeScaling(**written)
+
+
 def rope_of(theirs, kind):
     """(theta, RopeScaling or None). As in transformers, rope_scaling goes before rope_parameters,
     and the theta in it before the one beside it."""

@@ -71,13 +71,16 @@ def shape_of(args):
         return None
     shape = checkpoint.newest_index(args.out).get("shape")
     try:
-        scaling = shape["rope_scaling"]
-        fields = shape | {"rope_scaling": scaling and hf_config.RopeScaling(**scaling)}
-        config = Config(**fields)
-    except (TypeError, KeyError, ValueError, ArithmeticError):
+        fields = shape | {"rope_scaling": hf_config.read_scaling(shape["rope_scaling"])}
+        Config(**fields)
+    except (TypeError, AttributeError, KeyError, ValueError, ArithmeticError):
         return None  # not as it was written: what is wrong is said when it is loaded
-    whole = [field.name for field in dataclasses.fields(Config) if field.type is int]
-    return fields if all(type(getattr(config, name)) is int for name in whole) else None
+    fitting = {int: (int,), float: (int, float), bool: (bool,)}
+    types = {field.name: field.type for field in dataclasses.fields(Config)}
+    for name, value in fields.items():
+        if type(value) not in fitting.get(types[name], (type(value),)):
+            return None
+    return fields
 
 
 @contextlib.contextmanager
