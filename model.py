@@ -53,9 +53,9 @@ class Attention(nn.Module):
         self.queries_per_kv = config.heads // config.kv_heads
         self.enter = nn.Identity()  # replaced in a cut layer: sums x's gradient or gathers x
         rows = (config.heads + 2 * config.kv_heads) * self.head_dim
-        self.qkv = nn.Linear(config.width, rows, bias=config.bias)
+        self.qkv = nn.Linear(config.width, rows, bias=bool(config.bias))
         self.core = AttentionCore()
-        self.proj = nn.Linear(config.width, config.width, bias=config.bias)
+        self.proj = nn.Linear(config.width, config.width, bias=config.bias is True)
         self.run = run_directly  # activation checkpointing may replace it
 
     def forward(self, x, rope, norm):
@@ -87,9 +87,9 @@ class MLP(nn.Module):
         self.enter = nn.Identity()
         self.gate = None
         if config.mlp == "swiglu":
-            self.gate = nn.Linear(config.width, config.hidden, bias=config.bias)
-        self.up = nn.Linear(config.width, config.hidden, bias=config.bias)
-        self.down = nn.Linear(config.hidden, config.width, bias=config.bias)
+            self.gate = nn.Linear(config.width, config.hidden, bias=config.bias is True)
+        self.up = nn.Linear(config.width, config.hidden, bias=config.bias is True)
+        self.down = nn.Linear(config.hidden, config.width, bias=config.bias is True)
         self.run = run_directly
 
     def forward(self, x, count=None, norm=nn.Identity()):
@@ -159,7 +159,8 @@ class GPT(nn.Module):
             count = (targets != IGNORE).sum()
         rope = None
         if c.positions == "rope":
-            rope = rotary_table(positions, c.width // c.heads, c.rope_theta, x.dtype)
+            head_dim = c.width // c.heads
+            rope = rotary_table(positions, head_dim, c.rope_theta, x.dtype, c.rope_scaling)
         for block in self.blocks.values():
             x = self.run(block, x, rope, drop_key, count)
         if self.head is None:
@@ -239,11 +240,14 @@ def activate(up, gate=None):
     return F.silu(gate) * up
 
 
-def rotary_table(positions, head_dim, theta, dtype):
+def rotary_table(positions, head_dim, theta, dtype, scaling=None):
     """cos and sin of the angles of positions (T,): (T, D) each (Su et al. 2021, 2104.09864)."""
     # In float32 whatever the model's dtype: published weights were trained so
     steps = torch.arange(0, head_dim, 2, device=positions.device).float() / head_dim
-    angles = torch.outer(positions.float(), 1.0 / theta**steps)  # (T, D/2)
+    frequencies = 1.0 / theta**steps  # (D/2,)
+    if scaling is not None:
+        frequencies = scaling(frequencies)
+    angles = torch.outer(positions.float(), frequencies)  # (T, D/2)
     angles = torch.cat((angles, angles), dim=-1)  # (T, D)
     return angles.cos().to(dtype), angles.sin().to(dtype)
 
@@ -475,10 +479,11 @@ class Config:
     positions: Literal["learned", "rope"] = "learned"
     norm: Literal["layernorm", "rmsnorm"] = "layernorm"
     mlp: Literal["gelu", "swiglu"] = "gelu"
-    bias: bool = True
+    bias: Literal[True, False, "qkv"] = True  # qkv: on these projections alone (Qwen2)
     tied: bool = True  # one matrix is both the token embedding and the output projection
     dropout: float = 0.0  # on the embedding, and on what attention and MLP add to x
     rope_theta: float = 10000.0
+    rope_scaling: object = None  # a function of the frequencies (trainer/hf_config.py: Llama 3.1)
     norm_eps: float = 1e-5
     experts: int = 0  # 0: a plain MLP in every block
     top_k: int = 2  # experts that a token passes
@@ -507,8 +512,9 @@ class Config:
             value = getattr(self, field.name)
             choices = get_args(field.type)
             least = 0 if field.name in ("experts", "shared") else 1
-            if choices and value not in choices:
-                raise ValueError(f"{field.name} must be one of {', '.join(choices)}, not {value!r}")
+            if choices and (value not in choices or type(value) not in (str, bool)):  # 1 == True
+                known = ", ".join(map(str, choices))
+                raise ValueError(f"{field.name} must be one of {known}, not {value!r}")
             if field.type is int and value < least:
                 raise ValueError(f"{field.name} must be at least {least}, not {value}")
         if not 0 <= self.dropout < 1:

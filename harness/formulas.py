@@ -97,7 +97,9 @@ def parameters_held(config, t, blocks, embedding=True, head=True, experts=None):
         hidden = ceil(config.hidden * config.shared, t)
     block = qkv_rows * c + c * c // t + (up_matrices + 1) * hidden * c
     if config.bias:  # column-parallel biases are split, row-parallel ones are whole
-        block += qkv_rows + c
+        block += qkv_rows
+    if config.bias is True:
+        block += c
         if hidden:
             block += up_matrices * hidden + c
     if config.experts:
@@ -185,9 +187,9 @@ def partial_parameters(config, blocks, embedding=True, head=True):
     c = config.width
     norm = 2 * c if config.norm == "layernorm" else c
     block = 2 * norm + config.experts * c
-    if config.bias:
+    if config.bias is True:
         block += c  # attention's output
-    if config.bias and (config.shared or not config.experts):
+    if config.bias is True and (config.shared or not config.experts):
         block += c  # the MLP's output
     size = blocks * block
     if embedding and config.positions == "learned":

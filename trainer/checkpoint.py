@@ -40,6 +40,7 @@ see the folder.
     python train.py --pp 4 --out runs/a --resume
 """
 
+import contextlib
 import json
 import math
 import os
@@ -400,6 +401,18 @@ def newest(folder, header, free=()):
                     f"{path} is of another run, its {what}: change the flags, or --out"
                 )
     return path, index, passed
+
+
+def newest_index(folder):
+    """The index of the newest checkpoint that has one, {} where there is none. For what must be
+    known before there are ranks: whether the checkpoint is whole is not looked at."""
+    names = []
+    with contextlib.suppress(OSError):
+        names = os.listdir(folder)
+    for name in sorted((n for n in names if step_of(n) is not None), reverse=True):
+        with contextlib.suppress(ValueError, OSError):
+            return read_index(os.path.join(folder, name), step_of(name))
+    return {}
 
 
 def read_index(path, step):

@@ -177,6 +177,7 @@ def play(args, rank, cluster, train, brief=False, routing=even):
         sample=0,
         out=None,
         resume=False,
+        init_from=None,  # the sizes are in args.shape
         export=None,
         log_to=None,
         wandb=None,

@@ -19,7 +19,11 @@ def prepare(args):
     """(a copy of the flags, with what follows from others filled in; the model's Config). Refuses
     what does not fit, before any process is started."""
     args = copy.copy(args)
-    args.shape = pretrained.shape_of(args)
+    if args.out and saving.restarted():
+        args.resume = True
+    args.shape = pretrained.shape_of(args) or saving.shape_of(args)
+    if args.shape:
+        pretrained.check_family(args)
     config = harness.configure(args)
     if args.microbatches is None:
         args.microbatches = default_microbatches(args)
@@ -27,8 +31,6 @@ def prepare(args):
     args.reduce_dtype = args.reduce_dtype or args.param_dtype
     if args.prove is None:
         args.prove = 3 if harness.parameter_count(config) < 20e6 else 0
-    if args.out and saving.restarted():
-        args.resume = True
     check(args, config)
     return args, config
 

@@ -1,10 +1,10 @@
-"""Real weights in and out: Hugging Face folders of GPT-2, Llama and Mixtral models.
+"""Real weights in and out: Hugging Face folders of GPT-2, Llama, Mistral, Mixtral and Qwen2 models.
 
-A folder holds config.json and the weights: model.safetensors, or several files and
-model.safetensors.index.json, which says what is where. `Folder` reads it. Asked for a parameter by
-our name, it returns the whole parameter, made from the folder's tensors:
+A folder holds config.json (hf_config.py reads it) and the weights: model.safetensors, or several
+files and model.safetensors.index.json, which names them. `Folder` reads it. Asked for a parameter
+by our name, it returns the whole parameter, made from the folder's tensors:
 
-    ours                        Llama, Mixtral                           GPT-2 (stored (in, out))
+    ours                        Llama and those after it                 GPT-2 (stored (in, out))
     attn.qkv (q..q k v | ...)   q_proj, k_proj, v_proj                   c_attn, columns q | k | v
     mlp.gate, up, down          gate_proj, up_proj, down_proj            -, c_fc, c_proj
     mlp.experts.gate, up, down  block_sparse_moe.experts.N.w1, w3, w2,   -
@@ -14,27 +14,31 @@ our name, it returns the whole parameter, made from the folder's tensors:
 The model's filling calls it in the place of random numbers, so every layout is filled as ever: each
 rank takes its piece of one whole parameter and drops the rest. `write` goes the other way, from
 (name, whole tensor) pairs to a folder that transformers loads. Nothing is unpickled. Sizes in a
-file's header are compared with what the model needs before memory is taken.
+file's header are compared with what the model needs before memory is taken, and a folder with a
+tensor that no parameter is made from is refused: it would be another model.
 
     python train.py --init-from FOLDER --tokenizer gpt2 --context 256
     python train.py --export FOLDER
 """
 
+import functools
 import json
 import os
 import pathlib
+import re
 import shutil
 
 import torch
 import torch.distributed as dist
 
-from harness import Refused
+import harness
+from harness import Refused, presets
 from harness.placement import placement
-from harness.presets import parameter_shapes
+from trainer import hf_config
 from trainer.checkpoint import holdings, speaks
+from trainer.hf_config import GPT2, LLAMA
 
-GPT2 = dict(positions="learned", norm="layernorm", mlp="gelu", bias=True)
-LLAMA = dict(positions="rope", norm="rmsnorm", mlp="swiglu", bias=False)
+CONTEXT = 1024  # the default of --context is at most this
 
 
 # --- what train.py calls
@@ -42,7 +46,10 @@ LLAMA = dict(positions="rope", norm="rmsnorm", mlp="swiglu", bias=False)
 
 def add_flags(parser):
     g = parser.add_argument_group("real weights (see trainer/pretrained.py)")
-    why = "start from a Hugging Face folder of a GPT-2, Llama or Mixtral model, in any layout"
+    why = (
+        "start from a Hugging Face folder of a GPT-2, Llama, Mistral, Mixtral or Qwen2 model, in "
+        f"any layout; --context is then at most {CONTEXT} by default"
+    )
     g.add_argument("--init-from", metavar="FOLDER", help=why)
     g.add_argument(
         "--export",
@@ -53,18 +60,49 @@ def add_flags(parser):
 
 def shape_of(args):
     """The fields of model.Config that --init-from asks for, or None without it. Refuses a folder
-    that can't be read."""
-    try:
-        return read_config(args.init_from) if args.init_from else None
-    except ValueError as e:
-        raise Refused(str(e)) from e
+    that can't be read, and flags that ask for another model."""
+    if not args.init_from:
+        return None
+    with harness.refusing():
+        fields, window = hf_config.read(args.init_from)
+    if args.context is None:
+        fields["context"] = min(fields["context"], CONTEXT)
+    if window is not None and (args.context or 0) > window:
+        raise Refused(
+            f"--context {args.context}: the model in {args.init_from} has a sliding window of "
+            f"{window}, which is not known here: give at most --context {window}"
+        )
+    return fields
+
+
+def check_family(args):
+    """Refuse a --family or --preset that names another model than the one in args.shape."""
+    where, fields = args.init_from or args.out, args.shape
+    family = "gpt2" if fields["positions"] == "learned" else "llama"
+    if args.family not in (None, family):
+        raise Refused(
+            f"--family {args.family}: the model in {where} is of the family {family}: leave "
+            "--family out"
+        )
+    with harness.refusing():
+        named = presets.configure(args.preset)
+    for name in presets.PRESETS[args.preset]:
+        if name not in ("context", "vocab") and getattr(named, name) != fields[name]:
+            raise Refused(
+                f"--preset {args.preset} has {name} {getattr(named, name)}, the model in {where} "
+                f"{fields[name]}: leave --preset out"
+            )
+
+
+say_once = functools.cache(harness.say)
 
 
 def check(args, config):
-    """Refuse a folder that lacks weights, or an --export that can't be written."""
+    """Refuse a folder that lacks weights, or an --export that can't be written. A dry run reads no
+    weights: config.json is enough."""
     try:
-        if args.init_from:
-            Folder(args.init_from, config).check(parameter_shapes(config).items())
+        if args.init_from and not (args.dry_run or args.plan):
+            Folder(args.init_from, config).check(presets.parameter_shapes(config).items())
         if args.export:
             write_config(config)
             os.makedirs(args.export, exist_ok=True)
@@ -74,6 +112,13 @@ def check(args, config):
         raise Refused(
             f"--export {args.export} can't be written ({e.strerror}): give another folder"
         ) from e
+    if args.init_from and args.context is None and not args.quiet:
+        longest = read_config(args.init_from)["context"]
+        if longest > config.context and os.environ.get("RANK", "0") == "0":
+            say_once(
+                f"--context is {config.context:,} by default; the model in {args.init_from} knows "
+                f"{longest:,} positions"
+            )
 
 
 @torch.no_grad()
@@ -87,7 +132,7 @@ def export(run, model, optimizer, data_group):
     }
 
     def wholes():
-        for name, shape in parameter_shapes(run.config).items():
+        for name, shape in presets.parameter_shapes(run.config).items():
             whole = torch.zeros(shape, dtype=run.dtype, device=run.device)
             if name in own and speaks(own[name][0], data_group, optimizer):
                 put(whole, *own[name])
@@ -118,90 +163,8 @@ def put(whole, parameter, values, first):
 
 def read_config(folder):
     """The fields of model.Config that a folder's config.json asks for, as a dict. Raises
-    ValueError, in one sentence, for what is missing, or what our model does not do."""
-    path = pathlib.Path(folder) / "config.json"
-    try:
-        theirs = json.loads(path.read_text())
-    except OSError as e:
-        raise ValueError(
-            f"{path} can't be read ({e.strerror}): give a folder with config.json and safetensors "
-            "files"
-        ) from e
-    except ValueError as e:
-        raise ValueError(f"{path} is no JSON: fetch it again") from e
-    kind = theirs.get("model_type")
-    try:
-        if kind == "gpt2":
-            return of_gpt2(theirs)
-        if kind in ("llama", "mixtral"):
-            return of_llama(theirs)
-    except KeyError as e:
-        raise ValueError(f"{path} has no {e.args[0]}: fetch it again") from e
-    raise ValueError(f"{path} is of a {kind!r} model: gpt2, llama and mixtral can be read")
-
-
-def of_gpt2(theirs):
-    if theirs.get("activation_function", "gelu_new") != "gelu_new":
-        raise ValueError(f"activation {theirs['activation_function']!r} is not GPT-2's gelu_new")
-    names = dict(
-        layers="n_layer", heads="n_head", width="n_embd", context="n_positions", vocab="vocab_size"
-    )
-    ours = {name: theirs[there] for name, there in names.items()}
-    hidden, tied = (
-        theirs.get("n_inner") or 4 * ours["width"],
-        theirs.get("tie_word_embeddings", True),
-    )
-    return (
-        GPT2
-        | ours
-        | dict(
-            hidden=hidden,
-            kv_heads=ours["heads"],
-            tied=tied,
-            norm_eps=theirs.get("layer_norm_epsilon", 1e-5),
-        )
-    )
-
-
-def of_llama(theirs):
-    rope = theirs.get("rope_parameters") or theirs.get("rope_scaling") or {}
-    if rope.get("rope_type", rope.get("type", "default")) != "default":
-        raise ValueError(
-            f"rotary positions of type {rope.get('rope_type', rope.get('type'))!r}: only the "
-            "plain ones are known here"
-        )
-    if (
-        theirs.get("hidden_act", "silu") != "silu"
-        or theirs.get("attention_bias")
-        or theirs.get("mlp_bias")
-    ):
-        raise ValueError(
-            "an activation other than silu, or biases: this Llama is not one that we know"
-        )
-    names = dict(
-        layers="num_hidden_layers",
-        heads="num_attention_heads",
-        width="hidden_size",
-        hidden="intermediate_size",
-    )
-    names |= dict(context="max_position_embeddings", vocab="vocab_size")
-    ours = {name: theirs[there] for name, there in names.items()}
-    if theirs.get("head_dim") not in (None, ours["width"] // ours["heads"]):
-        raise ValueError(
-            f"heads of {theirs['head_dim']}, not {ours['width']} / {ours['heads']}, are not known "
-            "here"
-        )
-    if theirs.get("sliding_window"):
-        raise ValueError("attention in a sliding window is not known here")
-    ours["kv_heads"] = theirs.get("num_key_value_heads") or ours["heads"]
-    ours["rope_theta"] = float(theirs.get("rope_theta") or rope.get("rope_theta", 10000.0))
-    ours |= dict(
-        tied=bool(theirs.get("tie_word_embeddings", False)),
-        norm_eps=theirs.get("rms_norm_eps", 1e-6),
-    )
-    if theirs["model_type"] == "mixtral":
-        ours |= dict(experts=theirs["num_local_experts"], top_k=theirs["num_experts_per_tok"])
-    return LLAMA | ours
+    ValueError: see hf_config.read."""
+    return hf_config.read(folder).fields
 
 
 def write_config(config):
@@ -225,7 +188,7 @@ def write_config(config):
         )
         if config.kv_heads != config.heads:
             raise ValueError("a GPT-2 with grouped queries is not one that transformers knows")
-    elif fields == LLAMA:
+    elif fields in (LLAMA, LLAMA | {"bias": "qkv"}):
         ours = dict(
             num_hidden_layers=config.layers,
             num_attention_heads=config.heads,
@@ -240,6 +203,14 @@ def write_config(config):
             model_type="llama",
             architectures=["LlamaForCausalLM"],
         )
+        if config.rope_scaling is not None:
+            ours["rope_scaling"] = config.rope_scaling.written()
+        if config.bias == "qkv":
+            if config.experts:
+                raise ValueError("experts and biases on q, k and v are not of one known family")
+            ours |= dict(model_type="qwen2", architectures=["Qwen2ForCausalLM"])
+            ours |= dict(use_sliding_window=False)
+            del ours["attention_bias"]
         if config.experts:
             if config.shared or config.scores != "softmax" or not config.renormalize:
                 raise ValueError(
@@ -320,8 +291,9 @@ def theirs_llama(name, config):
         return [ends[name]], lambda x: x, lambda x: [x]
     _, layer, *rest = name.removesuffix(".weight").split(".")
     inner, block = ".".join(rest), f"model.layers.{layer}."
-    if inner == "attn.qkv":
-        there = [f"{block}self_attn.{x}_proj.weight" for x in "qkv"]
+    if inner in ("attn.qkv", "attn.qkv.bias"):
+        kind = "bias" if inner.endswith("bias") else "weight"
+        there = [f"{block}self_attn.{x}_proj.{kind}" for x in "qkv"]
         return (
             there,
             lambda *qkv: join_heads(*qkv, config.kv_heads),
@@ -346,10 +318,36 @@ def theirs_llama(name, config):
 
 # --- reading
 
+# What a file may have without a parameter of ours: tables that older versions of transformers saved
+BUFFERS = {
+    "gpt2": r"(transformer\.)?h\.\d+\.attn\.(masked_)?bias",
+    "llama": r"(model\.)?(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq",
+}
+DTYPES = ("F64", "F32", "F16", "BF16")  # others, such as F8_E4M3, need scales
+
 
 def wide(x):
     """In float32 at least."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def files_of(folder):
+    """The names of a folder's weight files. As in transformers model.safetensors goes before an
+    index."""
+    index = folder / "model.safetensors.index.json"
+    if (folder / "model.safetensors").exists() or not index.exists():
+        return ["model.safetensors"]
+    try:
+        where = hf_config.read_json(index).get("weight_map")
+    except OSError as e:
+        raise ValueError(f"{index} can't be read ({e.strerror}): fetch it again") from e
+    names = list(where.values()) if isinstance(where, dict) else []
+    if not names or not all(isinstance(name, str) for name in names):
+        raise ValueError(f"{index} has no weight_map from tensors to files: fetch it again")
+    for name in names:
+        if pathlib.PurePath(name).name != name or "\0" in name:
+            raise ValueError(f"{index} names {name!r}: weights must lie in the folder itself")
+    return sorted(set(names))
 
 
 class Folder:
@@ -362,38 +360,69 @@ class Folder:
     def __init__(self, folder, config):
         from safetensors import SafetensorError, safe_open
 
-        self.folder, self.config, self.files, self.error = (
-            pathlib.Path(folder),
-            config,
-            {},
-            SafetensorError,
-        )
-        index = self.folder / "model.safetensors.index.json"
-        names = ["model.safetensors"]
-        if index.exists():
-            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        for name in names:
-            if pathlib.PurePath(name).name != name:
-                raise ValueError(f"{index} names {name!r}: weights must lie in the folder itself")
+        self.folder, self.config = pathlib.Path(folder), config
+        self.files = {}  # {tensor's name: its open file}
+        self.seen = set()  # the names that `look` has been asked for
+        for name in files_of(self.folder):
             try:
                 file = safe_open(self.folder / name, framework="pt")
             except (OSError, SafetensorError) as e:
                 raise ValueError(f"{self.folder / name} can't be read ({e}): fetch it again") from e
+            twice = self.files.keys() & file.keys()
+            if twice:
+                raise ValueError(
+                    f"{self.folder / name} has {min(twice)}, and so has another file of the "
+                    "folder: leave one of them there"
+                )
             self.files |= dict.fromkeys(file.keys(), file)
 
     def find(self, name):
-        """Their tensor's name as it is in this folder: the hub's GPT-2 has no prefix."""
-        return name if name in self.files else name.removeprefix("transformer.")
+        """Their tensor's name as it is in this folder. A model without its head was saved without
+        the prefix, the hub's GPT-2 too; one tied matrix may have either of its names."""
+        names = [name, name.removeprefix("transformer.").removeprefix("model.")]
+        if self.config.tied and name == self.their("embed.token.weight"):
+            names.append("lm_head.weight")
+        return next((there for there in names if there in self.files), name)
+
+    def their(self, name):
+        """Their name of a parameter of ours that is one tensor there."""
+        return theirs(name, self.config)[0][0]
 
     def tensor(self, name, shape=None):
         self.look(name, shape)
         return self.files[self.find(name)].get_tensor(self.find(name))
 
     def check(self, named):
-        """Whether there is all of (our name, shape) pairs, without reading it."""
+        """Refuse a folder that lacks one of (our name, shape) pairs, or has more than them. Reads
+        no values, but for a tied matrix that is there twice."""
         with torch.device("meta"):
             for name, shape in named:
                 self.read(name, shape, self.look)
+        buffer = BUFFERS["gpt2" if self.config.norm == "layernorm" else "llama"]
+        rest = {name for name in self.files if not re.fullmatch(buffer, name)} - self.seen
+        if self.config.tied and "lm_head.weight" in rest:
+            self.check_tied()
+            rest.remove("lm_head.weight")
+        if rest:
+            others = f" and {len(rest) - 1} more" if len(rest) > 1 else ""
+            raise ValueError(
+                f"{self.folder} has {min(rest)}{others}, which nothing here reads: it is not the "
+                "model that its config.json describes"
+            )
+
+    def check_tied(self, rows=4096):
+        """Refuse an output matrix that is not the embedding, though the config ties them."""
+        embedding = self.find(self.their("embed.token.weight"))
+        shapes = [list(self.look(name).shape) for name in (embedding, "lm_head.weight")]
+        same = shapes[0] == shapes[1]
+        a, b = (self.files[name].get_slice(name) for name in (embedding, "lm_head.weight"))
+        for i in range(0, shapes[0][0], rows):
+            same = same and torch.equal(wide(a[i : i + rows]), wide(b[i : i + rows]))
+        if not same:
+            raise ValueError(
+                f"{self.folder} has an lm_head.weight that differs from {embedding}, though its "
+                "config.json ties them: set tie_word_embeddings to false there"
+            )
 
     def look(self, name, shape=None):
         """An empty tensor like the one of that name."""
@@ -402,7 +431,13 @@ class Folder:
             raise ValueError(
                 f"{self.folder} has no {name}: it is not the model that its config.json describes"
             )
-        there = self.files[name].get_slice(name).get_shape()
+        self.seen.add(name)
+        header = self.files[name].get_slice(name)
+        there, dtype = header.get_shape(), header.get_dtype()
+        if dtype not in DTYPES:
+            raise ValueError(
+                f"{self.folder}: {name} is of type {dtype}: give the model in bfloat16 or float32"
+            )
         if shape is not None and list(there) != list(shape):
             raise ValueError(
                 f"{self.folder}: {name} is {there}, not {list(shape)} as config.json says"
@@ -423,9 +458,12 @@ class Folder:
             there = [there[0].replace("block_sparse_moe", "mlp")]
         if name == "embed.position.weight":
             every = get(there[0])
-            if len(every) < shape[0] or every.shape[1:] != shape[1:]:
+            there = list(every.shape)
+            if len(there) != 2 or there[1:] != list(shape[1:]):
+                raise ValueError(f"{self.folder}: the positions are {there}, not {list(shape)}")
+            if there[0] < shape[0]:
                 raise ValueError(
-                    f"{self.folder} knows {len(every)} positions, not {shape[0]}: use a shorter "
+                    f"{self.folder} knows {there[0]} positions, not {shape[0]}: use a shorter "
                     "--context"
                 )
             return wide(every[: shape[0]])

@@ -11,7 +11,8 @@ import torch.distributed as dist
 
 import harness
 from harness import Refused, say
-from trainer import checkpoint
+from model import Config
+from trainer import checkpoint, hf_config
 
 
 def add_flags(parser):
@@ -63,6 +64,25 @@ def check(args):
         )
 
 
+def shape_of(args):
+    """The fields of model.Config of a run that began with --init-from, from its newest checkpoint:
+    --resume and --only-sample then need no --init-from. None for any other run."""
+    if not args.out or not (args.resume or args.only_sample):
+        return None
+    shape = checkpoint.newest_index(args.out).get("shape")
+    try:
+        fields = shape | {"rope_scaling": hf_config.read_scaling(shape["rope_scaling"])}
+        Config(**fields)
+    except (TypeError, AttributeError, KeyError, ValueError, ArithmeticError):
+        return None  # not as it was written: what is wrong is said when it is loaded
+    fitting = {int: (int,), float: (int, float), bool: (bool,)}
+    types = {field.name: field.type for field in dataclasses.fields(Config)}
+    for name, value in fields.items():
+        if type(value) not in fitting.get(types[name], (type(value),)):
+            return None
+    return fields
+
+
 @contextlib.contextmanager
 def refusing():
     """Turn what is wrong with a checkpoint into a refusal."""
@@ -96,7 +116,12 @@ class Saver:
             name: getattr(args, name)
             for name in ("dp", "tp", "pp", "cp", "ep", "sp", "zero", "schedule")
         }
-        self.writer = checkpoint.Checkpoints(args.out, self.header | {"layout": layout}, args.keep)
+        # What resuming compares, and what it is told
+        told = {"layout": layout}
+        if getattr(args, "shape", None):
+            config = self.header["config"]
+            told["shape"] = {name: config[name] for name in args.shape}
+        self.writer = checkpoint.Checkpoints(args.out, self.header | told, args.keep)
 
     def pieces(self, states=None):
         """All that a checkpoint has of this rank: weights, optimizer states, and the routers'
