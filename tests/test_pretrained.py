@@ -3,7 +3,6 @@
 import importlib.util
 import json
 import pathlib
-import sys
 
 import pytest
 import torch
@@ -96,7 +95,7 @@ def test_any_layout_starts_from_it_and_exports(ranks, folders, text, tmp_path, n
         f"{layout} --context 16 --batch 12 --steps 2 --init-from {folders[name]} --export "
         f"{tmp_path}/out"
     )
-    flags += " --layers 4 --heads 4 --width 32"
+    flags += " --layers 4 --heads 4 --width 32 --tokenizer bytes"
     quiet = (
         "--dtype float64 --sample 0 --eval-batches 1 --quiet --optimizer sgd --lr 0.1 --min-lr 0.1 "
         "--warmup 0"
@@ -136,15 +135,15 @@ def test_any_layout_starts_from_it_and_exports(ranks, folders, text, tmp_path, n
         ),
     ],
 )
-def test_a_damaged_folder_is_refused_in_one_sentence(folders, tmp_path, monkeypatch, damage, said):
+def test_a_damaged_folder_is_refused_in_one_sentence(folders, tmp_path, damage, said):
     import shutil
 
     folder = tmp_path / "model"
     shutil.copytree(folders["gpt2"], folder)
     damage(folder)
-    monkeypatch.setattr(sys, "argv", ["train.py", "--init-from", str(folder)])
+    flags = ["--init-from", str(folder), "--tokenizer", "bytes"]
     with pytest.raises(harness.Refused, match=said):
-        train.prepare(train.flags().parse_args())
+        train.prepare(train.flags().parse_args(flags))
 
 
 def change(folder, **fields):
@@ -153,10 +152,9 @@ def change(folder, **fields):
 
 
 def test_flags_that_contradict_the_model_are_refused(folders):
+    flags = f"--init-from {folders['gpt2']} --tokenizer bytes --layers 7".split()
     with pytest.raises(harness.Refused, match="--layers 7 is not the model's 4"):
-        train.prepare(
-            train.flags().parse_args(["--init-from", str(folders["gpt2"]), "--layers", "7"])
-        )
+        train.prepare(train.flags().parse_args(flags))
     with pytest.raises(harness.Refused, match="no family that transformers knows"):
         train.prepare(train.flags().parse_args(["--experts", "4", "--export", "x"]))
 

@@ -12,7 +12,7 @@ import harness
 import pipeline
 import tensor_parallel
 from harness import Refused, long_context, schedules
-from trainer import planner, pretrained, sampling, saving, tracking
+from trainer import planner, pretrained, sampling, saving, tokenizer, tracking
 
 
 def prepare(args):
@@ -20,6 +20,7 @@ def prepare(args):
     what does not fit, before any process is started."""
     args = copy.copy(args)
     args.shape = pretrained.shape_of(args)
+    args.tokenizer = tokenizer.choose(args)
     config = harness.configure(args)
     if args.microbatches is None:
         args.microbatches = default_microbatches(args)
