@@ -89,9 +89,9 @@ def open_bin(path, vocab, dtype):
     size, offset = path.stat().st_size, 0
     found = np.dtype(dtype or (np.uint16 if vocab <= 2**16 else np.uint32))
     with open(path, "rb") as file:
-        head = np.frombuffer(file.read(12), dtype="<i4")
-    if len(head) == 3 and head[0] in MAGIC and size >= HEADER_BYTES:
-        found, offset = np.dtype(MAGIC[int(head[0])]), HEADER_BYTES
+        magic = int.from_bytes(file.read(4), "little")
+    if magic in MAGIC and size >= HEADER_BYTES:
+        found, offset = np.dtype(MAGIC[magic]), HEADER_BYTES
     if dtype and np.dtype(dtype) != found:
         raise DataError(f"--data {path} has a header that says {found}: leave --data-dtype out")
     if (size - offset) % found.itemsize:

@@ -325,6 +325,8 @@ def one_rank(work, args, rank, world, connect):
         dist.barrier()  # no rank leaves while others still send to it
         dist.destroy_process_group()
     except Refused as e:
+        if e.alone and store.add("refused", 1) > 1:
+            e.speaker = None  # another rank has said it
         code = refuse(e, rank)
         if e.alone:
             within(1, lambda: store.set("failed", str(rank)))
