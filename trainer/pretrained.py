@@ -16,7 +16,7 @@ rank takes its piece of one whole parameter and drops the rest. `write` goes the
 (name, whole tensor) pairs to a folder that transformers loads. Nothing is unpickled. Sizes in a
 file's header are compared with what the model needs before memory is taken.
 
-    python train.py --init-from FOLDER --tokenizer gpt2 --context 256
+    python train.py --init-from FOLDER --context 256
     python train.py --export FOLDER
 """
 
