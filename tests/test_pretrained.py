@@ -10,6 +10,7 @@ import pytest
 import safetensors.torch
 import torch
 import torch.distributed as dist
+from conftest import Script
 from test_tokens import TEXT, make_tokenizer
 
 import harness
@@ -338,6 +339,31 @@ def what_loads(folder, old, new):
     is_old = all(torch.equal(p, found[name]) for name, p in old.named())
     assert is_new != is_old
     return "new" if is_new else "old"
+
+
+def disk_is_full():
+    def save_file(*_, **__):
+        raise safetensors.SafetensorError("I/O error: No space left on device (os error 28)")
+
+    safetensors.torch.save_file = save_file
+
+
+def test_a_disk_that_is_full_is_one_sentence(folders, tmp_path, text):
+    """A launch of two ranks: rank 0 alone writes, and the other must not wait for it."""
+    flags = f"--init-from {folders['gpt2']} --tokenizer bytes --context 16 --dp 2 --steps 1 "
+    flags += f"--batch 4 --prove 0 --sample 0 --data {text} --export {tmp_path}/out"
+    script = Script(tmp_path, "train", flags.split(), disk_is_full)
+    assert script.end() == 2 and "Traceback" not in script.output()
+    [said] = script.errors()
+    assert "out can't be written (I/O error: No space left" in said
+    assert "--only-sample --export FOLDER" in said
+
+
+def test_a_longer_context_is_exported_as_such(folders, tmp_path):
+    config = presets.configure(**pretrained.read_config(folders["llama"]) | {"context": 64})
+    model = gpt.build(config, draw=pretrained.Folder(folders["llama"], config).draw)
+    pretrained.write(tmp_path, config, model.named(), source=folders["llama"])
+    assert pretrained.read_config(tmp_path)["context"] == 64
 
 
 def test_exports_that_would_overwrite_are_refused(folders, tmp_path, monkeypatch):

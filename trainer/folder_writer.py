@@ -43,12 +43,16 @@ class FolderWriter:
 
     def flush(self):
         """Write the current file."""
+        from safetensors import SafetensorError
         from safetensors.torch import save_file
 
         if self.current:
             self.files.append(list(self.current))
             path = self.partial(len(self.files))
-            save_file(self.current, path, metadata={"format": "pt"})
+            try:
+                save_file(self.current, path, metadata={"format": "pt"})
+            except SafetensorError as e:  # a full disk, for one
+                raise OSError(str(e)) from e
             path.chmod(self.mode)  # save_file lets nobody else read it
             self.sync(path)
             self.current, self.current_bytes = {}, 0

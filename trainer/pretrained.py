@@ -126,7 +126,8 @@ def export(run, model, optimizer, data_group):
         except OSError as e:
             raise Refused(
                 f"--export {args.export} can't be written ({e.strerror or e}): give it room; with "
-                "--out, --only-sample --export FOLDER writes the last checkpoint's weights"
+                "--out, --only-sample --export FOLDER writes the last checkpoint's weights",
+                alone=True,
             ) from e
         names = ", ".join(path.name for path in files)
         run.print(f"exported to {args.export}{f' with {names}' if names else ''}")
@@ -504,6 +505,9 @@ def write(
     if source:
         content = json.loads((pathlib.Path(source) / "config.json").read_text())
         content.pop("quantization_config", None)  # these weights are plain
+        if "max_position_embeddings" in content:  # rotary: --context may be longer
+            longest = max(config.context, content["max_position_embeddings"])
+            content["max_position_embeddings"] = longest
         source = Folder(source, config)
     else:
         content = write_config(config)
