@@ -139,8 +139,8 @@ class FolderEncoding:
         self.n_vocab = max(ids.values()) + 1
         self.stops = {i for i in self.eos_ids(ids) if i < self.n_vocab}
         self.end = next((i for i in self.eos_ids(ids) if i < self.n_vocab), None)
-        marks = self.tokenizer.encode("").ids
-        self.start = marks[0] if marks else self.end
+        self.head = self.added_before("a")
+        self.start = self.head[0] if self.head else self.end
 
     def eos_ids(self, ids):
         """The ids that the folder's files call eos, the tokenizer's own first."""
@@ -153,17 +153,21 @@ class FolderEncoding:
             found += eos if isinstance(eos, list) else [eos]
         return [i for i in found if isinstance(i, int)]
 
+    def added_before(self, text):
+        """The tokens that the file puts before a text, such as Llama's <s>."""
+        plain = self.tokenizer.encode(text, add_special_tokens=False).ids
+        marked = self.tokenizer.encode(text).ids
+        starts = range(len(marked) - len(plain) + 1)
+        return next((marked[:i] for i in starts if marked[i : i + len(plain)] == plain), [])
+
     def encode_ordinary(self, text):
-        """The tokens of a prompt: with those that begin a text, without the one that ends it."""
-        tokens = self.tokenizer.encode(text).ids
+        """The tokens of a prompt, which go on: with those that begin a text, without an end."""
         if not text:
             return []
-        return tokens[:-1] if tokens[-1] == self.end else tokens
+        return self.head + self.tokenizer.encode(text, add_special_tokens=False).ids
 
     def document(self, text):
-        marked = self.tokenizer.encode("").ids
-        head = [] if not marked or marked[0] == self.end else marked[:1]
-        pieces = [np.array(head, dtype=np.uint32)]
+        pieces = [np.array(self.head, dtype=np.uint32)]
         for piece in cut(text):
             [encoding] = self.tokenizer.encode_batch_fast([piece], add_special_tokens=False)
             pieces.append(np.array(encoding.ids, dtype=np.uint32))

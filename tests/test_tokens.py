@@ -75,6 +75,24 @@ def test_a_text_in_pieces_has_the_same_tokens(model, monkeypatch):
     assert encoding.document(TEXT).tolist() == whole
 
 
+def test_marks_of_every_kind(tmp_path):
+    """A prompt goes on, so it has no end but one that it writes itself."""
+    from tokenizers import processors
+
+    made = make_tokenizer(tmp_path)
+    marks = [("<s>", 0), ("</s>", 1)]
+    for template, head in (("<s> $A </s>", [0]), ("$A </s>", []), ("</s> $A", [1])):
+        made.post_processor = processors.TemplateProcessing(single=template, special_tokens=marks)
+        made.save(str(tmp_path / "tokenizer.json"))
+        tokens.read_tokenizer.cache_clear()
+        encoding = tokens.of(tmp_path)
+        plain = made.encode("truth", add_special_tokens=False).ids
+        assert encoding.encode_ordinary("truth") == head + plain
+        assert encoding.encode_ordinary("truth</s>") == [*head, *plain, 1]
+        assert encoding.document("truth").tolist() == [*head, *plain, 1]
+        assert encoding.start == [*head, 1][0]
+
+
 def test_without_a_mark_before_a_text_there_is_none(tmp_path):
     made = make_tokenizer(tmp_path, bos=False)
     (tmp_path / "tokenizer_config.json").unlink()
