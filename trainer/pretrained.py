@@ -17,7 +17,7 @@ rank takes its piece of one whole parameter and drops the rest. `write` goes the
 file's header are compared with what the model needs before memory is taken, and a folder with a
 tensor that no parameter is made from is refused: it would be another model.
 
-    python train.py --init-from FOLDER --tokenizer gpt2 --context 256
+    python train.py --init-from FOLDER --context 256
     python train.py --export FOLDER
 """
 
@@ -26,19 +26,25 @@ import json
 import os
 import pathlib
 import re
-import shutil
 
 import torch
 import torch.distributed as dist
 
 import harness
-from harness import Refused, presets
+from harness import Refused, presets, say
 from harness.placement import placement
-from trainer import hf_config
+from trainer import hf_config, tokenizer
 from trainer.checkpoint import holdings, speaks
+from trainer.folder_writer import FolderWriter, weights_in
 from trainer.hf_config import GPT2, LLAMA
+from trainer.saving import restarted
 
 CONTEXT = 1024  # the default of --context is at most this
+EXPORT_DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
 
 
 # --- what train.py calls
@@ -56,6 +62,8 @@ def add_flags(parser):
         metavar="FOLDER",
         help="write the model at the end as a folder that transformers loads",
     )
+    why = "type of the weights in --export (default: --dtype)"
+    g.add_argument("--export-dtype", choices=list(EXPORT_DTYPES), help=why)
 
 
 def shape_of(args):
@@ -100,11 +108,20 @@ say_once = functools.cache(harness.say)
 def check(args, config):
     """Refuse a folder that lacks weights, or an --export that can't be written. A dry run reads no
     weights: config.json is enough."""
+    if args.export_dtype and not args.export:
+        raise Refused("--export-dtype means nothing without --export: add that, or leave it out")
+    weights = weights_in(args.export) if args.export else []
+    if weights and not restarted():  # torchrun's second attempt may meet the first one's
+        raise Refused(
+            f"--export {args.export} holds weights already ({weights[0].name}): give another "
+            "folder, or remove them"
+        )
     try:
         if args.init_from and not (args.dry_run or args.plan):
             Folder(args.init_from, config).check(presets.parameter_shapes(config).items())
         if args.export:
-            write_config(config)
+            if not args.init_from:
+                write_config(config)
             os.makedirs(args.export, exist_ok=True)
     except ValueError as e:
         raise Refused(str(e)) from e
@@ -139,9 +156,30 @@ def export(run, model, optimizer, data_group):
             dist.all_reduce(whole)
             yield name, whole
 
+    args, encoding = run.args, run.corpus.encoding
     if run.rank == 0:
-        write(run.args.export, run.config, wholes())
-        run.print(f"exported to {run.args.export}")
+        files = tokenizer.files_of(args, encoding)
+        options = dict(
+            dtype=EXPORT_DTYPES.get(args.export_dtype),
+            source=args.init_from,
+            fields=tokenizer.marks(args, encoding),
+            files=files,
+        )
+        try:
+            infinite = write(args.export, run.config, wholes(), **options)
+        except OSError as e:
+            raise Refused(
+                f"--export {args.export} can't be written ({e.strerror or e}): give it room; with "
+                "--out, --only-sample --export FOLDER writes the last checkpoint's weights",
+                alone=True,
+            ) from e
+        names = ", ".join(path.name for path in files)
+        run.print(f"exported to {args.export}{f' with {names}' if names else ''}")
+        if infinite:
+            say(
+                f"--export-dtype {args.export_dtype} can't hold {infinite:,} of the weights, which "
+                f"are infinite in {args.export}: export bfloat16 or float32"
+            )
     else:
         for _ in wholes():
             pass
@@ -487,45 +525,41 @@ class Folder:
 # --- writing
 
 
-def write(folder, config, tensors, limit=2 << 30):
+def write(
+    folder, config, tensors, limit=2 << 30, *, dtype=None, source=None, fields=None, files=()
+):
     """Write (our name, whole tensor) pairs as a folder that transformers loads, in files of at most
-    about `limit` bytes, of which one at a time is in memory. Raises OSError, and ValueError for a
+    about `limit` bytes, of which one at a time is in memory.
+
+    dtype   of the weights (default: as they are)
+    source  the folder that the model comes from. Its config.json is kept, and what a shorter
+            --context leaves of learned positions comes from its weights
+    fields  of config.json, in the place of others
+    files   paths of other files to copy: the tokenizer's
+
+    Returns how many weights are infinite in `dtype` only. Raises OSError, and ValueError for a
     model of no known family."""
-    from safetensors.torch import save_file
-
-    content = write_config(config)
-    folder = pathlib.Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    files, current, size = [], {}, 0
-
-    def flush():
-        nonlocal current, size
-        if current:
-            files.append(list(current))
-            save_file(current, folder / f"part-{len(files)}.safetensors", metadata={"format": "pt"})
-            current, size = {}, 0
-
-    total = 0
+    if source:
+        content = json.loads((pathlib.Path(source) / "config.json").read_text())
+        content.pop("quantization_config", None)  # these weights are plain
+        if "max_position_embeddings" in content:  # rotary: --context may be longer
+            longest = max(config.context, content["max_position_embeddings"])
+            content["max_position_embeddings"] = longest
+        source = Folder(source, config)
+    else:
+        content = write_config(config)
+    writer, infinite = FolderWriter(folder, limit), 0
     for name, tensor in tensors:
+        if source and name == "embed.position.weight":
+            every = source.tensor("transformer.wpe.weight")
+            tensor = torch.cat((tensor.cpu(), every[len(tensor) :].to(tensor.dtype)))
         there, _, cut = theirs(name, config)
         for key, part in zip(there, cut(tensor)):
-            if size + part.nbytes > limit:
-                flush()
-            current[key] = part.contiguous()
-            size, total = size + part.nbytes, total + part.nbytes
-    dtype = str(tensor.dtype).removeprefix("torch.")
-    flush()
-    (folder / "config.json").write_text(
-        json.dumps(content | {"dtype": dtype, "torch_dtype": dtype}, indent=1)
-    )
-    for i in range(len(files)):  # save_file lets nobody else read them
-        shutil.copymode(folder / "config.json", folder / f"part-{i + 1}.safetensors")
-    if len(files) == 1:
-        return (folder / "part-1.safetensors").replace(folder / "model.safetensors")
-    where = {}
-    for i, names in enumerate(files, 1):
-        name = f"model-{i:05d}-of-{len(files):05d}.safetensors"
-        (folder / f"part-{i}.safetensors").replace(folder / name)
-        where |= dict.fromkeys(names, name)
-    index = {"metadata": {"total_size": total}, "weight_map": where}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=1))
+            written = part.to("cpu", dtype)
+            if dtype:
+                infinite += (part.isfinite().cpu() & ~written.isfinite()).sum().item()
+            writer.add(key, written)
+            dtype_name = str(written.dtype).removeprefix("torch.")
+    types = {"dtype": dtype_name, "torch_dtype": dtype_name}
+    writer.finish(content | (fields or {}) | types, files)
+    return infinite

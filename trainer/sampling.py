@@ -4,13 +4,16 @@ import torch
 import torch.distributed as dist
 
 import harness
-from harness import Refused, data
+from harness import Refused, data, tokens
 
 
 def add_flags(parser):
     g = parser.add_argument_group("a sample")
     g.add_argument(
-        "--sample", **harness.NATURAL, default=200, help="tokens to generate at the end; 0 = none"
+        "--sample",
+        **harness.NATURAL,
+        default=200,
+        help="tokens to generate at the end, up to the first that ends a text; 0 = none",
     )
     why = (
         "train nothing: a sample of the newest whole checkpoint in --out, or of --init-from, "
@@ -28,20 +31,28 @@ def check(args):
             "--only-sample needs weights, from --out with a checkpoint or from --init-from, and a "
             "--sample above 0"
         )
+    if args.sample and args.tokenizer not in ("bytes", "gpt2"):
+        try:
+            encoding = tokens.of(args.tokenizer)
+            started = encoding.encode_ordinary(args.prompt) or encoding.start is not None
+        except data.DataError as e:
+            raise Refused(str(e)) from e
+        if not started:
+            raise Refused(f"{args.tokenizer} has no token that begins a text: give a --prompt")
 
 
 @torch.no_grad()
 def generate(run, logits_of, groups, last):
-    """--sample tokens after --prompt, as text. Token i is drawn with a hash of (seed, i), so every
-    layout draws alike.
+    """At most --sample tokens after --prompt, as text: a token that ends a text ends the sample.
+    Token i is drawn with a hash of (seed, i), so every layout draws alike.
 
     logits_of(window): the logits (V,) that follow the tokens (1, T), on a rank that has them, None
     on the others.
     groups: those of the mesh. last: the pipeline rank with the last stage."""
     args, encoding = run.args, run.corpus.encoding
-    tokens = encoding.encode_ordinary(args.prompt) or [encoding.eot_token]
+    sample = encoding.encode_ordinary(args.prompt) or [encoding.start]
     for i in range(args.sample):
-        window = torch.tensor([tokens[-run.config.context :]], device=run.device)
+        window = torch.tensor([sample[-run.config.context :]], device=run.device)
         logits = logits_of(window)
         token = torch.zeros(1, dtype=torch.int64, device=run.device)
         if logits is not None:
@@ -55,8 +66,10 @@ def generate(run, logits_of, groups, last):
             )
         dist.all_reduce(token, group=groups["cp"])  # the other ranks of the group add zero
         dist.broadcast(token, group=groups["pp"], group_src=last)
-        tokens.append(token.item())
-    return encoding.decode(tokens)
+        if token.item() in encoding.stops:
+            break
+        sample.append(token.item())
+    return encoding.decode(sample)
 
 
 def gather_logits(logits, vocab, group):

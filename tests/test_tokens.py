@@ -1,0 +1,215 @@
+"""tokens.py and trainer/tokenizer.py: tokenizer.json of a folder, whose tokens a run is of, and
+where a sample ends. transformers is the oracle."""
+
+import json
+import shutil
+import sys
+import types
+
+import pytest
+import torch
+
+import harness
+import train
+from harness import data, tokens
+from trainer import sampling, tokenizer
+
+transformers = pytest.importorskip("transformers")
+TEXT = "It is a truth universally acknowledged.\n\n  A man, 1234 of them -- ÄÖ€ 🙂\n" * 40
+SPECIAL = ["<s>", "</s>", "<|turn|>"]
+SIZES = dict(hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2)
+
+
+def make_tokenizer(folder, bos=True):
+    """A byte-level BPE tokenizer in a folder, trained on TEXT; as Llama's it begins a text with
+    <s>."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+
+    made = Tokenizer(models.BPE())
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=290,
+        special_tokens=SPECIAL,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    made.train_from_iterator([TEXT], trainer)
+    if bos:
+        made.post_processor = processors.TemplateProcessing(
+            single="<s> $A", special_tokens=[("<s>", 0)]
+        )
+    folder.mkdir(exist_ok=True)
+    made.save(str(folder / "tokenizer.json"))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "</s>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings | {"bos_token": "<s>"}))
+    return made
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """A Llama folder with a tokenizer; its vocabulary is padded from 290 to 512."""
+    folder = tmp_path_factory.mktemp("llama")
+    config = transformers.LlamaConfig(**SIZES, vocab_size=512, bos_token_id=0, eos_token_id=[1, 2])
+    torch.manual_seed(0)
+    transformers.LlamaForCausalLM(config).save_pretrained(folder)
+    make_tokenizer(folder)
+    return folder
+
+
+def test_a_folders_tokens_are_those_of_transformers(model):
+    ours, theirs = tokens.of(model), transformers.AutoTokenizer.from_pretrained(model)
+    ids = theirs(TEXT).input_ids
+    assert ours.encode_ordinary(TEXT) == ids and ids[0] == theirs.bos_token_id == 0
+    assert ours.document(TEXT).tolist() == [*ids, theirs.eos_token_id]
+    assert ours.decode(ids) == TEXT
+    assert ours.n_vocab == len(theirs) < 512
+    assert (ours.start, ours.end, ours.stops) == (0, 1, {1, 2})
+
+
+def test_a_text_in_pieces_has_the_same_tokens(model, monkeypatch):
+    encoding = tokens.of(model)
+    whole = encoding.document(TEXT).tolist()
+    monkeypatch.setattr(tokens, "PIECE", 50)
+    assert len(list(tokens.cut(TEXT))) > 20 and "".join(tokens.cut(TEXT)) == TEXT
+    assert encoding.document(TEXT).tolist() == whole
+
+
+def test_marks_of_every_kind(tmp_path):
+    """A prompt goes on, so it has no end but one that it writes itself."""
+    from tokenizers import processors
+
+    made = make_tokenizer(tmp_path)
+    marks = [("<s>", 0), ("</s>", 1)]
+    for template, head in (("<s> $A </s>", [0]), ("$A </s>", []), ("</s> $A", [1])):
+        made.post_processor = processors.TemplateProcessing(single=template, special_tokens=marks)
+        made.save(str(tmp_path / "tokenizer.json"))
+        tokens.read_tokenizer.cache_clear()
+        encoding = tokens.of(tmp_path)
+        plain = made.encode("truth", add_special_tokens=False).ids
+        assert encoding.encode_ordinary("truth") == head + plain
+        assert encoding.encode_ordinary("truth</s>") == [*head, *plain, 1]
+        assert encoding.document("truth").tolist() == [*head, *plain, 1]
+        assert encoding.start == [*head, 1][0]
+
+
+def test_without_a_mark_before_a_text_there_is_none(tmp_path):
+    made = make_tokenizer(tmp_path, bos=False)
+    (tmp_path / "tokenizer_config.json").unlink()
+    encoding = tokens.of(tmp_path)
+    assert encoding.document(TEXT).tolist() == made.encode(TEXT).ids
+    assert encoding.encode_ordinary("a") == made.encode("a").ids
+    assert (encoding.start, encoding.end, encoding.stops) == (None, None, set())
+
+
+def test_the_cache_is_of_one_tokenizer(model, tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text(TEXT)
+    first = data.load(text, model, folder=tmp_path)
+    assert first.tokens.tolist() == tokens.of(model).document(TEXT).tolist()
+    assert data.load(text, "bytes", folder=tmp_path).digest != first.digest
+    other = tmp_path / "other"
+    make_tokenizer(other, bos=False)
+    assert data.load(text, other, folder=tmp_path).digest != first.digest
+    same = tmp_path / "same"
+    shutil.copytree(model, same)
+    assert data.load(text, same, folder=tmp_path).digest == first.digest
+    assert len(list(tmp_path.glob("*.npy"))) == 3
+
+
+# --- which tokens
+
+
+def prepare(*flags):
+    return train.prepare(train.flags().parse_args([str(flag) for flag in flags]))
+
+
+def said(*flags):
+    """What a run with these flags says of its tokens."""
+    args, _ = prepare(*flags)
+    return tokenizer.describe(args, tokens.of(args.tokenizer))
+
+
+def test_the_models_own_tokenizer_is_the_default(model):
+    args, config = prepare("--init-from", model)
+    assert args.tokenizer == str(model) and config.vocab == 512
+    assert said("--init-from", model) == []
+    assert prepare()[0].tokenizer == "bytes"
+
+
+def test_another_tokenizer_must_be_asked_for_and_is_told(model, tmp_path):
+    [sentence] = said("--init-from", model, "--tokenizer", "bytes")
+    assert "is not the model's own" in sentence
+    same, bare = tmp_path / "same", tmp_path / "bare"
+    shutil.copytree(model, same)
+    settings = json.loads((same / "tokenizer.json").read_text())
+    (same / "tokenizer.json").write_text(json.dumps(settings, indent=3))
+    assert said("--init-from", model, "--tokenizer", same) == []  # other bytes, the same tokens
+    shutil.copytree(model, bare)
+    (bare / "tokenizer.json").unlink()
+    with pytest.raises(harness.Refused, match="no tokenizer.json.*FOLDER, gpt2 or bytes"):
+        prepare("--init-from", bare)
+    [sentence] = said("--init-from", bare, "--tokenizer", model)
+    assert "taken for the model's own" in sentence
+
+
+def test_a_new_model_takes_the_tokenizers_vocabulary(model):
+    n = tokens.of(model).n_vocab
+    assert prepare("--tokenizer", model)[1].vocab == n
+    assert prepare("--tokenizer", model, "--vocab", "1000")[1].vocab == 1000
+    with pytest.raises(harness.Refused, match=f"{n} tokens: give --vocab {n}"):
+        prepare("--tokenizer", model, "--vocab", "200")
+
+
+def test_bad_tokenizers_are_one_sentence(model, tmp_path, monkeypatch):
+    with pytest.raises(harness.Refused, match="nowhere.tokenizer.json can't be read.*bytes, gpt2"):
+        prepare("--tokenizer", "nowhere")
+    (tmp_path / "tokenizer.json").write_text('{"model": 3}')
+    with pytest.raises(harness.Refused, match="is not a tokenizer.*fetch it again"):
+        prepare("--tokenizer", tmp_path)
+    with pytest.raises(harness.Refused, match="none is for ready-made tokens"):
+        prepare("--tokenizer", "none")
+    with pytest.raises(harness.Refused, match="vocabulary of 512 is too small.*50257.*at most"):
+        prepare("--init-from", model, "--tokenizer", "gpt2")
+    make_tokenizer(tmp_path, bos=False)
+    (tmp_path / "tokenizer_config.json").unlink()
+    with pytest.raises(harness.Refused, match="no token that begins a text: give a --prompt"):
+        prepare("--tokenizer", tmp_path, "--prompt", "")
+    tokens.read_tokenizer.cache_clear()
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    with pytest.raises(harness.Refused, match="pip install tokenizers"):
+        prepare("--tokenizer", model)
+
+
+# --- samples
+
+
+def test_a_sample_ends_where_the_text_does(ranks, model, tmp_path):
+    """A launch, because a sample's tokens travel over the groups of the mesh."""
+
+    def work(rank, folder, stop):
+        encoding = tokens.of(folder)
+        wanted = [*encoding.encode_ordinary("truth")[1:], stop, 77, 77]
+        args = types.SimpleNamespace(prompt="It is ", sample=6, temperature=0.0, seed=1)
+        run = types.SimpleNamespace(
+            args=args,
+            corpus=types.SimpleNamespace(encoding=encoding),
+            config=types.SimpleNamespace(context=8),
+            device=torch.device("cpu"),
+        )
+
+        def logits_of(window):
+            return torch.nn.functional.one_hot(torch.tensor(wanted.pop(0)), 512).float() * 9
+
+        everybody = {"cp": None, "pp": None}
+        return sampling.generate(run, logits_of, everybody, 0)
+
+    assert ranks(1, work, model, 1) == ["It is truth"]
+    assert ranks(1, work, model, 2) == ["It is truth"]
+
+
+def test_numbers_for_ready_made_tokens():
+    numbers = tokens.of("none")
+    assert numbers.encode_ordinary(" 5 17\n") == [5, 17] and numbers.decode([5, 17]) == "5 17"
+    with pytest.raises(data.DataError, match="numbers such as '5 17'"):
+        numbers.encode_ordinary("Hello")

@@ -1,0 +1,103 @@
+"""Which tokens a run of train.py is of: the model's own, unless others are asked for by name."""
+
+import pathlib
+
+from harness import Refused, ready_made, tokens
+
+# What a Hugging Face folder has beside config.json and the weights
+FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "tokenizer.model",
+    "vocab.json",
+    "merges.txt",
+    "chat_template.jinja",
+    "chat_template.json",
+)
+
+
+def choose(args):
+    """--tokenizer, or its default: that of --init-from; none for ready-made tokens; else bytes. A
+    dry run reads no text, and needs none."""
+    if args.dry_run or args.plan:
+        return args.tokenizer or "bytes"
+    is_ready_made = ready_made.is_ready_made(args.data)
+    if args.tokenizer:
+        if args.tokenizer == "none" and not is_ready_made:
+            raise Refused(
+                "--tokenizer none is for ready-made tokens (.bin, .npy), not for --data "
+                f"{args.data}: give the tokenizer to use"
+            )
+        return args.tokenizer
+    if args.init_from and has_tokenizer(args.init_from):
+        return args.init_from
+    if is_ready_made:
+        return "none"
+    if args.init_from and (pathlib.Path(args.init_from) / "config.json").exists():
+        raise Refused(
+            f"{args.init_from} has no tokenizer.json, so the model's own tokens are not known: "
+            "fetch that file too, or say --tokenizer FOLDER, gpt2 or bytes"
+        )
+    return "bytes"
+
+
+def has_tokenizer(folder):
+    return (pathlib.Path(folder) / "tokenizer.json").is_file()
+
+
+def is_models_own(args, encoding):
+    """Whether an encoding makes the tokens of --init-from's model. None: its folder does not
+    say."""
+    if not has_tokenizer(args.init_from):
+        return None
+    try:
+        return tokens.same(encoding, tokens.of(args.init_from))
+    except tokens.DataError as e:
+        raise Refused(str(e)) from e
+
+
+def describe(args, encoding):
+    """What to say about the tokens before the first step: a list of sentences. encoding:
+    None in a dry run."""
+    if not args.init_from or encoding is None or encoding.name == "none":
+        return []
+    own = is_models_own(args, encoding)
+    if own:
+        return []
+    if own is None:
+        said = (
+            f"{args.init_from} has no tokenizer.json to compare --tokenizer {args.tokenizer} with"
+        )
+        return [f"{said}: it is taken for the model's own"]
+    said = f"--tokenizer {args.tokenizer} is not the model's own"
+    return [f"{said}: its weights were trained on other tokens, and begin with a high loss"]
+
+
+def files_of(args, encoding):
+    """The files that give an exported folder its tokenizer, and the generation settings that go
+    with its tokens: those of --tokenizer's folder, or of --init-from's if it has the same tokens.
+    []: bytes, or a model's weights trained on other tokens."""
+    folders = []
+    if getattr(encoding, "folder", None):
+        folders.append(encoding.folder)
+    elif args.init_from and keeps_tokens(args, encoding):
+        folders.append(pathlib.Path(args.init_from))
+    found = [folder / name for folder in folders for name in FILES if (folder / name).is_file()]
+    if args.init_from and keeps_tokens(args, encoding):
+        generation = pathlib.Path(args.init_from) / "generation_config.json"
+        found += [generation] if generation.is_file() else []
+    return found
+
+
+def keeps_tokens(args, encoding):
+    """Whether a run goes on with the tokens of --init-from's model, as far as can be known."""
+    return encoding.name == "none" or is_models_own(args, encoding) is not False
+
+
+def marks(args, encoding):
+    """The fields of config.json that name tokens: {} to leave those of --init-from."""
+    if args.init_from and keeps_tokens(args, encoding) or encoding.end is None:
+        return {}
+    return {"bos_token_id": encoding.start, "eos_token_id": encoding.end, "pad_token_id": None}
