@@ -245,7 +245,8 @@ def drop_late(chosen, total, capacity):
     queue = chosen.t().flatten()  # (k n,)
     one_hot = queue.unsqueeze(1) == torch.arange(total, device=queue.device)  # (k n, E)
     place = one_hot.cumsum(0).gather(1, queue.unsqueeze(1))  # (k n, 1), an expert's first has 1
-    late = place.view(k, n).t() > math.ceil(capacity * k * n / total)
+    most = math.ceil(min(capacity * k * n / total, k * n))
+    late = place.view(k, n).t() > most
     return chosen.masked_fill(late, total)
 
 
@@ -407,7 +408,7 @@ def parallelize(model, group, capacity=None, chunks=1, data_group=None):
 
 import harness
 import model as gpt
-from harness.experts import Report
+from harness.experts import Report, check_flags
 
 
 def main():
@@ -425,6 +426,7 @@ def main():
     if args.capacity is not None and args.prove is None:
         args.prove = 0
     config = harness.configure(args)
+    check_flags(args, config)
     harness.check_plot(args)
 
     def check(world):

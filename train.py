@@ -77,7 +77,7 @@ def flags():
     why = "pieces of a replica's share of the batch: more shrink the bubble (default: up to 2 x pp)"
     g.add_argument("--microbatches", **n, help=why)
     why = "size of a gradient bucket: small ones overlap more of backward, large ones send faster"
-    g.add_argument("--bucket-mb", type=harness.real(0), default=25, metavar="MB", help=why)
+    g.add_argument("--bucket-mb", **harness.MEGABYTES, default=25, help=why)
     why = (
         "what data-parallel ranks split: 1 optimizer states, 2 gradients too, 3 weights too (FSDP)"
     )
@@ -375,7 +375,7 @@ def train(run, schedule=None, watch=contextlib.nullcontext, cold=True):
         speaker = schedule.owner[schedule.last]
         run.print(f"\nsample:\n{sampling.generate(run, runner.logits_after, groups, speaker)}")
     if only_sample:
-        return 0
+        return int(run.incomplete)
     length = len(places(args, run.config.context, dist.get_rank(groups["cp"])))
     expected = formulas.expected(run, model, optimizer, schedule, groups, length, travelled)
     return run.receipt(*expected)

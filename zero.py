@@ -724,7 +724,7 @@ def flags():
     why = "master weights and optimizer states in the host's memory"
     g.add_argument("--offload", action="store_true", help=why)
     why = "of a bucket, stages 0 to 2: large ones send faster, small ones start earlier"
-    g.add_argument("--bucket-mb", type=harness.real(0), default=0.5, metavar="MB", help=why)
+    g.add_argument("--bucket-mb", **harness.MEGABYTES, default=0.5, help=why)
     why = "train nothing: the largest model that fits 80 GB on 64 ranks, for --stage or for all"
     g.add_argument("--fit", action="store_true", help=why)
     return parser

@@ -13,6 +13,22 @@ import torch.distributed as dist
 from harness.formulas import activation_bytes, all_reduce_sent, parameters_held
 from harness.ledger import human
 from harness.plots import pyplot, save
+from harness.start import Refused
+
+
+def check_flags(args, config):
+    """Refuse a capacity that drops every token, and more pieces than tokens."""
+    if args.capacity == 0:
+        raise Refused("--capacity 0 drops every token: 1 is an even share, or leave it out")
+    check_chunks("--chunks", args.chunks, args, config)
+
+
+def check_chunks(flag, chunks, args, config):
+    """Refuse more pieces than a micro-batch has tokens on all ranks together: most would be empty,
+    and each is a message."""
+    tokens = args.batch // args.microbatches * config.context
+    if chunks > tokens:
+        raise Refused(f"{flag} {chunks}, but a micro-batch has {tokens:,} tokens: use fewer")
 
 
 class RowCounter:
@@ -252,4 +268,4 @@ def plot(name, load, sizes):
             axis.axhline(edge - 0.5, color="black", linewidth=0.8)
     axes[0][0].set_ylabel("expert")
     figure.colorbar(image, ax=axes[0].tolist(), label="load, 1 = even, 2 and more", extend="max")
-    save(figure, name)
+    save(figure, name, during_run=True)

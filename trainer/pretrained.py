@@ -24,11 +24,13 @@ import json
 import os
 import pathlib
 import shutil
+import tempfile
 
 import torch
 import torch.distributed as dist
+from safetensors import SafetensorError
 
-from harness import Refused
+from harness import Refused, say
 from harness.placement import placement
 from harness.presets import parameter_shapes
 from trainer.checkpoint import holdings, speaks
@@ -68,6 +70,7 @@ def check(args, config):
         if args.export:
             write_config(config)
             os.makedirs(args.export, exist_ok=True)
+            tempfile.TemporaryFile(dir=args.export).close()
     except ValueError as e:
         raise Refused(str(e)) from e
     except OSError as e:
@@ -94,12 +97,17 @@ def export(run, model, optimizer, data_group):
             dist.all_reduce(whole)
             yield name, whole
 
+    parameters = wholes()
     if run.rank == 0:
-        write(run.args.export, run.config, wholes())
-        run.print(f"exported to {run.args.export}")
-    else:
-        for _ in wholes():
-            pass
+        try:
+            write(run.args.export, run.config, parameters)
+            run.print(f"exported to {run.args.export}")
+        except (OSError, SafetensorError) as e:
+            run.incomplete = True
+            reason = getattr(e, "strerror", None) or str(e).splitlines()[0]
+            say(f"--export {run.args.export} can't be written ({reason}); the run goes on")
+    for _ in parameters:  # the other ranks wait in their sums
+        pass
 
 
 def put(whole, parameter, values, first):
