@@ -7,7 +7,13 @@ Both are measured, on 4 ranks of this machine. They need matplotlib.
 """
 
 import functools
+import os
+import sys
 import time
+
+if not __package__:  # run as a script: python benchmarks/pictures.py
+    sys.path[0] = os.path.dirname(sys.path[0])
+
 from unittest import mock
 
 import torch.distributed as dist

@@ -328,7 +328,7 @@ def configure(args):
     try:
         config = presets.configure(args.preset, args.family, **overrides)
     except ValueError as e:
-        raise Refused(str(e)) from e
+        raise Refused(short(str(e), 400)) from e
     if config.vocab < needed_vocab:
         raise Refused(
             f"a vocabulary of {config.vocab} is too small for --tokenizer {args.tokenizer}, "
