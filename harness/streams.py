@@ -12,9 +12,10 @@ class Descriptor(io.RawIOBase):
     """A file descriptor that drops what it can't write, and says so once on the other stream.
     A pipe whose reader has ended is an error all the same, as it is for `head`."""
 
-    def __init__(self, number, name):
+    def __init__(self, number, name, old=None):
         super().__init__()
         self.number, self.name = number, name
+        self.old = old  # kept: a file that nobody keeps is closed
         self.lost = False  # whether something was dropped
 
     def writable(self):
@@ -41,7 +42,8 @@ class Descriptor(io.RawIOBase):
                 other = sys.stderr if self.name == "stdout" else sys.stdout
                 script = os.path.basename(sys.argv[0])
                 reason = "it is closed" if self.number < 0 else e.strerror
-                with contextlib.suppress(OSError):
+                # The other one may be lost too, and says so on this one, which is busy
+                with contextlib.suppress(OSError, RuntimeError):
                     sentence = f"{script}: {self.name} can't be written ({reason})"
                     print(f"{sentence}; the run goes on", file=other, flush=True)
         return len(content)
@@ -64,7 +66,7 @@ def steady():
             continue
         lines = old.line_buffering if old else True
         encoding = old.encoding if old else "utf-8"
-        buffer = io.BufferedWriter(Descriptor(number, name))
+        buffer = io.BufferedWriter(Descriptor(number, name, old))
         new = io.TextIOWrapper(buffer, encoding, "backslashreplace", line_buffering=lines)
         setattr(sys, name, new)
 

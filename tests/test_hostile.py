@@ -95,13 +95,14 @@ def test_a_flag_is_refused_in_one_sentence(name, nothing_starts, monkeypatch, te
     module = importlib.import_module(name)
     monkeypatch.setattr(sys, "argv", [f"{name}.py"])
     parser = parser_of(module.main, monkeypatch)
-    # Made once: a parser of a hundred flags takes longer than all that follows
-    monkeypatch.setattr(harness, "parser", lambda *_, **__: parser)
-    monkeypatch.setattr(harness, "Parser", lambda *_, **__: parser)
-    if hasattr(module, "flags"):
-        monkeypatch.setattr(module, "flags", lambda: parser)
-    monkeypatch.setattr(argparse._ActionsContainer, "add_argument", lambda *_, **__: None)
-    monkeypatch.setattr(argparse._ActionsContainer, "add_argument_group", lambda self, *_: self)
+    if "--preset" in parser._option_string_actions:
+        # Made once: a parser of a hundred flags takes longer than all that follows
+        monkeypatch.setattr(harness, "parser", lambda *_, **__: parser)
+        if hasattr(module, "flags"):
+            monkeypatch.setattr(module, "flags", lambda: parser)
+        container = argparse._ActionsContainer
+        monkeypatch.setattr(container, "add_argument", lambda *_, **__: None)
+        monkeypatch.setattr(container, "add_argument_group", lambda self, *_: self)
     if "--data" in parser._option_string_actions:
         parser.set_defaults(data=text)  # a short one
     problems, ends = [], {"started": 0, "refused": 0}
