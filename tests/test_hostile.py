@@ -4,13 +4,19 @@ what it can't write."""
 import argparse
 import importlib
 import io
+import json
 import os
+import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
+import torch
+from conftest import ROOT, Script
 
 import harness
-from harness import start
+from harness import memory, presets, receipt, start, streams
+from trainer import checkpoint, layout, pretrained, tracking
 
 TOP = ["collectives", "ddp", "zero", "tensor_parallel", "sequence_parallel"]
 TOP += ["pipeline", "context_parallel", "expert_parallel", "train"]
@@ -132,3 +138,193 @@ def test_a_flag_is_refused_in_one_sentence(name, nothing_starts, monkeypatch, te
             problems.append(f"{line}: exit code {code}, {said[:300]!r}")
     assert not problems, "\n" + "\n".join(problems)
     assert all(ends.values()), ends
+
+
+HUGE = "1" + "0" * 9
+
+
+@pytest.mark.parametrize(
+    "script, flags, words",
+    [
+        ("train", f"--width {HUGE} --heads 1", "weights and gradients|more than tensors"),
+        ("train", "--layers 1000000", "40 GB as objects"),
+        ("train", f"--context {HUGE}", "weights and gradients of 128,000,826,240 parameters"),
+        ("ddp", f"--context {HUGE} --family llama --batch 400", "a batch of 400 sequences"),
+        ("tensor_parallel", f"--batch {HUGE}", "a batch of 1,000,000,000 sequences"),
+        ("ddp", f"--batch {HUGE}", "a batch of 1,000,000,000 sequences"),
+        ("train", "--experts 1000000", "weights and gradients of 524,800,315,776 parameters"),
+        ("pipeline", "--schedule interleaved --chunks 1000000", "too few for 4000000"),
+        ("pipeline", "--compare --chunks 1000000", "a schedule of"),
+        ("expert_parallel", "--chunks 1000000", "a micro-batch has 1,024 tokens"),
+        ("train", "--ep 2 --dp 2 --experts 2 --expert-chunks 1000000", "has 2,048 tokens"),
+        ("train", "--vocab 1000000000000", "weights and gradients"),
+        ("train", "--bucket-mb 1e308", "more than 1e.12"),
+        ("ddp", "--timeout 1e308", "more than 1e.09"),
+        ("collectives", "--nproc 1000000", "1,000,000 ranks take"),
+        ("train", "--dry-run --gpu x=0GB,0TFLOP/s,0TB/s", "not known"),
+        ("train", "--dry-run --dp 1000000000000 --batch 1000000000000", "the groups of"),
+        ("expert_parallel", "--capacity 0", "drops every token"),
+        ("train", "--plan --gpus 7 --batch 8", "--batch 14 or --gpus 6, 4, 3"),
+        ("sequence_parallel", "--experts 2 --context 3 --nproc 2", "must be a multiple of 2"),
+        ("ddp", "--data pipe", "a device or a pipe"),
+        ("ddp", "--data=", "--data is empty"),
+        ("ddp", "--json pipe", "a device or a pipe: give a file"),
+        ("ddp", "--json folder", "a folder: give a file"),
+        ("train", "--log-to /dev/full", "a device or a pipe: give a file"),
+        ("benchmarks.collectives", "--nproc 1", "one rank sends nothing"),
+        ("benchmarks.context", "--tokens 3", "--tokens 3: give a multiple of 4"),
+        ("benchmarks.experts", "--width 7", "not a multiple"),
+        ("benchmarks.pipeline", "--microbatches 1", "micro-batches"),
+    ],
+)
+def test_refused_for_the_right_reason(script, flags, words, monkeypatch, tmp_path, text):
+    """Before memory is taken, and before anything is started."""
+    monkeypatch.chdir(tmp_path)
+    os.mkfifo("pipe")
+    os.mkdir("folder")
+    monkeypatch.setattr(start, "start_ranks", end)
+    monkeypatch.setattr(start, "one_rank", end)
+    monkeypatch.setattr(memory, "of_machine", lambda: 25_000_000_000)
+    monkeypatch.setattr(sys, "argv", [f"{script}.py", *flags.split()])
+    with pytest.raises(harness.Refused, match=words) as refused:
+        importlib.import_module(script).main()
+    assert refused.value.code == 2
+
+
+def test_memory_refuses_nothing_that_fits(monkeypatch):
+    """A run that needs a little more than its lower bound passes; one byte less does not."""
+    args = harness.parser("").parse_args([])
+    args.device = "cpu"
+    config = harness.configure(args)
+    parameters = harness.parameter_count(config)
+    least = 2 * 4 * parameters + args.batch * (config.context + 1) * 8
+    monkeypatch.setattr(memory, "RANK", 0)
+    monkeypatch.setattr(memory, "of_machine", lambda: least)
+    memory.check(args, 4)
+    monkeypatch.setattr(memory, "of_machine", lambda: least - 1)
+    with pytest.raises(harness.Refused, match="a batch of 16 sequences"):
+        memory.check(args, 4)
+    # Of several nodes only the layout knows what this one holds
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    memory.check(args, 8)
+
+
+# --- streams and files on a full disk
+
+
+def test_streams_on_a_full_disk(tmp_path):
+    """The stream says so once, on the other one, goes on, and escapes what it can't encode."""
+    said = tmp_path / "said"
+    pid = os.fork()
+    if pid == 0:
+        sys.stdout, sys.stderr = open("/dev/full", "w"), open(said, "w", encoding="ascii")
+        sys.argv = ["script.py"]
+        streams.steady()
+        for _ in range(3):
+            print("lost", flush=True)
+        print("ä", file=sys.stderr, flush=True)
+        os._exit(not streams.lost(sys.stdout) or streams.lost(sys.stderr))
+    assert os.waitpid(pid, 0)[1] == 0
+    first, second = said.read_text().splitlines()
+    assert first == "script.py: stdout can't be written (No space left on device); the run goes on"
+    assert second == "\\xe4"
+
+
+def test_both_streams_closed():
+    pid = os.fork()
+    if pid == 0:
+        os.close(1)
+        os.close(2)
+        sys.stdout = sys.stderr = None
+        streams.steady()
+        print("lost", flush=True)
+        print("lost", file=sys.stderr, flush=True)
+        taken = os.open(os.devnull, os.O_RDONLY)  # not the number of a stream
+        os._exit(not (taken > 2 and streams.lost(sys.stdout)))
+    assert os.waitpid(pid, 0)[1] == 0
+
+
+def test_a_run_on_a_full_disk_keeps_its_receipt(tmp_path):
+    """A launch, because the rank must go on to its end: stdout is full, so stderr has the
+    receipt."""
+
+    def full():
+        sys.stdout = open("/dev/full", "w")
+
+    flags = "--layers 1 --width 32 --heads 2 --batch 4 --context 16 --steps 2 --nproc 1"
+    done = Script(tmp_path, "ddp", flags.split(), full)
+    assert done.end() == 0 and done.output().endswith("  proven\n")
+    assert len(done.errors()) == 1 and done.output().count("receipt:") == 1
+
+
+def test_a_receipt_without_room_is_printed(capsys):
+    assert not receipt.write_json("/dev/full", {"ok": True})
+    out, err = capsys.readouterr()
+    assert out == '{"ok": true}\n' and "--json /dev/full can't be written (No space left" in err
+
+
+def test_a_log_without_room_says_so_once(capsys):
+    log = tracking.Log("/dev/full")
+    for step in range(1000):
+        log.write({"step": step, "loss": 1.0})
+    log.close()
+    assert capsys.readouterr().err.count("can't be written (No space left on device)") == 1
+
+
+def test_an_export_without_room_is_one_sentence(monkeypatch, capsys):
+    """The other ranks wait in the sums of all parameters: rank 0 takes part in them all."""
+    sums = []
+    config = harness.configure(harness.parser("").parse_args(["--layers", "1"]))
+    args = SimpleNamespace(export="/nowhere")
+    run = SimpleNamespace(rank=0, args=args, config=config, dtype=torch.float32, device="cpu")
+
+    def full(folder, config, parameters):
+        next(parameters)
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(pretrained, "write", full)
+    monkeypatch.setattr(pretrained, "holdings", lambda *_: [])
+    monkeypatch.setattr(pretrained.dist, "all_reduce", sums.append)
+    model = SimpleNamespace(named=lambda: [])
+    pretrained.export(run, model, None, None)
+    assert len(sums) == len(presets.parameter_shapes(config)) and run.incomplete
+    assert "--export /nowhere can't be written (No space left on" in capsys.readouterr().err
+
+
+def test_a_picture_without_room(capsys):
+    def full(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    figure = SimpleNamespace(savefig=full)
+    harness.save(figure, "name", during_run=True)
+    assert "--plot name can't be written" in capsys.readouterr().err
+    with pytest.raises(harness.Refused, match="No space left") as refused:
+        harness.save(figure, "name")
+    assert refused.value.code == 1
+
+
+def test_a_step_that_is_no_whole_number(tmp_path):
+    for step in (4.0, True, "4"):
+        content = {"step": step, "files": {}, "tensors": {}}
+        (tmp_path / "index.json").write_text(json.dumps(content))
+        with pytest.raises(ValueError, match="its index is of step"):
+            checkpoint.read_index(tmp_path, 4 if step != 1 else 1)
+
+
+def test_places_held_counts_as_many_positions_as_it_gives():
+    """The number without the positions, which would take memory."""
+    for cp in (1, 2, 3, 4):
+        for kind in ("ring", "ulysses", "gather", "ring-ulysses"):
+            for length in (1, 7, 8, 129):
+                args = SimpleNamespace(cp=cp, cp_kind=kind, cp_rings=None)
+                given = len(layout.places(args, length, 0))
+                assert given == layout.places_held(args, length)
+
+
+def test_benchmarks_run_as_scripts():
+    """A process, because sys.path is what is tested."""
+    command = [sys.executable, str(ROOT / "benchmarks" / "table.py"), "--turns", "0"]
+    done = subprocess.run(command, cwd="/", capture_output=True, text=True)
+    assert done.returncode == 2 and "not a whole number of at least 2" in done.stderr

@@ -131,7 +131,7 @@ def profiled(run, steps):
 
 def write_trace(run, profiler):
     """Write this rank's trace, then on rank 0 all of them together."""
-    args, rank = run.args, run.rank
+    args, rank, whole = run.args, run.rank, False
     with writing_traces(args):
         path = os.path.join(args.profile_to, f"rank{rank}.json")
         profiler.export_chrome_trace(path)
@@ -140,8 +140,9 @@ def write_trace(run, profiler):
         of_rank(rank, trace)
         with open(path, "w") as f:
             json.dump(trace, f)
+        whole = True
     dist.barrier()
-    if rank == 0:
+    if rank == 0 and whole:
         with writing_traces(args):
             write_all(run, trace)
 
@@ -152,7 +153,7 @@ def writing_traces(args):
     with outputs.writing("--profile-to", args.profile_to):
         try:
             yield
-        except (ValueError, RuntimeError, UnboundLocalError) as e:
+        except (ValueError, RuntimeError) as e:
             raise OSError(f"a trace is not whole: {str(e).splitlines()[0]}") from e
 
 
