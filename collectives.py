@@ -210,7 +210,7 @@ async def hierarchical_all_reduce(wire, x, combine, node=None):
 
 def default_node(ranks):
     """The largest divisor of `ranks` up to their square root."""
-    return max(n for n in range(1, ranks + 1) if ranks % n == 0 and n * n <= ranks)
+    return max(n for n in range(1, math.isqrt(ranks) + 1) if ranks % n == 0)
 
 
 ALGORITHMS = {

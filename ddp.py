@@ -253,7 +253,7 @@ def main():
     ways = ["naive", "bucketed", "overlapped", "server"]
     parser.add_argument("--sync", choices=ways, default="overlapped", help="how to add up")
     why = "of a bucket: large ones send faster, small ones start earlier. For large models take 25"
-    parser.add_argument("--bucket-mb", type=harness.real(0), default=0.5, metavar="MB", help=why)
+    parser.add_argument("--bucket-mb", **harness.MEGABYTES, default=0.5, help=why)
     sums = ["torch", *collectives.ALL_REDUCE]
     why = "who adds up a bucket: torch.distributed, or an algorithm of collectives.py"
     parser.add_argument("--all-reduce", choices=sums, default="torch", help=why)

@@ -245,7 +245,8 @@ def drop_late(chosen, total, capacity):
     queue = chosen.t().flatten()  # (k n,)
     one_hot = queue.unsqueeze(1) == torch.arange(total, device=queue.device)  # (k n, E)
     place = one_hot.cumsum(0).gather(1, queue.unsqueeze(1))  # (k n, 1), an expert's first has 1
-    late = place.view(k, n).t() > math.ceil(capacity * k * n / total)
+    most = math.ceil(min(capacity * k * n / total, k * n))
+    late = place.view(k, n).t() > most
     return chosen.masked_fill(late, total)
 
 
@@ -419,6 +420,7 @@ def main():
     args = parser.parse_args()
     experts.prepare(args)
     config = harness.configure(args)
+    experts.check_flags(args, config)
 
     def check(world):
         harness.check_batch(args, world)

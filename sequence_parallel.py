@@ -329,7 +329,12 @@ def main():
     group.add_argument("--gather-again", action="store_true", help=why)
     args = parser.parse_args()
     harness.check_batch(args, 1)
-    check = functools.partial(tensor_parallel.check_heads, harness.configure(args))
+    config = harness.configure(args)
+
+    def check(world):
+        tensor_parallel.check_heads(config, world)
+        tensor_bytes.check_padding(config, world)
+
     harness.launch(demo, args, check=check)
 
 

@@ -363,7 +363,7 @@ def train(run, schedule=None, watch=contextlib.nullcontext, cold=True):
         speaker = schedule.owner[schedule.last]
         run.print(f"\nsample:\n{sampling.generate(run, runner.logits_after, groups, speaker)}")
     if only_sample:
-        return 0
+        return int(run.incomplete)
     length = len(places(args, run.config.context, dist.get_rank(groups["cp"])))
     expected = formulas.expected(run, model, optimizer, schedule, groups, length, travelled)
     return run.receipt(*expected)

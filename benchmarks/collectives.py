@@ -5,7 +5,12 @@ from the moment for which all ranks agreed to start until the last of them is do
 """
 
 import functools
+import os
 import statistics
+import sys
+
+if not __package__:  # run as a script: python benchmarks/collectives.py
+    sys.path[0] = os.path.dirname(sys.path[0])
 
 import torch
 import torch.distributed as dist
@@ -81,7 +86,12 @@ def main():
     p.add_argument("--turns", type=harness.count(2), default=25, metavar="N", help=why)
     p.add_argument("--quiet", action="store_true", help="print nothing but errors")
     p.set_defaults(device="cpu", backend="gloo")
-    harness.launch(demo, p.parse_args(), run=harness.Rank)
+    harness.launch(demo, p.parse_args(), check=check, run=harness.Rank)
+
+
+def check(world):
+    if world == 1:
+        raise harness.Refused("one rank sends nothing: give --nproc 2 or more")
 
 
 if __name__ == "__main__":

@@ -6,7 +6,13 @@ zigzag, as ours). Then the memory of a training step of a GPT, on N ranks beside
 """
 
 import functools
+import math
+import os
+import sys
 import warnings
+
+if not __package__:  # run as a script: python benchmarks/context.py
+    sys.path[0] = os.path.dirname(sys.path[0])
 
 import torch
 import torch.distributed as dist
@@ -16,7 +22,7 @@ import benchmarks
 import context_parallel
 import harness
 import model as gpt
-from harness import presets
+from harness import memory, presets
 from harness.ledger import Ledger
 
 
@@ -117,7 +123,20 @@ def main():
     )
     p.add_argument("--quiet", action="store_true", help="print nothing but errors")
     p.set_defaults(device="cpu", backend="gloo", nproc=2)
-    harness.launch(demo, p.parse_args(), run=harness.Rank)
+    args = p.parse_args()
+
+    def check(world):
+        heads = presets.configure().heads
+        if world == 1 or heads % world:
+            raise harness.Refused(f"--nproc {world}: give 2 or more that divide {heads} heads")
+        for flag, tokens in (("--tokens", args.tokens), ("--memory", args.memory)):
+            if tokens % (2 * world) or tokens < 64:
+                unit = math.lcm(64, 2 * world)
+                raise harness.Refused(f"{flag} {tokens}: give a multiple of {2 * world}, as {unit}")
+        # q, k, v and a gradient of 8 heads of 64, float32
+        memory.check_ranks(args, world, max(4 * args.tokens // world * 8 * 64 * 4, args.memory * 8))
+
+    harness.launch(demo, args, check=check, run=harness.Rank)
 
 
 if __name__ == "__main__":

@@ -6,9 +6,14 @@ whatever else runs here slows all of them. Of several ranks the slowest counts.
 """
 
 import copy
+import os
 import statistics
+import sys
 import time
 from types import SimpleNamespace
+
+if not __package__:  # run as a script: python benchmarks/experts.py
+    sys.path[0] = os.path.dirname(sys.path[0])
 
 import torch
 import torch.distributed as dist
@@ -17,7 +22,7 @@ import torch.nn.functional as F
 import expert_parallel
 import harness
 import model as gpt
-from harness import presets
+from harness import formulas, memory, presets
 from harness.experts import AllToAllClock
 
 
@@ -161,7 +166,15 @@ def main():
     p.add_argument("--hidden", **harness.POSITIVE, default=512, help="inner size of an expert")
     p.add_argument("--quiet", action="store_true", help="print nothing but errors")
     p.set_defaults(device="cpu", backend="gloo")
-    harness.launch(demo, p.parse_args(), run=harness.Rank)
+    args = p.parse_args()
+
+    def check(world):
+        config = presets.configure(layers=1, width=args.width, hidden=args.hidden, experts=8)
+        expert_parallel.expert_counts(config.experts, world)
+        size = formulas.parameters_held(config, 1, 1) + 128 * args.batch * args.width
+        memory.check_ranks(args, world, 4 * size)
+
+    harness.launch(demo, args, check=check, run=harness.Rank)
 
 
 if __name__ == "__main__":

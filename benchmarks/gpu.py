@@ -28,6 +28,9 @@ import tempfile
 import time
 from typing import Callable, NamedTuple
 
+if not __package__:  # run as a script: python benchmarks/gpu.py
+    sys.path[0] = os.path.dirname(sys.path[0])
+
 import torch
 
 import harness

@@ -14,6 +14,9 @@ import sys
 import time
 import warnings
 
+if not __package__:  # run as a script: python benchmarks/on_gpu.py
+    sys.path[0] = os.path.dirname(sys.path[0])
+
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
@@ -291,8 +294,12 @@ def peaks(path, *flags):
 
 
 def main():
+    parts = (launch_times, kernel_errors, product_rate, plain_rates, waits_by_place, peaks)
+    names = {part.__name__: part for part in parts}
+    if len(sys.argv) < 3 or sys.argv[1] not in names:
+        raise harness.Refused(f"give NAME FILE WORDS: NAME is one of {', '.join(names)}")
     _, name, path, *words = sys.argv
-    globals()[name](path, *words)
+    names[name](path, *words)
 
 
 if __name__ == "__main__":

@@ -13,6 +13,9 @@ import sys
 import tempfile
 import time
 
+if not __package__:  # run as a script: python benchmarks/one_curve.py
+    sys.path[0] = os.path.dirname(sys.path[0])
+
 import harness
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))

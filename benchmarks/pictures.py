@@ -7,7 +7,13 @@ Both are measured, on 4 ranks of this machine. They need matplotlib.
 """
 
 import functools
+import os
+import sys
 import time
+
+if not __package__:  # run as a script: python benchmarks/pictures.py
+    sys.path[0] = os.path.dirname(sys.path[0])
+
 from unittest import mock
 
 import torch.distributed as dist
@@ -30,6 +36,9 @@ def main():
     args = p.parse_args()
     if not (args.memory or args.overlap):
         raise harness.Refused("nothing to draw: give --memory NAME or --overlap NAME")
+    for flag, name in (("--memory", args.memory), ("--overlap", args.overlap)):
+        if name:
+            harness.check_picture(flag, name)
     harness.configure(args)
     harness.launch(draw, args, check=lambda world: harness.check_batch(args, world))
 

@@ -4,7 +4,12 @@ python -m benchmarks.pipeline
 Stages sleep in place of work, so that few cores carry many ranks.
 """
 
+import os
+import sys
 import time
+
+if not __package__:  # run as a script: python benchmarks/pipeline.py
+    sys.path[0] = os.path.dirname(sys.path[0])
 
 import torch
 import torch.distributed as dist
@@ -97,14 +102,21 @@ def main():
     )
     p.add_argument(
         "--sleep",
-        type=harness.real(0),
+        type=harness.real(0, 60),
         default=0.06,
         metavar="SECONDS",
         help="a rank's F, I and W take so long",
     )
     p.add_argument("--quiet", action="store_true", help="print nothing but errors")
     p.set_defaults(device="cpu", backend="gloo")
-    harness.launch(demo, p.parse_args(), run=harness.Rank)
+    args = p.parse_args()
+
+    def check(world):
+        schedules.check_length(world, args.microbatches, 2)
+        for name in pipeline.SCHEDULES:
+            pipeline.make(name, world, args.microbatches)
+
+    harness.launch(demo, args, check=check, run=harness.Rank)
 
 
 if __name__ == "__main__":

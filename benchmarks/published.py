@@ -26,7 +26,12 @@ The TSM run's 211x on 256 nodes is left out: its model and network are not known
 is nothing to predict.
 """
 
+import os
+import sys
 import time
+
+if not __package__:  # run as a script: python benchmarks/published.py
+    sys.path[0] = os.path.dirname(sys.path[0])
 
 import harness
 import train

@@ -14,6 +14,9 @@ import subprocess
 import sys
 import tempfile
 
+if not __package__:  # run as a script: python benchmarks/table.py
+    sys.path[0] = os.path.dirname(sys.path[0])
+
 import harness
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))

@@ -31,6 +31,9 @@ import weakref
 from types import SimpleNamespace
 from typing import Callable, NamedTuple
 
+if not __package__:  # run as a script: python benchmarks/vs_torch.py
+    sys.path[0] = os.path.dirname(sys.path[0])
+
 import torch
 import torch.distributed as dist
 from torch.distributed._functional_collectives import AsyncCollectiveTensor

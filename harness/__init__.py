@@ -7,6 +7,7 @@ from harness import formulas, tensor_bytes, zero_bytes
 from harness.blocks import compile_blocks, recompute
 from harness.flags import (
     DTYPES,
+    MEGABYTES,
     NATURAL,
     POSITIVE,
     SIZE,
@@ -25,7 +26,7 @@ from harness.formulas import activation_bytes
 from harness.large_vocabulary import lean_head
 from harness.optimizer import all_reduce, clip, grad_norm, learning_rate, make_optimizer, sum_over
 from harness.placement import placement, take
-from harness.plots import check_plot, plot_flag, pyplot, save
+from harness.plots import check_picture, check_plot, plot_flag, pyplot, save
 from harness.presets import parameter_count
 from harness.proof import larger
 from harness.run import Rank, Run, launch

@@ -21,6 +21,9 @@ import fcntl
 import hashlib
 import os
 import pathlib
+import secrets
+import shutil
+import stat
 import subprocess
 import sys
 import sysconfig
@@ -124,7 +127,8 @@ def load(source="stdlib", tokenizer="bytes", folder=None, vocab=None, dtype=None
     stamp = [(str(f), f.stat().st_size, f.stat().st_mtime_ns) for f in files]
     key = hashlib.sha256(repr((encoding.name, stamp)).encode()).hexdigest()[:16]
     kind = encoding.name.partition(".")[0]  # a short word for the file's name
-    cache = folder / f"{name}-{kind}-{key}.npy"
+    # A name has at most 255 bytes: the key tells texts apart
+    cache = folder / f"{name[:40]}-{kind}-{key}.npy"
     with locked(cache):
         tokens = read_cache(cache, encoding.n_vocab)
         if tokens is None:
@@ -227,48 +231,105 @@ def encode(files, encoding, source):
 
 # --- the cache
 
+ONCE = "tokens-once-"  # how the name of a folder begins that only one process reads
+
 
 def cache_folder():
-    """data/ in the project's folder, or a folder of this user's for temporary files."""
+    """data/ in the project's folder; or a folder of this user's for temporary files; or, where
+    somebody else could write to both, a new folder that only this process reads.
+
+    Whoever can write to the folder decides what is trained on, and the folder for temporary files
+    is everybody's."""
     folder = pathlib.Path(__file__).parent.parent / "data"
-    try:
+    with contextlib.suppress(OSError):
         folder.mkdir(exist_ok=True)
         tempfile.TemporaryFile(dir=folder).close()
-        return folder
-    except OSError:
+        if not folder.stat().st_mode & stat.S_IWOTH:
+            return folder
+    try:
         folder = pathlib.Path(tempfile.gettempdir()) / f"tokens-{os.getuid()}"
-        folder.mkdir(exist_ok=True, mode=0o700)
+        with contextlib.suppress(FileExistsError):
+            folder.mkdir(mode=0o700)
+        if not is_private(folder):
+            folder = pathlib.Path(tempfile.mkdtemp(prefix=ONCE))
+        tempfile.TemporaryFile(dir=folder).close()
         return folder
+    except OSError as e:
+        raise DataError(
+            f"the tokens need a folder for temporary files, and none can be written ({e.strerror}):"
+            " free some space, or set TMPDIR"
+        ) from e
+
+
+def is_private(folder):
+    """Whether it is a folder, no link to one, of this user's, to which nobody else can write."""
+    info = folder.lstat()
+    others_write = info.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+    return stat.S_ISDIR(info.st_mode) and info.st_uid == os.getuid() and not others_write
 
 
 @contextlib.contextmanager
 def locked(path):
-    """Hold the lock of `path`: one process goes on, the others wait."""
-    with open(f"{path}.lock", "w") as lock:
+    """Hold the lock of `path`: one process goes on, the others wait. It only saves work: where
+    there is no lock to be had, each process makes the file, and `write_whole` keeps it whole."""
+    lock = None
+    with contextlib.suppress(OSError):
+        # Never through a link, and never waiting for a pipe's other end
+        lock = os.open(
+            f"{path}.lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644
+        )
         fcntl.flock(lock, fcntl.LOCK_EX)
+    try:
         yield
+    finally:
+        if lock is not None:
+            os.close(lock)
 
 
 def write_whole(path, write):
-    """Write a temporary file, then rename it to `path`: a reader sees the whole file or none."""
-    temporary = path.with_name(f"{path.name}.{os.getpid()}")
-    with open(temporary, "wb") as file:
-        write(file)
-    os.replace(temporary, path)
+    """Write a new temporary file, then rename it to `path`: a reader sees the whole file or
+    none."""
+    temporary = path.with_name(f"{path.name}.{secrets.token_hex(4)}")
+    try:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
+        with open(os.open(temporary, flags, 0o644), "wb") as file:
+            write(file)
+        os.replace(temporary, path)
+    except OSError as e:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        reason = e.strerror or "No space left on device"  # numpy's own error has no more to say
+        raise DataError(
+            f"{path} can't be written ({reason}): free some space, or set TMPDIR"
+        ) from e
 
 
 def write_cache(path, tokens):
-    write_whole(path, lambda file: np.save(file, tokens))
+    """Write the tokens, and behind them the digest of their bytes."""
+
+    def write(file):
+        np.save(file, tokens)
+        file.write(hashlib.sha256(tokens).digest())
+
+    write_whole(path, write)
 
 
 def read_cache(path, vocab):
     """The cached tokens, memory-mapped. None if there is no cache, or a damaged one."""
-    if not path.exists():
+    if not os.path.lexists(path):
         return None
     with contextlib.suppress(ValueError, OSError, EOFError):
+        if not stat.S_ISREG(path.lstat().st_mode):
+            raise ValueError("a link or a pipe that somebody put there")
         tokens = np.load(path, mmap_mode="r", allow_pickle=False)
         is_row = tokens.ndim == 1 and len(tokens) > 0
         if is_row and tokens.dtype in (np.uint16, np.uint32) and tokens.max() < vocab:
-            return tokens
+            with open(path, "rb") as file:
+                file.seek(tokens.offset + tokens.nbytes)
+                digest = file.read()
+            if digest == hashlib.sha256(tokens).digest():
+                if path.parent.name.startswith(ONCE):
+                    shutil.rmtree(path.parent, ignore_errors=True)  # the mapping stays
+                return tokens
     print(f"{path.name} is damaged: tokenising again", file=sys.stderr)
     return None

@@ -14,6 +14,7 @@ from harness.flags import real
 from harness.formulas import activation_bytes, all_reduce_sent, parameters_held
 from harness.ledger import human
 from harness.plots import check_plot, plot_flag, pyplot, save
+from harness.start import Refused
 
 # --- flags
 
@@ -33,6 +34,21 @@ def prepare(args):
     check_plot(args)
     if args.capacity is not None and args.prove is None:
         args.prove = 0
+
+
+def check_flags(args, config):
+    """Refuse a capacity that drops every token, and more pieces than tokens."""
+    if args.capacity == 0:
+        raise Refused("--capacity 0 drops every token: 1 is an even share, or leave it out")
+    check_chunks("--chunks", args.chunks, args, config)
+
+
+def check_chunks(flag, chunks, args, config):
+    """Refuse more pieces than a micro-batch has tokens on all ranks together: most would be empty,
+    and each is a message."""
+    tokens = args.batch // args.microbatches * config.context
+    if chunks > tokens:
+        raise Refused(f"{flag} {chunks}, but a micro-batch has {tokens:,} tokens: use fewer")
 
 
 # --- what is measured
@@ -275,4 +291,4 @@ def plot(name, load, sizes):
             axis.axhline(edge - 0.5, color="black", linewidth=0.8)
     axes[0][0].set_ylabel("expert")
     figure.colorbar(image, ax=axes[0].tolist(), label="load, 1 = even, 2 and more", extend="max")
-    save(figure, name)
+    save(figure, name, during_run=True)

@@ -2,10 +2,13 @@
 
 import argparse
 import math
+import os
+import stat
 
 import torch
 
 from harness import presets, tokens
+from harness.outputs import check_file, short
 from harness.start import Refused
 
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -31,22 +34,54 @@ class Parser(argparse.ArgumentParser):
         self.formatter_class = lambda prog: self.Formatter(prog, max_help_position=28, width=120)
 
     def error(self, message):
-        raise Refused(f"{message} (--help lists the flags)")
+        raise Refused(f"{short(message, 400)} (--help lists the flags)")
+
+    def parse_args(self, args=None, namespace=None):
+        """The flags. Refuses an empty text, as of a shell variable that is not set: only a prompt
+        may be empty."""
+        args = super().parse_args(args, namespace)
+        for action in self._actions:
+            if getattr(args, action.dest, None) == "" and action.dest != "prompt":
+                flag = action.option_strings[0]
+                raise Refused(f"{flag} is empty: give it a value, or leave it out")
+        return args
 
 
-def count(least):
+MOST = 10**18  # of any number of things: an int64 holds it
+
+
+def count(least, most=MOST):
     """An argument type: a whole number of at least `least`."""
 
     def parse(text):
-        if not text.isdecimal() or int(text) < least:
-            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least {least}")
-        return int(text)
+        value = whole(text)
+        if value is None or value < least:
+            given = repr(short(text))
+            raise argparse.ArgumentTypeError(f"{given} is not a whole number of at least {least}")
+        if value > most:
+            raise argparse.ArgumentTypeError(f"{short(text)} is more than {float(most):g}")
+        return value
 
     return parse
 
 
-def real(least):
-    """An argument type: a finite number of at least `least`."""
+def whole(text):
+    """The whole number that a text is, or None. Python reads no more than 4,300 digits."""
+    digits = text.removeprefix("-")
+    return int(text) if digits.isdecimal() and len(digits) < 1000 else None
+
+
+def seed(text):
+    """An argument type: a whole number, which may be negative."""
+    value = whole(text)
+    if value is None or abs(value) > MOST:
+        given = repr(short(text))
+        raise argparse.ArgumentTypeError(f"{given} is not a whole number from -1e18 to 1e18")
+    return value
+
+
+def real(least, most=math.inf):
+    """An argument type: a finite number of at least `least`, and at most `most`."""
 
     def parse(text):
         try:
@@ -54,10 +89,32 @@ def real(least):
         except ValueError:
             value = math.nan
         if not least <= value < math.inf:
-            raise argparse.ArgumentTypeError(f"{text!r} is not a number of at least {least}")
+            given = repr(short(text))
+            raise argparse.ArgumentTypeError(f"{given} is not a number of at least {least}")
+        if value > most:
+            raise argparse.ArgumentTypeError(f"{short(text)} is more than {most:g}")
         return value
 
     return parse
+
+
+MEGABYTES = dict(type=real(0, 1e12), metavar="MB")
+
+
+def text_source(text):
+    """An argument type: what --data may be. A pipe or a device has no end that one could wait
+    for."""
+    try:
+        mode = os.stat(text).st_mode
+    except FileNotFoundError:  # "stdlib", or one that data.py refuses
+        return text
+    except OSError as e:
+        why = f"{short(text)!r} can't be read ({e.strerror}): give a text file or a folder of them"
+        raise argparse.ArgumentTypeError(why) from e
+    if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+        why = f"{short(text)!r} is a device or a pipe: give a text file or a folder of them"
+        raise argparse.ArgumentTypeError(why)
+    return text
 
 
 # The units that `quantity` accepts
@@ -77,7 +134,7 @@ def quantity(units, example):
             value = 0
         if not 0 < value < math.inf:
             raise argparse.ArgumentTypeError(
-                f"{text!r} is not a number with its unit, such as {example}"
+                f"{short(text)!r} is not a number with its unit, such as {example}"
             )
         return value
 
@@ -161,7 +218,7 @@ def training_flags(g):
         help="pieces of a rank's batch, run one after the other to hold fewer activations",
     )
     g.add_argument(
-        "--seed", type=int, default=1, metavar="N", help="seed of weights, batches and dropout"
+        "--seed", type=seed, default=1, metavar="N", help="seed of weights, batches and dropout"
     )
     g.add_argument(
         "--optimizer",
@@ -201,6 +258,7 @@ def training_flags(g):
 def data_flags(g):
     g.add_argument(
         "--data",
+        type=text_source,
         default="stdlib",
         metavar="PATH",
         help="a text file, a folder of them, stdlib or shakespeare; or ready-made tokens, .bin or "
@@ -239,7 +297,7 @@ def running_flags(g):
     )
     g.add_argument(
         "--timeout",
-        type=real(0.1),
+        type=real(0.1, 1e9),
         default=600,
         metavar="SECONDS",
         help="how long ranks wait for a silent rank; then the run ends and names it",
@@ -279,7 +337,7 @@ def configure(args):
     try:
         config = presets.configure(args.preset, args.family, **overrides)
     except ValueError as e:
-        raise Refused(str(e)) from e
+        raise Refused(short(str(e), 400)) from e
     if config.vocab < needed_vocab:
         advice = f"give --vocab {needed_vocab}"
         if "vocab" in trained:
@@ -298,9 +356,10 @@ def check_batch(args, parts):
     pieces = parts * args.microbatches
     if args.batch % pieces == 0:
         return
-    possible = [str(m) for m in range(1, args.batch + 1) if args.batch % (parts * m) == 0]
-    if possible:
-        hint = f"--microbatches could be {', '.join(possible)}"
+    rows, rest = divmod(args.batch, parts)
+    if not rest:
+        possible = [str(m) for m in range(1, min(rows, 10_000) + 1) if rows % m == 0]
+        hint = f"--microbatches could be {', '.join(possible[:20])}"
     else:
         hint = f"--batch could be {pieces * max(1, round(args.batch / pieces))}"
     raise Refused(
@@ -331,11 +390,5 @@ def check_files(args):
     """Refuse an output file that can't be written, before hours of training."""
     for name in ("json", "log_to", "trace"):
         path = getattr(args, name, None)
-        if not path:
-            continue
-        try:
-            open(path, "a").close()
-        except OSError as e:
-            flag = "--" + name.replace("_", "-")
-            sentence = f"{flag} {path} can't be written ({e.strerror}): give another file"
-            raise Refused(sentence) from e
+        if path:
+            check_file("--" + name.replace("_", "-"), path)

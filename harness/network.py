@@ -6,7 +6,6 @@ seconds. collectives.py comes in as an argument, `library`.
 """
 
 import functools
-import json
 import statistics
 import time
 import types
@@ -15,8 +14,11 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+from harness import memory
 from harness.flags import POSITIVE, SIZE, SPEED, TIME, quantity
+from harness.flags import count as whole_number
 from harness.plots import check_plot, plot_flag, pyplot, save
+from harness.receipt import write_json
 from harness.start import Refused
 
 # --- flags
@@ -31,7 +33,7 @@ def flags(parser):
     parser.add_argument("--nodes-of", **POSITIVE, help=why)
     plot_flag(parser, "draw time against size")
     why = "run nothing, predict the times on N ranks, by the links below"
-    parser.add_argument("--ranks", **POSITIVE, help=why)
+    parser.add_argument("--ranks", type=whole_number(1, 10**12), metavar="N", help=why)
     latency = dict(type=quantity(TIME, "5us"), metavar="TIME")
     speed = dict(type=quantity(SPEED, "50GB/s"), metavar="SPEED")
     for flag, unit, why in [
@@ -54,6 +56,8 @@ def flags(parser):
 def check(args, world):
     """Refuse flags that do not go together on `world` ranks."""
     check_plot(args)
+    if not args.ranks:
+        memory.check_ranks(args, world, int(args.size))
     if args.plot and world == 1:
         raise Refused("--plot needs two ranks or more: one sends nothing")
     if args.nodes_of and world % args.nodes_of:
@@ -344,13 +348,13 @@ def compare_and_measure(library, run):
     result |= measure_curve(library, run, node)
     ok = not result["differ"] and result["counted"] == result["formulas"]
     result = {"ok": ok, "world_size": run.world, "layout": {"node": node}} | result
+    written = True
     if run.rank == 0 and run.args.json:
-        with open(run.args.json, "w") as f:
-            json.dump(result, f, indent=1)
+        written = write_json(run.args.json, result)
     if run.rank == 0 and run.args.plot:
         plot_curve(run.args.plot, result)
     speaker(run)("  ok" if ok else "  FAILED")
-    return 0 if ok else 1
+    return 0 if ok and written else 1
 
 
 def plot_curve(name, result):
@@ -372,7 +376,7 @@ def plot_curve(name, result):
     ticks = "ticks: left of them latency-bound, right of them bandwidth-bound"
     axes.set_title(f"{title}\n{ticks}", fontsize=10)
     axes.legend(frameon=False)
-    save(figure, name)
+    save(figure, name, during_run=True)
 
 
 # --- beside torch.distributed

@@ -3,7 +3,8 @@
 import importlib.util
 import os
 
-from harness.start import Refused
+from harness.outputs import check_file, short
+from harness.start import Refused, say
 
 
 def plot_flag(group, what):
@@ -18,8 +19,15 @@ def check_plot(args):
         return
     if not importlib.util.find_spec("matplotlib"):
         raise Refused("--plot needs matplotlib: pip install matplotlib, or leave --plot out")
-    if not os.path.isdir(os.path.dirname(args.plot) or "."):
-        raise Refused(f"--plot {args.plot}: there is no such folder")
+    check_picture("--plot", args.plot)
+
+
+def check_picture(flag, name, kinds=("png", "svg")):
+    """Refuse a name whose files can't be written."""
+    if not os.path.isdir(os.path.dirname(name) or "."):
+        raise Refused(f"{flag} {short(name)}: there is no such folder")
+    for kind in kinds:
+        check_file(flag, f"{name}.{kind}")
 
 
 def pyplot():
@@ -32,7 +40,14 @@ def pyplot():
     return matplotlib.pyplot
 
 
-def save(figure, name):
-    """Write NAME.png and NAME.svg."""
-    for kind in ("png", "svg"):
-        figure.savefig(f"{name}.{kind}", dpi=150, bbox_inches="tight")
+def save(figure, name, flag="--plot", during_run=False):
+    """Write NAME.png and NAME.svg. Where they can't be written, a run goes on, and whatever does
+    nothing but draw ends."""
+    try:
+        for kind in ("png", "svg"):
+            figure.savefig(f"{name}.{kind}", dpi=150, bbox_inches="tight")
+    except OSError as e:
+        problem = f"{flag} {name} can't be written ({e.strerror or e})"
+        if not during_run:
+            raise Refused(f"{problem}: free some space", code=1) from e
+        say(f"{problem}; the run goes on")

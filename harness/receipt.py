@@ -1,11 +1,15 @@
 """The receipt: what a step sent and held beside the papers' formulas, and how far the run is from
 one process."""
 
+import contextlib
 import json
+import sys
 
 import torch.distributed as dist
 
+from harness import streams
 from harness.ledger import human
+from harness.start import say
 from harness.tolerance import TOLERANCE
 
 
@@ -20,7 +24,7 @@ def write_receipt(run, layout, sent, held, notes):
 
     Each row shows the rank with the most bytes. A measured figure that differs from its formula
     fails, on any rank. Activations do not: their formulas leave small things out. The exit code is
-    1 if anything fails or is out of tolerance.
+    1 if anything fails or is out of tolerance, or could not be written.
     """
     everyone = [None] * run.world
     dist.all_gather_object(everyone, (run.ledger.sent, sent, run.held, held))
@@ -44,11 +48,27 @@ def write_receipt(run, layout, sent, held, notes):
         "held": held,
     }
     if run.rank == 0:
-        if run.args.json:
-            with open(run.args.json, "w") as file:
-                json.dump(result, file, indent=1)
         print_receipt(run, result, notes)
-    return (0 if result["ok"] else 1), result
+        if streams.lost(sys.stdout):  # what was printed is not there
+            with contextlib.redirect_stdout(sys.stderr):
+                print_receipt(run, result, notes)
+        if run.args.json:
+            run.incomplete |= not write_json(run.args.json, result)
+    return (0 if result["ok"] and not run.incomplete else 1), result
+
+
+def write_json(path, result):
+    """Write a receipt to --json. Where the disk is full, print it instead. Returns whether it is in
+    the file."""
+    try:
+        with open(path, "w") as file:
+            json.dump(result, file, indent=1)
+        return True
+    except OSError as e:
+        say(f"--json {path} can't be written ({e.strerror}); the receipt is printed instead")
+        stream = sys.stderr if streams.lost(sys.stdout) else sys.stdout
+        print(json.dumps(result), file=stream, flush=True)
+        return False
 
 
 def sent_rows(everyone):

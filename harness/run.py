@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import _disable_current_modes
 
 import model as gpt
-from harness import data, diagnosis, proof, start, zero_bytes
+from harness import data, diagnosis, memory, proof, start, zero_bytes
 from harness.flags import DTYPES, check_files, configure
 from harness.ledger import Ledger, storage_bytes
 from harness.optimizer import learning_rate
@@ -41,6 +41,10 @@ def launch(demo, args, needed=None, check=lambda world: None, run=None):
     """
 
     def ready(world):
+        if hasattr(args, "batch") and hasattr(args, "layers"):
+            memory.check(args, world)
+        else:
+            memory.check_ranks(args, world)
         with start.refusing():
             check(world)
         check_files(args)
@@ -83,6 +87,7 @@ class Run:
         self.held = {}  # {kind: bytes} after the measured step
         self.first = 0  # the first step; not 0 after a checkpoint
         self.was_read = None  # the latest loss and its numbers: see `read`
+        self.incomplete = False  # whether a result found no room on the disk
         self.skipped = 0  # steps whose gradient was not finite
         self.draw = gpt.draw
         self.groups()

@@ -19,8 +19,11 @@ import torch
 import torch.distributed as dist
 
 from harness.formulas import activation_bytes, all_reduce_sent, parameters_held
+from harness.outputs import writing
 from harness.plots import plot_flag, pyplot, save
 from harness.start import Refused, refusing
+
+MOST_ACTIONS = 20_000_000  # of a schedule: 160 bytes and 7 microseconds each
 
 # --- from flags
 
@@ -28,6 +31,13 @@ from harness.start import Refused, refusing
 def of_flags(make, args, config, ranks):
     """The schedule of --schedule, --microbatches and --chunks. Refuses what does not exist, and a
     model with fewer layers than stages. make(name, ranks, microbatches, chunks): pipeline.make."""
+    # Before a schedule is made that nothing can hold
+    if args.schedule == "interleaved" and args.chunks and config.layers < args.chunks * ranks:
+        raise Refused(
+            f"{config.layers} layers are too few for {args.chunks * ranks} pipeline stages: use "
+            "fewer --chunks, or more --layers"
+        )
+    check_length(ranks, args.microbatches, args.chunks or 2)
     with refusing():
         schedule = make(args.schedule, ranks, args.microbatches, args.chunks)
     stages = len(schedule.owner)
@@ -39,6 +49,16 @@ def of_flags(make, args, config, ranks):
             f"use {advice}fewer stages a rank, or more --layers"
         )
     return schedule
+
+
+def check_length(ranks, microbatches, chunks):
+    """Refuse a schedule that would take minutes to make and gigabytes to hold."""
+    actions = 2 * ranks * microbatches * chunks
+    if actions > MOST_ACTIONS:
+        raise Refused(
+            f"{ranks:,} ranks with {microbatches:,} micro-batches have a schedule of {actions:,} "
+            f"actions, more than {MOST_ACTIONS:,}: use fewer of them"
+        )
 
 
 def flags(group):
@@ -118,8 +138,7 @@ def simulate(
                 if awaited not in arrival:
                     break
                 start = max(spans[rank][-1][1] if spans[rank] else 0.0, arrival[awaited])
-                known_kinds = {done.kind for _, _, done in spans[rank]}
-                if first_launch_drains and action.kind not in known_kinds:
+                if first_launch_drains and action.kind not in {a.kind for *_, a in spans[rank]}:
                     posted = posted_receives(schedule, rank, len(spans[rank]))
                     if not posted <= arrival.keys():
                         break
@@ -388,12 +407,12 @@ def report(run, schedule, layers, spans):
     name, m = args.schedule, args.microbatches
     plan, real = simulate(schedule), gather_spans(spans, dist.group.WORLD, run.device)
     if run.rank == 0 and args.trace:
-        with open(args.trace, "w") as f:
+        with writing("--trace", args.trace), open(args.trace, "w") as f:
             json.dump(trace(real), f)
     if run.rank == 0 and args.plot:
         title = f"{name}, {p} ranks, {m} micro-batches: plan"
         pictures = [(title, plan, "units of time"), ("run, last step", real, "seconds")]
-        plot(args.plot, pictures)
+        plot(args.plot, pictures, during_run=True)
     wait, text = by_paper(name, p, m, v, v, v, v)  # a stage's F is one unit, a rank's is v
     formula = f"the formula is {text}" if wait is None else f"by the formula {wait:g}: {text}"
     unit = makespan(real) / makespan(plan)
@@ -421,6 +440,7 @@ def compare(make, args, names):
     if args.trace or args.json:
         raise Refused("--compare runs nothing that --trace or --json could show: leave them out")
     ranks, microbatches = args.nproc or 4, args.microbatches
+    check_length(ranks, microbatches, args.chunks or 2)
     names = [args.schedule] if args.schedule else names
     print(
         f"{ranks} ranks, {microbatches} micro-batches; a rank's forward, input gradient and weight "
@@ -471,7 +491,7 @@ LEGEND = {
 }
 
 
-def plot(name, pictures):
+def plot(name, pictures, during_run=False):
     """Draw timelines one above the other, each (title, spans, unit of time): a row a rank, a bar an
     action."""
     plt = pyplot()
@@ -499,4 +519,4 @@ def plot(name, pictures):
     handles = [plt.Rectangle((0, 0), 1, 1, color=COLORS[kind][0]) for kind in LEGEND.values()]
     place = dict(ncols=3, loc="lower right", bbox_to_anchor=(1, 1), frameon=False, fontsize=8)
     axes[0, 0].legend(handles, LEGEND, **place)
-    save(figure, name)
+    save(figure, name, during_run=during_run)

@@ -25,7 +25,7 @@ import traceback
 import torch
 import torch.distributed as dist
 
-from harness import host_messages
+from harness import host_messages, streams
 
 # CUDA reads this when it starts. Kernels that are loaded at their first launch wait for the device,
 # which may be waiting for this rank: see pipeline.warm_up
@@ -490,7 +490,7 @@ def failed(error, rank, world, store, timeout, forked):
 
 def finish(code):
     """End the process at once. In the interpreter's own exit gloo's threads can still abort it."""
-    with contextlib.suppress(BrokenPipeError):
+    with contextlib.suppress(OSError):
         sys.stdout.flush()
         sys.stderr.flush()
     os._exit(code)
@@ -498,9 +498,12 @@ def finish(code):
 
 def script(main):
     """Call a script's main() and turn a refusal into one sentence and exit code 2."""
+    streams.steady()
     try:
         main()
     except Refused as e:
         finish(refuse(e, int(os.environ.get("RANK", 0))))
     except KeyboardInterrupt:
         finish(130)
+    except BrokenPipeError:  # the reader of our output has ended, as `head` does
+        finish(141)

@@ -8,8 +8,18 @@ import torch.distributed as dist
 
 from harness import formulas
 from harness.saved import kept_by_a_block
+from harness.start import Refused
 
 NORM = 8  # bytes: the squared gradient norm is one float64
+
+
+def check_padding(config, t):
+    """Refuse tokens that do not divide by t ranks, with experts: routers would count the padding,
+    and choose experts for it."""
+    if config.experts and config.context % t:
+        raise Refused(
+            f"experts take no padding: --context {config.context} must be a multiple of {t}"
+        )
 
 
 def tensor_parallel(run):

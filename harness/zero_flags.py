@@ -1,12 +1,12 @@
 """The flags that zero.py and train.py share, and the options of ZeRO that they mean."""
 
-from harness.flags import DTYPES, Refused, precision_flags, real
+from harness.flags import DTYPES, MEGABYTES, Refused, precision_flags
 
 
 def add_flags(group, bucket_mb):
     """bucket_mb: the default of --bucket-mb, which ddp.py and train.py's DDP have too."""
     why = "of a bucket: large ones send faster, small ones start earlier"
-    group.add_argument("--bucket-mb", type=real(0), default=bucket_mb, metavar="MB", help=why)
+    group.add_argument("--bucket-mb", **MEGABYTES, default=bucket_mb, help=why)
     why = "ZeRO 2, 3: reduce gradients once a step, not each micro-batch: sends less, holds more"
     group.add_argument("--reduce-once", action="store_true", help=why)
     why = "ZeRO 3: keep weights from forward until backward: sends a third less, holds all of them"

@@ -167,3 +167,80 @@ def test_shakespeare_checks_what_it_gets(tmp_path, monkeypatch):
     )
     with pytest.raises(data.DataError, match="network.*stdlib"):
         data.load("shakespeare", folder=tmp_path)
+
+
+@pytest.fixture
+def elsewhere(tmp_path, monkeypatch):
+    """data/ can't be written, so the cache lies in a folder for temporary files: that folder."""
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    (tmp_path / "data").write_text("no folder")
+    monkeypatch.setattr(data, "__file__", str(tmp_path / "harness" / "data.py"))
+    monkeypatch.setattr(data.tempfile, "gettempdir", lambda: str(temporary))
+    monkeypatch.setattr(data.tempfile, "tempdir", str(temporary))
+    return temporary
+
+
+def test_cache_in_a_folder_of_ones_own(text, elsewhere):
+    for _ in range(2):
+        assert data.load(text).tokens[:3].tolist() == [*b"It "]
+    [folder] = elsewhere.iterdir()
+    assert folder.name == f"tokens-{os.getuid()}" and folder.stat().st_mode & 0o777 == 0o700
+    assert len(list(folder.glob("*.npy"))) == 1
+
+
+@pytest.mark.parametrize("made_by", ["a link", "another user", "everybody's"])
+def test_a_folder_that_somebody_else_made_is_not_used(text, elsewhere, tmp_path, made_by):
+    """The text is tokenised, nothing of theirs is read or emptied, and nothing is left behind."""
+    folder, victim = elsewhere / f"tokens-{os.getuid()}", tmp_path / "victim"
+    if made_by == "a link":
+        (tmp_path / "theirs").mkdir()
+        folder.symlink_to(tmp_path / "theirs")
+    else:
+        folder.mkdir()
+        folder.chmod(0o777 if made_by == "everybody's" else 0o700)
+    if made_by == "another user":
+        if os.getuid():
+            pytest.skip("only root can give a folder away")
+        os.chown(folder, 12345, 12345)
+    victim.write_text("private")
+    before = sorted(folder.iterdir())
+    assert data.load(text).tokens[:3].tolist() == [*b"It "]
+    assert sorted(folder.iterdir()) == before and victim.read_text() == "private"
+    assert [path.name for path in elsewhere.iterdir()] == [folder.name]
+
+
+def test_links_in_the_cache_are_not_followed(text, tmp_path, capsys):
+    whole = data.load(text, folder=tmp_path).tokens.tolist()
+    [cache] = tmp_path.glob("*.npy")
+    victim, lock = tmp_path / "victim", tmp_path / f"{cache.name}.lock"
+    victim.write_text("private")
+    cache.unlink()
+    lock.unlink()
+    lock.symlink_to(victim)
+    cache.symlink_to(victim)
+    assert data.load(text, folder=tmp_path).tokens.tolist() == whole
+    assert victim.read_text() == "private" and not cache.is_symlink()
+    lock.unlink()
+    os.mkfifo(lock)  # and a pipe is not waited for
+    assert data.load(text, folder=tmp_path).tokens.tolist() == whole
+
+
+def test_other_tokens_under_the_same_name_are_seen(text, tmp_path, capsys):
+    whole = data.load(text, folder=tmp_path).tokens.tolist()
+    [cache] = tmp_path.glob("*.npy")
+    content = bytearray(cache.read_bytes())
+    content[-200] ^= 1
+    cache.write_bytes(content)
+    assert data.load(text, folder=tmp_path).tokens.tolist() == whole
+    assert "damaged" in capsys.readouterr().err
+
+
+def test_no_room_for_the_cache_is_one_sentence(text, tmp_path, monkeypatch):
+    def full(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(data.np, "save", full)
+    with pytest.raises(data.DataError, match="can't be written .No space left"):
+        data.load(text, folder=tmp_path)
+    assert not list(tmp_path.glob("*.npy*[!k]"))

@@ -210,10 +210,11 @@ def test_a_disk_that_is_full_is_one_sentence(folders, tmp_path, text):
     flags = f"--init-from {folders['gpt2']} --tokenizer bytes --context 16 --dp 2 --steps 1 "
     flags += f"--batch 4 --prove 0 --sample 0 --data {text} --export {tmp_path}/out"
     script = Script(tmp_path, "train", flags.split(), disk_is_full)
-    assert script.end() == 2 and "Traceback" not in script.output()
+    assert script.end() == 1 and "Traceback" not in script.output()
     [said] = script.errors()
     assert "out can't be written (I/O error: No space left" in said
     assert "--only-sample --export FOLDER" in said
+    assert "receipt: dp 2" in script.output()
 
 
 def test_a_longer_context_is_exported_as_such(folders, tmp_path):

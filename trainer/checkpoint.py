@@ -424,7 +424,7 @@ def read_index(path, step):
     try:
         with open(file, "rb") as f:
             index = json.load(f)
-        if index["step"] != step:
+        if index["step"] != step or not natural([index["step"]]):
             raise ValueError(f"its index is of step {index['step']}")
         for name, entry in index["files"].items():
             if (

@@ -1,8 +1,9 @@
 """Devices and their links, by data sheet: what a described cluster could do."""
 
+import math
 from typing import NamedTuple
 
-from harness import Refused
+from harness import Refused, outputs
 
 # Large bf16 products reach 80% of an H100's data sheet, 86% of an A100's (S. Bekman,
 # ml-engineering, "Maximum Achievable Matmul FLOPS"); nccl's large all-reduces about 80% of NVLink's
@@ -103,9 +104,12 @@ def cluster_of(args):
                     for text, (unit, size) in zip(figures, units, strict=True)
                 )
             )
+            if not all(0 < figure < math.inf for figure in device):
+                raise ValueError("a device has some of each")
         except (IndexError, ValueError):
             hint = "or NAME=80GB,989TFLOP/s,3.35TB/s: memory, dense bf16 rate, memory bandwidth"
+            known = ", ".join(DEVICES)
             raise Refused(
-                f"--gpu {name} is not known: choose one of {', '.join(DEVICES)}, {hint}"
+                f"--gpu {outputs.short(name)} is not known: choose one of {known}, {hint}"
             ) from None
     return Cluster(device, args.nodes_of or 8, args.intra or 450e9, args.inter or 50e9)

@@ -11,7 +11,7 @@ import context_parallel
 import harness
 import pipeline
 import tensor_parallel
-from harness import Refused, long_context, schedules
+from harness import Refused, experts, long_context, memory, schedules
 from trainer import planner, pretrained, sampling, saving, tokenizer, tracking
 
 
@@ -26,6 +26,7 @@ def prepare(args):
         pretrained.check_family(args)
     args.tokenizer = tokenizer.choose(args)
     config = harness.configure(args)
+    check_memory(args, config)
     if args.microbatches is None:
         args.microbatches = default_microbatches(args)
     args.param_dtype = args.param_dtype or args.dtype
@@ -36,12 +37,24 @@ def prepare(args):
     return args, config
 
 
+def check_memory(args, config):
+    """Refuse what this machine can't hold, before anything is made. A dry run takes no memory for
+    tensors, but some for each rank's number."""
+    world = args.dp * args.cp * args.tp * args.pp
+    if args.dry_run or args.plan:
+        memory.check_sizes(args, config)
+        memory.check_numbers(world)
+        return
+    copies = args.dp * args.cp if args.zero == 0 and args.ep == 1 else 1
+    memory.check(args, world, copies)
+
+
 def default_microbatches(args):
     """The largest number up to 2 x pp (1 without a pipeline) that divides a replica's rows and
     suits the schedule. If there is none, the smallest above."""
     rows = max(args.batch // args.dp, 1)
     most = 2 * args.pp if args.pp > 1 else 1
-    divisors = [m for m in range(1, rows + 1) if rows % m == 0]
+    divisors = [m for m in range(1, min(rows, 10_000) + 1) if rows % m == 0]
     for m in sorted(divisors, key=lambda m: (m > most, abs(m - most))):
         with contextlib.suppress(ValueError):
             pipeline.SCHEDULES[args.schedule](0, args.pp, m)
@@ -61,10 +74,11 @@ def check(args, config):
         hint = f"--experts {args.ep} or more" if config.experts else "--experts, or leave --ep out"
         have = f"--ep {args.ep} with {config.experts} experts"
         raise Refused(f"{have}: each rank needs one; use {hint}")
+    experts.check_chunks("--expert-chunks", args.expert_chunks, args, config)
     if args.dp * args.cp % args.ep:
         ranks = f"the {args.dp * args.cp} ranks of --dp x --cp"
         raise Refused(f"--ep {args.ep} does not divide {ranks}, where experts live")
-    length = len(places(args, config.context, 0))
+    length = places_held(args, config.context)
     padded = length * args.cp != config.context or args.sp and length % args.tp
     if config.experts and padded:
         chunks = args.cp if args.cp == 1 or args.cp_kind == "ulysses" else 2 * args.cp
@@ -96,9 +110,19 @@ def cp_shape(args, heads=0):
     return long_context.grid(args.cp_kind, args.cp, args.cp_rings, heads)
 
 
-def places(args, length, rank):
-    """The positions of a sequence that a context-parallel rank holds, padding at the end.
+def is_zigzag(args):
+    """Whether a rank of n holds chunks i and 2 n - 1 - i, so that causal work is even."""
+    return args.cp > 1 and args.cp_kind != "ulysses"
 
-    In a zigzag a rank of n holds chunks i and 2 n - 1 - i, so that causal work is even."""
-    zigzag = args.cp > 1 and args.cp_kind != "ulysses"
+
+def places_held(args, length):
+    """How many positions `places` gives, which takes memory for them."""
+    ring, ulysses = cp_shape(args)
+    chunks = 2 * ring if is_zigzag(args) else ring
+    return -(-length // (chunks * ulysses)) * chunks // ring
+
+
+def places(args, length, rank):
+    """The positions of a sequence that a context-parallel rank holds, padding at the end."""
+    zigzag = is_zigzag(args)
     return context_parallel.positions(length, rank, *cp_shape(args), zigzag)

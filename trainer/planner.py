@@ -333,6 +333,27 @@ def candidates(args, config, gpus):
                     yield one
 
 
+def no_layout(args, config, gpus):
+    """The sentence for a number of devices that the batch can't be dealt out over."""
+
+    def works(batch, gpus):
+        one = copy.copy(args)
+        one.batch = batch
+        return any(True for _ in candidates(one, config, gpus))
+
+    sentence = f"no layout of {gpus:,} devices suits --batch {args.batch:,} and this model"
+    fewer = [n for n in range(min(gpus - 1, 4096), 0, -1) if works(args.batch, n)][:3]
+    multiples = (-(-args.batch // gpus), args.batch // gpus, 1, 2, 4)
+    batches = [k * gpus for k in multiples if k > 0 and k * gpus <= 10**18]
+    batches = [batch for batch in batches if works(batch, gpus)]
+    hints = []
+    if batches:
+        hints.append(f"--batch {batches[0]}")
+    if fewer:
+        hints.append(f"--gpus {', '.join(map(str, fewer))}")
+    return f"{sentence}: {' or '.join(hints) or 'change --batch, --gpus or the heads'}"
+
+
 def rough(args, config, cluster):
     """({part of a step: seconds}, bytes held by the first stage), by the papers' formulas: good
     enough to choose by."""
@@ -439,6 +460,8 @@ def plan(args, cluster, prepare, train):
         for one in candidates(args, config, gpus)
         for parts, held in [rough(one, config, cluster)]
     ]
+    if not tried:
+        raise Refused(no_layout(args, config, gpus))
     fitting = sorted(
         (row for row in tried if row[2] <= usable_memory(row[3], cluster)), key=lambda row: row[0]
     )

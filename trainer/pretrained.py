@@ -26,9 +26,11 @@ import json
 import os
 import pathlib
 import re
+import tempfile
 
 import torch
 import torch.distributed as dist
+from safetensors import SafetensorError
 
 import harness
 from harness import Refused, presets, say
@@ -123,6 +125,7 @@ def check(args, config):
             if not args.init_from:
                 write_config(config)
             os.makedirs(args.export, exist_ok=True)
+            tempfile.TemporaryFile(dir=args.export).close()
     except ValueError as e:
         raise Refused(str(e)) from e
     except OSError as e:
@@ -156,7 +159,7 @@ def export(run, model, optimizer, data_group):
             dist.all_reduce(whole)
             yield name, whole
 
-    args, encoding = run.args, run.corpus.encoding
+    args, encoding, parameters = run.args, run.corpus.encoding, wholes()
     if run.rank == 0:
         files = tokenizer.files_of(args, encoding)
         options = dict(
@@ -166,23 +169,24 @@ def export(run, model, optimizer, data_group):
             files=files,
         )
         try:
-            infinite = write(args.export, run.config, wholes(), **options)
-        except OSError as e:
-            raise Refused(
-                f"--export {args.export} can't be written ({e.strerror or e}): give it room; with "
-                "--out, --only-sample --export FOLDER writes the last checkpoint's weights",
-                alone=True,
-            ) from e
-        names = ", ".join(path.name for path in files)
-        run.print(f"exported to {args.export}{f' with {names}' if names else ''}")
-        if infinite:
+            infinite = write(args.export, run.config, parameters, **options)
+        except (OSError, SafetensorError) as e:
+            run.incomplete = True
+            reason = getattr(e, "strerror", None) or str(e).splitlines()[0]
             say(
-                f"--export-dtype {args.export_dtype} can't hold {infinite:,} of the weights, which "
-                f"are infinite in {args.export}: export bfloat16 or float32"
+                f"--export {args.export} can't be written ({reason}); the run goes on. With --out, "
+                "--only-sample --export FOLDER writes the last checkpoint's weights"
             )
-    else:
-        for _ in wholes():
-            pass
+        else:
+            names = ", ".join(path.name for path in files)
+            run.print(f"exported to {args.export}{f' with {names}' if names else ''}")
+            if infinite:
+                say(
+                    f"--export-dtype {args.export_dtype} can't hold {infinite:,} of the weights, "
+                    f"which are infinite in {args.export}: export bfloat16 or float32"
+                )
+    for _ in parameters:  # the other ranks wait in their sums
+        pass
 
 
 def put(whole, parameter, values, first):

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 import harness
-from harness import Refused, schedules
+from harness import Refused, outputs, say, schedules
 from trainer import tokenizer
 from trainer.devices import PEAKS
 
@@ -133,11 +133,35 @@ def profiled(run, steps):
 
 
 def write_trace(run, profiler):
-    folder, rank = run.args.profile_to, run.rank
-    path = os.path.join(folder, f"rank{rank}.json")
-    profiler.export_chrome_trace(path)
-    with open(path) as f:
-        trace = json.load(f)
+    """Write this rank's trace, then on rank 0 all of them together."""
+    args, rank, whole = run.args, run.rank, False
+    with writing_traces(args):
+        path = os.path.join(args.profile_to, f"rank{rank}.json")
+        profiler.export_chrome_trace(path)
+        with open(path) as f:
+            trace = json.load(f)
+        of_rank(rank, trace)
+        with open(path, "w") as f:
+            json.dump(trace, f)
+        whole = True
+    dist.barrier()
+    if rank == 0 and whole:
+        with writing_traces(args):
+            write_all(run, trace)
+
+
+@contextlib.contextmanager
+def writing_traces(args):
+    """Where a trace can't be written, or is cut short, say so; the run goes on."""
+    with outputs.writing("--profile-to", args.profile_to):
+        try:
+            yield
+        except (ValueError, RuntimeError) as e:
+            raise OSError(f"a trace is not whole: {str(e).splitlines()[0]}") from e
+
+
+def of_rank(rank, trace):
+    """Give a trace's events their rank as process number, in place."""
     events = [
         e
         for e in trace["traceEvents"]
@@ -149,21 +173,22 @@ def write_trace(run, profiler):
             e["id"] = f"{rank}.{e['id']}"
     name = {"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}}
     trace["traceEvents"] = [name, *events]
-    with open(path, "w") as f:
+
+
+def write_all(run, trace):
+    """Put the other ranks' traces that lie in the folder behind rank 0's, into all.json."""
+    folder = run.args.profile_to
+    for other in range(1, run.world):
+        # Else it is on another machine
+        if os.path.exists(path := os.path.join(folder, f"rank{other}.json")):
+            with open(path) as f:
+                trace["traceEvents"] += json.load(f)["traceEvents"]
+    with open(os.path.join(folder, "all.json"), "w") as f:
         json.dump(trace, f)
-    dist.barrier()
-    if rank == 0:
-        for other in range(1, run.world):
-            # Else it is on another machine
-            if os.path.exists(path := os.path.join(folder, f"rank{other}.json")):
-                with open(path) as f:
-                    trace["traceEvents"] += json.load(f)["traceEvents"]
-        with open(os.path.join(folder, "all.json"), "w") as f:
-            json.dump(trace, f)
-        run.print(
-            f"traces of steps {'-'.join(map(str, run.args.profile))}: "
-            f"{os.path.join(folder, 'all.json')}"
-        )
+    run.print(
+        f"traces of steps {'-'.join(map(str, run.args.profile))}: "
+        f"{os.path.join(folder, 'all.json')}"
+    )
 
 
 # Of --log-to FILE.csv
@@ -186,6 +211,43 @@ def read_log(path):
                     yield json.loads(line)
 
 
+class Log:
+    """The file of --log-to: a row a step. Where the disk is full it says so once; rows that found
+    no room are written with a later one."""
+
+    def __init__(self, path):
+        self.path, self.complete, self.file, self.table = path, True, None, None
+        with self.saying():
+            self.file = open(path, "w", newline="")
+            if path.endswith(".csv"):
+                self.table = csv.DictWriter(self.file, COLUMNS, extrasaction="ignore")
+                self.table.writeheader()
+
+    @contextlib.contextmanager
+    def saying(self):
+        try:
+            yield
+        except OSError as e:
+            if self.complete:
+                say(f"--log-to {self.path} can't be written ({e.strerror}); the run goes on")
+            self.complete = False
+
+    def write(self, row):
+        if self.file is None:
+            return
+        with self.saying():
+            if self.table:
+                self.table.writerow(row)
+            else:
+                print(json.dumps(row), file=self.file)
+            self.file.flush()
+
+    def close(self):
+        if self.file:
+            with self.saying():
+                self.file.close()
+
+
 @contextlib.contextmanager
 def open_log(run):
     """Gives a function that writes a dict to --log-to and --wandb, and at the end to --plot; on
@@ -199,15 +261,11 @@ def open_log(run):
                     for row in read_log(args.log_to)
                     if row.get("step", run.first + 1) <= run.first
                 ]
-            file = stack.enter_context(open(args.log_to, "w", newline=""))
-            if args.log_to.endswith(".csv"):
-                table = csv.DictWriter(file, COLUMNS, extrasaction="ignore")
-                table.writeheader()
-                places.append(lambda row: (table.writerow(row), file.flush()))
-            else:
-                places.append(lambda row: print(json.dumps(row), file=file, flush=True))
+            log = Log(args.log_to)
+            stack.callback(log.close)
+            places.append(log.write)
             for row in rows:  # of the steps that the checkpoint has; later ones are taken again
-                places[0](row)
+                log.write(row)
         if args.wandb and run.rank == 0:
             import wandb
 
@@ -229,4 +287,4 @@ def plot(rows, name):
         axes.plot(list(known), list(known.values()), style, label=label, linewidth=1, markersize=4)
     axes.set(xlabel="step", ylabel="loss")
     axes.legend()
-    harness.save(figure, name)
+    harness.save(figure, name, during_run=True)

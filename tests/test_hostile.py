@@ -1,0 +1,330 @@
+"""Whatever a flag is given, a script refuses it in one sentence or would start; and a run survives
+what it can't write."""
+
+import argparse
+import importlib
+import io
+import json
+import os
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+from conftest import ROOT, Script
+
+import harness
+from harness import memory, presets, receipt, start, streams
+from trainer import checkpoint, layout, pretrained, tracking
+
+TOP = ["collectives", "ddp", "zero", "tensor_parallel", "sequence_parallel"]
+TOP += ["pipeline", "context_parallel", "expert_parallel", "train"]
+BENCHMARKS = ["collectives", "context", "experts", "one_curve", "pictures", "pipeline"]
+BENCHMARKS += ["published", "table", "vs_torch", "gpu"]
+SCRIPTS = TOP + [f"benchmarks.{name}" for name in BENCHMARKS]
+
+NUMBERS = ["0", "-1", "1", "3", "1e308", "nan", "inf", "1" + "0" * 18, "1" + "0" * 30, "9" * 5000]
+TEXTS = ["/dev/full", "PIPE", "FOLDER", "x" * 5000, "FOLDER/" + "ä" * 127, "ä∞", "\udcff", "="]
+VALUES = ["", *NUMBERS, *TEXTS]
+
+
+class Ended(BaseException):
+    """Where a process would begin to work."""
+
+
+def end(*_, **__):
+    raise Ended
+
+
+def parser_of(main, monkeypatch):
+    """The parser that a script's main() makes."""
+    parsers = []
+
+    def catch(parser, *_):
+        parsers.append(parser)
+        end()
+
+    with monkeypatch.context() as patch:
+        patch.setattr(harness.Parser, "parse_args", catch)
+        with pytest.raises(Ended):
+            main()
+    return parsers[0]
+
+
+@pytest.fixture
+def nothing_starts(monkeypatch, tmp_path):
+    """Scripts go as far as their checks: no rank, no other process, no simulation, no picture."""
+    from harness import long_context, network, schedules, zero_bytes
+    from trainer import planner
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(start, "one_rank", end)
+    monkeypatch.setattr(start, "start_ranks", end)
+    monkeypatch.setattr(os, "fork", lambda: pytest.fail("forked"))
+    monkeypatch.setattr("subprocess.Popen", end)
+    monkeypatch.setattr(planner, "play_all", end)
+    monkeypatch.setattr(planner, "candidates", lambda *_: [])
+    monkeypatch.setattr(planner, "no_layout", lambda *_: "no layout")
+    monkeypatch.setattr(zero_bytes, "fit", end)
+    monkeypatch.setattr(schedules, "simulate", end)
+    monkeypatch.setattr(long_context, "plot", end)
+    monkeypatch.setattr(network, "predict", end)
+    (tmp_path / "folder").mkdir()
+    os.mkfifo(tmp_path / "pipe")
+
+
+def tries(name, parser):
+    """The command lines to try: every flag with every value, alone."""
+    yield []
+    if "--device" in parser._option_string_actions:
+        yield ["--device=cpu"]
+    for action in parser._actions:
+        if action.dest == "help":
+            continue
+        flag = action.option_strings[-1]
+        if action.nargs == 0:
+            yield [flag]
+            continue
+        for value in VALUES:
+            yield [f"{flag}={value}"]
+    for flag in ("--plan", "--dry-run", "--compare", "--fit"):
+        if flag in parser._option_string_actions:
+            for size in ("--batch", "--layers", "--width", "--microbatches", "--nproc", "--seed"):
+                for value in ("0", "3", "1" + "0" * 9, "1" + "0" * 18):
+                    yield [flag, size, value]
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_flag_is_refused_in_one_sentence(name, nothing_starts, monkeypatch, text):
+    """In this process, up to the point where ranks would start: some thousand command lines."""
+    module = importlib.import_module(name)
+    monkeypatch.setattr(sys, "argv", [f"{name}.py"])
+    parser = parser_of(module.main, monkeypatch)
+    if "--preset" in parser._option_string_actions:
+        # Made once: a parser of a hundred flags takes longer than all that follows
+        monkeypatch.setattr(harness, "parser", lambda *_, **__: parser)
+        if hasattr(module, "flags"):
+            monkeypatch.setattr(module, "flags", lambda: parser)
+        container = argparse._ActionsContainer
+        monkeypatch.setattr(container, "add_argument", lambda *_, **__: None)
+        monkeypatch.setattr(container, "add_argument_group", lambda self, *_: self)
+    if "--data" in parser._option_string_actions:
+        parser.set_defaults(data=text)  # a short one
+    problems, ends = [], {"started": 0, "refused": 0}
+    for words in tries(name, parser):
+        words = [w.replace("PIPE", "pipe").replace("FOLDER", "folder") for w in words]
+        monkeypatch.setattr(sys, "argv", [f"{name}.py", *words])
+        errors, line = io.StringIO(), " ".join(words)[:100]
+        monkeypatch.setattr(sys, "stderr", errors)
+        monkeypatch.setattr(sys, "stdout", io.StringIO())
+        try:
+            code = module.main() or 0
+        except harness.Refused as e:
+            code = e.code
+            print(e, file=sys.stderr)
+            ends["refused"] += 1
+        except Ended:
+            code = 0
+            ends["started"] += 1
+        except Exception as e:
+            problems.append(f"{line}: {type(e).__name__}: {str(e)[:200]}")
+            continue
+        finally:
+            said = errors.getvalue()
+            monkeypatch.setattr(sys, "stderr", sys.__stderr__)
+        sentences = [line for line in said.splitlines() if "starting" not in line]
+        if code not in (0, 2) or len(sentences) > (code == 2):
+            problems.append(f"{line}: exit code {code}, {said[:300]!r}")
+    assert not problems, "\n" + "\n".join(problems)
+    assert all(ends.values()), ends
+
+
+HUGE = "1" + "0" * 9
+
+
+@pytest.mark.parametrize(
+    "script, flags, words",
+    [
+        ("train", f"--width {HUGE} --heads 1", "weights and gradients|more than tensors"),
+        ("train", "--layers 1000000", "40 GB as objects"),
+        ("train", f"--context {HUGE}", "weights and gradients of 128,000,826,240 parameters"),
+        ("ddp", f"--context {HUGE} --family llama --batch 400", "a batch of 400 sequences"),
+        ("tensor_parallel", f"--batch {HUGE}", "a batch of 1,000,000,000 sequences"),
+        ("ddp", f"--batch {HUGE}", "a batch of 1,000,000,000 sequences"),
+        ("train", "--experts 1000000", "weights and gradients of 524,800,315,776 parameters"),
+        ("pipeline", "--schedule interleaved --chunks 1000000", "too few for 4000000"),
+        ("pipeline", "--compare --chunks 1000000", "a schedule of"),
+        ("expert_parallel", "--chunks 1000000", "a micro-batch has 1,024 tokens"),
+        ("train", "--ep 2 --dp 2 --experts 2 --expert-chunks 1000000", "has 2,048 tokens"),
+        ("train", "--vocab 1000000000000", "weights and gradients"),
+        ("train", "--bucket-mb 1e308", "more than 1e.12"),
+        ("ddp", "--timeout 1e308", "more than 1e.09"),
+        ("collectives", "--nproc 1000000", "1,000,000 ranks take"),
+        ("train", "--dry-run --gpu x=0GB,0TFLOP/s,0TB/s", "not known"),
+        ("train", "--dry-run --dp 1000000000000 --batch 1000000000000", "the groups of"),
+        ("expert_parallel", "--capacity 0", "drops every token"),
+        ("train", "--plan --gpus 7 --batch 8", "--batch 14 or --gpus 6, 4, 3"),
+        ("sequence_parallel", "--experts 2 --context 3 --nproc 2", "must be a multiple of 2"),
+        ("ddp", "--data pipe", "a device or a pipe"),
+        ("ddp", "--data=", "--data is empty"),
+        ("ddp", "--json pipe", "a device or a pipe: give a file"),
+        ("ddp", "--json folder", "a folder: give a file"),
+        ("train", "--log-to /dev/full", "a device or a pipe: give a file"),
+        ("benchmarks.collectives", "--nproc 1", "one rank sends nothing"),
+        ("benchmarks.context", "--tokens 3", "--tokens 3: give a multiple of 4"),
+        ("benchmarks.experts", "--width 7", "not a multiple"),
+        ("benchmarks.pipeline", "--microbatches 1", "micro-batches"),
+    ],
+)
+def test_refused_for_the_right_reason(script, flags, words, monkeypatch, tmp_path, text):
+    """Before memory is taken, and before anything is started."""
+    monkeypatch.chdir(tmp_path)
+    os.mkfifo("pipe")
+    os.mkdir("folder")
+    monkeypatch.setattr(start, "start_ranks", end)
+    monkeypatch.setattr(start, "one_rank", end)
+    monkeypatch.setattr(memory, "of_machine", lambda: 25_000_000_000)
+    monkeypatch.setattr(sys, "argv", [f"{script}.py", *flags.split()])
+    with pytest.raises(harness.Refused, match=words) as refused:
+        importlib.import_module(script).main()
+    assert refused.value.code == 2
+
+
+def test_memory_refuses_nothing_that_fits(monkeypatch):
+    """A run that needs a little more than its lower bound passes; one byte less does not."""
+    args = harness.parser("").parse_args([])
+    args.device = "cpu"
+    config = harness.configure(args)
+    parameters = harness.parameter_count(config)
+    least = 2 * 4 * parameters + args.batch * (config.context + 1) * 8
+    monkeypatch.setattr(memory, "RANK", 0)
+    monkeypatch.setattr(memory, "of_machine", lambda: least)
+    memory.check(args, 4)
+    monkeypatch.setattr(memory, "of_machine", lambda: least - 1)
+    with pytest.raises(harness.Refused, match="a batch of 16 sequences"):
+        memory.check(args, 4)
+    # Of several nodes only the layout knows what this one holds
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    memory.check(args, 8)
+
+
+# --- streams and files on a full disk
+
+
+def test_streams_on_a_full_disk(tmp_path):
+    """The stream says so once, on the other one, goes on, and escapes what it can't encode."""
+    said = tmp_path / "said"
+    pid = os.fork()
+    if pid == 0:
+        sys.stdout, sys.stderr = open("/dev/full", "w"), open(said, "w", encoding="ascii")
+        sys.argv = ["script.py"]
+        streams.steady()
+        for _ in range(3):
+            print("lost", flush=True)
+        print("ä", file=sys.stderr, flush=True)
+        os._exit(not streams.lost(sys.stdout) or streams.lost(sys.stderr))
+    assert os.waitpid(pid, 0)[1] == 0
+    first, second = said.read_text().splitlines()
+    assert first == "script.py: stdout can't be written (No space left on device); the run goes on"
+    assert second == "\\xe4"
+
+
+def test_both_streams_closed():
+    pid = os.fork()
+    if pid == 0:
+        os.close(1)
+        os.close(2)
+        sys.stdout = sys.stderr = None
+        streams.steady()
+        print("lost", flush=True)
+        print("lost", file=sys.stderr, flush=True)
+        taken = os.open(os.devnull, os.O_RDONLY)  # not the number of a stream
+        os._exit(not (taken > 2 and streams.lost(sys.stdout)))
+    assert os.waitpid(pid, 0)[1] == 0
+
+
+def test_a_run_on_a_full_disk_keeps_its_receipt(tmp_path):
+    """A launch, because the rank must go on to its end: stdout is full, so stderr has the
+    receipt."""
+
+    def full():
+        sys.stdout = open("/dev/full", "w")
+
+    flags = "--layers 1 --width 32 --heads 2 --batch 4 --context 16 --steps 2 --nproc 1"
+    done = Script(tmp_path, "ddp", flags.split(), full)
+    assert done.end() == 0 and done.output().endswith("  proven\n")
+    assert len(done.errors()) == 1 and done.output().count("receipt:") == 1
+
+
+def test_a_receipt_without_room_is_printed(capsys):
+    assert not receipt.write_json("/dev/full", {"ok": True})
+    out, err = capsys.readouterr()
+    assert out == '{"ok": true}\n' and "--json /dev/full can't be written (No space left" in err
+
+
+def test_a_log_without_room_says_so_once(capsys):
+    log = tracking.Log("/dev/full")
+    for step in range(1000):
+        log.write({"step": step, "loss": 1.0})
+    log.close()
+    assert capsys.readouterr().err.count("can't be written (No space left on device)") == 1
+
+
+def test_an_export_without_room_is_one_sentence(monkeypatch, capsys):
+    """The other ranks wait in the sums of all parameters: rank 0 takes part in them all."""
+    sums = []
+    config = harness.configure(harness.parser("").parse_args(["--layers", "1"]))
+    args = SimpleNamespace(export="/nowhere")
+    run = SimpleNamespace(rank=0, args=args, config=config, dtype=torch.float32, device="cpu")
+
+    def full(folder, config, parameters):
+        next(parameters)
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(pretrained, "write", full)
+    monkeypatch.setattr(pretrained, "holdings", lambda *_: [])
+    monkeypatch.setattr(pretrained.dist, "all_reduce", sums.append)
+    model = SimpleNamespace(named=lambda: [])
+    pretrained.export(run, model, None, None)
+    assert len(sums) == len(presets.parameter_shapes(config)) and run.incomplete
+    assert "--export /nowhere can't be written (No space left on" in capsys.readouterr().err
+
+
+def test_a_picture_without_room(capsys):
+    def full(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    figure = SimpleNamespace(savefig=full)
+    harness.save(figure, "name", during_run=True)
+    assert "--plot name can't be written" in capsys.readouterr().err
+    with pytest.raises(harness.Refused, match="No space left") as refused:
+        harness.save(figure, "name")
+    assert refused.value.code == 1
+
+
+def test_a_step_that_is_no_whole_number(tmp_path):
+    for step in (4.0, True, "4"):
+        content = {"step": step, "files": {}, "tensors": {}}
+        (tmp_path / "index.json").write_text(json.dumps(content))
+        with pytest.raises(ValueError, match="its index is of step"):
+            checkpoint.read_index(tmp_path, 4 if step != 1 else 1)
+
+
+def test_places_held_counts_as_many_positions_as_it_gives():
+    """The number without the positions, which would take memory."""
+    for cp in (1, 2, 3, 4):
+        for kind in ("ring", "ulysses", "gather", "ring-ulysses"):
+            for length in (1, 7, 8, 129):
+                args = SimpleNamespace(cp=cp, cp_kind=kind, cp_rings=None)
+                given = len(layout.places(args, length, 0))
+                assert given == layout.places_held(args, length)
+
+
+def test_benchmarks_run_as_scripts():
+    """A process, because sys.path is what is tested."""
+    command = [sys.executable, str(ROOT / "benchmarks" / "table.py"), "--turns", "0"]
+    done = subprocess.run(command, cwd="/", capture_output=True, text=True)
+    assert done.returncode == 2 and "not a whole number of at least 2" in done.stderr
