@@ -277,10 +277,12 @@ def test_an_export_without_room_is_one_sentence(monkeypatch, capsys):
     """The other ranks wait in the sums of all parameters: rank 0 takes part in them all."""
     sums = []
     config = harness.configure(harness.parser("").parse_args(["--layers", "1"]))
-    args = SimpleNamespace(export="/nowhere")
+    args = SimpleNamespace(export="/nowhere", export_dtype=None, init_from=None)
+    corpus = SimpleNamespace(encoding=SimpleNamespace(name="bytes", start=None, end=None))
     run = SimpleNamespace(rank=0, args=args, config=config, dtype=torch.float32, device="cpu")
+    run.corpus = corpus
 
-    def full(folder, config, parameters):
+    def full(folder, config, parameters, **options):
         next(parameters)
         raise OSError(28, "No space left on device")
 

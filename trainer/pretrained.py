@@ -112,13 +112,13 @@ def check(args, config):
     weights: config.json is enough."""
     if args.export_dtype and not args.export:
         raise Refused("--export-dtype means nothing without --export: add that, or leave it out")
-    weights = weights_in(args.export) if args.export else []
-    if weights and not restarted():  # torchrun's second attempt may meet the first one's
-        raise Refused(
-            f"--export {args.export} holds weights already ({weights[0].name}): give another "
-            "folder, or remove them"
-        )
     try:
+        weights = weights_in(args.export) if args.export else []
+        if weights and not restarted():  # torchrun's second attempt may meet the first one's
+            raise Refused(
+                f"--export {args.export} holds weights already ({weights[0].name}): give another "
+                "folder, or remove them"
+            )
         if args.init_from and not (args.dry_run or args.plan):
             Folder(args.init_from, config).check(presets.parameter_shapes(config).items())
         if args.export:
