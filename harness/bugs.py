@@ -32,10 +32,10 @@ BUGS = [
     Bug(
         "collectives.py",
         "easy",
-        "collectives.py --nproc 4 --size 10KB --device cpu",
+        "collectives.py --nproc 2 --size 10KB --device cpu",
         "arriving = chunks[(rank + step + 2) % n]",
         "arriving = chunks[(rank + step + 1) % n]",
-        "Draw the ring after the first round: which chunk must each rank pass on?",
+        "Draw the ring of three ranks after the first round: which chunk must each pass on?",
         "The reduce-scatter adds what arrives to the chunk that it has just sent, one place off. So"
         " the sums mix chunks.",
         GITHUB + "Xilinx/ACCL/pull/37",
@@ -302,8 +302,8 @@ BUGS = [
         "combine.wait(sent) * weights.flatten()[order].unsqueeze(1)",
         "combine.wait(sent) * weights.detach().flatten()[order].unsqueeze(1)",
         "How does the loss reach the router? A choice of experts has no gradient.",
-        "The router's weights are cut out of autograd's graph. The balance loss alone still trains"
-        " it, so it learns to spread tokens evenly, and nothing about them.",
+        "The router's weights are cut out of autograd's graph, and the balance loss, which travels"
+        " with them, is lost too. The router never moves; the loss falls all the same.",
         GITHUB + "NVIDIA-NeMo/Automodel/pull/2995",
     ),
     # --- model.py, train.py and what stands below and above the techniques

@@ -12,6 +12,7 @@ A bug is planted into a copy of the project's files, in a folder for temporary f
 Edit the copy. The project's own files are never changed. docs/exercises.md has more.
 """
 
+import contextlib
 import difflib
 import os
 import pathlib
@@ -220,7 +221,8 @@ def receipt(bug, folder, limit=LIMIT):
 
 
 def end(process):
-    os.killpg(process.pid, signal.SIGKILL)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
 
 
 # --- questions

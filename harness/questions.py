@@ -62,7 +62,7 @@ def shown(asked, answer):
     if asked.kind == "percent":
         return f"{answer:.1%}"
     if asked.kind == "number":
-        return f"{answer:,.6g}"
+        return f"{answer:,.0f}"
     return network.shown(answer, units)
 
 
@@ -242,7 +242,7 @@ QUESTIONS = [
         activations,
     ),
     Question(
-        "1F1B on 4 stages with 8 micro-batches: in which part of the step does a rank wait?",
+        "1F1B on 4 stages with 8 micro-batches: what share of the step does a rank wait?",
         "percent",
         lambda: bubble("1f1b"),
     ),
@@ -271,7 +271,7 @@ QUESTIONS = [
         utilisation,
     ),
     Question(
-        "Mixtral 8x7B sends each token to 2 of its 8 experts. Which part of its parameters does a"
+        "Mixtral 8x7B sends each token to 2 of its 8 experts. What share of its parameters does a"
         " token pass?",
         "percent",
         moe_share,
