@@ -252,7 +252,9 @@ def heat_map(load, sizes):
         return " ░▒▓█"[min(4, round(2 * share))]
 
     steps, layers, experts = load.shape
-    share = load.sum(0) / load.sum((0, 2)).unsqueeze(1) * experts  # (layers, E), 1 is even
+    # A router without a gradient has counted nothing: shares of 0
+    totals = load.sum((0, 2)).clamp(min=1)
+    share = load.sum(0) / totals.unsqueeze(1) * experts  # (layers, E), 1 is even
     lines = ["load of experts over the run, percent of an even share    "]
     lines[0] += "shades: ░ 50  ▒ 100  ▓ 150  █ 200 and more"
     narrow = experts > 16
@@ -264,7 +266,7 @@ def heat_map(load, sizes):
             + "".join(shade(v) if narrow else f"  {shade(v)} {100 * v:3.0f}" for v in row)
         )
     ranks = torch.stack([part.sum((1, 2)) for part in load.split(sizes, dim=2)])  # (N, steps)
-    ranks = ranks / ranks.sum(0) * len(sizes)
+    ranks = ranks / ranks.sum(0).clamp(min=1) * len(sizes)
     lines.append("load of ranks, all layers, step by step")
     for i, row in enumerate(ranks.tolist()):
         every = -(-steps // 80)

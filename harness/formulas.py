@@ -228,6 +228,12 @@ def context_parallel_sent(
     return sent
 
 
+def ring_hides_from(config, element_size, flops, bandwidth):
+    """From how many tokens a rank a tile of ring attention takes longer than the transfer of the
+    next keys and values: flops a second on each rank, `bandwidth` bytes a second between them."""
+    return config.kv_heads / config.heads * element_size * flops / bandwidth
+
+
 # --- activations
 
 

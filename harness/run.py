@@ -308,7 +308,7 @@ class Run:
         allowed = getattr(self.args, "skip_nan", 0)
         if self.skipped > allowed:
             advice = "a lower --lr may help"
-            if not allowed:
+            if not allowed and hasattr(self.args, "skip_nan"):  # train.py has that flag
                 advice += ", or --skip-nan N to leave such steps out"
             raise Refused(
                 f"{text}: the weights stay those of step {self.step}; {advice}", speaker, code=1
