@@ -28,5 +28,6 @@ from harness.placement import placement, take
 from harness.plots import check_plot, plot_flag, pyplot, save
 from harness.presets import parameter_count
 from harness.proof import FLOOR, TOLERANCE, larger
+from harness.refusal import Refused, refusing, say
 from harness.run import Rank, Run, launch
-from harness.start import Refused, refusing, say, script
+from harness.start import script

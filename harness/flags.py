@@ -46,8 +46,8 @@ def count(least):
     return parse
 
 
-def real(least):
-    """An argument type: a finite number of at least `least`."""
+def real(least, most=math.inf):
+    """An argument type: a finite number of at least `least`, and at most `most`."""
 
     def parse(text):
         try:
@@ -56,6 +56,8 @@ def real(least):
             value = math.nan
         if not least <= value < math.inf:
             raise argparse.ArgumentTypeError(f"{text!r} is not a number of at least {least}")
+        if value > most:
+            raise argparse.ArgumentTypeError(f"{text!r} is more than {most:,}")
         return value
 
     return parse
@@ -233,7 +235,7 @@ def running_flags(g):
     )
     g.add_argument(
         "--timeout",
-        type=real(0.1),
+        type=real(0.1, most=1_000_000),  # 11 days; clocks in milliseconds overflow at 25
         default=600,
         metavar="SECONDS",
         help="how long ranks wait for a silent rank; then the run ends and names it",

@@ -29,7 +29,7 @@ from harness.ledger import Ledger, storage_bytes
 from harness.optimizer import learning_rate
 from harness.placement import placement, take
 from harness.receipt import write_receipt
-from harness.start import Refused, say
+from harness.refusal import Refused, refusing, say
 
 
 def launch(demo, args, needed=None, check=lambda world: None, run=None):
@@ -41,7 +41,7 @@ def launch(demo, args, needed=None, check=lambda world: None, run=None):
     """
 
     def ready(world):
-        with start.refusing():
+        with refusing():
             check(world)
         check_files(args)
 

@@ -27,8 +27,6 @@ def prepare(args):
     args.reduce_dtype = args.reduce_dtype or args.param_dtype
     if args.prove is None:
         args.prove = 3 if harness.parameter_count(config) < 20e6 else 0
-    if args.out and saving.restarted():
-        args.resume = True
     check(args, config)
     return args, config
 
