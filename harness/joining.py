@@ -91,6 +91,9 @@ def join(rank, world, timeout):
 def connect(rank, world, timeout, is_master):
     """A client of the store where the ranks meet; on the master, the store itself."""
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    deadline = time.monotonic() + timeout.total_seconds()
+    if not is_master:
+        wait_for_listener(rank, address, port, deadline)
     found = []
 
     def attempt():
@@ -105,14 +108,8 @@ def connect(rank, world, timeout, is_master):
     # A server that accepts and never answers would keep this waiting for longer than the timeout
     thread = threading.Thread(target=attempt, daemon=True)
     thread.start()
-    thread.join(timeout.total_seconds() + 1)
-    if not found:
-        raise Refused(
-            f"what listens on {place()} does not answer as a store does: set MASTER_PORT to a "
-            "free port",
-            rank,
-        )
-    [store] = found
+    thread.join(max(1, deadline - time.monotonic()))
+    store = found[0] if found else RuntimeError("no answer")
     if not isinstance(store, RuntimeError):
         return store
     if is_master and ("EADDRINUSE" in str(store) or "in use" in str(store)):
@@ -120,12 +117,27 @@ def connect(rank, world, timeout, is_master):
     if is_master:
         reason = str(store).splitlines()[0]
         raise Refused(f"this rank, the first, can't listen on {place()} ({reason})")
-    try:
-        socket.getaddrinfo(address, port)
-    except OSError:
-        raise Refused(f"MASTER_ADDR {address} is not the name of a host", rank) from store
-    host = "torchrun's first agent" if rank == 0 else "the first rank"
-    raise Refused(f"nothing answers on {place()}, where {host} should be", rank) from store
+    raise Refused(
+        f"what listens on {place()} does not answer as a store: set MASTER_PORT to a free port",
+        rank,
+    )
+
+
+def wait_for_listener(rank, address, port, deadline):
+    """Return once something listens. A TCPStore would wait too, but it writes pages of frames."""
+    pauses = growing_pauses()
+    while True:
+        left = deadline - time.monotonic()
+        try:
+            return socket.create_connection((address, port), timeout=max(0.1, left)).close()
+        except OSError as error:
+            if left > 0:
+                time.sleep(min(next(pauses), left))
+                continue
+            if isinstance(error, socket.gaierror):
+                raise Refused(f"MASTER_ADDR {address} is not the name of a host", rank) from error
+            host = "torchrun's first agent" if rank == 0 else "the first rank"
+            raise Refused(f"nothing answers on {place()}, where {host} should be", rank) from error
 
 
 def open_round(store, world, timeout):

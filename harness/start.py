@@ -49,6 +49,8 @@ def on_ranks(work, args, needed=None, check=lambda world: None):
     If a launcher that sets RANK and WORLD_SIZE, such as torchrun, has started the ranks, this joins
     them. If it has started none, or one and more are needed, this starts them on this machine.
     """
+    if "TORCHELASTIC_RUN_ID" in os.environ:  # the parent is torchrun's agent
+        die_with_parent(signal.SIGTERM)
     joined = launched()
     started = joined.world if joined else 1
     gpus = torch.cuda.device_count()
@@ -331,9 +333,7 @@ def one_rank(work, args, rank, world, connect):
     never raises."""
     store, timeout = None, datetime.timedelta(seconds=getattr(args, "timeout", 600))
     try:
-        if "TORCHELASTIC_RUN_ID" in os.environ:  # the parent is torchrun's agent
-            die_with_parent(signal.SIGTERM)
-        elif "LAUNCHER" in os.environ:  # a fresh process that start_ranks began
+        if "LAUNCHER" in os.environ:  # a fresh process that start_ranks began
             die_with_parent(signal.SIGKILL)
             if os.getppid() != int(os.environ["LAUNCHER"]):
                 return 1  # it ended before this process could ask to end with it
