@@ -63,19 +63,30 @@ def main():
         raise harness.Refused(f"{failed} trials failed", code=1)
 
 
+class TooLate(Exception):
+    """The run had ended before all of its faults: it proves nothing."""
+
+
 def trials(kind, disturb, args, folder, expected, seconds):
     """Run the trials of one kind. Returns how many failed."""
-    chance, failed, worst = random.Random(args.seed), 0, 0.0
-    for number in range(args.trials):
+    chance, failed, worst, number = random.Random(args.seed), 0, 0.0, 0
+    while number < args.trials:
         trial = Trial(args, folder / f"{kind}{number}")
-        problem = disturb(trial, chance, seconds)
+        try:
+            problem = disturb(trial, chance, seconds)
+        except TooLate:
+            print(f"{kind}: a run ended before all of its faults; once more", flush=True)
+            seconds *= 0.9
+            shutil.rmtree(trial.folder)
+            continue
+        number += 1
         difference = apart(trial.result(), expected) if problem is None else float("inf")
         if problem is None and not difference <= 1e-10:
             problem = f"it ended elsewhere: {difference:.1e}"
         if problem is None:
             worst = max(worst, difference)
         failed += problem is not None
-        print(f"{kind} {number + 1}: {', '.join(trial.notes)}: {problem or 'ok'}", flush=True)
+        print(f"{kind} {number}: {', '.join(trial.notes)}: {problem or 'ok'}", flush=True)
         if problem:
             print(trial.output(), flush=True)
         shutil.rmtree(trial.folder)
@@ -166,6 +177,9 @@ def on_this_machine(trial, chance, seconds, number):
         begun = time.monotonic()
         process = trial.start(resume=i > 0)
         time.sleep(chance.uniform(0, seconds / trial.args.kills))
+        if trial.finished():
+            process.wait()
+            raise TooLate
         victims = [process.pid]
         if number == signal.SIGKILL:
             victims += children(process.pid)
@@ -180,7 +194,7 @@ def on_this_machine(trial, chance, seconds, number):
         if code not in allowed:
             return f"exit code {code} after the signal"
     code = trial.wait(trial.start(resume=True))
-    if code == 2 and trial.finished():  # the signal came after the last step
+    if code == 2 and trial.finished():  # the last fault came while the run was ending
         code = 0
     return None if code == 0 else f"exit code {code} at the end"
 
@@ -197,17 +211,27 @@ def hosts(trial, chance, seconds):
             victims = []
             while time.monotonic() < moment or not victims:
                 victims = [(node, pid) for node in (0, 1) for pid in children(agents[node].pid)]
-                if any(process.poll() is not None for process in agents):
-                    return "it ended before all kills: give more --steps"
+                if trial.finished():
+                    stop(agents)
+                    raise TooLate
+                codes = [process.poll() for process in agents]
+                if codes != [None, None]:
+                    stop(agents)
+                    return f"exit codes {codes} before the kill"
                 time.sleep(0.01)
-            if trial.finished():
-                return "it ended before all kills: give more --steps"
             node, pid = chance.choice(victims)
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
             trial.notes.append(f"host {node} after {time.monotonic() - begun:.1f} s")
         codes = [trial.wait(process) for process in agents]
+        stop(agents)
     return None if codes == [0, 0] else f"exit codes {codes}"
+
+
+def stop(processes):
+    for process in processes:
+        process.kill()
+        process.wait()
 
 
 def agent(trial, node, name):
