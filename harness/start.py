@@ -268,10 +268,15 @@ class Ranks:
         for rank, code in sorted(self.codes.items()):
             explained = -code in received or rank in self.killed and -code == signal.SIGKILL
             if code < 0 and not explained:
-                found.append(f"rank {rank} was ended by {signal.Signals(-code).name}")
+                found.append(f"rank {rank} was ended by {signal_name(-code)}")
             elif code > 0 and code not in EXIT_CODES:
                 found.append(f"rank {rank} ended with exit code {code}")
         return found
+
+
+def signal_name(number):
+    """A signal's name. Real-time signals have none."""
+    return next((s.name for s in signal.Signals if s == number), f"signal {number}")
 
 
 @contextlib.contextmanager
