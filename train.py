@@ -317,7 +317,7 @@ def train(run, schedule=None, watch=contextlib.nullcontext, cold=True):
     tracking.describe(run, schedule)
 
     saver = saving.Saver(run, model, optimizer, groups)
-    run.first, stopped = saver.resume(), False
+    run.first, stopped = saver.resume(), None
     only_sample = args.only_sample or run.first == args.steps
     if only_sample:
         run.first = args.steps  # no step is left
@@ -355,7 +355,7 @@ def train(run, schedule=None, watch=contextlib.nullcontext, cold=True):
                 log({"step": step + 1, "val_loss": loss})
     if stopped:
         at = f"step {step + 1} is saved in {args.out}"
-        run.print(f"stopped by SIGTERM: {at}, --resume goes on from it")
+        run.print(f"stopped by {stopped.name}: {at}, --resume goes on from it")
         return 0
     if args.export:
         pretrained.export(run, model, optimizer, dp)

@@ -29,7 +29,8 @@ from harness.placement import placement, take
 from harness.plots import check_picture, check_plot, plot_flag, pyplot, save
 from harness.presets import parameter_count
 from harness.proof import larger
+from harness.refusal import Refused, refusing, say
 from harness.run import Rank, Run, launch
 from harness.stages import Stages, split
-from harness.start import Refused, refusing, say, script
+from harness.start import script
 from harness.tolerance import FLOOR, TOLERANCE

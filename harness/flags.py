@@ -92,7 +92,7 @@ def real(least, most=math.inf):
             given = repr(short(text))
             raise argparse.ArgumentTypeError(f"{given} is not a number of at least {least}")
         if value > most:
-            raise argparse.ArgumentTypeError(f"{short(text)} is more than {most:g}")
+            raise argparse.ArgumentTypeError(f"{short(text)} is more than {most:,.0f}")
         return value
 
     return parse
@@ -297,7 +297,7 @@ def running_flags(g):
     )
     g.add_argument(
         "--timeout",
-        type=real(0.1, 1e9),
+        type=real(0.1, 1e6),  # 11 days; clocks in milliseconds overflow at 25
         default=600,
         metavar="SECONDS",
         help="how long ranks wait for a silent rank; then the run ends and names it",

@@ -29,7 +29,7 @@ from harness.ledger import Ledger, storage_bytes
 from harness.optimizer import learning_rate
 from harness.placement import placement, take
 from harness.receipt import write_receipt
-from harness.start import Refused, say
+from harness.refusal import Refused, refusing, say, terminal_may_close
 
 
 def launch(demo, args, needed=None, check=lambda world: None, run=None):
@@ -45,7 +45,7 @@ def launch(demo, args, needed=None, check=lambda world: None, run=None):
             memory.check(args, world)
         else:
             memory.check_ranks(args, world)
-        with start.refusing():
+        with refusing():
             check(world)
         check_files(args)
 
@@ -147,7 +147,8 @@ class Run:
     def print(self, *args, **kwargs):
         """Print on rank 0, unless --quiet is given."""
         if self.rank == 0 and not self.args.quiet:
-            print(*args, **kwargs, flush=True)
+            with terminal_may_close():
+                print(*args, **kwargs, flush=True)
 
     def groups(self, **groups):
         """Give process groups their names in the receipt."""

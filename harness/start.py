@@ -11,8 +11,8 @@ import ctypes
 import datetime
 import functools
 import importlib
+import math
 import os
-import shutil
 import signal
 import socket
 import subprocess
@@ -26,50 +26,12 @@ import torch
 import torch.distributed as dist
 
 from harness import host_messages, streams
+from harness.joining import join, launched
+from harness.refusal import Refused, refuse, refusing, say  # noqa: F401
 
 # CUDA reads this when it starts. Kernels that are loaded at their first launch wait for the device,
 # which may be waiting for this rank: see pipeline.warm_up
 os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
-
-# --- bad input
-
-
-class Refused(SystemExit):
-    """The run can't begin or go on. The message is one sentence that says what to change. Bad input
-    is exit code 2. Every rank raises it at the same place, and rank `speaker` prints it; or it is
-    `alone`, and the other ranks end because it did."""
-
-    def __init__(self, message, speaker=0, code=2, alone=False):
-        super().__init__(code)
-        self.message, self.speaker, self.alone = message, speaker, alone
-
-    def __str__(self):
-        return self.message
-
-
-@contextlib.contextmanager
-def refusing():
-    """Turn a technique's ValueError about sizes that do not fit into a refusal."""
-    try:
-        yield
-    except ValueError as e:
-        raise Refused(str(e)) from e
-
-
-def say(message):
-    """Print a sentence on stderr, behind the script's name."""
-    print(f"{os.path.basename(sys.argv[0])}: {message}", file=sys.stderr, flush=True)
-
-
-def refuse(refused, rank):
-    """Print the sentence on the rank that speaks. Returns the exit code."""
-    if rank == refused.speaker:
-        say(refused)
-    else:
-        # Under torchrun the first rank to leave ends the others: the speaker needs time to print
-        time.sleep(1)
-    return refused.code
-
 
 # --- start-up
 
@@ -87,8 +49,10 @@ def on_ranks(work, args, needed=None, check=lambda world: None):
     If a launcher that sets RANK and WORLD_SIZE, such as torchrun, has started the ranks, this joins
     them. If it has started none, or one and more are needed, this starts them on this machine.
     """
-    joined = "RANK" in os.environ and "WORLD_SIZE" in os.environ
-    started = int(os.environ["WORLD_SIZE"]) if joined else 1
+    if "TORCHELASTIC_RUN_ID" in os.environ:  # the parent is torchrun's agent
+        die_with_parent(signal.SIGTERM)
+    joined = launched()
+    started = joined.world if joined else 1
     gpus = torch.cuda.device_count()
     if args.device == "auto":
         args.device = "cuda" if gpus > 0 else "cpu"
@@ -112,7 +76,7 @@ def on_ranks(work, args, needed=None, check=lambda world: None):
 
     if started == world:
         if joined and world > 1:
-            finish(one_rank(work, args, int(os.environ["RANK"]), world, join))
+            finish(one_rank(work, args, joined.rank, world, join))
         finish(one_rank(work, args, 0, 1, lambda rank, world: dist.HashStore()))
     if started > 1:
         raise Refused(
@@ -141,15 +105,14 @@ def check_devices(args, world):
             raise Refused("--backend nccl needs GPUs: use --backend gloo")
         return
     gpus = torch.cuda.device_count()
-    local_ranks = world
-    if "RANK" in os.environ and os.environ["WORLD_SIZE"] != "1":
-        local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", world))
+    joined = launched()
+    local_ranks = joined.local_world if joined and joined.world > 1 else world
     if gpus == 0:
         raise Refused("--device cuda, but no GPU is visible here: use --device cpu")
     if args.backend == "nccl" and local_ranks > gpus:
         nodes = world // max(n for n in range(1, gpus + 1) if world % n == 0)
         here = "--backend gloo --device cuda lets ranks share a GPU, --device cpu takes none"
-        if args.nproc and "RANK" not in os.environ:
+        if args.nproc and not joined:
             here = f"--nproc {gpus} takes one rank a GPU, {here}"
         raise Refused(
             f"{world} ranks need {world} GPUs on nccl and this machine has {gpus}: on each of "
@@ -157,17 +120,19 @@ def check_devices(args, world):
         )
 
 
+# What a user, a terminal that closes or a batch system sends to end a run
+STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
 def start_ranks(work, world, patience=PATIENCE, notice=30.0):
     """Run work(rank, connect) -> exit code in `world` processes of this machine. Returns 0 if all
-    return 0; else 2 if one refused, 1 otherwise; 130 or 143 if interrupted.
+    return 0; else 2 if one refused, 1 otherwise; 128 and the signal's number if interrupted.
 
     Forked processes start ten times faster than fresh ones, because torch is imported already. When
-    a rank fails, the others get `patience` seconds to end by themselves. After SIGTERM they get
-    `notice` seconds, in which train.py saves. The store is a file, so only the backend listens for
-    connections, on the loopback interface.
+    a rank fails, the others get `patience` seconds to end by themselves. After SIGTERM or SIGHUP
+    they get `notice` seconds, in which train.py saves. The store is a file, so only the backend
+    listens for connections, on the loopback interface.
     """
-    folder = tempfile.mkdtemp()
-    path = os.path.join(folder, "store")
     loopback = next((name for _, name in socket.if_nameindex() if name in ("lo", "lo0")), None)
     for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME") if loopback else ():
         os.environ.setdefault(variable, loopback)
@@ -178,72 +143,171 @@ def start_ranks(work, world, patience=PATIENCE, notice=30.0):
         torch.set_num_threads(1)  # a thread pool does not survive a fork
         # Optimizers import it at their first step: import it once instead of in every rank
         importlib.import_module("torch._dynamo")
-    ranks, codes = {}, {}  # {process id: rank}, {rank: exit code}
-    processes = []  # kept: a Popen that is collected waits for its process itself
-    sigterm_times = []
-    deadline, interrupted = None, False
-    for rank in range(world):
-        if fork:
-            pid = os.fork()
-            if pid == 0:
-                die_with_parent(signal.SIGKILL)
-                finish(work(rank, lambda rank, world: dist.FileStore(path, world)))
-        else:
-            environment = dict(os.environ, STORE_FILE=path)
-            environment |= dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank))
-            environment |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(world))
-            environment["LAUNCHER"] = str(os.getpid())
-            # orig_argv still has the -m of `python -m benchmarks.table`; sys.argv has not
-            process = subprocess.Popen([sys.executable, *sys.orig_argv[1:]], env=environment)
-            processes.append(process)
-            pid = process.pid
-        ranks[pid] = rank
-
-    def stop(number):
-        for pid in ranks:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, number)
-
-    old_handler = signal.signal(signal.SIGTERM, lambda *_: sigterm_times.append(time.monotonic()))
-    try:
-        while ranks:
-            pid, status = os.waitpid(-1, os.WNOHANG)
-            if sigterm_times and deadline is None:
-                deadline = sigterm_times[0] + notice
-                stop(signal.SIGTERM)
-            if pid == 0:
-                time.sleep(0.01)
-                if deadline and time.monotonic() > deadline:
-                    stop(signal.SIGKILL)
-                continue
-            rank, code = ranks.pop(pid), os.waitstatus_to_exitcode(status)
-            not_by_us = not sigterm_times and (deadline is None or time.monotonic() < deadline)
-            unexplained = set(codes.values()) <= {0, LOST}
-            codes[rank] = code
-            # A rank that lost its peer may be seen to end before the peer that was killed
-            if code < 0 and not_by_us and unexplained:
-                say(f"rank {rank} was ended by {signal.Signals(-code).name}; the others stop")
-            if code and (deadline is None or sigterm_times):
-                deadline = time.monotonic() + patience
-    except KeyboardInterrupt:
-        interrupted = True
-        stop(signal.SIGTERM)
-        time.sleep(0.5)
-        stop(signal.SIGKILL)
-        while ranks:
-            ranks.pop(os.wait()[0])
-    finally:
-        signal.signal(signal.SIGTERM, old_handler)
-        shutil.rmtree(folder, ignore_errors=True)
-    failures = set(codes.values()) - {0}
-    if interrupted or (sigterm_times and failures):
-        say("interrupted")
-        return 130 if interrupted else 143
+    ranks = Ranks()
+    with store_path() as path, recorded(STOPPING) as (received, old_handlers):
+        try:
+            for rank in range(world):
+                if received:
+                    break
+                if fork:
+                    ranks.fork(rank, work, old_handlers, path, world)
+                else:
+                    ranks.start_fresh(rank, path, world)
+        except OSError as e:
+            ranks.stop(signal.SIGKILL)
+            ranks.reap(wait=True)
+            raise Refused(
+                f"rank {rank} of {world} can't be started ({e.strerror}): start fewer ranks, or "
+                "raise the limit of processes (ulimit -u) or of memory"
+            ) from e
+        ranks.watch(received, patience, notice)
+    failures = {code for code in ranks.codes.values() if code}
+    lost = ranks.lost(received)
+    if lost:
+        say(f"{', '.join(lost)}; the others stop")
+    if received and (failures or len(ranks.codes) < world):
+        say(f"interrupted by {signal.Signals(received[0]).name}")
+        return 128 + received[0]
     if failures == {LOST}:
         say("the ranks lost each other; the run ends")
     if 2 in failures:
         return 2
     return 1 if failures else 0
+
+
+class Ranks:
+    """The processes of the ranks, as the process sees them that started them."""
+
+    def __init__(self):
+        self.running = {}  # {process id: rank}
+        self.codes = {}  # {rank: exit code}, minus a signal's number
+        self.killed = set()  # ranks that were still running when `stop` sent them SIGKILL
+        self.processes = []  # kept: a Popen that is collected waits for its process itself
+
+    def fork(self, rank, work, old_handlers, path, world):
+        """Start a rank as a fork of this process. Raises OSError."""
+        parent = os.getpid()
+        # A signal that arrives in between must not meet this process's handlers in the new one
+        signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
+        try:
+            pid = os.fork()
+            if pid == 0:
+                try:
+                    die_with_parent(signal.SIGKILL)
+                    for number, handler in old_handlers.items():
+                        ignored = handler == signal.SIG_IGN
+                        signal.signal(number, signal.SIG_IGN if ignored else signal.SIG_DFL)
+                    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)
+                    if os.getppid() == parent:
+                        finish(work(rank, lambda rank, world: dist.FileStore(path, world)))
+                finally:
+                    os._exit(1)
+            self.running[pid] = rank
+        finally:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)
+
+    def start_fresh(self, rank, path, world):
+        """Start a rank as a fresh process that runs the same command. Raises OSError."""
+        environment = dict(os.environ, STORE_FILE=path, LAUNCHER=str(os.getpid()))
+        environment |= dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank))
+        environment |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(world))
+        # orig_argv still has the -m of `python -m benchmarks.table`; sys.argv has not.
+        # Ctrl-C while it imports torch would be a traceback: this process ends it anyway
+        process = subprocess.Popen(
+            [sys.executable, *sys.orig_argv[1:]],
+            env=environment,
+            close_fds=False,  # it opens the store by the number of this process's descriptor
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN),
+        )
+        self.processes.append(process)
+        self.running[process.pid] = rank
+
+    def reap(self, wait=False):
+        """Take the exit codes of ranks that have ended; wait=True waits for all."""
+        for pid in list(self.running):
+            ended, status = os.waitpid(pid, 0 if wait else os.WNOHANG)
+            if ended:
+                self.codes[self.running.pop(pid)] = os.waitstatus_to_exitcode(status)
+
+    def stop(self, number):
+        """Send a signal to the ranks that are still running."""
+        self.reap()
+        for pid, rank in self.running.items():
+            if number == signal.SIGKILL:
+                self.killed.add(rank)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
+
+    def watch(self, received, patience, notice):
+        """Wait until all ranks have ended. received: signals to this process, a list that grows.
+        Whoever does not end in time is killed."""
+        passed_on, failures, deadline = 0, 0, math.inf
+        while True:
+            self.reap()
+            if not self.running:
+                return
+            now = time.monotonic()
+            if len(received) > passed_on:
+                number = received[passed_on]
+                passed_on += 1
+                self.stop(number)
+                deadline = min(deadline, now + (0.5 if number == signal.SIGINT else notice))
+            failed_now = sum(code != 0 for code in self.codes.values())
+            if failed_now > failures:
+                failures = failed_now
+                deadline = min(deadline, now + patience)
+            if now > deadline:
+                self.stop(signal.SIGKILL)
+                self.reap(wait=True)
+                return
+            time.sleep(0.01)
+
+    def lost(self, received):
+        """How each rank ended that ended neither by itself nor by a signal from here."""
+        found = []
+        for rank, code in sorted(self.codes.items()):
+            explained = -code in received or rank in self.killed and -code == signal.SIGKILL
+            if code < 0 and not explained:
+                found.append(f"rank {rank} was ended by {signal_name(-code)}")
+            elif code > 0 and code not in EXIT_CODES:
+                found.append(f"rank {rank} ended with exit code {code}")
+        return found
+
+
+def signal_name(number):
+    """A signal's name. Real-time signals have none."""
+    return next((s.name for s in signal.Signals if s == number), f"signal {number}")
+
+
+@contextlib.contextmanager
+def recorded(numbers):
+    """Append signals to a list instead of acting on them. Gives the list and the old handlers. What
+    this process was told to ignore, as under nohup, it still ignores."""
+    received, old_handlers = [], {}
+    for number in numbers:
+        old_handlers[number] = signal.getsignal(number)
+        if old_handlers[number] != signal.SIG_IGN:
+            signal.signal(number, lambda number, _: received.append(number))
+    try:
+        yield received, old_handlers
+    finally:
+        for number, handler in old_handlers.items():
+            signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def store_path():
+    """A path that this process and its ranks can open, for the store. On Linux the file has no name
+    in any folder, so nothing of it stays, however the processes end."""
+    if hasattr(os, "memfd_create"):
+        descriptor = os.memfd_create("store", 0)  # inherited by the ranks
+        try:
+            yield f"/proc/self/fd/{descriptor}"
+        finally:
+            os.close(descriptor)
+    else:
+        with tempfile.TemporaryDirectory() as folder:
+            yield os.path.join(folder, "store")
 
 
 def can_fork():
@@ -258,6 +322,8 @@ OWN = [ROOT, *(os.path.join(ROOT, folder) for folder in ("harness", "trainer", "
 WITHOUT_EXCEPTIONS = ["nccl"]
 # Exit code of a rank that lost a peer and leaves the explanation to the peer or to the launcher
 LOST = 75
+# Those of a rank that has explained itself, or need not: 130 after Ctrl-C, 141 if nobody reads on
+EXIT_CODES = {0, 1, 2, LOST, 130, 141}
 
 
 def die_with_parent(number):
@@ -267,40 +333,17 @@ def die_with_parent(number):
         ctypes.CDLL(None).prctl(1, number)  # PR_SET_PDEATHSIG
 
 
-def join(rank, world, timeout):
-    """Connect to the store of ranks that a launcher started."""
-    if "STORE_FILE" in os.environ:
-        return dist.FileStore(os.environ["STORE_FILE"], world)
-    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    try:
-        store = dist.TCPStore(
-            address, port, world, is_master=rank == 0 and not hosted, timeout=timeout
-        )
-    except RuntimeError as e:
-        if "EADDRINUSE" not in str(e) and "in use" not in str(e):
-            raise Refused(
-                f"nothing answers on {address}, port {port}, where the first rank should be",
-                speaker=rank,
-            ) from e
-        raise Refused(f"port {port} on {address} is in use: set MASTER_PORT to a free one") from e
-    # After a restart by torchrun the store still has the keys of the attempt before
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)
-    return dist.PrefixStore(f"attempt{attempt}", store)
-
-
 def one_rank(work, args, rank, world, connect):
     """The life of a rank: connect(rank, world) to a store, work, leave. Returns the exit code, and
     never raises."""
     store, timeout = None, datetime.timedelta(seconds=getattr(args, "timeout", 600))
     try:
-        if "TORCHELASTIC_RUN_ID" in os.environ:  # the parent is torchrun's agent
-            die_with_parent(signal.SIGTERM)
-        elif "LAUNCHER" in os.environ:  # a fresh process that start_ranks began
+        if "LAUNCHER" in os.environ:  # a fresh process that start_ranks began
             die_with_parent(signal.SIGKILL)
             if os.getppid() != int(os.environ["LAUNCHER"]):
                 return 1  # it ended before this process could ask to end with it
-        local_world = int(os.environ.get("LOCAL_WORLD_SIZE", world)) if connect is join else world
+            signal.signal(signal.SIGINT, signal.SIG_DFL)  # the launcher has the say
+        local_world = launched().local_world if connect is join else world
         share_cores(local_world, args.backend)
         device = torch.device("cpu")
         if args.device == "cuda":
@@ -332,6 +375,8 @@ def one_rank(work, args, rank, world, connect):
             within(1, lambda: store.set("failed", str(rank)))
     except KeyboardInterrupt:
         code = 130
+        if world == 1:
+            say("interrupted by SIGINT")
     except BrokenPipeError:  # the reader of our output has ended, as `head` does
         code = 141
     except Exception as e:
@@ -438,6 +483,9 @@ SIGNS_OF_A_LOST_PEER = (
     "remote process exited",
 )
 
+# What a CPU's allocator says, and a thread that gets no stack
+SIGNS_OF_NO_MEMORY = ("can't allocate memory", "bad_alloc", "can't start new thread")
+
 
 def failed(error, rank, world, store, timeout, forked):
     """Report an exception once, and return the exit code. A rank prints the exception that it
@@ -445,11 +493,13 @@ def failed(error, rank, world, store, timeout, forked):
     text = str(error).lower()
     late = "timed out" in text or "timeout" in text
     lost = any(sign in text for sign in SIGNS_OF_A_LOST_PEER)
-    if isinstance(error, torch.OutOfMemoryError):
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or any(
+        sign in text for sign in SIGNS_OF_NO_MEMORY
+    ):
         within(1, lambda: store.set("failed", str(rank)))
-        first_line = str(error).splitlines()[0]
+        reason = str(error).partition("\n")[0] or "an allocation failed"
         advice = "give it less: more --microbatches, --recompute, --zero, a smaller --batch"
-        say(f"rank {rank} is out of memory ({first_line}): {advice}")
+        say(f"rank {rank} is out of memory ({reason}): {advice}")
         return 1
     if not isinstance(error, (RuntimeError, ConnectionError)) or not (late or lost):
         within(1, lambda: store.set("failed", str(rank)))
@@ -490,9 +540,9 @@ def failed(error, rank, world, store, timeout, forked):
 
 def finish(code):
     """End the process at once. In the interpreter's own exit gloo's threads can still abort it."""
-    with contextlib.suppress(OSError):
-        sys.stdout.flush()
-        sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):  # the reader or the terminal may be gone
+            stream.flush()
     os._exit(code)
 
 
@@ -502,8 +552,10 @@ def script(main):
     try:
         main()
     except Refused as e:
-        finish(refuse(e, int(os.environ.get("RANK", 0))))
+        rank = os.environ.get("RANK", "0")
+        finish(refuse(e, int(rank) if rank.isdecimal() else e.speaker))
     except KeyboardInterrupt:
+        say("interrupted by SIGINT")
         finish(130)
     except BrokenPipeError:  # the reader of our output has ended, as `head` does
         finish(141)

@@ -182,6 +182,13 @@ def children(pid):
     return [int(p) for p in pathlib.Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
+def usual_signals():
+    """Handle signals as in a shell's foreground, whatever started the tests (nohup, CI)."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
 class Script:
     """A script as from the command line, but forked from here, where torch is imported already.
     What it says, on stdout and stderr, goes into a file. before(): what to do in its process
@@ -198,7 +205,7 @@ class Script:
         if self.pid == 0:
             start.die_with_parent(signal.SIGKILL)
             sys.stdout = sys.stderr = open(self.said, "w", buffering=1)
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            usual_signals()
             sys.argv = [f"{name}.py", *flags]
             before()
             harness.script(__import__(name).main)

@@ -235,7 +235,7 @@ def test_exports_that_would_overwrite_are_refused(folders, tmp_path, monkeypatch
         prepare(f"--export {tmp_path}")
     with pytest.raises(harness.Refused, match="--export-dtype means nothing without --export"):
         prepare("--export-dtype bfloat16")
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
     prepare(f"--export {tmp_path}")  # the attempt before may have written it
 
 

@@ -1,19 +1,25 @@
 """What happens to real runs on real machines: killed, stopped, told to stop, cut off, out of disk,
 not a number."""
 
+import contextlib
+import ctypes
+import errno
+import fcntl
 import gc
 import os
-import pathlib
 import random
 import re
 import resource
 import signal
-import subprocess
+import socket
 import sys
+import termios
+import threading
 import time
 
 import pytest
 import torch
+import torch.distributed as dist
 from conftest import Script, children, ip
 from test_checkpoint import same_tensors, whole
 from test_start import end, gone, torchrun_of
@@ -21,6 +27,7 @@ from test_start import end, gone, torchrun_of
 import harness
 import train
 from harness import formulas, start
+from trainer import saving
 
 SMALL = (
     "--layers 3 --heads 2 --width 16 --context 16 --batch 12 --microbatches 2 --dtype float64 "
@@ -39,29 +46,129 @@ def newest(folder):
     return max((p for p in folder.iterdir() if re.fullmatch(r"step-\d+", p.name)), default=None)
 
 
+STEPS = 60
+
+
 @pytest.fixture(scope="module")
 def undisturbed(text, tmp_path_factory):
-    """The last checkpoint of 150 steps that nothing happened to."""
+    """The last checkpoint of a run that nothing happened to."""
     folder = tmp_path_factory.mktemp("undisturbed")
-    run = Training(folder, f"--steps 150 --dp 2 --out {folder / 'out'}", text)
+    run = Training(folder, f"--steps {STEPS} --dp 2 --out {folder / 'out'}", text)
     assert run.end() == 0, run.output()
     return whole(newest(folder / "out"))
 
 
 def test_told_to_stop_it_saves_and_goes_on(text, tmp_path, undisturbed):
+    """By who started the ranks; then by one rank, in another layout; then on to the end."""
+    out, last = tmp_path / "out", 0
+    for number, layout in ((signal.SIGTERM, "--dp 2 --pp 2"), (signal.SIGHUP, "--tp 2")):
+        run = Training(tmp_path, f"--steps 100000 {layout} --out {out} --resume", text)
+        ranks = run.wait_for(f"step {last + 3:4d}")
+        os.kill(run.pid if number == signal.SIGTERM else ranks[1], number)
+        assert run.end() == 0, run.output()
+        last = int(re.search(rf"stopped by {number.name}: step (\d+) is saved", run.output())[1])
+        assert newest(out).name == f"step-{last:08d}" and run.errors() == []
+    assert f"resumed from {out}" in run.output()
+    steps = max(STEPS, last + 1)
+    flags = f"--steps {steps} --cp 2 --out {out} --resume --save-every {STEPS}"
+    run = Training(tmp_path, flags, text)
+    assert run.end() == 0 and f"resumed from {out}" in run.output()
+    if last < STEPS:
+        same_tensors(whole(out / f"step-{STEPS:08d}"), undisturbed)
+
+
+def test_the_terminal_closes(text, tmp_path):
+    """As when an ssh connection breaks: SIGHUP, and whatever is printed fails from then on."""
     out = tmp_path / "out"
-    run = Training(tmp_path, f"--steps 100000 --dp 2 --pp 2 --out {out}", text)
-    run.wait_for("step    5")
-    os.kill(run.pid, signal.SIGTERM)
+    terminal, side = os.openpty()
+
+    def before():
+        os.setsid()
+        fcntl.ioctl(side, termios.TIOCSCTTY, 0)
+        os.close(terminal)  # or this process would keep it open
+        os.dup2(side, 1)
+        os.dup2(side, 2)
+        sys.stdout = sys.stderr = open(side, "w", buffering=1)
+
+    run = Training(tmp_path, f"--steps 100000 --dp 2 --out {out}", text, before)
+    os.close(side)
+    said = b""
+    while b"step    5" not in said:
+        said += os.read(terminal, 4096)
+    ranks = children(run.pid)
+    os.close(terminal)
+    assert run.end() == 0 and gone(ranks)
+    assert newest(out) is not None and (newest(out) / "index.json").exists()
+
+
+def test_one_run_writes_to_a_folder(text, tmp_path):
+    """A second is refused while the first is alive, checkpoints or not, --resume or not."""
+    out = tmp_path / "out"
+    (tmp_path / "second").mkdir()
+    flags = f"--dp 2 --out {out} --timeout 2"  # the lock is waited for half as long
+    first = Training(tmp_path, f"--steps 100000 {flags}", text)
+    first.wait_for("step    2")
+    for resume in ("", "--resume"):
+        second = Training(tmp_path / "second", f"--steps 9 {flags} {resume}", text)
+        assert second.end() == 2
+        [said] = second.errors()
+        assert f"another run writes to --out {out} (process" in said and "step " not in said
+    os.kill(first.pid, signal.SIGKILL)
+    first.end()
+    second = Training(tmp_path / "second", f"--steps 3 {flags}", text)
+    assert second.end() == 0, second.output()  # the dead run's lock is gone, its file is not
+    assert sorted(p.name for p in out.iterdir()) == [".lock", "step-00000003"]
+
+
+def test_a_lock_is_waited_for(tmp_path):
+    """The rank 0 of before may still be dying. Locks of a process do not exclude each other, but
+    those of two open files do."""
+    old, new, late = (saving.Lock(tmp_path) for _ in range(3))
+    assert old.take(0) is None
+    assert f"process {os.getpid()} on " in new.take(0.1)
+    threading.Timer(0.3, old.drop).start()
+    assert late.take(20) is None
+
+
+def test_a_file_system_without_locks(tmp_path, monkeypatch):
+    def flock(*_):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    assert saving.Lock(tmp_path).take(0.1) is None
+
+
+def test_started_again_by_torchrun(text, tmp_path):
+    """Whether a run goes on by itself follows from torchrun's store, which knows whether this run
+    had --out before. A folder with another run's checkpoints stays refused, also the second time.
+    """
+    out, other = tmp_path / "out", tmp_path / "other"
+    (other / "step-00000001").mkdir(parents=True)
+    (other / "step-00000001" / "index.json").touch()
+
+    def attempt(flags):
+        pid = os.fork()
+        if pid == 0:
+            sys.argv[1:] = [*SMALL, "--data", text, *flags.split()]
+            harness.script(train.main)
+        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+    def agent():
+        server = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+        # As on a node whose restarts torchrun does not count
+        os.environ |= {"TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_RESTART_COUNT": "0"}
+        os.environ |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "MASTER_ADDR": "127.0.0.1"}
+        os.environ["MASTER_PORT"] = str(server.port)
+        codes = [attempt(f"--dp 2 --out {out} --steps {steps}") for steps in (4, 6)]
+        codes += [attempt(f"--dp 2 --out {other} --steps 6") for _ in range(2)]
+        print("codes", codes)
+        start.finish(0)
+
+    run = Script(tmp_path, "train", [], agent)
     assert run.end() == 0, run.output()
-    step = int(re.search(r"stopped by SIGTERM: step (\d+) is saved", run.output())[1])
-    assert newest(out).name == f"step-{step:08d}" and run.errors() == []
-    run = Training(
-        tmp_path, f"--steps {max(150, step + 1)} --tp 2 --out {out} --resume --save-every 150", text
-    )
-    assert run.end() == 0 and f"resumed from {newest(out).parent}" in run.output()
-    if step < 150:
-        same_tensors(whole(out / "step-00000150"), undisturbed)
+    assert "codes [0, 0, 2, 2]" in run.output(), run.output()
+    assert f"resumed from {out}/step-00000004" in run.output()
+    assert [f"--out {other} has checkpoints" in line for line in run.errors()] == [True, True]
 
 
 def as_on_nccl():
@@ -131,10 +238,11 @@ def test_a_gradient_that_is_no_number(text, tmp_path, layout):
     assert "step    4" not in run.output()
 
 
-def test_twenty_kills_lose_no_checkpoint(text, tmp_path, undisturbed):
-    """Of a rank, or of who started the ranks, at any moment, saves included: what was whole stays,
-    and the end is the same."""
-    out, chance, kills, last = tmp_path / "out", random.Random(7), 0, None
+def test_kills_lose_no_checkpoint(text, tmp_path, undisturbed):
+    """Of a rank, of who started the ranks, and of a rank again, at any moment: what was whole
+    stays, and the end is the same. benchmarks/faults.py does it 40 times, start-up included."""
+    out, chance, last = tmp_path / "out", random.Random(7), None
+    flags = f"--steps {STEPS} --dp 2 --out {out} --resume --save-every 2 --keep 2"
 
     def slowly():
         log = harness.Run.log
@@ -145,61 +253,46 @@ def test_twenty_kills_lose_no_checkpoint(text, tmp_path, undisturbed):
 
         harness.Run.log = slow
 
-    while kills < 20:
-        run = Training(
-            tmp_path,
-            f"--steps 150 --dp 2 --out {out} --resume --save-every 2 --keep 2",
-            text,
-            slowly,
-        )
+    for kind in ("rank", "launcher", "rank"):
+        run = Training(tmp_path, flags, text, slowly)
         ranks = run.wait_for("step ")
-        time.sleep(chance.uniform(0, 1))
-        victim = chance.choice([*ranks, run.pid])
-        os.kill(victim, signal.SIGKILL)
-        assert run.end() == (-9 if victim == run.pid else 1), run.output()
-        assert gone(ranks) and (victim == run.pid or len(run.errors()) == 1), run.output()
-        kills += 1
+        time.sleep(chance.uniform(0.3, 1))
+        os.kill(run.pid if kind == "launcher" else chance.choice(ranks), signal.SIGKILL)
+        assert run.end() == (-9 if kind == "launcher" else 1), run.output()
+        assert gone(ranks) and len(run.errors()) == (kind == "rank"), run.output()
         resumed = re.search(r"resumed from \S+/(step-\d+)", run.output())
         assert last is None or resumed[1] >= last, run.output()
         last = newest(out).name if newest(out) else None
-    run = Training(tmp_path, f"--steps 150 --dp 2 --out {out} --resume", text)
+    run = Training(tmp_path, f"--steps {STEPS} --dp 2 --out {out} --resume", text)
     assert last and run.end() == 0 and f"resumed from {out}/{last}" in run.output()
     same_tensors(whole(newest(out)), undisturbed, 1e-10)
 
 
-def test_torchrun_loses_its_agent_then_a_rank(text, tmp_path, undisturbed):
-    """kill -9 of the agent: its ranks save and leave. Of a rank, with --max-restarts: the run goes
-    on from its last checkpoint by itself."""
+def test_torchrun_starts_a_run_again_as_often_as_it_may(text, tmp_path, undisturbed):
+    """kill -9 of a rank, with --max-restarts 1: the run goes on from its last checkpoint by
+    itself. At the second kill torchrun names the rank, and nothing stays. A launch, because it is
+    torchrun that starts the ranks again; on two hosts benchmarks/faults.py does it."""
     out = tmp_path / "out"
-    flags = [
-        *SMALL,
-        "--data",
-        text,
-        "--steps",
-        "150",
-        "--dp",
-        "2",
-        "--out",
-        str(out),
-        "--save-every",
-        "5",
-    ]
-
-    def progress(process, words):
-        lines = iter(process.stdout.readline, "")
-        assert any(words in line for line in lines), process.stderr.read()
-        return children(process.pid)
-
-    agent = torchrun_of("train", *flags, torchrun=2)
-    ranks = progress(agent, "step   12")
-    agent.kill()
-    assert gone(ranks) and "stopped by SIGTERM" in agent.communicate()[0]
-    saved = newest(out)
-    agent = torchrun_of("train", *flags, "--resume", torchrun=2, restarts=2)
-    os.kill(progress(agent, f"step {int(saved.name[5:]) + 12:4d}")[1], signal.SIGKILL)
-    code, said, errors = end(agent)
-    assert code == 0 and "resumed from" in said, errors
-    same_tensors(whole(newest(out)), undisturbed, 1e-10)
+    flags = f"--steps {STEPS} --dp 2 --out {out}"
+    long = f"--data {text} {flags} --save-every 5 --steps 100000"
+    agent = torchrun_of("train", *SMALL, *long.split(), torchrun=2, restarts=1)
+    said = ""
+    for wanted in ("step   12", "resumed from"):
+        for line in iter(agent.stdout.readline, ""):
+            said += line
+            if wanted in line:
+                break
+        ranks = children(agent.pid)
+        os.kill(ranks[1], signal.SIGKILL)
+    code, rest, errors = end(agent)
+    assert gone(ranks) and code == 1, errors
+    step = re.search(rf"resumed from {out}/step-(\d+)", said)
+    assert step and int(step[1]) >= 5, said + errors
+    assert re.search(r"rank\s*:? 1 ", errors)  # torchrun's own report may be all there is
+    if int(newest(out).name[5:]) < STEPS:
+        run = Training(tmp_path, f"{flags} --resume", text)
+        assert run.end() == 0, run.output()
+        same_tensors(whole(newest(out)), undisturbed, 1e-10)
 
 
 def test_disk_full(text, tmp_path):
@@ -217,87 +310,76 @@ def test_disk_full(text, tmp_path):
         and all("can't be written" in line for line in said)
         and "the run goes on" in said[1]
     ), said
-    assert "step    9" in run.output() and [p.name for p in out.iterdir()] == ["step-00000004"]
+    assert "step    9" in run.output() and newest(out).name == "step-00000004"
 
 
 @pytest.fixture
-def on_two_nodes(two_nodes):
+def on_two_nodes(two_nodes, tmp_path, text):
     """A function that starts four ranks of train.py, two on each of two nodes, whose hosts' names
     are theirs."""
     started = []
 
-    def start(*flags):
+    def start(flags):
         for rank in range(4):
-            node, here = two_nodes[rank // 2], f"wire{rank // 2}"
-            own = {
-                "RANK": rank,
-                "LOCAL_RANK": rank % 2,
-                "WORLD_SIZE": 4,
-                "LOCAL_WORLD_SIZE": 2,
-                "MASTER_ADDR": "10.99.0.1",
-            }
-            own |= {"MASTER_PORT": 29511, "GLOO_SOCKET_IFNAME": here}
-            command = [
-                "ip",
-                "netns",
-                "exec",
-                node,
-                "unshare",
-                "--uts",
-                "sh",
-                "-c",
-                f'hostname {node} && exec "$@"',
-                "sh",
-            ]
-            command += [sys.executable, str(pathlib.Path(train.__file__)), *flags]
-            pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-            environment = os.environ | {name: str(value) for name, value in own.items()}
-            started.append(subprocess.Popen(command, env=environment, **pipes))
+            node = rank // 2
+            own = {"RANK": rank, "LOCAL_RANK": rank % 2, "WORLD_SIZE": 4, "LOCAL_WORLD_SIZE": 2}
+            own |= {"MASTER_ADDR": "10.99.0.1", "MASTER_PORT": 29511}
+            own |= {"GLOO_SOCKET_IFNAME": f"wire{node}"}
+
+            def before(name=two_nodes[node], own=own):
+                enter(name)
+                os.environ |= {key: str(value) for key, value in own.items()}
+
+            folder = tmp_path / f"rank{rank}"
+            folder.mkdir()
+            started.append(Training(folder, flags, text, before))
         return started
 
     yield start
-    for process in started:
-        process.kill()
-        process.communicate()
+    for run in started:
+        with contextlib.suppress(ProcessLookupError, ChildProcessError):
+            os.kill(run.pid, signal.SIGKILL)
+            os.waitpid(run.pid, 0)
+
+
+def enter(name):
+    """Move this process into a network namespace, and call its host by the same name."""
+    new_names, new_network = 0x04000000, 0x40000000  # CLONE_NEWUTS, CLONE_NEWNET
+    libc = ctypes.CDLL(None, use_errno=True)
+    with open(f"/var/run/netns/{name}") as namespace:
+        assert libc.setns(namespace.fileno(), new_network) == 0, os.strerror(ctypes.get_errno())
+    assert libc.unshare(new_names) == 0, os.strerror(ctypes.get_errno())
+    socket.sethostname(name)
 
 
 def test_two_hosts_and_a_cut_link(text, tmp_path, two_nodes, on_two_nodes):
     out = tmp_path / "out"
-    flags = f"--dp 2 --tp 2 --steps 100000 --out {out} --save-every 20 --timeout 5".split()
-    ranks = on_two_nodes(*SMALL, "--data", text, *flags)
+    ranks = on_two_nodes(f"--dp 2 --tp 2 --steps 100000 --out {out} --save-every 10 --timeout 4")
+    there = two_nodes[1]
 
     def sent():
-        return int(
-            ip(
-                "netns", "exec", two_nodes[0], "cat", "/sys/class/net/wire0/statistics/tx_bytes"
-            ).stdout
-        )
-
-    def until(step):
-        assert any(f"step {step:4d}" in line for line in iter(ranks[0].stdout.readline, "")), ranks[
-            0
-        ].stderr.read()
-        return sent()
+        counter = "/sys/class/net/wire0/statistics/tx_bytes"
+        return int(ip("netns", "exec", two_nodes[0], "cat", counter).stdout)
 
     # Tensor parallelism stays on its host: the link carries data parallelism's all-reduces, 2
     # ranks' of half the weights
-    before = until(20)
-    each = (until(60) - before) / 40
+    def until(step):
+        ranks[0].wait_for(f"step {step:4d}")
+        count = sent()
+        return count, int(re.findall(r"step +(\d+)  loss", ranks[0].output())[-1])
+
+    (before, first), (after, last) = until(10), until(40)
+    each = (after - before) / (last - first)
     with torch.device("meta"):
         config = harness.configure(train.flags().parse_args(SMALL))
     half = 2 * formulas.parameters_held(config, 2, 3, True, True) * 8
     assert half < each < 1.3 * half
-    ip("-n", two_nodes[1], "link", "set", "wire1", "down")
-    ended = [end(process) for process in ranks]
-    assert all(code != 0 for code, *_ in ended)
-    said = [
-        line for _, _, err in ended for line in err.splitlines() if line.startswith("train.py:")
-    ]
+    ip("-n", there, "link", "set", "wire1", "down")
+    assert all(run.end() != 0 for run in ranks)
+    said = [line for run in ranks for line in run.errors()]
     assert len(said) == 2, said
-    assert (
-        f"no answer from rank 2 on {two_nodes[1]}, rank 3 on {two_nodes[1]} within 5 s" in said[0]
-    )
-    assert f"{two_nodes[1]} lost 10.99.0.1: that host is down, or the link to it is cut" in said[1]
+    assert f"no answer from rank 2 on {there}, rank 3 on {there} within 4 s" in said[0]
+    assert f"{there} lost 10.99.0.1: that host is down, or the link to it is cut" in said[1]
     last = int(newest(out).name[5:])
     run = Training(tmp_path, f"--pp 3 --steps {last + 2} --out {out} --resume", text)
-    assert last >= 40 and run.end() == 0 and f"resumed from {newest(out).parent}" in run.output()
+    assert last >= 20 and run.end() == 0 and f"resumed from {newest(out).parent}" in run.output()

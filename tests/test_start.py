@@ -3,17 +3,20 @@
 import json
 import os
 import pathlib
+import random
 import re
+import resource
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import Script, children
+from conftest import Script, children, usual_signals
 from test_harness import SMALL, refused
 
 import ddp
@@ -47,6 +50,8 @@ def end(process, timeout=90):
 def test_wrong_number_of_ranks_under_torchrun(capfd, monkeypatch):
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "4")
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", "29500")
     said = refused(capfd, monkeypatch, "train", "--dp", "2", "--tp", "2", "--pp", "2")
     assert (
         "needs 8 processes and 4 were started: torchrun --nproc_per_node=8 train.py --dp 2" in said
@@ -108,27 +113,35 @@ def test_under_torchrun(tmp_path):
     assert all(row["formula_bytes"] is None or row["ok"] for row in receipt["sent"])
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="a rank sees the death of its parent")
 def test_torchrun_with_its_default_of_one_process(tmp_path):
-    """The layout needs 2: train.py says so and starts them; and the curve is that of one
-    process."""
-    flags = [*SMALL, "--sample", "0", "--dtype", "float64"]
-    code, out, err = end(
-        torchrun_of("train", *flags, "--tp", "2", "--json", str(tmp_path / "two.json"), torchrun=1)
-    )
-    assert code == 0 and "this layout needs 2 processes: starting them on this machine" in err
-    script = Script(
-        tmp_path,
-        "train",
-        [*flags, "--json", str(tmp_path / "one.json"), "--log-to", str(tmp_path / "log")],
-    )
+    """The layout needs 2: train.py says so and starts them; and the curve is that of one process.
+    kill -9 of torchrun's agent: the run saves and leaves. A launch, because it is torchrun's own
+    processes that are killed."""
+    flags = [*SMALL, "--sample", "0", "--dtype", "float64", "--lr", "0.01", "--min-lr", "0.01"]
+    flags += ["--warmup", "0", "--prove", "0"]
+    out, log = tmp_path / "out", tmp_path / "two.jsonl"
+    long = ["--steps", "100000", "--tp", "2", "--out", str(out), "--log-to", str(log)]
+    process = torchrun_of("train", *flags, *long, torchrun=1)
+    for line in iter(process.stdout.readline, ""):
+        if line.startswith("step    5"):
+            break
+    [launcher] = children(process.pid)
+    ranks = children(launcher)
+    assert len(ranks) == 2
+    process.kill()
+    said, errors = process.communicate(timeout=60)
+    assert gone([launcher, *ranks])
+    assert "this layout needs 2 processes: starting them on this machine" in errors
+    step = int(re.search(r"stopped by SIGTERM: step (\d+) is saved", said)[1])
+    assert (out / f"step-{step:08d}" / "index.json").exists()
+    one = [*flags, "--steps", "5", "--log-to", str(tmp_path / "one")]
+    script = Script(tmp_path, "train", one, on_one_core)
     assert script.end() == 0 and script.errors() == []
-    two, one = (json.loads((tmp_path / f"{n}.json").read_text())["steps"] for n in ("two", "one"))
-    for a, b in zip(two, one):
-        assert a["loss"] == pytest.approx(b["loss"], rel=1e-10) and a["grad_norm"] == pytest.approx(
-            b["grad_norm"], rel=1e-10
-        )
-    log = [json.loads(line) for line in (tmp_path / "log").read_text().splitlines()]
-    assert [row["loss"] for row in log if "loss" in row] == [step["loss"] for step in one]
+    two, one = ([json.loads(line) for line in open(path)] for path in (log, tmp_path / "one"))
+    for a, b in zip(two[:5], one[:5], strict=True):
+        assert a["loss"] == pytest.approx(b["loss"], rel=1e-10)
+        assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-10)
 
 
 def gone(pids, seconds=10):
@@ -144,25 +157,13 @@ def gone(pids, seconds=10):
     return False
 
 
-LONG = "--dp 3 --batch 6 --steps 100000 --prove 0 --sample 0 --eval-every 0".split()
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="finds the ranks in /proc")
-def test_a_rank_is_killed_under_torchrun():
-    process = torchrun_of("train", *SMALL[:8], *LONG, torchrun=3)
-    while "step" not in process.stdout.readline():
-        assert process.poll() is None, process.stderr.read()
-    pids = children(process.pid)
-    os.kill(pids[2], signal.SIGKILL)
-    assert gone(pids)
-    code, out, err = end(process, timeout=20)
-    # Torchrun's own report may be all there is
-    assert code == 1 and re.search(r"rank\s*:? 2 ", err)
+LONG = "--dp 2 --batch 4 --steps 100000 --prove 0 --sample 0 --eval-every 0".split()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="finds the ranks in /proc")
 @pytest.mark.parametrize(
-    "number, expected", [(signal.SIGKILL, 1), (signal.SIGINT, 130), (signal.SIGTERM, 143)]
+    "number, expected",
+    [(signal.SIGKILL, 1), (signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)],
 )
 def test_interrupted(tmp_path, number, expected):
     """A rank is killed, or who started the ranks is told to stop."""
@@ -174,81 +175,284 @@ def test_interrupted(tmp_path, number, expected):
     assert ("rank 0 was ended by SIGKILL" if number == signal.SIGKILL else "interrupted") in said
 
 
-@pytest.mark.skipif(not start.can_fork(), reason="forks its ranks")
-def test_a_killed_rank_is_named_after_one_that_lost_it(capfd):
-    """Processes that end at about the same time are seen in any order."""
+def launch(work, world=2, before=lambda: None, **options):
+    """The process id of a fork that starts ranks: work(rank, connect) on each."""
+    sys.stdout.flush()
+    pid = os.fork()
+    if pid == 0:
+        code = 3
+        usual_signals()
+        try:
+            before()
+            code = start.start_ranks(work, world, **options)
+        except harness.Refused as e:
+            code = start.refuse(e, 0)
+        finally:
+            os._exit(code)
+    return pid
+
+
+def code_of(pid):
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def sleep_on(rank, connect):
+    time.sleep(60)
+
+
+def kill(*numbers):
+    """Work on which rank r is ended by the r-th of these signals, if that is not None."""
 
     def work(rank, connect):
-        if rank == 1:
-            return start.LOST
+        if numbers[rank] is None:
+            return sleep_on(rank, connect)
+        return os.kill(os.getpid(), numbers[rank])
+
+    return work
+
+
+@pytest.mark.skipif(not start.can_fork(), reason="forks its ranks")
+@pytest.mark.parametrize(
+    "numbers, said",
+    [
+        ((signal.SIGKILL, None), "rank 0 was ended by SIGKILL"),
+        ((None, signal.SIGINT), "rank 1 was ended by SIGINT"),
+        ((None, signal.SIGHUP, None), "rank 1 was ended by SIGHUP"),
+        ((signal.SIGUSR1, signal.SIGTERM), "rank 0 was ended by SIGUSR1, rank 1 was ended by SIGT"),
+    ],
+)
+def test_every_rank_that_is_ended_is_named(capfd, numbers, said):
+    assert code_of(launch(kill(*numbers), len(numbers), patience=0.3)) == 1
+    err = capfd.readouterr().err
+    assert said in err and len(err.splitlines()) == 1
+
+
+@pytest.mark.skipif(not start.can_fork(), reason="forks its ranks")
+def test_a_killed_rank_is_named_after_others_that_ended(capfd):
+    """Processes that end at about the same time are seen in any order. One that lost its peer, one
+    that failed and said so, one that a library ended."""
+
+    def work(rank, connect):
+        if rank < 3:
+            return (start.LOST, 1, 7)[rank]
         time.sleep(0.3)
         return os.kill(os.getpid(), signal.SIGKILL)
 
-    pid = os.fork()
-    if pid == 0:
-        os._exit(start.start_ranks(work, 2))
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 1
-    assert "rank 0 was ended by SIGKILL" in capfd.readouterr().err
+    assert code_of(launch(work, 4)) == 1
+    err = capfd.readouterr().err
+    assert "rank 2 ended with exit code 7, rank 3 was ended by SIGKILL; the others stop" in err
 
 
-def test_a_failing_rank_is_named_once():
+@pytest.mark.skipif(not start.can_fork(), reason="forks its ranks")
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("moment", ["before", "after_in_parent", "after_in_child"])
+def test_a_signal_while_ranks_are_forked(capfd, number, moment):
+    """At-fork hooks are where Python would swallow a KeyboardInterrupt."""
+
+    def before():
+        launcher, sent = os.getpid(), []
+
+        def send():
+            if not sent:
+                os.kill(launcher, number)
+            sent.append(number)
+
+        os.register_at_fork(**{moment: send})
+
+    begun = time.monotonic()
+    assert code_of(launch(sleep_on, 3, before)) == 128 + number
+    assert time.monotonic() - begun < 30  # the ranks sleep for longer
+    assert capfd.readouterr().err.endswith(f": interrupted by {number.name}\n")
+
+
+@pytest.mark.skipif(not start.can_fork(), reason="forks its ranks")
+def test_ctrl_c_at_any_moment_and_again(capfd, tmp_path):
+    """The whole group gets it, as from a terminal; some get it twice, or SIGTERM before."""
+    chance = random.Random(3)
+
+    def work(rank, connect):
+        (tmp_path / "begun").touch()
+        time.sleep(60)
+
+    for trial in range(12):
+        pid = launch(work, 3, lambda: (os.setpgid(0, 0), (tmp_path / "begun").touch()))
+        while not (tmp_path / "begun").exists():
+            time.sleep(0.001)
+        time.sleep(chance.uniform(0.0, 0.08))
+        if trial % 3 == 2:
+            os.killpg(pid, signal.SIGTERM)
+        os.killpg(pid, signal.SIGINT)
+        if trial % 3 == 1:
+            time.sleep(chance.uniform(0, 0.02))
+            os.kill(pid, signal.SIGINT)
+        code = code_of(pid)
+        err = capfd.readouterr().err
+        # Its first signal may come before it can handle any: then it ends by that
+        if code > 0:
+            assert code in (130, 143) and re.fullmatch(
+                r"\S+: interrupted by (SIGINT|SIGTERM)\n", err
+            )
+        else:
+            assert -code in (signal.SIGINT, signal.SIGTERM) or "KeyboardInterrupt" in err
+        (tmp_path / "begun").unlink()
+
+
+@pytest.mark.skipif(not start.can_fork(), reason="forks its ranks")
+def test_under_nohup_a_closed_terminal_ends_nothing(capfd):
+    def work(rank, connect):
+        time.sleep(0.5)
+        return 0
+
+    pid = launch(work, 2, lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN))
+    time.sleep(0.2)
+    os.kill(pid, signal.SIGHUP)
+    assert code_of(pid) == 0 and capfd.readouterr().err == ""
+
+
+@pytest.mark.skipif(not start.can_fork(), reason="forks its ranks")
+def test_no_more_processes(capfd):
+    """The limit of processes does not bind root: the third fork fails here."""
+
+    def before():
+        fork, calls = os.fork, []
+
+        def planted():
+            calls.append(None)
+            if len(calls) == 3:
+                raise OSError(11, "Resource temporarily unavailable")
+            return fork()
+
+        os.fork = planted
+
+    assert code_of(launch(sleep_on, 4, before)) == 2
+    [said] = capfd.readouterr().err.splitlines()
+    assert "rank 2 of 4 can't be started (Resource temporarily unavailable): start fewer" in said
+
+
+@pytest.mark.skipif(not start.can_fork(), reason="forks its ranks")
+@pytest.mark.parametrize("how", ["SIGKILL", "a failing rank", "well"])
+def test_the_store_leaves_no_file(tmp_path, how):
+    """Not even if the launcher can't tidy up. The ranks do meet in it."""
+    (tmp_path / "temporary").mkdir()
+
+    def work(rank, connect):
+        store = connect(rank, 2)
+        store.set(f"rank{rank}", str(os.getpid()))
+        store.wait([f"rank{1 - rank}"])
+        (tmp_path / f"met{rank}").touch()
+        if how != "well":
+            time.sleep(60 if how == "SIGKILL" else 0.1)
+        return int(how == "a failing rank")
+
+    def before():
+        tempfile.tempdir = str(tmp_path / "temporary")
+
+    pid = launch(work, 2, before)
+    deadline = time.monotonic() + 20
+    while not (tmp_path / "met0").exists() or not (tmp_path / "met1").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    if how == "SIGKILL":
+        os.kill(pid, signal.SIGKILL)
+    assert code_of(pid) == {"SIGKILL": -9, "a failing rank": 1, "well": 0}[how]
+    assert list((tmp_path / "temporary").iterdir()) == []
+
+
+def fails_on_one_rank(error, world=3):
+    """Work on which rank 1 raises an error while the others wait for it."""
+
     def work(rank, connect):
         def fail(rank, world, device):
             if rank == 1:
-                raise ZeroDivisionError("planted")
+                error()
             dist.all_reduce(torch.zeros(1))
 
         args = harness.parser("").parse_args([])
         args.device, args.backend = "cpu", "gloo"
-        return start.one_rank(fail, args, rank, 3, connect)
+        return start.one_rank(fail, args, rank, world, connect)
 
-    pid = os.fork()
-    if pid == 0:
-        os._exit(start.start_ranks(work, 3))
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 1
+    return work
+
+
+def test_a_failing_rank_is_named_once(capfd):
+    def error():
+        raise ZeroDivisionError("planted")
+
+    assert code_of(launch(fails_on_one_rank(error), 3)) == 1
+    assert capfd.readouterr().err.count("rank 1 failed") == 1
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="limits the address space")
+@pytest.mark.parametrize("allocate", ["torch.zeros(2**31)", "bytearray(2**33)"])
+def test_no_more_memory_on_one_rank(capfd, allocate):
+    def error():
+        resource.setrlimit(resource.RLIMIT_AS, (2**32 + 2**31, 2**32 + 2**31))
+        eval(allocate)
+
+    assert code_of(launch(fails_on_one_rank(error), 3)) == 1
+    [said] = capfd.readouterr().err.splitlines()
+    assert "rank 1 is out of memory (" in said and "more --microbatches" in said
 
 
 SCRIPTS = ["ddp", "zero", "tensor_parallel", "sequence_parallel", "pipeline"]
 SCRIPTS += ["context_parallel", "expert_parallel", "train"]
 
 
+def on_one_core():
+    """Have a single rank use one thread: two of them wait for each other on a busy machine."""
+    if hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, [min(os.sched_getaffinity(0))])
+
+
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_every_technique_on_one_rank(tmp_path, script):
-    done = Script(tmp_path, script, [*SMALL, "--nproc", "1", "--dtype", "float64"])
+    done = Script(tmp_path, script, [*SMALL, "--nproc", "1", "--dtype", "float64"], on_one_core)
     assert done.end() == 0 and done.output().endswith("proven\n")
 
 
-@pytest.fixture
-def fresh(tmp_path):
-    """Begins `python -m fresh FLAGS`: ddp.py as on GPUs, with ranks that are not forked. They are
-    fresh processes, which find each other by a file."""
-    lines = "import ddp\nfrom harness import start\nstart.can_fork = lambda: False\n"
-    (tmp_path / "fresh.py").write_text(lines + "start.script(ddp.main)\n")
-    environment = dict(os.environ, PYTHONPATH=str(ROOT))
-    command = [sys.executable, "-m", "fresh", *SMALL, "--nproc", "2"]
+def not_forked(*flags):
+    """What makes a Script start its ranks as on GPUs: fresh processes of the same command, which
+    find each other by a file."""
 
-    def begin(*flags):
-        pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        return subprocess.Popen([*command, *flags], cwd=tmp_path, env=environment, **pipes)
+    def before():
+        os.chdir(ROOT)
+        sys.orig_argv = [sys.executable, "ddp.py", *flags]
+        start.can_fork = lambda: False
+        # What fresh processes say does not pass through this process's sys.stdout
+        os.dup2(sys.stdout.fileno(), 1)
+        os.dup2(sys.stderr.fileno(), 2)
 
-    return begin
+    return before
 
 
-def test_ranks_that_are_not_forked(fresh):
-    code, out, err = end(fresh())
-    assert code == 0 and "proven" in out and len(err.splitlines()) == 1, err
+def test_ranks_that_are_not_forked(tmp_path):
+    flags = [*SMALL, "--nproc", "2", "--dtype", "float64"]
+    script = Script(tmp_path, "ddp", flags, not_forked(*flags))
+    assert script.end() == 0, script.output()
+    assert "proven" in script.output() and script.errors() == []
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="finds the ranks in /proc")
-def test_fresh_ranks_end_with_their_launcher(fresh):
-    process = fresh("--steps", "100000", "--prove", "0")
-    while "step" not in process.stdout.readline():
-        assert process.poll() is None, process.stderr.read()
-    ranks = children(process.pid)
-    assert len(ranks) == 2
-    process.kill()
-    process.wait()
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
+def test_fresh_ranks_end_with_their_launcher(tmp_path, number):
+    """At kill -9 once they run; at Ctrl-C of the group while they import torch, without a word."""
+    flags = [*SMALL[:8], "--nproc", "2", "--steps", "100000", "--prove", "0"]
+    prepare = not_forked(*flags)
+    script = Script(tmp_path, "ddp", flags, lambda: (prepare(), os.setpgid(0, 0)))
+    if number == signal.SIGKILL:
+        ranks = script.wait_for("step ")
+        os.kill(script.pid, number)
+    else:
+        deadline = time.monotonic() + 60
+        while len(ranks := children(script.pid)) < 2 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        time.sleep(0.3)
+        os.killpg(script.pid, number)
+    assert len(ranks) == 2 and script.end() == (-9 if number == signal.SIGKILL else 130)
     assert gone(ranks)
+    if number == signal.SIGINT:
+        assert script.errors() == ["ddp.py: interrupted by SIGINT"], script.output()
+        assert "Traceback" not in script.output()
 
 
 def test_out_of_memory(tmp_path):

@@ -19,8 +19,6 @@ def prepare(args):
     """(a copy of the flags, with what follows from others filled in; the model's Config). Refuses
     what does not fit, before any process is started."""
     args = copy.copy(args)
-    if args.out and saving.restarted():
-        args.resume = True
     args.shape = pretrained.shape_of(args) or saving.shape_of(args)
     if args.shape:
         pretrained.check_family(args)

@@ -39,7 +39,6 @@ from trainer import hf_config, tokenizer
 from trainer.checkpoint import holdings, speaks
 from trainer.folder_writer import FolderWriter, weights_in
 from trainer.hf_config import GPT2, LLAMA
-from trainer.saving import restarted
 
 CONTEXT = 1024  # the default of --context is at most this
 EXPORT_DTYPES = {
@@ -114,7 +113,8 @@ def check(args, config):
         raise Refused("--export-dtype means nothing without --export: add that, or leave it out")
     try:
         weights = weights_in(args.export) if args.export else []
-        if weights and not restarted():  # torchrun's second attempt may meet the first one's
+        # A run that torchrun starts again may meet its own. Which attempt this is, nobody knows yet
+        if weights and os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") == "0":
             raise Refused(
                 f"--export {args.export} holds weights already ({weights[0].name}): give another "
                 "folder, or remove them"

@@ -3,14 +3,19 @@ checkpoint.py has the format."""
 
 import contextlib
 import dataclasses
+import fcntl
 import os
 import signal
+import socket
 import tempfile
+import time
 
+import torch
 import torch.distributed as dist
 
 import harness
 from harness import Refused, say
+from harness.joining import agent_store
 from model import Config
 from trainer import checkpoint, hf_config
 
@@ -36,11 +41,6 @@ def add_flags(parser):
     g.add_argument("--resume", action="store_true", help=why)
 
 
-def restarted():
-    """Whether torchrun started these ranks again after a failure (--max-restarts)."""
-    return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0)) > 0
-
-
 def check(args):
     """Refuse, before hours of training, a folder that can't be written after them, or whose
     checkpoints would be mixed up."""
@@ -51,17 +51,66 @@ def check(args):
     try:
         os.makedirs(args.out, exist_ok=True)
         tempfile.TemporaryFile(dir=args.out).close()
-        names = os.listdir(args.out)
     except OSError as e:
         raise Refused(
             f"--out {args.out} can't be written ({e.strerror}): give another folder"
         ) from e
-    used = any(os.path.exists(os.path.join(args.out, name, "index.json")) for name in names)
-    if used and not args.resume:
-        raise Refused(
-            f"--out {args.out} has checkpoints: --resume goes on from the newest, or give another "
-            "folder"
+    # torchrun may have started this process again: only the ranks together can tell
+    if not args.resume and "TORCHELASTIC_RUN_ID" not in os.environ and used(args.out):
+        raise Refused(used(args.out))
+
+
+def used(folder):
+    """A sentence, if a folder has checkpoints; else None."""
+    for name in os.listdir(folder):
+        if os.path.exists(os.path.join(folder, name, "index.json")):
+            why = "--resume goes on from the newest, or give another folder"
+            return f"--out {folder} has checkpoints: {why}"
+    return None
+
+
+class Lock:
+    """Keeps a second run out of --out while this one is alive. The kernel drops the lock when its
+    process ends, however it ends. Rank 0 takes it: it alone renames and deletes checkpoints."""
+
+    def __init__(self, folder):
+        self.folder, self.file = folder, None
+
+    def take(self, patience):
+        """Returns a sentence if another run has the lock for `patience` seconds, else None. The
+        rank 0 that torchrun replaces may need some seconds to end."""
+        try:
+            self.file = open(os.path.join(self.folder, ".lock"), "a+")
+        except OSError:
+            return None  # the first checkpoint will say what is wrong
+        deadline = time.monotonic() + patience
+        while True:
+            try:
+                fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                if time.monotonic() > deadline:
+                    return self.sentence()
+                time.sleep(0.1)
+            except OSError:
+                return None  # a file system without locks
+        with contextlib.suppress(OSError):  # only for the other run's sentence
+            self.file.truncate(0)
+            self.file.write(f"process {os.getpid()} on {socket.gethostname()}")
+            self.file.flush()
+        return None
+
+    def sentence(self):
+        self.file.seek(0)
+        owner = self.file.read(200) or "another process"
+        self.file.close()
+        return (
+            f"another run writes to --out {self.folder} ({owner}): end it, or give another folder"
         )
+
+    def drop(self):
+        if self.file:
+            self.file.close()
 
 
 def shape_of(args):
@@ -102,7 +151,7 @@ class Saver:
     def __init__(self, run, model, optimizer, groups):
         self.run, self.model, self.optimizer, self.groups = run, model, optimizer, groups
         args = run.args
-        self.writer, self.sigterm_received = None, False
+        self.writer, self.lock, self.signal_received = None, Lock(args.out), 0
         if not args.out:
             return
         tokenizer = run.corpus.encoding.name
@@ -140,10 +189,13 @@ class Saver:
         return found
 
     def resume(self):
-        """With --resume, go on from the newest whole checkpoint in --out. Returns the step to begin
-        with."""
+        """With --resume, or started again by torchrun, go on from the newest whole checkpoint in
+        --out. Returns the step to begin with."""
         args, run = self.run.args, self.run
-        if not self.writer or not (args.resume or args.only_sample):
+        if not self.writer:
+            return 0
+        restarted = not args.only_sample and self.claim()
+        if not (args.resume or restarted or args.only_sample):
             return 0
         with refusing():
             # These may change from run to run
@@ -159,7 +211,7 @@ class Saver:
                 run.print(f"no whole checkpoint in {args.out}, starting from the beginning{passed}")
                 return 0
             finished = index["step"] >= args.steps
-            if finished and not args.only_sample and not restarted():
+            if finished and not args.only_sample and not restarted:
                 raise Refused(
                     f"{path} has all of --steps {args.steps}: give more of them, or --only-sample"
                 )
@@ -174,31 +226,51 @@ class Saver:
         )
         return index["step"]
 
+    def claim(self):
+        """Lock --out. Returns whether an earlier attempt of this run had it, before torchrun
+        started the ranks again: then its checkpoints are this run's own."""
+        args, run = self.run.args, self.run
+        problem, restarted = None, False
+        if run.rank == 0:
+            problem = self.lock.take(patience=min(10.0, args.timeout / 2))
+            store, key = agent_store(), f"began {os.path.abspath(args.out)}"
+            restarted = store.add(key, 0) > 0
+            if not problem and not args.resume and not restarted:
+                problem = used(args.out)
+            if not problem:
+                store.add(key, 1)
+        run.agree(problem)
+        return run.any(restarted)
+
     def __enter__(self):
-        if self.writer:  # preemption sends SIGTERM, and some seconds later SIGKILL
-            signal.signal(signal.SIGTERM, self.receive)
+        # Preemption sends SIGTERM, and some seconds later SIGKILL; a terminal that closes, SIGHUP
+        for number in (signal.SIGTERM, signal.SIGHUP) if self.writer else ():
+            if signal.getsignal(number) != signal.SIG_IGN:  # as under nohup
+                signal.signal(number, self.receive)
         return self
 
-    def receive(self, *_):
-        self.sigterm_received = True
+    def receive(self, number, _):
+        self.signal_received = number
 
     def after(self, step):
         """Between two steps: give the checkpoint that is written by now its name, and begin the
-        next if it is time. Returns whether to stop, because a rank received SIGTERM.
+        next if it is time. Returns the signal that a rank received, which ends the run, or None.
 
         A checkpoint that can't be written does not end the run, unless it is the last: the disk may
         have room for the next."""
         args = self.run.args
         if not self.writer:
-            return False
-        stop = self.run.any(self.sigterm_received)
+            return None
+        received = torch.tensor(self.signal_received, device=self.run.device)
+        dist.all_reduce(received, op=dist.ReduceOp.MAX)
+        stop = received.item()
         last = stop or step == args.steps
         self.attempt(self.writer.poll)
         if last or args.save_every and step % args.save_every == 0:
             self.attempt(self.writer.finish)
             self.attempt(lambda: self.writer.save(step, self.pieces()), needed=last)
             self.run.restart_clock()
-        return stop
+        return signal.Signals(stop) if stop else None
 
     def attempt(self, work, needed=False):
         try:
@@ -218,3 +290,4 @@ class Saver:
         elif isinstance(error, Refused):
             with contextlib.suppress(checkpoint.CheckpointError):
                 self.writer.finish()
+        self.lock.drop()

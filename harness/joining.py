@@ -1,0 +1,219 @@
+"""How ranks that a launcher started, such as torchrun or srun, find each other.
+
+`launched` reads and checks the variables that the launcher set. `join` brings the ranks together in
+a store: rank 0 opens a round, every rank answers, and rank 0 writes down who came.
+
+torchrun may start ranks again after a failure (--max-restarts). Its store then still has the keys
+of the attempt before. torchrun's own count of restarts can't tell the attempts apart: each node
+counts for itself, and does not count a restart that another node asked for. So the number of the
+round comes from the store, and a rank that was started after its round waits for the next one.
+"""
+
+import contextlib
+import datetime
+import os
+import socket
+import threading
+import time
+import uuid
+from typing import NamedTuple
+
+import torch.distributed as dist
+
+from harness.refusal import Refused
+
+
+class Launched(NamedTuple):
+    """What the launcher says of this rank."""
+
+    rank: int
+    world: int
+    local_world: int  # ranks on this machine
+
+
+def launched():
+    """What a launcher set in RANK, WORLD_SIZE and so on. None if no launcher started this process.
+    Refuses variables that are missing or wrong."""
+    together = "RANK", "WORLD_SIZE"
+    present = [name for name in together if name in os.environ]
+    if not present:
+        return None
+    for name in together:
+        if name not in os.environ:
+            raise Refused(
+                f"{present[0]} is set and {name} is not: a launcher sets both; set {name}, or "
+                f"unset {present[0]}"
+            )
+    world = number("WORLD_SIZE", 1, 10**6)
+    rank = number("RANK", 0, world - 1)
+    local_world = number("LOCAL_WORLD_SIZE", 1, world, world)
+    number("LOCAL_RANK", 0, local_world - 1, 0)
+    if world > 1 and "STORE_FILE" not in os.environ:
+        if not os.environ.get("MASTER_ADDR"):
+            raise Refused("MASTER_ADDR is not set: set it to the first rank's host")
+        number("MASTER_PORT", 1, 65535)
+    return Launched(rank, world, local_world)
+
+
+def number(name, least, most, default=None):
+    """The whole number in a variable of the environment."""
+    if name not in os.environ and default is not None:
+        return default
+    if name not in os.environ:
+        raise Refused(f"{name} is not set: set it to a whole number from {least} to {most}")
+    text = os.environ[name]
+    if not (text.isdecimal() and text.isascii() and least <= int(text) <= most):
+        raise Refused(
+            f"{name} is {text!r}: the launcher must set it to a whole number from {least} to {most}"
+        )
+    return int(text)
+
+
+def place():
+    """Where the ranks meet, in words."""
+    return f"{os.environ['MASTER_ADDR']}, port {os.environ['MASTER_PORT']}"
+
+
+def join(rank, world, timeout):
+    """Meet the other ranks that the launcher started. Returns a store for this round alone."""
+    if "STORE_FILE" in os.environ:
+        return dist.FileStore(os.environ["STORE_FILE"], world)
+    agent_has_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    store = connect(rank, world, timeout, is_master=rank == 0 and not agent_has_store)
+    try:
+        if rank == 0:
+            return open_round(store, world, timeout)
+        return enter_round(store, rank, timeout)
+    except RuntimeError as e:  # what a store raises
+        raise Refused(f"the store on {place()} went away before all ranks came", rank) from e
+
+
+def connect(rank, world, timeout, is_master):
+    """A client of the store where the ranks meet; on the master, the store itself."""
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    deadline = time.monotonic() + timeout.total_seconds()
+    if not is_master:
+        wait_for_listener(rank, address, port, deadline)
+    found = []
+
+    def attempt():
+        try:
+            store = dist.TCPStore(
+                address, port, world, is_master, timeout=timeout, wait_for_workers=False
+            )
+            found.append(store)
+        except RuntimeError as e:
+            found.append(e)
+
+    # A server that accepts and never answers would keep this waiting for longer than the timeout
+    thread = threading.Thread(target=attempt, daemon=True)
+    thread.start()
+    thread.join(max(1, deadline - time.monotonic()))
+    store = found[0] if found else RuntimeError("no answer")
+    if not isinstance(store, RuntimeError):
+        return store
+    if is_master and ("EADDRINUSE" in str(store) or "in use" in str(store)):
+        raise Refused(f"port {port} on {address} is in use: set MASTER_PORT to a free one")
+    if is_master:
+        reason = str(store).splitlines()[0]
+        raise Refused(f"this rank, the first, can't listen on {place()} ({reason})")
+    raise Refused(
+        f"what listens on {place()} does not answer as a store: set MASTER_PORT to a free port",
+        rank,
+    )
+
+
+def wait_for_listener(rank, address, port, deadline):
+    """Return once something listens. A TCPStore would wait too, but it writes pages of frames."""
+    pauses = growing_pauses()
+    while True:
+        left = deadline - time.monotonic()
+        try:
+            return socket.create_connection((address, port), timeout=max(0.1, left)).close()
+        except OSError as error:
+            if left > 0:
+                time.sleep(min(next(pauses), left))
+                continue
+            if isinstance(error, socket.gaierror):
+                raise Refused(f"MASTER_ADDR {address} is not the name of a host", rank) from error
+            host = "torchrun's first agent" if rank == 0 else "the first rank"
+            raise Refused(f"nothing answers on {place()}, where {host} should be", rank) from error
+
+
+def open_round(store, world, timeout):
+    """Rank 0: open a round and wait for an answer of every other rank. Then write down who came."""
+    current = store.add("round", 1)
+    this_round = dist.PrefixStore(f"round{current}", store)
+    missing = list(range(1, world))
+    deadline = time.monotonic() + timeout.total_seconds()
+    pauses = growing_pauses()
+    while missing:
+        if this_round.check([f"came{missing[0]}"]):
+            missing.pop(0)
+            continue
+        if store.add("round", 0) != current:
+            raise Refused("another process is rank 0 by now: this one was replaced")
+        if time.monotonic() > deadline:
+            missing = [rank for rank in missing if not this_round.check([f"came{rank}"])]
+            raise Refused(
+                f"{world - len(missing)} of {world} ranks came to {place()} within "
+                f"{timeout.total_seconds():g} s; missing: {listed(missing)}"
+            )
+        time.sleep(next(pauses))
+    tokens = [this_round.get(f"came{rank}").decode() for rank in range(1, world)]
+    this_round.set("members", " ".join(tokens))
+    return this_round
+
+
+def enter_round(store, rank, timeout):
+    """The other ranks: answer the round that is open, and any later one, until rank 0 has written
+    down this process and not one that had the same rank before it."""
+    token = uuid.uuid4().hex
+    answered, this_round = 0, None
+    deadline = time.monotonic() + timeout.total_seconds()
+    pauses = growing_pauses()
+    while True:
+        current = store.add("round", 0)
+        if current > answered:
+            answered, this_round = current, dist.PrefixStore(f"round{current}", store)
+            this_round.set(f"came{rank}", token)
+            # Rank 0 opened the round earlier: it gives up first, and says who is missing
+            deadline = time.monotonic() + timeout.total_seconds() + 2
+        if this_round and this_round.check(["members"]):
+            if token in this_round.get("members").decode().split():
+                return this_round
+            if "TORCHELASTIC_RUN_ID" not in os.environ:
+                raise Refused(
+                    f"another rank {rank} has met the others on {place()}: if that is another "
+                    "run, set MASTER_PORT to a free port",
+                    rank,
+                )
+            # What is left of that round can't go on without the process that this one replaces
+            this_round.set("failed", str(rank))
+        if time.monotonic() > deadline:
+            late = f"the first rank has not come to {place()} within {timeout.total_seconds():g} s"
+            raise Refused(late, speaker=0 if answered else rank)
+        time.sleep(next(pauses))
+
+
+def growing_pauses(first=0.02, last=0.5):
+    """Seconds between two questions to the store: more and more, because all ranks ask it."""
+    pause = first
+    while True:
+        yield pause
+        pause = min(1.2 * pause, last)
+
+
+def listed(ranks, most=8):
+    """Ranks in words."""
+    names = ", ".join(f"rank {rank}" for rank in ranks[:most])
+    return names if len(ranks) <= most else f"{names} and {len(ranks) - most} others"
+
+
+def agent_store(timeout=10.0):
+    """The store of torchrun, which keeps its keys when the ranks are started again. An empty store
+    of this process alone if there is none."""
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        with contextlib.suppress(Refused):  # torchrun is ending
+            return connect(0, None, datetime.timedelta(seconds=timeout), is_master=False)
+    return dist.HashStore()

@@ -1,0 +1,55 @@
+"""Bad input is one sentence on stderr, and exit code 2."""
+
+import contextlib
+import errno
+import os
+import sys
+import time
+
+
+class Refused(SystemExit):
+    """The run can't begin or go on. The message is one sentence that says what to change. Bad input
+    is exit code 2. Every rank raises it at the same place, and rank `speaker` prints it; or it is
+    `alone`, and the other ranks end because it did."""
+
+    def __init__(self, message, speaker=0, code=2, alone=False):
+        super().__init__(code)
+        self.message, self.speaker, self.alone = message, speaker, alone
+
+    def __str__(self):
+        return self.message
+
+
+@contextlib.contextmanager
+def refusing():
+    """Turn a technique's ValueError about sizes that do not fit into a refusal."""
+    try:
+        yield
+    except ValueError as e:
+        raise Refused(str(e)) from e
+
+
+@contextlib.contextmanager
+def terminal_may_close():
+    """Go on if the terminal that is written to has closed: a run that gets SIGHUP still saves."""
+    try:
+        yield
+    except OSError as e:
+        if e.errno != errno.EIO:
+            raise
+
+
+def say(message):
+    """Print a sentence on stderr, behind the script's name."""
+    with terminal_may_close():
+        print(f"{os.path.basename(sys.argv[0])}: {message}", file=sys.stderr, flush=True)
+
+
+def refuse(refused, rank):
+    """Print the sentence on the rank that speaks. Returns the exit code."""
+    if rank == refused.speaker:
+        say(refused)
+    else:
+        # Under torchrun the first rank to leave ends the others: the speaker needs time to print
+        time.sleep(1)
+    return refused.code
