@@ -321,7 +321,7 @@ def configure(args):
     names += " balance_loss z_loss bias_rate dropout"
     overrides = {name: getattr(args, name, None) for name in names.split()}
     try:
-        needed_vocab = tokens.vocabulary(args.tokenizer)
+        needed_vocab = tokens.vocabulary(args.tokenizer or "bytes")
     except tokens.DataError as e:
         raise Refused(str(e)) from e
     if args.vocab is None and "vocab" not in presets.PRESETS.get(args.preset, {}):
