@@ -12,7 +12,7 @@ import harness
 import pipeline
 import tensor_parallel
 from harness import Refused, long_context, schedules
-from trainer import planner, pretrained, sampling, saving, tracking
+from trainer import planner, pretrained, recording, sampling, saving, tracking
 
 
 def prepare(args):
@@ -86,6 +86,7 @@ def check(args, config):
     for part in (saving, sampling, tracking, planner):
         part.check(args)
     pretrained.check(args, config)
+    recording.check(args, config)
 
 
 def cp_shape(args, heads=0):

@@ -344,6 +344,20 @@ def theirs_llama(name, config):
     return [f"{block}{names[inner]}.weight"], lambda x: x, lambda x: [x]
 
 
+def recorder_names(config):
+    """What harness/recorder.py needs to write a transformers model's recording under our names:
+    (names, outputs). Raises ValueError for a mixture, whose tensors have several forms."""
+    if config.experts:
+        raise ValueError("a mixture's names are not known to the recorder: give it your own")
+    names = {name: theirs(name, config)[:2] for name in parameter_shapes(config)}
+    if config.norm == "layernorm":
+        embed, block = "transformer.drop", "transformer.h"
+    else:
+        embed, block = "model.embed_tokens", "model.layers"
+    blocks = {f"blocks.{i}": f"{block}.{i}" for i in range(config.layers)}
+    return names, {"embed": embed} | blocks
+
+
 # --- reading
 
 

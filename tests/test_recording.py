@@ -1,0 +1,275 @@
+"""Recordings: the same in every layout, and against other training loops, right and wrong ones."""
+
+import json
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+from test_layouts import VARIANTS, arguments, run_layout
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor import parallel as dtensor
+
+import harness
+import model as gpt
+from harness import compare, presets
+from harness.recorder import Recorder, summary
+from trainer import pretrained
+
+STEPS = 3
+
+
+def record(ranks, text, folder, flags):
+    """train.py's recording with these flags: its folder."""
+    args = arguments(text, f"--prove 0 --layers 2 --record {folder} {flags}")
+    results = ranks(args.dp * args.cp * args.tp * args.pp, run_layout, args)
+    assert {code for code, _ in results} == {0}
+    return str(folder)
+
+
+def lines_of(folder):
+    return [json.loads(line) for line in open(f"{folder}/record.jsonl")]
+
+
+def optimizer_for(parameters, lr=0.01):
+    """As BASE in test_layouts.py."""
+    parameters = list(parameters)
+    groups = [
+        {"params": [p for p in parameters if p.dim() > 1], "weight_decay": 0.1},
+        {"params": [p for p in parameters if p.dim() == 1], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95), foreach=False)
+
+
+def take_step(recorder, model, optimizer, tokens, loss):
+    """Record, clip as BASE does, step."""
+    parameters = list(model.parameters())
+    norm = torch.nn.utils.clip_grad_norm_(parameters, math.inf, foreach=False)
+    norm = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
+    recorder.step(tokens, loss=loss, norm=norm)
+    scale = (0.1 / (norm + 1e-6)).clamp(max=1.0)
+    for p in parameters:
+        p.grad.mul_(scale)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+# --- the numbers
+
+
+def test_summaries_of_pieces_add_up():
+    torch.manual_seed(0)
+    x, y = torch.randn(2, 6, 10, dtype=torch.float64)
+    numbers = torch.arange(60).view(6, 10)
+    pieces = [summary(x[:, :4], numbers[:, :4]), summary(x[:, 4:], numbers[:, 4:])]
+    torch.testing.assert_close(sum(pieces), summary(x))
+    torch.testing.assert_close(summary(x)[0], x.square().sum())
+    torch.testing.assert_close(summary(2 * x + y)[1:], 2 * summary(x)[1:] + summary(y)[1:])
+    assert not torch.allclose(summary(x.t())[1:], summary(x)[1:])
+
+
+def test_a_distance_is_estimated():
+    """The mean over tensors is right, and one of eight projections is rarely far off."""
+    torch.manual_seed(0)
+    ratios = []
+    for _ in range(200):
+        x, d = torch.randn(2, 500, dtype=torch.float64)
+        u, v = summary(x).tolist(), summary(x + 1e-3 * d).tolist()
+        ratios.append(compare.distance(u, v) / (1e-3 * d.norm().item()))
+    assert sum(ratios) / 200 == pytest.approx(1, rel=0.1)
+    assert 0.3 < min(ratios) and max(ratios) < 2.5
+
+
+# --- train.py --record
+
+
+@pytest.mark.parametrize(
+    "variant, layout",
+    [
+        ("odd", "--cp 2 --tp 2 --sp --recompute block --microbatches 2"),
+        ("gpt2", "--dp 2 --tp 2 --zero 3 --microbatches 3"),
+        ("moe", "--dp 2 --ep 2 --pp 2 --microbatches 3"),
+    ],
+)
+def test_no_layout_changes_a_recording(ranks, text, tmp_path, variant, layout):
+    flags = f"{VARIANTS[variant]} --record-tensors blocks.0.*norm.weight "
+    one = record(ranks, text, tmp_path / "one", flags)
+    other = record(ranks, text, tmp_path / "other", flags + layout)
+    code, said = compare.report(one, other)
+    assert code == 0 and "not compared" not in said, said
+    for line in lines_of(other)[1:-1]:
+        assert line["outputs"].keys() == {"embed", "blocks.0", "blocks.1"}
+        assert len(set(sum(line["batch"]["rows"], []))) == 12
+    for step in range(1, STEPS + 1):
+        ours, theirs = (load_file(f"{folder}/step-{step}.safetensors") for folder in (one, other))
+        kinds = {name.partition(".")[0] for name in ours}
+        assert kinds == {"tokens", "targets", "data", "grad"} and len(ours) == 6
+        for name, tensor in ours.items():
+            torch.testing.assert_close(theirs[name], tensor, rtol=1e-10, atol=1e-14)
+        whole = ours["grad.blocks.0.mlp_norm.weight"]
+        [written] = lines_of(other)[step]["grad"]["blocks.0.mlp_norm.weight"]
+        torch.testing.assert_close(torch.tensor(written, dtype=torch.float64), summary(whole))
+
+
+def test_a_receipt_does_not_see_the_recording(ranks, text, tmp_path):
+    """All bytes are as the formulas say: run_layout's exit code is that of the receipt. After a
+    resume the recording goes on."""
+    flags = f"--layers 2 --prove 0 --zero 1 --record {tmp_path}/rec --out {tmp_path}/out --lr 0.01"
+    for steps, more in ((2, ""), (3, "--resume")):
+        args = arguments(text, f"{flags} {more}")
+        args.steps = steps
+        assert ranks(1, run_layout, args)[0][0] == 0
+    assert [line.get("step") for line in lines_of(tmp_path / "rec")] == [None, 1, 2, 3, 4]
+    assert compare.report(f"{tmp_path}/rec", record(ranks, text, tmp_path / "one", ""))[0] == 0
+
+
+@pytest.mark.parametrize(
+    "flags, words",
+    [
+        ("--record-tensors blocks.0.*", "--record FOLDER"),
+        ("--record {new} --record-tensors nothing", "nothing is no parameter"),
+        ("--record {used}", "has a recording"),
+        ("--record {file}/x", "can't be written"),
+    ],
+)
+def test_flags_are_refused(text, tmp_path, flags, words):
+    (tmp_path / "used").mkdir()
+    for name in ("used/record.jsonl", "file"):
+        (tmp_path / name).write_text("{}")
+    flags = flags.format(new=tmp_path / "new", used=tmp_path / "used", file=tmp_path / "file")
+    with pytest.raises(harness.Refused, match=words):
+        arguments(text, flags)
+    assert not (tmp_path / "new/record.jsonl").exists()
+
+
+# --- transformers
+
+
+@pytest.mark.parametrize("family, dtype", [("gpt2", "float64"), ("llama", "float32")])
+def test_transformers_from_an_exported_folder(ranks, text, tmp_path, family, dtype):
+    """Llama in float32: transformers computes its norms in float32 whatever the model's type."""
+    transformers = pytest.importorskip("transformers")
+    flags = f"--family {family} --dtype {dtype}"
+    args = arguments(text, f"--prove 0 --layers 2 {flags} --export {tmp_path}/start")
+    assert ranks(1, run_layout, args)[0][0] == 0
+    ours = record(ranks, text, tmp_path / "ours", f"--dtype {dtype} --init-from {tmp_path}/start")
+
+    def theirs(rank, path, lr=0.01):
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            tmp_path / "start", dtype=getattr(torch, dtype)
+        ).train()
+        config = presets.configure(**pretrained.read_config(tmp_path / "start"))
+        recorder = Recorder(path, model, *pretrained.recorder_names(config))
+        optimizer = optimizer_for(model.parameters(), lr)
+        for step in range(1, STEPS + 1):
+            batch = load_file(f"{ours}/step-{step}.safetensors")
+            logits = model(batch["tokens"]).logits
+            loss = F.cross_entropy(logits.flatten(0, 1), batch["targets"].flatten())
+            loss.backward()
+            take_step(recorder, model, optimizer, batch["tokens"], loss)
+        recorder.close()
+
+    ranks(1, theirs, tmp_path / "theirs.jsonl")
+    code, said = compare.report(ours, str(tmp_path / "theirs.jsonl"))
+    assert code == 0 and "not compared" not in said, said
+    ranks(1, theirs, tmp_path / "slow.jsonl", 0.005)
+    code, said = compare.report(ours, str(tmp_path / "slow.jsonl"))
+    assert code == 1 and "step 1, the optimizer" in said, said
+    assert "its update is 0.5" in said and "another learning rate" in said, said
+
+
+# --- FSDP2 and DTensor
+
+
+SIZES = "--family llama --kv-heads 4 --vocab 258"
+GATHER = dict(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),))
+
+
+def their_model(config, mesh, bug):
+    """torchtitan's plan for Llama on model.py's GPT: tensor and sequence parallel, then FSDP2."""
+    cut = {
+        "embed.token": dtensor.RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+        "head.enter": dtensor.PrepareModuleInput(**GATHER),
+        "head.out": dtensor.ColwiseParallel(output_layouts=Replicate()),
+    }
+    for name in ("attn.enter", "mlp.enter"):
+        cut[f"blocks.*.{name}"] = dtensor.PrepareModuleInput(**GATHER)
+    for name in ("attn.qkv", "mlp.gate", "mlp.up"):
+        cut[f"blocks.*.{name}"] = dtensor.ColwiseParallel()
+    for name in ("attn.proj", "mlp.down"):
+        cut[f"blocks.*.{name}"] = dtensor.RowwiseParallel(output_layouts=Shard(1))
+    for name in ("blocks.*.attn_norm", "blocks.*.mlp_norm", "head.norm"):
+        cut[name] = dtensor.SequenceParallel()
+    if bug == "partial norms":  # a plain module works on this rank's tokens alone
+        del cut["blocks.*.mlp_norm"]
+    model = gpt.build(config, seed=3, dtype=torch.float64)
+    model = dtensor.parallelize_module(model, mesh["tp"], cut)
+    for block in model.blocks.values():
+        fully_shard(block, mesh=mesh["dp"])
+    return fully_shard(model, mesh=mesh["dp"])
+
+
+def their_run(rank, ours, config, folder, bug):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    model = their_model(config, mesh, bug)
+    left_out = "blocks.1.attn.proj.weight" if bug == "left out" else None
+    kept = [p for name, p in model.named_parameters() if name != left_out]
+    optimizer = optimizer_for(kept)
+    outputs = {"embed": "embed", "blocks.0": "blocks.0", "blocks.1": "blocks.1"}
+    sizes = {"dp": 2, "tp": 2, "accumulation": 3}
+    recorder = Recorder(f"{folder}/{bug}.jsonl", model, None, outputs, groups=sizes)
+    for step in range(1, STEPS + 1):
+        batch = load_file(f"{ours}/step-{step}.safetensors")
+        tokens, targets = (batch[k].chunk(2)[rank // 2] for k in ("tokens", "targets"))
+        if bug == "same rows":
+            tokens, targets = (batch[k].chunk(2)[0] for k in ("tokens", "targets"))
+        mean = 0.0
+        for piece, wanted in zip(tokens.chunk(3), targets.chunk(3)):
+            loss = model(piece, targets=wanted) / (1 if bug == "no division" else 3)
+            loss.backward()
+            mean += loss.detach() / (3 if bug == "no division" else 1)
+        take_step(recorder, model, optimizer, tokens, mean)
+    recorder.close()
+
+
+def test_fsdp_and_tensor_parallel(ranks, text, tmp_path):
+    """One launch for all bugs: what takes the time is to start the ranks."""
+    ours = record(ranks, text, tmp_path / "ours", SIZES)
+    config = harness.configure(arguments(text, f"--layers 2 {SIZES}"))
+    expected = {
+        "none": ["equal to rounding"],
+        "no division": [
+            "first apart: step 1, backward: the gradient of head.out.weight",
+            "all 16 gradients: it is 3 times ours: as if summed, and not averaged, over "
+            "accumulation (3)",
+        ],
+        "partial norms": [
+            "first apart: step 1, backward: the gradient of blocks.1.mlp_norm.weight",
+            "2 of 16 gradients are off",
+            "the ranks have 2 different values, which add up to the right one: it was never summed",
+        ],
+        "left out": [
+            "first apart: step 1, the optimizer: the weight of blocks.1.attn.proj.weight after it",
+            "1 of 16 weights are off",
+            "it did not move in this step: the optimizer does not have it",
+        ],
+        "same rows": [
+            "first apart: step 1, the batch",
+            "it lacks 6 of the 12 rows, and has 0 others",
+        ],
+    }
+
+    def work(rank):
+        for bug in expected:
+            their_run(rank, ours, config, tmp_path, bug)
+
+    ranks(4, work)
+    for bug, words in expected.items():
+        code, said = compare.report(ours, f"{tmp_path}/{bug}.jsonl")
+        print(bug, said, sep="\n")
+        assert code == (bug != "none") and "not compared" not in said, said
+        for sentence in words:
+            assert sentence in said, said
