@@ -58,8 +58,9 @@ def report(reference, other, tolerance=None):
     limits = {kind: tolerance or TOLERANCE[precision][LIMITS[kind]] for kind in LIMITS}
     found = list(differences(a, b, limits, FLOOR[precision]))
     off = [d for d in found if not d.error <= d.limit]
-    steps = sorted({d.step for d in found})
-    text = f"{len(steps) - 1} steps, {len(first_line(a)['data'])} weights, {precision}"
+    steps = len({d.step for d in found if d.kind != "data"})
+    sizes = f"{steps} {'step' if steps == 1 else 'steps'}, {len(first_line(a)['data'])} weights"
+    text = f"{sizes}, {precision}: tolerance {limits['grad']:.0e} for a gradient"
     if off:
         return 1, "\n".join([text, *explain(a, b, off, found)])
     lines = [text]
@@ -71,7 +72,7 @@ def report(reference, other, tolerance=None):
             row = f"  largest difference of {WORDS[kind]:<9s}{worst.error:9.1e}"
             lines.append(f"{row}   tolerance {worst.limit:.0e}  {at}")
         else:
-            lines.append(f"  not compared: {WORDS[kind]}, which {b.path} or {a.path} does not have")
+            lines.append(f"  not compared: {WORDS[kind]}, which is not in both")
     return 0, "\n".join([*lines, "equal to rounding"])
 
 
@@ -216,7 +217,7 @@ def explain(a, b, off, found):
         lines.append(f"  {len(same)} of {len(of_kind)} {WORDS[first.kind]}s are off")
     worst = sorted(same, key=lambda d: -d.error)[:MOST]
     for d in [first] + [d for d in worst if d is not first]:
-        text = f"  {d.name}: off by {d.error:.1e}"
+        text = f"  {d.name}" if d.kind == "batch" else f"  {d.name}: off by {d.error:.1e}"
         lines.append(f"{text}; {causes[d.name]}" if causes[d.name] else text)
     return lines
 
@@ -246,18 +247,29 @@ def cause(a, b, d):
         return "it is not finite"
     if not any(number for value in theirs for number in value):
         return "it is zero: it was never computed"
-    if len(theirs) > 1 and distance(total(theirs), ours) <= fit(d) * norm(ours):
-        count = f"the ranks have {len(theirs)} different values, which add up to the right one"
-        return f"{count}: it was never summed over the ranks"
-    if len(theirs) > 1:
-        right = [v for v in theirs if distance(v, ours) <= fit(d) * norm(ours)]
-        return f"the ranks have {len(theirs)} different values, of which {len(right)} is right"
+    if any(distance(v, theirs[0]) > fit(d) * norm(theirs[0]) for v in theirs):
+        return explain_disagreement(ours, theirs, fit(d))
     k = factor(ours, theirs[0], fit(d))
     if k is not None:
         return explain_factor(a, b, k)
     if d.kind == "data" and d.step > min(a.lines):
         return explain_update(a, b, d)
     return ""
+
+
+def explain_disagreement(ours, theirs, limit):
+    """Why ranks may have different values of what should be the same on all."""
+    text = f"the ranks have {len(theirs)} different values"
+    right = [v for v in theirs if distance(v, ours) <= limit * norm(ours)]
+    # Squares do not add up, the projections do
+    k = factor_of(ours[1:], total(theirs)[1:], limit, default=1.0)
+    if right:
+        return f"{text}, and {len(right)} is right: it was never sent to the other ranks"
+    if k == 1.0:
+        return f"{text}, which add up to the right one: it was never summed over the ranks"
+    if k and is_ratio(k, len(theirs)):
+        return f"{text}, whose mean is the right one: it was never averaged over the ranks"
+    return text
 
 
 def explain_update(a, b, d):
@@ -288,13 +300,14 @@ def factor(u, v, limit):
     return k if k and abs(norm(v) - abs(k) * norm(u)) <= limit * norm(v) else None
 
 
-def factor_of(u, v, limit):
+def factor_of(u, v, limit, default=None):
+    """The k of v = k u, or None. `default` if k is 1."""
     square = math.fsum(p * p for p in u)
     k = math.fsum(p * q for p, q in zip(u, v)) / square if square else 0.0
-    if not k or abs(k - 1) <= limit:
-        return None
     rest = math.fsum((q - k * p) ** 2 for p, q in zip(u, v))
-    return k if rest <= limit**2 * k**2 * square else None
+    if not k or rest > limit**2 * k**2 * square:
+        return None
+    return default if abs(k - 1) <= limit else k
 
 
 def fit(d):

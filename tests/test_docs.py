@@ -18,7 +18,7 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").g
 STARTS = ("python ", "torchrun ", "python3 ", ".venv/", ".ci/", "pytest ")
 # What takes longer than half a minute, needs a cluster, or needs a folder that the reader has
 LONG = ["--nproc_per_node=8", "--nnodes", "train.py", "benchmarks", "--fit", "--plot", ".venv/bin"]
-LONG += ["pytest", ".ci/run", "FOLDER", "--prefill"]
+LONG += ["pytest", ".ci/run", "FOLDER", "--prefill", "harness.compare"]
 
 
 def commands():
@@ -41,7 +41,7 @@ def parse(command, monkeypatch):
     """Have a script of ours read the command's flags, and nothing more."""
     words = shlex.split(command)
     names = [word for word in words if re.fullmatch(r"\w+\.py", word)]
-    if "-m" in words and words[words.index("-m") + 1].startswith("benchmarks"):
+    if "-m" in words and words[words.index("-m") + 1].startswith(("benchmarks", "harness")):
         module = words[words.index("-m") + 1]
         flags = words[words.index("-m") + 2 :]
     elif names:

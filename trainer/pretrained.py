@@ -30,7 +30,7 @@ import torch.distributed as dist
 
 from harness import Refused
 from harness.placement import placement
-from harness.presets import parameter_shapes
+from harness.presets import configure, parameter_shapes
 from trainer.checkpoint import holdings, speaks
 
 GPT2 = dict(positions="learned", norm="layernorm", mlp="gelu", bias=True)
@@ -344,9 +344,11 @@ def theirs_llama(name, config):
     return [f"{block}{names[inner]}.weight"], lambda x: x, lambda x: [x]
 
 
-def recorder_names(config):
-    """What harness/recorder.py needs to write a transformers model's recording under our names:
-    (names, outputs). Raises ValueError for a mixture, whose tensors have several forms."""
+def recorder_names(folder):
+    """What harness/recorder.py needs to record a transformers model under our names: (names,
+    outputs). folder: has its config.json. Raises ValueError for a mixture, whose tensors have
+    several forms."""
+    config = configure(**read_config(folder))
     if config.experts:
         raise ValueError("a mixture's names are not known to the recorder: give it your own")
     names = {name: theirs(name, config)[:2] for name in parameter_shapes(config)}
