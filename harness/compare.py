@@ -64,6 +64,9 @@ def report(reference, other, tolerance=None):
     if off:
         return 1, "\n".join([text, *explain(a, b, off, found)])
     lines = [text]
+    if len(a.lines) != len(b.lines):
+        counts = f"{a.path} has {len(a.lines) - 1}, {b.path} {len(b.lines) - 1}"
+        lines.append(f"  not compared: later steps; {counts}")
     for kind in LIMITS:
         of_kind = [d for d in found if d.kind == kind]
         if of_kind:
@@ -113,6 +116,12 @@ def check(a, b):
         if missing:
             what = f"{len(missing)} of the weights of {x.path}, such as {sorted(missing)[0]}"
             raise Refused(f"{y.path} lacks {what}: give the recorder `names` that make them")
+
+    for step in sorted(set(a.lines) & set(b.lines)):
+        trained = all(x.lines[step].get("scalars") for x in (a, b))  # else a last line
+        if trained and a.lines[step].get("grad") and not b.lines[step].get("grad"):
+            advice = "call its recorder after backward, and before zero_grad"
+            raise Refused(f"{b.path} has no gradients in step {step}: {advice}")
 
 
 def first_line(recording):

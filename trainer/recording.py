@@ -16,6 +16,7 @@ import contextlib
 import fnmatch
 import json
 import os
+import shutil
 import time
 
 import torch
@@ -70,7 +71,7 @@ def recorded(run, model, groups, positions, named):
     positions  the places of a sequence that this rank holds; beyond its end there is padding
     named      named() returns (full name, parameter) pairs, whole over the data-parallel ranks
     """
-    if not run.args.record:
+    if not run.args.record or run.first == run.args.steps:
         yield lambda *step: None
         return
     with _disable_current_modes():
@@ -179,6 +180,8 @@ class Recording(Recorder):
         if run.rank == 0:
             path = os.path.join(run.args.record, f"step-{self.number}.safetensors")
             save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path)
+            # save_file lets nobody else read it
+            shutil.copymode(os.path.join(run.args.record, FILE), path)
 
     def finish(self):
         """Write the weights after the last step."""
@@ -191,6 +194,8 @@ def lines_before(path, steps):
     """The lines of the first `steps` steps of a recording that goes on. A line that a crash cut
     short is passed over."""
     lines = []
+    if not os.path.exists(path):
+        return lines
     with open(path) as file:
         for line in file:
             with contextlib.suppress(ValueError):
