@@ -64,9 +64,10 @@ def report(reference, other, tolerance=None):
     if off:
         return 1, "\n".join([text, *explain(a, b, off, found)])
     lines = [text]
-    if len(a.lines) != len(b.lines):
-        counts = f"{a.path} has {len(a.lines) - 1}, {b.path} {len(b.lines) - 1}"
-        lines.append(f"  not compared: later steps; {counts}")
+    for x in (a, b):
+        count = sum(bool(line.get("scalars")) for line in x.lines.values())
+        if count > steps:
+            lines.append(f"  not compared: {count - steps} of the {count} steps of {x.path}")
     for kind in LIMITS:
         of_kind = [d for d in found if d.kind == kind]
         if of_kind:
@@ -219,7 +220,8 @@ def explain(a, b, off, found):
     of_kind = [d for d in found if (d.step, d.kind) == (first.step, first.kind)]
     lines = [f"first apart: {where(a, first)}"]
     causes = {d.name: cause(a, b, d) for d in same}
-    if len(same) > 1 and len(same) == len(of_kind) and len(set(causes.values())) == 1:
+    alike = len(set(causes.values())) == 1 and causes[first.name]
+    if len(same) == len(of_kind) > 1 and alike:
         lines.append(f"  all {len(same)} {WORDS[first.kind]}s: {causes[first.name]}")
         return lines
     if len(of_kind) > 1:
@@ -254,16 +256,21 @@ def cause(a, b, d):
     ours, theirs = d.ours[0], d.theirs
     if not all(math.isfinite(number) for value in theirs for number in value):
         return "it is not finite"
-    if not any(number for value in theirs for number in value):
-        return "it is zero: it was never computed"
-    if any(distance(v, theirs[0]) > fit(d) * norm(theirs[0]) for v in theirs):
+    if disagree(d.ours, fit(d)):
+        return f"the ranks of {a.path} have {len(d.ours)} different values"
+    if disagree(theirs, fit(d)):
         return explain_disagreement(ours, theirs, fit(d))
-    k = factor(ours, theirs[0], fit(d))
-    if k is not None:
-        return explain_factor(a, b, k)
     if d.kind == "data" and d.step > min(a.lines):
         return explain_update(a, b, d)
-    return ""
+    if not any(theirs[0]):
+        return "it is zero: it was never computed"
+    k = factor(ours, theirs[0], fit(d))
+    return "" if k is None else explain_factor(a, b, k)
+
+
+def disagree(values, limit):
+    """Whether ranks have values that differ by more than rounding."""
+    return any(distance(v, values[0]) > limit * norm(values[0]) for v in values)
 
 
 def explain_disagreement(ours, theirs, limit):

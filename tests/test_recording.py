@@ -346,6 +346,26 @@ def test_what_is_said(tmp_path, change, words):
     assert code == (words != "equal to rounding") and words in said, said
 
 
+@pytest.mark.parametrize(
+    "start, ours, theirs, words",
+    [
+        (0.0, 1.0, 0.0, "it did not move in this step"),  # a bias, left out of the optimizer
+        (0.0, 1.0, 0.5, "its update is 0.5 times ours"),
+        (3.0, 4.0, 5.0, "its update is 2 times ours"),
+        (3.0, 4.0, float("inf"), "it is not finite"),
+    ],
+)
+def test_a_step_of_the_optimizer(tmp_path, start, ours, theirs, words):
+    folders = []
+    for name, end in (("ours", ours), ("theirs", theirs)):
+        first, last = ([[8 * value**2, *[value] * 8]] for value in (start, end))
+        lines = {1: LINES[1] | {"data": {"w": first}}, 2: {"data": {"w": last}}}
+        folders.append(written(tmp_path / name, lines))
+    code, said = compare.report(*folders)
+    assert code == 1 and "step 1, the optimizer: the weight of w after it" in said
+    assert words in said, said
+
+
 def test_another_weight_decay(tmp_path):
     """Of two weights w and v that move by the same: v decays more."""
     start = {"w": [[4.0, *[1.0] * 8]], "v": [[4.0, 1.0, -1.0, *[1.0] * 6]]}

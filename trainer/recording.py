@@ -95,7 +95,7 @@ class Recording(Recorder):
         order += parameter_shapes(run.config)
         super().__init__(path, model, dtype=run.precision, groups=sizes, order=order, flags=flags)
         self.file.writelines(earlier)
-        self.number, self.noted_step, self.calls = run.first, None, {}
+        self.number, self.noted_step = run.first, None
         tp, rank = dist.get_world_size(groups["tp"]), dist.get_rank(groups["tp"])
         self.mask = None  # of this rank's tokens those that are no padding
         inside = positions < run.config.context
@@ -122,16 +122,12 @@ class Recording(Recorder):
                 block.register_forward_hook(hook_for(f"blocks.{number}"))
 
     def note(self, name, output):
-        """Only the first run of a micro-batch counts: others recompute, or look for a NaN."""
-        if not torch.is_grad_enabled() or torch._C._current_graph_task_id() >= 0:
-            return
+        """What a step's search for a NaN runs again is dropped when the next step begins."""
         if self.noted_step != self.run.step:
-            self.noted_step, self.calls, self.outputs = self.run.step, {}, {}
-        self.calls[name] = self.calls.get(name, 0) + 1
-        if self.calls[name] <= self.run.args.microbatches:
-            output = output.detach()
-            with _disable_current_modes():  # the ledger must not count this
-                super().note(name, output if self.mask is None else output * self.mask)
+            self.noted_step, self.outputs = self.run.step, {}
+        output = output.detach()
+        with _disable_current_modes():  # the ledger must not count this
+            super().note(name, output if self.mask is None else output * self.mask)
 
     def tensors(self, kind):
         """Yield (name, summary) of whole parameters, of which this rank may hold a piece."""
