@@ -44,6 +44,7 @@ from harness.experts import RowCounter
 from trainer import faults, formulas, planner, pretrained, sampling, saving, tracking, validation
 from trainer.composed_zero import ComposedZeRO, ZeRO
 from trainer.layout import cp_shape, places, prepare
+from trainer.recording import recorded
 
 
 def flags():
@@ -323,7 +324,9 @@ def train(run, schedule=None, watch=contextlib.nullcontext, cold=True):
         run.first = args.steps  # no step is left
     elif args.pp > 1 and cold:
         runner.warm_up(run.microbatches(run.first, replica, args.dp))
-    with tracking.open_log(run) as log, saver:
+    positions = runner.places(run.config.context)
+    recording = recorded(run, model, groups, positions, named)
+    with tracking.open_log(run) as log, saver, recording as record:
         for step in tracking.profiled(run, run.steps(optimizer)):
             batches = run.microbatches(step, replica, args.dp)
             loss = runner.step(batches)
@@ -334,6 +337,7 @@ def train(run, schedule=None, watch=contextlib.nullcontext, cold=True):
                 norm = harness.grad_norm(parameters, splitting)
             if step == run.measured:  # the harness counts bytes in this step
                 travelled = runner.rows.travelled
+            record(batches, loss, norm)
             again = functools.partial(runner.step, batches)
             blame = functools.partial(faults.blame, model, again)
             taken = run.check(loss, norm, named, blame=blame)

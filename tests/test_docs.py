@@ -18,7 +18,7 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").g
 STARTS = ("python ", "torchrun ", "python3 ", ".venv/", ".ci/", "pytest ")
 # What takes longer than half a minute, needs a cluster, or needs a folder that the reader has
 LONG = ["--nproc_per_node=8", "--nnodes", "train.py", "benchmarks", "--fit", "--plot", ".venv/bin"]
-LONG += ["pytest", ".ci/run", "FOLDER", "--prefill", "--check"]
+LONG += ["pytest", ".ci/run", "FOLDER", "--prefill", "--check", "harness.compare"]
 
 
 def commands():

@@ -182,7 +182,7 @@ def play(args, rank, cluster, train, brief=False, routing=even):
         log_to=None,
         wandb=None,
     )
-    vars(args).update(profile=None, compile=False, plot=None)
+    vars(args).update(profile=None, compile=False, plot=None, record=None)
     if brief and args.microbatches > 2:
         keep = {0: 0, args.microbatches - 1: 1}
         rows = []

@@ -12,7 +12,7 @@ import harness
 import pipeline
 import tensor_parallel
 from harness import Refused, experts, long_context, memory, schedules
-from trainer import planner, pretrained, sampling, saving, tokenizer, tracking
+from trainer import planner, pretrained, recording, sampling, saving, tokenizer, tracking
 
 
 def prepare(args):
@@ -101,6 +101,7 @@ def check(args, config):
     for part in (saving, sampling, tracking, planner):
         part.check(args)
     pretrained.check(args, config)
+    recording.check(args, config)
 
 
 def cp_shape(args, heads=0):

@@ -358,6 +358,22 @@ def theirs_llama(name, config):
     return [f"{block}{names[inner]}.weight"], lambda x: x, lambda x: [x]
 
 
+def recorder_names(folder):
+    """What harness/recorder.py needs to record a transformers model under our names: (names,
+    outputs). folder: has its config.json. Raises ValueError for a mixture, whose tensors have
+    several forms."""
+    config = presets.configure(**read_config(folder))
+    if config.experts:
+        raise ValueError("a mixture's names are not known to the recorder: give it your own")
+    names = {name: theirs(name, config)[:2] for name in presets.parameter_shapes(config)}
+    if config.norm == "layernorm":
+        embed, block = "transformer.drop", "transformer.h"
+    else:
+        embed, block = "model.embed_tokens", "model.layers"
+    blocks = {f"blocks.{i}": f"{block}.{i}" for i in range(config.layers)}
+    return names, {"embed": embed} | blocks
+
+
 # --- reading
 
 # What a file may have without a parameter of ours: tables that older versions of transformers saved

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 import harness
 from harness import Refused, outputs, say, schedules
-from trainer import tokenizer
+from trainer import recording, tokenizer
 from trainer.devices import PEAKS
 
 
@@ -38,6 +38,7 @@ def add_flags(parser):
         help="where the traces go: one file a rank, and all.json with all of them",
     )
     g.add_argument("--wandb", metavar="PROJECT", help="log to this Weights & Biases project too")
+    recording.add_flags(parser)
 
 
 def span(text):

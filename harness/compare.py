@@ -1,0 +1,351 @@
+"""Hold one recording against another: the first step and tensor in which they part, and why.
+
+    python -m harness.compare OURS THEIRS
+
+OURS is the reference. Each is a folder of `train.py --record` or a file of harness/recorder.py.
+Exit code 0: equal to rounding. 1: they part. 2: they can't be compared.
+
+Things are compared in the order of computation: the weights at the start; then of each step the
+batch, the outputs of the embedding and the blocks, the loss, the gradients from the last layer to
+the first, their norm, and the weights after the step.
+
+Two tensors are compared by their norms and by eight random projections. The root mean square of
+the projections' differences estimates the norm of the tensors' difference. It is divided by the
+tensor's norm, or by a floor that is a part of the largest norm of the step. The tolerance is that
+of a receipt (harness/tolerance.py), in the coarser of the two precisions.
+"""
+
+import itertools
+import json
+import math
+import os
+import sys
+from typing import NamedTuple
+
+from harness.diagnosis import MOST, is_ratio
+from harness.flags import Parser, real
+from harness.start import Refused, script
+from harness.tolerance import FLOOR, TOLERANCE
+
+# From the finest to the coarsest; any other type counts as the last
+PRECISIONS = ["float64", "float32", "tf32", "bfloat16"]
+# {kind in a line: the tolerance that holds for it}
+LIMITS = {"outputs": "grad", "loss": "loss", "grad": "grad", "norm": "grad_norm", "data": "param"}
+WORDS = {"outputs": "output", "loss": "loss", "grad": "gradient", "norm": "norm", "data": "weight"}
+
+
+def flags():
+    p = Parser(__doc__)
+    p.add_argument("reference", metavar="OURS", help="the recording that is right")
+    p.add_argument("other", metavar="THEIRS", help="the recording in question")
+    why = "the relative difference that counts as rounding, in place of the precision's own"
+    p.add_argument("--tolerance", type=real(0), metavar="X", help=why)
+    return p
+
+
+def main():
+    args = flags().parse_args()
+    code, text = report(args.reference, args.other, args.tolerance)
+    print(text)
+    sys.exit(code)
+
+
+def report(reference, other, tolerance=None):
+    """(exit code, what to print) for two paths."""
+    a, b = load(reference), load(other)
+    check(a, b)
+    precision = max(precision_of(a), precision_of(b), key=PRECISIONS.index)
+    limits = {kind: tolerance or TOLERANCE[precision][LIMITS[kind]] for kind in LIMITS}
+    found = list(differences(a, b, limits, FLOOR[precision]))
+    off = [d for d in found if not d.error <= d.limit]
+    steps = len({d.step for d in found if d.kind != "data"})
+    sizes = f"{steps} {'step' if steps == 1 else 'steps'}, {len(first_line(a)['data'])} weights"
+    text = f"{sizes}, {precision}: tolerance {limits['grad']:.0e} for a gradient"
+    if off:
+        return 1, "\n".join([text, *explain(a, b, off, found)])
+    lines = [text]
+    for x in (a, b):
+        count = sum(bool(line.get("scalars")) for line in x.lines.values())
+        if count > steps:
+            lines.append(f"  not compared: {count - steps} of the {count} steps of {x.path}")
+    for kind in LIMITS:
+        of_kind = [d for d in found if d.kind == kind]
+        if of_kind:
+            worst = max(of_kind, key=lambda d: d.error)
+            at = f"{worst.name}, step {worst.step}" if kind in ("data", "grad") else worst.name
+            row = f"  largest difference of {WORDS[kind]:<9s}{worst.error:9.1e}"
+            lines.append(f"{row}   tolerance {worst.limit:.0e}  {at}")
+        else:
+            lines.append(f"  not compared: {WORDS[kind]}, which is not in both")
+    return 0, "\n".join([*lines, "equal to rounding"])
+
+
+# --- reading
+
+
+class Recording(NamedTuple):
+    """facts: the first line, as a dict. lines: {step: line}; the last has weights alone."""
+
+    path: str
+    facts: dict
+    lines: dict
+
+
+def load(path):
+    """A Recording. Refuses what is none."""
+    file = os.path.join(path, "record.jsonl") if os.path.isdir(path) else path
+    try:
+        with open(file) as f:
+            facts, *lines = [json.loads(line) for line in f]
+        return Recording(path, {"dtype": facts["dtype"]} | facts, {x["step"]: x for x in lines})
+    except OSError as e:
+        advice = "give a folder of train.py --record or a file of harness/recorder.py"
+        raise Refused(f"{file} can't be read ({e.strerror}): {advice}") from e
+    except (ValueError, KeyError, TypeError) as e:
+        raise Refused(f"{file} is no recording, or was cut short: record it again") from e
+
+
+def check(a, b):
+    """Refuse two recordings that have nothing to compare, or other weights."""
+    if not a.lines or not b.lines:
+        empty = b if a.lines else a
+        raise Refused(f"{empty.path} has no steps: record at least one")
+    if not set(a.lines) & set(b.lines):
+        raise Refused(f"{a.path} and {b.path} have no step in common: record the same steps")
+    ours, theirs = (set(first_line(x).get("data", ())) for x in (a, b))
+    for x, y, missing in ((a, b, ours - theirs), (b, a, theirs - ours)):
+        if missing:
+            what = f"{len(missing)} of the weights of {x.path}, such as {sorted(missing)[0]}"
+            raise Refused(f"{y.path} lacks {what}: give the recorder `names` that make them")
+
+    for step in sorted(set(a.lines) & set(b.lines)):
+        trained = all(x.lines[step].get("scalars") for x in (a, b))  # else a last line
+        if trained and a.lines[step].get("grad") and not b.lines[step].get("grad"):
+            advice = "call its recorder after backward, and before zero_grad"
+            raise Refused(f"{b.path} has no gradients in step {step}: {advice}")
+
+
+def first_line(recording):
+    return recording.lines[min(recording.lines)]
+
+
+def precision_of(recording):
+    dtype = recording.facts["dtype"]
+    return dtype if dtype in PRECISIONS else PRECISIONS[-1]
+
+
+# --- what differs
+
+
+class Difference(NamedTuple):
+    """One thing of one step. error: the relative difference. ours, theirs: the values; a tensor has
+    a list of them, one for each different value that a rank has."""
+
+    step: int
+    kind: str
+    name: str
+    error: float
+    limit: float
+    ours: object
+    theirs: object
+
+
+def differences(a, b, limits, floor):
+    """Yield the Differences in the order of computation."""
+    order = a.facts.get("order") or [*first_line(a).get("outputs", ()), *first_line(a)["data"]]
+    for step in sorted(set(a.lines) & set(b.lines)):
+        x, y = a.lines[step], b.lines[step]
+        yield from tensors(step, "data", x, y, order, limits, floor)
+        rows = [set(itertools.chain(*line.get("batch", {}).get("rows", ()))) for line in (x, y)]
+        if all(rows):
+            error = len(rows[0] ^ rows[1]) / len(rows[0])
+            yield Difference(step, "batch", "the batch", error, 0.0, *rows)
+        yield from tensors(step, "outputs", x, y, order, limits, floor)
+        yield from scalars(step, "loss", x, y, limits)
+        yield from tensors(step, "grad", x, y, order[::-1], limits, floor)
+        yield from scalars(step, "norm", x, y, limits)
+
+
+def scalars(step, kind, x, y, limits):
+    """The loss or the norm: the mean over the ranks, which have equal parts of the batch."""
+    values = [line.get("scalars", {}).get(kind) for line in (x, y)]
+    if all(values):
+        ours, theirs = (math.fsum(each) / len(each) for each in values)
+        error = abs(theirs - ours) / max(abs(ours), 1e-30)
+        yield Difference(step, kind, f"the {kind}", error, limits[kind], ours, theirs)
+
+
+def tensors(step, kind, x, y, order, limits, floor):
+    """The weights, gradients or outputs of a step that either has."""
+    ours, theirs = x.get(kind), y.get(kind)
+    if not ours or not theirs:
+        return
+    if kind == "outputs":  # each rank has its own tokens
+        ours, theirs = ({n: [total(v)] for n, v in values.items()} for values in (ours, theirs))
+        theirs = {name: theirs[name] for name in ours if name in theirs}
+        ours = {name: ours[name] for name in theirs}
+    largest = max(norm(value) for values in ours.values() for value in values)
+    place = {name: i for i, name in enumerate(order)}
+    for name in sorted({**ours, **theirs}, key=lambda name: place.get(name, len(place))):
+        zero = [[0.0] * 9]
+        left, right = ours.get(name, zero), theirs.get(name, zero)
+        scale = max(norm(left[0]), floor * largest, 1e-30)
+        error = max(distance(u, v) for u in left for v in [*right, left[0]]) / scale
+        yield Difference(step, kind, name, error, limits[kind], left, right)
+
+
+def norm(value):
+    return math.sqrt(value[0])
+
+
+def distance(u, v):
+    """An estimate of the norm of the difference of two tensors, from their summaries."""
+    squares = math.fsum((p - q) ** 2 for p, q in zip(u[1:], v[1:])) / (len(u) - 1)
+    error = max(abs(norm(u) - norm(v)), math.sqrt(squares))
+    return math.inf if math.isnan(error) else error
+
+
+def total(values):
+    """The sum of what the ranks have."""
+    return [math.fsum(numbers) for numbers in zip(*values)]
+
+
+# --- what to say of it
+
+
+def explain(a, b, off, found):
+    """Lines about the first difference, and about the worst of the same kind and step."""
+    first = off[0]
+    same = [d for d in off if (d.step, d.kind) == (first.step, first.kind)]
+    of_kind = [d for d in found if (d.step, d.kind) == (first.step, first.kind)]
+    lines = [f"first apart: {where(a, first)}"]
+    causes = {d.name: cause(a, b, d) for d in same}
+    alike = len(set(causes.values())) == 1 and causes[first.name]
+    if len(same) == len(of_kind) > 1 and alike:
+        lines.append(f"  all {len(same)} {WORDS[first.kind]}s: {causes[first.name]}")
+        return lines
+    if len(of_kind) > 1:
+        lines.append(f"  {len(same)} of {len(of_kind)} {WORDS[first.kind]}s are off")
+    worst = sorted(same, key=lambda d: -d.error)[:MOST]
+    for d in [first] + [d for d in worst if d is not first]:
+        text = f"  {d.name}" if d.kind == "batch" else f"  {d.name}: off by {d.error:.1e}"
+        lines.append(f"{text}; {causes[d.name]}" if causes[d.name] else text)
+    return lines
+
+
+def where(a, d):
+    """The place of a difference, in words."""
+    if d.kind == "data" and d.step == min(a.lines):
+        return f"before step {d.step}: the weight of {d.name}, as the run begins"
+    if d.kind == "data":
+        return f"step {d.step - 1}, the optimizer: the weight of {d.name} after it"
+    if d.kind == "outputs":
+        return f"step {d.step}, forward: the output of {d.name}"
+    if d.kind == "grad":
+        return f"step {d.step}, backward: the gradient of {d.name}"
+    return f"step {d.step}, {d.name}"
+
+
+def cause(a, b, d):
+    """Why two things may differ, as a clause, or ""."""
+    if d.kind == "batch":
+        missing, new = len(d.ours - d.theirs), len(d.theirs - d.ours)
+        return f"it lacks {missing} of the {len(d.ours)} rows, and has {new} others"
+    if d.kind in ("loss", "norm"):
+        return explain_factor(a, b, d.theirs / d.ours if d.ours else math.nan)
+    ours, theirs = d.ours[0], d.theirs
+    if not all(math.isfinite(number) for value in theirs for number in value):
+        return "it is not finite"
+    if disagree(d.ours, fit(d)):
+        return f"the ranks of {a.path} have {len(d.ours)} different values"
+    if disagree(theirs, fit(d)):
+        return explain_disagreement(ours, theirs, fit(d))
+    if d.kind == "data" and d.step > min(a.lines):
+        return explain_update(a, b, d)
+    if not any(theirs[0]):
+        return "it is zero: it was never computed"
+    k = factor(ours, theirs[0], fit(d))
+    return "" if k is None else explain_factor(a, b, k)
+
+
+def disagree(values, limit):
+    """Whether ranks have values that differ by more than rounding."""
+    return any(distance(v, values[0]) > limit * norm(values[0]) for v in values)
+
+
+def explain_disagreement(ours, theirs, limit):
+    """Why ranks may have different values of what should be the same on all."""
+    text = f"the ranks have {len(theirs)} different values"
+    right = [v for v in theirs if distance(v, ours) <= limit * norm(ours)]
+    # Squares do not add up, the projections do
+    k = factor_of(ours[1:], total(theirs)[1:], limit, default=1.0)
+    if right:
+        return f"{text}, and {len(right)} is right: it was never sent to the other ranks"
+    if k == 1.0:
+        return f"{text}, which add up to the right one: it was never summed over the ranks"
+    if k and is_ratio(k, len(theirs)):
+        return f"{text}, whose mean is the right one: it was never averaged over the ranks"
+    return text
+
+
+def explain_update(a, b, d):
+    """Why a weight may differ after an optimizer's step that began with the right one."""
+    before = [x.lines[d.step - 1]["data"][d.name][0] for x in (a, b) if d.step - 1 in x.lines]
+    if len(before) < 2:
+        return ""
+    ours, theirs = (minus(after[0], old) for after, old in zip((d.ours, d.theirs), before))
+    if not any(theirs):
+        return "it did not move in this step: the optimizer does not have it"
+    k = factor_of(ours, theirs, fit(d))
+    if k is not None:
+        return f"its update is {k:.6g} times ours: another learning rate, or clipped otherwise"
+    k = factor_of(before[0][1:], minus(d.theirs[0], d.ours[0]), fit(d))
+    if k is not None:
+        return f"it is off by {k:.3g} times itself: another weight decay"
+    return ""
+
+
+def minus(u, v):
+    """The projections of a difference."""
+    return [p - q for p, q in zip(u[1:], v[1:])]
+
+
+def factor(u, v, limit):
+    """k where v is k times u, and k is not 1, to a relative `limit`; else None."""
+    k = factor_of(u[1:], v[1:], limit)
+    return k if k and abs(norm(v) - abs(k) * norm(u)) <= limit * norm(v) else None
+
+
+def factor_of(u, v, limit, default=None):
+    """The k of v = k u, or None. `default` if k is 1."""
+    square = math.fsum(p * p for p in u)
+    k = math.fsum(p * q for p, q in zip(u, v)) / square if square else 0.0
+    rest = math.fsum((q - k * p) ** 2 for p, q in zip(u, v))
+    if not k or rest > limit**2 * k**2 * square:
+        return None
+    return default if abs(k - 1) <= limit else k
+
+
+def fit(d):
+    """The relative difference up to which an explanation fits."""
+    return min(max(10 * d.limit, 1e-6), 0.02)
+
+
+def explain_factor(a, b, k):
+    """Why something may be k times what it should be."""
+    text = f"it is {k:.6g} times ours"
+    for recording in (b, a):
+        sizes = {n: size for n, size in recording.facts.get("groups", {}).items() if size > 1}
+        for count in (1, 2):
+            for names in itertools.combinations(sizes, count):
+                size = math.prod(sizes[name] for name in names)
+                at = f"{' x '.join(names)} ({size}) of {recording.path}"
+                if is_ratio(k, size):
+                    return f"{text}: as if summed, and not averaged, over {at}"
+                if is_ratio(1 / k, size):
+                    return f"{text}: as if averaged once too often over {at}"
+    return text
+
+
+if __name__ == "__main__":
+    script(main)
