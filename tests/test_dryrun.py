@@ -34,7 +34,7 @@ CLUSTER = devices.Cluster(devices.DEVICES["h100"], 8, 450e9, 50e9)
 
 
 def arguments(flags, base=BASE):
-    args = train.flags().parse_args(f"{base} {flags}".split())
+    args = train.flags().parse_args(f"{base} {flags} --dry-run".split())
     args, _ = train.prepare(args)
     return args
 
