@@ -43,7 +43,8 @@ def differences(dtype, layout, steps):
     with tempfile.NamedTemporaryFile("r") as file:
         flags = f"{SMALL} {DTYPES[dtype]} {LAYOUTS[layout]} --steps {steps} --prove {steps}"
         command = [sys.executable, "train.py", *flags.split(), "--json", file.name]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+        environment = os.environ | {"OMP_NUM_THREADS": "1"}  # others may use the cores
+        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
         content = file.read()
     if done.returncode not in (0, 1) or not content:
         raise harness.Refused(f"train.py {flags} failed: {done.stderr.strip()[-300:]}", code=1)
