@@ -251,6 +251,10 @@ def explain_factor(run, k):
     pieces = getattr(run.args, "microbatches", 1)
     if pieces > 1 and (is_ratio(k, pieces) or is_ratio(1 / k, pieces)):
         return f"{text}: as if scaled by the {pieces} micro-batches"
+    for n, names in names_of.items():
+        if pieces > 1 and (is_ratio(k, n * pieces) or is_ratio(1 / k, n * pieces)):
+            ranks = f"the {n} ranks of {axes(run, names)}"
+            return f"{text}: as if scaled by {ranks} and by the {pieces} micro-batches"
     return text
 
 

@@ -157,7 +157,8 @@ class Run:
         self.named_groups = {}
         for name, group in groups.items():
             # A rank that is not a member gets something else from new_group
-            if isinstance(group, dist.ProcessGroup) and dist.get_world_size(group) > 1:
+            several = isinstance(group, dist.ProcessGroup) and dist.get_world_size(group) > 1
+            if several and group not in self.named_groups.values():
                 self.named_groups[name] = group
 
     # --- the model
