@@ -142,9 +142,9 @@ def test_a_rank_that_died_while_the_others_came(ranks):
         dead = meeting.begin(0, 3, seconds=1.0)
         wait_for_key(meeting.server, "round")
         meeting.server.set("round1/came1", "a process that is gone")
-        later = [meeting.begin(1, 3), meeting.begin(2, 3)]
+        later = meeting.begin(1, 3)
         results([dead])
-        stores = results([meeting.begin(0, 3), *later])
+        stores = results([meeting.begin(0, 3), later, meeting.begin(2, 3)])
         stores[0].set("key", "value")
         assert all(store.get("key") == b"value" for store in stores)
 

@@ -187,6 +187,9 @@ def launch(work, world=2, before=lambda: None, **options):
             code = start.start_ranks(work, world, **options)
         except harness.Refused as e:
             code = start.refuse(e, 0)
+        except KeyboardInterrupt:  # before it can handle any: as harness.script does
+            start.say("interrupted by SIGINT")
+            code = 130
         finally:
             os._exit(code)
     return pid
