@@ -41,7 +41,11 @@ def test_without_a_gpu_it_refuses():
 
 
 def test_a_proof_is_rehearsed_on_cpus(monkeypatch, capsys):
-    monkeypatch.setattr(gpu, "TECHNIQUES", ["ddp.py --sync naive --nproc 2 --layers 1"])
+    monkeypatch.setattr(
+        gpu,
+        "TECHNIQUES",
+        ["ddp.py --sync naive --nproc 2 --layers 1 --steps 2 --width 32 --heads 2 --context 16"],
+    )
     text, ok = table_of("--only proofs --cases ddp", monkeypatch, capsys)
     [row] = [line for line in text.splitlines() if line.startswith("| ddp.py")]
     assert ok and row.split(" | ")[1] == "2" and row.endswith("| proven |")

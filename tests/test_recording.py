@@ -176,7 +176,12 @@ def test_transformers_from_an_exported_folder(ranks, text, tmp_path, family, dty
     flags = f"--family {family} --dtype {dtype}"
     args = arguments(text, f"--prove 0 --layers 2 {flags} --export {tmp_path}/start")
     assert ranks(1, run_layout, args)[0][0] == 0
-    ours = record(ranks, text, tmp_path / "ours", f"--dtype {dtype} --init-from {tmp_path}/start --tokenizer bytes")
+    ours = record(
+        ranks,
+        text,
+        tmp_path / "ours",
+        f"--dtype {dtype} --init-from {tmp_path}/start --tokenizer bytes",
+    )
 
     def theirs(path, steps=1, lr=0.01, eps=None):
         model = transformers.AutoModelForCausalLM.from_pretrained(
