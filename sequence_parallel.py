@@ -329,7 +329,14 @@ def main():
     group.add_argument("--gather-again", action="store_true", help=why)
     args = parser.parse_args()
     harness.check_batch(args, 1)
-    check = functools.partial(tensor_parallel.check_heads, harness.configure(args))
+    config = harness.configure(args)
+
+    def check(world):
+        tensor_parallel.check_heads(config, world)
+        if config.experts and config.context % world:
+            unit = f"--context {config.context} must be a multiple of {world}"
+            raise ValueError(f"experts take no padding: {unit}")
+
     harness.launch(demo, args, check=check)
 
 
