@@ -10,6 +10,7 @@ import torch.distributed as dist
 import model as gpt
 from harness import formulas, presets
 from harness.blocks import recompute
+from harness.flags import DTYPES
 from harness.ledger import Ledger, storage_bytes
 
 
@@ -30,20 +31,26 @@ def sent(zero, actions, group=None):
         if zero.reduce_each:
             scopes = getattr(bucket, "scopes", (0,))
             times = sum(kind in "BW" and scope in scopes for kind, scope in actions)
-        gradients += times * bucket.size * bucket.gradient.itemsize
+        gradients += times * padded(bucket) * bucket.gradient.itemsize
     if zero.stage == 0:
         return {"all_reduce": (2 * r * gradients, "2 r P e")}
     direct = zero.reduce_scatter.__name__ == "DirectReduceScatter"
     name = "all_to_all" if direct else "reduce_scatter"
     text = "r P e a micro-batch" if zero.reduce_each else "r P e"
     if zero.stage < 3:
-        weights, gathers = sum(bucket.flat.nbytes for bucket in trained), "r P e"
+        weights, gathers = sum(padded(b) * b.flat.itemsize for b in trained), "r P e"
     else:
         outside = [bucket.flat.nbytes for bucket in trained if not hasattr(bucket, "users")]
         weights = gathered(zero, actions, group) + sum(outside)
         each = "forward and a backward" if zero.reshard else "micro-batch"
         gathers = f"r P e a {each}, less a unit that stays; a tied matrix twice"
     return {name: (r * gradients, text), "all_gather": (r * weights, gathers)}
+
+
+def padded(bucket):
+    """The elements that a bucket must have: its parameters', up to a multiple of its ranks."""
+    elements = sum(p.numel() for p in bucket.parameters)
+    return -(-elements // bucket.ranks) * bucket.ranks
 
 
 def gathered(zero, actions, group):
@@ -109,8 +116,9 @@ def receipt(run, zero):
     size, text = sums.get("all_reduce", (0, "loss and norm, 8 bytes each"))
     scalars = 16 if zero.stage else 8
     sums["all_reduce"] = size + formulas.all_reduce_sent(scalars, n), text
-    weights, gradients = zero.trained[0].flat.dtype, zero.trained[0].gradient.dtype
-    elements = sum(bucket.size for bucket in zero.buckets)
+    weights = DTYPES.get(args.param_dtype, run.dtype)
+    gradients = DTYPES.get(args.reduce_dtype, weights)
+    elements = sum(padded(bucket) for bucket in zero.buckets)
     moments = 2 * (args.optimizer == "adamw") * run.dtype.itemsize
     masters = run.dtype.itemsize if weights != run.dtype or args.offload else 0
     sizes = weights.itemsize, gradients.itemsize, moments + masters
