@@ -4,6 +4,9 @@ Nothing is imported from zero.py. `zero` is one of its objects; `make` is its fu
 r = (N-1)/N, for the N ranks of a group; P parameters (with padding) of e bytes.
 """
 
+import math
+from itertools import pairwise
+
 import torch
 import torch.distributed as dist
 
@@ -92,6 +95,24 @@ def gathered(zero, actions, group):
     return total
 
 
+def gathered_peak(config, ranks, keep):
+    """Elements of a GPT's weights that stage 3 holds whole at its peak, with padding. Units are the
+    embedding, the blocks and the head. keep: all of them stay until backward."""
+    buckets = {}  # {the units that use it: its elements}
+    for name, shape in presets.parameter_shapes(config).items():
+        parts = name.split(".")
+        units = (".".join(parts[:2]) if parts[0] == "blocks" else parts[0],)
+        if config.tied and name == "embed.token.weight":
+            units = ("embed", "head")
+        buckets[units] = buckets.get(units, 0) + math.prod(shape)
+    padded_sizes = {units: -(-size // ranks) * ranks for units, size in buckets.items()}
+    order = ["embed", *(f"blocks.{i}" for i in range(config.layers)), "head"]
+    sums = []
+    for pair in pairwise(order):
+        sums.append(sum(size for units, size in padded_sizes.items() if set(pair) & set(units)))
+    return sum(padded_sizes.values()) if keep else max(sums)
+
+
 def padding(zero):
     """Elements of this rank's shards that belong to no parameter, and so have no moments."""
     pieces = sum(piece.numel() for bucket in zero.trained for piece in bucket.pieces)
@@ -114,6 +135,9 @@ def receipt(run, zero):
     args, n = run.args, run.world
     sums = {op: row for op, row in sent(zero, [("F", 0), ("B", 0)] * args.microbatches).items()}
     size, text = sums.get("all_reduce", (0, "loss and norm, 8 bytes each"))
+    if "reduce_scatter" in sums and dist.get_backend(zero.group) == "gloo":
+        # gloo's own sends twice the bytes: an all-to-all is due in its place
+        sums["all_to_all"] = sums.pop("reduce_scatter")
     scalars = 16 if zero.stage else 8
     sums["all_reduce"] = size + formulas.all_reduce_sent(scalars, n), text
     weights = DTYPES.get(args.param_dtype, run.dtype)
@@ -142,10 +166,10 @@ def receipt(run, zero):
             " masters are"
         )
     if zero.stage == 3:
-        notes.append(
-            f"gathered at the peak: {run.ledger.gathered_peak:,} bytes, the largest two units that"
-            " follow each other"
-        )
+        run.held["gathered_peak"] = run.ledger.gathered_peak
+        size = gathered_peak(run.config, n, args.keep_gathered) * weights.itemsize
+        text = "all units" if args.keep_gathered else "the largest two units that follow each other"
+        held["gathered_peak"] = size, text
     return {(operation, "dp"): row for operation, row in sums.items()}, held, notes
 
 
