@@ -106,7 +106,7 @@ COMMANDS = {
         "--nproc 3 --experts 4 --chunks 2",
         "--nproc 2 --experts 5 --chunks 1 --shared 1 --bias-rate 0.01",
         "--nproc 3 --experts 7 --top-k 3 --chunks 3 --optimizer adamw",
-        "--nproc 2 --experts 4 --capacity 100 --prove 2",
+        "--nproc 2 --experts 4 --capacity 2 --prove 2",
         "--nproc 2 --experts 4 --capacity 1",
     ],
 }
