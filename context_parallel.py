@@ -592,6 +592,7 @@ def demo(run):
     if args.prefill:
         return long_context.generate(run, model, core.positions(args.prefill), shard)
     where = core.positions(context).to(run.device)
+    long_context.check_routers(run, len(where))
     clamped = where.clamp(max=context - 1)  # padding must have some position
     parameters = list(model.parameters())
     # Each rank's gradients are those of its own tokens: summed as in data parallelism

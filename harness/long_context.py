@@ -77,6 +77,18 @@ def grid(kind, n, rings=None, heads=0):
     return ring, ulysses
 
 
+def check_routers(run, tokens):
+    """Refuse padding where a router counts tokens: its losses and its bias would count padding too.
+    tokens: of a rank, with padding."""
+    c, padded = run.config, tokens * run.world
+    counts = c.balance_loss or c.z_loss or c.bias_rate
+    if c.experts and counts and padded != c.context:
+        raise Refused(
+            f"a router's losses take no padding: --context {c.context} has {padded} positions on "
+            f"{run.world} ranks, give --context {padded}"
+        )
+
+
 def subgroups(ring, ulysses):
     """This rank's two groups of ring x ulysses ranks: its ring, and that of its all-to-alls."""
     ranks = torch.arange(ring * ulysses).view(ring, ulysses)

@@ -448,6 +448,15 @@ def differences(library, run):
             dtypes = different.setdefault(name, [])
             if not torch.equal(result, expected[name]):
                 dtypes.append(str(dtype))
+    # Longer than a segment: parts of it arrive while others are added up
+    x = torch.randint(-8, 9, (library.SEGMENT + run.world,)).to(run.device, torch.float32)
+    expected = x.clone()
+    dist.all_reduce(expected)
+    for name, all_reduce in library.ALL_REDUCE.items():
+        result = x.clone()
+        all_reduce(result)
+        if not torch.equal(result, expected):
+            different[name].append("segments")
     return different
 
 

@@ -4,12 +4,16 @@ Nothing is imported from zero.py. `zero` is one of its objects; `make` is its fu
 r = (N-1)/N, for the N ranks of a group; P parameters (with padding) of e bytes.
 """
 
+import math
+from itertools import pairwise
+
 import torch
 import torch.distributed as dist
 
 import model as gpt
 from harness import formulas, presets
 from harness.blocks import recompute
+from harness.flags import DTYPES
 from harness.ledger import Ledger, storage_bytes
 
 
@@ -30,20 +34,26 @@ def sent(zero, actions, group=None):
         if zero.reduce_each:
             scopes = getattr(bucket, "scopes", (0,))
             times = sum(kind in "BW" and scope in scopes for kind, scope in actions)
-        gradients += times * bucket.size * bucket.gradient.itemsize
+        gradients += times * padded(bucket) * bucket.gradient.itemsize
     if zero.stage == 0:
         return {"all_reduce": (2 * r * gradients, "2 r P e")}
     direct = zero.reduce_scatter.__name__ == "DirectReduceScatter"
     name = "all_to_all" if direct else "reduce_scatter"
     text = "r P e a micro-batch" if zero.reduce_each else "r P e"
     if zero.stage < 3:
-        weights, gathers = sum(bucket.flat.nbytes for bucket in trained), "r P e"
+        weights, gathers = sum(padded(b) * b.flat.itemsize for b in trained), "r P e"
     else:
         outside = [bucket.flat.nbytes for bucket in trained if not hasattr(bucket, "users")]
         weights = gathered(zero, actions, group) + sum(outside)
         each = "forward and a backward" if zero.reshard else "micro-batch"
         gathers = f"r P e a {each}, less a unit that stays; a tied matrix twice"
     return {name: (r * gradients, text), "all_gather": (r * weights, gathers)}
+
+
+def padded(bucket):
+    """The elements that a bucket must have: its parameters', up to a multiple of its ranks."""
+    elements = sum(p.numel() for p in bucket.parameters)
+    return -(-elements // bucket.ranks) * bucket.ranks
 
 
 def gathered(zero, actions, group):
@@ -85,6 +95,24 @@ def gathered(zero, actions, group):
     return total
 
 
+def gathered_peak(config, ranks, keep):
+    """Elements of a GPT's weights that stage 3 holds whole at its peak, with padding. Units are the
+    embedding, the blocks and the head. keep: all of them stay until backward."""
+    buckets = {}  # {the units that use it: its elements}
+    for name, shape in presets.parameter_shapes(config).items():
+        parts = name.split(".")
+        units = (".".join(parts[:2]) if parts[0] == "blocks" else parts[0],)
+        if config.tied and name == "embed.token.weight":
+            units = ("embed", "head")
+        buckets[units] = buckets.get(units, 0) + math.prod(shape)
+    padded_sizes = {units: -(-size // ranks) * ranks for units, size in buckets.items()}
+    order = ["embed", *(f"blocks.{i}" for i in range(config.layers)), "head"]
+    sums = []
+    for pair in pairwise(order):
+        sums.append(sum(size for units, size in padded_sizes.items() if set(pair) & set(units)))
+    return sum(padded_sizes.values()) if keep else max(sums)
+
+
 def padding(zero):
     """Elements of this rank's shards that belong to no parameter, and so have no moments."""
     pieces = sum(piece.numel() for bucket in zero.trained for piece in bucket.pieces)
@@ -107,10 +135,14 @@ def receipt(run, zero):
     args, n = run.args, run.world
     sums = {op: row for op, row in sent(zero, [("F", 0), ("B", 0)] * args.microbatches).items()}
     size, text = sums.get("all_reduce", (0, "loss and norm, 8 bytes each"))
+    if "reduce_scatter" in sums and dist.get_backend(zero.group) == "gloo":
+        # gloo's own sends twice the bytes: an all-to-all is due in its place
+        sums["all_to_all"] = sums.pop("reduce_scatter")
     scalars = 16 if zero.stage else 8
     sums["all_reduce"] = size + formulas.all_reduce_sent(scalars, n), text
-    weights, gradients = zero.trained[0].flat.dtype, zero.trained[0].gradient.dtype
-    elements = sum(bucket.size for bucket in zero.buckets)
+    weights = DTYPES.get(args.param_dtype, run.dtype)
+    gradients = DTYPES.get(args.reduce_dtype, weights)
+    elements = sum(padded(bucket) for bucket in zero.buckets)
     moments = 2 * (args.optimizer == "adamw") * run.dtype.itemsize
     masters = run.dtype.itemsize if weights != run.dtype or args.offload else 0
     sizes = weights.itemsize, gradients.itemsize, moments + masters
@@ -134,10 +166,10 @@ def receipt(run, zero):
             " masters are"
         )
     if zero.stage == 3:
-        notes.append(
-            f"gathered at the peak: {run.ledger.gathered_peak:,} bytes, the largest two units that"
-            " follow each other"
-        )
+        run.held["gathered_peak"] = run.ledger.gathered_peak
+        size = gathered_peak(run.config, n, args.keep_gathered) * weights.itemsize
+        text = "all units" if args.keep_gathered else "the largest two units that follow each other"
+        held["gathered_peak"] = size, text
     return {(operation, "dp"): row for operation, row in sums.items()}, held, notes
 
 

@@ -400,6 +400,10 @@ def test_the_script_proves_itself(script, tmp_path, flags):
             "--kind ulysses --contiguous",
             "--contiguous means nothing with --kind ulysses: use --kind ring or gather",
         ),
+        (
+            "--nproc 2 --layers 1 --context 14 --experts 4 --balance-loss 0.1 --quiet",
+            "a router's losses take no padding: --context 14 has 16 positions on 2 ranks",
+        ),
     ],
 )
 def test_refusals(script, flags, words):

@@ -317,3 +317,9 @@ def test_reduce_scatter(ranks, monkeypatch):
     monkeypatch.setattr(dist, "get_backend", lambda group: "another")
     for ours, expected in ranks(4, work, x):
         torch.testing.assert_close(ours, expected)
+
+
+def test_experts_refuse_padding(script):
+    flags = "--nproc 3 --heads 3 --width 24 --layers 1 --experts 4 --context 10 --quiet"
+    code, said = script("sequence_parallel", flags)
+    assert code == 2 and "experts take no padding: --context 10 must be a multiple of 3" in said

@@ -2,6 +2,7 @@
 FSDP2; bytes and memory."""
 
 import functools
+import json
 import re
 import weakref
 
@@ -767,3 +768,20 @@ def test_the_parameters_that_were_there_are_freed(ranks, stage):
         return sharded.stage, [p() is None for p in before]
 
     assert ranks(2, work) == [(stage, [True] * 6)] * 2
+
+
+def test_the_receipt_tells_what_stage_3_gathers(script, tmp_path, monkeypatch):
+    """A real run, because the receipt's exit code is what counts: 2 ranks, twice."""
+    out = tmp_path / "receipt.json"
+    flags = "--stage 3 --nproc 2 --layers 2 --width 16 --context 8 --batch 8 --steps 2"
+    flags += f" --dtype float64 --quiet --json {out}"
+    code, said = script("zero", flags)
+    row = json.loads(out.read_text())["held"]["gathered_peak"]
+    assert code == 0 and row["ok"] and row["bytes"] == row["formula_bytes"] > 0, said
+    # One unit, the whole model: the numbers are right, but all weights are there at once
+    monkeypatch.setattr(zero, "default_units", lambda model: [model])
+    code, said = script("zero", flags)
+    result = json.loads(out.read_text())
+    assert code == 1 and not result["held"]["gathered_peak"]["ok"], said
+    assert result["held"]["gathered_peak"]["bytes"] > row["bytes"]
+    assert all(error < 1e-10 for error in result["max_error"].values())
