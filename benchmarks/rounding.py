@@ -19,7 +19,7 @@ import harness
 from harness.tolerance import TOLERANCE
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-SMALL = "--layers 4 --heads 4 --width 64 --context 64 --batch 16 --warmup 5 --sample 0"
+SMALL = "--layers 4 --heads 4 --width 64 --context 64 --batch 16 --lr 1e-3 --warmup 20 --sample 0"
 SMALL += " --eval-every 0 --eval-batches 1 --quiet --device cpu"
 DTYPES = {
     "float64": "--dtype float64",
