@@ -8,7 +8,6 @@ relative differences. The first layout is one process too, with 4 micro-batches:
 the order of sums alone. harness/tolerance.py takes its tolerances from the column of 10 steps.
 """
 
-import argparse
 import json
 import os
 import subprocess
@@ -52,7 +51,7 @@ def differences(dtype, layout, steps):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = harness.Parser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, nargs="+", default=[1, 10, 100], help="steps of a run")
     parser.add_argument("--only", nargs="+", choices=list(DTYPES), help="some of the dtypes")
     args = parser.parse_args()
