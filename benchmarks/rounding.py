@@ -51,7 +51,7 @@ def differences(dtype, layout, steps):
 
 
 def main():
-    parser = harness.Parser(description=__doc__.splitlines()[0])
+    parser = harness.Parser(__doc__)
     parser.add_argument("--steps", type=int, nargs="+", default=[1, 10, 100], help="steps of a run")
     parser.add_argument("--only", nargs="+", choices=list(DTYPES), help="some of the dtypes")
     args = parser.parse_args()
