@@ -81,7 +81,7 @@ def flags():
         "what data-parallel ranks split: 1 optimizer states, 2 gradients too, 3 weights too (FSDP)"
     )
     g.add_argument("--zero", type=int, choices=range(4), default=0, help=why)
-    zero_flags.add_flags(g, bucket_mb=25)
+    zero_flags.add_flags(g, bucket_mb=25, ranks_flag="--zero-ranks")
     why = "run norms and activation functions again in backward, or whole blocks, to hold less"
     g.add_argument("--recompute", choices=["none", "selective", "block"], default="none", help=why)
     why = "torch.compile each block: slow to start (and needs a C++ compiler), faster then"
@@ -118,6 +118,8 @@ def mesh(args, schedule):
     dp           all ranks with the same weights, dp x cp of them
     ring, ulysses    the two dimensions of the cp ranks, for ring-ulysses
     ep, copies   of the dp ranks: those that deal the experts out, those that hold the same experts
+    inside, across    of the dp ranks (and of the copies): those that split one copy, those with the
+                 same shards, for --zero-ranks
     tied         of the pp ranks, the one or two that hold a tied matrix
     down, up     activations and their gradients, each to later stages and to earlier ones"""
     size = args.pp, args.dp, args.cp, args.tp
@@ -144,6 +146,9 @@ def mesh(args, schedule):
         groups |= {"ring": own_group(cp.transpose(3, 4)), "ulysses": own_group(cp)}
     if args.ep > 1:
         groups |= {"ep": own_group(experts), "copies": own_group(experts.transpose(2, 3))}
+    if args.zero_ranks:
+        rows = zero_flags.split_ranks(dp, args.zero_ranks, args.ep)
+        groups |= {name: own_group(ranks) for name, ranks in rows.items()}
     return groups | {"down": [own_group(pp), own_group(pp)], "up": [own_group(pp), own_group(pp)]}
 
 
@@ -180,7 +185,8 @@ def data_parallel(run, model, groups):
     and an optimizer of torch's, or ZeRO, which does both. Mixed precision takes ZeRO even at stage
     0, which splits nothing but keeps the optimizer's own copy of the weights."""
     args = run.args
-    if args.zero == 0 and args.dtype == args.param_dtype == args.reduce_dtype:
+    one_dtype = args.dtype == args.param_dtype == args.reduce_dtype
+    if args.zero == 0 and one_dtype and not args.offload:
         run.fill(model)
         bucket_bytes = int(args.bucket_mb * 2**20)
         options = {"all_reduce": harness.all_reduce}
@@ -193,6 +199,7 @@ def data_parallel(run, model, groups):
         lambda pieces: harness.make_optimizer(pieces, args),
         args.microbatches,
         scopes=model.parts.values(),
+        splits=zero_flags.splits(groups),
         **zero_flags.options(run, model, args.zero),
     )
     return sharded_optimizer, sharded_optimizer

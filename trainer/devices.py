@@ -86,6 +86,8 @@ def usable_memory(args, cluster):
         sizes += [args.cp] * 2
     if args.ep > 1:
         sizes += [args.ep, args.dp * args.cp // args.ep]
+    if args.zero_ranks:
+        sizes += [args.zero_ranks, args.dp * args.cp // args.zero_ranks]
     communicators = sum(size > 1 for size in sizes)
     return cluster.device.memory - CONTEXT - communicators * COMMUNICATOR
 

@@ -164,7 +164,7 @@ class Saver:
             }
         layout = {
             name: getattr(args, name)
-            for name in ("dp", "tp", "pp", "cp", "ep", "sp", "zero", "schedule")
+            for name in ("dp", "tp", "pp", "cp", "ep", "sp", "zero", "zero_ranks", "schedule")
         }
         # What resuming compares, and what it is told
         told = {"layout": layout}
