@@ -223,18 +223,8 @@ class ZeRO1:
     bucket_type = Bucket
     reduce_each = False  # reduce in every backward pass, or only in a step's last one
 
-    def __init__(
-        self,
-        model,
-        group,
-        optimizer,
-        microbatches=1,
-        bucket_bytes=25 << 20,
-        copies_group=None,
-        **options,
-    ):
+    def __init__(self, model, group, optimizer, microbatches=1, bucket_bytes=25 << 20, **options):
         self.model, self.group, self.microbatches = model, group, microbatches
-        self.copies_group = copies_group
         gloo = dist.get_backend(group) == "gloo"
         self.reduce_scatter = DirectReduceScatter if gloo else native_reduce_scatter
         self.buckets, views = [], {}
@@ -258,10 +248,10 @@ class ZeRO1:
         """What the parameters of a bucket have in common."""
         return p.requires_grad, p.dtype, p.device
 
-    def _make_bucket(self, parameters, group, value=lambda p: p, **options):
+    def _make_bucket(self, parameters, group, value=lambda p: p, copies_group=None, **options):
         ranks = dist.get_world_size(group) if self.stage > 0 else 1
         bucket = self.bucket_type(parameters, value, group, ranks, **options)
-        bucket.copies_group = self.copies_group
+        bucket.copies_group = copies_group
         return bucket
 
     def _install(self, views):
@@ -764,13 +754,7 @@ def main():
     args.stage = 3 if args.stage is None else args.stage
     zero_flags.check(args, args.stage)
     harness.configure(args)
-    harness.launch(demo, args, check=functools.partial(check, args))
-
-
-def check(args, world):
-    size, where = args.shard_ranks, f"the {world} ranks"
-    zero_flags.check_ranks("--shard-ranks", size, world, where, args.stage, "--stage")
-    harness.check_batch(args, world)
+    harness.launch(demo, args, check=functools.partial(zero_flags.check_world, args))
 
 
 def demo(run):

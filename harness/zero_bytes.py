@@ -150,9 +150,10 @@ def receipt(run, zero):
         # gloo's own sends twice the bytes: an all-to-all is due in its place
         sums["all_to_all"] = sums.pop("reduce_scatter")
     rows, scalars, group = {}, 16 if zero.stage else 8, "dp"
-    if zero.copies_group is not None:
+    copies_group = zero.buckets[0].copies_group
+    if copies_group is not None:
         layout["shard-ranks"] = n
-        rows["all_reduce", "across"] = sent_to_copies(zero, zero.copies_group)
+        rows["all_reduce", "across"] = sent_to_copies(zero, copies_group)
         rows["all_reduce", "dp"] = formulas.all_reduce_sent(8, run.world), "the loss, 8 bytes"
         scalars, text, group = 8, "the norm, 8 bytes", "inside"
     sums["all_reduce"] = size + formulas.all_reduce_sent(scalars, n), text

@@ -4,7 +4,7 @@ ranks that split a copy."""
 import torch
 import torch.distributed as dist
 
-from harness.flags import DTYPES, MEGABYTES, POSITIVE, Refused, precision_flags
+from harness.flags import DTYPES, MEGABYTES, POSITIVE, Refused, check_batch, precision_flags
 
 
 def add_flags(group, bucket_mb, ranks_flag):
@@ -44,6 +44,13 @@ def check_ranks(flag, size, ranks, where, stage, stage_flag):
         hint = f"use {' or '.join(sizes[:8])}" if sizes else "leave it out"
         problem = "splits nothing" if size == 1 else f"does not divide {where}"
         raise Refused(f"{flag} {size} {problem}: {hint}")
+
+
+def check_world(args, world):
+    """Refuse what zero.py can't do on so many ranks."""
+    size, where = args.shard_ranks, f"the {world} ranks"
+    check_ranks("--shard-ranks", size, world, where, args.stage, "--stage")
+    check_batch(args, world)
 
 
 def split_ranks(ranks, size, ep=1):

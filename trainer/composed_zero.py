@@ -51,8 +51,7 @@ class ComposedZeRO:
     def _make_bucket(self, parameters, group, **options):
         place = placement(parameters[0])
         inside, across = self.split(place["data"] or group)
-        bucket = super()._make_bucket(parameters, inside, **options)
-        bucket.copies_group = across
+        bucket = super()._make_bucket(parameters, inside, copies_group=across, **options)
         bucket.partial = list(place["partial"])
         bucket.scopes = self.scopes_of[parameters[0]]
         return bucket
