@@ -4,12 +4,20 @@ ranks that split a copy."""
 import torch
 import torch.distributed as dist
 
-from harness.flags import DTYPES, MEGABYTES, POSITIVE, Refused, check_batch, precision_flags
+from harness.flags import (
+    DTYPES,
+    MEGABYTES,
+    POSITIVE,
+    UNSCALED,
+    Refused,
+    check_batch,
+    precision_flags,
+)
 
 
-def add_flags(group, bucket_mb, ranks_flag):
+def add_flags(group, bucket_mb, ranks_flag, dtypes=UNSCALED):
     """bucket_mb: the default of --bucket-mb, which ddp.py and train.py's DDP have too. ranks_flag:
-    what the script calls the size of a group that splits a copy."""
+    what the script calls the size of a group that splits a copy. dtypes: names of weights' types"""
     why = "ZeRO within groups of N ranks, such as a node, and copies across them (HSDP)"
     group.add_argument(ranks_flag, **POSITIVE, help=why)
     why = "of a bucket: large ones send faster, small ones start earlier"
@@ -20,7 +28,7 @@ def add_flags(group, bucket_mb, ranks_flag):
     group.add_argument("--keep-gathered", action="store_true", help=why)
     why = "master weights and optimizer states in the host's memory"
     group.add_argument("--offload", action="store_true", help=why)
-    precision_flags(group)
+    precision_flags(group, dtypes)
 
 
 def check(args, stage):

@@ -34,6 +34,10 @@ class Peak(NamedTuple):
     tf32: float
     float32: float
 
+    @property
+    def float16(self):
+        return self.bfloat16
+
 
 # By the names that torch.cuda.get_device_name() gives. Cards of one generation differ: an H100 PCIe
 # has three quarters of an H100 SXM's rate. A card that is not here gets no MFU

@@ -151,7 +151,8 @@ class Recording(Recorder):
         with _disable_current_modes():
             self.parameters = dict(self.named())
             tokens = torch.cat([tokens for tokens, _, _ in batches])
-            self.step(tokens, loss=loss, norm=norm, lr=self.run.lr)
+            scale = self.run.shown_scale()
+            self.step(tokens, loss=loss, norm=norm, lr=self.run.lr, **scale)
             self.write_tensors()
         self.run.last += time.perf_counter() - start  # not the step's time
 
