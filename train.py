@@ -44,6 +44,7 @@ from harness.experts import RowCounter
 from trainer import faults, formulas, planner, pretrained, sampling, saving, tracking, validation
 from trainer.composed_zero import ComposedZeRO, ZeRO
 from trainer.layout import cp_shape, places, prepare
+from trainer.loss_scale import LossScale
 from trainer.recording import recorded
 
 
@@ -81,7 +82,7 @@ def flags():
         "what data-parallel ranks split: 1 optimizer states, 2 gradients too, 3 weights too (FSDP)"
     )
     g.add_argument("--zero", type=int, choices=range(4), default=0, help=why)
-    zero_flags.add_flags(g, bucket_mb=25)
+    zero_flags.add_flags(g, bucket_mb=25, ranks_flag="--zero-ranks", dtypes=list(harness.DTYPES))
     why = "run norms and activation functions again in backward, or whole blocks, to hold less"
     g.add_argument("--recompute", choices=["none", "selective", "block"], default="none", help=why)
     why = "torch.compile each block: slow to start (and needs a C++ compiler), faster then"
@@ -118,6 +119,8 @@ def mesh(args, schedule):
     dp           all ranks with the same weights, dp x cp of them
     ring, ulysses    the two dimensions of the cp ranks, for ring-ulysses
     ep, copies   of the dp ranks: those that deal the experts out, those that hold the same experts
+    inside, across    of the dp ranks (and of the copies): those that split one copy, those with the
+                 same shards, for --zero-ranks
     tied         of the pp ranks, the one or two that hold a tied matrix
     down, up     activations and their gradients, each to later stages and to earlier ones"""
     size = args.pp, args.dp, args.cp, args.tp
@@ -144,6 +147,9 @@ def mesh(args, schedule):
         groups |= {"ring": own_group(cp.transpose(3, 4)), "ulysses": own_group(cp)}
     if args.ep > 1:
         groups |= {"ep": own_group(experts), "copies": own_group(experts.transpose(2, 3))}
+    if args.zero_ranks:
+        rows = zero_flags.split_ranks(dp, args.zero_ranks, args.ep)
+        groups |= {name: own_group(ranks) for name, ranks in rows.items()}
     return groups | {"down": [own_group(pp), own_group(pp)], "up": [own_group(pp), own_group(pp)]}
 
 
@@ -180,7 +186,8 @@ def data_parallel(run, model, groups):
     and an optimizer of torch's, or ZeRO, which does both. Mixed precision takes ZeRO even at stage
     0, which splits nothing but keeps the optimizer's own copy of the weights."""
     args = run.args
-    if args.zero == 0 and args.dtype == args.param_dtype == args.reduce_dtype:
+    one_dtype = args.dtype == args.param_dtype == args.reduce_dtype
+    if args.zero == 0 and one_dtype and not args.offload:
         run.fill(model)
         bucket_bytes = int(args.bucket_mb * 2**20)
         options = {"all_reduce": harness.all_reduce}
@@ -193,6 +200,7 @@ def data_parallel(run, model, groups):
         lambda pieces: harness.make_optimizer(pieces, args),
         args.microbatches,
         scopes=model.parts.values(),
+        splits=zero_flags.splits(groups),
         **zero_flags.options(run, model, args.zero),
     )
     return sharded_optimizer, sharded_optimizer
@@ -205,11 +213,11 @@ class Runner:
     """Runs forward and backward through this rank's stages.
 
     run: harness's view of this process: flags, device, data, log. sync: DDP or ZeRO.
-    watch(action): a context around the work of each of the pipeline's actions."""
+    scale: a LossScale. watch(action): a context around each of the pipeline's actions."""
 
-    def __init__(self, run, schedule, groups, model, sync, watch):
+    def __init__(self, run, schedule, groups, model, sync, scale, watch):
         self.run, self.schedule, self.groups, self.model = run, schedule, groups, model
-        self.sync, self.watch = sync, watch
+        self.sync, self.scale, self.watch = sync, scale, watch
         self.links = groups["down"] + groups["up"]
         self.places = functools.lru_cache(self.places)
         self.places(run.config.context)  # before the first step, which must not wait for the copy
@@ -222,9 +230,9 @@ class Runner:
         of the loss. batches: micro-batches (tokens, targets, samples) of whole sequences."""
         self.sync.zero_grad()
         self.rows.clear()
-        losses = self.run_schedule(self.schedule, batches, self.run.count)
+        losses = self.run_schedule(self.schedule, batches, self.scale.count(self.run.count))
         self.sync.finish()
-        return sum(losses, self.run.zero())  # only the last stage has losses
+        return sum(losses, self.run.zero()) / self.scale.value  # only the last stage has losses
 
     def places(self, length):
         """The positions of a sequence that this rank holds, on its device. Kept for each length."""
@@ -233,7 +241,8 @@ class Runner:
 
     def warm_up(self, batches):
         """Before the first step of a pipeline, which would hang on nccl: see pipeline.warm_up."""
-        self.run_schedule(self.schedule, batches, self.run.count, pipeline.warm_up)
+        count = self.scale.count(self.run.count)
+        self.run_schedule(self.schedule, batches, count, pipeline.warm_up)
         self.sync.zero_grad(give_up=True)
         gpt.rebalance(self.model, move=False)  # the routers counted these tokens
 
@@ -303,12 +312,13 @@ def train(run, schedule=None, watch=contextlib.nullcontext, cold=True):
         run.draw = pretrained.Folder(args.init_from, run.config).draw
     model = build(run, schedule, groups)
     sync, optimizer = data_parallel(run, model, groups)
-    runner = Runner(run, schedule, groups, model, sync, watch)
+    scale = LossScale(run, optimizer)
+    runner = Runner(run, schedule, groups, model, sync, scale, watch)
     parameters = list(model.parameters())
     uses_zero = isinstance(optimizer, ComposedZeRO)
 
     def named():
-        return optimizer.whole(model.named()) if uses_zero else model.named()
+        return scale.unscale(optimizer.whole(model.named())) if uses_zero else model.named()
 
     replica = dist.get_rank(dp) // args.cp  # which part of the batch this rank works on
     # The norm adds up pieces over tp and pp. ZeRO 1 to 3 adds up over dp, of which ep is a part
@@ -317,7 +327,7 @@ def train(run, schedule=None, watch=contextlib.nullcontext, cold=True):
         splitting.append(groups["ep"])
     tracking.describe(run, schedule)
 
-    saver = saving.Saver(run, model, optimizer, groups)
+    saver = saving.Saver(run, model, optimizer, groups, scale)
     run.first, stopped = saver.resume(), None
     only_sample = args.only_sample or run.first == args.steps
     if only_sample:
@@ -332,7 +342,7 @@ def train(run, schedule=None, watch=contextlib.nullcontext, cold=True):
             loss = runner.step(batches)
             harness.sum_over([dp, pp], loss)
             if uses_zero:
-                norm = optimizer.grad_norm(splitting)
+                norm = optimizer.grad_norm(splitting) / scale.value
             else:
                 norm = harness.grad_norm(parameters, splitting)
             if step == run.measured:  # the harness counts bytes in this step
@@ -340,7 +350,7 @@ def train(run, schedule=None, watch=contextlib.nullcontext, cold=True):
             record(batches, loss, norm)
             again = functools.partial(runner.step, batches)
             blame = functools.partial(faults.blame, model, again)
-            taken = run.check(loss, norm, named, blame=blame)
+            taken = scale.fits(loss, norm) and run.check(loss, norm, named, blame=blame)
             if taken:
                 if uses_zero:
                     optimizer.clip(norm, args.grad_clip)
@@ -351,6 +361,7 @@ def train(run, schedule=None, watch=contextlib.nullcontext, cold=True):
             token_groups = [dp, tp] if args.sp else [dp]  # their ranks hold different tokens
             gpt.rebalance(model, functools.partial(harness.sum_over, token_groups), taken)
             log(run.history[-1])
+            scale.update(taken)
             stopped = saver.after(step + 1)
             if stopped:
                 break

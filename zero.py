@@ -237,6 +237,7 @@ class ZeRO1:
         self._install(views)
         self.optimizer = optimizer(sum((bucket.pieces for bucket in self.trained), []))
         self.works = []  # (bucket, work): reductions on their way
+        self.sums = []  # works: sums of shards over copies_group
         self.queue = None  # the buckets that a backward pass has still to reduce, in their order
         self.running = False  # a backward pass is on, or an exception ended it
         self.latest = "finish()"  # the call that came last: as if, since a step may begin
@@ -247,9 +248,11 @@ class ZeRO1:
         """What the parameters of a bucket have in common."""
         return p.requires_grad, p.dtype, p.device
 
-    def _make_bucket(self, parameters, group, value=lambda p: p, **options):
+    def _make_bucket(self, parameters, group, value=lambda p: p, copies_group=None, **options):
         ranks = dist.get_world_size(group) if self.stage > 0 else 1
-        return self.bucket_type(parameters, value, group, ranks, **options)
+        bucket = self.bucket_type(parameters, value, group, ranks, **options)
+        bucket.copies_group = copies_group
+        return bucket
 
     def _install(self, views):
         """Put the views where the parameters stood, with hooks that take their gradients."""
@@ -334,7 +337,7 @@ class ZeRO1:
 
     def _reduce(self, bucket):
         if bucket.ranks == 1:
-            return bucket.keep_shard()
+            return self._keep_shard(bucket)
         shard, group = bucket.full[bucket.own], self.reduce_group or bucket.group
         work = self.reduce_scatter(shard, bucket.full, group=group, async_op=True)
         self.works.append((bucket, work))
@@ -343,7 +346,13 @@ class ZeRO1:
         while len(self.works) > leave:
             bucket, work = self.works.pop(0)
             work.wait()
-            bucket.keep_shard()
+            self._keep_shard(bucket)
+
+    def _keep_shard(self, bucket):
+        bucket.keep_shard()
+        if bucket.copies_group is not None and bucket.passes_left == 0:
+            gradient, group = bucket.gradient, bucket.copies_group
+            self.sums.append(dist.all_reduce(gradient, group=group, async_op=True))
 
     def finish(self):
         """Complete the gradients, after the last backward of a step."""
@@ -364,6 +373,9 @@ class ZeRO1:
                     bucket.make_full()
                     bucket.full.fill_(torch.nan)  # incomplete: nobody may train on it
             self._end_pass()
+        for work in self.sums:
+            work.wait()
+        self.sums.clear()
 
     def step(self):
         """Step on this rank's shards, and send the new weights to all."""
@@ -693,6 +705,8 @@ def ZeRO(model, group, stage, optimizer, microbatches=1, **options):
     param_dtype, reduce_dtype: of weights and activations, and of the sum of gradients.
     offload: masters and optimizer states in the host's memory.
     bucket_bytes: the largest bucket of stages 0 to 2. reduce_each, in 2 and 3: see ZeRO2.
+    copies_group: the ranks with the same shards, one in each of several such groups (HSDP): the
+        shards of the gradient are summed over them too, once a step.
     units, in stage 3: modules, in the order of forward (see default_units). reshard: see ZeRO3.
 
     Before: all ranks have equal weights, loaded, tied and frozen as they shall be. The parameters
@@ -703,6 +717,8 @@ def ZeRO(model, group, stage, optimizer, microbatches=1, **options):
     if not isinstance(model, nn.Module):
         kind = type(model).__name__
         raise ValueError(f"ZeRO replaces a model's parameters: give it the model, not a {kind}")
+    if stage == 0 and options.get("copies_group"):
+        raise ValueError("stage 0 splits nothing: leave copies_group out")
     if any(hasattr(p, "placement") for p in model.parameters()):
         raise ValueError("another kind of parallelism cut the model: see trainer/composed_zero.py")
     if isinstance(optimizer, torch.optim.Optimizer):
@@ -725,9 +741,7 @@ def flags():
     g = parser.add_argument_group("ZeRO")
     why = "split: 0 nothing, 1 optimizer states, 2 gradients too, 3 weights too (default: 3)"
     g.add_argument("--stage", type=int, choices=range(4), help=why)
-    zero_flags.add_flags(g, bucket_mb=0.5)
-    why = "master weights and optimizer states in the host's memory"
-    g.add_argument("--offload", action="store_true", help=why)
+    zero_flags.add_flags(g, bucket_mb=0.5, ranks_flag="--shard-ranks")
     why = "train nothing: the largest model that fits 80 GB on 64 ranks, for --stage or for all"
     g.add_argument("--fit", action="store_true", help=why)
     return parser
@@ -740,14 +754,14 @@ def main():
     args.stage = 3 if args.stage is None else args.stage
     zero_flags.check(args, args.stage)
     harness.configure(args)
-    harness.launch(demo, args, check=lambda world: harness.check_batch(args, world))
+    harness.launch(demo, args, check=functools.partial(zero_flags.check_world, args))
 
 
 def demo(run):
-    args, group = run.args, dist.group.WORLD
-    run.groups(dp=group)
+    args = run.args
+    group, copies_group = zero_flags.make_groups(run)
     model = run.meta_model()
-    options = zero_flags.options(run, model, args.stage) | {"offload": args.offload}
+    options = zero_flags.options(run, model, args.stage) | {"copies_group": copies_group}
     optimizer = functools.partial(harness.make_optimizer, args=args)
     zero = ZeRO(model, group, args.stage, optimizer, args.microbatches, **options)
     for step in run.steps(zero):
@@ -759,14 +773,13 @@ def demo(run):
             part.backward()
             loss += part.detach()
         zero.finish()
-        dist.all_reduce(loss, group=group)
+        dist.all_reduce(loss)
         norm = zero.grad_norm()
         run.check(loss, norm, lambda: zero.whole(model.named()))
         zero.clip(norm, args.grad_clip)
         zero.step()
         run.log(loss, norm)
-    sent, held, notes = zero_bytes.receipt(run, zero)
-    return run.receipt({"dp": run.world, "zero": args.stage}, sent, held, notes)
+    return run.receipt(*zero_bytes.receipt(run, zero))
 
 
 if __name__ == "__main__":

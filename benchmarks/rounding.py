@@ -25,6 +25,7 @@ DTYPES = {
     "float32": "--dtype float32",
     "bfloat16, float32 masters": "--dtype float32 --param-dtype bfloat16",
     "bfloat16": "--dtype bfloat16",
+    "float16, float32 masters": "--dtype float32 --param-dtype float16",
 }
 LAYOUTS = {
     "1 rank, 4 micro-batches": "--microbatches 4",
@@ -70,7 +71,7 @@ def main():
                     worst[n, kind] = max(worst.get((n, kind), 0.0), errors[kind])
             print(f"| {layout} | {' | '.join(cells)} |", flush=True)
         if 10 in args.steps:
-            precision = "bfloat16" if "bfloat16" in dtype else dtype
+            precision = dtype.partition(",")[0]
             margins = []
             for kind, name in KINDS.items():
                 times = TOLERANCE[precision][kind] / max(worst[10, kind], 1e-300)

@@ -101,8 +101,8 @@ BUGS = [
         "zero.py",
         "easy",
         "zero.py --nproc 2 --stage 1",
-        "            work.wait()\n            bucket.keep_shard()\n",
-        "            bucket.keep_shard()\n",
+        "            work.wait()\n            self._keep_shard(bucket)\n",
+        "            self._keep_shard(bucket)\n",
         "async_op=True returns a handle. What must happen before the result is read?",
         "Nobody waits for the reduce-scatter. The optimizer reads the shard before the sum is"
         " there.",

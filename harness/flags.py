@@ -11,7 +11,13 @@ from harness import presets, tokens
 from harness.outputs import check_file, short
 from harness.start import Refused
 
-DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16}
+DTYPES = {
+    "float64": torch.float64,
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+UNSCALED = ["float64", "float32", "bfloat16"]  # float16 needs a loss scale, as train.py has
 
 
 class Parser(argparse.ArgumentParser):
@@ -248,7 +254,7 @@ def training_flags(g):
     )
     g.add_argument(
         "--dtype",
-        choices=list(DTYPES),
+        choices=UNSCALED,
         default="float32",
         help="type of weights, gradients and activations; bfloat16 alone loses small updates: "
         "zero.py and train.py have --param-dtype",
@@ -368,17 +374,19 @@ def check_batch(args, parts):
     )
 
 
-def precision_flags(group):
+def precision_flags(group, dtypes=UNSCALED):
     """--param-dtype and --reduce-dtype, for scripts with mixed precision."""
     group.add_argument(
         "--param-dtype",
-        choices=list(DTYPES),
+        choices=dtypes,
         help="type of weights, gradients and activations; the optimizer's copy of the weights "
-        "stays in --dtype (default: --dtype)",
+        "stays in --dtype"
+        + (", and float16 scales the loss" if "float16" in dtypes else "")
+        + " (default: --dtype)",
     )
     group.add_argument(
         "--reduce-dtype",
-        choices=list(DTYPES),
+        choices=dtypes,
         help="type in which gradients are summed over ranks and micro-batches "
         "(default: --param-dtype)",
     )

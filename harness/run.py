@@ -89,6 +89,9 @@ class Run:
         self.was_read = None  # the latest loss and its numbers: see `read`
         self.incomplete = False  # whether a result found no room on the disk
         self.skipped = 0  # steps whose gradient was not finite
+        self.overflows = 0  # steps whose gradient was too large for the loss scale
+        self.loss_scale = None  # that of the step, shown in the log; None without one
+        self.delayed = 0  # by how many steps those that were left out delay the measured one
         self.draw = gpt.draw
         self.groups()
         self.watching = contextlib.ExitStack()
@@ -317,9 +320,26 @@ class Run:
             )
         if self.rank == speaker:
             say(f"{text}: skipped")
-        missing = dict.fromkeys(("loss", "grad_norm", "lr", "tokens_per_s"))
-        self.history.append({"step": self.step + 1} | missing)
+        self.leave_out()
+
+    def skip(self):
+        """Leave out a step whose gradient was too large for the loss scale."""
+        self.overflows += 1
+        self.leave_out()
+
+    def leave_out(self):
+        """End a step that the optimizer does not take."""
+        self.watching.close()
+        self.noting = False
+        if self.step <= self.measured:
+            self.delayed += 1
+        row = {"step": self.step + 1} | dict.fromkeys(("loss", "grad_norm", "lr", "tokens_per_s"))
+        self.history.append(row | self.shown_scale())
         self.restart_clock()
+
+    def shown_scale(self):
+        """The part of a step's row that has the loss scale."""
+        return {} if self.loss_scale is None else {"loss_scale": self.loss_scale}
 
     def log(self, loss, norm, mfu=None):
         """End a step: print a line, and add a row to the history. Shows mfu(tokens/s) too, if mfu
@@ -335,9 +355,11 @@ class Run:
             "grad_norm": norm,
             "lr": self.lr,
             "tokens_per_s": rate,
-        }
+        } | self.shown_scale()
         line = f"step {self.step + 1:4d}  loss {row['loss']:.4f}"
         line += f"  grad norm {row['grad_norm']:7.4f}  lr {self.lr:.2e}  {rate:8,.0f} tokens/s"
+        if self.loss_scale is not None:
+            line += f"  scale {self.loss_scale:,.0f}"
         if mfu:
             row["mfu"] = mfu(rate)
             line += f"  MFU {row['mfu']:.1%}"
@@ -350,15 +372,15 @@ class Run:
 
     @property
     def measured(self):
-        """The step that the ledger watches: the second, or the only one."""
-        return min(self.first + 1, self.args.steps - 1)
+        """The step that the ledger watches: the second that is taken, or the last."""
+        return min(self.first + 1 + self.delayed, self.args.steps - 1)
 
     @property
     def proven(self):
         """How many steps are compared with one process: --prove, by default all in float64, or 10.
         In float32 rounding grows, because AdamW takes full steps along gradients that are only
         rounding. After a checkpoint or a skipped step it is 0: one process would differ."""
-        if self.first > 0 or self.skipped:
+        if self.first > 0 or self.skipped or self.overflows:
             return 0
         wanted = self.args.prove
         if wanted is None:
@@ -377,6 +399,9 @@ class Run:
     def receipt(self, layout, sent=(), held=(), notes=()):
         """Print and write the receipt, and keep it as `result`. Returns the exit code. The
         arguments are those of `write_receipt`."""
+        if self.history and self.history[-1]["loss"] is None and self.step == self.measured:
+            self.ledger.sent, self.held, sent, held = {}, {}, {}, {}
+            notes = ["not measured: too few steps were taken"]
         code, self.result = write_receipt(self, layout, dict(sent), dict(held), notes)
         return code
 

@@ -50,6 +50,16 @@ def sent(zero, actions, group=None):
     return {name: (r * gradients, text), "all_gather": (r * weights, gathers)}
 
 
+def sent_to_copies(zero, copies_group):
+    """(bytes, formula as text) of the all-reduce of shards over the ranks with the same ones."""
+    shards = 0
+    for bucket in zero.trained:
+        if bucket.copies_group is copies_group:
+            shards += padded(bucket) // bucket.ranks * bucket.gradient.itemsize
+    text = "2 r P/N e, r of the copies"
+    return formulas.all_reduce_sent(shards, dist.get_world_size(copies_group)), text
+
+
 def padded(bucket):
     """The elements that a bucket must have: its parameters', up to a multiple of its ranks."""
     elements = sum(p.numel() for p in bucket.parameters)
@@ -131,15 +141,23 @@ def lasting(zero):
 
 
 def receipt(run, zero):
-    """What the demo of zero.py gives to run.receipt: its `sent`, `held` and notes."""
-    args, n = run.args, run.world
+    """What the demo of zero.py gives to run.receipt: its layout, `sent`, `held` and notes."""
+    args, n = run.args, dist.get_world_size(zero.group)
+    layout = {"dp": run.world, "zero": args.stage}
     sums = {op: row for op, row in sent(zero, [("F", 0), ("B", 0)] * args.microbatches).items()}
     size, text = sums.get("all_reduce", (0, "loss and norm, 8 bytes each"))
     if "reduce_scatter" in sums and dist.get_backend(zero.group) == "gloo":
         # gloo's own sends twice the bytes: an all-to-all is due in its place
         sums["all_to_all"] = sums.pop("reduce_scatter")
-    scalars = 16 if zero.stage else 8
+    rows, scalars, group = {}, 16 if zero.stage else 8, "dp"
+    copies_group = zero.buckets[0].copies_group
+    if copies_group is not None:
+        layout["shard-ranks"] = n
+        rows["all_reduce", "across"] = sent_to_copies(zero, copies_group)
+        rows["all_reduce", "dp"] = formulas.all_reduce_sent(8, run.world), "the loss, 8 bytes"
+        scalars, text, group = 8, "the norm, 8 bytes", "inside"
     sums["all_reduce"] = size + formulas.all_reduce_sent(scalars, n), text
+    rows |= {(operation, group): row for operation, row in sums.items()}
     weights = DTYPES.get(args.param_dtype, run.dtype)
     gradients = DTYPES.get(args.reduce_dtype, weights)
     elements = sum(padded(bucket) for bucket in zero.buckets)
@@ -170,7 +188,7 @@ def receipt(run, zero):
         size = gathered_peak(run.config, n, args.keep_gathered) * weights.itemsize
         text = "all units" if args.keep_gathered else "the largest two units that follow each other"
         held["gathered_peak"] = size, text
-    return {(operation, "dp"): row for operation, row in sums.items()}, held, notes
+    return layout, rows, held, notes
 
 
 # So that whole layers come near to all of the memory

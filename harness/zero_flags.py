@@ -1,17 +1,34 @@
-"""The flags that zero.py and train.py share, and the options of ZeRO that they mean."""
+"""The flags that zero.py and train.py share, the options of ZeRO that they mean, and the groups of
+ranks that split a copy."""
 
-from harness.flags import DTYPES, MEGABYTES, Refused, precision_flags
+import torch
+import torch.distributed as dist
+
+from harness.flags import (
+    DTYPES,
+    MEGABYTES,
+    POSITIVE,
+    UNSCALED,
+    Refused,
+    check_batch,
+    precision_flags,
+)
 
 
-def add_flags(group, bucket_mb):
-    """bucket_mb: the default of --bucket-mb, which ddp.py and train.py's DDP have too."""
+def add_flags(group, bucket_mb, ranks_flag, dtypes=UNSCALED):
+    """bucket_mb: the default of --bucket-mb, which ddp.py and train.py's DDP have too. ranks_flag:
+    what the script calls the size of a group that splits a copy. dtypes: names of weights' types"""
+    why = "ZeRO within groups of N ranks, such as a node, and copies across them (HSDP)"
+    group.add_argument(ranks_flag, **POSITIVE, help=why)
     why = "of a bucket: large ones send faster, small ones start earlier"
     group.add_argument("--bucket-mb", **MEGABYTES, default=bucket_mb, help=why)
     why = "ZeRO 2, 3: reduce gradients once a step, not each micro-batch: sends less, holds more"
     group.add_argument("--reduce-once", action="store_true", help=why)
     why = "ZeRO 3: keep weights from forward until backward: sends a third less, holds all of them"
     group.add_argument("--keep-gathered", action="store_true", help=why)
-    precision_flags(group)
+    why = "master weights and optimizer states in the host's memory"
+    group.add_argument("--offload", action="store_true", help=why)
+    precision_flags(group, dtypes)
 
 
 def check(args, stage):
@@ -23,6 +40,67 @@ def check(args, stage):
         raise Refused(f"--keep-gathered {problem}: use --stage 3")
 
 
+def check_ranks(flag, size, ranks, where, stage, stage_flag):
+    """Refuse groups of `size` of the `ranks` data-parallel ranks that do not exist. size: None
+    without the flag. where: what the ranks are, in words."""
+    if size is None:
+        return
+    if stage == 0:
+        raise Refused(f"{flag} means nothing in stage 0, which splits nothing: use {stage_flag} 1")
+    if ranks % size or size == 1:
+        sizes = [str(n) for n in range(2, ranks + 1) if ranks % n == 0]
+        hint = f"use {' or '.join(sizes[:8])}" if sizes else "leave it out"
+        problem = "splits nothing" if size == 1 else f"does not divide {where}"
+        raise Refused(f"{flag} {size} {problem}: {hint}")
+
+
+def check_world(args, world):
+    """Refuse what zero.py can't do on so many ranks."""
+    size, where = args.shard_ranks, f"the {world} ranks"
+    check_ranks("--shard-ranks", size, world, where, args.stage, "--stage")
+    check_batch(args, world)
+
+
+def split_ranks(ranks, size, ep=1):
+    """Deal rows of data-parallel ranks out to groups of `size` neighbours: {name: rows of ranks}.
+
+    inside, across    a row of the first splits a copy, one of the second holds the same shards
+    copies inside, copies across    the same for the ranks with the same experts, every ep-th of a
+                      row of ranks. Where `size` neighbours have no two of them, a copy is whole"""
+    inside = ranks.unflatten(-1, (-1, size))
+    rows = {"inside": inside, "across": inside.transpose(-1, -2)}
+    if ep > 1:
+        inside = ranks.unflatten(-1, (-1, max(size // ep, 1), ep)).transpose(-1, -2)
+        rows |= {"copies inside": inside, "copies across": inside.movedim(-3, -1)}
+    return rows
+
+
+def splits(groups):
+    """{data-parallel group: (the ranks inside it that split a copy, those across or None)}, of
+    groups by the names of split_ranks."""
+    found = {}
+    for data, prefix in (("dp", ""), ("copies", "copies ")):
+        if prefix + "inside" in groups:
+            across = groups[prefix + "across"]
+            several = dist.get_world_size(across) > 1
+            found[groups[data]] = groups[prefix + "inside"], across if several else None
+    return found
+
+
+def make_groups(run):
+    """Name zero.py's process groups in the receipt. Returns (the ranks that split, the ranks that
+    hold copies of the same shards, None if all ranks split)."""
+    world, size = dist.group.WORLD, run.args.shard_ranks
+    run.groups(dp=world)
+    if size is None:
+        return world, None
+    groups = {}
+    for name, rows in split_ranks(torch.arange(run.world), size).items():
+        groups[name], _ = dist.new_subgroups_by_enumeration(rows.tolist())
+    run.groups(dp=world, **groups)
+    return groups["inside"], groups["across"]
+
+
 def options(run, model, stage):
     """The options of ZeRO(...) that the flags mean."""
     args = run.args
@@ -31,6 +109,7 @@ def options(run, model, stage):
         "bucket_bytes": int(args.bucket_mb * 2**20),
         "param_dtype": DTYPES.get(args.param_dtype),
         "reduce_dtype": DTYPES.get(args.reduce_dtype),
+        "offload": args.offload,
     }
     if stage >= 2:
         chosen["reduce_each"] = not args.reduce_once

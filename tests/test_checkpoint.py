@@ -260,6 +260,22 @@ def test_broken_checkpoint_is_passed_over(ranks, text, tmp_path, capfd, saved, b
     )
 
 
+def test_copies_that_groups_split(ranks, text, tmp_path, saved):
+    """HSDP writes each shard once and reads it on every copy; with masters on the host as well."""
+    out, joined = tmp_path / "out", []
+    for steps, flags in (
+        (2, "--dp 4 --zero 2 --zero-ranks 2 --offload --microbatches 1"),
+        (3, "--tp 2 --resume"),
+        (4, "--dp 4 --zero 3 --zero-ranks 2 --microbatches 1 --resume"),
+    ):
+        code, rows = layout(ranks, text, f"--layers 2 --steps {steps} {flags}", out)
+        assert code == 0
+        joined += rows
+    same_steps(saved[1], joined)
+    index = json.loads((out / "step-00000002/index.json").read_text())
+    assert len(index["files"]) == 2  # of the 4 ranks, the 2 of the first copy write
+
+
 def test_none_is_the_beginning(ranks, text, tmp_path, saved):
     code, steps = layout(ranks, text, "--layers 2 --steps 2 --resume", tmp_path / "out")
     assert code == 0

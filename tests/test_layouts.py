@@ -181,6 +181,40 @@ def test_one_curve(ranks, text, reference, variant, layout):
         ] == pytest.approx(norm, rel=1e-10)
 
 
+IN_GROUPS = [
+    ("moe", "--cp 2 --dp 4 --ep 2 --zero 3 --zero-ranks 4"),  # each expert: two copies of two
+    (
+        "moe gpt2",
+        "--dp 8 --ep 4 --zero 2 --zero-ranks 2 --batch 16 --bucket-mb 0.01",
+    ),  # experts are not split
+    ("odd", "--tp 2 --sp --dp 4 --zero 1 --zero-ranks 2"),
+    (
+        "dropout",
+        "--dp 2 --cp 2 --pp 2 --zero 3 --zero-ranks 2 --schedule zb-h1 --microbatches 2 --offload",
+    ),
+]
+
+
+def test_zero_in_groups_of_ranks(ranks, text):
+    """HSDP in every kind of layout, on the same 8 ranks in one launch: the curve is one process's,
+    and the bytes inside groups and across them are those of the formulas."""
+    small = "--layers 2 --steps 2"
+    cases = [arguments(text, f"{VARIANTS[v]} {flags} {small}") for v, flags in IN_GROUPS]
+
+    def work(rank):
+        return [run_layout(rank, args) for args in cases]
+
+    for args, (code, receipt) in zip(cases, ranks(8, work)[0]):
+        assert code == 0 and receipt["ok"] and len(receipt["steps"]) == args.steps == 2
+        assert max(receipt["max_error"].values()) < 1e-10
+        sent = {(row["op"], row["group"]): row for row in receipt["sent"]}
+        experts = ("all_reduce", "copies across") in sent
+        assert ("all_reduce", "across") in sent and experts == (args.ep > 1)
+        assert ("all_gather", "inside") in sent and ("all_gather", "dp") not in sent
+        assert (("all_gather", "copies inside") in sent) == (args.ep == 2)
+        assert receipt["layout"]["zero-ranks"] == args.zero_ranks
+
+
 @pytest.mark.parametrize("variant", ["gpt2", "llama"])
 def test_recomputation_shrinks_the_peak(ranks, text, variant):
     """One long sequence through 8 blocks, so that head and embedding are little beside them."""
@@ -261,6 +295,10 @@ def zero_sums_twice():
             bucket.gradient *= dist.get_world_size(self.group)
 
     zero.ZeRO1.finish = wrong
+
+
+def shards_not_summed_over_copies():
+    zero.ZeRO1._keep_shard = lambda self, bucket: bucket.keep_shard()
 
 
 def norm_counts_copies():
@@ -462,6 +500,10 @@ BACKWARD, NORM = "step 1, backward", "step 1, the norm"
         (tied_gradients_never_meet, "sgd", "--pp 3 --zero 2", BACKWARD, PARTIAL + "tied"),
         (zero_sums_twice, "sgd", "--dp 2 --zero 2", BACKWARD, SUMMED),
         (zero_sums_twice, "gpt2", "--dp 2 --zero 3", BACKWARD, SUMMED),
+        (
+            *(shards_not_summed_over_copies, "sgd", "--dp 4 --zero 2 --zero-ranks 2"),
+            *(BACKWARD, PARTIAL + "across"),
+        ),
         (all_shards_equal, "sgd", "--tp 2", "step 1, forward: the output of blocks.0", ""),
         (
             *(loss_is_a_mean_of_means, "sgd", "--dp 2 --microbatches 2"),

@@ -1,6 +1,7 @@
 """zero.py: every stage against one process and against PyTorch's DDP, ZeroRedundancyOptimizer and
 FSDP2; bytes and memory."""
 
+import copy
 import functools
 import json
 import re
@@ -19,14 +20,14 @@ import model as gpt
 import pipeline
 import tensor_parallel
 import zero
-from harness import data, formulas, presets, schedules, zero_bytes
+from harness import data, formulas, presets, schedules, zero_bytes, zero_flags
 from harness.ledger import Ledger, storage_bytes
 from trainer import composed_zero
 
 
 def rows_of(rank, world):
-    """Unequal shares of the batch's 12 rows, none smaller than 3."""
-    sizes = {1: [12], 2: [5, 7], 3: [3, 5, 4], 4: [3] * 4}[world]
+    """Unequal shares of the batch's 12 rows, none smaller than 3, or than 1 on 6 ranks."""
+    sizes = {1: [12], 2: [5, 7], 3: [3, 5, 4], 4: [3] * 4, 6: [1, 3, 2, 2, 3, 1]}[world]
     return torch.arange(12).split(sizes)[rank]
 
 
@@ -41,16 +42,18 @@ def train_parallel(
     prepare=lambda model: None,
     order=None,
     settings=None,
+    split=None,
     **options,
 ):
     """Losses, gradients of the last step and weights after it. order: of forwards and backwards,
-    "FFBFBB". settings: attributes of the ZeRO object."""
+    "FFBFBB". settings: attributes of the ZeRO object. split: so many ranks share out a copy."""
     model = gpt.build(config, 7, dtype=torch.float64)
     prepare(model)
     optimizer = functools.partial(make_optimizer, kind=kind)
-    sharded = zero.ZeRO(
-        model, dist.group.WORLD, stage, optimizer, accumulate, bucket_bytes=20000, **options
-    )
+    group = dist.group.WORLD
+    if split:
+        group, options["copies_group"] = subgroups(world, split)
+    sharded = zero.ZeRO(model, group, stage, optimizer, accumulate, bucket_bytes=20000, **options)
     for name, setting in (settings or {}).items():
         setattr(sharded, name, setting)
     losses, grads = [], {}
@@ -78,6 +81,14 @@ def train_parallel(
         sharded.step()
         losses.append(loss.item())
     return losses, grads, {name: p.detach() for name, p in sharded.whole(model.named())}
+
+
+def subgroups(world, split):
+    """This rank's group of `split` neighbours, and the ranks with the same place in theirs."""
+    groups = []
+    for rows in zero_flags.split_ranks(torch.arange(world), split).values():
+        groups.append(dist.new_subgroups_by_enumeration(rows.tolist())[0])
+    return groups
 
 
 @functools.cache
@@ -131,6 +142,116 @@ def test_options_change_nothing(ranks, stage, options):
 
     for ours in ranks(2, work):
         assert_equal(ours, alone("gpt2", "adamw"))
+
+
+def test_copies_that_groups_of_ranks_split(ranks):
+    """HSDP: two copies on 6 ranks, each split over 3. All stages in one launch."""
+    cases = [
+        (1, "adamw", dict(offload=True)),
+        (2, "sgd", {}),
+        (2, "adamw", dict(reduce_each=False)),
+        (3, "sgd", {}),
+    ]
+
+    def work(rank):
+        found = []
+        for stage, kind, options in cases:
+            result = train_parallel(rank, CONFIGS["llama"], kind, stage, 2, 6, split=3, **options)
+            found.append(result)
+        return found
+
+    for results in ranks(6, work):
+        assert len(results) == len(cases)
+        for (_, kind, _), ours in zip(cases, results):
+            assert_equal(ours, alone("llama", kind))
+
+
+def test_copies_equal_pytorchs_hsdp(ranks):
+    """FSDP2 on a 2-D mesh, 4 steps: shards within 2 ranks, copies across 2 pairs."""
+    # Imported here: once, and not in every rank
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    def theirs(rank):
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("across", "inside"))
+        model = gpt.build(CONFIGS["gpt2"], 7, dtype=torch.float64)
+        for block in model.blocks.values():
+            fully_shard(block, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
+        for step in range(4):
+            tokens, targets, samples, count = batch(step)
+            optimizer.zero_grad()
+            rows = rows_of(rank, 4)
+            loss = model(tokens[rows], targets=targets[rows], count=count, samples=samples[rows])
+            (4 * loss).backward()  # FSDP2 averages over the ranks: undo it
+            optimizer.step()
+        return {name: p.full_tensor().detach() for name, p in model.named()}
+
+    def work(rank):
+        ours = train_parallel(rank, CONFIGS["gpt2"], "adamw", 3, 1, 4, 4, split=2)[2]
+        return ours, theirs(rank)
+
+    for ours, weights in ranks(4, work):
+        torch.testing.assert_close(ours, weights, rtol=1e-12, atol=1e-12)
+
+
+def test_a_step_given_up_leaves_no_sum_over_copies(ranks):
+    """The sums of a step's shards may be on their way when it is given up: they must not land in
+    the next step's gradients."""
+
+    def work(rank):
+        torch.manual_seed(3)
+        model = nn.Linear(4, 3).double()
+        group, copies = subgroups(4, 2)
+        make = functools.partial(torch.optim.SGD, lr=1.0)
+        found = []
+        for stage in (1, 2, 3):
+            one = copy.deepcopy(model)
+            sharded = zero.ZeRO(one, group, stage, make, copies_group=copies)
+            sharded.zero_grad()
+            one(torch.full((1, 4), 9.0, dtype=torch.float64)).sum().backward()
+            sharded.zero_grad(give_up=True)
+            one(torch.ones(1, 4, dtype=torch.float64) * (rank + 1)).sum().backward()
+            sharded.finish()
+            norm = sharded.grad_norm().item()
+            [(_, weight), _] = sharded.whole(one.named_parameters())
+            found.append((norm, weight.grad))
+        return found
+
+    for found in ranks(4, work):
+        for norm, gradient in found:
+            assert torch.equal(gradient, torch.full((3, 4), 10.0, dtype=torch.float64))
+            assert norm == pytest.approx((12 * 100 + 3 * 16) ** 0.5, rel=1e-12)
+
+
+def test_copies_of_nothing_are_refused():
+    with pytest.raises(ValueError, match="stage 0 splits nothing"):
+        zero.ZeRO(nn.Linear(2, 2), None, 0, torch.optim.SGD, copies_group=object())
+    for size, ranks_there, stage, words in (
+        (3, 4, 1, "3 does not divide the 4 ranks: use 2 or 4"),
+        (1, 6, 1, "1 splits nothing: use 2 or 3 or 6"),
+        (2, 1, 3, "2 does not divide the 1 ranks: leave it out"),
+        (2, 4, 0, "means nothing in stage 0, which splits nothing: use --stage 1"),
+    ):
+        with pytest.raises(harness.Refused, match=words):
+            where = f"the {ranks_there} ranks"
+            zero_flags.check_ranks("--shard-ranks", size, ranks_there, where, stage, "--stage")
+
+
+def test_who_splits_a_copy_and_who_has_another():
+    """Ranks of 2 pipeline stages x 8 data-parallel ranks, in groups of 4; experts on 2 of these, or
+    on all 8, of which no group of 4 has two copies."""
+    rows = zero_flags.split_ranks(torch.arange(16).view(2, 8), 4, ep=2)
+    assert rows["inside"][0].tolist() == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert rows["across"][1].tolist() == [[8, 12], [9, 13], [10, 14], [11, 15]]
+    assert rows["copies inside"][0].tolist() == [[[0, 2], [1, 3]], [[4, 6], [5, 7]]]
+    assert rows["copies across"][0].tolist() == [[[0, 4], [2, 6]], [[1, 5], [3, 7]]]
+    rows = zero_flags.split_ranks(torch.arange(16), 4, ep=8)
+    assert rows["copies inside"].flatten().sort().values.tolist() == list(range(16))
+    assert rows["copies inside"].shape[-1] == 1
+    pairs = rows["copies across"].flatten(0, -2)
+    assert sorted(pairs.tolist()) == [[i, i + 8] for i in range(8)]
 
 
 def recompute_inside(model):
@@ -738,6 +859,7 @@ FLAGS = "--layers 3 --width 32 --heads 4 --context 16 --batch 12 --steps 3 --gra
         " --offload",
         "--stage 2 --param-dtype bfloat16 --prove 0",
         "--stage 3 --param-dtype bfloat16 --reduce-dtype float32 --prove 0",
+        "--stage 3 --dtype float64 --shard-ranks 2 --microbatches 3 --optimizer sgd --lr 0.3",
     ],
 )
 def test_demo(ranks, tmp_path, flags):
@@ -745,13 +867,16 @@ def test_demo(ranks, tmp_path, flags):
     text.write_text("".join(chr(97 + data.hash64(1, i) % 26) + " " * (i % 3) for i in range(4000)))
     data.load(text)
     args = zero.flags().parse_args(f"{FLAGS} {flags} --data {text}".split())
+    world = 4 if args.shard_ranks else 3
 
     def work(rank):
-        run = harness.Run(args, rank, 3, torch.device("cpu"))
+        run = harness.Run(args, rank, world, torch.device("cpu"))
         return zero.demo(run), getattr(run, "result", None)
 
-    results = ranks(3, work)
-    assert [code for code, _ in results] == [0, 0, 0]
+    results = ranks(world, work)
+    assert [code for code, _ in results] == [0] * world
+    groups = {row["group"] for row in results[0][1]["sent"]}
+    assert groups == ({"dp", "inside", "across"} if args.shard_ranks else {"dp"})
     assert results[0][1]["ok"] and (
         args.prove == 0 or max(results[0][1]["max_error"].values()) < 1e-10
     )

@@ -128,8 +128,8 @@ def pieces_of(named, optimizer, data_group, states=None):
 
     named: (full name, parameter). A parameter's `placement`, if any, says what it is a piece of
     (see harness/placement.py).
-    optimizer: torch's, or zero.ZeRO, whose shards have no copies. data_group: the ranks that hold
-    copies for other data.
+    optimizer: torch's, or trainer/composed_zero.py's. data_group: the ranks that hold copies for
+    other data.
     states(name): {kind: shape of the whole} of optimizer states to make, zeros, where an optimizer
     has none yet.
     """
@@ -176,8 +176,8 @@ def pieces_of(named, optimizer, data_group, states=None):
 def speaks(parameter, data_group, optimizer):
     """Whether this rank is the one, of all that hold the same piece of a parameter, to write it.
 
-    ZeRO's shards differ between the ranks of the data-parallel group; without ZeRO these ranks hold
-    copies."""
+    ZeRO's shards differ between the ranks of the data-parallel group, or of each part of it that
+    splits a copy; without ZeRO these ranks hold copies."""
     where = placement(parameter)
     data_group = where["data"] or data_group
     groups = where["copies"] + where["partial"] + [data_group]
@@ -186,6 +186,9 @@ def speaks(parameter, data_group, optimizer):
         groups = [
             group for group in groups if not sharing.issuperset(dist.get_process_group_ranks(group))
         ]
+        _, across = optimizer.split(data_group)
+        if across is not None:
+            groups.append(across)
     return all(dist.get_rank(group) == 0 for group in groups)
 
 

@@ -6,6 +6,8 @@ A parameter's `placement` (see harness/placement.py) may say
     data      its data-parallel group in place of ZeRO's own: an expert has fewer copies
     copies    groups that hold the same piece: the norm counts it once
 
+With `splits`, a data-parallel group is several copies, each split over some of its ranks (HSDP).
+
 A pipeline's rank has several stages, each with backward passes of its own: the scopes. While a pass
 of one scope is on, `trained` and `units` are those of this scope alone.
 
@@ -25,10 +27,11 @@ from harness.placement import is_first, placement
 
 
 class ComposedZeRO:
-    """Comes before one of zero.py's classes. scopes: modules (default: the model)."""
+    """Comes before one of zero.py's classes. scopes: modules (default: the model). splits:
+    {data-parallel group: (ranks inside it that split a copy, ranks across with the same shards)}"""
 
-    def __init__(self, model, *args, scopes=None, **options):
-        self.scopes = list(scopes or [model])
+    def __init__(self, model, *args, scopes=None, splits=None, **options):
+        self.scopes, self.splits = list(scopes or [model]), splits or {}
         self.complete = True
         self.scopes_of = {p: () for p in model.parameters()}
         for i, scope in enumerate(self.scopes):
@@ -47,10 +50,16 @@ class ComposedZeRO:
 
     def _make_bucket(self, parameters, group, **options):
         place = placement(parameters[0])
-        bucket = super()._make_bucket(parameters, place["data"] or group, **options)
+        inside, across = self.split(place["data"] or group)
+        bucket = super()._make_bucket(parameters, inside, copies_group=across, **options)
         bucket.partial = list(place["partial"])
         bucket.scopes = self.scopes_of[parameters[0]]
         return bucket
+
+    def split(self, data_group):
+        """(the ranks of a data-parallel group that split a copy with this one, those that hold the
+        same shards; None without copies)"""
+        return self.splits.get(data_group, (data_group, None))
 
     @contextlib.contextmanager
     def backward(self, scope, complete=True):
@@ -78,6 +87,9 @@ class ComposedZeRO:
         self._check_finished()
         counted = []
         for bucket in self.trained:
+            across = bucket.copies_group
+            if across is not None and dist.get_rank(across) > 0:
+                continue
             for p, span in zip(bucket.parameters, bucket.spans):
                 if is_first(p, groups):
                     counted.append(bucket.gradient[span])

@@ -34,6 +34,10 @@ class Peak(NamedTuple):
     tf32: float
     float32: float
 
+    @property
+    def float16(self):
+        return self.bfloat16
+
 
 # By the names that torch.cuda.get_device_name() gives. Cards of one generation differ: an H100 PCIe
 # has three quarters of an H100 SXM's rate. A card that is not here gets no MFU
@@ -86,6 +90,8 @@ def usable_memory(args, cluster):
         sizes += [args.cp] * 2
     if args.ep > 1:
         sizes += [args.ep, args.dp * args.cp // args.ep]
+    if args.zero_ranks:
+        sizes += [args.zero_ranks, args.dp * args.cp // args.zero_ranks]
     communicators = sum(size > 1 for size in sizes)
     return cluster.device.memory - CONTEXT - communicators * COMMUNICATOR
 

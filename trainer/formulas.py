@@ -89,12 +89,13 @@ def expected(run, model, optimizer, schedule, groups, length, travelled):
 def held_rows(args, states):
     """{kind: (bytes, formula)} of weights, gradients and optimizer states."""
     copies = 2 if args.optimizer == "adamw" else 0  # AdamW's moments
-    if args.param_dtype != args.dtype:
+    if args.param_dtype != args.dtype or args.offload:
         copies += 1  # the masters
     kinds = (("parameters", "P e", 3), ("gradients", "P e", 2), ("optimizer", f"{copies} P e", 1))
     rows = {}
+    ranks = "zero-ranks" if args.zero_ranks else "dp"
     for (kind, text, stage), size in zip(kinds, states):
-        rows[kind] = size, f"{text} / dp" if args.zero >= stage else text
+        rows[kind] = size, f"{text} / {ranks}" if args.zero >= stage else text
     return rows
 
 
@@ -105,6 +106,8 @@ def layout(args):
         shown |= {"schedule": args.schedule, "microbatches": args.microbatches}
     if args.zero:
         shown["zero"] = args.zero
+    if args.zero_ranks:
+        shown["zero-ranks"] = args.zero_ranks
     if args.sp:
         shown["sp"] = args.tp
     if args.recompute != "none":
@@ -152,23 +155,30 @@ def moments(args, share):
 
 def of_zero(args, share, optimizer, actions, groups, sizes):
     """The same with ZeRO, whose shards are padded. sizes: {group's name: parameters}."""
-    masters = share.master if args.param_dtype != args.dtype else 0
+    masters = share.master if args.param_dtype != args.dtype or args.offload else 0
     states, sent = [0, 0, 0], {}
     for name, size in sizes.items():
-        group, n = groups[name], dist.get_world_size(groups[name])
+        inside, across = optimizer.split(groups[name])
+        n = dist.get_world_size(inside)
         for bucket in optimizer.buckets:
-            if bucket.group is group:
+            if bucket.group is inside:
                 size += bucket.size - sum(p.numel() for p in bucket.parameters)
         element_sizes = share.element, share.reduced, moments(args, share) + masters
         for i, each in enumerate(by_paper.model_states(args.zero, n, *element_sizes)):
             states[i] += size * each
-        for operation, row in zero_bytes.sent(optimizer, actions, group).items():
-            sent[operation, name] = row
+        prefix = "" if name == "dp" else f"{name} "
+        where = name if inside is groups[name] else f"{prefix}inside"
+        for operation, row in zero_bytes.sent(optimizer, actions, inside).items():
+            sent[operation, where] = row
+        if across is not None:
+            row = zero_bytes.sent_to_copies(optimizer, across)
+            sent["all_reduce", f"{prefix}across"] = row
         scalars = 0
         if name == "dp":  # the loss; and the norm, where ranks have shards of the gradient
             scalars = 2 * SCALAR if args.zero else SCALAR
         amount, text = sent.get(("all_reduce", name), (0, "loss and norm"))
-        sent["all_reduce", name] = amount + by_paper.all_reduce_sent(scalars, n), text
+        amount += by_paper.all_reduce_sent(scalars, dist.get_world_size(groups[name]))
+        sent["all_reduce", name] = amount, text
     states[2] -= zero_bytes.padding(optimizer) * moments(args, share)  # padding has no moments
     return states, sent
 
@@ -259,7 +269,7 @@ def between_stages(args, config, share, schedule, rank):
     if config.tied and share.first != share.last:
         matrix = by_paper.ceil(config.vocab, args.tp) * config.width
         if args.zero:
-            matrix = by_paper.ceil(matrix, args.dp * args.cp)
+            matrix = by_paper.ceil(matrix, args.zero_ranks or args.dp * args.cp)
         size = by_paper.all_reduce_sent(matrix * share.reduced, 2)
         sent["all_reduce", "tied"] = size, "V/t C e, the tied matrix"
     return sent

@@ -11,7 +11,7 @@ import context_parallel
 import harness
 import pipeline
 import tensor_parallel
-from harness import Refused, experts, long_context, memory, schedules
+from harness import Refused, experts, long_context, memory, schedules, zero_flags
 from trainer import planner, pretrained, recording, sampling, saving, tokenizer, tracking
 
 
@@ -43,7 +43,9 @@ def check_memory(args, config):
         memory.check_sizes(args, config)
         memory.check_numbers(world)
         return
-    copies = args.dp * args.cp if args.zero == 0 and args.ep == 1 else 1
+    copies = 1
+    if args.ep == 1:
+        copies = args.dp * args.cp // (args.zero_ranks or (args.dp * args.cp if args.zero else 1))
     memory.check(args, world, copies)
 
 
@@ -76,6 +78,13 @@ def check(args, config):
     if args.dp * args.cp % args.ep:
         ranks = f"the {args.dp * args.cp} ranks of --dp x --cp"
         raise Refused(f"--ep {args.ep} does not divide {ranks}, where experts live")
+    where = f"the {args.dp * args.cp} ranks of --dp x --cp"
+    ranks = args.zero_ranks, args.dp * args.cp, where
+    zero_flags.check_ranks("--zero-ranks", *ranks, args.zero, "--zero")
+    if args.zero_ranks and args.zero_ranks % args.ep and args.ep % args.zero_ranks:
+        why = "a group must have as many copies of each expert"
+        advice = f"use --zero-ranks {args.ep}, or a multiple or divisor of it"
+        raise Refused(f"--zero-ranks {args.zero_ranks} with --ep {args.ep}: {why}; {advice}")
     length = places_held(args, config.context)
     padded = length * args.cp != config.context or args.sp and length % args.tp
     if config.experts and padded:

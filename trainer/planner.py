@@ -269,6 +269,7 @@ def layout(args):
         if getattr(args, axis) > 1
     )
     text += " sp" * args.sp + f" zero {args.zero}" * (args.zero > 0)
+    text += f" in groups of {args.zero_ranks}" if args.zero_ranks else ""
     text += f" recompute {args.recompute}" * (args.recompute != "none")
     return (
         text + f" {args.schedule}{f' x {args.chunks}' if args.chunks else ''}" * (args.pp > 1)
@@ -326,11 +327,30 @@ def candidates(args, config, gpus):
                     prove=0,
                 )
                 sizes["chunks"] = chunks if chunks > 1 else None
-                stages = (0, 1, 2, 3) if dp * cp > 1 else (0,)
-                for stage, recompute in itertools.product(stages, ("none", "selective", "block")):
+                splits = zero_splits(args, dp * cp, tp)
+                for split, recompute in itertools.product(splits, ("none", "selective", "block")):
                     one = copy.copy(args)
-                    vars(one).update(sizes | {"zero": stage, "recompute": recompute})
+                    stage, ranks = split
+                    vars(one).update(sizes | {"zero": stage, "zero_ranks": ranks})
+                    one.recompute = recompute
                     yield one
+
+
+def zero_splits(args, ranks, tp):
+    """(stage, --zero-ranks) to try on so many data-parallel ranks: all of them, or those of a node.
+    With --zero-ranks that size alone."""
+    node, rest = divmod(args.nodes_of or 8, tp)
+    sizes = [None]
+    if args.zero_ranks:
+        sizes = [args.zero_ranks]
+    elif not rest and 1 < node < ranks:
+        sizes.append(node)
+    found = [] if args.zero_ranks else [(0, None)]
+    for stage, size in itertools.product((1, 2, 3), sizes):
+        fits = size is None or ranks % size == 0 and (size % args.ep == 0 or args.ep % size == 0)
+        if ranks > 1 and fits:
+            found.append((stage, size))
+    return found
 
 
 def no_layout(args, config, gpus):
@@ -368,9 +388,11 @@ def rough(args, config, cluster):
         config.context // cp,
     )
     speed = {"tp": cluster.link(range(tp))[1], "pp": cluster.link([0, dp * cp * tp])[1]}
+    split = args.zero_ranks or dp * cp
     speed |= {
         "cp": cluster.link(range(0, cp * tp, tp))[1],
-        "dp": cluster.link(range(0, dp * cp * tp, tp))[1],
+        "inside": cluster.link(range(0, split * tp, tp))[1],
+        "across": cluster.link(range(0, dp * cp * tp, split * tp))[1],
     }
     again = 1 / 3 if args.recompute == "block" else 0.0
     rate, memory = cluster.device.flops * EFFICIENCY * 2 / e, cluster.device.bandwidth * EFFICIENCY
@@ -409,16 +431,18 @@ def rough(args, config, cluster):
         rows / m * length * config.width * e / (tp if args.sp else 1) / speed["pp"] + ALPHA["inter"]
     )
     parts["messages between stages"] = 2 * chunks * (m + pp) * message * (pp > 1)
-    r, passes = ledger.all_but_one(dp * cp), m if args.zero > 1 and not args.reduce_once else 1
-    weights = r * size * e * (0, 1, 1, 2 * m)[args.zero] / speed["dp"]
-    gradients = r * size * reduced * (passes if args.zero else 2) / speed["dp"]
+    r, passes = ledger.all_but_one(split), m if args.zero > 1 and not args.reduce_once else 1
+    weights = r * size * e * (0, 1, 1, 2 * m)[args.zero] / speed["inside"]
+    gradients = r * size * reduced * (passes if args.zero else 2) / speed["inside"]
+    sums = formulas.all_reduce_sent(size / split * reduced, dp * cp // split)
+    gradients += sums / speed["across"]
     # All of it beside computing; else gradients beside the backwards that complete them
     if args.zero == 3:
         parts["data parallel"] = max(0.0, weights + gradients - 3 * third * m)
     else:
         parts["data parallel"] = max(0.0, gradients - 2 * third * passes) + weights
     states = formulas.model_states(
-        args.zero, dp * cp, e, reduced, 2 * master + (e != master) * master
+        args.zero, split, e, reduced, 2 * master + (e != master) * master
     )
     flying = min(m, pp + (pp - 1) / chunks * (chunks > 1)) if pp > 1 else 1
     held = (layers * flying * kept(args.recompute) + (args.recompute != "none") * whole) / m
@@ -427,7 +451,7 @@ def rough(args, config, cluster):
     gathered = 2 * size * e / layers * (args.zero == 3)
     # At the optimizer's step no activations are left, but gradients in the masters' dtype are there
     # too
-    copied = (reduced != master) * master * size / (dp * cp if args.zero else 1)
+    copied = (reduced != master) * master * size / (split if args.zero else 1)
     return parts, sum(states) * size + max(held + gathered, copied)
 
 
@@ -447,6 +471,7 @@ def plan(args, cluster, prepare, train):
         schedule="1f1b",
         chunks=None,
         cp_rings=None,
+        zero_ranks=None,
     )
     vars(alone).update(sp=False, gather_again=False, keep_gathered=False, reduce_once=False)
     settled, config = prepare(alone)

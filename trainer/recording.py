@@ -91,6 +91,9 @@ class Recording(Recorder):
         flags = {k: v if isinstance(v, plain) else str(v) for k, v in sorted(vars(args).items())}
         sizes = {name: getattr(args, name) for name in ("dp", "tp", "pp", "cp", "ep")}
         sizes["micro-batches"] = args.microbatches
+        if args.zero_ranks:
+            sizes["inside"] = args.zero_ranks
+            sizes["across"] = args.dp * args.cp // args.zero_ranks
         order = ["embed", *(f"blocks.{i}" for i in range(run.config.layers))]
         order += parameter_shapes(run.config)
         super().__init__(path, model, dtype=run.precision, groups=sizes, order=order, flags=flags)
@@ -148,7 +151,8 @@ class Recording(Recorder):
         with _disable_current_modes():
             self.parameters = dict(self.named())
             tokens = torch.cat([tokens for tokens, _, _ in batches])
-            self.step(tokens, loss=loss, norm=norm, lr=self.run.lr)
+            scale = self.run.shown_scale()
+            self.step(tokens, loss=loss, norm=norm, lr=self.run.lr, **scale)
             self.write_tensors()
         self.run.last += time.perf_counter() - start  # not the step's time
 

@@ -148,8 +148,9 @@ class Saver:
     steps stand within `with saver:`, which finishes the checkpoint that is being written, also
     where the run refuses to go on."""
 
-    def __init__(self, run, model, optimizer, groups):
+    def __init__(self, run, model, optimizer, groups, scale):
         self.run, self.model, self.optimizer, self.groups = run, model, optimizer, groups
+        self.scale = scale
         args = run.args
         self.writer, self.lock, self.signal_received = None, Lock(args.out), 0
         if not args.out:
@@ -164,7 +165,7 @@ class Saver:
             }
         layout = {
             name: getattr(args, name)
-            for name in ("dp", "tp", "pp", "cp", "ep", "sp", "zero", "schedule")
+            for name in ("dp", "tp", "pp", "cp", "ep", "sp", "zero", "zero_ranks", "schedule")
         }
         # What resuming compares, and what it is told
         told = {"layout": layout}
@@ -218,6 +219,10 @@ class Saver:
             training = not (finished or args.only_sample)
             states = checkpoint.states_in(index) if training else None
             checkpoint.load(path, index, self.pieces(states))
+            try:
+                self.scale.restore(index.get("loss_scale"))
+            except ValueError as e:
+                raise checkpoint.CheckpointError(f"{path} can't go on: {e}") from e
         # ZeRO: the weights follow the masters that were just filled
         if hasattr(self.optimizer, "reload"):
             self.optimizer.reload()
@@ -268,6 +273,8 @@ class Saver:
         self.attempt(self.writer.poll)
         if last or args.save_every and step % args.save_every == 0:
             self.attempt(self.writer.finish)
+            if self.scale.enabled:
+                self.writer.header["loss_scale"] = self.scale.state()
             self.attempt(lambda: self.writer.save(step, self.pieces()), needed=last)
             self.run.restart_clock()
         return signal.Signals(stop) if stop else None

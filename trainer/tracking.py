@@ -193,7 +193,7 @@ def write_all(run, trace):
 
 
 # Of --log-to FILE.csv
-COLUMNS = ["step", "loss", "grad_norm", "lr", "tokens_per_s", "mfu", "val_loss"]
+COLUMNS = ["step", "loss", "grad_norm", "lr", "tokens_per_s", "mfu", "loss_scale", "val_loss"]
 
 
 def read_log(path):

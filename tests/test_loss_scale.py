@@ -1,0 +1,225 @@
+"""float16 and its loss scale: torch's GradScaler on one process, and the same decisions in every
+layout."""
+
+import copy
+import json
+import math
+import types
+
+import pytest
+import torch
+import torch.distributed as dist
+from test_layouts import VARIANTS, arguments
+
+import harness
+import model as gpt
+import train
+import zero
+from harness import data
+from trainer import loss_scale
+from trainer.loss_scale import LossScale
+
+# Products in float16 are slow on CPUs. The curve must not depend on --steps
+SMALL = "--layers 2 --width 16 --heads 2 --context 8 --batch 8 --dtype float32 --prove 0"
+SMALL += " --param-dtype float16 --min-lr 0.01 --grad-clip 0.1"
+STEPS = 14
+
+
+@pytest.fixture
+def eager(monkeypatch):
+    """A scale that begins too high, and grows again after three steps: it shrinks and grows several
+    times in a few steps."""
+    monkeypatch.setattr(LossScale, "INITIAL", 2.0**19)
+    monkeypatch.setattr(LossScale, "INTERVAL", 3)
+
+
+def history(rank, args, broken=None):
+    """(exit code, the history's rows, the receipt) of train.py's own function, or its refusal."""
+    try:
+        run = harness.Run(args, rank, dist.get_world_size(), torch.device("cpu"))
+        if broken:
+            broken(run)
+        return train.train(run), run.history, getattr(run, "result", None)
+    except harness.Refused as e:
+        return e.code, run.history, str(e)
+
+
+def grad_scaler(args):
+    """[(scale, whether the step was skipped, loss, norm)] of torch's own GradScaler, in one process
+    with float32 masters."""
+    corpus = data.load(args.data)
+    config = harness.configure(args)
+    masters = gpt.build(config, args.seed, dtype=torch.float32)
+    half = copy.deepcopy(masters).half()
+    harness.lean_head(half)  # a loss in float32
+    optimizer = harness.make_optimizer(masters.parameters(), args)
+    scaler = torch.amp.GradScaler(
+        "cpu", init_scale=LossScale.INITIAL, growth_interval=LossScale.INTERVAL
+    )
+    rows = []
+    for step in range(args.steps):
+        batch = corpus.batch(step, range(args.batch), config.context, args.seed)
+        tokens, targets, samples = batch
+        loss = half(tokens, targets=targets, samples=samples)
+        scaler.scale(loss).backward()
+        for master, p in zip(masters.parameters(), half.parameters()):
+            master.grad, p.grad = p.grad.float(), None
+        scaler.unscale_(optimizer)
+        norm = torch.nn.utils.clip_grad_norm_(masters.parameters(), args.grad_clip)
+        scale = scaler.get_scale()
+        scaler.step(optimizer)
+        scaler.update()
+        rows.append((scale, scaler.get_scale() < scale, loss.item(), norm.item()))
+        with torch.no_grad():
+            for master, p in zip(masters.parameters(), half.parameters()):
+                p.copy_(master)
+    return rows
+
+
+def test_equals_torchs_grad_scaler(ranks, text, tmp_path, eager):
+    """The same scales, skipped steps, losses and norms: on one rank, where the sums are in float32
+    as GradScaler's; and on 4 ranks in float16, saved and resumed in another layout."""
+    args = arguments(text, f"{SMALL} --reduce-dtype float32 --steps {STEPS}")
+    expected = grad_scaler(args)
+    skipped = [row[1] for row in expected]
+    grown = [b[0] > a[0] for a, b in zip(expected, expected[1:])]
+    assert skipped[0] and sum(skipped) > 3 and sum(grown) > 1  # shrinks, grows, shrinks again
+
+    [(code, rows, receipt)] = ranks(1, history, args)
+    assert code == 0 and receipt["ok"] and len(rows) == STEPS
+    for row, (scale, left_out, loss, norm) in zip(rows, expected):
+        assert row["loss_scale"] == scale and (row["loss"] is None) == left_out
+        if not left_out:
+            assert row["loss"] == pytest.approx(loss, rel=1e-4)
+            assert row["grad_norm"] == pytest.approx(norm, rel=1e-4)
+
+    out, half = tmp_path / "out", STEPS // 2 + 1  # resumes between two changes of the scale
+    joined = []
+    for flags in (
+        f"--dp 2 --pp 2 --zero 2 --microbatches 2 --steps {half}",
+        f"--tp 2 --steps {STEPS} --resume",
+    ):
+        args = arguments(text, f"{SMALL} {flags} --out {out}")
+        results = ranks(args.dp * args.tp * args.pp, history, args)
+        assert all(code == 0 and receipt["ok"] for code, _, receipt in results)
+        scales = [[row["loss_scale"] for row in rows] for _, rows, _ in results]
+        assert all(other == scales[0] for other in scales)  # every rank decides alike
+        joined += results[0][1]
+    assert [row["loss_scale"] for row in joined] == [scale for scale, *_ in expected]
+    assert [row["loss"] is None for row in joined] == skipped
+    index = json.loads((out / f"step-{half:08d}/index.json").read_text())
+    scale, left_out, _, _ = expected[half]
+    assert index["loss_scale"] == {"value": scale, "good_steps": 1}
+    for row, (_, left_out, loss, _) in zip(joined, expected):
+        assert left_out or row["loss"] == pytest.approx(loss, rel=1e-2)
+
+
+@pytest.mark.parametrize(
+    "variant, flags",
+    [
+        ("moe gpt2", "--dp 2 --ep 2 --pp 2 --schedule zb-v --zero 3 --microbatches 3 --steps 2"),
+        ("sgd", "--dp 2 --tp 2 --sp --zero 1 --layers 2 --steps 2 --out OUT --record OUT/record"),
+    ],
+)
+def test_the_scale_cancels_out(ranks, text, tmp_path, monkeypatch, variant, flags):
+    """In float64, where a power of two changes no bit: loss, norm, clipping, every gradient and
+    weight are one process's, with routers' losses that begin in the middle of a backward."""
+    monkeypatch.setattr(loss_scale, "SCALED", {"float64"})
+    flags = f"{VARIANTS[variant]} {flags}".replace("OUT", str(tmp_path / "out"))
+    args = arguments(text, flags)
+    for code, rows, receipt in ranks(4, history, args):
+        assert code == 0 and receipt["ok"]
+        assert max(receipt["max_error"].values()) < 1e-10
+        assert [row["loss_scale"] for row in rows] == [2.0**16] * 2
+    if args.record:
+        lines = (tmp_path / "out/record/record.jsonl").read_text().splitlines()
+        assert json.loads(lines[1])["scalars"]["loss_scale"] == [2.0**16]
+
+
+def test_a_gradient_that_is_never_finite_ends_the_run(ranks, text, monkeypatch):
+    """Not scaling is to blame: it is named once the scale has come down to 1."""
+    monkeypatch.setattr(LossScale, "INITIAL", 4.0)
+
+    def broken(run):
+        data_parallel = train.data_parallel
+
+        def planted(run, model, groups):
+            result = data_parallel(run, model, groups)
+            bias = dict(model.named())["blocks.1.mlp.down.bias"]
+            bias.register_hook(lambda g: g * torch.inf if run.step > 0 else g)
+            return result
+
+        train.data_parallel = planted
+
+    args = arguments(text, f"{SMALL} --zero 0 --steps 9")
+    [(code, rows, said)] = ranks(1, history, args, broken)
+    assert code == 1 and "step 4 has loss" in said and "blocks.1.mlp.down.bias" in said
+    assert [row["loss_scale"] for row in rows] == [4.0, 4.0, 2.0]
+
+
+def test_no_step_at_all(ranks, text, monkeypatch):
+    """Every step is skipped: nothing was measured, and nothing fails."""
+    monkeypatch.setattr(LossScale, "INITIAL", 2.0**60)
+    args = arguments(text, f"{SMALL} --dp 2 --zero 1 --steps 2")
+    for code, rows, receipt in ranks(2, history, args):
+        assert code == 0 and [row["loss"] for row in rows] == [None, None]
+        assert not receipt["sent"] and not receipt["held"]
+
+
+def stand_in(param_dtype="float16", loss=1.0, norm=1.0):
+    """What a LossScale needs of a run and an optimizer."""
+    run = types.SimpleNamespace(skipped=[], rank=1, step=0, loss_scale=None)
+    run.args = types.SimpleNamespace(param_dtype=param_dtype, reduce_dtype=param_dtype, quiet=True)
+    run.read = lambda loss, norm: (loss, norm)
+    run.skip = lambda: run.skipped.append(run.step)
+    weight = torch.nn.Parameter(torch.ones(3))
+    return run, types.SimpleNamespace(optimizer=torch.optim.SGD([weight], lr=1.0)), weight
+
+
+def test_what_is_the_scales_fault():
+    run, optimizer, weight = stand_in()
+    scale = LossScale(run, optimizer)
+    assert scale.value == 65536 == run.loss_scale and scale.count(256) == 256 / 65536
+    assert scale.fits(5.0, 3.0) and not scale.fits(5.0, math.inf) and not scale.fits(5.0, math.nan)
+    assert scale.fits(math.nan, math.nan) and scale.fits(math.inf, math.inf)  # forward's fault
+    assert run.skipped == [0, 0]
+    scale.value = 1.0
+    assert scale.fits(5.0, math.inf)
+    scale.update(taken=False)
+    assert scale.value == 1.0
+    scale.value = 8.0
+    weight.grad = torch.full((3,), 16.0)
+    optimizer.optimizer.step()
+    assert weight.tolist() == [-1.0] * 3  # 1 - 16 / 8
+
+
+def test_other_types_have_no_scale():
+    for dtype in ("float64", "float32", "bfloat16"):
+        run, optimizer, weight = stand_in(dtype)
+        scale = LossScale(run, optimizer)
+        n = 256
+        assert not scale.enabled and scale.value == 1.0 and scale.count(n) is n
+        assert run.loss_scale is None and scale.fits(5.0, math.inf)  # Run.check decides
+        scale.update(taken=False)
+        scale.restore({"value": 8.0, "good_steps": 1})
+        weight.grad = torch.ones(3)
+        optimizer.optimizer.step()
+        assert scale.value == 1.0 and weight.tolist() == [0.0] * 3
+
+
+@pytest.mark.parametrize(
+    "saved", [{}, 7, {"value": "x", "good_steps": 0}, {"value": 0.5, "good_steps": 0}]
+)
+def test_a_scale_that_is_none_is_refused(saved):
+    run, optimizer, _ = stand_in()
+    with pytest.raises(ValueError, match="its loss scale"):
+        LossScale(run, optimizer).restore(saved)
+
+
+def test_float16_needs_a_scale():
+    """zero.py has none, and no script trains masters in float16."""
+    for flags in (zero.flags, train.flags):
+        with pytest.raises(harness.Refused, match="--dtype: invalid choice: 'float16'"):
+            flags().parse_args(["--dtype", "float16"])
+    with pytest.raises(harness.Refused, match="--param-dtype: invalid choice: 'float16'"):
+        zero.flags().parse_args(["--param-dtype", "float16"])

@@ -1,0 +1,100 @@
+"""Dynamic loss scaling, without which float16 loses small gradients.
+
+float16 has no number between 0 and 6e-8, and none above 65,504. So the loss is multiplied by a
+scale before backward, and with it every gradient. The optimizer divides its own copies of the
+gradients by the scale, in the masters' dtype. A gradient that is not finite was too large: the step
+is skipped, and the scale is halved. After 2,000 steps in a row without that it is doubled. These
+are the rules and numbers of torch.amp.GradScaler (Micikevicius et al. 2018, arXiv:1710.03740,
+section 3.2).
+
+All ranks decide alike, and nothing more is sent: they read the gradient's norm, which is the same
+on all of them, and it is finite if all gradients are. Where the scale has come down to 1, or the
+loss itself is not finite, scaling is not to blame: the run ends, as in other types (--skip-nan).
+GradScaler goes on for ever there.
+"""
+
+import math
+
+import torch
+
+from harness import say
+
+SCALED = {"float16"}  # the types that need it
+
+
+class LossScale:
+    """A run's loss scale: `value`, 1 where no type needs it.
+
+    count(n)          divides the sum of the losses in the place of n: so it is `value` times larger
+    fits(loss, norm)  whether the scale was small enough. If not, says so and skips the step
+    update(taken)     after each step: doubles or halves the scale, or leaves it
+    """
+
+    INITIAL, LEAST = 2.0**16, 1.0
+    GROWTH, BACKOFF, INTERVAL = 2.0, 0.5, 2000
+
+    def __init__(self, run, optimizer):
+        self.run = run
+        self.enabled = not SCALED.isdisjoint((run.args.param_dtype, run.args.reduce_dtype))
+        self.value = self.INITIAL if self.enabled else 1.0
+        self.good_steps = 0  # since the scale changed
+        if self.enabled:
+            optimizer.optimizer.register_step_pre_hook(self.unscale_masters)
+            run.loss_scale = self.value
+
+    def count(self, n):
+        """The routers' losses enter in the middle of backward: a product with the model's loss
+        would leave them out."""
+        return n / self.value if self.enabled else n
+
+    def unscale(self, named):
+        """Divide the gradients of (name, parameter) pairs, which are copies, by the scale."""
+        gradients = [p.grad for _, p in named if p.grad is not None]
+        if self.enabled:
+            torch._foreach_div_(gradients, self.value)
+        return named
+
+    def unscale_masters(self, optimizer, *_):
+        gradients = []
+        for group in optimizer.param_groups:
+            gradients += [p.grad for p in group["params"] if p.grad is not None]
+        torch._foreach_div_(gradients, self.value)
+
+    def fits(self, loss, norm):
+        """loss, norm: as of Run.check."""
+        loss, norm = self.run.read(loss, norm)
+        at_fault = math.isfinite(loss) and not math.isfinite(norm)
+        if not at_fault or self.value <= self.LEAST:  # 1 where no type needs it
+            return True
+        if self.run.rank == 0 and not self.run.args.quiet:
+            step = f"step {self.run.step + 1} has gradients beyond float16"
+            say(f"{step} at a loss scale of {self.value:,.0f}: skipped, the scale is halved")
+        self.run.skip()
+        return False
+
+    def update(self, taken):
+        """taken: whether the optimizer took the step."""
+        if not self.enabled:
+            return
+        self.good_steps = self.good_steps + 1 if taken else 0
+        if not taken:
+            self.value = max(self.value * self.BACKOFF, self.LEAST)
+        elif self.good_steps == self.INTERVAL:
+            self.value, self.good_steps = self.value * self.GROWTH, 0
+        self.run.loss_scale = self.value
+
+    def state(self):
+        """What a checkpoint keeps of it."""
+        return {"value": self.value, "good_steps": self.good_steps}
+
+    def restore(self, saved):
+        """Go on with a checkpoint's scale, if it has one. Raises ValueError where it is none."""
+        if not self.enabled or saved is None:
+            return
+        try:
+            value, good_steps = float(saved["value"]), int(saved["good_steps"])
+        except (KeyError, TypeError, ValueError, OverflowError) as e:
+            raise ValueError("its loss scale can't be read") from e
+        if not self.LEAST <= value < math.inf or good_steps < 0:
+            raise ValueError(f"its loss scale is {value}")
+        self.value, self.good_steps, self.run.loss_scale = value, good_steps, value
