@@ -1,4 +1,4 @@
-"""Collectives: all of them from messages between two ranks, and seven ways to all-reduce.
+"""Collectives: all of them from messages between two ranks, and eight ways to all-reduce.
 
 A collective moves tensors between the N ranks of a group. An all-reduce gives all of them the sum.
 On a ring each rank cuts its tensor into N chunks and talks to its neighbours. Here N is 3. The
@@ -14,7 +14,8 @@ Sent: a rank sends 2 (N-1) chunks, that is 2 S (N-1)/N bytes for a tensor of S b
 however many ranks there are. In no all-reduce does the busiest rank send less. But each of the
 2 (N-1) rounds waits for the one before. So small tensors are faster by recursive doubling: log2 N
 rounds, in each of which a rank sends all S bytes. Halving-doubling lies between: 2 log2 N rounds
-with the ring's bytes, if N is a power of two. docs/collectives.md has the costs of them all.
+with the ring's bytes, if N is a power of two. Two trees come near to that for any N.
+docs/collectives.md has the costs of them all.
 
 Backward: autograd sees none of these messages, so whoever uses them writes it by hand. Where
 forward copies, backward adds up: broadcast and reduce are each other's backward, all-gather and
@@ -27,6 +28,7 @@ Don't train with these: torch.distributed's are as fast or faster. These are her
     python collectives.py --ranks 1024              # starts no processes: predicts the times
 
 Patarasuk and Yuan 2009 (ring). Thakur, Rabenseifner and Gropp 2005 (trees, both doublings).
+Sanders, Speck and Traeff 2009 (two trees).
 """
 
 import contextlib
@@ -43,6 +45,7 @@ SUM, PRODUCT = dist.ReduceOp.SUM, dist.ReduceOp.PRODUCT
 MIN, MAX = dist.ReduceOp.MIN, dist.ReduceOp.MAX
 OPERATORS = {SUM: torch.add, PRODUCT: torch.mul, MIN: torch.minimum, MAX: torch.maximum}
 SEGMENT = 1 << 19  # elements, 2 MB of float32 (see Wire.exchange_and_combine)
+PIECE = 1 << 17  # elements, 512 KB of float32: what a double tree sends at a time
 
 # --- the ring
 #
@@ -162,6 +165,53 @@ async def folded(algorithm, wire, x, combine):
     await wire.exchange(extra, {})
 
 
+# --- two trees: a ring's bytes in a tree's rounds
+
+
+async def double_tree_all_reduce(wire, x, combine):
+    """Each half of x has a tree of its own. Its pieces travel up to the root, one behind the other,
+    and are added on the way. Then the sums travel down. A rank with children in one tree is a leaf
+    of the other, so it sends two pieces a round: 2 S bytes in 2 (log2 N + pieces - 1) rounds."""
+    rounds = double_tree(wire, x)
+    for parents, children in rounds:
+        await wire.exchange(parents, children, combine)
+    for parents, children in reversed(rounds):
+        await wire.exchange(children, parents)
+
+
+def double_tree(wire, x):
+    """This rank's (parents, children) in each round of the way up: {rank: piece of x}."""
+    n, height = wire.size, (wire.size - 1).bit_length()
+    first, second = (half.split(PIECE) for half in x.tensor_split(2))
+    rounds = [({}, {}) for _ in range(len(first) + height - 1)]
+    # The second tree is the first one mirrored. If N is odd, rank 0 is the root of both
+    trees = (first, lambda place: place), (second, lambda place: (n % 2 - 1 - place) % n)
+    for pieces, rank_at in trees:
+        place = rank_at(wire.rank)  # mirrored twice, a rank is itself again
+        for child in range(1, n):
+            path = path_to_root(child, n)
+            start = height - (len(path) - 1)  # the deepest ranks begin
+            if place == child:
+                for (parents, _), piece in zip(rounds[start:], pieces):
+                    parents[rank_at(path[1])] = piece
+            elif place == path[1]:
+                for (_, children), piece in zip(rounds[start:], pieces):
+                    children[rank_at(child)] = piece
+    return rounds
+
+
+def path_to_root(place, n):
+    """With 6 places: 1, 3 -> 2 and 2, 5 -> 4 -> 0. Odd places are leaves."""
+    path = [place]
+    while place:
+        lowest = place & -place  # its lowest bit moves one up
+        place = place - lowest | 2 * lowest
+        if place >= n:
+            place = path[-1] - lowest
+        path.append(place)
+    return path
+
+
 # --- the other all-reduces
 
 
@@ -220,6 +270,7 @@ ALGORITHMS = {
     "ring": ring_all_reduce,
     "recursive-doubling": functools.partial(folded, recursive_doubling_all_reduce),
     "halving-doubling": functools.partial(folded, halving_doubling_all_reduce),
+    "double-tree": double_tree_all_reduce,
     "hierarchical": hierarchical_all_reduce,
 }
 
@@ -558,17 +609,7 @@ def all_reduce(tensor, op=SUM, group=None, async_op=False, algorithm="ring", **o
     """Stands in for torch.distributed's. The sum has the same bits on all ranks. Another
     algorithm's may differ by rounding, because it adds in another order.
 
-    Use, for the gradients of a model, with other rows of the batch on each rank:
-
-        count = torch.tensor(float(targets.numel()), device=targets.device)
-        all_reduce(count, group=group)                        # the targets of all ranks
-        logits = model(rows)                                  # (targets, classes)
-        loss = F.cross_entropy(logits, targets, reduction="sum") / count
-        loss.backward()
-        for p in model.parameters():
-            all_reduce(p.grad, group=group)                   # in place: the sum, on every rank
-
-    Other calls:
+    docs/collectives.md shows it in a training loop. Other calls:
 
         work = ALL_REDUCE["halving-doubling"](x, MAX, group, async_op=True)
         work.wait()                                           # until then leave x alone
@@ -617,19 +658,8 @@ from harness import network
 
 
 def main():
-    parser = harness.Parser(__doc__)
-    network.flags(parser)
-    args = parser.parse_args()
-    if args.ranks:
-        network.print_predictions(args, default_node)
-    else:
-        check = functools.partial(network.check, args)  # of the number of ranks
-        harness.launch(demo, args, check=check, run=harness.Rank)
-
-
-def demo(run):
     """Every collective beside torch's; then what each all-reduce sends, and how long it takes."""
-    return network.compare_and_measure(sys.modules[__name__], run)
+    network.main(sys.modules[__name__])
 
 
 if __name__ == "__main__":

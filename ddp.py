@@ -15,7 +15,7 @@ P parameters of e bytes, r = (N-1)/N. There are four ways to add the gradients u
     bucketed     after backward, one all-reduce a bucket of parameters: fewer, larger messages
     overlapped   one all-reduce a bucket, as soon as backward has filled it: backward goes on
     server       rank 0 adds up, takes the step and sends the weights (harness/parameter_server.py):
-                 (N-1) P e bytes into rank 0, and as many out of it
+                 (N-1) P e bytes into rank 0 and as many out of it; of S servers each has 1/S
 
 Not enough where parameters, gradients and AdamW's two moments, 4 P e bytes, do not fit on one rank:
 zero.py is the next step. docs/data-parallelism.md has the rest.
@@ -241,8 +241,6 @@ class Step:
 
 # --- demo ---
 
-import math
-
 import collectives
 import harness
 from harness import data_parallel, parameter_server
@@ -257,16 +255,15 @@ def main():
     sums = ["torch", *collectives.ALL_REDUCE]
     why = "who adds up a bucket: torch.distributed, or an algorithm of collectives.py"
     parser.add_argument("--all-reduce", choices=sums, default="torch", help=why)
+    data_parallel.flags(parser)
     args = parser.parse_args()
-    if args.all_reduce != "torch" and args.sync in ("server", "naive"):
-        raise harness.Refused("--all-reduce needs buckets: use --sync bucketed or overlapped")
     harness.configure(args)
-    harness.launch(demo, args, check=lambda world: harness.check_batch(args, world))
+    harness.launch(demo, args, check=functools.partial(data_parallel.check, args))
 
 
 def demo(run):
     args, group = run.args, dist.group.WORLD
-    server = args.sync == "server"
+    servers = None
     run.groups(dp=group)
     model = run.fill(run.meta_model())  # the same seed everywhere: the replicas start equal
     parameters = list(model.parameters())
@@ -274,16 +271,19 @@ def demo(run):
     all_reduce = collectives.ALL_REDUCE.get(args.all_reduce, dist.all_reduce)
     if args.sync == "naive":  # one all-reduce a parameter
         bucket_bytes = 0
-    if server:  # one message a worker, and rank 0 alone gets the sum
-        bucket_bytes, all_reduce = math.inf, parameter_server.Push
+    if args.sync == "server":  # a bucket's server alone gets its sum
+        servers = parameter_server.Servers(args.servers or 1, group)
+        all_reduce = servers.push
     overlap = args.sync == "overlapped"
     sync = DDP(parameters, group, args.microbatches, bucket_bytes, overlap, all_reduce)
-    takes_step = run.rank == 0 or not server
+    if servers:
+        servers.deal(sync.buckets)
+    steps = set(servers.mine if servers else parameters)  # what this rank's optimizer changes
     optimizer = harness.make_optimizer(parameters, args)
     for step in run.steps(optimizer):
         sync.zero_grad()
-        if server:
-            parameter_server.pull(parameters, group)
+        if servers:
+            servers.pull()
         loss = run.zero()
         for tokens, targets, samples in run.microbatches(step, run.rank, run.world):
             # count: the number of tokens in the whole batch
@@ -292,17 +292,20 @@ def demo(run):
             loss += part.detach()
         sync.finish()
         dist.all_reduce(loss, group=group)
-        norm = harness.grad_norm(parameters)
-        if server:  # a worker's own gradient is not the batch's
-            dist.broadcast(norm, group=group, group_src=0)
-        run.check(loss, norm, model.named, takes_step)
-        if takes_step:
-            harness.clip(parameters, norm, args.grad_clip)
+        norm = servers.norm() if servers else harness.grad_norm(parameters)
+        run.check(loss, norm, lambda: [(n, p) for n, p in model.named() if p in steps], bool(steps))
+        harness.clip(parameters, norm, args.grad_clip)
+        if servers:
+            servers.step(optimizer)
+        else:
             optimizer.step()
         run.log(loss, norm)
 
-    sent, held, notes = data_parallel.expected(run, parameters, sync, takes_step)
-    return run.receipt({"dp": run.world, "sync": args.sync}, sent, held, notes)
+    sent, held, notes = data_parallel.expected(run, parameters, sync, servers)
+    layout = {"dp": run.world, "sync": args.sync}
+    if servers:
+        layout["servers"] = len(servers.shares)
+    return run.receipt(layout, sent, held, notes)
 
 
 if __name__ == "__main__":

@@ -1,14 +1,41 @@
-"""What the receipt of ddp.py's demo is held against."""
+"""The flags of ddp.py's demo, and what its receipt is held against."""
 
 from harness import network
+from harness.flags import POSITIVE, check_batch
 from harness.formulas import activation_bytes, data_parallel_sent
+from harness.start import Refused
 
 
-def expected(run, parameters, sync, takes_step):
-    """(sent, held, notes) of a training step. sync: the demo's DDP."""
+def flags(parser):
+    why = (
+        "--sync server: deal the parameters out over so many servers, the first ranks (default: 1)"
+    )
+    parser.add_argument("--servers", **POSITIVE, help=why)
+
+
+def check(args, world):
+    """Refuse flags that do not go together on `world` ranks."""
+    if args.all_reduce != "torch" and args.sync in ("server", "naive"):
+        raise Refused("--all-reduce needs buckets: use --sync bucketed or overlapped")
+    if args.servers and args.sync != "server":
+        raise Refused("--servers is for parameter servers: add --sync server, or leave it out")
+    if args.servers and args.servers > world:
+        raise Refused(f"--servers {args.servers} needs as many ranks, and there are {world}")
+    check_batch(args, world)
+
+
+def expected(run, parameters, sync, servers):
+    """(sent, held, notes) of a training step. sync: the demo's DDP. servers: its parameter servers,
+    or None."""
     args, n = run.args, run.world
     size = sum(p.nbytes for p in parameters)
-    held = run.states(size, "P e", takes_step)
+    held = run.states(size, "P e")
+    share = None  # bytes that this rank serves
+    if servers:
+        run.role = "a server" if servers.mine else "a worker"
+        share = sum(p.nbytes for p in servers.mine)
+        moments = 2 if args.optimizer == "adamw" else 0
+        held["optimizer"] = moments * share, f"{moments} x what it serves"
     sequences = args.batch // n // args.microbatches
     blocks = run.config.layers * activation_bytes(run.config, sequences, run.dtype.itemsize)
     held["activations_peak"] = blocks, "what backward needs of the blocks"
@@ -18,5 +45,5 @@ def expected(run, parameters, sync, takes_step):
         notes.append(f"a {args.all_reduce} all-reduce sends at most {most:,.0f} bytes a rank")
     if args.sync == "overlapped":
         notes.append(f"{sync.early} of {len(sync.buckets)} buckets started during backward")
-    sent = data_parallel_sent(args.sync, args.all_reduce, size, n, run.rank)
+    sent = data_parallel_sent(args.all_reduce, size, n, share)
     return sent, held, notes

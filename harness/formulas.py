@@ -22,17 +22,22 @@ def all_reduce_sent(size, n):
     return 2 * (n - 1) / n * size
 
 
-def data_parallel_sent(sync, all_reduce, size, n, rank):
+def data_parallel_sent(all_reduce, size, n, share=None):
     """{(operation, group): (bytes, formula)}: what a rank sends a step for gradients of `size`
-    bytes. sync, all_reduce: as ddp.py's flags."""
-    sent = {("all_reduce", "dp"): (all_reduce_sent(size + 8, n), "2 r P e, and the loss, 8 bytes")}
-    if sync == "server" or all_reduce != "torch":
-        sent["all_reduce", "dp"] = (all_reduce_sent(8, n), "the loss, 8 bytes")
-    if sync == "server":
-        messages = n - 1 if rank == 0 else 1
-        sent["send", "dp"] = (messages * size, "(N-1) P e, the server")
-        sent["broadcast", "dp"] = ((n - 1) / n * 8, "the gradient norm, 8 bytes")
-    return sent
+    bytes. all_reduce: as ddp.py's flag. share: with parameter servers, the bytes of the parameters
+    that this rank serves; a worker serves none."""
+    if share is not None:
+        # Weights to all others; gradients to the servers of the rest
+        text = "(N-1) P_s e of weights, (P - P_s) e of gradients; it serves P_s" if share else "P e"
+        if share == size:
+            text = "(N-1) P e"
+        return {
+            ("send", "dp"): ((n - 1) * share + size - share, text),
+            ("all_reduce", "dp"): (all_reduce_sent(16, n), "the loss and the norm, 8 bytes each"),
+        }
+    if all_reduce != "torch":
+        return {("all_reduce", "dp"): (all_reduce_sent(8, n), "the loss, 8 bytes")}
+    return {("all_reduce", "dp"): (all_reduce_sent(size + 8, n), "2 r P e, and the loss, 8 bytes")}
 
 
 def model_states(stage, n, weights=2, gradients=2, states=12):

@@ -6,6 +6,7 @@ seconds. collectives.py comes in as an argument, `library`.
 """
 
 import functools
+import math
 import statistics
 import time
 import types
@@ -15,10 +16,11 @@ import torch
 import torch.distributed as dist
 
 from harness import memory
-from harness.flags import POSITIVE, SIZE, SPEED, TIME, quantity
+from harness.flags import POSITIVE, SIZE, SPEED, TIME, Parser, quantity
 from harness.flags import count as whole_number
 from harness.plots import check_plot, plot_flag, pyplot, save
 from harness.receipt import write_json
+from harness.run import Rank, launch
 from harness.start import Refused
 
 # --- flags
@@ -103,8 +105,10 @@ class MessageLog:
 
 def tally(logs):
     """The Cost of the messages in the logs of all ranks. Replays the logs, and stamps each message
-    with the length of its chain."""
+    with the length of its chain. A message waits for what its sender has received, and for the
+    sender's previous message to the same rank."""
     chain = [0] * len(logs)  # the longest chain that has reached each rank
+    latest = {}  # (sender, receiver) -> the stamp of the last message that was sent
     position = [0] * len(logs)  # how much of each log is replayed
     arriving = {}  # (sender, receiver) -> the stamps of the messages on their way
     progress = True
@@ -113,7 +117,9 @@ def tally(logs):
         for rank, log in enumerate(logs):
             for kind, peer, _ in log[position[rank] :]:
                 if kind == "send":
-                    arriving.setdefault((rank, peer), []).append(chain[rank] + 1)
+                    stamp = max(chain[rank], latest.get((rank, peer), 0)) + 1
+                    latest[rank, peer] = stamp
+                    arriving.setdefault((rank, peer), []).append(stamp)
                 elif arriving.get((peer, rank)):
                     chain[rank] = max(chain[rank], arriving[peer, rank].pop(0))
                 else:
@@ -125,9 +131,10 @@ def tally(logs):
     return Cost(max(chain), max(sent), max(through), sum(sent))
 
 
-def formulas(n, size, node=1):
-    """{algorithm: Cost} of an all-reduce of `size` bytes on n ranks, hierarchical in nodes of
-    `node` ranks. docs/collectives.md has the table."""
+def formulas(n, size, node=1, pieces=1):
+    """{algorithm: Cost} of an all-reduce of `size` bytes on n ranks: hierarchical in nodes of
+    `node` ranks, a double tree with so many pieces of each half. docs/collectives.md has the
+    table."""
     p = 1 << (n.bit_length() - 1)  # the ranks that double and halve: a power of two
     levels = p.bit_length() - 1
     fold = int(p < n)  # the other ranks fold into them first
@@ -140,6 +147,9 @@ def formulas(n, size, node=1):
     doubling_sent = (levels + fold) * size
     doubling_total = (levels * p + 2 * (n - p)) * size
     ring_rounds, node_rounds = 2 * (n - 1), 2 * (node - 1) + 2 * (n // node - 1)
+    # Each link of a rank takes S/2 up or down: at most 3 links in one tree, and 1 in the other
+    tree_rounds = 2 * (tree_height(n) + pieces - 1) * several
+    tree_sent = several * min(n, 4) * size / 2
     rows = {  # rounds, sent by the busiest rank, sent by all ranks together
         "server": (2 * several, (n - 1) * size, least),
         # Both of these: each rank sends its whole tensor to each other rank
@@ -148,11 +158,29 @@ def formulas(n, size, node=1):
         "ring": (ring_rounds, ring_sent, least),
         "recursive-doubling": (doubling_rounds, doubling_sent, doubling_total),
         "halving-doubling": (2 * levels + 2 * fold, halving_sent, least),
+        "double-tree": (tree_rounds, tree_sent, least),
         "hierarchical": (node_rounds, ring_sent, least),
     }
     return {
         name: Cost(rounds, sent, 2 * sent, total) for name, (rounds, sent, total) in rows.items()
     }
+
+
+def tree_height(n):
+    """log2 n, rounded up: from the root of a tree of n ranks to its deepest rank."""
+    return (n - 1).bit_length()
+
+
+def pieces_of(library, size):
+    """How many pieces a double tree makes of half a float32 tensor of `size` bytes."""
+    return max(1, math.ceil(size / 8 / library.PIECE))
+
+
+def best_pieces(n, size, link):
+    """For which the double tree's 2 (log2 n + pieces - 1) (alpha + beta size / pieces) is least."""
+    below_the_root = max(0, tree_height(n) - 1)
+    latency = max(link.alpha, 1e-12)
+    return max(1, round(math.sqrt(below_the_root * size * link.beta / latency)))
 
 
 def all_reduces(library, node):
@@ -171,7 +199,8 @@ def count(library, run, node):
     n, say = run.world, speaker(run)
     unit = 4 * n * (1 << (n.bit_length() - 1))  # the chunks of all algorithms come out equal
     size = max(1, round(run.args.size / unit)) * unit
-    expected = {name: cost._asdict() for name, cost in formulas(n, size, node).items()}
+    costs = formulas(n, size, node, pieces_of(library, size))
+    expected = {name: cost._asdict() for name, cost in costs.items()}
     say(f"\nall-reduce of {size} bytes, hierarchical in nodes of {node}: counted / by the formula")
     titles = ("rounds", "busiest rank sends", "sends and receives", "all ranks send")
     say(f"{'':20s}" + "".join(f"{title:>24s}" for title in titles))
@@ -186,6 +215,7 @@ def count(library, run, node):
             verdict = "" if number == formula else " WRONG"
             line += f"{f'{number} / {formula:.0f}{verdict}':>24s}"
         say(line)
+    say("  sequential and direct: each rank sends its whole tensor to each other, N (N-1) S in all")
     return {"counted": counted, "formulas": expected}
 
 
@@ -199,14 +229,16 @@ class Link(NamedTuple):
     beta: float  # seconds a byte
 
 
-def predict(n, size, link, inside=None, node=1):
-    """{algorithm: seconds} of an all-reduce of `size` bytes on n ranks.
+def predict(n, size, link, inside=None, node=1, pieces=None):
+    """{algorithm: seconds} of an all-reduce of `size` bytes on n ranks. `pieces`: of each half, in
+    a double tree; by default as many as are fastest.
 
     `inside` is the link within nodes of `node` ranks. Only hierarchical gains by it: the rounds of
     the others wait for the slow links. Every rank has a link of its own. Adding up takes no time,
     nor does posting many messages in one round, which flatters server and direct.
     """
-    costs = formulas(n, size, node)
+    pieces = pieces or best_pieces(n, size, link)
+    costs = formulas(n, size, node, pieces)
     # Bytes that wait for each other: more than one rank sends, if others send before or after it
     serial = {name: cost.sent for name, cost in costs.items()}
     serial["server"] *= 2  # in, then out
@@ -214,6 +246,9 @@ def predict(n, size, link, inside=None, node=1):
     if n & (n - 1):  # no power of two: a tensor more, folded in before the rest
         serial["recursive-doubling"] += size
         serial["halving-doubling"] += size
+    # In each round some rank sends or receives two pieces of S/2 by their number; of 2 ranks one
+    tree_round = size / pieces / (2 if n == 2 else 1)
+    serial["double-tree"] = costs["double-tree"].rounds * tree_round
     times = {
         name: cost.rounds * link.alpha + serial[name] * link.beta for name, cost in costs.items()
     }
@@ -320,7 +355,8 @@ def measure_curve(library, run, node):
     say(f"{'':9s}{'torch':>9s}" + "".join(f"{name:>{column(name, 16)}s}" for name in names))
     for row in rows:
         seconds = row["seconds"]
-        row["predicted"] = predict(n, row["bytes"], link, node=node)
+        pieces = pieces_of(library, row["bytes"])
+        row["predicted"] = predict(n, row["bytes"], link, node=node, pieces=pieces)
         row["error"] = {name: row["predicted"][name] / seconds[name] - 1 for name in names}
         errors += [abs(error) for error in row["error"].values()]
         line = f"{shown(row['bytes'], SIZE):>9s}{seconds['torch'] * 1e3:9.2f}"
@@ -337,6 +373,18 @@ def measure_curve(library, run, node):
     say(line)
     say(f"  the model's error: median {statistics.median(errors):.0%}, largest {max(errors):.0%}")
     return {"alpha": link.alpha, "beta": link.beta, "curve": rows, "crossover": crossover}
+
+
+def main(library):
+    """The script of a library of collectives: with --ranks a prediction, else the demo."""
+    parser = Parser(library.__doc__)
+    flags(parser)
+    args = parser.parse_args()
+    if args.ranks:
+        print_predictions(args, library.default_node)
+    else:
+        demo = functools.partial(compare_and_measure, library)
+        launch(demo, args, check=functools.partial(check, args), run=Rank)
 
 
 def compare_and_measure(library, run):

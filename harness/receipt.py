@@ -22,15 +22,16 @@ def write_receipt(run, layout, sent, held, notes):
     held    {kind: (bytes, formula as text)}: what it should hold
     notes   further lines
 
-    Each row shows the rank with the most bytes. A measured figure that differs from its formula
+    Each row shows the rank with the most bytes. If ranks have a `run.role` and their roles send
+    different amounts, each role has a row. A measured figure that differs from its formula
     fails, on any rank. Activations do not: their formulas leave small things out. The exit code is
     1 if anything fails or is out of tolerance, or could not be written.
     """
     everyone = [None] * run.world
-    dist.all_gather_object(everyone, (run.ledger.sent, sent, run.held, held))
+    dist.all_gather_object(everyone, (run.ledger.sent, sent, run.held, held, run.role))
     limits = TOLERANCE[run.precision]
-    sent = sent_rows([(measured, expected) for measured, expected, _, _ in everyone])
-    held = held_rows([(measured, expected) for _, _, measured, expected in everyone])
+    sent = sent_rows([(measured, expected, role) for measured, expected, _, _, role in everyone])
+    held = held_rows([(measured, expected) for _, _, measured, expected, _ in everyone])
     errors = run.errors or {}
     rows_agree = all(row["ok"] for row in [*sent, *held.values()])
     within_limits = all(error <= limits[kind] for kind, error in errors.items())
@@ -72,30 +73,38 @@ def write_json(path, result):
 
 
 def sent_rows(everyone):
-    """A row for each operation and group. everyone: (measured, expected) of each rank."""
+    """A row for each operation and group, or for each role in it. everyone: (measured, expected,
+    role) of each rank."""
     keys = set()
-    for measured, expected in everyone:
+    for measured, expected, _ in everyone:
         keys |= {*measured, *expected}
     rows = []
     for operation, group in sorted(keys):
-        of_ranks = []
-        for measured, expected in everyone:
+        of_roles = {}
+        for measured, expected, role in everyone:
             counted = measured.get((operation, group), [0, 0, 0.0])
-            of_ranks.append((counted, expected.get((operation, group), (None, ""))))
-        (calls, payload, wire), (size, formula) = max(of_ranks, key=lambda pair: pair[0][2])
-        if wire == 0 and not size:
-            continue
-        row = {
-            "op": operation,
-            "group": group,
-            "calls": calls,
-            "payload_bytes": payload,
-            "wire_bytes": round(wire),
-            "formula_bytes": None if size is None else round(size),
-            "formula": formula,
-            "ok": all(agree(sent, size) for (_, _, sent), (size, _) in of_ranks),
-        }
-        rows.append(row)
+            formula = expected.get((operation, group), (None, ""))
+            of_roles.setdefault(role, []).append((counted, formula))
+        of_ranks = sum(of_roles.values(), [])
+        if all(counted == of_ranks[0][0] for counted, _ in of_ranks):
+            of_roles = {None: of_ranks}
+        for role, of_ranks in sorted(of_roles.items(), key=lambda item: item[0] or ""):
+            (calls, payload, wire), (size, formula) = max(of_ranks, key=lambda pair: pair[0][2])
+            if wire == 0 and not size:
+                continue
+            row = {
+                "op": operation,
+                "group": group,
+                "calls": calls,
+                "payload_bytes": payload,
+                "wire_bytes": round(wire),
+                "formula_bytes": None if size is None else round(size),
+                "formula": formula,
+                "ok": all(agree(sent, size) for (_, _, sent), (size, _) in of_ranks),
+            }
+            if role:
+                row["role"] = role
+            rows.append(row)
     return rows
 
 
@@ -132,6 +141,8 @@ def print_receipt(run, result, notes):
     )
     for row in result["sent"]:
         name = f"{row['op']} in {row['group']}"
+        if "role" in row:
+            name += f", {row['role']}"
         sizes = f"{human(row['payload_bytes'])} {human(row['wire_bytes'])}"
         run.print(f"    {name:<38s} {row['calls']:7d} {sizes} {beside(row)}")
     if not result["sent"]:

@@ -66,6 +66,7 @@ class Run:
 
     def __init__(self, args, rank, world, device):
         self.args, self.rank, self.world, self.device = args, rank, world, device
+        self.role = None  # "a server" or "a worker": their rows of the receipt differ
         self.dtype = DTYPES[args.dtype]
         self.config = configure(args)
         # Decides how much rounding to expect
@@ -389,10 +390,10 @@ class Run:
 
     # --- the receipt
 
-    def states(self, size, formula, steps=True):
+    def states(self, size, formula):
         """Rows of the receipt's `held`: parameters of `size` bytes, as many of gradients, and the
-        optimizer's moments. steps=False: this rank takes no optimizer step and has no moments."""
-        moments = 2 if self.args.optimizer == "adamw" and steps else 0
+        optimizer's moments."""
+        moments = 2 if self.args.optimizer == "adamw" else 0
         held = {"parameters": (size, formula), "gradients": (size, "the same")}
         return held | {"optimizer": (moments * size, f"{moments} x the same")}
 

@@ -495,6 +495,73 @@ def test_rounds_and_bytes_equal_the_formulas(ranks, world):
         assert (counted.rounds, counted.total) == (formula.rounds, formula.total), (name, node)
 
 
+@pytest.mark.parametrize("world", [1, 2, 3, 4, 5, 6, 7, 8, 9])
+def test_a_double_tree_in_pieces(ranks, monkeypatch, world):
+    """Torch's sum in float64, contiguous or not, in the world and in a group of it; the bytes and
+    the rounds of the formula, with one piece and with several; and no rank sends more than two
+    pieces a round, which is its full bandwidth."""
+    monkeypatch.setattr(collectives, "PIECE", 10)
+    most = []  # bytes that this rank sends in a round
+
+    class Watched(Counter):
+        async def exchange(self, send, receive, combine=None):
+            most.append(sum(t.nbytes for t in send.values()))
+            await super().exchange(send, receive, combine)
+
+    def work(rank):
+        logs = {}
+        odd = dist.new_group(list(range(1, world, 2)) or [0])
+        for size in (0, 1, 7, 20, 31, 160):
+            for group in (None, odd) if rank % 2 or world == 1 else (None,):
+                theirs = inputs(world, size, torch.float64)[rank].round()
+                ours, columns = theirs.clone(), theirs.repeat_interleave(2)[::2]
+                all_reduce, wire = ALL_REDUCE["double-tree"], Watched(group)
+                all_reduce(ours, group=wire)
+                all_reduce(columns, group=group)
+                dist.all_reduce(theirs, group=group)
+                assert torch.equal(ours, theirs) and torch.equal(columns, theirs)
+                if group is None:
+                    logs[size] = wire.log
+        assert max(most) <= 2 * 10 * 8
+        return logs
+
+    logs = ranks(world, work)
+    for size in logs[0]:
+        counted = network.tally([log[size] for log in logs])
+        pieces = max(1, -(-size // 20))
+        formula = network.formulas(world, 8 * size, pieces=pieces)["double-tree"]
+        assert counted.total == formula.total
+        if size > 1 and world > 1:
+            assert counted.rounds == formula.rounds == 2 * ((world - 1).bit_length() + pieces - 1)
+        if size > 0 and size % 2 == 0:
+            assert counted == formula
+        for rank, log in enumerate(logs):  # half of the tensor for each of its links in the trees
+            sent = sum(n for kind, _, n in log[size] if kind == "send")
+            links = links_in_double_tree(rank, world)
+            assert sent == 8 * (links[0] * -(-size // 2) + links[1] * (size // 2))
+
+
+def links_in_double_tree(rank, world):
+    """How many links a rank has in each of the two trees: a tree's node in the middle of `low` to
+    `high` has its children in the middles of both sides; rank 0 stands above."""
+    links = [[0] * world, [0] * world]
+
+    def build(parent, low, high):
+        """Ranks low..high-1, low odd. A node in order splits them at the largest power of two."""
+        if low >= high:
+            return
+        span = power_of_two(high - low)
+        node = low + span - 1
+        for tree, place_of in enumerate((lambda p: p, lambda p: (world % 2 - 1 - p) % world)):
+            links[tree][place_of(node)] += 1
+            links[tree][place_of(parent)] += 1
+        build(node, low, node)
+        build(node, node + 1, high)
+
+    build(0, 1, world)
+    return [tree[rank] for tree in links]
+
+
 @pytest.mark.parametrize("world", [1, 2, 3, 5, 8, 13])
 def test_rounds_and_bytes_of_the_other_collectives(ranks, world):
     def work(rank):
@@ -553,6 +620,12 @@ def test_prediction():
     times = network.predict(1024, 10_000, link)
     assert times["recursive-doubling"] == pytest.approx(52e-6) == min(times.values())
     assert times["halving-doubling"] > 100e-6
+    # A double tree on 1,024 ranks: 20 rounds with one piece; at best 43.9 ms for 1 GB, where the
+    # bytes alone take 40 ms
+    assert network.predict(1024, 0, link)["double-tree"] == pytest.approx(100e-6)
+    in_pieces = [network.predict(1024, 1e9, link, pieces=k)["double-tree"] for k in range(1, 400)]
+    assert network.predict(1024, 1e9, link)["double-tree"] == min(in_pieces)
+    assert min(in_pieces) == pytest.approx(43.88e-3, rel=1e-3)
     # No power of two: rank 1029 folds its tensor into rank 5's first, and gets the sum at the end
     assert network.predict(1030, 0, link)["recursive-doubling"] == pytest.approx(11 * 5e-6)
     assert network.predict(2047, 0, link)["recursive-doubling"] == pytest.approx(12 * 5e-6)

@@ -1,6 +1,7 @@
 """The top of collectives.py, copied into an empty folder: on another model, and misused."""
 
 import gc
+import pathlib
 import textwrap
 import warnings
 
@@ -16,6 +17,7 @@ from torch import nn
         "ring",
         "recursive-doubling",
         "halving-doubling",
+        "double-tree",
         "direct",
         "server",
         "sequential",
@@ -175,7 +177,11 @@ def test_collectives_copied_checked_sees_different_algorithms(copied):
 
 
 def test_collectives_copied_usage_runs_as_printed(copied):
-    """With the names that it uses, on 3 ranks with unequal shares, against one process."""
+    """The training loop of docs/collectives.md and the other calls of the docstring, with the names
+    that they use, on 3 ranks with unequal shares, against one process."""
+    page = (pathlib.Path(__file__).parent.parent / "docs" / "collectives.md").read_text()
+    loop = page[page.index("    count = torch.tensor") :]
+    loop = textwrap.dedent(loop[: loop.index("\n\n")])
 
     def work(rank):
         import collectives
@@ -185,13 +191,13 @@ def test_collectives_copied_usage_runs_as_printed(copied):
             return nn.Linear(6, 5).double()
 
         text = collectives.all_reduce.__doc__
-        usage = textwrap.dedent(text[text.index("        count = ") :]).replace("Other calls:", "")
+        calls = textwrap.dedent(text[text.index("        work = ") :])
         torch.manual_seed(1)
         x, y = torch.randn(12, 6, dtype=torch.float64), torch.randint(5, (12,))
         share = torch.arange(12).split([6, 4, 2])[rank]
         names = vars(collectives) | {"F": nn.functional, "group": None, "model": make()}
         names |= {"rows": x[share], "targets": y[share], "x": torch.tensor([rank + 1.0])}
-        exec(textwrap.dedent(usage), names)
+        exec(loop + "\n" + calls, names)
         reference = make()
         nn.functional.cross_entropy(reference(x), y).backward()
         for p, q in zip(names["model"].parameters(), reference.parameters()):

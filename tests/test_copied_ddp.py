@@ -487,6 +487,39 @@ def test_ddp_copied_server_with_buckets_that_start_early(copied):
     copied(FILES, 3, work)
 
 
+def test_ddp_copied_several_servers(copied):
+    """More servers than buckets, parameters of two dtypes, and one that is frozen."""
+
+    def work(rank, count):
+        import parameter_server
+
+        import ddp
+
+        a, b, c = (nn.Parameter(torch.ones(n, dtype=d)) for n, d in ((2, None), (3, None), (4, D)))
+        c.requires_grad_(False)
+        d = nn.Parameter(torch.ones(5, dtype=D))
+        servers = parameter_server.Servers(count, dist.group.WORLD)
+        parameters = [a, b, c, d]
+        sync = ddp.DDP(parameters, dist.group.WORLD, 1, 0, overlap=False, all_reduce=servers.push)
+        servers.deal(sync.buckets)
+        optimizer = torch.optim.SGD(parameters, lr=1.0)
+        for _ in range(2):
+            sync.zero_grad()
+            servers.pull()
+            ((a.sum() + b.sum() + d.sum()) * (rank + 1)).backward()
+            sync.finish()
+            assert abs(servers.norm().item() - 6 * 10**0.5) < 1e-12  # 10 gradients of 1 + 2 + 3
+            servers.step(optimizer)
+        servers.pull()
+        assert all((p == -11).all() for p in (a, b, d)) and (c == 1).all()
+        return len(servers.mine)
+
+    D = torch.float64
+    assert copied(FILES, 3, work, 1) == [3, 0, 0]
+    assert copied(FILES, 3, work, 2) == [1, 2, 0]
+    assert copied(FILES, 3, work, 3) == [1, 1, 1]
+
+
 @pytest.mark.parametrize("way", ["server", "naive", "bucketed", "overlapped"])
 def test_ddp_copied_refuses_what_is_no_parameter(copied, way):
     def work(rank):

@@ -1,6 +1,8 @@
 """ddp.py: every way of adding up gradients against one process, and against PyTorch's
 DistributedDataParallel."""
 
+import json
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -67,6 +69,77 @@ def test_equals_one_process(ranks, way, kind):
         reference = train(CONFIGS[config], kind)
         for ours, _ in ranks(world, train_parallel, CONFIGS[config], kind, way, accumulate, world):
             assert_equal(ours, reference)
+
+
+def train_with_servers(rank, config, kind, count, steps=3):
+    """Two micro-batches of unequal shares on three ranks, of which the first `count` serve."""
+    model = gpt.build(config, 7, dtype=torch.float64)
+    group, parameters = dist.group.WORLD, list(model.parameters())
+    servers = parameter_server.Servers(count, group)
+    sync = ddp.DDP(parameters, group, 2, 5000, overlap=False, all_reduce=servers.push)
+    servers.deal(sync.buckets)
+    served = {id(p) for p in servers.mine}
+    for p in parameters:
+        if id(p) not in served:
+            p.data.zero_()  # comes from its server
+    optimizer, losses = make_optimizer(parameters, kind), []
+    for step in range(steps):
+        tokens, targets, samples, n = batch(step)
+        sync.zero_grad()
+        servers.pull()
+        loss = torch.zeros((), dtype=torch.float64)
+        for piece in torch.tensor(rows_of(rank, 3)).tensor_split(2):
+            part = model(tokens[piece], targets=targets[piece], count=n, samples=samples[piece])
+            part.backward()
+            loss += part.detach()
+        sync.finish()
+        dist.all_reduce(loss)
+        norm = servers.norm()
+        servers.step(optimizer)
+        losses.append(loss.item())
+    gradients = {name: p.grad.clone() for name, p in model.named() if id(p) in served}
+    states = {id(p) for p in optimizer.state}
+    servers.pull()
+    return losses, gradients, {n: p.detach() for n, p in model.named()}, norm, states <= served
+
+
+@pytest.mark.parametrize("kind, count", [("sgd", 1), ("adamw", 2), ("adamw", 3)])
+def test_several_servers_equal_one_process(ranks, kind, count):
+    losses, gradients, weights = train(CONFIGS["gpt2"], kind)
+    norm = torch.stack([g.square().sum() for g in gradients.values()]).sum().sqrt()
+    results = ranks(3, train_with_servers, CONFIGS["gpt2"], kind, count)
+    for rank, (*ours, our_norm, only_its_own) in enumerate(results):
+        its_gradients = {name: gradients[name] for name in ours[1]}
+        assert bool(its_gradients) == (rank < count) and only_its_own
+        assert_equal(ours, (losses, its_gradients, weights))
+        torch.testing.assert_close(our_norm, norm, rtol=1e-10, atol=0)
+    # Each parameter has one server
+    assert sorted(name for result in results for name in result[1]) == sorted(gradients)
+
+
+def test_the_receipt_shows_servers_and_workers(script, tmp_path):
+    """To the byte, in a run of its own: a receipt is what its ranks counted."""
+    flags = (
+        "--sync server --nproc 3 --batch 6 --layers 2 --width 16 --context 8 --heads 2 --steps 2"
+    )
+    size = None
+    for servers in (1, 2):
+        path = tmp_path / f"{servers}.json"
+        more = f"--servers {servers} --bucket-mb 0.003 --dtype float64 --json {path}"
+        code, said = script("ddp", f"{flags} {more}")
+        assert code == 0 and "proven" in said, said
+        receipt = json.loads(path.read_text())
+        rows = {row["role"]: row for row in receipt["sent"] if row["op"] == "send"}
+        held = {kind: row["bytes"] for kind, row in receipt["held"].items()}
+        size = held["parameters"]
+        assert rows["a worker"]["wire_bytes"] == size
+        share = held["optimizer"] // 2
+        assert rows["a server"]["wire_bytes"] == 2 * share + size - share
+        assert share == size if servers == 1 else size / 2 <= share < 0.6 * size
+    code, said = script("ddp", "--servers 2")
+    assert code == 2 and "add --sync server" in said
+    code, said = script("ddp", "--sync server --servers 4 --nproc 3 --batch 6")
+    assert code == 2 and "--servers 4 needs as many ranks, and there are 3" in said
 
 
 def test_overlap_starts_before_backward_ends(ranks):
