@@ -40,6 +40,7 @@ def rivals(world):
     target."""
     ring, halving = collectives.ALL_REDUCE["ring"], collectives.ALL_REDUCE["halving-doubling"]
     doubling = collectives.ALL_REDUCE["recursive-doubling"]
+    double_tree = collectives.ALL_REDUCE["double-tree"]
     tree, gloo = collectives.broadcast, dist.all_reduce
     rounds = (world - 1).bit_length() / (world - 1)  # of a tree, beside a loop
     return [
@@ -51,6 +52,8 @@ def rivals(world):
         ("tree / loop from the root", tree, loop_broadcast, MB, 1, rounds),
         ("tree / loop from the root", tree, loop_broadcast, 25 * MB, 1, rounds),
         ("halving-doubling / gloo's all_reduce", halving, gloo, 25 * MB, 1, None),
+        ("double tree / gloo's all_reduce", double_tree, gloo, 4096, 20, None),
+        ("double tree / gloo's all_reduce", double_tree, gloo, 25 * MB, 1, None),
         ("tree / gloo's broadcast", tree, gloo_broadcast, 25 * MB, 1, None),
     ]
 

@@ -22,8 +22,7 @@ GPT-3, arXiv:2005.14165: 175B parameters, 300B tokens. 350 GB are its weights in
 or 3.1 million hours, is arithmetic for one device at 28 TFLOP/s (Lambda Labs 2020, of a V100): the
 row for A100s can't agree, and doesn't.
 
-The TSM run's 211x on 256 nodes is left out: its model and network are not known here, and 82% alone
-is nothing to predict.
+TSM on Summit is no GPT: benchmarks.scaling has it.
 """
 
 import os

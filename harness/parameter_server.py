@@ -123,9 +123,9 @@ class Servers:
     def norm(self):
         """After finish(): the norm of the whole gradient, a float64 scalar on all ranks."""
         square = torch.zeros((), dtype=torch.float64, device=self.shares[0][0].device)
-        for gradients, server in self.server_of.items():
-            if server == self.rank:
-                square += torch.linalg.vector_norm(gradients, dtype=torch.float64).square()
+        mine = [flat for flat, server in self.server_of.items() if server == self.rank]
+        if mine:
+            square += torch.stack(torch._foreach_norm(mine, dtype=torch.float64)).square().sum()
         dist.all_reduce(square, group=self.group)
         return square.sqrt()
 

@@ -21,7 +21,7 @@ from trainer import checkpoint, layout, pretrained, tracking
 TOP = ["collectives", "ddp", "zero", "tensor_parallel", "sequence_parallel"]
 TOP += ["pipeline", "context_parallel", "expert_parallel", "train"]
 BENCHMARKS = ["collectives", "context", "experts", "one_curve", "pictures", "pipeline"]
-BENCHMARKS += ["published", "table", "vs_torch", "gpu"]
+BENCHMARKS += ["published", "table", "vs_torch", "gpu", "scaling", "why"]
 SCRIPTS = TOP + [f"benchmarks.{name}" for name in BENCHMARKS]
 
 NUMBERS = ["0", "-1", "1", "3", "1e308", "nan", "inf", "1" + "0" * 18, "1" + "0" * 30, "9" * 5000]
@@ -55,6 +55,7 @@ def parser_of(main, monkeypatch):
 @pytest.fixture
 def nothing_starts(monkeypatch, tmp_path):
     """Scripts go as far as their checks: no rank, no other process, no simulation, no picture."""
+    from benchmarks import scaling, why
     from harness import long_context, network, schedules, zero_bytes
     from trainer import planner
 
@@ -70,6 +71,8 @@ def nothing_starts(monkeypatch, tmp_path):
     monkeypatch.setattr(schedules, "simulate", end)
     monkeypatch.setattr(long_context, "plot", end)
     monkeypatch.setattr(network, "predict", end)
+    monkeypatch.setattr(scaling, "report", end)
+    monkeypatch.setattr(why, "report", end)
     (tmp_path / "folder").mkdir()
     os.mkfifo(tmp_path / "pipe")
 
@@ -175,6 +178,12 @@ HUGE = "1" + "0" * 9
         ("benchmarks.context", "--tokens 3", "--tokens 3: give a multiple of 4"),
         ("benchmarks.experts", "--width 7", "not a multiple"),
         ("benchmarks.pipeline", "--microbatches 1", "micro-batches"),
+        ("benchmarks.scaling", "--published 1=49", "--published 1=49 is no time: write it as"),
+        ("benchmarks.scaling", "--published none", "rate is not known: give --tflops"),
+        ("benchmarks.scaling", "--nodes 1,0", "--nodes 1,0 is no list of numbers"),
+        ("benchmarks.scaling", "--samples 1000", "give more --samples"),
+        ("benchmarks.scaling", "--published 256=0:1 --inter 1MB/s", "messages alone take longer"),
+        ("benchmarks.scaling", "--nodes-of 10000", "GPUs are too many"),
     ],
 )
 def test_refused_for_the_right_reason(script, flags, words, monkeypatch, tmp_path, text):

@@ -1,0 +1,77 @@
+"""The numbers of docs/why.md, and how a described job scales. All in this process."""
+
+import pathlib
+import re
+
+import pytest
+
+from benchmarks import scaling, why
+from harness import formulas
+from trainer.devices import Cluster
+
+ROOT = pathlib.Path(__file__).parent.parent
+PAGE = (ROOT / "docs" / "why.md").read_text()
+
+
+def printed(module, words, monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", [module.__name__, *words.split()])
+    module.main()
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "module, words",
+    [
+        (why, ""),
+        (scaling, "--nodes 1,16,128,256"),
+        (scaling, "--nodes 128,256 --inter 500MB/s"),
+        (scaling, "--nodes 256 --published 1=49:55,256=0:14:13"),
+    ],
+)
+def test_the_page_shows_what_its_commands_print(module, words, monkeypatch, capsys):
+    command = f"    python -m {module.__name__} {words}".rstrip()
+    assert f"{command}\n" in PAGE, "the page must have this command"
+    for line in printed(module, words, monkeypatch, capsys).splitlines():
+        assert line.strip() in PAGE, line
+
+
+def test_why_by_hand(monkeypatch, capsys):
+    said = printed(why, "", monkeypatch, capsys)
+    found = re.findall(r"  ([\d,.]+)(?: [GmyMd].*)?$", said, re.M)  # the last column
+    numbers = [float(text.replace(",", "")) for text in found]
+    years = 3.14e23 / 28e12 / 365.25 / 86400
+    assert years == pytest.approx(355, rel=2e-3)
+    expected = [350, 43.75, 2800, 35, years, years * 8766e-6, years * 365.25 / 1024, 14.0625]
+    assert numbers == pytest.approx(expected, abs=0.006)
+
+
+def job(parameters=24.3e6, inter=25e9):
+    cluster = Cluster(None, 6, 50e9, inter / 6)
+    return scaling.Job(4 * parameters, 198e9, 24e6, 8), cluster
+
+
+def test_a_job_scales_as_its_messages_let_it():
+    described, cluster = job(parameters=1)
+    rate = 4e12
+    alone = scaling.total_seconds(described, cluster, 1, rate)
+    steps, compute = 24e6 / 8 / 6, 8 * 198e9 / rate
+    assert alone == pytest.approx(steps * compute)
+    # Without messages to speak of it is ideal
+    assert alone / scaling.total_seconds(described, cluster, 256, rate) == pytest.approx(256)
+    # Messages that take longer than backward, by hand: a ring over 1,536 GPUs at 80% of 1 GB/s
+    described, cluster = job(parameters=250e6, inter=1e9)
+    messages = 2 * 11 * 5e-6 + formulas.all_reduce_sent(1e9, 1536) / 0.8e9
+    step, waited = scaling.step_seconds(described, cluster, 256, rate)
+    assert step == pytest.approx(compute / 3 + messages) and messages > compute
+    assert waited == pytest.approx(messages - compute * 2 / 3)
+    slower = alone / scaling.total_seconds(described, cluster, 256, rate)
+    assert slower == pytest.approx(256 * compute / step)
+
+
+@pytest.mark.parametrize("parameters, nodes", [(1, 1), (24.3e6, 1), (100e6, 4)])
+def test_the_rate_that_a_published_time_implies(parameters, nodes):
+    described, cluster = job(parameters, inter=5e9)
+    seconds = 49.5 * 3600 / nodes
+    rate = scaling.implied_rate(described, cluster, nodes, seconds)
+    again = scaling.total_seconds(described, cluster, nodes, rate)
+    assert again == pytest.approx(seconds, rel=1e-9)
