@@ -25,7 +25,7 @@ LAYOUTS = [
     "--tp 2 --pp 2 --schedule interleaved --microbatches 4 --optimizer sgd",
     "--tp 2 --sp --gather-again --pp 2 --schedule dualpipev --microbatches 6",
     "--cp 2 --dp 2 --zero 1 --family llama --recompute selective",
-    "--dp 4 --zero 3 --zero-ranks 2 --layers 2 --microbatches 1",
+    "--dp 4 --zero 3 --zero-ranks 2 --layers 2 --microbatches 1 --offload",
     "--cp 4 --cp-kind ring-ulysses --dtype float64",
     "--cp 2 --cp-kind gather --tp 2 --sp --pp 2 --microbatches 3",
     f"--dp 2 --ep 2 {MIXTURE} --microbatches 2 --expert-chunks 2",
