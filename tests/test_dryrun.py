@@ -198,6 +198,22 @@ def test_plan(capsys):
         )
 
 
+def test_what_a_plan_splits_over():
+    """All data-parallel ranks, or those of a node; with --zero-ranks that number alone."""
+
+    def splits(flags, ranks, tp):
+        return planner.zero_splits(train.flags().parse_args(flags.split()), ranks, tp)
+
+    assert splits("", 64, 2) == [(0, None)] + [(s, n) for s in (1, 2, 3) for n in (None, 4)]
+    assert splits("", 4, 2) == [(s, None) for s in range(4)]  # no more than a node's
+    assert splits("--nodes-of 4", 64, 8) == [(s, None) for s in range(4)]  # tp leaves a node
+    assert splits("--zero-ranks 8", 64, 1) == [(1, 8), (2, 8), (3, 8)]
+    assert splits("--zero-ranks 8", 12, 1) == []
+    args = train.flags().parse_args("--plan --gpus 6 --zero-ranks 4".split())
+    with pytest.raises(harness.Refused, match="--zero-ranks 4 does not divide 6 devices"):
+        planner.main(args, train.prepare, train.train)
+
+
 @pytest.mark.parametrize("table", [published.megatron, published.torchtitan, published.gpt3])
 def test_flags_of_the_published_runs(monkeypatch, table):
     """They are layouts that exist: train.py takes them. What they give takes minutes."""

@@ -466,6 +466,8 @@ def plan(args, cluster, prepare, train):
     """Search the layouts of --gpus devices by `rough`, print the ten best, and play the best that
     truly fits."""
     gpus = args.gpus or args.dp * args.cp * args.tp * args.pp
+    if args.zero_ranks and gpus % args.zero_ranks:
+        raise Refused(f"--zero-ranks {args.zero_ranks} does not divide {gpus:,} devices")
     alone = copy.copy(args)  # one device: of it the model and the dtypes are taken
     vars(alone).update(
         dp=1,
