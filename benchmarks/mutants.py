@@ -60,6 +60,7 @@ COMMANDS = {
         "--nproc 2 --stage 3 --reduce-once --offload --optimizer adamw",
         "--nproc 2 --stage 1 --param-dtype float32 --reduce-dtype float64 --bucket-mb 0",
         "--nproc 1 --stage 2",
+        "--nproc 4 --stage 2 --shard-ranks 2 --microbatches 3 --bucket-mb 0.005",
     ],
     "tensor_parallel": [
         "--nproc 2",

@@ -25,7 +25,7 @@ LAYOUTS = [
     "--tp 2 --pp 2 --schedule interleaved --microbatches 4 --optimizer sgd",
     "--tp 2 --sp --gather-again --pp 2 --schedule dualpipev --microbatches 6",
     "--cp 2 --dp 2 --zero 1 --family llama --recompute selective",
-    "--dp 4 --zero 3 --zero-ranks 2 --layers 2 --microbatches 1",
+    "--dp 4 --zero 3 --zero-ranks 2 --layers 2 --microbatches 1 --offload",
     "--cp 4 --cp-kind ring-ulysses --dtype float64",
     "--cp 2 --cp-kind gather --tp 2 --sp --pp 2 --microbatches 3",
     f"--dp 2 --ep 2 {MIXTURE} --microbatches 2 --expert-chunks 2",
@@ -196,6 +196,22 @@ def test_plan(capsys):
             train.prepare,
             train.train,
         )
+
+
+def test_what_a_plan_splits_over():
+    """All data-parallel ranks, or those of a node; with --zero-ranks that number alone."""
+
+    def splits(flags, ranks, tp):
+        return planner.zero_splits(train.flags().parse_args(flags.split()), ranks, tp)
+
+    assert splits("", 64, 2) == [(0, None)] + [(s, n) for s in (1, 2, 3) for n in (None, 4)]
+    assert splits("", 4, 2) == [(s, None) for s in range(4)]  # no more than a node's
+    assert splits("--nodes-of 4", 64, 8) == [(s, None) for s in range(4)]  # tp leaves a node
+    assert splits("--zero-ranks 8", 64, 1) == [(1, 8), (2, 8), (3, 8)]
+    assert splits("--zero-ranks 8", 12, 1) == []
+    args = train.flags().parse_args("--plan --gpus 6 --zero-ranks 4".split())
+    with pytest.raises(harness.Refused, match="--zero-ranks 4 does not divide 6 devices"):
+        planner.main(args, train.prepare, train.train)
 
 
 @pytest.mark.parametrize("table", [published.megatron, published.torchtitan, published.gpt3])

@@ -34,6 +34,8 @@ CASES = [
     ("train", f"{TRAIN} --dp 2 --tp 2 --pp 2", 5, 8, 220),
     ("train", f"{TRAIN} --dp 2 --tp 2 --sp --pp 2 --zero 1", 0, 8, 240),
     ("train", f"{TRAIN} --dp 3 --zero 2 --param-dtype bfloat16", 2, 3, 320),
+    ("train", f"{TRAIN} --dp 6 --zero 3 --zero-ranks 3 --microbatches 1", 4, 6, 180),
+    ("train", f"{TRAIN} --param-dtype float16", 0, 1, 315),
     ("train", f"{TRAIN} --dp 2 --zero 3 --recompute block", 1, 2, 370),
     ("train", f"{TRAIN} --layers 4 --pp 4 --schedule zb-h1", 2, 4, 140),
     ("train", f"{TRAIN} {DUALPIPEV} --zero 2", 1, 2, 440),

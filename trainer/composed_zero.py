@@ -98,7 +98,11 @@ class ComposedZeRO:
 
 
 class ComposedZeRO0(ComposedZeRO, zero.ZeRO0):
-    pass
+    """Sends no message in a group of one rank: see harness.sum_over."""
+
+    def _reduce(self, bucket):
+        if dist.get_world_size(bucket.group) > 1:
+            super()._reduce(bucket)
 
 
 class ComposedZeRO1(ComposedZeRO, zero.ZeRO1):

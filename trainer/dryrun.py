@@ -117,11 +117,18 @@ class DryRun(harness.Run):
         self.step, self.lr = self.measured, 0.0
         yield self.step
         self.meter.clock()
+        peak = self.ledger.peak
+        if self.args.offload:  # at the optimizer's step, only the host's memory fills
+            peak = self.peak_before_step
         held = {kind: ledger.storage_bytes(tensors) for kind, tensors in lasting(optimizer).items()}
         self.held = held | {
             "gathered": self.ledger.gathered_peak,
-            "activations_peak": self.ledger.peak,
+            "activations_peak": peak,
         }
+
+    def check(self, *args, **options):
+        self.peak_before_step = self.ledger.peak
+        return super().check(*args, **options)
 
     def receipt(self, layout, sent=(), held=(), notes=()):
         self.formulas = sent, held
@@ -131,7 +138,7 @@ class DryRun(harness.Run):
 class Played(NamedTuple):
     """What a rank of a dry run did: its stages, how many parameters they have; the ledger's `sent`
     and `held`, and train.py's formulas for them; FLOPs; a Part for each action; one for all that is
-    no action's; bytes of a message between stages."""
+    no action's; bytes of a message between stages; how many of the held bytes are on the host."""
 
     rank: int
     stages: tuple
@@ -143,10 +150,12 @@ class Played(NamedTuple):
     actions: dict
     rest: Part
     message: int
+    on_host: int
 
     @property
     def memory(self):
-        return sum(self.held.values())
+        """Bytes of the device at the peak."""
+        return sum(self.held.values()) - self.on_host
 
 
 def even(dispatch, sizes, assignments):
@@ -215,6 +224,7 @@ def play(args, rank, cluster, train, brief=False, routing=even):
             parts,
             rest,
             meter.message,
+            run.held["optimizer"] if args.offload else 0,
         )
     finally:
         dist.destroy_process_group()

@@ -96,6 +96,9 @@ def held_rows(args, states):
     ranks = "zero-ranks" if args.zero_ranks else "dp"
     for (kind, text, stage), size in zip(kinds, states):
         rows[kind] = size, f"{text} / {ranks}" if args.zero >= stage else text
+    if args.offload:
+        size, text = rows["optimizer"]
+        rows["optimizer"] = size, f"{text}, on the host"
     return rows
 
 

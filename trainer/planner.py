@@ -210,7 +210,7 @@ def report(args, config, cluster, played, step):
     )
     print(
         f"weights in {args.param_dtype}, gradients summed in {args.reduce_dtype}, optimizer in "
-        f"{args.dtype}\n"
+        f"{args.dtype}{' on the host' if args.offload else ''}\n"
     )
     heads = ("weights", "gradients", "optimizer", "gathered", "activations", "at the peak", "FLOPs")
     print(
@@ -259,6 +259,8 @@ def report(args, config, cluster, played, step):
     print(
         f"    {config.flops_per_token() * args.batch * config.context:.4g} model FLOPs a step{days}"
     )
+    if args.offload:
+        print("    not in it: the copies to the host and back, and the host's slower optimizer")
 
 
 def layout(args):
@@ -270,6 +272,7 @@ def layout(args):
     )
     text += " sp" * args.sp + f" zero {args.zero}" * (args.zero > 0)
     text += f" in groups of {args.zero_ranks}" if args.zero_ranks else ""
+    text += " offload" * args.offload
     text += f" recompute {args.recompute}" * (args.recompute != "none")
     return (
         text + f" {args.schedule}{f' x {args.chunks}' if args.chunks else ''}" * (args.pp > 1)
@@ -444,6 +447,8 @@ def rough(args, config, cluster):
     states = formulas.model_states(
         args.zero, split, e, reduced, 2 * master + (e != master) * master
     )
+    if args.offload:
+        states = states[:2]
     flying = min(m, pp + (pp - 1) / chunks * (chunks > 1)) if pp > 1 else 1
     held = (layers * flying * kept(args.recompute) + (args.recompute != "none") * whole) / m
     # Logits, in 32 bits, and their gradient
@@ -452,6 +457,8 @@ def rough(args, config, cluster):
     # At the optimizer's step no activations are left, but gradients in the masters' dtype are there
     # too
     copied = (reduced != master) * master * size / (split if args.zero else 1)
+    if args.offload:
+        copied = 0
     return parts, sum(states) * size + max(held + gathered, copied)
 
 
@@ -459,6 +466,8 @@ def plan(args, cluster, prepare, train):
     """Search the layouts of --gpus devices by `rough`, print the ten best, and play the best that
     truly fits."""
     gpus = args.gpus or args.dp * args.cp * args.tp * args.pp
+    if args.zero_ranks and gpus % args.zero_ranks:
+        raise Refused(f"--zero-ranks {args.zero_ranks} does not divide {gpus:,} devices")
     alone = copy.copy(args)  # one device: of it the model and the dtypes are taken
     vars(alone).update(
         dp=1,
