@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import Script
-from reference import CONFIGS, assert_equal, batch, make_optimizer, train
+from reference import CONFIGS, STEPS, assert_equal, batch, make_optimizer, train
 
 import ddp
 import model as gpt
@@ -28,7 +28,7 @@ def server(parameters, group, microbatches=1):
     return ddp.DDP(parameters, group, microbatches, overlap=False, all_reduce=push)
 
 
-def train_parallel(rank, config, kind, way, accumulate, world, steps=3):
+def train_parallel(rank, config, kind, way, accumulate, world, steps=STEPS):
     model = gpt.build(config, 7, dtype=torch.float64)
     group, parameters = dist.group.WORLD, list(model.parameters())
     sync = {

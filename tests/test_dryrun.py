@@ -12,24 +12,24 @@ from benchmarks import published
 from trainer import devices, dryrun, planner
 
 BASE = (
-    "--layers 4 --width 32 --heads 4 --context 16 --batch 12 --steps 2 --prove 0 --sample 0 "
+    "--layers 2 --width 32 --heads 4 --context 16 --batch 12 --steps 2 --prove 0 --sample 0 "
     "--eval-every 0 --eval-batches 1"
 )
 BASE += " --quiet --backend gloo"
 MIXTURE = "--experts 5 --family llama --kv-heads 2 --balance-loss 0.1 --shared 1"
 LAYOUTS = [
-    "--dp 3 --microbatches 2 --bucket-mb 0.01",
+    "--dp 3 --microbatches 2 --bucket-mb 0.01 --layers 3",
     "--dp 2 --zero 1 --param-dtype bfloat16 --reduce-dtype float32 --microbatches 3",
     "--dp 2 --pp 2 --zero 2 --schedule zb-h1 --microbatches 3 --dropout 0.1",
     "--dp 2 --tp 2 --zero 3 --family llama --kv-heads 2 --microbatches 2 --recompute block",
-    "--tp 2 --pp 2 --schedule interleaved --microbatches 4 --optimizer sgd",
-    "--tp 2 --sp --gather-again --pp 2 --schedule dualpipev --microbatches 6",
+    "--tp 2 --pp 2 --schedule interleaved --microbatches 4 --optimizer sgd --layers 5",
+    "--tp 2 --sp --gather-again --pp 2 --schedule dualpipev --microbatches 4 --layers 4",
     "--cp 2 --dp 2 --zero 1 --family llama --recompute selective",
     "--dp 4 --zero 3 --zero-ranks 2 --layers 2 --microbatches 1 --offload",
     "--cp 4 --cp-kind ring-ulysses --dtype float64",
     "--cp 2 --cp-kind gather --tp 2 --sp --pp 2 --microbatches 3",
     f"--dp 2 --ep 2 {MIXTURE} --microbatches 2 --expert-chunks 2",
-    f"--tp 2 --pp 2 {MIXTURE} --schedule zb-v --microbatches 3",
+    f"--tp 2 --pp 2 {MIXTURE} --schedule zb-v --microbatches 3 --layers 4",
 ]
 CLUSTER = devices.Cluster(devices.DEVICES["h100"], 8, 450e9, 50e9)
 
@@ -94,11 +94,11 @@ def test_experts_are_even_unless_told():
     )  # 2 of the 5 experts: 3/5 of what it has leaves, 2/5 of what the other has comes
     rows = 12 // 2 * 16 * 2
     gone, come = rows - rows * 2 // 5, rows * 2 // 5
-    counts = args.microbatches * 4 * 3 * 8
+    counts = args.microbatches * args.layers * 3 * 8
     # Dispatch and combine, and both again in backward: what leaves comes back, and the other way
     # round
     assert round(dry.sent["all_to_all", "ep"][2]) == pytest.approx(
-        2 * 4 * (gone + come) * 32 * 4 + counts, rel=1e-2
+        2 * args.layers * (gone + come) * 32 * 4 + counts, rel=1e-2
     )
 
 
@@ -129,7 +129,7 @@ def test_estimate(flags):
     """Its parts add up; two micro-batches give the times of all; a faster network helps, and a
     bubble is the schedule's."""
     args = arguments(
-        f"--preset llama3-8b --layers 4 --batch 16 --microbatches 8 {flags} --prove 0 --backend "
+        f"--preset llama3-8b --layers 3 --batch 16 --microbatches 4 {flags} --prove 0 --backend "
         "nccl",
         base="",
     )

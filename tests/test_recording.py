@@ -25,7 +25,7 @@ STEPS = 3
 
 def record(ranks, text, folder, flags):
     """train.py's recording with these flags: its folder."""
-    args = arguments(text, f"--prove 0 --layers 2 --record {folder} {flags}")
+    args = arguments(text, f"--prove 0 --layers 2 --steps {STEPS} --record {folder} {flags}")
     results = ranks(args.dp * args.cp * args.tp * args.pp, run_layout, args)
     assert {code for code, _ in results} == {0}
     return str(folder)
@@ -138,7 +138,9 @@ def test_a_skipped_step_counts_once(ranks, text, tmp_path):
 
         harness.grad_norm = wrong
 
-    flags = f"--layers 2 --prove 0 --skip-nan 1 --lr 1e-6 --min-lr 1e-6 --record {tmp_path}"
+    flags = (
+        f"--layers 2 --steps 3 --prove 0 --skip-nan 1 --lr 1e-6 --min-lr 1e-6 --record {tmp_path}"
+    )
     ranks(1, run_layout, arguments(text, flags), second_norm_is_nan)
     _, first, second, third, last = lines_of(tmp_path)
     assert second["data"] != first["data"] and second["data"] == third["data"] != last["data"]

@@ -24,7 +24,7 @@ def run(ranks, text, flags):
 
 def test_traces_of_all_ranks_fit_together(ranks, text, tmp_path):
     folder = tmp_path / "new"
-    run(ranks, text, f"--dp 2 --microbatches 3 --profile 2-3 --profile-to {folder}")
+    run(ranks, text, f"--dp 2 --microbatches 3 --steps 3 --profile 2-3 --profile-to {folder}")
     files = [
         json.loads((folder / f"{name}.json").read_text())["traceEvents"]
         for name in ("rank0", "rank1", "all")
