@@ -47,12 +47,14 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import expert_parallel
 import harness
 import pipeline
 from harness import ledger
 from harness.run import lasting
+from trainer import repeat
 from trainer.meter import Meter, Part
 
 
@@ -60,9 +62,9 @@ class DryRun(harness.Run):
     """A Run without values: one step of train.train, as the second of many is. Use it within
     `without_values`."""
 
-    def __init__(self, args, rank, world, cluster, modes):
+    def __init__(self, args, rank, world, cluster, modes, repeats):
         super().__init__(args, rank, world, torch.device("cpu"))
-        self.cluster, self.modes = cluster, modes
+        self.cluster, self.modes, self.repeats = cluster, modes, repeats
         self.actions = []
         self.draw = lambda name, shape, init, seed: torch.empty(shape)
 
@@ -73,6 +75,10 @@ class DryRun(harness.Run):
         yield
         self.meter.clock()
         self.actions.append(action)
+
+    def groups(self, **groups):
+        super().groups(**groups)
+        self.ledger = repeat.Ledger(groups | {"world": dist.group.WORLD})
 
     def load(self):
         self.corpus = types.SimpleNamespace(name="no text", tokens=())
@@ -95,6 +101,9 @@ class DryRun(harness.Run):
         """From the weights on nothing has a value. (What makes the groups still needs some.)"""
         self.size = sum(p.numel() for _, p in model.named())
         self.meter = Meter(self.cluster, self.ledger.names, self.args.expert_chunks == 1)
+        if self.repeats:
+            for part in model.parts.values():
+                part.run = repeat.Repeater(part, self.ledger, self.meter)
         # Buffers on the meta device
         self.modes.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         self.modes.enter_context(self.meter)
@@ -167,16 +176,15 @@ def even(dispatch, sizes, assignments):
     return send, [[n[dist.get_rank(dispatch.group)]] * len(n) for n in send]
 
 
-def play(args, rank, cluster, train, brief=False, routing=even):
+def play(args, rank, cluster, train, brief=False, routing=even, repeats=True):
     """Play one step of a rank of the layout in `args`, on tensors without values. Returns what it
     did as a Played.
 
     train(run, schedule, watch, cold): train.py's own.
     brief: of the micro-batches only the first and the last, for their times. routing(dispatch,
-    sizes, assignments): see `even`. Needs a process that has no process group."""
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    args, world = copy.copy(args), args.dp * args.cp * args.tp * args.pp
+    sizes, assignments): see `even`. repeats: blocks that are alike are played once (repeat.py), if
+    routing is even. Needs a process that has no process group."""
+    args = copy.copy(args)
     schedule = pipeline.make(args.schedule, args.pp, args.microbatches, args.chunks)
     # Of three steps the second is played: validation comes after the last
     vars(args).update(
@@ -200,6 +208,32 @@ def play(args, rank, cluster, train, brief=False, routing=even):
             rows.append([a._replace(microbatch=keep[a.microbatch]) for a in kept])
         schedule = pipeline.Schedule(rows)
         args.batch, args.microbatches = 2 * args.batch // args.microbatches, 2
+    try:
+        run = play_rank(args, rank, cluster, train, schedule, routing, repeats and routing is even)
+    except repeat.CannotRepeat:
+        run = play_rank(args, rank, cluster, train, schedule, routing, repeats=False)
+    meter, actions = run.meter, run.actions
+    rest = Part(*(sum(seconds) for seconds in zip(*meter.parts[::2])))
+    stages = tuple(sorted({action.stage for action in actions}))
+    parts = dict(zip(actions, meter.parts[1::2]))
+    return Played(
+        rank,
+        stages,
+        run.size,
+        run.ledger.sent,
+        run.held,
+        run.formulas,
+        meter.flops,
+        parts,
+        rest,
+        meter.message,
+        run.held["optimizer"] if args.offload else 0,
+    )
+
+
+def play_rank(args, rank, cluster, train, schedule, routing, repeats):
+    """The DryRun of a rank, after its step."""
+    world = args.dp * args.cp * args.tp * args.pp
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
     try:
         with contextlib.ExitStack() as modes:
@@ -207,25 +241,9 @@ def play(args, rank, cluster, train, brief=False, routing=even):
                 mock.patch.object(dist, "get_backend", lambda group=None: args.backend)
             )
             modes.enter_context(mock.patch.object(expert_parallel.ExpertDispatch, "read", routing))
-            run = DryRun(args, rank, world, cluster, modes)
+            run = DryRun(args, rank, world, cluster, modes, repeats)
             train(run, schedule, run.watch, cold=False)
-        meter, actions = run.meter, run.actions
-        rest = Part(*(sum(seconds) for seconds in zip(*meter.parts[::2])))
-        stages = tuple(sorted({action.stage for action in actions}))
-        parts = dict(zip(actions, meter.parts[1::2]))
-        return Played(
-            rank,
-            stages,
-            run.size,
-            run.ledger.sent,
-            run.held,
-            run.formulas,
-            meter.flops,
-            parts,
-            rest,
-            meter.message,
-            run.held["optimizer"] if args.offload else 0,
-        )
+            return run
     finally:
         dist.destroy_process_group()
 

@@ -49,6 +49,15 @@ class Meter(TorchDispatchMode):
         self.now += self.parts[-1].seconds
         return self.now
 
+    def totals(self):
+        """What was counted in this span, and FLOPs: numbers of which a block's are a difference."""
+        return [*self.part, self.flops]
+
+    def add(self, spent):
+        """Count what a block took that is not played again: differences of totals()."""
+        self.part = [now + more for now, more in zip(self.part, spent)]
+        self.flops += spent[-1]
+
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func is torch.ops.aten._local_scalar_dense.default:
             return 1.0 if args[0].is_floating_point() else 1

@@ -11,10 +11,12 @@ from typing import NamedTuple
 
 import harness
 import pipeline
-from harness import Refused, formulas, ledger, schedules
+from harness import Refused, formulas, large_vocabulary, ledger, schedules
 from trainer.devices import ALPHA, EFFICIENCY, cluster_of, usable_memory
 from trainer.dryrun import play_all
 from trainer.meter import Part
+
+MOST_PIECES = 30_000  # of a step, that a rank plays: each takes milliseconds
 
 
 def chosen(args):
@@ -87,6 +89,20 @@ def check(args):
                 f"--{name.replace('_', '-')} means nothing without --dry-run: add that, or leave "
                 "it out"
             )
+
+
+def check_playable(args, config):
+    """Refuse a step of so many small pieces that to play it would take minutes."""
+    blocks = args.microbatches * -(-config.layers // args.pp)
+    tokens = args.batch // args.dp * -(-config.context // args.cp)
+    # Of the loss of a whole vocabulary some rows at a time are computed
+    pieces = tokens * config.vocab // large_vocabulary.CHUNK if args.tp == 1 else 0
+    if blocks + pieces > MOST_PIECES:
+        raise Refused(
+            f"a dry run plays each of {args.microbatches:,} micro-batches of "
+            f"{tokens // args.microbatches:,} tokens: that is {blocks + pieces:,} pieces of work, "
+            f"more than {MOST_PIECES:,}: make --batch, --context or --microbatches smaller"
+        )
 
 
 class Estimate(NamedTuple):
@@ -189,6 +205,7 @@ def main(args, prepare, train):
     if args.plan:
         return plan(args, cluster, prepare, train)
     args, config = prepare(args)
+    check_playable(args, config)
     if args.plot:
         return plot(args, config, cluster, train)
     played = play_all(args, chosen(args), cluster, train)
