@@ -245,9 +245,13 @@ class Run:
                 if self.device.type == "cuda":  # of all tensors, with those that last
                     self.held["cuda_peak"] = torch.cuda.max_memory_allocated(self.device)
             if self.step + 1 == self.proven:
-                self.errors = proof.compare(self, *self.compared)
+                self.errors = self.prove()
                 self.proved = self.proven
                 self.restart_clock()
+
+    def prove(self):
+        """{kind: largest difference from one process} of the steps so far."""
+        return proof.compare(self, *self.compared)
 
     def check(self, loss, norm, named, counts=True, blame=None):
         """Whether the optimizer may take the step. Call it before clipping the gradients.
