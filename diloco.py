@@ -308,8 +308,9 @@ from harness import islands
 
 def main():
     parser = harness.parser(__doc__, steps=20)
-    islands.add_flags(parser)
+    islands.add_flags(parser.add_argument_group("islands"), every=5)
     args = parser.parse_args()
+    islands.settle(args, every=5)
     harness.configure(args)
     harness.launch(demo, args, check=lambda world: islands.check(args, world), run=islands.Run)
 

@@ -19,21 +19,31 @@ from harness.run import Run as OrdinaryRun
 # --- flags
 
 
-def add_flags(parser):
-    """Add what diloco.py and train.py share."""
-    g = parser.add_argument_group("islands")
-    why = "steps that an island takes alone, between two averages"
-    g.add_argument("--sync-every", **POSITIVE, default=5, help=why)
-    why = "rate of the outer optimizer; 1 without momentum takes the mean of the weights"
-    g.add_argument("--outer-lr", type=real(0), default=0.7, metavar="X", help=why)
-    why = "its Nesterov momentum"
-    g.add_argument("--outer-momentum", type=real(0), default=0.9, metavar="X", help=why)
+DEFAULTS = {"outer_lr": 0.7, "outer_momentum": 0.9, "stream": 1, "stream_delay": 0}
+
+
+def add_flags(g, every):
+    """Add what diloco.py and train.py share to a group. Flags that are not given are None: see
+    `settle`. every: the default of --sync-every, in words."""
+    why = f"steps that an island takes alone, between two averages (default: {every})"
+    g.add_argument("--sync-every", **POSITIVE, help=why)
+    why = "rate of the outer optimizer; 1 without momentum takes the mean weights (default: 0.7)"
+    g.add_argument("--outer-lr", type=real(0), metavar="X", help=why)
+    why = "its Nesterov momentum (default: 0.9)"
+    g.add_argument("--outer-momentum", type=real(0), metavar="X", help=why)
     why = "average the model in N parts that take turns: smaller messages, more of them"
-    g.add_argument("--stream", **POSITIVE, default=1, help=why)
+    g.add_argument("--stream", **POSITIVE, help=why + " (default: 1)")
     why = "steps that a message may travel while training goes on; then it is mixed in"
-    g.add_argument("--stream-delay", **NATURAL, default=0, help=why)
+    g.add_argument("--stream-delay", **NATURAL, help=why + " (default: 0)")
     why = "bits of a number that is sent, the error goes along later (default: as it is)"
     g.add_argument("--outer-bits", type=int, choices=[16, 8, 4], help=why)
+
+
+def settle(args, every):
+    """Fill in the flags that are not given, in place."""
+    for name, value in (DEFAULTS | {"sync_every": every}).items():
+        if getattr(args, name) is None:
+            setattr(args, name, value)
 
 
 def options(args):
@@ -84,7 +94,7 @@ class Island:
         args, run = self.run.args, self.run
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(step, args)
-        [(tokens, targets, samples)] = run.microbatches(step, self.number, run.islands, pieces=1)
+        [(tokens, targets, samples)] = run.batch_of(self.number, step)
         self.optimizer.zero_grad()
         loss = self.model(tokens, targets=targets, count=run.count, samples=samples)
         loss.backward()
@@ -124,8 +134,9 @@ def rounded(x, bits):
     return torch.cat(pieces)
 
 
-def play(run, steps, parts):
-    """The islands after `steps` steps. parts: lists of parameters' names."""
+def play(run, steps, parts, finish=False):
+    """The islands after `steps` steps. parts: lists of parameters' names. finish: what has moved
+    since the latest outer steps is averaged too."""
     args = run.args
     islands = [Island(run, number) for number in range(run.islands)]
     kind = torch.promote_types(run.dtype, torch.float32)
@@ -133,25 +144,43 @@ def play(run, steps, parts):
     velocity = {name: torch.zeros_like(w) for name, w in old.items()}
     keep = 0.5 if args.stream_delay else 0
     travelling = {}  # {part: (step at which it is applied, the islands' messages)}
+    sent_at = dict.fromkeys(range(len(parts)), -1)
+
+    def send(part, step):
+        said = [island.message(part, parts[part], old, args.outer_bits) for island in islands]
+        travelling[part], sent_at[part] = (step + args.stream_delay, said), step
+
+    def apply(part):
+        _, said = travelling.pop(part)
+        for i, name in enumerate(parts[part]):
+            mean = (sum(of_island[i] for of_island in said) / len(said)).to(kind)
+            velocity[name] = args.outer_momentum * velocity[name] + mean
+            ahead = mean + args.outer_momentum * velocity[name]
+            old[name] = old[name] - args.outer_lr * ahead
+            mix(name, keep)
+
+    def mix(name, keep):
+        for island in islands:
+            weight = island.weights[name]
+            weight.copy_(keep * weight + (1 - keep) * old[name])
+
     for step in range(steps):
         for island in islands:
             island.train(step)
-        for part, names in enumerate(parts):
+        for part in range(len(parts)):
             if (step + 1) % args.sync_every == part * args.sync_every // args.stream:
-                said = [island.message(part, names, old, args.outer_bits) for island in islands]
-                travelling[part] = step + args.stream_delay, said
-        for part, names in enumerate(parts):
-            due, said = travelling.get(part, (None, None))
-            if due != step:
-                continue
-            for i, name in enumerate(names):
-                mean = (sum(of_island[i] for of_island in said) / len(said)).to(kind)
-                velocity[name] = args.outer_momentum * velocity[name] + mean
-                ahead = mean + args.outer_momentum * velocity[name]
-                old[name] = old[name] - args.outer_lr * ahead
-                for island in islands:
-                    weight = island.weights[name]
-                    weight.copy_(keep * weight + (1 - keep) * old[name])
+                send(part, step)
+        for part in range(len(parts)):
+            if part in travelling and travelling[part][0] == step:
+                apply(part)
+    for part in range(len(parts)) if finish else ():
+        if part in travelling:
+            apply(part)
+        if sent_at[part] < steps - 1:
+            send(part, steps - 1)
+            apply(part)
+        for name in parts[part]:
+            mix(name, 0)
     return islands
 
 
@@ -173,6 +202,10 @@ class Run(OrdinaryRun):
         super().__init__(*args)
         self.islands = self.world
         self.count //= self.world  # the tokens of this island's rows
+
+    def batch_of(self, number, step):
+        """The rows of an island in a step, for the player."""
+        return self.microbatches(step, number, self.islands, pieces=1)
 
     def follow(self, diloco):
         """diloco: the demo's DiLoCo, whose parts and bytes the receipt shows."""
