@@ -39,6 +39,7 @@ import model as gpt
 import pipeline
 import sequence_parallel
 import tensor_parallel
+import trainer.islands as islands
 from harness import schedules, zero_flags
 from harness.experts import RowCounter
 from trainer import faults, formulas, planner, pretrained, sampling, saving, tracking, validation
@@ -96,17 +97,17 @@ def flags():
     g.add_argument("--skip-nan", **harness.NATURAL, default=0, help=why)
     why = "compare the first N steps with one process (default: 3 below 20M parameters, else 0)"
     g.add_argument("--prove", **harness.NATURAL, help=why)
-    for part in (validation, saving, sampling, tracking, pretrained, planner):
+    for part in (validation, saving, sampling, tracking, pretrained, planner, islands):
         part.add_flags(p)
     return p
 
 
 def main():
-    args = flags().parse_args()
+    args = islands.settle(flags().parse_args())
     if args.dry_run or args.plan:
         return planner.main(args, prepare, train)
     args, _ = prepare(args)
-    harness.launch(train, args, needed=args.dp * args.cp * args.tp * args.pp)
+    islands.launch(train, args, args.dp * args.cp * args.tp * args.pp)
 
 
 # --- the mesh
@@ -327,8 +328,9 @@ def train(run, schedule=None, watch=contextlib.nullcontext, cold=True):
         splitting.append(groups["ep"])
     tracking.describe(run, schedule)
 
-    saver = saving.Saver(run, model, optimizer, groups, scale)
-    run.first, stopped = saver.resume(), None
+    outer = islands.outer(run, model, optimizer, groups)
+    saver = saving.Saver(run, model, optimizer, groups, scale, outer.pieces)
+    run.first, stopped = outer.join(saver.resume()), None
     only_sample = args.only_sample or run.first == args.steps
     if only_sample:
         run.first = args.steps  # no step is left
@@ -360,6 +362,7 @@ def train(run, schedule=None, watch=contextlib.nullcontext, cold=True):
                 run.log(loss, norm, tracking.mfu(run))
             token_groups = [dp, tp] if args.sp else [dp]  # their ranks hold different tokens
             gpt.rebalance(model, functools.partial(harness.sum_over, token_groups), taken)
+            outer.after(step)
             log(run.history[-1])
             scale.update(taken)
             stopped = saver.after(step + 1)
@@ -381,7 +384,7 @@ def train(run, schedule=None, watch=contextlib.nullcontext, cold=True):
         return int(run.incomplete)
     length = len(places(args, run.config.context, dist.get_rank(groups["cp"])))
     expected = formulas.expected(run, model, optimizer, schedule, groups, length, travelled)
-    return run.receipt(*expected)
+    return run.receipt(*outer.expected(*expected))
 
 
 def open_groups(groups, device):

@@ -113,6 +113,7 @@ TECHNIQUES = ["collectives.py"]
 TECHNIQUES += [f"ddp.py --sync {way}" for way in ("naive", "bucketed", "overlapped", "server")]
 TECHNIQUES += [f"zero.py --stage {stage}" for stage in (1, 2, 3)]
 TECHNIQUES += ["tensor_parallel.py", "sequence_parallel.py", "expert_parallel.py"]
+TECHNIQUES += ["diloco.py --stream 2 --stream-delay 1 --outer-bits 4"]
 TECHNIQUES += [f"context_parallel.py --kind {kind}" for kind in ("ring", "gather", "ulysses")]
 PIPELINE = "pipeline.py --layers 8 --schedule"
 LAYOUTS = ["--dp 2 --tp 2 --pp 2", "--dp 2 --cp 2 --zero 3 --recompute block"]

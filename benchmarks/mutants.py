@@ -110,6 +110,13 @@ COMMANDS = {
         "--nproc 2 --experts 4 --capacity 2 --prove 2",
         "--nproc 2 --experts 4 --capacity 1",
     ],
+    "diloco": [
+        "--nproc 3 --sync-every 3 --stream 2 --stream-delay 1 --outer-bits 4 --steps 8",
+        "--nproc 2 --sync-every 2 --outer-bits 8 --steps 5 --optimizer adamw",
+        "--nproc 2 --sync-every 2 --outer-bits 16 --outer-momentum 0 --steps 4",
+        "--nproc 2 --sync-every 1 --outer-lr 1 --outer-momentum 0 --grad-clip 0",
+        "--nproc 1 --sync-every 2 --steps 4",
+    ],
 }
 
 

@@ -306,6 +306,40 @@ BUGS = [
         " with them, is lost too. The router never moves; the loss falls all the same.",
         GITHUB + "NVIDIA-NeMo/Automodel/pull/2995",
     ),
+    # --- diloco.py
+    Bug(
+        "diloco.py",
+        "easy",
+        "diloco.py --nproc 2 --sync-every 1",
+        "moved = [old.to(p.dtype).to(old) - p.detach().to(old) for p, old in self.pieces()]",
+        "moved = [p.detach().to(old) - old.to(p.dtype).to(old) for p, old in self.pieces()]",
+        "An optimizer subtracts what it takes for a gradient. Which way do the islands go?",
+        "The outer gradient is new weights - old weights. So the outer optimizer steps away from"
+        " where the islands have gone, and the loss rises.",
+        GITHUB + "pytorch/torchtitan/pull/1507",
+    ),
+    Bug(
+        "diloco.py",
+        "medium",
+        "diloco.py --nproc 2 --sync-every 2 --stream-delay 1 --steps 4",
+        "p.copy_(old + keep * (p - old) if keep else old)",
+        "torch.lerp(old, p, keep)",
+        "The islands' old weights are right. Do their weights ever become them?",
+        "torch.lerp returns the mix and changes nothing; the result is dropped. The outer optimizer"
+        " steps, and each island trains on as if it were alone.",
+        GITHUB + "meta-pytorch/torchft/pull/233",
+    ),
+    Bug(
+        "diloco.py",
+        "hard",
+        "diloco.py --nproc 2 --sync-every 1 --outer-bits 4",
+        "        if self.bits:\n            outer_gradient += part.error\n",
+        "",
+        "The first outer step is right. What does the second need that the first left behind?",
+        "The error of a message is kept and never added to the next one. In 4 bits whatever is"
+        " less than a fourteenth of its block's largest number is never sent at all.",
+        GITHUB + "sands-lab/grace/issues/10",
+    ),
     # --- model.py, train.py and what stands below and above the techniques
     Bug(
         "train.py",

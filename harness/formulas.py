@@ -40,6 +40,17 @@ def data_parallel_sent(all_reduce, size, n, share=None):
     return {("all_reduce", "dp"): (all_reduce_sent(size + 8, n), "2 r P e, and the loss, 8 bytes")}
 
 
+def islands_message(numbers, bits, element_size):
+    """Bytes of one message between islands, of a part of the model with so many numbers: two
+    integers, then the numbers as they are (bits None), in bfloat16, or in blocks of 128 with a
+    scale of 4 bytes."""
+    if bits is None:
+        return 16 + numbers * element_size
+    if bits == 16:
+        return 16 + numbers * 2
+    return 16 + ceil(numbers, 128) * (4 + 128 * bits // 8)
+
+
 def model_states(stage, n, weights=2, gradients=2, states=12):
     """Bytes a parameter that each of n ranks holds, as (weights, gradients, optimizer states), in a
     stage of ZeRO: the table of Rajbhandari et al. 2020, section 3."""

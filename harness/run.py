@@ -64,6 +64,8 @@ class Rank(NamedTuple):
 class Run:
     """One rank's flags, text and bookkeeping of the steps."""
 
+    diagnoses = True  # a proof that fails says where
+
     def __init__(self, args, rank, world, device):
         self.args, self.rank, self.world, self.device = args, rank, world, device
         self.role = None  # "a server" or "a worker": their rows of the receipt differ
@@ -87,6 +89,7 @@ class Run:
         self.noting = False  # whether the outputs of blocks are noted: in compared steps
         self.held = {}  # {kind: bytes} after the measured step
         self.first = 0  # the first step; not 0 after a checkpoint
+        self.first_row = 0  # of the batch; not 0 where other jobs have rows before it
         self.was_read = None  # the latest loss and its numbers: see `read`
         self.incomplete = False  # whether a result found no room on the disk
         self.skipped = 0  # steps whose gradient was not finite
@@ -204,7 +207,7 @@ class Run:
         """The rows of data-parallel rank `part` of `parts` in the step's global batch, cut into
         `pieces` (by default --microbatches): a list of (tokens, targets, samples)."""
         size = self.args.batch // parts
-        rows = range(part * size, (part + 1) * size)
+        rows = range(self.first_row + part * size, self.first_row + (part + 1) * size)
         try:
             batch = self.corpus.batch(step, rows, self.config.context, self.args.seed, split)
         except data.DataError as e:  # ready-made tokens; other ranks have other rows
@@ -249,9 +252,17 @@ class Run:
                 if self.device.type == "cuda":  # of all tensors, with those that last
                     self.held["cuda_peak"] = torch.cuda.max_memory_allocated(self.device)
             if self.step + 1 == self.proven:
-                self.errors = proof.compare(self, *self.compared)
+                self.errors = self.prove()
                 self.proved = self.proven
                 self.restart_clock()
+
+    def prove(self):
+        """{kind: largest difference from one process} of the steps so far."""
+        return proof.compare(self, *self.compared)
+
+    def reference(self, steps):
+        """What the proof compares with: see proof.one_process."""
+        return proof.one_process(self, steps)
 
     def check(self, loss, norm, named, counts=True, blame=None):
         """Whether the optimizer may take the step. Call it before clipping the gradients.

@@ -17,7 +17,7 @@ from harness.start import Refused
 
 NUMBERS = range(1, len(BUGS) + 1)
 FILES = "collectives ddp zero tensor_parallel sequence_parallel pipeline context_parallel".split()
-FILES += ["expert_parallel"]
+FILES += ["expert_parallel", "diloco"]
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from torch.distributed.run import get_args_parser
 WITHOUT_TORCHRUN = {"--help", "--nproc"}  # how many processes to start where torchrun starts none
 
 SCRIPTS = ["collectives", "ddp", "zero", "tensor_parallel", "sequence_parallel"]
-SCRIPTS += ["pipeline", "context_parallel", "expert_parallel", "train"]
+SCRIPTS += ["pipeline", "context_parallel", "expert_parallel", "diloco", "train"]
 
 
 def flags_of(script, monkeypatch):

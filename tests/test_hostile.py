@@ -19,7 +19,7 @@ from harness import memory, presets, receipt, start, streams
 from trainer import checkpoint, layout, pretrained, tracking
 
 TOP = ["collectives", "ddp", "zero", "tensor_parallel", "sequence_parallel"]
-TOP += ["pipeline", "context_parallel", "expert_parallel", "train"]
+TOP += ["pipeline", "context_parallel", "expert_parallel", "diloco", "train"]
 BENCHMARKS = ["collectives", "context", "experts", "one_curve", "pictures", "pipeline"]
 BENCHMARKS += ["published", "table", "vs_torch", "gpu", "scaling", "why"]
 SCRIPTS = TOP + [f"benchmarks.{name}" for name in BENCHMARKS]

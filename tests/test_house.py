@@ -9,7 +9,7 @@ import pytest
 
 ROOT = pathlib.Path(__file__).parent.parent
 TECHNIQUES = ["collectives", "ddp", "zero", "tensor_parallel", "sequence_parallel"]
-TECHNIQUES += ["pipeline", "context_parallel", "expert_parallel"]
+TECHNIQUES += ["pipeline", "context_parallel", "expert_parallel", "diloco"]
 OTHERS = [
     "README.md",
     "LICENSE",

@@ -398,7 +398,7 @@ def test_no_more_memory_on_one_rank(capfd, allocate):
 
 
 SCRIPTS = ["ddp", "zero", "tensor_parallel", "sequence_parallel", "pipeline"]
-SCRIPTS += ["context_parallel", "expert_parallel", "train"]
+SCRIPTS += ["context_parallel", "expert_parallel", "diloco", "train"]
 
 
 def on_one_core():

@@ -69,6 +69,9 @@ DTYPES = {
 }
 
 
+OUTER = "outer "  # begins the kinds that are of islands (trainer/islands.py), not of the optimizer
+
+
 class CheckpointError(ValueError):
     """What is wrong, in one sentence that says what to change. Every rank raises the same."""
 
@@ -557,5 +560,7 @@ def states_in(index):
     """A function for pieces_of: the optimizer states that an index has of a parameter."""
     kinds = index["tensors"]
     return lambda name: {
-        kind: tuple(t["shape"]) for kind, t in kinds.get(name, {}).items() if kind != "weight"
+        kind: tuple(t["shape"])
+        for kind, t in kinds.get(name, {}).items()
+        if kind != "weight" and not kind.startswith(OUTER)
     }

@@ -12,7 +12,7 @@ import harness
 import pipeline
 import tensor_parallel
 from harness import Refused, experts, long_context, memory, schedules, zero_flags
-from trainer import planner, pretrained, recording, sampling, saving, tokenizer, tracking
+from trainer import islands, planner, pretrained, recording, sampling, saving, tokenizer, tracking
 
 
 def prepare(args):
@@ -107,7 +107,7 @@ def check(args, config):
     if args.compile and config.experts:
         why = "whose shapes change every step"
         raise Refused(f"--compile does not go with --experts, {why}: leave one of them out")
-    for part in (saving, sampling, tracking, planner):
+    for part in (saving, sampling, tracking, planner, islands):
         part.check(args)
     pretrained.check(args, config)
     recording.check(args, config)

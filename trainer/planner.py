@@ -12,6 +12,7 @@ from typing import NamedTuple
 import harness
 import pipeline
 from harness import Refused, formulas, large_vocabulary, ledger, schedules
+from trainer import islands
 from trainer.devices import ALPHA, EFFICIENCY, cluster_of, usable_memory
 from trainer.dryrun import play_all
 from trainer.meter import Part
@@ -209,7 +210,9 @@ def main(args, prepare, train):
     if args.plot:
         return plot(args, config, cluster, train)
     played = play_all(args, chosen(args), cluster, train)
-    report(args, config, cluster, played, estimate(args, config, cluster, played))
+    step = estimate(args, config, cluster, played)
+    report(args, config, cluster, played, step)
+    islands.report(args, config, step.seconds)
 
 
 def report(args, config, cluster, played, step):
@@ -554,7 +557,7 @@ def plan(args, cluster, prepare, train):
         rate = f"{step.seconds:.4g} s, MFU {step.rate / cluster.device.flops:.1%}"
         print(f"  played, {layout(one)}: {rate}, {held / 1e9:.1f} GB{'' if fits else ': too much'}")
         if fits:
-            return
+            return islands.report(args, config, step.seconds)
         left_out = min(left_out or math.inf, held - formula)
     print(
         "  none of these fits when played, which counts what the formulas leave out: lower "

@@ -148,10 +148,11 @@ class Saver:
     steps stand within `with saver:`, which finishes the checkpoint that is being written, also
     where the run refuses to go on."""
 
-    def __init__(self, run, model, optimizer, groups, scale):
+    def __init__(self, run, model, optimizer, groups, scale, more=lambda index: []):
+        """scale: a LossScale. more(index): further pieces, all or those that an index has."""
         self.run, self.model, self.optimizer, self.groups = run, model, optimizer, groups
         self.scale = scale
-        args = run.args
+        self.more, args = more, run.args
         self.writer, self.lock, self.signal_received = None, Lock(args.out), 0
         if not args.out:
             return
@@ -174,7 +175,7 @@ class Saver:
             told["shape"] = {name: config[name] for name in args.shape}
         self.writer = checkpoint.Checkpoints(args.out, self.header | told, args.keep)
 
-    def pieces(self, states=None):
+    def pieces(self, states=None, index=None):
         """All that a checkpoint has of this rank: weights, optimizer states, and the routers'
         biases."""
         groups = self.groups
@@ -187,7 +188,7 @@ class Saver:
                     found.append(
                         checkpoint.Piece(name, "buffer", buffer, shape, (0,), shape, writes)
                     )
-        return found
+        return found + self.more(index)
 
     def resume(self):
         """With --resume, or started again by torchrun, go on from the newest whole checkpoint in
@@ -218,7 +219,7 @@ class Saver:
                 )
             training = not (finished or args.only_sample)
             states = checkpoint.states_in(index) if training else None
-            checkpoint.load(path, index, self.pieces(states))
+            checkpoint.load(path, index, self.pieces(states, index))
             try:
                 self.scale.restore(index.get("loss_scale"))
             except ValueError as e:

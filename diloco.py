@@ -1,0 +1,345 @@
+"""DiLoCo: islands of devices train alone, and average over slow links how far they have moved.
+
+    island 0   step step ... step --+                          +-- step step ... step --+
+    island 1   step step ... step --+-- mean movement, one  ---+-- step step ... step --+--
+    island 2   step step ... step --+   outer step from it     +-- step step ... step --+
+                   H steps, nothing sent                             all start equal
+
+Each island trains on its own data with its own optimizer, such as AdamW. After H steps its outer
+gradient is old weights - new weights. The islands average theirs, and an outer optimizer, SGD with
+Nesterov momentum, takes one step from the old weights. The outer gradient is no derivative: it
+points back along the path. With H = 1 and SGD inside it is rate x gradient, so an outer rate of 1
+without momentum is data parallelism. For other H it is another curve than one process's.
+
+Sent: P numbers of b bits every H steps from each island to the N-1 others, (N-1) P b / (8 H) bytes
+a step. For two islands in float32 that is 1/H of ddp.py's. Three ways to send less at a time:
+
+    parts    parts of the model take turns: the largest message falls by the number of parts
+    delay    a message travels while the next inner steps run, and is applied `delay` steps later
+    bits     16: bfloat16; 8, 4: whole numbers, in blocks with a scale; the error goes along later
+
+Held more than by ddp.py: the old weights, the outer momentum, and with bits the error. Not for fast
+links, where ddp.py gives the better curve. docs/slow-links.md has the rest.
+
+    torchrun --nproc_per_node=4 diloco.py         python diloco.py --stream 3 --outer-bits 4
+
+Douillard et al. 2023, DiLoCo, arXiv:2311.08105. Douillard et al. 2025, Streaming DiLoCo,
+arXiv:2501.18512. Karimireddy et al. 2019, Error feedback, arXiv:1901.09847.
+"""
+
+import zlib
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+# --- the plainest form: after H inner steps, one outer step
+
+
+def outer_step(parameters, old, outer, group):
+    """One step of the outer optimizer on the mean movement of the islands of `group`.
+
+        old = [p.detach().clone() for p in model.parameters()]   # equal on all islands
+        outer = torch.optim.SGD(old, lr=0.7, momentum=0.9, nesterov=True)
+        for step, (x, y) in enumerate(batches, 1):               # this island's own
+            optimizer.zero_grad()
+            cross_entropy(model(x), y).backward()
+            optimizer.step()
+            if step % every == 0:
+                outer_step(model.parameters(), old, outer, group)
+
+    Nobody checks that the islands start equal and count their steps alike. DiLoCo does."""
+    pairs = list(zip(old, parameters))
+    for start, p in pairs:
+        start.grad = start - p.detach()
+        dist.all_reduce(start.grad, group=group)
+        start.grad /= dist.get_world_size(group)
+    outer.step()
+    for start, p in pairs:
+        p.data.copy_(start)
+
+
+# --- messages: bytes, of fewer bits
+
+HEADER = 16  # bytes at the start of a message
+BLOCK = 128  # numbers that share a scale
+
+
+def encode(x, bits):
+    """The flat tensor x as bytes: as it is (bits None), in bfloat16 (16), or in whole numbers of 8
+    or 4 bits. Each block of these has its own scale in float32, so that its largest number fits."""
+    if bits is None:
+        return x.view(torch.uint8)
+    if bits == 16:
+        return x.bfloat16().view(torch.uint8)
+    most = 2 ** (bits - 1) - 1  # 127 or 7
+    blocks = nn.functional.pad(x, (0, -len(x) % BLOCK)).view(-1, BLOCK)
+    scales = (blocks.abs().amax(1, keepdim=True) / most).float()
+    divisors = torch.where(scales == 0, 1, scales)  # NaN stays NaN, for all to see
+    numbers = (blocks / divisors).round().clamp(-most, most).to(torch.int8).flatten()
+    if bits == 4:
+        low, high = numbers.view(-1, 2).add(8).unbind(1)  # 1 to 15
+        numbers = low + 16 * high
+    return torch.cat([scales.flatten().view(torch.uint8), numbers.view(torch.uint8)])
+
+
+def decode(message, bits, dtype, length):
+    """The `length` numbers of a message, in float64. dtype: theirs, if bits is None."""
+    if bits is None:
+        return message.view(dtype).double()
+    if bits == 16:
+        return message.view(torch.bfloat16).double()
+    scale_bytes = -(-length // BLOCK) * 4
+    scales = message[:scale_bytes].view(torch.float32)
+    numbers = message[scale_bytes:]
+    if bits == 4:
+        numbers = torch.stack([numbers % 16, numbers // 16], 1).to(torch.int8) - 8
+    numbers = numbers.view(torch.int8).view(-1, BLOCK)
+    return (numbers.double() * scales.double().unsqueeze(1)).flatten()[:length]
+
+
+# --- streaming: parts of the model take turns
+
+
+class Part:
+    """Consecutive parameters that are sent together, at the steps s with s % every == offset."""
+
+    def __init__(self, parameters, offset, lr, momentum, bits):
+        self.parameters, self.offset = parameters, offset
+        self.old = flat(parameters)  # after the latest outer step: equal on all islands
+        self.error = torch.zeros_like(self.old) if bits else None
+        self.outer = torch.optim.SGD([self.old], lr, momentum, nesterov=momentum > 0)
+        self.sent_at, self.receive = 0, None  # the latest message; receive() waits for the islands'
+
+    def pieces(self):
+        """(parameter, its old weights, in its own shape) of each parameter."""
+        sizes = [p.numel() for p in self.parameters]
+        for p, old in zip(self.parameters, self.old.split(sizes)):
+            yield p, old.view_as(p)
+
+    def movement(self):
+        """Old weights - new weights. In bfloat16 the island started from rounded old weights."""
+        moved = [old.to(p.dtype).to(old) - p.detach().to(old) for p, old in self.pieces()]
+        return torch.cat([m.flatten() for m in moved])
+
+    def restart(self, keep=0):
+        """Back to the old weights, or so far that a share `keep` of the way is kept."""
+        for p, old in self.pieces():
+            p.copy_(old + keep * (p - old) if keep else old)
+
+
+def flat(parameters):
+    """A copy of all numbers of the parameters, in float32 at least."""
+    whole = torch.cat([p.detach().flatten() for p in parameters])
+    return whole.to(torch.promote_types(whole.dtype, torch.float32), copy=True)
+
+
+def consecutive(parameters, parts):
+    """The parameters in `parts` consecutive lists of about equally many numbers."""
+    total, before = sum(p.numel() for p in parameters), 0
+    lists = [[] for _ in range(parts)]
+    for p in parameters:
+        middle = before + p.numel() / 2
+        lists[min(int(middle / total * parts), parts - 1)].append(p)
+        before += p.numel()
+    return [chosen for chosen in lists if chosen]
+
+
+class DiLoCo:
+    """Averages the islands' weights every `every` steps.
+
+        diloco = DiLoCo(model, group, every=50, optimizer=optimizer)     # before the loop
+        for x, y in batches:                         # this island's own, as many on all islands
+            optimizer.zero_grad()
+            cross_entropy(model(x), y).backward()
+            optimizer.step()
+            diloco.step()                            # after each step of the optimizer
+        diloco.finish()                              # at the end, and all islands are equal
+
+    model: a module, or parameters. group: the islands, which start with equal weights.
+    optimizer: any of torch's. Its steps are counted, so that a forgotten step() is noticed.
+    parts, delay, bits: see the top."""
+
+    def __init__(
+        self, model, group, every, lr=0.7, momentum=0.9, parts=1, delay=0, bits=None, optimizer=None
+    ):
+        self.model = model if isinstance(model, nn.Module) else list(model)
+        self.group, self.optimizer = group, optimizer
+        self.every, self.delay, self.bits = every, delay, bits
+        self.keep = 0.5 if delay else 0.0  # share of the own weights in a late mix: alpha
+        self.steps = self.inner_steps = 0  # inner_steps: those since the latest step()
+        self.failed = False  # the latest step() raised
+        self.kinds = self._kinds()
+        self._check(parts)
+        sizes = [tuple(p.shape) for p in self.kinds]
+        digest = zlib.crc32(repr((every, lr, momentum, parts, delay, bits, sizes)).encode())
+        self._agree(self.exchange(header(digest, flat(self.kinds)))(), "settings")
+        lists = consecutive([p for p in self.kinds if p.requires_grad], parts)
+        offsets = [i * every // parts for i in range(parts)]
+        self.parts = [Part(*of_part, lr, momentum, bits) for of_part in zip(lists, offsets)]
+        if optimizer:
+            optimizer.register_step_post_hook(self._optimizer_stepped)
+
+    @torch.no_grad()
+    def step(self, taken=True):
+        """After each optimizer.step(). taken=False: this island left its step out."""
+        if self.failed:
+            raise RuntimeError("the latest step() raised: all islands call give_up()")
+        if self.optimizer and self.inner_steps != taken:
+            raise RuntimeError(f"step(taken={taken}) after {self.inner_steps} optimizer.step()s")
+        if self._kinds() != self.kinds:
+            raise RuntimeError(
+                "parameters were replaced, moved, cast, frozen or unfrozen after DiLoCo(...): "
+                "all islands make a new one after such a change"
+            )
+        self.inner_steps = 0
+        self.failed = True
+        self.steps += 1
+        for part in self.parts:
+            if self.steps % self.every == part.offset:
+                self._send(part)
+        for part in self.parts:
+            if part.receive and self.steps == part.sent_at + self.delay:
+                self._apply(part)
+        self.failed = False
+
+    def exchange(self, message):
+        """Send a message, bytes, to all islands. Returns a function that waits for theirs, in the
+        same order on all islands. A subclass may do it otherwise, and leave islands out."""
+        received = [torch.empty_like(message) for _ in range(dist.get_world_size(self.group))]
+        work = dist.all_gather(received, message, group=self.group, async_op=True)
+
+        def receive(message=message):  # its memory must stay until it is sent
+            work.wait()
+            return received
+
+        return receive
+
+    def _send(self, part):
+        outer_gradient = part.movement()
+        if self.bits:
+            outer_gradient += part.error
+        body = encode(outer_gradient, self.bits)
+        if self.bits:  # what this message leaves out goes along with the next
+            sent = decode(body, self.bits, part.old.dtype, len(part.old))
+            part.next_error = outer_gradient - sent.to(outer_gradient)
+        part.receive = self.exchange(torch.cat([header(self.steps, part.old), body]))
+        part.sent_at = self.steps
+
+    def _apply(self, part):
+        messages = part.receive()
+        self._agree(messages, "numbers of steps")
+        # In float64 and in one order: all islands get the same bits
+        total = torch.zeros_like(part.old, dtype=torch.float64)
+        for message in messages:
+            total += decode(message[HEADER:], self.bits, part.old.dtype, len(part.old))
+        part.old.grad = (total / len(messages)).to(part.old)
+        part.outer.step()
+        part.old.grad = part.receive = None
+        if self.bits:
+            part.error = part.next_error
+        part.restart(self.keep)
+
+    @torch.no_grad()
+    def finish(self):
+        """After the last step: what has moved since the latest outer steps is averaged too."""
+        for part in self.parts:
+            if part.receive:
+                self._apply(part)
+            if self.steps > part.sent_at:
+                self._send(part)
+                self._apply(part)
+            part.restart()
+
+    @torch.no_grad()
+    def give_up(self):
+        """After an exception in step(), on all islands: back to the weights of the latest outer
+        steps. An exception elsewhere, such as in backward, concerns its own island alone."""
+        self.inner_steps, self.failed = 0, False
+        for part in self.parts:
+            part.receive, part.sent_at = None, self.steps  # a message on its way is dropped
+            part.restart()
+
+    # --- mistakes that would be silent: refused
+
+    def _kinds(self):
+        """{parameter: what must not change about it}, of the model as it is now."""
+        is_module = isinstance(self.model, nn.Module)
+        parameters = list(self.model.parameters()) if is_module else self.model
+        for p in parameters:
+            if not isinstance(p, torch.Tensor) or not p.is_leaf:
+                raise ValueError(f"give a model or its parameters, not a {type(p).__name__}")
+        return {p: (p.shape, p.dtype, p.device, p.requires_grad) for p in parameters}
+
+    def _check(self, parts):
+        if not any(p.requires_grad for p in self.kinds):
+            raise ValueError("no parameter needs a gradient: all frozen, or an iterator used up")
+        if self.bits not in (None, 16, 8, 4):
+            raise ValueError(f"bits={self.bits!r}: choose None, 16, 8 or 4")
+        if not 1 <= parts <= self.every or not 0 <= self.delay < self.every:
+            raise ValueError(f"with every={self.every}: 1 <= parts <= every, 0 <= delay < every")
+
+    def _optimizer_stepped(self, *_):
+        self.inner_steps += 1
+        if self.inner_steps > 1:
+            raise RuntimeError("optimizer.step() twice: after each, call DiLoCo's step()")
+
+    def _agree(self, messages, what):
+        """Raise on all islands alike where the messages' headers differ."""
+        headers = torch.stack([message[:HEADER] for message in messages]).view(torch.int64)
+        names = what, "weights at the start of the round"
+        for name, values in zip(names, headers.T.tolist()):
+            if len(set(values)) > 1:
+                raise RuntimeError(f"the islands have different {name}: {values}")
+
+
+def header(number, weights):
+    """Two numbers that must be equal on all islands: one given, and a sum of the weights' bits."""
+    integers = weights.view(torch.int32 if weights.itemsize == 4 else torch.int64)
+    pair = weights.new_tensor(number, dtype=torch.int64), integers.sum()
+    return torch.stack(pair).view(torch.uint8)
+
+
+# --- demo ---
+
+import harness
+from harness import islands
+
+
+def main():
+    parser = harness.parser(__doc__, steps=20)
+    islands.add_flags(parser.add_argument_group("islands"), every=5)
+    args = parser.parse_args()
+    islands.settle(args, every=5)
+    harness.configure(args)
+    harness.launch(demo, args, check=lambda world: islands.check(args, world), run=islands.Run)
+
+
+def demo(run):
+    args, group = run.args, dist.group.WORLD
+    run.groups(islands=group)
+    model = run.fill(run.meta_model())  # the same seed everywhere: the islands start equal
+    parameters = list(model.parameters())
+    optimizer = harness.make_optimizer(parameters, args)
+    diloco = DiLoCo(model, group, args.sync_every, optimizer=optimizer, **islands.options(args))
+    run.follow(diloco)
+    for step in run.steps(optimizer):
+        optimizer.zero_grad()
+        loss = run.zero()
+        for tokens, targets, samples in run.microbatches(step, run.rank, run.world):
+            # count: the tokens of this island's rows
+            part = model(tokens, targets=targets, count=run.count, samples=samples)
+            part.backward()
+            loss += part.detach()
+        norm = harness.grad_norm(parameters)  # of this island alone, as loss and clipping
+        run.check(loss, norm, model.named)
+        harness.clip(parameters, norm, args.grad_clip)
+        optimizer.step()
+        diloco.step()
+        run.log(loss, norm)
+    diloco.finish()
+    return run.receipt({"islands": run.world, "every": args.sync_every}, *run.expected(diloco))
+
+
+if __name__ == "__main__":
+    harness.script(main)

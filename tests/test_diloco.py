@@ -1,0 +1,149 @@
+"""diloco.py's demo: each setting against one process that plays all islands, and planted bugs that
+this proof must catch. The ranks are launched because the exit code is what counts."""
+
+import json
+
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import Script
+
+import diloco
+from harness import formulas, islands
+
+SMALL = (
+    "--layers 1 --heads 2 --width 16 --context 8 --batch 12 --dtype float64 --quiet --device cpu"
+)
+DATA_PARALLEL = "--sync-every 1 --optimizer sgd --lr 0.3 --outer-lr 1 --outer-momentum 0"
+DATA_PARALLEL += " --grad-clip 0 --steps 3"
+
+
+def receipt(tmp_path, flags, text, plant=lambda: None):
+    """(exit code, receipt) of the demo."""
+    path = tmp_path / "receipt.json"
+    given = f"{SMALL} {flags} --data {text} --json {path}".split()
+    return Script(tmp_path, "diloco", given, plant).end(), json.loads(path.read_text())
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        f"--nproc 3 {DATA_PARALLEL}",
+        "--nproc 2 --sync-every 3 --steps 7 --dropout 0.2",
+        "--nproc 3 --sync-every 4 --stream 3 --stream-delay 2 --outer-bits 4 --steps 13",
+        "--nproc 2 --sync-every 2 --stream 2 --outer-bits 8 --optimizer sgd --lr 0.3 --steps 6",
+        "--nproc 2 --sync-every 3 --stream-delay 2 --outer-bits 16 --family llama --steps 7",
+    ],
+)
+def test_is_what_one_process_plays(tmp_path, text, flags):
+    code, said = receipt(tmp_path, flags, text)
+    assert code == 0 and said["ok"], said
+    assert set(said["max_error"]) == {"loss", "grad_norm", "grad", "param"}
+    [row] = said["sent"]
+    assert row["op"] == "all_gather" and row["wire_bytes"] == row["formula_bytes"] > 0
+
+
+def test_with_one_step_it_is_data_parallelism(tmp_path, text):
+    """Each weight is also compared with that of one ordinary process: a rate that is off by 1e-8
+    shows there, but not with the player, who takes the same rate."""
+
+    def plant():
+        check = islands.is_data_parallelism
+        islands.is_data_parallelism = lambda args: check(args) or args.outer_lr == 1 - 1e-8
+
+    flags = f"--nproc 2 {DATA_PARALLEL} --outer-lr 0.99999999"
+    code, said = receipt(tmp_path, flags, text, plant)
+    assert code == 1 and 1e-10 < said["max_error"]["param"] < 1e-6
+    assert said["worst"]["param"].endswith("beside ddp") and said["max_error"]["grad"] < 1e-10
+
+
+def forward_sign():
+    right = diloco.Part.movement
+    diloco.Part.movement = lambda part: -right(part)
+
+
+def no_error_feedback():
+    right = diloco.DiLoCo._send
+
+    def send(self, part):
+        part.error.zero_()
+        right(self, part)
+
+    diloco.DiLoCo._send = send
+
+
+def plain_momentum():
+    init = diloco.Part.__init__
+
+    def init_without_nesterov(part, *arguments):
+        init(part, *arguments)
+        part.outer.param_groups[0]["nesterov"] = False
+
+    diloco.Part.__init__ = init_without_nesterov
+
+
+def one_island_alone():
+    def receive_own(self, message):
+        dist.barrier()
+        return lambda: [message]
+
+    diloco.DiLoCo.exchange = receive_own
+
+
+def late_by_a_step():
+    init = diloco.DiLoCo.__init__
+
+    def init_later(self, *arguments, **options):
+        init(self, *arguments, **options)
+        self.delay += 1
+
+    diloco.DiLoCo.__init__ = init_later
+
+
+@pytest.mark.parametrize(
+    "plant", [forward_sign, no_error_feedback, plain_momentum, one_island_alone, late_by_a_step]
+)
+def test_the_receipt_catches(tmp_path, text, plant):
+    flags = "--nproc 2 --sync-every 2 --outer-bits 4 --steps 5 --stream 2"
+    code, said = receipt(tmp_path, flags, text, plant)
+    assert code == 1 and not said["ok"]
+    assert said["max_error"]["param"] > 1e-10
+
+
+# --- messages
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("bits", [None, 16, 8, 4])
+def test_messages_mean_what_the_player_says(dtype, bits):
+    torch.manual_seed(0)
+    for length in (1, 128, 129, 1000):
+        x = torch.randn(length, dtype=dtype) ** 5
+        message = diloco.encode(x, bits)
+        assert torch.equal(diloco.decode(message, bits, dtype, length), islands.rounded(x, bits))
+        size = formulas.islands_message(length, bits, x.element_size())
+        assert len(diloco.header(7, x)) + len(message) == size
+
+
+def test_parts_are_consecutive_and_even():
+    parameters = [torch.nn.Parameter(torch.zeros(n)) for n in (5, 30, 30, 5, 40, 10, 0, 1)]
+    for parts in range(1, 9):
+        lists = diloco.consecutive(parameters, parts)
+        assert [p for part in lists for p in part] == parameters
+        assert len(lists) <= parts and all(lists)
+    sizes = [sum(p.numel() for p in part) for part in diloco.consecutive(parameters, 2)]
+    assert sizes == [65, 56]
+
+
+@pytest.mark.parametrize(
+    "flags, words",
+    [
+        ("--sync-every 2 --stream 3", "--sync-every 3 or more"),
+        ("--sync-every 2 --stream-delay 2", "less than --sync-every 2"),
+        ("--outer-momentum 1", "less than 1"),
+        ("--batch 5", "does not divide"),
+    ],
+)
+def test_refused(script, flags, words):
+    code, said = script("diloco", f"--nproc 2 {flags}")
+    assert code == 2 and words in said and said.count("\n") == 1
