@@ -117,7 +117,7 @@ def test_equals_torchs_grad_scaler(ranks, text, tmp_path, eager):
 @pytest.mark.parametrize(
     "variant, flags",
     [
-        ("moe gpt2", "--dp 2 --ep 2 --pp 2 --schedule zb-v --zero 3 --microbatches 3 --steps 2"),
+        ("moe gpt2", "--dp 2 --ep 2 --pp 2 --schedule zb-v --zero 3 --microbatches 3 --layers 4"),
         ("sgd", "--dp 2 --tp 2 --sp --zero 1 --layers 2 --steps 2 --out OUT --record OUT/record"),
     ],
 )
