@@ -300,6 +300,8 @@ def print_predictions(args, default_node):
 
 # --- seconds, measured
 
+MOST_BYTES = 1 << 28  # of a measured round, on all ranks together
+
 
 def fastest(run, call, times=5):
     """Seconds: the least of the times that the slowest rank took. The machine's other work only
@@ -339,7 +341,7 @@ def measure_curve(library, run, node):
 
     for exponent in range(10, 25, 2):
         size = 1 << exponent
-        if n * n * size > 1 << 28:
+        if n * n * size > MOST_BYTES:
             break
         x, y = torch.zeros(2, size // 4, device=run.device)
         points.append((size, fastest(run, lambda: one_round(x, y))))  # noqa: B023

@@ -393,13 +393,13 @@ def test_from_the_command_line(text, tmp_path):
             (row["step"], row["loss"], row["grad_norm"]) for row in rows if "loss" in row
         ]
 
-    command(f"--out {tmp_path}/out --save-every 5 --steps 10 --dp 2")
-    assert steps_in(tmp_path / "out") == ["step-00000005", "step-00000010"]
-    said, steps = command(f"--out {tmp_path}/out --resume --steps 15 --tp 2")
+    command(f"--out {tmp_path}/out --save-every 2 --steps 4 --dp 2")
+    assert steps_in(tmp_path / "out") == ["step-00000002", "step-00000004"]
+    said, steps = command(f"--out {tmp_path}/out --resume --steps 6 --tp 2")
     assert (
         "resumed from" in said
-        and "step-00000010" in said
-        and [s for s, *_ in steps] == list(range(1, 16))
+        and "step-00000004" in said
+        and [s for s, *_ in steps] == list(range(1, 7))
     )
     os.unlink(tmp_path / "log")
-    same_steps(steps, command("--steps 15")[1])
+    same_steps(steps, command("--steps 6")[1])

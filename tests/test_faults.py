@@ -46,7 +46,7 @@ def newest(folder):
     return max((p for p in folder.iterdir() if re.fullmatch(r"step-\d+", p.name)), default=None)
 
 
-STEPS = 60
+STEPS = 40
 
 
 @pytest.fixture(scope="module")

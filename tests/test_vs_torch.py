@@ -14,6 +14,12 @@ def line(rank, name):
     return vs_torch.compare(run, name, vs_torch.PAIRS[name])
 
 
+@pytest.fixture(autouse=True)
+def small(monkeypatch):
+    model = "tiny", dict(layers=2, heads=4, kv_heads=4, width=32, context=256, vocab=256)
+    monkeypatch.setitem(vs_torch.MODELS, "cpu", model)
+
+
 def half_a_gradient(monkeypatch):
     finish = vs_torch.ddp.DDP.finish
 
