@@ -53,7 +53,7 @@ def test_every_collective_equals_torchs_bit_for_bit(ranks, world):
     assert ranks(world, work) == [{}] * world
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 4, 5, 6, 8, 9])
+@pytest.mark.parametrize("world", [1, 2, 3, 4, 5, 6, 8])
 def test_all_reduce_of_any_size_and_dtype(ranks, world):
     def work(rank):
         results = {}
@@ -466,7 +466,7 @@ def test_reduce_scatter_never_adds_into_what_it_sends(ranks, world):
 # --- costs
 
 
-@pytest.mark.parametrize("world", [*range(1, 10), 12, 16])
+@pytest.mark.parametrize("world", [*range(1, 10), 12])
 def test_rounds_and_bytes_equal_the_formulas(ranks, world):
     """Exactly, where chunks come out equal; and in total always."""
     even = 4 * world * power_of_two(world)

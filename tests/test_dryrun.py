@@ -64,7 +64,8 @@ def test_equals_a_real_run(ranks, text, flags):
     args = arguments(f"{flags} --data {text}")
     world = args.dp * args.cp * args.tp * args.pp
     done = ranks(world, real, args)
-    for rank in (0, world - 1):
+    # Ranks of a pipeline differ most; else the last one has the padding
+    for rank in (0, world - 1) if args.pp > 1 else [world - 1]:
         sent, held, reads = done[rank]
         routing = (lambda *_: reads.pop(0)) if args.experts else dryrun.even
         dry = dryrun.play(args, rank, CLUSTER, train.train, routing=routing)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 HERE = pathlib.Path(__file__).parent
-SMALL = "--layers 2 --batch 12 --microbatches 2"
+SMALL = "--layers 1 --batch 12 --microbatches 2"
 TRAIN = f"{SMALL} --steps 3 --sample 0 --eval-every 0"
 DUALPIPEV = "--layers 4 --microbatches 4 --pp 2 --schedule dualpipev"
 MIXTURE = "--family llama --kv-heads 2 --experts 8"
@@ -19,31 +19,31 @@ MIXTURE = "--family llama --kv-heads 2 --experts 8"
 # script, flags, rank, ranks, and the most kernels that a step may launch: what torch 2.13 launches,
 # and 5% for other versions. Lower it where it falls
 CASES = [
-    ("ddp", SMALL, 1, 3, 250),
-    ("ddp", f"{SMALL} --sync server", 0, 3, 250),
-    ("zero", f"{SMALL} --stage 2 --param-dtype bfloat16", 1, 3, 310),
-    ("zero", f"{SMALL} --stage 3", 1, 3, 300),
-    ("tensor_parallel", SMALL, 1, 4, 370),
-    ("sequence_parallel", f"{SMALL} --gather-again", 1, 4, 550),
+    ("ddp", SMALL, 1, 3, 160),
+    ("ddp", f"{SMALL} --sync server", 0, 3, 170),
+    ("zero", f"{SMALL} --stage 2 --param-dtype bfloat16", 1, 3, 200),
+    ("zero", f"{SMALL} --stage 3", 1, 3, 200),
+    ("tensor_parallel", SMALL, 1, 4, 260),
+    ("sequence_parallel", f"{SMALL} --gather-again", 1, 4, 370),
     ("pipeline", "--layers 8 --batch 16 --schedule zb-v", 0, 4, 1100),
-    ("context_parallel", SMALL, 1, 4, 1060),
-    ("train", f"{TRAIN} --cp 2 --family llama --kv-heads 2 --param-dtype bfloat16", 1, 2, 840),
-    ("context_parallel", f"{SMALL} --kind ulysses --family llama --kv-heads 2", 1, 4, 640),
-    ("expert_parallel", f"{SMALL} --experts 5 --shared 1 --chunks 4", 1, 3, 1360),
-    ("train", TRAIN, 0, 1, 300),
-    ("train", f"{TRAIN} --dp 2 --tp 2 --pp 2", 5, 8, 220),
-    ("train", f"{TRAIN} --dp 2 --tp 2 --sp --pp 2 --zero 1", 0, 8, 240),
-    ("train", f"{TRAIN} --dp 3 --zero 2 --param-dtype bfloat16", 2, 3, 320),
-    ("train", f"{TRAIN} --dp 6 --zero 3 --zero-ranks 3 --microbatches 1", 4, 6, 180),
-    ("train", f"{TRAIN} --param-dtype float16", 0, 1, 315),
-    ("train", f"{TRAIN} --dp 2 --zero 3 --recompute block", 1, 2, 370),
+    ("context_parallel", SMALL, 1, 4, 580),
+    ("train", f"{TRAIN} --cp 2 --family llama --kv-heads 2 --param-dtype bfloat16", 1, 2, 520),
+    ("context_parallel", f"{SMALL} --kind ulysses --family llama --kv-heads 2", 1, 4, 390),
+    ("expert_parallel", f"{SMALL} --experts 5 --shared 1 --chunks 4", 1, 3, 720),
+    ("train", TRAIN, 0, 1, 210),
+    ("train", f"{TRAIN} --layers 2 --dp 2 --tp 2 --pp 2", 5, 8, 220),
+    ("train", f"{TRAIN} --layers 2 --dp 2 --tp 2 --sp --pp 2 --zero 1", 0, 8, 240),
+    ("train", f"{TRAIN} --dp 3 --zero 2 --param-dtype bfloat16", 2, 3, 230),
+    ("train", f"{TRAIN} --dp 2 --zero 3 --recompute block", 1, 2, 260),
+    ("train", f"{TRAIN} --dp 6 --zero 3 --zero-ranks 3 --microbatches 1", 4, 6, 135),
+    ("train", f"{TRAIN} --param-dtype float16", 0, 1, 225),
     ("train", f"{TRAIN} --layers 4 --pp 4 --schedule zb-h1", 2, 4, 140),
     ("train", f"{TRAIN} {DUALPIPEV} --zero 2", 1, 2, 440),
-    ("train", f"{TRAIN} --cp 4 --cp-kind ring-ulysses --param-dtype bfloat16", 2, 4, 550),
-    ("train", f"{TRAIN} --cp 2 --tp 2 --sp --dropout 0.1", 3, 4, 1270),
-    ("train", f"{TRAIN} --dp 2 --cp 2 --ep 4 {MIXTURE} --zero 1", 1, 4, 1340),
-    ("train", f"{TRAIN} --dp 2 --ep 2 --pp 2 {MIXTURE} --expert-chunks 2", 3, 4, 700),
-    ("train", f"{TRAIN} --family llama --kv-heads 2 --recompute selective", 0, 1, 720),
+    ("train", f"{TRAIN} --cp 4 --cp-kind ring-ulysses --param-dtype bfloat16", 2, 4, 350),
+    ("train", f"{TRAIN} --cp 2 --tp 2 --sp --dropout 0.1", 3, 4, 790),
+    ("train", f"{TRAIN} --dp 2 --cp 2 --ep 4 {MIXTURE} --zero 1", 1, 4, 760),
+    ("train", f"{TRAIN} --layers 2 --dp 2 --ep 2 --pp 2 {MIXTURE} --expert-chunks 2", 3, 4, 700),
+    ("train", f"{TRAIN} --family llama --kv-heads 2 --recompute selective", 0, 1, 440),
 ]
 
 

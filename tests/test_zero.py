@@ -95,7 +95,7 @@ def subgroups(world, split):
 @pytest.mark.parametrize("kind", ["sgd", "adamw"])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_equals_one_process(ranks, stage, kind):
-    for config in ("gpt2", "llama", "dropout") if kind == "sgd" else ("gpt2",):
+    for config in ("llama", "dropout") if kind == "sgd" else ("gpt2",):
         reference = train(CONFIGS[config], kind)
         world, accumulate = (4, 3) if config == "gpt2" else (3, 2)
         for ours in ranks(world, train_parallel, CONFIGS[config], kind, stage, accumulate, world):
