@@ -118,6 +118,7 @@ TECHNIQUES += [f"context_parallel.py --kind {kind}" for kind in ("ring", "gather
 PIPELINE = "pipeline.py --layers 8 --schedule"
 LAYOUTS = ["--dp 2 --tp 2 --pp 2", "--dp 2 --cp 2 --zero 3 --recompute block"]
 LAYOUTS += ["--tp 2 --sp --pp 2 --schedule zb-h1 --zero 1", "--dp 2 --cp 2 --ep 4 --experts 4"]
+LAYOUTS += ["--dp 4 --zero 3 --zero-ranks 2 --offload"]
 
 
 def proof_cases(args):

@@ -48,7 +48,7 @@ def check_ranks(flag, size, ranks, where, stage, stage_flag):
     if stage == 0:
         raise Refused(f"{flag} means nothing in stage 0, which splits nothing: use {stage_flag} 1")
     if ranks % size or size == 1:
-        sizes = [str(n) for n in range(2, ranks + 1) if ranks % n == 0]
+        sizes = [str(n) for n in range(2, min(ranks, 10_000) + 1) if ranks % n == 0]
         hint = f"use {' or '.join(sizes[:8])}" if sizes else "leave it out"
         problem = "splits nothing" if size == 1 else f"does not divide {where}"
         raise Refused(f"{flag} {size} {problem}: {hint}")
