@@ -606,6 +606,7 @@ def report(args, config, seconds):
     # An island sends its message and receives those of all others
     travel = [(args.islands - 1) * size / args.between for size in sizes]
     waits = sum(max(0.0, t - args.stream_delay * seconds) for t in travel) / args.sync_every
+    waits = max(waits, sum(travel) / args.sync_every - seconds)  # the link is never idle
     tokens = args.islands * args.batch * config.context / (seconds + waits)
     ddp = sum(shape.numel() for shape in shapes.values()) * element
     every_step = formulas.all_reduce_sent(ddp, args.islands) / args.between
