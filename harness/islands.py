@@ -134,9 +134,9 @@ def rounded(x, bits):
     return torch.cat(pieces)
 
 
-def play(run, steps, parts, finish=False):
+def play(run, steps, parts, finish=False, watch=lambda step, islands: None):
     """The islands after `steps` steps. parts: lists of parameters' names. finish: what has moved
-    since the latest outer steps is averaged too."""
+    since the latest outer steps is averaged too. Calls watch(steps so far, islands) each step."""
     args = run.args
     islands = [Island(run, number) for number in range(run.islands)]
     kind = torch.promote_types(run.dtype, torch.float32)
@@ -173,6 +173,7 @@ def play(run, steps, parts, finish=False):
         for part in range(len(parts)):
             if part in travelling and travelling[part][0] == step:
                 apply(part)
+        watch(step + 1, islands)
     for part in range(len(parts)) if finish else ():
         if part in travelling:
             apply(part)

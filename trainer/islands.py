@@ -80,7 +80,7 @@ def settle(args):
             raise Refused(f"--{flag} means nothing without --islands 2 or more: leave it out")
         return args
     player.settle(args, EVERY)
-    args.island_timeout = args.island_timeout or 60.0
+    args.island_timeout = args.island_timeout or min(60.0, args.timeout / 2)
     if args.batch % args.islands:
         nearest = max(1, round(args.batch / args.islands)) * args.islands
         raise Refused(
@@ -229,7 +229,7 @@ class Leader(diloco.DiLoCo):
     def __init__(self, args, weights):
         self.args, self.link = args, None
         self.messages = 0  # bytes of messages, without their frames
-        self.calls = 0
+        self.calls, self.missing = 0, []  # missing: islands that the latest mean was without
         super().__init__(weights, None, args.sync_every, **player.options(args))
 
     def _send(self, part):
@@ -254,10 +254,10 @@ class Leader(diloco.DiLoCo):
         messages = dict(zip(about["islands"], contents and contents[0].split(about["sizes"])))
         if own is not None:
             messages[self.args.island] = own
-        if about["missing"]:
-            missing = meeting.names(about["missing"])
-            say(f"island {self.args.island}: the outer step of step {about['step']} is without")
-            say(f"{missing}")
+        if about["missing"] != self.missing:
+            self.missing = about["missing"]
+            rest = f"without {meeting.names(self.missing)}" if self.missing else "of all again"
+            say(f"island {self.args.island}: from step {about['step']} the mean is {rest}")
         # Copied, so that numbers of 8 bytes begin where they must
         return [messages[island].clone() for island in sorted(messages)]
 
@@ -310,6 +310,8 @@ class Leader(diloco.DiLoCo):
         self.failed = False
         if about["state"]:
             self.take(about, payload)
+        elif about["tell"]:
+            self.tell()
         return about["state"]
 
     def take(self, about, payload):
@@ -604,6 +606,7 @@ def report(args, config, seconds):
     # An island sends its message and receives those of all others
     travel = [(args.islands - 1) * size / args.between for size in sizes]
     waits = sum(max(0.0, t - args.stream_delay * seconds) for t in travel) / args.sync_every
+    waits = max(waits, sum(travel) / args.sync_every - seconds)  # the link is never idle
     tokens = args.islands * args.batch * config.context / (seconds + waits)
     ddp = sum(shape.numel() for shape in shapes.values()) * element
     every_step = formulas.all_reduce_sent(ddp, args.islands) / args.between

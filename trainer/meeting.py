@@ -295,9 +295,11 @@ class MeetingPoint:
         for island, member in sorted(self.joining.items()):
             if (member.step, member.digest) == (first.step, first.digest):
                 self.admit(member, first.step)
-                member.send("go", step=member.step, state=False)
                 del self.joining[island]
-        self.ask_source()
+        for member in self.members.values():  # the first tells the others before it goes on
+            tells = bool(self.joining) and member is first
+            self.source = first if tells else self.source
+            member.send("go", step=member.step, state=False, tell=tells)
 
     def admit(self, member, step):
         self.members[member.island] = member
@@ -431,7 +433,7 @@ class Link:
         reply = self.replies[step, part] = queue.SimpleQueue()
         self.peer.send(kind, message, step=step, part=part, **about)
         if not self.alive:
-            reply.put(LinkLost("the connection is gone"))
+            reply.put(LinkLost("the meeting point is lost"))
         return lambda: wait(reply)
 
     alive = True
