@@ -98,6 +98,7 @@ def check_playable(args, config):
     tokens = args.batch // args.dp * -(-config.context // args.cp)
     # Of the loss of a whole vocabulary some rows at a time are computed
     pieces = tokens * config.vocab // large_vocabulary.CHUNK if args.tp == 1 else 0
+    pieces += -(-config.context // args.cp) // 2**12  # the numbers of positions have values
     if blocks + pieces > MOST_PIECES:
         raise Refused(
             f"a dry run plays each of {args.microbatches:,} micro-batches of "
