@@ -746,7 +746,7 @@ def demo(run):
     parameters = list(model.parameters())
     optimizer = harness.make_optimizer(parameters, args)
     shape = (args.batch // args.microbatches, config.context, config.width)
-    stopwatch = schedules.Stopwatch(run.device)
+    stopwatch = schedules.Stopwatch(run.device, parameters)
 
     for step in run.steps(optimizer):
         batches = run.microbatches(step)
@@ -770,7 +770,7 @@ def demo(run):
         optimizer.step()
         run.log(loss, norm)
 
-    return schedules.receipt(run, schedule, layers, shape, stopwatch.spans)
+    return schedules.receipt(run, schedule, layers, shape, stopwatch)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@ ranks, the time that all-to-alls take.
 
 For the demo of expert_parallel.py, for train.py and for benchmarks/experts.py."""
 
+import math
 import time
 from dataclasses import dataclass
 from functools import partial
@@ -14,6 +15,7 @@ from harness.flags import real
 from harness.formulas import activation_bytes, all_reduce_sent, parameters_held
 from harness.ledger import human
 from harness.plots import check_plot, plot_flag, pyplot, save
+from harness.receipt import Count
 from harness.start import Refused
 
 # --- flags
@@ -158,7 +160,17 @@ class Report:
         self.mixtures = [block.mlp for block in model.blocks.values()]
         self.sizes = self.mixtures[0].dispatch.sizes  # how many experts each rank has
         self.rows, self.clock, self.loads = RowCounter(self.mixtures), AllToAllClock(), []
-        self.assignments = self.dropped = 0
+        self.assignments = self.dropped = self.too_many = 0
+        for mixture in self.mixtures if run.args.capacity is not None else []:
+            mixture.dispatch.register_forward_pre_hook(self.count_too_many)
+
+    def count_too_many(self, dispatch, inputs):
+        """How many of this rank's assignments are more than the experts have room for."""
+        chosen, experts = inputs[2], sum(self.sizes)
+        n, k = chosen.shape
+        load = chosen.flatten().bincount(minlength=experts)
+        room = math.ceil(self.run.args.capacity * k * n / experts)
+        self.too_many += (load - room).clamp(min=0).sum().item()
 
     def after(self, step):
         rows = self.rows
@@ -205,12 +217,12 @@ class Report:
 
     def notes(self):
         args, config, n = self.run.args, self.run.config, self.run.world
-        totals = torch.tensor([self.received, self.assignments, self.dropped], dtype=torch.int64)
-        totals = totals.to(self.run.device)
+        totals = [self.received, self.assignments, self.dropped, self.too_many]
+        totals = torch.tensor(totals, dtype=torch.int64, device=self.run.device)
         fullest = totals.clone()
         dist.all_reduce(totals)
         dist.all_reduce(fullest, op=dist.ReduceOp.MAX)
-        received, assignments, dropped = totals.tolist()
+        received, assignments, dropped, too_many = totals.tolist()
         tokens = args.batch // n * config.context
         rows = config.layers * tokens * config.top_k
         even = human(round(4 * (n - 1) / n * rows * config.width * self.run.dtype.itemsize)).strip()
@@ -221,10 +233,9 @@ class Report:
         ]
         notes += self.timing()
         if args.capacity is not None:
-            notes.append(
-                f"capacity {args.capacity:g}: {dropped:,} assignments "
-                f"({dropped / assignments:.1%}) dropped in {args.steps} steps"
-            )
+            text = f"capacity {args.capacity:g}: {dropped:,} assignments "
+            text += f"({dropped / assignments:.1%}) dropped in {args.steps} steps"
+            notes.append(Count(text, dropped, too_many))
         return notes
 
     def timing(self):

@@ -4,6 +4,7 @@ one process."""
 import contextlib
 import json
 import sys
+from typing import NamedTuple
 
 import torch.distributed as dist
 
@@ -13,6 +14,14 @@ from harness.start import say
 from harness.tolerance import TOLERANCE
 
 
+class Count(NamedTuple):
+    """A line of a receipt that is judged: what was counted must be what is expected."""
+
+    text: str
+    counted: float
+    expected: float | None  # None where nothing tells it beforehand
+
+
 def write_receipt(run, layout, sent, held, notes):
     """Gather all ranks' figures, print the receipt and write it as JSON. Returns (exit code, the
     receipt as a dict).
@@ -20,7 +29,7 @@ def write_receipt(run, layout, sent, held, notes):
     layout  {axis: size}
     sent    {(operation, group): (bytes, formula as text)}: what this rank should send in a step
     held    {kind: (bytes, formula as text)}: what it should hold
-    notes   further lines
+    notes   further lines: text, or a Count; as many on each rank
 
     Each row shows the rank with the most bytes. If ranks have a `run.role` and their roles send
     different amounts, each role has a row. A measured figure that differs from its formula
@@ -28,12 +37,14 @@ def write_receipt(run, layout, sent, held, notes):
     1 if anything fails or is out of tolerance, or could not be written.
     """
     everyone = [None] * run.world
-    dist.all_gather_object(everyone, (run.ledger.sent, sent, run.held, held, run.role))
+    counts = [note for note in notes if isinstance(note, Count)]
+    dist.all_gather_object(everyone, (run.ledger.sent, sent, run.held, held, counts, run.role))
     limits = TOLERANCE[run.precision]
-    sent = sent_rows([(measured, expected, role) for measured, expected, _, _, role in everyone])
-    held = held_rows([(measured, expected) for _, _, measured, expected, _ in everyone])
+    sent = sent_rows([(measured, expected, role) for measured, expected, *_, role in everyone])
+    held = held_rows([(measured, expected) for _, _, measured, expected, *_ in everyone])
+    counts = [count_row(of_ranks) for of_ranks in zip(*(counts for *_, counts, _ in everyone))]
     errors = run.errors or {}
-    rows_agree = all(row["ok"] for row in [*sent, *held.values()])
+    rows_agree = all(row["ok"] for row in [*sent, *held.values(), *counts])
     within_limits = all(error <= limits[kind] for kind, error in errors.items())
     result = {
         "ok": rows_agree and within_limits,
@@ -47,8 +58,11 @@ def write_receipt(run, layout, sent, held, notes):
         "findings": run.findings,
         "sent": sent,
         "held": held,
+        "counts": counts,
     }
     if run.rank == 0:
+        of_counts = iter(counts)
+        notes = [next(of_counts)["text"] if isinstance(n, Count) else n for n in notes]
         print_receipt(run, result, notes)
         if streams.lost(sys.stdout):  # what was printed is not there
             with contextlib.redirect_stdout(sys.stderr):
@@ -124,6 +138,15 @@ def held_rows(everyone):
             "ok": exact or kind == "activations_peak",
         }
     return rows
+
+
+def count_row(of_ranks):
+    """The row of a Count, from that of each rank: rank 0's, or the first that differs."""
+    shown, ok = of_ranks[0].text, True
+    for rank, (text, counted, expected) in reversed(list(enumerate(of_ranks))):
+        if expected is not None and counted != expected:
+            shown, ok = f"{text}  <-- differs on rank {rank}: {expected:g} expected", False
+    return {"text": shown, "counted": [count.counted for count in of_ranks], "ok": ok}
 
 
 def agree(measured, formula_bytes):

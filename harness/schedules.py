@@ -21,6 +21,7 @@ import torch.distributed as dist
 from harness.formulas import activation_bytes, all_reduce_sent, parameters_held
 from harness.outputs import writing
 from harness.plots import plot_flag, pyplot, save
+from harness.receipt import Count
 from harness.start import Refused, refusing
 
 MOST_ACTIONS = 20_000_000  # of a schedule: 160 bytes and 7 microseconds each
@@ -251,21 +252,44 @@ def by_paper(name, ranks, microbatches, stages, *times):
     return formula(ranks, microbatches, stages, *times), text
 
 
+def most_in_flight(name, ranks, microbatches, stages):
+    """The activations that the fullest rank holds at a time, in stages x micro-batches, by the
+    papers. None where they have no formula for so few micro-batches."""
+    p, m = ranks, microbatches
+    if name == "interleaved":  # p (1 + (p-1)/(p v)), times v
+        return stages * p + p - 1 if m > p else None
+    if name == "dualpipev":
+        return 2 * p + 1 if p > 1 or m > 2 else None
+    if name == "zb-v":
+        return 2 * p if m >= 2 * p else None
+    most = {"naive": 1, "gpipe": m, "1f1b": p, "zb-h1": p, "zb-h2": 2 * p - 1}[name]
+    return min(m, most)
+
+
 # --- of a run
 
 
 class Stopwatch:
     """Notes the span of each action of one rank, without its waits for messages: give it to play as
-    `around`. It waits for an accelerator at both ends of each action, so that step is slower."""
+    `around`. It waits for an accelerator at both ends of each action, so that step is slower.
 
-    def __init__(self, device):
+    put_off: how many gradients of the parameters came in W, not with those of inputs."""
+
+    def __init__(self, device, parameters=()):
         self.device, self.spans = torch.device(device), []
+        self.put_off, self.in_w = 0, False
+        for p in parameters:
+            p.register_post_accumulate_grad_hook(self.arrived)
 
     @contextlib.contextmanager
     def __call__(self, action):
-        start = self.clock()
+        start, self.in_w = self.clock(), action.kind == "W"
         yield
+        self.in_w = False
         self.spans.append((start, self.clock(), action))
+
+    def arrived(self, parameter):
+        self.put_off += self.in_w
 
     def clock(self):
         """Seconds, once every kernel that was launched has run."""
@@ -357,16 +381,35 @@ def trace(spans):
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
-def receipt(run, schedule, layers, shape, spans):
+def receipt(run, schedule, layers, shape, stopwatch):
     """Write the receipt of a demo's run, and what --trace and --plot ask for. Returns the exit
     code.
 
     layers: the range of layers of each stage. shape: (b, T, C), of the activations between stages.
-    spans: this rank's, of the last step."""
+    stopwatch: this rank's, of the last step."""
     args = run.args
     layout = {"pp": run.world, "schedule": args.schedule, "microbatches": args.microbatches}
-    notes = report(run, schedule, layers, spans)
+    notes = report(run, schedule, layers, stopwatch.spans)
+    if any(action.kind == "W" for row in schedule for action in row):
+        wanted = weights_put_off(run.config, schedule[run.rank], layers)
+        text = f"gradients of matrices that came in W, on rank {run.rank}: {stopwatch.put_off}"
+        notes.append(Count(text, stopwatch.put_off, wanted))
     return run.receipt(layout, sent(run, schedule, shape), held(run, schedule, layers), notes)
+
+
+def weights_put_off(config, row, layers):
+    """How many gradients of matrices come in W on a rank with that row of a schedule: of each block
+    and of the output projection, one a micro-batch. None where experts may have no tokens."""
+    if config.experts:
+        return None
+    matrices = 5 if config.mlp == "swiglu" else 4  # qkv, proj, and three or two of the MLP
+    last, count = len(layers) - 1, 0
+    for kind, _, stage in row:
+        if kind == "W":
+            count += matrices * len(layers[stage])
+            # A tied matrix that one stage uses twice gets both its gradients at once
+            count += stage == last and not (config.tied and last == 0)
+    return count
 
 
 def sent(run, schedule, shape):
@@ -415,13 +458,19 @@ def report(run, schedule, layers, spans):
         plot(args.plot, pictures, during_run=True)
     wait, text = by_paper(name, p, m, v, v, v, v)  # a stage's F is one unit, a rank's is v
     formula = f"the formula is {text}" if wait is None else f"by the formula {wait:g}: {text}"
+    waits = waiting(plan)
+    flying = [in_flight(row) for row in schedule]
     unit = makespan(real) / makespan(plan)
-    in_flights = " ".join(str(in_flight(row)) for row in schedule)
+    in_flights = f"by rank: {' '.join(map(str, flying))}"
     stages = " ".join(f"{r.start}-{r.stop - 1}" for r in layers)
     return [
         f"layers of the stages: {stages}",
-        f"activations held at most, in stages x micro-batches, by rank: {in_flights}",
-        f"a rank waits {waiting(plan):g} units of {3 * m * v}, {formula}",
+        Count(
+            f"activations held at most, in stages x micro-batches, {in_flights}",
+            max(flying),
+            most_in_flight(name, p, m, v),
+        ),
+        Count(f"a rank waits {waits:g} units of {3 * m * v}, {formula}", waits, wait),
         f"utilisation of the step {utilisation(plan):.1%}",
         "plan, if forward and each half of backward take as long; "
         "1 forward, [1 ] backward or (1 of inputs, {1 of weights:",

@@ -1,0 +1,83 @@
+"""What a receipt counts and judges, although no number of the training depends on it: overlap,
+deferral, the schedule's waits, dropped tokens. Each planted bug leaves the proof as it is."""
+
+import sys
+
+import pytest
+import torch
+
+import ddp
+import expert_parallel
+import harness
+import pipeline
+
+SMALL = "--layers 4 --heads 2 --width 8 --context 8 --batch 8 --steps 2 --dtype float64 --quiet"
+
+
+def overlap_lost():
+    ddp.DDP._arrived = lambda self, bucket, p: self.step.gradient_arrived()
+
+
+def buckets_too_small():
+    right = ddp.make_buckets
+    ddp.make_buckets = lambda parameters, size: right(parameters, size / 4)
+
+
+def nothing_put_off():
+    pipeline.Deferred.can_defer = lambda self, input, weight: False
+
+
+def one_forward_more():
+    right = pipeline.one_f_one_b
+    pipeline.SCHEDULES["1f1b"] = lambda rank, ranks, m: right(rank, ranks + (rank == 0), m)
+
+
+def waits_for_weights():
+    """H1 without deferral: no more is held, and the bubble is that of 1F1B."""
+    right = pipeline.one_f_one_b
+
+    def wrong(rank, ranks, microbatches):
+        row = pipeline.Row()
+        for kind, _, stage in right(rank, ranks, microbatches):
+            row.add("F" if kind == "F" else "IW", stage)
+        return row
+
+    pipeline.SCHEDULES["zb-h1"] = wrong
+
+
+def twice_the_capacity():
+    right = expert_parallel.drop_late
+    expert_parallel.drop_late = lambda chosen, total, capacity: right(chosen, total, 2 * capacity)
+
+
+CASES = [
+    (ddp, "--bucket-mb 0.001", overlap_lost, "0 of 26 buckets started during backward"),
+    (ddp, "--bucket-mb 0.01 --sync bucketed", buckets_too_small, "buckets"),
+    (pipeline, "--schedule zb-v --microbatches 4", nothing_put_off, "came in W, on rank 0: 0"),
+    (pipeline, "--schedule 1f1b --microbatches 4", one_forward_more, "by rank: 3 1"),
+    (pipeline, "--schedule zb-h1 --microbatches 4", waits_for_weights, "a rank waits"),
+    (expert_parallel, "--capacity 1 --experts 4", twice_the_capacity, "assignments"),
+]
+
+
+@pytest.mark.parametrize("technique, flags, bug, words", CASES, ids=[c[2].__name__ for c in CASES])
+def test_what_is_only_late_or_lost_fails(ranks, text, monkeypatch, technique, flags, bug, words):
+    """Two ranks each, forked, because a receipt is of ranks; without the bug it holds."""
+    given = []
+    monkeypatch.setattr(harness, "launch", lambda demo, args, **_: given.append(args))
+    monkeypatch.setattr(sys, "argv", ["demo", *f"{SMALL} {flags} --data {text}".split()])
+    technique.main()
+    [args] = given
+
+    def work(rank, plant):
+        plant()
+        run = harness.Run(args, rank, 2, torch.device("cpu"))
+        return technique.demo(run), getattr(run, "result", None)
+
+    for plant, code in ((lambda: None, 0), (bug, 1)):
+        (found, result), (other, _) = ranks(2, work, plant)
+        assert found == other == code, result["counts"]
+    assert max((result["max_error"] or {"none": 0}).values()) < 1e-10
+    assert [row["ok"] for row in result["counts"]].count(False) == 1
+    [line] = [row["text"] for row in result["counts"] if not row["ok"]]
+    assert words in line and "differs on rank" in line and "expected" in line
