@@ -20,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 import types
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from multiprocessing import get_context
 
 if not __package__:  # run as a script: python benchmarks/slow_links.py
@@ -206,14 +206,18 @@ def curve(args, setting, seed):
 
 def price(args):
     seeds = range(1, args.seeds + 1)
-    jobs = [(name, seed) for name in SETTINGS for seed in seeds]
     data.load(args.data)
     with ProcessPoolExecutor(args.processes, get_context("fork")) as pool:
-        futures = {job: pool.submit(curve, args, SETTINGS[job[0]], job[1]) for job in jobs}
+        jobs = {}
+        for seed in seeds:
+            for name, setting in SETTINGS.items():
+                jobs[pool.submit(curve, args, setting, seed)] = name, seed
         curves = {}
-        for name, seed in jobs:
-            curves[name, seed] = futures[name, seed].result()
-            print(f"{name}, seed {seed}: {curves[name, seed][-1][1]:.4f}", file=sys.stderr)
+        for job in as_completed(jobs):
+            name, seed = jobs[job]
+            curves[name, seed] = job.result()
+            losses = " ".join(f"{loss:.4f}" for _, loss in curves[name, seed])
+            print(f"{name}, seed {seed}: {losses}", file=sys.stderr, flush=True)
     tokens = args.steps * args.batch * harness.configure(args).context
     print(f"\n| {args.islands} islands, {tokens:,} tokens | validation loss | beside ddp |")
     print("|---|---|---|")
