@@ -20,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 import types
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from multiprocessing import get_context
 
 if not __package__:  # run as a script: python benchmarks/slow_links.py
@@ -38,7 +38,7 @@ ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 # --- the link
 
-MODEL = "--layers 6 --width 512 --heads 8 --context 64 --batch 4 --microbatches 1 --quiet --prove 0"
+MODEL = "--layers 4 --width 384 --heads 6 --context 32 --batch 4 --microbatches 1 --quiet --prove 0"
 MODEL += " --device cpu --timeout 300"
 RIVALS = {
     "ddp": ("ddp", ""),
@@ -106,6 +106,7 @@ def measure(hosts, script, flags, steps, port):
                 "MASTER_PORT": str(port),
                 "GLOO_SOCKET_IFNAME": f"wire{rank}",
                 "OMP_NUM_THREADS": "1",
+                "TORCH_CPP_LOG_LEVEL": "ERROR",  # the hosts have no names
             }
             enter = ["ip", "netns", "exec", host]
             own = [*enter, *command, "--json", receipt] if rank == 0 else [*enter, *command]
@@ -132,7 +133,7 @@ def links(args):
             with two_hosts(megabits) as hosts:
                 rate, sent, formula = measure(hosts, script, flags, steps, 29600 + number)
             base = base or rate
-            apart = f"{sent / formula - 1:+.1%}"
+            apart = f"{sent / formula - 1:+.1%}" if formula else "no average in so few steps"
             cells = [f"{rate:,.0f}", f"{rate / base:.1f}", f"{sent:,}", f"{formula:,}", apart]
             print(f"| {megabits:g} | {name} | {' | '.join(cells)} |", flush=True)
 
@@ -205,14 +206,18 @@ def curve(args, setting, seed):
 
 def price(args):
     seeds = range(1, args.seeds + 1)
-    jobs = [(name, seed) for name in SETTINGS for seed in seeds]
     data.load(args.data)
     with ProcessPoolExecutor(args.processes, get_context("fork")) as pool:
-        futures = {job: pool.submit(curve, args, SETTINGS[job[0]], job[1]) for job in jobs}
+        jobs = {}
+        for seed in seeds:
+            for name, setting in SETTINGS.items():
+                jobs[pool.submit(curve, args, setting, seed)] = name, seed
         curves = {}
-        for name, seed in jobs:
-            curves[name, seed] = futures[name, seed].result()
-            print(f"{name}, seed {seed}: {curves[name, seed][-1][1]:.4f}", file=sys.stderr)
+        for job in as_completed(jobs):
+            name, seed = jobs[job]
+            curves[name, seed] = job.result()
+            losses = " ".join(f"{loss:.4f}" for _, loss in curves[name, seed])
+            print(f"{name}, seed {seed}: {losses}", file=sys.stderr, flush=True)
     tokens = args.steps * args.batch * harness.configure(args).context
     print(f"\n| {args.islands} islands, {tokens:,} tokens | validation loss | beside ddp |")
     print("|---|---|---|")

@@ -17,12 +17,15 @@ another one, and its number of steps. Its inner optimizer keeps its states: thos
 or none. A checkpoint has the outer state too, under kinds that begin with "outer".
 """
 
+import functools
 import os
 import secrets
+import signal
 import subprocess
 import sys
 import tempfile
 import threading
+import time
 import zlib
 
 import torch
@@ -31,7 +34,7 @@ from torch import nn
 
 import diloco
 import harness
-from harness import Refused, formulas, say
+from harness import Refused, formulas, say, start
 from harness import islands as player
 from harness.ledger import human
 from harness.presets import parameter_shapes
@@ -137,7 +140,7 @@ def launch(train, args, world):
     if args.islands == 1:
         harness.launch(train, args, needed=world)
     if args.island is None:
-        harness.start.finish(start_all(args))
+        start.finish(start_all(args))
     harness.launch(train, args, needed=world, run=Run)
 
 
@@ -163,12 +166,20 @@ def start_all(args):
                         name_of_own = f"{getattr(args, name)}.island-{island}"
                         flags += [f"--{name.replace('_', '-')}", name_of_own]
             command = [sys.executable, *sys.orig_argv[1:], *flags]
-            processes.append(subprocess.Popen(command))
-        try:
-            codes = [process.wait() for process in processes]
-        except KeyboardInterrupt:  # the terminal has told the islands too
-            codes = [process.wait() for process in processes]
-    return next((code for code in codes if code), 0)
+            # With this process they end too, as if they had been told to
+            tell = functools.partial(start.die_with_parent, signal.SIGTERM)
+            processes.append(subprocess.Popen(command, preexec_fn=tell))
+        while any(process.poll() is None for process in processes):
+            failed = any(process.poll() for process in processes)
+            if failed and not point.started:  # the others would wait for it
+                for process in processes:
+                    process.terminate()
+            try:
+                time.sleep(0.05)
+            except KeyboardInterrupt:  # the terminal has told the islands too
+                continue
+    codes = [process.poll() for process in processes]
+    return next((code for code in codes if code > 0), int(any(codes)))
 
 
 class Run(OrdinaryRun):
@@ -305,7 +316,7 @@ class Leader(diloco.DiLoCo):
             digest=self.digest(),
             settings=repr([settings, player.options(args)]),
             island_timeout=args.island_timeout,
-            start_timeout=patience,
+            start_timeout=0.8 * patience,
         )
         self.failed = False
         if about["state"]:

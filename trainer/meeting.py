@@ -190,6 +190,7 @@ class Member(Peer):
         self.island = island
         self.step, self.digest = 0, 0  # where it is, when it joins
         self.active_after = 0  # it takes part in rounds of later steps than this one
+        self.said_bye = False
 
 
 class Round:
@@ -212,7 +213,7 @@ class MeetingPoint:
         self.rounds = {}  # {(step, part): Round} under way
         self.done = {}  # {part: (step, {island: bytes})} the latest round of each part
         self.source = None  # the member that was asked for its weights
-        self.first_join = 0.0
+        self.first_join, self.started = 0.0, False
         self.strangers = threading.Semaphore(64)  # those that have not shown the secret yet
 
     def serve(self, listener):
@@ -241,6 +242,8 @@ class MeetingPoint:
             while True:
                 kind, about, payload = wire.receive()
                 if kind == "bye":
+                    if member:
+                        member.said_bye = True
                     return
                 if member is None:
                     member = Member(wire, int(about["island"]))  # its first frame is `join`
@@ -288,6 +291,7 @@ class MeetingPoint:
 
     def start(self):
         """All are there, or time is up: those that are where the furthest is go on from there."""
+        self.started = True
         first = max(self.joining.values(), key=lambda m: (m.step, -m.island))
         missing = sorted(set(range(self.options["islands"])) - set(self.joining))
         if missing:
@@ -371,7 +375,8 @@ class MeetingPoint:
         for where in (self.members, self.joining):
             if where.get(member.island) is member:
                 del where[member.island]
-                self.log(f"island {member.island} has left")
+                if not member.said_bye:
+                    self.log(f"island {member.island} is gone")
         if self.source is member:
             self.source = None
         for step, part in list(self.rounds):
@@ -404,7 +409,7 @@ class Link:
     """An island's connection to the meeting point."""
 
     def __init__(self, where, secret, patience):
-        self.where, self.replies, self.answers = where, {}, queue.SimpleQueue()
+        self.replies, self.answers, self.patience = {}, queue.SimpleQueue(), patience
         self.wanted = threading.Event()  # the meeting point wants this island's weights
         deadline = time.monotonic() + patience
         while True:
@@ -422,7 +427,7 @@ class Link:
     def join(self, **about):
         """Wait for the others, or for a member's weights. Returns (dict, bytes) of the answer."""
         self.peer.send("join", **about)
-        kind, about, payload = wait(self.answers)
+        kind, about, payload = self.wait(self.answers)
         if kind == "refused":
             raise Refused(f"the meeting point turns this island away: {about['why']}")
         return about, payload
@@ -434,7 +439,7 @@ class Link:
         self.peer.send(kind, message, step=step, part=part, **about)
         if not self.alive:
             reply.put(LinkLost("the meeting point is lost"))
-        return lambda: wait(reply)
+        return lambda: self.wait(reply)
 
     alive = True
 
@@ -455,16 +460,18 @@ class Link:
             for waiting in [self.answers, *self.replies.values()]:
                 waiting.put(lost)
 
+    def wait(self, answers):
+        try:
+            answer = answers.get(timeout=self.patience)
+        except queue.Empty:
+            raise LinkLost(f"the meeting point has not answered for {self.patience:g} s") from None
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
     def leave(self):
         self.peer.send("bye")
         self.peer.close()
-
-
-def wait(answers):
-    answer = answers.get()
-    if isinstance(answer, Exception):
-        raise answer
-    return answer
 
 
 # --- alone, as a process
