@@ -695,6 +695,14 @@ class Freed(nn.Parameter):
 NOT_ELEMENTWISE = "Adafactor", "LAMB", "Lamb", "LARS", "LBFGS", "Muon", "SOAP", "Shampoo"
 
 
+def has_same_shards(group, copies_group):
+    """Whether it is so on all ranks of copies_group. Else other shards would be added, silently."""
+    ranks = dist.get_process_group_ranks(copies_group)
+    groups = [None] * len(ranks)
+    dist.all_gather_object(groups, dist.get_process_group_ranks(group), group=copies_group)
+    return len({(its.index(rank), len(its)) for its, rank in zip(groups, ranks)}) == 1
+
+
 def ZeRO(model, group, stage, optimizer, microbatches=1, **options):
     """Trains `model` over `group` as `stage` (0 to 3) says. Its use: see ZeRO1.
 
@@ -717,8 +725,11 @@ def ZeRO(model, group, stage, optimizer, microbatches=1, **options):
     if not isinstance(model, nn.Module):
         kind = type(model).__name__
         raise ValueError(f"ZeRO replaces a model's parameters: give it the model, not a {kind}")
-    if stage == 0 and options.get("copies_group"):
+    copies_group = options.get("copies_group")
+    if stage == 0 and copies_group:
         raise ValueError("stage 0 splits nothing: leave copies_group out")
+    if copies_group and not has_same_shards(group, copies_group):
+        raise ValueError("copies_group must have one rank of each group, at the same place of each")
     if any(hasattr(p, "placement") for p in model.parameters()):
         raise ValueError("another kind of parallelism cut the model: see trainer/composed_zero.py")
     if isinstance(optimizer, torch.optim.Optimizer):

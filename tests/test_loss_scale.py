@@ -187,7 +187,9 @@ def test_what_is_the_scales_fault():
     assert scale.fits(5.0, math.inf)
     scale.update(taken=False)
     assert scale.value == 1.0
-    scale.value = 8.0
+    scale.restore({"value": 4.0, "good_steps": scale.INTERVAL + 7})  # of a longer interval
+    scale.update(taken=True)
+    assert scale.value == 8.0
     weight.grad = torch.full((3,), 16.0)
     optimizer.optimizer.step()
     assert weight.tolist() == [-1.0] * 3  # 1 - 16 / 8

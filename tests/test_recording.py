@@ -386,6 +386,14 @@ def test_another_weight_decay(tmp_path):
     assert "it is off by -0.1 times itself: another weight decay" in said
 
 
+def test_every_type_has_its_own_tolerance(tmp_path):
+    ours = written(tmp_path / "ours", LINES)
+    for dtype, limits in harness.TOLERANCE.items():
+        theirs = written(tmp_path / dtype, LINES, json.dumps({"dtype": dtype}))
+        code, said = compare.report(ours, theirs)
+        assert code == 0 and f", {dtype}: tolerance {limits['grad']:.0e}" in said
+
+
 def test_exit_codes_and_refusals(tmp_path, monkeypatch, capsys):
     ours = written(tmp_path / "ours", LINES)
     other = LINES[1] | {"data": {"v": LINES[1]["data"]["w"]}}

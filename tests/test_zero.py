@@ -235,6 +235,21 @@ def test_copies_of_nothing_are_refused():
             zero_flags.check_ranks("--shard-ranks", size, ranks_there, where, stage, "--stage")
 
 
+def test_groups_with_other_shards_are_refused(ranks):
+    """With any of these the sums would mix shards, and nothing would say so."""
+
+    def work(rank):
+        inside, across = subgroups(4, 2)
+        crossed, _ = dist.new_subgroups_by_enumeration([[0, 3], [1, 2]])
+        for group, copies in ((inside, inside), (inside, dist.group.WORLD), (inside, crossed)):
+            with pytest.raises(ValueError, match="one rank of each group, at the same place"):
+                zero.ZeRO(nn.Linear(2, 2), group, 1, torch.optim.SGD, copies_group=copies)
+        for group, copies in ((inside, across), (across, inside)):
+            zero.ZeRO(nn.Linear(2, 2), group, 1, torch.optim.SGD, copies_group=copies)
+
+    ranks(4, work)
+
+
 def test_who_splits_a_copy_and_who_has_another():
     """Ranks of 2 pipeline stages x 8 data-parallel ranks, in groups of 4; experts on 2 of these, or
     on all 8, of which no group of 4 has two copies."""

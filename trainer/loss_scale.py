@@ -79,7 +79,7 @@ class LossScale:
         self.good_steps = self.good_steps + 1 if taken else 0
         if not taken:
             self.value = max(self.value * self.BACKOFF, self.LEAST)
-        elif self.good_steps == self.INTERVAL:
+        elif self.good_steps >= self.INTERVAL:
             self.value, self.good_steps = self.value * self.GROWTH, 0
         self.run.loss_scale = self.value
 
