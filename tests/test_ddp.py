@@ -71,7 +71,7 @@ def test_equals_one_process(ranks, way, kind):
             assert_equal(ours, reference)
 
 
-def train_with_servers(rank, config, kind, count, steps=3):
+def train_with_servers(rank, config, kind, count, steps=STEPS):
     """Two micro-batches of unequal shares on three ranks, of which the first `count` serve."""
     model = gpt.build(config, 7, dtype=torch.float64)
     group, parameters = dist.group.WORLD, list(model.parameters())
