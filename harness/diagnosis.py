@@ -16,6 +16,7 @@ from harness.tolerance import TOLERANCE
 
 MOST = 5  # tensors that a receipt names
 REPLAYED = 10  # steps in which the first wrong gradient is looked for
+MOST_SHARES = 8  # ranks whose own rows are tried as an explanation
 
 
 # --- what a run records while it is compared: little, and nothing that the host must wait for
@@ -61,10 +62,11 @@ class Replay:
 
     gradients   [{name: gradient}] of the first REPLAYED steps
     outputs     [{name: [marks]}] of each step
+    partial     {part of the batch: {name: gradient}} of the first step, see partial_rows
     """
 
     def __init__(self):
-        self.gradients, self.outputs = [], [{}]
+        self.gradients, self.outputs, self.partial = [], [{}], {}
 
     def prepare(self, model):
         watch(model, lambda name, x: self.outputs[-1].setdefault(name, []).append(marks_of(x)))
@@ -94,11 +96,13 @@ def diagnose(run, differences, parameters, tensors, reference, replay):
         p = parameters.get(name)
         whole = from_first(run, reference[kind].get(name))
         facts = examine(run, p, whole, tensors[kind].get(name), kind, name)
+        if kind == "first":
+            facts["part"] = part_of_batch(run, p, tensors[kind].get(name), name, replay)
         facts["error"] = differences.get((kind, name), 0.0)
         facts["step"] = first_step(run, name, p, replay)
         finding = {"tensor": name, "kind": "weight" if kind == "param" else "gradient"}
         findings.append(finding | verdict(run, gathered(run, facts), kind))
-    return first_off(run, replay.outputs, findings), findings
+    return first_off(run, replay.outputs, findings, parameters), findings
 
 
 def worst_tensors(run, differences):
@@ -151,6 +155,41 @@ def examine(run, p, whole, actual, kind, name):
             if close(run, total, e):
                 facts["sums"].append(group_name)
     return facts
+
+
+def partial_rows(run):
+    """{part of the batch: its rows} of the first step, the same on all ranks. A part is the first
+    or the last micro-batch, or the rows of one rank, where ranks have different rows."""
+    everyone = gathered(run, run.first_rows)
+    parts = {}
+    pieces = min(len(pieces) for pieces in everyone)
+    if pieces > 1:
+        for key, i in (("the first micro-batch", 0), ("the last micro-batch", -1)):
+            parts[key] = sorted({row for of_rank in everyone for row in of_rank[i]})
+    shares = [sorted(sum(of_rank, [])) for of_rank in everyone]
+    if shares[0] != shares[-1]:
+        parts |= {rank: rows for rank, rows in enumerate(shares[:MOST_SHARES])}
+    return parts
+
+
+def part_of_batch(run, p, actual, name, replay):
+    """Of which part of the batch alone a gradient is, in words, or None. All ranks call it.
+
+    ZeRO's gradients are gathered from shards: each element may be of another rank's rows."""
+    found, explained = None, False
+    for part, gradients in replay.partial.items():
+        whole = from_first(run, gradients.get(name))
+        if p is None or actual is None:
+            continue
+        expected = take(whole, p).double()
+        near = (actual - expected).abs() <= fit(run) * expected.abs().max()
+        if part in range(run.world):
+            explained = explained | near
+        elif expected.any() and near.all():
+            found = part
+    if torch.is_tensor(explained) and actual.any() and explained.all():
+        found = "one rank's rows"
+    return found
 
 
 def factor(run, actual, expected):
@@ -216,6 +255,7 @@ def verdict(run, everyone, kind):
 def cause(run, bad, good):
     """Why these ranks have a wrong tensor and those in `good` a right one: a sentence, or ""."""
     factors = {facts["factor"] and round(facts["factor"], 6) for facts in bad}
+    parts = {facts.get("part") for facts in bad}
     sums = set.intersection(*({*facts["sums"]} for facts in bad))
     if not all(facts["finite"] for facts in bad):
         return "it is not finite"
@@ -231,6 +271,8 @@ def cause(run, bad, good):
         return explain_factor(run, *factors)
     if sums:
         return f"each rank has its own partial sum: it was never all-reduced over {axes(run, sums)}"
+    if len(parts) == 1 and None not in parts:
+        return f"it is that of {parts.pop()} alone: what the others add to it is lost"
     if good:
         return f"it is right on ranks {', '.join(map(str, good))}"
     return ""
@@ -273,14 +315,16 @@ def axes(run, names):
 # --- the first thing that is off, in the order of computation
 
 
-def first_off(run, outputs, findings):
+def first_off(run, outputs, findings, parameters):
     """A sentence. outputs: the reference's, of each step, on rank 0."""
     steps = [finding["step"] for finding in findings if finding["step"]]
-    for i, (row, (loss, norm)) in enumerate(zip(run.history, run.reference)):
+    history = gathered(run, run.history)[0]  # a wrong norm may be another one on each rank
+    for i, (row, (loss, norm)) in enumerate(zip(history, run.reference)):
         step = row["step"]
         name = first_wrong_output(run, run.outputs[i], outputs[i] if run.rank == 0 else {})
         if name:
-            return f"step {step}, forward: the output of {name}"
+            left_out = pieces_left_out(run, parameters)
+            return f"step {step}, forward: the output of {name}{left_out}"
         if not relative(row["loss"], loss) <= limit_of(run, "loss"):
             times = f"{row['loss'] / loss:.6g} times one process's"
             return f"step {step}, the loss: {times}, of outputs that are right"
@@ -288,10 +332,46 @@ def first_off(run, outputs, findings):
             return f"step {step}, backward: the loss is right"
         if not relative(row["grad_norm"], norm) <= limit_of(run, "grad_norm"):
             k = row["grad_norm"] / norm
-            return (
+            text = (
                 f"step {step}, the norm: {k:.6g} times one process's, of gradients that are right"
             )
+            return text + norm_cause(run, row["grad_norm"], i)
     return "the optimizer's step: loss, gradients and norm are right"
+
+
+def pieces_left_out(run, parameters):
+    """Words for the first parameter of which the ranks that cut it leave out a part, or ""."""
+    cuts = {}
+    for name, p in parameters.items():
+        for dim, (group, start, size) in placement(p)["cuts"].items():
+            ranks = tuple(dist.get_process_group_ranks(group))
+            cuts[name, dim, ranks] = placement(p)["shape"][dim], start, start + size
+    everyone = gathered(run, cuts)
+    for name, dim, ranks in cuts:
+        pieces = [everyone[rank].get((name, dim, ranks)) for rank in ranks]
+        if None in pieces:
+            continue
+        end = 0
+        for size, start, stop in [*sorted(pieces), (pieces[0][0],) * 3]:
+            if start > end:
+                where = f"{end}:{start} of dimension {dim}"
+                return f"; {where} of {name} is on none of ranks {', '.join(map(str, ranks))}"
+            end = max(end, stop)
+    return ""
+
+
+def norm_cause(run, norm, step):
+    """Why the norm of right gradients may be wrong, in words, or ""."""
+    squares = sum(norm_and_sum[0].item() ** 2 for norm_and_sum in run.summaries[step].values())
+    everyone = gathered(run, squares)
+    if relative(everyone[0] ** 0.5, norm) <= fit(run):
+        return ": as if of rank 0's tensors alone, never summed over the ranks"
+    for name, group in run.named_groups.items():
+        total = sum(everyone[rank] for rank in dist.get_process_group_ranks(group))
+        words = gathered(run, relative(total**0.5, norm) <= fit(run) and name)[0]
+        if words:
+            return f": as if tensors that several ranks of {words} hold counted once for each"
+    return ""
 
 
 def first_wrong_output(run, own, expected):

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 
 import model as gpt
-from harness.diagnosis import Replay, diagnose
+from harness.diagnosis import Replay, diagnose, partial_rows
 from harness.optimizer import clip, grad_norm, learning_rate, make_optimizer
 from harness.placement import take
 from harness.presets import parameter_shapes
@@ -40,6 +40,16 @@ def one_process(run, steps, prepare=lambda model: None, inspect=lambda model: No
         losses.append(loss.item())
         norms.append(norm.item())
     return losses, norms, gradients, {name: p.detach() for name, p in model.named()}
+
+
+def gradients_of(run, rows):
+    """{name: gradient} of one process's first step, from some rows of the batch: their numbers."""
+    model = gpt.build(run.config, run.args.seed, run.device, run.dtype, run.draw)
+    [(tokens, targets, samples)] = run.microbatches(0, pieces=1)
+    chosen = torch.isin(samples, torch.tensor(rows, device=samples.device))
+    tokens, targets, samples = tokens[chosen], targets[chosen], samples[chosen]
+    model(tokens, targets=targets, count=run.count, samples=samples).backward()
+    return {name: p.grad for name, p in model.named()}
 
 
 def compare(run, named, counts=True):
@@ -79,11 +89,14 @@ def compare(run, named, counts=True):
     limits = TOLERANCE[run.precision]
     if run.diagnoses and any(not errors[kind] <= limits[kind] for kind in errors):
         replay = Replay()
+        rows_of = partial_rows(run)
         if run.rank == 0:
             one_process(run, steps, replay.prepare, replay.inspect)
             reference["first"] = replay.gradients[0]
+            replay.partial = {key: gradients_of(run, rows) for key, rows in rows_of.items()}
         else:
             reference["first"] = {}
+            replay.partial = dict.fromkeys(rows_of, {})
         tensors["first"] = run.first_gradients
         first = compare_tensors(run, "first", reference["first"], tensors["first"], parameters)
         pairs = [list(zip(losses, norms))]

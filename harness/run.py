@@ -86,6 +86,7 @@ class Run:
         self.worst = {}  # {kind: the tensor with the largest difference}
         self.first_off, self.findings = None, []  # if that is too much: see diagnosis.diagnose
         self.outputs, self.summaries = [], []  # what a diagnosis needs of the compared steps
+        self.first_rows = []  # samples of each micro-batch of this rank's first step
         self.noting = False  # whether the outputs of blocks are noted: in compared steps
         self.held = {}  # {kind: bytes} after the measured step
         self.first = 0  # the first step; not 0 after a checkpoint
@@ -213,6 +214,8 @@ class Run:
         except data.DataError as e:  # ready-made tokens; other ranks have other rows
             raise Refused(str(e), self.rank, alone=True) from e
         pieces = pieces or self.args.microbatches
+        if self.noting and step == self.first:
+            self.first_rows = [piece.tolist() for piece in batch[2].tensor_split(pieces)]
         tokens, targets, samples = (self.to_device(t).tensor_split(pieces) for t in batch)
         return list(zip(tokens, targets, samples))
 

@@ -342,6 +342,15 @@ def one_bias_left_out():
     ddp.make_buckets = wrong
 
 
+def no_rank_adds_to_a_shard():
+    zero.ZeRO1._reduce = lambda self, bucket: bucket.keep_shard()
+
+
+def first_piece_on_every_rank():
+    right = tensor_parallel.span
+    tensor_parallel.span = lambda size, rank, t: right(size, 0, t)
+
+
 def last_microbatch_only():
     play = pipeline.play
 
@@ -489,7 +498,10 @@ def one_weight_never_moved():
 
 SUMMED = "one process's: as if summed once too often over dp (2 ranks)"
 PARTIAL = "own partial sum: it was never all-reduced over "
-BACKWARD, NORM = "step 1, backward", "step 1, the norm"
+BACKWARD = "step 1, backward"
+LOCAL = "of gradients that are right: as if of rank 0's tensors alone"
+COUNTED = "as if tensors that several ranks of tp hold counted once for each"
+LAST = "it is that of the last micro-batch alone"
 
 
 @pytest.mark.parametrize(
@@ -498,14 +510,14 @@ BACKWARD, NORM = "step 1, backward", "step 1, the norm"
         (gradients_summed_twice, "sgd", "--dp 2", BACKWARD, f"it is 2 times {SUMMED}"),
         (gradients_summed_twice, "gpt2", "--dp 2", BACKWARD, SUMMED),
         (gradients_not_summed, "sgd", "--dp 2", BACKWARD, PARTIAL + "dp"),
-        (norm_counts_copies, "gpt2", "--tp 2", f"{NORM}: 1.3", ""),
-        (norm_counts_copies, "sgd", "--pp 2", NORM, ""),
-        (norm_is_local, "gpt2", "--tp 2", NORM, ""),
-        (norm_is_local, "sgd", "--pp 2", NORM, ""),
+        (norm_counts_copies, "gpt2", "--tp 2", COUNTED, ""),
+        (norm_counts_copies, "sgd", "--pp 2", COUNTED.replace("tp", "pp"), ""),
+        (norm_is_local, "gpt2", "--tp 2", LOCAL, ""),
+        (norm_is_local, "sgd", "--pp 2", LOCAL, ""),
         (one_bias_left_out, "sgd", "--dp 2", BACKWARD, PARTIAL + "dp"),
         (one_bias_left_out, "gpt2", "--dp 2", BACKWARD, PARTIAL + "dp"),
-        (last_microbatch_only, "sgd", "--dp 2 --microbatches 2", BACKWARD, ""),
-        (last_microbatch_only, "sgd", "--pp 3 --microbatches 2", BACKWARD, ""),
+        (last_microbatch_only, "sgd", "--dp 2 --microbatches 2", BACKWARD, LAST),
+        (last_microbatch_only, "sgd", "--pp 3 --microbatches 2", BACKWARD, LAST),
         # The bias is zero until the first step
         (bias_on_every_rank, "sgd", "--tp 2", "step 2, forward: the output of blocks.0", ""),
         (no_f, "sgd", "--tp 2", BACKWARD, PARTIAL + "tp"),
@@ -518,6 +530,8 @@ BACKWARD, NORM = "step 1, backward", "step 1, the norm"
             *(shards_not_summed_over_copies, "sgd", "--dp 4 --zero 2 --zero-ranks 2"),
             *(BACKWARD, PARTIAL + "across"),
         ),
+        (no_rank_adds_to_a_shard, "sgd", "--dp 2 --zero 1", BACKWARD, "of one rank's rows alone"),
+        (first_piece_on_every_rank, "sgd", "--tp 2", "129:257 of dimension 0 of embed.token", ""),
         (all_shards_equal, "sgd", "--tp 2", "step 1, forward: the output of blocks.0", ""),
         (
             *(loss_is_a_mean_of_means, "sgd", "--dp 2 --microbatches 2"),
