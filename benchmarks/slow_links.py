@@ -253,7 +253,7 @@ def draw(args, curves, seeds):
 
 def main():
     parser = harness.parser(__doc__, batch=16, context=64, lr=3e-3, warmup=50)
-    islands.add_flags(parser.add_argument_group("ignored"), every="as the table says")
+    islands.add_flags(parser.add_argument_group("the outer step"), every="the table's")
     g = parser.add_argument_group("slow links")
     g.add_argument("--links", action="store_true", help="tokens/s on a limited link")
     g.add_argument("--price", action="store_true", help="validation losses")

@@ -10,13 +10,14 @@ import socket
 import sys
 import threading
 import time
+import types
 
 import pytest
 import torch
 from conftest import Script
 
 from harness import start
-from trainer import meeting
+from trainer import islands, meeting
 
 SECRET = b"open sesame, sixteen at least"
 SMALL = "--layers 2 --heads 2 --width 16 --context 8 --batch 8 --dtype float64 --device cpu"
@@ -62,10 +63,10 @@ def run_islands(tmp_path, meeting_point, flags, layouts, text):
     """The receipts of islands, each with flags for its layout."""
     _, meet = meeting_point
     flags = f"--islands {len(layouts)} {meet} --data {text} {flags}"
-    islands = [Island(tmp_path, i, f"{flags} {layout}") for i, layout in enumerate(layouts)]
-    for island in islands:
+    started = [Island(tmp_path, i, f"{flags} {layout}") for i, layout in enumerate(layouts)]
+    for island in started:
         assert island.end() == 0, island.output()
-    return [json.loads(island.receipt.read_text()) for island in islands]
+    return [json.loads(island.receipt.read_text()) for island in started]
 
 
 @pytest.mark.parametrize(
@@ -94,7 +95,6 @@ def test_islands_of_any_layout_are_what_one_process_plays(
 
 def slowly():
     """So that a test can do something between two steps."""
-    from trainer import islands
 
     after = islands.Outer.after
 
@@ -133,27 +133,27 @@ def test_an_island_dies_and_another_sleeps(tmp_path, meeting_point, text):
     def begin(number, more=""):
         return Island(tmp_path, number, f"{flags} {more}", slowly)
 
-    islands = [begin(0), begin(1, "--dp 2"), begin(2)]
-    islands[0].wait_for("step    3")
-    for pid in [*islands[1].wait_for("step    3"), islands[1].pid]:
+    started = [begin(0), begin(1, "--dp 2"), begin(2)]
+    started[0].wait_for("step    3")
+    for pid in [*started[1].wait_for("step    3"), started[1].pid]:
         os.kill(pid, signal.SIGKILL)
-    assert islands[1].end() == -signal.SIGKILL
-    islands[0].wait_for("the mean is without island 1")
-    islands[1] = begin(1, "--tp 2")  # another layout, and no checkpoint
-    islands[1].wait_for("with the others' weights")
-    os.kill(islands[2].pid, signal.SIGSTOP)
-    islands[0].wait_for("the mean is without island 2")
-    os.kill(islands[2].pid, signal.SIGCONT)
-    islands[2].wait_for("is done without this island")
-    islands[2].wait_for("with the others' weights")
-    for island in islands:
+    assert started[1].end() == -signal.SIGKILL
+    started[0].wait_for("the mean is without island 1")
+    started[1] = begin(1, "--tp 2")  # another layout, and no checkpoint
+    started[1].wait_for("with the others' weights")
+    os.kill(started[2].pid, signal.SIGSTOP)
+    started[0].wait_for("the mean is without island 2")
+    os.kill(started[2].pid, signal.SIGCONT)
+    started[2].wait_for("is done without this island")
+    started[2].wait_for("with the others' weights")
+    for island in started:
         assert island.end() == 0, island.output()
         assert "the mean is of all again" in island.output()
     weights = saved(tmp_path / "out" / "island-0")
     others = [saved(tmp_path / "out" / f"island-{i}", "outer old") for i in range(3)]
     for other in [*others, saved(tmp_path / "out" / "island-2")]:
         assert all(torch.equal(weight, other[name]) for name, weight in weights.items())
-    losses = losses_of(islands[0])
+    losses = losses_of(started[0])
     assert len(losses) == 60 and sum(losses[-5:]) < sum(losses[:5]) - 2
 
 
@@ -174,13 +174,13 @@ def test_the_meeting_point_is_replaced(tmp_path, text):
     flags = f"--islands 2 --meet {where[0]}:{where[1]} --secret-file {tmp_path}/secret --prove 0"
     flags += f" --data {text} --sync-every 4 --steps 24"
     first = serve()
-    islands = [Island(tmp_path, i, flags, slowly) for i in (0, 1)]
+    started = [Island(tmp_path, i, flags, slowly) for i in (0, 1)]
     try:
-        islands[0].wait_for("step    5")
+        started[0].wait_for("step    5")
         os.kill(first, signal.SIGKILL)
         os.waitpid(first, 0)
         second = serve()
-        for island in islands:
+        for island in started:
             assert island.end() == 0, island.output()
             assert "the meeting point is lost" in island.output()
             assert "others' weights" not in island.output()  # both were where they were
@@ -315,3 +315,13 @@ def test_refused(flags, words, monkeypatch):
     with pytest.raises(harness.Refused) as refused:
         train.main()
     assert words in str(refused.value)
+
+
+def test_an_island_that_can_not_start_ends_the_others(monkeypatch):
+    """Of all that one command starts on this machine: here two that only sleep or end."""
+    flags = "['--island', '0']"
+    code = f"import sys, time; sys.exit(2) if sys.argv[1:3] == {flags} else time.sleep(60)"
+    monkeypatch.setattr(sys, "orig_argv", ["python", "-c", code])
+    began = time.monotonic()
+    assert islands.start_all(types.SimpleNamespace(islands=2, json=None, log_to=None)) == 2
+    assert time.monotonic() - began < 30
