@@ -134,9 +134,8 @@ def report(job, cluster, nodes, rate, published):
     alone = total_seconds(job, cluster, first, rate)
     names = f"{job.size / 4e6:,.4g}M parameters, {job.flops / 1e9:,.4g} GFLOP a sample"
     print(f"{names}, {job.samples:,.0f} samples, {job.batch:,} a GPU and step")
-    print(
-        f"a GPU computes at {rate / 1e12:.3g} TFLOP/s; links at {EFFICIENCY:.0%} of their sheets\n"
-    )
+    links = f"links at {EFFICIENCY:.0%} of their data sheets"
+    print(f"a GPU computes at {rate / 1e12:.3g} TFLOP/s; {links}\n")
     print("| nodes | GPUs | a step | not hidden | whole job | times as fast | published | times |")
     print("|---|---|---|---|---|---|---|---|")
     for n in nodes:
@@ -161,7 +160,8 @@ def gap(job, cluster, first, n, seconds, rate, published):
     line = f"\n{n:,} nodes: published {share:.0%} of ideal, {missing * 1e3:.3g} ms a step more"
     if missing > 0:
         speed = harness.formulas.all_reduce_sent(job.size, n * cluster.node) / missing
-        line += f";\nmessages that nothing hides take as long at {speed / 1e9:.2g} GB/s a node"
+        line += ";\nan all-reduce that nothing hides takes as long at "
+        line += f"{speed / 1e9:.2g} GB/s a node"
     print(line)
 
 
