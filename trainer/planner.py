@@ -12,7 +12,7 @@ from typing import NamedTuple
 import harness
 import pipeline
 from harness import Refused, formulas, large_vocabulary, ledger, schedules
-from trainer import kernels
+from trainer import kernels, timeline
 from trainer.devices import cluster_of, usable_memory
 from trainer.dryrun import play_all, play_several
 from trainer.links import link_of, spread
@@ -67,6 +67,8 @@ def add_flags(parser):
     g.add_argument("--intra", type=speed, metavar="SPEED", help=why)
     why = "bandwidth of a device's link to other nodes, one way (default: 50GB/s)"
     g.add_argument("--inter", type=speed, metavar="SPEED", help=why)
+    why = "draw one step: NAME.json for ui.perfetto.dev, and with matplotlib NAME.png and NAME.svg"
+    g.add_argument("--timeline", metavar="NAME", help=why)
     why = (
         "attention's kernel: FlashAttention 1, 2 or 3, or plain, which holds no less but moves the "
         "scores (default: flash2)"
@@ -92,7 +94,7 @@ def check(args):
     """Refuse flags that mean nothing without a dry run."""
     if not args.plan and args.gpus:
         raise Refused("--gpus means nothing without --plan: add that, or leave it out")
-    for name in ("tokens", "ranks", "gpu", "nodes_of", "intra", "inter", "kernel"):
+    for name in ("tokens", "ranks", "gpu", "nodes_of", "intra", "inter", "kernel", "timeline"):
         if getattr(args, name) is not None and not (args.dry_run or args.plan):
             raise Refused(
                 f"--{name.replace('_', '-')} means nothing without --dry-run: add that, or leave "
@@ -117,11 +119,16 @@ def check_playable(args, config):
 
 class Estimate(NamedTuple):
     """Seconds of a step, and of the busiest rank's parts of it, which add up to it; model FLOPs a
-    device and second."""
+    device and second. For a picture: spans of the pipeline's ranks, part_of(action), seconds of a
+    message between stages, and the Part after the last action."""
 
     seconds: float
     parts: dict
     rate: float
+    spans: list
+    part_of: object
+    transfer: float
+    rest: Part
 
 
 def estimate(args, config, cluster, played, late=None, slower=1.0):
@@ -197,7 +204,8 @@ def estimate(args, config, cluster, played, late=None, slower=1.0):
     shown["after the last action"] = rest.seconds
     seconds = makespan + rest.seconds
     flops = config.flops_per_token() * args.batch * config.context
-    return Estimate(seconds, shown, flops / seconds / (each * args.pp))
+    rate = flops / seconds / (each * args.pp)
+    return Estimate(seconds, shown, rate, spans, parts, transfer, rest)
 
 
 def on_their_way(row, parts):
@@ -230,7 +238,12 @@ def main(args, prepare, train):
     if args.plot:
         return plot(args, config, cluster, train)
     played = play_all(args, chosen(args), cluster, train)
-    report(args, config, cluster, played, estimate(args, config, cluster, played))
+    step = estimate(args, config, cluster, played)
+    report(args, config, cluster, played, step)
+    if args.timeline:
+        schedule = pipeline.make(args.schedule, args.pp, args.microbatches, args.chunks)
+        title = f"{layout(args)}, {device_name(args)}: {step.seconds:.4g} s, estimated"
+        timeline.write(args.timeline, step, schedule, title)
 
 
 def report(args, config, cluster, played, step):
@@ -290,6 +303,8 @@ def report(args, config, cluster, played, step):
     rate = f"{step.rate / 1e12:.0f} TFLOP/s a device, MFU {step.rate / cluster.device.flops:.1%}"
     print(f"    {'together':<30s}{step.seconds:10.4g} s   {rate}, {tokens:,.0f} tokens/s")
     print(f"    {'nine runs in ten':<30s}{interval(step.seconds)}")
+    cost = world * 1e6 / tokens
+    print(f"    {tokens * 86400:.4g} tokens a day, {cost:.4g} device-seconds a million tokens")
     days = (
         f", {args.tokens / tokens / 86400:,.1f} days for {args.tokens:.4g} tokens"
         if args.tokens
