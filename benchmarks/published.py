@@ -1,26 +1,44 @@
 """The dry run's estimates beside runs that others measured, with the error of each: python -m
 benchmarks.published
 
-Nothing is fitted to these rows: one efficiency for all (devices.EFFICIENCY), devices and links by
-their data sheets.
+No constant of trainer/kernels.py and trainer/links.py is fitted to these rows. What of a layout is
+not published, and assumed here:
 
 Llama 3, arXiv:2407.21783, table 4. Theirs interleaves 8 chunks of one layer, empty ones at both
-ends; here 4 chunks. Their FLOPs' convention is not given: for 131,072 tokens both are shown, PaLM's
-and causal attention as half.
+ends; here 4 chunks. Their FLOPs' convention is not given: here PaLM's, all of attention.
 
 Megatron-LM, arXiv:2104.04473, table 1, A100s with links of 25 GB/s. They recompute every block and
 count it, 96 B s l h^2 (1 + s/6h + V/16lh). The sizes of micro-batches, and which rows interleave,
-are not in the table: here one sequence, and 1F1B. Our gradients are added up in 32 bits after the
-products, which costs most where a rank has many weights and a small micro-batch. Their
-tensor-parallel ranks share out what goes to the next stage; here --sp does.
+are not in the table: here one sequence, and 1F1B. It had no FlashAttention: --kernel plain, and its
+own fused kernels: --compile. Their tensor-parallel ranks share out what goes to the next stage;
+here --sp does.
 
-TorchTitan, its llama3_h100_202412_torchtitan.md, rows in eager bf16. H100s of 96 GB at 2.4 TB/s and
-500 W, which do not reach the data sheet. Their selective recomputation is every other block's, ours
-(--recompute selective) what is cheap in each.
+MT-NLG, arXiv:2201.11990, section 2.4: seconds a step on 280, 350 and 420 nodes of 8 A100s, tp 8,
+pp 35, 1,920 sequences. One sequence a micro-batch. As Megatron-LM.
 
-GPT-3, arXiv:2005.14165: 175B parameters, 300B tokens. 350 GB are its weights in 16 bits. 355 years,
-or 3.1 million hours, is arithmetic for one device at 28 TFLOP/s (Lambda Labs 2020, of a V100): the
-row for A100s can't agree, and doesn't.
+BLOOM, arXiv:2211.05100: 384 A100s, tp 4, pp 12, dp 8, 2,048 sequences, about 150 TFLOP/s by
+Megatron's formula; four links of 100 Gbit/s a node. Two sequences a micro-batch. As Megatron-LM.
+
+LLaMA, arXiv:2302.13971, section 2.4: 65B, 380 tokens a second and GPU on 2,048 A100s of 80 GB, 4M
+tokens a step, model and sequence parallelism, xformers' attention. All else is assumed: tp 8, dp
+256, ZeRO-3, 4 sequences a micro-batch.
+
+MegaScale, arXiv:2402.15627: 175B, 12,288 A100-class GPUs, 6,144 sequences, tp 8, pp 8, 6 chunks,
+55.2%. Their blocks compute attention and MLP side by side and attention has a window: here not.
+
+MPT: mosaicml/llm-foundry, scripts/train/benchmarking/README.md: MFU by size, sequence, devices.
+FSDP's full shards are ZeRO-3. Their attention is FlashAttention 1 in Triton, their blocks are not
+compiled. Links between H100 nodes are not given: 50 GB/s a GPU.
+
+TorchTitan, its benchmarks/llama3_h100_202412_torchtitan.md and docs/performance.md: H100s of 96 GB
+at 2.4 TB/s and 500 of 700 W; A100s of 80 GB, their links 25 GB/s. Their selective recomputation
+runs every other product of a block again, ours none: the mean time of `selective` and `block`, and
+the memory of the former, which holds more.
+
+GPT-3, arXiv:2005.14165: 350 GB are its weights in 16 bits. 355 years is arithmetic for one device
+at 28 TFLOP/s (Lambda Labs 2020).
+
+Left out: DeepSeek-V3 (float8 products and latent attention, which the model here does not have).
 
 TSM on Summit is no GPT: benchmarks.scaling has it.
 """
@@ -28,6 +46,7 @@ TSM on Summit is no GPT: benchmarks.scaling has it.
 import os
 import sys
 import time
+from typing import NamedTuple
 
 if not __package__:  # run as a script: python benchmarks/published.py
     sys.path[0] = os.path.dirname(sys.path[0])
@@ -41,8 +60,9 @@ LLAMA = (
     "--preset llama3-405b --tp 8 --pp 16 --sp --gather-again --zero 1 --schedule interleaved "
     f"--chunks 4 {MIXED}"
 )
-LONG = "--context 131072 --cp 16 --cp-kind gather"
 A100 = "--gpu a100 --intra 300GB/s --inter 25GB/s"
+H100_500W = "--gpu x=96GB,989TFLOP/s,2.4TB/s,71.4%"
+NO_FLASH = "--kernel plain --compile"
 # Billions of parameters: heads, width, layers, tp, pp, GPUs, batch, TFLOP/s a GPU
 MEGATRON = {
     "1.7": (24, 2304, 24, 1, 1, 32, 512, 137),
@@ -56,15 +76,71 @@ MEGATRON = {
     "529.6": (128, 20480, 105, 8, 35, 2520, 2520, 163),
     "1008": (160, 25600, 128, 8, 64, 3072, 3072, 163),
 }
-GPT3 = "--preset gpt2 --layers 96 --heads 96 --width 12288 --context 2048"
+# Name: width, heads, layers
+MPT = {
+    "350m": (1024, 16, 24),
+    "1b": (2048, 16, 24),
+    "3b": (2560, 20, 32),
+    "7b": (4096, 32, 32),
+    "13b": (5120, 40, 40),
+    "30b": (7168, 56, 48),
+    "70b": (8192, 64, 80),
+}
+# Name, tokens of a sequence, GPUs, sequences a micro-batch, micro-batches, recompute, MFU in %
+MPT_H100 = [
+    ("70b", 2048, 64, 8, 4, True, 42.57),
+    ("30b", 2048, 32, 14, 3, True, 43.92),
+    ("30b", 2048, 8, 3, 21, True, 38.11),
+    ("30b", 8192, 8, 1, 21, True, 29.92),
+    ("13b", 2048, 8, 2, 1, False, 39.79),
+    ("13b", 16384, 8, 3, 3, True, 35.55),
+    ("7b", 2048, 8, 6, 1, False, 46.44),
+    ("7b", 8192, 8, 8, 2, True, 37.14),
+    ("7b", 65536, 8, 1, 2, True, 28.59),
+    ("3b", 2048, 32, 6, 3, False, 41.70),
+    ("3b", 16384, 8, 1, 6, False, 36.34),
+    ("1b", 2048, 8, 14, 1, False, 41.82),
+]
+MPT_A100 = [
+    ("70b", 2048, 64, 8, 4, True, 53.33),
+    ("70b", 2048, 32, 2, 16, True, 48.56),
+    ("30b", 2048, 8, 3, 21, True, 55.30),
+    ("30b", 8192, 8, 1, 21, True, 39.38),
+    ("13b", 2048, 8, 2, 3, False, 59.57),
+    ("13b", 16384, 8, 3, 3, True, 54.07),
+    ("13b", 32768, 8, 1, 3, True, 51.69),
+    ("7b", 2048, 8, 6, 2, False, 64.23),
+    ("7b", 8192, 8, 8, 2, True, 54.47),
+    ("7b", 65536, 8, 1, 2, True, 46.97),
+    ("3b", 2048, 8, 10, 2, False, 62.11),
+    ("1b", 2048, 8, 14, 4, False, 59.86),
+    ("350m", 2048, 8, 32, 2, False, 51.62),
+]
 
 
-def estimate(flags):
-    """(args, config, Estimate, what was played) of a command line of train.py."""
+class Row(NamedTuple):
+    """What was measured, in a unit, and what is estimated. The units of a time: see TIMES."""
+
+    run: str
+    unit: str
+    published: float
+    estimate: float
+
+    @property
+    def error(self):
+        return self.estimate / self.published - 1
+
+
+TIMES = ("TFLOP/s a GPU", "tokens/s a GPU", "seconds a step", "MFU, %")
+
+
+def estimate(flags, late=True):
+    """(args, config, Estimate, what was played) of a command line of train.py. late: see
+    planner.estimate; these runs wait for gradients after the last action."""
     words = [*flags.split(), "--dry-run", "--prove", "0", "--backend", "nccl"]
     args = train.flags().parse_args(words)
     args, config = train.prepare(args)
-    return args, config, *planner.step_of(args, config, devices.cluster_of(args), train.train)
+    return args, config, *planner.step_of(args, config, devices.cluster_of(args), train.train, late)
 
 
 def llama():
@@ -77,89 +153,164 @@ def llama():
             380,
         ),
     ):
-        _, config, step, _ = estimate(f"{LLAMA} {flags}")
-        yield f"Llama 3 405B, {gpus}", "TFLOP/s a GPU", theirs, step.rate / 1e12
-        if config.context > 8192:
-            half = 1 - 6 * config.layers * config.context * config.width / config.flops_per_token()
-            yield (
-                "the same, causal attention as half",
-                "TFLOP/s a GPU",
-                theirs,
-                step.rate * half / 1e12,
-            )
+        *_, step, _ = estimate(f"{LLAMA} {flags}")
+        yield Row(f"Llama 3 405B, {gpus}", "TFLOP/s a GPU", theirs, step.rate / 1e12)
+
+
+def megatron_flops(batch, layers, width, vocab):
+    """Of a step of 2,048 tokens a sequence, with every block recomputed."""
+    rest = 1 + 2048 / 6 / width + vocab / 16 / layers / width
+    return 96 * batch * 2048 * layers * width**2 * rest
+
+
+def gpt(heads, width, layers, vocab):
+    sizes = f"--heads {heads} --width {width} --layers {layers} --context 2048 --vocab {vocab}"
+    return f"--preset gpt2 {sizes} {MIXED} --recompute block {NO_FLASH}"
 
 
 def megatron():
     for name, (heads, width, layers, tp, pp, gpus, batch, theirs) in MEGATRON.items():
         dp = gpus // tp // pp
-        sizes = (
-            f"--preset gpt2 --heads {heads} --width {width} --layers {layers} --context 2048 "
-            "--vocab 51200"
-        )
-        flags = (
-            f"{sizes} {A100} --dp {dp} --tp {tp} --pp {pp} --batch {batch} --microbatches "
-            f"{batch // dp} {MIXED}"
-        )
-        *_, step, _ = estimate(flags + " --sp" * (tp > 1) + " --recompute block")
-        flops = (
-            96
-            * batch
-            * 2048
-            * layers
-            * width**2
-            * (1 + 2048 / 6 / width + 51200 / 16 / layers / width)
-        )
-        yield (
-            f"Megatron GPT {name}B, {gpus} GPUs",
-            "TFLOP/s a GPU",
-            theirs,
-            flops / step.seconds / gpus / 1e12,
-        )
+        layout = f"--dp {dp} --tp {tp} --pp {pp} --batch {batch} --microbatches {batch // dp}"
+        sizes = gpt(heads, width, layers, 51200)
+        *_, step, _ = estimate(f"{sizes} {A100} {layout}" + " --sp" * (tp > 1))
+        rate = megatron_flops(batch, layers, width, 51200) / step.seconds / gpus / 1e12
+        yield Row(f"Megatron GPT {name}B, {gpus} GPUs", "TFLOP/s a GPU", theirs, rate)
+
+
+def mtnlg():
+    for dp, theirs in ((8, 60.1), (10, 50.2), (12, 44.4)):
+        sizes = gpt(128, 20480, 105, 50304)
+        layout = f"--dp {dp} --tp 8 --sp --pp 35 --batch 1920 --microbatches {1920 // dp}"
+        *_, step, _ = estimate(f"{sizes} {A100} {layout}")
+        yield Row(f"MT-NLG 530B, {dp * 280} GPUs", "seconds a step", theirs, step.seconds)
+
+
+def bloom():
+    sizes = gpt(112, 14336, 70, 250880)
+    layout = "--dp 8 --tp 4 --sp --pp 12 --zero 1 --batch 2048 --microbatches 128"
+    links = "--gpu a100 --intra 300GB/s --inter 6.25GB/s"
+    *_, step, _ = estimate(f"{sizes} {layout} {links}")
+    rate = megatron_flops(2048, 70, 14336, 250880) / step.seconds / 384 / 1e12
+    yield Row("BLOOM 176B, 384 GPUs", "TFLOP/s a GPU", 150, rate)
+
+
+def llama1():
+    sizes = "--family llama --layers 80 --heads 64 --width 8192 --hidden 22016 --vocab 32000"
+    layout = "--dp 256 --tp 8 --sp --zero 3 --batch 2048 --microbatches 2 --recompute selective"
+    args, config, step, _ = estimate(
+        f"{sizes} --context 2048 {MIXED} {A100} {layout} --kernel flash1"
+    )
+    rate = args.batch * config.context / step.seconds / 2048
+    yield Row("LLaMA 65B, 2,048 GPUs", "tokens/s a GPU", 380, rate)
+
+
+def megascale():
+    sizes = "--preset gpt2 --layers 96 --heads 128 --width 12288 --context 2048 --vocab 64000"
+    layout = "--dp 192 --tp 8 --sp --pp 8 --zero 1 --batch 6144 --microbatches 32"
+    order = "--schedule interleaved --chunks 6 --compile"
+    *_, step, _ = estimate(f"{sizes} {layout} {order} {MIXED} {A100}")
+    yield Row("MegaScale 175B, 12,288 GPUs", "MFU, %", 55.2, 100 * step.rate / 312e12)
+
+
+def mpt():
+    for rows, name, flags, reduce in (
+        (MPT_H100, "H100", "--gpu h100", "float32"),
+        (MPT_A100, "A100", A100, "float32"),
+    ):
+        for model, length, gpus, rows_each, microbatches, recompute, theirs in rows:
+            width, heads, layers = MPT[model]
+            sizes = f"--width {width} --heads {heads} --layers {layers} --context {length}"
+            layout = f"--dp {gpus} --zero 3 --microbatches {microbatches}"
+            layout += (
+                f" --batch {gpus * rows_each * microbatches}" + " --recompute block" * recompute
+            )
+            *_, step, _ = estimate(
+                f"--preset gpt2 {sizes} --vocab 50368 {layout} {MIXED} {flags} --kernel flash1"
+            )
+            peak = 312e12 if name == "A100" else 989e12
+            run = f"MPT {model}, {length:,} tokens, {gpus} {name}s"
+            yield Row(run, "MFU, %", theirs, 100 * step.rate / peak)
 
 
 def torchtitan():
-    for gpus, theirs, memory in ((8, 5762, 82.4), (128, 5605, 67.0)):
-        flags = (
-            f"--preset llama3-8b --dp {gpus} --zero 3 --batch {2 * gpus} --microbatches 1 "
-            f"--recompute selective {MIXED}"
-        )
-        args, config, step, [rank] = estimate(f"{flags} --gpu x=96GB,989TFLOP/s,2.4TB/s")
-        yield (
-            f"TorchTitan 8B, {gpus} GPUs",
-            "tokens/s a GPU",
-            theirs,
-            args.batch * config.context / step.seconds / gpus,
-        )
-        yield f"TorchTitan 8B, {gpus} GPUs", "GiB", memory, rank.memory / 2**30
+    for model, gpus, rows, device, compiled, theirs, memory in (
+        ("8b", 8, 2, H100_500W, False, 5762, 82.4),
+        ("8b", 8, 2, H100_500W, True, 6667, None),
+        ("8b", 128, 2, H100_500W, False, 5605, 67.0),
+        ("8b", 128, 2, H100_500W, True, 6514, None),
+        ("8b", 64, 1, A100, False, 2973, None),
+        ("70b", 64, 1, A100, False, 331, None),
+    ):
+        layout = f"--dp {gpus} --zero 3 --batch {rows * gpus} --microbatches 1 {MIXED} {device}"
+        layout += " --compile" * compiled
+        kinds = ("selective", "block") if model == "8b" else ("block",)
+        seconds = held = 0.0
+        for kind in kinds:
+            args, config, step, [rank] = estimate(
+                f"--preset llama3-{model} {layout} --recompute {kind}"
+            )
+            seconds += step.seconds / len(kinds)
+            held = held or rank.memory
+        run = f"TorchTitan {model.upper()}, {gpus} {'A' if device == A100 else 'H'}100s"
+        run += ", compiled" * compiled
+        rate = args.batch * config.context / seconds / gpus
+        yield Row(run, "tokens/s a GPU", theirs, rate)
+        if memory:
+            yield Row(run, "GiB", memory, held / 2**30)
 
 
 def gpt3():
-    *_, [rank] = estimate(f"{GPT3} --batch 1 --microbatches 1 --dtype bfloat16")
-    yield "GPT-3, its weights", "GB", 350, rank.held["parameters"] / 1e9
-    args, config, step, _ = estimate(
-        f"{GPT3} {A100} --dp 16 --tp 8 --pp 8 --batch 1536 --microbatches 96 {MIXED}"
-    )
-    flops = 300e9 * config.flops_per_token()
-    yield "GPT-3, one device at 28 TFLOP/s", "years", 355, flops / 28e12 / 3600 / 8766
-    yield "GPT-3 on 1,024 A100s", "million hours", 3.1, flops / step.rate / 3600 / 1e6
+    sizes = "--preset gpt2 --layers 96 --heads 96 --width 12288 --context 2048"
+    _, config, _, [rank] = estimate(f"{sizes} --batch 1 --microbatches 1 --dtype bfloat16")
+    yield Row("GPT-3, its weights", "GB", 350, rank.held["parameters"] / 1e9)
+    years = 300e9 * config.flops_per_token() / 28e12 / 3600 / 8766
+    yield Row("GPT-3, one device at 28 TFLOP/s", "years", 355, years)
+
+
+TABLES = {
+    "llama": llama,
+    "megatron": megatron,
+    "mtnlg": mtnlg,
+    "bloom": bloom,
+    "llama1": llama1,
+    "megascale": megascale,
+    "mpt": mpt,
+    "torchtitan": torchtitan,
+    "gpt3": gpt3,
+}
+
+
+def summary(rows):
+    """Sentences on the errors of times and of memory."""
+    times = sorted(abs(row.error) for row in rows if row.unit in TIMES)
+    if times:
+        median = (times[(len(times) - 1) // 2] + times[len(times) // 2]) / 2
+        within = sum(error <= 0.2 for error in times)
+        yield f"times: median error {median:.0%}, {within} of {len(times)} rows within 20%"
+        outside = [row for row in rows if row.unit in TIMES and abs(row.error) > 0.2]
+        names = "; ".join(f"{row.run} {row.error:+.0%}" for row in outside)
+        yield f"outside: {names or 'none'}"
+    memory = [abs(row.error) for row in rows if row.unit == "GiB"]
+    if memory:
+        yield f"memory: at most {max(memory):.0%} off"
 
 
 def main():
     p = harness.Parser(__doc__)
-    tables = {"llama": llama, "megatron": megatron, "torchtitan": torchtitan, "gpt3": gpt3}
-    p.add_argument("--only", choices=list(tables), help="one of the tables")
+    p.add_argument("--only", choices=list(TABLES), help="one of the tables")
     only = p.parse_args().only
     print("| run | | published | estimate | error |\n|---|---|---|---|---|")
-    start = time.perf_counter()
-    for table in [tables[only]] if only else tables.values():
-        for run, unit, theirs, ours in table():
-            print(
-                f"| {run} | {unit} | {theirs:,} | {ours:,.4g} | {ours / theirs - 1:+.0%} |",
-                flush=True,
-            )
-    print(
-        f"\n{time.perf_counter() - start:.0f} s, all at {devices.EFFICIENCY:.0%} of the data sheets"
-    )
+    start, rows = time.perf_counter(), []
+    for table in [TABLES[only]] if only else TABLES.values():
+        for row in table():
+            rows.append(row)
+            figures = f"{row.published:,} | {row.estimate:,.4g} | {row.error:+.0%}"
+            print(f"| {row.run} | {row.unit} | {figures} |", flush=True)
+    print()
+    for sentence in summary(rows):
+        print(sentence)
+    print(f"{time.perf_counter() - start:.0f} s")
 
 
 if __name__ == "__main__":

@@ -7,9 +7,9 @@ multiplications a forward pass (arXiv:1811.08383), so 6 x 33 GFLOP in training. 
 12,288 videos a step. Nodes have 6 GPUs and 25 GB/s to the network. Assumed: 8 videos a GPU in all
 runs, 100 epochs of 240,000 videos, gradients in 32 bits, NVLinks of 50 GB/s.
 
-A step's time is by the dry run's rules (trainer/dryrun.py): the gradients' all-reduce takes alpha 2
-log2 n + the bytes that a ring sends / the slowest link, at devices.EFFICIENCY of the data sheets.
-It runs beside backward, which is two thirds of the computing. One number is fitted: a GPU's rate,
+A step's time is by the dry run's rules: the gradients' all-reduce takes what nccl's ring or tree
+takes (trainer/links.py). It runs beside backward, which is two thirds of the computing, and slows
+it down while it lasts. One number is fitted: a GPU's rate,
 from the published time on the fewest nodes, if --tflops does not give it. Then the FLOP of a sample
 do not matter, and the number of samples only beside the messages. Loading, validation and ranks
 that wait for the slowest are left out.
@@ -25,7 +25,8 @@ import math
 from typing import NamedTuple
 
 import harness
-from trainer.devices import EFFICIENCY, Cluster
+from trainer.devices import Cluster
+from trainer.links import spread
 from trainer.meter import Part
 
 
@@ -94,9 +95,10 @@ def node_counts(text):
 def all_reduce_seconds(job, cluster, nodes):
     """Of the gradients over all GPUs of so many nodes, as the dry run's meter has it."""
     gpus = nodes * cluster.node
-    alpha, speed = cluster.link(range(gpus))
-    rounds = 2 * math.ceil(math.log2(gpus))
-    return rounds * alpha + harness.formulas.all_reduce_sent(job.size, gpus) / speed
+    if gpus == 1:
+        return 0.0
+    wire = harness.formulas.all_reduce_sent(job.size, gpus)
+    return spread(cluster, gpus, 1).seconds("all_reduce", wire)
 
 
 def step_seconds(job, cluster, nodes, rate):
@@ -134,8 +136,7 @@ def report(job, cluster, nodes, rate, published):
     alone = total_seconds(job, cluster, first, rate)
     names = f"{job.size / 4e6:,.4g}M parameters, {job.flops / 1e9:,.4g} GFLOP a sample"
     print(f"{names}, {job.samples:,.0f} samples, {job.batch:,} a GPU and step")
-    links = f"links at {EFFICIENCY:.0%} of their data sheets"
-    print(f"a GPU computes at {rate / 1e12:.3g} TFLOP/s; {links}\n")
+    print(f"a GPU computes at {rate / 1e12:.3g} TFLOP/s; links as nccl reaches them\n")
     print("| nodes | GPUs | a step | not hidden | whole job | times as fast | published | times |")
     print("|---|---|---|---|---|---|---|---|")
     for n in nodes:

@@ -1,21 +1,16 @@
-"""Devices and their links, by data sheet: what a described cluster could do."""
+"""Devices and their links, by data sheet. What of it they reach: kernels.py and links.py."""
 
 import math
 from typing import NamedTuple
 
 from harness import Refused, outputs
 
-# Large bf16 products reach 80% of an H100's data sheet, 86% of an A100's (S. Bekman,
-# ml-engineering, "Maximum Achievable Matmul FLOPS"); nccl's large all-reduces about 80% of NVLink's
-# (360 of 450 GB/s, nccl-tests)
-EFFICIENCY = 0.8
-ALPHA = {"intra": 2e-6, "inter": 5e-6}  # seconds a message
-
 
 class Device(NamedTuple):
     memory: float  # bytes
     flops: float  # FLOP/s of dense bf16 products
     bandwidth: float  # bytes/s of its memory
+    power: float = 1.0  # its limit, as a part of the module's own
 
 
 # The makers' data sheets, SXM modules; a DGX B200 has 1,440 GB for its 8
@@ -65,14 +60,6 @@ class Cluster(NamedTuple):
     intra: float  # bytes/s of a device's link inside its node, one way
     inter: float  # to other nodes
 
-    def link(self, ranks):
-        """(seconds a message, bytes/s) between some ranks. Those of a node share what crosses to
-        others among their links."""
-        nodes = len({rank // self.node for rank in ranks})
-        if nodes == 1:
-            return ALPHA["intra"], self.intra * EFFICIENCY
-        return ALPHA["inter"], min(self.intra, self.inter * len(ranks) / nodes) * EFFICIENCY
-
 
 # What a device holds beside tensors. A communicator of nccl has a buffer of NCCL_BUFFSIZE = 4 MiB
 # for each of up to 32 channels, to send and to receive (NVIDIA, NCCL's environment variables). A
@@ -103,7 +90,9 @@ def cluster_of(args):
     if device is None:
         try:
             figures = name.split("=")[1].upper().replace("/S", "").split(",")
-            units = ("GB", 1e9), ("TFLOP", 1e12), ("TB", 1e12)
+            units = ("GB", 1e9), ("TFLOP", 1e12), ("TB", 1e12), ("%", 0.01)
+            if len(figures) < len(units):
+                figures.append("100%")
             device = Device(
                 *(
                     float(text.removesuffix(unit)) * size
@@ -113,7 +102,10 @@ def cluster_of(args):
             if not all(0 < figure < math.inf for figure in device):
                 raise ValueError("a device has some of each")
         except (IndexError, ValueError):
-            hint = "or NAME=80GB,989TFLOP/s,3.35TB/s: memory, dense bf16 rate, memory bandwidth"
+            hint = (
+                "or NAME=80GB,989TFLOP/s,3.35TB/s: memory, dense bf16 rate, memory bandwidth, and "
+                "perhaps a limit of its power, as ,70%"
+            )
             known = ", ".join(DEVICES)
             raise Refused(
                 f"--gpu {outputs.short(name)} is not known: choose one of {known}, {hint}"

@@ -11,20 +11,20 @@ are those of a real run. Tests hold eleven layouts against real runs, to the byt
     an operation      the ledger counts its bytes; the meter counts its FLOPs and its seconds
     an action         of the pipeline: `DryRun.watch` notes the meter's clock before and after it
 
-An operation takes the longer of FLOPs / peak and bytes in and out / memory bandwidth. A collective
-on n ranks takes alpha log2 n + beta times what a ring algorithm sends, on the slowest link between
-its ranks (Hockney 1994). Messages that the code starts with async_op overlap with the action that
-starts them, and with nothing else; so does a ring's next block of keys. An action takes the longer
-of its computing and these messages, plus the messages that it waits for. The simulator plays the
-schedule with these times, on all stages. Then comes what follows the last action: gradients that
-are still on their way, the norm, the optimizer, ZeRO's new weights.
+An operation takes what trainer/kernels.py says of its kind: products by their shape, attention by
+its kernel, the rest by bytes moved; or the time in which the host launches it, if that is longer.
+With --compile the operations within blocks are fused. A message takes what trainer/links.py says of
+its algorithm, size and place. Messages that the code starts with async_op overlap with the action
+that starts them, and slow its computing down; they overlap with nothing else. An action takes the
+longer of its computing and these messages, plus the messages that it waits for. The simulator plays
+the schedule with these times, on all stages. Then comes what follows the last action: gradients
+that are still on their way, the norm, the optimizer, ZeRO's new weights.
 
-One constant makes these rates real: EFFICIENCY, the part of a data sheet's figure that large
-operations reach. It is the same for all devices, operations and links, and fitted to no run.
-Operations are taken as the code launches them, none fused. Left out: the time to launch a kernel,
-the allocator's waste, stragglers, failures, and kernels that differ by device (attention is the
-CPU's kernel, which keeps the same tensors). nccl's buffers and the CUDA context are taken off a
-device's memory before a layout is said to fit (trainer/devices.py).
+The constants are public measurements, none fitted to a run of benchmarks/published.py, which shows
+how far off the estimates are. Left out: the allocator's waste, stragglers, failures, and what
+attention keeps on a GPU beside what the CPU's kernel keeps. nccl's buffers and the CUDA context are
+taken off a device's memory before a layout is said to fit (trainer/devices.py). Blocks that are
+alike are played once (trainer/repeat.py).
 
 MFU counts model FLOPs as PaLM does: 6 N_matmul + 12 L T C a token, without a discount for causality
 and nothing for recomputation (arXiv:2204.02311, appendix B). The FLOPs of a stage are those of its
@@ -100,7 +100,11 @@ class DryRun(harness.Run):
     def leave_values(self, model):
         """From the weights on nothing has a value. (What makes the groups still needs some.)"""
         self.size = sum(p.numel() for _, p in model.named())
-        self.meter = Meter(self.cluster, self.ledger.names, self.args.expert_chunks == 1)
+        one_chunk, kernel = self.args.expert_chunks == 1, self.args.kernel
+        self.meter = Meter(self.cluster, self.ledger.names, one_chunk, kernel)
+        if self.args.fused:
+            for part in model.parts.values():
+                fuse_blocks(part, self.meter)
         if self.repeats:
             for part in model.parts.values():
                 part.run = repeat.Repeater(part, self.ledger, self.meter)
@@ -142,6 +146,25 @@ class DryRun(harness.Run):
     def receipt(self, layout, sent=(), held=(), notes=()):
         self.formulas = sent, held
         return 0
+
+
+def fuse_blocks(part, meter):
+    """Operations within blocks are fused, forward and backward, as torch.compile would."""
+    blocks = list(part.blocks.values())
+
+    def before(block, inputs):
+        meter.fuse(True)
+        if block is blocks[0] and inputs[0].requires_grad:
+            inputs[0].register_hook(lambda gradient: meter.fuse(False))
+
+    def after(block, inputs, output):
+        meter.fuse(False)
+        if block is blocks[-1] and output.requires_grad:
+            output.register_hook(lambda gradient: meter.fuse(True))
+
+    for block in blocks:
+        block.register_forward_pre_hook(before)
+        block.register_forward_hook(after)
 
 
 class Played(NamedTuple):
@@ -199,7 +222,8 @@ def play(args, rank, cluster, train, brief=False, routing=even, repeats=True):
         log_to=None,
         wandb=None,
     )
-    vars(args).update(profile=None, compile=False, plot=None, record=None)
+    vars(args).update(profile=None, plot=None, record=None)
+    vars(args).update(fused=args.compile, compile=False)  # no code is compiled, but times are
     if brief and args.microbatches > 2:
         keep = {0: 0, args.microbatches - 1: 1}
         rows = []
@@ -250,9 +274,18 @@ def play_rank(args, rank, cluster, train, schedule, routing, repeats):
 
 def play_all(args, ranks, cluster, train, brief=False):
     """play() for several ranks, in as many processes as there are cores."""
-    if len(ranks) == 1:
-        return [play(args, ranks[0], cluster, train, brief)]
+    return play_several([(args, ranks)], cluster, train, brief)[0]
+
+
+def play_several(layouts, cluster, train, brief=False):
+    """[[Played of each rank] of each layout], of pairs (flags, ranks)."""
+    jobs = [(args, rank, cluster, train, brief) for args, ranks in layouts for rank in ranks]
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    torch.set_num_threads(1)  # a thread pool does not survive a fork
-    with ProcessPoolExecutor(min(cores, len(ranks)), get_context("fork")) as pool:
-        return list(pool.map(play, *zip(*[(args, rank, cluster, train, brief) for rank in ranks])))
+    if len(jobs) == 1:
+        played = [play(*jobs[0])]
+    else:
+        torch.set_num_threads(1)  # a thread pool does not survive a fork
+        with ProcessPoolExecutor(min(cores, len(jobs)), get_context("fork")) as pool:
+            played = list(pool.map(play, *zip(*jobs)))
+    found = iter(played)
+    return [[next(found) for _ in ranks] for _, ranks in layouts]

@@ -102,7 +102,8 @@ def check(args, config):
             flag = name.replace("_", "-")
             raise Refused(f"--{flag} means nothing without {what}: add that, or leave it out")
     compilers = (os.environ.get("CXX", "g++"), "g++", "clang++")
-    if args.compile and not any(shutil.which(compiler) for compiler in compilers):
+    dry = args.dry_run or args.plan
+    if args.compile and not dry and not any(shutil.which(compiler) for compiler in compilers):
         raise Refused("--compile needs a C++ compiler: install g++, or leave --compile out")
     if args.compile and config.experts:
         why = "whose shapes change every step"

@@ -12,11 +12,14 @@ from typing import NamedTuple
 import harness
 import pipeline
 from harness import Refused, formulas, large_vocabulary, ledger, schedules
-from trainer import islands
-from trainer.devices import ALPHA, EFFICIENCY, cluster_of, usable_memory
-from trainer.dryrun import play_all
+from trainer import islands, kernels, timeline
+from trainer.devices import cluster_of, usable_memory
+from trainer.dryrun import play_all, play_several
+from trainer.links import link_of, spread
 from trainer.meter import Part
 
+# Measured time / estimate, of nine in ten of the runs of benchmarks/published.py
+LIKELY = 0.9, 1.3
 MOST_PIECES = 30_000  # of a step, that a rank plays: each takes milliseconds
 
 
@@ -64,6 +67,13 @@ def add_flags(parser):
     g.add_argument("--intra", type=speed, metavar="SPEED", help=why)
     why = "bandwidth of a device's link to other nodes, one way (default: 50GB/s)"
     g.add_argument("--inter", type=speed, metavar="SPEED", help=why)
+    why = "draw one step: NAME.json for ui.perfetto.dev, and with matplotlib NAME.png and NAME.svg"
+    g.add_argument("--timeline", metavar="NAME", help=why)
+    why = (
+        "attention's kernel: FlashAttention 1, 2 or 3, or plain, which holds no less but moves the "
+        "scores (default: flash2)"
+    )
+    g.add_argument("--kernel", choices=["flash1", "flash2", "flash3", "plain"], help=why)
     g.add_argument(
         "--tokens",
         type=harness.real(0),
@@ -84,7 +94,7 @@ def check(args):
     """Refuse flags that mean nothing without a dry run."""
     if not args.plan and args.gpus:
         raise Refused("--gpus means nothing without --plan: add that, or leave it out")
-    for name in ("tokens", "ranks", "gpu", "nodes_of", "intra", "inter"):
+    for name in ("tokens", "ranks", "gpu", "nodes_of", "intra", "inter", "kernel", "timeline"):
         if getattr(args, name) is not None and not (args.dry_run or args.plan):
             raise Refused(
                 f"--{name.replace('_', '-')} means nothing without --dry-run: add that, or leave "
@@ -109,16 +119,26 @@ def check_playable(args, config):
 
 class Estimate(NamedTuple):
     """Seconds of a step, and of the busiest rank's parts of it, which add up to it; model FLOPs a
-    device and second."""
+    device and second. For a picture: spans of the pipeline's ranks, part_of(action), seconds of a
+    message between stages, and the Part after the last action."""
 
     seconds: float
     parts: dict
     rate: float
+    spans: list
+    part_of: object
+    transfer: float
+    rest: Part
 
 
-def estimate(args, config, cluster, played):
+def estimate(args, config, cluster, played, late=None, slower=1.0):
     """The Estimate of a step, from some of its ranks. A stage that none of them played is like the
-    nearest that is no end of the model, by its number of layers."""
+    nearest that is no end of the model, by its number of layers.
+
+    late: whether the gradients that are on their way are waited for after the last action, as
+    ddp.py does, or at the end of the action that sends them, as zero.py does: the stage before
+    waits too. By default as the code that was played. slower: how many times as long messages
+    between stages take."""
     schedule = pipeline.make(args.schedule, args.pp, args.microbatches, args.chunks)
     last = args.microbatches - 1
     layers = [len(layers) for layers in schedules.stage_layers(config, schedule.last + 1)]
@@ -154,22 +174,20 @@ def estimate(args, config, cluster, played):
         )
 
     each = args.dp * args.cp * args.tp
-    alpha, speed = cluster.link([0, each])
     message = max(rank.message for rank in played)
-    # ddp.py waits for the network after the last action, zero.py at the end of it: the stage before
-    # waits too
-    late = args.zero == 0 and args.dtype == args.param_dtype == args.reduce_dtype
+    transfer = link_of(cluster, [0, each]).seconds("send", message) * slower if args.pp > 1 else 0.0
+    if late is None:
+        late = args.zero == 0 and args.dtype == args.param_dtype == args.reduce_dtype
 
     def seconds_of(action):
         part = parts(action)
-        return part.compute + part.waited if late else part.seconds
+        return part.slowed + part.waited if late else part.seconds
 
-    spans = schedules.simulate(schedule, transfer=alpha + message / speed, time=seconds_of)
-    over = [
-        sum(max(0.0, part.beside - part.compute) for *_, a in row for part in [parts(a)]) * late
-        for row in spans
-    ]
-    makespan = max(row[-1][1] + more for row, more in zip(spans, over))
+    spans = schedules.simulate(schedule, transfer=transfer, time=seconds_of)
+    ends = [row[-1][1] for row in spans]
+    if late:
+        ends = [max(end, on_their_way(row, parts)) for end, row in zip(ends, spans)]
+    makespan = max(ends)
     rest = max((rank.rest for rank in played), key=lambda part: part.seconds)
     busy = max(
         ([parts(action) for *_, action in row] for row in spans),
@@ -180,23 +198,32 @@ def estimate(args, config, cluster, played):
         "waiting for messages": sum(part.waited for part in busy),
     }
     shown["gradients, weights not hidden"] = sum(
-        max(0, part.beside - part.compute) for part in busy
+        (part.slowed if late else part.seconds - part.waited) - part.compute for part in busy
     )
     shown["pipeline's bubble"] = makespan - sum(shown.values())
     shown["after the last action"] = rest.seconds
     seconds = makespan + rest.seconds
     flops = config.flops_per_token() * args.batch * config.context
-    return Estimate(seconds, shown, flops / seconds / (each * args.pp))
+    rate = flops / seconds / (each * args.pp)
+    return Estimate(seconds, shown, rate, spans, parts, transfer, rest)
 
 
-def step_of(args, config, cluster, train):
+def on_their_way(row, parts):
+    """When the last message that a rank sends beside its actions is there. They go one by one."""
+    end = 0.0
+    for start, _, action in row:
+        end = max(end, start) + parts(action).beside
+    return end
+
+
+def step_of(args, config, cluster, train, late=None):
     """The Estimate of a layout, from two micro-batches of its first, middle and last stage; and
     what these ranks played."""
     each = args.dp * args.cp * args.tp
     played = play_all(
         args, sorted({0, args.pp // 2 * each, (args.pp - 1) * each}), cluster, train, brief=True
     )
-    return estimate(args, config, cluster, played), played
+    return estimate(args, config, cluster, played, late), played
 
 
 def main(args, prepare, train):
@@ -213,6 +240,10 @@ def main(args, prepare, train):
     played = play_all(args, chosen(args), cluster, train)
     step = estimate(args, config, cluster, played)
     report(args, config, cluster, played, step)
+    if args.timeline:
+        schedule = pipeline.make(args.schedule, args.pp, args.microbatches, args.chunks)
+        title = f"{layout(args)}, {device_name(args)}: {step.seconds:.4g} s, estimated"
+        timeline.write(args.timeline, step, schedule, title)
     islands.report(args, config, step.seconds)
 
 
@@ -262,16 +293,19 @@ def report(args, config, cluster, played, step):
                 f"  {f'{op} in {group}':<30s}"
                 + "".join(f"{f'{human(wire)} ({calls})':>22s}" for calls, _, wire in rows)
             )
-    links = (
+    where = (
         f"nodes of {cluster.node}, {cluster.intra / 1e9:g} GB/s inside, {cluster.inter / 1e9:g} "
         "GB/s between"
     )
-    print(f"\n  a step on {device}, {links}, all at {EFFICIENCY:.0%}")
+    print(f"\n  a step on {device}, {where}")
     for name, seconds in step.parts.items():
         print(f"    {name:<30s}{seconds:10.4g} s{seconds / step.seconds:8.1%}")
     tokens = args.batch * config.context / step.seconds
     rate = f"{step.rate / 1e12:.0f} TFLOP/s a device, MFU {step.rate / cluster.device.flops:.1%}"
     print(f"    {'together':<30s}{step.seconds:10.4g} s   {rate}, {tokens:,.0f} tokens/s")
+    print(f"    {'nine runs in ten':<30s}{interval(step.seconds)}")
+    cost = world * 1e6 / tokens
+    print(f"    {tokens * 86400:.4g} tokens a day, {cost:.4g} device-seconds a million tokens")
     days = (
         f", {args.tokens / tokens / 86400:,.1f} days for {args.tokens:.4g} tokens"
         if args.tokens
@@ -282,6 +316,12 @@ def report(args, config, cluster, played, step):
     )
     if args.offload:
         print("    not in it: the copies to the host and back, and the host's slower optimizer")
+
+
+def interval(seconds):
+    """The time of a step between bounds: the errors of nine published runs in ten were within."""
+    low, high = (seconds * factor for factor in LIKELY)
+    return f"{low:10.4g} to {high:.4g} s, by the errors beside published runs"
 
 
 def layout(args):
@@ -411,17 +451,16 @@ def rough(args, config, cluster):
         args.batch // dp,
         config.context // cp,
     )
-    speed = {"tp": cluster.link(range(tp))[1], "pp": cluster.link([0, dp * cp * tp])[1]}
-    split = args.zero_ranks or dp * cp
-    speed |= {
-        "cp": cluster.link(range(0, cp * tp, tp))[1],
-        "inside": cluster.link(range(0, split * tp, tp))[1],
-        "across": cluster.link(range(0, dp * cp * tp, split * tp))[1],
-    }
-    again = 1 / 3 if args.recompute == "block" else 0.0
-    rate, memory = cluster.device.flops * EFFICIENCY * 2 / e, cluster.device.bandwidth * EFFICIENCY
-    attention = 6 * layers * config.context * config.width * rows * length / tp / rate
-    work = config.flops_per_token() * rows * length / tp / pp / rate - attention
+    micro, kernel = rows // m, kernels.family(cluster.device).attention
+    forward, backward = kernels.block_seconds(
+        config, cluster.device, args.kernel or kernel, micro, length, tp, e
+    )
+    again = args.recompute == "block"
+    tokens, memory = micro * length, cluster.device.bandwidth * kernels.COPY
+    head = 3 * kernels.product_seconds(
+        cluster.device, tokens, config.vocab // tp, config.width, 1, e
+    )
+    work = m * (layers * (forward * (1 + again) + backward) + head / pp)
 
     def kept(recompute):
         """Bytes of a block for backward, of all micro-batches."""
@@ -434,32 +473,43 @@ def rough(args, config, cluster):
     size = formulas.parameters_held(config, tp, layers, head=pp == 1)
     # Activations and their gradients written and read, twice with what is not kept; gradients
     # written, read and added up
-    work = (work + 8 * layers * whole / memory) * (1 + again) + (
-        args.recompute == "selective"
-    ) * layers * whole / memory
+    work += 8 * layers * whole / memory * (1 + again / 3)
+    work += (args.recompute == "selective") * layers * whole / memory
     parts = {"computing": work + m * size * (2 * e + 2 * reduced) / memory}
-    parts["tensor parallel"] = (
-        formulas.tensor_parallel_sent(
-            config, tp, rows * length, e, layers, recompute=args.recompute
-        )
-        / speed["tp"]
+    messages = 8 * layers * m
+    sent = formulas.tensor_parallel_sent(
+        config, tp, rows * length, e, layers, recompute=args.recompute
     )
+    inside = spread(cluster, tp, 1)
+    each = messages * inside.seconds("all_gather", sent / messages) if tp > 1 else 0.0
+    parts["tensor parallel"] = each
     heads = config.heads // tp, config.kv_heads // tp, config.width // config.heads
     ring = formulas.context_parallel_sent("ring", cp, 1, rows, length, *heads, e)
-    parts["context parallel"] = max(0.0, layers * sum(ring.values()) / speed["cp"] - attention) * (
-        cp > 1
-    )
+    keys = layers * sum(ring.values()) / spread(cluster, cp, tp).speed("send")
+    attention = (forward + backward) * layers * m / 2
+    parts["context parallel"] = max(0.0, keys - attention) * (cp > 1)
     third = sum(parts.values()) / m / 3
     parts["bubble"] = schedules.BUBBLES[args.schedule][1](pp, m, chunks, third, third, third)
-    message = (
-        rows / m * length * config.width * e / (tp if args.sp else 1) / speed["pp"] + ALPHA["inter"]
-    )
+    size_of_message = micro * length * config.width * e / (tp if args.sp else 1)
+    message = spread(cluster, 2, dp * cp * tp).seconds("send", size_of_message)
     parts["messages between stages"] = 2 * chunks * (m + pp) * message * (pp > 1)
+    split = args.zero_ranks or dp * cp  # ranks that share out a copy
+    shards, copies = spread(cluster, split, tp), spread(cluster, dp * cp // split, split * tp)
+    buckets = max(1, size * e // (25 * 2**20)) if args.zero < 3 else layers
+
+    def takes(link, operation, amount, times):
+        """Seconds of so many sums or gathers of all of a rank's parameters."""
+        return times * buckets * link.seconds(operation, amount / buckets) if times else 0.0
+
     r, passes = ledger.all_but_one(split), m if args.zero > 1 and not args.reduce_once else 1
-    weights = r * size * e * (0, 1, 1, 2 * m)[args.zero] / speed["inside"]
-    gradients = r * size * reduced * (passes if args.zero else 2) / speed["inside"]
-    sums = formulas.all_reduce_sent(size / split * reduced, dp * cp // split)
-    gradients += sums / speed["across"]
+    weights = takes(shards, "all_gather", r * size * e, (0, 1, 1, 2 * m)[args.zero])
+    if args.zero:
+        gradients = takes(shards, "reduce_scatter", r * size * reduced, passes)
+    else:
+        gradients = takes(shards, "all_reduce", 2 * r * size * reduced, 1)
+    if copies.ranks > 1:
+        sums = formulas.all_reduce_sent(size / split * reduced, copies.ranks)
+        gradients += takes(copies, "all_reduce", sums, 1)
     # All of it beside computing; else gradients beside the backwards that complete them
     if args.zero == 3:
         parts["data parallel"] = max(0.0, weights + gradients - 3 * third * m)
@@ -541,29 +591,106 @@ def plan(args, cluster, prepare, train):
         )
         rows = f"{one.batch // one.dp // one.microbatches} a micro-batch"
         print(f"  {i + 1:2d}  {seconds:9.4g} s {held / 1e9:7.1f} GB   {layout(one)}, {rows}: {why}")
-    print()
-    left_out, plays = 0.0, 0  # bytes: the least that formulas have left out of what was played
-    for _, _, formula, one in fitting:
-        if formula + left_out > usable_memory(one, cluster):
-            continue
-        if (plays := plays + 1) > 6:
+    played = play_best(fitting, config, cluster, prepare, train)
+    if not any(layout.fits for layout in played):
+        print(
+            "\n  none of these fits when played, which counts what the formulas leave out: lower "
+            "--batch, or give more --gpus"
+        )
+        return
+    print("\n  played, the best first:\n")
+    for text in compare(played, config, cluster):
+        print(f"  {text}")
+
+
+class Candidate(NamedTuple):
+    """A layout that was played: its flags, Estimate, ranks, bytes of the fullest, and whether these
+    fit a device beside nccl's communicators and the CUDA context."""
+
+    args: object
+    step: Estimate
+    played: list
+    held: float
+    fits: bool
+
+
+def play_best(fitting, config, cluster, prepare, train, wanted=5, most=6):
+    """Play layouts in the order of `rough` until `wanted` fit, or `most` are played."""
+    candidates = []
+    left_out = 0.0  # bytes: the least that formulas have left out of what was played
+    alike = set()  # layouts as fast and as large by formulas: one of them is enough
+    queue = []
+    for seconds, _, formula, one in fitting:
+        if (seconds, formula) not in alike:
+            queue.append((formula, one))
+        alike.add((seconds, formula))
+    while queue and len(candidates) < most:
+        missing = wanted - sum(candidate.fits for candidate in candidates)
+        batch = []
+        while queue and len(batch) < min(missing, most - len(candidates)):
+            formula, one = queue.pop(0)
+            if formula + left_out <= usable_memory(one, cluster):
+                batch.append((formula, prepare(one)[0]))
+        if not batch:
             break
-        one, _ = prepare(one)
-        few = copy.copy(one)  # enough micro-batches for as many in flight as there are in the whole
-        few.microbatches = min(one.microbatches, 2 * one.pp)
-        few.batch = one.batch // one.microbatches * few.microbatches
-        played = play_all(few, chosen(few), cluster, train)
-        step, held = estimate(one, config, cluster, played), max(rank.memory for rank in played)
-        fits = held <= usable_memory(one, cluster)
-        rate = f"{step.seconds:.4g} s, MFU {step.rate / cluster.device.flops:.1%}"
-        print(f"  played, {layout(one)}: {rate}, {held / 1e9:.1f} GB{'' if fits else ': too much'}")
-        if fits:
-            return islands.report(args, config, step.seconds)
-        left_out = min(left_out or math.inf, held - formula)
-    print(
-        "  none of these fits when played, which counts what the formulas leave out: lower "
-        "--batch, or give more --gpus"
-    )
+        jobs = []
+        for _, one in batch:
+            few = copy.copy(one)  # enough micro-batches for as many in flight as in the whole
+            few.microbatches = min(one.microbatches, 2 * one.pp)
+            few.batch = one.batch // one.microbatches * few.microbatches
+            check_playable(few, config)
+            each = one.dp * one.cp * one.tp
+            jobs.append((few, sorted({0, (one.pp - 1) * each})))
+        for (formula, one), ranks in zip(batch, play_several(jobs, cluster, train)):
+            held = max(rank.memory for rank in ranks)
+            fits = held <= usable_memory(one, cluster)
+            step = estimate(one, config, cluster, ranks)
+            candidates.append(Candidate(one, step, ranks, held, fits))
+            if not fits:
+                left_out = min(left_out or math.inf, held - formula)
+    return candidates
+
+
+def compare(candidates, config, cluster):
+    """A line for each: the time, the memory, and what would have to change for the next to win."""
+    order = sorted(candidates, key=lambda c: (not c.fits, c.step.seconds))
+    for i, candidate in enumerate(order):
+        one, step = candidate.args, candidate.step
+        figures = f"{step.seconds:9.4g} s  MFU {step.rate / cluster.device.flops:5.1%}"
+        rows = f"{one.batch // one.dp // one.microbatches} a micro-batch"
+        text = f"{i + 1}  {figures}  {candidate.held / 1e9:6.1f} GB   {layout(one)}, {rows}"
+        if not candidate.fits:
+            need = candidate.held + cluster.device.memory - usable_memory(one, cluster)
+            text += f": too much, it needs devices of {need / 1e9:.0f} GB"
+        elif i + 1 < len(order) and order[i + 1].fits:
+            text += f": {what_would_change(candidate, order[i + 1], config, cluster)}"
+        yield text
+
+
+def what_would_change(candidate, rival, config, cluster):
+    """What would have to change for the rival to be the faster one."""
+    for factor in (1.25, 1.5, 2, 3, 4, 8):
+        for scale, word in ((1 / factor, "fast"), (factor, "slow")):
+            times = []
+            for c in (candidate, rival):
+                ranks = [slower(rank, scale) for rank in c.played]
+                times.append(estimate(c.args, config, cluster, ranks, slower=scale).seconds)
+            if times[1] < times[0]:
+                return f"the next wins on links {factor:g} times as {word}"
+    more = rival.step.parts["computing"] - candidate.step.parts["computing"]
+    if more > 0:
+        return f"the next computes {more / candidate.step.seconds:.0%} longer, whatever the links"
+    return "the next loses on any links"
+
+
+def slower(rank, scale):
+    """What a rank played, with messages that take so many times as long."""
+
+    def scaled(part):
+        return Part(part.compute, scale * part.beside, scale * part.waited)
+
+    actions = {action: scaled(part) for action, part in rank.actions.items()}
+    return rank._replace(actions=actions, rest=scaled(rank.rest))
 
 
 def plot(args, config, cluster, train, sizes=tuple(2**k for k in range(3, 15))):
@@ -614,7 +741,7 @@ def draw_scaling(name, title, kinds, peak):
         right = ax.twinx()
         rates = [100 * step.rate / peak for step, _ in steps.values()]
         [legend["MFU"]] = right.plot(range(len(steps)), rates, "ko-")
-        right.set(ylabel="MFU, %", ylim=(0, 100 * EFFICIENCY))
+        right.set(ylabel="MFU, %", ylim=(0, 100))
     place = dict(fontsize=8, loc="outside lower center", ncols=6, frameon=False)
     figure.legend(list(legend.values()), list(legend), **place)
     figure.suptitle(title)

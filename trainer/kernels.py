@@ -1,0 +1,188 @@
+"""How long a device takes for an operation, by what the operation is.
+
+A constant is a public measurement, cited beside it. None is fitted to a run of
+benchmarks/published.py. The device's own rates are those of its data sheet.
+
+    matrix product    the longest of: its FLOPs at the rate that large products reach, which is
+                      limited by power; its tiles in waves over the device's processors; its bytes
+    attention         its FLOPs at the rate of a kernel: FlashAttention 1, 2 or 3, forward or
+                      backward, by sequence length and head; or plain: two products and the scores'
+                      bytes
+    all else          bytes read and written; fused, only those that come from before and stay
+"""
+
+import bisect
+import functools
+import math
+from typing import NamedTuple
+
+
+class Family(NamedTuple):
+    """What devices of a generation have in common.
+
+    peak         FLOP/s of dense 16-bit products by data sheet
+    large        the part of it that large products of random numbers reach
+    processors   streaming multiprocessors
+    attention    the kernel that torch and others take for it
+    forward, backward    FLOP/s of FlashAttention 2 in its plateau, heads of 128, not causal"""
+
+    peak: float
+    large: float
+    processors: int
+    attention: str
+    forward: float
+    backward: float
+
+
+# large: 8192 x 8192 x 8192 in bfloat16 with normally distributed numbers, A100: 258 of 312 TFLOP/s
+# (H. He, thonking.ai/p/strangely-matrix-multiplications); H100 and H200: 720 of 989 on the shapes
+# of language models (SemiAnalysis, "MI300X vs H100 vs H200 Benchmark Part 1: Training"); B200:
+# 1,672 of 2,250 (arXiv:2604.23466, table IV).
+# FlashAttention 2: at most 230 TFLOP/s forward, 63% of the peak backward on an A100
+# (arXiv:2307.08691, section 4.1); 370 and 322 on an H100 (arXiv:2407.08608, figures 5 and 6)
+FAMILIES = {
+    "a100": Family(312e12, 258 / 312, 108, "flash2", 230e12, 0.63 * 312e12),
+    "h100": Family(989e12, 720 / 989, 132, "flash2", 370e12, 322e12),
+    "b200": Family(2250e12, 1672 / 2250, 148, "flash2", 370e12, 322e12),
+}
+
+# A kernel whose device is not throttled: 295 of 312 TFLOP/s, an A100 on zeros (H. He, as above)
+UNTHROTTLED = 295 / 312
+# Output tiles of cuBLAS (NVIDIA, "Matrix Multiplication Background User's Guide", table 1), and how
+# many elements of the inner dimension a tile's start and end take as much time as
+TILES = ((256, 128), (128, 256), (128, 128), (256, 64), (64, 256), (64, 128), (64, 64))
+# A limit of the power to a part p of the module's leaves p to this power of what large products
+# reach: an H100 NVL of 400 W has 62.6% of 835 TFLOP/s at 8192 (TF32, doubled), where 700 W have 720
+POWER = 0.57
+# Bytes that a copy reads and writes in a second, of the data sheet's: 90% on an H100
+COPY = 0.90
+
+# FlashAttention on an H100, TFLOP/s by length of the sequence, of 16,384 tokens and 2,048 channels
+# (arXiv:2407.08608, figures 5 and 6). {(kernel, head, causal): forward}, {(kernel, head): backward}
+LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
+FORWARD = {
+    ("flash2", 64, False): (282, 306, 318, 321, 322, 324),
+    ("flash3", 64, False): (333, 392, 460, 476, 496, 497),
+    ("flash2", 128, False): (309, 350, 362, 368, 370, 370),
+    ("flash3", 128, False): (467, 565, 625, 638, 646, 648),
+    ("flash2", 128, True): (191, 260, 298, 319, 333, 335),
+    ("flash3", 128, True): (292, 423, 521, 579, 602, 616),
+}
+BACKWARD = {
+    ("flash2", 64): (198, 238, 264, 279, 287, 291),
+    ("flash3", 64): (272, 363, 422, 453, 472, 474),
+    ("flash2", 128): (214, 260, 291, 310, 318, 322),
+    ("flash3", 128): (316, 424, 501, 542, 559, 561),
+}
+# FlashAttention 1 reaches 30 to 50% of an A100's peak forward and 25 to 35% backward
+# (arXiv:2307.08691, section 1): the middle
+FLASH1 = {False: 0.40, True: 0.30}
+# Passes of plain attention over the scores, in their bytes. Forward: the product writes them,
+# scale, mask and softmax read and write, the product with the values reads. Backward: two products
+# write and read the gradient, the softmax's reads both and writes
+PLAIN = {False: 4, True: 7}
+
+
+def family(device):
+    """The Family of a device: by its peak, the nearest."""
+    return min(FAMILIES.values(), key=lambda f: abs(math.log(f.peak / device.flops)))
+
+
+def product_seconds(device, m, n, k, batch=1, itemsize=2):
+    """A product (m, k) x (k, n), or a batch of them. 32-bit factors are TF32, at half the rate."""
+    kind = family(device)
+    peak = device.flops * 2 / max(itemsize, 2)
+    flops = 2 * batch * m * n * k
+    moved = batch * (m * k + k * n + m * n) * itemsize
+    large = peak * kind.large * device.power**POWER
+    least = max(flops / large, moved / (device.bandwidth * COPY))
+    waves = min(wave_seconds(kind, m, n, k, batch, tile) for tile in TILES)
+    return max(least, waves * kind.peak / peak)
+
+
+def wave_seconds(kind, m, n, k, batch, tile):
+    """The product in whole waves of tiles. A product with few tiles is cut along k too."""
+    rows, columns = tile
+    tiles = batch * -(-m // rows) * -(-n // columns)
+    cuts = max(1, min(kind.processors // tiles, k // 512))
+    waves = -(-tiles * cuts // kind.processors)
+    # A processor loads (rows + columns) numbers for rows x columns products: small tiles wait
+    speed = UNTHROTTLED * min(1.0, rows * columns / (rows + columns) / 64)
+    return waves * 2 * rows * columns * k / cuts / (kind.peak / kind.processors * speed)
+
+
+def attention_seconds(device, kernel, shape, keys, causal, backward=False, itemsize=2):
+    """Attention of queries (B, H, n, D) = shape with so many keys each; half of them if causal."""
+    batch, heads, length, head = shape
+    kind = family(device)
+    products = 5 if backward else 2
+    if kernel == "plain":
+        scores = batch * heads * length * keys
+        products = 4 if backward else 2
+        one = product_seconds(device, length, keys, head, batch * heads, itemsize)
+        return products * one + PLAIN[backward] * scores * itemsize / (device.bandwidth * COPY)
+    flops = products * 2 * batch * heads * length * keys * head / (2 if causal else 1)
+    if kernel == "flash1":
+        rate, measured_on = FLASH1[backward] * FAMILIES["a100"].peak, FAMILIES["a100"]
+    else:
+        rate = flash_rate(kernel, keys, head, causal, backward)
+        measured_on = FAMILIES["h100"]
+    # Other devices: in proportion to FlashAttention 2's plateaus
+    rate *= kind.backward / measured_on.backward if backward else kind.forward / measured_on.forward
+    return flops / (rate * device.flops / kind.peak * 2 / max(itemsize, 2))
+
+
+def flash_rate(kernel, length, head, causal, backward):
+    """FLOP/s on an H100. A causal backward is slower than another as a causal forward is."""
+    head = 64 if head <= 64 else 128
+
+    def at(table):
+        return 1e12 * between(LENGTHS, table, length)
+
+    if not backward:
+        known = (kernel, head, causal) in FORWARD
+        rate = at(FORWARD[kernel, head, causal and known])
+        return rate if known else rate * causal_share(kernel, length)
+    rate = at(BACKWARD[kernel, head])
+    return rate * causal_share(kernel, length) if causal else rate
+
+
+def causal_share(kernel, length):
+    """How fast a causal kernel is beside another, heads of 128, forward."""
+    causal = between(LENGTHS, FORWARD[kernel, 128, True], length)
+    return causal / between(LENGTHS, FORWARD[kernel, 128, False], length)
+
+
+@functools.lru_cache(maxsize=None)
+def block_seconds(config, device, kernel, rows, length, tp, itemsize):
+    """Forward of a block's products and attention, and backward of both, on a rank that has `rows`
+    sequences and `length` tokens of each."""
+    head, tokens = config.width // config.heads, rows * length
+    width, hidden = config.width, config.hidden
+    passes = max(1, config.experts and config.top_k + config.shared)
+    wide = 2 if config.mlp == "swiglu" else 1
+    shapes = [
+        (tokens, (config.heads + 2 * config.kv_heads) * head // tp, width, 1),
+        (tokens, width, width // tp, 1),
+        (tokens * passes, hidden // tp, width, wide),
+        (tokens * passes, width, hidden // tp, 1),
+    ]
+    forward = backward = 0.0
+    for m, n, k, count in shapes:
+        forward += count * product_seconds(device, m, n, k, 1, itemsize)
+        backward += count * product_seconds(device, m, k, n, 1, itemsize)
+        backward += count * product_seconds(device, n, k, m, 1, itemsize)
+    shape = rows, config.heads // tp, length, head
+    options = device, kernel, shape, config.context, True
+    forward += attention_seconds(*options, False, itemsize)
+    backward += attention_seconds(*options, True, itemsize)
+    return forward, backward
+
+
+def between(xs, ys, x):
+    """ys at x, straight lines between the xs in their logarithm; at the ends the last value."""
+    i = bisect.bisect_left(xs, x)
+    if i == 0 or i == len(xs):
+        return ys[min(i, len(xs) - 1)]
+    share = math.log(x / xs[i - 1]) / math.log(xs[i] / xs[i - 1])
+    return ys[i - 1] + share * (ys[i] - ys[i - 1])

@@ -1,0 +1,93 @@
+"""How long a message takes: nccl's own model of its algorithms, with bus bandwidths as nccl-tests
+measure them.
+
+A collective takes the fastest of nccl's algorithms (ring, tree) and protocols. A ring has a step
+for each rank, most of them inside a node; a tree has log2 of the nodes. What a rank sends goes over
+its links at the bus bandwidth. Ranks of a group that share a node share their links to other nodes,
+a ring on each. (NVIDIA, nccl, src/graph/tuning.cc.)
+"""
+
+import functools
+import math
+from typing import NamedTuple
+
+# Of the link's bandwidth by data sheet. NVLink 3, an A100 in a node of 8: 235 of 300 GB/s, at which
+# nccl caps it (tuning.cc, compCap80). NVLink 4, an H100: 360 GB/s reduce-scatter, 350 all-gather
+# (NVIDIA/nccl, issue 1281), 476 all-reduce, which the switch adds up (NVIDIA/nccl-tests, issue 290)
+BUS = {"reduce_scatter": 360 / 450, "all_gather": 350 / 450, "all_reduce": 360 / 450}
+OTHER = 235 / 300
+SWITCH = 476 / 450
+# InfiniBand: 46 to 48 GB/s on a device's link of 50 (NVIDIA/nccl-tests, issue 290)
+NETWORK = 47 / 50
+
+# Seconds by tuning.cc, of a ring's protocols: (base, a step inside a node, a step between nodes,
+# the part of the bus bandwidth); of a tree's
+RING = (
+    (3.6e-6, 0.47e-6, 2.7e-6, 0.25),
+    (10e-6, 1.9e-6, 4.0e-6, 0.92),
+    (8.4e-6, 3.4e-6, 9.6e-6, 1.0),
+)
+TREE = (
+    (4.4e-6, 0.52e-6, 5.0e-6, 0.24),
+    (4.4e-6, 1.2e-6, 8.5e-6, 0.8),
+    (0.0, 28e-6, 50e-6, 0.9),
+)
+
+# While a collective runs beside them, computing kernels take 1.189 times as long: it takes
+# processors, memory bandwidth and power (mean of arXiv:2507.03114, on A100s and H100s)
+BESIDE = 1.189
+
+
+class Link(NamedTuple):
+    """How a group of ranks lies in a cluster: ranks, nodes they are on; bytes/s of a device's link
+    inside its node and of what its group has to other nodes."""
+
+    ranks: int
+    nodes: int
+    intra: float
+    inter: float
+
+    def speed(self, operation):
+        """Bus bandwidth, bytes/s that a rank sends."""
+        inside = self.intra * BUS.get(operation, OTHER)
+        if self.nodes == 1 and operation == "all_reduce" and self.intra >= 400e9:
+            inside = self.intra * SWITCH  # since NVLink 4
+        if self.intra < 400e9:
+            inside = self.intra * OTHER
+        return inside if self.nodes == 1 else min(inside, self.inter * NETWORK)
+
+    def seconds(self, operation, wire):
+        """Of a message of which each rank sends `wire` bytes."""
+        speed = self.speed(operation)
+        if operation in ("send", "recv"):
+            base, inside, between, _ = RING[2]
+            return wire / speed + (inside if self.nodes == 1 else between)
+        ways = 2 if operation == "all_reduce" else 1
+        steps = ways * (self.nodes - 1)
+        inner = ways * (self.ranks - 1) - steps
+        times = []
+        for base, inside, between, share in RING:
+            times.append(base + inner * inside + steps * between + wire / (speed * share))
+        if operation == "all_reduce":
+            inner = 2 * (self.ranks / self.nodes - 1)
+            steps = 2 * math.log2(self.nodes)
+            for base, inside, between, share in TREE:
+                times.append(base + inner * inside + steps * between + wire / (speed * share))
+        return min(times)
+
+
+@functools.lru_cache(maxsize=None)
+def spread(cluster, count, stride):
+    """The Link between so many ranks, each `stride` after the last."""
+    return link_of(cluster, range(0, count * stride, stride))
+
+
+def link_of(cluster, ranks):
+    """The Link between some ranks of a cluster."""
+    nodes = len({rank // cluster.node for rank in ranks})
+    return Link(len(ranks), nodes, cluster.intra, cluster.inter * len(ranks) / nodes)
+
+
+def both(compute, beside):
+    """Seconds of computing with a message beside it, which slows it down while it lasts."""
+    return max(beside, compute + (1 - 1 / BESIDE) * beside)

@@ -1,0 +1,98 @@
+"""A picture of one estimated step: computing and messages of the first, a middle and the last stage
+on one axis, for Perfetto (ui.perfetto.dev) and as a plot.
+
+Of an action the estimate knows how long it computes, how long it waits for messages within it, and
+how long those last that travel beside it. Where in the action they are is not known: here what is
+waited for comes after computing, and what travels beside begins with it."""
+
+import importlib.util
+import json
+from typing import NamedTuple
+
+import harness
+from harness import outputs
+
+TRACKS = ("computing", "waiting for messages", "messages beside", "to another stage")
+NAMES = {"F": "forward", "B": "backward", "I": "backward, inputs", "W": "backward, weights"}
+
+
+class Event(NamedTuple):
+    """Something that takes from `start` to `end`, in seconds, on a track of a pipeline rank."""
+
+    rank: int
+    track: str
+    name: str
+    start: float
+    end: float
+
+
+def events_of(step, schedule):
+    """The Events of a step's first, middle and last rank of the pipeline."""
+    found = []
+    for rank in sorted({0, len(schedule) // 2, len(schedule) - 1}):
+        for start, end, action in step.spans[rank]:
+            part = step.part_of(action)
+            name = f"{NAMES[action.kind]} {action.microbatch}, stage {action.stage}"
+            computed = min(end, start + part.slowed)
+            found.append(Event(rank, TRACKS[0], name, start, computed))
+            found.append(Event(rank, TRACKS[1], name, computed, min(end, computed + part.waited)))
+            found.append(Event(rank, TRACKS[2], name, start, start + part.beside))
+            message = schedule.outgoing(action)
+            if message is not None and message.target != rank:
+                what = f"micro-batch {action.microbatch} to stage {message.stage}"
+                found.append(Event(rank, TRACKS[3], what, end, end + step.transfer))
+        begin = max(row[-1][1] for row in step.spans)
+        found.append(Event(rank, TRACKS[0], "norm, optimizer", begin, begin + step.rest.compute))
+        rest = step.rest.waited + step.rest.beside
+        found.append(Event(rank, TRACKS[1], "sums, new weights", begin, begin + rest))
+    return [event for event in found if event.end > event.start]
+
+
+def perfetto(events):
+    """The Events in the trace format of Chrome and Perfetto, in microseconds."""
+    written = []
+    for rank in sorted({event.rank for event in events}):
+        about = {"ph": "M", "pid": rank}
+        written.append(about | {"name": "process_name", "args": {"name": f"pipeline rank {rank}"}})
+        for i, track in enumerate(TRACKS):
+            written.append(about | {"name": "thread_name", "tid": i, "args": {"name": track}})
+    for event in events:
+        times = {"ts": event.start * 1e6, "dur": (event.end - event.start) * 1e6}
+        place = {"pid": event.rank, "tid": TRACKS.index(event.track)}
+        written.append({"ph": "X", "name": event.name} | place | times)
+    return {"traceEvents": written, "displayTimeUnit": "ms"}
+
+
+def write(name, step, schedule, title):
+    """Write NAME.json, and NAME.png and NAME.svg if matplotlib is installed."""
+    events = events_of(step, schedule)
+    with outputs.writing("--timeline", f"{name}.json"), open(f"{name}.json", "w") as file:
+        json.dump(perfetto(events), file)
+    print(f"\n  {name}.json: one step for ui.perfetto.dev")
+    if importlib.util.find_spec("matplotlib"):
+        draw(name, events, title)
+
+
+def draw(name, events, title):
+    """One row for each track of each rank; colors by what an action is."""
+    plt = harness.pyplot()
+    ranks = sorted({event.rank for event in events})
+    figure, axes = plt.subplots(
+        len(ranks), 1, figsize=(14, 1.6 * len(ranks) + 1), sharex=True, squeeze=False
+    )
+    colors = {"forward": "tab:blue", "backward": "tab:orange", "backward, weights": "tab:green"}
+    for rank, ax in zip(ranks, axes[:, 0]):
+        for i, track in enumerate(TRACKS):
+            bars, shades = [], []
+            for event in events:
+                if event.rank == rank and event.track == track:
+                    bars.append((event.start, event.end - event.start))
+                    kind = event.name.rsplit(" ", 3)[0]
+                    shades.append(colors.get(kind, "tab:red" if i else "tab:gray"))
+            style = dict(facecolors=shades, edgecolor="white", linewidth=0.2)
+            ax.broken_barh(bars, (-i - 0.4, 0.8), **style)
+        ax.set_yticks([-i for i in range(len(TRACKS))], TRACKS, fontsize=7)
+        ax.set_ylabel(f"rank {rank}", fontsize=8)
+    axes[-1, 0].set_xlabel("seconds")
+    figure.suptitle(title, fontsize=10)
+    harness.save(figure, name, "--timeline")
