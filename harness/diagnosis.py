@@ -167,7 +167,7 @@ def partial_rows(run):
         for key, i in (("the first micro-batch", 0), ("the last micro-batch", -1)):
             parts[key] = sorted({row for of_rank in everyone for row in of_rank[i]})
     shares = [sorted(sum(of_rank, [])) for of_rank in everyone]
-    if shares[0] != shares[-1]:
+    if shares[0] != shares[-1] and all(shares):
         parts |= {rank: rows for rank, rows in enumerate(shares[:MOST_SHARES])}
     return parts
 
