@@ -30,9 +30,9 @@ def receipt(tmp_path, flags, text, plant=lambda: None):
     [
         f"--nproc 3 {DATA_PARALLEL}",
         "--nproc 2 --sync-every 3 --steps 7 --dropout 0.2",
-        "--nproc 3 --sync-every 4 --stream 3 --stream-delay 2 --outer-bits 4 --steps 13",
-        "--nproc 2 --sync-every 2 --stream 2 --outer-bits 8 --optimizer sgd --lr 0.3 --steps 6",
-        "--nproc 2 --sync-every 3 --stream-delay 2 --outer-bits 16 --family llama --steps 7",
+        "--nproc 3 --sync-every 4 --stream 3 --stream-delay 2 --outer-bits 4 --steps 10",
+        "--nproc 2 --sync-every 2 --stream 2 --outer-bits 8 --optimizer sgd --lr 0.3 --steps 4",
+        "--nproc 2 --sync-every 3 --stream-delay 2 --outer-bits 16 --steps 5",
     ],
 )
 def test_is_what_one_process_plays(tmp_path, text, flags):

@@ -48,6 +48,10 @@ class LinkLost(ConnectionError):
     """The other side is gone, or is not who it says."""
 
 
+class Stranger(LinkLost):
+    """The other side has another secret."""
+
+
 # --- frames between two who share a secret
 
 
@@ -90,7 +94,7 @@ class Wire:
         connection.sendall(sign(secret, b"server" if is_server else b"client", both))
         expected = sign(secret, b"client" if is_server else b"server", both)
         if not hmac.compare_digest(bytes(self.read(32)), expected):
-            raise LinkLost("it does not know the secret")
+            raise Stranger("it does not know the secret")
         self.key = sign(secret, b"key", both)
         connection.settimeout(None)
 
@@ -417,6 +421,9 @@ class Link:
                 connection = socket.create_connection(where, timeout=GREETING)
                 self.wire = Wire(connection, secret, is_server=False)
                 break
+            except Stranger as e:
+                advice = "give both the same --secret-file"
+                raise LinkLost(f"{where[0]}, port {where[1]}, has another secret: {advice}") from e
             except OSError as e:
                 if time.monotonic() > deadline:
                     raise LinkLost(f"no meeting point on {where[0]}, port {where[1]}: {e}") from e
