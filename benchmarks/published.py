@@ -10,8 +10,8 @@ ends; here 4 chunks. Their FLOPs' convention is not given: here PaLM's, all of a
 Megatron-LM, arXiv:2104.04473, table 1, A100s with links of 25 GB/s. They recompute every block and
 count it, 96 B s l h^2 (1 + s/6h + V/16lh). The sizes of micro-batches, and which rows interleave,
 are not in the table: here one sequence, and 1F1B. It had no FlashAttention: --kernel plain, and its
-own fused kernels: --compile. Their tensor-parallel ranks share out what goes to the next stage;
-here --sp does.
+own fused kernels: --compile. It sums gradients after the last backward. Their tensor-parallel ranks
+share out what goes to the next stage; here --sp does.
 
 MT-NLG, arXiv:2201.11990, section 2.4: seconds a step on 280, 350 and 420 nodes of 8 A100s, tp 8,
 pp 35, 1,920 sequences. One sequence a micro-batch. As Megatron-LM.
@@ -134,13 +134,13 @@ class Row(NamedTuple):
 TIMES = ("TFLOP/s a GPU", "tokens/s a GPU", "seconds a step", "MFU, %")
 
 
-def estimate(flags, late=True):
-    """(args, config, Estimate, what was played) of a command line of train.py. late: see
+def estimate(flags, sums="last"):
+    """(args, config, Estimate, what was played) of a command line of train.py. sums: see
     planner.estimate; these runs wait for gradients after the last action."""
     words = [*flags.split(), "--dry-run", "--prove", "0", "--backend", "nccl"]
     args = train.flags().parse_args(words)
     args, config = train.prepare(args)
-    return args, config, *planner.step_of(args, config, devices.cluster_of(args), train.train, late)
+    return args, config, *planner.step_of(args, config, devices.cluster_of(args), train.train, sums)
 
 
 def llama():
@@ -173,7 +173,7 @@ def megatron():
         dp = gpus // tp // pp
         layout = f"--dp {dp} --tp {tp} --pp {pp} --batch {batch} --microbatches {batch // dp}"
         sizes = gpt(heads, width, layers, 51200)
-        *_, step, _ = estimate(f"{sizes} {A100} {layout}" + " --sp" * (tp > 1))
+        *_, step, _ = estimate(f"{sizes} {A100} {layout}" + " --sp" * (tp > 1), "after")
         rate = megatron_flops(batch, layers, width, 51200) / step.seconds / gpus / 1e12
         yield Row(f"Megatron GPT {name}B, {gpus} GPUs", "TFLOP/s a GPU", theirs, rate)
 
@@ -182,7 +182,7 @@ def mtnlg():
     for dp, theirs in ((8, 60.1), (10, 50.2), (12, 44.4)):
         sizes = gpt(128, 20480, 105, 50304)
         layout = f"--dp {dp} --tp 8 --sp --pp 35 --batch 1920 --microbatches {1920 // dp}"
-        *_, step, _ = estimate(f"{sizes} {A100} {layout}")
+        *_, step, _ = estimate(f"{sizes} {A100} {layout}", "after")
         yield Row(f"MT-NLG 530B, {dp * 280} GPUs", "seconds a step", theirs, step.seconds)
 
 
@@ -190,7 +190,7 @@ def bloom():
     sizes = gpt(112, 14336, 70, 250880)
     layout = "--dp 8 --tp 4 --sp --pp 12 --zero 1 --batch 2048 --microbatches 128"
     links = "--gpu a100 --intra 300GB/s --inter 6.25GB/s"
-    *_, step, _ = estimate(f"{sizes} {layout} {links}")
+    *_, step, _ = estimate(f"{sizes} {layout} {links}", "after")
     rate = megatron_flops(2048, 70, 14336, 250880) / step.seconds / 384 / 1e12
     yield Row("BLOOM 176B, 384 GPUs", "TFLOP/s a GPU", 150, rate)
 

@@ -131,13 +131,14 @@ class Estimate(NamedTuple):
     rest: Part
 
 
-def estimate(args, config, cluster, played, late=None, slower=1.0):
+def estimate(args, config, cluster, played, sums=None, slower=1.0):
     """The Estimate of a step, from some of its ranks. A stage that none of them played is like the
     nearest that is no end of the model, by its number of layers.
 
-    late: whether the gradients that are on their way are waited for after the last action, as
-    ddp.py does, or at the end of the action that sends them, as zero.py does: the stage before
-    waits too. By default as the code that was played. slower: how many times as long messages
+    sums: when the gradients that are on their way are waited for: "each", at the end of the action
+    that sends them, as zero.py does, so that the stage before waits too; "last", after the last
+    action, as ddp.py does; "after", where they are sent only then. By default as the code that was
+    played. slower: how many times as long messages
     between stages take."""
     schedule = pipeline.make(args.schedule, args.pp, args.microbatches, args.chunks)
     last = args.microbatches - 1
@@ -176,18 +177,20 @@ def estimate(args, config, cluster, played, late=None, slower=1.0):
     each = args.dp * args.cp * args.tp
     message = max(rank.message for rank in played)
     transfer = link_of(cluster, [0, each]).seconds("send", message) * slower if args.pp > 1 else 0.0
-    if late is None:
-        late = args.zero == 0 and args.dtype == args.param_dtype == args.reduce_dtype
+    if sums is None:
+        plain = args.zero == 0 and args.dtype == args.param_dtype == args.reduce_dtype
+        sums = "last" if plain else "each"
 
     def seconds_of(action):
         part = parts(action)
-        return part.slowed + part.waited if late else part.seconds
+        return seconds_until(part, sums) + part.waited
 
     spans = schedules.simulate(schedule, transfer=transfer, time=seconds_of)
-    ends = [row[-1][1] for row in spans]
-    if late:
-        ends = [max(end, on_their_way(row, parts)) for end, row in zip(ends, spans)]
-    makespan = max(ends)
+    makespan = max(row[-1][1] for row in spans)
+    if sums == "last":
+        makespan = max(makespan, *(on_their_way(row, parts) for row in spans))
+    elif sums == "after":
+        makespan += max(sum(parts(action).beside for *_, action in row) for row in spans)
     rest = max((rank.rest for rank in played), key=lambda part: part.seconds)
     busy = max(
         ([parts(action) for *_, action in row] for row in spans),
@@ -198,7 +201,7 @@ def estimate(args, config, cluster, played, late=None, slower=1.0):
         "waiting for messages": sum(part.waited for part in busy),
     }
     shown["gradients, weights not hidden"] = sum(
-        (part.slowed if late else part.seconds - part.waited) - part.compute for part in busy
+        seconds_until(part, sums) - part.compute for part in busy
     )
     shown["pipeline's bubble"] = makespan - sum(shown.values())
     shown["after the last action"] = rest.seconds
@@ -206,6 +209,13 @@ def estimate(args, config, cluster, played, late=None, slower=1.0):
     flops = config.flops_per_token() * args.batch * config.context
     rate = flops / seconds / (each * args.pp)
     return Estimate(seconds, shown, rate, spans, parts, transfer, rest)
+
+
+def seconds_until(part, sums):
+    """Seconds of an action's computing, and of the messages beside it that it waits for."""
+    if sums == "after":
+        return part.compute
+    return part.slowed if sums == "last" else part.seconds - part.waited
 
 
 def on_their_way(row, parts):
@@ -216,14 +226,14 @@ def on_their_way(row, parts):
     return end
 
 
-def step_of(args, config, cluster, train, late=None):
+def step_of(args, config, cluster, train, sums=None):
     """The Estimate of a layout, from two micro-batches of its first, middle and last stage; and
     what these ranks played."""
     each = args.dp * args.cp * args.tp
     played = play_all(
         args, sorted({0, args.pp // 2 * each, (args.pp - 1) * each}), cluster, train, brief=True
     )
-    return estimate(args, config, cluster, played, late), played
+    return estimate(args, config, cluster, played, sums), played
 
 
 def main(args, prepare, train):
