@@ -4,6 +4,7 @@ so is the meeting point."""
 
 import contextlib
 import json
+import math
 import os
 import signal
 import socket
@@ -88,6 +89,29 @@ def test_islands_of_any_layout_are_what_one_process_plays(
         assert max(said["max_error"].values()) < 1e-10
         [row] = [row for row in said["sent"] if row["group"] == "islands"]
         assert row["wire_bytes"] == row["formula_bytes"] > 0
+
+
+def one_step_is_left_out():
+    read = islands.Run.read
+
+    def read_nothing(self, *values):
+        return (math.nan, math.nan) if self.step == 1 else read(self, *values)
+
+    islands.Run.read = read_nothing
+
+
+def test_a_step_that_one_island_leaves_out_is_known_to_all(tmp_path, meeting_point, text):
+    """The player takes all steps, so nobody is compared with it."""
+    _, meet = meeting_point
+    flags = f"--islands 2 {meet} --data {text} --sync-every 2 --steps 4 --skip-nan 1"
+    started = [
+        Island(tmp_path, 0, f"{flags} --dp 2"),
+        Island(tmp_path, 1, flags, one_step_is_left_out),
+    ]
+    for island in started:
+        assert island.end() == 0, island.output()
+        said = json.loads(island.receipt.read_text())
+        assert said["ok"] and said["max_error"] is None
 
 
 # --- islands that die, sleep, and come back

@@ -59,8 +59,8 @@ def test_a_job_scales_as_its_messages_let_it():
     assert alone == pytest.approx(steps * compute, rel=1e-4)
     many = scaling.total_seconds(described, cluster, 256, rate)
     assert alone / many == pytest.approx(256, rel=1e-3)
-    # Messages that take longer than backward, by hand: a ring over 1,536 GPUs at 94% of 1 GB/s, with
-    # 2 x 255 steps between nodes and the others inside
+    # Messages that take longer than backward, by hand: a ring over 1,536 GPUs at 94% of 1 GB/s,
+    # with 2 x 255 steps between nodes and the others inside
     described, cluster = job(parameters=250e6, inter=1e9)
     rounds = 8.4e-6 + 2 * 255 * 9.6e-6 + 2 * (1535 - 255) * 3.4e-6
     messages = rounds + formulas.all_reduce_sent(1e9, 1536) / 0.94e9

@@ -161,9 +161,10 @@ def start_all(args):
             flags = ["--island", str(island), "--meet", where, "--secret-file", file.name]
             if island:
                 flags.append("--quiet")
-                for name in ("json", "log_to"):
+                for name in ("json", "log_to", "record", "profile_to", "plot"):
                     if getattr(args, name):
-                        name_of_own = f"{getattr(args, name)}.island-{island}"
+                        base, ending = os.path.splitext(getattr(args, name))
+                        name_of_own = f"{base}.island-{island}{ending}"
                         flags += [f"--{name.replace('_', '-')}", name_of_own]
             command = [sys.executable, *sys.orig_argv[1:], *flags]
             # With this process they end too, as if they had been told to
@@ -192,6 +193,7 @@ class Run(OrdinaryRun):
         self.islands, self.island = self.args.islands, self.args.island
         self.first_row = self.island * self.args.batch
         self.skip_to = 0  # steps before this one are left out: the other islands are further
+        self.disturbed = False  # another island was missing in a mean, or left steps out
 
     def steps(self, optimizer):
         for step in super().steps(optimizer):
@@ -202,7 +204,8 @@ class Run(OrdinaryRun):
 
     @property
     def proven(self):
-        return 0 if self.skip_to else super().proven
+        """As ever; 0 where an island did not take all its steps, as the player does."""
+        return 0 if self.skip_to or self.disturbed else super().proven
 
     def batch_of(self, number, step):
         """The rows of an island in a step, for the player."""
@@ -241,6 +244,8 @@ class Leader(diloco.DiLoCo):
         self.args, self.link = args, None
         self.messages = 0  # bytes of messages, without their frames
         self.calls, self.missing = 0, []  # missing: islands that the latest mean was without
+        self.left_out = False  # this island left a step out; the last byte of its messages says so
+        self.disturbed = False  # another island did, or was missing
         super().__init__(weights, None, args.sync_every, **player.options(args))
 
     def _send(self, part):
@@ -252,7 +257,7 @@ class Leader(diloco.DiLoCo):
             return lambda: [message]
         self.messages += len(message)
         self.calls += 1
-        content = message.numpy().tobytes()
+        content = message.numpy().tobytes() + bytes([self.left_out])
         wait = self.link.ask("part", self.steps, self.sending, content)
         return lambda: self.read(wait, message)
 
@@ -262,7 +267,13 @@ class Leader(diloco.DiLoCo):
         if kind == "late":
             raise LeftBehind(f"step {about['step']} is done without this island")
         contents = [torch.frombuffer(payload, dtype=torch.uint8)] if payload else []
-        messages = dict(zip(about["islands"], contents and contents[0].split(about["sizes"])))
+        messages = {}
+        for island, content in zip(
+            about["islands"], contents and contents[0].split(about["sizes"])
+        ):
+            messages[island] = content[:-1]
+            self.disturbed |= bool(content[-1])
+        self.disturbed |= bool(about["missing"])
         if own is not None:
             messages[self.args.island] = own
         if about["missing"] != self.missing:
@@ -490,13 +501,17 @@ class Outer:
         took. Returns the step to go on with then, else None."""
         run = self.run
         run.agree(problem)
-        step = torch.tensor(self.leader.steps if took else -1, device=run.device)
-        dist.broadcast(step, 0)
+        values = (
+            (self.leader.steps if took else -1, self.leader.disturbed) if self.leader else (0, 0)
+        )
+        values = torch.tensor(values, device=run.device)
+        dist.broadcast(values, 0)
+        step, run.disturbed = values.tolist()
         if step < 0:
             return None
         self.spread(self.names)
-        run.print(f"island {run.island} goes on from step {step.item()} with the others' weights")
-        return step.item()
+        run.print(f"island {run.island} goes on from step {step} with the others' weights")
+        return step
 
     def after(self, step):
         """After step number `step` of this island: an outer step, for the parts that are due."""
@@ -514,6 +529,7 @@ class Outer:
             self.gather([*sent, *arrived])
         problem, took = None, False
         if self.leader:
+            self.leader.left_out = bool(run.skipped or run.overflows)
             try:
                 self.leader.step()
                 if steps == args.steps:
