@@ -172,7 +172,7 @@ def print_receipt(run, result, notes):
         run.print("    nothing")
     run.print("  held, by the rank that holds most")
     for kind, row in result["held"].items():
-        name = kind.replace("_", ", ")
+        name = kind.replace("_peak", ", peak").replace("_", " ")
         run.print(f"    {name:<58s} {human(row['bytes'])}              {beside(row)}".rstrip())
     for note in notes:
         run.print(f"  {note}")
