@@ -264,8 +264,7 @@ class DiLoCo:
 
     def _kinds(self):
         """{parameter: what must not change about it}, of the model as it is now."""
-        is_module = isinstance(self.model, nn.Module)
-        parameters = list(self.model.parameters()) if is_module else self.model
+        parameters = self.model if isinstance(self.model, list) else list(self.model.parameters())
         for p in parameters:
             if not isinstance(p, torch.Tensor) or not p.is_leaf:
                 raise ValueError(f"give a model or its parameters, not a {type(p).__name__}")
@@ -287,8 +286,7 @@ class DiLoCo:
     def _agree(self, messages, what):
         """Raise on all islands alike where the messages' headers differ."""
         headers = torch.stack([message[:HEADER] for message in messages]).view(torch.int64)
-        names = what, "weights at the start of the round"
-        for name, values in zip(names, headers.T.tolist()):
+        for name, values in zip((what, "weights at the start of the round"), headers.T.tolist()):
             if len(set(values)) > 1:
                 raise RuntimeError(f"the islands have different {name}: {values}")
 
@@ -307,10 +305,7 @@ from harness import islands
 
 
 def main():
-    parser = harness.parser(__doc__, steps=20)
-    islands.add_flags(parser.add_argument_group("islands"), every=5)
-    args = parser.parse_args()
-    islands.settle(args, every=5)
+    args = islands.parse_args(__doc__)
     harness.configure(args)
     harness.launch(demo, args, check=lambda world: islands.check(args, world), run=islands.Run)
 

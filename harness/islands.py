@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 import model as gpt
-from harness import proof
+from harness import flags, proof
 from harness.flags import NATURAL, POSITIVE, check_batch, real
 from harness.formulas import activation_bytes, all_reduce_sent, islands_message
 from harness.ledger import Ledger, human, storage_bytes
@@ -44,6 +44,15 @@ def settle(args, every):
     for name, value in (DEFAULTS | {"sync_every": every}).items():
         if getattr(args, name) is None:
             setattr(args, name, value)
+
+
+def parse_args(doc):
+    """The flags of diloco.py."""
+    parser = flags.parser(doc, steps=20)
+    add_flags(parser.add_argument_group("islands"), every=5)
+    args = parser.parse_args()
+    settle(args, every=5)
+    return args
 
 
 def options(args):

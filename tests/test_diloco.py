@@ -2,6 +2,7 @@
 this proof must catch. The ranks are launched because the exit code is what counts."""
 
 import json
+import sys
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ import torch.distributed as dist
 from conftest import Script
 
 import diloco
+from benchmarks import slow_links
 from harness import formulas, islands
 
 SMALL = (
@@ -147,3 +149,21 @@ def test_parts_are_consecutive_and_even():
 def test_refused(script, flags, words):
     code, said = script("diloco", f"--nproc 2 {flags}")
     assert code == 2 and words in said and said.count("\n") == 1
+
+
+def test_the_price_of_islands_is_measured(monkeypatch, text):
+    """benchmarks/slow_links.py, in this process: with one step between averages of data-parallel
+    islands its curve is that of one process."""
+    flags = "--price --steps 4 --eval-every 2 --eval-batches 1 --layers 1 --width 16 --heads 2"
+    flags += f" --context 8 --batch 4 --data {text} --dtype float64 --optimizer sgd --grad-clip 0"
+    seen = []
+    monkeypatch.setattr(slow_links, "price", seen.append)
+    monkeypatch.setattr(sys, "argv", ["slow_links.py", *flags.split()])
+    slow_links.main()
+    plain = {"sync_every": 1, "outer_lr": 1.0, "outer_momentum": 0.0}
+    alone = slow_links.curve(seen[0], {"islands": 1}, 1)
+    both = slow_links.curve(seen[0], plain, 1)
+    rare = slow_links.curve(seen[0], {"sync_every": 2, "stream": 2, "outer_bits": 4}, 1)
+    assert [tokens for tokens, _ in rare] == [64, 128]
+    for (_, loss), (_, other), (_, third) in zip(alone, both, rare):
+        assert abs(loss - other) < 1e-10 < abs(loss - third)
