@@ -14,6 +14,8 @@ Where a tape does not hold all that a block did, such as a storage that outlives
 blocks are played (CannotRepeat). Tests hold repeated runs against played ones, to the byte.
 """
 
+import collections
+import math
 import weakref
 from functools import partial
 from typing import NamedTuple
@@ -71,6 +73,10 @@ class Layout(NamedTuple):
         return torch.empty(self.size // self.dtype.itemsize, dtype=self.dtype, device=device)
 
     def make(self, device, memory=None):
+        """The tensor, in memory of its own or in what it shares with others."""
+        whole = math.prod(self.shape) * self.dtype.itemsize == self.size
+        if memory is None and whole:
+            return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=device)
         memory = self.memory(device) if memory is None else memory
         return memory.as_strided(self.shape, self.stride, self.offset)
 
@@ -132,6 +138,7 @@ class Tape:
 
     def summed(self):
         """The tape with births and ends between two other events as one ("bytes", most, net)."""
+        takers = collections.Counter(event[2] for event in self.events if event[0] == "gradient")
         events, most, net = [], 0, 0
         for event in [*self.events, ("end",)]:
             if event[0] in ("born", "gone"):
@@ -141,6 +148,9 @@ class Tape:
             if most or net:
                 events.append(("bytes", most, net))
             most = net = 0
+            if event[0] == "drop" and takers[event[1]] == 1 and events[-1][0] == "gradient":
+                events[-1] = events[-1][:2] + (None, events[-1][3])  # nobody shares its memory
+                continue
             events.append(event)
         return events[:-1]
 
@@ -336,9 +346,9 @@ def give_gradient(p, key, layout, memory):
     """Have the hooks of p take a gradient, as autograd does. layout: None where it was added to
     p.grad. memory: {key: what several gradients share}."""
     if layout is not None:
-        if key not in memory:
+        if key is not None and key not in memory:
             memory[key] = layout.memory(p.device)
-        p.grad = layout.make(p.device, memory[key])
+        p.grad = layout.make(p.device, memory.get(key))
     for hook in list(p._post_accumulate_grad_hooks.values()):
         hook(p)
 
