@@ -341,11 +341,13 @@ def test_refused(flags, words, monkeypatch):
     assert words in str(refused.value)
 
 
-def test_an_island_that_can_not_start_ends_the_others(monkeypatch):
-    """Of all that one command starts on this machine: here two that only sleep or end."""
+def test_an_island_that_can_not_start_ends_the_others(monkeypatch, tmp_path):
+    """Of all that one command starts on this machine: here one ends, and one waits for it."""
+    waited = tmp_path / "waited"
     flags = "['--island', '0']"
     code = f"import sys, time; sys.exit(2) if sys.argv[1:3] == {flags} else time.sleep(60)"
+    code += f"; open('{waited}', 'w')"
     monkeypatch.setattr(sys, "orig_argv", ["python", "-c", code])
-    began = time.monotonic()
-    assert islands.start_all(types.SimpleNamespace(islands=2, json=None, log_to=None)) == 2
-    assert time.monotonic() - began < 30
+    files = dict.fromkeys(["json", "log_to", "record", "profile_to", "plot"])
+    assert islands.start_all(types.SimpleNamespace(islands=2, **files)) == 2
+    assert not waited.exists()

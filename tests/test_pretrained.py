@@ -473,7 +473,7 @@ def test_a_context_of_at_most_1024_unless_asked(folders, tmp_path, capsys):
     [
         ("gpt2", "--tp 2 --dp 2 --dry-run --ranks 0", "{:,} parameters, dp 2 tp 2"),
         ("qwen2", "--tp 2 --dry-run --ranks 1", "{:,} parameters, tp 2"),
-        ("llama 3.1", "--gpus 1 --plan", "played, one device"),
+        ("llama 3.1", "--gpus 1 --plan", "played, the best first"),
     ],
 )
 def test_a_dry_run_and_a_plan_read_the_config_alone(folders, tmp_path, capsys, name, layout, said):
