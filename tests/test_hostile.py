@@ -106,7 +106,8 @@ def test_a_flag_is_refused_in_one_sentence(name, nothing_starts, monkeypatch, te
     parser = parser_of(module.main, monkeypatch)
     if "--preset" in parser._option_string_actions:
         # Made once: a parser of a hundred flags takes longer than all that follows
-        monkeypatch.setattr(harness, "parser", lambda *_, **__: parser)
+        for maker in (harness, harness.flags):
+            monkeypatch.setattr(maker, "parser", lambda *_, **__: parser)
         if hasattr(module, "flags"):
             monkeypatch.setattr(module, "flags", lambda: parser)
         container = argparse._ActionsContainer
