@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import harness
 import pipeline
-from harness import Refused, formulas, large_vocabulary, ledger, schedules
+from harness import Refused, formulas, large_vocabulary, ledger, schedules, zero_flags
 from trainer import islands, kernels, timeline
 from trainer.devices import cluster_of, usable_memory
 from trainer.dryrun import play_all, play_several
@@ -203,7 +203,8 @@ def estimate(args, config, cluster, played, sums=None, slower=1.0):
     shown["gradients, weights not hidden"] = sum(
         seconds_until(part, sums) - part.compute for part in busy
     )
-    shown["pipeline's bubble"] = makespan - sum(shown.values())
+    bubble = makespan - sum(shown.values())
+    shown["pipeline's bubble"] = 0.0 if abs(bubble) < 1e-9 * makespan else bubble  # rounding
     shown["after the last action"] = rest.seconds
     seconds = makespan + rest.seconds
     flops = config.flops_per_token() * args.batch * config.context
@@ -547,8 +548,7 @@ def plan(args, cluster, prepare, train):
     """Search the layouts of --gpus devices by `rough`, print the ten best, and play the best that
     truly fits."""
     gpus = args.gpus or args.dp * args.cp * args.tp * args.pp
-    if args.zero_ranks and gpus % args.zero_ranks:
-        raise Refused(f"--zero-ranks {args.zero_ranks} does not divide {gpus:,} devices")
+    zero_flags.check_ranks("--zero-ranks", args.zero_ranks, gpus, f"{gpus:,} devices", 1, "--zero")
     alone = copy.copy(args)  # one device: of it the model and the dtypes are taken
     vars(alone).update(
         dp=1,
