@@ -33,6 +33,9 @@ import harness
 import model as gpt
 from harness import data, islands
 from harness.flags import DTYPES
+from harness.formulas import islands_message
+from harness.presets import parameter_shapes
+from trainer.islands import parts_of
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
@@ -120,7 +123,25 @@ def measure(hosts, script, flags, steps, port):
     parts = 2 if script == "diloco" else 1  # an island's tokens/s are those of its own rows
     rate = parts * len(rates) / sum(1 / rate for rate in rates)
     formula = sum(row["formula_bytes"] for row in result["sent"]) * steps
-    return rate, transmitted(hosts[0]) - before, formula
+    if script == "diloco":
+        formula += finishing(flags, steps)
+    return rate, transmitted(hosts[0]) - before, round(formula)
+
+
+def finishing(flags, steps):
+    """Bytes of diloco.finish(), which the receipt's steps do not have: the parts whose turn the
+    last step was not are averaged once more."""
+    parser = harness.parser(__doc__)
+    islands.add_flags(parser, every=5)
+    args = parser.parse_args(f"{MODEL} {flags}".split())
+    islands.settle(args, every=5)
+    config, total = harness.configure(args), 0
+    shapes = parameter_shapes(config)
+    for names, offset in zip(*parts_of(args, config)):
+        if steps % args.sync_every != offset:
+            numbers = sum(shapes[name].numel() for name in names)
+            total += islands_message(numbers, args.outer_bits, DTYPES[args.dtype].itemsize)
+    return total
 
 
 def links(args):
