@@ -696,7 +696,7 @@ NOT_ELEMENTWISE = "Adafactor", "LAMB", "Lamb", "LARS", "LBFGS", "Muon", "SOAP", 
 
 
 def has_same_shards(group, copies_group):
-    """Whether it is so on all ranks of copies_group. Else other shards would be added, silently."""
+    """Whether all ranks of copies_group do. If not, other shards would be added, silently."""
     ranks = dist.get_process_group_ranks(copies_group)
     groups = [None] * len(ranks)
     dist.all_gather_object(groups, dist.get_process_group_ranks(group), group=copies_group)
@@ -713,8 +713,8 @@ def ZeRO(model, group, stage, optimizer, microbatches=1, **options):
     param_dtype, reduce_dtype: of weights and activations, and of the sum of gradients.
     offload: masters and optimizer states in the host's memory.
     bucket_bytes: the largest bucket of stages 0 to 2. reduce_each, in 2 and 3: see ZeRO2.
-    copies_group: the ranks with the same shards, one in each of several such groups (HSDP): the
-        shards of the gradient are summed over them too, once a step.
+    copies_group: for HSDP, where several groups split a copy each: the ranks that hold the same
+        shards, one of each group. Once a step the gradient's shards are summed over them too.
     units, in stage 3: modules, in the order of forward (see default_units). reshard: see ZeRO3.
 
     Before: all ranks have equal weights, loaded, tied and frozen as they shall be. The parameters

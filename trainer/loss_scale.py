@@ -25,7 +25,7 @@ SCALED = {"float16"}  # the types that need it
 class LossScale:
     """A run's loss scale: `value`, 1 where no type needs it.
 
-    count(n)          divides the sum of the losses in the place of n: so it is `value` times larger
+    count(n)          in place of n, the number of tokens: the sum of losses is divided by it
     fits(loss, norm)  whether the scale was small enough. If not, says so and skips the step
     update(taken)     after each step: doubles or halves the scale, or leaves it
     """
@@ -43,8 +43,8 @@ class LossScale:
             run.loss_scale = self.value
 
     def count(self, n):
-        """The routers' losses enter in the middle of backward: a product with the model's loss
-        would leave them out."""
+        """What to divide losses by, so that they are `value` times larger. All are: the routers'
+        losses too, which join in the middle of backward and have no part in the model's loss."""
         return n / self.value if self.enabled else n
 
     def unscale(self, named):

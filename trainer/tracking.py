@@ -256,7 +256,7 @@ def open_log(run):
     args, places, rows = run.args, [], []
     with contextlib.ExitStack() as stack:
         if args.log_to and run.rank == 0:
-            if run.first:
+            if run.first and os.path.exists(args.log_to):  # the run may have had no log so far
                 rows += [
                     row
                     for row in read_log(args.log_to)
