@@ -28,7 +28,7 @@ from harness.start import Refused, script
 from harness.tolerance import FLOOR, TOLERANCE
 
 # From the finest to the coarsest; any other type counts as the last
-PRECISIONS = ["float64", "float32", "float16", "tf32", "bfloat16"]
+PRECISIONS = ["float64", "float32", "float16", "float32, few bits", "tf32", "bfloat16"]
 # {kind in a line: the tolerance that holds for it}
 LIMITS = {"outputs": "grad", "loss": "loss", "grad": "grad", "norm": "grad_norm", "data": "param"}
 WORDS = {"outputs": "output", "loss": "loss", "grad": "gradient", "norm": "norm", "data": "weight"}

@@ -211,6 +211,8 @@ class Run(OrdinaryRun):
     def __init__(self, *args):
         super().__init__(*args)
         self.islands = self.world
+        if self.args.outer_bits and self.precision == "float32":
+            self.precision = "float32, few bits"
         self.count //= self.world  # the tokens of this island's rows
 
     def batch_of(self, number, step):

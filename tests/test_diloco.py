@@ -167,3 +167,12 @@ def test_the_price_of_islands_is_measured(monkeypatch, text):
     assert [tokens for tokens, _ in rare] == [64, 128]
     for (_, loss), (_, other), (_, third) in zip(alone, both, rare):
         assert abs(loss - other) < 1e-10 < abs(loss - third)
+
+
+def test_messages_of_few_bits_in_float32(script):
+    """A number that rounding moves across a border of the grid is a whole step of it apart."""
+    small = "--nproc 2 --layers 1 --width 16 --heads 2 --context 8 --batch 4 --steps 4"
+    code, said = script("diloco", f"{small} --sync-every 2 --outer-bits 4")
+    assert code == 0 and "tolerance 1e-01" in said and "proven" in said
+    code, said = script("diloco", f"{small} --sync-every 2")
+    assert code == 0 and "tolerance 1e-03" in said and "proven" in said

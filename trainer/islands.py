@@ -191,6 +191,8 @@ class Run(OrdinaryRun):
     def __init__(self, *args):
         super().__init__(*args)
         self.islands, self.island = self.args.islands, self.args.island
+        if self.args.outer_bits and self.precision == "float32":
+            self.precision = "float32, few bits"
         self.first_row = self.island * self.args.batch
         self.skip_to = 0  # steps before this one are left out: the other islands are further
         self.disturbed = False  # another island was missing in a mean, or left steps out
