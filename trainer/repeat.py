@@ -7,7 +7,7 @@ gets the same bytes in the same order, without operations. What joins a block wi
 all the same: its input and output, the gradients of its parameters with their hooks (DDP's and
 ZeRO's), and the hooks of ZeRO's units. So buckets fill, and are reduced, as in a run.
 
-    played      x -- Begin -- operations -- End -- y        Begin and End mark the ends of the tapes
+    played      x -- Border -- operations -- Border -- y    each Border marks the end of a tape
     repeated    x -------------- Repeat ------------- y        backward runs the tape too
 
 Where a tape does not hold all that a block did, such as a storage that outlives its backward, all
@@ -155,31 +155,18 @@ class Tape:
         return events[:-1]
 
 
-class Begin(torch.autograd.Function):
-    """Identity before a block's operations. Its backward ends the tape of the block's backward."""
+class Border(torch.autograd.Function):
+    """Identity before or after a block's operations. Its backward calls arrived(gradient), which
+    ends or begins the tape of the block's backward."""
 
     @staticmethod
-    def forward(ctx, x, record):
-        ctx.record = record
+    def forward(ctx, x, arrived):
+        ctx.arrived = arrived
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx, gradient):
-        ctx.record.end_backward(gradient)
-        return gradient, None
-
-
-class End(torch.autograd.Function):
-    """Identity after a block's operations. Its backward begins the tape of the block's backward."""
-
-    @staticmethod
-    def forward(ctx, y, record):
-        ctx.record = record
-        return y.view_as(y)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        ctx.record.begin_backward(gradient)
+        ctx.arrived(gradient)
         return gradient, None
 
 
@@ -213,7 +200,8 @@ class Record:
             # Within what `run` does, so that hooks of the block stay outside
             tape = self.tape = Tape(self.ledger, self.meter, self.block)
             try:
-                y = End.apply(operations(Begin.apply(x, self), *rest), self)
+                x = Border.apply(x, self.end_backward)
+                y = Border.apply(operations(x, *rest), self.begin_backward)
             finally:
                 tape.stop()
             self.result = tape.hand_over(y)
