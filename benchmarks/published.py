@@ -63,6 +63,7 @@ LLAMA = (
 A100 = "--gpu a100 --intra 300GB/s --inter 25GB/s"
 H100_500W = "--gpu x=96GB,989TFLOP/s,2.4TB/s,71.4%"
 NO_FLASH = "--kernel plain --compile"
+DROPOUT = "--dropout 0.1"
 # Billions of parameters: heads, width, layers, tp, pp, GPUs, batch, TFLOP/s a GPU
 MEGATRON = {
     "1.7": (24, 2304, 24, 1, 1, 32, 512, 137),
@@ -75,6 +76,14 @@ MEGATRON = {
     "310.1": (128, 16384, 96, 8, 16, 1920, 2160, 155),
     "529.6": (128, 20480, 105, 8, 35, 2520, 2520, 163),
     "1008": (160, 25600, 128, 8, 64, 3072, 3072, 163),
+}
+# Heads, width, layers, pp, sequences, seconds with every block recomputed, with selective
+# recomputation and sequence parallelism
+KORTHIKANTI = {
+    "22B": (64, 6144, 48, 1, 4, 1.42, 1.10),
+    "175B": (96, 12288, 96, 8, 64, 18.13, 13.75),
+    "530B": (128, 20480, 105, 35, 280, 49.05, 37.83),
+    "1T": (160, 25600, 128, 64, 512, 94.42, 71.49),
 }
 # Name: width, heads, layers
 MPT = {
@@ -134,13 +143,14 @@ class Row(NamedTuple):
 TIMES = ("TFLOP/s a GPU", "tokens/s a GPU", "seconds a step", "MFU, %")
 
 
-def estimate(flags, sums="last"):
-    """(args, config, Estimate, what was played) of a command line of train.py. sums: see
+def estimate(flags, sums="last", slower=1.0):
+    """(args, config, Estimate, what was played) of a command line of train.py. sums, slower: see
     planner.estimate; these runs wait for gradients after the last action."""
     words = [*flags.split(), "--dry-run", "--prove", "0", "--backend", "nccl"]
     args = train.flags().parse_args(words)
     args, config = train.prepare(args)
-    return args, config, *planner.step_of(args, config, devices.cluster_of(args), train.train, sums)
+    cluster = devices.cluster_of(args)
+    return args, config, *planner.step_of(args, config, cluster, train.train, sums, slower)
 
 
 def llama():
@@ -165,32 +175,48 @@ def megatron_flops(batch, layers, width, vocab):
 
 def gpt(heads, width, layers, vocab):
     sizes = f"--heads {heads} --width {width} --layers {layers} --context 2048 --vocab {vocab}"
-    return f"--preset gpt2 {sizes} {MIXED} --recompute block {NO_FLASH}"
+    return f"--preset gpt2 {sizes} {MIXED} {NO_FLASH}"
 
 
 def megatron():
     for name, (heads, width, layers, tp, pp, gpus, batch, theirs) in MEGATRON.items():
         dp = gpus // tp // pp
         layout = f"--dp {dp} --tp {tp} --pp {pp} --batch {batch} --microbatches {batch // dp}"
-        sizes = gpt(heads, width, layers, 51200)
-        *_, step, _ = estimate(f"{sizes} {A100} {layout}" + " --sp" * (tp > 1), "after")
+        sizes = gpt(heads, width, layers, 51200) + f" --recompute block {DROPOUT}"
+        *_, step, _ = estimate(f"{sizes} {A100} {layout}", "after", 1 / tp)
         rate = megatron_flops(batch, layers, width, 51200) / step.seconds / gpus / 1e12
         yield Row(f"Megatron GPT {name}B, {gpus} GPUs", "TFLOP/s a GPU", theirs, rate)
 
 
+def korthikanti():
+    for name, (heads, width, layers, pp, rows, full, less) in KORTHIKANTI.items():
+        sizes = gpt(heads, width, layers, 51200) + f" {DROPOUT} {A100} --tp 8"
+        microbatches = rows if pp > 1 else 1
+        layout = f"--pp {pp} --batch {rows} --microbatches {microbatches}"
+        if name in ("175B", "530B"):
+            layout += " --schedule interleaved --chunks 3"
+        *_, step, _ = estimate(f"{sizes} {layout} --recompute block", "after", 1 / 8)
+        run = f"Megatron GPT {name}, {8 * pp} GPUs"
+        yield Row(f"{run}, recomputed", "seconds a step", full, step.seconds)
+        *_, step, _ = estimate(
+            f"{sizes} {layout} --sp --gather-again --recompute selective", "after"
+        )
+        yield Row(f"{run}, sp, selective", "seconds a step", less, step.seconds)
+
+
 def mtnlg():
     for dp, theirs in ((8, 60.1), (10, 50.2), (12, 44.4)):
-        sizes = gpt(128, 20480, 105, 50304)
-        layout = f"--dp {dp} --tp 8 --sp --pp 35 --batch 1920 --microbatches {1920 // dp}"
-        *_, step, _ = estimate(f"{sizes} {A100} {layout}", "after")
+        sizes = gpt(128, 20480, 105, 50304) + f" --recompute block {DROPOUT}"
+        layout = f"--dp {dp} --tp 8 --pp 35 --batch 1920 --microbatches {1920 // dp}"
+        *_, step, _ = estimate(f"{sizes} {A100} {layout}", "after", 1 / 8)
         yield Row(f"MT-NLG 530B, {dp * 280} GPUs", "seconds a step", theirs, step.seconds)
 
 
 def bloom():
-    sizes = gpt(112, 14336, 70, 250880)
-    layout = "--dp 8 --tp 4 --sp --pp 12 --zero 1 --batch 2048 --microbatches 128"
+    sizes = gpt(112, 14336, 70, 250880) + " --recompute block"
+    layout = "--dp 8 --tp 4 --pp 12 --zero 1 --batch 2048 --microbatches 128"
     links = "--gpu a100 --intra 300GB/s --inter 6.25GB/s"
-    *_, step, _ = estimate(f"{sizes} {layout} {links}", "after")
+    *_, step, _ = estimate(f"{sizes} {layout} {links}", "after", 1 / 4)
     rate = megatron_flops(2048, 70, 14336, 250880) / step.seconds / 384 / 1e12
     yield Row("BLOOM 176B, 384 GPUs", "TFLOP/s a GPU", 150, rate)
 
@@ -271,6 +297,7 @@ def gpt3():
 TABLES = {
     "llama": llama,
     "megatron": megatron,
+    "korthikanti": korthikanti,
     "mtnlg": mtnlg,
     "bloom": bloom,
     "llama1": llama1,

@@ -101,7 +101,8 @@ class DryRun(harness.Run):
         """From the weights on nothing has a value. (What makes the groups still needs some.)"""
         self.size = sum(p.numel() for _, p in model.named())
         one_chunk, kernel = self.args.expert_chunks == 1, self.args.kernel
-        self.meter = Meter(self.cluster, self.ledger.names, one_chunk, kernel)
+        dropout = self.config.dropout > 0
+        self.meter = Meter(self.cluster, self.ledger.names, one_chunk, kernel, dropout)
         if self.args.fused:
             for part in model.parts.values():
                 fuse_blocks(part, self.meter)

@@ -21,41 +21,55 @@ class Family(NamedTuple):
     """What devices of a generation have in common.
 
     peak         FLOP/s of dense 16-bit products by data sheet
-    large        the part of it that large products of random numbers reach
+    large        the part of it that large products reach, on the shapes of language models
+    full         the part of it while a wave of tiles runs and power is no limit
+    start        a tile's start and end take as long as so many elements of the inner dimension
+    side         tiles of which rows x columns / (rows + columns) is less wait for their loads
+    copy         the part of the memory's bandwidth that copies and sums of tensors reach
     processors   streaming multiprocessors
     attention    the kernel that torch and others take for it
     forward, backward    FLOP/s of FlashAttention 2 in its plateau, heads of 128, not causal"""
 
     peak: float
     large: float
+    full: float
+    start: int
+    side: int
+    copy: float
     processors: int
     attention: str
     forward: float
     backward: float
 
 
-# large: 8192 x 8192 x 8192 in bfloat16 with normally distributed numbers, A100: 258 of 312 TFLOP/s
-# (H. He, thonking.ai/p/strangely-matrix-multiplications); H100 and H200: 720 of 989 on the shapes
-# of language models (SemiAnalysis, "MI300X vs H100 vs H200 Benchmark Part 1: Training"); B200:
-# 1,672 of 2,250 (arXiv:2604.23466, table IV).
-# FlashAttention 2: at most 230 TFLOP/s forward, 63% of the peak backward on an A100
-# (arXiv:2307.08691, section 4.1); 370 and 322 on an H100 (arXiv:2407.08608, figures 5 and 6)
+# A100, large: the four products of a block of Llama 2 70B with 4,096 tokens, 239.5 TFLOP/s together
+# (Vidur, arXiv:2405.05465, data/profiling/compute/a100). Square ones of 8,192 random numbers reach
+# 254 (Azure/AI-benchmarking-guide) and 258 (H. He, "Strangely, Matrix Multiplications on GPUs Run
+# Faster When Given Predictable Data!"). full: 295, on zeros (H. He). start and side: chosen on the
+# table of 11 products of these two sources, mean error 5%.
+# H100, large: 720 on the shapes of language models (SemiAnalysis, "MI300X vs H100 vs H200 Benchmark
+# Part 1: Training"). full, start, side: chosen on 57 products in OpenXLA's table for sm_90, from
+# 256 to 4,096 each way, mean error 4% (xla/service/gpu/model/matmul_interpolator_data.h). B200,
+# large: 1,672 (arXiv:2604.23466, table IV); the rest of it as an H100.
+# copy: between BabelStream's copy and triad, 1.61 and 1.70 of 2.039 TB/s, 2.90 and 2.97 of 3.35
+# (Azure/AI-benchmarking-guide). FlashAttention 2: at most 230 TFLOP/s forward, 63% of the peak
+# backward on an A100 (arXiv:2307.08691, section 4.1); 370 and 322 on an H100 (arXiv:2407.08608,
+# figures 5 and 6)
 FAMILIES = {
-    "a100": Family(312e12, 258 / 312, 108, "flash2", 230e12, 0.63 * 312e12),
-    "h100": Family(989e12, 720 / 989, 132, "flash2", 370e12, 322e12),
-    "b200": Family(2250e12, 1672 / 2250, 148, "flash2", 370e12, 322e12),
+    "a100": Family(
+        312e12, 239.5 / 312, 295 / 312, 80, 64, 0.81, 108, "flash2", 230e12, 0.63 * 312e12
+    ),
+    "h100": Family(989e12, 720 / 989, 860 / 989, 160, 80, 0.876, 132, "flash2", 370e12, 322e12),
+    "b200": Family(2250e12, 1672 / 2250, 860 / 989, 160, 80, 0.876, 148, "flash2", 370e12, 322e12),
 }
 
-# A kernel whose device is not throttled: 295 of 312 TFLOP/s, an A100 on zeros (H. He, as above)
-UNTHROTTLED = 295 / 312
-# Output tiles of cuBLAS (NVIDIA, "Matrix Multiplication Background User's Guide", table 1), and how
-# many elements of the inner dimension a tile's start and end take as much time as
+# Output tiles of cuBLAS (NVIDIA, "Matrix Multiplication Background User's Guide", table 1)
 TILES = ((256, 128), (128, 256), (128, 128), (256, 64), (64, 256), (64, 128), (64, 64))
+# Seconds of a product's kernel before its first tile and after its last, from the same tables
+KERNEL = 5e-6
 # A limit of the power to a part p of the module's leaves p to this power of what large products
 # reach: an H100 NVL of 400 W has 62.6% of 835 TFLOP/s at 8192 (TF32, doubled), where 700 W have 720
 POWER = 0.57
-# Bytes that a copy reads and writes in a second, of the data sheet's: 90% on an H100
-COPY = 0.90
 
 # FlashAttention on an H100, TFLOP/s by length of the sequence, of 16,384 tokens and 2,048 channels
 # (arXiv:2407.08608, figures 5 and 6). {(kernel, head, causal): forward}, {(kernel, head): backward}
@@ -81,11 +95,18 @@ FLASH1 = {False: 0.40, True: 0.30}
 # scale, mask and softmax read and write, the product with the values reads. Backward: two products
 # write and read the gradient, the softmax's reads both and writes
 PLAIN = {False: 4, True: 7}
+# With dropout, one more kernel each way: it reads and writes them, and a mask of a byte
+DROPPED = 2.5
 
 
 def family(device):
     """The Family of a device: by its peak, the nearest."""
     return min(FAMILIES.values(), key=lambda f: abs(math.log(f.peak / device.flops)))
+
+
+def moving_seconds(device, size):
+    """Of reading and writing so many bytes of the device's memory."""
+    return size / (device.bandwidth * family(device).copy)
 
 
 def product_seconds(device, m, n, k, batch=1, itemsize=2):
@@ -95,9 +116,9 @@ def product_seconds(device, m, n, k, batch=1, itemsize=2):
     flops = 2 * batch * m * n * k
     moved = batch * (m * k + k * n + m * n) * itemsize
     large = peak * kind.large * device.power**POWER
-    least = max(flops / large, moved / (device.bandwidth * COPY))
+    least = max(flops / large, moving_seconds(device, moved))
     waves = min(wave_seconds(kind, m, n, k, batch, tile) for tile in TILES)
-    return max(least, waves * kind.peak / peak)
+    return max(least, KERNEL + waves * kind.peak / peak)
 
 
 def wave_seconds(kind, m, n, k, batch, tile):
@@ -107,12 +128,16 @@ def wave_seconds(kind, m, n, k, batch, tile):
     cuts = max(1, min(kind.processors // tiles, k // 512))
     waves = -(-tiles * cuts // kind.processors)
     # A processor loads (rows + columns) numbers for rows x columns products: small tiles wait
-    speed = UNTHROTTLED * min(1.0, rows * columns / (rows + columns) / 64)
-    return waves * 2 * rows * columns * k / cuts / (kind.peak / kind.processors * speed)
+    speed = kind.full * min(1.0, rows * columns / (rows + columns) / kind.side)
+    flops = 2 * rows * columns * (k / cuts + kind.start)
+    return waves * flops / (kind.peak / kind.processors * speed)
 
 
-def attention_seconds(device, kernel, shape, keys, causal, backward=False, itemsize=2):
-    """Attention of queries (B, H, n, D) = shape with so many keys each; half of them if causal."""
+def attention_seconds(
+    device, kernel, shape, keys, causal, backward=False, itemsize=2, dropout=False
+):
+    """Attention of queries (B, H, n, D) = shape with so many keys each; half of them if causal.
+    dropout: of plain attention's scores."""
     batch, heads, length, head = shape
     kind = family(device)
     products = 5 if backward else 2
@@ -120,7 +145,8 @@ def attention_seconds(device, kernel, shape, keys, causal, backward=False, items
         scores = batch * heads * length * keys
         products = 4 if backward else 2
         one = product_seconds(device, length, keys, head, batch * heads, itemsize)
-        return products * one + PLAIN[backward] * scores * itemsize / (device.bandwidth * COPY)
+        passes = PLAIN[backward] + DROPPED * dropout
+        return products * one + moving_seconds(device, passes * scores * itemsize)
     flops = products * 2 * batch * heads * length * keys * head / (2 if causal else 1)
     if kernel == "flash1":
         rate, measured_on = FLASH1[backward] * FAMILIES["a100"].peak, FAMILIES["a100"]

@@ -11,12 +11,20 @@ import functools
 import math
 from typing import NamedTuple
 
+from trainer.kernels import between
+
 # Of the link's bandwidth by data sheet. NVLink 3, an A100 in a node of 8: 235 of 300 GB/s, at which
 # nccl caps it (tuning.cc, compCap80). NVLink 4, an H100: 360 GB/s reduce-scatter, 350 all-gather
 # (NVIDIA/nccl, issue 1281), 476 all-reduce, which the switch adds up (NVIDIA/nccl-tests, issue 290)
 BUS = {"reduce_scatter": 360 / 450, "all_gather": 350 / 450, "all_reduce": 360 / 450}
 OTHER = 235 / 300
 SWITCH = 476 / 450
+# Part of it that a message between the 8 devices of a node reaches, by its bytes: all-reduces of 1
+# MiB to 4 GiB. A100s, the mean of 729 nodes (microsoft/superbench-results, v0.4.0); H100s, one node
+# (Azure/AI-benchmarking-guide)
+SIZES = tuple(2**i for i in range(20, 33))
+REACHED_3 = (25, 39, 67, 92, 120, 156, 202, 204, 224, 226, 231, 233, 235)
+REACHED_4 = (44, 82, 129, 172, 234, 296, 362, 401, 423, 438, 466, 472, 476)
 # InfiniBand: 46 to 48 GB/s on a device's link of 50 (NVIDIA/nccl-tests, issue 290)
 NETWORK = 47 / 50
 
@@ -56,12 +64,21 @@ class Link(NamedTuple):
             inside = self.intra * OTHER
         return inside if self.nodes == 1 else min(inside, self.inter * NETWORK)
 
+    def reached(self, operation, wire):
+        """The part of the bus bandwidth that a collective of this size reaches inside a node."""
+        ways = 2 if operation == "all_reduce" else 1
+        each = wire / ways / (self.ranks - 1)  # bytes of a ring's step
+        curve = REACHED_4 if self.intra >= 400e9 else REACHED_3
+        return between(SIZES, curve, 8 * each) / curve[-1]
+
     def seconds(self, operation, wire):
         """Of a message of which each rank sends `wire` bytes."""
         speed = self.speed(operation)
         if operation in ("send", "recv"):
             base, inside, between, _ = RING[2]
             return wire / speed + (inside if self.nodes == 1 else between)
+        if self.nodes == 1 and wire >= SIZES[0]:
+            return wire / (speed * self.reached(operation, wire))
         ways = 2 if operation == "all_reduce" else 1
         steps = ways * (self.nodes - 1)
         inner = ways * (self.ranks - 1) - steps

@@ -14,7 +14,7 @@ from harness import ledger
 from trainer import kernels, links
 
 # Seconds that the host takes to launch an operation: 4.2 microseconds from Python, measured beside
-# an H100 with the copy of kernels.py
+# an H100
 LAUNCH = 4.2e-6
 
 
@@ -40,14 +40,15 @@ class Meter(TorchDispatchMode):
     1.
 
     names: {name of a group: what it is called}, as the ledger has them. attention: its kernel, see
-    kernels.py. `fused`: operations between products are one kernel, as torch.compile makes them.
+    kernels.py. dropout: of plain attention's scores. `fused`: operations between products are one kernel, as torch.compile makes them.
     `parts`: a Part for each span between two calls of `clock`; `flops`; `message`: bytes of the
     largest message between stages."""
 
-    def __init__(self, cluster, names, one_chunk=True, attention=None):
+    def __init__(self, cluster, names, one_chunk=True, attention=None, dropout=False):
         super().__init__()
         self.cluster, self.names, self.one_chunk = cluster, names, one_chunk
         self.attention = attention or kernels.family(cluster.device).attention
+        self.dropout = dropout
         self.fused, self.read, self.written = False, {}, {}
         self.known, self.links = {}, {}
         self.begin()
@@ -90,7 +91,7 @@ class Meter(TorchDispatchMode):
             self.read, self.written = {}, {}
 
     def count_bytes(self, moved):
-        self.part[0] += moved / (self.cluster.device.bandwidth * kernels.COPY)
+        self.part[0] += kernels.moving_seconds(self.cluster.device, moved)
         self.part[3] += LAUNCH
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -205,7 +206,7 @@ def seconds_of_grouped_product(meter, args, out):
 
 def seconds_of_attention(backward, meter, args):
     q, k, causal = args[0], args[1], args[-1] is True
-    options = causal, backward, q.element_size()
+    options = causal, backward, q.element_size(), meter.dropout
     shape = tuple(q.shape)
     return kernels.attention_seconds(
         meter.cluster.device, meter.attention, shape, k.shape[2], *options

@@ -227,14 +227,14 @@ def on_their_way(row, parts):
     return end
 
 
-def step_of(args, config, cluster, train, sums=None):
+def step_of(args, config, cluster, train, sums=None, slower=1.0):
     """The Estimate of a layout, from two micro-batches of its first, middle and last stage; and
-    what these ranks played."""
+    what these ranks played. sums, slower: see `estimate`."""
     each = args.dp * args.cp * args.tp
     played = play_all(
         args, sorted({0, args.pp // 2 * each, (args.pp - 1) * each}), cluster, train, brief=True
     )
-    return estimate(args, config, cluster, played, sums), played
+    return estimate(args, config, cluster, played, sums, slower), played
 
 
 def main(args, prepare, train):
@@ -467,7 +467,8 @@ def rough(args, config, cluster):
         config, cluster.device, args.kernel or kernel, micro, length, tp, e
     )
     again = args.recompute == "block"
-    tokens, memory = micro * length, cluster.device.bandwidth * kernels.COPY
+    tokens = micro * length
+    memory = 1 / kernels.moving_seconds(cluster.device, 1)
     head = 3 * kernels.product_seconds(
         cluster.device, tokens, config.vocab // tp, config.width, 1, e
     )
