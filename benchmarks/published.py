@@ -10,14 +10,21 @@ ends; here 4 chunks. Their FLOPs' convention is not given: here PaLM's, all of a
 Megatron-LM, arXiv:2104.04473, table 1, A100s with links of 25 GB/s. They recompute every block and
 count it, 96 B s l h^2 (1 + s/6h + V/16lh). The sizes of micro-batches, and which rows interleave,
 are not in the table: here one sequence, and 1F1B. It had no FlashAttention: --kernel plain, and its
-own fused kernels: --compile. It sums gradients after the last backward. Their tensor-parallel ranks
-share out what goes to the next stage; here --sp does.
+own fused kernels: --compile. Dropout is 0.1, its default, also of the scores. It sums gradients
+after the last backward. Its tensor-parallel ranks share out what goes to the next stage: messages
+between stages take 1/t of the time.
+
+Megatron-LM in 2022, arXiv:2205.05198, tables 3 and 5: every block recomputed, and with sequence
+parallelism and selective recomputation; 175B and 530B interleave 3 chunks. Its backward computes
+weights' gradients beside the messages of tensor parallelism, ours waits for them. The 530B on 2,240
+devices is in the abstract; eight replicas of the row before.
 
 MT-NLG, arXiv:2201.11990, section 2.4: seconds a step on 280, 350 and 420 nodes of 8 A100s, tp 8,
 pp 35, 1,920 sequences. One sequence a micro-batch. As Megatron-LM.
 
 BLOOM, arXiv:2211.05100: 384 A100s, tp 4, pp 12, dp 8, 2,048 sequences, about 150 TFLOP/s by
-Megatron's formula; four links of 100 Gbit/s a node. Two sequences a micro-batch. As Megatron-LM.
+Megatron's formula; four links of 100 Gbit/s a node. Two sequences a micro-batch. As Megatron-LM,
+without dropout.
 
 LLaMA, arXiv:2302.13971, section 2.4: 65B, 380 tokens a second and GPU on 2,048 A100s of 80 GB, 4M
 tokens a step, model and sequence parallelism, xformers' attention. All else is assumed: tp 8, dp
@@ -26,9 +33,12 @@ tokens a step, model and sequence parallelism, xformers' attention. All else is 
 MegaScale, arXiv:2402.15627: 175B, 12,288 A100-class GPUs, 6,144 sequences, tp 8, pp 8, 6 chunks,
 55.2%. Their blocks compute attention and MLP side by side and attention has a window: here not.
 
-MPT: mosaicml/llm-foundry, scripts/train/benchmarking/README.md: MFU by size, sequence, devices.
-FSDP's full shards are ZeRO-3. Their attention is FlashAttention 1 in Triton, their blocks are not
-compiled. Links between H100 nodes are not given: 50 GB/s a GPU.
+MPT: mosaicml/llm-foundry, scripts/train/benchmarking/README.md: tokens/s by size, sequence and
+devices, in 2023. FSDP's full shards are ZeRO-3; gradients are summed in float32, those of 70B on
+A100s in bfloat16 (its mode PURE). Their attention is FlashAttention 1 in Triton, their blocks are
+not compiled. Links between H100 nodes are not given: 50 GB/s a GPU. Large products of that time on
+an H100: the mean of 543, 549, 639 and 772 TFLOP/s, torch with more than 2,048 rows and cuBLAS 12.0
+and 11.11 in May 2023 (pytorch/pytorch, issue 100850).
 
 TorchTitan, its benchmarks/llama3_h100_202412_torchtitan.md and docs/performance.md: H100s of 96 GB
 at 2.4 TB/s and 500 of 700 W; A100s of 80 GB, their links 25 GB/s. Their selective recomputation
@@ -56,6 +66,7 @@ import train
 from trainer import devices, planner
 
 MIXED = "--dtype float32 --param-dtype bfloat16 --reduce-dtype float32"
+BFLOAT16 = "--dtype bfloat16"
 LLAMA = (
     "--preset llama3-405b --tp 8 --pp 16 --sp --gather-again --zero 1 --schedule interleaved "
     f"--chunks 4 {MIXED}"
@@ -64,6 +75,7 @@ A100 = "--gpu a100 --intra 300GB/s --inter 25GB/s"
 H100_500W = "--gpu x=96GB,989TFLOP/s,2.4TB/s,71.4%"
 NO_FLASH = "--kernel plain --compile"
 DROPOUT = "--dropout 0.1"
+MATMUL_2023 = "--matmul 626TFLOP/s"
 # Billions of parameters: heads, width, layers, tp, pp, GPUs, batch, TFLOP/s a GPU
 MEGATRON = {
     "1.7": (24, 2304, 24, 1, 1, 32, 512, 137),
@@ -95,35 +107,42 @@ MPT = {
     "30b": (7168, 56, 48),
     "70b": (8192, 64, 80),
 }
-# Name, tokens of a sequence, GPUs, sequences a micro-batch, micro-batches, recompute, MFU in %
+# Name, tokens of a sequence, GPUs, sequences a micro-batch, micro-batches, blocks recomputed,
+# tokens/s a GPU
 MPT_H100 = [
-    ("70b", 2048, 64, 8, 4, True, 42.57),
-    ("30b", 2048, 32, 14, 3, True, 43.92),
-    ("30b", 2048, 8, 3, 21, True, 38.11),
-    ("30b", 8192, 8, 1, 21, True, 29.92),
-    ("13b", 2048, 8, 2, 1, False, 39.79),
-    ("13b", 16384, 8, 3, 3, True, 35.55),
-    ("7b", 2048, 8, 6, 1, False, 46.44),
-    ("7b", 8192, 8, 8, 2, True, 37.14),
-    ("7b", 65536, 8, 1, 2, True, 28.59),
-    ("3b", 2048, 32, 6, 3, False, 41.70),
-    ("3b", 16384, 8, 1, 6, False, 36.34),
-    ("1b", 2048, 8, 14, 1, False, 41.82),
+    ("70b", 2048, 64, 8, 4, True, 1039),
+    ("30b", 2048, 32, 14, 3, True, 2308),
+    ("30b", 2048, 8, 3, 21, True, 2002),
+    ("30b", 4096, 8, 1, 21, True, 1802),
+    ("30b", 8192, 8, 1, 21, True, 1384),
+    ("13b", 1024, 8, 40, 3, True, 5502),
+    ("13b", 2048, 8, 2, 1, False, 4792),
+    ("13b", 16384, 8, 3, 3, True, 2985),
+    ("7b", 2048, 8, 6, 1, False, 10643),
+    ("7b", 8192, 8, 8, 2, True, 6935),
+    ("7b", 65536, 8, 1, 2, True, 1956),
+    ("3b", 512, 8, 40, 6, False, 27965),
+    ("3b", 2048, 32, 6, 3, False, 23021),
+    ("3b", 16384, 8, 1, 6, False, 11152),
+    ("1b", 2048, 8, 14, 1, False, 45455),
 ]
 MPT_A100 = [
-    ("70b", 2048, 64, 8, 4, True, 53.33),
-    ("70b", 2048, 32, 2, 16, True, 48.56),
-    ("30b", 2048, 8, 3, 21, True, 55.30),
-    ("30b", 8192, 8, 1, 21, True, 39.38),
-    ("13b", 2048, 8, 2, 3, False, 59.57),
-    ("13b", 16384, 8, 3, 3, True, 54.07),
-    ("13b", 32768, 8, 1, 3, True, 51.69),
-    ("7b", 2048, 8, 6, 2, False, 64.23),
-    ("7b", 8192, 8, 8, 2, True, 54.47),
-    ("7b", 65536, 8, 1, 2, True, 46.97),
-    ("3b", 2048, 8, 10, 2, False, 62.11),
-    ("1b", 2048, 8, 14, 4, False, 59.86),
-    ("350m", 2048, 8, 32, 2, False, 51.62),
+    ("70b", 2048, 64, 8, 4, True, 410),
+    ("70b", 2048, 32, 2, 16, True, 373),
+    ("30b", 2048, 8, 3, 21, True, 916),
+    ("30b", 4096, 8, 1, 21, True, 814),
+    ("30b", 8192, 8, 1, 21, True, 574),
+    ("13b", 1024, 8, 40, 3, True, 2330),
+    ("13b", 2048, 8, 2, 3, False, 2262),
+    ("13b", 16384, 8, 3, 3, True, 1431),
+    ("13b", 32768, 8, 1, 3, True, 1016),
+    ("7b", 2048, 8, 6, 2, False, 4641),
+    ("7b", 8192, 8, 8, 2, True, 3206),
+    ("7b", 65536, 8, 1, 2, True, 1013),
+    ("3b", 512, 8, 40, 6, False, 12127),
+    ("3b", 2048, 8, 10, 2, False, 10811),
+    ("1b", 2048, 8, 14, 4, False, 20513),
+    ("350m", 2048, 8, 32, 2, False, 58782),
 ]
 
 
@@ -196,7 +215,7 @@ def korthikanti():
         if name in ("175B", "530B"):
             layout += " --schedule interleaved --chunks 3"
         *_, step, _ = estimate(f"{sizes} {layout} --recompute block", "after", 1 / 8)
-        run = f"Megatron GPT {name}, {8 * pp} GPUs"
+        run = f"Megatron GPT {name}, {8 * pp} GPUs, 2022"
         yield Row(f"{run}, recomputed", "seconds a step", full, step.seconds)
         *_, step, _ = estimate(
             f"{sizes} {layout} --sp --gather-again --recompute selective", "after"
@@ -240,23 +259,24 @@ def megascale():
 
 
 def mpt():
-    for rows, name, flags, reduce in (
-        (MPT_H100, "H100", "--gpu h100", "float32"),
-        (MPT_A100, "A100", A100, "float32"),
+    for rows, name, flags in (
+        (MPT_H100, "H100", f"--gpu h100 {MATMUL_2023}"),
+        (MPT_A100, "A100", A100),
     ):
         for model, length, gpus, rows_each, microbatches, recompute, theirs in rows:
             width, heads, layers = MPT[model]
             sizes = f"--width {width} --heads {heads} --layers {layers} --context {length}"
-            layout = f"--dp {gpus} --zero 3 --microbatches {microbatches}"
-            layout += (
-                f" --batch {gpus * rows_each * microbatches}" + " --recompute block" * recompute
+            batch = gpus * rows_each * microbatches
+            layout = f"--dp {gpus} --zero 3 --microbatches {microbatches} --batch {batch}"
+            layout += " --recompute block" * recompute
+            dtypes = BFLOAT16 if (model, name) == ("70b", "A100") else MIXED
+            args, config, step, _ = estimate(
+                f"--preset gpt2 {sizes} --vocab 50368 {layout} {dtypes} {flags} --kernel flash1"
             )
-            *_, step, _ = estimate(
-                f"--preset gpt2 {sizes} --vocab 50368 {layout} {MIXED} {flags} --kernel flash1"
+            rate = batch * length / step.seconds / gpus
+            yield Row(
+                f"MPT {model}, {length:,} tokens, {gpus} {name}s", "tokens/s a GPU", theirs, rate
             )
-            peak = 312e12 if name == "A100" else 989e12
-            run = f"MPT {model}, {length:,} tokens, {gpus} {name}s"
-            yield Row(run, "MFU, %", theirs, 100 * step.rate / peak)
 
 
 def torchtitan():

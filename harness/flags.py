@@ -4,6 +4,7 @@ import argparse
 import math
 import os
 import stat
+import string
 
 import torch
 
@@ -133,7 +134,7 @@ def quantity(units, example):
     """An argument type: a number followed by one of the units, such as "25MB"."""
 
     def parse(text):
-        number = text.rstrip("/numsKMGB")
+        number = text.rstrip("/" + string.ascii_letters)
         try:
             value = float(number) * units[text[len(number) :]]
         except (KeyError, ValueError):

@@ -11,6 +11,7 @@ class Device(NamedTuple):
     flops: float  # FLOP/s of dense bf16 products
     bandwidth: float  # bytes/s of its memory
     power: float = 1.0  # its limit, as a part of the module's own
+    matmul: float | None = None  # FLOP/s that large products reach, where somebody measured it
 
 
 # The makers' data sheets, SXM modules; a DGX B200 has 1,440 GB for its 8
@@ -99,7 +100,7 @@ def cluster_of(args):
                     for text, (unit, size) in zip(figures, units, strict=True)
                 )
             )
-            if not all(0 < figure < math.inf for figure in device):
+            if not all(0 < figure < math.inf for figure in device[: len(units)]):
                 raise ValueError("a device has some of each")
         except (IndexError, ValueError):
             hint = (
@@ -110,4 +111,5 @@ def cluster_of(args):
             raise Refused(
                 f"--gpu {outputs.short(name)} is not known: choose one of {known}, {hint}"
             ) from None
+    device = device._replace(matmul=args.matmul)
     return Cluster(device, args.nodes_of or 8, args.intra or 450e9, args.inter or 50e9)

@@ -116,6 +116,8 @@ def product_seconds(device, m, n, k, batch=1, itemsize=2):
     flops = 2 * batch * m * n * k
     moved = batch * (m * k + k * n + m * n) * itemsize
     large = peak * kind.large * device.power**POWER
+    if device.matmul:
+        large = device.matmul * 2 / max(itemsize, 2)
     least = max(flops / large, moving_seconds(device, moved))
     waves = min(wave_seconds(kind, m, n, k, batch, tile) for tile in TILES)
     return max(least, KERNEL + waves * kind.peak / peak)

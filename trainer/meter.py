@@ -40,9 +40,9 @@ class Meter(TorchDispatchMode):
     1.
 
     names: {name of a group: what it is called}, as the ledger has them. attention: its kernel, see
-    kernels.py. dropout: of plain attention's scores. `fused`: operations between products are one kernel, as torch.compile makes them.
-    `parts`: a Part for each span between two calls of `clock`; `flops`; `message`: bytes of the
-    largest message between stages."""
+    kernels.py. dropout: of plain attention's scores. `fused`: operations between products are one
+    kernel, as torch.compile makes them. `parts`: a Part for each span between two calls of `clock`;
+    `flops`; `message`: bytes of the largest message between stages."""
 
     def __init__(self, cluster, names, one_chunk=True, attention=None, dropout=False):
         super().__init__()

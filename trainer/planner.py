@@ -67,6 +67,12 @@ def add_flags(parser):
     g.add_argument("--intra", type=speed, metavar="SPEED", help=why)
     why = "bandwidth of a device's link to other nodes, one way (default: 50GB/s)"
     g.add_argument("--inter", type=speed, metavar="SPEED", help=why)
+    why = (
+        "what large matrix products reach on your devices, if you measured it, such as 650TFLOP/s "
+        "(default: by device, see trainer/kernels.py)"
+    )
+    rate = harness.quantity({"TFLOP/s": 1e12}, "650TFLOP/s")
+    g.add_argument("--matmul", type=rate, metavar="RATE", help=why)
     why = "draw one step: NAME.json for ui.perfetto.dev, and with matplotlib NAME.png and NAME.svg"
     g.add_argument("--timeline", metavar="NAME", help=why)
     why = (
@@ -94,7 +100,17 @@ def check(args):
     """Refuse flags that mean nothing without a dry run."""
     if not args.plan and args.gpus:
         raise Refused("--gpus means nothing without --plan: add that, or leave it out")
-    for name in ("tokens", "ranks", "gpu", "nodes_of", "intra", "inter", "kernel", "timeline"):
+    for name in (
+        "tokens",
+        "ranks",
+        "gpu",
+        "nodes_of",
+        "intra",
+        "inter",
+        "matmul",
+        "kernel",
+        "timeline",
+    ):
         if getattr(args, name) is not None and not (args.dry_run or args.plan):
             raise Refused(
                 f"--{name.replace('_', '-')} means nothing without --dry-run: add that, or leave "
