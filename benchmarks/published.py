@@ -75,6 +75,7 @@ A100 = "--gpu a100 --intra 300GB/s --inter 25GB/s"
 H100_500W = "--gpu x=96GB,989TFLOP/s,2.4TB/s,71.4%"
 NO_FLASH = "--kernel plain --compile"
 DROPOUT = "--dropout 0.1"
+SELECTIVE = "--sp --gather-again --recompute selective"
 MATMUL_2023 = "--matmul 626TFLOP/s"
 # Billions of parameters: heads, width, layers, tp, pp, GPUs, batch, TFLOP/s a GPU
 MEGATRON = {
@@ -217,10 +218,15 @@ def korthikanti():
         *_, step, _ = estimate(f"{sizes} {layout} --recompute block", "after", 1 / 8)
         run = f"Megatron GPT {name}, {8 * pp} GPUs, 2022"
         yield Row(f"{run}, recomputed", "seconds a step", full, step.seconds)
-        *_, step, _ = estimate(
-            f"{sizes} {layout} --sp --gather-again --recompute selective", "after"
-        )
+        *_, step, _ = estimate(f"{sizes} {layout} {SELECTIVE}", "after")
         yield Row(f"{run}, sp, selective", "seconds a step", less, step.seconds)
+    sizes = gpt(128, 20480, 105, 51200) + f" {DROPOUT} {A100} --tp 8 --pp 35 --dp 8"
+    layout = "--schedule interleaved --chunks 3 --batch 2240 --microbatches 280"
+    run = "Megatron GPT 530B, 2240 GPUs, 2022"
+    *_, step, _ = estimate(f"{sizes} {layout} --recompute block", "after", 1 / 8)
+    yield Row(f"{run}, recomputed", "MFU, %", 42.1, 100 * step.rate / 312e12)
+    *_, step, _ = estimate(f"{sizes} {layout} {SELECTIVE}", "after")
+    yield Row(f"{run}, sp, selective", "MFU, %", 54.2, 100 * step.rate / 312e12)
 
 
 def mtnlg():
