@@ -23,8 +23,9 @@ MT-NLG, arXiv:2201.11990, section 2.4: seconds a step on 280, 350 and 420 nodes 
 pp 35, 1,920 sequences. One sequence a micro-batch. As Megatron-LM.
 
 BLOOM, arXiv:2211.05100: 384 A100s, tp 4, pp 12, dp 8, 2,048 sequences, about 150 TFLOP/s by
-Megatron's formula; four links of 100 Gbit/s a node. Two sequences a micro-batch. As Megatron-LM,
-without dropout.
+Megatron's formula; four links of 100 Gbit/s a node. Two sequences a micro-batch and Megatron-LM's
+default dropout (bigscience-workshop/bigscience, train/tr11-176B-ml/tr11-176B-ml.slurm). That script
+also sets CUDA_LAUNCH_BLOCKING=1: the host waits for each kernel, which is not in the estimate.
 
 LLaMA, arXiv:2302.13971, section 2.4: 65B, 380 tokens a second and GPU on 2,048 A100s of 80 GB, 4M
 tokens a step, model and sequence parallelism, xformers' attention. All else is assumed: tp 8, dp
@@ -238,7 +239,7 @@ def mtnlg():
 
 
 def bloom():
-    sizes = gpt(112, 14336, 70, 250880) + " --recompute block"
+    sizes = gpt(112, 14336, 70, 250880) + f" --recompute block {DROPOUT}"
     layout = "--dp 8 --tp 4 --pp 12 --zero 1 --batch 2048 --microbatches 128"
     links = "--gpu a100 --intra 300GB/s --inter 6.25GB/s"
     *_, step, _ = estimate(f"{sizes} {layout} {links}", "after", 1 / 4)
