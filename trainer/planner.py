@@ -19,7 +19,7 @@ from trainer.links import link_of, spread
 from trainer.meter import Part
 
 # Measured time / estimate, of nine in ten of the runs of benchmarks/published.py
-LIKELY = 0.84, 1.36
+LIKELY = 0.86, 1.24
 MOST_PIECES = 30_000  # of a step, that a rank plays: each takes milliseconds
 
 
