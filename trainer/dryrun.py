@@ -46,7 +46,6 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import expert_parallel
@@ -54,8 +53,13 @@ import harness
 import pipeline
 from harness import ledger
 from harness.run import lasting
-from trainer import repeat
-from trainer.meter import Meter, Part
+from trainer import meter, repeat
+from trainer.fakes import Fakes, KnowsDevices
+from trainer.meter import Part
+
+
+class Meter(KnowsDevices, meter.Meter):
+    pass
 
 
 class DryRun(harness.Run):
@@ -109,7 +113,7 @@ class DryRun(harness.Run):
             for part in model.parts.values():
                 part.run = repeat.Repeater(part, self.ledger, self.meter)
         # Buffers on the meta device
-        self.modes.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        self.modes.enter_context(Fakes(allow_non_fake_inputs=True))
         self.modes.enter_context(self.meter)
         # Modes are left in the reverse order, also where an error ends it all
         self.modes.enter_context(self.watching)

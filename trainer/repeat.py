@@ -26,9 +26,10 @@ from torch.overrides import _get_current_function_mode_stack
 import pipeline
 from expert_parallel import ExpertDispatch
 from harness import ledger
+from trainer.fakes import KnowsDevices
 
 
-class Ledger(ledger.Ledger):
+class Ledger(KnowsDevices, ledger.Ledger):
     """A ledger that tells a tape of storages and messages, and that counts storages of a tape."""
 
     tape = None  # the Tape that is being written
