@@ -81,6 +81,7 @@ def test_equals_a_real_run(ranks, text, flags):
         "--dp 2 --zero 3 --layers 7 --recompute block --bucket-mb 1 --dropout 0.1",
         "--dp 2 --zero 2 --layers 7 --cp 2 --family llama --recompute selective",
         "--dp 2 --zero 1 --layers 13 --tp 2 --sp --pp 2 --microbatches 3 --param-dtype bfloat16",
+        "--dp 2 --zero 3 --layers 6 --family llama --param-dtype bfloat16",  # x is not kept
         f"--dp 2 --ep 2 {MIXTURE} --layers 7 --microbatches 2 --recompute block",
         f"--pp 2 {MIXTURE} --layers 5 --schedule zb-h1 --microbatches 2",  # has no tape
     ],
