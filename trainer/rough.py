@@ -1,4 +1,4 @@
-"""A layout's seconds and bytes by formulas, to choose by among thousands: planner.py plays the best.
+"""A layout's seconds and bytes by formulas, to choose by among thousands.
 
 Bytes are those that dryrun.py counts, at the fullest of three moments, on the first rank of a
 pipeline and on the last:
@@ -17,7 +17,7 @@ longer than their kernels, uneven stages' bubbles, experts' all-to-alls.
 """
 
 import functools
-import math
+import operator
 from typing import NamedTuple
 
 import harness
@@ -31,7 +31,7 @@ class Sizes(NamedTuple):
     """Of a layout, what all of the formulas need. C and V are the model's width and vocabulary.
 
     e, reduced, master   bytes of an element: weights and activations, summed gradients, optimizer
-    tokens               of a micro-batch on this rank, between sequence-parallel regions all of tp's
+    tokens               of a micro-batch on this rank, those that --sp splits included
     stream               bytes of (tokens, C) as it is between layers, where --sp splits it
     entered              bytes of (tokens, C) as projections keep it: gathered, unless again"""
 
@@ -94,6 +94,16 @@ def block_kept(args, config, sizes, recompute):
     return rows + attention + dropped
 
 
+def block_puts_off(args, config, sizes):
+    """Bytes of a block's products whose weights' gradients come later: inputs, and gradients of
+    results, which --sp gathers."""
+    whole = sizes.tokens * config.width * sizes.e
+    head = config.width // config.heads
+    heads = sizes.tokens / args.tp * (2 * config.heads + 2 * config.kv_heads) * head * sizes.e
+    hidden = hidden_kept(config, sizes, args.tp)
+    return 2 * sizes.entered + 2 * whole + heads + (3 if config.mlp == "swiglu" else 2) * hidden
+
+
 def block_makes(args, config, sizes):
     """Bytes that a block makes in its backward, at most: what it runs again, and gradients."""
     hidden = hidden_kept(config, sizes, args.tp)
@@ -120,16 +130,40 @@ def loss_makes(args, config, sizes):
     return kept + 2 * logits * sizes.e + chunk * (3 if sizes.e < exact else 2)
 
 
+class Held(NamedTuple):
+    """What a rank holds at a time: blocks and stages x micro-batches from forward to backward; and
+    those whose weights' gradients are put off."""
+
+    blocks: int
+    passes: int
+    put_off_blocks: int = 0
+    put_off_passes: int = 0
+
+
 @functools.cache
 def in_flight(schedule, pp, microbatches, chunks, rank, layers):
-    """The most (blocks x micro-batches, stages x micro-batches) that a rank holds at a time.
-    layers: of each stage."""
+    """The Helds of a rank that no other Held exceeds. layers: of each stage."""
     if pp == 1:
-        return layers[0], 1
+        return [Held(layers[0], 1)]
     options = {"chunks": chunks} if chunks and schedule == "interleaved" else {}
     # With more micro-batches no more are in flight
     row = pipeline.SCHEDULES[schedule](rank, pp, min(microbatches, 2 * pp), **options)
-    return schedules.in_flight(row, lambda stage: layers[stage]), schedules.in_flight(row)
+    now, found = Held(0, 0), set()
+    for action in row:
+        blocks = layers[action.stage]
+        change = {
+            "F": Held(blocks, 1),
+            "I": Held(-blocks, -1, blocks, 1),
+            "W": Held(0, 0, -blocks, -1),
+            "B": Held(-blocks, -1),
+        }[action.kind]
+        now = Held(*map(sum, zip(now, change)))
+        found.add(now)
+    return [
+        one
+        for one in found
+        if not any(other != one and all(map(int.__ge__, other, one)) for other in found)
+    ]
 
 
 @functools.cache
@@ -174,6 +208,21 @@ def states_held(args, config, sizes, layers, ends):
     return held, sum(count for count, _ in kinds), step * sizes.master * copied
 
 
+def activations_held(args, config, sizes, rank, lengths, last):
+    """Bytes of all that is in flight on a rank."""
+    kept, later = block_kept(args, config, sizes, args.recompute), 0
+    of_pass, of_pass_later = 0, 0
+    if args.pp > 1:
+        of_pass = sizes.stream  # its result, which is sent
+        later = block_puts_off(args, config, sizes)
+    if last:
+        of_pass_later = sizes.entered + sizes.tokens * config.vocab / args.tp * sizes.e
+    helds = in_flight(args.schedule, args.pp, args.microbatches, args.chunks, rank, lengths)
+    price = kept, of_pass, later, of_pass_later
+    most = max(sum(map(operator.mul, held, price)) for held in helds)
+    return most + (2 * sizes.stream if args.pp > 1 else 0)  # two messages are expected
+
+
 def rank_held(args, config, sizes, rank):
     """Bytes that the first rank of a stage holds."""
     lengths, ranks = layers_of(args, config)
@@ -183,12 +232,7 @@ def rank_held(args, config, sizes, rank):
     states, parameters, copied = states_held(args, config, sizes, ranks[rank], ends)
     table = -(-config.vocab // args.tp) * config.width  # elements of an embedding, or of the head
     block = (parameters - table * (first + (last and not (config.tied and first)))) / ranks[rank]
-    blocks, passes = in_flight(
-        args.schedule, args.pp, args.microbatches, args.chunks, rank, lengths
-    )
-    activations = blocks * block_kept(args, config, sizes, args.recompute)
-    if args.pp > 1:  # each pass's result, and the messages that are expected
-        activations += (passes + 2) * sizes.stream
+    activations = activations_held(args, config, sizes, rank, lengths, last)
     # Whole gradients: stage 2 has those of two buckets at most, stage 3 those of two units
     unit = block
     if args.zero == 2:
@@ -212,3 +256,132 @@ def bytes_held(args, config):
     """Bytes of the fullest of the ranks that planner.py plays."""
     sizes = sizes_of(args, config)
     return max(rank_held(args, config, sizes, rank) for rank in {0, args.pp - 1})
+
+
+# --- seconds
+
+
+def rough(args, config, cluster):
+    """({part of a step: seconds}, bytes held by the fullest rank)"""
+    sizes = sizes_of(args, config)
+    tp, pp, m, chunks = args.tp, args.pp, args.microbatches, args.chunks or 1
+    _, ranks = layers_of(args, config)
+    device = cluster.device
+    memory = device.bandwidth * kernels.COPY
+    ends = {"embedding": True, "head": pp == 1}
+    _, parameters, _ = states_held(args, config, sizes, max(ranks), ends)
+    computing = max(
+        compute_seconds(args, config, sizes, device, ranks[rank], rank == pp - 1)
+        for rank in range(pp)
+    )
+    # Gradients are written, read and added up
+    computing += m * parameters * (2 * sizes.e + 2 * sizes.reduced) / memory
+    parts = {"computing": computing}
+    parts["tensor parallel"] = tensor_seconds(args, config, sizes, cluster, max(ranks))
+    parts["context parallel"] = context_seconds(args, config, sizes, cluster, max(ranks))
+    third = sum(parts.values()) / m / 3
+    parts["bubble"] = schedules.BUBBLES[args.schedule][1](pp, m, chunks, third, third, third)
+    message = spread(cluster, 2, args.dp * args.cp * tp).seconds("send", sizes.stream)
+    parts["messages between stages"] = 2 * chunks * (m + pp) * message * (pp > 1)
+    weights, gradients, passes = data_seconds(args, sizes, cluster, parameters, max(ranks))
+    # All of it beside computing; else gradients beside the backwards that complete them
+    if args.zero == 3:
+        beside, meanwhile = weights + gradients, 3 * third * m
+        weights = 0.0
+    else:
+        beside, meanwhile = gradients, 2 * third * passes
+    parts["data parallel"] = both(meanwhile, beside) - meanwhile + weights
+    parts["optimizer"] = step_bytes(args, sizes, parameters) / memory
+    return parts, bytes_held(args, config)
+
+
+def compute_seconds(args, config, sizes, device, layers, last):
+    """Of a rank's blocks, and of the head on the last stage: products, attention, and all other
+    operations by the bytes that they read and write."""
+    rows = args.batch // args.dp // args.microbatches
+    kernel = args.kernel or kernels.family(device).attention
+    length = config.context // args.cp
+    forward, backward = kernels.block_seconds(
+        config, device, kernel, rows, length, args.tp, sizes.e
+    )
+    again = args.recompute == "block"
+    seconds = layers * (forward * (1 + again) + backward)
+    memory = device.bandwidth * kernels.COPY
+    # Activations and their gradients written and read, twice with what is not kept
+    whole = block_kept(args, config, sizes, "none")
+    times = 8 * (1 + again / 3) + (args.recompute == "selective")
+    seconds += layers * times * whole / memory
+    if last:
+        width = config.vocab // args.tp
+        seconds += 3 * kernels.product_seconds(
+            device, sizes.tokens, width, config.width, 1, sizes.e
+        )
+    return args.microbatches * seconds
+
+
+def tensor_seconds(args, config, sizes, cluster, layers):
+    """Of tensor parallelism's messages, which are waited for."""
+    if args.tp == 1:
+        return 0.0
+    tokens = sizes.tokens * args.microbatches
+    sent = formulas.tensor_parallel_sent(
+        config, args.tp, tokens, sizes.e, layers, recompute=args.recompute
+    )
+    messages = 8 * layers * args.microbatches
+    return messages * spread(cluster, args.tp, 1).seconds("all_gather", sent / messages)
+
+
+def context_seconds(args, config, sizes, cluster, layers):
+    """Of a ring's messages, where they take longer than its tiles."""
+    if args.cp == 1:
+        return 0.0
+    rows, length = args.batch // args.dp, config.context // args.cp
+    heads = config.heads // args.tp, config.kv_heads // args.tp, config.width // config.heads
+    ring = formulas.context_parallel_sent("ring", args.cp, 1, rows, length, *heads, sizes.e)
+    keys = layers * sum(ring.values()) / spread(cluster, args.cp, args.tp).speed("send")
+    micro = rows // args.microbatches
+    kernel = args.kernel or kernels.family(cluster.device).attention
+    tiles = sum(
+        kernels.block_seconds(config, cluster.device, kernel, micro, length, args.tp, sizes.e)
+    )
+    return max(0.0, keys - tiles * layers * args.microbatches / 2)
+
+
+def data_seconds(args, sizes, cluster, parameters, layers):
+    """(seconds of gathers of weights, of sums of gradients, passes that these go beside)"""
+    split = args.zero_ranks or args.dp * args.cp  # ranks that share out a copy
+    shards = spread(cluster, split, args.tp)
+    copies = spread(cluster, args.dp * args.cp // split, split * args.tp)
+    buckets = layers
+    if args.zero < 3:
+        buckets = max(1, parameters * sizes.e // (25 * 2**20))
+
+    def takes(link, operation, amount, times):
+        """Seconds of so many sums or gathers of all of a rank's parameters."""
+        return times * buckets * link.seconds(operation, amount / buckets) if times else 0.0
+
+    m = args.microbatches
+    r, passes = ledger.all_but_one(split), m if args.zero > 1 and not args.reduce_once else 1
+    gathers = (0, 1, 1, 2 * m)[args.zero]
+    weights = takes(shards, "all_gather", r * parameters * sizes.e, gathers)
+    whole = parameters * sizes.reduced
+    if args.zero:
+        gradients = takes(shards, "reduce_scatter", r * whole, passes)
+    else:
+        gradients = takes(shards, "all_reduce", 2 * r * whole, 1)
+    if copies.ranks > 1:
+        sums = formulas.all_reduce_sent(whole / split, copies.ranks)
+        gradients += takes(copies, "all_reduce", sums, 1)
+    return weights, gradients, passes
+
+
+def step_bytes(args, sizes, parameters):
+    """Bytes read and written after the last backward: the norm reads the gradient, clipping reads
+    and writes it, the optimizer reads it with three states, and writes those."""
+    split = args.zero_ranks or args.dp * args.cp
+    each = 3 * sizes.reduced + 7 * sizes.master
+    if sizes.reduced != sizes.master:
+        each += sizes.reduced + sizes.master
+    if sizes.e != sizes.master:
+        each += sizes.e + sizes.master
+    return parameters / (split if args.zero else 1) * each
