@@ -46,6 +46,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import expert_parallel
@@ -194,6 +195,14 @@ class Played(NamedTuple):
         return sum(self.held.values()) - self.on_host
 
 
+def ones(tensor):
+    """In place of FakeTensor.tolist, which makes a tensor of each element, of which each is 1."""
+    values = 1
+    for size in reversed(tensor.shape):
+        values = [values] * size
+    return values
+
+
 def even(dispatch, sizes, assignments):
     """In place of ExpertDispatch.read: rows to send and to receive, chunks x N each, if every
     expert is chosen as often."""
@@ -269,6 +278,7 @@ def play_rank(args, rank, cluster, train, schedule, routing, repeats):
                 mock.patch.object(dist, "get_backend", lambda group=None: args.backend)
             )
             modes.enter_context(mock.patch.object(expert_parallel.ExpertDispatch, "read", routing))
+            modes.enter_context(mock.patch.object(FakeTensor, "tolist", ones))
             run = DryRun(args, rank, world, cluster, modes, repeats)
             train(run, schedule, run.watch, cold=False)
             return run

@@ -271,8 +271,8 @@ def rough(args, config, cluster):
     ends = {"embedding": True, "head": pp == 1}
     _, parameters, _ = states_held(args, config, sizes, max(ranks), ends)
     computing = max(
-        compute_seconds(args, config, sizes, device, ranks[rank], rank == pp - 1)
-        for rank in range(pp)
+        compute_seconds(args, config, sizes, device, max(ranks[:-1], default=0), False),
+        compute_seconds(args, config, sizes, device, ranks[-1], True),
     )
     # Gradients are written, read and added up
     computing += m * parameters * (2 * sizes.e + 2 * sizes.reduced) / memory
@@ -312,11 +312,16 @@ def compute_seconds(args, config, sizes, device, layers, last):
     times = 8 * (1 + again / 3) + (args.recompute == "selective")
     seconds += layers * times * whole / memory
     if last:
-        width = config.vocab // args.tp
-        seconds += 3 * kernels.product_seconds(
-            device, sizes.tokens, width, config.width, 1, sizes.e
+        seconds += head_seconds(
+            device, sizes.tokens, config.vocab // args.tp, config.width, sizes.e
         )
     return args.microbatches * seconds
+
+
+@functools.cache
+def head_seconds(device, tokens, vocab, width, itemsize):
+    """Of the three products of the head, forward and backward."""
+    return 3 * kernels.product_seconds(device, tokens, vocab, width, 1, itemsize)
 
 
 def tensor_seconds(args, config, sizes, cluster, layers):
