@@ -134,7 +134,7 @@ class Estimate(NamedTuple):
 
 def estimate(args, config, cluster, played, sums=None, slower=1.0):
     """The Estimate of a step, from some of its ranks. A stage that none of them played is like the
-    nearest that is no end of the model, by its number of layers.
+    nearest that is no end of the model, or else like the first, by its number of layers.
 
     sums: when the gradients that are on their way are waited for: "each", at the end of the action
     that sends them, as zero.py does, so that the stage before waits too; "last", after the last
@@ -156,7 +156,9 @@ def estimate(args, config, cluster, played, sums=None, slower=1.0):
     def parts(action):
         near = action.stage
         if near not in stages:
-            near = min(stages, key=lambda s: (s in (0, schedule.last), abs(s - action.stage)))
+            # The head is much work, the embedding is little
+            ends = {schedule.last: 2, 0: 1}
+            near = min(stages, key=lambda s: (ends.get(s, 0), abs(s - action.stage)))
         found = [
             known.get((near, kind, action.microbatch == last))
             for kind in (action.kind, "I", "W", "B")

@@ -174,7 +174,8 @@ def stage_lengths(config, stages):
 
 def layers_of(args, config):
     """([layers of each stage], [layers of each rank])"""
-    stages = args.pp * (args.chunks or (2 if args.schedule in ("zb-v", "dualpipev") else 1))
+    two = args.schedule in ("interleaved", "zb-v", "dualpipev")
+    stages = args.pp * (args.chunks or (2 if two else 1))
     lengths = stage_lengths(config, stages)
     ranks = [0] * args.pp
     for stage, length in enumerate(lengths):
@@ -280,7 +281,10 @@ def rough(args, config, cluster):
     parts["tensor parallel"] = tensor_seconds(args, config, sizes, cluster, max(ranks))
     parts["context parallel"] = context_seconds(args, config, sizes, cluster, max(ranks))
     third = sum(parts.values()) / m / 3
-    parts["bubble"] = schedules.BUBBLES[args.schedule][1](pp, m, chunks, third, third, third)
+    # The slowest stage sets the pace; the way through the others is as long as they are on average
+    average = third * sum(ranks) / pp / max(ranks)
+    bubble = schedules.BUBBLES[args.schedule][1]
+    parts["bubble"] = bubble(pp, m, chunks, average, average, average)
     message = spread(cluster, 2, args.dp * args.cp * tp).seconds("send", sizes.stream)
     parts["messages between stages"] = 2 * chunks * (m + pp) * message * (pp > 1)
     weights, gradients, passes = data_seconds(args, sizes, cluster, parameters, max(ranks))
@@ -305,17 +309,47 @@ def compute_seconds(args, config, sizes, device, layers, last):
         config, device, kernel, rows, length, args.tp, sizes.e
     )
     again = args.recompute == "block"
-    seconds = layers * (forward * (1 + again) + backward)
     memory = device.bandwidth * kernels.COPY
-    # Activations and their gradients written and read, twice with what is not kept
-    whole = block_kept(args, config, sizes, "none")
-    times = 8 * (1 + again / 3) + (args.recompute == "selective")
-    seconds += layers * times * whole / memory
+    seconds = layers * (forward * (1 + again) + backward)
+    seconds += layers * block_bytes(args, config, sizes) / memory
     if last:
-        seconds += head_seconds(
-            device, sizes.tokens, config.vocab // args.tp, config.width, sizes.e
-        )
+        vocab = config.vocab // args.tp
+        seconds += head_seconds(device, sizes.tokens, vocab, config.width, sizes.e)
+        # The loss passes over the logits twelve times in 32 bits, and converts them twice
+        each = 48 if sizes.e >= 4 else 48 + 2 * (sizes.e + 4)
+        seconds += each * sizes.tokens * vocab / memory
     return args.microbatches * seconds
+
+
+def block_bytes(args, config, sizes):
+    """Bytes that a block's operations beside products and attention read and write, forward and
+    backward."""
+    e = sizes.e
+    stream = sizes.stream / e  # elements of (tokens, C) between layers
+    if config.norm == "layernorm":  # one operation forward, one backward
+        norm, norm_backward = 2 * e, 3 * e
+    else:  # as many as model.py's RMSNorm has on a CPU, in 32 bits
+        converted = 2 * (e + 4) if e < 4 else 0
+        norm, norm_backward = 28 + converted, 96 + converted
+    head = config.width // config.heads
+    turned = sizes.tokens / args.tp * (config.heads + config.kv_heads) * head
+    turned *= config.positions == "rope"
+    hidden = hidden_kept(config, sizes, args.tp)  # bytes
+    gates = config.mlp == "swiglu"
+    forward = stream * (2 * norm + 6 * e) + turned * 10 * e + hidden * (5 if gates else 2)
+    backward = stream * (2 * norm_backward + 6 * e) + turned * 12 * e + hidden * (9 if gates else 3)
+    again = 0
+    if args.recompute == "block":
+        again = forward
+    elif args.recompute == "selective":
+        norms = 1 if gates or config.experts else 2
+        again = stream * norms * norm + hidden * (5 if gates else 2)
+    copies = 0  # of gathers and scatters, whose first dimension must be the tokens
+    if args.sp:
+        copies = 8 * 2 * sizes.tokens * config.width * e
+    if config.experts:  # rows are ordered, and ordered back
+        copies += 16 * config.top_k * sizes.tokens * config.width * e
+    return forward + backward + again + copies
 
 
 @functools.cache
@@ -358,8 +392,9 @@ def data_seconds(args, sizes, cluster, parameters, layers):
     shards = spread(cluster, split, args.tp)
     copies = spread(cluster, args.dp * args.cp // split, split * args.tp)
     buckets = layers
-    if args.zero < 3:
-        buckets = max(1, parameters * sizes.e // (25 * 2**20))
+    if args.zero < 3:  # a matrix that is larger than a bucket has one of its own
+        full = parameters * sizes.e // int(args.bucket_mb * 2**20)
+        buckets = max(1, min(full, 5 * layers))
 
     def takes(link, operation, amount, times):
         """Seconds of so many sums or gathers of all of a rank's parameters."""
