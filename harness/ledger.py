@@ -94,6 +94,7 @@ class Ledger(TorchDispatchMode):
     def watch(self, lasting):
         """Start anew. The memory of the `lasting` tensors, which outlive a step, is not counted."""
         self.sent, self.live, self.bytes, self.peak = {}, {}, 0, 0
+        lasting = list(lasting)
         storages = [t.untyped_storage() for t in lasting]
         self.lasting = {storage._cdata for storage in storages}
         # A tensor without elements has no memory either, but never gets any

@@ -345,12 +345,12 @@ def test_formulas_of_a_plan(flags):
 
 def test_stages_that_nobody_played():
     """Stages in the middle are like the first, not like the last, which has the head."""
-    args = arguments("--preset gpt2 --layers 9 --pp 3 --batch 3 --microbatches 3", base="--prove 0")
+    args = arguments("--preset gpt2 --layers 9 --pp 4 --batch 4 --microbatches 4", base="--prove 0")
     config = harness.configure(args)
-    ranks = [dryrun.play(args, rank, CLUSTER, train.train) for rank in range(3)]
+    ranks = [dryrun.play(args, rank, CLUSTER, train.train) for rank in range(4)]
     whole = planner.estimate(args, config, CLUSTER, ranks).seconds
-    ends = planner.estimate(args, config, CLUSTER, [ranks[0], ranks[2]]).seconds
-    assert ends == pytest.approx(whole, rel=0.05)
+    ends = planner.estimate(args, config, CLUSTER, [ranks[0], ranks[3]]).seconds
+    assert ends == pytest.approx(whole, rel=0.1)
 
 
 def test_what_a_plan_splits_over():
