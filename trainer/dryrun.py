@@ -6,7 +6,7 @@ and no values. The ledger that makes a real run's receipt counts here too, so by
 are those of a real run. Tests hold eleven layouts against real runs, to the byte.
 
     run.groups(...)   before the weights are filled, groups are made by a fake backend
-    run.fill(...)     from here on tensors are fake (FakeTensorMode)
+    run.fill(...)     from here on tensors are fake (trainer/fakes.py)
     .item()           returns 1; the experts' all-to-alls get sizes as if routing were even
     an operation      the ledger counts its bytes; the meter counts its FLOPs and its seconds
     an action         of the pipeline: `DryRun.watch` notes the meter's clock before and after it
@@ -60,7 +60,7 @@ from trainer.meter import Part
 
 
 class Meter(KnowsDevices, meter.Meter):
-    pass
+    """trainer/meter.py's."""
 
 
 class DryRun(harness.Run):

@@ -2,7 +2,7 @@
 and picture.
 
 dryrun.py plays some ranks; here their times are put together to a step, and layouts are
-searched."""
+searched, by the formulas of rough.py."""
 
 import copy
 import itertools
