@@ -56,15 +56,15 @@ class Fakes(FakeTensorMode):
 
     def dispatch(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if func in MAKERS and kwargs.get("device") in (CPU, None) and self.are_plain(args):
+        if func in MAKERS and kwargs.get("device") in (CPU, None) and self.are_plain(args, kwargs):
             return self.on_meta(MAKERS[func], args, {**kwargs, "device": META})
-        if (func in SHORT or func.namespace == "c10d") and self.are_plain(args):
+        if (func in SHORT or func.namespace == "c10d") and self.are_plain(args, kwargs):
             return self.on_meta(func, args, kwargs)
         return super().dispatch(func, types, args, kwargs)
 
-    def are_plain(self, args):
+    def are_plain(self, args, kwargs):
         """Whether all tensors among the arguments are this mode's, on the CPU, without values."""
-        for t in ledger.tensors_in(args):
+        for t in ledger.tensors_in([*args, *kwargs.values()]):
             if type(t) is not FakeTensor or t.fake_mode is not self:
                 return False
             if t.constant is not None or t.fake_device != CPU:

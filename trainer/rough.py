@@ -10,10 +10,11 @@ pipeline and on the last:
 Seconds are those of kernels.py and links.py, for a block's products and attention, for all other
 tensors by their bytes, and for messages by their sums.
 
-Left out. Bytes: of context parallelism the tiles of a ring and Ulysses' exchanged heads; of
-mixtures the routers', and the experts' uneven rows; rotary tables, biases, and all that is small.
-A block of a mixture is taken to make as much as an MLP of as many rows. Seconds: launches that take
-longer than their kernels, uneven stages' bubbles, experts' all-to-alls.
+Left out. Bytes: messages that were sent, which a dry run holds until the step ends; the tiles of a
+ring, and Ulysses' exchanged heads; routers and uneven rows of a mixture's experts; rotary tables,
+biases, and all that is small. A block of a mixture is taken to make as much as an MLP of as many
+rows. Seconds: launches that take longer than their kernels, how uneven stages wait for each other,
+a ring's sums of tiles, experts' all-to-alls.
 """
 
 import functools
