@@ -27,8 +27,8 @@ taken off a device's memory before a layout is said to fit (trainer/devices.py).
 alike are played once (trainer/repeat.py).
 
 Two things are played as a CPU does them, and take more than on a GPU. RMSNorm of 16 bits is many
-operations in float32, and keeps two copies of its input in float32; a GPU's kernel is one, and keeps
-the input. Messages between stages are held until the step ends; nccl's until they are sent.
+operations, and keeps two copies of its input in float32; a GPU's kernel is one, and keeps the
+input. Messages between stages are held until the step ends; nccl's until they are sent.
 
 MFU counts model FLOPs as PaLM does: 6 N_matmul + 12 L T C a token, without a discount for causality
 and nothing for recomputation (arXiv:2204.02311, appendix B). The FLOPs of a stage are those of its
