@@ -190,18 +190,20 @@ class Bucket:
 
 def group_parameters(parameters, bucket_bytes, kind_of):
     """Lists of parameters of one kind, at most bucket_bytes each (a larger parameter gets its own),
-    from the last parameter to the first: backward begins with the last layers."""
+    from the last parameter to the first: backward begins with the last layers. They are in the
+    order in which they are full."""
+    order = {p: i for i, p in enumerate(reversed(list(parameters)))}
     lists = []
     latest = {}  # kind: its list that is being filled
     room = {}  # kind: the bytes left in that list
-    for p in reversed(list(parameters)):
+    for p in order:
         kind = kind_of(p)
         if p.nbytes > room.get(kind, -1):
             latest[kind], room[kind] = [], bucket_bytes
             lists.append(latest[kind])
         latest[kind].append(p)
         room[kind] -= p.nbytes
-    return lists
+    return sorted(lists, key=lambda members: order[members[-1]])
 
 
 class ZeRO1:

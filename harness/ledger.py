@@ -94,9 +94,12 @@ class Ledger(TorchDispatchMode):
     def watch(self, lasting):
         """Start anew. The memory of the `lasting` tensors, which outlive a step, is not counted."""
         self.sent, self.live, self.bytes, self.peak = {}, {}, 0, 0
+        lasting = list(lasting)
         storages = [t.untyped_storage() for t in lasting]
         self.lasting = {storage._cdata for storage in storages}
-        self.freed = [storage for storage in storages if storage.nbytes() == 0]
+        # A tensor without elements has no memory either, but never gets any
+        pairs = zip(lasting, storages)
+        self.freed = [storage for t, storage in pairs if t.numel() > 0 and storage.nbytes() == 0]
         self.gathered_peak = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):

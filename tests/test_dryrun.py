@@ -14,7 +14,7 @@ import harness
 import model as gpt
 import train
 from benchmarks import products, published
-from trainer import devices, dryrun, kernels, links, planner
+from trainer import devices, dryrun, kernels, links, planner, rough
 
 BASE = (
     "--layers 2 --width 32 --heads 4 --context 16 --batch 12 --steps 2 --prove 0 --sample 0 "
@@ -82,6 +82,7 @@ def test_equals_a_real_run(ranks, text, flags):
         "--dp 2 --zero 3 --layers 7 --recompute block --bucket-mb 1 --dropout 0.1",
         "--dp 2 --zero 2 --layers 7 --cp 2 --family llama --recompute selective",
         "--dp 2 --zero 1 --layers 13 --tp 2 --sp --pp 2 --microbatches 3 --param-dtype bfloat16",
+        "--dp 2 --zero 3 --layers 6 --family llama --param-dtype bfloat16",  # x is not kept
         f"--dp 2 --ep 2 {MIXTURE} --layers 7 --microbatches 2 --recompute block",
         f"--pp 2 {MIXTURE} --layers 5 --schedule zb-h1 --microbatches 2",  # has no tape
     ],
@@ -335,6 +336,41 @@ def test_plan(capsys):
             train.prepare,
             train.train,
         )
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--dp 16 --zero 3 --recompute none --microbatches 2",
+        "--dp 8 --cp 2 --zero 2 --recompute block --microbatches 1 --param-dtype float32",
+        "--dp 2 --tp 8 --sp --zero 1 --recompute selective --microbatches 2 --batch 8",
+        "--layers 8 --dp 4 --tp 2 --sp --pp 2 --zero 1 --batch 16 --microbatches 4 "
+        "--schedule zb-h1",
+        "--tp 2 --sp --pp 2 --zero 3 --batch 4 --microbatches 4 --schedule interleaved --chunks 2",
+        "--preset mixtral-8x7b --dp 16 --ep 8 --zero 2 --microbatches 1",
+    ],
+)
+def test_formulas_of_a_plan(flags):
+    """Bytes and seconds by which layouts are chosen are near to those that are played."""
+    base = "--preset llama3-8b --layers 4 --batch 32 --param-dtype bfloat16 --backend nccl"
+    args = arguments(f"{flags} --prove 0", base=base)
+    config = harness.configure(args)
+    parts, held = rough.rough(args, config, CLUSTER)
+    each = args.dp * args.cp * args.tp
+    ranks = dryrun.play_all(args, sorted({0, (args.pp - 1) * each}), CLUSTER, train.train)
+    assert held == pytest.approx(max(rank.memory for rank in ranks), rel=0.06)
+    seconds = planner.estimate(args, config, CLUSTER, ranks).seconds
+    assert sum(parts.values()) == pytest.approx(seconds, rel=0.15)
+
+
+def test_stages_that_nobody_played():
+    """Stages in the middle are like the first, not like the last, which has the head."""
+    args = arguments("--preset gpt2 --layers 9 --pp 4 --batch 4 --microbatches 4", base="--prove 0")
+    config = harness.configure(args)
+    ranks = [dryrun.play(args, rank, CLUSTER, train.train) for rank in range(4)]
+    whole = planner.estimate(args, config, CLUSTER, ranks).seconds
+    ends = planner.estimate(args, config, CLUSTER, [ranks[0], ranks[3]]).seconds
+    assert ends == pytest.approx(whole, rel=0.1)
 
 
 def test_what_a_plan_splits_over():

@@ -922,3 +922,11 @@ def test_the_receipt_tells_what_stage_3_gathers(script, tmp_path, monkeypatch):
     assert code == 1 and not result["held"]["gathered_peak"]["ok"], said
     assert result["held"]["gathered_peak"]["bytes"] > row["bytes"]
     assert all(error < 1e-10 for error in result["max_error"].values())
+
+
+def test_buckets_in_the_order_in_which_they_are_full():
+    """A bucket that begins first and is full last, as that of all norms, keeps no other waiting."""
+    parameters = [torch.nn.Parameter(torch.zeros(size)) for size in (1, 8, 8, 1)]
+    lists = zero.group_parameters(parameters, 32, lambda p: p.numel() == 1)
+    assert [[p.numel() for p in members] for members in lists] == [[8], [8], [1, 1]]
+    assert lists[0][0] is parameters[2] and lists[2][0] is parameters[3]

@@ -6,7 +6,7 @@ and no values. The ledger that makes a real run's receipt counts here too, so by
 are those of a real run. Tests hold eleven layouts against real runs, to the byte.
 
     run.groups(...)   before the weights are filled, groups are made by a fake backend
-    run.fill(...)     from here on tensors are fake (FakeTensorMode)
+    run.fill(...)     from here on tensors are fake (trainer/fakes.py)
     .item()           returns 1; the experts' all-to-alls get sizes as if routing were even
     an operation      the ledger counts its bytes; the meter counts its FLOPs and its seconds
     an action         of the pipeline: `DryRun.watch` notes the meter's clock before and after it
@@ -25,6 +25,10 @@ how far off the estimates are. Left out: the allocator's waste, stragglers, fail
 attention keeps on a GPU beside what the CPU's kernel keeps. nccl's buffers and the CUDA context are
 taken off a device's memory before a layout is said to fit (trainer/devices.py). Blocks that are
 alike are played once (trainer/repeat.py).
+
+Two things are played as a CPU does them, and take more than on a GPU. RMSNorm of 16 bits is many
+operations, and keeps two copies of its input in float32; a GPU's kernel is one, and keeps the
+input. Messages between stages are held until the step ends; nccl's until they are sent.
 
 MFU counts model FLOPs as PaLM does: 6 N_matmul + 12 L T C a token, without a discount for causality
 and nothing for recomputation (arXiv:2204.02311, appendix B). The FLOPs of a stage are those of its
@@ -46,7 +50,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import expert_parallel
@@ -54,8 +58,13 @@ import harness
 import pipeline
 from harness import ledger
 from harness.run import lasting
-from trainer import repeat
-from trainer.meter import Meter, Part
+from trainer import meter, repeat
+from trainer.fakes import Fakes, KnowsDevices
+from trainer.meter import Part
+
+
+class Meter(KnowsDevices, meter.Meter):
+    """trainer/meter.py's."""
 
 
 class DryRun(harness.Run):
@@ -110,7 +119,7 @@ class DryRun(harness.Run):
             for part in model.parts.values():
                 part.run = repeat.Repeater(part, self.ledger, self.meter)
         # Buffers on the meta device
-        self.modes.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        self.modes.enter_context(Fakes(allow_non_fake_inputs=True))
         self.modes.enter_context(self.meter)
         # Modes are left in the reverse order, also where an error ends it all
         self.modes.enter_context(self.watching)
@@ -191,6 +200,14 @@ class Played(NamedTuple):
         return sum(self.held.values()) - self.on_host
 
 
+def ones(tensor):
+    """In place of FakeTensor.tolist, which makes a tensor of each element, of which each is 1."""
+    values = 1
+    for size in reversed(tensor.shape):
+        values = [values] * size
+    return values
+
+
 def even(dispatch, sizes, assignments):
     """In place of ExpertDispatch.read: rows to send and to receive, chunks x N each, if every
     expert is chosen as often."""
@@ -266,6 +283,7 @@ def play_rank(args, rank, cluster, train, schedule, routing, repeats):
                 mock.patch.object(dist, "get_backend", lambda group=None: args.backend)
             )
             modes.enter_context(mock.patch.object(expert_parallel.ExpertDispatch, "read", routing))
+            modes.enter_context(mock.patch.object(FakeTensor, "tolist", ones))
             run = DryRun(args, rank, world, cluster, modes, repeats)
             train(run, schedule, run.watch, cold=False)
             return run

@@ -2,7 +2,7 @@
 and picture.
 
 dryrun.py plays some ranks; here their times are put together to a step, and layouts are
-searched."""
+searched, by the formulas of rough.py."""
 
 import copy
 import itertools
@@ -11,12 +11,13 @@ from typing import NamedTuple
 
 import harness
 import pipeline
-from harness import Refused, formulas, large_vocabulary, ledger, schedules, zero_flags
-from trainer import islands, kernels, timeline
+from harness import Refused, large_vocabulary, ledger, schedules, zero_flags
+from trainer import islands, timeline
 from trainer.devices import cluster_of, usable_memory
 from trainer.dryrun import play_all, play_several
-from trainer.links import link_of, spread
+from trainer.links import link_of
 from trainer.meter import Part
+from trainer.rough import rough
 
 # Measured time / estimate, of nine in ten of the runs of benchmarks/published.py
 LIKELY = 0.86, 1.24
@@ -149,7 +150,7 @@ class Estimate(NamedTuple):
 
 def estimate(args, config, cluster, played, sums=None, slower=1.0):
     """The Estimate of a step, from some of its ranks. A stage that none of them played is like the
-    nearest that is no end of the model, by its number of layers.
+    nearest that is no end of the model, or else like the first, by its number of layers.
 
     sums: when the gradients that are on their way are waited for: "each", at the end of the action
     that sends them, as zero.py does, so that the stage before waits too; "last", after the last
@@ -171,7 +172,9 @@ def estimate(args, config, cluster, played, sums=None, slower=1.0):
     def parts(action):
         near = action.stage
         if near not in stages:
-            near = min(stages, key=lambda s: (s in (0, schedule.last), abs(s - action.stage)))
+            # The head is much work, the embedding is little
+            ends = {schedule.last: 2, 0: 1}
+            near = min(stages, key=lambda s: (ends.get(s, 0), abs(s - action.stage)))
         found = [
             known.get((near, kind, action.microbatch == last))
             for kind in (action.kind, "I", "W", "B")
@@ -463,102 +466,6 @@ def no_layout(args, config, gpus):
     if fewer:
         hints.append(f"--gpus {', '.join(map(str, fewer))}")
     return f"{sentence}: {' or '.join(hints) or 'change --batch, --gpus or the heads'}"
-
-
-def rough(args, config, cluster):
-    """({part of a step: seconds}, bytes held by the first stage), by the papers' formulas: good
-    enough to choose by."""
-    dp, cp, tp, pp, m = args.dp, args.cp, args.tp, args.pp, args.microbatches
-    e, reduced, master = (
-        harness.DTYPES[d].itemsize for d in (args.param_dtype, args.reduce_dtype, args.dtype)
-    )
-    chunks, layers, rows, length = (
-        args.chunks or 1,
-        -(-config.layers // pp),
-        args.batch // dp,
-        config.context // cp,
-    )
-    micro, kernel = rows // m, kernels.family(cluster.device).attention
-    forward, backward = kernels.block_seconds(
-        config, cluster.device, args.kernel or kernel, micro, length, tp, e
-    )
-    again = args.recompute == "block"
-    tokens = micro * length
-    memory = 1 / kernels.moving_seconds(cluster.device, 1)
-    head = 3 * kernels.product_seconds(
-        cluster.device, tokens, config.vocab // tp, config.width, 1, e
-    )
-    work = m * (layers * (forward * (1 + again) + backward) + head / pp)
-
-    def kept(recompute):
-        """Bytes of a block for backward, of all micro-batches."""
-        size = harness.activation_bytes(config, 1, e, 1 if args.sp else tp, recompute) / (
-            tp if args.sp else 1
-        )
-        return size / config.context * rows * length
-
-    whole = kept("none")
-    size = formulas.parameters_held(config, tp, layers, head=pp == 1)
-    # Activations and their gradients written and read, twice with what is not kept; gradients
-    # written, read and added up
-    work += 8 * layers * whole / memory * (1 + again / 3)
-    work += (args.recompute == "selective") * layers * whole / memory
-    parts = {"computing": work + m * size * (2 * e + 2 * reduced) / memory}
-    messages = 8 * layers * m
-    sent = formulas.tensor_parallel_sent(
-        config, tp, rows * length, e, layers, recompute=args.recompute
-    )
-    inside = spread(cluster, tp, 1)
-    each = messages * inside.seconds("all_gather", sent / messages) if tp > 1 else 0.0
-    parts["tensor parallel"] = each
-    heads = config.heads // tp, config.kv_heads // tp, config.width // config.heads
-    ring = formulas.context_parallel_sent("ring", cp, 1, rows, length, *heads, e)
-    keys = layers * sum(ring.values()) / spread(cluster, cp, tp).speed("send")
-    attention = (forward + backward) * layers * m / 2
-    parts["context parallel"] = max(0.0, keys - attention) * (cp > 1)
-    third = sum(parts.values()) / m / 3
-    parts["bubble"] = schedules.BUBBLES[args.schedule][1](pp, m, chunks, third, third, third)
-    size_of_message = micro * length * config.width * e / (tp if args.sp else 1)
-    message = spread(cluster, 2, dp * cp * tp).seconds("send", size_of_message)
-    parts["messages between stages"] = 2 * chunks * (m + pp) * message * (pp > 1)
-    split = args.zero_ranks or dp * cp  # ranks that share out a copy
-    shards, copies = spread(cluster, split, tp), spread(cluster, dp * cp // split, split * tp)
-    buckets = max(1, size * e // (25 * 2**20)) if args.zero < 3 else layers
-
-    def takes(link, operation, amount, times):
-        """Seconds of so many sums or gathers of all of a rank's parameters."""
-        return times * buckets * link.seconds(operation, amount / buckets) if times else 0.0
-
-    r, passes = ledger.all_but_one(split), m if args.zero > 1 and not args.reduce_once else 1
-    weights = takes(shards, "all_gather", r * size * e, (0, 1, 1, 2 * m)[args.zero])
-    if args.zero:
-        gradients = takes(shards, "reduce_scatter", r * size * reduced, passes)
-    else:
-        gradients = takes(shards, "all_reduce", 2 * r * size * reduced, 1)
-    if copies.ranks > 1:
-        sums = formulas.all_reduce_sent(size / split * reduced, copies.ranks)
-        gradients += takes(copies, "all_reduce", sums, 1)
-    # All of it beside computing; else gradients beside the backwards that complete them
-    if args.zero == 3:
-        parts["data parallel"] = max(0.0, weights + gradients - 3 * third * m)
-    else:
-        parts["data parallel"] = max(0.0, gradients - 2 * third * passes) + weights
-    states = formulas.model_states(
-        args.zero, split, e, reduced, 2 * master + (e != master) * master
-    )
-    if args.offload:
-        states = states[:2]
-    flying = min(m, pp + (pp - 1) / chunks * (chunks > 1)) if pp > 1 else 1
-    held = (layers * flying * kept(args.recompute) + (args.recompute != "none") * whole) / m
-    # Logits, in 32 bits, and their gradient
-    held += (whole / m + 10 * rows / m * length * config.vocab / tp) * (pp == 1)
-    gathered = 2 * size * e / layers * (args.zero == 3)
-    # At the optimizer's step no activations are left, but gradients in the masters' dtype are there
-    # too
-    copied = (reduced != master) * master * size / (split if args.zero else 1)
-    if args.offload:
-        copied = 0
-    return parts, sum(states) * size + max(held + gathered, copied)
 
 
 def plan(args, cluster, prepare, train):

@@ -26,9 +26,10 @@ from torch.overrides import _get_current_function_mode_stack
 import pipeline
 from expert_parallel import ExpertDispatch
 from harness import ledger
+from trainer.fakes import KnowsDevices
 
 
-class Ledger(ledger.Ledger):
+class Ledger(KnowsDevices, ledger.Ledger):
     """A ledger that tells a tape of storages and messages, and that counts storages of a tape."""
 
     tape = None  # the Tape that is being written
@@ -185,7 +186,7 @@ class Record:
         self.block, self.ledger, self.meter = block, ledger, meter
         self.parameters = list(block.parameters())
         self.forward_events = self.backward_events = None  # until they are complete
-        self.kept_shared = None
+        self.kept_shared = self.kept_input = None
 
     def play(self, run, x, *rest):
         """run(block, x, *rest), while the tapes are written."""
@@ -209,6 +210,7 @@ class Record:
 
         self.outer = {storage_key(t): i for i, t in enumerate(tensors_of(x, rest))}
         self.shared = [weakref.ref(t.untyped_storage()) for t in tensors_of(None, rest)]
+        self.input = weakref.ref(x.untyped_storage())
         self.block.forward = forward
         try:
             y = run(self.block, x, *rest)
@@ -227,6 +229,7 @@ class Record:
 
     def begin_backward(self, gradient):
         self.kept_shared = [shared() is not None for shared in self.shared]
+        self.kept_input = self.input() is not None
         outer = self.outer | {storage_key(gradient): "gradient"}
         tape = self.tape = Tape(self.ledger, self.meter, self.block, outer)
         tape.sizes = dict(self.kept)
@@ -279,6 +282,12 @@ class Record:
             kept = [shared() is not None for shared in self.shared]
         pairs = zip(tensors_of(None, rest), self.shared, kept)
         return [t for t, shared, keep in pairs if keep and shared() is not t.untyped_storage()]
+
+    def keeps_input(self):
+        """Whether the block keeps its input for backward. RMSNorm of 16 bits keeps a copy."""
+        if self.kept_input is None:  # Backward has not begun, but forward is over
+            return self.input() is not None
+        return self.kept_input
 
     def put_off_products(self):
         """(parameter's number, (key, layout) of its input and of its gradient) of each product
@@ -349,8 +358,9 @@ class Repeat(torch.autograd.Function):
     def forward(ctx, x, place, block, kept, *rest):
         ctx.place, ctx.block, ctx.kept, ctx.deferred = place, block, kept, deferred_mode()
         ctx.outer = [storage_key(t) for t in tensors_of(x, rest)]
-        ctx.save_for_backward(x)
         record = place.for_forward()
+        if record.keeps_input():
+            ctx.save_for_backward(x)
         record.follow(record.forward_events, block)
         record.meter.add(record.forward_spent)
         return record.result.make(x.device)

@@ -1,0 +1,428 @@
+"""A layout's seconds and bytes by formulas, to choose by among thousands.
+
+Bytes are those that dryrun.py counts, at the fullest of three moments, on the first rank of a
+pipeline and on the last:
+
+    loss       activations of all that is in flight, and the loss's own: logits, their gradient
+    backward   the same activations, what one block makes of its own, whole gradients of two units
+    step       the gradient in the masters' dtype, where that is another one
+
+Seconds are those of kernels.py and links.py, for a block's products and attention, for all other
+tensors by their bytes, and for messages by their sums.
+
+Left out. Bytes: messages that were sent, which a dry run holds until the step ends; the tiles of a
+ring, and Ulysses' exchanged heads; routers and uneven rows of a mixture's experts; rotary tables,
+biases, and all that is small. A block of a mixture is taken to make as much as an MLP of as many
+rows. Seconds: launches that take longer than their kernels, how uneven stages wait for each other,
+a ring's sums of tiles, experts' all-to-alls.
+"""
+
+import functools
+import operator
+from typing import NamedTuple
+
+import harness
+import pipeline
+from harness import formulas, large_vocabulary, ledger, schedules
+from trainer import kernels
+from trainer.links import both, spread
+
+
+class Sizes(NamedTuple):
+    """Of a layout, what all of the formulas need. C and V are the model's width and vocabulary.
+
+    e, reduced, master   bytes of an element: weights and activations, summed gradients, optimizer
+    tokens               of a micro-batch on this rank, those that --sp splits included
+    stream               bytes of (tokens, C) as it is between layers, where --sp splits it
+    entered              bytes of (tokens, C) as projections keep it: gathered, unless again"""
+
+    e: int
+    reduced: int
+    master: int
+    tokens: float
+    stream: float
+    entered: float
+
+
+def sizes_of(args, config):
+    e, reduced, master = (
+        harness.DTYPES[d].itemsize for d in (args.param_dtype, args.reduce_dtype, args.dtype)
+    )
+    tokens = args.batch // args.dp // args.microbatches * config.context / args.cp
+    whole = tokens * config.width * e
+    stream = whole / args.tp if args.sp else whole
+    return Sizes(e, reduced, master, tokens, stream, stream if args.gather_again else whole)
+
+
+# --- bytes
+
+
+def norm_kept(config, sizes):
+    """Bytes that a norm keeps beside its result. RMSNorm of 16 bits, on a CPU, which is what a dry
+    run plays: its input and its quotient in float32. LayerNorm: its input."""
+    if config.norm == "layernorm":
+        return sizes.stream
+    return 2 * sizes.stream * max(sizes.e, 4) / sizes.e
+
+
+def hidden_kept(config, sizes, tp):
+    """Bytes of (tokens, hidden) of an MLP, or of the rows of a token's experts."""
+    passes = config.top_k + config.shared if config.experts else 1
+    return passes * sizes.tokens * config.hidden / tp * sizes.e
+
+
+def block_kept(args, config, sizes, recompute):
+    """Bytes that a block keeps of a micro-batch, from forward to backward."""
+    if recompute == "block":
+        return sizes.stream
+    norm, hidden = norm_kept(config, sizes), hidden_kept(config, sizes, args.tp)
+    head = config.width // config.heads
+    heads = (config.heads + 2 * config.kv_heads) * head  # of q, k and v, which are one tensor
+    if config.positions == "rope":
+        heads += (config.heads + config.kv_heads) * head  # q and k again, rotated
+    heads += config.heads * head  # the result
+    logarithms = 4 * config.heads  # of each softmax's denominator
+    attention = sizes.tokens / args.tp * (heads * sizes.e + logarithms)
+    dropped = 2 * sizes.stream if config.dropout else 0
+    if recompute == "none":
+        rows = 2 * (norm + sizes.entered) + (4 if config.mlp == "swiglu" else 2) * hidden
+    elif config.experts or config.mlp == "swiglu":  # a norm before two products is not run again
+        rows = sizes.stream + norm + sizes.entered + hidden * (2 if config.mlp == "swiglu" else 1)
+    else:
+        rows = 2 * sizes.stream + hidden
+    if config.experts:  # a token's rows as they leave, as they arrive, and as they come back
+        rows += (3 if args.ep > 1 else 2) * config.top_k * sizes.tokens * config.width * sizes.e
+    return rows + attention + dropped
+
+
+def block_puts_off(args, config, sizes):
+    """Bytes of a block's products whose weights' gradients come later: inputs, and gradients of
+    results, which --sp gathers."""
+    whole = sizes.tokens * config.width * sizes.e
+    head = config.width // config.heads
+    heads = sizes.tokens / args.tp * (2 * config.heads + 2 * config.kv_heads) * head * sizes.e
+    hidden = hidden_kept(config, sizes, args.tp)
+    return 2 * sizes.entered + 2 * whole + heads + (3 if config.mlp == "swiglu" else 2) * hidden
+
+
+def block_makes(args, config, sizes):
+    """Bytes that a block makes in its backward, at most: what it runs again, and gradients."""
+    hidden = hidden_kept(config, sizes, args.tp)
+    gates = config.mlp == "swiglu"
+    if args.recompute == "selective":
+        made = (4 if gates else 2) * hidden
+    else:
+        made = (2 if gates else 1) * hidden
+    if args.recompute == "block":
+        made += block_kept(args, config, sizes, "none")
+    return made + 2 * sizes.stream
+
+
+def loss_makes(args, config, sizes):
+    """Bytes of the head and the loss at their most."""
+    width, tp = config.vocab / args.tp, args.tp
+    logits = sizes.tokens * width
+    kept = norm_kept(config, sizes) + sizes.entered + sizes.stream
+    if tp > 1:  # in 32 bits, and shifted by the largest
+        copies = 8 if sizes.e < 4 else 4
+        return kept + logits * (sizes.e + copies)
+    exact = max(sizes.e, 4)
+    chunk = min(logits, max(1, large_vocabulary.CHUNK // config.vocab) * config.vocab) * exact
+    return kept + 2 * logits * sizes.e + chunk * (3 if sizes.e < exact else 2)
+
+
+class Held(NamedTuple):
+    """What a rank holds at a time: blocks and stages x micro-batches from forward to backward; and
+    those whose weights' gradients are put off."""
+
+    blocks: int
+    passes: int
+    put_off_blocks: int = 0
+    put_off_passes: int = 0
+
+
+@functools.cache
+def in_flight(schedule, pp, microbatches, chunks, rank, layers):
+    """The Helds of a rank that no other Held exceeds. layers: of each stage."""
+    if pp == 1:
+        return [Held(layers[0], 1)]
+    options = {"chunks": chunks} if chunks and schedule == "interleaved" else {}
+    # With more micro-batches no more are in flight
+    row = pipeline.SCHEDULES[schedule](rank, pp, min(microbatches, 2 * pp), **options)
+    now, found = Held(0, 0), set()
+    for action in row:
+        blocks = layers[action.stage]
+        change = {
+            "F": Held(blocks, 1),
+            "I": Held(-blocks, -1, blocks, 1),
+            "W": Held(0, 0, -blocks, -1),
+            "B": Held(-blocks, -1),
+        }[action.kind]
+        now = Held(*map(sum, zip(now, change)))
+        found.add(now)
+    return [
+        one
+        for one in found
+        if not any(other != one and all(map(int.__ge__, other, one)) for other in found)
+    ]
+
+
+@functools.cache
+def stage_lengths(config, stages):
+    """How many layers each stage has."""
+    return tuple(len(layers) for layers in schedules.stage_layers(config, stages))
+
+
+def layers_of(args, config):
+    """([layers of each stage], [layers of each rank])"""
+    two = args.schedule in ("interleaved", "zb-v", "dualpipev")
+    stages = args.pp * (args.chunks or (2 if two else 1))
+    lengths = stage_lengths(config, stages)
+    ranks = [0] * args.pp
+    for stage, length in enumerate(lengths):
+        place = stage % (2 * args.pp)
+        folded = args.schedule in ("zb-v", "dualpipev") and place >= args.pp
+        ranks[2 * args.pp - 1 - place if folded else stage % args.pp] += length
+    return lengths, ranks
+
+
+def states_held(args, config, sizes, layers, ends):
+    """(bytes of weights, gradients and optimizer states, parameters, bytes of the gradient in the
+    masters' dtype at a step). Experts are split over ep ranks, and their copies over the others."""
+    ranks = args.zero_ranks or args.dp * args.cp
+    masters = sizes.master if sizes.e != sizes.master or args.offload else 0
+    moments = 2 if args.optimizer == "adamw" else 0
+    elements = sizes.e, sizes.reduced, moments * sizes.master + masters
+
+    def parameters(experts=None):
+        return formulas.parameters_held(config, args.tp, layers, **ends, experts=experts)
+
+    kinds = [(parameters(), ranks)]
+    if args.ep > 1:
+        plain, experts = parameters(0), -(-config.experts // args.ep)
+        kinds = [(plain, ranks), (parameters(experts) - plain, max(1, ranks // args.ep))]
+    held = step = 0
+    for count, split in kinds:
+        states = formulas.model_states(args.zero, split, *elements)
+        held += count * sum(states[:2] if args.offload else states)
+        step += count / (split if args.zero else 1)
+    copied = sizes.reduced != sizes.master and not args.offload
+    return held, sum(count for count, _ in kinds), step * sizes.master * copied
+
+
+def activations_held(args, config, sizes, rank, lengths, last):
+    """Bytes of all that is in flight on a rank."""
+    kept, later = block_kept(args, config, sizes, args.recompute), 0
+    of_pass, of_pass_later = 0, 0
+    if args.pp > 1:
+        of_pass = sizes.stream  # its result, which is sent
+        later = block_puts_off(args, config, sizes)
+    if last:
+        of_pass_later = sizes.entered + sizes.tokens * config.vocab / args.tp * sizes.e
+    helds = in_flight(args.schedule, args.pp, args.microbatches, args.chunks, rank, lengths)
+    price = kept, of_pass, later, of_pass_later
+    most = max(sum(map(operator.mul, held, price)) for held in helds)
+    return most + (2 * sizes.stream if args.pp > 1 else 0)  # two messages are expected
+
+
+def rank_held(args, config, sizes, rank):
+    """Bytes that the first rank of a stage holds."""
+    lengths, ranks = layers_of(args, config)
+    first = rank == 0
+    last = rank == (0 if args.schedule in ("zb-v", "dualpipev") else args.pp - 1)
+    ends = {"embedding": first, "head": last}
+    states, parameters, copied = states_held(args, config, sizes, ranks[rank], ends)
+    table = -(-config.vocab // args.tp) * config.width  # elements of an embedding, or of the head
+    block = (parameters - table * (first + (last and not (config.tied and first)))) / ranks[rank]
+    activations = activations_held(args, config, sizes, rank, lengths, last)
+    # Whole gradients: stage 2 has those of two buckets at most, stage 3 those of two units
+    unit = block
+    if args.zero == 2:
+        widest = config.width * -(-config.hidden // args.tp)
+        unit = max(args.bucket_mb * 2**20 / sizes.e, widest)
+    neighbour = max(unit, table) if last else unit
+    whole = sizes.reduced * (unit + neighbour) if args.zero > 1 else 0
+    moments = [activations + whole + block_makes(args, config, sizes), copied]
+    if last:
+        moments.append(activations + loss_makes(args, config, sizes))
+        gradient = sizes.e * table + (sizes.reduced * table if args.zero > 1 else 0)
+        moments.append(activations + gradient + norm_kept(config, sizes) + 2 * sizes.stream)
+    gathered = 0
+    if args.zero == 3:
+        pair = max(block, table) if first or last else block
+        gathered = sizes.e * (block + pair)
+    return states + gathered + max(moments)
+
+
+def bytes_held(args, config):
+    """Bytes of the fullest of the ranks that planner.py plays."""
+    sizes = sizes_of(args, config)
+    return max(rank_held(args, config, sizes, rank) for rank in {0, args.pp - 1})
+
+
+# --- seconds
+
+
+def rough(args, config, cluster):
+    """({part of a step: seconds}, bytes held by the fullest rank)"""
+    sizes = sizes_of(args, config)
+    tp, pp, m, chunks = args.tp, args.pp, args.microbatches, args.chunks or 1
+    _, ranks = layers_of(args, config)
+    device = cluster.device
+    memory = device.bandwidth * kernels.COPY
+    ends = {"embedding": True, "head": pp == 1}
+    _, parameters, _ = states_held(args, config, sizes, max(ranks), ends)
+    computing = max(
+        compute_seconds(args, config, sizes, device, max(ranks[:-1], default=0), False),
+        compute_seconds(args, config, sizes, device, ranks[-1], True),
+    )
+    # Gradients are written, read and added up
+    computing += m * parameters * (2 * sizes.e + 2 * sizes.reduced) / memory
+    parts = {"computing": computing}
+    parts["tensor parallel"] = tensor_seconds(args, config, sizes, cluster, max(ranks))
+    parts["context parallel"] = context_seconds(args, config, sizes, cluster, max(ranks))
+    third = sum(parts.values()) / m / 3
+    # The slowest stage sets the pace; the way through the others is as long as they are on average
+    average = third * sum(ranks) / pp / max(ranks)
+    bubble = schedules.BUBBLES[args.schedule][1]
+    parts["bubble"] = bubble(pp, m, chunks, average, average, average)
+    message = spread(cluster, 2, args.dp * args.cp * tp).seconds("send", sizes.stream)
+    parts["messages between stages"] = 2 * chunks * (m + pp) * message * (pp > 1)
+    weights, gradients, passes = data_seconds(args, sizes, cluster, parameters, max(ranks))
+    # All of it beside computing; else gradients beside the backwards that complete them
+    if args.zero == 3:
+        beside, meanwhile = weights + gradients, 3 * third * m
+        weights = 0.0
+    else:
+        beside, meanwhile = gradients, 2 * third * passes
+    parts["data parallel"] = both(meanwhile, beside) - meanwhile + weights
+    parts["optimizer"] = step_bytes(args, sizes, parameters) / memory
+    return parts, bytes_held(args, config)
+
+
+def compute_seconds(args, config, sizes, device, layers, last):
+    """Of a rank's blocks, and of the head on the last stage: products, attention, and all other
+    operations by the bytes that they read and write."""
+    rows = args.batch // args.dp // args.microbatches
+    kernel = args.kernel or kernels.family(device).attention
+    length = config.context // args.cp
+    forward, backward = kernels.block_seconds(
+        config, device, kernel, rows, length, args.tp, sizes.e
+    )
+    again = args.recompute == "block"
+    memory = device.bandwidth * kernels.COPY
+    seconds = layers * (forward * (1 + again) + backward)
+    seconds += layers * block_bytes(args, config, sizes) / memory
+    if last:
+        vocab = config.vocab // args.tp
+        seconds += head_seconds(device, sizes.tokens, vocab, config.width, sizes.e)
+        # The loss passes over the logits twelve times in 32 bits, and converts them twice
+        each = 48 if sizes.e >= 4 else 48 + 2 * (sizes.e + 4)
+        seconds += each * sizes.tokens * vocab / memory
+    return args.microbatches * seconds
+
+
+def block_bytes(args, config, sizes):
+    """Bytes that a block's operations beside products and attention read and write, forward and
+    backward."""
+    e = sizes.e
+    stream = sizes.stream / e  # elements of (tokens, C) between layers
+    if config.norm == "layernorm":  # one operation forward, one backward
+        norm, norm_backward = 2 * e, 3 * e
+    else:  # as many as model.py's RMSNorm has on a CPU, in 32 bits
+        converted = 2 * (e + 4) if e < 4 else 0
+        norm, norm_backward = 28 + converted, 96 + converted
+    head = config.width // config.heads
+    turned = sizes.tokens / args.tp * (config.heads + config.kv_heads) * head
+    turned *= config.positions == "rope"
+    hidden = hidden_kept(config, sizes, args.tp)  # bytes
+    gates = config.mlp == "swiglu"
+    forward = stream * (2 * norm + 6 * e) + turned * 10 * e + hidden * (5 if gates else 2)
+    backward = stream * (2 * norm_backward + 6 * e) + turned * 12 * e + hidden * (9 if gates else 3)
+    again = 0
+    if args.recompute == "block":
+        again = forward
+    elif args.recompute == "selective":
+        norms = 1 if gates or config.experts else 2
+        again = stream * norms * norm + hidden * (5 if gates else 2)
+    copies = 0  # of gathers and scatters, whose first dimension must be the tokens
+    if args.sp:
+        copies = 8 * 2 * sizes.tokens * config.width * e
+    if config.experts:  # rows are ordered, and ordered back
+        copies += 16 * config.top_k * sizes.tokens * config.width * e
+    return forward + backward + again + copies
+
+
+@functools.cache
+def head_seconds(device, tokens, vocab, width, itemsize):
+    """Of the three products of the head, forward and backward."""
+    return 3 * kernels.product_seconds(device, tokens, vocab, width, 1, itemsize)
+
+
+def tensor_seconds(args, config, sizes, cluster, layers):
+    """Of tensor parallelism's messages, which are waited for."""
+    if args.tp == 1:
+        return 0.0
+    tokens = sizes.tokens * args.microbatches
+    sent = formulas.tensor_parallel_sent(
+        config, args.tp, tokens, sizes.e, layers, recompute=args.recompute
+    )
+    messages = 8 * layers * args.microbatches
+    return messages * spread(cluster, args.tp, 1).seconds("all_gather", sent / messages)
+
+
+def context_seconds(args, config, sizes, cluster, layers):
+    """Of a ring's messages, where they take longer than its tiles."""
+    if args.cp == 1:
+        return 0.0
+    rows, length = args.batch // args.dp, config.context // args.cp
+    heads = config.heads // args.tp, config.kv_heads // args.tp, config.width // config.heads
+    ring = formulas.context_parallel_sent("ring", args.cp, 1, rows, length, *heads, sizes.e)
+    keys = layers * sum(ring.values()) / spread(cluster, args.cp, args.tp).speed("send")
+    micro = rows // args.microbatches
+    kernel = args.kernel or kernels.family(cluster.device).attention
+    tiles = sum(
+        kernels.block_seconds(config, cluster.device, kernel, micro, length, args.tp, sizes.e)
+    )
+    return max(0.0, keys - tiles * layers * args.microbatches / 2)
+
+
+def data_seconds(args, sizes, cluster, parameters, layers):
+    """(seconds of gathers of weights, of sums of gradients, passes that these go beside)"""
+    split = args.zero_ranks or args.dp * args.cp  # ranks that share out a copy
+    shards = spread(cluster, split, args.tp)
+    copies = spread(cluster, args.dp * args.cp // split, split * args.tp)
+    buckets = layers
+    if args.zero < 3:  # a matrix that is larger than a bucket has one of its own
+        full = parameters * sizes.e // int(args.bucket_mb * 2**20)
+        buckets = max(1, min(full, 5 * layers))
+
+    def takes(link, operation, amount, times):
+        """Seconds of so many sums or gathers of all of a rank's parameters."""
+        return times * buckets * link.seconds(operation, amount / buckets) if times else 0.0
+
+    m = args.microbatches
+    r, passes = ledger.all_but_one(split), m if args.zero > 1 and not args.reduce_once else 1
+    gathers = (0, 1, 1, 2 * m)[args.zero]
+    weights = takes(shards, "all_gather", r * parameters * sizes.e, gathers)
+    whole = parameters * sizes.reduced
+    if args.zero:
+        gradients = takes(shards, "reduce_scatter", r * whole, passes)
+    else:
+        gradients = takes(shards, "all_reduce", 2 * r * whole, 1)
+    if copies.ranks > 1:
+        sums = formulas.all_reduce_sent(whole / split, copies.ranks)
+        gradients += takes(copies, "all_reduce", sums, 1)
+    return weights, gradients, passes
+
+
+def step_bytes(args, sizes, parameters):
+    """Bytes read and written after the last backward: the norm reads the gradient, clipping reads
+    and writes it, the optimizer reads it with three states, and writes those."""
+    split = args.zero_ranks or args.dp * args.cp
+    each = 3 * sizes.reduced + 7 * sizes.master
+    if sizes.reduced != sizes.master:
+        each += sizes.reduced + sizes.master
+    if sizes.e != sizes.master:
+        each += sizes.e + sizes.master
+    return parameters / (split if args.zero else 1) * each
