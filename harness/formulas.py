@@ -13,6 +13,9 @@ def ceil(a, b):
     return -(-a // b)
 
 
+WHOLE_BLOCKS = ("half", "block")  # kinds of recomputation that repeat a block's messages
+
+
 # --- data parallelism
 
 
@@ -75,8 +78,9 @@ def tensor_parallel_sent(
     Each block has 4 all-reduces of (tokens, C); the embedding has one in forward and the head's
     input one in backward; the loss has three of (tokens,). A mixture of experts also reduces the
     gradient of the router's k weights, and shared experts need two more all-reduces, as an MLP.
-    recompute: as of the model; "block" repeats the all-reduces of a block's forward."""
-    again = sent_again(config) if recompute == "block" else 0
+    recompute: as of the model; "block" and "half" repeat the all-reduces of a block's
+    forward."""
+    again = sent_again(config) if recompute in WHOLE_BLOCKS else 0
     all_reduces = (4 + again) * blocks + embedding + head
     elements = all_reduces * tokens * config.width
     if config.experts:
@@ -154,11 +158,11 @@ def sequence_parallel_sent(
     backward. The sum of the partial gradients, once a step, is not in it.
 
     keep: whether gathered inputs are kept for backward. recompute: as of the model; "selective"
-    gathers kept inputs of products again where it runs their norms again, "block" repeats the
-    block's forward."""
+    gathers kept inputs of products again where it runs their norms again, "block" and "half" repeat
+    the block's forward."""
     r, exact = (t - 1) / t, max(element_size, 4)
     padded_length = ceil(length, t) * t
-    whole_block = recompute == "block"
+    whole_block = recompute in WHOLE_BLOCKS
     # Messages of (tokens, C). A block's attention and its MLP each enter and leave, in forward and
     # in backward
     gathers = (4 if keep else 6) * blocks
