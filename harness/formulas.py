@@ -267,6 +267,9 @@ def activation_bytes(config, sequences, element_size, tp=1, recompute="none"):
     tokens = sequences * config.context
     if recompute == "block":  # the block's input
         return tokens * config.width * element_size
+    if recompute == "half":
+        whole, split = half_kept(config)
+        return tokens * (whole + split / tp) * element_size
     head_size = config.width // config.heads
     whole = 4 * config.width
     hidden = (4 if config.mlp == "swiglu" else 2) * config.hidden
@@ -279,3 +282,20 @@ def activation_bytes(config, sequences, element_size, tp=1, recompute="none"):
         hidden *= config.top_k + config.shared
     split = (2 * config.heads + 2 * config.kv_heads) * head_size + hidden
     return tokens * (whole + split / tp) * element_size
+
+
+def half_kept(config):
+    """What recomputation of the kind "half" keeps of a block: elements a token, (whole, split by
+    tensor parallelism). The block's input, attention's result, and of its products the first, the
+    third and so on. But none that is added to the residual stream."""
+    c, k, ups = config.width, config.top_k, 2 if config.mlp == "swiglu" else 1
+    not_kept = (0, 0)
+    products = [(0, (config.heads + 2 * config.kv_heads) * c // config.heads), not_kept]
+    if config.experts:
+        products.append((config.experts, 0))  # the router
+    if config.shared or not config.experts:
+        products += ups * [(0, (config.shared or 1) * config.hidden)] + [not_kept]
+    if config.experts:
+        products += ups * [(0, k * config.hidden)] + [(k * c, 0)]
+    kept = [(c, c), *products[::2]]
+    return tuple(sum(sizes) for sizes in zip(*kept))
