@@ -47,9 +47,9 @@ def run_checkpointed(function, *inputs):
 
 
 def run_half_again(block, *inputs):
-    """Activation checkpointing that also keeps the result of attention's kernel, and those of the
-    first, third, ... product. Of a ring's tiles it keeps the first, or they would add up."""
-    counts = collections.Counter()
+    """Activation checkpointing that also keeps what attention's kernel returns, and the first, the
+    third, ... product. Of a ring's tiles only the first: n ranks have n tiles."""
+    counts = collections.Counter()  # older torch asks the policy in the second run too
 
     def policy(context, operation, *args, **options):
         keep = False
@@ -68,7 +68,7 @@ def run_half_again(block, *inputs):
 
 def is_added(block, args):
     """Whether a product of `args` is what attention or an MLP adds to x. Backward does not need
-    it, and tensor parallelism sums it in place, which would spoil what is kept."""
+    it, and tensor parallelism sums it in place: the second run would add up sums, silently."""
 
     def place(t):
         return t.untyped_storage()._cdata, t.storage_offset()

@@ -287,7 +287,7 @@ def activation_bytes(config, sequences, element_size, tp=1, recompute="none"):
 def half_kept(config):
     """What recomputation of the kind "half" keeps of a block: elements a token, (whole, split by
     tensor parallelism). The block's input, attention's result, and of its products the first, the
-    third and so on. But none that is added to the residual stream."""
+    third and so on, but none that is added to x as it is."""
     c, k, ups = config.width, config.top_k, 2 if config.mlp == "swiglu" else 1
     not_kept = (0, 0)
     products = [(0, (config.heads + 2 * config.kv_heads) * c // config.heads), not_kept]

@@ -281,8 +281,9 @@ def between_stages(args, config, share, schedule, rank):
 def activations(args, config, share, flying):
     """What backward needs of the forward passes in flight: `flying` blocks x micro-batches."""
     size = flying * of_block(args, config, share, args.recompute)
-    if args.recompute in by_paper.WHOLE_BLOCKS:  # the block that runs again
+    if args.recompute in by_paper.WHOLE_BLOCKS:  # the block that runs again has all of it
         size += of_block(args, config, share, "none")
+        size -= of_block(args, config, share, args.recompute)
     return size
 
 
