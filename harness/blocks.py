@@ -1,9 +1,20 @@
 """How the blocks of a GPT run: compiled, or with activation checkpointing. Set before training."""
 
+import collections
+import functools
+
 import torch
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
 
 import model as gpt
+
+KINDS = ("none", "selective", "half", "block")  # of recomputation
+aten = torch.ops.aten
+PRODUCTS = (aten.mm, aten.addmm, aten.bmm, aten._grouped_mm)
 
 
 def recompute(model, kind):
@@ -12,15 +23,19 @@ def recompute(model, kind):
         none       keep all that backward needs: 16 tensors (B, T, C) of a GPT-2 block
         selective  keep 10: norms and activation functions run again (Korthikanti et al. 2022,
                    section 5, arXiv:2205.05198, do so with scores; a flash kernel keeps none)
+        half       keep 9: the block's input, attention's result and every second product's; all
+                   else runs again (TorchTitan's `_apply_ac_to_transformer_block`, "op")
         block      keep 1, the input: the whole block runs again (Chen et al. 2016, 1604.06174)
 
     Selective wraps norm + qkv, norm + up, activation + down. Backward needs only the input of the
     product, so the second run stops before it. An `enter` that gathers does so again.
     A norm before two products (SwiGLU, a mixture) is kept, or the first would run twice.
-    With block, all but the last product runs twice, and whatever the techniques send before it."""
-    if kind not in ("none", "selective", "block"):
-        raise ValueError(f"unknown kind {kind!r}: choose none, selective or block")
-    model.run = run_checkpointed if kind == "block" else gpt.run_directly
+    With block, all but the last product runs twice, and whatever the techniques send before it.
+    Half sends as much: a collective in place leaves no result that could be kept."""
+    if kind not in KINDS:
+        raise ValueError(f"unknown kind {kind!r}: choose {', '.join(KINDS[:-1])} or {KINDS[-1]}")
+    runs = {"half": run_half_again, "block": run_checkpointed}
+    model.run = runs.get(kind, gpt.run_directly)
     for module in model.blocks.modules():
         if isinstance(module, (gpt.Attention, gpt.MLP, gpt.Experts)):
             module.run = run_checkpointed if kind == "selective" else gpt.run_directly
@@ -29,6 +44,38 @@ def recompute(model, kind):
 def run_checkpointed(function, *inputs):
     """Activation checkpointing: keep the inputs, run the function again in backward."""
     return checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=False)
+
+
+def run_half_again(block, *inputs):
+    """Activation checkpointing that also keeps what attention's kernel returns, and the first, the
+    third, ... product. Of a ring's tiles only the first: n ranks have n tiles."""
+    counts = collections.Counter()  # older torch asks the policy in the second run too
+
+    def policy(context, operation, *args, **options):
+        keep = False
+        if operation.name().startswith("aten::_scaled_dot_product"):
+            counts["attention", context.is_recompute] += 1
+            keep = counts["attention", context.is_recompute] == 1
+        elif getattr(operation, "overloadpacket", None) in PRODUCTS:
+            counts["product", context.is_recompute] += 1
+            keep = counts["product", context.is_recompute] % 2 == 1 and not is_added(block, args)
+        return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
+
+    contexts = functools.partial(create_selective_checkpoint_contexts, policy)
+    options = {"use_reentrant": False, "preserve_rng_state": False}
+    return checkpoint(block, *inputs, context_fn=contexts, **options)
+
+
+def is_added(block, args):
+    """Whether a product of `args` is what attention or an MLP adds to x. Backward does not need
+    it, and tensor parallelism sums it in place: the second run would add up sums, silently."""
+
+    def place(t):
+        return t.untyped_storage()._cdata, t.storage_offset()
+
+    linear = [m for name, m in block.named_modules() if name.endswith(("proj", "down"))]
+    added = [place(module.weight) for module in linear]
+    return any(place(t) in added for t in args if isinstance(t, torch.Tensor))
 
 
 def compile_blocks(model):

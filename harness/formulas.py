@@ -13,6 +13,9 @@ def ceil(a, b):
     return -(-a // b)
 
 
+WHOLE_BLOCKS = ("half", "block")  # kinds of recomputation that repeat a block's messages
+
+
 # --- data parallelism
 
 
@@ -75,8 +78,9 @@ def tensor_parallel_sent(
     Each block has 4 all-reduces of (tokens, C); the embedding has one in forward and the head's
     input one in backward; the loss has three of (tokens,). A mixture of experts also reduces the
     gradient of the router's k weights, and shared experts need two more all-reduces, as an MLP.
-    recompute: as of the model; "block" repeats the all-reduces of a block's forward."""
-    again = sent_again(config) if recompute == "block" else 0
+    recompute: as of the model; "block" and "half" repeat the all-reduces of a block's
+    forward."""
+    again = sent_again(config) if recompute in WHOLE_BLOCKS else 0
     all_reduces = (4 + again) * blocks + embedding + head
     elements = all_reduces * tokens * config.width
     if config.experts:
@@ -154,11 +158,11 @@ def sequence_parallel_sent(
     backward. The sum of the partial gradients, once a step, is not in it.
 
     keep: whether gathered inputs are kept for backward. recompute: as of the model; "selective"
-    gathers kept inputs of products again where it runs their norms again, "block" repeats the
-    block's forward."""
+    gathers kept inputs of products again where it runs their norms again, "block" and "half" repeat
+    the block's forward."""
     r, exact = (t - 1) / t, max(element_size, 4)
     padded_length = ceil(length, t) * t
-    whole_block = recompute == "block"
+    whole_block = recompute in WHOLE_BLOCKS
     # Messages of (tokens, C). A block's attention and its MLP each enter and leave, in forward and
     # in backward
     gathers = (4 if keep else 6) * blocks
@@ -263,6 +267,9 @@ def activation_bytes(config, sequences, element_size, tp=1, recompute="none"):
     tokens = sequences * config.context
     if recompute == "block":  # the block's input
         return tokens * config.width * element_size
+    if recompute == "half":
+        whole, split = half_kept(config)
+        return tokens * (whole + split / tp) * element_size
     head_size = config.width // config.heads
     whole = 4 * config.width
     hidden = (4 if config.mlp == "swiglu" else 2) * config.hidden
@@ -275,3 +282,20 @@ def activation_bytes(config, sequences, element_size, tp=1, recompute="none"):
         hidden *= config.top_k + config.shared
     split = (2 * config.heads + 2 * config.kv_heads) * head_size + hidden
     return tokens * (whole + split / tp) * element_size
+
+
+def half_kept(config):
+    """What recomputation of the kind "half" keeps of a block: elements a token, (whole, split by
+    tensor parallelism). The block's input, attention's result, and of its products the first, the
+    third and so on, but none that is added to x as it is."""
+    c, k, ups = config.width, config.top_k, 2 if config.mlp == "swiglu" else 1
+    not_kept = (0, 0)
+    products = [(0, (config.heads + 2 * config.kv_heads) * c // config.heads), not_kept]
+    if config.experts:
+        products.append((config.experts, 0))  # the router
+    if config.shared or not config.experts:
+        products += ups * [(0, (config.shared or 1) * config.hidden)] + [not_kept]
+    if config.experts:
+        products += ups * [(0, k * config.hidden)] + [(k * c, 0)]
+    kept = [(c, c), *products[::2]]
+    return tuple(sum(sizes) for sizes in zip(*kept))

@@ -25,7 +25,7 @@ MIXTURE = "--experts 5 --family llama --kv-heads 2 --balance-loss 0.1 --shared 1
 LAYOUTS = [
     "--dp 3 --microbatches 2 --bucket-mb 0.01 --layers 3",
     "--dp 2 --zero 1 --param-dtype bfloat16 --reduce-dtype float32 --microbatches 3",
-    "--dp 2 --pp 2 --zero 2 --schedule zb-h1 --microbatches 3 --dropout 0.1",
+    "--dp 2 --pp 2 --zero 2 --schedule zb-h1 --microbatches 3 --dropout 0.1 --recompute half",
     "--dp 2 --tp 2 --zero 3 --family llama --kv-heads 2 --microbatches 2 --recompute block",
     "--tp 2 --pp 2 --schedule interleaved --microbatches 4 --optimizer sgd --layers 5",
     "--tp 2 --sp --gather-again --pp 2 --schedule dualpipev --microbatches 4 --layers 4",
@@ -34,7 +34,7 @@ LAYOUTS = [
     "--cp 4 --cp-kind ring-ulysses --dtype float64",
     "--cp 2 --cp-kind gather --tp 2 --sp --pp 2 --microbatches 3",
     f"--dp 2 --ep 2 {MIXTURE} --microbatches 2 --expert-chunks 2",
-    f"--tp 2 --pp 2 {MIXTURE} --schedule zb-v --microbatches 3 --layers 4",
+    f"--tp 2 --pp 2 {MIXTURE} --schedule zb-v --microbatches 3 --layers 4 --recompute half",
 ]
 CLUSTER = devices.Cluster(devices.DEVICES["h100"], 8, 450e9, 50e9)
 
@@ -84,6 +84,7 @@ def test_equals_a_real_run(ranks, text, flags):
         "--dp 2 --zero 1 --layers 13 --tp 2 --sp --pp 2 --microbatches 3 --param-dtype bfloat16",
         "--dp 2 --zero 3 --layers 6 --family llama --param-dtype bfloat16",  # x is not kept
         f"--dp 2 --ep 2 {MIXTURE} --layers 7 --microbatches 2 --recompute block",
+        "--dp 2 --zero 3 --layers 7 --tp 2 --family llama --recompute half",
         f"--pp 2 {MIXTURE} --layers 5 --schedule zb-h1 --microbatches 2",  # has no tape
     ],
 )

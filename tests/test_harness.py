@@ -123,6 +123,7 @@ def refused(capfd, monkeypatch, script, *flags):
             "--dp 2 --microbatches 3",
             "--batch 16.*2 data-parallel ranks x 3.*--microbatches could be 1, 2, 4, 8",
         ),
+        ("train", "--compile --recompute half", "does not go with --recompute half.*selective"),
         ("train", "--preset gpt5", "unknown preset 'gpt5'.*tiny"),
         ("train", "--zero 4", "--zero.*4"),
         ("zero", "--stage 5", "--stage.*5"),

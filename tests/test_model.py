@@ -310,7 +310,7 @@ def steps_with(kind, **sizes):
 @pytest.mark.parametrize("mixture", [{}, MIXTURE | dict(bias_rate=0.1)], ids=["plain", "mixture"])
 def test_recomputation_changes_no_bit_and_holds_less(family, mixture):
     whole, most = steps_with("none", family=family, **mixture)
-    for kind, part in (("selective", 0.85), ("block", 0.5)):
+    for kind, part in (("selective", 0.85), ("half", 0.8), ("block", 0.5)):
         again, held = steps_with(kind, family=family, **mixture)
         assert again.keys() == whole.keys() and all(
             torch.equal(again[name], whole[name]) for name in whole
@@ -318,6 +318,49 @@ def test_recomputation_changes_no_bit_and_holds_less(family, mixture):
         assert held < part * most
     if mixture:
         assert [whole[i].sum() for i in range(3)] == [6 * 24 * 2] * 3
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+@pytest.mark.parametrize("mixture", [{}, {"experts": 4}, {"experts": 4, "shared": 1}])
+@pytest.mark.parametrize("kind", ["half", "block"])
+def test_what_a_recomputed_block_keeps_is_as_the_formula_says(family, mixture, kind):
+    """To the byte: beside it attention's kernel keeps a number a token and head, and a router the
+    load of its experts."""
+    held, (tokens, targets) = [], batch(rows=6)
+    for layers in (2, 3):
+        config = presets.configure(**SMALL | dict(layers=layers), family=family, **mixture)
+        model = gpt.build(config)
+        harness.recompute(model, kind)
+        ledger = Ledger({})
+        ledger.watch(model.parameters())
+        with ledger:
+            loss = model(tokens, targets=targets)
+        held.append(ledger.bytes)
+        del loss
+    beside = 6 * config.context * config.heads * 4 if kind == "half" else 0
+    beside += 8 * config.experts
+    assert held[1] - held[0] == harness.activation_bytes(config, 6, 4, 1, kind) + beside
+
+
+def test_half_keeps_one_tile_of_a_ring():
+    """However many kernels attention is made of."""
+
+    class Tiles(gpt.AttentionCore):
+        def forward(self, q, k, v):
+            return sum(super(Tiles, self).forward(q, k, v) for _ in range(self.tiles))
+
+    held, (tokens, targets) = [], batch(rows=6)
+    for Tiles.tiles in (1, 3):
+        model = gpt.build(presets.configure(**SMALL))
+        for block in model.blocks.values():
+            block.attn.core = Tiles()
+        harness.recompute(model, "half")
+        ledger = Ledger({})
+        with ledger:
+            loss = model(tokens, targets=targets)
+        held.append(ledger.bytes)
+        loss.backward()
+    assert held[0] == held[1]
 
 
 def test_recomputation_of_another_kind_is_refused():

@@ -339,11 +339,14 @@ def test_experts_are_deferred_too(ranks, dtype):
             )
 
 
-@pytest.mark.parametrize("recompute, again", [("none", 0), ("selective", 0), ("block", 4)])
+@pytest.mark.parametrize(
+    "recompute, again", [("none", 0), ("selective", 0), ("half", 2), ("block", 4)]
+)
 def test_weight_gradients_come_last_once_and_cost_nothing_twice(ranks, recompute, again):
     """Of each micro-batch: the hook of a linear layer's weight runs in W, that of a norm in I, each
     once; and the matrix products are as many as without the split, even where norms and activation
-    functions are recomputed. (Of whole blocks run again, all but the last of the 5.)"""
+    functions are recomputed. (Of whole blocks run again, all but the last of the 5; of these 4 the
+    kind "half" keeps 2.)"""
 
     def work(rank, name, recompute="none"):
         from torch.utils._python_dispatch import TorchDispatchMode

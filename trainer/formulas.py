@@ -65,7 +65,7 @@ def expected(run, model, optimizer, schedule, groups, length, travelled):
         element=harness.DTYPES[args.param_dtype].itemsize,
         reduced=harness.DTYPES[args.reduce_dtype].itemsize,
         master=harness.DTYPES[args.dtype].itemsize,
-        forwards=2 if args.recompute == "block" else 1,
+        forwards=2 if args.recompute in by_paper.WHOLE_BLOCKS else 1,
     )
     actions = [(action.kind, stages.index(action.stage)) for action in row]
     states, sent = data(run, share, optimizer, actions, groups)
@@ -241,7 +241,7 @@ def tensor(run, share, optimizer, tp):
         shape = share.sequences * share.length, e, *share.layers
         size = by_paper.tensor_parallel_sent(config, args.tp, *shape, args.recompute)
         times = 8
-        if args.recompute == "block":
+        if args.recompute in by_paper.WHOLE_BLOCKS:
             times += 2 * by_paper.sent_again(config)
         text = f"{times} r b T C e a block, and both ends"
         return {("all_reduce", "tp"): (size + by_paper.all_reduce_sent(SCALAR, args.tp), text)}
@@ -281,8 +281,9 @@ def between_stages(args, config, share, schedule, rank):
 def activations(args, config, share, flying):
     """What backward needs of the forward passes in flight: `flying` blocks x micro-batches."""
     size = flying * of_block(args, config, share, args.recompute)
-    if args.recompute == "block":
-        size += of_block(args, config, share, "none")  # the block that runs again
+    if args.recompute in by_paper.WHOLE_BLOCKS:  # the block that runs again has all of it
+        size += of_block(args, config, share, "none")
+        size -= of_block(args, config, share, args.recompute)
     return size
 
 

@@ -108,6 +108,10 @@ def check(args, config):
     if args.compile and config.experts:
         why = "whose shapes change every step"
         raise Refused(f"--compile does not go with --experts, {why}: leave one of them out")
+    if args.compile and args.recompute == "half":
+        why = "compiled code overwrites results that should be kept"
+        advice = "use --recompute selective or block, or leave --compile out"
+        raise Refused(f"--compile does not go with --recompute half: {why}; {advice}")
     for part in (saving, sampling, tracking, planner, islands):
         part.check(args)
     pretrained.check(args, config)

@@ -269,7 +269,7 @@ def rough(args, config, cluster):
     tp, pp, m, chunks = args.tp, args.pp, args.microbatches, args.chunks or 1
     _, ranks = layers_of(args, config)
     device = cluster.device
-    memory = device.bandwidth * kernels.COPY
+    memory = 1 / kernels.moving_seconds(device, 1)
     ends = {"embedding": True, "head": pp == 1}
     _, parameters, _ = states_held(args, config, sizes, max(ranks), ends)
     computing = max(
@@ -310,7 +310,7 @@ def compute_seconds(args, config, sizes, device, layers, last):
         config, device, kernel, rows, length, args.tp, sizes.e
     )
     again = args.recompute == "block"
-    memory = device.bandwidth * kernels.COPY
+    memory = 1 / kernels.moving_seconds(device, 1)
     seconds = layers * (forward * (1 + again) + backward)
     seconds += layers * block_bytes(args, config, sizes) / memory
     if last:
