@@ -242,7 +242,7 @@ def test_fused_operations_move_fewer_bytes():
     )
     times = [sum(part.compute for part in rank.actions.values()) for rank in (eager, fused)]
     assert fused.held == eager.held and fused.flops == eager.flops
-    assert 0.6 * times[0] < times[1] < 0.97 * times[0]
+    assert 0.6 * times[0] < times[1] < 0.99 * times[0]
 
 
 @pytest.mark.parametrize("size", ["--context 1000000000", "--batch 20000 --microbatches 20000"])

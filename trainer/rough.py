@@ -57,10 +57,15 @@ def sizes_of(args, config):
 # --- bytes
 
 
-def norm_kept(config, sizes):
-    """Bytes that a norm keeps beside its result. RMSNorm of 16 bits, on a CPU, which is what a dry
-    run plays: its input and its quotient in float32. LayerNorm: its input."""
-    if config.norm == "layernorm":
+def one_operation(args, config):
+    """Whether a norm is one operation: LayerNorm everywhere, RMSNorm on a GPU."""
+    return config.norm == "layernorm" or args.backend == "nccl"
+
+
+def norm_kept(args, config, sizes):
+    """Bytes that a norm keeps beside its result: its input. RMSNorm of 16 bits on a CPU: its input
+    and its quotient in float32."""
+    if one_operation(args, config):
         return sizes.stream
     return 2 * sizes.stream * max(sizes.e, 4) / sizes.e
 
@@ -75,7 +80,7 @@ def block_kept(args, config, sizes, recompute):
     """Bytes that a block keeps of a micro-batch, from forward to backward."""
     if recompute == "block":
         return sizes.stream
-    norm, hidden = norm_kept(config, sizes), hidden_kept(config, sizes, args.tp)
+    norm, hidden = norm_kept(args, config, sizes), hidden_kept(config, sizes, args.tp)
     head = config.width // config.heads
     heads = (config.heads + 2 * config.kv_heads) * head  # of q, k and v, which are one tensor
     if config.positions == "rope":
@@ -122,7 +127,7 @@ def loss_makes(args, config, sizes):
     """Bytes of the head and the loss at their most."""
     width, tp = config.vocab / args.tp, args.tp
     logits = sizes.tokens * width
-    kept = norm_kept(config, sizes) + sizes.entered + sizes.stream
+    kept = norm_kept(args, config, sizes) + sizes.entered + sizes.stream
     if tp > 1:  # in 32 bits, and shifted by the largest
         copies = 8 if sizes.e < 4 else 4
         return kept + logits * (sizes.e + copies)
@@ -246,7 +251,7 @@ def rank_held(args, config, sizes, rank):
     if last:
         moments.append(activations + loss_makes(args, config, sizes))
         gradient = sizes.e * table + (sizes.reduced * table if args.zero > 1 else 0)
-        moments.append(activations + gradient + norm_kept(config, sizes) + 2 * sizes.stream)
+        moments.append(activations + gradient + norm_kept(args, config, sizes) + 2 * sizes.stream)
     gathered = 0
     if args.zero == 3:
         pair = max(block, table) if first or last else block
@@ -327,9 +332,9 @@ def block_bytes(args, config, sizes):
     backward."""
     e = sizes.e
     stream = sizes.stream / e  # elements of (tokens, C) between layers
-    if config.norm == "layernorm":  # one operation forward, one backward
+    if one_operation(args, config):
         norm, norm_backward = 2 * e, 3 * e
-    else:  # as many as model.py's RMSNorm has on a CPU, in 32 bits
+    else:  # in 32 bits
         converted = 2 * (e + 4) if e < 4 else 0
         norm, norm_backward = 28 + converted, 96 + converted
     head = config.width // config.heads
