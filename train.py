@@ -85,7 +85,7 @@ def flags():
     g.add_argument("--zero", type=int, choices=range(4), default=0, help=why)
     zero_flags.add_flags(g, bucket_mb=25, ranks_flag="--zero-ranks", dtypes=list(harness.DTYPES))
     why = "run norms and GELU again in backward, half of the products too, or all: to hold less"
-    g.add_argument("--recompute", choices=harness.blocks.KINDS, default="none", help=why)
+    g.add_argument("--recompute", choices=harness.RECOMPUTATIONS, default="none", help=why)
     why = "torch.compile each block: slow to start (and needs a C++ compiler), faster then"
     g.add_argument("--compile", action="store_true", help=why)
     g = p.add_argument_group("the loop")

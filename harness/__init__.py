@@ -4,7 +4,7 @@ A demo imports `harness` and calls these names. The harness imports no technique
 """
 
 from harness import formulas, tensor_bytes, zero_bytes
-from harness.blocks import compile_blocks, recompute
+from harness.blocks import RECOMPUTATIONS, compile_blocks, recompute
 from harness.flags import (
     DTYPES,
     MEGABYTES,

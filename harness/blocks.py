@@ -12,7 +12,7 @@ from torch.utils.checkpoint import (
 
 import model as gpt
 
-KINDS = ("none", "selective", "half", "block")  # of recomputation
+RECOMPUTATIONS = ("none", "selective", "half", "block")  # of recomputation
 aten = torch.ops.aten
 PRODUCTS = (aten.mm, aten.addmm, aten.bmm, aten._grouped_mm)
 
@@ -32,8 +32,10 @@ def recompute(model, kind):
     A norm before two products (SwiGLU, a mixture) is kept, or the first would run twice.
     With block, all but the last product runs twice, and whatever the techniques send before it.
     Half sends as much: a collective in place leaves no result that could be kept."""
-    if kind not in KINDS:
-        raise ValueError(f"unknown kind {kind!r}: choose {', '.join(KINDS[:-1])} or {KINDS[-1]}")
+    if kind not in RECOMPUTATIONS:
+        raise ValueError(
+            f"unknown kind {kind!r}: choose {', '.join(RECOMPUTATIONS[:-1])} or {RECOMPUTATIONS[-1]}"
+        )
     runs = {"half": run_half_again, "block": run_checkpointed}
     model.run = runs.get(kind, gpt.run_directly)
     for module in model.blocks.modules():

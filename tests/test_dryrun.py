@@ -343,6 +343,7 @@ def test_plan(capsys):
     "flags",
     [
         "--dp 16 --zero 3 --recompute none --microbatches 2",
+        "--dp 16 --zero 3 --recompute half --microbatches 2",
         "--dp 8 --cp 2 --zero 2 --recompute block --microbatches 1 --param-dtype float32",
         "--dp 2 --tp 8 --sp --zero 1 --recompute selective --microbatches 2 --batch 8",
         "--layers 8 --dp 4 --tp 2 --sp --pp 2 --zero 1 --batch 16 --microbatches 4 "

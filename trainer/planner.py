@@ -385,6 +385,7 @@ def candidates(args, config, gpus):
         return [d for d in range(1, min(n, most) + 1) if n % d == 0]
 
     schedules = [("1f1b", 1), ("interleaved", 2), ("interleaved", 4), ("zb-h1", 1)]
+    kinds = [kind for kind in harness.RECOMPUTATIONS if not (kind == "half" and args.compile)]
     for tp in divisors(gpus, 32):
         for pp, cp in itertools.product(divisors(gpus // tp, 64), (1, 2, 4, 8, 16)):
             dp, rest = divmod(gpus, tp * pp * cp)
@@ -422,7 +423,7 @@ def candidates(args, config, gpus):
                 )
                 sizes["chunks"] = chunks if chunks > 1 else None
                 splits = zero_splits(args, dp * cp, tp)
-                for split, recompute in itertools.product(splits, ("none", "selective", "block")):
+                for split, recompute in itertools.product(splits, kinds):
                     one = copy.copy(args)
                     stage, ranks = split
                     vars(one).update(sizes | {"zero": stage, "zero_ranks": ranks})

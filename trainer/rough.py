@@ -80,6 +80,12 @@ def block_kept(args, config, sizes, recompute):
     """Bytes that a block keeps of a micro-batch, from forward to backward."""
     if recompute == "block":
         return sizes.stream
+    if recompute == "half":
+        whole, split = formulas.half_kept(config)
+        whole -= config.width  # its input, as it is between layers
+        logarithms = 4 * config.heads
+        split = split * sizes.e + logarithms
+        return sizes.stream + sizes.tokens * (whole * sizes.e + split / args.tp)
     norm, hidden = norm_kept(args, config, sizes), hidden_kept(config, sizes, args.tp)
     head = config.width // config.heads
     heads = (config.heads + 2 * config.kv_heads) * head  # of q, k and v, which are one tensor
@@ -118,8 +124,9 @@ def block_makes(args, config, sizes):
         made = (4 if gates else 2) * hidden
     else:
         made = (2 if gates else 1) * hidden
-    if args.recompute == "block":
+    if args.recompute in formulas.WHOLE_BLOCKS:
         made += block_kept(args, config, sizes, "none")
+        made -= block_kept(args, config, sizes, args.recompute) * (args.recompute == "half")
     return made + 2 * sizes.stream
 
 
@@ -314,7 +321,7 @@ def compute_seconds(args, config, sizes, device, layers, last):
     forward, backward = kernels.block_seconds(
         config, device, kernel, rows, length, args.tp, sizes.e
     )
-    again = args.recompute == "block"
+    again = {"block": 1.0, "half": 0.5}.get(args.recompute, 0.0)
     memory = 1 / kernels.moving_seconds(device, 1)
     seconds = layers * (forward * (1 + again) + backward)
     seconds += layers * block_bytes(args, config, sizes) / memory
@@ -345,7 +352,7 @@ def block_bytes(args, config, sizes):
     forward = stream * (2 * norm + 6 * e) + turned * 10 * e + hidden * (5 if gates else 2)
     backward = stream * (2 * norm_backward + 6 * e) + turned * 12 * e + hidden * (9 if gates else 3)
     again = 0
-    if args.recompute == "block":
+    if args.recompute in formulas.WHOLE_BLOCKS:
         again = forward
     elif args.recompute == "selective":
         norms = 1 if gates or config.experts else 2
