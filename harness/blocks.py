@@ -33,9 +33,8 @@ def recompute(model, kind):
     With block, all but the last product runs twice, and whatever the techniques send before it.
     Half sends as much: a collective in place leaves no result that could be kept."""
     if kind not in RECOMPUTATIONS:
-        raise ValueError(
-            f"unknown kind {kind!r}: choose {', '.join(RECOMPUTATIONS[:-1])} or {RECOMPUTATIONS[-1]}"
-        )
+        *others, last = RECOMPUTATIONS
+        raise ValueError(f"unknown kind {kind!r}: choose {', '.join(others)} or {last}")
     runs = {"half": run_half_again, "block": run_checkpointed}
     model.run = runs.get(kind, gpt.run_directly)
     for module in model.blocks.modules():
