@@ -162,6 +162,12 @@ class Row(NamedTuple):
     def error(self):
         return self.estimate / self.published - 1
 
+    @property
+    def longer(self):
+        """The measured time over the estimated one."""
+        ratio = self.published / self.estimate
+        return ratio if self.unit == "seconds a step" else 1 / ratio
+
 
 TIMES = ("TFLOP/s a GPU", "tokens/s a GPU", "seconds a step", "MFU, %")
 
@@ -343,6 +349,10 @@ def summary(rows):
         median = (times[(len(times) - 1) // 2] + times[len(times) // 2]) / 2
         within = sum(error <= 0.2 for error in times)
         yield f"times: median error {median:.0%}, {within} of {len(times)} rows within 20%"
+        ratios = sorted(row.longer for row in rows if row.unit in TIMES)
+        ends = round(len(ratios) / 20)  # of twenty runs, one at either end
+        low, high = ratios[ends], ratios[-1 - ends]
+        yield f"nine in ten took between {low:.2f} and {high:.2f} times the estimate"
         outside = [row for row in rows if row.unit in TIMES and abs(row.error) > 0.2]
         names = "; ".join(f"{row.run} {row.error:+.0%}" for row in outside)
         yield f"outside: {names or 'none'}"
