@@ -365,10 +365,8 @@ def layout(args):
     text += f" in groups of {args.zero_ranks}" if args.zero_ranks else ""
     text += " offload" * args.offload
     text += f" recompute {args.recompute}" * (args.recompute != "none")
-    return (
-        text + f" {args.schedule}{f' x {args.chunks}' if args.chunks else ''}" * (args.pp > 1)
-        or "one device"
-    )
+    text += f" {args.schedule}{f' x {args.chunks}' if args.chunks else ''}" * (args.pp > 1)
+    return text.strip() or "one device"
 
 
 def device_name(args):
