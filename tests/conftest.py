@@ -21,16 +21,22 @@ import pytest
 os.environ.setdefault("USERS_GPUS", os.environ.get("CUDA_VISIBLE_DEVICES", "all"))
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
-import torch
-
-# What an optimizer imports at its first step: here, once, and not in every rank
-import torch._dynamo
-import torch.distributed as dist
-
 ROOT = pathlib.Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
-torch.set_num_threads(1)
+
+
+def pytest_collectstart():
+    """Import what ranks need once, here, and not in every rank: torch, and what it imports at the
+    first step of an optimizer, of a ledger and of a trace. The process that hands tests out to
+    pytest-xdist's workers collects none, and needs no torch."""
+    import torch
+    import torch._dynamo
+    import torch._subclasses.schema_check_mode
+
+    torch.set_num_threads(1)
+    with torch.profiler.record_function("the first imports a module"):
+        pass
 
 
 # Real launches, faults and other implementations: worth their time, but not at every change
@@ -112,6 +118,8 @@ def on_ranks(world, work, *args, timeout=120):
 
 
 def child(folder, rank, world, work, args):
+    import torch.distributed as dist
+
     code = 1
     try:
         if hasattr(os, "SCHED_BATCH"):
