@@ -233,7 +233,7 @@ def test_zero_in_groups_of_ranks(ranks, text):
 
 
 @pytest.mark.parametrize("variant", ["gpt2", "llama"])
-def test_recomputation_shrinks_the_peak(ranks, text, variant):
+def test_recomputation_shrinks_the_peak(kept_ranks, text, variant):
     """One long sequence through 8 blocks, so that head and embedding are little beside them."""
     peaks = []
     for kind in ("none", "selective", "block"):
@@ -241,7 +241,7 @@ def test_recomputation_shrinks_the_peak(ranks, text, variant):
             f"{VARIANTS[variant]} --tp 2 --sp --layers 8 --context 128 --batch 1 --dtype float32 "
             f"--prove 0 --recompute {kind}"
         )
-        [(code, receipt), _] = ranks(2, run_layout, arguments(text, flags))
+        [(code, receipt), _] = kept_ranks(2, run_layout, arguments(text, flags))
         assert code == 0
         held = receipt["held"]["activations_peak"]
         assert 1 < held["bytes"] / held["formula_bytes"] < 1.6
