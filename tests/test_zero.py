@@ -887,6 +887,11 @@ def test_evaluation_and_wrong_use(ranks):
 FLAGS = "--layers 3 --width 32 --heads 4 --context 16 --batch 12 --steps 3 --grad-clip 0.1 --quiet"
 
 
+def run_demo(rank, args):
+    run = harness.Run(args, rank, dist.get_world_size(), torch.device("cpu"))
+    return zero.demo(run), getattr(run, "result", None)
+
+
 @pytest.mark.parametrize(
     "flags",
     [
@@ -901,18 +906,13 @@ FLAGS = "--layers 3 --width 32 --heads 4 --context 16 --batch 12 --steps 3 --gra
         "--stage 3 --dtype float64 --shard-ranks 2 --microbatches 3 --optimizer sgd --lr 0.3",
     ],
 )
-def test_demo(ranks, tmp_path, flags):
+def test_demo(kept_ranks, tmp_path, flags):
     text = tmp_path / "text.txt"
     text.write_text("".join(chr(97 + data.hash64(1, i) % 26) + " " * (i % 3) for i in range(4000)))
     data.load(text)
     args = zero.flags().parse_args(f"{FLAGS} {flags} --data {text}".split())
     world = 4 if args.shard_ranks else 3
-
-    def work(rank):
-        run = harness.Run(args, rank, world, torch.device("cpu"))
-        return zero.demo(run), getattr(run, "result", None)
-
-    results = ranks(world, work)
+    results = kept_ranks(world, run_demo, args)
     assert [code for code, _ in results] == [0] * world
     groups = {row["group"] for row in results[0][1]["sent"]}
     assert groups == ({"dp", "inside", "across"} if args.shard_ranks else {"dp"})
