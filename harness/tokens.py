@@ -81,6 +81,7 @@ class Tiktoken:
         return self.encoding.decode(tokens)
 
 
+@functools.cache
 def bytes_encoding():
     """Each byte is a token, and <|endoftext|> is token 256. Needs no download."""
     tokens = {bytes([i]): i for i in range(256)}

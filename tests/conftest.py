@@ -1,8 +1,10 @@
 """Fixtures, and the one thing that makes a test of several ranks cheap: they are forked from this
 process, which has imported torch already. That needs a parent whose thread pool was never used."""
 
+import collections
 import functools
 import gc
+import multiprocessing.connection
 import os
 import pathlib
 import pickle
@@ -21,16 +23,22 @@ import pytest
 os.environ.setdefault("USERS_GPUS", os.environ.get("CUDA_VISIBLE_DEVICES", "all"))
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
-import torch
-
-# What an optimizer imports at its first step: here, once, and not in every rank
-import torch._dynamo
-import torch.distributed as dist
-
 ROOT = pathlib.Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if sys.platform == "linux" else "lo0")
-torch.set_num_threads(1)
+
+
+def pytest_collectstart():
+    """Import what ranks need once, here, and not in every rank: torch, and what it imports at the
+    first step of an optimizer, of a ledger and of a trace. The process that hands tests out to
+    pytest-xdist's workers collects none, and needs no torch."""
+    import torch
+    import torch._dynamo
+    import torch._subclasses.schema_check_mode
+
+    torch.set_num_threads(1)
+    with torch.profiler.record_function("the first imports a module"):
+        pass
 
 
 # Real launches, faults and other implementations: worth their time, but not at every change
@@ -111,13 +119,22 @@ def on_ranks(world, work, *args, timeout=120):
         return [pickle.loads(read(folder, rank, "result")) for rank in range(world)]
 
 
+def join(path, rank, world):
+    """Make this process a rank of a gloo group, whose members meet in the file `path`."""
+    import torch.distributed as dist
+
+    if hasattr(os, "SCHED_BATCH"):
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+    store = dist.FileStore(path, world)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
+
+
 def child(folder, rank, world, work, args):
+    import torch.distributed as dist
+
     code = 1
     try:
-        if hasattr(os, "SCHED_BATCH"):
-            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
-        store = dist.FileStore(f"{folder}/store", world)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
+        join(f"{folder}/store", rank, world)
         result = work(rank, *args)
         pathlib.Path(folder, f"result{rank}").write_bytes(pickle.dumps(result))
         dist.barrier()
@@ -135,9 +152,121 @@ def read(folder, rank, kind):
     return (path.read_bytes() if kind == "result" else path.read_text()) if path.exists() else None
 
 
+class KeptRanks:
+    """Ranks that stay for the next test, if it wants as many. Half of a small test's time on fresh
+    ranks is the copying of pages that a forked process writes to for the first time."""
+
+    def __init__(self):
+        self.members = []  # (pid, connection) of each rank
+        self.folder = None
+        self.calls = 0
+
+    def __call__(self, world, work, *args, timeout=120):
+        """As on_ranks. `work` must be a function of a module, because ranks of before run it: they
+        see no monkeypatch, and what it changes for good would stay."""
+        message = pickle.dumps((work, args))
+        if len(self.members) != world:
+            self.end()
+            self.fork(world)
+        self.calls += 1
+        for _, connection in self.members:
+            connection.send_bytes(pickle.dumps(f"{self.folder.name}/store{self.calls}"))
+            connection.send_bytes(message)
+        results, failed = self.collect(timeout)
+        if failed:
+            self.end()
+        assert not failed, "\n" + "\n".join(f"rank {r}: {failed[r]}" for r in sorted(failed))
+        return [results[rank] for rank in range(world)]
+
+    def fork(self, world):
+        sys.stdout.flush()
+        sys.stderr.flush()
+        gc.freeze()  # as in on_ranks
+        self.folder = tempfile.TemporaryDirectory()
+        for rank in range(world):
+            connection, its_connection = multiprocessing.Pipe()
+            pid = os.fork()
+            if pid == 0:
+                connection.close()
+                serve(its_connection, rank, world)
+            its_connection.close()
+            self.members.append((pid, connection))
+
+    def collect(self, timeout):
+        """({rank: result}, {rank: why it has none})."""
+        waiting = {connection: rank for rank, (_, connection) in enumerate(self.members)}
+        results, failed = {}, {}
+        deadline = time.monotonic() + timeout
+        while waiting:
+            ready = multiprocessing.connection.wait(waiting, deadline - time.monotonic())
+            if not ready:
+                return results, failed | dict.fromkeys(waiting.values(), "did not end")
+            for connection in ready:
+                rank = waiting.pop(connection)
+                try:
+                    error, result = pickle.loads(connection.recv_bytes())
+                except (EOFError, ConnectionResetError):
+                    error = "died"
+                if error:
+                    failed[rank] = error
+                    deadline = min(deadline, time.monotonic() + 5)
+                else:
+                    results[rank] = result
+        return results, failed
+
+    def end(self):
+        for pid, connection in self.members:
+            connection.close()
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+        self.members = []
+        if self.folder:
+            self.folder.cleanup()
+
+
+def serve(connection, rank, world):
+    """A kept rank: one call after the other, each in a process group of its own."""
+    import torch.distributed as dist
+
+    from harness import start
+
+    start.die_with_parent(signal.SIGKILL)
+    while True:
+        path, (work, args) = (pickle.loads(connection.recv_bytes()) for _ in range(2))
+        try:
+            join(path, rank, world)
+            answer = None, work(rank, *args)
+            dist.barrier()
+            dist.destroy_process_group()
+            gc.collect()  # of groups that hang together in circles: each has threads
+        except BaseException:
+            answer = traceback.format_exc(), None
+        sys.stdout.flush()
+        sys.stderr.flush()
+        connection.send_bytes(pickle.dumps(answer))
+        if answer[0]:
+            os._exit(1)  # others may wait for this rank
+
+
 @pytest.fixture
 def ranks():
     return on_ranks
+
+
+@pytest.fixture(scope="session")
+def kept_ranks():
+    kept = KeptRanks()
+    yield kept
+    kept.end()
+
+
+@pytest.fixture
+def all_kept_ranks():
+    """kept_ranks for a test that goes back and forth between numbers of ranks."""
+    kept = collections.defaultdict(KeptRanks)
+    yield lambda world, *rest: kept[world](world, *rest)
+    for each in kept.values():
+        each.end()
 
 
 @pytest.fixture(scope="session")

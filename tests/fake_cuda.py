@@ -3,8 +3,8 @@
     python tests/fake_cuda.py LIBRARY < cases        LIBRARY: the compiled fakecuda.cpp
 
 A case is a line of JSON, [script, flags, rank, world]. A case plays one training step of that rank,
-the second, under FakeTensorMode on `cuda:0`, with a process group of torch's fake backend. For each
-case it prints a line of JSON:
+the second, under FakeTensorMode on `cuda:0`, with a process group of torch's fake backend. It
+prints what it sees of planted mistakes, and for each case a line of JSON:
 
     misplaced   what nccl would refuse: a collective with a tensor that is on the CPU, that is not
                 contiguous, or that has a dtype without a nccl type; and, in train.py, a message in
@@ -270,7 +270,28 @@ def play(script, flags, rank, world):
                 dist.destroy_process_group()
 
 
+def planted():
+    """What is seen of planted mistakes: numbers of waits, misplaced tensors and late launches."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    watch = Watch()
+    with FakeTensorMode(), watch:
+        x = torch.ones(4, 6, device="cuda")
+        x.sum().item()
+        x.masked_fill(x > 0, 0).index_put_((x > 0,), x.sum())
+        torch.ones(3).to("cuda")
+        dist.all_reduce(torch.ones(3))
+        dist.all_reduce(x.t())
+        dist.recv(x, 1)
+        x.exp_()
+        dist.send(x, 1)
+    dist.destroy_process_group()
+    return len(watch.waits), len(watch.misplaced), len(watch.late)
+
+
 if __name__ == "__main__":
     library.install()
+    print(json.dumps(planted()), flush=True)
     for line in sys.stdin:
         print(json.dumps(play(*json.loads(line))), flush=True)

@@ -1,6 +1,7 @@
 """One process, in a dozen plain lines: what every technique is held against. It shares nothing with
 harness.py."""
 
+import contextlib
 import functools
 
 import torch
@@ -33,6 +34,16 @@ def make_optimizer(parameters, kind):
     if kind == "sgd":
         return torch.optim.SGD(parameters, lr=0.3)
     return torch.optim.AdamW(parameters, lr=1e-2, weight_decay=0.1)
+
+
+@contextlib.contextmanager
+def case(*label):
+    """Tell, where a check fails inside, which of a launch's cases it was."""
+    try:
+        yield
+    except Exception as e:
+        e.add_note(f"case: {label}")
+        raise
 
 
 @functools.cache

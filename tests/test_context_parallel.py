@@ -61,13 +61,13 @@ def train_parallel(rank, config, way, kind, world, zigzag=True, accumulate=2, st
 
 @pytest.mark.parametrize("kind", ["sgd", "adamw"])
 @pytest.mark.parametrize("way", cp.KINDS)
-def test_equals_one_process(ranks, way, kind):
+def test_equals_one_process(kept_ranks, way, kind):
     cases = [(ODD["gpt2"], 4 if "ulysses" in way else 3)]  # 13 tokens
     if kind == "sgd":
         # 4 ranks: more than kv-heads
         cases += [(CONFIGS["grouped"], 4), (CONFIGS["dropout"], 2)]
     for config, world in cases:
-        for ours in ranks(world, train_parallel, config, way, kind, world):
+        for ours in kept_ranks(world, train_parallel, config, way, kind, world):
             assert_equal(ours, train(config, kind))
 
 
@@ -99,8 +99,8 @@ def test_one_rank_and_eight(ranks, way, world):
 
 
 @pytest.mark.parametrize("way", ["ring", "gather"])
-def test_contiguous(ranks, way):
-    for ours in ranks(3, train_parallel, CONFIGS["llama"], way, "sgd", 3, False):
+def test_contiguous(kept_ranks, way):
+    for ours in kept_ranks(3, train_parallel, CONFIGS["llama"], way, "sgd", 3, False):
         assert_equal(ours, train(CONFIGS["llama"], "sgd"))
 
 
@@ -173,7 +173,7 @@ def whole(parts, length):
 
 
 @pytest.mark.parametrize("way", cp.KINDS)
-def test_equals_scaled_dot_product_attention(ranks, way):
+def test_equals_scaled_dot_product_attention(kept_ranks, way):
     """Also one token a rank, and fewer."""
     for seed, (world, size, length) in enumerate(
         [
@@ -185,17 +185,17 @@ def test_equals_scaled_dot_product_attention(ranks, way):
             (4, (1, 24, 6, 4), 16),  # the ranks do not divide the kv-heads
         ]
     ):
-        parts = ranks(world, attention, way, world, size, length, seed, torch.float64)
+        parts = kept_ranks(world, attention, way, world, size, length, seed, torch.float64)
         for ours, theirs in zip(whole(parts, length), plain(size, length, seed)):
             torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize("way", ["ring", "gather"])
-def test_bfloat16_is_as_exact_as_flash_attention(ranks, way):
+def test_bfloat16_is_as_exact_as_flash_attention(kept_ranks, way):
     size, length = (1, 4, 2, 32), 256
     exact = [t.double() for t in plain(size, length, 5)]
     flash = plain(size, length, 5, torch.bfloat16)
-    ours = whole(ranks(4, attention, way, 4, size, length, 5, torch.bfloat16), length)
+    ours = whole(kept_ranks(4, attention, way, 4, size, length, 5, torch.bfloat16), length)
     for a, b, e in zip(ours, flash, exact):
         assert (a.double() - e).norm() <= 1.5 * (b.double() - e).norm()
 

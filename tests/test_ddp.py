@@ -63,11 +63,13 @@ def train_parallel(rank, config, kind, way, accumulate, world, steps=STEPS):
 
 @pytest.mark.parametrize("kind", ["sgd", "adamw"])
 @pytest.mark.parametrize("way", ["server", "naive", "bucketed", "overlapped"])
-def test_equals_one_process(ranks, way, kind):
+def test_equals_one_process(kept_ranks, way, kind):
     cases = [("gpt2", 3, 2), ("dropout", 4, 3), ("llama", 1, 2)]
     for config, world, accumulate in cases if kind == "sgd" else cases[:1]:
         reference = train(CONFIGS[config], kind)
-        for ours, _ in ranks(world, train_parallel, CONFIGS[config], kind, way, accumulate, world):
+        for ours, _ in kept_ranks(
+            world, train_parallel, CONFIGS[config], kind, way, accumulate, world
+        ):
             assert_equal(ours, reference)
 
 
@@ -104,10 +106,10 @@ def train_with_servers(rank, config, kind, count, steps=STEPS):
 
 
 @pytest.mark.parametrize("kind, count", [("sgd", 1), ("adamw", 2), ("adamw", 3)])
-def test_several_servers_equal_one_process(ranks, kind, count):
+def test_several_servers_equal_one_process(kept_ranks, kind, count):
     losses, gradients, weights = train(CONFIGS["gpt2"], kind)
     norm = torch.stack([g.square().sum() for g in gradients.values()]).sum().sqrt()
-    results = ranks(3, train_with_servers, CONFIGS["gpt2"], kind, count)
+    results = kept_ranks(3, train_with_servers, CONFIGS["gpt2"], kind, count)
     for rank, (*ours, our_norm, only_its_own) in enumerate(results):
         its_gradients = {name: gradients[name] for name in ours[1]}
         assert bool(its_gradients) == (rank < count) and only_its_own
@@ -142,10 +144,10 @@ def test_the_receipt_shows_servers_and_workers(script, tmp_path):
     assert code == 2 and "--servers 4 needs as many ranks, and there are 3" in said
 
 
-def test_overlap_starts_before_backward_ends(ranks):
-    results = ranks(2, train_parallel, CONFIGS["gpt2"], "sgd", "overlapped", 2, 2)
+def test_overlap_starts_before_backward_ends(kept_ranks):
+    results = kept_ranks(2, train_parallel, CONFIGS["gpt2"], "sgd", "overlapped", 2, 2)
     assert all(early > 1 for _, early in results)
-    results = ranks(2, train_parallel, CONFIGS["gpt2"], "sgd", "bucketed", 2, 2)
+    results = kept_ranks(2, train_parallel, CONFIGS["gpt2"], "sgd", "bucketed", 2, 2)
     assert all(early == 0 for _, early in results)
 
 

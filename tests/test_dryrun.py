@@ -23,8 +23,9 @@ BASE = (
 BASE += " --quiet --backend gloo"
 MIXTURE = "--experts 5 --family llama --kv-heads 2 --balance-loss 0.1 --shared 1"
 LAYOUTS = [
-    "--dp 3 --microbatches 2 --bucket-mb 0.01 --layers 3",
     "--dp 2 --zero 1 --param-dtype bfloat16 --reduce-dtype float32 --microbatches 3",
+    f"--dp 2 --ep 2 {MIXTURE} --microbatches 2 --expert-chunks 2",
+    "--dp 3 --microbatches 2 --bucket-mb 0.01 --layers 3",
     "--dp 2 --pp 2 --zero 2 --schedule zb-h1 --microbatches 3 --dropout 0.1 --recompute half",
     "--dp 2 --tp 2 --zero 3 --family llama --kv-heads 2 --microbatches 2 --recompute block",
     "--tp 2 --pp 2 --schedule interleaved --microbatches 4 --optimizer sgd --layers 5",
@@ -32,9 +33,8 @@ LAYOUTS = [
     "--cp 2 --dp 2 --zero 1 --family llama --recompute selective",
     "--dp 4 --zero 3 --zero-ranks 2 --layers 2 --microbatches 1 --offload",
     "--cp 4 --cp-kind ring-ulysses --dtype float64",
-    "--cp 2 --cp-kind gather --tp 2 --sp --pp 2 --microbatches 3",
-    f"--dp 2 --ep 2 {MIXTURE} --microbatches 2 --expert-chunks 2",
     f"--tp 2 --pp 2 {MIXTURE} --schedule zb-v --microbatches 3 --layers 4 --recompute half",
+    "--cp 2 --cp-kind gather --tp 2 --sp --pp 2 --microbatches 3",
 ]
 CLUSTER = devices.Cluster(devices.DEVICES["h100"], 8, 450e9, 50e9)
 
@@ -54,18 +54,18 @@ def real(rank, args):
         reads.append(read(self, *given))
         return reads[-1]
 
-    expert_parallel.ExpertDispatch.read = recorded
     run = harness.Run(args, rank, dist.get_world_size(), torch.device("cpu"))
-    train.train(run)
+    with mock.patch.object(expert_parallel.ExpertDispatch, "read", recorded):
+        train.train(run)
     # Two steps and a validation as long
     return run.ledger.sent, run.held, reads[len(reads) // 3 : 2 * len(reads) // 3]
 
 
 @pytest.mark.parametrize("flags", LAYOUTS)
-def test_equals_a_real_run(ranks, text, flags):
+def test_equals_a_real_run(kept_ranks, text, flags):
     args = arguments(f"{flags} --data {text}")
     world = args.dp * args.cp * args.tp * args.pp
-    done = ranks(world, real, args)
+    done = kept_ranks(world, real, args)
     # Ranks of a pipeline differ most; else the last one has the padding
     for rank in (0, world - 1) if args.pp > 1 else [world - 1]:
         sent, held, reads = done[rank]

@@ -25,7 +25,7 @@ CASES = [
     ("zero", f"{SMALL} --stage 3", 1, 3, 200),
     ("tensor_parallel", SMALL, 1, 4, 260),
     ("sequence_parallel", f"{SMALL} --gather-again", 1, 4, 370),
-    ("pipeline", "--layers 8 --batch 16 --schedule zb-v", 0, 4, 1100),
+    ("pipeline", "--layers 4 --batch 8 --microbatches 4 --schedule zb-v", 0, 2, 570),
     ("context_parallel", SMALL, 1, 4, 580),
     ("train", f"{TRAIN} --cp 2 --family llama --kv-heads 2 --param-dtype bfloat16", 1, 2, 520),
     ("context_parallel", f"{SMALL} --kind ulysses --family llama --kv-heads 2", 1, 4, 390),
@@ -79,50 +79,17 @@ def problems(case, result):
 
 @pytest.mark.skipif(not shutil.which("g++"), reason="needs g++")
 def test_steps_on_cuda(tmp_path):
-    """All cases in one process, and one library for this and for the planted mistakes: most of the
-    time goes into imports and into the compiler."""
+    """All cases and the planted mistakes in one process, which imports torch once."""
     path = library(tmp_path)
-    planted_mistakes_are_seen(path)
     command = [sys.executable, "-W", "ignore", str(HERE / "fake_cuda.py"), str(path)]
     cases = "\n".join(json.dumps(case[:4]) for case in CASES)
     done = subprocess.run(command, input=cases, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
-    results = [json.loads(line) for line in done.stdout.splitlines()]
+    planted, *results = [json.loads(line) for line in done.stdout.splitlines()]
+    # Three waits, two tensors that nccl would refuse, a first launch behind a receive
+    assert planted == [3, 2, 1]
     found = []
     for case, result in zip(CASES, results, strict=True):
         print(case, result.get("kernels"), result.get("waits"))
         found += [f"{case[0]} {case[1]}: {problem}" for problem in problems(case, result)]
     assert not found, "\n".join(found)
-
-
-PLANTED = """
-import ctypes, sys
-library = ctypes.CDLL(sys.argv[1])
-sys.path.insert(0, sys.argv[2])
-import fake_cuda, torch
-import torch.distributed as dist
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.testing._internal.distributed.fake_pg import FakeStore
-
-library.install()
-dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
-watch = fake_cuda.Watch()
-with FakeTensorMode(), watch:
-    x = torch.ones(4, 6, device="cuda")
-    x.sum().item()
-    x.masked_fill(x > 0, 0).index_put_((x > 0,), x.sum())
-    torch.ones(3).to("cuda")
-    dist.all_reduce(torch.ones(3))
-    dist.all_reduce(x.t())
-    dist.recv(x, 1)
-    x.exp_()
-    dist.send(x, 1)
-print(len(watch.waits), len(watch.misplaced), len(watch.late))
-"""
-
-
-def planted_mistakes_are_seen(path):
-    """Three waits, two tensors that nccl would refuse, a first launch behind a receive."""
-    command = [sys.executable, "-W", "ignore", "-c", PLANTED, str(path), str(HERE)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert done.stdout.split() == ["3", "2", "1"], done.stdout + done.stderr

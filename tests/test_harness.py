@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import math
+import os
 import re
 import sys
 
@@ -229,3 +230,30 @@ def test_missing_text_on_one_rank(ranks, tmp_path):
 
     results = ranks(3, work)
     assert [speaker for _, speaker in results] == [1, 1, 1] and "does not exist" in results[1][0]
+
+
+def whoami(rank, factor):
+    return rank * factor, os.getpid()
+
+
+def fails(rank):
+    if rank == 1:
+        raise ValueError("rank 1 is wrong")
+    dist.barrier()
+
+
+def dies(rank):
+    if rank == 1:
+        os._exit(3)
+    dist.barrier()
+
+
+def test_kept_ranks(kept_ranks):
+    """The tests' own: ranks stay from call to call, and others take their place after a failure."""
+    first = kept_ranks(2, whoami, 3)
+    assert [value for value, _ in first] == [0, 3] and kept_ranks(2, whoami, 3) == first
+    for work, said in ((fails, "rank 1 is wrong"), (dies, "rank 1: died")):
+        with pytest.raises(AssertionError, match=said):
+            kept_ranks(2, work)
+        assert not set(kept_ranks(2, whoami, 3)) & set(first)
+    assert len(kept_ranks(3, whoami, 3)) == 3

@@ -66,9 +66,9 @@ def check_ranks(results, reference):
 @pytest.mark.parametrize(
     "config, world", [("gpt2", 4), ("llama", 4), ("grouped", 2), ("dropout", 2), ("llama", 1)]
 )
-def test_equals_one_process(ranks, config, world, kind, keep):
+def test_equals_one_process(kept_ranks, config, world, kind, keep):
     check_ranks(
-        ranks(world, train_parallel, CONFIGS[config], kind, keep), train(CONFIGS[config], kind)
+        kept_ranks(world, train_parallel, CONFIGS[config], kind, keep), train(CONFIGS[config], kind)
     )
 
 
@@ -84,9 +84,9 @@ def test_equals_one_process(ranks, config, world, kind, keep):
         ("gpt2", 2, 1, True),
     ],
 )
-def test_sequences_that_do_not_divide(ranks, config, world, tokens, keep):
+def test_sequences_that_do_not_divide(kept_ranks, config, world, tokens, keep):
     config = dataclasses.replace((THREE if world == 3 else CONFIGS)[config], context=tokens)
-    check_ranks(ranks(world, train_parallel, config, "sgd", keep), train(config, "sgd"))
+    check_ranks(kept_ranks(world, train_parallel, config, "sgd", keep), train(config, "sgd"))
 
 
 @pytest.mark.parametrize(

@@ -4,15 +4,15 @@ FSDP2; bytes and memory."""
 import copy
 import dataclasses
 import functools
+import itertools
 import json
-import re
 import weakref
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from reference import CONFIGS, STEPS, assert_equal, batch, make_optimizer, train
+from reference import CONFIGS, STEPS, assert_equal, batch, case, make_optimizer, train
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
@@ -94,50 +94,61 @@ def subgroups(world, split):
 
 @pytest.mark.parametrize("kind", ["sgd", "adamw"])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_equals_one_process(ranks, stage, kind):
+def test_equals_one_process(kept_ranks, stage, kind):
     for config in ("llama", "dropout") if kind == "sgd" else ("gpt2",):
         reference = train(CONFIGS[config], kind)
         world, accumulate = (4, 3) if config == "gpt2" else (3, 2)
-        for ours in ranks(world, train_parallel, CONFIGS[config], kind, stage, accumulate, world):
+        for ours in kept_ranks(
+            world, train_parallel, CONFIGS[config], kind, stage, accumulate, world
+        ):
             assert_equal(ours, reference)
 
 
-@pytest.mark.parametrize(
-    "stage, options",
-    [
-        (2, dict(reduce_each=False)),
-        (3, dict(reduce_each=False)),
-        (3, dict(reshard=False)),
-        (2, dict(order="FFBFBB")),
-        (3, dict(order="FFBFBB")),
-        (3, dict(order="FFFBBB", reshard=False)),
-        # The rest goes with the model
-        (3, dict(units=lambda model: [model.blocks["0"], model.blocks["2"]])),
-        (3, dict(units=lambda model: [])),
-        # Bad guesses
-        (
-            3,
-            dict(units=lambda model: list(model.blocks.values())[::-1] + [model.head, model.embed]),
-        ),
-        (1, dict(offload=True)),
-        (3, dict(offload=True)),
-        (2, dict(settings={"reduce_scatter": zero.native_reduce_scatter})),
-        (3, dict(settings={"reduce_group": "another"})),
-    ],
-    ids=lambda value: re.sub(" at 0x[0-9a-f]+", "", str(value)),  # the same in every process
-)
-def test_options_change_nothing(ranks, stage, options):
-    def work(rank):
-        given = dict(options)
-        if "units" in given:
-            prepare, units = given.pop("units"), []
-            given |= dict(units=units, prepare=lambda model: units.extend(prepare(model)))
-        if "reduce_group" in given.get("settings", {}):
-            given["settings"] = {"reduce_group": dist.new_group()}
-        return train_parallel(rank, CONFIGS["gpt2"], "adamw", stage, 3, 2, **given)
+OPTIONS = [
+    (2, dict(reduce_each=False)),
+    (3, dict(reduce_each=False)),
+    (3, dict(reshard=False)),
+    (2, dict(order="FFBFBB")),
+    (3, dict(order="FFBFBB")),
+    (3, dict(order="FFFBBB", reshard=False)),
+    # The rest goes with the model
+    (3, dict(units=lambda model: [model.blocks["0"], model.blocks["2"]])),
+    (3, dict(units=lambda model: [])),
+    # Bad guesses
+    (
+        3,
+        dict(units=lambda model: list(model.blocks.values())[::-1] + [model.head, model.embed]),
+    ),
+    (1, dict(offload=True)),
+    (3, dict(offload=True)),
+    (2, dict(settings={"reduce_scatter": zero.native_reduce_scatter})),
+    (3, dict(settings={"reduce_group": "another"})),
+]
 
-    for ours in ranks(2, work):
-        assert_equal(ours, train(CONFIGS["gpt2"], "adamw"))
+
+def test_options_change_nothing(ranks):
+    """All in one launch."""
+
+    def work(rank):
+        results = []
+        for stage, options in OPTIONS:
+            given = dict(options)
+            if "units" in given:
+                prepare, units = given.pop("units"), []
+                given |= dict(units=units, prepare=functools.partial(choose, prepare, units))
+            if "reduce_group" in given.get("settings", {}):
+                given["settings"] = {"reduce_group": dist.new_group()}
+            with case(stage, options):
+                results.append(train_parallel(rank, CONFIGS["gpt2"], "adamw", stage, 3, 2, **given))
+        return results
+
+    def choose(prepare, units, model):
+        units.extend(prepare(model))
+
+    for results in ranks(2, work):
+        for of, ours in zip(OPTIONS, results, strict=True):
+            with case(*of):
+                assert_equal(ours, train(CONFIGS["gpt2"], "adamw"))
 
 
 def test_copies_that_groups_of_ranks_split(ranks):
@@ -331,14 +342,15 @@ def test_activation_checkpointing(ranks, blocks):
         assert_equal(ours, train(config, "sgd"))
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own
 def test_equals_pytorch(ranks):
-    """DDP, ZeroRedundancyOptimizer and FSDP2, 4 steps."""
+    """DDP, ZeroRedundancyOptimizer and FSDP2, 4 steps. Imported here: once, and not in every
+    rank."""
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+    from torch.distributed.tensor import DTensor
 
     def theirs(rank, way):
-        from torch.distributed.fsdp import fully_shard
-        from torch.distributed.optim import ZeroRedundancyOptimizer
-        from torch.distributed.tensor import DTensor
-
         model = gpt.build(CONFIGS["gpt2"], 7, dtype=torch.float64)
         wrapped = model
         if way == "fsdp2":
@@ -364,25 +376,37 @@ def test_equals_pytorch(ranks):
         full = {name: p.full_tensor() if isinstance(p, DTensor) else p for name, p in model.named()}
         return {name: p.detach() for name, p in full.items()}
 
-    results = {way: ranks(2, theirs, way)[0] for way in ("ddp", "zero", "fsdp2")}
-    for stage in range(4):
-        ours = ranks(2, train_parallel, CONFIGS["gpt2"], "adamw", stage, 1, 2, 4)[0][2]
+    def work(rank):
+        ours = [
+            train_parallel(rank, CONFIGS["gpt2"], "adamw", stage, 1, 2, 4)[2] for stage in range(4)
+        ]
+        return ours, {way: theirs(rank, way) for way in ("ddp", "zero", "fsdp2")}
+
+    stages, results = ranks(2, work)[0]
+    assert len(stages) == 4
+    for stage, ours in enumerate(stages):
         for way, weights in results.items():
             for name, p in ours.items():
                 torch.testing.assert_close(
-                    p, weights[name], rtol=1e-12, atol=1e-12, msg=lambda m: f"{way} {name}: {m}"
+                    p,
+                    weights[name],
+                    rtol=1e-12,
+                    atol=1e-12,
+                    msg=lambda m: f"stage {stage}, {way} {name}: {m}",
                 )
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("reduce_dtype, accumulate", [(None, 1), (torch.float32, 2)])
-def test_mixed_precision(ranks, stage, reduce_dtype, accumulate):
+def test_mixed_precision(ranks, reduce_dtype, accumulate):
     """bf16 weights and gradients, fp32 masters and moments, against a loop written out here. In
     float32 sums the order of a few terms is left open; in bf16 two terms of one micro-batch each
     are added in one way only."""
     config, world = CONFIGS["gpt2"], 2
 
     def work(rank):
+        return [weights_of(rank, stage) for stage in range(4)]
+
+    def weights_of(rank, stage):
         model = gpt.build(config, 7)
         make = functools.partial(make_optimizer, kind="adamw")
         dtypes = dict(param_dtype=torch.bfloat16, reduce_dtype=reduce_dtype)
@@ -420,14 +444,16 @@ def test_mixed_precision(ranks, stage, reduce_dtype, accumulate):
         with torch.no_grad():
             for master, p in zip(masters.parameters(), model.parameters()):
                 p.copy_(master)
-    for weights in ranks(world, work):
-        for name, p in masters.named():
+    for results in ranks(world, work):
+        assert len(results) == 4
+        for stage, (name, p) in itertools.product(range(4), masters.named()):
+            ours = results[stage][name]
             if reduce_dtype is None and stage:
-                assert torch.equal(weights[name], p), name
+                assert torch.equal(ours, p), (stage, name)
             else:
                 # a sum that rounds the other way moves a bf16 weight by one part in 256
                 torch.testing.assert_close(
-                    weights[name], p, rtol=1e-3, atol=1e-3, msg=lambda m: f"{name}: {m}"
+                    ours, p, rtol=1e-3, atol=1e-3, msg=lambda m: f"stage {stage}, {name}: {m}"
                 )
 
 
@@ -500,32 +526,32 @@ def test_odd_shapes_frozen_and_unused_parameters(ranks, stage, world):
         torch.testing.assert_close(ours, reference(), rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_norm_and_clipping_with_tensor_and_pipeline_parallelism(ranks, stage):
+@pytest.mark.parametrize("axis", ["tp", "pp"])
+def test_norm_and_clipping_with_tensor_and_pipeline_parallelism(ranks, axis):
     """dp 2 x (tp 2 or pp 2): the tied matrix on two stages, matrices cut in two; a clip that binds,
-    in SGD."""
+    in SGD. All stages of ZeRO in one launch."""
     config, limit = CONFIGS["gpt2"], 0.05
+    alone = gpt.build(config, 7, dtype=torch.float64)
+    optimizer, expected = make_optimizer(alone.parameters(), "sgd"), []
+    for step in range(STEPS):
+        tokens, targets, _, count = batch(step)
+        optimizer.zero_grad()
+        alone(tokens, targets=targets, count=count).backward()
+        expected.append(nn.utils.clip_grad_norm_(alone.parameters(), limit).item())
+        optimizer.step()
+    assert min(expected) > limit
+    full = {name: p.detach() for name, p in alone.named()}
 
-    def reference():
-        model = gpt.build(config, 7, dtype=torch.float64)
-        optimizer, norms = make_optimizer(model.parameters(), "sgd"), []
-        for step in range(STEPS):
-            tokens, targets, _, count = batch(step)
-            optimizer.zero_grad()
-            model(tokens, targets=targets, count=count).backward()
-            norms.append(nn.utils.clip_grad_norm_(model.parameters(), limit).item())
-            optimizer.step()
-        return norms, {name: p.detach() for name, p in model.named()}
-
-    def work(rank, axis):
+    def work(rank):
         groups = {}
         for name, lists in {"dp": [[0, 2], [1, 3]], "other": [[0, 1], [2, 3]]}.items():
             for members in lists:
                 group = dist.new_group(members)
                 groups |= {name: group} if rank in members else {}
-        dp, other = groups["dp"], groups["other"]
         links = [pipeline.make_links(members) for members in ([0, 1], [2, 3])][rank // 2]
+        return [norms_of(stage, groups["dp"], groups["other"], links) for stage in range(4)]
 
+    def norms_of(stage, dp, other, links):
         def whole():
             with torch.device("meta"):
                 return gpt.GPT(config)
@@ -545,7 +571,7 @@ def test_norm_and_clipping_with_tensor_and_pipeline_parallelism(ranks, stage):
             sharded.zero_grad()
             parts = torch.arange(12).tensor_split(2)[dist.get_rank(dp)].tensor_split(3)
 
-            def forward(stage, m, x):
+            def forward(_, m, x):
                 return model(
                     tokens[parts[m]] if x is None else x, targets=targets[parts[m]], count=count
                 )
@@ -561,18 +587,14 @@ def test_norm_and_clipping_with_tensor_and_pipeline_parallelism(ranks, stage):
             sharded.clip(norm, limit)
             sharded.step()
             norms.append(norm.item())
-        full = reference()[1]
         for name, p in sharded.whole(model.named()):
             torch.testing.assert_close(
                 p.detach(), harness.take(full[name], p), rtol=1e-10, atol=1e-12
             )
         return norms
 
-    expected = reference()[0]
-    assert min(expected) > limit
-    for axis in ("tp", "pp"):
-        for norms in ranks(4, work, axis):
-            assert norms == pytest.approx(expected, rel=1e-10)
+    for norms in ranks(4, work):
+        assert norms == [pytest.approx(expected, rel=1e-10)] * 4
 
 
 def test_a_parameter_in_none_of_the_scopes_is_refused(ranks):
@@ -657,7 +679,7 @@ def test_bytes_sent_are_the_papers(ranks, world, dtype, reduce_dtype):
     """2P, 2P and 3P times (N-1)/N, with all the sizes here divisible by N. Two micro-batches; the
     head's weights are not gathered again for a backward that follows at once."""
     r, m = (world - 1) / world, 2
-    for stage, direct, options in [
+    cases = [
         (0, True, {}),
         (1, True, {}),
         (1, False, {}),
@@ -665,11 +687,14 @@ def test_bytes_sent_are_the_papers(ranks, world, dtype, reduce_dtype):
         (2, False, dict(reduce_each=False)),
         (3, True, {}),
         (3, False, dict(reshard=False)),
-    ]:
-        options = options | dict(reduce_dtype=reduce_dtype)
-        for sent, sizes, said in ranks(
-            world, functools.partial(counted, dtype=dtype, **options), stage, direct
-        ):
+    ]
+
+    def work(rank):
+        dtypes = dict(dtype=dtype, reduce_dtype=reduce_dtype)
+        return [counted(rank, stage, direct, **dtypes, **more) for stage, direct, more in cases]
+
+    for results in ranks(world, work):
+        for (stage, direct, options), (sent, sizes, said) in zip(cases, results, strict=True):
             total, e, e_grad = sum(sizes.values()), dtype.itemsize, (reduce_dtype or dtype).itemsize
             assert total % world == 0
             scatter = "all_to_all" if direct else "reduce_scatter"
@@ -686,7 +711,7 @@ def test_bytes_sent_are_the_papers(ranks, world, dtype, reduce_dtype):
                     scatter: m * r * total * e_grad,
                     "all_gather": m * r * (2 * total - sizes["head"]) * e,
                 }
-            assert sent == said == expected
+            assert sent == said == expected, (stage, direct, options)
 
 
 # --- memory
@@ -752,21 +777,23 @@ def watched(rank, stage, recompute, reshard=True):
 
 
 @pytest.mark.parametrize("recompute", [False, True])
-def test_stage_3_holds_two_units_at_most(ranks, recompute):
-    for _, _, (most, count), full, units, idle, said, bucket in ranks(2, watched, 3, recompute):
+def test_stage_3_holds_two_units_at_most(kept_ranks, recompute):
+    for _, _, (most, count), full, units, idle, said, bucket in kept_ranks(
+        2, watched, 3, recompute
+    ):
         assert (
             most == said == max(a + b for a, b in zip(units, units[1:]))
             and count == 2
             and idle == 0
         )
         assert full <= 2 * bucket * 2  # one that fills, one on its way, 2 bytes an element
-    for _, _, (most, count), *_ in ranks(2, watched, 3, recompute, False):
+    for _, _, (most, count), *_ in kept_ranks(2, watched, 3, recompute, False):
         assert count == 5  # kept from forward until backward: the test can fail
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_model_states_are_the_papers(ranks, stage):
-    for held, size, _, full, _, _, _, bucket in ranks(2, watched, stage, False):
+def test_model_states_are_the_papers(kept_ranks, stage):
+    for held, size, _, full, _, _, _, bucket in kept_ranks(2, watched, stage, False):
         weights, gradients, states = formulas.model_states(stage, 2)
         assert held == {
             "parameters": size * weights,
@@ -860,6 +887,11 @@ def test_evaluation_and_wrong_use(ranks):
 FLAGS = "--layers 3 --width 32 --heads 4 --context 16 --batch 12 --steps 3 --grad-clip 0.1 --quiet"
 
 
+def run_demo(rank, args):
+    run = harness.Run(args, rank, dist.get_world_size(), torch.device("cpu"))
+    return zero.demo(run), getattr(run, "result", None)
+
+
 @pytest.mark.parametrize(
     "flags",
     [
@@ -874,18 +906,13 @@ FLAGS = "--layers 3 --width 32 --heads 4 --context 16 --batch 12 --steps 3 --gra
         "--stage 3 --dtype float64 --shard-ranks 2 --microbatches 3 --optimizer sgd --lr 0.3",
     ],
 )
-def test_demo(ranks, tmp_path, flags):
+def test_demo(kept_ranks, tmp_path, flags):
     text = tmp_path / "text.txt"
     text.write_text("".join(chr(97 + data.hash64(1, i) % 26) + " " * (i % 3) for i in range(4000)))
     data.load(text)
     args = zero.flags().parse_args(f"{FLAGS} {flags} --data {text}".split())
     world = 4 if args.shard_ranks else 3
-
-    def work(rank):
-        run = harness.Run(args, rank, world, torch.device("cpu"))
-        return zero.demo(run), getattr(run, "result", None)
-
-    results = ranks(world, work)
+    results = kept_ranks(world, run_demo, args)
     assert [code for code, _ in results] == [0] * world
     groups = {row["group"] for row in results[0][1]["sent"]}
     assert groups == ({"dp", "inside", "across"} if args.shard_ranks else {"dp"})
