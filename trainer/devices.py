@@ -111,5 +111,11 @@ def cluster_of(args):
             raise Refused(
                 f"--gpu {outputs.short(name)} is not known: choose one of {known}, {hint}"
             ) from None
+    if args.matmul and args.matmul > device.flops:
+        peak = f"{device.flops / 1e12:g}TFLOP/s"
+        raise Refused(
+            f"--matmul {args.matmul / 1e12:g}TFLOP/s is more than the device can do: give what "
+            f"16-bit products reach, at most {peak}, or describe the device with --gpu"
+        )
     device = device._replace(matmul=args.matmul)
     return Cluster(device, args.nodes_of or 8, args.intra or 450e9, args.inter or 50e9)
