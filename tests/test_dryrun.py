@@ -197,12 +197,6 @@ def test_links():
     assert many.seconds("all_reduce", 1e4) < many.seconds("all_gather", 1e4) / 10
 
 
-def test_a_rate_that_no_device_reaches():
-    flags = "--dry-run --gpu h100 --matmul 1200TFLOP/s"
-    with pytest.raises(harness.Refused, match="more than the device can do.*at most 989TFLOP/s"):
-        devices.cluster_of(train.flags().parse_args(flags.split()))
-
-
 def test_products():
     """What large products reach; whole waves of tiles; and what bytes allow."""
     for name, reached in (("a100", 239.5e12), ("h100", 720e12), ("b200", 1672e12)):
@@ -322,7 +316,13 @@ def test_report(capsys, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "flags, hint", [("--gpu tpu", "--gpu tpu is not known"), ("--ranks 1,9", "numbers below 2")]
+    "flags, hint",
+    [
+        ("--gpu tpu", "--gpu tpu is not known"),
+        ("--gpu x=80GB,500TFLOP/s,2TB/s,150%", "is not known"),
+        ("--matmul 1200TFLOP/s", "more than the device can do.*at most 989TFLOP/s"),
+        ("--ranks 1,9", "numbers below 2"),
+    ],
 )
 def test_refuses(flags, hint):
     with pytest.raises(harness.Refused, match=hint):

@@ -102,6 +102,8 @@ def cluster_of(args):
             )
             if not all(0 < figure < math.inf for figure in device[: len(units)]):
                 raise ValueError("a device has some of each")
+            if device.power > 1:
+                raise ValueError("a limit is a part of the whole")
         except (IndexError, ValueError):
             hint = (
                 "or NAME=80GB,989TFLOP/s,3.35TB/s: memory, dense bf16 rate, memory bandwidth, and "
