@@ -1,6 +1,7 @@
 """Dry runs against real ones: what the ledger counts must be the same to the byte, for every
 technique."""
 
+import itertools
 import json
 import re
 from unittest import mock
@@ -180,6 +181,13 @@ def test_links():
     for operation in ("all_reduce", "all_gather"):
         times = [inside.seconds(operation, size) for size in sizes]
         assert times == sorted(times)
+    # No jump where the table of sizes begins, be there few ranks or many, slow links or fast ones
+    for ranks, speed in itertools.product((2, 3, 8, 72), (64e9, 300e9, 450e9, 900e9)):
+        link = links.link_of(CLUSTER._replace(node=72, intra=speed), range(ranks))
+        for operation in ("all_reduce", "all_gather"):
+            times = [link.seconds(operation, 2 ** (i / 8)) for i in range(8 * 14, 8 * 30)]
+            assert all(1 < b / a < 1.1 for a, b in itertools.pairwise(times))
+    assert links.link_of(CLUSTER, [0]).seconds("all_gather", 0) < 1e-4
     assert two.seconds("reduce_scatter", 4.7e9) == pytest.approx(0.1, rel=1e-3)  # 47 of 50 GB/s
     # Eight links out of a node are as fast as those inside
     assert shared.speed("all_gather") == pytest.approx(350e9)
@@ -308,7 +316,13 @@ def test_report(capsys, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "flags, hint", [("--gpu tpu", "--gpu tpu is not known"), ("--ranks 1,9", "numbers below 2")]
+    "flags, hint",
+    [
+        ("--gpu tpu", "--gpu tpu is not known"),
+        ("--gpu x=80GB,500TFLOP/s,2TB/s,150%", "is not known"),
+        ("--matmul 1200TFLOP/s", "more than the device can do.*at most 989TFLOP/s"),
+        ("--ranks 1,9", "numbers below 2"),
+    ],
 )
 def test_refuses(flags, hint):
     with pytest.raises(harness.Refused, match=hint):
@@ -337,6 +351,28 @@ def test_plan(capsys):
             train.prepare,
             train.train,
         )
+
+
+@pytest.mark.parametrize(
+    "seconds, sentence",
+    [
+        (((1, 1), (1.1, 0.94)), "the next wins if messages are 2 times as slow"),
+        (((1, 1), (0.9, 1.2)), "the next wins if messages are 3 times as fast"),
+        (((1, 1), (1.2, 1)), "the next computes 10% longer, whatever the messages take"),
+        (((1, 1), (1.001, 1)), "the next loses, whatever the messages take"),
+    ],
+)
+def test_what_would_have_to_change(monkeypatch, seconds, sentence):
+    """seconds: of a layout's computing and of its messages, and of the next one's."""
+
+    def estimate(args, config, cluster, ranks, slower=1.0):
+        computing, messages = args
+        parts = {"computing": computing}
+        return mock.Mock(seconds=computing + slower * messages, parts=parts)
+
+    monkeypatch.setattr(planner, "estimate", estimate)
+    pair = [planner.Candidate(one, estimate(one, None, None, []), [], 0, True) for one in seconds]
+    assert planner.what_would_change(*pair, None, None) == sentence
 
 
 @pytest.mark.parametrize(

@@ -102,6 +102,8 @@ def cluster_of(args):
             )
             if not all(0 < figure < math.inf for figure in device[: len(units)]):
                 raise ValueError("a device has some of each")
+            if device.power > 1:
+                raise ValueError("a limit is a part of the whole")
         except (IndexError, ValueError):
             hint = (
                 "or NAME=80GB,989TFLOP/s,3.35TB/s: memory, dense bf16 rate, memory bandwidth, and "
@@ -111,5 +113,11 @@ def cluster_of(args):
             raise Refused(
                 f"--gpu {outputs.short(name)} is not known: choose one of {known}, {hint}"
             ) from None
+    if args.matmul and args.matmul > device.flops:
+        peak = f"{device.flops / 1e12:g}TFLOP/s"
+        raise Refused(
+            f"--matmul {args.matmul / 1e12:g}TFLOP/s is more than the device can do: give what "
+            f"16-bit products reach, at most {peak}, or describe the device with --gpu"
+        )
     device = device._replace(matmul=args.matmul)
     return Cluster(device, args.nodes_of or 8, args.intra or 450e9, args.inter or 50e9)

@@ -3,7 +3,7 @@
 `train` of train.py runs unchanged on one process, as chosen ranks of a job of any size, on fake
 tensors and a fake process group. There are shapes, dtypes and storages, but no memory, no network
 and no values. The ledger that makes a real run's receipt counts here too, so bytes held and sent
-are those of a real run. Tests hold eleven layouts against real runs, to the byte.
+are those of a real run. Tests hold twelve layouts against real runs, to the byte.
 
     run.groups(...)   before the weights are filled, groups are made by a fake backend
     run.fill(...)     from here on tensors are fake (trainer/fakes.py)

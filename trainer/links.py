@@ -65,11 +65,13 @@ class Link(NamedTuple):
         return inside if self.nodes == 1 else min(inside, self.inter * NETWORK)
 
     def reached(self, operation, wire):
-        """The part of the bus bandwidth that a collective of this size reaches inside a node."""
+        """The part of the bus bandwidth that a collective of this size reaches inside a node. A
+        link half as fast as the measured one reaches it with half of the bytes: latencies stay."""
         ways = 2 if operation == "all_reduce" else 1
         each = wire / ways / (self.ranks - 1)  # bytes of a ring's step
-        curve = REACHED_4 if self.intra >= 400e9 else REACHED_3
-        return between(SIZES, curve, 8 * each) / curve[-1]
+        measured, curve = (450e9, REACHED_4) if self.intra >= 400e9 else (300e9, REACHED_3)
+        logarithms = [math.log(part) for part in curve]  # straight lines of these: larger is slower
+        return math.exp(between(SIZES, logarithms, 8 * each * measured / self.intra)) / curve[-1]
 
     def seconds(self, operation, wire):
         """Of a message of which each rank sends `wire` bytes."""
@@ -77,8 +79,6 @@ class Link(NamedTuple):
         if operation in ("send", "recv"):
             base, inside, between, _ = RING[2]
             return wire / speed + (inside if self.nodes == 1 else between)
-        if self.nodes == 1 and wire >= SIZES[0]:
-            return wire / (speed * self.reached(operation, wire))
         ways = 2 if operation == "all_reduce" else 1
         steps = ways * (self.nodes - 1)
         inner = ways * (self.ranks - 1) - steps
@@ -90,7 +90,10 @@ class Link(NamedTuple):
             steps = 2 * math.log2(self.nodes)
             for base, inside, between, share in TREE:
                 times.append(base + inner * inside + steps * between + wire / (speed * share))
-        return min(times)
+        measured = 0.0
+        if self.nodes == 1 and self.ranks > 1:
+            measured = wire / (speed * self.reached(operation, wire))
+        return max(min(times), measured)
 
 
 @functools.lru_cache(maxsize=None)

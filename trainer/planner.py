@@ -609,11 +609,12 @@ def what_would_change(candidate, rival, config, cluster):
                 ranks = [slower(rank, scale) for rank in c.played]
                 times.append(estimate(c.args, config, cluster, ranks, slower=scale).seconds)
             if times[1] < times[0]:
-                return f"the next wins on links {factor:g} times as {word}"
+                return f"the next wins if messages are {factor:g} times as {word}"
     more = rival.step.parts["computing"] - candidate.step.parts["computing"]
-    if more > 0:
-        return f"the next computes {more / candidate.step.seconds:.0%} longer, whatever the links"
-    return "the next loses on any links"
+    more /= candidate.step.seconds
+    if more >= 0.005:
+        return f"the next computes {more:.0%} longer, whatever the messages take"
+    return "the next loses, whatever the messages take"
 
 
 def slower(rank, scale):
