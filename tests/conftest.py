@@ -395,12 +395,9 @@ def script(tmp_path):
     return run
 
 
-@pytest.fixture(scope="module")
-def copied(tmp_path_factory):
-    """copied("ddp", 3, work, *args): work on 3 ranks that see the top of ddp.py alone (tops.py).
-    The ranks are kept for the module's next test; each call imports the top anew."""
+@pytest.fixture(scope="session")
+def copied(tmp_path_factory, kept_ranks):
+    """copied("ddp", 3, work, *args): work on 3 ranks that see the top of ddp.py alone (tops.py)."""
     import tops
 
-    kept = Kept()
-    yield functools.partial(tops.on_copied, tmp_path_factory.mktemp("tops"), kept)
-    kept.end()
+    return functools.partial(tops.on_copied, tmp_path_factory.mktemp("tops"), kept_ranks)
