@@ -253,8 +253,9 @@ def serve(connection, rank, world):
 
     start.die_with_parent(signal.SIGKILL)
     while True:
-        path, (work, args) = (pickle.loads(connection.recv_bytes()) for _ in range(2))
+        messages = [connection.recv_bytes() for _ in range(2)]
         try:
+            path, (work, args) = map(pickle.loads, messages)
             join(path, rank, world)
             torch.manual_seed(0)  # whatever the last call drew, and on which ranks
             answer = None, work(rank, *args)
