@@ -1,7 +1,6 @@
 """Fixtures, and the one thing that makes a test of several ranks cheap: they are forked from this
 process, which has imported torch already. That needs a parent whose thread pool was never used."""
 
-import collections
 import functools
 import gc
 import multiprocessing.connection
@@ -16,6 +15,7 @@ import tempfile
 import time
 import traceback
 
+import closures
 import pytest
 
 # Tests are of CPUs, and ranks are forked, which CUDA does not survive. test_gpu.py alone gives a
@@ -162,9 +162,9 @@ class KeptRanks:
         self.calls = 0
 
     def __call__(self, world, work, *args, timeout=120):
-        """As on_ranks. `work` must be a function of a module, because ranks of before run it: they
-        see no monkeypatch, and what it changes for good would stay."""
-        message = pickle.dumps((work, args))
+        """As on_ranks, but ranks of before run it: they see no monkeypatch, and what `work` changes
+        for good would stay. It finds what was in the ranks, and in its own closure."""
+        message = closures.dumps((work, args))
         if len(self.members) != world:
             self.end()
             self.fork(world)
@@ -224,17 +224,40 @@ class KeptRanks:
             self.folder.cleanup()
 
 
+class Kept:
+    """KeptRanks of each number of ranks, of the numbers used last: no more than MOST ranks wait."""
+
+    MOST = 10
+
+    def __init__(self):
+        self.by_world = {}  # the one used last comes last
+
+    def __call__(self, world, work, *args, timeout=120):
+        kept = self.by_world.pop(world, None) or KeptRanks()
+        while self.by_world and sum(self.by_world) + world > self.MOST:
+            self.by_world.pop(next(iter(self.by_world))).end()
+        self.by_world[world] = kept
+        return kept(world, work, *args, timeout=timeout)
+
+    def end(self):
+        for kept in self.by_world.values():
+            kept.end()
+
+
 def serve(connection, rank, world):
     """A kept rank: one call after the other, each in a process group of its own."""
+    import torch
     import torch.distributed as dist
 
     from harness import start
 
     start.die_with_parent(signal.SIGKILL)
     while True:
-        path, (work, args) = (pickle.loads(connection.recv_bytes()) for _ in range(2))
+        messages = [connection.recv_bytes() for _ in range(2)]
         try:
+            path, (work, args) = map(pickle.loads, messages)
             join(path, rank, world)
+            torch.manual_seed(0)  # whatever the last call drew, and on which ranks
             answer = None, work(rank, *args)
             dist.barrier()
             dist.destroy_process_group()
@@ -255,18 +278,9 @@ def ranks():
 
 @pytest.fixture(scope="session")
 def kept_ranks():
-    kept = KeptRanks()
+    kept = Kept()
     yield kept
     kept.end()
-
-
-@pytest.fixture
-def all_kept_ranks():
-    """kept_ranks for a test that goes back and forth between numbers of ranks."""
-    kept = collections.defaultdict(KeptRanks)
-    yield lambda world, *rest: kept[world](world, *rest)
-    for each in kept.values():
-        each.end()
 
 
 @pytest.fixture(scope="session")
@@ -382,9 +396,9 @@ def script(tmp_path):
     return run
 
 
-@pytest.fixture
-def copied(tmp_path):
+@pytest.fixture(scope="session")
+def copied(tmp_path_factory, kept_ranks):
     """copied("ddp", 3, work, *args): work on 3 ranks that see the top of ddp.py alone (tops.py)."""
     import tops
 
-    return functools.partial(tops.on_copied, tmp_path)
+    return functools.partial(tops.on_copied, tmp_path_factory.mktemp("tops"), kept_ranks)

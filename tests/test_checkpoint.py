@@ -107,19 +107,19 @@ EXTRA = {"gpt2": " --hidden 125 --layers 4", "moe": " --bias-rate 0.01 --layers 
 
 
 @pytest.mark.parametrize("variant", LAYOUTS)
-def test_every_pair_of_layouts_is_one_undisturbed_run(all_kept_ranks, text, tmp_path, variant):
+def test_every_pair_of_layouts_is_one_undisturbed_run(kept_ranks, text, tmp_path, variant):
     """A run of which each step is another layout's: a walk that takes every step from one layout to
     another once."""
     layouts, flags = LAYOUTS[variant], VARIANTS[variant] + EXTRA[variant]
     walk = [x for pair in itertools.combinations(range(len(layouts)), 2) for x in pair] + [0]
     assert len(set(zip(walk, walk[1:]))) == len(walk) - 1 == len(layouts) * (len(layouts) - 1)
-    code, alone = layout(all_kept_ranks, text, f"{flags} --steps {len(walk)}", tmp_path / "one")
+    code, alone = layout(kept_ranks, text, f"{flags} --steps {len(walk)}", tmp_path / "one")
     assert code == 0
     joined = []
     for i, each in enumerate(walk):
         resume = "--resume" * (i > 0)
         code, steps = layout(
-            all_kept_ranks,
+            kept_ranks,
             text,
             f"{flags} {layouts[each]} --steps {i + 1} {resume}",
             tmp_path / "walk",
