@@ -2,6 +2,7 @@
 process, which has imported torch already. That needs a parent whose thread pool was never used."""
 
 import collections
+import ctypes
 import functools
 import gc
 import multiprocessing.connection
@@ -10,6 +11,7 @@ import pathlib
 import pickle
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -153,8 +155,9 @@ def read(folder, rank, kind):
 
 
 class KeptRanks:
-    """Ranks that stay for the next test, if it wants as many. Half of a small test's time on fresh
-    ranks is the copying of pages that a forked process writes to for the first time."""
+    """Ranks that stay for the next test: it takes the first of them, and forks what is missing.
+    Half of a small test's time on fresh ranks is the copying of pages that a forked process writes
+    to for the first time."""
 
     def __init__(self):
         self.members = []  # (pid, connection) of each rank
@@ -165,14 +168,14 @@ class KeptRanks:
         """As on_ranks. `work` must be a function of a module, because ranks of before run it: they
         see no monkeypatch, and what it changes for good would stay."""
         message = pickle.dumps((work, args))
-        if len(self.members) != world:
-            self.end()
+        if len(self.members) < world:
             self.fork(world)
         self.calls += 1
-        for _, connection in self.members:
-            connection.send_bytes(pickle.dumps(f"{self.folder.name}/store{self.calls}"))
+        store = f"{self.folder.name}/store{self.calls}"
+        for rank, (_, connection) in enumerate(self.members[:world]):
+            connection.send_bytes(pickle.dumps((store, rank, world)))
             connection.send_bytes(message)
-        results, failed = self.collect(timeout)
+        results, failed = self.collect(world, timeout)
         if failed:
             self.end()
         assert not failed, "\n" + "\n".join(f"rank {r}: {failed[r]}" for r in sorted(failed))
@@ -182,19 +185,19 @@ class KeptRanks:
         sys.stdout.flush()
         sys.stderr.flush()
         gc.freeze()  # as in on_ranks
-        self.folder = tempfile.TemporaryDirectory()
-        for rank in range(world):
+        self.folder = self.folder or tempfile.TemporaryDirectory()
+        for _ in range(len(self.members), world):
             connection, its_connection = multiprocessing.Pipe()
             pid = os.fork()
             if pid == 0:
                 connection.close()
-                serve(its_connection, rank, world)
+                serve(its_connection)
             its_connection.close()
             self.members.append((pid, connection))
 
-    def collect(self, timeout):
+    def collect(self, world, timeout):
         """({rank: result}, {rank: why it has none})."""
-        waiting = {connection: rank for rank, (_, connection) in enumerate(self.members)}
+        waiting = {connection: rank for rank, (_, connection) in enumerate(self.members[:world])}
         results, failed = {}, {}
         deadline = time.monotonic() + timeout
         while waiting:
@@ -222,9 +225,10 @@ class KeptRanks:
         self.members = []
         if self.folder:
             self.folder.cleanup()
+        self.folder = None
 
 
-def serve(connection, rank, world):
+def serve(connection):
     """A kept rank: one call after the other, each in a process group of its own."""
     import torch.distributed as dist
 
@@ -232,7 +236,9 @@ def serve(connection, rank, world):
 
     start.die_with_parent(signal.SIGKILL)
     while True:
-        path, (work, args) = (pickle.loads(connection.recv_bytes()) for _ in range(2))
+        (path, rank, world), (work, args) = (
+            pickle.loads(connection.recv_bytes()) for _ in range(2)
+        )
         try:
             join(path, rank, world)
             answer = None, work(rank, *args)
@@ -305,6 +311,16 @@ def two_nodes():
     finally:
         for name in names:
             ip("netns", "delete", name, check=False)
+
+
+def enter(name):
+    """Move this process into a network namespace, and call its host by the same name."""
+    new_names, new_network = 0x04000000, 0x40000000  # CLONE_NEWUTS, CLONE_NEWNET
+    libc = ctypes.CDLL(None, use_errno=True)
+    with open(f"/var/run/netns/{name}") as namespace:
+        assert libc.setns(namespace.fileno(), new_network) == 0, os.strerror(ctypes.get_errno())
+    assert libc.unshare(new_names) == 0, os.strerror(ctypes.get_errno())
+    socket.sethostname(name)
 
 
 def children(pid):

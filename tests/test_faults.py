@@ -2,7 +2,6 @@
 not a number."""
 
 import contextlib
-import ctypes
 import errno
 import fcntl
 import gc
@@ -11,7 +10,6 @@ import random
 import re
 import resource
 import signal
-import socket
 import sys
 import termios
 import threading
@@ -20,7 +18,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import Script, children, ip
+from conftest import Script, children, enter, ip
 from test_checkpoint import same_tensors, whole
 from test_start import end, gone, torchrun_of
 
@@ -340,16 +338,6 @@ def on_two_nodes(two_nodes, tmp_path, text):
         with contextlib.suppress(ProcessLookupError, ChildProcessError):
             os.kill(run.pid, signal.SIGKILL)
             os.waitpid(run.pid, 0)
-
-
-def enter(name):
-    """Move this process into a network namespace, and call its host by the same name."""
-    new_names, new_network = 0x04000000, 0x40000000  # CLONE_NEWUTS, CLONE_NEWNET
-    libc = ctypes.CDLL(None, use_errno=True)
-    with open(f"/var/run/netns/{name}") as namespace:
-        assert libc.setns(namespace.fileno(), new_network) == 0, os.strerror(ctypes.get_errno())
-    assert libc.unshare(new_names) == 0, os.strerror(ctypes.get_errno())
-    socket.sethostname(name)
 
 
 def test_two_hosts_and_a_cut_link(text, tmp_path, two_nodes, on_two_nodes):

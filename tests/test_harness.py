@@ -249,9 +249,12 @@ def dies(rank):
 
 
 def test_kept_ranks(kept_ranks):
-    """The tests' own: ranks stay from call to call, and others take their place after a failure."""
+    """The tests' own: ranks stay from call to call, as many as wanted take part, and others take
+    their place after a failure."""
     first = kept_ranks(2, whoami, 3)
     assert [value for value, _ in first] == [0, 3] and kept_ranks(2, whoami, 3) == first
+    three = kept_ranks(3, whoami, 3)
+    assert three[:2] == first and three[2][0] == 6 and kept_ranks(1, whoami, 3) == first[:1]
     for work, said in ((fails, "rank 1 is wrong"), (dies, "rank 1: died")):
         with pytest.raises(AssertionError, match=said):
             kept_ranks(2, work)
