@@ -1,7 +1,6 @@
 """Fixtures, and the one thing that makes a test of several ranks cheap: they are forked from this
 process, which has imported torch already. That needs a parent whose thread pool was never used."""
 
-import collections
 import ctypes
 import functools
 import gc
@@ -264,15 +263,6 @@ def kept_ranks():
     kept = KeptRanks()
     yield kept
     kept.end()
-
-
-@pytest.fixture
-def all_kept_ranks():
-    """kept_ranks for a test that goes back and forth between numbers of ranks."""
-    kept = collections.defaultdict(KeptRanks)
-    yield lambda world, *rest: kept[world](world, *rest)
-    for each in kept.values():
-        each.end()
 
 
 @pytest.fixture(scope="session")
