@@ -17,6 +17,7 @@ import tempfile
 import time
 import traceback
 
+import closures
 import pytest
 
 # Tests are of CPUs, and ranks are forked, which CUDA does not survive. test_gpu.py alone gives a
@@ -164,9 +165,9 @@ class KeptRanks:
         self.calls = 0
 
     def __call__(self, world, work, *args, timeout=120):
-        """As on_ranks. `work` must be a function of a module, because ranks of before run it: they
-        see no monkeypatch, and what it changes for good would stay."""
-        message = pickle.dumps((work, args))
+        """As on_ranks, but ranks of before run it: they see no monkeypatch, and what `work` changes
+        for good would stay. It finds what was in the ranks, and in its own closure."""
+        message = closures.dumps((work, args))
         if len(self.members) < world:
             self.fork(world)
         self.calls += 1
@@ -229,6 +230,7 @@ class KeptRanks:
 
 def serve(connection):
     """A kept rank: one call after the other, each in a process group of its own."""
+    import torch
     import torch.distributed as dist
 
     from harness import start
@@ -240,6 +242,7 @@ def serve(connection):
         )
         try:
             join(path, rank, world)
+            torch.manual_seed(0)  # whatever the last call drew, and on which ranks
             answer = None, work(rank, *args)
             dist.barrier()
             dist.destroy_process_group()
@@ -388,9 +391,12 @@ def script(tmp_path):
     return run
 
 
-@pytest.fixture
-def copied(tmp_path):
-    """copied("ddp", 3, work, *args): work on 3 ranks that see the top of ddp.py alone (tops.py)."""
+@pytest.fixture(scope="module")
+def copied(tmp_path_factory):
+    """copied("ddp", 3, work, *args): work on 3 ranks that see the top of ddp.py alone (tops.py).
+    The ranks are kept for the module's next test; each call imports the top anew."""
     import tops
 
-    return functools.partial(tops.on_copied, tmp_path)
+    kept = KeptRanks()
+    yield functools.partial(tops.on_copied, tmp_path_factory.mktemp("tops"), kept)
+    kept.end()

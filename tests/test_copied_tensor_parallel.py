@@ -125,20 +125,6 @@ def tensor_parallel_compare(tp, model, cut, kind, group):
             )
 
 
-def tensor_parallel_equals(rank, kind):
-    import tensor_parallel as tp
-
-    group, model = dist.group.WORLD, tensor_parallel_foreign()
-    cut = tensor_parallel_cut(copy.deepcopy(model), tp, group)
-    assert sum(tp.split_over(p, group) for p in cut.parameters()) == 14
-    tensor_parallel_compare(tp, model, cut, kind, group)
-
-
-@pytest.mark.parametrize("world, kind", [(2, "sgd"), (3, "adamw")])
-def test_foreign_model_equals_one_process(copied, world, kind):
-    copied("tensor_parallel", world, tensor_parallel_equals, kind)
-
-
 class Logits(nn.Module):
     """A Hugging Face model as a function of tokens alone."""
 
@@ -180,6 +166,7 @@ def tensor_parallel_llama(rank, whole):
 
 
 def test_hugging_face_llama_equals_one_process(copied):
+    """The module's first test, so that the ranks which are kept have transformers already."""
     transformers = pytest.importorskip("transformers")
     sizes = dict(vocab_size=VOCAB, hidden_size=WIDTH, intermediate_size=37, num_hidden_layers=2)
     config = transformers.LlamaConfig(num_attention_heads=4, num_key_value_heads=2, **sizes)
@@ -187,6 +174,20 @@ def test_hugging_face_llama_equals_one_process(copied):
     copied(
         "tensor_parallel", 2, tensor_parallel_llama, transformers.LlamaForCausalLM(config).double()
     )
+
+
+def tensor_parallel_equals(rank, kind):
+    import tensor_parallel as tp
+
+    group, model = dist.group.WORLD, tensor_parallel_foreign()
+    cut = tensor_parallel_cut(copy.deepcopy(model), tp, group)
+    assert sum(tp.split_over(p, group) for p in cut.parameters()) == 14
+    tensor_parallel_compare(tp, model, cut, kind, group)
+
+
+@pytest.mark.parametrize("world, kind", [(2, "sgd"), (3, "adamw")])
+def test_foreign_model_equals_one_process(copied, world, kind):
+    copied("tensor_parallel", world, tensor_parallel_equals, kind)
 
 
 def tensor_parallel_orders(rank):

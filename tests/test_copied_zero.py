@@ -90,7 +90,8 @@ def gathered(sharded):
     return sum(bucket.flat.untyped_storage().nbytes() for bucket in units)
 
 
-def zero_one_process(kind, optimizer, steps=5):
+@functools.cache
+def zero_one_process(kind, optimizer, steps=3):
     model = kind()
     optimizer = optimizer(model.parameters())
     for step in range(steps):
@@ -103,14 +104,14 @@ def zero_one_process(kind, optimizer, steps=5):
     return gradients, {name: p.detach() for name, p in model.named_parameters()}
 
 
-def zero_ranks(rank, kind, optimizer, stage, disturb=None, steps=5, microbatches=2, **options):
+def zero_ranks(rank, kind, optimizer, stage, disturb=None, steps=3, microbatches=2, **options):
     """(gradients of the last step, weights after it). disturb(place, step, model, sharded, x):
     called at places of a step."""
     import zero
 
     model, world = kind(), dist.get_world_size()
     sharded = zero.ZeRO(
-        model, dist.group.WORLD, stage, optimizer, microbatches, **{"bucket_bytes": 600} | options
+        model, dist.group.WORLD, stage, optimizer, microbatches, **{"bucket_bytes": 1000} | options
     )
     disturb = disturb or (lambda *_: None)
     for step in range(steps):
@@ -151,7 +152,7 @@ def zero_plain(rank, kind, optimizer):
     model, world = kind(), dist.get_world_size()
     plain = zero.PlainZeRO1(model, dist.group.WORLD, optimizer)
     assert len(plain.shard) == -(-sum(p.numel() for p in model.parameters()) // world)
-    for step in range(5):
+    for step in range(3):
         for part in zero_batch(step).tensor_split(world)[rank].tensor_split(2):
             zero_loss(model, part).backward()
         plain.step()
@@ -264,7 +265,7 @@ def test_zero_a_step_given_up_at_different_places(copied, stage, microbatches):
             microbatches=microbatches,
         )
 
-    reference = zero_one_process(ZeroEncoder, ZERO_OPTIMIZERS["sgd"])
+    reference = zero_one_process(ZeroEncoder, ZERO_OPTIMIZERS["sgd"], 5)
     for ours in copied("zero", 2, work):
         zero_assert_equal(ours, reference)
 
@@ -542,18 +543,19 @@ def test_zero_refuses_create_graph(copied, stage):
         zero_assert_equal(ours, reference)
 
 
+class ZeroOutside(nn.Module):
+    """Uses a unit's weight outside of that unit's forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(3, 3), nn.Linear(3, 3)])
+
+    def forward(self, x):
+        x = self.layers[1](self.layers[0](x))
+        return F.linear(x, self.layers[0].weight)
+
+
 def test_zero_weights_that_are_not_here(copied):
-    class Outside(nn.Module):
-        """Uses a unit's weight outside of that unit's forward."""
-
-        def __init__(self):
-            super().__init__()
-            self.layers = nn.ModuleList([nn.Linear(3, 3), nn.Linear(3, 3)])
-
-        def forward(self, x):
-            x = self.layers[1](self.layers[0](x))
-            return F.linear(x, self.layers[0].weight)
-
     def work(rank):
         import zero
 
@@ -594,7 +596,7 @@ def test_zero_weights_that_are_not_here(copied):
         sharded.finish()
         sharded.step()
         with pytest.raises(RuntimeError, match="within its unit's forward"):
-            sharded = zero.ZeRO(Outside(), dist.group.WORLD, 3, torch.optim.AdamW)
+            sharded = zero.ZeRO(ZeroOutside(), dist.group.WORLD, 3, torch.optim.AdamW)
             sharded.model(torch.ones(2, 3))
 
     copied("zero", 2, work)

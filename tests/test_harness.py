@@ -260,3 +260,24 @@ def test_kept_ranks(kept_ranks):
             kept_ranks(2, work)
         assert not set(kept_ranks(2, whoami, 3)) & set(first)
     assert len(kept_ranks(3, whoami, 3)) == 3
+
+
+def test_kept_ranks_run_what_a_test_defines(kept_ranks):
+    """With what it closes over, itself included; with equal random numbers, whatever came before
+    and on how many ranks."""
+    seen, wanted = [], 4
+
+    def factorial(n):
+        return n * factorial(n - 1) if n > 1 else 1
+
+    def work(rank, more=1):
+        seen.append(rank)
+        first = torch.rand(()).item()
+        torch.rand(rank)
+        return seen, factorial(wanted) + more, first, dist.get_world_size(), os.getpid()
+
+    once, other, twice = (kept_ranks(world, work) for world in (2, 3, 2))
+    assert seen == [] and [result[:2] for result in twice] == [([0], 25), ([1], 25)]
+    assert once == twice and len({result[2] for result in [*once, *other]}) == 1
+    assert [result[3] for result in other] == [3] * 3
+    assert [result[4] for result in other[:2]] == [result[4] for result in once]
