@@ -43,7 +43,7 @@ def on_copied(folder, kept, names, world, work, *args):
     cut-out tops alone, as if for the first time.
 
     names: of the files, with spaces between. work imports them itself, inside the function. kept:
-    run it, as conftest.KeptRanks do."""
+    runs it, as conftest.KeptRanks do."""
     folder = folder / names.replace("/", " ").replace(" ", "_")
     if not folder.exists():
         folder.mkdir()
