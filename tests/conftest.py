@@ -1,6 +1,7 @@
 """Fixtures, and the one thing that makes a test of several ranks cheap: they are forked from this
 process, which has imported torch already. That needs a parent whose thread pool was never used."""
 
+import ctypes
 import functools
 import gc
 import multiprocessing.connection
@@ -9,6 +10,7 @@ import pathlib
 import pickle
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -153,8 +155,9 @@ def read(folder, rank, kind):
 
 
 class KeptRanks:
-    """Ranks that stay for the next test, if it wants as many. Half of a small test's time on fresh
-    ranks is the copying of pages that a forked process writes to for the first time."""
+    """Ranks that stay for the next test: it takes the first of them, and forks what is missing.
+    Half of a small test's time on fresh ranks is the copying of pages that a forked process writes
+    to for the first time."""
 
     def __init__(self):
         self.members = []  # (pid, connection) of each rank
@@ -165,14 +168,14 @@ class KeptRanks:
         """As on_ranks, but ranks of before run it: they see no monkeypatch, and what `work` changes
         for good would stay. It finds what was in the ranks, and in its own closure."""
         message = closures.dumps((work, args))
-        if len(self.members) != world:
-            self.end()
+        if len(self.members) < world:
             self.fork(world)
         self.calls += 1
-        for _, connection in self.members:
-            connection.send_bytes(pickle.dumps(f"{self.folder.name}/store{self.calls}"))
+        store = f"{self.folder.name}/store{self.calls}"
+        for rank, (_, connection) in enumerate(self.members[:world]):
+            connection.send_bytes(pickle.dumps((store, rank, world)))
             connection.send_bytes(message)
-        results, failed = self.collect(timeout)
+        results, failed = self.collect(world, timeout)
         if failed:
             self.end()
         assert not failed, "\n" + "\n".join(f"rank {r}: {failed[r]}" for r in sorted(failed))
@@ -182,19 +185,19 @@ class KeptRanks:
         sys.stdout.flush()
         sys.stderr.flush()
         gc.freeze()  # as in on_ranks
-        self.folder = tempfile.TemporaryDirectory()
-        for rank in range(world):
+        self.folder = self.folder or tempfile.TemporaryDirectory()
+        for _ in range(len(self.members), world):
             connection, its_connection = multiprocessing.Pipe()
             pid = os.fork()
             if pid == 0:
                 connection.close()
-                serve(its_connection, rank, world)
+                serve(its_connection)
             its_connection.close()
             self.members.append((pid, connection))
 
-    def collect(self, timeout):
+    def collect(self, world, timeout):
         """({rank: result}, {rank: why it has none})."""
-        waiting = {connection: rank for rank, (_, connection) in enumerate(self.members)}
+        waiting = {connection: rank for rank, (_, connection) in enumerate(self.members[:world])}
         results, failed = {}, {}
         deadline = time.monotonic() + timeout
         while waiting:
@@ -222,29 +225,10 @@ class KeptRanks:
         self.members = []
         if self.folder:
             self.folder.cleanup()
+        self.folder = None
 
 
-class Kept:
-    """KeptRanks of each number of ranks, of the numbers used last: no more than MOST ranks wait."""
-
-    MOST = 10
-
-    def __init__(self):
-        self.by_world = {}  # the one used last comes last
-
-    def __call__(self, world, work, *args, timeout=120):
-        kept = self.by_world.pop(world, None) or KeptRanks()
-        while self.by_world and sum(self.by_world) + world > self.MOST:
-            self.by_world.pop(next(iter(self.by_world))).end()
-        self.by_world[world] = kept
-        return kept(world, work, *args, timeout=timeout)
-
-    def end(self):
-        for kept in self.by_world.values():
-            kept.end()
-
-
-def serve(connection, rank, world):
+def serve(connection):
     """A kept rank: one call after the other, each in a process group of its own."""
     import torch
     import torch.distributed as dist
@@ -255,7 +239,7 @@ def serve(connection, rank, world):
     while True:
         messages = [connection.recv_bytes() for _ in range(2)]
         try:
-            path, (work, args) = map(pickle.loads, messages)
+            (path, rank, world), (work, args) = map(pickle.loads, messages)
             join(path, rank, world)
             torch.manual_seed(0)  # whatever the last call drew, and on which ranks
             answer = None, work(rank, *args)
@@ -278,7 +262,7 @@ def ranks():
 
 @pytest.fixture(scope="session")
 def kept_ranks():
-    kept = Kept()
+    kept = KeptRanks()
     yield kept
     kept.end()
 
@@ -319,6 +303,16 @@ def two_nodes():
     finally:
         for name in names:
             ip("netns", "delete", name, check=False)
+
+
+def enter(name):
+    """Move this process into a network namespace, and call its host by the same name."""
+    new_names, new_network = 0x04000000, 0x40000000  # CLONE_NEWUTS, CLONE_NEWNET
+    libc = ctypes.CDLL(None, use_errno=True)
+    with open(f"/var/run/netns/{name}") as namespace:
+        assert libc.setns(namespace.fileno(), new_network) == 0, os.strerror(ctypes.get_errno())
+    assert libc.unshare(new_names) == 0, os.strerror(ctypes.get_errno())
+    socket.sethostname(name)
 
 
 def children(pid):

@@ -7,18 +7,19 @@ import importlib.util
 import json
 import os
 import pathlib
-import subprocess
-import sys
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
+from conftest import enter, join
 
 import collectives
 import ddp
 import harness
 from collectives import ALL_REDUCE, Checked
 from harness import network
+from harness.ledger import Ledger
 
 ROOT = pathlib.Path(__file__).parent.parent
 
@@ -42,30 +43,32 @@ def inputs(n, size, dtype=torch.float32):
 # --- results
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 4, 6])
-def test_every_collective_equals_torchs_bit_for_bit(ranks, world):
-    def work(rank):
-        run = harness.Rank(None, rank, world, torch.device("cpu"))
-        return {
-            name: dtypes for name, dtypes in network.differences(collectives, run).items() if dtypes
-        }
+def every_collective_equals_torchs_bit_for_bit(rank, world):
+    run = harness.Rank(None, rank, world, torch.device("cpu"))
+    return {
+        name: dtypes for name, dtypes in network.differences(collectives, run).items() if dtypes
+    }
 
-    assert ranks(world, work) == [{}] * world
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4, 6])
+def test_every_collective_equals_torchs_bit_for_bit(kept_ranks, world):
+    assert kept_ranks(world, every_collective_equals_torchs_bit_for_bit, world) == [{}] * world
+
+
+def all_reduce_of_any_size_and_dtype(rank, world):
+    results = {}
+    for dtype in network.EXACT_DTYPES:
+        for size in {0, 1, world - 1, world + 1, 101}:
+            for name, all_reduce in ALL_REDUCE.items():
+                x = inputs(world, size, dtype)[rank]
+                all_reduce(x)
+                results[name, size, dtype] = x
+    return results
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4, 5, 6, 8])
-def test_all_reduce_of_any_size_and_dtype(ranks, world):
-    def work(rank):
-        results = {}
-        for dtype in network.EXACT_DTYPES:
-            for size in {0, 1, world - 1, world + 1, 101}:
-                for name, all_reduce in ALL_REDUCE.items():
-                    x = inputs(world, size, dtype)[rank]
-                    all_reduce(x)
-                    results[name, size, dtype] = x
-        return results
-
-    everywhere = ranks(world, work)
+def test_all_reduce_of_any_size_and_dtype(kept_ranks, world):
+    everywhere = kept_ranks(world, all_reduce_of_any_size_and_dtype, world)
     for (_, size, dtype), result in everywhere[0].items():
         exact = torch.stack([x.double() for x in inputs(world, size, dtype)])
         error = 0 if dtype == torch.int64 else world * torch.finfo(dtype).eps
@@ -74,19 +77,20 @@ def test_all_reduce_of_any_size_and_dtype(ranks, world):
         assert all(torch.equal(result, other[key]) for key, result in everywhere[0].items())
 
 
-def test_the_order_of_summation(ranks):
+def the_order_of_summation(rank):
+    world, out = dist.get_world_size(), {}
+    for name, all_reduce in {"gloo": dist.all_reduce, **ALL_REDUCE}.items():
+        out[name] = inputs(world, 960)[rank]
+        all_reduce(out[name])
+    return out
+
+
+def test_the_order_of_summation(kept_ranks):
     """Bit for bit: the ring's is gloo's; a server, sequential and direct go by rank; recursive
     doubling and halving-doubling by pairs."""
 
-    def work(rank):
-        world, out = dist.get_world_size(), {}
-        for name, all_reduce in {"gloo": dist.all_reduce, **ALL_REDUCE}.items():
-            out[name] = inputs(world, 960)[rank]
-            all_reduce(out[name])
-        return out
-
     for world in (2, 3, 4, 8):
-        got, x = ranks(world, work)[0], inputs(world, 960)
+        got, x = kept_ranks(world, the_order_of_summation)[0], inputs(world, 960)
         by_rank = functools.reduce(torch.add, x)
         by_pairs = x
         while len(by_pairs) > 1 and world != 3:
@@ -100,72 +104,71 @@ def test_the_order_of_summation(ranks):
         assert world < 4 or not torch.equal(got["ring"], by_rank)
 
 
-def test_the_sign_of_zero_is_the_same_on_all_ranks(ranks):
+def the_sign_of_zero_is_the_same_on_all_ranks(rank):
+    signs = {}
+    for name, all_reduce in ALL_REDUCE.items():
+        for op in (collectives.MIN, collectives.MAX):
+            for size in (3, 96):  # torch adds long ones by another loop
+                x = torch.full((size,), -0.0 if rank % 3 else 0.0)
+                all_reduce(x, op)
+                assert (x == 0).all()
+                signs[name, str(op), size] = torch.signbit(x).tolist()
+    return signs
+
+
+def test_the_sign_of_zero_is_the_same_on_all_ranks(kept_ranks):
     """minimum(0.0, -0.0) is one of both, by their order: ranks must take them in the same one."""
 
-    def work(rank):
-        signs = {}
-        for name, all_reduce in ALL_REDUCE.items():
-            for op in (collectives.MIN, collectives.MAX):
-                for size in (3, 96):  # torch adds long ones by another loop
-                    x = torch.full((size,), -0.0 if rank % 3 else 0.0)
-                    all_reduce(x, op)
-                    assert (x == 0).all()
-                    signs[name, str(op), size] = torch.signbit(x).tolist()
-        return signs
-
     for world in (2, 6):
-        everywhere = ranks(world, work)
+        everywhere = kept_ranks(world, the_sign_of_zero_is_the_same_on_all_ranks)
         assert all(signs == everywhere[0] for signs in everywhere)
 
 
-def test_operators(ranks):
-    def work(rank):
-        out = {}
-        for op in collectives.OPERATORS:
-            theirs = inputs(5, 23, torch.int64)[rank]
-            dist.all_reduce(theirs, op)
-            for name, all_reduce in ALL_REDUCE.items():
-                ours = inputs(5, 23, torch.int64)[rank]
-                all_reduce(ours, op)
-                out[name, str(op)] = torch.equal(ours, theirs)
-        return out
-
-    assert all(all(out.values()) for out in ranks(5, work))
-
-
-def test_segments_change_neither_result_nor_cost(ranks, monkeypatch):
-    monkeypatch.setattr(collectives, "SEGMENT", 5)
-
-    def work(rank):
-        world, logs = dist.get_world_size(), {}
+def operators(rank):
+    out = {}
+    for op in collectives.OPERATORS:
+        theirs = inputs(5, 23, torch.int64)[rank]
+        dist.all_reduce(theirs, op)
         for name, all_reduce in ALL_REDUCE.items():
-            counter, x = Counter(), inputs(world, 120 * world, torch.int64)[rank]
-            all_reduce(x, group=counter)
-            assert torch.equal(x, sum(inputs(world, 120 * world, torch.int64))), name
-            logs[name] = counter.log
-        x, part = inputs(world, 120 * world, torch.int64)[rank], torch.zeros(120, dtype=torch.int64)
-        collectives.reduce_scatter_single(part, x)
-        assert torch.equal(part, sum(inputs(world, 120 * world, torch.int64)).chunk(world)[rank])
-        assert torch.equal(x, inputs(world, 120 * world, torch.int64)[rank])
-        return logs
+            ours = inputs(5, 23, torch.int64)[rank]
+            all_reduce(ours, op)
+            out[name, str(op)] = torch.equal(ours, theirs)
+    return out
 
+
+def test_operators(kept_ranks):
+    assert all(all(out.values()) for out in kept_ranks(5, operators))
+
+
+@mock.patch.object(collectives, "SEGMENT", 5)
+def segments_change_neither_result_nor_cost(rank):
+    world, logs = dist.get_world_size(), {}
+    for name, all_reduce in ALL_REDUCE.items():
+        counter, x = Counter(), inputs(world, 120 * world, torch.int64)[rank]
+        all_reduce(x, group=counter)
+        assert torch.equal(x, sum(inputs(world, 120 * world, torch.int64))), name
+        logs[name] = counter.log
+    x, part = inputs(world, 120 * world, torch.int64)[rank], torch.zeros(120, dtype=torch.int64)
+    collectives.reduce_scatter_single(part, x)
+    assert torch.equal(part, sum(inputs(world, 120 * world, torch.int64)).chunk(world)[rank])
+    assert torch.equal(x, inputs(world, 120 * world, torch.int64)[rank])
+    return logs
+
+
+def test_segments_change_neither_result_nor_cost(kept_ranks):
     for world in (4, 6):
-        logs, node = ranks(world, work), collectives.default_node(world)
+        logs = kept_ranks(world, segments_change_neither_result_nor_cost)
+        node = collectives.default_node(world)
         for name, formula in network.formulas(world, 120 * world * 8, node).items():
             assert network.tally([log[name] for log in logs]) == formula
 
 
-@pytest.mark.parametrize("world", [2, 3, 4, 6])
-def test_segments_and_kept_buffers_change_no_bit(ranks, monkeypatch, world):
-    """Many segments, beside one that holds the whole tensor."""
-
-    def work(rank):
-        for size in (0, 1, 100 * world, 100 * world + 7):
-            results = []
-            for segment in (1000, 10):
-                monkeypatch.setattr(collectives, "SEGMENT", segment)
-                wire, result = collectives.Wire(), []
+def segments_and_kept_buffers_change_no_bit(rank, world):
+    for size in (0, 1, 100 * world, 100 * world + 7):
+        results = []
+        for segment in (1000, 10):
+            wire, result = collectives.Wire(), []
+            with mock.patch.object(collectives, "SEGMENT", segment):
                 for all_reduce in ALL_REDUCE.values():
                     result.append(inputs(world, size)[rank])
                     all_reduce(result[-1], group=wire)
@@ -174,175 +177,182 @@ def test_segments_and_kept_buffers_change_no_bit(ranks, monkeypatch, world):
                 part = torch.zeros(size // world)
                 whole = inputs(world, size)[rank][: size // world * world]
                 collectives.reduce_scatter_single(part, whole, group=wire)
-                results.append([*result, part])
-            assert all(torch.equal(plain, fast) for plain, fast in zip(*results)), size
-
-    ranks(world, work)
+            results.append([*result, part])
+        assert all(torch.equal(plain, fast) for plain, fast in zip(*results)), size
 
 
-def test_strides_and_views(ranks):
-    def work(rank):
-        for all_reduce in ALL_REDUCE.values():
-            base = torch.full((4, 6), -1.0)
-            x = base[:, ::2]
-            x.copy_(torch.arange(12.0).view(4, 3) + rank)
-            all_reduce(x)
-            assert (
-                torch.equal(x, 3 * torch.arange(12.0).view(4, 3) + 3)
-                and (base[:, 1::2] == -1).all()
-            )
-        x = (torch.arange(12.0).view(3, 4) + rank).t()
-        collectives.broadcast(x, 1)
-        assert torch.equal(x, (torch.arange(12.0).view(3, 4) + 1).t())
-        collectives.reduce(x, 2)
-        assert torch.equal(x, (torch.arange(12.0).view(3, 4) + 1).t() * (3 if rank == 2 else 1))
-        out = torch.zeros(4, 3).t()
-        collectives.all_to_all_single(out, torch.full((4, 3), float(rank)).t())
-        assert torch.equal(out, torch.arange(3.0).view(3, 1).expand(3, 4))
-        full = torch.zeros(6)
-        mine = full[2 * rank : 2 * rank + 2]
-        mine += rank + 1
-        collectives.all_gather_single(full, mine)  # in place
-        assert full.tolist() == [1, 1, 2, 2, 3, 3]
-        collectives.reduce_scatter_single(mine, full)  # in place
-        assert mine.tolist() == [3 * (rank + 1)] * 2
-        full = torch.arange(6.0)
-        collectives.reduce_scatter_single(torch.zeros(2), full)
-        assert full.tolist() == [0, 1, 2, 3, 4, 5]
-        with pytest.raises(ValueError, match="output must be contiguous"):
-            collectives.all_gather_single(torch.zeros(12)[::2], mine)
-        leaf = torch.ones(3, requires_grad=True)
-        collectives.all_reduce(leaf)
-        assert leaf.tolist() == [3, 3, 3]
+@pytest.mark.parametrize("world", [2, 3, 4, 6])
+def test_segments_and_kept_buffers_change_no_bit(kept_ranks, world):
+    """Many segments, beside one that holds the whole tensor."""
+    kept_ranks(world, segments_and_kept_buffers_change_no_bit, world)
 
-    ranks(3, work)
+
+def strides_and_views(rank):
+    for all_reduce in ALL_REDUCE.values():
+        base = torch.full((4, 6), -1.0)
+        x = base[:, ::2]
+        x.copy_(torch.arange(12.0).view(4, 3) + rank)
+        all_reduce(x)
+        assert torch.equal(x, 3 * torch.arange(12.0).view(4, 3) + 3) and (base[:, 1::2] == -1).all()
+    x = (torch.arange(12.0).view(3, 4) + rank).t()
+    collectives.broadcast(x, 1)
+    assert torch.equal(x, (torch.arange(12.0).view(3, 4) + 1).t())
+    collectives.reduce(x, 2)
+    assert torch.equal(x, (torch.arange(12.0).view(3, 4) + 1).t() * (3 if rank == 2 else 1))
+    out = torch.zeros(4, 3).t()
+    collectives.all_to_all_single(out, torch.full((4, 3), float(rank)).t())
+    assert torch.equal(out, torch.arange(3.0).view(3, 1).expand(3, 4))
+    full = torch.zeros(6)
+    mine = full[2 * rank : 2 * rank + 2]
+    mine += rank + 1
+    collectives.all_gather_single(full, mine)  # in place
+    assert full.tolist() == [1, 1, 2, 2, 3, 3]
+    collectives.reduce_scatter_single(mine, full)  # in place
+    assert mine.tolist() == [3 * (rank + 1)] * 2
+    full = torch.arange(6.0)
+    collectives.reduce_scatter_single(torch.zeros(2), full)
+    assert full.tolist() == [0, 1, 2, 3, 4, 5]
+    with pytest.raises(ValueError, match="output must be contiguous"):
+        collectives.all_gather_single(torch.zeros(12)[::2], mine)
+    leaf = torch.ones(3, requires_grad=True)
+    collectives.all_reduce(leaf)
+    assert leaf.tolist() == [3, 3, 3]
+
+
+def test_strides_and_views(kept_ranks):
+    kept_ranks(3, strides_and_views)
 
 
 # --- groups, and several at a time
 
 
-def test_subgroups_by_either_rank(ranks):
-    def work(rank):
-        groups = [dist.new_group([0, 2, 5]), dist.new_group([1, 3, 4, 6])]
-        members = ([0, 2, 5], [1, 3, 4, 6])
-        mine = int(rank not in members[0])
-        group, n = groups[mine], len(members[mine])
-        x = torch.arange(3 * n) + 10 * rank
-        place = dist.get_rank(group)
-        ours = network.use_all(collectives, x, place, n, group)
-        theirs = network.use_all(network.torchs(), x, place, n, group)
-        assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
-        y = torch.tensor([rank])
-        collectives.broadcast(y, members[mine][1], group)  # a global rank, as in torch
-        assert y.item() == members[mine][1]
-        for name, all_reduce in ALL_REDUCE.items():
-            y = torch.tensor([1 << rank])
-            all_reduce(y, group=group)
-            assert y.item() == sum(1 << r for r in members[mine]), name
-        with pytest.raises(ValueError, match="not in the group"):
-            collectives.all_reduce(y, group=groups[1 - mine])
+def subgroups_by_either_rank(rank):
+    groups = [dist.new_group([0, 2, 5]), dist.new_group([1, 3, 4, 6])]
+    members = ([0, 2, 5], [1, 3, 4, 6])
+    mine = int(rank not in members[0])
+    group, n = groups[mine], len(members[mine])
+    x = torch.arange(3 * n) + 10 * rank
+    place = dist.get_rank(group)
+    ours = network.use_all(collectives, x, place, n, group)
+    theirs = network.use_all(network.torchs(), x, place, n, group)
+    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+    y = torch.tensor([rank])
+    collectives.broadcast(y, members[mine][1], group)  # a global rank, as in torch
+    assert y.item() == members[mine][1]
+    for name, all_reduce in ALL_REDUCE.items():
+        y = torch.tensor([1 << rank])
+        all_reduce(y, group=group)
+        assert y.item() == sum(1 << r for r in members[mine]), name
+    with pytest.raises(ValueError, match="not in the group"):
+        collectives.all_reduce(y, group=groups[1 - mine])
 
-    ranks(7, work)
+
+def test_subgroups_by_either_rank(kept_ranks):
+    kept_ranks(7, subgroups_by_either_rank)
+
+
+def many_in_flight(rank, name):
+    other = dist.new_group([0, 1, 2, 3, 4])
+    works, tensors = [], []
+    for i, size in enumerate([7, 100, 1, 0, 33]):
+        for group, members in ((None, range(6)), (other, range(5))):
+            if rank in members:
+                x = torch.full((size,), (i + 1.0) * (rank + 1))
+                works.append(ALL_REDUCE[name](x, group=group, async_op=True))
+                tensors.append((x, (i + 1) * sum(r + 1 for r in members)))
+    for work in reversed(works):
+        work.wait()
+    return all((x == due).all() for x, due in tensors)
 
 
 @pytest.mark.parametrize("name", ALL_REDUCE)
-def test_many_in_flight(ranks, name):
+def test_many_in_flight(kept_ranks, name):
     """On one group, and on two groups that share ranks; six ranks, so that some are folded in
     halving-doubling."""
 
-    def work(rank):
-        other = dist.new_group([0, 1, 2, 3, 4])
-        works, tensors = [], []
-        for i, size in enumerate([7, 100, 1, 0, 33]):
-            for group, members in ((None, range(6)), (other, range(5))):
-                if rank in members:
-                    x = torch.full((size,), (i + 1.0) * (rank + 1))
-                    works.append(ALL_REDUCE[name](x, group=group, async_op=True))
-                    tensors.append((x, (i + 1) * sum(r + 1 for r in members)))
-        for work in reversed(works):
-            work.wait()
-        return all((x == due).all() for x, due in tensors)
-
-    assert all(ranks(6, work))
+    assert all(kept_ranks(6, many_in_flight, name))
 
 
-def test_other_collectives_in_flight(ranks):
-    def work(rank):
-        a, b, c, d = torch.tensor([rank]), torch.zeros(5), torch.zeros(5), torch.tensor([rank])
-        works = [
-            collectives.broadcast(a, 3, async_op=True),
-            collectives.all_gather_single(b, torch.tensor([rank + 1.0]), async_op=True),
-            collectives.barrier(async_op=True),
-            collectives.all_to_all_single(c, torch.arange(5.0) + 5 * rank, async_op=True),
-            collectives.broadcast(d, 1, async_op=True),
-        ]
-        for work in works:
-            work.wait()
-        return a.item(), b.tolist(), c.tolist(), d.item()
+def other_collectives_in_flight(rank):
+    a, b, c, d = torch.tensor([rank]), torch.zeros(5), torch.zeros(5), torch.tensor([rank])
+    works = [
+        collectives.broadcast(a, 3, async_op=True),
+        collectives.all_gather_single(b, torch.tensor([rank + 1.0]), async_op=True),
+        collectives.barrier(async_op=True),
+        collectives.all_to_all_single(c, torch.arange(5.0) + 5 * rank, async_op=True),
+        collectives.broadcast(d, 1, async_op=True),
+    ]
+    for work in works:
+        work.wait()
+    return a.item(), b.tolist(), c.tolist(), d.item()
 
-    for rank, got in enumerate(ranks(5, work)):
+
+def test_other_collectives_in_flight(kept_ranks):
+    for rank, got in enumerate(kept_ranks(5, other_collectives_in_flight)):
         assert got == (3, [1, 2, 3, 4, 5], [rank + 5 * i for i in range(5)], 1)
 
 
-@pytest.mark.parametrize("name", ALL_REDUCE)
-def test_stands_in_for_torchs_in_ddp(ranks, name):
-    def work(rank):
-        results = []
-        for all_reduce in (dist.all_reduce, ALL_REDUCE[name]):
-            torch.manual_seed(0)
-            model = torch.nn.Sequential(
-                torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 4)
-            ).double()
-            wrapped = ddp.DDP(
-                model.parameters(), dist.group.WORLD, bucket_bytes=300, all_reduce=all_reduce
+def stands_in_for_torchs_in_ddp(rank, name):
+    results = []
+    for all_reduce in (dist.all_reduce, ALL_REDUCE[name]):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(
+            torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 4)
+        ).double()
+        wrapped = ddp.DDP(
+            model.parameters(), dist.group.WORLD, bucket_bytes=300, all_reduce=all_reduce
+        )
+        for step in range(2):
+            wrapped.zero_grad()
+            x = torch.randn(
+                3,
+                8,
+                dtype=torch.float64,
+                generator=torch.Generator().manual_seed(10 * step + rank),
             )
-            for step in range(2):
-                wrapped.zero_grad()
-                x = torch.randn(
-                    3,
-                    8,
-                    dtype=torch.float64,
-                    generator=torch.Generator().manual_seed(10 * step + rank),
-                )
-                model(x).square().sum().backward()
-                wrapped.finish()
-            results.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
-        assert wrapped.early > 1
-        torch.testing.assert_close(*results, rtol=1e-13, atol=1e-13)
+            model(x).square().sum().backward()
+            wrapped.finish()
+        results.append(torch.cat([p.grad.flatten() for p in model.parameters()]))
+    assert wrapped.early > 1
+    torch.testing.assert_close(*results, rtol=1e-13, atol=1e-13)
 
-    ranks(3, work)
+
+@pytest.mark.parametrize("name", ALL_REDUCE)
+def test_stands_in_for_torchs_in_ddp(kept_ranks, name):
+    kept_ranks(3, stands_in_for_torchs_in_ddp, name)
 
 
 # --- bad input
 
 
-def test_disagreements_are_one_sentence_on_every_rank(ranks):
-    def work(rank):
-        odd = rank == 2
-        ring, last = ALL_REDUCE["ring"], torch.zeros(3)
-        calls = {
-            "shape": lambda wire: ring(torch.zeros(4 + odd), group=wire),
-            "dtype": lambda wire: ring(
-                torch.zeros(4, dtype=torch.float64 if odd else torch.float32), group=wire
-            ),
-            "operator": lambda wire: ring(last, collectives.MAX if odd else collectives.SUM, wire),
-            "root": lambda wire: collectives.broadcast(last, int(odd), wire),
-            "collective": lambda wire: collectives.barrier(wire) if odd else ring(last, group=wire),
-            "splits": lambda wire: collectives.all_to_all_single(
-                torch.zeros(3), torch.zeros(3), [1, 1, 1], [2, 1, 0] if odd else [1, 1, 1], wire
-            ),
-        }
-        said = {}
-        for name, call in calls.items():
-            with pytest.raises(ValueError) as e:
-                call(Checked())
-            said[name] = str(e.value)
-        x = torch.full((4,), rank + 1.0)
-        ring(x, group=Checked())  # and where all agree it goes on
-        assert x.tolist() == [6.0] * 4
-        return said
+def disagreements_are_one_sentence_on_every_rank(rank):
+    odd = rank == 2
+    ring, last = ALL_REDUCE["ring"], torch.zeros(3)
+    calls = {
+        "shape": lambda wire: ring(torch.zeros(4 + odd), group=wire),
+        "dtype": lambda wire: ring(
+            torch.zeros(4, dtype=torch.float64 if odd else torch.float32), group=wire
+        ),
+        "operator": lambda wire: ring(last, collectives.MAX if odd else collectives.SUM, wire),
+        "root": lambda wire: collectives.broadcast(last, int(odd), wire),
+        "collective": lambda wire: collectives.barrier(wire) if odd else ring(last, group=wire),
+        "splits": lambda wire: collectives.all_to_all_single(
+            torch.zeros(3), torch.zeros(3), [1, 1, 1], [2, 1, 0] if odd else [1, 1, 1], wire
+        ),
+    }
+    said = {}
+    for name, call in calls.items():
+        with pytest.raises(ValueError) as e:
+            call(Checked())
+        said[name] = str(e.value)
+    x = torch.full((4,), rank + 1.0)
+    ring(x, group=Checked())  # and where all agree it goes on
+    assert x.tolist() == [6.0] * 4
+    return said
 
-    said = ranks(3, work)
+
+def test_disagreements_are_one_sentence_on_every_rank(kept_ranks):
+    said = kept_ranks(3, disagreements_are_one_sentence_on_every_rank)
     assert said[0] == said[1] == said[2]
     assert (
         "float32 (4,), rank 2 calls all_reduce" in said[0]["shape"]
@@ -353,140 +363,142 @@ def test_disagreements_are_one_sentence_on_every_rank(ranks):
     assert "rank 2 sends 2 elements to rank 0, which expects 1" in said[0]["splits"]
 
 
-def test_what_one_rank_can_see_is_refused(ranks):
-    def work(rank):
-        x, c = torch.zeros(4), collectives
-        for message, call in {
-            "nodes of 3": lambda: ALL_REDUCE["hierarchical"](x, node=3),
-            "is not one of SUM": lambda: c.all_reduce(x, dist.ReduceOp.BAND),
-            "hold 2 times the input, float32 (3,), but is float32 (4,)": lambda: (
-                c.all_gather_single(x, torch.zeros(3))
-            ),
-            "input must be contiguous and hold 2 times the output": lambda: c.reduce_scatter_single(
-                torch.zeros(1), x
-            ),
-            "hold 2 times the input, float32 (1,), but is float32 (3,)": lambda: (
-                c.all_gather_single(torch.zeros(3), torch.zeros(1))
-            ),
-            "which do not divide among 2 ranks": lambda: c.all_to_all_single(
-                torch.zeros(3), torch.zeros(3)
-            ),
-            "as [1, 1]": lambda: c.all_to_all_single(x, x, [1, 1], [2, 2]),
-            "must hold 2 tensors, each float32 (4,)": lambda: c.gather(x, [x], group_dst=rank),
-            "their rows must be alike": lambda: c.all_to_all_single(x, x.view(2, 2)),
-            "no rank 5 in a group of 2": lambda: c.broadcast(x, group_src=5),
-        }.items():
-            with pytest.raises(ValueError) as e:
-                call()
-            assert message in str(e.value)
-
-    ranks(2, work)
+def what_one_rank_can_see_is_refused(rank):
+    x, c = torch.zeros(4), collectives
+    for message, call in {
+        "nodes of 3": lambda: ALL_REDUCE["hierarchical"](x, node=3),
+        "is not one of SUM": lambda: c.all_reduce(x, dist.ReduceOp.BAND),
+        "hold 2 times the input, float32 (3,), but is float32 (4,)": lambda: c.all_gather_single(
+            x, torch.zeros(3)
+        ),
+        "input must be contiguous and hold 2 times the output": lambda: c.reduce_scatter_single(
+            torch.zeros(1), x
+        ),
+        "hold 2 times the input, float32 (1,), but is float32 (3,)": lambda: c.all_gather_single(
+            torch.zeros(3), torch.zeros(1)
+        ),
+        "which do not divide among 2 ranks": lambda: c.all_to_all_single(
+            torch.zeros(3), torch.zeros(3)
+        ),
+        "as [1, 1]": lambda: c.all_to_all_single(x, x, [1, 1], [2, 2]),
+        "must hold 2 tensors, each float32 (4,)": lambda: c.gather(x, [x], group_dst=rank),
+        "their rows must be alike": lambda: c.all_to_all_single(x, x.view(2, 2)),
+        "no rank 5 in a group of 2": lambda: c.broadcast(x, group_src=5),
+    }.items():
+        with pytest.raises(ValueError) as e:
+            call()
+        assert message in str(e.value)
 
 
-def test_checked_tells_the_others_of_a_bad_argument(ranks):
+def test_what_one_rank_can_see_is_refused(kept_ranks):
+    kept_ranks(2, what_one_rank_can_see_is_refused)
+
+
+def checked_tells_the_others_of_a_bad_argument(rank):
+    odd, c, x = rank == 2, collectives, torch.zeros(6)
+    calls = {
+        "must hold 3 tensors": lambda wire: c.gather(x, [x] if odd else None, 2, wire),
+        "several times": lambda wire: c.gather(x, [x] * 3 if odd else None, 2, wire),
+        "scatter_list": lambda wire: c.scatter(x, [x] if odd else None, 2, wire),
+        "not one of SUM": lambda wire: c.all_reduce(x, dist.ReduceOp.BAND if odd else c.SUM, wire),
+        "not one of": lambda wire: c.reduce(x, 0, dist.ReduceOp.BAND if odd else c.SUM, wire),
+        "no rank 7": lambda wire: c.broadcast(x, 7 if odd else 0, wire),
+        "output must be": lambda wire: c.all_gather_single(torch.zeros(17 if odd else 18), x, wire),
+        "input must be": lambda wire: c.reduce_scatter_single(
+            torch.zeros(2), x[: 5 if odd else 6], group=wire
+        ),
+        "rows must be alike": lambda wire: c.all_to_all_single(
+            x.double() if odd else x, x.clone(), group=wire
+        ),
+        "do not divide": lambda wire: c.all_to_all_single(
+            torch.zeros(6), x[: 5 if odd else 6], group=wire
+        ),
+    }
+    said = {}
+    for name, call in calls.items():
+        with pytest.raises(ValueError) as e:
+            call(Checked())
+        said[name] = str(e.value)
+    with pytest.raises(ValueError, match="no rank 7"):
+        c.send(x, 7, Checked())  # the others need not know
+    return said
+
+
+def test_checked_tells_the_others_of_a_bad_argument(kept_ranks):
     """A rank that refuses its arguments must not leave the others in the comparison."""
 
-    def work(rank):
-        odd, c, x = rank == 2, collectives, torch.zeros(6)
-        calls = {
-            "must hold 3 tensors": lambda wire: c.gather(x, [x] if odd else None, 2, wire),
-            "several times": lambda wire: c.gather(x, [x] * 3 if odd else None, 2, wire),
-            "scatter_list": lambda wire: c.scatter(x, [x] if odd else None, 2, wire),
-            "not one of SUM": lambda wire: c.all_reduce(
-                x, dist.ReduceOp.BAND if odd else c.SUM, wire
-            ),
-            "not one of": lambda wire: c.reduce(x, 0, dist.ReduceOp.BAND if odd else c.SUM, wire),
-            "no rank 7": lambda wire: c.broadcast(x, 7 if odd else 0, wire),
-            "output must be": lambda wire: c.all_gather_single(
-                torch.zeros(17 if odd else 18), x, wire
-            ),
-            "input must be": lambda wire: c.reduce_scatter_single(
-                torch.zeros(2), x[: 5 if odd else 6], group=wire
-            ),
-            "rows must be alike": lambda wire: c.all_to_all_single(
-                x.double() if odd else x, x.clone(), group=wire
-            ),
-            "do not divide": lambda wire: c.all_to_all_single(
-                torch.zeros(6), x[: 5 if odd else 6], group=wire
-            ),
-        }
-        said = {}
-        for name, call in calls.items():
-            with pytest.raises(ValueError) as e:
-                call(Checked())
-            said[name] = str(e.value)
-        with pytest.raises(ValueError, match="no rank 7"):
-            c.send(x, 7, Checked())  # the others need not know
-        return said
-
-    said = ranks(3, work)
+    said = kept_ranks(3, checked_tells_the_others_of_a_bad_argument)
     assert said[0] == said[1] == said[2]
     for name, sentence in said[0].items():
         assert name in sentence and "rank 2 calls with a bad argument" in sentence
 
 
-def test_checked_where_only_some_calls_have_splits(ranks):
-    def work(rank):
-        with pytest.raises(ValueError, match="rank 0 calls all_to_all .*, rank 1 calls barrier"):
-            if rank == 0:
-                collectives.all_to_all_single(torch.zeros(4), torch.zeros(4), group=Checked())
-            else:
-                collectives.barrier(Checked())
-
-    ranks(2, work)
+def checked_where_only_some_calls_have_splits(rank):
+    with pytest.raises(ValueError, match="rank 0 calls all_to_all .*, rank 1 calls barrier"):
+        if rank == 0:
+            collectives.all_to_all_single(torch.zeros(4), torch.zeros(4), group=Checked())
+        else:
+            collectives.barrier(Checked())
 
 
-def test_a_message_to_oneself_or_to_nobody_is_refused(ranks):
-    def work(rank):
-        for call in (collectives.send, collectives.recv):
-            with pytest.raises(ValueError, match="can't send to itself or receive from itself"):
-                call(torch.zeros(2), rank)
-            with pytest.raises(ValueError, match="There is no default"):
-                call(torch.zeros(2))
+def test_checked_where_only_some_calls_have_splits(kept_ranks):
+    kept_ranks(2, checked_where_only_some_calls_have_splits)
 
-    ranks(2, work)
+
+def a_message_to_oneself_or_to_nobody_is_refused(rank):
+    for call in (collectives.send, collectives.recv):
+        with pytest.raises(ValueError, match="can't send to itself or receive from itself"):
+            call(torch.zeros(2), rank)
+        with pytest.raises(ValueError, match="There is no default"):
+            call(torch.zeros(2))
+
+
+def test_a_message_to_oneself_or_to_nobody_is_refused(kept_ranks):
+    kept_ranks(2, a_message_to_oneself_or_to_nobody_is_refused)
+
+
+class NeverAddsIntoSent(collectives.Wire):
+    async def exchange(self, send, receive, combine=None):
+        sent = {t.data_ptr() for t in send.values()}
+        assert not sent & {t.data_ptr() for t in receive.values()}
+        await super().exchange(send, receive, combine)
+
+
+def reduce_scatter_never_adds_into_what_it_sends(rank, world):
+    output = torch.zeros(4)
+    collectives.reduce_scatter_single(output, torch.ones(4 * world), group=NeverAddsIntoSent())
+    assert output.tolist() == [world] * 4
 
 
 @pytest.mark.parametrize("world", [2, 5, 6, 7])
-def test_reduce_scatter_never_adds_into_what_it_sends(ranks, world):
-    class Watched(collectives.Wire):
-        async def exchange(self, send, receive, combine=None):
-            sent = {t.data_ptr() for t in send.values()}
-            assert not sent & {t.data_ptr() for t in receive.values()}
-            await super().exchange(send, receive, combine)
-
-    def work(rank):
-        output = torch.zeros(4)
-        collectives.reduce_scatter_single(output, torch.ones(4 * world), group=Watched())
-        assert output.tolist() == [world] * 4
-
-    ranks(world, work)
+def test_reduce_scatter_never_adds_into_what_it_sends(kept_ranks, world):
+    kept_ranks(world, reduce_scatter_never_adds_into_what_it_sends, world)
 
 
 # --- costs
 
 
-@pytest.mark.parametrize("world", [*range(1, 10), 12])
-def test_rounds_and_bytes_equal_the_formulas(ranks, world):
-    """Exactly, where chunks come out equal; and in total always."""
-    even = 4 * world * power_of_two(world)
+def rounds_and_bytes_equal_the_formulas(rank, world, even):
     nodes = [n for n in range(1, world + 1) if world % n == 0]
     ways = {(name, None): way for name, way in ALL_REDUCE.items()}
     ways |= {
         ("hierarchical", n): functools.partial(ALL_REDUCE["hierarchical"], node=n) for n in nodes
     }
+    logs = {}
+    for size in (even, even + 7):
+        for key, all_reduce in ways.items():
+            x, counter = torch.full((size,), 1 << (rank % 3), dtype=torch.uint8), Counter()
+            all_reduce(x, group=counter)
+            assert (x == sum(1 << (r % 3) for r in range(world))).all()
+            logs[size, *key] = counter.log
+    return logs
 
-    def work(rank):
-        logs = {}
-        for size in (even, even + 7):
-            for key, all_reduce in ways.items():
-                x, counter = torch.full((size,), 1 << (rank % 3), dtype=torch.uint8), Counter()
-                all_reduce(x, group=counter)
-                assert (x == sum(1 << (r % 3) for r in range(world))).all()
-                logs[size, *key] = counter.log
-        return logs
 
-    logs = ranks(world, work)
+@pytest.mark.parametrize("world", [*range(1, 10), 12])
+def test_rounds_and_bytes_equal_the_formulas(kept_ranks, world):
+    """Exactly, where chunks come out equal; and in total always."""
+    even = 4 * world * power_of_two(world)
+    logs = kept_ranks(world, rounds_and_bytes_equal_the_formulas, world, even)
     for size, name, node in logs[0]:
         counted = network.tally([log[size, name, node] for log in logs])
         formula = network.formulas(world, size, node or collectives.default_node(world))[name]
@@ -495,12 +507,8 @@ def test_rounds_and_bytes_equal_the_formulas(ranks, world):
         assert (counted.rounds, counted.total) == (formula.rounds, formula.total), (name, node)
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 4, 5, 6, 7, 8, 9])
-def test_a_double_tree_in_pieces(ranks, monkeypatch, world):
-    """Torch's sum in float64, contiguous or not, in the world and in a group of it; the bytes and
-    the rounds of the formula, with one piece and with several; and no rank sends more than two
-    pieces a round, which is its full bandwidth."""
-    monkeypatch.setattr(collectives, "PIECE", 10)
+@mock.patch.object(collectives, "PIECE", 10)
+def a_double_tree_in_pieces(rank, world):
     most = []  # bytes that this rank sends in a round
 
     class Watched(Counter):
@@ -508,24 +516,29 @@ def test_a_double_tree_in_pieces(ranks, monkeypatch, world):
             most.append(sum(t.nbytes for t in send.values()))
             await super().exchange(send, receive, combine)
 
-    def work(rank):
-        logs = {}
-        odd = dist.new_group(list(range(1, world, 2)) or [0])
-        for size in (0, 1, 7, 20, 31, 160):
-            for group in (None, odd) if rank % 2 or world == 1 else (None,):
-                theirs = inputs(world, size, torch.float64)[rank].round()
-                ours, columns = theirs.clone(), theirs.repeat_interleave(2)[::2]
-                all_reduce, wire = ALL_REDUCE["double-tree"], Watched(group)
-                all_reduce(ours, group=wire)
-                all_reduce(columns, group=group)
-                dist.all_reduce(theirs, group=group)
-                assert torch.equal(ours, theirs) and torch.equal(columns, theirs)
-                if group is None:
-                    logs[size] = wire.log
-        assert max(most) <= 2 * 10 * 8
-        return logs
+    logs = {}
+    odd = dist.new_group(list(range(1, world, 2)) or [0])
+    for size in (0, 1, 7, 20, 31, 160):
+        for group in (None, odd) if rank % 2 or world == 1 else (None,):
+            theirs = inputs(world, size, torch.float64)[rank].round()
+            ours, columns = theirs.clone(), theirs.repeat_interleave(2)[::2]
+            all_reduce, wire = ALL_REDUCE["double-tree"], Watched(group)
+            all_reduce(ours, group=wire)
+            all_reduce(columns, group=group)
+            dist.all_reduce(theirs, group=group)
+            assert torch.equal(ours, theirs) and torch.equal(columns, theirs)
+            if group is None:
+                logs[size] = wire.log
+    assert max(most) <= 2 * 10 * 8
+    return logs
 
-    logs = ranks(world, work)
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4, 5, 6, 7, 8, 9])
+def test_a_double_tree_in_pieces(kept_ranks, world):
+    """Torch's sum in float64, contiguous or not, in the world and in a group of it; the bytes and
+    the rounds of the formula, with one piece and with several; and no rank sends more than two
+    pieces a round, which is its full bandwidth."""
+    logs = kept_ranks(world, a_double_tree_in_pieces, world)
     for size in logs[0]:
         counted = network.tally([log[size] for log in logs])
         pieces = max(1, -(-size // 20))
@@ -562,32 +575,34 @@ def links_in_double_tree(rank, world):
     return [tree[rank] for tree in links]
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 5, 8, 13])
-def test_rounds_and_bytes_of_the_other_collectives(ranks, world):
-    def work(rank):
-        logs, n, x = {}, world, torch.zeros(world, dtype=torch.uint8)
-        for name, call in {
-            "broadcast": lambda wire: collectives.broadcast(x, n - 1, wire),
-            "reduce": lambda wire: collectives.reduce(x, n - 1, group=wire),
-            "gather": lambda wire: collectives.gather(
-                x, [x.clone() for _ in range(n)] if rank == 0 else None, 0, wire
-            ),
-            "scatter": lambda wire: collectives.scatter(
-                x[:1], list(x.split(1)) if rank == 0 else None, 0, wire
-            ),
-            "all_gather": lambda wire: collectives.all_gather_single(x, x[:1].clone(), wire),
-            "reduce_scatter": lambda wire: collectives.reduce_scatter_single(
-                x[:1].clone(), x, group=wire
-            ),
-            "all_to_all": lambda wire: collectives.all_to_all_single(x.clone(), x, group=wire),
-            "barrier": collectives.barrier,
-        }.items():
-            wire = Counter()
-            call(wire)
-            logs[name] = wire.log
-        return logs
+def rounds_and_bytes_of_the_other_collectives(rank, world):
+    logs, n, x = {}, world, torch.zeros(world, dtype=torch.uint8)
+    for name, call in {
+        "broadcast": lambda wire: collectives.broadcast(x, n - 1, wire),
+        "reduce": lambda wire: collectives.reduce(x, n - 1, group=wire),
+        "gather": lambda wire: collectives.gather(
+            x, [x.clone() for _ in range(n)] if rank == 0 else None, 0, wire
+        ),
+        "scatter": lambda wire: collectives.scatter(
+            x[:1], list(x.split(1)) if rank == 0 else None, 0, wire
+        ),
+        "all_gather": lambda wire: collectives.all_gather_single(x, x[:1].clone(), wire),
+        "reduce_scatter": lambda wire: collectives.reduce_scatter_single(
+            x[:1].clone(), x, group=wire
+        ),
+        "all_to_all": lambda wire: collectives.all_to_all_single(x.clone(), x, group=wire),
+        "barrier": collectives.barrier,
+    }.items():
+        wire = Counter()
+        call(wire)
+        logs[name] = wire.log
+    return logs
 
-    logs, n, log2 = ranks(world, work), world, (world - 1).bit_length()
+
+@pytest.mark.parametrize("world", [1, 2, 3, 5, 8, 13])
+def test_rounds_and_bytes_of_the_other_collectives(kept_ranks, world):
+    logs = kept_ranks(world, rounds_and_bytes_of_the_other_collectives, world)
+    n, log2 = world, (world - 1).bit_length()
     # The tree's depth: log2 N, or less where N is no power of two
     chain = max(place.bit_count() for place in range(n))
     expected = {  # rounds, bytes sent by all; x has n bytes
@@ -688,80 +703,41 @@ def test_script_predicts_and_refuses(script):
 # --- the wire
 
 
-ON_A_WIRE = """
-import json, os, sys
-import torch, torch.distributed as dist
-sys.path.insert(0, {root!r})
-import collectives
-from harness.ledger import Ledger
-from harness.network import MessageLog
+def bytes_on_the_wire(rank, nodes, path):
+    """What an all-reduce of 25 MB sends from one node to another: the interface's received and sent
+    bytes, the Counter's, the ledger's."""
+    dist.destroy_process_group()
+    enter(nodes[rank])
+    os.environ["GLOO_SOCKET_IFNAME"] = f"wire{rank}"
+    join(path, rank, 2)
 
-class Counter(MessageLog, collectives.Wire):
-    pass
+    def counters():
+        for line in open("/proc/self/net/dev"):
+            if line.strip().startswith("wire"):
+                numbers = line.split(":")[1].split()
+                return int(numbers[0]), int(numbers[8])
 
-def counters():
-    for line in open("/proc/self/net/dev"):
-        if line.strip().startswith("wire"):
-            numbers = line.split(":")[1].split()
-            return int(numbers[0]), int(numbers[8])
-
-rank = int(sys.argv[1])
-torch.set_num_threads(1)
-dist.init_process_group("gloo", store=dist.FileStore(sys.argv[2], 2), rank=rank, world_size=2)
-x = torch.full((6_250_000,), rank + 1.0)
-collectives.all_reduce(torch.zeros(8))
-dist.barrier()
-before, counter, ledger = counters(), Counter(), Ledger({{"wire": dist.group.WORLD}})
-with ledger:
-    collectives.all_reduce(x, group=counter)
-dist.barrier()
-received, sent = (b - a for a, b in zip(before, counters()))
-assert (x == 3).all()
-logged = sum(size for kind, _, size in counter.log if kind == "send")
-print(json.dumps([received, sent, logged, ledger.sent["send", "wire"][2]]), flush=True)
-dist.barrier()
-os._exit(0)
-"""
+    x = torch.full((6_250_000,), rank + 1.0)
+    collectives.all_reduce(torch.zeros(8))
+    dist.barrier()
+    before, counter, ledger = counters(), Counter(), Ledger({"wire": dist.group.WORLD})
+    with ledger:
+        collectives.all_reduce(x, group=counter)
+    dist.barrier()
+    received, sent = (b - a for a, b in zip(before, counters()))
+    assert (x == 3).all()
+    logged = sum(size for kind, _, size in counter.log if kind == "send")
+    return received, sent, logged, ledger.sent["send", "wire"][2]
 
 
-def test_bytes_on_the_wire(two_nodes, tmp_path):
+def test_bytes_on_the_wire(ranks, two_nodes, tmp_path):
     """25 MB between two nodes: what the Counter and the ledger say was sent the interfaces counted
-    too, within 3%."""
-    code = ON_A_WIRE.format(root=str(ROOT))
-    ranks = []
-    try:
-        for rank, node in enumerate(two_nodes):
-            command = [
-                "timeout",
-                "-k",
-                "2",
-                "60",
-                sys.executable,
-                "-c",
-                code,
-                str(rank),
-                str(tmp_path / "store"),
-            ]
-            environment = os.environ | {"GLOO_SOCKET_IFNAME": f"wire{rank}"}
-            ranks.append(
-                subprocess.Popen(
-                    ["ip", "netns", "exec", node, *command],
-                    env=environment,
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.PIPE,
-                    text=True,
-                )
-            )
-        for rank in ranks:
-            out, err = rank.communicate(timeout=70)
-            assert rank.returncode == 0, err
-            received, sent, counted, ledger = json.loads(out.splitlines()[-1])
-            assert counted == ledger == 25_000_000
-            assert abs(sent / counted - 1) < 0.03 and abs(received / counted - 1) < 0.03, (
-                sent,
-                received,
-            )
-    finally:
-        for rank in ranks:
-            rank.kill()
-            rank.wait()
+    too, within 3%. Ranks of its own, because they move to the nodes."""
+    for received, sent, counted, ledger in ranks(
+        2, bytes_on_the_wire, two_nodes, str(tmp_path / "met")
+    ):
+        assert counted == ledger == 25_000_000
+        assert abs(sent / counted - 1) < 0.03 and abs(received / counted - 1) < 0.03, (
+            sent,
+            received,
+        )

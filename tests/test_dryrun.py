@@ -102,7 +102,7 @@ def test_repeated_blocks_equal_played_ones(flags):
 
 
 def test_few_blocks_are_played():
-    """Of 40 blocks and two micro-batches four: the first, two inner ones, the last."""
+    """Of 20 blocks and two micro-batches four: the first, two inner ones, the last."""
     played = []
     forward = gpt.Block.forward
 
@@ -110,7 +110,7 @@ def test_few_blocks_are_played():
         played.append(block)
         return forward(block, *inputs)
 
-    args = arguments("--layers 40 --microbatches 2")
+    args = arguments("--layers 20 --microbatches 2")
     with mock.patch.object(gpt.Block, "forward", counted):
         dryrun.play(args, 0, CLUSTER, train.train)
     assert len(played) == 4
@@ -265,7 +265,7 @@ def test_estimate(flags):
     """Its parts add up; two micro-batches give the times of all; a faster network helps, and a
     bubble is the schedule's."""
     args = arguments(
-        f"--preset llama3-8b --layers 3 --batch 16 --microbatches 4 {flags} --prove 0 --backend "
+        f"--preset llama3-8b --layers 2 --batch 16 --microbatches 4 {flags} --prove 0 --backend "
         "nccl",
         base="",
     )

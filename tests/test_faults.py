@@ -2,7 +2,6 @@
 not a number."""
 
 import contextlib
-import ctypes
 import errno
 import fcntl
 import gc
@@ -11,7 +10,6 @@ import random
 import re
 import resource
 import signal
-import socket
 import sys
 import termios
 import threading
@@ -20,9 +18,9 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import Script, children, ip
+from conftest import Script, children, enter, ip
 from test_checkpoint import same_tensors, whole
-from test_start import end, gone, torchrun_of
+from test_start import Torchrun, gone
 
 import harness
 import train
@@ -275,19 +273,14 @@ def test_torchrun_starts_a_run_again_as_often_as_it_may(text, tmp_path, undistur
     out = tmp_path / "out"
     flags = f"--steps {STEPS} --dp 2 --out {out}"
     long = f"--data {text} {flags} --save-every 5 --steps 100000"
-    agent = torchrun_of("train", *SMALL, *long.split(), torchrun=2, restarts=1)
-    said = ""
+    agent = Torchrun(tmp_path, "train", *SMALL, *long.split(), ranks=2, restarts=1)
     for wanted in ("step   12", "resumed from"):
-        for line in iter(agent.stdout.readline, ""):
-            said += line
-            if wanted in line:
-                break
-        ranks = children(agent.pid)
+        ranks = agent.wait_for(wanted)
         os.kill(ranks[1], signal.SIGKILL)
-    code, rest, errors = end(agent)
+    code, errors = agent.end(), agent.complaints()
     assert gone(ranks) and code == 1, errors
-    step = re.search(rf"resumed from {out}/step-(\d+)", said)
-    assert step and int(step[1]) >= 5, said + errors
+    step = re.search(rf"resumed from {out}/step-(\d+)", agent.output())
+    assert step and int(step[1]) >= 5, agent.output() + errors
     assert re.search(r"rank\s*:? 1 ", errors)  # torchrun's own report may be all there is
     if int(newest(out).name[5:]) < STEPS:
         run = Training(tmp_path, f"{flags} --resume", text)
@@ -340,16 +333,6 @@ def on_two_nodes(two_nodes, tmp_path, text):
         with contextlib.suppress(ProcessLookupError, ChildProcessError):
             os.kill(run.pid, signal.SIGKILL)
             os.waitpid(run.pid, 0)
-
-
-def enter(name):
-    """Move this process into a network namespace, and call its host by the same name."""
-    new_names, new_network = 0x04000000, 0x40000000  # CLONE_NEWUTS, CLONE_NEWNET
-    libc = ctypes.CDLL(None, use_errno=True)
-    with open(f"/var/run/netns/{name}") as namespace:
-        assert libc.setns(namespace.fileno(), new_network) == 0, os.strerror(ctypes.get_errno())
-    assert libc.unshare(new_names) == 0, os.strerror(ctypes.get_errno())
-    socket.sethostname(name)
 
 
 def test_two_hosts_and_a_cut_link(text, tmp_path, two_nodes, on_two_nodes):

@@ -249,9 +249,12 @@ def dies(rank):
 
 
 def test_kept_ranks(kept_ranks):
-    """The tests' own: ranks stay from call to call, and others take their place after a failure."""
+    """The tests' own: ranks stay from call to call, as many as wanted take part, and others take
+    their place after a failure."""
     first = kept_ranks(2, whoami, 3)
     assert [value for value, _ in first] == [0, 3] and kept_ranks(2, whoami, 3) == first
+    three = kept_ranks(3, whoami, 3)
+    assert three[:2] == first and three[2][0] == 6 and kept_ranks(1, whoami, 3) == first[:1]
     for work, said in ((fails, "rank 1 is wrong"), (dies, "rank 1: died")):
         with pytest.raises(AssertionError, match=said):
             kept_ranks(2, work)
@@ -260,8 +263,8 @@ def test_kept_ranks(kept_ranks):
 
 
 def test_kept_ranks_run_what_a_test_defines(kept_ranks):
-    """With what it closes over, itself included; with equal random numbers, whatever came before;
-    with others where another number of ranks came between."""
+    """With what it closes over, itself included; with equal random numbers, whatever came before
+    and on how many ranks."""
     seen, wanted = [], 4
 
     def factorial(n):
@@ -277,6 +280,4 @@ def test_kept_ranks_run_what_a_test_defines(kept_ranks):
     assert seen == [] and [result[:2] for result in twice] == [([0], 25), ([1], 25)]
     assert once == twice and len({result[2] for result in [*once, *other]}) == 1
     assert [result[3] for result in other] == [3] * 3
-    kept_ranks(9, whoami, 1)  # too many beside the others: they end
-    assert [result[:4] for result in kept_ranks(2, work)] == [result[:4] for result in once]
-    assert not {result[4] for result in kept_ranks(2, work)} & {result[4] for result in once}
+    assert [result[4] for result in other[:2]] == [result[4] for result in once]

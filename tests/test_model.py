@@ -1,11 +1,12 @@
 """model.py against Hugging Face transformers, and the promises that let techniques cut it."""
 
+import contextlib
+import io
 import re
 import shutil
-import subprocess
-import sys
 
 import pytest
+import tops
 import torch
 
 import harness
@@ -558,13 +559,18 @@ def test_sizes_that_contradict_each_other(wrong, words):
         presets.configure(**wrong)
 
 
-def test_the_file_works_alone_and_refuses(tmp_path):
+def test_the_file_works_alone_and_refuses(ranks, tmp_path):
     """Copied into an empty folder: its docstring's lines run, and a wrong Config is refused."""
     shutil.copy(gpt.__file__, tmp_path)
     usage = re.findall(r"^    (\w+ = .*)$", gpt.__doc__, re.M)
     wrong = "try:\n    Config(experts=2, top_k=3)\nexcept ValueError as e:\n    print(e)"
     lines = ["import torch", "from model import Config, build", *usage, "loss.backward()", wrong]
-    done = subprocess.run(
-        [sys.executable, "-c", "\n".join(lines)], cwd=tmp_path, capture_output=True, text=True
-    )
-    assert len(usage) == 3 and done.stdout.startswith("a token can't go to 3 of 2"), done.stderr
+
+    def work(rank):
+        tops.forget_project(tmp_path)
+        with contextlib.redirect_stdout(io.StringIO()) as said:
+            exec("\n".join(lines), {})
+        return said.getvalue()
+
+    [said] = ranks(1, work)
+    assert len(usage) == 3 and said.startswith("a token can't go to 3 of 2")

@@ -485,7 +485,7 @@ def test_a_dry_run_and_a_plan_read_the_config_alone(folders, tmp_path, capsys, n
     assert said.format(size) in capsys.readouterr().out
 
 
-def test_resume_needs_no_init_from(ranks, folders, text, tmp_path):
+def test_resume_needs_no_init_from(kept_ranks, folders, text, tmp_path):
     """Two steps, then two more from the checkpoint alone, equal to four steps from the folder."""
     flags = "--tp 2 --context 16 --batch 4 --dtype float64 --sample 0 --eval-batches 1 --quiet "
     flags += f"--min-lr 0.003 --warmup 0 --prove 0 --data {text}"
@@ -499,7 +499,7 @@ def test_resume_needs_no_init_from(ranks, folders, text, tmp_path):
             assert train.train(run) == 0
             return [row["loss"] for row in run.history]
 
-        return ranks(2, work)[0]
+        return kept_ranks(2, work)[0]
 
     whole = losses(f"{start} --steps 4")
     first = losses(f"{start} --steps 2 --out {out}")

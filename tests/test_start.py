@@ -8,14 +8,15 @@ import re
 import resource
 import signal
 import socket
-import subprocess
 import sys
 import tempfile
 import time
+import traceback
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.run
 from conftest import Script, children, usual_signals
 from test_harness import SMALL, refused
 
@@ -26,25 +27,36 @@ from harness import host_messages, start
 ROOT = pathlib.Path(__file__).parent.parent
 
 
-def torchrun_of(script, *flags, torchrun, restarts=0):
-    """A script under torchrun, as a process."""
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        f"--nproc_per_node={torchrun}",
-        "--standalone",
-    ]
-    command += [f"--max-restarts={restarts}", str(ROOT / f"{script}.py"), *flags]
-    clean = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE")}
-    return subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT, env=clean
-    )
+class Torchrun(Script):
+    """A script under torchrun, which is forked from here: what its command calls, `main`, runs in a
+    process that has imported torch. It starts its ranks as processes, which import it themselves.
+    What goes to stderr is in a file of its own."""
 
+    def __init__(self, folder, name, *flags, ranks, restarts=0):
+        self.complained = folder / "complained"
+        given = [f"--nproc_per_node={ranks}", "--standalone", f"--max-restarts={restarts}"]
+        given += [str(ROOT / f"{name}.py"), *flags]
 
-def end(process, timeout=90):
-    out, err = process.communicate(timeout=timeout)
-    return process.returncode, out, err
+        def run():
+            os.chdir(ROOT)
+            for key in ("RANK", "WORLD_SIZE"):
+                os.environ.pop(key, None)
+            # What processes say does not pass through this one's sys.stdout
+            sys.stderr = open(self.complained, "w", buffering=1)
+            os.dup2(sys.stdout.fileno(), 1)
+            os.dup2(sys.stderr.fileno(), 2)
+            code = 1
+            try:
+                torch.distributed.run.main(given)
+                code = 0
+            except BaseException:  # as Python does at its end
+                traceback.print_exc()
+            os._exit(code)
+
+        super().__init__(folder, name, [], run)
+
+    def complaints(self):
+        return self.complained.read_text()
 
 
 def test_wrong_number_of_ranks_under_torchrun(capfd, monkeypatch):
@@ -96,14 +108,14 @@ def test_port_in_use(tmp_path):
 
 def test_under_torchrun(tmp_path):
     file = tmp_path / "receipt.json"
-    code, out, err = end(torchrun_of("ddp", *SMALL, "--json", str(file), torchrun=2))
-    assert code == 0, err
+    run = Torchrun(tmp_path, "ddp", *SMALL, "--json", str(file), ranks=2)
+    assert run.end() == 0, run.complaints()
     receipt = json.loads(file.read_text())
     assert (
         receipt["ok"]
         and receipt["world_size"] == 2
         and len(receipt["steps"]) == 2
-        and "proven" in out
+        and "proven" in run.output()
     )
     assert (
         receipt["max_error"]["loss"] < 1e-5
@@ -122,18 +134,14 @@ def test_torchrun_with_its_default_of_one_process(tmp_path):
     flags += ["--warmup", "0", "--prove", "0"]
     out, log = tmp_path / "out", tmp_path / "two.jsonl"
     long = ["--steps", "100000", "--tp", "2", "--out", str(out), "--log-to", str(log)]
-    process = torchrun_of("train", *flags, *long, torchrun=1)
-    for line in iter(process.stdout.readline, ""):
-        if line.startswith("step    5"):
-            break
-    [launcher] = children(process.pid)
+    run = Torchrun(tmp_path, "train", *flags, *long, ranks=1)
+    [launcher] = run.wait_for("\nstep    5")
     ranks = children(launcher)
     assert len(ranks) == 2
-    process.kill()
-    said, errors = process.communicate(timeout=60)
-    assert gone([launcher, *ranks])
-    assert "this layout needs 2 processes: starting them on this machine" in errors
-    step = int(re.search(r"stopped by SIGTERM: step (\d+) is saved", said)[1])
+    os.kill(run.pid, signal.SIGKILL)
+    assert run.end() == -signal.SIGKILL and gone([launcher, *ranks], 60)
+    assert "this layout needs 2 processes: starting them on this machine" in run.complaints()
+    step = int(re.search(r"stopped by SIGTERM: step (\d+) is saved", run.output())[1])
     assert (out / f"step-{step:08d}" / "index.json").exists()
     one = [*flags, "--steps", "5", "--log-to", str(tmp_path / "one")]
     script = Script(tmp_path, "train", one, on_one_core)
