@@ -237,10 +237,9 @@ def serve(connection):
 
     start.die_with_parent(signal.SIGKILL)
     while True:
-        (path, rank, world), (work, args) = (
-            pickle.loads(connection.recv_bytes()) for _ in range(2)
-        )
+        messages = [connection.recv_bytes() for _ in range(2)]
         try:
+            (path, rank, world), (work, args) = map(pickle.loads, messages)
             join(path, rank, world)
             torch.manual_seed(0)  # whatever the last call drew, and on which ranks
             answer = None, work(rank, *args)
@@ -391,12 +390,9 @@ def script(tmp_path):
     return run
 
 
-@pytest.fixture(scope="module")
-def copied(tmp_path_factory):
-    """copied("ddp", 3, work, *args): work on 3 ranks that see the top of ddp.py alone (tops.py).
-    The ranks are kept for the module's next test; each call imports the top anew."""
+@pytest.fixture(scope="session")
+def copied(tmp_path_factory, kept_ranks):
+    """copied("ddp", 3, work, *args): work on 3 ranks that see the top of ddp.py alone (tops.py)."""
     import tops
 
-    kept = KeptRanks()
-    yield functools.partial(tops.on_copied, tmp_path_factory.mktemp("tops"), kept)
-    kept.end()
+    return functools.partial(tops.on_copied, tmp_path_factory.mktemp("tops"), kept_ranks)

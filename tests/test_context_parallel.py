@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from reference import CONFIGS, STEPS, assert_equal, batch, make_optimizer, train
+from reference import CONFIGS, STEPS, assert_equal, batch, case, make_optimizer, train
 
 import context_parallel as cp
 import model as gpt
@@ -59,21 +59,35 @@ def train_parallel(rank, config, way, kind, world, zigzag=True, accumulate=2, st
     return losses, {n: p.grad for n, p in model.named()}, {n: p.detach() for n, p in model.named()}
 
 
-@pytest.mark.parametrize("kind", ["sgd", "adamw"])
-@pytest.mark.parametrize("way", cp.KINDS)
-def test_equals_one_process(kept_ranks, way, kind):
-    cases = [(ODD["gpt2"], 4 if "ulysses" in way else 3)]  # 13 tokens
-    if kind == "sgd":
-        # 4 ranks: more than kv-heads
-        cases += [(CONFIGS["grouped"], 4), (CONFIGS["dropout"], 2)]
-    for config, world in cases:
-        for ours in kept_ranks(world, train_parallel, config, way, kind, world):
-            assert_equal(ours, train(config, kind))
+def train_each(rank, cases):
+    found = []
+    for of in cases:
+        with case(*of):
+            found.append(train_parallel(rank, *of))
+    return found
 
 
-@pytest.mark.parametrize("kind", ["ring", "ulysses"])
-def test_the_usage_block_of_parallelize_runs_as_printed(ranks, kind):
-    def work(rank):
+# 13 tokens; more ranks than kv-heads
+TRAINED = {
+    2: [("dropout", way, "sgd") for way in cp.KINDS],
+    3: [("odd", way, kind) for way in ("ring", "gather") for kind in ("sgd", "adamw")],
+    4: [("grouped", way, "sgd") for way in cp.KINDS]
+    + [("odd", way, kind) for way in ("ulysses", "ring-ulysses") for kind in ("sgd", "adamw")],
+}
+
+
+@pytest.mark.parametrize("world", TRAINED)
+def test_equals_one_process(kept_ranks, world):
+    configs = CONFIGS | {"odd": ODD["gpt2"]}
+    cases = [(configs[name], way, kind, world) for name, way, kind in TRAINED[world]]
+    for results in kept_ranks(world, train_each, cases):
+        for (config, way, kind, _), ours in zip(cases, results, strict=True):
+            with case(config, way, kind):
+                assert_equal(ours, train(config, kind))
+
+
+def test_the_usage_block_of_parallelize_runs_as_printed(kept_ranks):
+    def run(rank, kind):
         tokens, targets, _, count = batch(0, context=13)
         group, whole = dist.group.WORLD, gpt.build(ODD["gpt2"], 7, dtype=torch.float64)
         names = dict(vars(cp), group=group, kind=kind, T=13, rank=rank, n=4, count=count)
@@ -86,16 +100,22 @@ def test_the_usage_block_of_parallelize_runs_as_printed(ranks, kind):
             dist.all_reduce(ours.grad)
             torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-10, atol=1e-12)
 
-    ranks(4, work)
+    def work(rank):
+        for kind in ("ring", "ulysses"):
+            with case(kind):
+                run(rank, kind)
+
+    kept_ranks(4, work)
 
 
-@pytest.mark.parametrize(
-    "way, world", [("ring", 1), ("gather", 1), ("ulysses", 1), ("ring-ulysses", 8)]
-)
-def test_one_rank_and_eight(ranks, way, world):
+@pytest.mark.parametrize("world, ways", [(1, ["ring", "gather", "ulysses"]), (8, ["ring-ulysses"])])
+def test_one_rank_and_eight(kept_ranks, world, ways):
     """Eight ranks of 13 tokens: some hold nothing but padding."""
-    for ours in ranks(world, train_parallel, ODD["gpt2"], way, "sgd", world):
-        assert_equal(ours, train(ODD["gpt2"], "sgd"))
+    cases = [(ODD["gpt2"], way, "sgd", world) for way in ways]
+    for results in kept_ranks(world, train_each, cases):
+        for (_, way, *_), ours in zip(cases, results, strict=True):
+            with case(way):
+                assert_equal(ours, train(ODD["gpt2"], "sgd"))
 
 
 @pytest.mark.parametrize("way", ["ring", "gather"])
@@ -172,22 +192,33 @@ def whole(parts, length):
     return result
 
 
-@pytest.mark.parametrize("way", cp.KINDS)
-def test_equals_scaled_dot_product_attention(kept_ranks, way):
-    """Also one token a rank, and fewer."""
-    for seed, (world, size, length) in enumerate(
-        [
-            (2, (2, 4, 2, 8), 24),
-            (4, (1, 4, 4, 4), 4),
-            (4, (2, 8, 2, 6), 31),
-            (4, (1, 4, 1, 16), 8),
-            (2, (3, 6, 3, 5), 1),
-            (4, (1, 24, 6, 4), 16),  # the ranks do not divide the kv-heads
-        ]
-    ):
-        parts = kept_ranks(world, attention, way, world, size, length, seed, torch.float64)
-        for ours, theirs in zip(whole(parts, length), plain(size, length, seed)):
-            torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
+SIZES = {  # batch, heads, kv-heads, width; tokens. Also one token a rank, and fewer
+    2: [((2, 4, 2, 8), 24), ((3, 6, 3, 5), 1)],
+    4: [
+        ((1, 4, 4, 4), 4),
+        ((2, 8, 2, 6), 31),
+        ((1, 4, 1, 16), 8),
+        ((1, 24, 6, 4), 16),  # the ranks do not divide the kv-heads
+    ],
+}
+
+
+@pytest.mark.parametrize("world", SIZES)
+def test_equals_scaled_dot_product_attention(kept_ranks, world):
+    cases = [(way, *size) for way in cp.KINDS for size in SIZES[world]]
+
+    def work(rank):
+        found = []
+        for seed, (way, size, length) in enumerate(cases):
+            with case(way, size, length):
+                found.append(attention(rank, way, world, size, length, seed, torch.float64))
+        return found
+
+    of_cases = zip(*kept_ranks(world, work), strict=True)
+    for seed, ((way, size, length), parts) in enumerate(zip(cases, of_cases, strict=True)):
+        with case(way, size, length):
+            for ours, theirs in zip(whole(parts, length), plain(size, length, seed)):
+                torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize("way", ["ring", "gather"])
@@ -291,12 +322,11 @@ def test_the_flash_kernel_is_for_what_it_takes(monkeypatch):
     assert kernel() is None
 
 
-@pytest.mark.parametrize("way", cp.KINDS)
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_bytes_are_the_formulas(ranks, way, dtype):
+def test_bytes_are_the_formulas(kept_ranks):
     size, length, world = (3, 8, 2, 4), 30, 4
+    cases = [(way, dtype) for way in cp.KINDS for dtype in (torch.float64, torch.bfloat16)]
 
-    def work(rank):
+    def sent(rank, way, dtype):
         ring, ulysses = long_context.grid(way, world)
         with Ledger({}) as ledger:
             where, _ = attention(rank, way, world, size, length, 0, dtype)
@@ -310,8 +340,10 @@ def test_bytes_are_the_formulas(ranks, way, dtype):
             counted[operation] = counted.get(operation, 0) + wire
         return counted, {operation: size for operation, size in formula.items() if size}
 
-    for counted, formula in ranks(world, work):
-        assert {k: v for k, v in counted.items() if v} == pytest.approx(formula)
+    for results in kept_ranks(world, lambda rank: [sent(rank, *of) for of in cases]):
+        for of, (counted, formula) in zip(cases, results, strict=True):
+            with case(*of):
+                assert {k: v for k, v in counted.items() if v} == pytest.approx(formula)
 
 
 def test_grouped_queries_send_less():
@@ -321,18 +353,17 @@ def test_grouped_queries_send_less():
     assert grouped == whole / 4
 
 
-def test_wrong_heads_and_kinds_are_refused(ranks):
+def test_wrong_heads_and_kinds_are_refused(kept_ranks):
     def work(rank):
         with pytest.raises(ValueError, match="6 heads do not divide by 4 ranks"):
             attention(rank, "ulysses", 4, (1, 6, 2, 4), 8, 0, torch.float32)
         with pytest.raises(ValueError, match="choose one of ring, ulysses"):
             cp.parallelize(gpt.GPT(CONFIGS["gpt2"]), dist.group.WORLD, "circle")
 
-    ranks(4, work)
+    kept_ranks(4, work)
 
 
-@pytest.mark.parametrize("way", cp.KINDS)
-def test_a_forgotten_block_is_caught(ranks, way):
+def test_a_forgotten_block_is_caught(ranks):
     """The comparison with one process can fail."""
 
     def work(rank):
@@ -344,14 +375,16 @@ def test_a_forgotten_block_is_caught(ranks, way):
         cp.Exchange.apply = lambda x, group, cut, join: (
             exchange(x, group, cut, join) * (1 if cut == 1 else 0.99)
         )
-        return train_parallel(rank, CONFIGS["llama"], way, "sgd", 4, accumulate=1, steps=1)
+        config, more = CONFIGS["llama"], dict(accumulate=1, steps=1)
+        return [train_parallel(rank, config, way, "sgd", 4, **more) for way in cp.KINDS]
 
-    for ours in ranks(4, work):
-        with pytest.raises(AssertionError):
-            assert_equal(ours, train(CONFIGS["llama"], "sgd", steps=1))
+    for results in ranks(4, work):
+        for way, ours in zip(cp.KINDS, results, strict=True):
+            with case(way), pytest.raises(AssertionError):
+                assert_equal(ours, train(CONFIGS["llama"], "sgd", steps=1))
 
 
-def test_a_cache_wants_a_prompt_and_then_single_tokens(ranks):
+def test_a_cache_wants_a_prompt_and_then_single_tokens(kept_ranks):
     def work(rank):
         core = long_context.CachedCore(cp.Ring(dist.group.WORLD), dist.group.WORLD)
         q, kv = torch.randn(2, 4, 6, 8), torch.randn(2, 2, 6, 8)
@@ -362,7 +395,7 @@ def test_a_cache_wants_a_prompt_and_then_single_tokens(ranks):
         with pytest.raises(RuntimeError, match="one token at a time"):
             core(q, kv, kv)
 
-    ranks(2, work)
+    kept_ranks(2, work)
 
 
 @pytest.mark.parametrize("flags", ["--kind ring", "--kind ring-ulysses --dtype float64"])

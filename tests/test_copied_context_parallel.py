@@ -58,7 +58,7 @@ class ContextDecoder(nn.Module):
 
 
 def context_train(
-    kind, core=CONTEXT_CAUSAL, cut=lambda x, fill: x, where=None, add_up=lambda model: None, steps=5
+    kind, core=CONTEXT_CAUSAL, cut=lambda x, fill: x, where=None, add_up=lambda model: None, steps=3
 ):
     torch.manual_seed(0)
     model = ContextDecoder(core).double()

@@ -101,7 +101,7 @@ def ddp_sync(way, parameters, microbatches=2):
     }[way]()
 
 
-def ddp_train(make, kind, way, rank, world, steps=5, disturb=None):
+def ddp_train(make, kind, way, rank, world, steps=3, disturb=None):
     """The largest difference of any gradient or weight from one process that has the whole
     batch."""
     model, reference = make(), make()

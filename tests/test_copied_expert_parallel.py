@@ -80,7 +80,7 @@ def expert_batch(step):
     return torch.randint(13, (2, sum(EXPERT_TOKENS)), generator=g)
 
 
-def expert_train(model, kind, part, sum_gradients=lambda: None, steps=5):
+def expert_train(model, kind, part, sum_gradients=lambda: None, steps=3):
     """Trains on a part of each batch, in 2 micro-batches. Returns {name: (gradient, weight)}."""
     optimizer = EXPERT_OPTIMIZERS[kind](model.parameters())
     for step in range(steps):

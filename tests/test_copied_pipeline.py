@@ -63,7 +63,7 @@ def pipeline_one_process(model, optimizer):
     layers = pipeline_layers(model)
     layers[-1].weight = layers[0].weight
     optimizer, losses = pipeline_optimizer(optimizer, layers.parameters()), []
-    for step in range(5):
+    for step in range(3):
         tokens, targets = pipeline_batch(step)
         optimizer.zero_grad()
         x = tokens
@@ -78,7 +78,7 @@ def pipeline_one_process(model, optimizer):
 
 
 def pipeline_train(rank, name, ranks, microbatches, model, optimizer):
-    """Five steps by the schedule of that name: (losses, {parameter: (weight, gradient)}) of this
+    """Three steps by the schedule of that name: (losses, {parameter: (weight, gradient)}) of this
     rank."""
     import pipeline as pp
 
@@ -96,7 +96,7 @@ def pipeline_train(rank, name, ranks, microbatches, model, optimizer):
     named = {n: p for n, p in named.items() if int(n.split(".")[0]) in mine}
     parameters = list(dict.fromkeys(named.values()))
     optimizer, losses = pipeline_optimizer(optimizer, parameters), []
-    for step in range(5):
+    for step in range(3):
         tokens, targets = pipeline_batch(step)
         count = (targets >= 0).sum()
         tokens, targets = tokens.chunk(microbatches), targets.chunk(microbatches)

@@ -96,7 +96,7 @@ def sequence_parallel_without_vocabulary(rank, kind):
     optimizers = [tensor_parallel_optimizer(kind, m.parameters()) for m in (model, cut)]
     stream.length = 5
     valid = stream.shard(torch.ones(5)).unsqueeze(1)
-    for _ in range(5):
+    for _ in range(3):
         for optimizer in optimizers:
             optimizer.zero_grad(set_to_none=False)
         for _ in range(2):

@@ -85,7 +85,7 @@ def tensor_parallel_sum(logits, targets, count):
     return F.cross_entropy(flat, which, ignore_index=IGNORE, reduction="sum") / count
 
 
-def tensor_parallel_train(model, criterion, kind, clip, steps=5):
+def tensor_parallel_train(model, criterion, kind, clip, steps=3):
     """Losses and norms of a run with two micro-batches a step, of 3 rows and of 1."""
     optimizer, history = tensor_parallel_optimizer(kind, model.parameters()), []
     for step in range(steps):
@@ -110,7 +110,7 @@ def tensor_parallel_clip(tp, parameters, limit, group):
 
 
 def tensor_parallel_compare(tp, model, cut, kind, group):
-    """Train both for 5 steps, the norm clipped: everything equal to 1e-10, on every rank."""
+    """Train both for 3 steps, the norm clipped: everything equal to 1e-10, on every rank."""
     clip = functools.partial(nn.utils.clip_grad_norm_, max_norm=0.5)
     reference = tensor_parallel_train(model, tensor_parallel_sum, kind, clip)
     clip = functools.partial(tensor_parallel_clip, tp, limit=0.5, group=group)
@@ -166,14 +166,13 @@ def tensor_parallel_llama(rank, whole):
 
 
 def test_hugging_face_llama_equals_one_process(copied):
-    """The module's first test, so that the ranks which are kept have transformers already."""
+    """On ranks that are forked when transformers is there, or each would import it."""
     transformers = pytest.importorskip("transformers")
     sizes = dict(vocab_size=VOCAB, hidden_size=WIDTH, intermediate_size=37, num_hidden_layers=2)
     config = transformers.LlamaConfig(num_attention_heads=4, num_key_value_heads=2, **sizes)
     torch.manual_seed(0)
-    copied(
-        "tensor_parallel", 2, tensor_parallel_llama, transformers.LlamaForCausalLM(config).double()
-    )
+    model = transformers.LlamaForCausalLM(config).double()
+    copied("tensor_parallel", 2, tensor_parallel_llama, model, fresh=True)
 
 
 def tensor_parallel_equals(rank, kind):

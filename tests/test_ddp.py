@@ -151,12 +151,12 @@ def test_overlap_starts_before_backward_ends(kept_ranks):
     assert all(early == 0 for _, early in results)
 
 
-def test_equals_pytorch_ddp(ranks):
+def test_equals_pytorch_ddp(kept_ranks):
     def theirs(rank):
         model = gpt.build(CONFIGS["gpt2"], 7, dtype=torch.float64)
         wrapped = torch.nn.parallel.DistributedDataParallel(model)
         optimizer = make_optimizer(model.parameters(), "adamw")
-        for step in range(10):
+        for step in range(5):
             tokens, targets, samples, count = batch(step)
             optimizer.zero_grad()
             rows = rows_of(rank, 3)
@@ -167,13 +167,18 @@ def test_equals_pytorch_ddp(ranks):
             optimizer.step()
         return {n: p.detach() for n, p in model.named()}
 
-    ours = ranks(3, train_parallel, CONFIGS["gpt2"], "adamw", "overlapped", 1, 3, 10)
-    for (mine, _), their in zip(ours, ranks(3, theirs)):
-        for name, p in mine[2].items():
+    def work(rank):
+        (_, _, mine), _ = train_parallel(
+            rank, CONFIGS["gpt2"], "adamw", "overlapped", 1, 3, steps=5
+        )
+        return mine, theirs(rank)
+
+    for mine, their in kept_ranks(3, work):
+        for name, p in mine.items():
             torch.testing.assert_close(p, their[name], rtol=1e-12, atol=1e-12)
 
 
-def test_buckets_are_the_gradients(ranks):
+def test_buckets_are_the_gradients(kept_ranks):
     def work(rank):
         parameters = [torch.nn.Parameter(torch.zeros(n)) for n in (3, 100, 7, 0, 5)]
         parameters[1].requires_grad_(False)
@@ -186,11 +191,11 @@ def test_buckets_are_the_gradients(ranks):
         )
         return sizes, shared
 
-    sizes, shared = ranks(1, work)[0]
+    sizes, shared = kept_ranks(1, work)[0]
     assert sizes == [[5, 0], [7], [3]] and shared
 
 
-def test_parameters_without_a_gradient_and_too_many_passes(ranks):
+def test_parameters_without_a_gradient_and_too_many_passes(kept_ranks):
     def work(rank):
         a, b = torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.ones(2))
         wrapped = ddp.DDP([a, b], dist.group.WORLD, microbatches=2, bucket_bytes=1)
@@ -203,11 +208,11 @@ def test_parameters_without_a_gradient_and_too_many_passes(ranks):
         except RuntimeError as e:
             return grads, str(e)
 
-    for grads, error in ranks(2, work):
+    for grads, error in kept_ranks(2, work):
         assert grads == ([6.0, 6.0], [0.0, 0.0], 0) and "backward() after finish()" in error
 
 
-def test_a_replaced_gradient_is_noticed(ranks):
+def test_a_replaced_gradient_is_noticed(kept_ranks):
     def work(rank):
         p = torch.nn.Parameter(torch.ones(2))
         for sync in (ddp.DDP([p], dist.group.WORLD), server([p], dist.group.WORLD)):
@@ -216,10 +221,10 @@ def test_a_replaced_gradient_is_noticed(ranks):
                 p.sum().backward()
                 sync.finish()
 
-    ranks(1, work)
+    kept_ranks(1, work)
 
 
-def test_any_all_reduce_will_do(ranks):
+def test_any_all_reduce_will_do(kept_ranks):
     def work(rank):
         class Doubled:
             def __init__(self, tensor, group, async_op):
@@ -238,7 +243,7 @@ def test_any_all_reduce_will_do(ranks):
         wrapped.finish()
         return p.grad.tolist()
 
-    assert ranks(2, work) == [[4.0, 4.0]] * 2
+    assert kept_ranks(2, work) == [[4.0, 4.0]] * 2
 
 
 def test_all_ranks_notice_that_a_servers_sum_is_not_finite(tmp_path):

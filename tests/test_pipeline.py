@@ -4,6 +4,7 @@ pipelining."""
 import collections
 import contextlib
 import dataclasses
+import functools
 import itertools
 import sys
 import weakref
@@ -11,12 +12,14 @@ import weakref
 import pytest
 import torch
 import torch.distributed as dist
-from reference import CONFIGS, STEPS, assert_equal, batch, make_optimizer, train
+from reference import CONFIGS, STEPS, assert_equal, batch, case, make_optimizer, train
 
 import harness
 import model as gpt
 import pipeline as pp
 from harness import presets, schedules
+
+make = functools.cache(pp.make)  # the tests look at the same schedules again and again
 
 
 def shapes(name, ranks=range(1, 9), microbatches=range(1, 18)):
@@ -25,7 +28,7 @@ def shapes(name, ranks=range(1, 9), microbatches=range(1, 18)):
     for p, m in itertools.product(ranks, microbatches):
         for chunks in (1, 2, 3, 4) if name == "interleaved" else (None,):
             try:
-                yield p, m, chunks, pp.make(name, p, m, chunks)
+                yield p, m, chunks, make(name, p, m, chunks)
             except ValueError as e:
                 assert name == "interleaved" and m % p or name == "dualpipev" and m < 2 * p, e
 
@@ -35,7 +38,7 @@ def test_a_formula_holds_just_where_its_condition_does(name):
     for p in (2, 3, 4, 6):
         for m in range(1, 3 * p + 1):
             try:
-                schedule = pp.make(name, p, m)
+                schedule = make(name, p, m)
             except ValueError:  # interleaved, dualpipev
                 continue
             v = len(schedule.stages(0))
@@ -60,9 +63,9 @@ def test_schedules_are_sound(name):
 
 
 def test_where_stages_are():
-    assert pp.make("interleaved", 3, 3, 3).owner == {stage: stage % 3 for stage in range(9)}
+    assert make("interleaved", 3, 3, 3).owner == {stage: stage % 3 for stage in range(9)}
     for name in ("zb-v", "dualpipev"):
-        assert pp.make(name, 3, 6).owner == {0: 0, 1: 1, 2: 2, 3: 2, 4: 1, 5: 0}
+        assert make(name, 3, 6).owner == {0: 0, 1: 1, 2: 2, 3: 2, 4: 1, 5: 0}
 
 
 @pytest.mark.parametrize("ratio", [(1, 1), (1, 2), (2, 3)])
@@ -72,7 +75,7 @@ def test_bubble_is_the_papers(ratio):
 
         def used(name, v=1):
             spans = schedules.simulate(
-                pp.make(name, p, m, v), forward / v, backward / v / 2, backward / v / 2
+                make(name, p, m, v), forward / v, backward / v / 2, backward / v / 2
             )
             return schedules.utilisation(spans)
 
@@ -101,7 +104,7 @@ def test_zero_bubble_with_other_times():
     + I - 2W)."""
     for p, (f, i, w) in itertools.product((2, 4, 8), ((1, 1, 0.75), (1, 1.25, 0.75), (1.5, 2, 1))):
         for name in ("zb-h1", "zb-h2"):
-            schedule = pp.make(name, p, 4 * p)
+            schedule = make(name, p, 4 * p)
             assert schedules.waiting(schedules.simulate(schedule, f, i, w)) == pytest.approx(
                 schedules.BUBBLES[name][1](p, 4 * p, 1, f, i, w)
             ), name
@@ -109,23 +112,23 @@ def test_zero_bubble_with_other_times():
 
 def test_transfers_take_time():
     assert schedules.utilisation(
-        schedules.simulate(pp.make("gpipe", 2, 1), 1, 1, 1, transfer=1)
+        schedules.simulate(make("gpipe", 2, 1), 1, 1, 1, transfer=1)
     ) == pytest.approx(6 / (2 * 8))
     # in a V the turn stays on its rank: 6 messages of 3 boundaries instead of 8 of 4
-    spans = schedules.simulate(pp.make("zb-v", 2, 1), 1, 1, 0, transfer=10)
+    spans = schedules.simulate(make("zb-v", 2, 1), 1, 1, 0, transfer=10)
     assert max(row[-1][1] for row in spans) == 8 + 4 * 10
 
 
 def test_the_lectures_two_figures():
-    assert schedules.utilisation(schedules.simulate(pp.make("naive", 4, 1))) == 0.25
-    assert round(schedules.utilisation(schedules.simulate(pp.make("gpipe", 4, 4))), 2) == 0.57
+    assert schedules.utilisation(schedules.simulate(make("naive", 4, 1))) == 0.25
+    assert round(schedules.utilisation(schedules.simulate(make("gpipe", 4, 4))), 2) == 0.57
 
 
 def test_activations_held():
     for p, m in itertools.product(range(1, 9), range(1, 25)):
 
         def held(name, chunks=None):
-            return [schedules.in_flight(actions) for actions in pp.make(name, p, m, chunks)]
+            return [schedules.in_flight(actions) for actions in make(name, p, m, chunks)]
 
         assert held("naive") == [1] * p and held("gpipe") == [m] * p
         assert held("1f1b") == [min(m, p - rank) for rank in range(p)]
@@ -181,20 +184,20 @@ def test_what_there_is_no_schedule_for():
         ("2f2b", 4, 8, None, "no schedule '2f2b', but naive"),
     ):
         with pytest.raises(ValueError, match=text):
-            pp.make(name, p, m, chunks)
+            make(name, p, m, chunks)
 
 
 def test_timeline_and_trace():
     assert (
-        schedules.timeline(schedules.simulate(pp.make("gpipe", 2, 2)))
+        schedules.timeline(schedules.simulate(make("gpipe", 2, 2)))
         == " 0 1 . . .[0 ][1 ]\n . 0 1[0 ][1 ]"
     )
     assert (
-        schedules.timeline(schedules.simulate(pp.make("zb-v", 2, 2)))
+        schedules.timeline(schedules.simulate(make("zb-v", 2, 2)))
         .splitlines()[0]
         .startswith(" 0 1")
     )
-    events = schedules.trace(schedules.simulate(pp.make("zb-h1", 2, 2)))["traceEvents"]
+    events = schedules.trace(schedules.simulate(make("zb-h1", 2, 2)))["traceEvents"]
     assert [e["args"]["name"] for e in events if e["ph"] == "M"] == ["rank 0", "rank 1"]
     assert sum(e["ph"] == "X" for e in events) == 12 and all(
         e["dur"] == 1e6 for e in events if e["ph"] == "X"
@@ -287,10 +290,10 @@ def test_equals_one_process(kept_ranks, schedule, kind):
 @pytest.mark.parametrize(
     "schedule, layers, microbatches", [("1f1b", 11, 3), ("zb-h2", 11, 6), ("zb-v", 17, 6)]
 )
-def test_eight_ranks(ranks, schedule, layers, microbatches):
+def test_eight_ranks(kept_ranks, schedule, layers, microbatches):
     """Also with fewer micro-batches than stages, and with stages of unequal length."""
     config = presets.configure(layers=layers, heads=2, width=16, context=12, vocab=61)
-    for ours in ranks(8, train_parallel, config, "sgd", schedule, microbatches, 8):
+    for ours in kept_ranks(8, train_parallel, config, "sgd", schedule, microbatches, 8):
         assert_equal(ours, train(config, "sgd"))
 
 
@@ -325,30 +328,33 @@ def hooked(rank, name, config, dtype, watch=contextlib.nullcontext, recompute="n
     return hooks, {n: p.grad for n, p in model.named()}
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_experts_are_deferred_too(ranks, dtype):
+def test_experts_are_deferred_too(kept_ranks):
     """By the grouped kernel in float32, by a loop in float64; the gradients as without the
     split."""
-    split, whole = (ranks(2, hooked, name, MIXTURE, dtype) for name in ("zb-h1", "1f1b"))
-    for (hooks, mine), (_, usual) in zip(split, whole):
-        experts = [(n, when) for n, when in hooks if "experts" in n]
-        assert len(experts) == 2 * 3 * 4 and {when for _, when in experts} == {"whole"}
-        for name, grad in usual.items():
-            torch.testing.assert_close(
-                mine[name], grad, rtol=1e-4 if dtype == torch.float32 else 1e-12, atol=1e-7
-            )
+    cases = list(itertools.product((torch.float32, torch.float64), ("zb-h1", "1f1b")))
+
+    def work(rank):
+        return {(dtype, name): hooked(rank, name, MIXTURE, dtype) for dtype, name in cases}
+
+    for found in kept_ranks(2, work):
+        for dtype in (torch.float32, torch.float64):
+            with case(dtype):
+                (hooks, mine), (_, usual) = found[dtype, "zb-h1"], found[dtype, "1f1b"]
+                experts = [(n, when) for n, when in hooks if "experts" in n]
+                assert len(experts) == 2 * 3 * 4 and {when for _, when in experts} == {"whole"}
+                rtol = 1e-4 if dtype == torch.float32 else 1e-12
+                for name, grad in usual.items():
+                    torch.testing.assert_close(mine[name], grad, rtol=rtol, atol=1e-7)
 
 
-@pytest.mark.parametrize(
-    "recompute, again", [("none", 0), ("selective", 0), ("half", 2), ("block", 4)]
-)
-def test_weight_gradients_come_last_once_and_cost_nothing_twice(ranks, recompute, again):
+def test_weight_gradients_come_last_once_and_cost_nothing_twice(kept_ranks):
     """Of each micro-batch: the hook of a linear layer's weight runs in W, that of a norm in I, each
     once; and the matrix products are as many as without the split, even where norms and activation
     functions are recomputed. (Of whole blocks run again, all but the last of the 5; of these 4 the
     kind "half" keeps 2.)"""
+    repeated = {"none": 0, "selective": 0, "half": 2, "block": 4}
 
-    def work(rank, name, recompute="none"):
+    def count(rank, name, recompute):
         from torch.utils._python_dispatch import TorchDispatchMode
 
         class Products(TorchDispatchMode):
@@ -362,26 +368,33 @@ def test_weight_gradients_come_last_once_and_cost_nothing_twice(ranks, recompute
                 )
                 return func(*args, **(kwargs or {}))
 
-        return *hooked(rank, name, DEEP_LLAMA, torch.float64, Products, recompute), Products.count
+        return *hooked(
+            rank, name, CONFIGS["llama"], torch.float64, Products, recompute
+        ), Products.count
 
-    split, same, whole = (
-        ranks(2, work, *of) for of in (("zb-h1", recompute), ("1f1b", recompute), ("1f1b",))
-    )
-    for (hooks, grads, products), (_, _, unsplit), (_, _, usual) in zip(split, same, whole):
-        assert collections.Counter(n for n, _ in hooks) == {n: 4 for n in grads}
-        for name, when in hooks:
-            linear = name.endswith("weight") and "norm" not in name and "embed" not in name
-            assert when == ("whole" if linear else "part"), name
-        blocks = sum(n.endswith("attn_norm.weight") for n in grads)
-        assert products == unsplit == usual + 4 * blocks * again > 0
+    def work(rank):
+        cases = itertools.product(("zb-h1", "1f1b"), repeated)
+        return {of: count(rank, *of) for of in cases}
+
+    for found in kept_ranks(2, work):
+        for recompute, again in repeated.items():
+            with case(recompute):
+                hooks, grads, products = found["zb-h1", recompute]
+                (_, _, unsplit), (_, _, usual) = found["1f1b", recompute], found["1f1b", "none"]
+                assert collections.Counter(n for n, _ in hooks) == {n: 4 for n in grads}
+                for name, when in hooks:
+                    linear = name.endswith("weight") and "norm" not in name and "embed" not in name
+                    assert when == ("whole" if linear else "part"), name
+                blocks = sum(n.endswith("attn_norm.weight") for n in grads)
+                assert products == unsplit == usual + 4 * blocks * again > 0
 
 
-def test_activations_are_freed_with_their_backward(ranks):
+def test_activations_are_freed_with_their_backward(kept_ranks):
     """As many micro-batches' activations alive as the schedule says: counted from live tensors of
     the graph."""
 
-    def work(rank, schedule, microbatches):
-        stages, alive, peak = 3, set(), [0]
+    def peak(rank, schedule, microbatches):
+        stages, alive, most = 3, set(), [0]
 
         # Holds a tensor for backward, and knows when it is let go
         class Watch(torch.autograd.Function):
@@ -393,7 +406,7 @@ def test_activations_are_freed_with_their_backward(ranks):
                 ctx.save_for_backward(kept)
                 alive.add(m)
                 weakref.finalize(kept.untyped_storage(), alive.discard, m)
-                peak[0] = max(peak[0], len(alive))
+                most[0] = max(most[0], len(alive))
                 return x * 3
 
             @staticmethod
@@ -409,10 +422,14 @@ def test_activations_are_freed_with_their_backward(ranks):
         schedule = pp.make(schedule, stages, microbatches)
         last = schedule.last
         pp.play(schedule, forward, (2,), torch.float32, "cpu", pp.make_links())
-        return peak[0], len(alive)
+        return most[0], len(alive)
 
-    for name, m in (("gpipe", 5), ("1f1b", 5), ("naive", 5), ("interleaved", 6)):
-        assert ranks(3, work, name, m) == [(schedules.in_flight(a), 0) for a in pp.make(name, 3, m)]
+    cases = (("gpipe", 5), ("1f1b", 5), ("naive", 5), ("interleaved", 6))
+    results = kept_ranks(3, lambda rank: [peak(rank, *of) for of in cases])
+    for (name, m), peaks in zip(cases, zip(*results), strict=True):
+        with case(name, m):
+            expected = [(schedules.in_flight(a), 0) for a in pp.make(name, 3, m)]
+            assert list(peaks) == expected
 
 
 def test_no_more_than_one_receive_waits_in_each_queue(ranks):
@@ -451,7 +468,7 @@ def test_deferred_gradients_come_last_layer_first():
     assert order == [3, 2, 1, 0]
 
 
-def test_forward_only_frees_graphs_even_with_gradients_on(ranks):
+def test_forward_only_frees_graphs_even_with_gradients_on(kept_ranks):
     def work(rank):
         alive, most = weakref.WeakSet(), []
         weight = torch.ones(2, requires_grad=True)
@@ -466,12 +483,13 @@ def test_forward_only_frees_graphs_even_with_gradients_on(ranks):
         pp.play(some, forward, (2,), torch.float32, "cpu", pp.make_links())
         return max(most)
 
-    assert ranks(1, work) == [0]
+    assert kept_ranks(1, work) == [0]
 
 
-@pytest.mark.parametrize("name", ["1f1b", "interleaved", "zb-v"])
-def test_forward_only_keeps_nothing(ranks, name):
-    def work(rank):
+def test_forward_only_keeps_nothing(kept_ranks):
+    names = ("1f1b", "interleaved", "zb-v")
+
+    def logits(rank, name):
         schedule = pp.make(name, 2, 4)
         model = build(DEEP, schedule, rank, dist.group.WORLD)
         tokens = batch(0)[0]
@@ -483,30 +501,29 @@ def test_forward_only_keeps_nothing(ranks, name):
 
             return pp.play(some, forward, (1, 12, 32), torch.float64, "cpu", pp.make_links())
 
-    results = ranks(2, work)
+    results = kept_ranks(2, lambda rank: [logits(rank, name) for name in names])
     whole = gpt.build(DEEP, 7, dtype=torch.float64)(batch(0)[0][:3])
-    full = [r for r in results if r]
-    assert len(full) == 1
-    torch.testing.assert_close(torch.cat(full[0]), whole, rtol=1e-12, atol=1e-12)
+    for name, of_ranks in zip(names, zip(*results), strict=True):
+        with case(name):
+            [full] = [r for r in of_ranks if r]
+            torch.testing.assert_close(torch.cat(full), whole, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize(
-    "name, theirs",
-    [
-        ("gpipe", "ScheduleGPipe"),
-        ("1f1b", "Schedule1F1B"),
-        ("interleaved", "ScheduleInterleaved1F1B"),
-        ("zb-v", "ScheduleZBVZeroBubble"),
-        ("dualpipev", "ScheduleDualPipeV"),
-    ],
-)
-def test_equals_pytorchs_pipelining(ranks, name, theirs):
+def test_equals_pytorchs_pipelining(ranks):
     """The same weights after 4 steps as torch.distributed.pipelining with the same stages."""
-    config, p, m = DEEP_LLAMA, 2, 4
+    # Imported here: once, and not in every rank
+    from torch.distributed import pipelining
 
-    def reference(rank):
-        from torch.distributed import pipelining
+    config, p, m = dataclasses.replace(CONFIGS["llama"], layers=4), 2, 4
+    cases = {
+        "gpipe": "ScheduleGPipe",
+        "1f1b": "Schedule1F1B",
+        "interleaved": "ScheduleInterleaved1F1B",
+        "zb-v": "ScheduleZBVZeroBubble",
+        "dualpipev": "ScheduleDualPipeV",
+    }
 
+    def reference(rank, name, theirs):
         schedule = pp.make(name, p, m)
         model, count = build(config, schedule, rank, None), schedule.last + 1
         stages = [
@@ -530,11 +547,21 @@ def test_equals_pytorchs_pipelining(ranks, name, theirs):
             optimizer.step()
         return {n: p.detach() for n, p in model.named()}
 
-    ours = ranks(p, train_parallel, config, "sgd", name, m, p, 4)
-    for mine, their in zip(ours, ranks(p, reference)):
-        assert mine[2].keys() == their.keys()
-        for key, weight in mine[2].items():
-            torch.testing.assert_close(weight, their[key], rtol=1e-12, atol=1e-12)
+    def work(rank):
+        found = {}
+        for name, theirs in cases.items():
+            with case(name):
+                ours = train_parallel(rank, config, "sgd", name, m, p, 4)[2]
+                found[name] = ours, reference(rank, name, theirs)
+        return found
+
+    for found in ranks(p, work):
+        assert found.keys() == cases.keys()
+        for name, (mine, their) in found.items():
+            with case(name):
+                assert mine.keys() == their.keys()
+                for key, weight in mine.items():
+                    torch.testing.assert_close(weight, their[key], rtol=1e-12, atol=1e-12)
 
 
 def test_compare(capsys, monkeypatch):
@@ -592,6 +619,10 @@ def warm_kinds(rank, name):
     assert sorted({a.stage for a in seen}) == schedule.stages(rank)
 
 
-@pytest.mark.parametrize("name", ["1f1b", "zb-v"])
-def test_warm_up_runs_each_kind_on_each_stage(ranks, name):
-    ranks(3, warm_kinds, name)
+def test_warm_up_runs_each_kind_on_each_stage(kept_ranks):
+    def work(rank):
+        for name in ("1f1b", "zb-v"):
+            with case(name):
+                warm_kinds(rank, name)
+
+    kept_ranks(3, work)

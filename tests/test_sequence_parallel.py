@@ -89,44 +89,42 @@ def test_sequences_that_do_not_divide(kept_ranks, config, world, tokens, keep):
     check_ranks(kept_ranks(world, train_parallel, config, "sgd", keep), train(config, "sgd"))
 
 
-@pytest.mark.parametrize(
-    "name", ["attn_norm.weight", "mlp_norm.bias", "proj.bias", "down.bias", "position", "head.norm"]
-)
-def test_a_partial_gradient_left_so_is_caught(ranks, name):
+def test_a_partial_gradient_left_so_is_caught(kept_ranks):
     """The comparison above must see each kind of parameter on the split stream whose gradient is
     not completed."""
+    names = ["attn_norm.weight", "mlp_norm.bias", "proj.bias", "down.bias", "position", "head.norm"]
 
-    def work(rank):
-        def finish(parameters):
-            sp.reduce_partial([p for p in parameters if p not in forgotten])
-
+    def gradients(name):
         model = build(CONFIGS["gpt2"], dist.group.WORLD)
         forgotten = {p for n, p in model.named() if name in n}
         assert forgotten
         tokens, targets, samples, count = batch(0)
         model(tokens, targets=targets, count=count).backward()
-        finish(list(model.parameters()))
+        sp.reduce_partial([p for p in model.parameters() if p not in forgotten])
         return {n: p.grad for n, p in model.named() if not p.placement["cuts"]}
 
     whole = gpt.build(CONFIGS["gpt2"], 7, dtype=torch.float64)
     tokens, targets, samples, count = batch(0)
     whole(tokens, targets=targets, count=count).backward()
-    for grads in ranks(2, work):
-        for n, p in whole.named():
-            if n in grads:
-                same = torch.allclose(grads[n], p.grad, rtol=1e-10, atol=1e-10)
-                assert same == (name not in n), n
+    for results in kept_ranks(2, lambda rank: [gradients(name) for name in names]):
+        for name, grads in zip(names, results, strict=True):
+            for n, p in whole.named():
+                if n in grads:
+                    same = torch.allclose(grads[n], p.grad, rtol=1e-10, atol=1e-10)
+                    assert same == (name not in n), (name, n)
 
 
-def test_training_without_the_sum_is_caught(ranks):
-    results = ranks(2, train_parallel, CONFIGS["llama"], "adamw", True, lambda parameters: None)
+def test_training_without_the_sum_is_caught(kept_ranks):
+    results = kept_ranks(
+        2, train_parallel, CONFIGS["llama"], "adamw", True, lambda parameters: None
+    )
     with pytest.raises(AssertionError):
         check_ranks(results, train(CONFIGS["llama"], "adamw"))
 
 
 @pytest.mark.parametrize("keep", [True, False])
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
-def test_bytes_sent(ranks, family, keep):
+def test_bytes_sent(kept_ranks, family, keep):
     """As many as the formulas say; a block's as in tensor parallelism, and a quarter more where
     inputs are gathered again."""
     tokens, targets, samples, count = batch(0, context=10)
@@ -157,7 +155,7 @@ def test_bytes_sent(ranks, family, keep):
         return sent, formula, forward, backward
 
     (sent, formula, forward, backward), (three, three_formula, *_) = (
-        ranks(4, work, layers)[0] for layers in (1, 3)
+        kept_ranks(4, work, layers)[0] for layers in (1, 3)
     )
     for measured, expected in ((sent, formula), (three, three_formula)):
         assert measured == {
@@ -176,7 +174,7 @@ def test_bytes_sent(ranks, family, keep):
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
-def test_what_a_block_keeps(ranks, family):
+def test_what_a_block_keeps(kept_ranks, family):
     """The residual stream and the norms' results are kept in pieces; gathered inputs only where
     asked for."""
     config = presets.configure(
@@ -192,7 +190,7 @@ def test_what_a_block_keeps(ranks, family):
         models = [build(config, dist.group.WORLD, keep, parallelize) for parallelize, keep in ways]
         return [saved_bytes(model, model.blocks["1"], tokens) for model in models]
 
-    plain, kept, again = ranks(4, work)[0]
+    plain, kept, again = kept_ranks(4, work)[0]
     each = tokens.numel() * 32 * 8  # (B, T, C)
     # The norms' inputs and results: 4 whole; 2 whole and 2 pieces; 4 pieces. On a CPU RMSNorm keeps
     # its input divided by its size, too; and each norm has one or two statistics a token
@@ -205,7 +203,7 @@ def test_what_a_block_keeps(ranks, family):
         )
 
 
-def test_gathered_inputs_are_freed(ranks):
+def test_gathered_inputs_are_freed(kept_ranks):
     """No tensor of all tokens and the whole width outlives the forward pass, but for those that
     `keep` keeps."""
 
@@ -218,11 +216,11 @@ def test_gathered_inputs_are_freed(ranks):
             model(tokens, targets=targets, count=count)
         return sum(shape.numel() == tokens.numel() * 32 for shape in whole)
 
-    assert ranks(4, work, False) == [0] * 4
-    assert min(ranks(4, work, True)) > 0
+    assert kept_ranks(4, work, False) == [0] * 4
+    assert min(kept_ranks(4, work, True)) > 0
 
 
-def test_pipeline_stages(ranks):
+def test_pipeline_stages(kept_ranks):
     """Two pieces of a model, the second without an embedding: its positions are passed, its input
     is this rank's tokens."""
     config = dataclasses.replace(CONFIGS["dropout"], tied=False, context=11)
@@ -262,12 +260,12 @@ def test_pipeline_stages(ranks):
     loss.backward()
     reference = [loss.item()], {n: p.grad for n, p in whole.named()}, {}
     for keep in (True, False):
-        results = ranks(2, work, keep)
+        results = kept_ranks(2, work, keep)
         assert set(results[0][1]) == set(reference[1])
         check_ranks([(([loss], grads, {}), split) for loss, grads, split in results], reference)
 
 
-def test_a_group_that_is_not_the_world_and_full_logits(ranks):
+def test_a_group_that_is_not_the_world_and_full_logits(kept_ranks):
     """Two models on two groups of two ranks, on sequences of other lengths, in one process each;
     then all logits."""
 
@@ -280,13 +278,13 @@ def test_a_group_that_is_not_the_world_and_full_logits(ranks):
 
     whole = gpt.build(CONFIGS["grouped"], 7, dtype=torch.float64)
     for keep in (True, False):
-        for rank, logits in enumerate(ranks(4, work, keep)):
+        for rank, logits in enumerate(kept_ranks(4, work, keep)):
             torch.testing.assert_close(
                 logits, whole(batch(0)[0][:, : 7 + rank // 2]), rtol=1e-12, atol=1e-12
             )
 
 
-def test_cuts_real_weights_too_and_names_stay(ranks):
+def test_cuts_real_weights_too_and_names_stay(kept_ranks):
     def work(rank, keep):
         model = gpt.build(CONFIGS["gpt2"], 7, dtype=torch.float64)
         names = [n for n, _ in model.named()]
@@ -298,7 +296,7 @@ def test_cuts_real_weights_too_and_names_stay(ranks):
         )
 
     for keep in (True, False):
-        assert ranks(2, work, keep) == [True, True]
+        assert kept_ranks(2, work, keep) == [True, True]
 
 
 def test_reduce_scatter(ranks, monkeypatch):

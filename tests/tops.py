@@ -1,11 +1,12 @@
 """A technique's file as somebody has it who copied it: the part above `# --- demo ---`, alone in an
 empty folder."""
 
+import contextlib
 import os
 import py_compile
 import sys
 
-from conftest import ROOT
+from conftest import ROOT, on_ranks
 
 DEMO = "\n# --- demo ---\n"
 
@@ -20,32 +21,43 @@ def cut_out(folder, names):
         py_compile.compile(folder / path.name, doraise=True)  # once, and not at every import
 
 
-def forget_project(folder):
-    """From now on this process can import the files in `folder`, and none of the project's own."""
-    own = {path.stem for path in [*ROOT.glob("*.py"), *folder.parent.glob("*/*.py")]}
+@contextlib.contextmanager
+def without_project(folder):
+    """This process can import the files in `folder`, as if for the first time, and none of the
+    project's own."""
+    own = {path.stem for path in [*ROOT.glob("*.py"), *folder.glob("*.py")]}
     own |= {path.parent.name for path in ROOT.glob("*/__init__.py")}
-    for name in list(sys.modules):
-        if name.partition(".")[0] in own:
-            del sys.modules[name]
-    others = {str(ROOT), str(ROOT / "tests"), *map(str, folder.parent.iterdir())}
-    elsewhere = [path for path in sys.path if os.path.abspath(path) not in others]
+
+    def forget():
+        names = [name for name in sys.modules if name.partition(".")[0] in own]
+        return {name: sys.modules.pop(name) for name in names}
+
+    modules, paths, here = forget(), list(sys.path), os.getcwd()
+    elsewhere = [p for p in paths if os.path.abspath(p) not in (str(ROOT), str(ROOT / "tests"))]
     sys.path[:] = [str(folder), *elsewhere]
     os.chdir(folder)
+    try:
+        yield
+    finally:
+        forget()
+        sys.modules.update(modules)
+        sys.path[:] = paths
+        os.chdir(here)
 
 
 def alone(rank, folder, work, args):
-    forget_project(folder)
-    return work(rank, *args)
+    with without_project(folder):
+        return work(rank, *args)
 
 
-def on_copied(folder, kept, names, world, work, *args):
+def on_copied(folder, kept_ranks, names, world, work, *args, fresh=False):
     """[work(rank, *args) for each of `world` ranks], where `import ddp` and the like find the
     cut-out tops alone, as if for the first time.
 
-    names: of the files, with spaces between. work imports them itself, inside the function. kept:
-    runs it, as conftest.KeptRanks do."""
+    names: of the files, with spaces between. work imports them itself, inside the function.
+    fresh: on ranks that are forked now, and know what this process has imported."""
     folder = folder / names.replace("/", " ").replace(" ", "_")
     if not folder.exists():
         folder.mkdir()
         cut_out(folder, names.split())
-    return kept(world, alone, folder, work, args)
+    return (on_ranks if fresh else kept_ranks)(world, alone, folder, work, args)
