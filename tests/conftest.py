@@ -4,7 +4,6 @@ process, which has imported torch already. That needs a parent whose thread pool
 import ctypes
 import functools
 import gc
-import multiprocessing.connection
 import os
 import pathlib
 import pickle
@@ -17,7 +16,6 @@ import tempfile
 import time
 import traceback
 
-import closures
 import pytest
 
 # Tests are of CPUs, and ranks are forked, which CUDA does not survive. test_gpu.py alone gives a
@@ -154,117 +152,9 @@ def read(folder, rank, kind):
     return (path.read_bytes() if kind == "result" else path.read_text()) if path.exists() else None
 
 
-class KeptRanks:
-    """Ranks that stay for the next test: it takes the first of them, and forks what is missing.
-    Half of a small test's time on fresh ranks is the copying of pages that a forked process writes
-    to for the first time."""
-
-    def __init__(self):
-        self.members = []  # (pid, connection) of each rank
-        self.folder = None
-        self.calls = 0
-
-    def __call__(self, world, work, *args, timeout=120):
-        """As on_ranks, but ranks of before run it: they see no monkeypatch, and what `work` changes
-        for good would stay. It finds what was in the ranks, and in its own closure."""
-        message = closures.dumps((work, args))
-        if len(self.members) < world:
-            self.fork(world)
-        self.calls += 1
-        store = f"{self.folder.name}/store{self.calls}"
-        for rank, (_, connection) in enumerate(self.members[:world]):
-            connection.send_bytes(pickle.dumps((store, rank, world)))
-            connection.send_bytes(message)
-        results, failed = self.collect(world, timeout)
-        if failed:
-            self.end()
-        assert not failed, "\n" + "\n".join(f"rank {r}: {failed[r]}" for r in sorted(failed))
-        return [results[rank] for rank in range(world)]
-
-    def fork(self, world):
-        sys.stdout.flush()
-        sys.stderr.flush()
-        gc.freeze()  # as in on_ranks
-        self.folder = self.folder or tempfile.TemporaryDirectory()
-        for _ in range(len(self.members), world):
-            connection, its_connection = multiprocessing.Pipe()
-            pid = os.fork()
-            if pid == 0:
-                connection.close()
-                serve(its_connection)
-            its_connection.close()
-            self.members.append((pid, connection))
-
-    def collect(self, world, timeout):
-        """({rank: result}, {rank: why it has none})."""
-        waiting = {connection: rank for rank, (_, connection) in enumerate(self.members[:world])}
-        results, failed = {}, {}
-        deadline = time.monotonic() + timeout
-        while waiting:
-            ready = multiprocessing.connection.wait(waiting, deadline - time.monotonic())
-            if not ready:
-                return results, failed | dict.fromkeys(waiting.values(), "did not end")
-            for connection in ready:
-                rank = waiting.pop(connection)
-                try:
-                    error, result = pickle.loads(connection.recv_bytes())
-                except (EOFError, ConnectionResetError):
-                    error = "died"
-                if error:
-                    failed[rank] = error
-                    deadline = min(deadline, time.monotonic() + 5)
-                else:
-                    results[rank] = result
-        return results, failed
-
-    def end(self):
-        for pid, connection in self.members:
-            connection.close()
-            os.kill(pid, signal.SIGKILL)
-            os.waitpid(pid, 0)
-        self.members = []
-        if self.folder:
-            self.folder.cleanup()
-        self.folder = None
-
-
-def serve(connection):
-    """A kept rank: one call after the other, each in a process group of its own."""
-    import torch
-    import torch.distributed as dist
-
-    from harness import start
-
-    start.die_with_parent(signal.SIGKILL)
-    while True:
-        messages = [connection.recv_bytes() for _ in range(2)]
-        try:
-            (path, rank, world), (work, args) = map(pickle.loads, messages)
-            join(path, rank, world)
-            torch.manual_seed(0)  # whatever the last call drew, and on which ranks
-            answer = None, work(rank, *args)
-            dist.barrier()
-            dist.destroy_process_group()
-            gc.collect()  # of groups that hang together in circles: each has threads
-        except BaseException:
-            answer = traceback.format_exc(), None
-        sys.stdout.flush()
-        sys.stderr.flush()
-        connection.send_bytes(pickle.dumps(answer))
-        if answer[0]:
-            os._exit(1)  # others may wait for this rank
-
-
 @pytest.fixture
 def ranks():
     return on_ranks
-
-
-@pytest.fixture(scope="session")
-def kept_ranks():
-    kept = KeptRanks()
-    yield kept
-    kept.end()
 
 
 @pytest.fixture(scope="session")
@@ -391,8 +281,8 @@ def script(tmp_path):
 
 
 @pytest.fixture(scope="session")
-def copied(tmp_path_factory, kept_ranks):
+def copied(tmp_path_factory):
     """copied("ddp", 3, work, *args): work on 3 ranks that see the top of ddp.py alone (tops.py)."""
     import tops
 
-    return functools.partial(tops.on_copied, tmp_path_factory.mktemp("tops"), kept_ranks)
+    return functools.partial(tops.on_copied, tmp_path_factory.mktemp("tops"))

@@ -107,19 +107,19 @@ EXTRA = {"gpt2": " --hidden 125 --layers 4", "moe": " --bias-rate 0.01 --layers 
 
 
 @pytest.mark.parametrize("variant", LAYOUTS)
-def test_every_pair_of_layouts_is_one_undisturbed_run(kept_ranks, text, tmp_path, variant):
+def test_every_pair_of_layouts_is_one_undisturbed_run(ranks, text, tmp_path, variant):
     """A run of which each step is another layout's: a walk that takes every step from one layout to
     another once."""
     layouts, flags = LAYOUTS[variant], VARIANTS[variant] + EXTRA[variant]
     walk = [x for pair in itertools.combinations(range(len(layouts)), 2) for x in pair] + [0]
     assert len(set(zip(walk, walk[1:]))) == len(walk) - 1 == len(layouts) * (len(layouts) - 1)
-    code, alone = layout(kept_ranks, text, f"{flags} --steps {len(walk)}", tmp_path / "one")
+    code, alone = layout(ranks, text, f"{flags} --steps {len(walk)}", tmp_path / "one")
     assert code == 0
     joined = []
     for i, each in enumerate(walk):
         resume = "--resume" * (i > 0)
         code, steps = layout(
-            kept_ranks,
+            ranks,
             text,
             f"{flags} {layouts[each]} --steps {i + 1} {resume}",
             tmp_path / "walk",
@@ -135,21 +135,21 @@ def test_every_pair_of_layouts_is_one_undisturbed_run(kept_ranks, text, tmp_path
     )
 
 
-def test_mixed_precision_saves_the_masters(kept_ranks, text, tmp_path):
+def test_mixed_precision_saves_the_masters(ranks, text, tmp_path):
     flags = "--dtype float32 --param-dtype bfloat16 --dp 2"
-    alone = layout(kept_ranks, text, f"{flags} --zero 2 --steps 4", tmp_path / "one")[1]
-    layout(kept_ranks, text, f"{flags} --zero 2 --steps 2", tmp_path / "two")
-    again = layout(kept_ranks, text, f"{flags} --zero 0 --steps 4 --resume", tmp_path / "two")[1]
+    alone = layout(ranks, text, f"{flags} --zero 2 --steps 4", tmp_path / "one")[1]
+    layout(ranks, text, f"{flags} --zero 2 --steps 2", tmp_path / "two")
+    again = layout(ranks, text, f"{flags} --zero 0 --steps 4 --resume", tmp_path / "two")[1]
     assert [row[1] for row in again] == pytest.approx([row[1] for row in alone[2:]], rel=2e-3)
     index = json.loads((tmp_path / "two/step-00000002/index.json").read_text())
     assert {t["weight"]["dtype"] for t in index["tensors"].values()} == {"float32"}
 
 
-def test_copies_are_written_once(kept_ranks, text, tmp_path):
+def test_copies_are_written_once(ranks, text, tmp_path):
     sizes = []
     for flags in ("--dp 1", "--pp 2 --dp 2 --zero 1"):
         out = tmp_path / str(len(sizes))
-        assert layout(kept_ranks, text, f"{flags} --steps 1 --layers 2", out)[0] == 0
+        assert layout(ranks, text, f"{flags} --steps 1 --layers 2", out)[0] == 0
         index = json.loads((out / "step-00000001/index.json").read_text())
         found = [t["dtype"] for kinds in index["tensors"].values() for t in kinds.values()]
         assert set(found) == {"float64", "float32"}
@@ -169,13 +169,11 @@ def test_copies_are_written_once(kept_ranks, text, tmp_path):
 
 
 @pytest.fixture(scope="module")
-def saved(kept_ranks, text, tmp_path_factory):
+def saved(ranks, text, tmp_path_factory):
     """A folder with checkpoints of steps 1, 2 and 3, written by two ranks, and the undisturbed
     run."""
     out = tmp_path_factory.mktemp("saved") / "out"
-    code, steps = layout(
-        kept_ranks, text, "--layers 2 --dp 2 --zero 1 --steps 4 --save-every 1", out
-    )
+    code, steps = layout(ranks, text, "--layers 2 --dp 2 --zero 1 --steps 4 --save-every 1", out)
     assert code == 0
     shutil.rmtree(out / "step-00000004")
     return out, steps
@@ -263,7 +261,7 @@ def test_broken_checkpoint_is_passed_over(ranks, text, tmp_path, capfd, saved, b
     )
 
 
-def test_copies_that_groups_split(kept_ranks, text, tmp_path, saved):
+def test_copies_that_groups_split(ranks, text, tmp_path, saved):
     """HSDP writes each shard once and reads it on every copy; with masters on the host as well."""
     out, joined = tmp_path / "out", []
     for steps, flags in (
@@ -271,7 +269,7 @@ def test_copies_that_groups_split(kept_ranks, text, tmp_path, saved):
         (3, "--tp 2 --resume"),
         (4, "--dp 4 --zero 3 --zero-ranks 2 --microbatches 1 --resume"),
     ):
-        code, rows = layout(kept_ranks, text, f"--layers 2 --steps {steps} {flags}", out)
+        code, rows = layout(ranks, text, f"--layers 2 --steps {steps} {flags}", out)
         assert code == 0
         joined += rows
     same_steps(saved[1], joined)
@@ -279,8 +277,8 @@ def test_copies_that_groups_split(kept_ranks, text, tmp_path, saved):
     assert len(index["files"]) == 2  # of the 4 ranks, the 2 of the first copy write
 
 
-def test_none_is_the_beginning(kept_ranks, text, tmp_path, saved):
-    code, steps = layout(kept_ranks, text, "--layers 2 --steps 2 --resume", tmp_path / "out")
+def test_none_is_the_beginning(ranks, text, tmp_path, saved):
+    code, steps = layout(ranks, text, "--layers 2 --steps 2 --resume", tmp_path / "out")
     assert code == 0
     same_steps(steps, saved[1][:2])
 
@@ -296,7 +294,7 @@ def test_none_is_the_beginning(kept_ranks, text, tmp_path, saved):
         ("--steps 3", "has all of --steps 3"),
     ],
 )
-def test_another_run_is_refused(ranks, kept_ranks, text, tmp_path, saved, flags, reason):
+def test_another_run_is_refused(ranks, text, tmp_path, saved, flags, reason):
     if flags == "text":
         text, flags = tmp_path / "other.txt", ""
         text.write_text("something else " * 500)
@@ -306,7 +304,7 @@ def test_another_run_is_refused(ranks, kept_ranks, text, tmp_path, saved, flags,
     )
     # What refused_tokenizer changes would stay in kept ranks
     code, said = (
-        ranks(1, refused_tokenizer, args) if flags == "tokenizer" else kept_ranks(1, rank_of, args)
+        ranks(1, refused_tokenizer, args) if flags == "tokenizer" else ranks(1, rank_of, args)
     )[0]
     assert code == 2 and reason in said
 
@@ -324,10 +322,8 @@ def steps_in(folder):
     return sorted(name for name in os.listdir(folder) if name != ".lock")
 
 
-def test_keep(kept_ranks, text, tmp_path):
-    layout(
-        kept_ranks, text, "--layers 2 --steps 5 --save-every 1 --keep 2 --dp 2", tmp_path / "out"
-    )
+def test_keep(ranks, text, tmp_path):
+    layout(ranks, text, "--layers 2 --steps 5 --save-every 1 --keep 2 --dp 2", tmp_path / "out")
     assert steps_in(tmp_path / "out") == ["step-00000004", "step-00000005"]
 
 
@@ -353,22 +349,22 @@ def killed(rank):
     checkpoint.write = write
 
 
-def test_disk_full(ranks, kept_ranks, text, tmp_path, saved):
+def test_disk_full(ranks, text, tmp_path, saved):
     shutil.copytree(saved[0], tmp_path / "out")
     flags = "--layers 2 --dp 2 --zero 1 --steps 4 --resume"
     code, said = layout(ranks, text, flags, tmp_path / "out", disk_full)
     assert code == 2 and "step 4" in said and "No space left on device" in said
     assert steps_in(tmp_path / "out") == [f"step-0000000{i}" for i in (1, 2, 3)]
-    assert layout(kept_ranks, text, flags, tmp_path / "out")[0] == 0
+    assert layout(ranks, text, flags, tmp_path / "out")[0] == 0
 
 
-def test_killed_in_mid_write(ranks, kept_ranks, text, tmp_path, saved):
+def test_killed_in_mid_write(ranks, text, tmp_path, saved):
     shutil.copytree(saved[0], tmp_path / "out")
     flags = "--layers 2 --dp 2 --zero 1 --steps 4 --resume"
     with pytest.raises(AssertionError, match="rank 1"):
         layout(ranks, text, flags, tmp_path / "out", killed)
     assert "step-00000004.tmp" in os.listdir(tmp_path / "out")
-    code, steps = layout(kept_ranks, text, flags, tmp_path / "out")
+    code, steps = layout(ranks, text, flags, tmp_path / "out")
     assert code == 0
     same_steps(steps, saved[1][3:])
     assert "step-00000004.tmp" not in os.listdir(tmp_path / "out")

@@ -51,8 +51,8 @@ def every_collective_equals_torchs_bit_for_bit(rank, world):
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4, 6])
-def test_every_collective_equals_torchs_bit_for_bit(kept_ranks, world):
-    assert kept_ranks(world, every_collective_equals_torchs_bit_for_bit, world) == [{}] * world
+def test_every_collective_equals_torchs_bit_for_bit(ranks, world):
+    assert ranks(world, every_collective_equals_torchs_bit_for_bit, world) == [{}] * world
 
 
 def all_reduce_of_any_size_and_dtype(rank, world):
@@ -67,8 +67,8 @@ def all_reduce_of_any_size_and_dtype(rank, world):
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4, 5, 6, 8])
-def test_all_reduce_of_any_size_and_dtype(kept_ranks, world):
-    everywhere = kept_ranks(world, all_reduce_of_any_size_and_dtype, world)
+def test_all_reduce_of_any_size_and_dtype(ranks, world):
+    everywhere = ranks(world, all_reduce_of_any_size_and_dtype, world)
     for (_, size, dtype), result in everywhere[0].items():
         exact = torch.stack([x.double() for x in inputs(world, size, dtype)])
         error = 0 if dtype == torch.int64 else world * torch.finfo(dtype).eps
@@ -85,12 +85,12 @@ def the_order_of_summation(rank):
     return out
 
 
-def test_the_order_of_summation(kept_ranks):
+def test_the_order_of_summation(ranks):
     """Bit for bit: the ring's is gloo's; a server, sequential and direct go by rank; recursive
     doubling and halving-doubling by pairs."""
 
     for world in (2, 3, 4, 8):
-        got, x = kept_ranks(world, the_order_of_summation)[0], inputs(world, 960)
+        got, x = ranks(world, the_order_of_summation)[0], inputs(world, 960)
         by_rank = functools.reduce(torch.add, x)
         by_pairs = x
         while len(by_pairs) > 1 and world != 3:
@@ -116,11 +116,11 @@ def the_sign_of_zero_is_the_same_on_all_ranks(rank):
     return signs
 
 
-def test_the_sign_of_zero_is_the_same_on_all_ranks(kept_ranks):
+def test_the_sign_of_zero_is_the_same_on_all_ranks(ranks):
     """minimum(0.0, -0.0) is one of both, by their order: ranks must take them in the same one."""
 
     for world in (2, 6):
-        everywhere = kept_ranks(world, the_sign_of_zero_is_the_same_on_all_ranks)
+        everywhere = ranks(world, the_sign_of_zero_is_the_same_on_all_ranks)
         assert all(signs == everywhere[0] for signs in everywhere)
 
 
@@ -136,8 +136,8 @@ def operators(rank):
     return out
 
 
-def test_operators(kept_ranks):
-    assert all(all(out.values()) for out in kept_ranks(5, operators))
+def test_operators(ranks):
+    assert all(all(out.values()) for out in ranks(5, operators))
 
 
 @mock.patch.object(collectives, "SEGMENT", 5)
@@ -155,9 +155,9 @@ def segments_change_neither_result_nor_cost(rank):
     return logs
 
 
-def test_segments_change_neither_result_nor_cost(kept_ranks):
+def test_segments_change_neither_result_nor_cost(ranks):
     for world in (4, 6):
-        logs = kept_ranks(world, segments_change_neither_result_nor_cost)
+        logs = ranks(world, segments_change_neither_result_nor_cost)
         node = collectives.default_node(world)
         for name, formula in network.formulas(world, 120 * world * 8, node).items():
             assert network.tally([log[name] for log in logs]) == formula
@@ -182,9 +182,9 @@ def segments_and_kept_buffers_change_no_bit(rank, world):
 
 
 @pytest.mark.parametrize("world", [2, 3, 4, 6])
-def test_segments_and_kept_buffers_change_no_bit(kept_ranks, world):
+def test_segments_and_kept_buffers_change_no_bit(ranks, world):
     """Many segments, beside one that holds the whole tensor."""
-    kept_ranks(world, segments_and_kept_buffers_change_no_bit, world)
+    ranks(world, segments_and_kept_buffers_change_no_bit, world)
 
 
 def strides_and_views(rank):
@@ -219,8 +219,8 @@ def strides_and_views(rank):
     assert leaf.tolist() == [3, 3, 3]
 
 
-def test_strides_and_views(kept_ranks):
-    kept_ranks(3, strides_and_views)
+def test_strides_and_views(ranks):
+    ranks(3, strides_and_views)
 
 
 # --- groups, and several at a time
@@ -247,8 +247,8 @@ def subgroups_by_either_rank(rank):
         collectives.all_reduce(y, group=groups[1 - mine])
 
 
-def test_subgroups_by_either_rank(kept_ranks):
-    kept_ranks(7, subgroups_by_either_rank)
+def test_subgroups_by_either_rank(ranks):
+    ranks(7, subgroups_by_either_rank)
 
 
 def many_in_flight(rank, name):
@@ -266,11 +266,11 @@ def many_in_flight(rank, name):
 
 
 @pytest.mark.parametrize("name", ALL_REDUCE)
-def test_many_in_flight(kept_ranks, name):
+def test_many_in_flight(ranks, name):
     """On one group, and on two groups that share ranks; six ranks, so that some are folded in
     halving-doubling."""
 
-    assert all(kept_ranks(6, many_in_flight, name))
+    assert all(ranks(6, many_in_flight, name))
 
 
 def other_collectives_in_flight(rank):
@@ -287,8 +287,8 @@ def other_collectives_in_flight(rank):
     return a.item(), b.tolist(), c.tolist(), d.item()
 
 
-def test_other_collectives_in_flight(kept_ranks):
-    for rank, got in enumerate(kept_ranks(5, other_collectives_in_flight)):
+def test_other_collectives_in_flight(ranks):
+    for rank, got in enumerate(ranks(5, other_collectives_in_flight)):
         assert got == (3, [1, 2, 3, 4, 5], [rank + 5 * i for i in range(5)], 1)
 
 
@@ -318,8 +318,8 @@ def stands_in_for_torchs_in_ddp(rank, name):
 
 
 @pytest.mark.parametrize("name", ALL_REDUCE)
-def test_stands_in_for_torchs_in_ddp(kept_ranks, name):
-    kept_ranks(3, stands_in_for_torchs_in_ddp, name)
+def test_stands_in_for_torchs_in_ddp(ranks, name):
+    ranks(3, stands_in_for_torchs_in_ddp, name)
 
 
 # --- bad input
@@ -351,8 +351,8 @@ def disagreements_are_one_sentence_on_every_rank(rank):
     return said
 
 
-def test_disagreements_are_one_sentence_on_every_rank(kept_ranks):
-    said = kept_ranks(3, disagreements_are_one_sentence_on_every_rank)
+def test_disagreements_are_one_sentence_on_every_rank(ranks):
+    said = ranks(3, disagreements_are_one_sentence_on_every_rank)
     assert said[0] == said[1] == said[2]
     assert (
         "float32 (4,), rank 2 calls all_reduce" in said[0]["shape"]
@@ -390,8 +390,8 @@ def what_one_rank_can_see_is_refused(rank):
         assert message in str(e.value)
 
 
-def test_what_one_rank_can_see_is_refused(kept_ranks):
-    kept_ranks(2, what_one_rank_can_see_is_refused)
+def test_what_one_rank_can_see_is_refused(ranks):
+    ranks(2, what_one_rank_can_see_is_refused)
 
 
 def checked_tells_the_others_of_a_bad_argument(rank):
@@ -424,10 +424,10 @@ def checked_tells_the_others_of_a_bad_argument(rank):
     return said
 
 
-def test_checked_tells_the_others_of_a_bad_argument(kept_ranks):
+def test_checked_tells_the_others_of_a_bad_argument(ranks):
     """A rank that refuses its arguments must not leave the others in the comparison."""
 
-    said = kept_ranks(3, checked_tells_the_others_of_a_bad_argument)
+    said = ranks(3, checked_tells_the_others_of_a_bad_argument)
     assert said[0] == said[1] == said[2]
     for name, sentence in said[0].items():
         assert name in sentence and "rank 2 calls with a bad argument" in sentence
@@ -441,8 +441,8 @@ def checked_where_only_some_calls_have_splits(rank):
             collectives.barrier(Checked())
 
 
-def test_checked_where_only_some_calls_have_splits(kept_ranks):
-    kept_ranks(2, checked_where_only_some_calls_have_splits)
+def test_checked_where_only_some_calls_have_splits(ranks):
+    ranks(2, checked_where_only_some_calls_have_splits)
 
 
 def a_message_to_oneself_or_to_nobody_is_refused(rank):
@@ -453,8 +453,8 @@ def a_message_to_oneself_or_to_nobody_is_refused(rank):
             call(torch.zeros(2))
 
 
-def test_a_message_to_oneself_or_to_nobody_is_refused(kept_ranks):
-    kept_ranks(2, a_message_to_oneself_or_to_nobody_is_refused)
+def test_a_message_to_oneself_or_to_nobody_is_refused(ranks):
+    ranks(2, a_message_to_oneself_or_to_nobody_is_refused)
 
 
 class NeverAddsIntoSent(collectives.Wire):
@@ -471,8 +471,8 @@ def reduce_scatter_never_adds_into_what_it_sends(rank, world):
 
 
 @pytest.mark.parametrize("world", [2, 5, 6, 7])
-def test_reduce_scatter_never_adds_into_what_it_sends(kept_ranks, world):
-    kept_ranks(world, reduce_scatter_never_adds_into_what_it_sends, world)
+def test_reduce_scatter_never_adds_into_what_it_sends(ranks, world):
+    ranks(world, reduce_scatter_never_adds_into_what_it_sends, world)
 
 
 # --- costs
@@ -495,10 +495,10 @@ def rounds_and_bytes_equal_the_formulas(rank, world, even):
 
 
 @pytest.mark.parametrize("world", [*range(1, 10), 12])
-def test_rounds_and_bytes_equal_the_formulas(kept_ranks, world):
+def test_rounds_and_bytes_equal_the_formulas(ranks, world):
     """Exactly, where chunks come out equal; and in total always."""
     even = 4 * world * power_of_two(world)
-    logs = kept_ranks(world, rounds_and_bytes_equal_the_formulas, world, even)
+    logs = ranks(world, rounds_and_bytes_equal_the_formulas, world, even)
     for size, name, node in logs[0]:
         counted = network.tally([log[size, name, node] for log in logs])
         formula = network.formulas(world, size, node or collectives.default_node(world))[name]
@@ -534,11 +534,11 @@ def a_double_tree_in_pieces(rank, world):
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4, 5, 6, 7, 8, 9])
-def test_a_double_tree_in_pieces(kept_ranks, world):
+def test_a_double_tree_in_pieces(ranks, world):
     """Torch's sum in float64, contiguous or not, in the world and in a group of it; the bytes and
     the rounds of the formula, with one piece and with several; and no rank sends more than two
     pieces a round, which is its full bandwidth."""
-    logs = kept_ranks(world, a_double_tree_in_pieces, world)
+    logs = ranks(world, a_double_tree_in_pieces, world)
     for size in logs[0]:
         counted = network.tally([log[size] for log in logs])
         pieces = max(1, -(-size // 20))
@@ -600,8 +600,8 @@ def rounds_and_bytes_of_the_other_collectives(rank, world):
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 5, 8, 13])
-def test_rounds_and_bytes_of_the_other_collectives(kept_ranks, world):
-    logs = kept_ranks(world, rounds_and_bytes_of_the_other_collectives, world)
+def test_rounds_and_bytes_of_the_other_collectives(ranks, world):
+    logs = ranks(world, rounds_and_bytes_of_the_other_collectives, world)
     n, log2 = world, (world - 1).bit_length()
     # The tree's depth: log2 N, or less where N is no power of two
     chain = max(place.bit_count() for place in range(n))

@@ -77,16 +77,16 @@ TRAINED = {
 
 
 @pytest.mark.parametrize("world", TRAINED)
-def test_equals_one_process(kept_ranks, world):
+def test_equals_one_process(ranks, world):
     configs = CONFIGS | {"odd": ODD["gpt2"]}
     cases = [(configs[name], way, kind, world) for name, way, kind in TRAINED[world]]
-    for results in kept_ranks(world, train_each, cases):
+    for results in ranks(world, train_each, cases):
         for (config, way, kind, _), ours in zip(cases, results, strict=True):
             with case(config, way, kind):
                 assert_equal(ours, train(config, kind))
 
 
-def test_the_usage_block_of_parallelize_runs_as_printed(kept_ranks):
+def test_the_usage_block_of_parallelize_runs_as_printed(ranks):
     def run(rank, kind):
         tokens, targets, _, count = batch(0, context=13)
         group, whole = dist.group.WORLD, gpt.build(ODD["gpt2"], 7, dtype=torch.float64)
@@ -105,22 +105,22 @@ def test_the_usage_block_of_parallelize_runs_as_printed(kept_ranks):
             with case(kind):
                 run(rank, kind)
 
-    kept_ranks(4, work)
+    ranks(4, work)
 
 
 @pytest.mark.parametrize("world, ways", [(1, ["ring", "gather", "ulysses"]), (8, ["ring-ulysses"])])
-def test_one_rank_and_eight(kept_ranks, world, ways):
+def test_one_rank_and_eight(ranks, world, ways):
     """Eight ranks of 13 tokens: some hold nothing but padding."""
     cases = [(ODD["gpt2"], way, "sgd", world) for way in ways]
-    for results in kept_ranks(world, train_each, cases):
+    for results in ranks(world, train_each, cases):
         for (_, way, *_), ours in zip(cases, results, strict=True):
             with case(way):
                 assert_equal(ours, train(ODD["gpt2"], "sgd"))
 
 
 @pytest.mark.parametrize("way", ["ring", "gather"])
-def test_contiguous(kept_ranks, way):
-    for ours in kept_ranks(3, train_parallel, CONFIGS["llama"], way, "sgd", 3, False):
+def test_contiguous(ranks, way):
+    for ours in ranks(3, train_parallel, CONFIGS["llama"], way, "sgd", 3, False):
         assert_equal(ours, train(CONFIGS["llama"], "sgd"))
 
 
@@ -204,7 +204,7 @@ SIZES = {  # batch, heads, kv-heads, width; tokens. Also one token a rank, and f
 
 
 @pytest.mark.parametrize("world", SIZES)
-def test_equals_scaled_dot_product_attention(kept_ranks, world):
+def test_equals_scaled_dot_product_attention(ranks, world):
     cases = [(way, *size) for way in cp.KINDS for size in SIZES[world]]
 
     def work(rank):
@@ -214,7 +214,7 @@ def test_equals_scaled_dot_product_attention(kept_ranks, world):
                 found.append(attention(rank, way, world, size, length, seed, torch.float64))
         return found
 
-    of_cases = zip(*kept_ranks(world, work), strict=True)
+    of_cases = zip(*ranks(world, work), strict=True)
     for seed, ((way, size, length), parts) in enumerate(zip(cases, of_cases, strict=True)):
         with case(way, size, length):
             for ours, theirs in zip(whole(parts, length), plain(size, length, seed)):
@@ -222,11 +222,11 @@ def test_equals_scaled_dot_product_attention(kept_ranks, world):
 
 
 @pytest.mark.parametrize("way", ["ring", "gather"])
-def test_bfloat16_is_as_exact_as_flash_attention(kept_ranks, way):
+def test_bfloat16_is_as_exact_as_flash_attention(ranks, way):
     size, length = (1, 4, 2, 32), 256
     exact = [t.double() for t in plain(size, length, 5)]
     flash = plain(size, length, 5, torch.bfloat16)
-    ours = whole(kept_ranks(4, attention, way, 4, size, length, 5, torch.bfloat16), length)
+    ours = whole(ranks(4, attention, way, 4, size, length, 5, torch.bfloat16), length)
     for a, b, e in zip(ours, flash, exact):
         assert (a.double() - e).norm() <= 1.5 * (b.double() - e).norm()
 
@@ -322,7 +322,7 @@ def test_the_flash_kernel_is_for_what_it_takes(monkeypatch):
     assert kernel() is None
 
 
-def test_bytes_are_the_formulas(kept_ranks):
+def test_bytes_are_the_formulas(ranks):
     size, length, world = (3, 8, 2, 4), 30, 4
     cases = [(way, dtype) for way in cp.KINDS for dtype in (torch.float64, torch.bfloat16)]
 
@@ -340,7 +340,7 @@ def test_bytes_are_the_formulas(kept_ranks):
             counted[operation] = counted.get(operation, 0) + wire
         return counted, {operation: size for operation, size in formula.items() if size}
 
-    for results in kept_ranks(world, lambda rank: [sent(rank, *of) for of in cases]):
+    for results in ranks(world, lambda rank: [sent(rank, *of) for of in cases]):
         for of, (counted, formula) in zip(cases, results, strict=True):
             with case(*of):
                 assert {k: v for k, v in counted.items() if v} == pytest.approx(formula)
@@ -353,14 +353,14 @@ def test_grouped_queries_send_less():
     assert grouped == whole / 4
 
 
-def test_wrong_heads_and_kinds_are_refused(kept_ranks):
+def test_wrong_heads_and_kinds_are_refused(ranks):
     def work(rank):
         with pytest.raises(ValueError, match="6 heads do not divide by 4 ranks"):
             attention(rank, "ulysses", 4, (1, 6, 2, 4), 8, 0, torch.float32)
         with pytest.raises(ValueError, match="choose one of ring, ulysses"):
             cp.parallelize(gpt.GPT(CONFIGS["gpt2"]), dist.group.WORLD, "circle")
 
-    kept_ranks(4, work)
+    ranks(4, work)
 
 
 def test_a_forgotten_block_is_caught(ranks):
@@ -384,7 +384,7 @@ def test_a_forgotten_block_is_caught(ranks):
                 assert_equal(ours, train(CONFIGS["llama"], "sgd", steps=1))
 
 
-def test_a_cache_wants_a_prompt_and_then_single_tokens(kept_ranks):
+def test_a_cache_wants_a_prompt_and_then_single_tokens(ranks):
     def work(rank):
         core = long_context.CachedCore(cp.Ring(dist.group.WORLD), dist.group.WORLD)
         q, kv = torch.randn(2, 4, 6, 8), torch.randn(2, 2, 6, 8)
@@ -395,7 +395,7 @@ def test_a_cache_wants_a_prompt_and_then_single_tokens(kept_ranks):
         with pytest.raises(RuntimeError, match="one token at a time"):
             core(q, kv, kv)
 
-    kept_ranks(2, work)
+    ranks(2, work)
 
 
 @pytest.mark.parametrize("flags", ["--kind ring", "--kind ring-ulysses --dtype float64"])

@@ -172,7 +172,7 @@ def test_hugging_face_llama_equals_one_process(copied):
     config = transformers.LlamaConfig(num_attention_heads=4, num_key_value_heads=2, **sizes)
     torch.manual_seed(0)
     model = transformers.LlamaForCausalLM(config).double()
-    copied("tensor_parallel", 2, tensor_parallel_llama, model, fresh=True)
+    copied("tensor_parallel", 2, tensor_parallel_llama, model)
 
 
 def tensor_parallel_equals(rank, kind):

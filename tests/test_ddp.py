@@ -63,13 +63,11 @@ def train_parallel(rank, config, kind, way, accumulate, world, steps=STEPS):
 
 @pytest.mark.parametrize("kind", ["sgd", "adamw"])
 @pytest.mark.parametrize("way", ["server", "naive", "bucketed", "overlapped"])
-def test_equals_one_process(kept_ranks, way, kind):
+def test_equals_one_process(ranks, way, kind):
     cases = [("gpt2", 3, 2), ("dropout", 4, 3), ("llama", 1, 2)]
     for config, world, accumulate in cases if kind == "sgd" else cases[:1]:
         reference = train(CONFIGS[config], kind)
-        for ours, _ in kept_ranks(
-            world, train_parallel, CONFIGS[config], kind, way, accumulate, world
-        ):
+        for ours, _ in ranks(world, train_parallel, CONFIGS[config], kind, way, accumulate, world):
             assert_equal(ours, reference)
 
 
@@ -106,10 +104,10 @@ def train_with_servers(rank, config, kind, count, steps=STEPS):
 
 
 @pytest.mark.parametrize("kind, count", [("sgd", 1), ("adamw", 2), ("adamw", 3)])
-def test_several_servers_equal_one_process(kept_ranks, kind, count):
+def test_several_servers_equal_one_process(ranks, kind, count):
     losses, gradients, weights = train(CONFIGS["gpt2"], kind)
     norm = torch.stack([g.square().sum() for g in gradients.values()]).sum().sqrt()
-    results = kept_ranks(3, train_with_servers, CONFIGS["gpt2"], kind, count)
+    results = ranks(3, train_with_servers, CONFIGS["gpt2"], kind, count)
     for rank, (*ours, our_norm, only_its_own) in enumerate(results):
         its_gradients = {name: gradients[name] for name in ours[1]}
         assert bool(its_gradients) == (rank < count) and only_its_own
@@ -144,14 +142,14 @@ def test_the_receipt_shows_servers_and_workers(script, tmp_path):
     assert code == 2 and "--servers 4 needs as many ranks, and there are 3" in said
 
 
-def test_overlap_starts_before_backward_ends(kept_ranks):
-    results = kept_ranks(2, train_parallel, CONFIGS["gpt2"], "sgd", "overlapped", 2, 2)
+def test_overlap_starts_before_backward_ends(ranks):
+    results = ranks(2, train_parallel, CONFIGS["gpt2"], "sgd", "overlapped", 2, 2)
     assert all(early > 1 for _, early in results)
-    results = kept_ranks(2, train_parallel, CONFIGS["gpt2"], "sgd", "bucketed", 2, 2)
+    results = ranks(2, train_parallel, CONFIGS["gpt2"], "sgd", "bucketed", 2, 2)
     assert all(early == 0 for _, early in results)
 
 
-def test_equals_pytorch_ddp(kept_ranks):
+def test_equals_pytorch_ddp(ranks):
     def theirs(rank):
         model = gpt.build(CONFIGS["gpt2"], 7, dtype=torch.float64)
         wrapped = torch.nn.parallel.DistributedDataParallel(model)
@@ -173,12 +171,12 @@ def test_equals_pytorch_ddp(kept_ranks):
         )
         return mine, theirs(rank)
 
-    for mine, their in kept_ranks(3, work):
+    for mine, their in ranks(3, work):
         for name, p in mine.items():
             torch.testing.assert_close(p, their[name], rtol=1e-12, atol=1e-12)
 
 
-def test_buckets_are_the_gradients(kept_ranks):
+def test_buckets_are_the_gradients(ranks):
     def work(rank):
         parameters = [torch.nn.Parameter(torch.zeros(n)) for n in (3, 100, 7, 0, 5)]
         parameters[1].requires_grad_(False)
@@ -191,11 +189,11 @@ def test_buckets_are_the_gradients(kept_ranks):
         )
         return sizes, shared
 
-    sizes, shared = kept_ranks(1, work)[0]
+    sizes, shared = ranks(1, work)[0]
     assert sizes == [[5, 0], [7], [3]] and shared
 
 
-def test_parameters_without_a_gradient_and_too_many_passes(kept_ranks):
+def test_parameters_without_a_gradient_and_too_many_passes(ranks):
     def work(rank):
         a, b = torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.ones(2))
         wrapped = ddp.DDP([a, b], dist.group.WORLD, microbatches=2, bucket_bytes=1)
@@ -208,11 +206,11 @@ def test_parameters_without_a_gradient_and_too_many_passes(kept_ranks):
         except RuntimeError as e:
             return grads, str(e)
 
-    for grads, error in kept_ranks(2, work):
+    for grads, error in ranks(2, work):
         assert grads == ([6.0, 6.0], [0.0, 0.0], 0) and "backward() after finish()" in error
 
 
-def test_a_replaced_gradient_is_noticed(kept_ranks):
+def test_a_replaced_gradient_is_noticed(ranks):
     def work(rank):
         p = torch.nn.Parameter(torch.ones(2))
         for sync in (ddp.DDP([p], dist.group.WORLD), server([p], dist.group.WORLD)):
@@ -221,10 +219,10 @@ def test_a_replaced_gradient_is_noticed(kept_ranks):
                 p.sum().backward()
                 sync.finish()
 
-    kept_ranks(1, work)
+    ranks(1, work)
 
 
-def test_any_all_reduce_will_do(kept_ranks):
+def test_any_all_reduce_will_do(ranks):
     def work(rank):
         class Doubled:
             def __init__(self, tensor, group, async_op):
@@ -243,7 +241,7 @@ def test_any_all_reduce_will_do(kept_ranks):
         wrapped.finish()
         return p.grad.tolist()
 
-    assert kept_ranks(2, work) == [[4.0, 4.0]] * 2
+    assert ranks(2, work) == [[4.0, 4.0]] * 2
 
 
 def test_all_ranks_notice_that_a_servers_sum_is_not_finite(tmp_path):

@@ -96,23 +96,23 @@ def check_ranks(results, reference, tolerance=1e-10):
         ("swiglu", 1, 2, "sgd"),
     ],
 )
-def test_equals_one_process(kept_ranks, config, world, chunks, kind):
+def test_equals_one_process(ranks, config, world, chunks, kind):
     check_ranks(
-        kept_ranks(world, train_parallel, CONFIGS[config], kind, chunks),
+        ranks(world, train_parallel, CONFIGS[config], kind, chunks),
         train(CONFIGS[config], kind),
     )
 
 
-def test_dropout_and_no_accumulation(kept_ranks):
+def test_dropout_and_no_accumulation(ranks):
     check_ranks(
-        kept_ranks(3, train_parallel, CONFIGS["dropout"], "sgd", 2, 1),
+        ranks(3, train_parallel, CONFIGS["dropout"], "sgd", 2, 1),
         train(CONFIGS["dropout"], "sgd"),
     )
 
 
-def test_ranks_with_different_numbers_of_tokens_or_none(kept_ranks):
+def test_ranks_with_different_numbers_of_tokens_or_none(ranks):
     # 7 + 0 + 1 + 4 sequences in 2 micro-batches: one rank has none at all, one none in the second
-    results = kept_ranks(4, train_parallel, CONFIGS["swiglu"], "adamw", 3, 2, [7, 0, 1, 4])
+    results = ranks(4, train_parallel, CONFIGS["swiglu"], "adamw", 3, 2, [7, 0, 1, 4])
     check_ranks(results, train(CONFIGS["swiglu"], "adamw"))
 
 
@@ -158,7 +158,7 @@ def dealt_out(config, capacity=None, chunks=1):
     "tokens, favourite",
     [([1, 0, 0], None), ([0, 0, 7], None), ([5, 3, 4], 4), ([5, 0, 2], 0), ([0, 0, 0], None)],
 )
-def test_few_tokens_and_a_favourite_expert(kept_ranks, tokens, favourite, chunks):
+def test_few_tokens_and_a_favourite_expert(ranks, tokens, favourite, chunks):
     """One layer: a single token, none at all, ranks without any, everything to one expert and the
     rest empty."""
     config = presets.configure(**SIZES, experts=5, top_k=1, renormalize=False)
@@ -184,7 +184,7 @@ def test_few_tokens_and_a_favourite_expert(kept_ranks, tokens, favourite, chunks
         return results(moe, x.split(tokens)[rank])
 
     y, grad, grads, load = results(layer(config), x)
-    ours = kept_ranks(3, work)
+    ours = ranks(3, work)
     close = dict(rtol=1e-10, atol=1e-12)
     torch.testing.assert_close(torch.cat([r[0] for r in ours]), y, **close)
     torch.testing.assert_close(torch.cat([r[1] for r in ours]), grad, **close)
@@ -197,7 +197,7 @@ def test_few_tokens_and_a_favourite_expert(kept_ranks, tokens, favourite, chunks
     assert favourite is None or load[favourite] == sum(tokens)
 
 
-def test_all_to_all_and_its_backward(kept_ranks):
+def test_all_to_all_and_its_backward(ranks):
     table = torch.tensor([[2, 0, 3], [1, 4, 0], [0, 2, 5]])  # table[a][b] rows go from a to b
     torch.manual_seed(0)
     rows = [torch.randn(n, 6, dtype=torch.float64) for n in table.sum(1).tolist()]
@@ -214,13 +214,13 @@ def test_all_to_all_and_its_backward(kept_ranks):
 
     pieces = [r.split(t.tolist()) for r, t in zip(rows, table)]
     back = [f.split(t.tolist()) for f, t in zip(factors, table.t())]
-    for rank, (y, grad) in enumerate(kept_ranks(3, work)):
+    for rank, (y, grad) in enumerate(ranks(3, work)):
         assert torch.equal(y, torch.cat([pieces[a][rank] for a in range(3)]))
         assert torch.equal(grad, torch.cat([back[b][rank] for b in range(3)]))
 
 
 @pytest.mark.parametrize("chunks", [1, 3])
-def test_equals_the_plain_dispatch(kept_ranks, chunks):
+def test_equals_the_plain_dispatch(ranks, chunks):
     """Two of three ranks have experts that nobody chose, one has no token."""
     sizes, own, k = [2, 1, 3], [5, 0, 7], 2
     g = torch.Generator().manual_seed(0)
@@ -249,11 +249,11 @@ def test_equals_the_plain_dispatch(kept_ranks, chunks):
             results.append((y.detach(), x.grad, shard.grad, score.grad))
         torch.testing.assert_close(*results, rtol=1e-12, atol=1e-14)
 
-    kept_ranks(3, work)
+    ranks(3, work)
 
 
 @pytest.mark.parametrize("capacity", [0.5, 1.0, 8.0, 0.0])
-def test_capacity_drops_and_counts(kept_ranks, capacity):
+def test_capacity_drops_and_counts(ranks, capacity):
     """What is beyond an expert's capacity on its rank adds nothing: first choices go first, then
     earlier tokens."""
     config = presets.configure(**SIZES, experts=5)
@@ -278,7 +278,7 @@ def test_capacity_drops_and_counts(kept_ranks, capacity):
         assert rows.assignments == 22 and rows.sent == 22 - dropped
         return dropped
 
-    dropped = sum(kept_ranks(3, work))
+    dropped = sum(ranks(3, work))
     assert dropped == 66 if capacity == 0 else dropped == 0 if capacity == 8 else 0 < dropped < 66
 
 
@@ -360,7 +360,7 @@ def test_planted_bugs_are_caught(ranks, monkeypatch, bug):
         check_ranks(results, train(CONFIGS["gelu"], "sgd"))
 
 
-def test_cuts_real_weights_too(kept_ranks):
+def test_cuts_real_weights_too(ranks):
     def work(rank):
         model = ep.parallelize(
             gpt.build(CONFIGS["swiglu"], 7, dtype=torch.float64), dist.group.WORLD
@@ -370,10 +370,10 @@ def test_cuts_real_weights_too(kept_ranks):
         assert all(p.untyped_storage().nbytes() == p.numel() * 8 for p in model.parameters())
         return all(torch.equal(a, b) for (_, a), (_, b) in zip(model.named(), filled.named()))
 
-    assert kept_ranks(2, work) == [True, True]
+    assert ranks(2, work) == [True, True]
 
 
-def test_no_group_is_the_whole_world(kept_ranks):
+def test_no_group_is_the_whole_world(ranks):
     def work(rank):
         model = ep.parallelize(gpt.build(CONFIGS["gelu"], 7), None)
         world = dist.group.WORLD
@@ -384,7 +384,7 @@ def test_no_group_is_the_whole_world(kept_ranks):
             else:
                 assert place["cuts"] == {} and place["copies"] == [world], name
 
-    kept_ranks(2, work)
+    ranks(2, work)
 
 
 def test_too_few_experts(ranks):

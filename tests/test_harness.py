@@ -3,7 +3,6 @@
 import argparse
 import contextlib
 import math
-import os
 import re
 import sys
 
@@ -230,54 +229,3 @@ def test_missing_text_on_one_rank(ranks, tmp_path):
 
     results = ranks(3, work)
     assert [speaker for _, speaker in results] == [1, 1, 1] and "does not exist" in results[1][0]
-
-
-def whoami(rank, factor):
-    return rank * factor, os.getpid()
-
-
-def fails(rank):
-    if rank == 1:
-        raise ValueError("rank 1 is wrong")
-    dist.barrier()
-
-
-def dies(rank):
-    if rank == 1:
-        os._exit(3)
-    dist.barrier()
-
-
-def test_kept_ranks(kept_ranks):
-    """The tests' own: ranks stay from call to call, as many as wanted take part, and others take
-    their place after a failure."""
-    first = kept_ranks(2, whoami, 3)
-    assert [value for value, _ in first] == [0, 3] and kept_ranks(2, whoami, 3) == first
-    three = kept_ranks(3, whoami, 3)
-    assert three[:2] == first and three[2][0] == 6 and kept_ranks(1, whoami, 3) == first[:1]
-    for work, said in ((fails, "rank 1 is wrong"), (dies, "rank 1: died")):
-        with pytest.raises(AssertionError, match=said):
-            kept_ranks(2, work)
-        assert not set(kept_ranks(2, whoami, 3)) & set(first)
-    assert len(kept_ranks(3, whoami, 3)) == 3
-
-
-def test_kept_ranks_run_what_a_test_defines(kept_ranks):
-    """With what it closes over, itself included; with equal random numbers, whatever came before
-    and on how many ranks."""
-    seen, wanted = [], 4
-
-    def factorial(n):
-        return n * factorial(n - 1) if n > 1 else 1
-
-    def work(rank, more=1):
-        seen.append(rank)
-        first = torch.rand(()).item()
-        torch.rand(rank)
-        return seen, factorial(wanted) + more, first, dist.get_world_size(), os.getpid()
-
-    once, other, twice = (kept_ranks(world, work) for world in (2, 3, 2))
-    assert seen == [] and [result[:2] for result in twice] == [([0], 25), ([1], 25)]
-    assert once == twice and len({result[2] for result in [*once, *other]}) == 1
-    assert [result[3] for result in other] == [3] * 3
-    assert [result[4] for result in other[:2]] == [result[4] for result in once]

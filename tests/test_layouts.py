@@ -127,7 +127,7 @@ def ranks_of(case):
     return math.prod(int(n) for n in re.findall(r"--(?:dp|cp|tp|pp) (\d+)", case[1]))
 
 
-LAYOUTS.sort(key=ranks_of)  # those of one number of ranks in a row: kept_ranks
+LAYOUTS.sort(key=ranks_of)  # those of one number of ranks in a row: ranks
 
 
 def arguments(text, flags):
@@ -186,9 +186,9 @@ def reference(text):
 
 
 @pytest.mark.parametrize("variant, layout", LAYOUTS, ids=[f"{v} {flags}" for v, flags in LAYOUTS])
-def test_one_curve(kept_ranks, text, reference, variant, layout):
+def test_one_curve(ranks, text, reference, variant, layout):
     args = arguments(text, f"{VARIANTS[variant]} {layout}")
-    results = kept_ranks(args.dp * args.cp * args.tp * args.pp, run_layout, args)
+    results = ranks(args.dp * args.cp * args.tp * args.pp, run_layout, args)
     # Errors within 1e-10, and every byte as the formulas say
     assert all(code == 0 for code, _ in results)
     receipt = results[0][1]
@@ -238,7 +238,7 @@ def test_zero_in_groups_of_ranks(ranks, text):
 
 
 @pytest.mark.parametrize("variant", ["gpt2", "llama"])
-def test_recomputation_shrinks_the_peak(kept_ranks, text, variant):
+def test_recomputation_shrinks_the_peak(ranks, text, variant):
     """One long sequence through 8 blocks, so that head and embedding are little beside them."""
     peaks = []
     for kind in ("none", "selective", "half", "block"):
@@ -246,7 +246,7 @@ def test_recomputation_shrinks_the_peak(kept_ranks, text, variant):
             f"{VARIANTS[variant]} --tp 2 --sp --layers 8 --context 128 --batch 1 --dtype float32 "
             f"--prove 0 --recompute {kind}"
         )
-        [(code, receipt), _] = kept_ranks(2, run_layout, arguments(text, flags))
+        [(code, receipt), _] = ranks(2, run_layout, arguments(text, flags))
         assert code == 0
         held = receipt["held"]["activations_peak"]
         assert 1 < held["bytes"] / held["formula_bytes"] < 1.6

@@ -91,7 +91,7 @@ def grad_scaler(args):
     return rows
 
 
-def test_equals_torchs_grad_scaler(kept_ranks, text, tmp_path):
+def test_equals_torchs_grad_scaler(ranks, text, tmp_path):
     """The same scales, skipped steps, losses and norms: on one rank, where the sums are in float32
     as GradScaler's; and on 4 ranks in float16, saved and resumed in another layout."""
     args = arguments(text, f"{SMALL} --reduce-dtype float32 --steps {STEPS}")
@@ -100,7 +100,7 @@ def test_equals_torchs_grad_scaler(kept_ranks, text, tmp_path):
     grown = [b[0] > a[0] for a, b in zip(expected, expected[1:])]
     assert skipped[0] and sum(skipped) > 3 and sum(grown) > 1  # shrinks, grows, shrinks again
 
-    [(code, rows, receipt)] = kept_ranks(1, eager_history, args)
+    [(code, rows, receipt)] = ranks(1, eager_history, args)
     assert code == 0 and receipt["ok"] and len(rows) == STEPS
     for row, (scale, left_out, loss, norm) in zip(rows, expected):
         assert row["loss_scale"] == scale and (row["loss"] is None) == left_out
@@ -115,7 +115,7 @@ def test_equals_torchs_grad_scaler(kept_ranks, text, tmp_path):
         f"--tp 2 --steps {STEPS} --resume",
     ):
         args = arguments(text, f"{SMALL} {flags} --out {out}")
-        results = kept_ranks(args.dp * args.tp * args.pp, eager_history, args)
+        results = ranks(args.dp * args.tp * args.pp, eager_history, args)
         assert all(code == 0 and receipt["ok"] for code, _, receipt in results)
         scales = [[row["loss_scale"] for row in rows] for _, rows, _ in results]
         assert all(other == scales[0] for other in scales)  # every rank decides alike
@@ -136,12 +136,12 @@ def test_equals_torchs_grad_scaler(kept_ranks, text, tmp_path):
         ("sgd", "--dp 2 --tp 2 --sp --zero 1 --layers 2 --steps 2 --out OUT --record OUT/record"),
     ],
 )
-def test_the_scale_cancels_out(kept_ranks, text, tmp_path, variant, flags):
+def test_the_scale_cancels_out(ranks, text, tmp_path, variant, flags):
     """In float64, where a power of two changes no bit: loss, norm, clipping, every gradient and
     weight are one process's, with routers' losses that begin in the middle of a backward."""
     flags = f"{VARIANTS[variant]} {flags}".replace("OUT", str(tmp_path / "out"))
     args = arguments(text, flags)
-    for code, rows, receipt in kept_ranks(4, history_in_float64, args):
+    for code, rows, receipt in ranks(4, history_in_float64, args):
         assert code == 0 and receipt["ok"]
         assert max(receipt["max_error"].values()) < 1e-10
         assert [row["loss_scale"] for row in rows] == [2.0**16] * 2
@@ -171,10 +171,10 @@ def test_a_gradient_that_is_never_finite_ends_the_run(ranks, text, monkeypatch):
     assert [row["loss_scale"] for row in rows] == [4.0, 4.0, 2.0]
 
 
-def test_no_step_at_all(kept_ranks, text):
+def test_no_step_at_all(ranks, text):
     """Every step is skipped: nothing was measured, and nothing fails."""
     args = arguments(text, f"{SMALL} --dp 2 --zero 1 --steps 2")
-    for code, rows, receipt in kept_ranks(2, history_of_no_step, args):
+    for code, rows, receipt in ranks(2, history_of_no_step, args):
         assert code == 0 and [row["loss"] for row in rows] == [None, None]
         assert not receipt["sent"] and not receipt["held"]
 

@@ -567,8 +567,8 @@ def test_the_file_works_alone_and_refuses(ranks, tmp_path):
     lines = ["import torch", "from model import Config, build", *usage, "loss.backward()", wrong]
 
     def work(rank):
-        tops.forget_project(tmp_path)
-        with contextlib.redirect_stdout(io.StringIO()) as said:
+        said = io.StringIO()
+        with tops.without_project(tmp_path), contextlib.redirect_stdout(said):
             exec("\n".join(lines), {})
         return said.getvalue()
 

@@ -269,12 +269,12 @@ DEEP_DROPOUT = dataclasses.replace(CONFIGS["dropout"], layers=5)
 
 @pytest.mark.parametrize("kind", ["sgd", "adamw"])
 @pytest.mark.parametrize("schedule", pp.SCHEDULES)
-def test_equals_one_process(kept_ranks, schedule, kind):
+def test_equals_one_process(ranks, schedule, kind):
     many = 12 if schedule in ("interleaved", "dualpipev") else 6  # a multiple of 4, at least 8
     cases = {"sgd": [(DEEP, 4, many), (DEEP_DROPOUT, 2, 4)], "adamw": [(DEEP_LLAMA, 3, 6)]}
     for config, stages, microbatches in cases[kind]:
         reference = train(config, kind)
-        results = kept_ranks(stages, train_parallel, config, kind, schedule, microbatches, stages)
+        results = ranks(stages, train_parallel, config, kind, schedule, microbatches, stages)
         for ours in results:
             assert_equal(ours, reference)
         assert {n for _, _, weights in results for n in weights} == reference[2].keys()
@@ -290,10 +290,10 @@ def test_equals_one_process(kept_ranks, schedule, kind):
 @pytest.mark.parametrize(
     "schedule, layers, microbatches", [("1f1b", 11, 3), ("zb-h2", 11, 6), ("zb-v", 17, 6)]
 )
-def test_eight_ranks(kept_ranks, schedule, layers, microbatches):
+def test_eight_ranks(ranks, schedule, layers, microbatches):
     """Also with fewer micro-batches than stages, and with stages of unequal length."""
     config = presets.configure(layers=layers, heads=2, width=16, context=12, vocab=61)
-    for ours in kept_ranks(8, train_parallel, config, "sgd", schedule, microbatches, 8):
+    for ours in ranks(8, train_parallel, config, "sgd", schedule, microbatches, 8):
         assert_equal(ours, train(config, "sgd"))
 
 
@@ -328,7 +328,7 @@ def hooked(rank, name, config, dtype, watch=contextlib.nullcontext, recompute="n
     return hooks, {n: p.grad for n, p in model.named()}
 
 
-def test_experts_are_deferred_too(kept_ranks):
+def test_experts_are_deferred_too(ranks):
     """By the grouped kernel in float32, by a loop in float64; the gradients as without the
     split."""
     cases = list(itertools.product((torch.float32, torch.float64), ("zb-h1", "1f1b")))
@@ -336,7 +336,7 @@ def test_experts_are_deferred_too(kept_ranks):
     def work(rank):
         return {(dtype, name): hooked(rank, name, MIXTURE, dtype) for dtype, name in cases}
 
-    for found in kept_ranks(2, work):
+    for found in ranks(2, work):
         for dtype in (torch.float32, torch.float64):
             with case(dtype):
                 (hooks, mine), (_, usual) = found[dtype, "zb-h1"], found[dtype, "1f1b"]
@@ -347,7 +347,7 @@ def test_experts_are_deferred_too(kept_ranks):
                     torch.testing.assert_close(mine[name], grad, rtol=rtol, atol=1e-7)
 
 
-def test_weight_gradients_come_last_once_and_cost_nothing_twice(kept_ranks):
+def test_weight_gradients_come_last_once_and_cost_nothing_twice(ranks):
     """Of each micro-batch: the hook of a linear layer's weight runs in W, that of a norm in I, each
     once; and the matrix products are as many as without the split, even where norms and activation
     functions are recomputed. (Of whole blocks run again, all but the last of the 5; of these 4 the
@@ -376,7 +376,7 @@ def test_weight_gradients_come_last_once_and_cost_nothing_twice(kept_ranks):
         cases = itertools.product(("zb-h1", "1f1b"), repeated)
         return {of: count(rank, *of) for of in cases}
 
-    for found in kept_ranks(2, work):
+    for found in ranks(2, work):
         for recompute, again in repeated.items():
             with case(recompute):
                 hooks, grads, products = found["zb-h1", recompute]
@@ -389,7 +389,7 @@ def test_weight_gradients_come_last_once_and_cost_nothing_twice(kept_ranks):
                 assert products == unsplit == usual + 4 * blocks * again > 0
 
 
-def test_activations_are_freed_with_their_backward(kept_ranks):
+def test_activations_are_freed_with_their_backward(ranks):
     """As many micro-batches' activations alive as the schedule says: counted from live tensors of
     the graph."""
 
@@ -425,7 +425,7 @@ def test_activations_are_freed_with_their_backward(kept_ranks):
         return most[0], len(alive)
 
     cases = (("gpipe", 5), ("1f1b", 5), ("naive", 5), ("interleaved", 6))
-    results = kept_ranks(3, lambda rank: [peak(rank, *of) for of in cases])
+    results = ranks(3, lambda rank: [peak(rank, *of) for of in cases])
     for (name, m), peaks in zip(cases, zip(*results), strict=True):
         with case(name, m):
             expected = [(schedules.in_flight(a), 0) for a in pp.make(name, 3, m)]
@@ -468,7 +468,7 @@ def test_deferred_gradients_come_last_layer_first():
     assert order == [3, 2, 1, 0]
 
 
-def test_forward_only_frees_graphs_even_with_gradients_on(kept_ranks):
+def test_forward_only_frees_graphs_even_with_gradients_on(ranks):
     def work(rank):
         alive, most = weakref.WeakSet(), []
         weight = torch.ones(2, requires_grad=True)
@@ -483,10 +483,10 @@ def test_forward_only_frees_graphs_even_with_gradients_on(kept_ranks):
         pp.play(some, forward, (2,), torch.float32, "cpu", pp.make_links())
         return max(most)
 
-    assert kept_ranks(1, work) == [0]
+    assert ranks(1, work) == [0]
 
 
-def test_forward_only_keeps_nothing(kept_ranks):
+def test_forward_only_keeps_nothing(ranks):
     names = ("1f1b", "interleaved", "zb-v")
 
     def logits(rank, name):
@@ -501,7 +501,7 @@ def test_forward_only_keeps_nothing(kept_ranks):
 
             return pp.play(some, forward, (1, 12, 32), torch.float64, "cpu", pp.make_links())
 
-    results = kept_ranks(2, lambda rank: [logits(rank, name) for name in names])
+    results = ranks(2, lambda rank: [logits(rank, name) for name in names])
     whole = gpt.build(DEEP, 7, dtype=torch.float64)(batch(0)[0][:3])
     for name, of_ranks in zip(names, zip(*results), strict=True):
         with case(name):
@@ -619,10 +619,10 @@ def warm_kinds(rank, name):
     assert sorted({a.stage for a in seen}) == schedule.stages(rank)
 
 
-def test_warm_up_runs_each_kind_on_each_stage(kept_ranks):
+def test_warm_up_runs_each_kind_on_each_stage(ranks):
     def work(rank):
         for name in ("1f1b", "zb-v"):
             with case(name):
                 warm_kinds(rank, name)
 
-    kept_ranks(3, work)
+    ranks(3, work)

@@ -114,7 +114,7 @@ def train_and_prove(rank, args):
         ("tied llama", "--dp 2 --pp 3 --zero 2"),
     ],
 )
-def test_any_layout_starts_from_it_and_exports(kept_ranks, folders, text, tmp_path, name, layout):
+def test_any_layout_starts_from_it_and_exports(ranks, folders, text, tmp_path, name, layout):
     """Two steps equal to one process that starts there too; then what is exported is the model
     after them."""
     flags = (
@@ -128,7 +128,7 @@ def test_any_layout_starts_from_it_and_exports(kept_ranks, folders, text, tmp_pa
     )
     args = train.flags().parse_args(f"{flags} {quiet} --data {text}".split())
     args, _ = train.prepare(args)
-    results = kept_ranks(args.dp * args.cp * args.tp * args.pp, train_and_prove, args)
+    results = ranks(args.dp * args.cp * args.tp * args.pp, train_and_prove, args)
     assert {code for code, _ in results} == {0}
     config = presets.configure(**pretrained.read_config(tmp_path / "out"))
     source = pretrained.Folder(tmp_path / "out", config)
@@ -485,7 +485,7 @@ def test_a_dry_run_and_a_plan_read_the_config_alone(folders, tmp_path, capsys, n
     assert said.format(size) in capsys.readouterr().out
 
 
-def test_resume_needs_no_init_from(kept_ranks, folders, text, tmp_path):
+def test_resume_needs_no_init_from(ranks, folders, text, tmp_path):
     """Two steps, then two more from the checkpoint alone, equal to four steps from the folder."""
     flags = "--tp 2 --context 16 --batch 4 --dtype float64 --sample 0 --eval-batches 1 --quiet "
     flags += f"--min-lr 0.003 --warmup 0 --prove 0 --data {text}"
@@ -499,7 +499,7 @@ def test_resume_needs_no_init_from(kept_ranks, folders, text, tmp_path):
             assert train.train(run) == 0
             return [row["loss"] for row in run.history]
 
-        return kept_ranks(2, work)[0]
+        return ranks(2, work)[0]
 
     whole = losses(f"{start} --steps 4")
     first = losses(f"{start} --steps 2 --out {out}")

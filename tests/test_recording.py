@@ -94,10 +94,10 @@ def test_a_distance_is_estimated():
         ("moe", "--dp 2 --ep 2 --pp 2 --microbatches 3"),
     ],
 )
-def test_no_layout_changes_a_recording(kept_ranks, text, tmp_path, variant, layout):
+def test_no_layout_changes_a_recording(ranks, text, tmp_path, variant, layout):
     flags = f"{VARIANTS[variant]} --record-tensors blocks.0.*norm.weight "
-    one = record(kept_ranks, text, tmp_path / "one", flags)
-    other = record(kept_ranks, text, tmp_path / "other", flags + layout)
+    one = record(ranks, text, tmp_path / "one", flags)
+    other = record(ranks, text, tmp_path / "other", flags + layout)
     code, said = compare.report(one, other)
     assert code == 0 and "not compared" not in said, said
     for line in lines_of(other)[1:-1]:
@@ -114,16 +114,16 @@ def test_no_layout_changes_a_recording(kept_ranks, text, tmp_path, variant, layo
         torch.testing.assert_close(torch.tensor(written, dtype=torch.float64), summary(whole))
 
 
-def test_a_receipt_does_not_see_the_recording(kept_ranks, text, tmp_path):
+def test_a_receipt_does_not_see_the_recording(ranks, text, tmp_path):
     """All bytes are as the formulas say: run_layout's exit code is that of the receipt. After a
     resume the recording goes on."""
     flags = f"--layers 2 --prove 0 --zero 1 --record {tmp_path}/rec --out {tmp_path}/out --lr 0.01"
     for steps, more in ((2, ""), (3, "--resume")):
         args = arguments(text, f"{flags} {more}")
         args.steps = steps
-        assert kept_ranks(1, run_layout, args)[0][0] == 0
+        assert ranks(1, run_layout, args)[0][0] == 0
     assert [line.get("step") for line in lines_of(tmp_path / "rec")] == [None, 1, 2, 3, 4]
-    assert compare.report(f"{tmp_path}/rec", record(kept_ranks, text, tmp_path / "one", ""))[0] == 0
+    assert compare.report(f"{tmp_path}/rec", record(ranks, text, tmp_path / "one", ""))[0] == 0
 
 
 def test_a_skipped_step_counts_once(ranks, text, tmp_path):
@@ -172,14 +172,14 @@ def test_flags_are_refused(text, tmp_path, flags, words):
 
 
 @pytest.mark.parametrize("family, dtype", [("gpt2", "float64"), ("llama", "float32")])
-def test_transformers_from_an_exported_folder(kept_ranks, text, tmp_path, family, dtype):
+def test_transformers_from_an_exported_folder(ranks, text, tmp_path, family, dtype):
     """Llama in float32: transformers computes its norms in float32 whatever the model's type."""
     transformers = pytest.importorskip("transformers")
     flags = f"--family {family} --dtype {dtype}"
     args = arguments(text, f"--prove 0 --layers 2 {flags} --export {tmp_path}/start")
-    assert kept_ranks(1, run_layout, args)[0][0] == 0
+    assert ranks(1, run_layout, args)[0][0] == 0
     ours = record(
-        kept_ranks,
+        ranks,
         text,
         tmp_path / "ours",
         f"--dtype {dtype} --init-from {tmp_path}/start --tokenizer bytes",
@@ -208,7 +208,7 @@ def test_transformers_from_an_exported_folder(kept_ranks, text, tmp_path, family
         theirs(tmp_path / "slow", lr=0.005)
         theirs(tmp_path / "norm", eps=0.01)
 
-    kept_ranks(1, work)
+    ranks(1, work)
     code, said = compare.report(ours, str(tmp_path / "right"))
     assert code == 0 and "not compared" not in said, said
     code, said = compare.report(ours, str(tmp_path / "slow"))
@@ -272,9 +272,9 @@ def their_run(rank, ours, config, folder, bug):
     recorder.close()
 
 
-def test_fsdp_and_tensor_parallel(kept_ranks, text, tmp_path):
+def test_fsdp_and_tensor_parallel(ranks, text, tmp_path):
     """One launch for all bugs: what takes the time is to start the ranks."""
-    ours = record(kept_ranks, text, tmp_path / "ours", SIZES)
+    ours = record(ranks, text, tmp_path / "ours", SIZES)
     config = harness.configure(arguments(text, f"--layers 2 {SIZES}"))
     expected = {
         "none": ["equal to rounding"],
@@ -303,7 +303,7 @@ def test_fsdp_and_tensor_parallel(kept_ranks, text, tmp_path):
         for bug in expected:
             their_run(rank, ours, config, tmp_path, bug)
 
-    kept_ranks(4, work)
+    ranks(4, work)
     for bug, words in expected.items():
         code, said = compare.report(ours, f"{tmp_path}/{bug}.jsonl")
         assert code == (bug != "none") and "which is not in both" not in said, said

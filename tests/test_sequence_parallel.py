@@ -66,9 +66,9 @@ def check_ranks(results, reference):
 @pytest.mark.parametrize(
     "config, world", [("gpt2", 4), ("llama", 4), ("grouped", 2), ("dropout", 2), ("llama", 1)]
 )
-def test_equals_one_process(kept_ranks, config, world, kind, keep):
+def test_equals_one_process(ranks, config, world, kind, keep):
     check_ranks(
-        kept_ranks(world, train_parallel, CONFIGS[config], kind, keep), train(CONFIGS[config], kind)
+        ranks(world, train_parallel, CONFIGS[config], kind, keep), train(CONFIGS[config], kind)
     )
 
 
@@ -84,12 +84,12 @@ def test_equals_one_process(kept_ranks, config, world, kind, keep):
         ("gpt2", 2, 1, True),
     ],
 )
-def test_sequences_that_do_not_divide(kept_ranks, config, world, tokens, keep):
+def test_sequences_that_do_not_divide(ranks, config, world, tokens, keep):
     config = dataclasses.replace((THREE if world == 3 else CONFIGS)[config], context=tokens)
-    check_ranks(kept_ranks(world, train_parallel, config, "sgd", keep), train(config, "sgd"))
+    check_ranks(ranks(world, train_parallel, config, "sgd", keep), train(config, "sgd"))
 
 
-def test_a_partial_gradient_left_so_is_caught(kept_ranks):
+def test_a_partial_gradient_left_so_is_caught(ranks):
     """The comparison above must see each kind of parameter on the split stream whose gradient is
     not completed."""
     names = ["attn_norm.weight", "mlp_norm.bias", "proj.bias", "down.bias", "position", "head.norm"]
@@ -106,7 +106,7 @@ def test_a_partial_gradient_left_so_is_caught(kept_ranks):
     whole = gpt.build(CONFIGS["gpt2"], 7, dtype=torch.float64)
     tokens, targets, samples, count = batch(0)
     whole(tokens, targets=targets, count=count).backward()
-    for results in kept_ranks(2, lambda rank: [gradients(name) for name in names]):
+    for results in ranks(2, lambda rank: [gradients(name) for name in names]):
         for name, grads in zip(names, results, strict=True):
             for n, p in whole.named():
                 if n in grads:
@@ -114,17 +114,15 @@ def test_a_partial_gradient_left_so_is_caught(kept_ranks):
                     assert same == (name not in n), (name, n)
 
 
-def test_training_without_the_sum_is_caught(kept_ranks):
-    results = kept_ranks(
-        2, train_parallel, CONFIGS["llama"], "adamw", True, lambda parameters: None
-    )
+def test_training_without_the_sum_is_caught(ranks):
+    results = ranks(2, train_parallel, CONFIGS["llama"], "adamw", True, lambda parameters: None)
     with pytest.raises(AssertionError):
         check_ranks(results, train(CONFIGS["llama"], "adamw"))
 
 
 @pytest.mark.parametrize("keep", [True, False])
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
-def test_bytes_sent(kept_ranks, family, keep):
+def test_bytes_sent(ranks, family, keep):
     """As many as the formulas say; a block's as in tensor parallelism, and a quarter more where
     inputs are gathered again."""
     tokens, targets, samples, count = batch(0, context=10)
@@ -155,7 +153,7 @@ def test_bytes_sent(kept_ranks, family, keep):
         return sent, formula, forward, backward
 
     (sent, formula, forward, backward), (three, three_formula, *_) = (
-        kept_ranks(4, work, layers)[0] for layers in (1, 3)
+        ranks(4, work, layers)[0] for layers in (1, 3)
     )
     for measured, expected in ((sent, formula), (three, three_formula)):
         assert measured == {
@@ -174,7 +172,7 @@ def test_bytes_sent(kept_ranks, family, keep):
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
-def test_what_a_block_keeps(kept_ranks, family):
+def test_what_a_block_keeps(ranks, family):
     """The residual stream and the norms' results are kept in pieces; gathered inputs only where
     asked for."""
     config = presets.configure(
@@ -190,7 +188,7 @@ def test_what_a_block_keeps(kept_ranks, family):
         models = [build(config, dist.group.WORLD, keep, parallelize) for parallelize, keep in ways]
         return [saved_bytes(model, model.blocks["1"], tokens) for model in models]
 
-    plain, kept, again = kept_ranks(4, work)[0]
+    plain, kept, again = ranks(4, work)[0]
     each = tokens.numel() * 32 * 8  # (B, T, C)
     # The norms' inputs and results: 4 whole; 2 whole and 2 pieces; 4 pieces. On a CPU RMSNorm keeps
     # its input divided by its size, too; and each norm has one or two statistics a token
@@ -203,7 +201,7 @@ def test_what_a_block_keeps(kept_ranks, family):
         )
 
 
-def test_gathered_inputs_are_freed(kept_ranks):
+def test_gathered_inputs_are_freed(ranks):
     """No tensor of all tokens and the whole width outlives the forward pass, but for those that
     `keep` keeps."""
 
@@ -216,11 +214,11 @@ def test_gathered_inputs_are_freed(kept_ranks):
             model(tokens, targets=targets, count=count)
         return sum(shape.numel() == tokens.numel() * 32 for shape in whole)
 
-    assert kept_ranks(4, work, False) == [0] * 4
-    assert min(kept_ranks(4, work, True)) > 0
+    assert ranks(4, work, False) == [0] * 4
+    assert min(ranks(4, work, True)) > 0
 
 
-def test_pipeline_stages(kept_ranks):
+def test_pipeline_stages(ranks):
     """Two pieces of a model, the second without an embedding: its positions are passed, its input
     is this rank's tokens."""
     config = dataclasses.replace(CONFIGS["dropout"], tied=False, context=11)
@@ -260,12 +258,12 @@ def test_pipeline_stages(kept_ranks):
     loss.backward()
     reference = [loss.item()], {n: p.grad for n, p in whole.named()}, {}
     for keep in (True, False):
-        results = kept_ranks(2, work, keep)
+        results = ranks(2, work, keep)
         assert set(results[0][1]) == set(reference[1])
         check_ranks([(([loss], grads, {}), split) for loss, grads, split in results], reference)
 
 
-def test_a_group_that_is_not_the_world_and_full_logits(kept_ranks):
+def test_a_group_that_is_not_the_world_and_full_logits(ranks):
     """Two models on two groups of two ranks, on sequences of other lengths, in one process each;
     then all logits."""
 
@@ -278,13 +276,13 @@ def test_a_group_that_is_not_the_world_and_full_logits(kept_ranks):
 
     whole = gpt.build(CONFIGS["grouped"], 7, dtype=torch.float64)
     for keep in (True, False):
-        for rank, logits in enumerate(kept_ranks(4, work, keep)):
+        for rank, logits in enumerate(ranks(4, work, keep)):
             torch.testing.assert_close(
                 logits, whole(batch(0)[0][:, : 7 + rank // 2]), rtol=1e-12, atol=1e-12
             )
 
 
-def test_cuts_real_weights_too_and_names_stay(kept_ranks):
+def test_cuts_real_weights_too_and_names_stay(ranks):
     def work(rank, keep):
         model = gpt.build(CONFIGS["gpt2"], 7, dtype=torch.float64)
         names = [n for n, _ in model.named()]
@@ -296,7 +294,7 @@ def test_cuts_real_weights_too_and_names_stay(kept_ranks):
         )
 
     for keep in (True, False):
-        assert kept_ranks(2, work, keep) == [True, True]
+        assert ranks(2, work, keep) == [True, True]
 
 
 def test_reduce_scatter(ranks, monkeypatch):

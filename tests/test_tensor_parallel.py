@@ -66,20 +66,18 @@ def check_ranks(results, reference):
         ("llama", 1, "sgd"),
     ],
 )
-def test_equals_one_process(kept_ranks, config, world, kind):
-    check_ranks(
-        kept_ranks(world, train_parallel, CONFIGS[config], kind), train(CONFIGS[config], kind)
-    )
+def test_equals_one_process(ranks, config, world, kind):
+    check_ranks(ranks(world, train_parallel, CONFIGS[config], kind), train(CONFIGS[config], kind))
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
-def test_three_ranks_and_sizes_that_do_not_divide(kept_ranks, family):
+def test_three_ranks_and_sizes_that_do_not_divide(ranks, family):
     # 3 ranks: vocabulary 61 = 21 + 21 + 19, hidden 50 = 17 + 17 + 16
     config = dataclasses.replace(CONFIGS[family], heads=6, kv_heads=3, width=36, hidden=50)
-    check_ranks(kept_ranks(3, train_parallel, config, "adamw"), train(config, "adamw"))
+    check_ranks(ranks(3, train_parallel, config, "adamw"), train(config, "adamw"))
 
 
-def test_a_rank_with_nothing_but_padding(kept_ranks):
+def test_a_rank_with_nothing_but_padding(ranks):
     # 5 = 2 + 2 + 1 + 0 tokens; batches of larger ids are folded into them
     config = dataclasses.replace(CONFIGS["gpt2"], vocab=5)
 
@@ -94,14 +92,14 @@ def test_a_rank_with_nothing_but_padding(kept_ranks):
     tokens, targets, samples, count = batch(0, vocab=5)
     loss = whole(tokens, targets=targets, count=count)
     loss.backward()
-    for rank, (ours, grad) in enumerate(kept_ranks(4, work)):
+    for rank, (ours, grad) in enumerate(ranks(4, work)):
         assert abs(ours - loss.item()) < 1e-12
         torch.testing.assert_close(
             grad, tp.shard_tensor(whole.embed.token.weight.grad, 0, rank, 4), rtol=1e-10, atol=1e-12
         )
 
 
-def test_shards_differ_and_padding_stays_zero(kept_ranks):
+def test_shards_differ_and_padding_stays_zero(ranks):
     def work(rank):
         group = dist.group.WORLD
         model = build(CONFIGS["gpt2"], group)
@@ -113,7 +111,7 @@ def test_shards_differ_and_padding_stays_zero(kept_ranks):
             optimizer.step()
         return {n: (p.detach(), tp.split_over(p, group)) for n, p in model.named()}
 
-    results = kept_ranks(4, work)
+    results = ranks(4, work)
     for name in results[0]:
         values, split = [r[name][0] for r in results], results[0][name][1]
         equal = [torch.equal(values[0], v) for v in values[1:]]
@@ -124,7 +122,7 @@ def test_shards_differ_and_padding_stays_zero(kept_ranks):
     assert last.shape[0] == 16 and last[:13].abs().min() > 0 and last[13:].abs().max() == 0
 
 
-def test_four_all_reduces_a_block(kept_ranks):
+def test_four_all_reduces_a_block(ranks):
     """Two forward, two backward, and as many bytes as the formula says."""
 
     def work(rank, layers, family):
@@ -148,22 +146,22 @@ def test_four_all_reduces_a_block(kept_ranks):
         )
 
     for family in ("gpt2", "llama"):
-        one, three = (kept_ranks(4, work, layers, family)[0] for layers in (1, 3))
+        one, three = (ranks(4, work, layers, family)[0] for layers in (1, 3))
         assert three[0] - one[0] == 2 * 2 and three[1] - one[1] == 2 * 4
         assert one[3] == one[4] and three[3] == three[4]
 
 
-def test_cuts_real_weights_too(kept_ranks):
+def test_cuts_real_weights_too(ranks):
     def work(rank):
         model = gpt.build(CONFIGS["llama"], 7, dtype=torch.float64)
         cut = tp.parallelize(model, dist.group.WORLD)
         filled = build(CONFIGS["llama"], dist.group.WORLD)
         return all(torch.equal(a, b) for (_, a), (_, b) in zip(cut.named(), filled.named()))
 
-    assert kept_ranks(2, work) == [True, True]
+    assert ranks(2, work) == [True, True]
 
 
-def test_parameters_held_is_what_is_held(kept_ranks):
+def test_parameters_held_is_what_is_held(ranks):
     def work(rank, config):
         model = build(config, dist.group.WORLD)
         # The whole is freed
@@ -175,13 +173,11 @@ def test_parameters_held_is_what_is_held(kept_ranks):
         CONFIGS["grouped"],
         dataclasses.replace(CONFIGS["llama"], hidden=51, vocab=7),
     ):
-        assert (
-            kept_ranks(2, work, config) == [formulas.parameters_held(config, 2, config.layers)] * 2
-        )
+        assert ranks(2, work, config) == [formulas.parameters_held(config, 2, config.layers)] * 2
         assert formulas.parameters_held(config, 1, config.layers) == presets.parameter_count(config)
 
 
-def test_full_logits_only_when_asked(kept_ranks):
+def test_full_logits_only_when_asked(ranks):
     config = CONFIGS["gpt2"]
 
     def work(rank):
@@ -190,12 +186,12 @@ def test_full_logits_only_when_asked(kept_ranks):
         return logits.shape[-1], sampling.gather_logits(logits, config.vocab, group)
 
     whole = gpt.build(config, 7, dtype=torch.float64)(batch(0)[0])
-    for width, logits in kept_ranks(4, work):
+    for width, logits in ranks(4, work):
         assert width == 16
         torch.testing.assert_close(logits, whole, rtol=1e-12, atol=1e-12)
 
 
-def test_cross_entropy_of_large_and_16_bit_logits(kept_ranks):
+def test_cross_entropy_of_large_and_16_bit_logits(ranks):
     def work(rank, dtype):
         full = (torch.randn(6, 10, generator=torch.Generator().manual_seed(0)) * 300).to(dtype)
         targets = torch.tensor([0, 9, 4, -1, 7, 5])
@@ -217,7 +213,7 @@ def test_cross_entropy_of_large_and_16_bit_logits(kept_ranks):
             full, torch.tensor([0, 9, 4, -1, 7, 5]), ignore_index=-1
         )
         loss.backward()
-        for rank, (ours, grad) in enumerate(kept_ranks(4, work, dtype)):
+        for rank, (ours, grad) in enumerate(ranks(4, work, dtype)):
             torch.testing.assert_close(
                 ours.double(), loss.detach(), rtol=1e-6 if dtype != torch.float64 else 1e-12, atol=0
             )
@@ -229,12 +225,12 @@ def test_cross_entropy_of_large_and_16_bit_logits(kept_ranks):
             )
 
 
-def test_heads_that_do_not_divide(kept_ranks):
+def test_heads_that_do_not_divide(ranks):
     def work(rank):
         with pytest.raises(ValueError, match="2 kv-heads do not divide"):
             build(CONFIGS["grouped"], dist.group.WORLD)
 
-    kept_ranks(4, work)
+    ranks(4, work)
 
 
 def test_equals_dtensor(ranks):

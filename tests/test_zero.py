@@ -94,13 +94,11 @@ def subgroups(world, split):
 
 @pytest.mark.parametrize("kind", ["sgd", "adamw"])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_equals_one_process(kept_ranks, stage, kind):
+def test_equals_one_process(ranks, stage, kind):
     for config in ("llama", "dropout") if kind == "sgd" else ("gpt2",):
         reference = train(CONFIGS[config], kind)
         world, accumulate = (4, 3) if config == "gpt2" else (3, 2)
-        for ours in kept_ranks(
-            world, train_parallel, CONFIGS[config], kind, stage, accumulate, world
-        ):
+        for ours in ranks(world, train_parallel, CONFIGS[config], kind, stage, accumulate, world):
             assert_equal(ours, reference)
 
 
@@ -777,23 +775,21 @@ def watched(rank, stage, recompute, reshard=True):
 
 
 @pytest.mark.parametrize("recompute", [False, True])
-def test_stage_3_holds_two_units_at_most(kept_ranks, recompute):
-    for _, _, (most, count), full, units, idle, said, bucket in kept_ranks(
-        2, watched, 3, recompute
-    ):
+def test_stage_3_holds_two_units_at_most(ranks, recompute):
+    for _, _, (most, count), full, units, idle, said, bucket in ranks(2, watched, 3, recompute):
         assert (
             most == said == max(a + b for a, b in zip(units, units[1:]))
             and count == 2
             and idle == 0
         )
         assert full <= 2 * bucket * 2  # one that fills, one on its way, 2 bytes an element
-    for _, _, (most, count), *_ in kept_ranks(2, watched, 3, recompute, False):
+    for _, _, (most, count), *_ in ranks(2, watched, 3, recompute, False):
         assert count == 5  # kept from forward until backward: the test can fail
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_model_states_are_the_papers(kept_ranks, stage):
-    for held, size, _, full, _, _, _, bucket in kept_ranks(2, watched, stage, False):
+def test_model_states_are_the_papers(ranks, stage):
+    for held, size, _, full, _, _, _, bucket in ranks(2, watched, stage, False):
         weights, gradients, states = formulas.model_states(stage, 2)
         assert held == {
             "parameters": size * weights,
@@ -906,13 +902,13 @@ def run_demo(rank, args):
         "--stage 3 --dtype float64 --shard-ranks 2 --microbatches 3 --optimizer sgd --lr 0.3",
     ],
 )
-def test_demo(kept_ranks, tmp_path, flags):
+def test_demo(ranks, tmp_path, flags):
     text = tmp_path / "text.txt"
     text.write_text("".join(chr(97 + data.hash64(1, i) % 26) + " " * (i % 3) for i in range(4000)))
     data.load(text)
     args = zero.flags().parse_args(f"{FLAGS} {flags} --data {text}".split())
     world = 4 if args.shard_ranks else 3
-    results = kept_ranks(world, run_demo, args)
+    results = ranks(world, run_demo, args)
     assert [code for code, _ in results] == [0] * world
     groups = {row["group"] for row in results[0][1]["sent"]}
     assert groups == ({"dp", "inside", "across"} if args.shard_ranks else {"dp"})

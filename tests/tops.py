@@ -50,14 +50,13 @@ def alone(rank, folder, work, args):
         return work(rank, *args)
 
 
-def on_copied(folder, kept_ranks, names, world, work, *args, fresh=False):
+def on_copied(folder, names, world, work, *args):
     """[work(rank, *args) for each of `world` ranks], where `import ddp` and the like find the
     cut-out tops alone, as if for the first time.
 
-    names: of the files, with spaces between. work imports them itself, inside the function.
-    fresh: on ranks that are forked now, and know what this process has imported."""
+    names: of the files, with spaces between. work imports them itself, inside the function."""
     folder = folder / names.replace("/", " ").replace(" ", "_")
     if not folder.exists():
         folder.mkdir()
         cut_out(folder, names.split())
-    return (on_ranks if fresh else kept_ranks)(world, alone, folder, work, args)
+    return on_ranks(world, alone, folder, work, args)
