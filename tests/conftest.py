@@ -152,7 +152,7 @@ def read(folder, rank, kind):
     return (path.read_bytes() if kind == "result" else path.read_text()) if path.exists() else None
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def ranks():
     return on_ranks
 

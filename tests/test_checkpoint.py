@@ -119,10 +119,7 @@ def test_every_pair_of_layouts_is_one_undisturbed_run(ranks, text, tmp_path, var
     for i, each in enumerate(walk):
         resume = "--resume" * (i > 0)
         code, steps = layout(
-            ranks,
-            text,
-            f"{flags} {layouts[each]} --steps {i + 1} {resume}",
-            tmp_path / "walk",
+            ranks, text, f"{flags} {layouts[each]} --steps {i + 1} {resume}", tmp_path / "walk"
         )
         assert code == 0 and len(steps) == 1
         joined += steps
@@ -169,11 +166,13 @@ def test_copies_are_written_once(ranks, text, tmp_path):
 
 
 @pytest.fixture(scope="module")
-def saved(ranks, text, tmp_path_factory):
+def saved(text, tmp_path_factory):
     """A folder with checkpoints of steps 1, 2 and 3, written by two ranks, and the undisturbed
     run."""
+    from conftest import on_ranks
+
     out = tmp_path_factory.mktemp("saved") / "out"
-    code, steps = layout(ranks, text, "--layers 2 --dp 2 --zero 1 --steps 4 --save-every 1", out)
+    code, steps = layout(on_ranks, text, "--layers 2 --dp 2 --zero 1 --steps 4 --save-every 1", out)
     assert code == 0
     shutil.rmtree(out / "step-00000004")
     return out, steps
@@ -302,10 +301,7 @@ def test_another_run_is_refused(ranks, text, tmp_path, saved, flags, reason):
         text,
         f"{COMMON} --layers 2 --steps 4 --resume --out {saved[0]} {flags.replace('tokenizer', '')}",
     )
-    # What refused_tokenizer changes would stay in kept ranks
-    code, said = (
-        ranks(1, refused_tokenizer, args) if flags == "tokenizer" else ranks(1, rank_of, args)
-    )[0]
+    code, said = ranks(1, refused_tokenizer if flags == "tokenizer" else rank_of, args)[0]
     assert code == 2 and reason in said
 
 
