@@ -316,8 +316,9 @@ def torchtitan():
         rate = args.batch * config.context / step.seconds / gpus
         yield Row(run, "tokens/s a GPU", theirs, rate)
         if memory:
-            others = 3072 * 2 * args.batch // gpus * config.context * config.layers
-            yield Row(run, "GiB", memory, (rank.memory + others) / 2**30)
+            tokens = args.batch // gpus * config.context
+            theirs_beside = (23552 - 20480) * 2 * tokens * config.layers  # see the top
+            yield Row(run, "GiB", memory, (rank.memory + theirs_beside) / 2**30)
 
 
 def gpt3():

@@ -12,7 +12,7 @@ from torch.utils.checkpoint import (
 
 import model as gpt
 
-RECOMPUTATIONS = ("none", "selective", "half", "block")  # of recomputation
+RECOMPUTATIONS = ("none", "selective", "half", "block")
 aten = torch.ops.aten
 PRODUCTS = (aten.mm, aten.addmm, aten.bmm, aten._grouped_mm)
 

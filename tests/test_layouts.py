@@ -2,8 +2,6 @@
 catch."""
 
 import functools
-import math
-import re
 
 import pytest
 import torch
@@ -120,14 +118,6 @@ LAYOUTS = [
     ("llama", "--pp 2 --dp 2 --schedule zb-h2 --zero 3 --microbatches 3"),
     ("sgd", "--dp 2 --schedule zb-h1 --microbatches 3"),
 ]
-
-
-def ranks_of(case):
-    """How many ranks a layout takes."""
-    return math.prod(int(n) for n in re.findall(r"--(?:dp|cp|tp|pp) (\d+)", case[1]))
-
-
-LAYOUTS.sort(key=ranks_of)  # those of one number of ranks in a row: ranks
 
 
 def arguments(text, flags):

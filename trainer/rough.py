@@ -126,7 +126,8 @@ def block_makes(args, config, sizes):
         made = (2 if gates else 1) * hidden
     if args.recompute in formulas.WHOLE_BLOCKS:
         made += block_kept(args, config, sizes, "none")
-        made -= block_kept(args, config, sizes, args.recompute) * (args.recompute == "half")
+    if args.recompute == "half":  # a part of it is there already
+        made -= block_kept(args, config, sizes, "half")
     return made + 2 * sizes.stream
 
 
