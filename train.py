@@ -42,7 +42,8 @@ import tensor_parallel
 import trainer.islands as islands
 from harness import schedules, zero_flags
 from harness.experts import RowCounter
-from trainer import faults, formulas, planner, pretrained, sampling, saving, tracking, validation
+from simulator import planner
+from trainer import faults, formulas, pretrained, sampling, saving, tracking, validation
 from trainer.composed_zero import ComposedZeRO, ZeRO
 from trainer.layout import cp_shape, places, prepare
 from trainer.loss_scale import LossScale

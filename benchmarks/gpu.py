@@ -37,7 +37,7 @@ import harness
 import pipeline
 from benchmarks.on_gpu import ALONE, GPT2, STEPS, WARM_UP
 from harness.start import ROOT
-from trainer.devices import PEAKS
+from trainer.tracking import PEAKS
 
 SMALL = "--width 32 --context 32"  # of the model on CPUs
 

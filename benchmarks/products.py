@@ -1,4 +1,4 @@
-"""The time of a matrix product, as trainer/kernels.py has it, beside products that others measured:
+"""The time of a matrix product, as simulator/kernels.py has it, beside what others measured:
 python -m benchmarks.products
 
 H100: OpenXLA's table for sm_90, bfloat16, a batch of up to 4, short runs whose power is no limit
@@ -17,7 +17,7 @@ if not __package__:  # run as a script: python benchmarks/products.py
     sys.path[0] = os.path.dirname(sys.path[0])
 
 import harness
-from trainer import devices, kernels
+from simulator import devices, kernels
 
 # Batch, rows, columns, inner dimension, TFLOP/s
 H100 = """

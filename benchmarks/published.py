@@ -1,8 +1,8 @@
 """The dry run's estimates beside runs that others measured, with the error of each: python -m
 benchmarks.published
 
-No constant of trainer/kernels.py and trainer/links.py is fitted to these rows. What of a layout is
-not published, and assumed here:
+No constant of simulator/kernels.py and simulator/links.py is fitted to these rows. What of a layout
+is not published, and assumed here:
 
 Llama 3, arXiv:2407.21783, table 4. Theirs interleaves 8 chunks of one layer, empty ones at both
 ends; here 4 chunks. Their FLOPs' convention is not given: here PaLM's, all of attention.
@@ -66,7 +66,7 @@ if not __package__:  # run as a script: python benchmarks/published.py
 
 import harness
 import train
-from trainer import devices, planner
+from simulator import devices, planner
 
 MIXED = "--dtype float32 --param-dtype bfloat16 --reduce-dtype float32"
 BFLOAT16 = "--dtype bfloat16"

@@ -8,7 +8,7 @@ multiplications a forward pass (arXiv:1811.08383), so 6 x 33 GFLOP in training. 
 runs, 100 epochs of 240,000 videos, gradients in 32 bits, NVLinks of 50 GB/s.
 
 A step's time is by the dry run's rules: the gradients' all-reduce takes what nccl's ring or tree
-takes (trainer/links.py). It runs beside backward, which is two thirds of the computing, and slows
+takes (simulator/links.py). It runs beside backward, which is two thirds of the computing, and slows
 it down while it lasts. One number is fitted: a GPU's rate,
 from the published time on the fewest nodes, if --tflops does not give it. Then the FLOP of a sample
 do not matter, and the number of samples only beside the messages. Loading, validation and ranks
@@ -25,9 +25,9 @@ import math
 from typing import NamedTuple
 
 import harness
-from trainer.devices import Cluster
-from trainer.links import spread
-from trainer.meter import Part
+from simulator.devices import Cluster
+from simulator.links import spread
+from simulator.meter import Part
 
 
 class Job(NamedTuple):

@@ -28,7 +28,7 @@ from harness.flags import Parser
 from harness.start import Refused, finish, script
 
 ROOT = pathlib.Path(__file__).parent.parent
-COPIED = ["*.py", "harness/*.py", "trainer/*.py"]
+COPIED = ["*.py", "harness/*.py", "trainer/*.py", "simulator/*.py"]
 MARK = ".exercise"  # a file in each copy, with the exercise's number
 LIMIT = 300  # seconds for a receipt; a run that hangs ends by itself after --timeout
 

@@ -317,7 +317,8 @@ def can_fork():
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 # The folders of this project's code
-OWN = [ROOT, *(os.path.join(ROOT, folder) for folder in ("harness", "trainer", "benchmarks"))]
+FOLDERS = ("harness", "trainer", "simulator", "benchmarks")
+OWN = [ROOT, *(os.path.join(ROOT, folder) for folder in FOLDERS)]
 # Backends with which a rank that lost a peer hangs, where with gloo it gets an exception
 WITHOUT_EXCEPTIONS = ["nccl"]
 # Exit code of a rank that lost a peer and leaves the explanation to the peer or to the launcher

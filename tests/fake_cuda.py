@@ -43,10 +43,11 @@ sys.path.insert(0, ROOT)
 import expert_parallel
 import harness
 from harness.ledger import group_in, tensors_in
-from trainer import dryrun
-from trainer.meter import grouped_mm_result
+from simulator import dryrun
+from simulator.meter import grouped_mm_result
 
-OWN = [os.path.join(ROOT, folder).rstrip("/") for folder in ("", "harness", "trainer", "tests")]
+FOLDERS = ("", "harness", "trainer", "simulator", "tests")
+OWN = [os.path.join(ROOT, folder).rstrip("/") for folder in FOLDERS]
 # They launch nothing
 NOT_KERNELS = {"_unsafe_view", "_reshape_alias", "lift_fresh", "detach", "empty_like", "new_empty"}
 # They pass operations on

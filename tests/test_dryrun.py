@@ -15,7 +15,7 @@ import harness
 import model as gpt
 import train
 from benchmarks import products, published
-from trainer import devices, dryrun, kernels, links, planner, rough
+from simulator import devices, dryrun, kernels, links, planner, rough
 
 BASE = (
     "--layers 2 --width 32 --heads 4 --context 16 --batch 12 --steps 2 --prove 0 --sample 0 "

@@ -57,7 +57,7 @@ def nothing_starts(monkeypatch, tmp_path):
     """Scripts go as far as their checks: no rank, no other process, no simulation, no picture."""
     from benchmarks import scaling, why
     from harness import long_context, network, schedules, zero_bytes
-    from trainer import planner
+    from simulator import planner
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(start, "one_rank", end)

@@ -13,7 +13,8 @@ import harness
 import model as gpt
 import train
 from harness import presets, proof
-from trainer import hf_config, planner, pretrained
+from simulator import planner
+from trainer import hf_config, pretrained
 
 transformers = pytest.importorskip("transformers")
 SIZES = dict(

@@ -7,7 +7,7 @@ import pytest
 
 from benchmarks import scaling, why
 from harness import formulas
-from trainer.devices import Cluster
+from simulator.devices import Cluster
 
 ROOT = pathlib.Path(__file__).parent.parent
 PAGE = (ROOT / "docs" / "why.md").read_text()

@@ -1,0 +1,1 @@
+"""What long runs of train.py need: checkpoints, Hugging Face folders, logs, sampling."""

@@ -12,7 +12,7 @@ import harness
 import pipeline
 import tensor_parallel
 from harness import Refused, experts, long_context, memory, schedules, zero_flags
-from trainer import islands, planner, pretrained, recording, sampling, saving, tokenizer, tracking
+from trainer import islands, pretrained, recording, sampling, saving, tokenizer, tracking
 
 
 def prepare(args):
@@ -112,10 +112,34 @@ def check(args, config):
         why = "compiled code overwrites results that should be kept"
         advice = "use --recompute selective or block, or leave --compile out"
         raise Refused(f"--compile does not go with --recompute half: {why}; {advice}")
-    for part in (saving, sampling, tracking, planner, islands):
+    for part in (saving, sampling, tracking):
         part.check(args)
+    check_simulation(args)
+    islands.check(args)
     pretrained.check(args, config)
     recording.check(args, config)
+
+
+def check_simulation(args):
+    """Refuse flags that mean nothing without a dry run."""
+    if not args.plan and args.gpus:
+        raise Refused("--gpus means nothing without --plan: add that, or leave it out")
+    for name in (
+        "tokens",
+        "ranks",
+        "gpu",
+        "nodes_of",
+        "intra",
+        "inter",
+        "matmul",
+        "kernel",
+        "timeline",
+    ):
+        if getattr(args, name) is not None and not (args.dry_run or args.plan):
+            raise Refused(
+                f"--{name.replace('_', '-')} means nothing without --dry-run: add that, or leave "
+                "it out"
+            )
 
 
 def cp_shape(args, heads=0):

@@ -24,8 +24,8 @@ from typing import NamedTuple
 import harness
 import pipeline
 from harness import formulas, large_vocabulary, ledger, schedules
-from trainer import kernels
-from trainer.links import both, spread
+from simulator import kernels
+from simulator.links import both, spread
 
 
 class Sizes(NamedTuple):

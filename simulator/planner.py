@@ -12,12 +12,13 @@ from typing import NamedTuple
 import harness
 import pipeline
 from harness import Refused, large_vocabulary, ledger, schedules, zero_flags
-from trainer import islands, timeline
-from trainer.devices import cluster_of, usable_memory
-from trainer.dryrun import play_all, play_several
-from trainer.links import link_of
-from trainer.meter import Part
-from trainer.rough import rough
+from simulator import timeline
+from simulator.devices import cluster_of, usable_memory
+from simulator.dryrun import play_all, play_several
+from simulator.links import link_of
+from simulator.meter import Part
+from simulator.rough import rough
+from trainer import islands
 
 # Measured time / estimate, of nine in ten of the runs of benchmarks/published.py
 LIKELY = 0.87, 1.24
@@ -46,7 +47,7 @@ def chosen(args):
 
 
 def add_flags(parser):
-    g = parser.add_argument_group("without running (see trainer/dryrun.py)")
+    g = parser.add_argument_group("without running (see simulator/dryrun.py)")
     why = (
         "play one step of some ranks without memory or network: what they hold, send and, on a "
         "described cluster, take"
@@ -70,7 +71,7 @@ def add_flags(parser):
     g.add_argument("--inter", type=speed, metavar="SPEED", help=why)
     why = (
         "what large matrix products reach on your devices, if you measured it, such as 650TFLOP/s "
-        "(default: by device, see trainer/kernels.py)"
+        "(default: by device, see simulator/kernels.py)"
     )
     rate = harness.quantity({"TFLOP/s": 1e12}, "650TFLOP/s")
     g.add_argument("--matmul", type=rate, metavar="RATE", help=why)
@@ -95,28 +96,6 @@ def add_flags(parser):
         "to the best"
     )
     g.add_argument("--plan", action="store_true", help=why)
-
-
-def check(args):
-    """Refuse flags that mean nothing without a dry run."""
-    if not args.plan and args.gpus:
-        raise Refused("--gpus means nothing without --plan: add that, or leave it out")
-    for name in (
-        "tokens",
-        "ranks",
-        "gpu",
-        "nodes_of",
-        "intra",
-        "inter",
-        "matmul",
-        "kernel",
-        "timeline",
-    ):
-        if getattr(args, name) is not None and not (args.dry_run or args.plan):
-            raise Refused(
-                f"--{name.replace('_', '-')} means nothing without --dry-run: add that, or leave "
-                "it out"
-            )
 
 
 def check_playable(args, config):

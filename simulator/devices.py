@@ -23,38 +23,6 @@ DEVICES = {
 }
 
 
-class Peak(NamedTuple):
-    """FLOP/s of dense matrix products, by data sheet."""
-
-    bfloat16: float
-    tf32: float
-    float32: float
-
-    @property
-    def float16(self):
-        return self.bfloat16
-
-
-# By the names that torch.cuda.get_device_name() gives. Cards of one generation differ: an H100 PCIe
-# has three quarters of an H100 SXM's rate. A card that is not here gets no MFU
-A100 = Peak(312e12, 156e12, 19.5e12)
-H100_SXM = Peak(989e12, 494e12, 67e12)
-NVL = Peak(835e12, 417e12, 60e12)
-PEAKS = {
-    "NVIDIA A100-SXM4-40GB": A100,
-    "NVIDIA A100-SXM4-80GB": A100,
-    "NVIDIA A100-PCIE-40GB": A100,
-    "NVIDIA A100 80GB PCIe": A100,
-    "NVIDIA H100 80GB HBM3": H100_SXM,
-    "NVIDIA H100 PCIe": Peak(756e12, 378e12, 51e12),
-    "NVIDIA H100 NVL": NVL,
-    "NVIDIA H200": H100_SXM,
-    "NVIDIA H200 NVL": NVL,
-    "NVIDIA GH200 480GB": H100_SXM,
-    "NVIDIA B200": Peak(2250e12, 1125e12, 75e12),
-}
-
-
 class Cluster(NamedTuple):
     device: Device
     node: int  # devices in a node

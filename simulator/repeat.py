@@ -26,7 +26,7 @@ from torch.overrides import _get_current_function_mode_stack
 import pipeline
 from expert_parallel import ExpertDispatch
 from harness import ledger
-from trainer.fakes import KnowsDevices
+from simulator.fakes import KnowsDevices
 
 
 class Ledger(KnowsDevices, ledger.Ledger):

@@ -11,7 +11,7 @@ import functools
 import math
 from typing import NamedTuple
 
-from trainer.kernels import between
+from simulator.kernels import between
 
 # Of the link's bandwidth by data sheet. NVLink 3, an A100 in a node of 8: 235 of 300 GB/s, at which
 # nccl caps it (tuning.cc, compCap80). NVLink 4, an H100: 360 GB/s reduce-scatter, 350 all-gather

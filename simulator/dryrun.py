@@ -6,25 +6,25 @@ and no values. The ledger that makes a real run's receipt counts here too, so by
 are those of a real run. Tests hold twelve layouts against real runs, to the byte.
 
     run.groups(...)   before the weights are filled, groups are made by a fake backend
-    run.fill(...)     from here on tensors are fake (trainer/fakes.py)
+    run.fill(...)     from here on tensors are fake (simulator/fakes.py)
     .item()           returns 1; the experts' all-to-alls get sizes as if routing were even
     an operation      the ledger counts its bytes; the meter counts its FLOPs and its seconds
     an action         of the pipeline: `DryRun.watch` notes the meter's clock before and after it
 
-An operation takes what trainer/kernels.py says of its kind: products by their shape, attention by
+An operation takes what simulator/kernels.py says of its kind: products by their shape, attention by
 its kernel, the rest by bytes moved; or the time in which the host launches it, if that is longer.
-With --compile the operations within blocks are fused. A message takes what trainer/links.py says of
-its algorithm, size and place. Messages that the code starts with async_op overlap with the action
-that starts them, and slow its computing down; they overlap with nothing else. An action takes the
-longer of its computing and these messages, plus the messages that it waits for. The simulator plays
-the schedule with these times, on all stages. Then comes what follows the last action: gradients
-that are still on their way, the norm, the optimizer, ZeRO's new weights.
+With --compile the operations within blocks are fused. A message takes what simulator/links.py says
+of its algorithm, size and place. Messages that the code starts with async_op overlap with the
+action that starts them, and slow its computing down; they overlap with nothing else. An action
+takes the longer of its computing and these messages, plus the messages that it waits for. The
+simulator plays the schedule with these times, on all stages. Then comes what follows the last
+action: gradients that are still on their way, the norm, the optimizer, ZeRO's new weights.
 
 The constants are public measurements, none fitted to a run of benchmarks/published.py, which shows
 how far off the estimates are. Left out: the allocator's waste, stragglers, failures, and what
 attention keeps on a GPU beside what the CPU's kernel keeps. nccl's buffers and the CUDA context are
-taken off a device's memory before a layout is said to fit (trainer/devices.py). Blocks that are
-alike are played once (trainer/repeat.py).
+taken off a device's memory before a layout is said to fit (simulator/devices.py). Blocks that are
+alike are played once (simulator/repeat.py).
 
 With nccl RMSNorm is one operation, forward and backward, as torch's kernel for a GPU is, and keeps
 its input. On a CPU it is many, and keeps two copies in float32. Messages between stages are held
@@ -59,13 +59,13 @@ import harness
 import pipeline
 from harness import ledger
 from harness.run import lasting
-from trainer import meter, repeat
-from trainer.fakes import Fakes, KnowsDevices
-from trainer.meter import Part
+from simulator import meter, repeat
+from simulator.fakes import Fakes, KnowsDevices
+from simulator.meter import Part
 
 
 class Meter(KnowsDevices, meter.Meter):
-    """trainer/meter.py's."""
+    """simulator/meter.py's."""
 
 
 class DryRun(harness.Run):

@@ -1,5 +1,5 @@
 """The meter of a dry run: what each operation would take on a described device, and each message on
-its links. trainer/kernels.py and trainer/links.py have the times."""
+its links. simulator/kernels.py and simulator/links.py have the times."""
 
 import math
 import weakref
@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from harness import ledger
-from trainer import kernels, links
+from simulator import kernels, links
 
 # Seconds that the host takes to launch an operation: 4.2 microseconds from Python, measured beside
 # an H100

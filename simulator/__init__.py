@@ -1,0 +1,1 @@
+"""A training step without devices: what it holds, how long it takes, which layout to choose."""
