@@ -16,6 +16,7 @@ import harness
 ROOT = pathlib.Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 STARTS = ("python ", "torchrun ", "python3 ", ".venv/", ".ci/", "pytest ")
+FOLDERS = ("benchmarks", "harness.", "exercises")  # whose modules are run with -m
 # What takes longer than half a minute, needs a cluster, or needs a folder that the reader has
 LONG = ["--nproc_per_node=8", "--nnodes", "train.py", "benchmarks", "--fit", "--plot", ".venv/bin"]
 LONG += ["pytest", ".ci/run", "FOLDER", "--prefill", "--check", "harness.compare"]
@@ -41,8 +42,8 @@ def parse(command, monkeypatch):
     """Have a script of ours read the command's flags, and nothing more."""
     words = shlex.split(command)
     names = [word for word in words if re.fullmatch(r"\w+\.py", word)]
-    if "-m" in words and words[words.index("-m") + 1].startswith(("benchmarks", "harness.")):
-        module = words[words.index("-m") + 1]
+    if "-m" in words and words[words.index("-m") + 1].startswith(FOLDERS):
+        module = words[words.index("-m") + 1].replace("exercises", "exercises.__main__")
         flags = words[words.index("-m") + 2 :]
     elif names:
         module, flags = names[0][:-3], words[words.index(names[0]) + 1 :]

@@ -1,0 +1,1 @@
+"""Bugs to find with a receipt, one patch each, and questions with numbers."""
