@@ -315,6 +315,17 @@ def can_fork():
     return sys.platform == "linux" and not torch.cuda.device_count()
 
 
+def keep_autograd_forkable():
+    """Let processes that are forked from this one use autograd, whatever FakeTensorMode does here.
+
+    At the first backward of a process autograd starts a thread for each device but the CPU, and
+    none of its forks may use autograd from then on. A CUDA build that finds no GPU has eight
+    devices in this count once FakeTensorMode was entered. So the count is taken before, while there
+    are none. GPUs are hidden: tensors without values need none."""
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    (2 * torch.ones((), requires_grad=True)).backward()
+
+
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 # The folders of this project's code
 FOLDERS = ("harness", "trainer", "simulator", "benchmarks")

@@ -15,6 +15,7 @@ from harness import formulas, presets
 from harness.blocks import recompute
 from harness.flags import DTYPES
 from harness.ledger import Ledger, storage_bytes
+from harness.start import keep_autograd_forkable
 
 
 def sent(zero, actions, group=None):
@@ -243,6 +244,7 @@ def dry_run(make, stage, config, ranks):
     def optimizer(pieces):
         return torch.optim.AdamW(pieces, fused=True)
 
+    keep_autograd_forkable()
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
     with torch.device("meta"):
         model = gpt.GPT(config)

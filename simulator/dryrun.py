@@ -59,6 +59,7 @@ import harness
 import pipeline
 from harness import ledger
 from harness.run import lasting
+from harness.start import keep_autograd_forkable
 from simulator import meter, repeat
 from simulator.fakes import Fakes, KnowsDevices
 from simulator.meter import Part
@@ -306,6 +307,7 @@ def play_all(args, ranks, cluster, train, brief=False):
 
 def play_several(layouts, cluster, train, brief=False):
     """[[Played of each rank] of each layout], of pairs (flags, ranks)."""
+    keep_autograd_forkable()
     jobs = [(args, rank, cluster, train, brief) for args, ranks in layouts for rank in ranks]
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     if len(jobs) == 1:

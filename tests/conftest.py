@@ -36,9 +36,24 @@ def pytest_collectstart():
     import torch._dynamo
     import torch._subclasses.schema_check_mode
 
+    from harness import start
+
     torch.set_num_threads(1)
+    start.keep_autograd_forkable()
+    if device_threads():
+        pytest.exit(
+            "autograd has started device threads in this process before any test was collected, so "
+            "that no rank forked from it could run backward: what has called backward, or made "
+            "GPUs visible again? See harness.start.keep_autograd_forkable"
+        )
     with torch.profiler.record_function("the first imports a module"):
         pass
+
+
+def device_threads():
+    """The names of this process's threads that autograd has started for devices (on Linux)."""
+    names = [file.read_text().strip() for file in pathlib.Path("/proc/self/task").glob("*/comm")]
+    return [name for name in names if name.startswith("pt_autograd")]
 
 
 # Real launches, faults and other implementations: worth their time, but not at every change

@@ -1,4 +1,4 @@
-"""Play scripts of the project on a CUDA device that does not exist, on a CPU build of torch.
+"""Play scripts of the project on a CUDA device that does not exist.
 
     python tests/fake_cuda.py LIBRARY < cases        LIBRARY: the compiled fakecuda.cpp
 

@@ -1,4 +1,4 @@
-// A device type "cuda" for a CPU build of torch. It has no memory and no kernels: under
+// A device type "cuda" for a torch that finds no GPU. It has no memory and no kernels: under
 // FakeTensorMode tensors have shapes, dtypes and a device, and that is all this needs. Three things
 // are registered: a device guard (autograd's engine asks it for devices and streams), hooks (torch
 // asks them whether CUDA is there), and the choice of attention's kernel, which follows the rules
@@ -62,7 +62,9 @@ struct FakeHooks : public CUDAHooksInterface {
   void setCurrentDevice(DeviceIndex index) const override { exchange(index); }
   DeviceIndex exchangeDevice(DeviceIndex index) const override { return exchange(index); }
 };
-C10_REGISTER_CLASS(CUDAHooksRegistry, CUDAHooks, FakeHooks);
+// Preferred, because a CUDA build of torch has registered hooks of its own
+C10_REGISTER_CLASS_WITH_PRIORITY(
+    CUDAHooksRegistry, CUDAHooks, c10::REGISTRY_PREFERRED, FakeHooks);
 
 } // namespace at
 

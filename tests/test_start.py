@@ -8,6 +8,7 @@ import re
 import resource
 import signal
 import socket
+import subprocess
 import sys
 import tempfile
 import time
@@ -536,3 +537,40 @@ def test_a_message_through_the_host(ranks):
 
 def test_a_finished_job_exits_with_zero(script):
     assert script("ddp", " ".join(SMALL) + " --nproc 2 --quiet") == (0, "")
+
+
+FORKED_AFTER_FAKE_TENSORS = """
+import os, sys
+os.environ["CUDA_VISIBLE_DEVICES"] = ""
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from harness.start import keep_autograd_forkable
+
+def backward():
+    (2 * torch.ones(3, requires_grad=True)).sum().backward()
+
+if sys.argv[1] == "kept":
+    keep_autograd_forkable()
+with FakeTensorMode():
+    backward()
+pid = os.fork()
+if pid == 0:
+    backward()
+    os._exit(0)
+sys.exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+"""
+
+
+@pytest.mark.parametrize("how", ["kept", "not kept"])
+def test_forks_may_use_autograd_after_fake_tensors(how):
+    """Without keep_autograd_forkable a CUDA build fails. A CPU build starts no device threads."""
+    done = subprocess.run(
+        [sys.executable, "-c", FORKED_AFTER_FAKE_TENSORS, how],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    if how == "kept" or torch.version.cuda is None:
+        assert done.returncode == 0, done.stderr
+    else:
+        assert "fork-based multiprocessing" in done.stderr
