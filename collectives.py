@@ -654,7 +654,7 @@ class Checked(Wire):
 import sys
 
 import harness
-from harness import network
+from receipts import collectives as network
 
 
 def main():

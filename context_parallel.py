@@ -560,7 +560,7 @@ class OverSequence(OverGroup):
 
 import ddp
 import harness
-from harness import long_context
+from receipts import context_parallel as long_context
 
 
 def main():

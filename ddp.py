@@ -243,7 +243,8 @@ class Step:
 
 import collectives
 import harness
-from harness import data_parallel, parameter_server
+from harness import parameter_server
+from receipts import ddp as data_parallel
 
 
 def main():

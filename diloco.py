@@ -301,7 +301,7 @@ def header(number, weights):
 # --- demo ---
 
 import harness
-from harness import islands
+from receipts import diloco as islands
 
 
 def main():

@@ -408,7 +408,7 @@ def parallelize(model, group, capacity=None, chunks=1, data_group=None):
 
 import harness
 import model as gpt
-from harness import experts
+from receipts import expert_parallel as experts
 
 
 def main():

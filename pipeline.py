@@ -712,7 +712,7 @@ def check_links(schedule, links):
 # --- demo ---
 
 import harness
-from harness import schedules
+from receipts import pipeline as schedules
 
 
 def main():

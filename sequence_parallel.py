@@ -319,7 +319,7 @@ def parallelize(model, group, keep=True):
 # --- demo ---
 
 import harness
-from harness import tensor_bytes
+from receipts import tensor_parallel as tensor_bytes
 
 
 def main():

@@ -378,7 +378,7 @@ def parallelize(model, group):
 # --- demo ---
 
 import harness
-from harness import tensor_bytes
+from receipts import tensor_parallel as tensor_bytes
 
 
 def main():

@@ -40,10 +40,12 @@ import pipeline
 import sequence_parallel
 import tensor_parallel
 import trainer.islands as islands
-from harness import schedules, zero_flags
-from harness.experts import RowCounter
+from harness import zero_flags
+from receipts import pipeline as schedules
+from receipts import train as formulas
+from receipts.expert_parallel import RowCounter
 from simulator import planner
-from trainer import faults, formulas, pretrained, sampling, saving, tracking, validation
+from trainer import faults, pretrained, sampling, saving, tracking, validation
 from trainer.composed_zero import ComposedZeRO, ZeRO
 from trainer.layout import cp_shape, places, prepare
 from trainer.loss_scale import LossScale

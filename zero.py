@@ -746,7 +746,8 @@ def ZeRO(model, group, stage, optimizer, microbatches=1, **options):
 # --- demo ---
 
 import harness
-from harness import zero_bytes, zero_flags
+from harness import zero_flags
+from receipts import zero as zero_bytes
 
 
 def flags():

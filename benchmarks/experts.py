@@ -22,8 +22,8 @@ import torch.nn.functional as F
 import expert_parallel
 import harness
 import model as gpt
-from harness import formulas, memory, presets
-from harness.experts import AllToAllClock
+from harness import memory, presets
+from receipts.expert_parallel import AllToAllClock
 
 
 def run_expert(experts, e, x):
@@ -171,7 +171,7 @@ def main():
     def check(world):
         config = presets.configure(layers=1, width=args.width, hidden=args.hidden, experts=8)
         expert_parallel.expert_counts(config.experts, world)
-        size = formulas.parameters_held(config, 1, 1) + 128 * args.batch * args.width
+        size = presets.parameters_held(config, 1, 1) + 128 * args.batch * args.width
         memory.check_ranks(args, world, 4 * size)
 
     harness.launch(demo, args, check=check, run=harness.Rank)

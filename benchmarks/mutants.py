@@ -28,7 +28,8 @@ import torch._dynamo  # what an optimizer imports at its first step: here, once
 import harness
 import model  # noqa: F401, imported here so that no child has to
 from benchmarks.mutations import mutations
-from harness import data, network, start
+from harness import data, start
+from receipts import collectives as network
 
 ROOT = pathlib.Path(__file__).parent.parent
 NONZERO_EXIT = ["receipt", "error", "hung"]

@@ -25,6 +25,7 @@ import math
 from typing import NamedTuple
 
 import harness
+from receipts import formulas
 from simulator.devices import Cluster
 from simulator.links import spread
 from simulator.meter import Part
@@ -97,7 +98,7 @@ def all_reduce_seconds(job, cluster, nodes):
     gpus = nodes * cluster.node
     if gpus == 1:
         return 0.0
-    wire = harness.formulas.all_reduce_sent(job.size, gpus)
+    wire = formulas.all_reduce_sent(job.size, gpus)
     return spread(cluster, gpus, 1).seconds("all_reduce", wire)
 
 
@@ -160,7 +161,7 @@ def gap(job, cluster, first, n, seconds, rate, published):
     missing = seconds / steps - job.batch * job.flops / rate
     line = f"\n{n:,} nodes: published {share:.0%} of ideal, {missing * 1e3:.3g} ms a step more"
     if missing > 0:
-        speed = harness.formulas.all_reduce_sent(job.size, n * cluster.node) / missing
+        speed = formulas.all_reduce_sent(job.size, n * cluster.node) / missing
         line += ";\nan all-reduce that nothing hides takes as long at "
         line += f"{speed / 1e9:.2g} GB/s a node"
     print(line)

@@ -5,7 +5,7 @@
                 that the link's own counter has seen
     --price     the validation loss after the same tokens, for ddp.py and for islands that average
                 every 10, 50 and 100 steps; streaming, delayed, in 4 bits. One process plays all
-                islands (harness/islands.py: diloco.py's receipt shows that it is the same)
+                islands (receipts/diloco.py: diloco.py's receipt shows that it is the same)
 
 Without either it does both. --plot NAME draws the price.
 """
@@ -31,10 +31,11 @@ import torch
 import diloco
 import harness
 import model as gpt
-from harness import data, islands
+from harness import data
 from harness.flags import DTYPES
-from harness.formulas import islands_message
 from harness.presets import parameter_shapes
+from receipts import diloco as islands
+from receipts.formulas import islands_message
 from trainer.islands import parts_of
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))

@@ -58,7 +58,7 @@ import tensor_parallel
 import zero
 from harness import presets, start
 from harness.ledger import tensors_in
-from harness.schedules import stage_layers
+from receipts.pipeline import stage_layers
 
 MICROBATCHES = 8
 # The preset on each device, with a vocabulary that divides by the ranks, and keys of its own for

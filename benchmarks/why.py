@@ -14,7 +14,7 @@ if not __package__:  # run as a script: python benchmarks/why.py
 import math
 
 import harness
-from harness import formulas
+from receipts import formulas
 
 YEAR = 365.25 * 86400
 

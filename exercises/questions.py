@@ -4,8 +4,11 @@ and the planner use; docs/exercises.md shows how one works them out."""
 import re
 from typing import Callable, NamedTuple
 
-from harness import formulas, network, presets, schedules
+from harness import presets
 from harness.start import Refused
+from receipts import collectives as network
+from receipts import formulas
+from receipts import pipeline as schedules
 
 NEAR = 0.02  # relative difference of an answer that counts as right
 UNITS = {

@@ -1,9 +1,5 @@
-"""What every demo shares: start-up of ranks, flags, text, bookkeeping of steps, proof, receipt.
+"""What every demo shares: start-up of ranks, flags, text, bookkeeping of steps, proof, receipt."""
 
-A demo imports `harness` and calls these names. The harness imports no technique.
-"""
-
-from harness import formulas, tensor_bytes, zero_bytes
 from harness.blocks import RECOMPUTATIONS, compile_blocks, recompute
 from harness.flags import (
     DTYPES,
@@ -22,7 +18,6 @@ from harness.flags import (
     quantity,
     real,
 )
-from harness.formulas import activation_bytes
 from harness.large_vocabulary import lean_head
 from harness.optimizer import all_reduce, clip, grad_norm, learning_rate, make_optimizer, sum_over
 from harness.placement import placement, take

@@ -10,7 +10,7 @@ import os
 import torch
 
 from harness.flags import DTYPES, configure
-from harness.formulas import parameters_held
+from harness.presets import parameters_held
 from harness.start import Refused
 
 # Each the least that any run was seen to take, and less

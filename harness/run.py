@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import _disable_current_modes
 
 import model as gpt
-from harness import data, diagnosis, memory, proof, start, zero_bytes
+from harness import data, diagnosis, memory, proof, start
 from harness.flags import DTYPES, check_files, configure
 from harness.ledger import Ledger, storage_bytes
 from harness.optimizer import learning_rate
@@ -434,11 +434,22 @@ def lasting(optimizer):
     """{kind: tensors} of what outlives a step: parameters, gradients, optimizer states. ZeRO keeps
     them in buckets."""
     if hasattr(optimizer, "buckets"):
-        return zero_bytes.lasting(optimizer)
+        return lasting_of_zero(optimizer)
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     states = [t for state in optimizer.state.values() for t in state.values() if torch.is_tensor(t)]
     return {
         "parameters": parameters,
         "gradients": [p.grad for p in parameters if p.grad is not None],
         "optimizer": [t for t in states if t.dim()],
+    }
+
+
+def lasting_of_zero(zero):
+    """{kind: tensors} of what outlives a step. What stage 3 has freed is in it, without memory."""
+    states = [t for state in zero.optimizer.state.values() for t in state.values()]
+    masters = [bucket.master for bucket in zero.buckets if bucket.master is not bucket.shard]
+    return {
+        "parameters": [t for bucket in zero.buckets for t in (bucket.flat, bucket.shard)],
+        "gradients": [b.full if zero.stage < 2 else b.gradient for b in zero.trained],
+        "optimizer": [t for t in states if torch.is_tensor(t) and t.dim()] + masters,
     }

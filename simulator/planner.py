@@ -11,7 +11,8 @@ from typing import NamedTuple
 
 import harness
 import pipeline
-from harness import Refused, large_vocabulary, ledger, schedules, zero_flags
+from harness import Refused, large_vocabulary, ledger, zero_flags
+from receipts import pipeline as schedules
 from simulator import timeline
 from simulator.devices import cluster_of, usable_memory
 from simulator.dryrun import play_all, play_several

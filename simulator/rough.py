@@ -23,7 +23,9 @@ from typing import NamedTuple
 
 import harness
 import pipeline
-from harness import formulas, large_vocabulary, ledger, schedules
+from harness import large_vocabulary, ledger, presets
+from receipts import formulas
+from receipts import pipeline as schedules
 from simulator import kernels
 from simulator.links import both, spread
 
@@ -208,7 +210,7 @@ def states_held(args, config, sizes, layers, ends):
     elements = sizes.e, sizes.reduced, moments * sizes.master + masters
 
     def parameters(experts=None):
-        return formulas.parameters_held(config, args.tp, layers, **ends, experts=experts)
+        return presets.parameters_held(config, args.tp, layers, **ends, experts=experts)
 
     kinds = [(parameters(), ranks)]
     if args.ep > 1:

@@ -46,7 +46,7 @@ from harness.ledger import group_in, tensors_in
 from simulator import dryrun
 from simulator.meter import grouped_mm_result
 
-FOLDERS = ("", "harness", "trainer", "simulator", "tests")
+FOLDERS = ("", "harness", "receipts", "trainer", "simulator", "tests")
 OWN = [os.path.join(ROOT, folder).rstrip("/") for folder in FOLDERS]
 # They launch nothing
 NOT_KERNELS = {"_unsafe_view", "_reshape_alias", "lift_fresh", "detach", "empty_like", "new_empty"}

@@ -18,8 +18,8 @@ import collectives
 import ddp
 import harness
 from collectives import ALL_REDUCE, Checked
-from harness import network
 from harness.ledger import Ledger
+from receipts import collectives as network
 
 ROOT = pathlib.Path(__file__).parent.parent
 

@@ -15,8 +15,9 @@ from reference import CONFIGS, STEPS, assert_equal, batch, case, make_optimizer,
 
 import context_parallel as cp
 import model as gpt
-from harness import formulas, long_context
 from harness.ledger import Ledger
+from receipts import context_parallel as long_context
+from receipts import formulas
 
 ODD = {name: dataclasses.replace(CONFIGS[name], context=13) for name in ("gpt2", "grouped")}
 

@@ -11,7 +11,8 @@ from conftest import Script
 
 import diloco
 from benchmarks import slow_links
-from harness import formulas, islands
+from receipts import diloco as islands
+from receipts import formulas
 
 SMALL = (
     "--layers 1 --heads 2 --width 16 --context 8 --batch 12 --dtype float64 --quiet --device cpu"

@@ -24,7 +24,7 @@ from test_start import Torchrun, gone
 
 import harness
 import train
-from harness import formulas, start
+from harness import presets, start
 from trainer import saving
 
 SMALL = (
@@ -355,7 +355,7 @@ def test_two_hosts_and_a_cut_link(text, tmp_path, two_nodes, on_two_nodes):
     each = (after - before) / (last - first)
     with torch.device("meta"):
         config = harness.configure(train.flags().parse_args(SMALL))
-    half = 2 * formulas.parameters_held(config, 2, 3, True, True) * 8
+    half = 2 * presets.parameters_held(config, 2, 3, True, True) * 8
     assert half < each < 1.3 * half
     ip("-n", there, "link", "set", "wire1", "down")
     assert all(run.end() != 0 for run in ranks)

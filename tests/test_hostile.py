@@ -56,7 +56,10 @@ def parser_of(main, monkeypatch):
 def nothing_starts(monkeypatch, tmp_path):
     """Scripts go as far as their checks: no rank, no other process, no simulation, no picture."""
     from benchmarks import scaling, why
-    from harness import long_context, network, schedules, zero_bytes
+    from receipts import collectives as network
+    from receipts import context_parallel as long_context
+    from receipts import pipeline as schedules
+    from receipts import zero as zero_bytes
     from simulator import planner
 
     monkeypatch.chdir(tmp_path)

@@ -13,6 +13,7 @@ import harness
 import model as gpt
 from harness import presets
 from harness.ledger import Ledger
+from receipts import formulas
 
 transformers = pytest.importorskip("transformers")
 
@@ -340,7 +341,7 @@ def test_what_a_recomputed_block_keeps_is_as_the_formula_says(family, mixture, k
         del loss
     beside = 6 * config.context * config.heads * 4 if kind == "half" else 0
     beside += 8 * config.experts
-    assert held[1] - held[0] == harness.activation_bytes(config, 6, 4, 1, kind) + beside
+    assert held[1] - held[0] == formulas.activation_bytes(config, 6, 4, 1, kind) + beside
 
 
 def test_half_keeps_one_tile_of_a_ring():

@@ -17,7 +17,8 @@ from reference import CONFIGS, STEPS, assert_equal, batch, case, make_optimizer,
 import harness
 import model as gpt
 import pipeline as pp
-from harness import presets, schedules
+from harness import presets
+from receipts import pipeline as schedules
 
 make = functools.cache(pp.make)  # the tests look at the same schedules again and again
 

@@ -11,9 +11,10 @@ import harness
 import model as gpt
 import sequence_parallel as sp
 import tensor_parallel as tp
-from harness import formulas, presets
+from harness import presets
 from harness.ledger import Ledger
 from harness.saved import saved_bytes
+from receipts import formulas
 from trainer import sampling
 
 THREE = {
@@ -197,7 +198,7 @@ def test_what_a_block_keeps(ranks, family):
     assert kept - again == 2 * each * 3 / 4
     if family == "gpt2":
         assert again == pytest.approx(
-            harness.activation_bytes(config, len(tokens), 8) / 4, rel=0.05
+            formulas.activation_bytes(config, len(tokens), 8) / 4, rel=0.05
         )
 
 

@@ -10,8 +10,9 @@ from reference import CONFIGS, STEPS, assert_equal, batch, make_optimizer, train
 import harness
 import model as gpt
 import tensor_parallel as tp
-from harness import formulas, presets
+from harness import presets
 from harness.ledger import Ledger
+from receipts import formulas
 from trainer import sampling
 
 
@@ -173,8 +174,8 @@ def test_parameters_held_is_what_is_held(ranks):
         CONFIGS["grouped"],
         dataclasses.replace(CONFIGS["llama"], hidden=51, vocab=7),
     ):
-        assert ranks(2, work, config) == [formulas.parameters_held(config, 2, config.layers)] * 2
-        assert formulas.parameters_held(config, 1, config.layers) == presets.parameter_count(config)
+        assert ranks(2, work, config) == [presets.parameters_held(config, 2, config.layers)] * 2
+        assert presets.parameters_held(config, 1, config.layers) == presets.parameter_count(config)
 
 
 def test_full_logits_only_when_asked(ranks):

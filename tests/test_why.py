@@ -6,7 +6,7 @@ import re
 import pytest
 
 from benchmarks import scaling, why
-from harness import formulas
+from receipts import formulas
 from simulator.devices import Cluster
 
 ROOT = pathlib.Path(__file__).parent.parent

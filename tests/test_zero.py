@@ -21,8 +21,12 @@ import model as gpt
 import pipeline
 import tensor_parallel
 import zero
-from harness import data, formulas, presets, schedules, zero_bytes, zero_flags
+from harness import data, presets, zero_flags
 from harness.ledger import Ledger, storage_bytes
+from harness.run import lasting
+from receipts import formulas
+from receipts import pipeline as schedules
+from receipts import zero as zero_bytes
 from trainer import composed_zero
 
 
@@ -418,7 +422,7 @@ def test_mixed_precision(ranks, reduce_dtype, accumulate):
             sharded.step()
         assert {t.dtype for b in sharded.buckets for t in (b.flat, b.shard)} == {torch.bfloat16}
         assert {b.gradient.dtype for b in sharded.buckets} == {reduce_dtype or torch.bfloat16}
-        assert {t.dtype for t in zero_bytes.lasting(sharded)["optimizer"]} == {torch.float32}
+        assert {t.dtype for t in lasting(sharded)["optimizer"]} == {torch.float32}
         return {name: p.detach() for name, p in sharded.whole(model.named())}
 
     masters = gpt.build(config, 7)
@@ -750,15 +754,15 @@ def watched(rank, stage, recompute, reshard=True):
     ledger = Ledger({})
     for _ in range(2):
         sharded.zero_grad()
-        lasting = zero_bytes.lasting(sharded).values()
-        ledger.watch([t for tensors in lasting for t in tensors])
+        tensors_of = lasting(sharded).values()
+        ledger.watch([t for tensors in tensors_of for t in tensors])
         with ledger, Watch(sharded) as watch:
             for _ in range(2):
                 model(tokens, targets=targets, count=count).backward()
                 idle = sum(b.flat.untyped_storage().nbytes() for b in sharded.buckets)
             sharded.finish()
             sharded.step()
-    held = {kind: storage_bytes(tensors) for kind, tensors in zero_bytes.lasting(sharded).items()}
+    held = {kind: storage_bytes(tensors) for kind, tensors in lasting(sharded).items()}
     size = sum(b.size for b in sharded.buckets)
     units = sharded.units if stage == 3 else []
     unit = [sum(b.flat.nbytes for b in unit.buckets) for unit in units]

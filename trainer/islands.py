@@ -34,11 +34,12 @@ from torch import nn
 
 import diloco
 import harness
-from harness import Refused, formulas, say, start
-from harness import islands as player
+from harness import Refused, say, start
 from harness.ledger import human
 from harness.presets import parameter_shapes
 from harness.run import Run as OrdinaryRun
+from receipts import diloco as player
+from receipts import formulas
 from trainer import checkpoint, meeting
 
 EVERY = 50  # the default of --sync-every

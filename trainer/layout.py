@@ -11,7 +11,10 @@ import context_parallel
 import harness
 import pipeline
 import tensor_parallel
-from harness import Refused, experts, long_context, memory, schedules, zero_flags
+from harness import Refused, memory, zero_flags
+from receipts import context_parallel as long_context
+from receipts import expert_parallel as experts
+from receipts import pipeline as schedules
 from trainer import islands, pretrained, recording, sampling, saving, tokenizer, tracking
 
 

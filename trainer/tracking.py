@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 
 import harness
-from harness import Refused, outputs, say, schedules
+from harness import Refused, outputs, say
+from receipts import pipeline as schedules
 from trainer import recording, tokenizer
 
 

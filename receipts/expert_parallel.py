@@ -12,11 +12,12 @@ import torch
 import torch.distributed as dist
 
 from harness.flags import real
-from harness.formulas import activation_bytes, all_reduce_sent, parameters_held
 from harness.ledger import human
 from harness.plots import check_plot, plot_flag, pyplot, save
+from harness.presets import parameters_held
 from harness.receipt import Count
 from harness.start import Refused
+from receipts.formulas import activation_bytes, all_reduce_sent
 
 # --- flags
 

@@ -10,11 +10,11 @@ import torch.distributed as dist
 import model as gpt
 from harness import flags, proof
 from harness.flags import NATURAL, POSITIVE, check_batch, real
-from harness.formulas import activation_bytes, all_reduce_sent, islands_message
 from harness.ledger import Ledger, human, storage_bytes
 from harness.optimizer import clip, grad_norm, learning_rate, make_optimizer
 from harness.refusal import Refused
 from harness.run import Run as OrdinaryRun
+from receipts.formulas import activation_bytes, all_reduce_sent, islands_message
 
 # --- flags
 

@@ -11,11 +11,13 @@ import torch
 import torch.distributed as dist
 
 import model as gpt
-from harness import formulas, presets
+from harness import presets
 from harness.blocks import recompute
 from harness.flags import DTYPES
 from harness.ledger import Ledger, storage_bytes
+from harness.run import lasting
 from harness.start import keep_autograd_forkable
+from receipts import formulas
 
 
 def sent(zero, actions, group=None):
@@ -128,17 +130,6 @@ def padding(zero):
     """Elements of this rank's shards that belong to no parameter, and so have no moments."""
     pieces = sum(piece.numel() for bucket in zero.trained for piece in bucket.pieces)
     return sum(bucket.length for bucket in zero.trained) - pieces
-
-
-def lasting(zero):
-    """{kind: tensors} of what outlives a step. What stage 3 has freed is in it, without memory."""
-    states = [t for state in zero.optimizer.state.values() for t in state.values()]
-    masters = [bucket.master for bucket in zero.buckets if bucket.master is not bucket.shard]
-    return {
-        "parameters": [t for bucket in zero.buckets for t in (bucket.flat, bucket.shard)],
-        "gradients": [b.full if zero.stage < 2 else b.gradient for b in zero.trained],
-        "optimizer": [t for t in states if torch.is_tensor(t) and t.dim()] + masters,
-    }
 
 
 def receipt(run, zero):

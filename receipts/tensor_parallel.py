@@ -6,9 +6,10 @@ parameters of e bytes.
 
 import torch.distributed as dist
 
-from harness import formulas
-from harness.saved import kept_by_a_block
+from harness import presets
+from harness.saved import saved_bytes
 from harness.start import Refused
+from receipts import formulas
 
 NORM = 8  # bytes: the squared gradient norm is one float64
 
@@ -63,5 +64,22 @@ def sequence_parallel(run, model, keep):
 def states(run):
     """Rows of the receipt for parameters, gradients and optimizer: the layers are cut, whatever
     sees the residual stream is whole."""
-    size = formulas.parameters_held(run.config, run.world, run.config.layers) * run.dtype.itemsize
+    size = presets.parameters_held(run.config, run.world, run.config.layers) * run.dtype.itemsize
     return run.states(size, "(P_whole + P_split / t) e, padded")
+
+
+def kept_by_a_block(run, model, expected):
+    """A line for the receipt: what the first block of this rank's model keeps, beside the formula's
+    `expected` bytes, and beside tensor parallelism and one process."""
+    tokens, _, samples = run.microbatches(0)[0]
+    block, element = next(iter(model.blocks.values())), run.dtype.itemsize
+    tensor = tokens.numel() * run.config.width * element  # bytes of one (B, T, C)
+    kept = saved_bytes(model, block, tokens, samples=samples) / tensor
+    tensor_parallel, one = (
+        formulas.activation_bytes(run.config, len(tokens), element, ranks) / tensor
+        for ranks in (run.world, 1)
+    )
+    return (
+        f"a block keeps {kept:.2f} B T C e for backward, counted; formula {expected / tensor:.2f}, "
+        f"tensor parallelism {tensor_parallel:.2f}, one process {one:.2f}"
+    )

@@ -1,10 +1,10 @@
 """The flags of ddp.py's demo, and what its receipt is held against."""
 
-from harness import network
 from harness.flags import POSITIVE, check_batch
-from harness.formulas import activation_bytes, data_parallel_sent
 from harness.receipt import Count
 from harness.start import Refused
+from receipts import collectives as network
+from receipts.formulas import activation_bytes, data_parallel_sent
 
 
 def flags(parser):

@@ -7,11 +7,7 @@ stands in its docstring; docs/ has the sources.
 
 import math
 
-
-def ceil(a, b):
-    """a / b, rounded up."""
-    return -(-a // b)
-
+from harness.presets import ceil
 
 WHOLE_BLOCKS = ("half", "block")  # kinds of recomputation that repeat a block's messages
 
@@ -101,42 +97,6 @@ def sent_again(config):
     if config.experts and config.shared:
         times += 1
     return times
-
-
-def parameters_held(config, t, blocks, embedding=True, head=True, experts=None):
-    """How many parameters a rank holds of `blocks` blocks and of the ends, from the sizes alone.
-
-    t: tensor-parallel ranks. experts: how many experts are on this rank, if not all of them."""
-    c, vocab = config.width, ceil(config.vocab, t)
-    head_size = config.width // config.heads
-    qkv_rows = (config.heads + 2 * config.kv_heads) * head_size // t
-    up_matrices = 2 if config.mlp == "swiglu" else 1  # gate and up, or up alone
-    # Hidden units of the MLP that every token passes
-    hidden = ceil(config.hidden, t)
-    if config.experts:
-        hidden = ceil(config.hidden * config.shared, t)
-    block = qkv_rows * c + c * c // t + (up_matrices + 1) * hidden * c
-    if config.bias:  # column-parallel biases are split, row-parallel ones are whole
-        block += qkv_rows
-    if config.bias is True:
-        block += c
-        if hidden:
-            block += up_matrices * hidden + c
-    if config.experts:
-        held = config.experts if experts is None else experts
-        block += config.experts * c  # the router
-        block += held * (up_matrices + 1) * ceil(config.hidden, t) * c
-    norm = 2 * c if config.norm == "layernorm" else c
-    size = blocks * (block + 2 * norm)
-    if embedding:
-        size += vocab * c
-    if embedding and config.positions == "learned":
-        size += config.context * c
-    if head:
-        size += norm
-    if head and not (config.tied and embedding):
-        size += vocab * c
-    return size
 
 
 # --- sequence parallelism

@@ -1,7 +1,7 @@
 """What a rank of train.py should send and hold in a step: the formulas of all techniques together.
 
 The receipt shows these figures beside what the ledger counted. They must agree to the byte, except
-for activations. Each function adds what one kind of parallelism sends; harness/formulas.py has the
+for activations. Each function adds what one kind of parallelism sends; receipts/formulas.py has the
 formulas themselves. Letters: P parameters, b T C sequences, tokens, width, e bytes an element,
 r = (n-1)/n on n ranks, t tensor-parallel ranks, m micro-batches, V the vocabulary.
 """
@@ -10,11 +10,12 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
-import expert_parallel
 import harness
-from harness import formulas as by_paper
-from harness import long_context, schedules, zero_bytes
-from trainer.composed_zero import ComposedZeRO
+from harness import presets
+from receipts import context_parallel as long_context
+from receipts import formulas as by_paper
+from receipts import pipeline as schedules
+from receipts import zero as zero_bytes
 
 SCALAR = 8  # the loss and the squared norm are summed as one float64 each
 
@@ -131,13 +132,13 @@ def data(run, share, optimizer, actions, groups):
     args, config = run.args, run.config
 
     def parameters(experts=None):
-        return by_paper.parameters_held(config, args.tp, *share.layers, experts)
+        return presets.parameters_held(config, args.tp, *share.layers, experts)
 
     sizes = {"dp": parameters()}
     if args.ep > 1:
         plain = parameters(experts=0)
         sizes = {"dp": plain, "copies": parameters(experts_here(config, groups["ep"])) - plain}
-    if isinstance(optimizer, ComposedZeRO):
+    if hasattr(optimizer, "buckets"):  # ZeRO
         return of_zero(args, share, optimizer, actions, groups, sizes)
     states, sent = [0, 0, 0], {}
     for name, size in sizes.items():
@@ -190,9 +191,9 @@ def of_zero(args, share, optimizer, actions, groups, sizes):
 
 
 def experts_here(config, group):
-    """How many experts this rank has."""
-    counts = expert_parallel.expert_counts(config.experts, dist.get_world_size(group))
-    return counts[dist.get_rank(group)]
+    """How many experts this rank has. Where they don't divide, the first ranks have one more."""
+    each, more = divmod(config.experts, dist.get_world_size(group))
+    return each + 1 if dist.get_rank(group) < more else each
 
 
 def experts(run, share, groups, travelled):
@@ -249,7 +250,7 @@ def tensor(run, share, optimizer, tp):
     shape = share.sequences, share.length, e, *share.layers
     size = by_paper.sequence_parallel_sent(config, args.tp, *shape, keep, args.recompute)
     partial = by_paper.partial_parameters(config, *share.layers)
-    if isinstance(optimizer, ComposedZeRO):
+    if hasattr(optimizer, "buckets"):  # ZeRO
         partial = sum(bucket.length for bucket in optimizer.buckets if tp in bucket.partial)
     sums = by_paper.all_reduce_sent(partial * share.reduced + SCALAR, args.tp)
     more = "" if args.recompute == "none" else ", more to recompute,"
@@ -290,7 +291,7 @@ def activations(args, config, share, flying):
 def of_block(args, config, share, recompute):
     """Bytes of one block and micro-batch."""
     split = 1 if args.sp else args.tp
-    size = harness.activation_bytes(config, share.micro, share.element, split, recompute)
+    size = by_paper.activation_bytes(config, share.micro, share.element, split, recompute)
     size *= share.length / config.context
     if not args.sp:
         return size
