@@ -556,10 +556,11 @@ class OverSequence(OverGroup):
 
 
 # --- demo ---
-# It needs harness/, model.py and ddp.py
+# It needs harness/, proof/, receipts/, model.py and ddp.py
 
 import ddp
 import harness
+import proof
 from receipts import context_parallel as long_context
 
 
@@ -580,7 +581,7 @@ def main():
     def check(world):
         long_context.grid(args.kind, world, args.rings, config.heads)
 
-    harness.launch(demo, args, check=check)
+    proof.launch(demo, args, check=check)
 
 
 def demo(run):

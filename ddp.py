@@ -243,6 +243,7 @@ class Step:
 
 import collectives
 import harness
+import proof
 from harness import parameter_server
 from receipts import ddp as data_parallel
 
@@ -259,7 +260,7 @@ def main():
     data_parallel.flags(parser)
     args = parser.parse_args()
     harness.configure(args)
-    harness.launch(demo, args, check=functools.partial(data_parallel.check, args))
+    proof.launch(demo, args, check=functools.partial(data_parallel.check, args))
 
 
 def demo(run):

@@ -301,13 +301,14 @@ def header(number, weights):
 # --- demo ---
 
 import harness
+import proof
 from receipts import diloco as islands
 
 
 def main():
     args = islands.parse_args(__doc__)
     harness.configure(args)
-    harness.launch(demo, args, check=lambda world: islands.check(args, world), run=islands.Run)
+    proof.launch(demo, args, check=lambda world: islands.check(args, world), run=islands.Run)
 
 
 def demo(run):

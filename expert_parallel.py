@@ -408,6 +408,7 @@ def parallelize(model, group, capacity=None, chunks=1, data_group=None):
 
 import harness
 import model as gpt
+import proof
 from receipts import expert_parallel as experts
 
 
@@ -426,7 +427,7 @@ def main():
         harness.check_batch(args, world)
         expert_counts(config.experts, world)
 
-    harness.launch(demo, args, check=check)
+    proof.launch(demo, args, check=check)
 
 
 def demo(run):

@@ -712,6 +712,7 @@ def check_links(schedule, links):
 # --- demo ---
 
 import harness
+import proof
 from receipts import pipeline as schedules
 
 
@@ -730,7 +731,7 @@ def main():
     args.schedule = args.schedule or "1f1b"
     config = harness.configure(args)
     harness.check_batch(args, 1)
-    harness.launch(demo, args, check=lambda world: schedules.of_flags(make, args, config, world))
+    proof.launch(demo, args, check=lambda world: schedules.of_flags(make, args, config, world))
 
 
 def demo(run):

@@ -319,6 +319,7 @@ def parallelize(model, group, keep=True):
 # --- demo ---
 
 import harness
+import proof
 from receipts import tensor_parallel as tensor_bytes
 
 
@@ -335,7 +336,7 @@ def main():
         tensor_parallel.check_heads(config, world)
         tensor_bytes.check_padding(config, world)
 
-    harness.launch(demo, args, check=check)
+    proof.launch(demo, args, check=check)
 
 
 def demo(run):

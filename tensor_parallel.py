@@ -378,6 +378,7 @@ def parallelize(model, group):
 # --- demo ---
 
 import harness
+import proof
 from receipts import tensor_parallel as tensor_bytes
 
 
@@ -385,7 +386,7 @@ def main():
     args = harness.parser(__doc__).parse_args()
     config = harness.configure(args)
     harness.check_batch(args, 1)
-    harness.launch(demo, args, check=lambda world: check_heads(config, world))
+    proof.launch(demo, args, check=lambda world: check_heads(config, world))
 
 
 def demo(run):

@@ -350,7 +350,7 @@ def train(run, schedule=None, watch=contextlib.nullcontext, cold=True):
                 norm = optimizer.grad_norm(splitting) / scale.value
             else:
                 norm = harness.grad_norm(parameters, splitting)
-            if step == run.measured:  # the harness counts bytes in this step
+            if step == run.measured:  # the ledger counts bytes in this step
                 travelled = runner.rows.travelled
             record(batches, loss, norm)
             again = functools.partial(runner.step, batches)

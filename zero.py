@@ -746,6 +746,7 @@ def ZeRO(model, group, stage, optimizer, microbatches=1, **options):
 # --- demo ---
 
 import harness
+import proof
 from harness import zero_flags
 from receipts import zero as zero_bytes
 
@@ -768,7 +769,7 @@ def main():
     args.stage = 3 if args.stage is None else args.stage
     zero_flags.check(args, args.stage)
     harness.configure(args)
-    harness.launch(demo, args, check=functools.partial(zero_flags.check_world, args))
+    proof.launch(demo, args, check=functools.partial(zero_flags.check_world, args))
 
 
 def demo(run):

@@ -22,6 +22,7 @@ import torch.nn.functional as F
 import expert_parallel
 import harness
 import model as gpt
+import proof
 from harness import memory, presets
 from receipts.expert_parallel import AllToAllClock
 
@@ -174,7 +175,7 @@ def main():
         size = presets.parameters_held(config, 1, 1) + 128 * args.batch * args.width
         memory.check_ranks(args, world, 4 * size)
 
-    harness.launch(demo, args, check=check, run=harness.Rank)
+    proof.launch(demo, args, check=check, run=proof.Rank)
 
 
 if __name__ == "__main__":

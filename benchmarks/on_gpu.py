@@ -22,6 +22,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 import harness
+import proof
 import train
 from harness import start
 from trainer import layout
@@ -252,7 +253,7 @@ def noting_waits(places):
             torch.cuda.set_sync_debug_mode("default")
 
 
-class WaitsRun(harness.Run):
+class WaitsRun(proof.Run):
     """Notes where steps 3 and 4 wait."""
 
     def steps(self, optimizer):
@@ -272,10 +273,10 @@ def train_with(kind, path, flags):
     """Run train.py with a Run of this file, which knows where to report, and end the process."""
     kind.path = path
     args, _ = prepared(flags)
-    harness.launch(train.train, args, needed=1, run=kind)
+    proof.launch(train.train, args, needed=1, run=kind)
 
 
-class PeakRun(harness.Run):
+class PeakRun(proof.Run):
     """Reads the allocator's peak of the step that the ledger watches."""
 
     def steps(self, optimizer):

@@ -20,9 +20,10 @@ import torch.distributed as dist
 
 import ddp
 import harness
+import proof
 import zero
-from harness.ledger import Ledger, storage_bytes
-from harness.run import lasting
+from proof.ledger import Ledger, storage_bytes
+from proof.run import lasting
 
 KINDS = ("parameters", "gradients", "optimizer", "activations and buffers")
 COLORS = ("#4c78a8", "#f58518", "#54a24b", "#bab0ac")
@@ -40,7 +41,7 @@ def main():
         if name:
             harness.check_picture(flag, name)
     harness.configure(args)
-    harness.launch(draw, args, check=lambda world: harness.check_batch(args, world))
+    proof.launch(draw, args, check=lambda world: harness.check_batch(args, world))
 
 
 def draw(run):

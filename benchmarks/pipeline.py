@@ -17,6 +17,7 @@ import torch.nn.functional as F
 
 import harness
 import pipeline
+import proof
 from receipts import pipeline as schedules
 
 
@@ -116,7 +117,7 @@ def main():
         for name in pipeline.SCHEDULES:
             pipeline.make(name, world, args.microbatches)
 
-    harness.launch(demo, args, check=check, run=harness.Rank)
+    proof.launch(demo, args, check=check, run=proof.Rank)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@
 Trains the same small GPT with train.py in several layouts and dtypes, and compares loss, gradient
 norm, gradients and weights with one process after 1, 10 and 100 steps: the receipt's largest
 relative differences. The first layout is one process too, with 4 micro-batches: what it shows is
-the order of sums alone. harness/tolerance.py takes its tolerances from the column of 10 steps.
+the order of sums alone. proof/tolerance.py takes its tolerances from the column of 10 steps.
 """
 
 import json
@@ -15,7 +15,7 @@ import sys
 import tempfile
 
 import harness
-from harness.tolerance import TOLERANCE
+from proof.tolerance import TOLERANCE
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 SMALL = "--layers 4 --heads 4 --width 64 --context 64 --batch 16 --lr 1e-3 --warmup 20 --sample 0"

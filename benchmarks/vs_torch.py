@@ -53,11 +53,14 @@ import ddp
 import harness
 import model as gpt
 import pipeline
+import proof
 import sequence_parallel
 import tensor_parallel
 import zero
 from harness import presets, start
-from harness.ledger import tensors_in
+from proof.ledger import tensors_in
+from proof.one_process import larger
+from proof.tolerance import FLOOR, TOLERANCE
 from receipts.pipeline import stage_layers
 
 MICROBATCHES = 8
@@ -97,7 +100,7 @@ class Job:
         self.config = presets.configure(preset, **same | fields)
         self.precision = "bfloat16" if cuda else "float32"
         self.dtype, self.kind = harness.DTYPES[self.precision], kind
-        self.tolerance = dict(harness.TOLERANCE[self.precision])
+        self.tolerance = dict(TOLERANCE[self.precision])
         if not cuda:
             self.tolerance["param"] = KINDS[kind][1]
         size = 16 if cuda else 2048 // self.config.context, self.config.context + 1
@@ -438,12 +441,12 @@ def difference(job, ours, theirs):
     worst = {"loss": ((losses[0] - losses[1]) / losses[1]).abs().max().item(), "param": 0.0}
     mine, other = ({name: p.detach() for name, p in side.weights()} for side, *_ in (ours, theirs))
     assert mine.keys() == other.keys()
-    floor = harness.FLOOR[job.precision] * max(p.abs().max().item() for p in other.values())
+    floor = FLOOR[job.precision] * max(p.abs().max().item() for p in other.values())
     for name, p in other.items():
         error = (mine[name].double() - p.double()).abs().max().item() / max(
             p.abs().max().item(), floor
         )
-        worst["param"] = harness.larger(worst["param"], error)
+        worst["param"] = larger(worst["param"], error)
     everyone = torch.tensor(list(worst.values()), dtype=torch.float64, device=job.device)
     dist.all_reduce(everyone.nan_to_num_(torch.inf), op=dist.ReduceOp.MAX)
     return dict(zip(worst, everyone.tolist()))
@@ -514,7 +517,7 @@ def main():
     args = p.parse_args()
     if "RANK" in os.environ or args.nproc and args.device == "cpu":
         args.device = args.device or "auto"
-        harness.launch(demo, args, run=harness.Rank)
+        proof.launch(demo, args, run=proof.Rank)
     gpus, codes = torch.cuda.device_count(), []
     if args.device == "cuda" and gpus < (args.nproc or 1):
         raise harness.Refused(

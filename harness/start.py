@@ -328,7 +328,7 @@ def keep_autograd_forkable():
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 # The folders of this project's code
-FOLDERS = ("harness", "receipts", "trainer", "simulator", "benchmarks")
+FOLDERS = ("harness", "proof", "receipts", "trainer", "simulator", "benchmarks")
 OWN = [ROOT, *(os.path.join(ROOT, folder) for folder in FOLDERS)]
 # Backends with which a rank that lost a peer hangs, where with gloo it gets an exception
 WITHOUT_EXCEPTIONS = ["nccl"]

@@ -19,9 +19,9 @@ from harness import memory
 from harness.flags import POSITIVE, SIZE, SPEED, TIME, Parser, quantity
 from harness.flags import count as whole_number
 from harness.plots import check_plot, plot_flag, pyplot, save
-from harness.receipt import write_json
-from harness.run import Rank, launch
 from harness.start import Refused
+from proof.receipt import write_json
+from proof.run import Rank, launch
 
 # --- flags
 

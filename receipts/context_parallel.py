@@ -14,10 +14,10 @@ import torch.nn as nn
 import model as gpt
 from harness import data
 from harness.flags import POSITIVE
-from harness.ledger import human
 from harness.plots import plot_flag, pyplot, save
-from harness.proof import TOLERANCE
 from harness.start import Refused
+from proof.ledger import human
+from proof.tolerance import TOLERANCE
 from receipts.formulas import activation_bytes, all_reduce_sent, context_parallel_sent
 
 GENERATED = 16  # tokens after the prompt

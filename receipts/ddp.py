@@ -1,8 +1,8 @@
 """The flags of ddp.py's demo, and what its receipt is held against."""
 
 from harness.flags import POSITIVE, check_batch
-from harness.receipt import Count
 from harness.start import Refused
+from proof.receipt import Count
 from receipts import collectives as network
 from receipts.formulas import activation_bytes, data_parallel_sent
 

@@ -8,12 +8,13 @@ import torch
 import torch.distributed as dist
 
 import model as gpt
-from harness import flags, proof
+from harness import flags
 from harness.flags import NATURAL, POSITIVE, check_batch, real
-from harness.ledger import Ledger, human, storage_bytes
 from harness.optimizer import clip, grad_norm, learning_rate, make_optimizer
 from harness.refusal import Refused
-from harness.run import Run as OrdinaryRun
+from proof import one_process
+from proof.ledger import Ledger, human, storage_bytes
+from proof.run import Run as OrdinaryRun
 from receipts.formulas import activation_bytes, all_reduce_sent, islands_message
 
 # --- flags
@@ -243,7 +244,7 @@ class Run(OrdinaryRun):
             own = named if number == self.rank else {}
             whole = {"grad": island.gradients, "param": island.weights} if island else {}
             for kind in tensors:
-                differences |= proof.compare_tensors(
+                differences |= one_process.compare_tensors(
                     self, kind, whole.get(kind, {}), tensors[kind], own
                 )
         curves = [[(i.losses, i.norms) for i in played] if self.rank == 0 else None]
@@ -251,15 +252,15 @@ class Run(OrdinaryRun):
         losses, norms = curves[0][self.rank]
         worst = {"loss": 0.0, "grad_norm": 0.0, "grad": 0.0, "param": 0.0}
         for row, loss, norm in zip(self.history, losses, norms):
-            worst["loss"] = proof.larger(worst["loss"], abs(row["loss"] - loss) / abs(loss))
+            worst["loss"] = one_process.larger(worst["loss"], abs(row["loss"] - loss) / abs(loss))
             off = abs(row["grad_norm"] - norm) / abs(norm)
-            worst["grad_norm"] = proof.larger(worst["grad_norm"], off)
+            worst["grad_norm"] = one_process.larger(worst["grad_norm"], off)
         if is_data_parallelism(self.args):
             data_parallel = self.compare_with_data_parallelism(steps, named, tensors["param"])
             differences |= data_parallel
         for (kind, _), difference in differences.items():
-            worst[kind] = proof.larger(worst[kind], difference)
-        self.worst = proof.worst_names(self, differences)
+            worst[kind] = one_process.larger(worst[kind], difference)
+        self.worst = one_process.worst_names(self, differences)
         errors = torch.tensor(list(worst.values()), dtype=torch.float64, device=self.device)
         errors = torch.where(errors.isnan(), torch.inf, errors)
         dist.all_reduce(errors, op=dist.ReduceOp.MAX)
@@ -271,9 +272,9 @@ class Run(OrdinaryRun):
         reference = {}
         if self.rank == 0:
             self.count *= self.islands
-            reference = proof.one_process(self, steps)[3]
+            reference = one_process.one_process(self, steps)[3]
             self.count //= self.islands
-        differences = proof.compare_tensors(self, "param", reference, weights, named)
+        differences = one_process.compare_tensors(self, "param", reference, weights, named)
         largest = torch.tensor(max(differences.values()), device=self.device)
         dist.all_reduce(largest, op=dist.ReduceOp.MAX)
         self.from_data_parallelism = largest.item()

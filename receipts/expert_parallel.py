@@ -12,11 +12,11 @@ import torch
 import torch.distributed as dist
 
 from harness.flags import real
-from harness.ledger import human
 from harness.plots import check_plot, plot_flag, pyplot, save
 from harness.presets import parameters_held
-from harness.receipt import Count
 from harness.start import Refused
+from proof.ledger import human
+from proof.receipt import Count
 from receipts.formulas import activation_bytes, all_reduce_sent
 
 # --- flags

@@ -21,8 +21,8 @@ import torch.distributed as dist
 from harness.outputs import writing
 from harness.plots import plot_flag, pyplot, save
 from harness.presets import parameters_held
-from harness.receipt import Count
 from harness.start import Refused, refusing
+from proof.receipt import Count
 from receipts.formulas import activation_bytes, all_reduce_sent
 
 MOST_ACTIONS = 20_000_000  # of a schedule: 160 bytes and 7 microseconds each

@@ -7,8 +7,8 @@ parameters of e bytes.
 import torch.distributed as dist
 
 from harness import presets
-from harness.saved import saved_bytes
 from harness.start import Refused
+from proof.saved import saved_bytes
 from receipts import formulas
 
 NORM = 8  # bytes: the squared gradient norm is one float64

@@ -14,9 +14,9 @@ import model as gpt
 from harness import presets
 from harness.blocks import recompute
 from harness.flags import DTYPES
-from harness.ledger import Ledger, storage_bytes
-from harness.run import lasting
 from harness.start import keep_autograd_forkable
+from proof.ledger import Ledger, storage_bytes
+from proof.run import lasting
 from receipts import formulas
 
 

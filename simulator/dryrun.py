@@ -55,11 +55,11 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import expert_parallel
-import harness
 import pipeline
-from harness import ledger
-from harness.run import lasting
+import proof
 from harness.start import keep_autograd_forkable
+from proof import ledger
+from proof.run import lasting
 from simulator import meter, repeat
 from simulator.fakes import Fakes, KnowsDevices
 from simulator.meter import Part
@@ -69,7 +69,7 @@ class Meter(KnowsDevices, meter.Meter):
     """simulator/meter.py's."""
 
 
-class DryRun(harness.Run):
+class DryRun(proof.Run):
     """A Run without values: one step of train.train, as the second of many is. Use it within
     `without_values`."""
 

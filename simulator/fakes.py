@@ -9,7 +9,7 @@ is simple: run the operation on meta tensors, and call the result a tensor on th
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
 
-from harness import ledger
+from proof import ledger
 
 CPU = torch.device("cpu")
 META = torch.device("meta")

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from harness import ledger
+from proof import ledger
 from simulator import kernels, links
 
 # Seconds that the host takes to launch an operation: 4.2 microseconds from Python, measured beside

@@ -11,7 +11,8 @@ from typing import NamedTuple
 
 import harness
 import pipeline
-from harness import Refused, large_vocabulary, ledger, zero_flags
+from harness import Refused, large_vocabulary, zero_flags
+from proof import ledger
 from receipts import pipeline as schedules
 from simulator import timeline
 from simulator.devices import cluster_of, usable_memory

@@ -25,7 +25,7 @@ from torch.overrides import _get_current_function_mode_stack
 
 import pipeline
 from expert_parallel import ExpertDispatch
-from harness import ledger
+from proof import ledger
 from simulator.fakes import KnowsDevices
 
 

@@ -23,7 +23,8 @@ from typing import NamedTuple
 
 import harness
 import pipeline
-from harness import large_vocabulary, ledger, presets
+from harness import large_vocabulary, presets
+from proof import ledger
 from receipts import formulas
 from receipts import pipeline as schedules
 from simulator import kernels

@@ -41,12 +41,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 sys.path.insert(0, ROOT)
 import expert_parallel
-import harness
-from harness.ledger import group_in, tensors_in
+import proof
+from proof.ledger import group_in, tensors_in
 from simulator import dryrun
 from simulator.meter import grouped_mm_result
 
-FOLDERS = ("", "harness", "receipts", "trainer", "simulator", "tests")
+FOLDERS = ("", "harness", "proof", "receipts", "trainer", "simulator", "tests")
 OWN = [os.path.join(ROOT, folder).rstrip("/") for folder in FOLDERS]
 # They launch nothing
 NOT_KERNELS = {"_unsafe_view", "_reshape_alias", "lift_fresh", "detach", "empty_like", "new_empty"}
@@ -158,11 +158,11 @@ class Watch(TorchDispatchMode):
 class FakeRun(dryrun.DryRun):
     """A dry run on the fake device, with a Watch in place of the meter."""
 
-    microbatches = harness.Run.microbatches  # with its copies to the device
+    microbatches = proof.Run.microbatches  # with its copies to the device
 
     def __init__(self, args, rank, world, modes, script):
         self.seen, self.modes = Watch(groups_must_have_two=script == "train"), modes
-        harness.Run.__init__(self, args, rank, world, CUDA)
+        proof.Run.__init__(self, args, rank, world, CUDA)
         self.draw = lambda name, shape, init, seed: torch.empty(shape)
 
     def load(self):
@@ -246,7 +246,7 @@ def play(script, flags, rank, world):
             patches.enter_context(mock.patch.object(*what))
 
         patch(sys, "argv", [f"{script}.py", *words])
-        patch(harness, "launch", launch)
+        patch(proof, "launch", launch)
         patch(dist, "get_backend", lambda group=None: "nccl")
         patch(torch.cuda, "get_device_name", lambda *_: "NVIDIA H200")
         patch(torch.cuda, "get_device_capability", lambda *_: (9, 0))

@@ -15,6 +15,7 @@ from conftest import Script
 from test_layouts import VARIANTS, arguments
 
 import harness
+import proof
 import train
 from trainer import checkpoint
 
@@ -30,7 +31,7 @@ def rank_of(rank, args, broken=None):
         broken(rank)
     args.prove = args.prove or 0
     try:
-        run = harness.Run(args, rank, dist.get_world_size(), torch.device("cpu"))
+        run = proof.Run(args, rank, dist.get_world_size(), torch.device("cpu"))
         return train.train(run), [
             (row["step"], row["loss"], row["grad_norm"]) for row in run.history
         ]

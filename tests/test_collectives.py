@@ -17,8 +17,9 @@ from conftest import enter, join
 import collectives
 import ddp
 import harness
+import proof
 from collectives import ALL_REDUCE, Checked
-from harness.ledger import Ledger
+from proof.ledger import Ledger
 from receipts import collectives as network
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -44,7 +45,7 @@ def inputs(n, size, dtype=torch.float32):
 
 
 def every_collective_equals_torchs_bit_for_bit(rank, world):
-    run = harness.Rank(None, rank, world, torch.device("cpu"))
+    run = proof.Rank(None, rank, world, torch.device("cpu"))
     return {
         name: dtypes for name, dtypes in network.differences(collectives, run).items() if dtypes
     }

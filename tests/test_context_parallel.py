@@ -15,7 +15,7 @@ from reference import CONFIGS, STEPS, assert_equal, batch, case, make_optimizer,
 
 import context_parallel as cp
 import model as gpt
-from harness.ledger import Ledger
+from proof.ledger import Ledger
 from receipts import context_parallel as long_context
 from receipts import formulas
 

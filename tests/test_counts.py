@@ -8,8 +8,8 @@ import torch
 
 import ddp
 import expert_parallel
-import harness
 import pipeline
+import proof
 
 SMALL = "--layers 4 --heads 2 --width 8 --context 8 --batch 8 --steps 2 --dtype float64 --quiet"
 
@@ -64,7 +64,7 @@ CASES = [
 def test_what_is_only_late_or_lost_fails(ranks, text, monkeypatch, technique, flags, bug, words):
     """Two ranks each, forked, because a receipt is of ranks; without the bug it holds."""
     given = []
-    monkeypatch.setattr(harness, "launch", lambda demo, args, **_: given.append(args))
+    monkeypatch.setattr(proof, "launch", lambda demo, args, **_: given.append(args))
     monkeypatch.setattr(sys, "argv", ["demo", *f"{SMALL} {flags} --data {text}".split()])
     technique.main()
     [args] = given
@@ -72,7 +72,7 @@ def test_what_is_only_late_or_lost_fails(ranks, text, monkeypatch, technique, fl
     def work(rank, plant):
         pipeline.make.cache_clear()  # schedules that tests before this one have made
         plant()
-        run = harness.Run(args, rank, 2, torch.device("cpu"))
+        run = proof.Run(args, rank, 2, torch.device("cpu"))
         return technique.demo(run), getattr(run, "result", None)
 
     for plant, code in ((lambda: None, 0), (bug, 1)):

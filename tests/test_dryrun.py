@@ -13,6 +13,7 @@ import torch.distributed as dist
 import expert_parallel
 import harness
 import model as gpt
+import proof
 import train
 from benchmarks import products, published
 from simulator import devices, dryrun, kernels, links, planner, rough
@@ -55,7 +56,7 @@ def real(rank, args):
         reads.append(read(self, *given))
         return reads[-1]
 
-    run = harness.Run(args, rank, dist.get_world_size(), torch.device("cpu"))
+    run = proof.Run(args, rank, dist.get_world_size(), torch.device("cpu"))
     with mock.patch.object(expert_parallel.ExpertDispatch, "read", recorded):
         train.train(run)
     # Two steps and a validation as long

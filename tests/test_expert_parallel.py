@@ -13,7 +13,7 @@ import expert_parallel as ep
 import harness
 import model as gpt
 from harness import presets
-from harness.ledger import Ledger
+from proof.ledger import Ledger
 from receipts import expert_parallel as experts
 
 SIZES = dict(layers=2, heads=4, width=32, context=12, vocab=61, balance_loss=0.3, z_loss=0.1)

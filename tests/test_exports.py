@@ -18,6 +18,7 @@ from test_tokens import TEXT, make_tokenizer
 
 import harness
 import model as gpt
+import proof
 import train
 from benchmarks import smollm2 as smollm2_converter
 from harness import data, presets
@@ -39,7 +40,7 @@ def export(ranks, flags):
     args, _ = train.prepare(args)
 
     def work(rank):
-        run, said = harness.Run(args, rank, 1, torch.device("cpu")), []
+        run, said = proof.Run(args, rank, 1, torch.device("cpu")), []
         run.print = lambda *words, **_: said.append(" ".join(map(str, words)))
         assert train.train(run) == 0
         return said
@@ -281,7 +282,7 @@ def test_a_trained_model_knows_the_capital_of_france(ranks, smollm2, first_loss,
     args, _ = train.prepare(args)
 
     def work(rank):
-        run, said = harness.Run(args, rank, dist.get_world_size(), torch.device("cpu")), []
+        run, said = proof.Run(args, rank, dist.get_world_size(), torch.device("cpu")), []
         run.print = said.append
         assert train.train(run) == 0
         return said, run.history[0]["loss"]

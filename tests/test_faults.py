@@ -23,6 +23,7 @@ from test_checkpoint import same_tensors, whole
 from test_start import Torchrun, gone
 
 import harness
+import proof
 import train
 from harness import presets, start
 from trainer import saving
@@ -186,14 +187,14 @@ def test_a_rank_that_hangs_is_named(text, tmp_path, before):
 
 def test_ranks_in_different_places_are_told_apart(text, tmp_path):
     def busy():
-        check = harness.Run.check
+        check = proof.Run.check
 
         def planted(run, *args, **kwargs):
             if run.step == 3 and run.rank == 1:
                 time.sleep(60)
             return check(run, *args, **kwargs)
 
-        harness.Run.check = planted
+        proof.Run.check = planted
 
     run = Training(tmp_path, "--steps 6 --timeout 4 --dp 2", text, busy)
     assert run.end() == 1
@@ -210,7 +211,7 @@ def test_a_gradient_that_is_no_number(text, tmp_path, layout):
     name, rank = "blocks.2.mlp.up.bias", 3
 
     def broken():
-        batches = harness.Run.microbatches
+        batches = proof.Run.microbatches
 
         def planted(run, step, *args, **kwargs):
             if run.rank == rank and step == 0:
@@ -221,7 +222,7 @@ def test_a_gradient_that_is_no_number(text, tmp_path, layout):
             run.at = step
             return batches(run, step, *args, **kwargs)
 
-        harness.Run.microbatches = planted
+        proof.Run.microbatches = planted
 
     out = tmp_path / "out"
     run = Training(tmp_path, f"--steps 6 {layout} --out {out} --save-every 1", text, broken)
@@ -243,13 +244,13 @@ def test_kills_lose_no_checkpoint(text, tmp_path, undisturbed):
     flags = f"--steps {STEPS} --dp 2 --out {out} --resume --save-every 2 --keep 2"
 
     def slowly():
-        log = harness.Run.log
+        log = proof.Run.log
 
         def slow(*args, **kwargs):
             time.sleep(0.1)
             log(*args, **kwargs)
 
-        harness.Run.log = slow
+        proof.Run.log = slow
 
     for kind in ("rank", "launcher", "rank"):
         run = Training(tmp_path, flags, text, slowly)

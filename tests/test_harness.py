@@ -12,8 +12,10 @@ import torch.distributed as dist
 from conftest import Script
 
 import harness
+import proof
 from harness import start
-from harness.ledger import Ledger
+from proof.ledger import Ledger
+from proof.one_process import larger
 
 SMALL = "--layers 2 --heads 2 --width 16 --context 16 --batch 4 --steps 2 --microbatches 2".split()
 
@@ -45,7 +47,7 @@ def test_cudas_own_peak_stands_beside_the_ledgers(monkeypatch):
     calls = []
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", calls.append)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 1000 + len(calls))
-    run = harness.Run.__new__(harness.Run)
+    run = proof.Run.__new__(proof.Run)
     run.args = argparse.Namespace(steps=3, lr=1.0, warmup=0, prove=0, dtype="float32")
     run.device, run.first = torch.device("cuda", 0), 0
     run.skipped = run.overflows = run.delayed = 0
@@ -59,7 +61,7 @@ def test_cudas_own_peak_stands_beside_the_ledgers(monkeypatch):
 
 
 def test_nan_is_the_largest_difference():
-    assert harness.larger(1.0, math.nan, 2.0) == math.inf
+    assert larger(1.0, math.nan, 2.0) == math.inf
 
 
 def test_learning_rate_warms_up_and_falls():
@@ -194,7 +196,7 @@ def test_different_text_on_one_rank(ranks, tmp_path, capfd):
         path.write_text("some text " * 100 + "x" * (rank // 2))
         args = harness.parser("").parse_args([*SMALL, "--data", str(path)])
         try:
-            harness.Run(args, rank, 3, torch.device("cpu"))
+            proof.Run(args, rank, 3, torch.device("cpu"))
         except harness.Refused as e:
             return str(e), e.speaker
 
@@ -206,7 +208,7 @@ def test_different_flags_on_one_rank(ranks):
     def work(rank):
         args = harness.parser("").parse_args([*SMALL, "--lr", str(0.1 * (1 + rank // 2))])
         try:
-            harness.Run(args, rank, 3, torch.device("cpu"))
+            proof.Run(args, rank, 3, torch.device("cpu"))
         except harness.Refused as e:
             return str(e)
 
@@ -223,7 +225,7 @@ def test_missing_text_on_one_rank(ranks, tmp_path):
             path.write_text("some text " * 100)
         args = harness.parser("").parse_args([*SMALL, "--data", str(path)])
         try:
-            harness.Run(args, rank, 3, torch.device("cpu"))
+            proof.Run(args, rank, 3, torch.device("cpu"))
         except harness.Refused as e:
             return str(e), e.speaker
 

@@ -15,7 +15,8 @@ import torch
 from conftest import ROOT, Script
 
 import harness
-from harness import memory, presets, receipt, start, streams
+from harness import memory, presets, start, streams
+from proof import receipt
 from trainer import checkpoint, layout, pretrained, tracking
 
 TOP = ["collectives", "ddp", "zero", "tensor_parallel", "sequence_parallel"]

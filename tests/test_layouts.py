@@ -11,6 +11,7 @@ import ddp
 import harness
 import model as gpt
 import pipeline
+import proof
 import sequence_parallel
 import tensor_parallel
 import train
@@ -130,7 +131,7 @@ def run_layout(rank, args, broken=None):
     """train.py's own function on this rank; returns its exit code and the receipt."""
     if broken:
         broken()
-    run = harness.Run(args, rank, dist.get_world_size(), torch.device("cpu"))
+    run = proof.Run(args, rank, dist.get_world_size(), torch.device("cpu"))
     code = train.train(run)
     return code, getattr(run, "result", None)
 
@@ -417,7 +418,7 @@ def tied_gradients_never_meet():
 def all_shards_equal():
     """All ranks take the first piece when the model is filled. The proof's own pieces are right."""
 
-    right = harness.run.take
+    right = proof.run.take
 
     def wrong(full, parameter):
         cuts = harness.placement(parameter)["cuts"]
@@ -427,7 +428,7 @@ def all_shards_equal():
         }
         return right(full, lookalike)
 
-    harness.run.take = wrong
+    proof.run.take = wrong
 
 
 def loss_is_a_mean_of_means():

@@ -3,7 +3,7 @@
 import torch
 import torch.distributed as dist
 
-from harness.ledger import Ledger
+from proof.ledger import Ledger
 
 
 def test_ledger_counts_every_operation(ranks):

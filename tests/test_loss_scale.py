@@ -14,6 +14,7 @@ from test_layouts import VARIANTS, arguments
 
 import harness
 import model as gpt
+import proof
 import train
 import zero
 from harness import data
@@ -34,7 +35,7 @@ eager = mock.patch.multiple(LossScale, INITIAL=2.0**19, INTERVAL=3)
 def history(rank, args, broken=None):
     """(exit code, the history's rows, the receipt) of train.py's own function, or its refusal."""
     try:
-        run = harness.Run(args, rank, dist.get_world_size(), torch.device("cpu"))
+        run = proof.Run(args, rank, dist.get_world_size(), torch.device("cpu"))
         if broken:
             broken(run)
         return train.train(run), run.history, getattr(run, "result", None)

@@ -12,7 +12,7 @@ import torch
 import harness
 import model as gpt
 from harness import presets
-from harness.ledger import Ledger
+from proof.ledger import Ledger
 from receipts import formulas
 
 transformers = pytest.importorskip("transformers")

@@ -11,8 +11,10 @@ from safetensors.torch import load_file, save_file
 
 import harness
 import model as gpt
+import proof
 import train
-from harness import presets, proof
+from harness import presets
+from proof import one_process
 from simulator import planner
 from trainer import hf_config, pretrained
 
@@ -94,9 +96,9 @@ def test_reads_and_writes_what_transformers_does(folders, tmp_path, name):
 
 
 def train_and_prove(rank, args):
-    run = harness.Run(args, rank, dist.get_world_size(), torch.device("cpu"))
+    run = proof.Run(args, rank, dist.get_world_size(), torch.device("cpu"))
     code = train.train(run)
-    weights = proof.one_process(run, 2)[3] if rank == 0 else None
+    weights = one_process.one_process(run, 2)[3] if rank == 0 else None
     return code, weights
 
 
@@ -496,7 +498,7 @@ def test_resume_needs_no_init_from(ranks, folders, text, tmp_path):
         args, _ = prepare(f"{flags} {more}")
 
         def work(rank):
-            run = harness.Run(args, rank, 2, torch.device("cpu"))
+            run = proof.Run(args, rank, 2, torch.device("cpu"))
             assert train.train(run) == 0
             return [row["loss"] for row in run.history]
 

@@ -16,8 +16,9 @@ from torch.distributed.tensor import parallel as dtensor
 
 import harness
 import model as gpt
-from harness import compare, recorder
-from harness.recorder import Recorder, summary
+from proof import compare, recorder
+from proof.recorder import Recorder, summary
+from proof.tolerance import TOLERANCE
 from trainer import pretrained
 
 STEPS = 3
@@ -311,7 +312,7 @@ def test_fsdp_and_tensor_parallel(ranks, text, tmp_path):
             assert sentence in said, said
 
 
-# --- harness.compare
+# --- proof.compare
 
 
 LINES = {
@@ -388,7 +389,7 @@ def test_another_weight_decay(tmp_path):
 
 def test_every_type_has_its_own_tolerance(tmp_path):
     ours = written(tmp_path / "ours", LINES)
-    for dtype, limits in harness.TOLERANCE.items():
+    for dtype, limits in TOLERANCE.items():
         theirs = written(tmp_path / dtype, LINES, json.dumps({"dtype": dtype}))
         code, said = compare.report(ours, theirs)
         assert code == 0 and f", {dtype}: tolerance {limits['grad']:.0e}" in said

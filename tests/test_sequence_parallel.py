@@ -12,8 +12,8 @@ import model as gpt
 import sequence_parallel as sp
 import tensor_parallel as tp
 from harness import presets
-from harness.ledger import Ledger
-from harness.saved import saved_bytes
+from proof.ledger import Ledger
+from proof.saved import saved_bytes
 from receipts import formulas
 from trainer import sampling
 

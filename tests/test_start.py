@@ -23,6 +23,7 @@ from test_harness import SMALL, refused
 
 import ddp
 import harness
+import proof
 from harness import host_messages, start
 
 ROOT = pathlib.Path(__file__).parent.parent
@@ -471,14 +472,14 @@ def test_out_of_memory(tmp_path):
     """One sentence that says what to change; the other ranks end too, and wait for nobody."""
 
     def full():
-        check = harness.Run.check
+        check = proof.Run.check
 
         def planted(run, *args, **kwargs):
             if run.step == 1 and run.rank == 1:
                 raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB\n...")
             return check(run, *args, **kwargs)
 
-        harness.Run.check = planted
+        proof.Run.check = planted
 
     done = Script(tmp_path, "ddp", [*SMALL, "--nproc", "2"], full)
     assert done.end() == 1

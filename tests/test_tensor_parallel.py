@@ -11,7 +11,7 @@ import harness
 import model as gpt
 import tensor_parallel as tp
 from harness import presets
-from harness.ledger import Ledger
+from proof.ledger import Ledger
 from receipts import formulas
 from trainer import sampling
 

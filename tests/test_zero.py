@@ -19,11 +19,12 @@ from torch.utils.checkpoint import checkpoint
 import harness
 import model as gpt
 import pipeline
+import proof
 import tensor_parallel
 import zero
 from harness import data, presets, zero_flags
-from harness.ledger import Ledger, storage_bytes
-from harness.run import lasting
+from proof.ledger import Ledger, storage_bytes
+from proof.run import lasting
 from receipts import formulas
 from receipts import pipeline as schedules
 from receipts import zero as zero_bytes
@@ -888,7 +889,7 @@ FLAGS = "--layers 3 --width 32 --heads 4 --context 16 --batch 12 --steps 3 --gra
 
 
 def run_demo(rank, args):
-    run = harness.Run(args, rank, dist.get_world_size(), torch.device("cpu"))
+    run = proof.Run(args, rank, dist.get_world_size(), torch.device("cpu"))
     return zero.demo(run), getattr(run, "result", None)
 
 

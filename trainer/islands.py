@@ -34,10 +34,11 @@ from torch import nn
 
 import diloco
 import harness
+import proof
 from harness import Refused, say, start
-from harness.ledger import human
 from harness.presets import parameter_shapes
-from harness.run import Run as OrdinaryRun
+from proof.ledger import human
+from proof.run import Run as OrdinaryRun
 from receipts import diloco as player
 from receipts import formulas
 from trainer import checkpoint, meeting
@@ -139,10 +140,10 @@ def check(args):
 def launch(train, args, world):
     """Start train(run) on the ranks of this island; or all islands on this machine."""
     if args.islands == 1:
-        harness.launch(train, args, needed=world)
+        proof.launch(train, args, needed=world)
     if args.island is None:
         start.finish(start_all(args))
-    harness.launch(train, args, needed=world, run=Run)
+    proof.launch(train, args, needed=world, run=Run)
 
 
 def start_all(args):

@@ -359,7 +359,7 @@ def theirs_llama(name, config):
 
 
 def recorder_names(folder):
-    """What harness/recorder.py needs to record a transformers model under our names: (names,
+    """What proof/recorder.py needs to record a transformers model under our names: (names,
     outputs). folder: has its config.json. Raises ValueError for a mixture, whose tensors have
     several forms."""
     config = presets.configure(**read_config(folder))

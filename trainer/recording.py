@@ -1,9 +1,9 @@
 """A recording of the run, to hold another training loop against (docs/debugging.md).
 
     python train.py --dtype float64 --steps 5 --record ours
-    python -m harness.compare ours theirs.jsonl
+    python -m proof.compare ours theirs.jsonl
 
-The folder gets record.jsonl, in the format of harness/recorder.py: the loss, the gradient's norm,
+The folder gets record.jsonl, in the format of proof/recorder.py: the loss, the gradient's norm,
 and of each step and whole parameter the norm and eight random projections of weight and gradient.
 Beside it lies step-N.safetensors: the step's batch, and the tensors that --record-tensors names.
 
@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from harness import Refused
 from harness.placement import placement
 from harness.presets import parameter_shapes
-from harness.recorder import Recorder, summary
+from proof.recorder import Recorder, summary
 
 FILE = "record.jsonl"
 

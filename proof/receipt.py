@@ -9,9 +9,9 @@ from typing import NamedTuple
 import torch.distributed as dist
 
 from harness import streams
-from harness.ledger import human
 from harness.start import say
-from harness.tolerance import TOLERANCE
+from proof.ledger import human
+from proof.tolerance import TOLERANCE
 
 
 class Count(NamedTuple):

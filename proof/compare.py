@@ -1,8 +1,8 @@
 """Hold one recording against another: the first step and tensor in which they part, and why.
 
-    python -m harness.compare OURS THEIRS
+    python -m proof.compare OURS THEIRS
 
-OURS is the reference. Each is a folder of `train.py --record` or a file of harness/recorder.py.
+OURS is the reference. Each is a folder of `train.py --record` or a file of proof/recorder.py.
 Exit code 0: equal to rounding. 1: they part. 2: they can't be compared.
 
 Things are compared in the order of computation: the weights at the start; then of each step the
@@ -12,7 +12,7 @@ the first, their norm, and the weights after the step.
 Two tensors are compared by their norms and by eight random projections. The root mean square of
 the projections' differences estimates the norm of the tensors' difference. It is divided by the
 tensor's norm, or by a floor that is a part of the largest norm of the step. The tolerance is that
-of a receipt (harness/tolerance.py), in the coarser of the two precisions.
+of a receipt (proof/tolerance.py), in the coarser of the two precisions.
 """
 
 import itertools
@@ -22,10 +22,10 @@ import os
 import sys
 from typing import NamedTuple
 
-from harness.diagnosis import MOST, is_ratio
 from harness.flags import Parser, real
 from harness.start import Refused, script
-from harness.tolerance import FLOOR, TOLERANCE
+from proof.diagnosis import MOST, is_ratio
+from proof.tolerance import FLOOR, TOLERANCE
 
 # From the finest to the coarsest; any other type counts as the last
 PRECISIONS = ["float64", "float32", "float16", "float32, few bits", "tf32", "bfloat16"]
@@ -99,7 +99,7 @@ def load(path):
             facts, *lines = [json.loads(line) for line in f]
         return Recording(path, {"dtype": facts["dtype"]} | facts, {x["step"]: x for x in lines})
     except OSError as e:
-        advice = "give a folder of train.py --record or a file of harness/recorder.py"
+        advice = "give a folder of train.py --record or a file of proof/recorder.py"
         raise Refused(f"{file} can't be read ({e.strerror}): {advice}") from e
     except (ValueError, KeyError, TypeError) as e:
         raise Refused(f"{file} is no recording, or was cut short: record it again") from e

@@ -2,7 +2,7 @@
 
 import torch
 
-from harness.ledger import storage_bytes
+from proof.ledger import storage_bytes
 
 
 def saved_bytes(model, block, *args, **kwargs):

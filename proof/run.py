@@ -23,13 +23,14 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import _disable_current_modes
 
 import model as gpt
-from harness import data, diagnosis, memory, proof, start
+from harness import data, memory, start
 from harness.flags import DTYPES, check_files, configure
-from harness.ledger import Ledger, storage_bytes
 from harness.optimizer import learning_rate
 from harness.placement import placement, take
-from harness.receipt import write_receipt
 from harness.refusal import Refused, refusing, say, terminal_may_close
+from proof import diagnosis, one_process
+from proof.ledger import Ledger, storage_bytes
+from proof.receipt import write_receipt
 
 
 def launch(demo, args, needed=None, check=lambda world: None, run=None):
@@ -261,11 +262,11 @@ class Run:
 
     def prove(self):
         """{kind: largest difference from one process} of the steps so far."""
-        return proof.compare(self, *self.compared)
+        return one_process.compare(self, *self.compared)
 
     def reference(self, steps):
         """What the proof compares with: see proof.one_process."""
-        return proof.one_process(self, steps)
+        return one_process.one_process(self, steps)
 
     def check(self, loss, norm, named, counts=True, blame=None):
         """Whether the optimizer may take the step. Call it before clipping the gradients.

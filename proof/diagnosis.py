@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from harness.placement import placement, take
 from harness.presets import parameter_shapes
-from harness.tolerance import TOLERANCE
+from proof.tolerance import TOLERANCE
 
 MOST = 5  # tensors that a receipt names
 REPLAYED = 10  # steps in which the first wrong gradient is looked for

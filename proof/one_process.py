@@ -6,11 +6,11 @@ import torch
 import torch.distributed as dist
 
 import model as gpt
-from harness.diagnosis import Replay, diagnose, partial_rows
 from harness.optimizer import clip, grad_norm, learning_rate, make_optimizer
 from harness.placement import take
 from harness.presets import parameter_shapes
-from harness.tolerance import FLOOR, TOLERANCE
+from proof.diagnosis import Replay, diagnose, partial_rows
+from proof.tolerance import FLOOR, TOLERANCE
 
 
 def one_process(run, steps, prepare=lambda model: None, inspect=lambda model: None):
