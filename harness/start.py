@@ -449,7 +449,7 @@ def end_if_stuck(store, rank, world, timeout, every=0.5):
     finish(failed(TimeoutError("timed out"), rank, world, store, timeout, forked=False))
 
 
-def roll_call(store, rank, world, wait=1.5):
+def roll_call(store, rank, world, wait):
     """Ask all ranks where they are. Returns None if the store does not answer, else
 
     first    whether this rank is the first to call the roll
@@ -471,7 +471,7 @@ def roll_call(store, rank, world, wait=1.5):
         present = {r: read(f"here{r}") for r in range(world) if r not in missing}
         result.extend((first, present, {r: read(f"host{r}") for r in sorted(missing)}))
 
-    within(wait + 0.5, call)
+    within(2 * wait + 1, call)  # a busy machine is slow in this too
     return result or None
 
 
@@ -513,17 +513,22 @@ def failed(error, rank, world, store, timeout, forked):
         advice = "give it less: more --microbatches, --recompute, --zero, a smaller --batch"
         say(f"rank {rank} is out of memory ({reason}): {advice}")
         return 1
-    if not isinstance(error, (RuntimeError, ConnectionError)) or not (late or lost):
+    of_a_peer = isinstance(error, (RuntimeError, ConnectionError, TimeoutError)) and (late or lost)
+    if not of_a_peer:
         within(1, lambda: store.set("failed", str(rank)))
         trace = "".join(traceback.format_exception(error))
         print(f"rank {rank} failed:\n{trace}", file=sys.stderr, flush=True)
         return 1
     # torchrun ends the survivors with SIGTERM: they must report first
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    with contextlib.suppress(ValueError):  # only the main thread may say so
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if forked and not late:
         within(1, lambda: store.set(f"here{rank}", whereabouts()))
         return LOST  # the process that forked the ranks saw which one died
-    answers = roll_call(store, rank, world)
+    # After a time-out there is no hurry, and on a busy machine a rank may take seconds to answer.
+    # After a broken connection torchrun may soon end this process
+    wait = 6 if late else 1.5
+    answers = roll_call(store, rank, world, wait)
     if answers is None:
         if int(os.environ.get("LOCAL_RANK", rank)) == 0:
             peer = os.environ.get("MASTER_ADDR", "the first rank's host")
@@ -534,7 +539,8 @@ def failed(error, rank, world, store, timeout, forked):
         return 1
     first, present, missing = answers
     if not first:
-        time.sleep(2)  # the first rank still calls the roll, maybe in a store of this process
+        # The first rank still calls the roll, maybe in a store of this process
+        time.sleep(wait + 2)
         return LOST
     seconds = timeout.total_seconds()
     names = ", ".join(f"rank {r} on {host}" for r, host in missing.items())
