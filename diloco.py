@@ -205,7 +205,7 @@ class DiLoCo:
 
     def exchange(self, message):
         """Send a message, bytes, to all islands. Returns a function that waits for theirs, in the
-        same order on all islands. A subclass may do it otherwise, and leave islands out."""
+        same order on all islands. A subclass may do it otherwise."""
         received = [torch.empty_like(message) for _ in range(dist.get_world_size(self.group))]
         work = dist.all_gather(received, message, group=self.group, async_op=True)
 

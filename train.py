@@ -27,6 +27,7 @@ docs/choosing-a-layout.md says which layout when.
 import contextlib
 import datetime
 import functools
+import math
 
 import torch
 import torch.distributed as dist
@@ -37,6 +38,7 @@ import expert_parallel
 import harness
 import model as gpt
 import pipeline
+import proof
 import sequence_parallel
 import tensor_parallel
 import trainer.islands as islands
@@ -55,7 +57,7 @@ from trainer.recording import recorded
 def flags():
     p = harness.parser(__doc__, steps=200, lr=3e-3, warmup=20, microbatches=None, tokenizer=None)
     n = harness.POSITIVE
-    g = p.add_argument_group("the layout (ranks = dp x cp x tp x pp)")
+    g = p.add_argument_group("the layout (ranks = islands x dp x cp x tp x pp)")
     g.add_argument("--dp", **n, default=1, help="data parallel: N copies share the batch")
     why = "tensor parallel: each layer is cut N ways; keep it inside a node"
     g.add_argument("--tp", **n, default=1, help=why)
@@ -110,7 +112,8 @@ def main():
     if args.dry_run or args.plan:
         return planner.main(args, prepare, train)
     args, _ = prepare(args)
-    islands.launch(train, args, args.dp * args.cp * args.tp * args.pp)
+    ranks = args.islands * args.dp * args.cp * args.tp * args.pp
+    proof.launch(train, args, needed=ranks, run=islands.Run if args.islands > 1 else proof.Run)
 
 
 # --- the mesh
@@ -126,14 +129,15 @@ def mesh(args, schedule):
     inside, across    of the dp ranks (and of the copies): those that split one copy, those with the
                  same shards, for --zero-ranks
     tied         of the pp ranks, the one or two that hold a tied matrix
-    down, up     activations and their gradients, each to later stages and to earlier ones"""
-    size = args.pp, args.dp, args.cp, args.tp
-    ranks = torch.arange(args.pp * args.dp * args.cp * args.tp).view(size)
-    dp = ranks.flatten(1, 2).transpose(1, 2)  # (pp, tp, dp cp)
-    cp = ranks.transpose(2, 3).unflatten(3, cp_shape(args))  # (pp, dp, tp, ring, ulysses)
-    experts = dp.unflatten(2, (-1, args.ep))  # (pp, tp, copies, ep)
-    pp = ranks.flatten(1).T
-    tied = torch.stack((pp[:, schedule.owner[0]], pp[:, schedule.owner[schedule.last]]), 1)
+    down, up     activations and their gradients, each to later stages and to earlier ones
+    island, islands    all ranks of an island; those with the same place in every island"""
+    size = args.islands, args.pp, args.dp, args.cp, args.tp
+    ranks = torch.arange(math.prod(size)).view(size)
+    dp = ranks.flatten(2, 3).transpose(2, 3)  # (islands, pp, tp, dp cp)
+    cp = ranks.transpose(3, 4).unflatten(4, cp_shape(args))  # (islands, pp, dp, tp, ring, ulysses)
+    experts = dp.unflatten(3, (-1, args.ep))  # (islands, pp, tp, copies, ep)
+    pp = ranks.flatten(2).transpose(1, 2)  # (islands, dp cp tp, pp)
+    tied = pp[..., [schedule.owner[0], schedule.owner[schedule.last]]]
     timeout = datetime.timedelta(seconds=args.timeout)
 
     def own_group(rows):
@@ -146,14 +150,16 @@ def mesh(args, schedule):
         return own
 
     groups = {"tp": own_group(ranks), "dp": own_group(dp)}
-    groups |= {"cp": own_group(cp.flatten(3)), "pp": own_group(pp), "tied": own_group(tied)}
+    groups |= {"cp": own_group(cp.flatten(4)), "pp": own_group(pp), "tied": own_group(tied)}
     if args.cp_kind == "ring-ulysses":
-        groups |= {"ring": own_group(cp.transpose(3, 4)), "ulysses": own_group(cp)}
+        groups |= {"ring": own_group(cp.transpose(4, 5)), "ulysses": own_group(cp)}
     if args.ep > 1:
-        groups |= {"ep": own_group(experts), "copies": own_group(experts.transpose(2, 3))}
+        groups |= {"ep": own_group(experts), "copies": own_group(experts.transpose(3, 4))}
     if args.zero_ranks:
         rows = zero_flags.split_ranks(dp, args.zero_ranks, args.ep)
         groups |= {name: own_group(ranks) for name, ranks in rows.items()}
+    if args.islands > 1:
+        groups |= {"island": own_group(ranks.flatten(1)), "islands": own_group(ranks.flatten(1).T)}
     return groups | {"down": [own_group(pp), own_group(pp)], "up": [own_group(pp), own_group(pp)]}
 
 
@@ -310,6 +316,7 @@ def train(run, schedule=None, watch=contextlib.nullcontext, cold=True):
     groups = mesh(args, schedule)
     tp, dp, pp = groups["tp"], groups["dp"], groups["pp"]
     run.groups(**groups)
+    run.members = groups.get("island")
     open_groups(groups, run.device)
     pipeline.open_links(schedule, groups["down"] + groups["up"], run.device)
     if args.init_from:
@@ -332,8 +339,9 @@ def train(run, schedule=None, watch=contextlib.nullcontext, cold=True):
     tracking.describe(run, schedule)
 
     outer = islands.outer(run, model, optimizer, groups)
-    saver = saving.Saver(run, model, optimizer, groups, scale, outer.pieces)
-    run.first, stopped = outer.join(saver.resume()), None
+    saver = saving.Saver(run, model, optimizer, groups, scale, outer)
+    run.first, stopped = saver.resume(), None
+    outer.go_on(run.first)
     only_sample = args.only_sample or run.first == args.steps
     if only_sample:
         run.first = args.steps  # no step is left

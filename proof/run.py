@@ -69,6 +69,7 @@ class Run:
 
     def __init__(self, args, rank, world, device):
         self.args, self.rank, self.world, self.device = args, rank, world, device
+        self.members = None  # the ranks that train one model, if these are not all
         self.role = None  # "a server" or "a worker": their rows of the receipt differ
         self.dtype = DTYPES[args.dtype]
         self.config = configure(args)
@@ -255,7 +256,8 @@ class Run:
                 self.held["activations_peak"] = self.ledger.peak
                 if self.device.type == "cuda":  # of all tensors, with those that last
                     self.held["cuda_peak"] = torch.cuda.max_memory_allocated(self.device)
-            if self.step + 1 == self.proven:
+            # A step that any rank left out (an island may do so alone) is in no reference
+            if self.step + 1 == self.proven and not self.any(self.skipped or self.overflows):
                 self.errors = self.prove()
                 self.proved = self.proven
                 self.restart_clock()
@@ -311,13 +313,14 @@ class Run:
         or end the run."""
         name, place = blame() if blame else (last_nonfinite(named()), "")
         # Backward runs from the last parameter to the first: the largest number comes first
-        numbers = torch.full((self.world,), -1, device=self.device)
+        numbers = torch.full((self.world,), -2, device=self.device)
+        numbers[self.rank] = -1
         if name:
             with torch.device("meta"):
                 whole = gpt.GPT(self.config)
             order = [full for full, _ in whole.named_parameters(remove_duplicate=False)]
             numbers[self.rank] = order.index(name)
-        dist.all_reduce(numbers, op=dist.ReduceOp.MAX)
+        dist.all_reduce(numbers, op=dist.ReduceOp.MAX, group=self.members)
         speaker = (numbers == numbers.max()).nonzero()[0].item()
         text = f"step {self.step + 1} has loss {loss:g}, gradient norm {norm:g}; "
         if numbers.max() < 0:
@@ -395,8 +398,8 @@ class Run:
     def proven(self):
         """How many steps are compared with one process: --prove, by default all in float64, or 10.
         In float32 rounding grows, because AdamW takes full steps along gradients that are only
-        rounding. After a checkpoint or a skipped step it is 0: one process would differ."""
-        if self.first > 0 or self.skipped or self.overflows:
+        rounding. After a checkpoint it is 0: one process would begin with the first step."""
+        if self.first > 0:
             return 0
         wanted = self.args.prove
         if wanted is None:

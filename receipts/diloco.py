@@ -6,6 +6,7 @@ The player shares no line with diloco.py: it is written down again, from the pap
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 import model as gpt
 from harness import flags
@@ -117,12 +118,17 @@ class Island:
         self.losses.append(loss.item())
         self.norms.append(norm.item())
 
-    def message(self, part, names, old, bits):
-        """What this island says of a part, as the others read it."""
+    def message(self, part, names, old, bits, pieces=None):
+        """What this island says of a part, as the others read it. pieces: see `play`."""
         moved = [old[name].to(self.weights[name]).to(old[name]) for name in names]
         moved = [m - self.weights[name].to(m) for m, name in zip(moved, names)]
         wanted = torch.cat([m.flatten() for m in moved]) + self.errors.get(part, 0)
-        said = rounded(wanted, bits)
+        if pieces is None:
+            said = rounded(wanted, bits)
+        else:
+            split = wanted.split([m.numel() for m in moved])
+            said = [rounded_in(pieces[name], x, bits) for name, x in zip(names, split)]
+            said = torch.cat(said)
         if bits:
             self.errors[part] = wanted - said.to(wanted)
         sizes = [m.numel() for m in moved]
@@ -144,9 +150,23 @@ def rounded(x, bits):
     return torch.cat(pieces)
 
 
-def play(run, steps, parts, finish=False, watch=lambda step, islands: None):
-    """The islands after `steps` steps. parts: lists of parameters' names. finish: what has moved
-    since the latest outer steps is averaged too. Calls watch(steps so far, islands) each step."""
+def rounded_in(pieces, x, bits):
+    """The same, where each piece is rounded by itself: places in x, -1 for a zero that pads."""
+    padded = nn.functional.pad(x, (0, 1))
+    said = torch.zeros_like(padded, dtype=torch.float64)
+    for piece in pieces:
+        said[piece] = rounded(padded[piece], bits)
+    return said[:-1]
+
+
+def play(run, steps, parts, finish=False, watch=lambda step, islands: None, pieces=None):
+    """The islands after `steps` steps.
+
+    parts   lists of parameters' names
+    finish  what has moved since the latest outer steps is averaged too
+    watch   watch(steps so far, islands) is called after each step
+    pieces  {parameter: pieces of it that are rounded by themselves}. Default: parts are
+    """
     args = run.args
     islands = [Island(run, number) for number in range(run.islands)]
     kind = torch.promote_types(run.dtype, torch.float32)
@@ -157,7 +177,8 @@ def play(run, steps, parts, finish=False, watch=lambda step, islands: None):
     sent_at = dict.fromkeys(range(len(parts)), -1)
 
     def send(part, step):
-        said = [island.message(part, parts[part], old, args.outer_bits) for island in islands]
+        about = part, parts[part], old, args.outer_bits, pieces
+        said = [island.message(*about) for island in islands]
         travelling[part], sent_at[part] = (step + args.stream_delay, said), step
 
     def apply(part):
@@ -202,23 +223,108 @@ def is_data_parallelism(args):
     return plain and exact and args.optimizer == "sgd" and args.grad_clip == 0
 
 
-# --- the demo's bookkeeping
+# --- a run of islands
 
 
-class Run(OrdinaryRun):
-    """A run of islands, one on each rank. Its proof is the player. Its ledger adds up all steps,
-    because most of them send nothing."""
+class IslandRun(OrdinaryRun):
+    """A run of `islands` islands, of which this rank belongs to number `island`. Its proof is the
+    player."""
 
     def __init__(self, *args):
         super().__init__(*args)
-        self.islands = self.world
         if self.args.outer_bits and self.precision == "float32":
             self.precision = "float32, few bits"
-        self.count //= self.world  # the tokens of this island's rows
+
+    def prove(self):
+        """Compare each island with the player's: its losses, norms, gradients and weights."""
+        steps = len(self.history)
+        named = dict(self.compared[0]())
+        played = self.play(steps, named) if self.rank == 0 else [None] * self.islands
+        tensors = {"grad": self.gradients, "param": {n: p.detach() for n, p in named.items()}}
+        differences = {}
+        for number, island in enumerate(played):
+            own = named if number == self.island else {}
+            whole = {"grad": island.gradients, "param": island.weights} if island else {}
+            for kind in tensors:
+                differences |= one_process.compare_tensors(
+                    self, kind, whole.get(kind, {}), tensors[kind], own
+                )
+        curves = [[(i.losses, i.norms) for i in played] if self.rank == 0 else None]
+        dist.broadcast_object_list(curves, 0)
+        losses, norms = curves[0][self.island]
+        worst = {"loss": 0.0, "grad_norm": 0.0, "grad": 0.0, "param": 0.0}
+        for row, loss, norm in zip(self.history, losses, norms):
+            worst["loss"] = one_process.larger(worst["loss"], abs(row["loss"] - loss) / abs(loss))
+            off = abs(row["grad_norm"] - norm) / abs(norm)
+            worst["grad_norm"] = one_process.larger(worst["grad_norm"], off)
+        differences |= self.more_differences(steps, named, tensors["param"])
+        for (kind, _), difference in differences.items():
+            worst[kind] = one_process.larger(worst[kind], difference)
+        self.worst = one_process.worst_names(self, differences)
+        errors = torch.tensor(list(worst.values()), dtype=torch.float64, device=self.device)
+        errors = torch.where(errors.isnan(), torch.inf, errors)
+        dist.all_reduce(errors, op=dist.ReduceOp.MAX)
+        return dict(zip(worst, errors.tolist()))
+
+    def more_differences(self, steps, named, weights):
+        """{("param", name): difference} of a second comparison."""
+        return {}
+
+    def mean(self, row):
+        """A step's mean of what a ledger has counted in all steps, most of which send nothing."""
+        calls, payload, wire = row
+        steps = len(self.history)
+        return [calls, payload // steps, wire / steps]
+
+    def outer_rows(self, diloco, steps, finished=False):
+        """(sent, held) of the receipt for the outer steps, and the largest message. Puts what is
+        held beside. steps: their numbers. finished: finish() came after them."""
+        args, every, sent, largest = self.args, diloco.every, 0, 0
+        for part in diloco.parts:
+            times = sum(step % every == part.offset for step in steps)
+            if finished:
+                times += steps[-1] % every != part.offset
+            size = islands_message(part.old.numel(), args.outer_bits, part.old.element_size())
+            sent += times * size
+            largest = max(largest, size)
+        formula = "(N-1) of P b / 8 and scales, each H steps"
+        rows = {("all_gather", "islands"): ((self.islands - 1) * sent / len(steps), formula)}
+        old = sum(part.old.nbytes for part in diloco.parts)
+        held = {
+            "old_weights": (old, "P, in float32 at least"),
+            "outer_momentum": (old if args.outer_momentum else 0, "the same"),
+            "outer_error": (old if args.outer_bits else 0, "the same, if numbers are rounded"),
+        }
+        momenta = [part.outer.state[part.old].get("momentum_buffer") for part in diloco.parts]
+        self.held |= {
+            "old_weights": storage_bytes([part.old for part in diloco.parts]),
+            "outer_momentum": storage_bytes([m for m in momenta if m is not None]),
+            "outer_error": storage_bytes([p.error for p in diloco.parts if p.error is not None]),
+        }
+        return rows, held, largest
+
+
+# --- the demo's bookkeeping
+
+
+class Run(IslandRun):
+    """A run with an island on each rank. Its ledger adds up all steps, because most of them send
+    nothing."""
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.islands, self.island = self.world, self.rank
+        self.count //= self.islands  # the tokens of this island's rows
 
     def batch_of(self, number, step):
         """The rows of an island in a step, for the player."""
         return self.microbatches(step, number, self.islands, pieces=1)
+
+    def play(self, steps, named):
+        names = {p: name for name, p in named.items()}
+        return play(
+            self, steps, [[names[p] for p in part.parameters] for part in self.diloco.parts]
+        )
 
     def follow(self, diloco):
         """diloco: the demo's DiLoCo, whose parts and bytes the receipt shows."""
@@ -231,40 +337,10 @@ class Run(OrdinaryRun):
                 self.watching.enter_context(self.unmeasured)
             yield step
 
-    def prove(self):
-        """Compare each island with the player's: its losses, norms, gradients and weights."""
-        steps = len(self.history)
-        named = dict(self.compared[0]())
-        names = {p: name for name, p in named.items()}
-        parts = [[names[p] for p in part.parameters] for part in self.diloco.parts]
-        played = play(self, steps, parts) if self.rank == 0 else [None] * self.islands
-        tensors = {"grad": self.gradients, "param": {n: p.detach() for n, p in named.items()}}
-        differences = {}
-        for number, island in enumerate(played):
-            own = named if number == self.rank else {}
-            whole = {"grad": island.gradients, "param": island.weights} if island else {}
-            for kind in tensors:
-                differences |= one_process.compare_tensors(
-                    self, kind, whole.get(kind, {}), tensors[kind], own
-                )
-        curves = [[(i.losses, i.norms) for i in played] if self.rank == 0 else None]
-        dist.broadcast_object_list(curves, 0)
-        losses, norms = curves[0][self.rank]
-        worst = {"loss": 0.0, "grad_norm": 0.0, "grad": 0.0, "param": 0.0}
-        for row, loss, norm in zip(self.history, losses, norms):
-            worst["loss"] = one_process.larger(worst["loss"], abs(row["loss"] - loss) / abs(loss))
-            off = abs(row["grad_norm"] - norm) / abs(norm)
-            worst["grad_norm"] = one_process.larger(worst["grad_norm"], off)
-        if is_data_parallelism(self.args):
-            data_parallel = self.compare_with_data_parallelism(steps, named, tensors["param"])
-            differences |= data_parallel
-        for (kind, _), difference in differences.items():
-            worst[kind] = one_process.larger(worst[kind], difference)
-        self.worst = one_process.worst_names(self, differences)
-        errors = torch.tensor(list(worst.values()), dtype=torch.float64, device=self.device)
-        errors = torch.where(errors.isnan(), torch.inf, errors)
-        dist.all_reduce(errors, op=dist.ReduceOp.MAX)
-        return dict(zip(worst, errors.tolist()))
+    def more_differences(self, steps, named, weights):
+        if not is_data_parallelism(self.args):
+            return {}
+        return self.compare_with_data_parallelism(steps, named, weights)
 
     def compare_with_data_parallelism(self, steps, named, weights):
         """{("param", name): difference} of the weights from those of one ordinary process with the
@@ -288,51 +364,27 @@ class Run(OrdinaryRun):
         for ledger in (self.ledger, self.unmeasured):
             for key, row in ledger.sent.items():
                 totals[key] = [a + b for a, b in zip(row, totals.get(key, [0, 0, 0.0]))]
-        self.ledger.sent = {
-            key: [calls, payload // steps, wire / steps]
-            for key, (calls, payload, wire) in totals.items()
-        }
-        every, sent, largest = args.sync_every, 0, 0
-        for part in diloco.parts:
-            times = sum(step % every == part.offset for step in range(1, steps + 1))
-            size = islands_message(part.old.numel(), args.outer_bits, part.old.element_size())
-            sent += times * size
-            largest = max(largest, size)
-        formula = "(N-1) of P b / 8 and scales, each H steps"
-        rows = {("all_gather", "islands"): ((n - 1) * sent / steps, formula)}
+        self.ledger.sent = {key: self.mean(row) for key, row in totals.items()}
+        rows, held, largest = self.outer_rows(diloco, range(1, steps + 1))
         size = sum(p.nbytes for p in diloco.kinds)
-        held = self.states(size, "P e")
-        old = sum(part.old.nbytes for part in diloco.parts)
-        held["old_weights"] = old, "P, in float32 at least"
-        held["outer_momentum"] = old if args.outer_momentum else 0, "the same"
-        held["outer_error"] = old if args.outer_bits else 0, "the same, if numbers are rounded"
-        momenta = [state["momentum_buffer"] for part in diloco.parts for state in states(part)]
-        self.held |= {
-            "old_weights": storage_bytes([part.old for part in diloco.parts]),
-            "outer_momentum": storage_bytes([m for m in momenta if m is not None]),
-            "outer_error": storage_bytes([p.error for p in diloco.parts if p.error is not None]),
-        }
+        held = self.states(size, "P e") | held
         sequences = args.batch // n // args.microbatches
         blocks = self.config.layers * activation_bytes(self.config, sequences, self.dtype.itemsize)
         held["activations_peak"] = blocks, "what backward needs of the blocks"
-        return rows, held, self.notes(size, sent / steps, largest)
+        [(sent, _)] = rows.values()
+        return rows, held, self.notes(size, sent, largest)
 
     def notes(self, size, sent, largest):
-        """Lines of the receipt: what it is beside ddp.py."""
+        """Lines of the receipt: what it is beside ddp.py. sent: bytes a step."""
         n, args = self.islands, self.args
         ddp = all_reduce_sent(size, n)
         notes = [f"sent: the mean of {args.steps} steps; calls: of all"]
         if n > 1 and sent:
-            ours = (n - 1) * sent
             notes.append(
-                f"ddp.py sends {human(ddp).strip()} a step, {ddp / ours:,.1f} times as much; "
+                f"ddp.py sends {human(ddp).strip()} a step, {ddp / sent:,.1f} times as much; "
                 f"the largest message here has {human(largest).strip()}"
             )
         if is_data_parallelism(args) and self.errors:
             off = self.from_data_parallelism
             notes.append(f"this is data parallelism: largest difference of a weight {off:.1e}")
         return notes
-
-
-def states(part):
-    return [state for state in part.outer.state.values() if "momentum_buffer" in state]

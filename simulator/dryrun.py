@@ -242,7 +242,8 @@ def play(args, rank, cluster, train, brief=False, routing=even, repeats=True):
         log_to=None,
         wandb=None,
     )
-    vars(args).update(profile=None, plot=None, record=None)
+    # Of islands one is played: what joins them is slow, and rare
+    vars(args).update(profile=None, plot=None, record=None, islands=1)
     vars(args).update(fused=args.compile, compile=False)  # no code is compiled, but times are
     if brief and args.microbatches > 2:
         keep = {0: 0, args.microbatches - 1: 1}

@@ -12,8 +12,10 @@ from typing import NamedTuple
 import harness
 import pipeline
 from harness import Refused, large_vocabulary, zero_flags
+from harness.presets import parameter_shapes
 from proof import ledger
 from receipts import pipeline as schedules
+from receipts.formulas import all_reduce_sent, islands_message
 from simulator import timeline
 from simulator.devices import cluster_of, usable_memory
 from simulator.dryrun import play_all, play_several
@@ -255,7 +257,35 @@ def main(args, prepare, train):
         schedule = pipeline.make(args.schedule, args.pp, args.microbatches, args.chunks)
         title = f"{layout(args)}, {device_name(args)}: {step.seconds:.4g} s, estimated"
         timeline.write(args.timeline, step, schedule, title)
-    islands.report(args, config, step.seconds)
+    report_islands(args, config, step.seconds)
+
+
+def report_islands(args, config, seconds):
+    """Print what the slow link between islands adds to a step of `seconds` seconds."""
+    if args.islands == 1 or not args.between:
+        return
+    shapes, element = parameter_shapes(config), max(4, harness.DTYPES[args.dtype].itemsize)
+    sizes = []
+    for names in islands.parts_of(args, config)[0]:
+        numbers = sum(islands.copies(args, name) * shapes[name].numel() for name in names)
+        sizes.append(islands_message(numbers, args.outer_bits, element))
+    # An island's ranks send their message and receive those of all other islands
+    travel = [(args.islands - 1) * size / args.between for size in sizes]
+    waits = sum(max(0.0, t - args.stream_delay * seconds) for t in travel) / args.sync_every
+    waits = max(waits, sum(travel) / args.sync_every - seconds)  # the link is never idle
+    tokens = args.islands * args.batch * config.context / (seconds + waits)
+    ddp = sum(shape.numel() for shape in shapes.values()) * element
+    every_step = all_reduce_sent(ddp, args.islands) / args.between
+    tokens_ddp = args.islands * args.batch * config.context / (seconds + every_step)
+    largest = ledger.human(max(sizes)).strip()
+    print(f"\n  {args.islands} islands, {args.between * 8 / 1e6:,.4g} Mbit/s between them")
+    print(f"    largest message of an island {largest}, {max(travel):.4g} s on its way")
+    if islands.copies(args) > 1:
+        print(f"    {islands.copies(args)} ranks send the same numbers: --zero 1 sends them once")
+    print(f"    waiting for messages {waits:.4g} s a step, {waits / (seconds + waits):.1%} of it")
+    print(
+        f"    together {tokens:,.0f} tokens/s; {tokens_ddp:,.0f} if gradients were summed each step"
+    )
 
 
 def report(args, config, cluster, played, step):

@@ -69,7 +69,8 @@ DTYPES = {
 }
 
 
-OUTER = "outer "  # begins the kinds that are of islands (trainer/islands.py), not of the optimizer
+# Begin the kinds that trainer/islands.py adds: of all islands, and of islands after the first
+OUTER, ISLAND = "outer ", "island "
 
 
 class CheckpointError(ValueError):
@@ -126,7 +127,7 @@ def holdings(named, optimizer):
             yield names[p], p, bucket.master[span], first, piece, optimizer.optimizer.state[piece]
 
 
-def pieces_of(named, optimizer, data_group, states=None):
+def pieces_of(named, optimizer, data_group, states=None, beside=lambda stepped: {}):
     """This rank's pieces, as a list of Piece.
 
     named: (full name, parameter). A parameter's `placement`, if any, says what it is a piece of
@@ -135,6 +136,7 @@ def pieces_of(named, optimizer, data_group, states=None):
     other data.
     states(name): {kind: shape of the whole} of optimizer states to make, zeros, where an optimizer
     has none yet.
+    beside(stepped): {kind: flat tensor} of what else lies where the optimizer steps.
     """
     found = []
     for name, p, flat, first, stepped, state in holdings(named, optimizer):
@@ -152,6 +154,7 @@ def pieces_of(named, optimizer, data_group, states=None):
             )
             state.setdefault(kind, zero)
         tensors = {"weight": flat} | {k: t for k, t in state.items() if torch.is_tensor(t)}
+        tensors |= beside(stepped)
         origin = False
         for start, size in boxes(tuple(p.shape), first, first + len(flat)):
             at = sum(s * math.prod(p.shape[d + 1 :]) for d, s in enumerate(start)) - first
@@ -562,5 +565,5 @@ def states_in(index):
     return lambda name: {
         kind: tuple(t["shape"])
         for kind, t in kinds.get(name, {}).items()
-        if kind != "weight" and not kind.startswith(OUTER)
+        if kind != "weight" and not kind.startswith((OUTER, ISLAND))
     }

@@ -156,7 +156,7 @@ def export(run, model, optimizer, data_group):
             whole = torch.zeros(shape, dtype=run.dtype, device=run.device)
             if name in own and speaks(own[name][0], data_group, optimizer):
                 put(whole, *own[name])
-            dist.all_reduce(whole)
+            dist.all_reduce(whole, group=run.members)
             yield name, whole
 
     args, encoding, parameters = run.args, run.corpus.encoding, wholes()

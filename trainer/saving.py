@@ -148,12 +148,12 @@ class Saver:
     steps stand within `with saver:`, which finishes the checkpoint that is being written, also
     where the run refuses to go on."""
 
-    def __init__(self, run, model, optimizer, groups, scale, more=lambda index: []):
-        """scale: a LossScale. more(index): further pieces, all or those that an index has."""
+    def __init__(self, run, model, optimizer, groups, scale, outer):
+        """scale: a LossScale. outer: what trainer/islands.py adds to a checkpoint."""
         self.run, self.model, self.optimizer, self.groups = run, model, optimizer, groups
-        self.scale = scale
-        self.more, args = more, run.args
-        self.writer, self.lock, self.signal_received = None, Lock(args.out), 0
+        self.scale, self.outer, args = scale, outer, run.args
+        self.writer, self.lock = None, Lock(args.out)
+        self.signal_received, self.asked = 0, []  # asked: questions whether any rank received one
         if not args.out:
             return
         tokenizer = run.corpus.encoding.name
@@ -166,7 +166,18 @@ class Saver:
             }
         layout = {
             name: getattr(args, name)
-            for name in ("dp", "tp", "pp", "cp", "ep", "sp", "zero", "zero_ranks", "schedule")
+            for name in (
+                "islands",
+                "dp",
+                "tp",
+                "pp",
+                "cp",
+                "ep",
+                "sp",
+                "zero",
+                "zero_ranks",
+                "schedule",
+            )
         }
         # What resuming compares, and what it is told
         told = {"layout": layout}
@@ -179,7 +190,9 @@ class Saver:
         """All that a checkpoint has of this rank: weights, optimizer states, and the routers'
         biases."""
         groups = self.groups
-        found = checkpoint.pieces_of(self.model.named(), self.optimizer, groups["dp"], states)
+        found = checkpoint.pieces_of(
+            self.model.named(), self.optimizer, groups["dp"], states, self.outer.beside
+        )
         writes = dist.get_rank(groups["tp"]) == dist.get_rank(groups["dp"]) == 0
         for part in self.model.parts.values():
             for name, buffer in part.named_buffers():
@@ -188,7 +201,7 @@ class Saver:
                     found.append(
                         checkpoint.Piece(name, "buffer", buffer, shape, (0,), shape, writes)
                     )
-        return found + self.more(index)
+        return self.outer.arrange(found, index)
 
     def resume(self):
         """With --resume, or started again by torchrun, go on from the newest whole checkpoint in
@@ -267,9 +280,7 @@ class Saver:
         args = self.run.args
         if not self.writer:
             return None
-        received = torch.tensor(self.signal_received, device=self.run.device)
-        dist.all_reduce(received, op=dist.ReduceOp.MAX)
-        stop = received.item()
+        stop = self.signal_of_any_rank()
         last = stop or step == args.steps
         self.attempt(self.writer.poll)
         if last or args.save_every and step % args.save_every == 0:
@@ -279,6 +290,18 @@ class Saver:
             self.attempt(lambda: self.writer.save(step, self.pieces()), needed=last)
             self.run.restart_clock()
         return signal.Signals(stop) if stop else None
+
+    def signal_of_any_rank(self):
+        """The number of a signal that a rank received, or 0. Islands learn of it a step later, so
+        that no step waits for a slow link."""
+        received = torch.tensor(self.signal_received, device=self.run.device)
+        work = dist.all_reduce(received, op=dist.ReduceOp.MAX, async_op=True)
+        self.asked.append((work, received))
+        if self.run.args.islands > 1 and len(self.asked) == 1:
+            return 0
+        work, received = self.asked.pop(0)
+        work.wait()
+        return received.item()
 
     def attempt(self, work, needed=False):
         try:

@@ -87,6 +87,8 @@ def describe(run, schedule):
         layout += f", cp {args.cp}"
     if args.ep > 1:
         layout += f", ep {args.ep}"
+    if args.islands > 1:
+        layout = f"{args.islands} islands of {layout}"
     text = f"{run.corpus.name}: {len(run.corpus.tokens):,} tokens, {run.count:,} a step"
     run.print(f"{harness.parameter_count(config):,} parameters, {layout}; {text}")
     for sentence in tokenizer.describe(args, getattr(run.corpus, "encoding", None)):
@@ -140,7 +142,8 @@ def mfu(run):
     peak = getattr(peaks, run.precision, None)
     if peak is None:
         return None
-    return lambda tokens_per_s: tokens_per_s * run.config.flops_per_token() / (peak * run.world)
+    ranks = run.world // run.args.islands  # an island logs its own tokens
+    return lambda tokens_per_s: tokens_per_s * run.config.flops_per_token() / (peak * ranks)
 
 
 def profiled(run, steps):
