@@ -51,11 +51,11 @@ CEILINGS = {
     "harness": 3200,
     "proof": 2000,
     "receipts": 3200,
-    "trainer": 4300,
+    "trainer": 3450,
     "simulator": 2800,
     "exercises": 300,
     "tests": 16700,
-    "benchmarks": 4700,
+    "benchmarks": 4860,
 }
 DEMO = "# --- demo ---"
 
