@@ -1,6 +1,7 @@
 """Fixtures, and the one thing that makes a test of several ranks cheap: they are forked from this
 process, which has imported torch already. That needs a parent whose thread pool was never used."""
 
+import contextlib
 import ctypes
 import functools
 import gc
@@ -186,28 +187,35 @@ def ip(*words, check=True):
     return subprocess.run(["ip", *words], check=check, capture_output=True, text=True, timeout=20)
 
 
-@pytest.fixture
-def two_nodes():
+@contextlib.contextmanager
+def joined_hosts():
     """Two network namespaces, joined by a wire: the names of both. Root only."""
-    if os.geteuid() != 0 or not shutil.which("ip"):
-        pytest.skip("network namespaces need root and the command ip (iproute2)")
     names = [f"ranks{os.getpid()}{side}" for side in "ab"]
     try:
-        try:
-            for name in names:
-                ip("netns", "add", name)
-            here, there = (("name", f"wire{i}", "netns", name) for i, name in enumerate(names))
-            ip("link", "add", *here, "type", "veth", "peer", *there)
-            for i, name in enumerate(names):
-                ip("-n", name, "address", "add", f"10.99.0.{i + 1}/24", "dev", f"wire{i}")
-                ip("-n", name, "link", "set", f"wire{i}", "up")
-                ip("-n", name, "link", "set", "lo", "up")
-        except (subprocess.SubprocessError, OSError) as e:
-            pytest.skip(f"no network namespaces here: {getattr(e, 'stderr', None) or e}")
+        for name in names:
+            ip("netns", "add", name)
+        here, there = (("name", f"wire{i}", "netns", name) for i, name in enumerate(names))
+        ip("link", "add", *here, "type", "veth", "peer", *there)
+        for i, name in enumerate(names):
+            ip("-n", name, "address", "add", f"10.99.0.{i + 1}/24", "dev", f"wire{i}")
+            ip("-n", name, "link", "set", f"wire{i}", "up")
+            ip("-n", name, "link", "set", "lo", "up")
         yield names
     finally:
         for name in names:
             ip("netns", "delete", name, check=False)
+
+
+@pytest.fixture
+def two_nodes():
+    if os.geteuid() != 0 or not shutil.which("ip"):
+        pytest.skip("network namespaces need root and the command ip (iproute2)")
+    with contextlib.ExitStack() as stack:
+        try:
+            names = stack.enter_context(joined_hosts())
+        except (subprocess.SubprocessError, OSError) as e:
+            pytest.skip(f"no network namespaces here: {getattr(e, 'stderr', None) or e}")
+        yield names
 
 
 def enter(name):

@@ -16,10 +16,10 @@ import harness
 ROOT = pathlib.Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 STARTS = ("python ", "torchrun ", "python3 ", ".venv/", ".ci/", "pytest ")
-FOLDERS = ("benchmarks", "proof.", "exercises")  # whose modules are run with -m
+FOLDERS = ("benchmarks", "proof.", "exercises", "tests.")  # whose modules are run with -m
 # What takes longer than half a minute, needs a cluster, or needs a folder that the reader has
 LONG = ["--nproc_per_node=8", "--nnodes", "train.py", "benchmarks", "--fit", "--plot", ".venv/bin"]
-LONG += ["pytest", ".ci/run", "FOLDER", "--prefill", "--check", "proof.compare"]
+LONG += ["tests.", "pytest", ".ci/run", "FOLDER", "--prefill", "--check", "proof.compare"]
 
 
 def commands():

@@ -239,7 +239,7 @@ def test_a_gradient_that_is_no_number(text, tmp_path, layout):
 
 def test_kills_lose_no_checkpoint(text, tmp_path, undisturbed):
     """Of a rank, of who started the ranks, and of a rank again, at any moment: what was whole
-    stays, and the end is the same. benchmarks/faults.py does it 40 times, start-up included."""
+    stays, and the end is the same. tests/faults.py does it 40 times, start-up included."""
     out, chance, last = tmp_path / "out", random.Random(7), None
     flags = f"--steps {STEPS} --dp 2 --out {out} --resume --save-every 2 --keep 2"
 
@@ -272,7 +272,7 @@ def test_kills_lose_no_checkpoint(text, tmp_path, undisturbed):
 def test_torchrun_starts_a_run_again_as_often_as_it_may(text, tmp_path, undisturbed):
     """kill -9 of a rank, with --max-restarts 1: the run goes on from its last checkpoint by
     itself. At the second kill torchrun names the rank, and nothing stays. A launch, because it is
-    torchrun that starts the ranks again; on two hosts benchmarks/faults.py does it."""
+    torchrun that starts the ranks again; on two hosts tests/faults.py does it."""
     out = tmp_path / "out"
     flags = f"--steps {STEPS} --dp 2 --out {out}"
     long = f"--data {text} {flags} --save-every 5 --steps 100000"

@@ -54,8 +54,8 @@ CEILINGS = {
     "trainer": 3450,
     "simulator": 2800,
     "exercises": 300,
-    "tests": 16700,
-    "benchmarks": 4860,
+    "tests": 17200,
+    "benchmarks": 3880,
 }
 DEMO = "# --- demo ---"
 

@@ -1,4 +1,4 @@
-"""benchmarks/mutants.py: the bugs that it plants are bugs, and the demos' exit codes tell."""
+"""tests/mutants.py: the bugs that it plants are bugs, and the demos' exit codes tell."""
 
 import ast
 import pathlib
@@ -6,8 +6,7 @@ import pathlib
 import pytest
 from test_house import TECHNIQUES
 
-from benchmarks import mutants
-from benchmarks.mutations import DEMO, mutations
+from tests import mutants
 
 ROOT = pathlib.Path(__file__).parent.parent
 
@@ -45,7 +44,7 @@ print(13 + 14)
 '''
 BUGS = """
     operator   7   x + 3                 (x - 3)
-    constant   7   3                     4
+    constant   7   3                     (4)
     dropped    17  total += y            pass
     operator   17  total += y            total -= y
     dropped    18  x.copy_(y)            pass
@@ -59,33 +58,25 @@ BUGS = """
 
 
 def test_only_what_changes_a_number_is_changed():
-    found = [f"{m.kind} {m.line} {m.before} {m.after}" for m in mutations(SOURCE)]
-    assert found == [" ".join(line.split()) for line in BUGS.strip().splitlines()]
+    found = [f"{m.kind} {m.line} {m.before} {m.after}" for m in mutants.mutations(SOURCE)]
+    assert sorted(found) == sorted(" ".join(line.split()) for line in BUGS.strip().splitlines())
 
 
 def test_each_is_another_program():
     source = (ROOT / "ddp.py").read_text()
-    found = mutations(source)
+    found = mutants.mutations(source)
     assert len({mutation.apply(source) for mutation in found} - {source}) == len(found) > 50
     before = ast.dump(ast.parse(source))
-    for mutation in mutants.choose(found, 12, 1, "ddp"):  # all 56 take seconds
+    chosen = mutants.choose(found, 12, 1, "ddp")  # all take seconds
+    assert chosen == mutants.choose(found, 12, 1, "ddp") == sorted(chosen, key=found.index)
+    for mutation in chosen:
         changed = mutation.apply(source)
         assert ast.dump(ast.parse(changed)) != before
-        assert changed.partition(DEMO)[2] == source.partition(DEMO)[2]
-
-
-def test_a_seed_draws_the_same():
-    found = mutations(SOURCE)
-    drawn = mutants.choose(found, 4, 1, "f")
-    assert drawn == mutants.choose(mutations(SOURCE), 4, 1, "f") and len(set(drawn)) == 4
-    assert drawn == sorted(drawn, key=found.index)
-    assert any(mutants.choose(found, 4, seed, "f") != drawn for seed in (2, 3, 4))
-    assert mutants.choose(found, 99, 1, "f") == found
+        assert changed.partition(mutants.DEMO)[2] == source.partition(mutants.DEMO)[2]
 
 
 def test_all_techniques_have_demos():
     assert list(mutants.COMMANDS) == TECHNIQUES
-    assert all(mutants.COMMANDS.values())
 
 
 @pytest.mark.parametrize(
@@ -101,28 +92,21 @@ def test_all_techniques_have_demos():
     ],
 )
 def test_verdicts(code, said, expected):
-    assert mutants.verdict(mutants.Result(code, said, set())) == expected
-
-
-def test_a_script_that_hangs_is_stopped(tmp_path):
-    (tmp_path / "stuck.py").write_text("import time\n\ndef main():\n    time.sleep(99)\n")
-    attempt = mutants.Attempt(tmp_path, "stuck", "", tmp_path / "text.txt")
-    assert mutants.wait(attempt, 0.3).code is None
-    with pytest.raises(ChildProcessError):
-        mutants.os.waitpid(attempt.pid, 0)
+    assert mutants.verdict(code, said) == expected
 
 
 def test_a_bug_is_caught_and_a_harmless_change_is_not(tmp_path):
     """Real demos, because their exit code is what counts: three of 2 ranks, forked from here."""
-    target = mutants.Target("ddp", tmp_path, mutants.write_text(tmp_path))
-    target.learn("--nproc 2 --bucket-mb 0.01 --layers 1 --context 4")
-    found = {(m.kind, m.before): m for m in target.mutations}
+    mutants.write_text(tmp_path)
+    target = mutants.Target("ddp", tmp_path)
+    flags = "--nproc 2 --bucket-mb 0.01 --layers 1 --context 4"
+    target.learn(flags)
+    found = {(m.kind, m.before): m for m in mutants.mutations(target.source)}
     bug = found["dropped", "bucket.flat.zero_()"]
     harmless = found["swapped", "placement.get('partial', ())"]._replace(
-        after="placement.get('partial', ()) or ()"
+        after="(placement.get('partial', ()) or ())"
     )
-    ended = {t.mutation: t.outcome for t in mutants.try_all(target, [bug, harmless], 2)}
-    assert ended == {bug: "receipt", harmless: "survived"}
+    assert target.try_out(bug) == ("receipt", flags)
+    assert target.try_out(harmless) == ("survived", flags)
     # sum_gradients is the plainest form, which the demo does not use
-    [unused] = [m for m in target.mutations if m.before == "dist.all_reduce(p.grad, group=group)"]
-    assert target.demos_of(unused) == []
+    assert target.demos_of(found["dropped", "dist.all_reduce(p.grad, group=group)"]) == []

@@ -1,0 +1,236 @@
+"""Faults, again and again, at random moments: python -m tests.faults
+
+Each trial is a run of train.py in float64 that is disturbed, and must end where an undisturbed run
+of the same flags ends: the same last loss and the same weights, to 1e-10.
+
+    kills  kill -9 of a rank or of the process that started the ranks, --kills times a run; each
+           time the same command is given again, with --resume
+    terms  SIGTERM to the process that started the ranks, as often: the run saves and leaves
+    hosts  two hosts (network namespaces joined by a wire) with a torchrun of two ranks each, and
+           kill -9 of any rank, twice a run: torchrun's --max-restarts must do the rest. Linux, root
+
+A line a trial, then a sum. Exit code 1 if a trial failed.
+"""
+
+import contextlib
+import json
+import os
+import pathlib
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+
+import safetensors.torch
+import torch
+
+import harness
+from harness.start import die_with_parent
+from tests.conftest import ROOT, enter, joined_hosts
+
+MODEL = "--layers 2 --heads 2 --width 16 --context 16 --batch 8 --dtype float64 --dp 2 --tp 2"
+MODEL += " --prove 0 --sample 0 --eval-every 0 --warmup 0 --device cpu"
+
+
+class TooLate(Exception):
+    """The run had ended before all of its faults: it proves nothing."""
+
+
+class Trial:
+    """A run of train.py, in a folder of its own."""
+
+    def __init__(self, args, folder):
+        self.args, self.folder, self.notes, self.outputs = args, folder, [], []
+        folder.mkdir()
+        self.last = folder / "out" / f"step-{args.steps:08d}"
+        self.flags = [*MODEL.split(), "--steps", str(args.steps), "--save-every", "10"]
+        self.flags += ["--out", str(folder / "out"), "--log-to", str(folder / "log.jsonl")]
+
+    def start(self, *launcher, host=None, resume=False, **environment):
+        """Start train.py, by Python or a launcher, on a host (a network namespace) or here."""
+        command = [sys.executable, *launcher, str(ROOT / "train.py"), *self.flags]
+        command += ["--resume"] if resume else []
+
+        def before():
+            die_with_parent(signal.SIGKILL)
+            if host:
+                enter(host)
+
+        self.outputs.append(self.folder / f"said{len(self.outputs)}")
+        with open(self.outputs[-1], "w") as said:
+            variables = os.environ | environment
+            return subprocess.Popen(
+                command, stdout=said, stderr=said, cwd=ROOT, env=variables, preexec_fn=before
+            )
+
+    def result(self):
+        """(last loss, {name: tensor of the last checkpoint})."""
+        rows = [json.loads(line) for line in (self.folder / "log.jsonl").read_text().splitlines()]
+        tensors = {}
+        for file in sorted(self.last.glob("*.safetensors")):
+            tensors |= safetensors.torch.load_file(file)
+        return [row["loss"] for row in rows if "loss" in row][-1], tensors
+
+
+def exit_code(process, seconds=300):
+    try:
+        return process.wait(seconds)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+        return f"none within {seconds} s"
+
+
+def apart(result, expected):
+    """The largest relative difference of the last losses and of the weights and moments."""
+    (loss, tensors), (right_loss, right) = result, expected
+    if tensors.keys() != right.keys():
+        return float("inf")
+    differences = [abs(loss - right_loss) / abs(right_loss)]
+    for name, tensor in right.items():
+        size = tensor.abs().max().clamp(min=1e-30)
+        differences.append(((tensors[name] - tensor).abs().max() / size).item())
+    return torch.tensor(differences, dtype=torch.float64).max().item()  # keeps a NaN
+
+
+def children(pid):
+    """The process's children, but for processes that are ending."""
+    found = []
+    with contextlib.suppress(OSError):
+        for child in pathlib.Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
+            with contextlib.suppress(OSError):
+                status = pathlib.Path(f"/proc/{child}/status").read_text()
+                if not re.search(r"^State:\s+[ZX]", status, re.M):
+                    found.append(int(child))
+    return found
+
+
+# --- three kinds of faults: each returns a problem, or None
+
+
+def kills(trial, chance, seconds):
+    return on_this_machine(trial, chance, seconds, signal.SIGKILL, {-9, 1})
+
+
+def terms(trial, chance, seconds):
+    return on_this_machine(trial, chance, seconds, signal.SIGTERM, {0, 143, -15})
+
+
+def on_this_machine(trial, chance, seconds, number, allowed):
+    """Disturb a run at random moments, start-up and saves included, and start it again each
+    time."""
+    for i in range(trial.args.kills):
+        process = trial.start(resume=i > 0)
+        time.sleep(chance.uniform(0, seconds / trial.args.kills))
+        if trial.last.exists():
+            process.wait()
+            raise TooLate
+        victims = [process.pid, *(children(process.pid) if number == signal.SIGKILL else [])]
+        victim = chance.choice(victims)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(victim, number)
+        who = "launcher" if victim == process.pid else f"rank {victims.index(victim) - 1}"
+        trial.notes.append(f"{signal.Signals(number).name} to the {who}")
+        code = exit_code(process, 60)
+        if code not in allowed:
+            return f"exit code {code} after the signal"
+    code = exit_code(trial.start(resume=True))
+    ended_before = code == 2 and trial.last.exists()  # the last fault came while the run was ending
+    return None if code == 0 or ended_before else f"exit code {code} at the end"
+
+
+def hosts(trial, chance, seconds):
+    """Two hosts, a torchrun on each, and kill -9 of ranks while the run is going on."""
+    with joined_hosts() as names, contextlib.ExitStack() as stack:
+        agents = [agent(trial, node, name) for node, name in enumerate(names)]
+        for process in agents:
+            stack.callback(process.wait)
+            stack.callback(process.kill)
+        # Start-up, then training: with torchrun's restarts a trial is longer than `seconds`
+        for _ in range(trial.args.kills):
+            moment, victims = time.monotonic() + chance.uniform(0, 1.2 * seconds), []
+            while time.monotonic() < moment or not victims:
+                victims = [(node, pid) for node in (0, 1) for pid in children(agents[node].pid)]
+                if trial.last.exists():
+                    raise TooLate
+                codes = [process.poll() for process in agents]
+                if codes != [None, None]:
+                    return f"exit codes {codes} before the kill"
+                time.sleep(0.01)
+            node, pid = chance.choice(victims)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+            trial.notes.append(f"a rank of host {node}")
+        codes = [exit_code(process) for process in agents]
+    return None if codes == [0, 0] else f"exit codes {codes}"
+
+
+def agent(trial, node, name):
+    """A torchrun on one of the two hosts."""
+    rendezvous = "--rdzv-backend=c10d --rdzv-endpoint=10.99.0.1:29500"
+    rendezvous += f" --rdzv-conf=is_host={1 - node} --local-addr=10.99.0.{node + 1}"
+    ranks = f"--nnodes=2 --nproc-per-node=2 --max-restarts=5 {rendezvous}"
+    launcher = ["-m", "torch.distributed.run", *ranks.split()]
+    variables = {"GLOO_SOCKET_IFNAME": f"wire{node}", "OMP_NUM_THREADS": "1"}
+    return trial.start(*launcher, host=name, **variables)
+
+
+def trials(disturb, args, folder, expected, seconds):
+    """Run the trials of one kind. Returns how many failed."""
+    kind, chance = disturb.__name__, random.Random(args.seed)
+    failed, worst, number = 0, 0.0, 0
+    while number < args.trials:
+        trial = Trial(args, folder / f"{kind}{number}")
+        try:
+            problem = disturb(trial, chance, seconds)
+        except TooLate:
+            print(f"{kind}: a run ended before all of its faults; once more", flush=True)
+            seconds *= 0.9
+            shutil.rmtree(trial.folder)
+            continue
+        number += 1
+        difference = apart(trial.result(), expected) if problem is None else 0.0
+        if not difference <= 1e-10:
+            problem = f"it ended elsewhere: {difference:.1e}"
+        worst = max(worst, difference)
+        print(f"{kind} {number}: {', '.join(trial.notes)}: {problem or 'ok'}", flush=True)
+        if problem:
+            failed += 1
+            print("\n".join(file.read_text() for file in trial.outputs), flush=True)
+        shutil.rmtree(trial.folder)
+    good = f"{args.trials - failed} of {args.trials} trials ended as the undisturbed run"
+    print(f"{kind}: {good}, {args.kills} faults each; largest difference {worst:.1e}", flush=True)
+    return failed
+
+
+def main():
+    p = harness.Parser(__doc__)
+    kinds = {"kills": kills, "terms": terms, "hosts": hosts}
+    p.add_argument("--only", nargs="+", choices=list(kinds), default=list(kinds))
+    p.add_argument("--trials", **harness.POSITIVE, default=20, help="of each kind")
+    p.add_argument("--kills", **harness.POSITIVE, default=2, help="in each trial")
+    p.add_argument("--steps", **harness.POSITIVE, default=300, help="of each run")
+    p.add_argument("--seed", type=int, default=1, metavar="N", help="of the moments")
+    args = p.parse_args()
+    if "hosts" in args.only and (os.geteuid() != 0 or not shutil.which("ip")):
+        raise harness.Refused("hosts needs root and the command ip (iproute2): see --only")
+    with tempfile.TemporaryDirectory() as folder:
+        start, reference = time.monotonic(), Trial(args, pathlib.Path(folder, "undisturbed"))
+        if exit_code(reference.start()) != 0:
+            said = reference.outputs[0].read_text()
+            raise harness.Refused(f"the undisturbed run failed: {said}", code=1)
+        seconds, expected = time.monotonic() - start, reference.result()
+        print(f"undisturbed: {seconds:.0f} s, last loss {expected[0]!r}", flush=True)
+        failed = 0
+        for kind in args.only:
+            failed += trials(kinds[kind], args, pathlib.Path(folder), expected, seconds)
+    if failed:
+        raise harness.Refused(f"{failed} trials failed", code=1)
+
+
+if __name__ == "__main__":
+    harness.script(main)
