@@ -48,10 +48,10 @@ BUDGETS = {
     "benchmarks": 2500,
 }
 CEILINGS = {
-    "harness": 3200,
+    "harness": 3300,
     "proof": 2000,
     "receipts": 3200,
-    "trainer": 3450,
+    "trainer": 3400,
     "simulator": 2800,
     "exercises": 300,
     "tests": 17200,

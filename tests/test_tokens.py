@@ -1,4 +1,4 @@
-"""tokens.py and trainer/tokenizer.py: tokenizer.json of a folder, whose tokens a run is of, and
+"""tokens.py and harness/tokenizer.py: tokenizer.json of a folder, whose tokens a run is of, and
 where a sample ends. transformers is the oracle."""
 
 import json
@@ -11,8 +11,8 @@ import torch
 
 import harness
 import train
-from harness import data, tokens
-from trainer import sampling, tokenizer
+from harness import data, tokenizer, tokens
+from trainer import sampling
 
 transformers = pytest.importorskip("transformers")
 TEXT = "It is a truth universally acknowledged.\n\n  A man, 1234 of them -- ÄÖ€ 🙂\n" * 40

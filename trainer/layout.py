@@ -11,11 +11,11 @@ import context_parallel
 import harness
 import pipeline
 import tensor_parallel
-from harness import Refused, memory, zero_flags
+from harness import Refused, memory, tokenizer, zero_flags
 from receipts import context_parallel as long_context
 from receipts import expert_parallel as experts
 from receipts import pipeline as schedules
-from trainer import islands, pretrained, recording, sampling, saving, tokenizer, tracking
+from trainer import islands, pretrained, recording, sampling, saving, tracking
 
 
 def prepare(args):

@@ -33,9 +33,9 @@ import torch.distributed as dist
 from safetensors import SafetensorError
 
 import harness
-from harness import Refused, presets, say
+from harness import Refused, presets, say, tokenizer
 from harness.placement import placement
-from trainer import hf_config, tokenizer
+from trainer import hf_config
 from trainer.checkpoint import holdings, speaks
 from trainer.folder_writer import FolderWriter, weights_in
 from trainer.hf_config import GPT2, LLAMA

@@ -14,9 +14,9 @@ import torch
 import torch.distributed as dist
 
 import harness
-from harness import Refused, outputs, say
+from harness import Refused, outputs, say, tokenizer
 from receipts import pipeline as schedules
-from trainer import recording, tokenizer
+from trainer import recording
 
 
 def add_flags(parser):

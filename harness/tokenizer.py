@@ -2,7 +2,8 @@
 
 import pathlib
 
-from harness import Refused, ready_made, tokens
+from harness import ready_made, tokens
+from harness.refusal import Refused
 
 # What a Hugging Face folder has beside config.json and the weights
 FILES = (
