@@ -514,6 +514,14 @@ def failed(error, rank, world, store, timeout, forked):
         say(f"rank {rank} is out of memory ({reason}): {advice}")
         return 1
     of_a_peer = isinstance(error, (RuntimeError, ConnectionError, TimeoutError)) and (late or lost)
+    if "unable to find address" in text:  # gloo, of a network interface
+        name = os.environ.get("GLOO_SOCKET_IFNAME", "of this host's name")
+        if int(os.environ.get("LOCAL_RANK", rank)) == 0:
+            say(
+                f"the network interface {name} has no address: set GLOO_SOCKET_IFNAME to one that "
+                "has (`ip address` lists them)"
+            )
+        return 2
     if not of_a_peer:
         within(1, lambda: store.set("failed", str(rank)))
         trace = "".join(traceback.format_exception(error))

@@ -6,6 +6,7 @@ import pathlib
 import random
 import re
 import resource
+import shutil
 import signal
 import socket
 import subprocess
@@ -575,3 +576,13 @@ def test_forks_may_use_autograd_after_fake_tensors(how):
         assert done.returncode == 0, done.stderr
     else:
         assert "fork-based multiprocessing" in done.stderr
+
+
+def test_a_network_interface_without_an_address():
+    """In a network namespace of its own, whose loopback interface is down."""
+    command = ["unshare", "--net", sys.executable, "ddp.py", "--nproc", "2", "--steps", "1"]
+    if not shutil.which("unshare") or os.geteuid() != 0:
+        pytest.skip("taking the network away needs root and the command unshare (util-linux)")
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    said = [line for line in done.stderr.splitlines() if "starting" not in line]
+    assert done.returncode == 2 and len(said) == 1 and "interface lo has no address" in said[0]
