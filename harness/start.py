@@ -581,6 +581,7 @@ def script(main):
         rank = os.environ.get("RANK", "0")
         finish(refuse(e, int(rank) if rank.isdecimal() else e.speaker))
     except KeyboardInterrupt:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second one must not cut this short
         say("interrupted by SIGINT")
         finish(130)
     except BrokenPipeError:  # the reader of our output has ended, as `head` does

@@ -520,9 +520,9 @@ def test_equals_pytorchs_pipelining(ranks):
         "gpipe": "ScheduleGPipe",
         "1f1b": "Schedule1F1B",
         "interleaved": "ScheduleInterleaved1F1B",
-        "zb-v": "ScheduleZBVZeroBubble",
-        "dualpipev": "ScheduleDualPipeV",
     }
+    if torch.__version__ >= "2.12":  # 2.11's sends to its own rank, which gloo can't
+        cases |= {"zb-v": "ScheduleZBVZeroBubble", "dualpipev": "ScheduleDualPipeV"}
 
     def reference(rank, name, theirs):
         schedule = pp.make(name, p, m)
@@ -542,7 +542,7 @@ def test_equals_pytorchs_pipelining(ranks):
             run = kind(stages if len(stages) > 1 else stages[0], m, loss_fn=loss, scale_grads=False)
             optimizer.zero_grad()
             run.step(
-                *((tokens,) if rank == 0 else ()),
+                *((tokens.contiguous(),) if rank == 0 else ()),
                 **({"target": targets} if rank == schedule.owner[schedule.last] else {}),
             )
             optimizer.step()

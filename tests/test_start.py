@@ -199,6 +199,7 @@ def launch(work, world=2, before=lambda: None, **options):
         except harness.Refused as e:
             code = start.refuse(e, 0)
         except KeyboardInterrupt:  # before it can handle any: as harness.script does
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
             start.say("interrupted by SIGINT")
             code = 130
         finally:
