@@ -74,7 +74,7 @@ def convert(file, folder):
     def field(name):
         return reader.fields[name].contents()
 
-    writer = FolderWriter(folder, limit=2 << 30)
+    writer = FolderWriter(folder)
     heads = {
         "attn_q": field("llama.attention.head_count"),
         "attn_k": field("llama.attention.head_count_kv"),
@@ -87,13 +87,11 @@ def convert(file, folder):
             # (heads, size / 2, 2, C) -> (heads, 2, size / 2, C)
             values = values.unflatten(0, (heads[parts[-2]], -1, 2)).transpose(1, 2).flatten(0, 2)
         writer.add("model." + ".".join(NAMES.get(part, part) for part in parts), values)
-    settings = write_tokenizer(writer, field)
-    writer.finish(config_of(field) | {name: settings[name] for name in MARKS})
+    marks, files = tokenizer_files(field)
+    writer.finish(config_of(field) | marks, files)
 
 
 # --- config.json
-
-MARKS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 def config_of(field):
@@ -125,9 +123,9 @@ def config_of(field):
 # --- the tokenizer
 
 
-def write_tokenizer(writer, field):
-    """Write tokenizer.json, tokenizer_config.json and generation_config.json. Returns the ids that
-    the last one has."""
+def tokenizer_files(field):
+    """(the ids of the tokens that mark a text's ends, {name: content} of tokenizer.json,
+    tokenizer_config.json and generation_config.json, which has them too)."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
     words, kinds = field("tokenizer.ggml.tokens"), field("tokenizer.ggml.token_type")
@@ -159,10 +157,11 @@ def write_tokenizer(writer, field):
         "clean_up_tokenization_spaces": False,
         "chat_template": field("tokenizer.chat_template"),
     }
-    writer.write_whole("tokenizer.json", tokenizer.to_str().encode())
-    writer.write_whole("tokenizer_config.json", json.dumps(settings, indent=1).encode())
-    writer.write_whole("generation_config.json", json.dumps(ids, indent=1).encode())
-    return ids
+    return ids, {
+        "tokenizer.json": tokenizer.to_str().encode(),
+        "tokenizer_config.json": json.dumps(settings, indent=1).encode(),
+        "generation_config.json": json.dumps(ids, indent=1).encode(),
+    }
 
 
 if __name__ == "__main__":

@@ -294,15 +294,15 @@ def test_an_export_without_room_is_one_sentence(monkeypatch, capsys):
     args = SimpleNamespace(export="/nowhere", export_dtype=None, init_from=None)
     corpus = SimpleNamespace(encoding=SimpleNamespace(name="bytes", start=None, end=None))
     run = SimpleNamespace(rank=0, args=args, config=config, dtype=torch.float32, device="cpu")
-    run.corpus = corpus
+    run.corpus, run.members = corpus, None
 
-    def full(folder, config, parameters, **options):
+    def full(folder, config, parameters, *options):
         next(parameters)
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(pretrained, "write", full)
-    monkeypatch.setattr(pretrained, "holdings", lambda *_: [])
-    monkeypatch.setattr(pretrained.dist, "all_reduce", sums.append)
+    monkeypatch.setattr(pretrained, "pieces_of", lambda *_: [])
+    monkeypatch.setattr(pretrained.dist, "all_reduce", lambda x, group: sums.append(x))
     model = SimpleNamespace(named=lambda: [])
     pretrained.export(run, model, None, None)
     assert len(sums) == len(presets.parameter_shapes(config)) and run.incomplete

@@ -88,6 +88,11 @@ class Piece(NamedTuple):
     size: tuple
     writes: bool  # of the ranks that hold this box, this one writes it
 
+    @property
+    def place(self):
+        """Where it lies in the whole, as an index."""
+        return tuple(slice(a, a + n) for a, n in zip(self.start, self.size))
+
 
 # --- what a rank holds
 

@@ -1,4 +1,4 @@
-"""config.json of Hugging Face folders, as the fields of model.Config.
+"""config.json of Hugging Face folders, as the fields of model.Config, and the other way round.
 
 Five families can be read: gpt2, llama, mistral, mixtral and qwen2. A field that is left out has
 transformers' default for the family. A field of the wrong type, and a model that model.py would
@@ -12,37 +12,110 @@ compute in another way, are refused in one sentence.
 import json
 import math
 import pathlib
-from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from typing import NamedTuple
 
 from model import Config
 
 GPT2 = dict(positions="learned", norm="layernorm", mlp="gelu", bias=True)
 LLAMA = dict(positions="rope", norm="rmsnorm", mlp="swiglu", bias=False)
-# What all five have in common
-PLAIN = dict(experts=0, shared=0, scores="softmax", renormalize=True, rope_scaling=None)
-LLAMAS = ("llama", "mistral", "mixtral", "qwen2")
+
+# What model.Config calls a field, and what config.json calls it
+GPT2_NAMES = {
+    "layers": "n_layer",
+    "heads": "n_head",
+    "width": "n_embd",
+    "hidden": "n_inner",
+    "context": "n_positions",
+    "vocab": "vocab_size",
+    "norm_eps": "layer_norm_epsilon",
+    "tied": "tie_word_embeddings",
+}
+LLAMA_NAMES = {
+    "layers": "num_hidden_layers",
+    "heads": "num_attention_heads",
+    "kv_heads": "num_key_value_heads",
+    "width": "hidden_size",
+    "hidden": "intermediate_size",
+    "context": "max_position_embeddings",
+    "vocab": "vocab_size",
+    "norm_eps": "rms_norm_eps",
+    "tied": "tie_word_embeddings",
+    "rope_theta": "rope_theta",
+}
+MIXTRAL_NAMES = LLAMA_NAMES | {"experts": "num_local_experts", "top_k": "num_experts_per_tok"}
+
+# What transformers takes where config.json says nothing
+PLAIN = dict(rms_norm_eps=1e-6, tie_word_embeddings=False, rope_theta=1e4, sliding_window=None)
+DEFAULTS = {
+    "gpt2": dict(n_inner=None, layer_norm_epsilon=1e-5, tie_word_embeddings=True),
+    "llama": PLAIN | dict(num_key_value_heads=None),
+    "mistral": PLAIN | dict(num_key_value_heads=8, sliding_window=4096),
+    "mixtral": PLAIN | dict(num_key_value_heads=8, rope_theta=1e6, rms_norm_eps=1e-5),
+    "qwen2": PLAIN | dict(num_key_value_heads=32),
+}
+
+# The values that these may have
+KNOWN = {
+    "activation_function": ("gelu_new", "gelu_pytorch_tanh"),  # two names of one function
+    "hidden_act": ("silu", "swish"),
+    "scale_attn_weights": (True,),
+    "scale_attn_by_inverse_layer_idx": (False,),
+    "attention_bias": (False,),
+    "mlp_bias": (False,),
+    "tie_word_embeddings": (True, False),
+    "use_sliding_window": (False,),
+    "partial_rotary_factor": (1, None),
+    "quantization_config": (None,),
+}
+# What others must be, and a test of it. NaN passes none
+INTEGER = "a whole number from 0 to 2**31", lambda x: type(x) is int and 0 <= x <= 2**31
+NUMBER = "a number from 1e-12 to 1e12", lambda x: type(x) in (int, float) and 1e-12 <= x <= 1e12
+OBJECT = "an object", lambda x: type(x) is dict
+TYPES = dict.fromkeys([*GPT2_NAMES.values(), *MIXTRAL_NAMES.values()], INTEGER)
+TYPES |= dict.fromkeys(["head_dim", "sliding_window", "original_max_position_embeddings"], INTEGER)
+TYPES |= dict.fromkeys(["layer_norm_epsilon", "rms_norm_eps", "rope_theta"], NUMBER)
+TYPES |= dict.fromkeys(["factor", "low_freq_factor", "high_freq_factor"], NUMBER)
+TYPES |= dict.fromkeys(["rope_scaling", "rope_parameters"], OBJECT)
+TYPES["layer_types"] = "a list", lambda x: type(x) is list
+# These may be null
+NULL = ["n_inner", "num_key_value_heads", "head_dim", "sliding_window", "layer_types"]
+NULL += ["rope_scaling", "rope_parameters"]
 
 
-class Published(NamedTuple):
-    """A model as its config.json describes it."""
+def check(content, where=""):
+    """Raise ValueError for a field that is not of its type, or not one of the values known here."""
+    for name, value in content.items():
+        if name in KNOWN and value not in KNOWN[name]:
+            known = " or ".join(map(shown, KNOWN[name]))
+            raise ValueError(f"{where}{name} is {shown(value)}, and only {known} is known here")
+        if name in KNOWN or name not in TYPES or value is None and name in NULL:
+            continue
+        words, fits = TYPES[name]
+        if not fits(value):
+            raise ValueError(f"{where}{name} is {shown(value)}, not {words}")
 
-    fields: dict  # of model.Config
-    window: int | None  # the longest sequence that its sliding window lets it see whole
+
+def shown(value):
+    """A value from JSON in few words."""
+    if isinstance(value, (dict, list)):
+        return "a list" if isinstance(value, list) else "an object"
+    text = json.dumps(value)
+    return text if len(text) <= 40 else f"{text[:40]}..."
+
+
+# --- reading
 
 
 def read(folder):
-    """A folder's config.json, as Published. Raises ValueError, in one sentence, for what is
+    """(the fields of model.Config that a folder's config.json asks for; the longest sequence that
+    its sliding window lets it see whole, or None). Raises ValueError, in one sentence, for what is
     missing, of the wrong type, or not what our model does."""
     path = pathlib.Path(folder) / "config.json"
     try:
         theirs = read_json(path)
     except OSError as e:
-        raise ValueError(
-            f"{path} can't be read ({e.strerror}): give a folder with config.json and safetensors "
-            "files"
-        ) from e
+        advice = "give a folder with config.json and safetensors files"
+        raise ValueError(f"{path} can't be read ({e.strerror}): {advice}") from e
     try:
         return translate(theirs)
     except ValueError as e:
@@ -60,205 +133,51 @@ def read_json(path):
     return content
 
 
-def translate(theirs):
-    """The content of a config.json, as Published. Raises ValueError: see read."""
-    kind = theirs.get("model_type")
-    if kind != "gpt2" and kind not in LLAMAS:
-        readable = f"gpt2, {', '.join(LLAMAS[:-1])} and {LLAMAS[-1]}"
-        raise ValueError(f"its model_type is {shown(kind)}: {readable} can be read")
-    check_types(theirs, TYPES)
-    if theirs.get("quantization_config") is not None:
-        raise ValueError("its weights are quantized: give the model in bfloat16 or float32")
-    names = SIZES_GPT2 if kind == "gpt2" else SIZES_LLAMA
+def translate(content):
+    """See `read`. content: of a config.json."""
+    kind = content.get("model_type")
+    if kind not in [*DEFAULTS]:
+        readable = "gpt2, llama, mistral, mixtral and qwen2 can be read"
+        raise ValueError(f"its model_type is {shown(kind)}: {readable}")
+    check(content)
+    theirs = DEFAULTS[kind] | content
+    names = {"gpt2": GPT2_NAMES, "mixtral": MIXTRAL_NAMES}.get(kind, LLAMA_NAMES)
     for name in names.values():
         if name not in theirs:
             raise ValueError(f"it has no {name}: fetch it again")
-    sizes = PLAIN | {ours: theirs[name] for ours, name in names.items()}
-    published = of_gpt2(theirs, sizes) if kind == "gpt2" else of_llama(theirs, sizes, kind)
-    Config(**published.fields)  # raises ValueError for sizes that contradict each other
-    return published
-
-
-# --- the types of its fields
-
-
-class Type(NamedTuple):
-    words: str
-    fits: Callable
-
-
-def whole(most):
-    """A whole number. The limit is far above any model, and keeps products within 64 bits."""
-    return Type(f"a whole number from 1 to {most:,}", lambda x: type(x) is int and 1 <= x <= most)
-
-
-def number(least, most):
-    # NaN fits nowhere
-    return Type(
-        f"a number from {least:g} to {most:g}",
-        lambda x: type(x) in (int, float) and least <= x <= most,
-    )
-
-
-def or_null(kind):
-    return Type(f"{kind.words}, or null", lambda x: x is None or kind.fits(x))
-
-
-FLAG = Type("true or false", lambda x: type(x) is bool)
-WORD = Type("a word", lambda x: type(x) is str)
-WORDS = Type("a list of words", lambda x: type(x) is list and all(type(y) is str for y in x))
-OBJECT = Type("an object", lambda x: type(x) is dict)
-POSITIONS, WIDTH = whole(2**31), whole(2**20)
-SIZES_GPT2 = dict(
-    layers="n_layer", heads="n_head", width="n_embd", context="n_positions", vocab="vocab_size"
-)
-SIZES_LLAMA = dict(
-    layers="num_hidden_layers",
-    heads="num_attention_heads",
-    width="hidden_size",
-    hidden="intermediate_size",
-    context="max_position_embeddings",
-    vocab="vocab_size",
-)
-TYPES = dict(
-    vocab_size=whole(2**26),
-    tie_word_embeddings=FLAG,
-    # GPT-2
-    n_layer=whole(2**10),
-    n_head=whole(2**16),
-    n_embd=WIDTH,
-    n_positions=POSITIONS,
-    n_inner=or_null(WIDTH),
-    layer_norm_epsilon=number(0, 1),
-    activation_function=WORD,
-    scale_attn_weights=FLAG,
-    scale_attn_by_inverse_layer_idx=FLAG,
-    # Llama and those after it
-    num_hidden_layers=whole(2**10),
-    num_attention_heads=whole(2**16),
-    num_key_value_heads=or_null(whole(2**16)),
-    head_dim=or_null(WIDTH),
-    hidden_size=WIDTH,
-    intermediate_size=WIDTH,
-    max_position_embeddings=POSITIONS,
-    rms_norm_eps=number(0, 1),
-    hidden_act=WORD,
-    attention_bias=FLAG,
-    mlp_bias=FLAG,
-    rope_theta=number(1, 1e12),
-    rope_scaling=or_null(OBJECT),
-    rope_parameters=or_null(OBJECT),
-    partial_rotary_factor=or_null(number(1e-6, 1)),
-    original_max_position_embeddings=POSITIONS,
-    sliding_window=or_null(POSITIONS),
-    use_sliding_window=FLAG,
-    max_window_layers=Type(
-        f"a whole number from 0 to {2**31:,}", lambda x: x == 0 or POSITIONS.fits(x)
-    ),
-    layer_types=or_null(WORDS),
-    num_local_experts=whole(2**12),
-    num_experts_per_tok=whole(2**12),
-)
-ROPE_TYPES = dict(
-    rope_type=WORD,
-    type=WORD,
-    rope_theta=number(1, 1e12),
-    factor=number(1e-6, 1e6),
-    low_freq_factor=number(1e-6, 1e6),
-    high_freq_factor=number(1e-6, 1e6),
-    original_max_position_embeddings=POSITIONS,
-    partial_rotary_factor=or_null(number(1e-6, 1)),
-)
-
-
-def check_types(content, types, where=""):
-    """Raise ValueError for the first field that is not of its type."""
-    for name, kind in types.items():
-        if name in content and not kind.fits(content[name]):
-            raise ValueError(f"{where}{name} is {shown(content[name])}, not {kind.words}")
-
-
-def shown(value):
-    """A value from JSON in few words."""
-    if isinstance(value, (dict, list)):
-        return "a list" if isinstance(value, list) else "an object"
-    text = json.dumps(value)
-    return text if len(text) <= 40 else f"{text[:40]}..."
-
-
-# --- families
-
-
-def of_gpt2(theirs, sizes):
-    activation = theirs.get("activation_function", "gelu_new")
-    if activation not in ("gelu_new", "gelu_pytorch_tanh"):  # two names of one function
-        raise ValueError(f"activation {shown(activation)} is not GPT-2's gelu_new")
-    if theirs.get("scale_attn_by_inverse_layer_idx") or not theirs.get("scale_attn_weights", True):
-        raise ValueError(
-            "attention scaled by the layer's number, or not at all, is not known here: "
-            "scale_attn_by_inverse_layer_idx must be false and scale_attn_weights true"
-        )
-    hidden = theirs.get("n_inner")
-    ours = dict(
-        hidden=4 * sizes["width"] if hidden is None else hidden,
-        kv_heads=sizes["heads"],
-        tied=theirs.get("tie_word_embeddings", True),
-        norm_eps=float(theirs.get("layer_norm_epsilon", 1e-5)),
-    )
-    return Published(GPT2 | sizes | ours, None)
-
-
-def of_llama(theirs, sizes, kind):
-    activation = theirs.get("hidden_act", "silu")
-    if activation not in ("silu", "swish"):
-        raise ValueError(f"activation {shown(activation)} is not silu, the only one known here")
-    if theirs.get("attention_bias") or theirs.get("mlp_bias"):
-        raise ValueError("attention_bias and mlp_bias are not known here: both must be false")
-    heads = sizes["heads"]
-    head_dim = theirs.get("head_dim")
-    if head_dim not in (None, sizes["width"] // heads):
-        raise ValueError(f"heads of {head_dim}, not {sizes['width']} / {heads}, are not known here")
-    # Where it is left out. null is as many as heads
-    default = dict(mistral=8, mixtral=8, qwen2=32).get(kind)
-    kv_heads = theirs.get("num_key_value_heads", default)
-    theta, scaling = rope_of(theirs, kind)
-    ours = dict(
-        kv_heads=heads if kv_heads is None else kv_heads,
-        rope_theta=theta,
-        rope_scaling=scaling,
-        tied=theirs.get("tie_word_embeddings", False),
-        norm_eps=float(theirs.get("rms_norm_eps", 1e-5 if kind == "mixtral" else 1e-6)),
-    )
-    if kind == "qwen2":
-        ours["bias"] = "qkv"
-    if kind == "mixtral":
-        for ours_name, name in (("experts", "num_local_experts"), ("top_k", "num_experts_per_tok")):
-            if name not in theirs:
-                raise ValueError(f"it has no {name}: fetch it again")
-            ours[ours_name] = theirs[name]
-    window = window_of(theirs, kind)
-    if window is not None:
-        ours["context"] = min(sizes["context"], window)
-    return Published(LLAMA | sizes | ours, window)
-
-
-def window_of(theirs, kind):
-    """The length of the sliding window, or None if no layer has one."""
-    types = theirs.get("layer_types")
-    for word in types or ():
+    fields = dict(experts=0, shared=0, scores="softmax", renormalize=True, rope_scaling=None)
+    fields |= {ours: theirs[name] for ours, name in names.items()}
+    fields["norm_eps"], window = float(fields["norm_eps"]), None
+    if fields.get("kv_heads") is None:
+        fields["kv_heads"] = fields["heads"]
+    if kind == "gpt2":
+        fields |= GPT2
+        if fields["hidden"] is None:
+            fields["hidden"] = 4 * fields["width"]
+    else:
+        fields |= LLAMA | {"bias": "qkv" if kind == "qwen2" else False}
+        fields["rope_theta"], fields["rope_scaling"] = rope_of(theirs)
+        window = theirs["sliding_window"] if kind != "qwen2" else None
+        if window is not None:
+            fields["context"] = min(fields["context"], window)
+    Config(**fields)  # raises ValueError for sizes that contradict each other
+    head_dim, width, heads = theirs.get("head_dim"), fields["width"], fields["heads"]
+    if head_dim not in (None, width // heads):
+        raise ValueError(f"heads of {head_dim}, not {width} / {heads}, are not known here")
+    for word in theirs.get("layer_types") or ():
         if word not in ("full_attention", "sliding_attention"):
             raise ValueError(f"layers of the type {shown(word)} are not known here")
-    if kind != "qwen2":
-        return theirs.get("sliding_window", 4096 if kind == "mistral" else None)
-    slides = theirs.get("max_window_layers", 28) < theirs["num_hidden_layers"]
-    if types is not None:
-        slides = "sliding_attention" in types
-    if not slides or not theirs.get("use_sliding_window", False):
-        return None
-    return theirs.get("sliding_window", 4096)
+    return fields, window
 
 
 # --- rotary positions
+
+# What a type needs beside its name
+ROPE_TYPES = {
+    "default": [],
+    "linear": ["factor"],
+    "llama3": ["factor", "low_freq_factor", "high_freq_factor"],
+}
 
 
 @dataclass(frozen=True)
@@ -289,45 +208,65 @@ class RopeScaling:
         return {name: value for name, value in asdict(self).items() if value is not None}
 
 
-def read_scaling(content):
-    """The RopeScaling that `asdict` made `content` of, or None. Raises TypeError or ValueError for
-    anything else."""
-    if content is None:
-        return None
-    written = {name: value for name, value in content.items() if value is not None}
-    check_types(written, ROPE_TYPES)
-    return RopeScaling(**written)
-
-
-def rope_of(theirs, kind):
+def rope_of(theirs):
     """(theta, RopeScaling or None). As in transformers, rope_scaling goes before rope_parameters,
     and the theta in it before the one beside it."""
     where = "rope_scaling" if theirs.get("rope_scaling") else "rope_parameters"
     rope = theirs.get(where) or {}
-    check_types(rope, ROPE_TYPES, f"{where}'s ")
+    check(rope, f"{where}'s ")
     if any(isinstance(value, dict) for value in rope.values()):
         raise ValueError(f"{where} differs from layer to layer, which is not known here")
-    if (rope.get("partial_rotary_factor") or theirs.get("partial_rotary_factor") or 1) != 1:
-        raise ValueError("a partial_rotary_factor other than 1 is not known here")
-    default = 1e6 if kind == "mixtral" else 1e4
-    theta = float(rope.get("rope_theta", theirs.get("rope_theta", default)))
+    theta = float(rope.get("rope_theta", theirs["rope_theta"]))
     rope_type = rope.get("rope_type", rope.get("type", "default"))
-    if rope_type == "default":
-        return theta, None
-    needed = dict(linear=["factor"], llama3=["factor", "low_freq_factor", "high_freq_factor"])
-    if rope_type not in needed:
-        raise ValueError(
-            f"rotary positions of type {shown(rope_type)}: default, linear and llama3 are known "
-            "here"
-        )
-    for name in needed[rope_type]:
+    if rope_type not in [*ROPE_TYPES]:
+        known = "default, linear and llama3 are known here"
+        raise ValueError(f"rotary positions of type {shown(rope_type)}: {known}")
+    for name in ROPE_TYPES[rope_type]:
         if name not in rope:
             raise ValueError(f"{where} has no {name}: fetch it again")
-    values = {name: float(rope[name]) for name in needed[rope_type]}
+    if rope_type == "default":
+        return theta, None
+    values = {name: float(rope[name]) for name in ROPE_TYPES[rope_type]}
     if rope_type == "llama3":
         if values["low_freq_factor"] >= values["high_freq_factor"]:
             raise ValueError(f"{where}'s low_freq_factor must be below its high_freq_factor")
         name = "original_max_position_embeddings"
-        longest = rope.get(name, theirs["max_position_embeddings"])
-        values[name] = theirs.get(name, longest)
+        values[name] = theirs.get(name, rope.get(name, theirs["max_position_embeddings"]))
     return theta, RopeScaling(rope_type, **values)
+
+
+# --- writing
+
+
+def write(config):
+    """config.json's content for a Config. Raises ValueError for a model that no known family is."""
+    fields = {name: getattr(config, name) for name in GPT2}
+    if fields == GPT2 and not config.experts:
+        if config.kv_heads != config.heads:
+            raise ValueError("a GPT-2 with grouped queries is not one that transformers knows")
+        kind, names, architecture = "gpt2", GPT2_NAMES, "GPT2LMHeadModel"
+        content = dict(activation_function="gelu_new", attn_pdrop=0.0)
+        content |= dict(embd_pdrop=config.dropout, resid_pdrop=config.dropout)
+    elif fields in (LLAMA, LLAMA | {"bias": "qkv"}):
+        kind, names, architecture = "llama", LLAMA_NAMES, "LlamaForCausalLM"
+        content = dict(hidden_act="silu")
+        if config.rope_scaling is not None:
+            content["rope_scaling"] = config.rope_scaling.written()
+        if config.bias == "qkv":
+            if config.experts:
+                raise ValueError("experts and biases on q, k and v are not of one known family")
+            kind, architecture = "qwen2", "Qwen2ForCausalLM"
+            content["use_sliding_window"] = False
+        else:
+            content["attention_bias"] = False
+        if config.experts:
+            if config.shared or config.scores != "softmax" or not config.renormalize:
+                others = "shared experts, sigmoid scores and weights that do not sum to 1"
+                raise ValueError(f"{others} are not Mixtral's")
+            kind, names, architecture = "mixtral", MIXTRAL_NAMES, "MixtralForCausalLM"
+            content["sliding_window"] = None
+    else:
+        advice = "take --family gpt2 or llama as they are"
+        raise ValueError(f"this model is of no family that transformers knows: {advice}")
+    content |= {name: getattr(config, ours) for ours, name in names.items()}
+    return content | dict(model_type=kind, architectures=[architecture])

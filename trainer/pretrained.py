@@ -21,8 +21,6 @@ tensor that no parameter is made from is refused: it would be another model.
     python train.py --export FOLDER
 """
 
-import functools
-import json
 import os
 import pathlib
 import re
@@ -30,22 +28,15 @@ import tempfile
 
 import torch
 import torch.distributed as dist
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 
 import harness
-from harness import Refused, presets, say, tokenizer
-from harness.placement import placement
+from harness import DTYPES, Refused, presets, say, tokenizer
 from trainer import hf_config
-from trainer.checkpoint import holdings, speaks
+from trainer.checkpoint import pieces_of
 from trainer.folder_writer import FolderWriter, weights_in
-from trainer.hf_config import GPT2, LLAMA
 
 CONTEXT = 1024  # the default of --context is at most this
-EXPORT_DTYPES = {
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-}
 
 
 # --- what train.py calls
@@ -58,13 +49,10 @@ def add_flags(parser):
         f"any layout; --context is then at most {CONTEXT} by default"
     )
     g.add_argument("--init-from", metavar="FOLDER", help=why)
-    g.add_argument(
-        "--export",
-        metavar="FOLDER",
-        help="write the model at the end as a folder that transformers loads",
-    )
+    why = "write the model at the end as a folder that transformers loads"
+    g.add_argument("--export", metavar="FOLDER", help=why)
     why = "type of the weights in --export (default: --dtype)"
-    g.add_argument("--export-dtype", choices=list(EXPORT_DTYPES), help=why)
+    g.add_argument("--export-dtype", choices=["float32", "bfloat16", "float16"], help=why)
 
 
 def shape_of(args):
@@ -85,25 +73,12 @@ def shape_of(args):
 
 
 def check_family(args):
-    """Refuse a --family or --preset that names another model than the one in args.shape."""
-    where, fields = args.init_from or args.out, args.shape
-    family = "gpt2" if fields["positions"] == "learned" else "llama"
-    if args.family not in (None, family):
-        raise Refused(
-            f"--family {args.family}: the model in {where} is of the family {family}: leave "
-            "--family out"
-        )
-    with harness.refusing():
-        named = presets.configure(args.preset)
-    for name in presets.PRESETS[args.preset]:
-        if name not in ("context", "vocab") and getattr(named, name) != fields[name]:
-            raise Refused(
-                f"--preset {args.preset} has {name} {getattr(named, name)}, the model in {where} "
-                f"{fields[name]}: leave --preset out"
-            )
-
-
-say_once = functools.cache(harness.say)
+    """Refuse a --family or --preset beside a model that says itself what it is: args.shape."""
+    for flag, default in (("family", None), ("preset", "tiny")):
+        value = getattr(args, flag)
+        if value != default:
+            what = f"the model in {args.init_from or args.out} says itself what it is"
+            raise Refused(f"--{flag} {value}: {what}: leave --{flag} out")
 
 
 def check(args, config):
@@ -111,34 +86,34 @@ def check(args, config):
     weights: config.json is enough."""
     if args.export_dtype and not args.export:
         raise Refused("--export-dtype means nothing without --export: add that, or leave it out")
-    try:
-        weights = weights_in(args.export) if args.export else []
-        # A run that torchrun starts again may meet its own. Which attempt this is, nobody knows yet
-        if weights and os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") == "0":
-            raise Refused(
-                f"--export {args.export} holds weights already ({weights[0].name}): give another "
-                "folder, or remove them"
-            )
+    with harness.refusing():
         if args.init_from and not (args.dry_run or args.plan):
-            Folder(args.init_from, config).check(presets.parameter_shapes(config).items())
-        if args.export:
-            if not args.init_from:
-                write_config(config)
-            os.makedirs(args.export, exist_ok=True)
-            tempfile.TemporaryFile(dir=args.export).close()
-    except ValueError as e:
-        raise Refused(str(e)) from e
+            Folder(args.init_from, config).check(presets.parameter_shapes(config))
+        if args.export and not args.init_from:
+            hf_config.write(config)
+    if not args.export:
+        return
+    weights = weights_in(args.export)
+    # A run that torchrun starts again may meet its own. Which attempt this is, nobody knows yet
+    if weights and os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") == "0":
+        what = f"--export {args.export} holds weights already ({weights[0].name})"
+        raise Refused(f"{what}: give another folder, or remove them")
+    try:
+        os.makedirs(args.export, exist_ok=True)
+        tempfile.TemporaryFile(dir=args.export).close()
     except OSError as e:
-        raise Refused(
-            f"--export {args.export} can't be written ({e.strerror}): give another folder"
-        ) from e
-    if args.init_from and args.context is None and not args.quiet:
+        what = f"--export {args.export} can't be written ({e.strerror})"
+        raise Refused(f"{what}: give another folder") from e
+
+
+def describe(args, config):
+    """What to say before the first step: a list of sentences."""
+    if args.init_from and args.context is None:
         longest = read_config(args.init_from)["context"]
-        if longest > config.context and os.environ.get("RANK", "0") == "0":
-            say_once(
-                f"--context is {config.context:,} by default; the model in {args.init_from} knows "
-                f"{longest:,} positions"
-            )
+        if longest > config.context:
+            what = f"the model in {args.init_from} knows {longest:,} positions"
+            return [f"--context is {config.context:,} by default; {what}"]
+    return []
 
 
 @torch.no_grad()
@@ -146,30 +121,26 @@ def export(run, model, optimizer, data_group):
     """Write the whole model from rank 0, parameter by parameter. Of the ranks that hold the same
     piece one puts it into a tensor of zeros, and the sum over all ranks is the whole. No rank has
     more than one parameter, and one file, at a time."""
-    own = {
-        name: (p, values, first)
-        for name, p, values, first, *_ in holdings(model.named(), optimizer)
-    }
+    own = [p for p in pieces_of(model.named(), optimizer, data_group) if p.writes]
 
     def wholes():
         for name, shape in presets.parameter_shapes(run.config).items():
             whole = torch.zeros(shape, dtype=run.dtype, device=run.device)
-            if name in own and speaks(own[name][0], data_group, optimizer):
-                put(whole, *own[name])
+            for piece in own:
+                if (piece.name, piece.kind) == (name, "weight"):
+                    whole[piece.place] = piece.tensor.to(whole)
             dist.all_reduce(whole, group=run.members)
             yield name, whole
 
     args, encoding, parameters = run.args, run.corpus.encoding, wholes()
     if run.rank == 0:
-        files = tokenizer.files_of(args, encoding)
-        options = dict(
-            dtype=EXPORT_DTYPES.get(args.export_dtype),
-            source=args.init_from,
-            fields=tokenizer.marks(args, encoding),
-            files=files,
-        )
+        files = {path.name: path.read_bytes() for path in tokenizer.files_of(args, encoding)}
+        marks = tokenizer.marks(args, encoding)
+        dtype = DTYPES.get(args.export_dtype)
         try:
-            infinite = write(args.export, run.config, parameters, **options)
+            infinite = write(
+                args.export, run.config, parameters, dtype, args.init_from, marks, files
+            )
         except (OSError, SafetensorError) as e:
             run.incomplete = True
             reason = getattr(e, "strerror", None) or str(e).splitlines()[0]
@@ -178,8 +149,7 @@ def export(run, model, optimizer, data_group):
                 "--only-sample --export FOLDER writes the last checkpoint's weights"
             )
         else:
-            names = ", ".join(path.name for path in files)
-            run.print(f"exported to {args.export}{f' with {names}' if names else ''}")
+            run.print(f"exported to {args.export}{' with ' * bool(files)}{', '.join(files)}")
             if infinite:
                 say(
                     f"--export-dtype {args.export_dtype} can't hold {infinite:,} of the weights, "
@@ -189,96 +159,72 @@ def export(run, model, optimizer, data_group):
         pass
 
 
-def put(whole, parameter, values, first):
-    """Write `values`, the elements of this rank's piece of a parameter from number `first` on,
-    where they belong."""
-    piece = torch.zeros(parameter.numel(), dtype=whole.dtype, device=whole.device)
-    piece[first : first + len(values)] = values
-    piece = piece.view(parameter.shape)
-    for dim, (_, start, size) in placement(parameter)["cuts"].items():
-        whole, piece = whole.narrow(dim, start, size), piece.narrow(dim, 0, size)
-    whole.copy_(piece)
-
-
 # --- config.json
 
 
 def read_config(folder):
-    """The fields of model.Config that a folder's config.json asks for, as a dict. Raises
-    ValueError: see hf_config.read."""
-    return hf_config.read(folder).fields
-
-
-def write_config(config):
-    """config.json's content for a Config; the other way round. Raises ValueError for a model that
-    no known family is."""
-    fields = {name: getattr(config, name) for name in GPT2}
-    if fields == GPT2 and not config.experts:
-        ours = dict(
-            n_layer=config.layers,
-            n_head=config.heads,
-            n_embd=config.width,
-            n_positions=config.context,
-            n_inner=config.hidden,
-            layer_norm_epsilon=config.norm_eps,
-            activation_function="gelu_new",
-            model_type="gpt2",
-            architectures=["GPT2LMHeadModel"],
-            embd_pdrop=config.dropout,
-            resid_pdrop=config.dropout,
-            attn_pdrop=0.0,
-        )
-        if config.kv_heads != config.heads:
-            raise ValueError("a GPT-2 with grouped queries is not one that transformers knows")
-    elif fields in (LLAMA, LLAMA | {"bias": "qkv"}):
-        ours = dict(
-            num_hidden_layers=config.layers,
-            num_attention_heads=config.heads,
-            num_key_value_heads=config.kv_heads,
-            hidden_size=config.width,
-            intermediate_size=config.hidden,
-            max_position_embeddings=config.context,
-            rms_norm_eps=config.norm_eps,
-            rope_theta=config.rope_theta,
-            hidden_act="silu",
-            attention_bias=False,
-            model_type="llama",
-            architectures=["LlamaForCausalLM"],
-        )
-        if config.rope_scaling is not None:
-            ours["rope_scaling"] = config.rope_scaling.written()
-        if config.bias == "qkv":
-            if config.experts:
-                raise ValueError("experts and biases on q, k and v are not of one known family")
-            ours |= dict(model_type="qwen2", architectures=["Qwen2ForCausalLM"])
-            ours |= dict(use_sliding_window=False)
-            del ours["attention_bias"]
-        if config.experts:
-            if config.shared or config.scores != "softmax" or not config.renormalize:
-                raise ValueError(
-                    "shared experts, sigmoid scores and weights that do not sum to 1 are not "
-                    "Mixtral's"
-                )
-            ours |= dict(
-                num_local_experts=config.experts,
-                num_experts_per_tok=config.top_k,
-                sliding_window=None,
-            )
-            ours |= dict(model_type="mixtral", architectures=["MixtralForCausalLM"])
-    else:
-        raise ValueError(
-            "this model is of no family that transformers knows: take --family gpt2 or llama as "
-            "they are"
-        )
-    return ours | dict(vocab_size=config.vocab, tie_word_embeddings=config.tied)
+    """The fields of model.Config that a folder's config.json asks for. Raises ValueError."""
+    return hf_config.read(folder)[0]
 
 
 # --- names
 
+# Of ours, what stands before .weight or .bias; in theirs, these follow
+GPT2_NAMES = {
+    "embed.token": "transformer.wte",
+    "embed.position": "transformer.wpe",
+    "attn_norm": "ln_1",
+    "attn.qkv": "attn.c_attn",
+    "attn.proj": "attn.c_proj",
+    "mlp_norm": "ln_2",
+    "mlp.up": "mlp.c_fc",
+    "mlp.down": "mlp.c_proj",
+    "head.norm": "transformer.ln_f",
+    "head.out": "lm_head",
+}
+LLAMA_NAMES = {
+    "embed.token": "model.embed_tokens",
+    "attn_norm": "input_layernorm",
+    "attn.proj": "self_attn.o_proj",
+    "mlp_norm": "post_attention_layernorm",
+    "mlp.gate": "mlp.gate_proj",
+    "mlp.up": "mlp.up_proj",
+    "mlp.down": "mlp.down_proj",
+    "mlp.router": "block_sparse_moe.gate",
+    "head.norm": "model.norm",
+    "head.out": "lm_head",
+}
+EXPERTS = {"gate": "w1", "up": "w3", "down": "w2"}
 
-def join_heads(q, k, v, kv_heads):
+
+def theirs(name, config):
+    """What a parameter of ours is made of: (their names, make ours from theirs, make theirs from
+    ours)."""
+    is_gpt2, block, inner = config.norm == "layernorm", "", name
+    if name.startswith("blocks."):
+        _, layer, inner = name.split(".", 2)
+        block = f"transformer.h.{layer}." if is_gpt2 else f"model.layers.{layer}."
+    module, kind = inner.rsplit(".", 1)
+    if module == "mlp.experts":
+        one = f"{block}block_sparse_moe.experts.{{}}.{EXPERTS[kind]}.weight"
+        names = [one.format(expert) for expert in range(config.experts)]
+        return names, lambda *each: torch.stack(each), list
+    if module == "attn.qkv" and not is_gpt2:
+        names = [f"{block}self_attn.{x}_proj.{kind}" for x in "qkv"]
+        return names, lambda *qkv: join_heads(*qkv, config), lambda x: split_heads(x, config)
+    names = [f"{block}{(GPT2_NAMES if is_gpt2 else LLAMA_NAMES)[module]}.{kind}"]
+    if module == "attn.qkv":  # t() leaves a bias as it is
+        cut = lambda x: [torch.cat(split_heads(x, config)).t()]  # noqa: E731
+        return names, lambda x: join_heads(*x.t().chunk(3), config), cut
+    if is_gpt2 and module.startswith(("attn.", "mlp.")):
+        return names, lambda x: x.t(), lambda x: [x.t()]
+    return names, lambda x: x, lambda x: [x]
+
+
+def join_heads(q, k, v, config):
     """Rows grouped by kv-head, q..q k v | q..q k v | ..., from separate q, k and v (rows, ...)."""
-    return torch.cat([x.unflatten(0, (kv_heads, -1)) for x in (q, k, v)], dim=1).flatten(0, 1)
+    groups = [x.unflatten(0, (config.kv_heads, -1)) for x in (q, k, v)]
+    return torch.cat(groups, dim=1).flatten(0, 1)
 
 
 def split_heads(qkv, config):
@@ -286,76 +232,6 @@ def split_heads(qkv, config):
     queries, size = config.heads // config.kv_heads, config.width // config.heads
     groups = qkv.unflatten(0, (config.kv_heads, queries + 2, size))
     return [x.flatten(0, 2) for x in groups.split((queries, 1, 1), dim=1)]
-
-
-def theirs(name, config):
-    """What a parameter of ours is made of: (their names, make ours from theirs, make theirs from
-    ours)."""
-    return (theirs_gpt2 if config.norm == "layernorm" else theirs_llama)(name, config)
-
-
-def theirs_gpt2(name, config):
-    ends = {"embed.token.weight": "wte.weight", "embed.position.weight": "wpe.weight"}
-    ends |= {f"head.norm.{kind}": f"ln_f.{kind}" for kind in ("weight", "bias")}
-    if name in ends:
-        return [f"transformer.{ends[name]}"], lambda x: x, lambda x: [x]
-    if name == "head.out.weight":
-        return ["lm_head.weight"], lambda x: x, lambda x: [x]
-    _, layer, *rest, kind = name.split(".")
-    inner = ".".join(rest)
-    names = {
-        "attn_norm": "ln_1",
-        "mlp_norm": "ln_2",
-        "attn.qkv": "attn.c_attn",
-        "attn.proj": "attn.c_proj",
-    }
-    names |= {"mlp.up": "mlp.c_fc", "mlp.down": "mlp.c_proj"}
-    there = [f"transformer.h.{layer}.{names[inner]}.{kind}"]
-    if inner == "attn.qkv":
-        # t() leaves a bias as it is
-        return (
-            there,
-            lambda x: join_heads(*x.t().chunk(3), config.heads),
-            lambda x: [torch.cat(split_heads(x, config)).t()],
-        )
-    if kind == "weight" and "norm" not in inner:
-        return there, lambda x: x.t(), lambda x: [x.t()]
-    return there, lambda x: x, lambda x: [x]
-
-
-def theirs_llama(name, config):
-    ends = {
-        "embed.token.weight": "model.embed_tokens.weight",
-        "head.norm.weight": "model.norm.weight",
-    }
-    ends |= {"head.out.weight": "lm_head.weight"}
-    if name in ends:
-        return [ends[name]], lambda x: x, lambda x: [x]
-    _, layer, *rest = name.removesuffix(".weight").split(".")
-    inner, block = ".".join(rest), f"model.layers.{layer}."
-    if inner in ("attn.qkv", "attn.qkv.bias"):
-        kind = "bias" if inner.endswith("bias") else "weight"
-        there = [f"{block}self_attn.{x}_proj.{kind}" for x in "qkv"]
-        return (
-            there,
-            lambda *qkv: join_heads(*qkv, config.kv_heads),
-            lambda x: split_heads(x, config),
-        )
-    if inner.startswith("mlp.experts."):
-        which = {"gate": "w1", "up": "w3", "down": "w2"}[rest[-1]]
-        there = [
-            f"{block}block_sparse_moe.experts.{e}.{which}.weight" for e in range(config.experts)
-        ]
-        return there, lambda *each: torch.stack(each), lambda x: list(x)
-    names = {
-        "attn_norm": "input_layernorm",
-        "mlp_norm": "post_attention_layernorm",
-        "attn.proj": "self_attn.o_proj",
-    }
-    names |= {f"mlp.{x}": f"mlp.{x}_proj" for x in ("gate", "up", "down")} | {
-        "mlp.router": "block_sparse_moe.gate"
-    }
-    return [f"{block}{names[inner]}.weight"], lambda x: x, lambda x: [x]
 
 
 def recorder_names(folder):
@@ -377,16 +253,9 @@ def recorder_names(folder):
 # --- reading
 
 # What a file may have without a parameter of ours: tables that older versions of transformers saved
-BUFFERS = {
-    "gpt2": r"(transformer\.)?h\.\d+\.attn\.(masked_)?bias",
-    "llama": r"(model\.)?(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq",
-}
-DTYPES = ("F64", "F32", "F16", "BF16")  # others, such as F8_E4M3, need scales
-
-
-def wide(x):
-    """In float32 at least."""
-    return x.to(torch.promote_types(x.dtype, torch.float32))
+BUFFERS = r"(transformer\.)?h\.\d+\.attn\.(masked_)?bias"
+BUFFERS += r"|(model\.)?(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq"
+READABLE = ("F64", "F32", "F16", "BF16")  # others, such as F8_E4M3, need scales
 
 
 def files_of(folder):
@@ -395,17 +264,10 @@ def files_of(folder):
     index = folder / "model.safetensors.index.json"
     if (folder / "model.safetensors").exists() or not index.exists():
         return ["model.safetensors"]
-    try:
-        where = hf_config.read_json(index).get("weight_map")
-    except OSError as e:
-        raise ValueError(f"{index} can't be read ({e.strerror}): fetch it again") from e
-    names = list(where.values()) if isinstance(where, dict) else []
-    if not names or not all(isinstance(name, str) for name in names):
+    where = hf_config.read_json(index).get("weight_map")
+    if not isinstance(where, dict) or not where or {*map(type, where.values())} != {str}:
         raise ValueError(f"{index} has no weight_map from tensors to files: fetch it again")
-    for name in names:
-        if pathlib.PurePath(name).name != name or "\0" in name:
-            raise ValueError(f"{index} names {name!r}: weights must lie in the folder itself")
-    return sorted(set(names))
+    return sorted(set(where.values()))
 
 
 class Folder:
@@ -416,11 +278,8 @@ class Folder:
     size."""
 
     def __init__(self, folder, config):
-        from safetensors import SafetensorError, safe_open
-
         self.folder, self.config = pathlib.Path(folder), config
         self.files = {}  # {tensor's name: its open file}
-        self.seen = set()  # the names that `look` has been asked for
         for name in files_of(self.folder):
             try:
                 file = safe_open(self.folder / name, framework="pt")
@@ -436,118 +295,93 @@ class Folder:
 
     def find(self, name):
         """Their tensor's name as it is in this folder. A model without its head was saved without
-        the prefix, the hub's GPT-2 too; one tied matrix may have either of its names."""
+        the prefix, the hub's GPT-2 too; one tied matrix may have either of its names; transformers
+        5 has another name for a router."""
         names = [name, name.removeprefix("transformer.").removeprefix("model.")]
-        if self.config.tied and name == self.their("embed.token.weight"):
+        names.append(name.replace("block_sparse_moe.gate", "mlp.gate"))
+        if self.config.tied and name in theirs("embed.token.weight", self.config)[0]:
             names.append("lm_head.weight")
         return next((there for there in names if there in self.files), name)
 
-    def their(self, name):
-        """Their name of a parameter of ours that is one tensor there."""
-        return theirs(name, self.config)[0][0]
-
-    def tensor(self, name, shape=None):
-        self.look(name, shape)
-        return self.files[self.find(name)].get_tensor(self.find(name))
-
-    def check(self, named):
-        """Refuse a folder that lacks one of (our name, shape) pairs, or has more than them. Reads
-        no values, but for a tied matrix that is there twice."""
-        with torch.device("meta"):
-            for name, shape in named:
-                self.read(name, shape, self.look)
-        buffer = BUFFERS["gpt2" if self.config.norm == "layernorm" else "llama"]
-        rest = {name for name in self.files if not re.fullmatch(buffer, name)} - self.seen
-        if self.config.tied and "lm_head.weight" in rest:
-            self.check_tied()
-            rest.remove("lm_head.weight")
-        if rest:
-            others = f" and {len(rest) - 1} more" if len(rest) > 1 else ""
-            raise ValueError(
-                f"{self.folder} has {min(rest)}{others}, which nothing here reads: it is not the "
-                "model that its config.json describes"
-            )
-
-    def check_tied(self, rows=4096):
-        """Refuse an output matrix that is not the embedding, though the config ties them."""
-        embedding = self.find(self.their("embed.token.weight"))
-        shapes = [list(self.look(name).shape) for name in (embedding, "lm_head.weight")]
-        same = shapes[0] == shapes[1]
-        a, b = (self.files[name].get_slice(name) for name in (embedding, "lm_head.weight"))
-        for i in range(0, shapes[0][0], rows):
-            same = same and torch.equal(wide(a[i : i + rows]), wide(b[i : i + rows]))
-        if not same:
-            raise ValueError(
-                f"{self.folder} has an lm_head.weight that differs from {embedding}, though its "
-                "config.json ties them: set tie_word_embeddings to false there"
-            )
-
-    def look(self, name, shape=None):
-        """An empty tensor like the one of that name."""
-        name = self.find(name)
+    def header(self, name):
+        """(shape, type) of one of their tensors."""
         if name not in self.files:
-            raise ValueError(
-                f"{self.folder} has no {name}: it is not the model that its config.json describes"
-            )
-        self.seen.add(name)
+            what = "it is not the model that its config.json describes"
+            raise ValueError(f"{self.folder} has no {name}: {what}")
         header = self.files[name].get_slice(name)
-        there, dtype = header.get_shape(), header.get_dtype()
-        if dtype not in DTYPES:
-            raise ValueError(
-                f"{self.folder}: {name} is of type {dtype}: give the model in bfloat16 or float32"
-            )
-        if shape is not None and list(there) != list(shape):
-            raise ValueError(
-                f"{self.folder}: {name} is {there}, not {list(shape)} as config.json says"
-            )
-        return torch.empty(there, device="meta")
+        return header.get_shape(), header.get_dtype()
 
-    def read(self, name, shape, get=None):
-        """A whole parameter of ours, of that shape. Learned positions may be fewer than there
-        are."""
-        get = get or self.tensor
-        there, make, cut = theirs(name, self.config)
-        stacked = name.split(".mlp.experts.")
-        if len(stacked) == 2 and self.find(there[0]) not in self.files:
-            return self.stacked(
-                get, f"model.layers.{stacked[0].split('.')[1]}.mlp.experts.", stacked[1], shape
-            )
-        if name.endswith("mlp.router.weight") and self.find(there[0]) not in self.files:
-            there = [there[0].replace("block_sparse_moe", "mlp")]
-        if name == "embed.position.weight":
-            every = get(there[0])
-            there = list(every.shape)
+    def sources(self, name, shape):
+        """What a parameter of ours, of that shape, is made of here: ([(their name, their shape)],
+        make ours from theirs)."""
+        names, make, cut = theirs(name, self.config)
+        with torch.device("meta"):
+            shapes = [list(x.shape) for x in cut(torch.empty(shape))]
+        names = [self.find(there) for there in names]
+        block, _, kind = name.rpartition(".mlp.experts.")
+        if block and names[0] not in self.files:
+            # Experts as transformers 5 holds them: gate above up in one tensor (E, 2 H, C)
+            stacked = f"{block.replace('blocks', 'model.layers')}.mlp.experts."
+            if kind == "down":
+                return [(f"{stacked}down_proj", list(shape))], lambda x: x
+            both = [shape[0], 2 * shape[1], shape[2]]
+            return [(f"{stacked}gate_up_proj", both)], lambda x: x.chunk(2, 1)[kind == "up"]
+        if name == "embed.position.weight":  # they may be more than the context
+            there, _ = self.header(names[0])
             if len(there) != 2 or there[1:] != list(shape[1:]):
                 raise ValueError(f"{self.folder}: the positions are {there}, not {list(shape)}")
             if there[0] < shape[0]:
-                raise ValueError(
-                    f"{self.folder} knows {there[0]} positions, not {shape[0]}: use a shorter "
-                    "--context"
-                )
-            return wide(every[: shape[0]])
-        with torch.device("meta"):
-            shapes = [x.shape for x in cut(torch.empty(shape))]
-        tensors = [get(*pair) for pair in zip(there, shapes)]
-        return make(*map(wide, tensors)).contiguous()
+                what = f"{self.folder} knows {there[0]} positions, not {shape[0]}"
+                raise ValueError(f"{what}: use a shorter --context")
+            return [(names[0], there)], lambda x: x[: shape[0]]
+        return list(zip(names, shapes)), make
+
+    def check(self, shapes):
+        """Refuse a folder that lacks a parameter of {our name: shape}, or has more than them. Reads
+        no values, but for a tied matrix that is there twice."""
+        expected = {}
+        for name, shape in shapes.items():
+            expected |= dict(self.sources(name, shape)[0])
+        extra = {name for name in self.files if not re.fullmatch(BUFFERS, name)} - expected.keys()
+        for name in [*expected, *extra]:
+            shape, dtype = self.header(name)
+            if dtype not in READABLE:
+                advice = "give the model in bfloat16 or float32"
+                raise ValueError(f"{self.folder}: {name} is of type {dtype}: {advice}")
+            if shape != expected.get(name, shape):
+                what = f"{name} is {shape}, not {expected[name]} as config.json says"
+                raise ValueError(f"{self.folder}: {what}")
+        if self.config.tied and "lm_head.weight" in extra:
+            embedding = self.find(theirs("embed.token.weight", self.config)[0][0])
+            if not torch.equal(self.tensor(embedding), self.tensor("lm_head.weight")):
+                what = f"{self.folder} has an lm_head.weight that differs from {embedding}"
+                advice = "set tie_word_embeddings to false there"
+                raise ValueError(f"{what}, though its config.json ties them: {advice}")
+            extra.remove("lm_head.weight")
+        if extra:
+            others = f" and {len(extra) - 1} more" if len(extra) > 1 else ""
+            what = f"{self.folder} has {min(extra)}{others}, which nothing here reads"
+            raise ValueError(f"{what}: it is not the model that its config.json describes")
+
+    def tensor(self, name):
+        """One of their tensors, in float32 at least."""
+        x = self.files[name].get_tensor(name)
+        return x.to(torch.promote_types(x.dtype, torch.float32))
+
+    def read(self, name, shape):
+        """A whole parameter of ours."""
+        sources, make = self.sources(name, shape)
+        return make(*(self.tensor(there) for there, _ in sources)).contiguous()
 
     def draw(self, name, shape, init, seed):
         """In the place of model.draw: the folder's value in the place of a random one."""
         return self.read(name, shape)
 
-    def stacked(self, get, prefix, which, shape):
-        """Experts as transformers 5 holds them: gate above up in one tensor (E, 2 H, C)."""
-        if which == "down":
-            return wide(get(prefix + "down_proj", shape))
-        both = get(prefix + "gate_up_proj", (shape[0], 2 * shape[1], shape[2]))
-        return wide(both.chunk(2, dim=1)[which == "up"])
-
 
 # --- writing
 
 
-def write(
-    folder, config, tensors, limit=2 << 30, *, dtype=None, source=None, fields=None, files=()
-):
+def write(folder, config, tensors, dtype=None, source=None, fields=(), files=(), limit=1 << 30):
     """Write (our name, whole tensor) pairs as a folder that transformers loads, in files of at most
     about `limit` bytes, of which one at a time is in memory.
 
@@ -555,31 +389,31 @@ def write(
     source  the folder that the model comes from. Its config.json is kept, and what a shorter
             --context leaves of learned positions comes from its weights
     fields  of config.json, in the place of others
-    files   paths of other files to copy: the tokenizer's
+    files   {name: content} of other files: the tokenizer's
 
     Returns how many weights are infinite in `dtype` only. Raises OSError, and ValueError for a
     model of no known family."""
     if source:
-        content = json.loads((pathlib.Path(source) / "config.json").read_text())
-        content.pop("quantization_config", None)  # these weights are plain
+        content = hf_config.read_json(pathlib.Path(source) / "config.json")
+        content.pop("quantization_config", None)  # null: these weights are plain
         if "max_position_embeddings" in content:  # rotary: --context may be longer
             longest = max(config.context, content["max_position_embeddings"])
             content["max_position_embeddings"] = longest
         source = Folder(source, config)
     else:
-        content = write_config(config)
+        content = hf_config.write(config)
     writer, infinite = FolderWriter(folder, limit), 0
     for name, tensor in tensors:
         if source and name == "embed.position.weight":
-            every = source.tensor("transformer.wpe.weight")
+            every = source.tensor(source.find("transformer.wpe.weight"))
             tensor = torch.cat((tensor.cpu(), every[len(tensor) :].to(tensor.dtype)))
-        there, _, cut = theirs(name, config)
-        for key, part in zip(there, cut(tensor)):
+        names, _, cut = theirs(name, config)
+        for there, part in zip(names, cut(tensor)):
             written = part.to("cpu", dtype)
             if dtype:
                 infinite += (part.isfinite().cpu() & ~written.isfinite()).sum().item()
-            writer.add(key, written)
-            dtype_name = str(written.dtype).removeprefix("torch.")
-    types = {"dtype": dtype_name, "torch_dtype": dtype_name}
-    writer.finish(content | (fields or {}) | types, files)
+            writer.add(there, written)
+    dtype_name = str(written.dtype).removeprefix("torch.")
+    content |= dict(fields) | {"dtype": dtype_name, "torch_dtype": dtype_name}
+    writer.finish(content, dict(files))
     return infinite

@@ -120,7 +120,8 @@ def shape_of(args):
         return None
     shape = checkpoint.newest_index(args.out).get("shape")
     try:
-        fields = shape | {"rope_scaling": hf_config.read_scaling(shape["rope_scaling"])}
+        scaling = shape["rope_scaling"]
+        fields = shape | {"rope_scaling": scaling and hf_config.RopeScaling(**scaling)}
         Config(**fields)
     except (TypeError, AttributeError, KeyError, ValueError, ArithmeticError):
         return None  # not as it was written: what is wrong is said when it is loaded

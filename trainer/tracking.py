@@ -16,7 +16,7 @@ import torch.distributed as dist
 import harness
 from harness import Refused, outputs, say, tokenizer
 from receipts import pipeline as schedules
-from trainer import recording
+from trainer import pretrained, recording
 
 
 def add_flags(parser):
@@ -91,7 +91,8 @@ def describe(run, schedule):
         layout = f"{args.islands} islands of {layout}"
     text = f"{run.corpus.name}: {len(run.corpus.tokens):,} tokens, {run.count:,} a step"
     run.print(f"{harness.parameter_count(config):,} parameters, {layout}; {text}")
-    for sentence in tokenizer.describe(args, getattr(run.corpus, "encoding", None)):
+    said = tokenizer.describe(args, getattr(run.corpus, "encoding", None))
+    for sentence in said + pretrained.describe(args, config):
         run.print(sentence)
     if args.pp > 1:
         layers = schedules.stage_layers(config, schedule.last + 1)
