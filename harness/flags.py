@@ -327,10 +327,7 @@ def configure(args):
     names = "layers heads kv_heads width hidden context vocab experts top_k shared"
     names += " balance_loss z_loss bias_rate dropout"
     overrides = {name: getattr(args, name, None) for name in names.split()}
-    try:
-        needed_vocab = tokens.vocabulary(args.tokenizer or "bytes")
-    except tokens.DataError as e:
-        raise Refused(str(e)) from e
+    needed_vocab = tokens.vocabulary(args.tokenizer or "bytes")
     if args.vocab is None and "vocab" not in presets.PRESETS.get(args.preset, {}):
         overrides["vocab"] = needed_vocab
     trained = getattr(args, "shape", None) or {}

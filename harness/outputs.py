@@ -1,11 +1,28 @@
-"""Files that flags ask for. What can't be written at all is refused before the run; where a disk is
+"""Files that flags name. One that can't be written at all is refused before the run; where a disk is
 full later, the run says so and goes on."""
 
 import contextlib
+import errno
 import os
-import stat
 
-from harness.start import Refused, say
+from harness.refusal import Refused, say
+
+
+def not_a_file(path):
+    """What is there in a file's place, or None. A pipe that nobody serves is waited for, and a
+    device may have no end."""
+    if os.path.isfile(path) or not os.path.exists(path):
+        return None
+    return "a folder" if os.path.isdir(path) else "a device or a pipe"
+
+
+def read(path):
+    """A file's bytes. Raises OSError, also for what is no file."""
+    problem = not_a_file(path)
+    if problem:
+        raise OSError(errno.EINVAL, f"it is {problem}")
+    with open(path, "rb") as file:
+        return file.read()
 
 
 @contextlib.contextmanager
@@ -18,24 +35,20 @@ def writing(flag, path):
 
 
 def check_file(flag, path):
-    """Refuse a file that can't be written, before hours of training. It may exist. A folder, a
-    device or a pipe is no file: a pipe that nobody reads would stop the run for ever."""
-    problem = None
+    """Refuse a file that can't be written, before hours of training. It may exist."""
+    problem = not_a_file(path)
+    if problem:
+        raise Refused(f"{flag} {short(path)} is {problem}: give a file")
     try:
-        if os.path.exists(path) and not stat.S_ISREG(os.stat(path).st_mode):
-            problem = "a folder" if os.path.isdir(path) else "a device or a pipe"
-        else:
-            new = not os.path.lexists(path)
-            open(path, "a").close()
-            if new:
-                with contextlib.suppress(FileNotFoundError):  # another rank was first
-                    os.unlink(path)
+        new = not os.path.lexists(path)
+        open(path, "a").close()
+        if new:
+            with contextlib.suppress(FileNotFoundError):  # another rank was first
+                os.unlink(path)
     except OSError as e:
         raise Refused(
             f"{flag} {short(path)} can't be written ({e.strerror}): give another file"
         ) from e
-    if problem:
-        raise Refused(f"{flag} {short(path)} is {problem}: give a file")
 
 
 def short(text, most=200):

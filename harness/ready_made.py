@@ -16,11 +16,14 @@ import pathlib
 
 import numpy as np
 
-from harness.tokens import DataError
+from harness.refusal import Refused
 
 SUFFIXES = (".bin", ".npy")
-# The first number of a header, and the dtype behind it: GPT-2's tokens, Llama 3's
-MAGIC = {20240520: np.uint16, 20240801: np.uint32}
+# A header has three numbers: one of these, its version, and how many tokens follow
+HEADERS = {
+    20240520: (1, np.dtype("<u2")),  # GPT-2's tokens
+    20240801: (7, np.dtype("<u4")),  # Llama 3's
+}
 HEADER_BYTES = 1024
 SPOTS, SPOT = 64, 4096  # the sample: 64 places, and 4,096 tokens at each
 
@@ -28,20 +31,19 @@ SPOTS, SPOT = 64, 4096  # the sample: 64 places, and 4,096 tokens at each
 def is_ready_made(source):
     """Whether --data is a file of tokens, or a folder with one."""
     path = pathlib.Path(source)
-    return path.suffix in SUFFIXES and not path.is_dir() or file_of(path, "train") is not None
+    if path.is_dir():
+        return file_of(path, "train") is not None
+    return path.suffix in SUFFIXES
 
 
 def file_of(folder, split):
     """The folder's file of a split, or None."""
-    for suffix in SUFFIXES:
-        path = folder / f"{split}{suffix}"
-        if path.is_file():
-            return path
-    return None
+    paths = [folder / f"{split}{suffix}" for suffix in SUFFIXES]
+    return next((path for path in paths if path.is_file()), None)
 
 
 def read(source, vocab, dtype=None):
-    """(tokens, validation tokens or None) of a source, memory-mapped. Raises DataError."""
+    """(tokens, validation tokens or None) of a source, memory-mapped. Raises Refused."""
     path = pathlib.Path(source)
     if not path.is_dir():
         return open_file(path, vocab, dtype), None
@@ -55,14 +57,14 @@ def open_file(path, vocab, dtype):
     try:
         tokens = open_npy(path, dtype) if path.suffix == ".npy" else open_bin(path, vocab, dtype)
     except OSError as e:
-        raise DataError(f"--data {path} can't be read ({e.strerror}): give another file") from e
+        raise Refused(f"--data {path} can't be read ({e.strerror}): give another file") from e
     if len(tokens) == 0:
-        raise DataError(f"--data {path} is empty: give a file of tokens")
+        raise Refused(f"--data {path} is empty: give a file of tokens")
     picked = sample(tokens)
     if path.suffix == ".bin" and tokens.dtype == np.uint16 and picked.size >= 64:
         # Small numbers in four bytes each: every other pair of bytes is zero
         if not picked[:, 1::2].any() and picked[:, ::2].any():
-            raise DataError(
+            raise Refused(
                 f"--data {path} holds uint32, not uint16: every other number is zero; "
                 "give --data-dtype uint32"
             )
@@ -72,13 +74,13 @@ def open_file(path, vocab, dtype):
 
 def open_npy(path, dtype):
     if dtype:
-        raise DataError(f"--data {path} says its dtype itself: leave --data-dtype out")
+        raise Refused(f"--data {path} says its dtype itself: leave --data-dtype out")
     try:
         tokens = np.load(path, mmap_mode="r", allow_pickle=False)
     except (ValueError, EOFError) as e:
-        raise DataError(f"--data {path} is no whole .npy file: write it again") from e
+        raise Refused(f"--data {path} is no whole .npy file: write it again") from e
     if getattr(tokens, "ndim", None) != 1 or not np.issubdtype(tokens.dtype, np.integer):
-        raise DataError(
+        raise Refused(
             f"--data {path} holds {tokens.dtype} of shape {tokens.shape}: tokens are one row of "
             "whole numbers"
         )
@@ -86,22 +88,37 @@ def open_npy(path, dtype):
 
 
 def open_bin(path, vocab, dtype):
-    size, offset = path.stat().st_size, 0
-    found = np.dtype(dtype or (np.uint16 if vocab <= 2**16 else np.uint32))
+    size, offset, count = path.stat().st_size, 0, None
+    found = np.dtype(dtype or ("uint16" if vocab <= 2**16 else "uint32")).newbyteorder("<")
     with open(path, "rb") as file:
-        magic = int.from_bytes(file.read(4), "little")
-    if magic in MAGIC and size >= HEADER_BYTES:
-        found, offset = np.dtype(MAGIC[magic]), HEADER_BYTES
-    if dtype and np.dtype(dtype) != found:
-        raise DataError(f"--data {path} has a header that says {found}: leave --data-dtype out")
-    if (size - offset) % found.itemsize:
-        raise DataError(
+        header = file.read(12)
+    magic, version, promised = (
+        int.from_bytes(header[i : i + 4], "little", signed=True) for i in (0, 4, 8)
+    )
+    if magic in HEADERS:
+        expected, found = HEADERS[magic]
+        if version != expected:
+            raise Refused(
+                f"--data {path} has a header of version {version}, where {expected} is known: "
+                "give it without a header, with --data-dtype"
+            )
+        follow = max(0, size - HEADER_BYTES) // found.itemsize
+        if not 0 <= promised <= follow:
+            raise Refused(
+                f"--data {path} has a header that says {promised:,} tokens, but {follow:,} follow: "
+                "it was cut off, or is damaged"
+            )
+        if dtype and np.dtype(dtype) != found:
+            raise Refused(f"--data {path} has a header that says {found}: leave --data-dtype out")
+        offset, count = HEADER_BYTES, promised
+    elif size % found.itemsize:
+        raise Refused(
             f"--data {path} has {size:,} bytes, which are not whole {found} numbers: it was cut "
             "off, or --data-dtype is another"
         )
     if size == offset:
         return np.empty(0, found)
-    return np.memmap(path, dtype=found.newbyteorder("<"), mode="r", offset=offset)
+    return np.memmap(path, found, "r", offset, shape=count)
 
 
 def sample(tokens):
@@ -121,7 +138,7 @@ def digest(tokens):
 
 
 def check_tokens(tokens, vocab, where, dtype=None):
-    """Raise DataError for a token that the vocabulary has not. dtype: what a .bin was read as."""
+    """Raise Refused for a token that the vocabulary has not. dtype: what a .bin was read as."""
     low, high = int(tokens.min()), int(tokens.max())
     if 0 <= low and high < vocab:
         return
@@ -129,7 +146,7 @@ def check_tokens(tokens, vocab, where, dtype=None):
     read_as = ""
     if dtype is not None:
         read_as = f" (read as {dtype}; --data-dtype may be wrong)"
-    raise DataError(
+    raise Refused(
         f"--data {where} has token {wrong}, but the model's vocabulary is {vocab}{read_as}: give "
         f"--vocab {wrong + 1} or more, or tokens of the model's own tokenizer"
     )

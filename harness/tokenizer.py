@@ -53,10 +53,7 @@ def is_models_own(args, encoding):
     say."""
     if not has_tokenizer(args.init_from):
         return None
-    try:
-        return tokens.same(encoding, tokens.of(args.init_from))
-    except tokens.DataError as e:
-        raise Refused(str(e)) from e
+    return tokens.same(encoding, tokens.of(args.init_from))
 
 
 def describe(args, encoding):

@@ -26,10 +26,13 @@ import pathlib
 import re
 import socket
 import tempfile
-import threading
+import urllib.request
 
 import numpy as np
 import tiktoken
+
+from harness.outputs import read
+from harness.refusal import Refused
 
 GPT2_FILES = ("vocab.bpe", "encoder.json")
 GPT2_HOST = "openaipublic.blob.core.windows.net"
@@ -41,12 +44,8 @@ PIECE = 1_000_000
 PROBE = "It is 1,234 o'clock;\n\n\tdef f(x): return  x + 12\n  Ähnlich, naïve — 語 🙂 THE END"
 
 
-class DataError(ValueError):
-    """The text or the tokenizer can't be used. The message says in a sentence what to change."""
-
-
 def of(tokenizer):
-    """The encoding of that name, or of a folder with a tokenizer.json. Raises DataError."""
+    """The encoding of that name, or of a folder with a tokenizer.json. Raises Refused."""
     if tokenizer == "bytes":
         return bytes_encoding()
     if tokenizer == "gpt2":
@@ -101,28 +100,16 @@ def gpt2_encoding():
     urls = [f"https://{GPT2_HOST}/gpt-2/encodings/main/{f}" for f in GPT2_FILES]
     names = [hashlib.sha1(url.encode()).hexdigest() for url in urls]
     cached = all(os.path.exists(os.path.join(cache, name)) for name in names)
-    if not cached and not reachable(GPT2_HOST):
-        raise DataError(
-            "--tokenizer gpt2 needs two files that tiktoken downloads once, and their host can't "
-            "be reached: use --tokenizer bytes, or set TIKTOKEN_CACHE_DIR to a folder with both"
-        )
-    return Tiktoken("gpt2", tiktoken.get_encoding("gpt2"))
-
-
-def reachable(host, seconds=3):
-    """Whether a connection to the host opens in time. Tried in a thread, because a name look-up
-    takes no time limit."""
-    opened = []
-
-    def probe():
-        with contextlib.suppress(OSError):
-            socket.create_connection((host, 443), timeout=seconds).close()
-            opened.append(True)
-
-    thread = threading.Thread(target=probe, daemon=True)
-    thread.start()
-    thread.join(seconds)
-    return bool(opened)
+    try:
+        if not cached and not urllib.request.getproxies():
+            # tiktoken waits for minutes where a firewall drops what is sent
+            socket.create_connection((GPT2_HOST, 443), timeout=3).close()
+        return Tiktoken("gpt2", tiktoken.get_encoding("gpt2"))
+    except OSError as e:
+        raise Refused(
+            "--tokenizer gpt2 needs two files that tiktoken downloads once, and can't get: use "
+            "--tokenizer bytes, or set TIKTOKEN_CACHE_DIR to a folder with both"
+        ) from e
 
 
 # --- a Hugging Face folder's
@@ -138,8 +125,8 @@ class FolderEncoding:
         self.tokenizer, self.name = read_tokenizer(self.file)
         ids = self.tokenizer.get_vocab(with_added_tokens=True)
         self.n_vocab = max(ids.values()) + 1
-        self.stops = {i for i in self.eos_ids(ids) if i < self.n_vocab}
-        self.end = next((i for i in self.eos_ids(ids) if i < self.n_vocab), None)
+        ends = self.eos_ids(ids)
+        self.stops, self.end = set(ends), next(iter(ends), None)
         self.head = self.added_before("a")
         self.start = self.head[0] if self.head else self.end
 
@@ -152,7 +139,7 @@ class FolderEncoding:
         for name in ("config.json", "generation_config.json"):
             eos = settings(self.folder / name).get("eos_token_id")
             found += eos if isinstance(eos, list) else [eos]
-        return [i for i in found if isinstance(i, int)]
+        return [i for i in found if isinstance(i, int) and i < self.n_vocab]
 
     def added_before(self, text):
         """The tokens that the file puts before a text, such as Llama's <s>."""
@@ -181,24 +168,24 @@ class FolderEncoding:
 
 @functools.lru_cache(maxsize=4)
 def read_tokenizer(file):
-    """(the tokenizer of a tokenizer.json, a name with its checksum). Raises DataError."""
+    """(the tokenizer of a tokenizer.json, a name with its checksum). Raises Refused."""
     try:
-        content = file.read_bytes()
+        content = read(file)
     except OSError as e:
-        raise DataError(
+        raise Refused(
             f"--tokenizer {file.parent}: {file} can't be read ({e.strerror}): give bytes, gpt2, or "
             "a folder with a tokenizer.json"
         ) from e
     try:
         from tokenizers import Tokenizer
     except ImportError as e:
-        raise DataError(
+        raise Refused(
             f"--tokenizer {file.parent} needs the library tokenizers: pip install tokenizers"
         ) from e
     try:
         tokenizer = Tokenizer.from_str(content.decode())
     except Exception as e:  # the library raises plain Exceptions
-        raise DataError(f"{file} is not a tokenizer ({e}): fetch it again") from e
+        raise Refused(f"{file} is not a tokenizer ({e}): fetch it again") from e
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer, f"tokenizer.json {hashlib.sha256(content).hexdigest()[:12]}"
@@ -207,7 +194,7 @@ def read_tokenizer(file):
 def settings(path):
     """A JSON file's content; {} if there is none, or none that is a dict."""
     with contextlib.suppress(OSError, ValueError):
-        content = json.loads(path.read_text())
+        content = json.loads(read(path))
         return content if isinstance(content, dict) else {}
     return {}
 
@@ -236,14 +223,14 @@ class Numbers:
 
     def encode_ordinary(self, text):
         if not re.fullmatch(r"[\d\s]*", text):
-            raise DataError(
+            raise Refused(
                 f"without a tokenizer --prompt is numbers such as '5 17', not {text!r}: give "
                 "numbers, or the --tokenizer of these tokens"
             )
         return [int(word) for word in text.split()]
 
     def document(self, text):
-        raise DataError(
+        raise Refused(
             "--tokenizer none is for ready-made tokens (.bin, .npy): give the --tokenizer to use "
             "for this text"
         )

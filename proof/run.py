@@ -121,7 +121,7 @@ class Run:
                 dtype=self.args.data_dtype,
             )
             self.corpus.split("train", self.config.context)
-        except data.DataError as e:
+        except Refused as e:
             problem = str(e)
         self.agree(problem)
         advice = "give every node the same --data (stdlib differs between Python versions, "
@@ -213,7 +213,7 @@ class Run:
         rows = range(self.first_row + part * size, self.first_row + (part + 1) * size)
         try:
             batch = self.corpus.batch(step, rows, self.config.context, self.args.seed, split)
-        except data.DataError as e:  # ready-made tokens; other ranks have other rows
+        except Refused as e:  # ready-made tokens; other ranks have other rows
             raise Refused(str(e), self.rank, alone=True) from e
         pieces = pieces or self.args.microbatches
         if self.noting and step == self.first:

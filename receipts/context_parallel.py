@@ -45,11 +45,8 @@ def prepare(args):
             raise Refused(f"{means}: use --kind {' or '.join(kinds)}, or leave it out")
     if not args.prefill:
         return
-    try:
-        corpus = data.load(args.data, args.tokenizer, vocab=args.vocab, dtype=args.data_dtype)
-        tokens = len(corpus.tokens)
-    except data.DataError as e:
-        raise Refused(str(e)) from e
+    corpus = data.load(args.data, args.tokenizer, vocab=args.vocab, dtype=args.data_dtype)
+    tokens = len(corpus.tokens)
     if tokens < args.prefill:
         raise Refused(
             f"--prefill {args.prefill}, but {args.data} has {tokens} tokens: give less, "

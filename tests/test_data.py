@@ -1,13 +1,12 @@
 """data.py: the text, the tokens, and batches that are a pure function of seed and step."""
 
 import os
-import time
 
 import numpy as np
 import pytest
 import torch
 
-from harness import data, tokens
+from harness import Refused, data, tokens
 
 
 @pytest.fixture
@@ -92,10 +91,9 @@ def test_damaged_cache_is_made_again(text, tmp_path, capsys):
         cache.write_bytes(bad)
         assert data.load(text, folder=tmp_path).tokens.tolist() == whole
         assert "damaged" in capsys.readouterr().err
-    np.save(cache, too_large)
-    assert data.load(text, folder=tmp_path).tokens.tolist() == whole
-    np.save(cache, too_large.astype(np.float32))
-    assert data.load(text, folder=tmp_path).tokens.tolist() == whole
+    for other in (too_large, too_large.astype(np.float32)):
+        np.save(cache, other)
+        assert data.load(text, folder=tmp_path).tokens.tolist() == whole
 
 
 def test_changed_text_is_tokenised_again(text, tmp_path):
@@ -118,35 +116,41 @@ def test_bad_files_are_one_sentence(tmp_path, content, words):
     path = tmp_path / "input"
     if content is not None:
         path.write_bytes(content)
-    with pytest.raises(data.DataError, match=words):
+    with pytest.raises(Refused, match=words):
         data.load(path, folder=tmp_path)
 
 
 def test_empty_folder(tmp_path):
     (tmp_path / "nothing").mkdir()
-    with pytest.raises(data.DataError, match="without files"):
+    with pytest.raises(Refused, match="without files"):
         data.load(tmp_path / "nothing", folder=tmp_path)
 
 
 def test_text_shorter_than_a_context(tmp_path):
     path = tmp_path / "short.txt"
     path.write_text("short")
-    with pytest.raises(data.DataError, match="needs at least 34"):
+    with pytest.raises(Refused, match="needs at least 34"):
         data.load(path, folder=tmp_path).batch(0, range(1), 16, 1)
 
 
 def test_gpt2_without_internet_says_so_in_time(tmp_path, monkeypatch):
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))
 
-    def dropped(*_, **__):  # a firewall that drops packets, and a resolver that knows no time limit
-        time.sleep(30)
-        raise OSError
+    monkeypatch.setattr(tokens.urllib.request, "getproxies", dict)
+
+    def dropped(address, timeout):  # by a firewall
+        assert timeout <= 5
+        raise TimeoutError
 
     monkeypatch.setattr(tokens.socket, "create_connection", dropped)
-    start = time.monotonic()
-    with pytest.raises(data.DataError, match="--tokenizer bytes"):
+    with pytest.raises(Refused, match="--tokenizer bytes"):
         data.load("stdlib", "gpt2", folder=tmp_path)
-    assert time.monotonic() - start < 5  # not a speed, but the limit that the probe has to keep
+    # A proxy may lead out where this machine alone can't
+    proxies = {"https": "http://127.0.0.1:9"}
+    monkeypatch.setattr(tokens.urllib.request, "getproxies", lambda: proxies)
+    monkeypatch.setenv("HTTPS_PROXY", proxies["https"])
+    with pytest.raises(Refused, match="--tokenizer bytes"):
+        data.load("stdlib", "gpt2", folder=tmp_path)
 
 
 def test_shakespeare_checks_what_it_gets(tmp_path, monkeypatch):
@@ -158,72 +162,28 @@ def test_shakespeare_checks_what_it_gets(tmp_path, monkeypatch):
         return type("Result", (), {"returncode": 0, "stderr": ""})
 
     monkeypatch.setattr(data.subprocess, "run", fetch)
-    with pytest.raises(data.DataError, match="checksum"):
+    with pytest.raises(Refused, match="checksum"):
         data.load("shakespeare", folder=tmp_path)
     monkeypatch.setattr(
         data.subprocess,
         "run",
         lambda *_, **__: type("R", (), {"returncode": 1, "stderr": "no\nnetwork"}),
     )
-    with pytest.raises(data.DataError, match="network.*stdlib"):
+    with pytest.raises(Refused, match="network.*stdlib"):
         data.load("shakespeare", folder=tmp_path)
 
 
-@pytest.fixture
-def elsewhere(tmp_path, monkeypatch):
-    """data/ can't be written, so the cache lies in a folder for temporary files: that folder."""
+def test_a_read_only_clone_has_its_cache_elsewhere(text, tmp_path, monkeypatch):
     temporary = tmp_path / "temporary"
     temporary.mkdir()
     (tmp_path / "data").write_text("no folder")
     monkeypatch.setattr(data, "__file__", str(tmp_path / "harness" / "data.py"))
-    monkeypatch.setattr(data.tempfile, "gettempdir", lambda: str(temporary))
     monkeypatch.setattr(data.tempfile, "tempdir", str(temporary))
-    return temporary
-
-
-def test_cache_in_a_folder_of_ones_own(text, elsewhere):
     for _ in range(2):
         assert data.load(text).tokens[:3].tolist() == [*b"It "]
-    [folder] = elsewhere.iterdir()
+    [folder] = temporary.iterdir()
     assert folder.name == f"tokens-{os.getuid()}" and folder.stat().st_mode & 0o777 == 0o700
     assert len(list(folder.glob("*.npy"))) == 1
-
-
-@pytest.mark.parametrize("made_by", ["a link", "another user", "everybody's"])
-def test_a_folder_that_somebody_else_made_is_not_used(text, elsewhere, tmp_path, made_by):
-    """The text is tokenised, nothing of theirs is read or emptied, and nothing is left behind."""
-    folder, victim = elsewhere / f"tokens-{os.getuid()}", tmp_path / "victim"
-    if made_by == "a link":
-        (tmp_path / "theirs").mkdir()
-        folder.symlink_to(tmp_path / "theirs")
-    else:
-        folder.mkdir()
-        folder.chmod(0o777 if made_by == "everybody's" else 0o700)
-    if made_by == "another user":
-        if os.getuid():
-            pytest.skip("only root can give a folder away")
-        os.chown(folder, 12345, 12345)
-    victim.write_text("private")
-    before = sorted(folder.iterdir())
-    assert data.load(text).tokens[:3].tolist() == [*b"It "]
-    assert sorted(folder.iterdir()) == before and victim.read_text() == "private"
-    assert [path.name for path in elsewhere.iterdir()] == [folder.name]
-
-
-def test_links_in_the_cache_are_not_followed(text, tmp_path, capsys):
-    whole = data.load(text, folder=tmp_path).tokens.tolist()
-    [cache] = tmp_path.glob("*.npy")
-    victim, lock = tmp_path / "victim", tmp_path / f"{cache.name}.lock"
-    victim.write_text("private")
-    cache.unlink()
-    lock.unlink()
-    lock.symlink_to(victim)
-    cache.symlink_to(victim)
-    assert data.load(text, folder=tmp_path).tokens.tolist() == whole
-    assert victim.read_text() == "private" and not cache.is_symlink()
-    lock.unlink()
-    os.mkfifo(lock)  # and a pipe is not waited for
-    assert data.load(text, folder=tmp_path).tokens.tolist() == whole
 
 
 def test_other_tokens_under_the_same_name_are_seen(text, tmp_path, capsys):
@@ -241,6 +201,6 @@ def test_no_room_for_the_cache_is_one_sentence(text, tmp_path, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(data.np, "save", full)
-    with pytest.raises(data.DataError, match="can't be written .No space left"):
+    with pytest.raises(Refused, match="can't be written .No space left"):
         data.load(text, folder=tmp_path)
     assert not list(tmp_path.glob("*.npy*[!k]"))

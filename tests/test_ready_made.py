@@ -6,9 +6,8 @@ import numpy as np
 import pytest
 from conftest import Script
 
-import harness
 import train
-from harness import data, ready_made
+from harness import Refused, data, ready_made
 
 TOKENS = np.array([data.hash64(7, i) % 300 for i in range(5000)])
 
@@ -19,8 +18,8 @@ def write(path, tokens=TOKENS, dtype=np.uint16, header=b""):
     return path
 
 
-def header(magic):
-    return np.array([magic, 1, len(TOKENS), *[0] * 253], dtype=np.int32).tobytes()
+def header(magic=20240520, version=1, count=len(TOKENS)):
+    return np.array([magic, version, count, *[0] * 253], dtype=np.int32).tobytes()
 
 
 def load(path, vocab=300, **options):
@@ -43,10 +42,13 @@ def test_npy_says_its_dtype_itself(tmp_path, dtype):
     assert tokens.tolist() == TOKENS.tolist()
 
 
-@pytest.mark.parametrize("magic, dtype", ready_made.MAGIC.items())
-def test_headers_are_recognised(tmp_path, magic, dtype):
-    path = write(tmp_path / "a.bin", dtype=dtype, header=header(magic))
+@pytest.mark.parametrize("magic, version, dtype", [(20240520, 1, "uint16"), (20240801, 7, "uint32")])
+def test_headers_are_recognised(tmp_path, magic, version, dtype):
+    """As llm.c writes them, for GPT-2 and for Llama 3."""
+    path = write(tmp_path / "a.bin", dtype=dtype, header=header(magic, version))
     assert load(path).tokens.tolist() == TOKENS.tolist()
+    write(path, dtype=dtype, header=header(magic, version, 4000))
+    assert load(path).tokens.tolist() == TOKENS[:4000].tolist()
 
 
 def test_a_folder_with_both_splits(tmp_path):
@@ -55,7 +57,7 @@ def test_a_folder_with_both_splits(tmp_path):
     corpus = load(tmp_path)
     assert corpus.split("train", 16).tolist() == TOKENS[:4000].tolist()
     assert corpus.split("val", 16).tolist() == TOKENS[4000:4030].tolist()
-    with pytest.raises(data.DataError, match="the val file .* 30 tokens.* at least 33"):
+    with pytest.raises(Refused, match="the val file .* 30 tokens.* at least 33"):
         corpus.split("val", 32)
     held_out.unlink()
     assert len(load(tmp_path).split("val", 16)) == 400  # the last tenth
@@ -81,17 +83,18 @@ def test_a_file_larger_than_memory_is_not_read(tmp_path):
         (lambda p: p.write_bytes(b"\1\0\1"), {}, "3 bytes, which are not whole uint16 numbers"),
         (lambda p: p.write_bytes(b""), {}, "is empty"),
         (lambda p: None, {}, "No such file"),
-        (
-            lambda p: write(p, header=header(20240520)),
-            {"dtype": "uint32"},
-            "a header that says uint16",
-        ),
+        (lambda p: write(p, header=header()), {"dtype": "uint32"}, "a header that says uint16"),
+        (lambda p: write(p, header=header(version=2)), {}, "header of version 2, where 1 is known"),
+        (lambda p: write(p, header=header(count=-1)), {}, "says -1 tokens, but 5,000 follow"),
+        (lambda p: write(p, header=header(count=5001)), {}, "says 5,001 tokens, but 5,000 follow"),
+        (lambda p: write(p, TOKENS[:0], header=header()[:99]), {}, "5,000 tokens, but 0 follow"),
+        (lambda p: write(p, header=header(count=0)), {}, "is empty"),
     ],
 )
 def test_bad_files_are_one_sentence(tmp_path, make, options, words):
     path = tmp_path / "a.bin"
     make(path)
-    with pytest.raises(data.DataError, match=words) as error:
+    with pytest.raises(Refused, match=words) as error:
         load(path, **options)
     assert "\n" not in str(error.value)
 
@@ -110,28 +113,28 @@ def test_bad_npy_files_are_one_sentence(tmp_path, content, words):
     path.write_bytes(b"\x93NUMPY\1\0junk")
     if content is not None:
         np.save(path, content)
-    with pytest.raises(data.DataError, match=words):
+    with pytest.raises(Refused, match=words):
         load(path)
 
 
 def test_data_dtype_means_nothing_elsewhere(tmp_path):
     np.save(tmp_path / "a.npy", TOKENS)
-    with pytest.raises(data.DataError, match="leave --data-dtype out"):
+    with pytest.raises(Refused, match="leave --data-dtype out"):
         load(tmp_path / "a.npy", dtype="uint16")
-    with pytest.raises(data.DataError, match="--data-dtype is for a .bin file"):
+    with pytest.raises(Refused, match="--data-dtype is for a .bin file"):
         data.load("stdlib", dtype="uint16")
 
 
 def test_a_run_without_a_tokenizer(tmp_path):
     path = write(tmp_path / "a.bin")
     args = train.flags().parse_args(["--data", str(path), "--prompt", ""])
-    with pytest.raises(harness.Refused, match="none needs --vocab"):
+    with pytest.raises(Refused, match="none needs --vocab"):
         train.prepare(args)
     args.vocab = 300
     args, config = train.prepare(args)
     assert args.tokenizer == "none" and config.vocab == 300
     args.prompt, args.tokenizer = "Hello", None
-    with pytest.raises(harness.Refused, match="numbers such as '5 17'"):
+    with pytest.raises(Refused, match="numbers such as '5 17'"):
         train.prepare(args)
 
 

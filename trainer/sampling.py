@@ -32,11 +32,8 @@ def check(args):
             "--sample above 0"
         )
     if args.sample and args.tokenizer not in ("bytes", "gpt2"):
-        try:
-            encoding = tokens.of(args.tokenizer)
-            started = encoding.encode_ordinary(args.prompt) or encoding.start is not None
-        except data.DataError as e:
-            raise Refused(str(e)) from e
+        encoding = tokens.of(args.tokenizer)
+        started = encoding.encode_ordinary(args.prompt) or encoding.start is not None
         if not started:
             raise Refused(f"{args.tokenizer} has no token that begins a text: give a --prompt")
 
