@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import shutil
 
 import pytest
@@ -139,10 +140,16 @@ def test_any_layout_starts_from_it_and_exports(ranks, folders, text, tmp_path, n
         torch.testing.assert_close(source.read(key, weight.shape), weight, rtol=1e-10, atol=1e-12)
 
 
+def pipe(path):
+    path.unlink()
+    os.mkfifo(path)  # nobody writes to it
+
+
 @pytest.mark.parametrize(
     "damage, said",
     [
         (lambda f: (f / "config.json").unlink(), "config.json can't be read"),
+        (lambda f: pipe(f / "config.json"), "config.json can't be read .it is a device or a pipe"),
         (lambda f: (f / "config.json").write_text("{"), "is no JSON"),
         (lambda f: change(f, model_type="bert"), "mixtral and qwen2 can be read"),
         (lambda f: change(f, n_inner=64), "not .* as config.json says"),

@@ -42,7 +42,9 @@ def test_npy_says_its_dtype_itself(tmp_path, dtype):
     assert tokens.tolist() == TOKENS.tolist()
 
 
-@pytest.mark.parametrize("magic, version, dtype", [(20240520, 1, "uint16"), (20240801, 7, "uint32")])
+@pytest.mark.parametrize(
+    "magic, version, dtype", [(20240520, 1, "uint16"), (20240801, 7, "uint32")]
+)
 def test_headers_are_recognised(tmp_path, magic, version, dtype):
     """As llm.c writes them, for GPT-2 and for Llama 3."""
     path = write(tmp_path / "a.bin", dtype=dtype, header=header(magic, version))

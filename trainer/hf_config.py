@@ -14,6 +14,7 @@ import math
 import pathlib
 from dataclasses import asdict, dataclass
 
+from harness import outputs
 from model import Config
 
 GPT2 = dict(positions="learned", norm="layernorm", mlp="gelu", bias=True)
@@ -125,7 +126,7 @@ def read(folder):
 def read_json(path):
     """The object in a JSON file. Raises OSError, and ValueError for anything else."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(outputs.read(path))
     except (ValueError, RecursionError) as e:
         raise ValueError(f"{path} is no JSON: fetch it again") from e
     if not isinstance(content, dict):
