@@ -1,5 +1,5 @@
-"""Files that flags name. What can't be written at all is refused before the run; where a disk is full
-later, the run says so and goes on."""
+"""Files that flags name. What can't be written at all is refused before the run; where a disk is
+full later, the run says so and goes on."""
 
 import contextlib
 import errno
