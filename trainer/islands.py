@@ -232,19 +232,20 @@ class Outer(diloco.DiLoCo):
         """The pieces of a checkpoint to write; or (index) those to read from one, which may be of
         more islands, of fewer, or of none. A new island begins with the old weights and the outer
         momentum, and an empty optimizer."""
-        island, found = self.run.island, []
-        own = f"{checkpoint.ISLAND}{island} " if island else ""
+        shared, found = (OLD, MOMENTUM), []
+        own = f"{checkpoint.ISLAND}{self.run.island} " if self.run.island else ""
+        there, new = None, False
         if index is not None:
             there = {kind for kinds in index["tensors"].values() for kind in kinds}
             self.loaded = OLD in there
-            new = self.loaded and own + "weight" not in there
             own = own if self.loaded else ""
+            new = own + "weight" not in there
         for piece in pieces:
-            kind = piece.kind if piece.kind in (OLD, MOMENTUM) else own + piece.kind
-            if index is not None and new and piece.kind == "weight":
+            kind = piece.kind if piece.kind in shared else own + piece.kind
+            if new and piece.kind == "weight":
                 kind = OLD
-            if index is None or kind in there:
-                writes = piece.writes and (kind not in (OLD, MOMENTUM) or island == 0)
+            if there is None or kind in there:
+                writes = piece.writes and not (own and kind in shared)
                 found.append(piece._replace(kind=kind, writes=writes))
         return found
 
