@@ -229,7 +229,7 @@ def project_line():
     this = frame.f_code.co_filename
     while frame:
         file = frame.f_code.co_filename
-        if os.path.dirname(file) in start.OWN and file != this:
+        if start.is_own(file) and file != this:
             return f"{os.path.relpath(file, start.ROOT)}:{frame.f_lineno}"
         frame = frame.f_back
     return "a thread of autograd's"

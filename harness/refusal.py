@@ -1,7 +1,6 @@
 """Bad input is one sentence on stderr, and exit code 2."""
 
 import contextlib
-import errno
 import os
 import sys
 import time
@@ -29,20 +28,9 @@ def refusing():
         raise Refused(str(e)) from e
 
 
-@contextlib.contextmanager
-def terminal_may_close():
-    """Go on if the terminal that is written to has closed: a run that gets SIGHUP still saves."""
-    try:
-        yield
-    except OSError as e:
-        if e.errno != errno.EIO:
-            raise
-
-
 def say(message):
     """Print a sentence on stderr, behind the script's name."""
-    with terminal_may_close():
-        print(f"{os.path.basename(sys.argv[0])}: {message}", file=sys.stderr, flush=True)
+    print(f"{os.path.basename(sys.argv[0])}: {message}", file=sys.stderr, flush=True)
 
 
 def refuse(refused, rank):

@@ -58,14 +58,8 @@ def on_ranks(work, args, needed=None, check=lambda world: None):
         args.device = "cuda" if gpus > 0 else "cpu"
     if args.backend is None:
         args.backend = "nccl" if args.device == "cuda" else "gloo"
-    if needed:
-        world = needed
-    elif joined:
-        world = started
-    elif args.backend == "nccl" and gpus > 0:
-        world = args.nproc or min(4, gpus)
-    else:
-        world = args.nproc or 4
+    usual = min(4, gpus) if args.backend == "nccl" and gpus > 0 else 4
+    world = needed or (started if joined else args.nproc or usual)
     if needed and args.nproc and args.nproc != needed:
         raise Refused(
             f"this layout needs {needed} processes, not the {args.nproc} of --nproc: "
@@ -144,7 +138,8 @@ def start_ranks(work, world, patience=PATIENCE, notice=30.0):
         # Optimizers import it at their first step: import it once instead of in every rank
         importlib.import_module("torch._dynamo")
     ranks = Ranks()
-    with store_path() as path, recorded(STOPPING) as (received, old_handlers):
+    with tempfile.TemporaryDirectory() as folder, recorded(STOPPING) as (received, old_handlers):
+        path = os.path.join(folder, "store")
         try:
             for rank in range(world):
                 if received:
@@ -216,7 +211,6 @@ class Ranks:
         process = subprocess.Popen(
             [sys.executable, *sys.orig_argv[1:]],
             env=environment,
-            close_fds=False,  # it opens the store by the number of this process's descriptor
             preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_IGN),
         )
         self.processes.append(process)
@@ -268,15 +262,10 @@ class Ranks:
         for rank, code in sorted(self.codes.items()):
             explained = -code in received or rank in self.killed and -code == signal.SIGKILL
             if code < 0 and not explained:
-                found.append(f"rank {rank} was ended by {signal_name(-code)}")
+                found.append(f"rank {rank} was ended by {signal.Signals(-code).name}")
             elif code > 0 and code not in EXIT_CODES:
                 found.append(f"rank {rank} ended with exit code {code}")
         return found
-
-
-def signal_name(number):
-    """A signal's name. Real-time signals have none."""
-    return next((s.name for s in signal.Signals if s == number), f"signal {number}")
 
 
 @contextlib.contextmanager
@@ -293,21 +282,6 @@ def recorded(numbers):
     finally:
         for number, handler in old_handlers.items():
             signal.signal(number, handler)
-
-
-@contextlib.contextmanager
-def store_path():
-    """A path that this process and its ranks can open, for the store. On Linux the file has no name
-    in any folder, so nothing of it stays, however the processes end."""
-    if hasattr(os, "memfd_create"):
-        descriptor = os.memfd_create("store", 0)  # inherited by the ranks
-        try:
-            yield f"/proc/self/fd/{descriptor}"
-        finally:
-            os.close(descriptor)
-    else:
-        with tempfile.TemporaryDirectory() as folder:
-            yield os.path.join(folder, "store")
 
 
 def can_fork():
@@ -327,9 +301,6 @@ def keep_autograd_forkable():
 
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-# The folders of this project's code
-FOLDERS = ("harness", "proof", "receipts", "trainer", "simulator", "benchmarks")
-OWN = [ROOT, *(os.path.join(ROOT, folder) for folder in FOLDERS)]
 # Backends with which a rank that lost a peer hangs, where with gloo it gets an exception
 WITHOUT_EXCEPTIONS = ["nccl"]
 # Exit code of a rank that lost a peer and leaves the explanation to the peer or to the launcher
@@ -413,12 +384,17 @@ def whereabouts():
     """This rank's answer to a roll call: its host, and the line of this project that its main
     thread is at."""
     frame = sys._current_frames().get(threading.main_thread().ident)
-    while frame and os.path.dirname(frame.f_code.co_filename) not in OWN:
+    while frame and not is_own(frame.f_code.co_filename):
         frame = frame.f_back
     if frame is None:
         return "? ?"
     file = os.path.basename(frame.f_code.co_filename)
     return f"{socket.gethostname()} {file}:{frame.f_lineno}"
+
+
+def is_own(file):
+    """Whether a source file is this project's, and not of an environment in its folder."""
+    return file.startswith(ROOT + os.sep) and "site-packages" not in file
 
 
 def answer(store, rank, every=0.25):

@@ -27,7 +27,7 @@ from harness import data, memory, start
 from harness.flags import DTYPES, check_files, configure
 from harness.optimizer import learning_rate
 from harness.placement import placement, take
-from harness.refusal import Refused, refusing, say, terminal_may_close
+from harness.refusal import Refused, refusing, say
 from proof import diagnosis, one_process
 from proof.ledger import Ledger, storage_bytes
 from proof.receipt import write_receipt
@@ -157,8 +157,7 @@ class Run:
     def print(self, *args, **kwargs):
         """Print on rank 0, unless --quiet is given."""
         if self.rank == 0 and not self.args.quiet:
-            with terminal_may_close():
-                print(*args, **kwargs, flush=True)
+            print(*args, **kwargs, flush=True)
 
     def groups(self, **groups):
         """Give process groups their names in the receipt."""
