@@ -86,20 +86,20 @@ class Cost(NamedTuple):
 
 
 class MessageLog:
-    """To put before a wire of collectives.py: class Counter(MessageLog, Wire). Its `log` has every
-    message in this rank's order: ("send" or "receive", rank in the group, bytes)."""
+    """To put before a view of collectives.py: class Counter(MessageLog, RankView). Its `log` has
+    every message in this rank's order: ("send" or "receive", rank in the group, bytes)."""
 
     def __init__(self, group=None):
         super().__init__(group)
         self.log = []
 
-    async def exchange(self, send, receive, combine=None):
+    def exchange(self, send, receive, combine=None):
         self.note("send", send)
-        await super().exchange(send, receive, combine)
+        super().exchange(send, receive, combine)
         self.note("receive", receive)
 
     def note(self, kind, tensors):
-        for rank, t in self.messages(tensors):
+        for rank, t in self.crossing(tensors):
             self.log.append((kind, rank, t.numel() * t.element_size()))
 
 
@@ -173,7 +173,7 @@ def tree_height(n):
 
 def pieces_of(library, size):
     """How many pieces a double tree makes of half a float32 tensor of `size` bytes."""
-    return max(1, math.ceil(size / 8 / library.PIECE))
+    return max(1, math.ceil(size / 8 / library.TREE_PIECE))
 
 
 def best_pieces(n, size, link):
@@ -193,7 +193,7 @@ def count(library, run, node):
     """{"counted": {algorithm: Cost as a dict}, "formulas": the same by formula} of an all-reduce of
     about --size bytes."""
 
-    class Counter(MessageLog, library.Wire):
+    class Counter(MessageLog, library.RankView):
         pass
 
     n, say = run.world, speaker(run)
@@ -205,9 +205,9 @@ def count(library, run, node):
     titles = ("rounds", "busiest rank sends", "sends and receives", "all ranks send")
     say(f"{'':20s}" + "".join(f"{title:>24s}" for title in titles))
     x, counted = torch.zeros(size // 4, device=run.device), {}
-    for name, all_reduce in all_reduces(library, node).items():
+    for name, algorithm in library.ALGORITHMS.items():
         counter = Counter()
-        all_reduce(x, group=counter)
+        algorithm(counter, x, torch.add, **({"node": node} if name == "hierarchical" else {}))
         counted[name] = tally(from_all(run, counter.log))._asdict()
         line = f"  {name:18s}"
         for key, number in counted[name].items():
@@ -334,10 +334,10 @@ def measure_curve(library, run, node):
     if n == 1:
         return {}
     algorithms = {"torch": dist.all_reduce, **all_reduces(library, node)}
-    wire, left, right = library.Wire(), (run.rank - 1) % n, (run.rank + 1) % n
+    view, left, right = library.RankView(), (run.rank - 1) % n, (run.rank + 1) % n
 
     def one_round(x, y):
-        library.perform(wire.exchange({left: x}, {right: y}), async_op=False)
+        view.exchange({left: x}, {right: y})
 
     for exponent in range(10, 25, 2):
         size = 1 << exponent
@@ -470,13 +470,6 @@ def use_all(library, x, rank, n, group=None):
     library.all_to_all_single(uneven, x[: sum(sizes)], sizes, sizes, group)
     library.all_reduce(result("all_reduce", x.clone()), group=group)
     library.all_reduce(result("all_reduce, maximum", x.clone()), dist.ReduceOp.MAX, group)
-    received = result("send, recv", torch.zeros_like(x))
-    if rank % 2:
-        library.recv(received, group=group, group_src=rank - 1)
-        library.send(x, group=group, group_dst=rank - 1)
-    elif rank < last:
-        library.send(x, group=group, group_dst=rank + 1)
-        library.recv(received, group=group, group_src=rank + 1)
     library.barrier(group)
     return results
 
@@ -498,15 +491,6 @@ def differences(library, run):
             dtypes = different.setdefault(name, [])
             if not torch.equal(result, expected[name]):
                 dtypes.append(str(dtype))
-    # Longer than a segment: parts of it arrive while others are added up
-    x = torch.randint(-8, 9, (library.SEGMENT + run.world,)).to(run.device, torch.float32)
-    expected = x.clone()
-    dist.all_reduce(expected)
-    for name, all_reduce in library.ALL_REDUCE.items():
-        result = x.clone()
-        all_reduce(result)
-        if not torch.equal(result, expected):
-            different[name].append("segments")
     return different
 
 
