@@ -373,7 +373,12 @@ def view_of(group):
 @torch.no_grad()
 def all_reduce(tensor, op=SUM, group=None, algorithm="ring", **options):
     """The sum of all tensors, in place. It has the same bits on all ranks; another algorithm's may
-    differ by rounding, because it adds in another order. algorithm: a name of ALGORITHMS."""
+    differ by rounding, because it adds in another order. docs/collectives.md shows it in a training
+    loop. Other calls:
+
+        all_reduce(x, MAX, group, algorithm="halving-doubling")    # a name of ALGORITHMS
+        ALL_REDUCE["direct"](x, group=group)                       # the same, to be passed on
+    """
     view, x = view_of(group), tensor.contiguous().view(-1)
     ALGORITHMS[algorithm](view, x, OPERATORS[op], **options)
     if not tensor.is_contiguous():
@@ -405,8 +410,11 @@ def scatter(tensor, scatter_list=None, *, group=None, group_src=0):
 
 
 def gather(tensor, gather_list=None, *, group=None, group_dst=0):
-    """Rank i's tensor into gather_list[i] of the root."""
+    """Rank i's tensor into gather_list[i] of the root. Raises ValueError if two of these share
+    their memory, as in [torch.zeros(3)] * n: the last to arrive would be all that is left."""
     view = view_of(group)
+    if gather_list and len({t.data_ptr() for t in gather_list if t.numel()}) < len(gather_list):
+        raise ValueError("gather_list holds the same tensor several times: make one for each rank")
     is_root = view.rank == group_dst
     view.exchange({group_dst: tensor}, dict(enumerate(gather_list)) if is_root else {})
 
