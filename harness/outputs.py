@@ -4,6 +4,7 @@ full later, the run says so and goes on."""
 import contextlib
 import errno
 import os
+import tempfile
 
 from harness.refusal import Refused, say
 
@@ -49,6 +50,16 @@ def check_file(flag, path):
         raise Refused(
             f"{flag} {short(path)} can't be written ({e.strerror}): give another file"
         ) from e
+
+
+def check_folder(flag, path):
+    """Refuse a folder that can't be written, before hours of training. It may exist."""
+    try:
+        os.makedirs(path, exist_ok=True)
+        tempfile.TemporaryFile(dir=path).close()
+    except OSError as e:
+        what = f"{flag} {short(path)} can't be written ({e.strerror})"
+        raise Refused(f"{what}: give another folder") from e
 
 
 def short(text, most=200):

@@ -4,7 +4,6 @@ what it can't write."""
 import argparse
 import importlib
 import io
-import json
 import os
 import subprocess
 import sys
@@ -17,7 +16,7 @@ from conftest import ROOT, Script
 import harness
 from harness import memory, presets, start, streams
 from proof import receipt
-from trainer import checkpoint, layout, pretrained, tracking
+from trainer import layout, pretrained, tracking
 
 TOP = ["collectives", "ddp", "zero", "tensor_parallel", "sequence_parallel"]
 TOP += ["pipeline", "context_parallel", "expert_parallel", "diloco", "train"]
@@ -318,14 +317,6 @@ def test_a_picture_without_room(capsys):
     with pytest.raises(harness.Refused, match="No space left") as refused:
         harness.save(figure, "name")
     assert refused.value.code == 1
-
-
-def test_a_step_that_is_no_whole_number(tmp_path):
-    for step in (4.0, True, "4"):
-        content = {"step": step, "files": {}, "tensors": {}}
-        (tmp_path / "index.json").write_text(json.dumps(content))
-        with pytest.raises(ValueError, match="its index is of step"):
-            checkpoint.read_index(tmp_path, 4 if step != 1 else 1)
 
 
 def test_places_held_counts_as_many_positions_as_it_gives():

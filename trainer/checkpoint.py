@@ -15,44 +15,30 @@ flat shard holds of a matrix is up to three boxes: the end of a row, whole rows,
 
     . . . . . . . .     A rank that reads wants other boxes. It intersects each of them with the
     . . . a a a a a     boxes in the index, and reads the intersections alone. So no rank ever holds
-    b b b b b b b b     more than its own pieces. A tied matrix, the copies of data and context
-    b b b b b b b b     parallelism and both stages of a V have the same name: they are written
-    c c . . . . . .     once.
+    b b b b b b b b     more than its own pieces. A tied matrix and the copies of data and context
+    c c . . . . . .     parallelism have one name: they are written once.
 
 Optimizer states lie where their parameter lies, or are one number ("step"). With mixed precision
-the master weights are saved. Learning rate and batch are functions of the step, so a run goes on
-from its step's number as if it had never stopped, to rounding.
+the master weights are saved.
 
-A checkpoint is whole or absent. The ranks write into a folder with another name and fsync it. When
-all ranks have succeeded, rank 0 adds the index and renames the folder, which is atomic. The index
-has every file's size and crc32: a truncated file or a flipped bit is seen, and the checkpoint
-before it is taken. The files are JSON and safetensors: nothing is unpickled, and memory is taken
-for what the model needs, whatever a file claims.
-
-Training waits only for a copy to the host's memory. A thread writes the copy to disk. Collectives
-stay in the main thread, between two steps.
-
-Cost: a copy of the rank's part in the host's memory while it is written; (1 + states) P e bytes on
-disk in every layout; reading all of it once for the checksums, split over the ranks. All ranks must
-see the folder.
-
-    python train.py --dp 2 --tp 2 --out runs/a --save-every 50
-    python train.py --pp 4 --out runs/a --resume
+A checkpoint is whole or absent. A thread of each rank writes into a folder with another name, and
+training waits only for a copy to the host's memory. When all have succeeded, rank 0 adds the index
+and renames the folder, which is atomic. The index has the crc32 of every file and its own: a
+truncated file or a flipped bit is seen, and the checkpoint before it is taken.
 """
 
 import contextlib
+import functools
 import itertools
 import json
 import math
 import os
 import re
 import shutil
-import stat
 import threading
 import zlib
 from typing import NamedTuple
 
-import safetensors
 import safetensors.torch
 import torch
 import torch.distributed as dist
@@ -60,15 +46,6 @@ import torch.distributed as dist
 from harness.placement import placement
 
 FILE_BYTES = 256 << 20  # a file is made in memory first: so much of it at a time
-DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "BF16": torch.bfloat16,
-    "F16": torch.float16,
-    "I64": torch.int64,
-}
-
-
 # Begin the kinds that trainer/islands.py adds: of all islands, and of islands after the first
 OUTER, ISLAND = "outer ", "island "
 
@@ -105,15 +82,17 @@ def boxes(shape, a, b):
         return [((), ())]
     row = math.prod(shape[1:])
     first, last = -(-a // row), b // row  # the whole rows
+
+    def inside(number, a, b):
+        """Elements a to b of a row."""
+        return [((number, *s), (1, *n)) for s, n in boxes(shape[1:], a, b)]
+
     if first > last:  # not even one row's end
-        return [((last, *s), (1, *n)) for s, n in boxes(shape[1:], a - last * row, b - last * row)]
-    head = [
-        ((first - 1, *s), (1, *n))
-        for s, n in boxes(shape[1:], a - (first - 1) * row, row)
-        if a < first * row
-    ]
-    rows = [((first, *(0 for _ in shape[1:])), (last - first, *shape[1:]))] if first < last else []
-    return head + rows + [((last, *s), (1, *n)) for s, n in boxes(shape[1:], 0, b - last * row)]
+        return inside(last, a - last * row, b - last * row)
+    found = inside(first - 1, row - (first * row - a), row)
+    if first < last:
+        found.append(((first, *(0 for _ in shape[1:])), (last - first, *shape[1:])))
+    return found + inside(last, 0, b - last * row)
 
 
 def holdings(named, optimizer):
@@ -132,75 +111,68 @@ def holdings(named, optimizer):
             yield names[p], p, bucket.master[span], first, piece, optimizer.optimizer.state[piece]
 
 
-def pieces_of(named, optimizer, data_group, states=None, beside=lambda stepped: {}):
+def pieces_of(named, optimizer, data_group, index=None, beside=lambda stepped: {}):
     """This rank's pieces, as a list of Piece.
 
-    named: (full name, parameter). A parameter's `placement`, if any, says what it is a piece of
-    (see harness/placement.py).
-    optimizer: torch's, or trainer/composed_zero.py's. data_group: the ranks that hold copies for
-    other data.
-    states(name): {kind: shape of the whole} of optimizer states to make, zeros, where an optimizer
-    has none yet.
-    beside(stepped): {kind: flat tensor} of what else lies where the optimizer steps.
+    named       (full name, parameter), whose `placement` says what it is a piece of
+    optimizer   torch's, or trainer/composed_zero.py's
+    data_group  the ranks that hold copies for other data
+    index       of a checkpoint: its optimizer states are made, zeros, where there are none yet
+    beside      beside(stepped) is {kind: flat tensor} of what else lies where the optimizer steps
     """
     found = []
     for name, p, flat, first, stepped, state in holdings(named, optimizer):
-        where = placement(p)
+        where, writes = placement(p), speaks(p, data_group, optimizer)
         shape = tuple(where["shape"])
-        base, limit = [0] * len(shape), list(shape)
+        base, sizes = [0] * len(shape), list(shape)  # of the piece, without its padding
         for dim, (_, start, size) in where["cuts"].items():
-            base[dim], limit[dim] = start, size
-        writes = speaks(p, data_group, optimizer)
-        for kind, whole in (states(name) if states and p.requires_grad else {}).items():
-            zero = (
-                torch.zeros((), device=flat.device)
-                if whole == ()
-                else torch.zeros_like(stepped.data)
-            )
-            state.setdefault(kind, zero)
+            base[dim], sizes[dim] = start, size
+        if index and p.requires_grad:
+            for kind, whole in states_in(index, name).items():
+                one = torch.zeros((), device=flat.device)
+                state.setdefault(kind, one if whole == () else torch.zeros_like(stepped.data))
         tensors = {"weight": flat} | {k: t for k, t in state.items() if torch.is_tensor(t)}
         tensors |= beside(stepped)
-        origin = False
+        at, origin = 0, False
         for start, size in boxes(tuple(p.shape), first, first + len(flat)):
-            at = sum(s * math.prod(p.shape[d + 1 :]) for d, s in enumerate(start)) - first
-            # Less the padding
-            inside = [min(s + n, end) - s for s, n, end in zip(start, size, limit)]
-            if any(n <= 0 for n in inside):
+            span = slice(at, at + math.prod(size))
+            at = span.stop
+            inside = tuple(min(s + n, end) - s for s, n, end in zip(start, size, sizes))
+            if min(inside, default=1) <= 0:  # padding alone
                 continue
             place = tuple(b + s for b, s in zip(base, start))
             origin |= not any(place)
             for kind, t in tensors.items():
                 if t.dim():
-                    view = t.view(-1)[at : at + math.prod(size)].view(size)[
-                        tuple(slice(n) for n in inside)
-                    ]
-                    found.append(Piece(name, kind, view, shape, place, tuple(inside), writes))
+                    view = t.view(-1)[span].view(size)[tuple(map(slice, inside))]
+                    found.append(Piece(name, kind, view, shape, place, inside, writes))
         # One number for the whole parameter: who has its first element writes it
-        found += [
-            Piece(name, kind, t, (), (), (), writes and origin)
-            for kind, t in tensors.items()
-            if not t.dim()
-        ]
+        for kind, t in tensors.items():
+            if not t.dim():
+                found.append(Piece(name, kind, t, (), (), (), writes and origin))
     return found
 
 
 def speaks(parameter, data_group, optimizer):
-    """Whether this rank is the one, of all that hold the same piece of a parameter, to write it.
-
-    ZeRO's shards differ between the ranks of the data-parallel group, or of each part of it that
-    splits a copy; without ZeRO these ranks hold copies."""
+    """Whether this rank is the one, of all that hold the same piece of a parameter, to write it:
+    the first of each group that holds copies. Under ZeRO the data-parallel group holds shards."""
     where = placement(parameter)
     data_group = where["data"] or data_group
     groups = where["copies"] + where["partial"] + [data_group]
     if getattr(optimizer, "stage", 0) > 0:
-        sharing = set(dist.get_process_group_ranks(data_group))
-        groups = [
-            group for group in groups if not sharing.issuperset(dist.get_process_group_ranks(group))
-        ]
+        ranks, sharing = dist.get_process_group_ranks, set(dist.get_process_group_ranks(data_group))
+        groups = [group for group in groups if not sharing.issuperset(ranks(group))]
         _, across = optimizer.split(data_group)
         if across is not None:
             groups.append(across)
     return all(dist.get_rank(group) == 0 for group in groups)
+
+
+def states_in(index, name):
+    """{kind: shape of the whole} of the optimizer states that an index has of a parameter."""
+    kinds = index["tensors"].get(name, {})
+    own = (kind for kind in kinds if not kind.startswith(("weight", OUTER, ISLAND)))
+    return {kind: tuple(kinds[kind]["shape"]) for kind in own}
 
 
 # --- writing
@@ -225,13 +197,12 @@ class Checkpoints:
 
     def save(self, step, pieces):
         self.finish()
-        self.step, self.written, self.problem = step, ({}, []), None
-        self.temporary = os.path.join(self.folder, name_of(step) + ".tmp")
-        self.attempt(self.prepare if dist.get_rank() == 0 else None)
+        self.step, self.problem, self.files, self.records = step, None, {}, []
+        self.temporary = os.path.join(self.folder, f"{name_of(step)}.tmp")
         copies = [p._replace(tensor=copy_to_host(p.tensor)) for p in pieces if p.writes]
         if any(p.tensor.is_cuda for p in pieces):
             torch.cuda.synchronize()  # once, for all copies
-        self.thread = threading.Thread(target=self.work, args=(copies,), daemon=True)
+        self.thread = threading.Thread(target=self.write_pieces, args=(copies,), daemon=True)
         self.thread.start()
 
     def poll(self):
@@ -244,101 +215,77 @@ class Checkpoints:
         if self.thread is None:
             return
         self.thread.join()
-        self.thread = None
-        self.attempt(lambda: self.problem)
-        everyone = gather(self.written)
-        self.attempt((lambda: self.publish(everyone)) if dist.get_rank() == 0 else None)
-
-    def attempt(self, work):
-        """Do `work`, which may return a problem or raise an OSError; go on only if no rank has
-        one."""
-        try:
-            problem = work() if work else None
-        except OSError as e:
-            problem = e.strerror or str(e)
-        problem = next(filter(None, gather(problem)), None)
+        self.thread, problem = None, of_any_rank(self.problem)
+        written = gather((self.files, self.records))
+        if not problem and dist.get_rank() == 0:
+            try:
+                problem = self.publish(written)
+            except OSError as e:
+                problem = e.strerror or str(e)
+        problem = of_any_rank(problem)
         if problem:
             if dist.get_rank() == 0:
                 shutil.rmtree(self.temporary, ignore_errors=True)
-            raise CheckpointError(
-                f"the checkpoint of step {self.step} can't be written to {self.folder} ({problem})"
-            )
+            what = f"the checkpoint of step {self.step} can't be written to {self.folder}"
+            raise CheckpointError(f"{what} ({problem})")
 
-    def prepare(self):
-        shutil.rmtree(self.temporary, ignore_errors=True)
-        os.mkdir(self.temporary)
-
-    def work(self, copies):
+    def write_pieces(self, copies):
         """In the thread: write this rank's pieces, some to a file."""
         try:
-            files, records = self.written
+            os.makedirs(self.temporary, exist_ok=True)
             while copies:
-                file, tensors, size = (
-                    f"rank{dist.get_rank():05d}-{len(files):03d}.safetensors",
-                    {},
-                    0,
-                )
+                file = f"rank{dist.get_rank():05d}-{len(self.files):03d}.safetensors"
+                tensors, size = {}, 0
                 while copies and (not tensors or size + copies[0].tensor.nbytes <= FILE_BYTES):
-                    name, kind, tensor, shape, start, extent, _ = copies.pop(0)
-                    key = f"{name}:{kind}:{','.join(map(str, start))}"
-                    tensors[key], size = tensor, size + tensor.nbytes
-                    records.append(
-                        (
-                            name,
-                            kind,
-                            str(tensor.dtype).removeprefix("torch."),
-                            shape,
-                            file,
-                            key,
-                            start,
-                            extent,
-                        )
-                    )
+                    piece = copies.pop(0)
+                    key = f"{piece.name}:{piece.kind}:{','.join(map(str, piece.start))}"
+                    tensors[key] = piece.tensor
+                    size += piece.tensor.nbytes
+                    box = {"file": file, "key": key, "start": piece.start, "size": piece.size}
+                    dtype = str(piece.tensor.dtype).removeprefix("torch.")
+                    self.records.append((piece.name, piece.kind, piece.shape, dtype, box))
                 content = safetensors.torch.save(tensors)
                 write(os.path.join(self.temporary, file), content)
-                files[file] = {"bytes": len(content), "crc32": zlib.crc32(content)}
+                self.files[file] = {"bytes": len(content), "crc32": zlib.crc32(content)}
             sync(self.temporary)
         except Exception as e:
             self.problem = getattr(e, "strerror", None) or repr(e)
 
-    def publish(self, everyone):
+    def publish(self, written):
         """On rank 0: the index, the name, and what is old goes. Returns a problem or None."""
         files, tensors = {}, {}
-        for some, records in everyone:
-            files |= some
-            for name, kind, dtype, shape, file, key, start, size in records:
+        for of_rank, records in written:
+            files |= of_rank
+            for name, kind, shape, dtype, box in records:
                 kinds = tensors.setdefault(name, {})
                 tensor = kinds.setdefault(kind, {"shape": shape, "dtype": dtype, "pieces": []})
-                tensor["pieces"].append({"file": file, "key": key, "start": start, "size": size})
+                tensor["pieces"].append(box)
         for name, kinds in tensors.items():
             for kind, t in kinds.items():
-                if sum(math.prod(piece["size"]) for piece in t["pieces"]) != math.prod(t["shape"]):
+                if sum(math.prod(box["size"]) for box in t["pieces"]) != math.prod(t["shape"]):
                     return f"the ranks' pieces of {name}, {kind}, are not the whole of it"
+        for name in os.listdir(self.temporary):
+            if name not in files:  # of a writer that died
+                os.remove(os.path.join(self.temporary, name))
         index = {"step": self.step} | self.header | {"files": files, "tensors": tensors}
+        index["crc32"] = crc_of(index)
         write(os.path.join(self.temporary, "index.json"), json.dumps(index).encode())
         sync(self.temporary)
         final = os.path.join(self.folder, name_of(self.step))
         if os.path.exists(final):  # one that was passed over, or it would not be written again
-            shutil.rmtree(final + ".old.tmp", ignore_errors=True)
-            os.rename(final, final + ".old.tmp")
+            shutil.rmtree(f"{final}.old.tmp", ignore_errors=True)
+            os.rename(final, f"{final}.old.tmp")
         os.rename(self.temporary, final)
         sync(self.folder)
-        steps = [
-            step
-            for step in map(step_of, os.listdir(self.folder))
-            if step is not None and step <= self.step
-        ]
-        gone = [name_of(step) for step in sorted(steps)[: -self.keep]] if self.keep else []
-        gone += [
-            name
-            for name in os.listdir(self.folder)
-            if re.fullmatch(r"step-\d{8,}(\.old)?\.tmp", name)
-        ]
-        for name in gone:
+        names = checkpoints_in(self.folder)
+        gone = [name for name in names if step_of(name) is None]  # of writers that died
+        whole = [name for name in names if name not in gone and step_of(name) <= self.step]
+        for name in gone + (whole[self.keep :] if self.keep else []):
             shutil.rmtree(os.path.join(self.folder, name), ignore_errors=True)
 
 
 def write(path, content):
+    """Write a file, and wait until it is on the disk."""
     with open(path, "wb") as f:
         f.write(content)
         f.flush()
@@ -361,6 +308,17 @@ def gather(value):
     return everyone
 
 
+def of_any_rank(problem):
+    """The first rank's problem that has one, on every rank; else None."""
+    return next(filter(None, gather(problem)), None)
+
+
+def crc_of(index):
+    """The checksum of an index's contents."""
+    rest = {key: value for key, value in index.items() if key != "crc32"}
+    return zlib.crc32(json.dumps(rest).encode())
+
+
 def name_of(step):
     return f"step-{step:08d}"
 
@@ -370,205 +328,141 @@ def step_of(name):
     return int(name[5:]) if re.fullmatch(r"step-\d{8,}", name) else None
 
 
+def checkpoints_in(folder):
+    """The names of the checkpoints in a folder, unfinished ones too, the newest first."""
+    names = os.listdir(folder) if os.path.isdir(folder) else []
+    found = [name for name in names if re.fullmatch(r"step-\d{8,}(\.old)?(\.tmp)?", name)]
+    return sorted(found, reverse=True)
+
+
 # --- reading
 
 
 def newest(folder, header, free=()):
     """(path, index, lines of what was passed over and why) of the newest whole checkpoint in a
-    folder; (None, None, lines) where there is none. Called by all ranks, who share out the work of
-    reading every file for its checksum.
+    folder; (None, None, lines) where there is none. Called by all ranks, who share out the files.
 
-    Raises CheckpointError where it is of another run: where a value of `header`, or of a dict in
-    it, is another than in the index. free: keys that may differ."""
-    path, index, passed = None, None, []
-    names = os.listdir(folder) if dist.get_rank() == 0 and os.path.isdir(folder) else []
-    names = gather(
-        sorted((n for n in names if re.fullmatch(r"step-\d{8,}(\.old)?(\.tmp)?", n)), reverse=True)
-    )[0]
-    for name in names:
+    Raises CheckpointError where it is of another run: see check_header."""
+    passed = []
+    for name in gather(checkpoints_in(folder))[0]:
         path, index, problem = os.path.join(folder, name), None, None
         try:
-            if step_of(name) is None:
-                raise ValueError("its writer did not finish")
-            index = read_index(path, step_of(name))
+            index = read_index(path)
             for file in sorted(index["files"])[dist.get_rank() :: dist.get_world_size()]:
-                check_file(path, file, index)
-        except (ValueError, OSError) as e:
-            problem = e.strerror if isinstance(e, OSError) and e.strerror else str(e)
-        problem = next(filter(None, gather(problem)), None)
+                check_file(path, file, **index["files"][file])
+        except OSError as e:
+            problem = e.strerror or str(e)
+        except (ValueError, LookupError, TypeError) as e:
+            problem = str(e)
+        problem = of_any_rank(problem)
         if problem is None:
-            break
+            check_header(path, index, header, free)
+            return path, index, passed
         passed.append(f"{name}: {problem}")
-        path = None
-    if path is None:
-        return None, None, passed
-    for key, value in header.items():
-        here, there = (v if isinstance(v, dict) else {key: v} for v in (value, index.get(key)))
-        for k in here if key not in free else ():
-            if k not in free and here[k] != there.get(k):
-                what = (
-                    "text is another"
-                    if k == "text"
-                    else f"{k} is {there.get(k)!r} there and {here[k]!r} here"
-                )
-                raise CheckpointError(
-                    f"{path} is of another run, its {what}: change the flags, or --out"
-                )
-    return path, index, passed
+    return None, None, passed
 
 
 def newest_index(folder):
     """The index of the newest checkpoint that has one, {} where there is none. For what must be
-    known before there are ranks: whether the checkpoint is whole is not looked at."""
-    names = []
-    with contextlib.suppress(OSError):
-        names = os.listdir(folder)
-    for name in sorted((n for n in names if step_of(n) is not None), reverse=True):
+    known before there are ranks. Not checked: the files."""
+    for name in checkpoints_in(folder):
         with contextlib.suppress(ValueError, OSError):
-            return read_index(os.path.join(folder, name), step_of(name))
+            return read_index(os.path.join(folder, name))
     return {}
 
 
-def read_index(path, step):
-    """The index of a checkpoint. Raises ValueError where it is missing, or not as `publish` writes
-    it."""
-    file = os.path.join(path, "index.json")
+def read_index(path):
+    """The index of a checkpoint. Raises ValueError where it is missing, or was changed. Indices of
+    the second edition have no checksum of their own."""
+    step, file = step_of(os.path.basename(path)), os.path.join(path, "index.json")
+    if step is None:
+        raise ValueError("its writer did not finish")
     if not os.path.isfile(file):
         raise ValueError("it has no index.json")
     try:
         with open(file, "rb") as f:
             index = json.load(f)
-        if index["step"] != step or not natural([index["step"]]):
-            raise ValueError(f"its index is of step {index['step']}")
-        for name, entry in index["files"].items():
-            if (
-                name in ("", ".", "..")
-                or os.path.basename(name) != name
-                or "\\" in name
-                or "\0" in name
-            ):
-                raise ValueError(f"its index names {name!r}, which is no file of the folder")
-            if not natural([entry["bytes"], entry["crc32"]]):
-                raise ValueError(f"its index has no size of {name}")
-        for name, kinds in index["tensors"].items():
-            for kind, t in kinds.items():
-                for piece in t["pieces"]:
-                    start, size = piece["start"], piece["size"]
-                    if not isinstance(piece["key"], str) or not isinstance(t["dtype"], str):
-                        raise ValueError(f"its index does not say what {name} is")
-                    fits = len(start) == len(size) == len(t["shape"]) and natural(
-                        [*start, *size, *t["shape"]]
-                    )
-                    if not fits or any(
-                        s + n > whole for s, n, whole in zip(start, size, t["shape"])
-                    ):
-                        raise ValueError(f"its index has a piece of {name} that lies outside of it")
-                    if piece["file"] not in index["files"]:
-                        raise ValueError(
-                            f"its index names {piece['file']!r}, which is no file of it"
-                        )
-    except (
-        KeyError,
-        TypeError,
-        AttributeError,
-        json.JSONDecodeError,
-        UnicodeDecodeError,
-        RecursionError,
-    ) as e:
+        found, intact = index["step"], index.get("crc32") in (None, crc_of(index))
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as e:
         raise ValueError("its index.json can't be read") from e
+    if not intact:
+        raise ValueError("its index.json was changed, its crc32 differs")
+    if type(found) is not int or found != step:
+        raise ValueError(f"its index is of step {found}")
     return index
 
 
-def natural(numbers):
-    return all(type(n) is int and n >= 0 for n in numbers)
-
-
-def check_file(path, file, index):
+def check_file(path, file, bytes, crc32):
     """Raise ValueError where a file is not the one that the index tells of."""
-    full, entry = os.path.join(path, file), index["files"][file]
-    if not os.path.lexists(full):
+    full, found = os.path.join(path, file), 0
+    if not os.path.isfile(full):
         raise ValueError(f"{file} is missing")
-    info = os.lstat(full)
-    if not stat.S_ISREG(info.st_mode) or info.st_size != entry["bytes"]:
-        raise ValueError(f"{file} has {info.st_size:,} bytes, not {entry['bytes']:,}")
-    crc = 0
+    if os.path.getsize(full) != bytes:
+        raise ValueError(f"{file} has {os.path.getsize(full):,} bytes, not {bytes:,}")
     with open(full, "rb") as f:
         while chunk := f.read(16 << 20):
-            crc = zlib.crc32(chunk, crc)
-    if crc != entry["crc32"]:
+            found = zlib.crc32(chunk, found)
+    if found != crc32:
         raise ValueError(f"{file} was changed, its crc32 differs")
-    try:
-        with safetensors.safe_open(full, "pt") as f:
-            keys = set(f.keys())
-            for kinds in index["tensors"].values():
-                for t, piece in (
-                    (t, piece)
-                    for t in kinds.values()
-                    for piece in t["pieces"]
-                    if piece["file"] == file
-                ):
-                    there = f.get_slice(piece["key"]) if piece["key"] in keys else None
-                    if (
-                        there is None
-                        or there.get_shape() != piece["size"]
-                        or dtype_of(there) != t["dtype"]
-                    ):
-                        raise ValueError(f"{file} has another {piece['key']} than its index says")
-    except safetensors.SafetensorError as e:
-        raise ValueError(f"{file} is no safetensors file") from e
 
 
-def dtype_of(piece):
-    return str(DTYPES.get(piece.get_dtype())).removeprefix("torch.")
+def check_header(path, index, header, free):
+    """Raise CheckpointError where a value of `header`, or of a dict in it, is another than in the
+    index. free: keys that may differ."""
+    for key, value in header.items():
+        here, there = value, index.get(key)
+        if not isinstance(value, dict):
+            here, there = {key: value}, {key: there}
+        for k in here:
+            if key in free or k in free or here[k] == there.get(k):
+                continue
+            what = f"{k} is {there.get(k)!r} there and {here[k]!r} here"
+            if k == "text":
+                what = "text is another"
+            raise CheckpointError(
+                f"{path} is of another run, its {what}: change the flags, or --out"
+            )
 
 
 @torch.no_grad()
 def load(path, index, pieces):
     """Fill the pieces' tensors from a checkpoint, one at a time, reading only what they need.
     Called by all ranks."""
-    files, problem = {}, None
-    for name, kind, tensor, shape, start, size, _ in pieces:
-        there = index["tensors"].get(name, {}).get(kind)
-        if there is None or tuple(there["shape"]) != tuple(shape):
-            problem = (
-                problem
-                or f"{name}, {kind}, is {there['shape'] if there else 'missing'} there and "
-                f"{list(shape)} here"
-            )
-            continue
-        filled = 0
-        for piece in there["pieces"]:
-            # Where both boxes are: from `low` to `high`, in the whole's numbers
-            low = [max(pair) for pair in zip(start, piece["start"])]
-            high = [
-                min(a + n, b + m) for a, n, b, m in zip(start, size, piece["start"], piece["size"])
-            ]
-            if any(a >= b for a, b in zip(low, high)):
-                continue
-            if piece["file"] not in files:
-                files[piece["file"]] = safetensors.safe_open(
-                    os.path.join(path, piece["file"]), "pt"
-                )
-            source, to = (
-                tuple(slice(a - o, b - o) for a, b, o in zip(low, high, at))
-                for at in (piece["start"], start)
-            )
-            file = files[piece["file"]]
-            part = file.get_slice(piece["key"])[source] if source else file.get_tensor(piece["key"])
-            tensor[to].copy_(part)
-            filled += part.numel()
-        if filled != math.prod(size):
-            problem = problem or f"{name}, {kind}, has {filled} of {math.prod(size)} elements there"
-    problem = next(filter(None, gather(problem)), None)
+    open_file = functools.cache(lambda file: safetensors.safe_open(os.path.join(path, file), "pt"))
+    problem = None
+    for piece in pieces:
+        try:
+            problem = problem or fill(piece, index["tensors"], open_file)
+        except (safetensors.SafetensorError, RuntimeError, LookupError, TypeError) as e:
+            problem = f"{piece.name}, {piece.kind}: {str(e).splitlines()[0]}"
+    problem = of_any_rank(problem)
     if problem:
         raise CheckpointError(f"{path} does not fit this run: {problem}")
 
 
-def states_in(index):
-    """A function for pieces_of: the optimizer states that an index has of a parameter."""
-    kinds = index["tensors"]
-    return lambda name: {
-        kind: tuple(t["shape"])
-        for kind, t in kinds.get(name, {}).items()
-        if kind != "weight" and not kind.startswith((OUTER, ISLAND))
-    }
+def fill(piece, tensors, open_file):
+    """Fill a piece's tensor. Returns what is wrong, or None. tensors: of an index."""
+    found = tensors.get(piece.name, {}).get(piece.kind, {"shape": "missing"})
+    if found["shape"] != list(piece.shape):
+        what = f"is {found['shape']} there and {list(piece.shape)} here"
+        return f"{piece.name}, {piece.kind}, {what}"
+    filled = 0
+    for box in found["pieces"]:
+        # Where both boxes are: from `low` to `high`, in the whole's numbers
+        ends = [a + n for a, n in zip(box["start"], box["size"])]
+        low = list(map(max, piece.start, box["start"]))
+        high = [min(place.stop, end) for place, end in zip(piece.place, ends)]
+        if any(a >= b for a, b in zip(low, high)):
+            continue
+        source, to = (
+            tuple(slice(a - first, b - first) for a, b, first in zip(low, high, start))
+            for start in (box["start"], piece.start)
+        )
+        file = open_file(box["file"])
+        part = file.get_slice(box["key"])[source] if source else file.get_tensor(box["key"])
+        piece.tensor[to].copy_(part)
+        filled += part.numel()
+    if filled != math.prod(piece.size):
+        what = f"has {filled} of {math.prod(piece.size)} elements there"
+        return f"{piece.name}, {piece.kind}, {what}"
+    return None

@@ -24,14 +24,13 @@ tensor that no parameter is made from is refused: it would be another model.
 import os
 import pathlib
 import re
-import tempfile
 
 import torch
 import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 
 import harness
-from harness import DTYPES, Refused, presets, say, tokenizer
+from harness import DTYPES, Refused, outputs, presets, say, tokenizer
 from trainer import hf_config
 from trainer.checkpoint import pieces_of
 from trainer.folder_writer import FolderWriter, weights_in
@@ -98,12 +97,7 @@ def check(args, config):
     if weights and os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") == "0":
         what = f"--export {args.export} holds weights already ({weights[0].name})"
         raise Refused(f"{what}: give another folder, or remove them")
-    try:
-        os.makedirs(args.export, exist_ok=True)
-        tempfile.TemporaryFile(dir=args.export).close()
-    except OSError as e:
-        what = f"--export {args.export} can't be written ({e.strerror})"
-        raise Refused(f"{what}: give another folder") from e
+    outputs.check_folder("--export", args.export)
 
 
 def describe(args, config):

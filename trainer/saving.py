@@ -7,33 +7,30 @@ import fcntl
 import os
 import signal
 import socket
-import tempfile
 import time
 
 import torch
 import torch.distributed as dist
 
 import harness
-from harness import Refused, say
+from harness import Refused, outputs, say
 from harness.joining import agent_store
 from model import Config
 from trainer import checkpoint, hf_config
 
+# Fields of model.Config that may change from run to run
+FREE = ("dropout", "balance_loss", "z_loss", "bias_rate")
+LAYOUT = ("islands", "dp", "tp", "pp", "cp", "ep", "sp", "zero", "zero_ranks", "schedule")
+
 
 def add_flags(parser):
     g = parser.add_argument_group("checkpoints (see trainer/checkpoint.py)")
-    g.add_argument(
-        "--out", metavar="FOLDER", help="where checkpoints go; one is written at the end at least"
-    )
-    g.add_argument(
-        "--save-every",
-        **harness.NATURAL,
-        default=0,
-        help="steps between checkpoints; 0 = only at the end",
-    )
-    g.add_argument(
-        "--keep", **harness.NATURAL, default=3, help="the newest N checkpoints stay; 0 = all"
-    )
+    why = "where checkpoints go; one is written at the end at least"
+    g.add_argument("--out", metavar="FOLDER", help=why)
+    why = "steps between checkpoints; 0 = only at the end"
+    g.add_argument("--save-every", **harness.NATURAL, default=0, help=why)
+    why = "the newest N checkpoints stay; 0 = all"
+    g.add_argument("--keep", **harness.NATURAL, default=3, help=why)
     why = (
         "go on from the newest whole checkpoint in --out, whatever layout wrote it (torchrun's "
         "restarts do so by themselves)"
@@ -48,13 +45,7 @@ def check(args):
         raise Refused("--save-every and --resume need --out, the folder of the checkpoints")
     if not args.out or args.only_sample:
         return
-    try:
-        os.makedirs(args.out, exist_ok=True)
-        tempfile.TemporaryFile(dir=args.out).close()
-    except OSError as e:
-        raise Refused(
-            f"--out {args.out} can't be written ({e.strerror}): give another folder"
-        ) from e
+    outputs.check_folder("--out", args.out)
     # torchrun may have started this process again: only the ranks together can tell
     if not args.resume and "TORCHELASTIC_RUN_ID" not in os.environ and used(args.out):
         raise Refused(used(args.out))
@@ -79,34 +70,29 @@ class Lock:
     def take(self, patience):
         """Returns a sentence if another run has the lock for `patience` seconds, else None. The
         rank 0 that torchrun replaces may need some seconds to end."""
+        deadline = time.monotonic() + patience
         try:
             self.file = open(os.path.join(self.folder, ".lock"), "a+")
-        except OSError:
-            return None  # the first checkpoint will say what is wrong
-        deadline = time.monotonic() + patience
-        while True:
-            try:
-                fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
+            while not self.try_once():
                 if time.monotonic() > deadline:
-                    return self.sentence()
+                    self.file.seek(0)
+                    owner = self.file.read(200) or "another process"
+                    what = f"another run writes to --out {self.folder} ({owner})"
+                    return f"{what}: end it, or give another folder"
                 time.sleep(0.1)
-            except OSError:
-                return None  # a file system without locks
-        with contextlib.suppress(OSError):  # only for the other run's sentence
             self.file.truncate(0)
             self.file.write(f"process {os.getpid()} on {socket.gethostname()}")
             self.file.flush()
+        except OSError:  # no locks there, or no room: the first checkpoint will say what is wrong
+            pass
         return None
 
-    def sentence(self):
-        self.file.seek(0)
-        owner = self.file.read(200) or "another process"
-        self.file.close()
-        return (
-            f"another run writes to --out {self.folder} ({owner}): end it, or give another folder"
-        )
+    def try_once(self):
+        try:
+            fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True
 
     def drop(self):
         if self.file:
@@ -118,28 +104,14 @@ def shape_of(args):
     --resume and --only-sample then need no --init-from. None for any other run."""
     if not args.out or not (args.resume or args.only_sample):
         return None
-    shape = checkpoint.newest_index(args.out).get("shape")
     try:
+        shape = checkpoint.newest_index(args.out)["shape"]
         scaling = shape["rope_scaling"]
         fields = shape | {"rope_scaling": scaling and hf_config.RopeScaling(**scaling)}
         Config(**fields)
-    except (TypeError, AttributeError, KeyError, ValueError, ArithmeticError):
-        return None  # not as it was written: what is wrong is said when it is loaded
-    fitting = {int: (int,), float: (int, float), bool: (bool,)}
-    types = {field.name: field.type for field in dataclasses.fields(Config)}
-    for name, value in fields.items():
-        if type(value) not in fitting.get(types[name], (type(value),)):
-            return None
+    except (LookupError, TypeError, ValueError):
+        return None  # none, or not as it was written: what is wrong is said when it is loaded
     return fields
-
-
-@contextlib.contextmanager
-def refusing():
-    """Turn what is wrong with a checkpoint into a refusal."""
-    try:
-        yield
-    except checkpoint.CheckpointError as e:
-        raise Refused(str(e)) from e
 
 
 class Saver:
@@ -152,104 +124,73 @@ class Saver:
     def __init__(self, run, model, optimizer, groups, scale, outer):
         """scale: a LossScale. outer: what trainer/islands.py adds to a checkpoint."""
         self.run, self.model, self.optimizer, self.groups = run, model, optimizer, groups
-        self.scale, self.outer, args = scale, outer, run.args
+        self.scale, self.outer, self.args, args = scale, outer, run.args, run.args
         self.writer, self.lock = None, Lock(args.out)
         self.signal_received, self.asked = 0, []  # asked: questions whether any rank received one
         if not args.out:
             return
-        tokenizer = run.corpus.encoding.name
-        self.header = {"config": dataclasses.asdict(run.config), "tokenizer": tokenizer}
-        if not args.only_sample:
-            self.header |= {
-                "text": run.corpus.digest,
-                "optimizer": args.optimizer,
-                "seed": args.seed,
-            }
-        layout = {
-            name: getattr(args, name)
-            for name in (
-                "islands",
-                "dp",
-                "tp",
-                "pp",
-                "cp",
-                "ep",
-                "sp",
-                "zero",
-                "zero_ranks",
-                "schedule",
-            )
-        }
+        config = dataclasses.asdict(run.config)
         # What resuming compares, and what it is told
-        told = {"layout": layout}
+        self.header = {"config": config, "tokenizer": run.corpus.encoding.name}
+        if not args.only_sample:
+            text = {"text": run.corpus.digest}
+            self.header |= text | {"optimizer": args.optimizer, "seed": args.seed}
+        told = {"layout": {name: getattr(args, name) for name in LAYOUT}}
         if getattr(args, "shape", None):
-            config = self.header["config"]
             told["shape"] = {name: config[name] for name in args.shape}
         self.writer = checkpoint.Checkpoints(args.out, self.header | told, args.keep)
 
-    def pieces(self, states=None, index=None):
+    def pieces(self, index=None, training=True):
         """All that a checkpoint has of this rank: weights, optimizer states, and the routers'
-        biases."""
-        groups = self.groups
-        found = checkpoint.pieces_of(
-            self.model.named(), self.optimizer, groups["dp"], states, self.outer.beside
-        )
+        biases. index: of one to read; training: with the optimizer's states."""
+        groups, states = self.groups, index if training else None
+        arguments = self.model.named(), self.optimizer, groups["dp"], states, self.outer.beside
+        found = checkpoint.pieces_of(*arguments)
         writes = dist.get_rank(groups["tp"]) == dist.get_rank(groups["dp"]) == 0
         for part in self.model.parts.values():
-            for name, buffer in part.named_buffers():
+            for name, bias in part.named_buffers():
                 if name.endswith("choice_bias"):
-                    shape = tuple(buffer.shape)
-                    found.append(
-                        checkpoint.Piece(name, "buffer", buffer, shape, (0,), shape, writes)
-                    )
+                    box = bias, tuple(bias.shape), (0,), tuple(bias.shape)
+                    found.append(checkpoint.Piece(name, "buffer", *box, writes))
         return self.outer.arrange(found, index)
 
     def resume(self):
         """With --resume, or started again by torchrun, go on from the newest whole checkpoint in
         --out. Returns the step to begin with."""
-        args, run = self.run.args, self.run
+        args, run = self.args, self.run
         if not self.writer:
             return 0
         restarted = not args.only_sample and self.claim()
         if not (args.resume or restarted or args.only_sample):
             return 0
-        with refusing():
-            # These may change from run to run
-            free = ("dropout", "balance_loss", "z_loss", "bias_rate")
-            path, index, passed = checkpoint.newest(args.out, self.header, free)
-            passed = f" (passed over {'; '.join(passed)})" if passed else ""
-            if path is None and args.only_sample and not args.init_from:
-                raise Refused(
-                    f"--only-sample: there is no whole checkpoint in {args.out}{passed}; give "
-                    "another --out"
-                )
-            if path is None:
-                run.print(f"no whole checkpoint in {args.out}, starting from the beginning{passed}")
-                return 0
-            finished = index["step"] >= args.steps
-            if finished and not args.only_sample and not restarted:
-                raise Refused(
-                    f"{path} has all of --steps {args.steps}: give more of them, or --only-sample"
-                )
-            training = not (finished or args.only_sample)
-            states = checkpoint.states_in(index) if training else None
-            checkpoint.load(path, index, self.pieces(states, index))
-            try:
-                self.scale.restore(index.get("loss_scale"))
-            except ValueError as e:
-                raise checkpoint.CheckpointError(f"{path} can't go on: {e}") from e
+        with harness.refusing():
+            path, index, passed = checkpoint.newest(args.out, self.header, FREE)
+        passed = f" (passed over {'; '.join(passed)})" if passed else ""
+        if path is None:
+            what = f"no whole checkpoint in {args.out}"
+            if args.only_sample and not args.init_from:
+                raise Refused(f"--only-sample: there is {what}{passed}; give another --out")
+            run.print(f"{what}, starting from the beginning{passed}")
+            return 0
+        finished = index["step"] >= args.steps
+        if finished and not args.only_sample and not restarted:
+            advice = "give more of them, or --only-sample"
+            raise Refused(f"{path} has all of --steps {args.steps}: {advice}")
+        training = not (finished or args.only_sample)
+        with harness.refusing():
+            checkpoint.load(path, index, self.pieces(index, training))
+            self.scale.restore(index.get("loss_scale"))
         # ZeRO: the weights follow the masters that were just filled
         if hasattr(self.optimizer, "reload"):
             self.optimizer.reload()
-        run.print(
-            f"resumed from {path}{', not compared with one process' if training else ''}{passed}"
-        )
+        compared = ", not compared with one process" if training else ""
+        run.print(f"resumed from {path}{compared}{passed}")
         return index["step"]
 
     def claim(self):
         """Lock --out. Returns whether an earlier attempt of this run had it, before torchrun
         started the ranks again: then its checkpoints are this run's own."""
-        args, run = self.run.args, self.run
+        args, run = self.args, self.run
         problem, restarted = None, False
         if run.rank == 0:
             problem = self.lock.take(patience=min(10.0, args.timeout / 2))
@@ -278,17 +219,16 @@ class Saver:
 
         A checkpoint that can't be written does not end the run, unless it is the last: the disk may
         have room for the next."""
-        args = self.run.args
+        args = self.args
         if not self.writer:
             return None
         stop = self.signal_of_any_rank()
-        last = stop or step == args.steps
         self.attempt(self.writer.poll)
-        if last or args.save_every and step % args.save_every == 0:
+        if stop or step == args.steps or args.save_every and step % args.save_every == 0:
             self.attempt(self.writer.finish)
             if self.scale.enabled:
                 self.writer.header["loss_scale"] = self.scale.state()
-            self.attempt(lambda: self.writer.save(step, self.pieces()), needed=last)
+            self.writer.save(step, self.pieces())
             self.run.restart_clock()
         return signal.Signals(stop) if stop else None
 
@@ -298,18 +238,16 @@ class Saver:
         received = torch.tensor(self.signal_received, device=self.run.device)
         work = dist.all_reduce(received, op=dist.ReduceOp.MAX, async_op=True)
         self.asked.append((work, received))
-        if self.run.args.islands > 1 and len(self.asked) == 1:
+        if self.args.islands > 1 and len(self.asked) == 1:
             return 0
         work, received = self.asked.pop(0)
         work.wait()
         return received.item()
 
-    def attempt(self, work, needed=False):
+    def attempt(self, work):
         try:
             work()
         except checkpoint.CheckpointError as e:
-            if needed:
-                raise Refused(str(e)) from e
             if self.run.rank == 0:
                 say(f"{e}; the run goes on")
 
@@ -317,7 +255,7 @@ class Saver:
         if not self.writer:
             return
         if error is None:
-            with refusing():
+            with harness.refusing():
                 self.writer.finish()
         elif isinstance(error, Refused):
             with contextlib.suppress(checkpoint.CheckpointError):

@@ -7,7 +7,6 @@ import csv
 import json
 import os
 import re
-import tempfile
 from typing import NamedTuple
 
 import torch
@@ -64,14 +63,7 @@ def check(args):
             "earlier ones"
         )
     if args.profile:
-        try:
-            os.makedirs(args.profile_to, exist_ok=True)
-            tempfile.TemporaryFile(dir=args.profile_to).close()
-        except OSError as e:
-            raise Refused(
-                f"--profile-to {args.profile_to} can't be written ({e.strerror}): give another "
-                "folder"
-            ) from e
+        outputs.check_folder("--profile-to", args.profile_to)
     if args.wandb and os.environ.get("WANDB_MODE") not in ("offline", "disabled"):
         import wandb
 
