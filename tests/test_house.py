@@ -51,7 +51,7 @@ CEILINGS = {
     "harness": 3300,
     "proof": 2000,
     "receipts": 3200,
-    "trainer": 3100,
+    "trainer": 2910,
     "simulator": 2800,
     "exercises": 300,
     "tests": 17200,
