@@ -299,7 +299,7 @@ def demo(run):
         sync.finish()
         dist.all_reduce(loss, group=group)
         norm = servers.norm() if servers else harness.grad_norm(parameters)
-        run.check(loss, norm, lambda: [(n, p) for n, p in model.named() if p in steps], bool(steps))
+        run.check(loss, norm, lambda: [(n, p) for n, p in model.named() if p in steps])
         harness.clip(parameters, norm, args.grad_clip)
         if servers:
             servers.step(optimizer)
@@ -307,11 +307,11 @@ def demo(run):
             optimizer.step()
         run.log(loss, norm)
 
-    sent, held, notes = data_parallel.expected(run, parameters, sync, servers)
+    sent, held, notes, role = data_parallel.expected(run, parameters, sync, servers)
     layout = {"dp": run.world, "sync": args.sync}
     if servers:
         layout["servers"] = len(servers.shares)
-    return run.receipt(layout, sent, held, notes)
+    return run.receipt(layout, sent, held, notes, role)
 
 
 if __name__ == "__main__":

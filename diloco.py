@@ -308,7 +308,7 @@ from receipts import diloco as islands
 def main():
     args = islands.parse_args(__doc__)
     harness.configure(args)
-    proof.launch(demo, args, check=lambda world: islands.check(args, world), run=islands.Run)
+    proof.launch(demo, args, check=lambda world: islands.check(args, world))
 
 
 def demo(run):
@@ -318,23 +318,26 @@ def demo(run):
     parameters = list(model.parameters())
     optimizer = harness.make_optimizer(parameters, args)
     diloco = DiLoCo(model, group, args.sync_every, optimizer=optimizer, **islands.options(args))
-    run.follow(diloco)
-    for step in run.steps(optimizer):
+    player = islands.DemoPlayer(run, model, diloco)
+    for step in run.steps(optimizer, reference=player):
         optimizer.zero_grad()
         loss = run.zero()
         for tokens, targets, samples in run.microbatches(step, run.rank, run.world):
             # count: the tokens of this island's rows
-            part = model(tokens, targets=targets, count=run.count, samples=samples)
+            count = run.count // run.world
+            part = model(tokens, targets=targets, count=count, samples=samples)
             part.backward()
             loss += part.detach()
         norm = harness.grad_norm(parameters)  # of this island alone, as loss and clipping
         run.check(loss, norm, model.named)
         harness.clip(parameters, norm, args.grad_clip)
         optimizer.step()
-        diloco.step()
+        with player.ledger:  # counts all steps, most of which send nothing
+            diloco.step()
         run.log(loss, norm)
     diloco.finish()
-    return run.receipt({"islands": run.world, "every": args.sync_every}, *run.expected(diloco))
+    layout = {"islands": run.world, "every": args.sync_every}
+    return run.receipt(layout, *islands.expected(run, diloco, player))
 
 
 if __name__ == "__main__":

@@ -113,7 +113,7 @@ def main():
         return planner.main(args, prepare, train)
     args, _ = prepare(args)
     ranks = args.islands * args.dp * args.cp * args.tp * args.pp
-    proof.launch(train, args, needed=ranks, run=islands.Run if args.islands > 1 else proof.Run)
+    proof.launch(train, args, needed=ranks)
 
 
 # --- the mesh
@@ -191,14 +191,15 @@ def build(run, schedule, groups):
     return harness.Stages(parts)
 
 
-def data_parallel(run, model, groups):
-    """Fill the model. Returns (what sums the gradients over the ranks, what takes the step): DDP
-    and an optimizer of torch's, or ZeRO, which does both. Mixed precision takes ZeRO even at stage
-    0, which splits nothing but keeps the optimizer's own copy of the weights."""
+def data_parallel(run, model, groups, draw):
+    """Fill the model with the values of `draw`. Returns (what sums the gradients over the ranks,
+    what takes the step): DDP and an optimizer of torch's, or ZeRO, which does both. Mixed precision
+    takes ZeRO even at stage 0, which splits nothing but keeps the optimizer's own copy of the
+    weights."""
     args = run.args
     one_dtype = args.dtype == args.param_dtype == args.reduce_dtype
     if args.zero == 0 and one_dtype and not args.offload:
-        run.fill(model)
+        run.fill(model, draw)
         bucket_bytes = int(args.bucket_mb * 2**20)
         options = {"all_reduce": harness.all_reduce}
         sync = ddp.DDP(model.uses(), groups["dp"], args.microbatches, bucket_bytes, **options)
@@ -211,7 +212,7 @@ def data_parallel(run, model, groups):
         args.microbatches,
         scopes=model.parts.values(),
         splits=zero_flags.splits(groups),
-        **zero_flags.options(run, model, args.zero),
+        **zero_flags.options(run, model, args.zero, draw),
     )
     return sharded_optimizer, sharded_optimizer
 
@@ -316,14 +317,12 @@ def train(run, schedule=None, watch=contextlib.nullcontext, cold=True):
     groups = mesh(args, schedule)
     tp, dp, pp = groups["tp"], groups["dp"], groups["pp"]
     run.groups(**groups)
-    run.members = groups.get("island")
     open_groups(groups, run.device)
     pipeline.open_links(schedule, groups["down"] + groups["up"], run.device)
-    if args.init_from:
-        run.draw = pretrained.Folder(args.init_from, run.config).draw
+    draw = pretrained.Folder(args.init_from, run.config).draw if args.init_from else gpt.draw
     model = build(run, schedule, groups)
-    sync, optimizer = data_parallel(run, model, groups)
-    scale = LossScale(run, optimizer)
+    sync, optimizer = data_parallel(run, model, groups, draw)
+    scale = LossScale(args, optimizer)
     runner = Runner(run, schedule, groups, model, sync, scale, watch)
     parameters = list(model.parameters())
     uses_zero = isinstance(optimizer, ComposedZeRO)
@@ -331,7 +330,9 @@ def train(run, schedule=None, watch=contextlib.nullcontext, cold=True):
     def named():
         return scale.unscale(optimizer.whole(model.named())) if uses_zero else model.named()
 
-    replica = dist.get_rank(dp) // args.cp  # which part of the batch this rank works on
+    # Which part of the batches this rank works on: islands have batches of their own
+    island = run.rank // (run.world // args.islands)
+    replica = island * args.dp + dist.get_rank(dp) // args.cp
     # The norm adds up pieces over tp and pp. ZeRO 1 to 3 adds up over dp, of which ep is a part
     splitting = [tp, pp]
     if args.ep > 1 and not args.zero:
@@ -340,17 +341,18 @@ def train(run, schedule=None, watch=contextlib.nullcontext, cold=True):
 
     outer = islands.outer(run, model, optimizer, groups)
     saver = saving.Saver(run, model, optimizer, groups, scale, outer)
-    run.first, stopped = saver.resume(), None
-    outer.go_on(run.first)
-    only_sample = args.only_sample or run.first == args.steps
+    first, stopped = saver.resume(), None
+    outer.go_on(first)
+    only_sample = args.only_sample or first == args.steps
     if only_sample:
-        run.first = args.steps  # no step is left
+        first = args.steps  # no step is left
     elif args.pp > 1 and cold:
-        runner.warm_up(run.microbatches(run.first, replica, args.dp))
+        runner.warm_up(run.microbatches(first, replica, args.dp))
     positions = runner.places(run.config.context)
-    recording = recorded(run, model, groups, positions, named)
-    with tracking.open_log(run) as log, saver, recording as record:
-        for step in tracking.profiled(run, run.steps(optimizer)):
+    recording = recorded(run, model, groups, positions, named, first)
+    steps = run.steps(optimizer, first, outer.reference)
+    with tracking.open_log(run, first) as log, saver, recording as record:
+        for step in tracking.profiled(run, steps, first):
             batches = run.microbatches(step, replica, args.dp)
             loss = runner.step(batches)
             harness.sum_over([dp, pp], loss)
@@ -360,10 +362,10 @@ def train(run, schedule=None, watch=contextlib.nullcontext, cold=True):
                 norm = harness.grad_norm(parameters, splitting)
             if step == run.measured:  # the ledger counts bytes in this step
                 travelled = runner.rows.travelled
-            record(batches, loss, norm)
+            record(batches, loss, norm, scale)
             again = functools.partial(runner.step, batches)
             blame = functools.partial(faults.blame, model, again)
-            taken = scale.fits(loss, norm) and run.check(loss, norm, named, blame=blame)
+            taken = run.check(loss, norm, named, blame, scale, groups.get("island"))
             if taken:
                 if uses_zero:
                     optimizer.clip(norm, args.grad_clip)
@@ -386,16 +388,17 @@ def train(run, schedule=None, watch=contextlib.nullcontext, cold=True):
         at = f"step {step + 1} is saved in {args.out}"
         run.print(f"stopped by {stopped.name}: {at}, --resume goes on from it")
         return 0
+    exported = True
     if args.export:
-        pretrained.export(run, model, optimizer, dp)
+        exported = pretrained.export(run, model, optimizer, dp, groups.get("island"))
     if args.sample:
         speaker = schedule.owner[schedule.last]
         run.print(f"\nsample:\n{sampling.generate(run, runner.logits_after, groups, speaker)}")
     if only_sample:
-        return int(run.incomplete)
+        return int(not exported)
     length = len(places(args, run.config.context, dist.get_rank(groups["cp"])))
     expected = formulas.expected(run, model, optimizer, schedule, groups, length, travelled)
-    return run.receipt(*outer.expected(*expected))
+    return run.receipt(*outer.expected(*expected)) or int(not exported)
 
 
 def open_groups(groups, device):

@@ -17,8 +17,8 @@ import torch.distributed as dist
 
 import collectives
 import harness
-import proof
 from benchmarks import spread, turn
+from harness.rank import launch
 
 MB = 1_000_000
 
@@ -90,7 +90,7 @@ def main():
     p.add_argument("--turns", type=harness.count(2), default=25, metavar="N", help=why)
     p.add_argument("--quiet", action="store_true", help="print nothing but errors")
     p.set_defaults(device="cpu", backend="gloo")
-    proof.launch(demo, p.parse_args(), check=check, run=proof.Rank)
+    launch(demo, p.parse_args(), check=check)
 
 
 def check(world):

@@ -22,8 +22,8 @@ import benchmarks
 import context_parallel
 import harness
 import model as gpt
-import proof
 from harness import memory, presets
+from harness.rank import launch
 from proof.ledger import Ledger
 
 
@@ -137,7 +137,7 @@ def main():
         # q, k, v and a gradient of 8 heads of 64, float32
         memory.check_ranks(args, world, max(4 * args.tokens // world * 8 * 64 * 4, args.memory * 8))
 
-    proof.launch(demo, args, check=check, run=proof.Rank)
+    launch(demo, args, check=check)
 
 
 if __name__ == "__main__":

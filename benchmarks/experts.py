@@ -22,8 +22,8 @@ import torch.nn.functional as F
 import expert_parallel
 import harness
 import model as gpt
-import proof
 from harness import memory, presets
+from harness.rank import launch
 from receipts.expert_parallel import AllToAllClock
 
 
@@ -175,7 +175,7 @@ def main():
         size = presets.parameters_held(config, 1, 1) + 128 * args.batch * args.width
         memory.check_ranks(args, world, 4 * size)
 
-    proof.launch(demo, args, check=check, run=proof.Rank)
+    launch(demo, args, check=check)
 
 
 if __name__ == "__main__":

@@ -256,9 +256,9 @@ def noting_waits(places):
 class WaitsRun(proof.Run):
     """Notes where steps 3 and 4 wait."""
 
-    def steps(self, optimizer):
+    def steps(self, *args):
         places = collections.Counter()
-        for step in super().steps(optimizer):
+        for step in super().steps(*args):
             with noting_waits(places) if step in (2, 3) else contextlib.nullcontext():
                 yield step
         report(self.path, dict(places.most_common()))
@@ -273,14 +273,14 @@ def train_with(kind, path, flags):
     """Run train.py with a Run of this file, which knows where to report, and end the process."""
     kind.path = path
     args, _ = prepared(flags)
-    proof.launch(train.train, args, needed=1, run=kind)
+    proof.launch(train.train, args, needed=1, make=kind)
 
 
 class PeakRun(proof.Run):
     """Reads the allocator's peak of the step that the ledger watches."""
 
-    def steps(self, optimizer):
-        for step in super().steps(optimizer):
+    def steps(self, *args):
+        for step in super().steps(*args):
             if step == self.measured:
                 torch.cuda.reset_peak_memory_stats()
             yield step

@@ -22,8 +22,7 @@ import ddp
 import harness
 import proof
 import zero
-from proof.ledger import Ledger, storage_bytes
-from proof.run import lasting
+from proof.ledger import Ledger, lasting, storage_bytes
 
 KINDS = ("parameters", "gradients", "optimizer", "activations and buffers")
 COLORS = ("#4c78a8", "#f58518", "#54a24b", "#bab0ac")

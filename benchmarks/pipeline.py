@@ -17,7 +17,7 @@ import torch.nn.functional as F
 
 import harness
 import pipeline
-import proof
+from harness.rank import launch
 from receipts import pipeline as schedules
 
 
@@ -117,7 +117,7 @@ def main():
         for name in pipeline.SCHEDULES:
             pipeline.make(name, world, args.microbatches)
 
-    proof.launch(demo, args, check=check, run=proof.Rank)
+    launch(demo, args, check=check)
 
 
 if __name__ == "__main__":

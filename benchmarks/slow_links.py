@@ -121,8 +121,7 @@ def measure(hosts, script, flags, steps, port):
         with open(receipt) as file:
             result = json.load(file)
     rates = [row["tokens_per_s"] for row in result["steps"]][1:]  # the first step is a warm-up
-    parts = 2 if script == "diloco" else 1  # an island's tokens/s are those of its own rows
-    rate = parts * len(rates) / sum(1 / rate for rate in rates)
+    rate = len(rates) / sum(1 / rate for rate in rates)
     formula = sum(row["formula_bytes"] for row in result["sent"]) * steps
     if script == "diloco":
         formula += finishing(flags, steps)
@@ -188,11 +187,11 @@ def curve(args, setting, seed):
     corpus = data.load(args.data)
     rows = args.batch // args.islands
 
-    def batch_of(number, step, split="train", size=rows):
+    def rows_of(number, step, split="train", size=rows):
         where = range(number * size, (number + 1) * size)
         return [corpus.batch(step, where, config.context, seed, split)]
 
-    run = types.SimpleNamespace(
+    player = types.SimpleNamespace(
         args=args,
         config=config,
         islands=args.islands,
@@ -200,7 +199,7 @@ def curve(args, setting, seed):
         device=torch.device("cpu"),
         dtype=DTYPES[args.dtype],
         draw=gpt.draw,
-        batch_of=batch_of,
+        rows_of=rows_of,
     )
     points = []
 
@@ -208,7 +207,7 @@ def curve(args, setting, seed):
     def loss_of(model):
         total = 0.0
         for i in range(args.eval_batches):
-            [(tokens, targets, _)] = batch_of(0, i, "val", args.batch)
+            [(tokens, targets, _)] = rows_of(0, i, "val", args.batch)
             count = targets.numel() * args.eval_batches
             total += model(tokens, targets=targets, count=count).item()
         return total
@@ -221,7 +220,7 @@ def curve(args, setting, seed):
     shapes = harness.presets.parameter_shapes(config)
     tensors = {torch.empty(shape, device="meta"): name for name, shape in shapes.items()}
     parts = [[tensors[t] for t in part] for part in diloco.consecutive(list(tensors), args.stream)]
-    played = islands.play(run, args.steps, parts, args.islands > 1, note)
+    played = islands.play(player, args.steps, parts, args.islands > 1, note)
     points[-1] = points[-1][0], loss_of(played[0].model)  # after the last average
     return points
 

@@ -53,11 +53,11 @@ import ddp
 import harness
 import model as gpt
 import pipeline
-import proof
 import sequence_parallel
 import tensor_parallel
 import zero
 from harness import presets, start
+from harness.rank import launch
 from proof.ledger import tensors_in
 from proof.one_process import larger
 from proof.tolerance import FLOOR, TOLERANCE
@@ -517,7 +517,7 @@ def main():
     args = p.parse_args()
     if "RANK" in os.environ or args.nproc and args.device == "cpu":
         args.device = args.device or "auto"
-        proof.launch(demo, args, run=proof.Rank)
+        launch(demo, args)
     gpus, codes = torch.cuda.device_count(), []
     if args.device == "cuda" and gpus < (args.nproc or 1):
         raise harness.Refused(

@@ -4,6 +4,7 @@ ranks that split a copy."""
 import torch
 import torch.distributed as dist
 
+import model as gpt
 from harness.flags import (
     DTYPES,
     MEGABYTES,
@@ -101,11 +102,11 @@ def make_groups(run):
     return groups["inside"], groups["across"]
 
 
-def options(run, model, stage):
-    """The options of ZeRO(...) that the flags mean."""
+def options(run, model, stage, draw=gpt.draw):
+    """The options of ZeRO(...) that the flags mean. draw: as of Run.initial."""
     args = run.args
     chosen = {
-        "value": run.initial(model),
+        "value": run.initial(model, draw),
         "bucket_bytes": int(args.bucket_mb * 2**20),
         "param_dtype": DTYPES.get(args.param_dtype),
         "reduce_dtype": DTYPES.get(args.reduce_dtype),

@@ -1,3 +1,3 @@
 """Counts what a rank sends and holds, compares with one process, says where a difference began."""
 
-from proof.run import Rank, Run, launch
+from proof.run import Run, launch

@@ -9,6 +9,7 @@ import functools
 
 import torch
 import torch.distributed as dist
+from torch.utils._python_dispatch import _disable_current_modes
 
 from harness.placement import placement, take
 from harness.presets import parameter_shapes
@@ -20,6 +21,53 @@ MOST_SHARES = 8  # ranks whose own rows are tried as an explanation
 
 
 # --- what a run records while it is compared: little, and nothing that the host must wait for
+
+
+class Notes:
+    """What a run notes of the steps that are compared, while it is `on`.
+
+    outputs, summaries    of each step: {name: [marks]}, {name: summary of its gradient}
+    first_rows            sample numbers of each micro-batch of this rank's first step
+    gradients             those of the first step, then of the last
+    named                 the latest function that `check` got
+    """
+
+    def __init__(self):
+        self.on = False
+        self.outputs, self.summaries, self.first_rows = [], [], []
+
+    def begin(self, on):
+        """A step begins; it is compared if `on`."""
+        self.on = on
+        if on:
+            self.outputs.append({})
+
+    def pause(self):
+        self.on = False
+
+    def watch(self, model):
+        """Note the outputs of a model's embedding and blocks."""
+        watch(model, self.output)
+
+    def output(self, name, x):
+        if self.on:
+            with torch.no_grad(), _disable_current_modes():
+                self.outputs[-1].setdefault(name, []).append(marks_of(x))
+
+    def rows(self, batches):
+        """The micro-batches of a step."""
+        if self.on and not self.first_rows:
+            self.first_rows = [samples.tolist() for *_, samples in batches]
+
+    def gradients_of(self, named, keep):
+        """The gradients of a step, when they are complete. keep: they are compared later."""
+        self.named = named
+        gradients = {name: p.grad for name, p in named() if p.grad is not None}
+        self.summaries.append({name: summary(g) for name, g in gradients.items()})
+        if keep:
+            self.gradients = {name: g.clone() for name, g in gradients.items()}
+        if len(self.summaries) == 1:
+            self.first_gradients = self.gradients
 
 
 def watch(model, note):
@@ -78,7 +126,7 @@ class Replay:
             self.gradients.append({name: p.grad.clone() for name, p in model.named()})
 
 
-def diagnose(run, differences, parameters, tensors, reference, replay):
+def diagnose(run, notes, differences, parameters, tensors, reference, replay, curve):
     """What a receipt says about a proof that failed: (the first thing that is off, findings).
 
     A finding is a dict: tensor, kind, rank, piece, error, step, cause. There are at most five, the
@@ -90,26 +138,27 @@ def diagnose(run, differences, parameters, tensors, reference, replay):
     parameters   {name: parameter} that this rank holds
     tensors, reference    {kind: {name: tensor}} of this rank and, on rank 0, of one process
     replay       rank 0's Replay
+    curve        (loss, norm) of each step of one process
     """
     findings = []
     for kind, name in worst_tensors(run, differences):
         p = parameters.get(name)
-        whole = from_first(run, reference[kind].get(name))
+        whole = from_first(run, reference.get(kind, {}).get(name))
         facts = examine(run, p, whole, tensors[kind].get(name), kind, name)
         if kind == "first":
             facts["part"] = part_of_batch(run, p, tensors[kind].get(name), name, replay)
         facts["error"] = differences.get((kind, name), 0.0)
-        facts["step"] = first_step(run, name, p, replay)
+        facts["step"] = first_step(run, notes, name, p, replay)
         finding = {"tensor": name, "kind": "weight" if kind == "param" else "gradient"}
-        findings.append(finding | verdict(run, gathered(run, facts), kind))
-    return first_off(run, replay.outputs, findings, parameters), findings
+        findings.append(finding | verdict(run, run.gather(facts), kind))
+    return first_off(run, notes, replay.outputs, findings, parameters, curve), findings
 
 
 def worst_tensors(run, differences):
     """The (kind, name) to look at: see `diagnose`. Gradients of the first step say most, because
     a wrong step makes all that follow wrong."""
     largest = {}
-    for of_rank in gathered(run, differences):
+    for of_rank in run.gather(differences):
         for key, error in of_rank.items():
             if not error <= limit_of(run, key[0]):
                 largest[key] = max(error, largest.get(key, 0.0))
@@ -145,7 +194,7 @@ def examine(run, p, whole, actual, kind, name):
         if kind == "param":
             initial = run.draw(name, placement(p)["shape"], p.init, run.args.seed)
             facts["initial"] = close(run, a, take(initial, p).to(a))
-    shapes = [other.get("shape") for other in gathered(run, facts)]
+    shapes = [other.get("shape") for other in run.gather(facts)]
     facts["sums"] = []
     for group_name, group in run.named_groups.items():
         of_members = {shapes[rank] for rank in dist.get_process_group_ranks(group)}
@@ -157,10 +206,10 @@ def examine(run, p, whole, actual, kind, name):
     return facts
 
 
-def partial_rows(run):
+def partial_rows(run, notes):
     """{part of the batch: its rows} of the first step, the same on all ranks. A part is the first
     or the last micro-batch, or the rows of one rank, where ranks have different rows."""
-    everyone = gathered(run, run.first_rows)
+    everyone = run.gather(notes.first_rows)
     parts = {}
     pieces = min(len(pieces) for pieces in everyone)
     if pieces > 1:
@@ -225,10 +274,10 @@ def piece_of(run, p):
     return "; ".join(words)
 
 
-def first_step(run, name, p, replay):
+def first_step(run, notes, name, p, replay):
     """The first step, counted from 1, whose gradient differs on this rank; None if none does."""
     found = None
-    for step, summaries in enumerate(run.summaries[:REPLAYED]):
+    for step, summaries in enumerate(notes.summaries[:REPLAYED]):
         whole = from_first(run, replay.gradients[step][name] if run.rank == 0 else None)
         if p is None or found:
             continue
@@ -315,13 +364,13 @@ def axes(run, names):
 # --- the first thing that is off, in the order of computation
 
 
-def first_off(run, outputs, findings, parameters):
+def first_off(run, notes, outputs, findings, parameters, curve):
     """A sentence. outputs: the reference's, of each step, on rank 0."""
     steps = [finding["step"] for finding in findings if finding["step"]]
-    history = gathered(run, run.history)[0]  # a wrong norm may be another one on each rank
-    for i, (row, (loss, norm)) in enumerate(zip(history, run.reference)):
+    history = run.gather(run.history)[0]  # a wrong norm may be another one on each rank
+    for i, (row, (loss, norm)) in enumerate(zip(history, curve)):
         step = row["step"]
-        name = first_wrong_output(run, run.outputs[i], outputs[i] if run.rank == 0 else {})
+        name = first_wrong_output(run, notes.outputs[i], outputs[i] if run.rank == 0 else {})
         if name:
             left_out = pieces_left_out(run, parameters)
             return f"step {step}, forward: the output of {name}{left_out}"
@@ -335,7 +384,7 @@ def first_off(run, outputs, findings, parameters):
             text = (
                 f"step {step}, the norm: {k:.6g} times one process's, of gradients that are right"
             )
-            return text + norm_cause(run, row["grad_norm"], i)
+            return text + norm_cause(run, row["grad_norm"], notes.summaries[i])
     return "the optimizer's step: loss, gradients and norm are right"
 
 
@@ -346,7 +395,7 @@ def pieces_left_out(run, parameters):
         for dim, (group, start, size) in placement(p)["cuts"].items():
             ranks = tuple(dist.get_process_group_ranks(group))
             cuts[name, dim, ranks] = placement(p)["shape"][dim], start, start + size
-    everyone = gathered(run, cuts)
+    everyone = run.gather(cuts)
     for name, dim, ranks in cuts:
         pieces = [everyone[rank].get((name, dim, ranks)) for rank in ranks]
         if None in pieces:
@@ -360,15 +409,15 @@ def pieces_left_out(run, parameters):
     return ""
 
 
-def norm_cause(run, norm, step):
+def norm_cause(run, norm, summaries):
     """Why the norm of right gradients may be wrong, in words, or ""."""
-    squares = sum(norm_and_sum[0].item() ** 2 for norm_and_sum in run.summaries[step].values())
-    everyone = gathered(run, squares)
+    squares = sum(norm_and_sum[0].item() ** 2 for norm_and_sum in summaries.values())
+    everyone = run.gather(squares)
     if relative(everyone[0] ** 0.5, norm) <= fit(run):
         return ": as if of rank 0's tensors alone, never summed over the ranks"
     for name, group in run.named_groups.items():
         total = sum(everyone[rank] for rank in dist.get_process_group_ranks(group))
-        words = gathered(run, relative(total**0.5, norm) <= fit(run) and name)[0]
+        words = run.gather(relative(total**0.5, norm) <= fit(run) and name)[0]
         if words:
             return f": as if tensors that several ranks of {words} hold counted once for each"
     return ""
@@ -376,12 +425,12 @@ def norm_cause(run, norm, step):
 
 def first_wrong_output(run, own, expected):
     """The first of embedding and blocks with a token whose output no rank has, or None."""
-    everyone = gathered(run, {name: torch.cat(parts).cpu() for name, parts in own.items()})
+    everyone = run.gather({name: torch.cat(parts).cpu() for name, parts in own.items()})
     for name, parts in expected.items():
         held = [of_rank[name] for of_rank in everyone if name in of_rank]
         if held and not covers(run, torch.cat(held), torch.cat(parts).cpu()):
-            return gathered(run, name)[0]
-    return gathered(run, None)[0]  # rank 0 alone has the reference's
+            return run.gather(name)[0]
+    return run.gather(None)[0]  # rank 0 alone has the reference's
 
 
 def covers(run, held, expected, rows=1024):
@@ -417,16 +466,9 @@ def relative(actual, expected):
     return abs(actual - expected) / max(abs(expected), 1e-30)
 
 
-def gathered(run, value):
-    """[value of each rank], on all ranks."""
-    everyone = [None] * run.world
-    dist.all_gather_object(everyone, value)
-    return everyone
-
-
 def from_first(run, tensor):
     """A tensor of rank 0, on all ranks."""
-    shape = gathered(run, None if tensor is None else tuple(tensor.shape))[0]
+    shape = run.gather(None if tensor is None else tuple(tensor.shape))[0]
     if tensor is None:
         tensor = torch.empty(shape, dtype=run.dtype, device=run.device)
     dist.broadcast(tensor, 0)

@@ -47,6 +47,31 @@ def storage_bytes(tensors):
     return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
 
 
+def lasting(optimizer):
+    """{kind: tensors} of what outlives a step: parameters, gradients, optimizer states. ZeRO keeps
+    them in buckets."""
+    if hasattr(optimizer, "buckets"):
+        return lasting_of_zero(optimizer)
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    states = [t for state in optimizer.state.values() for t in state.values() if torch.is_tensor(t)]
+    return {
+        "parameters": parameters,
+        "gradients": [p.grad for p in parameters if p.grad is not None],
+        "optimizer": [t for t in states if t.dim()],
+    }
+
+
+def lasting_of_zero(zero):
+    """{kind: tensors} of what outlives a step. What stage 3 has freed is in it, without memory."""
+    states = [t for state in zero.optimizer.state.values() for t in state.values()]
+    masters = [bucket.master for bucket in zero.buckets if bucket.master is not bucket.shard]
+    return {
+        "parameters": [t for bucket in zero.buckets for t in (bucket.flat, bucket.shard)],
+        "gradients": [b.full if zero.stage < 2 else b.gradient for b in zero.trained],
+        "optimizer": [t for t in states if torch.is_tensor(t) and t.dim()] + masters,
+    }
+
+
 def message(name, args):
     """What a c10d operation sends: (name in the receipt, process group, payload bytes, bytes on a
     ring)."""

@@ -1,6 +1,7 @@
 """The proof: train the same model in one process, and compare every gradient and weight with it."""
 
 import math
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -13,10 +14,49 @@ from proof.diagnosis import Replay, diagnose, partial_rows
 from proof.tolerance import FLOOR, TOLERANCE
 
 
+class Trained(NamedTuple):
+    """What one process has of a run: lists of losses and gradient norms, the last step's gradients
+    and the weights after it."""
+
+    losses: list
+    norms: list
+    gradients: dict
+    weights: dict
+
+
+class Proof(NamedTuple):
+    """How far a run is from its reference, over so many steps. All ranks have the same.
+
+    errors     {kind: largest relative difference}
+    worst      {kind: the tensor with the largest difference}
+    first_off, findings    if that is too much: see diagnosis.diagnose
+    """
+
+    steps: int
+    errors: dict
+    worst: dict
+    first_off: str | None = None
+    findings: list = []
+
+
+class OneProcess:
+    """The reference of a run: the same training in one process."""
+
+    island, islands = 0, 1  # which of the references this rank is compared with, of how many
+    has_diagnosis = True  # a proof that fails says where
+
+    def train(self, run, steps):
+        """[Trained] of each island on rank 0; elsewhere [None]. All ranks call it."""
+        return [one_process(run, steps) if run.rank == 0 else None]
+
+    def compare_more(self, run, steps, parameters, weights):
+        """{("param", name): difference} of a second comparison."""
+        return {}
+
+
 def one_process(run, steps, prepare=lambda model: None, inspect=lambda model: None):
-    """Train the run's model in this process alone. Returns (losses, gradient norms, gradients of
-    the last step, weights after it). Calls prepare(model), and inspect(model) after each
-    backward."""
+    """Train the run's model in this process alone. Calls prepare(model), and inspect(model) after
+    each backward."""
     args = run.args
     model = gpt.build(run.config, args.seed, run.device, run.dtype, run.draw)
     prepare(model)
@@ -39,7 +79,8 @@ def one_process(run, steps, prepare=lambda model: None, inspect=lambda model: No
         gpt.rebalance(model)
         losses.append(loss.item())
         norms.append(norm.item())
-    return losses, norms, gradients, {name: p.detach() for name, p in model.named()}
+    weights = {name: p.detach() for name, p in model.named()}
+    return Trained(losses, norms, gradients, weights)
 
 
 def gradients_of(run, rows):
@@ -52,71 +93,63 @@ def gradients_of(run, rows):
     return {name: p.grad for name, p in model.named()}
 
 
-def compare(run, named, counts=True):
-    """Compare a run with one process: {kind: largest relative difference}, the same on all ranks.
+def prove(run, reference, notes):
+    """Compare a run with its reference. All ranks call it, and get the same Proof.
 
-    All ranks call it. It compares the loss and norm of every step, all gradients of the last step
-    and all weights after it, copies included. Rank 0 trains the reference and broadcasts it
-    parameter by parameter; each rank compares the piece that it holds.
-
-    named()  (full name, parameter) pairs of this rank
-    counts   False on a rank without global gradients and new weights: a parameter server's worker
+    Compared are the loss and norm of every step, all gradients of the last step and all weights
+    after it, copies included. Rank 0 trains the reference and broadcasts it parameter by parameter;
+    each rank compares the piece that it holds. notes: the run's diagnosis.Notes
     """
     steps = len(run.history)
-    losses, norms, reference = [], [], {"grad": {}, "param": {}}
-    if run.rank == 0:
-        losses, norms, reference["grad"], reference["param"] = run.reference(steps)
-    worst = {"loss": 0.0, "grad_norm": 0.0, "grad": 0.0, "param": 0.0}
-    for row, loss, norm in zip(run.history, losses, norms):
-        worst["loss"] = larger(worst["loss"], abs(row["loss"] - loss) / abs(loss))
-        worst["grad_norm"] = larger(worst["grad_norm"], abs(row["grad_norm"] - norm) / abs(norm))
-    parameters = dict(named()) if counts else {}
-    tensors = {
-        "grad": run.gradients,
-        "param": {name: p.detach() for name, p in parameters.items()},
-    }
+    parameters = dict(notes.named())
+    weights = {name: p.detach() for name, p in parameters.items()}
+    tensors = {"grad": notes.gradients, "param": weights}
+    trained = reference.train(run, steps)
     differences = {}  # {(kind, name): relative difference} of what this rank holds
-    for kind in tensors:
-        differences |= compare_tensors(run, kind, reference[kind], tensors[kind], parameters)
+    for island, alone in enumerate(trained):
+        own = parameters if island == reference.island else {}
+        whole = {"grad": alone.gradients, "param": alone.weights} if alone else {}
+        for kind in tensors:
+            differences |= compare_tensors(run, kind, whole.get(kind), tensors[kind], own)
+    differences |= reference.compare_more(run, steps, parameters, weights)
+    curves = [[(alone.losses, alone.norms) for alone in trained] if run.rank == 0 else None]
+    dist.broadcast_object_list(curves, 0)
+    curve = list(zip(*curves[0][reference.island]))  # (loss, norm) of each step
+    errors = dict.fromkeys(("loss", "grad_norm", "grad", "param"), 0.0)
+    for row, expected in zip(run.history, curve):
+        for kind, value in zip(("loss", "grad_norm"), expected):
+            errors[kind] = larger(errors[kind], abs(row[kind] - value) / abs(value))
     for (kind, _), difference in differences.items():
-        worst[kind] = larger(worst[kind], difference)
-    run.worst = worst_names(run, differences)
-    errors = torch.tensor(list(worst.values()), dtype=torch.float64, device=run.device)
-    # A NaN counts as the largest difference of all
-    errors = torch.where(errors.isnan(), torch.inf, errors)
-    dist.all_reduce(errors, op=dist.ReduceOp.MAX)
-    errors = dict(zip(worst, errors.tolist()))
+        errors[kind] = larger(errors[kind], difference)
+    everyone = run.gather((errors, differences))
+    errors = {kind: max(of_rank[kind] for of_rank, _ in everyone) for kind in errors}
+    worst = worst_names([of_rank for _, of_rank in everyone])
     limits = TOLERANCE[run.precision]
-    if run.diagnoses and any(not errors[kind] <= limits[kind] for kind in errors):
-        replay = Replay()
-        rows_of = partial_rows(run)
-        if run.rank == 0:
-            one_process(run, steps, replay.prepare, replay.inspect)
-            reference["first"] = replay.gradients[0]
-            replay.partial = {key: gradients_of(run, rows) for key, rows in rows_of.items()}
-        else:
-            reference["first"] = {}
-            replay.partial = dict.fromkeys(rows_of, {})
-        tensors["first"] = run.first_gradients
-        first = compare_tensors(run, "first", reference["first"], tensors["first"], parameters)
-        pairs = [list(zip(losses, norms))]
-        dist.broadcast_object_list(pairs, 0)
-        [run.reference] = pairs
-        run.first_off, run.findings = diagnose(
-            run, differences | first, parameters, tensors, reference, replay
-        )
-    return errors
+    if not reference.has_diagnosis or all(errors[kind] <= limits[kind] for kind in errors):
+        return Proof(steps, errors, worst)
+    replay = Replay()
+    rows_of = partial_rows(run, notes)
+    if run.rank == 0:
+        one_process(run, steps, replay.prepare, replay.inspect)
+        replay.partial = {key: gradients_of(run, rows) for key, rows in rows_of.items()}
+        whole["first"] = replay.gradients[0]
+    else:
+        replay.partial = dict.fromkeys(rows_of, {})
+    tensors["first"] = notes.first_gradients
+    differences |= compare_tensors(run, "first", whole.get("first"), tensors["first"], parameters)
+    known = differences, parameters, tensors, whole, replay, curve
+    return Proof(steps, errors, worst, *diagnose(run, notes, *known))
 
 
 def compare_tensors(run, kind, reference, tensors, parameters):
     """{(kind, name): relative difference} of each tensor that this rank holds from one process's.
 
-    reference  {name: whole tensor}, on rank 0
+    reference  {name: whole tensor} on rank 0, else None
     tensors    {name: this rank's piece}
     parameters {name: parameter}, whose placements say which piece that is
     """
     differences = {}
-    largest = max((t.abs().max().item() for t in reference.values()), default=0.0)
+    largest = max(t.abs().max().item() for t in reference.values()) if reference else 0.0
     floor = torch.tensor(largest * FLOOR[run.precision], device=run.device)
     dist.broadcast(floor, 0)
     for name, shape in parameter_shapes(run.config).items():
@@ -136,17 +169,15 @@ def compare_tensors(run, kind, reference, tensors, parameters):
     return differences
 
 
-def worst_names(run, differences):
-    """{kind: name of the tensor with the largest difference on any rank}."""
-    largest = {}
-    for (kind, name), difference in differences.items():
-        largest[kind] = max(largest.get(kind, (0.0, name)), (difference, name))
-    everyone = [None] * run.world
-    dist.all_gather_object(everyone, largest)
+def worst_names(everyone):
+    """{kind: name of the tensor with the largest difference}. everyone: the differences of each
+    rank."""
     names = {}
     for kind in ("grad", "param"):
-        of_ranks = [of_rank[kind] for of_rank in everyone if kind in of_rank]
-        names[kind] = max(of_ranks, default=(0.0, ""))[1]
+        found = [(0.0, "")]
+        for of_rank in everyone:
+            found += [(error, name) for (k, name), error in of_rank.items() if k == kind]
+        names[kind] = max(found)[1]
     return names
 
 

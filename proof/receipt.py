@@ -6,8 +6,6 @@ import json
 import sys
 from typing import NamedTuple
 
-import torch.distributed as dist
-
 from harness import streams
 from harness.start import say
 from proof.ledger import human
@@ -22,28 +20,31 @@ class Count(NamedTuple):
     expected: float | None  # None where nothing tells it beforehand
 
 
-def write_receipt(run, layout, sent, held, notes):
+def write_receipt(run, layout, counted, sent, held, notes, role=None):
     """Gather all ranks' figures, print the receipt and write it as JSON. Returns (exit code, the
     receipt as a dict).
 
-    layout  {axis: size}
-    sent    {(operation, group): (bytes, formula as text)}: what this rank should send in a step
-    held    {kind: (bytes, formula as text)}: what it should hold
-    notes   further lines: text, or a Count; as many on each rank
+    layout   {axis: size}
+    counted  (the ledger's `sent`, {kind: bytes held}) of this rank
+    sent     {(operation, group): (bytes, formula as text)}: what this rank should send in a step
+    held     {kind: (bytes, formula as text)}: what it should hold
+    notes    further lines: text, or a Count; as many on each rank
+    role     such as "a server": ranks of another role may send another amount
 
-    Each row shows the rank with the most bytes. If ranks have a `run.role` and their roles send
-    different amounts, each role has a row. A measured figure that differs from its formula
+    A row of `sent` or `held` may have a third entry: what was counted by others than the ledger.
+    Each row shows the rank with the most bytes. If roles send different amounts, each has a row. A
+    measured figure that differs from its formula
     fails, on any rank. Activations do not: their formulas leave small things out. The exit code is
     1 if anything fails or is out of tolerance, or could not be written.
     """
-    everyone = [None] * run.world
     counts = [note for note in notes if isinstance(note, Count)]
-    dist.all_gather_object(everyone, (run.ledger.sent, sent, run.held, held, counts, run.role))
-    limits = TOLERANCE[run.precision]
-    sent = sent_rows([(measured, expected, role) for measured, expected, *_, role in everyone])
-    held = held_rows([(measured, expected) for _, _, measured, expected, *_ in everyone])
-    counts = [count_row(of_ranks) for of_ranks in zip(*(counts for *_, counts, _ in everyone))]
-    errors = run.errors or {}
+    sent, held = (with_formulas(*rows) for rows in zip(counted, (sent, held)))
+    everyone = run.gather((sent, held, counts, role))
+    sent = sent_rows([(rows, role) for rows, _, _, role in everyone])
+    held = held_rows([rows for _, rows, _, _ in everyone])
+    counts = [count_row(of_ranks) for of_ranks in zip(*(counts for _, _, counts, _ in everyone))]
+    limits, proof = TOLERANCE[run.precision], run.proof
+    errors = proof.errors if proof else {}
     rows_agree = all(row["ok"] for row in [*sent, *held.values(), *counts])
     within_limits = all(error <= limits[kind] for kind, error in errors.items())
     result = {
@@ -51,11 +52,11 @@ def write_receipt(run, layout, sent, held, notes):
         "world_size": run.world,
         "layout": layout,
         "steps": run.history,
-        "max_error": run.errors,
+        "max_error": proof and proof.errors,
         "tolerance": limits,
-        "worst": run.worst,
-        "first_off": run.first_off,
-        "findings": run.findings,
+        "worst": proof.worst if proof else {},
+        "first_off": proof and proof.first_off,
+        "findings": proof.findings if proof else [],
         "sent": sent,
         "held": held,
         "counts": counts,
@@ -67,9 +68,9 @@ def write_receipt(run, layout, sent, held, notes):
         if streams.lost(sys.stdout):  # what was printed is not there
             with contextlib.redirect_stdout(sys.stderr):
                 print_receipt(run, result, notes)
-        if run.args.json:
-            run.incomplete |= not write_json(run.args.json, result)
-    return (0 if result["ok"] and not run.incomplete else 1), result
+        if run.args.json and not write_json(run.args.json, result):
+            return 1, result
+    return (0 if result["ok"] else 1), result
 
 
 def write_json(path, result):
@@ -86,24 +87,32 @@ def write_json(path, result):
         return False
 
 
+def with_formulas(counted, expected):
+    """{key: (what was counted, bytes expected or None, formula as text)}. expected: {key: (bytes,
+    formula)}, or with what was counted as a third entry."""
+    rows = {key: (row, None, "") for key, row in counted.items()}
+    for key, (size, formula, *own) in expected.items():
+        row = own[0] if own else counted.get(key)
+        rows[key] = row, size, formula
+    return rows
+
+
 def sent_rows(everyone):
-    """A row for each operation and group, or for each role in it. everyone: (measured, expected,
-    role) of each rank."""
-    keys = set()
-    for measured, expected, _ in everyone:
-        keys |= {*measured, *expected}
-    rows = []
+    """A row for each operation and group, or for each role in it. everyone: of each rank its rows
+    and its role."""
+    keys = set().union(*(rows for rows, _ in everyone))
+    found = []
     for operation, group in sorted(keys):
         of_roles = {}
-        for measured, expected, role in everyone:
-            counted = measured.get((operation, group), [0, 0, 0.0])
-            formula = expected.get((operation, group), (None, ""))
-            of_roles.setdefault(role, []).append((counted, formula))
+        for rows, role in everyone:
+            counted, size, formula = rows.get((operation, group), (None, None, ""))
+            row = counted or [0, 0, 0.0], size, formula
+            of_roles.setdefault(role, []).append(row)
         of_ranks = sum(of_roles.values(), [])
-        if all(counted == of_ranks[0][0] for counted, _ in of_ranks):
+        if all(counted == of_ranks[0][0] for counted, *_ in of_ranks):
             of_roles = {None: of_ranks}
         for role, of_ranks in sorted(of_roles.items(), key=lambda item: item[0] or ""):
-            (calls, payload, wire), (size, formula) = max(of_ranks, key=lambda pair: pair[0][2])
+            (calls, payload, wire), size, formula = max(of_ranks, key=lambda row: row[0][2])
             if wire == 0 and not size:
                 continue
             row = {
@@ -114,30 +123,30 @@ def sent_rows(everyone):
                 "wire_bytes": round(wire),
                 "formula_bytes": None if size is None else round(size),
                 "formula": formula,
-                "ok": all(agree(sent, size) for (_, _, sent), (size, _) in of_ranks),
+                "ok": all(agree(counted[2], size) for counted, size, _ in of_ranks),
             }
             if role:
                 row["role"] = role
-            rows.append(row)
-    return rows
+            found.append(row)
+    return found
 
 
 def held_rows(everyone):
-    """{kind: row} of what is held. everyone: (measured, expected) of each rank."""
-    rows = {}
-    for kind in everyone[0][0]:
-        of_ranks = []
-        for measured, expected in everyone:
-            of_ranks.append((measured[kind], expected.get(kind, (None, ""))))
-        largest, (size, formula) = max(of_ranks, key=lambda pair: pair[0])
-        exact = all(agree(measured, size) for measured, (size, _) in of_ranks)
-        rows[kind] = {
+    """{kind: row} of what is held. everyone: the rows of each rank."""
+    found = {}
+    for kind in everyone[0]:
+        of_ranks = [rows[kind] for rows in everyone]
+        if any(counted is None for counted, *_ in of_ranks):
+            continue
+        largest, size, formula = max(of_ranks, key=lambda row: row[0])
+        exact = all(agree(counted, size) for counted, size, _ in of_ranks)
+        found[kind] = {
             "bytes": largest,
             "formula_bytes": size and round(size),
             "formula": formula,
             "ok": exact or kind == "activations_peak",
         }
-    return rows
+    return found
 
 
 def count_row(of_ranks):
@@ -176,30 +185,30 @@ def print_receipt(run, result, notes):
         run.print(f"    {name:<58s} {human(row['bytes'])}              {beside(row)}".rstrip())
     for note in notes:
         run.print(f"  {note}")
-    if run.errors is None:
+    if run.proof is None:
         run.print("  not compared with one process")
     else:
-        steps = "step" if run.proved == 1 else "steps"
-        run.print(f"  largest difference from one process, {run.proved} {steps}")
+        steps = "step" if run.proof.steps == 1 else "steps"
+        run.print(f"  largest difference from one process, {run.proof.steps} {steps}")
     labels = {
         "loss": "loss of each step",
         "grad_norm": "gradient norm of each step",
         "grad": "every gradient of the last step",
         "param": "every weight after it",
     }
-    for kind, error in (run.errors or {}).items():
+    for kind, error in (result["max_error"] or {}).items():
         limit = result["tolerance"][kind]
         mark = "" if error <= limit else "  <-- out of tolerance"
-        if run.worst.get(kind):
-            mark = f"  {run.worst[kind]}{mark}"
+        if result["worst"].get(kind):
+            mark = f"  {result['worst'][kind]}{mark}"
         run.print(f"    {labels[kind]:<46s} {error:9.1e}   tolerance {limit:.0e}{mark}")
-    if run.first_off:
-        run.print(f"  first off: {run.first_off}")
-    for finding in run.findings:
+    if result["first_off"]:
+        run.print(f"  first off: {result['first_off']}")
+    for finding in result["findings"]:
         run.print(f"    {describe(finding)}")
     if not result["ok"]:
         run.print("  FAILED")
-    elif run.errors:
+    elif run.proof:
         run.print("  proven")
     else:
         run.print("  ok")

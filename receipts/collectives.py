@@ -19,9 +19,9 @@ from harness import memory
 from harness.flags import POSITIVE, SIZE, SPEED, TIME, Parser, quantity
 from harness.flags import count as whole_number
 from harness.plots import check_plot, plot_flag, pyplot, save
+from harness.rank import launch
 from harness.start import Refused
 from proof.receipt import write_json
-from proof.run import Rank, launch
 
 # --- flags
 
@@ -386,7 +386,7 @@ def main(library):
         print_predictions(args, library.default_node)
     else:
         demo = functools.partial(compare_and_measure, library)
-        launch(demo, args, check=functools.partial(check, args), run=Rank)
+        launch(demo, args, check=functools.partial(check, args))
 
 
 def compare_and_measure(library, run):

@@ -26,14 +26,14 @@ def check(args, world):
 
 
 def expected(run, parameters, sync, servers):
-    """(sent, held, notes) of a training step. sync: the demo's DDP. servers: its parameter servers,
-    or None."""
+    """(sent, held, notes, role) of a training step: see Run.receipt. sync: the demo's DDP. servers:
+    its parameter servers, or None."""
     args, n = run.args, run.world
     size = sum(p.nbytes for p in parameters)
     held = run.states(size, "P e")
-    share = None  # bytes that this rank serves
+    share, role = None, None  # share: bytes that this rank serves
     if servers:
-        run.role = "a server" if servers.mine else "a worker"
+        role = "a server" if servers.mine else "a worker"
         share = sum(p.nbytes for p in servers.mine)
         moments = 2 if args.optimizer == "adamw" else 0
         held["optimizer"] = moments * share, f"{moments} x what it serves"
@@ -52,7 +52,7 @@ def expected(run, parameters, sync, servers):
         # Backward fills all of them, but for an expert's without tokens
         notes.append(Count(text, sync.early, None if run.config.experts else buckets))
     sent = data_parallel_sent(args.all_reduce, size, n, share)
-    return sent, held, notes
+    return sent, held, notes, role
 
 
 def bucket_count(parameters, bucket_bytes):

@@ -13,9 +13,8 @@ from harness import flags
 from harness.flags import NATURAL, POSITIVE, check_batch, real
 from harness.optimizer import clip, grad_norm, learning_rate, make_optimizer
 from harness.refusal import Refused
-from proof import one_process
 from proof.ledger import Ledger, human, storage_bytes
-from proof.run import Run as OrdinaryRun
+from proof.one_process import OneProcess, Trained, compare_tensors, one_process
 from receipts.formulas import activation_bytes, all_reduce_sent, islands_message
 
 # --- flags
@@ -90,24 +89,26 @@ def check(args, world):
 
 
 class Island:
-    """One island of the player: a model, its optimizer, and the error of its messages."""
+    """One island of the player: a model, its optimizer, and the error of its messages. player: a
+    Player, or what else has its attributes."""
 
-    def __init__(self, run, number):
-        self.run, self.number = run, number
-        self.model = gpt.build(run.config, run.args.seed, run.device, run.dtype, run.draw)
+    def __init__(self, player, number):
+        self.player, self.number = player, number
+        build = player.config, player.args.seed, player.device, player.dtype, player.draw
+        self.model = gpt.build(*build)
         self.weights = {name: p.data for name, p in self.model.named()}
-        self.optimizer = make_optimizer(list(self.model.parameters()), run.args)
+        self.optimizer = make_optimizer(list(self.model.parameters()), player.args)
         self.errors = {}  # {part: what its messages have left out}
         self.losses, self.norms = [], []
 
     def train(self, step):
         """One step on this island's rows."""
-        args, run = self.run.args, self.run
+        player, args = self.player, self.player.args
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(step, args)
-        [(tokens, targets, samples)] = run.batch_of(self.number, step)
+        [(tokens, targets, samples)] = player.rows_of(self.number, step)
         self.optimizer.zero_grad()
-        loss = self.model(tokens, targets=targets, count=run.count, samples=samples)
+        loss = self.model(tokens, targets=targets, count=player.count, samples=samples)
         loss.backward()
         self.gradients = {name: p.grad.clone() for name, p in self.model.named()}
         parameters = list(self.model.parameters())
@@ -159,7 +160,7 @@ def rounded_in(pieces, x, bits):
     return said[:-1]
 
 
-def play(run, steps, parts, finish=False, watch=lambda step, islands: None, pieces=None):
+def play(player, steps, parts, finish=False, watch=lambda step, islands: None, pieces=None):
     """The islands after `steps` steps.
 
     parts   lists of parameters' names
@@ -167,9 +168,9 @@ def play(run, steps, parts, finish=False, watch=lambda step, islands: None, piec
     watch   watch(steps so far, islands) is called after each step
     pieces  {parameter: pieces of it that are rounded by themselves}. Default: parts are
     """
-    args = run.args
-    islands = [Island(run, number) for number in range(run.islands)]
-    kind = torch.promote_types(run.dtype, torch.float32)
+    args = player.args
+    islands = [Island(player, number) for number in range(player.islands)]
+    kind = torch.promote_types(player.dtype, torch.float32)
     old = {name: w.to(kind, copy=True) for name, w in islands[0].weights.items()}
     velocity = {name: torch.zeros_like(w) for name, w in old.items()}
     keep = 0.5 if args.stream_delay else 0
@@ -223,168 +224,123 @@ def is_data_parallelism(args):
     return plain and exact and args.optimizer == "sgd" and args.grad_clip == 0
 
 
-# --- a run of islands
+class Player(OneProcess):
+    """The reference of a run of islands: one process that plays all of them.
+
+    rows_of   rows_of(island, step): an island's rows, as one micro-batch
+    count     valid targets of an island's rows
+    parts     lists of parameters' names
+    pieces    pieces() is that of `play`; all ranks call it
+    finishes  after the last step, what has moved is averaged too
+    """
+
+    has_diagnosis = False
+
+    def __init__(self, run, island, islands, rows_of, count, parts, pieces=None, finishes=False):
+        self.args, self.config, self.draw = run.args, run.config, run.draw
+        self.device, self.dtype = run.device, run.dtype
+        self.island, self.islands, self.rows_of, self.count = island, islands, rows_of, count
+        self.parts, self.pieces, self.finishes = parts, pieces, finishes
+
+    def train(self, run, steps):
+        pieces = self.pieces() if self.pieces else None
+        if run.rank > 0:
+            return [None] * self.islands
+        finish = self.finishes and steps == self.args.steps
+        played = play(self, steps, self.parts, finish, pieces=pieces)
+        return [Trained(i.losses, i.norms, i.gradients, i.weights) for i in played]
 
 
-class IslandRun(OrdinaryRun):
-    """A run of `islands` islands, of which this rank belongs to number `island`. Its proof is the
-    player."""
+# --- what a receipt has of the outer steps
 
-    def __init__(self, *args):
-        super().__init__(*args)
-        if self.args.outer_bits and self.precision == "float32":
-            self.precision = "float32, few bits"
 
-    def prove(self):
-        """Compare each island with the player's: its losses, norms, gradients and weights."""
-        steps = len(self.history)
-        named = dict(self.compared[0]())
-        played = self.play(steps, named) if self.rank == 0 else [None] * self.islands
-        tensors = {"grad": self.gradients, "param": {n: p.detach() for n, p in named.items()}}
-        differences = {}
-        for number, island in enumerate(played):
-            own = named if number == self.island else {}
-            whole = {"grad": island.gradients, "param": island.weights} if island else {}
-            for kind in tensors:
-                differences |= one_process.compare_tensors(
-                    self, kind, whole.get(kind, {}), tensors[kind], own
-                )
-        curves = [[(i.losses, i.norms) for i in played] if self.rank == 0 else None]
-        dist.broadcast_object_list(curves, 0)
-        losses, norms = curves[0][self.island]
-        worst = {"loss": 0.0, "grad_norm": 0.0, "grad": 0.0, "param": 0.0}
-        for row, loss, norm in zip(self.history, losses, norms):
-            worst["loss"] = one_process.larger(worst["loss"], abs(row["loss"] - loss) / abs(loss))
-            off = abs(row["grad_norm"] - norm) / abs(norm)
-            worst["grad_norm"] = one_process.larger(worst["grad_norm"], off)
-        differences |= self.more_differences(steps, named, tensors["param"])
-        for (kind, _), difference in differences.items():
-            worst[kind] = one_process.larger(worst[kind], difference)
-        self.worst = one_process.worst_names(self, differences)
-        errors = torch.tensor(list(worst.values()), dtype=torch.float64, device=self.device)
-        errors = torch.where(errors.isnan(), torch.inf, errors)
-        dist.all_reduce(errors, op=dist.ReduceOp.MAX)
-        return dict(zip(worst, errors.tolist()))
+def mean(row, steps):
+    """A step's mean of what a ledger has counted in all steps, most of which send nothing."""
+    calls, payload, wire = row
+    return [calls, payload // steps, wire / steps]
 
-    def more_differences(self, steps, named, weights):
-        """{("param", name): difference} of a second comparison."""
-        return {}
 
-    def mean(self, row):
-        """A step's mean of what a ledger has counted in all steps, most of which send nothing."""
-        calls, payload, wire = row
-        steps = len(self.history)
-        return [calls, payload // steps, wire / steps]
+def outer_rows(args, diloco, islands, ledger, steps, finished=False):
+    """(sent, held) of the receipt for the outer steps, and the largest message.
 
-    def outer_rows(self, diloco, steps, finished=False):
-        """(sent, held) of the receipt for the outer steps, and the largest message. Puts what is
-        held beside. steps: their numbers. finished: finish() came after them."""
-        args, every, sent, largest = self.args, diloco.every, 0, 0
-        for part in diloco.parts:
-            times = sum(step % every == part.offset for step in steps)
-            if finished:
-                times += steps[-1] % every != part.offset
-            size = islands_message(part.old.numel(), args.outer_bits, part.old.element_size())
-            sent += times * size
-            largest = max(largest, size)
-        formula = "(N-1) of P b / 8 and scales, each H steps"
-        rows = {("all_gather", "islands"): ((self.islands - 1) * sent / len(steps), formula)}
-        old = sum(part.old.nbytes for part in diloco.parts)
-        held = {
-            "old_weights": (old, "P, in float32 at least"),
-            "outer_momentum": (old if args.outer_momentum else 0, "the same"),
-            "outer_error": (old if args.outer_bits else 0, "the same, if numbers are rounded"),
-        }
-        momenta = [part.outer.state[part.old].get("momentum_buffer") for part in diloco.parts]
-        self.held |= {
-            "old_weights": storage_bytes([part.old for part in diloco.parts]),
-            "outer_momentum": storage_bytes([m for m in momenta if m is not None]),
-            "outer_error": storage_bytes([p.error for p in diloco.parts if p.error is not None]),
-        }
-        return rows, held, largest
+    ledger: has watched the steps, whose numbers are `steps`. finished: finish() came after them."""
+    sent = largest = 0
+    for part in diloco.parts:
+        times = sum(step % diloco.every == part.offset for step in steps)
+        if finished:
+            times += steps[-1] % diloco.every != part.offset
+        size = islands_message(part.old.numel(), args.outer_bits, part.old.element_size())
+        sent += times * size
+        largest = max(largest, size)
+    rows = {key: (None, "", mean(row, len(steps))) for key, row in ledger.sent.items()}
+    key, formula = ("all_gather", "islands"), "(N-1) of P b / 8 and scales, each H steps"
+    counted = mean(ledger.sent.get(key, [0, 0, 0.0]), len(steps))
+    rows[key] = (islands - 1) * sent / len(steps), formula, counted
+    momenta = [part.outer.state[part.old].get("momentum_buffer") for part in diloco.parts]
+    tensors = {
+        "old_weights": [part.old for part in diloco.parts],
+        "outer_momentum": [m for m in momenta if m is not None],
+        "outer_error": [part.error for part in diloco.parts if part.error is not None],
+    }
+    old = sum(part.old.nbytes for part in diloco.parts)
+    formulas = {
+        "old_weights": (old, "P, in float32 at least"),
+        "outer_momentum": (old if args.outer_momentum else 0, "the same"),
+        "outer_error": (old if args.outer_bits else 0, "the same, if numbers are rounded"),
+    }
+    held = {kind: (*formulas[kind], storage_bytes(tensors[kind])) for kind in tensors}
+    return rows, held, largest
 
 
 # --- the demo's bookkeeping
 
 
-class Run(IslandRun):
-    """A run with an island on each rank. Its ledger adds up all steps, because most of them send
-    nothing."""
+class DemoPlayer(Player):
+    """The player of a demo with an island on each rank. Its ledger counts every step."""
 
-    def __init__(self, *args):
-        super().__init__(*args)
-        self.islands, self.island = self.world, self.rank
-        self.count //= self.islands  # the tokens of this island's rows
-
-    def batch_of(self, number, step):
-        """The rows of an island in a step, for the player."""
-        return self.microbatches(step, number, self.islands, pieces=1)
-
-    def play(self, steps, named):
-        names = {p: name for name, p in named.items()}
-        return play(
-            self, steps, [[names[p] for p in part.parameters] for part in self.diloco.parts]
+    def __init__(self, run, model, diloco):
+        n, names = run.world, {p: name for name, p in model.named()}
+        self.ledger = Ledger({"islands": dist.group.WORLD})
+        self.beside_ddp = None  # the largest difference from data parallelism
+        super().__init__(
+            run,
+            island=run.rank,
+            islands=n,
+            rows_of=lambda island, step: run.microbatches(step, island, n, pieces=1),
+            count=run.count // n,
+            parts=[[names[p] for p in part.parameters] for part in diloco.parts],
         )
 
-    def follow(self, diloco):
-        """diloco: the demo's DiLoCo, whose parts and bytes the receipt shows."""
-        self.diloco = diloco
-        self.unmeasured = Ledger({"islands": dist.group.WORLD})
-
-    def steps(self, optimizer):
-        for step in super().steps(optimizer):
-            if step != self.measured:  # `log` ends this, as it does the ordinary ledger
-                self.watching.enter_context(self.unmeasured)
-            yield step
-
-    def more_differences(self, steps, named, weights):
+    def compare_more(self, run, steps, parameters, weights):
+        """Where islands are data-parallel ranks, the weights beside those of one ordinary process
+        with the whole batch. Where they are equal to rounding, so are all the gradients on the way.
+        """
         if not is_data_parallelism(self.args):
             return {}
-        return self.compare_with_data_parallelism(steps, named, weights)
-
-    def compare_with_data_parallelism(self, steps, named, weights):
-        """{("param", name): difference} of the weights from those of one ordinary process with the
-        whole batch. Where they are equal to rounding, so are all the gradients on the way."""
-        reference = {}
-        if self.rank == 0:
-            self.count *= self.islands
-            reference = one_process.one_process(self, steps)[3]
-            self.count //= self.islands
-        differences = one_process.compare_tensors(self, "param", reference, weights, named)
-        largest = torch.tensor(max(differences.values()), device=self.device)
-        dist.all_reduce(largest, op=dist.ReduceOp.MAX)
-        self.from_data_parallelism = largest.item()
+        alone = one_process(run, steps).weights if run.rank == 0 else None
+        differences = compare_tensors(run, "param", alone, weights, parameters)
+        self.beside_ddp = max(run.gather(max(differences.values())))
         return {("param", f"{name}, beside ddp"): d for (_, name), d in differences.items()}
 
-    def expected(self, diloco):
-        """(sent, held, notes) of the receipt. Puts what was measured into the same units: the mean
-        of all steps."""
-        args, n, steps = self.args, self.islands, self.args.steps
-        totals = {}
-        for ledger in (self.ledger, self.unmeasured):
-            for key, row in ledger.sent.items():
-                totals[key] = [a + b for a, b in zip(row, totals.get(key, [0, 0, 0.0]))]
-        self.ledger.sent = {key: self.mean(row) for key, row in totals.items()}
-        rows, held, largest = self.outer_rows(diloco, range(1, steps + 1))
-        size = sum(p.nbytes for p in diloco.kinds)
-        held = self.states(size, "P e") | held
-        sequences = args.batch // n // args.microbatches
-        blocks = self.config.layers * activation_bytes(self.config, sequences, self.dtype.itemsize)
-        held["activations_peak"] = blocks, "what backward needs of the blocks"
-        [(sent, _)] = rows.values()
-        return rows, held, self.notes(size, sent, largest)
 
-    def notes(self, size, sent, largest):
-        """Lines of the receipt: what it is beside ddp.py. sent: bytes a step."""
-        n, args = self.islands, self.args
+def expected(run, diloco, player):
+    """(sent, held, notes) of the receipt. What is sent is the mean of all steps."""
+    args, n = run.args, run.world
+    rows, outer, largest = outer_rows(args, diloco, n, player.ledger, range(1, args.steps + 1))
+    size = sum(p.nbytes for p in diloco.kinds)
+    held = run.states(size, "P e") | outer
+    sequences = args.batch // n // args.microbatches
+    blocks = run.config.layers * activation_bytes(run.config, sequences, run.dtype.itemsize)
+    held["activations_peak"] = blocks, "what backward needs of the blocks"
+    notes = [f"sent: the mean of {args.steps} steps; calls: of all"]
+    sent = rows["all_gather", "islands"][0]
+    if n > 1 and sent:
         ddp = all_reduce_sent(size, n)
-        notes = [f"sent: the mean of {args.steps} steps; calls: of all"]
-        if n > 1 and sent:
-            notes.append(
-                f"ddp.py sends {human(ddp).strip()} a step, {ddp / sent:,.1f} times as much; "
-                f"the largest message here has {human(largest).strip()}"
-            )
-        if is_data_parallelism(args) and self.errors:
-            off = self.from_data_parallelism
-            notes.append(f"this is data parallelism: largest difference of a weight {off:.1e}")
-        return notes
+        notes.append(
+            f"ddp.py sends {human(ddp).strip()} a step, {ddp / sent:,.1f} times as much; "
+            f"the largest message here has {human(largest).strip()}"
+        )
+    if player.beside_ddp is not None:
+        off = f"{player.beside_ddp:.1e}"
+        notes.append(f"this is data parallelism: largest difference of a weight {off}")
+    return rows, held, notes

@@ -15,8 +15,7 @@ from harness import presets
 from harness.blocks import recompute
 from harness.flags import DTYPES
 from harness.start import keep_autograd_forkable
-from proof.ledger import Ledger, storage_bytes
-from proof.run import lasting
+from proof.ledger import Ledger, lasting, storage_bytes
 from receipts import formulas
 
 
@@ -176,10 +175,9 @@ def receipt(run, zero):
             " masters are"
         )
     if zero.stage == 3:
-        run.held["gathered_peak"] = run.ledger.gathered_peak
         size = gathered_peak(run.config, n, args.keep_gathered) * weights.itemsize
         text = "all units" if args.keep_gathered else "the largest two units that follow each other"
-        held["gathered_peak"] = size, text
+        held["gathered_peak"] = size, text, run.ledger.gathered_peak
     return layout, rows, held, notes
 
 

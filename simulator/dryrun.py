@@ -42,7 +42,6 @@ operations, with half of a causal attention's.
 import contextlib
 import copy
 import os
-import types
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from typing import NamedTuple
@@ -58,8 +57,6 @@ import expert_parallel
 import pipeline
 import proof
 from harness.start import keep_autograd_forkable
-from proof import ledger
-from proof.run import lasting
 from simulator import meter, repeat
 from simulator.fakes import Fakes, KnowsDevices
 from simulator.meter import Part
@@ -73,11 +70,13 @@ class DryRun(proof.Run):
     """A Run without values: one step of train.train, as the second of many is. Use it within
     `without_values`."""
 
+    make_ledger = repeat.Ledger
+    measured = 1
+
     def __init__(self, args, rank, world, cluster, modes, repeats):
-        super().__init__(args, rank, world, torch.device("cpu"))
+        super().__init__(args, rank, world, torch.device("cpu"), NoText())
         self.cluster, self.modes, self.repeats = cluster, modes, repeats
         self.actions = []
-        self.draw = lambda name, shape, init, seed: torch.empty(shape)
 
     @contextlib.contextmanager
     def watch(self, action):
@@ -87,26 +86,13 @@ class DryRun(proof.Run):
         self.meter.clock()
         self.actions.append(action)
 
-    def groups(self, **groups):
-        super().groups(**groups)
-        self.ledger = repeat.Ledger(groups | {"world": dist.group.WORLD})
-
-    def load(self):
-        self.corpus = types.SimpleNamespace(name="no text", tokens=())
-
-    def same(self, value, what, advice):
-        """There is no one to compare with."""
-
-    def print(self, *args, **kwargs):
-        """One rank of many is no place to talk."""
-
-    def fill(self, model):
+    def fill(self, model, draw=None):
         self.leave_values(model)
-        return super().fill(model)
+        return super().fill(model, no_values)
 
-    def initial(self, model):
+    def initial(self, model, draw=None):
         self.leave_values(model)
-        return super().initial(model)
+        return super().initial(model, no_values)
 
     def leave_values(self, model):
         """From the weights on nothing has a value. (What makes the groups still needs some.)"""
@@ -126,38 +112,40 @@ class DryRun(proof.Run):
         # Modes are left in the reverse order, also where an error ends it all
         self.modes.enter_context(self.watching)
 
-    def microbatches(self, step, part=0, parts=1, pieces=None, split="train"):
-        windows = torch.zeros(self.args.batch // parts, self.config.context + 1, dtype=torch.int64)
-        batch = windows[:, :-1], windows[:, 1:], torch.zeros(len(windows), dtype=torch.int64)
-        return list(zip(*(t.tensor_split(self.args.microbatches) for t in batch)))
-
-    def steps(self, optimizer):
+    def steps(self, optimizer, first=0, reference=None):
         """Of the first step only the optimizer's states are needed; the second is the one that the
         ledger watches."""
         optimizer.step()
-        self.ledger.watch([t for kind in lasting(optimizer).values() for t in kind])
-        self.meter.begin()
         self.restart_clock()
-        self.watching.enter_context(self.ledger)
-        self.step, self.lr = self.measured, 0.0
+        self.step = self.measured
+        self.begin(optimizer)
+        self.meter.begin()
         yield self.step
         self.meter.clock()
-        peak = self.ledger.peak
-        if self.args.offload:  # at the optimizer's step, only the host's memory fills
-            peak = self.peak_before_step
-        held = {kind: ledger.storage_bytes(tensors) for kind, tensors in lasting(optimizer).items()}
-        self.held = held | {
-            "gathered": self.ledger.gathered_peak,
-            "activations_peak": peak,
-        }
+        self.end(optimizer)
 
     def check(self, *args, **options):
         self.peak_before_step = self.ledger.peak
         return super().check(*args, **options)
 
-    def receipt(self, layout, sent=(), held=(), notes=()):
+    def receipt(self, layout, sent=(), held=(), notes=(), role=None):
         self.formulas = sent, held
         return 0
+
+
+class NoText:
+    """In place of a text."""
+
+    name, tokens = "no text", ()
+
+    def batch(self, step, rows, length, seed, split):
+        windows = torch.zeros(len(rows), length + 1, dtype=torch.int64)
+        return windows[:, :-1], windows[:, 1:], torch.zeros(len(rows), dtype=torch.int64)
+
+
+def no_values(name, shape, init, seed):
+    """In place of model.draw."""
+    return torch.empty(shape)
 
 
 def fuse_blocks(part, meter):
@@ -243,7 +231,7 @@ def play(args, rank, cluster, train, brief=False, routing=even, repeats=True):
         wandb=None,
     )
     # Of islands one is played: what joins them is slow, and rare
-    vars(args).update(profile=None, plot=None, record=None, islands=1)
+    vars(args).update(quiet=True, profile=None, plot=None, record=None, islands=1)
     vars(args).update(fused=args.compile, compile=False)  # no code is compiled, but times are
     if brief and args.microbatches > 2:
         keep = {0: 0, args.microbatches - 1: 1}
@@ -258,6 +246,9 @@ def play(args, rank, cluster, train, brief=False, routing=even, repeats=True):
     except repeat.CannotRepeat:
         run = play_rank(args, rank, cluster, train, schedule, routing, repeats=False)
     meter, actions = run.meter, run.actions
+    held = run.held | {"gathered": run.ledger.gathered_peak}
+    if args.offload:  # at the optimizer's step, only the host's memory fills
+        held["activations_peak"] = run.peak_before_step
     rest = Part(*(sum(seconds) for seconds in zip(*meter.parts[::2])))
     stages = tuple(sorted({action.stage for action in actions}))
     parts = dict(zip(actions, meter.parts[1::2]))
@@ -266,13 +257,13 @@ def play(args, rank, cluster, train, brief=False, routing=even, repeats=True):
         stages,
         run.size,
         run.ledger.sent,
-        run.held,
+        held,
         run.formulas,
         meter.flops,
         parts,
         rest,
         meter.message,
-        run.held["optimizer"] if args.offload else 0,
+        held["optimizer"] if args.offload else 0,
     )
 
 

@@ -158,27 +158,18 @@ class Watch(TorchDispatchMode):
 class FakeRun(dryrun.DryRun):
     """A dry run on the fake device, with a Watch in place of the meter."""
 
-    microbatches = proof.Run.microbatches  # with its copies to the device
+    make_ledger = proof.Run.make_ledger
 
     def __init__(self, args, rank, world, modes, script):
         self.seen, self.modes = Watch(groups_must_have_two=script == "train"), modes
-        proof.Run.__init__(self, args, rank, world, CUDA)
-        self.draw = lambda name, shape, init, seed: torch.empty(shape)
-
-    def load(self):
-        super().load()
-        self.corpus.batch = self.batch
-
-    def batch(self, step, rows, length, seed, split):
-        windows = torch.zeros(len(rows), length + 1, dtype=torch.int64)
-        return windows[:, :-1], windows[:, 1:], torch.zeros(len(rows), dtype=torch.int64)
+        proof.Run.__init__(self, args, rank, world, CUDA, dryrun.NoText())
 
     def leave_values(self, model):
         self.modes.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         self.modes.enter_context(self.seen)
         self.modes.enter_context(self.watching)
 
-    def steps(self, optimizer):
+    def steps(self, optimizer, first=0, reference=None):
         """The step that counts is the second: what happens once has happened."""
         self.restart_clock()
         self.lr = 0.0
@@ -218,7 +209,7 @@ def play(script, flags, rank, world):
 
     runs = []
 
-    def launch(demo, args, needed=None, check=lambda world: None, run=None):
+    def launch(demo, args, needed=None, check=lambda world: None):
         size = needed or world
         check(size)
         args.device = "cuda"

@@ -17,8 +17,8 @@ from conftest import enter, join
 import collectives
 import ddp
 import harness
-import proof
 from collectives import ALL_REDUCE
+from harness.rank import Rank
 from proof.ledger import Ledger
 from receipts import collectives as network
 
@@ -45,7 +45,7 @@ def inputs(n, size, dtype=torch.float32):
 
 
 def every_collective_equals_torchs_bit_for_bit(rank, world):
-    run = proof.Rank(None, rank, world, torch.device("cpu"))
+    run = Rank(None, rank, world, torch.device("cpu"))
     return {
         name: dtypes for name, dtypes in network.differences(collectives, run).items() if dtypes
     }

@@ -14,6 +14,7 @@ from conftest import Script
 import harness
 import proof
 from harness import start
+from proof.diagnosis import Notes
 from proof.ledger import Ledger
 from proof.one_process import larger
 
@@ -49,9 +50,8 @@ def test_cudas_own_peak_stands_beside_the_ledgers(monkeypatch):
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 1000 + len(calls))
     run = proof.Run.__new__(proof.Run)
     run.args = argparse.Namespace(steps=3, lr=1.0, warmup=0, prove=0, dtype="float32")
-    run.device, run.first = torch.device("cuda", 0), 0
-    run.skipped = run.overflows = run.delayed = 0
-    run.ledger, run.watching, run.outputs = Ledger({}), contextlib.ExitStack(), []
+    run.device, run.delayed = torch.device("cuda", 0), 0
+    run.ledger, run.watching, run.notes = Ledger({}), contextlib.ExitStack(), Notes()
     weight = torch.nn.Parameter(torch.ones(5))
     for step in run.steps(torch.optim.SGD([weight])):
         (2 * weight).sum().backward()
@@ -200,8 +200,8 @@ def test_different_text_on_one_rank(ranks, tmp_path, capfd):
         except harness.Refused as e:
             return str(e), e.speaker
 
-    for said, speaker in ranks(3, work):
-        assert "rank 2 has another text than rank 0" in said and speaker == 0
+    for rank, (said, speaker) in enumerate(ranks(3, work)):
+        assert speaker == 2 and ("rank 2 has another text than rank 0" in said) == (rank == 2)
 
 
 def test_different_flags_on_one_rank(ranks):
@@ -212,9 +212,8 @@ def test_different_flags_on_one_rank(ranks):
         except harness.Refused as e:
             return str(e)
 
-    assert set(ranks(3, work)) == {
-        "rank 2 has other flags than rank 0: start every node with the same command"
-    }
+    sentence = "rank 2 has other flags than rank 0: start every node with the same command"
+    assert ranks(3, work)[2] == sentence
 
 
 def test_missing_text_on_one_rank(ranks, tmp_path):

@@ -48,8 +48,8 @@ BUDGETS = {
     "benchmarks": 2500,
 }
 CEILINGS = {
-    "harness": 3300,
-    "proof": 2000,
+    "harness": 3430,
+    "proof": 1880,
     "receipts": 3200,
     "trainer": 2910,
     "simulator": 2800,

@@ -14,6 +14,7 @@ from test_checkpoint import same_tensors, whole
 
 import diloco
 import harness
+import proof
 import train
 from trainer import checkpoint, islands
 
@@ -26,8 +27,8 @@ SGD = "--optimizer sgd --lr 0.3 --min-lr 0.3"
 def rank_of(rank, args, plant):
     """train.py's own function on this rank: (exit code, receipt)."""
     plant(rank)
-    run = islands.Run(args, rank, dist.get_world_size(), torch.device("cpu"))
-    return train.train(run), run.result
+    run = proof.Run(args, rank, dist.get_world_size(), torch.device("cpu"))
+    return train.train(run), getattr(run, "result", None)
 
 
 def play(ranks, text, flags, plant=lambda rank: None):
@@ -72,13 +73,13 @@ def blocks_of_two_pieces(rank):
 
 
 def rows_of_another_island(rank):
-    begin = islands.outer
+    """The player asks for its rows with `pieces`."""
+    read = proof.Run.microbatches
 
-    def begin_with_the_first_rows(run, *arguments):
-        run.first_row = 0
-        return begin(run, *arguments)
+    def read_the_first(run, step, part=0, parts=1, pieces=None, **options):
+        return read(run, step, part if pieces else part % parts, parts, pieces, **options)
 
-    islands.outer = begin_with_the_first_rows
+    proof.Run.microbatches = read_the_first
 
 
 def weights_stay_behind_the_masters(rank):
@@ -101,8 +102,8 @@ def test_the_receipt_catches(ranks, text, plant):
 
 
 def one_island_leaves_a_step_out(rank):
-    read = islands.Run.read
-    islands.Run.read = lambda run, *v: [math.nan] * 2 if run.step == rank == 1 else read(run, *v)
+    read = proof.Run.read
+    proof.Run.read = lambda run, *v: [math.nan] * 2 if run.step == rank == 1 else read(run, *v)
 
 
 def test_a_step_that_one_island_leaves_out(ranks, text):

@@ -418,7 +418,7 @@ def tied_gradients_never_meet():
 def all_shards_equal():
     """All ranks take the first piece when the model is filled. The proof's own pieces are right."""
 
-    right = proof.run.take
+    right = harness.rank.take
 
     def wrong(full, parameter):
         cuts = harness.placement(parameter)["cuts"]
@@ -428,7 +428,7 @@ def all_shards_equal():
         }
         return right(full, lookalike)
 
-    proof.run.take = wrong
+    harness.rank.take = wrong
 
 
 def loss_is_a_mean_of_means():

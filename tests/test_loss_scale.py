@@ -158,8 +158,8 @@ def test_a_gradient_that_is_never_finite_ends_the_run(ranks, text, monkeypatch):
     def broken(run):
         data_parallel = train.data_parallel
 
-        def planted(run, model, groups):
-            result = data_parallel(run, model, groups)
+        def planted(run, model, *rest):
+            result = data_parallel(run, model, *rest)
             bias = dict(model.named())["blocks.1.mlp.down.bias"]
             bias.register_hook(lambda g: g * torch.inf if run.step > 0 else g)
             return result
@@ -180,25 +180,23 @@ def test_no_step_at_all(ranks, text):
         assert not receipt["sent"] and not receipt["held"]
 
 
-def stand_in(param_dtype="float16", loss=1.0, norm=1.0):
-    """What a LossScale needs of a run and an optimizer."""
-    run = types.SimpleNamespace(skipped=[], rank=1, step=0, loss_scale=None)
-    run.args = types.SimpleNamespace(param_dtype=param_dtype, reduce_dtype=param_dtype, quiet=True)
-    run.read = lambda loss, norm: (loss, norm)
-    run.skip = lambda: run.skipped.append(run.step)
+def stand_in(param_dtype="float16"):
+    """What a LossScale needs of flags and an optimizer."""
+    args = types.SimpleNamespace(param_dtype=param_dtype, reduce_dtype=param_dtype)
     weight = torch.nn.Parameter(torch.ones(3))
-    return run, types.SimpleNamespace(optimizer=torch.optim.SGD([weight], lr=1.0)), weight
+    return args, types.SimpleNamespace(optimizer=torch.optim.SGD([weight], lr=1.0)), weight
 
 
 def test_what_is_the_scales_fault():
-    run, optimizer, weight = stand_in()
-    scale = LossScale(run, optimizer)
-    assert scale.value == 65536 == run.loss_scale and scale.count(256) == 256 / 65536
-    assert scale.fits(5.0, 3.0) and not scale.fits(5.0, math.inf) and not scale.fits(5.0, math.nan)
-    assert scale.fits(math.nan, math.nan) and scale.fits(math.inf, math.inf)  # forward's fault
-    assert run.skipped == [0, 0]
+    args, optimizer, weight = stand_in()
+    scale = LossScale(args, optimizer)
+    assert scale.row() == {"loss_scale": 65536} and scale.count(256) == 256 / 65536
+    assert not scale.overflow(5.0, 3.0)
+    for norm in (math.inf, math.nan):
+        assert "at a loss scale of 65,536" in scale.overflow(5.0, norm)
+        assert not scale.overflow(norm, norm)  # forward's fault
     scale.value = 1.0
-    assert scale.fits(5.0, math.inf)
+    assert not scale.overflow(5.0, math.inf)
     scale.update(taken=False)
     assert scale.value == 1.0
     scale.restore({"value": 4.0, "good_steps": scale.INTERVAL + 7})  # of a longer interval
@@ -211,11 +209,11 @@ def test_what_is_the_scales_fault():
 
 def test_other_types_have_no_scale():
     for dtype in ("float64", "float32", "bfloat16"):
-        run, optimizer, weight = stand_in(dtype)
-        scale = LossScale(run, optimizer)
+        args, optimizer, weight = stand_in(dtype)
+        scale = LossScale(args, optimizer)
         n = 256
         assert not scale.enabled and scale.value == 1.0 and scale.count(n) is n
-        assert run.loss_scale is None and scale.fits(5.0, math.inf)  # Run.check decides
+        assert not scale.row() and not scale.overflow(5.0, math.inf)  # Run.check decides
         scale.update(taken=False)
         scale.restore({"value": 8.0, "good_steps": 1})
         weight.grad = torch.ones(3)

@@ -23,8 +23,7 @@ import proof
 import tensor_parallel
 import zero
 from harness import data, presets, zero_flags
-from proof.ledger import Ledger, storage_bytes
-from proof.run import lasting
+from proof.ledger import Ledger, lasting, storage_bytes
 from receipts import formulas
 from receipts import pipeline as schedules
 from receipts import zero as zero_bytes

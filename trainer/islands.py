@@ -102,31 +102,6 @@ def check(args):
         raise Refused("--record writes what one run computes: leave it out, or --islands")
 
 
-class Run(player.IslandRun):
-    """A rank of an island. Its proof is one process that plays all islands."""
-
-    def __init__(self, *args):
-        super().__init__(*args)
-        self.islands = self.args.islands
-        self.island = self.rank // (self.world // self.islands)
-        self.first_row = self.island * self.args.batch
-
-    def batch_of(self, number, step):
-        """The rows of an island in a step, for the player."""
-        own, self.first_row = self.first_row, number * self.args.batch
-        batch = self.microbatches(step, pieces=1)
-        self.first_row = own
-        return batch
-
-    def prove(self):
-        self.pieces = self.outer.pieces_by_name()
-        return super().prove()
-
-    def play(self, steps, named):
-        finish = steps == self.args.steps
-        return player.play(self, steps, self.outer.lists, finish, pieces=self.pieces)
-
-
 def parts_of(args, config):
     """([names of each part's parameters], [each part's offset]), as diloco.py cuts the model."""
     shapes = parameter_shapes(config)
@@ -145,6 +120,8 @@ def outer(run, model, optimizer, groups):
 
 class Alone:
     """One island, which averages with nobody."""
+
+    reference = None
 
     def beside(self, stepped):
         return {}
@@ -166,7 +143,7 @@ class Outer(diloco.DiLoCo):
     """diloco.py's class on what this rank's optimizer steps on."""
 
     def __init__(self, run, model, optimizer, groups):
-        run.outer, self.run, self.args, self.inner = self, run, run.args, optimizer
+        self.run, self.args, self.inner = run, run.args, optimizer
         self.lists, self.offsets = parts_of(run.args, run.config)
         self.holdings = [h for h in checkpoint.holdings(model.named(), optimizer) if len(h[2])]
         self.ledger = Ledger({"islands": groups["islands"]})
@@ -175,6 +152,16 @@ class Outer(diloco.DiLoCo):
         options = player.options(run.args)
         super().__init__(stepped, groups["islands"], run.args.sync_every, **options)
         self.cut(options["lr"], options["momentum"])
+        self.reference = player.Player(
+            run,
+            island=run.rank // (run.world // self.args.islands),
+            islands=self.args.islands,
+            rows_of=lambda island, step: run.microbatches(step, island, pieces=1),
+            count=run.count,
+            parts=self.lists,
+            pieces=self.pieces_by_name,
+            finishes=True,
+        )
 
     def cut(self, lr, momentum):
         """Cut the whole model into parts. Of each, this rank has the pieces that it steps on.
@@ -233,7 +220,8 @@ class Outer(diloco.DiLoCo):
         more islands, of fewer, or of none. A new island begins with the old weights and the outer
         momentum, and an empty optimizer."""
         shared, found = (OLD, MOMENTUM), []
-        own = f"{checkpoint.ISLAND}{self.run.island} " if self.run.island else ""
+        island = self.reference.island
+        own = f"{checkpoint.ISLAND}{island} " if island else ""
         there, new = None, False
         if index is not None:
             there = {kind for kinds in index["tensors"].values() for kind in kinds}
@@ -252,7 +240,7 @@ class Outer(diloco.DiLoCo):
     def go_on(self, first):
         """Go on after `first` steps: 0, or those of a checkpoint, which may have no outer state. A
         message that was on its way then is lost; its movement goes with the next."""
-        self.steps = first
+        self.first = self.steps = first
         for part in self.parts:
             part.sent_at = max(0, first - (first - part.offset) % self.every)
             if first and not self.loaded:
@@ -277,10 +265,10 @@ class Outer(diloco.DiLoCo):
 
     def expected(self, layout, sent, held, notes):
         """The receipt's rows, with those of the outer steps."""
-        args, run, key = self.args, self.run, ("all_gather", "islands")
-        run.ledger.sent[key] = run.mean(self.ledger.sent.get(key, [0, 0, 0.0]))
-        steps = range(run.first + 1, args.steps + 1)
-        outer_sent, outer_held, _ = run.outer_rows(self, steps, finished=True)
+        args = self.args
+        steps = range(self.first + 1, args.steps + 1)
+        about = args, self, args.islands, self.ledger, steps
+        outer_sent, outer_held, _ = player.outer_rows(*about, finished=True)
         notes = [*notes, f"in islands: the mean of {len(steps)} steps; calls: of all"]
         if copies(args) > 1:
             notes.append(f"{copies(args)} ranks of an island send the same: --zero 1 sends it once")

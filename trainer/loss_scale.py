@@ -17,8 +17,6 @@ import math
 
 import torch
 
-from harness import say
-
 SCALED = {"float16"}  # the types that need it
 
 
@@ -26,21 +24,20 @@ class LossScale:
     """A run's loss scale: `value`, 1 where no type needs it.
 
     count(n)          in place of n, the number of tokens: the sum of losses is divided by it
-    fits(loss, norm)  whether the scale was small enough. If not, says so and skips the step
+    overflow(loss, norm)    a sentence where the scale was too large for the step, else None
+    row()             its part of a step's row in the log
     update(taken)     after each step: doubles or halves the scale, or leaves it
     """
 
     INITIAL, LEAST = 2.0**16, 1.0
     GROWTH, BACKOFF, INTERVAL = 2.0, 0.5, 2000
 
-    def __init__(self, run, optimizer):
-        self.run = run
-        self.enabled = not SCALED.isdisjoint((run.args.param_dtype, run.args.reduce_dtype))
+    def __init__(self, args, optimizer):
+        self.enabled = not SCALED.isdisjoint((args.param_dtype, args.reduce_dtype))
         self.value = self.INITIAL if self.enabled else 1.0
         self.good_steps = 0  # since the scale changed
         if self.enabled:
             optimizer.optimizer.register_step_pre_hook(self.unscale_masters)
-            run.loss_scale = self.value
 
     def count(self, n):
         """What to divide losses by, so that they are `value` times larger. All are: the routers'
@@ -60,17 +57,16 @@ class LossScale:
             gradients += [p.grad for p in group["params"] if p.grad is not None]
         torch._foreach_div_(gradients, self.value)
 
-    def fits(self, loss, norm):
-        """loss, norm: as of Run.check."""
-        loss, norm = self.run.read(loss, norm)
+    def overflow(self, loss, norm):
+        """loss, norm: numbers."""
         at_fault = math.isfinite(loss) and not math.isfinite(norm)
         if not at_fault or self.value <= self.LEAST:  # 1 where no type needs it
-            return True
-        if self.run.rank == 0 and not self.run.args.quiet:
-            step = f"step {self.run.step + 1} has gradients beyond float16"
-            say(f"{step} at a loss scale of {self.value:,.0f}: skipped, the scale is halved")
-        self.run.skip()
-        return False
+            return None
+        where = f"beyond float16 at a loss scale of {self.value:,.0f}"
+        return f"has gradients {where}: skipped, the scale is halved"
+
+    def row(self):
+        return {"loss_scale": self.value} if self.enabled else {}
 
     def update(self, taken):
         """taken: whether the optimizer took the step."""
@@ -81,7 +77,6 @@ class LossScale:
             self.value = max(self.value * self.BACKOFF, self.LEAST)
         elif self.good_steps >= self.INTERVAL:
             self.value, self.good_steps = self.value * self.GROWTH, 0
-        self.run.loss_scale = self.value
 
     def state(self):
         """What a checkpoint keeps of it."""
@@ -91,4 +86,3 @@ class LossScale:
         """Go on with a checkpoint's scale, if it has one."""
         if self.enabled and saved is not None:
             self.value, self.good_steps = saved["value"], saved["good_steps"]
-            self.run.loss_scale = self.value

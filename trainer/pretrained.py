@@ -111,10 +111,11 @@ def describe(args, config):
 
 
 @torch.no_grad()
-def export(run, model, optimizer, data_group):
+def export(run, model, optimizer, data_group, island):
     """Write the whole model from rank 0, parameter by parameter. Of the ranks that hold the same
     piece one puts it into a tensor of zeros, and the sum over all ranks is the whole. No rank has
-    more than one parameter, and one file, at a time."""
+    more than one parameter, and one file, at a time. island: the ranks that hold the model
+    together, or None for all. Returns whether it is written."""
     own = [p for p in pieces_of(model.named(), optimizer, data_group) if p.writes]
 
     def wholes():
@@ -123,10 +124,11 @@ def export(run, model, optimizer, data_group):
             for piece in own:
                 if (piece.name, piece.kind) == (name, "weight"):
                     whole[piece.place] = piece.tensor.to(whole)
-            dist.all_reduce(whole, group=run.members)
+            dist.all_reduce(whole, group=island)
             yield name, whole
 
     args, encoding, parameters = run.args, run.corpus.encoding, wholes()
+    written = True
     if run.rank == 0:
         files = {path.name: path.read_bytes() for path in tokenizer.files_of(args, encoding)}
         marks = tokenizer.marks(args, encoding)
@@ -136,7 +138,7 @@ def export(run, model, optimizer, data_group):
                 args.export, run.config, parameters, dtype, args.init_from, marks, files
             )
         except (OSError, SafetensorError) as e:
-            run.incomplete = True
+            written = False
             reason = getattr(e, "strerror", None) or str(e).splitlines()[0]
             say(
                 f"--export {args.export} can't be written ({reason}); the run goes on. With --out, "
@@ -151,6 +153,7 @@ def export(run, model, optimizer, data_group):
                 )
     for _ in parameters:  # the other ranks wait in their sums
         pass
+    return written
 
 
 # --- config.json

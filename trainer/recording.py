@@ -17,7 +17,6 @@ import fnmatch
 import json
 import os
 import shutil
-import time
 
 import torch
 import torch.distributed as dist
@@ -64,18 +63,19 @@ def check(args, config):
 
 
 @contextlib.contextmanager
-def recorded(run, model, groups, positions, named):
-    """Gives a function record(batches, loss, norm), to call when the gradients are complete, before
-    they are clipped. Without --record it does nothing.
+def recorded(run, model, groups, positions, named, first):
+    """Gives a function record(batches, loss, norm, scale), to call when the gradients are complete,
+    before they are clipped. Without --record it does nothing.
 
     positions  the places of a sequence that this rank holds; beyond its end there is padding
     named      named() returns (full name, parameter) pairs, whole over the data-parallel ranks
+    first      the first step
     """
-    if not run.args.record or run.first == run.args.steps:
+    if not run.args.record or first == run.args.steps:
         yield lambda *step: None
         return
     with _disable_current_modes():
-        recording = Recording(run, model, groups, positions, named)
+        recording = Recording(run, model, groups, positions, named, first)
     yield recording.record
     recording.finish()
 
@@ -83,10 +83,10 @@ def recorded(run, model, groups, positions, named):
 class Recording(Recorder):
     """A Recorder for a model that is cut: see the top of this file."""
 
-    def __init__(self, run, model, groups, positions, named):
+    def __init__(self, run, model, groups, positions, named, first):
         self.run, self.named, args = run, named, run.args
         path = os.path.join(args.record, FILE)
-        earlier = lines_before(path, run.first) if run.rank == 0 and run.first else []
+        earlier = lines_before(path, first) if run.rank == 0 and first else []
         plain = (int, float, str, type(None))
         flags = {k: v if isinstance(v, plain) else str(v) for k, v in sorted(vars(args).items())}
         sizes = {name: getattr(args, name) for name in ("dp", "tp", "pp", "cp", "ep")}
@@ -98,7 +98,7 @@ class Recording(Recorder):
         order += parameter_shapes(run.config)
         super().__init__(path, model, dtype=run.precision, groups=sizes, order=order, flags=flags)
         self.file.writelines(earlier)
-        self.number, self.noted_step = run.first, None
+        self.number, self.noted_step = first, None
         tp, rank = dist.get_world_size(groups["tp"]), dist.get_rank(groups["tp"])
         self.mask = None  # of this rank's tokens those that are no padding
         inside = positions < run.config.context
@@ -145,16 +145,13 @@ class Recording(Recorder):
             summaries |= dict(zip(names, sums))
         yield from summaries.items()
 
-    def record(self, batches, loss, norm):
-        """Write a step: its line, and its file."""
-        start = time.perf_counter()
+    def record(self, batches, loss, norm, scale):
+        """Write a step: its line, and its file. scale: a LossScale."""
         with _disable_current_modes():
             self.parameters = dict(self.named())
             tokens = torch.cat([tokens for tokens, _, _ in batches])
-            scale = self.run.shown_scale()
-            self.step(tokens, loss=loss, norm=norm, lr=self.run.lr, **scale)
+            self.step(tokens, loss=loss, norm=norm, lr=self.run.lr, **scale.row())
             self.write_tensors()
-        self.run.last += time.perf_counter() - start  # not the step's time
 
     def write_tensors(self):
         """Write the step's batch, and the tensors that --record-tensors names."""

@@ -139,16 +139,16 @@ def mfu(run):
     return lambda tokens_per_s: tokens_per_s * run.config.flops_per_token() / (peak * ranks)
 
 
-def profiled(run, steps):
+def profiled(run, steps, begin):
     """The steps, with torch.profiler on during those of --profile. Each rank writes what it saw,
     under its rank as process number; on one time axis, so that rank 0 can put all files that it
     finds into one. What is compared with one process after a step is in it too: --prove 0 leaves
-    that out."""
+    that out. begin: the first of the steps."""
     args = run.args
     first, last = args.profile or (0, 0)
-    if args.profile and first <= run.first:
+    if args.profile and first <= begin:
         raise Refused(
-            f"--profile begins with step {first}, and the run goes on with step {run.first + 1}: "
+            f"--profile begins with step {first}, and the run goes on with step {begin + 1}: "
             "choose later ones"
         )
     profiler = torch.profiler.profile()
@@ -279,18 +279,15 @@ class Log:
 
 
 @contextlib.contextmanager
-def open_log(run):
+def open_log(run, first):
     """Gives a function that writes a dict to --log-to and --wandb, and at the end to --plot; on
-    rank 0 only."""
+    rank 0 only. first: the first step."""
     args, places, rows = run.args, [], []
     with contextlib.ExitStack() as stack:
         if args.log_to and run.rank == 0:
-            if run.first and os.path.exists(args.log_to):  # the run may have had no log so far
-                rows += [
-                    row
-                    for row in read_log(args.log_to)
-                    if row.get("step", run.first + 1) <= run.first
-                ]
+            if first and os.path.exists(args.log_to):  # the run may have had no log so far
+                earlier = read_log(args.log_to)
+                rows += [row for row in earlier if row.get("step", first + 1) <= first]
             log = Log(args.log_to)
             stack.callback(log.close)
             places.append(log.write)

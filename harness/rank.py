@@ -1,0 +1,186 @@
+"""One rank of a run: who it is, what all ranks agree on, its model and its rows of the text."""
+
+import hashlib
+
+import torch
+import torch.distributed as dist
+
+import model as gpt
+from harness import data, memory, start
+from harness.flags import DTYPES, check_files, configure
+from harness.placement import placement, take
+from harness.refusal import Refused, refusing
+
+
+class Rank:
+    """One rank's flags, number and device; all that a demo needs that does not train."""
+
+    def __init__(self, args, rank, world, device):
+        self.args, self.rank, self.world, self.device = args, rank, world, device
+
+    def agree(self, problem):
+        """Refuse to go on if any rank has a problem. problem: a sentence, or None. The first rank
+        with a problem prints it."""
+        first = torch.tensor(self.world if problem is None else self.rank, device=self.device)
+        dist.all_reduce(first, op=dist.ReduceOp.MIN)
+        if first.item() < self.world:
+            raise Refused(problem or "another rank refused", speaker=first.item())
+
+    def same(self, value, what, advice):
+        """Refuse to go on if `value`, a string, differs between ranks. Compares its digests."""
+        digest = int(hashlib.sha256(value.encode()).hexdigest()[:15], 16)
+        first = torch.tensor(digest, device=self.device)
+        dist.broadcast(first, 0)
+        differs = first.item() != digest
+        self.agree(f"rank {self.rank} has {what} than rank 0: {advice}" if differs else None)
+
+    def any(self, flag):
+        """Whether `flag` is set on any rank."""
+        flag = torch.tensor(int(bool(flag)), device=self.device)
+        dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+        return bool(flag)
+
+    def gather(self, value):
+        """[value of each rank], on all ranks."""
+        everyone = [None] * self.world
+        dist.all_gather_object(everyone, value)
+        return everyone
+
+    def print(self, *args, **kwargs):
+        """Print on rank 0, unless --quiet is given."""
+        if self.rank == 0 and not self.args.quiet:
+            print(*args, **kwargs, flush=True)
+
+
+class TrainingRank(Rank):
+    """A rank that trains model.py's GPT on a text.
+
+    config, dtype    as the flags say
+    precision        decides how much rounding to expect (proof/tolerance.py)
+    corpus           the text
+    count            valid targets of the global batch: every position of a row has one
+    named_groups     {name in the receipt: process group of several ranks}
+    """
+
+    def __init__(self, args, rank, world, device, corpus=None):
+        """corpus: in place of the text of --data."""
+        super().__init__(args, rank, world, device)
+        self.dtype, self.config = DTYPES[args.dtype], configure(args)
+        self.precision = precision(args, device)
+        may_differ = ("data", "json", "log_to", "quiet", "wandb", "nproc")
+        flags = {k: value for k, value in sorted(vars(args).items()) if k not in may_differ}
+        self.same(repr(flags), "other flags", "start every node with the same command")
+        self.corpus = corpus or self.read_text()
+        self.count = args.batch * self.config.context
+        self.draw = gpt.draw
+        self.groups()
+
+    def read_text(self):
+        """Refuses to go on if a rank can't read the text, or reads another one."""
+        args, corpus, problem = self.args, None, None
+        options = {"vocab": self.config.vocab, "dtype": args.data_dtype}
+        try:
+            corpus = data.load(args.data, args.tokenizer, **options)
+            corpus.split("train", self.config.context)
+        except Refused as e:
+            problem = str(e)
+        self.agree(problem)
+        advice = "give every node the same --data (stdlib differs between Python versions, "
+        advice += "shakespeare does not)"
+        self.same(corpus.digest, "another text", advice)
+        return corpus
+
+    def groups(self, **groups):
+        """Give process groups their names in the receipt."""
+        self.named_groups = {}
+        for name, group in (groups | {"world": dist.group.WORLD}).items():
+            # A rank that is not a member gets something else from new_group
+            several = isinstance(group, dist.ProcessGroup) and dist.get_world_size(group) > 1
+            if several and group not in self.named_groups.values():
+                self.named_groups[name] = group
+
+    # --- the model
+
+    def meta_model(self):
+        """The whole GPT on the meta device, without memory: cut it, then `fill` it."""
+        with torch.device("meta"):
+            return gpt.GPT(self.config)
+
+    def fill(self, model, draw=gpt.draw):
+        """Give a model on the meta device its weights. Each parameter is drawn whole; this rank
+        keeps its piece. draw: as of model.fill; the proof draws the same."""
+        self.draw = draw
+        return gpt.fill(model, self.args.seed, self.device, self.dtype, take, draw)
+
+    def initial(self, model, draw=gpt.draw):
+        """A function from a parameter of `model` to its initial value. ZeRO calls it, and fills
+        the model piece by piece."""
+        self.draw = draw
+        gpt.fill_buffers(model, self.device)
+        names = {p: name for name, p in model.named()}
+
+        def value(p):
+            whole = draw(names[p], placement(p)["shape"], p.init, self.args.seed)
+            return take(whole, p).to(self.device, self.dtype)
+
+        return value
+
+    # --- the text
+
+    def microbatches(self, step, part=0, parts=1, pieces=None, split="train"):
+        """The rows of data-parallel rank `part` of `parts` in the step's global batch, cut into
+        `pieces` (by default --microbatches): a list of (tokens, targets, samples). Islands have
+        batches of their own, one after the other: island i's parts begin with number i * parts."""
+        size = self.args.batch // parts
+        rows = range(part * size, (part + 1) * size)
+        try:
+            batch = self.corpus.batch(step, rows, self.config.context, self.args.seed, split)
+        except Refused as e:  # ready-made tokens; other ranks have other rows
+            raise Refused(str(e), self.rank, alone=True) from e
+        pieces = pieces or self.args.microbatches
+        tokens, targets, samples = (self.to_device(t).tensor_split(pieces) for t in batch)
+        return list(zip(tokens, targets, samples))
+
+    def to_device(self, tensor):
+        """Copy a tensor to this rank's device. The host waits for a copy to a GPU only if it is
+        from pageable memory."""
+        if self.device.type == "cuda":
+            tensor = tensor.pin_memory()
+        return tensor.to(self.device, non_blocking=True)
+
+    def zero(self):
+        """A zero to sum a step's loss in. float64, so that the sum adds no rounding of its own."""
+        return torch.zeros((), dtype=torch.float64, device=self.device)
+
+
+def precision(args, device):
+    """A name in proof/tolerance.py. With --tf32, round the factors of float32 products to TF32."""
+    name = getattr(args, "param_dtype", None) or args.dtype
+    if getattr(args, "tf32", False):
+        if device.type != "cuda" or name != "float32":
+            raise Refused("--tf32 is for float32 on GPUs: leave it out")
+        torch.set_float32_matmul_precision("high")
+        return "tf32"
+    if name == "float32" and getattr(args, "outer_bits", None):
+        return "float32, few bits"
+    return name
+
+
+def launch(demo, args, needed=None, check=lambda world: None, make=Rank):
+    """Call demo on every rank, and end the process with its exit code.
+
+    needed  the number of ranks that the layout takes; None is any
+    check   check(number of ranks) may refuse it; its ValueError becomes a refusal
+    make    make(args, rank, world, device) returns the demo's argument
+    """
+
+    def ready(world):
+        if hasattr(args, "batch") and hasattr(args, "layers"):
+            memory.check(args, world)
+        else:
+            memory.check_ranks(args, world)
+        with refusing():
+            check(world)
+        check_files(args)
+
+    start.on_ranks(lambda *rank: demo(make(args, *rank)), args, needed, ready)
