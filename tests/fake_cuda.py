@@ -164,6 +164,9 @@ class FakeRun(dryrun.DryRun):
         self.seen, self.modes = Watch(groups_must_have_two=script == "train"), modes
         proof.Run.__init__(self, args, rank, world, CUDA, dryrun.NoText())
 
+    def same(self, value, what, advice):
+        """Outside of FakeTensorMode the device makes no tensors."""
+
     def leave_values(self, model):
         self.modes.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         self.modes.enter_context(self.seen)
@@ -230,7 +233,7 @@ def play(script, flags, rank, world):
         return call
 
     module = importlib.import_module(script)
-    words = f"{flags} --backend nccl --device cuda --prove 0".split()
+    words = f"{flags} --backend nccl --device cuda --prove 0 --quiet".split()
     with contextlib.ExitStack() as patches:
 
         def patch(*what):
