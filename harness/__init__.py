@@ -14,7 +14,6 @@ from harness.flags import (
     configure,
     count,
     parser,
-    precision_flags,
     quantity,
     real,
 )

@@ -57,24 +57,20 @@ class Corpus:
         return self.encoding.n_vocab
 
     def split(self, which, context):
-        """Tokens of the split "train" or "val". Raises Refused if the text is too short to have
-        both."""
+        """Tokens of the split "train" or "val". Refuses a text too short to have both."""
         if self.held_out is not None:
             tokens = {"train": self.tokens, "val": self.held_out}[which]
-            if len(tokens) <= context:
-                raise Refused(
-                    f"the {which} file of {self.name} has {len(tokens):,} tokens, but a context of "
-                    f"{context} needs at least {context + 1}: give a smaller --context"
-                )
-            return tokens
-        held_out = max(len(self.tokens) // 10, context + 1)
-        train, val = self.tokens[:-held_out], self.tokens[-held_out:]
-        if len(train) <= context:
+            source, total, least = f"the {which} file of {self.name}", len(tokens), context + 1
+        else:
+            held_out = max(len(self.tokens) // 10, context + 1)
+            tokens = self.tokens[-held_out:] if which == "val" else self.tokens[:-held_out]
+            source, total, least = self.name, len(self.tokens), 2 * context + 2
+        if total < least:
             raise Refused(
-                f"{self.name} has {len(self.tokens):,} tokens, but a context of {context} needs at "
-                f"least {2 * context + 2}: give more text or a smaller --context"
+                f"{source} has {total:,} tokens, but a context of {context} needs at least "
+                f"{least}: give more text or a smaller --context"
             )
-        return {"train": train, "val": val}[which]
+        return tokens
 
     def batch(self, step, rows, context, seed, split="train"):
         """The rows `rows` (a range) of the global batch of `step`, all int64:

@@ -3,13 +3,12 @@
 import argparse
 import math
 import os
-import stat
 import string
 
 import torch
 
 from harness import presets, tokens
-from harness.outputs import check_file, short
+from harness.outputs import check_file, not_a_file, short
 from harness.start import Refused
 
 DTYPES = {
@@ -61,30 +60,16 @@ def count(least, most=MOST):
     """An argument type: a whole number of at least `least`."""
 
     def parse(text):
-        value = whole(text)
-        if value is None or value < least:
-            given = repr(short(text))
-            raise argparse.ArgumentTypeError(f"{given} is not a whole number of at least {least}")
-        if value > most:
+        # Python reads no more than 4,300 digits
+        is_whole = text.removeprefix("-").isdecimal() and len(text) < 1000
+        if not is_whole or int(text) < least:
+            problem = f"is not a whole number of at least {least}"
+            raise argparse.ArgumentTypeError(f"{short(text)!r} {problem}")
+        if int(text) > most:
             raise argparse.ArgumentTypeError(f"{short(text)} is more than {float(most):g}")
-        return value
+        return int(text)
 
     return parse
-
-
-def whole(text):
-    """The whole number that a text is, or None. Python reads no more than 4,300 digits."""
-    digits = text.removeprefix("-")
-    return int(text) if digits.isdecimal() and len(digits) < 1000 else None
-
-
-def seed(text):
-    """An argument type: a whole number, which may be negative."""
-    value = whole(text)
-    if value is None or abs(value) > MOST:
-        given = repr(short(text))
-        raise argparse.ArgumentTypeError(f"{given} is not a whole number from -1e18 to 1e18")
-    return value
 
 
 def real(least, most=math.inf):
@@ -96,8 +81,8 @@ def real(least, most=math.inf):
         except ValueError:
             value = math.nan
         if not least <= value < math.inf:
-            given = repr(short(text))
-            raise argparse.ArgumentTypeError(f"{given} is not a number of at least {least}")
+            problem = f"is not a number of at least {least}"
+            raise argparse.ArgumentTypeError(f"{short(text)!r} {problem}")
         if value > most:
             raise argparse.ArgumentTypeError(f"{short(text)} is more than {most:,.0f}")
         return value
@@ -105,22 +90,18 @@ def real(least, most=math.inf):
     return parse
 
 
-MEGABYTES = dict(type=real(0, 1e12), metavar="MB")
-
-
 def text_source(text):
-    """An argument type: what --data may be. A pipe or a device has no end that one could wait
-    for."""
+    """An argument type: what --data may be. data.py refuses what does not exist."""
+    advice = "give a text file or a folder of them"
     try:
-        mode = os.stat(text).st_mode
-    except FileNotFoundError:  # "stdlib", or one that data.py refuses
+        os.stat(text)
+    except FileNotFoundError:  # or "stdlib"
         return text
     except OSError as e:
-        why = f"{short(text)!r} can't be read ({e.strerror}): give a text file or a folder of them"
-        raise argparse.ArgumentTypeError(why) from e
-    if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
-        why = f"{short(text)!r} is a device or a pipe: give a text file or a folder of them"
-        raise argparse.ArgumentTypeError(why)
+        problem = f"can't be read ({e.strerror})"
+        raise argparse.ArgumentTypeError(f"{short(text)!r} {problem}: {advice}") from e
+    if not os.path.isdir(text) and not_a_file(text):
+        raise argparse.ArgumentTypeError(f"{short(text)!r} is {not_a_file(text)}: {advice}")
     return text
 
 
@@ -150,6 +131,8 @@ def quantity(units, example):
 
 POSITIVE = dict(type=count(1), metavar="N")
 NATURAL = dict(type=count(0), metavar="N")
+FACTOR = dict(type=real(0), metavar="X")
+MEGABYTES = dict(type=real(0, 1e12), metavar="MB")
 
 
 def parser(doc, **defaults):
@@ -168,11 +151,8 @@ def parser(doc, **defaults):
 
 def model_flags(g):
     g.add_argument("--preset", default="tiny", help="named size: " + ", ".join(presets.PRESETS))
-    g.add_argument(
-        "--family",
-        choices=["gpt2", "llama"],
-        help="turn the preset into this family (tiny is gpt2)",
-    )
+    why = "turn the preset into this family (tiny is gpt2)"
+    g.add_argument("--family", choices=["gpt2", "llama"], help=why)
     sizes = {
         "layers": "number of blocks",
         "heads": "attention heads in a layer",
@@ -191,129 +171,66 @@ def model_flags(g):
     }
     for name, text in sizes.items():
         g.add_argument(f"--{name}", **NATURAL, help=f"{text} (default: the preset's)")
-    g.add_argument(
-        "--balance-loss",
-        type=real(0),
-        metavar="X",
-        help="factor of the loss that balances the experts' load; "
-        "without it a few experts get all tokens (default: 0)",
+    why = (
+        "factor of the loss that balances the experts' load; without it a few experts get all "
+        "tokens (default: 0)"
     )
-    g.add_argument(
-        "--z-loss",
-        type=real(0),
-        metavar="X",
-        help="factor of the router's z-loss, which keeps its logits small (default: 0)",
-    )
-    g.add_argument(
-        "--dropout",
-        type=real(0),
-        default=0.0,
-        metavar="P",
-        help="probability, on embedding and residual stream",
-    )
+    g.add_argument("--balance-loss", **FACTOR, help=why)
+    why = "factor of the router's z-loss, which keeps its logits small (default: 0)"
+    g.add_argument("--z-loss", **FACTOR, help=why)
+    why = "probability, on embedding and residual stream"
+    g.add_argument("--dropout", type=real(0), default=0.0, metavar="P", help=why)
 
 
 def training_flags(g):
     g.add_argument("--steps", **POSITIVE, default=10, help="optimizer steps")
-    g.add_argument(
-        "--batch", **POSITIVE, default=16, help="sequences in the global batch, over all ranks"
+    why = "sequences in the global batch, over all ranks"
+    g.add_argument("--batch", **POSITIVE, default=16, help=why)
+    why = "pieces of a rank's batch, run one after the other to hold fewer activations"
+    g.add_argument("--microbatches", **POSITIVE, default=2, help=why)
+    why = "seed of weights, batches and dropout"
+    g.add_argument("--seed", type=count(-MOST), default=1, metavar="N", help=why)
+    why = "sgd shows a gradient of the wrong scale, adamw hides it"
+    g.add_argument("--optimizer", choices=["adamw", "sgd"], default="adamw", help=why)
+    g.add_argument("--lr", **FACTOR, default=1e-3, help="learning rate after warm-up")
+    why = "steps over which the learning rate rises"
+    g.add_argument("--warmup", **NATURAL, default=0, help=why)
+    why = "weight decay of matrices; biases and norms have none"
+    g.add_argument("--weight-decay", **FACTOR, default=0.1, help=why)
+    why = "largest global gradient norm; 0 is off"
+    g.add_argument("--grad-clip", **FACTOR, default=1.0, help=why)
+    why = (
+        "type of weights, gradients and activations; bfloat16 alone loses small updates: zero.py "
+        "and train.py have --param-dtype"
     )
-    g.add_argument(
-        "--microbatches",
-        **POSITIVE,
-        default=2,
-        help="pieces of a rank's batch, run one after the other to hold fewer activations",
-    )
-    g.add_argument(
-        "--seed", type=seed, default=1, metavar="N", help="seed of weights, batches and dropout"
-    )
-    g.add_argument(
-        "--optimizer",
-        choices=["adamw", "sgd"],
-        default="adamw",
-        help="sgd shows a gradient of the wrong scale, adamw hides it",
-    )
-    g.add_argument(
-        "--lr", type=real(0), default=1e-3, metavar="X", help="learning rate after warm-up"
-    )
-    g.add_argument(
-        "--warmup", **NATURAL, default=0, help="steps over which the learning rate rises"
-    )
-    g.add_argument(
-        "--weight-decay",
-        type=real(0),
-        default=0.1,
-        metavar="X",
-        help="weight decay of matrices; biases and norms have none",
-    )
-    g.add_argument(
-        "--grad-clip",
-        type=real(0),
-        default=1.0,
-        metavar="X",
-        help="largest global gradient norm; 0 is off",
-    )
-    g.add_argument(
-        "--dtype",
-        choices=UNSCALED,
-        default="float32",
-        help="type of weights, gradients and activations; bfloat16 alone loses small updates: "
-        "zero.py and train.py have --param-dtype",
-    )
+    g.add_argument("--dtype", choices=UNSCALED, default="float32", help=why)
 
 
 def data_flags(g):
-    g.add_argument(
-        "--data",
-        type=text_source,
-        default="stdlib",
-        metavar="PATH",
-        help="a text file, a folder of them, stdlib or shakespeare; or ready-made tokens, .bin or "
-        ".npy",
+    why = "a text file, a folder of them, stdlib or shakespeare; or ready-made tokens, .bin or .npy"
+    g.add_argument("--data", type=text_source, default="stdlib", metavar="PATH", help=why)
+    why = "of a .bin file of tokens (default: uint16 up to a vocabulary of 65,536, else uint32)"
+    g.add_argument("--data-dtype", choices=["uint16", "uint32"], help=why)
+    why = (
+        "bytes; gpt2, which tiktoken downloads once; a folder with a tokenizer.json; none, for "
+        "ready-made tokens"
     )
-    g.add_argument(
-        "--data-dtype",
-        choices=["uint16", "uint32"],
-        help="of a .bin file of tokens (default: uint16 up to a vocabulary of 65,536, else uint32)",
-    )
-    g.add_argument(
-        "--tokenizer",
-        default="bytes",
-        metavar="NAME",
-        help="bytes; gpt2, which tiktoken downloads once; a folder with a tokenizer.json; none, "
-        "for ready-made tokens",
-    )
+    g.add_argument("--tokenizer", default="bytes", metavar="NAME", help=why)
 
 
 def running_flags(g):
-    g.add_argument(
-        "--nproc",
-        **POSITIVE,
-        help="processes to start if torchrun started none (default: 4; train.py: the layout's)",
-    )
-    g.add_argument(
-        "--device",
-        choices=["auto", "cpu", "cuda"],
-        default="auto",
-        help="auto: GPUs if there are any",
-    )
-    g.add_argument(
-        "--backend",
-        choices=["gloo", "nccl"],
-        help="default: nccl on GPUs, else gloo; gloo ranks may share a GPU",
-    )
-    g.add_argument(
-        "--timeout",
-        type=real(0.1, 1e6),  # 11 days; clocks in milliseconds overflow at 25
-        default=600,
-        metavar="SECONDS",
-        help="how long ranks wait for a silent rank; then the run ends and names it",
-    )
-    g.add_argument(
-        "--prove",
-        **NATURAL,
-        help="compare the first N steps with one process (default: 10, or all steps in float64)",
-    )
+    why = "processes to start if torchrun started none (default: 4; train.py: the layout's)"
+    g.add_argument("--nproc", **POSITIVE, help=why)
+    why = "auto: GPUs if there are any"
+    g.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto", help=why)
+    why = "default: nccl on GPUs, else gloo; gloo ranks may share a GPU"
+    g.add_argument("--backend", choices=["gloo", "nccl"], help=why)
+    why = "how long ranks wait for a silent rank; then the run ends and names it"
+    longest = 1e6  # 11 days; clocks in milliseconds overflow at 25
+    seconds = dict(type=real(0.1, longest), default=600, metavar="SECONDS")
+    g.add_argument("--timeout", **seconds, help=why)
+    why = "compare the first N steps with one process (default: 10, or all steps in float64)"
+    g.add_argument("--prove", **NATURAL, help=why)
     g.add_argument("--json", metavar="FILE", help="write the receipt as JSON")
     g.add_argument("--quiet", action="store_true", help="print nothing but errors")
 
@@ -374,20 +291,14 @@ def check_batch(args, parts):
 
 def precision_flags(group, dtypes=UNSCALED):
     """--param-dtype and --reduce-dtype, for scripts with mixed precision."""
-    group.add_argument(
-        "--param-dtype",
-        choices=dtypes,
-        help="type of weights, gradients and activations; the optimizer's copy of the weights "
-        "stays in --dtype"
-        + (", and float16 scales the loss" if "float16" in dtypes else "")
-        + " (default: --dtype)",
+    scaled = ", and float16 scales the loss" if "float16" in dtypes else ""
+    why = (
+        "type of weights, gradients and activations; the optimizer's copy of the weights stays in "
+        f"--dtype{scaled} (default: --dtype)"
     )
-    group.add_argument(
-        "--reduce-dtype",
-        choices=dtypes,
-        help="type in which gradients are summed over ranks and micro-batches "
-        "(default: --param-dtype)",
-    )
+    group.add_argument("--param-dtype", choices=dtypes, help=why)
+    why = "type in which gradients are summed over ranks and micro-batches (default: --param-dtype)"
+    group.add_argument("--reduce-dtype", choices=dtypes, help=why)
     why = "on GPUs, compute products of float32 matrices in TF32: faster, rounded to 11 bits"
     group.add_argument("--tf32", action="store_true", help=why)
 

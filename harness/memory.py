@@ -11,7 +11,7 @@ import torch
 
 from harness.flags import DTYPES, configure
 from harness.presets import parameters_held
-from harness.start import Refused
+from harness.refusal import Refused
 
 # Each the least that any run was seen to take, and less
 BLOCK = 40_000  # bytes of a block's Python objects, on the meta device too: 69,000
@@ -39,17 +39,23 @@ def of_machine():
     return ram + swap
 
 
+def check_fits(what, size, memory, advice):
+    """Refuse what takes more bytes than there are."""
+    if size > memory:
+        raise Refused(
+            f"{what} at least {shown(size)}, and this machine has {shown(memory)} of memory: "
+            f"{advice}"
+        )
+
+
 def check_ranks(args, world, bytes_a_rank=0):
     """Refuse more ranks than this machine can have processes. Returns how many are here, and the
     memory that is left for what they do."""
     joined = "RANK" in os.environ and os.environ.get("WORLD_SIZE") != "1"
     local = int(os.environ.get("LOCAL_WORLD_SIZE", world)) if joined else world
     memory = of_machine()
-    if local * (RANK + bytes_a_rank) > memory:
-        raise Refused(
-            f"{local:,} ranks take at least {shown(local * (RANK + bytes_a_rank))}, and this "
-            f"machine has {shown(memory)} of memory: use fewer ranks, or less for each"
-        )
+    advice = "use fewer ranks, or less for each"
+    check_fits(f"{local:,} ranks take", local * (RANK + bytes_a_rank), memory, advice)
     return local, memory - local * RANK
 
 
@@ -67,33 +73,24 @@ def check(args, world, copies=1):
     names = (getattr(args, name, None) for name in ("dtype", "param_dtype", "reduce_dtype"))
     element = min(DTYPES[name].itemsize for name in names if name)
     parameters = parameters_held(config, 1, config.layers)
+    weights, kinds = copies * parameters * element, "weights"
     trains = not (getattr(args, "only_sample", False) or getattr(args, "prefill", None))
-    weights = copies * parameters * element * (2 if trains else 1)
-    tokens = args.batch * (config.context + 1) * TOKEN if trains else 0
-    if weights > memory:
-        kinds = "weights and gradients" if trains else "weights"
-        raise Refused(
-            f"{kinds} of {parameters:,} parameters take at least {shown(weights)}, and this "
-            f"machine has {shown(memory)} of memory: make --layers, --width, --hidden, --vocab, "
-            "--context or --experts smaller"
-        )
-    if weights + tokens > memory:
-        raise Refused(
-            f"a batch of {args.batch:,} sequences of {config.context:,} tokens takes at least "
-            f"{shown(tokens)}, and this machine has {shown(memory)} of memory: make --batch or "
-            "--context smaller"
-        )
+    if trains:
+        weights, kinds = 2 * weights, "weights and gradients"
+    what = f"{kinds} of {parameters:,} parameters take"
+    advice = "make --layers, --width, --hidden, --vocab, --context or --experts smaller"
+    check_fits(what, weights, memory, advice)
+    if trains:
+        tokens = args.batch * (config.context + 1) * TOKEN
+        what = f"{kinds} and a batch of {args.batch:,} sequences of {config.context:,} tokens take"
+        check_fits(what, weights + tokens, memory, "make --batch or --context smaller")
 
 
 def check_sizes(args, config):
     """Refuse what not even a dry run can play: more layers than Python has memory for, and tensors
     whose bytes can't be counted."""
-    objects = config.layers * BLOCK
-    if objects > of_machine():
-        raise Refused(
-            f"{config.layers:,} layers take at least {shown(objects)} as objects alone, and this "
-            f"machine has {shown(of_machine())} of memory: use fewer --layers"
-        )
+    what = f"{config.layers:,} layers, as objects alone, take"
+    check_fits(what, config.layers * BLOCK, of_machine(), "use fewer --layers")
     parameters = parameters_held(config, 1, config.layers)
     widest = max(3 * config.width, config.hidden, config.vocab)
     tokens = args.batch * (config.context + 1)
@@ -106,12 +103,8 @@ def check_sizes(args, config):
 
 def check_numbers(world):
     """Refuse so many ranks that a dry run's lists of their numbers do not fit."""
-    least = world * NUMBERS
-    if least > of_machine():
-        raise Refused(
-            f"the groups of {world:,} ranks take at least {shown(least)}, and this machine has "
-            f"{shown(of_machine())} of memory: use fewer ranks"
-        )
+    what = f"the groups of {world:,} ranks take"
+    check_fits(what, world * NUMBERS, of_machine(), "use fewer ranks")
 
 
 def shown(size):

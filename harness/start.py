@@ -344,9 +344,8 @@ def one_rank(work, args, rank, world, connect):
             backend_timeout += datetime.timedelta(seconds=60)
             watch = functools.partial(end_if_stuck, store, rank, world, timeout)
             threading.Thread(target=watch, daemon=True).start()
-        dist.init_process_group(
-            args.backend, store=store, rank=rank, world_size=world, timeout=backend_timeout
-        )
+        ranks = {"rank": rank, "world_size": world}
+        dist.init_process_group(args.backend, store=store, timeout=backend_timeout, **ranks)
         code = work(rank, world, device) or 0
         dist.barrier()  # no rank leaves while others still send to it
         dist.destroy_process_group()
@@ -471,6 +470,7 @@ SIGNS_OF_A_LOST_PEER = (
     "remote process exited",
 )
 
+NO_ADDRESS = "unable to find address"  # gloo, of a network interface
 # What a CPU's allocator says, and a thread that gets no stack
 SIGNS_OF_NO_MEMORY = ("can't allocate memory", "bad_alloc", "can't start new thread")
 
@@ -481,25 +481,24 @@ def failed(error, rank, world, store, timeout, forked):
     text = str(error).lower()
     late = "timed out" in text or "timeout" in text
     lost = any(sign in text for sign in SIGNS_OF_A_LOST_PEER)
-    if isinstance(error, (torch.OutOfMemoryError, MemoryError)) or any(
-        sign in text for sign in SIGNS_OF_NO_MEMORY
-    ):
+    of_a_peer = isinstance(error, (RuntimeError, ConnectionError, TimeoutError)) and (late or lost)
+    no_memory = isinstance(error, (torch.OutOfMemoryError, MemoryError))
+    no_memory = no_memory or any(sign in text for sign in SIGNS_OF_NO_MEMORY)
+    speaks_for_host = int(os.environ.get("LOCAL_RANK", rank)) == 0
+    if no_memory or not of_a_peer and NO_ADDRESS not in text:
         within(1, lambda: store.set("failed", str(rank)))
+    if no_memory:
         reason = str(error).partition("\n")[0] or "an allocation failed"
         advice = "give it less: more --microbatches, --recompute, --zero, a smaller --batch"
         say(f"rank {rank} is out of memory ({reason}): {advice}")
         return 1
-    of_a_peer = isinstance(error, (RuntimeError, ConnectionError, TimeoutError)) and (late or lost)
-    if "unable to find address" in text:  # gloo, of a network interface
+    if NO_ADDRESS in text:
         name = os.environ.get("GLOO_SOCKET_IFNAME", "of this host's name")
-        if int(os.environ.get("LOCAL_RANK", rank)) == 0:
-            say(
-                f"the network interface {name} has no address: set GLOO_SOCKET_IFNAME to one that "
-                "has (`ip address` lists them)"
-            )
+        advice = "set GLOO_SOCKET_IFNAME to one that has (`ip address` lists them)"
+        if speaks_for_host:
+            say(f"the network interface {name} has no address: {advice}")
         return 2
     if not of_a_peer:
-        within(1, lambda: store.set("failed", str(rank)))
         trace = "".join(traceback.format_exception(error))
         print(f"rank {rank} failed:\n{trace}", file=sys.stderr, flush=True)
         return 1
@@ -514,12 +513,10 @@ def failed(error, rank, world, store, timeout, forked):
     wait = 6 if late else 1.5
     answers = roll_call(store, rank, world, wait)
     if answers is None:
-        if int(os.environ.get("LOCAL_RANK", rank)) == 0:
-            peer = os.environ.get("MASTER_ADDR", "the first rank's host")
-            say(
-                f"{socket.gethostname()} lost {peer}: that host is down, "
-                "or the link to it is cut; the run ends"
-            )
+        peer = os.environ.get("MASTER_ADDR", "the first rank's host")
+        problem = "that host is down, or the link to it is cut"
+        if speaks_for_host:
+            say(f"{socket.gethostname()} lost {peer}: {problem}; the run ends")
         return 1
     first, present, missing = answers
     if not first:

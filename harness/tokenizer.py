@@ -61,16 +61,14 @@ def describe(args, encoding):
     None in a dry run."""
     if not args.init_from or encoding is None or encoding.name == "none":
         return []
-    own = is_models_own(args, encoding)
+    chosen, own = f"--tokenizer {args.tokenizer}", is_models_own(args, encoding)
     if own:
         return []
     if own is None:
-        said = (
-            f"{args.init_from} has no tokenizer.json to compare --tokenizer {args.tokenizer} with"
-        )
+        said = f"{args.init_from} has no tokenizer.json to compare {chosen} with"
         return [f"{said}: it is taken for the model's own"]
-    said = f"--tokenizer {args.tokenizer} is not the model's own"
-    return [f"{said}: its weights were trained on other tokens, and begin with a high loss"]
+    said = f"{chosen} is not the model's own: its weights were trained on other tokens"
+    return [f"{said}, and begin with a high loss"]
 
 
 def files_of(args, encoding):

@@ -154,7 +154,7 @@ HUGE = "1" + "0" * 9
     "script, flags, words",
     [
         ("train", f"--width {HUGE} --heads 1", "weights and gradients|more than tensors"),
-        ("train", "--layers 1000000", "40 GB as objects"),
+        ("train", "--layers 1000000", "1,000,000 layers, as objects alone, take at least 40 GB"),
         ("train", f"--context {HUGE}", "weights and gradients of 128,000,826,240 parameters"),
         ("ddp", f"--context {HUGE} --family llama --batch 400", "a batch of 400 sequences"),
         ("tensor_parallel", f"--batch {HUGE}", "a batch of 1,000,000,000 sequences"),
