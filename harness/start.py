@@ -392,8 +392,9 @@ def whereabouts():
 
 
 def is_own(file):
-    """Whether a source file is this project's, and not of an environment in its folder."""
-    return file.startswith(ROOT + os.sep) and "site-packages" not in file
+    """Whether a source file is this project's: no test, nor of an environment in its folder."""
+    folders = file.removeprefix(ROOT).split(os.sep)
+    return file.startswith(ROOT + os.sep) and not {"tests", "site-packages"} & set(folders)
 
 
 def answer(store, rank, every=0.25):

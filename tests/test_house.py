@@ -48,7 +48,7 @@ BUDGETS = {
     "benchmarks": 2500,
 }
 CEILINGS = {
-    "harness": 3430,
+    "harness": 3270,
     "proof": 1880,
     "receipts": 3200,
     "trainer": 2910,

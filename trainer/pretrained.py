@@ -92,12 +92,12 @@ def check(args, config):
             hf_config.write(config)
     if not args.export:
         return
+    outputs.check_folder("--export", args.export)
     weights = weights_in(args.export)
     # A run that torchrun starts again may meet its own. Which attempt this is, nobody knows yet
     if weights and os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") == "0":
         what = f"--export {args.export} holds weights already ({weights[0].name})"
         raise Refused(f"{what}: give another folder, or remove them")
-    outputs.check_folder("--export", args.export)
 
 
 def describe(args, config):
