@@ -9,7 +9,7 @@ import torch
 
 from harness import presets, tokens
 from harness.outputs import check_file, not_a_file, short
-from harness.start import Refused
+from harness.refusal import Refused
 
 DTYPES = {
     "float64": torch.float64,

@@ -4,7 +4,7 @@ import importlib.util
 import os
 
 from harness.outputs import check_file, short
-from harness.start import Refused, say
+from harness.refusal import Refused, say
 
 
 def plot_flag(group, what):
