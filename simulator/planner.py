@@ -545,6 +545,8 @@ def plan(args, cluster, prepare, train):
     print("\n  played, the best first:\n")
     for text in compare(played, config, cluster):
         print(f"  {text}")
+    best = min((one for one in played if one.fits), key=lambda one: one.step.seconds)
+    report_islands(best.args, config, best.step.seconds)
 
 
 class Candidate(NamedTuple):
