@@ -34,9 +34,8 @@ folders = test_pretrained.folders  # the fixture
 def export(ranks, flags):
     """Export after one step that changes nothing. Returns what was said. A launch, because export
     sums the pieces of the ranks."""
-    args = train.flags().parse_args(f"{flags} --steps 1 --batch 4 --lr 0 --prove 0".split())
-    args.sample, args.eval_batches = 0, 1
-    args, _ = train.prepare(args)
+    flags += " --steps 1 --batch 4 --lr 0 --prove 0 --sample 0 --eval-batches 1"
+    args, _ = test_pretrained.prepare(flags)
 
     def work(rank):
         run, said = proof.Run(args, rank, 1, torch.device("cpu")), []
@@ -49,18 +48,17 @@ def export(ranks, flags):
 
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_an_export_keeps_what_the_folder_had(ranks, folders, text, tmp_path, name):
-    """Trained on 16 positions of 32, it still has all 32, its tokenizer and its settings."""
-    model, out = tmp_path / "model", tmp_path / "out"
+    """Trained on 16 positions of 32, it still has all 32, its tokenizer and its settings. With
+    other tokens it has neither: the old tokenizer would be used by mistake."""
+    model, out, other = tmp_path / "model", tmp_path / "out", tmp_path / "other"
     shutil.copytree(folders[name], model)
     ends = {"bos_token_id": 0, "eos_token_id": [1, 2], "pad_token_id": 2}
-    change(model, **ends)
+    change(model / "config.json", ends)
     (model / "generation_config.json").write_text(json.dumps(ends | {"temperature": 0.6}))
     make_tokenizer(model, bos=name == "llama")
-    said = export(ranks, f"--init-from {model} --context 16 --data {text} --export {out}")
-    assert any(
-        "with tokenizer.json, tokenizer_config.json, generation_config.json" in line
-        for line in said
-    )
+    flags = f"--init-from {model} --context 16 --data {text}"
+    said = " ".join(export(ranks, f"{flags} --export {out}"))
+    assert "with tokenizer.json, tokenizer_config.json, generation_config.json" in said
     ours, theirs = (transformers.AutoModelForCausalLM.from_pretrained(f) for f in (out, model))
     tokens = torch.randint(300, (2, 32), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
@@ -72,16 +70,9 @@ def test_an_export_keeps_what_the_folder_had(ranks, folders, text, tmp_path, nam
     ours, theirs = (transformers.AutoTokenizer.from_pretrained(f) for f in (out, model))
     assert ours(TEXT).input_ids == theirs(TEXT).input_ids and ours.eos_token == "</s>"
 
-
-def test_an_export_of_other_tokens_does_not_keep_the_tokenizer(ranks, folders, text, tmp_path):
-    """Weights that were trained on bytes are not used with the old tokenizer by mistake."""
-    model, out = tmp_path / "model", tmp_path / "out"
-    shutil.copytree(folders["llama"], model)
-    make_tokenizer(model)
-    flags = f"--init-from {model} --tokenizer bytes --context 16 --data {text} --export {out}"
-    export(ranks, flags)
-    assert sorted(path.name for path in out.iterdir()) == ["config.json", "model.safetensors"]
-    config = json.loads((out / "config.json").read_text())
+    export(ranks, f"{flags} --tokenizer bytes --export {other}")
+    assert {path.name for path in other.iterdir()} == {"config.json", "model.safetensors"}
+    config = json.loads((other / "config.json").read_text())
     assert (config["bos_token_id"], config["eos_token_id"]) == (256, 256)
 
 
@@ -108,21 +99,13 @@ def test_export_dtype(folders, tmp_path, name):
     assert torch.equal(theirs.lm_head.weight, ours.head.out.weight.to(dtype))
 
 
-SHARDS = ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"]
+OLD = ["model.safetensors", "model-00001-of-00002.safetensors", "model.safetensors.index.json"]
+OLD += ["pytorch_model.bin", "pytorch_model-00001-of-00001.bin", "pytorch_model.bin.index.json"]
 
 
-@pytest.mark.parametrize(
-    "old",
-    [
-        ["model.safetensors"],
-        [*SHARDS, "model.safetensors.index.json"],
-        ["pytorch_model.bin"],
-        ["pytorch_model-00001-of-00001.bin", "pytorch_model.bin.index.json"],
-    ],
-)
 @pytest.mark.parametrize("limit", [30000, 1 << 30])
-def test_an_export_leaves_no_weights_but_its_own(folders, tmp_path, old, limit):
-    for name in old:
+def test_an_export_leaves_no_weights_but_its_own(folders, tmp_path, limit):
+    for name in OLD:
         (tmp_path / name).write_text("old")
     (tmp_path / "README.md").write_text("kept")
     ours = build(folders["llama"])
@@ -134,8 +117,8 @@ def test_an_export_leaves_no_weights_but_its_own(folders, tmp_path, old, limit):
         expected = {tmp_path / name for name in names} | {index}
         assert len(expected) > 2
     assert set(folder_writer.weights_in(tmp_path)) == expected
-    others = {"README.md", "config.json"}
-    assert {path.name for path in tmp_path.iterdir()} == others | {p.name for p in expected}
+    expected |= {tmp_path / "README.md", tmp_path / "config.json"}
+    assert set(tmp_path.iterdir()) == expected
     tokens = torch.arange(20)[None]
     assert torch.equal(logits_of(tmp_path, tokens), logits_of(folders["llama"], tokens))
 
@@ -224,18 +207,16 @@ def test_a_longer_context_is_exported_as_such(folders, tmp_path):
 
 
 def test_exports_that_would_overwrite_are_refused(folders, tmp_path, monkeypatch):
-    def prepare(flags):
-        return train.prepare(train.flags().parse_args(flags.split()))
-
-    with pytest.raises(harness.Refused, match="holds weights already .model.safetensors.*another"):
-        prepare(f"--export {folders['gpt2']}")
     (tmp_path / "pytorch_model.bin").touch()
-    with pytest.raises(harness.Refused, match="holds weights already .pytorch_model.bin"):
-        prepare(f"--export {tmp_path}")
-    with pytest.raises(harness.Refused, match="--export-dtype means nothing without --export"):
-        prepare("--export-dtype bfloat16")
+    for flags, said in (
+        (f"--export {folders['gpt2']}", "holds weights already .model.safetensors.*another"),
+        (f"--export {tmp_path}", "holds weights already .pytorch_model.bin"),
+        ("--export-dtype bfloat16", "--export-dtype means nothing without --export"),
+    ):
+        with pytest.raises(harness.Refused, match=said):
+            test_pretrained.prepare(flags)
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "3")
-    prepare(f"--export {tmp_path}")  # the attempt before may have written it
+    test_pretrained.prepare(f"--export {tmp_path}")  # the attempt before may have written it
 
 
 @pytest.fixture(scope="module")
@@ -269,15 +250,10 @@ def first_loss(smollm2):
 )
 def test_a_trained_model_knows_the_capital_of_france(ranks, smollm2, first_loss, layout):
     """And its tokens are its own: the loss is that of transformers, which is 7 or 8 with others."""
-    flags = (
-        f"{layout} --init-from {smollm2} --context 16 --batch 4 --steps 1 --lr 0 --weight-decay 0 "
-        f"--prove 0 --data {LICENSE}"
-    )
-    args = train.flags().parse_args(
-        [*flags.split(), "--sample", "1", "--temperature", "0", "--eval-batches", "1"]
-    )
+    flags = f"{layout} --init-from {smollm2} --context 16 --batch 4 --steps 1 --lr 0 --prove 0 "
+    flags += f"--weight-decay 0 --sample 1 --temperature 0 --eval-batches 1 --data {LICENSE}"
+    args, _ = test_pretrained.prepare(flags)
     args.prompt = "The capital of France is"
-    args, _ = train.prepare(args)
 
     def work(rank):
         run, said = proof.Run(args, rank, dist.get_world_size(), torch.device("cpu")), []

@@ -73,76 +73,73 @@ def check(args, config):
         cp_shape(args, config.heads // args.tp)
     schedules.of_flags(pipeline.make, args, config, args.pp)
     harness.check_batch(args, args.dp)
+    ranks, where = args.dp * args.cp, f"the {args.dp * args.cp} ranks of --dp x --cp"
+    zero_flags.check_ranks("--zero-ranks", args.zero_ranks, ranks, where, args.zero, "--zero")
+    check_experts(args, config, where)
+    check_compile(args, config)
+    check_needed(args)
+    for part in (saving, sampling, tracking, islands):
+        part.check(args)
+    pretrained.check(args, config)
+    recording.check(args, config)
+
+
+def check_experts(args, config, where):
+    """Refuse what does not go with experts. where: the data-parallel ranks in words."""
     if args.ep > 1 and config.experts < args.ep:
         hint = f"--experts {args.ep} or more" if config.experts else "--experts, or leave --ep out"
         have = f"--ep {args.ep} with {config.experts} experts"
         raise Refused(f"{have}: each rank needs one; use {hint}")
     experts.check_chunks("--expert-chunks", args.expert_chunks, args, config)
     if args.dp * args.cp % args.ep:
-        ranks = f"the {args.dp * args.cp} ranks of --dp x --cp"
-        raise Refused(f"--ep {args.ep} does not divide {ranks}, where experts live")
-    where = f"the {args.dp * args.cp} ranks of --dp x --cp"
-    ranks = args.zero_ranks, args.dp * args.cp, where
-    zero_flags.check_ranks("--zero-ranks", *ranks, args.zero, "--zero")
+        raise Refused(f"--ep {args.ep} does not divide {where}, where experts live")
     if args.zero_ranks and args.zero_ranks % args.ep and args.ep % args.zero_ranks:
         why = "a group must have as many copies of each expert"
         advice = f"use --zero-ranks {args.ep}, or a multiple or divisor of it"
         raise Refused(f"--zero-ranks {args.zero_ranks} with --ep {args.ep}: {why}; {advice}")
     length = places_held(args, config.context)
-    padded = length * args.cp != config.context or args.sp and length % args.tp
-    if config.experts and padded:
-        chunks = args.cp if args.cp == 1 or args.cp_kind == "ulysses" else 2 * args.cp
+    if config.experts and (length * args.cp != config.context or args.sp and length % args.tp):
+        chunks = 2 * args.cp if is_zigzag(args) else args.cp
         unit = math.lcm(chunks, args.cp * args.tp if args.sp else 1)
         what = f"--context {config.context} must be a multiple of {unit}"
         raise Refused(f"experts take no padding: {what}")
-    for name, needed_flag_is_set, what in (
+
+
+def check_compile(args, config):
+    """Refuse what does not go with --compile."""
+    if not args.compile:
+        return
+    compilers = (os.environ.get("CXX", "g++"), "g++", "clang++")
+    if not (args.dry_run or args.plan or any(map(shutil.which, compilers))):
+        raise Refused("--compile needs a C++ compiler: install g++, or leave --compile out")
+    if config.experts:
+        why = "whose shapes change every step"
+        raise Refused(f"--compile does not go with --experts, {why}: leave one of them out")
+    if args.recompute == "half":
+        why = "compiled code overwrites results that should be kept"
+        advice = "use --recompute selective or block, or leave --compile out"
+        raise Refused(f"--compile does not go with --recompute half: {why}; {advice}")
+
+
+def check_needed(args):
+    """Refuse flags that mean nothing without another one."""
+    simulation = "tokens ranks gpu nodes_of intra inter matmul kernel timeline"
+    for names, is_there, what in (
         ("cp_rings", args.cp_kind == "ring-ulysses", "--cp-kind ring-ulysses"),
         ("gather_again", args.sp, "--sp"),
         ("keep_gathered", args.zero == 3, "--zero 3"),
         ("reduce_once", args.zero >= 2, "--zero 2 or 3"),
+        ("export_dtype", args.export, "--export"),
+        ("record_tensors", args.record, "--record FOLDER"),
+        ("profile", args.profile_to, "--profile-to FOLDER"),
+        ("profile_to", args.profile, "--profile STEPS"),
+        ("gpus", args.plan, "--plan"),
+        (simulation, args.dry_run or args.plan, "--dry-run"),
     ):
-        if getattr(args, name) and not needed_flag_is_set:
-            flag = name.replace("_", "-")
-            raise Refused(f"--{flag} means nothing without {what}: add that, or leave it out")
-    compilers = (os.environ.get("CXX", "g++"), "g++", "clang++")
-    dry = args.dry_run or args.plan
-    if args.compile and not dry and not any(shutil.which(compiler) for compiler in compilers):
-        raise Refused("--compile needs a C++ compiler: install g++, or leave --compile out")
-    if args.compile and config.experts:
-        why = "whose shapes change every step"
-        raise Refused(f"--compile does not go with --experts, {why}: leave one of them out")
-    if args.compile and args.recompute == "half":
-        why = "compiled code overwrites results that should be kept"
-        advice = "use --recompute selective or block, or leave --compile out"
-        raise Refused(f"--compile does not go with --recompute half: {why}; {advice}")
-    for part in (saving, sampling, tracking):
-        part.check(args)
-    check_simulation(args)
-    islands.check(args)
-    pretrained.check(args, config)
-    recording.check(args, config)
-
-
-def check_simulation(args):
-    """Refuse flags that mean nothing without a dry run."""
-    if not args.plan and args.gpus:
-        raise Refused("--gpus means nothing without --plan: add that, or leave it out")
-    for name in (
-        "tokens",
-        "ranks",
-        "gpu",
-        "nodes_of",
-        "intra",
-        "inter",
-        "matmul",
-        "kernel",
-        "timeline",
-    ):
-        if getattr(args, name) is not None and not (args.dry_run or args.plan):
-            raise Refused(
-                f"--{name.replace('_', '-')} means nothing without --dry-run: add that, or leave "
-                "it out"
-            )
+        for name in names.split():
+            if getattr(args, name) not in (None, False) and not is_there:
+                flag = f"--{name.replace('_', '-')}"
+                raise Refused(f"{flag} means nothing without {what}: add that, or leave it out")
 
 
 def cp_shape(args, heads=0):

@@ -83,8 +83,6 @@ def check_family(args):
 def check(args, config):
     """Refuse a folder that lacks weights, or an --export that can't be written. A dry run reads no
     weights: config.json is enough."""
-    if args.export_dtype and not args.export:
-        raise Refused("--export-dtype means nothing without --export: add that, or leave it out")
     with harness.refusing():
         if args.init_from and not (args.dry_run or args.plan):
             Folder(args.init_from, config).check(presets.parameter_shapes(config))

@@ -41,8 +41,6 @@ def add_flags(parser):
 
 def check(args, config):
     """Refuse a folder that can't be written or has a recording, and names of no parameter."""
-    if args.record_tensors and not args.record:
-        raise Refused("--record-tensors means nothing without --record FOLDER: add that")
     for pattern in args.record_tensors or ():
         if not fnmatch.filter(parameter_shapes(config), pattern):
             example = next(iter(parameter_shapes(config)))
