@@ -48,11 +48,10 @@ from receipts import pipeline as schedules
 from receipts import train as formulas
 from receipts.expert_parallel import RowCounter
 from simulator import planner
-from trainer import faults, pretrained, sampling, saving, tracking, validation
+from trainer import faults, pretrained, recording, sampling, saving, tracking, validation
 from trainer.composed_zero import ComposedZeRO, ZeRO
 from trainer.layout import cp_shape, places, prepare
 from trainer.loss_scale import LossScale
-from trainer.recording import recorded
 
 
 def flags():
@@ -103,7 +102,7 @@ def flags():
     g.add_argument("--skip-nan", **harness.NATURAL, default=0, help=why)
     why = "compare the first N steps with one process (default: 3 below 20M parameters, else 0)"
     g.add_argument("--prove", **harness.NATURAL, help=why)
-    for part in (validation, saving, sampling, tracking, pretrained, planner, islands):
+    for part in (validation, saving, sampling, tracking, recording, pretrained, planner, islands):
         part.add_flags(p)
     return p
 
@@ -350,9 +349,9 @@ def train(run, schedule=None, watch=contextlib.nullcontext, cold=True):
     elif args.pp > 1 and cold:
         runner.warm_up(run.microbatches(first, replica, args.dp))
     positions = runner.places(run.config.context)
-    recording = recorded(run, model, groups, positions, named, first)
+    recorded = recording.recorded(run, model, groups, positions, named, first)
     steps = run.steps(optimizer, first, outer.reference)
-    with tracking.open_log(run, first) as log, saver, recording as record:
+    with tracking.open_log(run, first) as log, saver, recorded as record:
         for step in tracking.profiled(run, steps, first):
             batches = run.microbatches(step, replica, args.dp)
             loss = runner.step(batches)

@@ -37,7 +37,7 @@ import harness
 import pipeline
 from benchmarks.on_gpu import ALONE, GPT2, STEPS, WARM_UP
 from harness.start import ROOT
-from trainer.tracking import PEAKS
+from trainer import tracking
 
 SMALL = "--width 32 --context 32"  # of the model on CPUs
 
@@ -169,7 +169,7 @@ SPEEDS += ["--batch 64 --microbatches 4", "--batch 64 --microbatches 4 --compile
 
 
 def speed(case, args):
-    peak = getattr(PEAKS.get(torch.cuda.get_device_name()), "bfloat16", None)
+    peak = tracking.peak()
 
     def used(flops):
         return f"{flops / peak:.1%}" if peak else "unknown card"

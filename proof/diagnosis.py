@@ -77,7 +77,8 @@ def watch(model, note):
     def hook_for(name):
         return lambda module, inputs, output: note(name, output)
 
-    model.embed.register_forward_hook(hook_for("embed"))
+    if model.embed is not None:
+        model.embed.register_forward_hook(hook_for("embed"))
     for number, block in model.blocks.items():
         block.register_forward_hook(hook_for(f"blocks.{number}"))
 

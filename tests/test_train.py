@@ -101,7 +101,7 @@ def test_a_log_may_begin_with_a_resume(tmp_path):
     """The run that is resumed had no --log-to."""
     log = tmp_path / "log.csv"
     args = types.SimpleNamespace(log_to=str(log), wandb=None, plot=None)
-    with tracking.open_log(types.SimpleNamespace(args=args, rank=0, first=2)) as write:
+    with tracking.open_log(types.SimpleNamespace(args=args, rank=0), 2) as write:
         write({"step": 3, "loss": 1.0})
     assert list(tracking.read_log(str(log))) == [{"step": 3, "loss": 1.0}]
 

@@ -16,17 +16,19 @@ import contextlib
 import fnmatch
 import json
 import os
-import shutil
 
+import safetensors.torch
 import torch
 import torch.distributed as dist
-from safetensors.torch import save_file
 from torch.utils._python_dispatch import _disable_current_modes
 
-from harness import Refused
+from harness import Refused, outputs
 from harness.placement import placement
 from harness.presets import parameter_shapes
+from proof import diagnosis
 from proof.recorder import Recorder, summary
+from trainer.checkpoint import gather
+from trainer.tracking import read_log
 
 FILE = "record.jsonl"
 
@@ -50,14 +52,7 @@ def check(args, config):
     path = os.path.join(args.record, FILE)
     if os.path.exists(path) and not args.resume:
         raise Refused(f"--record {args.record} has a recording: give another folder")
-    try:
-        os.makedirs(args.record, exist_ok=True)
-        open(path, "a").close()
-    except OSError as e:
-        sentence = f"--record {args.record} can't be written ({e.strerror}): give another folder"
-        raise Refused(sentence) from e
-    if not os.path.getsize(path):  # a later refusal leaves nothing behind
-        os.remove(path)
+    outputs.check_folder("--record", args.record)
 
 
 @contextlib.contextmanager
@@ -84,7 +79,8 @@ class Recording(Recorder):
     def __init__(self, run, model, groups, positions, named, first):
         self.run, self.named, args = run, named, run.args
         path = os.path.join(args.record, FILE)
-        earlier = lines_before(path, first) if run.rank == 0 and first else []
+        # Of a recording that goes on
+        earlier = list(read_log(path, first)) if run.rank == 0 and first else []
         plain = (int, float, str, type(None))
         flags = {k: v if isinstance(v, plain) else str(v) for k, v in sorted(vars(args).items())}
         sizes = {name: getattr(args, name) for name in ("dp", "tp", "pp", "cp", "ep")}
@@ -95,7 +91,8 @@ class Recording(Recorder):
         order = ["embed", *(f"blocks.{i}" for i in range(run.config.layers))]
         order += parameter_shapes(run.config)
         super().__init__(path, model, dtype=run.precision, groups=sizes, order=order, flags=flags)
-        self.file.writelines(earlier)
+        for line in earlier:
+            print(json.dumps(line), file=self.file)
         self.number, self.noted_step = first, None
         tp, rank = dist.get_world_size(groups["tp"]), dist.get_rank(groups["tp"])
         self.mask = None  # of this rank's tokens those that are no padding
@@ -106,21 +103,11 @@ class Recording(Recorder):
             inside = inside[rank * held : (rank + 1) * held]
         if not inside.all():
             self.mask = inside.unsqueeze(1)  # (T, 1)
-        # Without sequence parallelism all tensor-parallel ranks hold the same tokens
+        # Without sequence parallelism all tensor-parallel ranks hold the same tokens. A compiled
+        # block has no hooks
         if not args.compile and (args.sp or rank == 0):
-            self.watch(model)
-
-    def watch(self, model):
-        """Note the outputs of the embedding and of each block. A compiled block has no hooks."""
-
-        def hook_for(name):
-            return lambda module, inputs, output: self.note(name, output)
-
-        for part in model.parts.values():
-            if part.embed is not None:
-                part.embed.register_forward_hook(hook_for("embed"))
-            for number, block in part.blocks.items():
-                block.register_forward_hook(hook_for(f"blocks.{number}"))
+            for part in model.parts.values():
+                diagnosis.watch(part, self.note)
 
     def note(self, name, output):
         """What a step's search for a NaN runs again is dropped when the next step begins."""
@@ -153,50 +140,27 @@ class Recording(Recorder):
 
     def write_tensors(self):
         """Write the step's batch, and the tensors that --record-tensors names."""
-        run, tensors = self.run, {}
-        if run.rank == 0:
-            [(tokens, targets, _)] = run.microbatches(run.step, pieces=1)
-            tensors |= {"tokens": tokens, "targets": targets}
-        patterns = run.args.record_tensors or ()
-        if patterns:
-            held = [None] * run.world
-            dist.all_gather_object(held, list(self.parameters))
-        for name, shape in parameter_shapes(run.config).items():
-            if not any(fnmatch.fnmatch(name, pattern) for pattern in patterns):
-                continue
-            owner = next(rank for rank, names in enumerate(held) if name in names)
-            for kind in ("data", "grad"):
-                whole = torch.zeros(shape, dtype=run.dtype, device=run.device)
-                if name in self.parameters:
-                    gather(whole, self.parameters[name], kind)
-                if owner > 0:
-                    dist.broadcast(whole, owner)
-                tensors[f"{kind}.{name}"] = whole
-        if run.rank == 0:
-            path = os.path.join(run.args.record, f"step-{self.number}.safetensors")
-            save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path)
-            # save_file lets nobody else read it
-            shutil.copymode(os.path.join(run.args.record, FILE), path)
+        run, pieces = self.run, []
+        for name, p in self.parameters.items():
+            if any(fnmatch.fnmatch(name, pattern) for pattern in run.args.record_tensors or ()):
+                for kind in ("data", "grad"):
+                    pieces.append((f"{kind}.{name}", *placed(inside(tensor_of(p, kind), p), p)))
+        everyone = gather(pieces)
+        if run.rank > 0:
+            return
+        [(tokens, targets, _)] = run.microbatches(run.step, pieces=1)
+        tensors = {"tokens": tokens.contiguous(), "targets": targets.contiguous()}
+        for name, shape, place, piece in sum(everyone, []):
+            tensors.setdefault(name, torch.zeros(shape, dtype=piece.dtype))[place] = piece
+        path = os.path.join(run.args.record, f"step-{self.number}.safetensors")
+        with open(path, "wb") as file:
+            file.write(safetensors.torch.save(tensors))
 
     def finish(self):
         """Write the weights after the last step."""
         self.parameters = dict(self.named())
         self.close()
         self.file.close()
-
-
-def lines_before(path, steps):
-    """The lines of the first `steps` steps of a recording that goes on. A line that a crash cut
-    short is passed over."""
-    lines = []
-    if not os.path.exists(path):
-        return lines
-    with open(path) as file:
-        for line in file:
-            with contextlib.suppress(ValueError):
-                if json.loads(line).get("step", steps + 1) <= steps:
-                    lines.append(line)
-    return lines
 
 
 def tensor_of(p, kind):
@@ -224,11 +188,10 @@ def numbers_of(p):
     return numbers
 
 
-def gather(whole, p, kind):
-    """Fill a tensor of zeros with a whole parameter, of which ranks have pieces."""
-    cuts, piece = placement(p)["cuts"], whole
-    for dim, (_, start, size) in cuts.items():
-        piece = piece.narrow(dim, start, size)
-    piece.copy_(inside(tensor_of(p, kind), p))
-    for group, _, _ in cuts.values():
-        dist.all_reduce(whole, group=group)
+def placed(piece, p):
+    """(shape of the whole, where this rank's piece lies in it, the piece in the host's memory)"""
+    place = placement(p)
+    where = [slice(0, length) for length in place["shape"]]
+    for dim, (_, start, size) in place["cuts"].items():
+        where[dim] = slice(start, start + size)
+    return tuple(place["shape"]), tuple(where), piece.cpu()

@@ -6,8 +6,8 @@ import contextlib
 import csv
 import json
 import os
+import pathlib
 import re
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -15,30 +15,20 @@ import torch.distributed as dist
 import harness
 from harness import Refused, outputs, say, tokenizer
 from receipts import pipeline as schedules
-from trainer import pretrained, recording
+from trainer import pretrained
 
 
 def add_flags(parser):
     g = parser.add_argument_group("watching (see trainer/tracking.py)")
-    why = (
-        "a JSON object a line, or a row of a FILE.csv: step, loss, grad_norm, lr, tokens_per_s, in "
-        "full precision"
-    )
-    g.add_argument("--log-to", metavar="FILE", help=why)
-    harness.plot_flag(
-        g,
-        "the loss over the steps, with --resume also those in --log-to; with --dry-run how it "
-        "scales",
-    )
+    why = "a JSON object a line, or a row of a FILE.csv: " + ", ".join(COLUMNS[:5])
+    g.add_argument("--log-to", metavar="FILE", help=f"{why}, in full precision")
+    why = "the loss over the steps, with --resume also those in --log-to; with --dry-run how it "
+    harness.plot_flag(g, f"{why}scales")
     why = "trace these steps with torch.profiler, all ranks: for ui.perfetto.dev"
     g.add_argument("--profile", type=span, metavar="A-B", help=why)
-    g.add_argument(
-        "--profile-to",
-        metavar="FOLDER",
-        help="where the traces go: one file a rank, and all.json with all of them",
-    )
+    why = "where the traces go: one file a rank, and all.json with all of them"
+    g.add_argument("--profile-to", metavar="FOLDER", help=why)
     g.add_argument("--wandb", metavar="PROJECT", help="log to this Weights & Biases project too")
-    recording.add_flags(parser)
 
 
 def span(text):
@@ -53,15 +43,9 @@ def span(text):
 def check(args):
     """Refuse what can't be written, and steps that don't come."""
     harness.check_plot(args)
-    if bool(args.profile) != bool(args.profile_to):
-        raise Refused(
-            "--profile (which steps) and --profile-to (which folder) need each other: give both"
-        )
     if args.profile and args.profile[1] > args.steps:
-        raise Refused(
-            f"--profile goes to step {args.profile[1]}, beyond --steps {args.steps}: choose "
-            "earlier ones"
-        )
+        what = f"--profile goes to step {args.profile[1]}, beyond --steps {args.steps}"
+        raise Refused(f"{what}: choose earlier ones")
     if args.profile:
         outputs.check_folder("--profile-to", args.profile_to)
     if args.wandb and os.environ.get("WANDB_MODE") not in ("offline", "disabled"):
@@ -94,63 +78,56 @@ def describe(run, schedule):
         run.print(f"stages hold layers {layers}; {what}")
 
 
-class Peak(NamedTuple):
-    """FLOP/s of dense matrix products, by data sheet."""
-
-    bfloat16: float
-    tf32: float
-    float32: float
-
-    @property
-    def float16(self):
-        return self.bfloat16
-
-
-# By the names that torch.cuda.get_device_name() gives. Cards of one generation differ: an H100 PCIe
-# has three quarters of an H100 SXM's rate. A card that is not here gets no MFU
-A100 = Peak(312e12, 156e12, 19.5e12)
-H100_SXM = Peak(989e12, 494e12, 67e12)
-NVL = Peak(835e12, 417e12, 60e12)
+# FLOP/s of dense matrix products by data sheet, in 16 bits, TF32 and float32, by the names that
+# torch.cuda.get_device_name() gives. Cards of one generation differ: an H100 PCIe has three
+# quarters of an H100 SXM's rate. A card that is not here gets no MFU
+A100 = 312e12, 156e12, 19.5e12
+H100_SXM = 989e12, 494e12, 67e12
+H100_NVL = 835e12, 417e12, 60e12
 PEAKS = {
     "NVIDIA A100-SXM4-40GB": A100,
     "NVIDIA A100-SXM4-80GB": A100,
     "NVIDIA A100-PCIE-40GB": A100,
     "NVIDIA A100 80GB PCIe": A100,
     "NVIDIA H100 80GB HBM3": H100_SXM,
-    "NVIDIA H100 PCIe": Peak(756e12, 378e12, 51e12),
-    "NVIDIA H100 NVL": NVL,
+    "NVIDIA H100 PCIe": (756e12, 378e12, 51e12),
+    "NVIDIA H100 NVL": H100_NVL,
     "NVIDIA H200": H100_SXM,
-    "NVIDIA H200 NVL": NVL,
+    "NVIDIA H200 NVL": H100_NVL,
     "NVIDIA GH200 480GB": H100_SXM,
-    "NVIDIA B200": Peak(2250e12, 1125e12, 75e12),
+    "NVIDIA B200": (2250e12, 1125e12, 75e12),
 }
+
+
+def peak(precision="bfloat16"):
+    """FLOP/s of this rank's card, or None."""
+    kinds = ["float16", "tf32", "float32"]
+    precision = precision.replace("bfloat", "float")
+    peaks = PEAKS.get(torch.cuda.get_device_name())
+    return peaks[kinds.index(precision)] if peaks and precision in kinds else None
 
 
 def mfu(run):
     """A function of tokens/s that gives the part of the devices' peak that the model's own
     arithmetic uses. None on a device whose peak is not known, and in float64."""
-    if run.device.type != "cuda":
-        return None
-    peaks = PEAKS.get(torch.cuda.get_device_name())
-    peak = getattr(peaks, run.precision, None)
-    if peak is None:
+    rate = peak(run.precision) if run.device.type == "cuda" else None
+    if rate is None:
         return None
     ranks = run.world // run.args.islands  # an island logs its own tokens
-    return lambda tokens_per_s: tokens_per_s * run.config.flops_per_token() / (peak * ranks)
+    return lambda tokens_per_s: tokens_per_s * run.config.flops_per_token() / (rate * ranks)
+
+
+# --- traces
 
 
 def profiled(run, steps, begin):
-    """The steps, with torch.profiler on during those of --profile. Each rank writes what it saw,
-    under its rank as process number; on one time axis, so that rank 0 can put all files that it
-    finds into one. What is compared with one process after a step is in it too: --prove 0 leaves
-    that out. begin: the first of the steps."""
+    """The steps, with torch.profiler on during those of --profile. What is compared with one
+    process after a step is in the trace too: --prove 0 leaves that out. begin: the first step."""
     args = run.args
     first, last = args.profile or (0, 0)
     if args.profile and first <= begin:
-        raise Refused(
-            f"--profile begins with step {first}, and the run goes on with step {begin + 1}: "
-            "choose later ones"
-        )
+        what = f"--profile begins with step {first}, and the run goes on with step {begin + 1}"
+        raise Refused(f"{what}: choose later ones")
     profiler = torch.profiler.profile()
     for step in steps:
         if step + 1 == first:
@@ -158,124 +135,104 @@ def profiled(run, steps, begin):
         yield step
         if step + 1 == last:
             profiler.stop()
-            write_trace(run, profiler)
+            with writing_traces(args):
+                write_trace(run, profiler)
+            dist.barrier()
+            if run.rank == 0:
+                with writing_traces(args):
+                    write_all(run)
             run.restart_clock()
-
-
-def write_trace(run, profiler):
-    """Write this rank's trace, then on rank 0 all of them together."""
-    args, rank, whole = run.args, run.rank, False
-    with writing_traces(args):
-        path = os.path.join(args.profile_to, f"rank{rank}.json")
-        profiler.export_chrome_trace(path)
-        with open(path) as f:
-            trace = json.load(f)
-        of_rank(rank, trace)
-        with open(path, "w") as f:
-            json.dump(trace, f)
-        whole = True
-    dist.barrier()
-    if rank == 0 and whole:
-        with writing_traces(args):
-            write_all(run, trace)
 
 
 @contextlib.contextmanager
 def writing_traces(args):
     """Where a trace can't be written, or is cut short, say so; the run goes on."""
-    with outputs.writing("--profile-to", args.profile_to):
-        try:
-            yield
-        except (ValueError, RuntimeError) as e:
-            raise OSError(f"a trace is not whole: {str(e).splitlines()[0]}") from e
+    try:
+        yield
+    except (OSError, ValueError, RuntimeError) as e:
+        why = getattr(e, "strerror", None) or f"a trace is not whole: {str(e).splitlines()[0]}"
+        say(f"--profile-to {args.profile_to} can't be written ({why}); the run goes on")
 
 
-def of_rank(rank, trace):
-    """Give a trace's events their rank as process number, in place."""
-    events = [
-        e
-        for e in trace["traceEvents"]
-        if type(e.get("pid")) is int and not e["name"].startswith("process_")
-    ]
-    for e in events:
-        e["pid"] = rank
-        if "id" in e:  # arrows from one event to another: of this rank
-            e["id"] = f"{rank}.{e['id']}"
-    name = {"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"rank {rank}"}}
-    trace["traceEvents"] = [name, *events]
+def write_trace(run, profiler):
+    """Write what this rank saw, under its rank as process number."""
+    path = pathlib.Path(run.args.profile_to, f"rank{run.rank}.json")
+    profiler.export_chrome_trace(str(path))
+    trace = json.loads(path.read_text())
+    name = {"ph": "M", "name": "process_name", "args": {"name": f"rank {run.rank}"}}
+    events = [name | {"pid": run.rank}]
+    for event in trace["traceEvents"]:
+        if type(event.get("pid")) is int and not event["name"].startswith("process_"):
+            event["pid"] = run.rank
+            if "id" in event:  # arrows from one event to another: of this rank
+                event["id"] = f"{run.rank}.{event['id']}"
+            events.append(event)
+    path.write_text(json.dumps(trace | {"traceEvents": events}))
 
 
-def write_all(run, trace):
-    """Put the other ranks' traces that lie in the folder behind rank 0's, into all.json."""
-    folder = run.args.profile_to
-    for other in range(1, run.world):
-        # Else it is on another machine
-        if os.path.exists(path := os.path.join(folder, f"rank{other}.json")):
-            with open(path) as f:
-                trace["traceEvents"] += json.load(f)["traceEvents"]
-    with open(os.path.join(folder, "all.json"), "w") as f:
-        json.dump(trace, f)
-    run.print(
-        f"traces of steps {'-'.join(map(str, run.args.profile))}: "
-        f"{os.path.join(folder, 'all.json')}"
-    )
+def write_all(run):
+    """On rank 0: all traces that lie in the folder, on one time axis."""
+    folder, events, trace = pathlib.Path(run.args.profile_to), [], {}
+    for rank in range(run.world):
+        path = folder / f"rank{rank}.json"
+        if path.exists():  # else it is on another machine
+            trace = json.loads(path.read_text())
+            events += trace["traceEvents"]
+    (folder / "all.json").write_text(json.dumps(trace | {"traceEvents": events}))
+    steps = "-".join(map(str, run.args.profile))
+    run.print(f"traces of steps {steps}: {folder / 'all.json'}")
 
+
+# --- the log
 
 # Of --log-to FILE.csv
 COLUMNS = ["step", "loss", "grad_norm", "lr", "tokens_per_s", "mfu", "loss_scale", "val_loss"]
 
 
-def read_log(path):
-    """The rows of a --log-to file, as dicts. A line that a crash cut short is passed over."""
+def read_log(path, steps=10**18):
+    """The rows of the first steps of a --log-to file, as dicts. A line that a crash cut short is
+    passed over. Another file of JSON lines will do."""
+    if not os.path.exists(path):
+        return
     with open(path, newline="") as file:
-        lines = csv.DictReader(file) if path.endswith(".csv") else file
-        for line in lines:
+        for line in csv.DictReader(file) if path.endswith(".csv") else file:
             with contextlib.suppress(ValueError):
-                if path.endswith(".csv"):
-                    yield {
-                        key: (int if key == "step" else float)(text)
-                        for key, text in line.items()
-                        if key and text
-                    }
+                if isinstance(line, dict):
+                    row = {key: json.loads(text) for key, text in line.items() if key and text}
                 else:
-                    yield json.loads(line)
+                    row = json.loads(line)
+                if row.get("step", steps + 1) <= steps:
+                    yield row
 
 
 class Log:
     """The file of --log-to: a row a step. Where the disk is full it says so once; rows that found
     no room are written with a later one."""
 
-    def __init__(self, path):
-        self.path, self.complete, self.file, self.table = path, True, None, None
-        with self.saying():
-            self.file = open(path, "w", newline="")
-            if path.endswith(".csv"):
-                self.table = csv.DictWriter(self.file, COLUMNS, extrasaction="ignore")
-                self.table.writeheader()
-
-    @contextlib.contextmanager
-    def saying(self):
-        try:
-            yield
-        except OSError as e:
-            if self.complete:
-                say(f"--log-to {self.path} can't be written ({e.strerror}); the run goes on")
-            self.complete = False
+    def __init__(self, path, rows=()):
+        self.path, self.complete, self.table = path, True, None
+        self.file = open(path, "w", newline="")
+        if path.endswith(".csv"):
+            self.table = csv.DictWriter(self.file, COLUMNS, extrasaction="ignore")
+            self.table.writeheader()
+        for row in rows:
+            self.write(row)
 
     def write(self, row):
-        if self.file is None:
-            return
-        with self.saying():
+        try:
             if self.table:
                 self.table.writerow(row)
             else:
                 print(json.dumps(row), file=self.file)
             self.file.flush()
+        except OSError as e:
+            if self.complete:
+                say(f"--log-to {self.path} can't be written ({e.strerror}); the run goes on")
+            self.complete = False
 
     def close(self):
-        if self.file:
-            with self.saying():
-                self.file.close()
+        with contextlib.suppress(OSError):
+            self.file.close()
 
 
 @contextlib.contextmanager
@@ -285,14 +242,11 @@ def open_log(run, first):
     args, places, rows = run.args, [], []
     with contextlib.ExitStack() as stack:
         if args.log_to and run.rank == 0:
-            if first and os.path.exists(args.log_to):  # the run may have had no log so far
-                earlier = read_log(args.log_to)
-                rows += [row for row in earlier if row.get("step", first + 1) <= first]
-            log = Log(args.log_to)
+            # Of the steps that the checkpoint has; later ones are taken again
+            rows += read_log(args.log_to, first) if first else []
+            log = Log(args.log_to, rows)
             stack.callback(log.close)
             places.append(log.write)
-            for row in rows:  # of the steps that the checkpoint has; later ones are taken again
-                log.write(row)
         if args.wandb and run.rank == 0:
             import wandb
 
