@@ -51,10 +51,10 @@ CEILINGS = {
     "harness": 3270,
     "proof": 1880,
     "receipts": 3200,
-    "trainer": 2910,
+    "trainer": 2792,
     "simulator": 2800,
     "exercises": 300,
-    "tests": 17200,
+    "tests": 16700,
     "benchmarks": 3880,
 }
 DEMO = "# --- demo ---"
