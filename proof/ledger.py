@@ -129,12 +129,16 @@ class Ledger(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
+        self.note(func, args, out)
+        return out
+
+    def note(self, func, args, out):
+        """Count an operation that has been run."""
         if func.namespace == "c10d":
             self._count(func, args)
         else:
             for t in tensors_in(out):
                 self._see(t.untyped_storage())
-        return out
 
     def _count(self, func, args):
         name = func.name().removeprefix("c10d::")

@@ -1,15 +1,15 @@
 """Dry run: what a run of any size would hold, send and take, from the training code itself.
 
-`train` of train.py runs unchanged on one process, as chosen ranks of a job of any size, on fake
-tensors and a fake process group. There are shapes, dtypes and storages, but no memory, no network
-and no values. The ledger that makes a real run's receipt counts here too, so bytes held and sent
-are those of a real run. Tests hold twelve layouts against real runs, to the byte.
+`train` of train.py runs unchanged on one process, as chosen ranks of a job of any size, on meta
+tensors and with torch's fake process group. There are shapes, dtypes and storages, but no memory,
+no network and no values. The ledger that makes a real run's receipt counts here too, so bytes held
+and sent are those of a real run. Tests hold twelve layouts against real runs, to the byte.
 
-    run.groups(...)   before the weights are filled, groups are made by a fake backend
-    run.fill(...)     from here on tensors are fake (simulator/fakes.py)
+    run.groups(...)   makes the meter (simulator/meter.py), which is the run's ledger too
+    run.fill(...)     from here on the meter runs every operation, on meta tensors
     .item()           returns 1; the experts' all-to-alls get sizes as if routing were even
-    an operation      the ledger counts its bytes; the meter counts its FLOPs and its seconds
-    an action         of the pipeline: `DryRun.watch` notes the meter's clock before and after it
+    an operation      the meter counts its bytes, its FLOPs and its seconds
+    an action         of the pipeline: `DryRun.watch` ends a span of the meter before and after it
 
 An operation takes what simulator/kernels.py says of its kind: products by their shape, attention by
 its kernel, the rest by bytes moved; or the time in which the host launches it, if that is longer.
@@ -23,8 +23,7 @@ action: gradients that are still on their way, the norm, the optimizer, ZeRO's n
 The constants are public measurements, none fitted to a run of benchmarks/published.py, which shows
 how far off the estimates are. Left out: the allocator's waste, stragglers, failures, and what
 attention keeps on a GPU beside what the CPU's kernel keeps. nccl's buffers and the CUDA context are
-taken off a device's memory before a layout is said to fit (simulator/devices.py). Blocks that are
-alike are played once (simulator/repeat.py).
+taken off a device's memory before a layout is said to fit (simulator/devices.py).
 
 With nccl RMSNorm is one operation, forward and backward, as torch's kernel for a GPU is, and keeps
 its input. On a CPU it is many, and keeps two copies in float32. Messages between stages are held
@@ -41,6 +40,7 @@ operations, with half of a causal attention's.
 
 import contextlib
 import copy
+import itertools
 import os
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
@@ -50,40 +50,37 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch._subclasses.fake_tensor import FakeTensor
+from torch.optim import adam
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+import context_parallel
 import expert_parallel
 import pipeline
 import proof
 from harness.start import keep_autograd_forkable
-from simulator import meter, repeat
-from simulator.fakes import Fakes, KnowsDevices
-from simulator.meter import Part
-
-
-class Meter(KnowsDevices, meter.Meter):
-    """simulator/meter.py's."""
+from proof.ledger import lasting
+from simulator.meter import META, Meter, Part
 
 
 class DryRun(proof.Run):
-    """A Run without values: one step of train.train, as the second of many is. Use it within
-    `without_values`."""
+    """A Run without values: one step of a training function, as the second of many is."""
 
-    make_ledger = repeat.Ledger
     measured = 1
 
-    def __init__(self, args, rank, world, cluster, modes, repeats):
+    def __init__(self, args, rank, world, cluster, modes):
+        self.cluster, self.modes, self.actions = cluster, modes, []
         super().__init__(args, rank, world, torch.device("cpu"), NoText())
-        self.cluster, self.modes, self.repeats = cluster, modes, repeats
-        self.actions = []
+
+    def make_ledger(self, groups):
+        args, dropout = self.args, self.config.dropout > 0
+        return Meter(groups, self.cluster, args.kernel, dropout, args.expert_chunks == 1)
 
     @contextlib.contextmanager
     def watch(self, action):
         """Around each action of the pipeline: the meter makes it a Part of its own."""
-        self.meter.clock()
+        self.ledger.clock()
         yield
-        self.meter.clock()
+        self.ledger.clock()
         self.actions.append(action)
 
     def fill(self, model, draw=None):
@@ -97,31 +94,23 @@ class DryRun(proof.Run):
     def leave_values(self, model):
         """From the weights on nothing has a value. (What makes the groups still needs some.)"""
         self.size = sum(p.numel() for _, p in model.named())
-        one_chunk, kernel = self.args.expert_chunks == 1, self.args.kernel
-        dropout = self.config.dropout > 0
-        self.meter = Meter(self.cluster, self.ledger.names, one_chunk, kernel, dropout)
         if self.args.fused:
             for part in model.parts.values():
-                fuse_blocks(part, self.meter)
-        if self.repeats:
-            for part in model.parts.values():
-                part.run = repeat.Repeater(part, self.ledger, self.meter)
-        # Buffers on the meta device
-        self.modes.enter_context(Fakes(allow_non_fake_inputs=True))
-        self.modes.enter_context(self.meter)
-        # Modes are left in the reverse order, also where an error ends it all
-        self.modes.enter_context(self.watching)
+                fuse_blocks(part, self.ledger)
+        self.device = META
+        self.modes.enter_context(self.ledger)
 
     def steps(self, optimizer, first=0, reference=None):
         """Of the first step only the optimizer's states are needed; the second is the one that the
         ledger watches."""
         optimizer.step()
+        self.step, self.lr = self.measured, 0.0
         self.restart_clock()
-        self.step = self.measured
-        self.begin(optimizer)
-        self.meter.begin()
+        self.ledger.watch(itertools.chain(*lasting(optimizer).values()))
+        self.ledger.begin()
+        self.watching.callback(self.ledger.stop)
         yield self.step
-        self.meter.clock()
+        self.ledger.clock()
         self.end(optimizer)
 
     def check(self, *args, **options):
@@ -190,8 +179,20 @@ class Played(NamedTuple):
         return sum(self.held.values()) - self.on_host
 
 
-def ones(tensor):
-    """In place of FakeTensor.tolist, which makes a tensor of each element, of which each is 1."""
+def attention(q, k, v, is_causal=False, enable_gqa=False):
+    """In place of F.scaled_dot_product_attention."""
+    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, is_causal)[0]
+
+
+def one_operation(x, shape, weight=None, eps=None):
+    """In place of F.rms_norm: an operation that reads, writes and keeps the same."""
+    return F.layer_norm(x, shape, weight)
+
+
+def ones(tensor, tolist=torch.Tensor.tolist):
+    """In place of Tensor.tolist: where there are no values each is 1."""
+    if tensor.device != META:
+        return tolist(tensor)
     values = 1
     for size in reversed(tensor.shape):
         values = [values] * size
@@ -207,31 +208,18 @@ def even(dispatch, sizes, assignments):
     return send, [[n[dist.get_rank(dispatch.group)]] * len(n) for n in send]
 
 
-def play(args, rank, cluster, train, brief=False, routing=even, repeats=True):
-    """Play one step of a rank of the layout in `args`, on tensors without values. Returns what it
-    did as a Played.
+def play(args, rank, cluster, train, brief=False, routing=even):
+    """Play one step of a rank of the layout in `args`. Returns what it did as a Played.
 
-    train(run, schedule, watch, cold): train.py's own.
-    brief: of the micro-batches only the first and the last, for their times. routing(dispatch,
-    sizes, assignments): see `even`. repeats: blocks that are alike are played once (repeat.py), if
-    routing is even. Needs a process that has no process group."""
+    train(run, schedule, watch, cold): train.py's own. brief: of the micro-batches only the first
+    and the last, for their times. routing(dispatch, sizes, assignments): see `even`."""
     args = copy.copy(args)
     schedule = pipeline.make(args.schedule, args.pp, args.microbatches, args.chunks)
-    # Of three steps the second is played: validation comes after the last
-    vars(args).update(
-        steps=3,
-        prove=0,
-        eval_every=0,
-        sample=0,
-        out=None,
-        resume=False,
-        init_from=None,  # the sizes are in args.shape
-        export=None,
-        log_to=None,
-        wandb=None,
-    )
-    # Of islands one is played: what joins them is slow, and rare
-    vars(args).update(quiet=True, profile=None, plot=None, record=None, islands=1)
+    off = "out", "init_from", "export", "log_to", "wandb", "profile", "plot", "record"
+    vars(args).update(dict.fromkeys(off))
+    # Of three steps the second is played: validation comes after the last. Of islands one is
+    # played: what joins them is slow, and rare
+    vars(args).update(steps=3, prove=0, eval_every=0, sample=0, resume=False, islands=1, quiet=True)
     vars(args).update(fused=args.compile, compile=False)  # no code is compiled, but times are
     if brief and args.microbatches > 2:
         keep = {0: 0, args.microbatches - 1: 1}
@@ -241,55 +229,54 @@ def play(args, rank, cluster, train, brief=False, routing=even, repeats=True):
             rows.append([a._replace(microbatch=keep[a.microbatch]) for a in kept])
         schedule = pipeline.Schedule(rows)
         args.batch, args.microbatches = 2 * args.batch // args.microbatches, 2
-    try:
-        run = play_rank(args, rank, cluster, train, schedule, routing, repeats and routing is even)
-    except repeat.CannotRepeat:
-        run = play_rank(args, rank, cluster, train, schedule, routing, repeats=False)
-    meter, actions = run.meter, run.actions
-    held = run.held | {"gathered": run.ledger.gathered_peak}
+
+    def work(run):
+        train(run, schedule, run.watch, cold=False)
+
+    run = play_rank(args, rank, args.dp * args.cp * args.tp * args.pp, cluster, work, routing)
+    meter, actions = run.ledger, run.actions
+    held = run.held | {"gathered": meter.gathered_peak}
     if args.offload:  # at the optimizer's step, only the host's memory fills
         held["activations_peak"] = run.peak_before_step
-    rest = Part(*(sum(seconds) for seconds in zip(*meter.parts[::2])))
-    stages = tuple(sorted({action.stage for action in actions}))
-    parts = dict(zip(actions, meter.parts[1::2]))
     return Played(
         rank,
-        stages,
-        run.size,
-        run.ledger.sent,
-        held,
-        run.formulas,
-        meter.flops,
-        parts,
-        rest,
-        meter.message,
-        held["optimizer"] if args.offload else 0,
+        stages=tuple(sorted({action.stage for action in actions})),
+        parameters=run.size,
+        sent=meter.sent,
+        held=held,
+        formulas=run.formulas,
+        flops=meter.flops,
+        actions=dict(zip(actions, meter.parts[1::2])),
+        rest=Part(*(sum(seconds) for seconds in zip(*meter.parts[::2]))),
+        message=meter.message,
+        on_host=held["optimizer"] if args.offload else 0,
     )
 
 
-def one_operation(x, shape, weight=None, eps=None):
-    """In place of F.rms_norm: an operation without values that reads, writes and keeps the same."""
-    return F.layer_norm(x, shape, weight)
-
-
-def play_rank(args, rank, cluster, train, schedule, routing, repeats):
-    """The DryRun of a rank, after its step."""
-    world = args.dp * args.cp * args.tp * args.pp
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
-    try:
-        with contextlib.ExitStack() as modes:
-            modes.enter_context(
-                mock.patch.object(dist, "get_backend", lambda group=None: args.backend)
-            )
-            modes.enter_context(mock.patch.object(expert_parallel.ExpertDispatch, "read", routing))
-            modes.enter_context(mock.patch.object(FakeTensor, "tolist", ones))
-            if args.backend == "nccl" and not getattr(args, "many_operations_a_norm", False):
-                modes.enter_context(mock.patch.object(F, "rms_norm", one_operation))
-            run = DryRun(args, rank, world, cluster, modes, repeats)
-            train(run, schedule, run.watch, cold=False)
-            return run
-    finally:
-        dist.destroy_process_group()
+def play_rank(args, rank, world, cluster, work, routing=even, kind=DryRun):
+    """The DryRun of a rank after work(run), which trains for a step. Needs a process that has no
+    process group."""
+    stand_ins = [
+        (dist, "get_backend", lambda group=None: args.backend),
+        (expert_parallel.ExpertDispatch, "read", routing),
+        (torch.Tensor, "tolist", ones),
+        # What is chosen by a tensor's device: on meta the same as on a CPU
+        (F, "scaled_dot_product_attention", attention),
+        (context_parallel, "fused_kernel", lambda q: "cpu"),
+        (torch, "is_autocast_enabled", lambda *_: False),
+        (adam, "_device_dtype_check_for_fused", lambda *_, **__: None),
+    ]
+    if args.backend == "nccl" and not getattr(args, "many_operations_a_norm", False):
+        stand_ins.append((F, "rms_norm", one_operation))
+    with contextlib.ExitStack() as modes:
+        for place, name, stand_in in stand_ins:
+            modes.enter_context(mock.patch.object(place, name, stand_in))
+        modes.enter_context(mock.patch.dict(dist.Backend.backend_capability, fake=["cpu", "meta"]))
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
+        modes.callback(dist.destroy_process_group)
+        run = kind(args, rank, world, cluster, modes)
+        work(run)
+        return run
 
 
 def play_all(args, ranks, cluster, train, brief=False):

@@ -1,5 +1,6 @@
-"""The meter of a dry run: what each operation would take on a described device, and each message on
-its links. simulator/kernels.py and simulator/links.py have the times."""
+"""The meter of a dry run. It runs operations on tensors without memory. It gives each the time that
+it would take on a described device, and each message its time on the links: those of
+simulator/kernels.py and simulator/links.py."""
 
 import math
 import weakref
@@ -7,15 +8,24 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry
 
 from proof import ledger
 from simulator import kernels, links
 
+aten = torch.ops.aten
+CPU, META = torch.device("cpu"), torch.device("meta")
 # Seconds that the host takes to launch an operation: 4.2 microseconds from Python, measured beside
 # an H100
 LAUNCH = 4.2e-6
+# What these give on meta tensors torch finds out slowly, in up to milliseconds: it is kept
+SLOW = {
+    aten.mul.Tensor,
+    aten.add.Tensor,
+    aten.cat.default,
+    aten.neg.default,
+    aten.native_layer_norm.default,
+    aten.native_layer_norm_backward.default,
+}
 
 
 class Part(NamedTuple):
@@ -35,47 +45,43 @@ class Part(NamedTuple):
         return links.both(self.compute, min(self.beside, links.BESIDE * self.compute))
 
 
-class Meter(TorchDispatchMode):
-    """While it is on, gives every operation its time and counts FLOPs; whoever reads a value gets a
-    1.
+class Meter(ledger.Ledger):
+    """A ledger that runs every operation on meta tensors, which have shapes and storages but no
+    memory. It gives each its time, and counts FLOPs; whoever reads a value gets a 1.
 
-    names: {name of a group: what it is called}, as the ledger has them. attention: its kernel, see
-    kernels.py. dropout: of plain attention's scores. `fused`: operations between products are one
-    kernel, as torch.compile makes them. `parts`: a Part for each span between two calls of `clock`;
-    `flops`; `message`: bytes of the largest message between stages."""
+    attention: its kernel, see kernels.py. dropout: of plain attention's scores. waits: whether an
+    expert's message is waited for at once. `counting`: whether the ledger counts. `fused`:
+    operations between products are one kernel, as torch.compile makes them. `parts`: a Part for
+    each span between two calls of `clock`; `flops`; `message`: bytes of the largest message between
+    stages."""
 
-    def __init__(self, cluster, names, one_chunk=True, attention=None, dropout=False):
-        super().__init__()
-        self.cluster, self.names, self.one_chunk = cluster, names, one_chunk
+    fused = False
+
+    def __init__(self, groups, cluster, attention=None, dropout=False, waits=True):
+        super().__init__(groups)
+        self.cluster, self.dropout, self.waits = cluster, dropout, waits
         self.attention = attention or kernels.family(cluster.device).attention
-        self.dropout = dropout
-        self.fused, self.read, self.written = False, {}, {}
-        self.known, self.links = {}, {}
+        self.read, self.written = {}, {}
+        self.known, self.links, self.results = {}, {}, {}
         self.begin()
+        self.stop()
 
     def begin(self):
+        """Count from now on."""
         # Seconds of computing, of messages beside and waited for, of the host's launches
-        self.parts, self.part, self.now, self.flops, self.message = [], [0.0] * 4, 0.0, 0, 0
+        self.parts, self.part, self.flops, self.message = [], [0.0] * 4, 0, 0
+        self.counting = True
+
+    def stop(self):
+        """The ledger counts no more."""
+        self.counting = False
 
     def clock(self):
-        """End the span since the last call. Returns the seconds so far."""
+        """End the span since the last call."""
         self.end_kernel()
         compute, beside, waited, launching = self.part
         self.parts.append(Part(max(compute, launching), beside, waited))
         self.part = [0.0] * 4
-        self.now += self.parts[-1].seconds
-        return self.now
-
-    def totals(self):
-        """What was counted in this span, and FLOPs: numbers of which a block's are a difference."""
-        self.end_kernel()
-        return [*self.part, self.flops]
-
-    def add(self, spent):
-        """Count what a block took that is not played again: differences of totals()."""
-        self.end_kernel()
-        self.part = [now + more for now, more in zip(self.part, spent)]
-        self.flops += spent[-1]
 
     def fuse(self, fused):
         """From now on operations are fused, or they are not."""
@@ -95,17 +101,36 @@ class Meter(TorchDispatchMode):
         self.part[3] += LAUNCH
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func is torch.ops.aten._local_scalar_dense.default:
+        kwargs = kwargs or {}
+        if func is aten._local_scalar_dense.default:
             return 1.0 if args[0].is_floating_point() else 1
-        if func is torch.ops.aten._grouped_mm.default:
-            out = grouped_mm_result(*args, **(kwargs or {}))
+        if func is aten.lift_fresh.default:  # torch.tensor(...)
+            return args[0].to(META)
+        if kwargs.get("device") == CPU:
+            kwargs = {**kwargs, "device": META}
+        if func in SLOW:
+            out = self.looked_up(func, args, kwargs)
+        elif func is aten._grouped_mm.default:
+            out = grouped_mm_result(*args, **kwargs)
         else:
-            out = func(*args, **(kwargs or {}))
+            out = func(*args, **kwargs)
+        if self.counting:
+            self.note(func, args, out)
         if func.namespace == "c10d":
             self.send(func, args)
         elif func.namespace == "aten":
             self.compute(func, args, out)
         return out
+
+    def looked_up(self, func, args, kwargs):
+        """What an operation gives that makes new tensors: by the layouts of those it is given."""
+        key = func, layout_of(args), layout_of(tuple(kwargs.items()))
+        if key not in self.results:
+            self.results[key] = layout_of(func(*args, **kwargs))
+            if func is aten.native_layer_norm.default:  # its statistics, as on a CPU
+                y, *rows = self.results[key]
+                self.results[key] = y, *(row._replace(dtype=y.dtype) for row in rows)
+        return tensor_of(self.results[key])
 
     def compute(self, func, args, out):
         if func not in self.known:
@@ -113,16 +138,16 @@ class Meter(TorchDispatchMode):
             self.known[func] = (
                 func.is_view or name in FREE or name.startswith(("empty", "new_empty")),
                 name in LOOKUPS,
-                FLOPS.get(name),
-                SECONDS.get(name),
+                COSTS.get(name),
             )
-        free, lookup, flops, seconds = self.known[func]
+        free, lookup, cost = self.known[func]
         if free:
             return
-        if flops:
+        if cost:
             self.end_kernel()
-            self.flops += flops(args, out)
-            self.part[0] += seconds(self, args, out)
+            flops, seconds = cost(self, args, out)
+            self.flops += flops
+            self.part[0] += seconds
             self.part[3] += LAUNCH
             return
         given, made = ([t for t in ledger.tensors_in(x)] for x in (args, out))
@@ -161,9 +186,31 @@ class Meter(TorchDispatchMode):
             self.known[func] = names.index("async_op") if "async_op" in names else len(names)
         index = self.known[func]
         # Sent, and waited for at once
-        waited = len(args) > index and not args[index] or axis == "ep" and self.one_chunk
+        waited = len(args) > index and not args[index] or axis == "ep" and self.waits
         self.part[2 if waited else 1] += self.links[group].seconds(operation, wire)
         self.part[3] += LAUNCH
+
+
+class Layout(NamedTuple):
+    shape: tuple
+    stride: tuple
+    dtype: torch.dtype
+
+
+def layout_of(x):
+    """Arguments or results with the Layout of each tensor in its place."""
+    if isinstance(x, torch.Tensor):
+        return Layout(x.shape, x.stride(), x.dtype)
+    if isinstance(x, (list, tuple)):
+        return tuple(map(layout_of, x))
+    return x
+
+
+def tensor_of(x):
+    """New tensors of these Layouts."""
+    if isinstance(x, Layout):
+        return torch.empty_strided(x.shape, x.stride, dtype=x.dtype, device=META)
+    return tuple(map(tensor_of, x)) if isinstance(x, tuple) else x
 
 
 def grouped_mm_result(a, b, offs=None, *rest, **options):
@@ -175,55 +222,50 @@ def grouped_mm_result(a, b, offs=None, *rest, **options):
     return a.new_empty(shape)
 
 
-def attention(products, *args):
-    """FLOPs of so many products of queries (B, H, n, D) with keys (B, H_kv, m, D), half of them
-    where causal."""
-    q, k, causal = args[0], args[1], args[-1] is True
-    return products * 2 * math.prod(q.shape) * k.shape[2] // (2 if causal else 1)
-
-
-def counted(packet):
-    return lambda args, out: flop_registry[packet](*args, out_val=out)
-
-
-def seconds_of_product(meter, args, out):
+def product(meter, args, out):
+    """(FLOPs, seconds) of a matrix product, or of a batch of them."""
     a, b = [t for t in args if isinstance(t, torch.Tensor) and t.dim() > 1][-2:]
     batch = a.shape[0] if a.dim() == 3 else 1
     m, k, n = *a.shape[-2:], b.shape[-1]
-    return kernels.product_seconds(meter.cluster.device, m, n, k, batch, out.element_size())
+    device, size = meter.cluster.device, out.element_size()
+    return 2 * batch * m * n * k, kernels.product_seconds(device, m, n, k, batch, size)
 
 
-def seconds_of_grouped_product(meter, args, out):
+def grouped_product(meter, args, out):
     """Experts' products: as many as there are groups, each with its share of the rows."""
     a, b = args[:2]
-    device, size = meter.cluster.device, out.element_size()
     if b.dim() == 3:
         groups, k, n = b.shape
-        return kernels.product_seconds(device, -(-len(a) // groups), n, k, groups, size)
-    groups, m, n = out.shape
-    return kernels.product_seconds(device, m, n, -(-a.shape[1] // groups), groups, size)
+        m = -(-len(a) // groups)
+    else:
+        groups, m, n = out.shape
+        k = -(-a.shape[1] // groups)
+    seconds = kernels.product_seconds(meter.cluster.device, m, n, k, groups, out.element_size())
+    return 2 * a.numel() * b.shape[-1], seconds
 
 
-def seconds_of_attention(backward, meter, args):
-    q, k, causal = args[0], args[1], args[-1] is True
-    options = causal, backward, q.element_size(), meter.dropout
-    shape = tuple(q.shape)
-    return kernels.attention_seconds(
-        meter.cluster.device, meter.attention, shape, k.shape[2], *options
-    )
+def attention(meter, args, out):
+    return attention_cost(meter, 2, *args)
+
+
+def attention_backward(meter, args, out):
+    return attention_cost(meter, 5, *args[1:])
+
+
+def attention_cost(meter, products, q, k, *rest):
+    """Of so many products of queries (B, H, n, D) with keys (B, H_kv, m, D), half if causal."""
+    causal = rest[-1] is True
+    flops = products * 2 * math.prod(q.shape) * k.shape[2] // (2 if causal else 1)
+    options = causal, products == 5, q.element_size(), meter.dropout
+    device, keys = meter.cluster.device, k.shape[2]
+    return flops, kernels.attention_seconds(device, meter.attention, q.shape, keys, *options)
 
 
 FLASH = "_scaled_dot_product_flash_attention_for_cpu"
-PRODUCTS = ("mm", "addmm", "bmm", "baddbmm")
-# Operation -> FLOPs, of its arguments and results
-FLOPS = {name: counted(getattr(torch.ops.aten, name)) for name in PRODUCTS}
-FLOPS["_grouped_mm"] = lambda args, out: 2 * args[0].numel() * args[1].shape[-1]
-FLOPS[FLASH] = lambda args, out: attention(2, *args)
-FLOPS[f"{FLASH}_backward"] = lambda args, out: attention(5, *args[1:])
-# Operation -> seconds
-SECONDS = dict.fromkeys(PRODUCTS, seconds_of_product)
-SECONDS["_grouped_mm"] = seconds_of_grouped_product
-SECONDS[FLASH] = lambda meter, args, out: seconds_of_attention(False, meter, args)
-SECONDS[f"{FLASH}_backward"] = lambda meter, args, out: seconds_of_attention(True, meter, args[1:])
+# Operation -> its FLOPs and seconds
+COSTS = dict.fromkeys(("mm", "addmm", "bmm", "baddbmm"), product)
+COSTS |= {"_grouped_mm": grouped_product, FLASH: attention}
+COSTS[f"{FLASH}_backward"] = attention_backward
 LOOKUPS = ("embedding", "index_select", "index", "gather")  # they read no more than they give
-FREE = ("_unsafe_view", "_reshape_alias", "lift_fresh")  # views in all but name
+# Views in all but name; and a number that is written to a part of a tensor
+FREE = ("_unsafe_view", "_reshape_alias", "scalar_tensor")

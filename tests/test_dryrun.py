@@ -12,7 +12,6 @@ import torch.distributed as dist
 
 import expert_parallel
 import harness
-import model as gpt
 import proof
 import train
 from benchmarks import products, published
@@ -75,46 +74,6 @@ def test_equals_a_real_run(ranks, text, flags):
         dry = dryrun.play(args, rank, CLUSTER, train.train, routing=routing)
         assert not reads and dry.sent == sent
         assert {kind: dry.held[kind] for kind in held} == held
-
-
-@pytest.mark.parametrize(
-    "flags",
-    [
-        "--pp 3 --layers 17 --microbatches 3 --schedule zb-h2 --dropout 0.1 --tp 2 --sp",
-        "--dp 2 --zero 3 --layers 7 --recompute block --bucket-mb 1 --dropout 0.1",
-        "--dp 2 --zero 2 --layers 7 --cp 2 --family llama --recompute selective",
-        "--dp 2 --zero 1 --layers 13 --tp 2 --sp --pp 2 --microbatches 3 --param-dtype bfloat16",
-        "--dp 2 --zero 3 --layers 6 --family llama --param-dtype bfloat16",  # x is not kept
-        f"--dp 2 --ep 2 {MIXTURE} --layers 7 --microbatches 2 --recompute block",
-        "--dp 2 --zero 3 --layers 7 --tp 2 --family llama --recompute half",
-        f"--pp 2 {MIXTURE} --layers 5 --schedule zb-h1 --microbatches 2",  # has no tape
-    ],
-)
-def test_repeated_blocks_equal_played_ones(flags):
-    """One block of several that are alike is played. Bytes, FLOPs and messages are those of all."""
-    args = arguments(flags)
-    rank = args.dp * args.cp * args.tp * args.pp - 1
-    played = dryrun.play(args, rank, CLUSTER, train.train, repeats=False)
-    repeated = dryrun.play(args, rank, CLUSTER, train.train)
-    assert repeated.held == played.held and repeated.sent == played.sent
-    assert repeated.flops == played.flops and repeated.formulas == played.formulas
-    for action, part in played.actions.items():
-        assert tuple(repeated.actions[action]) == pytest.approx(tuple(part), rel=1e-9)
-
-
-def test_few_blocks_are_played():
-    """Of 20 blocks and two micro-batches four: the first, two inner ones, the last."""
-    played = []
-    forward = gpt.Block.forward
-
-    def counted(block, *inputs):
-        played.append(block)
-        return forward(block, *inputs)
-
-    args = arguments("--layers 20 --microbatches 2")
-    with mock.patch.object(gpt.Block, "forward", counted):
-        dryrun.play(args, 0, CLUSTER, train.train)
-    assert len(played) == 4
 
 
 def test_16384_ranks():

@@ -52,7 +52,7 @@ CEILINGS = {
     "proof": 1880,
     "receipts": 3200,
     "trainer": 2792,
-    "simulator": 2800,
+    "simulator": 2230,
     "exercises": 300,
     "tests": 16700,
     "benchmarks": 3880,
