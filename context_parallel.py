@@ -561,7 +561,7 @@ class OverSequence(OverGroup):
 import ddp
 import harness
 import proof
-from receipts import context_parallel as long_context
+import receipts.context_parallel
 
 
 def main():
@@ -569,31 +569,31 @@ def main():
     g = parser.add_argument_group("context parallelism")
     why = "how queries reach other ranks' keys: ulysses mostly sends least, a ring takes any ranks"
     g.add_argument("--kind", choices=KINDS, default="ring", help=why)
-    long_context.flags(g)
+    receipts.context_parallel.flags(g)
     args = parser.parse_args()
     harness.check_plot(args)
     if args.plot:
-        return long_context.plot(args.plot, args.nproc or 4, positions, visible_tile)
-    long_context.prepare(args)
+        return receipts.context_parallel.plot(args.plot, args.nproc or 4, positions, visible_tile)
+    receipts.context_parallel.prepare(args)
     config = harness.configure(args)
     harness.check_batch(args, 1)
 
     def check(world):
-        long_context.grid(args.kind, world, args.rings, config.heads)
+        receipts.context_parallel.grid(args.kind, world, args.rings, config.heads)
 
     proof.launch(demo, args, check=check)
 
 
 def demo(run):
     args, context, group = run.args, run.config.context, dist.group.WORLD
-    ring, ulysses = long_context.make_groups(run)  # None but for kind ring-ulysses
+    ring, ulysses = receipts.context_parallel.make_groups(run)  # None but for kind ring-ulysses
     model = run.meta_model()
     model = run.fill(parallelize(model, group, args.kind, ring, ulysses, not args.contiguous))
     core = model.blocks["0"].attn.core
     if args.prefill:
-        return long_context.generate(run, model, core.positions(args.prefill), shard)
+        return receipts.context_parallel.generate(run, model, core.positions(args.prefill), shard)
     where = core.positions(context).to(run.device)
-    long_context.check_routers(run, len(where))
+    receipts.context_parallel.check_routers(run, len(where))
     clamped = where.clamp(max=context - 1)  # padding must have some position
     parameters = list(model.parameters())
     # Each rank's gradients are those of its own tokens: summed as in data parallelism
@@ -615,7 +615,7 @@ def demo(run):
         harness.clip(parameters, norm, args.grad_clip)
         optimizer.step()
         run.log(loss, norm)
-    return run.receipt(*long_context.expected(run, parameters, len(where), visible_tile))
+    return run.receipt(*receipts.context_parallel.of_demo(run, len(where), visible_tile))
 
 
 if __name__ == "__main__":

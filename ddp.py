@@ -245,8 +245,10 @@ class Step:
 import collectives
 import harness
 import proof
+import receipts.ddp
+import receipts.parameter_server
 from harness import parameter_server
-from receipts import ddp as data_parallel
+from receipts.formulas import Group, sizes_of
 
 
 def main():
@@ -258,10 +260,10 @@ def main():
     sums = ["torch", *collectives.ALL_REDUCE]
     why = "who adds up a bucket: torch.distributed, or an algorithm of collectives.py"
     parser.add_argument("--all-reduce", choices=sums, default="torch", help=why)
-    data_parallel.flags(parser)
+    receipts.ddp.flags(parser)
     args = parser.parse_args()
     harness.configure(args)
-    proof.launch(demo, args, check=functools.partial(data_parallel.check, args))
+    proof.launch(demo, args, check=functools.partial(receipts.ddp.check, args))
 
 
 def demo(run):
@@ -307,11 +309,19 @@ def demo(run):
             optimizer.step()
         run.log(loss, norm)
 
-    sent, held, notes, role = data_parallel.expected(run, parameters, sync, servers)
-    layout = {"dp": run.world, "sync": args.sync}
+    layout, ranks = {"dp": run.world, "sync": args.sync}, Group("dp", run.world)
+    sizes = sizes_of(args, run.config, run.world)
+    role = None
     if servers:
         layout["servers"] = len(servers.shares)
-    return run.receipt(layout, sent, held, notes, role)
+        role = "a server" if servers.mine else "a worker"
+        served = sum(p.numel() for p in servers.mine)
+        rows = receipts.parameter_server.expected(sizes, ranks, served)
+    else:
+        by_torch = args.all_reduce == "torch"
+        rows = receipts.ddp.expected(sizes, ranks, by_torch=by_torch)
+    notes = receipts.ddp.notes(args, sizes, ranks, len(sync.buckets), sync.early)
+    return run.receipt(layout, *rows, notes, role)
 
 
 if __name__ == "__main__":

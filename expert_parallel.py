@@ -409,7 +409,7 @@ def parallelize(model, group, capacity=None, chunks=1, data_group=None):
 import harness
 import model as gpt
 import proof
-from receipts import expert_parallel as experts
+import receipts.expert_parallel
 
 
 def main():
@@ -417,11 +417,11 @@ def main():
     g = parser.add_argument_group("expert parallelism")
     why = "parts of a rank's tokens: one is computed while others travel"
     g.add_argument("--chunks", **harness.POSITIVE, default=2, help=why)
-    experts.flags(g)
+    receipts.expert_parallel.flags(g)
     args = parser.parse_args()
-    experts.prepare(args)
+    receipts.expert_parallel.prepare(args)
     config = harness.configure(args)
-    experts.check_flags(args, config)
+    receipts.expert_parallel.check_flags(args, config)
 
     def check(world):
         harness.check_batch(args, world)
@@ -437,7 +437,7 @@ def demo(run):
     parameters = list(model.parameters())
     replicated(parameters, group)  # compares them now, outside of what the receipt counts
     optimizer = harness.make_optimizer(parameters, args)
-    report = experts.Report(run, model)
+    report = receipts.expert_parallel.Report(run, model)
     for step in run.steps(optimizer):
         optimizer.zero_grad(set_to_none=False)  # gradients stay in memory: the receipt counts them
         loss = run.zero()
@@ -456,7 +456,7 @@ def demo(run):
         report.after(step)
         gpt.rebalance(model, lambda load: dist.all_reduce(load, group=group))
     report.show_load()
-    return run.receipt({"ep": run.world, "chunks": args.chunks}, *report.expected())
+    return run.receipt({"ep": run.world, "chunks": args.chunks}, *report.of_demo())
 
 
 if __name__ == "__main__":

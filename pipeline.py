@@ -713,7 +713,7 @@ def check_links(schedule, links):
 
 import harness
 import proof
-from receipts import pipeline as schedules
+import receipts.pipeline
 
 
 def main():
@@ -723,31 +723,32 @@ def main():
     g.add_argument("--schedule", choices=list(SCHEDULES), help=why)
     why = "stages a rank of interleaved: they divide the bubble, multiply messages (default: 2)"
     g.add_argument("--chunks", **harness.POSITIVE, help=why)
-    schedules.flags(g)
+    receipts.pipeline.flags(g)
     args = parser.parse_args()
     harness.check_plot(args)
     if args.compare:
-        return schedules.compare(make, args, list(SCHEDULES))
+        return receipts.pipeline.compare(make, args, list(SCHEDULES))
     args.schedule = args.schedule or "1f1b"
     config = harness.configure(args)
     harness.check_batch(args, 1)
-    proof.launch(demo, args, check=lambda world: schedules.of_flags(make, args, config, world))
+    of_flags = receipts.pipeline.of_flags
+    proof.launch(demo, args, check=lambda world: of_flags(make, args, config, world))
 
 
 def demo(run):
     args, config, rank, ranks = run.args, run.config, run.rank, run.world
-    schedule = schedules.of_flags(make, args, config, ranks)
+    schedule = receipts.pipeline.of_flags(make, args, config, ranks)
     stages, last, links = schedule.stages(rank), schedule.last, make_links()
     ends = dist.new_group(sorted({schedule.owner[0], schedule.owner[last]}))
     open_links(schedule, links, run.device)
     run.groups(down=links[:2], up=links[2:], tied=ends)  # down: activations, up: gradients
-    layers = schedules.stage_layers(config, last + 1)
+    layers = receipts.pipeline.stage_layers(config, last + 1)
     parts = harness.split(run.meta_model, layers, stages, ends)
     model = run.fill(harness.Stages(parts))
     parameters = list(model.parameters())
     optimizer = harness.make_optimizer(parameters, args)
     shape = (args.batch // args.microbatches, config.context, config.width)
-    stopwatch = schedules.Stopwatch(run.device, parameters)
+    stopwatch = receipts.pipeline.Stopwatch(run.device, parameters)
 
     for step in run.steps(optimizer):
         batches = run.microbatches(step)
@@ -771,7 +772,7 @@ def demo(run):
         optimizer.step()
         run.log(loss, norm)
 
-    return schedules.receipt(run, schedule, layers, shape, stopwatch)
+    return receipts.pipeline.receipt(run, schedule, layers, stopwatch)
 
 
 if __name__ == "__main__":

@@ -320,7 +320,8 @@ def parallelize(model, group, keep=True):
 
 import harness
 import proof
-from receipts import tensor_parallel as tensor_bytes
+import receipts.sequence_parallel
+from receipts.formulas import Group, scatter_operation, sizes_of
 
 
 def main():
@@ -334,7 +335,7 @@ def main():
 
     def check(world):
         tensor_parallel.check_heads(config, world)
-        tensor_bytes.check_padding(config, world)
+        receipts.sequence_parallel.check_padding(config, world)
 
     proof.launch(demo, args, check=check)
 
@@ -358,7 +359,10 @@ def demo(run):
         harness.clip(parameters, norm, args.grad_clip)
         optimizer.step()
         run.log(loss, norm)
-    sent, held, notes = tensor_bytes.sequence_parallel(run, model, keep)
+    sizes = sizes_of(args, run.config, tp=run.world, sp=True, gather_again=not keep)
+    ranks, scatter = Group("tp", run.world), scatter_operation(group)
+    sent, held = receipts.sequence_parallel.expected(sizes, ranks, scatter)
+    notes = [receipts.sequence_parallel.kept_by_a_block(run, model, sizes)]
     return run.receipt({"tp": run.world, "sp": run.world}, sent, held, notes)
 
 

@@ -379,7 +379,8 @@ def parallelize(model, group):
 
 import harness
 import proof
-from receipts import tensor_parallel as tensor_bytes
+import receipts.tensor_parallel
+from receipts.formulas import Group, sizes_of
 
 
 def main():
@@ -408,7 +409,8 @@ def demo(run):
         harness.clip(parameters, norm, args.grad_clip)
         optimizer.step()
         run.log(loss, norm)
-    sent, held = tensor_bytes.tensor_parallel(run)
+    sizes = sizes_of(args, run.config, tp=run.world)
+    sent, held = receipts.tensor_parallel.expected(sizes, Group("tp", run.world))
     return run.receipt({"tp": run.world}, sent, held)
 
 

@@ -40,12 +40,12 @@ import harness
 import model as gpt
 import pipeline
 import proof
+import receipts.pipeline
+import receipts.train
 import sequence_parallel
 import tensor_parallel
 import trainer.islands as islands
 from harness import zero_flags
-from receipts import pipeline as schedules
-from receipts import train as formulas
 from receipts.expert_parallel import RowCounter
 from simulator import planner
 from trainer import faults, pretrained, recording, sampling, saving, tracking, validation
@@ -170,7 +170,7 @@ def build(run, schedule, groups):
     """This rank's stages of the model, cut on the meta device: no memory, no weights yet."""
     args, tp, cp = run.args, groups["tp"], groups["cp"]
     stages = schedule.stages(dist.get_rank(groups["pp"]))
-    layers = schedules.stage_layers(run.config, schedule.last + 1)
+    layers = receipts.pipeline.stage_layers(run.config, schedule.last + 1)
     parts = harness.split(run.meta_model, layers, stages, groups["tied"])
     for part in parts.values():
         if args.sp:
@@ -397,8 +397,12 @@ def train(run, schedule=None, watch=contextlib.nullcontext, cold=True):
     if only_sample:
         return int(not exported)
     length = len(places(args, run.config.context, dist.get_rank(groups["cp"])))
-    expected = formulas.expected(run, model, optimizer, schedule, groups, length, travelled)
-    return run.receipt(*outer.expected(*expected)) or int(not exported)
+    rows = receipts.train.expected(args, run.config, schedule, groups, length, travelled)
+    notes = []
+    if args.zero == 3:
+        notes.append(f"ZeRO: gathered weights at the peak {run.ledger.gathered_peak:,} bytes")
+    rows = outer.expected(receipts.train.layout(args), *rows, notes)
+    return run.receipt(*rows) or int(not exported)
 
 
 def open_groups(groups, device):

@@ -747,8 +747,8 @@ def ZeRO(model, group, stage, optimizer, microbatches=1, **options):
 
 import harness
 import proof
+import receipts.zero
 from harness import zero_flags
-from receipts import zero as zero_bytes
 
 
 def flags():
@@ -765,7 +765,7 @@ def flags():
 def main():
     args = flags().parse_args()
     if args.fit:
-        return zero_bytes.fit(ZeRO, range(4) if args.stage is None else [args.stage])
+        return receipts.zero.fit(ZeRO, range(4) if args.stage is None else [args.stage])
     args.stage = 3 if args.stage is None else args.stage
     zero_flags.check(args, args.stage)
     harness.configure(args)
@@ -794,7 +794,7 @@ def demo(run):
         zero.clip(norm, args.grad_clip)
         zero.step()
         run.log(loss, norm)
-    return run.receipt(*zero_bytes.receipt(run, zero))
+    return run.receipt(*receipts.zero.of_demo(run))
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ if not __package__:  # run as a script: python benchmarks/why.py
 import math
 
 import harness
-from receipts import formulas
+from receipts import zero
 
 YEAR = 365.25 * 86400
 
@@ -41,7 +41,7 @@ def flags():
 def report(args):
     """Print the numbers."""
     weights = 2 * args.parameters / 1e9
-    each = sum(formulas.model_states(0, 1))
+    each = sum(zero.model_states(0, 1))
     states = each * args.parameters / 1e9
     seconds = args.flop / (args.tflops * 1e12)
     sharing = f"on {args.gpus:,} GPUs, if ideal"

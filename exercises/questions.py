@@ -7,8 +7,9 @@ from typing import Callable, NamedTuple
 from harness import presets
 from harness.start import Refused
 from receipts import collectives as network
-from receipts import formulas
+from receipts import context_parallel, tensor_parallel, zero
 from receipts import pipeline as schedules
+from receipts.formulas import Group, Sizes, activation_bytes, all_reduce_sent
 
 NEAR = 0.02  # relative difference of an answer that counts as right
 UNITS = {
@@ -47,6 +48,18 @@ def bubble(name, stages_a_rank):
     return wait / (works + wait)
 
 
+def tensor_parallel_sent():
+    blocks = Sizes(LLAMA, 1, 8192, e=2, tp=8, embedding=False, head=False)
+    sent, _ = tensor_parallel.expected(blocks, Group("tp", 8))
+    return sent["all_reduce", "tp"][0]
+
+
+def ring_sent():
+    block = Sizes(LLAMA, 1, 131072 // 8, e=2, layers=(range(1),))
+    sent, _ = context_parallel.expected(block, Group("cp", 8), "ring", None, "reduce_scatter")
+    return sent["send", "cp"][0]
+
+
 LLAMA, XL = presets.configure("llama3-8b"), presets.configure("gpt2-xl")
 MIXTRAL = presets.configure("mixtral-8x7b")
 QUESTIONS = [
@@ -54,18 +67,18 @@ QUESTIONS = [
         "A model of 7e9 parameters trains with Adam, weights and gradients in 16 bits, on 32 ranks."
         " How much does ZeRO stage 2 hold on each, without activations?",
         "GB",
-        lambda: 7e9 * sum(formulas.model_states(2, 32)),
+        lambda: 7e9 * sum(zero.model_states(2, 32)),
     ),
     Question(
         "64 ranks have 80 GB each. How many parameters can ZeRO stage 3 train there (16 bits,"
         " Adam), if nothing but the model's states needed memory?",
         "",
-        lambda: 80e9 / sum(formulas.model_states(3, 64)),
+        lambda: 80e9 / sum(zero.model_states(3, 64)),
     ),
     Question(
         "What does each of 8 ranks send in a ring all-reduce of 1 GB?",
         "GB",
-        lambda: formulas.all_reduce_sent(1e9, 8),
+        lambda: all_reduce_sent(1e9, 8),
     ),
     Question(
         "How long does a ring all-reduce of 1 MB take on 1024 ranks, if each round costs 5 us and"
@@ -77,13 +90,13 @@ QUESTIONS = [
         "Llama 3 8B (32 blocks, width 4096) in 16 bits, tensor-parallel on 8 ranks. What does a"
         " rank send for its blocks, forward and backward, for 8192 tokens?",
         "GB",
-        lambda: formulas.tensor_parallel_sent(LLAMA, 8, 8192, 2, LLAMA.layers, False, False),
+        tensor_parallel_sent,
     ),
     Question(
         "GPT-2 XL (48 blocks, width 1600) trains on one sequence of 1024 tokens in 16 bits, with"
         " flash attention and without dropout. What do its blocks keep for backward?",
         "GB",
-        lambda: XL.layers * formulas.activation_bytes(XL, 1, 2),
+        lambda: activation_bytes(Sizes(XL, 1, 1024, e=2)),
     ),
     Question(
         "1F1B on 4 stages with 8 micro-batches: what share of the step does a rank wait?",
@@ -99,14 +112,14 @@ QUESTIONS = [
         "From how many tokens a rank does ring attention hide its messages for Llama 3 8B (32"
         " heads, 8 kv-heads) in 16 bits, at 400e12 FLOP/s and links of 50 GB/s?",
         "",
-        lambda: formulas.ring_hides_from(LLAMA, 2, 400e12, 50e9),
+        lambda: context_parallel.hides_from(LLAMA, 2, 400e12, 50e9),
     ),
     Question(
         "A ring of 8 ranks attends to one sequence of 131,072 tokens: Llama 3 8B (8 kv-heads of"
         " 128), 16 bits, gradients summed in 32. What does a rank send for one block, forward and"
         " backward?",
         "GB",
-        lambda: formulas.context_parallel_sent("ring", 8, 1, 1, 16384, 32, 8, 128, 2)["send"],
+        ring_sent,
     ),
     Question(
         "How many tokens a second is 40% of a GPU of 989e12 FLOP/s, for Llama 3 8B with a context"

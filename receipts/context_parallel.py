@@ -18,7 +18,8 @@ from harness.plots import plot_flag, pyplot, save
 from harness.start import Refused
 from proof.ledger import human
 from proof.tolerance import TOLERANCE
-from receipts.formulas import activation_bytes, all_reduce_sent, context_parallel_sent
+from receipts import ddp
+from receipts.formulas import Group, add, held, scatter_operation, sizes_of, summed
 
 GENERATED = 16  # tokens after the prompt
 
@@ -108,61 +109,58 @@ def make_groups(run):
 # --- the receipt
 
 
-def expected(run, parameters, tokens, tile):
-    """The receipt's (layout, sent, held, notes) of a training step.
-
-    tokens: of a rank, with padding. tile: visible_tile."""
-    args, c, n = run.args, run.config, run.world
-    shape = grid(args.kind, n, args.rings)
-    layout = {"cp": n, "kind": args.kind, "ring": shape[0], "ulysses": shape[1]}
-    sent = expected_sent(run, args.kind, *shape, tokens)
-    size = sum(p.numel() for p in parameters) * run.dtype.itemsize
-    reduced, text = size + 8, "2 r P e, and the loss, 8 bytes"
-    if c.experts and c.balance_loss:  # the routers' sums over sequences, 32 bits at least
-        elements = c.layers * args.batch * (2 * c.experts + 1)
-        reduced += elements * max(run.dtype.itemsize, 4)
-        text += ", and the routers' sums"
-    sent["all_reduce", "cp"] = all_reduce_sent(reduced, n), text
-    held = run.states(size, "P e") | expected_activations(run, tokens)
-    zigzag = not args.contiguous and args.kind != "ulysses"
-    return layout, sent, held, notes(tile, *shape, c.context, tokens, zigzag)
-
-
-def expected_sent(run, kind, ring, ulysses, tokens):
-    """{(operation, group): (bytes a step, formula as text)} of attention in all blocks.
-
-    tokens: of a rank, with padding. The groups are "ring" and "ulysses" for kind ring-ulysses, else
-    "cp"."""
-    texts = {
-        "send": "(4 r e + 2 a) B T C_kv a block: K and V twice, dK and dV",
-        "all_gather": "2 r B T C_kv e a block",
-        "reduce_scatter": "2 r B T C_kv a a block",
-        "all_to_all": "4 r (B T / N) (C + C_kv) e a block",
-    }
-    groups = dict.fromkeys(texts, "cp")
-    if kind == "ring-ulysses":
-        groups |= {"send": "ring", "all_to_all": "ulysses"}
-        texts["send"] = f"(4 r e + 2 a) B T C_kv / U a block; R = {ring}, r = (R-1)/R"
-        texts["all_to_all"] += f"; U = {ulysses}, r = (U-1)/U"
-    c = run.config
-    heads = c.heads, c.kv_heads, c.width // c.heads
-    sizes = run.args.batch, tokens, *heads, run.dtype.itemsize
-    backend, per_block = dist.get_backend(), context_parallel_sent(kind, ring, ulysses, *sizes)
+def expected(sizes, group, kind, rings, scatter):
+    """(sent, held). scatter: the operation that a reduce-scatter is counted as."""
+    config, e = sizes.config, sizes.e
+    ring, ulysses = grid(kind, group.ranks, rings)
+    names = ("ring", "ulysses") if kind == "ring-ulysses" else (group.name, group.name)
+    tokens, kv_heads = sizes.sequences * sizes.length, config.kv_heads // sizes.tp
+    head_size, forwards = config.width // config.heads, sizes.forwards
     sent = {}
-    for operation, size in per_block.items():
-        if size:
-            # gloo's own reduce-scatter sends twice the bytes, so an all-to-all takes its place
-            exchanged = operation == "reduce_scatter" and backend == "gloo"
-            name = "all_to_all" if exchanged else operation
-            sent[name, groups[operation]] = c.layers * size, texts[operation]
-    return sent
+    if ulysses > 1:
+        copies = ulysses // math.gcd(kv_heads, ulysses)
+        heads = 2 * config.heads // sizes.tp + 2 * kv_heads * copies  # q and the result, k and v
+        size = (1 - 1 / ulysses) * tokens * heads * head_size * e
+        text = f"4 r (B T / N) (C + C_kv) e a block; U = {ulysses}, r = (U-1)/U"
+        sent["all_to_all", names[1]] = (forwards + 1) * size, text
+        kv_heads = kv_heads * copies // ulysses
+        tokens *= ulysses
+    kv = 2 * tokens * kv_heads * head_size  # elements of keys and values
+    if kind in ("ring", "ring-ulysses") and ring > 1:
+        text = f"(4 r e + 2 a) B T C_kv a block: K and V twice, dK and dV; R = {ring}, r = (R-1)/R"
+        if ulysses > 1:
+            text = text.replace("C_kv", "C_kv / U")
+        keys_and_values = (forwards + 1) * (ring - 1) * kv * e
+        sent["send", names[0]] = keys_and_values + ring * kv * sizes.exact, text
+    if kind == "gather":
+        sent["all_gather", names[0]] = forwards * (ring - 1) * kv * e, "2 r B T C_kv e a block"
+        sent[scatter, names[0]] = (ring - 1) * kv * sizes.exact, "2 r B T C_kv a a block"
+    sent = {key: (sizes.blocks * size, text) for key, (size, text) in sent.items()}
+    if config.experts and config.balance_loss:
+        layers = forwards * sizes.blocks * sizes.sequences
+        sums = layers * (2 * config.experts + 1) * sizes.exact
+        sent |= summed(group, sums, "the routers' sums over sequences")
+    return sent, held(sizes, activations="1/N of one process's")
 
 
-def expected_activations(run, tokens):
-    """The receipt's row of activations, with `tokens` of each sequence on this rank."""
-    c, sequences = run.config, run.args.batch // run.args.microbatches
-    whole = c.layers * activation_bytes(c, sequences, run.dtype.itemsize)
-    return {"activations_peak": (whole * tokens / c.context, "1/N of one process's")}
+def of_demo(run, tokens, tile):
+    """(layout, sent, held, notes) of the demo's receipt. Gradients are summed as by ddp.py.
+
+    tokens: of a rank, with padding. tile: context_parallel.visible_tile."""
+    args, group = run.args, Group("cp", run.world)
+    sizes = sizes_of(args, run.config, length=tokens)
+    sent, held = expected(sizes, group, args.kind, args.rings, scatter_operation(dist.group.WORLD))
+    sent = add(ddp.expected(sizes, group)[0], sent)
+    ring, ulysses = grid(args.kind, run.world, args.rings)
+    layout = {"cp": run.world, "kind": args.kind, "ring": ring, "ulysses": ulysses}
+    zigzag = not args.contiguous and args.kind != "ulysses"
+    return layout, sent, held, notes(tile, ring, ulysses, run.config.context, tokens, zigzag)
+
+
+def hides_from(config, e, flops, bandwidth):
+    """From how many tokens a rank a tile of ring attention takes longer than the transfer of the
+    next keys and values: flops a second on each rank, `bandwidth` bytes a second between them."""
+    return config.kv_heads / config.heads * e * flops / bandwidth
 
 
 def work(tile, rank, ring, tokens, zigzag=True):

@@ -1,10 +1,10 @@
-"""The flags of ddp.py's demo, and what its receipt is held against."""
+"""The flags of ddp.py's demo, and what its ranks send and hold: 2 r P e, however it is summed."""
 
 from harness.flags import POSITIVE, check_batch
 from harness.start import Refused
 from proof.receipt import Count
-from receipts import collectives as network
-from receipts.formulas import activation_bytes, data_parallel_sent
+from receipts import collectives
+from receipts.formulas import SCALAR, add, held, parameters_of, summed
 
 
 def flags(parser):
@@ -25,42 +25,44 @@ def check(args, world):
     check_batch(args, world)
 
 
-def expected(run, parameters, sync, servers):
-    """(sent, held, notes, role) of a training step: see Run.receipt. sync: the demo's DDP. servers:
-    its parameter servers, or None."""
-    args, n = run.args, run.world
-    size = sum(p.nbytes for p in parameters)
-    held = run.states(size, "P e")
-    share, role = None, None  # share: bytes that this rank serves
-    if servers:
-        role = "a server" if servers.mine else "a worker"
-        share = sum(p.nbytes for p in servers.mine)
-        moments = 2 if args.optimizer == "adamw" else 0
-        held["optimizer"] = moments * share, f"{moments} x what it serves"
-    sequences = args.batch // n // args.microbatches
-    blocks = run.config.layers * activation_bytes(run.config, sequences, run.dtype.itemsize)
-    held["activations_peak"] = blocks, "what backward needs of the blocks"
-    notes = []
+def expected(sizes, group, copies=None, scalars=1, by_torch=True):
+    """(sent, held). copies: the ranks with the same experts as this one, if experts have fewer
+    copies than the rest. scalars: how many numbers are summed beside: the loss. by_torch: whether
+    torch.distributed sums the gradients; the messages of another all-reduce have no formula."""
+    own = sizes.parameters()
+    common = own if copies is None else sizes.parameters(experts=0)
+    sent = summed(group, scalars * SCALAR, "the loss, 8 bytes")
+    if by_torch:
+        sent = add(summed(group, common * sizes.reduced, "2 r P e"), sent)
+    if copies is not None:
+        sent |= summed(copies, (own - common) * sizes.reduced, "2 r P e of experts")
+    return sent, held(sizes)
+
+
+def notes(args, sizes, group, buckets, early):
+    """Lines of the receipt. buckets: how many there are. early: how many of them started during
+    backward."""
+    lines = []
+    parameters = [p.elements * sizes.e for p in parameters_of(sizes)]
     if args.all_reduce != "torch":
-        most = network.formulas(n, size)[args.all_reduce].sent
-        notes.append(f"a {args.all_reduce} all-reduce sends at most {most:,.0f} bytes a rank")
-    buckets = bucket_count(parameters, args.bucket_mb * 2**20)
+        cost = collectives.formulas(group.ranks, sum(parameters))[args.all_reduce]
+        lines.append(f"a {args.all_reduce} all-reduce sends at most {cost.sent:,.0f} bytes a rank")
+    due = bucket_count(parameters, args.bucket_mb * 2**20)
     if args.sync == "bucketed":
-        notes.append(Count(f"{len(sync.buckets)} buckets", len(sync.buckets), buckets))
+        lines.append(Count(f"{buckets} buckets", buckets, due))
     if args.sync == "overlapped":
-        text = f"{sync.early} of {len(sync.buckets)} buckets started during backward"
+        text = f"{early} of {buckets} buckets started during backward"
         # Backward fills all of them, but for an expert's without tokens
-        notes.append(Count(text, sync.early, None if run.config.experts else buckets))
-    sent = data_parallel_sent(args.all_reduce, size, n, share)
-    return sent, held, notes, role
+        lines.append(Count(text, early, None if sizes.config.experts else due))
+    return lines
 
 
 def bucket_count(parameters, bucket_bytes):
     """How many buckets of at most so many bytes hold the parameters, from the last to the first. A
     larger parameter has its own."""
     count, filled = 0, bucket_bytes
-    for p in reversed(parameters):
-        filled += p.nbytes
+    for size in reversed(parameters):
+        filled += size
         if filled > bucket_bytes or count == 0:
-            count, filled = count + 1, p.nbytes
+            count, filled = count + 1, size
     return count

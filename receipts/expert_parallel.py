@@ -13,11 +13,11 @@ import torch.distributed as dist
 
 from harness.flags import real
 from harness.plots import check_plot, plot_flag, pyplot, save
-from harness.presets import parameters_held
 from harness.start import Refused
 from proof.ledger import human
 from proof.receipt import Count
-from receipts.formulas import activation_bytes, all_reduce_sent
+from receipts import ddp
+from receipts.formulas import SCALAR, Group, add, held, sizes_of, summed
 
 # --- flags
 
@@ -52,6 +52,28 @@ def check_chunks(flag, chunks, args, config):
     tokens = args.batch // args.microbatches * config.context
     if chunks > tokens:
         raise Refused(f"{flag} {chunks}, but a micro-batch has {tokens:,} tokens: use fewer")
+
+
+# --- what a rank sends and holds
+
+
+def experts_here(config, group):
+    """How many experts a rank has. Where they don't divide, the first ranks have one more."""
+    each, more = divmod(config.experts, group.ranks)
+    return each + 1 if group.rank < more else each
+
+
+def expected(sizes, group, travelled, chunks, scalars=0):
+    """(sent, held). travelled: rows that went to other ranks' experts and came back from them, in
+    all forwards. scalars: how many numbers are summed beside: the norm."""
+    config, passes = sizes.config, sizes.forwards + 1
+    forwards = sizes.forwards * sizes.blocks * sizes.microbatches
+    counts = forwards * chunks * (config.experts - experts_here(config, group)) * 8
+    rows = passes * travelled // sizes.forwards
+    text = f"{passes} (rows out + rows in) C e, and the counts"
+    sent = {("all_to_all", group.name): (rows * config.width * sizes.e + counts, text)}
+    sent |= summed(group, scalars * SCALAR, "the norm")
+    return sent, held(sizes, "(P_common + experts here) e", "the blocks', if routing were even")
 
 
 # --- what is measured
@@ -193,28 +215,15 @@ class Report:
         if self.run.args.plot and self.run.rank == 0:
             plot(self.run.args.plot, load.cpu(), self.sizes)
 
-    def expected(self):
-        """What this rank should send and hold, and further lines: see Run.receipt."""
-        args, config, n = self.run.args, self.run.config, self.run.world
-        e, own = self.run.dtype.itemsize, self.sizes[self.run.rank]
-        exchanges = config.layers * args.microbatches * args.chunks
-        counts = exchanges * (config.experts - own) * 8
-        common = parameters_held(config, 1, config.layers, experts=0) * e
-        sent = {
-            ("all_to_all", "ep"): (
-                2 * self.travelled * config.width * e + counts,
-                "2 (rows out + rows in) C e, and the counts",
-            ),
-            ("all_reduce", "ep"): (
-                all_reduce_sent(common + 16, n),
-                "2 r P_common e; loss and norm, 8 bytes each",
-            ),
-        }
-        parameters = parameters_held(config, 1, config.layers, experts=own) * e
-        held = self.run.states(parameters, "(P_common + experts here) e")
-        activations = activation_bytes(config, args.batch // n // args.microbatches, e)
-        held["activations_peak"] = config.layers * activations, "the blocks', if routing were even"
-        return sent, held, self.notes()
+    def of_demo(self):
+        """(sent, held, notes) of the receipt. Other gradients are summed as by ddp.py."""
+        args, group = self.run.args, Group("ep", self.run.world, self.run.rank)
+        own = experts_here(self.run.config, group)
+        sizes = sizes_of(args, self.run.config, group.ranks, experts=own)
+        sent, held = expected(sizes, group, self.travelled, args.chunks)
+        alone = Group("copies", 1)  # an expert has no other copy
+        sums = ddp.expected(sizes, group, alone, scalars=2)[0]
+        return add(sums, sent), held, self.notes()
 
     def notes(self):
         args, config, n = self.run.args, self.run.config, self.run.world

@@ -1,18 +1,99 @@
-"""What each technique sends and holds by the papers, for model.py's GPT with all of its options.
+"""What formulas of several lessons share: the sizes of a step, its activations, sums over ranks.
 
-The receipts show these figures beside what was measured. Letters: P parameters, e bytes an element,
-C width, T tokens of a sequence, n or t ranks, r = (n-1)/n. The formula of a lesson's plain case
-stands in its docstring; docs/ has the sources.
+Each lesson's file has a function
+
+    expected(sizes, group, ...) -> (sent, held)
+
+    sent    {(operation, group's name): (bytes that this rank sends in a step, formula as text)}
+    held    {kind: (bytes that it holds, formula as text)}
+
+which the lesson's demo and receipts/train.py call alike. Letters: P parameters, e bytes an element,
+B sequences of T tokens, C the width, V the vocabulary, r = (n-1)/n on n ranks.
 """
 
-import math
+from dataclasses import dataclass
+from typing import NamedTuple
 
-from harness.presets import ceil
+import torch.distributed as dist
 
+from harness.flags import DTYPES
+from harness.presets import ceil, parameter_shapes, parameters_held
+from model import Config
+
+SCALAR = 8  # bytes: the loss and the squared norm are summed as one float64 each
 WHOLE_BLOCKS = ("half", "block")  # kinds of recomputation that repeat a block's messages
 
 
-# --- data parallelism
+class Group(NamedTuple):
+    """A process group, as far as a formula knows it: its name in the receipt, its size, and which
+    of its ranks this one is."""
+
+    name: str
+    ranks: int
+    rank: int = 0
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What one rank has of a step, in numbers."""
+
+    config: Config
+    sequences: int  # in all of the step's micro-batches
+    length: int  # this rank's tokens of each, padding included
+    microbatches: int = 1
+    e: int = 4  # bytes of an element: of weights and activations,
+    reduced: int = 4  # of a gradient that is summed,
+    master: int = 4  # of what the optimizer steps on
+    moments: int = 2  # that the optimizer keeps of each parameter
+    masters: bool = False  # whether it has a copy of the weights too
+    layers: tuple[range, ...] | None = None  # of each of this rank's stages. None: one has all
+    embedding: bool = True
+    head: bool = True
+    experts: int | None = None  # how many it has, if not all of them
+    tp: int = 1  # ranks that split each layer
+    sp: bool = False  # whether they split the tokens between layers
+    gather_again: bool = False  # and do not keep what they gather
+    recompute: str = "none"
+    in_flight: int | None = None  # blocks x micro-batches that wait for backward. None: all blocks
+
+    @property
+    def stages(self):
+        """The layers of each stage."""
+        return self.layers or (range(self.config.layers),)
+
+    @property
+    def blocks(self):
+        return sum(map(len, self.stages))
+
+    @property
+    def forwards(self):
+        """How often a block's forward runs for each backward."""
+        return 2 if self.recompute in WHOLE_BLOCKS else 1
+
+    @property
+    def exact(self):
+        """Bytes of an element of sums that are too long for 16 bits."""
+        return max(self.e, 4)
+
+    def parameters(self, experts=None):
+        """How many parameters the rank has. experts: as if it had so many."""
+        experts = self.experts if experts is None else experts
+        return parameters_held(
+            self.config, self.tp, self.blocks, self.embedding, self.head, experts
+        )
+
+
+def sizes_of(args, config, ranks=1, **others):
+    """The Sizes of a lesson's step, whose sequences `ranks` ranks share. others: what differs from
+    a whole model and whole sequences in one dtype."""
+    e = DTYPES[args.dtype].itemsize
+    step = {"sequences": args.batch // ranks, "length": config.context}
+    step |= {"microbatches": args.microbatches, "e": e, "reduced": e, "master": e}
+    step["moments"] = 2 if args.optimizer == "adamw" else 0
+    return Sizes(config, **step | others)
+
+
+# --- sums over ranks
 
 
 def all_reduce_sent(size, n):
@@ -21,227 +102,134 @@ def all_reduce_sent(size, n):
     return 2 * (n - 1) / n * size
 
 
-def data_parallel_sent(all_reduce, size, n, share=None):
-    """{(operation, group): (bytes, formula)}: what a rank sends a step for gradients of `size`
-    bytes. all_reduce: as ddp.py's flag. share: with parameter servers, the bytes of the parameters
-    that this rank serves; a worker serves none."""
-    if share is not None:
-        # Weights to all others; gradients to the servers of the rest
-        text = "(N-1) P_s e of weights, (P - P_s) e of gradients; it serves P_s" if share else "P e"
-        if share == size:
-            text = "(N-1) P e"
-        return {
-            ("send", "dp"): ((n - 1) * share + size - share, text),
-            ("all_reduce", "dp"): (all_reduce_sent(16, n), "the loss and the norm, 8 bytes each"),
-        }
-    if all_reduce != "torch":
-        return {("all_reduce", "dp"): (all_reduce_sent(8, n), "the loss, 8 bytes")}
-    return {("all_reduce", "dp"): (all_reduce_sent(size + 8, n), "2 r P e, and the loss, 8 bytes")}
+def summed(group, size, text):
+    """{(operation, group): (bytes, formula)} of an all-reduce."""
+    return {("all_reduce", group.name): (all_reduce_sent(size, group.ranks), text)}
 
 
-def islands_message(numbers, bits, element_size):
-    """Bytes of one message between islands, of a part of the model with so many numbers: two
-    integers, then the numbers as they are (bits None), in bfloat16, or in blocks of 128 with a
-    scale of 4 bytes."""
-    if bits is None:
-        return 16 + numbers * element_size
-    if bits == 16:
-        return 16 + numbers * 2
-    return 16 + ceil(numbers, 128) * (4 + 128 * bits // 8)
+def scatter_operation(group):
+    """What a reduce-scatter over a process group is counted as. On gloo it is made of all-to-alls,
+    because gloo's own sends as many bytes as an all-reduce."""
+    return "all_to_all" if dist.get_backend(group) == "gloo" else "reduce_scatter"
 
 
-def model_states(stage, n, weights=2, gradients=2, states=12):
-    """Bytes a parameter that each of n ranks holds, as (weights, gradients, optimizer states), in a
-    stage of ZeRO: the table of Rajbhandari et al. 2020, section 3."""
-    if stage >= 1:
-        states /= n
-    if stage >= 2:
-        gradients /= n
-    if stage >= 3:
-        weights /= n
-    return weights, gradients, states
+def add(*tables):
+    """One table of several {key: (bytes, formula)}: what has the same key adds up."""
+    total = {}
+    for table in tables:
+        for key, (size, text) in table.items():
+            before, texts = total.get(key, (0, ""))
+            total[key] = before + size, f"{texts}; {text}" if texts else text
+    return total
 
 
-# --- tensor parallelism
+# --- what a rank holds
 
 
-def tensor_parallel_sent(
-    config, t, tokens, element_size, blocks, embedding=True, head=True, recompute="none"
-):
-    """Bytes a rank sends for `tokens` tokens, forward and backward, with ring all-reduces over t
-    ranks.
-
-    Each block has 4 all-reduces of (tokens, C); the embedding has one in forward and the head's
-    input one in backward; the loss has three of (tokens,). A mixture of experts also reduces the
-    gradient of the router's k weights, and shared experts need two more all-reduces, as an MLP.
-    recompute: as of the model; "block" and "half" repeat the all-reduces of a block's
-    forward."""
-    again = sent_again(config) if recompute in WHOLE_BLOCKS else 0
-    all_reduces = (4 + again) * blocks + embedding + head
-    elements = all_reduces * tokens * config.width
-    if config.experts:
-        elements += blocks * tokens * config.top_k
-    if config.experts and config.shared:
-        elements += blocks * tokens * 2 * config.width
-    loss = 3 * tokens * max(element_size, 4) if head else 0
-    return all_reduce_sent(elements * element_size + loss, t)
-
-
-def sent_again(config):
-    """How many all-reduces of a block its recomputation repeats (with sequence parallelism, how
-    many reduce-scatters). Those of its forward except the last one, unless something that follows
-    the last one needs it in backward: dropout does."""
-    times = 1
-    if config.dropout > 0:
-        times += 1
-    if config.experts and config.shared:
-        times += 1
-    return times
-
-
-# --- sequence parallelism
-
-
-def sequence_parallel_sent(
-    config,
-    t,
-    sequences,
-    length,
-    element_size,
-    blocks,
-    embedding=True,
-    head=True,
-    keep=True,
-    recompute="none",
-):
-    """{operation: bytes a rank sends} for `sequences` sequences of `length` tokens, forward and
-    backward. The sum of the partial gradients, once a step, is not in it.
-
-    keep: whether gathered inputs are kept for backward. recompute: as of the model; "selective"
-    gathers kept inputs of products again where it runs their norms again, "block" and "half" repeat
-    the block's forward."""
-    r, exact = (t - 1) / t, max(element_size, 4)
-    padded_length = ceil(length, t) * t
-    whole_block = recompute in WHOLE_BLOCKS
-    # Messages of (tokens, C). A block's attention and its MLP each enter and leave, in forward and
-    # in backward
-    gathers = (4 if keep else 6) * blocks
-    scatters = 4 * blocks
-    if embedding:
-        gathers += 1
-        scatters += 1
-    if head:
-        gathers += 1 if keep else 2
-        scatters += 1
-    # Small messages: a token's k weights and the numbers of its experts, with the tokens
-    routed = sequences * length * config.top_k * blocks if config.experts else 0
-    reduced = 3 * sequences * length * exact if head else 0
-    if config.experts and not keep:
-        gathers -= blocks  # the experts' own entry keeps what it gathers
-    shared = bool(config.experts and config.shared)
-    if shared:
-        gathers += (2 if keep else 3) * blocks
-        scatters += 2 * blocks
-    if config.experts and config.balance_loss > 0:
-        forwards = 2 if whole_block else 1
-        reduced += forwards * blocks * sequences * (2 * config.experts + 1) * exact
-    if whole_block:
-        gathers += (3 if shared else 2) * blocks
-        scatters += sent_again(config) * blocks
-    elif recompute == "selective" and keep:
-        gathers += blocks
-        if config.mlp == "gelu" and (shared or not config.experts):
-            gathers += blocks
-    wide = r * sequences * padded_length * config.width * element_size
-    gathered_routes = r * routed * (element_size + 8) * (2 if whole_block else 1)
+def held(sizes, text="P e", activations="what backward needs of the blocks"):
+    """{kind: (bytes, formula)} of a rank that splits neither weights, gradients nor the optimizer's
+    states with others."""
+    p = sizes.parameters()
     return {
-        "all_gather": gathers * wide + gathered_routes,
-        "reduce_scatter": scatters * wide + r * routed * element_size,
-        "all_reduce": all_reduce_sent(reduced, t),
+        "parameters": (p * sizes.e, text),
+        "gradients": (p * sizes.e, "the same"),
+        "optimizer": (sizes.moments * p * sizes.master, f"{sizes.moments} x the same"),
+        "activations_peak": (activation_bytes(sizes), activations),
     }
 
 
-def partial_parameters(config, blocks, embedding=True, head=True):
-    """How many parameters work on the split stream: norms, row-parallel biases, routers, learned
-    positions."""
-    c = config.width
-    norm = 2 * c if config.norm == "layernorm" else c
-    block = 2 * norm + config.experts * c
-    if config.bias is True:
-        block += c  # attention's output
-    if config.bias is True and (config.shared or not config.experts):
-        block += c  # the MLP's output
-    size = blocks * block
-    if embedding and config.positions == "learned":
-        size += config.context * c
-    if head:
-        size += norm
-    return size
+class Parameter(NamedTuple):
+    name: str
+    elements: int  # of the rank's piece, with padding
+    cut: bool  # whether tensor parallelism cuts it
+    expert: bool
 
 
-# --- context parallelism
+# The dimension that tensor parallelism cuts: an output of the first ones, an input of the others
+CUTS = dict(token=0, out=0, qkv=0, gate=0, up=0, proj=1, down=1)
 
 
-def context_parallel_sent(
-    kind, ring, ulysses, sequences, tokens, heads, kv_heads, head_size, element_size, forwards=1
-):
-    """{operation: bytes a rank sends} by one block for `sequences` sequences, forward and backward.
-
-    tokens: those of a rank, with padding. forwards: 2 if backward runs the block's forward again.
-    The reduce_scatter is an all_to_all on gloo."""
-    sum_size = max(element_size, 4)  # gradients of keys and values are summed in 32 bits at least
-    sent = {"send": 0.0, "all_gather": 0.0, "reduce_scatter": 0.0, "all_to_all": 0.0}
-    if ulysses > 1:
-        copies = ulysses // math.gcd(kv_heads, ulysses)
-        exchanged_heads = 2 * heads + 2 * kv_heads * copies  # q and the result, k and v
-        elements = sequences * tokens * exchanged_heads * head_size
-        sent["all_to_all"] = (forwards + 1) * (1 - 1 / ulysses) * elements * element_size
-        kv_heads = kv_heads * copies // ulysses
-        tokens *= ulysses
-    kv = 2 * sequences * tokens * kv_heads * head_size  # elements of keys and values
-    if kind in ("ring", "ring-ulysses") and ring > 1:
-        keys_and_values = (forwards + 1) * (ring - 1) * kv * element_size
-        sent["send"] = keys_and_values + ring * kv * sum_size  # their gradients come home
-    if kind == "gather":
-        sent["all_gather"] = forwards * (ring - 1) * kv * element_size
-        sent["reduce_scatter"] = (ring - 1) * kv * sum_size
-    return sent
+def parameters_of(sizes):
+    """The rank's Parameters, from the first to the last. A tied matrix comes once."""
+    config, found = sizes.config, []
+    for name, shape in parameter_shapes(config).items():
+        if not has(sizes, name):
+            continue
+        shape, words = list(shape), name.split(".")
+        expert = "experts" in words
+        dimension = CUTS.get(words[-2])
+        if expert:  # (E, out, in)
+            dimension = CUTS[words[-1]] + 1
+            shape[0] = shape[0] if sizes.experts is None else sizes.experts
+        cut = dimension is not None and dimension < len(shape)  # a bias has no inputs
+        elements = 1
+        for i, size in enumerate(shape):
+            elements *= ceil(size, sizes.tp) if cut and i == dimension else size
+        found.append(Parameter(name, elements, cut, expert))
+    return found
 
 
-def ring_hides_from(config, element_size, flops, bandwidth):
-    """From how many tokens a rank a tile of ring attention takes longer than the transfer of the
-    next keys and values: flops a second on each rank, `bandwidth` bytes a second between them."""
-    return config.kv_heads / config.heads * element_size * flops / bandwidth
+def has(sizes, name):
+    """Whether the rank has a parameter of this name."""
+    part, number, _ = name.split(".", 2)
+    if part == "blocks":
+        return any(int(number) in layers for layers in sizes.stages)
+    if part == "head":
+        return sizes.head
+    return sizes.embedding or sizes.head and sizes.config.tied and number == "token"
 
 
 # --- activations
 
 
-def activation_bytes(config, sequences, element_size, tp=1, recompute="none"):
-    """What backward needs of one block's forward, for `sequences` full contexts: bytes a rank.
+def activation_bytes(sizes):
+    """Bytes that a rank keeps for backward, of the blocks of all micro-batches in flight."""
+    flying = sizes.blocks if sizes.in_flight is None else sizes.in_flight
+    size = flying * block_bytes(sizes, sizes.recompute)
+    if sizes.recompute in WHOLE_BLOCKS:  # the block that runs again has all of its own
+        size += block_bytes(sizes, "none") - block_bytes(sizes, sizes.recompute)
+    return size
+
+
+def block_bytes(sizes, recompute="none"):
+    """Bytes that backward needs of one block's forward, for one micro-batch.
 
     Korthikanti et al. 2022, arXiv:2205.05198, section 4: s b h (10 + 24/t) for a GPT in 16 bits.
     Without the dropout masks, which our model makes again, and the attention scores, which flash
     attention does not keep. Inputs and outputs of both norms are whole; q, k, v, the heads' result
-    and the MLP's hidden values are split. recompute: as of the model."""
-    tokens = sequences * config.context
-    if recompute == "block":  # the block's input
-        return tokens * config.width * element_size
+    and the MLP's hidden values are split. Sequence parallelism splits all of it, but for what it
+    gathers: the norms' outputs, unless they are gathered again."""
+    c, t = sizes.config.width, sizes.tp
+    whole, split, gathered = kept_by_a_block(sizes.config, recompute)
+    if sizes.sp:
+        each = (whole + split) / t
+        if not sizes.gather_again:
+            each += gathered * c * (t - 1) / t
+    else:
+        each = whole + split / t
+    return sizes.sequences // sizes.microbatches * sizes.length * each * sizes.e
+
+
+def kept_by_a_block(config, recompute):
+    """Elements a token: (whole, split by tensor parallelism), and how many of the whole values (C)
+    are inputs of a split product. recompute: as of the model."""
+    c, k = config.width, config.top_k
+    two_products = bool(config.experts) or config.mlp == "swiglu"  # of the MLP's input
+    if recompute == "block":
+        return c, 0, 0
     if recompute == "half":
-        whole, split = half_kept(config)
-        return tokens * (whole + split / tp) * element_size
-    head_size = config.width // config.heads
-    whole = 4 * config.width
+        return *half_kept(config), 0
+    whole, gathered = 4 * c, 2
     hidden = (4 if config.mlp == "swiglu" else 2) * config.hidden
     if recompute == "selective":  # without norms' outputs, and what lies between up and down
-        two_products = config.experts or config.mlp == "swiglu"
-        whole -= config.width if two_products else 2 * config.width
+        gathered = 1 if two_products else 0
+        whole = (3 if two_products else 2) * c
         hidden //= 2
     if config.experts:  # each token's k rows as they go in and come out, and what lies between
-        whole += 3 * config.top_k * config.width
-        hidden *= config.top_k + config.shared
-    split = (2 * config.heads + 2 * config.kv_heads) * head_size + hidden
-    return tokens * (whole + split / tp) * element_size
+        whole += 3 * k * c
+        hidden *= k + config.shared
+    head_size = c // config.heads
+    return whole, (2 * config.heads + 2 * config.kv_heads) * head_size + hidden, gathered
 
 
 def half_kept(config):
@@ -259,3 +247,17 @@ def half_kept(config):
         products += ups * [(0, k * config.hidden)] + [(k * c, 0)]
     kept = [(c, c), *products[::2]]
     return tuple(sum(sizes) for sizes in zip(*kept))
+
+
+# --- islands: moves to receipts/diloco.py
+
+
+def islands_message(numbers, bits, element_size):
+    """Bytes of one message between islands, of a part of the model with so many numbers: two
+    integers, then the numbers as they are (bits None), in bfloat16, or in blocks of 128 with a
+    scale of 4 bytes."""
+    if bits is None:
+        return 16 + numbers * element_size
+    if bits == 16:
+        return 16 + numbers * 2
+    return 16 + ceil(numbers, 128) * (4 + 128 * bits // 8)

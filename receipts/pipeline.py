@@ -20,10 +20,10 @@ import torch.distributed as dist
 
 from harness.outputs import writing
 from harness.plots import plot_flag, pyplot, save
-from harness.presets import parameters_held
+from harness.presets import ceil
 from harness.start import Refused, refusing
 from proof.receipt import Count
-from receipts.formulas import activation_bytes, all_reduce_sent
+from receipts.formulas import SCALAR, Group, held, sizes_of, summed
 
 MOST_ACTIONS = 20_000_000  # of a schedule: 160 bytes and 7 microseconds each
 
@@ -382,12 +382,11 @@ def trace(spans):
     return {"traceEvents": events, "displayTimeUnit": "ms"}
 
 
-def receipt(run, schedule, layers, shape, stopwatch):
+def receipt(run, schedule, layers, stopwatch):
     """Write the receipt of a demo's run, and what --trace and --plot ask for. Returns the exit
     code.
 
-    layers: the range of layers of each stage. shape: (b, T, C), of the activations between stages.
-    stopwatch: this rank's, of the last step."""
+    layers: the range of layers of each stage. stopwatch: this rank's, of the last step."""
     args = run.args
     layout = {"pp": run.world, "schedule": args.schedule, "microbatches": args.microbatches}
     notes = report(run, schedule, layers, stopwatch.spans)
@@ -395,7 +394,19 @@ def receipt(run, schedule, layers, shape, stopwatch):
         wanted = weights_put_off(run.config, schedule[run.rank], layers)
         text = f"gradients of matrices that came in W, on rank {run.rank}: {stopwatch.put_off}"
         notes.append(Count(text, stopwatch.put_off, wanted))
-    return run.receipt(layout, sent(run, schedule, shape), held(run, schedule, layers), notes)
+    stages = schedule.stages(run.rank)
+    sizes = sizes_of(
+        args,
+        run.config,
+        layers=tuple(layers[stage] for stage in stages),
+        embedding=0 in stages,
+        head=schedule.last in stages,
+        in_flight=in_flight(schedule[run.rank], lambda stage: len(layers[stage])),
+    )
+    messages = boundaries(schedule, run.rank)
+    tied = Group("tied", 2 if run.world > 1 else 1)
+    rows = expected(sizes, Group("world", run.world), messages, tied)
+    return run.receipt(layout, *rows, notes)
 
 
 def weights_put_off(config, row, layers):
@@ -413,35 +424,22 @@ def weights_put_off(config, row, layers):
     return count
 
 
-def sent(run, schedule, shape):
-    """Rows of the receipt's `sent`."""
-    config, stages, ranks = run.config, schedule.stages(run.rank), len(schedule)
-    message = torch.Size(shape).numel() * run.dtype.itemsize  # b T C e
-    down, up = (run.args.microbatches * n * message for n in boundaries(schedule, run.rank))
-    text = "m b T C e a boundary to another rank"
-    rows = {
-        ("send", "down"): (down, text),
-        ("send", "up"): (up, text),
-        ("all_reduce", "world"): (all_reduce_sent(16, ranks), "loss and norm"),
-    }
-    if config.tied and (0 in stages) != (schedule.last in stages):
-        size = config.vocab * config.width * run.dtype.itemsize
-        rows["all_reduce", "tied"] = (size, "V C e, first and last stage")
-    return rows
-
-
-def held(run, schedule, layers):
-    """Rows of the receipt's `held`."""
-    config, element_size = run.config, run.dtype.itemsize
-    stages = schedule.stages(run.rank)
-    blocks = sum(len(layers[stage]) for stage in stages)
-    ends = 0 in stages, schedule.last in stages
-    size = parameters_held(config, 1, blocks, *ends) * element_size
-    rows = run.states(size, "blocks of the stages, and the ends' matrices")
-    flying = in_flight(schedule[run.rank], lambda stage: len(layers[stage]))
-    sequences = run.args.batch // run.args.microbatches
-    size = flying * activation_bytes(config, sequences, element_size)
-    return rows | {"activations_peak": (size, "in flight x blocks")}
+def expected(sizes, group, messages, tied=None, scalars=2):
+    """(sent, held). messages: how many activations and gradients this rank sends for each
+    micro-batch, as `boundaries` counts them. tied: the Group of the two ends, if the first and the
+    last stage are on two ranks and share a matrix. scalars: how many numbers are summed over all
+    stages: the loss and the norm."""
+    config, length = sizes.config, sizes.length
+    if sizes.sp:
+        length = ceil(length, sizes.tp)
+    size = sizes.sequences * length * config.width * sizes.e
+    sent = summed(group, scalars * SCALAR, "loss and norm")
+    for name, count in zip(("down", "up"), messages):
+        sent["send", name] = count * size, "m b T C e a boundary to another rank"
+    if tied and config.tied and sizes.embedding != sizes.head:
+        matrix = ceil(config.vocab, sizes.tp) * config.width
+        sent |= summed(tied, matrix * sizes.reduced, "2 r V C e, the tied matrix")
+    return sent, held(sizes, "blocks of the stages, and the ends' matrices", "in flight x blocks")
 
 
 def report(run, schedule, layers, spans):

@@ -1,11 +1,10 @@
-"""ZeRO in bytes: what it sends and holds by the paper, its receipt, the largest models that fit.
+"""What a ZeRO rank sends and holds by the paper (Rajbhandari et al. 2020, sections 3 and 7).
 
-Nothing is imported from zero.py. `zero` is one of its objects; `make` is its function ZeRO.
-r = (N-1)/N, for the N ranks of a group; P parameters (with padding) of e bytes.
+r = (N-1)/N, for the N ranks that split a copy; P parameters, with padding, of e bytes.
 """
 
-import math
-from itertools import pairwise
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -14,80 +13,215 @@ import model as gpt
 from harness import presets
 from harness.blocks import recompute
 from harness.flags import DTYPES
+from harness.presets import ceil
 from harness.start import keep_autograd_forkable
 from proof.ledger import Ledger, lasting, storage_bytes
-from receipts import formulas
+from receipts.formulas import (
+    SCALAR,
+    Group,
+    add,
+    held,
+    parameters_of,
+    scatter_operation,
+    sizes_of,
+    summed,
+)
 
 
-def sent(zero, actions, group=None):
-    """{operation: (bytes this rank sends a step, formula as text)} by the paper, section 7.
-
-    actions: the step's forwards ("F") and backwards ("B"; in two parts: "I", then "W", which
-    completes the gradients) in their order, as (letter, scope): see trainer/composed_zero.py.
-    Two micro-batches one after the other are [("F", 0), ("B", 0)] * 2. Counted are the buckets that
-    `group` shares, by default ZeRO's own. Sums over other groups are not in it.
-    """
-    group = group or zero.group
-    r = 1 - 1 / dist.get_world_size(group)
-    trained = [bucket for bucket in zero.trained if bucket.group is group]
-    gradients = 0
-    for bucket in trained:
-        times = 1
-        if zero.reduce_each:
-            scopes = getattr(bucket, "scopes", (0,))
-            times = sum(kind in "BW" and scope in scopes for kind, scope in actions)
-        gradients += times * padded(bucket) * bucket.gradient.itemsize
-    if zero.stage == 0:
-        return {"all_reduce": (2 * r * gradients, "2 r P e")}
-    direct = zero.reduce_scatter.__name__ == "DirectReduceScatter"
-    name = "all_to_all" if direct else "reduce_scatter"
-    text = "r P e a micro-batch" if zero.reduce_each else "r P e"
-    if zero.stage < 3:
-        weights, gathers = sum(padded(b) * b.flat.itemsize for b in trained), "r P e"
-    else:
-        outside = [bucket.flat.nbytes for bucket in trained if not hasattr(bucket, "users")]
-        weights = gathered(zero, actions, group) + sum(outside)
-        each = "forward and a backward" if zero.reshard else "micro-batch"
-        gathers = f"r P e a {each}, less a unit that stays; a tied matrix twice"
-    return {name: (r * gradients, text), "all_gather": (r * weights, gathers)}
+def model_states(stage, n, weights=2, gradients=2, states=12):
+    """Bytes a parameter that each of n ranks holds, as (weights, gradients, optimizer states), in a
+    stage of ZeRO: the table of the paper's section 3."""
+    if stage >= 1:
+        states /= n
+    if stage >= 2:
+        gradients /= n
+    if stage >= 3:
+        weights /= n
+    return weights, gradients, states
 
 
-def sent_to_copies(zero, copies_group):
-    """(bytes, formula as text) of the all-reduce of shards over the ranks with the same ones."""
-    shards = 0
-    for bucket in zero.trained:
-        if bucket.copies_group is copies_group:
-            shards += padded(bucket) // bucket.ranks * bucket.gradient.itemsize
-    text = "2 r P/N e, r of the copies"
-    return formulas.all_reduce_sent(shards, dist.get_world_size(copies_group)), text
+class Split(NamedTuple):
+    """The ranks that hold the same weights."""
+
+    inside: Group  # those that split a copy
+    across: Group | None = None  # those with the same shards, of other copies
 
 
-def padded(bucket):
-    """The elements that a bucket must have: its parameters', up to a multiple of its ranks."""
-    elements = sum(p.numel() for p in bucket.parameters)
-    return -(-elements // bucket.ranks) * bucket.ranks
+def expected(sizes, stage, flags, scatter, passes, splits, partial=()):
+    """(sent, held).
+
+    flags     bucket_mb, reduce_once, keep_gathered and offload, as of zero.py and train.py
+    scatter   the operation that a reduce-scatter is counted as
+    passes    [(kind, stage)] of the rank's forwards ("F") and backwards ("B"; in two parts: "I",
+              then "W", which completes the gradients) in their order
+    splits    the Split of all weights; or that of most, and that of the experts
+    partial   Groups over which gradients are partial sums after backward"""
+    sent, buckets = {}, buckets_of(sizes, stage, flags, splits)
+    each = stage >= 2 and not flags.reduce_once
+    gathers = [1] * len(buckets)
+    text = "r P e"
+    if stage == 3:
+        gathers, _ = gathered(sizes, buckets, passes, not flags.keep_gathered)
+        action = "micro-batch" if flags.keep_gathered else "forward and a backward"
+        text = f"r P e a {action}, less a unit that stays; a tied matrix twice"
+    for split in splits:
+        gradients = weights = shards = 0
+        for bucket, times in zip(buckets, gathers):
+            if bucket.split is split:
+                completed = [1 for kind, at in passes if kind in "BW" and at in bucket.stages]
+                gradients += bucket.size * (len(completed) if each else 1)
+                weights += bucket.size * times
+                shards += bucket.length
+        if stage == 0:
+            sent |= summed(split.inside, gradients * sizes.reduced, "2 r P e")
+            continue
+        name, r = split.inside.name, 1 - 1 / split.inside.ranks
+        reduced = "r P e a micro-batch" if each else "r P e"
+        sent[scatter, name] = r * gradients * sizes.reduced, reduced
+        sent["all_gather", name] = r * weights * sizes.e, text
+        if split.across:
+            sent |= summed(split.across, shards * sizes.reduced, "2 r P/N e, r of the copies")
+    for group in partial:
+        shards = sum(bucket.length for bucket in buckets if bucket.partial == group.name)
+        sent |= summed(group, shards * sizes.reduced, "2 r P/N e of partial sums")
+    return sent, held(sizes) | states_held(sizes, stage, flags, buckets)
 
 
-def gathered(zero, actions, group):
-    """Bytes gathered in stage 3. Each use of a unit gathers the buckets that are not there. A
-    forward leaves its last unit for the action that follows (without `reshard` all units, for
-    their backward)."""
-    total, users, left = 0, {bucket: set() for bucket in zero.buckets}, None
-    units_of_scopes = getattr(zero, "units_of_scopes", [zero.units])
+def states_held(sizes, stage, flags, buckets):
+    """{kind: (bytes, formula)} of weights, gradients and the optimizer's states."""
+    copies, states = sizes.moments + sizes.masters, [0, 0, 0]
+    for bucket in buckets:
+        elements = sizes.e, sizes.reduced, copies * sizes.master
+        each = model_states(stage, bucket.ranks, *elements)
+        states = [total + bucket.size * size for total, size in zip(states, each)]
+        states[2] -= bucket.padding * sizes.moments * sizes.master  # padding has no moments
+    rows, kinds = {}, (("parameters", 3), ("gradients", 2), ("optimizer", 1))
+    for (kind, first), size in zip(kinds, states):
+        rows[kind] = size, "P e / N" if stage >= first else "P e"
+    place = ", on the host" if flags.offload else ""
+    size, text = rows["optimizer"]
+    rows["optimizer"] = size, f"{copies} {text}{place}"
+    return rows
+
+
+# --- buckets
+
+
+@dataclass
+class Bucket:
+    """Parameters that are split as one flat tensor."""
+
+    split: Split
+    ranks: int  # that split it
+    stages: tuple  # of this rank's pipeline stages, those whose backward fills it
+    units: tuple  # that gather it in stage 3
+    partial: str | None  # the group over which its gradient is a partial sum
+    elements: int = 0
+
+    @property
+    def length(self):
+        """Elements of a shard."""
+        return ceil(self.elements, self.ranks)
+
+    @property
+    def size(self):
+        """Elements, with the padding that makes all shards equal."""
+        return self.length * self.ranks
+
+    @property
+    def padding(self):
+        """Elements of this rank's shard that belong to no parameter."""
+        before = self.split.inside.rank * self.length if self.ranks > 1 else 0
+        return self.length - min(max(self.elements - before, 0), self.length)
+
+
+def buckets_of(sizes, stage, flags, splits):
+    """The Buckets of a rank: parameters of one kind, from the last to the first, of at most
+    --bucket-mb (with 4 bytes an element), in stage 3 of any size."""
+    most = float("inf") if stage == 3 else int(flags.bucket_mb * 2**20) // 4
+    buckets, latest, room = [], {}, {}
+    for parameter in reversed(parameters_of(sizes)):
+        split = splits[-1] if parameter.expert else splits[0]
+        stages, units = places_of(sizes, parameter.name)
+        partial = None
+        if is_half_of_a_tie(sizes, parameter.name):
+            partial = "tied"
+        elif sizes.sp and not parameter.cut:
+            partial = "tp"
+        kind = splits.index(split), stages, units if stage == 3 else (), partial
+        if parameter.elements > room.get(kind, -1):
+            latest[kind] = Bucket(split, split.inside.ranks if stage else 1, *kind[1:])
+            room[kind] = most
+            buckets.append(latest[kind])
+        latest[kind].elements += parameter.elements
+        room[kind] -= parameter.elements
+    return buckets
+
+
+def is_half_of_a_tie(sizes, name):
+    """Whether another pipeline stage has the same matrix, at the other end of the model."""
+    one_end = sizes.embedding != sizes.head
+    return name == "embed.token.weight" and sizes.config.tied and one_end
+
+
+def places_of(sizes, name):
+    """(stages, units) that use a parameter. Units are the embedding, the blocks and the head."""
+    part, number, _ = name.split(".", 2)
+    if part == "blocks":
+        stages = tuple(i for i, layers in enumerate(sizes.stages) if int(number) in layers)
+        return stages, (f"blocks.{number}",)
+    tied = name == "embed.token.weight" and sizes.config.tied
+    stages, units = set(), []
+    if part == "embed" and sizes.embedding:
+        stages.add(0)
+        units.append("embed")
+    if sizes.head and (part == "head" or tied):
+        stages.add(len(sizes.stages) - 1)
+        units.append("head")
+    return tuple(sorted(stages)), tuple(units)
+
+
+def units_of(sizes):
+    """The units of each stage, in the order of forward."""
+    units = [[f"blocks.{i}" for i in layers] for layers in sizes.stages]
+    if sizes.embedding:
+        units[0].insert(0, "embed")
+    if sizes.head:
+        units[-1].append("head")
+    return units
+
+
+def gathered(sizes, buckets, passes, reshard):
+    """(how often each bucket is gathered in a step of stage 3, the most elements that are there at
+    one time). Each use of a unit gathers the buckets that are not there. A forward leaves its last
+    unit for the action that follows (without `reshard` all units, for their backward)."""
+    users, times = [set() for _ in buckets], [0] * len(buckets)
+    of_unit = {}
+    for i, bucket in enumerate(buckets):
+        for unit in bucket.units:
+            of_unit.setdefault(unit, []).append(i)
+    there = peak = 0
+    left = None
 
     def gather(unit):
-        nonlocal total
-        for bucket in unit.buckets:
-            if not users[bucket] and bucket.group is group:
-                total += bucket.flat.nbytes
-            users[bucket].add(unit)
+        nonlocal there, peak
+        for i in of_unit[unit]:
+            if not users[i]:
+                times[i] += 1
+                there += buckets[i].size
+            users[i].add(unit)
+        peak = max(peak, there)
 
     def release(unit):
-        for bucket in unit.buckets if unit else ():
-            users[bucket].discard(unit)
+        nonlocal there
+        for i in of_unit.get(unit, ()):
+            if users[i] == {unit}:
+                there -= buckets[i].size
+            users[i].discard(unit)
 
-    for kind, scope in actions:
-        units = units_of_scopes[scope]
+    units_of_stages = units_of(sizes)
+    for kind, stage in passes:
+        units = units_of_stages[stage]
         if kind != "F":
             units = units[::-1]
         if left not in units[:1] or kind == "W":
@@ -97,88 +231,74 @@ def gathered(zero, actions, group):
             continue
         for before, unit in zip([None, *units], units):
             gather(unit)
-            if zero.reshard or kind != "F":
+            if reshard or kind != "F":
                 release(before)  # only now: the next unit is gathered before this one is freed
         last = units[-1] if units else None
         if kind != "F":
             release(last)
-        elif zero.reshard:
+        elif reshard:
             left = last
-    return total
+    return times, peak
 
 
-def gathered_peak(config, ranks, keep):
-    """Elements of a GPT's weights that stage 3 holds whole at its peak, with padding. Units are the
-    embedding, the blocks and the head. keep: all of them stay until backward."""
-    buckets = {}  # {the units that use it: its elements}
-    for name, shape in presets.parameter_shapes(config).items():
-        parts = name.split(".")
-        units = (".".join(parts[:2]) if parts[0] == "blocks" else parts[0],)
-        if config.tied and name == "embed.token.weight":
-            units = ("embed", "head")
-        buckets[units] = buckets.get(units, 0) + math.prod(shape)
-    padded_sizes = {units: -(-size // ranks) * ranks for units, size in buckets.items()}
-    order = ["embed", *(f"blocks.{i}" for i in range(config.layers)), "head"]
-    sums = []
-    for pair in pairwise(order):
-        sums.append(sum(size for units, size in padded_sizes.items() if set(pair) & set(units)))
-    return sum(padded_sizes.values()) if keep else max(sums)
+# --- the demo's receipt
 
 
-def padding(zero):
-    """Elements of this rank's shards that belong to no parameter, and so have no moments."""
-    pieces = sum(piece.numel() for bucket in zero.trained for piece in bucket.pieces)
-    return sum(bucket.length for bucket in zero.trained) - pieces
-
-
-def receipt(run, zero):
-    """What the demo of zero.py gives to run.receipt: its layout, `sent`, `held` and notes."""
-    args, n = run.args, dist.get_world_size(zero.group)
-    layout = {"dp": run.world, "zero": args.stage}
-    sums = {op: row for op, row in sent(zero, [("F", 0), ("B", 0)] * args.microbatches).items()}
-    size, text = sums.get("all_reduce", (0, "loss and norm, 8 bytes each"))
-    if "reduce_scatter" in sums and dist.get_backend(zero.group) == "gloo":
-        # gloo's own sends twice the bytes: an all-to-all is due in its place
-        sums["all_to_all"] = sums.pop("reduce_scatter")
-    rows, scalars, group = {}, 16 if zero.stage else 8, "dp"
-    copies_group = zero.buckets[0].copies_group
-    if copies_group is not None:
-        layout["shard-ranks"] = n
-        rows["all_reduce", "across"] = sent_to_copies(zero, copies_group)
-        rows["all_reduce", "dp"] = formulas.all_reduce_sent(8, run.world), "the loss, 8 bytes"
-        scalars, text, group = 8, "the norm, 8 bytes", "inside"
-    sums["all_reduce"] = size + formulas.all_reduce_sent(scalars, n), text
-    rows |= {(operation, group): row for operation, row in sums.items()}
+def of_demo(run):
+    """(layout, sent, held, notes) of the demo's receipt."""
+    args, stage = run.args, run.args.stage
     weights = DTYPES.get(args.param_dtype, run.dtype)
     gradients = DTYPES.get(args.reduce_dtype, weights)
-    elements = sum(padded(bucket) for bucket in zero.buckets)
-    moments = 2 * (args.optimizer == "adamw") * run.dtype.itemsize
-    masters = run.dtype.itemsize if weights != run.dtype or args.offload else 0
-    sizes = weights.itemsize, gradients.itemsize, moments + masters
-    by_paper = formulas.model_states(zero.stage, n, *sizes)
-    states = [round(elements * each) for each in by_paper]
-    states[2] -= padding(zero) * moments
-    held = {}
-    names = "parameters", "gradients", "optimizer"
-    for name, size, each, split in zip(names, states, sizes, (3, 2, 1)):
-        held[name] = size, f"P {each}/N" if zero.stage >= split else f"P {each}"
-    found = [run.held[name] / elements for name in names]
-    notes = [
+    sizes = sizes_of(
+        args,
+        run.config,
+        run.world,
+        e=weights.itemsize,
+        reduced=gradients.itemsize,
+        masters=weights != run.dtype or args.offload,
+    )
+    n, layout = args.shard_ranks or run.world, {"dp": run.world, "zero": stage}
+    whole = Group("dp", run.world, run.rank)
+    split = Split(whole)
+    if args.shard_ranks:
+        layout["shard-ranks"] = n
+        across = Group("across", run.world // n) if n < run.world else None
+        split = Split(Group("inside", n, run.rank % n), across)
+    passes = [("F", 0), ("B", 0)] * args.microbatches
+    scatter = scatter_operation(dist.group.WORLD)
+    sent, held = expected(sizes, stage, args, scatter, passes, [split])
+    del held["activations_peak"]  # the measured peak has gradients that fill buckets, too
+    if stage == 3:
+        buckets = buckets_of(sizes, stage, args, [split])
+        _, peak = gathered(sizes, buckets, passes, not args.keep_gathered)
+        text = "all units" if args.keep_gathered else "the largest two units that follow each other"
+        held["gathered_peak"] = peak * sizes.e, text, run.ledger.gathered_peak
+    sums = [summed(whole, SCALAR, "the loss, 8 bytes")]
+    if stage > 0:
+        sums.append(summed(split.inside, SCALAR, "the norm, 8 bytes"))
+    return layout, add(sent, *sums), held, notes(run, sizes, stage, [split])
+
+
+def notes(run, sizes, stage, splits):
+    """Lines of the receipt. run: after the measured step."""
+    args, buckets = run.args, buckets_of(sizes, stage, run.args, splits)
+    elements, n = sum(bucket.size for bucket in buckets), splits[0].inside.ranks
+    rows = states_held(sizes, stage, args, buckets)
+    found = [run.held[kind] / elements for kind in rows]
+    padding = sum(bucket.padding for bucket in buckets) * sizes.moments * sizes.master
+    formula = (sum(size for size, _ in rows.values()) + padding) / elements
+    lines = [
         f"bytes a parameter: {' + '.join(f'{each:.4g}' for each in found)} = {sum(found):.4g}"
-        f"   formula {sum(by_paper):.4g}",
+        f"   formula {formula:.4g}",
         f"P with padding: {elements:,}; r = {n - 1}/{n}",
     ]
-    if gradients != run.dtype or args.offload:
-        copy = elements * run.dtype.itemsize // (n if zero.stage else 1)
-        notes.append(
+    if sizes.reduced != sizes.master or args.offload:
+        copy = elements * sizes.master // (n if stage else 1)
+        lines.append(
             f"at the step, for a moment: {copy:,} bytes of gradients in {args.dtype}, where the"
             " masters are"
         )
-    if zero.stage == 3:
-        size = gathered_peak(run.config, n, args.keep_gathered) * weights.itemsize
-        text = "all units" if args.keep_gathered else "the largest two units that follow each other"
-        held["gathered_peak"] = size, text, run.ledger.gathered_peak
-    return layout, rows, held, notes
+    return lines
 
 
 # So that whole layers come near to all of the memory
@@ -198,7 +318,7 @@ def fit(make, stages, memory=80e9, ranks=64):
     )
     for stage in stages:
         width = WIDTHS[stage]
-        each = sum(formulas.model_states(stage, ranks))
+        each = sum(model_states(stage, ranks))
         sizes = dict(width=width, heads=width // 128, context=1024, vocab=50257)
         config = largest_gpt(memory / each, sizes)
         count = presets.parameter_count(config)

@@ -19,13 +19,14 @@ a ring's sums of tiles, experts' all-to-alls.
 
 import functools
 import operator
+from dataclasses import replace
 from typing import NamedTuple
 
 import harness
 import pipeline
 from harness import large_vocabulary, presets
 from proof import ledger
-from receipts import formulas
+from receipts import context_parallel, formulas, tensor_parallel, zero
 from receipts import pipeline as schedules
 from simulator import kernels
 from simulator.links import both, spread
@@ -219,7 +220,7 @@ def states_held(args, config, sizes, layers, ends):
         kinds = [(plain, ranks), (parameters(experts) - plain, max(1, ranks // args.ep))]
     held = step = 0
     for count, split in kinds:
-        states = formulas.model_states(args.zero, split, *elements)
+        states = zero.model_states(args.zero, split, *elements)
         held += count * sum(states[:2] if args.offload else states)
         step += count / (split if args.zero else 1)
     copied = sizes.reduced != sizes.master and not args.offload
@@ -375,14 +376,27 @@ def head_seconds(device, tokens, vocab, width, itemsize):
     return 3 * kernels.product_seconds(device, tokens, vocab, width, 1, itemsize)
 
 
+def step_of(args, config, sizes, layers):
+    """What formulas of messages need to know of a rank with so many layers."""
+    return formulas.Sizes(
+        config,
+        sequences=args.batch // args.dp,
+        length=config.context / args.cp,
+        microbatches=args.microbatches,
+        e=sizes.e,
+        layers=(range(layers),),
+        tp=args.tp,
+        recompute=args.recompute,
+    )
+
+
 def tensor_seconds(args, config, sizes, cluster, layers):
     """Of tensor parallelism's messages, which are waited for."""
     if args.tp == 1:
         return 0.0
-    tokens = sizes.tokens * args.microbatches
-    sent = formulas.tensor_parallel_sent(
-        config, args.tp, tokens, sizes.e, layers, recompute=args.recompute
-    )
+    step = step_of(args, config, sizes, layers)
+    table, _ = tensor_parallel.expected(step, formulas.Group("tp", args.tp), scalars=0)
+    sent, _ = table["all_reduce", "tp"]
     messages = 8 * layers * args.microbatches
     return messages * spread(cluster, args.tp, 1).seconds("all_gather", sent / messages)
 
@@ -392,9 +406,10 @@ def context_seconds(args, config, sizes, cluster, layers):
     if args.cp == 1:
         return 0.0
     rows, length = args.batch // args.dp, config.context // args.cp
-    heads = config.heads // args.tp, config.kv_heads // args.tp, config.width // config.heads
-    ring = formulas.context_parallel_sent("ring", args.cp, 1, rows, length, *heads, sizes.e)
-    keys = layers * sum(ring.values()) / spread(cluster, args.cp, args.tp).speed("send")
+    step = replace(step_of(args, config, sizes, layers), recompute="none")
+    ring, _ = context_parallel.expected(step, formulas.Group("cp", args.cp), "ring", None, "")
+    sent, _ = ring["send", "cp"]
+    keys = sent / spread(cluster, args.cp, args.tp).speed("send")
     micro = rows // args.microbatches
     kernel = args.kernel or kernels.family(cluster.device).attention
     tiles = sum(

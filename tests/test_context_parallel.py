@@ -15,9 +15,10 @@ from reference import CONFIGS, STEPS, assert_equal, batch, case, make_optimizer,
 
 import context_parallel as cp
 import model as gpt
+from harness import presets
 from proof.ledger import Ledger
 from receipts import context_parallel as long_context
-from receipts import formulas
+from receipts.formulas import Group, Sizes
 
 ODD = {name: dataclasses.replace(CONFIGS[name], context=13) for name in ("gpt2", "grouped")}
 
@@ -323,23 +324,26 @@ def test_the_flash_kernel_is_for_what_it_takes(monkeypatch):
     assert kernel() is None
 
 
+def expected_bytes(way, world, size, tokens, itemsize):
+    """{operation: bytes} of one block by the formula. size: batch, heads, kv-heads, width of one."""
+    b, h, kv, d = size
+    config = presets.configure(layers=1, heads=h, kv_heads=kv, width=h * d)
+    sizes = Sizes(config, b, tokens, e=itemsize)
+    sent, _ = long_context.expected(sizes, Group("cp", world), way, None, "all_to_all")
+    return {operation: size for (operation, _), (size, _) in sent.items()}
+
+
 def test_bytes_are_the_formulas(ranks):
     size, length, world = (3, 8, 2, 4), 30, 4
     cases = [(way, dtype) for way in cp.KINDS for dtype in (torch.float64, torch.bfloat16)]
 
     def sent(rank, way, dtype):
-        ring, ulysses = long_context.grid(way, world)
         with Ledger({}) as ledger:
             where, _ = attention(rank, way, world, size, length, 0, dtype)
-        b, h, kv, d = size
-        formula = formulas.context_parallel_sent(
-            way, ring, ulysses, b, len(where), h, kv, d, dtype.itemsize
-        )
-        formula["all_to_all"] += formula.pop("reduce_scatter")  # gloo
-        counted = {}
+        formula, counted = expected_bytes(way, world, size, len(where), dtype.itemsize), {}
         for (operation, _), (_, _, wire) in ledger.sent.items():
             counted[operation] = counted.get(operation, 0) + wire
-        return counted, {operation: size for operation, size in formula.items() if size}
+        return counted, formula
 
     for results in ranks(world, lambda rank: [sent(rank, *of) for of in cases]):
         for of, (counted, formula) in zip(cases, results, strict=True):
@@ -348,9 +352,7 @@ def test_bytes_are_the_formulas(ranks):
 
 
 def test_grouped_queries_send_less():
-    whole, grouped = (
-        formulas.context_parallel_sent("ring", 4, 1, 2, 16, 8, kv, 4, 4)["send"] for kv in (8, 2)
-    )
+    whole, grouped = (expected_bytes("ring", 4, (2, 8, kv, 4), 16, 4)["send"] for kv in (8, 2))
     assert grouped == whole / 4
 
 

@@ -13,7 +13,7 @@ import harness
 import model as gpt
 from harness import presets
 from proof.ledger import Ledger
-from receipts import formulas
+from receipts.formulas import Sizes, block_bytes
 
 transformers = pytest.importorskip("transformers")
 
@@ -341,7 +341,8 @@ def test_what_a_recomputed_block_keeps_is_as_the_formula_says(family, mixture, k
         del loss
     beside = 6 * config.context * config.heads * 4 if kind == "half" else 0
     beside += 8 * config.experts
-    assert held[1] - held[0] == formulas.activation_bytes(config, 6, 4, 1, kind) + beside
+    formula = block_bytes(Sizes(config, *tokens.shape), kind)
+    assert held[1] - held[0] == formula + beside
 
 
 def test_half_keeps_one_tile_of_a_ring():

@@ -14,7 +14,9 @@ import tensor_parallel as tp
 from harness import presets
 from proof.ledger import Ledger
 from proof.saved import saved_bytes
-from receipts import formulas
+from receipts import sequence_parallel as by_paper
+from receipts import tensor_parallel
+from receipts.formulas import Group, Sizes, block_bytes, parameters_of
 from trainer import sampling
 
 THREE = {
@@ -147,28 +149,27 @@ def test_bytes_sent(ranks, family, keep):
         with ledger:
             sp.reduce_partial(model.parameters())
         [((op, _), (calls, _, wire))] = ledger.sent.items()
-        partial = formulas.partial_parameters(config, layers)
+        sizes = Sizes(config, *tokens.shape, e=8, tp=4, sp=True, gather_again=not keep)
+        partial = sum(p.elements for p in parameters_of(sizes) if not p.cut)
         assert (op, calls, wire) == ("all_reduce", 1, 2 * 3 / 4 * partial * 8)
         assert partial == sum(p.numel() for p in model.parameters() if not tp.split_over(p, group))
-        formula = formulas.sequence_parallel_sent(config, 4, len(tokens), 10, 8, layers, keep=keep)
-        return sent, formula, forward, backward
+        table, _ = by_paper.expected(sizes, Group("tp", 4), "all_to_all", 0, partial=False)
+        return sent, {op: size for (op, _), (size, _) in table.items()}, forward, backward
 
     (sent, formula, forward, backward), (three, three_formula, *_) = (
         ranks(4, work, layers)[0] for layers in (1, 3)
     )
     for measured, expected in ((sent, formula), (three, three_formula)):
-        assert measured == {
-            "all_to_all" if op == "reduce_scatter" else op: size for op, size in expected.items()
-        }
+        assert measured == expected
     assert forward == {"all_gather": 3, "all_to_all": 3, "all_reduce": 2}
     assert backward == {"all_gather": 3 if keep else 6, "all_to_all": 3, "all_reduce": 0}
     block = (sum(three.values()) - sum(sent.values())) / 2
-    config = presets.configure(width=32)
-    # 12: padded
-    two, one = (
-        formulas.tensor_parallel_sent(config, 4, len(tokens) * 12, 8, blocks) for blocks in (2, 1)
-    )
-    plain = two - one
+    plain = []
+    for layers in (2, 1):
+        sizes = Sizes(presets.configure(width=32, layers=layers), len(tokens), 12, e=8)  # padded
+        table, _ = tensor_parallel.expected(sizes, Group("tp", 4))
+        plain.append(table["all_reduce", "tp"][0])
+    plain = plain[0] - plain[1]
     assert block == plain * (1 if keep else 10 / 8)
 
 
@@ -197,9 +198,8 @@ def test_what_a_block_keeps(ranks, family):
     assert plain - kept == pytest.approx(inputs * 3 / 4, rel=0.07)
     assert kept - again == 2 * each * 3 / 4
     if family == "gpt2":
-        assert again == pytest.approx(
-            formulas.activation_bytes(config, len(tokens), 8) / 4, rel=0.05
-        )
+        one = block_bytes(Sizes(config, *tokens.shape, e=8))
+        assert again == pytest.approx(one / 4, rel=0.05)
 
 
 def test_gathered_inputs_are_freed(ranks):

@@ -12,7 +12,8 @@ import model as gpt
 import tensor_parallel as tp
 from harness import presets
 from proof.ledger import Ledger
-from receipts import formulas
+from receipts import tensor_parallel as by_paper
+from receipts.formulas import Group, Sizes
 from trainer import sampling
 
 
@@ -140,11 +141,9 @@ def test_four_all_reduces_a_block(ranks):
         forward = ledger.sent["all_reduce", "tp"][0]
         with ledger:
             loss.backward()
-        return (
-            forward,
-            *ledger.sent["all_reduce", "tp"],
-            formulas.tensor_parallel_sent(config, 4, tokens.numel(), 8, layers),
-        )
+        sizes = Sizes(config, *tokens.shape, e=8, tp=4)
+        sent, _ = by_paper.expected(sizes, Group("tp", 4), scalars=0)
+        return forward, *ledger.sent["all_reduce", "tp"], sent["all_reduce", "tp"][0]
 
     for family in ("gpt2", "llama"):
         one, three = (ranks(4, work, layers, family)[0] for layers in (1, 3))

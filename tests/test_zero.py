@@ -1,6 +1,7 @@
 """zero.py: every stage against one process and against PyTorch's DDP, ZeroRedundancyOptimizer and
 FSDP2; bytes and memory."""
 
+import argparse
 import copy
 import dataclasses
 import functools
@@ -24,9 +25,9 @@ import tensor_parallel
 import zero
 from harness import data, presets, zero_flags
 from proof.ledger import Ledger, lasting, storage_bytes
-from receipts import formulas
 from receipts import pipeline as schedules
 from receipts import zero as zero_bytes
+from receipts.formulas import Group, Sizes
 from trainer import composed_zero
 
 
@@ -650,7 +651,7 @@ def test_a_meta_model_is_never_whole(ranks):
 
 
 def counted(rank, stage, direct, accumulate=2, dtype=torch.float32, **options):
-    """What a step sends, by the ledger; sizes of the model's parts; what the object says itself."""
+    """What a step sends, by the ledger; sizes of the model's parts; what the receipt expects."""
     model = gpt.build(CONFIGS["llama"], 7)
     sizes = {
         kind: sum(p.numel() for n, p in model.named() if n.startswith(kind))
@@ -669,9 +670,19 @@ def counted(rank, stage, direct, accumulate=2, dtype=torch.float32, **options):
             model(tokens, targets=targets, count=count).backward()
         sharded.finish()
         sharded.step()
-    said = zero_bytes.sent(sharded, [("F", 0), ("B", 0)] * accumulate)
+    reduced = options.get("reduce_dtype") or dtype
+    step = Sizes(model.config, len(tokens), 12, accumulate, dtype.itemsize, reduced.itemsize)
+    flags = argparse.Namespace(
+        bucket_mb=25,
+        reduce_once=not options.get("reduce_each", True),
+        keep_gathered=not options.get("reshard", True),
+        offload=False,
+    )
+    scatter, passes = "all_to_all" if direct else "reduce_scatter", [("F", 0), ("B", 0)]
+    splits = [zero_bytes.Split(Group("dp", dist.get_world_size(), rank))]
+    said, _ = zero_bytes.expected(step, stage, flags, scatter, passes * accumulate, splits)
     sent = {op: row[2] for (op, _), row in ledger.sent.items()}
-    return sent, sizes, {op: size for op, (size, _) in said.items()}
+    return sent, sizes, {op: size for (op, _), (size, _) in said.items()}
 
 
 @pytest.mark.parametrize(
@@ -794,7 +805,7 @@ def test_stage_3_holds_two_units_at_most(ranks, recompute):
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_model_states_are_the_papers(ranks, stage):
     for held, size, _, full, _, _, _, bucket in ranks(2, watched, stage, False):
-        weights, gradients, states = formulas.model_states(stage, 2)
+        weights, gradients, states = zero_bytes.model_states(stage, 2)
         assert held == {
             "parameters": size * weights,
             "gradients": size * gradients,
@@ -804,10 +815,10 @@ def test_model_states_are_the_papers(ranks, stage):
 
 
 def test_the_papers_tables():
-    totals = [sum(formulas.model_states(stage, 64)) for stage in range(4)]
+    totals = [sum(zero_bytes.model_states(stage, 64)) for stage in range(4)]
     assert [round(t * 7.5, 1) for t in totals] == [120.0, 31.4, 16.6, 1.9]  # GB, 7.5B parameters
     assert [float(f"{80 / t:.2g}") for t in totals] == [5.0, 19.0, 36.0, 320.0]  # billions in 80 GB
-    assert [formulas.model_states(s, 4, 4, 4, 8) for s in range(4)] == [
+    assert [zero_bytes.model_states(s, 4, 4, 4, 8) for s in range(4)] == [
         (4, 4, 8),
         (4, 4, 2),
         (4, 1, 2),
@@ -820,7 +831,7 @@ def test_dry_run_on_tensors_without_memory():
     for stage in range(4):
         held, gathered, other = zero_bytes.dry_run(zero.ZeRO, stage, config, 64)
         assert held == pytest.approx(
-            presets.parameter_count(config) * sum(formulas.model_states(stage, 64)), rel=1e-4
+            presets.parameter_count(config) * sum(zero_bytes.model_states(stage, 64)), rel=1e-4
         )
         assert (gathered > 0) == (stage == 3) and other > 0
 

@@ -1,0 +1,102 @@
+"""What a sequence-parallel rank sends and holds: as much as a tensor-parallel one a block, and a
+quarter more where it gathers again; 1/t of the activations."""
+
+from dataclasses import replace
+
+from harness.presets import ceil
+from harness.start import Refused
+from proof.saved import saved_bytes
+from receipts.formulas import (
+    SCALAR,
+    WHOLE_BLOCKS,
+    add,
+    block_bytes,
+    held,
+    parameters_of,
+    summed,
+)
+from receipts.tensor_parallel import repeated
+
+
+def check_padding(config, t):
+    """Refuse tokens that do not divide by t ranks, with experts: routers would count the padding,
+    and choose experts for it."""
+    if config.experts and config.context % t:
+        raise Refused(
+            f"experts take no padding: --context {config.context} must be a multiple of {t}"
+        )
+
+
+def expected(sizes, group, scatter, scalars=1, partial=True):
+    """(sent, held). scatter: the operation that a reduce-scatter is counted as. partial: whether
+    whole parameters' gradients are summed here; ZeRO sums its shards of them itself."""
+    config, blocks, recompute = sizes.config, sizes.blocks, sizes.recompute
+    keep, shared = not sizes.gather_again, bool(config.experts and config.shared)
+    tokens = sizes.sequences * sizes.length
+    r = (group.ranks - 1) / group.ranks
+    # Messages of (tokens, C). A block's attention and its MLP each enter and leave, in forward and
+    # in backward; where inputs are not kept, backward gathers them again
+    entries = 1 if keep else 2
+    gathers = (2 + 2 * entries) * blocks
+    scatters = 4 * blocks
+    if sizes.embedding:
+        gathers += 1
+        scatters += 1
+    if sizes.head:
+        gathers += entries
+        scatters += 1
+    if config.experts and not keep:
+        gathers -= blocks  # the experts' own entry keeps what it gathers
+    if shared:
+        gathers += (1 + entries) * blocks
+        scatters += 2 * blocks
+    if recompute in WHOLE_BLOCKS:
+        gathers += (3 if shared else 2) * blocks
+        scatters += repeated(config) * blocks
+    elif recompute == "selective" and keep:  # it runs the norms again
+        gathers += blocks
+        if config.mlp == "gelu" and (shared or not config.experts):
+            gathers += blocks
+    wide = sizes.sequences * ceil(sizes.length, sizes.tp) * sizes.tp * config.width * sizes.e
+    # Small messages: the loss; a token's k weights and the numbers of its experts, with the tokens
+    reduced = scalars * SCALAR
+    if sizes.head:
+        reduced += 3 * tokens * sizes.exact
+    routed = tokens * config.top_k * blocks if config.experts else 0
+    if config.experts and config.balance_loss > 0:
+        sums = blocks * sizes.sequences * (2 * config.experts + 1)
+        reduced += sizes.forwards * sums * sizes.exact
+    gathered = gathers * wide + routed * (sizes.e + 8) * sizes.forwards
+    more = "" if recompute == "none" else ", more to recompute"
+    ends = f"a block{more}, {1 + entries} r B T C e for both ends"
+    sent = {
+        ("all_gather", group.name): (r * gathered, f"{2 + 2 * entries} r B T C e {ends}"),
+        (scatter, group.name): (
+            r * (scatters * wide + routed * sizes.e),
+            f"4 r B T C e a block{more}, 2 r B T C e for both ends",
+        ),
+    }
+    sent |= summed(group, reduced, "6 r B T max(e, 4): the loss; the norm")
+    if partial:
+        whole = sum(p.elements for p in parameters_of(sizes) if not p.cut)
+        gradients = summed(group, whole * sizes.reduced, f"2 r P e: P = {whole:,}, not split")
+        sent = add(sent, gradients)
+    activations = "1/t of one process's of all blocks"
+    if keep:
+        activations += ", and what f gathered"
+    return sent, held(sizes, "(P_whole + P_split / t) e, padded", activations)
+
+
+def kept_by_a_block(run, model, sizes):
+    """A line for the receipt: what the first block of this rank's model keeps, beside the formula,
+    and beside tensor parallelism and one process."""
+    tokens, _, samples = run.microbatches(0)[0]
+    block = next(iter(model.blocks.values()))
+    tensor = tokens.numel() * run.config.width * sizes.e  # bytes of one (B, T, C)
+    kept = saved_bytes(model, block, tokens, samples=samples) / tensor
+    ways = sizes, replace(sizes, sp=False), replace(sizes, sp=False, tp=1)
+    formula, tensor_parallel, one = (block_bytes(way) / tensor for way in ways)
+    return (
+        f"a block keeps {kept:.2f} B T C e for backward, counted; formula {formula:.2f}, "
+        f"tensor parallelism {tensor_parallel:.2f}, one process {one:.2f}"
+    )
