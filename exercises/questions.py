@@ -6,10 +6,8 @@ from typing import Callable, NamedTuple
 
 from harness import presets
 from harness.start import Refused
-from receipts import collectives as network
-from receipts import context_parallel, tensor_parallel, zero
-from receipts import pipeline as schedules
-from receipts.formulas import Group, Sizes, activation_bytes, all_reduce_sent
+from receipts import collectives, context_parallel, pipeline, tensor_parallel, zero
+from receipts.formulas import Group, Sizes, activation_bytes, all_reduce_sent, all_sent
 
 NEAR = 0.02  # relative difference of an answer that counts as right
 UNITS = {
@@ -43,25 +41,14 @@ def is_right(asked, text):
 def bubble(name, stages_a_rank):
     """The part of a step in which a rank waits: 4 ranks, 8 micro-batches, and backward takes twice
     as long as forward."""
-    _, formula = schedules.BUBBLES[name]
+    _, formula = pipeline.BUBBLES[name]
     wait, works = formula(4, 8, stages_a_rank, 1, 1, 1), 8 * 3
     return wait / (works + wait)
 
 
-def tensor_parallel_sent():
-    blocks = Sizes(LLAMA, 1, 8192, e=2, tp=8, embedding=False, head=False)
-    sent, _ = tensor_parallel.expected(blocks, Group("tp", 8))
-    return sent["all_reduce", "tp"][0]
-
-
-def ring_sent():
-    block = Sizes(LLAMA, 1, 131072 // 8, e=2, layers=(range(1),))
-    sent, _ = context_parallel.expected(block, Group("cp", 8), "ring", None, "reduce_scatter")
-    return sent["send", "cp"][0]
-
-
-LLAMA, XL = presets.configure("llama3-8b"), presets.configure("gpt2-xl")
-MIXTRAL = presets.configure("mixtral-8x7b")
+LLAMA, XL, MIXTRAL = map(presets.configure, ("llama3-8b", "gpt2-xl", "mixtral-8x7b"))
+BLOCKS = Sizes(LLAMA, 1, 8192, e=2, tp=8, embedding=False, head=False)
+BLOCK = Sizes(LLAMA, 1, 131072 // 8, e=2, layers=(range(1),))
 QUESTIONS = [
     Question(
         "A model of 7e9 parameters trains with Adam, weights and gradients in 16 bits, on 32 ranks."
@@ -84,13 +71,13 @@ QUESTIONS = [
         "How long does a ring all-reduce of 1 MB take on 1024 ranks, if each round costs 5 us and"
         " links have 50 GB/s?",
         "ms",
-        lambda: network.predict(1024, 1e6, network.Link(5e-6, 1 / 50e9))["ring"],
+        lambda: collectives.predict(1024, 1e6, collectives.Link(5e-6, 1 / 50e9))["ring"],
     ),
     Question(
         "Llama 3 8B (32 blocks, width 4096) in 16 bits, tensor-parallel on 8 ranks. What does a"
         " rank send for its blocks, forward and backward, for 8192 tokens?",
         "GB",
-        tensor_parallel_sent,
+        lambda: all_sent(tensor_parallel.expected(BLOCKS, Group("tp", 8))),
     ),
     Question(
         "GPT-2 XL (48 blocks, width 1600) trains on one sequence of 1024 tokens in 16 bits, with"
@@ -119,7 +106,7 @@ QUESTIONS = [
         " 128), 16 bits, gradients summed in 32. What does a rank send for one block, forward and"
         " backward?",
         "GB",
-        ring_sent,
+        lambda: all_sent(context_parallel.expected(BLOCK, Group("cp", 8), "ring", None, "")),
     ),
     Question(
         "How many tokens a second is 40% of a GPU of 989e12 FLOP/s, for Llama 3 8B with a context"

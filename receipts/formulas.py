@@ -123,6 +123,12 @@ def add(*tables):
     return total
 
 
+def all_sent(table):
+    """The bytes of all that is sent in a lesson's (sent, held)."""
+    sent, _ = table
+    return sum(size for size, _ in sent.values())
+
+
 # --- what a rank holds
 
 

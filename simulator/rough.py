@@ -395,8 +395,8 @@ def tensor_seconds(args, config, sizes, cluster, layers):
     if args.tp == 1:
         return 0.0
     step = step_of(args, config, sizes, layers)
-    table, _ = tensor_parallel.expected(step, formulas.Group("tp", args.tp), scalars=0)
-    sent, _ = table["all_reduce", "tp"]
+    group = formulas.Group("tp", args.tp)
+    sent = formulas.all_sent(tensor_parallel.expected(step, group, scalars=0))
     messages = 8 * layers * args.microbatches
     return messages * spread(cluster, args.tp, 1).seconds("all_gather", sent / messages)
 
@@ -407,8 +407,8 @@ def context_seconds(args, config, sizes, cluster, layers):
         return 0.0
     rows, length = args.batch // args.dp, config.context // args.cp
     step = replace(step_of(args, config, sizes, layers), recompute="none")
-    ring, _ = context_parallel.expected(step, formulas.Group("cp", args.cp), "ring", None, "")
-    sent, _ = ring["send", "cp"]
+    group = formulas.Group("cp", args.cp)
+    sent = formulas.all_sent(context_parallel.expected(step, group, "ring", None, ""))
     keys = sent / spread(cluster, args.cp, args.tp).speed("send")
     micro = rows // args.microbatches
     kernel = args.kernel or kernels.family(cluster.device).attention

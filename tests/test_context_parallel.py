@@ -325,7 +325,7 @@ def test_the_flash_kernel_is_for_what_it_takes(monkeypatch):
 
 
 def expected_bytes(way, world, size, tokens, itemsize):
-    """{operation: bytes} of one block by the formula. size: batch, heads, kv-heads, width of one."""
+    """{operation: bytes} of one block by the formula. size: batch, heads, kv-heads, head width."""
     b, h, kv, d = size
     config = presets.configure(layers=1, heads=h, kv_heads=kv, width=h * d)
     sizes = Sizes(config, b, tokens, e=itemsize)
