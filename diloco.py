@@ -302,13 +302,13 @@ def header(number, weights):
 
 import harness
 import proof
-from receipts import diloco as islands
+import receipts.diloco
 
 
 def main():
-    args = islands.parse_args(__doc__)
+    args = receipts.diloco.parse_args(__doc__)
     harness.configure(args)
-    proof.launch(demo, args, check=lambda world: islands.check(args, world))
+    proof.launch(demo, args, check=lambda world: receipts.diloco.check(args, world))
 
 
 def demo(run):
@@ -317,8 +317,9 @@ def demo(run):
     model = run.fill(run.meta_model())  # the same seed everywhere: the islands start equal
     parameters = list(model.parameters())
     optimizer = harness.make_optimizer(parameters, args)
-    diloco = DiLoCo(model, group, args.sync_every, optimizer=optimizer, **islands.options(args))
-    player = islands.DemoPlayer(run, model, diloco)
+    options = receipts.diloco.options(args) | {"optimizer": optimizer}
+    diloco = DiLoCo(model, group, args.sync_every, **options)
+    player = receipts.diloco.DemoPlayer(run, model, diloco)
     for step in run.steps(optimizer, reference=player):
         optimizer.zero_grad()
         loss = run.zero()
@@ -337,7 +338,7 @@ def demo(run):
         run.log(loss, norm)
     diloco.finish()
     layout = {"islands": run.world, "every": args.sync_every}
-    return run.receipt(layout, *islands.expected(run, diloco, player))
+    return run.receipt(layout, *receipts.diloco.of_demo(run, diloco, player))
 
 
 if __name__ == "__main__":

@@ -35,7 +35,6 @@ from harness import data
 from harness.flags import DTYPES
 from harness.presets import parameter_shapes
 from receipts import diloco as islands
-from receipts.formulas import islands_message
 from trainer.islands import parts_of
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -140,7 +139,7 @@ def finishing(flags, steps):
     for names, offset in zip(*parts_of(args, config)):
         if steps % args.sync_every != offset:
             numbers = sum(shapes[name].numel() for name in names)
-            total += islands_message(numbers, args.outer_bits, DTYPES[args.dtype].itemsize)
+            total += islands.message_bytes(numbers, args.outer_bits, DTYPES[args.dtype].itemsize)
     return total
 
 

@@ -212,13 +212,6 @@ class Run(rank.TrainingRank):
 
     # --- the receipt
 
-    def states(self, size, formula):
-        """Rows of the receipt's `held`: parameters of `size` bytes, as many of gradients, and the
-        optimizer's moments."""
-        moments = 2 if self.args.optimizer == "adamw" else 0
-        held = {"parameters": (size, formula), "gradients": (size, "the same")}
-        return held | {"optimizer": (moments * size, f"{moments} x the same")}
-
     def receipt(self, layout, sent=(), held=(), notes=(), role=None):
         """Print and write the receipt, and keep it as `result`. Returns the exit code. The
         arguments are those of `write_receipt`."""

@@ -12,10 +12,11 @@ import model as gpt
 from harness import flags
 from harness.flags import NATURAL, POSITIVE, check_batch, real
 from harness.optimizer import clip, grad_norm, learning_rate, make_optimizer
+from harness.presets import ceil
 from harness.refusal import Refused
 from proof.ledger import Ledger, human, storage_bytes
 from proof.one_process import OneProcess, Trained, compare_tensors, one_process
-from receipts.formulas import activation_bytes, all_reduce_sent, islands_message
+from receipts import formulas
 
 # --- flags
 
@@ -251,45 +252,55 @@ class Player(OneProcess):
         return [Trained(i.losses, i.norms, i.gradients, i.weights) for i in played]
 
 
-# --- what a receipt has of the outer steps
+# --- what the outer steps send and hold
 
 
-def mean(row, steps):
-    """A step's mean of what a ledger has counted in all steps, most of which send nothing."""
-    calls, payload, wire = row
-    return [calls, payload // steps, wire / steps]
+def message_bytes(numbers, bits, element_size):
+    """Bytes of one message between islands, of a part of the model with so many numbers: two
+    integers, then the numbers as they are (bits None), in bfloat16, or in blocks of 128 with a
+    scale of 4 bytes."""
+    if bits is None:
+        return 16 + numbers * element_size
+    if bits == 16:
+        return 16 + numbers * 2
+    return 16 + ceil(numbers, 128) * (4 + 128 * bits // 8)
 
 
-def outer_rows(args, diloco, islands, ledger, steps, finished=False):
-    """(sent, held) of the receipt for the outer steps, and the largest message.
+def expected(parts, group, args, element_size, steps, finished=False):
+    """(sent, held) of the outer steps. What is sent is the mean of `steps`, a range of numbers.
 
-    ledger: has watched the steps, whose numbers are `steps`. finished: finish() came after them."""
-    sent = largest = 0
-    for part in diloco.parts:
-        times = sum(step % diloco.every == part.offset for step in steps)
+    parts: (numbers that this rank has of it, offset) of each part of the model. finished: whether
+    the rest was averaged after the last step."""
+    size = 0
+    for numbers, offset in parts:
+        times = sum(step % args.sync_every == offset for step in steps)
         if finished:
-            times += steps[-1] % diloco.every != part.offset
-        size = islands_message(part.old.numel(), args.outer_bits, part.old.element_size())
-        sent += times * size
-        largest = max(largest, size)
-    rows = {key: (None, "", mean(row, len(steps))) for key, row in ledger.sent.items()}
-    key, formula = ("all_gather", "islands"), "(N-1) of P b / 8 and scales, each H steps"
-    counted = mean(ledger.sent.get(key, [0, 0, 0.0]), len(steps))
-    rows[key] = (islands - 1) * sent / len(steps), formula, counted
-    momenta = [part.outer.state[part.old].get("momentum_buffer") for part in diloco.parts]
-    tensors = {
-        "old_weights": [part.old for part in diloco.parts],
-        "outer_momentum": [m for m in momenta if m is not None],
-        "outer_error": [part.error for part in diloco.parts if part.error is not None],
-    }
-    old = sum(part.old.nbytes for part in diloco.parts)
-    formulas = {
+            times += steps[-1] % args.sync_every != offset
+        size += times * message_bytes(numbers, args.outer_bits, element_size)
+    text = "(N-1) of P b / 8 and scales, each H steps"
+    sent = {("all_gather", group.name): ((group.ranks - 1) * size / len(steps), text)}
+    old = sum(numbers for numbers, _ in parts) * element_size
+    return sent, {
         "old_weights": (old, "P, in float32 at least"),
         "outer_momentum": (old if args.outer_momentum else 0, "the same"),
         "outer_error": (old if args.outer_bits else 0, "the same, if numbers are rounded"),
     }
-    held = {kind: (*formulas[kind], storage_bytes(tensors[kind])) for kind in tensors}
-    return rows, held, largest
+
+
+def with_counted(table, diloco, ledger, steps):
+    """(sent, held) with what was counted: by a ledger in so many steps, most of which send nothing;
+    and of a DiLoCo's tensors."""
+    sent, held = table
+    rows = {key: (None, "") for key in ledger.sent} | sent
+    for key, row in rows.items():
+        calls, payload, wire = ledger.sent.get(key, (0, 0, 0.0))
+        rows[key] = *row, [calls, payload // steps, wire / steps]
+    momenta = [part.outer.state[part.old].get("momentum_buffer") for part in diloco.parts]
+    errors = [part.error for part in diloco.parts]
+    kinds = [part.old for part in diloco.parts], momenta, errors
+    for (kind, row), tensors in zip(held.items(), kinds):
+        held[kind] = *row, storage_bytes(t for t in tensors if t is not None)
+    return rows, held
 
 
 # --- the demo's bookkeeping
@@ -323,19 +334,18 @@ class DemoPlayer(Player):
         return {("param", f"{name}, beside ddp"): d for (_, name), d in differences.items()}
 
 
-def expected(run, diloco, player):
-    """(sent, held, notes) of the receipt. What is sent is the mean of all steps."""
-    args, n = run.args, run.world
-    rows, outer, largest = outer_rows(args, diloco, n, player.ledger, range(1, args.steps + 1))
-    size = sum(p.nbytes for p in diloco.kinds)
-    held = run.states(size, "P e") | outer
-    sequences = args.batch // n // args.microbatches
-    blocks = run.config.layers * activation_bytes(run.config, sequences, run.dtype.itemsize)
-    held["activations_peak"] = blocks, "what backward needs of the blocks"
+def of_demo(run, diloco, player):
+    """(sent, held, notes) of the demo's receipt."""
+    args, n, group = run.args, run.world, formulas.Group("islands", run.world)
+    sizes = formulas.sizes_of(args, run.config, n)
+    parts = [(part.old.numel(), part.offset) for part in diloco.parts]
+    table = expected(parts, group, args, sizes.exact, range(1, args.steps + 1))
+    sent = formulas.all_sent(table)
+    rows, outer = with_counted(table, diloco, player.ledger, args.steps)
     notes = [f"sent: the mean of {args.steps} steps; calls: of all"]
-    sent = rows["all_gather", "islands"][0]
     if n > 1 and sent:
-        ddp = all_reduce_sent(size, n)
+        ddp = formulas.all_reduce_sent(sizes.parameters() * sizes.e, n)
+        largest = max(message_bytes(size, args.outer_bits, sizes.exact) for size, _ in parts)
         notes.append(
             f"ddp.py sends {human(ddp).strip()} a step, {ddp / sent:,.1f} times as much; "
             f"the largest message here has {human(largest).strip()}"
@@ -343,4 +353,4 @@ def expected(run, diloco, player):
     if player.beside_ddp is not None:
         off = f"{player.beside_ddp:.1e}"
         notes.append(f"this is data parallelism: largest difference of a weight {off}")
-    return rows, held, notes
+    return rows, formulas.held(sizes) | outer, notes

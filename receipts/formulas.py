@@ -253,17 +253,3 @@ def half_kept(config):
         products += ups * [(0, k * config.hidden)] + [(k * c, 0)]
     kept = [(c, c), *products[::2]]
     return tuple(sum(sizes) for sizes in zip(*kept))
-
-
-# --- islands: moves to receipts/diloco.py
-
-
-def islands_message(numbers, bits, element_size):
-    """Bytes of one message between islands, of a part of the model with so many numbers: two
-    integers, then the numbers as they are (bits None), in bfloat16, or in blocks of 128 with a
-    scale of 4 bytes."""
-    if bits is None:
-        return 16 + numbers * element_size
-    if bits == 16:
-        return 16 + numbers * 2
-    return 16 + ceil(numbers, 128) * (4 + 128 * bits // 8)

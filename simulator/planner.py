@@ -15,7 +15,8 @@ from harness import Refused, large_vocabulary, zero_flags
 from harness.presets import parameter_shapes
 from proof import ledger
 from receipts import pipeline as schedules
-from receipts.formulas import all_reduce_sent, islands_message
+from receipts.diloco import message_bytes
+from receipts.formulas import all_reduce_sent
 from simulator import timeline
 from simulator.devices import cluster_of, usable_memory
 from simulator.dryrun import play_all, play_several
@@ -268,7 +269,7 @@ def report_islands(args, config, seconds):
     sizes = []
     for names in islands.parts_of(args, config)[0]:
         numbers = sum(islands.copies(args, name) * shapes[name].numel() for name in names)
-        sizes.append(islands_message(numbers, args.outer_bits, element))
+        sizes.append(message_bytes(numbers, args.outer_bits, element))
     # An island's ranks send their message and receive those of all other islands
     travel = [(args.islands - 1) * size / args.between for size in sizes]
     waits = sum(max(0.0, t - args.stream_delay * seconds) for t in travel) / args.sync_every

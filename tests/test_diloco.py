@@ -12,7 +12,6 @@ from conftest import Script
 import diloco
 from benchmarks import slow_links
 from receipts import diloco as islands
-from receipts import formulas
 
 SMALL = (
     "--layers 1 --heads 2 --width 16 --context 8 --batch 12 --dtype float64 --quiet --device cpu"
@@ -124,7 +123,7 @@ def test_messages_mean_what_the_player_says(dtype, bits):
         x = torch.randn(length, dtype=dtype) ** 5
         message = diloco.encode(x, bits)
         assert torch.equal(diloco.decode(message, bits, dtype, length), islands.rounded(x, bits))
-        size = formulas.islands_message(length, bits, x.element_size())
+        size = islands.message_bytes(length, bits, x.element_size())
         assert len(diloco.header(7, x)) + len(message) == size
 
 
