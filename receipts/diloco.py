@@ -287,14 +287,16 @@ def expected(parts, group, args, element_size, steps, finished=False):
     }
 
 
-def with_counted(table, diloco, ledger, steps):
-    """(sent, held) with what was counted: by a ledger in so many steps, most of which send nothing;
-    and of a DiLoCo's tensors."""
-    sent, held = table
+def outer_rows(args, diloco, islands, ledger, steps, finished=False):
+    """(sent, held) for the receipt, with what was counted: by a ledger in `steps`, most of which
+    send nothing; and of a DiLoCo's tensors."""
+    parts = [(part.old.numel(), part.offset) for part in diloco.parts]
+    group, element_size = formulas.Group("islands", islands), diloco.parts[0].old.element_size()
+    sent, held = expected(parts, group, args, element_size, steps, finished)
     rows = {key: (None, "") for key in ledger.sent} | sent
     for key, row in rows.items():
         calls, payload, wire = ledger.sent.get(key, (0, 0, 0.0))
-        rows[key] = *row, [calls, payload // steps, wire / steps]
+        rows[key] = *row, [calls, payload // len(steps), wire / len(steps)]
     momenta = [part.outer.state[part.old].get("momentum_buffer") for part in diloco.parts]
     errors = [part.error for part in diloco.parts]
     kinds = [part.old for part in diloco.parts], momenta, errors
@@ -336,16 +338,15 @@ class DemoPlayer(Player):
 
 def of_demo(run, diloco, player):
     """(sent, held, notes) of the demo's receipt."""
-    args, n, group = run.args, run.world, formulas.Group("islands", run.world)
+    args, n = run.args, run.world
     sizes = formulas.sizes_of(args, run.config, n)
-    parts = [(part.old.numel(), part.offset) for part in diloco.parts]
-    table = expected(parts, group, args, sizes.exact, range(1, args.steps + 1))
-    sent = formulas.all_sent(table)
-    rows, outer = with_counted(table, diloco, player.ledger, args.steps)
+    rows, outer = outer_rows(args, diloco, n, player.ledger, range(1, args.steps + 1))
+    sent, *_ = rows["all_gather", "islands"]
     notes = [f"sent: the mean of {args.steps} steps; calls: of all"]
     if n > 1 and sent:
         ddp = formulas.all_reduce_sent(sizes.parameters() * sizes.e, n)
-        largest = max(message_bytes(size, args.outer_bits, sizes.exact) for size, _ in parts)
+        numbers = max(part.old.numel() for part in diloco.parts)
+        largest = message_bytes(numbers, args.outer_bits, sizes.exact)
         notes.append(
             f"ddp.py sends {human(ddp).strip()} a step, {ddp / sent:,.1f} times as much; "
             f"the largest message here has {human(largest).strip()}"

@@ -28,7 +28,6 @@ from harness.placement import placement, take
 from harness.presets import parameter_shapes
 from proof.ledger import Ledger
 from receipts import diloco as player
-from receipts.formulas import Group
 from trainer import checkpoint
 
 # Kinds of a checkpoint's pieces: the first two are equal on all islands
@@ -268,11 +267,8 @@ class Outer(diloco.DiLoCo):
         """The receipt's rows, with those of the outer steps."""
         args = self.args
         steps = range(self.first + 1, args.steps + 1)
-        parts = [(part.old.numel(), part.offset) for part in self.parts]
-        element = max(4, harness.DTYPES[args.dtype].itemsize)
-        group = Group("islands", args.islands)
-        table = player.expected(parts, group, args, element, steps, finished=True)
-        outer_sent, outer_held = player.with_counted(table, self, self.ledger, len(steps))
+        about = args, self, args.islands, self.ledger, steps
+        outer_sent, outer_held = player.outer_rows(*about, finished=True)
         notes = [*notes, f"in islands: the mean of {len(steps)} steps; calls: of all"]
         if copies(args) > 1:
             notes.append(f"{copies(args)} ranks of an island send the same: --zero 1 sends it once")
