@@ -14,9 +14,8 @@ import pipeline
 from harness import Refused, large_vocabulary, zero_flags
 from harness.presets import parameter_shapes
 from proof import ledger
+from receipts import diloco, formulas
 from receipts import pipeline as schedules
-from receipts.diloco import message_bytes
-from receipts.formulas import all_reduce_sent
 from simulator import timeline
 from simulator.devices import cluster_of, usable_memory
 from simulator.dryrun import play_all, play_several
@@ -269,14 +268,14 @@ def report_islands(args, config, seconds):
     sizes = []
     for names in islands.parts_of(args, config)[0]:
         numbers = sum(islands.copies(args, name) * shapes[name].numel() for name in names)
-        sizes.append(message_bytes(numbers, args.outer_bits, element))
+        sizes.append(diloco.message_bytes(numbers, args.outer_bits, element))
     # An island's ranks send their message and receive those of all other islands
     travel = [(args.islands - 1) * size / args.between for size in sizes]
     waits = sum(max(0.0, t - args.stream_delay * seconds) for t in travel) / args.sync_every
     waits = max(waits, sum(travel) / args.sync_every - seconds)  # the link is never idle
     tokens = args.islands * args.batch * config.context / (seconds + waits)
     ddp = sum(shape.numel() for shape in shapes.values()) * element
-    every_step = all_reduce_sent(ddp, args.islands) / args.between
+    every_step = formulas.all_reduce_sent(ddp, args.islands) / args.between
     tokens_ddp = args.islands * args.batch * config.context / (seconds + every_step)
     largest = ledger.human(max(sizes)).strip()
     print(f"\n  {args.islands} islands, {args.between * 8 / 1e6:,.4g} Mbit/s between them")

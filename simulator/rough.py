@@ -19,7 +19,6 @@ a ring's sums of tiles, experts' all-to-alls.
 
 import functools
 import operator
-from dataclasses import replace
 from typing import NamedTuple
 
 import harness
@@ -376,27 +375,18 @@ def head_seconds(device, tokens, vocab, width, itemsize):
     return 3 * kernels.product_seconds(device, tokens, vocab, width, 1, itemsize)
 
 
-def step_of(args, config, sizes, layers):
-    """What formulas of messages need to know of a rank with so many layers."""
-    return formulas.Sizes(
-        config,
-        sequences=args.batch // args.dp,
-        length=config.context / args.cp,
-        microbatches=args.microbatches,
-        e=sizes.e,
-        layers=(range(layers),),
-        tp=args.tp,
-        recompute=args.recompute,
-    )
+def sent_by(lesson, ranks, args, config, sizes, layers, *others, **more):
+    """Bytes that a rank with so many layers sends to the ranks of a group, says a lesson."""
+    more |= {"length": config.context / args.cp, "e": sizes.e, "tp": args.tp}
+    step = formulas.sizes_of(args, config, args.dp, layers=(range(layers),), **more)
+    return formulas.all_sent(lesson.expected(step, formulas.Group("", ranks), *others))
 
 
 def tensor_seconds(args, config, sizes, cluster, layers):
     """Of tensor parallelism's messages, which are waited for."""
     if args.tp == 1:
         return 0.0
-    step = step_of(args, config, sizes, layers)
-    group = formulas.Group("tp", args.tp)
-    sent = formulas.all_sent(tensor_parallel.expected(step, group, scalars=0))
+    sent = sent_by(tensor_parallel, args.tp, args, config, sizes, layers, recompute=args.recompute)
     messages = 8 * layers * args.microbatches
     return messages * spread(cluster, args.tp, 1).seconds("all_gather", sent / messages)
 
@@ -405,12 +395,9 @@ def context_seconds(args, config, sizes, cluster, layers):
     """Of a ring's messages, where they take longer than its tiles."""
     if args.cp == 1:
         return 0.0
-    rows, length = args.batch // args.dp, config.context // args.cp
-    step = replace(step_of(args, config, sizes, layers), recompute="none")
-    group = formulas.Group("cp", args.cp)
-    sent = formulas.all_sent(context_parallel.expected(step, group, "ring", None, ""))
-    keys = sent / spread(cluster, args.cp, args.tp).speed("send")
-    micro = rows // args.microbatches
+    micro, length = args.batch // args.dp // args.microbatches, config.context // args.cp
+    keys = sent_by(context_parallel, args.cp, args, config, sizes, layers, "ring", None, "")
+    keys /= spread(cluster, args.cp, args.tp).speed("send")
     kernel = args.kernel or kernels.family(cluster.device).attention
     tiles = sum(
         kernels.block_seconds(config, cluster.device, kernel, micro, length, args.tp, sizes.e)
