@@ -48,9 +48,8 @@ class Sizes(NamedTuple):
 
 
 def sizes_of(args, config):
-    e, reduced, master = (
-        harness.DTYPES[d].itemsize for d in (args.param_dtype, args.reduce_dtype, args.dtype)
-    )
+    dtypes = args.param_dtype, args.reduce_dtype, args.dtype
+    e, reduced, master = (harness.DTYPES[dtype].itemsize for dtype in dtypes)
     tokens = args.batch // args.dp // args.microbatches * config.context / args.cp
     whole = tokens * config.width * e
     stream = whole / args.tp if args.sp else whole
