@@ -54,7 +54,7 @@ CEILINGS = {
     "trainer": 2792,
     "simulator": 2230,
     "exercises": 300,
-    "tests": 16700,
+    "tests": 14900,
     "benchmarks": 3880,
 }
 DEMO = "# --- demo ---"

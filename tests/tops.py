@@ -2,10 +2,14 @@
 empty folder."""
 
 import contextlib
+import importlib
+import inspect
 import os
+import pathlib
 import py_compile
 import sys
 
+import pytest
 from conftest import ROOT, on_ranks
 
 DEMO = "\n# --- demo ---\n"
@@ -60,3 +64,47 @@ def on_copied(folder, names, world, work, *args):
         folder.mkdir()
         cut_out(folder, names.split())
     return on_ranks(world, alone, folder, work, args)
+
+
+def usage(of, marker="\n# --- a model of yours"):
+    """The code that a docstring shows, or a comment of the file of that name."""
+    if not isinstance(of, str):
+        lines = inspect.getdoc(of).splitlines()
+        return "\n".join(line[4:] for line in lines if line.startswith("    "))
+    _, found, text = pathlib.Path(f"{of}.py").read_text().partition(marker)
+    assert found, f"{of}.py has no line {marker.strip()!r}"
+    lines = text.partition("\n# --- ")[0].splitlines()
+    return "\n".join(line[6:] for line in lines if line.startswith("#     "))
+
+
+def run_usage(of, **names):
+    """Run it as it is printed. Returns all names that it leaves."""
+    exec(usage(of), names)
+    return names
+
+
+def on_top_of(files, ranks):
+    """Make a test of work(*modules, ...): `ranks` ranks run it, with the tops of `files` as the
+    modules. What else it takes, parametrize gives."""
+
+    def decorate(work):
+        def on_rank(rank, given):
+            modules = [importlib.import_module(name.rpartition("/")[2]) for name in files.split()]
+            return work(*modules, **given)
+
+        def test(copied, **given):
+            copied(files, ranks, on_rank, given)
+
+        others = list(inspect.signature(work).parameters)[len(files.split()) :]
+        kind = inspect.Parameter.KEYWORD_ONLY
+        parameters = [inspect.Parameter(name, kind) for name in ("copied", *others)]
+        test.__signature__ = inspect.Signature(parameters)
+        test.__name__, test.__module__, test.__doc__ = work.__name__, work.__module__, work.__doc__
+        return test
+
+    return decorate
+
+
+def refused(words, error=(ValueError, RuntimeError, TypeError)):
+    """A context in which an error comes that says so."""
+    return pytest.raises(error, match=words)

@@ -1,0 +1,344 @@
+"""Models that are not ours, and how one process trains them: what every copied top is held against.
+All are of plain torch modules, in float64, and map tokens (B, T) to logits (B, T, VOCAB)."""
+
+import contextlib
+import functools
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+import torch.nn.functional as F
+
+VOCAB, WIDTH, ROWS, STEPS = 29, 24, 8, 3
+LENGTH = 5  # tokens: 3 + 2 on two ranks, 2 + 2 + 1 + 0 on four
+IGNORE = -100
+EXPERTS = 6
+LIMIT = 0.3  # of the gradient's norm
+
+# --- models
+
+
+def mlp(sparse=False):
+    """A network for each token: odd sizes, a frozen layer, a weight whose memory is transposed."""
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Embedding(VOCAB, 6, sparse=sparse),
+        nn.Linear(6, 13),
+        nn.Tanh(),
+        nn.LayerNorm(13),
+        nn.Linear(13, 13),
+        nn.GELU(),
+        nn.Linear(13, VOCAB),
+    )
+    model[3].requires_grad_(False)
+    model[6].weight = nn.Parameter(model[6].weight.detach().t().clone().t())
+    model.length = LENGTH
+    return model.double()
+
+
+class Transformer(nn.Module):
+    """Learned positions, a scale that belongs to no module but the model, a head that is tied to
+    the embedding. With extras a module that is never used, and a frozen parameter."""
+
+    def __init__(self, make_block, layers=2, length=LENGTH, extras=False):
+        super().__init__()
+        torch.manual_seed(0)
+        self.length = length
+        self.embed = nn.Embedding(VOCAB, WIDTH, padding_idx=3)
+        nn.init.normal_(self.embed.weight, std=0.2)
+        self.positions = nn.Embedding(length, WIDTH)
+        self.scale = nn.Parameter(torch.rand(WIDTH))
+        self.blocks = nn.ModuleList(make_block() for _ in range(layers))
+        self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCAB, bias=False)
+        self.head.weight = self.embed.weight
+        if extras:
+            self.unused = nn.Linear(2, 2)
+            self.norm.bias.requires_grad_(False)
+        self.double()
+
+    def forward(self, tokens, where=None):
+        where = torch.arange(tokens.shape[1]) if where is None else where
+        x = self.embed(tokens) * self.scale + self.positions(where)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
+
+
+def chain(make_block):
+    """An embedding, six blocks, a tied head: what a pipeline cuts."""
+    torch.manual_seed(0)
+    blocks = [make_block() for _ in range(6)]
+    embed, head = nn.Embedding(VOCAB, WIDTH), nn.Linear(WIDTH, VOCAB)
+    nn.init.normal_(embed.weight, std=0.2)
+    head.weight = embed.weight
+    model = nn.Sequential(embed, *blocks, head)
+    model.length = LENGTH
+    return model.double()
+
+
+causal = functools.partial(F.scaled_dot_product_attention, is_causal=True, enable_gqa=True)
+
+
+class Attention(nn.Module):
+    """The rows of qkv are grouped by kv-head: its `share` query heads, its k, its v."""
+
+    def __init__(self, heads, share):
+        super().__init__()
+        self.heads, self.share, self.size, self.core = heads, share, WIDTH // heads, causal
+        self.norm = nn.LayerNorm(WIDTH)
+        self.qkv = nn.Linear(WIDTH, WIDTH + 2 * WIDTH // share)
+        self.proj = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        groups = self.heads // self.share
+        qkv = self.qkv(self.norm(x)).unflatten(-1, (groups, self.share + 2, self.size))
+        q, k, v = qkv.split([self.share, 1, 1], dim=3)
+        y = self.core(*(t.flatten(2, 3).transpose(1, 2) for t in (q, k, v)))
+        return x + self.proj(y.transpose(1, 2).flatten(2))
+
+
+class MLP(nn.Module):
+    def __init__(self, act):
+        super().__init__()
+        self.norm, self.act = nn.LayerNorm(WIDTH), act
+        self.up, self.down = nn.Linear(WIDTH, 37), nn.Linear(37, WIDTH)
+
+    def forward(self, x):
+        return x + self.down(self.act(self.up(self.norm(x))))
+
+
+class Block(nn.Module):
+    def __init__(self, heads=6, share=1):
+        super().__init__()
+        self.attn, self.mlp = Attention(heads, share), MLP(nn.GELU())
+
+    def forward(self, x):
+        return self.mlp(self.attn(x))
+
+
+class Experts(nn.Module):
+    """A module each, with biases. Those without a row are skipped."""
+
+    def __init__(self):
+        super().__init__()
+        self.mlps = nn.ModuleList(
+            nn.Sequential(nn.Linear(WIDTH, 7), nn.Tanh(), nn.Linear(7, WIDTH))
+            for _ in range(EXPERTS)
+        )
+
+    def forward(self, rows, counts):
+        parts = rows.split(counts.tolist())
+        done = [mlp(part) for mlp, part in zip(self.mlps, parts) if len(part)]
+        return torch.cat(done) if done else torch.zeros_like(rows)
+
+
+class Mixture(nn.Module):
+    """Two experts a token, and a shared layer. Nobody chooses the last two experts."""
+
+    def __init__(self):
+        super().__init__()
+        self.norm, self.router = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, EXPERTS)
+        self.experts, self.shared = Experts(), nn.Linear(WIDTH, WIDTH)
+        self.dispatch = self.dispatch_here
+
+    def forward(self, x):
+        rows = self.norm(x).flatten(0, 1)
+        last = torch.arange(EXPERTS) >= EXPERTS - 2
+        weights, chosen = self.router(rows).masked_fill(last, -1e9).topk(2)
+        shared = []
+        meanwhile = lambda: shared.append(self.shared(rows))  # noqa: E731
+        y = self.dispatch(rows, weights.softmax(-1), chosen, self.experts, meanwhile)
+        return x + (y + shared[0]).view_as(x)
+
+    @staticmethod
+    def dispatch_here(rows, weights, chosen, experts, meanwhile):
+        meanwhile()
+        order = chosen.flatten().argsort(stable=True)
+        counts = torch.bincount(chosen.flatten(), minlength=EXPERTS)
+        results = experts(rows[order // 2], counts) * weights.flatten()[order].unsqueeze(1)
+        return torch.zeros_like(rows).index_add(0, order // 2, results)
+
+
+class Llama(nn.Module):
+    """Hugging Face's, as a function of tokens alone: grouped heads, a gate, an untied head."""
+
+    def __init__(self):
+        import transformers
+
+        super().__init__()
+        torch.manual_seed(0)
+        self.length = LENGTH
+        sizes = dict(vocab_size=VOCAB, hidden_size=WIDTH, intermediate_size=37, num_hidden_layers=2)
+        config = transformers.LlamaConfig(num_attention_heads=4, num_key_value_heads=2, **sizes)
+        self.model = transformers.LlamaForCausalLM(config).double()
+
+    def forward(self, tokens):
+        return self.model(input_ids=tokens, use_cache=False).logits
+
+
+def torchs():
+    return nn.TransformerEncoderLayer(WIDTH, 2, 20, 0.0, batch_first=True)
+
+
+MODELS = {
+    "mlp": mlp,
+    "sparse": lambda: mlp(sparse=True),
+    "torch": lambda: Transformer(torchs, extras=True),
+    "own": lambda: Transformer(Block, extras=True),
+    "four heads": lambda: Transformer(lambda: Block(heads=4)),
+    "grouped": lambda: Transformer(lambda: Block(heads=4, share=2), length=13),
+    "mixture": lambda: Transformer(Mixture, layers=1),
+    "chain of torch": lambda: chain(torchs),
+    "chain in place": lambda: chain(lambda: MLP(nn.ReLU(inplace=True))),
+    "llama": Llama,
+}
+
+# --- one process
+
+
+def scheduled(parameters):
+    """The rate halves with each call of step()."""
+    optimizer = torch.optim.SGD(parameters, lr=0.3)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    optimizer.register_step_post_hook(lambda *_: scheduler.step())
+    return optimizer
+
+
+OPTIMIZERS = {
+    "sgd": functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9),
+    # A larger eps: the gradient of k's bias is 0 but for rounding, which Adam would blow up
+    "adamw": functools.partial(torch.optim.AdamW, lr=1e-2, eps=1e-5, weight_decay=0.1),
+    "rmsprop": functools.partial(torch.optim.RMSprop, lr=0.01),
+    "scheduled": scheduled,
+    "AdamW": torch.optim.AdamW,  # as usage blocks make them
+    "SGD": torch.optim.SGD,
+}
+
+
+def batch(step, length):
+    """Tokens, targets, nine of which don't count, and the number of those that do."""
+    generator = torch.Generator().manual_seed(step)
+    tokens, targets = torch.randint(VOCAB, (2, ROWS, length), generator=generator)
+    targets.view(-1)[torch.randperm(ROWS * length, generator=generator)[:9]] = IGNORE
+    return tokens, targets, torch.tensor(ROWS * length - 9)
+
+
+def mean_loss(logits, targets, count):
+    return F.cross_entropy(logits.flatten(0, -2), targets.flatten(), reduction="sum") / count
+
+
+class OneProcess:
+    """Trains a model on the whole batch at once. uses.py says what each technique does instead."""
+
+    zeros = False  # a parameter without a gradient gets zeros
+    limit = LIMIT  # of the gradient's norm, or 0: no norm is known
+    microbatches = 2
+    losses_add_up = False  # each rank's loss is a part of the whole
+    tolerance = dict(rtol=1e-10, atol=1e-11)
+
+    def __init__(self, model, optimizer, **options):
+        self.model, self.length, self.steps = model, model.length, 0
+        self.names = [name for name, _ in model.named_parameters()]
+        self.make_optimizer, self.options = OPTIMIZERS[optimizer], options
+        self.set_up(**options)
+
+    def set_up(self):
+        self.optimizer = self.make_optimizer(self.model.parameters())
+
+    def rows(self):
+        """Those of the batch that this rank has."""
+        return torch.arange(ROWS)
+
+    def parts(self, x, y):
+        return [(x[rows], y[rows]) for rows in self.rows().tensor_split(self.microbatches)]
+
+    def zero_grad(self):
+        self.steps += 1
+        self.optimizer.zero_grad(set_to_none=self.steps % 2 == 0)
+        for p in self.model.parameters():
+            if self.zeros and p.requires_grad and p.grad is None:
+                p.grad = torch.zeros_like(p)
+
+    def backward(self, x, y, count):
+        loss = mean_loss(self.model(x), y, count)
+        loss.backward()
+        return loss.item()
+
+    def run(self, x, y, count):
+        """All backward passes of a step. Returns this rank's part of the loss."""
+        return sum(self.backward(*part, count) for part in self.parts(x, y))
+
+    def finish(self):
+        """Complete the gradients."""
+
+    def norm(self):
+        grads = [p.grad for p in self.model.parameters() if p.grad is not None]
+        return nn.utils.get_total_norm(grads)
+
+    def clip(self, norm):
+        nn.utils.clip_grads_with_norm_(self.model.parameters(), self.limit or LIMIT, norm)
+
+    def step(self):
+        self.optimizer.step()
+
+    def named(self):
+        """This rank's parameters by their names in the whole model."""
+        return dict(zip(self.names, self.model.parameters(), strict=True))
+
+    def gradients(self):
+        return {name: p.grad for name, p in self.named().items()}
+
+    def piece(self, full, p):
+        """This rank's piece of a whole parameter or gradient."""
+        return full
+
+
+def train(use, steps=STEPS, disturb=None):
+    """(losses and norms, gradients of the last step, weights after it). disturb(use, step): called
+    before each step."""
+    history, use.steps = [], 0
+    for step in range(steps):
+        if disturb:
+            disturb(use, step)
+        use.zero_grad()
+        loss = torch.tensor(use.run(*batch(step, use.length)), dtype=torch.float64)
+        use.finish()
+        if use.losses_add_up:
+            dist.all_reduce(loss)
+        history.append(loss.item())
+        if use.limit:
+            norm = use.norm()
+            use.clip(norm)
+            history.append(norm.item())
+        gradients = {name: g if g is None else g.clone() for name, g in use.gradients().items()}
+        use.step()
+    return history, gradients, {name: p.detach() for name, p in use.named().items()}
+
+
+@functools.cache
+def one_process(model, optimizer, steps=STEPS, limit=LIMIT, zeros=False):
+    use = OneProcess(MODELS[model](), optimizer)
+    use.limit, use.zeros, use.microbatches = limit, zeros, 1
+    history, *states = train(use, steps)
+    assert limit != LIMIT or history[1] > limit, "it does not clip"
+    return history, *states
+
+
+@contextlib.contextmanager
+def broken(module):
+    """A backward pass through the module's result raises ArithmeticError."""
+    hook = module.register_forward_hook(lambda module, inputs, y: Break.apply(y))
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+class Break(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        raise ArithmeticError("broke off")

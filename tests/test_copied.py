@@ -1,0 +1,608 @@
+"""Copied tops, used rightly: each alone in an empty folder, on models that are not ours, against
+one process."""
+
+import math
+import pathlib
+import textwrap
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+import torch.nn.functional as F
+from foreign import LENGTH, MODELS, OPTIMIZERS, STEPS, batch, mean_loss, one_process
+from tops import on_top_of, refused, run_usage, usage
+from torch.distributed import group
+from uses import (
+    DDP,
+    Collectives,
+    ContextParallel,
+    DataParallel,
+    ExpertParallel,
+    LlamaParallel,
+    Pipeline,
+    ProbedZeRO,
+    SequenceParallel,
+    Server,
+    SplitStream,
+    TensorParallel,
+    ZeRO,
+    equals_one_process,
+    play_alone,
+    saliency,
+)
+
+# --- training
+
+
+def right(*rows):
+    """A test of rows (use, model, optimizer, ranks, its options)."""
+
+    @pytest.mark.parametrize("use, model, optimizer, ranks, options", rows, ids=row_name)
+    def test(copied, use, model, optimizer, ranks, options):
+        def work(rank):
+            equals_one_process(use(MODELS[model](), optimizer, **options), model, optimizer)
+
+        if model == "llama":
+            pytest.importorskip("transformers")
+        one_process(model, optimizer, limit=use.limit, zeros=use.zeros)  # once for all ranks
+        copied(use.files, ranks, work)
+
+    return test
+
+
+def row_name(value):
+    if isinstance(value, dict):
+        return ",".join(f"{name}={option}" for name, option in value.items())
+    return getattr(value, "__name__", str(value))
+
+
+ALL_REDUCES = ["ring", "recursive-doubling", "halving-doubling", "double-tree"]
+ALL_REDUCES += ["direct", "server", "sequential", "hierarchical"]
+
+test_collectives = right(
+    (Collectives, "mlp", "sgd", 3, dict(all_reduce="plain_ring_all_reduce")),
+    *[
+        (Collectives, "torch", "adamw", 3, dict(all_reduce=f"ALL_REDUCE[{name!r}]"))
+        for name in ALL_REDUCES
+    ],
+)
+
+test_ddp = right(
+    *[
+        (*row, dict(way=way))
+        for way in DDP.ways
+        for row in [(DDP, "mlp", "sgd", 3), (DDP, "torch", "adamw", 2), (DDP, "torch", "sgd", 4)]
+    ],
+    (Server, "mlp", "sgd", 3, dict(count=1)),
+    (Server, "torch", "adamw", 2, dict(count=1)),
+    (Server, "torch", "sgd", 4, dict(count=3)),
+    (Server, "mlp", "sgd", 3, dict(count=1, overlap=True)),
+    (DDP, "sparse", "sgd", 2, {}),
+)
+
+test_zero = right(
+    *[
+        (*row, dict(stage=stage))
+        for stage in range(4)
+        for row in [(ZeRO, "torch", "adamw", 3), (ZeRO, "mlp", "sgd", 2)]
+    ],
+    *[(ZeRO, "mlp", "scheduled", 2, dict(stage=stage)) for stage in (0, 2, 3)],
+    (ZeRO, "mlp", "sgd", 2, dict(stage=2, param_dtype=torch.float32)),
+    (ZeRO, "mlp", "sgd", 2, dict(stage=2, param_dtype=torch.float32, offload=True)),
+    (ProbedZeRO, "mlp", "sgd", 2, dict(stage=1)),
+    (ProbedZeRO, "mlp", "sgd", 2, dict(stage=3)),
+    (ProbedZeRO, "mlp", "sgd", 2, dict(stage=3, reshard=False)),
+)
+
+test_tensor_parallel = right(
+    (TensorParallel, "own", "sgd", 2, {}),
+    (TensorParallel, "own", "adamw", 3, {}),
+    (LlamaParallel, "llama", "adamw", 2, {}),
+)
+
+test_sequence_parallel = right(
+    (SequenceParallel, "own", "adamw", 2, {}),
+    (SequenceParallel, "own", "sgd", 3, dict(keep=False)),
+    (SplitStream, "four heads", "sgd", 4, {}),
+    (SplitStream, "four heads", "adamw", 4, {}),
+)
+
+KINDS = {"ring": 3, "contiguous": 3, "gather": 2, "ulysses": 4, "ring-ulysses": 4}
+
+test_context_parallel = right(
+    *[
+        (ContextParallel, "grouped", optimizer, ranks, dict(kind=kind))
+        for optimizer in ("sgd", "adamw")
+        for kind, ranks in KINDS.items()
+    ]
+)
+
+SCHEDULES = [
+    ("naive", 2, 2),
+    ("gpipe", 4, 2),
+    ("1f1b", 3, 2),
+    ("interleaved", 2, 2),
+    ("zb-h1", 3, 4),
+    ("zb-h2", 4, 8),
+    ("zb-v", 3, 2),
+    ("dualpipev", 2, 4),
+]
+
+test_pipeline = right(
+    *[
+        (Pipeline, *model, ranks, dict(schedule=name, microbatches=microbatches))
+        for model in [("chain in place", "sgd"), ("chain of torch", "adamw")]
+        for name, ranks, microbatches in SCHEDULES
+    ]
+)
+
+test_expert_parallel = right(
+    (ExpertParallel, "mixture", "sgd", 4, {}),
+    (ExpertParallel, "mixture", "adamw", 4, {}),
+    (ExpertParallel, "mixture", "sgd", 4, dict(plain=True)),
+    (ExpertParallel, "mixture", "sgd", 4, dict(copies=True)),
+)
+
+
+def flat_cross_entropy(logits, targets, **options):
+    return F.cross_entropy(logits.flatten(0, -2), targets.flatten(), **options)
+
+
+# --- DiLoCo: islands that train on batches of their own. The reference has all in this process
+
+
+def islands_here(model, optimizer, steps=7, lr=0.7, momentum=0.9):
+    """The weights of three islands, averaged every 3 steps and at the end: the paper's algorithm 1
+    with torch's own outer optimizer."""
+    models = [MODELS[model]() for _ in range(3)]
+    optimizers = [OPTIMIZERS[optimizer](m.parameters()) for m in models]
+    shared = [p.detach().clone() for p in models[0].parameters()]
+    outer = torch.optim.SGD(shared, lr=lr, momentum=momentum, nesterov=momentum > 0)
+    for step in range(1, steps + 1):
+        for island, (model, optimizer) in enumerate(zip(models, optimizers)):
+            tokens, targets, count = batch(100 * step + island, LENGTH)
+            optimizer.zero_grad()
+            mean_loss(model(tokens), targets, count).backward()
+            optimizer.step()
+        if step % 3 and step < steps:
+            continue
+        for s, *islands in zip(shared, *(m.parameters() for m in models)):
+            s.grad = sum(s - p.detach() for p in islands) / 3
+        outer.step()
+        for m in models:
+            for p, s in zip(m.parameters(), shared):
+                p.data.copy_(s)
+    return shared
+
+
+def islands_apart(diloco, model, optimizer, steps=7, of="DiLoCo", **options):
+    """(weights of this island, the names that the usage block leaves), by it with other options."""
+    model = MODELS[model]()
+    batches = [batch(100 * step + dist.get_rank(), LENGTH)[:2] for step in range(1, steps + 1)]
+    names = vars(diloco) | dict(group=group.WORLD, model=model, every=3, batches=batches)
+    names["optimizer"] = OPTIMIZERS[optimizer](model.parameters())
+    names["cross_entropy"] = flat_cross_entropy
+    options = ", ".join(f"{name}={value}" for name, value in ({"every": 3} | options).items())
+    code = usage(getattr(diloco, of)).replace("every=50", options)
+    exec(code, names)
+    return [p.detach() for p in model.parameters()], names
+
+
+@pytest.mark.parametrize(
+    "model, optimizer, lr, momentum",
+    [("mlp", "SGD", 1.0, 0.0), ("mlp", "rmsprop", 0.7, 0.9), ("torch", "adamw", 0.7, 0.9)],
+)
+@on_top_of("diloco", 3)
+def test_diloco(diloco, model, optimizer, lr, momentum):
+    weights, _ = islands_apart(diloco, model, optimizer, lr=lr, momentum=momentum)
+    expected = islands_here(model, optimizer, lr=lr, momentum=momentum)
+    torch.testing.assert_close(weights, expected, rtol=1e-10, atol=1e-10)
+
+
+@on_top_of("diloco", 3)
+def test_diloco_in_its_plainest_form(diloco):
+    weights, _ = islands_apart(diloco, "mlp", "adamw", steps=6, of="outer_step")
+    expected = islands_here("mlp", "adamw", steps=6)
+    torch.testing.assert_close(weights, expected, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("model", ["mlp", "torch"])
+@on_top_of("diloco", 3)
+def test_islands_end_equal_bit_by_bit(diloco, model):
+    for options in (
+        {"every": 3, "parts": 3, "delay": 2, "bits": 4},
+        {"every": 4, "parts": 2, "bits": 8},
+        {"every": 2, "delay": 1, "bits": 16},
+        {"every": 5, "delay": 4},
+    ):
+        weights, names = islands_apart(diloco, model, "adamw", **options)
+        flat = torch.cat([w.flatten() for w in weights])
+        everyone = [torch.empty_like(flat) for _ in range(3)]
+        dist.all_gather(everyone, flat)
+        assert all(torch.equal(flat, other) for other in everyone)
+        assert not any(part.receive for part in names["diloco"].parts)
+
+
+@on_top_of("diloco", 3)
+def test_islands_in_bfloat16_keep_old_weights_in_float32(diloco):
+    p = nn.Parameter(torch.full((3,), 1.0, dtype=torch.bfloat16))
+    islands = diloco.DiLoCo([p], group.WORLD, every=1, lr=1.0, momentum=0.0)
+    [part] = islands.parts
+    for _ in range(4):  # one island moves by 2^-7: the mean of three is less than bfloat16 has
+        p.data -= 2**-7 * (dist.get_rank() == 0)
+        islands.step()
+    assert part.old.dtype == torch.float32
+    assert part.old.tolist() == pytest.approx([1 - 4 * 2**-7 / 3] * 3, abs=1e-6)
+    assert p.tolist() == part.old.bfloat16().tolist()
+
+
+@on_top_of("diloco", 2)
+def test_what_a_message_leaves_out_goes_along_later(diloco):
+    p, moved = nn.Parameter(torch.zeros(300)), torch.zeros(300)
+    islands = diloco.DiLoCo([p], group.WORLD, 1, lr=1.0, momentum=0.0, bits=4)
+    torch.manual_seed(0)  # all islands move alike
+    for _ in range(20):
+        movement = torch.randn(300)
+        p.data += movement
+        moved += movement
+        islands.step()
+    torch.testing.assert_close(p.detach() - islands.parts[0].error, moved, rtol=1e-4, atol=1e-4)
+    spoilt = diloco.encode(torch.full((300,), torch.nan), 4)
+    assert diloco.decode(spoilt, 4, torch.float32, 300).isnan().all()  # for all to see
+
+
+@on_top_of("diloco", 3)
+def test_a_transport_may_leave_islands_out(diloco):
+    class WithoutIsland2(diloco.DiLoCo):
+        def exchange(self, message):
+            receive = super().exchange(message)
+            return lambda: receive()[:2]
+
+    p = nn.Parameter(torch.zeros(4, dtype=torch.float64))
+    islands = WithoutIsland2([p], group.WORLD, 1, lr=1.0, momentum=0.0)
+    p.data += torch.tensor([1.0, 2.0, 90.0])[dist.get_rank()]
+    islands.step()
+    assert p.tolist() == [1.5] * 4
+
+
+# --- usage blocks run as they are printed
+
+
+def loop_names(use, module):
+    """What the loops of data parallelism take as given."""
+    batches = []
+    for x, y, count in (batch(step, LENGTH) for step in range(STEPS)):
+        batches.append((use.parts(x, y), count))
+    names = dict(model=use.model, parameters=list(use.model.parameters()), batches=batches)
+    names |= dict(optimizer=use.optimizer, cross_entropy=flat_cross_entropy, group=group.WORLD)
+    return vars(module) | names
+
+
+def assert_trained(named, whole, piece=lambda full, p: full):
+    """Gradients and weights are one process's, to the rounding that Adam's own eps lets grow."""
+    for name, p in named.items():
+        gradient, weight = whole[1][name], whole[2][name]
+        if gradient is not None:
+            torch.testing.assert_close(p.grad, piece(gradient, p), rtol=1e-8, atol=1e-8)
+        torch.testing.assert_close(p.detach(), piece(weight, p), rtol=1e-8, atol=1e-8)
+
+
+@pytest.mark.parametrize("model", ["mlp", "torch"])
+@on_top_of("ddp", 3)
+def test_usage_of_sum_gradients(ddp, model):
+    use = DataParallel(MODELS[model](), "sgd")
+    for p in use.model.parameters():
+        p.data += dist.get_rank()
+    run_usage(ddp.sum_gradients, **loop_names(use, ddp))
+    assert_trained(use.named(), one_process(model, "sgd", limit=0, zeros=True))
+
+
+@on_top_of("ddp harness/parameter_server", 3)
+def test_usage_of_servers(ddp, parameter_server):
+    use = DataParallel(MODELS["torch"](), "sgd")
+    names = loop_names(use, parameter_server) | {"DDP": ddp.DDP}
+    servers = run_usage(parameter_server, **names)["servers"]
+    mine = {name: p for name, p in use.named().items() if p in set(servers.mine)}
+    assert_trained(mine, one_process("torch", "sgd", limit=0, zeros=True))
+
+
+@on_top_of("zero", 3)
+def test_usage_of_zero(zero):
+    use = DataParallel(MODELS["torch"](), "AdamW")
+    sharded = run_usage(zero.ZeRO1, **loop_names(use, zero))["zero"]
+    named = dict(sharded.whole(use.model.named_parameters()))
+    assert_trained(named, one_process("torch", "AdamW", limit=1.0, zeros=True))
+
+
+@pytest.mark.parametrize("model, optimizer", [("torch", "adamw"), ("mlp", "sgd")])
+@on_top_of("zero", 3)
+def test_usage_of_plain_zero(zero, model, optimizer):
+    use = DataParallel(MODELS[model](), optimizer)
+    use.microbatches = 1
+    names = loop_names(use, zero)
+    tokens, names["make"] = names["batches"][0][1], use.make_optimizer
+    names["batches"] = [part for [part], _ in names["batches"]]
+    exec(usage(zero.PlainZeRO1).replace("torch.optim.SGD", "make"), names | {"tokens": tokens})
+    weights = one_process(model, optimizer, limit=0, zeros=True)[2]
+    torch.testing.assert_close(use.named(), weights, rtol=1e-10, atol=1e-10)
+
+
+@on_top_of("tensor_parallel sequence_parallel", 2)
+def test_usage_of_tensor_and_sequence_parallel(tp, sp):
+    x, y, count = batch(0, LENGTH)
+    given = dict(microbatches=list(zip(x.split([5, 3]), y.split([5, 3]))), count=count)
+    use = TensorParallel(MODELS["own"](), "AdamW", **given)
+    assert_trained(use.named(), one_process("own", "AdamW", 1, limit=1.0), use.piece)
+    use = SequenceParallel(MODELS["own"](), "AdamW", **given)  # ends before the step
+    before = {name: p.detach() for name, p in MODELS["own"]().named_parameters()}
+    gradients = one_process("own", "AdamW", 1, limit=0)[1]
+    assert_trained(use.named(), (None, gradients, before), use.piece)
+
+
+@on_top_of("pipeline", 2)
+def test_usage_of_play(pp):
+    chain, whole = MODELS["mlp"](), one_process("mlp", "AdamW", limit=0)
+    parts = [chain[:3], chain[3:]]
+    batches = (batch(step, LENGTH) for step in range(STEPS))
+    batches = [(x.chunk(4), y.chunk(4), count) for x, y, count in batches]
+    names = dict(rank=dist.get_rank(), ranks=2, microbatches=4, batches=batches, device="cpu")
+    names |= dict(build_stage=lambda s: parts[s], dtype=torch.float64, b=2, T=LENGTH, C=13)
+    run_usage(pp.play, **vars(pp) | names)
+    named = {p: name for name, p in chain.named_parameters()}
+    assert_trained({named[p]: p for p in parts[dist.get_rank()].parameters()}, whole)
+
+
+@on_top_of("pipeline", 1)
+def test_usage_of_deferred(pp):
+    model, x, targets = nn.Linear(4, 3), torch.ones(2, 4, requires_grad=True), torch.tensor([0, 1])
+    run_usage(pp.Deferred, **vars(pp), model=model, x=x, targets=targets, count=2)
+    late = model.weight.grad.clone()
+    model.zero_grad()
+    F.cross_entropy(model(x), targets).backward()
+    torch.testing.assert_close(late, model.weight.grad)
+
+
+@on_top_of("expert_parallel", 2)
+def test_usage_of_expert_parallel(ep):
+    """On both ranks, against each rank alone."""
+    alone = [dist.new_group([rank]) for rank in range(2)][dist.get_rank()]
+
+    def gradients(over, part):
+        torch.manual_seed(0)
+        tokens, targets = torch.randn(9, 4, dtype=torch.float64), torch.randint(5, (9,))
+        up, down = torch.randn(3, 6, 4).double(), torch.randn(3, 4, 6).double()
+        model = nn.Module()
+        model.router, model.head = nn.Linear(4, 3).double(), nn.Linear(4, 5).double()
+        names = dict(group=over, N=dist.get_world_size(over), E=3, k=2, total_tokens=9, model=model)
+        names |= dict(F=F, up=nn.Parameter(up), down=nn.Parameter(down))
+        halves = (t[part].tensor_split(2) for t in (tokens, targets))
+        run_usage("expert_parallel", **vars(ep) | names, microbatches=list(zip(*halves)))
+        return [p.grad for p in (model.router.weight, model.head.weight, model.up, model.down)]
+
+    rank = dist.get_rank()
+    *common, up, down = gradients(alone, slice(9))
+    ours = gradients(group.WORLD, slice(4 * rank, 4 + 5 * rank))
+    experts = slice(0, 2) if rank == 0 else slice(2, 3)
+    torch.testing.assert_close(ours, [*common, up[experts], down[experts]])
+
+
+@on_top_of("collectives", 3)
+def test_usage_of_collectives(collectives):
+    """The training loop of docs/collectives.md, and the other calls of the docstring."""
+    page = (pathlib.Path(__file__).parent.parent / "docs" / "collectives.md").read_text()
+    loop = page[page.index("    count = torch.tensor") :].partition("\n\n")[0]
+    calls = usage(collectives.all_reduce)
+    torch.manual_seed(0)
+    x, y, model = torch.randn(12, 6).double(), torch.randint(5, (12,)), nn.Linear(6, 5).double()
+    share, rank = torch.arange(12).split([6, 4, 2])[dist.get_rank()], dist.get_rank()
+    names = dict(F=F, group=None, model=model, rows=x[share], targets=y[share])
+    names |= vars(collectives) | {"x": torch.tensor([rank + 1.0])}
+    exec(textwrap.dedent(loop) + "\n" + calls, names)
+    expected = torch.autograd.grad(F.cross_entropy(model(x), y), list(model.parameters()))
+    torch.testing.assert_close([p.grad for p in model.parameters()], list(expected))
+    assert names["x"].tolist() == [9]  # the maximum of three, added up
+    model.zero_grad()
+    loss = F.cross_entropy(model(x[share]), y[share], reduction="sum") / 12
+    optimizer = torch.optim.SGD(model.parameters())
+    run_usage(collectives.plain_ring_all_reduce, **names | dict(loss=loss, optimizer=optimizer))
+    torch.testing.assert_close([p.grad for p in model.parameters()], list(expected))
+
+
+# --- what a model may be besides
+
+
+@on_top_of("collectives", 3)
+def test_outputs_that_lie_in_the_input(collectives):
+    inputs, rank = [torch.arange(1500.0) + 10000 * r for r in range(3)], dist.get_rank()
+    x, sizes = inputs[rank].clone(), [[700, 500, 300], [300, 700, 500], [500, 300, 700]]
+    collectives.all_to_all_single(x, x, [row[rank] for row in sizes], sizes[rank])
+    parts = [x.split(row)[rank] for x, row in zip(inputs, sizes)]
+    assert torch.equal(x, torch.cat(parts))
+    for place in (0, 500, 1000, 250):
+        x = inputs[rank].clone()
+        output = x[place : place + 500]
+        collectives.reduce_scatter_single(output, x)
+        assert torch.equal(output, sum(inputs).chunk(3)[rank])
+    both = torch.stack([inputs[rank], torch.zeros(1500)])  # parts that don't overlap
+    collectives.all_to_all_single(both[1], both[0])
+    assert torch.equal(both[1], torch.cat([x.chunk(3)[rank] for x in inputs]))
+    columns = torch.zeros(4, 3)  # they interleave, and share no memory
+    collectives.gather(torch.full((4,), rank + 1.0), list(columns.unbind(1)) if rank == 0 else None)
+    assert rank > 0 or columns[0].tolist() == [1, 2, 3]
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 3])
+@on_top_of(DDP.files, 3)
+def test_two_dtypes_one_frozen_and_one_listed_twice(ddp, parameter_server, count):
+    """With so many servers: more than buckets, or none."""
+    a, b, c = (nn.Parameter(torch.ones(n)) for n in (2, 3, 4))
+    d = nn.Parameter(torch.ones(5, dtype=torch.float64))
+    c.requires_grad_(False)
+    servers = parameter_server.Servers(count, group.WORLD)
+    options = dict(all_reduce=servers.push, overlap=False) if count else {}
+    sync = ddp.DDP([a, b, c, d, a], group.WORLD, bucket_bytes=0, **options)
+    optimizer = torch.optim.SGD([a, b, c, d], lr=1.0)
+    servers.deal(sync.buckets if count else [])
+    for _ in range(2):
+        sync.zero_grad()
+        ((a.sum() + b.sum() + d.sum()) * (dist.get_rank() + 1)).backward()
+        sync.finish()
+        servers.step(optimizer) if count else optimizer.step()
+        servers.pull()
+    assert all((p == -11).all() for p in (a, b, d)) and (c == 1).all()
+
+
+@on_top_of("tensor_parallel", 2)
+def test_f_and_g_leave_what_others_hold(tp):
+    for f_first in (True, False):
+        leaf, other = (torch.full((3,), x, requires_grad=True) for x in (2.0, 3.0))
+        terms = [lambda: tp.Enter(group.WORLD)(leaf), lambda: other * 1]
+        x, y = (term() for term in (terms if f_first else reversed(terms)))
+        (5 * (x + y)).sum().backward()
+        assert leaf.grad.tolist() == [10.0] * 3  # both ranks' uses
+        assert other.grad.tolist() == [5.0] * 3
+    leave, leaf = tp.Leave(group.WORLD), torch.ones(3, requires_grad=True)
+    base, data = torch.ones(2, 4, requires_grad=True) * 1, torch.ones(3)
+    leave(leaf).sum().backward()
+    assert leave(data).tolist() == [2.0] * 3 and leave(base[:, :2]).tolist() == [[2.0] * 2] * 2
+    assert leaf.tolist() == data.tolist() == leaf.grad.tolist() == [1.0] * 3
+    assert base.tolist() == [[1.0] * 4] * 2
+
+
+@on_top_of("tensor_parallel sequence_parallel", 2)
+def test_a_partial_gradient_that_one_rank_lacks_counts_as_zeros(tp, sp):
+    parameters = [nn.Parameter(torch.ones(3)) for _ in range(4)]
+    sp.mark_partial(parameters, group.WORLD)
+    parameters[dist.get_rank()].grad = torch.full((3,), 10.0)
+    parameters[2].grad = torch.full((3,), 2.0)
+    sp.reduce_partial([*parameters, parameters[2]])  # given twice, summed once
+    assert [p.grad.tolist() for p in parameters[:3]] == [[10.0] * 3, [10.0] * 3, [4.0] * 3]
+    assert parameters[3].grad is None
+    sp.reduce_partial([])
+    with refused("reduce_partial has completed"):
+        parameters[2].sum().backward()  # does not reach the first
+    assert parameters[2].grad.tolist() == [4.0] * 3
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@on_top_of("tensor_parallel sequence_parallel", 2)
+def test_gathering_again_under_autocast(tp, sp, frozen):
+    results = []
+    for keep in (True, False):
+        use = SequenceParallel(MODELS["own"]().float(), "sgd", keep=keep)
+        for block in use.model.blocks:
+            block.mlp.up.weight.requires_grad_(not frozen)
+        with torch.autocast("cpu", torch.bfloat16):
+            use.run(*batch(0, LENGTH))
+        results.append(use.gradients())
+    torch.testing.assert_close(*results, rtol=2e-2, atol=1e-3)
+
+
+@on_top_of("pipeline", 1)
+def test_what_a_split_backward_defers(pp):
+    """Of torch's encoder layers the two linear layers' weights, and none of the attention's."""
+    late, accumulate = [], pp.Deferred.accumulate
+
+    def watched(deferred):
+        late.extend(entry[0] for entry in deferred.entries)
+        accumulate(deferred)
+
+    pp.Deferred.accumulate = watched
+    use = Pipeline(MODELS["chain of torch"](), "sgd", schedule="zb-v", microbatches=1)
+    use.run(*batch(0, LENGTH))
+    names = {name for name, p in use.named().items() if any(p is weight for weight in late)}
+    of_blocks = {f"{i}.linear{k}.weight" for i in range(1, 7) for k in (1, 2)}
+    assert names == of_blocks | {"0.weight"}  # the head's
+
+
+def hyper_network(layer, x):
+    """A weight that depends on its input, and a product of two activations."""
+    return (F.linear(x, layer.weight * x.mean()) + F.linear(x, x[:1].expand(4, 4))).square().sum()
+
+
+@on_top_of("pipeline", 1)
+def test_stages_that_are_no_plain_layers(pp):
+    play_alone(pp, "zb-v", hyper_network)
+    play_alone(pp, "interleaved", saliency)
+
+
+@on_top_of("pipeline", 2)
+def test_tied_gradients(pp):
+    """In a gradient that is new or kept; of a copy without one; not of what is frozen or whole."""
+    p, frozen, whole = (nn.Parameter(torch.ones(2)) for _ in range(3))
+    p.placement = frozen.placement = {"partial": [group.WORLD]}
+    frozen.requires_grad_(False)
+    for keep in (False, True, True):
+        p.grad = p.grad.zero_() if keep else None
+        if dist.get_rank() == 0:
+            (p.sum() * 3).backward()
+        pp.reduce_tied([p, frozen, whole])
+        assert p.grad.tolist() == [3.0, 3.0]
+    assert frozen.grad is None and whole.grad is None
+
+
+# --- experts
+
+
+@pytest.mark.parametrize(
+    "trained, of_x, of_weights",
+    [
+        ("x", torch.float32, torch.float32),
+        ("x of rank 0", torch.float32, torch.float32),
+        ("weights", torch.float32, torch.float32),
+        ("experts", torch.float32, torch.float32),
+        ("experts of rank 0", torch.float32, torch.float32),
+        ("x and weights", torch.bfloat16, torch.float32),
+        ("x and weights", torch.float32, torch.bfloat16),
+    ],
+)
+@on_top_of("expert_parallel", 3)
+def test_what_is_trained_and_its_dtype(ep, trained, of_x, of_weights):
+    """Rank 0 alone has a token, and experts skip an empty batch. All ranks send the same messages
+    in backward: none of them hangs."""
+    rank = dist.get_rank()
+    tokens = 1 if rank == 0 else 0
+    chosen, matrix = torch.zeros(tokens, 1, dtype=torch.int64), torch.full((4, 4), rank + 1.0)
+
+    def experts(rows, counts):
+        return rows @ given["experts"] if len(rows) else torch.zeros_like(rows)
+
+    def plain(x, weights):
+        return ep.plain_dispatch(x, weights, chosen, experts, [1, 1, 1], group.WORLD)
+
+    def overlapped(x, weights):
+        return ep.ExpertDispatch([1, 1, 1], group.WORLD)(x, weights, chosen, experts)
+
+    for dispatch in (plain, overlapped):
+        given = {"x": torch.ones(tokens, 4, dtype=of_x), "experts": matrix.to(of_x, copy=True)}
+        given["weights"] = torch.full((tokens, 1), 0.5, dtype=of_weights)
+        with torch.no_grad():
+            assert not dispatch(given["x"], given["weights"]).requires_grad
+        for name, tensor in given.items():
+            tensor.requires_grad_(name in trained and (rank == 0 or "rank 0" not in trained))
+        y = dispatch(given["x"], given["weights"])
+        y.sum().backward()
+        assert y.dtype == of_x and y.tolist() == [[2.0] * 4] * tokens
+        if rank == 0:
+            due = {"x": torch.full((1, 4), 2.0), "experts": torch.full((4, 4), 0.5)}
+            due["weights"] = torch.tensor([[16.0]])
+            for name, tensor in given.items():
+                expected = due[name].to(tensor.dtype) if name in trained else None
+                torch.testing.assert_close(tensor.grad, expected)
+
+
+@on_top_of("expert_parallel", 2)
+def test_parameters_that_are_summed(ep):
+    """Without a gradient, on a rank or on all; used more often in a later step, when the version of
+    a new gradient may begin where that of the last one ended."""
+    some, none, frozen, p = (nn.Parameter(torch.ones(2)) for _ in range(4))
+    frozen.requires_grad_(False)
+    some.grad = torch.full((2,), 3.0) if dist.get_rank() == 1 else None
+    ep.sum_gradients([some, none, frozen], group.WORLD)
+    assert (some.grad.tolist(), none.grad.tolist(), frozen.grad) == ([3.0] * 2, [0.0] * 2, None)
+    for times in (1, 3, 2, 4):
+        p.grad = None
+        math.prod([p] * times).sum().backward()
+        ep.sum_gradients([p], group.WORLD)
+        assert p.grad.tolist() == [2.0 * times] * 2

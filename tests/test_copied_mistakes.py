@@ -1,0 +1,691 @@
+"""Copied tops, used wrongly: each mistake is refused in a sentence, or what follows is right."""
+
+import contextlib
+import copy
+import functools
+import importlib
+import itertools
+import re
+from types import SimpleNamespace as Names
+
+import foreign
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+import uses
+from foreign import LENGTH, MODELS, STEPS, VOCAB, WIDTH, batch, broken
+from tops import on_top_of, refused
+from torch.distributed import group
+from uses import (
+    DDP,
+    ExpertParallel,
+    Islands,
+    Pipeline,
+    SequenceParallel,
+    Server,
+    TensorParallel,
+    ZeRO,
+    context_core,
+    equals_one_process,
+    play_alone,
+)
+
+TOKENS, TARGETS, COUNT = batch(0, LENGTH)
+
+# --- lines of code that are wrong by themselves, on two ranks, and the words that refuse them.
+# {a | b} stands for both, and ... for any words
+
+REFUSED = {
+    "collectives": """
+gather(x, [x, x])  # the same tensor several times
+""",
+    "ddp": """
+DDP(model, world)  # give model.parameters(): a Embedding is no parameter
+DDP(own(), world)  # a Transformer is no parameter
+DDP(model.named_parameters(), world)  # a tuple is no parameter
+DDP(model.state_dict(), world)  # a str is no parameter
+DDP(SGD(model.parameters()).param_groups, world)  # a dict is no parameter
+DDP([p * 2 for p in model.parameters()], world)  # a Tensor is no parameter
+DDP(iter([]), world)  # used up
+DDP(model.requires_grad_(False).parameters(), world)  # all are frozen
+""",
+    "zero": """
+ZeRO({model.parameters() | [*model.parameters()] | model.named_parameters()}, world, 2, SGD)
+    # give it the model, not a
+ZeRO(model, world, 2, SGD(model.parameters()))  # a function that makes the optimizer
+ZeRO(placed(model), world, 2, SGD)  # another kind of parallelism cut the model
+ZeRO(model, world, 2, SGD, copies_group=world)  # one rank of each group, at the same place
+ZeRO(nn.Linear(4, 4, bias=False), world, 2, torch.optim.{Adafactor | LBFGS | Muon})
+    # needs whole matrices
+torch.optim.lr_scheduler.StepLR(ZeRO(model, world, 2, SGD), 1)  # ZeRO2 is not an Optimizer
+ZeRO(model, world, 3, SGD).model.{state_dict() | float() | load_state_dict(whole.state_dict())}
+    # of a weight that is not here
+{copy.deepcopy | save | flatten}(ZeRO(model, world, 3, SGD).model)  # of a weight that is not here
+ZeRO(model, world, 3, SGD).model[6].weight{.sum() | + 1 | .data | .T | [0] | .copy_(torch.ones(2))}
+    # of a weight that is not here
+repr(ZeRO(model, world, 3, SGD).model[6].weight)  # of a weight that is not here
+reads_another_unit(ZeRO(model, world, 3, SGD).model)  # within its unit's forward
+""",
+    "tensor_parallel": """
+parallelize({nn.Linear(4, 4) | own() | hugging}, world)  # parallelize knows model.py's GPT alone
+parallelize(three_heads, world)  # 6 heads and 3 kv-heads do not divide over 2 ... use 1 or 3
+shard(shard(weight, 0, world), {0 | 1 | -2}, world)  # is a shard already
+{ColumnParallelLinear | RowParallelLinear}({ColumnParallelLinear | RowParallelLinear}(
+    nn.Linear(4, 6), world), world)  # is a shard already
+VocabParallelEmbedding(VocabParallelEmbedding(nn.Embedding(6, 4), world), world)  # is a shard
+VocabParallelEmbedding(nn.Embedding(7, 4, {max_norm=1.0 | scale_grad_by_freq=True}), world)
+    # max_norm or scale_grad_by_freq
+VocabParallelEmbedding(nn.Embedding(7, 4), world)(torch.tensor([{7 | 8 | -1}]))
+    # tokens must be from 0 to 6
+VocabParallelCrossEntropy(7, world)(torch.ones(2, 4), torch.tensor([0, {7 | 8}]), 2)
+    # targets must be below 7
+VocabParallelCrossEntropy(7, world)(torch.ones(2, 7), torch.tensor([0, 1]), 2)
+    # 4 of 7 logits ... not 7
+TensorParallel(Transformer(lambda: Block(heads=3)), "sgd").model(TOKENS)  # unflatten
+twice(lambda x: {Enter | Leave}(world)(x) ** 3, 2, 3)  # once_differentiable
+twice(lambda x: VocabParallelCrossEntropy(7, world)(x @ torch.ones(3, 4), torch.tensor([0, 5]), 2),
+    2, 3)  # no second gradients
+""",
+    "tensor_parallel sequence_parallel": """
+parallelize({nn.Linear(4, 4) | own()}, world)  # parallelize knows model.py's GPT alone
+Enter(stream({None | 6 | 9 | 0}))(hidden)  # stream.length is ... but each of 2 ranks has 4 tokens
+EnterAndProject(stream({None | 6 | 9 | 0}), [linear])(hidden)
+    # stream.length is ... but each of 2 ranks has 4 tokens
+Projection(0, linear)(hidden)  # a Projection takes enter(x)
+twice(lambda x: {Enter | Leave}(stream(8))(x) ** 3, 2, 4, WIDTH)  # once_differentiable
+twice(lambda x: EnterAndProject(stream(8), [linear])(x)[0] ** 3, 2, 4, WIDTH)  # once_differentiable
+""",
+    "context_parallel": """
+core({"ring" | "gather" | "ulysses"})(*qkv({k=(2, 3, 6, 8) | k=(1, 2, 6, 8) | k=(2, 2, 5, 8) |
+    k=(2, 2, 8, 8) | k=(2, 2, 6, 4) | v=(2, 2, 6, 4) | v=(2, 1, 6, 8) | dtype=torch.float64 |
+    q=(4, 6, 8), k=(2, 6, 8)}))  # attention takes q ... not q ... transpose, cast or repeat heads
+core({"ring" | "gather"})(*qkv((2, 4, 5, 8), (2, 2, 5, 8)))  # zigzag holds two equal chunks, not 5
+core({"ring" | "gather"})(*qkv(), is_causal=False)  # unexpected keyword argument 'is_causal'
+core({"ring" | "gather"})(*qkv(), attn_mask=torch.ones(6, 6))  # keyword argument 'attn_mask'
+core("ulysses")(*qkv((2, 3, 6, 8), (2, 1, 6, 8)))  # 3 heads do not divide by 2 ranks
+Ulysses(world, lambda q, k, v: q.transpose(1, 2))(*qkv())
+    # must return the shape of q (2, 2, 12, 8), not (2, 12, 2, 8): transpose
+{Ring(others) | Gather(others) | Ulysses(others, None)}  # this rank is not in the group
+positions(16, {4, 4 | -1, 4 | 3, 1, 3})  # give the group's grid
+twice(lambda q: core({"ring" | "gather" | "ulysses"})(q, q, q) ** 3, 2, 4, 6, 8)
+    # once_differentiable
+parallelize({nn.Linear(2, 2) | nn.Transformer(4, 2, 1, 1, 4) | own()}, world)  # knows the GPT of
+parallelize(StandIn(Block()), world, "circle")  # no context parallelism of kind 'circle'
+parallelize(StandIn(Block()), world, "ring-ulysses", alone, alone)  # do not make the 2 ranks
+parallelize(parallelize(StandIn(Block()), world), world, "ulysses")  # context-parallel already
+""",
+    "pipeline": """
+reduce_tied(model.named_parameters())  # reduce_tied needs parameters, as model.parameters()
+play_on(links[:3])  # four different groups
+play_on([links[0]] * 4)  # four different groups
+play_on([*links[:3], links[0]])  # four different groups
+play_on([alone, alone, *links[2:]])  # four different groups
+play_on([others] * 4)  # this process is not one of the links' ranks
+play_on(links, {1 | 3})  # ranks, but the links join 2
+play_on(links, kind=list)  # play needs a Schedule
+torch.no_grad()(play_on)(links)  # gradients are off
+Schedule([good[0], good[1][:-1]])  # stage 1 runs micro-batch 1 as F
+Schedule([good[0], [*good[1], good[1][-1]]])  # as F B B
+Schedule([good[0], [good[1][i] for i in (2, 3, 0, 1)]])  # another order
+Schedule([good[0], good[0]])  # another rank's stage
+Schedule([[a._replace(stage=2 * a.stage) for a in row] for row in good])  # number them from 0
+play_alone("zb-v", lambda layer, x: layer(x))  # last stage returned [3, 4]
+play_alone("interleaved", lambda layer, x: layer(x.detach()).sum())  # stage 1 has no gradient
+play_alone("interleaved", lambda layer, x: layer(x).sum().detach())  # stage 1 has no gradient
+play_alone("zb-v", saliency)  # backward pass of its own
+""",
+    "harness/stages": """
+split(lambda: model, [range(1)], [0])  # GPT alone ... cut your model yourself
+Stages({0: model})  # GPT alone ... cut your model yourself
+split(StandIn, [range(0), range(0)], [-1])  # no stage -1 among 2
+split(StandIn, [range(1)], [0])  # not those of 0 blocks
+Stages({0: StandIn(), 3: StandIn()})[2]  # stage 2 is not here, but 0, 3
+""",
+    "expert_parallel": """
+parallelize({nn.Linear(2, 2) | own() | hugging}, world)  # knows the GPT of model.py alone
+shard(shard(weight, world), world)  # dealt out already
+dispatch(sizes={[4] | [2, 1, 1]})  # one number of experts a rank of the group, not
+dispatch(chosen=4)  # beyond the 4 of sizes [2, 2]
+dispatch(torch.ones({1, 3, 4 | 5, 4}))  # flatten them
+dispatch(weights=torch.ones(3, 1))  # (3, 1) and (3, 2): flatten them
+dispatch(experts=lambda rows, counts: {torch.cat((rows, rows)) | rows[:, :1]})
+    # must return the shape of its rows
+twice(lambda x: dispatch(x, experts=lambda rows, counts: rows**3), 3, 4)  # once_differentiable
+sum_gradients([nn.Parameter(torch.full((3, 2), 1.0 + rank))], world)
+    # [(3, 2)] differ between ranks ... start from the same weights
+""",
+    "diloco": """
+DiLoCo({model.named_parameters() | [p * 2 for p in model.parameters()] | [1.0]}, world, 2)
+    # give a model or its parameters
+DiLoCo({iter([]) | [p.detach() for p in model.parameters()]}, world, 2)
+    # no parameter needs a gradient
+DiLoCo(model, world, {0 | 2, parts=3 | 2, delay=2})  # 1 <= parts <= every
+DiLoCo(model, world, 2, bits=32)  # choose None, 16, 8 or 4
+DiLoCo(model, world, {2 + rank | 2, lr=0.1 * rank})  # different settings
+DiLoCo([weight, nn.Parameter(torch.ones(2) + rank, {False | True})], world, 2)
+    # different weights at the start
+""",
+}
+
+
+class StandIn(nn.Module):
+    """Has the parts of the project's GPT. It does nothing."""
+
+    def __init__(self, *blocks):
+        super().__init__()
+        self.config = self.embed = self.head = None
+        self.blocks = nn.ModuleDict({str(i): block for i, block in enumerate(blocks)})
+
+    def forward(self, x, positions=None):
+        return x
+
+
+def twice(function, *shape):
+    """A gradient of a gradient."""
+    x = torch.randn(shape, requires_grad=True)
+    (gradient,) = torch.autograd.grad(function(x).sum(), x, create_graph=True)
+    gradient.square().sum().backward()
+
+
+def qkv(q=(2, 4, 6, 8), k=(2, 2, 6, 8), v=None, dtype=torch.float32):
+    return torch.randn(q, dtype=dtype), torch.randn(k), torch.randn(v or k)
+
+
+def placed(model):
+    model[1].bias.placement = {"partial": [group.WORLD]}
+    return model
+
+
+def reads_another_unit(model):
+    model[6].register_forward_hook(lambda *_: model[1].weight.sum())
+    model(TOKENS)
+
+
+def user_names(module, alone, others, links):
+    """What the lines above may name."""
+
+    def dispatch(x=torch.ones(3, 4), sizes=(2, 2), weights=torch.ones(3, 2), **given):
+        given = dict(chosen=2 * dist.get_rank(), experts=lambda rows, counts: rows) | given
+        chosen = torch.full((3, 2), given["chosen"])
+        made = module.ExpertDispatch(sizes, group.WORLD)
+        return made(x, weights, chosen, given["experts"])
+
+    def stream(length):
+        made = module.Stream(group.WORLD)
+        made.length = length
+        return made
+
+    def play_on(links, ranks=2, kind=lambda schedule: schedule):
+        schedule = kind(module.make("1f1b", ranks, 2))
+        module.play(schedule, None, (2,), torch.float32, "cpu", links)
+
+    three_heads = Names(heads=6, kv_heads=3, experts=0, vocab=7)
+    names = dict(
+        rank=dist.get_rank(),
+        world=group.WORLD,
+        SGD=torch.optim.SGD,
+        x=torch.ones(4),
+        hidden=torch.ones(2, 4, WIDTH),
+        linear=nn.Linear(WIDTH, WIDTH),
+        links=links,
+        weight=nn.Parameter(torch.ones(6, 4)),
+        model=MODELS["mlp"](),
+        whole=MODELS["mlp"](),
+        own=MODELS["own"],
+        core=context_core,
+        hugging=Names(config=Names(vocab_size=7, num_local_experts=4)),
+        three_heads=Names(config=three_heads, embed=None, blocks={}, head=None),
+        save=lambda model: torch.save(model, "model.pt"),
+        flatten=lambda model: nn.utils.parameters_to_vector(model.parameters()),
+    )
+    if module.__name__ == "pipeline":
+        names["good"] = module.make("1f1b", 2, 2)
+        names["play_alone"] = functools.partial(play_alone, module)
+    return vars(foreign) | vars(uses) | globals() | vars(module) | locals() | names
+
+
+@pytest.mark.parametrize("files", REFUSED)
+def test_lines_that_are_refused(copied, files):
+    def work(rank):
+        module = importlib.import_module(files.split()[-1].rpartition("/")[2])
+        pair = [dist.new_group([r]) for r in range(2)]
+        links = [dist.new_group() for _ in range(4)]
+        for line, words in lines(REFUSED[files]):
+            names = user_names(module, pair[rank], pair[1 - rank], links)
+            try:
+                with refused(words):
+                    eval(line, names)
+            except BaseException as e:
+                e.add_note(f"line: {line}")
+                raise
+
+    copied(files, 2, work)
+
+
+def lines(text):
+    """(a line of code, the words that refuse it) of a text above."""
+    for row in re.split(r"\n(?! )", text.strip()):
+        code, words = row.split(" # ")
+        words = ".*".join(re.escape(part) for part in words.split(" ... "))
+        parts = re.split(r"\{([^{}]*\|[^{}]*)\}", code)
+        choices = [part.split("|") if i % 2 else [part] for i, part in enumerate(parts)]
+        for chosen in itertools.product(*choices):
+            yield "".join(chosen).strip(), words
+
+
+# --- a step's calls in the wrong order, or a model that is changed between them
+
+
+def gradient_of_gradient(use):
+    x = use.model[0](TOKENS).detach().requires_grad_()
+    torch.autograd.grad(use.model[1:](x).sum(), x, create_graph=True)
+
+
+def assign_gradients(use):
+    for p in use.model.parameters():
+        p.grad = torch.zeros_like(p)
+
+
+def unmark(use):
+    for p in use.model.parameters():
+        p.placement["partial"] = []
+
+
+def leave_out_f(use):
+    mlp = use.model.blocks[1].mlp
+    mlp.norm = mlp.norm[0]
+
+
+CALLS = {
+    "run": lambda use: use.run(TOKENS, TARGETS, COUNT),
+    "pass": lambda use: use.backward(*use.parts(TOKENS, TARGETS)[0], COUNT),
+    "clip": lambda use: use.clip(torch.ones(())),
+    "give_up": lambda use: use.zero_grad(give_up=True),
+    "skip": lambda use: use.average(taken=False),
+    "cast": lambda use: use.model.float(),
+    "move": lambda use: use.model.to("meta"),
+    "unfreeze": lambda use: use.model.requires_grad_(True),
+    "replace": lambda use: setattr(use.model[1], "weight", nn.Parameter(torch.ones(13, 6))),
+    "reload": lambda use: use.model.load_state_dict(MODELS["mlp"]().state_dict(), assign=True),
+    "wrap": lambda use: type(use)(use.model, "sgd", **use.options),
+    "drop_gradients": lambda use: use.model.zero_grad(),
+    "assign_gradients": assign_gradients,
+    "create_graph": lambda use: use.model(TOKENS).sum().backward(create_graph=True),
+    "gradient_of_gradient": gradient_of_gradient,
+    "leave_out_f": leave_out_f,
+    "change_inputs": lambda use: use.model.positions.weight.data.mul_(1 + dist.get_rank()),
+    "unmark": unmark,
+}
+
+WAYS = [(DDP, "mlp", dict(way=way)) for way in DDP.ways] + [(Server, "mlp", dict(count=1))]
+STAGES = [(ZeRO, "mlp", dict(stage=stage)) for stage in range(4)]
+MATRICES = [(TensorParallel, "own", {})]
+ISLANDS = [(Islands, "mlp", {})]
+SEQUENCES = [(SequenceParallel, "own", dict(keep=keep)) for keep in (True, False)]
+EXPERTS = [(ExpertParallel, "mixture", {})]
+PIPELINES = [(Pipeline, "chain in place", dict(schedule="1f1b", microbatches=2))]
+
+REPLACED = "was replaced.*zero_grad.*second DDP.*create_graph.*unfrozen.*moved or cast after DDP"
+MOVED = "no longer the one that ZeRO put there|weight that is not here"
+INCOMPLETE = r"gradients are incomplete: call finish\(\) after the last backward"
+COMPLETED = "reduce_partial has completed these gradients already.*zero_grad"
+DIFFER = "gradients of whole parameters differ, .* complete partial gradients"
+CHANGED = "replaced, moved, cast, frozen or unfrozen"
+SUMMED = "call sum_gradients once a step"
+
+# Uses; calls, between bars what is refused, then what is right. Where it ends with a bar, training
+# goes on afterwards, and is one process's
+ORDERS = [
+    (WAYS, "run | zero_grad | finish zero_grad zero_grad |", r"zero_grad\(\) after.*give_up=True"),
+    (WAYS, "run finish | finish | |", r"finish\(\) after finish"),
+    (WAYS, "run finish | pass | give_up |", r"backward\(\) after finish"),
+    (WAYS, "run step | finish", r"finish\(\) after optimizer.step"),
+    (WAYS[2:3], "run | pass | give_up |", "more backward passes than microbatches=2"),
+    (WAYS, "| cast run finish", REPLACED),
+    (WAYS, "| drop_gradients run finish", REPLACED),
+    (WAYS, "| assign_gradients run finish", REPLACED),
+    (WAYS, "| wrap run finish", REPLACED),
+    (WAYS, "| unfreeze run finish", REPLACED),
+    (WAYS, "| create_graph finish", REPLACED),
+    (WAYS, "run | drop_gradients finish", REPLACED),
+    (STAGES, "run | step | give_up |", INCOMPLETE),
+    (STAGES, "run | norm | give_up |", INCOMPLETE),
+    (STAGES, "run | clip | finish |", INCOMPLETE),
+    (STAGES, "run | zero_grad | finish |", r"no finish\(\)"),
+    (STAGES, "run finish | finish | |", r"finish\(\) was called already"),
+    (STAGES, "run finish | pass | give_up |", r"more backward passes than the 2 .* zero_grad\(\)"),
+    (STAGES, "run finish zero_grad | step | |", INCOMPLETE),
+    (STAGES, "zero_grad | create_graph | |", "create_graph=True"),
+    (STAGES[3:], "zero_grad | gradient_of_gradient | |", "create_graph=True"),
+    (STAGES, "run finish step | cast zero_grad", MOVED),
+    (STAGES, "run finish step | move zero_grad", MOVED),
+    (STAGES, "run finish step | replace zero_grad", MOVED),
+    (STAGES, "run finish step | wrap zero_grad", MOVED),
+    (MATRICES, "leave_out_f run | norm", DIFFER),
+    (MATRICES, "change_inputs run | norm", DIFFER),
+    (SEQUENCES, "run | norm | |", DIFFER),
+    (SEQUENCES, "unmark run finish | norm", DIFFER),
+    (SEQUENCES, "run finish | finish | |", COMPLETED),
+    (SEQUENCES, "run finish | pass | |", COMPLETED),
+    (EXPERTS, "run finish | finish | |", SUMMED),
+    (EXPERTS, "run finish clip | finish | |", SUMMED),
+    (EXPERTS, "run finish zero_grad run finish | pass | |", SUMMED),
+    (PIPELINES, "run finish | finish | |", "call reduce_tied once a step"),
+    (ISLANDS, "run | average | step average", r"step\(taken=True\) after 0 optimizer"),
+    (ISLANDS, "run step average | average | run step average", "after 0 optimizer"),
+    (ISLANDS, "run step | step | give_up_round skip run step average", "optimizer.step.. twice"),
+    (ISLANDS, "run step | cast average", CHANGED),
+    (ISLANDS, "run step | replace average", CHANGED),
+    (ISLANDS, "run step | reload average", CHANGED),
+    (ISLANDS, "run step | unfreeze average", CHANGED),
+]
+
+
+@pytest.mark.parametrize(
+    "uses, calls, words", ORDERS, ids=[f"{row[0][0][0].__name__}: {row[1]}" for row in ORDERS]
+)
+def test_calls_in_the_wrong_order(copied, uses, calls, words):
+    def work(rank):
+        for make, model, options in uses:
+            use = make(MODELS[model](), "sgd", **options)
+            before, wrong, *after = calls.split("|")
+            act(use, before)
+            gradients = {p: p.grad.clone() for p in use.model.parameters() if p.grad is not None}
+            with refused(words):
+                act(use, wrong)
+            if wrong.strip() == "finish":
+                assert all(torch.equal(p.grad, g) for p, g in gradients.items())
+            for calls_after in after:
+                act(use, calls_after)
+            if len(after) == 2:
+                equals_one_process(use, model, "sgd")
+
+    copied(uses[0][0].files, 2, work)
+
+
+def act(use, calls):
+    for call in calls.split():
+        CALLS.get(call, lambda use: getattr(use, call)())(use)
+
+
+# --- steps that are given up: afterwards training goes on as if they had not been
+
+
+def break_off(use, module):
+    with broken(module), pytest.raises(ArithmeticError):
+        act(use, "pass")
+
+
+def midway(use, step):
+    """A backward raises, after a pass or none: elsewhere on each rank, but for stage 3."""
+    use.zero_grad()
+    act(use, "pass" if step % use.microbatches else "")
+    place = 3 if getattr(use, "stage", 0) == 3 else 5 - 2 * dist.get_rank()
+    break_off(use, use.model[place])
+    with refused(
+        r"finish\(\) after half a backward|exception ended a backward pass: call zero_grad"
+    ):
+        use.finish()
+
+
+def between_passes(use, step):
+    """Or by mistake: zero_grad() in the loop over micro-batches."""
+    use.zero_grad()
+    act(use, "pass")
+    use.model(TOKENS)  # an exception comes before its backward
+    with refused(r"zero_grad\(\) after backward|no finish\(\)"):
+        use.zero_grad()
+    use.zero_grad(give_up=True)
+
+
+def at_different_places(use, step):
+    """Rank 1 raises late in a backward. Rank 0 raises early in it, then before its first gradient,
+    then in forward."""
+    use.zero_grad()
+    act(use, "pass" if use.microbatches == 2 and step < 2 else "")
+    if dist.get_rank() == 1:
+        break_off(use, use.model[0])
+    elif step < 2:
+        break_off(use, use.model if step else use.model[5])
+    use.zero_grad(give_up=step > 0)
+
+
+def by_one_rank(use, step):
+    """With nothing on its way the others wait."""
+    if dist.get_rank() == 0:
+        use.zero_grad()
+        break_off(use, use.model[3])
+
+
+STAGES_AND_OPTIONS = [
+    (ZeRO, "mlp", dict(stage=0, microbatches=1)),
+    (ZeRO, "mlp", dict(stage=1, microbatches=1)),
+    (ZeRO, "mlp", dict(stage=1)),
+    (ZeRO, "mlp", dict(stage=2, microbatches=1)),
+    (ZeRO, "mlp", dict(stage=2, reduce_each=False)),
+    (ZeRO, "mlp", dict(stage=3)),
+    (ZeRO, "mlp", dict(stage=3, reshard=False, reduce_each=False)),
+]
+
+
+GIVEN_UP = [
+    (3, WAYS, midway),
+    (2, WAYS[:3], between_passes),
+    (3, WAYS[:2], by_one_rank),
+    (2, STAGES_AND_OPTIONS, midway),
+    (2, STAGES_AND_OPTIONS, between_passes),
+    (2, STAGES[:3], at_different_places),
+    (2, STAGES_AND_OPTIONS[:2] + STAGES_AND_OPTIONS[3:4], at_different_places),
+]
+
+
+@pytest.mark.parametrize(
+    "ranks, uses, give_up",
+    GIVEN_UP,
+    ids=[f"{uses[0][0].__name__} {give_up.__name__}" for _, uses, give_up in GIVEN_UP],
+)
+def test_steps_given_up(copied, ranks, uses, give_up):
+    def work(rank):
+        for make, model, options in uses:
+            use = make(MODELS[model](), "sgd", **options)
+            equals_one_process(use, model, "sgd", 4, give_up)
+
+    copied(uses[0][0].files, ranks, work)
+
+
+@pytest.mark.parametrize("make", [DDP, ZeRO])
+@on_top_of(DDP.files + " zero", 2)
+def test_a_rank_that_gives_up_alone_leaves_nan(ddp, parameter_server, zero, make):
+    """The others' sums lack its part. A bucket's first parameter may be empty."""
+    for options in [dict(way="overlapped")] if make is DDP else [dict(stage=n) for n in range(3)]:
+        model = MODELS["mlp"]()
+        model[6].empty = nn.Parameter(torch.zeros(0, dtype=torch.float64))
+        use = make(model, "sgd", microbatches=1, **options)
+        if dist.get_rank() == 0:
+            break_off(use, model[3])
+            use.zero_grad(give_up=True)
+        else:
+            act(use, "run finish")
+        assert use.gradients()["1.weight"].isnan().any() or dist.get_rank() == 0
+        act(use, "zero_grad run finish")
+        assert use.gradients()["1.weight"].isfinite().all()
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+@on_top_of(DDP.files, 2)
+def test_given_up_before_the_first_bucket(ddp, parameter_server, microbatches):
+    """Rank 0 raises before its first bucket is full. Rank 1 has started it. Both start again."""
+
+    def before_and_after(use, step):
+        use.zero_grad()
+        act(use, "pass " * (microbatches - 1))
+        break_off(use, use.model[1 if dist.get_rank() else 5])
+        assert len(use.sync.works) == dist.get_rank() and len(use.sync.buckets) == 2
+
+    # The first of two buckets has both of the later layers
+    use = DDP(MODELS["mlp"](), "sgd", microbatches=microbatches, bucket_bytes=4704)
+    equals_one_process(use, "mlp", "sgd", STEPS, before_and_after)
+
+
+# --- the rest
+
+
+@pytest.mark.parametrize(
+    "cut, words",
+    [
+        (
+            lambda y: y[: len(y) - 1],
+            r"has \[3, 5, 24\] of torch.float64 .*, but play was told \[4, 5",
+        ),
+        (lambda y: y.float(), r"of torch.float32 .* torch.float64"),
+    ],
+)
+def test_results_of_stages_that_cannot_be_sent(copied, cut, words):
+    def work(rank):
+        use = Pipeline(MODELS["chain in place"](), "sgd", schedule="1f1b", microbatches=2)
+        stage = use.stages[0]
+        use.stages[0] = lambda tokens: cut(stage(tokens))
+        act(use, "run")
+
+    with pytest.raises(AssertionError, match=f"ValueError: .*{words}"):
+        copied("pipeline", 2, work)
+
+
+@on_top_of("pipeline", 2)
+def test_links_after_an_exception(pp):
+    use = Pipeline(MODELS["chain in place"](), "sgd", schedule="zb-h1", microbatches=2)
+    stages, rank = use.stages, dist.get_rank()
+    passes = iter([stages[0], None])  # of rank 0: its second micro-batch is spoilt
+
+    def spoilt(x):
+        stage = next(passes) if rank == 0 else None
+        return stage(x)
+
+    use.stages = {rank: spoilt}
+    # Kept: its frames hold the first message until rank 1 has it
+    with pytest.raises(TypeError) as raised:
+        act(use, "run")
+    use.stages = stages
+    with refused("make new links"):
+        act(use, "run")
+    use.links = pp.make_links()
+    equals_one_process(use, "chain in place", "sgd")
+    del raised
+
+
+@pytest.mark.parametrize("kind", ["module", "alike", "copy", "function", "group"])
+@on_top_of("expert_parallel", 2)
+def test_experts_that_are_not_known_as_such(ep, kind):
+    """alike: their weights do not tell that they are different. group: split over another one."""
+    use, over = ExpertParallel(MODELS["mixture"](), "sgd"), dist.new_group([0, 1])
+    mixture = use.model.blocks[0]
+    dispatch, mixture.experts = mixture.dispatch, copy.deepcopy(mixture.experts)  # no placement
+    for p in mixture.experts.parameters():
+        if kind == "alike":
+            p.data.fill_(0.1)
+        if kind == "group":
+            p.placement = {"cuts": {0: (over, 0, 1)}}
+    if kind == "function":
+        del mixture.dispatch
+        mixture.dispatch = lambda x, weights, chosen, experts, meanwhile: dispatch(
+            x, weights, chosen, lambda *rows: experts(*rows), meanwhile
+        )
+    act(use, "run")
+    gradients = {p: p.grad.clone() for p in use.model.parameters() if p.grad is not None}
+    with refused("cut experts by shard"):
+        use.finish()
+    assert all(torch.equal(p.grad, gradient) for p, gradient in gradients.items())
+
+
+@pytest.mark.parametrize("capacity", [None, 1.0])
+@on_top_of("expert_parallel", 2)
+def test_a_wrong_choice_of_one_rank_is_refused_on_all(ep, capacity):
+    dispatch = ep.ExpertDispatch([2, 2], group.WORLD, capacity, chunks=2)
+    for number in (4, 0, 5, 0, -1, 0):
+        chosen = torch.zeros(3, 2, dtype=torch.int64)
+        chosen[0, 1] = number * dist.get_rank()
+        with refused(r"beyond the 4 of sizes \[2, 2\]") if number else contextlib.nullcontext():
+            dispatch(torch.ones(3, 4), torch.ones(3, 2), chosen, lambda rows, counts: rows)
+
+
+@pytest.mark.parametrize("kind", ["ring", "contiguous", "ulysses", "ring-ulysses"])
+@on_top_of("context_parallel", 4)
+def test_positions_of_another_kind(cp, kind):
+    """Some rank refuses them in the first forward. A later one is not looked at."""
+    rank, core, zigzag = dist.get_rank(), context_core(kind), kind != "contiguous"
+    groups = (core.core.group, core.group) if kind == "ring-ulysses" else ()
+
+    def first_forward(where):
+        model = StandIn(foreign.Block())
+        cp.parallelize(model, group.WORLD, kind if zigzag else "ring", *groups, zigzag=zigzag)
+        model(torch.ones(1, 8), positions=where)
+        return model
+
+    def complaint(where):
+        try:
+            first_forward(where)
+        except ValueError as e:
+            return str(e)
+        return ""
+
+    kinds = {
+        "ring": cp.positions(32, rank, 4),
+        "contiguous": torch.arange(32).chunk(4)[rank],
+        "ring-ulysses": cp.positions(32, rank, 2, 2),
+        "of another group": cp.positions(16, rank % 2, 2),
+        "zeros": torch.zeros(8, dtype=torch.int64),
+        "none": None,
+    }
+    right = kinds.pop("contiguous" if kind == "ulysses" else kind)
+    for where in kinds.values():
+        messages = [None] * 4
+        dist.all_gather_object(messages, complaint(where))
+        assert any("these are not the positions that this rank must hold" in m for m in messages)
+    first_forward(right)(torch.ones(1, 1), torch.tensor([32]))
+    first_forward(right.clamp(max=29))
+
+
+@on_top_of("diloco", 2)
+def test_islands_that_differ_later(diloco):
+    use = Islands(MODELS["mlp"](), "sgd")
+    islands, rank = use.islands, dist.get_rank()
+    islands.steps = 2 * rank  # island 1 believes to be two steps ahead
+    act(use, "run step average run step")
+    with refused(r"different numbers of steps: \[2, 4\]"):
+        use.average()
+    use.give_up_round()
+    islands.steps, islands.parts[0].old[0] = 0, rank  # what no island does by itself
+    act(use, "run step average run step")
+    with refused("different weights at the start of the round"):
+        use.average()
+
+
+@on_top_of("diloco", 2)
+def test_an_exception_in_an_outer_step(diloco):
+    """All go back to the latest outer step, and train as if the steps since had never been."""
+    use = Islands(MODELS["mlp"](), "sgd", every=3, bits=8, momentum=0.5)
+    outer_round, exchange, [part] = "run step average " * 3, use.islands.exchange, use.islands.parts
+    act(use, outer_round)
+    before, error = [p.detach().clone() for p in use.model.parameters()], part.error.clone()
+
+    def cut_link(message):
+        raise ConnectionError("the link is cut")
+
+    use.islands.exchange = cut_link
+    with pytest.raises(ConnectionError):
+        act(use, outer_round)
+    use.islands.exchange = exchange
+    with refused("all islands call give_up"):
+        use.average()
+    use.give_up_round()
+    torch.testing.assert_close(list(use.model.parameters()), before, rtol=0, atol=0)
+    assert torch.equal(part.error, error)
+    if dist.get_rank() == 1:  # a mistake elsewhere concerns this island alone
+        with pytest.raises(IndexError):
+            use.model(torch.tensor([VOCAB]))
+    act(use, outer_round + "finish_rounds")
+    flat = torch.cat([p.detach().flatten() for p in use.model.parameters()])
+    both = [torch.empty_like(flat) for _ in range(2)]
+    dist.all_gather(both, flat)
+    assert torch.equal(*both)

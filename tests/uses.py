@@ -1,0 +1,469 @@
+"""Each technique's copied top, used rightly to train a model that is not ours. Ranks make these,
+where `import ddp` finds the top alone (tops.py)."""
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from foreign import (
+    EXPERTS,
+    IGNORE,
+    LENGTH,
+    ROWS,
+    STEPS,
+    VOCAB,
+    WIDTH,
+    OneProcess,
+    causal,
+    mean_loss,
+    mlp,
+    one_process,
+    train,
+)
+from tops import run_usage, usage
+from torch.distributed import group
+
+
+def equals_one_process(use, model, optimizer, steps=STEPS, disturb=None):
+    """Train: every loss, norm, gradient and weight is that of one process."""
+    history, *whole = one_process(model, optimizer, steps, use.limit, use.zeros)
+    ours = train(use, steps, disturb)
+    parameters, theirs = use.named(), [history]
+    for states, full in zip(ours[1:], whole):
+        pieces = {name: full[name] for name in states}
+        for name, tensor in pieces.items():
+            if tensor is not None:
+                pieces[name] = use.piece(tensor, parameters[name])
+        theirs.append(pieces)
+        names = [None] * dist.get_world_size()
+        dist.all_gather_object(names, list(states))
+        assert set().union(*names) in ({*full}, set()), "a parameter is on no rank"
+    torch.testing.assert_close(list(ours), theirs, **use.tolerance)
+
+
+# --- the batch is split
+
+
+class DataParallel(OneProcess):
+    """Ranks have rows of their own, some more than others, in micro-batches."""
+
+    zeros = True
+    losses_add_up = True
+    shares = {1: [8], 2: [5, 3], 3: [4, 2, 2], 4: [2, 2, 2, 2]}
+
+    def rows(self):
+        return super().rows().split(self.shares[dist.get_world_size()])[dist.get_rank()]
+
+
+class Collectives(DataParallel):
+    """An all-reduce a parameter, by hand."""
+
+    files = "collectives"
+
+    def set_up(self, all_reduce):
+        import collectives
+
+        self.all_reduce = eval(all_reduce, vars(collectives))
+        for p in self.model.parameters():
+            p.data += dist.get_rank()
+            collectives.broadcast(p.data, group_src=0)
+        super().set_up()
+
+    def finish(self):
+        for p in self.model.parameters():
+            if p.requires_grad:
+                self.all_reduce(p.grad)
+
+
+class DDP(DataParallel):
+    files = "ddp harness/parameter_server"
+    ways = {
+        "naive": dict(bucket_bytes=0, overlap=False),
+        "bucketed": dict(bucket_bytes=800, overlap=False),
+        "overlapped": dict(bucket_bytes=800),
+    }
+
+    def set_up(self, way="overlapped", microbatches=2, **options):
+        import ddp
+
+        self.microbatches, options = microbatches, self.ways[way] | options
+        parameters = self.model.parameters()
+        self.sync = ddp.DDP(parameters, group.WORLD, microbatches, **options)
+        self.finish = self.sync.finish
+        super().set_up()
+
+    def zero_grad(self, give_up=False):
+        self.sync.zero_grad(give_up)
+
+
+class Server(DDP):
+    """The first `count` ranks are servers: they have the sums, and step."""
+
+    def set_up(self, count, microbatches=2, overlap=False):
+        import parameter_server
+
+        self.servers = parameter_server.Servers(count, group.WORLD)
+        options = dict(overlap=overlap, all_reduce=self.servers.push)
+        super().set_up(microbatches=microbatches, **options)
+        self.servers.deal(self.sync.buckets)
+
+    def zero_grad(self, give_up=False):
+        super().zero_grad(give_up)
+        self.servers.pull()
+
+    def norm(self):
+        return self.servers.norm()
+
+    def clip(self, norm):
+        nn.utils.clip_grads_with_norm_(self.servers.mine, self.limit, norm)
+
+    def step(self):
+        self.servers.step(self.optimizer)
+        self.servers.pull()
+
+    def gradients(self):
+        mine = set(self.servers.mine)
+        named = self.named().items()
+        return {name: p.grad for name, p in named if p in mine or not p.requires_grad}
+
+
+class ZeRO(DataParallel):
+    files = "zero"
+
+    def set_up(self, stage, microbatches=2, **options):
+        import zero
+
+        self.stage, self.microbatches = stage, microbatches
+        options = {"bucket_bytes": 1000} | options
+        make = self.make_optimizer, microbatches
+        self.sharded = zero.ZeRO(self.model, group.WORLD, stage, *make, **options)
+        self.zero_grad, self.finish = self.sharded.zero_grad, self.sharded.finish
+        self.norm = self.sharded.grad_norm
+        if "param_dtype" in options:
+            self.tolerance = dict(rtol=1e-4, atol=1e-5, check_dtype=False)
+
+    def clip(self, norm):
+        self.sharded.clip(norm, self.limit)
+
+    def step(self):
+        self.sharded.step()
+        assert all(p.grad is None for p in self.model.parameters())
+        assert self.gathered() == 0
+
+    def gathered(self):
+        """Bytes of weights that stage 3 has gathered and not freed."""
+        units = [bucket for bucket in self.sharded.buckets if hasattr(bucket, "users")]
+        return sum(bucket.flat.untyped_storage().nbytes() for bucket in units)
+
+    def named(self):
+        return dict(self.sharded.whole(self.model.named_parameters()))
+
+
+class ProbedZeRO(ZeRO):
+    """Asks for gradients that are no pass of a step, and runs a forward without a backward."""
+
+    def backward(self, x, y, count):
+        loss, found = super().backward(x, y, count), []
+        alone = mlp()
+        for p, whole in zip(alone.parameters(), self.named().values()):
+            p.data.copy_(whole)
+        for model in (self.model, alone):
+            vectors = model[0](x).detach().requires_grad_()
+            loss_again = mean_loss(model[1:](vectors), y, count)
+            found.append(torch.autograd.grad(loss_again, [vectors, model[4].weight]))
+        torch.testing.assert_close(*found, rtol=1e-10, atol=1e-12)
+        return loss
+
+    def step(self):
+        self.model(torch.zeros(1, 1, dtype=torch.int64))
+        super().step()
+
+
+# --- matrices are split
+
+
+class TensorParallel(OneProcess):
+    files = "tensor_parallel"
+
+    def set_up(self, microbatches=(), count=1):
+        import tensor_parallel
+
+        self.tp, self.given = tensor_parallel, dict(microbatches=microbatches, count=count)
+        self.cut()
+        self.criterion = self.tp.VocabParallelCrossEntropy(VOCAB, group.WORLD)
+        super().set_up()
+
+    def cut(self):
+        """As the usage block says, which goes on to train on the micro-batches that are given."""
+        names = dict(model=self.model, group=group.WORLD, t=dist.get_world_size(), vocab=VOCAB)
+        return run_usage("tensor_parallel", **vars(self.tp), **names | self.given)
+
+    def backward(self, x, y, count):
+        loss = self.criterion(self.model(x), y, count)
+        loss.backward()
+        return loss.item()
+
+    def norm(self):
+        return self.tp.grad_norm(self.model.parameters(), group.WORLD)
+
+    def piece(self, full, p):
+        for dim, (_, start, length) in self.tp.placement(p)["cuts"].items():
+            part, shape = full.narrow(dim, start, length), list(full.shape)
+            shape[dim] = p.shape[dim] - length
+            full = torch.cat([part, part.new_zeros(shape)], dim)  # zeros follow the last rows
+        return full
+
+
+class LlamaParallel(TensorParallel):
+    """Hugging Face's Llama."""
+
+    def cut(self):
+        tp, llama = self.tp, self.model.model
+
+        def replace(make, module, *names):
+            for name in names:
+                setattr(module, name, make(getattr(module, name), group.WORLD))
+
+        def enter(module, name):
+            setattr(module, name, nn.Sequential(getattr(module, name), tp.Enter(group.WORLD)))
+
+        replace(tp.VocabParallelEmbedding, llama.model, "embed_tokens")
+        for layer in llama.model.layers:
+            enter(layer, "input_layernorm")
+            enter(layer, "post_attention_layernorm")
+            replace(tp.ColumnParallelLinear, layer.self_attn, "q_proj", "k_proj", "v_proj")
+            replace(tp.RowParallelLinear, layer.self_attn, "o_proj")
+            replace(tp.ColumnParallelLinear, layer.mlp, "gate_proj", "up_proj")
+            replace(tp.RowParallelLinear, layer.mlp, "down_proj")
+        enter(llama.model, "norm")
+        replace(tp.ColumnParallelLinear, llama, "lm_head")
+
+
+class SequenceParallel(TensorParallel):
+    files = "tensor_parallel sequence_parallel"
+
+    def set_up(self, keep=True, **given):
+        import sequence_parallel
+
+        self.sp, self.keep = sequence_parallel, keep
+        super().set_up(**given)
+
+    def cut(self):
+        """By the blocks of both files."""
+        # A rank adds the positions of its own tokens
+        self.model.positions.register_forward_pre_hook(
+            lambda _, where: self.model.blocks[0].attn.norm[1].stream.shard(*where)
+        )
+        given, self.given["microbatches"] = self.given["microbatches"], ()
+        names = super().cut() | vars(self.sp) | {"microbatches": given}
+        self.stream = run_usage("sequence_parallel", **names)["stream"]
+        for layer in () if self.keep else [block.mlp for block in self.model.blocks]:
+            layer.up = self.sp.Projection(0, layer.up)
+            layer.norm[1] = self.sp.EnterAndProject(self.stream, [layer.up])
+
+    def finish(self):
+        self.sp.reduce_partial(self.model.parameters())
+
+
+class SplitStream(SequenceParallel):
+    """Embedding, head and loss are whole, and see this rank's tokens."""
+
+    losses_add_up = True
+
+    def cut(self):
+        embed, head = self.model.embed, self.model.head
+        super().cut()
+        self.model.embed, self.model.head = embed, head
+        self.sp.mark_partial(self.model.parameters(), None)
+        self.sp.mark_partial(self.model.parameters(), group.WORLD)  # is told already
+
+    def backward(self, x, y, count):
+        self.stream.length = x.shape[1]
+        logits = self.model(self.stream.shard(x), torch.arange(x.shape[1]))
+        loss = mean_loss(logits, self.stream.shard(y, IGNORE), count)
+        loss.backward()
+        return loss.item()
+
+
+# --- sequences, layers, experts are split
+
+
+class ContextParallel(OneProcess):
+    """By the usage block: its first lines once, the next for each micro-batch, the last at the end
+    of a step."""
+
+    files = "context_parallel"
+    losses_add_up = True
+
+    def set_up(self, kind):
+        import context_parallel as cp
+
+        given = dict(group=group.WORLD, Decoder=self.decoder, T=self.length, core=causal)
+        given |= dict(kind=kind, tokens=torch.zeros(1))
+        self.scope = vars(cp) | given | dict(context_core=context_core)
+        code = usage(cp.Ring)
+        begin, end = code.index("x = "), code.index("for p in ")
+        first, self.each, self.last = code[:begin], code[begin:end], code[end:]
+        if kind == "ulysses":
+            first = usage(cp.Ulysses)
+        elif kind != "ring":
+            first = first.replace("Ring(group)", "context_core(kind)")
+        exec(first, self.scope)
+        super().set_up()
+
+    def decoder(self, core):
+        for block in self.model.blocks:
+            block.attn.core = core
+        return self.model
+
+    def backward(self, x, y, count):
+        self.scope |= dict(tokens=x, targets=y, count=count)
+        exec(self.each, self.scope)
+        return self.scope["loss"].item() / count.item()
+
+    def finish(self):
+        exec(self.last, self.scope)
+
+
+def pairs():
+    """This rank's row and column, of four ranks in a square."""
+    rows = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    columns = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    return rows[dist.get_rank() // 2], columns[dist.get_rank() % 2]
+
+
+def context_core(kind):
+    import context_parallel as cp
+
+    if kind == "ulysses":
+        return cp.Ulysses(group.WORLD, causal)
+    if kind == "gather":
+        return cp.Gather(group.WORLD)
+    if kind == "ring-ulysses":
+        ulysses, ring = pairs()
+        return cp.Ulysses(ulysses, cp.Ring(ring))
+    return cp.Ring(group.WORLD, zigzag=kind == "ring")
+
+
+class Pipeline(OneProcess):
+    """Of a chain whose tied matrix may be on two ranks."""
+
+    files = "pipeline"
+    limit = 0
+    losses_add_up = True
+
+    def set_up(self, schedule, microbatches):
+        import pipeline as pp
+
+        self.pp, self.microbatches, self.links = pp, microbatches, pp.make_links()
+        self.schedule = pp.make(schedule, dist.get_world_size(), microbatches)
+        self.last = self.schedule.last
+        self.stages = dict(enumerate(cut_chain(self.model, self.last + 1)))
+        ends = {self.schedule.owner[0], self.schedule.owner[self.last]}
+        copies = dist.new_group(sorted(ends))
+        if len(ends) == 2:
+            self.model[-1].weight = nn.Parameter(self.model[0].weight.detach().clone())
+            for module in (self.model[0], self.model[-1]):
+                module.weight.placement = {"partial": [copies]}
+        held = self.schedule.stages(dist.get_rank())
+        self.mine = {p for stage in held for p in self.stages[stage].parameters()}
+        self.optimizer = self.make_optimizer(self.mine)
+
+    def named(self):
+        named = self.model.named_parameters()
+        tied = f"{len(self.model) - 1}.weight"
+        return {name.replace(tied, "0.weight"): p for name, p in named if p in self.mine}
+
+    def run(self, x, y, count):
+        inputs, targets = x.chunk(self.microbatches), y.chunk(self.microbatches)
+
+        def forward(stage, m, x):
+            y = self.stages[stage](inputs[m] if x is None else x)
+            return mean_loss(y, targets[m], count) if stage == self.last else y
+
+        shape = (ROWS // self.microbatches, LENGTH, WIDTH)
+        losses = self.pp.play(self.schedule, forward, shape, torch.float64, "cpu", self.links)
+        return float(sum(losses))
+
+    def finish(self):
+        self.pp.reduce_tied(self.mine)
+
+
+def cut_chain(model, stages):
+    cuts = torch.arange(len(model)).tensor_split(stages)
+    return [model[cut[0] : cut[-1] + 1] for cut in cuts]
+
+
+def play_alone(pp, schedule, last, first=lambda layer, x: layer(x)):
+    """Play two stages on this rank: gradients are those of a plain backward."""
+    torch.manual_seed(0)
+    layers, data = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)]), torch.randn(2, 3, 4)
+    links = [pp.make_links([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
+
+    def forward(stage, m, x):
+        return last(layers[1], x) if stage else first(layers[0], data[m])
+
+    pp.play(pp.make(schedule, 1, 2), forward, (3, 4), torch.float32, "cpu", links)
+    gradients = [p.grad for p in layers.parameters()]
+    layers.zero_grad()
+    for m in range(2):
+        forward(1, m, forward(0, m, None)).backward()
+    torch.testing.assert_close(gradients, [p.grad for p in layers.parameters()])
+
+
+def saliency(layer, x):
+    y = layer(x).tanh()
+    [gradient] = torch.autograd.grad(y.sum(), x, retain_graph=True)
+    return (y * gradient).sum()
+
+
+class ExpertParallel(DataParallel):
+    """Uneven rows, a rank without any, a rank whose experts nobody chooses."""
+
+    files = "expert_parallel"
+    limit = 0
+    zeros = False
+    shares = {2: [5, 3], 4: [4, 0, 3, 1]}
+
+    def set_up(self, plain=False, copies=False):
+        import expert_parallel as ep
+
+        self.ep, mixture = ep, self.model.blocks[0]
+        self.zeros = copies  # summed over the copies, an expert without a token has zeros
+        self.groups = pairs() if copies else [group.WORLD]
+        self.over = self.groups[0]
+        self.names = {p: name for name, p in self.model.named_parameters()}
+        rank, ranks = dist.get_rank(self.over), dist.get_world_size(self.over)
+        self.sizes = ep.expert_counts(EXPERTS, ranks)
+        start = sum(self.sizes[:rank])
+        mixture.experts.mlps = mixture.experts.mlps[start : start + self.sizes[rank]]
+        for p in mixture.experts.parameters():
+            p.placement = {"cuts": {0: (self.over, start, self.sizes[rank])}}
+        dispatch = ep.ExpertDispatch(self.sizes, self.over, chunks=2)
+        mixture.dispatch = self.plain_dispatch if plain else dispatch
+        super().set_up()
+
+    def plain_dispatch(self, rows, weights, chosen, experts, meanwhile):
+        meanwhile()
+        return self.ep.plain_dispatch(rows, weights, chosen, experts, self.sizes, self.over)
+
+    def finish(self):
+        for over in self.groups:
+            self.ep.sum_gradients(self.model.parameters(), over)
+
+    def named(self):
+        return {self.names[p]: p for p in self.model.parameters()}
+
+
+class Islands(DataParallel):
+    """DiLoCo: islands that step by themselves."""
+
+    files = "diloco"
+
+    def set_up(self, **options):
+        import diloco
+
+        super().set_up()
+        options = dict(every=2, optimizer=self.optimizer) | options
+        self.islands = diloco.DiLoCo(self.model, group.WORLD, **options)
+        self.average, self.give_up_round = self.islands.step, self.islands.give_up
+        self.finish_rounds = self.islands.finish
