@@ -195,7 +195,7 @@ def measure_situation(name, folder):
 
 
 def main():
-    parser = harness.Parser(description=__doc__.partition("\n\n")[0])
+    parser = harness.Parser(__doc__)
     names = [build.name for build in BUILDS] + list(SITUATIONS)
     parser.add_argument("--only", nargs="+", choices=names, default=names, help="these rows")
     parser.add_argument("--list", action="store_true", help="the rows' names")
