@@ -163,6 +163,7 @@ DAMAGES = [
     ("model.safetensors", {f"{MLP}.weight": FP8.view(torch.int8)}, "c_fc.weight is of type I8"),
     ("model.safetensors", {POSITIONS: torch.zeros(())}, r"positions are \[\]"),
     ("model.safetensors", {POSITIONS: torch.zeros(5, 32)}, "knows 5 positions"),
+    (INDEX, "a pipe", "index.json can.t be read .it is a device or a pipe"),
     (INDEX, "{", "index.json is no JSON"),
     (INDEX, "[]", "index.json holds a list"),
     (INDEX, "{}", "index.json has no weight_map"),

@@ -433,7 +433,7 @@ def load(path, index, pieces):
     for piece in pieces:
         try:
             problem = problem or fill(piece, index["tensors"], open_file)
-        except (safetensors.SafetensorError, RuntimeError, LookupError, TypeError) as e:
+        except (safetensors.SafetensorError, OSError, RuntimeError, LookupError, TypeError) as e:
             problem = f"{piece.name}, {piece.kind}: {str(e).splitlines()[0]}"
     problem = of_any_rank(problem)
     if problem:

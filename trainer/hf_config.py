@@ -112,11 +112,7 @@ def read(folder):
     its sliding window lets it see whole, or None). Raises ValueError, in one sentence, for what is
     missing, of the wrong type, or not what our model does."""
     path = pathlib.Path(folder) / "config.json"
-    try:
-        theirs = read_json(path)
-    except OSError as e:
-        advice = "give a folder with config.json and safetensors files"
-        raise ValueError(f"{path} can't be read ({e.strerror}): {advice}") from e
+    theirs = read_json(path)
     try:
         return translate(theirs)
     except ValueError as e:
@@ -124,9 +120,12 @@ def read(folder):
 
 
 def read_json(path):
-    """The object in a JSON file. Raises OSError, and ValueError for anything else."""
+    """The object in a JSON file of a folder. Raises ValueError for anything else."""
     try:
         content = json.loads(outputs.read(path))
+    except OSError as e:
+        advice = "give a folder with config.json and safetensors files"
+        raise ValueError(f"{path} can't be read ({e.strerror}): {advice}") from e
     except (ValueError, RecursionError) as e:
         raise ValueError(f"{path} is no JSON: fetch it again") from e
     if not isinstance(content, dict):
