@@ -469,7 +469,7 @@ from receipts import collectives as network
 
 
 def main():
-    """Every collective beside torch's; then what each all-reduce sends, and how long it takes."""
+    """Every collective beside torch's; then what each all-reduce sends."""
     network.main(sys.modules[__name__])
 
 

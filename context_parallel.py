@@ -1,6 +1,6 @@
 """Context parallelism: each rank holds a part of every sequence, for the whole model.
 
-Weights are whole on every rank, and only attention looks at other ranks' tokens. In a ring of N
+Every rank has all weights, and only attention looks at other ranks' tokens. In a ring of N
 ranks queries stay, and keys and values travel. kv2 are those of rank 2:
 
     step       0     1     2     3         the zigzag: which rank holds which chunk of a sequence
@@ -20,8 +20,9 @@ element, and a = max(e, 4) bytes an element in the sums dK and dV.
 Two other kinds: gather fetches all keys at once. Ulysses' all-to-alls give a rank all tokens of
 some heads. docs/long-sequences.md compares what they send.
 
-Backward: with the final logarithm of softmax's denominator each tile gets its probabilities, and
-needs no other tile. A rank's loss covers its own tokens only, so weights' gradients are summed.
+Backward: forward keeps lse, the logarithm of each query's full softmax denominator. e^(score - lse)
+gives any tile's final probabilities without the other tiles. A rank's loss covers only its own
+tokens, so weights' gradients are summed.
 Not worth it for short sequences: a tile takes less time than its messages.
 
     torchrun --nproc_per_node=4 context_parallel.py
@@ -118,7 +119,7 @@ def around_the_ring(kv, group):
 
 
 def ring_attention(q, k, v, group):
-    """Causal attention of this rank's queries to the keys of all ranks, forward alone. Rank i of n
+    """Causal attention of this rank's queries to the keys of all ranks, forward only. Rank i of n
     holds the i-th of n equal runs of tokens; q, k, v and the result are (B, H, T / n, D)."""
     rank, result = dist.get_rank(group), OnlineSoftmax(q)
     for source, kv in around_the_ring(torch.stack((k, v)), group):
@@ -162,7 +163,7 @@ def positions(length, rank, ring, ulysses=1, zigzag=True):
     return chunks[held].flatten().chunk(ulysses)[ulysses_rank]
 
 
-def shard(x, where, fill=0):
+def shard_sequence(x, where, fill=0):
     """The columns of x (B, T, ...) at positions `where` (T',) of T -> (B, T', ...), with `fill` for
     padding. For targets `fill` is the value that the loss ignores, or padding counts."""
     where = where.to(x.device)
@@ -231,8 +232,8 @@ class RingAttention(torch.autograd.Function):
             if tile:
                 dq_i, dk_j, dv_j = attend_backward(grad, q, kv_j, out, lse, tile)
                 dq[:, :, tile.queries] += dq_i
-            # dkv, the sums for kv_j, comes one step after kv_j: the rank before adds its own tile
-            # first. It has travelled during this tile
+            # dkv, the sums for kv_j, trails kv_j by one step: the previous rank must add its tile
+            # first. The sums travelled while this tile was computed
             if source != rank:
                 dkv.receive()
             if tile:
@@ -255,7 +256,7 @@ def check_qkv(q, k, v):
         )
 
 
-class OverGroup(nn.Module):
+class GroupModule(nn.Module):
     """A module that works together with those of the other ranks of a group."""
 
     def __init__(self, group):
@@ -265,15 +266,15 @@ class OverGroup(nn.Module):
             raise ValueError("this rank is not in the group: give each rank its own group")
 
 
-class Ring(OverGroup):
+class Ring(GroupModule):
     """In place of attention's core: ring attention over `group`, q (B, H, T', D), k and v
     (B, H_kv, T', D) -> (B, H, T', D).
 
         ring = Ring(group)                              # no parameters: one serves all layers
         model = Decoder(ring)                           # yours; each layer calls ring(q, k, v)
         where = ring.positions(T).to(tokens.device)     # (T',): the positions held here
-        x = shard(tokens, where)                        # (B, T) -> (B, T')
-        y = shard(targets, where, fill=-100)            # targets are shifted before the cut
+        x = shard_sequence(tokens, where)               # (B, T) -> (B, T')
+        y = shard_sequence(targets, where, fill=-100)   # targets are shifted before the cut
         logits = model(x, where.clamp(max=T - 1))       # padding needs some position, too
         loss = nn.functional.cross_entropy(logits.flatten(0, 1), y.flatten(), reduction="sum")
         (loss / count).backward()                       # count: valid targets of all ranks
@@ -427,7 +428,7 @@ class Exchange(torch.autograd.Function):
         return Exchange.apply(grad, ctx.group, ctx.join, ctx.cut), None, None, None
 
 
-class Ulysses(OverGroup):
+class Ulysses(GroupModule):
     """In place of attention's core: heads are dealt out over `group`, and `core` computes attention
     of this rank's heads for all tokens. If the n ranks do not divide the kv-heads, copies travel.
 
@@ -478,7 +479,7 @@ def parallelize(model, group, kind="ring", ring_group=None, ulysses_group=None, 
 
         model = parallelize(model, group, kind)
         where = model.blocks["0"].attn.core.positions(T).to(tokens.device)
-        x, y = shard(tokens, where), shard(targets, where, -1)
+        x, y = shard_sequence(tokens, where), shard_sequence(targets, where, -1)
         loss = model(x, where.clamp(max=T - 1), targets=y, count=count)
         loss.backward()                                 # count: valid targets of all ranks
         # then sum the gradients over the group, as with Ring
@@ -489,7 +490,7 @@ def parallelize(model, group, kind="ring", ring_group=None, ulysses_group=None, 
     blocks = getattr(model, "blocks", None)
     if not isinstance(blocks, nn.ModuleDict):
         raise ValueError(
-            "parallelize knows the GPT of model.py alone: in another model call Ring(group), "
+            "parallelize knows only model.py's GPT: in another model call Ring(group), "
             "Gather(group) or Ulysses(group, core) where it calls its attention"
         )
     n = dist.get_world_size(group)
@@ -500,7 +501,7 @@ def parallelize(model, group, kind="ring", ring_group=None, ulysses_group=None, 
             raise ValueError(f"{groups}: give those of this rank's ring and of its all-to-alls")
     for block in blocks.values():
         core = block.attn.core
-        if isinstance(core, OverGroup):
+        if isinstance(core, GroupModule):
             raise ValueError("this model is context-parallel already: parallelize a new one")
         if kind == "ring":
             core = Ring(group, zigzag)
@@ -516,7 +517,9 @@ def parallelize(model, group, kind="ring", ring_group=None, ulysses_group=None, 
         block.attn.core = core
         if hasattr(block.mlp, "router"):
             router = block.mlp.router
-            router.over_sequence = nn.Sequential(router.over_sequence, OverSequence(group))
+            router.sum_over_sequence = nn.Sequential(
+                router.sum_over_sequence, SumRouterStats(group)
+            )
     if n > 1 and len(blocks):
         check_first_forward(model, core, n)
     return model
@@ -543,7 +546,7 @@ def check_first_forward(model, core, n):
     handle = model.register_forward_pre_hook(check, with_kwargs=True)
 
 
-class OverSequence(OverGroup):
+class SumRouterStats(GroupModule):
     """The total of a router's sums over a sequence, of which each rank has a part.
 
     All ranks compute the same loss from the total. Its gradient goes to this rank's own sums,
@@ -574,7 +577,7 @@ def main():
     harness.check_plot(args)
     if args.plot:
         return receipts.context_parallel.plot(args.plot, args.nproc or 4, positions, visible_tile)
-    receipts.context_parallel.prepare(args)
+    receipts.context_parallel.check(args)
     config = harness.configure(args)
     harness.check_batch(args, 1)
 
@@ -590,8 +593,6 @@ def demo(run):
     model = run.meta_model()
     model = run.fill(parallelize(model, group, args.kind, ring, ulysses, not args.contiguous))
     core = model.blocks["0"].attn.core
-    if args.prefill:
-        return receipts.context_parallel.generate(run, model, core.positions(args.prefill), shard)
     where = core.positions(context).to(run.device)
     receipts.context_parallel.check_routers(run, len(where))
     clamped = where.clamp(max=context - 1)  # padding must have some position
@@ -603,7 +604,7 @@ def demo(run):
         sync.zero_grad()
         loss = run.zero()
         for tokens, targets, samples in run.microbatches(step):  # whole sequences, on every rank
-            x, y = shard(tokens, where), shard(targets, where, -1)
+            x, y = shard_sequence(tokens, where), shard_sequence(targets, where, -1)
             # The sum over this rank's tokens, divided by the global batch's number of targets
             part = model(x, clamped, targets=y, count=run.count, samples=samples)
             part.backward()

@@ -8,14 +8,13 @@ Backward is the model's own, because the gradient of a sum is the sum of the gra
 loss is the sum over its tokens, divided by the number of tokens in the whole batch. So the ranks'
 gradients add up to the batch's. Nothing is averaged, and a rank may have more rows than another.
 
-Sent: the gradients, once a step. An all-reduce over a ring of N ranks sends 2 r P e bytes a rank:
-P parameters of e bytes, r = (N-1)/N. There are four ways to add the gradients up, `--sync`:
+Sent: the gradients, once a step. Each of N ranks in a ring all-reduce sends 2 r P e bytes, with
+P parameters of e bytes and r = (N-1)/N. There are four ways to add gradients up, `--sync`:
 
-    naive        after backward, one all-reduce a parameter
-    bucketed     after backward, one all-reduce a bucket of parameters: fewer, larger messages
-    overlapped   one all-reduce a bucket, as soon as backward has filled it: backward goes on
-    server       rank 0 adds up, takes the step and sends the weights (harness/parameter_server.py):
-                 (N-1) P e bytes into rank 0 and as many out of it; of S servers each has 1/S
+    naive        after backward, one all-reduce per parameter
+    bucketed     after backward, one all-reduce per bucket of parameters: fewer, larger messages
+    overlapped   one all-reduce per bucket, as soon as backward has filled it: backward goes on
+    server       one rank adds up, takes the step and sends the weights: parameter_server.py
 
 Not enough where parameters, gradients and AdamW's two moments, 4 P e bytes, do not fit on one rank:
 zero.py is the next step. docs/data-parallelism.md has the rest.
@@ -23,8 +22,8 @@ zero.py is the next step. docs/data-parallelism.md has the rest.
     torchrun --nproc_per_node=4 ddp.py
     python ddp.py --sync naive --optimizer sgd
 
-Li et al. 2020, PyTorch Distributed, arXiv:2006.15704, section 3.2 (buckets, overlap). Li et al.
-2014, Scaling distributed machine learning with the parameter server. Patarasuk and Yuan 2009, ring.
+Li et al. 2020, PyTorch Distributed, arXiv:2006.15704, section 3.2 (buckets, overlap).
+Patarasuk and Yuan 2009, Bandwidth optimal all-reduce algorithms (the ring).
 """
 
 import functools
@@ -34,7 +33,7 @@ from collections.abc import Iterable
 import torch
 import torch.distributed as dist
 
-# --- the plainest form: after backward, one all-reduce a parameter
+# --- the plainest form: after backward, one all-reduce per parameter
 
 
 def sum_gradients(parameters, group):
@@ -50,7 +49,7 @@ def sum_gradients(parameters, group):
             sum_gradients(model.parameters(), group)           # p.grad is the batch's gradient
             optimizer.step()                                   # the same step on every rank
 
-    Nobody checks the order of these lines. The model's buffers are not summed. For parameters that
+    Not checked: the order of these lines. The model's buffers are not summed. For parameters that
     another kind of parallelism has cut, take DDP."""
     for p in parameters:
         if p.requires_grad:
@@ -62,16 +61,9 @@ def sum_gradients(parameters, group):
 # --- buckets: fewer, larger messages
 
 
-def kind_of(p):
-    """What all parameters of a bucket share. Another kind of parallelism may set p.placement: its
-    "data" is the group that holds copies of p (None: DDP's own), its "partial" are further groups
-    over which p.grad must be summed."""
-    placement = getattr(p, "placement", {})
-    return p.dtype, p.device, placement.get("data"), tuple(placement.get("partial", ()))
-
-
 class Bucket:
-    """One flat buffer for the gradients of several parameters: each p.grad is a view of it.
+    """One flat buffer for the gradients of several parameters of one dtype and device: each p.grad
+    is a view of it. The two groups are for parameters that something else has cut: see kind_of.
 
     Autograd adds in place to a p.grad that exists, so nothing is copied in or out."""
 
@@ -110,7 +102,8 @@ class DDP:
         sync.zero_grad()            # in place of the optimizer's, which would replace p.grad
         sync.finish()               # in place of sum_gradients(...)
 
-    `microbatches` is the number of backward passes a step: a bucket is full after the last.
+    `microbatches` is the number of backward passes per step: a bucket counts as full only after
+    the last of them.
     overlap=False reduces all buckets in finish(). `all_reduce` takes the place of dist.all_reduce,
     and must know its async_op=True. A parameter without a gradient gets zeros, so weight decay
     moves it.
@@ -121,35 +114,36 @@ class DDP:
     def __init__(
         self, parameters, group, microbatches=1, bucket_bytes=25e6, overlap=True, all_reduce=None
     ):
-        uses = counted(parameters)
+        uses = usage_counts(parameters)
         self.group, self.all_reduce = group, all_reduce or dist.all_reduce
         self.microbatches, self.overlap = microbatches, overlap
         self.buckets = make_buckets([p for p in uses if p.requires_grad], bucket_bytes)
         self.step = Step(uses)
-        self.works = []  # handles of the all-reduces of this step: of the first len(works) buckets
+        self.works = []  # this step's all-reduces: works[i] belongs to buckets[i]
         for bucket in self.buckets:
-            bucket.due = microbatches * sum(uses[p] for p in bucket.parameters)
-            bucket.missing = bucket.due  # gradients still to come in this step
+            bucket.grads_per_step = microbatches * sum(uses[p] for p in bucket.parameters)
+            bucket.grads_left = bucket.grads_per_step  # gradients still to come in this step
             for p in bucket.parameters:
                 p.register_post_accumulate_grad_hook(functools.partial(self._arrived, bucket))
 
     def zero_grad(self, give_up=False):
         unfinished = self.step.latest not in ["zero_grad()", "finish()"]
         self.step.enter("zero_grad()", give_up)
-        if unfinished and self.overlap:  # what one rank has started, all must start
+        # What one rank has started, all must start, also a rank that had no gradient yet
+        if (unfinished or give_up) and self.overlap:
             for bucket in self.buckets[len(self.works) :]:
                 bucket.flat.fill_(torch.nan)  # incomplete: nobody may train on it
             self._reduce_rest()
         self.works = []
         for bucket in self.buckets:
             bucket.flat.zero_()
-            bucket.missing = bucket.due
+            bucket.grads_left = bucket.grads_per_step
 
     def _arrived(self, bucket, p):  # autograd has added to p.grad
         self.step.gradient_arrived()
         if self.overlap:
-            bucket.missing -= 1
-            if bucket.missing < 0:
+            bucket.grads_left -= 1
+            if bucket.grads_left < 0:
                 raise RuntimeError(f"more backward passes than microbatches={self.microbatches}")
             self._start_full_buckets()
 
@@ -157,12 +151,13 @@ class DDP:
         # All ranks start the buckets in one order, or all-reduces would add up the wrong buckets,
         # silently. So a bucket that is full early waits for those before it.
         for bucket in self.buckets[len(self.works) :]:
-            if bucket.missing > 0 and not rest:
+            if bucket.grads_left > 0 and not rest:
                 break
             group = bucket.copies_group or self.group
             self.works.append(self.all_reduce(bucket.flat, group=group, async_op=True))
 
     def _reduce_rest(self):
+        """Start what backward has not started, and wait for all."""
         self._start_full_buckets(rest=True)
         for work in self.works:
             if work is not None:  # an all_reduce that has ended returns no handle
@@ -170,19 +165,30 @@ class DDP:
 
     def finish(self):
         self.step.enter("finish()")
-        self.early = len(self.works)  # buckets that started during backward
+        self.started_in_backward = len(self.works)  # buckets that started during backward
         self._reduce_rest()  # without overlap all; else from the first that is not full
         for bucket in self.buckets:
             for group in bucket.partial_groups:
                 dist.all_reduce(bucket.flat, group=group)
 
 
+# --- together with another kind of parallelism
+
+
+def kind_of(p):
+    """What all parameters of a bucket share. Another kind of parallelism may set p.placement: its
+    "data" is the group that holds copies of p (None: DDP's own), its "partial" are further groups
+    over which p.grad must be summed."""
+    placement = getattr(p, "placement", {})
+    return p.dtype, p.device, placement.get("data"), tuple(placement.get("partial", ()))
+
+
 # --- mistakes that would be silent: refused
 
 
-def counted(parameters):
+def usage_counts(parameters):
     """{parameter: how often it is listed}. A parameter that two stages of a pipeline share on one
-    rank is listed twice: it gets two gradients a micro-batch."""
+    rank is listed twice: it gets two gradients per micro-batch."""
     parameters = list(parameters) if isinstance(parameters, Iterable) else [parameters]
     for p in parameters:
         if not isinstance(p, torch.Tensor) or not p.is_leaf:
@@ -206,7 +212,7 @@ class Step:
     def __init__(self, parameters):
         self.parameters = parameters
         self.storages = {p: p.grad.untyped_storage() for p in parameters if p.requires_grad}
-        self.latest = "zero_grad()"  # what came last: a new DDP's gradients are zero
+        self.latest = "zero_grad()"  # the latest call: as if zero_grad() had just run
 
     def enter(self, call, give_up=False):
         if self.latest == "backward()" and self.versions != [p._version for p in self.storages]:
@@ -244,10 +250,9 @@ class Step:
 
 import collectives
 import harness
+import parameter_server
 import proof
 import receipts.ddp
-import receipts.parameter_server
-from harness import parameter_server
 from receipts.formulas import Group, sizes_of
 
 
@@ -260,15 +265,16 @@ def main():
     sums = ["torch", *collectives.ALL_REDUCE]
     why = "who adds up a bucket: torch.distributed, or an algorithm of collectives.py"
     parser.add_argument("--all-reduce", choices=sums, default="torch", help=why)
-    receipts.ddp.flags(parser)
+    why = "--sync server: each of N ranks serves a share of the parameters (default: 1)"
+    parser.add_argument("--servers", **harness.POSITIVE, help=why)
     args = parser.parse_args()
     harness.configure(args)
-    proof.launch(demo, args, check=functools.partial(receipts.ddp.check, args))
+    train = parameter_server.synchronous if args.sync == "server" else demo
+    proof.launch(train, args, check=functools.partial(receipts.ddp.check, args))
 
 
 def demo(run):
     args, group = run.args, dist.group.WORLD
-    servers = None
     run.groups(dp=group)
     model = run.fill(run.meta_model())  # the same seed everywhere: the replicas start equal
     parameters = list(model.parameters())
@@ -279,19 +285,11 @@ def demo(run):
         all_reduce = lambda flat, group, async_op: by_hand(flat, group=group)  # noqa: E731
     if args.sync == "naive":  # one all-reduce a parameter
         bucket_bytes = 0
-    if args.sync == "server":  # a bucket's server alone gets its sum
-        servers = parameter_server.Servers(args.servers or 1, group)
-        all_reduce = servers.push
     overlap = args.sync == "overlapped"
     sync = DDP(parameters, group, args.microbatches, bucket_bytes, overlap, all_reduce)
-    if servers:
-        servers.deal(sync.buckets)
-    steps = set(servers.mine if servers else parameters)  # what this rank's optimizer changes
     optimizer = harness.make_optimizer(parameters, args)
     for step in run.steps(optimizer):
         sync.zero_grad()
-        if servers:
-            servers.pull()
         loss = run.zero()
         for tokens, targets, samples in run.microbatches(step, run.rank, run.world):
             # count: the number of tokens in the whole batch
@@ -300,28 +298,16 @@ def demo(run):
             loss += part.detach()
         sync.finish()
         dist.all_reduce(loss, group=group)
-        norm = servers.norm() if servers else harness.grad_norm(parameters)
-        run.check(loss, norm, lambda: [(n, p) for n, p in model.named() if p in steps])
+        norm = harness.grad_norm(parameters)
+        run.check(loss, norm, model.named)
         harness.clip(parameters, norm, args.grad_clip)
-        if servers:
-            servers.step(optimizer)
-        else:
-            optimizer.step()
+        optimizer.step()
         run.log(loss, norm)
 
-    layout, ranks = {"dp": run.world, "sync": args.sync}, Group("dp", run.world)
-    sizes = sizes_of(args, run.config, run.world)
-    role = None
-    if servers:
-        layout["servers"] = len(servers.shares)
-        role = "a server" if servers.mine else "a worker"
-        served = sum(p.numel() for p in servers.mine)
-        rows = receipts.parameter_server.expected(sizes, ranks, served)
-    else:
-        by_torch = args.all_reduce == "torch"
-        rows = receipts.ddp.expected(sizes, ranks, by_torch=by_torch)
-    notes = receipts.ddp.notes(args, sizes, ranks, len(sync.buckets), sync.early)
-    return run.receipt(layout, *rows, notes, role)
+    ranks, sizes = Group("dp", run.world), sizes_of(args, run.config, run.world)
+    rows = receipts.ddp.expected(sizes, ranks, by_torch=args.all_reduce == "torch")
+    notes = receipts.ddp.notes(args, sizes, ranks, len(sync.buckets), sync.started_in_backward)
+    return run.receipt({"dp": run.world, "sync": args.sync}, *rows, notes)
 
 
 if __name__ == "__main__":

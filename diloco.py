@@ -8,15 +8,15 @@
 Each island trains on its own data with its own optimizer, such as AdamW. After H steps its outer
 gradient is old weights - new weights. The islands average theirs, and an outer optimizer, SGD with
 Nesterov momentum, takes one step from the old weights. The outer gradient is no derivative: it
-points back along the path. With H = 1 and SGD inside it is rate x gradient, so an outer rate of 1
-without momentum is data parallelism. For other H it is another curve than one process's.
+points back along the path. With H = 1 and inner SGD it is the learning rate times the gradient, so
+an outer rate of 1 without momentum is data parallelism. For other H the training differs by design.
 
 Sent: P numbers of b bits every H steps from each island to the N-1 others, (N-1) P b / (8 H) bytes
 a step. For two islands in float32 that is 1/H of ddp.py's. Three ways to send less at a time:
 
     parts    parts of the model take turns: the largest message falls by the number of parts
     delay    a message travels while the next inner steps run, and is applied `delay` steps later
-    bits     16: bfloat16; 8, 4: whole numbers, in blocks with a scale; the error goes along later
+    bits     16: bfloat16; 8, 4: whole numbers, in blocks with a scale; errors join the next message
 
 Held more than by ddp.py: the old weights, the outer momentum, and with bits the error. Not for fast
 links, where ddp.py gives the better curve. docs/slow-links.md has the rest.
@@ -48,7 +48,8 @@ def outer_step(parameters, old, outer, group):
             if step % every == 0:
                 outer_step(model.parameters(), old, outer, group)
 
-    Nobody checks that the islands start equal and count their steps alike. DiLoCo does."""
+    Not checked: that the islands start equal, and count their steps alike. DiLoCo checks both. It
+    gathers the islands' messages and adds them up itself, because a sum can't travel in 4 bits."""
     pairs = list(zip(old, parameters))
     for start, p in pairs:
         start.grad = start - p.detach()
@@ -123,7 +124,7 @@ class Part:
         return torch.cat([m.flatten() for m in moved])
 
     def restart(self, keep=0):
-        """Back to the old weights, or so far that a share `keep` of the way is kept."""
+        """Back to the old weights, keeping a fraction `keep` of the local movement."""
         for p, old in self.pieces():
             p.copy_(old + keep * (p - old) if keep else old)
 
@@ -166,7 +167,7 @@ class DiLoCo:
         self.model = model if isinstance(model, nn.Module) else list(model)
         self.group, self.optimizer = group, optimizer
         self.every, self.delay, self.bits = every, delay, bits
-        self.keep = 0.5 if delay else 0.0  # share of the own weights in a late mix: alpha
+        self.keep = 0.5 if delay else 0.0  # fraction of the local movement that a late step keeps
         self.steps = self.inner_steps = 0  # inner_steps: those since the latest step()
         self.failed = False  # the latest step() raised
         self.kinds = self._kinds()
@@ -182,7 +183,7 @@ class DiLoCo:
 
     @torch.no_grad()
     def step(self, taken=True):
-        """After each optimizer.step(). taken=False: this island left its step out."""
+        """After each optimizer.step(). taken=False: this island skipped its step."""
         if self.failed:
             raise RuntimeError("the latest step() raised: all islands call give_up()")
         if self.optimizer and self.inner_steps != taken:
@@ -254,7 +255,7 @@ class DiLoCo:
     @torch.no_grad()
     def give_up(self):
         """After an exception in step(), on all islands: back to the weights of the latest outer
-        steps. An exception elsewhere, such as in backward, concerns its own island alone."""
+        steps. An exception elsewhere, such as in backward, concerns only its own island."""
         self.inner_steps, self.failed = 0, False
         for part in self.parts:
             part.receive, part.sent_at = None, self.steps  # a message on its way is dropped

@@ -14,8 +14,8 @@ so rows that are sorted by expert are sorted by rank. How many rows go where dep
 So ranks first tell each other how many, and once a layer the host (the CPU) waits to read that.
 
 Sent: the rows (dispatch), their results (combine), and in backward the gradients of both. With even
-routing each of the 4 is r k n C e bytes a layer: n tokens a rank, C elements of e bytes a row, of
-which r = (N-1)/N leave the rank. Once a step: 2 r P e, to all-reduce the P other parameters.
+routing each of the 4 is r k n C e bytes per layer: n tokens per rank, C elements of e bytes a row,
+of which r = (N-1)/N leave the rank. Once a step: 2 r P e, to all-reduce the P other parameters.
 
 Backward: an all-to-all only moves rows, so a row's gradient goes back the way the row came. The
 token's own rank weighs the results, so the scores need no message. An expert gets its tokens of the
@@ -61,31 +61,31 @@ def plain_dispatch(x, weights, chosen, experts, sizes, group):
     return torch.zeros_like(x).index_add(0, token, rows.to(x.dtype))
 
 
-def exchange_counts(chunks, sizes, group, invalid=0):
+def exchange_counts(chunks, sizes, group):
     """Tell every rank how many rows it gets. chunks: a list of assignments (n k,), which are
-    numbers of experts; E stands for one that is dropped. invalid: 1 makes this rank's counts
-    negative, so that all ranks notice. Returns two tensors:
+    numbers of experts; E stands for one that is dropped. Returns two tensors:
 
     splits (2, chunks, N): how many rows go to each rank, and how many come from it
-    incoming (chunks, N, own): how many come from each rank for each of this rank's experts"""
-    world, own = len(sizes), sizes[dist.get_rank(group)]
+    incoming (chunks, N, local_experts): how many come from each rank for each of this rank's
+    experts"""
+    world, local_experts = len(sizes), sizes[dist.get_rank(group)]
     outgoing = chunks[0].new_zeros(sum(sizes) + 1, len(chunks))
     for column, chunk in zip(outgoing.unbind(1), chunks):
         column.scatter_add_(0, chunk, torch.ones_like(chunk))  # torch.bincount waits for the device
-    outgoing = outgoing[:-1] - 2**40 * invalid  # (E, chunks)
-    incoming = outgoing.new_empty(world * own, len(chunks))
+    outgoing = outgoing[:-1]  # (E, chunks), without the dropped ones
+    incoming = outgoing.new_empty(world * local_experts, len(chunks))
     # Arguments: output, input, lengths of the output's parts, lengths of the input's parts
-    dist.all_to_all_single(incoming, outgoing, [own] * world, sizes, group=group)
-    incoming = incoming.view(world, own, len(chunks)).permute(2, 0, 1)
+    dist.all_to_all_single(incoming, outgoing, [local_experts] * world, sizes, group=group)
+    incoming = incoming.view(world, local_experts, len(chunks)).permute(2, 0, 1)
     send = torch.stack([part.sum(0) for part in outgoing.split(sizes)], dim=1)  # (chunks, N)
     return torch.stack((send, incoming.sum(2))), incoming
 
 
 def run_experts(experts, rows, incoming):
-    """Results of this rank's experts, in the order of `rows`. incoming (N, own): how many rows came
-    from each rank for each expert."""
-    world, own = incoming.shape
-    expert = torch.arange(own, device=rows.device).repeat(world)
+    """Results of this rank's experts, in the order of `rows`. incoming (N, local_experts): how many
+    rows came from each rank for each expert."""
+    world, local_experts = incoming.shape
+    expert = torch.arange(local_experts, device=rows.device).repeat(world)
     # Without output_size the host would wait for the device
     expert = expert.repeat_interleave(incoming.flatten(), output_size=len(rows))
     by_expert = expert.argsort(stable=True)
@@ -100,6 +100,22 @@ def run_experts(experts, rows, incoming):
         results = results + rows.to(results.dtype)
     return results.index_select(0, by_expert.argsort())
 
+
+# --- a model of yours: each of N ranks has some tokens x (n, C), and some of E experts
+#
+#     def mlps(rows, counts):
+#         parts = zip(rows.split(counts.tolist()), model.up, model.down)
+#         return torch.cat([F.gelu(part @ up.T) @ down.T for part, up, down in parts])
+#
+#     model.up = shard(up, group)  # up (E, H, C): all experts, alike on all ranks
+#     model.down = shard(down, group)  # down (E, C, H). Now the optimizer
+#     dispatch = ExpertDispatch(expert_counts(E, N), group)
+#     for x, targets in microbatches:
+#         weights, chosen = model.router(x).softmax(-1).topk(k)  # router: nn.Linear(C, E)
+#         y = dispatch(x, weights, chosen, mlps)
+#         loss = F.cross_entropy(model.head(y), targets, reduction="sum") / total_tokens
+#         loss.backward()  # total_tokens: of all ranks and micro-batches
+#     sum_gradients(model.parameters(), group)
 
 # --- an all-to-all with a backward, in two halves: computation fits in between
 
@@ -124,14 +140,15 @@ class Transfer:
 
     def start(self, rows):
         if torch.is_grad_enabled() and not rows.requires_grad:
-            # Behind a frozen trunk, say: all ranks must send the same messages in backward
+            # x needs no gradient where all lower layers are frozen. Backward must send even then,
+            # because other ranks expect it
             rows = rows.detach().requires_grad_()
         start_rows = partial(self._start, self.send, self.receive)
-        return Half.apply(rows, start_rows, self._wait)
+        return TransferHalf.apply(rows, start_rows, self._wait)
 
     def wait(self, empty):
         start_gradients = partial(self._start, self.receive, self.send)
-        return Half.apply(empty, self._wait, start_gradients)
+        return TransferHalf.apply(empty, self._wait, start_gradients)
 
     def _start(self, send, receive, rows):
         self.rows = rows.contiguous()  # must live until it is sent
@@ -148,7 +165,7 @@ class Transfer:
         return arrived
 
 
-class Half(torch.autograd.Function):
+class TransferHalf(torch.autograd.Function):
     """A node of autograd's graph: run(tensor) in forward, run_back(gradient) in backward."""
 
     @staticmethod
@@ -195,17 +212,14 @@ class ExpertDispatch(nn.Module):
             for p in experts.parameters():
                 p.of_experts = True  # sum_gradients refuses it without a placement
         total = sum(self.sizes)
-        invalid = ((chosen < 0) | (chosen >= total)).any()
-        chosen = chosen.clamp(0, total - 1)
+        valid = (chosen >= 0) & (chosen < total)
+        torch._assert_async(valid.all(), f"a token chose an expert that is not one of the {total}")
         if self.capacity is not None:
             chosen = drop_late(chosen, total, self.capacity)
         assignments = [chunk.flatten() for chunk in chosen.tensor_split(self.chunks)]
         orders = [chunk.argsort(stable=True) for chunk in assignments]
-        splits, incoming = exchange_counts(assignments, self.sizes, self.group, invalid)
-        send, receive = self.read(splits, [len(chunk) for chunk in assignments])
-        if min(map(min, send + receive)) < 0:  # an invalid choice: all ranks see it
-            have = f"the {total} of sizes {list(self.sizes)}"
-            raise ValueError(f"a token chose an expert beyond {have}: give other sizes or choices")
+        splits, incoming = exchange_counts(assignments, self.sizes, self.group)
+        send, receive = self.counts_to_host(splits, [len(chunk) for chunk in assignments])
         x = x.tensor_split(self.chunks)
         weights = weights.tensor_split(self.chunks)
         chunks = zip(x, weights, orders, send, receive, incoming)
@@ -232,15 +246,15 @@ class ExpertDispatch(nn.Module):
         rows = combine.wait(sent) * weights.flatten()[order].unsqueeze(1)
         yield torch.zeros_like(x).index_add(0, token, rows.to(x.dtype))
 
-    def read(self, splits, lengths):
+    def counts_to_host(self, splits, lengths):
         """How many rows to send and to receive, as lists. The host waits for the device. Replace it
         to count rows, or where tensors have no values. lengths: each chunk's assignments."""
         return splits.tolist()
 
 
 def drop_late(chosen, total, capacity):
-    """`chosen` (n, k) with the number E, `total`, where an expert has its capacity x k n / E
-    assignments of this rank already. All first choices go before all second ones."""
+    """`chosen` (n, k), with E (`total`) once an expert has capacity * k n / E assignments
+    from this rank. All first choices go before all second ones."""
     n, k = chosen.shape
     queue = chosen.t().flatten()  # (k n,)
     one_hot = queue.unsqueeze(1) == torch.arange(total, device=queue.device)  # (k n, E)
@@ -301,37 +315,47 @@ def shard(parameter, group, data_group=None):
 def sum_gradients(parameters, group):
     """Sum the gradients of all parameters that are not split over the group, in one all-reduce:
     once a step, after the last backward. If experts have a data_group, call it again with that.
-
-    A parameter without a gradient on this rank counts as zeros, and gets the sum.
-    Refused: weights that differ between ranks, experts without a placement, a second call in a
-    step, and backward before zero_grad(). Not noticed: the last after clipping, and experts that
-    are plain tensors and start equal."""
+    A parameter without a gradient on this rank counts as zeros, and gets the sum."""
     group = group or dist.group.WORLD
-    parameters = replicated(parameters, group)
+    parameters = [p for p in parameters if p.requires_grad and not split_over(p, group)]
+    check_before_sum(parameters, group)
     if not parameters:
         return
     for p in parameters:
         if p.grad is None:
             p.grad = torch.zeros_like(p)
-        if not hasattr(p.grad, "summed"):
-            p.grad.summed = {}  # {name of a group: version of p.grad after the sum over it}
-        if group.group_name in p.grad.summed and p.grad.any():
-            raise RuntimeError(SUMMED)
     gradients = [p.grad for p in parameters]
     flat = torch.cat([grad.flatten() for grad in gradients])
     dist.all_reduce(flat, group=group)
     for grad, total in zip(gradients, flat.split([grad.numel() for grad in gradients])):
         grad.copy_(total.view_as(grad))
-        grad.summed[group.group_name] = grad._version
+    note_summed(parameters, group)
 
 
-def replicated(parameters, group):
-    """The parameters that are not split over the group. Each is compared once: raises ValueError
-    if its weights differ between ranks, by their sum, or if it is an expert's without placement."""
-    parameters = [p for p in parameters if p.requires_grad and not split_over(p, group)]
+# --- mistakes that would be silent: refused
+#
+# Not noticed: a backward after sum_gradients and clipping, without zero_grad(); experts that are
+# plain tensors and start equal on all ranks
+
+SUMMED = "summed already: call sum_gradients once a step, after the last backward; then zero_grad()"
+
+
+def check_before_sum(parameters, group):
+    """Raise RuntimeError at a second sum in a step. Raise ValueError if weights differ between
+    ranks, which is asked once, or if one of them is an expert's without a placement."""
+    for p in parameters:
+        summed = getattr(p.grad, "summed", {})
+        if group.group_name in summed and p.grad.any():  # after a sum, for any() waits
+            raise RuntimeError(SUMMED)
+    compare_weights(parameters, group)
+
+
+def compare_weights(parameters, group):
+    """Raise ValueError if the weights of unsplit parameters differ between ranks, by their sum.
+    Each parameter is compared once."""
     new = [p for p in parameters if group.group_name not in getattr(p, "compared", [])]
     if not new:
-        return parameters
+        return
     weights = []
     for number, p in enumerate(new):
         total = p.detach().sum(dtype=torch.float64).item()
@@ -352,10 +376,13 @@ def replicated(parameters, group):
             p.register_post_accumulate_grad_hook(refuse_summed)
             p.compared = set()
         p.compared.add(group.group_name)
-    return parameters
 
 
-SUMMED = "summed already: call sum_gradients once a step, after the last backward; then zero_grad()"
+def note_summed(parameters, group):
+    """From now on another sum over the group is refused, and a backward before zero_grad()."""
+    for p in parameters:
+        p.grad.summed = getattr(p.grad, "summed", {})  # {group's name: p.grad's version after it}
+        p.grad.summed[group.group_name] = p.grad._version
 
 
 def refuse_summed(parameter):
@@ -367,22 +394,6 @@ def refuse_summed(parameter):
     summed.clear()
 
 
-# --- a model of yours: each of N ranks has some tokens x (n, C), and some of E experts
-#
-#     def mlps(rows, counts):
-#         parts = zip(rows.split(counts.tolist()), model.up, model.down)
-#         return torch.cat([F.gelu(part @ up.T) @ down.T for part, up, down in parts])
-#
-#     model.up = shard(up, group)  # up (E, H, C): all experts, alike on all ranks
-#     model.down = shard(down, group)  # down (E, C, H). Now the optimizer
-#     dispatch = ExpertDispatch(expert_counts(E, N), group)
-#     for x, targets in microbatches:
-#         weights, chosen = model.router(x).softmax(-1).topk(k)  # router: nn.Linear(C, E)
-#         y = dispatch(x, weights, chosen, mlps)
-#         loss = F.cross_entropy(model.head(y), targets, reduction="sum") / total_tokens
-#         loss.backward()  # total_tokens: of all ranks and micro-batches
-#     sum_gradients(model.parameters(), group)
-
 # --- for model.py's GPT ---
 
 
@@ -391,7 +402,7 @@ def parallelize(model, group, capacity=None, chunks=1, data_group=None):
     with weights, after tensor_parallel.parallelize, before the optimizer. data_group: see shard."""
     if not hasattr(getattr(model, "config", None), "experts"):
         hint = "in another model use ExpertDispatch and shard()"
-        raise ValueError(f"parallelize knows the GPT of model.py alone: {hint}")
+        raise ValueError(f"parallelize knows only model.py's GPT: {hint}")
     group = group or dist.group.WORLD
     sizes = expert_counts(model.config.experts, dist.get_world_size(group))
     for mixture in [block.mlp for block in model.blocks.values()]:
@@ -435,7 +446,7 @@ def demo(run):
     run.groups(ep=group)
     model = run.fill(parallelize(run.meta_model(), group, args.capacity, args.chunks))
     parameters = list(model.parameters())
-    replicated(parameters, group)  # compares them now, outside of what the receipt counts
+    compare_weights([p for p in parameters if not split_over(p, group)], group)  # not in a step
     optimizer = harness.make_optimizer(parameters, args)
     report = receipts.expert_parallel.Report(run, model)
     for step in run.steps(optimizer):

@@ -12,16 +12,16 @@ With `experts` > 0 a mixture of experts takes the place of the MLP.
 The model knows nothing of parallelism, but it is made to be cut:
 
 - Embedding, blocks and head may each be missing: a pipeline stage is a GPT with the rest removed.
-  `blocks.7.mlp.up.weight` has that name wherever layer 7 lives.
+  Layer 7's matrix is called `blocks.7.mlp.up.weight` in whichever stage it lives.
 - The number of heads is read from the projection's shape: a layer with half of the heads works.
 - A technique replaces submodules, never a method: `attn.core`, `mlp.dispatch`, `loss`, and the
-  identities `enter`, `leave` and `over_sequence`, which stand where a cut needs a message.
-- The model is built on the meta device, cut there, and then filled. Each parameter is drawn by a
-  generator of its own, seeded with (seed, full name), so a cut changes no value.
-- Dropout's mask is a hash of (sample, position, site, channel). A piece of the activations needs
-  only its piece of the mask.
+  identities `enter`, `leave` and `sum_over_sequence`, which stand where a cut needs a message.
+- `p.init` says how each parameter is drawn (harness/initialize.py). Create the model on the meta
+  device, cut it, then allocate and initialise only what is left.
+- Dropout's mask is a hash of (sample, position, site, channel). Whoever has a part of the
+  activations computes the same part of the mask.
 
-    model = build(Config(layers=2))
+    model = GPT(Config(layers=2))
     tokens = torch.randint(model.config.vocab, (4, 129))
     loss = model(tokens[:, :-1], targets=tokens[:, 1:])
 
@@ -29,9 +29,6 @@ Radford et al. 2019 (GPT-2); Touvron et al. 2023, arXiv:2302.13971 (Llama); Jian
 arXiv:2401.04088 (Mixtral). Each part below names its own paper.
 """
 
-import hashlib
-import itertools
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, fields, replace
 from typing import Literal, get_args
 
@@ -40,7 +37,6 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 IGNORE = -1  # the target of a position that adds nothing to the loss
-PIECE = 1 << 22  # elements of a weight that are drawn on one core
 
 
 class Attention(nn.Module):
@@ -56,11 +52,11 @@ class Attention(nn.Module):
         self.qkv = nn.Linear(config.width, rows, bias=bool(config.bias))
         self.core = AttentionCore()
         self.proj = nn.Linear(config.width, config.width, bias=config.bias is True)
-        self.run = run_directly  # activation checkpointing may replace it
 
-    def forward(self, x, rope, norm):
-        # `norm` is an input, so that `run` can repeat it together with the projection
-        qkv = self.run(lambda: self.qkv(self.enter(norm(x))))
+    def forward(self, x, rope=None):
+        return self.attend(self.qkv(self.enter(x)), rope)
+
+    def attend(self, qkv, rope):
         groups = qkv.unflatten(-1, (-1, self.queries_per_kv + 2, self.head_dim))
         q, k, v = groups.split((self.queries_per_kv, 1, 1), dim=-2)  # (B, T, H_kv, 1 or more, D)
         q, k, v = (y.flatten(2, 3).transpose(1, 2) for y in (q, k, v))  # (B, H or H_kv, T, D)
@@ -90,16 +86,15 @@ class MLP(nn.Module):
             self.gate = nn.Linear(config.width, config.hidden, bias=config.bias is True)
         self.up = nn.Linear(config.width, config.hidden, bias=config.bias is True)
         self.down = nn.Linear(config.hidden, config.width, bias=config.bias is True)
-        self.run = run_directly
 
-    def forward(self, x, count=None, norm=nn.Identity()):
-        if self.gate is None:
-            up = self.run(lambda: self.up(self.enter(norm(x))))
-            return self.run(lambda: self.down(activate(up)))
-        entered = self.enter(norm(x))
+    def forward(self, x, count=None):
+        x = self.enter(x)
         # Gate first, as in parameters(): gradients become ready in that order, reversed (ddp.py)
-        gate, up = self.gate(entered), self.up(entered)
-        return self.run(lambda: self.down(activate(up, gate)))
+        gate = None if self.gate is None else self.gate(x)
+        return self.finish(self.up(x), gate)
+
+    def finish(self, up, gate=None):
+        return self.down(activate(up, gate))
 
 
 class Block(nn.Module):
@@ -117,8 +112,9 @@ class Block(nn.Module):
         self.mlp_drop = Dropout(config.dropout, site=2 * layer + 2)
 
     def forward(self, x, rope=None, drop_key=None, count=None):
-        x = x + self.attn_drop(self.attn(x, rope, self.attn_norm), drop_key)
-        return x + self.mlp_drop(self.mlp(x, count, self.mlp_norm), drop_key)
+        x = x + self.attn_drop(self.attn(self.attn_norm(x), rope), drop_key)
+        x = x + self.mlp_drop(self.mlp(self.mlp_norm(x), count), drop_key)
+        return x
 
 
 class GPT(nn.Module):
@@ -132,7 +128,7 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleDict({str(i): Block(config, i) for i in range(config.layers)})
         self.head = Head(config)
         self.loss = CrossEntropy()
-        self.run = run_directly
+        self.run_block = run_block  # activation checkpointing may replace it
         if config.tied:
             self.head.out.weight = self.embed.token.weight
         for name, p in self.named_parameters():
@@ -146,7 +142,7 @@ class GPT(nn.Module):
         targets    (B, T)
         count      divides the sum of the losses; by default the number of valid targets. A stage
                    without a head needs it too, for the losses of its routers
-        samples    (B,), a number for each row that no other step or seed has; turns dropout on"""
+        samples    (B,), a globally unique id per row; turns dropout on"""
         c = self.config
         if positions is None:
             positions = torch.arange(x.shape[1], device=x.device)
@@ -162,7 +158,7 @@ class GPT(nn.Module):
             head_dim = c.width // c.heads
             rope = rotary_table(positions, head_dim, c.rope_theta, x.dtype, c.rope_scaling)
         for block in self.blocks.values():
-            x = self.run(block, x, rope, drop_key, count)
+            x = self.run_block(block, x, rope, drop_key, count)
         if self.head is None:
             return x
         logits = self.head(x)
@@ -223,10 +219,9 @@ class CrossEntropy(nn.Module):
 # --- small parts of a layer
 
 
-def run_directly(function, *inputs):
-    """The default of `run`. Activation checkpointing (harness/blocks.py) takes its place, and runs
-    `function` again in backward: a whole block, or a cheap operation and the product after it."""
-    return function(*inputs)
+def run_block(block, *inputs):
+    """Run a block once. Activation checkpointing (harness/blocks.py) runs it again in backward."""
+    return block(*inputs)
 
 
 def make_norm(config):
@@ -312,8 +307,7 @@ class MoE(nn.Module):
         if config.shared:
             self.shared = MLP(replace(config, hidden=config.shared * config.hidden))
 
-    def forward(self, x, count=None, norm=nn.Identity()):
-        x = norm(x)
+    def forward(self, x, count=None):
         shared = []
 
         def meanwhile():
@@ -338,13 +332,13 @@ class Router(nn.Linear):
     bias_rate     `choice_bias` is added to the scores for the choice alone. `rebalance` moves it
                   up where `load`, the assignments, is low (Wang et al. 2024, arXiv:2408.15664)
 
-    The two losses act in backward only. Like cross-entropy they are sums over tokens, divided by
-    count, so the pieces of a batch add up."""
+    The two losses affect gradients, not the reported loss. Like cross-entropy they are sums over
+    tokens, divided by count, so those of a batch's pieces add up."""
 
     def __init__(self, config):
         super().__init__(config.width, config.experts, bias=False)
         self.config = config
-        self.over_sequence = nn.Identity()  # adds sums over the pieces of a cut sequence
+        self.sum_over_sequence = nn.Identity()  # adds sums over the pieces of a cut sequence
         self.register_buffer("choice_bias", torch.zeros(config.experts))
         self.register_buffer("load", torch.zeros(config.experts, dtype=torch.int64))
 
@@ -381,7 +375,7 @@ class Router(nn.Linear):
         if c.scores == "sigmoid":
             scores = scores / scores.sum(-1, keepdim=True)
         tokens = assigned.new_full((len(scores), 1), scores.shape[1])
-        sums = self.over_sequence(torch.cat((assigned, scores.sum(1), tokens), dim=1))
+        sums = self.sum_over_sequence(torch.cat((assigned, scores.sum(1), tokens), dim=1))
         assigned, scores, tokens = sums.split((c.experts, c.experts, 1), dim=1)
         return (assigned.detach() * scores / tokens).sum() * c.experts / c.top_k
 
@@ -429,13 +423,15 @@ class Experts(nn.Module):
             self.gate = nn.Parameter(torch.empty(experts, hidden, width))
         self.up = nn.Parameter(torch.empty(experts, hidden, width))
         self.down = nn.Parameter(torch.empty(experts, width, hidden))
-        self.run = run_directly
 
     def forward(self, rows, counts):
         ends = counts.cumsum(0).to(torch.int32)
         gate = None if self.gate is None else grouped_linear(rows, self.gate, ends)
         up = grouped_linear(rows, self.up, ends)
-        return self.run(lambda: grouped_linear(activate(up, gate), self.down, ends))
+        return self.finish(up, gate, ends)
+
+    def finish(self, up, gate, ends):
+        return grouped_linear(activate(up, gate), self.down, ends)
 
 
 def grouped_linear(x, weight, ends):
@@ -452,7 +448,8 @@ def grouped_linear(x, weight, ends):
 @torch.no_grad()
 def rebalance(model, total=lambda load: None, move=True):
     """After each step: move every router's bias by `bias_rate` towards an even load (if `move`),
-    and zero the loads. total(load) sums loads (E,) in place over all with tokens of the step."""
+    and zero the loads. total(load) sums loads (E,) in place, over all devices that held tokens
+    in this step."""
     routers = [module for module in model.modules() if isinstance(module, Router)]
     for router in routers:
         if router.config.bias_rate and move:
@@ -494,18 +491,6 @@ class Config:
     z_loss: float = 0.0  # factor of the router's z-loss
     bias_rate: float = 0.0  # size of a step of the router's choice_bias
 
-    def flops_per_token(self):
-        """FLOPs of forward and backward per token of a full context: 6 for each weight of a matrix
-        that the token passes, and 12 x layers x context x width for the two products of attention,
-        without a discount for causality (PaLM, Chowdhery 2022, arXiv:2204.02311, appendix B)."""
-        head_dim = self.width // self.heads
-        attention = self.width * head_dim * (2 * self.heads + 2 * self.kv_heads)
-        mlp = self.width * self.hidden * (3 if self.mlp == "swiglu" else 2)
-        if self.experts:
-            mlp = mlp * (self.top_k + self.shared) + self.width * self.experts
-        weights = self.layers * (attention + mlp) + self.width * self.vocab
-        return 6 * weights + 12 * self.layers * self.context * self.width
-
     def __post_init__(self):
         """Refuse a Config that would train another model than it says."""
         for field in fields(self):
@@ -543,58 +528,3 @@ def initial_distribution(name, layers):
     if name.endswith(("proj.weight", "down.weight", "experts.down")):
         return 0.0, 0.02 / (2 * layers) ** 0.5  # 2 x layers results add up
     return 0.0, 0.02
-
-
-def draw(name, shape, init, seed):
-    """The initial value of the parameter `name` in float32. It depends on the arguments alone."""
-    mean, std = init
-    if std == 0:
-        return torch.full(shape, mean)
-    # Always on the CPU and in float32: every device and dtype starts from the same weights
-    whole = torch.empty(shape)
-
-    def draw_piece(piece, number):
-        source = f"{seed} {name} {number}" if number else f"{seed} {name}"
-        digest = hashlib.sha256(source.encode()).digest()
-        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
-        piece.normal_(mean, std, generator=generator)
-
-    # A generator works on one core. Pieces of a large matrix have one each, and so all cores
-    pieces = whole.view(-1).split(PIECE)
-    with ThreadPoolExecutor(torch.get_num_threads()) as pool:
-        list(pool.map(draw_piece, pieces, itertools.count()))
-    return whole
-
-
-@torch.no_grad()
-def fill(model, seed, device="cpu", dtype=torch.float32, take=lambda whole, p: whole, draw=draw):
-    """Give each parameter of a model on the meta device its memory and value. Returns the model.
-
-    Each parameter is drawn whole, one at a time, and take(whole, p) returns this device's piece. A
-    technique that cut it left the shape of the whole in p.placement (see harness/placement.py).
-    Another `draw` may know other values, such as those of a trained model."""
-    filled = {}
-    for name, p in model.named():
-        shape = getattr(p, "placement", {}).get("shape", p.shape)
-        value = take(draw(name, shape, p.init, seed), p).to(device, dtype, copy=True)
-        filled[p] = nn.Parameter(value, requires_grad=p.requires_grad)
-        filled[p].__dict__.update(p.__dict__)  # init and placement
-    for module in model.modules():
-        for name, p in list(module.named_parameters(recurse=False)):
-            setattr(module, name, filled[p])  # a tied matrix in two modules
-    fill_buffers(model, device)
-    return model
-
-
-def fill_buffers(model, device="cpu"):
-    """Give buffers (a router's bias and load) their memory: zeros."""
-    for module in model.modules():
-        for name, buffer in list(module.named_buffers(recurse=False)):
-            setattr(module, name, torch.zeros_like(buffer, device=device))
-
-
-def build(config, seed=0, device="cpu", dtype=torch.float32, draw=draw):
-    """A whole GPT with its initial weights, on one device."""
-    with torch.device("meta"):
-        model = GPT(config)
-    return fill(model, seed, device, dtype, draw=draw)

@@ -2,7 +2,7 @@
 
 Read tensor_parallel.py first. There each of t ranks holds all tokens between the layers, and all do
 the same work on them: norms, dropout, biases, additions. Each of these works on every token by
-itself. So here a rank does it for T/t consecutive tokens, rounded up and padded, and holds no more:
+itself. So here a rank does it for T/t consecutive tokens, and stores those only:
 
           split tokens   |      all tokens, split matrices      |   split tokens
     x --+----> norm ---- f ---> up ---> gelu ---> down -------- g --> + bias -> dropout -> + --> y
@@ -14,15 +14,14 @@ Sent        in forward                            in backward
     g       reduce-scatter of the partial sums    all-gather of the gradients
 
 An all-reduce is a reduce-scatter and then an all-gather, and each sends r = (t-1)/t of the tensor.
-So as many bytes are sent: 8 r B T C e a block, at e bytes an element. The activations that tensor
-parallelism holds whole shrink to 1/t. Only what f gathers, (B, T, C), is held whole for backward:
-with --gather-again not even that, because backward gathers it a second time.
+So as many bytes are sent: 8 r B T C e per block, at e bytes an element. The activations between
+the layers shrink to 1/t. Only what f gathers, (B, T, C), is kept whole for backward: with
+--gather-again not even that, because backward gathers it a second time.
 
-Norms, positions and the biases after g see this rank's tokens alone: the gradients of their P
+Norms, positions and the biases after g see only this rank's tokens: the gradients of their P
 parameters are partial sums, which `reduce_partial` all-reduces once a step (2 r P e bytes).
 
-It loses only where messages are so short that their number counts: there are twice as many.
-docs/tensor-parallelism.md has the rest. For attention over split tokens see context_parallel.py.
+It loses only where latency dominates: there are twice as many messages. The ranks must divide T.
 
     torchrun --nproc_per_node=4 sequence_parallel.py
     python sequence_parallel.py --family llama --nproc 2 --gather-again
@@ -41,60 +40,58 @@ from torch.utils.checkpoint import checkpoint
 
 import tensor_parallel
 
-# --- one tensor of tokens: gathered from all ranks, or added up and scattered over them
+# --- f and g, in place of tensor parallelism's
+#
+#          module    function               forward           backward
+#     f    Enter     GatherTokens           all-gather        reduce-scatter
+#     g    Leave     ReduceScatterTokens    reduce-scatter    all-gather
 
 # torch 2.13 renamed both functions, older versions know only the second name
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-def all_gather(x, length, group):
-    """All ranks' tokens in order: x (B, T/t, C) -> (B, T, C). `length` is T, without padding."""
-    t = dist.get_world_size(group)
-    if length is None or x.shape[1] != -(-length // t):
-        raise ValueError(
-            f"stream.length is {length}, but each of {t} ranks has {x.shape[1]} tokens: "
-            "set stream.length to the tokens of the whole sequence before each forward pass"
-        )
+def all_gather(x, group):
+    """All ranks' tokens in order: x (B, T/t, C) -> (B, T, C)."""
     shard = x.transpose(0, 1).contiguous()  # (T/t, B, C): collectives cut the first dimension
-    full = shard.new_empty(len(shard) * t, *shard.shape[1:])
+    full = shard.new_empty(len(shard) * dist.get_world_size(group), *shard.shape[1:])
     all_gather_single(full, shard, group=group)
-    # Contiguous: otherwise each matrix product would make a copy of its own, and keep it
-    return full[:length].transpose(0, 1).contiguous()
+    # Contiguous: otherwise each matmul would make a copy of its own, and keep it
+    return full.transpose(0, 1).contiguous()
 
 
 def reduce_scatter(x, group):
-    """This rank's tokens of the sum of all ranks' x: (B, T, C) -> (B, T/t, C)."""
+    """This rank's tokens of the sum of all ranks' x: (B, T, C) -> (B, T/t, C). Raises ValueError
+    where the ranks do not divide T."""
     t = dist.get_world_size(group)
-    size = -(-x.shape[1] // t)
-    full = x.new_empty(size * t, x.shape[0], x.shape[2])
-    full[: x.shape[1]] = x.transpose(0, 1)  # (T, B, C)
-    full[x.shape[1] :] = 0  # padding
+    if x.shape[1] % t:
+        raise ValueError(
+            f"{x.shape[1]} tokens do not divide over {t} ranks: pad the sequences at their end, "
+            "and have the loss ignore the padding"
+        )
+    full = x.transpose(0, 1).contiguous()  # (T, B, C)
+    shard = full.new_empty(len(full) // t, *full.shape[1:])
     if dist.get_backend(group) == "gloo":  # its reduce-scatter sends twice the bytes
         received = torch.empty_like(full)
         dist.all_to_all_single(received, full, group=group)
-        shard = received.unflatten(0, (t, size)).sum(0)
+        shard = received.unflatten(0, (t, -1)).sum(0)
     else:
-        shard = full.new_empty(size, *full.shape[1:])
         reduce_scatter_single(shard, full, group=group)
     return shard.transpose(0, 1).contiguous()
-
-
-# --- f and g, in place of tensor parallelism's
 
 
 class GatherTokens(torch.autograd.Function):
     """f: every rank uses all tokens. Backward adds up all gradients of this rank's."""
 
     @staticmethod
-    def forward(ctx, x, length, group):
+    def forward(ctx, x, group):
         ctx.group = group
-        return all_gather(x, length, group)
+        return all_gather(x, group)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        return reduce_scatter(grad, ctx.group), None, None
+        return reduce_scatter(grad, ctx.group), None
 
 
 class ReduceScatterTokens(torch.autograd.Function):
@@ -102,51 +99,59 @@ class ReduceScatterTokens(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, group):
-        ctx.length, ctx.group = x.shape[1], group
+        ctx.group = group
         return reduce_scatter(x, group)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        return all_gather(grad, ctx.length, ctx.group), None
-
-
-class Stream:
-    """What the modules of one model share: the group, and `length`, the number of tokens T. Enter
-    can't tell T from a rank's shard, which may be padded. So each Leave, which sees all T, sets it.
-    Set it yourself, before each forward pass, where a model begins with split tokens."""
-
-    def __init__(self, group):
-        self.group, self.length = group, None
-
-    def shard(self, full, fill=0):
-        """This rank's shard of something (..., T), padded with `fill`: of targets with -1."""
-        rank, t = dist.get_rank(self.group), dist.get_world_size(self.group)
-        return tensor_parallel.shard_tensor(full, -1, rank, t, fill)
+        return all_gather(grad, ctx.group), None
 
 
 class Enter(nn.Module):
-    """f as a module, in place of tensor_parallel.Enter. It takes the stream, not the group."""
+    """f as a module, in place of tensor_parallel.Enter."""
 
-    def __init__(self, stream):
+    def __init__(self, group):
         super().__init__()
-        self.stream = stream
+        self.group = group
 
     def forward(self, x):
-        return GatherTokens.apply(x, self.stream.length, self.stream.group)
+        return GatherTokens.apply(x, self.group)
 
 
 class Leave(nn.Module):
-    """g as a module, in place of tensor_parallel.Leave. It takes the stream, not the group."""
+    """g as a module, in place of tensor_parallel.Leave."""
 
-    def __init__(self, stream):
+    def __init__(self, group):
         super().__init__()
-        self.stream = stream
+        self.group = group
 
     def forward(self, x):
-        self.stream.length = x.shape[1]
-        return ReduceScatterTokens.apply(x, self.stream.group)
+        return ReduceScatterTokens.apply(x, self.group)
 
+
+def shard_tokens(full, group):
+    """This rank's tokens of something (..., T), positions for example -> (..., T/t)."""
+    shards = full.unflatten(-1, (dist.get_world_size(group), -1))  # (..., t, T/t)
+    return shards[..., dist.get_rank(group), :]
+
+
+# --- a model of yours, split by the lines in tensor_parallel.py; then:
+#
+#     model.embed.leave = Leave(group)
+#     for block in model.blocks:
+#         block.attn.norm[1] = block.mlp.norm[1] = Enter(group)  # every f ...
+#         block.attn.proj.leave = block.mlp.down.leave = Leave(group)  # ... and every g
+#     model.head[0] = Enter(group)
+#     mark_partial(model.parameters(), group)
+#
+#     for tokens, targets in microbatches:
+#         criterion(model(tokens), targets, count).backward()
+#     reduce_partial(model.parameters())  # once a step; next grad_norm, clip and step, as there
+#
+# Add the learned positions of this rank's tokens only: embed(tokens) +
+# position(shard_tokens(positions, group)). Draw another dropout mask on each rank. A loss on split
+# tokens is the sum over this rank's tokens / the count of the batch.
 
 # --- parameters that see split tokens: their gradients are partial sums
 
@@ -161,19 +166,9 @@ def mark_partial(parameters, group):
             p.placement = whole | {"partial": [*whole["partial"], group]}
 
 
-def refuse_complete(parameter, *_):
-    """Raise RuntimeError where nothing has changed the gradient since reduce_partial."""
-    grad = parameter.grad
-    if grad is not None and getattr(grad, "complete_at", None) == grad._version:
-        raise RuntimeError(
-            "reduce_partial has completed these gradients already: call it once a step, "
-            "after the last backward pass, and zero_grad() before the next one"
-        )
-
-
 def reduce_partial(parameters):
     """Complete the gradients that are partial sums, after the last backward pass of a step: one
-    all-reduce a group. All ranks give the same parameters. A rank without a gradient adds zeros.
+    all-reduce per group. All ranks give the same parameters. A rank without a gradient adds zeros.
 
     Raises RuntimeError when called twice in a step, and so does a backward pass before the next
     zero_grad(). Neither is noticed once something else, such as clipping, has changed gradients."""
@@ -181,7 +176,7 @@ def reduce_partial(parameters):
     for p in dict.fromkeys(parameters):  # each once
         if p.requires_grad:
             for group in tensor_parallel.placement(p)["partial"]:
-                refuse_complete(p)
+                check_not_reduced(p)
                 partial.setdefault(group, []).append(p)
     for group, members in partial.items():
         grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in members]
@@ -189,11 +184,9 @@ def reduce_partial(parameters):
         dist.all_reduce(flat, group=group)
         for p, grad, total in zip(members, grads, flat.split([p.numel() for p in members])):
             grad.copy_(total.view_as(p))
-            grad.complete_at = grad._version
             if p.grad is None and grad.any():  # another rank had a gradient
                 p.grad = grad
-            if not hasattr(p, "watched"):  # the hook runs before backward adds to the gradient
-                p.watched = p.register_hook(functools.partial(refuse_complete, p))
+            note_reduced(p, grad)
 
 
 # --- f that holds less: backward gathers the tokens a second time
@@ -202,20 +195,19 @@ def reduce_partial(parameters):
 class EnterAndProject(nn.Module):
     """f and the matrices after it, in place of Enter, before layers such as gate and up. Returns a
     tuple of their products. Each of `projections`, in its layer's place, picks its own. Activation
-    checkpointing keeps this rank's tokens alone, and runs f again."""
+    checkpointing keeps only this rank's tokens, and runs f again."""
 
-    def __init__(self, stream, projections):
+    def __init__(self, group, projections):
         super().__init__()
-        self.stream, self.projections = stream, projections  # a list, no submodules: names stay
+        self.group, self.projections = group, projections  # a list, no submodules: names stay
 
     def forward(self, x):
-        length = self.stream.length  # may be another one at the time of backward
-        return checkpoint(self.project, x, length, use_reentrant=False, preserve_rng_state=False)
+        return checkpoint(self.project, x, use_reentrant=False, preserve_rng_state=False)
 
-    def project(self, x, length):
-        full = GatherTokens.apply(x, length, self.stream.group)  # (B, T, C)
+    def project(self, x):
+        full = GatherTokens.apply(x, self.group)  # (B, T, C)
         weights = [projection.weight for projection in self.projections]
-        # One product of all weights: recomputation skips the last product alone
+        # One matmul with all weights: recomputation skips only the last matmul
         products = F.linear(full, torch.cat(weights))
         return products.split([len(weight) for weight in weights], dim=-1)
 
@@ -234,84 +226,85 @@ class Projection(nn.Module):
         return y if self.bias is None else y + self.bias
 
 
-# --- a model of yours, split as tensor_parallel.py says above its GPT section; then:
-#
-#     stream = Stream(group)
-#     model.embed.leave = Leave(stream)  # runs first in forward: sets stream.length
-#     for block in model.blocks:
-#         block.attn.norm[1] = block.mlp.norm[1] = Enter(stream)  # every f ...
-#         block.attn.proj.leave = block.mlp.down.leave = Leave(stream)  # ... and every g
-#     model.head[0] = Enter(stream)
-#     mark_partial(model.parameters(), group)
-#
-#     for tokens, targets in microbatches:
-#         criterion(model(tokens), targets, count).backward()
-#     reduce_partial(model.parameters())  # once a step; next grad_norm, clip and step, as there
-#
-# Add this rank's learned positions alone: embed(tokens) + position(stream.shard(positions)). Draw
-# another dropout mask on each rank. A loss on split tokens is the sum over this rank's tokens
-# without padding / the count of the batch.
+# --- mistakes that would be silent: refused
+
+
+def check_not_reduced(parameter, *_):
+    """Raise RuntimeError where nothing has changed the gradient since reduce_partial."""
+    grad = parameter.grad
+    if grad is not None and getattr(grad, "complete_at", None) == grad._version:
+        raise RuntimeError(
+            "reduce_partial has completed these gradients already: call it once a step, "
+            "after the last backward pass, and zero_grad() before the next one"
+        )
+
+
+def note_reduced(parameter, grad):
+    """From now on another backward pass or reduce_partial is refused."""
+    grad.complete_at = grad._version
+    if not hasattr(parameter, "watched"):  # the hook runs before backward adds to the gradient
+        check = functools.partial(check_not_reduced, parameter)
+        parameter.watched = parameter.register_hook(check)
+
 
 # --- for model.py's GPT ---
 
 
-def set_length(stream, model, args, kwargs):
-    """A hook before forward(x, positions, ...) of a piece that begins with split tokens."""
-    positions = kwargs.get("positions", args[1] if len(args) > 1 else None)
-    if positions is None:
-        raise ValueError("pass the whole sequence's positions (T,): x (B, T/t, C) does not tell T")
-    stream.length = len(positions)
+def check_tokens(config, t):
+    """Raise ValueError where t ranks do not divide the sequence."""
+    if config.context % t:
+        longer = -(-config.context // t) * t
+        raise ValueError(
+            f"--context {config.context} does not divide over {t} ranks: use --context {longer}"
+        )
 
 
-def shard_last(stream, module, args):
+def shard_last(group, module, args):
     """A hook before a module that sees split tokens. Its last argument, positions (T,) or dropout's
     key (B, T), is whole: this rank's shard takes its place."""
     *others, last = args
-    return (*others, None if last is None else stream.shard(last))
+    return (*others, None if last is None else shard_tokens(last, group))
 
 
-def replace_enter(module, names, stream, keep):
+def replace_enter(module, names, group, keep_gathered):
     """Replace f of `module`, which comes before the layers called `names`."""
-    if keep:
-        module.enter = Enter(stream)
+    if keep_gathered:
+        module.enter = Enter(group)
         return
     projections = [Projection(i, getattr(module, name)) for i, name in enumerate(names)]
-    module.enter = EnterAndProject(stream, projections)
+    module.enter = EnterAndProject(group, projections)
     for name, projection in zip(names, projections):
         setattr(module, name, projection)
 
 
-def parallelize(model, group, keep=True):
+def parallelize(model, group, keep_gathered=True):
     """tensor_parallel.parallelize, then f and g replaced. Raises ValueError as that does.
 
-    keep: hold the gathered inputs of projections until backward, or gather them again there.
-    tokens, targets, positions and samples stay whole on every rank. A piece without an embedding
-    takes x (B, ceil(T / t), C), as the piece before it returned it, and needs positions. Gradients
-    are partial sums after backward: see `reduce_partial`."""
+    keep_gathered: hold what f gathered until backward, or gather it again there. tokens, targets,
+    positions and samples stay whole on every rank. A pipeline stage without an embedding takes
+    x (B, T/t, C), as the stage before it returned it, and needs positions (T,). Gradients are
+    partial sums after backward: see `reduce_partial`."""
     tensor_parallel.parallelize(model, group)
-    stream = Stream(group)
-    if model.embed is None:
-        hook = functools.partial(set_length, stream)
-        model.register_forward_pre_hook(hook, with_kwargs=True)
-    else:
-        model.embed.token.leave = Leave(stream)
+    if model.embed is not None:
+        model.embed.token.leave = Leave(group)
     for block in model.blocks.values():
-        replace_enter(block.attn, ["qkv"], stream, keep)
-        block.attn.proj.leave = Leave(stream)
+        replace_enter(block.attn, ["qkv"], group, keep_gathered)
+        block.attn.proj.leave = Leave(group)
         mlp = block.mlp
         if model.config.experts:  # the router sees split tokens; its choice is gathered with them
-            mlp.enter = Enter(stream)
-            mlp.leave = Leave(stream)
-            mlp.router.over_sequence = tensor_parallel.Leave(group)  # sums of the balance loss
+            mlp.enter = Enter(group)
+            mlp.leave = Leave(group)
+            mlp.router.sum_over_sequence = tensor_parallel.Leave(group)  # sums of the balance loss
             mlp = mlp.shared
         if mlp is not None:
-            replace_enter(mlp, ["up"] if mlp.gate is None else ["gate", "up"], stream, keep)
-            mlp.down.leave = Leave(stream)
+            layers = ["up"] if mlp.gate is None else ["gate", "up"]
+            replace_enter(mlp, layers, group, keep_gathered)
+            mlp.down.leave = Leave(group)
     if model.head is not None:
-        replace_enter(model.head, ["out"], stream, keep)
+        replace_enter(model.head, ["out"], group, keep_gathered)
     for name, module in model.named_modules():  # what is called with all tokens' positions or keys
         if name.endswith(("drop", "position")):
-            module.register_forward_pre_hook(functools.partial(shard_last, stream))
+            module.register_forward_pre_hook(functools.partial(shard_last, group))
     mark_partial(model.parameters(), group)
     return model
 
@@ -335,15 +328,15 @@ def main():
 
     def check(world):
         tensor_parallel.check_heads(config, world)
-        receipts.sequence_parallel.check_padding(config, world)
+        check_tokens(config, world)
 
     proof.launch(demo, args, check=check)
 
 
 def demo(run):
-    args, group, keep = run.args, dist.group.WORLD, not run.args.gather_again
+    args, group = run.args, dist.group.WORLD
     run.groups(tp=group)
-    model = run.fill(parallelize(run.meta_model(), group, keep))
+    model = run.fill(parallelize(run.meta_model(), group, not args.gather_again))
     parameters = list(model.parameters())
     optimizer = harness.make_optimizer(parameters, args)
     for step in run.steps(optimizer):
@@ -359,7 +352,7 @@ def demo(run):
         harness.clip(parameters, norm, args.grad_clip)
         optimizer.step()
         run.log(loss, norm)
-    sizes = sizes_of(args, run.config, tp=run.world, sp=True, gather_again=not keep)
+    sizes = sizes_of(args, run.config, tp=run.world, sp=True, gather_again=args.gather_again)
     ranks, scatter = Group("tp", run.world), scatter_operation(group)
     sent, held = receipts.sequence_parallel.expected(sizes, ranks, scatter)
     notes = [receipts.sequence_parallel.kept_by_a_block(run, model, sizes)]

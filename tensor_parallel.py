@@ -7,19 +7,21 @@
 The first matrix gives each rank half of the H hidden units. The activation works on each unit by
 itself, so no rank needs another's half. The second matrix turns each half into a partial sum of the
 output. Attention is split alike, by heads, and so is the vocabulary. Norms, the biases after g and
-the residual stream are whole on every rank.
+the residual stream are complete on every rank.
 
 Sent: g adds the partial sums in forward (one all-reduce). f adds the gradients of x in backward
 (one all-reduce), because every rank's half used x. Attention and MLP of a block have one f and one
 g each: 4 all-reduces of x, which is B sequences of T tokens, C wide. On t ranks an all-reduce of S
-bytes sends 2 r S, r = (t-1)/t (collectives.py). That is 8 r B T C e bytes a block, at e bytes an
-element. Embedding and head add 4 r B T C e, and the loss three numbers a token.
+bytes sends 2 r S, r = (t-1)/t (collectives.py). That is 8 r B T C e bytes per block, at e bytes an
+element. Embedding and head add 4 r B T C e, and the loss three numbers per token.
 
-Backward of g is the identity. All ranks go on with the same y and compute the same loss: it is one
+Backward: g's is the identity. All ranks go on with the same y and compute the same loss: it is one
 loss, not t of them. Each partial sum enters y with factor 1, so its gradient is y's gradient.
-Every layer before f then has its whole gradient on every rank, and nothing is left to sum.
+Every layer before f then has its complete gradient on every rank, and nothing is left to sum.
 
-Not worth it between nodes: nothing hides these messages (docs/tensor-parallelism.md has the rest).
+Limits: between nodes it rarely pays. In forward the next layer waits for g's message, and here
+backward waits for f's too, though the weights' gradients could be computed meanwhile (Megatron-LM
+does that). docs/tensor-parallelism.md has the threshold.
 
     torchrun --nproc_per_node=4 tensor_parallel.py
     python tensor_parallel.py --family llama --kv-heads 4
@@ -72,8 +74,9 @@ class ReduceFromGroup(torch.autograd.Function):
 
 
 class Enter(nn.Module):
-    """f as a module: put one right before the split layers that share an input. Not before a whole
-    layer: each rank computes its input's whole gradient already, and f would add it up t times."""
+    """f as a module: put one right before the split layers that share an input. Not before an
+    unsplit layer: its input's gradient is already complete on every rank, and f would add it up t
+    times."""
 
     def __init__(self, group):
         super().__init__()
@@ -100,7 +103,8 @@ class Leave(nn.Module):
 
 
 class ColumnParallelLinear(nn.Module):
-    """Cuts a weight's rows, the columns of A: x (..., in) -> this rank's (..., out / t). After f.
+    """Splits the outputs: each rank keeps out/t rows of torch's (out, in) weight, the columns of A.
+    x (..., in) -> this rank's (..., out / t). After f.
 
     A shard must be whole heads. So a fused qkv has the rows of the first kv-head (q of all its
     query heads, its k, its v), then those of the second, ... Or keep three layers. Where t does not
@@ -116,7 +120,8 @@ class ColumnParallelLinear(nn.Module):
 
 
 class RowParallelLinear(nn.Module):
-    """Cuts a weight's columns, the rows of A: x (..., in / t) -> the whole (..., out), by g."""
+    """Splits the inputs: each rank keeps in/t columns of torch's (out, in) weight, the rows of A.
+    x (..., in / t) -> the complete (..., out), by g."""
 
     def __init__(self, linear, group):
         super().__init__()
@@ -128,6 +133,31 @@ class RowParallelLinear(nn.Module):
         y = self.leave(F.linear(x, self.weight))
         return y if self.bias is None else y + self.bias  # the bias once, after g
 
+
+# --- a model of yours. All ranks have the same weights, and get the same tokens:
+#
+#     for block in model.blocks:
+#         attn, mlp = block.attn, block.mlp
+#         attn.norm = nn.Sequential(attn.norm, Enter(group))
+#         attn.qkv = ColumnParallelLinear(attn.qkv, group)  # or each of q, k and v
+#         attn.proj = RowParallelLinear(attn.proj, group)
+#         attn.heads //= t  # and kv_heads, if forward uses them
+#         mlp.norm = nn.Sequential(mlp.norm, Enter(group))
+#         mlp.up = ColumnParallelLinear(mlp.up, group)  # a gate likewise
+#         mlp.down = RowParallelLinear(mlp.down, group)
+#     model.embed = VocabParallelEmbedding(model.embed, group)
+#     model.head = nn.Sequential(Enter(group), ColumnParallelLinear(model.head, group))
+#     model.head[1].weight = model.embed.weight  # if they were tied
+#     criterion = VocabParallelCrossEntropy(vocab, group)
+#     optimizer = torch.optim.AdamW(model.parameters())  # only now: the parameters are new
+#     optimizer.zero_grad()
+#     for tokens, targets in microbatches:
+#         criterion(model(tokens), targets, count).backward()
+#     norm = grad_norm(model.parameters(), group)  # torch's norm lacks other ranks' shards
+#     nn.utils.clip_grads_with_norm_(model.parameters(), 1.0, norm)
+#     optimizer.step()
+#
+# docs/tensor-parallelism.md lists the mistakes that nothing catches, in dropout for example.
 
 # --- shards: a rank's part of a parameter, and where it lies
 
@@ -183,7 +213,7 @@ def shard(parameter, dim, group):
     return part
 
 
-# --- the vocabulary, split too: each rank has V/t rows of the embedding, and V/t logits a token
+# --- the vocabulary, split too: V/t rows of the embedding and V/t logits per token on each rank
 
 
 class VocabParallelEmbedding(nn.Module):
@@ -241,7 +271,8 @@ class ShardedCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        # Not once_differentiable: it lets a constant `grad` pass, and under a sum it is one
+        # Not once_differentiable: it misses create_graph=True here, since after .sum() `grad` is a
+        # constant
         if torch.is_grad_enabled():
             raise RuntimeError("this loss has no second gradients: leave out create_graph=True")
         softmax, column, outside = ctx.saved_tensors
@@ -278,7 +309,7 @@ class VocabParallelCrossEntropy(nn.Module):
 @torch.no_grad()
 def grad_norm(parameters, group):
     """The norm of the whole model's gradient, a float64 scalar; each whole parameter counts once.
-    Raises RuntimeError where the norm over whole parameters (just that) differs between ranks."""
+    Raises RuntimeError where the norm over unsplit parameters (just that) differs between ranks."""
     parameters = list(parameters)
     squares = torch.zeros(2, dtype=torch.float64, device=parameters[0].device)  # shards, wholes
     for p in parameters:
@@ -295,31 +326,6 @@ def grad_norm(parameters, group):
         )
     return (shards.sum() + wholes[0]).sqrt()
 
-
-# --- a model of yours. All ranks have the same weights, and get the same tokens:
-#
-#     for block in model.blocks:
-#         attn, mlp = block.attn, block.mlp
-#         attn.norm = nn.Sequential(attn.norm, Enter(group))
-#         attn.qkv = ColumnParallelLinear(attn.qkv, group)  # or each of q, k and v
-#         attn.proj = RowParallelLinear(attn.proj, group)
-#         attn.heads //= t  # and kv_heads, if forward uses them
-#         mlp.norm = nn.Sequential(mlp.norm, Enter(group))
-#         mlp.up = ColumnParallelLinear(mlp.up, group)  # a gate likewise
-#         mlp.down = RowParallelLinear(mlp.down, group)
-#     model.embed = VocabParallelEmbedding(model.embed, group)
-#     model.head = nn.Sequential(Enter(group), ColumnParallelLinear(model.head, group))
-#     model.head[1].weight = model.embed.weight  # if they were tied
-#     criterion = VocabParallelCrossEntropy(vocab, group)
-#     optimizer = torch.optim.AdamW(model.parameters())  # only now: the parameters are new
-#     optimizer.zero_grad()
-#     for tokens, targets in microbatches:
-#         criterion(model(tokens), targets, count).backward()
-#     norm = grad_norm(model.parameters(), group)  # torch's norm lacks other ranks' shards
-#     nn.utils.clip_grads_with_norm_(model.parameters(), 1.0, norm)
-#     optimizer.step()
-#
-# docs/tensor-parallelism.md lists the mistakes that nothing catches, in dropout for example.
 
 # --- for model.py's GPT ---
 
@@ -341,7 +347,7 @@ def parallelize(model, group):
     ValueError where heads do not divide, and for a model that is cut already or not model.py's."""
     if not all(hasattr(model, name) for name in ("config", "embed", "blocks", "head")):
         name = type(model).__name__
-        raise ValueError(f"parallelize knows model.py's GPT alone, not {name}: use the parts above")
+        raise ValueError(f"parallelize knows only model.py's GPT, not {name}: use the parts above")
     check_heads(model.config, dist.get_world_size(group))
     for block in model.blocks.values():
         attn, mlp = block.attn, block.mlp

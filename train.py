@@ -44,65 +44,24 @@ import receipts.pipeline
 import receipts.train
 import sequence_parallel
 import tensor_parallel
-import trainer.islands as islands
-from harness import zero_flags
+import zero_bubble
+from harness import initialize, zero_flags
 from receipts.expert_parallel import RowCounter
-from simulator import planner
-from trainer import faults, pretrained, recording, sampling, saving, tracking, validation
+from simulator import command
+from trainer import islands, layout, pretrained, recording, sampling, saving, tracking, validation
 from trainer.composed_zero import ComposedZeRO, ZeRO
-from trainer.layout import cp_shape, places, prepare
+from trainer.faults import first_nonfinite
+from trainer.large_vocabulary import lean_head
+from trainer.layout import cp_shape, open_groups, prepare
 from trainer.loss_scale import LossScale
+
+# Each adds its own flags
+PARTS = [layout, validation, saving, sampling, tracking, recording, pretrained, command, islands]
 
 
 def flags():
     p = harness.parser(__doc__, steps=200, lr=3e-3, warmup=20, microbatches=None, tokenizer=None)
-    n = harness.POSITIVE
-    g = p.add_argument_group("the layout (ranks = islands x dp x cp x tp x pp)")
-    g.add_argument("--dp", **n, default=1, help="data parallel: N copies share the batch")
-    why = "tensor parallel: each layer is cut N ways; keep it inside a node"
-    g.add_argument("--tp", **n, default=1, help=why)
-    why = "sequence parallel: tensor-parallel ranks split the tokens between layers, to hold less"
-    g.add_argument("--sp", action="store_true", help=why)
-    why = "with --sp: hold still less, and send a quarter more"
-    g.add_argument("--gather-again", action="store_true", help=why)
-    g.add_argument("--pp", **n, default=1, help="pipeline parallel: N stages of consecutive layers")
-    why = "context parallel: each sequence is split over N ranks"
-    g.add_argument("--cp", **n, default=1, help=why)
-    why = "how attention sees the whole sequence"
-    g.add_argument("--cp-kind", choices=context_parallel.KINDS, default="ring", help=why)
-    why = "ranks of a ring, for ring-ulysses (default: the most square)"
-    g.add_argument("--cp-rings", **n, help=why)
-    why = "expert parallel: N of the dp x cp ranks deal the --experts out, in the place of copies"
-    g.add_argument("--ep", **n, default=1, help=why)
-    why = "pieces of a rank's tokens on their way to experts: one travels while another computes"
-    g.add_argument("--expert-chunks", **n, default=1, help=why)
-    why = "how far a bias on the router's choice moves towards even load after a step; 0 = off"
-    g.add_argument("--bias-rate", type=harness.real(0), default=0.0, metavar="X", help=why)
-    why = "order of the micro-batches in a pipeline"
-    g.add_argument("--schedule", choices=list(pipeline.SCHEDULES), default="1f1b", help=why)
-    why = "stages a rank holds, for --schedule interleaved (default: 2)"
-    g.add_argument("--chunks", **n, help=why)
-    why = "pieces of a replica's share of the batch: more shrink the bubble (default: up to 2 x pp)"
-    g.add_argument("--microbatches", **n, help=why)
-    why = (
-        "what data-parallel ranks split: 1 optimizer states, 2 gradients too, 3 weights too (FSDP)"
-    )
-    g.add_argument("--zero", type=int, choices=range(4), default=0, help=why)
-    zero_flags.add_flags(g, bucket_mb=25, ranks_flag="--zero-ranks", dtypes=list(harness.DTYPES))
-    why = "run norms and GELU again in backward, half of the products too, or all: to hold less"
-    g.add_argument("--recompute", choices=harness.RECOMPUTATIONS, default="none", help=why)
-    why = "torch.compile each block: slow to start (and needs a C++ compiler), faster then"
-    g.add_argument("--compile", action="store_true", help=why)
-    g = p.add_argument_group("the loop")
-    why = "where the cosine ends (default: lr / 10)"
-    g.add_argument("--min-lr", type=harness.real(0), metavar="X", help=why)
-    why = (
-        "leave out up to N steps whose loss or gradient is not finite; else the first ends the run"
-    )
-    g.add_argument("--skip-nan", **harness.NATURAL, default=0, help=why)
-    why = "compare the first N steps with one process (default: 3 below 20M parameters, else 0)"
-    g.add_argument("--prove", **harness.NATURAL, help=why)
-    for part in (validation, saving, sampling, tracking, recording, pretrained, planner, islands):
+    for part in PARTS:
         part.add_flags(p)
     return p
 
@@ -110,7 +69,7 @@ def flags():
 def main():
     args = islands.settle(flags().parse_args())
     if args.dry_run or args.plan:
-        return planner.main(args, prepare, train)
+        return command.main(args, prepare, train)
     args, _ = prepare(args)
     ranks = args.islands * args.dp * args.cp * args.tp * args.pp
     proof.launch(train, args, needed=ranks)
@@ -174,11 +133,11 @@ def build(run, schedule, groups):
     parts = harness.split(run.meta_model, layers, stages, groups["tied"])
     for part in parts.values():
         if args.sp:
-            sequence_parallel.parallelize(part, tp, keep=not args.gather_again)
+            sequence_parallel.parallelize(part, tp, keep_gathered=not args.gather_again)
         elif args.tp > 1:
             tensor_parallel.parallelize(part, tp)
         else:
-            harness.lean_head(part)
+            lean_head(part)
         if args.cp > 1:
             grid = groups.get("ring"), groups.get("ulysses")
             context_parallel.parallelize(part, cp, args.cp_kind, *grid)
@@ -224,36 +183,39 @@ class Runner:
     """Runs forward and backward through this rank's stages.
 
     run: harness's view of this process: flags, device, data, log. sync: DDP or ZeRO.
-    scale: a LossScale. watch(action): a context around each of the pipeline's actions."""
+    loss_scale: a LossScale. watch(action): a context around each of the pipeline's actions."""
 
-    def __init__(self, run, schedule, groups, model, sync, scale, watch):
+    def __init__(self, run, schedule, groups, model, sync, loss_scale, watch):
         self.run, self.schedule, self.groups, self.model = run, schedule, groups, model
-        self.sync, self.scale, self.watch = sync, scale, watch
+        self.sync, self.loss_scale, self.watch = sync, loss_scale, watch
         self.links = groups["down"] + groups["up"]
-        self.places = functools.lru_cache(self.places)
-        self.places(run.config.context)  # before the first step, which must not wait for the copy
+        # Which part of the batches is this rank's: islands have batches of their own
+        island = run.rank // (run.world // run.args.islands)
+        self.replica = island * run.args.dp + dist.get_rank(groups["dp"]) // run.args.cp
+        self.positions_held = functools.lru_cache(self.positions_held)
+        self.positions_held(run.config.context)  # before the first step: a copy makes it wait
         self.stages = [int(stage) for stage in model.parts]
         blocks = [block for part in model.parts.values() for block in part.blocks.values()]
         self.rows = RowCounter([block.mlp for block in blocks] if run.args.ep > 1 else [])
 
+    def batches(self, step, **options):
+        """This replica's micro-batches of a step: (tokens, targets, samples) of whole sequences."""
+        return self.run.microbatches(step, self.replica, self.run.args.dp, **options)
+
     def step(self, batches):
         """Forward and backward of a step: leaves complete gradients, and returns this rank's part
-        of the loss. batches: micro-batches (tokens, targets, samples) of whole sequences."""
+        of the loss."""
         self.sync.zero_grad()
         self.rows.clear()
-        losses = self.run_schedule(self.schedule, batches, self.scale.count(self.run.count))
+        losses = self.run_schedule(self.schedule, batches, self.loss_scale.count(self.run.count))
         self.sync.finish()
-        return sum(losses, self.run.zero()) / self.scale.value  # only the last stage has losses
-
-    def places(self, length):
-        """The positions of a sequence that this rank holds, on its device. Kept for each length."""
-        rank = dist.get_rank(self.groups["cp"])
-        return places(self.run.args, length, rank).to(self.run.device)
+        # Only the last stage has losses
+        return sum(losses, self.run.zero()) / self.loss_scale.value
 
     def warm_up(self, batches):
-        """Before the first step of a pipeline, which would hang on nccl: see pipeline.warm_up."""
-        count = self.scale.count(self.run.count)
-        self.run_schedule(self.schedule, batches, count, pipeline.warm_up)
+        """Before the first step of a pipeline, which would hang on nccl: see pipeline.prepare."""
+        count = self.loss_scale.count(self.run.count)
+        self.run_schedule(self.schedule, batches, count, pipeline.prepare)
         self.sync.zero_grad(give_up=True)
         gpt.rebalance(self.model, move=False)  # the routers counted these tokens
 
@@ -266,25 +228,31 @@ class Runner:
         or logits (b, T, V) without targets. Other ranks get []."""
         run, args = self.run, self.run.args
         rows, length = batches[0][0].shape
-        where = self.places(length)
-        positions = where.clamp(max=length - 1)  # padding must have some position
+        held = self.positions_held(length)
+        positions = held.clamp(max=length - 1)  # padding must have some position
 
         def forward(stage, m, x):
             tokens, targets, samples = batches[m]
             if x is None:
-                x = context_parallel.shard(tokens, where)
+                x = context_parallel.shard_sequence(tokens, held)
             if targets is not None:
-                targets = context_parallel.shard(targets, where, gpt.IGNORE)
+                targets = context_parallel.shard_sequence(targets, held, gpt.IGNORE)
             return self.model[stage](x, positions, targets=targets, count=count, samples=samples)
 
-        tokens_held = -(-len(where) // args.tp) if args.sp else len(where)  # rounded up
+        tokens_held = len(held) // args.tp if args.sp else len(held)
         shape, dtype = (rows, tokens_held, run.config.width), harness.DTYPES[args.param_dtype]
         play = play or pipeline.play
         return play(schedule, forward, shape, dtype, run.device, self.links, around=self.around)
 
+    def positions_held(self, length):
+        """The positions of a sequence that this rank holds, on its device. Kept for each length."""
+        rank = dist.get_rank(self.groups["cp"])
+        return layout.places(self.run.args, length, rank).to(self.run.device)
+
     @contextlib.contextmanager
     def around(self, action):
-        """ZeRO must know which pipeline stage's gradients come, and whether all do: after I not."""
+        """ZeRO must know which stage's gradients an action makes, and whether they are complete:
+        after I those of the weights are still missing."""
         scope = contextlib.nullcontext()
         if isinstance(self.sync, ComposedZeRO) and action.kind != "F":
             scope_number = self.stages.index(action.stage)
@@ -292,80 +260,72 @@ class Runner:
         with self.watch(action), scope:
             yield
 
-    def logits_after(self, window):
-        """The logits (V,) that follow the tokens (1, T), on a rank that has the last stage and the
-        last token; else None."""
-        args, groups = self.run.args, self.groups
-        results = self.forward_only([(window, None, None)], None)
-        where = places(args, window.shape[1], dist.get_rank(groups["cp"]))
-        last = (where == window.shape[1] - 1).nonzero().flatten()
-        if not results or not len(last):
-            return None
-        logits = results[0][0, last[0]]
-        if args.tp > 1:
-            logits = sampling.gather_logits(logits, self.run.config.vocab, groups["tp"])
-        return logits
 
-
-def train(run, schedule=None, watch=contextlib.nullcontext, cold=True):
+def train(run, schedule=None, watch=contextlib.nullcontext, warm_up_first=True):
     """Train on this rank, and return the exit code. A dry run passes a schedule of its own, a
-    watch(action), a context around each of the pipeline's actions, and cold=False: it has no
-    kernels that must be loaded."""
+    watch(action), a context around each of the pipeline's actions, and warm_up_first=False: it has
+    no kernels that must be loaded."""
     args = run.args
     if schedule is None:
-        schedule = pipeline.make(args.schedule, args.pp, args.microbatches, args.chunks)
+        schedule = zero_bubble.make_schedule(args.schedule, args.pp, args.microbatches, args.chunks)
     groups = mesh(args, schedule)
     tp, dp, pp = groups["tp"], groups["dp"], groups["pp"]
     run.groups(**groups)
     open_groups(groups, run.device)
     pipeline.open_links(schedule, groups["down"] + groups["up"], run.device)
-    draw = pretrained.Folder(args.init_from, run.config).draw if args.init_from else gpt.draw
+    draw = pretrained.Folder(args.init_from, run.config).draw if args.init_from else initialize.draw
     model = build(run, schedule, groups)
     sync, optimizer = data_parallel(run, model, groups, draw)
-    scale = LossScale(args, optimizer)
-    runner = Runner(run, schedule, groups, model, sync, scale, watch)
-    parameters = list(model.parameters())
     uses_zero = isinstance(optimizer, ComposedZeRO)
+    loss_scale = LossScale(args, optimizer)
+    runner = Runner(run, schedule, groups, model, sync, loss_scale, watch)
+    parameters = list(model.parameters())
+    tracking.describe(run, schedule)
 
-    def named():
-        return scale.unscale(optimizer.whole(model.named())) if uses_zero else model.named()
+    averaging = islands.Alone()
+    if args.islands > 1:
+        averaging = islands.Averaging(run, model, optimizer, groups)
+    checkpoints = saving.Saver(run, model, optimizer, groups, loss_scale, averaging)
+    first, stopped = checkpoints.resume(), None
+    averaging.go_on(first)
+    only_sample = args.only_sample or first == args.steps
+    if only_sample:
+        first = args.steps  # no step is left
+    elif args.pp > 1 and warm_up_first:
+        runner.warm_up(runner.batches(first))
 
-    # Which part of the batches this rank works on: islands have batches of their own
-    island = run.rank // (run.world // args.islands)
-    replica = island * args.dp + dist.get_rank(dp) // args.cp
+    def full_weights():
+        """(name, parameter) of this rank's stages, which ZeRO makes whole."""
+        if not uses_zero:
+            return model.named()
+        return loss_scale.unscale(optimizer.gather_full(model.named()))
+
     # The norm adds up pieces over tp and pp. ZeRO 1 to 3 adds up over dp, of which ep is a part
     splitting = [tp, pp]
     if args.ep > 1 and not args.zero:
         splitting.append(groups["ep"])
-    tracking.describe(run, schedule)
-
-    outer = islands.outer(run, model, optimizer, groups)
-    saver = saving.Saver(run, model, optimizer, groups, scale, outer)
-    first, stopped = saver.resume(), None
-    outer.go_on(first)
-    only_sample = args.only_sample or first == args.steps
-    if only_sample:
-        first = args.steps  # no step is left
-    elif args.pp > 1 and cold:
-        runner.warm_up(run.microbatches(first, replica, args.dp))
-    positions = runner.places(run.config.context)
-    recorded = recording.recorded(run, model, groups, positions, named, first)
-    steps = run.steps(optimizer, first, outer.reference)
-    with tracking.open_log(run, first) as log, saver, recorded as record:
-        for step in tracking.profiled(run, steps, first):
-            batches = run.microbatches(step, replica, args.dp)
+    positions = runner.positions_held(run.config.context)
+    recorder = recording.recorded(run, model, groups, positions, full_weights, first)
+    steps = tracking.profiled(run, run.steps(optimizer, first, averaging.reference), first)
+    with tracking.open_log(run, first) as log, checkpoints, recorder as record:
+        for step in steps:
+            batches = runner.batches(step)
+            # Forward and backward, beside which DDP and ZeRO sum gradients over the replicas. Each
+            # rank has the loss of its own tokens, if it has the last stage
             loss = runner.step(batches)
             harness.sum_over([dp, pp], loss)
+            # Over the pieces of all ranks, so that all of them clip alike
             if uses_zero:
-                norm = optimizer.grad_norm(splitting) / scale.value
+                norm = optimizer.grad_norm(splitting) / loss_scale.value
             else:
                 norm = harness.grad_norm(parameters, splitting)
             if step == run.measured:  # the ledger counts bytes in this step
                 travelled = runner.rows.travelled
-            record(batches, loss, norm, scale)
-            again = functools.partial(runner.step, batches)
-            blame = functools.partial(faults.blame, model, again)
-            taken = run.check(loss, norm, named, blame, scale, groups.get("island"))
+            record(batches, loss, norm, loss_scale)
+            # Loss and norm are the same on all ranks: all of them take the step, or none does. To
+            # name the first gradient that is not finite, the step is run again
+            find = functools.partial(first_nonfinite, model, runner.step, batches)
+            taken = run.check(loss, norm, full_weights, find, loss_scale, groups.get("island"))
             if taken:
                 if uses_zero:
                     optimizer.clip(norm, args.grad_clip)
@@ -373,16 +333,17 @@ def train(run, schedule=None, watch=contextlib.nullcontext, cold=True):
                     harness.clip(parameters, norm, args.grad_clip)
                 optimizer.step()
                 run.log(loss, norm, tracking.mfu(run))
-            token_groups = [dp, tp] if args.sp else [dp]  # their ranks hold different tokens
+            # Routers count tokens: with --sp the ranks of tp hold different ones
+            token_groups = [dp, tp] if args.sp else [dp]
             gpt.rebalance(model, functools.partial(harness.sum_over, token_groups), taken)
-            outer.after(step)
+            averaging.after(step)
             log(run.history[-1])
-            scale.update(taken)
-            stopped = saver.after(step + 1)
+            loss_scale.update(taken)
+            stopped = checkpoints.after(step + 1)  # by a signal that any rank received
             if stopped:
                 break
             if validation.due(args, step):
-                loss = validation.validate(run, runner.forward_only, replica, (dp, pp))
+                loss = validation.validate(run, runner, [dp, pp])
                 log({"step": step + 1, "val_loss": loss})
     if stopped:
         at = f"step {step + 1} is saved in {args.out}"
@@ -392,24 +353,17 @@ def train(run, schedule=None, watch=contextlib.nullcontext, cold=True):
     if args.export:
         exported = pretrained.export(run, model, optimizer, dp, groups.get("island"))
     if args.sample:
-        speaker = schedule.owner[schedule.last]
-        run.print(f"\nsample:\n{sampling.generate(run, runner.logits_after, groups, speaker)}")
+        logits_of = functools.partial(sampling.logits_after, runner)
+        text = sampling.generate(run, logits_of, groups, schedule.owner[schedule.last])
+        run.print(f"\nsample:\n{text}")
     if only_sample:
         return int(not exported)
-    length = len(places(args, run.config.context, dist.get_rank(groups["cp"])))
-    rows = receipts.train.expected(args, run.config, schedule, groups, length, travelled)
+    rows = receipts.train.expected(args, run.config, schedule, groups, len(positions), travelled)
     notes = []
     if args.zero == 3:
         notes.append(f"ZeRO: gathered weights at the peak {run.ledger.gathered_peak:,} bytes")
-    rows = outer.expected(receipts.train.layout(args), *rows, notes)
+    rows = averaging.expected(receipts.train.layout(args), *rows, notes)
     return run.receipt(*rows) or int(not exported)
-
-
-def open_groups(groups, device):
-    """Send a first message in each group. nccl connects its ranks then, and waits for the device:
-    which must not be within a pipeline's step."""
-    one_by_one = [group for group in groups.values() if isinstance(group, dist.ProcessGroup)]
-    harness.sum_over(one_by_one, torch.zeros(1, device=device))
 
 
 if __name__ == "__main__":

@@ -1,18 +1,41 @@
-"""Speed beside PyTorch's own, as ratios of two things that take turns in one run: python -m
-benchmarks.NAME
+"""Measurements: python -m benchmarks.NAME. Here is what several of them share.
 
 Rivals take turns, A B A B, so that whatever else runs on the machine slows both. A turn is some
-whole training steps, timed from when all ranks are there until the last is done; shown are the
-median tokens/s of both, and the median and the quartiles of the ratio over the turns.
+whole steps, timed from when all ranks are there until the last is done; shown are the medians, and
+the median and the quartiles of the ratio over the turns.
 """
 
+import json
+import os
 import statistics
+import subprocess
+import sys
+import tempfile
 import time
 
 import torch
 import torch.distributed as dist
 
+import harness
+from harness.start import ROOT
+
 HEAD = f"{'':46s}{'ours':>9s}{'theirs':>9s}   ratio"
+
+
+def parser(doc, nproc, turns=None):
+    """The flags of what is measured on ranks of this machine, over gloo."""
+    p = harness.Parser(doc)
+    p.add_argument("--nproc", **harness.POSITIVE, default=nproc, help="ranks")
+    if turns:
+        turns_flag(p, turns)
+    p.add_argument("--quiet", action="store_true", help="print nothing but errors")
+    p.set_defaults(device="cpu", backend="gloo")
+    return p
+
+
+def turns_flag(p, default):
+    why = "of each rival"
+    p.add_argument("--turns", type=harness.count(2), default=default, metavar="N", help=why)
 
 
 def turn(step, steps, device="cpu"):
@@ -31,16 +54,37 @@ def turn(step, steps, device="cpu"):
     return (clock.item() - start) / steps
 
 
-def spread(values):
-    low, middle, high = statistics.quantiles(values)
+def race(rivals, turns, steps=1, device="cpu"):
+    """The seconds a step of each rival in each turn, without the first, which is a warm-up."""
+    times = [[] for _ in rivals]
+    for i in range(turns + 1):
+        for step, row in zip(rivals, times):
+            seconds = turn(step, steps, device)
+            if i > 0:
+                row.append(seconds)
+    return times
+
+
+def spread(times, others):
+    """The median and the quartiles of the ratio of two rivals' turns."""
+    low, middle, high = statistics.quantiles([a / b for a, b in zip(times, others)])
     return f"{middle:.2f} ({low:.2f} .. {high:.2f})"
 
 
 def versus(what, ours, theirs, tokens, steps, turns, device="cpu"):
     """A line of the table: the two functions take a training step of `tokens` tokens each."""
-    times = []
-    for i in range(turns + 1):
-        pair = turn(ours, steps, device), turn(theirs, steps, device)
-        times += [pair] * (i > 0)  # the first is a warm-up
-    mine, other = (tokens / statistics.median(t) for t in zip(*times))
-    return f"{what:46s}{mine:9,.0f}{other:9,.0f}   {spread([y / x for x, y in times]):20s}"
+    times = race([ours, theirs], turns, steps, device)
+    rates = [tokens / statistics.median(row) for row in times]
+    return f"{what:46s}{rates[0]:9,.0f}{rates[1]:9,.0f}   {spread(times[1], times[0]):20s}"
+
+
+def receipt(command, passing=(0,)):
+    """The receipt of a script's run, as JSON has it. Raises Refused where the script fails."""
+    with tempfile.NamedTemporaryFile("r") as file:
+        words = [sys.executable, *command.split(), "--json", file.name]
+        environment = os.environ | {"OMP_NUM_THREADS": "1"}  # others may use the cores
+        done = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True)
+        content = file.read()
+    if done.returncode not in passing or not content:
+        raise harness.Refused(f"{command} failed: {done.stderr.strip()[-300:]}", code=1)
+    return json.loads(content)

@@ -1,23 +1,16 @@
-"""collectives.py beside gloo's own, on 4 ranks of this machine: python -m benchmarks.collectives
-
-Each pair of rivals takes turns, A B A B, so that whatever else runs here slows both. A turn lasts
-from the moment for which all ranks agreed to start until the last of them is done.
+"""collectives.py beside gloo's own, on ranks of this machine that take turns: python -m
+benchmarks.collectives
 """
 
 import functools
-import os
 import statistics
-import sys
-
-if not __package__:  # run as a script: python benchmarks/collectives.py
-    sys.path[0] = os.path.dirname(sys.path[0])
 
 import torch
 import torch.distributed as dist
 
+import benchmarks
 import collectives
 import harness
-from benchmarks import spread, turn
 from harness.rank import launch
 
 MB = 1_000_000
@@ -60,42 +53,29 @@ def rivals(world):
 
 
 def demo(run):
-    def say(line):
-        if run.rank == 0 and not run.args.quiet:
-            print(line, flush=True)
-
+    say = run.print
     say(f"{run.world} ranks; milliseconds; ratio: median (quartiles)")
     say(f"{'':38s}{'bytes':>11s}{'ours':>9s}{'theirs':>9s}   {'ratio':22s}target")
     for name, ours, theirs, size, calls, target in rivals(run.world):
-        tensor, ours_took, theirs_took = torch.zeros(size // 4), [], []
-        for i in range(run.args.turns + 1):
-            first = turn(functools.partial(ours, tensor), calls)
-            second = turn(functools.partial(theirs, tensor), calls)
-            if i > 0:  # the first is a warm-up
-                ours_took.append(first)
-                theirs_took.append(second)
-        ratios = [a / b for a, b in zip(ours_took, theirs_took)]
+        tensor = torch.zeros(size // 4)
+        pair = functools.partial(ours, tensor), functools.partial(theirs, tensor)
+        times = benchmarks.race(pair, run.args.turns, calls)
+        ours_ms, theirs_ms = (statistics.median(row) * 1e3 for row in times)
         verdict = ""
         if target is not None:
-            verdict = f"{target:.2f}  {'met' if statistics.median(ratios) <= target else 'missed'}"
-        line = f"{name:38s}{size:11d}{statistics.median(ours_took) * 1e3:9.2f}"
-        line += f"{statistics.median(theirs_took) * 1e3:9.2f}   {spread(ratios):22s}"
-        say(line + verdict)
-
-
-def main():
-    p = harness.Parser(__doc__)
-    p.add_argument("--nproc", **harness.POSITIVE, help="ranks (default: 4)")
-    why = "of each pair of rivals"
-    p.add_argument("--turns", type=harness.count(2), default=25, metavar="N", help=why)
-    p.add_argument("--quiet", action="store_true", help="print nothing but errors")
-    p.set_defaults(device="cpu", backend="gloo")
-    launch(demo, p.parse_args(), check=check)
+            ratio = statistics.median(a / b for a, b in zip(*times))
+            verdict = f"{target:.2f}  {'met' if ratio <= target else 'missed'}"
+        line = f"{name:38s}{size:11d}{ours_ms:9.2f}{theirs_ms:9.2f}"
+        say(f"{line}   {benchmarks.spread(*times):22s}{verdict}")
 
 
 def check(world):
     if world == 1:
         raise harness.Refused("one rank sends nothing: give --nproc 2 or more")
+
+
+def main():
+    launch(demo, benchmarks.parser(__doc__, nproc=4, turns=25).parse_args(), check=check)
 
 
 if __name__ == "__main__":

@@ -7,12 +7,7 @@ zigzag, as ours). Then the memory of a training step of a GPT, on N ranks beside
 
 import functools
 import math
-import os
-import sys
 import warnings
-
-if not __package__:  # run as a script: python benchmarks/context.py
-    sys.path[0] = os.path.dirname(sys.path[0])
 
 import torch
 import torch.distributed as dist
@@ -22,7 +17,7 @@ import benchmarks
 import context_parallel
 import harness
 import model as gpt
-from harness import memory, presets
+from harness import initialize, memory, presets
 from harness.rank import launch
 from proof.ledger import Ledger
 
@@ -43,22 +38,17 @@ class TheirRing(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-        saved = dict(
-            zip(("query", "key", "value", "out", "logsumexp"), ctx.saved_tensors),
-            is_causal=True,
-            dropout_p=0.0,
-        )
-        grad = grad.contiguous()
+        saved = dict(zip(("query", "key", "value", "out", "logsumexp"), ctx.saved_tensors))
+        given = dict(grad_out=grad.contiguous(), grad_out_name="grad_out", **saved)
         grads = templates._templated_ring_attention_backward(
-            ctx.group, 2, op, grad_out=grad, grad_out_name="grad_out", **saved
+            ctx.group, 2, op, **given, is_causal=True, dropout_p=0.0
         )
         return *grads[:3], None
 
 
 def demo(run):
-    args, group = run.args, dist.group.WORLD
+    args, group, say = run.args, dist.group.WORLD, run.print
     warnings.simplefilter("ignore")
-    say = print if run.rank == 0 and not args.quiet else lambda *_: None
     here = args.tokens // run.world
     g = torch.Generator().manual_seed(run.rank)
     q, k, v, grad = (torch.randn(1, 8, here, 64, generator=g) for _ in range(4))
@@ -76,54 +66,44 @@ def demo(run):
             templates._cp_options.enable_load_balance = balanced
             sides = (functools.partial(attend, ring, backward) for ring in rings)
             say(benchmarks.versus(f"{what}, theirs {pieces}", *sides, args.tokens, 1, args.turns))
+    activations(run)
 
-    # Memory: what is alive at the peak of forward and backward of four blocks, beyond the weights
-    config = presets.configure(family="llama", context=args.memory)
-    model = gpt.build(config)
-    whole = torch.randint(
-        config.vocab, (1, args.memory), generator=torch.Generator().manual_seed(0)
-    )
+
+def activations(run):
+    """Print what is alive at the peak of forward and backward of four blocks, beyond the
+    weights."""
+    length = run.args.memory
+    config = presets.configure(family="llama", context=length)
+    model = initialize.build(config)
+    g = torch.Generator().manual_seed(0)
+    whole = torch.randint(config.vocab, (1, length), generator=g)
 
     def peak(model, tokens, where):
         ledger = Ledger({})
-        known = [*model.parameters(), *(p.grad for p in model.parameters() if p.grad is not None)]
-        ledger.watch(known)
+        gradients = [p.grad for p in model.parameters() if p.grad is not None]
+        ledger.watch([*model.parameters(), *gradients])
         with ledger:
-            model(tokens, where, targets=tokens, count=args.memory).backward()
+            model(tokens, where, targets=tokens, count=length).backward()
         return ledger.peak
 
     peak(model, whole[:, :64], torch.arange(64))  # makes the gradients' memory
-    alone = peak(model, whole, torch.arange(args.memory))
+    alone = peak(model, whole, torch.arange(length))
     for kind in context_parallel.KINDS[:3]:
-        context_parallel.parallelize(model, group, kind)
-        where = model.blocks["0"].attn.core.positions(args.memory)
-        mine = torch.tensor(peak(model, context_parallel.shard(whole, where), where))
-        dist.all_reduce(mine, op=dist.ReduceOp.MAX)
-        share = mine.item() / alone * run.world
-        text = f"activations at the peak, {args.memory} tokens, {kind}"
-        say(
-            f"{text}: {mine.item() / 1e6:.0f} MB a rank, {share:.2f} of 1/N of one process's "
-            f"{alone / 1e6:.0f} MB"
-        )
+        context_parallel.parallelize(model, dist.group.WORLD, kind)
+        where = model.blocks["0"].attn.core.positions(length)
+        most = max(run.gather(peak(model, context_parallel.shard_sequence(whole, where), where)))
+        share = f"{most / alone * run.world:.2f} of 1/N of one process's {alone / 1e6:.0f} MB"
+        what = f"activations at the peak, {length} tokens, {kind}"
+        run.print(f"{what}: {most / 1e6:.0f} MB a rank, {share}")
         for block in model.blocks.values():
             block.attn.core = gpt.AttentionCore()
 
 
 def main():
-    p = harness.Parser(__doc__)
-    p.add_argument("--nproc", **harness.POSITIVE, help="ranks (default: 2)")
+    p = benchmarks.parser(__doc__, nproc=2, turns=9)
     p.add_argument("--tokens", **harness.POSITIVE, default=4096, help="of the sequence")
-    p.add_argument(
-        "--memory",
-        **harness.POSITIVE,
-        default=8192,
-        help="tokens of the sequence whose memory is measured",
-    )
-    p.add_argument(
-        "--turns", type=harness.count(2), default=9, metavar="N", help="of each pair of rivals"
-    )
-    p.add_argument("--quiet", action="store_true", help="print nothing but errors")
-    p.set_defaults(device="cpu", backend="gloo", nproc=2)
+    why = "tokens of the sequence whose memory is measured"
+    p.add_argument("--memory", **harness.POSITIVE, default=8192, help=why)
     args = p.parse_args()
 
     def check(world):

@@ -19,37 +19,17 @@ import subprocess
 import sys
 import tempfile
 import time
-from typing import NamedTuple
 
 import harness
 
 ROOT = pathlib.Path(__file__).parent.parent
 TRAIN = "train.py --dp 2 --tp 2 --pp 2 --steps 20 --sample 0"
-# The last commit of the second edition, whose checkpoints and caches must still be read
-SECOND_EDITION = "040375d"
+AS_SET_UP = ", as pip is set up here"  # which may find a CPU build; else from the index alone
 
-
-class Build(NamedTuple):
-    """A Python and a torch. as_set_up: from where pip looks on this machine, which may hold a CPU
-    build; otherwise from the package index alone, as on everybody's machine."""
-
-    python: str
-    torch: str
-    as_set_up: bool = False
-
-    @property
-    def name(self):
-        where = ", as pip is set up here" if self.as_set_up else ""
-        return f"Python {self.python}, torch {self.torch}{where}"
-
-
-BUILDS = [
-    Build("3.11", "2.13.0", as_set_up=True),
-    Build("3.11", "2.13.0"),
-    Build("3.11", "2.12.0"),
-    Build("3.11", "2.11.0"),
-    Build("3.12", "2.13.0"),
-]
+# {name: (Python, torch)}
+BUILDS = {f"Python 3.11, torch 2.13.0{AS_SET_UP}": ("3.11", "2.13.0")}
+for build in [("3.11", "2.13.0"), ("3.11", "2.12.0"), ("3.11", "2.11.0"), ("3.12", "2.13.0")]:
+    BUILDS["Python {}, torch {}".format(*build)] = build
 
 # {name: (the program that it needs, a line of bash around "$@")}. The clone is the current folder
 SITUATIONS = {
@@ -68,65 +48,49 @@ SITUATIONS = {
     ),
     "LANG=C": (None, 'env --unset=LC_ALL --unset=PYTHONUTF8 LANG=C "$@"'),
     "standard input is closed": (None, '"$@" <&-'),
-    "files of the second edition": (None, '"$@"'),
 }
 
 
-class Row(NamedTuple):
-    """A line of the table. trained: whether the first command was proven."""
-
-    name: str
-    trained: str
-    passed: int
-    failed: int
-    skipped: int
-    seconds: float
+class NotHere(Exception):
+    """Why this machine can't make a row."""
 
 
-def run(words, folder, around='"$@"', **variables):
+def run(words, folder, around='"$@"'):
     """Run a command within a line of bash. Returns (exit code, all that it printed)."""
-    done = subprocess.run(
-        ["bash", "-c", around, "-", *map(str, words)],
-        cwd=folder,
-        env=os.environ | variables,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-    )
+    command = ["bash", "-c", around, "-", *map(str, words)]
+    output = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace")
+    done = subprocess.run(command, cwd=folder, **output)
     return done.returncode, done.stdout
 
 
-def must(words, folder, **variables):
+def must(words, folder):
     """As run(), of what is no test. Refuses to go on where it fails."""
-    code, said = run(words, folder, **variables)
+    code, said = run(words, folder)
     if code:
         raise harness.Refused(f"`{' '.join(map(str, words))}` failed: {said.strip()[-300:]}")
     return said
 
 
-def interpreter(build, folder):
-    """The python of a virtual environment with this build, which is made where it is missing.
-    Returns None if there is no such Python."""
-    name = f"python{build.python}-torch{build.torch}{'-as-set-up' if build.as_set_up else ''}"
-    python = folder / name / "bin" / "python"
-    if (folder / name / "complete").exists():
+def interpreter(name, folder):
+    """The python of a virtual environment with this build, which is made where it is missing."""
+    version, torch = BUILDS[name]
+    home = folder / re.sub(r"\W+", "-", name)
+    python = home / "bin" / "python"
+    if (home / "complete").exists():
         return python
-    found = shutil.which(f"python{build.python}")
+    found = shutil.which(f"python{version}")
     if found is None or run([found, "-c", "import venv"], folder)[0]:
-        return None
-    must([found, "-m", "venv", "--clear", folder / name], folder)
+        raise NotHere(f"there is no python{version}")
+    must([found, "-m", "venv", "--clear", home], folder)
     install = [python, "-m", "pip", "install", "-q"]
-    if build.as_set_up:
-        must([*install, f"torch=={build.torch}"], folder)
-    else:
-        only_the_index = ["env", "--unset=PIP_FIND_LINKS", "PIP_CONFIG_FILE=/dev/null"]
-        must([*only_the_index, *install, f"torch=={build.torch}"], folder)
+    the_index = ["env", "--unset=PIP_FIND_LINKS", "PIP_CONFIG_FILE=/dev/null"]
+    source = [] if name.endswith(AS_SET_UP) else the_index
+    must([*source, *install, f"torch=={torch}"], folder)
     for file in ("requirements.txt", "requirements-dev.txt"):
         lines = (ROOT / file).read_text().splitlines()
         wanted = [line.partition("#")[0].strip() for line in lines]
         must([*install, *(w for w in wanted if w and not w.startswith(("-r", "torch")))], folder)
-    (folder / name / "complete").touch()
+    (home / "complete").touch()
     return python
 
 
@@ -136,106 +100,67 @@ def clone(folder):
     return folder
 
 
-def measure(name, python, folder, around='"$@"', quick=True):
-    """A row: the first command of the README, then the tests."""
+def measure(name, python, folder, around='"$@"', tests=()):
+    """The cells of a row, and whether all is well: the README's first command, then the tests."""
     started = time.monotonic()
-    trained, train_said = run([python, *TRAIN.split()], folder, around)
+    code, said = run([python, *TRAIN.split()], folder, around)
+    trained = "proven" if code == 0 else f"exit code {code}"
+    problems = [said[-2000:]] if code else []
     words = [python, "-m", "pytest", "-q", "-n", "3", "--dist", "load", "--maxschedchunk", "1"]
-    code, said = run([*words, *(["-m", "quick"] if quick else [])], folder, around)
+    code, said = run([*words, *tests], folder, around)
     last = said.strip().splitlines()[-1] if said.strip() else ""
     counts = {kind: int(n) for n, kind in re.findall(r"(\d+) (passed|failed|skipped|error)", last)}
     failed = counts.get("failed", 0) + counts.get("error", 0)
-    for line in said.splitlines():
-        if line.startswith(("FAILED", "ERROR")):
-            print(f"{name}: {line}", file=sys.stderr, flush=True)
-    if trained:
-        print(f"{name}: {TRAIN}: {train_said[-2000:]}", file=sys.stderr, flush=True)
-    if code and not failed:
-        print(f"{name}: {said[-2000:]}", file=sys.stderr, flush=True)
-        failed = 1
-    return Row(
-        name,
-        "proven" if trained == 0 else f"exit code {trained}",
-        counts.get("passed", 0),
-        failed,
-        counts.get("skipped", 0),
-        time.monotonic() - started,
-    )
+    named = [line for line in said.splitlines() if line.startswith(("FAILED", "ERROR"))]
+    if code:
+        problems += named or [said[-2000:]]
+    for problem in problems:
+        print(f"{name}: {problem}", file=sys.stderr, flush=True)
+    cells = [trained, counts.get("passed", 0), failed, counts.get("skipped", 0)]
+    return [*cells, f"{time.monotonic() - started:.0f}"], not problems
 
 
-def resume_second_edition(folder):
-    """Put a checkpoint and a cache of the second edition into the clone, and go on from them.
-    Returns what is printed. Refuses to go on where it fails."""
-    old = folder.parent / "second-edition"
-    must(["git", "worktree", "add", "-q", "--detach", old, SECOND_EDITION], folder)
-    flags = (
-        "--layers 2 --width 32 --heads 2 --context 32 --sample 0 --prove 0 --out runs/old".split()
-    )
-    must([sys.executable, "train.py", "--dp", 2, "--tp", 2, "--steps", 4, *flags], old)
-    shutil.copytree(old / "runs", folder / "runs")
-    shutil.copytree(old / "data", folder / "data")
-    return must([sys.executable, "train.py", "--pp", 2, "--steps", 8, *flags, "--resume"], folder)
-
-
-def measure_situation(name, folder):
-    """The row of a situation, or why there is none."""
+def row(name, folder, temporary):
+    """(title, cells, whether all is well) of a build or a situation."""
+    if name in BUILDS:
+        python = interpreter(name, folder)
+        build = must([python, "-c", "import torch; print(torch.__version__)"], ROOT).strip()
+        title = f"Python {BUILDS[name][0]}, torch {build}"
+        return title, *measure(title, python, clone(temporary / "clone"))
     program, around = SITUATIONS[name]
     if program and not shutil.which(program):
-        return f"needs the command {program}"
+        raise NotHere(f"needs the command {program}")
     if program in ("unshare", "setpriv") and os.geteuid() != 0:
-        return "needs root, to take it away" if name == "not root" else "needs root"
-    place = clone(folder / ("a path with spaces" if "spaces" in name else "clone"))
-    if name == "files of the second edition":
-        said = resume_second_edition(place)
-        if "resumed from" not in said:
-            raise harness.Refused(
-                f"a checkpoint of the second edition was not resumed: {said[-500:]}"
-            )
-    return measure(name, sys.executable, place, around)
+        raise NotHere("needs root")
+    place = clone(temporary / ("a path with spaces" if "spaces" in name else "clone"))
+    return name, *measure(name, sys.executable, place, around, ["-m", "quick"])
 
 
 def main():
     parser = harness.Parser(__doc__)
-    names = [build.name for build in BUILDS] + list(SITUATIONS)
+    names = [*BUILDS, *SITUATIONS]
     parser.add_argument("--only", nargs="+", choices=names, default=names, help="these rows")
     parser.add_argument("--list", action="store_true", help="the rows' names")
-    parser.add_argument(
-        "--folder", type=pathlib.Path, default=pathlib.Path("environments"), help="for environments"
-    )
+    place = pathlib.Path("environments")
+    parser.add_argument("--folder", type=pathlib.Path, default=place, help="for environments")
     args = parser.parse_args()
     if args.list:
         print("\n".join(names))
         return
     args.folder.mkdir(parents=True, exist_ok=True)
-    args.folder = args.folder.resolve()
-    print(
-        "| where | first command | passed | failed | skipped | seconds |\n|---|---|---|---|---|---|"
-    )
-    failed = False
+    columns = ["where", "first command", "passed", "failed", "skipped", "seconds"]
+    print(f"| {' | '.join(columns)} |\n|{'---|' * len(columns)}", flush=True)
+    ok = True
     for name in args.only:
         with tempfile.TemporaryDirectory() as temporary:
             os.chmod(temporary, 0o755)
-            if name in SITUATIONS:
-                row = measure_situation(name, pathlib.Path(temporary))
-            else:
-                build = BUILDS[names.index(name)]
-                python = interpreter(build, args.folder)
-                row = f"there is no python{build.python}"
-                if python:
-                    version = must([python, "-c", "import torch; print(torch.__version__)"], ROOT)
-                    place = clone(pathlib.Path(temporary, "clone"))
-                    title = f"Python {build.python}, torch {version.strip()}"
-                    row = measure(title, python, place, quick=False)
-        if isinstance(row, str):
-            print(f"| {name} | not run: {row} | | | | |", flush=True)
-            continue
-        print(
-            f"| {row.name} | {row.trained} | {row.passed} | {row.failed} | {row.skipped} | "
-            f"{row.seconds:.0f} |",
-            flush=True,
-        )
-        failed |= bool(row.failed) or row.trained != "proven"
-    sys.exit(1 if failed else 0)
+            try:
+                title, cells, well = row(name, args.folder.resolve(), pathlib.Path(temporary))
+            except NotHere as e:
+                title, cells, well = name, [f"not run: {e}", "", "", "", ""], True
+        print(f"| {' | '.join(map(str, [title, *cells]))} |", flush=True)
+        ok = ok and well
+    sys.exit(0 if ok else 1)
 
 
 if __name__ == "__main__":

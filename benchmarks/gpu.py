@@ -28,13 +28,10 @@ import tempfile
 import time
 from typing import Callable, NamedTuple
 
-if not __package__:  # run as a script: python benchmarks/gpu.py
-    sys.path[0] = os.path.dirname(sys.path[0])
-
 import torch
 
 import harness
-import pipeline
+import zero_bubble
 from benchmarks.on_gpu import ALONE, GPT2, STEPS, WARM_UP
 from harness.start import ROOT
 from trainer import tracking
@@ -111,7 +108,8 @@ def kernels(case, args):
 RECEIPT = "command | ranks | largest error of a gradient | receipt"
 TECHNIQUES = ["collectives.py"]
 TECHNIQUES += [f"ddp.py --sync {way}" for way in ("naive", "bucketed", "overlapped", "server")]
-TECHNIQUES += [f"zero.py --stage {stage}" for stage in (1, 2, 3)]
+TECHNIQUES += [f"zero.py --stage {stage}" for stage in (1, 2)]
+TECHNIQUES += ["fsdp.py"]
 TECHNIQUES += ["tensor_parallel.py", "sequence_parallel.py", "expert_parallel.py"]
 TECHNIQUES += ["diloco.py --stream 2 --stream-delay 1 --outer-bits 4"]
 TECHNIQUES += [f"context_parallel.py --kind {kind}" for kind in ("ring", "gather", "ulysses")]
@@ -129,7 +127,7 @@ def proof_cases(args):
 
 def nccl_cases(args):
     n = 4 if torch.cuda.device_count() >= 4 else 2  # 3 would not divide the model's heads
-    cases = [*TECHNIQUES, *(f"{PIPELINE} {name}" for name in pipeline.SCHEDULES)]
+    cases = [*TECHNIQUES, *(f"{PIPELINE} {name}" for name in zero_bubble.SCHEDULES)]
     cases = [f"{case} --nproc {n} --backend nccl" for case in cases]
     layouts = [f"--dp {n}", f"--tp {n} --sp", f"--pp {n}", f"--cp {n}", f"--dp {n} --zero 3"]
     layouts += ["--dp 2 --tp 2", "--tp 2 --pp 2 --schedule zb-v"] if n == 4 else []

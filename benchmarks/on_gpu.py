@@ -14,9 +14,6 @@ import sys
 import time
 import warnings
 
-if not __package__:  # run as a script: python benchmarks/on_gpu.py
-    sys.path[0] = os.path.dirname(sys.path[0])
-
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
@@ -194,6 +191,8 @@ class PlainGPT(nn.Module):
 
 def plain_rates(path, *flags, device="cuda"):
     """tokens/s of nanoGPT's recipe with the sizes of train.py's flags: autocast, fused AdamW."""
+    from receipts.formulas import flops_per_token
+
     args, config = prepared(flags)
     torch.set_float32_matmul_precision("high")
     model = PlainGPT(config).to(device)
@@ -217,7 +216,7 @@ def plain_rates(path, *flags, device="cuda"):
         optimizer.zero_grad(set_to_none=True)
         loss.item()  # waits for the step
         rates.append(args.batch * config.context / (time.perf_counter() - begin))
-    report(path, {"rates": rates[WARM_UP:], "flops_per_token": config.flops_per_token()})
+    report(path, {"rates": rates[WARM_UP:], "flops_per_token": flops_per_token(config)})
 
 
 # --- waits and memory

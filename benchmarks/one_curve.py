@@ -13,16 +13,11 @@ import sys
 import tempfile
 import time
 
-if not __package__:  # run as a script: python benchmarks/one_curve.py
-    sys.path[0] = os.path.dirname(sys.path[0])
-
 import harness
+from harness.start import ROOT
 
-ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-MODEL = (
-    "--experts 4 --dtype float64 --batch 16 --microbatches 4 --prove 0 --sample 0 --quiet --device "
-    "cpu"
-)
+MODEL = "--experts 4 --dtype float64 --batch 16 --microbatches 4 --prove 0 --sample 0 --quiet"
+MODEL += " --device cpu"
 LAYOUTS = [
     "",
     "--dp 4",
@@ -47,9 +42,8 @@ def losses(layout, steps):
             raise harness.Refused(f"train.py {layout} did not end well: see above", code=1)
         with open(log) as file:
             rows = [json.loads(line) for line in file]
-    return [
-        (row["loss"], row["grad_norm"]) for row in rows if "loss" in row
-    ], time.perf_counter() - start
+    pairs = [(row["loss"], row["grad_norm"]) for row in rows if "loss" in row]
+    return pairs, time.perf_counter() - start
 
 
 def main():
@@ -83,24 +77,15 @@ def plot(name, curves):
     for i, (layout, curve) in enumerate(curves.items()):
         # Each is seen beneath those on top of it
         steps, width = range(1, len(curve) + 1), 1 + 1.2 * (len(curves) - i)
-        left.plot(
-            steps,
-            [loss for loss, _ in curve],
-            linewidth=width,
-            color=f"C{i}",
-            solid_capstyle="butt",
-        )
+        style = dict(color=f"C{i}", solid_capstyle="butt")
+        left.plot(steps, [loss for loss, _ in curve], linewidth=width, **style)
         if layout:
             apart = [max(d, 1e-17) for d in differences(curve, curves[""])]
             right.plot(steps, apart, linewidth=1, color=f"C{i}", label=layout)
     left.set(xlabel="step", ylabel="loss", title=f"{len(curves)} layouts, one curve")
+    title = "relative difference of the loss from one process"
     right.axhline(1e-10, color="gray", linewidth=0.8, linestyle="--")
-    right.set(
-        xlabel="step",
-        yscale="log",
-        ylim=(1e-17, 1e-4),
-        title="relative difference of the loss from one process",
-    )
+    right.set(xlabel="step", yscale="log", ylim=(1e-17, 1e-4), title=title)
     right.legend(fontsize=6.5, frameon=False, loc="upper left")
     harness.save(figure, name)
 

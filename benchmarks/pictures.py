@@ -7,13 +7,7 @@ Both are measured, on 4 ranks of this machine. They need matplotlib.
 """
 
 import functools
-import os
-import sys
 import time
-
-if not __package__:  # run as a script: python benchmarks/pictures.py
-    sys.path[0] = os.path.dirname(sys.path[0])
-
 from unittest import mock
 
 import torch.distributed as dist
@@ -21,8 +15,8 @@ import torch.distributed as dist
 import ddp
 import harness
 import proof
-import zero
 from proof.ledger import Ledger, lasting, storage_bytes
+from trainer import composed_zero
 
 KINDS = ("parameters", "gradients", "optimizer", "activations and buffers")
 COLORS = ("#4c78a8", "#f58518", "#54a24b", "#bab0ac")
@@ -71,7 +65,7 @@ def memory_of_a_step(run, stage, recompute):
     """Rows (bytes of each kind) of the second step of a run with ZeRO of that stage; 0 is DDP."""
     model = run.meta_model()
     harness.recompute(model, recompute)
-    sync = zero.ZeRO(
+    sync = composed_zero.ZeRO(
         model,
         dist.group.WORLD,
         stage,

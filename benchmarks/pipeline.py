@@ -4,19 +4,16 @@ python -m benchmarks.pipeline
 Stages sleep in place of work, so that few cores carry many ranks.
 """
 
-import os
-import sys
 import time
-
-if not __package__:  # run as a script: python benchmarks/pipeline.py
-    sys.path[0] = os.path.dirname(sys.path[0])
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+import benchmarks
 import harness
 import pipeline
+import zero_bubble
 from harness.rank import launch
 from receipts import pipeline as schedules
 
@@ -39,10 +36,9 @@ class Sleep(torch.autograd.Function):
 def sleeping(name, seconds, microbatches, links):
     """Utilisation of a step whose stages sleep: as measured, and as planned."""
     p = dist.get_world_size()
-    schedule = pipeline.make(name, p, microbatches)
+    schedule = zero_bubble.make_schedule(name, p, microbatches)
     each = seconds * p / len(schedule.owner)  # a stage's F, I and W
-    weight, gradient = torch.nn.Parameter(torch.ones(4, 4)), pipeline.weight_gradient
-    stopwatch = schedules.Stopwatch("cpu")
+    weight, gradient = torch.nn.Parameter(torch.ones(4, 4)), zero_bubble.weight_gradient
 
     # Without the split, the weight's gradient comes with backward
     class Slow(torch.autograd.Function):
@@ -67,55 +63,44 @@ def sleeping(name, seconds, microbatches, links):
         time.sleep(each)
         return gradient(*tensors)
 
-    pipeline.weight_gradient = slow_gradient
+    zero_bubble.weight_gradient = slow_gradient
     try:
         dist.barrier()
-        pipeline.play(schedule, forward, (2, 4), torch.float32, "cpu", links, stopwatch)
+        begin = time.perf_counter()
+        pipeline.play(schedule, forward, (2, 4), torch.float32, "cpu", links)
+        end = time.perf_counter()
     finally:
-        pipeline.weight_gradient = gradient
-    rows = [None] * p
-    dist.all_gather_object(rows, [(start, end) for start, end, _ in stopwatch.spans])
-    begin, end = min(row[0][0] for row in rows), max(row[-1][1] for row in rows)
+        zero_bubble.weight_gradient = gradient
+    ends = [None] * p
+    dist.all_gather_object(ends, (begin, end))
+    begin, end = min(begin for begin, _ in ends), max(end for _, end in ends)
     work = 3 * microbatches * seconds * p
     return work / (p * (end - begin)), schedules.utilisation(schedules.simulate(schedule))
 
 
 def demo(run):
-    args = run.args
-    say = print if run.rank == 0 and not args.quiet else lambda *_: None
+    args, say = run.args, run.print
     links = pipeline.make_links()
     what = f"a rank's F, I and W of all its layers sleep {args.sleep * 1000:.0f} ms each"
     say(f"\n{run.world} ranks, {args.microbatches} micro-batches; {what}")
     say(f"{'':14s}{'measured':>10s}{'plan':>10s}   difference (target: 3 points)")
-    for name in pipeline.SCHEDULES:
+    for name in zero_bubble.SCHEDULES:
         measured, plan = sleeping(name, args.sleep, args.microbatches, links)
         say(f"{name:14s}{measured:10.1%}{plan:10.1%}   {100 * (plan - measured):4.1f} points")
 
 
 def main():
-    p = harness.Parser(__doc__)
-    p.add_argument("--nproc", **harness.POSITIVE, help="ranks (default: 4)")
-    p.add_argument(
-        "--microbatches",
-        **harness.POSITIVE,
-        default=8,
-        help="of a step, at least twice as many as ranks",
-    )
-    p.add_argument(
-        "--sleep",
-        type=harness.real(0, 60),
-        default=0.06,
-        metavar="SECONDS",
-        help="a rank's F, I and W take so long",
-    )
-    p.add_argument("--quiet", action="store_true", help="print nothing but errors")
-    p.set_defaults(device="cpu", backend="gloo")
+    p = benchmarks.parser(__doc__, nproc=4)
+    why = "of a step, at least twice as many as ranks"
+    p.add_argument("--microbatches", **harness.POSITIVE, default=8, help=why)
+    real, why = harness.real(0, 60), "a rank's F, I and W take so long"
+    p.add_argument("--sleep", type=real, default=0.06, metavar="SECONDS", help=why)
     args = p.parse_args()
 
     def check(world):
         schedules.check_length(world, args.microbatches, 2)
-        for name in pipeline.SCHEDULES:
-            pipeline.make(name, world, args.microbatches)
+        for name in zero_bubble.SCHEDULES:
+            zero_bubble.make_schedule(name, world, args.microbatches)
 
     launch(demo, args, check=check)
 

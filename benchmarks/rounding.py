@@ -8,16 +8,10 @@ relative differences. The first layout is one process too, with 4 micro-batches:
 the order of sums alone. proof/tolerance.py takes its tolerances from the column of 10 steps.
 """
 
-import json
-import os
-import subprocess
-import sys
-import tempfile
-
+import benchmarks
 import harness
 from proof.tolerance import TOLERANCE
 
-ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 SMALL = "--layers 4 --heads 4 --width 64 --context 64 --batch 16 --lr 1e-3 --warmup 20 --sample 0"
 SMALL += " --eval-every 0 --eval-batches 1 --quiet --device cpu"
 DTYPES = {
@@ -38,17 +32,10 @@ KINDS = {"loss": "loss", "grad_norm": "norm", "grad": "gradients", "param": "wei
 
 
 def differences(dtype, layout, steps):
-    """{kind: largest relative difference} of one run. Raises Refused where train.py does not end
-    with a receipt. Exit code 1, out of tolerance, is a result too."""
-    with tempfile.NamedTemporaryFile("r") as file:
-        flags = f"{SMALL} {DTYPES[dtype]} {LAYOUTS[layout]} --steps {steps} --prove {steps}"
-        command = [sys.executable, "train.py", *flags.split(), "--json", file.name]
-        environment = os.environ | {"OMP_NUM_THREADS": "1"}  # others may use the cores
-        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-        content = file.read()
-    if done.returncode not in (0, 1) or not content:
-        raise harness.Refused(f"train.py {flags} failed: {done.stderr.strip()[-300:]}", code=1)
-    return json.loads(content)["max_error"]
+    """{kind: largest relative difference} of one run. Exit code 1, out of tolerance, is a result
+    too."""
+    flags = f"{SMALL} {DTYPES[dtype]} {LAYOUTS[layout]} --steps {steps} --prove {steps}"
+    return benchmarks.receipt(f"train.py {flags}", passing=(0, 1))["max_error"]
 
 
 def main():

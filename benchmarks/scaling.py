@@ -15,12 +15,6 @@ do not matter, and the number of samples only beside the messages. Loading, vali
 that wait for the slowest are left out.
 """
 
-import os
-import sys
-
-if not __package__:  # run as a script: python benchmarks/scaling.py
-    sys.path[0] = os.path.dirname(sys.path[0])
-
 import math
 from typing import NamedTuple
 

@@ -23,15 +23,11 @@ import types
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from multiprocessing import get_context
 
-if not __package__:  # run as a script: python benchmarks/slow_links.py
-    sys.path[0] = os.path.dirname(sys.path[0])
-
 import torch
 
 import diloco
 import harness
-import model as gpt
-from harness import data
+from harness import data, initialize
 from harness.flags import DTYPES
 from harness.presets import parameter_shapes
 from receipts import diloco as islands
@@ -197,7 +193,7 @@ def curve(args, setting, seed):
         count=rows * config.context,
         device=torch.device("cpu"),
         dtype=DTYPES[args.dtype],
-        draw=gpt.draw,
+        draw=initialize.draw,
         rows_of=rows_of,
     )
     points = []

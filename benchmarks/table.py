@@ -7,23 +7,18 @@ relative difference of any gradient from one process; and from benchmarks.vs_tor
 tokens/s and peak memory beside PyTorch's own.
 """
 
-import json
-import os
 import re
 import subprocess
 import sys
-import tempfile
 
-if not __package__:  # run as a script: python benchmarks/table.py
-    sys.path[0] = os.path.dirname(sys.path[0])
-
+import benchmarks
 import harness
+from harness.start import ROOT
 
-ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 ROWS = [  # script and flags, the pair of vs_torch
     ("ddp.py", "ddp"),
     ("zero.py --stage 2", "zero-2"),
-    ("zero.py --stage 3", "zero-3"),
+    ("fsdp.py", "zero-3"),
     ("tensor_parallel.py", "tensor"),
     ("sequence_parallel.py", "sequence"),
     ("pipeline.py --layers 8 --schedule 1f1b", "1f1b"),
@@ -31,29 +26,6 @@ ROWS = [  # script and flags, the pair of vs_torch
     ("context_parallel.py", "context"),
     ("expert_parallel.py", None),
 ]
-
-
-def receipt(command, ranks):
-    """A script's receipt, as JSON has it. Raises Refused where the script fails: it has said
-    why."""
-    script, *flags = command.split()
-    with tempfile.NamedTemporaryFile("r") as file:
-        start = [
-            "--device",
-            "cpu",
-            "--nproc",
-            str(ranks),
-            "--dtype",
-            "float64",
-            "--steps",
-            "3",
-            "--quiet",
-            "--json",
-            file.name,
-        ]
-        if subprocess.call([sys.executable, script, *flags, *start], cwd=ROOT):
-            raise harness.Refused(f"{command} on {ranks} ranks did not end well: see above", code=1)
-        return json.load(file)
 
 
 def held(result):
@@ -64,20 +36,9 @@ def held(result):
 
 def beside(pair, turns):
     """(tokens/s, peak memory) of ours / theirs, as vs_torch prints them."""
-    command = [
-        sys.executable,
-        "-m",
-        "benchmarks.vs_torch",
-        "--nproc",
-        "2",
-        "--device",
-        "cpu",
-        "--only",
-        pair,
-    ]
-    done = subprocess.run(
-        [*command, "--turns", str(turns)], cwd=ROOT, stdout=subprocess.PIPE, text=True
-    )
+    flags = f"--nproc 2 --device cpu --only {pair} --turns {turns}"
+    command = [sys.executable, "-m", "benchmarks.vs_torch", *flags.split()]
+    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
     if done.returncode:
         raise harness.Refused(f"{pair} differs from PyTorch's own: {done.stdout}", code=1)
     return re.findall(r"\d+\.\d\d \([\d. ]+\)", done.stdout)
@@ -85,26 +46,19 @@ def beside(pair, turns):
 
 def main():
     p = harness.Parser(__doc__)
-    p.add_argument(
-        "--turns", type=harness.count(2), default=15, metavar="N", help="of each side of a pair"
-    )
+    benchmarks.turns_flag(p, 15)
     args = p.parse_args()
-    print(
-        "| | sent a step | held, beside one process | error | tokens/s beside PyTorch's | memory "
-        "|\n|---|---|---|---|---|---|"
-    )
+    columns = "sent a step | held, beside one process | error | tokens/s beside PyTorch's | memory"
+    print(f"| | {columns} |\n|---|---|---|---|---|---|")
     for command, pair in ROWS:
-        one, four = receipt(command, 1), receipt(command, 4)
+        flags = f"{command} --device cpu --dtype float64 --steps 3 --quiet --nproc"
+        one, four = (benchmarks.receipt(f"{flags} {ranks}") for ranks in (1, 4))
         sent = sum(row["wire_bytes"] for row in four["sent"]) / 1e6
         speed, memory = beside(pair, args.turns) if pair else ("", "")
-        figures = (
-            f"{sent:.2f} MB | {held(four) / 1e6:.1f} of {held(one) / 1e6:.1f} MB, "
-            f"{held(four) / held(one):.2f}"
-        )
-        print(
-            f"| `{command}` | {figures} | {four['max_error']['grad']:.0e} | {speed} | {memory} |",
-            flush=True,
-        )
+        size = f"{held(four) / 1e6:.1f} of {held(one) / 1e6:.1f} MB, {held(four) / held(one):.2f}"
+        error = f"{four['max_error']['grad']:.0e}"
+        row = f"| `{command}` | {sent:.2f} MB | {size} | {error} | {speed} | {memory} |"
+        print(row, flush=True)
 
 
 if __name__ == "__main__":

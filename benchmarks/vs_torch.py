@@ -31,9 +31,6 @@ import weakref
 from types import SimpleNamespace
 from typing import Callable, NamedTuple
 
-if not __package__:  # run as a script: python benchmarks/vs_torch.py
-    sys.path[0] = os.path.dirname(sys.path[0])
-
 import torch
 import torch.distributed as dist
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
@@ -50,13 +47,15 @@ import benchmarks
 import benchmarks.context
 import context_parallel
 import ddp
+import fsdp
 import harness
 import model as gpt
 import pipeline
 import sequence_parallel
 import tensor_parallel
 import zero
-from harness import presets, start
+import zero_bubble
+from harness import initialize, presets, start
 from harness.rank import launch
 from proof.ledger import tensors_in
 from proof.one_process import larger
@@ -90,12 +89,8 @@ class Job:
 
     def __init__(self, run, fields, kind):
         cuda = run.device.type == "cuda"
-        self.rank, self.world, self.device, self.group = (
-            run.rank,
-            run.world,
-            run.device,
-            dist.group.WORLD,
-        )
+        self.rank, self.world, self.device = run.rank, run.world, run.device
+        self.group = dist.group.WORLD
         preset, same = MODELS[run.device.type]
         self.config = presets.configure(preset, **same | fields)
         self.precision = "bfloat16" if cuda else "float32"
@@ -111,7 +106,7 @@ class Job:
     def model(self, cut=lambda model: model):
         with torch.device("meta"):
             whole = gpt.GPT(self.config)
-        return gpt.fill(cut(whole), 0, self.device, self.dtype, harness.take)
+        return initialize.fill(cut(whole), 0, self.device, self.dtype, harness.take)
 
     def optimizer(self, parameters):
         flags = SimpleNamespace(optimizer=self.kind, lr=KINDS[self.kind][0], weight_decay=0.1)
@@ -160,10 +155,13 @@ def their_ddp(job):
 
 def our_zero(job, stage):
     model, (tokens, targets) = job.model(), job.rows()
-    sharded = zero.ZeRO(model, job.group, stage, job.optimizer)
+    if stage == 3:
+        sharded = fsdp.FSDP(model, job.group, job.optimizer)
+    else:
+        sharded = zero.ZeRO(model, job.group, stage, job.optimizer)
     loss = functools.partial(model, tokens, targets=targets, count=job.count)
     step = functools.partial(take_step, sharded.zero_grad, loss, sharded.finish, sharded.step)
-    return Side(step, lambda: sharded.whole(model.named()))
+    return Side(step, lambda: sharded.gather_full(model.named()))
 
 
 def their_fsdp(job, reshard):
@@ -243,12 +241,11 @@ def stages(job, schedule):
 
     layers = stage_layers(job.config, count)
     parts = harness.Stages(harness.split(whole, layers, mine))
-    return gpt.fill(parts, 0, job.device, job.dtype), mine, count
+    return initialize.fill(parts, 0, job.device, job.dtype), mine, count
 
 
 def our_pipeline(job, name):
-    schedule, links = pipeline.make(name, job.world, MICROBATCHES), pipeline.make_links()
-    pipeline.open_links(schedule, links, job.device)
+    schedule = zero_bubble.make_schedule(name, job.world, MICROBATCHES)
     model, _, _ = stages(job, schedule)
     optimizer = job.optimizer(model.parameters())
     tokens, targets = job.tokens.chunk(MICROBATCHES), job.targets.chunk(MICROBATCHES)
@@ -256,6 +253,8 @@ def our_pipeline(job, name):
 
     def forward(stage, m, x):
         return model[stage](tokens[m] if x is None else x, targets=targets[m], count=job.count)
+
+    links = pipeline.prepare(schedule, forward, shape, job.dtype, job.device)
 
     def step():
         optimizer.zero_grad()
@@ -267,7 +266,7 @@ def our_pipeline(job, name):
 
 
 def their_pipeline(job, name, theirs):
-    model, mine, count = stages(job, pipeline.make(name, job.world, MICROBATCHES))
+    model, mine, count = stages(job, zero_bubble.make_schedule(name, job.world, MICROBATCHES))
     optimizer = job.optimizer(model.parameters())
     parts = [PipelineStage(model[stage], stage, count, job.device) for stage in mine]
 
@@ -296,7 +295,7 @@ def our_context(job):
     model = context_parallel.parallelize(job.model(), job.group)
     sync, optimizer = ddp.DDP(model.parameters(), job.group), job.optimizer(model.parameters())
     where = context_parallel.positions(job.config.context, job.rank, job.world).to(job.device)
-    tokens, targets = (context_parallel.shard(t, where) for t in (job.tokens, job.targets))
+    tokens, targets = (context_parallel.shard_sequence(t, where) for t in (job.tokens, job.targets))
     loss = functools.partial(model, tokens, where, targets=targets, count=job.count)
     return Side(
         functools.partial(take_step, sync.zero_grad, loss, sync.finish, optimizer.step), model.named
@@ -314,7 +313,7 @@ def their_context(job):
         )
     else:  # their balanced ring takes the chunks that our zigzag does
         where = context_parallel.positions(job.config.context, job.rank, job.world)
-        inputs = [*(context_parallel.shard(t, where) for t in inputs[:2]), where]
+        inputs = [*(context_parallel.shard_sequence(t, where) for t in inputs[:2]), where]
         for block in model.blocks.values():
             block.attn.core = TheirCore(job.group)
     wrapped, optimizer = (
@@ -503,16 +502,12 @@ def demo(run):
 def main():
     p = harness.Parser(__doc__)
     p.add_argument("--nproc", type=int, choices=[2, 4], help="ranks (default: 2, then 4)")
-    p.add_argument(
-        "--device", choices=["cpu", "cuda"], help="default: cpu, then cuda where there are GPUs"
-    )
-    p.add_argument(
-        "--only", nargs="+", choices=list(PAIRS), metavar="NAME", help="some of " + ", ".join(PAIRS)
-    )
+    why = "default: cpu, then cuda where there are GPUs"
+    p.add_argument("--device", choices=["cpu", "cuda"], help=why)
+    why = "some of " + ", ".join(PAIRS)
+    p.add_argument("--only", nargs="+", choices=list(PAIRS), metavar="NAME", help=why)
     p.add_argument("--steps", **harness.POSITIVE, default=3, help="of a turn")
-    p.add_argument(
-        "--turns", type=harness.count(2), default=15, metavar="N", help="of each side of a pair"
-    )
+    benchmarks.turns_flag(p, 15)
     p.set_defaults(backend=None, quiet=True)
     args = p.parse_args()
     if "RANK" in os.environ or args.nproc and args.device == "cpu":
@@ -520,28 +515,27 @@ def main():
         launch(demo, args)
     gpus, codes = torch.cuda.device_count(), []
     if args.device == "cuda" and gpus < (args.nproc or 1):
-        raise harness.Refused(
-            f"--device cuda needs {args.nproc or 1} GPUs and there are {gpus} here: use --device "
-            "cpu"
-        )
-    devices = [args.device] if args.device else ["cpu", "cuda"] if gpus else ["cpu"]
-    for device in devices:
-        for n in (
-            [args.nproc] if args.nproc else [n for n in (2, 4) if device == "cpu" or n <= gpus]
-        ):
-            flags = ["--device", device, "--steps", str(args.steps), "--turns", str(args.turns)]
-            flags += ["--only", *args.only] if args.only else []
-            # CUDA does not survive a fork: there torchrun starts the ranks
-            torchrun = (
-                ["torch.distributed.run", "--standalone", f"--nproc_per_node={n}", "-m"]
-                if device == "cuda"
-                else []
-            )
-            flags += ["--nproc", str(n)] if device == "cpu" else []
-            codes.append(
-                subprocess.call([sys.executable, "-m", *torchrun, "benchmarks.vs_torch", *flags])
-            )
+        least = f"--device cuda needs {args.nproc or 1} GPUs and there are {gpus} here"
+        raise harness.Refused(f"{least}: use --device cpu")
+    devices = ["cpu", "cuda"] if gpus else ["cpu"]
+    for device in [args.device] if args.device else devices:
+        for n in [args.nproc] if args.nproc else [2, 4]:
+            if device == "cpu" or n <= gpus:
+                codes.append(run_on(device, n, args))
     start.finish(max(map(abs, codes), default=0))
+
+
+def run_on(device, n, args):
+    """The exit code of all pairs on n ranks, in processes of their own."""
+    flags = ["--device", device, "--steps", str(args.steps), "--turns", str(args.turns)]
+    if args.only:
+        flags += ["--only", *args.only]
+    command = [sys.executable, "-m"]
+    if device == "cuda":  # it does not survive a fork: there torchrun starts the ranks
+        command += ["torch.distributed.run", "--standalone", f"--nproc_per_node={n}", "-m"]
+    else:
+        flags += ["--nproc", str(n)]
+    return subprocess.call([*command, "benchmarks.vs_torch", *flags])
 
 
 if __name__ == "__main__":

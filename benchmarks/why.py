@@ -5,12 +5,6 @@ parameters x 300e9 tokens) at 28 TFLOP/s (Lambda Labs 2020, of a V100), on cards
 docs/why.md says what the numbers mean.
 """
 
-import os
-import sys
-
-if not __package__:  # run as a script: python benchmarks/why.py
-    sys.path[0] = os.path.dirname(sys.path[0])
-
 import math
 
 import harness

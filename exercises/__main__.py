@@ -19,7 +19,8 @@ from typing import NamedTuple
 
 from exercises.questions import QUESTIONS, is_right
 from harness.flags import Parser
-from harness.start import Refused, script
+from harness.refusal import Refused
+from harness.start import script
 
 ROOT = pathlib.Path(__file__).parent.parent
 COPIES = ROOT / "runs"

@@ -5,8 +5,8 @@ import re
 from typing import Callable, NamedTuple
 
 from harness import presets
-from harness.start import Refused
-from receipts import collectives, context_parallel, pipeline, tensor_parallel, zero
+from harness.refusal import Refused
+from receipts import collectives, context_parallel, formulas, pipeline, tensor_parallel, zero
 from receipts.formulas import Group, Sizes, activation_bytes, all_reduce_sent, all_sent
 
 NEAR = 0.02  # relative difference of an answer that counts as right
@@ -112,7 +112,7 @@ QUESTIONS = [
         "How many tokens a second is 40% of a GPU of 989e12 FLOP/s, for Llama 3 8B with a context"
         " of 8192?",
         "",
-        lambda: 0.4 * 989e12 / LLAMA.flops_per_token(),
+        lambda: 0.4 * 989e12 / formulas.flops_per_token(LLAMA),
     ),
     Question(
         "Mixtral 8x7B sends each token to 2 of its 8 experts. What share of its parameters does a"

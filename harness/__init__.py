@@ -17,7 +17,6 @@ from harness.flags import (
     quantity,
     real,
 )
-from harness.large_vocabulary import lean_head
 from harness.optimizer import all_reduce, clip, grad_norm, learning_rate, make_optimizer, sum_over
 from harness.placement import placement, take
 from harness.plots import check_picture, check_plot, plot_flag, pyplot, save

@@ -36,10 +36,48 @@ def recompute(model, kind):
         *others, last = RECOMPUTATIONS
         raise ValueError(f"unknown kind {kind!r}: choose {', '.join(others)} or {last}")
     runs = {"half": run_half_again, "block": run_checkpointed}
-    model.run = runs.get(kind, gpt.run_directly)
+    model.run_block = runs.get(kind, gpt.run_block)
     for module in model.blocks.modules():
-        if isinstance(module, (gpt.Attention, gpt.MLP, gpt.Experts)):
-            module.run = run_checkpointed if kind == "selective" else gpt.run_directly
+        for plain, selective in SELECTIVE.items():
+            if isinstance(module, plain):
+                module.__class__ = selective if kind == "selective" else plain
+
+
+class SelectiveBlock(gpt.Block):
+    """A block that runs norm + qkv again in backward, and norm + up if they stand alone."""
+
+    def forward(self, x, rope=None, drop_key=None, count=None):
+        # x is an argument: a closure would see the next x when it runs again
+        def project(x):
+            return self.attn.qkv(self.attn.enter(self.attn_norm(x)))
+
+        def expand(x):
+            return self.mlp.up(self.mlp.enter(self.mlp_norm(x)))
+
+        qkv = run_checkpointed(project, x)
+        x = x + self.attn_drop(self.attn.attend(qkv, rope), drop_key)
+        if isinstance(self.mlp, gpt.MLP) and self.mlp.gate is None:
+            y = self.mlp.finish(run_checkpointed(expand, x))
+        else:
+            y = self.mlp(self.mlp_norm(x), count)
+        return x + self.mlp_drop(y, drop_key)
+
+
+class SelectiveMLP(gpt.MLP):
+    """An MLP that runs its activation again in backward."""
+
+    def finish(self, up, gate=None):
+        return run_checkpointed(super().finish, up, gate)
+
+
+class SelectiveExperts(gpt.Experts):
+    """Experts that run their activation again in backward."""
+
+    def finish(self, up, gate, ends):
+        return run_checkpointed(super().finish, up, gate, ends)
+
+
+SELECTIVE = {gpt.Block: SelectiveBlock, gpt.MLP: SelectiveMLP, gpt.Experts: SelectiveExperts}
 
 
 def run_checkpointed(function, *inputs):

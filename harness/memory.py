@@ -16,7 +16,6 @@ from harness.refusal import Refused
 # Each the least that any run was seen to take, and less
 BLOCK = 40_000  # bytes of a block's Python objects, on the meta device too: 69,000
 RANK = 4_000_000  # bytes that a forked rank has for itself alone
-NUMBERS = 100  # bytes of a rank's number in the lists of nine groups
 TOKEN = 8  # bytes of a batch's token, an int64
 LARGEST_TENSOR = 2**63  # bytes: torch counts them so
 LARGEST_GPU = 2**40  # bytes, beyond any that is made
@@ -99,12 +98,6 @@ def check_sizes(args, config):
             f"{parameters:,} parameters and a batch of {tokens:,} tokens are more than tensors can "
             "count: make the sizes smaller"
         )
-
-
-def check_numbers(world):
-    """Refuse so many ranks that a dry run's lists of their numbers do not fit."""
-    what = f"the groups of {world:,} ranks take"
-    check_fits(what, world * NUMBERS, of_machine(), "use fewer ranks")
 
 
 def shown(size):

@@ -37,9 +37,9 @@ def grad_norm(parameters, groups=()):
     groups: the groups over which the model is cut, by layer or within layers. Each element counts
     once: if all ranks of a group hold the same parameter, the group's first rank counts it.
     """
-    parameters = [p for p in parameters if p.grad is not None]
-    counted = [p.grad for p in parameters if is_first(p, groups)]
+    parameters = list(parameters)
     device = parameters[0].device if parameters else None
+    counted = [p.grad for p in parameters if p.grad is not None and is_first(p, groups)]
     return norm_of(counted, groups, device)
 
 
@@ -79,4 +79,5 @@ def clip(parameters, norm, limit):
     if limit > 0:
         grads = [p.grad for p in parameters if p.grad is not None]
         scale = (limit / (norm + 1e-6)).clamp(max=1.0)
-        torch._foreach_mul_(grads, scale.to(grads[0].dtype))
+        if grads:
+            torch._foreach_mul_(grads, scale.to(grads[0].dtype))

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 
 import model as gpt
-from harness import data, memory, start
+from harness import data, initialize, memory, start
 from harness.flags import DTYPES, check_files, configure
 from harness.placement import placement, take
 from harness.refusal import Refused, refusing
@@ -72,7 +72,7 @@ class TrainingRank(Rank):
         self.same(repr(flags), "other flags", "start every node with the same command")
         self.corpus = corpus or self.read_text()
         self.count = args.batch * self.config.context
-        self.draw = gpt.draw
+        self.draw = initialize.draw
         self.groups()
 
     def read_text(self):
@@ -106,17 +106,17 @@ class TrainingRank(Rank):
         with torch.device("meta"):
             return gpt.GPT(self.config)
 
-    def fill(self, model, draw=gpt.draw):
+    def fill(self, model, draw=initialize.draw):
         """Give a model on the meta device its weights. Each parameter is drawn whole; this rank
-        keeps its piece. draw: as of model.fill; the proof draws the same."""
+        keeps its piece. draw: as of initialize.fill; the proof draws the same."""
         self.draw = draw
-        return gpt.fill(model, self.args.seed, self.device, self.dtype, take, draw)
+        return initialize.fill(model, self.args.seed, self.device, self.dtype, take, draw)
 
-    def initial(self, model, draw=gpt.draw):
+    def initial(self, model, draw=initialize.draw):
         """A function from a parameter of `model` to its initial value. ZeRO calls it, and fills
         the model piece by piece."""
         self.draw = draw
-        gpt.fill_buffers(model, self.device)
+        initialize.fill_buffers(model, self.device)
         names = {p: name for name, p in model.named()}
 
         def value(p):

@@ -88,37 +88,33 @@ def open_npy(path, dtype):
 
 
 def open_bin(path, vocab, dtype):
-    size, offset, count = path.stat().st_size, 0, None
+    size = path.stat().st_size
     found = np.dtype(dtype or ("uint16" if vocab <= 2**16 else "uint32")).newbyteorder("<")
     with open(path, "rb") as file:
-        header = file.read(12)
-    magic, version, promised = (
-        int.from_bytes(header[i : i + 4], "little", signed=True) for i in (0, 4, 8)
-    )
-    if magic in HEADERS:
-        expected, found = HEADERS[magic]
-        if version != expected:
+        start = file.read(12).ljust(12, b"\0")
+    magic, version, count = np.frombuffer(start, "<i4").tolist()
+    if magic not in HEADERS:
+        if size % found.itemsize:
             raise Refused(
-                f"--data {path} has a header of version {version}, where {expected} is known: "
-                "give it without a header, with --data-dtype"
+                f"--data {path} has {size:,} bytes, which are not whole {found} numbers: it was "
+                "cut off, or --data-dtype is another"
             )
-        follow = max(0, size - HEADER_BYTES) // found.itemsize
-        if not 0 <= promised <= follow:
-            raise Refused(
-                f"--data {path} has a header that says {promised:,} tokens, but {follow:,} follow: "
-                "it was cut off, or is damaged"
-            )
-        if dtype and np.dtype(dtype) != found:
-            raise Refused(f"--data {path} has a header that says {found}: leave --data-dtype out")
-        offset, count = HEADER_BYTES, promised
-    elif size % found.itemsize:
+        return np.memmap(path, found, "r") if size else np.empty(0, found)
+    expected, found = HEADERS[magic]
+    if version != expected:
         raise Refused(
-            f"--data {path} has {size:,} bytes, which are not whole {found} numbers: it was cut "
-            "off, or --data-dtype is another"
+            f"--data {path} has a header of version {version}, where {expected} is known: "
+            "give it without a header, with --data-dtype"
         )
-    if size == offset:
-        return np.empty(0, found)
-    return np.memmap(path, found, "r", offset, shape=count)
+    follow = max(0, size - HEADER_BYTES) // found.itemsize
+    if not 0 <= count <= follow:
+        raise Refused(
+            f"--data {path} has a header that says {count:,} tokens, but {follow:,} follow: "
+            "it was cut off, or is damaged"
+        )
+    if dtype and np.dtype(dtype) != found:
+        raise Refused(f"--data {path} has a header that says {found}: leave --data-dtype out")
+    return np.memmap(path, found, "r", HEADER_BYTES, count) if count else np.empty(0, found)
 
 
 def sample(tokens):

@@ -33,7 +33,7 @@ def split(make_model, layers, held, tied_group=None):
             if int(name) not in layers[stage]:
                 del model.blocks[name]
         if model.config.tied and last == 0:
-            model.embed.token.weight.used_twice = True  # see pipeline.Deferred
+            model.embed.token.weight.used_twice = True  # see zero_bubble.Deferred
         at_one_end = stage in (0, last) and not {0, last} <= set(held)
         if model.config.tied and at_one_end:
             if tied_group is None:

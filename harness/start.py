@@ -27,10 +27,10 @@ import torch.distributed as dist
 
 from harness import host_messages, streams
 from harness.joining import join, launched
-from harness.refusal import Refused, refuse, refusing, say  # noqa: F401
+from harness.refusal import Refused, refuse, say
 
 # CUDA reads this when it starts. Kernels that are loaded at their first launch wait for the device,
-# which may be waiting for this rank: see pipeline.warm_up
+# which may be waiting for this rank: see pipeline.prepare
 os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
 
 # --- start-up

@@ -1,10 +1,10 @@
-"""The flags that zero.py and train.py share, the options of ZeRO that they mean, and the groups of
-ranks that split a copy."""
+"""The flags that zero.py, fsdp.py and train.py share, the options of ZeRO that they mean, and the
+groups of ranks that split a copy."""
 
 import torch
 import torch.distributed as dist
 
-import model as gpt
+from harness import initialize
 from harness.flags import (
     DTYPES,
     MEGABYTES,
@@ -17,12 +17,13 @@ from harness.flags import (
 
 
 def add_flags(group, bucket_mb, ranks_flag, dtypes=UNSCALED):
-    """bucket_mb: the default of --bucket-mb, which ddp.py and train.py's DDP have too. ranks_flag:
-    what the script calls the size of a group that splits a copy. dtypes: names of weights' types"""
+    """bucket_mb: the default of --bucket-mb; None: no such flag. ranks_flag: what the script calls
+    the size of a group that splits a copy. dtypes: names of weights' types"""
     why = "ZeRO within groups of N ranks, such as a node, and copies across them (HSDP)"
     group.add_argument(ranks_flag, **POSITIVE, help=why)
-    why = "of a bucket: large ones send faster, small ones start earlier"
-    group.add_argument("--bucket-mb", **MEGABYTES, default=bucket_mb, help=why)
+    if bucket_mb is not None:
+        why = "of a bucket: large ones send faster, small ones start earlier"
+        group.add_argument("--bucket-mb", **MEGABYTES, default=bucket_mb, help=why)
     why = "ZeRO 2, 3: reduce gradients once a step, not each micro-batch: sends less, holds more"
     group.add_argument("--reduce-once", action="store_true", help=why)
     why = "ZeRO 3: keep weights from forward until backward: sends a third less, holds all of them"
@@ -77,8 +78,7 @@ def split_ranks(ranks, size, ep=1):
 
 
 def splits(groups):
-    """{data-parallel group: (the ranks inside it that split a copy, those across or None)}, of
-    groups by the names of split_ranks."""
+    """{data-parallel group: (the ranks inside it that split a copy, those across or None)}."""
     found = {}
     for data, prefix in (("dp", ""), ("copies", "copies ")):
         if prefix + "inside" in groups:
@@ -89,8 +89,7 @@ def splits(groups):
 
 
 def make_groups(run):
-    """Name zero.py's process groups in the receipt. Returns (the ranks that split, the ranks that
-    hold copies of the same shards, None if all ranks split)."""
+    """(the ranks that split a copy, those with the same shards or None), named in the receipt."""
     world, size = dist.group.WORLD, run.args.shard_ranks
     run.groups(dp=world)
     if size is None:
@@ -102,18 +101,18 @@ def make_groups(run):
     return groups["inside"], groups["across"]
 
 
-def options(run, model, stage, draw=gpt.draw):
+def options(run, model, stage, draw=initialize.draw):
     """The options of ZeRO(...) that the flags mean. draw: as of Run.initial."""
     args = run.args
     chosen = {
         "value": run.initial(model, draw),
-        "bucket_bytes": int(args.bucket_mb * 2**20),
         "param_dtype": DTYPES.get(args.param_dtype),
         "reduce_dtype": DTYPES.get(args.reduce_dtype),
         "offload": args.offload,
+        "reduce_each": not args.reduce_once,
     }
-    if stage >= 2:
-        chosen["reduce_each"] = not args.reduce_once
+    if stage < 3:
+        chosen["bucket_bytes"] = int(args.bucket_mb * 2**20)
     if stage == 3:
         chosen["reshard"] = not args.keep_gathered
     return chosen

@@ -22,9 +22,11 @@ import os
 import sys
 from typing import NamedTuple
 
+import torch
+
+from harness import Refused, script
 from harness.flags import Parser, real
-from harness.start import Refused, script
-from proof.diagnosis import MOST, is_ratio
+from proof import hypotheses
 from proof.tolerance import FLOOR, TOLERANCE
 
 # From the finest to the coarsest; any other type counts as the last
@@ -34,17 +36,13 @@ LIMITS = {"outputs": "grad", "loss": "loss", "grad": "grad", "norm": "grad_norm"
 WORDS = {"outputs": "output", "loss": "loss", "grad": "gradient", "norm": "norm", "data": "weight"}
 
 
-def flags():
+def main():
     p = Parser(__doc__)
     p.add_argument("reference", metavar="OURS", help="the recording that is right")
     p.add_argument("other", metavar="THEIRS", help="the recording in question")
     why = "the relative difference that counts as rounding, in place of the precision's own"
     p.add_argument("--tolerance", type=real(0), metavar="X", help=why)
-    return p
-
-
-def main():
-    args = flags().parse_args()
+    args = p.parse_args()
     code, text = report(args.reference, args.other, args.tolerance)
     print(text)
     sys.exit(code)
@@ -138,8 +136,8 @@ def precision_of(recording):
 
 
 class Difference(NamedTuple):
-    """One thing of one step. error: the relative difference. ours, theirs: the values; a tensor has
-    a list of them, one for each different value that a rank has."""
+    """One thing of one step. error: the relative difference. ours, theirs: the values; of a tensor
+    a row (9,) for each different one that a rank has."""
 
     step: int
     kind: str
@@ -177,37 +175,38 @@ def scalars(step, kind, x, y, limits):
 
 def tensors(step, kind, x, y, order, limits, floor):
     """The weights, gradients or outputs of a step that either has."""
-    ours, theirs = x.get(kind), y.get(kind)
+    ours, theirs = ({n: table(rows) for n, rows in line.get(kind, {}).items()} for line in (x, y))
     if not ours or not theirs:
         return
     if kind == "outputs":  # each rank has its own tokens
-        ours, theirs = ({n: [total(v)] for n, v in values.items()} for values in (ours, theirs))
-        theirs = {name: theirs[name] for name in ours if name in theirs}
-        ours = {name: ours[name] for name in theirs}
-    largest = max(norm(value) for values in ours.values() for value in values)
+        common = ours.keys() & theirs.keys()
+        ours, theirs = (
+            {name: rows.sum(0, keepdim=True) for name, rows in values.items() if name in common}
+            for values in (ours, theirs)
+        )
+    largest = max(norm(row).item() for rows in ours.values() for row in rows)
     place = {name: i for i, name in enumerate(order)}
     for name in sorted({**ours, **theirs}, key=lambda name: place.get(name, len(place))):
-        zero = [[0.0] * 9]
+        zero = torch.zeros(1, 9, dtype=torch.float64)
         left, right = ours.get(name, zero), theirs.get(name, zero)
-        scale = max(norm(left[0]), floor * largest, 1e-30)
-        error = max(distance(u, v) for u in left for v in [*right, left[0]]) / scale
+        scale = max(norm(left[0]).item(), floor * largest, 1e-30)
+        others = torch.cat((right, left[:1]))
+        error = distance(left.unsqueeze(1), others).max().item() / scale
         yield Difference(step, kind, name, error, limits[kind], left, right)
 
 
+def table(rows):
+    return torch.tensor(rows, dtype=torch.float64)
+
+
 def norm(value):
-    return math.sqrt(value[0])
+    return value[..., 0].sqrt()
 
 
 def distance(u, v):
-    """An estimate of the norm of the difference of two tensors, from their summaries."""
-    squares = math.fsum((p - q) ** 2 for p, q in zip(u[1:], v[1:])) / (len(u) - 1)
-    error = max(abs(norm(u) - norm(v)), math.sqrt(squares))
-    return math.inf if math.isnan(error) else error
-
-
-def total(values):
-    """The sum of what the ranks have."""
-    return [math.fsum(numbers) for numbers in zip(*values)]
+    """An estimate of the norm of the difference of two tensors, from their summaries (..., 9)."""
+    projected = (u[..., 1:] - v[..., 1:]).square().mean(-1).sqrt()
+    return torch.maximum((norm(u) - norm(v)).abs(), projected).nan_to_num(math.inf, math.inf)
 
 
 # --- what to say of it
@@ -226,7 +225,7 @@ def explain(a, b, off, found):
         return lines
     if len(of_kind) > 1:
         lines.append(f"  {len(same)} of {len(of_kind)} {WORDS[first.kind]}s are off")
-    worst = sorted(same, key=lambda d: -d.error)[:MOST]
+    worst = sorted(same, key=lambda d: -d.error)[: hypotheses.MOST]
     for d in [first] + [d for d in worst if d is not first]:
         text = f"  {d.name}" if d.kind == "batch" else f"  {d.name}: off by {d.error:.1e}"
         lines.append(f"{text}; {causes[d.name]}" if causes[d.name] else text)
@@ -252,78 +251,59 @@ def cause(a, b, d):
         missing, new = len(d.ours - d.theirs), len(d.theirs - d.ours)
         return f"it lacks {missing} of the {len(d.ours)} rows, and has {new} others"
     if d.kind in ("loss", "norm"):
-        return explain_factor(a, b, d.theirs / d.ours if d.ours else math.nan)
-    ours, theirs = d.ours[0], d.theirs
-    if not all(math.isfinite(number) for value in theirs for number in value):
-        return "it is not finite"
-    if disagree(d.ours, fit(d)):
+        return times_ours(a, b, d.theirs / d.ours if d.ours else math.nan)
+    ours, theirs, limit = d.ours[0], d.theirs[0], fit(d)
+    if not d.theirs.isfinite().all():
+        return hypotheses.NOT_FINITE
+    if disagree(d.ours, limit):
         return f"the ranks of {a.path} have {len(d.ours)} different values"
-    if disagree(theirs, fit(d)):
-        return explain_disagreement(ours, theirs, fit(d))
+    if disagree(d.theirs, limit):
+        return why_they_disagree(ours, d.theirs, limit)
     if d.kind == "data" and d.step > min(a.lines):
-        return explain_update(a, b, d)
-    if not any(theirs[0]):
-        return "it is zero: it was never computed"
-    k = factor(ours, theirs[0], fit(d))
-    return "" if k is None else explain_factor(a, b, k)
+        return why_the_update(a, b, d)
+    if not theirs.any():
+        return hypotheses.ZERO
+    k = hypotheses.factor(ours[1:], theirs[1:], limit)
+    same_norm = k and abs(norm(theirs) - abs(k) * norm(ours)) <= limit * norm(theirs)
+    return times_ours(a, b, k) if same_norm and hypotheses.is_other(k, limit) else ""
 
 
 def disagree(values, limit):
     """Whether ranks have values that differ by more than rounding."""
-    return any(distance(v, values[0]) > limit * norm(values[0]) for v in values)
+    return bool((distance(values, values[0]) > limit * norm(values[0])).any())
 
 
-def explain_disagreement(ours, theirs, limit):
+def why_they_disagree(ours, theirs, limit):
     """Why ranks may have different values of what should be the same on all."""
     text = f"the ranks have {len(theirs)} different values"
-    right = [v for v in theirs if distance(v, ours) <= limit * norm(ours)]
-    # Squares do not add up, the projections do
-    k = factor_of(ours[1:], total(theirs)[1:], limit, default=1.0)
+    right = int((distance(theirs, ours) <= limit * norm(ours)).sum())
     if right:
-        return f"{text}, and {len(right)} is right: it was never sent to the other ranks"
-    if k == 1.0:
+        return f"{text}, and {right} is right: it was never sent to the other ranks"
+    # Squares do not add up, the projections do
+    k = hypotheses.factor(ours[1:], theirs.sum(0)[1:], limit)
+    if k and not hypotheses.is_other(k, limit):
         return f"{text}, which add up to the right one: it was never summed over the ranks"
-    if k and is_ratio(k, len(theirs)):
+    if k and hypotheses.is_ratio(k, len(theirs)):
         return f"{text}, whose mean is the right one: it was never averaged over the ranks"
     return text
 
 
-def explain_update(a, b, d):
+def why_the_update(a, b, d):
     """Why a weight may differ after an optimizer's step that began with the right one."""
-    before = [x.lines[d.step - 1]["data"][d.name][0] for x in (a, b) if d.step - 1 in x.lines]
+    before = [table(x.lines[d.step - 1]["data"][d.name]) for x in (a, b) if d.step - 1 in x.lines]
     if len(before) < 2:
         return ""
-    ours, theirs = (minus(after[0], old) for after, old in zip((d.ours, d.theirs), before))
-    if not any(theirs):
+    old, ours, theirs = (values[0, 1:] for values in (before[0], d.ours, d.theirs))
+    moved = theirs - before[1][0, 1:]
+    if not moved.any():
         return "it did not move in this step: the optimizer does not have it"
-    k = factor_of(ours, theirs, fit(d))
-    if k is not None:
+    k = hypotheses.factor(ours - old, moved, fit(d))
+    if hypotheses.is_other(k, fit(d)):
         return f"its update is {k:.6g} times ours: another learning rate, or clipped otherwise"
-    k = factor_of(before[0][1:], minus(d.theirs[0], d.ours[0]), fit(d))
+    k = hypotheses.factor(old, theirs - ours, fit(d))
     if k is not None:
         return f"it is off by {k:.3g} times itself: another weight decay"
     return ""
-
-
-def minus(u, v):
-    """The projections of a difference."""
-    return [p - q for p, q in zip(u[1:], v[1:])]
-
-
-def factor(u, v, limit):
-    """k where v is k times u, and k is not 1, to a relative `limit`; else None."""
-    k = factor_of(u[1:], v[1:], limit)
-    return k if k and abs(norm(v) - abs(k) * norm(u)) <= limit * norm(v) else None
-
-
-def factor_of(u, v, limit, default=None):
-    """The k of v = k u, or None. `default` if k is 1."""
-    square = math.fsum(p * p for p in u)
-    k = math.fsum(p * q for p, q in zip(u, v)) / square if square else 0.0
-    rest = math.fsum((q - k * p) ** 2 for p, q in zip(u, v))
-    if not k or rest > limit**2 * k**2 * square:
-        return None
-    return default if abs(k - 1) <= limit else k
 
 
 def fit(d):
@@ -331,20 +311,13 @@ def fit(d):
     return min(max(10 * d.limit, 1e-6), 0.02)
 
 
-def explain_factor(a, b, k):
-    """Why something may be k times what it should be."""
-    text = f"it is {k:.6g} times ours"
+def times_ours(a, b, k):
+    """That something is k times what it should be, and why it may be."""
     for recording in (b, a):
-        sizes = {n: size for n, size in recording.facts.get("groups", {}).items() if size > 1}
-        for count in (1, 2):
-            for names in itertools.combinations(sizes, count):
-                size = math.prod(sizes[name] for name in names)
-                at = f"{' x '.join(names)} ({size}) of {recording.path}"
-                if is_ratio(k, size):
-                    return f"{text}: as if summed, and not averaged, over {at}"
-                if is_ratio(1 / k, size):
-                    return f"{text}: as if averaged once too often over {at}"
-    return text
+        why = hypotheses.why_scaled(k, recording.facts.get("groups", {}))
+        if why:
+            return f"it is {k:.6g} times ours{why} of {recording.path}"
+    return f"it is {k:.6g} times ours"
 
 
 if __name__ == "__main__":

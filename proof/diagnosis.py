@@ -1,8 +1,8 @@
 """Where a run parts from one process, and why: what a failing receipt says.
 
 The proof knows which tensors are off. This file looks for the first thing that went wrong, in the
-order of computation, and for a cause that explains the worst tensors: summed or averaged once too
-often, never received, never reduced, and so on. It runs only after a proof has failed.
+order of computation, and for a hypothesis (proof/hypotheses.py) that explains the worst tensors. It
+runs only after a proof has failed.
 """
 
 import functools
@@ -11,11 +11,12 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import _disable_current_modes
 
+import model as gpt
 from harness.placement import placement, take
 from harness.presets import parameter_shapes
+from proof import hypotheses
 from proof.tolerance import TOLERANCE
 
-MOST = 5  # tensors that a receipt names
 REPLAYED = 10  # steps in which the first wrong gradient is looked for
 MOST_SHARES = 8  # ranks whose own rows are tried as an explanation
 
@@ -35,6 +36,7 @@ class Notes:
     def __init__(self):
         self.on = False
         self.outputs, self.summaries, self.first_rows = [], [], []
+        self.named, self.gradients = lambda: [], {}  # a rank may have no gradients to compare
 
     def begin(self, on):
         """A step begins; it is compared if `on`."""
@@ -115,16 +117,19 @@ class Replay:
     """
 
     def __init__(self):
-        self.gradients, self.outputs, self.partial = [], [{}], {}
+        self.gradients, self.outputs, self.partial = [], [], {}
 
-    def prepare(self, model):
-        watch(model, lambda name, x: self.outputs[-1].setdefault(name, []).append(marks_of(x)))
-
-    def inspect(self, model):
-        """Call it after each backward."""
-        self.outputs.append({})
-        if len(self.gradients) < REPLAYED:
-            self.gradients.append({name: p.grad.clone() for name, p in model.named()})
+    def train(self, run, alone, steps):
+        """Train `alone`, a one_process.Trainee."""
+        notes = Notes()
+        notes.watch(alone.model)
+        for step in range(steps):
+            notes.begin(on=True)
+            [rows] = run.microbatches(step, pieces=1)
+            alone.train(step, rows, run.count)
+            if step < REPLAYED:
+                self.gradients.append(alone.gradients)
+        self.outputs = notes.outputs
 
 
 def diagnose(run, notes, differences, parameters, tensors, reference, replay, curve):
@@ -143,13 +148,16 @@ def diagnose(run, notes, differences, parameters, tensors, reference, replay, cu
     """
     findings = []
     for kind, name in worst_tensors(run, differences):
-        p = parameters.get(name)
+        p, actual = parameters.get(name), tensors[kind].get(name)
         whole = from_first(run, reference.get(kind, {}).get(name))
-        facts = examine(run, p, whole, tensors[kind].get(name), kind, name)
-        if kind == "first":
-            facts["part"] = part_of_batch(run, p, tensors[kind].get(name), name, replay)
-        facts["error"] = differences.get((kind, name), 0.0)
-        facts["step"] = first_step(run, notes, name, p, replay)
+        facts = {
+            "rank": run.rank,
+            "held": p is not None,
+            "piece": "" if p is None else piece_of(run, p),
+            "error": differences.get((kind, name), 0.0),
+            "step": first_step(run, notes, name, p, replay),
+            "causes": causes(run, p, whole, actual, kind, name, replay),
+        }
         finding = {"tensor": name, "kind": "weight" if kind == "param" else "gradient"}
         findings.append(finding | verdict(run, run.gather(facts), kind))
     return first_off(run, notes, replay.outputs, findings, parameters, curve), findings
@@ -166,7 +174,7 @@ def worst_tensors(run, differences):
     kinds = {kind for kind, _ in largest}
     kind = next((kind for kind in ("first", "grad", "param") if kind in kinds), None)
     names = [name for of_kind, name in largest if of_kind == kind]
-    worst = sorted(names, key=lambda name: -largest[kind, name])[:MOST]
+    worst = sorted(names, key=lambda name: -largest[kind, name])[: hypotheses.MOST]
     if kind == "grad":  # the first step's were right: a weight may say more
         weights = [key for key in largest if key[0] == "param"]
         return sorted(weights, key=largest.get)[-1:] + [(kind, name) for name in worst]
@@ -177,34 +185,54 @@ def worst_tensors(run, differences):
     return [(kind, name) for name in worst]
 
 
-def examine(run, p, whole, actual, kind, name):
-    """What can be said of one tensor on this rank, as a dict. The sums take part of all ranks."""
-    facts = {"rank": run.rank, "held": p is not None}
+def causes(run, p, whole, actual, kind, name, replay):
+    """The hypotheses that explain this rank's piece of a tensor, the likeliest first. All ranks
+    call it: some hypotheses are about the sum of all pieces."""
+    found, shape = [], None
     if p is not None:
-        expected = take(whole, p)
-        actual = torch.zeros_like(expected) if actual is None else actual
-        a, e = actual.double(), expected.double()
-        facts |= {
-            "piece": piece_of(run, p),
-            "shape": tuple(actual.shape),
-            "finite": bool(a.isfinite().all()),
-            "zero": not a.any() and bool(e.any()),
-            "factor": factor(run, a, e),
-            "padding_only": padding_only(run, p, a, e),
-        }
-        if kind == "param":
-            initial = run.draw(name, placement(p)["shape"], p.init, run.args.seed)
-            facts["initial"] = close(run, a, take(initial, p).to(a))
-    shapes = [other.get("shape") for other in run.gather(facts)]
-    facts["sums"] = []
+        expected = take(whole, p).double()
+        actual = torch.zeros_like(expected) if actual is None else actual.double()
+        found, shape = own_causes(run, p, expected, actual, kind, name), tuple(actual.shape)
+    shapes = run.gather(shape)
     for group_name, group in run.named_groups.items():
         of_members = {shapes[rank] for rank in dist.get_process_group_ranks(group)}
         if len(of_members) == 1 and None not in of_members:
-            total = actual.double().clone()
+            total = actual.clone()
             dist.all_reduce(total, group=group)
-            if close(run, total, e):
-                facts["sums"].append(group_name)
-    return facts
+            if close(run, total, expected):
+                found.append(hypotheses.PARTIAL.format(group_name))
+    if kind == "first":
+        found += parts_of_batch(run, p, actual, name, replay)
+    return found
+
+
+def own_causes(run, p, expected, actual, kind, name):
+    """The hypotheses that need no other rank."""
+    if not actual.isfinite().all():
+        return [hypotheses.NOT_FINITE]
+    found = []
+    if padding_only(run, p, actual, expected):
+        found.append(hypotheses.PADDING)
+    if kind == "param":
+        initial = run.draw(name, placement(p)["shape"], p.init, run.args.seed)
+        if close(run, actual, take(initial, p).to(actual)):
+            found.append(hypotheses.INITIAL)
+    if not actual.any() and expected.any():
+        found.append(hypotheses.ZERO)
+    k = hypotheses.factor(expected, actual, fit(run))
+    if hypotheses.is_other(k, fit(run)):
+        why = hypotheses.why_scaled(k, group_sizes(run))
+        found.append(f"it is {k:.6g} times one process's{why}")
+    return found
+
+
+def group_sizes(run):
+    """{what a tensor may be summed over: how many}. The world, if no other group is as large."""
+    sizes = {name: dist.get_world_size(group) for name, group in run.named_groups.items()}
+    world = sizes.pop("world", 1)
+    if world not in sizes.values():
+        sizes["world"] = world
+    return sizes | {"micro-batches": getattr(run.args, "microbatches", 1)}
 
 
 def partial_rows(run, notes):
@@ -222,35 +250,24 @@ def partial_rows(run, notes):
     return parts
 
 
-def part_of_batch(run, p, actual, name, replay):
-    """Of which part of the batch alone a gradient is, in words, or None. All ranks call it.
+def parts_of_batch(run, p, actual, name, replay):
+    """The hypothesis that a gradient is of a part of the batch alone, if it is. All ranks call it.
 
     ZeRO's gradients are gathered from shards: each element may be of another rank's rows."""
-    found, explained = None, False
+    found, explained = [], None
     for part, gradients in replay.partial.items():
         whole = from_first(run, gradients.get(name))
-        if p is None or actual is None:
+        if p is None:
             continue
         expected = take(whole, p).double()
         near = (actual - expected).abs() <= fit(run) * expected.abs().max()
         if part in range(run.world):
-            explained = explained | near
+            explained = near if explained is None else explained | near
         elif expected.any() and near.all():
-            found = part
-    if torch.is_tensor(explained) and actual.any() and explained.all():
-        found = "one rank's rows"
+            found.append(hypotheses.PART.format(part))
+    if explained is not None and actual.any() and explained.all():
+        found.append(hypotheses.PART.format("one rank's rows"))
     return found
-
-
-def factor(run, actual, expected):
-    """k where `actual` is k times `expected`, and k is not 1; else None."""
-    square = (expected * expected).sum()
-    if square == 0:
-        return None
-    k = ((actual * expected).sum() / square).item()
-    if k and abs(k - 1) > fit(run) and close(run, actual / k, expected):
-        return k
-    return None
 
 
 def padding_only(run, p, actual, expected):
@@ -299,67 +316,21 @@ def verdict(run, everyone, kind):
     good = [facts["rank"] for facts in holders if facts not in bad]
     steps = [facts["step"] for facts in holders if facts["step"]]
     finding = {key: worst[key] for key in ("rank", "piece", "error")}
-    return finding | {"step": min(steps, default=None), "cause": cause(run, bad, good)}
+    causes = [worst["causes"]] + [facts["causes"] for facts in bad]
+    return finding | {"step": min(steps, default=None), "cause": cause(causes, good)}
 
 
-def cause(run, bad, good):
-    """Why these ranks have a wrong tensor and those in `good` a right one: a sentence, or ""."""
-    factors = {facts["factor"] and round(facts["factor"], 6) for facts in bad}
-    parts = {facts.get("part") for facts in bad}
-    sums = set.intersection(*({*facts["sums"]} for facts in bad))
-    if not all(facts["finite"] for facts in bad):
-        return "it is not finite"
-    if all(facts["padding_only"] for facts in bad):
-        return "only its padding is off: what pads a shard must stay zero"
-    if good == [0]:
-        return "it is right on rank 0 alone: the others never received it"
-    if all(facts.get("initial") for facts in bad):
-        return "it still has its initial value: the optimizer has never moved it"
-    if all(facts["zero"] for facts in bad):
-        return "it is zero: it was never computed, or never received"
-    if len(factors) == 1 and None not in factors:
-        return explain_factor(run, *factors)
-    if sums:
-        return f"each rank has its own partial sum: it was never all-reduced over {axes(run, sums)}"
-    if len(parts) == 1 and None not in parts:
-        return f"it is that of {parts.pop()} alone: what the others add to it is lost"
-    if good:
-        return f"it is right on ranks {', '.join(map(str, good))}"
-    return ""
-
-
-def explain_factor(run, k):
-    """Why a tensor may be k times one process's."""
-    text = f"it is {k:.6g} times one process's"
-    names_of = {}  # {ranks of a group: groups of so many}
-    for name, group in run.named_groups.items():
-        names_of.setdefault(dist.get_world_size(group), []).append(name)
-    for n, names in names_of.items():
-        where = f"over {axes(run, names)} ({n} ranks)"
-        if is_ratio(k, n):
-            return f"{text}: as if summed once too often {where}"
-        if is_ratio(1 / k, n):
-            return f"{text}: as if averaged, or summed once too little, {where}"
-    pieces = getattr(run.args, "microbatches", 1)
-    if pieces > 1 and (is_ratio(k, pieces) or is_ratio(1 / k, pieces)):
-        return f"{text}: as if scaled by the {pieces} micro-batches"
-    for n, names in names_of.items():
-        if pieces > 1 and (is_ratio(k, n * pieces) or is_ratio(1 / k, n * pieces)):
-            ranks = f"the {n} ranks of {axes(run, names)}"
-            return f"{text}: as if scaled by {ranks} and by the {pieces} micro-batches"
-    return text
-
-
-def is_ratio(k, n):
-    return abs(k - n) < 1e-3 * n
-
-
-def axes(run, names):
-    """Names of groups, as words. "world" is left out where another group has as many ranks."""
-    names = sorted(names)
-    if len(names) > 1 and "world" in names:
-        names.remove("world")
-    return " or ".join(names)
+def cause(causes, good):
+    """What explains the pieces of all wrong ranks, or "". causes: those of the worst, then of each.
+    good: the ranks whose piece is right."""
+    if hypotheses.NOT_FINITE in causes[0]:
+        return hypotheses.NOT_FINITE
+    common = [cause for cause in causes[0] if all(cause in others for others in causes)]
+    if good == [0] and hypotheses.PADDING not in common:
+        return hypotheses.ON_RANK_0
+    if common:
+        return common[0]
+    return f"it is right on ranks {', '.join(map(str, good))}" if good else ""
 
 
 # --- the first thing that is off, in the order of computation
@@ -442,6 +413,34 @@ def covers(run, held, expected, rows=1024):
         if not (distances.min(1).values <= fit(run) * scale).all():
             return False
     return True
+
+
+# --- the first gradient that is not finite
+
+
+def first_nonfinite(run, named, blame, group):
+    """(the rank that has it, and what it may say), in the order of backward: see Run.check."""
+    name, place = blame() if blame else (last_nonfinite(named()), "")
+    # Backward runs from the last parameter to the first: the largest number comes first
+    numbers = torch.full((run.world,), -2, device=run.device)
+    numbers[run.rank] = -1
+    if name:
+        with torch.device("meta"):
+            whole = gpt.GPT(run.config)
+        order = [full for full, _ in whole.named_parameters(remove_duplicate=False)]
+        numbers[run.rank] = order.index(name)
+    dist.all_reduce(numbers, op=dist.ReduceOp.MAX, group=group)
+    speaker = (numbers == numbers.max()).nonzero()[0].item()
+    if numbers.max() < 0:
+        return speaker, "computed again, it was finite on all ranks"
+    where = f"on rank {run.rank}{place}"
+    return speaker, f"the first gradient that is not finite is that of {name}, {where}"
+
+
+def last_nonfinite(named):
+    """The name of the last parameter with a gradient that is not finite, or None."""
+    bad = [name for name, p in named if p.grad is not None and not p.grad.isfinite().all()]
+    return bad[-1] if bad else None
 
 
 # --- small things

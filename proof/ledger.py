@@ -47,6 +47,26 @@ def storage_bytes(tensors):
     return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
 
 
+def saved_bytes(model, block, *args, **kwargs):
+    """Bytes that the submodule `block` keeps for backward in model(*args, **kwargs). Parameters do
+    not count."""
+    saved = []
+
+    def note(tensor):
+        saved.append(tensor)
+        return tensor
+
+    # Autograd calls `note` for each tensor that it saves while the block runs
+    hooks = torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor)
+    before = block.register_forward_pre_hook(lambda *_: hooks.__enter__())
+    after = block.register_forward_hook(lambda *_: hooks.__exit__())
+    model(*args, **kwargs)
+    before.remove()
+    after.remove()
+    parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    return storage_bytes(t for t in saved if t.untyped_storage().data_ptr() not in parameters)
+
+
 def lasting(optimizer):
     """{kind: tensors} of what outlives a step: parameters, gradients, optimizer states. ZeRO keeps
     them in buckets."""
@@ -66,8 +86,8 @@ def lasting_of_zero(zero):
     states = [t for state in zero.optimizer.state.values() for t in state.values()]
     masters = [bucket.master for bucket in zero.buckets if bucket.master is not bucket.shard]
     return {
-        "parameters": [t for bucket in zero.buckets for t in (bucket.flat, bucket.shard)],
-        "gradients": [b.full if zero.stage < 2 else b.gradient for b in zero.trained],
+        "parameters": [t for bucket in zero.buckets for t in (bucket.weights, bucket.shard)],
+        "gradients": [b.gradients if zero.stage < 2 else b.gradient for b in zero.trainable],
         "optimizer": [t for t in states if torch.is_tensor(t) and t.dim()] + masters,
     }
 

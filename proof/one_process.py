@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 
 import model as gpt
+from harness import initialize
 from harness.optimizer import clip, grad_norm, learning_rate, make_optimizer
 from harness.placement import take
 from harness.presets import parameter_shapes
@@ -14,14 +15,43 @@ from proof.diagnosis import Replay, diagnose, partial_rows
 from proof.tolerance import FLOOR, TOLERANCE
 
 
-class Trained(NamedTuple):
-    """What one process has of a run: lists of losses and gradient norms, the last step's gradients
-    and the weights after it."""
+class Trainee:
+    """A model that this process trains alone. run: a Run, or what else has its args, config,
+    device, dtype and draw.
 
-    losses: list
-    norms: list
-    gradients: dict
-    weights: dict
+    losses, norms   of each step
+    gradients       {name: gradient} of the latest step, before clipping
+    """
+
+    def __init__(self, run):
+        self.args, self.losses, self.norms = run.args, [], []
+        self.model = initialize.build(run.config, run.args.seed, run.device, run.dtype, run.draw)
+        self.parameters = list(self.model.parameters())
+        self.optimizer = make_optimizer(self.parameters, run.args)
+        self.weights = {name: p.detach() for name, p in self.model.named()}
+
+    def train(self, step, rows, count):
+        """One step: see `backward`."""
+        self.backward(rows, count)
+        self.update(step)
+
+    def backward(self, rows, count):
+        """rows: (tokens, targets, samples). count: valid targets, by which the loss is divided."""
+        tokens, targets, samples = rows
+        self.optimizer.zero_grad()
+        loss = self.model(tokens, targets=targets, count=count, samples=samples)
+        loss.backward()
+        self.gradients = {name: p.grad.clone() for name, p in self.model.named()}
+        self.losses.append(loss.item())
+
+    def update(self, step):
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate(step, self.args)
+        norm = grad_norm(self.parameters)
+        clip(self.parameters, norm, self.args.grad_clip)
+        self.optimizer.step()
+        gpt.rebalance(self.model)
+        self.norms.append(norm.item())
 
 
 class Proof(NamedTuple):
@@ -46,51 +76,26 @@ class OneProcess:
     has_diagnosis = True  # a proof that fails says where
 
     def train(self, run, steps):
-        """[Trained] of each island on rank 0; elsewhere [None]. All ranks call it."""
+        """[Trainee] of each island on rank 0; elsewhere [None]. All ranks call it."""
         return [one_process(run, steps) if run.rank == 0 else None]
 
-    def compare_more(self, run, steps, parameters, weights):
-        """{("param", name): difference} of a second comparison."""
-        return {}
 
-
-def one_process(run, steps, prepare=lambda model: None, inspect=lambda model: None):
-    """Train the run's model in this process alone. Calls prepare(model), and inspect(model) after
-    each backward."""
-    args = run.args
-    model = gpt.build(run.config, args.seed, run.device, run.dtype, run.draw)
-    prepare(model)
-    parameters = list(model.parameters())
-    optimizer = make_optimizer(parameters, args)
-    losses, norms, gradients = [], [], {}
+def one_process(run, steps):
+    """The Trainee of a run's steps."""
+    alone = Trainee(run)
     for step in range(steps):
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate(step, args)
-        [(tokens, targets, samples)] = run.microbatches(step, pieces=1)
-        optimizer.zero_grad()
-        loss = model(tokens, targets=targets, count=run.count, samples=samples)
-        loss.backward()
-        inspect(model)
-        if step == steps - 1:
-            gradients = {name: p.grad.clone() for name, p in model.named()}
-        norm = grad_norm(parameters)
-        clip(parameters, norm, args.grad_clip)
-        optimizer.step()
-        gpt.rebalance(model)
-        losses.append(loss.item())
-        norms.append(norm.item())
-    weights = {name: p.detach() for name, p in model.named()}
-    return Trained(losses, norms, gradients, weights)
+        [rows] = run.microbatches(step, pieces=1)
+        alone.train(step, rows, run.count)
+    return alone
 
 
 def gradients_of(run, rows):
     """{name: gradient} of one process's first step, from some rows of the batch: their numbers."""
-    model = gpt.build(run.config, run.args.seed, run.device, run.dtype, run.draw)
+    alone = Trainee(run)
     [(tokens, targets, samples)] = run.microbatches(0, pieces=1)
     chosen = torch.isin(samples, torch.tensor(rows, device=samples.device))
-    tokens, targets, samples = tokens[chosen], targets[chosen], samples[chosen]
-    model(tokens, targets=targets, count=run.count, samples=samples).backward()
-    return {name: p.grad for name, p in model.named()}
+    alone.train(0, (tokens[chosen], targets[chosen], samples[chosen]), run.count)
+    return alone.gradients
 
 
 def prove(run, reference, notes):
@@ -111,7 +116,6 @@ def prove(run, reference, notes):
         whole = {"grad": alone.gradients, "param": alone.weights} if alone else {}
         for kind in tensors:
             differences |= compare_tensors(run, kind, whole.get(kind), tensors[kind], own)
-    differences |= reference.compare_more(run, steps, parameters, weights)
     curves = [[(alone.losses, alone.norms) for alone in trained] if run.rank == 0 else None]
     dist.broadcast_object_list(curves, 0)
     curve = list(zip(*curves[0][reference.island]))  # (loss, norm) of each step
@@ -127,14 +131,12 @@ def prove(run, reference, notes):
     limits = TOLERANCE[run.precision]
     if not reference.has_diagnosis or all(errors[kind] <= limits[kind] for kind in errors):
         return Proof(steps, errors, worst)
-    replay = Replay()
-    rows_of = partial_rows(run, notes)
+    replay, rows_of = Replay(), partial_rows(run, notes)
+    replay.partial = dict.fromkeys(rows_of, {})
     if run.rank == 0:
-        one_process(run, steps, replay.prepare, replay.inspect)
+        replay.train(run, Trainee(run), steps)
         replay.partial = {key: gradients_of(run, rows) for key, rows in rows_of.items()}
         whole["first"] = replay.gradients[0]
-    else:
-        replay.partial = dict.fromkeys(rows_of, {})
     tensors["first"] = notes.first_gradients
     differences |= compare_tensors(run, "first", whole.get("first"), tensors["first"], parameters)
     known = differences, parameters, tensors, whole, replay, curve

@@ -7,7 +7,7 @@ import sys
 from typing import NamedTuple
 
 from harness import streams
-from harness.start import say
+from harness.refusal import say
 from proof.ledger import human
 from proof.tolerance import TOLERANCE
 
@@ -33,9 +33,8 @@ def write_receipt(run, layout, counted, sent, held, notes, role=None):
 
     A row of `sent` or `held` may have a third entry: what was counted by others than the ledger.
     Each row shows the rank with the most bytes. If roles send different amounts, each has a row. A
-    measured figure that differs from its formula
-    fails, on any rank. Activations do not: their formulas leave small things out. The exit code is
-    1 if anything fails or is out of tolerance, or could not be written.
+    measured figure that differs from its formula fails, on any rank, but for activations, whose
+    formulas leave small things out. If anything fails, or can't be written, the exit code is 1.
     """
     counts = [note for note in notes if isinstance(note, Count)]
     sent, held = (with_formulas(*rows) for rows in zip(counted, (sent, held)))

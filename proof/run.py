@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from harness import rank
 from harness.optimizer import learning_rate
 from harness.refusal import Refused, say
-from proof import diagnosis, finite, one_process
+from proof import diagnosis, one_process
 from proof.ledger import Ledger, lasting, storage_bytes
 from proof.receipt import write_receipt
 
@@ -71,9 +71,8 @@ class Run(rank.TrainingRank):
     # --- steps
 
     def steps(self, optimizer, first=0, reference=None):
-        """Yield the numbers of the steps, from `first` on. Sets the learning rate before each step.
-        The ledger watches the second step. After the last step to prove, compares the run with its
-        reference: by default one_process.OneProcess()."""
+        """Yield the numbers of the steps, from `first` on, and set the learning rate. The ledger
+        watches the second. After the last to prove, compare with the reference."""
         self.first = first
         self.restart_clock()
         for self.step in range(first, self.args.steps):
@@ -99,6 +98,7 @@ class Run(rank.TrainingRank):
 
     def end(self, optimizer):
         self.notes.pause()
+        self.watching.close()
         if self.step == self.measured:
             tensors_of = lasting(optimizer)
             self.held = {kind: storage_bytes(tensors_of[kind]) for kind in tensors_of}
@@ -147,7 +147,7 @@ class Run(rank.TrainingRank):
 
     def skip_or_stop(self, loss, norm, named, blame, group):
         """Say which gradient is not finite. End the run, if it may skip no more steps."""
-        speaker, sentence = finite.first_that_is_not(self, named, blame, group)
+        speaker, sentence = diagnosis.first_nonfinite(self, named, blame, group)
         text = f"step {self.step + 1} has loss {loss:g}, gradient norm {norm:g}; {sentence}"
         self.not_finite += 1
         allowed = getattr(self.args, "skip_nan", 0)
@@ -156,7 +156,7 @@ class Run(rank.TrainingRank):
             if not allowed and hasattr(self.args, "skip_nan"):  # train.py has that flag
                 advice += ", or --skip-nan N to leave such steps out"
             text += f": the weights stay those of step {self.step}; {advice}"
-            raise Refused(text, speaker, code=1)
+            raise Refused(text, speaker, code=1, alone=dist.get_world_size(group) == 1 < self.world)
         if self.rank == speaker:
             say(f"{text}: skipped")
 

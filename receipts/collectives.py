@@ -1,14 +1,12 @@
-"""What an all-reduce costs on a network: rounds and bytes, counted and by formula; seconds,
-predicted and measured; and whether a library of collectives does what torch.distributed does.
+"""What an all-reduce costs on a network: rounds and bytes, counted and by formula, and the seconds
+that they take on links; and whether a library of collectives does what torch.distributed does.
 
 The alpha-beta model (Hockney 1994): a round in which a rank sends s bytes takes alpha + beta s
-seconds. collectives.py comes in as an argument, `library`.
+seconds. collectives.py comes in as an argument, `library`. benchmarks/collectives.py measures it.
 """
 
 import functools
 import math
-import statistics
-import time
 import types
 from typing import NamedTuple
 
@@ -20,20 +18,20 @@ from harness.flags import POSITIVE, SIZE, SPEED, TIME, Parser, quantity
 from harness.flags import count as whole_number
 from harness.plots import check_plot, plot_flag, pyplot, save
 from harness.rank import launch
-from harness.start import Refused
+from harness.refusal import Refused
 from proof.receipt import write_json
 
 # --- flags
 
 
 def flags(parser):
-    """The flags of a script that measures or predicts all-reduces."""
+    """The flags of a script that counts or predicts all-reduces."""
     why = "of the tensor whose all-reduce is counted (default: 1MB)"
     size = quantity(SIZE, "25MB")
     parser.add_argument("--size", type=size, default="1MB", metavar="BYTES", help=why)
     why = "ranks that share fast links, for hierarchical (default: about the root of their number)"
     parser.add_argument("--nodes-of", **POSITIVE, help=why)
-    plot_flag(parser, "draw time against size")
+    plot_flag(parser, "with --ranks: draw time against size")
     why = "run nothing, predict the times on N ranks, by the links below"
     parser.add_argument("--ranks", type=whole_number(1, 10**12), metavar="N", help=why)
     latency = dict(type=quantity(TIME, "5us"), metavar="TIME")
@@ -51,28 +49,23 @@ def flags(parser):
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto", help=why)
     why = "default: nccl on GPUs, else gloo"
     parser.add_argument("--backend", choices=["gloo", "nccl"], help=why)
-    parser.add_argument("--json", metavar="FILE", help="write what was measured as JSON")
+    parser.add_argument("--json", metavar="FILE", help="write what was counted as JSON")
     parser.add_argument("--quiet", action="store_true", help="print nothing but errors")
 
 
 def check(args, world):
     """Refuse flags that do not go together on `world` ranks."""
-    check_plot(args)
+    if args.ranks and args.json:
+        raise Refused("--ranks runs nothing that --json could show: leave one of them out")
     if not args.ranks:
-        memory.check_ranks(args, world, int(args.size))
-    if args.plot and world == 1:
-        raise Refused("--plot needs two ranks or more: one sends nothing")
-    if args.nodes_of and world % args.nodes_of:
-        raise Refused(f"{world} ranks do not divide into nodes of --nodes-of {args.nodes_of}")
-    if args.ranks and (args.plot or args.json):
-        raise Refused(
-            "--ranks runs nothing that --plot or --json could show: leave one of them out"
-        )
-    if not args.ranks:
-        for name in ("alpha", "beta", "inside_alpha", "inside_beta"):
+        for name in ("plot", "alpha", "beta", "inside_alpha", "inside_beta"):
             if getattr(args, name) is not None:
                 flag = "--" + name.replace("_", "-")
                 raise Refused(f"{flag} is for a prediction: add --ranks, or leave it out")
+        memory.check_ranks(args, world, int(args.size))
+    check_plot(args)
+    if args.nodes_of and world % args.nodes_of:
+        raise Refused(f"{world} ranks do not divide into nodes of --nodes-of {args.nodes_of}")
 
 
 # --- rounds and bytes
@@ -183,12 +176,6 @@ def best_pieces(n, size, link):
     return max(1, round(math.sqrt(below_the_root * size * link.beta / latency)))
 
 
-def all_reduces(library, node):
-    """{name: all_reduce} of a library, hierarchical in nodes of `node` ranks."""
-    hierarchical = functools.partial(library.ALL_REDUCE["hierarchical"], node=node)
-    return {**library.ALL_REDUCE, "hierarchical": hierarchical}
-
-
 def count(library, run, node):
     """{"counted": {algorithm: Cost as a dict}, "formulas": the same by formula} of an all-reduce of
     about --size bytes."""
@@ -219,7 +206,7 @@ def count(library, run, node):
     return {"counted": counted, "formulas": expected}
 
 
-# --- seconds, predicted
+# --- seconds
 
 
 class Link(NamedTuple):
@@ -267,13 +254,8 @@ def shown(value, units):
     return f"{value / units[unit]:.3g} {unit}"
 
 
-def column(name, least):
-    """The width of a table's column with this title: `least` or more."""
-    return max(least, len(name) + 2)
-
-
-def speed_of(link, word=", "):
-    return f"{shown(link.alpha, TIME)}{word}{shown(1 / link.beta, SPEED)}"
+def speed_of(link):
+    return f"{shown(link.alpha, TIME)}, {shown(1 / link.beta, SPEED)}"
 
 
 def print_predictions(args, default_node):
@@ -286,95 +268,29 @@ def print_predictions(args, default_node):
     inside = Link(args.inside_alpha or 2e-6, 1 / (args.inside_beta or 300e9))
     print(f"predicted: all-reduce on {n} ranks; links: {speed_of(link)};")
     print(f"in nodes of {node}, for hierarchical: {speed_of(inside)}")
-    print(f"{'':>8s}" + "".join(f"{name:>{column(name, 12)}s}" for name in formulas(n, 0)))
-    for exponent in range(3, 11):
-        times = predict(n, 10.0**exponent, link, inside, node)
-        least = min(times.values())
-        line = f"{shown(10.0**exponent, SIZE):>8s}"
+    rows = {size: predict(n, size, link, inside, node) for size in (10.0**i for i in range(3, 11))}
+    widths = {name: max(12, len(name) + 2) for name in formulas(n, 0)}
+    print(" " * 8 + "".join(f"{name:>{width}s}" for name, width in widths.items()))
+    for size, times in rows.items():
+        line = f"{shown(size, SIZE):>8s}"
         for name, seconds in times.items():
-            star = "* " if seconds == least else ""
-            line += f"{star + shown(seconds, TIME):>{column(name, 12)}s}"
+            star = "* " if seconds == min(times.values()) else ""
+            line += f"{star + shown(seconds, TIME):>{widths[name]}s}"
         print(line)
     print("* the fastest")
+    if args.plot:
+        plot(args.plot, rows, f"predicted: an all-reduce on {n} ranks")
 
 
-# --- seconds, measured
-
-MOST_BYTES = 1 << 28  # of a measured round, on all ranks together
-
-
-def fastest(run, call, times=5):
-    """Seconds: the least of the times that the slowest rank took. The machine's other work only
-    ever adds."""
-    taken = torch.zeros(times, dtype=torch.float64, device=run.device)
-    for i in range(times):
-        dist.barrier()
-        start = time.perf_counter()
-        call()
-        if run.device.type == "cuda":
-            torch.cuda.synchronize()
-        taken[i] = time.perf_counter() - start
-    dist.all_reduce(taken, op=dist.ReduceOp.MAX)
-    return taken.min().item()
-
-
-def fit(points):
-    """The Link for which alpha + beta size is closest to the measured seconds of points = [(size,
-    seconds)]: least squares of the relative error."""
-    rows = torch.tensor([[1 / t, size / t] for size, t in points], dtype=torch.float64)
-    ones = torch.ones(len(points), 1, dtype=torch.float64)
-    alpha, beta = torch.linalg.lstsq(rows, ones).solution.flatten().tolist()
-    return Link(max(alpha, 1e-9), max(beta, 1e-15))
-
-
-def measure_curve(library, run, node):
-    """Time against size: measured, and by the model. Its link is fitted to a round in which each
-    rank sends to the one on its left. One rank has no time to measure."""
-    n, rows, points, say = run.world, [], [], speaker(run)
-    if n == 1:
-        return {}
-    algorithms = {"torch": dist.all_reduce, **all_reduces(library, node)}
-    view, left, right = library.RankView(), (run.rank - 1) % n, (run.rank + 1) % n
-
-    def one_round(x, y):
-        view.exchange({left: x}, {right: y})
-
-    for exponent in range(10, 25, 2):
-        size = 1 << exponent
-        if n * n * size > MOST_BYTES:
-            break
-        x, y = torch.zeros(2, size // 4, device=run.device)
-        points.append((size, fastest(run, lambda: one_round(x, y))))  # noqa: B023
-        seconds = {
-            name: fastest(run, lambda: all_reduce(x))  # noqa: B023
-            for name, all_reduce in algorithms.items()
-        }
-        rows.append({"bytes": size, "seconds": seconds})
-    link, errors = fit(points), []
-    names = [name for name in algorithms if name != "torch"]
-    links = speed_of(link, " and ")
-    say(f"\nmilliseconds, and how far from that the model is, with links of {links}, fitted here")
-    say(f"{'':9s}{'torch':>9s}" + "".join(f"{name:>{column(name, 16)}s}" for name in names))
-    for row in rows:
-        seconds = row["seconds"]
-        pieces = pieces_of(library, row["bytes"])
-        row["predicted"] = predict(n, row["bytes"], link, node=node, pieces=pieces)
-        row["error"] = {name: row["predicted"][name] / seconds[name] - 1 for name in names}
-        errors += [abs(error) for error in row["error"].values()]
-        line = f"{shown(row['bytes'], SIZE):>9s}{seconds['torch'] * 1e3:9.2f}"
-        for name, error in row["error"].items():
-            cell = f"{seconds[name] * 1e3:.2f} ({error:+5.0%})"
-            line += f"{cell:>{column(name, 16)}s}"
-        say(line)
-    # Where a model's two terms are equal: latency(size 0) = size * slope
-    latency, one_byte = predict(n, 0, link, node=node), predict(n, 1, link, node=node)
-    crossover = {name: latency[name] / (one_byte[name] - latency[name]) for name in names}
-    line = f"{'latency = bandwidth':18s}"
-    for name, size in crossover.items():
-        line += f"{shown(size, SIZE):>{column(name, 16)}s}"
-    say(line)
-    say(f"  the model's error: median {statistics.median(errors):.0%}, largest {max(errors):.0%}")
-    return {"alpha": link.alpha, "beta": link.beta, "curve": rows, "crossover": crossover}
+def plot(name, rows, title):
+    """Draw time against size: a line for each algorithm."""
+    plt = pyplot()
+    figure, axes = plt.subplots(figsize=(8, 5))
+    for algorithm in next(iter(rows.values())):
+        axes.plot(list(rows), [times[algorithm] for times in rows.values()], label=algorithm)
+    axes.set(xscale="log", yscale="log", xlabel="bytes", ylabel="seconds", title=title)
+    axes.legend(frameon=False)
+    save(figure, name)
 
 
 def main(library):
@@ -385,48 +301,23 @@ def main(library):
     if args.ranks:
         print_predictions(args, library.default_node)
     else:
-        demo = functools.partial(compare_and_measure, library)
+        demo = functools.partial(compare_and_count, library)
         launch(demo, args, check=functools.partial(check, args))
 
 
-def compare_and_measure(library, run):
-    """The demo: every collective beside torch's; what each all-reduce sends, and how long it takes.
-    Writes what --json and --plot ask for. Returns the exit code: 0 if all is as expected."""
+def compare_and_count(library, run):
+    """The demo: every collective beside torch's, and what each all-reduce sends. Writes what
+    --json asks for. Returns the exit code: 0 if all is as expected."""
     node = run.args.nodes_of or library.default_node(run.world)
     result = {"differ": compare_with_torch(library, run)}
     result |= count(library, run, node)
-    result |= measure_curve(library, run, node)
     ok = not result["differ"] and result["counted"] == result["formulas"]
     result = {"ok": ok, "world_size": run.world, "layout": {"node": node}} | result
     written = True
     if run.rank == 0 and run.args.json:
         written = write_json(run.args.json, result)
-    if run.rank == 0 and run.args.plot:
-        plot_curve(run.args.plot, result)
     speaker(run)("  ok" if ok else "  FAILED")
     return 0 if ok and written else 1
-
-
-def plot_curve(name, result):
-    """Time against size: measured (dots), by the model (lines), and where the model's two terms are
-    equal (ticks)."""
-    plt = pyplot()
-    figure, axes = plt.subplots(figsize=(8, 5))
-    rows, colors = result["curve"], plt.rcParams["axes.prop_cycle"].by_key()["color"]
-    sizes = [row["bytes"] for row in rows]
-    axes.plot(sizes, [row["seconds"]["torch"] for row in rows], "kx", label="torch")
-    for color, algorithm in zip(colors, result["crossover"]):
-        measured = [row["seconds"][algorithm] for row in rows]
-        predicted = [row["predicted"][algorithm] for row in rows]
-        axes.plot(sizes, measured, "o", color=color, label=algorithm)
-        axes.plot(sizes, predicted, color=color)
-        axes.axvline(result["crossover"][algorithm], ymax=0.04, color=color, linewidth=3)
-    axes.set(xscale="log", yscale="log", xlabel="bytes", ylabel="seconds")
-    title = f"all-reduce on {result['world_size']} ranks: measured (dots), alpha-beta model (lines)"
-    ticks = "ticks: left of them latency-bound, right of them bandwidth-bound"
-    axes.set_title(f"{title}\n{ticks}", fontsize=10)
-    axes.legend(frameon=False)
-    save(figure, name, during_run=True)
 
 
 # --- beside torch.distributed

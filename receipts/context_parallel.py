@@ -1,60 +1,43 @@
 """What context_parallel.py's demo shows beside its training: bytes with their formulas, each rank's
-share of the work, a long prompt with tokens after it, and the picture of the zigzag.
+share of the work, and the picture of the zigzag.
 
 The technique's own functions come in as arguments: nothing here imports it.
 """
 
+import argparse
 import math
-import time
 
 import torch
 import torch.distributed as dist
-import torch.nn as nn
 
-import model as gpt
-from harness import data
 from harness.flags import POSITIVE
 from harness.plots import plot_flag, pyplot, save
-from harness.start import Refused
-from proof.ledger import human
-from proof.tolerance import TOLERANCE
+from harness.refusal import Refused
 from receipts import ddp
 from receipts.formulas import Group, add, held, scatter_operation, sizes_of, summed
-
-GENERATED = 16  # tokens after the prompt
 
 # --- flags and groups
 
 
 def flags(group):
-    """What goes beside --kind. `prepare` checks them."""
+    """What goes beside --kind. `check` has the rules."""
     why = "ring-ulysses: the length of a ring, in ranks (default: the most square)"
     group.add_argument("--rings", **POSITIVE, help=why)
     why = "one run of tokens a rank in place of the zigzag: the last rank has most of the work"
     group.add_argument("--contiguous", action="store_true", help=why)
-    why = "no training: the text's first N tokens (default: 4096) as a prompt, 16 tokens after it"
-    group.add_argument("--prefill", **POSITIVE, nargs="?", const=4096, help=why)
+    group.add_argument("--prefill", nargs="?", const=True, help=argparse.SUPPRESS)  # is gone
     plot_flag(group, "run nothing, draw who computes what, and when, in a ring of --nproc ranks")
 
 
-def prepare(args):
-    """Refuse flags that do not go together, and a prompt longer than the text. Set the flags for
-    --prefill."""
+def check(args):
+    """Refuse flags that do not go together."""
+    if args.prefill:
+        instead = "train.py --cp 4 --sample N --prompt TEXT draws tokens after a prompt"
+        raise Refused(f"--prefill is gone: {instead}")
     for flag, kinds in {"rings": ["ring-ulysses"], "contiguous": ["ring", "gather"]}.items():
         if getattr(args, flag) and args.kind not in kinds:
             means = f"--{flag} means nothing with --kind {args.kind}"
             raise Refused(f"{means}: use --kind {' or '.join(kinds)}, or leave it out")
-    if not args.prefill:
-        return
-    corpus = data.load(args.data, args.tokenizer, vocab=args.vocab, dtype=args.data_dtype)
-    tokens = len(corpus.tokens)
-    if tokens < args.prefill:
-        raise Refused(
-            f"--prefill {args.prefill}, but {args.data} has {tokens} tokens: give less, "
-            "or another --data"
-        )
-    args.context, args.batch, args.microbatches = args.prefill + GENERATED, 1, 1
-    args.family = args.family or "llama"
 
 
 def grid(kind, n, rings=None, heads=0):
@@ -203,118 +186,6 @@ def notes(tile, ring, ulysses, context, tokens, zigzag):
             "the ring hides its traffic where T/N > (C_kv / C) e f / w, of flop/s and byte/s"
         )
     return lines
-
-
-# --- a long prompt over all ranks, then tokens one by one
-
-
-class CachedCore(nn.Module):
-    """An attention core that keeps the keys and values of this rank's tokens. It has no backward.
-
-        cached = CachedCore(core, group)
-        cached.begin(where < length)    # (T',): which tokens of the prompt's shard are no padding
-        out = cached(q, k, v)           # the prompt's shard, through `core`
-        out = cached(q, k, v)           # then one token a call, the same on all ranks
-
-    The ranks take turns to keep a new token. Each sums the softmax over its own keys, and two
-    all-reduces make these sums one.
-
-    Raises RuntimeError for a prompt without `begin`, and for more than one token after it."""
-
-    def __init__(self, core, group):
-        super().__init__()
-        self.core, self.group, self.valid = core, group, None
-        self.k, self.v, self.owner = None, None, 0
-
-    def begin(self, valid):
-        self.valid = valid
-
-    def forward(self, q, k, v):
-        if self.valid is not None:
-            self.k, self.v, self.valid = k[:, :, self.valid], v[:, :, self.valid], None
-            return self.core(q, k, v)
-        if self.k is None or q.shape[2] != 1:
-            raise RuntimeError("call begin(valid) before a prompt; after it, one token at a time")
-        if self.owner == dist.get_rank(self.group):
-            self.k, self.v = torch.cat((self.k, k), dim=2), torch.cat((self.v, v), dim=2)
-        self.owner = (self.owner + 1) % dist.get_world_size(self.group)
-        # Float32 at least; queries that share a kv-head lie side by side, (B, H_kv, H / H_kv, D)
-        dtype = torch.promote_types(q.dtype, torch.float32)
-        queries = q.view(*k.shape[:2], -1, q.shape[3]).to(dtype) / math.sqrt(q.shape[3])
-        scores = queries @ self.k.to(dtype).transpose(-1, -2)
-        largest = torch.full((*scores.shape[:3], 1), -math.inf, dtype=dtype, device=q.device)
-        if self.k.shape[2]:  # of a short prompt some ranks hold nothing
-            largest = scores.amax(-1, keepdim=True)
-        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self.group)
-        weights = (scores - largest).exp()
-        sums = torch.cat((weights @ self.v.to(dtype), weights.sum(-1, keepdim=True)), dim=-1)
-        dist.all_reduce(sums, group=self.group)
-        return (sums[..., :-1] / sums[..., -1:]).view(q.shape).to(q.dtype)
-
-
-@torch.no_grad()
-def generate(run, model, positions, shard):
-    """Generate tokens after the text's first --prefill tokens, of which this rank holds `positions`
-    (T',). shard: of context_parallel.py. Returns the exit code: 0 if one process generates the
-    same."""
-    prompt = torch.as_tensor(run.corpus.tokens[: run.args.prefill].astype("int64"))
-    prompt, positions = prompt.to(run.device).unsqueeze(0), positions.to(run.device)
-    length, caches = prompt.shape[1], []
-    for block in model.blocks.values():
-        block.attn.core = CachedCore(block.attn.core, dist.group.WORLD)
-        block.attn.core.begin(positions < length)
-        caches.append(block.attn.core)
-    start = time.perf_counter()
-    logits = model(shard(prompt, positions), positions.clamp(max=length - 1))
-    token = torch.zeros(1, dtype=torch.int64, device=run.device)
-    last = (positions == length - 1).nonzero()
-    if len(last):  # one rank has the prompt's last token
-        token += logits[0, last[0, 0]].argmax()
-    dist.all_reduce(token)
-    tokens, prompted = [token.item()], time.perf_counter()
-    for position in range(length, length + GENERATED - 1):
-        token = torch.tensor([tokens[-1:]], device=run.device)
-        logits = model(token, torch.tensor([position], device=run.device))
-        tokens.append(logits[0, -1].argmax().item())
-    seconds, after = prompted - start, time.perf_counter() - prompted
-    rates = f"{length / seconds:,.0f}", f"{(GENERATED - 1) / after:,.0f}"
-    ranks = f"{run.world} ranks"
-    run.print(f"prompt: {length:,} tokens on {ranks} in {seconds:.2f} s, {rates[0]} tokens/s")
-    run.print(f"then {GENERATED - 1} tokens in {after:.2f} s, {rates[1]} tokens/s")
-    code = report_cache(run, caches, length + GENERATED - 1)
-    run.print(f"tokens: {' '.join(map(str, tokens))}")
-    # One process runs the whole sequence anew: not for the longest
-    if length <= 16384 and run.rank == 0:
-        code |= compare_with_one_process(run, prompt, tokens)
-    return code
-
-
-def report_cache(run, caches, length):
-    """Print the bytes of all ranks' caches beside the formula. Returns 0 if they are equal."""
-    c = run.config
-    held = sum(t.nbytes for cache in caches for t in (cache.k, cache.v))
-    total = torch.tensor(held, device=run.device)
-    dist.all_reduce(total)
-    formula = 2 * c.layers * c.kv_heads * (c.width // c.heads) * run.dtype.itemsize * length
-    text = f"all ranks {total.item():,}, formula {formula:,} ({human(formula).strip()})"
-    run.print(f"cache: {human(held).strip()} on this rank; {text}")
-    return int(total.item() != formula)
-
-
-def compare_with_one_process(run, prompt, tokens):
-    """Whether one process, given the tokens before each, generates the same. Returns 0 if so."""
-    alone = gpt.build(run.config, run.args.seed, run.device, run.dtype)
-    tokens = torch.tensor([tokens], device=run.device)
-    logits = alone(torch.cat((prompt, tokens), dim=1)[:, :-1])
-    logits = logits[0, prompt.shape[1] - 1 :].double()
-    chosen = logits.gather(1, tokens.T).squeeze(1)
-    # Logits within rounding of the largest count as equal to it
-    behind = (logits.amax(1) - chosen).max().item()
-    if behind <= TOLERANCE[run.args.dtype]["loss"] * logits.abs().max().item():
-        run.print("one process generates the same tokens")
-        return 0
-    run.print(f"one process prefers others by {behind:.1e}  <-- differs")
-    return 1
 
 
 # --- the picture

@@ -1,17 +1,9 @@
-"""The flags of ddp.py's demo, and what its ranks send and hold: 2 r P e, however it is summed."""
+"""What ddp.py refuses, and what its ranks send and hold: 2 r P e, however it is summed."""
 
-from harness.flags import POSITIVE, check_batch
-from harness.start import Refused
+from harness.refusal import Refused
 from proof.receipt import Count
-from receipts import collectives
+from receipts import collectives, parameter_server
 from receipts.formulas import SCALAR, add, held, parameters_of, summed
-
-
-def flags(parser):
-    why = (
-        "--sync server: deal the parameters out over so many servers, the first ranks (default: 1)"
-    )
-    parser.add_argument("--servers", **POSITIVE, help=why)
 
 
 def check(args, world):
@@ -20,9 +12,7 @@ def check(args, world):
         raise Refused("--all-reduce needs buckets: use --sync bucketed or overlapped")
     if args.servers and args.sync != "server":
         raise Refused("--servers is for parameter servers: add --sync server, or leave it out")
-    if args.servers and args.servers > world:
-        raise Refused(f"--servers {args.servers} needs as many ranks, and there are {world}")
-    check_batch(args, world)
+    parameter_server.check(args, world)
 
 
 def expected(sizes, group, copies=None, scalars=1, by_torch=True):

@@ -8,14 +8,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-import model as gpt
 from harness import flags
 from harness.flags import NATURAL, POSITIVE, check_batch, real
-from harness.optimizer import clip, grad_norm, learning_rate, make_optimizer
 from harness.presets import ceil
 from harness.refusal import Refused
 from proof.ledger import Ledger, human, storage_bytes
-from proof.one_process import OneProcess, Trained, compare_tensors, one_process
+from proof.one_process import OneProcess, Trainee
 from receipts import formulas
 
 # --- flags
@@ -89,36 +87,12 @@ def check(args, world):
 # --- one process that plays all islands, one after the other
 
 
-class Island:
-    """One island of the player: a model, its optimizer, and the error of its messages. player: a
-    Player, or what else has its attributes."""
+class Island(Trainee):
+    """One island of the player: a model in training, and the error of its messages."""
 
-    def __init__(self, player, number):
-        self.player, self.number = player, number
-        build = player.config, player.args.seed, player.device, player.dtype, player.draw
-        self.model = gpt.build(*build)
-        self.weights = {name: p.data for name, p in self.model.named()}
-        self.optimizer = make_optimizer(list(self.model.parameters()), player.args)
+    def __init__(self, player):
+        super().__init__(player)
         self.errors = {}  # {part: what its messages have left out}
-        self.losses, self.norms = [], []
-
-    def train(self, step):
-        """One step on this island's rows."""
-        player, args = self.player, self.player.args
-        for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate(step, args)
-        [(tokens, targets, samples)] = player.rows_of(self.number, step)
-        self.optimizer.zero_grad()
-        loss = self.model(tokens, targets=targets, count=player.count, samples=samples)
-        loss.backward()
-        self.gradients = {name: p.grad.clone() for name, p in self.model.named()}
-        parameters = list(self.model.parameters())
-        norm = grad_norm(parameters)
-        clip(parameters, norm, args.grad_clip)
-        self.optimizer.step()
-        gpt.rebalance(self.model)
-        self.losses.append(loss.item())
-        self.norms.append(norm.item())
 
     def message(self, part, names, old, bits, pieces=None):
         """What this island says of a part, as the others read it. pieces: see `play`."""
@@ -170,7 +144,7 @@ def play(player, steps, parts, finish=False, watch=lambda step, islands: None, p
     pieces  {parameter: pieces of it that are rounded by themselves}. Default: parts are
     """
     args = player.args
-    islands = [Island(player, number) for number in range(player.islands)]
+    islands = [Island(player) for _ in range(player.islands)]
     kind = torch.promote_types(player.dtype, torch.float32)
     old = {name: w.to(kind, copy=True) for name, w in islands[0].weights.items()}
     velocity = {name: torch.zeros_like(w) for name, w in old.items()}
@@ -198,8 +172,9 @@ def play(player, steps, parts, finish=False, watch=lambda step, islands: None, p
             weight.copy_(keep * weight + (1 - keep) * old[name])
 
     for step in range(steps):
-        for island in islands:
-            island.train(step)
+        for number, island in enumerate(islands):
+            [rows] = player.rows_of(number, step)
+            island.train(step, rows, player.count)
         for part in range(len(parts)):
             if (step + 1) % args.sync_every == part * args.sync_every // args.stream:
                 send(part, step)
@@ -216,13 +191,6 @@ def play(player, steps, parts, finish=False, watch=lambda step, islands: None, p
         for name in parts[part]:
             mix(name, 0)
     return islands
-
-
-def is_data_parallelism(args):
-    """Whether the flags make the islands data-parallel ranks."""
-    plain = args.sync_every == 1 and args.outer_lr == 1 and args.outer_momentum == 0
-    exact = args.outer_bits is None and args.stream_delay == 0
-    return plain and exact and args.optimizer == "sgd" and args.grad_clip == 0
 
 
 class Player(OneProcess):
@@ -248,8 +216,7 @@ class Player(OneProcess):
         if run.rank > 0:
             return [None] * self.islands
         finish = self.finishes and steps == self.args.steps
-        played = play(self, steps, self.parts, finish, pieces=pieces)
-        return [Trained(i.losses, i.norms, i.gradients, i.weights) for i in played]
+        return play(self, steps, self.parts, finish, pieces=pieces)
 
 
 # --- what the outer steps send and hold
@@ -314,7 +281,6 @@ class DemoPlayer(Player):
     def __init__(self, run, model, diloco):
         n, names = run.world, {p: name for name, p in model.named()}
         self.ledger = Ledger({"islands": dist.group.WORLD})
-        self.beside_ddp = None  # the largest difference from data parallelism
         super().__init__(
             run,
             island=run.rank,
@@ -323,17 +289,6 @@ class DemoPlayer(Player):
             count=run.count // n,
             parts=[[names[p] for p in part.parameters] for part in diloco.parts],
         )
-
-    def compare_more(self, run, steps, parameters, weights):
-        """Where islands are data-parallel ranks, the weights beside those of one ordinary process
-        with the whole batch. Where they are equal to rounding, so are all the gradients on the way.
-        """
-        if not is_data_parallelism(self.args):
-            return {}
-        alone = one_process(run, steps).weights if run.rank == 0 else None
-        differences = compare_tensors(run, "param", alone, weights, parameters)
-        self.beside_ddp = max(run.gather(max(differences.values())))
-        return {("param", f"{name}, beside ddp"): d for (_, name), d in differences.items()}
 
 
 def of_demo(run, diloco, player):
@@ -351,7 +306,4 @@ def of_demo(run, diloco, player):
             f"ddp.py sends {human(ddp).strip()} a step, {ddp / sent:,.1f} times as much; "
             f"the largest message here has {human(largest).strip()}"
         )
-    if player.beside_ddp is not None:
-        off = f"{player.beside_ddp:.1e}"
-        notes.append(f"this is data parallelism: largest difference of a weight {off}")
     return rows, formulas.held(sizes) | outer, notes

@@ -1,11 +1,7 @@
-"""What is measured of a mixture of experts, from outside: rows that travel, the load of experts and
-ranks, the time that all-to-alls take.
-
-For the demo of expert_parallel.py, for train.py and for benchmarks/experts.py."""
+"""What is counted of a mixture of experts, from outside: rows that travel, the load of experts and
+ranks. For the demo of expert_parallel.py and for train.py."""
 
 import math
-import time
-from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -13,7 +9,7 @@ import torch.distributed as dist
 
 from harness.flags import real
 from harness.plots import check_plot, plot_flag, pyplot, save
-from harness.start import Refused
+from harness.refusal import Refused
 from proof.ledger import human
 from proof.receipt import Count
 from receipts import ddp
@@ -76,12 +72,12 @@ def expected(sizes, group, travelled, chunks, scalars=0):
     return sent, held(sizes, "(P_common + experts here) e", "the blocks', if routing were even")
 
 
-# --- what is measured
+# --- what is counted
 
 
 class RowCounter:
     """Counts the rows of mixtures' dispatches, in every forward since `clear`, a recomputation's
-    too: stands in for ExpertDispatch.read. An assignment is one of a token's k choices.
+    too: stands in for ExpertDispatch.counts_to_host. An assignment is one of a token's k choices.
 
     assignments: of this rank. sent: those that were not dropped. received: rows for this rank's
     experts. travelled: rows that left for another rank or came from one."""
@@ -89,7 +85,8 @@ class RowCounter:
     def __init__(self, mixtures):
         self.clear()
         for dispatch in (mixture.dispatch for mixture in mixtures):
-            dispatch.read = partial(self.count, dist.get_rank(dispatch.group), dispatch.read)
+            rank, read = dist.get_rank(dispatch.group), dispatch.counts_to_host
+            dispatch.counts_to_host = partial(self.count, rank, read)
 
     def clear(self):
         self.assignments = self.sent = self.received = self.travelled = 0
@@ -107,72 +104,6 @@ class RowCounter:
         return send, receive
 
 
-@dataclass
-class Flight:
-    """An all-to-all's times, in seconds. done: None where a backend does not tell."""
-
-    started: float
-    wait_began: float
-    wait_ended: float | None = None
-    done: float | None = None
-
-
-class AllToAllClock:
-    """Times all-to-alls between start() and stop(), where it stands in for
-    dist.all_to_all_single. Not for GPUs, where the host does not wait."""
-
-    def __init__(self):
-        self.flights = []
-        self.all_to_all_single = dist.all_to_all_single
-
-    def start(self):
-        dist.all_to_all_single = self.timed
-
-    def stop(self):
-        dist.all_to_all_single = self.all_to_all_single
-
-    def timed(self, *args, **kwargs):
-        began = time.perf_counter()
-        flight = Flight(began, began)
-        work = self.all_to_all_single(*args, **kwargs)
-        if work is None:  # it was not asynchronous
-            flight.wait_ended = time.perf_counter()
-            self.flights.append(flight)
-            return None
-
-        def done(_):
-            flight.done = time.perf_counter()
-
-        work.get_future().add_done_callback(done)
-        return TimedWork(work, flight, self.flights)
-
-    def waited(self):
-        """Seconds that this rank waited."""
-        return sum(flight.wait_ended - flight.wait_began for flight in self.flights)
-
-    def in_flight(self):
-        """Seconds in which all-to-alls were on their way. Several at a time count once."""
-        total = end = 0.0
-        for flight in sorted(self.flights, key=lambda flight: flight.started):
-            done = min(flight.done or flight.wait_ended, flight.wait_ended)
-            total += max(0.0, done - max(flight.started, end))
-            end = max(end, done)
-        return total
-
-
-class TimedWork:
-    """An asynchronous all-to-all whose wait is timed."""
-
-    def __init__(self, work, flight, flights):
-        self.work, self.flight, self.flights = work, flight, flights
-
-    def wait(self):
-        self.flight.wait_began = time.perf_counter()
-        self.work.wait()
-        self.flight.wait_ended = time.perf_counter()
-        self.flights.append(self.flight)
-
-
 class Report:
     """What the demo of expert_parallel.py says of its run.
 
@@ -182,7 +113,7 @@ class Report:
         self.run = run
         self.mixtures = [block.mlp for block in model.blocks.values()]
         self.sizes = self.mixtures[0].dispatch.sizes  # how many experts each rank has
-        self.rows, self.clock, self.loads = RowCounter(self.mixtures), AllToAllClock(), []
+        self.rows, self.loads = RowCounter(self.mixtures), []
         self.assignments = self.dropped = self.too_many = 0
         for mixture in self.mixtures if run.args.capacity is not None else []:
             mixture.dispatch.register_forward_pre_hook(self.count_too_many)
@@ -203,12 +134,9 @@ class Report:
         self.dropped += rows.assignments - rows.sent
         rows.clear()
         self.loads.append(torch.stack([mixture.router.load for mixture in self.mixtures]))
-        if step == 0 and self.run.device.type == "cpu":  # the first step warms up
-            self.clock.start()
 
     def show_load(self):
         """Print how often experts were chosen, and draw it where --plot asks for that."""
-        self.clock.stop()
         load = torch.stack(self.loads)  # (steps, layers, E)
         dist.all_reduce(load)
         self.run.print("\n" + heat_map(load.cpu(), self.sizes))
@@ -241,28 +169,11 @@ class Report:
             f"{self.run.measured + 1} the fullest rank had "
             f"{fullest[0].item() / received * n:.0%} of an even share"
         ]
-        notes += self.timing()
         if args.capacity is not None:
             text = f"capacity {args.capacity:g}: {dropped:,} assignments "
             text += f"({dropped / assignments:.1%}) dropped in {args.steps} steps"
             notes.append(Count(text, dropped, too_many))
         return notes
-
-    def timing(self):
-        """How long all-to-alls were on their way, and in how much of that time nothing else was
-        done: a list of one line or none."""
-        times = [self.clock.in_flight(), self.clock.waited()]
-        times = torch.tensor(times, dtype=torch.float64, device=self.run.device)
-        times *= 1000 / self.run.world / max(1, self.run.args.steps - 1)
-        dist.all_reduce(times)
-        flight, waited = times.tolist()
-        if not flight or self.run.world == 1:
-            return []
-        return [
-            f"all-to-alls were on their way for {flight:.0f} ms of a rank's step (until the last "
-            f"rank joins in, that is): for {waited:.0f} ms it waited, "
-            f"{max(0, 1 - waited / flight):.0%} was hidden behind computation"
-        ]
 
 
 def heat_map(load, sizes):

@@ -93,6 +93,19 @@ def sizes_of(args, config, ranks=1, **others):
     return Sizes(config, **step | others)
 
 
+def flops_per_token(config):
+    """FLOPs of forward and backward per token of a full context: 6 for each weight of a matrix
+    that the token passes, and 12 x layers x context x width for the two matmuls of attention,
+    without a discount for causality (PaLM, Chowdhery 2022, arXiv:2204.02311, appendix B)."""
+    head_dim = config.width // config.heads
+    attention = config.width * head_dim * (2 * config.heads + 2 * config.kv_heads)
+    mlp = config.width * config.hidden * (3 if config.mlp == "swiglu" else 2)
+    if config.experts:
+        mlp = mlp * (config.top_k + config.shared) + config.width * config.experts
+    weights = config.layers * (attention + mlp) + config.width * config.vocab
+    return 6 * weights + 12 * config.layers * config.context * config.width
+
+
 # --- sums over ranks
 
 

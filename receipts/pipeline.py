@@ -1,4 +1,4 @@
-"""What a pipeline schedule is worth: simulated without ranks, measured in a run, and drawn.
+"""What a pipeline schedule is worth: simulated without ranks, and drawn.
 
 A schedule is a list of rows, one a rank, as pipeline.py makes it. Each row lists the rank's actions
 (kind, microbatch, stage). Kind "F" is a forward, "B" a backward, "I" a backward's first part (the
@@ -9,21 +9,16 @@ schedule.outgoing(action) are the messages that an action waits for and sends, e
 Spans are a schedule with times: for each rank a list of (start, end, action).
 """
 
+import argparse
 import contextlib
 import functools
 import itertools
-import json
-import time
 
-import torch
-import torch.distributed as dist
-
-from harness.outputs import writing
-from harness.plots import plot_flag, pyplot, save
+from harness.plots import check_plot, plot_flag, pyplot, save
 from harness.presets import ceil
-from harness.start import Refused, refusing
+from harness.refusal import Refused, refusing
 from proof.receipt import Count
-from receipts.formulas import SCALAR, Group, held, sizes_of, summed
+from receipts.formulas import SCALAR, Group, flops_per_token, held, sizes_of, summed
 
 MOST_ACTIONS = 20_000_000  # of a schedule: 160 bytes and 7 microseconds each
 
@@ -32,16 +27,10 @@ MOST_ACTIONS = 20_000_000  # of a schedule: 160 bytes and 7 microseconds each
 
 def of_flags(make, args, config, ranks):
     """The schedule of --schedule, --microbatches and --chunks. Refuses what does not exist, and a
-    model with fewer layers than stages. make(name, ranks, microbatches, chunks): pipeline.make."""
-    # Before a schedule is made that nothing can hold
-    if args.schedule == "interleaved" and args.chunks and config.layers < args.chunks * ranks:
-        raise Refused(
-            f"{config.layers} layers are too few for {args.chunks * ranks} pipeline stages: use "
-            "fewer --chunks, or more --layers"
-        )
+    model with fewer layers than stages. make: make_schedule of zero_bubble.py."""
     check_length(ranks, args.microbatches, args.chunks or 2)
     with refusing():
-        schedule = make(args.schedule, ranks, args.microbatches, args.chunks)
+        schedule = checked(make, args.schedule, ranks, args.microbatches, args.chunks)
     stages = len(schedule.owner)
     if config.layers < stages:
         most = config.layers // (stages // ranks)
@@ -50,6 +39,14 @@ def of_flags(make, args, config, ranks):
             f"{config.layers} layers are too few for {stages} pipeline stages: "
             f"use {advice}fewer stages a rank, or more --layers"
         )
+    return schedule
+
+
+def checked(make, name, ranks, microbatches, chunks):
+    schedule = make(name, ranks, microbatches, chunks)
+    held = len(schedule.stages(0))
+    if chunks not in (None, held):
+        raise ValueError(f"stages a rank of {name}: {held}, not {chunks}: leave out --chunks")
     return schedule
 
 
@@ -64,12 +61,22 @@ def check_length(ranks, microbatches, chunks):
 
 
 def flags(group):
-    """What to show of a schedule. report and compare read them."""
-    plot_flag(group, "draw plan and run, one above the other")
-    why = "write the run's last step for Perfetto (ui.perfetto.dev)"
-    group.add_argument("--trace", metavar="FILE", help=why)
+    """What to show of schedules. `check` and `compare` read them."""
     why = "run nothing: all schedules, or --schedule, for --nproc ranks, from the simulator"
     group.add_argument("--compare", action="store_true", help=why)
+    plot_flag(group, "with --compare: draw the schedules, one below the other")
+    group.add_argument("--trace", nargs="?", const=True, help=argparse.SUPPRESS)  # is gone
+
+
+def check(args):
+    """Refuse flags that show nothing together."""
+    if args.trace:
+        raise Refused("--trace is gone: --compare --plot NAME draws schedules")
+    if args.compare and args.json:
+        raise Refused("--compare runs nothing that --json could show: leave one of them out")
+    if args.plot and not args.compare:
+        raise Refused("--plot draws schedules, and runs nothing: add --compare, or leave it out")
+    check_plot(args)
 
 
 # --- where to cut the layers
@@ -103,7 +110,7 @@ def stage_layers(config, stages):
     """The range of layers of each stage, balanced by a token's FLOPs. The output projection counts
     with the last layer. The embedding is a look-up: no work beside a layer's."""
     projection = 6 * config.width * config.vocab
-    costs = [(config.flops_per_token() - projection) // config.layers] * config.layers
+    costs = [(flops_per_token(config) - projection) // config.layers] * config.layers
     costs[-1] += projection
     return balance(costs, stages)
 
@@ -111,72 +118,37 @@ def stage_layers(config, stages):
 # --- without ranks
 
 
-def simulate(
-    schedule,
-    forward=1.0,
-    input=1.0,
-    weight=1.0,
-    transfer=0.0,
-    time=None,
-    first_launch_drains=False,
-):
+def simulate(schedule, forward=1.0, input=1.0, weight=1.0, transfer=0.0, time=None):
     """The spans of a schedule, if an action starts when its rank is free and its message is there.
 
     forward, input, weight: times of one stage's F, I and W. B takes input + weight.
     transfer: time of a message between two ranks. time(action): replaces the times of the actions.
-    first_launch_drains: a rank's first action of each kind also waits until no message of the rank
-    is on its way, as on a GPU that loads a kernel at its first launch (pipeline.warm_up has more).
-    Raises ValueError if the schedule then never ends."""
+    """
     times = {"F": forward, "B": input + weight, "I": input, "W": weight}
     arrival = {None: 0.0}  # {message: when it is there}; without a message nothing is waited for
     spans = [[] for _ in schedule]
     progress = True
     while progress:
         progress = False
-        for rank, row in enumerate(schedule):
-            while len(spans[rank]) < len(row):
-                action = row[len(spans[rank])]
+        for row, of_rank in zip(schedule, spans):
+            while len(of_rank) < len(row):
+                action = row[len(of_rank)]
                 awaited, message = schedule.incoming(action), schedule.outgoing(action)
                 if awaited not in arrival:
                     break
-                start = max(spans[rank][-1][1] if spans[rank] else 0.0, arrival[awaited])
-                if first_launch_drains and action.kind not in {a.kind for *_, a in spans[rank]}:
-                    posted = posted_receives(schedule, rank, len(spans[rank]))
-                    if not posted <= arrival.keys():
-                        break
-                    start = max([start, *(arrival[m] for m in posted)])
+                start = max(of_rank[-1][1] if of_rank else 0.0, arrival[awaited])
                 end = start + (time(action) if time else times[action.kind])
-                spans[rank].append((start, end, action))
+                of_rank.append((start, end, action))
                 if message is not None:
                     local = message.source == message.target
                     arrival[message] = end if local else end + transfer
                 progress = True
-    stuck = [rank for rank, row in enumerate(schedule) if len(spans[rank]) < len(row)]
-    if stuck:
-        rank = stuck[0]
-        action = schedule[rank][len(spans[rank])]
-        raise ValueError(f"the schedule never ends: rank {rank} hangs before {action}")
     return spans
-
-
-def posted_receives(schedule, rank, done):
-    """The receives that pipeline.play has posted on a rank before its action number `done` runs:
-    of each queue the first message that no earlier action and not this one has taken."""
-    posted = {}
-    for action in schedule[rank][done + 1 :]:
-        message = schedule.incoming(action)
-        if message is not None and message.source != rank:
-            posted.setdefault(message.queue, message)
-    return set(posted.values())
-
-
-def first_start(spans):
-    return min(row[0][0] for row in spans)
 
 
 def makespan(spans):
     """From the first action of all ranks to the last."""
-    return max(row[-1][1] for row in spans) - first_start(spans)
+    return max(row[-1][1] for row in spans)
 
 
 def working(row):
@@ -267,133 +239,56 @@ def most_in_flight(name, ranks, microbatches, stages):
     return min(m, most)
 
 
-# --- of a run
+# --- the receipt
 
 
-class Stopwatch:
-    """Notes the span of each action of one rank, without its waits for messages: give it to play as
-    `around`. It waits for an accelerator at both ends of each action, so that step is slower.
+class GradientsInW:
+    """Counts the parameters' gradients that come in W, not with those of inputs: give it to play as
+    `around`."""
 
-    put_off: how many gradients of the parameters came in W, not with those of inputs."""
-
-    def __init__(self, device, parameters=()):
-        self.device, self.spans = torch.device(device), []
-        self.put_off, self.in_w = 0, False
+    def __init__(self, parameters):
+        self.count, self.in_w = 0, False
         for p in parameters:
             p.register_post_accumulate_grad_hook(self.arrived)
 
     @contextlib.contextmanager
     def __call__(self, action):
-        start, self.in_w = self.clock(), action.kind == "W"
+        self.in_w = action.kind == "W"
         yield
         self.in_w = False
-        self.spans.append((start, self.clock(), action))
 
     def arrived(self, parameter):
-        self.put_off += self.in_w
-
-    def clock(self):
-        """Seconds, once every kernel that was launched has run."""
-        if self.device.type != "cpu":
-            # Not the whole device: a receive that is posted ahead waits on a stream of its own.
-            torch.accelerator.current_stream().synchronize()
-        return time.perf_counter()
+        self.count += self.in_w
 
 
-def clock_offset(group, device, rounds=8):
-    """Seconds to add to this rank's clock to get the clock of the group's first rank.
-
-    The first rank answers a few pings with its time. Of the quickest ping, the answer is taken for
-    the time in its middle (Mills 1991, NTP)."""
-    rank, quickest, offset = dist.get_rank(group), float("inf"), 0.0
-    for other in range(1, dist.get_world_size(group)):
-        if rank not in (0, other):
-            continue
-        for _ in range(rounds):
-            tick = torch.zeros(1, dtype=torch.float64, device=device)
-            if rank == 0:
-                dist.recv(tick, group=group, group_src=other)
-                tick.item()  # on a GPU recv returns before the message is there
-                dist.send(torch.full_like(tick, time.perf_counter()), group=group, group_dst=other)
-                continue
-            sent = time.perf_counter()
-            dist.send(tick, group=group, group_dst=0)
-            dist.recv(tick, group=group, group_src=0)
-            answer = tick.item()
-            took = time.perf_counter() - sent
-            if took < quickest:
-                quickest, offset = took, answer - sent - took / 2
-    return offset
+def expected(sizes, group, messages, tied=None, scalars=2):
+    """(sent, held). messages: how many activations and gradients this rank sends for each
+    micro-batch, as `boundaries` counts them. tied: the Group of the two ends, if the first and the
+    last stage are on two ranks and share a matrix. scalars: how many numbers are summed over all
+    stages: the loss and the norm."""
+    config, length = sizes.config, sizes.length
+    if sizes.sp:
+        length = ceil(length, sizes.tp)
+    size = sizes.sequences * length * config.width * sizes.e
+    sent = summed(group, scalars * SCALAR, "loss and norm")
+    for name, count in zip(("down", "up"), messages):
+        sent["send", name] = count * size, "m b T C e a boundary to another rank"
+    if tied and config.tied and sizes.embedding != sizes.head:
+        matrix = ceil(config.vocab, sizes.tp) * config.width
+        sent |= summed(tied, matrix * sizes.reduced, "2 r V C e, the tied matrix")
+    return sent, held(sizes, "blocks of the stages, and the ends' matrices", "in flight x blocks")
 
 
-def gather_spans(spans, group, device):
-    """The spans of all ranks, by the clock of the group's first rank."""
-    offset = clock_offset(group, device)
-    row = [(start + offset, end + offset, action) for start, end, action in spans]
-    rows = [None] * dist.get_world_size(group)
-    dist.all_gather_object(rows, row, group=group)
-    return rows
+def receipt(run, schedule, layers, in_w):
+    """Write the receipt of a demo's run. Returns the exit code.
 
-
-# --- shown
-
-
-def timeline(spans, unit=1.0):
-    """The spans as text, a row a rank, `unit` of time a cell.
-
-    A forward is its micro-batch's number, a backward [1 ], the input's gradient (1, the weights'
-    {1, idle time dots. A quote marks a rank's later stages."""
-    begin = first_start(spans)
-    numbers = [action.microbatch for row in spans for *_, action in row]
-    cell = 1 + len(str(max(numbers)))
-    lines = []
-    for row in spans:
-        first = min(action.stage for *_, action in row)
-        line = ""
-        for start, end, (kind, m, stage) in row:
-            idle = round((start - begin) / unit) - len(line) // cell
-            line += ".".rjust(cell) * idle
-            width = cell * max(1, round((end - start) / unit))
-            quote = "'" if stage > first else ""
-            if kind == "B" and width > cell:
-                line += "[" + f"{m}{quote}".center(width - 2) + "]"
-            else:
-                mark = {"F": quote, "B": "[", "I": "(", "W": "{"}[kind]
-                line += f"{mark}{m}".rjust(width)
-        lines.append(line)
-    return "\n".join(lines)
-
-
-NAMES = {"F": "forward", "B": "backward", "I": "input gradient", "W": "weight gradient"}
-
-
-def trace(spans):
-    """The spans in the Trace Event Format, as a dict to write as JSON, for Perfetto or
-    chrome://tracing."""
-    begin, events = first_start(spans), []
-    for rank, row in enumerate(spans):
-        process = {"name": "process_name", "ph": "M", "pid": rank, "args": {"name": f"rank {rank}"}}
-        events.append(process)
-        for start, end, (kind, m, stage) in row:
-            event = {"name": f"{kind}{m}", "cat": NAMES[kind], "ph": "X", "pid": rank, "tid": stage}
-            event |= {"ts": (start - begin) * 1e6, "dur": (end - start) * 1e6}  # microseconds
-            event["args"] = {"micro-batch": m, "stage": stage, "kind": NAMES[kind]}
-            events.append(event)
-    return {"traceEvents": events, "displayTimeUnit": "ms"}
-
-
-def receipt(run, schedule, layers, stopwatch):
-    """Write the receipt of a demo's run, and what --trace and --plot ask for. Returns the exit
-    code.
-
-    layers: the range of layers of each stage. stopwatch: this rank's, of the last step."""
-    args = run.args
+    layers: the range of layers of each stage. in_w: this rank's GradientsInW, of the last step."""
+    args, notes = run.args, plan_notes(run.args, schedule, layers)
     layout = {"pp": run.world, "schedule": args.schedule, "microbatches": args.microbatches}
-    notes = report(run, schedule, layers, stopwatch.spans)
     if any(action.kind == "W" for row in schedule for action in row):
         wanted = weights_put_off(run.config, schedule[run.rank], layers)
-        text = f"gradients of matrices that came in W, on rank {run.rank}: {stopwatch.put_off}"
-        notes.append(Count(text, stopwatch.put_off, wanted))
+        text = f"gradients of matrices that came in W, on rank {run.rank}: {in_w.count}"
+        notes.append(Count(text, in_w.count, wanted))
     stages = schedule.stages(run.rank)
     sizes = sizes_of(
         args,
@@ -424,69 +319,58 @@ def weights_put_off(config, row, layers):
     return count
 
 
-def expected(sizes, group, messages, tied=None, scalars=2):
-    """(sent, held). messages: how many activations and gradients this rank sends for each
-    micro-batch, as `boundaries` counts them. tied: the Group of the two ends, if the first and the
-    last stage are on two ranks and share a matrix. scalars: how many numbers are summed over all
-    stages: the loss and the norm."""
-    config, length = sizes.config, sizes.length
-    if sizes.sp:
-        length = ceil(length, sizes.tp)
-    size = sizes.sequences * length * config.width * sizes.e
-    sent = summed(group, scalars * SCALAR, "loss and norm")
-    for name, count in zip(("down", "up"), messages):
-        sent["send", name] = count * size, "m b T C e a boundary to another rank"
-    if tied and config.tied and sizes.embedding != sizes.head:
-        matrix = ceil(config.vocab, sizes.tp) * config.width
-        sent |= summed(tied, matrix * sizes.reduced, "2 r V C e, the tied matrix")
-    return sent, held(sizes, "blocks of the stages, and the ends' matrices", "in flight x blocks")
-
-
-def report(run, schedule, layers, spans):
-    """What the receipt says about a schedule and its run, as lines of text. Writes what --trace and
-    --plot ask for, too."""
-    args, p, v = run.args, len(schedule), len(layers) // len(schedule)
-    name, m = args.schedule, args.microbatches
-    plan, real = simulate(schedule), gather_spans(spans, dist.group.WORLD, run.device)
-    if run.rank == 0 and args.trace:
-        with writing("--trace", args.trace), open(args.trace, "w") as f:
-            json.dump(trace(real), f)
-    if run.rank == 0 and args.plot:
-        title = f"{name}, {p} ranks, {m} micro-batches: plan"
-        pictures = [(title, plan, "units of time"), ("run, last step", real, "seconds")]
-        plot(args.plot, pictures, during_run=True)
-    wait, text = by_paper(name, p, m, v, v, v, v)  # a stage's F is one unit, a rank's is v
+def plan_notes(args, schedule, layers):
+    """Lines of the receipt: what the schedule holds and waits, simulated and by its paper."""
+    p, v, m = len(schedule), len(layers) // len(schedule), args.microbatches
+    plan, flying = simulate(schedule), [in_flight(row) for row in schedule]
+    wait, text = by_paper(args.schedule, p, m, v, v, v, v)  # a stage's F is one unit, a rank's is v
     formula = f"the formula is {text}" if wait is None else f"by the formula {wait:g}: {text}"
-    waits = waiting(plan)
-    flying = [in_flight(row) for row in schedule]
-    unit = makespan(real) / makespan(plan)
+    waits, most = waiting(plan), most_in_flight(args.schedule, p, m, v)
     in_flights = f"by rank: {' '.join(map(str, flying))}"
     stages = " ".join(f"{r.start}-{r.stop - 1}" for r in layers)
     return [
         f"layers of the stages: {stages}",
         Count(
-            f"activations held at most, in stages x micro-batches, {in_flights}",
-            max(flying),
-            most_in_flight(name, p, m, v),
+            f"activations held at most, in stages x micro-batches, {in_flights}", max(flying), most
         ),
         Count(f"a rank waits {waits:g} units of {3 * m * v}, {formula}", waits, wait),
         f"utilisation of the step {utilisation(plan):.1%}",
         "plan, if forward and each half of backward take as long; "
         "1 forward, [1 ] backward or (1 of inputs, {1 of weights:",
         *(f"    {line}" for line in timeline(plan).splitlines()),
-        f"run, the last step ({unit * 1000:.1f} ms a cell), utilisation {utilisation(real):.1%} "
-        "(ranks may share cores):",
-        *(f"    {line}" for line in timeline(real, unit).splitlines()),
     ]
+
+
+# --- shown
+
+
+def timeline(spans):
+    """The spans as text, a row a rank, a cell a unit of time.
+
+    A forward is its micro-batch's number, a backward [1 ], the input's gradient (1, the weights'
+    {1, idle time dots. A quote marks a rank's later stages."""
+    numbers = [action.microbatch for row in spans for *_, action in row]
+    cell = 1 + len(str(max(numbers)))
+    lines = []
+    for row in spans:
+        first = min(action.stage for *_, action in row)
+        line = ""
+        for start, end, (kind, m, stage) in row:
+            line += ".".rjust(cell) * (round(start) - len(line) // cell)
+            width = cell * round(end - start)
+            quote = "'" if stage > first else ""
+            if kind == "B":
+                line += "[" + f"{m}{quote}".center(width - 2) + "]"
+            else:
+                mark = {"F": quote, "I": "(", "W": "{"}[kind]
+                line += f"{mark}{m}".rjust(width)
+        lines.append(line)
+    return "\n".join(lines)
 
 
 def compare(make, args, names):
     """Print each of the named schedules that exists for --nproc ranks and --microbatches beside its
-    paper's formula, from the simulator; and draw them. Of --schedule that one alone.
-
-    make(name, ranks, microbatches, chunks) -> schedule: pipeline.make."""
-    if args.trace or args.json:
-        raise Refused("--compare runs nothing that --trace or --json could show: leave them out")
+    paper's formula, from the simulator; and draw them. Of --schedule only that one."""
     ranks, microbatches = args.nproc or 4, args.microbatches
     check_length(ranks, microbatches, args.chunks or 2)
     names = [args.schedule] if args.schedule else names
@@ -500,14 +384,14 @@ def compare(make, args, names):
     for name in names:
         chunks = args.chunks if args.schedule or name == "interleaved" else None
         try:
-            schedule = make(name, ranks, microbatches, chunks)
+            schedule = checked(make, name, ranks, microbatches, chunks)
         except ValueError as e:
             print(f"  {name:12s}  {e}")
             continue
         v = len(schedule.owner) // ranks
         spans = simulate(schedule, 1 / v, 1 / v, 1 / v)
         if name != "naive" or args.schedule:  # naive is three times as long as the others
-            pictures.append((name, spans, ""))
+            pictures.append((name, spans))
         expected, text = by_paper(name, ranks, microbatches, v, 1, 1, 1)
         wait = f"{waiting(spans):6.2f}  {text}"
         if expected is not None:
@@ -539,32 +423,27 @@ LEGEND = {
 }
 
 
-def plot(name, pictures, during_run=False):
-    """Draw timelines one above the other, each (title, spans, unit of time): a row a rank, a bar an
-    action."""
+def plot(name, pictures):
+    """Draw timelines one above the other, each (title, spans): a row a rank, a bar an action."""
     plt = pyplot()
-    many = len(pictures) > 2
-    bars = sum(len(spans) for _, spans, _ in pictures)
-    size = (12, 1.5 + (0.3 if many else 0.5) * bars)
+    bars = sum(len(spans) for _, spans in pictures)
+    size = (12, 1.5 + 0.3 * bars)
     figure, axes = plt.subplots(
-        len(pictures), figsize=size, squeeze=False, sharex=many, layout="constrained"
+        len(pictures), figsize=size, squeeze=False, sharex=True, layout="constrained"
     )
-    for ax, (title, spans, unit) in zip(axes[:, 0], pictures):
-        begin = first_start(spans)
+    for ax, (title, spans) in zip(axes[:, 0], pictures):
         for rank, row in enumerate(spans):
             first = min(action.stage for *_, action in row)
             for start, end, (kind, m, stage) in row:
                 color = COLORS[kind][stage > first]
                 bar = dict(color=color, edgecolor="white", linewidth=0.4)
-                ax.barh(rank, end - start, 0.9, start - begin, **bar)
-                middle = (start + end) / 2 - begin
-                ax.text(middle, rank, str(m), ha="center", va="center", fontsize=6)
+                ax.barh(rank, end - start, 0.9, start, **bar)
+                ax.text((start + end) / 2, rank, str(m), ha="center", va="center", fontsize=6)
         ax.set_yticks(range(len(spans)), [f"rank {rank}" for rank in range(len(spans))])
         ax.invert_yaxis()
-        ax.set_xlabel(unit)
         ax.set_title(f"{title}   (utilisation {utilisation(spans):.1%})", fontsize=10, loc="left")
         ax.spines[["top", "right", "left"]].set_visible(False)
     handles = [plt.Rectangle((0, 0), 1, 1, color=COLORS[kind][0]) for kind in LEGEND.values()]
     place = dict(ncols=3, loc="lower right", bbox_to_anchor=(1, 1), frameon=False, fontsize=8)
     axes[0, 0].legend(handles, LEGEND, **place)
-    save(figure, name, during_run=during_run)
+    save(figure, name)

@@ -3,9 +3,7 @@ quarter more where it gathers again; 1/t of the activations."""
 
 from dataclasses import replace
 
-from harness.presets import ceil
-from harness.start import Refused
-from proof.saved import saved_bytes
+from proof.ledger import saved_bytes
 from receipts.formulas import (
     SCALAR,
     WHOLE_BLOCKS,
@@ -16,15 +14,6 @@ from receipts.formulas import (
     summed,
 )
 from receipts.tensor_parallel import repeated
-
-
-def check_padding(config, t):
-    """Refuse tokens that do not divide by t ranks, with experts: routers would count the padding,
-    and choose experts for it."""
-    if config.experts and config.context % t:
-        raise Refused(
-            f"experts take no padding: --context {config.context} must be a multiple of {t}"
-        )
 
 
 def expected(sizes, group, scatter, scalars=1, partial=True):
@@ -55,9 +44,9 @@ def expected(sizes, group, scatter, scalars=1, partial=True):
         scatters += repeated(config) * blocks
     elif recompute == "selective" and keep:  # it runs the norms again
         gathers += blocks
-        if config.mlp == "gelu" and (shared or not config.experts):
+        if config.mlp == "gelu" and not config.experts:
             gathers += blocks
-    wide = sizes.sequences * ceil(sizes.length, sizes.tp) * sizes.tp * config.width * sizes.e
+    wide = tokens * config.width * sizes.e
     # Small messages: the loss; a token's k weights and the numbers of its experts, with the tokens
     reduced = scalars * SCALAR
     if sizes.head:

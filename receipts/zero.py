@@ -4,21 +4,18 @@ r = (N-1)/N, for the N ranks that split a copy; P parameters, with padding, of e
 """
 
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import NamedTuple
 
-import torch
 import torch.distributed as dist
 
-import model as gpt
 from harness import presets
-from harness.blocks import recompute
 from harness.flags import DTYPES
 from harness.presets import ceil
-from harness.start import keep_autograd_forkable
-from proof.ledger import Ledger, lasting, storage_bytes
 from receipts.formulas import (
     SCALAR,
     Group,
+    Sizes,
     add,
     held,
     parameters_of,
@@ -268,36 +265,30 @@ def of_demo(run):
     scatter = scatter_operation(dist.group.WORLD)
     sent, held = expected(sizes, stage, args, scatter, passes, [split])
     del held["activations_peak"]  # the measured peak has gradients that fill buckets, too
+    buckets = buckets_of(sizes, stage, args, [split])
     if stage == 3:
-        buckets = buckets_of(sizes, stage, args, [split])
         _, peak = gathered(sizes, buckets, passes, not args.keep_gathered)
         text = "all units" if args.keep_gathered else "the largest two units that follow each other"
         held["gathered_peak"] = peak * sizes.e, text, run.ledger.gathered_peak
     sums = [summed(whole, SCALAR, "the loss, 8 bytes")]
     if stage > 0:
         sums.append(summed(split.inside, SCALAR, "the norm, 8 bytes"))
-    return layout, add(sent, *sums), held, notes(run, sizes, stage, [split])
+    return layout, add(sent, *sums), held, notes(args, sizes, stage, n, buckets)
 
 
-def notes(run, sizes, stage, splits):
-    """Lines of the receipt. run: after the measured step."""
-    args, buckets = run.args, buckets_of(sizes, stage, run.args, splits)
-    elements, n = sum(bucket.size for bucket in buckets), splits[0].inside.ranks
-    rows = states_held(sizes, stage, args, buckets)
-    found = [run.held[kind] / elements for kind in rows]
-    padding = sum(bucket.padding for bucket in buckets) * sizes.moments * sizes.master
-    formula = (sum(size for size, _ in rows.values()) + padding) / elements
+def notes(args, sizes, stage, n, buckets):
+    """Lines of the receipt. n: ranks that split a copy."""
+    elements = sum(bucket.size for bucket in buckets)
+    copies = sizes.moments + sizes.masters
+    each = model_states(stage, n, sizes.e, sizes.reduced, copies * sizes.master)
     lines = [
-        f"bytes a parameter: {' + '.join(f'{each:.4g}' for each in found)} = {sum(found):.4g}"
-        f"   formula {formula:.4g}",
+        f"bytes a parameter: {' + '.join(f'{size:.4g}' for size in each)} = {sum(each):.4g}",
         f"P with padding: {elements:,}; r = {n - 1}/{n}",
     ]
     if sizes.reduced != sizes.master or args.offload:
         copy = elements * sizes.master // (n if stage else 1)
-        lines.append(
-            f"at the step, for a moment: {copy:,} bytes of gradients in {args.dtype}, where the"
-            " masters are"
-        )
+        where = f"of gradients in {args.dtype}, where the masters are"
+        lines.append(f"at the step, for a moment: {copy:,} bytes {where}")
     return lines
 
 
@@ -305,76 +296,37 @@ def notes(run, sizes, stage, splits):
 WIDTHS = (2816, 4608, 5376, 16640)
 
 
-def fit(make, stages, memory=80e9, ranks=64):
-    """Print for each stage the largest GPT whose model states fit, and play one step of it."""
+def fit(stages, memory=80e9, ranks=64):
+    """Print for each stage the largest GPT whose model states fit, by the formulas."""
     print(
-        f"{memory / 1e9:.0f} GB a rank, {ranks} ranks, bf16 with Adam in fp32; a step of one "
-        "sequence of 1024 tokens, blocks\nrecomputed. GB: model states by the formula and as held; "
-        "gathered weights and other memory, each at its peak"
+        f"{memory / 1e9:.0f} GB a rank, {ranks} ranks, bf16 with Adam in fp32; in GB the model "
+        "states, and gathered weights at their peak"
     )
-    print(
-        "  stage   bytes/P   largest P   GPT of                          P  formula    held"
-        "  gathered   other"
-    )
+    print("  stage   bytes/P   largest P   GPT of                          P   states  gathered")
     for stage in stages:
         width = WIDTHS[stage]
         each = sum(model_states(stage, ranks))
-        sizes = dict(width=width, heads=width // 128, context=1024, vocab=50257)
-        config = largest_gpt(memory / each, sizes)
+        shape = dict(width=width, heads=width // 128, context=1024, vocab=50257)
+        config = largest_gpt(memory / each, shape)
+        sizes, flags = Sizes(config, 1, 1024, e=2), SimpleNamespace(bucket_mb=25)
+        gathered_weights = 0
+        if stage == 3:
+            buckets = buckets_of(sizes, stage, flags, [Split(Group("dp", ranks))])
+            _, elements = gathered(sizes, buckets, [("F", 0), ("B", 0)], reshard=True)
+            gathered_weights = elements * sizes.e
         count = presets.parameter_count(config)
-        held, gathered, other = dry_run(make, stage, config, ranks)
         what = f"{config.layers} layers, {width} wide"
         print(
             f"  {stage:<6d}{each:9.4g}{memory / each / 1e9:10.1f} B   {what:24s}"
-            f"{count / 1e9:7.1f} B{count * each / 1e9:9.2f}{held / 1e9:8.2f}"
-            f"{gathered / 1e9:10.2f}{other / 1e9:8.2f}"
+            f"{count / 1e9:7.1f} B{count * each / 1e9:9.2f}{gathered_weights / 1e9:10.2f}"
         )
-        if held > memory:
-            raise SystemExit(f"stage {stage} holds {held:,} bytes, more than fit")
 
 
-def largest_gpt(parameters, sizes):
-    """The deepest GPT of these sizes that has at most so many parameters."""
+def largest_gpt(parameters, shape):
+    """The deepest GPT of this shape that has at most so many parameters."""
     layers = 1
     while True:
-        deeper = presets.configure(layers=layers + 1, **sizes)
+        deeper = presets.configure(layers=layers + 1, **shape)
         if presets.parameter_count(deeper) > parameters:
-            return presets.configure(layers=layers, **sizes)
+            return presets.configure(layers=layers, **shape)
         layers += 1
-
-
-def dry_run(make, stage, config, ranks):
-    """One step of rank 0 of many: the real code and every operation, on tensors without memory and
-    a network that sends nothing. Returns the bytes of model states, of gathered weights at their
-    peak, and of everything else (activations, buckets of gradients) at its peak."""
-    from torch._subclasses.fake_tensor import FakeTensorMode
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    def optimizer(pieces):
-        return torch.optim.AdamW(pieces, fused=True)
-
-    keep_autograd_forkable()
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
-    with torch.device("meta"):
-        model = gpt.GPT(config)
-    with FakeTensorMode():
-        zero = make(
-            model,
-            dist.group.WORLD,
-            stage,
-            optimizer,
-            param_dtype=torch.bfloat16,
-            value=lambda p: torch.empty(p.shape),
-        )
-        recompute(model, "block")
-        tokens, ledger = torch.zeros(1, config.context, dtype=torch.int64), Ledger({})
-        for _ in range(2):  # the first step makes the optimizer's states
-            ledger.watch([t for tensors in lasting(zero).values() for t in tensors])
-            zero.zero_grad()
-            with ledger:
-                model(tokens, targets=tokens, count=1).backward()
-                zero.finish()
-                zero.step()
-        held = storage_bytes(t for tensors in lasting(zero).values() for t in tensors)
-    dist.destroy_process_group()
-    return held, ledger.gathered_peak, ledger.peak

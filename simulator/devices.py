@@ -55,32 +55,14 @@ def usable_memory(args, cluster):
 def cluster_of(args):
     """The Cluster that the flags describe."""
     name = args.gpu or "h100"
-    device = DEVICES.get(name)
-    if device is None:
-        try:
-            figures = name.split("=")[1].upper().replace("/S", "").split(",")
-            units = ("GB", 1e9), ("TFLOP", 1e12), ("TB", 1e12), ("%", 0.01)
-            if len(figures) < len(units):
-                figures.append("100%")
-            device = Device(
-                *(
-                    float(text.removesuffix(unit)) * size
-                    for text, (unit, size) in zip(figures, units, strict=True)
-                )
-            )
-            if not all(0 < figure < math.inf for figure in device[: len(units)]):
-                raise ValueError("a device has some of each")
-            if device.power > 1:
-                raise ValueError("a limit is a part of the whole")
-        except (IndexError, ValueError):
-            hint = (
-                "or NAME=80GB,989TFLOP/s,3.35TB/s: memory, dense bf16 rate, memory bandwidth, and "
-                "perhaps a limit of its power, as ,70%"
-            )
-            known = ", ".join(DEVICES)
-            raise Refused(
-                f"--gpu {outputs.short(name)} is not known: choose one of {known}, {hint}"
-            ) from None
+    try:
+        device = DEVICES[name] if name in DEVICES else described(name)
+    except ValueError:
+        hint = (
+            "NAME=80GB,989TFLOP/s,3.35TB/s: memory, dense bf16 rate, memory bandwidth, and perhaps "
+        )
+        what = f"--gpu {outputs.short(name)} is not known: choose one of {', '.join(DEVICES)}"
+        raise Refused(f"{what}, or {hint}perhaps a limit of its power, as ,70%") from None
     if args.matmul and args.matmul > device.flops:
         peak = f"{device.flops / 1e12:g}TFLOP/s"
         raise Refused(
@@ -89,3 +71,19 @@ def cluster_of(args):
         )
     device = device._replace(matmul=args.matmul)
     return Cluster(device, args.nodes_of or 8, args.intra or 450e9, args.inter or 50e9)
+
+
+def described(text):
+    """The Device of NAME=80GB,989TFLOP/s,3.35TB/s or NAME=80GB,989TFLOP/s,3.35TB/s,70%. Raises
+    ValueError."""
+    figures = text.partition("=")[2].upper().replace("/S", "").split(",")
+    units = [("GB", 1e9), ("TFLOP", 1e12), ("TB", 1e12), ("%", 0.01)]
+    if len(figures) < len(units):
+        figures.append("100%")
+    sizes = []
+    for figure, (unit, size) in zip(figures, units, strict=True):
+        sizes.append(float(figure.removesuffix(unit)) * size)
+    device = Device(*sizes)
+    if not all(0 < size < math.inf for size in sizes) or device.power > 1:
+        raise ValueError("a device has some of each, and a limit is a part of the whole")
+    return device

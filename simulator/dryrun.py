@@ -8,33 +8,21 @@ and sent are those of a real run. Tests hold twelve layouts against real runs, t
     run.groups(...)   makes the meter (simulator/meter.py), which is the run's ledger too
     run.fill(...)     from here on the meter runs every operation, on meta tensors
     .item()           returns 1; the experts' all-to-alls get sizes as if routing were even
-    an operation      the meter counts its bytes, its FLOPs and its seconds
+    an operation      the meter counts its bytes, its FLOPs and its seconds (simulator/kernels.py)
+    a message         takes its seconds on its link (simulator/links.py)
     an action         of the pipeline: `DryRun.watch` ends a span of the meter before and after it
 
-An operation takes what simulator/kernels.py says of its kind: products by their shape, attention by
-its kernel, the rest by bytes moved; or the time in which the host launches it, if that is longer.
-With --compile the operations within blocks are fused. A message takes what simulator/links.py says
-of its algorithm, size and place. Messages that the code starts with async_op overlap with the
-action that starts them, and slow its computing down; they overlap with nothing else. An action
-takes the longer of its computing and these messages, plus the messages that it waits for. The
-simulator plays the schedule with these times, on all stages. Then comes what follows the last
-action: gradients that are still on their way, the norm, the optimizer, ZeRO's new weights.
+Messages that the code starts with async_op overlap with the action that starts them, and slow its
+computing down. An action takes the longer of its computing and these messages, plus the messages
+that it waits for. The simulator plays the schedule with these times, on all stages. Then comes what
+follows the last action: the norm, the optimizer, ZeRO's new weights. docs/without-a-cluster.md says
+where the constants come from, how far off estimates are, and what they leave out.
 
-The constants are public measurements, none fitted to a run of benchmarks/published.py, which shows
-how far off the estimates are. Left out: the allocator's waste, stragglers, failures, and what
-attention keeps on a GPU beside what the CPU's kernel keeps. nccl's buffers and the CUDA context are
-taken off a device's memory before a layout is said to fit (simulator/devices.py).
-
-With nccl RMSNorm is one operation, forward and backward, as torch's kernel for a GPU is, and keeps
-its input. On a CPU it is many, and keeps two copies in float32. Messages between stages are held
-until the step ends; nccl's until they are sent.
-
-MFU counts model FLOPs as PaLM does: 6 N_matmul + 12 L T C a token, without a discount for causality
-and nothing for recomputation (arXiv:2204.02311, appendix B). The FLOPs of a stage are those of its
-operations, with half of a causal attention's.
+With nccl RMSNorm is one operation, as torch's kernel for a GPU is, and keeps its input. On a CPU it
+is many, and keeps two copies in float32. Messages between stages are held until the step ends;
+nccl's until they are sent.
 
     python train.py --preset llama3-8b --dp 2 --tp 4 --zero 1 --batch 16 --dry-run
-    python train.py --preset llama3-70b --gpus 512 --batch 512 --param-dtype bfloat16 --plan
     python -m benchmarks.published      estimates beside what others measured
 """
 
@@ -55,11 +43,39 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import context_parallel
 import expert_parallel
-import pipeline
 import proof
-from harness.start import keep_autograd_forkable
+import zero_bubble
+from harness import Refused, start
 from proof.ledger import lasting
 from simulator.meter import META, Meter, Part
+from trainer.large_vocabulary import CHUNK
+
+# A dry run makes the groups of all ranks, a third of a millisecond for each; all rows of a
+# schedule, which takes seconds for 1,000 stages; and plays pieces of a step, milliseconds for each
+MOST = {"ranks": 131_072, "stages": 1024, "micro-batches": 30_000}
+MOST_PIECES = 30_000
+
+
+def check_counts(ranks, stages=1, microbatches=1):
+    """Refuse more than a dry run can lay out."""
+    for (what, most), count in zip(MOST.items(), (ranks, stages, microbatches)):
+        if count > most:
+            raise Refused(f"{count:,} {what}: a dry run takes at most {most:,}, give fewer")
+
+
+def check_playable(args, config):
+    """Refuse a step of so many small pieces that to play it would take minutes."""
+    blocks = args.microbatches * -(-config.layers // args.pp)
+    tokens = args.batch // args.dp * -(-config.context // args.cp)
+    # Of the loss of a whole vocabulary some rows at a time are computed
+    pieces = tokens * config.vocab // CHUNK if args.tp == 1 else 0
+    pieces += -(-config.context // args.cp) // 2**12  # the numbers of positions have values
+    if blocks + pieces > MOST_PIECES:
+        each = f"{args.microbatches:,} micro-batches of {tokens // args.microbatches:,} tokens"
+        raise Refused(
+            f"a dry run plays each of {each}: that is {blocks + pieces:,} pieces of work, more "
+            f"than {MOST_PIECES:,}: make --batch, --context or --microbatches smaller"
+        )
 
 
 class DryRun(proof.Run):
@@ -133,7 +149,7 @@ class NoText:
 
 
 def no_values(name, shape, init, seed):
-    """In place of model.draw."""
+    """In place of initialize.draw."""
     return torch.empty(shape)
 
 
@@ -200,8 +216,8 @@ def ones(tensor, tolist=torch.Tensor.tolist):
 
 
 def even(dispatch, sizes, assignments):
-    """In place of ExpertDispatch.read: rows to send and to receive, chunks x N each, if every
-    expert is chosen as often."""
+    """In place of ExpertDispatch.counts_to_host: rows to send and to receive, chunks x N each, if
+    every expert is chosen as often."""
     ends = [sum(dispatch.sizes[: r + 1]) for r in range(len(dispatch.sizes))]
     cuts = [[0, *(n * end // ends[-1] for end in ends)] for n in assignments]
     send = [[b - a for a, b in zip(cut, cut[1:])] for cut in cuts]
@@ -211,10 +227,10 @@ def even(dispatch, sizes, assignments):
 def play(args, rank, cluster, train, brief=False, routing=even):
     """Play one step of a rank of the layout in `args`. Returns what it did as a Played.
 
-    train(run, schedule, watch, cold): train.py's own. brief: of the micro-batches only the first
-    and the last, for their times. routing(dispatch, sizes, assignments): see `even`."""
+    train(run, schedule, watch, warm_up_first): train.py's own. brief: of the micro-batches only the
+    first and the last, for their times. routing(dispatch, sizes, assignments): see `even`."""
     args = copy.copy(args)
-    schedule = pipeline.make(args.schedule, args.pp, args.microbatches, args.chunks)
+    schedule = zero_bubble.make_schedule(args.schedule, args.pp, args.microbatches, args.chunks)
     off = "out", "init_from", "export", "log_to", "wandb", "profile", "plot", "record"
     vars(args).update(dict.fromkeys(off))
     # Of three steps the second is played: validation comes after the last. Of islands one is
@@ -227,11 +243,11 @@ def play(args, rank, cluster, train, brief=False, routing=even):
         for row in schedule:
             kept = [action for action in row if action.microbatch in keep]
             rows.append([a._replace(microbatch=keep[a.microbatch]) for a in kept])
-        schedule = pipeline.Schedule(rows)
+        schedule = type(schedule)(rows)
         args.batch, args.microbatches = 2 * args.batch // args.microbatches, 2
 
     def work(run):
-        train(run, schedule, run.watch, cold=False)
+        train(run, schedule, run.watch, warm_up_first=False)
 
     run = play_rank(args, rank, args.dp * args.cp * args.tp * args.pp, cluster, work, routing)
     meter, actions = run.ledger, run.actions
@@ -258,7 +274,7 @@ def play_rank(args, rank, world, cluster, work, routing=even, kind=DryRun):
     process group."""
     stand_ins = [
         (dist, "get_backend", lambda group=None: args.backend),
-        (expert_parallel.ExpertDispatch, "read", routing),
+        (expert_parallel.ExpertDispatch, "counts_to_host", routing),
         (torch.Tensor, "tolist", ones),
         # What is chosen by a tensor's device: on meta the same as on a CPU
         (F, "scaled_dot_product_attention", attention),
@@ -286,7 +302,7 @@ def play_all(args, ranks, cluster, train, brief=False):
 
 def play_several(layouts, cluster, train, brief=False):
     """[[Played of each rank] of each layout], of pairs (flags, ranks)."""
-    keep_autograd_forkable()
+    start.keep_autograd_forkable()
     jobs = [(args, rank, cluster, train, brief) for args, ranks in layouts for rank in ranks]
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     if len(jobs) == 1:

@@ -17,15 +17,6 @@ CPU, META = torch.device("cpu"), torch.device("meta")
 # Seconds that the host takes to launch an operation: 4.2 microseconds from Python, measured beside
 # an H100
 LAUNCH = 4.2e-6
-# What these give on meta tensors torch finds out slowly, in up to milliseconds: it is kept
-SLOW = {
-    aten.mul.Tensor,
-    aten.add.Tensor,
-    aten.cat.default,
-    aten.neg.default,
-    aten.native_layer_norm.default,
-    aten.native_layer_norm_backward.default,
-}
 
 
 class Part(NamedTuple):
@@ -62,7 +53,7 @@ class Meter(ledger.Ledger):
         self.cluster, self.dropout, self.waits = cluster, dropout, waits
         self.attention = attention or kernels.family(cluster.device).attention
         self.read, self.written = {}, {}
-        self.known, self.links, self.results = {}, {}, {}
+        self.links = {}
         self.begin()
         self.stop()
 
@@ -108,12 +99,13 @@ class Meter(ledger.Ledger):
             return args[0].to(META)
         if kwargs.get("device") == CPU:
             kwargs = {**kwargs, "device": META}
-        if func in SLOW:
-            out = self.looked_up(func, args, kwargs)
-        elif func is aten._grouped_mm.default:
+        if func is aten._grouped_mm.default:
             out = grouped_mm_result(*args, **kwargs)
         else:
             out = func(*args, **kwargs)
+        if func is aten.native_layer_norm.default:  # its statistics have its type, as on a CPU
+            y, *rows = out
+            out = y, *(torch.empty_like(row, dtype=y.dtype) for row in rows)
         if self.counting:
             self.note(func, args, out)
         if func.namespace == "c10d":
@@ -122,36 +114,19 @@ class Meter(ledger.Ledger):
             self.compute(func, args, out)
         return out
 
-    def looked_up(self, func, args, kwargs):
-        """What an operation gives that makes new tensors: by the layouts of those it is given."""
-        key = func, layout_of(args), layout_of(tuple(kwargs.items()))
-        if key not in self.results:
-            self.results[key] = layout_of(func(*args, **kwargs))
-            if func is aten.native_layer_norm.default:  # its statistics, as on a CPU
-                y, *rows = self.results[key]
-                self.results[key] = y, *(row._replace(dtype=y.dtype) for row in rows)
-        return tensor_of(self.results[key])
-
     def compute(self, func, args, out):
-        if func not in self.known:
-            name = func.overloadpacket.__name__
-            self.known[func] = (
-                func.is_view or name in FREE or name.startswith(("empty", "new_empty")),
-                name in LOOKUPS,
-                COSTS.get(name),
-            )
-        free, lookup, cost = self.known[func]
-        if free:
+        name = func.overloadpacket.__name__
+        if func.is_view or name in FREE or name.startswith(("empty", "new_empty")):
             return
-        if cost:
+        if name in COSTS:
             self.end_kernel()
-            flops, seconds = cost(self, args, out)
+            flops, seconds = COSTS[name](self, args, out)
             self.flops += flops
             self.part[0] += seconds
             self.part[3] += LAUNCH
             return
-        given, made = ([t for t in ledger.tensors_in(x)] for x in (args, out))
-        if lookup:  # it reads no more than it gives
+        given, made = (list(ledger.tensors_in(x)) for x in (args, out))
+        if name in LOOKUPS:
             self.count_bytes(2 * sum(t.nbytes for t in made))
         elif self.fused and made:
             for t in given:
@@ -181,36 +156,11 @@ class Meter(ledger.Ledger):
             self.links[group] = links.link_of(self.cluster, ranks)
         if operation == "recv" or group.size() == 1:
             return  # the other side's send
-        if func not in self.known:
-            names = [a.name for a in func._schema.arguments]
-            self.known[func] = names.index("async_op") if "async_op" in names else len(names)
-        index = self.known[func]
-        # Sent, and waited for at once
-        waited = len(args) > index and not args[index] or axis == "ep" and self.waits
+        names = [argument.name for argument in func._schema.arguments]
+        is_async = "async_op" not in names[: len(args)] or args[names.index("async_op")]
+        waited = not is_async or axis == "ep" and self.waits
         self.part[2 if waited else 1] += self.links[group].seconds(operation, wire)
         self.part[3] += LAUNCH
-
-
-class Layout(NamedTuple):
-    shape: tuple
-    stride: tuple
-    dtype: torch.dtype
-
-
-def layout_of(x):
-    """Arguments or results with the Layout of each tensor in its place."""
-    if isinstance(x, torch.Tensor):
-        return Layout(x.shape, x.stride(), x.dtype)
-    if isinstance(x, (list, tuple)):
-        return tuple(map(layout_of, x))
-    return x
-
-
-def tensor_of(x):
-    """New tensors of these Layouts."""
-    if isinstance(x, Layout):
-        return torch.empty_strided(x.shape, x.stride, dtype=x.dtype, device=META)
-    return tuple(map(tensor_of, x)) if isinstance(x, tuple) else x
 
 
 def grouped_mm_result(a, b, offs=None, *rest, **options):

@@ -10,25 +10,23 @@ pipeline and on the last:
 Seconds are those of kernels.py and links.py, for a block's products and attention, for all other
 tensors by their bytes, and for messages by their sums.
 
-Left out. Bytes: messages that were sent, which a dry run holds until the step ends; the tiles of a
-ring, and Ulysses' exchanged heads; routers and uneven rows of a mixture's experts; rotary tables,
-biases, and all that is small. A block of a mixture is taken to make as much as an MLP of as many
-rows. Seconds: launches that take longer than their kernels, how uneven stages wait for each other,
-a ring's sums of tiles, experts' all-to-alls.
+Left out. Bytes: messages that were sent; the tiles of a ring, and Ulysses' exchanged heads; routers
+and uneven rows of experts; all that is small. Seconds: launches that outlast their kernels, how
+uneven stages wait for each other, experts' all-to-alls.
 """
 
 import functools
 import operator
 from typing import NamedTuple
 
-import harness
-import pipeline
-from harness import large_vocabulary, presets
+import zero_bubble
+from harness import DTYPES, presets
 from proof import ledger
 from receipts import context_parallel, formulas, tensor_parallel, zero
 from receipts import pipeline as schedules
 from simulator import kernels
 from simulator.links import both, spread
+from trainer import large_vocabulary
 
 
 class Sizes(NamedTuple):
@@ -49,7 +47,7 @@ class Sizes(NamedTuple):
 
 def sizes_of(args, config):
     dtypes = args.param_dtype, args.reduce_dtype, args.dtype
-    e, reduced, master = (harness.DTYPES[dtype].itemsize for dtype in dtypes)
+    e, reduced, master = (DTYPES[dtype].itemsize for dtype in dtypes)
     tokens = args.batch // args.dp // args.microbatches * config.context / args.cp
     whole = tokens * config.width * e
     stream = whole / args.tp if args.sp else whole
@@ -79,33 +77,29 @@ def hidden_kept(config, sizes, tp):
 
 
 def block_kept(args, config, sizes, recompute):
-    """Bytes that a block keeps of a micro-batch, from forward to backward."""
+    """Bytes that a block keeps of a micro-batch, from forward to backward: the formula's, and what
+    that leaves out, rotated queries and keys, softmax's denominators, dropout's masks."""
+    split = dict(tp=args.tp, sp=args.sp, gather_again=args.gather_again)
+    length = config.context / args.cp
+    step = formulas.sizes_of(args, config, args.dp, length=length, e=sizes.e, **split)
+    kept = formulas.block_bytes(step, recompute)
     if recompute == "block":
-        return sizes.stream
+        return kept
+    kept += sizes.tokens / args.tp * 4 * config.heads  # the denominators' logarithms
+    # Rows for experts are of all tokens, also with --sp, and fewer where none travel
+    whole, parts = sizes.tokens * sizes.e, args.tp if args.sp else 1
     if recompute == "half":
-        whole, split = formulas.half_kept(config)
-        whole -= config.width  # its input, as it is between layers
-        logarithms = 4 * config.heads
-        split = split * sizes.e + logarithms
-        return sizes.stream + sizes.tokens * (whole * sizes.e + split / args.tp)
-    norm, hidden = norm_kept(args, config, sizes), hidden_kept(config, sizes, args.tp)
-    head = config.width // config.heads
-    heads = (config.heads + 2 * config.kv_heads) * head  # of q, k and v, which are one tensor
+        rows = formulas.half_kept(config)[0] - config.width
+        return kept + rows * whole * (1 - 1 / parts)
+    rows = config.top_k * config.width if config.experts else 0
+    kept += rows * whole * ((3 if args.ep > 1 else 2) - 3 / parts)
     if config.positions == "rope":
-        heads += (config.heads + config.kv_heads) * head  # q and k again, rotated
-    heads += config.heads * head  # the result
-    logarithms = 4 * config.heads  # of each softmax's denominator
-    attention = sizes.tokens / args.tp * (heads * sizes.e + logarithms)
-    dropped = 2 * sizes.stream if config.dropout else 0
-    if recompute == "none":
-        rows = 2 * (norm + sizes.entered) + (4 if config.mlp == "swiglu" else 2) * hidden
-    elif config.experts or config.mlp == "swiglu":  # a norm before two products is not run again
-        rows = sizes.stream + norm + sizes.entered + hidden * (2 if config.mlp == "swiglu" else 1)
-    else:
-        rows = 2 * sizes.stream + hidden
-    if config.experts:  # a token's rows as they leave, as they arrive, and as they come back
-        rows += (3 if args.ep > 1 else 2) * config.top_k * sizes.tokens * config.width * sizes.e
-    return rows + attention + dropped
+        turned = (config.heads + config.kv_heads) * config.width // config.heads
+        kept += sizes.tokens / args.tp * turned * sizes.e
+    if config.dropout:
+        kept += 2 * sizes.stream
+    norms = 2 if recompute == "none" else 1 if config.experts or config.mlp == "swiglu" else 0
+    return kept + norms * (norm_kept(args, config, sizes) - sizes.stream)
 
 
 def block_puts_off(args, config, sizes):
@@ -158,28 +152,20 @@ class Held(NamedTuple):
 
 @functools.cache
 def in_flight(schedule, pp, microbatches, chunks, rank, layers):
-    """The Helds of a rank that no other Held exceeds. layers: of each stage."""
+    """The Helds of a rank in the course of a step. layers: of each stage."""
     if pp == 1:
         return [Held(layers[0], 1)]
     options = {"chunks": chunks} if chunks and schedule == "interleaved" else {}
     # With more micro-batches no more are in flight
-    row = pipeline.SCHEDULES[schedule](rank, pp, min(microbatches, 2 * pp), **options)
+    row = zero_bubble.SCHEDULES[schedule](rank, pp, min(microbatches, 2 * pp), **options)
     now, found = Held(0, 0), set()
+    changes = {"F": (1, 0), "I": (-1, 1), "W": (0, -1), "B": (-1, 0)}
     for action in row:
-        blocks = layers[action.stage]
-        change = {
-            "F": Held(blocks, 1),
-            "I": Held(-blocks, -1, blocks, 1),
-            "W": Held(0, 0, -blocks, -1),
-            "B": Held(-blocks, -1),
-        }[action.kind]
+        blocks, (kept, put_off) = layers[action.stage], changes[action.kind]
+        change = Held(kept * blocks, kept, put_off * blocks, put_off)
         now = Held(*map(sum, zip(now, change)))
         found.add(now)
-    return [
-        one
-        for one in found
-        if not any(other != one and all(map(int.__ge__, other, one)) for other in found)
-    ]
+    return found
 
 
 @functools.cache
@@ -189,16 +175,9 @@ def stage_lengths(config, stages):
 
 
 def layers_of(args, config):
-    """([layers of each stage], [layers of each rank])"""
-    two = args.schedule in ("interleaved", "zb-v", "dualpipev")
-    stages = args.pp * (args.chunks or (2 if two else 1))
-    lengths = stage_lengths(config, stages)
-    ranks = [0] * args.pp
-    for stage, length in enumerate(lengths):
-        place = stage % (2 * args.pp)
-        folded = args.schedule in ("zb-v", "dualpipev") and place >= args.pp
-        ranks[2 * args.pp - 1 - place if folded else stage % args.pp] += length
-    return lengths, ranks
+    """([layers of each stage], [layers of each rank]), in the schedules of layouts.py."""
+    lengths = stage_lengths(config, args.pp * (args.chunks or 1))
+    return lengths, [sum(lengths[rank :: args.pp]) for rank in range(args.pp)]
 
 
 def states_held(args, config, sizes, layers, ends):
@@ -243,8 +222,7 @@ def activations_held(args, config, sizes, rank, lengths, last):
 def rank_held(args, config, sizes, rank):
     """Bytes that the first rank of a stage holds."""
     lengths, ranks = layers_of(args, config)
-    first = rank == 0
-    last = rank == (0 if args.schedule in ("zb-v", "dualpipev") else args.pp - 1)
+    first, last = rank == 0, rank == args.pp - 1
     ends = {"embedding": first, "head": last}
     states, parameters, copied = states_held(args, config, sizes, ranks[rank], ends)
     table = -(-config.vocab // args.tp) * config.width  # elements of an embedding, or of the head
@@ -270,7 +248,7 @@ def rank_held(args, config, sizes, rank):
 
 
 def bytes_held(args, config):
-    """Bytes of the fullest of the ranks that planner.py plays."""
+    """Bytes of the fullest of the ranks that a plan plays."""
     sizes = sizes_of(args, config)
     return max(rank_held(args, config, sizes, rank) for rank in {0, args.pp - 1})
 
@@ -287,10 +265,8 @@ def rough(args, config, cluster):
     memory = 1 / kernels.moving_seconds(device, 1)
     ends = {"embedding": True, "head": pp == 1}
     _, parameters, _ = states_held(args, config, sizes, max(ranks), ends)
-    computing = max(
-        compute_seconds(args, config, sizes, device, max(ranks[:-1], default=0), False),
-        compute_seconds(args, config, sizes, device, ranks[-1], True),
-    )
+    stages = (max(ranks[:-1], default=0), False), (ranks[-1], True)
+    computing = max(compute_seconds(args, config, sizes, device, *stage) for stage in stages)
     # Gradients are written, read and added up
     computing += m * parameters * (2 * sizes.e + 2 * sizes.reduced) / memory
     parts = {"computing": computing}
@@ -321,9 +297,8 @@ def compute_seconds(args, config, sizes, device, layers, last):
     rows = args.batch // args.dp // args.microbatches
     kernel = args.kernel or kernels.family(device).attention
     length = config.context // args.cp
-    forward, backward = kernels.block_seconds(
-        config, device, kernel, rows, length, args.tp, sizes.e
-    )
+    shape = rows, length, args.tp, sizes.e
+    forward, backward = kernels.block_seconds(config, device, kernel, *shape)
     again = {"block": 1.0, "half": 0.5}.get(args.recompute, 0.0)
     memory = 1 / kernels.moving_seconds(device, 1)
     seconds = layers * (forward * (1 + again) + backward)
@@ -398,9 +373,8 @@ def context_seconds(args, config, sizes, cluster, layers):
     keys = sent_by(context_parallel, args.cp, args, config, sizes, layers, "ring", None, "")
     keys /= spread(cluster, args.cp, args.tp).speed("send")
     kernel = args.kernel or kernels.family(cluster.device).attention
-    tiles = sum(
-        kernels.block_seconds(config, cluster.device, kernel, micro, length, args.tp, sizes.e)
-    )
+    shape = micro, length, args.tp, sizes.e
+    tiles = sum(kernels.block_seconds(config, cluster.device, kernel, *shape))
     return max(0.0, keys - tiles * layers * args.microbatches / 2)
 
 

@@ -1,15 +1,13 @@
 """A picture of one estimated step: computing and messages of the first, a middle and the last stage
-on one axis, for Perfetto (ui.perfetto.dev) and as a plot.
+on one axis, for Perfetto (ui.perfetto.dev).
 
 Of an action the estimate knows how long it computes, how long it waits for messages within it, and
 how long those last that travel beside it. Where in the action they are is not known: here what is
 waited for comes after computing, and what travels beside begins with it."""
 
-import importlib.util
 import json
 from typing import NamedTuple
 
-import harness
 from harness import outputs
 
 TRACKS = ("computing", "waiting for messages", "messages beside", "to another stage")
@@ -63,36 +61,8 @@ def perfetto(events):
     return {"traceEvents": written, "displayTimeUnit": "ms"}
 
 
-def write(name, step, schedule, title):
-    """Write NAME.json, and NAME.png and NAME.svg if matplotlib is installed."""
-    events = events_of(step, schedule)
+def write(name, step, schedule):
+    """Write NAME.json."""
     with outputs.writing("--timeline", f"{name}.json"), open(f"{name}.json", "w") as file:
-        json.dump(perfetto(events), file)
+        json.dump(perfetto(events_of(step, schedule)), file)
     print(f"\n  {name}.json: one step for ui.perfetto.dev")
-    if importlib.util.find_spec("matplotlib"):
-        draw(name, events, title)
-
-
-def draw(name, events, title):
-    """One row for each track of each rank; colors by what an action is."""
-    plt = harness.pyplot()
-    ranks = sorted({event.rank for event in events})
-    figure, axes = plt.subplots(
-        len(ranks), 1, figsize=(14, 1.6 * len(ranks) + 1), sharex=True, squeeze=False
-    )
-    colors = {"forward": "tab:blue", "backward": "tab:orange", "backward, weights": "tab:green"}
-    for rank, ax in zip(ranks, axes[:, 0]):
-        for i, track in enumerate(TRACKS):
-            bars, shades = [], []
-            for event in events:
-                if event.rank == rank and event.track == track:
-                    bars.append((event.start, event.end - event.start))
-                    kind = event.name.rsplit(" ", 3)[0]
-                    shades.append(colors.get(kind, "tab:red" if i else "tab:gray"))
-            style = dict(facecolors=shades, edgecolor="white", linewidth=0.2)
-            ax.broken_barh(bars, (-i - 0.4, 0.8), **style)
-        ax.set_yticks([-i for i in range(len(TRACKS))], TRACKS, fontsize=7)
-        ax.set_ylabel(f"rank {rank}", fontsize=8)
-    axes[-1, 0].set_xlabel("seconds")
-    figure.suptitle(title, fontsize=10)
-    harness.save(figure, name, "--timeline")

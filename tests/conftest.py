@@ -59,14 +59,38 @@ def device_threads():
 
 # Real launches, faults and other implementations: worth their time, but not at every change
 SLOW_FILES = {
+    "test_checkpoint",
+    "test_dryrun",
+    "test_exercises",
+    "test_exports",
     "test_fake_cuda",
     "test_faults",
+    "test_gpu",
+    "test_islands",
+    "test_joining",
+    "test_loss_scale",
+    "test_mutants",
+    "test_recording",
     "test_start",
     "test_vs_torch",
-    "test_dryrun",
-    "test_checkpoint",
 }
-SLOW_TESTS = {"test_compiled_blocks", "test_on_a_gpu"}
+# And those that take seconds, of the other files
+SLOW_TESTS = {
+    "test_a_gradient_in_two_pieces_is_refused",
+    "test_activations_held",
+    "test_compiled_blocks",
+    "test_copies_that_groups_of_ranks_split",
+    "test_equals_pytorch",
+    "test_equals_pytorchs_pipelining",
+    "test_norm_and_clipping_with_tensor_and_pipeline_parallelism",
+    "test_on_a_gpu",
+    "test_only_a_sample_is_the_same_in_every_layout",
+    "test_options_change_nothing",
+    "test_recomputation_shrinks_the_peak",
+    "test_sample_and_validation_are_the_same_in_every_layout",
+    "test_weight_gradients_come_last_once_and_cost_nothing_twice",
+    "test_zero_in_groups_of_ranks",
+}
 # Of several processes none should begin with one of these when the others have nothing left
 FIRST = [
     "test_steps_on_cuda",
@@ -275,7 +299,8 @@ class Script:
         """The processes of its ranks, in order, once it has said some words."""
         deadline = time.monotonic() + seconds
         while words not in self.output():
-            assert time.monotonic() < deadline, self.output()
+            if time.monotonic() > deadline:
+                self.fail(f"did not say {words!r}")
             time.sleep(0.01)
         return children(self.pid)
 
@@ -287,9 +312,13 @@ class Script:
             if pid:
                 return os.waitstatus_to_exitcode(status)
             time.sleep(0.01)
+        self.fail("did not end")
+
+    def fail(self, why):
+        """Leaves no process that would slow the next tests down."""
         os.kill(self.pid, signal.SIGKILL)
         os.waitpid(self.pid, 0)
-        pytest.fail("did not end: " + self.output())
+        pytest.fail(f"{why}: {self.output()}")
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ prints what it sees of planted mistakes, and for each case a line of JSON:
     kernels     operations that would launch a kernel, as autograd's threads launch them
     collectives {operation: calls}
     late        first launches of a kernel after a receive was posted and before the last message:
-                on nccl these may wait for ever (see pipeline.warm_up)
+                on nccl these may wait for ever (see pipeline.prepare)
     error       null, or what ended it
 
 A fake tensor has no values. So .item() gives 1, and routing to experts is even.
@@ -228,7 +228,9 @@ def play(script, flags, rank, world):
     def under_fake_tensors(function):
         def call(*args, **kwargs):
             with FakeTensorMode():
-                return function(*args, **kwargs)
+                result = function(*args, **kwargs)
+            runs[0].seen.fresh = None  # its messages have come before anything else is launched
+            return result
 
         return call
 
@@ -245,7 +247,7 @@ def play(script, flags, rank, world):
         patch(torch.cuda, "get_device_name", lambda *_: "NVIDIA H200")
         patch(torch.cuda, "get_device_capability", lambda *_: (9, 0))
         patch(torch.cuda, "current_device", lambda: 0)
-        patch(expert_parallel.ExpertDispatch, "read", read)
+        patch(expert_parallel.ExpertDispatch, "counts_to_host", read)
         import pipeline
 
         patch(pipeline, "open_links", under_fake_tensors(pipeline.open_links))

@@ -18,7 +18,7 @@ LIMIT = 0.3  # of the gradient's norm
 # --- models
 
 
-def mlp(sparse=False):
+def mlp(sparse=False, frozen=True):
     """A network for each token: odd sizes, a frozen layer, a weight whose memory is transposed."""
     torch.manual_seed(0)
     model = nn.Sequential(
@@ -30,7 +30,7 @@ def mlp(sparse=False):
         nn.GELU(),
         nn.Linear(13, VOCAB),
     )
-    model[3].requires_grad_(False)
+    model[3].requires_grad_(not frozen)
     model[6].weight = nn.Parameter(model[6].weight.detach().t().clone().t())
     model.length = LENGTH
     return model.double()
@@ -183,9 +183,10 @@ def torchs():
 MODELS = {
     "mlp": mlp,
     "sparse": lambda: mlp(sparse=True),
+    "trainable": lambda: mlp(frozen=False),
     "torch": lambda: Transformer(torchs, extras=True),
-    "own": lambda: Transformer(Block, extras=True),
-    "four heads": lambda: Transformer(lambda: Block(heads=4)),
+    "own": lambda: Transformer(Block, length=6, extras=True),  # 2 and 3 ranks divide it
+    "four heads": lambda: Transformer(lambda: Block(heads=4), length=8),
     "grouped": lambda: Transformer(lambda: Block(heads=4, share=2), length=13),
     "mixture": lambda: Transformer(Mixture, layers=1),
     "chain of torch": lambda: chain(torchs),

@@ -28,7 +28,6 @@ from typing import NamedTuple
 import pytest
 
 import harness
-import receipts.collectives
 from harness import data
 from tests import conftest
 
@@ -50,19 +49,22 @@ COMMANDS = {
         "--nproc 3 --bucket-mb 0.005",
         "--nproc 2 --bucket-mb 0.01 --sync bucketed --microbatches 3",
         "--nproc 2 --sync naive",
-        "--nproc 2 --sync server",
         "--nproc 2 --bucket-mb 0 --all-reduce ring --optimizer adamw",
     ],
+    "parameter_server": ["--nproc 3 --servers 2", "--nproc 3 --staleness 1 --optimizer adamw"],
     "zero": [
         "--nproc 3 --stage 2 --bucket-mb 0.005",
-        "--nproc 3 --stage 3",
         "--nproc 3 --stage 1 --bucket-mb 0.005",
         "--nproc 2 --stage 0 --bucket-mb 0.01",
-        "--nproc 2 --stage 3 --keep-gathered --microbatches 3 --optimizer adamw",
-        "--nproc 2 --stage 3 --reduce-once --offload --optimizer adamw",
+        "--nproc 2 --stage 2 --reduce-once --offload --optimizer adamw",
         "--nproc 2 --stage 1 --param-dtype float32 --reduce-dtype float64 --bucket-mb 0",
         "--nproc 1 --stage 2",
         "--nproc 4 --stage 2 --shard-ranks 2 --microbatches 3 --bucket-mb 0.005",
+    ],
+    "fsdp": [
+        "--nproc 3",
+        "--nproc 2 --keep-gathered --microbatches 3 --optimizer adamw",
+        "--nproc 2 --reduce-once --offload --optimizer adamw",
     ],
     "tensor_parallel": [
         "--nproc 2",
@@ -79,17 +81,19 @@ COMMANDS = {
         "--nproc 2 --gather-again",
     ],
     "pipeline": [
-        "--nproc 2 --schedule zb-v --layers 4 --microbatches 4",
         "--nproc 3 --schedule 1f1b --layers 3 --microbatches 4",
+        "--nproc 2 --schedule interleaved --chunks 3 --layers 6 --microbatches 4",
+        "--nproc 2 --schedule interleaved --layers 4 --microbatches 2",
+        "--nproc 3 --schedule gpipe --layers 3 --microbatches 3",
+        "--nproc 2 --schedule naive --microbatches 2",
+    ],
+    "zero_bubble": [
+        "--nproc 2 --schedule zb-v --layers 4 --microbatches 4",
         "--nproc 2 --schedule dualpipev --layers 4 --microbatches 6",
         "--nproc 3 --schedule dualpipev --layers 6 --microbatches 6",
         "--nproc 3 --schedule zb-v --layers 6 --microbatches 6",
         "--nproc 3 --schedule zb-h1 --layers 3 --microbatches 4",
         "--nproc 3 --schedule zb-h2 --layers 3 --microbatches 6",
-        "--nproc 2 --schedule interleaved --chunks 3 --layers 6 --microbatches 4",
-        "--nproc 2 --schedule interleaved --layers 4 --microbatches 2",
-        "--nproc 3 --schedule gpipe --layers 3 --microbatches 3",
-        "--nproc 2 --schedule naive --microbatches 2",
         f"--nproc 2 --schedule zb-h1 {EXPERTS} --microbatches 3",
         "--nproc 1 --schedule zb-v --microbatches 2",
     ],
@@ -325,7 +329,6 @@ def run_demo(folder, name, source, flags, seconds, trace=False):
 
     def before():
         data.cache_folder = lambda: folder
-        receipts.collectives.measure_curve = lambda *_: {}  # it measures times, and decides nothing
         sys.dont_write_bytecode = True
         sys.path.insert(0, str(folder))
         sys.modules.pop(name, None)

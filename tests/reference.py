@@ -2,12 +2,17 @@
 harness.py."""
 
 import contextlib
+import dataclasses
 import functools
 
+import pytest
 import torch
+import torch.distributed as dist
 
+import fsdp
 import model as gpt
-from harness import presets
+import zero
+from harness import initialize, presets
 
 SIZES = dict(layers=3, heads=4, width=32, context=12, vocab=61)
 CONFIGS = {
@@ -16,6 +21,11 @@ CONFIGS = {
     "grouped": presets.configure(family="llama", kv_heads=2, **SIZES),
     "dropout": presets.configure(dropout=0.2, **SIZES),
 }
+# For 3 ranks: they do not divide the vocabulary, which is 61, nor the hidden units
+THREE = dict(heads=6, kv_heads=3, width=36, hidden=50)
+for name in ("gpt2", "llama"):
+    CONFIGS[f"{name}, 3 kv-heads"] = dataclasses.replace(CONFIGS[name], **THREE)
+    CONFIGS[f"{name}, 13 tokens"] = dataclasses.replace(CONFIGS[name], context=13)
 
 STEPS = 2  # the second meets weights, and moments, that the first has changed
 
@@ -36,6 +46,13 @@ def make_optimizer(parameters, kind):
     return torch.optim.AdamW(parameters, lr=1e-2, weight_decay=0.1)
 
 
+def shard(model, group, stage, *args, **options):
+    """A model with ZeRO of that stage; 3 is FSDP."""
+    if stage == 3:
+        return fsdp.FSDP(model, group, *args, **options)
+    return zero.ZeRO(model, group, stage, *args, **options)
+
+
 @contextlib.contextmanager
 def case(*label):
     """Tell, where a check fails inside, which of a launch's cases it was."""
@@ -50,7 +67,7 @@ def case(*label):
 def train(config, kind, steps=STEPS, seed=7):
     """Losses, gradients of the last step and weights after it, by full name, of one process with
     the whole batch at once. Trained once in a process of tests."""
-    model = gpt.build(config, seed, dtype=torch.float64)
+    model = initialize.build(config, seed, dtype=torch.float64)
     optimizer = make_optimizer(model.parameters(), kind)
     losses = []
     for step in range(steps):
@@ -80,3 +97,93 @@ def assert_equal(ours, theirs, take=lambda full, name: full, tolerance=1e-10):
                 atol=tolerance,
                 msg=lambda m: f"{kind} of {name}: {m}",
             )
+
+
+def train_rank(
+    model,
+    kind,
+    rows=None,
+    accumulate=2,
+    steps=STEPS,
+    zero_grad=None,
+    forward=None,
+    finish=None,
+    take_step=lambda optimizer: optimizer.step(),
+):
+    """What one rank of a technique has: ((losses, gradients, weights) as train() returns them,
+    {name: cuts of the parameter}).
+
+    rows        of the batch that this rank has; default all, of which the loss is then the whole's
+    zero_grad() begins a step; default: the optimizer's
+    forward(model, tokens, targets, count, samples) gives this rank's part of the loss
+    finish()    completes the gradients
+    """
+    optimizer, losses = make_optimizer(model.parameters(), kind), []
+    for step in range(steps):
+        tokens, targets, samples, count = batch(step, context=model.config.context)
+        (zero_grad or optimizer.zero_grad)()
+        loss = torch.zeros((), dtype=torch.float64)
+        mine = torch.arange(len(tokens)) if rows is None else torch.as_tensor(rows)
+        for piece in mine.tensor_split(accumulate):
+            part = (forward or plain_forward)(
+                model, tokens[piece], targets[piece], count, samples[piece]
+            )
+            part.backward()
+            loss += part.detach()
+        if finish:
+            finish()
+        if rows is not None:
+            dist.all_reduce(loss)
+        take_step(optimizer)
+        losses.append(loss.item())
+    gradients = {n: p.grad for n, p in model.named()}
+    weights = {n: p.detach() for n, p in model.named()}
+    return (losses, gradients, weights), {n: cuts_of(p) for n, p in model.named()}
+
+
+def plain_forward(model, tokens, targets, count, samples):
+    return model(tokens, targets=targets, count=count, samples=samples)
+
+
+def cuts_of(p):
+    """[(dimension, first row, number of rows, rows that are held)] of a rank's shard."""
+    cuts = getattr(p, "placement", {}).get("cuts", {})
+    return [(dim, start, length, p.shape[dim]) for dim, (_, start, length) in cuts.items()]
+
+
+def piece(full, cuts):
+    """A rank's shard of a whole tensor. Zeros follow the last rows."""
+    for dim, start, length, held in cuts:
+        shard, shape = full.narrow(dim, start, length), list(full.shape)
+        shape[dim] = held - length
+        full = torch.cat([shard, shard.new_zeros(shape)], dim)
+    return full
+
+
+def assert_ranks(results, reference, tolerance=1e-10):
+    """Each rank's part, as train_rank returns it, is that of one process."""
+    for ours, cuts in results:
+        assert_equal(ours, reference, lambda full, name: piece(full, cuts[name]), tolerance)
+
+
+def equals_one_process(train_parallel, cases, configs=CONFIGS):
+    """A test of train_parallel(config, optimizer's kind, ...) on as many ranks as `cases` say:
+    {ranks: [(name of the config, kind, ...)]}. One launch has all cases of a number of ranks."""
+
+    @pytest.mark.parametrize("world", cases)
+    def test(ranks, world):
+        references = [train(configs[name], kind) for name, kind, *_ in cases[world]]
+
+        def work(rank):
+            found = []
+            for name, *more in cases[world]:
+                with case(name, *more):
+                    found.append(train_parallel(configs[name], *more))
+            return found
+
+        of_cases = zip(*ranks(world, work), strict=True)
+        for of, results, reference in zip(cases[world], of_cases, references, strict=True):
+            with case(*of):
+                assert_ranks(results, reference)
+
+    return test

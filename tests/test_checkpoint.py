@@ -13,7 +13,7 @@ import pytest
 import safetensors
 import torch
 import torch.distributed as dist
-from conftest import Script, on_ranks
+from conftest import on_ranks
 from test_layouts import VARIANTS, arguments
 
 import harness
@@ -323,21 +323,3 @@ def test_flags_are_refused_before_the_start(text, tmp_path, saved):
     }.items():
         with pytest.raises(harness.Refused, match=reason):
             arguments(text, flags)
-
-
-def test_from_the_command_line(text, tmp_path):
-    def command(flags):
-        base = "--layers 2 --width 32 --context 16 --batch 4 --sample 0 --lr 0.01 --min-lr 0.01 "
-        base += "--warmup 0 --dtype float64 --eval-every 0 --eval-batches 1"
-        flags = f"{base} --data {text} --log-to {tmp_path}/log {flags}"
-        done = Script(tmp_path, "train", flags.split())
-        assert done.end() == 0, done.output()
-        lines = (tmp_path / "log").read_text().splitlines()
-        return done.output(), rows_of(map(json.loads, lines))
-
-    command(f"--out {tmp_path}/out --save-every 2 --steps 4 --dp 2")
-    assert steps_in(tmp_path / "out") == ["step-00000002", "step-00000004"]
-    said, steps = command(f"--out {tmp_path}/out --resume --steps 6 --tp 2")
-    assert "resumed from" in said and "step-00000004" in said
-    (tmp_path / "log").unlink()
-    same_steps(steps, command("--steps 6")[1])

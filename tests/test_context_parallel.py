@@ -2,7 +2,6 @@
 formulas."""
 
 import copy
-import dataclasses
 import inspect
 import json
 from types import SimpleNamespace
@@ -11,87 +10,85 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from reference import CONFIGS, STEPS, assert_equal, batch, case, make_optimizer, train
+from reference import (
+    CONFIGS,
+    STEPS,
+    assert_equal,
+    batch,
+    case,
+    equals_one_process,
+    train,
+    train_rank,
+)
 
 import context_parallel as cp
 import model as gpt
-from harness import presets
+from harness import initialize, presets
 from proof.ledger import Ledger
 from receipts import context_parallel as long_context
 from receipts.formulas import Group, Sizes
 
-ODD = {name: dataclasses.replace(CONFIGS[name], context=13) for name in ("gpt2", "grouped")}
+ODD = "gpt2, 13 tokens"
 
 
-def groups_of(kind, world):
-    ring, ulysses = long_context.grid(kind, world)
-    return (
-        ring,
-        ulysses,
-        *(long_context.subgroups(ring, ulysses) if kind == "ring-ulysses" else (None, None)),
-    )
+def groups_of(way, world):
+    """(ranks in a ring, ranks that swap heads, their groups where there are both)."""
+    ring, ulysses = long_context.grid(way, world)
+    both = way == "ring-ulysses"
+    return ring, ulysses, *(long_context.subgroups(ring, ulysses) if both else (None, None))
 
 
-def train_parallel(rank, config, way, kind, world, zigzag=True, accumulate=2, steps=STEPS):
+def train_parallel(config, kind, way, zigzag=True, accumulate=2, steps=STEPS):
+    rank, group, world = dist.get_rank(), dist.group.WORLD, dist.get_world_size()
     ring, ulysses, rings, heads = groups_of(way, world)
     zigzag = zigzag and way != "ulysses"
     with torch.device("meta"):
         model = gpt.GPT(config)
-    model = gpt.fill(
-        cp.parallelize(model, dist.group.WORLD, way, rings, heads, zigzag), 7, dtype=torch.float64
-    )
-    optimizer, losses = make_optimizer(model.parameters(), kind), []
+    cp.parallelize(model, group, way, rings, heads, zigzag)
+    model = initialize.fill(model, 7, dtype=torch.float64)
     where = cp.positions(config.context, rank, ring, ulysses, zigzag)
-    for step in range(steps):
-        tokens, targets, samples, count = batch(step, context=config.context)
-        tokens, targets = cp.shard(tokens, where), cp.shard(targets, where, gpt.IGNORE)
-        optimizer.zero_grad()
-        total = torch.zeros((), dtype=torch.float64)
-        for piece in torch.arange(len(tokens)).tensor_split(accumulate):
-            ids = samples[piece] if config.dropout else None
-            positions = where.clamp(max=config.context - 1)
-            part = model(tokens[piece], positions, targets=targets[piece], count=count, samples=ids)
-            part.backward()
-            total += part.detach()
+
+    def forward(model, tokens, targets, count, samples):
+        tokens, targets = (
+            cp.shard_sequence(tokens, where),
+            cp.shard_sequence(targets, where, gpt.IGNORE),
+        )
+        positions = where.clamp(max=config.context - 1)
+        ids = samples if config.dropout else None
+        return model(tokens, positions, targets=targets, count=count, samples=ids)
+
+    def finish():
         for p in model.parameters():
             dist.all_reduce(p.grad)
-        dist.all_reduce(total)
-        optimizer.step()
-        losses.append(total.item())
-    return losses, {n: p.grad for n, p in model.named()}, {n: p.detach() for n, p in model.named()}
+
+    # All rows: each rank has a part of every sequence, and so of the loss
+    rows, given = torch.arange(12), dict(forward=forward, finish=finish)
+    return train_rank(model, kind, rows, accumulate, steps, **given)
 
 
-def train_each(rank, cases):
-    found = []
-    for of in cases:
-        with case(*of):
-            found.append(train_parallel(rank, *of))
-    return found
-
-
-# 13 tokens; more ranks than kv-heads
-TRAINED = {
-    2: [("dropout", way, "sgd") for way in cp.KINDS],
-    3: [("odd", way, kind) for way in ("ring", "gather") for kind in ("sgd", "adamw")],
-    4: [("grouped", way, "sgd") for way in cp.KINDS]
-    + [("odd", way, kind) for way in ("ulysses", "ring-ulysses") for kind in ("sgd", "adamw")],
-}
-
-
-@pytest.mark.parametrize("world", TRAINED)
-def test_equals_one_process(ranks, world):
-    configs = CONFIGS | {"odd": ODD["gpt2"]}
-    cases = [(configs[name], way, kind, world) for name, way, kind in TRAINED[world]]
-    for results in ranks(world, train_each, cases):
-        for (config, way, kind, _), ours in zip(cases, results, strict=True):
-            with case(config, way, kind):
-                assert_equal(ours, train(config, kind))
+# 13 tokens; more ranks than kv-heads; on 8 ranks some hold nothing but padding
+test_equals_one_process = equals_one_process(
+    train_parallel,
+    {
+        1: [(ODD, "sgd", way) for way in ("ring", "gather", "ulysses")],
+        2: [("dropout", "sgd", way) for way in cp.KINDS],
+        3: [
+            *[(ODD, kind, way) for way in ("ring", "gather") for kind in ("sgd", "adamw")],
+            *[("llama", "sgd", way, False) for way in ("ring", "gather")],  # no zigzag
+        ],
+        4: [
+            *[("grouped", "sgd", way) for way in cp.KINDS],
+            *[(ODD, k, way) for way in ("ulysses", "ring-ulysses") for k in ("sgd", "adamw")],
+        ],
+        8: [(ODD, "sgd", "ring-ulysses")],
+    },
+)
 
 
 def test_the_usage_block_of_parallelize_runs_as_printed(ranks):
     def run(rank, kind):
         tokens, targets, _, count = batch(0, context=13)
-        group, whole = dist.group.WORLD, gpt.build(ODD["gpt2"], 7, dtype=torch.float64)
+        group, whole = dist.group.WORLD, initialize.build(CONFIGS[ODD], 7, dtype=torch.float64)
         names = dict(vars(cp), group=group, kind=kind, T=13, rank=rank, n=4, count=count)
         names |= dict(tokens=tokens, targets=targets, model=copy.deepcopy(whole))
         lines = inspect.getdoc(cp.parallelize).splitlines()
@@ -110,22 +107,6 @@ def test_the_usage_block_of_parallelize_runs_as_printed(ranks):
     ranks(4, work)
 
 
-@pytest.mark.parametrize("world, ways", [(1, ["ring", "gather", "ulysses"]), (8, ["ring-ulysses"])])
-def test_one_rank_and_eight(ranks, world, ways):
-    """Eight ranks of 13 tokens: some hold nothing but padding."""
-    cases = [(ODD["gpt2"], way, "sgd", world) for way in ways]
-    for results in ranks(world, train_each, cases):
-        for (_, way, *_), ours in zip(cases, results, strict=True):
-            with case(way):
-                assert_equal(ours, train(ODD["gpt2"], "sgd"))
-
-
-@pytest.mark.parametrize("way", ["ring", "gather"])
-def test_contiguous(ranks, way):
-    for ours in ranks(3, train_parallel, CONFIGS["llama"], way, "sgd", 3, False):
-        assert_equal(ours, train(CONFIGS["llama"], "sgd"))
-
-
 def test_every_token_is_somewhere_once():
     for length in (1, 2, 5, 16, 37):
         for ring, ulysses in ((1, 1), (3, 1), (1, 4), (2, 3), (8, 1)):
@@ -139,7 +120,7 @@ def test_every_token_is_somewhere_once():
                 assert sorted(real[real < length].tolist()) == list(range(length))
                 assert len(real) - length < 2 * ring * ulysses
     x = torch.arange(10).view(2, 5)
-    assert cp.shard(x, torch.tensor([4, 5, 0]), -1).tolist() == [[4, -1, 0], [9, -1, 5]]
+    assert cp.shard_sequence(x, torch.tensor([4, 5, 0]), -1).tolist() == [[4, -1, 0], [9, -1, 5]]
 
 
 def attention(rank, way, world, size, length, seed, dtype, zigzag=True):
@@ -379,32 +360,12 @@ def test_a_forgotten_block_is_caught(ranks):
             exchange(x, group, cut, join) * (1 if cut == 1 else 0.99)
         )
         config, more = CONFIGS["llama"], dict(accumulate=1, steps=1)
-        return [train_parallel(rank, config, way, "sgd", 4, **more) for way in cp.KINDS]
+        return [train_parallel(config, "sgd", way, **more) for way in cp.KINDS]
 
     for results in ranks(4, work):
-        for way, ours in zip(cp.KINDS, results, strict=True):
+        for way, (ours, _) in zip(cp.KINDS, results, strict=True):
             with case(way), pytest.raises(AssertionError):
                 assert_equal(ours, train(CONFIGS["llama"], "sgd", steps=1))
-
-
-def test_a_cache_wants_a_prompt_and_then_single_tokens(ranks):
-    def work(rank):
-        core = long_context.CachedCore(cp.Ring(dist.group.WORLD), dist.group.WORLD)
-        q, kv = torch.randn(2, 4, 6, 8), torch.randn(2, 2, 6, 8)
-        with pytest.raises(RuntimeError, match="call begin"):
-            core(q[:, :, :1], kv[:, :, :1], kv[:, :, :1])
-        core.begin(torch.ones(6, dtype=torch.bool))
-        core(q, kv, kv)
-        with pytest.raises(RuntimeError, match="one token at a time"):
-            core(q, kv, kv)
-
-    ranks(2, work)
-
-
-@pytest.mark.parametrize("flags", ["--kind ring", "--kind ring-ulysses --dtype float64"])
-def test_prefill_generates_as_one_process(script, flags):
-    code, said = script("context_parallel", f"--nproc 4 --prefill 61 --layers 2 {flags}")
-    assert code == 0 and "one process generates the same tokens" in said, said
 
 
 @pytest.mark.parametrize(
@@ -423,6 +384,7 @@ def test_the_script_proves_itself(script, tmp_path, flags):
     "flags, words",
     [
         ("--nproc 3 --kind ulysses", "4 heads do not divide by 3 ranks"),
+        ("--prefill 61", "--prefill is gone: train.py --cp 4 --sample N --prompt TEXT"),
         ("--rings 2", "--rings means nothing with --kind ring: use --kind ring-ulysses"),
         (
             "--kind ulysses --contiguous",

@@ -1,6 +1,7 @@
 """Copied tops, used rightly: each alone in an empty folder, on models that are not ours, against
 one process."""
 
+import importlib.util
 import math
 import pathlib
 import textwrap
@@ -10,7 +11,9 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
-from foreign import LENGTH, MODELS, OPTIMIZERS, STEPS, batch, mean_loss, one_process
+from conftest import ROOT
+from foreign import LENGTH, MODELS, OPTIMIZERS, ROWS, STEPS, batch, mean_loss, one_process
+from reference import case
 from tops import on_top_of, refused, run_usage, usage
 from torch.distributed import group
 from uses import (
@@ -21,13 +24,15 @@ from uses import (
     ExpertParallel,
     LlamaParallel,
     Pipeline,
+    PlainFSDP,
+    PlainPipeline,
     ProbedZeRO,
     SequenceParallel,
-    Server,
     SplitStream,
     TensorParallel,
     ZeRO,
     equals_one_process,
+    gathered,
     play_alone,
     saliency,
 )
@@ -36,25 +41,27 @@ from uses import (
 
 
 def right(*rows):
-    """A test of rows (use, model, optimizer, ranks, its options)."""
+    """A test of rows (use, model, optimizer, ranks, its options). One launch has all rows of the
+    same files and number of ranks."""
+    launches = {}
+    for use, model, optimizer, ranks, options in rows:
+        if model == "llama" and not importlib.util.find_spec("transformers"):
+            continue
+        row = use, model, optimizer, options
+        launches.setdefault((use.files, ranks), []).append(row)
 
-    @pytest.mark.parametrize("use, model, optimizer, ranks, options", rows, ids=row_name)
-    def test(copied, use, model, optimizer, ranks, options):
+    @pytest.mark.parametrize("files, ranks", launches)
+    def test(copied, files, ranks):
         def work(rank):
-            equals_one_process(use(MODELS[model](), optimizer, **options), model, optimizer)
+            for use, model, optimizer, options in launches[files, ranks]:
+                with case(use.__name__, model, optimizer, options):
+                    equals_one_process(use(MODELS[model](), optimizer, **options), model, optimizer)
 
-        if model == "llama":
-            pytest.importorskip("transformers")
-        one_process(model, optimizer, limit=use.limit, zeros=use.zeros)  # once for all ranks
-        copied(use.files, ranks, work)
+        for use, model, optimizer, _ in launches[files, ranks]:
+            one_process(model, optimizer, limit=use.limit, zeros=use.zeros)  # once for all ranks
+        copied(files, ranks, work)
 
     return test
-
-
-def row_name(value):
-    if isinstance(value, dict):
-        return ",".join(f"{name}={option}" for name, option in value.items())
-    return getattr(value, "__name__", str(value))
 
 
 ALL_REDUCES = ["ring", "recursive-doubling", "halving-doubling", "double-tree"]
@@ -74,10 +81,6 @@ test_ddp = right(
         for way in DDP.ways
         for row in [(DDP, "mlp", "sgd", 3), (DDP, "torch", "adamw", 2), (DDP, "torch", "sgd", 4)]
     ],
-    (Server, "mlp", "sgd", 3, dict(count=1)),
-    (Server, "torch", "adamw", 2, dict(count=1)),
-    (Server, "torch", "sgd", 4, dict(count=3)),
-    (Server, "mlp", "sgd", 3, dict(count=1, overlap=True)),
     (DDP, "sparse", "sgd", 2, {}),
 )
 
@@ -93,6 +96,12 @@ test_zero = right(
     (ProbedZeRO, "mlp", "sgd", 2, dict(stage=1)),
     (ProbedZeRO, "mlp", "sgd", 2, dict(stage=3)),
     (ProbedZeRO, "mlp", "sgd", 2, dict(stage=3, reshard=False)),
+)
+
+test_plain_fsdp = right(
+    (PlainFSDP, "trainable", "sgd", 3, {}),
+    (PlainFSDP, "trainable", "adamw", 3, {}),
+    (PlainFSDP, "trainable", "adamw", 2, {}),
 )
 
 test_tensor_parallel = right(
@@ -128,6 +137,12 @@ SCHEDULES = [
     ("zb-v", 3, 2),
     ("dualpipev", 2, 4),
 ]
+
+test_plain_pipeline = right(
+    (PlainPipeline, "mlp", "sgd", 3, dict(microbatches=4)),
+    (PlainPipeline, "mlp", "adamw", 2, dict(microbatches=2)),
+    (PlainPipeline, "mlp", "adamw", 3, dict(microbatches=2)),
+)
 
 test_pipeline = right(
     *[
@@ -298,20 +313,58 @@ def test_usage_of_sum_gradients(ddp, model):
     assert_trained(use.named(), one_process(model, "sgd", limit=0, zeros=True))
 
 
-@on_top_of("ddp harness/parameter_server", 3)
-def test_usage_of_servers(ddp, parameter_server):
+@pytest.mark.parametrize("model", ["mlp", "torch"])
+@on_top_of("parameter_server", 3)
+def test_usage_of_a_parameter_server(server, model):
+    use = DataParallel(MODELS[model](), "sgd")
+    for p in use.model.parameters():
+        if p.requires_grad:
+            p.data += dist.get_rank()
+    run_usage(server.push, **loop_names(use, server))
+    if dist.get_rank() == 0:
+        weights = one_process(model, "sgd", limit=0, zeros=True)[2]
+        torch.testing.assert_close(use.named(), weights, rtol=1e-10, atol=1e-10)
+
+
+@on_top_of("ddp", 3)
+def test_usage_in_the_readme(ddp):
+    """With the top of ddp.py alone. Its batches are whole steps of this rank."""
     use = DataParallel(MODELS["torch"](), "sgd")
-    names = loop_names(use, parameter_server) | {"DDP": ddp.DDP}
-    servers = run_usage(parameter_server, **names)["servers"]
-    mine = {name: p for name, p in use.named().items() if p in set(servers.mine)}
-    assert_trained(mine, one_process("torch", "sgd", limit=0, zeros=True))
+    use.microbatches = 1
+    names = loop_names(use, ddp)
+    names["batches"] = [(*part, count) for [part], count in names["batches"]]
+    _, _, rest = (ROOT / "README.md").read_text().partition("\n    from ddp import DDP\n")
+    snippet, _, _ = rest.partition("\nThe same flags")
+    exec(textwrap.dedent(snippet), names)
+    assert_trained(use.named(), one_process("torch", "sgd", limit=0, zeros=True))
+
+
+@on_top_of("parameter_server", 2)
+def test_usage_of_an_asynchronous_server(server):
+    """One worker is one process, whatever the bound: nobody else's gradient comes between."""
+    use = DataParallel(MODELS["torch"](), "sgd")
+    use.rows = lambda: torch.arange(ROWS)
+    names = loop_names(use, server)
+    names = run_usage(server.Server, **names, steps=len(names["batches"]))
+    if dist.get_rank() == 0:
+        weights = one_process("torch", "sgd", limit=0, zeros=True)[2]
+        torch.testing.assert_close(use.named(), weights, rtol=1e-10, atol=1e-10)
+        assert names["server"].history == [(1, 0)] * STEPS
 
 
 @on_top_of("zero", 3)
 def test_usage_of_zero(zero):
     use = DataParallel(MODELS["torch"](), "AdamW")
-    sharded = run_usage(zero.ZeRO1, **loop_names(use, zero))["zero"]
-    named = dict(sharded.whole(use.model.named_parameters()))
+    sharded = run_usage(zero.ZeRO, **loop_names(use, zero))["zero"]
+    named = dict(sharded.gather_full(use.model.named_parameters()))
+    assert_trained(named, one_process("torch", "AdamW", limit=1.0, zeros=True))
+
+
+@on_top_of("zero fsdp", 3)
+def test_usage_of_fsdp(zero, fsdp):
+    use = DataParallel(MODELS["torch"](), "AdamW")
+    sharded = run_usage(fsdp.FSDP, **loop_names(use, fsdp))["fsdp"]
+    named = dict(sharded.gather_full(use.model.named_parameters()))
     assert_trained(named, one_process("torch", "AdamW", limit=1.0, zeros=True))
 
 
@@ -328,9 +381,22 @@ def test_usage_of_plain_zero(zero, model, optimizer):
     torch.testing.assert_close(use.named(), weights, rtol=1e-10, atol=1e-10)
 
 
+@on_top_of("zero fsdp", 3)
+def test_usage_of_plain_fsdp(zero, fsdp):
+    use = DataParallel(MODELS["trainable"](), "AdamW")
+    use.microbatches = 1
+    embed, *blocks, head = (use.model[i] for i in (0, 1, 3, 4, 6))
+    vars(use.model).update(embed=embed, blocks=blocks, head=head)
+    names = loop_names(use, fsdp)
+    names |= dict(tokens=names["batches"][0][1], batches=[x for [x], _ in names["batches"]])
+    weights = gathered(run_usage(fsdp.PlainFSDP, **names)["units"])
+    expected = one_process("trainable", "AdamW", limit=0, zeros=True)[2]
+    torch.testing.assert_close(weights, [*expected.values()], rtol=1e-8, atol=1e-8)
+
+
 @on_top_of("tensor_parallel sequence_parallel", 2)
 def test_usage_of_tensor_and_sequence_parallel(tp, sp):
-    x, y, count = batch(0, LENGTH)
+    x, y, count = batch(0, 6)
     given = dict(microbatches=list(zip(x.split([5, 3]), y.split([5, 3]))), count=count)
     use = TensorParallel(MODELS["own"](), "AdamW", **given)
     assert_trained(use.named(), one_process("own", "AdamW", 1, limit=1.0), use.piece)
@@ -341,22 +407,55 @@ def test_usage_of_tensor_and_sequence_parallel(tp, sp):
 
 
 @on_top_of("pipeline", 2)
-def test_usage_of_play(pp):
-    chain, whole = MODELS["mlp"](), one_process("mlp", "AdamW", limit=0)
-    parts = [chain[:3], chain[3:]]
-    batches = (batch(step, LENGTH) for step in range(STEPS))
+def test_usage_of_plain_gpipe(pp):
+    use = PlainPipeline(MODELS["mlp"](), "SGD", microbatches=4)
+    whole = one_process("mlp", "SGD", limit=0)
+    embedding, *blocks, head = use.model
+    batches = [batch(step, LENGTH) for step in range(STEPS)]
     batches = [(x.chunk(4), y.chunk(4), count) for x, y, count in batches]
-    names = dict(rank=dist.get_rank(), ranks=2, microbatches=4, batches=batches, device="cpu")
-    names |= dict(build_stage=lambda s: parts[s], dtype=torch.float64, b=2, T=LENGTH, C=13)
-    run_usage(pp.play, **vars(pp) | names)
+    names = dict(
+        embedding=embedding, blocks=blocks, head=head, batches=batches, b=2, T=LENGTH, C=13
+    )
+    torch.set_default_dtype(torch.float64)
+    run_usage(pp.plain_gpipe, **vars(pp) | names, F=F)
+    assert_trained(use.named(), whole)
+
+
+@pytest.mark.parametrize("split", [False, True])
+@on_top_of("pipeline zero_bubble", 2)
+def test_usage_of_play(pp, zb, split):
+    chain, whole = MODELS["mlp"](), one_process("mlp", "AdamW", limit=0)
+    batches = [batch(step, LENGTH) for step in range(STEPS)]
+    batches = [(x.chunk(4), y.chunk(4), count) for x, y, count in batches]
+    names = dict(rank=dist.get_rank(), ranks=2, microbatches=4, batches=batches, device="cpu", F=F)
+    names |= dict(layers=[chain[:2], *chain[2:]], dtype=torch.float64, b=2, T=LENGTH, C=13)
+    names = run_usage(zb.SplitSchedule if split else pp.play, **vars(zb if split else pp) | names)
     named = {p: name for name, p in chain.named_parameters()}
-    assert_trained({named[p]: p for p in parts[dist.get_rank()].parameters()}, whole)
+    assert_trained({named[p]: p for p in names["parameters"]}, whole)
 
 
-@on_top_of("pipeline", 1)
-def test_usage_of_deferred(pp):
+@on_top_of("pipeline zero_bubble", 1)
+def test_usage_of_split_linear(pp, zb):
+    """Twice, as two micro-batches: first both I, then both W. The sums are those of nn.Linear."""
+    torch.manual_seed(0)
+    x = torch.randn(2, 5, 4, dtype=torch.float64, requires_grad=True)
+    torch.set_default_dtype(torch.float64)
+    layer = run_usage(zb.SplitLinear, **vars(zb) | {"x": x})["layer"]
+    for _ in range(2):
+        layer(2 * x).square().sum().backward()
+    layer.weight_gradient()
+    layer.weight_gradient()
+    ours, weight = (x.grad.clone(), layer.weight.grad), nn.Parameter(layer.weight.detach().clone())
+    x.grad = None
+    for scale in (1, 2, 2):
+        F.linear(scale * x, weight).square().sum().backward()
+    torch.testing.assert_close(ours, (x.grad, weight.grad), rtol=1e-10, atol=1e-10)
+
+
+@on_top_of("pipeline zero_bubble", 1)
+def test_usage_of_deferred(pp, zb):
     model, x, targets = nn.Linear(4, 3), torch.ones(2, 4, requires_grad=True), torch.tensor([0, 1])
-    run_usage(pp.Deferred, **vars(pp), model=model, x=x, targets=targets, count=2)
+    run_usage(zb.Deferred, **vars(zb), model=model, x=x, targets=targets, count=2)
     late = model.weight.grad.clone()
     model.zero_grad()
     F.cross_entropy(model(x), targets).backward()
@@ -432,25 +531,34 @@ def test_outputs_that_lie_in_the_input(collectives):
     assert rank > 0 or columns[0].tolist() == [1, 2, 3]
 
 
-@pytest.mark.parametrize("count", [0, 1, 2, 3])
-@on_top_of(DDP.files, 3)
-def test_two_dtypes_one_frozen_and_one_listed_twice(ddp, parameter_server, count):
-    """With so many servers: more than buckets, or none."""
+@on_top_of("ddp", 3)
+def test_two_dtypes_one_frozen_and_one_listed_twice(ddp):
     a, b, c = (nn.Parameter(torch.ones(n)) for n in (2, 3, 4))
     d = nn.Parameter(torch.ones(5, dtype=torch.float64))
     c.requires_grad_(False)
-    servers = parameter_server.Servers(count, group.WORLD)
-    options = dict(all_reduce=servers.push, overlap=False) if count else {}
-    sync = ddp.DDP([a, b, c, d, a], group.WORLD, bucket_bytes=0, **options)
+    sync = ddp.DDP([a, b, c, d, a], group.WORLD, bucket_bytes=0)
     optimizer = torch.optim.SGD([a, b, c, d], lr=1.0)
-    servers.deal(sync.buckets if count else [])
     for _ in range(2):
         sync.zero_grad()
         ((a.sum() + b.sum() + d.sum()) * (dist.get_rank() + 1)).backward()
         sync.finish()
-        servers.step(optimizer) if count else optimizer.step()
-        servers.pull()
+        optimizer.step()
     assert all((p == -11).all() for p in (a, b, d)) and (c == 1).all()
+
+
+@on_top_of("parameter_server", 2)
+def test_a_server_of_two_dtypes_and_a_frozen_parameter(server):
+    module = nn.ParameterList([torch.ones(2), torch.ones(3), torch.ones(4, dtype=torch.float64)])
+    module[1].requires_grad_(False)
+    (sum(p.sum() for p in module) * (dist.get_rank() + 1)).backward()
+    server.push(module.parameters(), group.WORLD)
+    if dist.get_rank() == 0:
+        assert [p.grad is None for p in module] == [False, True, False]
+        assert all((module[i].grad == 3).all() for i in (0, 2))
+        for p in module:
+            p.data *= 5
+    server.pull(module.parameters(), group.WORLD)
+    assert all((module[i] == 5).all() for i in (0, 2))
 
 
 @on_top_of("tensor_parallel", 2)
@@ -494,21 +602,21 @@ def test_gathering_again_under_autocast(tp, sp, frozen):
         for block in use.model.blocks:
             block.mlp.up.weight.requires_grad_(not frozen)
         with torch.autocast("cpu", torch.bfloat16):
-            use.run(*batch(0, LENGTH))
+            use.run(*batch(0, use.length))
         results.append(use.gradients())
     torch.testing.assert_close(*results, rtol=2e-2, atol=1e-3)
 
 
-@on_top_of("pipeline", 1)
-def test_what_a_split_backward_defers(pp):
+@on_top_of(Pipeline.files, 1)
+def test_what_a_split_backward_defers(pp, zb):
     """Of torch's encoder layers the two linear layers' weights, and none of the attention's."""
-    late, accumulate = [], pp.Deferred.accumulate
+    late, accumulate = [], zb.Deferred.accumulate
 
     def watched(deferred):
         late.extend(entry[0] for entry in deferred.entries)
         accumulate(deferred)
 
-    pp.Deferred.accumulate = watched
+    zb.Deferred.accumulate = watched
     use = Pipeline(MODELS["chain of torch"](), "sgd", schedule="zb-v", microbatches=1)
     use.run(*batch(0, LENGTH))
     names = {name for name, p in use.named().items() if any(p is weight for weight in late)}
@@ -521,10 +629,10 @@ def hyper_network(layer, x):
     return (F.linear(x, layer.weight * x.mean()) + F.linear(x, x[:1].expand(4, 4))).square().sum()
 
 
-@on_top_of("pipeline", 1)
-def test_stages_that_are_no_plain_layers(pp):
-    play_alone(pp, "zb-v", hyper_network)
-    play_alone(pp, "interleaved", saliency)
+@on_top_of("pipeline zero_bubble", 1)
+def test_stages_that_are_no_plain_layers(pp, zb):
+    play_alone(pp, zb.make_schedule("zb-v", 1, 2), hyper_network)
+    play_alone(pp, zb.make_schedule("interleaved", 1, 2), saliency)
 
 
 @on_top_of("pipeline", 2)

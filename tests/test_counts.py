@@ -10,6 +10,7 @@ import ddp
 import expert_parallel
 import pipeline
 import proof
+import zero_bubble
 
 SMALL = "--layers 4 --heads 2 --width 8 --context 8 --batch 8 --steps 2 --dtype float64 --quiet"
 
@@ -24,7 +25,7 @@ def buckets_too_small():
 
 
 def nothing_put_off():
-    pipeline.Deferred.can_defer = lambda self, input, weight: False
+    zero_bubble.can_defer = lambda x, weight, offsets: False
 
 
 def one_forward_more():
@@ -42,7 +43,7 @@ def waits_for_weights():
             row.add("F" if kind == "F" else "IW", stage)
         return row
 
-    pipeline.SCHEDULES["zb-h1"] = wrong
+    zero_bubble.SPLIT["zb-h1"] = wrong
 
 
 def twice_the_capacity():
@@ -70,7 +71,8 @@ def test_what_is_only_late_or_lost_fails(ranks, text, monkeypatch, technique, fl
     [args] = given
 
     def work(rank, plant):
-        pipeline.make.cache_clear()  # schedules that tests before this one have made
+        pipeline.make_schedule.cache_clear()
+        zero_bubble.make_schedule.cache_clear()  # schedules that tests before this one have made
         plant()
         run = proof.Run(args, rank, 2, torch.device("cpu"))
         return technique.demo(run), getattr(run, "result", None)

@@ -45,20 +45,6 @@ def test_is_what_one_process_plays(tmp_path, text, flags):
     assert row["op"] == "all_gather" and row["wire_bytes"] == row["formula_bytes"] > 0
 
 
-def test_with_one_step_it_is_data_parallelism(tmp_path, text):
-    """Each weight is also compared with that of one ordinary process: a rate that is off by 1e-8
-    shows there, but not with the player, who takes the same rate."""
-
-    def plant():
-        check = islands.is_data_parallelism
-        islands.is_data_parallelism = lambda args: check(args) or args.outer_lr == 1 - 1e-8
-
-    flags = f"--nproc 2 {DATA_PARALLEL} --outer-lr 0.99999999"
-    code, said = receipt(tmp_path, flags, text, plant)
-    assert code == 1 and 1e-10 < said["max_error"]["param"] < 1e-6
-    assert said["worst"]["param"].endswith("beside ddp") and said["max_error"]["grad"] < 1e-10
-
-
 def forward_sign():
     right = diloco.Part.movement
     diloco.Part.movement = lambda part: -right(part)

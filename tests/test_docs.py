@@ -10,6 +10,7 @@ import subprocess
 import sys
 
 import pytest
+from tops import DEMO
 
 import harness
 
@@ -18,8 +19,8 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").g
 STARTS = ("python ", "torchrun ", "python3 ", ".venv/", ".ci/", "pytest ")
 FOLDERS = ("benchmarks", "proof.", "exercises", "tests.")  # whose modules are run with -m
 # What takes longer than half a minute, needs a cluster, or needs a folder that the reader has
-LONG = ["--nproc_per_node=8", "--nnodes", "train.py", "benchmarks", "--fit", "--plot", ".venv/bin"]
-LONG += ["tests.", "pytest", ".ci/run", "FOLDER", "--prefill", "--check", "proof.compare"]
+LONG = ["--nproc_per_node=8", "--nnodes", "train.py", "benchmarks", "--plot", ".venv/bin"]
+LONG += ["tests.", "pytest", ".ci/run", "FOLDER", "--check", "proof.compare"]
 
 
 def commands():
@@ -93,3 +94,12 @@ def test_short_commands_run(command):
         command, shell=True, cwd=ROOT, env=environment, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_readme_says_how_many_lines_to_copy():
+    """Of each technique's top, to the nearest ten or so."""
+    rows = re.findall(r"^\| \[`(\w+\.py)`\].*\| (\d+) \|$", (ROOT / "README.md").read_text(), re.M)
+    assert len(rows) >= 11
+    for name, said in rows:
+        top, _, _ = (ROOT / name).read_text().partition(DEMO)
+        assert abs(len(top.splitlines()) - int(said)) <= 15, name

@@ -15,7 +15,9 @@ import harness
 import proof
 import train
 from benchmarks import products, published
-from simulator import devices, dryrun, kernels, links, planner, rough
+from receipts.formulas import flops_per_token
+from simulator import command, devices, dryrun, kernels, layouts, links, planner, rough
+from simulator.estimate import estimate
 
 BASE = (
     "--layers 2 --width 32 --heads 4 --context 16 --batch 12 --steps 2 --prove 0 --sample 0 "
@@ -49,14 +51,14 @@ def arguments(flags, base=BASE):
 def real(rank, args):
     """What a real rank's ledger says, and the sizes of its experts' all-to-alls in the step that it
     watches."""
-    reads, read = [], expert_parallel.ExpertDispatch.read
+    reads, read = [], expert_parallel.ExpertDispatch.counts_to_host
 
     def recorded(self, *given):
         reads.append(read(self, *given))
         return reads[-1]
 
     run = proof.Run(args, rank, dist.get_world_size(), torch.device("cpu"))
-    with mock.patch.object(expert_parallel.ExpertDispatch, "read", recorded):
+    with mock.patch.object(expert_parallel.ExpertDispatch, "counts_to_host", recorded):
         train.train(run)
     # Two steps and a validation as long
     return run.ledger.sent, run.held, reads[len(reads) // 3 : 2 * len(reads) // 3]
@@ -97,9 +99,8 @@ def test_16384_ranks():
 
 def test_experts_are_even_unless_told():
     args = arguments(f"--dp 2 --ep 2 {MIXTURE}")
-    dry = dryrun.play(
-        args, 1, CLUSTER, train.train
-    )  # 2 of the 5 experts: 3/5 of what it has leaves, 2/5 of what the other has comes
+    # 2 of the 5 experts: 3/5 of what it has leaves, 2/5 of what the other has comes
+    dry = dryrun.play(args, 1, CLUSTER, train.train)
     rows = 12 // 2 * 16 * 2
     gone, come = rows - rows * 2 // 5, rows * 2 // 5
     counts = args.microbatches * args.layers * 3 * 8
@@ -120,10 +121,8 @@ def test_flops(flags):
     config, world = harness.configure(args), args.tp * args.cp * args.pp
     flops = sum(dryrun.play(args, rank, CLUSTER, train.train).flops for rank in range(world))
     attention = config.layers * config.context * config.width
-    assert (
-        flops
-        == (config.flops_per_token() - 12 * attention + 7 * attention) * args.batch * config.context
-    )
+    tokens = args.batch * config.context
+    assert flops == (flops_per_token(config) - 12 * attention + 7 * attention) * tokens
 
 
 def test_links():
@@ -213,53 +212,50 @@ def test_fused_operations_move_fewer_bytes():
     assert 0.6 * times[0] < times[1] < 0.99 * times[0]
 
 
-@pytest.mark.parametrize("size", ["--context 1000000000", "--batch 20000 --microbatches 20000"])
-def test_refuses_what_takes_minutes(size):
-    with pytest.raises(harness.Refused, match="pieces of work, more than"):
-        flags = train.flags().parse_args(f"--dry-run {size}".split())
-        planner.main(flags, train.prepare, train.train)
+@pytest.mark.parametrize(
+    "size, said",
+    [
+        ("--context 1000000000", "pieces of work, more than"),
+        ("--batch 20000 --microbatches 20000", "pieces of work, more than"),
+        ("--batch 100000000 --microbatches 100000000", "micro-batches: a dry run takes at most"),
+        ("--dp 1000000 --batch 1000000", "1,000,000 ranks: a dry run takes at most 131,072"),
+        ("--plan --gpus 1000000 --batch 1000000", "1,000,000 ranks: a dry run takes"),
+        ("--pp 100000 --layers 100000", "100,000 stages: a dry run takes"),
+    ],
+)
+def test_refuses_what_takes_minutes(size, said):
+    with pytest.raises(harness.Refused, match=said):
+        dry_run(f"--dry-run {size}")
 
 
 @pytest.mark.parametrize("flags", ["--cp 2", "--tp 2 --pp 2 --schedule zb-h1"])
 def test_estimate(flags):
     """Its parts add up; two micro-batches give the times of all; a faster network helps, and a
     bubble is the schedule's."""
-    args = arguments(
-        f"--preset llama3-8b --layers 2 --batch 16 --microbatches 4 {flags} --prove 0 --backend "
-        "nccl",
-        base="",
-    )
+    base = "--preset llama3-8b --layers 2 --batch 16 --microbatches 4 --prove 0 --backend nccl"
+    args = arguments(flags, base)
     config = harness.configure(args)
     ranks = [rank * args.dp * args.cp * args.tp for rank in range(args.pp)]
 
     def step(cluster, brief=True):
-        return planner.estimate(
-            args,
-            config,
-            cluster,
-            [dryrun.play(args, rank, cluster, train.train, brief) for rank in ranks],
-        )
+        played = [dryrun.play(args, rank, cluster, train.train, brief) for rank in ranks]
+        return estimate(args, config, cluster, played)
 
-    brief, whole, faster = (
-        step(CLUSTER),
-        step(CLUSTER, brief=False),
-        step(CLUSTER._replace(intra=1e15, inter=1e15)),
-    )
+    brief, whole = step(CLUSTER), step(CLUSTER, brief=False)
+    faster = step(CLUSTER._replace(intra=1e15, inter=1e15))
     assert sum(brief.parts.values()) == pytest.approx(brief.seconds, rel=1e-9)
     assert brief.seconds == pytest.approx(whole.seconds, rel=1e-3)
     assert faster.seconds < brief.seconds and faster.parts["computing"] == brief.parts["computing"]
-    model = config.flops_per_token() * args.batch * config.context
-    assert brief.rate == pytest.approx(
-        model / brief.seconds / len(ranks) / args.dp / args.cp / args.tp
-    )
+    model = flops_per_token(config) * args.batch * config.context
+    devices_used = args.dp * args.cp * args.tp * args.pp
+    assert brief.rate == pytest.approx(model / brief.seconds / devices_used)
     assert (brief.parts["pipeline's bubble"] > 0) == (args.pp > 1)
 
 
 def test_report(capsys, tmp_path):
     flags = "--dry-run --pp 2 --tp 2 --ranks first,3 --tokens 1e9 --gpu x=80GB,989TFLOP/s,3.35TB/s"
     flags += f" --timeline {tmp_path / 'step'}"
-    args = train.flags().parse_args(flags.split())
-    planner.main(args, train.prepare, train.train)
+    dry_run(flags)
     out = capsys.readouterr().out
     assert "842,624 parameters, tp 2 pp 2 1f1b, 4 micro-batches: 4 ranks" in out
     assert "all_reduce in tp" in out and "fits x" in out and "days for 1e+09 tokens" in out
@@ -286,11 +282,11 @@ def test_report(capsys, tmp_path):
 )
 def test_refuses(flags, hint):
     with pytest.raises(harness.Refused, match=hint):
-        planner.main(
-            train.flags().parse_args(f"--dry-run --dp 2 {flags}".split()),
-            train.prepare,
-            train.train,
-        )
+        dry_run(f"--dry-run --dp 2 {flags}")
+
+
+def dry_run(flags):
+    command.main(train.flags().parse_args(flags.split()), train.prepare, train.train)
 
 
 def test_plan(capsys):
@@ -298,7 +294,7 @@ def test_plan(capsys):
         "--plan --gpus 16 --preset llama3-8b --layers 8 --batch 32 --dtype float32 --param-dtype "
         "bfloat16"
     )
-    planner.main(train.flags().parse_args(flags.split()), train.prepare, train.train)
+    dry_run(flags)
     formulas, played = capsys.readouterr().out.split("played, the best first:")
     for text, count in ((formulas, 10), (played, 4)):
         rows = [line.split() for line in text.splitlines() if " GB   " in line]
@@ -306,11 +302,7 @@ def test_plan(capsys):
         assert len(rows) >= count and times[:count] == sorted(times[:count])
     assert played.count("the next") >= 3
     with pytest.raises(harness.Refused, match="give more --gpus"):
-        planner.main(
-            train.flags().parse_args("--plan --preset llama3-405b --gpus 8 --batch 8".split()),
-            train.prepare,
-            train.train,
-        )
+        dry_run("--plan --preset llama3-405b --gpus 8 --batch 8")
 
 
 @pytest.mark.parametrize(
@@ -325,13 +317,13 @@ def test_plan(capsys):
 def test_what_would_have_to_change(monkeypatch, seconds, sentence):
     """seconds: of a layout's computing and of its messages, and of the next one's."""
 
-    def estimate(args, config, cluster, ranks, slower=1.0):
+    def seconds_of(args, config, cluster, ranks, slower=1.0):
         computing, messages = args
         parts = {"computing": computing}
         return mock.Mock(seconds=computing + slower * messages, parts=parts)
 
-    monkeypatch.setattr(planner, "estimate", estimate)
-    pair = [planner.Candidate(one, estimate(one, None, None, []), [], 0, True) for one in seconds]
+    monkeypatch.setattr(planner, "estimate", seconds_of)
+    pair = [planner.Candidate(one, seconds_of(one, None, None, []), [], 0, True) for one in seconds]
     assert planner.what_would_change(*pair, None, None) == sentence
 
 
@@ -357,7 +349,7 @@ def test_formulas_of_a_plan(flags):
     each = args.dp * args.cp * args.tp
     ranks = dryrun.play_all(args, sorted({0, (args.pp - 1) * each}), CLUSTER, train.train)
     assert held == pytest.approx(max(rank.memory for rank in ranks), rel=0.06)
-    seconds = planner.estimate(args, config, CLUSTER, ranks).seconds
+    seconds = estimate(args, config, CLUSTER, ranks).seconds
     assert sum(parts.values()) == pytest.approx(seconds, rel=0.15)
 
 
@@ -366,8 +358,8 @@ def test_stages_that_nobody_played():
     args = arguments("--preset gpt2 --layers 9 --pp 4 --batch 4 --microbatches 4", base="--prove 0")
     config = harness.configure(args)
     ranks = [dryrun.play(args, rank, CLUSTER, train.train) for rank in range(4)]
-    whole = planner.estimate(args, config, CLUSTER, ranks).seconds
-    ends = planner.estimate(args, config, CLUSTER, [ranks[0], ranks[3]]).seconds
+    whole = estimate(args, config, CLUSTER, ranks).seconds
+    ends = estimate(args, config, CLUSTER, [ranks[0], ranks[3]]).seconds
     assert ends == pytest.approx(whole, rel=0.1)
 
 
@@ -375,25 +367,18 @@ def test_what_a_plan_splits_over():
     """All data-parallel ranks, or those of a node; with --zero-ranks that number alone."""
 
     def splits(flags, ranks, tp):
-        return planner.zero_splits(train.flags().parse_args(flags.split()), ranks, tp)
+        return layouts.zero_splits(train.flags().parse_args(flags.split()), ranks, tp)
 
     assert splits("", 64, 2) == [(0, None)] + [(s, n) for s in (1, 2, 3) for n in (None, 4)]
     assert splits("", 4, 2) == [(s, None) for s in range(4)]  # no more than a node's
     assert splits("--nodes-of 4", 64, 8) == [(s, None) for s in range(4)]  # tp leaves a node
     assert splits("--zero-ranks 8", 64, 1) == [(1, 8), (2, 8), (3, 8)]
     assert splits("--zero-ranks 8", 12, 1) == []
-    args = train.flags().parse_args("--plan --gpus 6 --zero-ranks 4".split())
     with pytest.raises(harness.Refused, match="--zero-ranks 4 does not divide 6 devices"):
-        planner.main(args, train.prepare, train.train)
+        dry_run("--plan --gpus 6 --zero-ranks 4")
 
 
-@pytest.mark.parametrize("table", published.TABLES.values())
-def test_flags_of_the_published_runs(monkeypatch, table):
+@pytest.mark.parametrize("flags", sorted({run.flags for run in published.published_runs()}))
+def test_flags_of_the_published_runs(flags):
     """They are layouts that exist: train.py takes them. What they give takes minutes."""
-
-    def taken(*_):
-        raise StopIteration
-
-    monkeypatch.setattr(planner, "step_of", taken)
-    with pytest.raises(RuntimeError, match="generator raised StopIteration"):
-        next(table())
+    train.prepare(train.flags().parse_args([*flags.split(), "--dry-run", "--backend", "nccl"]))

@@ -10,7 +10,7 @@ import pytest
 import exercises.__main__ as exercises
 from exercises import questions
 from exercises.questions import QUESTIONS
-from harness.start import Refused
+from harness.refusal import Refused
 
 BUGS = exercises.load()
 NUMBERS = range(1, len(BUGS) + 1)

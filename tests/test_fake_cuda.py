@@ -25,7 +25,7 @@ CASES = [
     ("zero", f"{SMALL} --stage 3", 1, 3, 200),
     ("tensor_parallel", SMALL, 1, 4, 260),
     ("sequence_parallel", f"{SMALL} --gather-again", 1, 4, 370),
-    ("pipeline", "--layers 4 --batch 8 --microbatches 4 --schedule zb-v", 0, 2, 570),
+    ("zero_bubble", "--layers 4 --batch 8 --microbatches 4 --schedule zb-v", 0, 2, 570),
     ("context_parallel", SMALL, 1, 4, 580),
     ("train", f"{TRAIN} --cp 2 --family llama --kv-heads 2 --param-dtype bfloat16", 1, 2, 520),
     ("context_parallel", f"{SMALL} --kind ulysses --family llama --kv-heads 2", 1, 4, 390),
@@ -73,7 +73,7 @@ def problems(case, result):
         yield f"the host waits more than once a step: {result['waits']}"
     if result["kernels"] > most:
         yield f"{result['kernels']} kernels a step, {most} before"
-    if "pipeline" in script or "--pp" in flags:
+    if script == "zero_bubble" or "--pp" in flags:
         yield from (f"first launched while a receive may spin: {name}" for name in result["late"])
 
 

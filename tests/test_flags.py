@@ -4,12 +4,12 @@ import argparse
 import importlib
 
 import pytest
+from test_house import TECHNIQUES
 from torch.distributed.run import get_args_parser
 
 WITHOUT_TORCHRUN = {"--help", "--nproc"}  # how many processes to start where torchrun starts none
 
-SCRIPTS = ["collectives", "ddp", "zero", "tensor_parallel", "sequence_parallel"]
-SCRIPTS += ["pipeline", "context_parallel", "expert_parallel", "diloco", "train"]
+SCRIPTS = [*TECHNIQUES, "train"]
 
 
 def flags_of(script, monkeypatch):

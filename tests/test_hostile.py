@@ -4,25 +4,24 @@ what it can't write."""
 import argparse
 import importlib
 import io
+import itertools
 import os
-import subprocess
 import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ROOT, Script
+from conftest import Script
+from test_house import TECHNIQUES
 
 import harness
 from harness import memory, presets, start, streams
 from proof import receipt
 from trainer import layout, pretrained, tracking
 
-TOP = ["collectives", "ddp", "zero", "tensor_parallel", "sequence_parallel"]
-TOP += ["pipeline", "context_parallel", "expert_parallel", "diloco", "train"]
 BENCHMARKS = ["collectives", "context", "experts", "one_curve", "pictures", "pipeline"]
 BENCHMARKS += ["published", "table", "vs_torch", "gpu", "scaling", "why"]
-SCRIPTS = TOP + [f"benchmarks.{name}" for name in BENCHMARKS]
+SCRIPTS = [*TECHNIQUES, "train"] + [f"benchmarks.{name}" for name in BENCHMARKS]
 
 NUMBERS = ["0", "-1", "1", "3", "1e308", "nan", "inf", "1" + "0" * 18, "1" + "0" * 30, "9" * 5000]
 TEXTS = ["/dev/full", "PIPE", "FOLDER", "x" * 5000, "FOLDER/" + "ä" * 127, "ä∞", "\udcff", "="]
@@ -60,16 +59,17 @@ def nothing_starts(monkeypatch, tmp_path):
     from receipts import context_parallel as long_context
     from receipts import pipeline as schedules
     from receipts import zero as zero_bytes
-    from simulator import planner
+    from simulator import command, estimate, layouts
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(start, "one_rank", end)
     monkeypatch.setattr(start, "start_ranks", end)
     monkeypatch.setattr(os, "fork", lambda: pytest.fail("forked"))
     monkeypatch.setattr("subprocess.Popen", end)
-    monkeypatch.setattr(planner, "play_all", end)
-    monkeypatch.setattr(planner, "candidates", lambda *_: [])
-    monkeypatch.setattr(planner, "no_layout", lambda *_: "no layout")
+    monkeypatch.setattr(command, "play_all", end)
+    monkeypatch.setattr(estimate, "play_all", end)
+    monkeypatch.setattr(layouts, "candidates", lambda *_: [])
+    monkeypatch.setattr(layouts, "no_layout", lambda *_: "no layout")
     monkeypatch.setattr(zero_bytes, "fit", end)
     monkeypatch.setattr(schedules, "simulate", end)
     monkeypatch.setattr(long_context, "plot", end)
@@ -160,7 +160,7 @@ HUGE = "1" + "0" * 9
         ("tensor_parallel", f"--batch {HUGE}", "a batch of 1,000,000,000 sequences"),
         ("ddp", f"--batch {HUGE}", "a batch of 1,000,000,000 sequences"),
         ("train", "--experts 1000000", "weights and gradients of 524,800,315,776 parameters"),
-        ("pipeline", "--schedule interleaved --chunks 1000000", "too few for 4000000"),
+        ("pipeline", "--schedule interleaved --chunks 1000000", "a schedule of"),
         ("pipeline", "--compare --chunks 1000000", "a schedule of"),
         ("expert_parallel", "--chunks 1000000", "a micro-batch has 1,024 tokens"),
         ("train", "--ep 2 --dp 2 --experts 2 --expert-chunks 1000000", "has 2,048 tokens"),
@@ -169,10 +169,10 @@ HUGE = "1" + "0" * 9
         ("ddp", "--timeout 1e308", "more than 1,000,000"),
         ("collectives", "--nproc 1000000", "1,000,000 ranks take"),
         ("train", "--dry-run --gpu x=0GB,0TFLOP/s,0TB/s", "not known"),
-        ("train", "--dry-run --dp 1000000000000 --batch 1000000000000", "the groups of"),
+        ("train", f"--dry-run --dp {HUGE} --batch {HUGE}", "ranks: a dry run takes at most"),
         ("expert_parallel", "--capacity 0", "drops every token"),
         ("train", "--plan --gpus 7 --batch 8", "--batch 14 or --gpus 6, 4, 3"),
-        ("sequence_parallel", "--experts 2 --context 3 --nproc 2", "must be a multiple of 2"),
+        ("sequence_parallel", "--experts 2 --context 3 --nproc 2", "use --context 4"),
         ("ddp", "--data pipe", "a device or a pipe"),
         ("ddp", "--data=", "--data is empty"),
         ("ddp", "--json pipe", "a device or a pipe: give a file"),
@@ -319,18 +319,13 @@ def test_a_picture_without_room(capsys):
     assert refused.value.code == 1
 
 
-def test_places_held_counts_as_many_positions_as_it_gives():
-    """The number without the positions, which would take memory."""
-    for cp in (1, 2, 3, 4):
-        for kind in ("ring", "ulysses", "gather", "ring-ulysses"):
-            for length in (1, 7, 8, 129):
-                args = SimpleNamespace(cp=cp, cp_kind=kind, cp_rings=None)
-                given = len(layout.places(args, length, 0))
-                assert given == layout.places_held(args, length)
-
-
-def test_benchmarks_run_as_scripts():
-    """A process, because sys.path is what is tested."""
-    command = [sys.executable, str(ROOT / "benchmarks" / "table.py"), "--turns", "0"]
-    done = subprocess.run(command, cwd="/", capture_output=True, text=True)
-    assert done.returncode == 2 and "not a whole number of at least 2" in done.stderr
+def test_each_position_is_on_one_rank():
+    """All ranks hold as many, and the ranks that split tokens divide that number."""
+    kinds = ("ring", "ulysses", "gather", "ring-ulysses")
+    for cp, kind, tp, length in itertools.product((1, 2, 3, 4), kinds, (1, 2, 3), (1, 7, 8, 129)):
+        args = SimpleNamespace(cp=cp, cp_kind=kind, cp_rings=None, sp=tp > 1, tp=tp)
+        given = [layout.places(args, length, rank) for rank in range(cp)]
+        [held] = {len(places) for places in given}
+        assert held % tp == 0
+        inside = torch.cat(given)
+        assert inside[inside < length].sort().values.tolist() == list(range(length))

@@ -16,109 +16,85 @@ import sequence_parallel
 import tensor_parallel
 import train
 import zero
-from harness import data
-from harness.large_vocabulary import LeanCrossEntropy
+import zero_bubble
+from harness import data, initialize
+from trainer.large_vocabulary import LeanCrossEntropy
 
 # 3 layers do not divide by 2 stages, 5 (DEEP) not by 2, 3 or 4; 257 tokens not by 2 or 4; a clip
 # of 0.1 always binds; the second step is the one that the ledger watches
-BASE = (
-    "--layers 3 --heads 4 --width 32 --context 16 --batch 12 --steps 2 --dtype float64 --grad-clip "
-    "0.1 --lr 0.01"
-)
-DEEP = " --layers 5"
-BASE += " --min-lr 0.01 --warmup 0 --sample 0 --eval-batches 1 --quiet --seed 3"
+BASE = "--layers 3 --heads 4 --width 32 --context 16 --batch 12 --steps 2 --dtype float64 --seed 3"
+BASE += " --grad-clip 0.1 --lr 0.01 --min-lr 0.01 --warmup 0 --sample 0 --eval-batches 1 --quiet"
+SGD = "--optimizer sgd --lr 0.3 --min-lr 0.3"
+MIXTURE = "--experts 5 --top-k 2 --shared 1 --balance-loss 0.1 --z-loss 0.01"
 VARIANTS = {
     "gpt2": "",
     "llama": "--family llama --kv-heads 4",
     "grouped": "--family llama --kv-heads 2",
-    "sgd": "--optimizer sgd --lr 0.3 --min-lr 0.3",
-    "odd": "--context 15 --optimizer sgd --lr 0.3 --min-lr 0.3",
-    "dropout": "--dropout 0.2 --optimizer sgd --lr 0.3 --min-lr 0.3",
+    "sgd": SGD,
+    "odd": f"--context 15 {SGD}",
+    "dropout": f"--dropout 0.2 {SGD}",
+    "dropout-grouped": f"--family llama --kv-heads 2 --dropout 0.2 {SGD}",
+    "moe": f"{MIXTURE} --family llama --kv-heads 2",
+    "moe-gpt2": f"{MIXTURE} {SGD} --bias-rate 0.01",
 }
-VARIANTS["dropout grouped"] = f"{VARIANTS['grouped']} {VARIANTS['dropout']}"
-MIXTURE = "--experts 5 --top-k 2 --shared 1 --balance-loss 0.1 --z-loss 0.01"
-VARIANTS |= {
-    "moe": MIXTURE + " --family llama --kv-heads 2",
-    "moe gpt2": MIXTURE + " --optimizer sgd --lr 0.3 --min-lr 0.3 --bias-rate 0.01",
-}
-LAYOUTS = [
-    ("gpt2", "--dp 1"),
-    ("gpt2", "--dp 2 --microbatches 3 --recompute selective"),
-    # A third step, after the one that the ledger watches
-    ("sgd", "--dp 3 --microbatches 2 --bucket-mb 0.01 --steps 3"),
-    ("gpt2", "--tp 2 --microbatches 2"),
-    ("llama", "--tp 4 --microbatches 2 --recompute block"),
-    ("gpt2", "--pp 2 --schedule gpipe --microbatches 4"),
-    ("dropout", "--pp 4 --schedule naive --microbatches 3" + DEEP),
-    ("gpt2", "--pp 5 --microbatches 12" + DEEP),
-    ("llama", "--dp 2 --pp 3 --microbatches 3"),
-    ("dropout", "--tp 2 --pp 2 --microbatches 3"),
-    ("dropout", "--dp 3 --zero 1 --microbatches 2"),
-    ("sgd", "--dp 4 --zero 2 --microbatches 3 --bucket-mb 0.01"),
-    ("llama", "--dp 3 --zero 3 --microbatches 2 --recompute block --steps 3"),
-    ("grouped", "--dp 2 --tp 2 --zero 1 --microbatches 2 --bucket-mb 0.01"),
-    ("gpt2", "--dp 2 --tp 2 --zero 2 --microbatches 2 --reduce-once"),
-    ("dropout", "--dp 2 --pp 3 --zero 3 --microbatches 3 --recompute half" + DEEP),
-    ("llama", "--dp 2 --pp 2 --zero 3 --microbatches 2 --keep-gathered --schedule gpipe"),
-    ("gpt2", "--zero 3"),
-    ("dropout", "--pp 2 --schedule zb-v --microbatches 3 --tp 2 --recompute block" + DEEP),
-    ("llama", "--pp 3 --schedule zb-h1 --microbatches 3 --dp 2"),
-    (
-        "dropout grouped",
-        "--pp 3 --schedule zb-h2 --microbatches 6 --tp 2 --recompute half" + DEEP,
-    ),
-    (
-        "dropout",
-        "--pp 2 --schedule dualpipev --dp 2 --zero 2 --microbatches 6 --recompute block" + DEEP,
-    ),
-    ("gpt2", "--pp 2 --schedule dualpipev --dp 2 --zero 3 --microbatches 6 --keep-gathered" + DEEP),
-    (
-        "sgd",
-        "--pp 2 --schedule interleaved --dp 3 --zero 2 --microbatches 2 --recompute selective"
-        + DEEP,
-    ),
-    (
-        "llama",
-        "--pp 2 --schedule interleaved --dp 2 --zero 3 --microbatches 2 --reduce-once" + DEEP,
-    ),
-    (
-        "gpt2",
-        "--pp 2 --schedule zb-h1 --dp 2 --zero 3 --microbatches 3 --recompute selective",
-    ),
-    ("llama", "--tp 4 --sp --gather-again --recompute selective"),
-    ("sgd", "--tp 2 --sp --pp 2 --schedule zb-v --microbatches 3 --recompute selective" + DEEP),
-    ("grouped", "--tp 2 --sp --dp 2 --zero 2 --microbatches 2 --recompute half"),
-    ("dropout", "--tp 2 --sp --pp 2 --dp 2 --schedule zb-h1 --microbatches 2 --gather-again"),
-    ("moe gpt2", "--dp 2 --ep 2 --microbatches 3"),
-    ("moe", "--dp 4 --ep 2 --expert-chunks 2 --recompute half"),
-    ("moe gpt2", "--tp 2 --sp --microbatches 2 --recompute selective"),
-    ("moe gpt2", "--tp 2 --sp --gather-again --dp 2 --ep 2 --zero 1"),
-    (
-        "moe gpt2",
-        "--dp 2 --ep 2 --pp 2 --schedule zb-v --zero 3 --microbatches 2 --recompute block" + DEEP,
-    ),
-    ("moe", "--dp 2 --ep 2 --pp 2 --schedule zb-h1 --microbatches 2"),
-    ("gpt2", "--cp 2 --microbatches 2"),
-    ("grouped", "--cp 4 --cp-kind ulysses --recompute half"),
-    ("llama", "--cp 4 --cp-kind ring-ulysses --microbatches 2 --recompute block"),
-    ("odd", "--cp 3 --dp 2 --microbatches 2"),
-    ("odd", "--cp 2 --tp 2 --sp --recompute block"),
-    ("sgd", "--cp 2 --pp 2 --schedule zb-v --microbatches 3" + DEEP),
-    ("gpt2", "--cp 2 --pp 2 --zero 2 --cp-kind gather --microbatches 2 --recompute half"),
-    ("dropout", "--cp 2 --tp 2 --sp --microbatches 2"),
-    ("moe gpt2", "--cp 2 --dp 2 --ep 4 --zero 1"),
-    ("moe", "--cp 2 --dp 2 --ep 2 --tp 2 --sp --zero 2 --recompute block --layers 2"),
-    # All at once: 16 ranks
-    (
-        "moe",
-        "--dp 2 --tp 2 --pp 2 --cp 2 --ep 4 --sp --zero 3 --schedule zb-h1 --microbatches 2 "
-        "--layers 2",
-    ),
-    ("odd", "--tp 4 --sp --dp 2 --zero 1"),
-    ("llama", "--pp 2 --dp 2 --schedule zb-h1 --zero 2 --microbatches 3"),
-    ("llama", "--pp 2 --dp 2 --schedule zb-h2 --zero 3 --microbatches 3"),
-    ("sgd", "--dp 2 --schedule zb-h1 --microbatches 3"),
-]
+LAYOUTS = """
+gpt2      --dp 1
+gpt2      --dp 2 --microbatches 3 --recompute selective
+sgd       --dp 3 --microbatches 2 --bucket-mb 0.01 --steps 3
+llama     --tp 4 --microbatches 2 --recompute block
+dropout   --pp 4 --schedule naive --microbatches 3 DEEP
+llama     --dp 2 --pp 3 --microbatches 3
+dropout   --dp 3 --zero 1 --microbatches 2
+sgd       --dp 4 --zero 2 --microbatches 3 --bucket-mb 0.01
+llama     --dp 3 --zero 3 --microbatches 2 --recompute block --steps 3
+grouped   --dp 2 --tp 2 --zero 1 --microbatches 2 --bucket-mb 0.01
+gpt2      --dp 2 --tp 2 --zero 2 --microbatches 2 --reduce-once
+dropout   --dp 2 --pp 3 --zero 3 --microbatches 3 --recompute half DEEP
+llama     --dp 2 --pp 2 --zero 3 --microbatches 2 --keep-gathered --schedule gpipe
+gpt2      --zero 3
+dropout   --pp 2 --schedule zb-v --microbatches 3 --tp 2 --recompute block DEEP
+dropout-grouped --pp 2 --schedule zb-h2 --microbatches 4 --tp 2 --recompute half DEEP
+dropout   --pp 2 --schedule dualpipev --dp 2 --zero 2 --microbatches 6 --recompute block DEEP
+gpt2      --pp 2 --schedule dualpipev --dp 2 --zero 3 --microbatches 6 --keep-gathered DEEP
+sgd       --pp 2 --schedule interleaved --dp 2 --zero 2 --microbatches 2 --recompute selective DEEP
+llama     --pp 2 --schedule interleaved --dp 2 --zero 3 --microbatches 2 --reduce-once DEEP
+gpt2      --pp 2 --schedule zb-h1 --dp 2 --zero 3 --microbatches 3 --recompute selective
+llama     --tp 4 --sp --gather-again --recompute selective
+sgd       --tp 2 --sp --pp 2 --schedule zb-v --microbatches 3 --recompute selective DEEP
+grouped   --tp 2 --sp --dp 2 --zero 2 --microbatches 2 --recompute half
+dropout   --tp 2 --sp --pp 2 --schedule zb-h1 --microbatches 2 --gather-again
+moe-gpt2  --dp 2 --ep 2 --microbatches 3
+moe       --dp 4 --ep 2 --expert-chunks 2 --recompute half
+moe-gpt2  --tp 2 --sp --microbatches 2 --recompute selective
+moe-gpt2  --tp 2 --sp --gather-again --dp 2 --ep 2 --zero 1 --layers 2
+moe-gpt2  --dp 2 --ep 2 --pp 2 --schedule zb-v --zero 3 --microbatches 2 --recompute block DEEP
+grouped   --cp 4 --cp-kind ulysses --recompute half
+llama     --cp 4 --cp-kind ring-ulysses --microbatches 2 --recompute block
+odd       --cp 3 --dp 2 --microbatches 2
+odd       --cp 2 --tp 2 --sp --recompute block
+sgd       --cp 2 --pp 2 --schedule zb-v --microbatches 3 DEEP
+gpt2      --cp 2 --pp 2 --zero 2 --cp-kind gather --microbatches 2 --recompute half
+dropout   --cp 2 --tp 2 --sp --microbatches 2
+moe-gpt2  --cp 2 --dp 2 --ep 4 --zero 1
+moe       --cp 2 --dp 2 --ep 2 --tp 2 --sp --zero 2 --recompute block --layers 2
+moe       --dp 2 --tp 2 --pp 2 --cp 2 --ep 4 --sp --zero 3 --schedule zb-h1 --microbatches 2 SHALLOW
+llama     --pp 2 --dp 2 --schedule zb-h1 --zero 2 --microbatches 3
+llama     --pp 2 --dp 2 --schedule zb-h2 --zero 3 --microbatches 3
+sgd       --dp 2 --schedule zb-h1 --microbatches 3
+"""
+# Two copies of experts, each on two ranks; experts that are not split
+IN_GROUPS = """
+moe       --cp 2 --dp 4 --ep 2 --zero 3 --zero-ranks 4
+moe-gpt2  --dp 8 --ep 4 --zero 2 --zero-ranks 2 --batch 16 --bucket-mb 0.01
+odd       --tp 2 --sp --dp 4 --zero 1 --zero-ranks 2
+dropout   --dp 2 --cp 2 --pp 2 --zero 3 --zero-ranks 2 --schedule zb-h1 --microbatches 2 --offload
+"""
+
+
+def rows(table):
+    """[(variant, layout)] of a table's lines."""
+    table = table.replace("DEEP", "--layers 5").replace("SHALLOW", "--layers 2")
+    return [line.split(maxsplit=1) for line in table.strip().splitlines()]
 
 
 def arguments(text, flags):
@@ -145,14 +121,12 @@ def reference(text):
     def train_alone(variant, layers, steps):
         args = arguments(text, f"{VARIANTS[variant]} --layers {layers} --steps {steps}")
         config, corpus = harness.configure(args), data.load(text)
-        model = gpt.build(config, args.seed, dtype=torch.float64)
-        decay = (
-            [p for p in model.parameters() if p.dim() > 1],
-            [p for p in model.parameters() if p.dim() == 1],
-        )
+        model = initialize.build(config, args.seed, dtype=torch.float64)
+        matrices = [p for p in model.parameters() if p.dim() > 1]
+        vectors = [p for p in model.parameters() if p.dim() == 1]
         groups = [
-            {"params": decay[0], "weight_decay": 0.1},
-            {"params": decay[1], "weight_decay": 0.0},
+            {"params": matrices, "weight_decay": 0.1},
+            {"params": vectors, "weight_decay": 0.0},
         ]
         kind = {
             "adamw": lambda g: torch.optim.AdamW(g, lr=args.lr, betas=(0.9, 0.95)),
@@ -160,9 +134,8 @@ def reference(text):
         }
         optimizer, pairs = kind[args.optimizer](groups), []
         for step in range(args.steps):
-            tokens, targets, samples = corpus.batch(
-                step, range(args.batch), config.context, args.seed
-            )
+            where = range(args.batch), config.context, args.seed
+            tokens, targets, samples = corpus.batch(step, *where)
             loss = model(tokens, targets=targets, samples=samples)
             optimizer.zero_grad()
             loss.backward()
@@ -176,50 +149,38 @@ def reference(text):
     return train_alone
 
 
-@pytest.mark.parametrize("variant, layout", LAYOUTS, ids=[f"{v} {flags}" for v, flags in LAYOUTS])
+@pytest.mark.parametrize("variant, layout", rows(LAYOUTS))
 def test_one_curve(ranks, text, reference, variant, layout):
     args = arguments(text, f"{VARIANTS[variant]} {layout}")
     results = ranks(args.dp * args.cp * args.tp * args.pp, run_layout, args)
-    # Errors within 1e-10, and every byte as the formulas say
+    receipt = check_receipts(results, args)
+    for step, (loss, norm) in zip(receipt["steps"], reference(variant, args.layers, args.steps)):
+        assert step["loss"] == pytest.approx(loss, rel=1e-10)
+        assert step["grad_norm"] == pytest.approx(norm, rel=1e-10)
+
+
+def check_receipts(results, args):
+    """Errors are within 1e-10, and every byte is as the formulas say. Returns rank 0's receipt."""
     assert all(code == 0 for code, _ in results)
     receipt = results[0][1]
     assert receipt["ok"] and len(receipt["steps"]) == args.steps
-    assert (
-        receipt["max_error"].keys() == {"loss", "grad_norm", "grad", "param"}
-        and max(receipt["max_error"].values()) < 1e-10
-    )
-    for step, (loss, norm) in zip(receipt["steps"], reference(variant, args.layers, args.steps)):
-        assert step["loss"] == pytest.approx(loss, rel=1e-10) and step[
-            "grad_norm"
-        ] == pytest.approx(norm, rel=1e-10)
-
-
-IN_GROUPS = [
-    ("moe", "--cp 2 --dp 4 --ep 2 --zero 3 --zero-ranks 4"),  # each expert: two copies of two
-    (
-        "moe gpt2",
-        "--dp 8 --ep 4 --zero 2 --zero-ranks 2 --batch 16 --bucket-mb 0.01",
-    ),  # experts are not split
-    ("odd", "--tp 2 --sp --dp 4 --zero 1 --zero-ranks 2"),
-    (
-        "dropout",
-        "--dp 2 --cp 2 --pp 2 --zero 3 --zero-ranks 2 --schedule zb-h1 --microbatches 2 --offload",
-    ),
-]
+    assert receipt["max_error"].keys() == {"loss", "grad_norm", "grad", "param"}
+    assert max(receipt["max_error"].values()) < 1e-10
+    return receipt
 
 
 def test_zero_in_groups_of_ranks(ranks, text):
     """HSDP in every kind of layout, on the same 8 ranks in one launch: the curve is one process's,
     and the bytes inside groups and across them are those of the formulas."""
-    small = "--layers 2 --steps 2"
-    cases = [arguments(text, f"{VARIANTS[v]} {flags} {small}") for v, flags in IN_GROUPS]
+    cases = []
+    for variant, layout in rows(IN_GROUPS):
+        cases.append(arguments(text, f"{VARIANTS[variant]} {layout} --layers 2"))
 
     def work(rank):
         return [run_layout(rank, args) for args in cases]
 
-    for args, (code, receipt) in zip(cases, ranks(8, work)[0]):
-        assert code == 0 and receipt["ok"] and len(receipt["steps"]) == args.steps == 2
-        assert max(receipt["max_error"].values()) < 1e-10
+    for args, results in zip(cases, zip(*ranks(8, work))):
+        receipt = check_receipts(results, args)
         sent = {(row["op"], row["group"]): row for row in receipt["sent"]}
         experts = ("all_reduce", "copies across") in sent
         assert ("all_reduce", "across") in sent and experts == (args.ep > 1)
@@ -233,10 +194,8 @@ def test_recomputation_shrinks_the_peak(ranks, text, variant):
     """One long sequence through 8 blocks, so that head and embedding are little beside them."""
     peaks = []
     for kind in ("none", "selective", "half", "block"):
-        flags = (
-            f"{VARIANTS[variant]} --tp 2 --sp --layers 8 --context 128 --batch 1 --dtype float32 "
-            f"--prove 0 --recompute {kind}"
-        )
+        flags = f"{VARIANTS[variant]} --tp 2 --sp --layers 8 --context 128 --batch 1 --prove 0"
+        flags += f" --dtype float32 --recompute {kind}"
         [(code, receipt), _] = ranks(2, run_layout, arguments(text, flags))
         assert code == 0
         held = receipt["held"]["activations_peak"]
@@ -258,34 +217,26 @@ def test_compiled_blocks(ranks, text, monkeypatch):
     assert ranks(1, work) == [(0, True)]
 
 
+DENSE = ["--tp 2 --pp 2 --cp 2", "--dp 2 --pp 2 --schedule zb-v"]  # zb-v has 4 stages
+EXPERTS = ["--dp 2 --ep 2 --pp 2", "--tp 2 --cp 2 --ep 2 --sp --zero 3"]
+
+
 @pytest.mark.parametrize(
     "variant, layers, layouts",
-    [
-        # zb-v has 4 stages
-        ("gpt2", "--layers 4", ("--dp 1", "--tp 2 --pp 2 --cp 2", "--dp 2 --pp 2 --schedule zb-v")),
-        (
-            "moe",
-            "--layers 2",
-            ("--dp 1", "--dp 2 --ep 2 --pp 2", "--tp 2 --cp 2 --ep 2 --sp --zero 3"),
-        ),
-    ],
+    [("gpt2", "--layers 4", DENSE), ("moe", "--layers 2", EXPERTS)],
 )
 def test_sample_and_validation_are_the_same_in_every_layout(
     ranks, text, capfd, variant, layers, layouts
 ):
     said = []
-    for layout in layouts:
+    for layout in ("--dp 1", *layouts):
         args = arguments(text, f"{VARIANTS[variant]} {layout} {layers} --prove 0")
         args.sample, args.quiet, args.prompt, args.steps = 6, False, "a b", 1
         ranks(args.dp * args.cp * args.tp * args.pp, run_layout, args)
         lines = capfd.readouterr().out.splitlines()
         start = lines.index("sample:")
-        said.append(
-            (
-                lines[start : start + 2],
-                [line for line in lines if line.startswith("validation loss")],
-            )
-        )
+        validation = [line for line in lines if line.startswith("validation loss")]
+        said.append((lines[start : start + 2], validation))
     assert said[0] == said[1] == said[2] and len(said[0][0][1]) > 3 and len(said[0][1]) == 1
 
 
@@ -308,18 +259,19 @@ def gradients_not_summed():
 
 
 def zero_sums_twice():
-    finish = zero.ZeRO1.finish
+    finish = zero.ZeRO.finish
 
     def wrong(self):
-        finish(self)
-        for bucket in self.trained:
-            bucket.gradient *= dist.get_world_size(self.group)
+        if self.last_call != "finish":
+            finish(self)
+            for bucket in self.trainable:
+                bucket.gradient *= dist.get_world_size(self.group)
 
-    zero.ZeRO1.finish = wrong
+    zero.ZeRO.finish = wrong
 
 
-def shards_not_summed_over_copies():
-    zero.ZeRO1._keep_shard = lambda self, bucket: bucket.keep_shard()
+def copies_not_summed():
+    zero.ZeRO._keep_shard = lambda self, bucket: bucket.keep_shard()
 
 
 def norm_counts_copies():
@@ -350,7 +302,7 @@ def one_bias_left_out():
 
 
 def no_rank_adds_to_a_shard():
-    zero.ZeRO1._reduce = lambda self, bucket: bucket.keep_shard()
+    zero.ZeRO._reduce = lambda self, bucket: bucket.keep_shard()
 
 
 def first_piece_on_every_rank():
@@ -376,13 +328,12 @@ def last_microbatch_only():
 def partial_gradients_left_partial():
     parallelize = sequence_parallel.parallelize
 
-    def wrong(model, group, keep=True):
-        parallelize(model, group, keep)
+    def wrong(model, group, keep_gathered=True):
+        parallelize(model, group, keep_gathered)
         for p in model.parameters():
             if not tensor_parallel.split_over(p, group):
-                p.placement = p.placement | {
-                    "partial": [g for g in p.placement["partial"] if g is not group]
-                }
+                others = [g for g in p.placement["partial"] if g is not group]
+                p.placement = p.placement | {"partial": others}
         return model
 
     sequence_parallel.parallelize = wrong
@@ -411,7 +362,7 @@ def tied_gradients_never_meet():
 
         return wrong
 
-    for kind in (ddp.DDP, zero.ZeRO1):
+    for kind in (ddp.DDP, zero.ZeRO):
         kind.finish = forgetful(kind.finish)
 
 
@@ -423,9 +374,8 @@ def all_shards_equal():
     def wrong(full, parameter):
         cuts = harness.placement(parameter)["cuts"]
         lookalike = torch.empty(parameter.shape, device="meta")
-        lookalike.placement = {
-            "cuts": {dim: (group, 0, size) for dim, (group, _, size) in cuts.items()}
-        }
+        first = {dim: (group, 0, size) for dim, (group, _, size) in cuts.items()}
+        lookalike.placement = {"cuts": first}
         return right(full, lookalike)
 
     harness.rank.take = wrong
@@ -433,9 +383,11 @@ def all_shards_equal():
 
 def loss_is_a_mean_of_means():
     forward = LeanCrossEntropy.forward
-    LeanCrossEntropy.forward = lambda self, logits, targets, count: forward(
-        self, logits, targets, targets.numel()
-    )
+
+    def wrong(self, logits, targets, count):
+        return forward(self, logits, targets, targets.numel())
+
+    LeanCrossEntropy.forward = wrong
 
 
 def one_seed_for_all_samples():
@@ -503,12 +455,14 @@ def one_weight_never_moved():
     harness.make_optimizer = lambda parameters, args: right(list(parameters)[1:], args)
 
 
-SUMMED = "one process's: as if summed once too often over dp (2 ranks)"
+SUMMED = "one process's: as if summed once too often, or not averaged, over dp (2)"
 PARTIAL = "own partial sum: it was never all-reduced over "
 BACKWARD = "step 1, backward"
+FORWARD = "step 1, forward: the output of "
 LOCAL = "of gradients that are right: as if of rank 0's tensors alone"
-COUNTED = "as if tensors that several ranks of tp hold counted once for each"
+COUNTED = "as if tensors that several ranks of {} hold counted once for each"
 LAST = "it is that of the last micro-batch alone"
+TIMES_4 = "it is 4 times one process's"
 
 
 @pytest.mark.parametrize(
@@ -517,8 +471,8 @@ LAST = "it is that of the last micro-batch alone"
         (gradients_summed_twice, "sgd", "--dp 2", BACKWARD, f"it is 2 times {SUMMED}"),
         (gradients_summed_twice, "gpt2", "--dp 2", BACKWARD, SUMMED),
         (gradients_not_summed, "sgd", "--dp 2", BACKWARD, PARTIAL + "dp"),
-        (norm_counts_copies, "gpt2", "--tp 2", COUNTED, ""),
-        (norm_counts_copies, "sgd", "--pp 2", COUNTED.replace("tp", "pp"), ""),
+        (norm_counts_copies, "gpt2", "--tp 2", COUNTED.format("tp"), ""),
+        (norm_counts_copies, "sgd", "--pp 2", COUNTED.format("pp"), ""),
         (norm_is_local, "gpt2", "--tp 2", LOCAL, ""),
         (norm_is_local, "sgd", "--pp 2", LOCAL, ""),
         (one_bias_left_out, "sgd", "--dp 2", BACKWARD, PARTIAL + "dp"),
@@ -533,22 +487,16 @@ LAST = "it is that of the last micro-batch alone"
         (tied_gradients_never_meet, "sgd", "--pp 3 --zero 2", BACKWARD, PARTIAL + "tied"),
         (zero_sums_twice, "sgd", "--dp 2 --zero 2", BACKWARD, SUMMED),
         (zero_sums_twice, "gpt2", "--dp 2 --zero 3", BACKWARD, SUMMED),
-        (
-            *(shards_not_summed_over_copies, "sgd", "--dp 4 --zero 2 --zero-ranks 2"),
-            *(BACKWARD, PARTIAL + "across"),
-        ),
+        (copies_not_summed, "sgd", "--dp 4 --zero 2 --zero-ranks 2", BACKWARD, PARTIAL + "across"),
         (no_rank_adds_to_a_shard, "sgd", "--dp 2 --zero 1", BACKWARD, "of one rank's rows alone"),
         (first_piece_on_every_rank, "sgd", "--tp 2", "129:257 of dimension 0 of embed.token", ""),
-        (all_shards_equal, "sgd", "--tp 2", "step 1, forward: the output of blocks.0", ""),
-        (
-            *(loss_is_a_mean_of_means, "sgd", "--dp 2 --microbatches 2"),
-            *("step 1, the loss: 4 times one process's", "it is 4 times one process's"),
-        ),
-        (one_seed_for_all_samples, "dropout", "--dp 2", "forward: the output of embed", ""),
+        (all_shards_equal, "sgd", "--tp 2", FORWARD + "blocks.0", ""),
+        (loss_is_a_mean_of_means, "sgd", "--dp 2 --microbatches 2", "step 1, the loss: 4", TIMES_4),
+        (one_seed_for_all_samples, "dropout", "--dp 2", FORWARD + "embed", ""),
         (nothing_recomputed, "sgd", "--tp 2 --recompute block", None, None),
         (nothing_recomputed, "sgd", "--tp 2 --sp --recompute selective", None, None),
         (recomputed_without_the_collectives, "sgd", "--tp 2 --recompute block", BACKWARD, ""),
-        (averaged_once_too_often, "sgd", "--dp 3", BACKWARD, "averaged, or summed once too little"),
+        (averaged_once_too_often, "sgd", "--dp 3", BACKWARD, "averaged once too often"),
         (never_received, "sgd", "--dp 2", BACKWARD, "it is zero: it was never computed"),
         (right_on_the_first_rank_alone, "sgd", "--dp 3", BACKWARD, "it is right on rank 0 alone"),
         (padding_gets_a_gradient, "sgd", "--tp 2", BACKWARD, "only its padding is off"),
@@ -581,13 +529,13 @@ def test_a_gradient_in_two_pieces_is_refused(ranks, text):
     split backward DDP would count two passes. (ZeRO reduces its bucket last, so it is right.)"""
 
     def defer_the_head_too():
-        right = pipeline.Deferred.can_defer
+        right = zero_bubble.can_defer
 
-        def wrong(self, input, weight):
+        def wrong(x, weight, offsets):
             weight.used_twice = False
-            return right(self, input, weight)
+            return right(x, weight, offsets)
 
-        pipeline.Deferred.can_defer = wrong
+        zero_bubble.can_defer = wrong
 
     flags = f"{VARIANTS['sgd']} --dp 2 --schedule zb-h1 --microbatches 3"
     with pytest.raises(AssertionError, match="more backward passes"):

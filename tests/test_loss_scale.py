@@ -13,12 +13,12 @@ import torch.distributed as dist
 from test_layouts import VARIANTS, arguments
 
 import harness
-import model as gpt
 import proof
 import train
 import zero
-from harness import data
+from harness import data, initialize
 from trainer import loss_scale
+from trainer.large_vocabulary import lean_head
 from trainer.loss_scale import LossScale
 
 # Products in float16 are slow on CPUs. The curve must not depend on --steps
@@ -65,9 +65,9 @@ def grad_scaler(args):
     with float32 masters."""
     corpus = data.load(args.data)
     config = harness.configure(args)
-    masters = gpt.build(config, args.seed, dtype=torch.float32)
+    masters = initialize.build(config, args.seed, dtype=torch.float32)
     half = copy.deepcopy(masters).half()
-    harness.lean_head(half)  # a loss in float32
+    lean_head(half)  # a loss in float32
     optimizer = harness.make_optimizer(masters.parameters(), args)
     scaler = torch.amp.GradScaler(
         "cpu", init_scale=LossScale.INITIAL, growth_interval=LossScale.INTERVAL
@@ -133,7 +133,7 @@ def test_equals_torchs_grad_scaler(ranks, text, tmp_path):
 @pytest.mark.parametrize(
     "variant, flags",
     [
-        ("moe gpt2", "--dp 2 --ep 2 --pp 2 --schedule zb-v --zero 3 --microbatches 3 --layers 4"),
+        ("moe-gpt2", "--dp 2 --ep 2 --pp 2 --schedule zb-v --zero 3 --microbatches 3 --layers 4"),
         ("sgd", "--dp 2 --tp 2 --sp --zero 1 --layers 2 --steps 2 --out OUT --record OUT/record"),
     ],
 )

@@ -6,14 +6,16 @@ import re
 import shutil
 
 import pytest
+import safetensors.torch
 import tops
 import torch
 
 import harness
 import model as gpt
-from harness import presets
+from harness import initialize, presets
 from proof.ledger import Ledger
-from receipts.formulas import Sizes, block_bytes
+from receipts.formulas import Sizes, block_bytes, flops_per_token
+from trainer import pretrained
 
 transformers = pytest.importorskip("transformers")
 
@@ -26,108 +28,49 @@ def batch(vocab=61, rows=2, context=24, seed=0):
     return tokens[:, :-1], tokens[:, 1:]
 
 
-def rows_of_heads(q, k, v, kv_heads):
-    """The rows of our projection, q..q k v for each kv-head, from separate q, k, v (rows, ...)."""
-    q, k, v = (x.unflatten(0, (kv_heads, -1)) for x in (q, k, v))
-    return torch.cat((q, k, v), dim=1).flatten(0, 1)
-
-
-def gpt2_weights(hf):
-    """Our names and layouts from GPT2LMHeadModel's. Its Conv1D stores (in, out)."""
-    weights = {
-        "embed.token.weight": hf["transformer.wte.weight"],
-        "embed.position.weight": hf["transformer.wpe.weight"],
-        "head.norm.weight": hf["transformer.ln_f.weight"],
-        "head.norm.bias": hf["transformer.ln_f.bias"],
-    }
-    for i in range(SMALL["layers"]):
-        theirs, ours = f"transformer.h.{i}.", f"blocks.{i}."
-        for name in ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj"):
-            hf = hf | {f"{theirs}{name}.weight": hf[f"{theirs}{name}.weight"].T}
-        for kind in ("weight", "bias"):
-            q, k, v = hf[f"{theirs}attn.c_attn.{kind}"].chunk(3, 0)
-            weights[f"{ours}attn.qkv.{kind}"] = rows_of_heads(q, k, v, SMALL["heads"])
-            weights[f"{ours}attn.proj.{kind}"] = hf[f"{theirs}attn.c_proj.{kind}"]
-            weights[f"{ours}mlp.up.{kind}"] = hf[f"{theirs}mlp.c_fc.{kind}"]
-            weights[f"{ours}mlp.down.{kind}"] = hf[f"{theirs}mlp.c_proj.{kind}"]
-            weights[f"{ours}attn_norm.{kind}"] = hf[f"{theirs}ln_1.{kind}"]
-            weights[f"{ours}mlp_norm.{kind}"] = hf[f"{theirs}ln_2.{kind}"]
-    return weights
-
-
-def llama_attention_weights(hf, kv_heads):
-    """What Llama and Mixtral share: everything but the MLPs."""
-    weights = {
-        "embed.token.weight": hf["model.embed_tokens.weight"],
-        "head.out.weight": hf["lm_head.weight"],
-        "head.norm.weight": hf["model.norm.weight"],
-    }
-    for i in range(SMALL["layers"]):
-        theirs, ours = f"model.layers.{i}.", f"blocks.{i}."
-        qkv = [hf[f"{theirs}self_attn.{x}_proj.weight"] for x in "qkv"]
-        weights[ours + "attn.qkv.weight"] = rows_of_heads(*qkv, kv_heads)
-        weights[ours + "attn.proj.weight"] = hf[theirs + "self_attn.o_proj.weight"]
-        weights[ours + "attn_norm.weight"] = hf[theirs + "input_layernorm.weight"]
-        weights[ours + "mlp_norm.weight"] = hf[theirs + "post_attention_layernorm.weight"]
-    return weights
-
-
-def llama_weights(hf, kv_heads):
-    weights = llama_attention_weights(hf, kv_heads)
-    for i in range(SMALL["layers"]):
-        for name in ("gate", "up", "down"):
-            theirs = hf[f"model.layers.{i}.mlp.{name}_proj.weight"]
-            weights[f"blocks.{i}.mlp.{name}.weight"] = theirs
-    return weights
-
-
-def mixtral_weights(hf, kv_heads):
-    """transformers stacks gate above up."""
-    weights = llama_attention_weights(hf, kv_heads)
-    for i in range(SMALL["layers"]):
-        theirs, ours = f"model.layers.{i}.mlp.", f"blocks.{i}.mlp."
-        gate, up = hf[theirs + "experts.gate_up_proj"].chunk(2, dim=1)
-        weights[ours + "experts.gate"] = gate
-        weights[ours + "experts.up"] = up
-        weights[ours + "experts.down"] = hf[theirs + "experts.down_proj"]
-        weights[ours + "router.weight"] = hf[theirs + "gate.weight"]
-    return weights
-
-
-def same_as(hf, config, weights_of):
-    """Compare logits, loss and every gradient of a transformers model and ours, in float64."""
-    hf = hf.double()
+def same_as(hf, folder, preset="tiny", **sizes):
+    """Compare logits and every gradient of a transformers model and ours, in float64. Its weights,
+    and then its gradients, are read from a folder as a trained model's are."""
+    config, hf = presets.configure(preset, **SMALL | sizes), hf.double()
     for p in hf.parameters():  # biases and norms leave their initial 0 and 1: a mix-up shows
         p.data += 0.05 * torch.randn(p.shape, dtype=p.dtype)
-    ours = gpt.build(config, dtype=torch.float64)
-    parameters = dict(ours.named())
-    weights = weights_of(dict(hf.named_parameters(remove_duplicate=False)))
-    assert weights.keys() == parameters.keys()
-    for name, p in parameters.items():
-        p.data.copy_(weights[name])
     tokens, targets = batch()
     logits = hf(tokens).logits
     torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten()).backward()
+
+    def written(part):
+        tensors = {name: part(p).detach().contiguous() for name, p in hf.named_parameters()}
+        file = folder / "model.safetensors"
+        file.unlink(missing_ok=True)  # the file before may still be mapped
+        safetensors.torch.save_file(tensors, file)
+        return pretrained.Folder(folder, config)
+
+    ours = initialize.build(config, dtype=torch.float64, draw=written(lambda p: p).draw)
     torch.testing.assert_close(ours(tokens), logits, rtol=1e-10, atol=1e-10)
     ours(tokens, targets=targets).backward()
-    grads = weights_of({n: p.grad for n, p in hf.named_parameters(remove_duplicate=False)})
-    for name, p in parameters.items():
-        torch.testing.assert_close(p.grad, grads[name], rtol=1e-10, atol=1e-10, msg=name)
+    gradients = written(lambda p: p.grad)
+    for name, p in ours.named():
+        theirs = gradients.read(name, p.shape)
+        torch.testing.assert_close(p.grad, theirs, rtol=1e-10, atol=1e-10, msg=name)
 
 
-def test_gpt2_is_transformers_gpt2():
+def test_gpt2_is_transformers_gpt2(tmp_path):
     torch.manual_seed(0)
-    c = transformers.GPT2Config(
-        n_layer=3,
-        n_head=4,
-        n_embd=32,
-        n_positions=24,
-        vocab_size=61,
-        resid_pdrop=0,
-        embd_pdrop=0,
-        attn_pdrop=0,
-    )
-    same_as(transformers.GPT2LMHeadModel(c), presets.configure(**SMALL), gpt2_weights)
+    sizes = dict(n_layer=3, n_head=4, n_embd=32, n_positions=24, vocab_size=61)
+    c = transformers.GPT2Config(resid_pdrop=0, embd_pdrop=0, attn_pdrop=0, **sizes)
+    same_as(transformers.GPT2LMHeadModel(c), tmp_path)
+
+
+THEIRS = dict(
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    hidden_size=32,
+    intermediate_size=56,
+    vocab_size=61,
+    max_position_embeddings=24,
+    rms_norm_eps=1e-5,
+    attn_implementation="sdpa",
+)
 
 
 def rms_norm(self, x):
@@ -136,26 +79,17 @@ def rms_norm(self, x):
 
 
 @pytest.mark.parametrize("kv_heads", [4, 2, 1])
-def test_llama_is_transformers_llama(kv_heads, monkeypatch):
+def test_llama_is_transformers_llama(kv_heads, tmp_path, monkeypatch):
     monkeypatch.setattr(transformers.models.llama.modeling_llama.LlamaRMSNorm, "forward", rms_norm)
     torch.manual_seed(0)
-    c = transformers.LlamaConfig(
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=kv_heads,
-        hidden_size=32,
-        intermediate_size=56,
-        vocab_size=61,
-        max_position_embeddings=24,
-        rms_norm_eps=1e-5,
-        attn_implementation="sdpa",
+    hf = transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(num_key_value_heads=kv_heads, **THEIRS)
     )
-    config = presets.configure(family="llama", hidden=56, kv_heads=kv_heads, **SMALL)
-    same_as(transformers.LlamaForCausalLM(c), config, lambda hf: llama_weights(hf, kv_heads))
+    same_as(hf, tmp_path, family="llama", hidden=56, kv_heads=kv_heads)
 
 
 @pytest.mark.parametrize("experts, top_k", [(8, 2), (5, 1), (4, 4)])
-def test_mixture_is_transformers_mixtral(experts, top_k, monkeypatch):
+def test_mixture_is_transformers_mixtral(experts, top_k, tmp_path, monkeypatch):
     def router(self, x):
         scores = torch.nn.functional.linear(x.reshape(-1, x.shape[-1]), self.weight)
         top = scores.softmax(-1).topk(self.top_k)
@@ -165,25 +99,10 @@ def test_mixture_is_transformers_mixtral(experts, top_k, monkeypatch):
     monkeypatch.setattr(mixtral.MixtralRMSNorm, "forward", rms_norm)
     monkeypatch.setattr(mixtral.MixtralTopKRouter, "forward", router)
     torch.manual_seed(0)
-    c = transformers.MixtralConfig(
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        hidden_size=32,
-        intermediate_size=56,
-        vocab_size=61,
-        max_position_embeddings=24,
-        rms_norm_eps=1e-5,
-        rope_theta=1e6,
-        num_local_experts=experts,
-        experts_implementation="eager",
-        num_experts_per_tok=top_k,
-        attn_implementation="sdpa",
-    )
-    config = presets.configure(
-        "mixtral-8x7b", kv_heads=2, hidden=56, experts=experts, top_k=top_k, **SMALL
-    )
-    same_as(transformers.MixtralForCausalLM(c), config, lambda hf: mixtral_weights(hf, 2))
+    kinds = dict(num_local_experts=experts, num_experts_per_tok=top_k, rope_theta=1e6)
+    kinds |= dict(num_key_value_heads=2, experts_implementation="eager")
+    hf = transformers.MixtralForCausalLM(transformers.MixtralConfig(**THEIRS, **kinds))
+    same_as(hf, tmp_path, "mixtral-8x7b", kv_heads=2, hidden=56, experts=experts, top_k=top_k)
 
 
 MIXTURE = dict(experts=5, top_k=2, shared=1, balance_loss=0.3, z_loss=0.2)
@@ -225,7 +144,7 @@ def test_mixture_is_a_loop_over_tokens_and_experts(family, scores, renormalize):
     config = presets.configure(
         family=family, **SMALL, **MIXTURE, scores=scores, renormalize=renormalize
     )
-    moe = gpt.build(config, dtype=torch.float64).blocks["0"].mlp
+    moe = initialize.build(config, dtype=torch.float64).blocks["0"].mlp
     for p in moe.parameters():
         p.data = torch.randn(
             p.shape, dtype=p.dtype, generator=torch.Generator().manual_seed(p.numel())
@@ -248,13 +167,13 @@ def test_losses_of_the_router_add_up_however_the_batch_is_cut():
     tokens, targets = batch(rows=5)
     grads = []
     for pieces in ([range(5)], [[0], [1, 2, 3], [4]]):
-        model = gpt.build(config, dtype=torch.float64)
+        model = initialize.build(config, dtype=torch.float64)
         for rows in pieces:
             model(tokens[list(rows)], targets=targets[list(rows)], count=targets.numel()).backward()
         grads.append({name: p.grad for name, p in model.named()})
     for name in grads[0]:
         torch.testing.assert_close(grads[0][name], grads[1][name], rtol=1e-10, atol=1e-12)
-    plain = gpt.build(
+    plain = initialize.build(
         presets.configure(**SMALL, **MIXTURE | dict(balance_loss=0, z_loss=0)), dtype=torch.float64
     )
     plain(tokens, targets=targets).backward()
@@ -266,19 +185,19 @@ def test_losses_of_the_router_add_up_however_the_batch_is_cut():
 
 
 def test_losses_of_the_router_when_sequences_are_cut():
-    """Two ranks hold a half of each sequence: over_sequence adds the sums of the other half."""
+    """Two ranks hold a half of each sequence: sum_over_sequence adds the sums of the other half."""
     router = gpt.Router(presets.configure(**SMALL, **MIXTURE)).double()
     x = torch.randn(3, 8, 32, dtype=torch.float64)
     router(x, 24)[0].square().sum().backward()
     whole, router.weight.grad = router.weight.grad, None
     sums = []
-    router.over_sequence.register_forward_hook(lambda module, args, y: sums.append(y.detach()))
+    router.sum_over_sequence.register_forward_hook(lambda module, args, y: sums.append(y.detach()))
     halves = x.split(4, dim=1)
     for half in halves:
         router(half, 24)
     for other, half in enumerate(halves):
-        router.over_sequence = gpt.nn.Identity()
-        router.over_sequence.register_forward_hook(lambda module, args, y: y + sums[1 - other])
+        router.sum_over_sequence = gpt.nn.Identity()
+        router.sum_over_sequence.register_forward_hook(lambda module, args, y: y + sums[1 - other])
         router(half, 24)[0].square().sum().backward()
     torch.testing.assert_close(router.weight.grad, whole, rtol=1e-10, atol=1e-12)
 
@@ -294,7 +213,7 @@ def steps_with(kind, **sizes):
     """Train two micro-batches with dropout. Returns gradients and loads of routers, and the bytes
     held before the last backward."""
     config = presets.configure(**SMALL, dropout=0.1, **sizes)
-    model = gpt.build(config, dtype=torch.float64)
+    model = initialize.build(config, dtype=torch.float64)
     harness.recompute(model, kind)
     tokens, targets = batch(rows=6)
     ledger = Ledger({})
@@ -331,7 +250,7 @@ def test_what_a_recomputed_block_keeps_is_as_the_formula_says(family, mixture, k
     held, (tokens, targets) = [], batch(rows=6)
     for layers in (2, 3):
         config = presets.configure(**SMALL | dict(layers=layers), family=family, **mixture)
-        model = gpt.build(config)
+        model = initialize.build(config)
         harness.recompute(model, kind)
         ledger = Ledger({})
         ledger.watch(model.parameters())
@@ -354,7 +273,7 @@ def test_half_keeps_one_tile_of_a_ring():
 
     held, (tokens, targets) = [], batch(rows=6)
     for Tiles.tiles in (1, 3):
-        model = gpt.build(presets.configure(**SMALL))
+        model = initialize.build(presets.configure(**SMALL))
         for block in model.blocks.values():
             block.attn.core = Tiles()
         harness.recompute(model, "half")
@@ -368,7 +287,7 @@ def test_half_keeps_one_tile_of_a_ring():
 
 def test_recomputation_of_another_kind_is_refused():
     with pytest.raises(ValueError, match="unknown kind 'blocks'"):
-        harness.recompute(gpt.build(presets.configure(**SMALL)), "blocks")
+        harness.recompute(initialize.build(presets.configure(**SMALL)), "blocks")
 
 
 def test_a_load_counted_in_forward_is_caught(monkeypatch):
@@ -382,7 +301,7 @@ def test_bias_brings_the_load_into_balance():
     config = presets.configure(
         **SMALL, **MIXTURE | dict(experts=8, shared=0, balance_loss=0, z_loss=0, bias_rate=5e-4)
     )
-    model = gpt.build(config)
+    model = initialize.build(config)
     tokens, targets = batch(rows=16)
     spread = []
     for _ in range(40):  # without training: the bias alone
@@ -411,12 +330,8 @@ def test_kernel_and_loop_of_grouped_products_agree():
 
 
 def test_published_sizes():
-    sizes = {
-        "gpt2": 124439808,
-        "gpt2-medium": 354823168,
-        "gpt2-large": 774030080,
-        "gpt2-xl": 1557611200,
-    }
+    sizes = {"gpt2": 124439808, "gpt2-medium": 354823168}
+    sizes |= {"gpt2-large": 774030080, "gpt2-xl": 1557611200}
     sizes |= {"llama3-8b": 8030261248, "llama3-70b": 70553706496, "llama3-405b": 405853388800}
     sizes["mixtral-8x7b"] = 46702792704
     assert {name: presets.parameter_count(presets.configure(name)) for name in sizes} == sizes
@@ -435,34 +350,33 @@ def test_flops_count_every_matrix():
         with torch.device("meta"):
             linear = [m for m in gpt.GPT(config).modules() if isinstance(m, torch.nn.Linear)]
         attention = 12 * config.layers * config.context * config.width
-        assert config.flops_per_token() == 6 * sum(m.weight.numel() for m in linear) + attention
+        assert flops_per_token(config) == 6 * sum(m.weight.numel() for m in linear) + attention
     dense, mixture = presets.configure(), presets.configure(experts=8, top_k=3, shared=2)
     # 3 + 2 MLPs in place of one, and the router
     extra = 6 * dense.layers * (4 * 2 * dense.width * dense.hidden + 8 * dense.width)
-    assert mixture.flops_per_token() - dense.flops_per_token() == extra
+    assert flops_per_token(mixture) - flops_per_token(dense) == extra
 
 
 def test_weights_depend_on_seed_and_name_only():
     small, deep = presets.configure(layers=2), presets.configure(layers=5)
-    a, b, other = gpt.build(small, 1), gpt.build(deep, 1, dtype=torch.float64), gpt.build(small, 2)
-    a, b, other = dict(a.named()), dict(b.named()), dict(other.named())
+    a, other = (dict(initialize.build(small, seed).named()) for seed in (1, 2))
+    b = dict(initialize.build(deep, 1, dtype=torch.float64).named())
     name = "blocks.1.mlp.up.weight"
     assert torch.equal(a[name], b[name].float()) and not torch.equal(a[name], other[name])
     assert abs(a[name].std().item() - 0.02) < 1e-3
     # the residual projections shrink with depth
     assert abs(b["blocks.1.mlp.down.weight"].std().item() - 0.02 / 10**0.5) < 1e-3
-    values = torch.cat(
-        [p.detach().flatten() for n, p in a.items() if n.startswith("blocks") and p.dim() > 1]
-    )
+    matrices = [p for n, p in a.items() if n.startswith("blocks") and p.dim() > 1]
+    values = torch.cat([p.detach().flatten() for p in matrices])
     assert values.unique().numel() > 0.9 * values.numel()  # no two parameters share a stream
 
 
 def test_a_large_weight_is_drawn_in_pieces_alike_on_any_number_of_cores(monkeypatch):
-    monkeypatch.setattr(gpt, "PIECE", 1000)
+    monkeypatch.setattr(initialize, "DRAW_CHUNK", 1000)
     drawn = []
     for cores in (1, 3):
         monkeypatch.setattr(torch, "get_num_threads", lambda: cores)
-        drawn.append(gpt.draw("blocks.0.mlp.up.weight", (70, 50), (0.0, 0.02), 7))
+        drawn.append(initialize.draw("blocks.0.mlp.up.weight", (70, 50), (0.0, 0.02), 7))
     assert torch.equal(*drawn)
     pieces = drawn[0].view(-1).split(1000)
     assert len(pieces) == 4 and not torch.equal(pieces[0], pieces[1])
@@ -473,8 +387,8 @@ def test_pieces_make_the_whole():
     """A stage is a GPT with the rest removed."""
     for family in ("gpt2", "llama"):
         config = presets.configure(family=family, **SMALL)
-        whole = gpt.build(config, dtype=torch.float64)
-        first, last = gpt.build(config, dtype=torch.float64), gpt.build(config, dtype=torch.float64)
+        whole = initialize.build(config, dtype=torch.float64)
+        first, last = (initialize.build(config, dtype=torch.float64) for _ in range(2))
         first.head = last.embed = None
         for i, stage in (("0", last), ("1", first), ("2", first)):
             del stage.blocks[i]
@@ -490,17 +404,15 @@ def test_sequence_shards_take_their_positions():
 
 
 def test_ignored_targets_add_nothing():
-    ours = gpt.build(presets.configure(**SMALL), dtype=torch.float64)
+    ours = initialize.build(presets.configure(**SMALL), dtype=torch.float64)
     tokens, targets = batch()
     masked = targets.clone()
     masked[0, 5:] = gpt.IGNORE
     logits = ours(tokens)
     expected = torch.nn.functional.cross_entropy(logits[masked >= 0], masked[masked >= 0])
     torch.testing.assert_close(ours(tokens, targets=masked), expected, rtol=1e-12, atol=0)
-    parts = [
-        ours(tokens[i : i + 1], targets=masked[i : i + 1], count=(masked >= 0).sum())
-        for i in range(2)
-    ]
+    count = (masked >= 0).sum()
+    parts = [ours(tokens[[i]], targets=masked[[i]], count=count) for i in range(2)]
     # Unequal parts add up: no mean of means
     torch.testing.assert_close(sum(parts), expected, rtol=1e-12, atol=0)
 
@@ -529,9 +441,9 @@ def test_dropout_gradient_uses_the_same_mask():
 
 
 def test_dropout_is_off_without_samples():
-    ours = gpt.build(presets.configure(dropout=0.5, **SMALL))
+    ours = initialize.build(presets.configure(dropout=0.5, **SMALL))
     tokens, _ = batch()
-    assert torch.equal(ours(tokens), gpt.build(presets.configure(**SMALL))(tokens))
+    assert torch.equal(ours(tokens), initialize.build(presets.configure(**SMALL))(tokens))
     assert not torch.equal(ours(tokens, samples=torch.arange(2)), ours(tokens))
     assert torch.equal(ours(tokens, samples=torch.arange(2)), ours(tokens, samples=torch.arange(2)))
 
@@ -566,7 +478,7 @@ def test_the_file_works_alone_and_refuses(ranks, tmp_path):
     shutil.copy(gpt.__file__, tmp_path)
     usage = re.findall(r"^    (\w+ = .*)$", gpt.__doc__, re.M)
     wrong = "try:\n    Config(experts=2, top_k=3)\nexcept ValueError as e:\n    print(e)"
-    lines = ["import torch", "from model import Config, build", *usage, "loss.backward()", wrong]
+    lines = ["import torch", "from model import GPT, Config", *usage, "loss.backward()", wrong]
 
     def work(rank):
         said = io.StringIO()

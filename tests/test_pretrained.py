@@ -14,9 +14,9 @@ import harness
 import model as gpt
 import proof
 import train
-from harness import presets
+from harness import initialize, presets
 from proof import one_process
-from simulator import planner
+from simulator import command
 from trainer import hf_config, pretrained
 
 transformers = pytest.importorskip("transformers")
@@ -68,9 +68,9 @@ def logits_of(folder, tokens, dtype=torch.float32):
 
 
 def build(folder):
-    config = presets.configure(**pretrained.read_config(folder))
+    config = presets.configure(**hf_config.read(folder)[0])
     source = pretrained.Folder(folder, config)
-    return gpt.build(config, draw=lambda name, shape, init, seed: source.read(name, shape))
+    return initialize.build(config, draw=lambda name, shape, init, seed: source.read(name, shape))
 
 
 @pytest.mark.parametrize("name", THEIRS)
@@ -103,7 +103,7 @@ def rms_norm(self, x):
 def train_and_prove(rank, args):
     run = proof.Run(args, rank, dist.get_world_size(), torch.device("cpu"))
     code = train.train(run)
-    weights = one_process.one_process(run, 2)[3] if rank == 0 else None
+    weights = one_process.one_process(run, 2).weights if rank == 0 else None
     return code, weights
 
 
@@ -130,7 +130,7 @@ def test_any_layout_starts_from_it_and_exports(ranks, folders, text, tmp_path, n
     args, _ = prepare(f"{flags} --init-from {folders[name]} --export {tmp_path}/out")
     results = ranks(args.dp * args.cp * args.tp * args.pp, train_and_prove, args)
     assert {code for code, _ in results} == {0}
-    config = presets.configure(**pretrained.read_config(tmp_path / "out"))
+    config = presets.configure(**hf_config.read(tmp_path / "out")[0])
     source = pretrained.Folder(tmp_path / "out", config)
     for key, weight in results[0][1].items():
         torch.testing.assert_close(source.read(key, weight.shape), weight, rtol=1e-10, atol=1e-12)
@@ -429,7 +429,7 @@ def test_a_dry_run_and_a_plan_read_the_config_alone(folders, tmp_path, capsys, n
     """One rank is played, so it is in this process."""
     shutil.copy(folders[name] / "config.json", tmp_path)
     args = f"--init-from {tmp_path} --batch 2 --device cpu {layout}".split()
-    planner.main(train.flags().parse_args(args), train.prepare, train.train)
+    command.main(train.flags().parse_args(args), train.prepare, train.train)
     size = sum(p.numel() for _, p in build(folders[name]).named())
     assert said.format(size) in capsys.readouterr().out
 

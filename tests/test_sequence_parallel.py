@@ -5,91 +5,51 @@ import dataclasses
 import pytest
 import torch
 import torch.distributed as dist
-from reference import CONFIGS, STEPS, assert_equal, batch, make_optimizer, train
+from reference import CONFIGS, assert_ranks, batch, cuts_of, equals_one_process, train, train_rank
 
 import harness
 import model as gpt
 import sequence_parallel as sp
 import tensor_parallel as tp
-from harness import presets
-from proof.ledger import Ledger
-from proof.saved import saved_bytes
+from harness import initialize, presets
+from proof.ledger import Ledger, saved_bytes
 from receipts import sequence_parallel as by_paper
 from receipts import tensor_parallel
 from receipts.formulas import Group, Sizes, block_bytes, parameters_of
 from trainer import sampling
 
-THREE = {
-    f: dataclasses.replace(CONFIGS[f], heads=6, kv_heads=3, width=36, hidden=50)
-    for f in ("gpt2", "llama")
-}
-
 
 def build(config, group, keep=True, parallelize=sp.parallelize):
     with torch.device("meta"):
         model = gpt.GPT(config)
-    return gpt.fill(parallelize(model, group, keep), 7, dtype=torch.float64, take=harness.take)
-
-
-def train_parallel(rank, config, kind, keep, finish=sp.reduce_partial, accumulate=2, steps=STEPS):
-    group = dist.group.WORLD
-    model = build(config, group, keep)
-    optimizer, losses = make_optimizer(model.parameters(), kind), []
-    for step in range(steps):
-        tokens, targets, samples, count = batch(step, context=config.context)
-        optimizer.zero_grad()
-        loss = 0.0
-        for piece in torch.arange(len(tokens)).tensor_split(accumulate):
-            part = model(tokens[piece], targets=targets[piece], count=count, samples=samples[piece])
-            part.backward()
-            loss += part.item()
-        finish(list(model.parameters()))
-        optimizer.step()
-        losses.append(loss)
-    split = {n: list(p.placement["cuts"]) for n, p in model.named()}
-    return (
-        losses,
-        {n: p.grad for n, p in model.named()},
-        {n: p.detach() for n, p in model.named()},
-    ), split
-
-
-def check_ranks(results, reference):
-    for rank, (ours, split) in enumerate(results):
-
-        def take(full, name):
-            for dim in split[name]:
-                full = tp.shard_tensor(full, dim, rank, len(results))
-            return full
-
-        assert_equal(ours, reference, take)
-
-
-@pytest.mark.parametrize("kind, keep", [("sgd", True), ("adamw", False)])
-@pytest.mark.parametrize(
-    "config, world", [("gpt2", 4), ("llama", 4), ("grouped", 2), ("dropout", 2), ("llama", 1)]
-)
-def test_equals_one_process(ranks, config, world, kind, keep):
-    check_ranks(
-        ranks(world, train_parallel, CONFIGS[config], kind, keep), train(CONFIGS[config], kind)
+    return initialize.fill(
+        parallelize(model, group, keep), 7, dtype=torch.float64, take=harness.take
     )
 
 
-@pytest.mark.parametrize(
-    "config, world, tokens, keep",
-    [
-        ("gpt2", 3, 11, True),  # 4 + 4 + 3
-        ("gpt2", 3, 11, False),
-        ("llama", 3, 10, False),
-        ("dropout", 4, 10, True),  # 3 + 3 + 3 + 1
-        ("llama", 4, 5, True),  # 2 + 2 + 1 + 0: a rank with nothing but padding
-        ("dropout", 4, 5, False),
-        ("gpt2", 2, 1, True),
-    ],
+def train_parallel(config, kind, keep, finish=sp.reduce_partial):
+    model = build(config, dist.group.WORLD, keep)
+    return train_rank(model, kind, finish=lambda: finish(list(model.parameters())))
+
+
+WAYS = [("sgd", True), ("adamw", False)]
+NINE = {"llama, 9 tokens": dataclasses.replace(CONFIGS["llama, 3 kv-heads"], context=9)}
+NINE["gpt2, a token each"] = dataclasses.replace(CONFIGS["gpt2, 3 kv-heads"], context=3)
+
+test_equals_one_process = equals_one_process(
+    train_parallel,
+    {
+        1: [("llama", *way) for way in WAYS],
+        2: [(name, *way) for name in ("grouped", "dropout") for way in WAYS],
+        3: [
+            ("gpt2, 3 kv-heads", "sgd", True),
+            ("gpt2, a token each", "sgd", False),
+            ("llama, 9 tokens", "sgd", False),
+        ],
+        4: [(name, *way) for name in ("gpt2", "llama") for way in WAYS],
+    },
+    CONFIGS | NINE,
 )
-def test_sequences_that_do_not_divide(ranks, config, world, tokens, keep):
-    config = dataclasses.replace((THREE if world == 3 else CONFIGS)[config], context=tokens)
-    check_ranks(ranks(world, train_parallel, config, "sgd", keep), train(config, "sgd"))
 
 
 def test_a_partial_gradient_left_so_is_caught(ranks):
@@ -106,7 +66,7 @@ def test_a_partial_gradient_left_so_is_caught(ranks):
         sp.reduce_partial([p for p in model.parameters() if p not in forgotten])
         return {n: p.grad for n, p in model.named() if not p.placement["cuts"]}
 
-    whole = gpt.build(CONFIGS["gpt2"], 7, dtype=torch.float64)
+    whole = initialize.build(CONFIGS["gpt2"], 7, dtype=torch.float64)
     tokens, targets, samples, count = batch(0)
     whole(tokens, targets=targets, count=count).backward()
     for results in ranks(2, lambda rank: [gradients(name) for name in names]):
@@ -118,9 +78,10 @@ def test_a_partial_gradient_left_so_is_caught(ranks):
 
 
 def test_training_without_the_sum_is_caught(ranks):
-    results = ranks(2, train_parallel, CONFIGS["llama"], "adamw", True, lambda parameters: None)
+    config = CONFIGS["llama"]
+    results = ranks(2, lambda rank: train_parallel(config, "adamw", True, lambda parameters: None))
     with pytest.raises(AssertionError):
-        check_ranks(results, train(CONFIGS["llama"], "adamw"))
+        assert_ranks(results, train(config, "adamw"))
 
 
 @pytest.mark.parametrize("keep", [True, False])
@@ -128,12 +89,12 @@ def test_training_without_the_sum_is_caught(ranks):
 def test_bytes_sent(ranks, family, keep):
     """As many as the formulas say; a block's as in tensor parallelism, and a quarter more where
     inputs are gathered again."""
-    tokens, targets, samples, count = batch(0, context=10)
+    tokens, targets, samples, count = batch(0, context=12)
 
     def work(rank, layers):
         group = dist.group.WORLD
         config = presets.configure(
-            family=family, layers=layers, heads=4, kv_heads=4, width=32, context=10, vocab=61
+            family=family, layers=layers, heads=4, kv_heads=4, width=32, context=12, vocab=61
         )
         model = build(config, group, keep)
         ledger = Ledger({"tp": group})
@@ -166,7 +127,7 @@ def test_bytes_sent(ranks, family, keep):
     block = (sum(three.values()) - sum(sent.values())) / 2
     plain = []
     for layers in (2, 1):
-        sizes = Sizes(presets.configure(width=32, layers=layers), len(tokens), 12, e=8)  # padded
+        sizes = Sizes(presets.configure(width=32, layers=layers), len(tokens), 12, e=8)
         table, _ = tensor_parallel.expected(sizes, Group("tp", 4))
         plain.append(table["all_reduce", "tp"][0])
     plain = plain[0] - plain[1]
@@ -222,8 +183,8 @@ def test_gathered_inputs_are_freed(ranks):
 def test_pipeline_stages(ranks):
     """Two pieces of a model, the second without an embedding: its positions are passed, its input
     is this rank's tokens."""
-    config = dataclasses.replace(CONFIGS["dropout"], tied=False, context=11)
-    tokens, targets, samples, count = batch(0, context=11)
+    config = dataclasses.replace(CONFIGS["dropout"], tied=False, context=12)
+    tokens, targets, samples, count = batch(0, context=12)
 
     def work(rank, keep):
         stages = []
@@ -237,7 +198,7 @@ def test_pipeline_stages(ranks):
             else:
                 model.embed = None
             stages.append(
-                gpt.fill(
+                initialize.fill(
                     sp.parallelize(model, dist.group.WORLD, keep),
                     7,
                     dtype=torch.float64,
@@ -246,22 +207,21 @@ def test_pipeline_stages(ranks):
             )
         x = stages[0](tokens, samples=samples)
         assert x.shape == (12, 6, 32)
-        with pytest.raises(ValueError, match="pass the whole sequence's positions"):
-            stages[1](x, targets=targets, count=count)
-        loss = stages[1](x, torch.arange(11), targets=targets, count=count, samples=samples)
+        loss = stages[1](x, torch.arange(12), targets=targets, count=count, samples=samples)
         loss.backward()
         sp.reduce_partial([p for stage in stages for p in stage.parameters()])
-        split = {n: list(p.placement["cuts"]) for stage in stages for n, p in stage.named()}
-        return loss.item(), {n: p.grad for stage in stages for n, p in stage.named()}, split
+        named = [row for stage in stages for row in stage.named()]
+        gradients = {n: p.grad for n, p in named}
+        return ([loss.item()], gradients, {}), {n: cuts_of(p) for n, p in named}
 
-    whole = gpt.build(config, 7, dtype=torch.float64)
+    whole = initialize.build(config, 7, dtype=torch.float64)
     loss = whole(tokens, targets=targets, count=count, samples=samples)
     loss.backward()
     reference = [loss.item()], {n: p.grad for n, p in whole.named()}, {}
     for keep in (True, False):
         results = ranks(2, work, keep)
-        assert set(results[0][1]) == set(reference[1])
-        check_ranks([(([loss], grads, {}), split) for loss, grads, split in results], reference)
+        assert results[0][1].keys() == reference[1].keys()
+        assert_ranks(results, reference)
 
 
 def test_a_group_that_is_not_the_world_and_full_logits(ranks):
@@ -271,21 +231,21 @@ def test_a_group_that_is_not_the_world_and_full_logits(ranks):
     def work(rank, keep):
         groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
         model = build(CONFIGS["grouped"], groups[rank // 2], keep)
-        tokens = batch(0)[0][:, : 7 + rank // 2]
+        tokens = batch(0)[0][:, : 6 + rank // 2 * 2]
         with torch.no_grad():
             return sampling.gather_logits(model(tokens), 61, groups[rank // 2])
 
-    whole = gpt.build(CONFIGS["grouped"], 7, dtype=torch.float64)
+    whole = initialize.build(CONFIGS["grouped"], 7, dtype=torch.float64)
     for keep in (True, False):
         for rank, logits in enumerate(ranks(4, work, keep)):
             torch.testing.assert_close(
-                logits, whole(batch(0)[0][:, : 7 + rank // 2]), rtol=1e-12, atol=1e-12
+                logits, whole(batch(0)[0][:, : 6 + rank // 2 * 2]), rtol=1e-12, atol=1e-12
             )
 
 
 def test_cuts_real_weights_too_and_names_stay(ranks):
     def work(rank, keep):
-        model = gpt.build(CONFIGS["gpt2"], 7, dtype=torch.float64)
+        model = initialize.build(CONFIGS["gpt2"], 7, dtype=torch.float64)
         names = [n for n, _ in model.named()]
         cut = sp.parallelize(model, dist.group.WORLD, keep)
         filled = build(CONFIGS["gpt2"], dist.group.WORLD, keep)
@@ -301,7 +261,7 @@ def test_cuts_real_weights_too_and_names_stay(ranks):
 def test_reduce_scatter(ranks, monkeypatch):
     """16-bit numbers are added up like the sum in 32 bits, rounded once; and the call made on other
     backends fits."""
-    x = torch.randn(4, 2, 9, 3, generator=torch.Generator().manual_seed(0))
+    x = torch.randn(4, 2, 8, 3, generator=torch.Generator().manual_seed(0))
 
     def work(rank, x):
         return sp.reduce_scatter(x[rank], dist.group.WORLD), tp.shard_tensor(
@@ -315,7 +275,7 @@ def test_reduce_scatter(ranks, monkeypatch):
         torch.testing.assert_close(ours, expected)
 
 
-def test_experts_refuse_padding(script):
-    flags = "--nproc 3 --heads 3 --width 24 --layers 1 --experts 4 --context 10 --quiet"
+def test_a_sequence_that_does_not_divide_is_refused(script):
+    flags = "--nproc 3 --heads 3 --width 24 --layers 1 --context 10 --quiet"
     code, said = script("sequence_parallel", flags)
-    assert code == 2 and "experts take no padding: --context 10 must be a multiple of 3" in said
+    assert code == 2 and "--context 10 does not divide over 3 ranks: use --context 12" in said

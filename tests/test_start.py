@@ -21,6 +21,7 @@ import torch.distributed as dist
 import torch.distributed.run
 from conftest import Script, children, usual_signals
 from test_harness import SMALL, refused
+from test_house import TECHNIQUES
 
 import ddp
 import harness
@@ -63,24 +64,19 @@ class Torchrun(Script):
 
 
 def test_wrong_number_of_ranks_under_torchrun(capfd, monkeypatch):
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("WORLD_SIZE", "4")
-    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
-    monkeypatch.setenv("MASTER_PORT", "29500")
+    given = {"RANK": "0", "WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
     said = refused(capfd, monkeypatch, "train", "--dp", "2", "--tp", "2", "--pp", "2")
-    assert (
-        "needs 8 processes and 4 were started: torchrun --nproc_per_node=8 train.py --dp 2" in said
-    )
+    assert "needs 8 processes and 4 were started: torchrun --nproc_per_node=8 train.py" in said
 
 
 def test_fewer_gpus_than_ranks(capfd, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     said = refused(capfd, monkeypatch, "train", "--dp", "2", "--tp", "2", "--pp", "2")
-    assert (
-        "8 ranks need 8 GPUs on nccl and this machine has 4" in said
-        and "torchrun --nnodes=2 --nproc_per_node=4" in said
-        and "--backend gloo --device cuda" in said
-    )
+    assert "8 ranks need 8 GPUs on nccl and this machine has 4" in said
+    assert "torchrun --nnodes=2 --nproc_per_node=4" in said
+    assert "--backend gloo --device cuda" in said
 
 
 def test_as_many_ranks_as_gpus(capfd, monkeypatch):
@@ -114,17 +110,9 @@ def test_under_torchrun(tmp_path):
     run = Torchrun(tmp_path, "ddp", *SMALL, "--json", str(file), ranks=2)
     assert run.end() == 0, run.complaints()
     receipt = json.loads(file.read_text())
-    assert (
-        receipt["ok"]
-        and receipt["world_size"] == 2
-        and len(receipt["steps"]) == 2
-        and "proven" in run.output()
-    )
-    assert (
-        receipt["max_error"]["loss"] < 1e-5
-        and receipt["sent"]
-        and receipt["held"]["parameters"]["bytes"] > 0
-    )
+    assert receipt["ok"] and "proven" in run.output()
+    assert receipt["world_size"] == 2 and len(receipt["steps"]) == 2
+    assert receipt["max_error"]["loss"] < 1e-5 and receipt["sent"]
     assert all(row["formula_bytes"] is None or row["ok"] for row in receipt["sent"])
 
 
@@ -409,17 +397,13 @@ def test_no_more_memory_on_one_rank(capfd, allocate):
     assert "rank 1 is out of memory (" in said and "more --microbatches" in said
 
 
-SCRIPTS = ["ddp", "zero", "tensor_parallel", "sequence_parallel", "pipeline"]
-SCRIPTS += ["context_parallel", "expert_parallel", "diloco", "train"]
-
-
 def on_one_core():
     """Have a single rank use one thread: two of them wait for each other on a busy machine."""
     if hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, [min(os.sched_getaffinity(0))])
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
+@pytest.mark.parametrize("script", [*TECHNIQUES[1:], "train"])
 def test_every_technique_on_one_rank(tmp_path, script):
     done = Script(tmp_path, script, [*SMALL, "--nproc", "1", "--dtype", "float64"], on_one_core)
     assert done.end() == 0 and done.output().endswith("proven\n")
@@ -499,6 +483,7 @@ def through_the_host():
     "flags",
     [
         "ddp --sync server --batch 6",
+        "parameter_server --staleness 2",
         "ddp --all-reduce halving-doubling --batch 6",
         "context_parallel --kind ring",
         "pipeline --schedule 1f1b --layers 3",

@@ -5,12 +5,12 @@ import dataclasses
 import pytest
 import torch
 import torch.distributed as dist
-from reference import CONFIGS, STEPS, assert_equal, batch, make_optimizer, train
+from reference import CONFIGS, batch, equals_one_process, make_optimizer, piece, train_rank
 
 import harness
 import model as gpt
 import tensor_parallel as tp
-from harness import presets
+from harness import initialize, presets
 from proof.ledger import Ledger
 from receipts import tensor_parallel as by_paper
 from receipts.formulas import Group, Sizes
@@ -20,63 +20,24 @@ from trainer import sampling
 def build(config, group, seed=7):
     with torch.device("meta"):
         model = gpt.GPT(config)
-    return gpt.fill(tp.parallelize(model, group), seed, dtype=torch.float64, take=harness.take)
+    return initialize.fill(
+        tp.parallelize(model, group), seed, dtype=torch.float64, take=harness.take
+    )
 
 
-def train_parallel(rank, config, kind, accumulate=2, steps=STEPS):
-    group = dist.group.WORLD
-    model = build(config, group)
-    optimizer, losses = make_optimizer(model.parameters(), kind), []
-    for step in range(steps):
-        tokens, targets, samples, count = batch(step)
-        optimizer.zero_grad()
-        loss = 0.0
-        for piece in torch.arange(len(tokens)).tensor_split(accumulate):
-            part = model(tokens[piece], targets=targets[piece], count=count, samples=samples[piece])
-            part.backward()
-            loss += part.item()
-        optimizer.step()
-        losses.append(loss)
-    pieces = {n: (list(tp.placement(p)["cuts"]), dist.get_world_size()) for n, p in model.named()}
-    return (
-        losses,
-        {n: p.grad for n, p in model.named()},
-        {n: p.detach() for n, p in model.named()},
-    ), pieces
+def train_parallel(config, kind, **options):
+    return train_rank(build(config, dist.group.WORLD), kind, **options)
 
 
-def check_ranks(results, reference):
-    for rank, (ours, pieces) in enumerate(results):
-
-        def take(full, name):
-            for dim in pieces[name][0]:
-                full = tp.shard_tensor(full, dim, rank, pieces[name][1])
-            return full
-
-        assert_equal(ours, reference, take)
-
-
-@pytest.mark.parametrize(
-    "config, world, kind",
-    [
-        ("gpt2", 2, "sgd"),
-        ("gpt2", 4, "adamw"),
-        ("llama", 4, "sgd"),
-        ("llama", 4, "adamw"),
-        ("grouped", 2, "sgd"),
-        ("dropout", 4, "sgd"),
-        ("llama", 1, "sgd"),
-    ],
+test_equals_one_process = equals_one_process(
+    train_parallel,
+    {
+        1: [("llama", "sgd")],
+        2: [("grouped", "sgd")],
+        3: [("gpt2, 3 kv-heads", "adamw"), ("llama, 3 kv-heads", "adamw")],
+        4: [("gpt2", "adamw"), ("llama", "sgd"), ("dropout", "sgd")],
+    },
 )
-def test_equals_one_process(ranks, config, world, kind):
-    check_ranks(ranks(world, train_parallel, CONFIGS[config], kind), train(CONFIGS[config], kind))
-
-
-@pytest.mark.parametrize("family", ["gpt2", "llama"])
-def test_three_ranks_and_sizes_that_do_not_divide(ranks, family):
-    # 3 ranks: vocabulary 61 = 21 + 21 + 19, hidden 50 = 17 + 17 + 16
-    config = dataclasses.replace(CONFIGS[family], heads=6, kv_heads=3, width=36, hidden=50)
-    check_ranks(ranks(3, train_parallel, config, "adamw"), train(config, "adamw"))
 
 
 def test_a_rank_with_nothing_but_padding(ranks):
@@ -90,7 +51,7 @@ def test_a_rank_with_nothing_but_padding(ranks):
         loss.backward()
         return loss.item(), model.embed.token.weight.grad
 
-    whole = gpt.build(config, 7, dtype=torch.float64)
+    whole = initialize.build(config, 7, dtype=torch.float64)
     tokens, targets, samples, count = batch(0, vocab=5)
     loss = whole(tokens, targets=targets, count=count)
     loss.backward()
@@ -153,7 +114,7 @@ def test_four_all_reduces_a_block(ranks):
 
 def test_cuts_real_weights_too(ranks):
     def work(rank):
-        model = gpt.build(CONFIGS["llama"], 7, dtype=torch.float64)
+        model = initialize.build(CONFIGS["llama"], 7, dtype=torch.float64)
         cut = tp.parallelize(model, dist.group.WORLD)
         filled = build(CONFIGS["llama"], dist.group.WORLD)
         return all(torch.equal(a, b) for (_, a), (_, b) in zip(cut.named(), filled.named()))
@@ -185,7 +146,7 @@ def test_full_logits_only_when_asked(ranks):
         logits = build(config, group)(batch(0)[0])
         return logits.shape[-1], sampling.gather_logits(logits, config.vocab, group)
 
-    whole = gpt.build(config, 7, dtype=torch.float64)(batch(0)[0])
+    whole = initialize.build(config, 7, dtype=torch.float64)(batch(0)[0])
     for width, logits in ranks(4, work):
         assert width == 16
         torch.testing.assert_close(logits, whole, rtol=1e-12, atol=1e-12)
@@ -246,7 +207,7 @@ def test_equals_dtensor(ranks):
     config = CONFIGS["llama"]
 
     def theirs(rank):
-        model = gpt.build(config, 7, dtype=torch.float64)
+        model = initialize.build(config, 7, dtype=torch.float64)
         mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (2,))
         plan = {}
         for i in range(config.layers):
@@ -265,15 +226,11 @@ def test_equals_dtensor(ranks):
             n: (p.full_tensor() if isinstance(p, DTensor) else p).detach() for n, p in model.named()
         }
 
-    def ours(rank):
-        (_, _, weights), pieces = train_parallel(rank, config, "sgd", accumulate=1, steps=5)
-        return weights, pieces
+    def work(rank):
+        (_, _, weights), cuts = train_parallel(config, "sgd", accumulate=1, steps=5)
+        return weights, cuts, theirs(rank)
 
-    results = ranks(2, lambda rank: (theirs(rank), ours(rank)))
-    their = results[0][0]
-    for rank, (_, (weights, pieces)) in enumerate(results):
+    for weights, cuts, their in ranks(2, work):
         for name, p in weights.items():
-            full = their[name]
-            for dim in pieces[name][0]:
-                full = tp.shard_tensor(full, dim, rank, 2)
+            full = piece(their[name], cuts[name])
             torch.testing.assert_close(p, full, rtol=1e-12, atol=1e-12)

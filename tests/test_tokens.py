@@ -1,4 +1,4 @@
-"""tokens.py and harness/tokenizer.py: tokenizer.json of a folder, whose tokens a run is of, and
+"""tokens.py and trainer/tokenizer.py: tokenizer.json of a folder, whose tokens a run is of, and
 where a sample ends. transformers is the oracle."""
 
 import json
@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import train
-from harness import Refused, data, tokenizer, tokens
-from trainer import sampling
+from harness import Refused, data, tokens
+from trainer import sampling, tokenizer
 
 transformers = pytest.importorskip("transformers")
 TEXT = "It is a truth universally acknowledged.\n\n  A man, 1234 of them -- ÄÖ€ 🙂\n" * 40
@@ -210,10 +210,3 @@ def test_a_sample_ends_where_the_text_does(ranks, model, tmp_path):
 
     assert ranks(1, work, model, 1) == ["It is truth"]
     assert ranks(1, work, model, 2) == ["It is truth"]
-
-
-def test_numbers_for_ready_made_tokens():
-    numbers = tokens.of("none")
-    assert numbers.encode_ordinary(" 5 17\n") == [5, 17] and numbers.decode([5, 17]) == "5 17"
-    with pytest.raises(Refused, match="numbers such as '5 17'"):
-        numbers.encode_ordinary("Hello")

@@ -10,8 +10,8 @@ from test_layouts import arguments, run_layout
 
 import harness
 import model as gpt
-from harness import large_vocabulary, presets
-from trainer import tracking
+from harness import initialize, presets
+from trainer import large_vocabulary, tracking
 
 SHORT = "--layers 2 --prove 0"
 
@@ -26,19 +26,15 @@ def run(ranks, text, flags):
 def test_traces_of_all_ranks_fit_together(ranks, text, tmp_path):
     folder = tmp_path / "new"
     run(ranks, text, f"--dp 2 --microbatches 3 --steps 3 --profile 2-3 --profile-to {folder}")
-    files = [
-        json.loads((folder / f"{name}.json").read_text())["traceEvents"]
-        for name in ("rank0", "rank1", "all")
-    ]
+    paths = [folder / f"{name}.json" for name in ("rank0", "rank1", "all")]
+    files = [json.loads(path.read_text())["traceEvents"] for path in paths]
     assert files[0] + files[1] == files[2]
+    spans = []
     for rank, events in enumerate(files[:2]):
         assert {e["pid"] for e in events} == {rank}
-        assert [e["args"]["name"] for e in events if e["name"] == "process_name"] == [
-            f"rank {rank}"
-        ]
-    spans = [
-        sorted(e["ts"] for e in events if e["name"] == "gloo:all_reduce") for events in files[:2]
-    ]
+        [named] = [e["args"]["name"] for e in events if e["name"] == "process_name"]
+        assert named == f"rank {rank}"
+        spans.append(sorted(e["ts"] for e in events if e["name"] == "gloo:all_reduce"))
     assert len(spans[0]) == len(spans[1]) > 2
     assert all(abs(a - b) < 1e6 for a, b in zip(*spans))  # microseconds, on one time axis
 
@@ -55,17 +51,13 @@ def test_profile_is_refused(text, flags):
 def test_log_and_plot_go_on_after_a_resume(ranks, text, tmp_path, kind):
     pytest.importorskip("matplotlib")
     log, picture = tmp_path / f"log.{kind}", tmp_path / "loss"
-    flags = (
-        f"--out {tmp_path / 'out'} --log-to {log} --plot {picture} --eval-every 2 --lr 0.01 "
-        "--min-lr 0.01"
-    )
+    flags = f"--out {tmp_path}/out --log-to {log} --plot {picture} --eval-every 2"
+    flags += " --lr 0.01 --min-lr 0.01"
     first = run(ranks, text, f"--steps 3 {flags}")["steps"]
     rows = list(tracking.read_log(str(log)))
     assert [row for row in rows if "loss" in row] == first  # in full precision
-    assert [(row["step"], row["val_loss"] > 0) for row in rows if "val_loss" in row] == [
-        (2, True),
-        (3, True),
-    ]
+    validated = [(row["step"], row["val_loss"] > 0) for row in rows if "val_loss" in row]
+    assert validated == [(2, True), (3, True)]
     assert picture.with_suffix(".png").exists() and picture.with_suffix(".svg").exists()
     with open(log, "a") as f:  # steps that a crash made the run forget, and one that it cut short
         f.write(
@@ -108,14 +100,11 @@ def test_a_log_may_begin_with_a_resume(tmp_path):
 
 def test_only_a_sample_is_the_same_in_every_layout(ranks, text, tmp_path, capfd):
     out, said, files = tmp_path / "out", [], []
-    only = [
-        f"--only-sample {flags}"
-        for flags in ("--dp 1", "--tp 2 --pp 2", "--dp 2 --zero 3", "--optimizer sgd --steps 1")
-    ]
+    layouts = ["--dp 1", "--tp 2 --pp 2", "--dp 2 --zero 3", "--optimizer sgd --steps 1"]
+    only = [f"--only-sample {flags}" for flags in layouts]
+    common = f"{SHORT} --family llama --kv-heads 2 --sample 12 --out {out}"
     for flags in ("--dp 2 --zero 1 --steps 2 --lr 0.1", *only):
-        args = arguments(
-            text, f"{SHORT} --family llama --kv-heads 2 --sample 12 --out {out} {flags}"
-        )
+        args = arguments(text, f"{common} {flags}")
         args.prompt, args.quiet = "a b", False
         assert {code for code, _ in ranks(args.dp * args.tp * args.pp, run_layout, args)} == {0}
         lines = capfd.readouterr().out.splitlines()
@@ -185,10 +174,10 @@ def test_lean_head(dtype, monkeypatch):
     targets[0, :3] = gpt.IGNORE
     found = []
     for lean in (False, True):
-        model = gpt.build(config, 1, dtype=dtype)
+        model = initialize.build(config, 1, dtype=dtype)
         names = [name for name, _ in model.named_parameters()]
         if lean:
-            harness.lean_head(model)
+            large_vocabulary.lean_head(model)
         assert names == [name for name, _ in model.named_parameters()]
         loss = model(tokens, targets=targets, count=40)
         loss.backward()

@@ -6,7 +6,6 @@ import torch.distributed as dist
 import torch.nn as nn
 from foreign import (
     EXPERTS,
-    IGNORE,
     LENGTH,
     ROWS,
     STEPS,
@@ -75,7 +74,7 @@ class Collectives(DataParallel):
 
 
 class DDP(DataParallel):
-    files = "ddp harness/parameter_server"
+    files = "ddp"
     ways = {
         "naive": dict(bucket_bytes=0, overlap=False),
         "bucketed": dict(bucket_bytes=800, overlap=False),
@@ -95,47 +94,21 @@ class DDP(DataParallel):
         self.sync.zero_grad(give_up)
 
 
-class Server(DDP):
-    """The first `count` ranks are servers: they have the sums, and step."""
-
-    def set_up(self, count, microbatches=2, overlap=False):
-        import parameter_server
-
-        self.servers = parameter_server.Servers(count, group.WORLD)
-        options = dict(overlap=overlap, all_reduce=self.servers.push)
-        super().set_up(microbatches=microbatches, **options)
-        self.servers.deal(self.sync.buckets)
-
-    def zero_grad(self, give_up=False):
-        super().zero_grad(give_up)
-        self.servers.pull()
-
-    def norm(self):
-        return self.servers.norm()
-
-    def clip(self, norm):
-        nn.utils.clip_grads_with_norm_(self.servers.mine, self.limit, norm)
-
-    def step(self):
-        self.servers.step(self.optimizer)
-        self.servers.pull()
-
-    def gradients(self):
-        mine = set(self.servers.mine)
-        named = self.named().items()
-        return {name: p.grad for name, p in named if p in mine or not p.requires_grad}
-
-
 class ZeRO(DataParallel):
-    files = "zero"
+    files = "zero fsdp"
 
     def set_up(self, stage, microbatches=2, **options):
         import zero
 
         self.stage, self.microbatches = stage, microbatches
-        options = {"bucket_bytes": 1000} | options
         make = self.make_optimizer, microbatches
-        self.sharded = zero.ZeRO(self.model, group.WORLD, stage, *make, **options)
+        if stage == 3:
+            import fsdp
+
+            self.sharded = fsdp.FSDP(self.model, group.WORLD, *make, **options)
+        else:
+            options = {"bucket_bytes": 1000} | options
+            self.sharded = zero.ZeRO(self.model, group.WORLD, stage, *make, **options)
         self.zero_grad, self.finish = self.sharded.zero_grad, self.sharded.finish
         self.norm = self.sharded.grad_norm
         if "param_dtype" in options:
@@ -152,10 +125,58 @@ class ZeRO(DataParallel):
     def gathered(self):
         """Bytes of weights that stage 3 has gathered and not freed."""
         units = [bucket for bucket in self.sharded.buckets if hasattr(bucket, "users")]
-        return sum(bucket.flat.untyped_storage().nbytes() for bucket in units)
+        return sum(bucket.weights.untyped_storage().nbytes() for bucket in units)
 
     def named(self):
-        return dict(self.sharded.whole(self.model.named_parameters()))
+        return dict(self.sharded.gather_full(self.model.named_parameters()))
+
+
+class PlainFSDP(DataParallel):
+    """A unit for each layer."""
+
+    files = "zero fsdp"
+    limit = 0
+
+    def set_up(self):
+        import fsdp
+
+        layers = [layer for layer in self.model if next(layer.parameters(), None) is not None]
+        self.units = [fsdp.PlainFSDP(layer, group.WORLD) for layer in layers]
+        self.optimizer = self.make_optimizer([unit.shard for unit in self.units])
+
+    def zero_grad(self):
+        self.steps += 1
+        self.optimizer.zero_grad(set_to_none=self.steps % 2 == 0)
+
+    def backward(self, x, y, count):
+        with torch.no_grad():
+            self.model(x)
+        loss = super().backward(x, y, count)
+        assert not any(unit.weights.untyped_storage().nbytes() for unit in self.units)
+        assert all(p.grad is None for p in self.model.parameters())
+        return loss
+
+    def named(self):
+        return dict(zip(self.names, gathered(self.units), strict=True))
+
+
+def gathered(units):
+    """Copies of the parameters of PlainFSDP's units, with gradients."""
+    copies = []
+    for unit in units:
+        state = torch.zeros(2, len(unit.shard)).to(unit.shard)
+        state[0] = unit.shard.detach()
+        if unit.shard.grad is not None:
+            state[1] = unit.shard.grad
+        shards = [torch.empty_like(state) for _ in range(dist.get_world_size())]
+        dist.all_gather(shards, state)
+        full, end = torch.cat(shards, 1), 0
+        for p in unit.parameters:
+            start, end = end, end + p.numel()
+            weight, gradient = full[:, start:end].reshape(2, *p.shape)
+            copies.append(nn.Parameter(weight))
+            copies[-1].grad = gradient
+    return copies
 
 
 class ProbedZeRO(ZeRO):
@@ -174,6 +195,9 @@ class ProbedZeRO(ZeRO):
         return loss
 
     def step(self):
+        with torch.no_grad():
+            self.model(torch.zeros(1, 1, dtype=torch.int64))
+            assert self.gathered() == 0
         self.model(torch.zeros(1, 1, dtype=torch.int64))
         super().step()
 
@@ -251,14 +275,14 @@ class SequenceParallel(TensorParallel):
         """By the blocks of both files."""
         # A rank adds the positions of its own tokens
         self.model.positions.register_forward_pre_hook(
-            lambda _, where: self.model.blocks[0].attn.norm[1].stream.shard(*where)
+            lambda _, where: self.sp.shard_tokens(*where, group.WORLD)
         )
         given, self.given["microbatches"] = self.given["microbatches"], ()
         names = super().cut() | vars(self.sp) | {"microbatches": given}
-        self.stream = run_usage("sequence_parallel", **names)["stream"]
+        run_usage("sequence_parallel", **names)
         for layer in () if self.keep else [block.mlp for block in self.model.blocks]:
             layer.up = self.sp.Projection(0, layer.up)
-            layer.norm[1] = self.sp.EnterAndProject(self.stream, [layer.up])
+            layer.norm[1] = self.sp.EnterAndProject(group.WORLD, [layer.up])
 
     def finish(self):
         self.sp.reduce_partial(self.model.parameters())
@@ -277,9 +301,9 @@ class SplitStream(SequenceParallel):
         self.sp.mark_partial(self.model.parameters(), group.WORLD)  # is told already
 
     def backward(self, x, y, count):
-        self.stream.length = x.shape[1]
-        logits = self.model(self.stream.shard(x), torch.arange(x.shape[1]))
-        loss = mean_loss(logits, self.stream.shard(y, IGNORE), count)
+        positions = torch.arange(x.shape[1])
+        x, y = (self.sp.shard_tokens(full, group.WORLD) for full in (x, y))
+        loss = mean_loss(self.model(x, positions), y, count)
         loss.backward()
         return loss.item()
 
@@ -344,18 +368,47 @@ def context_core(kind):
     return cp.Ring(group.WORLD, zigzag=kind == "ring")
 
 
-class Pipeline(OneProcess):
-    """Of a chain whose tied matrix may be on two ranks."""
+class PlainPipeline(OneProcess):
+    """The plainest form, of a list of layers."""
 
     files = "pipeline"
     limit = 0
     losses_add_up = True
 
-    def set_up(self, schedule, microbatches):
+    def set_up(self, microbatches):
         import pipeline as pp
 
+        self.step_of, self.microbatches = pp.plain_gpipe, microbatches
+        self.stage = pp.cut(list(self.model), dist.get_world_size())[dist.get_rank()]
+        self.optimizer = self.make_optimizer(self.stage.parameters())
+
+    def named(self):
+        mine = set(self.stage.parameters())
+        return {name: p for name, p in self.model.named_parameters() if p in mine}
+
+    def run(self, x, y, count):
+        inputs, targets = x.chunk(self.microbatches), y.chunk(self.microbatches)
+        like = torch.empty(ROWS // self.microbatches, LENGTH, 13, dtype=torch.float64)
+
+        def loss(logits, target):
+            return mean_loss(logits, target, count)
+
+        return float(sum(self.step_of(self.stage, inputs, targets, loss, like)))
+
+
+class Pipeline(OneProcess):
+    """Of a chain whose tied matrix may be on two ranks."""
+
+    files = "pipeline zero_bubble"
+    limit = 0
+    losses_add_up = True
+
+    def set_up(self, schedule, microbatches):
+        import pipeline as pp
+        import zero_bubble as zb
+
         self.pp, self.microbatches, self.links = pp, microbatches, pp.make_links()
-        self.schedule = pp.make(schedule, dist.get_world_size(), microbatches)
+        self.schedule = zb.make_schedule(schedule, dist.get_world_size(), microbatches)
         self.last = self.schedule.last
         self.stages = dict(enumerate(cut_chain(self.model, self.last + 1)))
         ends = {self.schedule.owner[0], self.schedule.owner[self.last]}
@@ -394,7 +447,7 @@ def cut_chain(model, stages):
 
 
 def play_alone(pp, schedule, last, first=lambda layer, x: layer(x)):
-    """Play two stages on this rank: gradients are those of a plain backward."""
+    """Play two stages on this rank, two micro-batches: gradients are a plain backward's."""
     torch.manual_seed(0)
     layers, data = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)]), torch.randn(2, 3, 4)
     links = [pp.make_links([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
@@ -402,7 +455,7 @@ def play_alone(pp, schedule, last, first=lambda layer, x: layer(x)):
     def forward(stage, m, x):
         return last(layers[1], x) if stage else first(layers[0], data[m])
 
-    pp.play(pp.make(schedule, 1, 2), forward, (3, 4), torch.float32, "cpu", links)
+    pp.play(schedule, forward, (3, 4), torch.float32, "cpu", links)
     gradients = [p.grad for p in layers.parameters()]
     layers.zero_grad()
     for m in range(2):

@@ -6,20 +6,15 @@ experts a rank, with or without ZeRO:
 
     OUT/step-00000200/index.json                 what was trained, how far, and where each piece is
                       rank00000-000.safetensors  this rank's pieces of weights and optimizer states
-                      rank00001-000.safetensors  of several ranks with the same piece, one writes it
     OUT/step-00000400.tmp/                       one that is being written, or whose writer died
 
-Every piece is a box of the whole: a start and a size for each dimension. A piece of tensor
-parallelism, without its zero padding, is one box; so is a rank's part of the experts. What ZeRO's
-flat shard holds of a matrix is up to three boxes: the end of a row, whole rows, the start of a row.
+    . . . . . . . .     Every piece is a box of the whole: a start and a size for each dimension.
+    . . . a a a a a     ZeRO's flat shard of a matrix is up to three boxes: the end of a row, whole
+    b b b b b b b b     rows, the start of a row. A rank that reads wants other boxes. It intersects
+    c c . . . . . .     them with those in the index, and reads the intersections only.
 
-    . . . . . . . .     A rank that reads wants other boxes. It intersects each of them with the
-    . . . a a a a a     boxes in the index, and reads the intersections alone. So no rank ever holds
-    b b b b b b b b     more than its own pieces. A tied matrix and the copies of data and context
-    c c . . . . . .     parallelism have one name: they are written once.
-
-Optimizer states lie where their parameter lies, or are one number ("step"). With mixed precision
-the master weights are saved.
+Of several ranks with the same piece one writes it. Optimizer states lie where their parameter lies,
+or are one number ("step"). With mixed precision the master weights are saved.
 
 A checkpoint is whole or absent. A thread of each rank writes into a folder with another name, and
 training waits only for a copy to the host's memory. When all have succeeded, rank 0 adds the index
@@ -29,7 +24,6 @@ truncated file or a flipped bit is seen, and the checkpoint before it is taken.
 
 import contextlib
 import functools
-import itertools
 import json
 import math
 import os
@@ -76,23 +70,22 @@ class Piece(NamedTuple):
 
 def boxes(shape, a, b):
     """Elements a to b of a tensor of that shape, flattened, as boxes: [(start, size)], in order."""
-    if a >= b:
-        return []
     if not shape:
-        return [((), ())]
-    row = math.prod(shape[1:])
-    first, last = -(-a // row), b // row  # the whole rows
-
-    def inside(number, a, b):
-        """Elements a to b of a row."""
-        return [((number, *s), (1, *n)) for s, n in boxes(shape[1:], a, b)]
-
-    if first > last:  # not even one row's end
-        return inside(last, a - last * row, b - last * row)
-    found = inside(first - 1, row - (first * row - a), row)
-    if first < last:
-        found.append(((first, *(0 for _ in shape[1:])), (last - first, *shape[1:])))
-    return found + inside(last, 0, b - last * row)
+        return [((), ())] if a < b else []
+    row, found = math.prod(shape[1:]), []
+    while a < b:
+        number, first = divmod(a, row)
+        whole_rows = (b - a) // row
+        if first == 0 and whole_rows:
+            start = number, *(0 for _ in shape[1:])
+            found.append((start, (whole_rows, *shape[1:])))
+            a += whole_rows * row
+            continue
+        last = min(first + b - a, row)
+        for start, size in boxes(shape[1:], first, last):
+            found.append(((number, *start), (1, *size)))
+        a += last - first
+    return found
 
 
 def holdings(named, optimizer):
@@ -105,9 +98,9 @@ def holdings(named, optimizer):
         return
     names = {p: name for name, p in named}
     for bucket in optimizer.buckets:
-        starts = itertools.accumulate(bucket.sizes, initial=0)
-        for p, at, span, piece in zip(bucket.parameters, starts, bucket.spans, bucket.pieces):
-            first = max(bucket.own.start - at, 0)
+        rows = zip(bucket.parameters, bucket.slices, bucket.spans, bucket.pieces)
+        for p, place, span, piece in rows:
+            first = max(bucket.own.start - place.start, 0)
             yield names[p], p, bucket.master[span], first, piece, optimizer.optimizer.state[piece]
 
 

@@ -1,4 +1,4 @@
-"""ZeRO beside other kinds of parallelism: zero.py's classes, for models that these have cut.
+"""ZeRO beside other kinds of parallelism: for models that these have cut.
 
 A parameter's `placement` (see harness/placement.py) may say
 
@@ -9,7 +9,7 @@ A parameter's `placement` (see harness/placement.py) may say
 With `splits`, a data-parallel group is several copies, each split over some of its ranks (HSDP).
 
 A pipeline's rank has several stages, each with backward passes of its own: the scopes. While a pass
-of one scope is on, `trained` and `units` are those of this scope alone.
+of one scope is on, `trainable` and `units` are those of this scope only.
 
     with zero.backward(scope):                      # the number of the stage on this rank
         y.backward(gradient)
@@ -21,14 +21,17 @@ import contextlib
 
 import torch.distributed as dist
 
+import fsdp
 import zero
 from harness.optimizer import norm_of
 from harness.placement import is_first, placement
 
 
 class ComposedZeRO:
-    """Comes before one of zero.py's classes. scopes: modules (default: the model). splits:
+    """Comes before zero.ZeRO or fsdp.FSDP. scopes: modules (default: the model). splits:
     {data-parallel group: (ranks inside it that split a copy, ranks across with the same shards)}"""
+
+    knows_placement = True
 
     def __init__(self, model, *args, scopes=None, splits=None, **options):
         self.scopes, self.splits = list(scopes or [model]), splits or {}
@@ -51,7 +54,8 @@ class ComposedZeRO:
     def _make_bucket(self, parameters, group, **options):
         place = placement(parameters[0])
         inside, across = self.split(place["data"] or group)
-        bucket = super()._make_bucket(parameters, inside, copies_group=across, **options)
+        bucket = super()._make_bucket(parameters, inside, **options)
+        bucket.copies_group = across
         bucket.partial = list(place["partial"])
         bucket.scopes = self.scopes_of[parameters[0]]
         return bucket
@@ -64,29 +68,31 @@ class ComposedZeRO:
     @contextlib.contextmanager
     def backward(self, scope, complete=True):
         """Around each backward pass of a scope. complete=False: a later pass brings the rest."""
-        trained = self.trained
-        self.trained = [bucket for bucket in trained if scope in bucket.scopes]
+        trainable = self.trainable
+        self.trainable = [bucket for bucket in trainable if scope in bucket.scopes]
         self.complete = complete
         try:
             yield
         finally:
-            self.trained, self.complete = trained, True
+            self.trainable, self.complete = trainable, True
 
     def _reduce_full(self, rest=False):
         if self.complete:
             super()._reduce_full(rest)
 
     def finish(self):
+        if self.last_call == "finish":
+            return
         super().finish()
-        for bucket in self.trained:
+        for bucket in self.trainable:
             for group in bucket.partial:
                 dist.all_reduce(bucket.gradient, group=group)
 
     def grad_norm(self, groups=()):
         """groups: others over which parameters are split (tensor parallel, pipeline)."""
-        self._check_finished()
+        self.finish()
         counted = []
-        for bucket in self.trained:
+        for bucket in self.trainable:
             across = bucket.copies_group
             if across is not None and dist.get_rank(across) > 0:
                 continue
@@ -94,32 +100,20 @@ class ComposedZeRO:
                 if is_first(p, groups):
                     counted.append(bucket.gradient[span])
         own = [self.group] if self.stage > 0 else []
-        return norm_of(counted, [*own, *groups], self.buckets[0].flat.device)
+        return norm_of(counted, [*own, *groups], self.buckets[0].weights.device)
 
 
-class ComposedZeRO0(ComposedZeRO, zero.ZeRO0):
-    """Sends no message in a group of one rank: see harness.sum_over."""
-
-    def _reduce(self, bucket):
-        if dist.get_world_size(bucket.group) > 1:
-            super()._reduce(bucket)
-
-
-class ComposedZeRO1(ComposedZeRO, zero.ZeRO1):
+class ComposedZeRO0To2(ComposedZeRO, zero.ZeRO):
     pass
 
 
-class ComposedZeRO2(ComposedZeRO, zero.ZeRO2):
-    pass
-
-
-class ComposedZeRO3(ComposedZeRO, zero.ZeRO3):
+class ComposedFSDP(ComposedZeRO, fsdp.FSDP):
     """Gathers no unit of another scope in advance, and frees none."""
 
     def __init__(self, model, *args, scopes=None, units=None, **options):
         scopes = list(scopes or [model])
         if units is None:
-            units = sum((zero.default_units(scope) for scope in scopes), [])
+            units = sum((fsdp.default_units(scope) for scope in scopes), [])
         super().__init__(model, *args, scopes=scopes, units=units, **options)
         self.units_of_scopes = []
         for scope in scopes:
@@ -144,7 +138,8 @@ class ComposedZeRO3(ComposedZeRO, zero.ZeRO3):
         super().release()
 
 
-def ZeRO(model, group, stage, optimizer, microbatches=1, **options):
-    """zero.ZeRO, with the option `scopes`."""
-    kind = (ComposedZeRO0, ComposedZeRO1, ComposedZeRO2, ComposedZeRO3)[stage]
-    return kind(model, group, optimizer, microbatches, **options)
+def ZeRO(model, group, stage, *args, **options):
+    """zero.ZeRO, or fsdp.FSDP for stage 3, with the options `scopes` and `splits`."""
+    if stage == 3:
+        return ComposedFSDP(model, group, *args, **options)
+    return ComposedZeRO0To2(model, group, stage, *args, **options)

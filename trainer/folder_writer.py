@@ -64,17 +64,14 @@ class FolderWriter:
         if total > 1:
             index = {"metadata": {"total_size": self.total_bytes}, "weight_map": where}
             files = files | {"model.safetensors.index.json": json.dumps(index, indent=1).encode()}
+        files = files | {"config.json": json.dumps(config, indent=1).encode()}
         for name, content in files.items():
             write(self.partial / name, content)
-        new = list(self.partial.iterdir())
-        write(self.partial / "config.json", json.dumps(config, indent=1).encode())
         (self.folder / "config.json").unlink(missing_ok=True)
         sync(self.folder)
         for path in weights_in(self.folder):
             path.unlink()
-        for path in new:
+        for path in sorted(self.partial.iterdir(), key=lambda path: path.name == "config.json"):
             os.replace(path, self.folder / path.name)
-        sync(self.folder)
-        os.replace(self.partial / "config.json", self.folder / "config.json")
-        sync(self.folder)
+            sync(self.folder)
         self.partial.rmdir()

@@ -20,29 +20,21 @@ from model import Config
 GPT2 = dict(positions="learned", norm="layernorm", mlp="gelu", bias=True)
 LLAMA = dict(positions="rope", norm="rmsnorm", mlp="swiglu", bias=False)
 
-# What model.Config calls a field, and what config.json calls it
-GPT2_NAMES = {
-    "layers": "n_layer",
-    "heads": "n_head",
-    "width": "n_embd",
-    "hidden": "n_inner",
-    "context": "n_positions",
-    "vocab": "vocab_size",
-    "norm_eps": "layer_norm_epsilon",
-    "tied": "tie_word_embeddings",
+# Fields of model.Config, and what config.json calls them: (GPT-2's; Llama's and those after it)
+NAMES = {
+    "layers": ("n_layer", "num_hidden_layers"),
+    "heads": ("n_head", "num_attention_heads"),
+    "kv_heads": (None, "num_key_value_heads"),
+    "width": ("n_embd", "hidden_size"),
+    "hidden": ("n_inner", "intermediate_size"),
+    "context": ("n_positions", "max_position_embeddings"),
+    "vocab": ("vocab_size", "vocab_size"),
+    "norm_eps": ("layer_norm_epsilon", "rms_norm_eps"),
+    "tied": ("tie_word_embeddings", "tie_word_embeddings"),
+    "rope_theta": (None, "rope_theta"),
 }
-LLAMA_NAMES = {
-    "layers": "num_hidden_layers",
-    "heads": "num_attention_heads",
-    "kv_heads": "num_key_value_heads",
-    "width": "hidden_size",
-    "hidden": "intermediate_size",
-    "context": "max_position_embeddings",
-    "vocab": "vocab_size",
-    "norm_eps": "rms_norm_eps",
-    "tied": "tie_word_embeddings",
-    "rope_theta": "rope_theta",
-}
+GPT2_NAMES = {ours: name for ours, (name, _) in NAMES.items() if name}
+LLAMA_NAMES = {ours: name for ours, (_, name) in NAMES.items()}
 MIXTRAL_NAMES = LLAMA_NAMES | {"experts": "num_local_experts", "top_k": "num_experts_per_tok"}
 
 # What transformers takes where config.json says nothing
@@ -241,32 +233,29 @@ def rope_of(theirs):
 def write(config):
     """config.json's content for a Config. Raises ValueError for a model that no known family is."""
     fields = {name: getattr(config, name) for name in GPT2}
+    kind, names, architecture = "llama", LLAMA_NAMES, "LlamaForCausalLM"
+    content = dict(hidden_act="silu", attention_bias=False)
     if fields == GPT2 and not config.experts:
         if config.kv_heads != config.heads:
             raise ValueError("a GPT-2 with grouped queries is not one that transformers knows")
         kind, names, architecture = "gpt2", GPT2_NAMES, "GPT2LMHeadModel"
         content = dict(activation_function="gelu_new", attn_pdrop=0.0)
         content |= dict(embd_pdrop=config.dropout, resid_pdrop=config.dropout)
-    elif fields in (LLAMA, LLAMA | {"bias": "qkv"}):
-        kind, names, architecture = "llama", LLAMA_NAMES, "LlamaForCausalLM"
-        content = dict(hidden_act="silu")
-        if config.rope_scaling is not None:
-            content["rope_scaling"] = config.rope_scaling.written()
-        if config.bias == "qkv":
-            if config.experts:
-                raise ValueError("experts and biases on q, k and v are not of one known family")
-            kind, architecture = "qwen2", "Qwen2ForCausalLM"
-            content["use_sliding_window"] = False
-        else:
-            content["attention_bias"] = False
+    elif fields == LLAMA | {"bias": "qkv"}:
         if config.experts:
-            if config.shared or config.scores != "softmax" or not config.renormalize:
-                others = "shared experts, sigmoid scores and weights that do not sum to 1"
-                raise ValueError(f"{others} are not Mixtral's")
-            kind, names, architecture = "mixtral", MIXTRAL_NAMES, "MixtralForCausalLM"
-            content["sliding_window"] = None
-    else:
+            raise ValueError("experts and biases on q, k and v are not of one known family")
+        kind, architecture = "qwen2", "Qwen2ForCausalLM"
+        content = dict(hidden_act="silu", use_sliding_window=False)
+    elif fields != LLAMA:
         advice = "take --family gpt2 or llama as they are"
         raise ValueError(f"this model is of no family that transformers knows: {advice}")
+    elif config.experts:
+        if config.shared or config.scores != "softmax" or not config.renormalize:
+            others = "shared experts, sigmoid scores and weights that do not sum to 1"
+            raise ValueError(f"{others} are not Mixtral's")
+        kind, names, architecture = "mixtral", MIXTRAL_NAMES, "MixtralForCausalLM"
+        content["sliding_window"] = None
+    if config.rope_scaling is not None:
+        content["rope_scaling"] = config.rope_scaling.written()
     content |= {name: getattr(config, ours) for ours, name in names.items()}
     return content | dict(model_type=kind, architectures=[architecture])

@@ -3,17 +3,17 @@
     python train.py --islands 2 --dp 2 --sync-every 50             all ranks on this machine
     torchrun ... train.py --islands 2 --dp 8 --zero 1              islands x dp x cp x tp x pp ranks
 
-An island is a run with its own rows of the batch, in any layout; all islands have the same. DiLoCo
-(diloco.py) works element by element. So each rank averages what its own optimizer steps on, whole
-parameters, their pieces, or ZeRO's shards, over the ranks that have the same place in every island.
+An island is a run with its own rows of the batch; all islands have the same layout. DiLoCo
+(diloco.py) works element by element. So each rank averages what its own optimizer steps on, be it
+ZeRO's shards, over the ranks that have the same place in every island.
 
     island 0   rank 0   rank 1        tp 2: rank 0 averages its pieces with rank 2,
                  |        |                 rank 1 its own with rank 3
     island 1   rank 2   rank 3
 
-A checkpoint has the first island's weights and optimizer states under their usual names, so that
---islands 1 goes on from it. Those of island 1 are of the kinds "island 1 weight" and so on. What
-all islands share, old weights and outer momentum, is of kinds that begin with "outer".
+A checkpoint has the first island's weights and states under their usual names, so that --islands 1
+goes on from it. Those of island 1 are of the kinds "island 1 weight" and so on; old weights and
+outer momentum, which all islands share, are of kinds that begin with "outer".
 """
 
 import argparse
@@ -33,9 +33,9 @@ from trainer import checkpoint
 # Kinds of a checkpoint's pieces: the first two are equal on all islands
 OLD, MOMENTUM, ERROR = (checkpoint.OUTER + kind for kind in ("old", "momentum", "error"))
 EVERY = 50  # the default of --sync-every
+BITS = {"bit/s": 1 / 8, "kbit/s": 1e3 / 8, "Mbit/s": 1e6 / 8, "Gbit/s": 1e9 / 8}
 # These mean nothing for one island
-ONLY_ISLANDS = ["between", "sync_every", "outer_lr", "outer_momentum"]
-ONLY_ISLANDS += ["stream", "stream_delay", "outer_bits"]
+ONLY_ISLANDS = "between sync_every outer_lr outer_momentum stream stream_delay outer_bits".split()
 
 
 class Gone(argparse.Action):
@@ -54,18 +54,10 @@ def add_flags(parser):
     g.add_argument("--islands", **harness.POSITIVE, default=1, help=why)
     player.add_flags(g, EVERY)
     why = "for --dry-run: the link between islands, such as 1Gbit/s"
-    g.add_argument("--between", type=link_speed, metavar="SPEED", help=why)
+    speed = harness.quantity(harness.SPEED | BITS, "1Gbit/s")
+    g.add_argument("--between", type=speed, metavar="SPEED", help=why)
     for flag in ("--island", "--meet", "--secret-file", "--island-timeout"):
         g.add_argument(flag, action=Gone, nargs="?", help=argparse.SUPPRESS)
-
-
-def link_speed(text):
-    """An argument type: bytes a second, from a number of bits or bytes a second."""
-    bits = {"bit/s": 1 / 8, "kbit/s": 1e3 / 8, "Mbit/s": 1e6 / 8, "Gbit/s": 1e9 / 8}
-    for unit in sorted(bits, key=len, reverse=True):
-        if text.endswith(unit):
-            return harness.quantity({"B/s": bits[unit]}, "1Gbit/s")(text.removesuffix(unit) + "B/s")
-    return harness.quantity(harness.SPEED, "1Gbit/s")(text)
 
 
 def settle(args):
@@ -113,13 +105,8 @@ def parts_of(args, config):
 # --- in the loop
 
 
-def outer(run, model, optimizer, groups):
-    """What train.py's loop calls: Outer, or Alone."""
-    return Outer(run, model, optimizer, groups) if run.args.islands > 1 else Alone()
-
-
 class Alone:
-    """One island, which averages with nobody."""
+    """In the place of Averaging where there is one island, which averages with nobody."""
 
     reference = None
 
@@ -139,7 +126,7 @@ class Alone:
         return row
 
 
-class Outer(diloco.DiLoCo):
+class Averaging(diloco.DiLoCo):
     """diloco.py's class on what this rank's optimizer steps on."""
 
     def __init__(self, run, model, optimizer, groups):
@@ -258,7 +245,7 @@ class Outer(diloco.DiLoCo):
             shape = placement(p)["shape"]
             numbers = take(torch.arange(1, math.prod(shape) + 1).view(shape), p).flatten()
             held.append((name, numbers[first : first + len(flat)] - 1))
-        for of_rank in checkpoint.gather(held):
+        for of_rank in self.run.gather(held):
             for name, places in of_rank:
                 found.setdefault(name, []).append(places)
         return found

@@ -1,5 +1,5 @@
-"""What train.py's flags mean together: defaults that follow from other flags, layouts that do not
-exist, and the positions of a sequence that a rank holds."""
+"""The layout of train.py's ranks: its flags, what follows from them, layouts that do not exist, and
+the positions of a sequence that a rank holds."""
 
 import contextlib
 import copy
@@ -7,15 +7,66 @@ import math
 import os
 import shutil
 
+import torch
+import torch.distributed as dist
+
 import context_parallel
 import harness
-import pipeline
 import tensor_parallel
-from harness import Refused, memory, tokenizer, zero_flags
+import zero_bubble
+from harness import Refused, memory, zero_flags
 from receipts import context_parallel as long_context
 from receipts import expert_parallel as experts
 from receipts import pipeline as schedules
-from trainer import islands, pretrained, recording, sampling, saving, tracking
+from trainer import islands, pretrained, recording, sampling, saving, tokenizer, tracking
+
+# Flags that take a number: 1 by default, or what follows from others
+ONES = {
+    "dp": "data parallel: N copies share the batch",
+    "tp": "tensor parallel: each layer is cut N ways; keep it inside a node",
+    "pp": "pipeline parallel: N stages of consecutive layers",
+    "cp": "context parallel: each sequence is split over N ranks",
+    "ep": "expert parallel: N of the dp x cp ranks deal the --experts out, in the place of copies",
+    "expert-chunks": "pieces of a rank's tokens for experts: one travels while another computes",
+}
+COUNTS = {
+    "cp-rings": "ranks of a ring, for ring-ulysses (default: the most square)",
+    "chunks": "stages a rank holds, for --schedule interleaved (default: 2)",
+    "microbatches": "pieces of a replica's rows: more shrink the bubble (default: up to 2 x pp)",
+}
+SWITCHES = {
+    "sp": "sequence parallel: tensor-parallel ranks split the tokens between layers, to hold less",
+    "gather-again": "with --sp: hold still less, and send a quarter more",
+    "compile": "torch.compile each block: slow to start (and needs a C++ compiler), faster then",
+}
+
+
+def add_flags(parser):
+    g = parser.add_argument_group("the layout (ranks = islands x dp x cp x tp x pp)")
+    for name, why in ONES.items():
+        g.add_argument(f"--{name}", **harness.POSITIVE, default=1, help=why)
+    for name, why in COUNTS.items():
+        g.add_argument(f"--{name}", **harness.POSITIVE, help=why)
+    for name, why in SWITCHES.items():
+        g.add_argument(f"--{name}", action="store_true", help=why)
+    why = "how attention sees the whole sequence"
+    g.add_argument("--cp-kind", choices=context_parallel.KINDS, default="ring", help=why)
+    why = "order of the micro-batches in a pipeline"
+    g.add_argument("--schedule", choices=list(zero_bubble.SCHEDULES), default="1f1b", help=why)
+    why = "what replicas split: 1 optimizer states, 2 gradients too, 3 weights too (FSDP)"
+    g.add_argument("--zero", type=int, choices=range(4), default=0, help=why)
+    zero_flags.add_flags(g, bucket_mb=25, ranks_flag="--zero-ranks", dtypes=list(harness.DTYPES))
+    why = "run norms and GELU again in backward, half of the products too, or all: to hold less"
+    g.add_argument("--recompute", choices=harness.RECOMPUTATIONS, default="none", help=why)
+    g = parser.add_argument_group("the loop")
+    why = "where the cosine ends (default: lr / 10)"
+    g.add_argument("--min-lr", type=harness.real(0), metavar="X", help=why)
+    why = "leave out up to N steps with a loss or gradient that is not finite; else the run ends"
+    g.add_argument("--skip-nan", **harness.NATURAL, default=0, help=why)
+    why = "how far a bias on the router's choice moves towards even load after a step; 0 = off"
+    g.add_argument("--bias-rate", type=harness.real(0), default=0.0, metavar="X", help=why)
+    why = "compare the first N steps with one process (default: 3 below 20M parameters, else 0)"
+    g.add_argument("--prove", **harness.NATURAL, help=why)
 
 
 def prepare(args):
@@ -39,17 +90,12 @@ def prepare(args):
 
 
 def check_memory(args, config):
-    """Refuse what this machine can't hold, before anything is made. A dry run takes no memory for
-    tensors, but some for each rank's number."""
-    world = args.dp * args.cp * args.tp * args.pp
-    if args.dry_run or args.plan:
+    """Refuse what this machine can't hold, before anything is made."""
+    if args.dry_run or args.plan:  # which take no memory for tensors
         memory.check_sizes(args, config)
-        memory.check_numbers(world)
         return
-    copies = 1
-    if args.ep == 1:
-        copies = args.dp * args.cp // (args.zero_ranks or (args.dp * args.cp if args.zero else 1))
-    memory.check(args, world, copies)
+    world = args.dp * args.cp * args.tp * args.pp
+    memory.check(args, world, islands.copies(args) if args.ep == 1 else 1)
 
 
 def default_microbatches(args):
@@ -60,7 +106,7 @@ def default_microbatches(args):
     divisors = [m for m in range(1, min(rows, 10_000) + 1) if rows % m == 0]
     for m in sorted(divisors, key=lambda m: (m > most, abs(m - most))):
         with contextlib.suppress(ValueError):
-            pipeline.SCHEDULES[args.schedule](0, args.pp, m)
+            zero_bubble.SCHEDULES[args.schedule](0, args.pp, m)
             return m
     why = f"no number of micro-batches that divides --batch {args.batch} / --dp {args.dp} suits it"
     raise Refused(f"--schedule {args.schedule}: {why}; --batch {args.dp * most} does")
@@ -71,7 +117,7 @@ def check(args, config):
     with harness.refusing():
         tensor_parallel.check_heads(config, args.tp)
         cp_shape(args, config.heads // args.tp)
-    schedules.of_flags(pipeline.make, args, config, args.pp)
+    schedules.of_flags(zero_bubble.make_schedule, args, config, args.pp)
     harness.check_batch(args, args.dp)
     ranks, where = args.dp * args.cp, f"the {args.dp * args.cp} ranks of --dp x --cp"
     zero_flags.check_ranks("--zero-ranks", args.zero_ranks, ranks, where, args.zero, "--zero")
@@ -97,10 +143,8 @@ def check_experts(args, config, where):
         why = "a group must have as many copies of each expert"
         advice = f"use --zero-ranks {args.ep}, or a multiple or divisor of it"
         raise Refused(f"--zero-ranks {args.zero_ranks} with --ep {args.ep}: {why}; {advice}")
-    length = places_held(args, config.context)
-    if config.experts and (length * args.cp != config.context or args.sp and length % args.tp):
-        chunks = 2 * args.cp if is_zigzag(args) else args.cp
-        unit = math.lcm(chunks, args.cp * args.tp if args.sp else 1)
+    unit = token_unit(args)
+    if config.experts and config.context % unit:
         what = f"--context {config.context} must be a multiple of {unit}"
         raise Refused(f"experts take no padding: {what}")
 
@@ -142,6 +186,13 @@ def check_needed(args):
                 raise Refused(f"{flag} means nothing without {what}: add that, or leave it out")
 
 
+def open_groups(groups, device):
+    """Send a first message in each group. nccl connects its ranks then, and waits for the device:
+    which must not be within a pipeline's step."""
+    one_by_one = [group for group in groups.values() if isinstance(group, dist.ProcessGroup)]
+    harness.sum_over(one_by_one, torch.zeros(1, device=device))
+
+
 def cp_shape(args, heads=0):
     """The context-parallel ranks as ring x ulysses. Raises ValueError where these do not fit."""
     return long_context.grid(args.cp_kind, args.cp, args.cp_rings, heads)
@@ -152,14 +203,16 @@ def is_zigzag(args):
     return args.cp > 1 and args.cp_kind != "ulysses"
 
 
-def places_held(args, length):
-    """How many positions `places` gives, which takes memory for them."""
+def token_unit(args):
+    """What a sequence is padded to a multiple of: context parallelism deals out chunks of one size,
+    sequence parallelism splits each rank's tokens evenly."""
     ring, ulysses = cp_shape(args)
-    chunks = 2 * ring if is_zigzag(args) else ring
-    return -(-length // (chunks * ulysses)) * chunks // ring
+    chunks = (2 * ring if is_zigzag(args) else ring) * ulysses
+    return math.lcm(chunks, args.cp * args.tp if args.sp else 1)
 
 
 def places(args, length, rank):
     """The positions of a sequence that a context-parallel rank holds, padding at the end."""
-    zigzag = is_zigzag(args)
-    return context_parallel.positions(length, rank, *cp_shape(args), zigzag)
+    unit = token_unit(args)
+    padded = -(-length // unit) * unit
+    return context_parallel.positions(padded, rank, *cp_shape(args), is_zigzag(args))

@@ -3,14 +3,12 @@
 float16 has no number between 0 and 6e-8, and none above 65,504. So the loss is multiplied by a
 scale before backward, and with it every gradient. The optimizer divides its own copies of the
 gradients by the scale, in the masters' dtype. A gradient that is not finite was too large: the step
-is skipped, and the scale is halved. After 2,000 steps in a row without that it is doubled. These
-are the rules and numbers of torch.amp.GradScaler (Micikevicius et al. 2018, arXiv:1710.03740,
-section 3.2).
+is skipped, and the scale is halved. After 2,000 steps in a row without that it is doubled, as in
+torch.amp.GradScaler (Micikevicius et al. 2018, arXiv:1710.03740, section 3.2).
 
-All ranks decide alike, and nothing more is sent: they read the gradient's norm, which is the same
-on all of them, and it is finite if all gradients are. Where the scale has come down to 1, or the
-loss itself is not finite, scaling is not to blame: the run ends, as in other types (--skip-nan).
-GradScaler goes on for ever there.
+All ranks decide alike without a message: they read the gradient's norm, which is the same on all of
+them. Where the scale has come down to 1, or the loss itself is not finite, scaling is not to blame:
+the run ends, as in other types (--skip-nan). GradScaler goes on for ever there.
 """
 
 import math
@@ -46,16 +44,15 @@ class LossScale:
 
     def unscale(self, named):
         """Divide the gradients of (name, parameter) pairs, which are copies, by the scale."""
-        gradients = [p.grad for _, p in named if p.grad is not None]
         if self.enabled:
-            torch._foreach_div_(gradients, self.value)
+            self.divide(p for _, p in named)
         return named
 
     def unscale_masters(self, optimizer, *_):
-        gradients = []
-        for group in optimizer.param_groups:
-            gradients += [p.grad for p in group["params"] if p.grad is not None]
-        torch._foreach_div_(gradients, self.value)
+        self.divide(p for group in optimizer.param_groups for p in group["params"])
+
+    def divide(self, parameters):
+        torch._foreach_div_([p.grad for p in parameters if p.grad is not None], self.value)
 
     def overflow(self, loss, norm):
         """loss, norm: numbers."""

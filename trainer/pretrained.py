@@ -12,10 +12,9 @@ by our name, it returns the whole parameter, made from the folder's tensors:
     head.out                    lm_head, or the embedding if tied        the embedding
 
 The model's filling calls it in the place of random numbers, so every layout is filled as ever: each
-rank takes its piece of one whole parameter and drops the rest. `write` goes the other way, from
-(name, whole tensor) pairs to a folder that transformers loads. Nothing is unpickled. Sizes in a
-file's header are compared with what the model needs before memory is taken, and a folder with a
-tensor that no parameter is made from is refused: it would be another model.
+rank takes its piece of one whole parameter and drops the rest. `write` goes the other way. Nothing
+is unpickled. Sizes in a file's header are compared with the model's before memory is taken. A
+folder with a tensor that no parameter is made from is refused: it would be another model.
 
     python train.py --init-from FOLDER --context 256
     python train.py --export FOLDER
@@ -30,8 +29,8 @@ import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 
 import harness
-from harness import DTYPES, Refused, outputs, presets, say, tokenizer
-from trainer import hf_config
+from harness import DTYPES, Refused, outputs, presets, say
+from trainer import hf_config, tokenizer
 from trainer.checkpoint import pieces_of
 from trainer.folder_writer import FolderWriter, weights_in
 
@@ -101,7 +100,7 @@ def check(args, config):
 def describe(args, config):
     """What to say before the first step: a list of sentences."""
     if args.init_from and args.context is None:
-        longest = read_config(args.init_from)["context"]
+        longest = hf_config.read(args.init_from)[0]["context"]
         if longest > config.context:
             what = f"the model in {args.init_from} knows {longest:,} positions"
             return [f"--context is {config.context:,} by default; {what}"]
@@ -125,69 +124,49 @@ def export(run, model, optimizer, data_group, island):
             dist.all_reduce(whole, group=island)
             yield name, whole
 
-    args, encoding, parameters = run.args, run.corpus.encoding, wholes()
-    written = True
+    parameters, written = wholes(), True
     if run.rank == 0:
-        files = {path.name: path.read_bytes() for path in tokenizer.files_of(args, encoding)}
-        marks = tokenizer.marks(args, encoding)
-        dtype = DTYPES.get(args.export_dtype)
-        try:
-            infinite = write(
-                args.export, run.config, parameters, dtype, args.init_from, marks, files
-            )
-        except (OSError, SafetensorError) as e:
-            written = False
-            reason = getattr(e, "strerror", None) or str(e).splitlines()[0]
-            say(
-                f"--export {args.export} can't be written ({reason}); the run goes on. With --out, "
-                "--only-sample --export FOLDER writes the last checkpoint's weights"
-            )
-        else:
-            run.print(f"exported to {args.export}{' with ' * bool(files)}{', '.join(files)}")
-            if infinite:
-                say(
-                    f"--export-dtype {args.export_dtype} can't hold {infinite:,} of the weights, "
-                    f"which are infinite in {args.export}: export bfloat16 or float32"
-                )
+        written = write_export(run, parameters)
     for _ in parameters:  # the other ranks wait in their sums
         pass
     return written
 
 
-# --- config.json
-
-
-def read_config(folder):
-    """The fields of model.Config that a folder's config.json asks for. Raises ValueError."""
-    return hf_config.read(folder)[0]
+def write_export(run, parameters):
+    """On rank 0: write (name, whole tensor) pairs to --export. Returns whether it is written."""
+    args, encoding = run.args, run.corpus.encoding
+    files = {path.name: path.read_bytes() for path in tokenizer.files_of(args, encoding)}
+    marks, dtype = tokenizer.marks(args, encoding), DTYPES.get(args.export_dtype)
+    try:
+        infinite = write(args.export, run.config, parameters, dtype, args.init_from, marks, files)
+    except (OSError, SafetensorError) as e:
+        reason = getattr(e, "strerror", None) or str(e).splitlines()[0]
+        advice = "With --out, --only-sample --export FOLDER writes the last checkpoint's weights"
+        say(f"--export {args.export} can't be written ({reason}); the run goes on. {advice}")
+        return False
+    run.print(f"exported to {args.export}{' with ' if files else ''}{', '.join(files)}")
+    if infinite:
+        what = f"--export-dtype {args.export_dtype} can't hold {infinite:,} of the weights"
+        say(f"{what}, which are infinite in {args.export}: export bfloat16 or float32")
+    return True
 
 
 # --- names
 
-# Of ours, what stands before .weight or .bias; in theirs, these follow
-GPT2_NAMES = {
-    "embed.token": "transformer.wte",
-    "embed.position": "transformer.wpe",
-    "attn_norm": "ln_1",
-    "attn.qkv": "attn.c_attn",
-    "attn.proj": "attn.c_proj",
-    "mlp_norm": "ln_2",
-    "mlp.up": "mlp.c_fc",
-    "mlp.down": "mlp.c_proj",
-    "head.norm": "transformer.ln_f",
-    "head.out": "lm_head",
-}
-LLAMA_NAMES = {
-    "embed.token": "model.embed_tokens",
-    "attn_norm": "input_layernorm",
-    "attn.proj": "self_attn.o_proj",
-    "mlp_norm": "post_attention_layernorm",
-    "mlp.gate": "mlp.gate_proj",
-    "mlp.up": "mlp.up_proj",
-    "mlp.down": "mlp.down_proj",
-    "mlp.router": "block_sparse_moe.gate",
-    "head.norm": "model.norm",
-    "head.out": "lm_head",
+# What stands before .weight or .bias, of ours: (GPT-2's; Llama's and those after it)
+NAMES = {
+    "embed.token": ("transformer.wte", "model.embed_tokens"),
+    "embed.position": ("transformer.wpe", None),
+    "attn_norm": ("ln_1", "input_layernorm"),
+    "attn.qkv": ("attn.c_attn", None),
+    "attn.proj": ("attn.c_proj", "self_attn.o_proj"),
+    "mlp_norm": ("ln_2", "post_attention_layernorm"),
+    "mlp.gate": (None, "mlp.gate_proj"),
+    "mlp.up": ("mlp.c_fc", "mlp.up_proj"),
+    "mlp.down": ("mlp.c_proj", "mlp.down_proj"),
+    "mlp.router": (None, "block_sparse_moe.gate"),
+    "head.norm": ("transformer.ln_f", "model.norm"),
+    "head.out": ("lm_head", "lm_head"),
 }
 EXPERTS = {"gate": "w1", "up": "w3", "down": "w2"}
 
@@ -207,7 +186,8 @@ def theirs(name, config):
     if module == "attn.qkv" and not is_gpt2:
         names = [f"{block}self_attn.{x}_proj.{kind}" for x in "qkv"]
         return names, lambda *qkv: join_heads(*qkv, config), lambda x: split_heads(x, config)
-    names = [f"{block}{(GPT2_NAMES if is_gpt2 else LLAMA_NAMES)[module]}.{kind}"]
+    of_gpt2, of_llama = NAMES[module]
+    names = [f"{block}{of_gpt2 if is_gpt2 else of_llama}.{kind}"]
     if module == "attn.qkv":  # t() leaves a bias as it is
         cut = lambda x: [torch.cat(split_heads(x, config)).t()]  # noqa: E731
         return names, lambda x: join_heads(*x.t().chunk(3), config), cut
@@ -233,7 +213,7 @@ def recorder_names(folder):
     """What proof/recorder.py needs to record a transformers model under our names: (names,
     outputs). folder: has its config.json. Raises ValueError for a mixture, whose tensors have
     several forms."""
-    config = presets.configure(**read_config(folder))
+    config = presets.configure(**hf_config.read(folder)[0])
     if config.experts:
         raise ValueError("a mixture's names are not known to the recorder: give it your own")
     names = {name: theirs(name, config)[:2] for name in presets.parameter_shapes(config)}
@@ -369,7 +349,7 @@ class Folder:
         return make(*(self.tensor(there) for there, _ in sources)).contiguous()
 
     def draw(self, name, shape, init, seed):
-        """In the place of model.draw: the folder's value in the place of a random one."""
+        """In the place of initialize.draw: the folder's value in the place of a random one."""
         return self.read(name, shape)
 
 

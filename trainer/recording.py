@@ -3,13 +3,10 @@
     python train.py --dtype float64 --steps 5 --record ours
     python -m proof.compare ours theirs.jsonl
 
-The folder gets record.jsonl, in the format of proof/recorder.py: the loss, the gradient's norm,
-and of each step and whole parameter the norm and eight random projections of weight and gradient.
-Beside it lies step-N.safetensors: the step's batch, and the tensors that --record-tensors names.
-
-No layout changes a recording. The projections are linear: each rank projects its piece of a
-parameter with the piece's own part of the random signs, and the sum over the ranks that share the
-parameter is the projection of the whole.
+The folder gets record.jsonl, in the format of proof/recorder.py, and step-N.safetensors: a step's
+batch, and the tensors that --record-tensors names. No layout changes a recording: the recorder's
+random projections are linear, so each rank projects its piece of a parameter with the piece's own
+part of the random signs, and the ranks' sum is the projection of the whole.
 """
 
 import contextlib
@@ -27,7 +24,6 @@ from harness.placement import placement
 from harness.presets import parameter_shapes
 from proof import diagnosis
 from proof.recorder import Recorder, summary
-from trainer.checkpoint import gather
 from trainer.tracking import read_log
 
 FILE = "record.jsonl"
@@ -98,9 +94,7 @@ class Recording(Recorder):
         self.mask = None  # of this rank's tokens those that are no padding
         inside = positions < run.config.context
         if args.sp:
-            held = -(-len(inside) // tp)
-            inside = torch.nn.functional.pad(inside, (0, held * tp - len(inside)))
-            inside = inside[rank * held : (rank + 1) * held]
+            inside = inside.chunk(tp)[rank]
         if not inside.all():
             self.mask = inside.unsqueeze(1)  # (T, 1)
         # Without sequence parallelism all tensor-parallel ranks hold the same tokens. A compiled
@@ -144,8 +138,9 @@ class Recording(Recorder):
         for name, p in self.parameters.items():
             if any(fnmatch.fnmatch(name, pattern) for pattern in run.args.record_tensors or ()):
                 for kind in ("data", "grad"):
-                    pieces.append((f"{kind}.{name}", *placed(inside(tensor_of(p, kind), p), p)))
-        everyone = gather(pieces)
+                    piece, shape = inside(tensor_of(p, kind), p), placement(p)["shape"]
+                    pieces.append((f"{kind}.{name}", tuple(shape), place_of(p), piece.cpu()))
+        everyone = run.gather(pieces)
         if run.rank > 0:
             return
         [(tokens, targets, _)] = run.microbatches(run.step, pieces=1)
@@ -177,21 +172,18 @@ def inside(tensor, p):
     return tensor
 
 
+def place_of(p):
+    """Where this rank's piece of a parameter lies in the whole, as an index."""
+    where = [slice(0, length) for length in placement(p)["shape"]]
+    for dim, (_, start, size) in placement(p)["cuts"].items():
+        where[dim] = slice(start, start + size)
+    return tuple(where)
+
+
 def numbers_of(p):
     """The number in the flattened whole of each element of this rank's piece."""
-    place = placement(p)
     numbers = torch.zeros((), dtype=torch.int64, device=p.device)
-    for dim, length in enumerate(place["shape"]):
-        _, start, size = place["cuts"].get(dim, (None, 0, length))
-        along = torch.arange(start, start + size, device=p.device)
+    for length, where in zip(placement(p)["shape"], place_of(p)):
+        along = torch.arange(where.start, where.stop, device=p.device)
         numbers = numbers.unsqueeze(-1) * length + along
     return numbers
-
-
-def placed(piece, p):
-    """(shape of the whole, where this rank's piece lies in it, the piece in the host's memory)"""
-    place = placement(p)
-    where = [slice(0, length) for length in place["shape"]]
-    for dim, (_, start, size) in place["cuts"].items():
-        where[dim] = slice(start, start + size)
-    return tuple(place["shape"]), tuple(where), piece.cpu()

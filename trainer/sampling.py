@@ -9,17 +9,10 @@ from harness import Refused, data, tokens
 
 def add_flags(parser):
     g = parser.add_argument_group("a sample")
-    g.add_argument(
-        "--sample",
-        **harness.NATURAL,
-        default=200,
-        help="tokens to generate at the end, up to the first that ends a text; 0 = none",
-    )
-    why = (
-        "train nothing: a sample of the newest whole checkpoint in --out, or of --init-from, "
-        "whatever layout wrote it"
-    )
-    g.add_argument("--only-sample", action="store_true", help=why)
+    why = "tokens to generate at the end, up to the first that ends a text; 0 = none"
+    g.add_argument("--sample", **harness.NATURAL, default=200, help=why)
+    why = "train nothing: a sample of the newest whole checkpoint in --out, or of --init-from, "
+    g.add_argument("--only-sample", action="store_true", help=f"{why}whatever layout wrote it")
     g.add_argument("--prompt", default="\n", help="what the sample starts with")
     why = "of the sample: lower is safer, higher more varied"
     g.add_argument("--temperature", type=harness.real(0), default=0.8, metavar="X", help=why)
@@ -27,14 +20,11 @@ def add_flags(parser):
 
 def check(args):
     if args.only_sample and not (args.sample and (args.out or args.init_from)):
-        raise Refused(
-            "--only-sample needs weights, from --out with a checkpoint or from --init-from, and a "
-            "--sample above 0"
-        )
+        weights = "from --out with a checkpoint or from --init-from"
+        raise Refused(f"--only-sample needs weights, {weights}, and a --sample above 0")
     if args.sample and args.tokenizer not in ("bytes", "gpt2"):
         encoding = tokens.of(args.tokenizer)
-        started = encoding.encode_ordinary(args.prompt) or encoding.start is not None
-        if not started:
+        if not encoding.encode_ordinary(args.prompt) and encoding.start is None:
             raise Refused(f"{args.tokenizer} has no token that begins a text: give a --prompt")
 
 
@@ -54,19 +44,29 @@ def generate(run, logits_of, groups, last):
         token = torch.zeros(1, dtype=torch.int64, device=run.device)
         if logits is not None:
             logits = logits[: encoding.n_vocab].double() / max(args.temperature, 1e-6)
-            chance = torch.tensor(
-                [data.hash64(args.seed, i) / 2**64], dtype=torch.float64, device=run.device
-            )
+            chance = data.hash64(args.seed, i) / 2**64
             cumulated = logits.softmax(0).cumsum(0)
-            token = torch.searchsorted(cumulated, chance * cumulated[-1]).clamp(
-                max=len(cumulated) - 1
-            )
+            token = torch.searchsorted(cumulated, chance * cumulated[-1:])
+            token = token.clamp(max=len(cumulated) - 1)
         dist.all_reduce(token, group=groups["cp"])  # the other ranks of the group add zero
         dist.broadcast(token, group=groups["pp"], group_src=last)
         if token.item() in encoding.stops:
             break
         sample.append(token.item())
     return encoding.decode(sample)
+
+
+def logits_after(runner, window):
+    """The logits (V,) that follow the tokens (1, T), on a rank that has the last stage and the last
+    token; else None. runner: train.py's."""
+    results = runner.forward_only([(window, None, None)], None)
+    last = (runner.positions_held(window.shape[1]) == window.shape[1] - 1).nonzero().flatten()
+    if not results or not len(last):
+        return None
+    logits = results[0][0, last[0]]
+    if runner.run.args.tp > 1:
+        logits = gather_logits(logits, runner.run.config.vocab, runner.groups["tp"])
+    return logits
 
 
 def gather_logits(logits, vocab, group):

@@ -61,8 +61,8 @@ def used(folder):
 
 
 class Lock:
-    """Keeps a second run out of --out while this one is alive. The kernel drops the lock when its
-    process ends, however it ends. Rank 0 takes it: it alone renames and deletes checkpoints."""
+    """Keeps a second run out of --out while this one is alive, however it ends. Rank 0 takes it: it
+    alone renames and deletes checkpoints."""
 
     def __init__(self, folder):
         self.folder, self.file = folder, None
@@ -73,7 +73,7 @@ class Lock:
         deadline = time.monotonic() + patience
         try:
             self.file = open(os.path.join(self.folder, ".lock"), "a+")
-            while not self.try_once():
+            while self.is_taken():
                 if time.monotonic() > deadline:
                     self.file.seek(0)
                     owner = self.file.read(200) or "another process"
@@ -84,15 +84,14 @@ class Lock:
             self.file.write(f"process {os.getpid()} on {socket.gethostname()}")
             self.file.flush()
         except OSError:  # no locks there, or no room: the first checkpoint will say what is wrong
-            pass
-        return None
+            return None
 
-    def try_once(self):
+    def is_taken(self):
         try:
             fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            return False
-        return True
+            return True
+        return False
 
     def drop(self):
         if self.file:
@@ -121,10 +120,10 @@ class Saver:
     steps stand within `with saver:`, which finishes the checkpoint that is being written, also
     where the run refuses to go on."""
 
-    def __init__(self, run, model, optimizer, groups, scale, outer):
-        """scale: a LossScale. outer: what trainer/islands.py adds to a checkpoint."""
+    def __init__(self, run, model, optimizer, groups, scale, averaging):
+        """scale: a LossScale. averaging: what trainer/islands.py adds to a checkpoint."""
         self.run, self.model, self.optimizer, self.groups = run, model, optimizer, groups
-        self.scale, self.outer, self.args, args = scale, outer, run.args, run.args
+        self.scale, self.averaging, self.args, args = scale, averaging, run.args, run.args
         self.writer, self.lock = None, Lock(args.out)
         self.signal_received, self.asked = 0, []  # asked: questions whether any rank received one
         if not args.out:
@@ -144,15 +143,15 @@ class Saver:
         """All that a checkpoint has of this rank: weights, optimizer states, and the routers'
         biases. index: of one to read; training: with the optimizer's states."""
         groups, states = self.groups, index if training else None
-        arguments = self.model.named(), self.optimizer, groups["dp"], states, self.outer.beside
-        found = checkpoint.pieces_of(*arguments)
+        about = self.model.named(), self.optimizer, groups["dp"]
+        found = checkpoint.pieces_of(*about, states, self.averaging.beside)
         writes = dist.get_rank(groups["tp"]) == dist.get_rank(groups["dp"]) == 0
         for part in self.model.parts.values():
             for name, bias in part.named_buffers():
                 if name.endswith("choice_bias"):
                     box = bias, tuple(bias.shape), (0,), tuple(bias.shape)
                     found.append(checkpoint.Piece(name, "buffer", *box, writes))
-        return self.outer.arrange(found, index)
+        return self.averaging.arrange(found, index)
 
     def resume(self):
         """With --resume, or started again by torchrun, go on from the newest whole checkpoint in

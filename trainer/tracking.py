@@ -13,9 +13,10 @@ import torch
 import torch.distributed as dist
 
 import harness
-from harness import Refused, outputs, say, tokenizer
+from harness import Refused, outputs, say
 from receipts import pipeline as schedules
-from trainer import pretrained
+from receipts.formulas import flops_per_token
+from trainer import pretrained, tokenizer
 
 
 def add_flags(parser):
@@ -58,11 +59,8 @@ def check(args):
 def describe(run, schedule):
     """Say what is about to run, and which layers the stages got."""
     args, config = run.args, run.config
-    layout = f"dp {args.dp}, tp {args.tp}, pp {args.pp}"
-    if args.cp > 1:
-        layout += f", cp {args.cp}"
-    if args.ep > 1:
-        layout += f", ep {args.ep}"
+    sizes = [(axis, getattr(args, axis)) for axis in ("dp", "tp", "pp", "cp", "ep")]
+    layout = ", ".join(f"{axis} {n}" for axis, n in sizes if n > 1 or axis not in ("cp", "ep"))
     if args.islands > 1:
         layout = f"{args.islands} islands of {layout}"
     text = f"{run.corpus.name}: {len(run.corpus.tokens):,} tokens, {run.count:,} a step"
@@ -114,7 +112,7 @@ def mfu(run):
     if rate is None:
         return None
     ranks = run.world // run.args.islands  # an island logs its own tokens
-    return lambda tokens_per_s: tokens_per_s * run.config.flops_per_token() / (rate * ranks)
+    return lambda tokens_per_s: tokens_per_s * flops_per_token(run.config) / (rate * ranks)
 
 
 # --- traces

@@ -21,16 +21,14 @@ def due(args, step):
 
 
 @torch.no_grad()
-def validate(run, play, replica, groups):
-    """The mean loss over --eval-batches global batches, on every rank.
-
-    play(batches, count): the losses of this rank's forwards, divided by count. replica: which part
-    of the batch this rank works on. groups: those over which the loss is summed."""
-    args, loss = run.args, run.zero()
-    for i in range(args.eval_batches):
-        batches = run.microbatches(i, replica, args.dp, split="val")
+def validate(run, runner, groups):
+    """The mean loss over --eval-batches global batches, on every rank. runner: train.py's. groups:
+    those over which the loss is summed."""
+    loss, pieces = run.zero(), run.args.eval_batches
+    for i in range(pieces):
+        batches = runner.batches(i, split="val")
         batches = [(tokens, targets, None) for tokens, targets, _ in batches]  # without dropout
-        loss = sum(play(batches, run.count * args.eval_batches), loss)
+        loss = sum(runner.forward_only(batches, run.count * pieces), loss)
     harness.sum_over(groups, loss)
     run.print(f"validation loss {loss:.4f}")
     run.restart_clock()

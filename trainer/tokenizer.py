@@ -62,13 +62,11 @@ def describe(args, encoding):
     if not args.init_from or encoding is None or encoding.name == "none":
         return []
     chosen, own = f"--tokenizer {args.tokenizer}", is_models_own(args, encoding)
-    if own:
-        return []
     if own is None:
-        said = f"{args.init_from} has no tokenizer.json to compare {chosen} with"
-        return [f"{said}: it is taken for the model's own"]
-    said = f"{chosen} is not the model's own: its weights were trained on other tokens"
-    return [f"{said}, and begin with a high loss"]
+        missing = f"{args.init_from} has no tokenizer.json to compare {chosen} with"
+        return [f"{missing}: it is taken for the model's own"]
+    reason = "its weights were trained on other tokens, and begin with a high loss"
+    return [] if own else [f"{chosen} is not the model's own: {reason}"]
 
 
 def files_of(args, encoding):

@@ -1,0 +1,355 @@
+"""Fully sharded data parallelism (FSDP), ZeRO's stage 3: a rank keeps 1/N of every weight.
+
+    embed     ~##                ~~##rr    ~  all-gather of the unit's weights
+    block 0    ~~##            ~~##rr      #  they are whole, and the unit computes:
+    block 1      ~~##        ~~##rr           forward on the left, then backward
+    block 2        ~~##    ~~##rr          r  reduce-scatter of its gradients
+    head             ~~##  ##rr               else a rank holds 1/N of the unit
+
+Split     A unit is a block, the embedding or the head. Its parameters are one flat tensor, cut into
+          N equal shards. A rank holds a shard of weights, gradients and optimizer states.
+Sent      Per micro-batch a unit's weights are gathered twice, for forward and for backward, and its
+          gradients are reduce-scattered once. Each sends r P e bytes, r = (N-1)/N, for P parameters
+          of e bytes on N ranks: 3 m r P e per step of m micro-batches. DDP sends 2 r P e.
+Backward  The model's own. Autograd saves views of the weights. The memory under them is freed (the
+          storage is resized to 0), and filled again before backward reads it.
+A step    1  Forward: when a unit begins, the next unit's gather starts. When it ends, its weights
+             are freed. The last unit's stay for backward.
+          2  Backward: the same in reverse order. After a unit's last gradient: reduce-scatter.
+          3  finish() waits for the reductions. step() updates this rank's shards and sends nothing.
+Use       Where the weights don't fit, and each rank has thousands of tokens (docs/fsdp.md).
+Limits    All ranks run the same units in the same order, or they wait for ever.
+
+    torchrun --nproc_per_node=4 fsdp.py                         python fsdp.py --keep-gathered
+
+Rajbhandari et al. 2020, ZeRO, arXiv:1910.02054. Zhao et al. 2023, PyTorch FSDP, arXiv:2304.11277.
+"""
+
+import functools
+from itertools import pairwise
+
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from torch.utils._pytree import tree_leaves
+
+from zero import Bucket, ZeRO, all_gather, native_reduce_scatter
+
+# --- FSDP in its plainest form
+
+
+class PlainFSDP:
+    """The whole idea for one unit: four hooks, and no message hides behind computation.
+
+        units = [PlainFSDP(module, group) for module in (model.embed, *model.blocks, model.head)]
+        optimizer = torch.optim.AdamW([unit.shard for unit in units])
+        for x, y in batches:                       # this rank's rows; tokens: those of all ranks
+            (cross_entropy(model(x), y, reduction="sum") / tokens).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    Before it all ranks have equal weights. A unit returns one tensor, and each of its parameters
+    gets a gradient in every backward pass."""
+
+    def __init__(self, module, group):
+        self.group, self.parameters = group, list(module.parameters())
+        rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+        size = sum(p.numel() for p in self.parameters)
+        length = -(-size // ranks)  # of a shard, rounded up
+        self.padding = self.parameters[0].new_zeros(ranks * length - size)
+        self.weights = self.flatten(p.detach() for p in self.parameters)
+        self.shard = nn.Parameter(self.weights[rank * length : (rank + 1) * length].clone())
+        end = 0
+        for p in self.parameters:  # from now on a view of the flat tensor
+            start, end = end, end + p.numel()
+            p.data = self.weights[start:end].view_as(p)
+            p.register_post_accumulate_grad_hook(self.after_gradient)
+        module.register_forward_pre_hook(self.gather)
+        module.register_forward_hook(self.after_forward)
+        self.free()
+
+    def flatten(self, tensors):
+        return torch.cat([*(t.flatten() for t in tensors), self.padding])
+
+    def gather(self, *_):
+        self.weights.untyped_storage().resize_(self.weights.nbytes)
+        all_gather(self.weights, self.shard.detach(), group=self.group)
+
+    def free(self):
+        self.weights.untyped_storage().resize_(0)
+
+    def after_forward(self, module, inputs, output):
+        self.free()
+        if output.requires_grad:
+            self.missing = len(self.parameters)
+            output.register_hook(self.gather)  # when the gradient of the output is there
+
+    def after_gradient(self, p):
+        self.missing -= 1
+        if self.missing > 0:
+            return
+        gradient = torch.empty_like(self.shard)
+        full = self.flatten(p.grad for p in self.parameters)
+        native_reduce_scatter(gradient, full, group=self.group)
+        self.shard.grad = gradient if self.shard.grad is None else self.shard.grad + gradient
+        for p in self.parameters:
+            p.grad = None
+        self.free()
+
+
+# --- FSDP in full: the next unit's weights arrive while one computes
+
+
+class FSDP(ZeRO):
+    """Trains `model` over `group`: a rank holds its shards, and the weights of two units at most.
+
+        fsdp = FSDP(model, group, torch.optim.AdamW, microbatches=2)
+        for micro_batches, tokens in batches:          # this rank's rows; all ranks' tokens
+            fsdp.zero_grad()
+            for x, y in micro_batches:                 # here 2
+                loss = cross_entropy(model(x), y, reduction="sum") / tokens
+                loss.backward()
+            fsdp.clip(fsdp.grad_norm(), 1.0)           # clip_grad_norm_ finds no p.grad
+            fsdp.step()                                # a scheduler goes on fsdp.optimizer
+
+    units: modules, in the order of forward. Their parameters are used within their forward only.
+    Parameters outside of all units are not split. Default: default_units(model). reshard=False: a
+    unit's weights stay from its forward until its backward; a third less is sent. The other options
+    are ZeRO's."""
+
+    stages = (3,)
+
+    def __init__(
+        self, model, group, optimizer, microbatches=1, units=None, reshard=True, **options
+    ):
+        self.reshard = reshard
+        self.in_backward = None  # the unit whose backward is running
+        self.prefetched = None  # the unit that is gathered in advance
+        modules = default_units(model) if units is None else units
+        self.units = [Unit(self, module) for module in modules]
+        for unit, following in pairwise(self.units):
+            unit.following, following.previous = following, unit
+        self.units_of = {p: () for p in model.parameters()}
+        for unit in self.units:
+            for p in unit.module.parameters():
+                self.units_of[p] += (unit,)
+        options["bucket_bytes"] = float("inf")  # a unit is one bucket
+        super().__init__(model, group, 3, optimizer, microbatches, **options)
+        del self.units_of  # it holds the parameters as they were, and their memory
+
+    def _kind(self, p):
+        return self.units_of[p], super()._kind(p)  # a tied matrix is in two units
+
+    def _make_bucket(self, parameters, group, **options):
+        users = self.units_of[parameters[0]]
+        if not users:
+            return super()._make_bucket(parameters, group, **options)
+        bucket = UnitBucket(parameters, group, self.stage, **options)
+        for unit in users:
+            unit.buckets.append(bucket)
+        return bucket
+
+    def enter(self, unit, following):
+        """`unit` runs now, and `following` is likely to be next: gather it meanwhile."""
+        if self.prefetched not in (unit, None):
+            self.prefetched.release()  # a wrong guess
+        unit.gather()
+        for bucket in unit.buckets:
+            bucket.wait()
+        if following:
+            following.gather()
+        self.prefetched = following
+
+    def release(self):
+        for unit in self.units:
+            unit.release()
+        self.prefetched = self.in_backward = None
+
+    def _backward_ends(self):
+        super()._backward_ends()
+        self.release()
+
+    def _run_missing_passes(self, given_up=False):
+        super()._run_missing_passes(given_up)
+        self.release()
+
+    def reload(self, buckets=None):
+        self.release()  # what a forward without backward has left
+        super().reload(buckets)
+
+
+class Unit:
+    """A module whose weights are gathered before it runs, forward or backward, and freed after."""
+
+    def __init__(self, fsdp, module):
+        self.fsdp, self.module, self.buckets = fsdp, module, []
+        self.previous = self.following = None  # its neighbours in the order of forward
+        module.register_forward_pre_hook(self.before_forward)
+        module.register_forward_hook(self.after_forward)
+
+    def gather(self):
+        for bucket in self.buckets:
+            if not bucket.users:
+                bucket.gather()
+            bucket.users.add(self)
+
+    def release(self):
+        for bucket in self.buckets:
+            if bucket.users == {self}:
+                bucket.free()
+            bucket.users.discard(self)
+
+    def before_forward(self, module, inputs):
+        # Activation checkpointing runs it again during its own backward: the weights are here
+        if self.fsdp.in_backward is not self:
+            self.fsdp.enter(self, self.following)
+
+    def after_forward(self, module, inputs, output):
+        if self.fsdp.in_backward is self:
+            return
+        passed_on = {id(t) for t in tree_leaves(inputs)}
+        outputs = [t for t in tree_leaves(output) if isinstance(t, torch.Tensor)]
+        outputs = [t for t in outputs if t.requires_grad and id(t) not in passed_on]
+        for t in outputs:
+            t.register_hook(self.before_backward)
+        if outputs and self.following is None and self.fsdp.reshard:
+            self.fsdp.prefetched = self  # the last unit: its backward is likely to be next
+        elif self.fsdp.reshard or not outputs:
+            self.release()
+
+    def before_backward(self, gradient):
+        fsdp = self.fsdp
+        fsdp._backward_begins()
+        if fsdp.in_backward is self:
+            return
+        # Autograd runs in the reverse order of forward: all that ran after this unit is done
+        if fsdp.in_backward:
+            fsdp.in_backward.release()
+        fsdp.in_backward = self
+        fsdp.enter(self, self.previous)
+
+
+class UnitBucket(Bucket):
+    """`weights` has memory while a unit needs it: its `users` at this moment."""
+
+    keeps_weights = False
+
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        self.users, self.gathering = set(), None
+        self.free()
+
+    def publish(self):
+        self.shard.copy_(self.master)  # the other ranks get it when they gather
+
+    def gather(self):
+        self.weights.untyped_storage().resize_(self.weights.nbytes)
+        self.gathering = all_gather(self.weights, self.shard, group=self.group, async_op=True)
+
+    def wait(self):
+        if self.gathering is not None:
+            self.gathering.wait()
+            self.gathering = None
+            self._become(nn.Parameter)
+
+    def free(self):
+        self.wait()
+        self.weights.untyped_storage().resize_(0)
+        self._become(Freed)
+
+    def _become(self, kind):
+        for p in self.parameters:
+            if type(p) in (nn.Parameter, Freed):  # tensors without values have a class of torch's
+                p.__class__ = kind
+
+
+def default_units(module):
+    """The items of the outermost containers (the blocks of a list of blocks), and the modules
+    beside them (embedding, head)."""
+    containers = nn.ModuleList, nn.ModuleDict, nn.Sequential
+    units = [module]
+    if isinstance(module, containers):
+        units = module.children()
+    elif any(isinstance(m, containers) for m in module.modules()):
+        units = []
+        for child in module.children():
+            units += default_units(child)
+    return [unit for unit in units if next(unit.parameters(), None) is not None]
+
+
+# --- mistakes that would be silent: refused
+
+
+class Freed(nn.Parameter):
+    """The class of a parameter while its memory is freed. Its shape can be read. Its values can
+    not: torch would read memory that is not its own, and the process would die without a word."""
+
+    ALLOWED = set(
+        "shape size dim ndim numel nelement stride dtype itemsize element_size is_floating_point"
+        " is_complex device is_cuda layout untyped_storage requires_grad requires_grad_ grad"
+        " grad_fn is_leaf register_hook register_post_accumulate_grad_hook new_empty new_zeros"
+        " new_ones new_full empty_like zeros_like ones_like".split()
+    )
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        is_property = function.__name__ in ("__get__", "__set__")
+        name = function.__self__.__name__ if is_property else function.__name__
+        if name not in cls.ALLOWED:
+            raise RuntimeError(
+                f"{name} of a weight that is not here: FSDP has it while a unit that contains it"
+                " runs. Use it within its unit's forward, or read a copy from gather_full(...)"
+            )
+        with torch._C.DisableTorchFunctionSubclass():
+            return function(*args, **kwargs or {})
+
+
+# --- demo ---
+
+import harness
+import proof
+import receipts.zero
+from harness import zero_flags
+
+
+def flags():
+    parser = harness.parser(__doc__)
+    zero_flags.add_flags(parser.add_argument_group("FSDP"), None, ranks_flag="--shard-ranks")
+    parser.set_defaults(stage=3)
+    return parser
+
+
+def main():
+    args = flags().parse_args()
+    harness.configure(args)
+    proof.launch(demo, args, check=functools.partial(zero_flags.check_world, args))
+
+
+def demo(run):
+    args = run.args
+    group, copies_group = zero_flags.make_groups(run)
+    model = run.meta_model()
+    optimizer = functools.partial(harness.make_optimizer, args=args)
+    options = zero_flags.options(run, model, stage=3)
+    fsdp = FSDP(model, group, optimizer, args.microbatches, **options)
+    if copies_group is not None:
+        fsdp.replicate(copies_group)
+    for step in run.steps(fsdp):
+        fsdp.zero_grad()
+        loss = run.zero()
+        for tokens, targets, samples in run.microbatches(step, run.rank, run.world):
+            # count: the tokens of the global batch
+            part = model(tokens, targets=targets, count=run.count, samples=samples)
+            part.backward()
+            loss += part.detach()
+        dist.all_reduce(loss)
+        norm = fsdp.grad_norm()
+        run.check(loss, norm, lambda: fsdp.gather_full(model.named()))
+        fsdp.clip(norm, args.grad_clip)
+        fsdp.step()
+        run.log(loss, norm)
+    return run.receipt(*receipts.zero.of_demo(run))
+
+
+if __name__ == "__main__":
+    harness.script(main)

@@ -1,0 +1,74 @@
+"""Initial weights: each parameter from a generator of its own, so that no cut changes a value.
+
+    with torch.device("meta"):
+        model = GPT(config)                  # shapes only
+    parallelize(model, group)                # cut: this rank's shapes
+    initialize.fill(model, seed, take=...)   # this rank's pieces of the values
+
+The values are drawn on the CPU in float32: every device and dtype starts from the same ones.
+"""
+
+import hashlib
+import itertools
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+import torch.nn as nn
+
+from model import GPT
+
+DRAW_CHUNK = 1 << 22  # elements of a weight that are drawn on one core
+
+
+def draw(name, shape, init, seed):
+    """The initial value of the parameter `name` in float32. It depends on the arguments alone."""
+    mean, std = init
+    if std == 0:
+        return torch.full(shape, mean)
+    whole = torch.empty(shape)
+
+    def draw_chunk(chunk, number):
+        source = f"{seed} {name} {number}" if number else f"{seed} {name}"
+        digest = hashlib.sha256(source.encode()).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+        chunk.normal_(mean, std, generator=generator)
+
+    # A generator works on one core. Chunks of a large matrix have one each, and so all cores
+    chunks = whole.view(-1).split(DRAW_CHUNK)
+    with ThreadPoolExecutor(torch.get_num_threads()) as pool:
+        list(pool.map(draw_chunk, chunks, itertools.count()))
+    return whole
+
+
+@torch.no_grad()
+def fill(model, seed, device="cpu", dtype=torch.float32, take=lambda whole, p: whole, draw=draw):
+    """Give each parameter of a model on the meta device its memory and value. Returns the model.
+
+    Each parameter is drawn whole, one at a time, and take(whole, p) returns this device's piece. A
+    technique that cut it left the shape of the whole in p.placement (see harness/placement.py).
+    Another `draw` may know other values, such as those of a trained model."""
+    filled = {}
+    for name, p in model.named():
+        shape = getattr(p, "placement", {}).get("shape", p.shape)
+        value = take(draw(name, shape, p.init, seed), p).to(device, dtype, copy=True)
+        filled[p] = nn.Parameter(value, requires_grad=p.requires_grad)
+        filled[p].__dict__.update(p.__dict__)  # init and placement
+    for module in model.modules():
+        for name, p in list(module.named_parameters(recurse=False)):
+            setattr(module, name, filled[p])  # a tied matrix in two modules
+    fill_buffers(model, device)
+    return model
+
+
+def fill_buffers(model, device="cpu"):
+    """Give buffers (a router's bias and load) their memory: zeros."""
+    for module in model.modules():
+        for name, buffer in list(module.named_buffers(recurse=False)):
+            setattr(module, name, torch.zeros_like(buffer, device=device))
+
+
+def build(config, seed=0, device="cpu", dtype=torch.float32, draw=draw):
+    """A whole GPT with its initial weights, on one device."""
+    with torch.device("meta"):
+        model = GPT(config)
+    return fill(model, seed, device, dtype, draw=draw)

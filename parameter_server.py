@@ -1,0 +1,262 @@
+"""Parameter servers: they hold the weights. Workers pull weights, compute a gradient and push it.
+
+    synchronous                              asynchronous, of staleness 1 at most
+    worker 0  pull  compute  push            worker 1  pull  compute           push  pull ...
+    worker 1  pull  compute  push            worker 2  pull  compute  push  (waits)  pull ...
+    server            adds up, one step      server                   step     step
+
+Synchronous: the server adds up the gradients of all ranks and takes one step. This is the same run
+as on one process. All ranks wait for the slowest.
+
+Asynchronous: the server takes a step with each gradient, as soon as it comes. The staleness of a
+gradient is the number of steps between its pull and its push. A stale gradient is that of older
+weights: the run is another one than on one process, and another one each time. Where a gradient
+could become too stale, workers wait before they pull. With staleness 0 they take turns.
+
+Sent: a worker pushes P e bytes of gradients and pulls as many of weights, with P parameters of e
+bytes. The server sends (N-1) P e a step to the other N-1 ranks and gets as many; asynchronous, P e
+a step. Of S servers each has 1/S of the parameters and of the load.
+
+Not for dense models on devices of one speed: ddp.py's all-reduce sends 2 (N-1)/N P e from each
+rank, no rank is in the way, and no gradient is stale. docs/parameter-server.md has the rest.
+
+    torchrun --nproc_per_node=4 parameter_server.py --servers 2
+    python parameter_server.py --staleness 4
+
+Li et al. 2014, Scaling distributed machine learning with the parameter server (bounded delay).
+Dean et al. 2012, Large scale distributed deep networks, section 4.1 (Downpour SGD).
+"""
+
+import torch
+import torch.distributed as dist
+
+# --- the plainest form: synchronous. The server is a worker too
+
+
+def push(parameters, group, server=0):
+    """Add up the gradients of all ranks on the server. The other ranks' p.grad become None.
+
+        for micro_batches, count in batches:             # this rank's; tokens of all ranks
+            pull(parameters, group)                      # the server's weights, on all ranks
+            for x, y in micro_batches:
+                loss = cross_entropy(model(x), y, reduction="sum") / count
+                loss.backward()
+            push(parameters, group)
+            optimizer.step()                             # moves nothing where p.grad is None
+            optimizer.zero_grad()
+
+    Not checked: the order of these lines. Only the server's weights are new after step()."""
+    parameters = trained(parameters)
+    gradients = flat([torch.zeros_like(p) if p.grad is None else p.grad for p in parameters])
+    if dist.get_rank(group) != server:
+        dist.send(gradients, group=group, group_dst=server)
+        for p in parameters:
+            p.grad = None
+        return
+    for worker in others(server, group):
+        received = torch.empty_like(gradients)
+        dist.recv(received, group=group, group_src=worker)
+        gradients += received
+    set_gradients(parameters, gradients)
+
+
+@torch.no_grad()
+def pull(parameters, group, server=0):
+    """Copy the server's weights to all ranks. Frozen parameters must be equal already."""
+    parameters = trained(parameters)
+    weights = flat(parameters)
+    if dist.get_rank(group) != server:
+        dist.recv(weights, group=group, group_src=server)
+        for p, weight in split(weights, parameters):
+            p.copy_(weight)
+        return
+    for worker in others(server, group):
+        dist.send(weights, group=group, group_dst=worker)
+
+
+def trained(parameters):
+    return [p for p in parameters if p.requires_grad]
+
+
+def others(server, group):
+    return [rank for rank in range(dist.get_world_size(group)) if rank != server]
+
+
+def flat(tensors):
+    """One message of several tensors."""
+    return torch.cat([t.detach().flatten() for t in tensors])
+
+
+def split(message, parameters):
+    """(parameter, its piece of the message) of each."""
+    pieces = message.split([p.numel() for p in parameters])
+    return [(p, piece.view_as(p).to(p.dtype)) for p, piece in zip(parameters, pieces)]
+
+
+def set_gradients(parameters, message):
+    for p, gradient in split(message, parameters):
+        p.grad = gradient
+
+
+# --- several servers: each has a share of the parameters
+
+
+def deal(parameters, servers):
+    """A list of parameters for each server, of about equally many bytes. Rank i serves list i.
+
+        for server, share in enumerate(deal(model.parameters(), servers=2)):
+            push(share, group, server)                   # and likewise pull
+
+    Each server has the sums of its own list alone, and its optimizer's states."""
+    shares = [[] for _ in range(servers)]
+    for p in sorted(trained(parameters), key=lambda p: p.nbytes, reverse=True):
+        smallest = min(shares, key=lambda share: sum(q.nbytes for q in share))
+        smallest.append(p)
+    return [share for share in shares if share]
+
+
+# --- asynchronous, with bounded staleness
+
+
+class Server:
+    """Rank 0 of asynchronous training. All other ranks are workers.
+
+        if dist.get_rank(group) == 0:
+            server = Server(parameters, group, steps, staleness=2)
+            while server.receive():                      # the gradient of one worker is in p.grad
+                optimizer.step()
+        else:
+            for micro_batches, count in batches:         # this worker's own
+                pull(parameters, group)
+                for x, y in micro_batches:
+                    loss = cross_entropy(model(x), y, reduction="sum") / count
+                    loss.backward()
+                push(parameters, group)
+
+    steps: the batches of all workers, dealt out in turns: the first ones may have one more.
+    history: of each step, the worker whose gradient it took, and the gradient's staleness."""
+
+    def __init__(self, parameters, group, steps, staleness):
+        self.parameters = trained(parameters)
+        self.group, self.staleness = group, staleness
+        self.waiting = others(0, group)  # for weights, who waits longest comes first
+        workers = len(self.waiting)
+        self.left = {worker: len(range(worker - 1, steps, workers)) for worker in self.waiting}
+        self.computing = {}  # worker: (the step at which it got its weights, their message)
+        self.history = []
+
+    def receive(self):
+        """Wait for a gradient, of any worker. Returns its rank; None after the last."""
+        self.answer()
+        if not self.computing:
+            return None
+        gradients = flat(self.parameters)  # a buffer
+        worker = dist.get_group_rank(self.group, dist.recv(gradients, group=self.group))
+        pulled_at, message = self.computing.pop(worker)
+        message.wait()
+        set_gradients(self.parameters, gradients)
+        self.history.append((worker, len(self.history) - pulled_at))
+        self.waiting.append(worker)
+        return worker
+
+    def answer(self):
+        """Send the weights to workers that wait, unless a gradient could become too stale."""
+        step = len(self.history)
+        for worker in list(self.waiting):
+            oldest = min((pulled_at for pulled_at, _ in self.computing.values()), default=step)
+            # The oldest gradient may come after those of all others that compute
+            if step - oldest + len(self.computing) > self.staleness:
+                return
+            self.waiting.remove(worker)
+            if self.left[worker]:
+                self.left[worker] -= 1
+                message = dist.isend(flat(self.parameters), group=self.group, group_dst=worker)
+                self.computing[worker] = step, message
+
+
+# --- demo ---
+
+import harness
+import proof
+import receipts.parameter_server as receipt
+
+
+def main():
+    parser = harness.parser(__doc__)
+    why = "each of N ranks serves a share of the parameters (default: 1)"
+    parser.add_argument("--servers", **harness.POSITIVE, help=why)
+    why = "asynchronous: a gradient is at most N steps old when the server takes it"
+    parser.add_argument("--staleness", **harness.NATURAL, help=why)
+    args = parser.parse_args()
+    harness.configure(args)
+    train = synchronous if args.staleness is None else asynchronous
+    proof.launch(train, args, check=lambda world: receipt.check(args, world))
+
+
+def synchronous(run):
+    args, group = run.args, dist.group.WORLD
+    run.groups(dp=group)
+    model = run.fill(run.meta_model())
+    parameters = list(model.parameters())
+    optimizer = harness.make_optimizer(parameters, args)
+    shares = deal(parameters, args.servers or 1)
+    for step in run.steps(optimizer):
+        for server, share in enumerate(shares):
+            pull(share, group, server)
+        optimizer.zero_grad()
+        loss = backward(run, model, run.microbatches(step, run.rank, run.world))
+        for server, share in enumerate(shares):
+            push(share, group, server)
+        dist.all_reduce(loss, group=group)
+        norm = harness.grad_norm(parameters, [group])  # of the servers' gradients together
+        run.check(loss, norm, lambda: [(n, p) for n, p in model.named() if p.grad is not None])
+        harness.clip(parameters, norm, args.grad_clip)
+        optimizer.step()
+        run.log(loss, norm)
+    return run.receipt(*receipt.synchronous(run, shares))
+
+
+def asynchronous(run):
+    args, group = run.args, dist.group.WORLD
+    run.groups(dp=group)
+    alone = dist.new_group([0])
+    model = run.fill(run.meta_model())
+    parameters = list(model.parameters())
+    optimizer = harness.make_optimizer(parameters, args)
+    server = Server(parameters, group, args.steps, args.staleness)
+    replay = receipt.Replay(run, server.history)
+    if run.proven < args.steps:
+        args.prove = 0  # it is of all steps, or of none: a worker is always in the midst of one
+    for step in run.steps(optimizer, reference=replay):
+        if run.rank == 0:
+            loss = run.zero()
+            with replay.ledger:
+                worker = server.receive()
+                dist.recv(loss, group=group, group_src=worker)
+            norm = harness.grad_norm(parameters)
+            run.check(loss, norm, model.named, group=alone)
+            harness.clip(parameters, norm, args.grad_clip)
+            optimizer.step()
+            run.log(loss, norm)
+        elif step % (run.world - 1) == run.rank - 1:  # a batch of this worker's
+            with replay.ledger:
+                pull(parameters, group)
+            loss = backward(run, model, run.microbatches(step))
+            with replay.ledger:
+                push(parameters, group)
+                dist.send(loss, group=group, group_dst=0)
+    return run.receipt(*receipt.asynchronous(run, replay))
+
+
+def backward(run, model, micro_batches):
+    """Add to p.grad. Returns the loss: the sum over the tokens, by the number of the batch's."""
+    loss = run.zero()
+    for tokens, targets, samples in micro_batches:
+        part = model(tokens, targets=targets, count=run.count, samples=samples)
+        part.backward()
+        loss += part.detach()
+    return loss
+
+
+if __name__ == "__main__":
+    harness.script(main)

@@ -1,0 +1,80 @@
+"""train.py's --dry-run and --plan: their flags, and what is called."""
+
+import copy
+
+import harness
+import zero_bubble
+from harness import Refused
+from simulator import planner, report, timeline
+from simulator.devices import cluster_of
+from simulator.dryrun import check_counts, check_playable, play_all
+from simulator.estimate import estimate
+
+
+def add_flags(parser):
+    g = parser.add_argument_group("without running (see simulator/dryrun.py)")
+    why = "play one step of some ranks without memory or network: what they hold, send and, on a "
+    g.add_argument("--dry-run", action="store_true", help=f"{why}described cluster, take")
+    why = "search the layouts that fit, choosing --dp to --recompute itself, and say why each loses"
+    g.add_argument("--plan", action="store_true", help=f"{why} to the best")
+    why = "devices for --plan (default: those of the layout)"
+    g.add_argument("--gpus", **harness.POSITIVE, help=why)
+    why = "which: numbers, or first, middle, last, all of the stages (default: all, of more than 4 "
+    g.add_argument("--ranks", metavar="LIST", help=f"{why}first,middle,last)")
+    why = "h100, h200, a100, b200, or NAME=80GB,989TFLOP/s,3.35TB/s: memory, dense bf16 rate, "
+    g.add_argument("--gpu", metavar="NAME", help=f"{why}memory bandwidth (default: h100)")
+    g.add_argument("--nodes-of", **harness.POSITIVE, help="devices in a node (default: 8)")
+    speed = harness.quantity(harness.SPEED, "50GB/s")
+    why = "bandwidth of a device's link inside its node, one way (default: 450GB/s)"
+    g.add_argument("--intra", type=speed, metavar="SPEED", help=why)
+    why = "bandwidth of a device's link to other nodes, one way (default: 50GB/s)"
+    g.add_argument("--inter", type=speed, metavar="SPEED", help=why)
+    rate = harness.quantity({"TFLOP/s": 1e12}, "650TFLOP/s")
+    why = "what large matrix products reach on your devices, if you measured it, such as "
+    why += "650TFLOP/s (default: by device, see simulator/kernels.py)"
+    g.add_argument("--matmul", type=rate, metavar="RATE", help=why)
+    why = "attention's kernel: FlashAttention 1, 2 or 3, or plain, which holds no less but moves "
+    why += "the scores (default: flash2)"
+    g.add_argument("--kernel", choices=["flash1", "flash2", "flash3", "plain"], help=why)
+    why = "how many days that many tokens take, such as 15e12"
+    g.add_argument("--tokens", type=harness.real(0), metavar="X", help=why)
+    why = "draw one step: NAME.json for ui.perfetto.dev"
+    g.add_argument("--timeline", metavar="NAME", help=why)
+
+
+def main(args, prepare, train):
+    """A dry run or a plan. prepare(args) and train(run): train.py's own, which the dry run plays.
+    Nothing else of train.py is known here."""
+    harness.check_plot(args)
+    cluster, args = cluster_of(args), copy.copy(args)
+    args.backend = args.backend or ("gloo" if args.device == "cpu" else "nccl")
+    if args.plan:
+        return planner.plan(args, cluster, prepare, train)
+    check_counts(args.dp * args.cp * args.tp * args.pp, args.pp, args.microbatches or 1)
+    args, config = prepare(args)
+    check_playable(args, config)
+    if args.plot:
+        return report.plot(args, config, cluster, train)
+    played = play_all(args, ranks_of(args), cluster, train)
+    step = estimate(args, config, cluster, played)
+    report.report(args, config, cluster, played, step)
+    if args.timeline:
+        schedule = zero_bubble.make_schedule(args.schedule, args.pp, args.microbatches, args.chunks)
+        timeline.write(args.timeline, step, schedule)
+    report.islands_wait(args, config, step.seconds)
+
+
+def ranks_of(args):
+    """The ranks of --ranks: numbers, or first, middle, last, all, the first rank of such stages."""
+    each = args.dp * args.cp * args.tp
+    some = args.ranks or ("all" if args.pp <= 4 else "first,middle,last")
+    named = {"first": [0], "middle": [args.pp // 2 * each], "last": [(args.pp - 1) * each]}
+    named["all"] = [rank * each for rank in range(args.pp)]
+    try:
+        ranks = [rank for word in some.split(",") for rank in named.get(word) or [int(word)]]
+    except ValueError:
+        ranks = [-1]
+    if not all(0 <= rank < args.pp * each for rank in ranks):
+        what = f"numbers below {args.pp * each}, with commas between"
+        raise Refused(f"--ranks {some}: give first, middle, last, all, or {what}")
+    return sorted(set(ranks))

@@ -1,0 +1,134 @@
+"""What one layout costs: the seconds of a step, put together from what some of its ranks played."""
+
+from typing import NamedTuple
+
+import zero_bubble
+from receipts import pipeline as schedules
+from receipts.formulas import flops_per_token
+from simulator.dryrun import play_all
+from simulator.links import link_of
+from simulator.meter import Part
+
+# Measured time / estimate, of nine in ten of the runs of benchmarks/published.py
+LIKELY = 0.87, 1.24
+
+
+class Estimate(NamedTuple):
+    """Seconds of a step, and of the busiest rank's parts of it, which add up to it; model FLOPs a
+    device and second. For a picture: spans of the pipeline's ranks, part_of(action), seconds of a
+    message between stages, and the Part after the last action."""
+
+    seconds: float
+    parts: dict
+    rate: float
+    spans: list
+    part_of: object
+    transfer: float
+    rest: Part
+
+
+def estimate(args, config, cluster, played, sums=None, slower=1.0):
+    """The Estimate of a step, from some of its ranks.
+
+    sums    when gradients that are on their way are waited for: "each", at the end of the action
+            that sends them, as zero.py does, so that the stage before waits too; "last", after the
+            last action, as ddp.py does; "after", where they are sent only then. By default as the
+            code that was played
+    slower  how many times as long messages between stages take"""
+    schedule = zero_bubble.make_schedule(args.schedule, args.pp, args.microbatches, args.chunks)
+    part_of = parts_of_all(args, config, schedule, played)
+    each = args.dp * args.cp * args.tp
+    transfer = 0.0
+    if args.pp > 1:
+        message = max(rank.message for rank in played)
+        transfer = slower * link_of(cluster, [0, each]).seconds("send", message)
+    if sums is None:
+        plain = args.zero == 0 and args.dtype == args.param_dtype == args.reduce_dtype
+        sums = "last" if plain else "each"
+
+    def seconds_of(action):
+        part = part_of(action)
+        return seconds_until(part, sums) + part.waited
+
+    spans = schedules.simulate(schedule, transfer=transfer, time=seconds_of)
+    rows = [[part_of(action) for *_, action in row] for row in spans]
+    makespan = max(row[-1][1] for row in spans)
+    if sums == "last":
+        makespan = max(makespan, *(on_their_way(row, part_of) for row in spans))
+    elif sums == "after":
+        makespan += max(sum(part.beside for part in row) for row in rows)
+    busy = max(rows, key=lambda row: sum(part.seconds for part in row))
+    parts = {"computing": sum(part.compute for part in busy)}
+    parts["waiting for messages"] = sum(part.waited for part in busy)
+    not_hidden = sum(seconds_until(part, sums) - part.compute for part in busy)
+    parts["gradients, weights not hidden"] = not_hidden
+    bubble = makespan - sum(parts.values())
+    parts["pipeline's bubble"] = 0.0 if abs(bubble) < 1e-9 * makespan else bubble  # rounding
+    rest = max((rank.rest for rank in played), key=lambda part: part.seconds)
+    parts["after the last action"] = rest.seconds
+    seconds = makespan + rest.seconds
+    flops = flops_per_token(config) * args.batch * config.context
+    rate = flops / seconds / (each * args.pp)
+    return Estimate(seconds, parts, rate, spans, part_of, transfer, rest)
+
+
+def parts_of_all(args, config, schedule, played):
+    """A function that gives any action's Part. A stage that no rank played is like the nearest that
+    is no end of the model, or else like the first, by its number of layers."""
+    layers = [len(layers) for layers in schedules.stage_layers(config, schedule.last + 1)]
+    known = {}  # (stage, kind, whether of the last micro-batch): Part
+    for rank in played:
+        last = max(action.microbatch for action in rank.actions)
+        for action in sorted(rank.actions, key=lambda action: action.microbatch):
+            part, is_last = rank.actions[action], action.microbatch == last
+            known[action.stage, action.kind, is_last] = part
+            known.setdefault((action.stage, action.kind, not is_last), part)  # of a single one
+    stages = sorted({stage for stage, *_ in known})
+
+    def nearest(stage):
+        ends = {schedule.last: 2, 0: 1}  # the head is much work, the embedding is little
+        return min(stages, key=lambda s: (ends.get(s, 0), abs(s - stage)))
+
+    def part_of(action):
+        stage = action.stage if action.stage in stages else nearest(action.stage)
+        is_last = action.microbatch == args.microbatches - 1
+        part = known.get((stage, action.kind, is_last))
+        if part is None:  # of a backward in two parts that was played as one, or the other way
+            both = [known.get((stage, kind, is_last)) for kind in "IW"]
+            if None in both:
+                part = scaled(known[stage, "B", is_last], 1 / 2)
+            else:
+                part = Part(*map(sum, zip(*both)))
+        if stage != action.stage:
+            part = scaled(part, layers[action.stage] / layers[stage])
+        return part
+
+    return part_of
+
+
+def scaled(part, factor):
+    return Part(*(seconds * factor for seconds in part))
+
+
+def seconds_until(part, sums):
+    """Seconds of an action's computing, and of the messages beside it that it waits for."""
+    if sums == "after":
+        return part.compute
+    return part.slowed if sums == "last" else part.seconds - part.waited
+
+
+def on_their_way(row, part_of):
+    """When the last message that a rank sends beside its actions is there. They go one by one."""
+    end = 0.0
+    for start, _, action in row:
+        end = max(end, start) + part_of(action).beside
+    return end
+
+
+def step_of(args, config, cluster, train, sums=None, slower=1.0):
+    """The Estimate of a layout, from two micro-batches of its first, middle and last stage; and
+    what these ranks played. sums, slower: see `estimate`."""
+    each = args.dp * args.cp * args.tp
+    ranks = sorted({0, args.pp // 2 * each, (args.pp - 1) * each})
+    played = play_all(args, ranks, cluster, train, brief=True)
+    return estimate(args, config, cluster, played, sums, slower), played

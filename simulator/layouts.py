@@ -1,0 +1,102 @@
+"""What a plan chooses from: the layouts of a number of devices that train.py can run."""
+
+import copy
+import itertools
+
+import harness
+
+# (schedule, stages a rank holds)
+SCHEDULES = [("1f1b", None), ("interleaved", 2), ("interleaved", 4), ("zb-h1", None)]
+
+
+def divisors(n, most):
+    return [d for d in range(1, min(n, most) + 1) if n % d == 0]
+
+
+def candidates(args, config, gpus):
+    """The layouts, as copies of args."""
+    for tp in divisors(gpus, 32):
+        for pp, cp in itertools.product(divisors(gpus // tp, 64), (1, 2, 4, 8, 16)):
+            dp, rest = divmod(gpus, tp * pp * cp)
+            if rest or config.kv_heads % tp or config.context % (2 * cp * tp):
+                continue
+            if args.batch % dp == 0 and dp * cp % args.ep == 0:
+                yield from of_ranks(args, config, dict(dp=dp, cp=cp, tp=tp, pp=pp, sp=tp > 1))
+
+
+def of_ranks(args, config, ranks):
+    """The layouts with these --dp to --sp."""
+    pp = ranks["pp"]
+    schedules = SCHEDULES if pp > 1 else SCHEDULES[:1]
+    splits = zero_splits(args, ranks["dp"] * ranks["cp"], ranks["tp"])
+    kinds = [kind for kind in harness.RECOMPUTATIONS if not (kind == "half" and args.compile)]
+    for (schedule, chunks), rows in itertools.product(schedules, (1, 2, 4)):
+        m, rest = divmod(args.batch // ranks["dp"], rows)
+        if rest or m == 0 or pp > 1 and m < pp:
+            continue
+        if config.layers < pp * (chunks or 1) or chunks and m % pp:
+            continue
+        passes = dict(microbatches=m, schedule=schedule, chunks=chunks, prove=0)
+        for (stage, size), kind in itertools.product(splits, kinds):
+            layout = copy.copy(args)
+            vars(layout).update(ranks | passes)
+            vars(layout).update(zero=stage, zero_ranks=size, recompute=kind)
+            yield layout
+
+
+def zero_splits(args, ranks, tp):
+    """(stage, --zero-ranks) to try on so many data-parallel ranks: all of them, or those of a node.
+    With --zero-ranks that size alone."""
+    node, rest = divmod(args.nodes_of or 8, tp)
+    found, sizes = [(0, None)], [None]
+    if args.zero_ranks:
+        found, sizes = [], [args.zero_ranks]
+    elif rest == 0 and 1 < node < ranks:
+        sizes.append(node)
+    for stage, size in itertools.product((1, 2, 3), sizes):
+        fits = size is None or ranks % size == 0 and (size % args.ep == 0 or args.ep % size == 0)
+        if ranks > 1 and fits:
+            found.append((stage, size))
+    return found
+
+
+def no_layout(args, config, gpus):
+    """The sentence for a number of devices that the batch can't be dealt out over."""
+
+    def works(batch, gpus):
+        other = copy.copy(args)
+        other.batch = batch
+        return next(candidates(other, config, gpus), None) is not None
+
+    multiples = (-(-args.batch // gpus), args.batch // gpus, 1, 2, 4)
+    batches = [k * gpus for k in multiples if k > 0 and k * gpus <= 10**18]
+    batches = [batch for batch in batches if works(batch, gpus)]
+    fewer = [n for n in range(min(gpus - 1, 4096), 0, -1) if works(args.batch, n)][:3]
+    hints = [f"--batch {batch}" for batch in batches[:1]]
+    if fewer:
+        hints.append(f"--gpus {', '.join(map(str, fewer))}")
+    sentence = f"no layout of {gpus:,} devices suits --batch {args.batch:,} and this model"
+    return f"{sentence}: {' or '.join(hints) or 'change --batch, --gpus or the heads'}"
+
+
+def words(args):
+    """A layout in words."""
+    text = ""
+    for axis in ("dp", "cp", "tp", "pp", "ep"):
+        if getattr(args, axis) > 1:
+            text += f" {axis} {getattr(args, axis)}"
+    if args.sp:
+        text += " sp"
+    if args.zero:
+        text += f" zero {args.zero}"
+    if args.zero_ranks:
+        text += f" in groups of {args.zero_ranks}"
+    if args.offload:
+        text += " offload"
+    if args.recompute != "none":
+        text += f" recompute {args.recompute}"
+    if args.pp > 1:
+        text += f" {args.schedule}"
+        if args.chunks:
+            text += f" x {args.chunks}"
+    return text.strip() or "one device"

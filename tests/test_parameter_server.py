@@ -1,0 +1,212 @@
+"""parameter_server.py: synchronous against one process, asynchronous against one that replays the
+server's history."""
+
+import json
+import random
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import Script
+from reference import CONFIGS, STEPS, assert_equal, batch, make_optimizer, train
+from test_harness import SMALL, refused
+
+import parameter_server
+from harness import initialize
+
+SHARES = [[0], [1, 2, 3, 4, 5], [6, 7, 8, 9, 10, 11]]  # rows of three ranks
+
+
+def backward(model, step, rows):
+    """Two micro-batches. Returns the loss."""
+    tokens, targets, samples, count = batch(step)
+    total = 0.0
+    for piece in torch.tensor(rows).tensor_split(2):
+        loss = model(tokens[piece], targets=targets[piece], count=count, samples=samples[piece])
+        loss.backward()
+        total += loss.detach()
+    return total
+
+
+def train_synchronously(rank, config, kind, servers):
+    model, group = initialize.build(config, 7, dtype=torch.float64), dist.group.WORLD
+    optimizer, losses = make_optimizer(model.parameters(), kind), []
+    shares = list(enumerate(parameter_server.deal(model.parameters(), servers)))
+    for server, share in shares:
+        for p in share:
+            p.data *= server == rank  # the weights come from the server
+    for step in range(STEPS):
+        for server, share in shares:
+            parameter_server.pull(share, group, server)
+        optimizer.zero_grad()
+        loss = backward(model, step, SHARES[rank])
+        for server, share in shares:
+            parameter_server.push(share, group, server)
+        dist.all_reduce(loss)
+        optimizer.step()
+        losses.append(loss.item())
+    gradients = {name: p.grad for name, p in model.named() if p.grad is not None}
+    assert set(optimizer.state) <= {p for p in model.parameters() if p.grad is not None}
+    for server, share in shares:
+        parameter_server.pull(share, group, server)
+    return losses, gradients, {name: p.detach() for name, p in model.named()}
+
+
+@pytest.mark.parametrize("kind, servers", [("sgd", 1), ("adamw", 2), ("adamw", 3)])
+def test_synchronous_servers_equal_one_process(ranks, kind, servers):
+    losses, gradients, weights = train(CONFIGS["dropout"], kind)
+    results = ranks(3, train_synchronously, CONFIGS["dropout"], kind, servers)
+    for rank, ours in enumerate(results):
+        served = {name: gradients[name] for name in ours[1]}
+        assert bool(served) == (rank < servers)
+        assert_equal(ours, (losses, served, weights))
+    # Each parameter has one server
+    assert sorted(name for _, served, _ in results for name in served) == sorted(gradients)
+
+
+def train_asynchronously(rank, kind, staleness, steps):
+    """Rank 0 returns its losses, the gradients of each step, its weights and its history."""
+    model, group = initialize.build(CONFIGS["gpt2"], 7, dtype=torch.float64), dist.group.WORLD
+    parameters, workers = list(model.parameters()), dist.get_world_size() - 1
+    if rank > 0:
+        pause = random.Random(rank)
+        for step in range(rank - 1, steps, workers):
+            parameter_server.pull(parameters, group)
+            backward(model, step, range(12))
+            time.sleep(pause.uniform(0, 0.05))
+            parameter_server.push(parameters, group)
+        return None
+    optimizer, gradients = make_optimizer(parameters, kind), []
+    server = parameter_server.Server(parameters, group, steps, staleness)
+    while server.receive():
+        gradients.append({name: p.grad.clone() for name, p in model.named()})
+        optimizer.step()
+    return gradients, {name: p.detach() for name, p in model.named()}, server.history
+
+
+def replay(kind, history):
+    """The gradients of each step, and the weights, of one process that follows a history."""
+    model = initialize.build(CONFIGS["gpt2"], 7, dtype=torch.float64)
+    optimizer, before, gradients = make_optimizer(model.parameters(), kind), [], []
+    workers = sorted({worker for worker, _ in history})
+    batches = {worker: iter(range(worker - 1, 100, len(workers))) for worker in workers}
+
+    def load(step):
+        for p, weight in zip(model.parameters(), before[step]):
+            p.data.copy_(weight)
+
+    for step, (worker, staleness) in enumerate(history):
+        before.append([p.detach().clone() for p in model.parameters()])
+        load(step - staleness)
+        optimizer.zero_grad()
+        backward(model, next(batches[worker]), range(12))
+        load(step)
+        gradients.append({name: p.grad.clone() for name, p in model.named()})
+        optimizer.step()
+    return gradients, {name: p.detach() for name, p in model.named()}
+
+
+@pytest.mark.parametrize("kind, staleness", [("sgd", 0), ("sgd", 1), ("adamw", 4), ("adamw", 99)])
+def test_asynchronous_training_equals_a_replay_of_its_history(ranks, kind, staleness):
+    """Two workers of uneven speed. Every gradient, and the weights."""
+    (*ours, history), *_ = ranks(3, train_asynchronously, kind, staleness, 7)
+    torch.testing.assert_close(tuple(ours), replay(kind, history), rtol=1e-10, atol=1e-10)
+    assert [worker for worker, _ in history].count(1) == 4
+    # Both begin with the same weights, if they may, so the second of them is stale
+    found = max(age for _, age in history)
+    assert found == 0 if staleness == 0 else 1 <= found <= staleness
+
+
+def test_workers_wait_where_a_gradient_could_become_too_stale(monkeypatch):
+    """The server's answers alone, without messages."""
+    for name, value in {"world_size": 4, "rank": 0}.items():
+        monkeypatch.setattr(dist, f"get_{name}", lambda group, value=value: value)
+    monkeypatch.setattr(dist, "isend", lambda *_, **__: None)
+    chance = random.Random(1)
+    for bound in range(6):
+        server = parameter_server.Server([torch.nn.Parameter(torch.ones(1))], None, 40, bound)
+        most = 0
+        while True:
+            server.answer()
+            if not server.computing:
+                break
+            most = max(most, len(server.computing))
+            worker = chance.choice(list(server.computing))
+            pulled_at, _ = server.computing.pop(worker)
+            server.history.append((worker, len(server.history) - pulled_at))
+            server.waiting.append(worker)
+        assert len(server.history) == 40 and most == min(3, bound + 1)
+        assert max(age for _, age in server.history) <= bound
+
+
+# --- the command
+
+
+def test_the_receipt_shows_servers_and_workers(script, tmp_path):
+    """To the byte, in a run of its own: a receipt is what its ranks counted. ddp.py's command is
+    the same."""
+    flags = "--nproc 3 --batch 6 --layers 2 --width 16 --context 8 --heads 2 --steps 2"
+    flags += f" --dtype float64 --json {tmp_path}/x"
+    for name, more, servers in (
+        ("parameter_server", "", 1),
+        ("parameter_server", "--servers 2", 2),
+        ("ddp", "--sync server --servers 2", 2),
+    ):
+        code, said = script(name, f"{flags} {more}")
+        assert code == 0 and "proven" in said, said
+        receipt = json.loads((tmp_path / "x").read_text())
+        assert receipt["layout"] == {"dp": 3, "sync": "server", "servers": servers}
+        rows = {row["role"]: row for row in receipt["sent"] if row["op"] == "send"}
+        held = {kind: row["bytes"] for kind, row in receipt["held"].items()}
+        size, share = held["parameters"], held["gradients"]
+        assert rows["a worker"]["wire_bytes"] == size and held["optimizer"] == 2 * share
+        assert rows["a server"]["wire_bytes"] == 2 * share + size - share
+        assert share == size if servers == 1 else size / 2 <= share < 0.6 * size
+
+
+def test_the_receipt_shows_the_staleness(script, tmp_path):
+    flags = [*SMALL, "--steps", "6", "--staleness", "1", "--nproc", "3", "--dtype", "float64"]
+    code, said = script("parameter_server", " ".join([*flags, "--json", f"{tmp_path}/x"]))
+    assert code == 0 and said.endswith("proven\n"), said
+    receipt = json.loads((tmp_path / "x").read_text())
+    # In turns of two: the first of them is fresh
+    assert "staleness 0 in 3, 1 in 3 steps; at most 1" in said and receipt["counts"][0]["ok"]
+    rows = {row["role"]: row["wire_bytes"] for row in receipt["sent"]}
+    size = receipt["held"]["parameters"]["bytes"]
+    assert rows == {"a server": size, "a worker": (size + 8) / 2}
+    assert len(receipt["steps"]) == 6 and receipt["max_error"]["param"] < 1e-10
+
+
+@pytest.mark.parametrize(
+    "flags, words",
+    [
+        ("--staleness 2 --nproc 1", "needs a server and a worker: use --nproc 2"),
+        ("--staleness 2 --servers 2", "leave it or --staleness out"),
+        ("--staleness -1", "'-1' is not a whole number of at least 0"),
+        ("--servers 4 --nproc 3 --batch 6", "--servers 4 needs as many ranks, and there are 3"),
+        ("--staleness 2 --microbatches 3", "does not divide by 1 data-parallel ranks x 3"),
+    ],
+)
+def test_bad_flags(capfd, monkeypatch, flags, words):
+    assert words in refused(capfd, monkeypatch, "parameter_server", *flags.split())
+
+
+@pytest.mark.parametrize("flags", ["", "--staleness 2"])
+def test_a_servers_gradient_that_is_not_finite_ends_the_run(tmp_path, flags):
+    """Each worker's own gradient is finite: they would go on, or wait for ever."""
+
+    def plant():
+        right = parameter_server.set_gradients
+
+        def overflow(parameters, message):
+            right(parameters, message)
+            parameters[0].grad.view(-1)[0] = torch.inf
+
+        parameter_server.set_gradients = overflow
+
+    small = "--nproc 3 --batch 6 --layers 1 --width 16 --context 8 --steps 4 --quiet"
+    script = Script(tmp_path, "parameter_server", f"{small} {flags}".split(), plant)
+    assert script.end() == 1
+    [error] = script.errors()
+    assert "gradient norm inf" in error and "on rank 0" in error

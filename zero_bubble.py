@@ -1,0 +1,413 @@
+"""Zero bubble: backward in two parts. The one that another rank waits for comes first.
+
+    ZB-H1 on 4 ranks with 6 micro-batches. A digit is that micro-batch's forward, (digit the first
+    part of its backward, {digit the second. A dot is a wait. 1F1B waits three times as long.
+
+        0 1 2 3 . . .(0{0 4(1{1 5(2{2(3{3(4{4(5{5
+        . 0 1 2 . .(0 3(1{0 4(2{1 5(3{2(4{3(5{4{5
+        . . 0 1 .(0 2(1 3(2{0 4(3{1 5(4{2(5{3{4{5
+        . . . 0(0 1(1 2(2 3(3{0 4(4{1 5(5{2{3{4{5
+
+Split: backward of y = x W^T is two matmuls. I: the gradient of x is that of y times W. The stage
+before waits for it. W: the gradient of W is that of y, transposed, times x. Nobody waits for it
+before the optimizer's step, so a rank computes it where it would wait.
+
+Sent: what pipeline.py sends. zb-v and dualpipev have two stages per rank: twice as much.
+
+Backward: I computes the gradients of the stage's input, biases, norms and embeddings, and leaves a
+pair (x, gradient of y) in a list for each weight matrix. W multiplies the pairs.
+
+Limits: the pairs stay in memory from I to W, so a rank puts off only as many as it has activations
+to spare. The ranks' waits at the end stay, if they share a gradient norm. docs/pipelines.md has the
+bubble of each schedule.
+
+    torchrun --nproc_per_node=4 zero_bubble.py --layers 8 --schedule zb-v
+
+Qi et al.: zero bubble arXiv:2401.10241; ZB-V arXiv:2405.15362. DualPipe arXiv:2412.19437, 3.2.1.
+"""
+
+import collections
+import contextlib
+import functools
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch.overrides import TorchFunctionMode
+
+import pipeline
+from pipeline import Row, Schedule, StageRunner
+
+# --- the plainest form: a linear layer whose backward is cut in two
+
+
+class SplitLinear(nn.Linear):
+    """A linear layer without bias.
+
+        layer = SplitLinear(4, 3)
+        loss = layer(x).square().sum()
+        loss.backward()            # I: x.grad is there, and goes to the stage before
+        layer.weight_gradient()    # W: layer.weight.grad is there
+
+    W takes the oldest pair first, as a stage takes its micro-batches in order."""
+
+    def __init__(self, inputs, outputs):
+        super().__init__(inputs, outputs, bias=False)
+        self.pairs = collections.deque()  # (x, gradient of y) of each backward, oldest first
+
+    def forward(self, x):
+        return InputGradient.apply(x, self.weight, self.pairs)
+
+    def weight_gradient(self):
+        gradient = weight_gradient(*self.pairs.popleft())
+        self.weight.grad = gradient if self.weight.grad is None else self.weight.grad + gradient
+
+
+class InputGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, pairs):
+        ctx.save_for_backward(x, weight)
+        ctx.pairs = pairs
+        return x @ weight.T  # (..., in) to (..., out)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        x, weight = ctx.saved_tensors
+        ctx.pairs.append((x, gradient))
+        return gradient @ weight, None, None
+
+
+def weight_gradient(x, gradient, offsets=None):
+    """offsets: where the groups of a grouped matmul end, as of experts."""
+    if offsets is not None:
+        return F.grouped_mm(x.T, gradient, offs=offsets)  # (E, in, out)
+    return gradient.flatten(0, -2).T @ x.flatten(0, -2)  # (out, in)
+
+
+# --- the executor: pipeline.play runs these schedules with a runner of their own
+
+
+class SplitRunner(StageRunner):
+    """Runs I and W as well. Until W, `Deferred` keeps what a weight's gradient needs."""
+
+    def __init__(self, forward, row, last):
+        super().__init__(forward, row, last)
+        self.deferred = {action[1:]: Deferred() for action in row if action.kind == "W"}
+
+    def run(self, action, received):
+        kind, m, stage = action
+        if kind == "W":
+            return self.deferred.pop((m, stage)).accumulate()
+        if (m, stage) not in self.deferred:  # a backward in one part follows, or none
+            return super().run(action, received)
+        check_single_backward(action, self.deferred[m, stage])
+        with self.deferred[m, stage]:
+            return super().run(action, received)
+
+
+class SplitSchedule(Schedule):
+    """A schedule that may have I and W. pipeline.play and pipeline.prepare take it like any other:
+
+        schedule = make_schedule("zb-v", ranks, microbatches)
+        stages = pipeline.cut(layers, schedule.last + 1)
+        parameters = [p for s in schedule.stages(rank) for p in stages[s].parameters()]
+        optimizer = torch.optim.AdamW(parameters)
+
+        def forward(s, m, x):    # as in pipeline.py
+            y = stages[s](inputs[m] if x is None else x)
+            if s < schedule.last:
+                return y
+            return F.cross_entropy(y.mT, targets[m], reduction="sum") / count
+
+        inputs, targets, count = batches[0]
+        links = pipeline.prepare(schedule, forward, (b, T, C), dtype, device)
+        for inputs, targets, count in batches:
+            optimizer.zero_grad()
+            losses = pipeline.play(schedule, forward, (b, T, C), dtype, device, links)
+            optimizer.step()
+
+    What differs is its runner, and that W sends nothing."""
+
+    runner = SplitRunner
+    passes = ["FB", "FIW"]
+
+    def outgoing(self, action):
+        """I sends what a whole backward would send, W nothing."""
+        return None if action.kind == "W" else super().outgoing(action)
+
+
+# --- any model: each F.linear and F.grouped_mm puts its weight's gradient off
+
+
+class Deferred(TorchFunctionMode):
+    """While it is on, each F.linear and F.grouped_mm leaves its weight's gradient for later.
+
+        deferred = Deferred()
+        with deferred:
+            loss = F.cross_entropy(model(x), targets, reduction="sum") / count
+            loss.backward()    # I: gradients of inputs, biases, norms and embeddings
+        deferred.accumulate()  # W: gradients of weights. Without this line they are missing
+
+    It defers gradients of parameters and their views. Other weights get theirs in I: those that are
+    computed, all under autocast, those in addmm, matmul, bmm and nn.MultiheadAttention.
+
+    Set weight.used_twice = True where a stage uses a weight elsewhere too, as a tied embedding. Its
+    gradient then comes in I, in one piece: DDP and ZeRO count the pieces."""
+
+    def __init__(self):
+        super().__init__()
+        self.entries = []  # (weight, x, gradient of y, offsets), last layers first
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if function is torch.Tensor.backward:
+            return self.backward(*args, **kwargs)
+        if function in (F.linear, torch._grouped_mm):  # F.grouped_mm calls the latter
+            return self.matmul(function, *args, **kwargs)
+        return function(*args, **kwargs)
+
+    def backward(self, y, gradient, **options):
+        """torch turns this mode off inside its own handler, but checkpointed layers, which run
+        again in backward, need it. A gradient edge is no tensor, so its backward has no handler."""
+        gradient = torch.ones_like(y) if gradient is None else gradient
+        with self:
+            torch.autograd.backward(torch.autograd.graph.get_gradient_edge(y), gradient, **options)
+
+    def matmul(self, function, x, weight, *rest, **options):
+        offsets = options.get("offs")
+        if not can_defer(x, weight, offsets):
+            return function(x, weight, *rest, **options)
+        gradients = []
+
+        def put_off(x):
+            self.entries.append((weight, x, gradients.pop(), offsets))
+
+        # Detached: its own backward would compute the weight's gradient as well
+        y = function(SaveInput.apply(x, put_off), weight.detach(), *rest, **options)
+        if y._is_view():  # an in-place ReLU gives a view a new node, without the hook
+            y = torch.ops.aten._unsafe_view(y, y.shape)
+        y.register_hook(gradients.append)
+        return y
+
+    def accumulate(self):
+        """Add the deferred gradients to their weights, in one pass of autograd: the hooks of DDP
+        and ZeRO see them like any others."""
+        # Autograd runs the newest node first: last layers first, in the order of the buckets
+        roots = [WeightGradient.apply(*entry) for entry in reversed(self.entries)]
+        self.entries.clear()
+        if roots:
+            torch.autograd.backward(roots)
+
+
+def can_defer(x, weight, offsets):
+    base = weight if weight._base is None else weight._base
+    if not isinstance(base, nn.Parameter) or getattr(base, "used_twice", False):
+        return False
+    if torch.is_autocast_enabled(x.device.type):  # W would not be cast
+        return False
+    if weight.dim() != (2 if offsets is None else 3):
+        return False
+    return torch.is_grad_enabled() and x.requires_grad and weight.requires_grad
+
+
+class SaveInput(torch.autograd.Function):
+    """Identity. Saves x, and hands it on in backward, once the gradient of y is known.
+
+    A node of its own, before the matmul: activation checkpointing stops recomputing at the last
+    saved tensor, so the matmul is not run again."""
+
+    @staticmethod
+    def forward(ctx, x, put_off):
+        ctx.save_for_backward(x)
+        ctx.put_off = put_off
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        ctx.put_off(ctx.saved_tensors[0].detach())
+        return gradient, None
+
+
+class WeightGradient(torch.autograd.Function):
+    """A node whose backward computes a weight's gradient. Autograd adds it up before the next
+    node's: at most one unaccumulated weight gradient is in memory."""
+
+    @staticmethod
+    def forward(ctx, weight, x, gradient, offsets):
+        ctx.save_for_backward(x, gradient, offsets)
+        return weight.new_zeros(())
+
+    @staticmethod
+    def backward(ctx, _):
+        return weight_gradient(*ctx.saved_tensors), None, None, None
+
+
+# --- schedules: W fills the gaps
+
+
+def zb_h1(rank, ranks, microbatches, reach=1):
+    """1F1B with backward in two parts. Rank r has r fewer forwards in flight than rank 0, so it may
+    put off r weight gradients for as much memory. They fill its gaps at the end.
+
+    reach: how many forwards a rank is ahead of the next. With 2 (zb-h2) no gap is left before the
+    first backward."""
+    ahead = min(reach * (ranks - 1 - rank), microbatches)
+    deferred = min(reach * rank, microbatches)
+    row = Row("F" * ahead, rank)
+    for i in range(microbatches):
+        if i < microbatches - ahead:
+            row.add("F", rank)
+        row.add("I", rank)
+        if i >= deferred:
+            row.add("W", rank)
+    row.add("W" * deferred, rank)
+    return row
+
+
+def zb_v(rank, ranks, microbatches):
+    """Rank r holds the stages r (near) and 2 p - 1 - r (far). So the way through the ranks is a V,
+    with both its ends on rank 0. docs/pipelines.md draws it."""
+    near, far, row = rank, 2 * ranks - 1 - rank, Row()
+    padded = max(microbatches, 2 * ranks - 1)  # plan so many; the last line drops extras
+    # Fill: forwards, until the first micro-batch is back from the far end.
+    row.add("F" * (2 * (ranks - rank) - 1), near)
+    for _ in range(rank):
+        row.add("F", far, near)
+    row.add("FIW" * (ranks - rank), far)
+    # Steady: F I W of each side in turn.
+    while row.counts["F", far] < padded:
+        if row.counts["F", near] < padded:
+            row.add("F", near)
+        row.add("IW", near)
+        row.add("FIW", far)
+    # Drain: input gradients first, weights' where the rank would wait.
+    for _ in range(rank):
+        row.add("I", near, far)
+    row.add("IW" * (ranks - rank), near)
+    for stage in (far, near):
+        row.add("W" * (padded - row.counts["W", stage]), stage)
+    return [action for action in row if action.microbatch < microbatches]
+
+
+def dualpipev(rank, ranks, microbatches):
+    """It does not overlap: this is the order of DualPipe's actions, folded at its middle. DeepSeek
+    runs a forward of one side while a backward of the other sends; here they take turns. Stages as
+    in zb_v. Weight gradients are put off only in filling and draining. Phases as in their code."""
+    if microbatches < 2 * ranks:
+        count = f"at least {2 * ranks} micro-batches, twice as many as ranks"
+        raise ValueError(f"dualpipev needs {count}, not {microbatches}")
+    near, far, row = rank, 2 * ranks - 1 - rank, Row()
+    later_ranks = ranks - 1 - rank
+    # 1: forwards, until the first micro-batch is back on the far side
+    row.add("F" * (2 * later_ranks), near)
+    for _ in range(rank + 1):  # 2: the V is full: a forward of each side
+        row.add("F", near, far)
+    row.add("IWF" * later_ranks, far)  # 3: the first backwards, of the far side, in two parts
+    for _ in range(microbatches - 2 * ranks + rank + 1):  # 4: forward and backward of both sides
+        row.add("F", near)
+        row.add("BF", far)
+        row.add("B", near)
+    for _ in range(later_ranks):  # 5: no forwards of the near side are left
+        row.add("BF", far)
+        row.add("B", near)
+    backwards = [far, near] * (rank + 1)  # 6: backwards only, the second half in two parts
+    row.add("B", *backwards[: rank + 1])
+    row.add("I", *backwards[rank + 1 :])
+    deferred = backwards[rank + 1 :] + [near] * later_ranks  # stages whose W waits, oldest first
+    for stage in deferred[:later_ranks]:  # 7: the last I of the near side, with W in between
+        row.add("W", stage)
+        row.add("I", near)
+    row.add("W", *deferred[later_ranks:])  # 8: the W that are left
+    return row
+
+
+SPLIT = {"zb-h1": zb_h1, "zb-h2": functools.partial(zb_h1, reach=2)}
+SPLIT |= {"zb-v": zb_v, "dualpipev": dualpipev}
+SCHEDULES = pipeline.SCHEDULES | SPLIT
+
+
+@functools.cache
+def make_schedule(name, ranks, microbatches, chunks=None):
+    """The schedule of that name, of this file or of pipeline.py."""
+    if name not in SPLIT:
+        return pipeline.make_schedule(name, ranks, microbatches, chunks)
+    return SplitSchedule(SPLIT[name](rank, ranks, microbatches) for rank in range(ranks))
+
+
+# --- mistakes that would be silent: refused
+
+
+def check_single_backward(action, deferred):
+    """A gradient of autograd.grad, within the forward pass, would be put off and added as well."""
+    if action.kind == "I" and deferred.entries:
+        reason = f"stage {action.stage}'s forward runs a backward pass of its own (autograd.grad?)"
+        raise RuntimeError(f"{reason}: a split backward would count it too, use 1f1b")
+
+
+# --- demo ---
+
+import torch.distributed as dist
+
+import harness
+import proof
+import receipts.pipeline
+
+
+def main():
+    parser = harness.parser(__doc__, microbatches=8)
+    g = parser.add_argument_group("zero bubble")
+    why = "zb-h1 (the default) holds no more than 1f1b; the others wait less, for more messages"
+    g.add_argument("--schedule", choices=list(SPLIT), help=why)
+    receipts.pipeline.flags(g)
+    args = parser.parse_args()
+    args.chunks = None
+    receipts.pipeline.check(args)
+    if args.compare:
+        return receipts.pipeline.compare(make_schedule, args, ["1f1b", *SPLIT])
+    args.schedule = args.schedule or "zb-h1"
+    config = harness.configure(args)
+    harness.check_batch(args, 1)
+    check = functools.partial(receipts.pipeline.of_flags, make_schedule, args, config)
+    proof.launch(demo, args, check=check)
+
+
+def demo(run):
+    args, config, rank = run.args, run.config, run.rank
+    schedule = receipts.pipeline.of_flags(make_schedule, args, config, run.world)
+    stages, last, links = schedule.stages(rank), schedule.last, pipeline.make_links()
+    ends = dist.new_group(sorted({schedule.owner[0], schedule.owner[last]}))
+    run.groups(down=links[:2], up=links[2:], tied=ends)  # down: activations, up: gradients
+    layers = receipts.pipeline.stage_layers(config, last + 1)
+    model = run.fill(harness.Stages(harness.split(run.meta_model, layers, stages, ends)))
+    parameters = list(model.parameters())
+    optimizer = harness.make_optimizer(parameters, args)
+    shape = (args.batch // args.microbatches, config.context, config.width)
+    in_w = receipts.pipeline.GradientsInW(parameters)
+
+    for step in run.steps(optimizer):
+        batches = run.microbatches(step)
+
+        def forward(stage, m, x):
+            tokens, targets, samples = batches[m]
+            x = tokens if x is None else x
+            return model[stage](x, targets=targets, count=run.count, samples=samples)
+
+        if step == 0:
+            pipeline.prepare(schedule, forward, shape, run.dtype, run.device, links)
+        optimizer.zero_grad(set_to_none=False)
+        around = in_w if step + 1 == args.steps else contextlib.nullcontext
+        losses = pipeline.play(schedule, forward, shape, run.dtype, run.device, links, around)
+        pipeline.reduce_tied(parameters)
+        loss = sum(losses, run.zero())  # the last stage has them all, the other ranks none
+        dist.all_reduce(loss)
+        norm = harness.grad_norm(parameters, [dist.group.WORLD])  # over the stages of all ranks
+        run.check(loss, norm, model.named)
+        harness.clip(parameters, norm, args.grad_clip)
+        optimizer.step()
+        run.log(loss, norm)
+
+    return receipts.pipeline.receipt(run, schedule, layers, in_w)
+
+
+if __name__ == "__main__":
+    harness.script(main)
