@@ -20,15 +20,15 @@ import torch
 
 import harness
 from harness import Refused
-from trainer.folder_writer import weights_in
+from trainer.folder_writer import model_in
 
 
 def main():
     p = harness.Parser(__doc__)
     p.add_argument("folder", metavar="FOLDER", help="where to write it")
     args = p.parse_args()
-    if weights_in(args.folder):
-        raise Refused(f"{args.folder} holds weights already: give another folder, or remove them")
+    if model_in(args.folder):
+        raise Refused(f"{args.folder} holds a model already: give another folder, or remove it")
     try:
         convert(packaged(), args.folder)
     except OSError as e:

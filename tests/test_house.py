@@ -54,11 +54,11 @@ CEILINGS = {
     "harness": 3039,
     "proof": 1809,
     "receipts": 2680,
-    "trainer": 2943,
+    "trainer": 2866,
     "simulator": 2114,
     "exercises": 300,
-    "tests": 14655,
-    "benchmarks": 3300,
+    "tests": 14568,
+    "benchmarks": 3284,
 }
 DEMO = "# --- demo ---"
 HANDED_OVER = {"parameter_server.synchronous"}  # `ddp.py --sync server` runs that demo

@@ -50,7 +50,7 @@ def same_as(hf, folder, preset="tiny", **sizes):
     ours(tokens, targets=targets).backward()
     gradients = written(lambda p: p.grad)
     for name, p in ours.named():
-        theirs = gradients.read(name, p.shape)
+        theirs = gradients.draw(name, p.shape)
         torch.testing.assert_close(p.grad, theirs, rtol=1e-10, atol=1e-10, msg=name)
 
 

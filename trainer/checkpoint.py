@@ -224,22 +224,20 @@ class Checkpoints:
 
     def write_pieces(self, copies):
         """In the thread: write this rank's pieces, some to a file."""
+        pieces = {f"{p.name}:{p.kind}:{','.join(map(str, p.start))}": p for p in copies}
+        tensors = ((key, piece.tensor) for key, piece in pieces.items())
         try:
             os.makedirs(self.temporary, exist_ok=True)
-            while copies:
-                file = f"rank{dist.get_rank():05d}-{len(self.files):03d}.safetensors"
-                tensors, size = {}, 0
-                while copies and (not tensors or size + copies[0].tensor.nbytes <= FILE_BYTES):
-                    piece = copies.pop(0)
-                    key = f"{piece.name}:{piece.kind}:{','.join(map(str, piece.start))}"
-                    tensors[key] = piece.tensor
-                    size += piece.tensor.nbytes
-                    box = {"file": file, "key": key, "start": piece.start, "size": piece.size}
-                    dtype = str(piece.tensor.dtype).removeprefix("torch.")
-                    self.records.append((piece.name, piece.kind, piece.shape, dtype, box))
-                content = safetensors.torch.save(tensors)
+            for number, shard in enumerate(shards(tensors, FILE_BYTES)):
+                file = f"rank{dist.get_rank():05d}-{number:03d}.safetensors"
+                content = safetensors.torch.save(shard)
                 write(os.path.join(self.temporary, file), content)
                 self.files[file] = {"bytes": len(content), "crc32": zlib.crc32(content)}
+                for key in shard:
+                    p = pieces[key]
+                    box = {"file": file, "key": key, "start": p.start, "size": p.size}
+                    dtype = str(p.tensor.dtype).removeprefix("torch.")
+                    self.records.append((p.name, p.kind, p.shape, dtype, box))
             sync(self.temporary)
         except Exception as e:
             self.problem = getattr(e, "strerror", None) or repr(e)
@@ -265,9 +263,8 @@ class Checkpoints:
         write(os.path.join(self.temporary, "index.json"), json.dumps(index).encode())
         sync(self.temporary)
         final = os.path.join(self.folder, name_of(self.step))
-        if os.path.exists(final):  # one that was passed over, or it would not be written again
-            shutil.rmtree(f"{final}.old.tmp", ignore_errors=True)
-            os.rename(final, f"{final}.old.tmp")
+        if os.path.exists(final):  # a broken one, or it would not be written again
+            shutil.rmtree(final)
         os.rename(self.temporary, final)
         sync(self.folder)
         names = checkpoints_in(self.folder)
@@ -275,6 +272,19 @@ class Checkpoints:
         whole = [name for name in names if name not in gone and step_of(name) <= self.step]
         for name in gone + (whole[self.keep :] if self.keep else []):
             shutil.rmtree(os.path.join(self.folder, name), ignore_errors=True)
+
+
+def shards(tensors, limit):
+    """Group (name, tensor) pairs into dicts of at most `limit` bytes, or of one tensor."""
+    shard, size = {}, 0
+    for name, tensor in tensors:
+        if shard and size + tensor.nbytes > limit:
+            yield shard
+            shard, size = {}, 0
+        shard[name] = tensor.contiguous()
+        size += tensor.nbytes
+    if shard:
+        yield shard
 
 
 def write(path, content):
@@ -324,7 +334,7 @@ def step_of(name):
 def checkpoints_in(folder):
     """The names of the checkpoints in a folder, unfinished ones too, the newest first."""
     names = os.listdir(folder) if os.path.isdir(folder) else []
-    found = [name for name in names if re.fullmatch(r"step-\d{8,}(\.old)?(\.tmp)?", name)]
+    found = [name for name in names if re.fullmatch(r"step-\d{8,}(\.tmp)?", name)]
     return sorted(found, reverse=True)
 
 

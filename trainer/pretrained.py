@@ -32,7 +32,7 @@ import harness
 from harness import DTYPES, Refused, outputs, presets, say
 from trainer import hf_config, tokenizer
 from trainer.checkpoint import pieces_of
-from trainer.folder_writer import FolderWriter, weights_in
+from trainer.folder_writer import model_in, write_folder
 
 CONTEXT = 1024  # the default of --context is at most this
 
@@ -59,14 +59,9 @@ def shape_of(args):
     if not args.init_from:
         return None
     with harness.refusing():
-        fields, window = hf_config.read(args.init_from)
+        fields = hf_config.read(args.init_from, args.context)
     if args.context is None:
         fields["context"] = min(fields["context"], CONTEXT)
-    if window is not None and (args.context or 0) > window:
-        raise Refused(
-            f"--context {args.context}: the model in {args.init_from} has a sliding window of "
-            f"{window}, which is not known here: give at most --context {window}"
-        )
     return fields
 
 
@@ -90,17 +85,17 @@ def check(args, config):
     if not args.export:
         return
     outputs.check_folder("--export", args.export)
-    weights = weights_in(args.export)
+    found = model_in(args.export)
     # A run that torchrun starts again may meet its own. Which attempt this is, nobody knows yet
-    if weights and os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") == "0":
-        what = f"--export {args.export} holds weights already ({weights[0].name})"
-        raise Refused(f"{what}: give another folder, or remove them")
+    if found and os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") == "0":
+        what = f"--export {args.export} holds a model already ({found[0].name})"
+        raise Refused(f"{what}: give another folder, or remove it")
 
 
 def describe(args, config):
     """What to say before the first step: a list of sentences."""
     if args.init_from and args.context is None:
-        longest = hf_config.read(args.init_from)[0]["context"]
+        longest = hf_config.read(args.init_from)["context"]
         if longest > config.context:
             what = f"the model in {args.init_from} knows {longest:,} positions"
             return [f"--context is {config.context:,} by default; {what}"]
@@ -138,16 +133,13 @@ def write_export(run, parameters):
     files = {path.name: path.read_bytes() for path in tokenizer.files_of(args, encoding)}
     marks, dtype = tokenizer.marks(args, encoding), DTYPES.get(args.export_dtype)
     try:
-        infinite = write(args.export, run.config, parameters, dtype, args.init_from, marks, files)
-    except (OSError, SafetensorError) as e:
-        reason = getattr(e, "strerror", None) or str(e).splitlines()[0]
+        write(args.export, run.config, parameters, dtype, args.init_from, marks, files)
+    except (OSError, ValueError) as e:
+        reason = getattr(e, "strerror", None) or e
         advice = "With --out, --only-sample --export FOLDER writes the last checkpoint's weights"
         say(f"--export {args.export} can't be written ({reason}); the run goes on. {advice}")
         return False
     run.print(f"exported to {args.export}{' with ' if files else ''}{', '.join(files)}")
-    if infinite:
-        what = f"--export-dtype {args.export_dtype} can't hold {infinite:,} of the weights"
-        say(f"{what}, which are infinite in {args.export}: export bfloat16 or float32")
     return True
 
 
@@ -213,7 +205,7 @@ def recorder_names(folder):
     """What proof/recorder.py needs to record a transformers model under our names: (names,
     outputs). folder: has its config.json. Raises ValueError for a mixture, whose tensors have
     several forms."""
-    config = presets.configure(**hf_config.read(folder)[0])
+    config = presets.configure(**hf_config.read(folder))
     if config.experts:
         raise ValueError("a mixture's names are not known to the recorder: give it your own")
     names = {name: theirs(name, config)[:2] for name in presets.parameter_shapes(config)}
@@ -240,13 +232,13 @@ def files_of(folder):
     if (folder / "model.safetensors").exists() or not index.exists():
         return ["model.safetensors"]
     where = hf_config.read_json(index).get("weight_map")
-    if not isinstance(where, dict) or not where or {*map(type, where.values())} != {str}:
+    if not isinstance(where, dict):
         raise ValueError(f"{index} has no weight_map from tensors to files: fetch it again")
     return sorted(set(where.values()))
 
 
 class Folder:
-    """The weights of a folder: read(name, shape) gives one whole parameter of ours, in float32 or
+    """The weights of a folder: draw(name, shape) gives one whole parameter of ours, in float32 or
     wider.
 
     Raises ValueError, in one sentence, for a file or tensor that is missing, damaged, or of another
@@ -260,12 +252,6 @@ class Folder:
                 file = safe_open(self.folder / name, framework="pt")
             except (OSError, SafetensorError) as e:
                 raise ValueError(f"{self.folder / name} can't be read ({e}): fetch it again") from e
-            twice = self.files.keys() & file.keys()
-            if twice:
-                raise ValueError(
-                    f"{self.folder / name} has {min(twice)}, and so has another file of the "
-                    "folder: leave one of them there"
-                )
             self.files |= dict.fromkeys(file.keys(), file)
 
     def find(self, name):
@@ -343,31 +329,26 @@ class Folder:
         x = self.files[name].get_tensor(name)
         return x.to(torch.promote_types(x.dtype, torch.float32))
 
-    def read(self, name, shape):
-        """A whole parameter of ours."""
+    def draw(self, name, shape, init=None, seed=None):
+        """A whole parameter of ours, in the place of initialize.draw's random numbers."""
         sources, make = self.sources(name, shape)
         return make(*(self.tensor(there) for there, _ in sources)).contiguous()
-
-    def draw(self, name, shape, init, seed):
-        """In the place of initialize.draw: the folder's value in the place of a random one."""
-        return self.read(name, shape)
 
 
 # --- writing
 
 
 def write(folder, config, tensors, dtype=None, source=None, fields=(), files=(), limit=1 << 30):
-    """Write (our name, whole tensor) pairs as a folder that transformers loads, in files of at most
-    about `limit` bytes, of which one at a time is in memory.
+    """Write (our name, whole tensor) pairs as a folder that transformers loads.
 
     dtype   of the weights (default: as they are)
     source  the folder that the model comes from. Its config.json is kept, and what a shorter
             --context leaves of learned positions comes from its weights
     fields  of config.json, in the place of others
     files   {name: content} of other files: the tokenizer's
+    limit   how many bytes a file has at most
 
-    Returns how many weights are infinite in `dtype` only. Raises OSError, and ValueError for a
-    model of no known family."""
+    Raises OSError, and ValueError for a model of no known family."""
     if source:
         content = hf_config.read_json(pathlib.Path(source) / "config.json")
         content.pop("quantization_config", None)  # null: these weights are plain
@@ -377,18 +358,14 @@ def write(folder, config, tensors, dtype=None, source=None, fields=(), files=(),
         source = Folder(source, config)
     else:
         content = hf_config.write(config)
-    writer, infinite = FolderWriter(folder, limit), 0
-    for name, tensor in tensors:
-        if source and name == "embed.position.weight":
-            every = source.tensor(source.find("transformer.wpe.weight"))
-            tensor = torch.cat((tensor.cpu(), every[len(tensor) :].to(tensor.dtype)))
-        names, _, cut = theirs(name, config)
-        for there, part in zip(names, cut(tensor)):
-            written = part.to("cpu", dtype)
-            if dtype:
-                infinite += (part.isfinite().cpu() & ~written.isfinite()).sum().item()
-            writer.add(there, written)
-    dtype_name = str(written.dtype).removeprefix("torch.")
-    content |= dict(fields) | {"dtype": dtype_name, "torch_dtype": dtype_name}
-    writer.finish(content, dict(files))
-    return infinite
+
+    def their_tensors():
+        for name, tensor in tensors:
+            if source and name == "embed.position.weight":
+                every = source.tensor(source.find("transformer.wpe.weight"))
+                tensor = torch.cat((tensor.cpu(), every[len(tensor) :].to(tensor.dtype)))
+            names, _, cut = theirs(name, config)
+            for there, part in zip(names, cut(tensor)):
+                yield there, part.to("cpu", dtype)
+
+    write_folder(folder, content | dict(fields), their_tensors(), dict(files), limit)
