@@ -6,7 +6,6 @@ zigzag, as ours). Then the memory of a training step of a GPT, on N ranks beside
 """
 
 import functools
-import math
 import warnings
 
 import torch
@@ -17,9 +16,12 @@ import benchmarks
 import context_parallel
 import harness
 import model as gpt
-from harness import initialize, memory, presets
+from harness import initialize, presets
 from harness.rank import launch
 from proof.ledger import Ledger
+
+TOKENS = 4096  # of the sequence that is timed
+TRAINED = 8192  # of the sequence whose memory is measured
 
 
 class TheirRing(torch.autograd.Function):
@@ -47,13 +49,13 @@ class TheirRing(torch.autograd.Function):
 
 
 def demo(run):
-    args, group, say = run.args, dist.group.WORLD, run.print
+    group, say = dist.group.WORLD, run.print
     warnings.simplefilter("ignore")
-    here = args.tokens // run.world
+    here = TOKENS // run.world
     g = torch.Generator().manual_seed(run.rank)
     q, k, v, grad = (torch.randn(1, 8, here, 64, generator=g) for _ in range(4))
     rings = context_parallel.Ring(group), lambda *qkv: TheirRing.apply(*qkv, group)
-    say(f"{run.world} ranks, {args.tokens} tokens, 8 heads of 64, float32")
+    say(f"{run.world} ranks, {TOKENS} tokens, 8 heads of 64, float32")
     say(benchmarks.HEAD)
 
     def attend(ring, backward):
@@ -65,15 +67,14 @@ def demo(run):
         for pieces, balanced in (("contiguous", False), ("balanced", True)):
             templates._cp_options.enable_load_balance = balanced
             sides = (functools.partial(attend, ring, backward) for ring in rings)
-            say(benchmarks.versus(f"{what}, theirs {pieces}", *sides, args.tokens, 1, args.turns))
+            say(benchmarks.versus(f"{what}, theirs {pieces}", *sides, TOKENS, 1, run.args.turns))
     activations(run)
 
 
 def activations(run):
     """Print what is alive at the peak of forward and backward of four blocks, beyond the
     weights."""
-    length = run.args.memory
-    config = presets.configure(family="llama", context=length)
+    length, config = TRAINED, presets.configure(family="llama", context=TRAINED)
     model = initialize.build(config)
     g = torch.Generator().manual_seed(0)
     whole = torch.randint(config.vocab, (1, length), generator=g)
@@ -99,25 +100,14 @@ def activations(run):
             block.attn.core = gpt.AttentionCore()
 
 
+def check(world):
+    heads = presets.configure().heads
+    if world == 1 or heads % world:
+        raise harness.Refused(f"--nproc {world}: give 2 or more that divide {heads} heads")
+
+
 def main():
-    p = benchmarks.parser(__doc__, nproc=2, turns=9)
-    p.add_argument("--tokens", **harness.POSITIVE, default=4096, help="of the sequence")
-    why = "tokens of the sequence whose memory is measured"
-    p.add_argument("--memory", **harness.POSITIVE, default=8192, help=why)
-    args = p.parse_args()
-
-    def check(world):
-        heads = presets.configure().heads
-        if world == 1 or heads % world:
-            raise harness.Refused(f"--nproc {world}: give 2 or more that divide {heads} heads")
-        for flag, tokens in (("--tokens", args.tokens), ("--memory", args.memory)):
-            if tokens % (2 * world) or tokens < 64:
-                unit = math.lcm(64, 2 * world)
-                raise harness.Refused(f"{flag} {tokens}: give a multiple of {2 * world}, as {unit}")
-        # q, k, v and a gradient of 8 heads of 64, float32
-        memory.check_ranks(args, world, max(4 * args.tokens // world * 8 * 64 * 4, args.memory * 8))
-
-    launch(demo, args, check=check)
+    launch(demo, benchmarks.parser(__doc__, nproc=2, turns=9).parse_args(), check=check)
 
 
 if __name__ == "__main__":

@@ -16,8 +16,11 @@ import torch.nn.functional as F
 import benchmarks
 import expert_parallel
 import harness
-from harness import initialize, memory, presets
+from harness import initialize, presets
 from harness.rank import launch
+
+SEQUENCES, LENGTH = 8, 128  # of a rank
+WIDTH, HIDDEN, EXPERTS = 128, 512, 8
 
 
 def run_expert(experts, e, x):
@@ -48,8 +51,8 @@ class Gathered(torch.nn.Module):
         return y
 
 
-def layer(args, shared=0):
-    sizes = dict(layers=1, width=args.width, hidden=args.hidden, experts=8, shared=shared)
+def layer(shared=0):
+    sizes = dict(layers=1, width=WIDTH, hidden=HIDDEN, experts=EXPERTS, shared=shared)
     return initialize.build(presets.configure(**sizes)).blocks["0"].mlp
 
 
@@ -65,17 +68,17 @@ def race(rivals, x, turns):
 
 
 def demo(run):
-    args, say = run.args, run.print
+    turns, say = run.args.turns, run.print
     g = torch.Generator().manual_seed(run.rank)
-    x = torch.randn(args.batch, 128, args.width, generator=g).requires_grad_()
-    sizes = f"{args.batch * 128} tokens a rank, width {args.width}, hidden {args.hidden}"
-    say(f"{sizes}, 8 experts, top 2, float32; forward + backward, ms: median of {args.turns} turns")
+    x = torch.randn(SEQUENCES, LENGTH, WIDTH, generator=g).requires_grad_()
+    sizes = f"{SEQUENCES * LENGTH} tokens a rank, width {WIDTH}, hidden {HIDDEN}"
+    say(f"{sizes}, 8 experts, top 2, float32; forward + backward, ms: median of {turns} turns")
     say("ratios: median (quartiles)\n\nexperts as one grouped computation, each rank by itself")
-    rivals = {"grouped": layer(args), "masked": layer(args), "gathered": layer(args)}
+    rivals = {"grouped": layer(), "masked": layer(), "gathered": layer()}
     rivals["masked"].dispatch, rivals["gathered"].dispatch = Masked(), Gathered()
     outs = [moe(x) for moe in rivals.values()]
     assert all(torch.allclose(outs[0], out, atol=1e-5) for out in outs)
-    times = race(rivals, x, args.turns)
+    times = race(rivals, x, turns)
     grouped = statistics.median(times["grouped"])
     for name in ("masked", "gathered"):
         loop = f"loop, {name:9s} {statistics.median(times[name]):8.1f}"
@@ -84,17 +87,14 @@ def demo(run):
     for shared in (0, 1):
         kind = ", with a shared expert" if shared else ""
         say(f"\n{run.world} ranks{kind}: all experts on every rank, or dealt out")
-        rivals = {"all experts here": layer(args, shared)}
+        rivals = {"all experts here": layer(shared)}
         for chunks in (1, 2, 4):
-            rivals[f"dealt out, chunks {chunks}"] = dealt_out(layer(args, shared), chunks)
-        times = race(rivals, x, args.turns)
-        medians = {name: statistics.median(row) for name, row in times.items()}
-        here = medians.pop("all experts here")
-        say(f"  {'':22s}{'ms':>8s}{'overhead':>10s}   beside chunks 1")
-        say(f"  {'all experts here':22s}{here:8.1f}")
-        for name, middle in medians.items():
-            ratio = benchmarks.spread(times[name], times["dealt out, chunks 1"])
-            say(f"  {name:22s}{middle:8.1f}{middle - here:10.1f}   {ratio}")
+            rivals[f"dealt out, chunks {chunks}"] = dealt_out(layer(shared), chunks)
+        times = race(rivals, x, turns)
+        say(f"  {'':22s}{'ms':>8s}   beside chunks 1")
+        for name, row in times.items():
+            ratio = benchmarks.spread(row, times["dealt out, chunks 1"])
+            say(f"  {name:22s}{statistics.median(row):8.1f}   {ratio}")
 
 
 def dealt_out(part, chunks):
@@ -107,19 +107,8 @@ def dealt_out(part, chunks):
 
 
 def main():
-    p = benchmarks.parser(__doc__, nproc=2, turns=15)
-    p.add_argument("--batch", **harness.POSITIVE, default=8, help="sequences of 128 tokens a rank")
-    p.add_argument("--width", **harness.POSITIVE, default=128, help="of the residual stream")
-    p.add_argument("--hidden", **harness.POSITIVE, default=512, help="inner size of an expert")
-    args = p.parse_args()
-
-    def check(world):
-        config = presets.configure(layers=1, width=args.width, hidden=args.hidden, experts=8)
-        expert_parallel.expert_counts(config.experts, world)
-        size = presets.parameters_held(config, 1, 1) + 128 * args.batch * args.width
-        memory.check_ranks(args, world, 4 * size)
-
-    launch(demo, args, check=check)
+    args = benchmarks.parser(__doc__, nproc=2, turns=15).parse_args()
+    launch(demo, args, check=functools.partial(expert_parallel.expert_counts, EXPERTS))
 
 
 if __name__ == "__main__":

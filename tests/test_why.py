@@ -7,7 +7,6 @@ import pytest
 
 from benchmarks import scaling, why
 from receipts import formulas
-from simulator.devices import Cluster
 
 ROOT = pathlib.Path(__file__).parent.parent
 PAGE = (ROOT / "docs" / "why.md").read_text()
@@ -45,36 +44,30 @@ def test_why_by_hand(monkeypatch, capsys):
     assert numbers == pytest.approx(expected, abs=0.006)
 
 
-def job(parameters=24.3e6, inter=25e9):
-    cluster = Cluster(None, 6, 50e9, inter / 6)
-    return scaling.Job(4 * parameters, 198e9, 24e6, 8), cluster
+TSM = scaling.Job(4 * 24.3e6, 198e9, 24e6, 8, 6, 50e9, 25e9)
 
 
 def test_a_job_scales_as_its_messages_let_it():
-    described, cluster = job(parameters=1)
-    rate = 4e12
-    alone = scaling.total_seconds(described, cluster, 1, rate)
+    job, rate = TSM._replace(size=4), 4e12
+    alone = job.total(1, rate)
     steps, compute = 24e6 / 8 / 6, 8 * 198e9 / rate
     # Without messages to speak of (the rounds of one take 10 us to 1 ms) it is ideal
     assert alone == pytest.approx(steps * compute, rel=1e-4)
-    many = scaling.total_seconds(described, cluster, 256, rate)
-    assert alone / many == pytest.approx(256, rel=1e-3)
+    assert alone / job.total(256, rate) == pytest.approx(256, rel=1e-3)
     # Messages that take longer than backward, by hand: a ring over 1,536 GPUs at 94% of 1 GB/s,
     # with 2 x 255 steps between nodes and the others inside
-    described, cluster = job(parameters=250e6, inter=1e9)
+    job = TSM._replace(size=1e9, inter=1e9)
     rounds = 8.4e-6 + 2 * 255 * 9.6e-6 + 2 * (1535 - 255) * 3.4e-6
     messages = rounds + formulas.all_reduce_sent(1e9, 1536) / 0.94e9
-    step, waited = scaling.step_seconds(described, cluster, 256, rate)
+    step = job.step(256, rate)
     assert step == pytest.approx(compute / 3 + messages) and messages > compute
-    assert waited == pytest.approx(messages - compute * 2 / 3)
-    slower = alone / scaling.total_seconds(described, cluster, 256, rate)
+    slower = alone / job.total(256, rate)
     assert slower == pytest.approx(256 * compute / step, rel=1e-4)
 
 
-@pytest.mark.parametrize("parameters, nodes", [(1, 1), (24.3e6, 1), (100e6, 4)])
-def test_the_rate_that_a_published_time_implies(parameters, nodes):
-    described, cluster = job(parameters, inter=5e9)
+@pytest.mark.parametrize("size, nodes", [(4, 1), (1e8, 1), (4e8, 4), (6e8, 4)])
+def test_the_rate_that_a_published_time_implies(size, nodes):
+    job = TSM._replace(size=size, inter=5e9)
     seconds = 49.5 * 3600 / nodes
-    rate = scaling.implied_rate(described, cluster, nodes, seconds)
-    again = scaling.total_seconds(described, cluster, nodes, rate)
-    assert again == pytest.approx(seconds, rel=1e-9)
+    rate = job.implied_rate(nodes, seconds)
+    assert job.total(nodes, rate) == pytest.approx(seconds, rel=1e-9)
