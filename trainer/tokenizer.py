@@ -6,37 +6,21 @@ from harness import ready_made, tokens
 from harness.refusal import Refused
 
 # What a Hugging Face folder has beside config.json and the weights
-FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "tokenizer.model",
-    "vocab.json",
-    "merges.txt",
-    "chat_template.jinja",
-    "chat_template.json",
-)
+FILES = ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"]
+FILES += ["added_tokens.json", "tokenizer.model", "vocab.json", "merges.txt"]
+FILES += ["chat_template.jinja", "chat_template.json"]
 
 
 def choose(args):
     """--tokenizer, or its default: that of --init-from; none for ready-made tokens; else bytes. A
     dry run reads no text, and needs none."""
-    if args.dry_run or args.plan:
+    if args.tokenizer or args.dry_run or args.plan:
         return args.tokenizer or "bytes"
-    is_ready_made = ready_made.is_ready_made(args.data)
-    if args.tokenizer:
-        if args.tokenizer == "none" and not is_ready_made:
-            raise Refused(
-                "--tokenizer none is for ready-made tokens (.bin, .npy), not for --data "
-                f"{args.data}: give the tokenizer to use"
-            )
-        return args.tokenizer
     if args.init_from and has_tokenizer(args.init_from):
         return args.init_from
-    if is_ready_made:
+    if ready_made.is_ready_made(args.data):
         return "none"
-    if args.init_from and (pathlib.Path(args.init_from) / "config.json").exists():
+    if args.init_from:
         raise Refused(
             f"{args.init_from} has no tokenizer.json, so the model's own tokens are not known: "
             "fetch that file too, or say --tokenizer FOLDER, gpt2 or bytes"
@@ -49,9 +33,8 @@ def has_tokenizer(folder):
 
 
 def is_models_own(args, encoding):
-    """Whether an encoding makes the tokens of --init-from's model. None: its folder does not
-    say."""
-    if not has_tokenizer(args.init_from):
+    """Whether an encoding makes the tokens of --init-from's model. None: nothing says so."""
+    if encoding.name == "none" or not has_tokenizer(args.init_from):
         return None
     return tokens.same(encoding, tokens.of(args.init_from))
 
@@ -73,25 +56,22 @@ def files_of(args, encoding):
     """The files that give an exported folder its tokenizer, and the generation settings that go
     with its tokens: those of --tokenizer's folder, or of --init-from's if it has the same tokens.
     []: bytes, or a model's weights trained on other tokens."""
-    folders = []
-    if getattr(encoding, "folder", None):
-        folders.append(encoding.folder)
-    elif args.init_from and keeps_tokens(args, encoding):
-        folders.append(pathlib.Path(args.init_from))
-    found = [folder / name for folder in folders for name in FILES if (folder / name).is_file()]
-    if args.init_from and keeps_tokens(args, encoding):
-        generation = pathlib.Path(args.init_from) / "generation_config.json"
-        found += [generation] if generation.is_file() else []
-    return found
+    found, folder = [], getattr(encoding, "folder", None)
+    if keeps_tokens(args, encoding):
+        folder = folder or pathlib.Path(args.init_from)
+        found.append(pathlib.Path(args.init_from) / "generation_config.json")
+    if folder:
+        found = [folder / name for name in FILES] + found
+    return [path for path in found if path.is_file()]
 
 
 def keeps_tokens(args, encoding):
     """Whether a run goes on with the tokens of --init-from's model, as far as can be known."""
-    return encoding.name == "none" or is_models_own(args, encoding) is not False
+    return bool(args.init_from) and is_models_own(args, encoding) is not False
 
 
 def marks(args, encoding):
     """The fields of config.json that name tokens: {} to leave those of --init-from."""
-    if args.init_from and keeps_tokens(args, encoding) or encoding.end is None:
+    if keeps_tokens(args, encoding) or encoding.end is None:
         return {}
     return {"bos_token_id": encoding.start, "eos_token_id": encoding.end, "pad_token_id": None}
