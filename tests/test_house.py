@@ -51,13 +51,13 @@ BUDGETS = {
     "benchmarks": 2500,
 }
 CEILINGS = {
-    "harness": 3039,
+    "harness": 2926,
     "proof": 1809,
     "receipts": 2680,
-    "trainer": 2866,
+    "trainer": 2846,
     "simulator": 2114,
     "exercises": 300,
-    "tests": 14558,
+    "tests": 14534,
     "benchmarks": 3200,
 }
 DEMO = "# --- demo ---"
