@@ -4,23 +4,21 @@
     rank 1   rows 4..7    forward  backward --+-- sum of the gradients -> the same step everywhere
     rank 2   rows 8..11   forward  backward --+
 
-Backward is the model's own, because the gradient of a sum is the sum of the gradients. A rank's
-loss is the sum over its tokens, divided by the number of tokens in the whole batch. So the ranks'
-gradients add up to the batch's. Nothing is averaged, and a rank may have more rows than another.
+Sent      The gradients, once a step. Each of N ranks in a ring all-reduce sends 2 r P e bytes, with
+          P parameters of e bytes and r = (N-1)/N. There are four ways to add them up, `--sync`:
 
-Sent: the gradients, once a step. Each of N ranks in a ring all-reduce sends 2 r P e bytes, with
-P parameters of e bytes and r = (N-1)/N. There are four ways to add gradients up, `--sync`:
+          naive       after backward, one all-reduce per parameter
+          bucketed    after backward, one per bucket of parameters: fewer, larger messages
+          overlapped  one per bucket, as soon as backward has filled it: backward goes on
+          server      one rank adds up, takes the step, sends the weights: parameter_server.py
 
-    naive        after backward, one all-reduce per parameter
-    bucketed     after backward, one all-reduce per bucket of parameters: fewer, larger messages
-    overlapped   one all-reduce per bucket, as soon as backward has filled it: backward goes on
-    server       one rank adds up, takes the step and sends the weights: parameter_server.py
+Backward  The model's own: the gradient of a sum is the sum of the gradients. A rank's loss is the
+          sum over its tokens, divided by the number of tokens in the whole batch, so the ranks'
+          gradients add up to the batch's. A rank may have more rows than another.
+Limits    Parameters, gradients and AdamW's two moments, 4 P e bytes, must fit on one rank. Else
+          zero.py is the next step. docs/data-parallelism.md has the rest.
 
-Not enough where parameters, gradients and AdamW's two moments, 4 P e bytes, do not fit on one rank:
-zero.py is the next step. docs/data-parallelism.md has the rest.
-
-    torchrun --nproc_per_node=4 ddp.py
-    python ddp.py --sync naive --optimizer sgd
+    torchrun --nproc_per_node=4 ddp.py              python ddp.py --sync naive --optimizer sgd
 
 Li et al. 2020, PyTorch Distributed, arXiv:2006.15704, section 3.2 (buckets, overlap).
 Patarasuk and Yuan 2009, Bandwidth optimal all-reduce algorithms (the ring).
@@ -28,7 +26,6 @@ Patarasuk and Yuan 2009, Bandwidth optimal all-reduce algorithms (the ring).
 
 import functools
 from collections import Counter
-from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
@@ -62,10 +59,8 @@ def sum_gradients(parameters, group):
 
 
 class Bucket:
-    """One flat buffer for the gradients of several parameters of one dtype and device: each p.grad
-    is a view of it. The two groups are for parameters that something else has cut: see kind_of.
-
-    Autograd adds in place to a p.grad that exists, so nothing is copied in or out."""
+    """One flat buffer for the gradients of several parameters of one kind: each p.grad is a view of
+    it. Autograd adds in place to a p.grad that exists, so nothing is copied in or out."""
 
     def __init__(self, parameters):
         sizes = [p.numel() for p in parameters]
@@ -103,10 +98,9 @@ class DDP:
         sync.finish()               # in place of sum_gradients(...)
 
     `microbatches` is the number of backward passes per step: a bucket counts as full only after
-    the last of them.
-    overlap=False reduces all buckets in finish(). `all_reduce` takes the place of dist.all_reduce,
-    and must know its async_op=True. A parameter without a gradient gets zeros, so weight decay
-    moves it.
+    the last of them. overlap=False reduces all buckets in finish(). all_reduce(tensor, group=...)
+    takes the place of torch's: it returns a handle with wait(), or None if the sum is complete. A
+    parameter without a gradient gets zeros, so weight decay moves it.
 
     After an exception all ranks call zero_grad(give_up=True) and start the step again. If one
     rank alone does so, the others get NaN."""
@@ -114,38 +108,51 @@ class DDP:
     def __init__(
         self, parameters, group, microbatches=1, bucket_bytes=25e6, overlap=True, all_reduce=None
     ):
-        uses = usage_counts(parameters)
-        self.group, self.all_reduce = group, all_reduce or dist.all_reduce
-        self.microbatches, self.overlap = microbatches, overlap
-        self.buckets = make_buckets([p for p in uses if p.requires_grad], bucket_bytes)
-        self.step = Step(uses)
+        listed = Counter(parameters)  # a tied matrix of two pipeline stages is listed twice
+        self.parameters = list(listed)
+        self.group, self.microbatches, self.overlap = group, microbatches, overlap
+        self.all_reduce = all_reduce or functools.partial(dist.all_reduce, async_op=True)
+        self.buckets = make_buckets([p for p in listed if p.requires_grad], bucket_bytes)
+        if not self.buckets:
+            raise ValueError("no parameter needs a gradient: all frozen, or an iterator used up")
+        self.addresses = {}  # where each p.grad is
+        for bucket in self.buckets:
+            bucket.grads_per_step = microbatches * sum(listed[p] for p in bucket.parameters)
+            for p in bucket.parameters:
+                self.addresses[p] = p.grad.data_ptr()
+                p.register_post_accumulate_grad_hook(functools.partial(self._arrived, bucket))
+        self._start_step()
+
+    def _start_step(self):
+        self.last_call = "zero_grad()"
         self.works = []  # this step's all-reduces: works[i] belongs to buckets[i]
         for bucket in self.buckets:
-            bucket.grads_per_step = microbatches * sum(uses[p] for p in bucket.parameters)
+            bucket.flat.zero_()
             bucket.grads_left = bucket.grads_per_step  # gradients still to come in this step
-            for p in bucket.parameters:
-                p.register_post_accumulate_grad_hook(functools.partial(self._arrived, bucket))
 
     def zero_grad(self, give_up=False):
-        unfinished = self.step.latest not in ["zero_grad()", "finish()"]
-        self.step.enter("zero_grad()", give_up)
-        # What one rank has started, all must start, also a rank that had no gradient yet
-        if (unfinished or give_up) and self.overlap:
+        give_up = give_up or self.last_call == "half a backward()"
+        check_call(self, "zero_grad()", not_after=[] if give_up else ["backward()"])
+        if give_up and self.overlap:
+            # What one rank has started, all must start, also a rank that had no gradient yet
             for bucket in self.buckets[len(self.works) :]:
                 bucket.flat.fill_(torch.nan)  # incomplete: nobody may train on it
             self._reduce_rest()
-        self.works = []
-        for bucket in self.buckets:
-            bucket.flat.zero_()
-            bucket.grads_left = bucket.grads_per_step
+        self._start_step()
 
     def _arrived(self, bucket, p):  # autograd has added to p.grad
-        self.step.gradient_arrived()
+        if self.last_call != "half a backward()":
+            check_call(self, "backward()", not_after=["finish()"])
+            self.last_call = "half a backward()"
+            torch.autograd.Variable._execution_engine.queue_callback(self._backward_ended)
         if self.overlap:
             bucket.grads_left -= 1
             if bucket.grads_left < 0:
                 raise RuntimeError(f"more backward passes than microbatches={self.microbatches}")
             self._start_full_buckets()
+
+    def _backward_ended(self):  # never called if backward raises
+        self.last_call = "backward()"
 
     def _start_full_buckets(self, rest=False):
         # All ranks start the buckets in one order, or all-reduces would add up the wrong buckets,
@@ -154,17 +161,19 @@ class DDP:
             if bucket.grads_left > 0 and not rest:
                 break
             group = bucket.copies_group or self.group
-            self.works.append(self.all_reduce(bucket.flat, group=group, async_op=True))
+            self.works.append(self.all_reduce(bucket.flat, group=group))
 
     def _reduce_rest(self):
         """Start what backward has not started, and wait for all."""
         self._start_full_buckets(rest=True)
         for work in self.works:
-            if work is not None:  # an all_reduce that has ended returns no handle
+            if work is not None:
                 work.wait()
 
     def finish(self):
-        self.step.enter("finish()")
+        """After the last backward of a step: p.grad becomes the gradient of the whole batch."""
+        check_call(self, "finish()", not_after=["finish()", "half a backward()"])
+        self.last_call = "finish()"
         self.started_in_backward = len(self.works)  # buckets that started during backward
         self._reduce_rest()  # without overlap all; else from the first that is not full
         for bucket in self.buckets:
@@ -186,64 +195,22 @@ def kind_of(p):
 # --- mistakes that would be silent: refused
 
 
-def usage_counts(parameters):
-    """{parameter: how often it is listed}. A parameter that two stages of a pipeline share on one
-    rank is listed twice: it gets two gradients per micro-batch."""
-    parameters = list(parameters) if isinstance(parameters, Iterable) else [parameters]
-    for p in parameters:
-        if not isinstance(p, torch.Tensor) or not p.is_leaf:
-            raise ValueError(f"give model.parameters(): a {type(p).__name__} is no parameter")
-    if not any(p.requires_grad for p in parameters):
-        raise ValueError("no parameter needs a gradient: all are frozen, or an iterator is used up")
-    return Counter(parameters)
-
-
-class Step:
-    """Follows the calls of a step. Raises RuntimeError in a wrong order, and where a p.grad is no
-    longer the memory that finish() sums. An optimizer.step() that came too early shows in
-    p._version, which a fused optimizer does not count up."""
-
-    may_follow = {  # call: what may come directly before it
-        "zero_grad()": ["zero_grad()", "half a backward()", "finish()"],
-        "backward()": ["zero_grad()", "backward()"],
-        "finish()": ["zero_grad()", "backward()"],
-    }
-
-    def __init__(self, parameters):
-        self.parameters = parameters
-        self.storages = {p: p.grad.untyped_storage() for p in parameters if p.requires_grad}
-        self.latest = "zero_grad()"  # the latest call: as if zero_grad() had just run
-
-    def enter(self, call, give_up=False):
-        if self.latest == "backward()" and self.versions != [p._version for p in self.storages]:
-            self.latest = "optimizer.step()"  # it has changed the weights
-        if self.latest not in self.may_follow[call] and not give_up:
+def check_call(sync, call, not_after):
+    """Refuse a call that may not follow the last one, and a p.grad that is not in a bucket."""
+    if sync.last_call in not_after:
+        raise RuntimeError(
+            f"{call} after {sync.last_call}: a step is zero_grad(), the backward passes, finish(), "
+            "optimizer.step(). To give a step up, after an exception or otherwise, all ranks call "
+            "zero_grad(give_up=True)."
+        )
+    for p in sync.parameters:
+        in_bucket = p.grad is not None and p.grad.data_ptr() == sync.addresses.get(p)
+        if p.requires_grad and not in_bucket:
             raise RuntimeError(
-                f"{call} after {self.latest}: a step is zero_grad(), the backward passes, "
-                "finish(), optimizer.step(). To give a step up, after an exception or otherwise, "
-                "all ranks call zero_grad(give_up=True)."
+                "p.grad was replaced, and the new one would not be summed. The causes: "
+                "zero_grad() of the model or the optimizer, a second DDP on the model, "
+                "create_graph=True, a parameter unfrozen, a model moved or cast after DDP(...)"
             )
-        for p in self.parameters:
-            replaced = p.grad is None or p.grad.untyped_storage() is not self.storages.get(p)
-            if p.requires_grad and replaced:
-                raise RuntimeError(
-                    "p.grad was replaced, and the new one would not be summed. The causes: "
-                    "zero_grad() of the model or the optimizer, a second DDP on the model, "
-                    "create_graph=True, a parameter unfrozen, a model moved or cast after DDP(...)"
-                )
-        self.latest = call
-
-    def gradient_arrived(self):
-        if self.latest == "half a backward()":
-            return
-        if self.latest == "zero_grad()":
-            self.versions = [p._version for p in self.storages]
-        self.enter("backward()")
-        self.latest = "half a backward()"
-        torch.autograd.Variable._execution_engine.queue_callback(self._backward_ended)
-
-    def _backward_ended(self):  # never called if backward raises: it stays half a backward()
-        self.latest = "backward()"
 
 
 # --- demo ---
@@ -253,7 +220,6 @@ import harness
 import parameter_server
 import proof
 import receipts.ddp
-from receipts.formulas import Group, sizes_of
 
 
 def main():
@@ -279,14 +245,12 @@ def demo(run):
     model = run.fill(run.meta_model())  # the same seed everywhere: the replicas start equal
     parameters = list(model.parameters())
     bucket_bytes = int(args.bucket_mb * 2**20)
-    all_reduce = dist.all_reduce
-    if args.all_reduce != "torch":  # it has ended when it returns: nothing overlaps
-        by_hand = collectives.ALL_REDUCE[args.all_reduce]
-        all_reduce = lambda flat, group, async_op: by_hand(flat, group=group)  # noqa: E731
-    if args.sync == "naive":  # one all-reduce a parameter
+    if args.sync == "naive":  # one all-reduce per parameter
         bucket_bytes = 0
     overlap = args.sync == "overlapped"
-    sync = DDP(parameters, group, args.microbatches, bucket_bytes, overlap, all_reduce)
+    # None: torch's. Those of collectives.py have ended when they return, so nothing overlaps
+    by_hand = collectives.ALL_REDUCE.get(args.all_reduce)
+    sync = DDP(parameters, group, args.microbatches, bucket_bytes, overlap, by_hand)
     optimizer = harness.make_optimizer(parameters, args)
     for step in run.steps(optimizer):
         sync.zero_grad()
@@ -303,11 +267,8 @@ def demo(run):
         harness.clip(parameters, norm, args.grad_clip)
         optimizer.step()
         run.log(loss, norm)
-
-    ranks, sizes = Group("dp", run.world), sizes_of(args, run.config, run.world)
-    rows = receipts.ddp.expected(sizes, ranks, by_torch=args.all_reduce == "torch")
-    notes = receipts.ddp.notes(args, sizes, ranks, len(sync.buckets), sync.started_in_backward)
-    return run.receipt({"dp": run.world, "sync": args.sync}, *rows, notes)
+    buckets, early = len(sync.buckets), sync.started_in_backward
+    return run.receipt(*receipts.ddp.of_demo(run, buckets, early))
 
 
 if __name__ == "__main__":

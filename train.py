@@ -160,7 +160,7 @@ def data_parallel(run, model, groups, draw):
     if args.zero == 0 and one_dtype and not args.offload:
         run.fill(model, draw)
         bucket_bytes = int(args.bucket_mb * 2**20)
-        options = {"all_reduce": harness.all_reduce}
+        options = {"all_reduce": functools.partial(harness.all_reduce, async_op=True)}
         sync = ddp.DDP(model.uses(), groups["dp"], args.microbatches, bucket_bytes, **options)
         return sync, harness.make_optimizer(model.parameters(), args)
     sharded_optimizer = ZeRO(

@@ -140,7 +140,8 @@ def spans_of_a_step(run, way):
         finish = functools.partial(ddp.sum_gradients, parameters, group)
     else:
         size, overlap = 1 << 19, way == "overlapped"
-        sync = ddp.DDP(model.parameters(), dist.group.WORLD, 1, size, overlap, timed)
+        started = functools.partial(timed, async_op=True)
+        sync = ddp.DDP(model.parameters(), dist.group.WORLD, 1, size, overlap, started)
         zero_grad, finish = sync.zero_grad, sync.finish
     for step in range(3):
         zero_grad()

@@ -64,14 +64,6 @@ def all_reduce(tensor, group, async_op=False):
     """dist.all_reduce, without a message in a group of one rank."""
     if dist.get_world_size(group) > 1:
         return dist.all_reduce(tensor, group=group, async_op=async_op)
-    return Finished() if async_op else None
-
-
-class Finished:
-    """The handle of a message that need not be sent."""
-
-    def wait(self):
-        pass
 
 
 def clip(parameters, norm, limit):

@@ -3,7 +3,7 @@
 from harness.refusal import Refused
 from proof.receipt import Count
 from receipts import collectives, parameter_server
-from receipts.formulas import SCALAR, add, held, parameters_of, summed
+from receipts.formulas import SCALAR, Group, add, held, parameters_of, sizes_of, summed
 
 
 def check(args, world):
@@ -29,30 +29,30 @@ def expected(sizes, group, copies=None, scalars=1, by_torch=True):
     return sent, held(sizes)
 
 
-def notes(args, sizes, group, buckets, early):
-    """Lines of the receipt. buckets: how many there are. early: how many of them started during
-    backward."""
-    lines = []
+def of_demo(run, buckets, early):
+    """(layout, sent, held, notes). early: how many of the buckets started during backward."""
+    args, group = run.args, Group("dp", run.world)
+    sizes = sizes_of(args, run.config, run.world)
+    by_torch, notes = args.all_reduce == "torch", []
     parameters = [p.elements * sizes.e for p in parameters_of(sizes)]
-    if args.all_reduce != "torch":
+    if not by_torch:
         cost = collectives.formulas(group.ranks, sum(parameters))[args.all_reduce]
-        lines.append(f"a {args.all_reduce} all-reduce sends at most {cost.sent:,.0f} bytes a rank")
+        notes.append(f"a {args.all_reduce} all-reduce sends at most {cost.sent:,.0f} bytes a rank")
     due = bucket_count(parameters, args.bucket_mb * 2**20)
     if args.sync == "bucketed":
-        lines.append(Count(f"{buckets} buckets", buckets, due))
+        notes.append(Count(f"{buckets} buckets", buckets, due))
     if args.sync == "overlapped":
         text = f"{early} of {buckets} buckets started during backward"
         # Backward fills all of them, but for an expert's without tokens
-        lines.append(Count(text, early, None if sizes.config.experts else due))
-    return lines
+        notes.append(Count(text, early, None if sizes.config.experts else due))
+    return {"dp": run.world, "sync": args.sync}, *expected(sizes, group, by_torch=by_torch), notes
 
 
 def bucket_count(parameters, bucket_bytes):
-    """How many buckets of at most so many bytes hold the parameters, from the last to the first. A
-    larger parameter has its own."""
-    count, filled = 0, bucket_bytes
+    """How many buckets hold parameters of so many bytes, from the last to the first."""
+    count, room = 0, -1
     for size in reversed(parameters):
-        filled += size
-        if filled > bucket_bytes or count == 0:
-            count, filled = count + 1, size
+        if size > room:
+            count, room = count + 1, bucket_bytes
+        room -= size
     return count

@@ -192,11 +192,8 @@ def stands_in_for_torchs_in_ddp(rank, name):
         torch.manual_seed(0)
         layers = torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 4)
         model = torch.nn.Sequential(*layers).double()
-
-        def add_up(flat, group, async_op):
-            return all_reduce(flat, group=group)
-
-        wrapped = ddp.DDP(model.parameters(), dist.group.WORLD, bucket_bytes=300, all_reduce=add_up)
+        options = dict(bucket_bytes=300, all_reduce=all_reduce)
+        wrapped = ddp.DDP(model.parameters(), dist.group.WORLD, **options)
         for step in range(2):
             wrapped.zero_grad()
             g = torch.Generator().manual_seed(10 * step + rank)

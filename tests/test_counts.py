@@ -16,7 +16,7 @@ SMALL = "--layers 4 --heads 2 --width 8 --context 8 --batch 8 --steps 2 --dtype 
 
 
 def overlap_lost():
-    ddp.DDP._arrived = lambda self, bucket, p: self.step.gradient_arrived()
+    ddp.DDP._arrived = lambda self, bucket, p: None
 
 
 def buckets_too_small():

@@ -120,8 +120,9 @@ def test_a_replaced_gradient_is_noticed(ranks):
 def test_any_all_reduce_will_do(ranks):
     def work(rank):
         class Doubled:
-            def __init__(self, tensor, **options):
-                self.tensor, self.work = tensor, dist.all_reduce(tensor, **options)
+            def __init__(self, tensor, group):
+                self.tensor = tensor
+                self.work = dist.all_reduce(tensor, group=group, async_op=True)
 
             def wait(self):
                 self.work.wait()
