@@ -139,9 +139,8 @@ def spans_of_a_step(run, way):
         parameters, group = list(model.parameters()), dist.group.WORLD
         finish = functools.partial(ddp.sum_gradients, parameters, group)
     else:
-        size, overlap = 1 << 19, way == "overlapped"
-        started = functools.partial(timed, async_op=True)
-        sync = ddp.DDP(model.parameters(), dist.group.WORLD, 1, size, overlap, started)
+        options = 1, 1 << 19, way == "overlapped", functools.partial(timed, async_op=True)
+        sync = ddp.DDP(model.parameters(), dist.group.WORLD, *options)
         zero_grad, finish = sync.zero_grad, sync.finish
     for step in range(3):
         zero_grad()
