@@ -51,13 +51,13 @@ BUDGETS = {
     "benchmarks": 2500,
 }
 CEILINGS = {
-    "harness": 2926,
+    "harness": 2918,
     "proof": 1809,
     "receipts": 2680,
     "trainer": 2846,
     "simulator": 2114,
     "exercises": 300,
-    "tests": 14534,
+    "tests": 14526,
     "benchmarks": 3200,
 }
 DEMO = "# --- demo ---"
