@@ -13,10 +13,8 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from harness import memory
-from harness.flags import POSITIVE, SIZE, SPEED, TIME, Parser, quantity
-from harness.flags import count as whole_number
-from harness.plots import check_plot, plot_flag, pyplot, save
+from harness import flags, memory
+from harness.flags import POSITIVE, SIZE, SPEED, TIME, quantity
 from harness.rank import launch
 from harness.refusal import Refused
 from proof.receipt import write_json
@@ -24,16 +22,15 @@ from proof.receipt import write_json
 # --- flags
 
 
-def flags(parser):
-    """The flags of a script that counts or predicts all-reduces."""
+def parser(doc):
+    """The parser of a script that counts or predicts all-reduces."""
+    p = flags.Parser(doc)
     why = "of the tensor whose all-reduce is counted (default: 1MB)"
-    size = quantity(SIZE, "25MB")
-    parser.add_argument("--size", type=size, default="1MB", metavar="BYTES", help=why)
+    p.add_argument("--size", type=quantity(SIZE, "25MB"), default="1MB", metavar="BYTES", help=why)
     why = "ranks that share fast links, for hierarchical (default: about the root of their number)"
-    parser.add_argument("--nodes-of", **POSITIVE, help=why)
-    plot_flag(parser, "with --ranks: draw time against size")
+    p.add_argument("--nodes-of", **POSITIVE, help=why)
     why = "run nothing, predict the times on N ranks, by the links below"
-    parser.add_argument("--ranks", type=whole_number(1, 10**12), metavar="N", help=why)
+    p.add_argument("--ranks", type=flags.count(1, 10**12), metavar="N", help=why)
     latency = dict(type=quantity(TIME, "5us"), metavar="TIME")
     speed = dict(type=quantity(SPEED, "50GB/s"), metavar="SPEED")
     for flag, unit, why in [
@@ -42,15 +39,9 @@ def flags(parser):
         ("--inside-alpha", latency, "latency inside a node, with --ranks (default: 2us)"),
         ("--inside-beta", speed, "bandwidth inside a node, with --ranks (default: 300GB/s)"),
     ]:
-        parser.add_argument(flag, **unit, help=why)
-    why = "processes to start here when torchrun did not (default: 4)"
-    parser.add_argument("--nproc", **POSITIVE, help=why)
-    why = "auto: GPUs where there are any"
-    parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto", help=why)
-    why = "default: nccl on GPUs, else gloo"
-    parser.add_argument("--backend", choices=["gloo", "nccl"], help=why)
-    parser.add_argument("--json", metavar="FILE", help="write what was counted as JSON")
-    parser.add_argument("--quiet", action="store_true", help="print nothing but errors")
+        p.add_argument(flag, **unit, help=why)
+    flags.rank_flags(p)
+    return p
 
 
 def check(args, world):
@@ -58,12 +49,11 @@ def check(args, world):
     if args.ranks and args.json:
         raise Refused("--ranks runs nothing that --json could show: leave one of them out")
     if not args.ranks:
-        for name in ("plot", "alpha", "beta", "inside_alpha", "inside_beta"):
+        for name in ("alpha", "beta", "inside_alpha", "inside_beta"):
             if getattr(args, name) is not None:
                 flag = "--" + name.replace("_", "-")
                 raise Refused(f"{flag} is for a prediction: add --ranks, or leave it out")
         memory.check_ranks(args, world, int(args.size))
-    check_plot(args)
     if args.nodes_of and world % args.nodes_of:
         raise Refused(f"{world} ranks do not divide into nodes of --nodes-of {args.nodes_of}")
 
@@ -74,7 +64,6 @@ def check(args, world):
 class Cost(NamedTuple):
     rounds: int  # the longest chain of messages that each wait for the one before
     sent: float  # bytes, the most that one rank sends
-    through: float  # bytes, the most that one rank sends and receives
     total: float  # bytes, sent by all
 
 
@@ -120,8 +109,7 @@ def tally(logs):
                 position[rank] += 1
                 progress = True
     sent = [sum(size for kind, _, size in log if kind == "send") for log in logs]
-    through = [sum(size for _, _, size in log) for log in logs]
-    return Cost(max(chain), max(sent), max(through), sum(sent))
+    return Cost(max(chain), max(sent), sum(sent))
 
 
 def formulas(n, size, node=1, pieces=1):
@@ -154,9 +142,7 @@ def formulas(n, size, node=1, pieces=1):
         "double-tree": (tree_rounds, tree_sent, least),
         "hierarchical": (node_rounds, ring_sent, least),
     }
-    return {
-        name: Cost(rounds, sent, 2 * sent, total) for name, (rounds, sent, total) in rows.items()
-    }
+    return {name: Cost(*row) for name, row in rows.items()}
 
 
 def tree_height(n):
@@ -183,19 +169,19 @@ def count(library, run, node):
     class Counter(MessageLog, library.RankView):
         pass
 
-    n, say = run.world, speaker(run)
+    n, say = run.world, run.print
     unit = 4 * n * (1 << (n.bit_length() - 1))  # the chunks of all algorithms come out equal
     size = max(1, round(run.args.size / unit)) * unit
     costs = formulas(n, size, node, pieces_of(library, size))
     expected = {name: cost._asdict() for name, cost in costs.items()}
     say(f"\nall-reduce of {size} bytes, hierarchical in nodes of {node}: counted / by the formula")
-    titles = ("rounds", "busiest rank sends", "sends and receives", "all ranks send")
+    titles = ("rounds", "busiest rank sends", "all ranks send")
     say(f"{'':20s}" + "".join(f"{title:>24s}" for title in titles))
     x, counted = torch.zeros(size // 4, device=run.device), {}
     for name, algorithm in library.ALGORITHMS.items():
         counter = Counter()
         algorithm(counter, x, torch.add, **({"node": node} if name == "hierarchical" else {}))
-        counted[name] = tally(from_all(run, counter.log))._asdict()
+        counted[name] = tally(run.gather(counter.log))._asdict()
         line = f"  {name:18s}"
         for key, number in counted[name].items():
             formula = expected[name][key]
@@ -278,26 +264,11 @@ def print_predictions(args, default_node):
             line += f"{star + shown(seconds, TIME):>{widths[name]}s}"
         print(line)
     print("* the fastest")
-    if args.plot:
-        plot(args.plot, rows, f"predicted: an all-reduce on {n} ranks")
-
-
-def plot(name, rows, title):
-    """Draw time against size: a line for each algorithm."""
-    plt = pyplot()
-    figure, axes = plt.subplots(figsize=(8, 5))
-    for algorithm in next(iter(rows.values())):
-        axes.plot(list(rows), [times[algorithm] for times in rows.values()], label=algorithm)
-    axes.set(xscale="log", yscale="log", xlabel="bytes", ylabel="seconds", title=title)
-    axes.legend(frameon=False)
-    save(figure, name)
 
 
 def main(library):
     """The script of a library of collectives: with --ranks a prediction, else the demo."""
-    parser = Parser(library.__doc__)
-    flags(parser)
-    args = parser.parse_args()
+    args = parser(library.__doc__).parse_args()
     if args.ranks:
         print_predictions(args, library.default_node)
     else:
@@ -316,7 +287,7 @@ def compare_and_count(library, run):
     written = True
     if run.rank == 0 and run.args.json:
         written = write_json(run.args.json, result)
-    speaker(run)("  ok" if ok else "  FAILED")
+    run.print("  ok" if ok else "  FAILED")
     return 0 if ok and written else 1
 
 
@@ -387,27 +358,14 @@ def differences(library, run):
 
 def compare_with_torch(library, run):
     """The collectives, with the dtypes, that differ from torch's on any rank."""
-    ranks = from_all(run, differences(library, run))
-    differ = set()
-    for rank in ranks:
-        for name, dtypes in rank.items():
+    ranks, differ = run.gather(differences(library, run)), set()
+    for of_rank in ranks:
+        for name, dtypes in of_rank.items():
             differ |= {f"{name} in {dtype}" for dtype in dtypes}
     differ = sorted(differ)
     verdict = "differ from torch's: " + ", ".join(differ)
     if not differ:
         verdict = "equal torch's, bit for bit"
     which = f"{len(ranks[0])} collectives on {run.world} ranks in {len(EXACT_DTYPES)} dtypes"
-    speaker(run)(f"{which} {verdict}")
+    run.print(f"{which} {verdict}")
     return differ
-
-
-def speaker(run):
-    """A print() that is silent on all ranks but the first, and with --quiet on all."""
-    return print if run.rank == 0 and not run.args.quiet else lambda line: None
-
-
-def from_all(run, value):
-    """Every rank's value, in a list."""
-    values = [None] * run.world
-    dist.all_gather_object(values, value)
-    return values
