@@ -11,7 +11,6 @@ Spans are a schedule with times: for each rank a list of (start, end, action).
 
 import argparse
 import contextlib
-import functools
 import itertools
 
 from harness.plots import check_plot, plot_flag, pyplot, save
@@ -82,37 +81,30 @@ def check(args):
 # --- where to cut the layers
 
 
-def balance(costs, stages):
-    """Cut a list of costs into `stages` runs of neighbours, so that the most expensive run is as
-    cheap as can be, and of such cuts the most even one. Returns the index range of each run."""
-    if len(costs) < stages:
-        raise ValueError(f"{len(costs)} layers are too few for {stages} pipeline stages")
-
-    total = [0, *itertools.accumulate(costs)]  # of the first 0, 1, 2, ... items
-
-    @functools.cache
-    def best(end, stages):
-        """(highest cost, sum of squares, ranges) of the first `end` items on so many stages."""
-        if stages == 1:
-            return total[end], total[end] ** 2, [range(end)]
-        cuts = []
-        for start in range(stages - 1, end):
-            highest, squares, _ = best(start, stages - 1)
-            cost = total[end] - total[start]
-            cuts.append((max(highest, cost), squares + cost**2, start))
-        highest, squares, start = min(cuts)
-        return highest, squares, [*best(start, stages - 1)[2], range(start, end)]
-
-    return best(len(costs), stages)[2]
-
-
 def stage_layers(config, stages):
-    """The range of layers of each stage, balanced by a token's FLOPs. The output projection counts
-    with the last layer. The embedding is a look-up: no work beside a layer's."""
+    """The range of layers of each stage, balanced by a token's FLOPs: the most expensive stage is
+    as cheap as can be, and of such cuts the most even one is taken.
+
+    The output projection counts with the last layer. The embedding is a look-up: no work beside a
+    layer's. Raises ValueError for fewer layers than stages."""
+    if config.layers < stages:
+        raise ValueError(f"{config.layers} layers are too few for {stages} pipeline stages")
     projection = 6 * config.width * config.vocab
-    costs = [(flops_per_token(config) - projection) // config.layers] * config.layers
-    costs[-1] += projection
-    return balance(costs, stages)
+    layer = (flops_per_token(config) - projection) // config.layers
+    cuts = []
+    for last in range(1, config.layers - stages + 2):  # layers of the last stage
+        lengths = [last]
+        if stages > 1:
+            each, more = divmod(config.layers - last, stages - 1)
+            lengths = [each] * (stages - 1 - more) + [each + 1] * more + [last]
+        elif last < config.layers:
+            continue
+        costs = [layer * length for length in lengths]
+        costs[-1] += projection
+        cuts.append((max(costs), sum(cost**2 for cost in costs), -last, lengths))
+    *_, lengths = min(cuts)
+    ends = itertools.accumulate(lengths)
+    return [range(end - length, end) for end, length in zip(ends, lengths)]
 
 
 # --- without ranks
@@ -192,8 +184,7 @@ def boundaries(schedule, rank):
 
 
 # The time that a rank waits, by the papers: p ranks, m micro-batches, v stages a rank. F, I and W
-# are the times of all stages of a rank. Each entry is (text, function of p, m, v, F, I, W). With
-# fewer micro-batches than `least_microbatches` says, ranks wait longer than by the formula.
+# are the times of all stages of a rank. Each entry is (text, function of p, m, v, F, I, W).
 BUBBLES = {
     "naive": ("(p-1) m (F+I+W)", lambda p, m, v, f, i, w: (p - 1) * m * (f + i + w)),
     "gpipe": ("(p-1) (F+I+W)", lambda p, m, v, f, i, w: (p - 1) * (f + i + w)),
@@ -206,20 +197,15 @@ BUBBLES = {
 }
 
 
-def least_microbatches(name, ranks):
-    """The fewest micro-batches for which a schedule's formula holds, and the condition as text."""
-    if name == "zb-h1":
-        return ranks, "m >= p"
-    if name in ("zb-h2", "zb-v"):
-        return 2 * ranks - 1, "m >= 2p-1"
-    return 1, ""
-
-
 def by_paper(name, ranks, microbatches, stages, *times):
     """The time that a rank waits by the paper, or None where the paper's condition excludes it; and
     the formula, or that condition, as text. times: of a rank's F, I and W."""
-    least, condition = least_microbatches(name, ranks)
     text, formula = BUBBLES[name]
+    least, condition = 1, ""
+    if name == "zb-h1":
+        least, condition = ranks, "m >= p"
+    if name in ("zb-h2", "zb-v"):
+        least, condition = 2 * ranks - 1, "m >= 2p-1"
     if microbatches < least:
         return None, f"{text}, only for {condition} = {least}"
     return formula(ranks, microbatches, stages, *times), text

@@ -4,7 +4,6 @@ r = (N-1)/N, for the N ranks that split a copy; P parameters, with padding, of e
 """
 
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import NamedTuple
 
 import torch.distributed as dist
@@ -15,7 +14,6 @@ from harness.presets import ceil
 from receipts.formulas import (
     SCALAR,
     Group,
-    Sizes,
     add,
     held,
     parameters_of,
@@ -190,51 +188,37 @@ def units_of(sizes):
 
 def gathered(sizes, buckets, passes, reshard):
     """(how often each bucket is gathered in a step of stage 3, the most elements that are there at
-    one time). Each use of a unit gathers the buckets that are not there. A forward leaves its last
+    one time). Each use of a unit gathers its buckets that are not there. A forward leaves its last
     unit for the action that follows (without `reshard` all units, for their backward)."""
-    users, times = [set() for _ in buckets], [0] * len(buckets)
-    of_unit = {}
-    for i, bucket in enumerate(buckets):
-        for unit in bucket.units:
-            of_unit.setdefault(unit, []).append(i)
-    there = peak = 0
-    left = None
+    times, peak = [0] * len(buckets), 0
+    there = set()  # units whose buckets are gathered
+    last_of_forward = None
 
-    def gather(unit):
-        nonlocal there, peak
-        for i in of_unit[unit]:
-            if not users[i]:
-                times[i] += 1
-                there += buckets[i].size
-            users[i].add(unit)
-        peak = max(peak, there)
+    def needed(bucket):
+        return not there.isdisjoint(bucket.units)
 
-    def release(unit):
-        nonlocal there
-        for i in of_unit.get(unit, ()):
-            if users[i] == {unit}:
-                there -= buckets[i].size
-            users[i].discard(unit)
-
-    units_of_stages = units_of(sizes)
     for kind, stage in passes:
-        units = units_of_stages[stage]
+        units = units_of(sizes)[stage]
         if kind != "F":
             units = units[::-1]
-        if left not in units[:1] or kind == "W":
-            release(left)
-        left = None
+        if last_of_forward not in units[:1] or kind == "W":
+            there.discard(last_of_forward)
+        last_of_forward = None
         if kind == "W":  # the weights' gradients are made without the weights
             continue
-        for before, unit in zip([None, *units], units):
-            gather(unit)
+        before = None
+        for unit in units:
+            for i, bucket in enumerate(buckets):
+                times[i] += unit in bucket.units and not needed(bucket)
+            there.add(unit)
+            peak = max(peak, sum(bucket.size for bucket in buckets if needed(bucket)))
             if reshard or kind != "F":
-                release(before)  # only now: the next unit is gathered before this one is freed
-        last = units[-1] if units else None
+                there.discard(before)  # only now: the next unit is gathered before it is freed
+                before = unit
         if kind != "F":
-            release(last)
+            there.discard(before)
         elif reshard:
-            left = last
+            last_of_forward = before
     return times, peak
 
 
@@ -300,33 +284,19 @@ def fit(stages, memory=80e9, ranks=64):
     """Print for each stage the largest GPT whose model states fit, by the formulas."""
     print(
         f"{memory / 1e9:.0f} GB a rank, {ranks} ranks, bf16 with Adam in fp32; in GB the model "
-        "states, and gathered weights at their peak"
+        "states, and the gathered weights of two blocks"
     )
     print("  stage   bytes/P   largest P   GPT of                          P   states  gathered")
     for stage in stages:
-        width = WIDTHS[stage]
-        each = sum(model_states(stage, ranks))
+        width, each = WIDTHS[stage], sum(model_states(stage, ranks))
         shape = dict(width=width, heads=width // 128, context=1024, vocab=50257)
-        config = largest_gpt(memory / each, shape)
-        sizes, flags = Sizes(config, 1, 1024, e=2), SimpleNamespace(bucket_mb=25)
-        gathered_weights = 0
-        if stage == 3:
-            buckets = buckets_of(sizes, stage, flags, [Split(Group("dp", ranks))])
-            _, elements = gathered(sizes, buckets, [("F", 0), ("B", 0)], reshard=True)
-            gathered_weights = elements * sizes.e
-        count = presets.parameter_count(config)
-        what = f"{config.layers} layers, {width} wide"
+        one, two = (presets.parameter_count(presets.configure(layers=n, **shape)) for n in (1, 2))
+        block = two - one
+        more_layers = int(memory / each - one) // block
+        count = one + more_layers * block
+        what = f"{1 + more_layers} layers, {width} wide"
+        gathered_weights = 2 * block * 2 if stage == 3 else 0
         print(
             f"  {stage:<6d}{each:9.4g}{memory / each / 1e9:10.1f} B   {what:24s}"
             f"{count / 1e9:7.1f} B{count * each / 1e9:9.2f}{gathered_weights / 1e9:10.2f}"
         )
-
-
-def largest_gpt(parameters, shape):
-    """The deepest GPT of this shape that has at most so many parameters."""
-    layers = 1
-    while True:
-        deeper = presets.configure(layers=layers + 1, **shape)
-        if presets.parameter_count(deeper) > parameters:
-            return presets.configure(layers=layers, **shape)
-        layers += 1

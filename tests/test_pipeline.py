@@ -19,6 +19,7 @@ import pipeline as pp
 import zero_bubble as zb
 from harness import initialize, presets
 from receipts import pipeline as schedules
+from receipts.formulas import flops_per_token
 
 make = zb.make_schedule
 
@@ -228,21 +229,29 @@ def test_timeline():
     )
 
 
-def test_balance_is_the_best_there_is():
-    for costs in ([1] * 7, [1, 1, 1, 4], [3, 1, 1, 1, 1, 9], [2, 5, 3, 1, 8, 1]):
-        for stages in range(1, len(costs) + 1):
-            cuts = schedules.balance(costs, stages)
-            assert [i for r in cuts for i in r] == list(range(len(costs))) and all(
-                len(r) for r in cuts
-            )
-            best = min(
-                max(sum(costs[a:b]) for a, b in zip((0, *ends), (*ends, len(costs))))
-                for ends in itertools.combinations(range(1, len(costs)), stages - 1)
-            )
-            assert max(sum(costs[r.start : r.stop]) for r in cuts) == best
-    assert [len(r) for r in schedules.balance([1] * 7, 3)] in ([2, 2, 3], [2, 3, 2], [3, 2, 2])
+@pytest.mark.parametrize("vocab", [100, 2000, 10000])
+def test_balance_is_the_best_there_is(vocab):
+    """In no cut does the most expensive stage cost less. The output projection costs as much as a
+    part of a layer, as one, as five and a half."""
+    config = presets.configure("tiny", layers=7, vocab=vocab)
+    projection = 6 * config.width * vocab
+    layer = (flops_per_token(config) - projection) // 7
+
+    def most(lengths):
+        return max(*(layer * n for n in lengths), layer * lengths[-1] + projection)
+
+    for stages in range(1, 8):
+        cuts = schedules.stage_layers(config, stages)
+        assert [i for r in cuts for i in r] == list(range(7)) and all(cuts)
+        others = []
+        for ends in itertools.combinations(range(1, 7), stages - 1):
+            others.append([b - a for a, b in zip((0, *ends), (*ends, 7))])
+        assert most([len(r) for r in cuts]) == min(map(most, others))
+
+
+def test_layers_of_the_stages():
     with pytest.raises(ValueError, match="too few"):
-        schedules.balance([1, 1], 3)
+        schedules.stage_layers(presets.configure("gpt2"), 13)
     # GPT-2's output projection costs as much as five of its layers
     assert [len(r) for r in schedules.stage_layers(presets.configure("gpt2"), 4)] == [3, 4, 4, 1]
     # It costs little beside a layer whose tokens pass six experts
