@@ -204,6 +204,8 @@ def training_flags(g):
         "and train.py have --param-dtype"
     )
     g.add_argument("--dtype", choices=UNSCALED, default="float32", help=why)
+    why = "compare the first N steps with one process (default: 10, or all steps in float64)"
+    g.add_argument("--prove", **NATURAL, help=why)
 
 
 def data_flags(g):
@@ -218,26 +220,19 @@ def data_flags(g):
     g.add_argument("--tokenizer", default="bytes", metavar="NAME", help=why)
 
 
-def rank_flags(g):
-    """What every script has that starts ranks."""
+def running_flags(g):
     why = "processes to start if torchrun started none (default: 4; train.py: the layout's)"
     g.add_argument("--nproc", **POSITIVE, help=why)
     why = "auto: GPUs if there are any"
     g.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto", help=why)
     why = "default: nccl on GPUs, else gloo; gloo ranks may share a GPU"
     g.add_argument("--backend", choices=["gloo", "nccl"], help=why)
-    g.add_argument("--json", metavar="FILE", help="write the receipt as JSON")
-    g.add_argument("--quiet", action="store_true", help="print nothing but errors")
-
-
-def running_flags(g):
-    rank_flags(g)
     why = "how long ranks wait for a silent rank; then the run ends and names it"
     longest = 1e6  # 11 days; clocks in milliseconds overflow at 25
     seconds = dict(type=real(0.1, longest), default=600, metavar="SECONDS")
     g.add_argument("--timeout", **seconds, help=why)
-    why = "compare the first N steps with one process (default: 10, or all steps in float64)"
-    g.add_argument("--prove", **NATURAL, help=why)
+    g.add_argument("--json", metavar="FILE", help="write the receipt as JSON")
+    g.add_argument("--quiet", action="store_true", help="print nothing but errors")
 
 
 def configure(args):

@@ -40,7 +40,7 @@ def parser(doc):
         ("--inside-beta", speed, "bandwidth inside a node, with --ranks (default: 300GB/s)"),
     ]:
         p.add_argument(flag, **unit, help=why)
-    flags.rank_flags(p)
+    flags.running_flags(p)
     return p
 
 
