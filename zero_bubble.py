@@ -27,7 +27,6 @@ Qi et al.: zero bubble arXiv:2401.10241; ZB-V arXiv:2405.15362. DualPipe arXiv:2
 """
 
 import collections
-import contextlib
 import functools
 
 import torch
@@ -100,33 +99,15 @@ class SplitRunner(StageRunner):
             return self.deferred.pop((m, stage)).accumulate()
         if (m, stage) not in self.deferred:  # a backward in one part follows, or none
             return super().run(action, received)
-        check_single_backward(action, self.deferred[m, stage])
-        with self.deferred[m, stage]:
+        deferred = self.deferred[m, stage]
+        check_single_backward(action, deferred)
+        with deferred:
             return super().run(action, received)
 
 
 class SplitSchedule(Schedule):
     """A schedule that may have I and W. pipeline.play and pipeline.prepare take it like any other:
-
-        schedule = make_schedule("zb-v", ranks, microbatches)
-        stages = pipeline.cut(layers, schedule.last + 1)
-        parameters = [p for s in schedule.stages(rank) for p in stages[s].parameters()]
-        optimizer = torch.optim.AdamW(parameters)
-
-        def forward(s, m, x):    # as in pipeline.py
-            y = stages[s](inputs[m] if x is None else x)
-            if s < schedule.last:
-                return y
-            return F.cross_entropy(y.mT, targets[m], reduction="sum") / count
-
-        inputs, targets, count = batches[0]
-        links = pipeline.prepare(schedule, forward, (b, T, C), dtype, device)
-        for inputs, targets, count in batches:
-            optimizer.zero_grad()
-            losses = pipeline.play(schedule, forward, (b, T, C), dtype, device, links)
-            optimizer.step()
-
-    What differs is its runner, and that W sends nothing."""
+    in the example of `play`, take make_schedule("zb-v", ranks, microbatches) of this file."""
 
     runner = SplitRunner
     passes = ["FB", "FIW"]
@@ -166,16 +147,16 @@ class Deferred(TorchFunctionMode):
             return self.matmul(function, *args, **kwargs)
         return function(*args, **kwargs)
 
-    def backward(self, y, gradient, **options):
-        """torch turns this mode off inside its own handler, but checkpointed layers, which run
-        again in backward, need it. A gradient edge is no tensor, so its backward has no handler."""
+    def backward(self, y, gradient=None, **options):
+        """torch turns this mode off in here, but checkpointed layers, which run again in backward,
+        need it. A backward of y's edge in the graph keeps it on, as an edge is no tensor."""
         gradient = torch.ones_like(y) if gradient is None else gradient
         with self:
             torch.autograd.backward(torch.autograd.graph.get_gradient_edge(y), gradient, **options)
 
     def matmul(self, function, x, weight, *rest, **options):
         offsets = options.get("offs")
-        if not can_defer(x, weight, offsets):
+        if not can_defer(x, weight):
             return function(x, weight, *rest, **options)
         gradients = []
 
@@ -199,13 +180,11 @@ class Deferred(TorchFunctionMode):
             torch.autograd.backward(roots)
 
 
-def can_defer(x, weight, offsets):
+def can_defer(x, weight):
     base = weight if weight._base is None else weight._base
     if not isinstance(base, nn.Parameter) or getattr(base, "used_twice", False):
         return False
     if torch.is_autocast_enabled(x.device.type):  # W would not be cast
-        return False
-    if weight.dim() != (2 if offsets is None else 3):
         return False
     return torch.is_grad_enabled() and x.requires_grad and weight.requires_grad
 
@@ -346,67 +325,12 @@ def check_single_backward(action, deferred):
 
 # --- demo ---
 
-import torch.distributed as dist
-
 import harness
-import proof
-import receipts.pipeline
 
 
 def main():
-    parser = harness.parser(__doc__, microbatches=8)
-    g = parser.add_argument_group("zero bubble")
-    why = "zb-h1 (the default) holds no more than 1f1b; the others wait less, for more messages"
-    g.add_argument("--schedule", choices=list(SPLIT), help=why)
-    receipts.pipeline.flags(g)
-    args = parser.parse_args()
-    args.chunks = None
-    receipts.pipeline.check(args)
-    if args.compare:
-        return receipts.pipeline.compare(make_schedule, args, ["1f1b", *SPLIT])
-    args.schedule = args.schedule or "zb-h1"
-    config = harness.configure(args)
-    harness.check_batch(args, 1)
-    check = functools.partial(receipts.pipeline.of_flags, make_schedule, args, config)
-    proof.launch(demo, args, check=check)
-
-
-def demo(run):
-    args, config, rank = run.args, run.config, run.rank
-    schedule = receipts.pipeline.of_flags(make_schedule, args, config, run.world)
-    stages, last, links = schedule.stages(rank), schedule.last, pipeline.make_links()
-    ends = dist.new_group(sorted({schedule.owner[0], schedule.owner[last]}))
-    run.groups(down=links[:2], up=links[2:], tied=ends)  # down: activations, up: gradients
-    layers = receipts.pipeline.stage_layers(config, last + 1)
-    model = run.fill(harness.Stages(harness.split(run.meta_model, layers, stages, ends)))
-    parameters = list(model.parameters())
-    optimizer = harness.make_optimizer(parameters, args)
-    shape = (args.batch // args.microbatches, config.context, config.width)
-    in_w = receipts.pipeline.GradientsInW(parameters)
-
-    for step in run.steps(optimizer):
-        batches = run.microbatches(step)
-
-        def forward(stage, m, x):
-            tokens, targets, samples = batches[m]
-            x = tokens if x is None else x
-            return model[stage](x, targets=targets, count=run.count, samples=samples)
-
-        if step == 0:
-            pipeline.prepare(schedule, forward, shape, run.dtype, run.device, links)
-        optimizer.zero_grad(set_to_none=False)
-        around = in_w if step + 1 == args.steps else contextlib.nullcontext
-        losses = pipeline.play(schedule, forward, shape, run.dtype, run.device, links, around)
-        pipeline.reduce_tied(parameters)
-        loss = sum(losses, run.zero())  # the last stage has them all, the other ranks none
-        dist.all_reduce(loss)
-        norm = harness.grad_norm(parameters, [dist.group.WORLD])  # over the stages of all ranks
-        run.check(loss, norm, model.named)
-        harness.clip(parameters, norm, args.grad_clip)
-        optimizer.step()
-        run.log(loss, norm)
-
-    return receipts.pipeline.receipt(run, schedule, layers, in_w)
+    """The training loop is pipeline.py's: only the schedule differs."""
+    pipeline.main(__doc__, default="zb-h1")
 
 
 if __name__ == "__main__":

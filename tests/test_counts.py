@@ -25,7 +25,7 @@ def buckets_too_small():
 
 
 def nothing_put_off():
-    zero_bubble.can_defer = lambda x, weight, offsets: False
+    zero_bubble.can_defer = lambda x, weight: False
 
 
 def one_forward_more():

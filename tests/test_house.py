@@ -61,7 +61,8 @@ CEILINGS = {
     "benchmarks": 3200,
 }
 DEMO = "# --- demo ---"
-HANDED_OVER = {"parameter_server.synchronous"}  # `ddp.py --sync server` runs that demo
+# `ddp.py --sync server` runs that demo, and zero_bubble.py pipeline.py's
+HANDED_OVER = {"parameter_server.synchronous", "pipeline.main"}
 
 
 def files():
