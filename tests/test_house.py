@@ -57,7 +57,7 @@ CEILINGS = {
     "trainer": 2846,
     "simulator": 2114,
     "exercises": 300,
-    "tests": 14525,
+    "tests": 14502,
     "benchmarks": 3200,
 }
 DEMO = "# --- demo ---"
