@@ -181,12 +181,12 @@ def flip(file, place):
 FILE = "rank00001-000.safetensors"
 BROKEN = {
     "crc32 differs": lambda folder: flip(folder / FILE, -5),
-    "has 1,000 bytes, not": lambda folder: os.truncate(folder / FILE, 1000),
-    "is missing": lambda folder: os.unlink(folder / FILE),
-    "no index.json": lambda folder: os.unlink(folder / "index.json"),
+    f"{FILE} was changed": lambda folder: os.truncate(folder / FILE, 1000),
+    "No such file .* '": lambda folder: os.unlink(folder / FILE),
+    "index.json can't be read .*No such file": lambda folder: os.unlink(folder / "index.json"),
     "its index.json was changed": lambda folder: flip(folder / "index.json", -3),
-    "its index.json can't be read": lambda folder: os.truncate(folder / "index.json", 99),
-    "its index is of step 1": lambda folder: shutil.copytree(
+    "its index.json can't be read .*line 1": lambda folder: os.truncate(folder / "index.json", 99),
+    "crc32 or step differs": lambda folder: shutil.copytree(
         folder.parent / "step-00000001", folder, dirs_exist_ok=True
     ),
     "writer did not finish": lambda folder: os.rename(folder, f"{folder}.tmp"),

@@ -111,7 +111,7 @@ def test_one_run_writes_to_a_folder(text, tmp_path):
         second = Training(tmp_path / "second", f"--steps 9 {flags} {resume}", text)
         assert second.end() == 2
         [said] = second.errors()
-        assert f"another run writes to --out {out} (process" in said and "step " not in said
+        assert f"another run writes to --out {out}: end it" in said and "step " not in said
     os.kill(first.pid, signal.SIGKILL)
     first.end()
     second = Training(tmp_path / "second", f"--steps 3 {flags}", text)
@@ -122,11 +122,10 @@ def test_one_run_writes_to_a_folder(text, tmp_path):
 def test_a_lock_is_waited_for(tmp_path):
     """The rank 0 of before may still be dying. Locks of a process do not exclude each other, but
     those of two open files do."""
-    old, new, late = (saving.Lock(tmp_path) for _ in range(3))
-    assert old.take(0) is None
-    assert f"process {os.getpid()} on " in new.take(0.1)
-    threading.Timer(0.3, old.drop).start()
-    assert late.take(20) is None
+    old = saving.lock(tmp_path, 0)
+    assert old and saving.lock(tmp_path, 0.1) is None
+    threading.Timer(0.3, old.close).start()
+    assert saving.lock(tmp_path, 20)
 
 
 def test_a_file_system_without_locks(tmp_path, monkeypatch):
@@ -134,7 +133,7 @@ def test_a_file_system_without_locks(tmp_path, monkeypatch):
         raise OSError(errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr(fcntl, "flock", flock)
-    assert saving.Lock(tmp_path).take(0.1) is None
+    assert saving.lock(tmp_path, 0.1)
 
 
 def test_started_again_by_torchrun(text, tmp_path):

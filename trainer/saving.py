@@ -6,7 +6,6 @@ import dataclasses
 import fcntl
 import os
 import signal
-import socket
 import time
 
 import torch
@@ -20,7 +19,6 @@ from trainer import checkpoint, hf_config
 
 # Fields of model.Config that may change from run to run
 FREE = ("dropout", "balance_loss", "z_loss", "bias_rate")
-LAYOUT = ("islands", "dp", "tp", "pp", "cp", "ep", "sp", "zero", "zero_ranks", "schedule")
 
 
 def add_flags(parser):
@@ -53,49 +51,28 @@ def check(args):
 
 def used(folder):
     """A sentence, if a folder has checkpoints; else None."""
-    for name in os.listdir(folder):
-        if os.path.exists(os.path.join(folder, name, "index.json")):
-            why = "--resume goes on from the newest, or give another folder"
-            return f"--out {folder} has checkpoints: {why}"
+    if any(checkpoint.step_of(name) is not None for name in checkpoint.checkpoints_in(folder)):
+        why = "--resume goes on from the newest, or give another folder"
+        return f"--out {folder} has checkpoints: {why}"
     return None
 
 
-class Lock:
-    """Keeps a second run out of --out while this one is alive, however it ends. Rank 0 takes it: it
-    alone renames and deletes checkpoints."""
-
-    def __init__(self, folder):
-        self.folder, self.file = folder, None
-
-    def take(self, patience):
-        """Returns a sentence if another run has the lock for `patience` seconds, else None. The
-        rank 0 that torchrun replaces may need some seconds to end."""
-        deadline = time.monotonic() + patience
+def lock(folder, patience):
+    """Keep a second run out of --out while this process is alive, however it ends. Returns the
+    locked file, or None if another run has the lock for `patience` seconds: the rank 0 that
+    torchrun replaces may need some to end."""
+    deadline, file = time.monotonic() + patience, open(os.path.join(folder, ".lock"), "a")
+    while True:
         try:
-            self.file = open(os.path.join(self.folder, ".lock"), "a+")
-            while self.is_taken():
-                if time.monotonic() > deadline:
-                    self.file.seek(0)
-                    owner = self.file.read(200) or "another process"
-                    what = f"another run writes to --out {self.folder} ({owner})"
-                    return f"{what}: end it, or give another folder"
-                time.sleep(0.1)
-            self.file.truncate(0)
-            self.file.write(f"process {os.getpid()} on {socket.gethostname()}")
-            self.file.flush()
-        except OSError:  # no locks there, or no room: the first checkpoint will say what is wrong
-            return None
-
-    def is_taken(self):
-        try:
-            fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            return True
-        return False
-
-    def drop(self):
-        if self.file:
-            self.file.close()
+            if time.monotonic() > deadline:
+                return None
+            time.sleep(0.1)
+            continue
+        except OSError:  # a file system without locks
+            pass
+        return file
 
 
 def shape_of(args):
@@ -124,20 +101,20 @@ class Saver:
         """scale: a LossScale. averaging: what trainer/islands.py adds to a checkpoint."""
         self.run, self.model, self.optimizer, self.groups = run, model, optimizer, groups
         self.scale, self.averaging, self.args, args = scale, averaging, run.args, run.args
-        self.writer, self.lock = None, Lock(args.out)
+        self.writer = self.lock = None
         self.signal_received, self.asked = 0, []  # asked: questions whether any rank received one
         if not args.out:
             return
         config = dataclasses.asdict(run.config)
-        # What resuming compares, and what it is told
+        # What resuming compares
         self.header = {"config": config, "tokenizer": run.corpus.encoding.name}
         if not args.only_sample:
-            text = {"text": run.corpus.digest}
-            self.header |= text | {"optimizer": args.optimizer, "seed": args.seed}
-        told = {"layout": {name: getattr(args, name) for name in LAYOUT}}
-        if getattr(args, "shape", None):
-            told["shape"] = {name: config[name] for name in args.shape}
-        self.writer = checkpoint.Checkpoints(args.out, self.header | told, args.keep)
+            self.header |= {"text": run.corpus.digest, "optimizer": args.optimizer}
+            self.header["seed"] = args.seed
+        shape = {}
+        if args.shape:
+            shape = {"shape": {name: config[name] for name in args.shape}}
+        self.writer = checkpoint.Checkpoints(args.out, self.header | shape, args.keep)
 
     def pieces(self, index=None, training=True):
         """All that a checkpoint has of this rank: weights, optimizer states, and the routers'
@@ -192,7 +169,10 @@ class Saver:
         args, run = self.args, self.run
         problem, restarted = None, False
         if run.rank == 0:
-            problem = self.lock.take(patience=min(10.0, args.timeout / 2))
+            self.lock = lock(args.out, patience=min(10.0, args.timeout / 2))
+            if self.lock is None:
+                what = f"another run writes to --out {args.out}"
+                problem = f"{what}: end it, or give another folder"
             store, key = agent_store(), f"began {os.path.abspath(args.out)}"
             restarted = store.add(key, 0) > 0
             if not problem and not args.resume and not restarted:
@@ -259,4 +239,5 @@ class Saver:
         elif isinstance(error, Refused):
             with contextlib.suppress(checkpoint.CheckpointError):
                 self.writer.finish()
-        self.lock.drop()
+        if self.lock:
+            self.lock.close()
