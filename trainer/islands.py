@@ -34,18 +34,14 @@ from trainer import checkpoint
 OLD, MOMENTUM, ERROR = (checkpoint.OUTER + kind for kind in ("old", "momentum", "error"))
 EVERY = 50  # the default of --sync-every
 BITS = {"bit/s": 1 / 8, "kbit/s": 1e3 / 8, "Mbit/s": 1e6 / 8, "Gbit/s": 1e9 / 8}
-# These mean nothing for one island
-ONLY_ISLANDS = "between sync_every outer_lr outer_momentum stream stream_delay outer_bits".split()
 
 
-class Gone(argparse.Action):
-    """A flag of the time when each island was a job of its own."""
-
-    def __call__(self, parser, args, value, flag):
-        raise Refused(
-            f"{flag} is gone: leave it out, and start islands x dp x cp x tp x pp ranks with one "
-            "torchrun (torchft has islands that come and go)"
-        )
+def gone(value):
+    """The type of a flag of the time when each island was a job of its own."""
+    raise argparse.ArgumentTypeError(
+        "is gone: leave it out, and start islands x dp x cp x tp x pp ranks with one torchrun "
+        "(torchft has islands that come and go)"
+    )
 
 
 def add_flags(parser):
@@ -57,17 +53,13 @@ def add_flags(parser):
     speed = harness.quantity(harness.SPEED | BITS, "1Gbit/s")
     g.add_argument("--between", type=speed, metavar="SPEED", help=why)
     for flag in ("--island", "--meet", "--secret-file", "--island-timeout"):
-        g.add_argument(flag, action=Gone, nargs="?", help=argparse.SUPPRESS)
+        g.add_argument(flag, type=gone, help=argparse.SUPPRESS)
 
 
 def settle(args):
     """Fill in what follows from --islands, in place: from here on --batch is that of one island.
-    Refuses flags that mean nothing."""
+    Refuses a batch that they can't share."""
     if args.islands == 1:
-        for name in ONLY_ISLANDS:
-            if getattr(args, name) is not None:
-                flag = name.replace("_", "-")
-                raise Refused(f"--{flag} means nothing without --islands 2 or more: leave it out")
         return args
     player.settle(args, EVERY)
     if args.batch % args.islands:
@@ -84,8 +76,6 @@ def check(args):
     if args.islands == 1:
         return
     player.check_flags(args)
-    if args.between and not (args.dry_run or args.plan):
-        raise Refused("--between means nothing without --dry-run or --plan: leave it out")
     if args.bias_rate:
         raise Refused("--bias-rate does not go with --islands: nobody averages the routers' biases")
     if args.only_sample:

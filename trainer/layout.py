@@ -167,7 +167,8 @@ def check_compile(args, config):
 
 def check_needed(args):
     """Refuse flags that mean nothing without another one."""
-    simulation = "tokens ranks gpu nodes_of intra inter matmul kernel timeline"
+    several = "between sync_every outer_lr outer_momentum stream stream_delay outer_bits"
+    simulation = "between tokens ranks gpu nodes_of intra inter matmul kernel timeline"
     for names, is_there, what in (
         ("cp_rings", args.cp_kind == "ring-ulysses", "--cp-kind ring-ulysses"),
         ("gather_again", args.sp, "--sp"),
@@ -178,6 +179,7 @@ def check_needed(args):
         ("profile", args.profile_to, "--profile-to FOLDER"),
         ("profile_to", args.profile, "--profile STEPS"),
         ("gpus", args.plan, "--plan"),
+        (several, args.islands > 1, "--islands 2 or more"),
         (simulation, args.dry_run or args.plan, "--dry-run"),
     ):
         for name in names.split():

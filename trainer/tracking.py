@@ -133,52 +133,35 @@ def profiled(run, steps, begin):
         yield step
         if step + 1 == last:
             profiler.stop()
-            with writing_traces(args):
-                write_trace(run, profiler)
+            profiler.export_chrome_trace(f"{args.profile_to}/rank{run.rank}.json")
             dist.barrier()
             if run.rank == 0:
-                with writing_traces(args):
-                    write_all(run)
+                merge_traces(run)
             run.restart_clock()
 
 
-@contextlib.contextmanager
-def writing_traces(args):
-    """Where a trace can't be written, or is cut short, say so; the run goes on."""
+def merge_traces(run):
+    """On rank 0: all ranks' traces on one time axis, as all.json. The rank is the process number
+    there. Where a disk is full, say so; the run goes on."""
+    folder, events = pathlib.Path(run.args.profile_to), []
     try:
-        yield
-    except (OSError, ValueError, RuntimeError) as e:
-        why = getattr(e, "strerror", None) or f"a trace is not whole: {str(e).splitlines()[0]}"
-        say(f"--profile-to {args.profile_to} can't be written ({why}); the run goes on")
-
-
-def write_trace(run, profiler):
-    """Write what this rank saw, under its rank as process number."""
-    path = pathlib.Path(run.args.profile_to, f"rank{run.rank}.json")
-    profiler.export_chrome_trace(str(path))
-    trace = json.loads(path.read_text())
-    name = {"ph": "M", "name": "process_name", "args": {"name": f"rank {run.rank}"}}
-    events = [name | {"pid": run.rank}]
-    for event in trace["traceEvents"]:
-        if type(event.get("pid")) is int and not event["name"].startswith("process_"):
-            event["pid"] = run.rank
-            if "id" in event:  # arrows from one event to another: of this rank
-                event["id"] = f"{run.rank}.{event['id']}"
-            events.append(event)
-    path.write_text(json.dumps(trace | {"traceEvents": events}))
-
-
-def write_all(run):
-    """On rank 0: all traces that lie in the folder, on one time axis."""
-    folder, events, trace = pathlib.Path(run.args.profile_to), [], {}
-    for rank in range(run.world):
-        path = folder / f"rank{rank}.json"
-        if path.exists():  # else it is on another machine
-            trace = json.loads(path.read_text())
-            events += trace["traceEvents"]
-    (folder / "all.json").write_text(json.dumps(trace | {"traceEvents": events}))
-    steps = "-".join(map(str, run.args.profile))
-    run.print(f"traces of steps {steps}: {folder / 'all.json'}")
+        for rank in range(run.world):
+            if not (folder / f"rank{rank}.json").exists():  # it is on another machine
+                continue
+            trace = json.loads((folder / f"rank{rank}.json").read_text())
+            name = {"ph": "M", "name": "process_name", "args": {"name": f"rank {rank}"}}
+            events.append(name | {"pid": rank})
+            for event in trace["traceEvents"]:
+                if type(event.get("pid")) is int and not event["name"].startswith("process_"):
+                    event["pid"] = rank
+                    if "id" in event:  # arrows from one event to another: of this rank
+                        event["id"] = f"{rank}.{event['id']}"
+                    events.append(event)
+        (folder / "all.json").write_text(json.dumps(trace | {"traceEvents": events}))
+    except (OSError, ValueError) as e:
+        say(f"--profile-to {folder} can't be written whole ({e}); the run goes on")
+    else:
+        run.print(f"traces of steps {run.args.profile}: {folder / 'all.json'}")
 
 
 # --- the log
@@ -238,22 +221,25 @@ def open_log(run, first):
     """Gives a function that writes a dict to --log-to and --wandb, and at the end to --plot; on
     rank 0 only. first: the first step."""
     args, places, rows = run.args, [], []
+    if run.rank > 0:
+        yield lambda row: None
+        return
     with contextlib.ExitStack() as stack:
-        if args.log_to and run.rank == 0:
+        if args.log_to:
             # Of the steps that the checkpoint has; later ones are taken again
             rows += read_log(args.log_to, first) if first else []
             log = Log(args.log_to, rows)
             stack.callback(log.close)
             places.append(log.write)
-        if args.wandb and run.rank == 0:
+        if args.wandb:
             import wandb
 
             tracker = stack.enter_context(wandb.init(project=args.wandb, config=vars(args)))
             places.append(lambda row: tracker.log(row, step=row["step"]))
-        if args.plot and run.rank == 0:
+        if args.plot:
             places.append(rows.append)
         yield lambda row: [write(row) for write in places]
-    if args.plot and run.rank == 0:
+    if args.plot:
         plot(rows, args.plot)
 
 
