@@ -111,10 +111,8 @@ class Saver:
         if not args.only_sample:
             self.header |= {"text": run.corpus.digest, "optimizer": args.optimizer}
             self.header["seed"] = args.seed
-        shape = {}
-        if args.shape:
-            shape = {"shape": {name: config[name] for name in args.shape}}
-        self.writer = checkpoint.Checkpoints(args.out, self.header | shape, args.keep)
+        shape = {name: config[name] for name in args.shape or ()}
+        self.writer = checkpoint.Checkpoints(args.out, self.header | {"shape": shape}, args.keep)
 
     def pieces(self, index=None, training=True):
         """All that a checkpoint has of this rank: weights, optimizer states, and the routers'
