@@ -54,10 +54,10 @@ CEILINGS = {
     "harness": 2918,
     "proof": 1809,
     "receipts": 2594,
-    "trainer": 2846,
+    "trainer": 2784,
     "simulator": 2114,
     "exercises": 300,
-    "tests": 14502,
+    "tests": 14485,
     "benchmarks": 3200,
 }
 DEMO = "# --- demo ---"
