@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 import harness
-from harness.start import ROOT
+from harness.missing import ROOT
 
 HEAD = f"{'':46s}{'ours':>9s}{'theirs':>9s}   ratio"
 

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 import harness
 import proof
 import train
-from harness import start
+from harness import missing
 from trainer import layout
 
 ALONE = "--sample 0 --eval-every 0 --quiet"  # train.py, without what follows the steps
@@ -228,8 +228,8 @@ def project_line():
     this = frame.f_code.co_filename
     while frame:
         file = frame.f_code.co_filename
-        if start.is_own(file) and file != this:
-            return f"{os.path.relpath(file, start.ROOT)}:{frame.f_lineno}"
+        if missing.is_own(file) and file != this:
+            return f"{os.path.relpath(file, missing.ROOT)}:{frame.f_lineno}"
         frame = frame.f_back
     return "a thread of autograd's"
 

@@ -20,13 +20,13 @@ class Message:
     """A work handle. It keeps the host's copy until wait(), which brings a received one to the
     tensor that it is for."""
 
-    def __init__(self, work, host, target=None):
+    def __init__(self, work, host, target):
         self.work, self.host, self.target = work, host, target
         self.arrived = False
 
-    def wait(self, *timeout):
+    def wait(self):
         if not self.arrived:  # gloo would wait for one more message
-            self.work.wait(*timeout)
+            self.work.wait()
             self.arrived = True
             if self.target is not None:
                 self.target.copy_(self.host)
@@ -40,34 +40,32 @@ class Message:
         return self.work._source_rank()
 
 
+def staged(post, receives):
+    """isend or irecv, by way of the host's memory where that is needed."""
+
+    def function(tensor, *args, **kwargs):
+        if not needs_host(tensor):
+            return post(tensor, *args, **kwargs)
+        host = tensor.detach().to("cpu", copy=True)
+        return Message(post(host, *args, **kwargs), host, tensor if receives else None)
+
+    return function
+
+
 def install():
-    """Replace isend, irecv, send and recv in this process. batch_isend_irecv uses the
-    first two."""
-    original = {name: getattr(dist, name) for name in ("isend", "irecv")}
+    """Replace isend, irecv, send and recv in this process. batch_isend_irecv uses the first two."""
+    isend, irecv = staged(dist.isend, False), staged(dist.irecv, True)
 
-    def isend(tensor, dst=None, group=None, tag=0, group_dst=None):
-        if not needs_host(tensor):
-            return original["isend"](tensor, dst, group, tag, group_dst)
-        host = tensor.detach().to("cpu", copy=True)
-        return Message(original["isend"](host, dst, group, tag, group_dst), host)
-
-    def irecv(tensor, src=None, group=None, tag=0, group_src=None):
-        if not needs_host(tensor):
-            return original["irecv"](tensor, src, group, tag, group_src)
-        host = tensor.detach().to("cpu", copy=True)
-        return Message(original["irecv"](host, src, group, tag, group_src), host, tensor)
-
-    def send(tensor, dst=None, group=None, tag=0, group_dst=None):
-        isend(tensor, dst, group, tag, group_dst).wait()
+    def send(tensor, *args, **kwargs):
+        isend(tensor, *args, **kwargs).wait()
 
     def recv(tensor, src=None, group=None, tag=0, group_src=None):
         message = irecv(tensor, src, group, tag, group_src)
         message.wait()
         if src is None and group_src is None:  # from whichever rank came first: say which
-            group = dist.group.WORLD if group is None else group
-            return dist.get_global_rank(group, message._source_rank())
+            return dist.get_global_rank(group or dist.group.WORLD, message._source_rank())
 
-    for function in (isend, irecv, send, recv):
-        setattr(dist, function.__name__, function)
+    for name, function in dict(isend=isend, irecv=irecv, send=send, recv=recv).items():
+        setattr(dist, name, function)
         # P2POp compares its operation with this module's functions
-        setattr(distributed_c10d, function.__name__, function)
+        setattr(distributed_c10d, name, function)

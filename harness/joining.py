@@ -22,12 +22,15 @@ import torch.distributed as dist
 
 from harness.refusal import Refused
 
+PAUSE = 0.1  # seconds between two questions to the store
+
 
 class Launched(NamedTuple):
     """What the launcher says of this rank."""
 
     rank: int
     world: int
+    local_rank: int
     local_world: int  # ranks on this machine
 
 
@@ -47,12 +50,12 @@ def launched():
     world = number("WORLD_SIZE", 1, 10**6)
     rank = number("RANK", 0, world - 1)
     local_world = number("LOCAL_WORLD_SIZE", 1, world, world)
-    number("LOCAL_RANK", 0, local_world - 1, 0)
+    local_rank = number("LOCAL_RANK", 0, local_world - 1, rank % local_world)
     if world > 1 and "STORE_FILE" not in os.environ:
         if not os.environ.get("MASTER_ADDR"):
             raise Refused("MASTER_ADDR is not set: set it to the first rank's host")
         number("MASTER_PORT", 1, 65535)
-    return Launched(rank, world, local_world)
+    return Launched(rank, world, local_rank, local_world)
 
 
 def number(name, least, most, default=None):
@@ -74,65 +77,74 @@ def place():
     return f"{os.environ['MASTER_ADDR']}, port {os.environ['MASTER_PORT']}"
 
 
-def join(rank, world, timeout):
+def join(me, timeout):
     """Meet the other ranks that the launcher started. Returns a store for this round alone."""
+    if me.world == 1:
+        return dist.HashStore()
     if "STORE_FILE" in os.environ:
-        return dist.FileStore(os.environ["STORE_FILE"], world)
+        return dist.FileStore(os.environ["STORE_FILE"], me.world)
     agent_has_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    store = connect(rank, world, timeout, is_master=rank == 0 and not agent_has_store)
+    store = connect(me.rank, timeout, is_master=me.rank == 0 and not agent_has_store)
     try:
-        if rank == 0:
-            return open_round(store, world, timeout)
-        return enter_round(store, rank, timeout)
+        if me.rank == 0:
+            return open_round(store, me.world, timeout)
+        return enter_round(store, me.rank, timeout)
     except RuntimeError as e:  # what a store raises
-        raise Refused(f"the store on {place()} went away before all ranks came", rank) from e
+        raise Refused(f"the store on {place()} went away before all ranks came", me.rank) from e
 
 
-def connect(rank, world, timeout, is_master):
+def connect(rank, timeout, is_master):
     """A client of the store where the ranks meet; on the master, the store itself."""
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     deadline = time.monotonic() + timeout.total_seconds()
     if not is_master:
         wait_for_listener(rank, address, port, deadline)
-    found = []
+    problems = []
 
     def attempt():
         try:
-            store = dist.TCPStore(
-                address, port, world, is_master, timeout=timeout, wait_for_workers=False
-            )
-            found.append(store)
+            options = {"is_master": is_master, "timeout": timeout, "wait_for_workers": False}
+            return dist.TCPStore(address, port, **options)
         except RuntimeError as e:
-            found.append(e)
+            problems.append(str(e).splitlines()[0])
 
     # A server that accepts and never answers would keep this waiting for longer than the timeout
+    store = within(max(1, deadline - time.monotonic()), attempt)
+    if store is None and is_master:
+        reason = (problems or ["no answer"])[0]
+        raise Refused(
+            f"this rank, the first, can't listen on {place()} ({reason}): set MASTER_PORT to a "
+            "free port"
+        )
+    if store is None:
+        problem = f"what listens on {place()} does not answer as a store"
+        raise Refused(f"{problem}: set MASTER_PORT to a free port", rank)
+    return store
+
+
+def within(seconds, work):
+    """What work() returns; None if it raises, or takes longer, as a store behind a cut link."""
+    results = []
+
+    def attempt():
+        with contextlib.suppress(Exception):
+            results.append(work())
+
     thread = threading.Thread(target=attempt, daemon=True)
     thread.start()
-    thread.join(max(1, deadline - time.monotonic()))
-    store = found[0] if found else RuntimeError("no answer")
-    if not isinstance(store, RuntimeError):
-        return store
-    if is_master and ("EADDRINUSE" in str(store) or "in use" in str(store)):
-        raise Refused(f"port {port} on {address} is in use: set MASTER_PORT to a free one")
-    if is_master:
-        reason = str(store).splitlines()[0]
-        raise Refused(f"this rank, the first, can't listen on {place()} ({reason})")
-    raise Refused(
-        f"what listens on {place()} does not answer as a store: set MASTER_PORT to a free port",
-        rank,
-    )
+    thread.join(seconds)
+    return results[0] if results else None
 
 
 def wait_for_listener(rank, address, port, deadline):
     """Return once something listens. A TCPStore would wait too, but it writes pages of frames."""
-    pauses = growing_pauses()
     while True:
         left = deadline - time.monotonic()
         try:
             return socket.create_connection((address, port), timeout=max(0.1, left)).close()
         except OSError as error:
             if left > 0:
-                time.sleep(min(next(pauses), left))
+                time.sleep(min(PAUSE, left))
                 continue
             if isinstance(error, socket.gaierror):
                 raise Refused(f"MASTER_ADDR {address} is not the name of a host", rank) from error
@@ -146,7 +158,6 @@ def open_round(store, world, timeout):
     this_round = dist.PrefixStore(f"round{current}", store)
     missing = list(range(1, world))
     deadline = time.monotonic() + timeout.total_seconds()
-    pauses = growing_pauses()
     while missing:
         if this_round.check([f"came{missing[0]}"]):
             missing.pop(0)
@@ -159,7 +170,7 @@ def open_round(store, world, timeout):
                 f"{world - len(missing)} of {world} ranks came to {place()} within "
                 f"{timeout.total_seconds():g} s; missing: {listed(missing)}"
             )
-        time.sleep(next(pauses))
+        time.sleep(PAUSE)
     tokens = [this_round.get(f"came{rank}").decode() for rank in range(1, world)]
     this_round.set("members", " ".join(tokens))
     return this_round
@@ -171,7 +182,6 @@ def enter_round(store, rank, timeout):
     token = uuid.uuid4().hex
     answered, this_round = 0, None
     deadline = time.monotonic() + timeout.total_seconds()
-    pauses = growing_pauses()
     while True:
         current = store.add("round", 0)
         if current > answered:
@@ -189,19 +199,11 @@ def enter_round(store, rank, timeout):
                     rank,
                 )
             # What is left of that round can't go on without the process that this one replaces
-            this_round.set("failed", str(rank))
+            this_round.add("failed", 1)
         if time.monotonic() > deadline:
             late = f"the first rank has not come to {place()} within {timeout.total_seconds():g} s"
             raise Refused(late, speaker=0 if answered else rank)
-        time.sleep(next(pauses))
-
-
-def growing_pauses(first=0.02, last=0.5):
-    """Seconds between two questions to the store: more and more, because all ranks ask it."""
-    pause = first
-    while True:
-        yield pause
-        pause = min(1.2 * pause, last)
+        time.sleep(PAUSE)
 
 
 def listed(ranks, most=8):
@@ -215,5 +217,5 @@ def agent_store(timeout=10.0):
     of this process alone if there is none."""
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         with contextlib.suppress(Refused):  # torchrun is ending
-            return connect(0, None, datetime.timedelta(seconds=timeout), is_master=False)
+            return connect(0, datetime.timedelta(seconds=timeout), is_master=False)
     return dist.HashStore()

@@ -41,3 +41,11 @@ def refuse(refused, rank):
         # Under torchrun the first rank to leave ends the others: the speaker needs time to print
         time.sleep(1)
     return refused.code
+
+
+def finish(code):
+    """End the process at once. In the interpreter's own exit gloo's threads can still abort it."""
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):  # the reader or the terminal may be gone
+            stream.flush()
+    os._exit(code)

@@ -25,7 +25,7 @@ from test_start import Torchrun, gone
 import harness
 import proof
 import train
-from harness import presets, start
+from harness import missing, presets, start
 from trainer import saving
 
 SMALL = (
@@ -171,7 +171,7 @@ def test_started_again_by_torchrun(text, tmp_path):
 
 def as_on_nccl():
     """gloo's own time-out comes a minute later: this process must see by itself that it hangs."""
-    start.WITHOUT_EXCEPTIONS.append("gloo")
+    missing.WITHOUT_EXCEPTIONS.append("gloo")
 
 
 @pytest.mark.parametrize("before", [lambda: None, as_on_nccl], ids=["gloo", "as-on-nccl"])

@@ -61,16 +61,21 @@ def test_right_variables(monkeypatch):
     assert joining.launched() is None
     for name, value in GOOD.items():
         monkeypatch.setenv(name, value)
-    assert joining.launched() == (1, 4, 2)
+    assert joining.launched() == (1, 4, 1, 2)
     monkeypatch.delenv("LOCAL_WORLD_SIZE")  # some launchers say only RANK and WORLD_SIZE
     monkeypatch.delenv("LOCAL_RANK")
-    assert joining.launched() == (1, 4, 4)
+    assert joining.launched() == (1, 4, 1, 4)
 
 
 @pytest.mark.parametrize("seconds", ["1e13", "1e300", "inf", "nan", "0", "-1"])
 def test_a_timeout_that_no_clock_can_count(capfd, monkeypatch, seconds):
     said = refused(capfd, monkeypatch, "ddp", "--timeout", seconds)
     assert re.search("more than 1,000,000|not a number of at least 0.1", said)
+
+
+def join(rank, world, seconds):
+    me = joining.Launched(rank, world, local_rank=0, local_world=1)
+    return joining.join(me, datetime.timedelta(seconds=seconds))
 
 
 class Meeting:
@@ -91,8 +96,7 @@ class Meeting:
 
         def work():
             try:
-                timeout = datetime.timedelta(seconds=seconds)
-                thread.result = joining.join(rank, world, timeout)
+                thread.result = join(rank, world, seconds)
             except Refused as e:
                 thread.result = e
 
@@ -214,7 +218,7 @@ def test_the_first_rank_alone_says_who_is_missing(ranks):
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
         os.environ.pop("STORE_FILE", None)
         with pytest.raises(Refused, match="1 of 3 ranks came .*missing: rank 1, rank 2"):
-            joining.join(0, 3, datetime.timedelta(seconds=0.5))
+            join(0, 3, 0.5)
 
     ranks(1, work)
 
@@ -225,10 +229,10 @@ def test_nothing_listens(ranks, rank, words):
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
         os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
         with pytest.raises(Refused, match=f"nothing answers on 127.0.0.1.*{words}"):
-            joining.join(rank, 2, datetime.timedelta(seconds=0.5))
+            join(rank, 2, 0.5)
         os.environ["MASTER_ADDR"] = "no-such-host.invalid"
         with pytest.raises(Refused, match="no-such-host.invalid is not the name of a host"):
-            joining.join(rank, 2, datetime.timedelta(seconds=0.5))
+            join(rank, 2, 0.5)
 
     ranks(1, work)
 
@@ -242,11 +246,24 @@ def test_a_server_that_says_nothing(ranks):
             os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
             begun = time.monotonic()
             with pytest.raises(Refused, match="does not answer as a store:"):
-                joining.join(1, 2, datetime.timedelta(seconds=0.5))
+                join(1, 2, 0.5)
             return time.monotonic() - begun
 
     [seconds] = ranks(1, work)
     assert seconds < 10  # it waited for minutes once
+
+
+def test_the_port_is_in_use(ranks):
+    def work(rank):
+        with socket.socket() as busy:
+            busy.bind(("127.0.0.1", 0))
+            busy.listen()
+            port = str(busy.getsockname()[1])
+            os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+            with pytest.raises(Refused, match=f"can't listen on .* port {port} .* in use.*: set"):
+                join(0, 2, 0.5)
+
+    ranks(1, work)
 
 
 def test_the_store_goes_away(ranks):

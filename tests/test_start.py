@@ -6,9 +6,7 @@ import pathlib
 import random
 import re
 import resource
-import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -25,8 +23,7 @@ from test_house import TECHNIQUES
 
 import ddp
 import harness
-import proof
-from harness import host_messages, start
+from harness import host_messages, joining, start
 
 ROOT = pathlib.Path(__file__).parent.parent
 
@@ -71,14 +68,6 @@ def test_wrong_number_of_ranks_under_torchrun(capfd, monkeypatch):
     assert "needs 8 processes and 4 were started: torchrun --nproc_per_node=8 train.py" in said
 
 
-def test_fewer_gpus_than_ranks(capfd, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
-    said = refused(capfd, monkeypatch, "train", "--dp", "2", "--tp", "2", "--pp", "2")
-    assert "8 ranks need 8 GPUs on nccl and this machine has 4" in said
-    assert "torchrun --nnodes=2 --nproc_per_node=4" in said
-    assert "--backend gloo --device cuda" in said
-
-
 def test_as_many_ranks_as_gpus(capfd, monkeypatch):
     """Without --nproc a demo takes 4 ranks, or one a GPU if there are fewer."""
     begun = []
@@ -90,19 +79,8 @@ def test_as_many_ranks_as_gpus(capfd, monkeypatch):
         ddp.main()
     assert begun == [2, 4, 4]
     said = refused(capfd, monkeypatch, "ddp", "--nproc", "4")
-    assert "--nproc 2 takes one rank a GPU" in said
-
-
-def test_port_in_use(tmp_path):
-    with socket.socket() as busy:
-        busy.bind(("127.0.0.1", 0))
-        busy.listen()
-        port = str(busy.getsockname()[1])
-        environment = dict(RANK="0", WORLD_SIZE="2", MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
-        done = Script(tmp_path, "ddp", SMALL, lambda: os.environ.update(environment))
-        assert done.end() == 2
-    [said] = done.output().splitlines()
-    assert f"port {port}" in said and "in use" in said
+    assert "4 ranks need 4 GPUs on nccl and this machine has 2" in said
+    assert "--backend gloo --device cuda" in said
 
 
 def test_under_torchrun(tmp_path):
@@ -118,14 +96,11 @@ def test_under_torchrun(tmp_path):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="a rank sees the death of its parent")
 def test_torchrun_with_its_default_of_one_process(tmp_path):
-    """The layout needs 2: train.py says so and starts them; and the curve is that of one process.
-    kill -9 of torchrun's agent: the run saves and leaves. A launch, because it is torchrun's own
-    processes that are killed."""
-    flags = [*SMALL, "--sample", "0", "--dtype", "float64", "--lr", "0.01", "--min-lr", "0.01"]
-    flags += ["--warmup", "0", "--prove", "0"]
-    out, log = tmp_path / "out", tmp_path / "two.jsonl"
-    long = ["--steps", "100000", "--tp", "2", "--out", str(out), "--log-to", str(log)]
-    run = Torchrun(tmp_path, "train", *flags, *long, ranks=1)
+    """The layout needs 2: train.py says so and starts them. kill -9 of torchrun's agent: the run
+    saves and leaves. A launch, because it is torchrun's own processes that are killed."""
+    out = tmp_path / "out"
+    long = [*SMALL, "--sample", "0", "--prove", "0", "--steps", "100000", "--tp", "2"]
+    run = Torchrun(tmp_path, "train", *long, "--out", str(out), ranks=1)
     [launcher] = run.wait_for("\nstep    5")
     ranks = children(launcher)
     assert len(ranks) == 2
@@ -134,13 +109,6 @@ def test_torchrun_with_its_default_of_one_process(tmp_path):
     assert "this layout needs 2 processes: starting them on this machine" in run.complaints()
     step = int(re.search(r"stopped by SIGTERM: step (\d+) is saved", run.output())[1])
     assert (out / f"step-{step:08d}" / "index.json").exists()
-    one = [*flags, "--steps", "5", "--log-to", str(tmp_path / "one")]
-    script = Script(tmp_path, "train", one, on_one_core)
-    assert script.end() == 0 and script.errors() == []
-    two, one = ([json.loads(line) for line in open(path)] for path in (log, tmp_path / "one"))
-    for a, b in zip(two[:5], one[:5], strict=True):
-        assert a["loss"] == pytest.approx(b["loss"], rel=1e-10)
-        assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-10)
 
 
 def gone(pids, seconds=10):
@@ -175,23 +143,18 @@ def test_interrupted(tmp_path, number, expected):
 
 
 def launch(work, world=2, before=lambda: None, **options):
-    """The process id of a fork that starts ranks: work(rank, connect) on each."""
+    """The process id of a fork that starts ranks: work(rank) on each."""
     sys.stdout.flush()
     pid = os.fork()
     if pid == 0:
-        code = 3
         usual_signals()
-        try:
+
+        def main():
             before()
-            code = start.start_ranks(work, world, **options)
-        except harness.Refused as e:
-            code = start.refuse(e, 0)
-        except KeyboardInterrupt:  # before it can handle any: as harness.script does
-            signal.signal(signal.SIGINT, signal.SIG_IGN)
-            start.say("interrupted by SIGINT")
-            code = 130
-        finally:
-            os._exit(code)
+            rank_work = lambda: work(joining.launched().rank)  # noqa: E731
+            start.finish(start.start_ranks(rank_work, world, **options))
+
+        start.script(main)
     return pid
 
 
@@ -199,55 +162,38 @@ def code_of(pid):
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
-def sleep_on(rank, connect):
+def sleep_on(rank):
     time.sleep(60)
 
 
-def kill(*numbers):
-    """Work on which rank r is ended by the r-th of these signals, if that is not None."""
-
-    def work(rank, connect):
-        if numbers[rank] is None:
-            return sleep_on(rank, connect)
-        return os.kill(os.getpid(), numbers[rank])
-
-    return work
+forks = pytest.mark.skipif(not start.can_fork(), reason="forks its ranks")
 
 
-@pytest.mark.skipif(not start.can_fork(), reason="forks its ranks")
+@forks
 @pytest.mark.parametrize(
-    "numbers, said",
+    "ends, said",
     [
-        ((signal.SIGKILL, None), "rank 0 was ended by SIGKILL"),
-        ((None, signal.SIGINT), "rank 1 was ended by SIGINT"),
-        ((None, signal.SIGHUP, None), "rank 1 was ended by SIGHUP"),
-        ((signal.SIGUSR1, signal.SIGTERM), "rank 0 was ended by SIGUSR1, rank 1 was ended by SIGT"),
+        ((-signal.SIGKILL, None), "rank 0 was ended by SIGKILL"),
+        ((None, -signal.SIGHUP, None), "rank 1 was ended by SIGHUP"),
+        ((-signal.SIGUSR1, -signal.SIGTERM), "rank 0 was ended by SIGUSR1, rank 1 was ended by SI"),
+        # Of those that end by themselves one lost its peer, one said why, one was a library's
+        ((start.LOST, 1, 7, None), "rank 2 ended with exit code 7; the others stop"),
     ],
 )
-def test_every_rank_that_is_ended_is_named(capfd, numbers, said):
-    assert code_of(launch(kill(*numbers), len(numbers), patience=0.3)) == 1
+def test_every_rank_that_is_ended_is_named(capfd, ends, said):
+    def work(rank):
+        code = 0 if ends[rank] is None else ends[rank]
+        if code < 0:
+            os.kill(os.getpid(), -code)
+        return code or sleep_on(rank)
+
+    assert code_of(launch(work, len(ends), patience=0.3)) == 1
     err = capfd.readouterr().err
     assert said in err and len(err.splitlines()) == 1
 
 
-@pytest.mark.skipif(not start.can_fork(), reason="forks its ranks")
-def test_a_killed_rank_is_named_after_others_that_ended(capfd):
-    """Processes that end at about the same time are seen in any order. One that lost its peer, one
-    that failed and said so, one that a library ended."""
-
-    def work(rank, connect):
-        if rank < 3:
-            return (start.LOST, 1, 7)[rank]
-        time.sleep(0.3)
-        return os.kill(os.getpid(), signal.SIGKILL)
-
-    assert code_of(launch(work, 4)) == 1
-    err = capfd.readouterr().err
-    assert "rank 2 ended with exit code 7, rank 3 was ended by SIGKILL; the others stop" in err
-
-
-@pytest.mark.skipif(not start.can_fork(), reason="forks its ranks")
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@forks
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize("moment", ["before", "after_in_parent", "after_in_child"])
 def test_a_signal_while_ranks_are_forked(capfd, number, moment):
     """At-fork hooks are where Python would swallow a KeyboardInterrupt."""
@@ -268,18 +214,14 @@ def test_a_signal_while_ranks_are_forked(capfd, number, moment):
     assert capfd.readouterr().err.endswith(f": interrupted by {number.name}\n")
 
 
-@pytest.mark.skipif(not start.can_fork(), reason="forks its ranks")
+@forks
 def test_ctrl_c_at_any_moment_and_again(capfd, tmp_path):
     """The whole group gets it, as from a terminal; some get it twice, or SIGTERM before."""
     chance = random.Random(3)
-
-    def work(rank, connect):
-        (tmp_path / "begun").touch()
-        time.sleep(60)
-
+    begun = tmp_path / "begun"
     for trial in range(12):
-        pid = launch(work, 3, lambda: (os.setpgid(0, 0), (tmp_path / "begun").touch()))
-        while not (tmp_path / "begun").exists():
+        pid = launch(sleep_on, 3, lambda: (os.setpgid(0, 0), begun.touch()))
+        while not begun.exists():
             time.sleep(0.001)
         time.sleep(chance.uniform(0.0, 0.08))
         if trial % 3 == 2:
@@ -288,113 +230,73 @@ def test_ctrl_c_at_any_moment_and_again(capfd, tmp_path):
         if trial % 3 == 1:
             time.sleep(chance.uniform(0, 0.02))
             os.kill(pid, signal.SIGINT)
-        code = code_of(pid)
-        err = capfd.readouterr().err
-        # Its first signal may come before it can handle any: then it ends by that
-        if code > 0:
-            assert code in (130, 143) and re.fullmatch(
-                r"\S+: interrupted by (SIGINT|SIGTERM)\n", err
-            )
-        else:
-            assert -code in (signal.SIGINT, signal.SIGTERM) or "KeyboardInterrupt" in err
-        (tmp_path / "begun").unlink()
+        code, err = code_of(pid), capfd.readouterr().err
+        # SIGTERM may come before the process can handle it: then it ends by that
+        assert code in (130, 143, -signal.SIGTERM)
+        assert code < 0 or re.fullmatch(r"\S+: interrupted by (SIGINT|SIGTERM)\n", err)
+        begun.unlink()
 
 
-@pytest.mark.skipif(not start.can_fork(), reason="forks its ranks")
+@forks
 def test_under_nohup_a_closed_terminal_ends_nothing(capfd):
-    def work(rank, connect):
-        time.sleep(0.5)
-        return 0
-
-    pid = launch(work, 2, lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN))
+    ignore = lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN)  # noqa: E731
+    pid = launch(lambda rank: time.sleep(0.5) or 0, 2, ignore)
     time.sleep(0.2)
     os.kill(pid, signal.SIGHUP)
     assert code_of(pid) == 0 and capfd.readouterr().err == ""
 
 
-@pytest.mark.skipif(not start.can_fork(), reason="forks its ranks")
-def test_no_more_processes(capfd):
-    """The limit of processes does not bind root: the third fork fails here."""
+@forks
+def test_no_more_processes(capfd, tmp_path):
+    """The limit of processes does not bind root: the third fork fails here. The store, in which
+    ranks meet, leaves no file."""
 
     def before():
-        fork, calls = os.fork, []
-
-        def planted():
-            calls.append(None)
-            if len(calls) == 3:
-                raise OSError(11, "Resource temporarily unavailable")
-            return fork()
-
-        os.fork = planted
+        fork, calls, tempfile.tempdir = os.fork, iter(range(9)), str(tmp_path)
+        os.fork = lambda: fork() if next(calls) < 2 else os.open("/no/such/folder", 0)
 
     assert code_of(launch(sleep_on, 4, before)) == 2
     [said] = capfd.readouterr().err.splitlines()
-    assert "rank 2 of 4 can't be started (Resource temporarily unavailable): start fewer" in said
+    assert "rank 2 of 4 can't be started (No such file or directory): start fewer ranks" in said
+    assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.skipif(not start.can_fork(), reason="forks its ranks")
-@pytest.mark.parametrize("how", ["SIGTERM", "a failing rank", "well"])
-def test_the_store_leaves_no_file(tmp_path, how):
-    """The ranks do meet in it."""
-    (tmp_path / "temporary").mkdir()
-
-    def work(rank, connect):
-        store = connect(rank, 2)
-        store.set(f"rank{rank}", str(os.getpid()))
-        store.wait([f"rank{1 - rank}"])
-        (tmp_path / f"met{rank}").touch()
-        if how != "well":
-            time.sleep(60 if how == "SIGTERM" else 0.1)
-        return int(how == "a failing rank")
-
-    def before():
-        tempfile.tempdir = str(tmp_path / "temporary")
-
-    pid = launch(work, 2, before)
-    deadline = time.monotonic() + 20
-    while not (tmp_path / "met0").exists() or not (tmp_path / "met1").exists():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    if how == "SIGTERM":
-        os.kill(pid, signal.SIGTERM)
-    assert code_of(pid) == {"SIGTERM": 143, "a failing rank": 1, "well": 0}[how]
-    assert list((tmp_path / "temporary").iterdir()) == []
+def fill_memory(kind):
+    limit = 2**32 + 2**31
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    return torch.zeros(limit) if kind == "tensor" else bytearray(limit)
 
 
-def fails_on_one_rank(error, world=3):
-    """Work on which rank 1 raises an error while the others wait for it."""
+def fill_gpu():
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB\n...")
 
-    def work(rank, connect):
+
+@pytest.mark.skipif(sys.platform != "linux", reason="limits the address space")
+@pytest.mark.parametrize(
+    "error, words",
+    [
+        (lambda: 1 // 0, "failed:"),
+        (lambda: fill_memory("tensor"), "is out of memory ("),
+        (lambda: fill_memory("bytes"), "is out of memory ("),
+        (fill_gpu, r"is out of memory (CUDA out of memory. Tried to allocate 2.00 GiB): give it"),
+    ],
+)
+def test_a_failing_rank_is_named_once(capfd, error, words):
+    """The other ranks, which wait for it, end too, and have no word."""
+
+    def work(rank):
         def fail(rank, world, device):
             if rank == 1:
                 error()
             dist.all_reduce(torch.zeros(1))
 
-        args = harness.parser("").parse_args([])
-        args.device, args.backend = "cpu", "gloo"
-        return start.one_rank(fail, args, rank, world, connect)
+        args = harness.parser("").parse_args("--device cpu --backend gloo".split())
+        return start.one_rank(fail, args)
 
-    return work
-
-
-def test_a_failing_rank_is_named_once(capfd):
-    def error():
-        raise ZeroDivisionError("planted")
-
-    assert code_of(launch(fails_on_one_rank(error), 3)) == 1
-    assert capfd.readouterr().err.count("rank 1 failed") == 1
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="limits the address space")
-@pytest.mark.parametrize("allocate", ["torch.zeros(2**31)", "bytearray(2**33)"])
-def test_no_more_memory_on_one_rank(capfd, allocate):
-    def error():
-        resource.setrlimit(resource.RLIMIT_AS, (2**32 + 2**31, 2**32 + 2**31))
-        eval(allocate)
-
-    assert code_of(launch(fails_on_one_rank(error), 3)) == 1
-    [said] = capfd.readouterr().err.splitlines()
-    assert "rank 1 is out of memory (" in said and "more --microbatches" in said
+    assert code_of(launch(work, 3)) == 1
+    err = capfd.readouterr().err
+    assert f"rank 1 {words}" in err and err.count("rank ") == 1
+    assert "more --microbatches" in err or "ZeroDivisionError" in err
 
 
 def on_one_core():
@@ -452,25 +354,6 @@ def test_fresh_ranks_end_with_their_launcher(tmp_path, number):
     if number == signal.SIGINT:
         assert script.errors() == ["ddp.py: interrupted by SIGINT"], script.output()
         assert "Traceback" not in script.output()
-
-
-def test_out_of_memory(tmp_path):
-    """One sentence that says what to change; the other ranks end too, and wait for nobody."""
-
-    def full():
-        check = proof.Run.check
-
-        def planted(run, *args, **kwargs):
-            if run.step == 1 and run.rank == 1:
-                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB\n...")
-            return check(run, *args, **kwargs)
-
-        proof.Run.check = planted
-
-    done = Script(tmp_path, "ddp", [*SMALL, "--nproc", "2"], full)
-    assert done.end() == 1
-    [said] = done.errors()
-    assert "rank 1 is out of memory" in said and "2.00 GiB" in said and "--microbatches" in said
 
 
 def through_the_host():
@@ -562,13 +445,3 @@ def test_forks_may_use_autograd_after_fake_tensors(how):
         assert done.returncode == 0, done.stderr
     else:
         assert "fork-based multiprocessing" in done.stderr
-
-
-def test_a_network_interface_without_an_address():
-    """In a network namespace of its own, whose loopback interface is down."""
-    command = ["unshare", "--net", sys.executable, "ddp.py", "--nproc", "2", "--steps", "1"]
-    if not shutil.which("unshare") or os.geteuid() != 0:
-        pytest.skip("taking the network away needs root and the command unshare (util-linux)")
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    said = [line for line in done.stderr.splitlines() if "starting" not in line]
-    assert done.returncode == 2 and len(said) == 1 and "interface lo has no address" in said[0]
