@@ -51,13 +51,13 @@ BUDGETS = {
     "benchmarks": 2500,
 }
 CEILINGS = {
-    "harness": 2918,
+    "harness": 2805,
     "proof": 1809,
     "receipts": 2594,
     "trainer": 2784,
     "simulator": 2114,
     "exercises": 300,
-    "tests": 14485,
+    "tests": 14375,
     "benchmarks": 3200,
 }
 DEMO = "# --- demo ---"
