@@ -33,7 +33,7 @@ import torch
 import harness
 import zero_bubble
 from benchmarks.on_gpu import ALONE, GPT2, STEPS, WARM_UP
-from harness.start import ROOT
+from harness.missing import ROOT
 from trainer import tracking
 
 SMALL = "--width 32 --context 32"  # of the model on CPUs

@@ -14,7 +14,7 @@ import tempfile
 import time
 
 import harness
-from harness.start import ROOT
+from harness.missing import ROOT
 
 MODEL = "--experts 4 --dtype float64 --batch 16 --microbatches 4 --prove 0 --sample 0 --quiet"
 MODEL += " --device cpu"

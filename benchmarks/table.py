@@ -13,7 +13,7 @@ import sys
 
 import benchmarks
 import harness
-from harness.start import ROOT
+from harness.missing import ROOT
 
 ROWS = [  # script and flags, the pair of vs_torch
     ("ddp.py", "ddp"),
