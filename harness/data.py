@@ -141,9 +141,9 @@ def find(source, folder):
     if source == "shakespeare":
         return [shakespeare(folder)]
     path = pathlib.Path(source)
-    if path.is_dir():
+    if os.path.isdir(source):
         return walk(path)
-    if not path.is_file():
+    if not os.path.isfile(source):
         advice = "give a text file, a folder of them, stdlib or shakespeare"
         raise Refused(f"--data {source}: there is no such file or folder; {advice}")
     return [path]

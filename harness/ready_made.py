@@ -12,6 +12,7 @@ vocabulary: a file of the other dtype, or of another tokenizer, does not pass fo
 """
 
 import hashlib
+import os
 import pathlib
 
 import numpy as np
@@ -28,7 +29,7 @@ SPOTS, SPOT = 64, 4096  # the sample: 64 places, and 4,096 tokens at each
 def is_ready_made(source):
     """Whether --data is a file of tokens, or a folder with one."""
     path = pathlib.Path(source)
-    if path.is_dir():
+    if os.path.isdir(source):
         return file_of(path, "train") is not None
     return path.suffix in SUFFIXES
 

@@ -5,22 +5,15 @@ import torch
 import torch.distributed as dist
 
 from harness import initialize
-from harness.flags import (
-    DTYPES,
-    MEGABYTES,
-    POSITIVE,
-    UNSCALED,
-    Refused,
-    check_batch,
-    precision_flags,
-)
+from harness.flags import DTYPES, MEGABYTES, UNSCALED, check_batch, count
+from harness.refusal import Refused
 
 
 def add_flags(group, bucket_mb, ranks_flag, dtypes=UNSCALED):
     """bucket_mb: the default of --bucket-mb; None: no such flag. ranks_flag: what the script calls
     the size of a group that splits a copy. dtypes: names of weights' types"""
     why = "ZeRO within groups of N ranks, such as a node, and copies across them (HSDP)"
-    group.add_argument(ranks_flag, **POSITIVE, help=why)
+    group.add_argument(ranks_flag, type=count(2), metavar="N", help=why)
     if bucket_mb is not None:
         why = "of a bucket: large ones send faster, small ones start earlier"
         group.add_argument("--bucket-mb", **MEGABYTES, default=bucket_mb, help=why)
@@ -30,7 +23,16 @@ def add_flags(group, bucket_mb, ranks_flag, dtypes=UNSCALED):
     group.add_argument("--keep-gathered", action="store_true", help=why)
     why = "master weights and optimizer states in the host's memory"
     group.add_argument("--offload", action="store_true", help=why)
-    precision_flags(group, dtypes)
+    scaled = ", and float16 scales the loss" if "float16" in dtypes else ""
+    why = (
+        "type of weights, gradients and activations; the optimizer's copy of the weights stays in "
+        f"--dtype{scaled} (default: --dtype)"
+    )
+    group.add_argument("--param-dtype", choices=dtypes, help=why)
+    why = "type in which gradients are summed over ranks and micro-batches (default: --param-dtype)"
+    group.add_argument("--reduce-dtype", choices=dtypes, help=why)
+    why = "on GPUs, compute products of float32 matrices in TF32: faster, rounded to 11 bits"
+    group.add_argument("--tf32", action="store_true", help=why)
 
 
 def check(args, stage):
@@ -49,11 +51,10 @@ def check_ranks(flag, size, ranks, where, stage, stage_flag):
         return
     if stage == 0:
         raise Refused(f"{flag} means nothing in stage 0, which splits nothing: use {stage_flag} 1")
-    if ranks % size or size == 1:
-        sizes = [str(n) for n in range(2, min(ranks, 10_000) + 1) if ranks % n == 0]
-        hint = f"use {' or '.join(sizes[:8])}" if sizes else "leave it out"
-        problem = "splits nothing" if size == 1 else f"does not divide {where}"
-        raise Refused(f"{flag} {size} {problem}: {hint}")
+    if ranks % size:
+        sizes = [str(n) for n in range(2, min(ranks, 64) + 1) if ranks % n == 0]
+        hint = f"use {' or '.join(sizes)}" if sizes else "leave it out"
+        raise Refused(f"{flag} {size} does not divide {where}: {hint}")
 
 
 def check_world(args, world):

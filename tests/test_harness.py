@@ -103,7 +103,7 @@ def refused(capfd, monkeypatch, script, *flags):
         (
             "train",
             "--dp 2 --microbatches 3",
-            "--batch 16.*2 data-parallel ranks x 3.*--microbatches could be 1, 2, 4, 8",
+            "--batch 16.*2 data-parallel ranks x 3.*--batch could be 18",
         ),
         ("train", "--compile --recompute half", "does not go with --recompute half.*selective"),
         ("train", "--preset gpt5", "unknown preset 'gpt5'.*tiny"),

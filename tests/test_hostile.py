@@ -23,7 +23,7 @@ BENCHMARKS = ["collectives", "context", "experts", "one_curve", "pictures", "pip
 BENCHMARKS += ["published", "table", "vs_torch", "gpu", "scaling"]
 SCRIPTS = [*TECHNIQUES, "train"] + [f"benchmarks.{name}" for name in BENCHMARKS]
 
-NUMBERS = ["0", "-1", "1", "3", "1e308", "nan", "inf", "1" + "0" * 18, "1" + "0" * 30, "9" * 5000]
+NUMBERS = ["0", "-1", "1", "3", "1e308", "nan", "inf", "1" + "0" * 8, "9" * 5000]
 TEXTS = ["/dev/full", "PIPE", "FOLDER", "x" * 5000, "FOLDER/" + "ä" * 127, "ä∞", "\udcff", "="]
 VALUES = ["", *NUMBERS, *TEXTS]
 
@@ -96,7 +96,7 @@ def tries(name, parser):
     for flag in ("--plan", "--dry-run", "--compare", "--fit"):
         if flag in parser._option_string_actions:
             for size in ("--batch", "--layers", "--width", "--microbatches", "--nproc", "--seed"):
-                for value in ("0", "3", "1" + "0" * 9, "1" + "0" * 18):
+                for value in ("0", "3", "1" + "0" * 8):
                     yield [flag, size, value]
 
 
@@ -152,27 +152,25 @@ HUGE = "1" + "0" * 9
 @pytest.mark.parametrize(
     "script, flags, words",
     [
-        ("train", f"--width {HUGE} --heads 1", "weights and gradients|more than tensors"),
+        ("train", f"--width {HUGE} --heads 1", "not a whole number of .* at most 100,000,000"),
+        ("train", "--width 100000000 --heads 1", "gradients and weights of"),
         ("train", "--layers 1000000", "1,000,000 layers, as objects alone, take at least 40 GB"),
-        ("train", f"--context {HUGE}", "weights and gradients of 128,000,826,240 parameters"),
-        ("ddp", f"--context {HUGE} --family llama --batch 400", "a batch of 400 sequences"),
-        ("tensor_parallel", f"--batch {HUGE}", "a batch of 1,000,000,000 sequences"),
-        ("ddp", f"--batch {HUGE}", "a batch of 1,000,000,000 sequences"),
-        ("train", "--experts 1000000", "weights and gradients of 524,800,315,776 parameters"),
+        ("train", "--context 100000000", "gradients and weights of 12,800,826,240 parameters"),
+        ("ddp", "--context 100000000 --family llama --batch 400", "a batch of 400 sequences"),
+        ("tensor_parallel", "--batch 100000000", "a batch of 100,000,000 sequences"),
+        ("train", "--experts 1000000", "gradients and weights of 524,800,315,776 parameters"),
         ("pipeline", "--schedule interleaved --chunks 1000000", "a schedule of"),
         ("pipeline", "--compare --chunks 1000000", "a schedule of"),
         ("expert_parallel", "--chunks 1000000", "a micro-batch has 1,024 tokens"),
         ("train", "--ep 2 --dp 2 --experts 2 --expert-chunks 1000000", "has 2,048 tokens"),
-        ("train", "--vocab 1000000000000", "weights and gradients"),
-        ("train", "--bucket-mb 1e308", "more than 1,000,000,000,000"),
-        ("ddp", "--timeout 1e308", "more than 1,000,000"),
+        ("train", "--bucket-mb 1e308", "at most 1,000,000,000,000"),
+        ("ddp", "--timeout 1e308", "at most 1,000,000"),
         ("collectives", "--nproc 1000000", "1,000,000 ranks take"),
         ("train", "--dry-run --gpu x=0GB,0TFLOP/s,0TB/s", "not known"),
-        ("train", f"--dry-run --dp {HUGE} --batch {HUGE}", "ranks: a dry run takes at most"),
+        ("train", "--dry-run --dp 1000000 --batch 1000000", "ranks: a dry run takes at most"),
         ("expert_parallel", "--capacity 0", "drops every token"),
         ("train", "--plan --gpus 7 --batch 8", "--batch 14 or --gpus 6, 4, 3"),
         ("sequence_parallel", "--experts 2 --context 3 --nproc 2", "use --context 4"),
-        ("ddp", "--data pipe", "a device or a pipe"),
         ("ddp", "--data=", "--data is empty"),
         ("ddp", "--json pipe", "a device or a pipe: give a file"),
         ("ddp", "--json folder", "a folder: give a file"),

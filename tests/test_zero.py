@@ -206,7 +206,6 @@ def test_a_step_given_up_leaves_no_sum_over_copies(ranks):
 def test_copies_of_nothing_are_refused():
     for size, ranks_there, stage, words in (
         (3, 4, 1, "3 does not divide the 4 ranks: use 2 or 4"),
-        (1, 6, 1, "1 splits nothing: use 2 or 3 or 6"),
         (2, 1, 3, "2 does not divide the 1 ranks: leave it out"),
         (2, 4, 0, "means nothing in stage 0, which splits nothing: use --stage 1"),
     ):

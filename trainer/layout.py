@@ -92,7 +92,7 @@ def prepare(args):
 def check_memory(args, config):
     """Refuse what this machine can't hold, before anything is made."""
     if args.dry_run or args.plan:  # which take no memory for tensors
-        memory.check_sizes(args, config)
+        memory.check_layers(config)
         return
     world = args.dp * args.cp * args.tp * args.pp
     memory.check(args, world, islands.copies(args) if args.ep == 1 else 1)
