@@ -215,7 +215,7 @@ def test_fused_operations_move_fewer_bytes():
 @pytest.mark.parametrize(
     "size, said",
     [
-        ("--context 1000000000", "pieces of work, more than"),
+        ("--context 100000000", "pieces of work, more than"),
         ("--batch 20000 --microbatches 20000", "pieces of work, more than"),
         ("--batch 100000000 --microbatches 100000000", "micro-batches: a dry run takes at most"),
         ("--dp 1000000 --batch 1000000", "1,000,000 ranks: a dry run takes at most 131,072"),
