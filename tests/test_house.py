@@ -51,13 +51,13 @@ BUDGETS = {
     "benchmarks": 2500,
 }
 CEILINGS = {
-    "harness": 2805,
+    "harness": 2734,
     "proof": 1809,
     "receipts": 2594,
     "trainer": 2784,
     "simulator": 2114,
     "exercises": 300,
-    "tests": 14375,
+    "tests": 14372,
     "benchmarks": 3200,
 }
 DEMO = "# --- demo ---"
