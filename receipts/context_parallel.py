@@ -171,21 +171,10 @@ def notes(tile, ring, ulysses, context, tokens, zigzag):
     n = ring * ulysses
     even = " ".join(f"{share:.0%}" for share in shares(tile, ring, tokens * ulysses, zigzag))
     padding = tokens * n - context
-    lines = [
+    return [
         f"{context} tokens: {tokens} a rank, {padding} padding in all; r = {n - 1}/{n}",
         f"work of attention, of an even share, by rank of the ring: {even}",
     ]
-    if ring > 1:
-        zigzags = [work(tile, rank, ring, 2) for rank in (0, ring - 1)]
-        runs = [work(tile, rank, ring, 2, zigzag=False) for rank in (0, ring - 1)]
-        text = (
-            f"zigzag {zigzags[0]} and {zigzags[1]} chunk pairs, contiguous {runs[0]} and {runs[1]}"
-        )
-        lines.append(f"  first and last rank: {text}")
-        lines.append(
-            "the ring hides its traffic where T/N > (C_kv / C) e f / w, of flop/s and byte/s"
-        )
-    return lines
 
 
 # --- the picture

@@ -139,7 +139,7 @@ class Report:
         """Print how often experts were chosen, and draw it where --plot asks for that."""
         load = torch.stack(self.loads)  # (steps, layers, E)
         dist.all_reduce(load)
-        self.run.print("\n" + heat_map(load.cpu(), self.sizes))
+        self.run.print("\n" + load_table(load.cpu()))
         if self.run.args.plot and self.run.rank == 0:
             plot(self.run.args.plot, load.cpu(), self.sizes)
 
@@ -176,35 +176,15 @@ class Report:
         return notes
 
 
-def heat_map(load, sizes):
-    """The load (steps, layers, E) as text: each expert's share of an even one over the run, and
-    each rank's step by step."""
-
-    def shade(share):
-        return " ░▒▓█"[min(4, round(2 * share))]
-
-    steps, layers, experts = load.shape
+def load_table(load):
+    """The load (steps, layers, E) over the run, as text: a row a layer, of each expert the percent
+    of an even share."""
+    load = load.sum(0)
     # A router without a gradient has counted nothing: shares of 0
-    totals = load.sum((0, 2)).clamp(min=1)
-    share = load.sum(0) / totals.unsqueeze(1) * experts  # (layers, E), 1 is even
-    lines = ["load of experts over the run, percent of an even share    "]
-    lines[0] += "shades: ░ 50  ▒ 100  ▓ 150  █ 200 and more"
-    narrow = experts > 16
-    if not narrow:
-        lines.append("  expert   " + "".join(f"{i:7d}" for i in range(experts)))
-    for i, row in enumerate(share.tolist()):
-        lines.append(
-            f"  layer {i:3d}  "
-            + "".join(shade(v) if narrow else f"  {shade(v)} {100 * v:3.0f}" for v in row)
-        )
-    ranks = torch.stack([part.sum((1, 2)) for part in load.split(sizes, dim=2)])  # (N, steps)
-    ranks = ranks / ranks.sum(0).clamp(min=1) * len(sizes)
-    lines.append("load of ranks, all layers, step by step")
-    for i, row in enumerate(ranks.tolist()):
-        every = -(-steps // 80)
-        text = "".join(map(shade, row[::every]))
-        share = f"{100 * sum(row) / steps:.0f}% of an even share"
-        lines.append(f"  rank {i:4d}  {text}  {sizes[i]} experts, {share}")
+    shares = load / load.sum(1, keepdim=True).clamp(min=1) * load.shape[1]
+    lines = ["load of experts over the run, percent of an even share"]
+    for i, row in enumerate(shares.tolist()):
+        lines.append(f"  layer {i:3d}  " + "".join(f"{100 * share:5.0f}" for share in row))
     return "\n".join(lines)
 
 
