@@ -17,7 +17,6 @@ from harness.presets import parameter_shapes
 from proof import hypotheses
 from proof.tolerance import TOLERANCE
 
-REPLAYED = 10  # steps in which the first wrong gradient is looked for
 MOST_SHARES = 8  # ranks whose own rows are tried as an explanation
 
 
@@ -27,15 +26,16 @@ MOST_SHARES = 8  # ranks whose own rows are tried as an explanation
 class Notes:
     """What a run notes of the steps that are compared, while it is `on`.
 
-    outputs, summaries    of each step: {name: [marks]}, {name: summary of its gradient}
-    first_rows            sample numbers of each micro-batch of this rank's first step
-    gradients             those of the first step, then of the last
-    named                 the latest function that `check` got
+    outputs     of each step: {name: [marks]}
+    squares     of each step: the sum of squares of this rank's gradients
+    first_rows  sample numbers of each micro-batch of this rank's first step
+    first_gradients, gradients    of the first step, and of the last
+    named       the latest function that `check` got
     """
 
     def __init__(self):
         self.on = False
-        self.outputs, self.summaries, self.first_rows = [], [], []
+        self.outputs, self.squares, self.first_rows = [], [], []
         self.named, self.gradients = lambda: [], {}  # a rank may have no gradients to compare
 
     def begin(self, on):
@@ -65,10 +65,10 @@ class Notes:
         """The gradients of a step, when they are complete. keep: they are compared later."""
         self.named = named
         gradients = {name: p.grad for name, p in named() if p.grad is not None}
-        self.summaries.append({name: summary(g) for name, g in gradients.items()})
+        self.squares.append([g.double().square().sum() for g in gradients.values()])
         if keep:
             self.gradients = {name: g.clone() for name, g in gradients.items()}
-        if len(self.summaries) == 1:
+        if len(self.squares) == 1:
             self.first_gradients = self.gradients
 
 
@@ -99,40 +99,10 @@ def basis(width):
     return torch.randn(width, 4, generator=generator, dtype=torch.float64) / width**0.5
 
 
-def summary(gradient):
-    """A gradient's norm and sum, by which two of them can be told apart: (2,), float64."""
-    gradient = gradient.detach().double()
-    return torch.stack((gradient.norm(), gradient.sum()))
-
-
 # --- the diagnosis
 
 
-class Replay:
-    """What rank 0 keeps when it trains the reference once more.
-
-    gradients   [{name: gradient}] of the first REPLAYED steps
-    outputs     [{name: [marks]}] of each step
-    partial     {part of the batch: {name: gradient}} of the first step, see partial_rows
-    """
-
-    def __init__(self):
-        self.gradients, self.outputs, self.partial = [], [], {}
-
-    def train(self, run, alone, steps):
-        """Train `alone`, a one_process.Trainee."""
-        notes = Notes()
-        notes.watch(alone.model)
-        for step in range(steps):
-            notes.begin(on=True)
-            [rows] = run.microbatches(step, pieces=1)
-            alone.train(step, rows, run.count)
-            if step < REPLAYED:
-                self.gradients.append(alone.gradients)
-        self.outputs = notes.outputs
-
-
-def diagnose(run, notes, differences, parameters, tensors, reference, replay, curve):
+def diagnose(run, notes, differences, parameters, tensors, reference, outputs, partial, curve):
     """What a receipt says about a proof that failed: (the first thing that is off, findings).
 
     A finding is a dict: tensor, kind, rank, piece, error, step, cause. There are at most five, the
@@ -143,10 +113,11 @@ def diagnose(run, notes, differences, parameters, tensors, reference, replay, cu
                  a gradient of the first step, "grad", one of the last, and "param", a weight
     parameters   {name: parameter} that this rank holds
     tensors, reference    {kind: {name: tensor}} of this rank and, on rank 0, of one process
-    replay       rank 0's Replay
+    outputs      as of Notes, of one process, on rank 0
+    partial      {part of the batch: {name: gradient} of it, on rank 0}: see partial_rows
     curve        (loss, norm) of each step of one process
     """
-    findings = []
+    findings, step_of = [], {"first": 1, "grad": len(curve), "param": None}
     for kind, name in worst_tensors(run, differences):
         p, actual = parameters.get(name), tensors[kind].get(name)
         whole = from_first(run, reference.get(kind, {}).get(name))
@@ -155,22 +126,21 @@ def diagnose(run, notes, differences, parameters, tensors, reference, replay, cu
             "held": p is not None,
             "piece": "" if p is None else piece_of(run, p),
             "error": differences.get((kind, name), 0.0),
-            "step": first_step(run, notes, name, p, replay),
-            "causes": causes(run, p, whole, actual, kind, name, replay),
+            "causes": causes(run, p, whole, actual, kind, name, partial),
         }
         finding = {"tensor": name, "kind": "weight" if kind == "param" else "gradient"}
-        findings.append(finding | verdict(run, run.gather(facts), kind))
-    return first_off(run, notes, replay.outputs, findings, parameters, curve), findings
+        finding |= {"step": step_of[kind]} | verdict(run, run.gather(facts), kind)
+        findings.append(finding)
+    return first_off(run, notes, outputs, findings, parameters, curve), findings
 
 
 def worst_tensors(run, differences):
     """The (kind, name) to look at: see `diagnose`. Gradients of the first step say most, because
     a wrong step makes all that follow wrong."""
     largest = {}
-    for of_rank in run.gather(differences):
-        for key, error in of_rank.items():
-            if not error <= limit_of(run, key[0]):
-                largest[key] = max(error, largest.get(key, 0.0))
+    for key, error in over_ranks(run, differences).items():
+        if key[0] in ("first", "grad", "param") and error > limit_of(run, key[0]):
+            largest[key] = error
     kinds = {kind for kind, _ in largest}
     kind = next((kind for kind in ("first", "grad", "param") if kind in kinds), None)
     names = [name for of_kind, name in largest if of_kind == kind]
@@ -185,7 +155,7 @@ def worst_tensors(run, differences):
     return [(kind, name) for name in worst]
 
 
-def causes(run, p, whole, actual, kind, name, replay):
+def causes(run, p, whole, actual, kind, name, partial):
     """The hypotheses that explain this rank's piece of a tensor, the likeliest first. All ranks
     call it: some hypotheses are about the sum of all pieces."""
     found, shape = [], None
@@ -202,7 +172,7 @@ def causes(run, p, whole, actual, kind, name, replay):
             if close(run, total, expected):
                 found.append(hypotheses.PARTIAL.format(group_name))
     if kind == "first":
-        found += parts_of_batch(run, p, actual, name, replay)
+        found += parts_of_batch(run, p, actual, name, partial)
     return found
 
 
@@ -250,12 +220,12 @@ def partial_rows(run, notes):
     return parts
 
 
-def parts_of_batch(run, p, actual, name, replay):
+def parts_of_batch(run, p, actual, name, partial):
     """The hypothesis that a gradient is of a part of the batch alone, if it is. All ranks call it.
 
     ZeRO's gradients are gathered from shards: each element may be of another rank's rows."""
     found, explained = [], None
-    for part, gradients in replay.partial.items():
+    for part, gradients in partial.items():
         whole = from_first(run, gradients.get(name))
         if p is None:
             continue
@@ -272,14 +242,12 @@ def parts_of_batch(run, p, actual, name, replay):
 
 def padding_only(run, p, actual, expected):
     """Whether only the zeros that pad this rank's piece are off."""
-    inside = torch.zeros_like(expected, dtype=torch.bool)
-    sizes = list(expected.shape)
-    for dim, (_, _, size) in placement(p)["cuts"].items():
-        sizes[dim] = size
-    inside[tuple(slice(size) for size in sizes)] = True
-    if inside.all() or close(run, actual, expected):
+    if close(run, actual, expected):
         return False
-    return close(run, actual[inside], expected[inside])
+    inside, right = actual, expected
+    for dim, (_, _, size) in placement(p)["cuts"].items():
+        inside, right = inside.narrow(dim, 0, size), right.narrow(dim, 0, size)
+    return inside.numel() == 0 or inside.shape != actual.shape and close(run, inside, right)
 
 
 def piece_of(run, p):
@@ -292,32 +260,15 @@ def piece_of(run, p):
     return "; ".join(words)
 
 
-def first_step(run, notes, name, p, replay):
-    """The first step, counted from 1, whose gradient differs on this rank; None if none does."""
-    found = None
-    for step, summaries in enumerate(notes.summaries[:REPLAYED]):
-        whole = from_first(run, replay.gradients[step][name] if run.rank == 0 else None)
-        if p is None or found:
-            continue
-        expected = summary(take(whole, p))
-        seen = summaries.get(name, torch.zeros_like(expected))
-        # To rounding the sum of n elements may lose sqrt(n) times as much as the norm
-        limit = fit(run) * expected[0] * expected.new_tensor([1.0, p.numel() ** 0.5])
-        if not ((seen - expected).abs() <= limit).all():
-            found = step + 1
-    return found
-
-
 def verdict(run, everyone, kind):
     """One finding from the facts of all ranks."""
     holders = [facts for facts in everyone if facts["held"]]
     worst = max(holders, key=lambda facts: facts["error"])
     bad = [facts for facts in holders if not facts["error"] <= limit_of(run, kind)]
     good = [facts["rank"] for facts in holders if facts not in bad]
-    steps = [facts["step"] for facts in holders if facts["step"]]
     finding = {key: worst[key] for key in ("rank", "piece", "error")}
     causes = [worst["causes"]] + [facts["causes"] for facts in bad]
-    return finding | {"step": min(steps, default=None), "cause": cause(causes, good)}
+    return finding | {"cause": cause(causes, good)}
 
 
 def cause(causes, good):
@@ -337,8 +288,8 @@ def cause(causes, good):
 
 
 def first_off(run, notes, outputs, findings, parameters, curve):
-    """A sentence. outputs: the reference's, of each step, on rank 0."""
-    steps = [finding["step"] for finding in findings if finding["step"]]
+    """A sentence. Gradients are compared in the first step and in the last."""
+    wrong_gradients = {finding["step"] for finding in findings}
     history = run.gather(run.history)[0]  # a wrong norm may be another one on each rank
     for i, (row, (loss, norm)) in enumerate(zip(history, curve)):
         step = row["step"]
@@ -349,14 +300,13 @@ def first_off(run, notes, outputs, findings, parameters, curve):
         if not relative(row["loss"], loss) <= limit_of(run, "loss"):
             times = f"{row['loss'] / loss:.6g} times one process's"
             return f"step {step}, the loss: {times}, of outputs that are right"
-        if step in steps:
+        if step in wrong_gradients:
             return f"step {step}, backward: the loss is right"
         if not relative(row["grad_norm"], norm) <= limit_of(run, "grad_norm"):
-            k = row["grad_norm"] / norm
-            text = (
-                f"step {step}, the norm: {k:.6g} times one process's, of gradients that are right"
-            )
-            return text + norm_cause(run, row["grad_norm"], notes.summaries[i])
+            text = f"step {step}, the norm: {row['grad_norm'] / norm:.6g} times one process's"
+            if step in (1, len(curve)):
+                text += ", of gradients that are right"
+            return text + norm_cause(run, row["grad_norm"], sum(notes.squares[i]))
     return "the optimizer's step: loss, gradients and norm are right"
 
 
@@ -381,10 +331,10 @@ def pieces_left_out(run, parameters):
     return ""
 
 
-def norm_cause(run, norm, summaries):
-    """Why the norm of right gradients may be wrong, in words, or ""."""
-    squares = sum(norm_and_sum[0].item() ** 2 for norm_and_sum in summaries.values())
-    everyone = run.gather(squares)
+def norm_cause(run, norm, squares):
+    """Why the norm of right gradients may be wrong, in words, or "". squares: their sum on this
+    rank."""
+    everyone = run.gather(float(squares))
     if relative(everyone[0] ** 0.5, norm) <= fit(run):
         return ": as if of rank 0's tensors alone, never summed over the ranks"
     for name, group in run.named_groups.items():
@@ -421,20 +371,17 @@ def covers(run, held, expected, rows=1024):
 def first_nonfinite(run, named, blame, group):
     """(the rank that has it, and what it may say), in the order of backward: see Run.check."""
     name, place = blame() if blame else (last_nonfinite(named()), "")
+    with torch.device("meta"):
+        whole = gpt.GPT(run.config)
+    order = [full for full, _ in whole.named_parameters(remove_duplicate=False)]
     # Backward runs from the last parameter to the first: the largest number comes first
-    numbers = torch.full((run.world,), -2, device=run.device)
-    numbers[run.rank] = -1
-    if name:
-        with torch.device("meta"):
-            whole = gpt.GPT(run.config)
-        order = [full for full, _ in whole.named_parameters(remove_duplicate=False)]
-        numbers[run.rank] = order.index(name)
-    dist.all_reduce(numbers, op=dist.ReduceOp.MAX, group=group)
-    speaker = (numbers == numbers.max()).nonzero()[0].item()
-    if numbers.max() < 0:
-        return speaker, "computed again, it was finite on all ranks"
+    everyone = [None] * dist.get_world_size(group)
+    dist.all_gather_object(everyone, (order.index(name) if name else -1, -run.rank), group=group)
+    number, speaker = max(everyone)
+    if number < 0:
+        return -speaker, "computed again, it was finite on all ranks"
     where = f"on rank {run.rank}{place}"
-    return speaker, f"the first gradient that is not finite is that of {name}, {where}"
+    return -speaker, f"the first gradient that is not finite is that of {name}, {where}"
 
 
 def last_nonfinite(named):
@@ -444,6 +391,15 @@ def last_nonfinite(named):
 
 
 # --- small things
+
+
+def over_ranks(run, differences):
+    """{(kind, name): the largest difference on any rank}."""
+    largest = {}
+    for of_rank in run.gather(differences):
+        for key, error in of_rank.items():
+            largest[key] = max(error, largest.get(key, 0.0))
+    return largest
 
 
 def limit_of(run, kind="grad"):

@@ -11,7 +11,7 @@ from harness import initialize
 from harness.optimizer import clip, grad_norm, learning_rate, make_optimizer
 from harness.placement import take
 from harness.presets import parameter_shapes
-from proof.diagnosis import Replay, diagnose, partial_rows
+from proof.diagnosis import Notes, diagnose, over_ranks, partial_rows
 from proof.tolerance import FLOOR, TOLERANCE
 
 
@@ -81,11 +81,17 @@ class OneProcess:
 
 
 def one_process(run, steps):
-    """The Trainee of a run's steps."""
-    alone = Trainee(run)
+    """The Trainee of a run's steps, with what a diagnosis asks for: `outputs` of all steps and
+    `first_gradients`."""
+    alone, notes = Trainee(run), Notes()
+    notes.watch(alone.model)
     for step in range(steps):
+        notes.begin(on=True)
         [rows] = run.microbatches(step, pieces=1)
         alone.train(step, rows, run.count)
+        if step == 0:
+            alone.first_gradients = alone.gradients
+    alone.outputs = notes.outputs
     return alone
 
 
@@ -119,27 +125,26 @@ def prove(run, reference, notes):
     curves = [[(alone.losses, alone.norms) for alone in trained] if run.rank == 0 else None]
     dist.broadcast_object_list(curves, 0)
     curve = list(zip(*curves[0][reference.island]))  # (loss, norm) of each step
-    errors = dict.fromkeys(("loss", "grad_norm", "grad", "param"), 0.0)
     for row, expected in zip(run.history, curve):
         for kind, value in zip(("loss", "grad_norm"), expected):
-            errors[kind] = larger(errors[kind], abs(row[kind] - value) / abs(value))
-    for (kind, _), difference in differences.items():
-        errors[kind] = larger(errors[kind], difference)
-    everyone = run.gather((errors, differences))
-    errors = {kind: max(of_rank[kind] for of_rank, _ in everyone) for kind in errors}
-    worst = worst_names([of_rank for _, of_rank in everyone])
+            differences[kind, row["step"]] = larger(abs(row[kind] - value) / abs(value))
+    errors, worst = dict.fromkeys(("loss", "grad_norm", "grad", "param"), 0.0), {}
+    for (kind, name), error in over_ranks(run, differences).items():
+        if error > errors[kind]:
+            errors[kind], worst[kind] = error, name
+    worst = {kind: worst.get(kind, "") for kind in tensors}
     limits = TOLERANCE[run.precision]
     if not reference.has_diagnosis or all(errors[kind] <= limits[kind] for kind in errors):
         return Proof(steps, errors, worst)
-    replay, rows_of = Replay(), partial_rows(run, notes)
-    replay.partial = dict.fromkeys(rows_of, {})
-    if run.rank == 0:
-        replay.train(run, Trainee(run), steps)
-        replay.partial = {key: gradients_of(run, rows) for key, rows in rows_of.items()}
-        whole["first"] = replay.gradients[0]
+    [alone], partial = trained, partial_rows(run, notes)
+    for part, rows in partial.items():
+        partial[part] = gradients_of(run, rows) if alone else {}
+    if alone:
+        whole["first"] = alone.first_gradients
     tensors["first"] = notes.first_gradients
     differences |= compare_tensors(run, "first", whole.get("first"), tensors["first"], parameters)
-    known = differences, parameters, tensors, whole, replay, curve
+    outputs = alone.outputs if alone else []
+    known = differences, parameters, tensors, whole, outputs, partial, curve
     return Proof(steps, errors, worst, *diagnose(run, notes, *known))
 
 
@@ -169,18 +174,6 @@ def compare_tensors(run, kind, reference, tensors, parameters):
         scale = torch.maximum(whole.abs().max(), floor)
         differences[kind, name] = larger((difference / scale).item())
     return differences
-
-
-def worst_names(everyone):
-    """{kind: name of the tensor with the largest difference}. everyone: the differences of each
-    rank."""
-    names = {}
-    for kind in ("grad", "param"):
-        found = [(0.0, "")]
-        for of_rank in everyone:
-            found += [(error, name) for (k, name), error in of_rank.items() if k == kind]
-        names[kind] = max(found)[1]
-    return names
 
 
 def larger(*values):

@@ -220,7 +220,7 @@ def describe(finding):
         text += f" ({finding['piece']})"
     text += f": off by {finding['error']:.1e}"
     if finding["step"]:
-        text += f" since step {finding['step']}"
+        text += f" in step {finding['step']}"
     return f"{text}; {finding['cause']}" if finding["cause"] else text
 
 
