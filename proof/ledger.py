@@ -165,12 +165,10 @@ class Ledger(TorchDispatchMode):
         if name not in OPERATIONS:
             return  # such as a barrier, which has no payload
         operation, group, payload, wire = message(name, args)
-        self._add((operation, self.names.get(group.group_name, group.group_name)), payload, wire)
-
-    def _add(self, key, payload, wire):
-        if key[0] == "all_gather":
+        if operation == "all_gather":
             gathered = sum(storage.nbytes() for storage in self.freed)
             self.gathered_peak = max(self.gathered_peak, gathered)
+        key = operation, self.names.get(group.group_name, group.group_name)
         row = self.sent.setdefault(key, [0, 0, 0.0])
         row[0] += 1
         row[1] += payload

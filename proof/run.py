@@ -32,7 +32,7 @@ class Run(rank.TrainingRank):
     """What one rank knows of its steps.
 
     history   a dict for each step
-    ledger    counts the measured step: the second that is taken
+    measured  the step that the ledger counts: the second that is taken, or the last
     held      {kind: bytes} after it
     notes     of the compared steps: see diagnosis.Notes
     proof     one_process.Proof, once the compared steps are over
@@ -46,10 +46,9 @@ class Run(rank.TrainingRank):
         self.history, self.held, self.proof = [], {}, None
         self.notes = diagnosis.Notes()
         self.first = 0  # the first step; not 0 after a checkpoint
+        self.measured = min(1, args.steps - 1)
         self.was_read = None  # the latest loss and its numbers: see `read`
-        self.left_out = 0  # steps that the optimizer did not take
-        self.not_finite = 0  # of these, those without an overflow to blame
-        self.delayed = 0  # by how many steps those delay the measured one
+        self.not_finite = 0  # steps that the optimizer did not take, without an overflow to blame
         self.scale = {}  # the step's loss scale, as a part of its row
         self.watching = contextlib.ExitStack()
 
@@ -74,15 +73,18 @@ class Run(rank.TrainingRank):
         """Yield the numbers of the steps, from `first` on, and set the learning rate. The ledger
         watches the second. After the last to prove, compare with the reference."""
         self.first = first
+        self.measured = min(first + 1, self.args.steps - 1)
         self.restart_clock()
         for self.step in range(first, self.args.steps):
             self.begin(optimizer)
             yield self.step
             self.end(optimizer)
-            # A step that any rank left out (an island may do so alone) is in no reference
-            if self.step + 1 == self.proven and not self.any(self.left_out):
-                reference = reference or one_process.OneProcess()
-                self.proof = one_process.prove(self, reference, self.notes)
+            if self.step + 1 == self.proven:
+                # A step that any rank left out (an island may do so alone) is in no reference
+                left_out = any(row["loss"] is None for row in self.history)
+                if not self.any(left_out):
+                    reference = reference or one_process.OneProcess()
+                    self.proof = one_process.prove(self, reference, self.notes)
                 self.restart_clock()
 
     def begin(self, optimizer):
@@ -162,9 +164,8 @@ class Run(rank.TrainingRank):
 
     def leave_out(self):
         """End a step that the optimizer does not take."""
-        self.left_out += 1
         if self.step <= self.measured:
-            self.delayed += 1
+            self.measured = min(self.measured + 1, self.args.steps - 1)
         row = {"step": self.step + 1} | dict.fromkeys(("loss", "grad_norm", "lr", "tokens_per_s"))
         self.history.append(row | self.scale)
         self.restart_clock()
@@ -192,11 +193,6 @@ class Run(rank.TrainingRank):
     def restart_clock(self):
         """Start the time of a step anew: work between two steps does not count for tokens/s."""
         self.last = time.perf_counter()
-
-    @property
-    def measured(self):
-        """The step that the ledger watches: the second that is taken, or the last."""
-        return min(self.first + 1 + self.delayed, self.args.steps - 1)
 
     @property
     def proven(self):

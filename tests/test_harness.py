@@ -47,7 +47,7 @@ def test_cudas_own_peak_stands_beside_the_ledgers(monkeypatch):
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 1000 + len(calls))
     run = proof.Run.__new__(proof.Run)
     run.args = argparse.Namespace(steps=3, lr=1.0, warmup=0, prove=0, dtype="float32")
-    run.device, run.delayed = torch.device("cuda", 0), 0
+    run.device, run.history = torch.device("cuda", 0), []
     run.ledger, run.watching, run.notes = Ledger({}), contextlib.ExitStack(), Notes()
     weight = torch.nn.Parameter(torch.ones(5))
     for step in run.steps(torch.optim.SGD([weight])):

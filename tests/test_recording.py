@@ -400,7 +400,7 @@ def test_exit_codes_and_refusals(tmp_path, monkeypatch, capsys):
     other = LINES[1] | {"data": {"v": LINES[1]["data"]["w"]}}
     loss = LINES[1] | {"scalars": {"loss": [2.0001]}}
     bad = {
-        written(tmp_path / "no steps", {}): "has no steps",
+        written(tmp_path / "no steps", {}): "no step in common",
         written(tmp_path / "later", {7: LINES[1]}): "no step in common",
         written(tmp_path / "names", {1: other}): "lacks 1 of the weights",
         written(tmp_path / "none", {1: LINES[1] | {"grad": {}}}): "has no gradients in step 1",
