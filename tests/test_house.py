@@ -52,12 +52,12 @@ BUDGETS = {
 }
 CEILINGS = {
     "harness": 2734,
-    "proof": 1809,
-    "receipts": 2594,
+    "proof": 1741,
+    "receipts": 2563,
     "trainer": 2784,
     "simulator": 2114,
     "exercises": 300,
-    "tests": 14372,
+    "tests": 14371,
     "benchmarks": 3200,
 }
 DEMO = "# --- demo ---"
