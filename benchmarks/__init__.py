@@ -19,6 +19,7 @@ import torch.distributed as dist
 import harness
 from harness.missing import ROOT
 
+LONGEST = 1200  # seconds of a run in a process of its own
 HEAD = f"{'':46s}{'ours':>9s}{'theirs':>9s}   ratio"
 
 
@@ -78,13 +79,27 @@ def versus(what, ours, theirs, tokens, steps, turns, device="cpu"):
     return f"{what:46s}{rates[0]:9,.0f}{rates[1]:9,.0f}   {spread(times[1], times[0]):20s}"
 
 
+def call(words, passing=(0,), **variables):
+    """Run Python with these words. Raises Refused, with what it said last, where the exit code is
+    none of `passing`. variables: of the environment."""
+    with tempfile.TemporaryFile("w+") as output:
+        options = dict(cwd=ROOT, env=os.environ | variables, stdout=output, stderr=output)
+        try:
+            code = subprocess.run([sys.executable, *words], timeout=LONGEST, **options).returncode
+        except subprocess.TimeoutExpired:
+            raise harness.Refused(f"no end within {LONGEST} s", code=1) from None
+        output.seek(0)
+        last = output.read().strip().rpartition("\n")[2]
+    if code not in passing:
+        raise harness.Refused(f"{' '.join(words)} ended with exit code {code}: {last}", code=1)
+
+
 def receipt(command, passing=(0,)):
-    """The receipt of a script's run, as JSON has it. Raises Refused where the script fails."""
+    """The receipt of a script's run, as JSON has it."""
     with tempfile.NamedTemporaryFile("r") as file:
-        words = [sys.executable, *command.split(), "--json", file.name]
-        environment = os.environ | {"OMP_NUM_THREADS": "1"}  # others may use the cores
-        done = subprocess.run(words, cwd=ROOT, env=environment, capture_output=True, text=True)
+        # One thread: others may use the cores
+        call([*command.split(), "--json", file.name], passing, OMP_NUM_THREADS="1")
         content = file.read()
-    if done.returncode not in passing or not content:
-        raise harness.Refused(f"{command} failed: {done.stderr.strip()[-300:]}", code=1)
+    if not content:
+        raise harness.Refused(f"{command} wrote no receipt", code=1)
     return json.loads(content)

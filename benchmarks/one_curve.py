@@ -6,15 +6,10 @@ and clipping. Exit code 1 where a loss or gradient norm of any step differs by m
 --plot NAME draws it.
 """
 
-import json
-import os
-import subprocess
-import sys
-import tempfile
 import time
 
+import benchmarks
 import harness
-from harness.missing import ROOT
 
 MODEL = "--experts 4 --dtype float64 --batch 16 --microbatches 4 --prove 0 --sample 0 --quiet"
 MODEL += " --device cpu"
@@ -35,15 +30,10 @@ LAYOUTS = [
 
 def losses(layout, steps):
     """[(loss, gradient norm)] of each step, and the seconds that the run took."""
-    with tempfile.TemporaryDirectory() as folder:
-        log, start = os.path.join(folder, "log.jsonl"), time.perf_counter()
-        flags = f"{MODEL} {layout} --steps {steps} --log-to {log}".split()
-        if subprocess.call([sys.executable, "train.py", *flags], cwd=ROOT):
-            raise harness.Refused(f"train.py {layout} did not end well: see above", code=1)
-        with open(log) as file:
-            rows = [json.loads(line) for line in file]
-    pairs = [(row["loss"], row["grad_norm"]) for row in rows if "loss" in row]
-    return pairs, time.perf_counter() - start
+    start = time.perf_counter()
+    command = f"train.py {MODEL} {layout} --steps {steps}"
+    rows = benchmarks.receipt(command)["steps"]
+    return [(row["loss"], row["grad_norm"]) for row in rows], time.perf_counter() - start
 
 
 def main():

@@ -8,7 +8,8 @@ import sys
 import pytest
 import torch
 
-from benchmarks import gpu, on_gpu
+import harness
+from benchmarks import gpu
 
 ROOT = pathlib.Path(__file__).parent.parent
 
@@ -53,11 +54,10 @@ def test_a_proof_is_rehearsed_on_cpus(monkeypatch, capsys):
 
 def test_a_failure_is_a_row_and_the_others_go_on(monkeypatch, capsys):
     def fail(*_):
-        raise gpu.Failed("so it is")
+        raise harness.Refused("so it is")
 
     monkeypatch.setitem(gpu.PARTS, "proofs", gpu.PARTS["proofs"]._replace(measure=fail))
-    ends = {"kernel_errors": lambda kind, dtype, device: (1e-3, 1.0)}
-    monkeypatch.setattr(gpu, "worker", lambda name, *words: ends[name](*words))
+    monkeypatch.setattr(gpu, "worker", lambda function, *words: (1e-3, 1.0))
     text, ok = table_of("--only proofs kernels", monkeypatch, capsys)
     assert not ok and "failed: so it is" in text
     assert text.count("| failed: differs by 1.0e-03 forward, 1.0e+00 backward |") == 5
@@ -65,7 +65,7 @@ def test_a_failure_is_a_row_and_the_others_go_on(monkeypatch, capsys):
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_kernels_on_cpus(dtype):
-    for errors in (on_gpu.attention_errors, on_gpu.product_errors):
+    for errors in (gpu.attention_errors, gpu.product_errors):
         found = errors(getattr(torch, dtype), "cpu")
         assert all(0 < error < gpu.LIMITS[dtype] for error in found)
 
