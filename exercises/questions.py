@@ -99,7 +99,7 @@ QUESTIONS = [
         "From how many tokens a rank does ring attention hide its messages for Llama 3 8B (32"
         " heads, 8 kv-heads) in 16 bits, at 400e12 FLOP/s and links of 50 GB/s?",
         "",
-        lambda: context_parallel.hides_from(LLAMA, 2, 400e12, 50e9),
+        lambda: LLAMA.kv_heads / LLAMA.heads * 2 * 400e12 / 50e9,
     ),
     Question(
         "A ring of 8 ranks attends to one sequence of 131,072 tokens: Llama 3 8B (8 kv-heads of"

@@ -188,7 +188,6 @@ def count(library, run, node):
             verdict = "" if number == formula else " WRONG"
             line += f"{f'{number} / {formula:.0f}{verdict}':>24s}"
         say(line)
-    say("  sequential and direct: each rank sends its whole tensor to each other, N (N-1) S in all")
     return {"counted": counted, "formulas": expected}
 
 

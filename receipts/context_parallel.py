@@ -140,12 +140,6 @@ def of_demo(run, tokens, tile):
     return layout, sent, held, notes(tile, ring, ulysses, run.config.context, tokens, zigzag)
 
 
-def hides_from(config, e, flops, bandwidth):
-    """From how many tokens a rank a tile of ring attention takes longer than the transfer of the
-    next keys and values: flops a second on each rank, `bandwidth` bytes a second between them."""
-    return config.kv_heads / config.heads * e * flops / bandwidth
-
-
 def work(tile, rank, ring, tokens, zigzag=True):
     """How many pairs of a query and a key a rank of the ring computes. tokens: of a rank.
 

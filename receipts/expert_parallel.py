@@ -10,7 +10,6 @@ import torch.distributed as dist
 from harness.flags import real
 from harness.plots import check_plot, plot_flag, pyplot, save
 from harness.refusal import Refused
-from proof.ledger import human
 from proof.receipt import Count
 from receipts import ddp
 from receipts.formulas import SCALAR, Group, add, held, sizes_of, summed
@@ -154,21 +153,16 @@ class Report:
         return add(sums, sent), held, self.notes()
 
     def notes(self):
-        args, config, n = self.run.args, self.run.config, self.run.world
+        args = self.run.args
         totals = [self.received, self.assignments, self.dropped, self.too_many]
         totals = torch.tensor(totals, dtype=torch.int64, device=self.run.device)
         fullest = totals.clone()
         dist.all_reduce(totals)
         dist.all_reduce(fullest, op=dist.ReduceOp.MAX)
         received, assignments, dropped, too_many = totals.tolist()
-        tokens = args.batch // n * config.context
-        rows = config.layers * tokens * config.top_k
-        even = human(round(4 * (n - 1) / n * rows * config.width * self.run.dtype.itemsize)).strip()
-        notes = [
-            f"with even routing a rank would send {even}: 4 r k n C e a layer; in step "
-            f"{self.run.measured + 1} the fullest rank had "
-            f"{fullest[0].item() / received * n:.0%} of an even share"
-        ]
+        share = fullest[0].item() / received * self.run.world
+        step = self.run.measured + 1
+        notes = [f"in step {step} the fullest rank had {share:.0%} of an even share of rows"]
         if args.capacity is not None:
             text = f"capacity {args.capacity:g}: {dropped:,} assignments "
             text += f"({dropped / assignments:.1%}) dropped in {args.steps} steps"
