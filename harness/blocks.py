@@ -32,9 +32,6 @@ def recompute(model, kind):
     A norm before two products (SwiGLU, a mixture) is kept, or the first would run twice.
     With block, all but the last product runs twice, and whatever the techniques send before it.
     Half sends as much: a collective in place leaves no result that could be kept."""
-    if kind not in RECOMPUTATIONS:
-        *others, last = RECOMPUTATIONS
-        raise ValueError(f"unknown kind {kind!r}: choose {', '.join(others)} or {last}")
     runs = {"half": run_half_again, "block": run_checkpointed}
     model.run_block = runs.get(kind, gpt.run_block)
     for module in model.blocks.modules():

@@ -8,7 +8,7 @@ import torch
 
 from harness import presets, tokens
 from harness.outputs import check_file, short
-from harness.refusal import Refused
+from harness.refusal import Refused, refusing
 
 DTYPES = {
     "float64": torch.float64,
@@ -56,37 +56,29 @@ MOST = 10**8  # of any number of things
 
 
 def count(least, most=MOST):
-    """An argument type: a whole number of at least `least`."""
-
-    def parse(text):
-        try:
-            value = int(text)
-        except ValueError:
-            value = least - 1
-        return within(text, value, "whole number", least, most)
-
-    return parse
+    """An argument type: a whole number of at least `least`, and at most `most`."""
+    return number(int, "whole number", least, most)
 
 
 def real(least, most=math.inf):
     """An argument type: a finite number of at least `least`, and at most `most`."""
+    return number(float, "number", least, most)
 
+
+def number(convert, kind, least, most):
     def parse(text):
         try:
-            value = float(text)
+            value = convert(text)
         except ValueError:
             value = math.nan
-        return within(text, value, "number", least, most)
+        if least <= value <= most and value < math.inf:
+            return value
+        limits = f"at least {least}"
+        if most < math.inf:
+            limits += f" and at most {most:,.0f}"
+        raise argparse.ArgumentTypeError(f"{short(text)!r} is not a {kind} of {limits}")
 
     return parse
-
-
-def within(text, value, kind, least, most):
-    """The value that a text was read as. Raises ArgumentTypeError outside of the limits."""
-    if least <= value <= most and value < math.inf:
-        return value
-    limit = f" and at most {most:,.0f}" if most < math.inf else ""
-    raise argparse.ArgumentTypeError(f"{short(text)!r} is not a {kind} of at least {least}{limit}")
 
 
 # The units that `quantity` accepts
@@ -239,10 +231,8 @@ def configure(args):
             raise Refused(f"{flag} {overrides[name]} is not the model's {value}: leave it out")
         if not adjustable or getattr(args, name) is None:
             overrides[name] = value
-    try:
+    with refusing():
         config = presets.configure(args.preset, args.family, **overrides)
-    except ValueError as e:
-        raise Refused(short(str(e), 400)) from e
     if config.vocab < needed_vocab:
         advice = f"give --vocab {needed_vocab}"
         if "vocab" in trained:
@@ -251,7 +241,7 @@ def configure(args):
             f"a vocabulary of {config.vocab} is too small for --tokenizer {args.tokenizer}, "
             f"which has {needed_vocab} tokens: {advice}"
         )
-    if args.tokenizer == "none" and args.vocab is None and config.vocab == needed_vocab:
+    if args.tokenizer == "none" and config.vocab == needed_vocab:
         raise Refused("--tokenizer none needs --vocab, the number of tokens that there are")
     return config
 

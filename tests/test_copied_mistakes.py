@@ -124,9 +124,7 @@ play_alone(pipeline, make_schedule("zb-v", 1, 2), saliency)  # backward pass of 
     "harness/stages": """
 split(lambda: model, [range(1)], [0])  # GPT alone ... cut your model yourself
 Stages({0: model})  # GPT alone ... cut your model yourself
-split(StandIn, [range(0), range(0)], [-1])  # no stage -1 among 2
 split(StandIn, [range(1)], [0])  # not those of 0 blocks
-Stages({0: StandIn(), 3: StandIn()})[2]  # stage 2 is not here, but 0, 3
 """,
     "expert_parallel": """
 parallelize({nn.Linear(2, 2) | own() | hugging}, world)  # knows only model.py's GPT

@@ -285,18 +285,6 @@ def test_half_keeps_one_tile_of_a_ring():
     assert held[0] == held[1]
 
 
-def test_recomputation_of_another_kind_is_refused():
-    with pytest.raises(ValueError, match="unknown kind 'blocks'"):
-        harness.recompute(initialize.build(presets.configure(**SMALL)), "blocks")
-
-
-def test_a_load_counted_in_forward_is_caught(monkeypatch):
-    monkeypatch.setattr(torch.Tensor, "register_hook", lambda self, hook: hook(None))
-    sizes = MIXTURE | dict(bias_rate=0.1)
-    whole, again = (steps_with(kind, **sizes)[0] for kind in ("none", "block"))
-    assert not torch.equal(whole[0], again[0])
-
-
 def test_bias_brings_the_load_into_balance():
     config = presets.configure(
         **SMALL, **MIXTURE | dict(experts=8, shared=0, balance_loss=0, z_loss=0, bias_rate=5e-4)
