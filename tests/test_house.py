@@ -51,13 +51,13 @@ BUDGETS = {
     "benchmarks": 2500,
 }
 CEILINGS = {
-    "harness": 2734,
+    "harness": 2714,
     "proof": 1741,
     "receipts": 2545,
     "trainer": 2784,
     "simulator": 2114,
     "exercises": 300,
-    "tests": 14371,
+    "tests": 14326,
     "benchmarks": 3103,
 }
 DEMO = "# --- demo ---"
