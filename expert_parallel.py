@@ -91,9 +91,6 @@ def run_experts(experts, rows, incoming):
     by_expert = expert.argsort(stable=True)
     rows = rows.index_select(0, by_expert)
     results = experts(rows, incoming.sum(0))
-    if results.shape != rows.shape:
-        shapes = f"the shape of its rows {tuple(rows.shape)}, not {tuple(results.shape)}"
-        raise ValueError(f"experts(rows, counts) must return {shapes}")
     if len(rows) == 0:
         # Experts may skip an empty batch. Without the sum autograd would not connect results and
         # rows, and this rank would not join the all-to-alls of backward.
@@ -198,22 +195,12 @@ class ExpertDispatch(nn.Module):
 
     def __init__(self, sizes, group, capacity=None, chunks=1):
         super().__init__()
-        if len(sizes) != dist.get_world_size(group):
-            have = f"{list(sizes)} for {dist.get_world_size(group)} ranks"
-            raise ValueError(f"sizes must be one number of experts a rank of the group, not {have}")
         self.sizes, self.group = sizes, group
         self.capacity, self.chunks = capacity, chunks
 
     def forward(self, x, weights, chosen, experts, meanwhile=lambda: None):
-        if x.dim() != 2 or weights.shape != chosen.shape or chosen.shape[:-1] != x.shape[:1]:
-            have = f"{tuple(x.shape)}, {tuple(weights.shape)} and {tuple(chosen.shape)}"
-            raise ValueError(f"give x (n, C), weights, chosen (n, k), not {have}: flatten them")
-        if isinstance(experts, nn.Module):
-            for p in experts.parameters():
-                p.of_experts = True  # sum_gradients refuses it without a placement
         total = sum(self.sizes)
-        valid = (chosen >= 0) & (chosen < total)
-        torch._assert_async(valid.all(), f"a token chose an expert that is not one of the {total}")
+        check_chosen(chosen, total)
         if self.capacity is not None:
             chosen = drop_late(chosen, total, self.capacity)
         assignments = [chunk.flatten() for chunk in chosen.tensor_split(self.chunks)]
@@ -318,80 +305,73 @@ def sum_gradients(parameters, group):
     A parameter without a gradient on this rank counts as zeros, and gets the sum."""
     group = group or dist.group.WORLD
     parameters = [p for p in parameters if p.requires_grad and not split_over(p, group)]
-    check_before_sum(parameters, group)
     if not parameters:
         return
+    check_before_sum(parameters, group)
     for p in parameters:
         if p.grad is None:
             p.grad = torch.zeros_like(p)
-    gradients = [p.grad for p in parameters]
-    flat = torch.cat([grad.flatten() for grad in gradients])
+    flat = torch.cat([p.grad.flatten() for p in parameters])
     dist.all_reduce(flat, group=group)
-    for grad, total in zip(gradients, flat.split([grad.numel() for grad in gradients])):
-        grad.copy_(total.view_as(grad))
-    note_summed(parameters, group)
+    for p, total in zip(parameters, flat.split([p.numel() for p in parameters])):
+        names = summed_over(p)
+        p.grad.copy_(total.view_as(p))
+        p.grad.summed = [*names, group.group_name], p.grad._version
 
 
 # --- mistakes that would be silent: refused
 #
-# Not noticed: a backward after sum_gradients and clipping, without zero_grad(); experts that are
-# plain tensors and start equal on all ranks
+# Not noticed: after sum_gradients and clipping, another sum, or a backward without zero_grad();
+# unsplit experts that start equal on all ranks
 
-SUMMED = "summed already: call sum_gradients once a step, after the last backward; then zero_grad()"
+
+def check_chosen(chosen, total):
+    """A number beyond the last expert's means a dropped token. The host does not wait for this."""
+    valid = (chosen >= 0) & (chosen < total)
+    torch._assert_async(valid.all(), f"a token chose an expert that is not one of the {total}")
+
+
+def summed_over(parameter):
+    """Names of groups over which its gradient is a sum; none, if something changed it since."""
+    names, version = getattr(parameter.grad, "summed", ([], None))
+    return names if names and version == parameter.grad._version else []
 
 
 def check_before_sum(parameters, group):
-    """Raise RuntimeError at a second sum in a step. Raise ValueError if weights differ between
-    ranks, which is asked once, or if one of them is an expert's without a placement."""
+    """Raise RuntimeError at a second sum in a step, ValueError if weights differ between ranks."""
     for p in parameters:
-        summed = getattr(p.grad, "summed", {})
-        if group.group_name in summed and p.grad.any():  # after a sum, for any() waits
-            raise RuntimeError(SUMMED)
+        if group.group_name in summed_over(p):
+            refuse_summed(p)
     compare_weights(parameters, group)
 
 
+def refuse_summed(parameter, *_):
+    """Also a hook, before backward adds to a gradient."""
+    if summed_over(parameter):
+        raise RuntimeError(
+            "summed already: call sum_gradients once a step, after the last backward; "
+            "then zero_grad()"
+        )
+
+
 def compare_weights(parameters, group):
-    """Raise ValueError if the weights of unsplit parameters differ between ranks, by their sum.
-    Each parameter is compared once."""
+    """Raise ValueError if weights differ between ranks, by their sums. Each is compared once."""
     new = [p for p in parameters if group.group_name not in getattr(p, "compared", [])]
     if not new:
         return
-    weights = []
-    for number, p in enumerate(new):
-        total = p.detach().sum(dtype=torch.float64).item()
-        unplaced = hasattr(p, "of_experts") and not hasattr(p, "placement")
-        owner = dist.get_rank(group) if unplaced else None  # other ranks' experts are different
-        weights.append((number, tuple(p.shape), total, owner))
-    everyone = [None] * dist.get_world_size(group)
-    dist.all_gather_object(everyone, weights, group=group)
-    different = set().union(*everyone) - set(weights).intersection(*everyone)
-    if different:
-        raise ValueError(
-            f"parameters of shapes {sorted({shape for _, shape, *_ in different})} differ between "
-            "ranks, so their gradients can't be added up: start from the same weights, and cut "
-            "experts by shard(), or write their placement"
-        )
-    for p in new:
+    sums = torch.stack([p.detach().sum(dtype=torch.float64) for p in new])
+    of_ranks = [torch.empty_like(sums) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(of_ranks, sums, group=group)
+    for p, *sums in zip(new, *[row.tolist() for row in of_ranks]):
+        if len(set(sums)) > 1:
+            raise ValueError(
+                f"weights of shape {tuple(p.shape)} differ between ranks, so their gradients can't "
+                "be added up: start from the same weights, cut experts by shard()"
+            )
         if not hasattr(p, "compared"):
-            p.register_post_accumulate_grad_hook(refuse_summed)
-            p.compared = set()
-        p.compared.add(group.group_name)
-
-
-def note_summed(parameters, group):
-    """From now on another sum over the group is refused, and a backward before zero_grad()."""
-    for p in parameters:
-        p.grad.summed = getattr(p.grad, "summed", {})  # {group's name: p.grad's version after it}
-        p.grad.summed[group.group_name] = p.grad._version
-
-
-def refuse_summed(parameter):
-    """A hook, after backward has added to p.grad: raises if nothing else, such as zero_grad(), has
-    changed it since it was summed."""
-    summed = getattr(parameter.grad, "summed", {})
-    if parameter.grad._version - 1 in summed.values():
-        raise RuntimeError(SUMMED)
-    summed.clear()
+            p.compared = []
+            p.register_hook(partial(refuse_summed, p))
+        p.compared.append(group.group_name)
 
 
 # --- for model.py's GPT ---

@@ -61,14 +61,9 @@ def all_gather(x, group):
 
 
 def reduce_scatter(x, group):
-    """This rank's tokens of the sum of all ranks' x: (B, T, C) -> (B, T/t, C). Raises ValueError
-    where the ranks do not divide T."""
+    """This rank's tokens of the sum of all ranks' x: (B, T, C) -> (B, T/t, C). The ranks must
+    divide T: pad sequences at their end, and have the loss ignore the padding."""
     t = dist.get_world_size(group)
-    if x.shape[1] % t:
-        raise ValueError(
-            f"{x.shape[1]} tokens do not divide over {t} ranks: pad the sequences at their end, "
-            "and have the loss ignore the padding"
-        )
     full = x.transpose(0, 1).contiguous()  # (T, B, C)
     shard = full.new_empty(len(full) // t, *full.shape[1:])
     if dist.get_backend(group) == "gloo":  # its reduce-scatter sends twice the bytes
@@ -108,23 +103,15 @@ class ReduceScatterTokens(torch.autograd.Function):
         return all_gather(grad, ctx.group), None
 
 
-class Enter(nn.Module):
-    """f as a module, in place of tensor_parallel.Enter."""
-
-    def __init__(self, group):
-        super().__init__()
-        self.group = group
+class Enter(tensor_parallel.Enter):
+    """f as a module."""
 
     def forward(self, x):
         return GatherTokens.apply(x, self.group)
 
 
-class Leave(nn.Module):
-    """g as a module, in place of tensor_parallel.Leave."""
-
-    def __init__(self, group):
-        super().__init__()
-        self.group = group
+class Leave(tensor_parallel.Leave):
+    """g as a module."""
 
     def forward(self, x):
         return ReduceScatterTokens.apply(x, self.group)
@@ -170,8 +157,8 @@ def reduce_partial(parameters):
     """Complete the gradients that are partial sums, after the last backward pass of a step: one
     all-reduce per group. All ranks give the same parameters. A rank without a gradient adds zeros.
 
-    Raises RuntimeError when called twice in a step, and so does a backward pass before the next
-    zero_grad(). Neither is noticed once something else, such as clipping, has changed gradients."""
+    Not noticed: a second call, or a backward without zero_grad(), after something else such as
+    clipping has changed the gradients."""
     partial = {}  # {group: parameters}
     for p in dict.fromkeys(parameters):  # each once
         if p.requires_grad:
@@ -220,8 +207,6 @@ class Projection(nn.Module):
         self.index, self.weight, self.bias = index, layer.weight, layer.bias
 
     def forward(self, products):
-        if isinstance(products, torch.Tensor):
-            raise ValueError("a Projection takes enter(x), the products of EnterAndProject, not x")
         y = products[self.index]
         return y if self.bias is None else y + self.bias
 
