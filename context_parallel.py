@@ -163,12 +163,12 @@ def positions(length, rank, ring, ulysses=1, zigzag=True):
     return chunks[held].flatten().chunk(ulysses)[ulysses_rank]
 
 
-def shard_sequence(x, where, fill=0):
-    """The columns of x (B, T, ...) at positions `where` (T',) of T -> (B, T', ...), with `fill` for
+def shard_sequence(x, held, fill=0):
+    """The columns of x (B, T, ...) at positions `held` (T',) of T -> (B, T', ...), with `fill` for
     padding. For targets `fill` is the value that the loss ignores, or padding counts."""
-    where = where.to(x.device)
-    padding = (where >= x.shape[1]).view(-1, *[1] * (x.dim() - 2))
-    return x[:, where.clamp(max=x.shape[1] - 1)].masked_fill(padding, fill)
+    held = held.to(x.device)
+    padding = (held >= x.shape[1]).view(-1, *[1] * (x.dim() - 2))
+    return x[:, held.clamp(max=x.shape[1] - 1)].masked_fill(padding, fill)
 
 
 class Tile(NamedTuple):
@@ -272,10 +272,10 @@ class Ring(GroupModule):
 
         ring = Ring(group)                              # no parameters: one serves all layers
         model = Decoder(ring)                           # yours; each layer calls ring(q, k, v)
-        where = ring.positions(T).to(tokens.device)     # (T',): the positions held here
-        x = shard_sequence(tokens, where)               # (B, T) -> (B, T')
-        y = shard_sequence(targets, where, fill=-100)   # targets are shifted before the cut
-        logits = model(x, where.clamp(max=T - 1))       # padding needs some position, too
+        held = ring.positions(T).to(tokens.device)      # (T',): positions held by this rank
+        x = shard_sequence(tokens, held)                # (B, T) -> (B, T')
+        y = shard_sequence(targets, held, fill=-100)    # targets are shifted before the cut
+        logits = model(x, held.clamp(max=T - 1))        # padding needs some position, too
         loss = nn.functional.cross_entropy(logits.flatten(0, 1), y.flatten(), reduction="sum")
         (loss / count).backward()                       # count: valid targets of all ranks
         for p in model.parameters():                    # after the last micro-batch
@@ -434,7 +434,7 @@ class Ulysses(GroupModule):
 
         ulysses = Ulysses(group, core)                  # core(q, k, v): causal attention
         model = Decoder(ulysses)
-        where = ulysses.positions(T).to(tokens.device)  # one run of tokens a rank
+        held = ulysses.positions(T).to(tokens.device)   # one run of tokens a rank
         # the rest as with Ring
 
     core: F.scaled_dot_product_attention with is_causal=True and enable_gqa=True, for example. It
@@ -478,22 +478,16 @@ def parallelize(model, group, kind="ring", ring_group=None, ulysses_group=None, 
     """Replace every block's attention core, in place, and return the model. Used as Ring is:
 
         model = parallelize(model, group, kind)
-        where = model.blocks["0"].attn.core.positions(T).to(tokens.device)
-        x, y = shard_sequence(tokens, where), shard_sequence(targets, where, -1)
-        loss = model(x, where.clamp(max=T - 1), targets=y, count=count)
+        held = model.blocks["0"].attn.core.positions(T).to(tokens.device)
+        x, y = shard_sequence(tokens, held), shard_sequence(targets, held, -1)
+        loss = model(x, held.clamp(max=T - 1), targets=y, count=count)
         loss.backward()                                 # count: valid targets of all ranks
         # then sum the gradients over the group, as with Ring
 
     ring_group, ulysses_group: for kind "ring-ulysses"; a rank of `group` is its ring's rank x U +
-    its ulysses' rank. A router takes no padding. Raises ValueError for another model, for one that
-    is parallel already and for groups that do not fit; the first forward, for wrong positions."""
-    blocks = getattr(model, "blocks", None)
-    if not isinstance(blocks, nn.ModuleDict):
-        raise ValueError(
-            "parallelize knows only model.py's GPT: in another model call Ring(group), "
-            "Gather(group) or Ulysses(group, core) where it calls its attention"
-        )
-    n = dist.get_world_size(group)
+    its ulysses' rank. A router takes no padding. Raises ValueError for a model that is parallel
+    already and for groups that do not fit; the first forward does, for wrong positions."""
+    blocks, n = model.blocks, dist.get_world_size(group)
     if kind == "ring-ulysses":
         ring, ulysses = dist.get_world_size(ring_group), dist.get_world_size(ulysses_group)
         if ring * ulysses != n:
@@ -593,9 +587,9 @@ def demo(run):
     model = run.meta_model()
     model = run.fill(parallelize(model, group, args.kind, ring, ulysses, not args.contiguous))
     core = model.blocks["0"].attn.core
-    where = core.positions(context).to(run.device)
-    receipts.context_parallel.check_routers(run, len(where))
-    clamped = where.clamp(max=context - 1)  # padding must have some position
+    held = core.positions(context).to(run.device)
+    receipts.context_parallel.check_routers(run, len(held))
+    clamped = held.clamp(max=context - 1)  # padding must have some position
     parameters = list(model.parameters())
     # Each rank's gradients are those of its own tokens: summed as in data parallelism
     sync = ddp.DDP(parameters, group, args.microbatches)
@@ -604,7 +598,7 @@ def demo(run):
         sync.zero_grad()
         loss = run.zero()
         for tokens, targets, samples in run.microbatches(step):  # whole sequences, on every rank
-            x, y = shard_sequence(tokens, where), shard_sequence(targets, where, -1)
+            x, y = shard_sequence(tokens, held), shard_sequence(targets, held, -1)
             # The sum over this rank's tokens, divided by the global batch's number of targets
             part = model(x, clamped, targets=y, count=run.count, samples=samples)
             part.backward()
@@ -616,7 +610,7 @@ def demo(run):
         harness.clip(parameters, norm, args.grad_clip)
         optimizer.step()
         run.log(loss, norm)
-    return run.receipt(*receipts.context_parallel.of_demo(run, len(where), visible_tile))
+    return run.receipt(*receipts.context_parallel.of_demo(run, len(held), visible_tile))
 
 
 if __name__ == "__main__":

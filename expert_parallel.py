@@ -380,9 +380,6 @@ def compare_weights(parameters, group):
 def parallelize(model, group, capacity=None, chunks=1, data_group=None):
     """Deal the experts of a GPT out over `group`, in place, and return it: on the meta device or
     with weights, after tensor_parallel.parallelize, before the optimizer. data_group: see shard."""
-    if not hasattr(getattr(model, "config", None), "experts"):
-        hint = "in another model use ExpertDispatch and shard()"
-        raise ValueError(f"parallelize knows only model.py's GPT: {hint}")
     group = group or dist.group.WORLD
     sizes = expert_counts(model.config.experts, dist.get_world_size(group))
     for mixture in [block.mlp for block in model.blocks.values()]:

@@ -140,6 +140,41 @@ def shard_tokens(full, group):
 # position(shard_tokens(positions, group)). Draw another dropout mask on each rank. A loss on split
 # tokens is the sum over this rank's tokens / the count of the batch.
 
+# --- f that holds less: backward gathers the tokens a second time
+
+
+class EnterAndProject(nn.Module):
+    """f and the matrices after it, in place of Enter, before layers such as gate and up. Returns a
+    tuple of their products. Each of `projections`, in its layer's place, picks its own. Activation
+    checkpointing keeps only this rank's tokens, and runs f again."""
+
+    def __init__(self, group, projections):
+        super().__init__()
+        self.group, self.projections = group, projections  # a list, no submodules: names stay
+
+    def forward(self, x):
+        return checkpoint(self.project, x, use_reentrant=False, preserve_rng_state=False)
+
+    def project(self, x):
+        full = GatherTokens.apply(x, self.group)  # (B, T, C)
+        weights = [projection.weight for projection in self.projections]
+        # One matmul with all weights: recomputation skips only the last matmul
+        products = F.linear(full, torch.cat(weights))
+        return products.split([len(weight) for weight in weights], dim=-1)
+
+
+class Projection(nn.Module):
+    """In place of a column-parallel layer: takes product number `index`, and adds the bias."""
+
+    def __init__(self, index, layer):
+        super().__init__()
+        self.index, self.weight, self.bias = index, layer.weight, layer.bias
+
+    def forward(self, products):
+        y = products[self.index]
+        return y if self.bias is None else y + self.bias
+
+
 # --- parameters that see split tokens: their gradients are partial sums
 
 
@@ -174,41 +209,6 @@ def reduce_partial(parameters):
             if p.grad is None and grad.any():  # another rank had a gradient
                 p.grad = grad
             note_reduced(p, grad)
-
-
-# --- f that holds less: backward gathers the tokens a second time
-
-
-class EnterAndProject(nn.Module):
-    """f and the matrices after it, in place of Enter, before layers such as gate and up. Returns a
-    tuple of their products. Each of `projections`, in its layer's place, picks its own. Activation
-    checkpointing keeps only this rank's tokens, and runs f again."""
-
-    def __init__(self, group, projections):
-        super().__init__()
-        self.group, self.projections = group, projections  # a list, no submodules: names stay
-
-    def forward(self, x):
-        return checkpoint(self.project, x, use_reentrant=False, preserve_rng_state=False)
-
-    def project(self, x):
-        full = GatherTokens.apply(x, self.group)  # (B, T, C)
-        weights = [projection.weight for projection in self.projections]
-        # One matmul with all weights: recomputation skips only the last matmul
-        products = F.linear(full, torch.cat(weights))
-        return products.split([len(weight) for weight in weights], dim=-1)
-
-
-class Projection(nn.Module):
-    """In place of a column-parallel layer: takes product number `index`, and adds the bias."""
-
-    def __init__(self, index, layer):
-        super().__init__()
-        self.index, self.weight, self.bias = index, layer.weight, layer.bias
-
-    def forward(self, products):
-        y = products[self.index]
-        return y if self.bias is None else y + self.bias
 
 
 # --- mistakes that would be silent: refused

@@ -159,60 +159,6 @@ class RowParallelLinear(nn.Module):
 #
 # docs/tensor-parallelism.md lists the mistakes that nothing catches, in dropout for example.
 
-# --- shards: a rank's part of a parameter, and where it lies
-
-
-def span(size, index, count):
-    """(start, length, width) of shard `index` of `count` of a dimension. Every shard is ceil(size /
-    count) wide, and zeros follow its `length` elements: 5 rows on 4 ranks are 2, 2, 1 and 0."""
-    width = -(-size // count)
-    start = min(index * width, size)
-    return start, min(width, size - start), width
-
-
-def shard_tensor(full, dim, index, count, fill=0):
-    """Shard `index` of `count` of a tensor along `dim`, in memory of its own. `fill` pads it."""
-    start, length, width = span(full.shape[dim], index, count)
-    shape = list(full.shape)
-    shape[dim] = width
-    part = full.new_full(shape, fill)
-    part.narrow(dim, 0, length).copy_(full.narrow(dim, start, length))
-    return part
-
-
-def placement(parameter):
-    """Where a parameter's shard lies: a dictionary of the whole's `shape`, and
-
-    cuts     {dimension: (group, start, length)}
-    copies   groups whose ranks hold the same shard: harness.grad_norm counts one of them
-    partial  groups over which backward leaves partial sums: reduce_partial, DDP or ZeRO adds up"""
-    default = {"shape": tuple(parameter.shape), "cuts": {}, "copies": [], "partial": []}
-    return default | getattr(parameter, "placement", {})
-
-
-def split_over(parameter, group):
-    """Whether each rank of the group holds a different shard of the parameter."""
-    group = group or dist.group.WORLD
-    return any(group is other for other, _, _ in placement(parameter)["cuts"].values())
-
-
-def shard(parameter, dim, group):
-    """This rank's shard of a parameter, with its `placement`. None stays None. Raises ValueError
-    if this dimension has been cut before, or if the parameter has been cut over this group."""
-    if parameter is None:
-        return None
-    dim, group = dim % parameter.dim(), group or dist.group.WORLD
-    cuts = placement(parameter)["cuts"]
-    if dim in cuts or split_over(parameter, group):
-        raise ValueError("this parameter is a shard already: cut it once, and tie its shards")
-    rank, t = dist.get_rank(group), dist.get_world_size(group)
-    part = nn.Parameter(shard_tensor(parameter.detach(), dim, rank, t), parameter.requires_grad)
-    part.__dict__.update(parameter.__dict__)  # attributes that others have set
-    start, length, _ = span(parameter.shape[dim], rank, t)
-    part.placement = placement(parameter) | {"cuts": cuts | {dim: (group, start, length)}}
-    return part
-
-
 # --- the vocabulary, split too: V/t rows of the embedding and V/t logits per token on each rank
 
 
@@ -226,8 +172,6 @@ class VocabParallelEmbedding(nn.Module):
         self.weight = shard(embedding.weight, 0, group)  # (V / t, C)
         self.start = dist.get_rank(group) * len(self.weight)
         self.leave = Leave(group, in_place=True)
-        if embedding.max_norm is not None or embedding.scale_grad_by_freq:
-            raise ValueError("a cut embedding can't honour max_norm or scale_grad_by_freq")
         self.padding_row = None  # padding_idx, if this rank has its row
         if embedding.padding_idx in range(self.start, self.start + len(self.weight)):
             self.padding_row = embedding.padding_idx - self.start
@@ -303,6 +247,60 @@ class VocabParallelCrossEntropy(nn.Module):
         return losses.masked_fill(targets < 0, 0.0).sum() / count
 
 
+# --- shards: a rank's part of a parameter, and where it lies
+
+
+def span(size, index, count):
+    """(start, length, width) of shard `index` of `count` of a dimension. Every shard is ceil(size /
+    count) wide, and zeros follow its `length` elements: 5 rows on 4 ranks are 2, 2, 1 and 0."""
+    width = -(-size // count)
+    start = min(index * width, size)
+    return start, min(width, size - start), width
+
+
+def shard_tensor(full, dim, index, count, fill=0):
+    """Shard `index` of `count` of a tensor along `dim`, in memory of its own. `fill` pads it."""
+    start, length, width = span(full.shape[dim], index, count)
+    shape = list(full.shape)
+    shape[dim] = width
+    part = full.new_full(shape, fill)
+    part.narrow(dim, 0, length).copy_(full.narrow(dim, start, length))
+    return part
+
+
+def placement(parameter):
+    """Where a parameter's shard lies: a dictionary of the whole's `shape`, and
+
+    cuts     {dimension: (group, start, length)}
+    copies   groups whose ranks hold the same shard: harness.grad_norm counts one of them
+    partial  groups over which backward leaves partial sums: reduce_partial, DDP or ZeRO adds up"""
+    default = {"shape": tuple(parameter.shape), "cuts": {}, "copies": [], "partial": []}
+    return default | getattr(parameter, "placement", {})
+
+
+def split_over(parameter, group):
+    """Whether each rank of the group holds a different shard of the parameter."""
+    group = group or dist.group.WORLD
+    return any(group is other for other, _, _ in placement(parameter)["cuts"].values())
+
+
+def shard(parameter, dim, group):
+    """This rank's shard of a parameter, with its `placement`. None stays None. Raises ValueError
+    if this dimension has been cut before, or if the parameter has been cut over this group."""
+    if parameter is None:
+        return None
+    dim, group = dim % parameter.dim(), group or dist.group.WORLD
+    cuts = placement(parameter)["cuts"]
+    if dim in cuts or split_over(parameter, group):
+        raise ValueError("this parameter is a shard already: cut it once, and tie its shards")
+    rank, t = dist.get_rank(group), dist.get_world_size(group)
+    part = nn.Parameter(shard_tensor(parameter.detach(), dim, rank, t), parameter.requires_grad)
+    part.__dict__.update(parameter.__dict__)  # attributes that others have set
+    start, length, _ = span(parameter.shape[dim], rank, t)
+    part.placement = placement(parameter) | {"cuts": cuts | {dim: (group, start, length)}}
+    return part
+
+
 # --- the gradient's norm
 
 
@@ -344,10 +342,7 @@ def check_heads(config, t):
 def parallelize(model, group):
     """Cut a GPT over `group`, in place, and return it; on the meta device too. Any of embedding,
     blocks and head may be missing. Make the optimizer afterwards: parameters are replaced. Raises
-    ValueError where heads do not divide, and for a model that is cut already or not model.py's."""
-    if not all(hasattr(model, name) for name in ("config", "embed", "blocks", "head")):
-        name = type(model).__name__
-        raise ValueError(f"parallelize knows only model.py's GPT, not {name}: use the parts above")
+    ValueError where heads do not divide, and for a model that is cut already."""
     check_heads(model.config, dist.get_world_size(group))
     for block in model.blocks.values():
         attn, mlp = block.attn, block.mlp

@@ -62,14 +62,11 @@ repr(FSDP(model, world, SGD).model[6].weight)  # of a weight that is not here
 reads_another_unit(FSDP(model, world, SGD).model)  # within its unit's forward
 """,
     "tensor_parallel": """
-parallelize({nn.Linear(4, 4) | own() | hugging}, world)  # parallelize knows only model.py's GPT
 parallelize(three_heads, world)  # 6 heads and 3 kv-heads do not divide over 2 ... use 1 or 3
 shard(shard(weight, 0, world), {0 | 1 | -2}, world)  # is a shard already
 {ColumnParallelLinear | RowParallelLinear}({ColumnParallelLinear | RowParallelLinear}(
     nn.Linear(4, 6), world), world)  # is a shard already
 VocabParallelEmbedding(VocabParallelEmbedding(nn.Embedding(6, 4), world), world)  # is a shard
-VocabParallelEmbedding(nn.Embedding(7, 4, {max_norm=1.0 | scale_grad_by_freq=True}), world)
-    # max_norm or scale_grad_by_freq
 VocabParallelEmbedding(nn.Embedding(7, 4), world)(torch.tensor([{7 | 8 | -1}]))
     # tokens must be from 0 to 6
 VocabParallelCrossEntropy(7, world)(torch.ones(2, 4), torch.tensor([0, {7 | 8}]), 2)
@@ -82,7 +79,6 @@ twice(lambda x: VocabParallelCrossEntropy(7, world)(x @ torch.ones(3, 4), torch.
     2, 3)  # no second gradients
 """,
     "tensor_parallel sequence_parallel": """
-parallelize({nn.Linear(4, 4) | own()}, world)  # parallelize knows only model.py's GPT
 twice(lambda x: {Enter | Leave}(world)(x) ** 3, 2, 4, WIDTH)  # once_differentiable
 twice(lambda x: EnterAndProject(world, [linear])(x)[0] ** 3, 2, 4, WIDTH)  # once_differentiable
 """,
@@ -100,7 +96,6 @@ Ulysses(world, lambda q, k, v: q.transpose(1, 2))(*qkv())
 positions(16, {4, 4 | -1, 4 | 3, 1, 3})  # give the group's grid
 twice(lambda q: core({"ring" | "gather" | "ulysses"})(q, q, q) ** 3, 2, 4, 6, 8)
     # once_differentiable
-parallelize({nn.Linear(2, 2) | nn.Transformer(4, 2, 1, 1, 4) | own()}, world)  # knows only model
 parallelize(StandIn(Block()), world, "circle")  # no context parallelism of kind 'circle'
 parallelize(StandIn(Block()), world, "ring-ulysses", alone, alone)  # do not make the 2 ranks
 parallelize(parallelize(StandIn(Block()), world), world, "ulysses")  # context-parallel already
@@ -125,7 +120,6 @@ Stages({0: model})  # GPT alone ... cut your model yourself
 split(StandIn, [range(1)], [0])  # not those of 0 blocks
 """,
     "expert_parallel": """
-parallelize({nn.Linear(2, 2) | own() | hugging}, world)  # knows only model.py's GPT
 shard(shard(weight, world), world)  # dealt out already
 dispatch(chosen={4 | 5 | -1})  # a token chose an expert that is not one of the 4
 twice(lambda x: dispatch(x, experts=lambda rows, counts: rows**3), 3, 4)  # once_differentiable
@@ -205,7 +199,6 @@ def user_names(module, alone, others, links):
         whole=MODELS["mlp"](),
         own=MODELS["own"],
         core=context_core,
-        hugging=Names(config=Names(vocab_size=7, num_local_experts=4)),
         three_heads=Names(config=three_heads, embed=None, blocks={}, head=None),
         save=lambda model: torch.save(model, "model.pt"),
         flatten=lambda model: nn.utils.parameters_to_vector(model.parameters()),
