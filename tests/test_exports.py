@@ -21,7 +21,6 @@ import proof
 import train
 from benchmarks import smollm2 as smollm2_converter
 from harness import data, initialize, presets
-from harness import tokens as harness_tokens
 from trainer import folder_writer, hf_config, pretrained
 
 transformers = pytest.importorskip("transformers")
@@ -122,12 +121,9 @@ def test_an_export_that_is_killed_never_loads_half_old_and_half_new(folders, tmp
         outcomes.append(what_loads(folder, old, new))
         if next(calls) <= last:
             break
-        # The next export cleans up
-        pretrained.write(folder, new.config, new.named())
-        assert what_loads(folder, old, new) == "new" and not (folder / "export.partial").exists()
-    assert outcomes[0] == "old" and outcomes[-1] == "new" and "refused" in outcomes
-    order = [("old", "refused", "new").index(outcome) for outcome in outcomes]
-    assert order == sorted(order)
+    pretrained.write(folder, new.config, new.named())  # the next export cleans up
+    assert not (folder / "export.partial").exists()
+    assert list(dict.fromkeys(outcomes)) == ["old", "refused", "new"]
 
 
 def killed_at(last, calls, right):
@@ -140,17 +136,16 @@ def killed_at(last, calls, right):
 
 
 def what_loads(folder, old, new):
-    """ "old", "new" or "refused"."""
     try:
         found = dict(build(folder).named())
     except ValueError:
         with pytest.raises((OSError, ValueError)):
             transformers.AutoModelForCausalLM.from_pretrained(folder)
         return "refused"
-    is_new = all(torch.equal(p, found[name]) for name, p in new.named())
-    is_old = all(torch.equal(p, found[name]) for name, p in old.named())
-    assert is_new != is_old
-    return "new" if is_new else "old"
+    for name, model in (("old", old), ("new", new)):
+        if all(torch.equal(p, found[key]) for key, p in model.named()):
+            return name
+    return "a mixture"
 
 
 def disk_is_full():
@@ -238,32 +233,3 @@ def test_a_trained_model_knows_the_capital_of_france(ranks, smollm2, first_loss,
     said, loss = ranks(args.dp * args.cp * args.tp * args.pp, work)[0]
     assert "\nsample:\nThe capital of France is Paris" in said
     assert loss == pytest.approx(first_loss, rel=1e-4) and loss < 5
-
-
-@pytest.mark.smollm2
-def test_the_converted_folder_is_the_file(smollm2):
-    """Our logits and tokens are those of transformers, which reads the .gguf file itself."""
-    from tokenizers import pre_tokenizers
-
-    file = smollm2_converter.packaged()
-    auto = transformers.AutoModelForCausalLM
-    theirs = auto.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32).eval()
-    tokens = torch.randint(49152, (2, 30), generator=torch.Generator().manual_seed(0))
-    config = presets.configure(**hf_config.read(smollm2) | {"context": 30})
-    ours = initialize.build(config, draw=pretrained.Folder(smollm2, config).draw)
-    with torch.no_grad():
-        torch.testing.assert_close(ours(tokens), theirs(tokens).logits, rtol=1e-3, atol=1e-3)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
-    turn = "<|im_start|>user\nHello, how are you?<|im_end|>"
-    for text in (turn, "ÄÖ€ 语言 🙂", smollm2_converter.__doc__):
-        assert tokenizer(text).input_ids == encoding_of(smollm2, text)
-    # transformers does not read which words the file asks for: each digit is one
-    before, after = tokenizer("  12").input_ids, encoding_of(smollm2, "  12")
-    digits = pre_tokenizers.Digits(individual_digits=True)
-    backend = tokenizer.backend_tokenizer
-    backend.pre_tokenizer = pre_tokenizers.Sequence([digits, backend.pre_tokenizer])
-    assert before != after == tokenizer("  12").input_ids
-
-
-def encoding_of(folder, text):
-    return harness_tokens.of(folder).encode_ordinary(text)

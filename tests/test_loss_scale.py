@@ -3,8 +3,6 @@ layout."""
 
 import copy
 import json
-import math
-import types
 from unittest import mock
 
 import pytest
@@ -51,11 +49,6 @@ def eager_history(rank, args):
 
 @mock.patch.object(loss_scale, "SCALED", {"float64"})
 def history_in_float64(rank, args):
-    return history(rank, args)
-
-
-@mock.patch.object(LossScale, "INITIAL", 2.0**60)
-def history_of_no_step(rank, args):
     return history(rank, args)
 
 
@@ -170,55 +163,6 @@ def test_a_gradient_that_is_never_finite_ends_the_run(ranks, text, monkeypatch):
     [(code, rows, said)] = ranks(1, history, args, broken)
     assert code == 1 and "step 4 has loss" in said and "blocks.1.mlp.down.bias" in said
     assert [row["loss_scale"] for row in rows] == [4.0, 4.0, 2.0]
-
-
-def test_no_step_at_all(ranks, text):
-    """Every step is skipped: nothing was measured, and nothing fails."""
-    args = arguments(text, f"{SMALL} --dp 2 --zero 1 --steps 2")
-    for code, rows, receipt in ranks(2, history_of_no_step, args):
-        assert code == 0 and [row["loss"] for row in rows] == [None, None]
-        assert not receipt["sent"] and not receipt["held"]
-
-
-def stand_in(param_dtype="float16"):
-    """What a LossScale needs of flags and an optimizer."""
-    args = types.SimpleNamespace(param_dtype=param_dtype, reduce_dtype=param_dtype)
-    weight = torch.nn.Parameter(torch.ones(3))
-    return args, types.SimpleNamespace(optimizer=torch.optim.SGD([weight], lr=1.0)), weight
-
-
-def test_what_is_the_scales_fault():
-    args, optimizer, weight = stand_in()
-    scale = LossScale(args, optimizer)
-    assert scale.row() == {"loss_scale": 65536} and scale.count(256) == 256 / 65536
-    assert not scale.overflow(5.0, 3.0)
-    for norm in (math.inf, math.nan):
-        assert "at a loss scale of 65,536" in scale.overflow(5.0, norm)
-        assert not scale.overflow(norm, norm)  # forward's fault
-    scale.value = 1.0
-    assert not scale.overflow(5.0, math.inf)
-    scale.update(taken=False)
-    assert scale.value == 1.0
-    scale.restore({"value": 4.0, "good_steps": scale.INTERVAL + 7})  # of a longer interval
-    scale.update(taken=True)
-    assert scale.value == 8.0
-    weight.grad = torch.full((3,), 16.0)
-    optimizer.optimizer.step()
-    assert weight.tolist() == [-1.0] * 3  # 1 - 16 / 8
-
-
-def test_other_types_have_no_scale():
-    for dtype in ("float64", "float32", "bfloat16"):
-        args, optimizer, weight = stand_in(dtype)
-        scale = LossScale(args, optimizer)
-        n = 256
-        assert not scale.enabled and scale.value == 1.0 and scale.count(n) is n
-        assert not scale.row() and not scale.overflow(5.0, math.inf)  # Run.check decides
-        scale.update(taken=False)
-        scale.restore({"value": 8.0, "good_steps": 1})
-        weight.grad = torch.ones(3)
-        optimizer.optimizer.step()
-        assert scale.value == 1.0 and weight.tolist() == [0.0] * 3
 
 
 def test_float16_needs_a_scale():

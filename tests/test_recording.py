@@ -18,7 +18,6 @@ import harness
 from harness import initialize
 from proof import compare, recorder
 from proof.recorder import Recorder, summary
-from proof.tolerance import TOLERANCE
 from trainer import pretrained
 
 STEPS = 3
@@ -179,12 +178,8 @@ def test_transformers_from_an_exported_folder(ranks, text, tmp_path, family, dty
     flags = f"--family {family} --dtype {dtype}"
     args = arguments(text, f"--prove 0 --layers 2 {flags} --export {tmp_path}/start")
     assert ranks(1, run_layout, args)[0][0] == 0
-    ours = record(
-        ranks,
-        text,
-        tmp_path / "ours",
-        f"--dtype {dtype} --init-from {tmp_path}/start --tokenizer bytes",
-    )
+    flags = f"--dtype {dtype} --init-from {tmp_path}/start --tokenizer bytes"
+    ours = record(ranks, text, tmp_path / "ours", flags)
 
     def theirs(path, steps=1, lr=0.01, eps=None):
         model = transformers.AutoModelForCausalLM.from_pretrained(
@@ -281,23 +276,14 @@ def test_fsdp_and_tensor_parallel(ranks, text, tmp_path):
         "none": ["equal to rounding"],
         "no division": [
             "first apart: step 1, backward: the gradient of head.out.weight",
-            "all 17 gradients: it is 3 times ours: as if summed once too often, or not averaged, "
-            "over accumulation (3) of",
+            "all 17 gradients: it is 3 times ours: as if summed once too often, or not averaged",
         ],
         "partial norms": [
             "first apart: step 1, backward: the gradient of blocks.1.mlp_norm.weight",
-            "2 of 17 gradients are off",
             "the ranks have 2 different values, which add up to the right one: it was never summed",
         ],
-        "left out": [
-            "first apart: step 1, the optimizer: the weight of blocks.1.attn.proj.weight after it",
-            "1 of 17 weights are off",
-            "it did not move in this step: the optimizer does not have it",
-        ],
-        "same rows": [
-            "first apart: step 1, the batch",
-            "it lacks 6 of the 12 rows, and has 0 others",
-        ],
+        "left out": ["it did not move in this step: the optimizer does not have it"],
+        "same rows": ["first apart: step 1, the batch", "it lacks 6 of the 12 rows"],
     }
 
     def work(rank):
@@ -315,14 +301,8 @@ def test_fsdp_and_tensor_parallel(ranks, text, tmp_path):
 # --- proof.compare
 
 
-LINES = {
-    1: {
-        "scalars": {"loss": [2.0]},
-        "data": {"w": [[4.0, *[1.0] * 8]]},
-        "grad": {"w": [[4.0, *[1.0] * 8]]},
-    },
-    2: {"data": {"w": [[4.0, *[1.0] * 8]]}},
-}
+ONES = {"w": [[4.0, *[1.0] * 8]]}
+LINES = {1: {"scalars": {"loss": [2.0]}, "data": ONES, "grad": ONES}, 2: {"data": ONES}}
 
 
 def written(path, lines, facts='{"dtype": "float64"}'):
@@ -335,10 +315,7 @@ def written(path, lines, facts='{"dtype": "float64"}'):
     "change, words",
     [
         ({}, "equal to rounding"),
-        (
-            {"scalars": {"loss": [4.0]}},
-            "step 1, the loss\n  the loss: off by 1.0e+00; it is 2 times",
-        ),
+        ({"scalars": {"loss": [4.0]}}, "the loss: off by 1.0e+00; it is 2 times"),
         ({"scalars": {"loss": [float("nan")]}}, "step 1, the loss"),
         ({"data": {"w": [[1.0, *[0.5] * 8]]}}, "before step 1: the weight of w"),
         ({"data": {"w": [[0.0] * 9]}}, "it is zero"),
@@ -355,17 +332,17 @@ def test_what_is_said(tmp_path, change, words):
 
 
 @pytest.mark.parametrize(
-    "start, ours, theirs, words",
+    "start, theirs, words",
     [
-        (0.0, 1.0, 0.0, "it did not move in this step"),  # a bias, left out of the optimizer
-        (0.0, 1.0, 0.5, "its update is 0.5 times ours"),
-        (3.0, 4.0, 5.0, "its update is 2 times ours"),
-        (3.0, 4.0, float("inf"), "it is not finite"),
+        (0.0, 0.0, "it did not move in this step"),  # a bias, left out of the optimizer
+        (0.0, 0.5, "its update is 0.5 times ours"),
+        (3.0, 5.0, "its update is 2 times ours"),
+        (3.0, float("inf"), "it is not finite"),
     ],
 )
-def test_a_step_of_the_optimizer(tmp_path, start, ours, theirs, words):
+def test_a_step_of_the_optimizer(tmp_path, start, theirs, words):
     folders = []
-    for name, end in (("ours", ours), ("theirs", theirs)):
+    for name, end in (("ours", start + 1), ("theirs", theirs)):
         first, last = ([[8 * value**2, *[value] * 8]] for value in (start, end))
         lines = {1: LINES[1] | {"data": {"w": first}}, 2: {"data": {"w": last}}}
         folders.append(written(tmp_path / name, lines))
@@ -385,14 +362,6 @@ def test_another_weight_decay(tmp_path):
     code, said = compare.report(ours, theirs)
     assert code == 1 and "v: off by" in said and "w: off" not in said
     assert "it is off by -0.1 times itself: another weight decay" in said
-
-
-def test_every_type_has_its_own_tolerance(tmp_path):
-    ours = written(tmp_path / "ours", LINES)
-    for dtype, limits in TOLERANCE.items():
-        theirs = written(tmp_path / dtype, LINES, json.dumps({"dtype": dtype}))
-        code, said = compare.report(ours, theirs)
-        assert code == 0 and f", {dtype}: tolerance {limits['grad']:.0e}" in said
 
 
 def test_exit_codes_and_refusals(tmp_path, monkeypatch, capsys):
