@@ -77,8 +77,6 @@ class Recording(Recorder):
         path = os.path.join(args.record, FILE)
         # Of a recording that goes on
         earlier = list(read_log(path, first)) if run.rank == 0 and first else []
-        plain = (int, float, str, type(None))
-        flags = {k: v if isinstance(v, plain) else str(v) for k, v in sorted(vars(args).items())}
         sizes = {name: getattr(args, name) for name in ("dp", "tp", "pp", "cp", "ep")}
         sizes["micro-batches"] = args.microbatches
         if args.zero_ranks:
@@ -86,7 +84,7 @@ class Recording(Recorder):
             sizes["across"] = args.dp * args.cp // args.zero_ranks
         order = ["embed", *(f"blocks.{i}" for i in range(run.config.layers))]
         order += parameter_shapes(run.config)
-        super().__init__(path, model, dtype=run.precision, groups=sizes, order=order, flags=flags)
+        super().__init__(path, model, dtype=run.precision, groups=sizes, order=order)
         for line in earlier:
             print(json.dumps(line), file=self.file)
         self.number, self.noted_step = first, None

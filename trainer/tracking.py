@@ -76,38 +76,31 @@ def describe(run, schedule):
         run.print(f"stages hold layers {layers}; {what}")
 
 
-# FLOP/s of dense matrix products by data sheet, in 16 bits, TF32 and float32, by the names that
-# torch.cuda.get_device_name() gives. Cards of one generation differ: an H100 PCIe has three
-# quarters of an H100 SXM's rate. A card that is not here gets no MFU
-A100 = 312e12, 156e12, 19.5e12
-H100_SXM = 989e12, 494e12, 67e12
-H100_NVL = 835e12, 417e12, 60e12
+# FLOP/s of dense products in 16 bits by data sheet, by what torch.cuda.get_device_name() begins
+# with. A card that is not here gets no MFU
 PEAKS = {
-    "NVIDIA A100-SXM4-40GB": A100,
-    "NVIDIA A100-SXM4-80GB": A100,
-    "NVIDIA A100-PCIE-40GB": A100,
-    "NVIDIA A100 80GB PCIe": A100,
-    "NVIDIA H100 80GB HBM3": H100_SXM,
-    "NVIDIA H100 PCIe": (756e12, 378e12, 51e12),
-    "NVIDIA H100 NVL": H100_NVL,
-    "NVIDIA H200": H100_SXM,
-    "NVIDIA H200 NVL": H100_NVL,
-    "NVIDIA GH200 480GB": H100_SXM,
-    "NVIDIA B200": (2250e12, 1125e12, 75e12),
+    "NVIDIA A100": 312e12,
+    "NVIDIA H100 80GB HBM3": 989e12,
+    "NVIDIA H100 PCIe": 756e12,
+    "NVIDIA H100 NVL": 835e12,
+    "NVIDIA H200 NVL": 835e12,
+    "NVIDIA H200": 989e12,
+    "NVIDIA GH200": 989e12,
+    "NVIDIA B200": 2250e12,
 }
+SHARES = {"bfloat16": 1.0, "float16": 1.0, "tf32": 0.5}  # of 16 bits' rate
 
 
 def peak(precision="bfloat16"):
     """FLOP/s of this rank's card, or None."""
-    kinds = ["float16", "tf32", "float32"]
-    precision = precision.replace("bfloat", "float")
-    peaks = PEAKS.get(torch.cuda.get_device_name())
-    return peaks[kinds.index(precision)] if peaks and precision in kinds else None
+    name = torch.cuda.get_device_name()
+    found = [flops for begin, flops in PEAKS.items() if name.startswith(begin)]
+    return found[0] * SHARES[precision] if found and precision in SHARES else None
 
 
 def mfu(run):
     """A function of tokens/s that gives the part of the devices' peak that the model's own
-    arithmetic uses. None on a device whose peak is not known, and in float64."""
+    arithmetic uses. None on a device whose peak is not known, and in float32 and float64."""
     rate = peak(run.precision) if run.device.type == "cuda" else None
     if rate is None:
         return None
