@@ -222,6 +222,7 @@ def recorder_names(folder):
 # What a file may have without a parameter of ours: tables that older versions of transformers saved
 BUFFERS = r"(transformer\.)?h\.\d+\.attn\.(masked_)?bias"
 BUFFERS += r"|(model\.)?(layers\.\d+\.self_attn\.)?rotary_emb\.inv_freq"
+HEAD = "lm_head.weight"
 READABLE = ("F64", "F32", "F16", "BF16")  # others, such as F8_E4M3, need scales
 
 
@@ -246,30 +247,34 @@ class Folder:
 
     def __init__(self, folder, config):
         self.folder, self.config = pathlib.Path(folder), config
-        self.files = {}  # {tensor's name: its open file}
+        self.files = {}  # {tensor's name: (its open file, its name there)}
         for name in files_of(self.folder):
             try:
                 file = safe_open(self.folder / name, framework="pt")
             except (OSError, SafetensorError) as e:
                 raise ValueError(f"{self.folder / name} can't be read ({e}): fetch it again") from e
-            self.files |= dict.fromkeys(file.keys(), file)
+            for there in file.keys():
+                if not re.fullmatch(BUFFERS, there):
+                    self.files[self.full_name(there)] = file, there
+        self.embedding = theirs("embed.token.weight", config)[0][0]
+        if config.tied and HEAD in self.files:  # one matrix, of which either may be there
+            self.files.setdefault(self.embedding, self.files[HEAD])
 
-    def find(self, name):
-        """Their tensor's name as it is in this folder. A model without its head was saved without
-        the prefix, the hub's GPT-2 too; one tied matrix may have either of its names; transformers
-        5 has another name for a router."""
-        names = [name, name.removeprefix("transformer.").removeprefix("model.")]
-        names.append(name.replace("block_sparse_moe.gate", "mlp.gate"))
-        if self.config.tied and name in theirs("embed.token.weight", self.config)[0]:
-            names.append("lm_head.weight")
-        return next((there for there in names if there in self.files), name)
+    def full_name(self, there):
+        """Of a tensor in a file. A model without its head was saved without the prefix, the hub's
+        GPT-2 too; transformers 5 has another name for a router."""
+        prefix = "transformer." if self.config.norm == "layernorm" else "model."
+        if not there.startswith((prefix, "lm_head.")):
+            there = prefix + there
+        return there.replace(".mlp.gate.weight", ".block_sparse_moe.gate.weight")
 
     def header(self, name):
         """(shape, type) of one of their tensors."""
         if name not in self.files:
             what = "it is not the model that its config.json describes"
             raise ValueError(f"{self.folder} has no {name}: {what}")
-        header = self.files[name].get_slice(name)
+        file, there = self.files[name]
+        header = file.get_slice(there)
         return header.get_shape(), header.get_dtype()
 
     def sources(self, name, shape):
@@ -278,7 +283,6 @@ class Folder:
         names, make, cut = theirs(name, self.config)
         with torch.device("meta"):
             shapes = [list(x.shape) for x in cut(torch.empty(shape))]
-        names = [self.find(there) for there in names]
         block, _, kind = name.rpartition(".mlp.experts.")
         if block and names[0] not in self.files:
             # Experts as transformers 5 holds them: gate above up in one tensor (E, 2 H, C)
@@ -289,8 +293,6 @@ class Folder:
             return [(f"{stacked}gate_up_proj", both)], lambda x: x.chunk(2, 1)[kind == "up"]
         if name == "embed.position.weight":  # they may be more than the context
             there, _ = self.header(names[0])
-            if len(there) != 2 or there[1:] != list(shape[1:]):
-                raise ValueError(f"{self.folder}: the positions are {there}, not {list(shape)}")
             if there[0] < shape[0]:
                 what = f"{self.folder} knows {there[0]} positions, not {shape[0]}"
                 raise ValueError(f"{what}: use a shorter --context")
@@ -303,7 +305,7 @@ class Folder:
         expected = {}
         for name, shape in shapes.items():
             expected |= dict(self.sources(name, shape)[0])
-        extra = {name for name in self.files if not re.fullmatch(BUFFERS, name)} - expected.keys()
+        extra = self.files.keys() - expected.keys()
         for name in [*expected, *extra]:
             shape, dtype = self.header(name)
             if dtype not in READABLE:
@@ -312,13 +314,12 @@ class Folder:
             if shape != expected.get(name, shape):
                 what = f"{name} is {shape}, not {expected[name]} as config.json says"
                 raise ValueError(f"{self.folder}: {what}")
-        if self.config.tied and "lm_head.weight" in extra:
-            embedding = self.find(theirs("embed.token.weight", self.config)[0][0])
-            if not torch.equal(self.tensor(embedding), self.tensor("lm_head.weight")):
-                what = f"{self.folder} has an lm_head.weight that differs from {embedding}"
+        if self.config.tied and HEAD in extra:
+            if not torch.equal(self.tensor(self.embedding), self.tensor(HEAD)):
+                what = f"{self.folder} has an {HEAD} that differs from {self.embedding}"
                 advice = "set tie_word_embeddings to false there"
                 raise ValueError(f"{what}, though its config.json ties them: {advice}")
-            extra.remove("lm_head.weight")
+            extra.remove(HEAD)
         if extra:
             others = f" and {len(extra) - 1} more" if len(extra) > 1 else ""
             what = f"{self.folder} has {min(extra)}{others}, which nothing here reads"
@@ -326,7 +327,8 @@ class Folder:
 
     def tensor(self, name):
         """One of their tensors, in float32 at least."""
-        x = self.files[name].get_tensor(name)
+        file, there = self.files[name]
+        x = file.get_tensor(there)
         return x.to(torch.promote_types(x.dtype, torch.float32))
 
     def draw(self, name, shape, init=None, seed=None):
@@ -362,7 +364,7 @@ def write(folder, config, tensors, dtype=None, source=None, fields=(), files=(),
     def their_tensors():
         for name, tensor in tensors:
             if source and name == "embed.position.weight":
-                every = source.tensor(source.find("transformer.wpe.weight"))
+                every = source.tensor("transformer.wpe.weight")
                 tensor = torch.cat((tensor.cpu(), every[len(tensor) :].to(tensor.dtype)))
             names, _, cut = theirs(name, config)
             for there, part in zip(names, cut(tensor)):
