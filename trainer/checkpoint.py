@@ -171,14 +171,6 @@ def states_in(index, name):
 # --- writing
 
 
-def copy_to_host(tensor):
-    """A contiguous copy in the host's memory. From a GPU it is under way when this returns: pinned
-    memory takes it without waiting."""
-    tensor = tensor.detach()
-    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
-    return host.copy_(tensor, non_blocking=True)
-
-
 class Checkpoints:
     """Writes checkpoints into `folder`: save() between two steps, poll() between any two, finish()
     at the end; all of them by all ranks. header: plain data that goes into the index, and that a
@@ -192,9 +184,7 @@ class Checkpoints:
         self.finish()
         self.step, self.problem, self.files, self.records = step, None, {}, []
         self.temporary = os.path.join(self.folder, f"{name_of(step)}.tmp")
-        copies = [p._replace(tensor=copy_to_host(p.tensor)) for p in pieces if p.writes]
-        if any(p.tensor.is_cuda for p in pieces):
-            torch.cuda.synchronize()  # once, for all copies
+        copies = [p._replace(tensor=p.tensor.to("cpu", copy=True)) for p in pieces if p.writes]
         self.thread = threading.Thread(target=self.write_pieces, args=(copies,), daemon=True)
         self.thread.start()
 

@@ -12,6 +12,7 @@ part of the random signs, and the ranks' sum is the projection of the whole.
 import contextlib
 import fnmatch
 import json
+import math
 import os
 
 import safetensors.torch
@@ -180,8 +181,5 @@ def place_of(p):
 
 def numbers_of(p):
     """The number in the flattened whole of each element of this rank's piece."""
-    numbers = torch.zeros((), dtype=torch.int64, device=p.device)
-    for length, where in zip(placement(p)["shape"], place_of(p)):
-        along = torch.arange(where.start, where.stop, device=p.device)
-        numbers = numbers.unsqueeze(-1) * length + along
-    return numbers
+    shape = placement(p)["shape"]
+    return torch.arange(math.prod(shape), device=p.device).view(shape)[place_of(p)]
