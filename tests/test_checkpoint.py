@@ -265,7 +265,7 @@ def test_another_run_is_refused(ranks, text, tmp_path, saved, flags, reason):
     code, said = layout(ranks, text, f"--layers 2 --steps 4 --resume {flags}", saved[0])
     assert code == 2 and reason in said
     index = checkpoint.newest_index(saved[0])
-    with pytest.raises(checkpoint.CheckpointError, match="tokenizer is 'bytes' there and 'gpt2'"):
+    with pytest.raises(harness.Refused, match="tokenizer is 'bytes' there and 'gpt2'"):
         checkpoint.check_header("x", index, {"tokenizer": "gpt2"}, ())
     checkpoint.check_header("x", index, {"seed": 4, "config": {"dropout": 1}}, ("seed", "dropout"))
 

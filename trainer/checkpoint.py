@@ -37,15 +37,12 @@ import safetensors.torch
 import torch
 import torch.distributed as dist
 
+from harness import Refused
 from harness.placement import placement
 
 FILE_BYTES = 256 << 20  # a file is made in memory first: so much of it at a time
 # Begin the kinds that trainer/islands.py adds: of all islands, and of islands after the first
 OUTER, ISLAND = "outer ", "island "
-
-
-class CheckpointError(ValueError):
-    """What is wrong, in one sentence that says what to change. Every rank raises the same."""
 
 
 class Piece(NamedTuple):
@@ -174,7 +171,7 @@ def states_in(index, name):
 class Checkpoints:
     """Writes checkpoints into `folder`: save() between two steps, poll() between any two, finish()
     at the end; all of them by all ranks. header: plain data that goes into the index, and that a
-    run must share to go on (see `newest`). keep: how many stay, 0 = all. Raises CheckpointError, on
+    run must share to go on (see `newest`). keep: how many stay, 0 = all. Raises Refused, on
     every rank, where it can't write; then nothing of the failed one stays."""
 
     def __init__(self, folder, header, keep=0):
@@ -210,7 +207,7 @@ class Checkpoints:
             if dist.get_rank() == 0:
                 shutil.rmtree(self.temporary, ignore_errors=True)
             what = f"the checkpoint of step {self.step} can't be written to {self.folder}"
-            raise CheckpointError(f"{what} ({problem})")
+            raise Refused(f"{what} ({problem})")
 
     def write_pieces(self, copies):
         """In the thread: write this rank's pieces, some to a file."""
@@ -334,7 +331,7 @@ def newest(folder, header, free=()):
     """(path, index, lines of what was passed over and why) of the newest whole checkpoint in a
     folder; (None, None, lines) where there is none. Called by all ranks, who share out the files.
 
-    Raises CheckpointError where it is of another run: see check_header."""
+    Raises Refused where it is of another run: see check_header."""
     passed = []
     for name in gather(checkpoints_in(folder))[0]:
         path, index, problem = os.path.join(folder, name), None, None
@@ -388,7 +385,7 @@ def crc_of_file(path):
 
 
 def check_header(path, index, header, free):
-    """Raise CheckpointError where a value of `header`, or of its dict "config", is another than in
+    """Raise Refused where a value of `header`, or of its dict "config", is another than in
     the index. free: keys that may differ."""
     here, there = header | header.get("config", {}), index | index["config"]
     for key in here:
@@ -396,9 +393,7 @@ def check_header(path, index, header, free):
             what = f"{key} is {there.get(key)!r} there and {here[key]!r} here"
             if key == "text":
                 what = "text is another"
-            raise CheckpointError(
-                f"{path} is of another run, its {what}: change the flags, or --out"
-            )
+            raise Refused(f"{path} is of another run, its {what}: change the flags, or --out")
 
 
 @torch.no_grad()
@@ -411,7 +406,7 @@ def load(path, index, pieces):
         problem = problem or fill(piece, index["tensors"], open_file)
     problem = of_any_rank(problem)
     if problem:
-        raise CheckpointError(f"{path} does not fit this run: {problem}")
+        raise Refused(f"{path} does not fit this run: {problem}")
 
 
 def fill(piece, tensors, open_file):

@@ -137,8 +137,7 @@ class Saver:
         restarted = not args.only_sample and self.claim()
         if not (args.resume or restarted or args.only_sample):
             return 0
-        with harness.refusing():
-            path, index, passed = checkpoint.newest(args.out, self.header, FREE)
+        path, index, passed = checkpoint.newest(args.out, self.header, FREE)
         passed = f" (passed over {'; '.join(passed)})" if passed else ""
         if path is None:
             what = f"no whole checkpoint in {args.out}"
@@ -151,9 +150,8 @@ class Saver:
             advice = "give more of them, or --only-sample"
             raise Refused(f"{path} has all of --steps {args.steps}: {advice}")
         training = not (finished or args.only_sample)
-        with harness.refusing():
-            checkpoint.load(path, index, self.pieces(index, training))
-            self.scale.restore(index.get("loss_scale"))
+        checkpoint.load(path, index, self.pieces(index, training))
+        self.scale.restore(index.get("loss_scale"))
         # ZeRO: the weights follow the masters that were just filled
         if hasattr(self.optimizer, "reload"):
             self.optimizer.reload()
@@ -224,18 +222,15 @@ class Saver:
     def attempt(self, work):
         try:
             work()
-        except checkpoint.CheckpointError as e:
+        except Refused as e:
             if self.run.rank == 0:
                 say(f"{e}; the run goes on")
 
     def __exit__(self, kind, error, trace):
-        if not self.writer:
-            return
-        if error is None:
-            with harness.refusing():
-                self.writer.finish()
-        elif isinstance(error, Refused):
-            with contextlib.suppress(checkpoint.CheckpointError):
+        if self.writer and error is None:
+            self.writer.finish()
+        elif self.writer and isinstance(error, Refused):
+            with contextlib.suppress(Refused):
                 self.writer.finish()
         if self.lock:
             self.lock.close()
