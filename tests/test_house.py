@@ -54,10 +54,10 @@ CEILINGS = {
     "harness": 2714,
     "proof": 1741,
     "receipts": 2545,
-    "trainer": 2784,
+    "trainer": 2750,
     "simulator": 2114,
     "exercises": 300,
-    "tests": 14326,
+    "tests": 14176,
     "benchmarks": 3103,
 }
 DEMO = "# --- demo ---"
