@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
+from harness.outputs import short
 from harness.refusal import Refused
 
 PAUSE = 0.1  # seconds between two questions to the store
@@ -37,16 +38,8 @@ class Launched(NamedTuple):
 def launched():
     """What a launcher set in RANK, WORLD_SIZE and so on. None if no launcher started this process.
     Refuses variables that are missing or wrong."""
-    together = "RANK", "WORLD_SIZE"
-    present = [name for name in together if name in os.environ]
-    if not present:
+    if "RANK" not in os.environ and "WORLD_SIZE" not in os.environ:
         return None
-    for name in together:
-        if name not in os.environ:
-            raise Refused(
-                f"{present[0]} is set and {name} is not: a launcher sets both; set {name}, or "
-                f"unset {present[0]}"
-            )
     world = number("WORLD_SIZE", 1, 10**6)
     rank = number("RANK", 0, world - 1)
     local_world = number("LOCAL_WORLD_SIZE", 1, world, world)
@@ -60,12 +53,10 @@ def launched():
 
 def number(name, least, most, default=None):
     """The whole number in a variable of the environment."""
-    if name not in os.environ and default is not None:
-        return default
-    if name not in os.environ:
-        raise Refused(f"{name} is not set: set it to a whole number from {least} to {most}")
-    text = os.environ[name]
-    if not (text.isdecimal() and text.isascii() and least <= int(text) <= most):
+    text = os.environ.get(name, default)
+    if text is None:
+        raise Refused(f"{name} is not set: a launcher sets it; or unset RANK and WORLD_SIZE")
+    if not (str(text).isdecimal() and least <= int(text) <= most):
         raise Refused(
             f"{name} is {text!r}: the launcher must set it to a whole number from {least} to {most}"
         )
@@ -165,10 +156,10 @@ def open_round(store, world, timeout):
         if store.add("round", 0) != current:
             raise Refused("another process is rank 0 by now: this one was replaced")
         if time.monotonic() > deadline:
-            missing = [rank for rank in missing if not this_round.check([f"came{rank}"])]
+            missing = [f"rank {r}" for r in missing if not this_round.check([f"came{r}"])]
             raise Refused(
                 f"{world - len(missing)} of {world} ranks came to {place()} within "
-                f"{timeout.total_seconds():g} s; missing: {listed(missing)}"
+                f"{timeout.total_seconds():g} s; missing: {short(', '.join(missing))}"
             )
         time.sleep(PAUSE)
     tokens = [this_round.get(f"came{rank}").decode() for rank in range(1, world)]
@@ -204,12 +195,6 @@ def enter_round(store, rank, timeout):
             late = f"the first rank has not come to {place()} within {timeout.total_seconds():g} s"
             raise Refused(late, speaker=0 if answered else rank)
         time.sleep(PAUSE)
-
-
-def listed(ranks, most=8):
-    """Ranks in words."""
-    names = ", ".join(f"rank {rank}" for rank in ranks[:most])
-    return names if len(ranks) <= most else f"{names} and {len(ranks) - most} others"
 
 
 def agent_store(timeout=10.0):

@@ -1,12 +1,11 @@
-"""Who is missing? When a rank dies, hangs or is cut off, one of the others names it.
+"""Who is missing? When a rank hangs or is cut off, one of the others names it.
 
-Each rank's thread answers for it, even if its main thread hangs. A rank that lost a peer calls the
-roll through the store, and says who does not answer.
+Two threads of each rank do this: one answers for it, even if its main thread hangs; the other sees
+that the main thread hangs. The first rank that waits in vain calls the roll through the store.
 """
 
 import contextlib
 import os
-import signal
 import socket
 import sys
 import threading
@@ -20,19 +19,30 @@ from harness.refusal import finish, say
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 PATIENCE = 1.5  # seconds that the other ranks get to end by themselves after one has failed
-# Exit code of a rank that leaves the explanation to another rank, or to the launcher
-LOST = 75
-# Backends with which a rank that lost a peer hangs, where with gloo it gets an exception
-WITHOUT_EXCEPTIONS = ["nccl"]
-# What gloo and the store say of a lost peer, and a CPU's allocator and a thread of no memory
-SIGNS_OF_A_LOST_PEER = (
-    "connection closed",
-    "connection reset",
-    "broken pipe",
-    "connection refused",
-    "remote process exited",
-)
+ANSWER = 6  # seconds for a rank's answer to a roll call: on a busy machine it may take some
+LOST = 75  # exit code of a rank that leaves the explanation to another rank, or to the launcher
+# What gloo says of a lost peer; and a CPU's allocator, or a thread that gets no stack, of no memory
+SIGNS_OF_A_LOST_PEER = ("connection closed", "connection reset", "broken pipe")
 SIGNS_OF_NO_MEMORY = ("can't allocate memory", "bad_alloc", "can't start new thread")
+
+
+def attend(store, me, timeout):
+    """Start the threads of a rank. me: its joining.Launched; timeout: in seconds."""
+    store.set(f"host{me.rank}", socket.gethostname())
+    threading.Thread(target=answer, args=(store, me.rank), daemon=True).start()
+    threading.Thread(target=end_if_stuck, args=(store, me, timeout), daemon=True).start()
+
+
+def answer(store, rank):
+    """Answer a roll call. End the process if another rank has failed: its peers may wait for
+    ever."""
+    with contextlib.suppress(Exception):  # the store may end before this rank
+        while not store.check(["roll"]):
+            if store.check(["failed"]):
+                time.sleep(PATIENCE)  # the main thread may end by itself
+                finish(LOST)
+            time.sleep(0.25)
+        store.set(f"here{rank}", whereabouts())
 
 
 def whereabouts():
@@ -50,37 +60,47 @@ def is_own(file):
     return file.startswith(ROOT + os.sep) and not {"tests", "site-packages"} & set(folders)
 
 
-def attend(store, me, timeout, backend):
-    """Start the threads that answer for a rank. me: joining.Launched; timeout: in seconds."""
-    threading.Thread(target=answer, args=(store, me.rank), daemon=True).start()
-    if backend in WITHOUT_EXCEPTIONS:
-        threading.Thread(target=end_if_stuck, args=(store, me, timeout), daemon=True).start()
-
-
-def answer(store, rank):
-    """Say on which host this rank is, answer a roll call, and end the process if another rank has
-    failed: its peers may wait for ever."""
-    with contextlib.suppress(Exception):  # the store may end before this rank
-        store.set(f"host{rank}", socket.gethostname())
-        while not store.check(["roll"]):
-            if store.check(["failed"]):
-                time.sleep(PATIENCE)  # the main thread may end by itself
-                finish(LOST)
-            time.sleep(0.25)
-        store.set(f"here{rank}", whereabouts())
-
-
 def end_if_stuck(store, me, timeout):
-    """End the process if the main thread stands at one and the same instruction for `timeout`. On
-    nccl the device waits for a lost peer, and the main thread for the device's next value."""
+    """End the process if the main thread stands at one and the same instruction for `timeout`: it
+    waits for a message, or on a GPU for the device that waits for one. Not every backend raises an
+    exception then."""
     main = threading.main_thread().ident
     place, since = None, time.monotonic()
     while time.monotonic() - since < timeout:
-        time.sleep(0.5)
+        time.sleep(min(0.5, timeout))
         frame = sys._current_frames()[main]
         if place != (frame.f_code, frame.f_lasti, id(frame)):
             place, since = (frame.f_code, frame.f_lasti, id(frame)), time.monotonic()
-    finish(lost_a_peer(TimeoutError("timed out"), store, me, timeout, late=True))
+    turn = within(ANSWER, lambda: store.add("roll", 1))
+    if turn and turn > 1:  # the first rank still calls the roll, maybe in a store of this process
+        time.sleep(ANSWER + 2)
+        finish(LOST)
+    problem = within(2 * ANSWER, lambda: roll_call(store, me, timeout))
+    if problem:
+        say(problem)
+    elif me.local_rank == 0:
+        peer = os.environ.get("MASTER_ADDR", "the first rank's host")
+        host = socket.gethostname()
+        say(f"{host} lost {peer}: that host is down, or the link to it is cut; the run ends")
+    finish(1)
+
+
+def roll_call(store, me, timeout):
+    """Ask all ranks where they are. Returns a sentence."""
+    store.set(f"here{me.rank}", whereabouts())
+    answers, deadline = [f"here{rank}" for rank in range(me.world)], time.monotonic() + ANSWER
+    while time.monotonic() < deadline and not store.check(answers):
+        time.sleep(0.05)
+    present, missing = [], []
+    for rank in range(me.world):
+        if store.check([f"here{rank}"]):
+            present.append(f"rank {rank} at {store.get(f'here{rank}').decode()}")
+        else:
+            missing.append(f"rank {rank} on {store.get(f'host{rank}').decode()}")
+    if missing:
+        names = ", ".join(missing)
+        return f"no answer from {names} within {timeout:g} s: it hangs, or the link to it is cut"
+    return f"no progress for {timeout:g} s, though all ranks answer: {', '.join(present[:8])}"
 
 
 def is_first_failure(store):
@@ -88,77 +108,21 @@ def is_first_failure(store):
     return within(1, lambda: store.add("failed", 1)) in (1, None)
 
 
-def failed(error, store, me, timeout):
-    """Report an exception, once for all ranks, and return the exit code."""
-    text = str(error).lower()
-    late = "timed out" in text or "timeout" in text
-    lost = any(sign in text for sign in SIGNS_OF_A_LOST_PEER)
-    if isinstance(error, (RuntimeError, ConnectionError, TimeoutError)) and (late or lost):
-        return lost_a_peer(error, store, me, timeout, late)
+def failed(error, store, rank):
+    """Report an exception, once for all ranks. Returns the exit code."""
+    reason, text = str(error).partition("\n")[0], str(error).lower()
+    lost_a_peer = any(sign in text for sign in SIGNS_OF_A_LOST_PEER)
+    if lost_a_peer and "STORE_FILE" in os.environ:
+        return LOST  # the process that started the ranks saw which one died
     if not is_first_failure(store):
         return LOST
     no_memory = isinstance(error, (torch.OutOfMemoryError, MemoryError))
-    if no_memory or any(sign in text for sign in SIGNS_OF_NO_MEMORY):
-        reason = str(error).partition("\n")[0] or "an allocation failed"
+    if lost_a_peer:
+        say(f"rank {rank} lost another one ({reason}); the run ends")
+    elif no_memory or any(sign in text for sign in SIGNS_OF_NO_MEMORY):
         advice = "give it less: more --microbatches, --recompute, --zero, a smaller --batch"
-        say(f"rank {me.rank} is out of memory ({reason}): {advice}")
+        say(f"rank {rank} is out of memory ({reason or 'an allocation failed'}): {advice}")
     else:
         trace = "".join(traceback.format_exception(error))
-        print(f"rank {me.rank} failed:\n{trace}", file=sys.stderr, flush=True)
+        print(f"rank {rank} failed:\n{trace}", file=sys.stderr, flush=True)
     return 1
-
-
-def lost_a_peer(error, store, me, timeout, late):
-    """Name the ranks that this one waits for, if it is the first to notice. Returns the exit code.
-    late: whether they were silent, else a connection broke."""
-    # torchrun ends the survivors with SIGTERM: they must report first
-    with contextlib.suppress(ValueError):  # only the main thread may say so
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    if within(1, lambda: store.check(["failed"])):
-        return LOST  # that rank has said why
-    if "STORE_FILE" in os.environ and not late:
-        within(1, lambda: store.set(f"here{me.rank}", whereabouts()))
-        return LOST  # the process that started the ranks saw which one died
-    # After a time-out there is no hurry, and on a busy machine a rank may take seconds to answer.
-    # After a broken connection torchrun may soon end this process
-    wait = 6 if late else 1.5
-    turn = within(wait, lambda: store.add("roll", 1))
-    if turn and turn > 1:
-        # The first rank still calls the roll, maybe in a store of this process
-        time.sleep(wait + 2)
-        return LOST
-    answers = within(2 * wait, lambda: roll_call(store, me, wait))
-    if answers is None:
-        peer = os.environ.get("MASTER_ADDR", "the first rank's host")
-        if me.local_rank == 0:
-            host = socket.gethostname()
-            say(f"{host} lost {peer}: that host is down, or the link to it is cut; the run ends")
-        return 1
-    present, missing = answers
-    names = ", ".join(f"rank {rank} on {host}" for rank, host in missing.items())
-    if missing and late:
-        say(f"no answer from {names} within {timeout:g} s: it hangs, or the link to it is cut")
-    elif missing:
-        say(f"{names} died")
-    elif late:
-        lines = ", ".join(f"rank {rank} at {line}" for rank, line in list(present.items())[:8])
-        say(f"no progress for {timeout:g} s, though all ranks answer: {lines}")
-    else:
-        say(f"a connection broke ({str(error).splitlines()[0]})")
-    return 1
-
-
-def roll_call(store, me, wait):
-    """Ask all ranks where they are. Returns {rank: its line of code} of those that answer within
-    `wait` seconds, and {rank: its host} of the others."""
-    store.set(f"here{me.rank}", whereabouts())
-    ranks, deadline = range(me.world), time.monotonic() + wait
-    while time.monotonic() < deadline and not store.check([f"here{rank}" for rank in ranks]):
-        time.sleep(0.05)
-    present, missing = {}, {}
-    for rank in ranks:
-        if store.check([f"here{rank}"]):
-            present[rank] = store.get(f"here{rank}").decode()
-        else:
-            missing[rank] = store.get(f"host{rank}").decode()
-    return present, missing

@@ -72,9 +72,7 @@ def on_ranks(work, args, needed=None, check=lambda world: None):
         script = " ".join([os.path.basename(sys.argv[0]), *sys.argv[1:]])
         command = f"torchrun --nproc_per_node={world} {script}"
         raise Refused(f"this layout needs {world} processes and {started} were started: {command}")
-    if not args.quiet and needed:
-        say(f"this layout needs {world} processes: starting them on this machine")
-    elif not args.quiet:
+    if not args.quiet:
         say(f"starting {world} processes")
     finish(start_ranks(lambda: one_rank(work, args), world))
 
@@ -246,13 +244,13 @@ def one_rank(work, args):
             if args.backend == "gloo":
                 host_messages.install()
         store = join(me, datetime.timedelta(seconds=seconds))
+        # The backend's own time-out names nobody: it comes later than that of missing.py
+        later = datetime.timedelta(seconds=seconds + 60)
+        store.set_timeout(later)
         if me.world > 1:
-            missing.attend(store, me, seconds, args.backend)
-        # The backend's own watchdog would end the process and name nobody: on nccl it comes second
-        later = 60 if args.backend in missing.WITHOUT_EXCEPTIONS else 0
-        timeout = datetime.timedelta(seconds=seconds + later)
+            missing.attend(store.clone(), me, seconds)
         ranks = {"rank": me.rank, "world_size": me.world}
-        dist.init_process_group(args.backend, store=store, timeout=timeout, **ranks)
+        dist.init_process_group(args.backend, store=store, timeout=later, **ranks)
         code = work(me.rank, me.world, device) or 0
         dist.barrier()  # no rank leaves while others still send to it
         dist.destroy_process_group()
@@ -264,7 +262,7 @@ def one_rank(work, args):
     except BrokenPipeError:  # the reader of our output has ended, as `head` does
         return 141
     except Exception as e:
-        return missing.failed(e, store, me, seconds)
+        return missing.failed(e, store, me.rank)
 
 
 def share_cores(local_world, backend):

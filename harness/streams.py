@@ -1,19 +1,20 @@
-"""Standard output and error on a full disk or of a closed terminal: the run says so once, on the
-other stream, and goes on."""
+"""Standard output and error on a full disk or of a closed terminal: the run goes on."""
 
 import contextlib
 import io
 import os
 import sys
 
+from harness.refusal import say
+
 
 class Steady(io.FileIO):
-    """A stream's file, which drops what can't be written. A pipe whose reader has ended is an error
-    all the same, as it is for `head`."""
+    """A stream's file, which drops what can't be written; of stdout it says so once. A pipe whose
+    reader has ended is an error all the same, as it is for `head`."""
 
     def __init__(self, name):
-        self.stream, self.lost = name, False
         self.old = getattr(sys, name)  # kept: a file that nobody keeps is closed
+        self.silent, self.lost = name == "stderr", False
         super().__init__(self.old.fileno(), "w", closefd=False)
 
     def write(self, content):
@@ -23,12 +24,8 @@ class Steady(io.FileIO):
             raise
         except OSError as e:
             first, self.lost = not self.lost, True
-            if first:
-                other = sys.stderr if self.stream == "stdout" else sys.stdout
-                what = f"{os.path.basename(sys.argv[0])}: {self.stream} can't be written"
-                # The other one may be lost too, and says so on this one, which is busy
-                with contextlib.suppress(OSError, RuntimeError):
-                    print(f"{what} ({e.strerror}); the run goes on", file=other, flush=True)
+            if first and not self.silent:
+                say(f"stdout can't be written ({e.strerror}); the run goes on")
             return len(content)
 
 

@@ -25,7 +25,7 @@ from test_start import Torchrun, gone
 import harness
 import proof
 import train
-from harness import missing, presets, start
+from harness import presets, start
 from trainer import saving
 
 SMALL = (
@@ -169,14 +169,8 @@ def test_started_again_by_torchrun(text, tmp_path):
     assert [f"--out {other} has checkpoints" in line for line in run.errors()] == [True, True]
 
 
-def as_on_nccl():
-    """gloo's own time-out comes a minute later: this process must see by itself that it hangs."""
-    missing.WITHOUT_EXCEPTIONS.append("gloo")
-
-
-@pytest.mark.parametrize("before", [lambda: None, as_on_nccl], ids=["gloo", "as-on-nccl"])
-def test_a_rank_that_hangs_is_named(text, tmp_path, before):
-    run = Training(tmp_path, "--steps 100000 --timeout 4 --dp 2 --pp 2", text, before)
+def test_a_rank_that_hangs_is_named(text, tmp_path):
+    run = Training(tmp_path, "--steps 100000 --timeout 4 --dp 2 --pp 2", text)
     ranks = run.wait_for("step    3")
     os.kill(ranks[1], signal.SIGSTOP)
     assert run.end() == 1 and gone(ranks)

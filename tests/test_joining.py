@@ -28,8 +28,8 @@ GOOD = {
 @pytest.mark.parametrize(
     "wrong, words",
     [
-        ({"RANK": None}, "WORLD_SIZE is set and RANK is not"),
-        ({"WORLD_SIZE": None}, "RANK is set and WORLD_SIZE is not"),
+        ({"RANK": None}, "RANK is not set"),
+        ({"WORLD_SIZE": None}, "WORLD_SIZE is not set.*unset RANK"),
         ({"RANK": "4"}, "RANK is '4'.* from 0 to 3"),
         ({"RANK": "-1"}, "RANK is '-1'.* from 0 to 3"),
         ({"RANK": "one"}, "RANK is 'one'"),
@@ -41,7 +41,7 @@ GOOD = {
         ({"LOCAL_RANK": "2"}, "LOCAL_RANK is '2'.* from 0 to 1"),
         ({"MASTER_ADDR": None}, "MASTER_ADDR is not set"),
         ({"MASTER_ADDR": ""}, "MASTER_ADDR is not set"),
-        ({"MASTER_PORT": None}, "MASTER_PORT is not set.* from 1 to 65535"),
+        ({"MASTER_PORT": None}, "MASTER_PORT is not set"),
         ({"MASTER_PORT": "http"}, "MASTER_PORT is 'http'"),
         ({"MASTER_PORT": "65536"}, "MASTER_PORT is '65536'"),
     ],
