@@ -51,13 +51,13 @@ BUDGETS = {
     "benchmarks": 2500,
 }
 CEILINGS = {
-    "harness": 2714,
+    "harness": 2633,
     "proof": 1741,
     "receipts": 2545,
     "trainer": 2750,
     "simulator": 2114,
     "exercises": 300,
-    "tests": 14176,
+    "tests": 14142,
     "benchmarks": 3103,
 }
 DEMO = "# --- demo ---"
