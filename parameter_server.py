@@ -5,20 +5,17 @@
     worker 1  pull  compute  push            worker 2  pull  compute  push  (waits)  pull ...
     server            adds up, one step      server                   step     step
 
-Synchronous: the server adds up the gradients of all ranks and takes one step. This is the same run
-as on one process. All ranks wait for the slowest.
-
-Asynchronous: the server takes a step with each gradient, as soon as it comes. The staleness of a
-gradient is the number of steps between its pull and its push. A stale gradient is that of older
-weights: the run is another one than on one process, and another one each time. Where a gradient
-could become too stale, workers wait before they pull. With staleness 0 they take turns.
-
-Sent: a worker pushes P e bytes of gradients and pulls as many of weights, with P parameters of e
-bytes. The server sends (N-1) P e a step to the other N-1 ranks and gets as many; asynchronous, P e
-a step. Of S servers each has 1/S of the parameters and of the load.
-
-Not for dense models on devices of one speed: ddp.py's all-reduce sends 2 (N-1)/N P e from each
-rank, no rank is in the way, and no gradient is stale. docs/parameter-server.md has the rest.
+Synchronous   The server adds up the gradients of all ranks and takes one step. This is the same run
+              as on one process. All ranks wait for the slowest.
+Asynchronous  The server takes a step with each gradient, as soon as it comes. Its staleness is the
+              number of steps between its pull and its push. A stale gradient is that of older
+              weights, so this is another run than on one process, and another one each time. A
+              worker waits before it pulls where a gradient could become staler than a bound.
+Sent          A worker pushes P e bytes of gradients and pulls as many of weights, with P parameters
+              of e bytes. The server sends (N-1) P e per step to the other N-1 ranks, or P e if
+              asynchronous. Of S servers each has 1/S of the parameters and of the load.
+Limits        A rank of ddp.py's all-reduce sends 2 (N-1)/N P e, none is in the way, no gradient is
+              stale: take that for dense models on equal devices. See docs/parameter-server.md.
 
     torchrun --nproc_per_node=4 parameter_server.py --servers 2
     python parameter_server.py --staleness 4
@@ -118,13 +115,12 @@ def deal(parameters, servers):
 # --- asynchronous, with bounded staleness
 
 
-class Server:
+def serve(parameters, group, steps, bound):
     """Rank 0 of asynchronous training. All other ranks are workers.
 
         if dist.get_rank(group) == 0:
-            server = Server(parameters, group, steps, staleness=2)
-            while server.receive():                      # the gradient of one worker is in p.grad
-                optimizer.step()
+            for worker, staleness in serve(parameters, group, steps, bound=2):
+                optimizer.step()                         # one worker's gradient is in p.grad
         else:
             for micro_batches, count in batches:         # this worker's own
                 pull(parameters, group)
@@ -133,45 +129,31 @@ class Server:
                     loss.backward()
                 push(parameters, group)
 
-    steps: the batches of all workers, dealt out in turns: the first ones may have one more.
-    history: of each step, the worker whose gradient it took, and the gradient's staleness."""
-
-    def __init__(self, parameters, group, steps, staleness):
-        self.parameters = trained(parameters)
-        self.group, self.staleness = group, staleness
-        self.waiting = others(0, group)  # for weights, who waits longest comes first
-        workers = len(self.waiting)
-        self.left = {worker: len(range(worker - 1, steps, workers)) for worker in self.waiting}
-        self.computing = {}  # worker: (the step at which it got its weights, their message)
-        self.history = []
-
-    def receive(self):
-        """Wait for a gradient, of any worker. Returns its rank; None after the last."""
-        self.answer()
-        if not self.computing:
-            return None
-        gradients = flat(self.parameters)  # a buffer
-        worker = dist.get_group_rank(self.group, dist.recv(gradients, group=self.group))
-        pulled_at, message = self.computing.pop(worker)
-        message.wait()
-        set_gradients(self.parameters, gradients)
-        self.history.append((worker, len(self.history) - pulled_at))
-        self.waiting.append(worker)
-        return worker
-
-    def answer(self):
-        """Send the weights to workers that wait, unless a gradient could become too stale."""
-        step = len(self.history)
-        for worker in list(self.waiting):
-            oldest = min((pulled_at for pulled_at, _ in self.computing.values()), default=step)
+    steps: the batches of all workers, dealt out in turns: the first ones may have one more. bound:
+    the largest staleness of a gradient."""
+    parameters = trained(parameters)
+    workers = others(0, group)
+    batches_left = {worker: len(range(worker - 1, steps, len(workers))) for worker in workers}
+    waiting = [worker for worker in workers if batches_left[worker]]  # for weights
+    computing = {}  # worker: (the step at which it got its weights, their message)
+    for step in range(steps):
+        while waiting:
+            oldest = min((pulled_at for pulled_at, _ in computing.values()), default=step)
             # The oldest gradient may come after those of all others that compute
-            if step - oldest + len(self.computing) > self.staleness:
-                return
-            self.waiting.remove(worker)
-            if self.left[worker]:
-                self.left[worker] -= 1
-                message = dist.isend(flat(self.parameters), group=self.group, group_dst=worker)
-                self.computing[worker] = step, message
+            if step - oldest + len(computing) > bound:
+                break
+            worker = waiting.pop(0)
+            message = dist.isend(flat(parameters), group=group, group_dst=worker)
+            computing[worker] = step, message
+        gradients = flat(parameters)  # a buffer
+        worker = dist.get_group_rank(group, dist.recv(gradients, group=group))  # whoever is first
+        pulled_at, message = computing.pop(worker)
+        message.wait()
+        batches_left[worker] -= 1
+        if batches_left[worker]:
+            waiting.append(worker)
+        set_gradients(parameters, gradients)
+        yield worker, step - pulled_at
 
 
 # --- demo ---
@@ -223,16 +205,18 @@ def asynchronous(run):
     model = run.fill(run.meta_model())
     parameters = list(model.parameters())
     optimizer = harness.make_optimizer(parameters, args)
-    server = Server(parameters, group, args.steps, args.staleness)
-    replay = receipt.Replay(run, server.history)
+    gradients = serve(parameters, group, args.steps, args.staleness)
+    history = []  # of each step, the worker whose gradient it took, and the gradient's staleness
+    replay = receipt.Replay(run, history)
     if run.proven < args.steps:
         args.prove = 0  # it is of all steps, or of none: a worker is always in the midst of one
     for step in run.steps(optimizer, reference=replay):
         if run.rank == 0:
             loss = run.zero()
             with replay.ledger:
-                worker = server.receive()
+                worker, staleness = next(gradients)
                 dist.recv(loss, group=group, group_src=worker)
+            history.append((worker, staleness))
             norm = harness.grad_norm(parameters)
             run.check(loss, norm, model.named, group=alone)
             harness.clip(parameters, norm, args.grad_clip)

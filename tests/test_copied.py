@@ -345,11 +345,11 @@ def test_usage_of_an_asynchronous_server(server):
     use = DataParallel(MODELS["torch"](), "sgd")
     use.rows = lambda: torch.arange(ROWS)
     names = loop_names(use, server)
-    names = run_usage(server.Server, **names, steps=len(names["batches"]))
+    names = run_usage(server.serve, **names, steps=len(names["batches"]))
     if dist.get_rank() == 0:
         weights = one_process("torch", "sgd", limit=0, zeros=True)[2]
         torch.testing.assert_close(use.named(), weights, rtol=1e-10, atol=1e-10)
-        assert names["server"].history == [(1, 0)] * STEPS
+        assert (names["worker"], names["staleness"]) == (1, 0)
 
 
 @on_top_of("zero", 3)

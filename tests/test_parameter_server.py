@@ -4,6 +4,7 @@ server's history."""
 import json
 import random
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -77,12 +78,12 @@ def train_asynchronously(rank, kind, staleness, steps):
             time.sleep(pause.uniform(0, 0.05))
             parameter_server.push(parameters, group)
         return None
-    optimizer, gradients = make_optimizer(parameters, kind), []
-    server = parameter_server.Server(parameters, group, steps, staleness)
-    while server.receive():
+    optimizer, gradients, history = make_optimizer(parameters, kind), [], []
+    for turn in parameter_server.serve(parameters, group, steps, staleness):
+        history.append(turn)
         gradients.append({name: p.grad.clone() for name, p in model.named()})
         optimizer.step()
-    return gradients, {name: p.detach() for name, p in model.named()}, server.history
+    return gradients, {name: p.detach() for name, p in model.named()}, history
 
 
 def replay(kind, history):
@@ -119,25 +120,26 @@ def test_asynchronous_training_equals_a_replay_of_its_history(ranks, kind, stale
 
 
 def test_workers_wait_where_a_gradient_could_become_too_stale(monkeypatch):
-    """The server's answers alone, without messages."""
-    for name, value in {"world_size": 4, "rank": 0}.items():
-        monkeypatch.setattr(dist, f"get_{name}", lambda group, value=value: value)
-    monkeypatch.setattr(dist, "isend", lambda *_, **__: None)
-    chance = random.Random(1)
+    """The server alone, without messages: a worker that has weights answers at any time."""
+    chance, computing = random.Random(1), []
+
+    def isend(message, group, group_dst):
+        computing.append(group_dst)
+        most.append(len(computing))
+        return SimpleNamespace(wait=lambda: None)
+
+    def recv(buffer, group):
+        return computing.pop(chance.randrange(len(computing)))
+
+    monkeypatch.setattr(parameter_server, "others", lambda server, group: [1, 2, 3])
+    monkeypatch.setattr(dist, "isend", isend)
+    monkeypatch.setattr(dist, "recv", recv)
+    monkeypatch.setattr(dist, "get_group_rank", lambda group, rank: rank)
     for bound in range(6):
-        server = parameter_server.Server([torch.nn.Parameter(torch.ones(1))], None, 40, bound)
-        most = 0
-        while True:
-            server.answer()
-            if not server.computing:
-                break
-            most = max(most, len(server.computing))
-            worker = chance.choice(list(server.computing))
-            pulled_at, _ = server.computing.pop(worker)
-            server.history.append((worker, len(server.history) - pulled_at))
-            server.waiting.append(worker)
-        assert len(server.history) == 40 and most == min(3, bound + 1)
-        assert max(age for _, age in server.history) <= bound
+        most = []
+        history = list(parameter_server.serve([torch.nn.Parameter(torch.ones(1))], None, 40, bound))
+        assert len(history) == 40 and max(most) == min(3, bound + 1)
+        assert max(staleness for _, staleness in history) <= bound
 
 
 # --- the command
