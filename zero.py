@@ -15,12 +15,9 @@ bits; in 32 bits a master copy of the weights and Adam's two moments. Stage 3 is
 Split     An optimizer works element by element, so each rank can step on 1/N of them: its shard.
 Sent      Gradients are reduce-scattered: a rank gets its shard of their sum. The new weights are
           all-gathered. Both together are an all-reduce, so stage 1 sends what DDP sends.
-Backward  The model's own. A hook moves each gradient into its bucket.
-A step    1  Backward fills the buckets, the last layers' first. A full one is reduce-scattered
-             while backward goes on: stage 1 does so in the last micro-batch, stage 2 in each, and
-             frees it.
-          2  finish() waits for the reductions.
-          3  step() updates this rank's shards and all-gathers the weights.
+Backward  The model's own. It fills the buckets, the last layers' first, by hooks. A full one is
+          reduce-scattered while backward goes on: in stage 1 in the last micro-batch, in stage 2 in
+          each, and then it is freed. step() waits for that, and updates this rank's shards.
 Use       Stage 1 always. Stage 2 where the gradients don't fit (docs/memory.md).
 Limits    An optimizer that needs whole matrices, as Muon does, can't work on shards.
 
@@ -104,7 +101,6 @@ class ZeRO:
     parameters are replaced in place. Activation checkpointing needs use_reentrant=False."""
 
     stages = 0, 1, 2
-    knows_placement = False  # see trainer/composed_zero.py
 
     def __init__(
         self,
@@ -115,7 +111,7 @@ class ZeRO:
         microbatches=1,
         bucket_bytes=25 << 20,
         reduce_each=True,
-        **options,  # the rest
+        **options,  # of each Bucket
     ):
         self.model, self.group, self.stage, self.microbatches = model, group, stage, microbatches
         self.reduce_each = reduce_each and stage >= 2
@@ -128,11 +124,15 @@ class ZeRO:
             bucket.passes = bucket.passes_left = microbatches  # backward passes that fill it
             self.buckets.append(bucket)
             views.update(zip(parameters, bucket.parameters))
+        for module in model.modules():
+            for name, p in module.named_parameters(recurse=False, remove_duplicate=False):
+                setattr(module, name, views[p])
         self.trainable = [bucket for bucket in self.buckets if bucket.trainable]
-        self._install(views)
         pieces = []
         for bucket in self.trainable:
             pieces += bucket.pieces
+            for i, p in enumerate(bucket.parameters):
+                p.register_post_accumulate_grad_hook(functools.partial(self._take, bucket, i))
         self.optimizer = optimizer(pieces)
         check_arguments(self)
         self.works = []  # (bucket, work): reductions on their way
@@ -149,17 +149,6 @@ class ZeRO:
     def _make_bucket(self, parameters, group, **options):
         return Bucket(parameters, group, self.stage, **options)
 
-    def _install(self, views):
-        """Put the views in place of the parameters, with hooks that take their gradients."""
-        for bucket in self.trainable:
-            for i, p in enumerate(bucket.parameters):
-                p.register_post_accumulate_grad_hook(functools.partial(self._take, bucket, i))
-        self.places = []
-        for module in self.model.modules():
-            for name, p in list(module.named_parameters(recurse=False, remove_duplicate=False)):
-                setattr(module, name, views[p])
-                self.places.append((module, name, views[p], views[p].untyped_storage()._cdata))
-
     # --- a step: zero_grad, backward passes, finish, step
 
     def zero_grad(self, give_up=False):
@@ -167,7 +156,7 @@ class ZeRO:
         give_up = give_up or self.backward_running
         check_new_step(self, give_up)
         if give_up:
-            self._run_missing_passes(give_up)
+            self._run_missing_passes(given_up=True)
         self.backward_running, self.last_call = False, "zero_grad"
         for bucket in self.trainable:
             bucket.zero_grad()
@@ -237,8 +226,9 @@ class ZeRO:
     def finish(self):
         """Complete the gradients, after the last backward of a step. grad_norm(), clip() and step()
         call it too."""
+        if self.backward_running:
+            raise RuntimeError("an exception ended a backward pass: call zero_grad(), begin anew")
         if self.last_call != "finish":
-            check_no_exception(self)
             self._run_missing_passes()
             self.last_call = "finish"
 
@@ -258,6 +248,8 @@ class ZeRO:
 
     def step(self):
         """Step on this rank's shards, and send the new weights to all."""
+        if self.last_call == "zero_grad":
+            raise RuntimeError("step() after zero_grad(): all gradients are zero")
         self.finish()
         for bucket in self.trainable:
             # A copy only if the master has another dtype or place
@@ -496,7 +488,8 @@ NOT_ELEMENTWISE = "Adafactor", "LAMB", "Lamb", "LARS", "LBFGS", "Muon", "SOAP", 
 def check_arguments(zero):
     if zero.stage not in zero.stages:
         raise ValueError(f"there is no stage {zero.stage!r} of ZeRO: 0, 1 or 2; 3 is fsdp.FSDP")
-    if not zero.knows_placement and any(hasattr(p, "placement") for p in zero.model.parameters()):
+    cut = any(hasattr(p, "placement") for p in zero.model.parameters())
+    if cut and not hasattr(zero, "knows_placement"):
         raise ValueError("another kind of parallelism cut the model: see trainer/composed_zero.py")
     kind = type(zero.optimizer).__name__
     if kind in NOT_ELEMENTWISE:
@@ -506,8 +499,9 @@ def check_arguments(zero):
 def check_new_step(zero, give_up):
     if zero.last_call == "backward" and not give_up:
         raise RuntimeError("there was no finish(): call it, or zero_grad(give_up=True)")
-    for module, name, p, storage in zero.places:
-        if module._parameters.get(name) is not p or p.untyped_storage()._cdata != storage:
+    storages = {bucket.weights.untyped_storage()._cdata for bucket in zero.buckets}
+    for name, p in zero.model.named_parameters():
+        if p.untyped_storage()._cdata not in storages:
             raise RuntimeError(
                 f"parameter {name!r} is no longer the one that ZeRO put there: convert, move"
                 " and tie it before ZeRO(model, ...), and make one ZeRO a model"
@@ -528,11 +522,6 @@ def check_gradient(zero, bucket):
         )
 
 
-def check_no_exception(zero):
-    if zero.backward_running:
-        raise RuntimeError("an exception ended a backward pass: call zero_grad(), begin anew")
-
-
 def check_same_shards(group, copies_group):
     """If the ranks of copies_group had different shards, these would be added."""
     ranks = dist.get_process_group_ranks(copies_group)
@@ -544,6 +533,7 @@ def check_same_shards(group, copies_group):
 
 # --- demo ---
 
+import fsdp
 import harness
 import proof
 import receipts.zero
@@ -568,15 +558,8 @@ def main():
     args.stage = 3 if args.stage is None else args.stage
     zero_flags.check(args, args.stage)
     harness.configure(args)
-    proof.launch(demo, args, check=functools.partial(zero_flags.check_world, args))
-
-
-def make(model, group, stage, *args, **options):
-    if stage < 3:
-        return ZeRO(model, group, stage, *args, **options)
-    import fsdp  # the next lesson, which builds on this one
-
-    return fsdp.FSDP(model, group, *args, **options)
+    train = fsdp.demo if args.stage == 3 else demo
+    proof.launch(train, args, check=functools.partial(zero_flags.check_world, args))
 
 
 def demo(run):
@@ -585,7 +568,7 @@ def demo(run):
     model = run.meta_model()
     optimizer = functools.partial(harness.make_optimizer, args=args)
     options = zero_flags.options(run, model, args.stage)
-    zero = make(model, group, args.stage, optimizer, args.microbatches, **options)
+    zero = ZeRO(model, group, args.stage, optimizer, args.microbatches, **options)
     if copies_group is not None:
         zero.replicate(copies_group)
     for step in run.steps(zero):

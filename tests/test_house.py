@@ -61,8 +61,8 @@ CEILINGS = {
     "benchmarks": 3103,
 }
 DEMO = "# --- demo ---"
-# `ddp.py --sync server` runs that demo, and zero_bubble.py pipeline.py's
-HANDED_OVER = {"parameter_server.synchronous", "pipeline.main"}
+# Demos that a lesson runs for another one: `ddp.py --sync server`, `zero.py --stage 3`
+HANDED_OVER = {"fsdp.demo", "parameter_server.synchronous", "pipeline.main"}
 
 
 def files():
