@@ -7,27 +7,26 @@
 
 Each island trains on its own data with its own optimizer, such as AdamW. After H steps its outer
 gradient is old weights - new weights. The islands average theirs, and an outer optimizer, SGD with
-Nesterov momentum, takes one step from the old weights. The outer gradient is no derivative: it
-points back along the path. With H = 1 and inner SGD it is the learning rate times the gradient, so
-an outer rate of 1 without momentum is data parallelism. For other H the training differs by design.
+Nesterov momentum, takes one step from the old weights.
 
-Sent: P numbers of b bits every H steps from each island to the N-1 others, (N-1) P b / (8 H) bytes
-a step. For two islands in float32 that is 1/H of ddp.py's. Three ways to send less at a time:
+Backward  The outer gradient is no derivative: it points back along the path. With H = 1 and inner
+          SGD it is the learning rate times the gradient, so an outer rate of 1 without momentum is
+          data parallelism. For other H the training differs by design.
+Sent      P numbers of b bits every H steps from each island to the N-1 others, (N-1) P b / (8 H)
+          bytes per step. For two islands in float32 that is 1/H of ddp.py's. To send less at once:
 
-    parts    parts of the model take turns: the largest message falls by the number of parts
-    delay    a message travels while the next inner steps run, and is applied `delay` steps later
-    bits     16: bfloat16; 8, 4: whole numbers, in blocks with a scale; errors join the next message
+          parts   parts of the model take turns: the largest message falls by their number
+          delay   a message travels while the next inner steps run; it is applied `delay` steps late
+          bits    16: bfloat16; 8, 4: integers, in blocks with a scale; errors join the next message
 
-Held more than by ddp.py: the old weights, the outer momentum, and with bits the error. Not for fast
-links, where ddp.py gives the better curve. docs/slow-links.md has the rest.
+Limits    An island also holds the old weights, the outer momentum, and with bits the error. On fast
+          links ddp.py gives the better curve. docs/slow-links.md has the rest.
 
     torchrun --nproc_per_node=4 diloco.py         python diloco.py --stream 3 --outer-bits 4
 
 Douillard et al. 2023, DiLoCo, arXiv:2311.08105. Douillard et al. 2025, Streaming DiLoCo,
 arXiv:2501.18512. Karimireddy et al. 2019, Error feedback, arXiv:1901.09847.
 """
-
-import zlib
 
 import torch
 import torch.distributed as dist
@@ -105,11 +104,12 @@ def decode(message, bits, dtype, length):
 class Part:
     """Consecutive parameters that are sent together, at the steps s with s % every == offset."""
 
-    def __init__(self, parameters, offset, lr, momentum, bits):
+    def __init__(self, parameters, offset, outer_lr, outer_momentum, bits):
         self.parameters, self.offset = parameters, offset
         self.old = flat(parameters)  # after the latest outer step: equal on all islands
         self.error = torch.zeros_like(self.old) if bits else None
-        self.outer = torch.optim.SGD([self.old], lr, momentum, nesterov=momentum > 0)
+        nesterov = outer_momentum > 0
+        self.outer = torch.optim.SGD([self.old], outer_lr, outer_momentum, nesterov=nesterov)
         self.sent_at, self.receive = 0, None  # the latest message; receive() waits for the islands'
 
     def pieces(self):
@@ -149,7 +149,7 @@ def consecutive(parameters, parts):
 class DiLoCo:
     """Averages the islands' weights every `every` steps.
 
-        diloco = DiLoCo(model, group, every=50, optimizer=optimizer)     # before the loop
+        diloco = DiLoCo(model, group, every=50)      # before the loop
         for x, y in batches:                         # this island's own, as many on all islands
             optimizer.zero_grad()
             cross_entropy(model(x), y).backward()
@@ -157,44 +157,32 @@ class DiLoCo:
             diloco.step()                            # after each step of the optimizer
         diloco.finish()                              # at the end, and all islands are equal
 
-    model: a module, or parameters. group: the islands, which start with equal weights.
-    optimizer: any of torch's. Its steps are counted, so that a forgotten step() is noticed.
-    parts, delay, bits: see the top."""
+    model: a module, or parameters. group: the islands, which start with equal weights. parts,
+    delay, bits: see the top. An island that leaves out an optimizer.step() calls step() as well."""
 
     def __init__(
-        self, model, group, every, lr=0.7, momentum=0.9, parts=1, delay=0, bits=None, optimizer=None
+        self, model, group, every, outer_lr=0.7, outer_momentum=0.9, parts=1, delay=0, bits=None
     ):
         self.model = model if isinstance(model, nn.Module) else list(model)
-        self.group, self.optimizer = group, optimizer
-        self.every, self.delay, self.bits = every, delay, bits
+        self.group, self.every, self.delay, self.bits = group, every, delay, bits
         self.keep = 0.5 if delay else 0.0  # fraction of the local movement that a late step keeps
-        self.steps = self.inner_steps = 0  # inner_steps: those since the latest step()
-        self.failed = False  # the latest step() raised
-        self.kinds = self._kinds()
-        self._check(parts)
-        sizes = [tuple(p.shape) for p in self.kinds]
-        digest = zlib.crc32(repr((every, lr, momentum, parts, delay, bits, sizes)).encode())
-        self._agree(self.exchange(header(digest, flat(self.kinds)))(), "settings")
-        lists = consecutive([p for p in self.kinds if p.requires_grad], parts)
+        self.steps = 0
+        self.parameters = self.trainable()
+        check_arguments(self)
+        lists = consecutive(self.parameters, parts)
         offsets = [i * every // parts for i in range(parts)]
-        self.parts = [Part(*of_part, lr, momentum, bits) for of_part in zip(lists, offsets)]
-        if optimizer:
-            optimizer.register_step_post_hook(self._optimizer_stepped)
+        self.parts = [Part(*part, outer_lr, outer_momentum, bits) for part in zip(lists, offsets)]
+
+    def trainable(self):
+        """The parameters that are averaged, of the model as it is now."""
+        of_module = isinstance(self.model, nn.Module)
+        parameters = self.model.parameters() if of_module else self.model
+        return [p for p in parameters if p.requires_grad]
 
     @torch.no_grad()
-    def step(self, taken=True):
-        """After each optimizer.step(). taken=False: this island skipped its step."""
-        if self.failed:
-            raise RuntimeError("the latest step() raised: all islands call give_up()")
-        if self.optimizer and self.inner_steps != taken:
-            raise RuntimeError(f"step(taken={taken}) after {self.inner_steps} optimizer.step()s")
-        if self._kinds() != self.kinds:
-            raise RuntimeError(
-                "parameters were replaced, moved, cast, frozen or unfrozen after DiLoCo(...): "
-                "all islands make a new one after such a change"
-            )
-        self.inner_steps = 0
-        self.failed = True
+    def step(self):
+        """After each optimizer.step()."""
+        check_parameters(self)
         self.steps += 1
         for part in self.parts:
             if self.steps % self.every == part.offset:
@@ -202,7 +190,6 @@ class DiLoCo:
         for part in self.parts:
             if part.receive and self.steps == part.sent_at + self.delay:
                 self._apply(part)
-        self.failed = False
 
     def exchange(self, message):
         """Send a message, bytes, to all islands. Returns a function that waits for theirs, in the
@@ -229,7 +216,7 @@ class DiLoCo:
 
     def _apply(self, part):
         messages = part.receive()
-        self._agree(messages, "numbers of steps")
+        check_agreement(messages)
         # In float64 and in one order: all islands get the same bits
         total = torch.zeros_like(part.old, dtype=torch.float64)
         for message in messages:
@@ -252,51 +239,40 @@ class DiLoCo:
                 self._apply(part)
             part.restart()
 
-    @torch.no_grad()
-    def give_up(self):
-        """After an exception in step(), on all islands: back to the weights of the latest outer
-        steps. An exception elsewhere, such as in backward, concerns only its own island."""
-        self.inner_steps, self.failed = 0, False
-        for part in self.parts:
-            part.receive, part.sent_at = None, self.steps  # a message on its way is dropped
-            part.restart()
 
-    # --- mistakes that would be silent: refused
-
-    def _kinds(self):
-        """{parameter: what must not change about it}, of the model as it is now."""
-        parameters = self.model if isinstance(self.model, list) else list(self.model.parameters())
-        for p in parameters:
-            if not isinstance(p, torch.Tensor) or not p.is_leaf:
-                raise ValueError(f"give a model or its parameters, not a {type(p).__name__}")
-        return {p: (p.shape, p.dtype, p.device, p.requires_grad) for p in parameters}
-
-    def _check(self, parts):
-        if not any(p.requires_grad for p in self.kinds):
-            raise ValueError("no parameter needs a gradient: all frozen, or an iterator used up")
-        if self.bits not in (None, 16, 8, 4):
-            raise ValueError(f"bits={self.bits!r}: choose None, 16, 8 or 4")
-        if not 1 <= parts <= self.every or not 0 <= self.delay < self.every:
-            raise ValueError(f"with every={self.every}: 1 <= parts <= every, 0 <= delay < every")
-
-    def _optimizer_stepped(self, *_):
-        self.inner_steps += 1
-        if self.inner_steps > 1:
-            raise RuntimeError("optimizer.step() twice: after each, call DiLoCo's step()")
-
-    def _agree(self, messages, what):
-        """Raise on all islands alike where the messages' headers differ."""
-        headers = torch.stack([message[:HEADER] for message in messages]).view(torch.int64)
-        for name, values in zip((what, "weights at the start of the round"), headers.T.tolist()):
-            if len(set(values)) > 1:
-                raise RuntimeError(f"the islands have different {name}: {values}")
-
-
-def header(number, weights):
-    """Two numbers that must be equal on all islands: one given, and a sum of the weights' bits."""
+def header(steps, weights):
+    """Two integers that must be equal on all islands: steps, and a sum of the weights' bits."""
     integers = weights.view(torch.int32 if weights.itemsize == 4 else torch.int64)
-    pair = weights.new_tensor(number, dtype=torch.int64), integers.sum()
+    pair = weights.new_tensor(steps, dtype=torch.int64), integers.sum()
     return torch.stack(pair).view(torch.uint8)
+
+
+# --- mistakes that would be silent: refused
+
+
+def check_arguments(diloco):
+    if not diloco.parameters:
+        raise ValueError("no parameter needs a gradient: all frozen, or an iterator used up")
+    if diloco.bits not in (None, 16, 8, 4):
+        raise ValueError(f"bits={diloco.bits!r}: choose None, 16, 8 or 4")
+    if not 0 <= diloco.delay < diloco.every:
+        raise ValueError(f"with every={diloco.every}: 0 <= delay < every")
+
+
+def check_parameters(diloco):
+    if set(diloco.trainable()) != set(diloco.parameters):
+        raise RuntimeError(
+            "parameters were replaced, frozen or unfrozen after DiLoCo(...): all islands make a new"
+            " one after such a change"
+        )
+
+
+def check_agreement(messages):
+    """Raise on all islands alike where the messages' headers differ."""
+    headers = torch.stack([message[:HEADER] for message in messages]).view(torch.int64)
+    for name, values in zip(("numbers of steps", "old weights"), headers.T.tolist()):
+        if len(set(values)) > 1:
+            raise RuntimeError(f"the islands have different {name}: {values}")
 
 
 # --- demo ---
@@ -318,8 +294,7 @@ def demo(run):
     model = run.fill(run.meta_model())  # the same seed everywhere: the islands start equal
     parameters = list(model.parameters())
     optimizer = harness.make_optimizer(parameters, args)
-    options = receipts.diloco.options(args) | {"optimizer": optimizer}
-    diloco = DiLoCo(model, group, args.sync_every, **options)
+    diloco = DiLoCo(model, group, args.sync_every, **receipts.diloco.options(args))
     player = receipts.diloco.DemoPlayer(run, model, diloco)
     for step in run.steps(optimizer, reference=player):
         optimizer.zero_grad()

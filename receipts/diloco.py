@@ -58,8 +58,8 @@ def parse_args(doc):
 def options(args):
     """The flags as DiLoCo's options."""
     return {
-        "lr": args.outer_lr,
-        "momentum": args.outer_momentum,
+        "outer_lr": args.outer_lr,
+        "outer_momentum": args.outer_momentum,
         "parts": args.stream,
         "delay": args.stream_delay,
         "bits": args.outer_bits,

@@ -210,7 +210,7 @@ def islands_apart(diloco, model, optimizer, steps=7, of="DiLoCo", **options):
 )
 @on_top_of("diloco", 3)
 def test_diloco(diloco, model, optimizer, lr, momentum):
-    weights, _ = islands_apart(diloco, model, optimizer, lr=lr, momentum=momentum)
+    weights, _ = islands_apart(diloco, model, optimizer, outer_lr=lr, outer_momentum=momentum)
     expected = islands_here(model, optimizer, lr=lr, momentum=momentum)
     torch.testing.assert_close(weights, expected, rtol=1e-10, atol=1e-10)
 
@@ -242,7 +242,7 @@ def test_islands_end_equal_bit_by_bit(diloco, model):
 @on_top_of("diloco", 3)
 def test_islands_in_bfloat16_keep_old_weights_in_float32(diloco):
     p = nn.Parameter(torch.full((3,), 1.0, dtype=torch.bfloat16))
-    islands = diloco.DiLoCo([p], group.WORLD, every=1, lr=1.0, momentum=0.0)
+    islands = diloco.DiLoCo([p], group.WORLD, every=1, outer_lr=1.0, outer_momentum=0.0)
     [part] = islands.parts
     for _ in range(4):  # one island moves by 2^-7: the mean of three is less than bfloat16 has
         p.data -= 2**-7 * (dist.get_rank() == 0)
@@ -255,7 +255,8 @@ def test_islands_in_bfloat16_keep_old_weights_in_float32(diloco):
 @on_top_of("diloco", 2)
 def test_what_a_message_leaves_out_goes_along_later(diloco):
     p, moved = nn.Parameter(torch.zeros(300)), torch.zeros(300)
-    islands = diloco.DiLoCo([p], group.WORLD, 1, lr=1.0, momentum=0.0, bits=4)
+    options = dict(outer_lr=1.0, outer_momentum=0.0, bits=4)
+    islands = diloco.DiLoCo([p], group.WORLD, 1, **options)
     torch.manual_seed(0)  # all islands move alike
     for _ in range(20):
         movement = torch.randn(300)
@@ -275,7 +276,7 @@ def test_a_transport_may_leave_islands_out(diloco):
             return lambda: receive()[:2]
 
     p = nn.Parameter(torch.zeros(4, dtype=torch.float64))
-    islands = WithoutIsland2([p], group.WORLD, 1, lr=1.0, momentum=0.0)
+    islands = WithoutIsland2([p], group.WORLD, 1, outer_lr=1.0, outer_momentum=0.0)
     p.data += torch.tensor([1.0, 2.0, 90.0])[dist.get_rank()]
     islands.step()
     assert p.tolist() == [1.5] * 4

@@ -516,7 +516,5 @@ class Islands(DataParallel):
         import diloco
 
         super().set_up()
-        options = dict(every=2, optimizer=self.optimizer) | options
-        self.islands = diloco.DiLoCo(self.model, group.WORLD, **options)
-        self.average, self.give_up_round = self.islands.step, self.islands.give_up
-        self.finish_rounds = self.islands.finish
+        self.islands = diloco.DiLoCo(self.model, group.WORLD, every=2, **options)
+        self.average = self.islands.step

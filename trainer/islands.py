@@ -128,7 +128,7 @@ class Averaging(diloco.DiLoCo):
         stepped = [stepped for *_, stepped, _ in self.holdings]
         options = player.options(run.args)
         super().__init__(stepped, groups["islands"], run.args.sync_every, **options)
-        self.cut(options["lr"], options["momentum"])
+        self.cut(options["outer_lr"], options["outer_momentum"])
         self.reference = player.Player(
             run,
             island=run.rank // (run.world // self.args.islands),
