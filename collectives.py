@@ -10,19 +10,16 @@ longer needed. In each round rank r sends one chunk to rank r-1:
     rank 1    1  1  1    12  1   .     .   012  .     012 012 012     rank r has the sum of chunk r
     rank 2    2  2  2    .   02  2     .    .  012    012 012 012     3, 4: an all-gather
 
-Sent: a rank sends 2 (N-1) chunks, that is 2 S (N-1)/N bytes for a tensor of S bytes: about 2 S,
-however many ranks there are. No all-reduce can do with less: some rank must send that much. But
-each of the 2 (N-1) rounds waits for the one before. Small tensors are faster by recursive doubling:
-log2 N rounds, in each of which a rank sends all S bytes. Halving-doubling lies between: 2 log2 N
-rounds with the ring's bytes, if N is a power of two. Two trees come near to that for any N.
-docs/collectives.md has the costs of them all.
-
-Backward: autograd sees none of these messages, so whoever uses them writes it by hand. Where
-forward copies, backward adds up: broadcast and reduce are each other's backward, all-gather and
-reduce-scatter too. All-to-all goes back the way it came. The backward of all-reduce is all-reduce
-if each rank has its own loss and these add up. If all compute the same loss, it is the identity.
-
-Don't train with these: torch.distributed's are as fast or faster. These are here to be read.
+Sent      A rank sends 2 (N-1) chunks, that is 2 S (N-1)/N bytes for a tensor of S bytes: about
+          2 S, whatever N is. No all-reduce can do with less: some rank must send that much. But
+          each of the 2 (N-1) rounds waits for the one before. Small tensors are faster by recursive
+          doubling: log2 N rounds of S bytes. Halving-doubling has 2 log2 N rounds and the ring's
+          bytes if N is a power of two, two trees nearly so for any N (docs/collectives.md).
+Backward  Autograd sees none of these messages: whoever uses them writes it by hand. Where forward
+          copies, backward adds up: broadcast and reduce are each other's backward, all-gather and
+          reduce-scatter too. All-to-all goes back the way it came. That of all-reduce is all-reduce
+          if the ranks' losses add up, and the identity if all compute the same loss.
+Limits    Don't train with these: torch.distributed's are as fast or faster. These are to be read.
 
     torchrun --nproc_per_node=4 collectives.py
     python collectives.py --ranks 1024              # starts no processes: predicts the times
@@ -111,13 +108,12 @@ class RankView:
     def exchange(self, send, receive, combine=None):
         """A round: all its messages start at once, then all are waited for.
 
-        send, receive: {rank: tensor}. A tensor for the rank itself is copied. combine(a, b, out=a)
-        adds what arrives to the tensor (or takes the maximum, ...); without it, it is overwritten.
+        send, receive: {rank: contiguous tensor}. One for the rank itself is copied. combine(a, b,
+        out=a) adds what arrives to the tensor, or takes the maximum; without it, it is overwritten.
         """
-        send = {rank: t.contiguous() for rank, t in send.items()}
         arrived = {}
         for rank, t in receive.items():
-            arrived[rank] = torch.empty_like(t) if combine else t.contiguous()
+            arrived[rank] = torch.empty_like(t) if combine else t
         if self.rank in send:
             arrived[self.rank].copy_(send[self.rank])
         messages = []
@@ -126,11 +122,9 @@ class RankView:
                 messages.append(dist.P2POp(operation, t, group=self.group, group_peer=peer))
         for work in dist.batch_isend_irecv(messages) if messages else []:
             work.wait()
-        for rank, t in receive.items():
-            if combine:
+        if combine:
+            for rank, t in receive.items():
                 combine(t, arrived[rank], out=t)
-            else:
-                t.copy_(arrived[rank])  # does nothing if t is contiguous: then both are one tensor
 
     def crossing(self, tensors):
         """(rank in the group, tensor) of the tensors that cross the network."""
@@ -330,9 +324,7 @@ def hierarchical_all_reduce(view, x, combine, node=None):
     """Nodes of `node` neighbouring ranks have fast links inside. Reduce-scatter inside; all-reduce
     with the ranks at the same place of the other nodes, which has 2 (N/node - 1) slow rounds with
     1/node of the bytes; all-gather inside."""
-    node = node or default_node(view.size)
-    if view.size % node:
-        raise ValueError(f"{view.size} ranks do not divide into nodes of {node}")
+    node = node or default_node(view.size)  # a divisor of the number of ranks
     place = view.rank % node
     inside = view.among(range(view.rank - place, view.rank - place + node))
     across = view.among(range(place, view.size, node))
@@ -362,7 +354,8 @@ ALGORITHMS = {
 #
 # All ranks of the group must call the same collectives in the same order, with the same shapes and
 # dtypes. Not checked, here as in torch.distributed: gloo fills a buffer in part, or adds up the
-# bytes of another tensor, and says nothing. The root is given by its rank in the group.
+# bytes of another tensor, and says nothing. Tensors are contiguous and share no memory. The root is
+# given by its rank in the group.
 
 
 def view_of(group):
@@ -379,10 +372,7 @@ def all_reduce(tensor, op=SUM, group=None, algorithm="ring", **options):
         all_reduce(x, MAX, group, algorithm="halving-doubling")    # a name of ALGORITHMS
         ALL_REDUCE["direct"](x, group=group)                       # the same, to be passed on
     """
-    view, x = view_of(group), tensor.contiguous().view(-1)
-    ALGORITHMS[algorithm](view, x, OPERATORS[op], **options)
-    if not tensor.is_contiguous():
-        tensor.copy_(x.view(tensor.shape))
+    ALGORITHMS[algorithm](view_of(group), tensor.view(-1), OPERATORS[op], **options)
 
 
 ALL_REDUCE = {name: functools.partial(all_reduce, algorithm=name) for name in ALGORITHMS}
@@ -395,10 +385,7 @@ def broadcast(tensor, *, group=None, group_src=0):
 
 def reduce(tensor, op=SUM, *, group=None, group_dst=0):
     """The sum of all tensors, into the root's. The other ranks' stay as they are."""
-    x = tensor.contiguous().view(-1)
-    tree_reduce(view_of(group), x, group_dst, OPERATORS[op])
-    if not tensor.is_contiguous():
-        tensor.copy_(x.view(tensor.shape))
+    tree_reduce(view_of(group), tensor, group_dst, OPERATORS[op])
 
 
 def scatter(tensor, scatter_list=None, *, group=None, group_src=0):
@@ -410,11 +397,8 @@ def scatter(tensor, scatter_list=None, *, group=None, group_src=0):
 
 
 def gather(tensor, gather_list=None, *, group=None, group_dst=0):
-    """Rank i's tensor into gather_list[i] of the root. Raises ValueError if two of these share
-    their memory, as in [torch.zeros(3)] * n: the last to arrive would be all that is left."""
+    """Rank i's tensor into gather_list[i] of the root."""
     view = view_of(group)
-    if gather_list and len({t.data_ptr() for t in gather_list if t.numel()}) < len(gather_list):
-        raise ValueError("gather_list holds the same tensor several times: make one for each rank")
     is_root = view.rank == group_dst
     view.exchange({group_dst: tensor}, dict(enumerate(gather_list)) if is_root else {})
 
@@ -441,8 +425,6 @@ def all_to_all_single(output, input, output_split_sizes=None, input_split_sizes=
     """Part j of rank i's input into part i of rank j's output, in one round. Parts are equal, or
     have as many rows as the split sizes say."""
     view = view_of(group)
-    if output.untyped_storage().data_ptr() == input.untyped_storage().data_ptr():
-        input = input.clone()  # or a part would be overwritten before it is sent
     outgoing = input.split(input_split_sizes or len(input) // view.size)
     incoming = output.split(output_split_sizes or len(output) // view.size)
     view.exchange(dict(enumerate(outgoing)), dict(enumerate(incoming)))

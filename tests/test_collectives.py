@@ -120,21 +120,13 @@ def test_operators(ranks):
     assert all(all(out.values()) for out in ranks(5, operators))
 
 
-def strides_and_views(rank):
+def views(rank):
     for all_reduce in ALL_REDUCE.values():
-        base = torch.full((4, 6), -1.0)
-        x = base[:, ::2]
-        x.copy_(torch.arange(12.0).view(4, 3) + rank)
-        all_reduce(x)
-        assert torch.equal(x, 3 * torch.arange(12.0).view(4, 3) + 3) and (base[:, 1::2] == -1).all()
-    x = (torch.arange(12.0).view(3, 4) + rank).t()
-    collectives.broadcast(x, group_src=1)
-    assert torch.equal(x, (torch.arange(12.0).view(3, 4) + 1).t())
-    collectives.reduce(x, group_dst=2)
-    assert torch.equal(x, (torch.arange(12.0).view(3, 4) + 1).t() * (3 if rank == 2 else 1))
-    out = torch.zeros(4, 3).t()
-    collectives.all_to_all_single(out, torch.full((4, 3), float(rank)).t())
-    assert torch.equal(out, torch.arange(3.0).view(3, 1).expand(3, 4))
+        x = torch.zeros(4, 6)
+        with pytest.raises((RuntimeError, ValueError), match="contiguous|not compatible"):
+            all_reduce(x[:, ::2])
+        all_reduce(x[1:3].add_(rank))
+        assert x.tolist() == [[0] * 6, [3] * 6, [3] * 6, [0] * 6]
     full = torch.zeros(6)
     mine = full[2 * rank : 2 * rank + 2]
     mine += rank + 1
@@ -145,16 +137,13 @@ def strides_and_views(rank):
     full = torch.arange(6.0)
     collectives.reduce_scatter_single(torch.zeros(2), full)
     assert full.tolist() == [0, 1, 2, 3, 4, 5]
-    strided = torch.zeros(12)[::2]
-    collectives.all_gather_single(strided, torch.full((2,), rank + 1.0))
-    assert strided.tolist() == [1, 1, 2, 2, 3, 3]
     leaf = torch.ones(3, requires_grad=True)
     collectives.all_reduce(leaf)
     assert leaf.tolist() == [3, 3, 3]
 
 
-def test_strides_and_views(ranks):
-    ranks(3, strides_and_views)
+def test_views(ranks):
+    ranks(3, views)
 
 
 # --- groups
@@ -269,12 +258,11 @@ def a_double_tree_in_pieces(rank, world):
     for size in (0, 1, 7, 20, 31, 160):
         for group in (None, odd) if rank % 2 or world == 1 else (None,):
             theirs = inputs(world, size, torch.float64)[rank].round()
-            ours, columns = theirs.clone(), theirs.repeat_interleave(2)[::2]
+            ours = theirs.clone()
             all_reduce, view = ALL_REDUCE["double-tree"], Watched(group)
             all_reduce(ours, group=view)
-            all_reduce(columns, group=group)
             dist.all_reduce(theirs, group=group)
-            assert torch.equal(ours, theirs) and torch.equal(columns, theirs)
+            assert torch.equal(ours, theirs)
             if group is None:
                 logs[size] = view.log
     assert max(most) <= 2 * 10 * 8
@@ -282,7 +270,7 @@ def a_double_tree_in_pieces(rank, world):
 
 
 def check_double_tree(logs, world):
-    """Torch's sum in float64, contiguous or not, in the world and in a group of it; the bytes and
+    """Torch's sum in float64, in the world and in a group of it; the bytes and
     the rounds of the formula, with one piece and with several; and no rank sends more than two
     pieces a round, which is its full bandwidth."""
     for size in logs[0]:

@@ -517,10 +517,6 @@ def test_usage_of_collectives(collectives):
 @on_top_of("collectives", 3)
 def test_outputs_that_lie_in_the_input(collectives):
     inputs, rank = [torch.arange(1500.0) + 10000 * r for r in range(3)], dist.get_rank()
-    x, sizes = inputs[rank].clone(), [[700, 500, 300], [300, 700, 500], [500, 300, 700]]
-    collectives.all_to_all_single(x, x, [row[rank] for row in sizes], sizes[rank])
-    parts = [x.split(row)[rank] for x, row in zip(inputs, sizes)]
-    assert torch.equal(x, torch.cat(parts))
     for place in (0, 500, 1000, 250):
         x = inputs[rank].clone()
         output = x[place : place + 500]
@@ -529,9 +525,6 @@ def test_outputs_that_lie_in_the_input(collectives):
     both = torch.stack([inputs[rank], torch.zeros(1500)])  # parts that don't overlap
     collectives.all_to_all_single(both[1], both[0])
     assert torch.equal(both[1], torch.cat([x.chunk(3)[rank] for x in inputs]))
-    columns = torch.zeros(4, 3)  # they interleave, and share no memory
-    collectives.gather(torch.full((4,), rank + 1.0), list(columns.unbind(1)) if rank == 0 else None)
-    assert rank > 0 or columns[0].tolist() == [1, 2, 3]
 
 
 @on_top_of("ddp", 3)

@@ -33,9 +33,6 @@ TOKENS, TARGETS, COUNT = batch(0, LENGTH)
 # {a | b} stands for both, and ... for any words
 
 REFUSED = {
-    "collectives": """
-gather(x, [x, x])  # the same tensor several times
-""",
     "ddp": """
 DDP(iter([]), world)  # used up
 DDP(model.requires_grad_(False).parameters(), world)  # all frozen
