@@ -139,7 +139,7 @@ class ZeRO:
         self.sums = []  # works: sums of shards over replicas
         self.queue = None  # the buckets that the running backward pass has still to reduce
         self.backward_running = False  # still true after an exception
-        self.last_call = "zero_grad"
+        self.last_call = None  # "zero_grad", "backward" or "finish"
         self.reload()
 
     def _kind(self, p):

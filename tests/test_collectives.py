@@ -123,8 +123,8 @@ def test_operators(ranks):
 def views(rank):
     for all_reduce in ALL_REDUCE.values():
         x = torch.zeros(4, 6)
-        with pytest.raises((RuntimeError, ValueError), match="contiguous|not compatible"):
-            all_reduce(x[:, ::2])
+        with pytest.raises(RuntimeError, match="not compatible"):
+            all_reduce(x.t())
         all_reduce(x[1:3].add_(rank))
         assert x.tolist() == [[0] * 6, [3] * 6, [3] * 6, [0] * 6]
     full = torch.zeros(6)
