@@ -144,14 +144,6 @@ HUGE = "1" + "0" * 9
         ("ddp", "--json pipe", "a device or a pipe: give a file"),
         ("ddp", "--json folder", "a folder: give a file"),
         ("train", "--log-to /dev/full", "a device or a pipe: give a file"),
-        ("benchmarks.collectives", "--nproc 1", "one rank sends nothing"),
-        ("benchmarks.context", "--nproc 3", "give 2 or more that divide 4 heads"),
-        ("benchmarks.experts", "--nproc 9", "8 experts are too few for 9 ranks"),
-        ("benchmarks.pipeline", "--nproc 5", "needs a multiple of 5 micro-batches"),
-        ("benchmarks.scaling", "--published 1=49", "'1=49' is no time: write it as"),
-        ("benchmarks.scaling", "--published none", "rate is not known: give --tflops"),
-        ("benchmarks.scaling", "--nodes 1,0", "'0' is not a whole number"),
-        ("benchmarks.scaling", "--published 256=0:1 --inter 1MB/s", "messages alone take longer"),
     ],
 )
 def test_refused_for_the_right_reason(script, flags, words, monkeypatch, tmp_path, text):
