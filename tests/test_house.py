@@ -57,7 +57,7 @@ CEILINGS = {
     "trainer": 2750,
     "simulator": 2114,
     "exercises": 300,
-    "tests": 14084,
+    "tests": 14036,
     "benchmarks": 3103,
 }
 DEMO = "# --- demo ---"
