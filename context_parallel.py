@@ -480,7 +480,7 @@ def parallelize(model, group, kind="ring", ring_group=None, ulysses_group=None, 
         model = parallelize(model, group, kind)
         held = model.blocks["0"].attn.core.positions(T).to(tokens.device)
         x, y = shard_sequence(tokens, held), shard_sequence(targets, held, -1)
-        loss = model(x, held.clamp(max=T - 1), targets=y, count=count)
+        loss = model(x, held.clamp(max=T - 1), targets=y, target_count=count)
         loss.backward()                                 # count: valid targets of all ranks
         # then sum the gradients over the group, as with Ring
 
@@ -600,7 +600,7 @@ def demo(run):
         for tokens, targets, samples in run.microbatches(step):  # whole sequences, on every rank
             x, y = shard_sequence(tokens, held), shard_sequence(targets, held, -1)
             # The sum over this rank's tokens, divided by the global batch's number of targets
-            part = model(x, clamped, targets=y, count=run.count, samples=samples)
+            part = model(x, clamped, targets=y, target_count=run.count, sample_ids=samples)
             part.backward()
             loss += part.detach()
         sync.finish()

@@ -302,7 +302,7 @@ def demo(run):
         for tokens, targets, samples in run.microbatches(step, run.rank, run.world):
             # count: the tokens of this island's rows
             count = run.count // run.world
-            part = model(tokens, targets=targets, count=count, samples=samples)
+            part = model(tokens, targets=targets, target_count=count, sample_ids=samples)
             part.backward()
             loss += part.detach()
         norm = harness.grad_norm(parameters)  # of this island alone, as loss and clipping

@@ -87,7 +87,7 @@ class MLP(nn.Module):
         self.up = nn.Linear(config.width, config.hidden, bias=config.bias is True)
         self.down = nn.Linear(config.hidden, config.width, bias=config.bias is True)
 
-    def forward(self, x, count=None):
+    def forward(self, x, target_count=None):
         x = self.enter(x)
         # Gate first, as in parameters(): gradients become ready in that order, reversed (ddp.py)
         gate = None if self.gate is None else self.gate(x)
@@ -100,7 +100,7 @@ class MLP(nn.Module):
 class Block(nn.Module):
     """One layer, x (B, T, C) -> (B, T, C): attention, then an MLP or a mixture of experts. Each
     sees a norm of x, and its output is added to x. rope: None, or cos and sin (T, D). drop_key
-    (B, T): see Dropout. count: see GPT.forward; only routers need it."""
+    (B, T): see Dropout. target_count: see GPT.forward; only routers need it."""
 
     def __init__(self, config, layer):
         super().__init__()
@@ -111,9 +111,9 @@ class Block(nn.Module):
         self.mlp = MoE(config) if config.experts else MLP(config)
         self.mlp_drop = Dropout(config.dropout, site=2 * layer + 2)
 
-    def forward(self, x, rope=None, drop_key=None, count=None):
+    def forward(self, x, rope=None, drop_key=None, target_count=None):
         x = x + self.attn_drop(self.attn(self.attn_norm(x), rope), drop_key)
-        x = x + self.mlp_drop(self.mlp(self.mlp_norm(x), count), drop_key)
+        x = x + self.mlp_drop(self.mlp(self.mlp_norm(x), target_count), drop_key)
         return x
 
 
@@ -134,35 +134,35 @@ class GPT(nn.Module):
         for name, p in self.named_parameters():
             p.init = initial_distribution(name, config.layers)  # `fill` draws from it
 
-    def forward(self, x, positions=None, targets=None, count=None, samples=None):
+    def forward(self, x, positions=None, targets=None, target_count=None, sample_ids=None):
         """Return the loss; without targets the logits (B, T, V); without a head activations.
 
-        x          tokens (B, T), or activations (B, T, C) if this stage has no embedding
-        positions  (T,), by default arange(T)
-        targets    (B, T)
-        count      divides the sum of the losses; by default the number of valid targets. A stage
-                   without a head needs it too, for the losses of its routers
-        samples    (B,), a globally unique id per row; turns dropout on"""
+        x             tokens (B, T), or activations (B, T, C) if this stage has no embedding
+        positions     (T,), by default arange(T)
+        targets       (B, T)
+        target_count  divides the sum of the losses; by default the number of valid targets. A
+                      stage without a head needs it too, for the losses of its routers
+        sample_ids    (B,), a globally unique id per row; turns dropout on"""
         c = self.config
         if positions is None:
             positions = torch.arange(x.shape[1], device=x.device)
         drop_key = None
-        if samples is not None and c.dropout > 0:
-            drop_key = hash64(samples.unsqueeze(1) + hash64(positions))  # (B, T)
+        if sample_ids is not None and c.dropout > 0:
+            drop_key = hash64(sample_ids.unsqueeze(1) + hash64(positions))  # (B, T)
         if self.embed is not None:
             x = self.embed(x, positions, drop_key)
-        if count is None and targets is not None:
-            count = (targets != IGNORE).sum()
+        if target_count is None and targets is not None:
+            target_count = (targets != IGNORE).sum()
         rope = None
         if c.positions == "rope":
             head_dim = c.width // c.heads
             rope = rotary_table(positions, head_dim, c.rope_theta, x.dtype, c.rope_scaling)
         for block in self.blocks.values():
-            x = self.run_block(block, x, rope, drop_key, count)
+            x = self.run_block(block, x, rope, drop_key, target_count)
         if self.head is None:
             return x
         logits = self.head(x)
-        return logits if targets is None else self.loss(logits, targets, count)
+        return logits if targets is None else self.loss(logits, targets, target_count)
 
     def named(self):
         """(full name, parameter) pairs. A tied output matrix has its embedding's name everywhere,
@@ -204,16 +204,16 @@ class Head(nn.Module):
 
 
 class CrossEntropy(nn.Module):
-    """logits (B, T, V), targets (B, T) -> sum of -log softmax(logits)[target] / count.
+    """logits (B, T, V), targets (B, T) -> sum of -log softmax(logits)[target] / target_count.
 
-    `count` is the number of valid targets of the *global* batch, so the losses of its pieces, of
-    whatever sizes, add up to the global mean. A target equal to IGNORE is not valid."""
+    `target_count` is the number of valid targets of the *global* batch, so the losses of its
+    pieces, of whatever sizes, add up to the global mean. A target equal to IGNORE is not valid."""
 
-    def forward(self, logits, targets, count):
+    def forward(self, logits, targets, target_count):
         logits, targets = logits.flatten(0, 1), targets.flatten()
         if logits.dtype.itemsize < 4:
             logits = logits.float()  # 16 bits are too few for a sum of many small terms
-        return F.cross_entropy(logits, targets, ignore_index=IGNORE, reduction="sum") / count
+        return F.cross_entropy(logits, targets, ignore_index=IGNORE, reduction="sum") / target_count
 
 
 # --- small parts of a layer
@@ -307,14 +307,14 @@ class MoE(nn.Module):
         if config.shared:
             self.shared = MLP(replace(config, hidden=config.shared * config.hidden))
 
-    def forward(self, x, count=None):
+    def forward(self, x, target_count=None):
         shared = []
 
         def meanwhile():
             if self.shared is not None:
                 shared.append(self.shared(x))
 
-        weights, chosen = self.router(x, count)
+        weights, chosen = self.router(x, target_count)
         # An `enter` that gathers tokens must gather their experts as well
         entered, weights, chosen = (self.enter(t) for t in (x, weights, chosen))
         rows = (t.flatten(0, 1) for t in (entered, weights, chosen))  # (B T, C or k)
@@ -333,7 +333,7 @@ class Router(nn.Linear):
                   up where `load`, the assignments, is low (Wang et al. 2024, arXiv:2408.15664)
 
     The two losses affect gradients, not the reported loss. Like cross-entropy they are sums over
-    tokens, divided by count, so those of a batch's pieces add up."""
+    tokens, divided by target_count, so those of a batch's pieces add up."""
 
     def __init__(self, config):
         super().__init__(config.width, config.experts, bias=False)
@@ -342,7 +342,7 @@ class Router(nn.Linear):
         self.register_buffer("choice_bias", torch.zeros(config.experts))
         self.register_buffer("load", torch.zeros(config.experts, dtype=torch.int64))
 
-    def forward(self, x, count=None):
+    def forward(self, x, target_count=None):
         c = self.config
         logits = super().forward(x)  # (B, T, E)
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
@@ -352,17 +352,17 @@ class Router(nn.Linear):
         weights = scores.gather(-1, chosen)
         if c.renormalize:
             weights = weights / weights.sum(-1, keepdim=True)
-        if weights.requires_grad and count is not None:  # in training
+        if weights.requires_grad and target_count is not None:  # in training
             ones = torch.ones_like(weights).flatten(1)
             assigned = torch.zeros_like(scores[:, 0]).scatter_add_(1, chosen.flatten(1), ones)
             load = assigned.sum(0).long()
             # In backward, because recomputation runs forward twice
             weights.register_hook(lambda grad: self.count_load(load))
             if c.balance_loss:
-                loss = self.imbalance(scores, assigned) / count
+                loss = self.imbalance(scores, assigned) / target_count
                 weights = AddLoss.apply(weights, c.balance_loss * loss)
             if c.z_loss:
-                loss = c.z_loss * logits.logsumexp(-1).square().sum() / count
+                loss = c.z_loss * logits.logsumexp(-1).square().sum() / target_count
                 weights = AddLoss.apply(weights, loss)
         return weights.to(x.dtype), chosen
 

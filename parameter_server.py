@@ -236,7 +236,7 @@ def backward(run, model, micro_batches):
     """Add to p.grad. Returns the loss: the sum over the tokens, by the number of the batch's."""
     loss = run.zero()
     for tokens, targets, samples in micro_batches:
-        part = model(tokens, targets=targets, count=run.count, samples=samples)
+        part = model(tokens, targets=targets, target_count=run.count, sample_ids=samples)
         part.backward()
         loss += part.detach()
     return loss

@@ -544,7 +544,7 @@ def demo(run):
         def forward(stage, m, x):
             tokens, targets, samples = batches[m]
             x = tokens if x is None else x
-            return model[stage](x, targets=targets, count=run.count, samples=samples)
+            return model[stage](x, targets=targets, target_count=run.count, sample_ids=samples)
 
         if step == 0:
             prepare(schedule, forward, shape, run.dtype, run.device, links)

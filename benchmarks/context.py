@@ -84,7 +84,7 @@ def activations(run):
         gradients = [p.grad for p in model.parameters() if p.grad is not None]
         ledger.watch([*model.parameters(), *gradients])
         with ledger:
-            model(tokens, where, targets=tokens, count=length).backward()
+            model(tokens, where, targets=tokens, target_count=length).backward()
         return ledger.peak
 
     peak(model, whole[:, :64], torch.arange(64))  # makes the gradients' memory

@@ -85,7 +85,7 @@ def memory_of_a_step(run, stage, recompute):
 def train_step(run, step, model, sync):
     sync.zero_grad()
     for tokens, targets, samples in run.microbatches(step, run.rank, run.world):
-        model(tokens, targets=targets, count=run.count, samples=samples).backward()
+        model(tokens, targets=targets, target_count=run.count, sample_ids=samples).backward()
     sync.finish()
 
 
@@ -148,7 +148,7 @@ def spans_of_a_step(run, way):
         [(tokens, targets, samples)] = run.microbatches(step, run.rank, run.world, pieces=1)
         dist.barrier()
         start = time.perf_counter()
-        loss = model(tokens, targets=targets, count=run.count, samples=samples)
+        loss = model(tokens, targets=targets, target_count=run.count, sample_ids=samples)
         middle = time.perf_counter()
         loss.backward()
         end = time.perf_counter()

@@ -204,7 +204,7 @@ def curve(args, setting, seed):
         for i in range(args.eval_batches):
             [(tokens, targets, _)] = rows_of(0, i, "val", args.batch)
             count = targets.numel() * args.eval_batches
-            total += model(tokens, targets=targets, count=count).item()
+            total += model(tokens, targets=targets, target_count=count).item()
         return total
 
     def note(step, played):

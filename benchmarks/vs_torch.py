@@ -132,7 +132,7 @@ def take_step(zero_grad, loss, *rest):
 def our_ddp(job):
     model, (tokens, targets) = job.model(), job.rows()
     sync, optimizer = ddp.DDP(model.parameters(), job.group), job.optimizer(model.parameters())
-    loss = functools.partial(model, tokens, targets=targets, count=job.count)
+    loss = functools.partial(model, tokens, targets=targets, target_count=job.count)
     return Side(
         functools.partial(take_step, sync.zero_grad, loss, sync.finish, optimizer.step), model.named
     )
@@ -145,7 +145,7 @@ def their_ddp(job):
         job.optimizer(model.parameters()),
     )
     # It averages over the ranks: so each loss is a mean over its own rows
-    loss = functools.partial(wrapped, tokens, targets=targets, count=job.count / job.world)
+    loss = functools.partial(wrapped, tokens, targets=targets, target_count=job.count / job.world)
     return Side(
         functools.partial(take_step, optimizer.zero_grad, loss, optimizer.step),
         model.named,
@@ -159,7 +159,7 @@ def our_zero(job, stage):
         sharded = fsdp.FSDP(model, job.group, job.optimizer)
     else:
         sharded = zero.ZeRO(model, job.group, stage, job.optimizer)
-    loss = functools.partial(model, tokens, targets=targets, count=job.count)
+    loss = functools.partial(model, tokens, targets=targets, target_count=job.count)
     step = functools.partial(take_step, sharded.zero_grad, loss, sharded.finish, sharded.step)
     return Side(step, lambda: sharded.gather_full(model.named()))
 
@@ -170,7 +170,7 @@ def their_fsdp(job, reshard):
         fully_shard(block, reshard_after_forward=reshard)
     fully_shard(model)
     optimizer = job.optimizer(model.parameters())
-    loss = functools.partial(model, tokens, targets=targets, count=job.count / job.world)
+    loss = functools.partial(model, tokens, targets=targets, target_count=job.count / job.world)
     step = functools.partial(take_step, optimizer.zero_grad, loss, optimizer.step)
     return Side(step, lambda: [(name, p.full_tensor()) for name, p in model.named()], job.world)
 
@@ -182,7 +182,7 @@ def our_tensor(job, parallelize):
     model = job.model(lambda whole: parallelize(whole, job.group))
     parameters = list(model.parameters())
     optimizer = job.optimizer(parameters)
-    loss = functools.partial(model, job.tokens, targets=job.targets, count=job.count)
+    loss = functools.partial(model, job.tokens, targets=job.targets, target_count=job.count)
     # Nothing to do without sequence parallelism
     complete = functools.partial(sequence_parallel.reduce_partial, parameters)
     return Side(
@@ -219,7 +219,7 @@ def their_tensor(job, sequence):
             return take_step(optimizer.zero_grad, loss, optimizer.step)
 
     def loss():
-        value = model(job.tokens, targets=job.targets, count=job.count)
+        value = model(job.tokens, targets=job.targets, target_count=job.count)
         return value.to_local() if isinstance(value, DTensor) else value
 
     def weights():
@@ -252,7 +252,9 @@ def our_pipeline(job, name):
     shape = (*tokens[0].shape, job.config.width)
 
     def forward(stage, m, x):
-        return model[stage](tokens[m] if x is None else x, targets=targets[m], count=job.count)
+        return model[stage](
+            tokens[m] if x is None else x, targets=targets[m], target_count=job.count
+        )
 
     links = pipeline.prepare(schedule, forward, shape, job.dtype, job.device)
 
@@ -296,7 +298,7 @@ def our_context(job):
     sync, optimizer = ddp.DDP(model.parameters(), job.group), job.optimizer(model.parameters())
     where = context_parallel.positions(job.config.context, job.rank, job.world).to(job.device)
     tokens, targets = (context_parallel.shard_sequence(t, where) for t in (job.tokens, job.targets))
-    loss = functools.partial(model, tokens, where, targets=targets, count=job.count)
+    loss = functools.partial(model, tokens, where, targets=targets, target_count=job.count)
     return Side(
         functools.partial(take_step, sync.zero_grad, loss, sync.finish, optimizer.step), model.named
     )
@@ -323,7 +325,7 @@ def their_context(job):
 
     def loss():
         tokens, targets, where = inputs
-        return wrapped(tokens, where, targets=targets, count=job.count / job.world)
+        return wrapped(tokens, where, targets=targets, target_count=job.count / job.world)
 
     def step():
         with context():

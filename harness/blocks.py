@@ -43,7 +43,7 @@ def recompute(model, kind):
 class SelectiveBlock(gpt.Block):
     """A block that runs norm + qkv again in backward, and norm + up if they stand alone."""
 
-    def forward(self, x, rope=None, drop_key=None, count=None):
+    def forward(self, x, rope=None, drop_key=None, target_count=None):
         # x is an argument: a closure would see the next x when it runs again
         def project(x):
             return self.attn.qkv(self.attn.enter(self.attn_norm(x)))
@@ -56,7 +56,7 @@ class SelectiveBlock(gpt.Block):
         if isinstance(self.mlp, gpt.MLP) and self.mlp.gate is None:
             y = self.mlp.finish(run_checkpointed(expand, x))
         else:
-            y = self.mlp(self.mlp_norm(x), count)
+            y = self.mlp(self.mlp_norm(x), target_count)
         return x + self.mlp_drop(y, drop_key)
 
 

@@ -39,7 +39,7 @@ class Trainee:
         """rows: (tokens, targets, samples). count: valid targets, by which the loss is divided."""
         tokens, targets, samples = rows
         self.optimizer.zero_grad()
-        loss = self.model(tokens, targets=targets, count=count, samples=samples)
+        loss = self.model(tokens, targets=targets, target_count=count, sample_ids=samples)
         loss.backward()
         self.gradients = {name: p.grad.clone() for name, p in self.model.named()}
         self.losses.append(loss.item())

@@ -82,7 +82,7 @@ def kept_by_a_block(run, model, sizes):
     tokens, _, samples = run.microbatches(0)[0]
     block = next(iter(model.blocks.values()))
     tensor = tokens.numel() * run.config.width * sizes.e  # bytes of one (B, T, C)
-    kept = saved_bytes(model, block, tokens, samples=samples) / tensor
+    kept = saved_bytes(model, block, tokens, sample_ids=samples) / tensor
     ways = sizes, replace(sizes, sp=False), replace(sizes, sp=False, tp=1)
     formula, tensor_parallel, one = (block_bytes(way) / tensor for way in ways)
     return (

@@ -73,7 +73,7 @@ def train(config, kind, steps=STEPS, seed=7):
     for step in range(steps):
         tokens, targets, samples, count = batch(step, context=config.context)
         optimizer.zero_grad()
-        loss = model(tokens, targets=targets, count=count, samples=samples)
+        loss = model(tokens, targets=targets, target_count=count, sample_ids=samples)
         loss.backward()
         optimizer.step()
         gpt.rebalance(model)
@@ -142,7 +142,7 @@ def train_rank(
 
 
 def plain_forward(model, tokens, targets, count, samples):
-    return model(tokens, targets=targets, count=count, samples=samples)
+    return model(tokens, targets=targets, target_count=count, sample_ids=samples)
 
 
 def cuts_of(p):

@@ -55,7 +55,7 @@ def train_parallel(config, kind, way, zigzag=True, accumulate=2, steps=STEPS):
         )
         positions = where.clamp(max=config.context - 1)
         ids = samples if config.dropout else None
-        return model(tokens, positions, targets=targets, count=count, samples=ids)
+        return model(tokens, positions, targets=targets, target_count=count, sample_ids=ids)
 
     def finish():
         for p in model.parameters():
@@ -93,7 +93,7 @@ def test_the_usage_block_of_parallelize_runs_as_printed(ranks):
         names |= dict(tokens=tokens, targets=targets, model=copy.deepcopy(whole))
         lines = inspect.getdoc(cp.parallelize).splitlines()
         exec("\n".join(line[4:] for line in lines if line.startswith("    ")), names)
-        loss = whole(tokens, torch.arange(13), targets=targets, count=count)
+        loss = whole(tokens, torch.arange(13), targets=targets, target_count=count)
         loss.backward()
         for ours, theirs in zip(names["model"].parameters(), whole.parameters()):
             dist.all_reduce(ours.grad)

@@ -59,7 +59,7 @@ def test_equals_pytorch_ddp(ranks):
 
         def forward(_, tokens, targets, count, samples):
             # It averages over the ranks
-            return 3 * wrapped(tokens, targets=targets, count=count, samples=samples)
+            return 3 * wrapped(tokens, targets=targets, target_count=count, sample_ids=samples)
 
         return train_rank(model, "adamw", rows_of_rank(), 1, steps=5, forward=forward)
 

@@ -265,7 +265,7 @@ def test_sends_what_the_counts_say_and_reads_them_once(ranks, monkeypatch):
         ledger = Ledger({"ep": group})
         ledger.watch(model.parameters())
         with ledger:
-            model(tokens, targets=targets, count=count).backward()
+            model(tokens, targets=targets, target_count=count).backward()
         return (
             ledger.sent["all_to_all", "ep"],
             [b.mlp.router.load for b in model.blocks.values()],

@@ -136,7 +136,7 @@ def reference(text):
         for step in range(args.steps):
             where = range(args.batch), config.context, args.seed
             tokens, targets, samples = corpus.batch(step, *where)
-            loss = model(tokens, targets=targets, samples=samples)
+            loss = model(tokens, targets=targets, sample_ids=samples)
             optimizer.zero_grad()
             loss.backward()
             norm = torch.nn.utils.clip_grad_norm_(model.parameters(), args.grad_clip)
@@ -393,9 +393,9 @@ def loss_is_a_mean_of_means():
 def one_seed_for_all_samples():
     forward = gpt.GPT.forward
 
-    def wrong(self, x, positions=None, targets=None, count=None, samples=None):
-        samples = None if samples is None else torch.arange(len(samples))
-        return forward(self, x, positions, targets, count, samples)
+    def wrong(self, x, positions=None, targets=None, target_count=None, sample_ids=None):
+        sample_ids = None if sample_ids is None else torch.arange(len(sample_ids))
+        return forward(self, x, positions, targets, target_count, sample_ids)
 
     gpt.GPT.forward = wrong
 

@@ -69,7 +69,7 @@ def grad_scaler(args):
     for step in range(args.steps):
         batch = corpus.batch(step, range(args.batch), config.context, args.seed)
         tokens, targets, samples = batch
-        loss = half(tokens, targets=targets, samples=samples)
+        loss = half(tokens, targets=targets, sample_ids=samples)
         scaler.scale(loss).backward()
         for master, p in zip(masters.parameters(), half.parameters()):
             master.grad, p.grad = p.grad.float(), None

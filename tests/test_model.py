@@ -169,7 +169,9 @@ def test_losses_of_the_router_add_up_however_the_batch_is_cut():
     for pieces in ([range(5)], [[0], [1, 2, 3], [4]]):
         model = initialize.build(config, dtype=torch.float64)
         for rows in pieces:
-            model(tokens[list(rows)], targets=targets[list(rows)], count=targets.numel()).backward()
+            model(
+                tokens[list(rows)], targets=targets[list(rows)], target_count=targets.numel()
+            ).backward()
         grads.append({name: p.grad for name, p in model.named()})
     for name in grads[0]:
         torch.testing.assert_close(grads[0][name], grads[1][name], rtol=1e-10, atol=1e-12)
@@ -220,7 +222,9 @@ def steps_with(kind, **sizes):
     ledger.watch(model.parameters())
     for rows in torch.arange(6).chunk(2):
         with ledger:
-            loss = model(tokens[rows], targets=targets[rows], count=tokens.numel(), samples=rows)
+            loss = model(
+                tokens[rows], targets=targets[rows], target_count=tokens.numel(), sample_ids=rows
+            )
         held = ledger.bytes
         loss.backward()
     loads = [block.mlp.router.load for block in model.blocks.values()] if config.experts else []
@@ -380,7 +384,7 @@ def test_ignored_targets_add_nothing():
     expected = torch.nn.functional.cross_entropy(logits[masked >= 0], masked[masked >= 0])
     torch.testing.assert_close(ours(tokens, targets=masked), expected, rtol=1e-12, atol=0)
     count = (masked >= 0).sum()
-    parts = [ours(tokens[[i]], targets=masked[[i]], count=count) for i in range(2)]
+    parts = [ours(tokens[[i]], targets=masked[[i]], target_count=count) for i in range(2)]
     # Unequal parts add up: no mean of means
     torch.testing.assert_close(sum(parts), expected, rtol=1e-12, atol=0)
 
@@ -406,8 +410,10 @@ def test_dropout_is_off_without_samples():
     ours = initialize.build(presets.configure(dropout=0.5, **SMALL))
     tokens, _ = batch()
     assert torch.equal(ours(tokens), initialize.build(presets.configure(**SMALL))(tokens))
-    assert not torch.equal(ours(tokens, samples=torch.arange(2)), ours(tokens))
-    assert torch.equal(ours(tokens, samples=torch.arange(2)), ours(tokens, samples=torch.arange(2)))
+    assert not torch.equal(ours(tokens, sample_ids=torch.arange(2)), ours(tokens))
+    assert torch.equal(
+        ours(tokens, sample_ids=torch.arange(2)), ours(tokens, sample_ids=torch.arange(2))
+    )
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,9 @@ def backward(model, step, rows):
     tokens, targets, samples, count = batch(step)
     total = 0.0
     for piece in torch.tensor(rows).tensor_split(2):
-        loss = model(tokens[piece], targets=targets[piece], count=count, samples=samples[piece])
+        loss = model(
+            tokens[piece], targets=targets[piece], target_count=count, sample_ids=samples[piece]
+        )
         loss.backward()
         total += loss.detach()
     return total

@@ -281,7 +281,7 @@ def train_parallel(rank, config, kind, schedule, microbatches, ranks, steps=STEP
         def forward(stage, m, x):
             x = tokens[pieces[m]] if x is None else x
             return model[stage](
-                x, targets=targets[pieces[m]], count=count, samples=samples[pieces[m]]
+                x, targets=targets[pieces[m]], target_count=count, sample_ids=samples[pieces[m]]
             )
 
         shape = (len(pieces[0]), tokens.shape[1], config.width)
@@ -347,7 +347,7 @@ def hooked(rank, name, config, dtype, watch=contextlib.nullcontext, recompute="n
 
     def forward(stage, m, x):
         return model[stage](
-            tokens[m : m + 1] if x is None else x, targets=targets[m : m + 1], count=count
+            tokens[m : m + 1] if x is None else x, targets=targets[m : m + 1], target_count=count
         )
 
     @contextlib.contextmanager

@@ -62,13 +62,13 @@ def test_a_partial_gradient_left_so_is_caught(ranks):
         forgotten = {p for n, p in model.named() if name in n}
         assert forgotten
         tokens, targets, samples, count = batch(0)
-        model(tokens, targets=targets, count=count).backward()
+        model(tokens, targets=targets, target_count=count).backward()
         sp.reduce_partial([p for p in model.parameters() if p not in forgotten])
         return {n: p.grad for n, p in model.named() if not p.placement["cuts"]}
 
     whole = initialize.build(CONFIGS["gpt2"], 7, dtype=torch.float64)
     tokens, targets, samples, count = batch(0)
-    whole(tokens, targets=targets, count=count).backward()
+    whole(tokens, targets=targets, target_count=count).backward()
     for results in ranks(2, lambda rank: [gradients(name) for name in names]):
         for name, grads in zip(names, results, strict=True):
             for n, p in whole.named():
@@ -100,7 +100,7 @@ def test_bytes_sent(ranks, family, keep):
         ledger = Ledger({"tp": group})
         ledger.watch(model.parameters())
         with ledger:
-            loss = model(tokens, targets=targets, count=count)
+            loss = model(tokens, targets=targets, target_count=count)
         forward = {op: row[0] for (op, _), row in ledger.sent.items()}
         with ledger:
             loss.backward()
@@ -173,7 +173,7 @@ def test_gathered_inputs_are_freed(ranks):
         with torch.autograd.graph.saved_tensors_hooks(
             lambda t: whole.append(t.shape) or t, lambda t: t
         ):
-            model(tokens, targets=targets, count=count)
+            model(tokens, targets=targets, target_count=count)
         return sum(shape.numel() == tokens.numel() * 32 for shape in whole)
 
     assert ranks(4, work, False) == [0] * 4
@@ -205,9 +205,11 @@ def test_pipeline_stages(ranks):
                     take=harness.take,
                 )
             )
-        x = stages[0](tokens, samples=samples)
+        x = stages[0](tokens, sample_ids=samples)
         assert x.shape == (12, 6, 32)
-        loss = stages[1](x, torch.arange(12), targets=targets, count=count, samples=samples)
+        loss = stages[1](
+            x, torch.arange(12), targets=targets, target_count=count, sample_ids=samples
+        )
         loss.backward()
         sp.reduce_partial([p for stage in stages for p in stage.parameters()])
         named = [row for stage in stages for row in stage.named()]
@@ -215,7 +217,7 @@ def test_pipeline_stages(ranks):
         return ([loss.item()], gradients, {}), {n: cuts_of(p) for n, p in named}
 
     whole = initialize.build(config, 7, dtype=torch.float64)
-    loss = whole(tokens, targets=targets, count=count, samples=samples)
+    loss = whole(tokens, targets=targets, target_count=count, sample_ids=samples)
     loss.backward()
     reference = [loss.item()], {n: p.grad for n, p in whole.named()}, {}
     for keep in (True, False):

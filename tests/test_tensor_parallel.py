@@ -47,13 +47,13 @@ def test_a_rank_with_nothing_but_padding(ranks):
     def work(rank):
         model = build(config, dist.group.WORLD)
         tokens, targets, samples, count = batch(0, vocab=5)
-        loss = model(tokens, targets=targets, count=count)
+        loss = model(tokens, targets=targets, target_count=count)
         loss.backward()
         return loss.item(), model.embed.token.weight.grad
 
     whole = initialize.build(config, 7, dtype=torch.float64)
     tokens, targets, samples, count = batch(0, vocab=5)
-    loss = whole(tokens, targets=targets, count=count)
+    loss = whole(tokens, targets=targets, target_count=count)
     loss.backward()
     for rank, (ours, grad) in enumerate(ranks(4, work)):
         assert abs(ours - loss.item()) < 1e-12
@@ -70,7 +70,7 @@ def test_shards_differ_and_padding_stays_zero(ranks):
         for step in range(3):
             tokens, targets, samples, count = batch(step)
             optimizer.zero_grad()
-            model(tokens, targets=targets, count=count).backward()
+            model(tokens, targets=targets, target_count=count).backward()
             optimizer.step()
         return {n: (p.detach(), tp.split_over(p, group)) for n, p in model.named()}
 
@@ -98,7 +98,7 @@ def test_four_all_reduces_a_block(ranks):
         ledger = Ledger({"tp": group})
         ledger.watch(model.parameters())
         with ledger:
-            loss = model(tokens, targets=targets, count=count)
+            loss = model(tokens, targets=targets, target_count=count)
         forward = ledger.sent["all_reduce", "tp"][0]
         with ledger:
             loss.backward()
@@ -220,7 +220,7 @@ def test_equals_dtensor(ranks):
         for step in range(5):
             tokens, targets, samples, count = batch(step)
             optimizer.zero_grad()
-            model(tokens, targets=targets, count=count).backward()
+            model(tokens, targets=targets, target_count=count).backward()
             optimizer.step()
         return {
             n: (p.full_tensor() if isinstance(p, DTensor) else p).detach() for n, p in model.named()

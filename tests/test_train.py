@@ -169,7 +169,7 @@ def test_lean_head(dtype, monkeypatch):
         if lean:
             large_vocabulary.lean_head(model)
         assert names == [name for name, _ in model.named_parameters()]
-        loss = model(tokens, targets=targets, count=40)
+        loss = model(tokens, targets=targets, target_count=40)
         loss.backward()
         found.append([loss, *(p.grad for p in model.parameters())])
         logits = model(tokens)

@@ -75,7 +75,12 @@ def train_parallel(
             if action == "F":
                 rows = next(pieces)
                 waiting.append(
-                    model(tokens[rows], targets=targets[rows], count=count, samples=samples[rows])
+                    model(
+                        tokens[rows],
+                        targets=targets[rows],
+                        target_count=count,
+                        sample_ids=samples[rows],
+                    )
                 )
                 loss += waiting[-1].detach()
             else:
@@ -338,7 +343,13 @@ def test_equals_pytorch(ranks):
             rows = rows_of(rank, 2)
             # they average over the ranks: undo it
             (
-                2 * wrapped(tokens[rows], targets=targets[rows], count=count, samples=samples[rows])
+                2
+                * wrapped(
+                    tokens[rows],
+                    targets=targets[rows],
+                    target_count=count,
+                    sample_ids=samples[rows],
+                )
             ).backward()
             optimizer.step()
         full = {name: p.full_tensor() if isinstance(p, DTensor) else p for name, p in model.named()}
@@ -383,7 +394,7 @@ def test_mixed_precision(ranks, reduce_dtype, accumulate):
             tokens, targets, _, count = batch(step)
             sharded.zero_grad()
             for rows in rows_of(rank, world).tensor_split(accumulate):
-                model(tokens[rows], targets=targets[rows], count=count).backward()
+                model(tokens[rows], targets=targets[rows], target_count=count).backward()
             sharded.finish()
             sharded.step()
         assert {t.dtype for b in sharded.buckets for t in (b.weights, b.shard)} == {torch.bfloat16}
@@ -402,7 +413,7 @@ def test_mixed_precision(ranks, reduce_dtype, accumulate):
         for rank in range(world):
             for rows in rows_of(rank, world).tensor_split(accumulate):
                 model.zero_grad()
-                model(tokens[rows], targets=targets[rows], count=count).backward()
+                model(tokens[rows], targets=targets[rows], target_count=count).backward()
                 for master, p in zip(masters.parameters(), model.parameters()):
                     master.grad += p.grad
         if reduce_dtype is None:
@@ -506,7 +517,7 @@ def test_norm_and_clipping_with_tensor_and_pipeline_parallelism(ranks, axis):
     for step in range(STEPS):
         tokens, targets, _, count = batch(step)
         optimizer.zero_grad()
-        alone(tokens, targets=targets, count=count).backward()
+        alone(tokens, targets=targets, target_count=count).backward()
         expected.append(nn.utils.clip_grad_norm_(alone.parameters(), limit).item())
         optimizer.step()
     assert min(expected) > limit
@@ -543,7 +554,9 @@ def test_norm_and_clipping_with_tensor_and_pipeline_parallelism(ranks, axis):
 
             def forward(_, m, x):
                 return model(
-                    tokens[parts[m]] if x is None else x, targets=targets[parts[m]], count=count
+                    tokens[parts[m]] if x is None else x,
+                    targets=targets[parts[m]],
+                    target_count=count,
                 )
 
             if axis == "tp":
@@ -624,7 +637,7 @@ def counted(rank, stage, direct, accumulate=2, dtype=torch.float32, **options):
     with ledger:
         sharded.zero_grad()
         for _ in range(accumulate):
-            model(tokens, targets=targets, count=count).backward()
+            model(tokens, targets=targets, target_count=count).backward()
         sharded.finish()
         sharded.step()
     reduced = options.get("reduce_dtype") or dtype
@@ -713,7 +726,7 @@ def watched(rank, stage, recompute, reshard=True):
         ledger.watch([t for tensors in tensors_of for t in tensors])
         with ledger, Watch(sharded) as watch:
             for _ in range(2):
-                model(tokens, targets=targets, count=count).backward()
+                model(tokens, targets=targets, target_count=count).backward()
                 idle = sum(b.weights.untyped_storage().nbytes() for b in sharded.buckets)
             sharded.finish()
             sharded.step()
