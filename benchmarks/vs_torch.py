@@ -246,15 +246,13 @@ def stages(job, schedule):
 
 def our_pipeline(job, name):
     schedule = zero_bubble.make_schedule(name, job.world, MICROBATCHES)
-    model, _, _ = stages(job, schedule)
+    model = stages(job, schedule)[0]
     optimizer = job.optimizer(model.parameters())
     tokens, targets = job.tokens.chunk(MICROBATCHES), job.targets.chunk(MICROBATCHES)
     shape = (*tokens[0].shape, job.config.width)
 
     def forward(stage, m, x):
-        return model[stage](
-            tokens[m] if x is None else x, targets=targets[m], target_count=job.count
-        )
+        return model[stage](tokens[m] if x is None else x, None, targets[m], job.count)
 
     links = pipeline.prepare(schedule, forward, shape, job.dtype, job.device)
 

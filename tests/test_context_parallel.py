@@ -332,21 +332,6 @@ def test_bytes_are_the_formulas(ranks):
                 assert {k: v for k, v in counted.items() if v} == pytest.approx(formula)
 
 
-def test_grouped_queries_send_less():
-    whole, grouped = (expected_bytes("ring", 4, (2, 8, kv, 4), 16, 4)["send"] for kv in (8, 2))
-    assert grouped == whole / 4
-
-
-def test_wrong_heads_and_kinds_are_refused(ranks):
-    def work(rank):
-        with pytest.raises(ValueError, match="6 heads do not divide by 4 ranks"):
-            attention(rank, "ulysses", 4, (1, 6, 2, 4), 8, 0, torch.float32)
-        with pytest.raises(ValueError, match="choose one of ring, ulysses"):
-            cp.parallelize(gpt.GPT(CONFIGS["gpt2"]), dist.group.WORLD, "circle")
-
-    ranks(4, work)
-
-
 def test_a_forgotten_block_is_caught(ranks):
     """The comparison with one process can fail."""
 

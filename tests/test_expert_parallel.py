@@ -288,47 +288,13 @@ def test_sends_what_the_counts_say_and_reads_them_once(ranks, monkeypatch):
         assert reads_here == ["tolist"] * 2  # once a layer
 
 
-@pytest.mark.parametrize(
-    "bug", ["no backward", "scaled by the group", "experts summed too", "unsorted"]
-)
-def test_planted_bugs_are_caught(ranks, monkeypatch, bug):
-    reference = train(CONFIGS["gelu"], "sgd")
-    if bug == "no backward":
-        wait = ep.Transfer._wait
-        start = ep.Transfer.start
-
-        def without(self, rows):
-            self.forth = True
-            return start(self, rows)
-
-        def zeros_back(self, empty):
-            arrived = wait(self, empty)
-            forth, self.forth = self.forth, False
-            return arrived if forth else torch.zeros_like(arrived)
-
-        monkeypatch.setattr(ep.Transfer, "start", without)
-        monkeypatch.setattr(ep.Transfer, "_wait", zeros_back)
-    elif bug == "scaled by the group":
-        right = ep.sum_gradients
-
-        def scaled(parameters, group):
-            parameters = list(parameters)
-            right(parameters, group)
-            for p in parameters:
-                if ep.placement(p)["cuts"]:
-                    p.grad /= dist.get_world_size(group)
-
-        monkeypatch.setattr(ep, "sum_gradients", scaled)
-    elif bug == "experts summed too":
-        monkeypatch.setattr(
-            ep, "sum_gradients", lambda ps, group: [dist.all_reduce(p.grad) for p in ps]
-        )
-    else:
-        flat = lambda t, *args, output_size: torch.zeros(output_size, dtype=torch.int64)  # noqa: E731
-        monkeypatch.setattr(torch.Tensor, "repeat_interleave", flat)
+def test_a_mix_up_of_experts_is_caught(ranks, monkeypatch):
+    """The comparison with one process can fail: rows come back unsorted."""
+    flat = lambda t, *args, output_size: torch.zeros(output_size, dtype=torch.int64)  # noqa: E731
+    monkeypatch.setattr(torch.Tensor, "repeat_interleave", flat)
     results = ranks(2, lambda rank: train_parallel(CONFIGS["gelu"], "sgd", check=False))
     with pytest.raises(AssertionError):
-        assert_ranks(results, reference)
+        assert_ranks(results, train(CONFIGS["gelu"], "sgd"))
 
 
 def test_cuts_real_weights_too(ranks):
@@ -356,14 +322,6 @@ def test_no_group_is_the_whole_world(ranks):
                 assert place["cuts"] == {} and place["copies"] == [world], name
 
     ranks(2, work)
-
-
-def test_too_few_experts(ranks):
-    def work(rank):
-        with pytest.raises(ValueError, match="4 experts are too few for 5 ranks"):
-            build(CONFIGS["gelu"], dist.group.WORLD)
-
-    ranks(5, work)
 
 
 def test_pictures(tmp_path):
