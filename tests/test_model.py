@@ -6,7 +6,6 @@ import re
 import shutil
 
 import pytest
-import safetensors.torch
 import tops
 import torch
 
@@ -40,10 +39,9 @@ def same_as(hf, folder, preset="tiny", **sizes):
 
     def written(part):
         tensors = {name: part(p).detach().contiguous() for name, p in hf.named_parameters()}
-        file = folder / "model.safetensors"
-        file.unlink(missing_ok=True)  # the file before may still be mapped
-        safetensors.torch.save_file(tensors, file)
-        return pretrained.Folder(folder, config)
+        where = folder / str(len(list(folder.iterdir())))
+        hf.save_pretrained(where, state_dict=tensors)
+        return pretrained.Folder(where, config)
 
     ours = initialize.build(config, dtype=torch.float64, draw=written(lambda p: p).draw)
     torch.testing.assert_close(ours(tokens), logits, rtol=1e-10, atol=1e-10)

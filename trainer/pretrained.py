@@ -7,8 +7,8 @@ by our name, it returns the whole parameter, made from the folder's tensors:
     ours                        Llama and those after it                 GPT-2 (stored (in, out))
     attn.qkv (q..q k v | ...)   q_proj, k_proj, v_proj                   c_attn, columns q | k | v
     mlp.gate, up, down          gate_proj, up_proj, down_proj            -, c_fc, c_proj
-    mlp.experts.gate, up, down  block_sparse_moe.experts.N.w1, w3, w2,   -
-    (E, out, in)                or mlp.experts.gate_up_proj, down_proj
+    mlp.experts.gate, up, down  block_sparse_moe.experts.N.w1, w3, w2    -
+    (E, out, in)
     head.out                    lm_head, or the embedding if tied        the embedding
 
 The model's filling calls it in the place of random numbers, so every layout is filled as ever: each
@@ -262,11 +262,9 @@ class Folder:
 
     def full_name(self, there):
         """Of a tensor in a file. A model without its head was saved without the prefix, the hub's
-        GPT-2 too; transformers 5 has another name for a router."""
+        GPT-2 too."""
         prefix = "transformer." if self.config.norm == "layernorm" else "model."
-        if not there.startswith((prefix, "lm_head.")):
-            there = prefix + there
-        return there.replace(".mlp.gate.weight", ".block_sparse_moe.gate.weight")
+        return there if there.startswith((prefix, "lm_head.")) else prefix + there
 
     def header(self, name):
         """(shape, type) of one of their tensors."""
@@ -283,21 +281,13 @@ class Folder:
         names, make, cut = theirs(name, self.config)
         with torch.device("meta"):
             shapes = [list(x.shape) for x in cut(torch.empty(shape))]
-        block, _, kind = name.rpartition(".mlp.experts.")
-        if block and names[0] not in self.files:
-            # Experts as transformers 5 holds them: gate above up in one tensor (E, 2 H, C)
-            stacked = f"{block.replace('blocks', 'model.layers')}.mlp.experts."
-            if kind == "down":
-                return [(f"{stacked}down_proj", list(shape))], lambda x: x
-            both = [shape[0], 2 * shape[1], shape[2]]
-            return [(f"{stacked}gate_up_proj", both)], lambda x: x.chunk(2, 1)[kind == "up"]
         if name == "embed.position.weight":  # they may be more than the context
             there, _ = self.header(names[0])
             if there[0] < shape[0]:
                 what = f"{self.folder} knows {there[0]} positions, not {shape[0]}"
                 raise ValueError(f"{what}: use a shorter --context")
             return [(names[0], there)], lambda x: x[: shape[0]]
-        return list(zip(names, shapes)), make
+        return zip(names, shapes), make
 
     def check(self, shapes):
         """Refuse a folder that lacks a parameter of {our name: shape}, or has more than them. Reads
