@@ -1,8 +1,8 @@
 """Recordings: the same in every layout, and against other training loops, right and wrong ones."""
 
-import ast
 import json
 import pathlib
+import re
 
 import pytest
 import torch
@@ -397,13 +397,7 @@ def test_exit_codes_and_refusals(tmp_path, monkeypatch, capsys):
 def test_the_recorder_is_short_and_needs_torch_alone():
     """What is promised to those who paste it: under 60 lines of code."""
     source = pathlib.Path(recorder.__file__).read_text()
-    tree, words = ast.parse(source), set()
-    for node in ast.walk(tree):
-        documented = isinstance(node, (ast.Module, ast.FunctionDef, ast.ClassDef))
-        if documented and ast.get_docstring(node):
-            words |= set(range(node.body[0].lineno, node.body[0].end_lineno + 1))
-        if isinstance(node, (ast.Import, ast.ImportFrom)):
-            names = [alias.name for alias in node.names]
-            assert {name.partition(".")[0] for name in names} <= {"torch", "json", "os"}
-    lines = enumerate(source.splitlines(), 1)
-    assert sum(1 for number, line in lines if line.strip() and number not in words) < 60
+    assert set(re.findall(r"^import (\w+)", source, re.MULTILINE)) == {"json", "os", "torch"}
+    assert "\nfrom " not in source
+    code = re.sub(r'""".*?"""', "", source, flags=re.DOTALL)
+    assert sum(1 for line in code.splitlines() if line.strip()) < 60

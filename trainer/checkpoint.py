@@ -121,9 +121,15 @@ def pieces_of(named, optimizer, data_group, index=None, beside=lambda stepped: {
             for kind, whole in states_in(index, name).items():
                 one = torch.zeros((), device=flat.device)
                 state.setdefault(kind, one if whole == () else torch.zeros_like(stepped.data))
-        tensors = {"weight": flat} | {k: t for k, t in state.items() if torch.is_tensor(t)}
-        tensors |= beside(stepped)
-        at, origin = 0, False
+        # One number for the whole parameter: who has its first element writes it
+        has_first = first == 0 and len(flat) > 0 and not any(base)
+        tensors = {"weight": flat} | beside(stepped)
+        for kind, t in state.items():
+            if torch.is_tensor(t) and t.dim():
+                tensors[kind] = t
+            elif torch.is_tensor(t):
+                found.append(Piece(name, kind, t, (), (), (), writes and has_first))
+        at = 0
         for start, size in boxes(tuple(p.shape), first, first + len(flat)):
             span = slice(at, at + math.prod(size))
             at = span.stop
@@ -131,15 +137,9 @@ def pieces_of(named, optimizer, data_group, index=None, beside=lambda stepped: {
             if min(inside, default=1) <= 0:  # padding alone
                 continue
             place = tuple(b + s for b, s in zip(base, start))
-            origin |= not any(place)
             for kind, t in tensors.items():
-                if t.dim():
-                    view = t.view(-1)[span].view(size)[tuple(map(slice, inside))]
-                    found.append(Piece(name, kind, view, shape, place, inside, writes))
-        # One number for the whole parameter: who has its first element writes it
-        for kind, t in tensors.items():
-            if not t.dim():
-                found.append(Piece(name, kind, t, (), (), (), writes and origin))
+                view = t.view(-1)[span].view(size)[tuple(map(slice, inside))]
+                found.append(Piece(name, kind, view, shape, place, inside, writes))
     return found
 
 
