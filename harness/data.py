@@ -52,22 +52,16 @@ class Corpus:
     held_out: np.ndarray | None = None  # the validation split, if it is a file of its own
     limit: int | None = None  # of ready-made tokens: each batch's must be below it
 
-    @property
-    def vocab(self):
-        return self.encoding.n_vocab
-
     def split(self, which, context):
-        """Tokens of the split "train" or "val". Refuses a text too short to have both."""
-        if self.held_out is not None:
-            tokens = {"train": self.tokens, "val": self.held_out}[which]
-            source, total, least = f"the {which} file of {self.name}", len(tokens), context + 1
-        else:
-            held_out = max(len(self.tokens) // 10, context + 1)
-            tokens = self.tokens[-held_out:] if which == "val" else self.tokens[:-held_out]
-            source, total, least = self.name, len(self.tokens), 2 * context + 2
-        if total < least:
-            problem = f"{total:,} tokens, but a context of {context} needs at least {least}"
-            raise Refused(f"{source} has {problem}: give more text or a smaller --context")
+        """Tokens of the split "train" or "val". Refuses a split that is too short."""
+        splits = {"train": self.tokens, "val": self.held_out}
+        if self.held_out is None:
+            last = max(len(self.tokens) // 10, context + 1)
+            splits = {"train": self.tokens[:-last], "val": self.tokens[-last:]}
+        tokens = splits[which]
+        if len(tokens) <= context:
+            problem = f"has {len(tokens):,} tokens, but --context {context} needs {context + 1}"
+            raise Refused(f"the {which} split of {self.name} {problem}: give more text")
         return tokens
 
     def batch(self, step, rows, context, seed, split="train"):

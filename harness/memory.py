@@ -52,18 +52,16 @@ def check_layers(config):
     check_fits(what, config.layers * BLOCK, "use fewer --layers")
 
 
-def check(args, world, copies=1):
-    """Refuse a model or a batch that this machine's memory can't hold. copies: how many times the
-    ranks together hold the weights, at least."""
+def check(args, world):
+    """Refuse a model or a batch that this machine's memory can't hold."""
     config = configure(args)
-    check_layers(config)
     local = check_ranks(args, world)
     if local < world or (args.device != "cpu" and torch.cuda.device_count()):
         return  # how much is on this machine only the layout knows, and GPUs have their own memory
     names = (getattr(args, name, None) for name in ("dtype", "param_dtype", "reduce_dtype"))
     element = min(DTYPES[name].itemsize for name in names if name)
     parameters = parameters_held(config, 1, config.layers)
-    size, what = copies * parameters * element, f"weights of {parameters:,} parameters"
+    size, what = parameters * element, f"weights of {parameters:,} parameters"
     if not getattr(args, "only_sample", False):
         size = 2 * size + args.batch * (config.context + 1) * TOKEN
         sequences = f"{args.batch:,} sequences of {config.context:,} tokens"

@@ -157,7 +157,7 @@ def test_bad_flags(capfd, monkeypatch, script, flags, words):
         (None, "no such file or folder"),
         ("", "has no text"),
         (b"\xff\0\xfe" * 500, "has no text"),
-        ("short", "needs at least"),
+        ("short", "needs 17"),
     ],
 )
 def test_bad_data_from_outside(tmp_path, content, words):

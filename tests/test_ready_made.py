@@ -59,7 +59,7 @@ def test_a_folder_with_both_splits(tmp_path):
     corpus = load(tmp_path)
     assert corpus.split("train", 16).tolist() == TOKENS[:4000].tolist()
     assert corpus.split("val", 16).tolist() == TOKENS[4000:4030].tolist()
-    with pytest.raises(Refused, match="the val file .* 30 tokens.* at least 33"):
+    with pytest.raises(Refused, match="the val split .* 30 tokens.* needs 33"):
         corpus.split("val", 32)
     held_out.unlink()
     assert len(load(tmp_path).split("val", 16)) == 400  # the last tenth

@@ -76,7 +76,7 @@ def prepare(args):
         pretrained.check_family(args)
     args.tokenizer = tokenizer.choose(args)
     config = harness.configure(args)
-    check_memory(args, config)
+    memory.check_layers(config)
     if args.microbatches is None:
         args.microbatches = default_microbatches(args)
     args.param_dtype = args.param_dtype or args.dtype
@@ -85,15 +85,6 @@ def prepare(args):
         args.prove = 3 if harness.parameter_count(config) < 20e6 else 0
     check(args, config)
     return args, config
-
-
-def check_memory(args, config):
-    """Refuse what this machine can't hold, before anything is made."""
-    if args.dry_run or args.plan:  # which take no memory for tensors
-        memory.check_layers(config)
-        return
-    world = args.dp * args.cp * args.tp * args.pp
-    memory.check(args, world, islands.copies(args) if args.ep == 1 else 1)
 
 
 def default_microbatches(args):
