@@ -51,10 +51,10 @@ BUDGETS = {
     "benchmarks": 2500,
 }
 CEILINGS = {
-    "harness": 2633,
+    "harness": 2625,
     "proof": 1741,
     "receipts": 2545,
-    "trainer": 2740,
+    "trainer": 2731,
     "simulator": 2114,
     "exercises": 300,
     "tests": 13943,
