@@ -312,15 +312,11 @@ import receipts.zero
 from harness import zero_flags
 
 
-def flags():
+def main():
     parser = harness.parser(__doc__)
     zero_flags.add_flags(parser.add_argument_group("FSDP"), None, ranks_flag="--shard-ranks")
     parser.set_defaults(stage=3)
-    return parser
-
-
-def main():
-    args = flags().parse_args()
+    args = parser.parse_args()
     harness.configure(args)
     proof.launch(demo, args, check=functools.partial(zero_flags.check_world, args))
 
