@@ -20,13 +20,10 @@ from torch.utils.checkpoint import checkpoint
 import fsdp
 import harness
 import model as gpt
-import pipeline
 import proof
-import tensor_parallel
 import zero
 from harness import data, initialize, zero_flags
 from proof.ledger import Ledger, lasting, storage_bytes
-from receipts import pipeline as schedules
 from receipts import zero as zero_bytes
 from receipts.formulas import Group, Sizes
 from trainer import composed_zero
@@ -507,79 +504,6 @@ def test_odd_shapes_frozen_and_unused_parameters(ranks, stage, world):
         torch.testing.assert_close(ours, reference(), rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.parametrize("axis", ["tp", "pp"])
-def test_norm_and_clipping_with_tensor_and_pipeline_parallelism(ranks, axis):
-    """dp 2 x (tp 2 or pp 2): the tied matrix on two stages, matrices cut in two; a clip that binds,
-    in SGD. All stages of ZeRO in one launch."""
-    config, limit = CONFIGS["gpt2"], 0.05
-    alone = initialize.build(config, 7, dtype=torch.float64)
-    optimizer, expected = make_optimizer(alone.parameters(), "sgd"), []
-    for step in range(STEPS):
-        tokens, targets, _, count = batch(step)
-        optimizer.zero_grad()
-        alone(tokens, targets=targets, target_count=count).backward()
-        expected.append(nn.utils.clip_grad_norm_(alone.parameters(), limit).item())
-        optimizer.step()
-    assert min(expected) > limit
-    full = {name: p.detach() for name, p in alone.named()}
-
-    def work(rank):
-        groups = {}
-        for name, lists in {"dp": [[0, 2], [1, 3]], "other": [[0, 1], [2, 3]]}.items():
-            for members in lists:
-                group = dist.new_group(members)
-                groups |= {name: group} if rank in members else {}
-        links = [pipeline.make_links(members) for members in ([0, 1], [2, 3])][rank // 2]
-        return [norms_of(stage, groups["dp"], groups["other"], links) for stage in range(4)]
-
-    def norms_of(stage, dp, other, links):
-        def whole():
-            with torch.device("meta"):
-                return gpt.GPT(config)
-
-        if axis == "tp":
-            model = tensor_parallel.parallelize(whole(), other)
-        else:
-            layers = schedules.stage_layers(config, 2)
-            [model] = harness.split(whole, layers, [dist.get_rank(other)], other).values()
-        initialize.fill(model, 7, dtype=torch.float64, take=harness.take)
-        sharded = composed_zero.ZeRO(
-            model, dp, stage, functools.partial(make_optimizer, kind="sgd"), 3, bucket_bytes=20000
-        )
-        norms = []
-        for step in range(STEPS):
-            tokens, targets, _, count = batch(step)
-            sharded.zero_grad()
-            parts = torch.arange(12).tensor_split(2)[dist.get_rank(dp)].tensor_split(3)
-
-            def forward(_, m, x):
-                return model(
-                    tokens[parts[m]] if x is None else x,
-                    targets=targets[parts[m]],
-                    target_count=count,
-                )
-
-            if axis == "tp":
-                for m in range(3):
-                    forward(0, m, None).backward()
-            else:
-                schedule = pipeline.make_schedule("1f1b", 2, 3)
-                pipeline.play(schedule, forward, (2, 12, 32), torch.float64, "cpu", links)
-            sharded.finish()
-            norm = sharded.grad_norm([other])
-            sharded.clip(norm, limit)
-            sharded.step()
-            norms.append(norm.item())
-        for name, p in sharded.gather_full(model.named()):
-            torch.testing.assert_close(
-                p.detach(), harness.take(full[name], p), rtol=1e-10, atol=1e-12
-            )
-        return norms
-
-    for norms in ranks(4, work):
-        assert norms == [pytest.approx(expected, rel=1e-10)] * 4
-
-
 def test_a_parameter_in_none_of_the_scopes_is_refused(ranks):
     def work(rank):
         model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
@@ -777,24 +701,6 @@ def test_fit(capsys):
 
 
 # --- the pieces it is made of
-
-
-def test_direct_reduce_scatter(ranks):
-    def work(rank, dtype):
-        full = [
-            torch.randn(3, 4, generator=torch.Generator().manual_seed(r)).to(dtype)
-            for r in range(3)
-        ]
-        mine, output = full[rank].flatten(), torch.empty(4, dtype=dtype)
-        zero.DirectReduceScatter(output, mine).wait()
-        in_place = mine.clone()
-        zero.DirectReduceScatter(in_place[rank * 4 : rank * 4 + 4], in_place, async_op=True).wait()
-        expected = sum(f[rank].double() for f in full).to(dtype)
-        torch.testing.assert_close(output, expected)
-        assert torch.equal(in_place[rank * 4 : rank * 4 + 4], output)
-
-    for dtype in (torch.float32, torch.bfloat16):
-        ranks(3, work, dtype)
 
 
 def test_default_units():
