@@ -12,14 +12,12 @@ With `experts` > 0 a mixture of experts takes the place of the MLP.
 The model knows nothing of parallelism, but it is made to be cut:
 
 - Embedding, blocks and head may each be missing: a pipeline stage is a GPT with the rest removed.
-  Layer 7's matrix is called `blocks.7.mlp.up.weight` in whichever stage it lives.
-- The number of heads is read from the projection's shape: a layer with half of the heads works.
+  Names stay: layer 7's matrix is `blocks.7.mlp.up.weight` in every stage.
+- A layer reads the number of its heads from its projection: one with half of the heads works.
 - A technique replaces submodules, never a method: `attn.core`, `mlp.dispatch`, `loss`, and the
   identities `enter`, `leave` and `sum_over_sequence`, which stand where a cut needs a message.
-- `p.init` says how each parameter is drawn (harness/initialize.py). Create the model on the meta
-  device, cut it, then allocate and initialise only what is left.
-- Dropout's mask is a hash of (sample, position, site, channel). Whoever has a part of the
-  activations computes the same part of the mask.
+- Create it on the meta device, cut it, then draw what is left (`p.init`, harness/initialize.py).
+- Dropout is a hash of (sample, position, site, channel): each part has its part of the mask.
 
     model = GPT(Config(layers=2))
     tokens = torch.randint(model.config.vocab, (4, 129))
@@ -494,10 +492,9 @@ class Config:
     def __post_init__(self):
         """Refuse a Config that would train another model than it says."""
         for field in fields(self):
-            value = getattr(self, field.name)
-            choices = get_args(field.type)
+            value, choices = getattr(self, field.name), get_args(field.type)
             least = 0 if field.name in ("experts", "shared") else 1
-            if choices and (value not in choices or type(value) not in (str, bool)):  # 1 == True
+            if choices and value not in choices:
                 known = ", ".join(map(str, choices))
                 raise ValueError(f"{field.name} must be one of {known}, not {value!r}")
             if field.type is int and value < least:
@@ -512,8 +509,8 @@ class Config:
         if self.positions == "rope" and head_dim % 2:
             raise ValueError(f"rotary positions need an even head size, not {head_dim}")
         if self.experts and self.top_k > self.experts:
-            experts = f"{self.top_k} of {self.experts} experts"
-            raise ValueError(f"a token can't go to {experts}: lower top-k")
+            chosen = f"{self.top_k} of {self.experts} experts"
+            raise ValueError(f"a token can't go to {chosen}: lower top-k")
 
 
 # --- initial weights

@@ -429,7 +429,7 @@ def test_dropout_is_off_without_samples():
         (dict(family="mamba"), "unknown family"),
         (dict(norm="rms"), "norm must be one of"),
         (dict(scores="tanh"), "scores must be one of"),
-        (dict(bias=1), "bias must be one of True, False, qkv, not 1"),
+        (dict(bias="all"), "bias must be one of True, False, qkv, not 'all'"),
         (dict(dropout=-0.1), "dropout"),
         (dict(kv_heads=0), "kv_heads must be at least 1"),
     ],
