@@ -102,8 +102,8 @@ class DDP:
     takes the place of torch's: it returns a handle with wait(), or None if the sum is complete. A
     parameter without a gradient gets zeros, so weight decay moves it.
 
-    After an exception all ranks call zero_grad(give_up=True) and start the step again. If one
-    rank alone does so, the others get NaN."""
+    After an exception all ranks call zero_grad(give_up=True) and start the step again. If only
+    one rank does so, the others get NaN."""
 
     def __init__(
         self, parameters, group, microbatches=1, bucket_bytes=25e6, overlap=True, all_reduce=None

@@ -327,7 +327,7 @@ class Router(nn.Linear):
     balance_loss  E sum_e f_e P_e of each sequence, 1 for an even load (DeepSeek-V3). f_e is the
                   share of assignments that go to expert e, P_e the mean score of e
     z_loss        mean of logsumexp(logits)^2 (Zoph et al. 2022, arXiv:2202.08906)
-    bias_rate     `choice_bias` is added to the scores for the choice alone. `rebalance` moves it
+    bias_rate     `choice_bias` is added to the scores for the choice only. `rebalance` moves it
                   up where `load`, the assignments, is low (Wang et al. 2024, arXiv:2408.15664)
 
     The two losses affect gradients, not the reported loss. Like cross-entropy they are sums over
@@ -474,7 +474,7 @@ class Config:
     positions: Literal["learned", "rope"] = "learned"
     norm: Literal["layernorm", "rmsnorm"] = "layernorm"
     mlp: Literal["gelu", "swiglu"] = "gelu"
-    bias: Literal[True, False, "qkv"] = True  # qkv: on these projections alone (Qwen2)
+    bias: Literal[True, False, "qkv"] = True  # qkv: on these projections only (Qwen2)
     tied: bool = True  # one matrix is both the token embedding and the output projection
     dropout: float = 0.0  # on the embedding, and on what attention and MLP add to x
     rope_theta: float = 10000.0

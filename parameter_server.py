@@ -104,7 +104,7 @@ def deal(parameters, servers):
         for server, share in enumerate(deal(model.parameters(), servers=2)):
             push(share, group, server)                   # and likewise pull
 
-    Each server has the sums of its own list alone, and its optimizer's states."""
+    Each server has the sums of its own list only, and its optimizer's states."""
     shares = [[] for _ in range(servers)]
     for p in sorted(trained(parameters), key=lambda p: p.nbytes, reverse=True):
         smallest = min(shares, key=lambda share: sum(q.nbytes for q in share))
