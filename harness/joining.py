@@ -68,48 +68,43 @@ def place():
     return f"{os.environ['MASTER_ADDR']}, port {os.environ['MASTER_PORT']}"
 
 
-def join(me, timeout):
-    """Meet the other ranks that the launcher started. Returns a store for this round alone."""
+def join(me, seconds):
+    """Meet the other ranks that the launcher started, within so many seconds. Returns a store for
+    this round alone."""
     if me.world == 1:
         return dist.HashStore()
     if "STORE_FILE" in os.environ:
         return dist.FileStore(os.environ["STORE_FILE"], me.world)
     agent_has_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    store = connect(me.rank, timeout, is_master=me.rank == 0 and not agent_has_store)
+    store = connect(me.rank, seconds, is_master=me.rank == 0 and not agent_has_store)
     try:
         if me.rank == 0:
-            return open_round(store, me.world, timeout)
-        return enter_round(store, me.rank, timeout)
+            return open_round(store, me.world, seconds)
+        return enter_round(store, me.rank, seconds)
     except RuntimeError as e:  # what a store raises
         raise Refused(f"the store on {place()} went away before all ranks came", me.rank) from e
 
 
-def connect(rank, timeout, is_master):
+def connect(rank, seconds, is_master):
     """A client of the store where the ranks meet; on the master, the store itself."""
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    deadline = time.monotonic() + timeout.total_seconds()
+    deadline = time.monotonic() + seconds
     if not is_master:
         wait_for_listener(rank, address, port, deadline)
     problems = []
 
     def attempt():
         try:
-            options = {"is_master": is_master, "timeout": timeout, "wait_for_workers": False}
-            return dist.TCPStore(address, port, **options)
+            limit = datetime.timedelta(seconds=seconds)
+            return dist.TCPStore(address, port, None, is_master, limit, wait_for_workers=False)
         except RuntimeError as e:
             problems.append(str(e).splitlines()[0])
 
-    # A server that accepts and never answers would keep this waiting for longer than the timeout
+    # A server that accepts and never answers would keep this waiting for longer than that
     store = within(max(1, deadline - time.monotonic()), attempt)
-    if store is None and is_master:
-        reason = (problems or ["no answer"])[0]
-        raise Refused(
-            f"this rank, the first, can't listen on {place()} ({reason}): set MASTER_PORT to a "
-            "free port"
-        )
     if store is None:
-        problem = f"what listens on {place()} does not answer as a store"
-        raise Refused(f"{problem}: set MASTER_PORT to a free port", rank)
+        reason = problems[0] if problems else "what listens there does not answer as one"
+        raise Refused(f"no store on {place()} ({reason}): set MASTER_PORT to a free port", rank)
     return store
 
 
@@ -139,16 +134,16 @@ def wait_for_listener(rank, address, port, deadline):
                 continue
             if isinstance(error, socket.gaierror):
                 raise Refused(f"MASTER_ADDR {address} is not the name of a host", rank) from error
-            host = "torchrun's first agent" if rank == 0 else "the first rank"
-            raise Refused(f"nothing answers on {place()}, where {host} should be", rank) from error
+            what = f"nothing answers on {place()}, where the ranks should meet"
+            raise Refused(what, rank) from error
 
 
-def open_round(store, world, timeout):
+def open_round(store, world, seconds):
     """Rank 0: open a round and wait for an answer of every other rank. Then write down who came."""
     current = store.add("round", 1)
     this_round = dist.PrefixStore(f"round{current}", store)
     missing = list(range(1, world))
-    deadline = time.monotonic() + timeout.total_seconds()
+    deadline = time.monotonic() + seconds
     while missing:
         if this_round.check([f"came{missing[0]}"]):
             missing.pop(0)
@@ -158,8 +153,8 @@ def open_round(store, world, timeout):
         if time.monotonic() > deadline:
             missing = [f"rank {r}" for r in missing if not this_round.check([f"came{r}"])]
             raise Refused(
-                f"{world - len(missing)} of {world} ranks came to {place()} within "
-                f"{timeout.total_seconds():g} s; missing: {short(', '.join(missing))}"
+                f"{world - len(missing)} of {world} ranks came to {place()} within {seconds:g} s; "
+                f"missing: {short(', '.join(missing))}"
             )
         time.sleep(PAUSE)
     tokens = [this_round.get(f"came{rank}").decode() for rank in range(1, world)]
@@ -167,19 +162,19 @@ def open_round(store, world, timeout):
     return this_round
 
 
-def enter_round(store, rank, timeout):
+def enter_round(store, rank, seconds):
     """The other ranks: answer the round that is open, and any later one, until rank 0 has written
     down this process and not one that had the same rank before it."""
     token = uuid.uuid4().hex
     answered, this_round = 0, None
-    deadline = time.monotonic() + timeout.total_seconds()
+    deadline = time.monotonic() + seconds
     while True:
         current = store.add("round", 0)
         if current > answered:
             answered, this_round = current, dist.PrefixStore(f"round{current}", store)
             this_round.set(f"came{rank}", token)
             # Rank 0 opened the round earlier: it gives up first, and says who is missing
-            deadline = time.monotonic() + timeout.total_seconds() + 2
+            deadline = time.monotonic() + seconds + 2
         if this_round and this_round.check(["members"]):
             if token in this_round.get("members").decode().split():
                 return this_round
@@ -192,15 +187,15 @@ def enter_round(store, rank, timeout):
             # What is left of that round can't go on without the process that this one replaces
             this_round.add("failed", 1)
         if time.monotonic() > deadline:
-            late = f"the first rank has not come to {place()} within {timeout.total_seconds():g} s"
+            late = f"the first rank has not come to {place()} within {seconds:g} s"
             raise Refused(late, speaker=0 if answered else rank)
         time.sleep(PAUSE)
 
 
-def agent_store(timeout=10.0):
+def agent_store(seconds=10.0):
     """The store of torchrun, which keeps its keys when the ranks are started again. An empty store
     of this process alone if there is none."""
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         with contextlib.suppress(Refused):  # torchrun is ending
-            return connect(0, datetime.timedelta(seconds=timeout), is_master=False)
+            return connect(0, seconds, is_master=False)
     return dist.HashStore()

@@ -243,7 +243,7 @@ def one_rank(work, args):
             torch.cuda.set_device(device)
             if args.backend == "gloo":
                 host_messages.install()
-        store = join(me, datetime.timedelta(seconds=seconds))
+        store = join(me, seconds)
         # The backend's own time-out names nobody: it comes later than that of missing.py
         later = datetime.timedelta(seconds=seconds + 60)
         store.set_timeout(later)

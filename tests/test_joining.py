@@ -1,7 +1,6 @@
 """harness/joining.py: the launcher's variables, and how ranks meet in a store. No launches: the
 ranks are threads of one process."""
 
-import datetime
 import os
 import re
 import socket
@@ -31,18 +30,12 @@ GOOD = {
         ({"RANK": None}, "RANK is not set"),
         ({"WORLD_SIZE": None}, "WORLD_SIZE is not set.*unset RANK"),
         ({"RANK": "4"}, "RANK is '4'.* from 0 to 3"),
-        ({"RANK": "-1"}, "RANK is '-1'.* from 0 to 3"),
         ({"RANK": "one"}, "RANK is 'one'"),
-        ({"RANK": ""}, "RANK is ''"),
         ({"WORLD_SIZE": "0"}, "WORLD_SIZE is '0'.* from 1"),
-        ({"WORLD_SIZE": "2.0"}, "WORLD_SIZE is '2.0'"),
         ({"LOCAL_WORLD_SIZE": "8"}, "LOCAL_WORLD_SIZE is '8'.* from 1 to 4"),
-        ({"LOCAL_WORLD_SIZE": "x"}, "LOCAL_WORLD_SIZE is 'x'"),
         ({"LOCAL_RANK": "2"}, "LOCAL_RANK is '2'.* from 0 to 1"),
-        ({"MASTER_ADDR": None}, "MASTER_ADDR is not set"),
         ({"MASTER_ADDR": ""}, "MASTER_ADDR is not set"),
         ({"MASTER_PORT": None}, "MASTER_PORT is not set"),
-        ({"MASTER_PORT": "http"}, "MASTER_PORT is 'http'"),
         ({"MASTER_PORT": "65536"}, "MASTER_PORT is '65536'"),
     ],
 )
@@ -67,26 +60,37 @@ def test_right_variables(monkeypatch):
     assert joining.launched() == (1, 4, 1, 4)
 
 
-@pytest.mark.parametrize("seconds", ["1e13", "1e300", "inf", "nan", "0", "-1"])
+@pytest.mark.parametrize("seconds", ["1e13", "nan", "0"])
 def test_a_timeout_that_no_clock_can_count(capfd, monkeypatch, seconds):
     said = refused(capfd, monkeypatch, "ddp", "--timeout", seconds)
     assert re.search("more than 1,000,000|not a number of at least 0.1", said)
 
 
-def join(rank, world, seconds):
-    me = joining.Launched(rank, world, local_rank=0, local_world=1)
-    return joining.join(me, datetime.timedelta(seconds=seconds))
+def alone(function):
+    """A test in a process of its own, which forks no others."""
+
+    def test(ranks):
+        ranks(1, lambda rank: function())
+
+    return test
+
+
+def meet_at(port):
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    os.environ.pop("STORE_FILE", None)
+
+
+def join(rank, world, seconds=0.5):
+    return joining.join(joining.Launched(rank, world, local_rank=0, local_world=1), seconds)
 
 
 class Meeting:
-    """Ranks as threads, which meet in a store that this process hosts as torchrun's agent would.
-    Call it in a process that forks no others."""
+    """Ranks as threads, which meet in a store that this process hosts as torchrun's agent would."""
 
     def __init__(self, elastic=True):
         self.server = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
-        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self.server.port)}
+        meet_at(self.server.port)
         os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
-        os.environ.pop("STORE_FILE", None)
         os.environ.pop("TORCHELASTIC_RUN_ID", None)
         if elastic:
             os.environ["TORCHELASTIC_RUN_ID"] = "none"
@@ -106,10 +110,15 @@ class Meeting:
         return thread
 
 
-def results(threads):
+def results(*threads):
     for thread in threads:
         thread.join(30)
     return [thread.result for thread in threads]
+
+
+def share_a_key(stores):
+    stores[0].set("key", "value")
+    return all(store.get("key") == b"value" for store in stores)
 
 
 def wait_for_key(store, key):
@@ -119,180 +128,129 @@ def wait_for_key(store, key):
         time.sleep(0.01)
 
 
-def test_an_attempt_sees_nothing_of_the_one_before(ranks):
-    def work(rank):
-        meeting = Meeting()
-        first = results([meeting.begin(rank, 3) for rank in (2, 0, 1)])
-        first[0].set("failed", "2")
-        assert all(store.check(["failed"]) for store in first)
-        # Rank 2 comes first, and finds the old round
-        early = meeting.begin(2, 3)
-        wait_for_key(meeting.server, "round1/failed")
-        time.sleep(0.1)
-        assert early.result is None
-        second = results([early, meeting.begin(1, 3), meeting.begin(0, 3)])
-        second[0].set("key", "value")
-        assert all(store.get("key") == b"value" and not store.check(["failed"]) for store in second)
-
-    ranks(1, work)
+@alone
+def test_an_attempt_sees_nothing_of_the_one_before():
+    meeting = Meeting()
+    first = results(*(meeting.begin(rank, 3) for rank in (2, 0, 1)))
+    first[0].set("failed", "2")
+    assert all(store.check(["failed"]) for store in first)
+    # Rank 2 comes first, and finds the old round
+    early = meeting.begin(2, 3)
+    wait_for_key(meeting.server, "round1/failed")
+    time.sleep(0.1)
+    assert early.result is None
+    second = results(early, meeting.begin(1, 3), meeting.begin(0, 3))
+    assert share_a_key(second) and not any(store.check(["failed"]) for store in second)
 
 
-def test_a_rank_that_died_while_the_others_came(ranks):
+@alone
+def test_a_rank_that_died_while_the_others_came():
     """Rank 1's first process answers round 1 and is gone. Rank 0 then dies too, before rank 2 has
     come."""
-
-    def work(rank):
-        meeting = Meeting()
-        dead = meeting.begin(0, 3, seconds=1.0)
-        wait_for_key(meeting.server, "round")
-        meeting.server.set("round1/came1", "a process that is gone")
-        later = meeting.begin(1, 3)
-        results([dead])
-        stores = results([meeting.begin(0, 3), later, meeting.begin(2, 3)])
-        stores[0].set("key", "value")
-        assert all(store.get("key") == b"value" for store in stores)
-
-    ranks(1, work)
+    meeting = Meeting()
+    dead = meeting.begin(0, 3, seconds=1.0)
+    wait_for_key(meeting.server, "round")
+    meeting.server.set("round1/came1", "a process that is gone")
+    later = meeting.begin(1, 3)
+    results(dead)
+    assert share_a_key(results(meeting.begin(0, 3), later, meeting.begin(2, 3)))
 
 
-def test_a_replaced_rank_ends_the_round_that_can_not_go_on(ranks):
+@alone
+def test_a_replaced_rank_ends_the_round_that_can_not_go_on():
     """With a static rendezvous a node starts its ranks again while others still run."""
-
-    def work(rank):
-        meeting = Meeting()
-        old = results([meeting.begin(rank, 2) for rank in (0, 1)])
-        new = meeting.begin(1, 2)
-        wait_for_key(old[0], "failed")  # which ends the processes of that round: see start.answer
-        stores = results([meeting.begin(0, 2), new])
-        stores[0].set("key", "value")
-        assert stores[1].get("key") == b"value" and not old[0].check(["key"])
-
-    ranks(1, work)
+    meeting = Meeting()
+    old = results(meeting.begin(0, 2), meeting.begin(1, 2))
+    new = meeting.begin(1, 2)
+    wait_for_key(old[0], "failed")  # which ends the processes of that round: see missing.answer
+    assert share_a_key(results(meeting.begin(0, 2), new)) and not old[0].check(["key"])
 
 
-def test_an_old_first_rank_gives_way(ranks):
-    def work(rank):
-        meeting = Meeting()
-        old = meeting.begin(0, 2)
-        wait_for_key(meeting.server, "round")
-        new = meeting.begin(0, 2)
-        assert "this one was replaced" in str(results([old])[0])
-        stores = results([new, meeting.begin(1, 2)])
-        assert all(isinstance(store, dist.Store) for store in stores)
-
-    ranks(1, work)
+@alone
+def test_an_old_first_rank_gives_way():
+    meeting = Meeting()
+    old = meeting.begin(0, 2)
+    wait_for_key(meeting.server, "round")
+    new = meeting.begin(0, 2)
+    assert "this one was replaced" in str(*results(old))
+    assert share_a_key(results(new, meeting.begin(1, 2)))
 
 
-def test_a_second_run_at_the_same_port(ranks):
+@alone
+def test_a_second_run_at_the_same_port():
     """Without torchrun nobody starts ranks again: the first run must not end for it."""
-
-    def work(rank):
-        meeting = Meeting(elastic=False)
-        stores = results([meeting.begin(rank, 2) for rank in (0, 1)])
-        [said] = results([meeting.begin(1, 2)])
-        assert "another rank 1 has met the others" in str(said) and said.speaker == 1
-        assert not stores[0].check(["failed"])
-
-    ranks(1, work)
+    meeting = Meeting(elastic=False)
+    stores = results(meeting.begin(0, 2), meeting.begin(1, 2))
+    [said] = results(meeting.begin(1, 2))
+    assert "another rank 1 has met the others" in str(said) and said.speaker == 1
+    assert not stores[0].check(["failed"])
 
 
-def test_who_has_not_come_is_named(ranks):
-    def work(rank):
-        meeting = Meeting()
-        first, other = meeting.begin(0, 4, seconds=0.5), meeting.begin(2, 4, seconds=0.5)
-        said, quiet = results([first, other])
-        words = f"2 of 4 ranks came to 127.0.0.1, port {meeting.server.port} within 0.5 s; "
-        assert str(said) == words + "missing: rank 1, rank 3"
-        assert said.speaker == 0 and quiet.speaker == 0  # rank 0 alone speaks
-        meeting = Meeting()
-        [said] = results([meeting.begin(2, 4, seconds=0.5)])
-        assert "the first rank has not come to 127.0.0.1" in str(said) and said.speaker == 2
-
-    ranks(1, work)
+@alone
+def test_who_has_not_come_is_named():
+    meeting = Meeting()
+    said, quiet = results(meeting.begin(0, 4, seconds=0.5), meeting.begin(2, 4, seconds=0.5))
+    words = f"2 of 4 ranks came to 127.0.0.1, port {meeting.server.port} within 0.5 s; "
+    assert str(said) == words + "missing: rank 1, rank 3"
+    assert said.speaker == 0 and quiet.speaker == 0  # rank 0 alone speaks
+    meeting = Meeting()
+    [said] = results(meeting.begin(2, 4, seconds=0.5))
+    assert "the first rank has not come to 127.0.0.1" in str(said) and said.speaker == 2
 
 
-def test_the_first_rank_alone_says_who_is_missing(ranks):
-    """As under srun: rank 0 has the store itself."""
-
-    def work(rank):
-        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-        os.environ.pop("STORE_FILE", None)
-        with pytest.raises(Refused, match="1 of 3 ranks came .*missing: rank 1, rank 2"):
-            join(0, 3, 0.5)
-
-    ranks(1, work)
-
-
-@pytest.mark.parametrize("rank, words", [(0, "first agent"), (1, "the first rank")])
-def test_nothing_listens(ranks, rank, words):
-    def work(_):
-        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-        os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
-        with pytest.raises(Refused, match=f"nothing answers on 127.0.0.1.*{words}"):
-            join(rank, 2, 0.5)
-        os.environ["MASTER_ADDR"] = "no-such-host.invalid"
-        with pytest.raises(Refused, match="no-such-host.invalid is not the name of a host"):
-            join(rank, 2, 0.5)
-
-    ranks(1, work)
+@alone
+def test_the_first_rank_has_the_store_itself():
+    """As under srun. A port that is in use is told."""
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        meet_at(server.getsockname()[1])
+        server.listen()
+        with pytest.raises(Refused, match="no store on 127.0.0.1, port .* in use.*: set MASTER_P"):
+            join(0, 2)
+    with pytest.raises(Refused, match="1 of 3 ranks came .*missing: rank 1, rank 2"):
+        join(0, 3)
 
 
-def test_a_server_that_says_nothing(ranks):
-    def work(rank):
-        with socket.socket() as mute:
-            mute.bind(("127.0.0.1", 0))
-            mute.listen()
-            port = str(mute.getsockname()[1])
-            os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-            begun = time.monotonic()
-            with pytest.raises(Refused, match="does not answer as a store:"):
-                join(1, 2, 0.5)
-            return time.monotonic() - begun
-
-    [seconds] = ranks(1, work)
-    assert seconds < 10  # it waited for minutes once
+@alone
+def test_nothing_listens():
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        meet_at(server.getsockname()[1])
+    with pytest.raises(Refused, match="nothing answers on 127.0.0.1"):
+        join(1, 2)
+    os.environ["MASTER_ADDR"] = "no-such-host.invalid"
+    with pytest.raises(Refused, match="no-such-host.invalid is not the name of a host"):
+        join(1, 2)
 
 
-def test_the_port_is_in_use(ranks):
-    def work(rank):
-        with socket.socket() as busy:
-            busy.bind(("127.0.0.1", 0))
-            busy.listen()
-            port = str(busy.getsockname()[1])
-            os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-            with pytest.raises(Refused, match=f"can't listen on .* port {port} .* in use.*: set"):
-                join(0, 2, 0.5)
+@alone
+def test_a_server_that_says_nothing():
+    with socket.socket() as mute:
+        mute.bind(("127.0.0.1", 0))
+        mute.listen()
+        meet_at(mute.getsockname()[1])
+        begun = time.monotonic()
+        with pytest.raises(Refused, match="no store on .*: set MASTER_PORT"):
+            join(1, 2)
+        assert time.monotonic() - begun < 10  # it waited for minutes once
 
-    ranks(1, work)
 
-
-def test_the_store_goes_away(ranks):
+@alone
+def test_the_store_goes_away():
     """As when the first rank's host dies while the others wait."""
-
-    def work(rank):
-        meeting = Meeting()
-        waiting = meeting.begin(1, 2)
-        wait_for_key(meeting.server, "round")
-        del meeting.server
-        [said] = results([waiting])
-        assert "went away before all ranks came" in str(said) and said.speaker == 1
-
-    ranks(1, work)
+    meeting = Meeting()
+    waiting = meeting.begin(1, 2)
+    wait_for_key(meeting.server, "round")
+    del meeting.server
+    [said] = results(waiting)
+    assert "went away before all ranks came" in str(said) and said.speaker == 1
 
 
-def test_torchruns_store_remembers(ranks):
-    def work(rank):
-        assert joining.agent_store().add("began", 1) == 1
-        assert joining.agent_store().add("began", 0) == 0  # there is no torchrun
-        meeting = Meeting()
-        assert joining.agent_store().add("began", 1) == 1
-        assert joining.agent_store().add("began", 0) == 1
-        assert meeting.server.get("began") == b"1"
-
-    ranks(1, work)
-
-
-def free_port():
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return found.getsockname()[1]
+@alone
+def test_torchruns_store_remembers():
+    assert joining.agent_store().add("began", 1) == 1
+    assert joining.agent_store().add("began", 0) == 0  # there is no torchrun
+    meeting = Meeting()
+    assert joining.agent_store().add("began", 1) == 1
+    assert joining.agent_store().add("began", 0) == 1
+    assert meeting.server.get("began") == b"1"
