@@ -279,6 +279,8 @@ class Script:
         if self.pid == 0:
             start.die_with_parent(signal.SIGKILL)
             sys.stdout = sys.stderr = open(self.said, "w", buffering=1)
+            for number in (1, 2):  # what processes say that it starts
+                os.dup2(sys.stdout.fileno(), number)
             usual_signals()
             sys.argv = [f"{name}.py", *flags]
             before()

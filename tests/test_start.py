@@ -30,34 +30,22 @@ ROOT = pathlib.Path(__file__).parent.parent
 
 class Torchrun(Script):
     """A script under torchrun, which is forked from here: what its command calls, `main`, runs in a
-    process that has imported torch. It starts its ranks as processes, which import it themselves.
-    What goes to stderr is in a file of its own."""
+    process that has imported torch. Its ranks are fresh processes, which import it themselves."""
 
     def __init__(self, folder, name, *flags, ranks, restarts=0):
-        self.complained = folder / "complained"
         given = [f"--nproc_per_node={ranks}", "--standalone", f"--max-restarts={restarts}"]
         given += [str(ROOT / f"{name}.py"), *flags]
 
         def run():
             os.chdir(ROOT)
-            for key in ("RANK", "WORLD_SIZE"):
-                os.environ.pop(key, None)
-            # What processes say does not pass through this one's sys.stdout
-            sys.stderr = open(self.complained, "w", buffering=1)
-            os.dup2(sys.stdout.fileno(), 1)
-            os.dup2(sys.stderr.fileno(), 2)
-            code = 1
             try:
                 torch.distributed.run.main(given)
-                code = 0
             except BaseException:  # as Python does at its end
                 traceback.print_exc()
-            os._exit(code)
+                os._exit(1)
+            os._exit(0)
 
         super().__init__(folder, name, [], run)
-
-    def complaints(self):
-        return self.complained.read_text()
 
 
 def test_wrong_number_of_ranks_under_torchrun(capfd, monkeypatch):
@@ -86,7 +74,7 @@ def test_as_many_ranks_as_gpus(capfd, monkeypatch):
 def test_under_torchrun(tmp_path):
     file = tmp_path / "receipt.json"
     run = Torchrun(tmp_path, "ddp", *SMALL, "--json", str(file), ranks=2)
-    assert run.end() == 0, run.complaints()
+    assert run.end() == 0, run.output()
     receipt = json.loads(file.read_text())
     assert receipt["ok"] and "proven" in run.output()
     assert receipt["world_size"] == 2 and len(receipt["steps"]) == 2
@@ -106,7 +94,7 @@ def test_torchrun_with_its_default_of_one_process(tmp_path):
     assert len(ranks) == 2
     os.kill(run.pid, signal.SIGKILL)
     assert run.end() == -signal.SIGKILL and gone([launcher, *ranks], 60)
-    assert "starting 2 processes" in run.complaints()
+    assert "starting 2 processes" in run.output()
     step = int(re.search(r"stopped by SIGTERM: step (\d+) is saved", run.output())[1])
     assert (out / f"step-{step:08d}" / "index.json").exists()
 
@@ -144,17 +132,19 @@ def test_interrupted(tmp_path, number, expected):
 
 def launch(work, world=2, before=lambda: None, **options):
     """The process id of a fork that starts ranks: work(rank) on each."""
+
+    def main():
+        before()
+        start.finish(start.start_ranks(lambda: work(joining.launched().rank), world, **options))
+
     sys.stdout.flush()
     pid = os.fork()
     if pid == 0:
-        usual_signals()
-
-        def main():
-            before()
-            rank_work = lambda: work(joining.launched().rank)  # noqa: E731
-            start.finish(start.start_ranks(rank_work, world, **options))
-
-        start.script(main)
+        try:
+            usual_signals()
+            start.script(main)
+        finally:
+            os._exit(3)
     return pid
 
 
@@ -319,9 +309,6 @@ def not_forked(*flags):
         os.chdir(ROOT)
         sys.orig_argv = [sys.executable, "ddp.py", *flags]
         start.can_fork = lambda: False
-        # What fresh processes say does not pass through this process's sys.stdout
-        os.dup2(sys.stdout.fileno(), 1)
-        os.dup2(sys.stderr.fileno(), 2)
 
     return before
 
