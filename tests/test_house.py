@@ -51,13 +51,13 @@ BUDGETS = {
     "benchmarks": 2500,
 }
 CEILINGS = {
-    "harness": 2625,
+    "harness": 2620,
     "proof": 1741,
     "receipts": 2545,
     "trainer": 2731,
     "simulator": 2114,
     "exercises": 300,
-    "tests": 13849,
+    "tests": 13795,
     "benchmarks": 3103,
 }
 DEMO = "# --- demo ---"
