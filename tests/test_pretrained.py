@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file, save_file
+from test_layouts import run_layout
 
 import harness
 import proof
@@ -356,14 +357,9 @@ def test_resume_needs_no_init_from(ranks, folders, text, tmp_path):
     start, out = f"--init-from {folders['llama 3.1']} --tokenizer bytes", tmp_path / "out"
 
     def losses(more):
-        args, _ = prepare(f"{flags} {more}")
-
-        def work(rank):
-            run = proof.Run(args, rank, 2, torch.device("cpu"))
-            assert train.train(run) == 0
-            return [row["loss"] for row in run.history]
-
-        return ranks(2, work)[0]
+        code, receipt = ranks(2, run_layout, prepare(f"{flags} {more}")[0])[0]
+        assert code == 0
+        return [row["loss"] for row in receipt["steps"]]
 
     whole = losses(f"{start} --steps 4")
     first = losses(f"{start} --steps 2 --out {out}")

@@ -80,9 +80,6 @@ class Recording(Recorder):
         earlier = list(read_log(path, first)) if run.rank == 0 and first else []
         sizes = {name: getattr(args, name) for name in ("dp", "tp", "pp", "cp", "ep")}
         sizes["micro-batches"] = args.microbatches
-        if args.zero_ranks:
-            sizes["inside"] = args.zero_ranks
-            sizes["across"] = args.dp * args.cp // args.zero_ranks
         order = ["embed", *(f"blocks.{i}" for i in range(run.config.layers))]
         order += parameter_shapes(run.config)
         super().__init__(path, model, dtype=run.precision, groups=sizes, order=order)
