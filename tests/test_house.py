@@ -54,10 +54,10 @@ CEILINGS = {
     "harness": 2620,
     "proof": 1741,
     "receipts": 2545,
-    "trainer": 2731,
+    "trainer": 2730,
     "simulator": 2114,
     "exercises": 300,
-    "tests": 13795,
+    "tests": 13791,
     "benchmarks": 3103,
 }
 DEMO = "# --- demo ---"
