@@ -115,51 +115,6 @@ def test_a_flag_is_refused_in_one_sentence(name, nothing_starts, monkeypatch, te
     assert all(ends.values()), ends
 
 
-HUGE = "1" + "0" * 9
-
-
-@pytest.mark.parametrize(
-    "script, flags, words",
-    [
-        ("train", f"--width {HUGE} --heads 1", "not a whole number of .* at most 100,000,000"),
-        ("train", "--width 100000000 --heads 1", "gradients and weights of"),
-        ("train", "--layers 1000000", "1,000,000 layers, as objects alone, take at least 40 GB"),
-        ("train", "--context 100000000", "gradients and weights of 12,800,826,240 parameters"),
-        ("ddp", "--context 100000000 --family llama --batch 400", "a batch of 400 sequences"),
-        ("tensor_parallel", "--batch 100000000", "a batch of 100,000,000 sequences"),
-        ("train", "--experts 1000000", "gradients and weights of 524,800,315,776 parameters"),
-        ("pipeline", "--schedule interleaved --chunks 1000000", "a schedule of"),
-        ("pipeline", "--compare --chunks 1000000", "a schedule of"),
-        ("expert_parallel", "--chunks 1000000", "a micro-batch has 1,024 tokens"),
-        ("train", "--ep 2 --dp 2 --experts 2 --expert-chunks 1000000", "has 2,048 tokens"),
-        ("train", "--bucket-mb 1e308", "at most 1,000,000,000,000"),
-        ("ddp", "--timeout 1e308", "at most 1,000,000"),
-        ("collectives", "--nproc 1000000", "1,000,000 ranks take"),
-        ("train", "--dry-run --gpu x=0GB,0TFLOP/s,0TB/s", "not known"),
-        ("train", "--dry-run --dp 1000000 --batch 1000000", "ranks: a dry run takes at most"),
-        ("expert_parallel", "--capacity 0", "drops every token"),
-        ("train", "--plan --gpus 7 --batch 8", "--batch 14 or --gpus 6, 4, 3"),
-        ("sequence_parallel", "--experts 2 --context 3 --nproc 2", "use --context 4"),
-        ("ddp", "--data=", "--data is empty"),
-        ("ddp", "--json pipe", "a device or a pipe: give a file"),
-        ("ddp", "--json folder", "a folder: give a file"),
-        ("train", "--log-to /dev/full", "a device or a pipe: give a file"),
-    ],
-)
-def test_refused_for_the_right_reason(script, flags, words, monkeypatch, tmp_path, text):
-    """Before memory is taken, and before anything is started."""
-    monkeypatch.chdir(tmp_path)
-    os.mkfifo("pipe")
-    os.mkdir("folder")
-    monkeypatch.setattr(start, "start_ranks", end)
-    monkeypatch.setattr(start, "one_rank", end)
-    monkeypatch.setattr(memory, "of_machine", lambda: 25_000_000_000)
-    monkeypatch.setattr(sys, "argv", [f"{script}.py", *flags.split()])
-    with pytest.raises(harness.Refused, match=words) as refused:
-        importlib.import_module(script).main()
-    assert refused.value.code == 2
-
-
 def test_memory_refuses_nothing_that_fits(monkeypatch):
     """A run that needs a little more than its lower bound passes; one byte less does not."""
     args = harness.parser("").parse_args([])
