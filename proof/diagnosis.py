@@ -6,6 +6,7 @@ runs only after a proof has failed.
 """
 
 import functools
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -99,119 +100,104 @@ def basis(width):
     return torch.randn(width, 4, generator=generator, dtype=torch.float64) / width**0.5
 
 
-# --- the diagnosis
+# --- the diagnosis: every rank sends what it has to rank 0
 
 
-def diagnose(run, notes, differences, parameters, tensors, reference, outputs, partial, curve):
-    """What a receipt says about a proof that failed: (the first thing that is off, findings).
-
-    A finding is a dict: tensor, kind, rank, piece, error, step, cause. There are at most five, the
-    worst first; before them, if a gradient is off in the first step, the one to which backward
-    comes first. All ranks call it, and all get the same.
-
-    differences  {(kind, name): relative difference} of what this rank holds. The kinds are "first",
-                 a gradient of the first step, "grad", one of the last, and "param", a weight
-    parameters   {name: parameter} that this rank holds
-    tensors, reference    {kind: {name: tensor}} of this rank and, on rank 0, of one process
-    outputs      as of Notes, of one process, on rank 0
-    partial      {part of the batch: {name: gradient} of it, on rank 0}: see partial_rows
-    curve        (loss, norm) of each step of one process
-    """
-    findings, step_of = [], {"first": 1, "grad": len(curve), "param": None}
-    for kind, name in worst_tensors(run, differences):
-        p, actual = parameters.get(name), tensors[kind].get(name)
-        whole = from_first(run, reference.get(kind, {}).get(name))
-        facts = {
-            "rank": run.rank,
-            "held": p is not None,
-            "piece": "" if p is None else piece_of(run, p),
-            "error": differences.get((kind, name), 0.0),
-            "causes": causes(run, p, whole, actual, kind, name, partial),
-        }
-        finding = {"tensor": name, "kind": "weight" if kind == "param" else "gradient"}
-        finding |= {"step": step_of[kind]} | verdict(run, run.gather(facts), kind)
-        findings.append(finding)
-    return first_off(run, notes, outputs, findings, parameters, curve), findings
+def over_ranks(run, differences):
+    """{(kind, name): the largest difference on any rank}."""
+    largest = {}
+    for of_rank in run.gather(differences):
+        for key, error in of_rank.items():
+            largest[key] = max(error, largest.get(key, 0.0))
+    return largest
 
 
 def worst_tensors(run, differences):
-    """The (kind, name) to look at: see `diagnose`. Gradients of the first step say most, because
-    a wrong step makes all that follow wrong."""
+    """The (kind, name) to look at: at most five, the worst first; before them, if a gradient is off
+    in the first step, the one to which backward comes first. Gradients of the first step say most,
+    because a wrong step makes all that follow wrong."""
     largest = {}
     for key, error in over_ranks(run, differences).items():
         if key[0] in ("first", "grad", "param") and error > limit_of(run, key[0]):
             largest[key] = error
     kinds = {kind for kind, _ in largest}
     kind = next((kind for kind in ("first", "grad", "param") if kind in kinds), None)
-    names = [name for of_kind, name in largest if of_kind == kind]
-    worst = sorted(names, key=lambda name: -largest[kind, name])[: hypotheses.MOST]
+    worst = sorted((key for key in largest if key[0] == kind), key=lambda key: -largest[key])
+    first = []
     if kind == "grad":  # the first step's were right: a weight may say more
-        weights = [key for key in largest if key[0] == "param"]
-        return sorted(weights, key=largest.get)[-1:] + [(kind, name) for name in worst]
+        first = sorted((key for key in largest if key[0] == "param"), key=largest.get)[-1:]
     if kind == "first":
         order = list(parameter_shapes(run.config))  # backward goes through it from the end
-        earliest = max(names, key=order.index)
-        worst = [earliest] + [name for name in worst if name != earliest]
-    return [(kind, name) for name in worst]
+        first = [max(worst, key=lambda key: order.index(key[1]))]
+    return first + [key for key in worst[: hypotheses.MOST] if key not in first]
 
 
-def causes(run, p, whole, actual, kind, name, partial):
-    """The hypotheses that explain this rank's piece of a tensor, the likeliest first. All ranks
-    call it: some hypotheses are about the sum of all pieces."""
-    found, shape = [], None
-    if p is not None:
-        expected = take(whole, p).double()
-        actual = torch.zeros_like(expected) if actual is None else actual.double()
-        found, shape = own_causes(run, p, expected, actual, kind, name), tuple(actual.shape)
-    shapes = run.gather(shape)
-    for group_name, group in run.named_groups.items():
-        of_members = {shapes[rank] for rank in dist.get_process_group_ranks(group)}
-        if len(of_members) == 1 and None not in of_members:
-            total = actual.clone()
-            dist.all_reduce(total, group=group)
-            if close(run, total, expected):
-                found.append(hypotheses.PARTIAL.format(group_name))
-    if kind == "first":
-        found += parts_of_batch(run, p, actual, name, partial)
-    return found
+class Cut(NamedTuple):
+    """A rank holds `size` elements from `start` on, of `whole`. ranks: those that share them."""
+
+    group: str
+    ranks: list
+    start: int
+    size: int
+    whole: int
 
 
-def own_causes(run, p, expected, actual, kind, name):
-    """The hypotheses that need no other rank."""
-    if not actual.isfinite().all():
-        return [hypotheses.NOT_FINITE]
-    found = []
-    if padding_only(run, p, actual, expected):
-        found.append(hypotheses.PADDING)
-    if kind == "param":
-        initial = run.draw(name, placement(p)["shape"], p.init, run.args.seed)
-        if close(run, actual, take(initial, p).to(actual)):
-            found.append(hypotheses.INITIAL)
-    if not actual.any() and expected.any():
-        found.append(hypotheses.ZERO)
-    k = hypotheses.factor(expected, actual, fit(run))
-    if hypotheses.is_other(k, fit(run)):
-        why = hypotheses.why_scaled(k, group_sizes(run))
-        found.append(f"it is {k:.6g} times one process's{why}")
-    return found
+class Evidence(NamedTuple):
+    """What rank 0 gets of each rank.
+
+    differences  {(kind, name): relative difference} of what it holds. The kinds are "first", a
+                 gradient of the first step, "grad", one of the last, and "param", a weight
+    pieces       {(kind, name): its piece, in float64 on the host} of the worst tensors, or None
+    cuts         {name: {dimension: Cut}} of all its parameters
+    groups       {name: ranks} of its process groups
+    first_rows, outputs, squares    as of its Notes, added up and on the host
+    """
+
+    differences: dict
+    pieces: dict
+    cuts: dict
+    groups: dict
+    first_rows: list
+    outputs: list
+    squares: list
 
 
-def group_sizes(run):
-    """{what a tensor may be summed over: how many}. The world, if no other group is as large."""
-    sizes = {name: dist.get_world_size(group) for name, group in run.named_groups.items()}
-    world = sizes.pop("world", 1)
-    if world not in sizes.values():
-        sizes["world"] = world
-    return sizes | {"micro-batches": getattr(run.args, "microbatches", 1)}
+def evidence(run, notes, differences, tensors, parameters):
+    """This rank's Evidence. All ranks call it.
+
+    tensors     {kind: {name: its piece}}
+    parameters  {name: parameter} that it holds
+    """
+    ranks_of = dist.get_process_group_ranks
+    groups = {name: ranks_of(group) for name, group in run.named_groups.items()}
+    names = {group.group_name: name for name, group in run.named_groups.items()}
+    cuts = {}
+    for name, p in parameters.items():
+        cuts[name] = {}
+        for dim, (group, start, size) in placement(p)["cuts"].items():
+            axis, whole = names.get(group.group_name, "its group"), placement(p)["shape"][dim]
+            cuts[name][dim] = Cut(axis, ranks_of(group), start, size, whole)
+    pieces = dict.fromkeys(worst_tensors(run, differences))
+    for kind, name in pieces:
+        if name in parameters:
+            piece = tensors[kind].get(name, torch.zeros_like(parameters[name]))
+            pieces[kind, name] = piece.detach().double().cpu()
+    outputs = [joined(of_step) for of_step in notes.outputs]
+    squares = [float(sum(of_step)) for of_step in notes.squares]
+    return Evidence(differences, pieces, cuts, groups, notes.first_rows, outputs, squares)
 
 
-def partial_rows(run, notes):
-    """{part of the batch: its rows} of the first step, the same on all ranks. A part is the first
-    or the last micro-batch, or the rows of one rank, where ranks have different rows."""
-    everyone = run.gather(notes.first_rows)
+def joined(outputs):
+    """{name: the marks of all tokens, on the host} of a step's Notes.outputs."""
+    return {name: torch.cat(parts).cpu() for name, parts in outputs.items()}
+
+
+def partial_rows(everyone):
+    """{part of the batch: its rows} of the first step. A part is the first or the last micro-batch,
+    or the rows of one rank, where ranks have different rows."""
+    everyone = [evidence.first_rows for evidence in everyone]
     parts = {}
-    pieces = min(len(pieces) for pieces in everyone)
-    if pieces > 1:
+    if min(len(pieces) for pieces in everyone) > 1:
         for key, i in (("the first micro-batch", 0), ("the last micro-batch", -1)):
             parts[key] = sorted({row for of_rank in everyone for row in of_rank[i]})
     shares = [sorted(sum(of_rank, [])) for of_rank in everyone]
@@ -220,58 +206,194 @@ def partial_rows(run, notes):
     return parts
 
 
-def parts_of_batch(run, p, actual, name, partial):
-    """The hypothesis that a gradient is of a part of the batch alone, if it is. All ranks call it.
+class Diagnosis:
+    """What rank 0 says about a proof that failed.
 
-    ZeRO's gradients are gathered from shards: each element may be of another rank's rows."""
-    found, explained = [], None
-    for part, gradients in partial.items():
-        whole = from_first(run, gradients.get(name))
-        if p is None:
-            continue
-        expected = take(whole, p).double()
-        near = (actual - expected).abs() <= fit(run) * expected.abs().max()
-        if part in range(run.world):
-            explained = near if explained is None else explained | near
-        elif expected.any() and near.all():
-            found.append(hypotheses.PART.format(part))
-    if explained is not None and actual.any() and explained.all():
-        found.append(hypotheses.PART.format("one rank's rows"))
-    return found
+    everyone  the Evidence of each rank
+    alone     the Trainee of one process
+    partial   {part of the batch: {name: gradient}} of one process's first step: see partial_rows
+    """
+
+    def __init__(self, run, everyone, alone, partial):
+        self.run, self.everyone, self.alone, self.partial = run, everyone, alone, partial
+        self.fit = min(10 * limit_of(run), 0.02)  # up to which difference an explanation fits
+        self.reference = {
+            "first": alone.first_gradients,
+            "grad": alone.gradients,
+            "param": alone.weights,
+        }
+
+    def close(self, actual, expected):
+        scale = expected.abs().max().clamp(min=1e-30)
+        return bool((actual - expected).abs().max() <= self.fit * scale)
+
+    def findings(self):
+        """A dict for each of the worst tensors: tensor, kind, rank, piece, error, step, cause."""
+        return [self.finding(kind, name) for kind, name in self.everyone[0].pieces]
+
+    def finding(self, kind, name):
+        errors = {}
+        for rank, evidence in enumerate(self.everyone):
+            if evidence.pieces[kind, name] is not None:
+                errors[rank] = evidence.differences[kind, name]
+        worst, limit = max(errors, key=errors.get), limit_of(self.run, kind)
+        bad = [rank for rank in errors if errors[rank] > limit]
+        good = [rank for rank in errors if rank not in bad]
+        causes = [self.causes(rank, kind, name) for rank in [worst, *bad]]
+        words = []
+        for dim, cut in self.everyone[worst].cuts[name].items():
+            stop = cut.start + cut.size
+            words.append(f"{cut.start}:{stop} of dimension {dim}, cut over {cut.group}")
+        return {
+            "tensor": name,
+            "kind": "weight" if kind == "param" else "gradient",
+            "rank": worst,
+            "piece": "; ".join(words),
+            "error": errors[worst],
+            "step": {"first": 1, "grad": len(self.alone.losses), "param": None}[kind],
+            "cause": common_cause(causes, good),
+        }
+
+    # --- why a tensor is off
+
+    def expected(self, whole, rank, kind, name):
+        """The piece that a rank should have of a whole tensor."""
+        piece = torch.empty_like(self.everyone[rank].pieces[kind, name], device="meta")
+        cuts = self.everyone[rank].cuts[name].items()
+        piece.placement = {"cuts": {dim: (None, cut.start, cut.size) for dim, cut in cuts}}
+        return take(whole.double().cpu(), piece)
+
+    def causes(self, rank, kind, name):
+        """The hypotheses that explain a rank's piece of a tensor, the likeliest first."""
+        actual = self.everyone[rank].pieces[kind, name]
+        expected = self.expected(self.reference[kind][name], rank, kind, name)
+        if not actual.isfinite().all():
+            return [hypotheses.NOT_FINITE]
+        found = []
+        if self.padding_only(rank, name, actual, expected):
+            found.append(hypotheses.PADDING)
+        if kind == "param":
+            p = dict(self.alone.model.named())[name]
+            initial = self.run.draw(name, p.shape, p.init, self.run.args.seed)
+            if self.close(actual, self.expected(initial.to(p.dtype), rank, kind, name)):
+                found.append(hypotheses.INITIAL)
+        if not actual.any() and expected.any():
+            found.append(hypotheses.ZERO)
+        k = hypotheses.factor(expected, actual, self.fit)
+        if hypotheses.is_other(k, self.fit):
+            why = hypotheses.why_scaled(k, self.group_sizes(rank))
+            found.append(f"it is {k:.6g} times one process's{why}")
+        for group, ranks in self.everyone[rank].groups.items():
+            pieces = [self.everyone[member].pieces[kind, name] for member in ranks]
+            if all(piece is not None and piece.shape == actual.shape for piece in pieces):
+                if self.close(sum(pieces), expected):
+                    found.append(hypotheses.PARTIAL.format(group))
+        if kind == "first":
+            found += self.parts_of_batch(rank, kind, name, actual)
+        return found
+
+    def group_sizes(self, rank):
+        """{what a tensor may be summed over: how many}. The world, if no other group is as
+        large."""
+        sizes = {name: len(ranks) for name, ranks in self.everyone[rank].groups.items()}
+        world = sizes.pop("world", 1)
+        if world not in sizes.values():
+            sizes["world"] = world
+        return sizes | {"micro-batches": getattr(self.run.args, "microbatches", 1)}
+
+    def padding_only(self, rank, name, actual, expected):
+        """Whether only the zeros that pad a rank's piece are off."""
+        if self.close(actual, expected):
+            return False
+        inside, right = actual, expected
+        for dim, cut in self.everyone[rank].cuts[name].items():
+            inside, right = inside.narrow(dim, 0, cut.size), right.narrow(dim, 0, cut.size)
+        return inside.numel() == 0 or inside.shape != actual.shape and self.close(inside, right)
+
+    def parts_of_batch(self, rank, kind, name, actual):
+        """The hypothesis that a gradient is of a part of the batch alone, if it is.
+
+        ZeRO's gradients are gathered from shards: each element may be of another rank's rows."""
+        found, explained = [], torch.zeros_like(actual, dtype=torch.bool)
+        for part, gradients in self.partial.items():
+            expected = self.expected(gradients[name], rank, kind, name)
+            near = (actual - expected).abs() <= self.fit * expected.abs().max()
+            if part in range(self.run.world):
+                explained |= near
+            elif expected.any() and near.all():
+                found.append(hypotheses.PART.format(part))
+        if actual.any() and explained.all():
+            found.append(hypotheses.PART.format("one rank's rows"))
+        return found
+
+    # --- the first thing that is off, in the order of computation
+
+    def first_off(self, findings):
+        """A sentence. Gradients are compared in the first step and in the last."""
+        run, curve = self.run, list(zip(self.alone.losses, self.alone.norms))
+        wrong_gradients = {finding["step"] for finding in findings}
+        for i, (row, (loss, norm)) in enumerate(zip(run.history, curve)):
+            step = row["step"]
+            name = self.first_wrong_output(i)
+            if name:
+                return f"step {step}, forward: the output of {name}{self.pieces_left_out()}"
+            if relative(row["loss"], loss) > limit_of(run, "loss"):
+                times = f"{row['loss'] / loss:.6g} times one process's"
+                return f"step {step}, the loss: {times}, of outputs that are right"
+            if step in wrong_gradients:
+                return f"step {step}, backward: the loss is right"
+            if relative(row["grad_norm"], norm) > limit_of(run, "grad_norm"):
+                text = f"step {step}, the norm: {row['grad_norm'] / norm:.6g} times one process's"
+                if step in (1, len(curve)):
+                    text += ", of gradients that are right"
+                return text + self.norm_cause(i, row["grad_norm"])
+        return "the optimizer's step: loss, gradients and norm are right"
+
+    def first_wrong_output(self, i):
+        """The first of embedding and blocks with a token whose output no rank has, or None."""
+        for name, expected in joined(self.alone.outputs[i]).items():
+            everyone = [evidence.outputs[i] for evidence in self.everyone]
+            held = [of_rank[name] for of_rank in everyone if name in of_rank]
+            if held and not self.covers(torch.cat(held), expected):
+                return name
+        return None
+
+    def covers(self, held, expected, rows=1024):
+        """Whether each row of `expected` is among those of `held`, but for rounding."""
+        scale = expected.abs().max().clamp(min=1e-30)
+        for piece in expected.split(rows):
+            distances = torch.cdist(piece, held, p=float("inf"))
+            if not (distances.min(1).values <= self.fit * scale).all():
+                return False
+        return True
+
+    def pieces_left_out(self):
+        """Words for the first parameter of which the ranks that cut it leave out a part, or ""."""
+        for evidence in self.everyone:
+            for name, cuts in evidence.cuts.items():
+                for dim, cut in cuts.items():
+                    pieces = [self.everyone[rank].cuts[name][dim] for rank in cut.ranks]
+                    end = 0
+                    for start, size in [*sorted(piece[2:4] for piece in pieces), (cut.whole, 0)]:
+                        if start > end:
+                            where = f"{end}:{start} of dimension {dim} of {name}"
+                            ranks = ", ".join(map(str, cut.ranks))
+                            return f"; {where} is on none of ranks {ranks}"
+                        end = max(end, start + size)
+        return ""
+
+    def norm_cause(self, i, norm):
+        """Why the norm of right gradients may be wrong, in words, or ""."""
+        squares = [evidence.squares[i] for evidence in self.everyone]
+        if relative(squares[0] ** 0.5, norm) <= self.fit:
+            return ": as if of rank 0's tensors alone, never summed over the ranks"
+        for name, ranks in self.everyone[0].groups.items():
+            if relative(sum(squares[rank] for rank in ranks) ** 0.5, norm) <= self.fit:
+                return f": as if tensors that several ranks of {name} hold counted once for each"
+        return ""
 
 
-def padding_only(run, p, actual, expected):
-    """Whether only the zeros that pad this rank's piece are off."""
-    if close(run, actual, expected):
-        return False
-    inside, right = actual, expected
-    for dim, (_, _, size) in placement(p)["cuts"].items():
-        inside, right = inside.narrow(dim, 0, size), right.narrow(dim, 0, size)
-    return inside.numel() == 0 or inside.shape != actual.shape and close(run, inside, right)
-
-
-def piece_of(run, p):
-    """This rank's piece in words, "" if it holds the whole."""
-    names = {group.group_name: name for name, group in run.named_groups.items()}
-    words = []
-    for dim, (group, start, size) in placement(p)["cuts"].items():
-        axis = names.get(group.group_name, "its group")
-        words.append(f"{start}:{start + size} of dimension {dim}, cut over {axis}")
-    return "; ".join(words)
-
-
-def verdict(run, everyone, kind):
-    """One finding from the facts of all ranks."""
-    holders = [facts for facts in everyone if facts["held"]]
-    worst = max(holders, key=lambda facts: facts["error"])
-    bad = [facts for facts in holders if not facts["error"] <= limit_of(run, kind)]
-    good = [facts["rank"] for facts in holders if facts not in bad]
-    finding = {key: worst[key] for key in ("rank", "piece", "error")}
-    causes = [worst["causes"]] + [facts["causes"] for facts in bad]
-    return finding | {"cause": cause(causes, good)}
-
-
-def cause(causes, good):
+def common_cause(causes, good):
     """What explains the pieces of all wrong ranks, or "". causes: those of the worst, then of each.
     good: the ranks whose piece is right."""
     if hypotheses.NOT_FINITE in causes[0]:
@@ -284,85 +406,12 @@ def cause(causes, good):
     return f"it is right on ranks {', '.join(map(str, good))}" if good else ""
 
 
-# --- the first thing that is off, in the order of computation
+def limit_of(run, kind="grad"):
+    return TOLERANCE[run.precision]["grad" if kind == "first" else kind]
 
 
-def first_off(run, notes, outputs, findings, parameters, curve):
-    """A sentence. Gradients are compared in the first step and in the last."""
-    wrong_gradients = {finding["step"] for finding in findings}
-    history = run.gather(run.history)[0]  # a wrong norm may be another one on each rank
-    for i, (row, (loss, norm)) in enumerate(zip(history, curve)):
-        step = row["step"]
-        name = first_wrong_output(run, notes.outputs[i], outputs[i] if run.rank == 0 else {})
-        if name:
-            left_out = pieces_left_out(run, parameters)
-            return f"step {step}, forward: the output of {name}{left_out}"
-        if not relative(row["loss"], loss) <= limit_of(run, "loss"):
-            times = f"{row['loss'] / loss:.6g} times one process's"
-            return f"step {step}, the loss: {times}, of outputs that are right"
-        if step in wrong_gradients:
-            return f"step {step}, backward: the loss is right"
-        if not relative(row["grad_norm"], norm) <= limit_of(run, "grad_norm"):
-            text = f"step {step}, the norm: {row['grad_norm'] / norm:.6g} times one process's"
-            if step in (1, len(curve)):
-                text += ", of gradients that are right"
-            return text + norm_cause(run, row["grad_norm"], sum(notes.squares[i]))
-    return "the optimizer's step: loss, gradients and norm are right"
-
-
-def pieces_left_out(run, parameters):
-    """Words for the first parameter of which the ranks that cut it leave out a part, or ""."""
-    cuts = {}
-    for name, p in parameters.items():
-        for dim, (group, start, size) in placement(p)["cuts"].items():
-            ranks = tuple(dist.get_process_group_ranks(group))
-            cuts[name, dim, ranks] = placement(p)["shape"][dim], start, start + size
-    everyone = run.gather(cuts)
-    for name, dim, ranks in cuts:
-        pieces = [everyone[rank].get((name, dim, ranks)) for rank in ranks]
-        if None in pieces:
-            continue
-        end = 0
-        for size, start, stop in [*sorted(pieces), (pieces[0][0],) * 3]:
-            if start > end:
-                where = f"{end}:{start} of dimension {dim}"
-                return f"; {where} of {name} is on none of ranks {', '.join(map(str, ranks))}"
-            end = max(end, stop)
-    return ""
-
-
-def norm_cause(run, norm, squares):
-    """Why the norm of right gradients may be wrong, in words, or "". squares: their sum on this
-    rank."""
-    everyone = run.gather(float(squares))
-    if relative(everyone[0] ** 0.5, norm) <= fit(run):
-        return ": as if of rank 0's tensors alone, never summed over the ranks"
-    for name, group in run.named_groups.items():
-        total = sum(everyone[rank] for rank in dist.get_process_group_ranks(group))
-        words = run.gather(relative(total**0.5, norm) <= fit(run) and name)[0]
-        if words:
-            return f": as if tensors that several ranks of {words} hold counted once for each"
-    return ""
-
-
-def first_wrong_output(run, own, expected):
-    """The first of embedding and blocks with a token whose output no rank has, or None."""
-    everyone = run.gather({name: torch.cat(parts).cpu() for name, parts in own.items()})
-    for name, parts in expected.items():
-        held = [of_rank[name] for of_rank in everyone if name in of_rank]
-        if held and not covers(run, torch.cat(held), torch.cat(parts).cpu()):
-            return run.gather(name)[0]
-    return run.gather(None)[0]  # rank 0 alone has the reference's
-
-
-def covers(run, held, expected, rows=1024):
-    """Whether each row of `expected` is among those of `held`, but for rounding."""
-    scale = expected.abs().max().clamp(min=1e-30)
-    for piece in expected.split(rows):
-        distances = torch.cdist(piece, held, p=float("inf"))
-        if not (distances.min(1).values <= fit(run) * scale).all():
-            return False
-    return True
+def relative(actual, expected):
+    return abs(actual - expected) / max(abs(expected), 1e-30)
 
 
 # --- the first gradient that is not finite
@@ -388,44 +437,3 @@ def last_nonfinite(named):
     """The name of the last parameter with a gradient that is not finite, or None."""
     bad = [name for name, p in named if p.grad is not None and not p.grad.isfinite().all()]
     return bad[-1] if bad else None
-
-
-# --- small things
-
-
-def over_ranks(run, differences):
-    """{(kind, name): the largest difference on any rank}."""
-    largest = {}
-    for of_rank in run.gather(differences):
-        for key, error in of_rank.items():
-            largest[key] = max(error, largest.get(key, 0.0))
-    return largest
-
-
-def limit_of(run, kind="grad"):
-    return TOLERANCE[run.precision]["grad" if kind == "first" else kind]
-
-
-def fit(run):
-    """The relative difference up to which an explanation fits."""
-    return min(10 * limit_of(run), 0.02)
-
-
-def close(run, actual, expected):
-    if not actual.isfinite().all():
-        return False
-    scale = expected.abs().max().clamp(min=1e-30)
-    return bool((actual - expected).abs().max() <= fit(run) * scale)
-
-
-def relative(actual, expected):
-    return abs(actual - expected) / max(abs(expected), 1e-30)
-
-
-def from_first(run, tensor):
-    """A tensor of rank 0, on all ranks."""
-    shape = run.gather(None if tensor is None else tuple(tensor.shape))[0]
-    if tensor is None:
-        tensor = torch.empty(shape, dtype=run.dtype, device=run.device)
-    dist.broadcast(tensor, 0)
-    return tensor

@@ -11,7 +11,7 @@ from harness import initialize
 from harness.optimizer import clip, grad_norm, learning_rate, make_optimizer
 from harness.placement import take
 from harness.presets import parameter_shapes
-from proof.diagnosis import Notes, diagnose, over_ranks, partial_rows
+from proof.diagnosis import Diagnosis, Notes, evidence, over_ranks, partial_rows
 from proof.tolerance import FLOOR, TOLERANCE
 
 
@@ -136,16 +136,19 @@ def prove(run, reference, notes):
     limits = TOLERANCE[run.precision]
     if not reference.has_diagnosis or all(errors[kind] <= limits[kind] for kind in errors):
         return Proof(steps, errors, worst)
-    [alone], partial = trained, partial_rows(run, notes)
-    for part, rows in partial.items():
-        partial[part] = gradients_of(run, rows) if alone else {}
-    if alone:
-        whole["first"] = alone.first_gradients
-    tensors["first"] = notes.first_gradients
-    differences |= compare_tensors(run, "first", whole.get("first"), tensors["first"], parameters)
-    outputs = alone.outputs if alone else []
-    known = differences, parameters, tensors, whole, outputs, partial, curve
-    return Proof(steps, errors, worst, *diagnose(run, notes, *known))
+    tensors["first"], first = notes.first_gradients, alone.first_gradients if alone else None
+    differences |= compare_tensors(run, "first", first, tensors["first"], parameters)
+    own = evidence(run, notes, differences, tensors, parameters)
+    everyone = [None] * run.world if run.rank == 0 else None
+    dist.gather_object(own, everyone)
+    said = [None, []]
+    if run.rank == 0:
+        partial = {part: gradients_of(run, rows) for part, rows in partial_rows(everyone).items()}
+        diagnosis = Diagnosis(run, everyone, alone, partial)
+        findings = diagnosis.findings()
+        said = [diagnosis.first_off(findings), findings]
+    dist.broadcast_object_list(said, 0)
+    return Proof(steps, errors, worst, *said)
 
 
 def compare_tensors(run, kind, reference, tensors, parameters):
