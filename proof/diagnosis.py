@@ -45,14 +45,8 @@ class Notes:
         if on:
             self.outputs.append({})
 
-    def pause(self):
-        self.on = False
-
-    def watch(self, model):
-        """Note the outputs of a model's embedding and blocks."""
-        watch(model, self.output)
-
     def output(self, name, x):
+        """The output of the embedding or a block: see `watch`."""
         if self.on:
             with torch.no_grad(), _disable_current_modes():
                 self.outputs[-1].setdefault(name, []).append(marks_of(x))
@@ -74,8 +68,7 @@ class Notes:
 
 
 def watch(model, note):
-    """Call note(name, marks) with the output of the embedding and of each block, whenever they run.
-    marks: see `marks_of`."""
+    """Call note(name, output) for the embedding and each block, whenever they run."""
 
     def hook_for(name):
         return lambda module, inputs, output: note(name, output)
@@ -116,16 +109,15 @@ def worst_tensors(run, differences):
     """The (kind, name) to look at: at most five, the worst first; before them, if a gradient is off
     in the first step, the one to which backward comes first. Gradients of the first step say most,
     because a wrong step makes all that follow wrong."""
-    largest = {}
-    for key, error in over_ranks(run, differences).items():
-        if key[0] in ("first", "grad", "param") and error > limit_of(run, key[0]):
-            largest[key] = error
-    kinds = {kind for kind, _ in largest}
-    kind = next((kind for kind in ("first", "grad", "param") if kind in kinds), None)
-    worst = sorted((key for key in largest if key[0] == kind), key=lambda key: -largest[key])
+    off = {"first": [], "grad": [], "param": []}
+    for (kind, name), error in over_ranks(run, differences).items():
+        if kind in off and error > limit_of(run, kind):
+            off[kind].append((error, name))
+    kind = next((kind for kind in off if off[kind]), "param")
+    worst = [(kind, name) for _, name in sorted(off[kind], key=lambda pair: -pair[0])]
     first = []
-    if kind == "grad":  # the first step's were right: a weight may say more
-        first = sorted((key for key in largest if key[0] == "param"), key=largest.get)[-1:]
+    if kind == "grad" and off["param"]:  # the first step's were right: a weight may say more
+        first = [("param", max(off["param"])[1])]
     if kind == "first":
         order = list(parameter_shapes(run.config))  # backward goes through it from the end
         first = [max(worst, key=lambda key: order.index(key[1]))]
@@ -419,7 +411,11 @@ def relative(actual, expected):
 
 def first_nonfinite(run, named, blame, group):
     """(the rank that has it, and what it may say), in the order of backward: see Run.check."""
-    name, place = blame() if blame else (last_nonfinite(named()), "")
+    if blame:
+        name, place = blame()
+    else:
+        bad = [n for n, p in named() if p.grad is not None and not p.grad.isfinite().all()]
+        name, place = bad[-1] if bad else None, ""
     with torch.device("meta"):
         whole = gpt.GPT(run.config)
     order = [full for full, _ in whole.named_parameters(remove_duplicate=False)]
@@ -431,9 +427,3 @@ def first_nonfinite(run, named, blame, group):
         return -speaker, "computed again, it was finite on all ranks"
     where = f"on rank {run.rank}{place}"
     return -speaker, f"the first gradient that is not finite is that of {name}, {where}"
-
-
-def last_nonfinite(named):
-    """The name of the last parameter with a gradient that is not finite, or None."""
-    bad = [name for name, p in named if p.grad is not None and not p.grad.isfinite().all()]
-    return bad[-1] if bad else None

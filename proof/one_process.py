@@ -11,7 +11,7 @@ from harness import initialize
 from harness.optimizer import clip, grad_norm, learning_rate, make_optimizer
 from harness.placement import take
 from harness.presets import parameter_shapes
-from proof.diagnosis import Diagnosis, Notes, evidence, over_ranks, partial_rows
+from proof.diagnosis import Diagnosis, Notes, evidence, over_ranks, partial_rows, watch
 from proof.tolerance import FLOOR, TOLERANCE
 
 
@@ -84,7 +84,7 @@ def one_process(run, steps):
     """The Trainee of a run's steps, with what a diagnosis asks for: `outputs` of all steps and
     `first_gradients`."""
     alone, notes = Trainee(run), Notes()
-    notes.watch(alone.model)
+    watch(alone.model, notes.output)
     for step in range(steps):
         notes.begin(on=True)
         [rows] = run.microbatches(step, pieces=1)

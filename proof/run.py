@@ -59,7 +59,7 @@ class Run(rank.TrainingRank):
     def meta_model(self):
         model = super().meta_model()
         if not getattr(self.args, "compile", False):
-            self.notes.watch(model)
+            diagnosis.watch(model, self.notes.output)
         return model
 
     def microbatches(self, step, *part, **options):
@@ -99,7 +99,7 @@ class Run(rank.TrainingRank):
         self.notes.begin(self.step < self.proven)
 
     def end(self, optimizer):
-        self.notes.pause()
+        self.notes.on = False
         self.watching.close()
         if self.step == self.measured:
             tensors_of = lasting(optimizer)
@@ -121,7 +121,7 @@ class Run(rank.TrainingRank):
         scale       a trainer.loss_scale.LossScale: a step that it was too large for is skipped
         group       the ranks that train one model, if these are not all
         """
-        self.notes.pause()
+        self.notes.on = False
         if self.step < self.proven:
             with _disable_current_modes():  # the ledger must not count the proof's messages
                 last = self.step == self.proven - 1
