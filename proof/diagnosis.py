@@ -209,11 +209,8 @@ class Diagnosis:
     def __init__(self, run, everyone, alone, partial):
         self.run, self.everyone, self.alone, self.partial = run, everyone, alone, partial
         self.fit = min(10 * limit_of(run), 0.02)  # up to which difference an explanation fits
-        self.reference = {
-            "first": alone.first_gradients,
-            "grad": alone.gradients,
-            "param": alone.weights,
-        }
+        self.reference = {"grad": alone.gradients, "param": alone.weights}
+        self.reference["first"] = alone.first_gradients
 
     def close(self, actual, expected):
         scale = expected.abs().max().clamp(min=1e-30)
