@@ -52,7 +52,7 @@ BUDGETS = {
 }
 CEILINGS = {
     "harness": 2620,
-    "proof": 1741,
+    "proof": 1739,
     "receipts": 2545,
     "trainer": 2730,
     "simulator": 2114,
