@@ -489,8 +489,12 @@ def alive(word):
 # --- nccl
 
 
+def nccl_ranks():
+    return 4 if torch.cuda.device_count() >= 4 else 2  # 3 would not divide the model's heads
+
+
 def nccl_cases(args):
-    n = 4 if torch.cuda.device_count() >= 4 else 2  # 3 would not divide the model's heads
+    n = nccl_ranks()
     cases = [*TECHNIQUES, *(f"{PIPELINE} {name}" for name in zero_bubble.SCHEDULES)]
     cases = [f"{case} --nproc {n} --backend nccl" for case in cases]
     layouts = [f"--dp {n}", f"--tp {n} --sp", f"--pp {n}", f"--cp {n}", f"--dp {n} --zero 3"]
@@ -557,8 +561,8 @@ def main():
     for name in names:
         results.append(table(PARTS[name], args))
     if "nccl" in names and args.cases == [""]:
-        command = [sys.executable, "-m", "benchmarks.vs_torch", "--device", "cuda"]
-        results.append(subprocess.call(command, cwd=ROOT) == 0)
+        command = f"-m benchmarks.vs_torch --device cuda --nproc {nccl_ranks()}"
+        results.append(subprocess.call([sys.executable, *command.split()], cwd=ROOT) == 0)
     if not all(results):
         raise SystemExit(1)
 

@@ -15,19 +15,16 @@ median and quartiles of the turns; megabytes at the peak of a step, weights, gra
 states included, of the rank that holds most, and the ratio: median, least and largest of the ranks;
 and the largest relative difference of a loss or a weight after the steps with SGD, and with AdamW.
 
-On CPUs with gloo; on GPUs, where there are any, in bfloat16 with nccl on as many ranks as there are
-GPUs for. What one GPU does alone is in benchmarks.gpu.
+On 2 ranks or 4; on CPUs with gloo, with --device cuda in bfloat16 with nccl. What one GPU does
+alone is in benchmarks.gpu.
 """
 
 import contextlib
-import functools
 import gc
-import os
 import statistics
-import subprocess
-import sys
 import warnings
 import weakref
+from functools import partial
 from types import SimpleNamespace
 from typing import Callable, NamedTuple
 
@@ -55,14 +52,14 @@ import sequence_parallel
 import tensor_parallel
 import zero
 import zero_bubble
-from harness import initialize, presets, start
+from harness import initialize, presets
 from harness.rank import launch
 from proof.ledger import tensors_in
 from proof.one_process import larger
 from proof.tolerance import FLOOR, TOLERANCE
 from receipts.pipeline import stage_layers
 
-MICROBATCHES = 8
+MICROBATCHES, STEPS = 8, 3  # of a step, of a turn
 # The preset on each device, with a vocabulary that divides by the ranks, and keys of its own for
 # every head
 MODELS = {
@@ -117,13 +114,18 @@ class Job:
         return self.tokens.chunk(self.world)[self.rank], self.targets.chunk(self.world)[self.rank]
 
 
-def take_step(zero_grad, loss, *rest):
-    zero_grad()
-    value = loss()
-    value.backward()
-    for do in rest:
-        do()
-    return value.detach()
+def stepper(zero_grad, loss, *rest):
+    """A function that takes a training step."""
+
+    def step():
+        zero_grad()
+        value = loss()
+        value.backward()
+        for do in rest:
+            do()
+        return value.detach()
+
+    return step
 
 
 # --- data parallelism
@@ -132,25 +134,22 @@ def take_step(zero_grad, loss, *rest):
 def our_ddp(job):
     model, (tokens, targets) = job.model(), job.rows()
     sync, optimizer = ddp.DDP(model.parameters(), job.group), job.optimizer(model.parameters())
-    loss = functools.partial(model, tokens, targets=targets, target_count=job.count)
-    return Side(
-        functools.partial(take_step, sync.zero_grad, loss, sync.finish, optimizer.step), model.named
-    )
+
+    def loss():
+        return model(tokens, targets=targets, target_count=job.count)
+
+    return Side(stepper(sync.zero_grad, loss, sync.finish, optimizer.step), model.named)
 
 
 def their_ddp(job):
     model, (tokens, targets) = job.model(), job.rows()
-    wrapped, optimizer = (
-        DistributedDataParallel(model, gradient_as_bucket_view=True),
-        job.optimizer(model.parameters()),
-    )
-    # It averages over the ranks: so each loss is a mean over its own rows
-    loss = functools.partial(wrapped, tokens, targets=targets, target_count=job.count / job.world)
-    return Side(
-        functools.partial(take_step, optimizer.zero_grad, loss, optimizer.step),
-        model.named,
-        job.world,
-    )
+    wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    optimizer = job.optimizer(model.parameters())
+
+    def loss():  # a mean over this rank's rows: it averages over the ranks
+        return wrapped(tokens, targets=targets, target_count=job.count / job.world)
+
+    return Side(stepper(optimizer.zero_grad, loss, optimizer.step), model.named, job.world)
 
 
 def our_zero(job, stage):
@@ -159,8 +158,11 @@ def our_zero(job, stage):
         sharded = fsdp.FSDP(model, job.group, job.optimizer)
     else:
         sharded = zero.ZeRO(model, job.group, stage, job.optimizer)
-    loss = functools.partial(model, tokens, targets=targets, target_count=job.count)
-    step = functools.partial(take_step, sharded.zero_grad, loss, sharded.finish, sharded.step)
+
+    def loss():
+        return model(tokens, targets=targets, target_count=job.count)
+
+    step = stepper(sharded.zero_grad, loss, sharded.finish, sharded.step)
     return Side(step, lambda: sharded.gather_full(model.named()))
 
 
@@ -170,26 +172,32 @@ def their_fsdp(job, reshard):
         fully_shard(block, reshard_after_forward=reshard)
     fully_shard(model)
     optimizer = job.optimizer(model.parameters())
-    loss = functools.partial(model, tokens, targets=targets, target_count=job.count / job.world)
-    step = functools.partial(take_step, optimizer.zero_grad, loss, optimizer.step)
-    return Side(step, lambda: [(name, p.full_tensor()) for name, p in model.named()], job.world)
+
+    def loss():
+        return model(tokens, targets=targets, target_count=job.count / job.world)
+
+    def weights():
+        return [(name, p.full_tensor()) for name, p in model.named()]
+
+    return Side(stepper(optimizer.zero_grad, loss, optimizer.step), weights, job.world)
 
 
 # --- tensor and sequence parallelism: the whole batch on every rank
 
 
-def our_tensor(job, parallelize):
-    model = job.model(lambda whole: parallelize(whole, job.group))
+def our_tensor(job, technique):
+    model = job.model(lambda whole: technique.parallelize(whole, job.group))
     parameters = list(model.parameters())
     optimizer = job.optimizer(parameters)
-    loss = functools.partial(model, job.tokens, targets=job.targets, target_count=job.count)
-    # Nothing to do without sequence parallelism
-    complete = functools.partial(sequence_parallel.reduce_partial, parameters)
-    return Side(
-        functools.partial(take_step, optimizer.zero_grad, loss, complete, optimizer.step),
-        model.named,
-        job.world,
-    )
+
+    def loss():
+        return model(job.tokens, targets=job.targets, target_count=job.count)
+
+    def complete():  # nothing to do without sequence parallelism
+        sequence_parallel.reduce_partial(parameters)
+
+    step = stepper(optimizer.zero_grad, loss, complete, optimizer.step)
+    return Side(step, model.named, job.world)
 
 
 def their_tensor(job, sequence):
@@ -214,10 +222,6 @@ def their_tensor(job, sequence):
     model = dtensor.parallelize_module(job.model(), mesh, cut)
     optimizer = job.optimizer(model.parameters())
 
-    def step():
-        with dtensor.loss_parallel():
-            return take_step(optimizer.zero_grad, loss, optimizer.step)
-
     def loss():
         value = model(job.tokens, targets=job.targets, target_count=job.count)
         return value.to_local() if isinstance(value, DTensor) else value
@@ -225,6 +229,7 @@ def their_tensor(job, sequence):
     def weights():
         return [(name, p.to_local() if isinstance(p, DTensor) else p) for name, p in model.named()]
 
+    step = dtensor.loss_parallel()(stepper(optimizer.zero_grad, loss, optimizer.step))
     return Side(step, weights, job.world)
 
 
@@ -296,10 +301,11 @@ def our_context(job):
     sync, optimizer = ddp.DDP(model.parameters(), job.group), job.optimizer(model.parameters())
     where = context_parallel.positions(job.config.context, job.rank, job.world).to(job.device)
     tokens, targets = (context_parallel.shard_sequence(t, where) for t in (job.tokens, job.targets))
-    loss = functools.partial(model, tokens, where, targets=targets, target_count=job.count)
-    return Side(
-        functools.partial(take_step, sync.zero_grad, loss, sync.finish, optimizer.step), model.named
-    )
+
+    def loss():
+        return model(tokens, where, targets=targets, target_count=job.count)
+
+    return Side(stepper(sync.zero_grad, loss, sync.finish, optimizer.step), model.named)
 
 
 def their_context(job):
@@ -308,26 +314,24 @@ def their_context(job):
     if job.device.type == "cuda":
         mesh = init_device_mesh("cuda", (job.world,))
         # Cuts them
-        context = functools.partial(
-            their_context_parallel, mesh, buffers=inputs, buffer_seq_dims=[1, 1, 0]
-        )
+        context = partial(their_context_parallel, mesh, buffers=inputs, buffer_seq_dims=[1, 1, 0])
     else:  # their balanced ring takes the chunks that our zigzag does
         where = context_parallel.positions(job.config.context, job.rank, job.world)
         inputs = [*(context_parallel.shard_sequence(t, where) for t in inputs[:2]), where]
         for block in model.blocks.values():
             block.attn.core = TheirCore(job.group)
-    wrapped, optimizer = (
-        DistributedDataParallel(model, gradient_as_bucket_view=True),
-        job.optimizer(model.parameters()),
-    )
+    wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    optimizer = job.optimizer(model.parameters())
 
     def loss():
         tokens, targets, where = inputs
         return wrapped(tokens, where, targets=targets, target_count=job.count / job.world)
 
+    take_step = stepper(optimizer.zero_grad, loss, optimizer.step)
+
     def step():
         with context():
-            return take_step(optimizer.zero_grad, loss, optimizer.step)
+            return take_step()
 
     return Side(step, model.named, job.world)
 
@@ -354,39 +358,35 @@ class Pair(NamedTuple):
     fields: dict = {}
 
 
-def make_pairs():
-    bind = functools.partial
-    pairs = {
-        "ddp": Pair("DistributedDataParallel", our_ddp, their_ddp),
-        "zero-2": Pair(
-            "FSDP2, blocks kept", bind(our_zero, stage=2), bind(their_fsdp, reshard=False)
-        ),
-        "zero-3": Pair(
-            "FSDP2, blocks freed", bind(our_zero, stage=3), bind(their_fsdp, reshard=True)
-        ),
-    }
-    # DTensor and PyTorch's pipelines have nothing for a tied matrix: Llama has none
-    llama = dict(family="llama")
-    for name, technique in (("tensor", tensor_parallel), ("sequence", sequence_parallel)):
-        theirs = bind(their_tensor, sequence=name == "sequence")
-        what = "DTensor" + ", sequence parallel" * (name == "sequence")
-        pairs[name] = Pair(what, bind(our_tensor, parallelize=technique.parallelize), theirs, llama)
-    for name, theirs in {
-        "gpipe": "ScheduleGPipe",
-        "1f1b": "Schedule1F1B",
-        "interleaved": "ScheduleInterleaved1F1B",
-        "zb-v": "ScheduleZBVZeroBubble",
-        "dualpipev": "ScheduleDualPipeV",
-    }.items():
-        both = bind(our_pipeline, name=name), bind(their_pipeline, name=name, theirs=theirs)
-        pairs[name] = Pair(theirs, *both, llama | dict(layers=8))
-    pairs["context"] = Pair(
-        "context_parallel", our_context, their_context, llama | dict(context=2048)
+LLAMA = dict(family="llama")  # DTensor and PyTorch's pipelines have nothing for a tied matrix
+PAIRS = {
+    "ddp": Pair("DistributedDataParallel", our_ddp, their_ddp),
+    "zero-2": Pair(
+        "FSDP2, blocks kept", partial(our_zero, stage=2), partial(their_fsdp, reshard=False)
+    ),
+    "zero-3": Pair(
+        "FSDP2, blocks freed", partial(our_zero, stage=3), partial(their_fsdp, reshard=True)
+    ),
+    "context": Pair("context_parallel", our_context, their_context, LLAMA | dict(context=2048)),
+}
+for name, theirs, technique in (
+    ("tensor", "DTensor", tensor_parallel),
+    ("sequence", "DTensor, sequence parallel", sequence_parallel),
+):
+    both = (
+        partial(our_tensor, technique=technique),
+        partial(their_tensor, sequence=name == "sequence"),
     )
-    return pairs
-
-
-PAIRS = make_pairs()
+    PAIRS[name] = Pair(theirs, *both, LLAMA)
+for name, theirs in (
+    ("gpipe", "ScheduleGPipe"),
+    ("1f1b", "Schedule1F1B"),
+    ("interleaved", "ScheduleInterleaved1F1B"),
+    ("zb-v", "ScheduleZBVZeroBubble"),
+    ("dualpipev", "ScheduleDualPipeV"),
+):
+    both = partial(our_pipeline, name=name), partial(their_pipeline, name=name, theirs=theirs)
+    PAIRS[name] = Pair(theirs, *both, LLAMA | dict(layers=8))
 
 
 # --- comparing
@@ -432,20 +432,16 @@ def first_steps(job, build):
 def difference(job, ours, theirs):
     """The largest relative difference, on any rank, of the losses and of the weights. ours, theirs:
     what first_steps gives."""
-    # (2, steps)
-    losses = torch.stack(
-        [torch.stack(losses).double() / side.copies for side, losses, _ in (ours, theirs)]
-    )
+    sums = [torch.stack(losses).double() / side.copies for side, losses, _ in (ours, theirs)]
+    losses = torch.stack(sums)  # (2, steps)
     dist.all_reduce(losses)
     worst = {"loss": ((losses[0] - losses[1]) / losses[1]).abs().max().item(), "param": 0.0}
     mine, other = ({name: p.detach() for name, p in side.weights()} for side, *_ in (ours, theirs))
     assert mine.keys() == other.keys()
     floor = FLOOR[job.precision] * max(p.abs().max().item() for p in other.values())
     for name, p in other.items():
-        error = (mine[name].double() - p.double()).abs().max().item() / max(
-            p.abs().max().item(), floor
-        )
-        worst["param"] = larger(worst["param"], error)
+        apart = (mine[name].double() - p.double()).abs().max().item()
+        worst["param"] = larger(worst["param"], apart / max(p.abs().max().item(), floor))
     everyone = torch.tensor(list(worst.values()), dtype=torch.float64, device=job.device)
     dist.all_reduce(everyone.nan_to_num_(torch.inf), op=dist.ReduceOp.MAX)
     return dict(zip(worst, everyone.tolist()))
@@ -466,76 +462,40 @@ def compare(run, name, pair):
             values = ", ".join(f"{key} {apart[key]:.1e}" for key in wrong)
             return f"{what:46s}differs, with {kind}: {values}", False
     (ours, _, here), (theirs, _, there) = sides
-    peaks = [None] * run.world
-    dist.all_gather_object(peaks, (here, there))
+    peaks = run.gather((here, there))
     ratios = [a / b for a, b in peaks]
     most = [max(peak) / 1e6 for peak in zip(*peaks)]
     line = benchmarks.versus(
-        what, ours.step, theirs.step, job.count, run.args.steps, run.args.turns, job.device
+        what, ours.step, theirs.step, job.count, STEPS, run.args.turns, job.device
     )
     memory = f"{statistics.median(ratios):.2f} ({min(ratios):.2f} .. {max(ratios):.2f})"
-    return (
-        f"{line} {most[0]:8.1f}{most[1]:9.1f}   "
-        f"{memory:20s}{differences[0]:7.0e}{differences[1]:7.0e}",
-        True,
-    )
+    line += f" {most[0]:8.1f}{most[1]:9.1f}   {memory:20s}"
+    return line + f"{differences[0]:7.0e}{differences[1]:7.0e}", True
 
 
 def demo(run):
-    args, cuda = run.args, run.device.type == "cuda"
     warnings.simplefilter("ignore")
-    say = functools.partial(print, flush=True) if run.rank == 0 else lambda *_: None
-    say(
-        f"\n{run.world} ranks, {dist.get_backend()}, "
-        f"{'bfloat16, gpt2' if cuda else 'float32, tiny'}, AdamW"
-    )
-    say(f"{'':46s}{'tokens/s':>18s}{'':26s}{'peak MB':>15s}")
-    say(f"{benchmarks.HEAD:82s}{'ours':>9s}{'theirs':>9s}   {'ratio':20s}   sgd  adamw")
-    equal = True
-    for name in args.only or PAIRS:
-        line, same = compare(run, name, PAIRS[name])
-        equal = equal and same
-        say(line)
-    return int(not equal)
+    kind = "bfloat16, gpt2" if run.device.type == "cuda" else "float32, tiny"
+    run.print(f"\n{run.world} ranks, {dist.get_backend()}, {kind}, AdamW")
+    run.print(f"{'':46s}{'tokens/s':>18s}{'':26s}{'peak MB':>15s}")
+    run.print(f"{benchmarks.HEAD:82s}{'ours':>9s}{'theirs':>9s}   {'ratio':20s}   sgd  adamw")
+    all_equal = True
+    for name in run.args.only or PAIRS:
+        line, equal = compare(run, name, PAIRS[name])
+        all_equal = all_equal and equal
+        run.print(line)
+    return int(not all_equal)
 
 
 def main():
     p = harness.Parser(__doc__)
-    p.add_argument("--nproc", type=int, choices=[2, 4], help="ranks (default: 2, then 4)")
-    why = "default: cpu, then cuda where there are GPUs"
-    p.add_argument("--device", choices=["cpu", "cuda"], help=why)
+    p.add_argument("--nproc", type=int, choices=[2, 4], default=2, help="ranks")
+    p.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="of the ranks")
     why = "some of " + ", ".join(PAIRS)
     p.add_argument("--only", nargs="+", choices=list(PAIRS), metavar="NAME", help=why)
-    p.add_argument("--steps", **harness.POSITIVE, default=3, help="of a turn")
     benchmarks.turns_flag(p, 15)
-    p.set_defaults(backend=None, quiet=True)
-    args = p.parse_args()
-    if "RANK" in os.environ or args.nproc and args.device == "cpu":
-        args.device = args.device or "auto"
-        launch(demo, args)
-    gpus, codes = torch.cuda.device_count(), []
-    if args.device == "cuda" and gpus < (args.nproc or 1):
-        least = f"--device cuda needs {args.nproc or 1} GPUs and there are {gpus} here"
-        raise harness.Refused(f"{least}: use --device cpu")
-    devices = ["cpu", "cuda"] if gpus else ["cpu"]
-    for device in [args.device] if args.device else devices:
-        for n in [args.nproc] if args.nproc else [2, 4]:
-            if device == "cpu" or n <= gpus:
-                codes.append(run_on(device, n, args))
-    start.finish(max(map(abs, codes), default=0))
-
-
-def run_on(device, n, args):
-    """The exit code of all pairs on n ranks, in processes of their own."""
-    flags = ["--device", device, "--steps", str(args.steps), "--turns", str(args.turns)]
-    if args.only:
-        flags += ["--only", *args.only]
-    command = [sys.executable, "-m"]
-    if device == "cuda":  # it does not survive a fork: there torchrun starts the ranks
-        command += ["torch.distributed.run", "--standalone", f"--nproc_per_node={n}", "-m"]
-    else:
-        flags += ["--nproc", str(n)]
-    return subprocess.call([*command, "benchmarks.vs_torch", *flags])
+    p.set_defaults(backend=None, quiet=False)
+    launch(demo, p.parse_args())
 
 
 if __name__ == "__main__":

@@ -3,14 +3,15 @@
 import types
 
 import pytest
+import torch
 
 import sequence_parallel
 from benchmarks import vs_torch
+from harness.rank import Rank
 
 
 def line(rank, name):
-    args = types.SimpleNamespace(steps=1, turns=2)
-    run = types.SimpleNamespace(rank=rank, world=2, device=vs_torch.torch.device("cpu"), args=args)
+    run = Rank(types.SimpleNamespace(turns=2), rank, 2, torch.device("cpu"))
     return vs_torch.compare(run, name, vs_torch.PAIRS[name])
 
 
