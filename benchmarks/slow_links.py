@@ -20,35 +20,38 @@ import subprocess
 import sys
 import tempfile
 import types
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 
 import torch
 
-import diloco
 import harness
 from harness import data, initialize
 from harness.flags import DTYPES
+from harness.missing import ROOT
 from harness.presets import parameter_shapes
 from receipts import diloco as islands
+from receipts import formulas
 from trainer.islands import parts_of
 
-ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+# ddp.py is one island that averages with nobody
+SETTINGS = {
+    "ddp": "--islands 1",
+    "H = 10": "--sync-every 10",
+    "H = 50": "--sync-every 50",
+    "H = 100": "--sync-every 100",
+    "H = 50, 5 parts, 5 late": "--sync-every 50 --stream 5 --stream-delay 5",
+    "H = 50, 4 bits": "--sync-every 50 --outer-bits 4",
+    "H = 50, 4 bits, 5 parts, 5 late": (
+        "--sync-every 50 --stream 5 --stream-delay 5 --outer-bits 4"
+    ),
+}
 
 # --- the link
 
 MODEL = "--layers 4 --width 384 --heads 6 --context 32 --batch 4 --microbatches 1 --quiet --prove 0"
 MODEL += " --device cpu --timeout 300"
-RIVALS = {
-    "ddp": ("ddp", ""),
-    "H = 10": ("diloco", "--sync-every 10"),
-    "H = 50": ("diloco", "--sync-every 50"),
-    "H = 50, 4 bits": ("diloco", "--sync-every 50 --outer-bits 4"),
-    "H = 50, 4 bits, 5 parts, 5 late": (
-        "diloco",
-        "--sync-every 50 --outer-bits 4 --stream 5 --stream-delay 5",
-    ),
-}
+RIVALS = ["ddp", "H = 10", "H = 50", "H = 50, 4 bits", "H = 50, 4 bits, 5 parts, 5 late"]
 
 
 def ip(*words):
@@ -90,12 +93,12 @@ def transmitted(name):
 
 
 def measure(hosts, script, flags, steps, port):
-    """(tokens/s of both hosts together, bytes that the first sent, bytes by the formula) of a run
-    with one rank on each host."""
+    """(tokens/s of both hosts together, bytes that the first sent, the receipt's formula for them)
+    of a run with one rank on each host."""
     before, processes = transmitted(hosts[0]), []
     with tempfile.TemporaryDirectory() as folder:
         receipt = os.path.join(folder, "receipt.json")
-        command = [sys.executable, f"{script}.py", *f"{MODEL} {flags} --steps {steps}".split()]
+        words = f"{script} {MODEL} {flags} --steps {steps} --json {receipt}".split()
         for rank, host in enumerate(hosts):
             environment = os.environ | {
                 "RANK": str(rank),
@@ -107,36 +110,31 @@ def measure(hosts, script, flags, steps, port):
                 "OMP_NUM_THREADS": "1",
                 "TORCH_CPP_LOG_LEVEL": "ERROR",  # the hosts have no names
             }
-            enter = ["ip", "netns", "exec", host]
-            own = [*enter, *command, "--json", receipt] if rank == 0 else [*enter, *command]
-            processes.append(subprocess.Popen(own, cwd=ROOT, env=environment))
-        codes = [process.wait() for process in processes]
-        if any(codes):
-            raise harness.Refused(f"{script}.py {flags} did not end well: see above", code=1)
+            command = ["ip", "netns", "exec", host, sys.executable, *words]
+            processes.append(subprocess.Popen(command, cwd=ROOT, env=environment))
+        if any([process.wait() for process in processes]):
+            raise harness.Refused(f"{script} {flags} did not end well: see above", code=1)
         with open(receipt) as file:
             result = json.load(file)
     rates = [row["tokens_per_s"] for row in result["steps"]][1:]  # the first step is a warm-up
-    rate = len(rates) / sum(1 / rate for rate in rates)
     formula = sum(row["formula_bytes"] for row in result["sent"]) * steps
-    if script == "diloco":
-        formula += finishing(flags, steps)
-    return rate, transmitted(hosts[0]) - before, round(formula)
+    return statistics.harmonic_mean(rates), transmitted(hosts[0]) - before, formula
 
 
-def finishing(flags, steps):
-    """Bytes of diloco.finish(), which the receipt's steps do not have: the parts whose turn the
-    last step was not are averaged once more."""
+def sent_by_islands(flags, steps):
+    """Bytes that one of two islands sends, with what diloco.finish() averages once more after the
+    receipt's steps."""
     parser = harness.parser(__doc__)
     islands.add_flags(parser, every=5)
     args = parser.parse_args(f"{MODEL} {flags}".split())
     islands.settle(args, every=5)
-    config, total = harness.configure(args), 0
-    shapes = parameter_shapes(config)
+    config = harness.configure(args)
+    shapes, parts = parameter_shapes(config), []
     for names, offset in zip(*parts_of(args, config)):
-        if steps % args.sync_every != offset:
-            numbers = sum(shapes[name].numel() for name in names)
-            total += islands.message_bytes(numbers, args.outer_bits, DTYPES[args.dtype].itemsize)
-    return total
+        parts.append((sum(shapes[name].numel() for name in names), offset))
+    group, size = formulas.Group("islands", 2), DTYPES[args.dtype].itemsize
+    sent, _ = islands.expected(parts, group, args, size, range(steps), finished=True)
+    return steps * sum(mean for mean, _ in sent.values())
 
 
 def links(args):
@@ -144,42 +142,30 @@ def links(args):
     print("|---|---|---|---|---|---|---|")
     for megabits in args.rates:
         base = None
-        for number, (name, (script, flags)) in enumerate(RIVALS.items()):
-            steps = args.steps if script == "diloco" else max(3, args.steps // 20)
+        for number, name in enumerate(RIVALS):
+            script, flags, steps = "diloco.py", SETTINGS[name], args.steps or 100
+            if name == "ddp":
+                script, flags, steps = "ddp.py", "", max(3, steps // 20)
             with two_hosts(megabits) as hosts:
                 rate, sent, formula = measure(hosts, script, flags, steps, 29600 + number)
+            if name != "ddp":
+                formula = sent_by_islands(flags, steps)
             base = base or rate
-            apart = f"{sent / formula - 1:+.1%}" if formula else "no average in so few steps"
-            cells = [f"{rate:,.0f}", f"{rate / base:.1f}", f"{sent:,}", f"{formula:,}", apart]
+            cells = [f"{rate:,.0f}", f"{rate / base:.1f}", f"{sent:,}", f"{formula:,.0f}"]
+            cells.append(f"{sent / formula - 1:+.1%}")
             print(f"| {megabits:g} | {name} | {' | '.join(cells)} |", flush=True)
 
 
 # --- the price
 
-SETTINGS = {
-    "ddp": {"islands": 1},
-    "H = 10": {"sync_every": 10},
-    "H = 50": {"sync_every": 50},
-    "H = 100": {"sync_every": 100},
-    "H = 50, 5 parts, 5 late": {"sync_every": 50, "stream": 5, "stream_delay": 5},
-    "H = 50, 4 bits": {"sync_every": 50, "outer_bits": 4},
-    "H = 50, 4 bits, 5 parts, 5 late": {
-        "sync_every": 50,
-        "stream": 5,
-        "stream_delay": 5,
-        "outer_bits": 4,
-    },
-}
+EVERY, BATCHES = 100, 8  # steps between validations, batches of each
 
 
-def curve(args, setting, seed):
+def curve(args, seed):
     """[(tokens, validation loss)] of a run: the mean over the islands' own losses."""
     torch.set_num_threads(1)
-    args = copy.copy(args)
-    vars(args).update({"islands": args.islands, "seed": seed} | setting)
-    islands.settle(args, every=args.steps + 1)  # ddp: nobody to average with
-    config = harness.configure(args)
-    corpus = data.load(args.data)
+    args, config, corpus = copy.copy(args), harness.configure(args), data.load(args.data)
+    args.seed = seed
     rows = args.batch // args.islands
 
     def rows_of(number, step, split="train", size=rows):
@@ -201,43 +187,40 @@ def curve(args, setting, seed):
     @torch.no_grad()
     def loss_of(model):
         total = 0.0
-        for i in range(args.eval_batches):
+        for i in range(BATCHES):
             [(tokens, targets, _)] = rows_of(0, i, "val", args.batch)
-            count = targets.numel() * args.eval_batches
-            total += model(tokens, targets=targets, target_count=count).item()
+            total += model(tokens, targets=targets, target_count=targets.numel() * BATCHES).item()
         return total
 
     def note(step, played):
-        if step % args.eval_every == 0:
+        if step % EVERY == 0 or step == args.steps:
             loss = statistics.mean(loss_of(island.model) for island in played)
             points.append((step * args.batch * config.context, loss))
 
-    shapes = harness.presets.parameter_shapes(config)
-    tensors = {torch.empty(shape, device="meta"): name for name, shape in shapes.items()}
-    parts = [[tensors[t] for t in part] for part in diloco.consecutive(list(tensors), args.stream)]
+    parts, _ = parts_of(args, config)
     played = islands.play(player, args.steps, parts, args.islands > 1, note)
     points[-1] = points[-1][0], loss_of(played[0].model)  # after the last average
     return points
 
 
-def price(args):
+def price(args, settings):
+    """settings: {name: the flags of args, with those of a setting}."""
     seeds = range(1, args.seeds + 1)
     data.load(args.data)
     with ProcessPoolExecutor(args.processes, get_context("fork")) as pool:
         jobs = {}
         for seed in seeds:
-            for name, setting in SETTINGS.items():
-                jobs[pool.submit(curve, args, setting, seed)] = name, seed
+            for name, flags in settings.items():
+                jobs[name, seed] = pool.submit(curve, flags, seed)
         curves = {}
-        for job in as_completed(jobs):
-            name, seed = jobs[job]
+        for (name, seed), job in jobs.items():
             curves[name, seed] = job.result()
             losses = " ".join(f"{loss:.4f}" for _, loss in curves[name, seed])
             print(f"{name}, seed {seed}: {losses}", file=sys.stderr, flush=True)
-    tokens = args.steps * args.batch * harness.configure(args).context
+    tokens = curves["ddp", 1][-1][0]
     print(f"\n| {args.islands} islands, {tokens:,} tokens | validation loss | beside ddp |")
     print("|---|---|---|")
-    for name in SETTINGS:
+    for name in settings:
         ends = [curves[name, seed][-1][1] for seed in seeds]
         ratios = [curves[name, seed][-1][1] / curves["ddp", seed][-1][1] for seed in seeds]
         spread = f"({min(ends):.4f} .. {max(ends):.4f})"
@@ -267,8 +250,8 @@ def draw(args, curves, seeds):
     harness.save(figure, args.plot)
 
 
-def main():
-    parser = harness.parser(__doc__, batch=16, context=64, lr=3e-3, warmup=50)
+def flags():
+    parser = harness.parser(__doc__, batch=16, context=64, lr=3e-3, warmup=50, steps=None)
     islands.add_flags(parser.add_argument_group("the outer step"), every="the table's")
     g = parser.add_argument_group("slow links")
     g.add_argument("--links", action="store_true", help="tokens/s on a limited link")
@@ -278,25 +261,29 @@ def main():
     g.add_argument("--islands", **harness.POSITIVE, default=2, help="of the price")
     g.add_argument("--seeds", **harness.POSITIVE, default=3, help="of the price")
     g.add_argument("--processes", **harness.POSITIVE, default=2, help="at a time, of the price")
-    why = "steps between validations"
-    g.add_argument("--eval-every", **harness.POSITIVE, default=100, help=why)
-    g.add_argument("--eval-batches", **harness.POSITIVE, default=8, help="of a validation")
-    why = "steps of a run (default: 600 of the price, 100 of a link, ddp.py's a twentieth)"
+    why = "of a run (default: 600 of the price, 100 of a link, ddp.py's a twentieth)"
     g.add_argument("--steps", **harness.POSITIVE, help=why)
-    g.add_argument("--min-lr", type=harness.real(0), metavar="X", help="where the cosine ends")
     harness.plot_flag(g, "draw the price")
+    parser.set_defaults(min_lr=None)  # the cosine ends at a tenth
+    return parser
+
+
+def settled(parser, args, words):
+    """The flags of a run of the price: args, and those of a setting."""
+    args = parser.parse_args(words.split(), copy.copy(args))
+    args.steps = args.steps or 600
+    islands.settle(args, every=args.steps + 1)
+    return args
+
+
+def main():
+    parser = flags()
     args = parser.parse_args()
     harness.check_plot(args)
-    both = args.links == args.price
-    steps = args.steps
-    if args.links or both:
-        args.steps = steps or 100
+    if args.links or not args.price:
         links(args)
-    if args.price or both:
-        args.steps = steps or 600
-        if args.steps % args.eval_every:
-            raise harness.Refused("--steps must be a multiple of --eval-every")
-        price(args)
+    if args.price or not args.links:
+        price(args, {name: settled(parser, args, words) for name, words in SETTINGS.items()})
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 this proof must catch. The ranks are launched because the exit code is what counts."""
 
 import json
-import sys
 
 import pytest
 import torch
@@ -140,16 +139,16 @@ def test_refused(script, flags, words):
 def test_the_price_of_islands_is_measured(monkeypatch, text):
     """benchmarks/slow_links.py, in this process: with one step between averages of data-parallel
     islands its curve is that of one process."""
-    flags = "--price --steps 4 --eval-every 2 --eval-batches 1 --layers 1 --width 16 --heads 2"
-    flags += f" --context 8 --batch 4 --data {text} --dtype float64 --optimizer sgd --grad-clip 0"
-    seen = []
-    monkeypatch.setattr(slow_links, "price", seen.append)
-    monkeypatch.setattr(sys, "argv", ["slow_links.py", *flags.split()])
-    slow_links.main()
-    plain = {"sync_every": 1, "outer_lr": 1.0, "outer_momentum": 0.0}
-    alone = slow_links.curve(seen[0], {"islands": 1}, 1)
-    both = slow_links.curve(seen[0], plain, 1)
-    rare = slow_links.curve(seen[0], {"sync_every": 2, "stream": 2, "outer_bits": 4}, 1)
+    flags = "--steps 4 --layers 1 --width 16 --heads 2 --context 8 --batch 4"
+    flags += f" --data {text} --dtype float64 --optimizer sgd --grad-clip 0"
+    monkeypatch.setattr(slow_links, "EVERY", 2)
+    monkeypatch.setattr(slow_links, "BATCHES", 1)
+    parser = slow_links.flags()
+    args = parser.parse_args(flags.split())
+    settings = "--islands 1", "--sync-every 1 --outer-lr 1 --outer-momentum 0"
+    settings += ("--sync-every 2 --stream 2 --outer-bits 4",)
+    runs = [slow_links.settled(parser, args, words) for words in settings]
+    alone, both, rare = (slow_links.curve(flags, 1) for flags in runs)
     assert [tokens for tokens, _ in rare] == [64, 128]
     for (_, loss), (_, other), (_, third) in zip(alone, both, rare):
         assert abs(loss - other) < 1e-10 < abs(loss - third)
