@@ -133,7 +133,7 @@ def sent_by_islands(flags, steps):
     for names, offset in zip(*parts_of(args, config)):
         parts.append((sum(shapes[name].numel() for name in names), offset))
     group, size = formulas.Group("islands", 2), DTYPES[args.dtype].itemsize
-    sent, _ = islands.expected(parts, group, args, size, range(steps), finished=True)
+    sent, _ = islands.expected(parts, group, args, size, range(1, steps + 1), finished=True)
     return steps * sum(mean for mean, _ in sent.values())
 
 
