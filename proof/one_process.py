@@ -17,7 +17,7 @@ from proof.tolerance import FLOOR, TOLERANCE
 
 class Trainee:
     """A model that this process trains alone. run: a Run, or what else has its args, config,
-    device, dtype and draw.
+    device, dtype and draw; make_optimizer(parameters, args), if the demo has one of its own.
 
     losses, norms   of each step
     gradients       {name: gradient} of the latest step, before clipping
@@ -27,7 +27,8 @@ class Trainee:
         self.args, self.losses, self.norms = run.args, [], []
         self.model = initialize.build(run.config, run.args.seed, run.device, run.dtype, run.draw)
         self.parameters = list(self.model.parameters())
-        self.optimizer = make_optimizer(self.parameters, run.args)
+        make = getattr(run, "make_optimizer", make_optimizer)
+        self.optimizer = make(self.parameters, run.args)
         self.weights = {name: p.detach() for name, p in self.model.named()}
 
     def train(self, step, rows, count):
@@ -81,8 +82,7 @@ class OneProcess:
 
 
 def one_process(run, steps):
-    """The Trainee of a run's steps, with what a diagnosis asks for: `outputs` of all steps and
-    `first_gradients`."""
+    """The Trainee of a run's steps. A diagnosis asks for its outputs and first_gradients."""
     alone, notes = Trainee(run), Notes()
     watch(alone.model, notes.output)
     for step in range(steps):

@@ -1,0 +1,359 @@
+"""Muon: a matrix steps along its orthogonalised momentum, and each whole matrix has one owner.
+
+    gradients of 3 ranks          the owner, alone                            all ranks
+    matrix A    g0 + g1 + g2 -->  rank 0: momentum -> Newton-Schulz -> step   --> new A
+    matrix B    g0 + g1 + g2 -->  rank 1: momentum -> Newton-Schulz -> step   --> new B
+    matrix C    g0 + g1 + g2 -->  rank 2: momentum -> Newton-Schulz -> step   --> new C
+    embedding   g0 + g1 + g2 -->  ranks 0, 1 and 2: AdamW on a third each     --> new embedding
+
+Muon replaces a matrix's momentum U S V^T by about U V^T, so that all directions move alike. That
+needs the whole matrix, so the shards of zero.py won't do: the ranks share out whole matrices.
+
+Split     The layers' matrices, by the FLOPs of their iteration, largest first. All other parameters
+          take AdamW, which works on any piece: each rank owns 1/N of each bucket of them.
+Sent      A gradient is reduced to its owner, and new weights are broadcast from there: 2 r P e
+          bytes, r = (N-1)/N, for P parameters of e bytes on N ranks. DDP and ZeRO-1 send as much.
+Held      Weights and gradients whole. Of the states 1/N: one number an element of a matrix, where
+          AdamW has two.
+Computed  20 m m n + 10 m m m FLOPs for a matrix of m x n, m <= n, once a step, on one rank. Beside
+          forward and backward of a step's T tokens that is 5 m / T at most.
+Backward  The model's own. It adds to views of buckets. A full bucket is reduced meanwhile.
+Use       For the layers of a language model: AdamW's loss in fewer steps (docs/muon.md).
+Limits    A matrix that another technique has cut is refused. Ranks beyond the number of matrices
+          share no iteration.
+
+    torchrun --nproc_per_node=4 muon.py                 python muon.py --family llama --nproc 3
+
+Jordan et al. 2024, https://kellerjordan.github.io/posts/muon. Liu et al. 2025, Muon is scalable,
+arXiv:2502.16982 (Moonlight: the update's scale, one owner a matrix).
+"""
+
+import functools
+
+import torch
+import torch.distributed as dist
+
+# --- Muon in its plainest form: on one process
+
+
+def orthogonalize(matrix, dtype=None):
+    """About U V^T of a matrix U S V^T (rows, columns), or of each one of a stack (..., rows,
+    columns). dtype: to compute in, by default the matrix's.
+
+    Five Newton-Schulz steps. Each maps a singular value s to a s + b s^3 + c s^5. With Jordan's
+    factors small values grow fast, and end between 0.7 and 1.2. That is near enough to 1."""
+    a, b, c = 3.4445, -4.7750, 2.0315
+    x = matrix.to(dtype or matrix.dtype)
+    tall = x.shape[-2] > x.shape[-1]
+    if tall:
+        x = x.mT  # (..., m, n) with m <= n: products of the shorter side are cheaper
+    x = x / torch.linalg.matrix_norm(x, keepdim=True).clamp(min=1e-7)  # now no s is above 1
+    for _ in range(5):
+        gram = x @ x.mT  # (..., m, m)
+        x = a * x + (b * gram + c * gram @ gram) @ x
+    if tall:
+        x = x.mT
+    return x.to(matrix.dtype)
+
+
+class PlainMuon(torch.optim.Optimizer):
+    """Muon on one process, for matrices and for stacks of them.
+
+        matrices = [p for p in model.blocks.parameters() if p.dim() > 1]
+        optimizer = PlainMuon(matrices, lr=1e-3)             # and an AdamW for all others
+
+    The update's root mean square is 0.2, about that of AdamW's, so both take the same learning rate
+    and weight decay (Moonlight). dtype=torch.bfloat16: the iteration is faster on GPUs."""
+
+    def __init__(self, matrices, lr=1e-3, weight_decay=0.1, momentum=0.95, dtype=None):
+        defaults = dict(lr=lr, weight_decay=weight_decay, momentum=momentum, dtype=dtype)
+        super().__init__(matrices, defaults)
+
+    @torch.no_grad()
+    def step(self, only=None):
+        """only: a set of matrices, if not all of them."""
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None and (only is None or p in only):
+                    self.update(p, group)
+
+    def update(self, p, group):
+        lr, momentum, state = group["lr"], group["momentum"], self.state[p]
+        if not state:
+            state["average"] = torch.zeros_like(p)
+        state["average"].lerp_(p.grad, 1 - momentum)
+        direction = p.grad.lerp(state["average"], momentum)  # Nesterov: the newest counts more
+        p.mul_(1 - lr * group["weight_decay"])
+        # U V^T has the root mean square 1 / sqrt(longer side)
+        scale = 0.2 * max(p.shape[-2:]) ** 0.5
+        p.add_(orthogonalize(direction, group["dtype"]), alpha=-lr * scale)
+
+
+# --- owners
+
+
+def deal(matrices, ranks):
+    """{matrix: the rank that owns it}: the largest first, each to the rank with the least to do."""
+    owners, load = {}, [0] * ranks
+    for p in sorted(matrices, key=flops, reverse=True):
+        owners[p] = load.index(min(load))
+        load[owners[p]] += flops(p)
+    return owners
+
+
+def flops(matrix):
+    """Of orthogonalize(matrix)."""
+    m, n = sorted(matrix.shape[-2:])
+    return matrix.shape[:-2].numel() * (20 * m * m * n + 10 * m**3)
+
+
+class Bucket:
+    """Parameters of one kind in two flat tensors: each p and p.grad is a view of them. One message
+    brings all of them to their owner. owner None: each rank owns a piece of about 1/N."""
+
+    def __init__(self, parameters, owner, group):
+        self.parameters, self.owner, self.group = parameters, owner, group
+        sizes = [p.numel() for p in parameters]
+        self.weights = torch.cat([p.detach().flatten() for p in parameters])
+        self.gradients = torch.zeros_like(self.weights)
+        views = zip(self.weights.split(sizes), self.gradients.split(sizes))
+        for p, (weight, gradient) in zip(parameters, views):
+            p.data, p.grad = weight.view_as(p), gradient.view_as(p)
+        rank = dist.get_rank(group)
+        self.piece = torch.nn.Parameter(self.pieces(self.weights)[rank])  # what this rank owns
+        self.piece.grad = self.pieces(self.gradients)[rank]
+
+    def pieces(self, flat):
+        """For each rank its piece, maybe empty, of a tensor like `weights`."""
+        ranks = dist.get_world_size(self.group)
+        if self.owner is None:
+            return flat.tensor_split(ranks)
+        return [flat if rank == self.owner else flat[:0] for rank in range(ranks)]
+
+    def reduce(self):
+        """Start to sum the gradients, each piece on its owner."""
+        for owner, piece in enumerate(self.pieces(self.gradients)):
+            if len(piece):
+                yield dist.reduce(piece, group=self.group, group_dst=owner, async_op=True)
+
+    def publish(self, flat):
+        """Start to send each piece from its owner to all."""
+        for owner, piece in enumerate(self.pieces(flat)):
+            if len(piece):
+                yield dist.broadcast(piece, group=self.group, group_src=owner, async_op=True)
+
+
+def make_buckets(parameters, owners, group, bucket_bytes):
+    """Buckets of at most bucket_bytes (a larger parameter gets its own), in about the order in
+    which backward fills them: it begins with the last layers."""
+    full, filling = [], {}
+    for p in reversed(parameters):
+        kind = owners.get(p), p.dim() > 1, p.dtype, p.device
+        members = filling.setdefault(kind, [])
+        if members and sum(q.nbytes for q in members) + p.nbytes > bucket_bytes:
+            full.append(members)
+            members = filling[kind] = []
+        members.append(p)
+    full += filling.values()
+    return [Bucket(members, owners.get(members[0]), group) for members in full]
+
+
+# --- data parallelism: reductions hide behind backward, broadcasts behind the owners' iterations
+
+
+class Muon:
+    """Trains `model` over `group`: Muon for `matrices`, AdamW for its other parameters.
+
+        matrices = [p for p in model.blocks.parameters() if p.dim() > 1]
+        muon = Muon(model, group, matrices, lr=1e-3, microbatches=2)
+        for micro_batches, tokens in batches:          # this rank's rows; all ranks' tokens
+            muon.zero_grad()                           # the model's would replace p.grad
+            for x, y in micro_batches:                 # here 2
+                loss = cross_entropy(model(x), y, reduction="sum") / tokens
+                loss.backward()
+            muon.clip(muon.grad_norm(), 1.0)           # p.grad is complete on its owner only
+            muon.step()
+
+    Before: all ranks have equal weights, on their device, tied and frozen in their final form.
+    microbatches: the backward passes of a step. Matrices have weight decay, the embedding too. All
+    settings of the optimizers are in the param_groups of muon.muon and muon.adamw. A parameter
+    without a gradient gets zeros, and moves on."""
+
+    def __init__(
+        self, model, group, matrices, lr=1e-3, weight_decay=0.1, microbatches=1, bucket_bytes=25e6
+    ):
+        self.model, self.group, self.microbatches = model, group, microbatches
+        matrices = [p for p in matrices if p.requires_grad]
+        check_parameters(model, matrices)
+        owners = deal(matrices, dist.get_world_size(group))
+        trained = [p for p in model.parameters() if p.requires_grad]
+        self.buckets = make_buckets(trained, owners, group, bucket_bytes)
+        for bucket in self.buckets:
+            for p in bucket.parameters:
+                p.register_post_accumulate_grad_hook(functools.partial(self._arrived, bucket))
+        self.muon = PlainMuon(matrices, lr, weight_decay)
+        cut = [bucket for bucket in self.buckets if bucket.owner is None]
+        vectors = [bucket.piece for bucket in cut if bucket.parameters[0].dim() <= 1]
+        decayed = [bucket.piece for bucket in cut if bucket.parameters[0].dim() > 1]
+        groups = [{"params": decayed}, {"params": vectors, "weight_decay": 0.0}]
+        self.adamw = torch.optim.AdamW(groups, lr, betas=(0.9, 0.95), weight_decay=weight_decay)
+        self.places = places_of(model)
+        self.works = []  # messages on their way
+        self.started, self.unfinished = 0, False
+        self.zero_grad()
+
+    def zero_grad(self, give_up=False):
+        """Start a step. After an exception on any rank all ranks call it with give_up=True."""
+        if give_up:
+            for bucket in self.buckets[self.started :]:
+                bucket.gradients.fill_(torch.nan)  # incomplete: nobody may train on it
+            self.finish()
+        check_new_step(self)
+        self.started = 0  # how many buckets are on their way, or reduced
+        for bucket in self.buckets:
+            bucket.gradients.zero_()
+            bucket.missing = self.microbatches * len(bucket.parameters)
+
+    def _arrived(self, bucket, p):
+        """The hook of each parameter: autograd has added to p.grad."""
+        self.unfinished = True
+        bucket.missing -= 1
+        check_gradient(self, bucket, p)
+        self._reduce_full()
+
+    def _reduce_full(self, rest=False):
+        # In the same order on all ranks: swapped reductions would add up the wrong buckets,
+        # silently. So a bucket that is full early waits for those before it
+        for bucket in self.buckets[self.started :]:
+            if bucket.missing > 0 and not rest:
+                break
+            self.works += bucket.reduce()
+            self.started += 1
+
+    def finish(self):
+        """After the last backward of a step: each gradient is complete, on its owner. The next
+        three call it, too."""
+        self._reduce_full(rest=True)
+        self._wait()
+        self.unfinished = False
+
+    def grad_norm(self):
+        """The norm of the whole gradient: a float64 scalar, the same on all ranks."""
+        self.finish()
+        squares = [bucket.piece.grad.double().square().sum() for bucket in self.buckets]
+        total = torch.stack(squares).sum()
+        dist.all_reduce(total, group=self.group)
+        return total.sqrt()
+
+    def clip(self, norm, limit):
+        """Scale the gradients so that their global norm is at most `limit` (0: leave them)."""
+        self.finish()
+        if limit > 0:
+            scale = (limit / (norm + 1e-6)).clamp(max=1.0)
+            for bucket in self.buckets:
+                bucket.piece.grad.mul_(scale.to(bucket.weights.dtype))
+
+    def step(self):
+        """Step on what this rank owns, and send the new weights to all."""
+        self.finish()
+        self.adamw.step()
+        for bucket in self.buckets:
+            if bucket.owner == dist.get_rank(self.group):
+                self.muon.step(only={*bucket.parameters})
+            self.works += bucket.publish(bucket.weights)  # travels while the next ones iterate
+        self._wait()
+
+    def gather_gradients(self):
+        """Bring the complete gradients to every rank's p.grad, for checks. All ranks call it."""
+        self.finish()
+        for bucket in self.buckets:
+            self.works += bucket.publish(bucket.gradients)
+        self._wait()
+
+    def _wait(self):
+        for work in self.works:
+            work.wait()
+        self.works = []
+
+
+# --- mistakes that would be silent: refused
+
+
+def check_parameters(model, matrices):
+    if any(hasattr(p, "placement") for p in model.parameters()):
+        raise ValueError("another kind of parallelism cut the model: Muon needs whole matrices")
+    for p in matrices:
+        if p.dim() not in (2, 3):
+            shape = tuple(p.shape)
+            raise ValueError(f"{shape} is no matrix, nor a stack of them: leave it to AdamW")
+
+
+def places_of(model):
+    return {p: p.data_ptr() for p in model.parameters() if p.requires_grad}
+
+
+def check_new_step(muon):
+    if muon.unfinished:
+        raise RuntimeError("there was no step(): call it, or zero_grad(give_up=True)")
+    if places_of(muon.model) != muon.places:
+        raise RuntimeError(
+            "a parameter was replaced, moved, cast, frozen or unfrozen: do that before Muon(...)"
+        )
+
+
+def check_gradient(muon, bucket, p):
+    if bucket.missing < 0:
+        raise RuntimeError(f"no zero_grad(), or more passes than microbatches={muon.microbatches}")
+    if p.grad.untyped_storage()._cdata != bucket.gradients.untyped_storage()._cdata:
+        raise RuntimeError("p.grad was replaced: call Muon's zero_grad(), not the model's")
+
+
+# --- demo ---
+
+import harness
+import proof
+import receipts.muon
+
+
+def main():
+    parser = harness.parser(__doc__)
+    why = "of embedding, head and vectors"
+    parser.add_argument("--optimizer", choices=["adamw"], default="adamw", help=why)
+    args = parser.parse_args()
+    harness.configure(args)
+    proof.launch(demo, args, check=functools.partial(harness.check_batch, args))
+
+
+def demo(run):
+    args, group = run.args, dist.group.WORLD
+    run.groups(dp=group)
+    model = run.fill(run.meta_model())  # the same seed everywhere: the replicas start equal
+    matrices = [p for p in model.blocks.parameters() if p.dim() > 1]
+    rates = args.lr, args.weight_decay
+    muon = Muon(model, group, matrices, *rates, args.microbatches, bucket_bytes=0.5e6)
+    run.make_optimizer = receipts.muon.one_process(model, matrices, PlainMuon)
+    optimizers = receipts.muon.Optimizers(muon.muon, muon.adamw)
+
+    def named():
+        muon.gather_gradients()
+        return model.named()
+
+    for step in run.steps(optimizers):
+        muon.zero_grad()
+        loss = run.zero()
+        for tokens, targets, samples in run.microbatches(step, run.rank, run.world):
+            # count: the tokens of the global batch
+            part = model(tokens, targets=targets, count=run.count, samples=samples)
+            part.backward()
+            loss += part.detach()
+        dist.all_reduce(loss)
+        norm = muon.grad_norm()
+        run.check(loss, norm, named)
+        muon.clip(norm, args.grad_clip)
+        muon.step()
+        run.log(loss, norm)
+    return run.receipt(*receipts.muon.of_demo(run, muon))
+
+
+if __name__ == "__main__":
+    harness.script(main)

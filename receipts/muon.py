@@ -1,0 +1,74 @@
+"""What a Muon rank sends and holds: 2 r P e, and about 1/N of the states; and the same optimizer on
+one process."""
+
+import torch
+
+from receipts.formulas import SCALAR, Group, held, sizes_of, summed
+
+
+def expected(sizes, group, matrices, others):
+    """(sent, held) of a rank that owns so many elements of matrices, and of others."""
+    size = (1 - 1 / group.ranks) * sizes.parameters()
+    sent = {
+        ("reduce", group.name): (size * sizes.reduced, "r P e of gradients, to their owners"),
+        ("broadcast", group.name): (size * sizes.e, "r P e of weights, from their owners"),
+    }
+    sent |= summed(group, 2 * SCALAR, "the loss and the norm, 8 bytes each")
+    states = (matrices + 2 * others) * sizes.master
+    text = f"of the {matrices + others:,} that it owns: e in a matrix, else 2 e"
+    return sent, held(sizes) | {"optimizer": (states, text)}
+
+
+def of_demo(run, muon):
+    """(layout, sent, held) of the demo's receipt."""
+    sizes = sizes_of(run.args, run.config, run.world)
+    matrices = others = 0
+    for bucket in muon.buckets:
+        owned = bucket.piece.numel()
+        if bucket.owner is None:
+            others += owned
+        else:
+            matrices += owned
+    table = expected(sizes, Group("dp", run.world), matrices, others)
+    return {"dp": run.world, "optimizer": "muon"}, *table
+
+
+# --- the same optimizer on one process
+
+
+class Optimizers:
+    """Several optimizers as one."""
+
+    def __init__(self, *optimizers):
+        self.optimizers = optimizers
+        self.param_groups = [group for each in optimizers for group in each.param_groups]
+
+    @property
+    def state(self):
+        return {p: state for each in self.optimizers for p, state in each.state.items()}
+
+    def zero_grad(self):
+        for each in self.optimizers:
+            each.zero_grad()
+
+    def step(self):
+        for each in self.optimizers:
+            each.step()
+
+
+def one_process(model, matrices, muon):
+    """A function of the parameters of another such model, and the flags, that makes its optimizer:
+    `muon` for the same matrices, AdamW for the rest."""
+    chosen = [p in set(matrices) for p in model.parameters()]
+
+    def make(parameters, args):
+        pairs = list(zip(parameters, chosen, strict=True))
+        rates = {"lr": args.lr, "weight_decay": args.weight_decay}
+        decayed = {"params": [p for p, is_muons in pairs if p.dim() > 1 and not is_muons]}
+        vectors = {"params": [p for p in parameters if p.dim() <= 1], "weight_decay": 0.0}
+        return Optimizers(
+            muon([p for p, is_muons in pairs if is_muons], **rates),
+            torch.optim.AdamW([decayed, vectors], betas=(0.9, 0.95), **rates),
+        )
+
+    return make
