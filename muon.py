@@ -294,7 +294,7 @@ def places_of(model):
 
 def check_new_step(muon):
     if muon.unfinished:
-        raise RuntimeError("there was no step(): call it, or zero_grad(give_up=True)")
+        raise RuntimeError("there was no finish(): call it, or zero_grad(give_up=True)")
     if places_of(muon.model) != muon.places:
         raise RuntimeError(
             "a parameter was replaced, moved, cast, frozen or unfrozen: do that before Muon(...)"

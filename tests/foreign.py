@@ -3,11 +3,13 @@ All are of plain torch modules, in float64, and map tokens (B, T) to logits (B, 
 
 import contextlib
 import functools
+from unittest import mock
 
 import torch
 import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
+import torch.optim._muon as torchs_muon
 
 VOCAB, WIDTH, ROWS, STEPS = 29, 24, 8, 3
 LENGTH = 5  # tokens: 3 + 2 on two ranks, 2 + 2 + 1 + 0 on four
@@ -205,14 +207,53 @@ def scheduled(parameters):
     return optimizer
 
 
+def by_singular_values(matrix, *_):
+    """Muon's iteration, without iterating on matrices: the polynomial of each singular value."""
+    u, s, v = torch.linalg.svd(matrix, full_matrices=False)
+    s = s / s.norm(dim=-1, keepdim=True).clamp(min=1e-7)
+    for _ in range(5):
+        s = 3.4445 * s - 4.7750 * s**3 + 2.0315 * s**5
+    return u * s.unsqueeze(-2) @ v
+
+
+def is_muons(p):
+    """Whether Muon steps on it: the layers' matrices."""
+    return p.requires_grad and p.dim() > 1 and VOCAB not in p.shape and min(p.shape) > LENGTH
+
+
+class MuonAndAdamW:
+    """torch's own, in the dtype of the matrices. Its iteration is in bfloat16."""
+
+    def __init__(self, parameters, lr=1e-2, eps=1e-5):
+        parameters = list(parameters)
+        rest = [p for p in parameters if not is_muons(p)]
+        decayed, others = [p for p in rest if p.dim() > 1], [p for p in rest if p.dim() <= 1]
+        rates = dict(lr=lr, weight_decay=0.1)
+        matrices = [p for p in parameters if is_muons(p)]
+        groups = [{"params": decayed}, {"params": others, "weight_decay": 0.0}]
+        self.muon = torch.optim.Muon(matrices, adjust_lr_fn="match_rms_adamw", **rates)
+        self.adamw = torch.optim.AdamW(groups, betas=(0.9, 0.95), eps=eps, **rates)
+
+    def zero_grad(self, **options):
+        self.muon.zero_grad(**options)
+        self.adamw.zero_grad(**options)
+
+    def step(self):
+        with mock.patch.object(torchs_muon, "_zeropower_via_newtonschulz", by_singular_values):
+            self.muon.step()
+        self.adamw.step()
+
+
 OPTIMIZERS = {
     "sgd": functools.partial(torch.optim.SGD, lr=0.1, momentum=0.9),
     # A larger eps: the gradient of k's bias is 0 but for rounding, which Adam would blow up
     "adamw": functools.partial(torch.optim.AdamW, lr=1e-2, eps=1e-5, weight_decay=0.1),
     "rmsprop": functools.partial(torch.optim.RMSprop, lr=0.01),
     "scheduled": scheduled,
+    "muon": MuonAndAdamW,
     "AdamW": torch.optim.AdamW,  # as usage blocks make them
     "SGD": torch.optim.SGD,
+    "Muon": functools.partial(MuonAndAdamW, lr=1e-3, eps=1e-8),
 }
 
 

@@ -23,6 +23,7 @@ from uses import (
     DataParallel,
     ExpertParallel,
     LlamaParallel,
+    Muon,
     Pipeline,
     PlainFSDP,
     PlainPipeline,
@@ -96,6 +97,12 @@ test_zero = right(
     (ProbedZeRO, "mlp", "sgd", 2, dict(stage=1)),
     (ProbedZeRO, "mlp", "sgd", 2, dict(stage=3)),
     (ProbedZeRO, "mlp", "sgd", 2, dict(stage=3, reshard=False)),
+)
+
+test_muon = right(
+    (Muon, "mlp", "muon", 4, {}),
+    (Muon, "mlp", "muon", 2, dict(microbatches=1)),
+    (Muon, "torch", "muon", 3, {}),
 )
 
 test_plain_fsdp = right(
@@ -359,6 +366,13 @@ def test_usage_of_zero(zero):
     sharded = run_usage(zero.ZeRO, **loop_names(use, zero))["zero"]
     named = dict(sharded.gather_full(use.model.named_parameters()))
     assert_trained(named, one_process("torch", "AdamW", limit=1.0, zeros=True))
+
+
+@on_top_of("muon", 3)
+def test_usage_of_muon(muon):
+    use = DataParallel(MODELS["torch"](), "SGD")
+    run_usage(muon.Muon, **loop_names(use, muon))["muon"].gather_gradients()
+    assert_trained(use.named(), one_process("torch", "Muon", limit=1.0, zeros=True))
 
 
 @on_top_of("zero fsdp", 3)

@@ -19,6 +19,7 @@ from uses import (
     DDP,
     ExpertParallel,
     Islands,
+    Muon,
     Pipeline,
     SequenceParallel,
     TensorParallel,
@@ -57,6 +58,12 @@ FSDP(model, world, SGD).model[6].weight{.sum() | + 1 | .data | .T | [0] | .copy_
     # of a weight that is not here
 repr(FSDP(model, world, SGD).model[6].weight)  # of a weight that is not here
 reads_another_unit(FSDP(model, world, SGD).model)  # within its unit's forward
+""",
+    "muon": """
+Muon(placed(model), world, [model[1].weight])  # another kind of parallelism cut the model
+Muon(model, world, {[model[1].bias] | [nn.Parameter(torch.ones(4, 3, 2, 2))]})
+    # is no matrix, nor a stack of them
+Muon(model, world, iter([]))  # empty parameter list
 """,
     "tensor_parallel": """
 parallelize(three_heads, world)  # 6 heads and 3 kv-heads do not divide over 2 ... use 1 or 3
@@ -285,6 +292,7 @@ CALLS = {
 
 WAYS = [(DDP, "mlp", dict(way=way)) for way in DDP.ways]
 STAGES = [(ZeRO, "mlp", dict(stage=stage)) for stage in range(4)]
+MUON = [(Muon, "mlp", {})]
 MATRICES = [(TensorParallel, "own", {})]
 ISLANDS = [(Islands, "mlp", {})]
 SEQUENCES = [(SequenceParallel, "own", dict(keep=keep)) for keep in (True, False)]
@@ -321,6 +329,14 @@ ORDERS = [
     (STAGES, "run finish step | move zero_grad", MOVED),
     (STAGES, "run finish step | replace zero_grad", MOVED),
     (STAGES, "run finish step | wrap zero_grad", MOVED),
+    (MUON, "run | zero_grad | finish |", r"no finish\(\)"),
+    (MUON, "run finish | pass | give_up |", "no zero_grad.., or more passes than microbatches=2"),
+    (MUON, "| drop_gradients run", "p.grad was replaced"),
+    (MUON, "| create_graph", "p.grad was replaced"),
+    (MUON, "run step | cast zero_grad", CHANGED),
+    (MUON, "run step | replace zero_grad", CHANGED),
+    (MUON, "run step | unfreeze zero_grad", CHANGED),
+    (MUON, "run step | wrap zero_grad", CHANGED),
     (MATRICES, "leave_out_f run | norm", DIFFER),
     (MATRICES, "change_inputs run | norm", DIFFER),
     (SEQUENCES, "run | norm | |", DIFFER),
@@ -342,7 +358,7 @@ ORDERS = [
 def test_calls_in_the_wrong_order(copied, uses, calls, words):
     def work(rank):
         for make, model, options in uses:
-            use = make(MODELS[model](), "sgd", **options)
+            use = make(MODELS[model](), optimizer_of(make), **options)
             before, wrong, *after = calls.split("|")
             act(use, before)
             for reduction in getattr(getattr(use, "sync", None), "works", []):
@@ -355,9 +371,13 @@ def test_calls_in_the_wrong_order(copied, uses, calls, words):
             for calls_after in after:
                 act(use, calls_after)
             if len(after) == 2:
-                equals_one_process(use, model, "sgd")
+                equals_one_process(use, model, optimizer_of(make))
 
     copied(uses[0][0].files, 2, work)
+
+
+def optimizer_of(use):
+    return "muon" if use is Muon else "sgd"
 
 
 def act(use, calls):
@@ -383,6 +403,14 @@ def midway(use, step):
         r"finish\(\) after half a backward|exception ended a backward pass: call zero_grad"
     ):
         use.finish()
+
+
+def anywhere(use, step):
+    """A backward raises, elsewhere on each rank. All ranks know of it."""
+    use.zero_grad()
+    act(use, "pass" if step % use.microbatches else "")
+    break_off(use, use.model[5 - 2 * dist.get_rank()])
+    use.zero_grad(give_up=True)
 
 
 def between_passes(use, step):
@@ -426,6 +454,8 @@ STAGES_AND_OPTIONS = [
 
 
 GIVEN_UP = [
+    (3, MUON, anywhere),
+    (2, MUON, between_passes),
     (3, WAYS, midway),
     (2, WAYS[:3], between_passes),
     (3, WAYS[:2], by_one_rank),
@@ -445,8 +475,8 @@ GIVEN_UP = [
 def test_steps_given_up(copied, ranks, uses, give_up):
     def work(rank):
         for make, model, options in uses:
-            use = make(MODELS[model](), "sgd", **options)
-            equals_one_process(use, model, "sgd", 4, give_up)
+            use = make(MODELS[model](), optimizer_of(make), **options)
+            equals_one_process(use, model, optimizer_of(make), 4, give_up)
 
     copied(uses[0][0].files, ranks, work)
 

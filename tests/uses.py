@@ -13,6 +13,7 @@ from foreign import (
     WIDTH,
     OneProcess,
     causal,
+    is_muons,
     mean_loss,
     mlp,
     one_process,
@@ -129,6 +130,29 @@ class ZeRO(DataParallel):
 
     def named(self):
         return dict(self.sharded.gather_full(self.model.named_parameters()))
+
+
+class Muon(DataParallel):
+    files = "muon"
+
+    def set_up(self, microbatches=2):
+        import muon
+
+        self.microbatches = microbatches
+        matrices = [p for p in self.model.parameters() if is_muons(p)]
+        options = dict(lr=1e-2, microbatches=microbatches, bucket_bytes=1000)
+        self.sharded = muon.Muon(self.model, group.WORLD, matrices, **options)
+        for options in self.sharded.adamw.param_groups:
+            options["eps"] = 1e-5  # as foreign.py's
+        self.zero_grad, self.finish = self.sharded.zero_grad, self.sharded.finish
+        self.norm, self.step = self.sharded.grad_norm, self.sharded.step
+
+    def clip(self, norm):
+        self.sharded.clip(norm, self.limit)
+
+    def gradients(self):
+        self.sharded.gather_gradients()
+        return super().gradients()
 
 
 class PlainFSDP(DataParallel):

@@ -1,0 +1,181 @@
+"""muon.py: its iteration against singular values, its step against PyTorch's Muon, its ranks
+against one process, on matrices of odd shapes. test_copied.py trains models with it."""
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+from foreign import by_singular_values
+from reference import case
+from torch.nn.functional import linear
+
+import muon
+import receipts.muon
+
+SHAPES = [(5, 9), (9, 4), (1, 7), (6, 1), (1, 1), (8, 8), (3, 4, 6), (2, 7, 3)]
+
+
+def matrices(seed=0, shapes=SHAPES):
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
+
+
+# --- one process
+
+
+@pytest.mark.parametrize("matrix", matrices(), ids=lambda matrix: str(tuple(matrix.shape)))
+def test_the_iteration_is_a_polynomial_of_singular_values(matrix):
+    result = muon.orthogonalize(matrix)
+    torch.testing.assert_close(result, by_singular_values(matrix), rtol=1e-10, atol=1e-10)
+    assert not muon.orthogonalize(0 * matrix).any()
+
+
+def test_singular_values_end_near_1():
+    matrix = torch.linalg.svd(matrices()[5])[0] * torch.logspace(-2, 0, 8, dtype=torch.float64)
+    values = torch.linalg.svdvals(muon.orthogonalize(matrix))
+    assert 0.6 < values.min() and values.max() < 1.25
+
+
+def trained(make, dtype=torch.float64, steps=4):
+    """Matrices after some steps. make(parameters): their optimizer."""
+    parameters = [nn.Parameter(matrix.to(dtype)) for matrix in matrices(shapes=SHAPES[:6])]
+    optimizer = make(parameters, lr=0.02, weight_decay=0.1)
+    for step in range(1, steps + 1):
+        for p, gradient in zip(parameters, matrices(step)):
+            p.grad = gradient.to(dtype)
+        optimizer.step()
+    return [p.detach() for p in parameters]
+
+
+def pytorchs(parameters, **rates):
+    return torch.optim.Muon(parameters, adjust_lr_fn="match_rms_adamw", **rates)
+
+
+def in_bfloat16(parameters, **rates):
+    return muon.PlainMuon(parameters, dtype=torch.bfloat16, **rates)
+
+
+def test_equals_pytorchs_muon(monkeypatch):
+    """Whose iteration is in bfloat16: to its rounding; with ours in its place exactly."""
+    theirs, ours = trained(pytorchs), trained(muon.PlainMuon)
+    for weights in (ours, trained(in_bfloat16)):
+        torch.testing.assert_close(weights, theirs, rtol=0, atol=5e-3)
+    its_module = torch.optim._muon
+    iteration = "_zeropower_via_newtonschulz"
+    monkeypatch.setattr(its_module, iteration, lambda gradient, *_: muon.orthogonalize(gradient))
+    torch.testing.assert_close(ours, trained(pytorchs), rtol=1e-12, atol=1e-12)
+
+
+# --- owners
+
+
+def test_largest_first_each_to_the_rank_with_the_least():
+    sizes = [(8, 8), (8, 32), (4, 4), (8, 32), (2, 8, 8), (8, 16)]
+    parameters = matrices(shapes=sizes)
+    owners = muon.deal(parameters, 3)
+    assert [owners[p] for p in parameters] == [0, 0, 1, 1, 2, 2]
+    assert muon.flops(parameters[1]) == 5 * (4 * 8 * 8 * 32 + 2 * 8**3)
+    assert muon.flops(parameters[4]) == 2 * muon.flops(parameters[0])
+
+
+class Odd(nn.Module):
+    """A layer of each shape; a large vector, one smaller than the ranks, a frozen matrix, an
+    embedding, and a matrix without a gradient."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ParameterList(nn.Parameter(matrix) for matrix in matrices())
+        self.embedding, self.large = map(nn.Parameter, matrices(1, [(13, 5), (50,)]))
+        self.small, self.unused = map(nn.Parameter, matrices(2, [(1,), (3, 5)]))
+        self.frozen = nn.Parameter(self.unused.detach().clone(), requires_grad=False)
+
+    def forward(self, tokens):
+        """A loss, summed over tokens (n,)."""
+        x, loss = self.embedding[tokens] @ self.frozen.T @ self.frozen, 0
+        for p in self.layers:
+            for matrix in p.view(-1, *p.shape[-2:]):
+                y = linear(x[:, :1].expand(-1, matrix.shape[1]) + x.mean(1, keepdim=True), matrix)
+                loss = loss + (y * self.large[: y.shape[1]]).tanh().square().sum()
+        return loss * self.small.exp()[0]
+
+
+def batch(step):
+    generator = torch.Generator().manual_seed(step)
+    return torch.randint(13, (12,), generator=generator)
+
+
+def train(optimizer, model, microbatches, rows, steps=3):
+    """(norm of each step, gradients of the last step, weights)."""
+    norms = []
+    for step in range(steps):
+        optimizer.zero_grad()
+        for piece in batch(step)[rows].tensor_split(microbatches):
+            model(piece).backward()
+        if isinstance(optimizer, muon.Muon):
+            norm = optimizer.grad_norm()
+            optimizer.clip(norm, 2.0)
+            optimizer.gather_gradients()
+        else:
+            model.unused.grad = torch.zeros_like(model.unused)
+            norm = nn.utils.clip_grad_norm_(model.parameters(), 2.0)
+        norms.append(norm.item())
+        gradients = [p.grad.clone() for p in model.parameters() if p.requires_grad]
+        optimizer.step()
+    assert min(norms) > 2
+    return (
+        torch.tensor(norms, dtype=torch.float64),
+        gradients,
+        [p.detach() for p in model.parameters()],
+    )
+
+
+def one_process(args):
+    model = Odd()
+    chosen = [*model.layers, model.unused, model.frozen]
+    make = receipts.muon.one_process(model, chosen, muon.PlainMuon)
+    return train(make(list(model.parameters()), args), model, 1, slice(None))
+
+
+class Rates:
+    lr, weight_decay = 1e-2, 0.1
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4, 12])
+def test_equals_one_process(ranks, world):
+    """With 12 ranks some own no matrix, and no element of the small vector."""
+    expected = one_process(Rates)
+
+    def work(rank):
+        rows = torch.arange(12).tensor_split(world)[rank]
+        if world == 3:
+            rows = torch.arange(12).split([7, 4, 1])[rank]
+        for microbatches, bucket_bytes in [(1, 0), (2, 300), (3, 25e6)]:
+            with case(microbatches, bucket_bytes):
+                model = Odd()
+                chosen = [*model.layers, model.unused, model.frozen]
+                sharded = muon.Muon(
+                    model, dist.group.WORLD, chosen, Rates.lr, 0.1, microbatches, bucket_bytes
+                )
+                found = train(sharded, model, microbatches, rows)
+                torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
+        shapes = [p.shape for p in sharded.muon.state]
+        moments = [state["exp_avg"].numel() for state in sharded.adamw.state.values()]
+        return shapes, sum(moments)
+
+    owned, moments = zip(*ranks(world, work))
+    # Each rank has states of what it owns, and nobody else has
+    assert sorted(sum(owned, [])) == sorted([*map(torch.Size, SHAPES), torch.Size([3, 5])])
+    assert sum(moments) == 13 * 5 + 50 + 1
+    assert max(moments) - min(moments) <= 3
+
+
+def test_reductions_begin_in_backward(ranks):
+    def work(rank):
+        model = Odd()
+        sharded = muon.Muon(model, dist.group.WORLD, model.layers, bucket_bytes=0)
+        model(batch(0)).backward()
+        begun = sharded.started
+        sharded.finish()
+        return begun
+
+    assert ranks(2, work) == [7, 7]  # then comes the matrix without a gradient
