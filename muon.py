@@ -3,7 +3,6 @@
     gradients of 3 ranks          the owner, alone                            all ranks
     matrix A    g0 + g1 + g2 -->  rank 0: momentum -> Newton-Schulz -> step   --> new A
     matrix B    g0 + g1 + g2 -->  rank 1: momentum -> Newton-Schulz -> step   --> new B
-    matrix C    g0 + g1 + g2 -->  rank 2: momentum -> Newton-Schulz -> step   --> new C
     embedding   g0 + g1 + g2 -->  ranks 0, 1 and 2: AdamW on a third each     --> new embedding
 
 Muon replaces a matrix's momentum U S V^T by about U V^T, so that all directions move alike. That
@@ -13,19 +12,19 @@ Split     The layers' matrices, by the FLOPs of their iteration, largest first. 
           take AdamW, which works on any piece: each rank owns 1/N of each bucket of them.
 Sent      A gradient is reduced to its owner, and new weights are broadcast from there: 2 r P e
           bytes, r = (N-1)/N, for P parameters of e bytes on N ranks. DDP and ZeRO-1 send as much.
-Held      Weights and gradients whole. Of the states 1/N: one number an element of a matrix, where
-          AdamW has two.
+Held      Weights and gradients whole. Of the states 1/N: one number for each element of a matrix,
+          where AdamW has two.
 Computed  20 m m n + 10 m m m FLOPs for a matrix of m x n, m <= n, once a step, on one rank. Beside
           forward and backward of a step's T tokens that is 5 m / T at most.
 Backward  The model's own. It adds to views of buckets. A full bucket is reduced meanwhile.
-Use       For the layers of a language model: AdamW's loss in fewer steps (docs/muon.md).
-Limits    A matrix that another technique has cut is refused. Ranks beyond the number of matrices
-          share no iteration.
+Use       For the layers of a language model: a lower loss than AdamW's after as many tokens.
+Limits    Whole matrices only: none that another technique has cut. Ranks beyond the number of
+          matrices share no iteration.
 
     torchrun --nproc_per_node=4 muon.py                 python muon.py --family llama --nproc 3
 
 Jordan et al. 2024, https://kellerjordan.github.io/posts/muon. Liu et al. 2025, Muon is scalable,
-arXiv:2502.16982 (Moonlight: the update's scale, one owner a matrix).
+arXiv:2502.16982 (Moonlight: the update's scale, distributed Muon).
 """
 
 import functools
@@ -43,16 +42,13 @@ def orthogonalize(matrix, dtype=None):
     Five Newton-Schulz steps. Each maps a singular value s to a s + b s^3 + c s^5. With Jordan's
     factors small values grow fast, and end between 0.7 and 1.2. That is near enough to 1."""
     a, b, c = 3.4445, -4.7750, 2.0315
-    x = matrix.to(dtype or matrix.dtype)
-    tall = x.shape[-2] > x.shape[-1]
-    if tall:
-        x = x.mT  # (..., m, n) with m <= n: products of the shorter side are cheaper
+    if matrix.shape[-2] > matrix.shape[-1]:
+        return orthogonalize(matrix.mT, dtype).mT  # products of the shorter side are cheaper
+    x = matrix.to(dtype or matrix.dtype)  # (..., m, n) with m <= n
     x = x / torch.linalg.matrix_norm(x, keepdim=True).clamp(min=1e-7)  # now no s is above 1
     for _ in range(5):
         gram = x @ x.mT  # (..., m, m)
         x = a * x + (b * gram + c * gram @ gram) @ x
-    if tall:
-        x = x.mT
     return x.to(matrix.dtype)
 
 
@@ -240,14 +236,14 @@ class Muon:
     def grad_norm(self):
         """The norm of the whole gradient: a float64 scalar, the same on all ranks."""
         self.finish()
-        squares = [bucket.piece.grad.double().square().sum() for bucket in self.buckets]
-        total = torch.stack(squares).sum()
+        gradients = [bucket.piece.grad for bucket in self.buckets]
+        norms = [torch.linalg.vector_norm(g, dtype=torch.float64) for g in gradients]
+        total = torch.stack(norms).square().sum()
         dist.all_reduce(total, group=self.group)
         return total.sqrt()
 
     def clip(self, norm, limit):
         """Scale the gradients so that their global norm is at most `limit` (0: leave them)."""
-        self.finish()
         if limit > 0:
             scale = (limit / (norm + 1e-6)).clamp(max=1.0)
             for bucket in self.buckets:

@@ -10,7 +10,7 @@ import pytest
 ROOT = pathlib.Path(__file__).parent.parent
 TECHNIQUES = ["collectives", "ddp", "parameter_server", "zero", "fsdp"]
 TECHNIQUES += ["tensor_parallel", "sequence_parallel", "pipeline", "zero_bubble"]
-TECHNIQUES += ["context_parallel", "expert_parallel", "diloco"]
+TECHNIQUES += ["context_parallel", "expert_parallel", "muon", "diloco"]
 # Lessons whose tops build on the one before
 BUILDS_ON = {"fsdp": "zero", "sequence_parallel": "tensor_parallel", "zero_bubble": "pipeline"}
 OTHERS = [
