@@ -66,6 +66,8 @@ def real(least, most=math.inf):
 
 
 def number(convert, kind, least, most):
+    """An argument type: what `convert` reads, within limits. kind: its name in a refusal."""
+
     def parse(text):
         try:
             value = convert(text)

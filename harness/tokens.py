@@ -19,7 +19,6 @@ besides
 
 import functools
 import hashlib
-import itertools
 import json
 import pathlib
 import re
@@ -111,24 +110,27 @@ class FolderEncoding:
         self.n_vocab = max(ids.values()) + 1
         ends = eos_ids(self.folder, ids)
         self.stops, self.end = set(ends), ends[0] if ends else None
+        # What the file puts before a text, such as <s>
         first = self.plain("a")[0]
         marked = self.tokenizer.encode("a").ids
         self.head = marked[: marked.index(first)]
         self.start = self.head[0] if self.head else self.end
 
     def plain(self, text):
-        """The tokens of a text alone. The method for batches takes less memory than `encode`."""
-        [encoding] = self.tokenizer.encode_batch_fast([text], add_special_tokens=False)
-        return encoding.ids
+        """The tokens of a text without marks."""
+        return self.tokenizer.encode(text, add_special_tokens=False).ids
 
     def encode_ordinary(self, text):
         """The tokens of a prompt, which go on: with those that begin a text, without an end."""
         return self.head + self.plain(text) if text else []
 
     def document(self, text):
+        pieces = [np.array(self.head, np.uint32)]
+        for piece in cut(text):  # in a quarter of the time of `encode`
+            [encoding] = self.tokenizer.encode_batch_fast([piece], add_special_tokens=False)
+            pieces.append(np.array(encoding.ids, np.uint32))
         tail = [] if self.end is None else [self.end]
-        pieces = itertools.chain([self.head], map(self.plain, cut(text)), [tail])
-        return np.concatenate([np.array(piece, np.uint32) for piece in pieces])
+        return np.concatenate([*pieces, np.array(tail, np.uint32)])
 
     def decode(self, tokens):
         return self.tokenizer.decode(tokens, skip_special_tokens=True)
