@@ -6,7 +6,6 @@ from harness.flags import (
     MEGABYTES,
     NATURAL,
     POSITIVE,
-    SIZE,
     SPEED,
     TIME,
     Parser,
