@@ -18,20 +18,19 @@ PRODUCTS = (aten.mm, aten.addmm, aten.bmm, aten._grouped_mm)
 
 
 def recompute(model, kind):
-    """Hold less of each block from forward to backward, for more work. No gradient changes.
+    """Hold less of each block from forward to backward, for more work (docs/memory.md). No gradient
+    changes.
 
         none       keep all that backward needs: 16 tensors (B, T, C) of a GPT-2 block
         selective  keep 10: norms and activation functions run again (Korthikanti et al. 2022,
-                   section 5, arXiv:2205.05198, do so with scores; a flash kernel keeps none)
+                   arXiv:2205.05198, section 5)
         half       keep 9: the block's input, attention's result and every second product's; all
                    else runs again (TorchTitan's `_apply_ac_to_transformer_block`, "op")
         block      keep 1, the input: the whole block runs again (Chen et al. 2016, 1604.06174)
 
     Selective wraps norm + qkv, norm + up, activation + down. Backward needs only the input of the
-    product, so the second run stops before it. An `enter` that gathers does so again.
-    A norm before two products (SwiGLU, a mixture) is kept, or the first would run twice.
-    With block, all but the last product runs twice, and whatever the techniques send before it.
-    Half sends as much: a collective in place leaves no result that could be kept."""
+    product, so the second run stops before it. A norm before two products (SwiGLU, a mixture) is
+    kept, or the first would run twice."""
     runs = {"half": run_half_again, "block": run_checkpointed}
     model.run_block = runs.get(kind, gpt.run_block)
     for module in model.blocks.modules():

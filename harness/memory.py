@@ -61,10 +61,10 @@ def check(args, world):
     names = (getattr(args, name, None) for name in ("dtype", "param_dtype", "reduce_dtype"))
     element = min(DTYPES[name].itemsize for name in names if name)
     parameters = parameters_held(config, 1, config.layers)
-    size, what = parameters * element, f"weights of {parameters:,} parameters"
-    if not getattr(args, "only_sample", False):
-        size = 2 * size + args.batch * (config.context + 1) * TOKEN
-        sequences = f"{args.batch:,} sequences of {config.context:,} tokens"
-        what = f"gradients and {what} and a batch of {sequences}"
     advice = "make --layers, --width, --hidden, --vocab, --experts, --context or --batch smaller"
-    check_fits(f"{what} take", size, advice)
+    if getattr(args, "only_sample", False):
+        check_fits(f"{parameters:,} parameters take", parameters * element, advice)
+        return
+    batch = f"a batch of {args.batch:,} sequences of {config.context:,} tokens"
+    size = 2 * parameters * element + args.batch * (config.context + 1) * TOKEN
+    check_fits(f"{parameters:,} parameters, their gradients and {batch} take", size, advice)

@@ -23,12 +23,8 @@ def add_flags(group, bucket_mb, ranks_flag, dtypes=UNSCALED):
     group.add_argument("--keep-gathered", action="store_true", help=why)
     why = "master weights and optimizer states in the host's memory"
     group.add_argument("--offload", action="store_true", help=why)
-    scaled = ", and float16 scales the loss" if "float16" in dtypes else ""
-    why = (
-        "type of weights, gradients and activations; the optimizer's copy of the weights stays in "
-        f"--dtype{scaled} (default: --dtype)"
-    )
-    group.add_argument("--param-dtype", choices=dtypes, help=why)
+    why = "type of weights, gradients and activations; the optimizer's weights stay in --dtype"
+    group.add_argument("--param-dtype", choices=dtypes, help=f"{why} (default: --dtype)")
     why = "type in which gradients are summed over ranks and micro-batches (default: --param-dtype)"
     group.add_argument("--reduce-dtype", choices=dtypes, help=why)
     why = "on GPUs, compute products of float32 matrices in TF32: faster, rounded to 11 bits"
