@@ -138,10 +138,12 @@ def tile_gradients(grad, q, k, v, out, lse, causal):
     probabilities, and the other tiles are not needed."""
     grad, q, k, v, out = (t.to(lse.dtype) for t in (grad, q, k, v, out))
     p = (masked_scores(q, k, causal) - lse.unsqueeze(-1)).exp()  # (B, H, Tq, Tk)
+    dv = p.transpose(-1, -2) @ grad
     dp = grad @ v.transpose(-1, -2)
     # Softmax's backward subtracts the sum of p dp over all keys: grad . out, since out = sum p v
     ds = p * (dp - (grad * out).sum(-1, keepdim=True)) / math.sqrt(q.shape[-1])
-    return ds @ k, ds.transpose(-1, -2) @ q, p.transpose(-1, -2) @ grad
+    dq, dk = ds @ k, ds.transpose(-1, -2) @ q
+    return dq, dk, dv
 
 
 # --- the zigzag: who holds which tokens

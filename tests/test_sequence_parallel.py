@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 import torch
 import torch.distributed as dist
-from reference import CONFIGS, assert_ranks, batch, cuts_of, equals_one_process, train_rank
+from reference import CONFIGS, batch, equals_one_process, train_rank
 
 import harness
 import model as gpt
@@ -16,7 +16,6 @@ from proof.ledger import Ledger, saved_bytes
 from receipts import sequence_parallel as by_paper
 from receipts import tensor_parallel
 from receipts.formulas import Group, Sizes, block_bytes, parameters_of
-from trainer import sampling
 
 
 def build(config, group, keep=True, parallelize=sp.parallelize):
@@ -171,71 +170,6 @@ def test_gathered_inputs_are_freed(ranks):
 
     assert ranks(4, work, False) == [0] * 4
     assert min(ranks(4, work, True)) > 0
-
-
-def test_pipeline_stages(ranks):
-    """Two pieces of a model, the second without an embedding: its positions are passed, its input
-    is this rank's tokens."""
-    config = dataclasses.replace(CONFIGS["dropout"], tied=False, context=12)
-    tokens, targets, samples, count = batch(0, context=12)
-
-    def work(rank, keep):
-        stages = []
-        for layers in ("0", "12"):
-            with torch.device("meta"):
-                model = gpt.GPT(config)
-            for name in set(model.blocks) - set(layers):
-                del model.blocks[name]
-            if layers == "0":
-                model.head = None
-            else:
-                model.embed = None
-            stages.append(
-                initialize.fill(
-                    sp.parallelize(model, dist.group.WORLD, keep),
-                    7,
-                    dtype=torch.float64,
-                    take=harness.take,
-                )
-            )
-        x = stages[0](tokens, sample_ids=samples)
-        assert x.shape == (12, 6, 32)
-        loss = stages[1](
-            x, torch.arange(12), targets=targets, target_count=count, sample_ids=samples
-        )
-        loss.backward()
-        sp.reduce_partial([p for stage in stages for p in stage.parameters()])
-        named = [row for stage in stages for row in stage.named()]
-        gradients = {n: p.grad for n, p in named}
-        return ([loss.item()], gradients, {}), {n: cuts_of(p) for n, p in named}
-
-    whole = initialize.build(config, 7, dtype=torch.float64)
-    loss = whole(tokens, targets=targets, target_count=count, sample_ids=samples)
-    loss.backward()
-    reference = [loss.item()], {n: p.grad for n, p in whole.named()}, {}
-    for keep in (True, False):
-        results = ranks(2, work, keep)
-        assert results[0][1].keys() == reference[1].keys()
-        assert_ranks(results, reference)
-
-
-def test_a_group_that_is_not_the_world_and_full_logits(ranks):
-    """Two models on two groups of two ranks, on sequences of other lengths, in one process each;
-    then all logits."""
-
-    def work(rank, keep):
-        groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-        model = build(CONFIGS["grouped"], groups[rank // 2], keep)
-        tokens = batch(0)[0][:, : 6 + rank // 2 * 2]
-        with torch.no_grad():
-            return sampling.gather_logits(model(tokens), 61, groups[rank // 2])
-
-    whole = initialize.build(CONFIGS["grouped"], 7, dtype=torch.float64)
-    for keep in (True, False):
-        for rank, logits in enumerate(ranks(4, work, keep)):
-            torch.testing.assert_close(
-                logits, whole(batch(0)[0][:, : 6 + rank // 2 * 2]), rtol=1e-12, atol=1e-12
-            )
 
 
 def test_cuts_real_weights_too_and_names_stay(ranks):

@@ -2,7 +2,6 @@
 
 import dataclasses
 
-import pytest
 import torch
 import torch.distributed as dist
 from reference import CONFIGS, batch, equals_one_process, make_optimizer, piece, train_rank
@@ -184,14 +183,6 @@ def test_cross_entropy_of_large_and_16_bit_logits(ranks):
                 rtol=tolerance,
                 atol=tolerance,
             )
-
-
-def test_heads_that_do_not_divide(ranks):
-    def work(rank):
-        with pytest.raises(ValueError, match="2 kv-heads do not divide"):
-            build(CONFIGS["grouped"], dist.group.WORLD)
-
-    ranks(4, work)
 
 
 def test_equals_dtensor(ranks):
