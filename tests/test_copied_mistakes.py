@@ -119,8 +119,6 @@ SplitSchedule([[pipeline.Action(kind, 0, 0) for kind in {"FI" | "FBW"}]])  # mic
 play_alone(pipeline, make_schedule("zb-v", 1, 2), saliency)  # backward pass of its own
 """,
     "harness/stages": """
-split(lambda: model, [range(1)], [0])  # GPT alone ... cut your model yourself
-Stages({0: model})  # GPT alone ... cut your model yourself
 split(StandIn, [range(1)], [0])  # not those of 0 blocks
 """,
     "expert_parallel": """
