@@ -59,6 +59,7 @@ TSM on Summit is no GPT: benchmarks.scaling has it.
 import csv
 import functools
 import pathlib
+import statistics
 import time
 from typing import NamedTuple
 from unittest import mock
@@ -88,23 +89,12 @@ class Run(NamedTuple):
     shared: int
     flags: str
 
+    def error(self, estimate):
+        return estimate / self.published - 1
 
-class Row(NamedTuple):
-    """What was measured, in a unit, and what is estimated. The units of a time: see TIMES."""
-
-    run: str
-    unit: str
-    published: float
-    estimate: float
-
-    @property
-    def error(self):
-        return self.estimate / self.published - 1
-
-    @property
-    def longer(self):
+    def longer(self, estimate):
         """The measured time over the estimated one."""
-        ratio = self.published / self.estimate
+        ratio = self.published / estimate
         return ratio if self.unit == "seconds a step" else 1 / ratio
 
 
@@ -165,22 +155,22 @@ def megatron_flops(batch, config):
 
 
 def summary(rows):
-    """Sentences on the errors of times and of memory."""
-    times = sorted(abs(row.error) for row in rows if row.unit in TIMES)
+    """Print sentences on the errors of times and of memory. rows: (run, estimate) pairs."""
+    times = [(run, run.error(found), run.longer(found)) for run, found in rows if run.unit in TIMES]
     if times:
-        median = (times[(len(times) - 1) // 2] + times[len(times) // 2]) / 2
-        within = sum(error <= 0.2 for error in times)
-        yield f"times: median error {median:.0%}, {within} of {len(times)} rows within 20%"
-        ratios = sorted(row.longer for row in rows if row.unit in TIMES)
+        errors = [abs(error) for _, error, _ in times]
+        within = sum(error <= 0.2 for error in errors)
+        median = f"{statistics.median(errors):.0%}"
+        print(f"times: median error {median}, {within} of {len(times)} rows within 20%")
+        ratios = sorted(longer for *_, longer in times)
         ends = round(len(ratios) / 20)  # of twenty runs, one at either end
         low, high = ratios[ends], ratios[-1 - ends]
-        yield f"nine in ten took between {low:.2f} and {high:.2f} times the estimate"
-        outside = [row for row in rows if row.unit in TIMES and abs(row.error) > 0.2]
-        names = "; ".join(f"{row.run} {row.error:+.0%}" for row in outside)
-        yield f"outside: {names or 'none'}"
-    memory = [abs(row.error) for row in rows if row.unit == "GiB"]
+        print(f"nine in ten took between {low:.2f} and {high:.2f} times the estimate")
+        outside = [f"{run.run} {error:+.0%}" for run, error, _ in times if abs(error) > 0.2]
+        print(f"outside: {'; '.join(outside) or 'none'}")
+    memory = [abs(run.error(found)) for run, found in rows if run.unit == "GiB"]
     if memory:
-        yield f"memory: at most {max(memory):.0%} off"
+        print(f"memory: at most {max(memory):.0%} off")
 
 
 def main():
@@ -193,13 +183,12 @@ def main():
     start, rows = time.perf_counter(), []
     for run in runs:
         if only in (None, run.table):
-            row = Row(run.run, run.unit, run.published, estimate(run))
-            rows.append(row)
-            figures = f"{row.published:,} | {row.estimate:,.4g} | {row.error:+.0%}"
-            print(f"| {row.run} | {row.unit} | {figures} |", flush=True)
+            found = estimate(run)
+            rows.append((run, found))
+            figures = f"{run.published:,} | {found:,.4g} | {run.error(found):+.0%}"
+            print(f"| {run.run} | {run.unit} | {figures} |", flush=True)
     print()
-    for sentence in summary(rows):
-        print(sentence)
+    summary(rows)
     print(f"{time.perf_counter() - start:.0f} s")
 
 

@@ -4,7 +4,6 @@ import copy
 
 import harness
 import zero_bubble
-from harness import Refused
 from simulator import planner, report, timeline
 from simulator.devices import cluster_of
 from simulator.dryrun import check_counts, check_playable, play_all
@@ -19,8 +18,9 @@ def add_flags(parser):
     g.add_argument("--plan", action="store_true", help=f"{why} to the best")
     why = "devices for --plan (default: those of the layout)"
     g.add_argument("--gpus", **harness.POSITIVE, help=why)
-    why = "which: numbers, or first, middle, last, all of the stages (default: all, of more than 4 "
-    g.add_argument("--ranks", metavar="LIST", help=f"{why}first,middle,last)")
+    stages = ["first", "middle", "last", "all"]
+    why = "the first rank of which stages (default: all, of more than 4 first middle last)"
+    g.add_argument("--ranks", nargs="+", choices=stages, metavar="STAGE", help=why)
     why = "h100, h200, a100, b200, or NAME=80GB,989TFLOP/s,3.35TB/s: memory, dense bf16 rate, "
     g.add_argument("--gpu", metavar="NAME", help=f"{why}memory bandwidth (default: h100)")
     g.add_argument("--nodes-of", **harness.POSITIVE, help="devices in a node (default: 8)")
@@ -55,7 +55,7 @@ def main(args, prepare, train):
     check_playable(args, config)
     if args.plot:
         return report.plot(args, config, cluster, train)
-    played = play_all(args, ranks_of(args), cluster, train)
+    [played] = play_all([(args, ranks_of(args))], cluster, train)
     step = estimate(args, config, cluster, played)
     report.report(args, config, cluster, played, step)
     if args.timeline:
@@ -65,16 +65,9 @@ def main(args, prepare, train):
 
 
 def ranks_of(args):
-    """The ranks of --ranks: numbers, or first, middle, last, all, the first rank of such stages."""
-    each = args.dp * args.cp * args.tp
-    some = args.ranks or ("all" if args.pp <= 4 else "first,middle,last")
-    named = {"first": [0], "middle": [args.pp // 2 * each], "last": [(args.pp - 1) * each]}
-    named["all"] = [rank * each for rank in range(args.pp)]
-    try:
-        ranks = [rank for word in some.split(",") for rank in named.get(word) or [int(word)]]
-    except ValueError:
-        ranks = [-1]
-    if not all(0 <= rank < args.pp * each for rank in ranks):
-        what = f"numbers below {args.pp * each}, with commas between"
-        raise Refused(f"--ranks {some}: give first, middle, last, all, or {what}")
-    return sorted(set(ranks))
+    """The first ranks of the stages that --ranks names."""
+    stages = range(args.pp)
+    named = {"first": [0], "middle": [args.pp // 2], "last": [args.pp - 1], "all": stages}
+    words = args.ranks or (["all"] if args.pp <= 4 else ["first", "middle", "last"])
+    found = {stage for word in words for stage in named[word]}
+    return [stage * args.dp * args.cp * args.tp for stage in sorted(found)]

@@ -225,7 +225,8 @@ def even(dispatch, sizes, assignments):
 
 
 def play(args, rank, cluster, train, brief=False, routing=even):
-    """Play one step of a rank of the layout in `args`. Returns what it did as a Played.
+    """Play one step of a rank of the layout in `args`. Returns what it did as a Played. Needs a
+    process that has no process group.
 
     train(run, schedule, watch, warm_up_first): train.py's own. brief: of the micro-batches only the
     first and the last, for their times. routing(dispatch, sizes, assignments): see `even`."""
@@ -245,11 +246,15 @@ def play(args, rank, cluster, train, brief=False, routing=even):
             rows.append([a._replace(microbatch=keep[a.microbatch]) for a in kept])
         schedule = type(schedule)(rows)
         args.batch, args.microbatches = 2 * args.batch // args.microbatches, 2
-
-    def work(run):
+    world = args.dp * args.cp * args.tp * args.pp
+    with contextlib.ExitStack() as modes:
+        for place, name, stand_in in stand_ins(args, routing):
+            modes.enter_context(mock.patch.object(place, name, stand_in))
+        modes.enter_context(mock.patch.dict(dist.Backend.backend_capability, fake=["cpu", "meta"]))
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
+        modes.callback(dist.destroy_process_group)
+        run = DryRun(args, rank, world, cluster, modes)
         train(run, schedule, run.watch, warm_up_first=False)
-
-    run = play_rank(args, rank, args.dp * args.cp * args.tp * args.pp, cluster, work, routing)
     meter, actions = run.ledger, run.actions
     held = run.held | {"gathered": meter.gathered_peak}
     if args.offload:  # at the optimizer's step, only the host's memory fills
@@ -269,10 +274,9 @@ def play(args, rank, cluster, train, brief=False, routing=even):
     )
 
 
-def play_rank(args, rank, world, cluster, work, routing=even, kind=DryRun):
-    """The DryRun of a rank after work(run), which trains for a step. Needs a process that has no
-    process group."""
-    stand_ins = [
+def stand_ins(args, routing):
+    """(place, name, what takes its place) of functions that need values, or a device."""
+    found = [
         (dist, "get_backend", lambda group=None: args.backend),
         (expert_parallel.ExpertDispatch, "counts_to_host", routing),
         (torch.Tensor, "tolist", ones),
@@ -283,25 +287,13 @@ def play_rank(args, rank, world, cluster, work, routing=even, kind=DryRun):
         (adam, "_device_dtype_check_for_fused", lambda *_, **__: None),
     ]
     if args.backend == "nccl" and not getattr(args, "many_operations_a_norm", False):
-        stand_ins.append((F, "rms_norm", one_operation))
-    with contextlib.ExitStack() as modes:
-        for place, name, stand_in in stand_ins:
-            modes.enter_context(mock.patch.object(place, name, stand_in))
-        modes.enter_context(mock.patch.dict(dist.Backend.backend_capability, fake=["cpu", "meta"]))
-        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world)
-        modes.callback(dist.destroy_process_group)
-        run = kind(args, rank, world, cluster, modes)
-        work(run)
-        return run
+        found.append((F, "rms_norm", one_operation))
+    return found
 
 
-def play_all(args, ranks, cluster, train, brief=False):
-    """play() for several ranks, in as many processes as there are cores."""
-    return play_several([(args, ranks)], cluster, train, brief)[0]
-
-
-def play_several(layouts, cluster, train, brief=False):
-    """[[Played of each rank] of each layout], of pairs (flags, ranks)."""
+def play_all(layouts, cluster, train, brief=False):
+    """[[Played of each rank] of each layout], of pairs (flags, ranks), in as many processes as
+    there are cores."""
     start.keep_autograd_forkable()
     jobs = [(args, rank, cluster, train, brief) for args, ranks in layouts for rank in ranks]
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()

@@ -130,5 +130,5 @@ def step_of(args, config, cluster, train, sums=None, slower=1.0):
     what these ranks played. sums, slower: see `estimate`."""
     each = args.dp * args.cp * args.tp
     ranks = sorted({0, args.pp // 2 * each, (args.pp - 1) * each})
-    played = play_all(args, ranks, cluster, train, brief=True)
+    [played] = play_all([(args, ranks)], cluster, train, brief=True)
     return estimate(args, config, cluster, played, sums, slower), played

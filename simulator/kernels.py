@@ -109,6 +109,7 @@ def moving_seconds(device, size):
     return size / (device.bandwidth * family(device).copy)
 
 
+@functools.lru_cache(maxsize=None)
 def product_seconds(device, m, n, k, batch=1, itemsize=2):
     """A product (m, k) x (k, n), or a batch of them. 32-bit factors are TF32, at half the rate."""
     kind = family(device)
@@ -161,24 +162,19 @@ def attention_seconds(
 
 
 def flash_rate(kernel, length, head, causal, backward):
-    """FLOP/s on an H100. A causal backward is slower than another as a causal forward is."""
+    """FLOP/s on an H100. Causal kernels that are not in the tables are slower than others as they
+    are forward, with heads of 128."""
     head = 64 if head <= 64 else 128
 
-    def at(table):
-        return 1e12 * between(LENGTHS, table, length)
+    def at(*table):
+        return between(LENGTHS, FORWARD[table], length)
 
-    if not backward:
-        known = (kernel, head, causal) in FORWARD
-        rate = at(FORWARD[kernel, head, causal and known])
-        return rate if known else rate * causal_share(kernel, length)
-    rate = at(BACKWARD[kernel, head])
-    return rate * causal_share(kernel, length) if causal else rate
-
-
-def causal_share(kernel, length):
-    """How fast a causal kernel is beside another, heads of 128, forward."""
-    causal = between(LENGTHS, FORWARD[kernel, 128, True], length)
-    return causal / between(LENGTHS, FORWARD[kernel, 128, False], length)
+    if not backward and (kernel, head, causal) in FORWARD:
+        return 1e12 * at(kernel, head, causal)
+    rate = between(LENGTHS, BACKWARD[kernel, head], length) if backward else at(kernel, head, False)
+    if causal:
+        rate *= at(kernel, 128, True) / at(kernel, 128, False)
+    return 1e12 * rate
 
 
 @functools.lru_cache(maxsize=None)

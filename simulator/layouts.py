@@ -69,10 +69,9 @@ def no_layout(args, config, gpus):
         return next(candidates(other, config, gpus), None) is not None
 
     multiples = (-(-args.batch // gpus), args.batch // gpus, 1, 2, 4)
-    batches = [k * gpus for k in multiples if k > 0 and k * gpus <= 10**18]
-    batches = [batch for batch in batches if works(batch, gpus)]
+    batches = [k * gpus for k in multiples if k > 0 and works(k * gpus, gpus)][:1]
     fewer = [n for n in range(min(gpus - 1, 4096), 0, -1) if works(args.batch, n)][:3]
-    hints = [f"--batch {batch}" for batch in batches[:1]]
+    hints = [f"--batch {batch}" for batch in batches]
     if fewer:
         hints.append(f"--gpus {', '.join(map(str, fewer))}")
     sentence = f"no layout of {gpus:,} devices suits --batch {args.batch:,} and this model"

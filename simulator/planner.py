@@ -7,7 +7,7 @@ from typing import NamedTuple
 from harness import Refused, zero_flags
 from simulator import layouts, report
 from simulator.devices import usable_memory
-from simulator.dryrun import check_counts, check_playable, play_several
+from simulator.dryrun import check_counts, check_playable, play_all
 from simulator.estimate import estimate
 from simulator.meter import Part
 from simulator.rough import rough
@@ -118,7 +118,7 @@ def play_best(fitting, config, cluster, prepare, train, wanted=5, most=6):
         if not batch:
             break
         jobs = [(few_microbatches(one.args, config), ends(one.args)) for one in batch]
-        for one, ranks in zip(batch, play_several(jobs, cluster, train)):
+        for one, ranks in zip(batch, play_all(jobs, cluster, train)):
             held = max(rank.memory for rank in ranks)
             fits = held <= usable_memory(one.args, cluster)
             step = estimate(one.args, config, cluster, ranks)

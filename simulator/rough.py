@@ -169,15 +169,11 @@ def in_flight(schedule, pp, microbatches, chunks, rank, layers):
 
 
 @functools.cache
-def stage_lengths(config, stages):
-    """How many layers each stage has."""
-    return tuple(len(layers) for layers in schedules.stage_layers(config, stages))
-
-
-def layers_of(args, config):
-    """([layers of each stage], [layers of each rank]), in the schedules of layouts.py."""
-    lengths = stage_lengths(config, args.pp * (args.chunks or 1))
-    return lengths, [sum(lengths[rank :: args.pp]) for rank in range(args.pp)]
+def layers_of(config, ranks, chunks):
+    """(layers of each stage, layers of each rank), in the schedules of layouts.py."""
+    stages = schedules.stage_layers(config, ranks * (chunks or 1))
+    lengths = tuple(len(layers) for layers in stages)
+    return lengths, [sum(lengths[rank::ranks]) for rank in range(ranks)]
 
 
 def states_held(args, config, sizes, layers, ends):
@@ -221,7 +217,7 @@ def activations_held(args, config, sizes, rank, lengths, last):
 
 def rank_held(args, config, sizes, rank):
     """Bytes that the first rank of a stage holds."""
-    lengths, ranks = layers_of(args, config)
+    lengths, ranks = layers_of(config, args.pp, args.chunks)
     first, last = rank == 0, rank == args.pp - 1
     ends = {"embedding": first, "head": last}
     states, parameters, copied = states_held(args, config, sizes, ranks[rank], ends)
@@ -260,7 +256,7 @@ def rough(args, config, cluster):
     """({part of a step: seconds}, bytes held by the fullest rank)"""
     sizes = sizes_of(args, config)
     tp, pp, m, chunks = args.tp, args.pp, args.microbatches, args.chunks or 1
-    _, ranks = layers_of(args, config)
+    _, ranks = layers_of(config, args.pp, args.chunks)
     device = cluster.device
     memory = 1 / kernels.moving_seconds(device, 1)
     ends = {"embedding": True, "head": pp == 1}
@@ -305,7 +301,9 @@ def compute_seconds(args, config, sizes, device, layers, last):
     seconds += layers * block_bytes(args, config, sizes) / memory
     if last:
         vocab = config.vocab // args.tp
-        seconds += head_seconds(device, sizes.tokens, vocab, config.width, sizes.e)
+        # Its three products, forward and backward
+        product = sizes.tokens, vocab, config.width
+        seconds += 3 * kernels.product_seconds(device, *product, 1, sizes.e)
         # The loss passes over the logits twelve times in 32 bits, and converts them twice
         each = 48 if sizes.e >= 4 else 48 + 2 * (sizes.e + 4)
         seconds += each * sizes.tokens * vocab / memory
@@ -341,12 +339,6 @@ def block_bytes(args, config, sizes):
     if config.experts:  # rows are ordered, and ordered back
         copies += 16 * config.top_k * sizes.tokens * config.width * e
     return forward + backward + again + copies
-
-
-@functools.cache
-def head_seconds(device, tokens, vocab, width, itemsize):
-    """Of the three products of the head, forward and backward."""
-    return 3 * kernels.product_seconds(device, tokens, vocab, width, 1, itemsize)
 
 
 def sent_by(lesson, ranks, args, config, sizes, layers, *others, **more):

@@ -253,13 +253,15 @@ def test_estimate(flags):
 
 
 def test_report(capsys, tmp_path):
-    flags = "--dry-run --pp 2 --tp 2 --ranks first,3 --tokens 1e9 --gpu x=80GB,989TFLOP/s,3.35TB/s"
+    flags = (
+        "--dry-run --pp 2 --tp 2 --ranks first last --tokens 1e9 --gpu x=80GB,989TFLOP/s,3.35TB/s"
+    )
     flags += f" --timeline {tmp_path / 'step'}"
     dry_run(flags)
     out = capsys.readouterr().out
     assert "842,624 parameters, tp 2 pp 2 1f1b, 4 micro-batches: 4 ranks" in out
     assert "all_reduce in tp" in out and "fits x" in out and "days for 1e+09 tokens" in out
-    assert [line.split()[0] for line in out.splitlines() if "fits x" in line] == ["0", "3"]
+    assert [line.split()[0] for line in out.splitlines() if "fits x" in line] == ["0", "2"]
     [step] = [line.split() for line in out.splitlines() if "    together" in line]
     events = json.loads((tmp_path / "step.json").read_text())["traceEvents"]
     spans = [event for event in events if event["ph"] == "X"]
@@ -277,7 +279,7 @@ def test_report(capsys, tmp_path):
         ("--gpu tpu", "--gpu tpu is not known"),
         ("--gpu x=80GB,500TFLOP/s,2TB/s,150%", "is not known"),
         ("--matmul 1200TFLOP/s", "more than the device can do.*at most 989TFLOP/s"),
-        ("--ranks 1,9", "numbers below 2"),
+        ("--ranks ninth", "invalid choice"),
     ],
 )
 def test_refuses(flags, hint):
@@ -347,7 +349,7 @@ def test_formulas_of_a_plan(flags):
     config = harness.configure(args)
     parts, held = rough.rough(args, config, CLUSTER)
     each = args.dp * args.cp * args.tp
-    ranks = dryrun.play_all(args, sorted({0, (args.pp - 1) * each}), CLUSTER, train.train)
+    [ranks] = dryrun.play_all([(args, sorted({0, (args.pp - 1) * each}))], CLUSTER, train.train)
     assert held == pytest.approx(max(rank.memory for rank in ranks), rel=0.06)
     seconds = estimate(args, config, CLUSTER, ranks).seconds
     assert sum(parts.values()) == pytest.approx(seconds, rel=0.15)
