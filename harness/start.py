@@ -30,6 +30,7 @@ os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
 
 # What a user, a terminal that closes or a batch system sends to end a run
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+NOTICE = 30  # seconds that ranks get after SIGTERM or SIGHUP, in which train.py saves
 # Exit codes of a rank that has explained itself, or need not: 130 after Ctrl-C, 141 if nobody reads
 EXPLAINED = {0, 1, 2, LOST, 130, 141}
 
@@ -96,15 +97,12 @@ def check_devices(args, world, local_world):
 # --- the process that starts the ranks
 
 
-def start_ranks(work, world, patience=PATIENCE, notice=30.0):
+def start_ranks(work, world):
     """Run work() -> exit code in `world` processes of this machine, in which joining.launched()
-    says who they are. Returns 0 if all return 0; else 2 if one refused, 1 otherwise; 128 and the
-    signal's number if interrupted.
+    says who they are. Returns an exit code: see verdict.
 
-    Forked processes start ten times faster than fresh ones, because torch is imported already. When
-    a rank fails, the others get `patience` seconds to end by themselves. After SIGTERM or SIGHUP
-    they get `notice` seconds, in which train.py saves. The store is a file, so only the backend
-    listens for connections, on the loopback interface.
+    Forked processes start ten times faster than fresh ones, because torch is imported already. The
+    store is a file, so only the backend listens for connections, on the loopback interface.
     """
     for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         os.environ.setdefault(variable, "lo0" if sys.platform == "darwin" else "lo")
@@ -131,24 +129,8 @@ def start_ranks(work, world, patience=PATIENCE, notice=30.0):
                 what = f"rank {rank} of {world} can't be started ({e.strerror})"
                 raise Refused(f"{what}: start fewer ranks") from e
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)
-        codes, stopped_by = watch(running, received, patience, notice)
-    ended = []
-    for rank, code in sorted(codes.items()):
-        if code < 0 and not (stopped_by and -code in STOPPING):
-            ended.append(f"rank {rank} was ended by {signal.Signals(-code).name}")
-        elif code > 0 and code not in EXPLAINED:
-            ended.append(f"rank {rank} ended with exit code {code}")
-    failures = {code for code in codes.values() if code}
-    if ended:
-        say(f"{', '.join(ended)}; the others stop")
-    if stopped_by and (failures or len(codes) < world):
-        say(f"interrupted by {signal.Signals(stopped_by).name}")
-        return 128 + stopped_by
-    if failures == {LOST}:
-        say("the ranks lost each other; the run ends")
-    if 2 in failures:
-        return 2
-    return 1 if failures else 0
+        codes, stopped_by = watch(running, received)
+    return verdict(codes, stopped_by, world)
 
 
 def start_rank(work, environment):
@@ -169,10 +151,10 @@ def start_rank(work, environment):
     return pid
 
 
-def watch(running, received, patience, notice):
+def watch(running, received):
     """Wait until the ranks have ended, and pass signals on to them. Returns {rank: exit code, or
-    minus a signal's number} and the last signal, or None. A rank that does not end in time is
-    killed, and has no exit code."""
+    minus a signal's number} and the last signal, or None. A rank that does not end in time after
+    a signal or another rank's failure is killed, and has no exit code."""
     codes, stopped_by, deadline = {}, None, math.inf
     while running and time.monotonic() < deadline:
         for pid in list(running):
@@ -180,18 +162,40 @@ def watch(running, received, patience, notice):
             if ended:
                 codes[running.pop(pid)] = os.waitstatus_to_exitcode(status)
         if any(codes.values()):
-            deadline = min(deadline, time.monotonic() + patience)
+            deadline = min(deadline, time.monotonic() + PATIENCE)
         if received:
             stopped_by = received.pop(0)
             for pid in running:
                 os.kill(pid, stopped_by)
-            grace = 0.5 if stopped_by == signal.SIGINT else notice
-            deadline = min(deadline, time.monotonic() + grace)
+            notice = 0.5 if stopped_by == signal.SIGINT else NOTICE
+            deadline = min(deadline, time.monotonic() + notice)
         time.sleep(0.01)
     for pid in running:
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
     return codes, stopped_by
+
+
+def verdict(codes, stopped_by, world):
+    """Name the ranks that could not explain their end themselves. Returns the run's exit code: 0 if
+    all ranks returned 0; 128 and the signal's number if it was interrupted; 2 if a rank refused."""
+    ended = []
+    for rank, code in sorted(codes.items()):
+        if code < 0 and not (stopped_by and -code in STOPPING):
+            ended.append(f"rank {rank} was ended by {signal.Signals(-code).name}")
+        elif code > 0 and code not in EXPLAINED:
+            ended.append(f"rank {rank} ended with exit code {code}")
+    failures = {code for code in codes.values() if code}
+    if ended:
+        say(f"{', '.join(ended)}; the others stop")
+    if stopped_by and (failures or len(codes) < world):
+        say(f"interrupted by {signal.Signals(stopped_by).name}")
+        return 128 + stopped_by
+    if failures == {LOST}:
+        say("the ranks lost each other; the run ends")
+    if 2 in failures:
+        return 2
+    return 1 if failures else 0
 
 
 def can_fork():

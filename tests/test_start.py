@@ -130,12 +130,12 @@ def test_interrupted(tmp_path, number, expected):
     assert ("rank 0 was ended by SIGKILL" if number == signal.SIGKILL else "interrupted") in said
 
 
-def launch(work, world=2, before=lambda: None, **options):
+def launch(work, world, before=lambda: None):
     """The process id of a fork that starts ranks: work(rank) on each."""
 
     def main():
         before()
-        start.finish(start.start_ranks(lambda: work(joining.launched().rank), world, **options))
+        start.finish(start.start_ranks(lambda: work(joining.launched().rank), world))
 
     sys.stdout.flush()
     pid = os.fork()
@@ -177,7 +177,7 @@ def test_every_rank_that_is_ended_is_named(capfd, ends, said):
             os.kill(os.getpid(), -code)
         return code or sleep_on(rank)
 
-    assert code_of(launch(work, len(ends), patience=0.3)) == 1
+    assert code_of(launch(work, len(ends))) == 1
     err = capfd.readouterr().err
     assert said in err and len(err.splitlines()) == 1
 
