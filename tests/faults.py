@@ -32,8 +32,8 @@ import harness
 from harness.start import die_with_parent
 from tests.conftest import ROOT, enter, joined_hosts
 
-MODEL = "--layers 2 --heads 2 --width 16 --context 16 --batch 8 --dtype float64 --dp 2 --tp 2"
-MODEL += " --prove 0 --sample 0 --eval-every 0 --warmup 0 --device cpu"
+FLAGS = "--layers 2 --heads 2 --width 16 --context 16 --batch 8 --dtype float64 --dp 2 --tp 2"
+FLAGS += " --prove 0 --sample 0 --eval-every 0 --warmup 0 --device cpu --save-every 10"
 
 
 class TooLate(Exception):
@@ -41,31 +41,29 @@ class TooLate(Exception):
 
 
 class Trial:
-    """A run of train.py, in a folder of its own."""
+    """A run of train.py, in a folder of its own. seconds: how long an undisturbed run takes."""
 
-    def __init__(self, args, folder):
-        self.args, self.folder, self.notes, self.outputs = args, folder, [], []
+    def __init__(self, args, folder, seconds=0):
+        self.args, self.folder, self.seconds, self.notes = args, folder, seconds, []
         folder.mkdir()
         self.last = folder / "out" / f"step-{args.steps:08d}"
-        self.flags = [*MODEL.split(), "--steps", str(args.steps), "--save-every", "10"]
-        self.flags += ["--out", str(folder / "out"), "--log-to", str(folder / "log.jsonl")]
+        self.command = [str(ROOT / "train.py"), *FLAGS.split(), "--steps", str(args.steps)]
+        self.command += ["--out", str(folder / "out"), "--log-to", str(folder / "log.jsonl")]
 
     def start(self, *launcher, host=None, resume=False, **environment):
         """Start train.py, by Python or a launcher, on a host (a network namespace) or here."""
-        command = [sys.executable, *launcher, str(ROOT / "train.py"), *self.flags]
-        command += ["--resume"] if resume else []
+        command = [sys.executable, *launcher, *self.command]
+        if resume:
+            command.append("--resume")
 
         def before():
             die_with_parent(signal.SIGKILL)
             if host:
                 enter(host)
 
-        self.outputs.append(self.folder / f"said{len(self.outputs)}")
-        with open(self.outputs[-1], "w") as said:
-            variables = os.environ | environment
-            return subprocess.Popen(
-                command, stdout=said, stderr=said, cwd=ROOT, env=variables, preexec_fn=before
-            )
+        with open(self.folder / "said", "a") as said:
+            options = {"stdout": said, "stderr": said, "cwd": ROOT, "preexec_fn": before}
+            return subprocess.Popen(command, env=os.environ | environment, **options)
 
     def result(self):
         """(last loss, {name: tensor of the last checkpoint})."""
@@ -112,20 +110,20 @@ def children(pid):
 # --- three kinds of faults: each returns a problem, or None
 
 
-def kills(trial, chance, seconds):
-    return on_this_machine(trial, chance, seconds, signal.SIGKILL, {-9, 1})
+def kills(trial, chance):
+    return on_this_machine(trial, chance, signal.SIGKILL, {-9, 1})
 
 
-def terms(trial, chance, seconds):
-    return on_this_machine(trial, chance, seconds, signal.SIGTERM, {0, 143, -15})
+def terms(trial, chance):
+    return on_this_machine(trial, chance, signal.SIGTERM, {0, 143, -15})
 
 
-def on_this_machine(trial, chance, seconds, number, allowed):
+def on_this_machine(trial, chance, number, allowed):
     """Disturb a run at random moments, start-up and saves included, and start it again each
     time."""
     for i in range(trial.args.kills):
         process = trial.start(resume=i > 0)
-        time.sleep(chance.uniform(0, seconds / trial.args.kills))
+        time.sleep(chance.uniform(0, trial.seconds / trial.args.kills))
         if trial.last.exists():
             process.wait()
             raise TooLate
@@ -143,16 +141,16 @@ def on_this_machine(trial, chance, seconds, number, allowed):
     return None if code == 0 or ended_before else f"exit code {code} at the end"
 
 
-def hosts(trial, chance, seconds):
+def hosts(trial, chance):
     """Two hosts, a torchrun on each, and kill -9 of ranks while the run is going on."""
     with joined_hosts() as names, contextlib.ExitStack() as stack:
         agents = [agent(trial, node, name) for node, name in enumerate(names)]
         for process in agents:
             stack.callback(process.wait)
             stack.callback(process.kill)
-        # Start-up, then training: with torchrun's restarts a trial is longer than `seconds`
         for _ in range(trial.args.kills):
-            moment, victims = time.monotonic() + chance.uniform(0, 1.2 * seconds), []
+            # With torchrun's restarts a trial is longer than an undisturbed run
+            moment, victims = time.monotonic() + chance.uniform(0, 1.2 * trial.seconds), []
             while time.monotonic() < moment or not victims:
                 victims = [(node, pid) for node in (0, 1) for pid in children(agents[node].pid)]
                 if trial.last.exists():
@@ -171,12 +169,11 @@ def hosts(trial, chance, seconds):
 
 def agent(trial, node, name):
     """A torchrun on one of the two hosts."""
-    rendezvous = "--rdzv-backend=c10d --rdzv-endpoint=10.99.0.1:29500"
-    rendezvous += f" --rdzv-conf=is_host={1 - node} --local-addr=10.99.0.{node + 1}"
-    ranks = f"--nnodes=2 --nproc-per-node=2 --max-restarts=5 {rendezvous}"
-    launcher = ["-m", "torch.distributed.run", *ranks.split()]
+    flags = "-m torch.distributed.run --nnodes=2 --nproc-per-node=2 --max-restarts=5"
+    flags += " --rdzv-backend=c10d --rdzv-endpoint=10.99.0.1:29500"
+    flags += f" --rdzv-conf=is_host={1 - node} --local-addr=10.99.0.{node + 1}"
     variables = {"GLOO_SOCKET_IFNAME": f"wire{node}", "OMP_NUM_THREADS": "1"}
-    return trial.start(*launcher, host=name, **variables)
+    return trial.start(*flags.split(), host=name, **variables)
 
 
 def trials(disturb, args, folder, expected, seconds):
@@ -184,9 +181,9 @@ def trials(disturb, args, folder, expected, seconds):
     kind, chance = disturb.__name__, random.Random(args.seed)
     failed, worst, number = 0, 0.0, 0
     while number < args.trials:
-        trial = Trial(args, folder / f"{kind}{number}")
+        trial = Trial(args, folder / f"{kind}{number}", seconds)
         try:
-            problem = disturb(trial, chance, seconds)
+            problem = disturb(trial, chance)
         except TooLate:
             print(f"{kind}: a run ended before all of its faults; once more", flush=True)
             seconds *= 0.9
@@ -200,7 +197,7 @@ def trials(disturb, args, folder, expected, seconds):
         print(f"{kind} {number}: {', '.join(trial.notes)}: {problem or 'ok'}", flush=True)
         if problem:
             failed += 1
-            print("\n".join(file.read_text() for file in trial.outputs), flush=True)
+            print((trial.folder / "said").read_text(), flush=True)
         shutil.rmtree(trial.folder)
     good = f"{args.trials - failed} of {args.trials} trials ended as the undisturbed run"
     print(f"{kind}: {good}, {args.kills} faults each; largest difference {worst:.1e}", flush=True)
@@ -219,15 +216,14 @@ def main():
     if "hosts" in args.only and (os.geteuid() != 0 or not shutil.which("ip")):
         raise harness.Refused("hosts needs root and the command ip (iproute2): see --only")
     with tempfile.TemporaryDirectory() as folder:
-        start, reference = time.monotonic(), Trial(args, pathlib.Path(folder, "undisturbed"))
+        folder, begun = pathlib.Path(folder), time.monotonic()
+        reference = Trial(args, folder / "undisturbed")
         if exit_code(reference.start()) != 0:
-            said = reference.outputs[0].read_text()
+            said = (reference.folder / "said").read_text()
             raise harness.Refused(f"the undisturbed run failed: {said}", code=1)
-        seconds, expected = time.monotonic() - start, reference.result()
+        seconds, expected = time.monotonic() - begun, reference.result()
         print(f"undisturbed: {seconds:.0f} s, last loss {expected[0]!r}", flush=True)
-        failed = 0
-        for kind in args.only:
-            failed += trials(kinds[kind], args, pathlib.Path(folder), expected, seconds)
+        failed = sum(trials(kinds[kind], args, folder, expected, seconds) for kind in args.only)
     if failed:
         raise harness.Refused(f"{failed} trials failed", code=1)
 
