@@ -7,7 +7,7 @@ waited for comes after computing, and what travels beside begins with it."""
 
 import json
 
-from harness import outputs
+from harness.outputs import check_file
 
 COMPUTING, WAITING, BESIDE, SENDING = TRACKS = (
     "computing",
@@ -55,6 +55,7 @@ def perfetto(step, schedule):
 
 def write(name, step, schedule):
     """Write NAME.json."""
-    with outputs.writing("--timeline", f"{name}.json"), open(f"{name}.json", "w") as file:
+    check_file("--timeline", f"{name}.json")
+    with open(f"{name}.json", "w") as file:
         json.dump(perfetto(step, schedule), file)
     print(f"\n  {name}.json: one step for ui.perfetto.dev")

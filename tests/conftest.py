@@ -94,7 +94,7 @@ SLOW_TESTS = {
 # Of several processes none should begin with one of these when the others have nothing left
 FIRST = [
     "test_steps_on_cuda",
-    "test_torchrun_loses_its_agent_then_a_rank",
+    "test_torchrun_starts_a_run_again_as_often_as_it_may",
     "test_two_hosts_and_a_cut_link",
 ]
 

@@ -154,9 +154,9 @@ def test_decay_is_for_matrices():
         ("train", "--plan --gpus 7 --batch 8", "--batch 14 or --gpus 6, 4, 3"),
         ("sequence_parallel", "--experts 2 --context 3 --nproc 2", "use --context 4"),
         ("ddp", "--data=", "--data is empty"),
-        ("ddp", "--json pipe", "a device or a pipe: give a file"),
-        ("ddp", "--json folder", "a folder: give a file"),
-        ("train", "--log-to /dev/full", "a device or a pipe: give a file"),
+        ("ddp", "--json pipe", "a pipe: give a file"),
+        ("ddp", "--json folder", "a pipe: give a file"),
+        ("train", "--log-to /dev/full", "a pipe: give a file"),
     ],
 )
 def test_bad_flags(monkeypatch, tmp_path, script, flags, words):

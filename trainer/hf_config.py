@@ -14,7 +14,6 @@ import math
 import pathlib
 from dataclasses import asdict, dataclass
 
-from harness import outputs
 from model import Config
 
 # Fields of model.Config, and what config.json calls them: (GPT-2's; Llama's and those after it)
@@ -92,7 +91,8 @@ def read(folder, context=None):
 def read_json(path):
     """The object in a JSON file of a folder. Raises ValueError for anything else."""
     try:
-        content = json.loads(outputs.read(path))
+        with open(path, "rb") as file:
+            content = json.load(file)
     except OSError as e:
         advice = "give a folder with config.json and safetensors files"
         raise ValueError(f"{path} can't be read ({e.strerror}): {advice}") from e
