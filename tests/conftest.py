@@ -323,6 +323,20 @@ class Script:
         pytest.fail(f"{why}: {self.output()}")
 
 
+def refused(monkeypatch, script, flags):
+    """The sentence with which a script's main() refuses its flags, before any process is
+    started."""
+    import harness
+    from harness import start
+
+    monkeypatch.setattr(sys, "argv", [f"{script}.py", *flags.split()])
+    monkeypatch.setattr(start, "start_ranks", lambda *_: pytest.fail("ranks were started"))
+    with pytest.raises(harness.Refused) as e:
+        __import__(script).main()
+    assert e.value.code == 2 and "\n" not in str(e.value)
+    return str(e.value)
+
+
 @pytest.fixture
 def script(tmp_path):
     """A function that runs a script with flags, a text, to its end: (exit code, what it said)."""

@@ -17,8 +17,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.run
-from conftest import Script, children, usual_signals
-from test_harness import SMALL, refused
+from conftest import Script, children, refused, usual_signals
+from test_harness import SMALL
 from test_house import TECHNIQUES
 
 import ddp
@@ -48,15 +48,15 @@ class Torchrun(Script):
         super().__init__(folder, name, [], run)
 
 
-def test_wrong_number_of_ranks_under_torchrun(capfd, monkeypatch):
+def test_wrong_number_of_ranks_under_torchrun(monkeypatch):
     given = {"RANK": "0", "WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
     for name, value in given.items():
         monkeypatch.setenv(name, value)
-    said = refused(capfd, monkeypatch, "train", "--dp", "2", "--tp", "2", "--pp", "2")
+    said = refused(monkeypatch, "train", "--dp 2 --tp 2 --pp 2")
     assert "needs 8 processes and 4 were started: torchrun --nproc_per_node=8 train.py" in said
 
 
-def test_as_many_ranks_as_gpus(capfd, monkeypatch):
+def test_as_many_ranks_as_gpus(monkeypatch):
     """Without --nproc a demo takes 4 ranks, or one a GPU if there are fewer."""
     begun = []
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
@@ -66,7 +66,7 @@ def test_as_many_ranks_as_gpus(capfd, monkeypatch):
         monkeypatch.setattr(sys, "argv", ["ddp.py", "--quiet", "--batch", "8", *flags])
         ddp.main()
     assert begun == [2, 4, 4]
-    said = refused(capfd, monkeypatch, "ddp", "--nproc", "4")
+    said = refused(monkeypatch, "ddp", "--nproc 4")
     assert "4 ranks need 4 GPUs on nccl and this machine has 2" in said
     assert "--backend gloo --device cuda" in said
 
