@@ -1,7 +1,6 @@
 """Whatever a flag is given, a script refuses it in one sentence or would start; and a run survives
 what it can't write."""
 
-import argparse
 import importlib
 import itertools
 import os
@@ -11,14 +10,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import Script
-from test_house import TECHNIQUES
+from test_flags import SCRIPTS, parser_of
 
 import harness
 from harness import memory, presets, start, streams
 from proof import receipt
 from trainer import layout, pretrained, tracking
-
-SCRIPTS = [*TECHNIQUES, "train"]
 
 NUMBERS = ["0", "-1", "1", "3", "1e308", "nan", "inf", "1" + "0" * 8, "9" * 5000]
 TEXTS = ["/dev/full", "pipe", "folder", "x" * 5000, "folder/" + "ä" * 127, "\udcff", "="]
@@ -76,26 +73,9 @@ def tries(parser):
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_a_flag_is_refused_in_one_sentence(name, nothing_starts, monkeypatch, text, capsys):
+def test_a_flag_is_refused_in_one_sentence(name, nothing_starts, monkeypatch, capsys):
     """In this process, up to the point where ranks would start: some thousand command lines."""
-    module, parsers = importlib.import_module(name), []
-    with monkeypatch.context() as patch:
-        patch.setattr(
-            harness.Parser, "parse_args", lambda parser, *_: parsers.append(parser) or end()
-        )
-        with pytest.raises(Ended):
-            module.main()
-    [parser] = parsers
-    if "--data" in parser._option_string_actions:
-        # Made once: a parser of a hundred flags takes longer than all that follows
-        for maker in (harness, harness.flags, module):
-            for made in ("parser", "flags"):
-                if callable(getattr(maker, made, None)):
-                    monkeypatch.setattr(maker, made, lambda *_, **__: parser)
-        container = argparse._ActionsContainer
-        monkeypatch.setattr(container, "add_argument", lambda *_, **__: None)
-        monkeypatch.setattr(container, "add_argument_group", lambda self, *_: self)
-        parser.set_defaults(data=text)  # a short one
+    module, parser = importlib.import_module(name), parser_of(name, monkeypatch)
     problems, ends = [], {"started": 0, "refused": 0}
     for words in tries(parser):
         monkeypatch.setattr(sys, "argv", [f"{name}.py", *words])
