@@ -339,7 +339,7 @@ def demo(run):
         loss = run.zero()
         for tokens, targets, samples in run.microbatches(step, run.rank, run.world):
             # count: the tokens of the global batch
-            part = model(tokens, targets=targets, count=run.count, samples=samples)
+            part = model(tokens, targets=targets, target_count=run.count, sample_ids=samples)
             part.backward()
             loss += part.detach()
         dist.all_reduce(loss)
