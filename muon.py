@@ -338,17 +338,18 @@ def demo(run):
         muon.zero_grad()
         loss = run.zero()
         for tokens, targets, samples in run.microbatches(step, run.rank, run.world):
-            # count: the tokens of the global batch
+            # target_count: the tokens of the global batch
             part = model(tokens, targets=targets, target_count=run.count, sample_ids=samples)
             part.backward()
             loss += part.detach()
+        early = muon.started  # buckets whose reduction hides behind backward
         dist.all_reduce(loss)
         norm = muon.grad_norm()
         run.check(loss, norm, named)
         muon.clip(norm, args.grad_clip)
         muon.step()
         run.log(loss, norm)
-    return run.receipt(*receipts.muon.of_demo(run, muon))
+    return run.receipt(*receipts.muon.of_demo(run, muon, early))
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@ one process."""
 
 import torch
 
+from proof.receipt import Count
 from receipts.formulas import SCALAR, Group, held, sizes_of, summed
 
 
@@ -19,8 +20,9 @@ def expected(sizes, group, matrices, others):
     return sent, held(sizes) | {"optimizer": (states, text)}
 
 
-def of_demo(run, muon):
-    """(layout, sent, held) of the demo's receipt."""
+def of_demo(run, muon, early):
+    """(layout, sent, held, notes) of the demo's receipt. early: how many of the buckets started
+    during backward."""
     sizes = sizes_of(run.args, run.config, run.world)
     matrices = others = 0
     for bucket in muon.buckets:
@@ -30,7 +32,10 @@ def of_demo(run, muon):
         else:
             matrices += owned
     table = expected(sizes, Group("dp", run.world), matrices, others)
-    return {"dp": run.world, "optimizer": "muon"}, *table
+    text = f"{early} of {len(muon.buckets)} buckets started during backward"
+    # Backward fills all of them, but for an expert's without tokens
+    notes = [Count(text, early, None if run.config.experts else len(muon.buckets))]
+    return {"dp": run.world, "optimizer": "muon"}, *table, notes
 
 
 # --- the same optimizer on one process
