@@ -44,6 +44,7 @@ from torch.autograd.function import once_differentiable  # refuses a gradient of
 def plain_dispatch(x, weights, chosen, experts, sizes, group):
     """Tokens to their experts on all ranks and back: x (n, C), weights and chosen (n, k) -> (n, C).
     ExpertDispatch does the same, overlapped, and explains the arguments."""
+    x = with_gradient(x)
     # Sort: assignment i is a choice of token i // k. Sorted by expert is sorted by rank.
     assignments = chosen.flatten()
     order = assignments.argsort(stable=True)
@@ -51,14 +52,38 @@ def plain_dispatch(x, weights, chosen, experts, sizes, group):
     # Send: first how many rows, then the rows
     splits, incoming = exchange_counts([assignments], sizes, group)
     [send], [receive] = splits.tolist()
-    rows = all_to_all(x[token], send, receive, group)  # (m, C), rank 0's first
+    rows = AllToAll.apply(x[token], send, receive, group)  # (m, C), rank 0's first
     # Compute
     rows = run_experts(experts, rows, incoming[0])
     # Send back
-    rows = all_to_all(rows, receive, send, group)  # (n k, C), in the order of `token`
+    rows = AllToAll.apply(rows, receive, send, group)  # (n k, C), in the order of `token`
     # Add up, times the router's weights, which may have more bits than x
     rows = rows * weights.flatten()[order].unsqueeze(1)
     return torch.zeros_like(x).index_add(0, token, rows.to(x.dtype))
+
+
+class AllToAll(torch.autograd.Function):
+    """Rows (sum(send), C) -> (sum(receive), C): send[r] go to rank r, receive[r] come from it. It
+    only moves rows, so backward moves their gradients back."""
+
+    @staticmethod
+    def forward(ctx, rows, send, receive, group):
+        ctx.way_back = receive, send, group
+        arrived = rows.new_empty(sum(receive), rows.shape[1])
+        dist.all_to_all_single(arrived, rows.contiguous(), receive, send, group=group)
+        return arrived
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, gradient):
+        return AllToAll.apply(gradient, *ctx.way_back), None, None, None
+
+
+def with_gradient(x):
+    """x needs no gradient where all lower layers are frozen. Backward must send even then, because
+    other ranks expect it."""
+    needed = torch.is_grad_enabled() and not x.requires_grad
+    return x.detach().requires_grad_() if needed else x
 
 
 def exchange_counts(chunks, sizes, group):
@@ -114,17 +139,11 @@ def run_experts(experts, rows, incoming):
 #         loss.backward()  # total_tokens: of all ranks and micro-batches
 #     sum_gradients(model.parameters(), group)
 
-# --- an all-to-all with a backward, in two halves: computation fits in between
-
-
-def all_to_all(rows, send, receive, group):
-    """The plain form: nothing is computed between the halves."""
-    transfer = Transfer(send, receive, group)
-    return transfer.wait(transfer.start(rows))
+# --- the all-to-all in two halves: computation fits in between
 
 
 class Transfer:
-    """Rows (sum(send), C) -> (sum(receive), C): send[r] go to rank r, receive[r] come from it.
+    """AllToAll in two halves.
 
                     start                        wait
         forward     sends rows            -->    waits for rows
@@ -136,10 +155,6 @@ class Transfer:
         self.send, self.receive, self.group = send, receive, group
 
     def start(self, rows):
-        if torch.is_grad_enabled() and not rows.requires_grad:
-            # x needs no gradient where all lower layers are frozen. Backward must send even then,
-            # because other ranks expect it
-            rows = rows.detach().requires_grad_()
         start_rows = partial(self._start, self.send, self.receive)
         return TransferHalf.apply(rows, start_rows, self._wait)
 
@@ -180,7 +195,7 @@ class TransferHalf(torch.autograd.Function):
 
 
 class ExpertDispatch(nn.Module):
-    """Like plain_dispatch, overlapped. "A model of yours", below, shows how it is used.
+    """Like plain_dispatch, overlapped. "A model of yours", above, shows how it is used.
 
     sizes: expert_counts(E, N). chosen: experts' numbers, int64, 0..E-1.
     experts(rows, counts): this rank's MLPs. rows (m, C) are sorted by expert; counts, int64, says
@@ -207,7 +222,7 @@ class ExpertDispatch(nn.Module):
         orders = [chunk.argsort(stable=True) for chunk in assignments]
         splits, incoming = exchange_counts(assignments, self.sizes, self.group)
         send, receive = self.counts_to_host(splits, [len(chunk) for chunk in assignments])
-        x = x.tensor_split(self.chunks)
+        x = with_gradient(x).tensor_split(self.chunks)
         weights = weights.tensor_split(self.chunks)
         chunks = zip(x, weights, orders, send, receive, incoming)
         # A chunk is a generator with three stops: rows sent; results sent back; results added up
