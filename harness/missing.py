@@ -114,6 +114,7 @@ def failed(error, store, rank):
     """Report an exception, once for all ranks. Returns the exit code."""
     reason, text = str(error).partition("\n")[0], str(error).lower()
     lost_a_peer = any(sign in text for sign in SIGNS_OF_A_LOST_PEER)
+    lost_a_peer = lost_a_peer and isinstance(error, RuntimeError)  # gloo's, not of another library
     if lost_a_peer and "STORE_FILE" in os.environ:
         return LOST  # the process that started the ranks saw which one died
     if not is_first_failure(store):
