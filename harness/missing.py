@@ -62,8 +62,7 @@ def is_own(file):
 
 def end_if_stuck(store, me, timeout):
     """End the process if the main thread stands at one and the same instruction for `timeout`: it
-    waits for a message, or on a GPU for the device that waits for one. Not every backend raises an
-    exception then."""
+    waits for a message, or on a GPU, where nothing raises an exception, for the device."""
     main = threading.main_thread().ident
     place, since = None, time.monotonic()
     while time.monotonic() - since < timeout:
@@ -113,8 +112,8 @@ def is_first_failure(store):
 def failed(error, store, rank):
     """Report an exception, once for all ranks. Returns the exit code."""
     reason, text = str(error).partition("\n")[0], str(error).lower()
-    lost_a_peer = any(sign in text for sign in SIGNS_OF_A_LOST_PEER)
-    lost_a_peer = lost_a_peer and isinstance(error, RuntimeError)  # gloo's, not of another library
+    of_gloo = isinstance(error, RuntimeError)  # another library's connection may break too
+    lost_a_peer = of_gloo and any(sign in text for sign in SIGNS_OF_A_LOST_PEER)
     if lost_a_peer and "STORE_FILE" in os.environ:
         return LOST  # the process that started the ranks saw which one died
     if not is_first_failure(store):
