@@ -290,15 +290,15 @@ def norm_is_local():
 
 
 def one_bias_left_out():
-    make = ddp.make_buckets
+    start = ddp.DDP.__init__
 
-    def wrong(parameters, size):
+    def wrong(self, parameters, *rest, **options):
         parameters = list(parameters)
-        left = next(i for i, p in enumerate(parameters) if p.dim() == 1)
-        parameters[left].grad = torch.zeros_like(parameters[left])
-        return make(parameters[:left] + parameters[left + 1 :], size)
+        left = next(p for p in parameters if p.dim() == 1)
+        left.grad = torch.zeros_like(left)
+        start(self, [p for p in parameters if p is not left], *rest, **options)
 
-    ddp.make_buckets = wrong
+    ddp.DDP.__init__ = wrong
 
 
 def no_rank_adds_to_a_shard():
