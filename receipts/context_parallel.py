@@ -176,32 +176,24 @@ def notes(tile, ring, ulysses, context, tokens, zigzag):
 
 def plot(name, ring, positions, tile):
     """Draw who computes which part of causal attention, and in which step, without and with the
-    zigzag; beside each, every rank's share of the work.
+    zigzag.
 
     positions, tile: of context_parallel.py."""
     plt = pyplot()
-    figure, axes = plt.subplots(
-        1, 4, figsize=(13, 3.8), width_ratios=(4, 2, 4, 2), layout="constrained"
-    )
-    colors = plt.get_cmap("tab10").colors
-    for (scores, bars), zigzag in zip((axes[:2], axes[2:]), (False, True)):
+    figure, axes = plt.subplots(1, 2, figsize=(11, 5), layout="constrained")
+    for panel, zigzag in zip(axes, (False, True)):
         owner = {}
         for rank in range(ring):
             for chunk in positions(2 * ring, rank, ring, zigzag=zigzag).tolist():
                 owner[chunk] = rank
-        draw_scores(plt, scores, owner, ring, colors)
-        scores.set_title("zigzag" if zigzag else "contiguous", loc="left")
-        draw_work(bars, shares(tile, ring, 1024, zigzag), colors)
-    figure.suptitle(
-        f"causal attention on a ring of {ring}: who computes it, and in which step",
-        x=0.01,
-        ha="left",
-        fontsize=11,
-    )
+        draw_scores(plt, panel, owner, ring)
+        work = ", ".join(f"{share:.2f}" for share in shares(tile, ring, 1024, zigzag))
+        kind = "zigzag" if zigzag else "contiguous"
+        panel.set_title(f"{kind}: work of the ranks {work} of an even share", fontsize=10)
     save(figure, name)
 
 
-def draw_scores(plt, axes, owner, ring, colors):
+def draw_scores(plt, panel, owner, ring):
     """The scores, chunk by chunk: a color a rank, in each cell the step in which the keys are
     there."""
     n = 2 * ring
@@ -210,22 +202,12 @@ def draw_scores(plt, axes, owner, ring, colors):
             square = (k, q), (k + 1, q), (k + 1, q + 1), (k, q + 1)
             triangle = (k, q), (k, q + 1), (k + 1, q + 1)  # of its own keys a chunk sees half
             shape = triangle if q == k else square
-            axes.add_patch(plt.Polygon(shape, color=colors[owner[q] % 10], alpha=0.6, ec="white"))
+            panel.add_patch(plt.Polygon(shape, color=f"C{owner[q] % 10}", alpha=0.6, ec="white"))
             center = (k + 0.33, q + 0.67) if q == k else (k + 0.5, q + 0.5)
             step = (owner[q] - owner[k]) % ring
-            axes.text(*center, step, ha="center", va="center", fontsize=8)
+            panel.text(*center, step, ha="center", va="center", fontsize=8)
     ticks = [chunk + 0.5 for chunk in range(n)]
-    axes.set(xlim=(0, n), ylim=(n, 0), aspect="equal")
-    axes.set(xlabel="chunk of keys", ylabel="chunk of queries")
-    axes.set_xticks(ticks, range(n), fontsize=8)
-    axes.set_yticks(ticks, [f"{chunk} (rank {owner[chunk]})" for chunk in range(n)], fontsize=8)
-
-
-def draw_work(axes, shares, colors):
-    """A bar for each rank's work, relative to an even share."""
-    ranks = range(len(shares))
-    axes.barh(ranks, shares, color=[colors[rank % 10] for rank in ranks], alpha=0.6)
-    axes.set_yticks(ranks, [f"rank {rank}" for rank in ranks], fontsize=8)
-    axes.set(xlabel="work, of an even share", xlim=(0, 2))
-    axes.invert_yaxis()
-    axes.axvline(1, color="gray", linewidth=0.8)
+    panel.set(xlim=(0, n), ylim=(n, 0), aspect="equal")
+    panel.set(xlabel="chunk of keys", ylabel="chunk of queries")
+    panel.set_xticks(ticks, range(n), fontsize=8)
+    panel.set_yticks(ticks, [f"{chunk} (rank {owner[chunk]})" for chunk in range(n)], fontsize=8)

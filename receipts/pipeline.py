@@ -396,24 +396,18 @@ def compare(make, args, names):
         plot(args.plot, pictures)
 
 
-COLORS = {  # of a rank's first stage, and of its later ones
-    "F": ("#9ecae1", "#3182bd"),
-    "B": ("#fdae6b", "#e6550d"),
-    "I": ("#fdae6b", "#e6550d"),
-    "W": ("#a1d99b", "#31a354"),
-}
-LEGEND = {
-    "forward (dark: a rank's later stages)": "F",
-    "backward, or its input's gradient": "I",
-    "weights' gradient": "W",
+COLORS = {  # of a rank's first stage, and of its later ones; words in the legend
+    "F": ("#9ecae1", "#3182bd", "forward (dark: a rank's later stages)"),
+    "B": ("#fdae6b", "#e6550d", "backward, or its input's gradient"),
+    "I": ("#fdae6b", "#e6550d", None),
+    "W": ("#a1d99b", "#31a354", "weights' gradient"),
 }
 
 
 def plot(name, pictures):
     """Draw timelines one above the other, each (title, spans): a row a rank, a bar an action."""
     plt = pyplot()
-    bars = sum(len(spans) for _, spans in pictures)
-    size = (12, 1.5 + 0.3 * bars)
+    size = (12, 1.5 + 0.3 * sum(len(spans) for _, spans in pictures))
     figure, axes = plt.subplots(
         len(pictures), figsize=size, squeeze=False, sharex=True, layout="constrained"
     )
@@ -422,14 +416,12 @@ def plot(name, pictures):
             first = min(action.stage for *_, action in row)
             for start, end, (kind, m, stage) in row:
                 color = COLORS[kind][stage > first]
-                bar = dict(color=color, edgecolor="white", linewidth=0.4)
-                ax.barh(rank, end - start, 0.9, start, **bar)
-                ax.text((start + end) / 2, rank, str(m), ha="center", va="center", fontsize=6)
+                bar = ax.barh(rank, end - start, 0.9, start, color=color, ec="white", lw=0.4)
+                ax.bar_label(bar, [m], label_type="center", fontsize=6)
         ax.set_yticks(range(len(spans)), [f"rank {rank}" for rank in range(len(spans))])
         ax.invert_yaxis()
         ax.set_title(f"{title}   (utilisation {utilisation(spans):.1%})", fontsize=10, loc="left")
-        ax.spines[["top", "right", "left"]].set_visible(False)
-    handles = [plt.Rectangle((0, 0), 1, 1, color=COLORS[kind][0]) for kind in LEGEND.values()]
-    place = dict(ncols=3, loc="lower right", bbox_to_anchor=(1, 1), frameon=False, fontsize=8)
-    axes[0, 0].legend(handles, LEGEND, **place)
+    for color, _, text in COLORS.values():
+        axes[0, 0].barh(0, 0, color=color, label=text)
+    axes[0, 0].legend(ncols=3, loc="lower right", bbox_to_anchor=(1, 1), frameon=False, fontsize=8)
     save(figure, name)
