@@ -130,14 +130,20 @@ def of_demo(run, tokens, tile):
     """(layout, sent, held, notes) of the demo's receipt. Gradients are summed as by ddp.py.
 
     tokens: of a rank, with padding. tile: context_parallel.visible_tile."""
-    args, group = run.args, Group("cp", run.world)
-    sizes = sizes_of(args, run.config, length=tokens)
+    args, n, context = run.args, run.world, run.config.context
+    group, sizes = Group("cp", n), sizes_of(args, run.config, length=tokens)
     sent, held = expected(sizes, group, args.kind, args.rings, scatter_operation(dist.group.WORLD))
     sent = add(ddp.expected(sizes, group)[0], sent)
-    ring, ulysses = grid(args.kind, run.world, args.rings)
-    layout = {"cp": run.world, "kind": args.kind, "ring": ring, "ulysses": ulysses}
+    ring, ulysses = grid(args.kind, n, args.rings)
+    layout = {"cp": n, "kind": args.kind, "ring": ring, "ulysses": ulysses}
     zigzag = not args.contiguous and args.kind != "ulysses"
-    return layout, sent, held, notes(tile, ring, ulysses, run.config.context, tokens, zigzag)
+    even = " ".join(f"{share:.0%}" for share in shares(tile, ring, tokens * ulysses, zigzag))
+    padding = tokens * n - context
+    notes = [
+        f"{context} tokens: {tokens} a rank, {padding} padding in all; r = {n - 1}/{n}",
+        f"work of attention, of an even share, by rank of the ring: {even}",
+    ]
+    return layout, sent, held, notes
 
 
 def work(tile, rank, ring, tokens, zigzag=True):
@@ -158,17 +164,6 @@ def shares(tile, ring, tokens, zigzag):
     """Each rank's work, relative to an even share."""
     pairs = [work(tile, rank, ring, tokens, zigzag) for rank in range(ring)]
     return [p * ring / sum(pairs) for p in pairs]
-
-
-def notes(tile, ring, ulysses, context, tokens, zigzag):
-    """Lines of the receipt: padding, and how even the work is. tokens: of a rank."""
-    n = ring * ulysses
-    even = " ".join(f"{share:.0%}" for share in shares(tile, ring, tokens * ulysses, zigzag))
-    padding = tokens * n - context
-    return [
-        f"{context} tokens: {tokens} a rank, {padding} padding in all; r = {n - 1}/{n}",
-        f"work of attention, of an even share, by rank of the ring: {even}",
-    ]
 
 
 # --- the picture

@@ -257,18 +257,14 @@ def of_demo(run):
     sums = [summed(whole, SCALAR, "the loss, 8 bytes")]
     if stage > 0:
         sums.append(summed(split.inside, SCALAR, "the norm, 8 bytes"))
-    return layout, add(sent, *sums), held, notes(sizes, stage, n, buckets)
-
-
-def notes(sizes, stage, n, buckets):
-    """Lines of the receipt. n: ranks that split a copy."""
-    elements = sum(bucket.size for bucket in buckets)
     copies = sizes.moments + sizes.masters
     each = model_states(stage, n, sizes.e, sizes.reduced, copies * sizes.master)
-    return [
+    elements = sum(bucket.size for bucket in buckets)
+    notes = [
         f"bytes a parameter: {' + '.join(f'{size:.4g}' for size in each)} = {sum(each):.4g}",
         f"P with padding: {elements:,}; r = {n - 1}/{n}",
     ]
+    return layout, add(sent, *sums), held, notes
 
 
 # So that whole layers come near to all of the memory
