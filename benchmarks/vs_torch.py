@@ -109,77 +109,65 @@ class Job:
         flags = SimpleNamespace(optimizer=self.kind, lr=KINDS[self.kind][0], weight_decay=0.1)
         return harness.make_optimizer(parameters, flags)
 
-    def rows(self):
-        """This rank's rows of the batch: (tokens, targets)."""
-        return self.tokens.chunk(self.world)[self.rank], self.targets.chunk(self.world)[self.rank]
+    def rows(self, count):
+        """What a model takes of this rank's rows of the batch, its loss divided by `count`."""
+        tokens, targets = (t.chunk(self.world)[self.rank] for t in (self.tokens, self.targets))
+        return tokens, None, targets, count
 
 
-def stepper(zero_grad, loss, *rest):
+def stepper(zero_grad, model, inputs, *after):
     """A function that takes a training step."""
 
     def step():
         zero_grad()
-        value = loss()
-        value.backward()
-        for do in rest:
+        loss = model(*inputs)
+        loss.backward()
+        for do in after:
             do()
-        return value.detach()
+        return loss.detach()
 
     return step
 
 
-# --- data parallelism
+# --- data parallelism. Theirs averages over the ranks: so each loss is a mean over its own rows
 
 
 def our_ddp(job):
-    model, (tokens, targets) = job.model(), job.rows()
+    model = job.model()
     sync, optimizer = ddp.DDP(model.parameters(), job.group), job.optimizer(model.parameters())
-
-    def loss():
-        return model(tokens, targets=targets, target_count=job.count)
-
-    return Side(stepper(sync.zero_grad, loss, sync.finish, optimizer.step), model.named)
+    step = stepper(sync.zero_grad, model, job.rows(job.count), sync.finish, optimizer.step)
+    return Side(step, model.named)
 
 
 def their_ddp(job):
-    model, (tokens, targets) = job.model(), job.rows()
+    model = job.model()
     wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
-    optimizer = job.optimizer(model.parameters())
-
-    def loss():  # a mean over this rank's rows: it averages over the ranks
-        return wrapped(tokens, targets=targets, target_count=job.count / job.world)
-
-    return Side(stepper(optimizer.zero_grad, loss, optimizer.step), model.named, job.world)
+    optimizer, inputs = job.optimizer(model.parameters()), job.rows(job.count / job.world)
+    step = stepper(optimizer.zero_grad, wrapped, inputs, optimizer.step)
+    return Side(step, model.named, job.world)
 
 
 def our_zero(job, stage):
-    model, (tokens, targets) = job.model(), job.rows()
+    model = job.model()
     if stage == 3:
         sharded = fsdp.FSDP(model, job.group, job.optimizer)
     else:
         sharded = zero.ZeRO(model, job.group, stage, job.optimizer)
-
-    def loss():
-        return model(tokens, targets=targets, target_count=job.count)
-
-    step = stepper(sharded.zero_grad, loss, sharded.finish, sharded.step)
+    step = stepper(sharded.zero_grad, model, job.rows(job.count), sharded.finish, sharded.step)
     return Side(step, lambda: sharded.gather_full(model.named()))
 
 
 def their_fsdp(job, reshard):
-    model, (tokens, targets) = job.model(), job.rows()
+    model = job.model()
     for block in model.blocks.values():
         fully_shard(block, reshard_after_forward=reshard)
     fully_shard(model)
-    optimizer = job.optimizer(model.parameters())
-
-    def loss():
-        return model(tokens, targets=targets, target_count=job.count / job.world)
+    optimizer, inputs = job.optimizer(model.parameters()), job.rows(job.count / job.world)
 
     def weights():
         return [(name, p.full_tensor()) for name, p in model.named()]
 
-    return Side(stepper(optimizer.zero_grad, loss, optimizer.step), weights, job.world)
+    return Side(stepper(optimizer.zero_grad, model, inputs, optimizer.step), weights, job.world)
 
 
 # --- tensor and sequence parallelism: the whole batch on every rank
@@ -189,14 +177,12 @@ def our_tensor(job, technique):
     model = job.model(lambda whole: technique.parallelize(whole, job.group))
     parameters = list(model.parameters())
     optimizer = job.optimizer(parameters)
-
-    def loss():
-        return model(job.tokens, targets=job.targets, target_count=job.count)
+    inputs = job.tokens, None, job.targets, job.count
 
     def complete():  # nothing to do without sequence parallelism
         sequence_parallel.reduce_partial(parameters)
 
-    step = stepper(optimizer.zero_grad, loss, complete, optimizer.step)
+    step = stepper(optimizer.zero_grad, model, inputs, complete, optimizer.step)
     return Side(step, model.named, job.world)
 
 
@@ -222,14 +208,16 @@ def their_tensor(job, sequence):
     model = dtensor.parallelize_module(job.model(), mesh, cut)
     optimizer = job.optimizer(model.parameters())
 
-    def loss():
-        value = model(job.tokens, targets=job.targets, target_count=job.count)
+    def loss(*inputs):
+        value = model(*inputs)
         return value.to_local() if isinstance(value, DTensor) else value
 
     def weights():
         return [(name, p.to_local() if isinstance(p, DTensor) else p) for name, p in model.named()]
 
-    step = dtensor.loss_parallel()(stepper(optimizer.zero_grad, loss, optimizer.step))
+    inputs = job.tokens, None, job.targets, job.count
+    step = stepper(optimizer.zero_grad, loss, inputs, optimizer.step)
+    step = dtensor.loss_parallel()(step)
     return Side(step, weights, job.world)
 
 
@@ -301,33 +289,27 @@ def our_context(job):
     sync, optimizer = ddp.DDP(model.parameters(), job.group), job.optimizer(model.parameters())
     where = context_parallel.positions(job.config.context, job.rank, job.world).to(job.device)
     tokens, targets = (context_parallel.shard_sequence(t, where) for t in (job.tokens, job.targets))
-
-    def loss():
-        return model(tokens, where, targets=targets, target_count=job.count)
-
-    return Side(stepper(sync.zero_grad, loss, sync.finish, optimizer.step), model.named)
+    inputs = tokens, where, targets, job.count
+    step = stepper(sync.zero_grad, model, inputs, sync.finish, optimizer.step)
+    return Side(step, model.named)
 
 
 def their_context(job):
     model, where = job.model(), torch.arange(job.config.context, device=job.device)
-    inputs, context = [job.tokens.clone(), job.targets.clone(), where], contextlib.nullcontext
+    tokens, targets = job.tokens.clone(), job.targets.clone()
+    context = contextlib.nullcontext
     if job.device.type == "cuda":
-        mesh = init_device_mesh("cuda", (job.world,))
-        # Cuts them
-        context = partial(their_context_parallel, mesh, buffers=inputs, buffer_seq_dims=[1, 1, 0])
+        mesh, cut = init_device_mesh("cuda", (job.world,)), [tokens, targets, where]
+        context = partial(their_context_parallel, mesh, buffers=cut, buffer_seq_dims=[1, 1, 0])
     else:  # their balanced ring takes the chunks that our zigzag does
         where = context_parallel.positions(job.config.context, job.rank, job.world)
-        inputs = [*(context_parallel.shard_sequence(t, where) for t in inputs[:2]), where]
+        tokens, targets = (context_parallel.shard_sequence(t, where) for t in (tokens, targets))
         for block in model.blocks.values():
             block.attn.core = TheirCore(job.group)
     wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
     optimizer = job.optimizer(model.parameters())
-
-    def loss():
-        tokens, targets, where = inputs
-        return wrapped(tokens, where, targets=targets, target_count=job.count / job.world)
-
-    take_step = stepper(optimizer.zero_grad, loss, optimizer.step)
+    inputs = tokens, where, targets, job.count / job.world
+    take_step = stepper(optimizer.zero_grad, wrapped, inputs, optimizer.step)
 
     def step():
         with context():

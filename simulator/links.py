@@ -77,23 +77,24 @@ class Link(NamedTuple):
         """Of a message of which each rank sends `wire` bytes."""
         speed = self.speed(operation)
         if operation in ("send", "recv"):
-            base, inside, between, _ = RING[2]
-            return wire / speed + (inside if self.nodes == 1 else between)
+            _, inside_node, between_nodes, _ = RING[2]
+            return wire / speed + (inside_node if self.nodes == 1 else between_nodes)
+
+        def fastest(protocols, inner_steps, steps):
+            return min(
+                base + inner_steps * inside_node + steps * between_nodes + wire / (speed * share)
+                for base, inside_node, between_nodes, share in protocols
+            )
+
         ways = 2 if operation == "all_reduce" else 1
         steps = ways * (self.nodes - 1)
-        inner = ways * (self.ranks - 1) - steps
-        times = []
-        for base, inside, between, share in RING:
-            times.append(base + inner * inside + steps * between + wire / (speed * share))
+        time = fastest(RING, ways * (self.ranks - 1) - steps, steps)
         if operation == "all_reduce":
-            inner = 2 * (self.ranks / self.nodes - 1)
-            steps = 2 * math.log2(self.nodes)
-            for base, inside, between, share in TREE:
-                times.append(base + inner * inside + steps * between + wire / (speed * share))
-        measured = 0.0
+            inner_steps = 2 * (self.ranks / self.nodes - 1)
+            time = min(time, fastest(TREE, inner_steps, 2 * math.log2(self.nodes)))
         if self.nodes == 1 and self.ranks > 1:
-            measured = wire / (speed * self.reached(operation, wire))
-        return max(min(times), measured)
+            time = max(time, wire / (speed * self.reached(operation, wire)))
+        return time
 
 
 @functools.lru_cache(maxsize=None)

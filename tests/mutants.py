@@ -129,31 +129,13 @@ COMMANDS = {
 # --- which bugs there are
 
 REFUSING = re.compile(r"_?(check|refuse|agree|warn)")
-OPERATORS = {
-    ast.Add: ast.Sub,
-    ast.Sub: ast.Add,
-    ast.Mult: ast.FloorDiv,
-    ast.Div: ast.Mult,
-    ast.FloorDiv: ast.Mult,
-    ast.Mod: ast.FloorDiv,
-    ast.LShift: ast.RShift,
-    ast.RShift: ast.LShift,
-    ast.BitAnd: ast.BitOr,
-    ast.BitOr: ast.BitAnd,
-    ast.BitXor: ast.BitAnd,
-    ast.And: ast.Or,
-    ast.Or: ast.And,
-    ast.Lt: ast.LtE,
-    ast.LtE: ast.Lt,
-    ast.Gt: ast.GtE,
-    ast.GtE: ast.Gt,
-    ast.Eq: ast.NotEq,
-    ast.NotEq: ast.Eq,
-    ast.Is: ast.IsNot,
-    ast.IsNot: ast.Is,
-    ast.In: ast.NotIn,
-    ast.NotIn: ast.In,
-}
+PAIRS = [(ast.Add, ast.Sub), (ast.LShift, ast.RShift), (ast.BitAnd, ast.BitOr), (ast.And, ast.Or)]
+PAIRS += [(ast.Lt, ast.LtE), (ast.Gt, ast.GtE), (ast.Eq, ast.NotEq), (ast.Is, ast.IsNot)]
+PAIRS += [(ast.In, ast.NotIn)]
+OPERATORS = {ast.Mult: ast.FloorDiv, ast.Div: ast.Mult, ast.FloorDiv: ast.Mult}
+OPERATORS |= {ast.Mod: ast.FloorDiv, ast.BitXor: ast.BitAnd}
+for one, another in PAIRS:
+    OPERATORS |= {one: another, another: one}
 # The order of their arguments changes nothing, or is a type error at once
 UNORDERED = {"max", "min", "isinstance", "hasattr", "getattr", "setattr"}
 
