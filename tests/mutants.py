@@ -36,7 +36,7 @@ PATIENCE = 10  # seconds after which a rank that waits for another gives up
 OUTCOMES = ["receipt", "error", "hung", "survived"]
 # Sizes that do not divide by the ranks: 257 tokens, 10 positions. sgd shows a gradient's scale
 TINY = "--layers 2 --heads 4 --width 24 --context 10 --batch 12 --steps 2 --dtype float64 --quiet "
-TINY += f"--optimizer sgd --lr 0.1 --timeout {PATIENCE} --device cpu"
+TINY += f"--lr 0.1 --timeout {PATIENCE} --device cpu"
 LLAMA = "--family llama --kv-heads 2"
 EXPERTS = "--family llama --experts 4 --shared 1 --balance-loss 0.1"
 COMMANDS = {
@@ -115,6 +115,11 @@ COMMANDS = {
         "--nproc 3 --experts 7 --top-k 3 --chunks 3 --optimizer adamw",
         "--nproc 2 --experts 4 --capacity 2 --prove 2",
         "--nproc 2 --experts 4 --capacity 1",
+    ],
+    "muon": [
+        "--nproc 3",
+        "--nproc 2 --microbatches 3 --family llama --kv-heads 2",
+        "--nproc 1",
     ],
     "diloco": [
         "--nproc 3 --sync-every 3 --stream 2 --stream-delay 1 --outer-bits 4 --steps 8",
@@ -307,7 +312,8 @@ def run_demo(folder, name, source, flags, seconds, trace=False):
     ran.write_text("")
     words = f"{flags} --quiet --device cpu".split()
     if name != "collectives":
-        words = [*TINY.split(), *words, "--data", str(text)]  # the later flag counts
+        sgd = [] if name == "muon" else ["--optimizer", "sgd"]
+        words = [*TINY.split(), *sgd, *words, "--data", str(text)]  # the later flag counts
 
     def before():
         data.cache_folder = lambda: folder
