@@ -251,11 +251,12 @@ class Schedule(tuple):
         """The message that an action sends: a forward's to the next stage, a backward's to the
         stage before. None at the ends of the pipeline."""
         kind, m, stage = action
-        forward = kind == "F"
-        receiver = stage + 1 if forward else stage - 1
+        if kind == "F":
+            receiver = stage + 1
+        else:
+            kind, receiver = "B", stage - 1  # I of zero_bubble.py sends what B does
         if receiver not in self.owner:
             return None
-        kind = "F" if forward else "B"
         return Message(kind, m, receiver, self.owner[stage], self.owner[receiver])
 
     def incoming(self, action):

@@ -238,9 +238,7 @@ class Runner:
                 x = context_parallel.shard_sequence(tokens, held)
             if targets is not None:
                 targets = context_parallel.shard_sequence(targets, held, gpt.IGNORE)
-            return self.model[stage](
-                x, positions, targets=targets, target_count=count, sample_ids=samples
-            )
+            return self.model[stage](x, positions, targets, count, samples)
 
         tokens_held = len(held) // args.tp if args.sp else len(held)
         shape, dtype = (rows, tokens_held, run.config.width), harness.DTYPES[args.param_dtype]
