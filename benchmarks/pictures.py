@@ -114,71 +114,55 @@ def draw_memory(run, name):
 # --- what runs beside what
 
 
-class Timed:
-    """An all-reduce that notes when it was started, and when it was done."""
+def times_of_a_step(run, way):
+    """(middle, end, [(start, end) of each all-reduce]) of rank 0's third step, in milliseconds: its
+    forward ends in the middle, its backward at the end."""
+    model, all_reduce, spans = run.fill(run.meta_model()), dist.all_reduce, []
 
-    def __init__(self):
-        self.spans, self.all_reduce = [], dist.all_reduce
-
-    def __call__(self, tensor, group=None, async_op=False):
+    def timed(tensor, group=None, async_op=False):
         span = [time.perf_counter(), None]
-        self.spans.append(span)
-        work = self.all_reduce(tensor, group=group, async_op=True)
+        spans.append(span)
+        work = all_reduce(tensor, group=group, async_op=True)
         work.get_future().add_done_callback(lambda _: span.__setitem__(1, time.perf_counter()))
-        if async_op:
-            return work
-        work.wait()
+        return work if async_op else work.wait()
 
-
-def spans_of_a_step(run, way):
-    """(spans of forward, of backward, of messages) of rank 0's second step, in seconds."""
-    model = run.fill(run.meta_model())
-    timed = Timed()
-    if way == "naive":
-        zero_grad = model.zero_grad
-        parameters, group = list(model.parameters()), dist.group.WORLD
-        finish = functools.partial(ddp.sum_gradients, parameters, group)
-    else:
-        options = 1, 1 << 19, way == "overlapped", functools.partial(timed, async_op=True)
-        sync = ddp.DDP(model.parameters(), dist.group.WORLD, *options)
-        zero_grad, finish = sync.zero_grad, sync.finish
-    for step in range(3):
-        zero_grad()
-        timed.spans.clear()
-        [(tokens, targets, samples)] = run.microbatches(step, run.rank, run.world, pieces=1)
-        dist.barrier()
-        start = time.perf_counter()
-        loss = model(tokens, targets=targets, target_count=run.count, sample_ids=samples)
-        middle = time.perf_counter()
-        loss.backward()
-        end = time.perf_counter()
-        # sum_gradients takes torch's all_reduce by its name
-        with mock.patch.object(dist, "all_reduce", timed if way == "naive" else dist.all_reduce):
+    with mock.patch.object(dist, "all_reduce", timed):
+        group, zero_grad = dist.group.WORLD, model.zero_grad
+        if way == "naive":
+            finish = functools.partial(ddp.sum_gradients, list(model.parameters()), group)
+        else:
+            sync = ddp.DDP(model.parameters(), group, 1, 1 << 19, way == "overlapped")
+            zero_grad, finish = sync.zero_grad, sync.finish
+        for step in range(3):
+            zero_grad()
+            spans.clear()
+            [(tokens, targets, samples)] = run.microbatches(step, run.rank, run.world, pieces=1)
+            dist.barrier()
+            start = time.perf_counter()
+            loss = model(tokens, targets=targets, target_count=run.count, sample_ids=samples)
+            middle = time.perf_counter()
+            loss.backward()
+            end = time.perf_counter()
             finish()
-    messages = [(a - start, b - start) for a, b in timed.spans]
-    return [(0.0, middle - start)], [(middle - start, end - start)], messages
+    messages = [((a - start) * 1e3, (b - start) * 1e3) for a, b in spans]
+    return (middle - start) * 1e3, (end - start) * 1e3, messages
 
 
 def draw_overlap(run, name):
-    rows = [(way, spans_of_a_step(run, way)) for way in WAYS]
+    rows = [(way, *times_of_a_step(run, way)) for way in WAYS]
     if run.rank:
         return
     plt = harness.pyplot()
     figure, axes = plt.subplots(len(rows), 1, figsize=(11, 4.5), sharex=True, layout="constrained")
-    for ax, (way, (forward, backward, messages)) in zip(axes, rows):
-        for spans, row, color in ((forward, 1, COLORS[0]), (backward, 1, COLORS[1])):
-            ax.broken_barh(
-                [(a * 1e3, (b - a) * 1e3) for a, b in spans], (row - 0.4, 0.8), color=color
-            )
+    for ax, (way, middle, end, messages) in zip(axes, rows):
+        ax.broken_barh([(0, middle)], (0.6, 0.8), color=COLORS[0])
+        ax.broken_barh([(middle, end - middle)], (0.6, 0.8), color=COLORS[1])
         for i, (a, b) in enumerate(messages):
-            ax.broken_barh(
-                [(a * 1e3, (b - a) * 1e3)], (-0.4 + 0.1 * (i % 8), 0.08), color=COLORS[2]
-            )
+            ax.broken_barh([(a, b - a)], (-0.4 + 0.1 * (i % 8), 0.08), color=COLORS[2])
         ax.set(yticks=[0, 1], yticklabels=["messages", "compute"], title=way)
-        print(f"{way:12s} {max(b for _, b in messages + backward) * 1e3:7.1f} ms")
-    axes[-1].set(
-        xlabel="ms of a step on rank 0 (blue: forward, orange: backward, green: all-reduces)"
-    )
+        print(f"{way:12s} {max(end, *(b for _, b in messages)):7.1f} ms")
+    what = "blue: forward, orange: backward, green: all-reduces"
+    axes[-1].set(xlabel=f"ms of a step on rank 0 ({what})")
     harness.save(figure, name)
 
 
