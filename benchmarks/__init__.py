@@ -80,8 +80,8 @@ def versus(what, ours, theirs, tokens, steps, turns, device="cpu"):
 
 
 def call(words, passing=(0,), **variables):
-    """Run Python with these words. Raises Refused, with what it said last, where the exit code is
-    none of `passing`. variables: of the environment."""
+    """Run Python with these words. Returns what it said. Raises Refused, with the last line of it,
+    where the exit code is none of `passing`. variables: of the environment."""
     with tempfile.TemporaryFile("w+") as output:
         options = dict(cwd=ROOT, env=os.environ | variables, stdout=output, stderr=output)
         try:
@@ -89,9 +89,11 @@ def call(words, passing=(0,), **variables):
         except subprocess.TimeoutExpired:
             raise harness.Refused(f"no end within {LONGEST} s", code=1) from None
         output.seek(0)
-        last = output.read().strip().rpartition("\n")[2]
+        said = output.read().strip()
     if code not in passing:
+        last = said.rpartition("\n")[2]
         raise harness.Refused(f"{' '.join(words)} ended with exit code {code}: {last}", code=1)
+    return said
 
 
 def receipt(command, passing=(0,)):

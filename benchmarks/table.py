@@ -8,12 +8,9 @@ tokens/s and peak memory beside PyTorch's own.
 """
 
 import re
-import subprocess
-import sys
 
 import benchmarks
 import harness
-from harness.missing import ROOT
 
 ROWS = [  # script and flags, the pair of vs_torch
     ("ddp.py", "ddp"),
@@ -37,11 +34,8 @@ def held(result):
 def beside(pair, turns):
     """(tokens/s, peak memory) of ours / theirs, as vs_torch prints them."""
     flags = f"--nproc 2 --device cpu --only {pair} --turns {turns}"
-    command = [sys.executable, "-m", "benchmarks.vs_torch", *flags.split()]
-    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
-    if done.returncode:
-        raise harness.Refused(f"{pair} differs from PyTorch's own: {done.stdout}", code=1)
-    return re.findall(r"\d+\.\d\d \([\d. ]+\)", done.stdout)
+    said = benchmarks.call(["-m", "benchmarks.vs_torch", *flags.split()])
+    return re.findall(r"\d+\.\d\d \([\d. ]+\)", said)
 
 
 def main():
