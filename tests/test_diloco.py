@@ -154,6 +154,12 @@ def test_the_price_of_islands_is_measured(monkeypatch, text):
         assert abs(loss - other) < 1e-10 < abs(loss - third)
 
 
+def test_bytes_of_islands_on_a_link():
+    """Two averages of the whole model in 100 steps, and ten."""
+    twice, often = (slow_links.sent_by_islands(f"--sync-every {n}", 100) for n in (50, 10))
+    assert twice == pytest.approx(2 * (16 + 4 * 7_209_600)) and often == pytest.approx(5 * twice)
+
+
 def test_messages_of_few_bits_in_float32(script):
     """A number that rounding moves across a border of the grid is a whole step of it apart."""
     small = "--nproc 2 --layers 1 --width 16 --heads 2 --context 8 --batch 4 --steps 4"

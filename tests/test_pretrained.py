@@ -342,7 +342,7 @@ def test_a_dry_run_and_a_plan_read_the_config_alone(folders, tmp_path, capsys):
     shutil.copy(folders["llama 3.1"] / "config.json", tmp_path)
     size = sum(p.numel() for _, p in build(folders["llama 3.1"]).named())
     for layout, said in (
-        ("--tp 2 --dry-run --ranks 1", f"{size:,} parameters, tp 2"),
+        ("--tp 2 --dry-run", f"{size:,} parameters, tp 2"),
         ("--gpus 1 --plan", "played, the best first"),
     ):
         args = f"--init-from {tmp_path} --batch 2 --device cpu {layout}".split()
