@@ -55,10 +55,10 @@ CEILINGS = {
     "proof": 1739,
     "receipts": 2589,
     "trainer": 2730,
-    "simulator": 2114,
+    "simulator": 2080,
     "exercises": 300,
-    "tests": 13974,
-    "benchmarks": 3035,
+    "tests": 13968,
+    "benchmarks": 2991,
 }
 DEMO = "# --- demo ---"
 # Demos that a lesson runs for another one: `ddp.py --sync server`, `zero.py --stage 3`
