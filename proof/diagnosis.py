@@ -1,8 +1,8 @@
 """Where a run parts from one process, and why: what a failing receipt says.
 
-The proof knows which tensors are off. This file looks for the first thing that went wrong, in the
-order of computation, and for a hypothesis (proof/hypotheses.py) that explains the worst tensors. It
-runs only after a proof has failed.
+The proof knows which tensors are off. When it has failed, every rank sends rank 0 what it has, and
+rank 0 looks for the first thing that went wrong, in the order of computation, and for a hypothesis
+(proof/hypotheses.py) that explains the worst tensors.
 """
 
 import functools

@@ -153,14 +153,10 @@ class Report:
         return add(sums, sent), held, self.notes()
 
     def notes(self):
-        args = self.run.args
-        totals = [self.received, self.assignments, self.dropped, self.too_many]
-        totals = torch.tensor(totals, dtype=torch.int64, device=self.run.device)
-        fullest = totals.clone()
-        dist.all_reduce(totals)
-        dist.all_reduce(fullest, op=dist.ReduceOp.MAX)
-        received, assignments, dropped, too_many = totals.tolist()
-        share = fullest[0].item() / received * self.run.world
+        args, own = self.run.args, (self.received, self.assignments, self.dropped, self.too_many)
+        received, *totals = zip(*self.run.gather(own))
+        assignments, dropped, too_many = map(sum, totals)
+        share = max(received) / sum(received) * self.run.world
         step = self.run.measured + 1
         notes = [f"in step {step} the fullest rank had {share:.0%} of an even share of rows"]
         if args.capacity is not None:
