@@ -1,8 +1,7 @@
 """What a Muon rank sends and holds: 2 r P e, and about 1/N of the states; and the same optimizer on
 one process."""
 
-import torch
-
+from harness.optimizer import make_optimizer
 from proof.receipt import Count
 from receipts.formulas import SCALAR, Group, held, sizes_of, summed
 
@@ -68,12 +67,8 @@ def one_process(model, matrices, muon):
 
     def make(parameters, args):
         pairs = list(zip(parameters, chosen, strict=True))
-        rates = {"lr": args.lr, "weight_decay": args.weight_decay}
-        decayed = {"params": [p for p, is_muons in pairs if p.dim() > 1 and not is_muons]}
-        vectors = {"params": [p for p in parameters if p.dim() <= 1], "weight_decay": 0.0}
-        return Optimizers(
-            muon([p for p, is_muons in pairs if is_muons], **rates),
-            torch.optim.AdamW([decayed, vectors], betas=(0.9, 0.95), **rates),
-        )
+        matrices = [p for p, is_muons in pairs if is_muons]
+        others = [p for p, is_muons in pairs if not is_muons]
+        return Optimizers(muon(matrices, args.lr, args.weight_decay), make_optimizer(others, args))
 
     return make

@@ -137,7 +137,7 @@ def one_process(args):
 
 
 class Rates:
-    lr, weight_decay = 1e-2, 0.1
+    optimizer, lr, weight_decay = "adamw", 1e-2, 0.1
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4, 12])
