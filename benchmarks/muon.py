@@ -46,8 +46,9 @@ def side(run, ours):
 def demo(run):
     _muon._zeropower_via_newtonschulz = lambda gradient, *_: muon.orthogonalize(gradient)
     (ours, model), (theirs, other) = side(run, ours=True), side(run, ours=False)
-    name = f"{run.world} ranks, 256 tokens each; tokens/s"
-    line = benchmarks.versus(name, ours, theirs, 256 * run.world, 2, run.args.turns, run.device)
+    line = benchmarks.versus(
+        "tokens/s", ours, theirs, 256 * run.world, 2, run.args.turns, run.device
+    )
     run.print(f"{benchmarks.HEAD}\n{line}")
     torch.testing.assert_close([*model.parameters()], [*other.parameters()], rtol=0, atol=1e-2)
 
