@@ -120,31 +120,42 @@ class FSDP(ZeRO):
     stages = (3,)
 
     def __init__(
-        self, model, group, optimizer, microbatches=1, units=None, reshard=True, **options
+        self,
+        model,
+        group,
+        optimizer,
+        microbatches=1,
+        units=None,
+        reshard=True,
+        scopes=None,
+        **options,
     ):
         self.reshard = reshard
         self.in_backward = None  # the unit whose backward is running
         self.prefetched = None  # the unit that is gathered in advance
-        modules = default_units(model) if units is None else units
-        self.units = [Unit(self, module) for module in modules]
-        for unit, following in pairwise(self.units):
-            unit.following, following.previous = following, unit
+        self.units = []
+        for scope, part in (scopes or {None: model}).items():
+            modules = default_units(part) if units is None else units
+            of_scope = [Unit(self, module, scope) for module in modules]
+            for unit, following in pairwise(of_scope):
+                unit.following, following.previous = following, unit
+            self.units += of_scope
         self.units_of = {p: () for p in model.parameters()}
         for unit in self.units:
             for p in unit.module.parameters():
                 self.units_of[p] += (unit,)
         options["bucket_bytes"] = float("inf")  # a unit is one bucket
-        super().__init__(model, group, 3, optimizer, microbatches, **options)
+        super().__init__(model, group, 3, optimizer, microbatches, scopes=scopes, **options)
         del self.units_of  # it holds the parameters as they were, and their memory
 
     def _kind(self, p):
         return self.units_of[p], super()._kind(p)  # a tied matrix is in two units
 
-    def _make_bucket(self, parameters, group, **options):
+    def _make_bucket(self, parameters, place, **options):
         users = self.units_of[parameters[0]]
         if not users:
-            return super()._make_bucket(parameters, group, **options)
-        bucket = UnitBucket(parameters, group, self.stage, **options)
+            return super()._make_bucket(parameters, place, **options)
+        bucket = UnitBucket(parameters, place, self.stage, **options)
         for unit in users:
             unit.buckets.append(bucket)
         return bucket
@@ -161,8 +172,14 @@ class FSDP(ZeRO):
         self.prefetched = following
 
     def release(self):
+        if self.prefetched:
+            self.prefetched.release()
         for unit in self.units:
-            unit.release()
+            if self.scope in (
+                None,
+                unit.scope,
+            ):  # other stages' weights may wait for their backward
+                unit.release()
         self.prefetched = self.in_backward = None
 
     def _backward_ends(self):
@@ -181,8 +198,8 @@ class FSDP(ZeRO):
 class Unit:
     """A module whose weights are gathered before it runs, forward or backward, and freed after."""
 
-    def __init__(self, fsdp, module):
-        self.fsdp, self.module, self.buckets = fsdp, module, []
+    def __init__(self, fsdp, module, scope):
+        self.fsdp, self.module, self.scope, self.buckets = fsdp, module, scope, []
         self.previous = self.following = None  # its neighbours in the order of forward
         module.register_forward_pre_hook(self.before_forward)
         module.register_forward_hook(self.after_forward)
@@ -225,6 +242,8 @@ class Unit:
         # Autograd runs in the reverse order of forward: all that ran after this unit is done
         if fsdp.in_backward:
             fsdp.in_backward.release()
+            if fsdp.queue is not None:
+                fsdp._reduce_full(done=fsdp.in_backward.first_used)
         fsdp.in_backward = self
         fsdp.enter(self, self.previous)
 
@@ -323,13 +342,11 @@ def main():
 
 def demo(run):
     args = run.args
-    group, copies_group = zero_flags.make_groups(run)
+    group, splits = zero_flags.make_groups(run)
     model = run.meta_model()
     optimizer = functools.partial(harness.make_optimizer, args=args)
     options = zero_flags.options(run, model, stage=3)
-    fsdp = FSDP(model, group, optimizer, args.microbatches, **options)
-    if copies_group is not None:
-        fsdp.replicate(copies_group)
+    fsdp = FSDP(model, group, optimizer, args.microbatches, splits=splits, **options)
     for step in run.steps(fsdp):
         fsdp.zero_grad()
         loss = run.zero()

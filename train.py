@@ -36,6 +36,7 @@ import torch.distributed as dist
 import context_parallel
 import ddp
 import expert_parallel
+import fsdp
 import harness
 import model as gpt
 import pipeline
@@ -44,12 +45,12 @@ import receipts.pipeline
 import receipts.train
 import sequence_parallel
 import tensor_parallel
+import zero
 import zero_bubble
 from harness import initialize, zero_flags
 from receipts.expert_parallel import RowCounter
 from simulator import command
 from trainer import islands, layout, pretrained, recording, sampling, saving, tracking, validation
-from trainer.composed_zero import ComposedZeRO, ZeRO
 from trainer.faults import first_nonfinite
 from trainer.large_vocabulary import lean_head
 from trainer.layout import cp_shape, open_groups, prepare
@@ -164,17 +165,18 @@ def data_parallel(run, model, groups, draw):
         options = {"all_reduce": functools.partial(harness.all_reduce, async_op=True)}
         sync = ddp.DDP(model.uses(), groups["dp"], args.microbatches, bucket_bytes, **options)
         return sync, harness.make_optimizer(model.parameters(), args)
-    sharded_optimizer = ZeRO(
-        model,
-        groups["dp"],
-        args.zero,
-        lambda pieces: harness.make_optimizer(pieces, args),
-        args.microbatches,
-        scopes=model.parts.values(),
+    options = dict(
+        optimizer=functools.partial(harness.make_optimizer, args=args),
+        microbatches=args.microbatches,
+        scopes={int(stage): part for stage, part in model.parts.items()},
         splits=zero_flags.splits(groups),
         **zero_flags.options(run, model, args.zero, draw),
     )
-    return sharded_optimizer, sharded_optimizer
+    if args.zero == 3:
+        sharded = fsdp.FSDP(model, groups["dp"], **options)
+    else:
+        sharded = zero.ZeRO(model, groups["dp"], args.zero, **options)
+    return sharded, sharded
 
 
 # --- the loop
@@ -195,7 +197,6 @@ class Runner:
         self.replica = island * run.args.dp + dist.get_rank(groups["dp"]) // run.args.cp
         self.positions_held = functools.lru_cache(self.positions_held)
         self.positions_held(run.config.context)  # before the first step: a copy makes it wait
-        self.stages = [int(stage) for stage in model.parts]
         blocks = [block for part in model.parts.values() for block in part.blocks.values()]
         self.rows = RowCounter([block.mlp for block in blocks] if run.args.ep > 1 else [])
 
@@ -255,9 +256,8 @@ class Runner:
         """ZeRO must know which stage's gradients an action makes, and whether they are complete:
         after I those of the weights are still missing."""
         scope = contextlib.nullcontext()
-        if isinstance(self.sync, ComposedZeRO) and action.kind != "F":
-            scope_number = self.stages.index(action.stage)
-            scope = self.sync.backward(scope_number, complete=action.kind != "I")
+        if isinstance(self.sync, zero.ZeRO) and action.kind != "F":
+            scope = self.sync.backward(action.stage, complete=action.kind != "I")
         with self.watch(action), scope:
             yield
 
@@ -277,7 +277,7 @@ def train(run, schedule=None, watch=contextlib.nullcontext, warm_up_first=True):
     draw = pretrained.Folder(args.init_from, run.config).draw if args.init_from else initialize.draw
     model = build(run, schedule, groups)
     sync, optimizer = data_parallel(run, model, groups, draw)
-    uses_zero = isinstance(optimizer, ComposedZeRO)
+    uses_zero = isinstance(optimizer, zero.ZeRO)
     loss_scale = LossScale(args, optimizer)
     runner = Runner(run, schedule, groups, model, sync, loss_scale, watch)
     parameters = list(model.parameters())
@@ -317,7 +317,7 @@ def train(run, schedule=None, watch=contextlib.nullcontext, warm_up_first=True):
             harness.sum_over([dp, pp], loss)
             # Over the pieces of all ranks, so that all of them clip alike
             if uses_zero:
-                norm = optimizer.grad_norm(splitting) / loss_scale.value
+                norm = optimizer.grad_norm(pp) / loss_scale.value
             else:
                 norm = harness.grad_norm(parameters, splitting)
             if step == run.measured:  # the ledger counts bytes in this step

@@ -26,7 +26,9 @@ Limits    An optimizer that needs whole matrices, as Muon does, can't work on sh
 Rajbhandari et al. 2020, ZeRO, arXiv:1910.02054.
 """
 
+import contextlib
 import functools
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -95,7 +97,7 @@ class ZeRO:
     optimizer(pieces) makes an optimizer that works element by element. microbatches: the backward
     passes of a step. bucket_bytes: of the largest bucket; a larger parameter has one of its own.
     reduce_each=False: stage 2 reduces in the last backward pass only; it sends less, and holds all
-    gradients until then. Bucket has the other options.
+    gradients until then. Bucket has the other options. scopes, splits: see below, composition.
 
     Before: all ranks have equal weights, loaded, tied and frozen in their final form. The
     parameters are replaced in place. Activation checkpointing needs use_reentrant=False."""
@@ -111,19 +113,26 @@ class ZeRO:
         microbatches=1,
         bucket_bytes=25 << 20,
         reduce_each=True,
+        scopes=None,
+        splits=None,
         **options,  # of each Bucket
     ):
         self.model, self.group, self.stage, self.microbatches = model, group, stage, microbatches
         self.reduce_each = reduce_each and stage >= 2
+        self.splits = splits or {}
+        self.scope, self.complete = None, True  # see backward()
         gloo = dist.get_backend(group) == "gloo"
         self.reduce_scatter = DirectReduceScatter if gloo else native_reduce_scatter
         self.buckets = []
+        self.places = find_places(model, group, scopes or {None: model}, self.splits)
         views = {}  # a parameter: the view that takes its place
         for parameters in group_parameters(model.parameters(), bucket_bytes, self._kind):
-            bucket = self._make_bucket(parameters, group, **options)
-            bucket.passes = bucket.passes_left = microbatches  # backward passes that fill it
+            bucket = self._make_bucket(parameters, self.places[parameters[0]], **options)
+            bucket.passes = microbatches * len(bucket.place.scopes)  # backward passes that fill it
+            bucket.passes_left = bucket.passes
             self.buckets.append(bucket)
             views.update(zip(parameters, bucket.parameters))
+        del self.places  # it holds the parameters as they were, and their memory
         for module in model.modules():
             for name, p in module.named_parameters(recurse=False, remove_duplicate=False):
                 setattr(module, name, views[p])
@@ -134,6 +143,7 @@ class ZeRO:
             for i, p in enumerate(bucket.parameters):
                 p.register_post_accumulate_grad_hook(functools.partial(self._take, bucket, i))
         self.optimizer = optimizer(pieces)
+        self.cut_groups = find_cut_groups(model.parameters(), group if stage > 0 else None)
         check_arguments(self)
         self.works = []  # (bucket, work): reductions on their way
         self.sums = []  # works: sums of shards over replicas
@@ -144,10 +154,10 @@ class ZeRO:
 
     def _kind(self, p):
         """What the parameters of a bucket have in common."""
-        return p.requires_grad, p.dtype, p.device
+        return p.requires_grad, p.dtype, p.device, self.places[p]
 
-    def _make_bucket(self, parameters, group, **options):
-        return Bucket(parameters, group, self.stage, **options)
+    def _make_bucket(self, parameters, place, **options):
+        return Bucket(parameters, place, self.stage, **options)
 
     # --- a step: zero_grad, backward passes, finish, step
 
@@ -187,17 +197,19 @@ class ZeRO:
             self._end_pass()
 
     def _begin_pass(self):
-        self.queue = [bucket for bucket in self.trainable if bucket.passes_left > 0]
+        self.queue = [b for b in self.trainable if b.passes_left > 0]
+        if self.scope is not None:
+            self.queue = [b for b in self.queue if self.scope in b.place.scopes]
 
     def _end_pass(self):
-        self._reduce_full(rest=True)  # a parameter may have got no gradient
+        self._reduce_full(done=self.queue)  # a parameter may have got no gradient
         self._wait()
         self.queue = None
 
-    def _reduce_full(self, rest=False):
+    def _reduce_full(self, done=()):
         # In the same order on all ranks: swapped reductions would add up the wrong buckets,
         # silently. So a bucket that is full early waits for those before it
-        while self.queue and (rest or self.queue[0].all_arrived()):
+        while self.complete and self.queue and (self.queue[0] in done or self.queue[0].all_arrived()):
             bucket = self.queue.pop(0)
             bucket.arrived.clear()
             bucket.passes_left -= 1
@@ -228,9 +240,13 @@ class ZeRO:
         call it too."""
         if self.backward_running:
             raise RuntimeError("an exception ended a backward pass: call zero_grad(), begin anew")
-        if self.last_call != "finish":
-            self._run_missing_passes()
-            self.last_call = "finish"
+        if self.last_call == "finish":
+            return
+        self._run_missing_passes()
+        for bucket in self.trainable:
+            for group in bucket.place.partial:
+                dist.all_reduce(bucket.gradient, group=group)
+        self.last_call = "finish"
 
     def _run_missing_passes(self, given_up=False):
         # A rank that ran fewer backward passes must still join the reductions
@@ -268,15 +284,22 @@ class ZeRO:
 
     # --- beside a step: the norm, clipping, whole copies, replicas
 
-    def grad_norm(self):
-        """The norm of the whole gradient: a float64 scalar, the same on all ranks."""
+    def grad_norm(self, stages=None):
+        """The norm of the whole gradient: a float64 scalar, the same on all ranks. stages: the
+        group of a pipeline's ranks."""
         self.finish()
-        total = torch.zeros((), dtype=torch.float64, device=self.buckets[0].weights.device)
+        counted = []
         for bucket in self.trainable:
-            dtype = torch.promote_types(bucket.gradient.dtype, torch.float32)
-            total += torch.linalg.vector_norm(bucket.gradient, dtype=dtype).double().square()
-        if self.stage > 0:
-            dist.all_reduce(total, group=self.group)
+            for p, span in zip(bucket.parameters, bucket.spans):
+                if is_counted(p, bucket.place, self.cut_groups, stages):
+                    counted.append(bucket.gradient[span])
+        total = torch.zeros((), dtype=torch.float64, device=self.buckets[0].weights.device)
+        if counted:
+            dtype = torch.promote_types(counted[0].dtype, torch.float32)
+            total += torch.stack(torch._foreach_norm(counted, dtype=dtype)).double().square().sum()
+        for group in [self.group if self.stage > 0 else None, *self.cut_groups, stages]:
+            if group is not None and dist.get_world_size(group) > 1:
+                dist.all_reduce(total, group=group)
         return total.sqrt()
 
     def clip(self, norm, limit):
@@ -308,19 +331,23 @@ class ZeRO:
         """The optimizer's, for learning rates."""
         return self.optimizer.param_groups
 
-    def replicate(self, copies_group):
-        """HSDP: several groups hold a replica of the model, and each splits its own. copies_group:
-        the ranks with the same shards, one of each group. Once a step they sum their shards of the
-        gradient."""
-        check_same_shards(self.group, copies_group)
-        for bucket in self.buckets:
-            bucket.copies_group = copies_group
+    # --- together with another kind of parallelism: see the end of this file
+
+    @contextlib.contextmanager
+    def backward(self, scope=None, complete=True):
+        """Around each backward pass of a pipeline's rank. scope: its stage, a key of scopes.
+        complete=False: a later pass brings the rest of its gradients (zero_bubble.py)."""
+        self.scope, self.complete = scope, complete
+        try:
+            yield
+        finally:
+            self.scope, self.complete = None, True
 
     def _keep_shard(self, bucket):
         bucket.keep_shard()
-        if bucket.copies_group is not None and bucket.passes_left == 0:
-            gradient, group = bucket.gradient, bucket.copies_group
-            self.sums.append(dist.all_reduce(gradient, group=group, async_op=True))
+        across = bucket.place.across
+        if across is not None and bucket.passes_left == 0:
+            self.sums.append(dist.all_reduce(bucket.gradient, group=across, async_op=True))
 
 
 class Bucket:
@@ -342,20 +369,20 @@ class Bucket:
     def __init__(
         self,
         parameters,
-        group,
+        place,
         stage,
         value=lambda p: p,
         param_dtype=None,
         reduce_dtype=None,
         offload=False,
     ):
-        self.group, self.copies_group, self.stage = group, None, stage
+        self.place, self.group, self.stage = place, place.group, stage
         self.trainable = parameters[0].requires_grad
-        self.ranks = dist.get_world_size(group) if stage > 0 else 1
+        self.ranks = dist.get_world_size(self.group) if stage > 0 else 1
         # Of a shard, rounded up. At least 1: gloo refuses empty messages
         self.length = max(-(-sum(p.numel() for p in parameters) // self.ranks), 1)
         self.size = self.ranks * self.length
-        first = dist.get_rank(group) * self.length if stage > 0 else 0
+        first = dist.get_rank(self.group) * self.length if stage > 0 else 0
         self.own = slice(first, first + self.length)
 
         def in_shard(place):
@@ -479,6 +506,68 @@ def group_parameters(parameters, bucket_bytes, kind_of):
     return sorted(lists, key=lambda members: order[members[-1]])
 
 
+# --- together with another kind of parallelism. It says in p.placement, a dictionary:
+#
+#     cuts      {dimension: (group, start, length)}: each rank of the group has another shard of p.
+#               On the ranks of all other groups but a pipeline's p is whole
+#     partial   groups over which backward leaves p's gradient a partial sum: finish() adds up
+#     data      the data-parallel group of p, if it is not ZeRO's own: an expert has fewer replicas
+#
+# Each may be missing. A pipeline's rank that has several stages, or runs a split backward, gives
+# scopes = {stage: module}, and runs each backward in `with zero.backward(stage, complete):`.
+# HSDP, replicas that are split each by itself: splits = {data group: (the ranks that split this
+# replica, the ranks with the same shards, one of each replica)}.
+
+
+class Place(NamedTuple):
+    """Which ranks share a bucket's parameters, and which backward passes bring their gradients."""
+
+    group: object  # the ranks that split this replica
+    across: object  # those with the same shards, one of each replica; None: there is one replica
+    partial: tuple  # groups over which gradients are partial sums
+    scopes: tuple
+
+
+def find_places(model, group, scopes, splits):
+    """{parameter: its Place}."""
+    scopes = {scope: set(module.parameters()) for scope, module in scopes.items()}
+    places = {}
+    for p in model.parameters():
+        data_group = placement(p)["data"] or group
+        inside, across = splits.get(data_group, (data_group, None))
+        used_in = [scope for scope, parameters in scopes.items() if p in parameters]
+        places[p] = Place(inside, across, tuple(placement(p)["partial"]), tuple(used_in))
+    return places
+
+
+def placement(parameter):
+    return {"cuts": {}, "partial": (), "data": None} | getattr(parameter, "placement", {})
+
+
+def find_cut_groups(parameters, data_group):
+    """The groups over which parameters are cut. Those within data_group are left out: the norm
+    sums over its ranks anyway. data_group: None in stage 0."""
+    summed = set(dist.get_process_group_ranks(data_group)) if data_group else set()
+    groups = []
+    for p in parameters:
+        for group, _, _ in placement(p)["cuts"].values():
+            if group not in groups and not summed.issuperset(dist.get_process_group_ranks(group)):
+                groups.append(group)
+    return groups
+
+
+def is_counted(parameter, place, cut_groups, stages):
+    """Whether the norm counts this rank's part of a parameter: other ranks may have the same."""
+    groups = [] if place.across is None else [place.across]
+    cuts = [group for group, _, _ in placement(parameter)["cuts"].values()]
+    groups += [group for group in cut_groups if group not in cuts]  # whole on each of their ranks
+    if stages is not None:
+        ranks = set(dist.get_process_group_ranks(stages))
+        tied = [g for g in place.partial if ranks.issuperset(dist.get_process_group_ranks(g))]
+        groups += tied  # a matrix that several stages have
+    return all(dist.get_rank(group) == 0 for group in groups)
+
+
 # --- mistakes that would be silent: refused
 
 # Optimizers of torch's, or widely used ones, that don't work element by element
@@ -488,9 +577,10 @@ NOT_ELEMENTWISE = "Adafactor", "LAMB", "Lamb", "LARS", "LBFGS", "Muon", "SOAP", 
 def check_arguments(zero):
     if zero.stage not in zero.stages:
         raise ValueError(f"there is no stage {zero.stage!r} of ZeRO: 0, 1 or 2; 3 is fsdp.FSDP")
-    cut = any(hasattr(p, "placement") for p in zero.model.parameters())
-    if cut and not hasattr(zero, "knows_placement"):
-        raise ValueError("another kind of parallelism cut the model: see trainer/composed_zero.py")
+    if not all(bucket.place.scopes for bucket in zero.trainable):
+        raise ValueError("a trained parameter of the model is in none of the scopes")
+    for group, across in zero.splits.values():
+        check_same_shards(group, across)
     kind = type(zero.optimizer).__name__
     if kind in NOT_ELEMENTWISE:
         raise ValueError(f"{kind} needs whole matrices, ZeRO has pieces of them: take AdamW or SGD")
@@ -517,18 +607,22 @@ def check_gradient(zero, bucket):
     if bucket not in zero.queue:
         raise RuntimeError(
             f"a gradient came after its bucket was reduced: more backward passes than the"
-            f" {zero.microbatches} of microbatches= need a zero_grad() each step, and a weight that"
-            " gets two gradients in one micro-batch needs used_twice = True (see zero_bubble.py)"
+            f" {zero.microbatches} of microbatches= need a zero_grad() each step; several stages of"
+            " a pipeline need scopes=, and with a split backward backward(stage, complete=False)"
+            " for its first part; a weight that gets two gradients in one micro-batch needs"
+            " used_twice = True (see zero_bubble.py)"
         )
 
 
-def check_same_shards(group, copies_group):
-    """If the ranks of copies_group had different shards, these would be added."""
-    ranks = dist.get_process_group_ranks(copies_group)
+def check_same_shards(group, across):
+    """If the ranks of `across` had different shards, these would be added."""
+    if across is None:
+        return
+    ranks = dist.get_process_group_ranks(across)
     groups = [None] * len(ranks)
-    dist.all_gather_object(groups, dist.get_process_group_ranks(group), group=copies_group)
+    dist.all_gather_object(groups, dist.get_process_group_ranks(group), group=across)
     if len({(its.index(rank), len(its)) for its, rank in zip(groups, ranks)}) > 1:
-        raise ValueError("copies_group must have one rank of each group, at the same place of each")
+        raise ValueError("splits need one rank of each replica, at the same place of each")
 
 
 # --- demo ---
@@ -564,13 +658,12 @@ def main():
 
 def demo(run):
     args = run.args
-    group, copies_group = zero_flags.make_groups(run)
+    group, splits = zero_flags.make_groups(run)
     model = run.meta_model()
     optimizer = functools.partial(harness.make_optimizer, args=args)
     options = zero_flags.options(run, model, args.stage)
+    options |= {"splits": splits}
     zero = ZeRO(model, group, args.stage, optimizer, args.microbatches, **options)
-    if copies_group is not None:
-        zero.replicate(copies_group)
     for step in run.steps(zero):
         zero.zero_grad()
         loss = run.zero()

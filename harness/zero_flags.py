@@ -86,16 +86,13 @@ def splits(groups):
 
 
 def make_groups(run):
-    """(the ranks that split a copy, those with the same shards or None), named in the receipt."""
-    world, size = dist.group.WORLD, run.args.shard_ranks
-    run.groups(dp=world)
-    if size is None:
-        return world, None
-    groups = {}
-    for name, rows in split_ranks(torch.arange(run.world), size).items():
-        groups[name], _ = dist.new_subgroups_by_enumeration(rows.tolist())
-    run.groups(dp=world, **groups)
-    return groups["inside"], groups["across"]
+    """(the data-parallel ranks, ZeRO's splits), named in the receipt."""
+    groups, size = {"dp": dist.group.WORLD}, run.args.shard_ranks
+    if size is not None:
+        for name, rows in split_ranks(torch.arange(run.world), size).items():
+            groups[name], _ = dist.new_subgroups_by_enumeration(rows.tolist())
+    run.groups(**groups)
+    return groups["dp"], splits(groups)
 
 
 def options(run, model, stage, draw=initialize.draw):

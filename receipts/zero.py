@@ -254,9 +254,8 @@ def of_demo(run):
         _, peak = gathered(sizes, buckets, passes, not args.keep_gathered)
         text = "all units" if args.keep_gathered else "the largest two units that follow each other"
         held["gathered_peak"] = peak * sizes.e, text, run.ledger.gathered_peak
-    sums = [summed(whole, SCALAR, "the loss, 8 bytes")]
-    if stage > 0:
-        sums.append(summed(split.inside, SCALAR, "the norm, 8 bytes"))
+    scalars = 2 if stage > 0 else 1
+    sums = summed(whole, scalars * SCALAR, "the loss; stages 1 to 3: the norm; 8 bytes each")
     copies = sizes.moments + sizes.masters
     each = model_states(stage, n, sizes.e, sizes.reduced, copies * sizes.master)
     elements = sum(bucket.size for bucket in buckets)
@@ -264,7 +263,7 @@ def of_demo(run):
         f"bytes a parameter: {' + '.join(f'{size:.4g}' for size in each)} = {sum(each):.4g}",
         f"P with padding: {elements:,}; r = {n - 1}/{n}",
     ]
-    return layout, add(sent, *sums), held, notes
+    return layout, add(sent, sums), held, notes
 
 
 # So that whole layers come near to all of the memory

@@ -26,7 +26,6 @@ from harness import data, initialize, zero_flags
 from proof.ledger import Ledger, lasting, storage_bytes
 from receipts import zero as zero_bytes
 from receipts.formulas import Group, Sizes
-from trainer import composed_zero
 
 
 def rows_of(rank, world):
@@ -55,11 +54,8 @@ def train_parallel(
     prepare(model)
     optimizer = functools.partial(make_optimizer, kind=kind)
     group = dist.group.WORLD
-    if split:
-        group, copies = subgroups(world, split)
-    sharded = shard(model, group, stage, optimizer, accumulate, bucket_bytes=20000, **options)
-    if split:
-        sharded.replicate(copies)
+    options |= dict(bucket_bytes=20000, splits={group: subgroups(world, split)} if split else None)
+    sharded = shard(model, group, stage, optimizer, accumulate, **options)
     for name, setting in (settings or {}).items():
         setattr(sharded, name, setting)
     losses, grads = [], {}
@@ -182,13 +178,12 @@ def test_a_step_given_up_leaves_no_sum_over_copies(ranks):
     def work(rank):
         torch.manual_seed(3)
         model = nn.Linear(4, 3).double()
-        group, copies = subgroups(4, 2)
+        splits = {dist.group.WORLD: subgroups(4, 2)}
         make = functools.partial(torch.optim.SGD, lr=1.0)
         found = []
         for stage in (1, 2, 3):
             one = copy.deepcopy(model)
-            sharded = shard(one, group, stage, make)
-            sharded.replicate(copies)
+            sharded = shard(one, dist.group.WORLD, stage, make, splits=splits)
             sharded.zero_grad()
             one(torch.full((1, 4), 9.0, dtype=torch.float64)).sum().backward()
             sharded.zero_grad(give_up=True)
@@ -219,14 +214,18 @@ def test_copies_of_nothing_are_refused():
 def test_groups_with_other_shards_are_refused(ranks):
     """With any of these the sums would mix shards, and nothing would say so."""
 
+    def make(*split):
+        world = dist.group.WORLD
+        zero.ZeRO(nn.Linear(2, 2), world, 1, torch.optim.SGD, splits={world: split})
+
     def work(rank):
         inside, across = subgroups(4, 2)
         crossed, _ = dist.new_subgroups_by_enumeration([[0, 3], [1, 2]])
         for group, copies in ((inside, inside), (inside, dist.group.WORLD), (inside, crossed)):
-            with pytest.raises(ValueError, match="one rank of each group, at the same place"):
-                zero.ZeRO(nn.Linear(2, 2), group, 1, torch.optim.SGD).replicate(copies)
+            with pytest.raises(ValueError, match="one rank of each replica, at the same place"):
+                make(group, copies)
         for group, copies in ((inside, across), (across, inside)):
-            zero.ZeRO(nn.Linear(2, 2), group, 1, torch.optim.SGD).replicate(copies)
+            make(group, copies)
 
     ranks(4, work)
 
@@ -509,8 +508,7 @@ def test_a_parameter_in_none_of_the_scopes_is_refused(ranks):
         model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
         for stage in range(4):
             with pytest.raises(ValueError, match="in none of the scopes"):
-                make = torch.optim.SGD
-                composed_zero.ZeRO(model, dist.group.WORLD, stage, make, scopes=[model[0]])
+                shard(model, dist.group.WORLD, stage, torch.optim.SGD, scopes={0: model[0]})
 
     ranks(1, work)
 
