@@ -156,6 +156,7 @@ class FSDP(ZeRO):
         if not users:
             return super()._make_bucket(parameters, place, **options)
         bucket = UnitBucket(parameters, place, self.stage, **options)
+        bucket.first_unit = users[0]
         for unit in users:
             unit.buckets.append(bucket)
         return bucket
@@ -181,6 +182,13 @@ class FSDP(ZeRO):
             ):  # other stages' weights may wait for their backward
                 unit.release()
         self.prefetched = self.in_backward = None
+
+    def _reduce_done(self, unit):
+        """Reduce what `unit` leaves, full or not, before the next gather: on another rank it is
+        full. (A tied matrix in two units belongs to the first: autograd comes there last.)"""
+        if self.queue is not None:
+            own = [bucket for bucket in unit.buckets if bucket.first_unit is unit]
+            self._reduce_full(done=own)
 
     def _backward_ends(self):
         super()._backward_ends()
@@ -242,8 +250,7 @@ class Unit:
         # Autograd runs in the reverse order of forward: all that ran after this unit is done
         if fsdp.in_backward:
             fsdp.in_backward.release()
-            if fsdp.queue is not None:
-                fsdp._reduce_full(done=fsdp.in_backward.first_used)
+            fsdp._reduce_done(fsdp.in_backward)
         fsdp.in_backward = self
         fsdp.enter(self, self.previous)
 

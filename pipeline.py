@@ -437,7 +437,7 @@ def reduce_tied(parameters):
         weight.placement = {"partial": [group]}    # group: the ranks that hold it; before training
         reduce_tied(model.parameters())            # once a step, after its last play
 
-    The finish() of ddp.py and of trainer/composed_zero.py does the same: use one of them."""
+    The finish() of ddp.py and of zero.py does the same: use one of them."""
     for p in parameters:
         groups = getattr(p, "placement", {}).get("partial", ())
         if not p.requires_grad or not groups:

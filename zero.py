@@ -209,7 +209,9 @@ class ZeRO:
     def _reduce_full(self, done=()):
         # In the same order on all ranks: swapped reductions would add up the wrong buckets,
         # silently. So a bucket that is full early waits for those before it
-        while self.complete and self.queue and (self.queue[0] in done or self.queue[0].all_arrived()):
+        while (
+            self.complete and self.queue and (self.queue[0] in done or self.queue[0].all_arrived())
+        ):
             bucket = self.queue.pop(0)
             bucket.arrived.clear()
             bucket.passes_left -= 1

@@ -13,10 +13,11 @@ from unittest import mock
 import torch.distributed as dist
 
 import ddp
+import fsdp
 import harness
 import proof
+import zero
 from proof.ledger import Ledger, lasting, storage_bytes
-from trainer import composed_zero
 
 KINDS = ("parameters", "gradients", "optimizer", "activations and buffers")
 COLORS = ("#4c78a8", "#f58518", "#54a24b", "#bab0ac")
@@ -65,15 +66,13 @@ def memory_of_a_step(run, stage, recompute):
     """Rows (bytes of each kind) of the second step of a run with ZeRO of that stage; 0 is DDP."""
     model = run.meta_model()
     harness.recompute(model, recompute)
-    sync = composed_zero.ZeRO(
-        model,
-        dist.group.WORLD,
-        stage,
-        lambda pieces: harness.make_optimizer(pieces, run.args),
-        run.args.microbatches,
-        bucket_bytes=1 << 19,
-        value=run.initial(model),
-    )
+    optimizer = functools.partial(harness.make_optimizer, args=run.args)
+    options = dict(microbatches=run.args.microbatches, value=run.initial(model))
+    if stage == 3:
+        sync = fsdp.FSDP(model, dist.group.WORLD, optimizer, **options)
+    else:
+        options["bucket_bytes"] = 1 << 19
+        sync = zero.ZeRO(model, dist.group.WORLD, stage, optimizer, **options)
     for step in range(2):
         recorder = Recorder(sync)
         with recorder:

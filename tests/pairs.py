@@ -207,8 +207,13 @@ class Layout:
 
             stage = int(self.data_kind.split()[1])
             self.sync = zero.ZeRO(
-                self.whole(), self.data, stage, self.make, MICROBATCHES, bucket_bytes=4000,
-                scopes=self.given_scopes()
+                self.whole(),
+                self.data,
+                stage,
+                self.make,
+                MICROBATCHES,
+                bucket_bytes=4000,
+                scopes=self.given_scopes(),
             )
 
     def whole(self):
@@ -249,7 +254,9 @@ class Layout:
             return self.loss(x, targets[m], count) if stage == self.schedule.last else x
 
         shape = (len(inputs[0]), len(where), WIDTH)
-        losses = self.play(self.schedule, forward, shape, torch.float64, "cpu", self.links, **self.around())
+        losses = self.play(
+            self.schedule, forward, shape, torch.float64, "cpu", self.links, **self.around()
+        )
         return float(sum(losses))
 
     def around(self):
@@ -372,5 +379,8 @@ def own_links(pp, ranks):
     """The links of this rank's pipeline. Every process makes those of all pipelines."""
     everyone = [None] * dist.get_world_size()
     dist.all_gather_object(everyone, ranks)
-    links = {tuple(ranks): pp.make_links(list(ranks)) for ranks in map(tuple, dict.fromkeys(map(tuple, everyone)))}
+    links = {
+        tuple(ranks): pp.make_links(list(ranks))
+        for ranks in map(tuple, dict.fromkeys(map(tuple, everyone)))
+    }
     return links[tuple(ranks)]

@@ -105,7 +105,7 @@ def pieces_of(named, optimizer, data_group, index=None, beside=lambda stepped: {
     """This rank's pieces, as a list of Piece.
 
     named       (full name, parameter), whose `placement` says what it is a piece of
-    optimizer   torch's, or trainer/composed_zero.py's
+    optimizer   torch's, or ZeRO
     data_group  the ranks that hold copies for other data
     index       of a checkpoint: its optimizer states are made, zeros, where there are none yet
     beside      beside(stepped) is {kind: flat tensor} of what else lies where the optimizer steps
