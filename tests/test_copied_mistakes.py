@@ -41,14 +41,13 @@ DDP([p.detach() for p in model.parameters()], world)  # no parameter needs a gra
 """,
     "zero": """
 ZeRO(model, world, {3 | 4}, SGD)  # there is no stage ... 3 is fsdp.FSDP
-ZeRO(placed(model), world, 2, SGD)  # another kind of parallelism cut the model
-ZeRO(model, world, 2, SGD).replicate(world)  # one rank of each group, at the same place
+ZeRO(model, world, 2, SGD, scopes={0: model[1]})  # in none of the scopes
+ZeRO(model, world, 2, SGD, splits={world: (world, world)})  # one rank of each replica, at the same
 ZeRO(nn.Linear(4, 4, bias=False), world, 2, torch.optim.{Adafactor | LBFGS | Muon})
     # needs whole matrices
 torch.optim.lr_scheduler.StepLR(ZeRO(model, world, 2, SGD), 1)  # ZeRO is not an Optimizer
 """,
     "zero fsdp": """
-FSDP(placed(model), world, SGD)  # another kind of parallelism cut the model
 FSDP(nn.Linear(4, 4, bias=False), world, torch.optim.{Adafactor | LBFGS | Muon})
     # needs whole matrices
 FSDP(model, world, SGD).model.{state_dict() | float() | load_state_dict(whole.state_dict())}
@@ -158,11 +157,6 @@ def twice(function, *shape):
 
 def qkv(q=(2, 4, 6, 8), k=(2, 2, 6, 8), v=None, dtype=torch.float32):
     return torch.randn(q, dtype=dtype), torch.randn(k), torch.randn(v or k)
-
-
-def placed(model):
-    model[1].bias.placement = {"partial": [group.WORLD]}
-    return model
 
 
 def reads_another_unit(model):

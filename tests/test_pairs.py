@@ -1,0 +1,77 @@
+"""Any two techniques on a model that is not ours, and some three: copied tops alone, each in its
+own file, against one process. Loss, gradients, the norm, clipping, weights after five steps."""
+
+import pairs
+import pytest
+import torch
+from reference import case
+
+TOPS = "ddp zero fsdp tensor_parallel sequence_parallel pipeline zero_bubble context_parallel"
+TOPS += " expert_parallel"
+
+SPLITS = {
+    "tensor": dict(tp=2),
+    "sequence": dict(tp=2, tensor="sequence"),
+    "ring": dict(cp=2),
+    "ulysses": dict(cp=2, context="ulysses"),
+    "1f1b": dict(pp=2, schedule="1f1b"),
+    "zb-v": dict(pp=2, schedule="zb-v"),
+    "experts": dict(experts=True),
+}
+DATA = "ddp", "zero 1", "zero 2", "fsdp"
+THREE = [("tensor", "1f1b"), ("sequence", "zb-v"), ("ring", "tensor"), ("zb-v", "experts")]
+
+
+def layouts():
+    """[(its name, kind of data parallelism, optimizer, options of a Layout)]: each data parallelism
+    beside each technique, and each two techniques that split something else beside one of them.
+    Optimizers take turns."""
+    found = [(data, data, dict(dp=4)) for data in DATA]
+    for a, one in SPLITS.items():
+        ranks = 4 if one.keys() == {"experts"} else 2
+        found += [(f"{data} x {a}", data, dict(dp=ranks) | one) for data in DATA]
+        for b, other in SPLITS.items():
+            if a < b and not one.keys() & other.keys():
+                ranks = 2 if "experts" in (a, b) else 1
+                data = DATA[len(found) % len(DATA)]
+                found.append((f"{a} x {b}, {data}", data, dict(dp=ranks) | one | other))
+    optimizers = ["sgd", "adamw"] * len(found)
+    return [(name, data, kind, options) for (name, data, options), kind in zip(found, optimizers)]
+
+
+def train(rank, cases):
+    for name, data, optimizer, options in cases:
+        with case(name, optimizer):
+            history, *whole = pairs.one_process(optimizer, options.get("experts", False))
+            layout = pairs.Layout(data, optimizer, **options)
+            losses, gradients, weights, named = layout.train()
+            assert losses == pytest.approx(history, rel=1e-10)
+            for ours, full in zip((gradients, weights), whole):
+                for key in ours:
+                    expected = shard(full[key], named[key])
+                    torch.testing.assert_close(ours[key], expected, rtol=1e-10, atol=1e-11)
+    return len(cases)
+
+
+def shard(full, p):
+    """This rank's part of a whole. Zeros follow its last rows. An expert's is a module, whole."""
+    for dim, (_, start, length) in getattr(p, "placement", {}).get("cuts", {}).items():
+        if "experts" not in p.full_name:
+            part, shape = full.narrow(dim, start, length), list(full.shape)
+            shape[dim] = p.shape[dim] - length
+            full = torch.cat([part, part.new_zeros(shape)], dim)
+    return full
+
+
+@pytest.mark.parametrize("data", DATA)
+def test_pairs(copied, data):
+    copied(TOPS, 4, train, [layout for layout in layouts() if layout[1] == data])
+
+
+def test_three(copied):
+    cases = []
+    for i, (a, b) in enumerate(THREE):
+        data, kind = ("ddp", "sgd") if i % 2 else ("zero 1", "adamw")
+        options = dict(dp=4 if "experts" in (a, b) else 2) | SPLITS[a] | SPLITS[b]
+        cases.append((f"{data} x {a} x {b}", data, kind, options))
+    copied(TOPS, 8, train, cases)
