@@ -620,10 +620,10 @@ def check_same_shards(group, across):
     """If the ranks of `across` had different shards, these would be added."""
     if across is None:
         return
-    ranks = dist.get_process_group_ranks(across)
-    groups = [None] * len(ranks)
-    dist.all_gather_object(groups, dist.get_process_group_ranks(group), group=across)
-    if len({(its.index(rank), len(its)) for its, rank in zip(groups, ranks)}) > 1:
+    places = [None] * dist.get_world_size(across)
+    place = dist.get_rank(group), dist.get_world_size(group)
+    dist.all_gather_object(places, place, group=across)
+    if len(set(places)) > 1:
         raise ValueError("splits need one rank of each replica, at the same place of each")
 
 

@@ -159,6 +159,11 @@ def qkv(q=(2, 4, 6, 8), k=(2, 2, 6, 8), v=None, dtype=torch.float32):
     return torch.randn(q, dtype=dtype), torch.randn(k), torch.randn(v or k)
 
 
+def placed(model):
+    model[1].bias.placement = {"partial": [group.WORLD]}
+    return model
+
+
 def reads_another_unit(model):
     model[6].register_forward_hook(lambda *_: model[1].weight.sum())
     model(TOKENS)
@@ -295,7 +300,7 @@ REPLACED = "was replaced.*zero_grad.*second DDP.*create_graph.*unfrozen.*moved o
 MOVED = "no longer the one that ZeRO put there|weight that is not here"
 COMPLETED = "reduce_partial has completed these gradients already.*zero_grad"
 DIFFER = "gradients of whole parameters differ, .* complete partial gradients"
-CHANGED = "replaced, frozen or unfrozen"
+CHANGED = "replaced, .*frozen or unfrozen"
 SUMMED = "call sum_gradients once a step"
 
 # Uses; calls, between bars what is refused, then what is right. Where it ends with a bar, training
