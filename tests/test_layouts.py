@@ -357,7 +357,9 @@ def tied_gradients_never_meet():
     def forgetful(finish):
         def wrong(self):
             for bucket in self.buckets:
-                bucket.partial = bucket.partial_groups = []
+                bucket.partial_groups = []
+                if isinstance(self, zero.ZeRO):
+                    bucket.place = bucket.place._replace(partial=())
             finish(self)
 
         return wrong
