@@ -274,11 +274,17 @@ def play(args, rank, cluster, train, brief=False, routing=even):
     )
 
 
+def all_alike(found, own, group=None):
+    """In place of all_gather_object: all ranks say what this one says."""
+    found[:] = [own] * len(found)
+
+
 def stand_ins(args, routing):
     """(place, name, what takes its place) of functions that need values, or a device."""
     found = [
         (dist, "get_backend", lambda group=None: args.backend),
         (expert_parallel.ExpertDispatch, "counts_to_host", routing),
+        (dist, "all_gather_object", all_alike),
         (torch.Tensor, "tolist", ones),
         # What is chosen by a tensor's device: on meta the same as on a CPU
         (F, "scaled_dot_product_attention", attention),

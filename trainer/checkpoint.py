@@ -152,7 +152,7 @@ def speaks(parameter, data_group, optimizer):
     if getattr(optimizer, "stage", 0) > 0:
         ranks, sharing = dist.get_process_group_ranks, set(dist.get_process_group_ranks(data_group))
         groups = [group for group in groups if not sharing.issuperset(ranks(group))]
-        _, across = optimizer.split(data_group)
+        _, across = optimizer.splits.get(data_group, (data_group, None))
         if across is not None:
             groups.append(across)
     return all(dist.get_rank(group) == 0 for group in groups)
