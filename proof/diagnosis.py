@@ -282,8 +282,7 @@ class Diagnosis:
         return found
 
     def group_sizes(self, rank):
-        """{what a tensor may be summed over: how many}. The world, if no other group is as
-        large."""
+        """{what a tensor may be summed over: how many}. The world, if no group is as large."""
         sizes = {name: len(ranks) for name, ranks in self.everyone[rank].groups.items()}
         world = sizes.pop("world", 1)
         if world not in sizes.values():
@@ -332,10 +331,11 @@ class Diagnosis:
             if step in wrong_gradients:
                 return f"step {step}, backward: the loss is right"
             if relative(row["grad_norm"], norm) > limit_of(run, "grad_norm"):
-                text = f"step {step}, the norm: {row['grad_norm'] / norm:.6g} times one process's"
-                if step in (1, len(curve)):
-                    text += ", of gradients that are right"
-                return text + self.norm_cause(i, row["grad_norm"])
+                times = f"{row['grad_norm'] / norm:.6g} times one process's"
+                if step not in (1, len(curve)):
+                    return f"step {step}, backward: the loss is right, and the norm {times}"
+                cause = self.norm_cause(i, row["grad_norm"])
+                return f"step {step}, the norm: {times}, of gradients that are right{cause}"
         return "the optimizer's step: loss, gradients and norm are right"
 
     def first_wrong_output(self, i):

@@ -395,26 +395,15 @@ def test_script_predicts_and_refuses(script):
     code, said = script("collectives", "--ranks 1024 --alpha 5us --beta 50GB/s --nodes-of 8")
     assert code == 0 and "1024 ranks" in said and "* the fastest" in said
     code, said = script("collectives", "--ranks 10 --nodes-of 4")
-    assert (
-        code == 2 and said == "collectives.py: 10 ranks do not divide into nodes of --nodes-of 4\n"
-    )
+    assert code == 2 and "10 ranks do not divide into nodes of --nodes-of 4" in said
     for flag in ("--alpha 1us", "--beta 1GB/s", "--inside-alpha 1us", "--inside-beta 1GB/s"):
         code, said = script("collectives", flag)
         assert code == 2 and "is for a prediction: add --ranks, or leave it out" in said
-    for text, value in (
-        ("5us", 5e-6),
-        ("0.5ms", 5e-4),
-        ("5", None),
-        ("us", None),
-        ("-5us", None),
-        ("5MB", None),
-    ):
-        parse = harness.quantity(harness.TIME, "5us")
-        if value:
-            assert parse(text) == pytest.approx(value)
-        else:
-            with pytest.raises(argparse.ArgumentTypeError, match="such as 5us"):
-                parse(text)
+    parse = harness.quantity(harness.TIME, "5us")
+    assert [parse("5us"), parse("0.5ms")] == pytest.approx([5e-6, 5e-4])
+    for text in ("5", "us", "-5us", "5MB"):
+        with pytest.raises(argparse.ArgumentTypeError, match="such as 5us"):
+            parse(text)
 
 
 # --- the wire

@@ -2,6 +2,7 @@
 catch."""
 
 import functools
+import itertools
 
 import pytest
 import torch
@@ -452,6 +453,17 @@ def padding_gets_a_gradient():
     ddp.DDP.finish = wrong
 
 
+def half_a_gradient_in_step_2():
+    finish, steps = ddp.DDP.finish, itertools.count(1)
+
+    def wrong(self):
+        finish(self)
+        for bucket in self.buckets if next(steps) == 2 else ():
+            bucket.flat *= 0.5
+
+    ddp.DDP.finish = wrong
+
+
 def one_weight_never_moved():
     right = harness.make_optimizer
     harness.make_optimizer = lambda parameters, args: right(list(parameters)[1:], args)
@@ -502,6 +514,7 @@ TIMES_4 = "it is 4 times one process's"
         (never_received, "sgd", "--dp 2", BACKWARD, "it is zero: it was never computed"),
         (right_on_the_first_rank_alone, "sgd", "--dp 3", BACKWARD, "it is right on rank 0 alone"),
         (padding_gets_a_gradient, "sgd", "--tp 2", BACKWARD, "only its padding is off"),
+        (half_a_gradient_in_step_2, "sgd", "--dp 2", "and the norm 0.5 times one process's", ""),
         (one_weight_never_moved, "sgd", "--dp 2", "the optimizer's step", "still has its initial"),
     ],
     ids=lambda x: x.__name__ if callable(x) else x if x in VARIANTS or "--" in str(x) else "",
@@ -512,7 +525,7 @@ def test_planted_bug_is_caught(ranks, text, bug, variant, layout, first_off, cau
     args = arguments(text, f"{VARIANTS[variant]} {layout} --layers {layers}")
     if bug is one_bias_left_out:  # a bias that starts at zero and gets a step of the learning rate
         args.weight_decay = 0.0
-    args.steps = 1 if bug is one_weight_never_moved else 2
+    args.steps = {one_weight_never_moved: 1, half_a_gradient_in_step_2: 3}.get(bug, 2)
     results = ranks(args.dp * args.cp * args.tp * args.pp, run_layout, args, bug)
     assert {code for code, _ in results} == {1} and not results[0][1]["ok"]
     receipt = results[0][1]
