@@ -205,9 +205,8 @@ def test_different_text_on_one_rank(ranks, tmp_path):
 
 
 def test_different_flags_on_one_rank(ranks):
-    sentence = "rank 2 has other flags than rank 0: start every node with the same command"
     said, _ = ranks(3, lambda rank: made_run(rank, "--lr", str(0.1 * (1 + rank // 2))))[2]
-    assert said == sentence
+    assert said == "rank 2 has other flags than rank 0: start every node with the same command"
 
 
 def test_missing_text_on_one_rank(ranks, tmp_path):
