@@ -46,10 +46,8 @@ def side(run, ours):
 def demo(run):
     _muon._zeropower_via_newtonschulz = lambda gradient, *_: muon.orthogonalize(gradient)
     (ours, model), (theirs, other) = side(run, ours=True), side(run, ours=False)
-    line = benchmarks.versus(
-        "tokens/s", ours, theirs, 256 * run.world, 2, run.args.turns, run.device
-    )
-    run.print(f"{benchmarks.HEAD}\n{line}")
+    run.print(benchmarks.HEAD)
+    run.print(benchmarks.versus("tokens/s", ours, theirs, 256 * run.world, 2, run.args.turns))
     torch.testing.assert_close([*model.parameters()], [*other.parameters()], rtol=0, atol=1e-2)
 
 
