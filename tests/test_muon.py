@@ -1,6 +1,9 @@
 """muon.py: its iteration against singular values, its step against PyTorch's Muon, its ranks
 against one process, on matrices of odd shapes. test_copied.py trains models with it."""
 
+import copy
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -12,6 +15,7 @@ from torch.nn.functional import linear
 import muon
 import receipts.muon
 
+RATES = SimpleNamespace(optimizer="adamw", lr=1e-2, weight_decay=0.1)
 SHAPES = [(5, 9), (9, 4), (1, 7), (6, 1), (1, 1), (8, 8), (3, 4, 6), (2, 7, 3)]
 
 
@@ -136,14 +140,10 @@ def one_process(args):
     return train(make(list(model.parameters()), args), model, 1, slice(None))
 
 
-class Rates:
-    optimizer, lr, weight_decay = "adamw", 1e-2, 0.1
-
-
 @pytest.mark.parametrize("world", [1, 2, 3, 4, 12])
 def test_equals_one_process(ranks, world):
     """With 12 ranks some own no matrix, and no element of the small vector."""
-    expected = one_process(Rates)
+    expected = one_process(RATES)
 
     def work(rank):
         rows = torch.arange(12).tensor_split(world)[rank]
@@ -154,7 +154,7 @@ def test_equals_one_process(ranks, world):
                 model = Odd()
                 chosen = [*model.layers, model.unused, model.frozen]
                 sharded = muon.Muon(
-                    model, dist.group.WORLD, chosen, Rates.lr, 0.1, microbatches, bucket_bytes
+                    model, dist.group.WORLD, chosen, RATES.lr, 0.1, microbatches, bucket_bytes
                 )
                 found = train(sharded, model, microbatches, rows)
                 torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
@@ -179,3 +179,22 @@ def test_reductions_begin_in_backward(ranks):
         return begun
 
     assert ranks(2, work) == [7, 7]  # then comes the matrix without a gradient
+
+
+def test_goes_on_from_saved_states(ranks):
+    def make():
+        model = Odd()
+        return model, muon.Muon(model, dist.group.WORLD, model.layers, lr=1e-2)
+
+    def work(rank):
+        rows = torch.arange(12).tensor_split(3)[rank]
+        model, saved = make()
+        train(saved, model, 1, rows)
+        other, loaded = make()
+        other.load_state_dict(model.state_dict())
+        loaded.muon.load_state_dict(copy.deepcopy(saved.muon.state_dict()))
+        loaded.adamw.load_state_dict(copy.deepcopy(saved.adamw.state_dict()))
+        expected = train(saved, model, 1, rows)
+        torch.testing.assert_close(train(loaded, other, 1, rows), expected, rtol=0, atol=0)
+
+    ranks(3, work)
