@@ -90,7 +90,7 @@ def one_process(run, steps):
         [rows] = run.microbatches(step, pieces=1)
         alone.train(step, rows, run.count)
         if step == 0:
-            alone.first_gradients = alone.gradients
+            alone.first_gradients = alone.gradients  # a step makes new ones
     alone.outputs = notes.outputs
     return alone
 

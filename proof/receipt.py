@@ -205,12 +205,8 @@ def print_receipt(run, result, notes):
         run.print(f"  first off: {result['first_off']}")
     for finding in result["findings"]:
         run.print(f"    {describe(finding)}")
-    if not result["ok"]:
-        run.print("  FAILED")
-    elif run.proof:
-        run.print("  proven")
-    else:
-        run.print("  ok")
+    held = "proven" if run.proof else "ok"
+    run.print(f"  {held if result['ok'] else 'FAILED'}")
 
 
 def describe(finding):
