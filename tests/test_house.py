@@ -52,12 +52,12 @@ BUDGETS = {
 }
 CEILINGS = {
     "harness": 2577,
-    "proof": 1739,
+    "proof": 1735,
     "receipts": 2579,
     "trainer": 2585,
     "simulator": 2086,
     "exercises": 300,
-    "tests": 14393,
+    "tests": 14388,
     "benchmarks": 3049,
 }
 DEMO = "# --- demo ---"
