@@ -21,7 +21,7 @@ Use       For the layers of a language model: a lower loss than AdamW's after as
 Limits    Whole matrices only: none that another technique has cut. Ranks beyond the number of
           matrices share no iteration.
 
-    torchrun --nproc_per_node=4 muon.py                 python muon.py --family llama --nproc 3
+    torchrun --nproc_per_node=4 muon.py                 python muon.py --family llama --experts 4
 
 Jordan et al. 2024, https://kellerjordan.github.io/posts/muon. Liu et al. 2025, Muon is scalable,
 arXiv:2502.16982 (Moonlight: the update's scale, distributed Muon).
