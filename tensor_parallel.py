@@ -153,7 +153,7 @@ class RowParallelLinear(nn.Module):
 #     optimizer.zero_grad()
 #     for tokens, targets in microbatches:
 #         criterion(model(tokens), targets, count).backward()
-#     norm = grad_norm(model.parameters(), group)  # torch's norm lacks other ranks' shards
+#     norm = grad_norm(model.parameters())  # torch's norm lacks other ranks' shards
 #     nn.utils.clip_grads_with_norm_(model.parameters(), 1.0, norm)
 #     optimizer.step()
 #
@@ -305,24 +305,50 @@ def shard(parameter, dim, group):
 
 
 @torch.no_grad()
-def grad_norm(parameters, group):
-    """The norm of the whole model's gradient, a float64 scalar; each whole parameter counts once.
+def grad_norm(parameters, stages=None):
+    """The norm of the whole model's gradient, a float64 scalar. Shards are added up over the groups
+    that cut them, whichever technique did; a whole parameter counts once. stages: the group of a
+    pipeline's ranks, if there is one.
+
     Raises RuntimeError where the norm over unsplit parameters (just that) differs between ranks."""
     parameters = list(parameters)
-    squares = torch.zeros(2, dtype=torch.float64, device=parameters[0].device)  # shards, wholes
+    wholes = torch.zeros((), dtype=torch.float64, device=parameters[0].device)
+    squares = {(): wholes}  # the groups that cut a parameter: a sum of squares
     for p in parameters:
-        if p.grad is not None:
-            square = torch.linalg.vector_norm(p.grad, dtype=torch.float64).square()
-            squares[0 if split_over(p, group) else 1] += square
-    of_ranks = [torch.empty_like(squares) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(of_ranks, squares, group=group)
-    shards, wholes = torch.stack(of_ranks).unbind(1)  # (t,), (t,)
-    if wholes.max() - wholes.min() > 1e-3 * wholes.max():  # more than rounding
+        groups = tuple(group for group, _, _ in placement(p)["cuts"].values())
+        total = squares.setdefault(groups, torch.zeros_like(wholes))
+        if p.grad is not None and not is_tied_copy(p, stages):
+            total += torch.linalg.vector_norm(p.grad, dtype=torch.float64).square()
+    for groups, total in squares.items():
+        for group in groups:
+            check_wholes(wholes, group)
+            dist.all_reduce(total, group=group)
+    total = sum(squares.values())
+    if stages is not None:
+        dist.all_reduce(total, group=stages)
+    return total.sqrt()
+
+
+def is_tied_copy(parameter, stages):
+    """Whether an earlier stage counts this parameter: a matrix that two stages have."""
+    if stages is None:
+        return False
+    ranks = set(dist.get_process_group_ranks(stages))
+    groups = placement(parameter)["partial"]
+    tied = [group for group in groups if ranks.issuperset(dist.get_process_group_ranks(group))]
+    return any(dist.get_rank(group) > 0 for group in tied)
+
+
+def check_wholes(square, group):
+    """Refuse gradients of whole parameters that differ between ranks by more than rounding."""
+    of_ranks = [torch.empty_like(square) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(of_ranks, square, group=group)
+    if max(of_ranks) - min(of_ranks) > 1e-3 * max(of_ranks):
+        norms = [square.sqrt().item() for square in of_ranks]
         raise RuntimeError(
-            f"the ranks' gradients of whole parameters differ, in norm {wholes.sqrt().tolist()}: "
+            f"the ranks' gradients of whole parameters differ, in norm {norms}: "
             "give all ranks the same tokens, put Enter before layers, complete partial gradients"
         )
-    return (shards.sum() + wholes[0]).sqrt()
 
 
 # --- for model.py's GPT ---

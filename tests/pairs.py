@@ -197,7 +197,9 @@ class Layout:
         """Make what sums gradients over the data-parallel ranks and takes the step."""
         if self.kind == "ddp":
             import ddp
+            import tensor_parallel
 
+            self.grad_norm = tensor_parallel.grad_norm
             # A tied matrix on two stages of this rank is listed twice
             parts = [self.trained] if self.stages is None else self.stages.values()
             uses = [p for part in parts for p in part.parameters()]
@@ -275,7 +277,7 @@ class Layout:
             for group in (self.data, self.pp):
                 dist.all_reduce(loss, group=group)
             if self.kind == "ddp":
-                norm = grad_norm(self.parameters, stages)
+                norm = self.grad_norm(self.parameters, stages)
                 nn.utils.clip_grads_with_norm_(self.parameters, LIMIT, norm)
             else:
                 norm = self.sync.grad_norm(stages)
@@ -289,26 +291,6 @@ class Layout:
     def named(self):
         named = [(p.full_name, p) for p in self.trained.parameters()]
         return named if self.kind == "ddp" else self.sync.gather_full(named)
-
-
-@torch.no_grad()
-def grad_norm(parameters, stages=None):
-    """The norm of the whole model's gradient, where each rank has the gradients in p.grad. Shards
-    are summed over the groups that a parameter is cut over; stages: a pipeline's ranks."""
-    squares = {}  # groups over which parameters are cut: the sum of their squares
-    for p in parameters:
-        place = getattr(p, "placement", {})
-        groups = tuple(group for group, _, _ in place.get("cuts", {}).values())
-        total = squares.setdefault(groups, torch.zeros((), dtype=torch.float64))
-        if stages not in place.get("partial", ()) or dist.get_rank(stages) == 0:  # tied: once
-            total += p.grad.square().sum()
-    for groups, total in squares.items():
-        for group in groups:
-            dist.all_reduce(total, group=group)
-    total = sum(squares.values())
-    if stages is not None:
-        dist.all_reduce(total, group=stages)
-    return total.sqrt()
 
 
 def own(rows):

@@ -75,3 +75,19 @@ def test_three(copied):
         options = dict(dp=4 if "experts" in (a, b) else 2) | SPLITS[a] | SPLITS[b]
         cases.append((f"{data} x {a} x {b}", data, kind, options))
     copied(TOPS, 8, train, cases)
+
+
+# --- the page on two techniques: its blocks run as they are printed
+
+
+class WithPositions(pairs.Model):
+    """Called with tokens alone: positions are those of the whole sequence."""
+
+    def __init__(self, experts=False):
+        super().__init__(experts)
+        forward = self.embed.forward
+        here = torch.arange(pairs.LENGTH)
+        self.embed.forward = lambda tokens, positions=here: forward(tokens, positions)
+
+    def forward(self, tokens, positions=None):
+        return super().forward(tokens, *([] if positions is None else [positions]))

@@ -251,7 +251,7 @@ class TensorParallel(OneProcess):
         return loss.item()
 
     def norm(self):
-        return self.tp.grad_norm(self.model.parameters(), group.WORLD)
+        return self.tp.grad_norm(self.model.parameters())
 
     def piece(self, full, p):
         for dim, (_, start, length) in self.tp.placement(p)["cuts"].items():
