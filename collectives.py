@@ -48,7 +48,7 @@ def plain_ring_all_reduce(x, group=None):
 
     Usage, on every rank, in the place of dist.all_reduce:
 
-        loss.backward()
+        loss.backward()  # of a sum over this rank's tokens / the tokens of all ranks
         for p in model.parameters():
             plain_ring_all_reduce(p.grad)
         optimizer.step()
@@ -162,7 +162,7 @@ def ring_all_gather(view, chunks):
         view.exchange({left: chunks[(rank + step) % n]}, {right: arriving})
 
 
-# --- the tree: the root tells one rank, both tell one more, these four tell one more each, ...
+# --- the binomial tree: in each round, each rank that has x tells one more
 
 
 def tree_broadcast(view, x, root):
@@ -335,7 +335,8 @@ def hierarchical_all_reduce(view, x, combine, node=None):
 
 
 def default_node(ranks):
-    """The largest divisor of `ranks` up to their square root."""
+    """For a demo on one machine: the largest divisor up to the square root. On a cluster give the
+    number of devices of a node."""
     return max(n for n in range(1, math.isqrt(ranks) + 1) if ranks % n == 0)
 
 
@@ -350,7 +351,7 @@ ALGORITHMS = {
     "hierarchical": hierarchical_all_reduce,
 }
 
-# --- the collectives, with the names and arguments of torch.distributed
+# --- the collectives, named and called as in torch.distributed 2.13
 #
 # All ranks of the group must call the same collectives in the same order, with the same shapes and
 # dtypes. Not checked, here as in torch.distributed: gloo fills a buffer in part, or adds up the
@@ -370,7 +371,7 @@ def all_reduce(tensor, op=SUM, group=None, algorithm="ring", **options):
     loop. Other calls:
 
         all_reduce(x, MAX, group, algorithm="halving-doubling")    # a name of ALGORITHMS
-        ALL_REDUCE["direct"](x, group=group)                       # the same, to be passed on
+        ALL_REDUCE["direct"](x, group=group)                       # a sum, as DDP takes it
     """
     ALGORITHMS[algorithm](view_of(group), tensor.view(-1), OPERATORS[op], **options)
 

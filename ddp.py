@@ -38,7 +38,7 @@ def sum_gradients(parameters, group):
 
         for p in model.parameters():
             dist.broadcast(p.data, group=group, group_src=0)   # equal weights on all ranks
-        for micro_batches, count in batches:                   # this rank's; tokens of all ranks
+        for micro_batches, count in batches:                   # count: the tokens of all ranks
             optimizer.zero_grad()
             for x, y in micro_batches:
                 loss = cross_entropy(model(x), y, reduction="sum") / count
@@ -59,8 +59,9 @@ def sum_gradients(parameters, group):
 
 
 class Bucket:
-    """One flat buffer for the gradients of several parameters of one kind: each p.grad is a view of
-    it. Autograd adds in place to a p.grad that exists, so nothing is copied in or out."""
+    """One flat buffer for the gradients of several parameters of one dtype, device and group (see
+    kind_of, below): each p.grad is a view of it. Autograd adds in place to a p.grad that exists, so
+    nothing is copied in or out."""
 
     def __init__(self, parameters):
         sizes = [p.numel() for p in parameters]
@@ -103,12 +104,12 @@ class DDP:
     parameter without a gradient gets zeros, so weight decay moves it.
 
     After an exception all ranks call zero_grad(give_up=True) and start the step again. If only
-    one rank does so, the others get NaN."""
+    one rank does so, the others get NaN, in the buckets that it had not started."""
 
     def __init__(
         self, parameters, group, microbatches=1, bucket_bytes=25e6, overlap=True, all_reduce=None
     ):
-        listed = Counter(parameters)  # a tied matrix of two pipeline stages is listed twice
+        listed = Counter(parameters)  # a tied matrix of two stages on this rank is listed twice
         self.parameters = list(listed)
         self.group, self.microbatches, self.overlap = group, microbatches, overlap
         self.all_reduce = all_reduce or functools.partial(dist.all_reduce, async_op=True)
@@ -131,7 +132,7 @@ class DDP:
             bucket.grads_left = bucket.grads_per_step  # gradients still to come in this step
 
     def zero_grad(self, give_up=False):
-        give_up = give_up or self.last_call == "half a backward()"
+        give_up = give_up or self.last_call == "half a backward()"  # it raised
         check_call(self, "zero_grad()", not_after=[] if give_up else ["backward()"])
         if give_up and self.overlap:
             # What one rank has started, all must start, also a rank that had no gradient yet
@@ -245,7 +246,7 @@ def demo(run):
     model = run.fill(run.meta_model())  # the same seed everywhere: the replicas start equal
     parameters = list(model.parameters())
     bucket_bytes = int(args.bucket_mb * 2**20)
-    if args.sync == "naive":  # one all-reduce per parameter
+    if args.sync == "naive":  # a bucket per parameter: the messages of sum_gradients
         bucket_bytes = 0
     overlap = args.sync == "overlapped"
     # None: torch's. Those of collectives.py have ended when they return, so nothing overlaps

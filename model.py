@@ -14,12 +14,13 @@ The model knows nothing of parallelism, but it is made to be cut:
 - Embedding, blocks and head may each be missing: a pipeline stage is a GPT with the rest removed.
   Names stay: layer 7's matrix is `blocks.7.mlp.up.weight` in every stage.
 - A layer reads the number of its heads from its projection: one with half of the heads works.
-- A technique replaces submodules, never a method: `attn.core`, `mlp.dispatch`, `loss`, and the
-  identities `enter`, `leave` and `sum_over_sequence`, which stand where a cut needs a message.
-- Create it on the meta device, cut it, then draw what is left (`p.init`, harness/initialize.py).
-- Dropout is a hash of (sample, position, site, channel): each part has its part of the mask.
+- A technique replaces submodules: `attn.core`, `mlp.dispatch`, `loss`, and the identities `enter`,
+  `leave` and `sum_over_sequence`, which stand where a cut needs a message.
+- Create it on the meta device, cut it, then draw what is left: `p.init` is each parameter's (mean,
+  standard deviation), which harness/initialize.py reads. GPT(config) alone has torch's own values.
+- Dropout is a hash of (sample, position, site, channel): each rank draws its part of one mask.
 
-    model = GPT(Config(layers=2))
+    model = harness.initialize.build(Config(layers=2))
     tokens = torch.randint(model.config.vocab, (4, 129))
     loss = model(tokens[:, :-1], targets=tokens[:, 1:])
 
@@ -39,7 +40,7 @@ IGNORE = -1  # the target of a position that adds nothing to the loss
 
 class Attention(nn.Module):
     """Causal self-attention, x (B, T, C) -> (B, T, C). The rows of the one projection are grouped
-    by key/value head: q..q k v | q..q k v | ... So a contiguous piece of them is whole heads."""
+    by key/value head: q..q k v | q..q k v | ... If t divides H_kv, 1/t of them is whole heads."""
 
     def __init__(self, config):
         super().__init__()
@@ -54,7 +55,7 @@ class Attention(nn.Module):
     def forward(self, x, rope=None):
         return self.attend(self.qkv(self.enter(x)), rope)
 
-    def attend(self, qkv, rope):
+    def attend(self, qkv, rope):  # apart: recomputation may keep qkv (harness/blocks.py)
         groups = qkv.unflatten(-1, (-1, self.queries_per_kv + 2, self.head_dim))
         q, k, v = groups.split((self.queries_per_kv, 1, 1), dim=-2)  # (B, T, H_kv, 1 or more, D)
         q, k, v = (y.flatten(2, 3).transpose(1, 2) for y in (q, k, v))  # (B, H or H_kv, T, D)
@@ -434,10 +435,10 @@ class Experts(nn.Module):
 
 def grouped_linear(x, weight, ends):
     """x (R, in), weight (E, out, in) -> (R, out): x[ends[e-1] : ends[e]] @ weight[e].T."""
-    known = x.dtype in (torch.float32, torch.bfloat16, torch.float16)
+    supported = x.dtype in (torch.float32, torch.bfloat16, torch.float16)
     aligned = all(size * x.element_size() % 16 == 0 for size in weight.shape[1:])
-    old = x.is_cuda and torch.cuda.get_device_capability(x.device) < (8, 0)
-    if known and aligned and not old:
+    too_old = x.is_cuda and torch.cuda.get_device_capability(x.device) < (8, 0)
+    if supported and aligned and not too_old:
         return F.grouped_mm(x, weight.transpose(1, 2), offs=ends)
     parts = x.tensor_split(ends[:-1].tolist())
     return torch.cat([F.linear(part, matrix) for part, matrix in zip(parts, weight)])

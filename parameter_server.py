@@ -10,12 +10,12 @@ Synchronous   The server adds up the gradients of all ranks and takes one step. 
 Asynchronous  The server takes a step with each gradient, as soon as it comes. Its staleness is the
               number of steps between its pull and its push. A stale gradient is that of older
               weights, so this is another run than on one process, and another one each time. A
-              worker waits before it pulls where a gradient could become staler than a bound.
+              worker waits to pull while some gradient could then become staler than a bound.
 Sent          A worker pushes P e bytes of gradients and pulls as many of weights, with P parameters
               of e bytes. The server sends (N-1) P e per step to the other N-1 ranks, or P e if
               asynchronous. Of S servers each has 1/S of the parameters and of the load.
-Limits        A rank of ddp.py's all-reduce sends 2 (N-1)/N P e, none is in the way, no gradient is
-              stale: take that for dense models on equal devices. See docs/parameter-server.md.
+Limits        A rank of ddp.py's all-reduce sends 2 (N-1)/N P e, no rank is a bottleneck, no
+              gradient is stale: take that for dense models on equal devices.
 
     torchrun --nproc_per_node=4 parameter_server.py --servers 2
     python parameter_server.py --staleness 4
@@ -33,7 +33,7 @@ import torch.distributed as dist
 def push(parameters, group, server=0):
     """Add up the gradients of all ranks on the server. The other ranks' p.grad become None.
 
-        for micro_batches, count in batches:             # this rank's; tokens of all ranks
+        for micro_batches, count in batches:             # count: the tokens of all ranks
             pull(parameters, group)                      # the server's weights, on all ranks
             for x, y in micro_batches:
                 loss = cross_entropy(model(x), y, reduction="sum") / count
@@ -61,7 +61,7 @@ def push(parameters, group, server=0):
 def pull(parameters, group, server=0):
     """Copy the server's weights to all ranks. Frozen parameters must be equal already."""
     parameters = trained(parameters)
-    weights = flat(parameters)
+    weights = flat(parameters)  # on workers only a buffer
     if dist.get_rank(group) != server:
         dist.recv(weights, group=group, group_src=server)
         for p, weight in split(weights, parameters):
@@ -153,7 +153,7 @@ def serve(parameters, group, steps, bound):
         if batches_left[worker]:
             waiting.append(worker)
         set_gradients(parameters, gradients)
-        yield worker, step - pulled_at
+        yield worker, step - pulled_at  # the caller steps; then new weights go out
 
 
 # --- demo ---
