@@ -182,7 +182,7 @@ class DDP:
                 dist.all_reduce(bucket.flat, group=group)
 
 
-# --- together with another kind of parallelism
+# --- together with another kind of parallelism: docs/two-techniques.md
 
 
 def kind_of(p):

@@ -508,7 +508,7 @@ def group_parameters(parameters, bucket_bytes, kind_of):
     return sorted(lists, key=lambda members: order[members[-1]])
 
 
-# --- together with another kind of parallelism. It says in p.placement, a dictionary:
+# --- together with another kind of parallelism (docs/two-techniques.md). p.placement says:
 #
 #     cuts      {dimension: (group, start, length)}: each rank of the group has another shard of p.
 #               On the ranks of all other groups but a pipeline's p is whole

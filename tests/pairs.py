@@ -17,7 +17,8 @@ class Embedding(nn.Module):
         self.token, self.position = nn.Embedding(VOCAB, WIDTH), nn.Embedding(LENGTH, WIDTH)
         nn.init.normal_(self.token.weight, std=0.2)
 
-    def forward(self, tokens, positions):
+    def forward(self, tokens, positions=None):
+        positions = torch.arange(tokens.shape[1]) if positions is None else positions
         return self.token(tokens) + self.position(positions)
 
 
@@ -33,17 +34,20 @@ class Head(nn.Module):
 class Model(nn.Module):
     """Three blocks, and a head that is tied. The middle block may have a mixture of experts."""
 
-    def __init__(self, experts):
+    def __init__(self, experts=False, tied=True):
         super().__init__()
         torch.manual_seed(0)
         self.embed, self.head = Embedding(), Head()
         self.blocks = nn.ModuleList(Block(heads=4) for _ in range(3))
         if experts:
             self.blocks[1].mlp = Mixture()
-        self.head.out.weight = self.embed.token.weight
+        if tied:
+            self.head.out.weight = self.embed.token.weight
         self.double()
+        for name, p in self.named_parameters():
+            p.full_name = name  # techniques pass attributes on
 
-    def forward(self, tokens, positions):
+    def forward(self, tokens, positions=None):
         x = self.embed(tokens, positions)
         for block in self.blocks:
             x = block(x)
@@ -58,16 +62,16 @@ def batch(step):
     return tokens, targets, torch.tensor(ROWS * LENGTH - 9)
 
 
-def one_process(optimizer, experts):
+def one_process(optimizer, experts=False, tied=True):
     """(losses and norms, {name: gradient of the last step}, {name: weight after it})."""
-    model, history = Model(experts), []
+    model, history = Model(experts, tied), []
     optimizer = OPTIMIZERS[optimizer](model.parameters())
     for step in range(STEPS):
         tokens, targets, count = batch(step)
         optimizer.zero_grad()
         for p in model.parameters():
             p.grad = torch.zeros_like(p)  # AdamW's decay moves an expert without tokens too
-        loss = mean_loss(model(tokens, torch.arange(LENGTH)), targets, count)
+        loss = mean_loss(model(tokens), targets, count)
         loss.backward()
         norm = nn.utils.get_total_norm([p.grad for p in model.parameters()])
         nn.utils.clip_grads_with_norm_(model.parameters(), LIMIT, norm)
@@ -109,8 +113,6 @@ class Layout:
         self.ep, self.alone = own(of_data), own(ranks.unsqueeze(-1))
         self.part, self.parts = dist.get_rank(self.data) // cp, dp
         self.model = Model(experts)
-        for name, p in self.model.named_parameters():
-            p.full_name = name  # techniques pass attributes on
         if experts:
             self.deal_experts(self.model.blocks[1].mlp)
         if tp > 1:

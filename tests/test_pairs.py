@@ -1,9 +1,17 @@
 """Any two techniques on a model that is not ours, and some three: copied tops alone, each in its
 own file, against one process. Loss, gradients, the norm, clipping, weights after five steps."""
 
+import contextlib
+import importlib
+
 import pairs
 import pytest
 import torch
+import torch.distributed as dist
+import torch.nn as nn
+import torch.nn.functional as F
+from conftest import ROOT
+from foreign import LIMIT, WIDTH
 from reference import case
 
 TOPS = "ddp zero fsdp tensor_parallel sequence_parallel pipeline zero_bubble context_parallel"
@@ -77,17 +85,52 @@ def test_three(copied):
     copied(TOPS, 8, train, cases)
 
 
-# --- the page on two techniques: its blocks run as they are printed
+# --- docs/two-techniques.md: its blocks run as they are printed, on 4 ranks
+
+PAGE = (ROOT / "docs" / "two-techniques.md").read_text()
+SECTIONS = {  # heading: the ranks of which each has rows of its own, and the tops that are copied
+    "Tensor parallelism and DDP": ("outer", "ddp tensor_parallel"),
+    "Tensor parallelism and ZeRO": ("outer", "zero tensor_parallel"),
+    "Pipeline and ZeRO": ("inner", "zero pipeline"),
+    "A pipeline with a split backward, and ZeRO": ("inner", "zero pipeline zero_bubble"),
+    "FSDP and context parallelism": ("outer", "zero fsdp context_parallel"),
+    "Experts and DDP": ("all", "ddp tensor_parallel expert_parallel"),
+}
 
 
-class WithPositions(pairs.Model):
-    """Called with tokens alone: positions are those of the whole sequence."""
+def code(heading):
+    """The indented blocks of a section."""
+    _, found, text = PAGE.partition(f"\n## {heading}\n")
+    assert found, heading
+    text = text.partition("\n## ")[0]
+    return "\n".join(line[4:] for line in text.splitlines() if line.startswith("    ") or not line)
 
-    def __init__(self, experts=False):
-        super().__init__(experts)
-        forward = self.embed.forward
-        here = torch.arange(pairs.LENGTH)
-        self.embed.forward = lambda tokens, positions=here: forward(tokens, positions)
 
-    def forward(self, tokens, positions=None):
-        return super().forward(tokens, *([] if positions is None else [positions]))
+@pytest.mark.parametrize("heading", SECTIONS)
+def test_page(copied, heading):
+    def work(rank):
+        names = dict(torch=torch, dist=dist, nn=nn, F=F, contextlib=contextlib)
+        rows, tops = SECTIONS[heading]
+        for top in tops.split():
+            names |= vars(importlib.import_module(top))
+        exec(code("Groups"), names)
+        exec(code("Tensor parallelism and DDP").partition("\n\n")[0], names)  # split
+        experts, tied = "Experts" in heading, "ipeline" not in heading
+        model = pairs.Model(experts, tied)
+        part, parts = {"inner": (rank % 2, 2), "outer": (rank // 2, 2), "all": (rank, 4)}[rows]
+        batches = []
+        for step in range(pairs.STEPS):
+            *full, count = pairs.batch(step)
+            own = [t.tensor_split(parts)[part].tensor_split(2) for t in full]
+            batches.append((list(zip(*own)), count))
+        names |= dict(model=model, batches=batches, T=pairs.LENGTH, C=WIDTH, b=2, E=pairs.EXPERTS)
+        names |= dict(dtype=torch.float64, device="cpu", mixture=model.blocks[1].mlp)
+        exec(code(heading).replace(", 1.0", f", {LIMIT}"), names)
+        trained = names.get("modules") or names.get("stage") or model
+        named = [(p.full_name, p) for p in trained.parameters()]
+        sharded = names.get("zero") or names.get("fsdp")
+        weights = pairs.one_process("AdamW", experts, tied)[2]
+        for name, p in named if sharded is None else sharded.gather_full(named):
+            torch.testing.assert_close(p.detach(), shard(weights[name], p), rtol=1e-8, atol=1e-8)
+
+    copied(SECTIONS[heading][1], 4, work)
