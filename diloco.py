@@ -13,10 +13,11 @@ Backward  The outer gradient is no derivative: it points back along the path. Wi
           SGD it is the learning rate times the gradient, so an outer rate of 1 without momentum is
           data parallelism. For other H the training differs by design.
 Sent      P numbers of b bits every H steps from each island to the N-1 others, (N-1) P b / (8 H)
-          bytes per step. For two islands in float32 that is 1/H of ddp.py's. To send less at once:
+          bytes per step. For two islands in float32 that is 1/H of ddp.py's. To send less:
 
           parts   parts of the model take turns: the largest message falls by their number
-          delay   a message travels while the next inner steps run; it is applied `delay` steps late
+          delay   a message travels while `delay` more inner steps run; the outer weights are then
+                  mixed half and half with the island's own
           bits    16: bfloat16; 8, 4: integers, in blocks with a scale; errors join the next message
 
 Limits    An island also holds the old weights, the outer momentum, and with bits the error. On fast
@@ -75,7 +76,7 @@ def encode(x, bits):
     most = 2 ** (bits - 1) - 1  # 127 or 7
     blocks = nn.functional.pad(x, (0, -len(x) % BLOCK)).view(-1, BLOCK)
     scales = (blocks.abs().amax(1, keepdim=True) / most).float()
-    divisors = torch.where(scales == 0, 1, scales)  # NaN stays NaN, for all to see
+    divisors = torch.where(scales == 0, 1, scales)  # a NaN scale gives NaN on all islands
     numbers = (blocks / divisors).round().clamp(-most, most).to(torch.int8).flatten()
     if bits == 4:
         low, high = numbers.view(-1, 2).add(8).unbind(1)  # 1 to 15
@@ -124,7 +125,7 @@ class Part:
         return torch.cat([m.flatten() for m in moved])
 
     def restart(self, keep=0):
-        """Back to the old weights, keeping a fraction `keep` of the local movement."""
+        """Go to the outer weights, mixed with a fraction `keep` of this island's own."""
         for p, old in self.pieces():
             p.copy_(old + keep * (p - old) if keep else old)
 

@@ -42,14 +42,15 @@ from torch.autograd.function import once_differentiable  # refuses a gradient of
 
 
 def plain_dispatch(x, weights, chosen, experts, sizes, group):
-    """Tokens to their experts on all ranks and back: x (n, C), weights and chosen (n, k) -> (n, C).
-    ExpertDispatch does the same, overlapped, and explains the arguments."""
-    x = with_gradient(x)
+    """Tokens to their experts on all ranks and back: x (n, C), weights and chosen (n, k) of the
+    router -> (n, C). experts(rows, counts): this rank's MLPs, called with rows sorted by expert.
+    sizes: how many experts each rank has. ExpertDispatch does the same, overlapped."""
+    x = with_gradient(x)  # so that backward sends, too
     # Sort: assignment i is a choice of token i // k. Sorted by expert is sorted by rank.
     assignments = chosen.flatten()
     order = assignments.argsort(stable=True)
     token = order // chosen.shape[1]  # (n k,)
-    # Send: first how many rows, then the rows
+    # Send: first how many rows, then the rows. (Lists of one: ExpertDispatch sends in chunks)
     splits, incoming = exchange_counts([assignments], sizes, group)
     [send], [receive] = splits.tolist()
     rows = AllToAll.apply(x[token], send, receive, group)  # (m, C), rank 0's first
@@ -137,7 +138,7 @@ def run_experts(experts, rows, incoming):
 #         y = dispatch(x, weights, chosen, mlps)
 #         loss = F.cross_entropy(model.head(y), targets, reduction="sum") / total_tokens
 #         loss.backward()  # total_tokens: of all ranks and micro-batches
-#     sum_gradients(model.parameters(), group)
+#     sum_gradients(model.parameters(), group)  # then step. Ranks' own clip_grad_norm_ would differ
 
 # --- the all-to-all in two halves: computation fits in between
 

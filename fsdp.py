@@ -48,8 +48,8 @@ class PlainFSDP:
             optimizer.step()
             optimizer.zero_grad()
 
-    Before it all ranks have equal weights. A unit returns one tensor, and each of its parameters
-    gets a gradient in every backward pass."""
+    Before it all ranks have equal weights, and no parameter is in two units (untie the head). A
+    unit returns one tensor, and each of its parameters gets a gradient in every backward pass."""
 
     def __init__(self, module, group):
         self.group, self.parameters = group, list(module.parameters())
@@ -60,7 +60,7 @@ class PlainFSDP:
         self.weights = self.flatten(p.detach() for p in self.parameters)
         self.shard = nn.Parameter(self.weights[rank * length : (rank + 1) * length].clone())
         end = 0
-        for p in self.parameters:  # from now on a view of the flat tensor
+        for p in self.parameters:  # a view by .data: autograd does not see a gather
             start, end = end, end + p.numel()
             p.data = self.weights[start:end].view_as(p)
             p.register_post_accumulate_grad_hook(self.after_gradient)
@@ -184,8 +184,8 @@ class FSDP(ZeRO):
         self.prefetched = self.in_backward = None
 
     def _reduce_done(self, unit):
-        """Reduce what `unit` leaves, full or not, before the next gather: on another rank it is
-        full. (A tied matrix in two units belongs to the first: autograd comes there last.)"""
+        """Reduce `unit`, also where a gradient is missing here: a rank that has all reduces before
+        its next gather, and the order must agree. (A tied matrix goes with its first unit.)"""
         if self.queue is not None:
             own = [bucket for bucket in unit.buckets if bucket.first_unit is unit]
             self._reduce_full(done=own)
@@ -232,7 +232,7 @@ class Unit:
     def after_forward(self, module, inputs, output):
         if self.fsdp.in_backward is self:
             return
-        passed_on = {id(t) for t in tree_leaves(inputs)}
+        passed_on = {id(t) for t in tree_leaves(inputs)}  # their gradients come after this unit's
         outputs = [t for t in tree_leaves(output) if isinstance(t, torch.Tensor)]
         outputs = [t for t in outputs if t.requires_grad and id(t) not in passed_on]
         for t in outputs:

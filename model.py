@@ -20,7 +20,7 @@ The model knows nothing of parallelism, but it is made to be cut:
   standard deviation), which harness/initialize.py reads. GPT(config) alone has torch's own values.
 - Dropout is a hash of (sample, position, site, channel): each rank draws its part of one mask.
 
-    model = harness.initialize.build(Config(layers=2))
+    model = GPT(Config(layers=2))  # harness.initialize.build(Config(layers=2)) draws p.init
     tokens = torch.randint(model.config.vocab, (4, 129))
     loss = model(tokens[:, :-1], targets=tokens[:, 1:])
 

@@ -89,7 +89,7 @@ def mesh(args, schedule):
     inside, across    of the dp ranks (and of the copies): those that split one copy, those with the
                  same shards, for --zero-ranks
     tied         of the pp ranks, the one or two that hold a tied matrix
-    down, up     activations and their gradients, each to later stages and to earlier ones
+    down, up     activations and gradients, a group per direction: none blocks another
     island, islands    all ranks of an island; those with the same place in every island"""
     size = args.islands, args.pp, args.dp, args.cp, args.tp
     ranks = torch.arange(math.prod(size)).view(size)
@@ -323,8 +323,8 @@ def train(run, schedule=None, watch=contextlib.nullcontext, warm_up_first=True):
             if step == run.measured:  # the ledger counts bytes in this step
                 travelled = runner.rows.travelled
             record(batches, loss, norm, loss_scale)
-            # Loss and norm are the same on all ranks: all of them take the step, or none does. To
-            # name the first gradient that is not finite, the step is run again
+            # Whether loss and norm are finite. All ranks see the same: all take the step, or none
+            # does, and `find` runs it again to name the first gradient that is not finite
             find = functools.partial(first_nonfinite, model, runner.step, batches)
             taken = run.check(loss, norm, full_weights, find, loss_scale, groups.get("island"))
             if taken:

@@ -50,8 +50,8 @@ class PlainZeRO1:
             (cross_entropy(model(x), y, reduction="sum") / tokens).backward()
             zero.step()
 
-    Before it the model is on its device, in one dtype, with equal weights on all ranks. Not
-    checked: that it stays there, and that no other zero_grad() replaces the views."""
+    Before: equal weights on all ranks, in one dtype, on their device. Not checked: another
+    zero_grad() would drop the views, and clip_grad_norm_ would see 1/N of the gradient."""
 
     def __init__(self, model, group, optimizer):
         parameters = list(model.parameters())
@@ -193,7 +193,7 @@ class ZeRO:
 
     def _backward_ends(self):
         self.backward_running = False
-        if self.queue is not None:  # else autograd.grad in stage 3: no pass of the step
+        if self.queue is not None:  # None: no parameter got a gradient, as in autograd.grad
             self._end_pass()
 
     def _begin_pass(self):
@@ -202,17 +202,18 @@ class ZeRO:
             self.queue = [b for b in self.queue if self.scope in b.place.scopes]
 
     def _end_pass(self):
-        self._reduce_full(done=self.queue)  # a parameter may have got no gradient
+        self._reduce_full(done=list(self.queue))  # a parameter may have got no gradient
         self._wait()
         self.queue = None
 
     def _reduce_full(self, done=()):
         # In the same order on all ranks: swapped reductions would add up the wrong buckets,
         # silently. So a bucket that is full early waits for those before it
-        while (
-            self.complete and self.queue and (self.queue[0] in done or self.queue[0].all_arrived())
-        ):
-            bucket = self.queue.pop(0)
+        while self.complete and self.queue:
+            bucket = self.queue[0]
+            if bucket not in done and not bucket.all_arrived():
+                break
+            self.queue.pop(0)
             bucket.arrived.clear()
             bucket.passes_left -= 1
             if self.reduce_each or bucket.passes_left == 0:
@@ -236,6 +237,12 @@ class ZeRO:
             bucket, work = self.works.pop(0)
             work.wait()
             self._keep_shard(bucket)
+
+    def _keep_shard(self, bucket):
+        bucket.keep_shard()
+        across = bucket.place.across
+        if across is not None and bucket.passes_left == 0:
+            self.sums.append(dist.all_reduce(bucket.gradient, group=across, async_op=True))
 
     def finish(self):
         """Complete the gradients, after the last backward of a step. grad_norm(), clip() and step()
@@ -299,8 +306,10 @@ class ZeRO:
         if counted:
             dtype = torch.promote_types(counted[0].dtype, torch.float32)
             total += torch.stack(torch._foreach_norm(counted, dtype=dtype)).double().square().sum()
-        for group in [self.group if self.stage > 0 else None, *self.cut_groups, stages]:
-            if group is not None and dist.get_world_size(group) > 1:
+        if self.stage > 0:
+            dist.all_reduce(total, group=self.group)
+        for group in self.cut_groups + ([] if stages is None else [stages]):
+            if dist.get_world_size(group) > 1:
                 dist.all_reduce(total, group=group)
         return total.sqrt()
 
@@ -345,12 +354,6 @@ class ZeRO:
         finally:
             self.scope, self.complete = None, True
 
-    def _keep_shard(self, bucket):
-        bucket.keep_shard()
-        across = bucket.place.across
-        if across is not None and bucket.passes_left == 0:
-            self.sums.append(dist.all_reduce(bucket.gradient, group=across, async_op=True))
-
 
 class Bucket:
     """Some parameters as one flat tensor of S elements: N equal shards, one of them this rank's.
@@ -387,8 +390,8 @@ class Bucket:
         first = dist.get_rank(self.group) * self.length if stage > 0 else 0
         self.own = slice(first, first + self.length)
 
-        def in_shard(place):
-            return min(max(place - first, 0), self.length)
+        def in_shard(position):
+            return min(max(position - first, 0), self.length)
 
         self.weights = None
         self.parameters, self.slices, self.pieces, self.spans = [], [], [], []
