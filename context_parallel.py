@@ -10,8 +10,8 @@ ranks queries stay, and keys and values travel. kv2 are those of rank 2:
     rank 3    kv3   kv2   kv1   kv0
 
 In each step a rank computes one tile of attention: its queries with one rank's keys. Meanwhile the
-next keys travel. The tiles add up to the exact softmax. If a rank held neighbouring tokens only,
-late ranks would see most keys. In the zigzag each has an early and a late chunk: equal work.
+next keys travel. Rescaled, the tiles add up to exact attention. If a rank held neighbouring tokens
+only, late ranks would see most keys. In the zigzag each has an early and a late chunk: equal work.
 
 Sent by a rank, for each block of the model, if N > 1: K and V make N - 1 hops in forward and again
 in backward. Their gradients dK and dV make N hops, because they must come home. Together that is
@@ -115,7 +115,7 @@ def around_the_ring(kv, group):
         buffer.send()
         yield (rank - step) % n, buffer.tensor
         buffer.receive()
-    yield (rank + 1) % n, buffer.tensor
+    yield (rank - (n - 1)) % n, buffer.tensor
 
 
 def ring_attention(q, k, v, group):
@@ -153,8 +153,9 @@ def positions(length, rank, ring, ulysses=1, zigzag=True):
     """The positions of a sequence that a rank of ring x ulysses holds, (T',) int64. T' is the same
     on all ranks: positions from `length` on are padding.
 
-    ulysses: how many ranks share the tokens of one rank of the ring. zigzag=False: one run of
-    tokens a rank. The last rank then has almost twice the average work, and all others wait."""
+    ulysses: how many ranks share the tokens of one rank of the ring (see Ulysses). zigzag=False:
+    one run of tokens per rank. The last rank then has almost twice the average work, and the others
+    wait."""
     if not 0 <= rank < ring * ulysses:
         raise ValueError(f"{ring} x {ulysses} ranks have no rank {rank}: give the group's grid")
     ring_rank, ulysses_rank = divmod(rank, ulysses)
@@ -281,7 +282,7 @@ class Ring(GroupModule):
         loss = nn.functional.cross_entropy(logits.flatten(0, 1), y.flatten(), reduction="sum")
         (loss / count).backward()                       # count: valid targets of all ranks
         for p in model.parameters():                    # after the last micro-batch
-            dist.all_reduce(p.grad, group=group)        # a sum: nothing is averaged
+            dist.all_reduce(p.grad, group=group)        # a sum, no mean; then clip and step
 
     Attention is causal and scaled by 1/sqrt(D), without dropout, other masks or second gradients.
     Cut tokens by `positions`, never by chunk(): which query sees which key follows from the rank
@@ -439,7 +440,7 @@ class Ulysses(GroupModule):
         held = ulysses.positions(T).to(tokens.device)   # one run of tokens a rank
         # the rest as with Ring
 
-    core: F.scaled_dot_product_attention with is_causal=True and enable_gqa=True, for example. It
+    core: functools.partial(F.scaled_dot_product_attention, is_causal=True, enable_gqa=True), say. It
     gets q (B, H / n, n T', D), k and v. Mask, scale and dropout are its own.
     ring-ulysses is Ulysses(group of U ranks, Ring(group of R ranks)), and holds zigzags (Fang and
     Zhao 2024, arXiv:2405.07719)."""

@@ -20,7 +20,7 @@ Backward: the chain rule, cut at the boundaries. A stage's input x is a leaf of 
 y.backward(gradient of y, from the next stage) leaves the gradient of x in x.grad, which goes to the
 stage before. Gradients of micro-batches add up to those of the batch.
 
-Limits: ranks wait at both ends of a step (the bubble). With 1F1B they work m / (m + p - 1) of the
+Limits: ranks wait while the pipeline fills and drains (the bubble). With 1F1B they work m / (m + p - 1) of the
 time, 24 cells of 33 above. zero_bubble.py fills the gaps; docs/pipelines.md compares schedules.
 
     torchrun --nproc_per_node=4 pipeline.py --layers 8        python pipeline.py --compare
@@ -112,7 +112,7 @@ class Row(list):
     def add(self, kinds, *stages):
         for stage in stages:
             for kind in kinds:
-                parts = "IW" if kind == "B" else kind  # a schedule may have whole ones and halves
+                parts = "IW" if kind == "B" else kind  # B is both: all number micro-batches alike
                 self.append(Action(kind, self.counts[parts[0], stage], stage))
                 for part in parts:
                     self.counts[part, stage] += 1
@@ -152,13 +152,14 @@ def play(schedule, forward, shape, dtype, device, links, around=contextlib.nullc
         for inputs, targets, count in batches:
             optimizer.zero_grad()
             losses = play(schedule, forward, (b, T, C), dtype, device, links)
-            optimizer.step()    # after reduce_tied, if two ranks share a matrix
+            optimizer.step()    # after reduce_tied, if two ranks share a matrix. A norm to clip by
+                                # is that of all stages
 
     The loss rule: the sum over a micro-batch's tokens, divided by count, the tokens of the whole
     batch (all micro-batches, all data-parallel ranks). A mean in each micro-batch is wrong.
 
     shape, dtype: of the activations between stages, the same for every micro-batch and rank.
-    around(action): a context around the work of each action, without its messages.
+    around(action): a context around the work of each action, not its messages: a profiler's, say.
     Returns the last stage's results, detached, on its rank, and [] on the others."""
     rank = dist.get_rank(links[0])
     runner = schedule.runner(forward, schedule[rank], schedule.last)
@@ -324,10 +325,11 @@ class Mailbox:
 
 
 def make_links(ranks=None):
-    """The four groups of `play`: [activations to later ranks, activations to earlier ranks,
-    gradients to later ranks, gradients to earlier ranks]. Four, because nccl passes a group's
-    messages between two ranks one by one, in order: in fewer groups two could block each other.
-    Every process must call it, as dist.new_group: once for each pipeline, in the same order."""
+    """The four groups of `play`: [activations to later ranks, activations to earlier ranks (where
+    ranks have several stages), gradients to later ranks, gradients to earlier ranks]. Four, because
+    nccl passes a group's messages between two ranks one by one, in order: in fewer groups two could
+    block each other. Every process must call it, as dist.new_group: once for each pipeline, in the
+    same order."""
     return [dist.new_group(ranks) for _ in range(4)]
 
 

@@ -16,12 +16,13 @@ Sent        in forward                            in backward
 An all-reduce is a reduce-scatter and then an all-gather, and each sends r = (t-1)/t of the tensor.
 So as many bytes are sent: 8 r B T C e per block, at e bytes an element. The activations between
 the layers shrink to 1/t. Only what f gathers, (B, T, C), is kept whole for backward: with
---gather-again not even that, because backward gathers it a second time.
+--gather-again not even that: backward gathers it again, and a quarter more is sent.
 
 Norms, positions and the biases after g see only this rank's tokens: the gradients of their P
 parameters are partial sums, which `reduce_partial` all-reduces once a step (2 r P e bytes).
 
-It loses only where latency dominates: there are twice as many messages. The ranks must divide T.
+It is slower than tensor parallelism only where latency dominates, because there are twice as many
+messages. The ranks must divide T.
 
     torchrun --nproc_per_node=4 sequence_parallel.py
     python sequence_parallel.py --family llama --nproc 2 --gather-again
@@ -137,16 +138,16 @@ def shard_tokens(full, group):
 #     reduce_partial(model.parameters())  # once a step; next grad_norm, clip and step, as there
 #
 # Add the learned positions of this rank's tokens only: embed(tokens) +
-# position(shard_tokens(positions, group)). Draw another dropout mask on each rank. A loss on split
-# tokens is the sum over this rank's tokens / the count of the batch.
+# position(shard_tokens(positions, group)). Dropout masks must differ between ranks. With a whole
+# head, without Enter, a rank's loss is the sum over its own tokens / the count of the batch.
 
 # --- f that holds less: backward gathers the tokens a second time
 
 
 class EnterAndProject(nn.Module):
-    """f and the matrices after it, in place of Enter, before layers such as gate and up. Returns a
-    tuple of their products. Each of `projections`, in its layer's place, picks its own. Activation
-    checkpointing keeps only this rank's tokens, and runs f again."""
+    """f and the matrices after it, such as gate and up, in place of Enter. Returns a tuple of their
+    products. A Projection in each layer's place picks one. Activation checkpointing keeps only this
+    rank's tokens, and runs f again."""
 
     def __init__(self, group, projections):
         super().__init__()
@@ -158,7 +159,7 @@ class EnterAndProject(nn.Module):
     def project(self, x):
         full = GatherTokens.apply(x, self.group)  # (B, T, C)
         weights = [projection.weight for projection in self.projections]
-        # One matmul with all weights: recomputation skips only the last matmul
+        # One matmul with all weights: checkpoint runs every matmul here again but the last one
         products = F.linear(full, torch.cat(weights))
         return products.split([len(weight) for weight in weights], dim=-1)
 

@@ -17,7 +17,7 @@ element. Embedding and head add 4 r B T C e, and the loss three numbers per toke
 
 Backward: g's is the identity. All ranks go on with the same y and compute the same loss: it is one
 loss, not t of them. Each partial sum enters y with factor 1, so its gradient is y's gradient.
-Every layer before f then has its complete gradient on every rank, and nothing is left to sum.
+f's sum is the complete gradient of x, so every earlier layer's is complete on every rank.
 
 Limits: between nodes it rarely pays. In forward the next layer waits for g's message, and here
 backward waits for f's too, though the weights' gradients could be computed meanwhile (Megatron-LM
@@ -99,7 +99,7 @@ class Leave(nn.Module):
         return ReduceFromGroup.apply(x, self.group)
 
 
-# --- the two matrices between f and g. The papers write Y = X A: A is torch's weight, transposed
+# --- the two matrices between f and g, cut by `shard`, below. The papers' Y = X A: A is weight.T
 
 
 class ColumnParallelLinear(nn.Module):
@@ -134,14 +134,14 @@ class RowParallelLinear(nn.Module):
         return y if self.bias is None else y + self.bias  # the bias once, after g
 
 
-# --- a model of yours. All ranks have the same weights, and get the same tokens:
+# --- a model of yours. All ranks have the same weights and tokens; count: the batch's targets
 #
 #     for block in model.blocks:
 #         attn, mlp = block.attn, block.mlp
 #         attn.norm = nn.Sequential(attn.norm, Enter(group))
-#         attn.qkv = ColumnParallelLinear(attn.qkv, group)  # or each of q, k and v
+#         attn.qkv = ColumnParallelLinear(attn.qkv, group)  # rows by kv-head; or each of q, k, v
 #         attn.proj = RowParallelLinear(attn.proj, group)
-#         attn.heads //= t  # and kv_heads, if forward uses them
+#         attn.heads //= t  # and kv_heads, if forward uses them; t divides both
 #         mlp.norm = nn.Sequential(mlp.norm, Enter(group))
 #         mlp.up = ColumnParallelLinear(mlp.up, group)  # a gate likewise
 #         mlp.down = RowParallelLinear(mlp.down, group)
@@ -215,8 +215,8 @@ class ShardedCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        # Not once_differentiable: it misses create_graph=True here, since after .sum() `grad` is a
-        # constant
+        # Not once_differentiable: that refuses only a grad that requires one itself, and after
+        # .sum() it is a constant
         if torch.is_grad_enabled():
             raise RuntimeError("this loss has no second gradients: leave out create_graph=True")
         softmax, column, outside = ctx.saved_tensors
@@ -310,7 +310,7 @@ def grad_norm(parameters, stages=None):
     that cut them, whichever technique did; a whole parameter counts once. stages: the group of a
     pipeline's ranks, if there is one.
 
-    Raises RuntimeError where the norm over unsplit parameters (just that) differs between ranks."""
+    Raises RuntimeError where the norm of unsplit parameters' gradients differs between ranks."""
     parameters = list(parameters)
     wholes = torch.zeros((), dtype=torch.float64, device=parameters[0].device)
     squares = {(): wholes}  # the groups that cut a parameter: a sum of squares

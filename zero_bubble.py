@@ -8,18 +8,18 @@
         . . 0 1 .(0 2(1 3(2{0 4(3{1 5(4{2(5{3{4{5
         . . . 0(0 1(1 2(2 3(3{0 4(4{1 5(5{2{3{4{5
 
-Split: backward of y = x W^T is two matmuls. I: the gradient of x is that of y times W. The stage
-before waits for it. W: the gradient of W is that of y, transposed, times x. Nobody waits for it
-before the optimizer's step, so a rank computes it where it would wait.
+Split: backward of y = x A^T is two matmuls. I (the papers' B): the gradient of x is that of y times
+A. The stage before waits for it. W: the gradient of A is that of y, transposed, times x. Nobody
+waits for it before the optimizer's step, so a rank computes it where it would wait.
 
 Sent: what pipeline.py sends. zb-v and dualpipev have two stages per rank: twice as much.
 
 Backward: I computes the gradients of the stage's input, biases, norms and embeddings, and leaves a
 pair (x, gradient of y) in a list for each weight matrix. W multiplies the pairs.
 
-Limits: the pairs stay in memory from I to W, so a rank puts off only as many as it has activations
-to spare. The ranks' waits at the end stay, if they share a gradient norm. docs/pipelines.md has the
-bubble of each schedule.
+Limits: the pairs stay in memory from I to W, so zb-h1 puts off no more than a rank has activations
+to spare beside rank 0. With zb-h2 and zb-v ranks that end early wait for a shared gradient norm.
+docs/pipelines.md has the bubble of each schedule.
 
     torchrun --nproc_per_node=4 zero_bubble.py --layers 8 --schedule zb-v
 
@@ -160,7 +160,7 @@ class Deferred(TorchFunctionMode):
             return function(x, weight, *rest, **options)
         gradients = []
 
-        def put_off(x):
+        def put_off(x):  # after the hook of y. This x is SaveInput's: a closure would keep another
             self.entries.append((weight, x, gradients.pop(), offsets))
 
         # Detached: its own backward would compute the weight's gradient as well
