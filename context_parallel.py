@@ -440,7 +440,7 @@ class Ulysses(GroupModule):
         held = ulysses.positions(T).to(tokens.device)   # one run of tokens a rank
         # the rest as with Ring
 
-    core: functools.partial(F.scaled_dot_product_attention, is_causal=True, enable_gqa=True), say. It
+    core: functools.partial(F.scaled_dot_product_attention, is_causal=True, enable_gqa=True). It
     gets q (B, H / n, n T', D), k and v. Mask, scale and dropout are its own.
     ring-ulysses is Ulysses(group of U ranks, Ring(group of R ranks)), and holds zigzags (Fang and
     Zhao 2024, arXiv:2405.07719)."""

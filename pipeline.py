@@ -20,8 +20,8 @@ Backward: the chain rule, cut at the boundaries. A stage's input x is a leaf of 
 y.backward(gradient of y, from the next stage) leaves the gradient of x in x.grad, which goes to the
 stage before. Gradients of micro-batches add up to those of the batch.
 
-Limits: ranks wait while the pipeline fills and drains (the bubble). With 1F1B they work m / (m + p - 1) of the
-time, 24 cells of 33 above. zero_bubble.py fills the gaps; docs/pipelines.md compares schedules.
+Limits: ranks wait while the pipeline fills and drains (the bubble). With 1F1B they work m / (m + p
+- 1) of the time, 24 cells of 33 above. zero_bubble.py fills gaps; docs/pipelines.md compares.
 
     torchrun --nproc_per_node=4 pipeline.py --layers 8        python pipeline.py --compare
 
