@@ -82,7 +82,7 @@ def read(folder, context=None):
         return translate(content, context)
     except KeyError as e:
         raise ValueError(f"{path} has no {e.args[0]}: fetch it again") from e
-    except TypeError as e:
+    except (AttributeError, TypeError) as e:
         raise ValueError(f"{path}: a field is not of its type ({e}): fetch it again") from e
     except ValueError as e:
         raise ValueError(f"{path}: {e}") from e
