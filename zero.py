@@ -306,9 +306,9 @@ class ZeRO:
         if counted:
             dtype = torch.promote_types(counted[0].dtype, torch.float32)
             total += torch.stack(torch._foreach_norm(counted, dtype=dtype)).double().square().sum()
-        if self.stage > 0:
-            dist.all_reduce(total, group=self.group)
-        for group in self.cut_groups + ([] if stages is None else [stages]):
+        groups = [self.group] if self.stage > 0 else []
+        groups += self.cut_groups if stages is None else [*self.cut_groups, stages]
+        for group in groups:
             if dist.get_world_size(group) > 1:
                 dist.all_reduce(total, group=group)
         return total.sqrt()

@@ -2,6 +2,7 @@
 their tops. `Layout` says how many ranks share what, cuts the model and trains it."""
 
 import contextlib
+import functools
 
 import torch
 import torch.distributed as dist
@@ -108,9 +109,10 @@ class Layout:
         ranks = torch.arange(pp * dp * cp * tp).view(pp, dp, cp, tp)
         of_data = ranks.flatten(1, 2).transpose(1, 2)
         self.data, self.tp, self.pp = own(of_data), own(ranks), own(ranks.flatten(1).T)
+        self.pipelines = tuple(map(tuple, ranks.flatten(1).T.tolist()))
         self.cp_group = own(ranks.transpose(2, 3))
         # The same ranks as data, but messages in an order of their own
-        self.ep, self.alone = own(of_data), own(ranks.unsqueeze(-1))
+        self.ep, self.alone = own(of_data, "experts"), own(ranks.unsqueeze(-1))
         self.part, self.parts = dist.get_rank(self.data) // cp, dp
         self.model = Model(experts)
         if experts:
@@ -193,7 +195,7 @@ class Layout:
         for stage in self.schedule.stages(dist.get_rank(self.pp)):
             self.stages[stage] = nn.ModuleList(layers[i] for i in cuts[stage])
         self.trained = nn.ModuleList(self.stages.values())
-        self.play, self.links = pp.play, own_links(pp, self.pp)
+        self.play, self.links = pp.play, own_links(pp.make_links, self.pipelines)
 
     def wrap(self):
         """Make what sums gradients over the data-parallel ranks and takes the step."""
@@ -295,15 +297,19 @@ class Layout:
         return named if self.kind == "ddp" else self.sync.gather_full(named)
 
 
-def own(rows):
-    """Make a group of each row of ranks. Returns this rank's."""
-    groups = [dist.new_group(row) for row in rows.flatten(0, -2).tolist()]
+def own(rows, purpose=""):
+    """This rank's group of those of each row of ranks. A process makes them once for a purpose."""
+    return make_own(tuple(map(tuple, rows.flatten(0, -2).tolist())), purpose)
+
+
+@functools.cache
+def make_own(rows, purpose):
+    groups = [dist.new_group(list(row)) for row in rows]
     return next(group for group in groups if isinstance(group, dist.ProcessGroup))
 
 
-def own_links(pp, group):
+@functools.cache
+def own_links(make_links, rows):
     """The links of this rank's pipeline. All processes make those of all pipelines."""
-    pipelines = [None] * dist.get_world_size()
-    dist.all_gather_object(pipelines, dist.get_process_group_ranks(group))
-    links = {ranks: pp.make_links(list(ranks)) for ranks in dict.fromkeys(map(tuple, pipelines))}
-    return links[tuple(dist.get_process_group_ranks(group))]
+    links = {row: make_links(list(row)) for row in rows}
+    return next(links[row] for row in rows if dist.get_rank() in row)
