@@ -27,7 +27,7 @@ SPLITS = {
     "experts": dict(experts=True),
 }
 DATA = "ddp", "zero 1", "zero 2", "fsdp"
-THREE = [("tensor", "1f1b"), ("sequence", "zb-v"), ("ring", "tensor"), ("zb-v", "experts")]
+THREE = [("tensor", "1f1b"), ("sequence", "zb-v"), ("zb-v", "experts"), ("ring", "tensor")]
 
 
 def layouts():
