@@ -18,7 +18,7 @@ The model knows nothing of parallelism, but it is made to be cut:
   `leave` and `sum_over_sequence`, which stand where a cut needs a message.
 - Create it on the meta device, cut it, then draw what is left: `p.init` is each parameter's (mean,
   standard deviation), which harness/initialize.py reads. GPT(config) alone has torch's own values.
-- Dropout is a hash of (sample, position, site, channel): each rank draws its part of one mask.
+- Dropout is a hash of (sample, position, site, channel): a part draws its part of one mask.
 
     model = GPT(Config(layers=2))  # harness.initialize.build(Config(layers=2)) draws p.init
     tokens = torch.randint(model.config.vocab, (4, 129))
