@@ -22,7 +22,7 @@ Backward  Autograd sees none of these messages: whoever uses them writes it by h
 Limits    Don't train with these: torch.distributed's are as fast or faster. These are to be read.
 
     torchrun --nproc_per_node=4 collectives.py
-    python collectives.py --ranks 1024              # starts no processes: predicts the times
+    python collectives.py --nproc 6 --size 25MB
 
 Patarasuk and Yuan 2009 (ring). Thakur, Rabenseifner and Gropp 2005 (trees, both doublings).
 Sanders, Speck and Traeff 2009 (two trees).

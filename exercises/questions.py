@@ -6,7 +6,7 @@ from typing import Callable, NamedTuple
 
 from harness import presets
 from harness.refusal import Refused
-from receipts import collectives, context_parallel, formulas, pipeline, tensor_parallel, zero
+from receipts import context_parallel, formulas, pipeline, tensor_parallel, zero
 from receipts.formulas import Group, Sizes, activation_bytes, all_reduce_sent, all_sent
 
 NEAR = 0.02  # relative difference of an answer that counts as right
@@ -71,7 +71,7 @@ QUESTIONS = [
         "How long does a ring all-reduce of 1 MB take on 1024 ranks, if each round costs 5 us and"
         " links have 50 GB/s?",
         "ms",
-        lambda: collectives.predict(1024, 1e6, collectives.Link(5e-6, 1 / 50e9))["ring"],
+        lambda: 2 * 1023 * 5e-6 + all_reduce_sent(1e6, 1024) / 50e9,
     ),
     Question(
         "Llama 3 8B (32 blocks, width 4096) in 16 bits, tensor-parallel on 8 ranks. What does a"

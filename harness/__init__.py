@@ -7,7 +7,6 @@ from harness.flags import (
     NATURAL,
     POSITIVE,
     SPEED,
-    TIME,
     Parser,
     check_batch,
     configure,

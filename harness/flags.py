@@ -85,7 +85,6 @@ def number(convert, kind, least, most):
 
 # The units that `quantity` accepts
 SIZE = {"B": 1, "KB": 1e3, "MB": 1e6, "GB": 1e9}
-TIME = {"s": 1, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
 SPEED = {"B/s": 1, "KB/s": 1e3, "MB/s": 1e6, "GB/s": 1e9}
 
 
@@ -111,6 +110,16 @@ POSITIVE = dict(type=count(1), metavar="N")
 NATURAL = dict(type=count(0), metavar="N")
 FACTOR = dict(type=real(0), metavar="X")
 MEGABYTES = dict(type=real(0, 1e12), metavar="MB")
+
+
+def gone(group, flag, instead):
+    """Refuse a flag of an edition before. instead: what to do without it."""
+
+    class Gone(argparse.Action):
+        def __call__(self, *_):
+            raise Refused(f"{flag} is gone: {instead}")
+
+    group.add_argument(flag, action=Gone, nargs="?", help=argparse.SUPPRESS)
 
 
 def parser(doc, **defaults):

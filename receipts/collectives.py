@@ -1,8 +1,7 @@
-"""What an all-reduce costs on a network: rounds and bytes, counted and by formula, and the seconds
-that they take on links; and whether a library of collectives does what torch.distributed does.
+"""Whether a library of collectives does what torch.distributed does, and how many rounds and bytes
+its all-reduces take, counted and by formula. collectives.py comes in as an argument, `library`.
 
-The alpha-beta model (Hockney 1994): a round in which a rank sends s bytes takes alpha + beta s
-seconds. collectives.py comes in as an argument, `library`. benchmarks/collectives.py measures it.
+docs/collectives.md has the formulas as a table, and the times that follow from them on links.
 """
 
 import functools
@@ -14,48 +13,109 @@ import torch
 import torch.distributed as dist
 
 from harness import flags, memory
-from harness.flags import POSITIVE, SIZE, SPEED, TIME, quantity
 from harness.rank import launch
 from harness.refusal import Refused
 from proof.receipt import write_json
 
-# --- flags
+EXACT_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.int64)
 
 
-def parser(doc):
-    """The parser of a script that counts or predicts all-reduces."""
-    p = flags.Parser(doc)
+def main(library):
+    """The script of a library of collectives."""
+    p = flags.Parser(library.__doc__)
     why = "of the tensor whose all-reduce is counted (default: 1MB)"
-    p.add_argument("--size", type=quantity(SIZE, "25MB"), default="1MB", metavar="BYTES", help=why)
+    size = flags.quantity(flags.SIZE, "25MB")
+    p.add_argument("--size", type=size, default="1MB", metavar="BYTES", help=why)
     why = "ranks that share fast links, for hierarchical (default: about the root of their number)"
-    p.add_argument("--nodes-of", **POSITIVE, help=why)
-    why = "run nothing, predict the times on N ranks, by the links below"
-    p.add_argument("--ranks", type=flags.count(1, 10**12), metavar="N", help=why)
-    latency = dict(type=quantity(TIME, "5us"), metavar="TIME")
-    speed = dict(type=quantity(SPEED, "50GB/s"), metavar="SPEED")
-    for flag, unit, why in [
-        ("--alpha", latency, "latency of a link between nodes, with --ranks (default: 5us)"),
-        ("--beta", speed, "bandwidth of a link between nodes, with --ranks (default: 50GB/s)"),
-        ("--inside-alpha", latency, "latency inside a node, with --ranks (default: 2us)"),
-        ("--inside-beta", speed, "bandwidth inside a node, with --ranks (default: 300GB/s)"),
-    ]:
-        p.add_argument(flag, **unit, help=why)
+    p.add_argument("--nodes-of", **flags.POSITIVE, help=why)
     flags.running_flags(p)
-    return p
+    instead = "docs/collectives.md has the formula of each all-reduce's time"
+    for flag in ("--ranks", "--alpha", "--beta", "--inside-alpha", "--inside-beta"):
+        flags.gone(p, flag, instead)
+    args = p.parse_args()
+    launch(functools.partial(demo, library), args, check=functools.partial(check, args))
 
 
 def check(args, world):
     """Refuse flags that do not go together on `world` ranks."""
-    if args.ranks and args.json:
-        raise Refused("--ranks runs nothing that --json could show: leave one of them out")
-    if not args.ranks:
-        for name in ("alpha", "beta", "inside_alpha", "inside_beta"):
-            if getattr(args, name) is not None:
-                flag = "--" + name.replace("_", "-")
-                raise Refused(f"{flag} is for a prediction: add --ranks, or leave it out")
-        memory.check_ranks(args, world, int(args.size))
+    memory.check_ranks(args, world, int(args.size))
     if args.nodes_of and world % args.nodes_of:
         raise Refused(f"{world} ranks do not divide into nodes of --nodes-of {args.nodes_of}")
+
+
+def demo(library, run):
+    """Every collective beside torch's, and what each all-reduce sends. Writes what --json asks for.
+    Returns the exit code: 0 if all is as expected."""
+    node = run.args.nodes_of or library.default_node(run.world)
+    differ = sorted(set().union(*run.gather(differences(library, run))))
+    verdict = "equal torch's, bit for bit"
+    if differ:
+        verdict = "differ from torch's: " + ", ".join(differ)
+    run.print(f"collectives on {run.world} ranks in {len(EXACT_DTYPES)} dtypes {verdict}")
+    counted, expected = count(library, run, node)
+    ok = not differ and counted == expected
+    result = {"ok": ok, "world_size": run.world, "layout": {"node": node}, "differ": differ}
+    result |= {"counted": counted, "formulas": expected}
+    written = True
+    if run.rank == 0 and run.args.json:
+        written = write_json(run.args.json, result)
+    run.print("  ok" if ok else "  FAILED")
+    return 0 if ok and written else 1
+
+
+# --- beside torch.distributed
+
+
+def differences(library, run):
+    """{a collective in a dtype} of which this rank's result is not torch's. Sums of small whole
+    numbers are exact."""
+    different = set()
+    for dtype in EXACT_DTYPES:
+        torch.manual_seed(run.rank)
+        x = torch.randint(-8, 9, (3 * run.world,)).to(run.device, dtype)
+        expected = use_all(dist, x, run.rank, run.world)
+        results = use_all(library, x, run.rank, run.world)
+        for name, all_reduce in library.ALL_REDUCE.items():
+            results[name] = x.clone()
+            all_reduce(results[name])
+            expected[name] = expected["all_reduce"]
+        for name, result in results.items():
+            if not torch.equal(result, expected[name]):
+                different.add(f"{name} in {dtype}")
+    return different
+
+
+def use_all(library, x, rank, n, group=None):
+    """{name: result} of every collective of a library. x has 3 n elements."""
+    pieces, last, results = list(x.chunk(n)), n - 1, {}
+    # torch.distributed has these two under the first names from 2.13 on
+    all_gather = getattr(library, "all_gather_single", None) or library.all_gather_into_tensor
+    reduce_scatter = getattr(library, "reduce_scatter_single", None)
+    reduce_scatter = reduce_scatter or library.reduce_scatter_tensor
+
+    def result(name, tensor):
+        results[name] = tensor
+        return tensor
+
+    library.broadcast(result("broadcast", x.clone()), group=group, group_src=last)
+    reduced = x.clone()
+    library.reduce(reduced, group=group, group_dst=last)
+    # Torch leaves anything in the tensors of the other ranks
+    result("reduce", reduced if rank == last else x)
+    part = result("scatter", torch.zeros_like(pieces[0]))
+    library.scatter(part, pieces if rank == last else None, group=group, group_src=last)
+    rows = result("gather", x.new_zeros(n, len(x)))
+    library.gather(x, list(rows) if rank == last else None, group=group, group_dst=last)
+    all_gather(result("all_gather", x.new_zeros(n * len(x))), x, group=group)
+    reduce_scatter(result("reduce_scatter", torch.zeros_like(pieces[0])), x, group=group)
+    library.all_to_all_single(result("all_to_all", torch.zeros_like(x)), x, group=group)
+    sizes = [(rank + other) % 3 for other in range(n)]
+    uneven = result("all_to_all, uneven", x.new_zeros(sum(sizes)))
+    library.all_to_all_single(uneven, x[: sum(sizes)], sizes, sizes, group)
+    library.all_reduce(result("all_reduce", x.clone()), group=group)
+    library.all_reduce(result("all_reduce, maximum", x.clone()), dist.ReduceOp.MAX, group)
+    library.barrier(group)
+    return results
 
 
 # --- rounds and bytes
@@ -67,49 +127,40 @@ class Cost(NamedTuple):
     total: float  # bytes, sent by all
 
 
-class MessageLog:
-    """To put before a view of collectives.py: class Counter(MessageLog, RankView). Its `log` has
-    every message in this rank's order: ("send" or "receive", rank in the group, bytes)."""
+class MessageCounter:
+    """To put before a view of collectives.py: class Counter(MessageCounter, RankView).
+
+    `counts` has the bytes that this rank has sent, and the longest chain of messages that has
+    reached it. Each message's place in its chain is sent ahead of it. A message waits for what its
+    sender has received, and for the sender's previous message to the same rank."""
 
     def __init__(self, group=None):
         super().__init__(group)
-        self.log = []
+        self.counts = types.SimpleNamespace(sent=0, chain=0, latest={})  # shared by parts of a view
 
     def exchange(self, send, receive, combine=None):
-        self.note("send", send)
+        counts, places = self.counts, {}
+        for rank, t in send.items():
+            if rank != self.rank and t.numel():
+                peer = self.members[rank]
+                place = max(counts.chain, counts.latest.get(peer, 0)) + 1
+                counts.latest[peer] = place
+                counts.sent += t.nbytes
+                places[rank] = torch.tensor([place], device=t.device)
+        arriving = {}
+        for rank, t in receive.items():
+            if rank != self.rank and t.numel():
+                arriving[rank] = torch.zeros(1, device=t.device, dtype=torch.int64)
+        super().exchange(places, arriving)
         super().exchange(send, receive, combine)
-        self.note("receive", receive)
-
-    def note(self, kind, tensors):
-        for rank, t in self.crossing(tensors):
-            self.log.append((kind, rank, t.numel() * t.element_size()))
+        for place in arriving.values():
+            counts.chain = max(counts.chain, place.item())
 
 
-def tally(logs):
-    """The Cost of the messages in the logs of all ranks. Replays the logs, and stamps each message
-    with the length of its chain. A message waits for what its sender has received, and for the
-    sender's previous message to the same rank."""
-    chain = [0] * len(logs)  # the longest chain that has reached each rank
-    latest = {}  # (sender, receiver) -> the stamp of the last message that was sent
-    position = [0] * len(logs)  # how much of each log is replayed
-    arriving = {}  # (sender, receiver) -> the stamps of the messages on their way
-    progress = True
-    while progress:
-        progress = False
-        for rank, log in enumerate(logs):
-            for kind, peer, _ in log[position[rank] :]:
-                if kind == "send":
-                    stamp = max(chain[rank], latest.get((rank, peer), 0)) + 1
-                    latest[rank, peer] = stamp
-                    arriving.setdefault((rank, peer), []).append(stamp)
-                elif arriving.get((peer, rank)):
-                    chain[rank] = max(chain[rank], arriving[peer, rank].pop(0))
-                else:
-                    break  # not sent yet: come back later
-                position[rank] += 1
-                progress = True
-    sent = [sum(size for kind, _, size in log if kind == "send") for log in logs]
-    return Cost(max(chain), max(sent), sum(sent))
+def cost(counts):
+    """The Cost of the messages in the `counts` of all ranks."""
+    sent = [of_rank.sent for of_rank in counts]
+    return Cost(max(of_rank.chain for of_rank in counts), max(sent), sum(sent))
 
 
 def formulas(n, size, node=1, pieces=1):
@@ -129,7 +180,8 @@ def formulas(n, size, node=1, pieces=1):
     doubling_total = (levels * p + 2 * (n - p)) * size
     ring_rounds, node_rounds = 2 * (n - 1), 2 * (node - 1) + 2 * (n // node - 1)
     # Each link of a rank takes S/2 up or down: at most 3 links in one tree, and 1 in the other
-    tree_rounds = 2 * (tree_height(n) + pieces - 1) * several
+    tree_height = (n - 1).bit_length()
+    tree_rounds = 2 * (tree_height + pieces - 1) * several
     tree_sent = several * min(n, 4) * size / 2
     rows = {  # rounds, sent by the busiest rank, sent by all ranks together
         "server": (2 * several, (n - 1) * size, least),
@@ -145,226 +197,29 @@ def formulas(n, size, node=1, pieces=1):
     return {name: Cost(*row) for name, row in rows.items()}
 
 
-def tree_height(n):
-    """log2 n, rounded up: from the root of a tree of n ranks to its deepest rank."""
-    return (n - 1).bit_length()
-
-
-def pieces_of(library, size):
-    """How many pieces a double tree makes of half a float32 tensor of `size` bytes."""
-    return max(1, math.ceil(size / 8 / library.TREE_PIECE))
-
-
-def best_pieces(n, size, link):
-    """For which the double tree's 2 (log2 n + pieces - 1) (alpha + beta size / pieces) is least."""
-    below_the_root = max(0, tree_height(n) - 1)
-    latency = max(link.alpha, 1e-12)
-    return max(1, round(math.sqrt(below_the_root * size * link.beta / latency)))
-
-
 def count(library, run, node):
-    """{"counted": {algorithm: Cost as a dict}, "formulas": the same by formula} of an all-reduce of
-    about --size bytes."""
+    """({algorithm: Cost as a dict} as counted, the same by formula) of an all-reduce of about
+    --size bytes."""
 
-    class Counter(MessageLog, library.RankView):
+    class Counter(MessageCounter, library.RankView):
         pass
 
-    n, say = run.world, run.print
+    n = run.world
     unit = 4 * n * (1 << (n.bit_length() - 1))  # the chunks of all algorithms come out equal
     size = max(1, round(run.args.size / unit)) * unit
-    costs = formulas(n, size, node, pieces_of(library, size))
-    expected = {name: cost._asdict() for name, cost in costs.items()}
-    say(f"\nall-reduce of {size} bytes, hierarchical in nodes of {node}: counted / by the formula")
+    pieces = max(1, math.ceil(size / 8 / library.TREE_PIECE))  # of half a float32 tensor
+    run.print(f"\nall-reduce of {size} bytes, hierarchical in nodes of {node}: counted / formula")
     titles = ("rounds", "busiest rank sends", "all ranks send")
-    say(f"{'':20s}" + "".join(f"{title:>24s}" for title in titles))
-    x, counted = torch.zeros(size // 4, device=run.device), {}
-    for name, algorithm in library.ALGORITHMS.items():
-        counter = Counter()
-        algorithm(counter, x, torch.add, **({"node": node} if name == "hierarchical" else {}))
-        counted[name] = tally(run.gather(counter.log))._asdict()
+    run.print(f"{'':20s}" + "".join(f"{title:>24s}" for title in titles))
+    x, counted, expected = torch.zeros(size // 4, device=run.device), {}, {}
+    for name, formula in formulas(n, size, node, pieces).items():
+        counter, options = Counter(), {"node": node} if name == "hierarchical" else {}
+        library.all_reduce(x, group=counter, algorithm=name, **options)
+        found = cost(run.gather(counter.counts))
         line = f"  {name:18s}"
-        for key, number in counted[name].items():
-            formula = expected[name][key]
-            verdict = "" if number == formula else " WRONG"
-            line += f"{f'{number} / {formula:.0f}{verdict}':>24s}"
-        say(line)
-    return {"counted": counted, "formulas": expected}
-
-
-# --- seconds
-
-
-class Link(NamedTuple):
-    """Between two ranks. A round takes alpha + beta s seconds, both ways at a time."""
-
-    alpha: float  # latency of a round, in seconds
-    beta: float  # seconds a byte
-
-
-def predict(n, size, link, inside=None, node=1, pieces=None):
-    """{algorithm: seconds} of an all-reduce of `size` bytes on n ranks. `pieces`: of each half, in
-    a double tree; by default as many as are fastest.
-
-    `inside` is the link within nodes of `node` ranks. Only hierarchical gains by it: the rounds of
-    the others wait for the slow links. Every rank has a link of its own. Adding up takes no time,
-    nor does posting many messages in one round, which flatters server and direct.
-    """
-    pieces = pieces or best_pieces(n, size, link)
-    costs = formulas(n, size, node, pieces)
-    # Bytes that wait for each other: more than one rank sends, if others send before or after it
-    serial = {name: cost.sent for name, cost in costs.items()}
-    serial["server"] *= 2  # in, then out
-    serial["sequential"] *= n
-    if n & (n - 1):  # no power of two: a tensor more, folded in before the rest
-        serial["recursive-doubling"] += size
-        serial["halving-doubling"] += size
-    # In each round some rank sends or receives two pieces of S/2 by their number; of 2 ranks one
-    tree_round = size / pieces / (2 if n == 2 else 1)
-    serial["double-tree"] = costs["double-tree"].rounds * tree_round
-    times = {
-        name: cost.rounds * link.alpha + serial[name] * link.beta for name, cost in costs.items()
-    }
-    fast, slow = inside or link, link
-    within = formulas(node, size)["ring"]
-    across = formulas(n // node, size / node)["ring"]
-    times["hierarchical"] = within.rounds * fast.alpha + within.sent * fast.beta
-    times["hierarchical"] += across.rounds * slow.alpha + across.sent * slow.beta
-    return times
-
-
-def shown(value, units):
-    """A value with the unit that suits it."""
-    fitting = [unit for unit in units if units[unit] <= value]
-    unit = max(fitting, key=units.get) if fitting else min(units, key=units.get)
-    return f"{value / units[unit]:.3g} {unit}"
-
-
-def speed_of(link):
-    return f"{shown(link.alpha, TIME)}, {shown(1 / link.beta, SPEED)}"
-
-
-def print_predictions(args, default_node):
-    """The table of --ranks: seconds of an all-reduce by size and algorithm. default_node(n): how
-    many of n ranks make a node, without --nodes-of."""
-    n = args.ranks
-    check(args, n)
-    node = args.nodes_of or default_node(n)
-    link = Link(args.alpha or 5e-6, 1 / (args.beta or 50e9))
-    inside = Link(args.inside_alpha or 2e-6, 1 / (args.inside_beta or 300e9))
-    print(f"predicted: all-reduce on {n} ranks; links: {speed_of(link)};")
-    print(f"in nodes of {node}, for hierarchical: {speed_of(inside)}")
-    rows = {size: predict(n, size, link, inside, node) for size in (10.0**i for i in range(3, 11))}
-    widths = {name: max(12, len(name) + 2) for name in formulas(n, 0)}
-    print(" " * 8 + "".join(f"{name:>{width}s}" for name, width in widths.items()))
-    for size, times in rows.items():
-        line = f"{shown(size, SIZE):>8s}"
-        for name, seconds in times.items():
-            star = "* " if seconds == min(times.values()) else ""
-            line += f"{star + shown(seconds, TIME):>{widths[name]}s}"
-        print(line)
-    print("* the fastest")
-
-
-def main(library):
-    """The script of a library of collectives: with --ranks a prediction, else the demo."""
-    args = parser(library.__doc__).parse_args()
-    if args.ranks:
-        print_predictions(args, library.default_node)
-    else:
-        demo = functools.partial(compare_and_count, library)
-        launch(demo, args, check=functools.partial(check, args))
-
-
-def compare_and_count(library, run):
-    """The demo: every collective beside torch's, and what each all-reduce sends. Writes what
-    --json asks for. Returns the exit code: 0 if all is as expected."""
-    node = run.args.nodes_of or library.default_node(run.world)
-    result = {"differ": compare_with_torch(library, run)}
-    result |= count(library, run, node)
-    ok = not result["differ"] and result["counted"] == result["formulas"]
-    result = {"ok": ok, "world_size": run.world, "layout": {"node": node}} | result
-    written = True
-    if run.rank == 0 and run.args.json:
-        written = write_json(run.args.json, result)
-    run.print("  ok" if ok else "  FAILED")
-    return 0 if ok and written else 1
-
-
-# --- beside torch.distributed
-
-EXACT_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.int64)
-
-
-def torchs():
-    """torch.distributed, under the names that two of its functions have from 2.13 on."""
-    library = types.SimpleNamespace(**vars(dist))
-    gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-    scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
-    library.all_gather_single, library.reduce_scatter_single = gather, scatter
-    return library
-
-
-def use_all(library, x, rank, n, group=None):
-    """{name: result} of every collective of a library. x has 3 n elements."""
-    pieces, last, results = list(x.chunk(n)), n - 1, {}
-
-    def result(name, tensor):
-        results[name] = tensor
-        return tensor
-
-    library.broadcast(result("broadcast", x.clone()), group=group, group_src=last)
-    reduced = x.clone()
-    library.reduce(reduced, group=group, group_dst=last)
-    # Torch leaves anything in the tensors of the other ranks
-    result("reduce", reduced if rank == last else x)
-    part = result("scatter", torch.zeros_like(pieces[0]))
-    library.scatter(part, pieces if rank == last else None, group=group, group_src=last)
-    rows = result("gather", x.new_zeros(n, len(x)))
-    library.gather(x, list(rows) if rank == last else None, group=group, group_dst=last)
-    whole = result("all_gather", x.new_zeros(n * len(x)))
-    library.all_gather_single(whole, x, group=group)
-    part = result("reduce_scatter", torch.zeros_like(pieces[0]))
-    library.reduce_scatter_single(part, x, group=group)
-    library.all_to_all_single(result("all_to_all", torch.zeros_like(x)), x, group=group)
-    sizes = [(rank + other) % 3 for other in range(n)]
-    uneven = result("all_to_all, uneven", x.new_zeros(sum(sizes)))
-    library.all_to_all_single(uneven, x[: sum(sizes)], sizes, sizes, group)
-    library.all_reduce(result("all_reduce", x.clone()), group=group)
-    library.all_reduce(result("all_reduce, maximum", x.clone()), dist.ReduceOp.MAX, group)
-    library.barrier(group)
-    return results
-
-
-def differences(library, run):
-    """{collective: dtypes in which this rank's result is not torch's}. Sums of small whole numbers
-    are exact."""
-    different = {}
-    for dtype in EXACT_DTYPES:
-        torch.manual_seed(run.rank)
-        x = torch.randint(-8, 9, (3 * run.world,)).to(run.device, dtype)
-        expected = use_all(torchs(), x, run.rank, run.world)
-        results = use_all(library, x, run.rank, run.world)
-        for name, all_reduce in library.ALL_REDUCE.items():
-            results[name] = x.clone()
-            all_reduce(results[name])
-            expected[name] = expected["all_reduce"]
-        for name, result in results.items():
-            dtypes = different.setdefault(name, [])
-            if not torch.equal(result, expected[name]):
-                dtypes.append(str(dtype))
-    return different
-
-
-def compare_with_torch(library, run):
-    """The collectives, with the dtypes, that differ from torch's on any rank."""
-    ranks, differ = run.gather(differences(library, run)), set()
-    for of_rank in ranks:
-        for name, dtypes in of_rank.items():
-            differ |= {f"{name} in {dtype}" for dtype in dtypes}
-    differ = sorted(differ)
-    verdict = "differ from torch's: " + ", ".join(differ)
-    if not differ:
-        verdict = "equal torch's, bit for bit"
-    which = f"{len(ranks[0])} collectives on {run.world} ranks in {len(EXACT_DTYPES)} dtypes"
-    run.print(f"{which} {verdict}")
-    return differ
+        for number, due in zip(found, formula):
+            verdict = "" if number == due else " WRONG"
+            line += f"{f'{number} / {due:.0f}{verdict}':>24s}"
+        run.print(line)
+        counted[name], expected[name] = found._asdict(), formula._asdict()
+    return counted, expected

@@ -4,13 +4,12 @@ share of the work, and the picture of the zigzag.
 The technique's own functions come in as arguments: nothing here imports it.
 """
 
-import argparse
 import math
 
 import torch
 import torch.distributed as dist
 
-from harness.flags import POSITIVE
+from harness.flags import POSITIVE, gone
 from harness.plots import plot_flag, pyplot, save
 from harness.refusal import Refused
 from receipts import ddp
@@ -25,15 +24,13 @@ def flags(group):
     group.add_argument("--rings", **POSITIVE, help=why)
     why = "one run of tokens a rank in place of the zigzag: the last rank has most of the work"
     group.add_argument("--contiguous", action="store_true", help=why)
-    group.add_argument("--prefill", nargs="?", const=True, help=argparse.SUPPRESS)  # is gone
+    instead = "train.py --cp 4 --sample N --prompt TEXT draws tokens after a prompt"
+    gone(group, "--prefill", instead)
     plot_flag(group, "run nothing, draw who computes what, and when, in a ring of --nproc ranks")
 
 
 def check(args):
     """Refuse flags that do not go together."""
-    if args.prefill:
-        instead = "train.py --cp 4 --sample N --prompt TEXT draws tokens after a prompt"
-        raise Refused(f"--prefill is gone: {instead}")
     for flag, kinds in {"rings": ["ring-ulysses"], "contiguous": ["ring", "gather"]}.items():
         if getattr(args, flag) and args.kind not in kinds:
             means = f"--{flag} means nothing with --kind {args.kind}"

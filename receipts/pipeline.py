@@ -9,10 +9,10 @@ schedule.outgoing(action) are the messages that an action waits for and sends, e
 Spans are a schedule with times: for each rank a list of (start, end, action).
 """
 
-import argparse
 import contextlib
 import itertools
 
+from harness.flags import gone
 from harness.plots import check_plot, plot_flag, pyplot, save
 from harness.presets import ceil
 from harness.refusal import Refused, refusing
@@ -64,13 +64,11 @@ def flags(group):
     why = "run nothing: all schedules, or --schedule, for --nproc ranks, from the simulator"
     group.add_argument("--compare", action="store_true", help=why)
     plot_flag(group, "with --compare: draw the schedules, one below the other")
-    group.add_argument("--trace", nargs="?", const=True, help=argparse.SUPPRESS)  # is gone
+    gone(group, "--trace", "--compare --plot NAME draws schedules")
 
 
 def check(args):
     """Refuse flags that show nothing together."""
-    if args.trace:
-        raise Refused("--trace is gone: --compare --plot NAME draws schedules")
     if args.compare and args.json:
         raise Refused("--compare runs nothing that --json could show: leave one of them out")
     if args.plot and not args.compare:

@@ -86,7 +86,6 @@ def test_decay_is_for_matrices():
         ("train", "--pp 5", "4 layers.*5 pipeline stages.*at most 4"),
         ("train", "--tokens 15e12", "--tokens means nothing without --dry-run"),
         ("zero", "--stage 1 --keep-gathered", "means nothing in stage 1: use --stage 3"),
-        ("collectives", "--ranks 4 --json x.json", "--ranks runs nothing that --json could show"),
         ("train", "--dp 3", "--batch 16.*3 data-parallel ranks"),
         (
             "train",

@@ -34,7 +34,7 @@ def end(*_, **__):
 @pytest.fixture
 def nothing_starts(monkeypatch, tmp_path):
     """Scripts go as far as their checks: no rank, no other process, no simulation, no picture."""
-    from receipts import collectives, context_parallel, pipeline, zero
+    from receipts import context_parallel, pipeline, zero
     from simulator import command, estimate, layouts
 
     monkeypatch.chdir(tmp_path)
@@ -46,7 +46,6 @@ def nothing_starts(monkeypatch, tmp_path):
         (zero, "fit"),
         (pipeline, "simulate"),
         (context_parallel, "plot"),
-        (collectives, "predict"),
     ):
         monkeypatch.setattr(module, name, end)
     monkeypatch.setattr(layouts, "candidates", lambda *_: [])

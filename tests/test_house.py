@@ -51,13 +51,13 @@ BUDGETS = {
     "benchmarks": 2500,
 }
 CEILINGS = {
-    "harness": 2577,
+    "harness": 2585,
     "proof": 1735,
-    "receipts": 2579,
-    "trainer": 2585,
+    "receipts": 2429,
+    "trainer": 2578,
     "simulator": 2086,
     "exercises": 300,
-    "tests": 14437,
+    "tests": 14339,
     "benchmarks": 3049,
 }
 DEMO = "# --- demo ---"

@@ -159,7 +159,7 @@ def test_a_dry_run_says_what_crosses_the_link(script):
 
 
 REFUSED = {
-    "--islands 2 --island 0": "--island: is gone: leave it out",
+    "--islands 2 --island 0": "--island is gone: start islands x dp",
     "--sync-every 3": "means nothing without --islands",
     "--islands 2 --batch 5": "use 4",
     "--islands 2 --between 1Gbit/s": "without --dry-run",

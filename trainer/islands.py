@@ -16,14 +16,13 @@ goes on from it. Those of island 1 are of the kinds "island 1 weight" and so on;
 outer momentum, which all islands share, are of kinds that begin with "outer".
 """
 
-import argparse
 import math
 
 import torch
 
 import diloco
 import harness
-from harness import Refused
+from harness import Refused, flags
 from harness.placement import placement, take
 from harness.presets import parameter_shapes
 from proof.ledger import Ledger
@@ -36,14 +35,6 @@ EVERY = 50  # the default of --sync-every
 BITS = {"bit/s": 1 / 8, "kbit/s": 1e3 / 8, "Mbit/s": 1e6 / 8, "Gbit/s": 1e9 / 8}
 
 
-def gone(value):
-    """The type of a flag of the time when each island was a job of its own."""
-    raise argparse.ArgumentTypeError(
-        "is gone: leave it out, and start islands x dp x cp x tp x pp ranks with one torchrun "
-        "(torchft has islands that come and go)"
-    )
-
-
 def add_flags(parser):
     g = parser.add_argument_group("islands (see diloco.py): they average rarely")
     why = "number of islands; each has the layout of the other flags, and its share of the batch"
@@ -52,8 +43,10 @@ def add_flags(parser):
     why = "for --dry-run: the link between islands, such as 1Gbit/s"
     speed = harness.quantity(harness.SPEED | BITS, "1Gbit/s")
     g.add_argument("--between", type=speed, metavar="SPEED", help=why)
+    instead = "start islands x dp x cp x tp x pp ranks with one torchrun "
+    instead += "(torchft has islands that come and go)"
     for flag in ("--island", "--meet", "--secret-file", "--island-timeout"):
-        g.add_argument(flag, type=gone, help=argparse.SUPPRESS)
+        flags.gone(g, flag, instead)
 
 
 def settle(args):
