@@ -44,7 +44,7 @@ def train_parallel(config, kind, way, zigzag=True, accumulate=2, steps=STEPS):
     zigzag = zigzag and way != "ulysses"
     with torch.device("meta"):
         model = gpt.GPT(config)
-    cp.parallelize(model, group, way, rings, heads, zigzag)
+    cp.parallelize_context(model, group, way, rings, heads, zigzag)
     model = initialize.fill(model, 7, dtype=torch.float64)
     where = cp.positions(config.context, rank, ring, ulysses, zigzag)
 
@@ -91,7 +91,7 @@ def test_the_usage_block_of_parallelize_runs_as_printed(ranks):
         group, whole = dist.group.WORLD, initialize.build(CONFIGS[ODD], 7, dtype=torch.float64)
         names = dict(vars(cp), group=group, kind=kind, T=13, rank=rank, n=4, count=count)
         names |= dict(tokens=tokens, targets=targets, model=copy.deepcopy(whole))
-        lines = inspect.getdoc(cp.parallelize).splitlines()
+        lines = inspect.getdoc(cp.parallelize_context).splitlines()
         exec("\n".join(line[4:] for line in lines if line.startswith("    ")), names)
         loss = whole(tokens, torch.arange(13), targets=targets, target_count=count)
         loss.backward()

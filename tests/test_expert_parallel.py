@@ -33,7 +33,7 @@ def build(config, group, chunks=1, capacity=None, dtype=torch.float64):
     with torch.device("meta"):
         model = gpt.GPT(config)
     return initialize.fill(
-        ep.parallelize(model, group, capacity, chunks), 7, dtype=dtype, take=harness.take
+        ep.parallelize_experts(model, group, capacity, chunks), 7, dtype=dtype, take=harness.take
     )
 
 
@@ -49,7 +49,7 @@ def train_parallel(
     norms = []
 
     def finish():
-        ep.sum_gradients(model.parameters(), group)
+        ep.sum_replicated_gradients(model.parameters(), group)
         norms.append(harness.grad_norm(list(model.parameters()), [group]))
 
     def take_step(optimizer):
@@ -120,7 +120,7 @@ def dealt_out(config, capacity=None, chunks=1):
     model = SimpleNamespace(
         config=config, blocks={"1": SimpleNamespace(mlp=moe)}, parameters=moe.parameters
     )
-    return ep.parallelize(model, dist.group.WORLD, capacity, chunks).blocks["1"].mlp
+    return ep.parallelize_experts(model, dist.group.WORLD, capacity, chunks).blocks["1"].mlp
 
 
 @pytest.mark.parametrize("chunks", [1, 3])
@@ -299,7 +299,7 @@ def test_a_mix_up_of_experts_is_caught(ranks, monkeypatch):
 
 def test_cuts_real_weights_too(ranks):
     def work(rank):
-        model = ep.parallelize(
+        model = ep.parallelize_experts(
             initialize.build(CONFIGS["swiglu"], 7, dtype=torch.float64), dist.group.WORLD
         )
         filled = build(CONFIGS["swiglu"], dist.group.WORLD)
@@ -312,7 +312,7 @@ def test_cuts_real_weights_too(ranks):
 
 def test_no_group_is_the_whole_world(ranks):
     def work(rank):
-        model = ep.parallelize(initialize.build(CONFIGS["gelu"], 7), None)
+        model = ep.parallelize_experts(initialize.build(CONFIGS["gelu"], 7), None)
         world = dist.group.WORLD
         for name, p in model.named():
             place = ep.placement(p)

@@ -327,7 +327,7 @@ def last_microbatch_only():
 
 
 def partial_gradients_left_partial():
-    parallelize = sequence_parallel.parallelize
+    parallelize = sequence_parallel.parallelize_sequence
 
     def wrong(model, group, keep_gathered=True):
         parallelize(model, group, keep_gathered)
@@ -337,7 +337,7 @@ def partial_gradients_left_partial():
                 p.placement = p.placement | {"partial": others}
         return model
 
-    sequence_parallel.parallelize = wrong
+    sequence_parallel.parallelize_sequence = wrong
 
 
 def bias_on_every_rank():

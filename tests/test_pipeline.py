@@ -21,7 +21,7 @@ from harness import initialize, presets
 from receipts import pipeline as schedules
 from receipts.formulas import flops_per_token
 
-make = zb.make_schedule
+make = zb.find_schedule
 
 
 def shapes(name, ranks=range(1, 9), microbatches=range(1, 18)):
@@ -35,7 +35,7 @@ def shapes(name, ranks=range(1, 9), microbatches=range(1, 18)):
                 assert name == "interleaved" and m % p or name == "dualpipev" and m < 2 * p, e
 
 
-@pytest.mark.parametrize("name", zb.SCHEDULES)
+@pytest.mark.parametrize("name", zb.ALL_SCHEDULES)
 def test_a_formula_holds_just_where_its_condition_does(name):
     for p in (2, 3, 4, 6):
         for m in range(1, 3 * p + 1):
@@ -82,7 +82,7 @@ def hangs(schedule, sends_block=False, cold=False):
     return done != [len(row) for row in schedule]
 
 
-@pytest.mark.parametrize("name", zb.SCHEDULES)
+@pytest.mark.parametrize("name", zb.ALL_SCHEDULES)
 def test_schedules_are_sound(name):
     count = 0
     for p, m, chunks, schedule in shapes(name):
@@ -143,7 +143,7 @@ def test_transfers_take_time():
     assert max(row[-1][1] for row in spans) == 8 + 4 * 10
 
 
-@pytest.mark.parametrize("name", zb.SCHEDULES)
+@pytest.mark.parametrize("name", zb.ALL_SCHEDULES)
 def test_activations_held(name):
     for p, m, chunks, schedule in shapes(name, microbatches=range(1, 25)):
         held = [schedules.in_flight(row) for row in schedule]
@@ -188,7 +188,7 @@ def test_what_there_is_no_schedule_for():
         ("1f1b", 4, 8, 2, "leave out --chunks"),
     ):
         with pytest.raises(ValueError, match=text):
-            schedules.checked(zb.make_schedule, name, p, m, chunks)
+            schedules.checked(zb.find_schedule, name, p, m, chunks)
 
 
 def test_timeline():
@@ -244,7 +244,7 @@ def build(config, schedule, rank, ends, seed=7):
 
 
 def train_parallel(rank, config, kind, schedule, microbatches, ranks, steps=STEPS):
-    links, schedule = pp.make_links(), zb.make_schedule(schedule, ranks, microbatches)
+    links, schedule = pp.make_links(), zb.find_schedule(schedule, ranks, microbatches)
     ends = dist.new_group(sorted({schedule.owner[0], schedule.owner[schedule.last]}))
     model = build(config, schedule, rank, ends)
     optimizer, losses = make_optimizer(model.parameters(), kind), []
@@ -275,7 +275,7 @@ DEEP_DROPOUT = dataclasses.replace(CONFIGS["dropout"], layers=5)
 
 
 @pytest.mark.parametrize("kind", ["sgd", "adamw"])
-@pytest.mark.parametrize("schedule", zb.SCHEDULES)
+@pytest.mark.parametrize("schedule", zb.ALL_SCHEDULES)
 def test_equals_one_process(ranks, schedule, kind):
     many = 12 if schedule in ("interleaved", "dualpipev") else 6  # a multiple of 4, at least 8
     cases = {"sgd": [(DEEP, 4, many), (DEEP_DROPOUT, 2, 4)], "adamw": [(DEEP_LLAMA, 3, 6)]}
@@ -312,7 +312,7 @@ MIXTURE = presets.configure(
 def hooked(rank, name, config, dtype, watch=contextlib.nullcontext, recompute="none"):
     """A step of a schedule: (parameter, "whole" or "part" of a backward) of each hook that ran, and
     all gradients."""
-    schedule, links, hooks, now = zb.make_schedule(name, 2, 4), pp.make_links(), [], []
+    schedule, links, hooks, now = zb.find_schedule(name, 2, 4), pp.make_links(), [], []
     model = build(config, schedule, rank, None).to(dtype)
     for part in model.parts.values():
         harness.recompute(part, recompute)
@@ -426,7 +426,7 @@ def test_activations_are_freed_with_their_backward(ranks):
             y = Watch.apply((torch.ones(2) if x is None else x) * weight, (stage, m))
             return y.sum() if stage == last else y
 
-        schedule = zb.make_schedule(schedule, stages, microbatches)
+        schedule = zb.find_schedule(schedule, stages, microbatches)
         last = schedule.last
         pp.play(schedule, forward, (2,), torch.float32, "cpu", pp.make_links())
         return most[0], len(alive)
@@ -435,7 +435,7 @@ def test_activations_are_freed_with_their_backward(ranks):
     results = ranks(3, lambda rank: [peak(rank, *of) for of in cases])
     for (name, m), peaks in zip(cases, zip(*results), strict=True):
         with case(name, m):
-            expected = [(schedules.in_flight(a), 0) for a in zb.make_schedule(name, 3, m)]
+            expected = [(schedules.in_flight(a), 0) for a in zb.find_schedule(name, 3, m)]
             assert list(peaks) == expected
 
 
@@ -455,7 +455,7 @@ def test_no_more_than_one_receive_waits_in_each_channel(ranks):
             return y.sum() if stage == 5 else y
 
         dist.irecv = counted
-        pp.play(zb.make_schedule("zb-v", 3, 9), forward, (2,), torch.float32, "cpu", links)
+        pp.play(zb.find_schedule("zb-v", 3, 9), forward, (2,), torch.float32, "cpu", links)
         return most[0], weight.grad.tolist()
 
     # Two stages, nine micro-batches
@@ -486,7 +486,7 @@ def test_forward_only_frees_graphs_even_with_gradients_on(ranks):
             alive.add(y)
             return y
 
-        some = pp.forward_only(zb.make_schedule("gpipe", 1, 4))
+        some = pp.forward_only(zb.find_schedule("gpipe", 1, 4))
         pp.play(some, forward, (2,), torch.float32, "cpu", pp.make_links())
         return max(most)
 
@@ -497,7 +497,7 @@ def test_forward_only_keeps_nothing(ranks):
     names = ("1f1b", "interleaved", "zb-v")
 
     def logits(rank, name):
-        schedule = zb.make_schedule(name, 2, 4)
+        schedule = zb.find_schedule(name, 2, 4)
         model = build(DEEP, schedule, rank, dist.group.WORLD)
         tokens = batch(0)[0]
         with torch.no_grad():
@@ -531,7 +531,7 @@ def test_equals_pytorchs_pipelining(ranks):
         cases |= {"zb-v": "ScheduleZBVZeroBubble", "dualpipev": "ScheduleDualPipeV"}
 
     def reference(rank, name, theirs):
-        schedule = zb.make_schedule(name, p, m)
+        schedule = zb.find_schedule(name, p, m)
         model, count = build(config, schedule, rank, None), schedule.last + 1
         stages = [
             pipelining.PipelineStage(model[stage], stage, count, torch.device("cpu"))
@@ -578,9 +578,9 @@ def test_compare(capsys, monkeypatch):
         monkeypatch.setattr(sys, "argv", ["pipeline.py", "--compare", *flags.split()])
         pp.main()
         words = [line.split() for line in capsys.readouterr().out.splitlines()]
-        return {row[0]: row for row in words if row and row[0] in zb.SCHEDULES}
+        return {row[0]: row for row in words if row and row[0] in zb.ALL_SCHEDULES}
 
-    assert lines("--nproc 4").keys() == zb.SCHEDULES.keys()
+    assert lines("--nproc 4").keys() == zb.ALL_SCHEDULES.keys()
     assert lines("--microbatches 6")["dualpipev"][1:4] == ["dualpipev", "needs", "at"]
     [row] = lines("--schedule interleaved --chunks 4 --nproc 2").values()
     assert row[1:4] == ["4", "0.75", "0.75"]
@@ -595,7 +595,7 @@ def test_compare(capsys, monkeypatch):
         pp.main()
 
 
-@pytest.mark.parametrize("name", zb.SCHEDULES)
+@pytest.mark.parametrize("name", zb.ALL_SCHEDULES)
 def test_cold_kernels_would_hang(name):
     """Every schedule hangs if a kernel's first launch waits for the receives that are posted ahead:
     why there is prepare. A rank that waits for nobody else is no pipeline."""
@@ -605,7 +605,7 @@ def test_cold_kernels_would_hang(name):
 
 def test_prepare_runs_each_kind_on_each_stage(ranks):
     def work(rank, name):
-        links, schedule, seen = pp.make_links(), zb.make_schedule(name, 3, 6), []
+        links, schedule, seen = pp.make_links(), zb.find_schedule(name, 3, 6), []
         weight = torch.nn.Parameter(torch.ones(4, 4))
 
         def forward(stage, m, x):

@@ -18,7 +18,7 @@ from receipts import tensor_parallel
 from receipts.formulas import Group, Sizes, block_bytes, parameters_of
 
 
-def build(config, group, keep=True, parallelize=sp.parallelize):
+def build(config, group, keep=True, parallelize=sp.parallelize_sequence):
     with torch.device("meta"):
         model = gpt.GPT(config)
     return initialize.fill(
@@ -137,9 +137,9 @@ def test_what_a_block_keeps(ranks, family):
 
     def work(rank):
         def plain(model, group, keep):
-            return tp.parallelize(model, group)
+            return tp.parallelize_tensors(model, group)
 
-        ways = (plain, None), (sp.parallelize, True), (sp.parallelize, False)
+        ways = (plain, None), (sp.parallelize_sequence, True), (sp.parallelize_sequence, False)
         models = [build(config, dist.group.WORLD, keep, parallelize) for parallelize, keep in ways]
         return [saved_bytes(model, model.blocks["1"], tokens) for model in models]
 
@@ -176,7 +176,7 @@ def test_cuts_real_weights_too_and_names_stay(ranks):
     def work(rank, keep):
         model = initialize.build(CONFIGS["gpt2"], 7, dtype=torch.float64)
         names = [n for n, _ in model.named()]
-        cut = sp.parallelize(model, dist.group.WORLD, keep)
+        cut = sp.parallelize_sequence(model, dist.group.WORLD, keep)
         filled = build(CONFIGS["gpt2"], dist.group.WORLD, keep)
         assert sorted(n for n, _ in cut.named()) == sorted(names)
         return all(
@@ -193,7 +193,7 @@ def test_reduce_scatter(ranks, monkeypatch):
     x = torch.randn(4, 2, 8, 3, generator=torch.Generator().manual_seed(0))
 
     def work(rank, x):
-        return sp.reduce_scatter(x[rank], dist.group.WORLD), tp.shard_tensor(
+        return sp.reduce_scatter_tokens(x[rank], dist.group.WORLD), tp.shard_tensor(
             x.float().sum(0).to(x.dtype), 1, rank, 4
         )
 

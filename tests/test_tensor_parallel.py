@@ -20,7 +20,7 @@ def build(config, group, seed=7):
     with torch.device("meta"):
         model = gpt.GPT(config)
     return initialize.fill(
-        tp.parallelize(model, group), seed, dtype=torch.float64, take=harness.take
+        tp.parallelize_tensors(model, group), seed, dtype=torch.float64, take=harness.take
     )
 
 
@@ -114,7 +114,7 @@ def test_four_all_reduces_a_block(ranks):
 def test_cuts_real_weights_too(ranks):
     def work(rank):
         model = initialize.build(CONFIGS["llama"], 7, dtype=torch.float64)
-        cut = tp.parallelize(model, dist.group.WORLD)
+        cut = tp.parallelize_tensors(model, dist.group.WORLD)
         filled = build(CONFIGS["llama"], dist.group.WORLD)
         return all(torch.equal(a, b) for (_, a), (_, b) in zip(cut.named(), filled.named()))
 

@@ -122,7 +122,7 @@ OPTIONS = [
     ),
     (1, dict(offload=True)),
     (3, dict(offload=True)),
-    (2, dict(settings={"reduce_scatter": zero.native_reduce_scatter})),
+    (2, dict(settings={"reduce_scatter": zero.reduce_scatter_tensor})),
 ]
 
 
@@ -553,7 +553,7 @@ def counted(rank, stage, direct, accumulate=2, dtype=torch.float32, **options):
         model, dist.group.WORLD, stage, torch.optim.SGD, accumulate, param_dtype=dtype, **options
     )
     if not direct:
-        sharded.reduce_scatter = zero.native_reduce_scatter
+        sharded.reduce_scatter = zero.reduce_scatter_tensor
     ledger = Ledger({"dp": dist.group.WORLD})
     tokens, targets, _, count = batch(0)
     with ledger:
