@@ -49,6 +49,7 @@ ZeRO(nn.Linear(4, 4, bias=False), world, 2, torch.optim.{Adafactor | LBFGS | Muo
 torch.optim.lr_scheduler.StepLR(ZeRO(model, world, 2, SGD), 1)  # ZeRO is not an Optimizer
 """,
     "zero fsdp": """
+FSDP(model, world, SGD, scopes={0: model[1]})  # in none of the scopes
 FSDP(nn.Linear(4, 4, bias=False), world, torch.optim.{Adafactor | LBFGS | Muon})
     # needs whole matrices
 FSDP(model, world, SGD).model.{state_dict() | float() | load_state_dict(whole.state_dict())}
@@ -118,7 +119,8 @@ Schedule([good[0], good[0]])  # stage 0 runs micro-batch 0 as F B F B
 Schedule([[a._replace(stage=2 * a.stage) for a in row] for row in good])  # stage 1 ... nothing
 """,
     "pipeline zero_bubble": """
-SplitSchedule([[pipeline.Action(kind, 0, 0) for kind in {"FI" | "FBW"}]])  # micro-batch 0 as F
+SplitSchedule([[pipeline.Action(kind, 0, 0) for kind in {"BF" | "FI" | "FWI" | "FBW"}]])
+    # stage 0 runs micro-batch 0 as
 play_alone(pipeline, find_schedule("zb-v", 1, 2), saliency)  # backward pass of its own
 """,
     "harness/stages": """

@@ -58,7 +58,7 @@ CEILINGS = {
     "trainer": 2578,
     "simulator": 2086,
     "exercises": 300,
-    "tests": 14376,
+    "tests": 13684,
     "benchmarks": 3049,
 }
 DEMO = "# --- demo ---"
