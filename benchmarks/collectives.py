@@ -11,7 +11,7 @@ import torch.distributed as dist
 import benchmarks
 import collectives
 import harness
-from harness.rank import launch
+from harness.start import launch
 
 MB = 1_000_000
 

@@ -21,7 +21,7 @@ import tempfile
 import time
 
 import harness
-from harness.missing import ROOT
+from benchmarks import ROOT
 
 TRAIN = "train.py --dp 2 --tp 2 --pp 2 --steps 20 --sample 0"
 # {name: (Python, torch)}

@@ -35,9 +35,8 @@ import harness
 import proof
 import train
 import zero_bubble
-from benchmarks import nanogpt
+from benchmarks import ROOT, nanogpt
 from context_parallel import Tile, attend, attend_backward, tile_attention, tile_gradients
-from harness.missing import ROOT, is_own
 from model import grouped_linear
 from receipts.formulas import flops_per_token
 from trainer import checkpoint, layout, tracking
@@ -345,7 +344,8 @@ def project_line():
     this = frame.f_code.co_filename
     while frame:
         file = frame.f_code.co_filename
-        if is_own(file) and file != this:
+        own = file.startswith(ROOT + os.sep) and "site-packages" not in file
+        if own and file != this:
             return f"{os.path.relpath(file, ROOT)}:{frame.f_lineno}"
         frame = frame.f_back
     return "a thread of autograd's"
@@ -495,7 +495,7 @@ def nccl_ranks():
 
 def nccl_cases(args):
     n = nccl_ranks()
-    cases = [*TECHNIQUES, *(f"{PIPELINE} {name}" for name in zero_bubble.ALL_SCHEDULES)]
+    cases = [*TECHNIQUES, *(f"{PIPELINE} {name}" for name in zero_bubble.SCHEDULES)]
     cases = [f"{case} --nproc {n} --backend nccl" for case in cases]
     layouts = [f"--dp {n}", f"--tp {n} --sp", f"--pp {n}", f"--cp {n}", f"--dp {n} --zero 3"]
     layouts += ["--dp 2 --tp 2", "--tp 2 --pp 2 --schedule zb-v"] if n == 4 else []

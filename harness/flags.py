@@ -1,13 +1,14 @@
 """The flags that every script shares, and checks that refuse contradictory sizes."""
 
 import argparse
+import contextlib
 import math
 import string
 
 import torch
 
 from harness import presets, tokens
-from harness.outputs import check_file, short
+from harness.outputs import short
 from harness.refusal import Refused, refusing
 
 DTYPES = {
@@ -69,12 +70,10 @@ def number(convert, kind, least, most):
     """An argument type: what `convert` reads, within limits. kind: its name in a refusal."""
 
     def parse(text):
-        try:
+        with contextlib.suppress(ValueError):
             value = convert(text)
-        except ValueError:
-            value = math.nan
-        if least <= value <= most and value < math.inf:
-            return value
+            if least <= value <= most and value < math.inf:
+                return value
         limits = f"at least {least}"
         if most < math.inf:
             limits += f" and at most {most:,.0f}"
@@ -140,29 +139,22 @@ def model_flags(g):
     g.add_argument("--preset", default="tiny", help="named size: " + ", ".join(presets.PRESETS))
     why = "turn the preset into this family (tiny is gpt2)"
     g.add_argument("--family", choices=["gpt2", "llama"], help=why)
-    sizes = {
-        "layers": "number of blocks",
-        "heads": "attention heads in a layer",
-        "kv-heads": "key/value heads; fewer than heads is grouped-query attention",
-        "width": "size of the residual stream",
-        "hidden": "inner size of the MLP, or of each expert",
-        "context": "tokens in a sequence",
-        "vocab": "size of the vocabulary, at least the tokenizer's",
-    }
-    for name, text in sizes.items():
-        g.add_argument(f"--{name}", **POSITIVE, help=f"{text} (default: the preset's)")
-    sizes = {
-        "experts": "experts in place of the MLP; 0 is a plain MLP",
-        "top-k": "experts that a token is sent to",
-        "shared": "size, in experts, of an MLP that every token passes as well",
-    }
-    for name, text in sizes.items():
-        g.add_argument(f"--{name}", **NATURAL, help=f"{text} (default: the preset's)")
-    why = (
-        "factor of the loss that balances the experts' load; without it a few experts get all "
-        "tokens (default: 0)"
-    )
-    g.add_argument("--balance-loss", **FACTOR, help=why)
+    for name, least, most, why in [
+        ("layers", 1, 10_000, "number of blocks"),
+        ("heads", 1, MOST, "attention heads in a layer"),
+        ("kv-heads", 1, MOST, "key/value heads; fewer than heads is grouped-query attention"),
+        ("width", 1, MOST, "size of the residual stream"),
+        ("hidden", 1, MOST, "inner size of the MLP, or of each expert"),
+        ("context", 1, MOST, "tokens in a sequence"),
+        ("vocab", 1, MOST, "size of the vocabulary, at least the tokenizer's"),
+        ("experts", 0, MOST, "experts in place of the MLP; 0 is a plain MLP"),
+        ("top-k", 0, MOST, "experts that a token is sent to"),
+        ("shared", 0, MOST, "size, in experts, of an MLP that every token passes as well"),
+    ]:
+        why += " (default: the preset's)"
+        g.add_argument(f"--{name}", type=count(least, most), metavar="N", help=why)
+    why = "factor of the loss that balances the experts' load; without it a few get all tokens"
+    g.add_argument("--balance-loss", **FACTOR, help=f"{why} (default: 0)")
     why = "factor of the router's z-loss, which keeps its logits small (default: 0)"
     g.add_argument("--z-loss", **FACTOR, help=why)
     why = "probability, on embedding and residual stream"
@@ -171,12 +163,11 @@ def model_flags(g):
 
 def training_flags(g):
     g.add_argument("--steps", **POSITIVE, default=10, help="optimizer steps")
-    why = "sequences in the global batch, over all ranks"
-    g.add_argument("--batch", **POSITIVE, default=16, help=why)
+    g.add_argument("--batch", **POSITIVE, default=16, help="sequences a step, over all ranks")
     why = "pieces of a rank's batch, run one after the other to hold fewer activations"
     g.add_argument("--microbatches", **POSITIVE, default=2, help=why)
-    why = "seed of weights, batches and dropout"
-    g.add_argument("--seed", type=count(-(10**18), 10**18), default=1, metavar="N", help=why)
+    seed = dict(type=count(-(10**18), 10**18), metavar="N", default=1)
+    g.add_argument("--seed", **seed, help="seed of weights, batches and dropout")
     why = "sgd shows a gradient of the wrong scale, adamw hides it"
     g.add_argument("--optimizer", choices=["adamw", "sgd"], default="adamw", help=why)
     g.add_argument("--lr", **FACTOR, default=1e-3, help="learning rate after warm-up")
@@ -186,24 +177,20 @@ def training_flags(g):
     g.add_argument("--weight-decay", **FACTOR, default=0.1, help=why)
     why = "largest global gradient norm; 0 is off"
     g.add_argument("--grad-clip", **FACTOR, default=1.0, help=why)
-    why = (
-        "type of weights, gradients and activations; bfloat16 alone loses small updates: zero.py "
-        "and train.py have --param-dtype"
-    )
+    why = "type of weights, gradients and activations; bfloat16 alone loses small updates: "
+    why += "zero.py and train.py have --param-dtype"
     g.add_argument("--dtype", choices=UNSCALED, default="float32", help=why)
     why = "compare the first N steps with one process (default: 10, or all steps in float64)"
     g.add_argument("--prove", **NATURAL, help=why)
 
 
 def data_flags(g):
-    why = "a text file, a folder of them, stdlib or shakespeare; or ready-made tokens, .bin or .npy"
+    why = "a text file, a folder of them, or stdlib; or ready-made tokens, .bin or .npy"
     g.add_argument("--data", default="stdlib", metavar="PATH", help=why)
     why = "of a .bin file of tokens (default: uint16 up to a vocabulary of 65,536, else uint32)"
     g.add_argument("--data-dtype", choices=["uint16", "uint32"], help=why)
-    why = (
-        "bytes; gpt2, which tiktoken downloads once; a folder with a tokenizer.json; none, for "
-        "ready-made tokens"
-    )
+    why = "bytes; gpt2, which tiktoken downloads once; a folder with a tokenizer.json; none, for "
+    why += "ready-made tokens"
     g.add_argument("--tokenizer", default="bytes", metavar="NAME", help=why)
 
 
@@ -214,9 +201,9 @@ def running_flags(g):
     g.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto", help=why)
     why = "default: nccl on GPUs, else gloo; gloo ranks may share a GPU"
     g.add_argument("--backend", choices=["gloo", "nccl"], help=why)
-    why = "how long ranks wait for a silent rank; then the run ends and names it"
     longest = 1e6  # 11 days; clocks in milliseconds overflow at 25
     seconds = dict(type=real(0.1, longest), default=600, metavar="SECONDS")
+    why = "how long ranks wait for a silent rank; then the run ends and names it"
     g.add_argument("--timeout", **seconds, help=why)
     g.add_argument("--json", metavar="FILE", help="write the receipt as JSON")
     g.add_argument("--quiet", action="store_true", help="print nothing but errors")
@@ -231,26 +218,22 @@ def configure(args):
     names = "layers heads kv_heads width hidden context vocab experts top_k shared"
     names += " balance_loss z_loss bias_rate dropout"
     overrides = {name: getattr(args, name, None) for name in names.split()}
-    needed_vocab = tokens.vocabulary(args.tokenizer or "bytes")
-    if args.vocab is None and "vocab" not in presets.PRESETS.get(args.preset, {}):
-        overrides["vocab"] = needed_vocab
-    trained = getattr(args, "shape", None) or {}
-    for name, value in trained.items():
-        adjustable = name in ("context", "vocab")
-        if not adjustable and overrides.get(name) not in (None, value):
-            flag = "--" + name.replace("_", "-")
-            raise Refused(f"{flag} {overrides[name]} is not the model's {value}: leave it out")
-        if not adjustable or getattr(args, name) is None:
+    for name, value in (getattr(args, "shape", None) or {}).items():
+        wanted = overrides.get(name)
+        if wanted is None:
             overrides[name] = value
+        elif wanted != value and name not in ("context", "vocab"):
+            flag = "--" + name.replace("_", "-")
+            raise Refused(f"{flag} {wanted} is not the model's {value}: leave it out")
+    needed_vocab = tokens.vocabulary(args.tokenizer or "bytes")
+    if overrides["vocab"] is None and "vocab" not in presets.PRESETS.get(args.preset, {}):
+        overrides["vocab"] = needed_vocab
     with refusing():
         config = presets.configure(args.preset, args.family, **overrides)
     if config.vocab < needed_vocab:
-        advice = f"give --vocab {needed_vocab}"
-        if "vocab" in trained:
-            advice = f"give one of at most {config.vocab}, such as the model's own"
         raise Refused(
-            f"a vocabulary of {config.vocab} is too small for --tokenizer {args.tokenizer}, "
-            f"which has {needed_vocab} tokens: {advice}"
+            f"a vocabulary of {config.vocab} is too small for --tokenizer {args.tokenizer}, which "
+            f"has {needed_vocab} tokens: give --vocab {needed_vocab}, or one with fewer tokens"
         )
     if args.tokenizer == "none" and config.vocab == needed_vocab:
         raise Refused("--tokenizer none needs --vocab, the number of tokens that there are")
@@ -266,11 +249,3 @@ def check_batch(args, parts):
             f"{args.microbatches} micro-batches: --batch could be "
             f"{pieces * max(1, round(args.batch / pieces))}"
         )
-
-
-def check_files(args):
-    """Refuse an output file that can't be written, before hours of training."""
-    for name in ("json", "log_to"):
-        path = getattr(args, name, None)
-        if path:
-            check_file("--" + name.replace("_", "-"), path)

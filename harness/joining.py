@@ -40,26 +40,20 @@ def launched():
     Refuses variables that are missing or wrong."""
     if "RANK" not in os.environ and "WORLD_SIZE" not in os.environ:
         return None
-    world = number("WORLD_SIZE", 1, 10**6)
-    rank = number("RANK", 0, world - 1)
-    local_world = number("LOCAL_WORLD_SIZE", 1, world, world)
-    local_rank = number("LOCAL_RANK", 0, local_world - 1, rank % local_world)
+    rank, world = number("RANK"), number("WORLD_SIZE")
+    local_world = number("LOCAL_WORLD_SIZE", world)  # some launchers say only RANK and WORLD_SIZE
     if world > 1 and "STORE_FILE" not in os.environ:
+        number("MASTER_PORT")
         if not os.environ.get("MASTER_ADDR"):
             raise Refused("MASTER_ADDR is not set: set it to the first rank's host")
-        number("MASTER_PORT", 1, 65535)
-    return Launched(rank, world, local_rank, local_world)
+    return Launched(rank, world, number("LOCAL_RANK", rank % local_world), local_world)
 
 
-def number(name, least, most, default=None):
+def number(name, default=None):
     """The whole number in a variable of the environment."""
     text = os.environ.get(name, default)
-    if text is None:
-        raise Refused(f"{name} is not set: a launcher sets it; or unset RANK and WORLD_SIZE")
-    if not (str(text).isdecimal() and least <= int(text) <= most):
-        raise Refused(
-            f"{name} is {text!r}: the launcher must set it to a whole number from {least} to {most}"
-        )
+    if not str(text).isdecimal():
+        raise Refused(f"{name} is {text!r}: the launcher must set it to a number; or unset RANK")
     return int(text)
 
 
@@ -91,20 +85,13 @@ def connect(rank, seconds, is_master):
     deadline = time.monotonic() + seconds
     if not is_master:
         wait_for_listener(rank, address, port, deadline)
-    problems = []
-
-    def attempt():
-        try:
-            limit = datetime.timedelta(seconds=seconds)
-            return dist.TCPStore(address, port, None, is_master, limit, wait_for_workers=False)
-        except RuntimeError as e:
-            problems.append(str(e).splitlines()[0])
-
+    limit = datetime.timedelta(seconds=seconds)
+    arguments = address, port, None, is_master, limit
     # A server that accepts and never answers would keep this waiting for longer than that
-    store = within(max(1, deadline - time.monotonic()), attempt)
+    left = max(1, deadline - time.monotonic())
+    store = within(left, lambda: dist.TCPStore(*arguments, wait_for_workers=False))
     if store is None:
-        reason = problems[0] if problems else "what listens there does not answer as one"
-        raise Refused(f"no store on {place()} ({reason}): set MASTER_PORT to a free port", rank)
+        raise Refused(f"no store on {place()}: set MASTER_PORT to a free port", rank)
     return store
 
 
@@ -124,38 +111,27 @@ def within(seconds, work):
 
 def wait_for_listener(rank, address, port, deadline):
     """Return once something listens. A TCPStore would wait too, but it writes pages of frames."""
-    while True:
-        left = deadline - time.monotonic()
-        try:
-            return socket.create_connection((address, port), timeout=max(0.1, left)).close()
-        except OSError as error:
-            if left > 0:
-                time.sleep(min(PAUSE, left))
-                continue
-            if isinstance(error, socket.gaierror):
-                raise Refused(f"MASTER_ADDR {address} is not the name of a host", rank) from error
-            what = f"nothing answers on {place()}, where the ranks should meet"
-            raise Refused(what, rank) from error
+    while time.monotonic() < deadline:
+        with contextlib.suppress(OSError):
+            left = max(0.1, deadline - time.monotonic())
+            return socket.create_connection((address, port), left).close()
+        time.sleep(PAUSE)
+    raise Refused(f"nothing answers on {place()}, where the ranks should meet", rank)
 
 
 def open_round(store, world, seconds):
     """Rank 0: open a round and wait for an answer of every other rank. Then write down who came."""
     current = store.add("round", 1)
     this_round = dist.PrefixStore(f"round{current}", store)
-    missing = list(range(1, world))
-    deadline = time.monotonic() + seconds
+    missing, deadline = range(1, world), time.monotonic() + seconds
     while missing:
-        if this_round.check([f"came{missing[0]}"]):
-            missing.pop(0)
-            continue
+        missing = [rank for rank in missing if not this_round.check([f"came{rank}"])]
         if store.add("round", 0) != current:
             raise Refused("another process is rank 0 by now: this one was replaced")
-        if time.monotonic() > deadline:
-            missing = [f"rank {r}" for r in missing if not this_round.check([f"came{r}"])]
-            raise Refused(
-                f"{world - len(missing)} of {world} ranks came to {place()} within {seconds:g} s; "
-                f"missing: {short(', '.join(missing))}"
-            )
+        if missing and time.monotonic() > deadline:
+            came = f"{world - len(missing)} of {world} ranks came to {place()}"
+            names = short(", ".join(f"rank {rank}" for rank in missing))
+            raise Refused(f"{came} within {seconds:g} s; missing: {names}")
         time.sleep(PAUSE)
     tokens = [this_round.get(f"came{rank}").decode() for rank in range(1, world)]
     this_round.set("members", " ".join(tokens))

@@ -12,18 +12,14 @@ import threading
 import time
 import traceback
 
-import torch
-
 from harness.joining import within
 from harness.refusal import finish, say
 
-ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 PATIENCE = 1.5  # seconds that the other ranks get to end by themselves after one has failed
 ANSWER = 6  # seconds for a rank's answer to a roll call: on a busy machine it may take some
 LOST = 75  # exit code of a rank that leaves the explanation to another rank, or to the launcher
-# What gloo says of a lost peer; and a CPU's allocator, or a thread that gets no stack, of no memory
+# What gloo says of a lost peer
 SIGNS_OF_A_LOST_PEER = ("connection closed", "connection reset", "broken pipe")
-SIGNS_OF_NO_MEMORY = ("can't allocate memory", "bad_alloc", "can't start new thread")
 
 
 def attend(store, me, timeout):
@@ -42,22 +38,7 @@ def answer(store, rank):
                 time.sleep(PATIENCE)  # the main thread may end by itself
                 finish(LOST)
             time.sleep(0.25)
-        store.set(f"here{rank}", whereabouts())
-
-
-def whereabouts():
-    """The line of this project that the main thread is at."""
-    frame = sys._current_frames()[threading.main_thread().ident]
-    for frame, line in traceback.walk_stack(frame):
-        if is_own(frame.f_code.co_filename):
-            return f"{os.path.basename(frame.f_code.co_filename)}:{line}"
-    return "?"
-
-
-def is_own(file):
-    """Whether a source file is this project's: no test, nor of an environment in its folder."""
-    folders = file.removeprefix(ROOT).split(os.sep)
-    return file.startswith(ROOT + os.sep) and not {"tests", "site-packages"} & set(folders)
+        store.set(f"here{rank}", "")
 
 
 def end_if_stuck(store, me, timeout):
@@ -76,7 +57,7 @@ def end_if_stuck(store, me, timeout):
     if turn and turn > 1:  # the first rank still calls the roll, maybe in a store of this process
         time.sleep(ANSWER + 2)
         finish(LOST)
-    problem = within(2 * ANSWER, lambda: roll_call(store, me, timeout))
+    problem = within(2 * ANSWER, lambda: roll_call(store, me.world, timeout))
     if problem:
         say(problem)
     elif me.local_rank == 0:
@@ -86,22 +67,17 @@ def end_if_stuck(store, me, timeout):
     finish(1)
 
 
-def roll_call(store, me, timeout):
-    """Ask all ranks where they are. Returns a sentence."""
-    store.set(f"here{me.rank}", whereabouts())
-    answers, deadline = [f"here{rank}" for rank in range(me.world)], time.monotonic() + ANSWER
-    while time.monotonic() < deadline and not store.check(answers):
+def roll_call(store, world, timeout):
+    """Ask who is there. Returns a sentence."""
+    missing, deadline = range(world), time.monotonic() + ANSWER
+    while missing and time.monotonic() < deadline:
         time.sleep(0.05)
-    present, missing = [], []
-    for rank in range(me.world):
-        if store.check([f"here{rank}"]):
-            present.append(f"rank {rank} at {store.get(f'here{rank}').decode()}")
-        else:
-            missing.append(f"rank {rank} on {store.get(f'host{rank}').decode()}")
+        missing = [rank for rank in missing if not store.check([f"here{rank}"])]
     if missing:
-        names = ", ".join(missing)
-        return f"no answer from {names} within {timeout:g} s: it hangs, or the link to it is cut"
-    return f"no progress for {timeout:g} s, though all ranks answer: {', '.join(present[:8])}"
+        names = [f"rank {rank} on {store.get(f'host{rank}').decode()}" for rank in missing]
+        who = ", ".join(names)
+        return f"no answer from {who} within {timeout:g} s: it hangs, or the link to it is cut"
+    return f"no progress for {timeout:g} s, though all ranks answer: they wait for each other"
 
 
 def is_first_failure(store):
@@ -111,19 +87,16 @@ def is_first_failure(store):
 
 def failed(error, store, rank):
     """Report an exception, once for all ranks. Returns the exit code."""
-    reason, text = str(error).partition("\n")[0], str(error).lower()
+    text = str(error).lower()
     of_gloo = isinstance(error, RuntimeError)  # another library's connection may break too
     lost_a_peer = of_gloo and any(sign in text for sign in SIGNS_OF_A_LOST_PEER)
     if lost_a_peer and "STORE_FILE" in os.environ:
         return LOST  # the process that started the ranks saw which one died
     if not is_first_failure(store):
         return LOST
-    no_memory = isinstance(error, (torch.OutOfMemoryError, MemoryError))
     if lost_a_peer:
+        reason = str(error).partition("\n")[0]
         say(f"rank {rank} lost another one ({reason}); the run ends")
-    elif no_memory or any(sign in text for sign in SIGNS_OF_NO_MEMORY):
-        advice = "give it less: more --microbatches, --recompute, --zero, a smaller --batch"
-        say(f"rank {rank} is out of memory ({reason or 'an allocation failed'}): {advice}")
     else:
         trace = "".join(traceback.format_exception(error))
         print(f"rank {rank} failed:\n{trace}", file=sys.stderr, flush=True)

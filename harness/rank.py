@@ -1,15 +1,17 @@
 """One rank of a run: who it is, what all ranks agree on, its model and its rows of the text."""
 
 import hashlib
+import os
 
 import torch
 import torch.distributed as dist
 
 import model as gpt
-from harness import data, initialize, memory, start
-from harness.flags import DTYPES, check_files, configure
+from harness import data, initialize
+from harness.flags import DTYPES, configure
 from harness.placement import placement, take
-from harness.refusal import Refused, refusing
+from harness.presets import parameters_held
+from harness.refusal import Refused
 
 
 class Rank:
@@ -47,9 +49,15 @@ class Rank:
         return everyone
 
     def print(self, *args, **kwargs):
-        """Print on rank 0, unless --quiet is given."""
+        """Print on rank 0, unless --quiet is given. A full disk or a closed terminal ends no run;
+        a reader that has gone, as `head` does, ends it."""
         if self.rank == 0 and not self.args.quiet:
-            print(*args, **kwargs, flush=True)
+            try:
+                print(*args, **kwargs, flush=True)
+            except BrokenPipeError:
+                raise
+            except OSError:
+                pass
 
 
 class TrainingRank(Rank):
@@ -85,8 +93,7 @@ class TrainingRank(Rank):
         except Refused as e:
             problem = str(e)
         self.agree(problem)
-        advice = "give every node the same --data (stdlib differs between Python versions, "
-        advice += "shakespeare does not)"
+        advice = "give every node the same --data (stdlib differs between Python versions)"
         self.same(corpus.digest, "another text", advice)
         return corpus
 
@@ -153,6 +160,23 @@ class TrainingRank(Rank):
         return torch.zeros((), dtype=torch.float64, device=self.device)
 
 
+def check_memory(args, world):
+    """Refuse a model that certainly does not fit into this machine's memory, before any is taken:
+    its weights, and in training its gradients. How much a run really takes, --dry-run says."""
+    several_nodes = "RANK" in os.environ and os.environ.get("LOCAL_WORLD_SIZE") != str(world)
+    if several_nodes or (args.device != "cpu" and torch.cuda.device_count()):
+        return
+    config = configure(args)
+    parameters = parameters_held(config, 1, config.layers)
+    names = (getattr(args, name, None) for name in ("dtype", "param_dtype"))
+    size = parameters * min(DTYPES[name].itemsize for name in names if name)
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if size > memory:
+        needed = f"{parameters:,} parameters take {size / 1e9:,.0f} GB or more"
+        there = f"this machine has {memory / 1e9:,.0f} GB of memory"
+        raise Refused(f"{needed}, and {there}: choose a smaller --preset, --width or --layers")
+
+
 def precision(args, device):
     """A name in proof/tolerance.py. With --tf32, round the factors of float32 products to TF32."""
     name = getattr(args, "param_dtype", None) or args.dtype
@@ -164,23 +188,3 @@ def precision(args, device):
     if name == "float32" and getattr(args, "outer_bits", None):
         return "float32, few bits"
     return name
-
-
-def launch(demo, args, needed=None, check=lambda world: None, make=Rank):
-    """Call demo on every rank, and end the process with its exit code.
-
-    needed  the number of ranks that the layout takes; None is any
-    check   check(number of ranks) may refuse it; its ValueError becomes a refusal
-    make    make(args, rank, world, device) returns the demo's argument
-    """
-
-    def ready(world):
-        if hasattr(args, "batch") and hasattr(args, "layers"):
-            memory.check(args, world)
-        else:
-            memory.check_ranks(args, world)
-        with refusing():
-            check(world)
-        check_files(args)
-
-    start.on_ranks(lambda *rank: demo(make(args, *rank)), args, needed, ready)

@@ -7,7 +7,7 @@
 
 A bare .bin does not say what it holds. --data-dtype does; without it, a model of at most 65,536
 tokens takes uint16 and a larger one uint32, the smallest that fits, which is what these programs
-write. A sample of the tokens at the start, and the tokens of each batch, must be below the model's
+write. The first tokens of a file, and the tokens of each batch, must be below the model's
 vocabulary: a file of the other dtype, or of another tokenizer, does not pass for long.
 """
 
@@ -23,7 +23,7 @@ SUFFIXES = (".bin", ".npy")
 # A header has three numbers: one of these, its version, and how many tokens follow
 HEADERS = {20240520: (1, "<u2"), 20240801: (7, "<u4")}  # GPT-2's tokens, Llama 3's
 HEADER_BYTES = 1024
-SPOTS, SPOT = 64, 4096  # the sample: 64 places, and 4,096 tokens at each
+SAMPLE = 2**18  # tokens that are looked at when a file is opened
 
 
 def is_ready_made(source):
@@ -51,7 +51,7 @@ def read(source, vocab, dtype=None):
 
 
 def open_file(path, vocab, dtype):
-    """One file's tokens (N,), memory-mapped, a sample of them checked."""
+    """One file's tokens (N,), memory-mapped, the first of them checked."""
     try:
         if path.suffix == ".npy":
             tokens = np.lib.format.open_memmap(path, mode="r")
@@ -63,12 +63,12 @@ def open_file(path, vocab, dtype):
     if tokens.ndim != 1 or not len(tokens) or not np.issubdtype(tokens.dtype, np.integer):
         problem = f"holds {tokens.dtype} of shape {tokens.shape}"
         raise Refused(f"--data {path} {problem}: tokens are one row of whole numbers")
-    picked = sample(tokens)
+    first = tokens[:SAMPLE]
     # Small numbers of four bytes, read as two each
-    if tokens.dtype == np.uint16 and picked.any() and not picked[:, 1::2].any():
+    if tokens.dtype == np.uint16 and first.any() and not first[1::2].any():
         problem = "holds uint32, not uint16: every other number is zero"
         raise Refused(f"--data {path} {problem}; give --data-dtype uint32")
-    check_tokens(picked, vocab, path)
+    check_tokens(first, vocab, path)
     return tokens
 
 
@@ -85,19 +85,10 @@ def open_bin(path, vocab, dtype):
     return np.memmap(path, dtype, "r", HEADER_BYTES, count)
 
 
-def sample(tokens):
-    """Tokens at SPOTS places from the first to the last (places, length), or all of a short file.
-    The length is even, and so are the places."""
-    if len(tokens) <= SPOTS * SPOT:
-        return np.asarray(tokens[: len(tokens) // 2 * 2 or 1])[None]
-    starts = np.linspace(0, len(tokens) - SPOT, SPOTS).astype(np.int64) // 2 * 2
-    return np.stack([tokens[s : s + SPOT] for s in starts])
-
-
 def digest(tokens):
-    """A checksum of the sample and of how many tokens there are."""
+    """A checksum of the first tokens and of how many there are."""
     content = hashlib.sha256(f"{tokens.dtype} {len(tokens)}".encode())
-    content.update(np.ascontiguousarray(sample(tokens)))
+    content.update(np.ascontiguousarray(tokens[:SAMPLE]))
     return content.hexdigest()
 
 

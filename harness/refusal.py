@@ -29,8 +29,9 @@ def refusing():
 
 
 def say(message):
-    """Print a sentence on stderr, behind the script's name."""
-    print(f"{os.path.basename(sys.argv[0])}: {message}", file=sys.stderr, flush=True)
+    """Print a sentence on stderr, behind the script's name. A closed terminal ends no run."""
+    with contextlib.suppress(OSError):
+        print(f"{os.path.basename(sys.argv[0])}: {message}", file=sys.stderr, flush=True)
 
 
 def refuse(refused, rank):

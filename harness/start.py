@@ -1,8 +1,8 @@
 """Start the ranks on this machine, or join the ranks that a launcher such as torchrun started.
 
-`on_ranks(work, args)` calls work on every rank and ends the process with its exit code. Bad input
-is one sentence on stderr and exit code 2 (`Refused`). What happens if a rank dies, hangs or is cut
-off stands in missing.py.
+`launch(demo, args)` calls demo on every rank and ends the process with its exit code. Bad input is
+one sentence on stderr and exit code 2 (`Refused`). What happens if a rank dies, hangs or is cut off
+stands in missing.py.
 """
 
 import contextlib
@@ -19,10 +19,12 @@ import time
 import torch
 import torch.distributed as dist
 
-from harness import host_messages, missing, streams
+from harness import host_messages, missing
 from harness.joining import Launched, join, launched
 from harness.missing import LOST, PATIENCE
-from harness.refusal import Refused, finish, refuse, say
+from harness.outputs import check_file
+from harness.rank import Rank, check_memory
+from harness.refusal import Refused, finish, refuse, refusing, say
 
 # CUDA reads this when it starts. Kernels that are loaded at their first launch wait for the device,
 # which may be waiting for this rank: see pipeline.prepare
@@ -31,17 +33,19 @@ os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
 # What a user, a terminal that closes or a batch system sends to end a run
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 NOTICE = 30  # seconds that ranks get after SIGTERM or SIGHUP, in which train.py saves
-# Exit codes of a rank that has explained itself, or need not: 130 after Ctrl-C, 141 if nobody reads
-EXPLAINED = {0, 1, 2, LOST, 130, 141}
+MOST = 1024  # ranks that are started on one machine
+NOBODY_READS = 141  # exit code of a process whose reader has ended, as `head` does
+EXPLAINED = {0, 1, 2, LOST, NOBODY_READS}  # exit codes of ranks that need no further word
 
 
-def on_ranks(work, args, needed=None, check=lambda world: None):
-    """Call work(rank, world size, device) -> exit code on every rank, and end the process with it.
+def launch(demo, args, needed=None, check=lambda world: None, make=Rank):
+    """Call demo(make(args, rank, world size, device)) -> exit code on every rank, and end the
+    process with it.
 
-    args    the flags nproc, device, backend, timeout and quiet
+    args    the flags; at least nproc, device, backend and quiet
     needed  the number of ranks that the layout takes; None is any: --nproc, or 4, or on nccl as
             many as there are GPUs, if these are fewer
-    check   check(world size) may refuse a number of ranks
+    check   check(world size) may refuse a number of ranks; its ValueError becomes a refusal
 
     If a launcher that sets RANK and WORLD_SIZE, such as torchrun, has started the ranks, this joins
     them. If it has started none, or one and more are needed, this starts them on this machine.
@@ -60,12 +64,21 @@ def on_ranks(work, args, needed=None, check=lambda world: None):
     usual = min(4, gpus) if args.backend == "nccl" and gpus > 0 else 4
     world = needed or (started if joined else args.nproc or usual)
     if needed and args.nproc and args.nproc != needed:
-        raise Refused(
-            f"this layout needs {needed} processes, not the {args.nproc} of --nproc: "
-            "leave that flag out"
-        )
-    check(world)
+        problem = f"this layout needs {needed} processes, not the {args.nproc} of --nproc"
+        raise Refused(f"{problem}: leave that flag out")
+    if started == 1 and world > MOST:
+        raise Refused(f"{world:,} ranks are too many for one machine: use at most {MOST:,}")
+    if hasattr(args, "layers"):
+        check_memory(args, world)
+    with refusing():
+        check(world)
+    for name in ("json", "log_to"):
+        if getattr(args, name, None):
+            check_file("--" + name.replace("_", "-"), getattr(args, name))
     check_devices(args, world, joined.local_world if started > 1 else world)
+
+    def work(*rank):
+        return demo(make(args, *rank))
 
     if started == world:
         finish(one_rank(work, args))
@@ -81,12 +94,11 @@ def on_ranks(work, args, needed=None, check=lambda world: None):
 def check_devices(args, world, local_world):
     """Refuse a backend or a number of ranks that this machine's devices can't serve."""
     gpus = torch.cuda.device_count()
-    if args.device == "cpu":
-        if args.backend == "nccl":
-            raise Refused("--backend nccl needs GPUs: use --backend gloo")
-    elif gpus == 0:
+    if args.device == "cpu" and args.backend == "nccl":
+        raise Refused("--backend nccl needs GPUs: use --backend gloo")
+    if args.device == "cuda" and gpus == 0:
         raise Refused("--device cuda, but no GPU is visible here: use --device cpu")
-    elif args.backend == "nccl" and local_world > gpus:
+    if args.backend == "nccl" and local_world > gpus:
         raise Refused(
             f"{world} ranks need {world} GPUs on nccl and this machine has {gpus}: use fewer "
             "ranks, or torchrun on several nodes (docs/running.md); or on this machine "
@@ -123,11 +135,7 @@ def start_ranks(work, world):
         signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
         for rank in range(world):
             environment |= dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank))
-            try:
-                running[start_rank(work, environment)] = rank
-            except OSError as e:  # those that were started end with this process
-                what = f"rank {rank} of {world} can't be started ({e.strerror})"
-                raise Refused(f"{what}: start fewer ranks") from e
+            running[start_rank(work, environment)] = rank
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)
         codes, stopped_by = watch(running, received)
     return verdict(codes, stopped_by, world)
@@ -135,7 +143,7 @@ def start_ranks(work, world):
 
 def start_rank(work, environment):
     """Start a rank as a fork of this process, or as a fresh process that runs the same command.
-    Returns its process id. Raises OSError."""
+    Returns its process id."""
     if not can_fork():
         # orig_argv still has the -m of `python -m benchmarks.table`; sys.argv has not
         command = [sys.executable, *sys.orig_argv[1:]]
@@ -179,19 +187,19 @@ def watch(running, received):
 def verdict(codes, stopped_by, world):
     """Name the ranks that could not explain their end themselves. Returns the run's exit code: 0 if
     all ranks returned 0; 128 and the signal's number if it was interrupted; 2 if a rank refused."""
-    ended = []
-    for rank, code in sorted(codes.items()):
-        if code < 0 and not (stopped_by and -code in STOPPING):
-            ended.append(f"rank {rank} was ended by {signal.Signals(-code).name}")
-        elif code > 0 and code not in EXPLAINED:
-            ended.append(f"rank {rank} ended with exit code {code}")
     failures = {code for code in codes.values() if code}
-    if ended:
-        say(f"{', '.join(ended)}; the others stop")
     if stopped_by and (failures or len(codes) < world):
         say(f"interrupted by {signal.Signals(stopped_by).name}")
         return 128 + stopped_by
-    if failures == {LOST}:
+    ended = []
+    for rank, code in sorted(codes.items()):
+        if code < 0:
+            ended.append(f"rank {rank} was ended by {signal.Signals(-code).name}")
+        elif code not in EXPLAINED:
+            ended.append(f"rank {rank} ended with exit code {code}")
+    if ended:
+        say(f"{', '.join(ended)}; the others stop")
+    elif failures == {LOST}:
         say("the ranks lost each other; the run ends")
     if 2 in failures:
         return 2
@@ -201,17 +209,6 @@ def verdict(codes, stopped_by, world):
 def can_fork():
     """Whether ranks can be forked: not with CUDA, nor with the libraries of other systems."""
     return sys.platform == "linux" and not torch.cuda.device_count()
-
-
-def keep_autograd_forkable():
-    """Let processes that are forked from this one use autograd, whatever FakeTensorMode does here.
-
-    At the first backward of a process autograd starts a thread for each device but the CPU, and
-    none of its forks may use autograd from then on. A CUDA build that finds no GPU has eight
-    devices in this count once FakeTensorMode was entered. So the count is taken before, while there
-    are none. GPUs are hidden: tensors without values need none."""
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    (2 * torch.ones((), requires_grad=True)).backward()
 
 
 # --- the life of a rank
@@ -263,8 +260,8 @@ def one_rank(work, args):
         if e.alone and not missing.is_first_failure(store):
             e.speaker = None  # another rank has said it
         return refuse(e, me.rank)
-    except BrokenPipeError:  # the reader of our output has ended, as `head` does
-        return 141
+    except BrokenPipeError:
+        return NOBODY_READS
     except Exception as e:
         return missing.failed(e, store, me.rank)
 
@@ -281,7 +278,6 @@ def share_cores(local_world, backend):
 
 def script(main):
     """Call a script's main(). A refusal is one sentence and exit code 2."""
-    streams.steady()
     rank = os.environ.get("RANK", "0")
     try:
         main()
@@ -292,5 +288,5 @@ def script(main):
         if rank == "0":
             say("interrupted by SIGINT")
         finish(130)
-    except BrokenPipeError:  # the reader of our output has ended, as `head` does
-        finish(141)
+    except BrokenPipeError:
+        finish(NOBODY_READS)

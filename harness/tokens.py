@@ -5,7 +5,7 @@
     bytes     each byte is a token; needs no download
     gpt2      GPT-2's byte-pair encoding, by tiktoken
     a folder  its tokenizer.json, as Hugging Face models have, by the library `tokenizers`
-    none      for ready-made tokens: text is written as their numbers
+    none      for ready-made tokens, if nobody asks for a sample
 
 All encodings have what tiktoken's have and this project uses: n_vocab, encode_ordinary, decode; and
 besides
@@ -21,7 +21,6 @@ import functools
 import hashlib
 import json
 import pathlib
-import re
 
 import numpy as np
 import tiktoken
@@ -29,21 +28,14 @@ import tiktoken
 from harness.refusal import Refused
 
 VOCAB = {"bytes": 257, "gpt2": 50257, "none": 1}
-# A long text is cut into pieces of about so many characters: `tokenizers` takes 170 bytes for each
-PIECE = 1_000_000
 # Two encodings that agree on this text are taken for the same
 PROBE = "It is 1,234 o'clock;\n\n\tdef f(x): return  x + 12\n  Ähnlich, naïve — 語 🙂 THE END"
 
 
 def of(tokenizer):
     """The encoding of that name, or of a folder with a tokenizer.json. Raises Refused."""
-    if tokenizer == "bytes":
-        return bytes_encoding()
-    if tokenizer == "gpt2":
-        return gpt2_encoding()
-    if tokenizer == "none":
-        return Numbers()
-    return FolderEncoding(tokenizer)
+    makers = {"bytes": bytes_encoding, "gpt2": gpt2_encoding, "none": NoEncoding}
+    return makers[tokenizer]() if tokenizer in makers else FolderEncoding(tokenizer)
 
 
 def vocabulary(tokenizer):
@@ -54,6 +46,16 @@ def vocabulary(tokenizer):
 def same(a, b):
     """Whether two encodings make the same tokens, as far as one text of many kinds shows."""
     return list(a.encode_ordinary(PROBE)) == list(b.encode_ordinary(PROBE))
+
+
+class NoEncoding:
+    """Of ready-made tokens: text has no tokens, and tokens no text."""
+
+    name, n_vocab, start, end = "none", None, None, None
+
+    def document(self, text):
+        advice = "give the --tokenizer to use for this text"
+        raise Refused(f"--tokenizer none is for ready-made tokens (.bin, .npy): {advice}")
 
 
 # --- tiktoken's
@@ -118,19 +120,17 @@ class FolderEncoding:
 
     def plain(self, text):
         """The tokens of a text without marks."""
-        return self.tokenizer.encode(text, add_special_tokens=False).ids
+        # In a quarter of the time of `encode`
+        [encoding] = self.tokenizer.encode_batch_fast([text], add_special_tokens=False)
+        return encoding.ids
 
     def encode_ordinary(self, text):
         """The tokens of a prompt, which go on: with those that begin a text, without an end."""
         return self.head + self.plain(text) if text else []
 
     def document(self, text):
-        pieces = [np.array(self.head, np.uint32)]
-        for piece in cut(text):  # in a quarter of the time of `encode`
-            [encoding] = self.tokenizer.encode_batch_fast([piece], add_special_tokens=False)
-            pieces.append(np.array(encoding.ids, np.uint32))
         tail = [] if self.end is None else [self.end]
-        return np.concatenate([*pieces, np.array(tail, np.uint32)])
+        return np.array(self.head + self.plain(text) + tail, np.uint32)
 
     def decode(self, tokens):
         return self.tokenizer.decode(tokens, skip_special_tokens=True)
@@ -139,21 +139,17 @@ class FolderEncoding:
 @functools.lru_cache(maxsize=4)
 def read_tokenizer(file):
     """(the tokenizer of a tokenizer.json, a name with its checksum). Raises Refused."""
-    folder = file.parent
-    try:
-        content = file.read_bytes()
-    except OSError as e:
-        advice = "give bytes, gpt2, or a folder with a tokenizer.json"
-        raise Refused(f"--tokenizer {folder}: {file} can't be read ({e.strerror}): {advice}") from e
     try:
         from tokenizers import Tokenizer
+
+        content = file.read_bytes()
+        tokenizer = Tokenizer.from_str(content.decode())
     except ImportError as e:
         advice = "pip install tokenizers"
-        raise Refused(f"--tokenizer {folder} needs the library tokenizers: {advice}") from e
-    try:
-        tokenizer = Tokenizer.from_str(content.decode())
+        raise Refused(f"--tokenizer {file.parent} needs the library tokenizers: {advice}") from e
     except Exception as e:  # the library raises plain Exceptions
-        raise Refused(f"{file} is not a tokenizer ({e}): fetch it again") from e
+        advice = "give bytes, gpt2, or a folder with a tokenizer.json"
+        raise Refused(f"--tokenizer: {file} can't be read ({e}): {advice}") from e
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer, f"tokenizer.json {hashlib.sha256(content).hexdigest()[:12]}"
@@ -164,50 +160,9 @@ def eos_ids(folder, ids):
     found = []
     for name in ("tokenizer_config.json", "config.json", "generation_config.json"):
         file = folder / name
-        try:
-            settings = json.loads(file.read_bytes()) if file.is_file() else {}
-        except ValueError as e:
-            raise Refused(f"{file} is not JSON ({e}): fetch it again") from e
+        settings = json.loads(file.read_bytes()) if file.is_file() else {}
         named, eos = settings.get("eos_token"), settings.get("eos_token_id")
         if isinstance(named, dict):
             named = named["content"]
         found += [ids.get(named), *(eos if isinstance(eos, list) else [eos])]
-    known = set(ids.values())
-    return [i for i in found if i in known]
-
-
-def cut(text):
-    """A text in pieces of about PIECE characters, so that a long one needs no more memory than a
-    short one. It is cut behind a line and before another: there byte-level tokenizers begin a new
-    word anyway. (Those that put a mark before a text put one before each piece.)"""
-    border = re.compile(r"(?<=\S\n)(?=\S)")
-    start = 0
-    while start < len(text):
-        found = border.search(text, start + PIECE)
-        end = found.start() if found else len(text)
-        yield text[start:end]
-        start = end
-
-
-# --- none
-
-
-class Numbers:
-    """No tokenizer: a text is its tokens' numbers. A sample without a prompt begins with 0."""
-
-    name, n_vocab = "none", None
-    start, end, stops = 0, None, frozenset()
-
-    def encode_ordinary(self, text):
-        try:
-            return [int(word) for word in text.split()]
-        except ValueError as e:
-            what = f"without a tokenizer --prompt is numbers such as '5 17', not {text!r}"
-            raise Refused(f"{what}: give numbers, or the --tokenizer of these tokens") from e
-
-    def document(self, text):
-        advice = "give the --tokenizer to use for this text"
-        raise Refused(f"--tokenizer none is for ready-made tokens (.bin, .npy): {advice}")
-
-    def decode(self, tokens):
-        return " ".join(map(str, tokens))
+    return [i for i in found if i in ids.values()]

@@ -31,32 +31,23 @@ def add_flags(group, bucket_mb, ranks_flag, dtypes=UNSCALED):
     group.add_argument("--tf32", action="store_true", help=why)
 
 
-def check(args, stage):
-    """Refuse flags that mean nothing in this stage."""
-    problem = f"means nothing in stage {stage}"
-    if args.reduce_once and stage < 2:
-        raise Refused(f"--reduce-once {problem}: use --stage 2")
-    if args.keep_gathered and stage < 3:
-        raise Refused(f"--keep-gathered {problem}: use --stage 3")
-
-
-def check_ranks(flag, size, ranks, where, stage, stage_flag):
+def check_ranks(flag, size, ranks, where, stage):
     """Refuse groups of `size` of the `ranks` data-parallel ranks that do not exist. size: None
     without the flag. where: what the ranks are, in words."""
-    if size is None:
-        return
-    if stage == 0:
-        raise Refused(f"{flag} means nothing in stage 0, which splits nothing: use {stage_flag} 1")
-    if ranks % size:
-        sizes = [str(n) for n in range(2, min(ranks, 64) + 1) if ranks % n == 0]
-        hint = f"use {' or '.join(sizes)}" if sizes else "leave it out"
-        raise Refused(f"{flag} {size} does not divide {where}: {hint}")
+    if size and stage == 0:
+        raise Refused(f"{flag} means nothing in stage 0, which splits nothing: leave it out")
+    if size and ranks % size:
+        raise Refused(f"{flag} {size} does not divide {where}: give a divisor, or leave it out")
 
 
 def check_world(args, world):
-    """Refuse what zero.py can't do on so many ranks."""
-    size, where = args.shard_ranks, f"the {world} ranks"
-    check_ranks("--shard-ranks", size, world, where, args.stage, "--stage")
+    """Refuse what zero.py can't do on so many ranks, and flags that mean nothing in its stage."""
+    problem = f"means nothing in stage {args.stage}"
+    if args.reduce_once and args.stage < 2:
+        raise Refused(f"--reduce-once {problem}: use --stage 2")
+    if args.keep_gathered and args.stage < 3:
+        raise Refused(f"--keep-gathered {problem}: use --stage 3")
+    check_ranks("--shard-ranks", args.shard_ranks, world, f"the {world} ranks", args.stage)
     check_batch(args, world)
 
 
@@ -105,8 +96,6 @@ def options(run, model, stage, draw=initialize.draw):
         "offload": args.offload,
         "reduce_each": not args.reduce_once,
     }
-    if stage < 3:
-        chosen["bucket_bytes"] = int(args.bucket_mb * 2**20)
     if stage == 3:
-        chosen["reshard"] = not args.keep_gathered
-    return chosen
+        return chosen | {"reshard": not args.keep_gathered}
+    return chosen | {"bucket_bytes": int(args.bucket_mb * 2**20)}

@@ -1,12 +1,9 @@
 """The receipt: what a step sent and held beside the papers' formulas, and how far the run is from
 one process."""
 
-import contextlib
 import json
-import sys
 from typing import NamedTuple
 
-from harness import streams
 from harness.refusal import say
 from proof.ledger import human
 from proof.tolerance import TOLERANCE
@@ -64,9 +61,6 @@ def write_receipt(run, layout, counted, sent, held, notes, role=None):
         of_counts = iter(counts)
         notes = [next(of_counts)["text"] if isinstance(n, Count) else n for n in notes]
         print_receipt(run, result, notes)
-        if streams.lost(sys.stdout):  # what was printed is not there
-            with contextlib.redirect_stdout(sys.stderr):
-                print_receipt(run, result, notes)
         if run.args.json and not write_json(run.args.json, result):
             return 1, result
     return (0 if result["ok"] else 1), result
@@ -81,8 +75,7 @@ def write_json(path, result):
         return True
     except OSError as e:
         say(f"--json {path} can't be written ({e.strerror}); the receipt is printed instead")
-        stream = sys.stderr if streams.lost(sys.stdout) else sys.stdout
-        print(json.dumps(result), file=stream, flush=True)
+        print(json.dumps(result), flush=True)
         return False
 
 

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import _disable_current_modes
 
-from harness import rank
+from harness import rank, start
 from harness.optimizer import learning_rate
 from harness.refusal import Refused, say
 from proof import diagnosis, one_process
@@ -220,4 +220,4 @@ class Run(rank.TrainingRank):
         return code
 
 
-launch = functools.partial(rank.launch, make=Run)
+launch = functools.partial(start.launch, make=Run)

@@ -12,9 +12,9 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from harness import flags, memory
-from harness.rank import launch
+from harness import flags
 from harness.refusal import Refused
+from harness.start import launch
 from proof.receipt import write_json
 
 EXACT_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.int64)
@@ -38,7 +38,6 @@ def main(library):
 
 def check(args, world):
     """Refuse flags that do not go together on `world` ranks."""
-    memory.check_ranks(args, world, int(args.size))
     if args.nodes_of and world % args.nodes_of:
         raise Refused(f"{world} ranks do not divide into nodes of --nodes-of {args.nodes_of}")
 

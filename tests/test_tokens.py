@@ -66,14 +66,6 @@ def test_a_folders_tokens_are_those_of_transformers(model):
     assert (ours.start, ours.end, ours.stops) == (0, 1, {1, 2})
 
 
-def test_a_text_in_pieces_has_the_same_tokens(model, monkeypatch):
-    encoding = tokens.of(model)
-    whole = encoding.document(TEXT).tolist()
-    monkeypatch.setattr(tokens, "PIECE", 50)
-    assert len(list(tokens.cut(TEXT))) > 20 and "".join(tokens.cut(TEXT)) == TEXT
-    assert encoding.document(TEXT).tolist() == whole
-
-
 def test_marks_of_every_kind(tmp_path):
     """A prompt goes on, so it has no end but one that it writes itself."""
     from tokenizers import processors
@@ -90,14 +82,13 @@ def test_marks_of_every_kind(tmp_path):
         assert encoding.encode_ordinary("truth</s>") == [*head, *plain, 1]
         assert encoding.document("truth").tolist() == [*head, *plain, 1]
         assert encoding.start == [*head, 1][0]
-
-
-def test_without_a_mark_before_a_text_there_is_none(tmp_path):
     made = make_tokenizer(tmp_path, bos=False)
     (tmp_path / "tokenizer_config.json").unlink()
+    tokens.read_tokenizer.cache_clear()
     encoding = tokens.of(tmp_path)
-    assert encoding.document(TEXT).tolist() == made.encode(TEXT).ids
-    assert encoding.encode_ordinary("a") == made.encode("a").ids
+    assert (
+        encoding.document(TEXT).tolist() == encoding.encode_ordinary(TEXT) == made.encode(TEXT).ids
+    )
     assert (encoding.start, encoding.end, encoding.stops) == (None, None, set())
 
 
@@ -107,13 +98,10 @@ def test_the_cache_is_of_one_tokenizer(model, tmp_path):
     first = data.load(text, model, folder=tmp_path)
     assert first.tokens.tolist() == tokens.of(model).document(TEXT).tolist()
     assert data.load(text, "bytes", folder=tmp_path).digest != first.digest
-    other = tmp_path / "other"
-    make_tokenizer(other, bos=False)
-    assert data.load(text, other, folder=tmp_path).digest != first.digest
     same = tmp_path / "same"
     shutil.copytree(model, same)
     assert data.load(text, same, folder=tmp_path).digest == first.digest
-    assert len(list(tmp_path.glob("*.npy"))) == 3
+    assert len(list(tmp_path.glob("*.npy"))) == 2
 
 
 # --- which tokens
@@ -164,16 +152,13 @@ def test_bad_tokenizers_are_one_sentence(model, tmp_path, monkeypatch):
     with pytest.raises(Refused, match="nowhere.tokenizer.json can't be read.*bytes, gpt2"):
         prepare("--tokenizer", "nowhere")
     (tmp_path / "tokenizer.json").write_text('{"model": 3}')
-    with pytest.raises(Refused, match="is not a tokenizer.*fetch it again"):
+    with pytest.raises(Refused, match="tokenizer.json can't be read"):
         prepare("--tokenizer", tmp_path)
     with pytest.raises(Refused, match="none is for ready-made tokens"):
         data.load("stdlib", "none", folder=tmp_path)
-    with pytest.raises(Refused, match="vocabulary of 512 is too small.*50257.*at most"):
+    with pytest.raises(Refused, match="vocabulary of 512 is too small.*50257.*fewer tokens"):
         prepare("--init-from", model, "--tokenizer", "gpt2")
     make_tokenizer(tmp_path, bos=False)
-    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": ')
-    with pytest.raises(Refused, match="tokenizer_config.json is not JSON"):
-        prepare("--tokenizer", tmp_path)
     (tmp_path / "tokenizer_config.json").unlink()
     with pytest.raises(Refused, match="no token that begins a text: give a --prompt"):
         prepare("--tokenizer", tmp_path, "--prompt", "")
@@ -186,7 +171,7 @@ def test_bad_tokenizers_are_one_sentence(model, tmp_path, monkeypatch):
 # --- samples
 
 
-def test_a_sample_ends_where_the_text_does(ranks, model, tmp_path):
+def test_a_sample_ends_where_the_text_does(ranks, model):
     """A launch, because a sample's tokens travel over the groups of the mesh."""
 
     def work(rank, folder, stop):

@@ -12,7 +12,7 @@ import context_parallel
 import harness
 import tensor_parallel
 import zero_bubble
-from harness import Refused, memory, zero_flags
+from harness import Refused, zero_flags
 from receipts import context_parallel as long_context
 from receipts import expert_parallel as experts
 from receipts import pipeline as schedules
@@ -50,7 +50,7 @@ def add_flags(parser):
     why = "how attention sees the whole sequence"
     g.add_argument("--cp-kind", choices=context_parallel.KINDS, default="ring", help=why)
     why = "order of the micro-batches in a pipeline"
-    g.add_argument("--schedule", choices=list(zero_bubble.ALL_SCHEDULES), default="1f1b", help=why)
+    g.add_argument("--schedule", choices=list(zero_bubble.SCHEDULES), default="1f1b", help=why)
     why = "what replicas split: 1 optimizer states, 2 gradients too, 3 weights too (FSDP)"
     g.add_argument("--zero", type=int, choices=range(4), default=0, help=why)
     zero_flags.add_flags(g, bucket_mb=25, ranks_flag="--zero-ranks", dtypes=list(harness.DTYPES))
@@ -75,8 +75,9 @@ def prepare(args):
     if args.shape:
         pretrained.check_family(args)
     args.tokenizer = tokenizer.choose(args)
+    if args.tokenizer == "none":
+        args.sample = 0  # nobody knows what the tokens say
     config = harness.configure(args)
-    memory.check_layers(config)
     if args.microbatches is None:
         args.microbatches = default_microbatches(args)
     args.param_dtype = args.param_dtype or args.dtype
@@ -95,7 +96,7 @@ def default_microbatches(args):
     divisors = [m for m in range(1, min(rows, 10_000) + 1) if rows % m == 0]
     for m in sorted(divisors, key=lambda m: (m > most, abs(m - most))):
         with contextlib.suppress(ValueError):
-            zero_bubble.ALL_SCHEDULES[args.schedule](0, args.pp, m)
+            zero_bubble.SCHEDULES[args.schedule](0, args.pp, m)
             return m
     why = f"no number of micro-batches that divides --batch {args.batch} / --dp {args.dp} suits it"
     raise Refused(f"--schedule {args.schedule}: {why}; --batch {args.dp * most} does")
@@ -106,10 +107,10 @@ def check(args, config):
     with harness.refusing():
         tensor_parallel.check_heads(config, args.tp)
         cp_shape(args, config.heads // args.tp)
-    schedules.of_flags(zero_bubble.find_schedule, args, config, args.pp)
+    schedules.of_flags(zero_bubble.make_schedule, args, config, args.pp)
     harness.check_batch(args, args.dp)
     ranks, where = args.dp * args.cp, f"the {args.dp * args.cp} ranks of --dp x --cp"
-    zero_flags.check_ranks("--zero-ranks", args.zero_ranks, ranks, where, args.zero, "--zero")
+    zero_flags.check_ranks("--zero-ranks", args.zero_ranks, ranks, where, args.zero)
     check_experts(args, config, where)
     check_compile(args, config)
     check_needed(args)

@@ -245,4 +245,4 @@ def plot(rows, name):
         axes.plot(list(known), list(known.values()), style, label=label, linewidth=1, markersize=4)
     axes.set(xlabel="step", ylabel="loss")
     axes.legend()
-    harness.save(figure, name, during_run=True)
+    harness.save(figure, name)
