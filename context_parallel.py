@@ -359,8 +359,8 @@ def fused_kernel(q):
 # --- gather: all keys and values at once (Llama 3, arXiv:2407.21783, section 3.3.2)
 
 # torch 2.13 renamed them; older versions know only the second name
-all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-native_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+all_gather_into_tensor = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_tensor = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 class GatheredAttention(torch.autograd.Function):
@@ -370,7 +370,7 @@ class GatheredAttention(torch.autograd.Function):
     def forward(ctx, q, k, v, group, zigzag):
         kv = torch.stack((k, v))
         gathered = kv.new_empty(dist.get_world_size(group), *kv.shape)  # (N, 2, B, H_kv, T', D)
-        all_gather(gathered.flatten(0, 1), kv, group=group)
+        all_gather_into_tensor(gathered.flatten(0, 1), kv, group=group)
         out, lse = attend_to_all(q, enumerate(gathered), group, zigzag)
         ctx.save_for_backward(q, gathered, out, lse)
         ctx.group, ctx.zigzag = group, zigzag
@@ -388,18 +388,18 @@ class GatheredAttention(torch.autograd.Function):
                 dq_i, *dkv_j = attend_backward(grad, q, kv, out, lse, tile)
                 dq[:, :, tile.queries] += dq_i
                 dkv[source][:, :, :, tile.keys] += torch.stack(dkv_j)
-        dk, dv = reduce_scatter(dkv, ctx.group).to(q.dtype)
+        dk, dv = reduce_scatter_dkv(dkv, ctx.group).to(q.dtype)
         return dq.to(q.dtype), dk, dv, None, None
 
 
-def reduce_scatter(x, group):
+def reduce_scatter_dkv(x, group):
     """The sum of all ranks' x (N, ...), of which rank i gets x[i]."""
     if dist.get_backend(group) == "gloo":  # its own sends twice the bytes
         pieces = torch.empty_like(x)
         dist.all_to_all_single(pieces, x, group=group)
         return pieces.sum(0)
     piece = torch.empty_like(x[0])
-    native_reduce_scatter(piece, x.flatten(0, 1), group=group)
+    reduce_scatter_tensor(piece, x.flatten(0, 1), group=group)
     return piece
 
 
@@ -477,10 +477,12 @@ class Ulysses(GroupModule):
 KINDS = ("ring", "ulysses", "gather", "ring-ulysses")
 
 
-def parallelize(model, group, kind="ring", ring_group=None, ulysses_group=None, zigzag=True):
+def parallelize_context(
+    model, group, kind="ring", ring_group=None, ulysses_group=None, zigzag=True
+):
     """Replace every block's attention core, in place, and return the model. Used as Ring is:
 
-        model = parallelize(model, group, kind)
+        model = parallelize_context(model, group, kind)
         held = model.blocks["0"].attn.core.positions(T).to(tokens.device)
         x, y = shard_sequence(tokens, held), shard_sequence(targets, held, -1)
         loss = model(x, held.clamp(max=T - 1), targets=y, target_count=count)
@@ -588,7 +590,9 @@ def demo(run):
     args, context, group = run.args, run.config.context, dist.group.WORLD
     ring, ulysses = receipts.context_parallel.make_groups(run)  # None but for kind ring-ulysses
     model = run.meta_model()
-    model = run.fill(parallelize(model, group, args.kind, ring, ulysses, not args.contiguous))
+    model = run.fill(
+        parallelize_context(model, group, args.kind, ring, ulysses, not args.contiguous)
+    )
     core = model.blocks["0"].attn.core
     held = core.positions(context).to(run.device)
     receipts.context_parallel.check_routers(run, len(held))

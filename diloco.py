@@ -31,7 +31,7 @@ arXiv:2501.18512. Karimireddy et al. 2019, Error feedback, arXiv:1901.09847.
 
 import torch
 import torch.distributed as dist
-from torch import nn
+import torch.nn as nn
 
 # --- the plainest form: after H inner steps, one outer step
 
@@ -107,7 +107,7 @@ class Part:
 
     def __init__(self, parameters, offset, outer_lr, outer_momentum, bits):
         self.parameters, self.offset = parameters, offset
-        self.old = flat(parameters)  # after the latest outer step: equal on all islands
+        self.old = flat_copy(parameters)  # after the latest outer step: equal on all islands
         self.error = torch.zeros_like(self.old) if bits else None
         nesterov = outer_momentum > 0
         self.outer = torch.optim.SGD([self.old], outer_lr, outer_momentum, nesterov=nesterov)
@@ -130,7 +130,7 @@ class Part:
             p.copy_(old + keep * (p - old) if keep else old)
 
 
-def flat(parameters):
+def flat_copy(parameters):
     """A copy of all numbers of the parameters, in float32 at least."""
     whole = torch.cat([p.detach().flatten() for p in parameters])
     return whole.to(torch.promote_types(whole.dtype, torch.float32), copy=True)
@@ -169,7 +169,7 @@ class DiLoCo:
         self.keep = 0.5 if delay else 0.0  # fraction of the local movement that a late step keeps
         self.steps = 0
         self.parameters = self.trainable()
-        check_arguments(self)
+        check_diloco_arguments(self)
         lists = consecutive(self.parameters, parts)
         offsets = [i * every // parts for i in range(parts)]
         self.parts = [Part(*part, outer_lr, outer_momentum, bits) for part in zip(lists, offsets)]
@@ -251,7 +251,7 @@ def header(steps, weights):
 # --- mistakes that would be silent: refused
 
 
-def check_arguments(diloco):
+def check_diloco_arguments(diloco):
     if not diloco.parameters:
         raise ValueError("no parameter needs a gradient: all frozen, or an iterator used up")
     if diloco.bits not in (None, 16, 8, 4):

@@ -130,15 +130,15 @@ def run_experts(experts, rows, incoming):
 #         parts = zip(rows.split(counts.tolist()), model.up, model.down)
 #         return torch.cat([F.gelu(part @ up.T) @ down.T for part, up, down in parts])
 #
-#     model.up = shard(up, group)  # up (E, H, C): all experts, alike on all ranks
-#     model.down = shard(down, group)  # down (E, C, H). Now the optimizer
+#     model.up = shard_experts(up, group)  # up (E, H, C): all experts, alike on all ranks
+#     model.down = shard_experts(down, group)  # down (E, C, H). Now the optimizer
 #     dispatch = ExpertDispatch(expert_counts(E, N), group)
 #     for x, targets in microbatches:
 #         weights, chosen = model.router(x).softmax(-1).topk(k)  # router: nn.Linear(C, E)
 #         y = dispatch(x, weights, chosen, mlps)
 #         loss = F.cross_entropy(model.head(y), targets, reduction="sum") / total_tokens
 #         loss.backward()  # total_tokens: of all ranks and micro-batches
-#     sum_gradients(model.parameters(), group)  # then step. Ranks' own clip_grad_norm_ would differ
+#     sum_replicated_gradients(model.parameters(), group)  # then step. Ranks' own norms differ
 
 # --- the all-to-all in two halves: computation fits in between
 
@@ -278,19 +278,24 @@ def expert_counts(total, world):
 
 
 def placement(parameter):
-    """What a parameter is a piece of: {"shape": of the whole, "cuts": {dimension: (group, start,
-    size)}, "copies": groups whose ranks hold the same piece}. shard adds "data", its data_group."""
-    default = {"shape": tuple(parameter.shape), "cuts": {}, "copies": []}
+    """parameter.placement, with what is missing of it. Others write it where they cut or copy:
+
+    shape    of the whole
+    cuts     {dimension: (group, start, length)}: each rank of the group has another shard
+    copies   groups whose ranks hold the same shard: the norm counts one of them
+    partial  groups over which backward leaves its gradient a partial sum
+    data     its own data-parallel group: an expert has fewer replicas than other parameters"""
+    default = dict(shape=tuple(parameter.shape), cuts={}, copies=[], partial=[], data=None)
     return default | getattr(parameter, "placement", {})
 
 
 def split_over(parameter, group):
-    """Whether each rank of the group holds a different piece of the parameter."""
+    """Whether each rank of the group holds a different shard of the parameter."""
     group = group or dist.group.WORLD
     return any(group is other for other, _, _ in placement(parameter)["cuts"].values())
 
 
-def shard(parameter, group, data_group=None):
+def shard_experts(parameter, group, data_group=None):
     """This rank's experts of a parameter (E, ...), as a new parameter: put it in the old one's
     place, then make the optimizer. Its `placement` says that it is split; deepcopy loses that.
     Where each expert is a module of its own, write p.placement = {"cuts": {0: (group, start,
@@ -300,7 +305,7 @@ def shard(parameter, group, data_group=None):
     group = group or dist.group.WORLD
     whole = placement(parameter)
     if 0 in whole["cuts"]:
-        raise ValueError("the experts of this parameter are dealt out already: shard it once")
+        raise ValueError("the experts of this parameter are dealt out already: cut it once")
     rank = dist.get_rank(group)
     sizes = expert_counts(len(parameter), dist.get_world_size(group))
     start = sum(sizes[:rank])
@@ -315,7 +320,7 @@ def shard(parameter, group, data_group=None):
 # --- gradients: those of experts are complete, the others' are summed
 
 
-def sum_gradients(parameters, group):
+def sum_replicated_gradients(parameters, group):
     """Sum the gradients of all parameters that are not split over the group, in one all-reduce:
     once a step, after the last backward. If experts have a data_group, call it again with that.
     A parameter without a gradient on this rank counts as zeros, and gets the sum."""
@@ -337,8 +342,8 @@ def sum_gradients(parameters, group):
 
 # --- mistakes that would be silent: refused
 #
-# Not noticed: after sum_gradients and clipping, another sum, or a backward without zero_grad();
-# unsplit experts that start equal on all ranks
+# Not noticed: after sum_replicated_gradients and clipping, another sum, or a backward without
+# zero_grad(); unsplit experts that start equal on all ranks
 
 
 def check_chosen(chosen, total):
@@ -365,8 +370,8 @@ def refuse_summed(parameter, *_):
     """Also a hook, before backward adds to a gradient."""
     if summed_over(parameter):
         raise RuntimeError(
-            "summed already: call sum_gradients once a step, after the last backward; "
-            "then zero_grad()"
+            "summed already: call sum_replicated_gradients once a step, after the last "
+            "backward; then zero_grad()"
         )
 
 
@@ -382,7 +387,7 @@ def compare_weights(parameters, group):
         if len(set(sums)) > 1:
             raise ValueError(
                 f"weights of shape {tuple(p.shape)} differ between ranks, so their gradients can't "
-                "be added up: start from the same weights, cut experts by shard()"
+                "be added up: start from the same weights, cut experts by shard_experts()"
             )
         if not hasattr(p, "compared"):
             p.compared = []
@@ -393,14 +398,14 @@ def compare_weights(parameters, group):
 # --- for model.py's GPT ---
 
 
-def parallelize(model, group, capacity=None, chunks=1, data_group=None):
+def parallelize_experts(model, group, capacity=None, chunks=1, data_group=None):
     """Deal the experts of a GPT out over `group`, in place, and return it: on the meta device or
-    with weights, after tensor_parallel.parallelize, before the optimizer. data_group: see shard."""
+    with weights, after parallelize_tensors, before the optimizer. data_group: see shard_experts."""
     group = group or dist.group.WORLD
     sizes = expert_counts(model.config.experts, dist.get_world_size(group))
     for mixture in [block.mlp for block in model.blocks.values()]:
         for name, p in list(mixture.experts.named_parameters()):
-            setattr(mixture.experts, name, shard(p, group, data_group))
+            setattr(mixture.experts, name, shard_experts(p, group, data_group))
         mixture.dispatch = ExpertDispatch(sizes, group, capacity, chunks)
     for p in model.parameters():
         if not split_over(p, group):
@@ -437,7 +442,7 @@ def main():
 def demo(run):
     args, group = run.args, dist.group.WORLD
     run.groups(ep=group)
-    model = run.fill(parallelize(run.meta_model(), group, args.capacity, args.chunks))
+    model = run.fill(parallelize_experts(run.meta_model(), group, args.capacity, args.chunks))
     parameters = list(model.parameters())
     compare_weights([p for p in parameters if not split_over(p, group)], group)  # not in a step
     optimizer = harness.make_optimizer(parameters, args)
@@ -450,7 +455,7 @@ def demo(run):
             part = model(tokens, targets=targets, target_count=run.count, sample_ids=samples)
             part.backward()
             loss += part.detach()
-        sum_gradients(parameters, group)
+        sum_replicated_gradients(parameters, group)
         dist.all_reduce(loss, group=group)
         norm = harness.grad_norm(parameters, [group])  # over the experts of all ranks
         run.check(loss, norm, model.named)

@@ -33,7 +33,7 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch.utils._pytree import tree_leaves
 
-from zero import Bucket, ZeRO, all_gather, native_reduce_scatter
+from zero import ShardedBucket, ZeRO, all_gather_into_tensor, reduce_scatter_tensor
 
 # --- FSDP in its plainest form
 
@@ -73,7 +73,7 @@ class PlainFSDP:
 
     def gather(self, *_):
         self.weights.untyped_storage().resize_(self.weights.nbytes)
-        all_gather(self.weights, self.shard.detach(), group=self.group)
+        all_gather_into_tensor(self.weights, self.shard.detach(), group=self.group)
 
     def free(self):
         self.weights.untyped_storage().resize_(0)
@@ -90,7 +90,7 @@ class PlainFSDP:
             return
         gradient = torch.empty_like(self.shard)
         full = self.flatten(p.grad for p in self.parameters)
-        native_reduce_scatter(gradient, full, group=self.group)
+        reduce_scatter_tensor(gradient, full, group=self.group)
         self.shard.grad = gradient if self.shard.grad is None else self.shard.grad + gradient
         for p in self.parameters:
             p.grad = None
@@ -176,10 +176,8 @@ class FSDP(ZeRO):
         if self.prefetched:
             self.prefetched.release()
         for unit in self.units:
-            if self.scope in (
-                None,
-                unit.scope,
-            ):  # other stages' weights may wait for their backward
+            # Other stages' weights may wait for their backward
+            if self.scope in (None, unit.scope):
                 unit.release()
         self.prefetched = self.in_backward = None
 
@@ -255,7 +253,7 @@ class Unit:
         fsdp.enter(self, self.previous)
 
 
-class UnitBucket(Bucket):
+class UnitBucket(ShardedBucket):
     """`weights` has memory while a unit needs it: its `users` at this moment."""
 
     keeps_weights = False
@@ -270,7 +268,9 @@ class UnitBucket(Bucket):
 
     def gather(self):
         self.weights.untyped_storage().resize_(self.weights.nbytes)
-        self.gathering = all_gather(self.weights, self.shard, group=self.group, async_op=True)
+        self.gathering = all_gather_into_tensor(
+            self.weights, self.shard, group=self.group, async_op=True
+        )
 
     def wait(self):
         if self.gathering is not None:

@@ -92,7 +92,7 @@ class PlainMuon(torch.optim.Optimizer):
 # --- owners
 
 
-def deal(matrices, ranks):
+def deal_to_owners(matrices, ranks):
     """{matrix: the rank that owns it}: the largest first, each to the rank with the least to do."""
     owners, load = {}, [0] * ranks
     for p in sorted(matrices, key=flops, reverse=True):
@@ -107,7 +107,7 @@ def flops(matrix):
     return matrix.shape[:-2].numel() * (20 * m * m * n + 10 * m**3)
 
 
-class Bucket:
+class OwnedBucket:
     """Parameters of one kind in two flat tensors: each p and p.grad is a view of them. One message
     brings all of them to their owner. owner None: each rank owns a piece of about 1/N."""
 
@@ -143,7 +143,7 @@ class Bucket:
                 yield dist.broadcast(piece, group=self.group, group_src=owner, async_op=True)
 
 
-def make_buckets(parameters, owners, group, bucket_bytes):
+def make_owned_buckets(parameters, owners, group, bucket_bytes):
     """Buckets of at most bucket_bytes (a larger parameter gets its own), in the order in which
     backward fills them: it begins with the last layers, and ends a bucket with its first."""
     full, filling = [], {}
@@ -155,7 +155,7 @@ def make_buckets(parameters, owners, group, bucket_bytes):
             members = []
         filling[kind] = [*members, p]  # behind the buckets that were full earlier
     full += filling.values()
-    return [Bucket(members, owners.get(members[0]), group) for members in full]
+    return [OwnedBucket(members, owners.get(members[0]), group) for members in full]
 
 
 # --- data parallelism: reductions hide behind backward, broadcasts behind the owners' iterations
@@ -184,10 +184,10 @@ class Muon:
     ):
         self.model, self.group, self.microbatches = model, group, microbatches
         matrices = [p for p in matrices if p.requires_grad]
-        check_parameters(model, matrices)
-        owners = deal(matrices, dist.get_world_size(group))
+        check_matrices(model, matrices)
+        owners = deal_to_owners(matrices, dist.get_world_size(group))
         trained = [p for p in model.parameters() if p.requires_grad]
-        self.buckets = make_buckets(trained, owners, group, bucket_bytes)
+        self.buckets = make_owned_buckets(trained, owners, group, bucket_bytes)
         for bucket in self.buckets:
             for p in bucket.parameters:
                 p.register_post_accumulate_grad_hook(functools.partial(self._arrived, bucket))
@@ -208,7 +208,7 @@ class Muon:
             for bucket in self.buckets[self.started :]:
                 bucket.gradients.fill_(torch.nan)  # incomplete: nobody may train on it
             self.finish()
-        check_new_step(self)
+        check_muon_step(self)
         self.started = 0  # how many buckets are on their way, or reduced
         for bucket in self.buckets:
             bucket.gradients.zero_()
@@ -218,7 +218,7 @@ class Muon:
         """The hook of each parameter: autograd has added to p.grad."""
         self.unfinished = True
         bucket.missing -= 1
-        check_gradient(self, bucket, p)
+        check_muon_gradient(self, bucket, p)
         self._reduce_full()
 
     def _reduce_full(self, rest=False):
@@ -279,7 +279,7 @@ class Muon:
 # --- mistakes that would be silent: refused
 
 
-def check_parameters(model, matrices):
+def check_matrices(model, matrices):
     if any(hasattr(p, "placement") for p in model.parameters()):
         raise ValueError("another kind of parallelism cut the model: Muon needs whole matrices")
     for p in matrices:
@@ -292,7 +292,7 @@ def places_of(model):
     return {p: p.data_ptr() for p in model.parameters() if p.requires_grad}
 
 
-def check_new_step(muon):
+def check_muon_step(muon):
     if muon.unfinished:
         raise RuntimeError("there was no finish(): call it, or zero_grad(give_up=True)")
     if places_of(muon.model) != muon.places:
@@ -301,7 +301,7 @@ def check_new_step(muon):
         )
 
 
-def check_gradient(muon, bucket, p):
+def check_muon_gradient(muon, bucket, p):
     if bucket.missing < 0:
         raise RuntimeError(f"no zero_grad(), or more passes than microbatches={muon.microbatches}")
     if p.grad.untyped_storage()._cdata != bucket.gradients.untyped_storage()._cdata:

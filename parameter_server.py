@@ -44,7 +44,9 @@ def push(parameters, group, server=0):
 
     Not checked: the order of these lines. Only the server's weights are new after step()."""
     parameters = trained(parameters)
-    gradients = flat([torch.zeros_like(p) if p.grad is None else p.grad for p in parameters])
+    gradients = flat_message(
+        [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+    )
     if dist.get_rank(group) != server:
         dist.send(gradients, group=group, group_dst=server)
         for p in parameters:
@@ -61,7 +63,7 @@ def push(parameters, group, server=0):
 def pull(parameters, group, server=0):
     """Copy the server's weights to all ranks. Frozen parameters must be equal already."""
     parameters = trained(parameters)
-    weights = flat(parameters)  # on workers only a buffer
+    weights = flat_message(parameters)  # on workers only a buffer
     if dist.get_rank(group) != server:
         dist.recv(weights, group=group, group_src=server)
         for p, weight in split(weights, parameters):
@@ -79,7 +81,7 @@ def others(server, group):
     return [rank for rank in range(dist.get_world_size(group)) if rank != server]
 
 
-def flat(tensors):
+def flat_message(tensors):
     """One message of several tensors."""
     return torch.cat([t.detach().flatten() for t in tensors])
 
@@ -98,10 +100,10 @@ def set_gradients(parameters, message):
 # --- several servers: each has a share of the parameters
 
 
-def deal(parameters, servers):
+def deal_to_servers(parameters, servers):
     """A list of parameters for each server, of about equally many bytes. Rank i serves list i.
 
-        for server, share in enumerate(deal(model.parameters(), servers=2)):
+        for server, share in enumerate(deal_to_servers(model.parameters(), servers=2)):
             push(share, group, server)                   # and likewise pull
 
     Each server has the sums of its own list only, and its optimizer's states."""
@@ -143,9 +145,9 @@ def serve(parameters, group, steps, bound):
             if step - oldest + len(computing) > bound:
                 break
             worker = waiting.pop(0)
-            message = dist.isend(flat(parameters), group=group, group_dst=worker)
+            message = dist.isend(flat_message(parameters), group=group, group_dst=worker)
             computing[worker] = step, message
-        gradients = flat(parameters)  # a buffer
+        gradients = flat_message(parameters)  # a buffer
         worker = dist.get_group_rank(group, dist.recv(gradients, group=group))  # whoever is first
         pulled_at, message = computing.pop(worker)
         message.wait()
@@ -181,7 +183,7 @@ def synchronous(run):
     model = run.fill(run.meta_model())
     parameters = list(model.parameters())
     optimizer = harness.make_optimizer(parameters, args)
-    shares = deal(parameters, args.servers or 1)
+    shares = deal_to_servers(parameters, args.servers or 1)
     for step in run.steps(optimizer):
         for server, share in enumerate(shares):
             pull(share, group, server)

@@ -512,24 +512,24 @@ def main(doc=__doc__, default="1f1b"):
     parser = harness.parser(doc, microbatches=8)
     g = parser.add_argument_group("pipeline")
     why = f"(default: {default}) 1f1b sends and holds least; interleaved, zb-*, dualpipev wait less"
-    g.add_argument("--schedule", choices=list(zero_bubble.SCHEDULES), help=why)
+    g.add_argument("--schedule", choices=list(zero_bubble.ALL_SCHEDULES), help=why)
     why = "stages a rank of interleaved: they divide the bubble, multiply messages (default: 2)"
     g.add_argument("--chunks", **harness.POSITIVE, help=why)
     receipts.pipeline.flags(g)
     args = parser.parse_args()
     receipts.pipeline.check(args)
     if args.compare:
-        return receipts.pipeline.compare(zero_bubble.make_schedule, args, zero_bubble.SCHEDULES)
+        return receipts.pipeline.compare(zero_bubble.find_schedule, args, zero_bubble.ALL_SCHEDULES)
     args.schedule = args.schedule or default
     config = harness.configure(args)
     harness.check_batch(args, 1)
-    check = functools.partial(receipts.pipeline.of_flags, zero_bubble.make_schedule, args, config)
+    check = functools.partial(receipts.pipeline.of_flags, zero_bubble.find_schedule, args, config)
     proof.launch(demo, args, check=check)
 
 
 def demo(run):
     args, config, rank, ranks = run.args, run.config, run.rank, run.world
-    schedule = receipts.pipeline.of_flags(zero_bubble.make_schedule, args, config, ranks)
+    schedule = receipts.pipeline.of_flags(zero_bubble.find_schedule, args, config, ranks)
     stages, last, links = schedule.stages(rank), schedule.last, make_links()
     ends = dist.new_group(sorted({schedule.owner[0], schedule.owner[last]}))
     run.groups(down=links[:2], up=links[2:], tied=ends)  # down: activations, up: gradients

@@ -39,29 +39,29 @@ import torch.nn.functional as F
 from torch.autograd.function import once_differentiable  # refuses a gradient of a gradient
 from torch.utils.checkpoint import checkpoint
 
-import tensor_parallel
+from tensor_parallel import Enter, Leave, parallelize_tensors, placement, split_over
 
 # --- f and g, in place of tensor parallelism's
 #
-#          module    function               forward           backward
-#     f    Enter     GatherTokens           all-gather        reduce-scatter
-#     g    Leave     ReduceScatterTokens    reduce-scatter    all-gather
+#          module           function               forward           backward
+#     f    SequenceEnter    GatherTokens           all-gather        reduce-scatter
+#     g    SequenceLeave    ReduceScatterTokens    reduce-scatter    all-gather
 
-# torch 2.13 renamed both functions, older versions know only the second name
-all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+# torch 2.13 renamed them; older versions know only the second name
+all_gather_into_tensor = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_tensor = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-def all_gather(x, group):
+def gather_tokens(x, group):
     """All ranks' tokens in order: x (B, T/t, C) -> (B, T, C)."""
     shard = x.transpose(0, 1).contiguous()  # (T/t, B, C): collectives cut the first dimension
     full = shard.new_empty(len(shard) * dist.get_world_size(group), *shard.shape[1:])
-    all_gather_single(full, shard, group=group)
+    all_gather_into_tensor(full, shard, group=group)
     # Contiguous: otherwise each matmul would make a copy of its own, and keep it
     return full.transpose(0, 1).contiguous()
 
 
-def reduce_scatter(x, group):
+def reduce_scatter_tokens(x, group):
     """This rank's tokens of the sum of all ranks' x: (B, T, C) -> (B, T/t, C). The ranks must
     divide T: pad sequences at their end, and have the loss ignore the padding."""
     t = dist.get_world_size(group)
@@ -72,7 +72,7 @@ def reduce_scatter(x, group):
         dist.all_to_all_single(received, full, group=group)
         shard = received.unflatten(0, (t, -1)).sum(0)
     else:
-        reduce_scatter_single(shard, full, group=group)
+        reduce_scatter_tensor(shard, full, group=group)
     return shard.transpose(0, 1).contiguous()
 
 
@@ -82,12 +82,12 @@ class GatherTokens(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, group):
         ctx.group = group
-        return all_gather(x, group)
+        return gather_tokens(x, group)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        return reduce_scatter(grad, ctx.group), None
+        return reduce_scatter_tokens(grad, ctx.group), None
 
 
 class ReduceScatterTokens(torch.autograd.Function):
@@ -96,22 +96,22 @@ class ReduceScatterTokens(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, group):
         ctx.group = group
-        return reduce_scatter(x, group)
+        return reduce_scatter_tokens(x, group)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        return all_gather(grad, ctx.group), None
+        return gather_tokens(grad, ctx.group), None
 
 
-class Enter(tensor_parallel.Enter):
+class SequenceEnter(Enter):
     """f as a module."""
 
     def forward(self, x):
         return GatherTokens.apply(x, self.group)
 
 
-class Leave(tensor_parallel.Leave):
+class SequenceLeave(Leave):
     """g as a module."""
 
     def forward(self, x):
@@ -126,11 +126,11 @@ def shard_tokens(full, group):
 
 # --- a model of yours, split by the lines in tensor_parallel.py; then:
 #
-#     model.embed.leave = Leave(group)
+#     model.embed.leave = SequenceLeave(group)
 #     for block in model.blocks:
-#         block.attn.norm[1] = block.mlp.norm[1] = Enter(group)  # every f ...
-#         block.attn.proj.leave = block.mlp.down.leave = Leave(group)  # ... and every g
-#     model.head[0] = Enter(group)
+#         block.attn.norm[1] = block.mlp.norm[1] = SequenceEnter(group)  # every f ...
+#         block.attn.proj.leave = block.mlp.down.leave = SequenceLeave(group)  # ... and every g
+#     model.head[0] = SequenceEnter(group)
 #     mark_partial(model.parameters(), group)
 #
 #     for tokens, targets in microbatches:
@@ -139,15 +139,15 @@ def shard_tokens(full, group):
 #
 # Add the learned positions of this rank's tokens only: embed(tokens) +
 # position(shard_tokens(positions, group)). Dropout masks must differ between ranks. With a whole
-# head, without Enter, a rank's loss is the sum over its own tokens / the count of the batch.
+# head, without an f, a rank's loss is the sum over its own tokens / the count of the batch.
 
 # --- f that holds less: backward gathers the tokens a second time
 
 
 class EnterAndProject(nn.Module):
-    """f and the matrices after it, such as gate and up, in place of Enter. Returns a tuple of their
-    products. A Projection in each layer's place picks one. Activation checkpointing keeps only this
-    rank's tokens, and runs f again."""
+    """f and the matrices after it, such as gate and up, in place of SequenceEnter. Returns a tuple
+    of their products. A Projection in each layer's place picks one. Activation checkpointing keeps
+    only this rank's tokens, and runs f again."""
 
     def __init__(self, group, projections):
         super().__init__()
@@ -184,8 +184,8 @@ def mark_partial(parameters, group):
     must work on split tokens, between a g and the next f. Call it after all cuts."""
     group = group or dist.group.WORLD
     for p in parameters:
-        whole = tensor_parallel.placement(p)
-        if group not in whole["partial"] and not tensor_parallel.split_over(p, group):
+        whole = placement(p)
+        if group not in whole["partial"] and not split_over(p, group):
             p.placement = whole | {"partial": [*whole["partial"], group]}
 
 
@@ -198,7 +198,7 @@ def reduce_partial(parameters):
     partial = {}  # {group: parameters}
     for p in dict.fromkeys(parameters):  # each once
         if p.requires_grad:
-            for group in tensor_parallel.placement(p)["partial"]:
+            for group in placement(p)["partial"]:
                 check_not_reduced(p)
                 partial.setdefault(group, []).append(p)
     for group, members in partial.items():
@@ -255,7 +255,7 @@ def shard_last(group, module, args):
 def replace_enter(module, names, group, keep_gathered):
     """Replace f of `module`, which comes before the layers called `names`."""
     if keep_gathered:
-        module.enter = Enter(group)
+        module.enter = SequenceEnter(group)
         return
     projections = [Projection(i, getattr(module, name)) for i, name in enumerate(names)]
     module.enter = EnterAndProject(group, projections)
@@ -263,29 +263,29 @@ def replace_enter(module, names, group, keep_gathered):
         setattr(module, name, projection)
 
 
-def parallelize(model, group, keep_gathered=True):
-    """tensor_parallel.parallelize, then f and g replaced. Raises ValueError as that does.
+def parallelize_sequence(model, group, keep_gathered=True):
+    """parallelize_tensors, then f and g replaced. Raises ValueError as that does.
 
     keep_gathered: hold what f gathered until backward, or gather it again there. tokens, targets,
     positions and samples stay whole on every rank. A pipeline stage without an embedding takes
     x (B, T/t, C), as the stage before it returned it, and needs positions (T,). Gradients are
     partial sums after backward: see `reduce_partial`."""
-    tensor_parallel.parallelize(model, group)
+    parallelize_tensors(model, group)
     if model.embed is not None:
-        model.embed.token.leave = Leave(group)
+        model.embed.token.leave = SequenceLeave(group)
     for block in model.blocks.values():
         replace_enter(block.attn, ["qkv"], group, keep_gathered)
-        block.attn.proj.leave = Leave(group)
+        block.attn.proj.leave = SequenceLeave(group)
         mlp = block.mlp
         if model.config.experts:  # the router sees split tokens; its choice is gathered with them
-            mlp.enter = Enter(group)
-            mlp.leave = Leave(group)
-            mlp.router.sum_over_sequence = tensor_parallel.Leave(group)  # sums of the balance loss
+            mlp.enter = SequenceEnter(group)
+            mlp.leave = SequenceLeave(group)
+            mlp.router.sum_over_sequence = Leave(group)  # sums of the balance loss
             mlp = mlp.shared
         if mlp is not None:
             layers = ["up"] if mlp.gate is None else ["gate", "up"]
             replace_enter(mlp, layers, group, keep_gathered)
-            mlp.down.leave = Leave(group)
+            mlp.down.leave = SequenceLeave(group)
     if model.head is not None:
         replace_enter(model.head, ["out"], group, keep_gathered)
     for name, module in model.named_modules():  # what is called with all tokens' positions or keys
@@ -300,6 +300,7 @@ def parallelize(model, group, keep_gathered=True):
 import harness
 import proof
 import receipts.sequence_parallel
+import tensor_parallel
 from receipts.formulas import Group, scatter_operation, sizes_of
 
 
@@ -322,7 +323,7 @@ def main():
 def demo(run):
     args, group = run.args, dist.group.WORLD
     run.groups(tp=group)
-    model = run.fill(parallelize(run.meta_model(), group, not args.gather_again))
+    model = run.fill(parallelize_sequence(run.meta_model(), group, not args.gather_again))
     parameters = list(model.parameters())
     optimizer = harness.make_optimizer(parameters, args)
     for step in run.steps(optimizer):

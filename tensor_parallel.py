@@ -269,12 +269,14 @@ def shard_tensor(full, dim, index, count, fill=0):
 
 
 def placement(parameter):
-    """Where a parameter's shard lies: a dictionary of the whole's `shape`, and
+    """parameter.placement, with what is missing of it. Others write it where they cut or copy:
 
-    cuts     {dimension: (group, start, length)}
-    copies   groups whose ranks hold the same shard: harness.grad_norm counts one of them
-    partial  groups over which backward leaves partial sums: reduce_partial, DDP or ZeRO adds up"""
-    default = {"shape": tuple(parameter.shape), "cuts": {}, "copies": [], "partial": []}
+    shape    of the whole
+    cuts     {dimension: (group, start, length)}: each rank of the group has another shard
+    copies   groups whose ranks hold the same shard: the norm counts one of them
+    partial  groups over which backward leaves its gradient a partial sum
+    data     its own data-parallel group: an expert has fewer replicas than other parameters"""
+    default = dict(shape=tuple(parameter.shape), cuts={}, copies=[], partial=[], data=None)
     return default | getattr(parameter, "placement", {})
 
 
@@ -365,7 +367,7 @@ def check_heads(config, t):
         )
 
 
-def parallelize(model, group):
+def parallelize_tensors(model, group):
     """Cut a GPT over `group`, in place, and return it; on the meta device too. Any of embedding,
     blocks and head may be missing. Make the optimizer afterwards: parameters are replaced. Raises
     ValueError where heads do not divide, and for a model that is cut already."""
@@ -420,7 +422,7 @@ def main():
 def demo(run):
     args, group = run.args, dist.group.WORLD
     run.groups(tp=group)
-    model = run.fill(parallelize(run.meta_model(), group))
+    model = run.fill(parallelize_tensors(run.meta_model(), group))
     parameters = list(model.parameters())
     optimizer = harness.make_optimizer(parameters, args)
     for step in run.steps(optimizer):

@@ -135,17 +135,19 @@ def build(run, schedule, groups):
     parts = harness.split(run.meta_model, layers, stages, groups["tied"])
     for part in parts.values():
         if args.sp:
-            sequence_parallel.parallelize(part, tp, keep_gathered=not args.gather_again)
+            sequence_parallel.parallelize_sequence(part, tp, keep_gathered=not args.gather_again)
         elif args.tp > 1:
-            tensor_parallel.parallelize(part, tp)
+            tensor_parallel.parallelize_tensors(part, tp)
         else:
             lean_head(part)
         if args.cp > 1:
             grid = groups.get("ring"), groups.get("ulysses")
-            context_parallel.parallelize(part, cp, args.cp_kind, *grid)
+            context_parallel.parallelize_context(part, cp, args.cp_kind, *grid)
         if args.ep > 1:
             copies = groups["copies"]
-            expert_parallel.parallelize(part, groups["ep"], None, args.expert_chunks, copies)
+            expert_parallel.parallelize_experts(
+                part, groups["ep"], None, args.expert_chunks, copies
+            )
         harness.recompute(part, args.recompute)
         if args.compile:
             harness.compile_blocks(part)
@@ -268,7 +270,7 @@ def train(run, schedule=None, watch=contextlib.nullcontext, warm_up_first=True):
     no kernels that must be loaded."""
     args = run.args
     if schedule is None:
-        schedule = zero_bubble.make_schedule(args.schedule, args.pp, args.microbatches, args.chunks)
+        schedule = zero_bubble.find_schedule(args.schedule, args.pp, args.microbatches, args.chunks)
     groups = mesh(args, schedule)
     tp, dp, pp = groups["tp"], groups["dp"], groups["pp"]
     run.groups(**groups)

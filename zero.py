@@ -35,8 +35,8 @@ import torch.distributed as dist
 import torch.nn as nn
 
 # torch 2.13 renamed them; older versions know only the second name
-all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-native_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+all_gather_into_tensor = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_tensor = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 # --- stage 1 in its plainest form
@@ -73,9 +73,9 @@ class PlainZeRO1:
 
     def step(self):
         """After backward: sum this shard's gradients (in place), step on it, send it to all."""
-        native_reduce_scatter(self.shard.grad, self.gradients, group=self.group)
+        reduce_scatter_tensor(self.shard.grad, self.gradients, group=self.group)
         self.optimizer.step()
-        all_gather(self.weights, self.shard.detach(), group=self.group)
+        all_gather_into_tensor(self.weights, self.shard.detach(), group=self.group)
         self.gradients.zero_()
 
 
@@ -97,7 +97,7 @@ class ZeRO:
     optimizer(pieces) makes an optimizer that works element by element. microbatches: the backward
     passes of a step. bucket_bytes: of the largest bucket; a larger parameter has one of its own.
     reduce_each=False: stage 2 reduces in the last backward pass only; it sends less, and holds all
-    gradients until then. Bucket has the other options. scopes, splits: see below, composition.
+    gradients until then. The other options are ShardedBucket's. scopes, splits: see find_places.
 
     Before: all ranks have equal weights, loaded, tied and frozen in their final form. The
     parameters are replaced in place. Activation checkpointing needs use_reentrant=False."""
@@ -122,7 +122,7 @@ class ZeRO:
         self.splits = splits or {}
         self.scope, self.complete = None, True  # see backward()
         gloo = dist.get_backend(group) == "gloo"
-        self.reduce_scatter = DirectReduceScatter if gloo else native_reduce_scatter
+        self.reduce_scatter = DirectReduceScatter if gloo else reduce_scatter_tensor
         self.buckets = []
         self.places = find_places(model, group, scopes or {None: model}, self.splits)
         views = {}  # a parameter: the view that takes its place
@@ -144,7 +144,7 @@ class ZeRO:
                 p.register_post_accumulate_grad_hook(functools.partial(self._take, bucket, i))
         self.optimizer = optimizer(pieces)
         self.cut_groups = find_cut_groups(model.parameters(), group if stage > 0 else None)
-        check_arguments(self)
+        check_zero_arguments(self)
         self.works = []  # (bucket, work): reductions on their way
         self.sums = []  # works: sums of shards over replicas
         self.queue = None  # the buckets that the running backward pass has still to reduce
@@ -157,14 +157,14 @@ class ZeRO:
         return p.requires_grad, p.dtype, p.device, self.places[p]
 
     def _make_bucket(self, parameters, place, **options):
-        return Bucket(parameters, place, self.stage, **options)
+        return ShardedBucket(parameters, place, self.stage, **options)
 
     # --- a step: zero_grad, backward passes, finish, step
 
     def zero_grad(self, give_up=False):
         """Start a step. After an exception on any rank all ranks call it with give_up=True."""
         give_up = give_up or self.backward_running
-        check_new_step(self, give_up)
+        check_zero_step(self, give_up)
         if give_up:
             self._run_missing_passes(given_up=True)
         self.backward_running, self.last_call = False, "zero_grad"
@@ -180,7 +180,7 @@ class ZeRO:
         self._backward_begins()
         if self.queue is None:
             self._begin_pass()
-        check_gradient(self, bucket)
+        check_zero_gradient(self, bucket)
         bucket.add(i, gradient)
         self._reduce_full()
 
@@ -355,7 +355,7 @@ class ZeRO:
             self.scope, self.complete = None, True
 
 
-class Bucket:
+class ShardedBucket:
     """Some parameters as one flat tensor of S elements: N equal shards, one of them this rank's.
 
     weights   (S,)     in `param_dtype`; the model's parameters are views of it
@@ -467,7 +467,7 @@ class Bucket:
         """Start to bring the masters' values to the weights of all ranks."""
         self.shard.copy_(self.master)  # does nothing where these are the same tensor
         if self.ranks > 1:
-            return all_gather(self.weights, self.shard, group=self.group, async_op=True)
+            return all_gather_into_tensor(self.weights, self.shard, group=self.group, async_op=True)
 
     def gather_full(self, shard):
         """All ranks' shards together, on the device of the weights."""
@@ -475,7 +475,7 @@ class Bucket:
         if self.ranks == 1:
             return shard
         full = shard.new_empty(self.size)
-        all_gather(full, shard, group=self.group)
+        all_gather_into_tensor(full, shard, group=self.group)
         return full
 
 
@@ -511,15 +511,10 @@ def group_parameters(parameters, bucket_bytes, kind_of):
     return sorted(lists, key=lambda members: order[members[-1]])
 
 
-# --- together with another kind of parallelism (docs/two-techniques.md). p.placement says:
+# --- together with another kind of parallelism (docs/two-techniques.md)
 #
-#     cuts      {dimension: (group, start, length)}: each rank of the group has another shard of p.
-#               On the ranks of all other groups but a pipeline's p is whole
-#     partial   groups over which backward leaves p's gradient a partial sum: finish() adds up
-#     data      the data-parallel group of p, if it is not ZeRO's own: an expert has fewer replicas
-#
-# Each may be missing. A pipeline's rank that has several stages, or runs a split backward, gives
-# scopes = {stage: module}, and runs each backward in `with zero.backward(stage, complete):`.
+# A pipeline's rank that has several stages, or runs a split backward, gives scopes =
+# {stage: module}, and runs each backward in `with zero.backward(stage, complete):`.
 # HSDP, replicas that are split each by itself: splits = {data group: (the ranks that split this
 # replica, the ranks with the same shards, one of each replica)}.
 
@@ -546,7 +541,15 @@ def find_places(model, group, scopes, splits):
 
 
 def placement(parameter):
-    return {"cuts": {}, "partial": (), "data": None} | getattr(parameter, "placement", {})
+    """parameter.placement, with what is missing of it. Others write it where they cut or copy:
+
+    shape    of the whole
+    cuts     {dimension: (group, start, length)}: each rank of the group has another shard
+    copies   groups whose ranks hold the same shard: the norm counts one of them
+    partial  groups over which backward leaves its gradient a partial sum
+    data     its own data-parallel group: an expert has fewer replicas than other parameters"""
+    default = dict(shape=tuple(parameter.shape), cuts={}, copies=[], partial=[], data=None)
+    return default | getattr(parameter, "placement", {})
 
 
 def find_cut_groups(parameters, data_group):
@@ -579,7 +582,7 @@ def is_counted(parameter, place, cut_groups, stages):
 NOT_ELEMENTWISE = "Adafactor", "LAMB", "Lamb", "LARS", "LBFGS", "Muon", "SOAP", "Shampoo"
 
 
-def check_arguments(zero):
+def check_zero_arguments(zero):
     if zero.stage not in zero.stages:
         raise ValueError(f"there is no stage {zero.stage!r} of ZeRO: 0, 1 or 2; 3 is fsdp.FSDP")
     if not all(bucket.place.scopes for bucket in zero.trainable):
@@ -591,7 +594,7 @@ def check_arguments(zero):
         raise ValueError(f"{kind} needs whole matrices, ZeRO has pieces of them: take AdamW or SGD")
 
 
-def check_new_step(zero, give_up):
+def check_zero_step(zero, give_up):
     if zero.last_call == "backward" and not give_up:
         raise RuntimeError("there was no finish(): call it, or zero_grad(give_up=True)")
     storages = {bucket.weights.untyped_storage()._cdata for bucket in zero.buckets}
@@ -608,7 +611,7 @@ def check_grad_mode():
         raise RuntimeError("create_graph=True: ZeRO has no gradients of gradients")
 
 
-def check_gradient(zero, bucket):
+def check_zero_gradient(zero, bucket):
     if bucket not in zero.queue:
         raise RuntimeError(
             f"a gradient came after its bucket was reduced: more backward passes than the"

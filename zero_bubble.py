@@ -34,8 +34,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
-import pipeline
-from pipeline import Row, Schedule, StageRunner
+from pipeline import SCHEDULES, Row, Schedule, StageRunner, make_schedule
 
 # --- the plainest form: a linear layer whose backward is cut in two
 
@@ -107,7 +106,7 @@ class SplitRunner(StageRunner):
 
 class SplitSchedule(Schedule):
     """A schedule that may have I and W. pipeline.play and pipeline.prepare take it like any other:
-    in the example of `play`, take make_schedule("zb-v", ranks, microbatches) of this file."""
+    in the example of `play`, take find_schedule("zb-v", ranks, microbatches) of this file."""
 
     runner = SplitRunner
     passes = ["FB", "FIW"]
@@ -300,16 +299,16 @@ def dualpipev(rank, ranks, microbatches):
     return row
 
 
-SPLIT = {"zb-h1": zb_h1, "zb-h2": functools.partial(zb_h1, reach=2)}
-SPLIT |= {"zb-v": zb_v, "dualpipev": dualpipev}
-SCHEDULES = pipeline.SCHEDULES | SPLIT
+zb_h2 = functools.partial(zb_h1, reach=2)
+SPLIT = {"zb-h1": zb_h1, "zb-h2": zb_h2, "zb-v": zb_v, "dualpipev": dualpipev}
+ALL_SCHEDULES = SCHEDULES | SPLIT
 
 
 @functools.cache
-def make_schedule(name, ranks, microbatches, chunks=None):
+def find_schedule(name, ranks, microbatches, chunks=None):
     """The schedule of that name, of this file or of pipeline.py."""
     if name not in SPLIT:
-        return pipeline.make_schedule(name, ranks, microbatches, chunks)
+        return make_schedule(name, ranks, microbatches, chunks)
     return SplitSchedule(SPLIT[name](rank, ranks, microbatches) for rank in range(ranks))
 
 
@@ -326,6 +325,7 @@ def check_single_backward(action, deferred):
 # --- demo ---
 
 import harness
+import pipeline
 
 
 def main():

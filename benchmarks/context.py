@@ -90,7 +90,7 @@ def activations(run):
     peak(model, whole[:, :64], torch.arange(64))  # makes the gradients' memory
     alone = peak(model, whole, torch.arange(length))
     for kind in context_parallel.KINDS[:3]:
-        context_parallel.parallelize(model, dist.group.WORLD, kind)
+        context_parallel.parallelize_context(model, dist.group.WORLD, kind)
         where = model.blocks["0"].attn.core.positions(length)
         most = max(run.gather(peak(model, context_parallel.shard_sequence(whole, where), where)))
         share = f"{most / alone * run.world:.2f} of 1/N of one process's {alone / 1e6:.0f} MB"

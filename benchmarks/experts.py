@@ -102,7 +102,7 @@ def dealt_out(part, chunks):
     blocks = {"0": SimpleNamespace(mlp=part)}
     config, parameters = part.router.config, part.parameters
     model = SimpleNamespace(config=config, blocks=blocks, parameters=parameters)
-    expert_parallel.parallelize(model, dist.group.WORLD, chunks=chunks)
+    expert_parallel.parallelize_experts(model, dist.group.WORLD, chunks=chunks)
     return part
 
 

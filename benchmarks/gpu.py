@@ -495,7 +495,7 @@ def nccl_ranks():
 
 def nccl_cases(args):
     n = nccl_ranks()
-    cases = [*TECHNIQUES, *(f"{PIPELINE} {name}" for name in zero_bubble.SCHEDULES)]
+    cases = [*TECHNIQUES, *(f"{PIPELINE} {name}" for name in zero_bubble.ALL_SCHEDULES)]
     cases = [f"{case} --nproc {n} --backend nccl" for case in cases]
     layouts = [f"--dp {n}", f"--tp {n} --sp", f"--pp {n}", f"--cp {n}", f"--dp {n} --zero 3"]
     layouts += ["--dp 2 --tp 2", "--tp 2 --pp 2 --schedule zb-v"] if n == 4 else []

@@ -38,7 +38,7 @@ class Sleep(torch.autograd.Function):
 
 def sleeping(name, run, links):
     """Utilisation of a step whose stages sleep: as measured, and as planned."""
-    schedule = zero_bubble.make_schedule(name, run.world, MICROBATCHES)
+    schedule = zero_bubble.find_schedule(name, run.world, MICROBATCHES)
     each = SECONDS * run.world / len(schedule.owner)  # a stage's F, I and W
     weight, gradient = torch.nn.Parameter(torch.ones(4, 4)), zero_bubble.weight_gradient
     halved = {action[1:] for action in schedule[run.rank] if action.kind == "W"}
@@ -70,14 +70,14 @@ def demo(run):
     what = f"a rank's F, I and W of all its layers sleep {SECONDS * 1000:.0f} ms each"
     say(f"\n{run.world} ranks, {MICROBATCHES} micro-batches; {what}")
     say(f"{'':14s}{'measured':>10s}{'plan':>10s}   difference (target: 3 points)")
-    for name in zero_bubble.SCHEDULES:
+    for name in zero_bubble.ALL_SCHEDULES:
         measured, plan = sleeping(name, run, links)
         say(f"{name:14s}{measured:10.1%}{plan:10.1%}   {100 * (plan - measured):4.1f} points")
 
 
 def check(world):
-    for name in zero_bubble.SCHEDULES:
-        zero_bubble.make_schedule(name, world, MICROBATCHES)
+    for name in zero_bubble.ALL_SCHEDULES:
+        zero_bubble.find_schedule(name, world, MICROBATCHES)
 
 
 def main():

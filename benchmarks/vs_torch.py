@@ -173,8 +173,8 @@ def their_fsdp(job, reshard):
 # --- tensor and sequence parallelism: the whole batch on every rank
 
 
-def our_tensor(job, technique):
-    model = job.model(lambda whole: technique.parallelize(whole, job.group))
+def our_tensor(job, parallelize):
+    model = job.model(lambda whole: parallelize(whole, job.group))
     parameters = list(model.parameters())
     optimizer = job.optimizer(parameters)
     inputs = job.tokens, None, job.targets, job.count
@@ -238,7 +238,7 @@ def stages(job, schedule):
 
 
 def our_pipeline(job, name):
-    schedule = zero_bubble.make_schedule(name, job.world, MICROBATCHES)
+    schedule = zero_bubble.find_schedule(name, job.world, MICROBATCHES)
     model = stages(job, schedule)[0]
     optimizer = job.optimizer(model.parameters())
     tokens, targets = job.tokens.chunk(MICROBATCHES), job.targets.chunk(MICROBATCHES)
@@ -259,7 +259,7 @@ def our_pipeline(job, name):
 
 
 def their_pipeline(job, name, theirs):
-    model, mine, count = stages(job, zero_bubble.make_schedule(name, job.world, MICROBATCHES))
+    model, mine, count = stages(job, zero_bubble.find_schedule(name, job.world, MICROBATCHES))
     optimizer = job.optimizer(model.parameters())
     parts = [PipelineStage(model[stage], stage, count, job.device) for stage in mine]
 
@@ -285,7 +285,7 @@ def their_pipeline(job, name, theirs):
 
 
 def our_context(job):
-    model = context_parallel.parallelize(job.model(), job.group)
+    model = context_parallel.parallelize_context(job.model(), job.group)
     sync, optimizer = ddp.DDP(model.parameters(), job.group), job.optimizer(model.parameters())
     where = context_parallel.positions(job.config.context, job.rank, job.world).to(job.device)
     tokens, targets = (context_parallel.shard_sequence(t, where) for t in (job.tokens, job.targets))
@@ -351,12 +351,12 @@ PAIRS = {
     ),
     "context": Pair("context_parallel", our_context, their_context, LLAMA | dict(context=2048)),
 }
-for name, theirs, technique in (
-    ("tensor", "DTensor", tensor_parallel),
-    ("sequence", "DTensor, sequence parallel", sequence_parallel),
+for name, theirs, parallelize in (
+    ("tensor", "DTensor", tensor_parallel.parallelize_tensors),
+    ("sequence", "DTensor, sequence parallel", sequence_parallel.parallelize_sequence),
 ):
     both = (
-        partial(our_tensor, technique=technique),
+        partial(our_tensor, parallelize=parallelize),
         partial(their_tensor, sequence=name == "sequence"),
     )
     PAIRS[name] = Pair(theirs, *both, LLAMA)

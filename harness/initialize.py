@@ -2,7 +2,7 @@
 
     with torch.device("meta"):
         model = GPT(config)                  # shapes only
-    parallelize(model, group)                # cut: this rank's shapes
+    parallelize_tensors(model, group)        # cut: this rank's shapes
     initialize.fill(model, seed, take=...)   # this rank's pieces of the values
 
 The values are drawn on the CPU in float32: every device and dtype starts from the same ones.

@@ -26,7 +26,7 @@ MOST_ACTIONS = 20_000_000  # of a schedule: 160 bytes and 7 microseconds each
 
 def of_flags(make, args, config, ranks):
     """The schedule of --schedule, --microbatches and --chunks. Refuses what does not exist, and a
-    model with fewer layers than stages. make: make_schedule of zero_bubble.py."""
+    model with fewer layers than stages. make: find_schedule of zero_bubble.py."""
     check_length(ranks, args.microbatches, args.chunks or 2)
     with refusing():
         schedule = checked(make, args.schedule, ranks, args.microbatches, args.chunks)

@@ -59,7 +59,7 @@ def main(args, prepare, train):
     step = estimate(args, config, cluster, played)
     report.report(args, config, cluster, played, step)
     if args.timeline:
-        schedule = zero_bubble.make_schedule(args.schedule, args.pp, args.microbatches, args.chunks)
+        schedule = zero_bubble.find_schedule(args.schedule, args.pp, args.microbatches, args.chunks)
         timeline.write(args.timeline, step, schedule)
     report.islands_wait(args, config, step.seconds)
 

@@ -35,7 +35,7 @@ def estimate(args, config, cluster, played, sums=None, slower=1.0):
             last action, as ddp.py does; "after", where they are sent only then. By default as the
             code that was played
     slower  how many times as long messages between stages take"""
-    schedule = zero_bubble.make_schedule(args.schedule, args.pp, args.microbatches, args.chunks)
+    schedule = zero_bubble.find_schedule(args.schedule, args.pp, args.microbatches, args.chunks)
     part_of = parts_of_all(args, config, schedule, played)
     each = args.dp * args.cp * args.tp
     transfer = 0.0

@@ -34,7 +34,7 @@ def report(args, config, cluster, played, step):
 
 
 def print_held(args, config, cluster, played):
-    schedule = zero_bubble.make_schedule(args.schedule, args.pp, args.microbatches, args.chunks)
+    schedule = zero_bubble.find_schedule(args.schedule, args.pp, args.microbatches, args.chunks)
     layers = schedules.stage_layers(config, schedule.last + 1)
     device, usable = device_name(args), usable_memory(args, cluster)
     heads = "".join(f"{head:>13s}" for head in HEADS)

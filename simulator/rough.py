@@ -157,7 +157,7 @@ def in_flight(schedule, pp, microbatches, chunks, rank, layers):
         return [Held(layers[0], 1)]
     options = {"chunks": chunks} if chunks and schedule == "interleaved" else {}
     # With more micro-batches no more are in flight
-    row = zero_bubble.SCHEDULES[schedule](rank, pp, min(microbatches, 2 * pp), **options)
+    row = zero_bubble.ALL_SCHEDULES[schedule](rank, pp, min(microbatches, 2 * pp), **options)
     now, found = Held(0, 0), set()
     changes = {"F": (1, 0), "I": (-1, 1), "W": (0, -1), "B": (-1, 0)}
     for action in row:

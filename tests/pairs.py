@@ -145,7 +145,7 @@ class Layout:
         if self.is_sequence:
             import sequence_parallel as sp
 
-            enter, leave = sp.Enter, sp.Leave
+            enter, leave = sp.SequenceEnter, sp.SequenceLeave
 
         def cut(module, first, last):
             module.norm = nn.Sequential(module.norm, enter(self.tp))
@@ -180,7 +180,7 @@ class Layout:
         import pipeline as pp
         import zero_bubble as zb
 
-        self.schedule = zb.make_schedule(name, dist.get_world_size(self.pp), MICROBATCHES)
+        self.schedule = zb.find_schedule(name, dist.get_world_size(self.pp), MICROBATCHES)
         embed, head = self.model.embed, self.model.head
         if self.schedule.owner[0] != self.schedule.owner[self.schedule.last]:
             weight = embed.token.weight  # each end gets a copy

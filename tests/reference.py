@@ -105,40 +105,56 @@ def train_rank(
     rows=None,
     accumulate=2,
     steps=STEPS,
+    optimizer=None,
+    order=None,
     zero_grad=None,
     forward=None,
     finish=None,
-    take_step=lambda optimizer: optimizer.step(),
+    take_step=None,
+    named=None,
 ):
     """What one rank of a technique has: ((losses, gradients, weights) as train() returns them,
     {name: cuts of the parameter}).
 
     rows        of the batch that this rank has; default all, of which the loss is then the whole's
+    optimizer   default: of the model's parameters, of that kind
+    order       of forwards and backwards; default "FBFB", each backward after its forward
     zero_grad() begins a step; default: the optimizer's
     forward(model, tokens, targets, count, samples) gives this rank's part of the loss
     finish()    completes the gradients
+    take_step(optimizer); default: optimizer.step()
+    named()     (name, parameter) of all that are compared; default: the model's
     """
-    optimizer, losses = make_optimizer(model.parameters(), kind), []
+    optimizer = optimizer or make_optimizer(model.parameters(), kind)
+    named, forward, losses = named or model.named, forward or plain_forward, []
     for step in range(steps):
         tokens, targets, samples, count = batch(step, context=model.config.context)
         (zero_grad or optimizer.zero_grad)()
         loss = torch.zeros((), dtype=torch.float64)
         mine = torch.arange(len(tokens)) if rows is None else torch.as_tensor(rows)
-        for piece in mine.tensor_split(accumulate):
-            part = (forward or plain_forward)(
-                model, tokens[piece], targets[piece], count, samples[piece]
-            )
-            part.backward()
-            loss += part.detach()
+        pieces, parts = iter(mine.tensor_split(accumulate)), []
+        for action in order or "FB" * accumulate:
+            if action == "F":
+                piece = next(pieces)
+                given = tokens[piece], targets[piece], count, samples[piece]
+                parts.append(forward(model, *given))
+                loss += parts[-1].detach()
+            else:
+                parts.pop(0).backward()
         if finish:
             finish()
         if rows is not None:
             dist.all_reduce(loss)
-        take_step(optimizer)
+        if step == steps - 1:
+            gradients = {name: p.grad for name, p in named()}
+        if take_step:
+            take_step(optimizer)
+        else:
+            optimizer.step()
         losses.append(loss.item())
-    gradients = {n: p.grad for n, p in model.named()}
-    weights = {n: p.detach() for n, p in model.named()}
-    return (losses, gradients, weights), {n: cuts_of(p) for n, p in model.named()}
+    found = dict(named())
+    weights = {name: p.detach() for name, p in found.items()}
+    return (losses, gradients, weights), {name: cuts_of(p) for name, p in found.items()}
 
 
 def plain_forward(model, tokens, targets, count, samples):
@@ -185,5 +201,7 @@ def equals_one_process(train_parallel, cases, configs=CONFIGS):
         for of, results, reference in zip(cases[world], of_cases, references, strict=True):
             with case(*of):
                 assert_ranks(results, reference)
+                held = set().union(*(weights for (_, _, weights), _ in results))
+                assert held == {*reference[2]}, "a parameter is on no rank"
 
     return test

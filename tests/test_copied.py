@@ -445,7 +445,7 @@ def test_usage_of_play(pp, zb, split):
     names = dict(rank=dist.get_rank(), ranks=2, microbatches=4, batches=batches, device="cpu", F=F)
     names |= dict(layers=[chain[:2], *chain[2:]], dtype=torch.float64, b=2, T=LENGTH, C=13)
     if split:
-        names["make_schedule"] = lambda _, *sizes: zb.make_schedule("zb-v", *sizes)
+        names["make_schedule"] = lambda _, *sizes: zb.find_schedule("zb-v", *sizes)
     names = run_usage(pp.play, **vars(pp) | names)
     named = {p: name for name, p in chain.named_parameters()}
     assert_trained({named[p]: p for p in names["parameters"]}, whole)
@@ -641,8 +641,8 @@ def hyper_network(layer, x):
 
 @on_top_of("pipeline zero_bubble", 1)
 def test_stages_that_are_no_plain_layers(pp, zb):
-    play_alone(pp, zb.make_schedule("zb-v", 1, 2), hyper_network)
-    play_alone(pp, zb.make_schedule("interleaved", 1, 2), saliency)
+    play_alone(pp, zb.find_schedule("zb-v", 1, 2), hyper_network)
+    play_alone(pp, zb.find_schedule("interleaved", 1, 2), saliency)
 
 
 @on_top_of("pipeline", 2)
@@ -717,10 +717,10 @@ def test_parameters_that_are_summed(ep):
     some, none, frozen, p = (nn.Parameter(torch.ones(2)) for _ in range(4))
     frozen.requires_grad_(False)
     some.grad = torch.full((2,), 3.0) if dist.get_rank() == 1 else None
-    ep.sum_gradients([some, none, frozen], group.WORLD)
+    ep.sum_replicated_gradients([some, none, frozen], group.WORLD)
     assert (some.grad.tolist(), none.grad.tolist(), frozen.grad) == ([3.0] * 2, [0.0] * 2, None)
     for times in (1, 3, 2, 4):
         p.grad = None
         math.prod([p] * times).sum().backward()
-        ep.sum_gradients([p], group.WORLD)
+        ep.sum_replicated_gradients([p], group.WORLD)
         assert p.grad.tolist() == [2.0 * times] * 2

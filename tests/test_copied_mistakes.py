@@ -4,6 +4,7 @@ import copy
 import importlib
 import itertools
 import re
+import sys
 from types import SimpleNamespace as Names
 
 import foreign
@@ -48,6 +49,7 @@ ZeRO(nn.Linear(4, 4, bias=False), world, 2, torch.optim.{Adafactor | LBFGS | Muo
 torch.optim.lr_scheduler.StepLR(ZeRO(model, world, 2, SGD), 1)  # ZeRO is not an Optimizer
 """,
     "zero fsdp": """
+FSDP(model, world, SGD, scopes={0: model[1]})  # in none of the scopes
 FSDP(nn.Linear(4, 4, bias=False), world, torch.optim.{Adafactor | LBFGS | Muon})
     # needs whole matrices
 FSDP(model, world, SGD).model.{state_dict() | float() | load_state_dict(whole.state_dict())}
@@ -65,7 +67,8 @@ Muon(model, world, {[model[1].bias] | [nn.Parameter(torch.ones(4, 3, 2, 2))]})
 Muon(model, world, iter([]))  # empty parameter list
 """,
     "tensor_parallel": """
-parallelize(three_heads, world)  # 6 heads and 3 kv-heads do not divide over 2 ... use 1 or 3
+parallelize_tensors(three_heads, world)
+    # 6 heads and 3 kv-heads do not divide over 2 ... use 1 or 3
 shard(shard(weight, 0, world), {0 | 1 | -2}, world)  # is a shard already
 {ColumnParallelLinear | RowParallelLinear}({ColumnParallelLinear | RowParallelLinear}(
     nn.Linear(4, 6), world), world)  # is a shard already
@@ -82,7 +85,7 @@ twice(lambda x: VocabParallelCrossEntropy(7, world)(x @ torch.ones(3, 4), torch.
     2, 3)  # no second gradients
 """,
     "tensor_parallel sequence_parallel": """
-twice(lambda x: {Enter | Leave}(world)(x) ** 3, 2, 4, WIDTH)  # once_differentiable
+twice(lambda x: {SequenceEnter | SequenceLeave}(world)(x) ** 3, 2, 4, WIDTH)  # once_differentiable
 twice(lambda x: EnterAndProject(world, [linear])(x)[0] ** 3, 2, 4, WIDTH)  # once_differentiable
 """,
     "context_parallel": """
@@ -99,9 +102,11 @@ Ulysses(world, lambda q, k, v: q.transpose(1, 2))(*qkv())
 positions(16, {4, 4 | -1, 4 | 3, 1, 3})  # give the group's grid
 twice(lambda q: core({"ring" | "gather" | "ulysses"})(q, q, q) ** 3, 2, 4, 6, 8)
     # once_differentiable
-parallelize(StandIn(Block()), world, "circle")  # no context parallelism of kind 'circle'
-parallelize(StandIn(Block()), world, "ring-ulysses", alone, alone)  # do not make the 2 ranks
-parallelize(parallelize(StandIn(Block()), world), world, "ulysses")  # context-parallel already
+parallelize_context(StandIn(Block()), world, "circle")  # no context parallelism of kind 'circle'
+parallelize_context(StandIn(Block()), world, "ring-ulysses", alone, alone)
+    # do not make the 2 ranks
+parallelize_context(parallelize_context(StandIn(Block()), world), world, "ulysses")
+    # context-parallel already
 """,
     "pipeline": """
 play_on(links[:3])  # four different groups
@@ -114,17 +119,18 @@ Schedule([good[0], good[0]])  # stage 0 runs micro-batch 0 as F B F B
 Schedule([[a._replace(stage=2 * a.stage) for a in row] for row in good])  # stage 1 ... nothing
 """,
     "pipeline zero_bubble": """
-SplitSchedule([[pipeline.Action(kind, 0, 0) for kind in {"FI" | "FBW"}]])  # micro-batch 0 as F
-play_alone(pipeline, make_schedule("zb-v", 1, 2), saliency)  # backward pass of its own
+SplitSchedule([[pipeline.Action(kind, 0, 0) for kind in {"BF" | "FI" | "FWI" | "FBW"}]])
+    # stage 0 runs micro-batch 0 as
+play_alone(pipeline, find_schedule("zb-v", 1, 2), saliency)  # backward pass of its own
 """,
     "harness/stages": """
 split(StandIn, [range(1)], [0])  # not those of 0 blocks
 """,
     "expert_parallel": """
-shard(shard(weight, world), world)  # dealt out already
+shard_experts(shard_experts(weight, world), world)  # dealt out already
 dispatch(chosen={4 | 5 | -1})  # a token chose an expert that is not one of the 4
 twice(lambda x: dispatch(x, experts=lambda rows, counts: rows**3), 3, 4)  # once_differentiable
-sum_gradients([nn.Parameter(torch.full((3, 2), 1.0 + rank))], world)
+sum_replicated_gradients([nn.Parameter(torch.full((3, 2), 1.0 + rank))], world)
     # (3, 2) differ between ranks ... start from the same weights
 """,
     "diloco": """
@@ -189,6 +195,7 @@ def user_names(module, alone, others, links):
         SGD=torch.optim.SGD,
         x=torch.ones(4),
         linear=nn.Linear(WIDTH, WIDTH),
+        pipeline=sys.modules.get("pipeline"),
         links=links,
         weight=nn.Parameter(torch.ones(6, 4)),
         model=MODELS["mlp"](),
@@ -301,7 +308,7 @@ MOVED = "no longer the one that ZeRO put there|weight that is not here"
 COMPLETED = "reduce_partial has completed these gradients already.*zero_grad"
 DIFFER = "gradients of whole parameters differ, .* complete partial gradients"
 CHANGED = "replaced, .*frozen or unfrozen"
-SUMMED = "call sum_gradients once a step"
+SUMMED = "call sum_replicated_gradients once a step"
 
 # Uses; calls, between bars what is refused, then what is right. Where it ends with a bar, training
 # goes on afterwards, and is one process's
@@ -561,7 +568,9 @@ def test_positions_of_another_kind(cp, kind):
 
     def first_forward(where):
         model = StandIn(foreign.Block())
-        cp.parallelize(model, group.WORLD, kind if zigzag else "ring", *groups, zigzag=zigzag)
+        cp.parallelize_context(
+            model, group.WORLD, kind if zigzag else "ring", *groups, zigzag=zigzag
+        )
         model(torch.ones(1, 8), positions=where)
         return model
 

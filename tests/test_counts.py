@@ -78,7 +78,7 @@ def test_what_is_only_late_or_lost_fails(ranks, text, monkeypatch, technique, fl
 
     def work(rank, plant):
         pipeline.make_schedule.cache_clear()
-        zero_bubble.make_schedule.cache_clear()  # schedules that tests before this one have made
+        zero_bubble.find_schedule.cache_clear()  # schedules that tests before this one have made
         plant()
         run = proof.Run(args, rank, 2, torch.device("cpu"))
         return technique.demo(run), getattr(run, "result", None)

@@ -76,7 +76,7 @@ def test_equals_pytorchs_muon(monkeypatch):
 def test_largest_first_each_to_the_rank_with_the_least():
     sizes = [(8, 8), (8, 32), (4, 4), (8, 32), (2, 8, 8), (8, 16)]
     parameters = matrices(shapes=sizes)
-    owners = muon.deal(parameters, 3)
+    owners = muon.deal_to_owners(parameters, 3)
     assert [owners[p] for p in parameters] == [0, 0, 1, 1, 2, 2]
     assert muon.flops(parameters[1]) == 5 * (4 * 8 * 8 * 32 + 2 * 8**3)
     assert muon.flops(parameters[4]) == 2 * muon.flops(parameters[0])

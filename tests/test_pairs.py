@@ -1,18 +1,14 @@
 """Any two techniques on a model that is not ours, and some three: copied tops alone, each in its
 own file, against one process. Loss, gradients, the norm, clipping, weights after five steps."""
 
-import contextlib
-import importlib
-
 import pairs
 import pytest
 import torch
-import torch.distributed as dist
-import torch.nn as nn
 import torch.nn.functional as F
 from conftest import ROOT
 from foreign import LIMIT, WIDTH
 from reference import case
+from tops import in_one_file
 
 TOPS = "ddp zero fsdp tensor_parallel sequence_parallel pipeline zero_bubble context_parallel"
 TOPS += " expert_parallel"
@@ -88,13 +84,13 @@ def test_three(copied):
 # --- docs/two-techniques.md: its blocks run as they are printed, on 4 ranks
 
 PAGE = (ROOT / "docs" / "two-techniques.md").read_text()
-SECTIONS = {  # heading: the ranks of which each has rows of its own, and the tops that are copied
-    "Tensor parallelism and DDP": ("outer", "ddp tensor_parallel"),
-    "Tensor parallelism and ZeRO": ("outer", "zero tensor_parallel"),
-    "Pipeline and ZeRO": ("inner", "zero pipeline"),
-    "A pipeline with a split backward, and ZeRO": ("inner", "zero pipeline zero_bubble"),
-    "FSDP and context parallelism": ("outer", "zero fsdp context_parallel"),
-    "Experts and DDP": ("all", "ddp tensor_parallel expert_parallel"),
+SECTIONS = {  # heading: the ranks of which each has rows of its own
+    "Tensor parallelism and DDP": "outer",
+    "Tensor parallelism and ZeRO": "outer",
+    "Pipeline and ZeRO": "inner",
+    "A pipeline with a split backward, and ZeRO": "inner",
+    "FSDP and context parallelism": "outer",
+    "Experts and DDP": "all",
 }
 
 
@@ -109,15 +105,14 @@ def code(heading):
 @pytest.mark.parametrize("heading", SECTIONS)
 def test_page(copied, heading):
     def work(rank):
-        names = dict(torch=torch, dist=dist, nn=nn, F=F, contextlib=contextlib)
-        rows, tops = SECTIONS[heading]
-        for top in tops.split():
-            names |= vars(importlib.import_module(top))
+        names = vars(in_one_file(TOPS.split())) | dict(F=F)
         exec(code("Groups"), names)
         exec(code("Tensor parallelism and DDP").partition("\n\n")[0], names)  # split
         experts, tied = "Experts" in heading, "ipeline" not in heading
         model = pairs.Model(experts, tied)
-        part, parts = {"inner": (rank % 2, 2), "outer": (rank // 2, 2), "all": (rank, 4)}[rows]
+        part, parts = {"inner": (rank % 2, 2), "outer": (rank // 2, 2), "all": (rank, 4)}[
+            SECTIONS[heading]
+        ]
         batches = []
         for step in range(pairs.STEPS):
             *full, count = pairs.batch(step)
@@ -133,4 +128,4 @@ def test_page(copied, heading):
         for name, p in named if sharded is None else sharded.gather_full(named):
             torch.testing.assert_close(p.detach(), shard(weights[name], p), rtol=1e-8, atol=1e-8)
 
-    copied(SECTIONS[heading][1], 4, work)
+    copied(TOPS, 4, work)

@@ -35,7 +35,7 @@ def backward(model, step, rows):
 def train_synchronously(rank, config, kind, servers):
     model, group = initialize.build(config, 7, dtype=torch.float64), dist.group.WORLD
     optimizer, losses = make_optimizer(model.parameters(), kind), []
-    shares = list(enumerate(parameter_server.deal(model.parameters(), servers)))
+    shares = list(enumerate(parameter_server.deal_to_servers(model.parameters(), servers)))
     for server, share in shares:
         for p in share:
             p.data *= server == rank  # the weights come from the server

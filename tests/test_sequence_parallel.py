@@ -12,13 +12,13 @@ import model as gpt
 import sequence_parallel as sp
 import tensor_parallel as tp
 from harness import initialize, presets
-from proof.ledger import Ledger, saved_bytes
+from proof.ledger import saved_bytes
 from receipts import sequence_parallel as by_paper
 from receipts import tensor_parallel
-from receipts.formulas import Group, Sizes, block_bytes, parameters_of
+from receipts.formulas import Group, Sizes, all_sent, block_bytes
 
 
-def build(config, group, keep=True, parallelize=sp.parallelize):
+def build(config, group, keep=True, parallelize=sp.parallelize_sequence):
     with torch.device("meta"):
         model = gpt.GPT(config)
     return initialize.fill(
@@ -26,9 +26,9 @@ def build(config, group, keep=True, parallelize=sp.parallelize):
     )
 
 
-def train_parallel(config, kind, keep, finish=sp.reduce_partial):
+def train_parallel(config, kind, keep):
     model = build(config, dist.group.WORLD, keep)
-    return train_rank(model, kind, finish=lambda: finish(list(model.parameters())))
+    return train_rank(model, kind, finish=lambda: sp.reduce_partial(list(model.parameters())))
 
 
 WAYS = [("sgd", True), ("adamw", False)]
@@ -51,140 +51,45 @@ test_equals_one_process = equals_one_process(
 )
 
 
-def test_a_partial_gradient_left_so_is_caught(ranks):
-    """The comparison above must see each kind of parameter on the split stream whose gradient is
-    not completed."""
-    names = ["attn_norm.weight", "mlp_norm.bias", "proj.bias", "down.bias", "position", "head.norm"]
-
-    def gradients(name):
-        model = build(CONFIGS["gpt2"], dist.group.WORLD)
-        forgotten = {p for n, p in model.named() if name in n}
-        assert forgotten
-        tokens, targets, samples, count = batch(0)
-        model(tokens, targets=targets, target_count=count).backward()
-        sp.reduce_partial([p for p in model.parameters() if p not in forgotten])
-        return {n: p.grad for n, p in model.named() if not p.placement["cuts"]}
-
-    whole = initialize.build(CONFIGS["gpt2"], 7, dtype=torch.float64)
-    tokens, targets, samples, count = batch(0)
-    whole(tokens, targets=targets, target_count=count).backward()
-    for results in ranks(2, lambda rank: [gradients(name) for name in names]):
-        for name, grads in zip(names, results, strict=True):
-            for n, p in whole.named():
-                if n in grads:
-                    same = torch.allclose(grads[n], p.grad, rtol=1e-10, atol=1e-10)
-                    assert same == (name not in n), (name, n)
-
-
-@pytest.mark.parametrize("keep", [True, False])
-@pytest.mark.parametrize("family", ["gpt2", "llama"])
-def test_bytes_sent(ranks, family, keep):
-    """As many as the formulas say; a block's as in tensor parallelism, and a quarter more where
-    inputs are gathered again."""
-    tokens, targets, samples, count = batch(0, context=12)
-
-    def work(rank, layers):
-        group = dist.group.WORLD
-        config = presets.configure(
-            family=family, layers=layers, heads=4, kv_heads=4, width=32, context=12, vocab=61
-        )
-        model = build(config, group, keep)
-        ledger = Ledger({"tp": group})
-        ledger.watch(model.parameters())
-        with ledger:
-            loss = model(tokens, targets=targets, target_count=count)
-        forward = {op: row[0] for (op, _), row in ledger.sent.items()}
-        with ledger:
-            loss.backward()
-        sent = {op: row[2] for (op, _), row in ledger.sent.items()}
-        backward = {op: row[0] - forward[op] for (op, _), row in ledger.sent.items()}
-        ledger.watch([])
-        with ledger:
-            sp.reduce_partial(model.parameters())
-        [((op, _), (calls, _, wire))] = ledger.sent.items()
-        sizes = Sizes(config, *tokens.shape, e=8, tp=4, sp=True, gather_again=not keep)
-        partial = sum(p.elements for p in parameters_of(sizes) if not p.cut)
-        assert (op, calls, wire) == ("all_reduce", 1, 2 * 3 / 4 * partial * 8)
-        assert partial == sum(p.numel() for p in model.parameters() if not tp.split_over(p, group))
-        table, _ = by_paper.expected(sizes, Group("tp", 4), "all_to_all", 0, partial=False)
-        return sent, {op: size for (op, _), (size, _) in table.items()}, forward, backward
-
-    (sent, formula, forward, backward), (three, three_formula, *_) = (
-        ranks(4, work, layers)[0] for layers in (1, 3)
-    )
-    for measured, expected in ((sent, formula), (three, three_formula)):
-        assert measured == expected
-    assert forward == {"all_gather": 3, "all_to_all": 3, "all_reduce": 2}
-    assert backward == {"all_gather": 3 if keep else 6, "all_to_all": 3, "all_reduce": 0}
-    block = (sum(three.values()) - sum(sent.values())) / 2
-    plain = []
+@pytest.mark.parametrize("gather_again, more", [(False, 1), (True, 10 / 8)])
+def test_the_formulas_of_bytes_are_the_papers(gather_again, more):
+    """A block sends what it sends in tensor parallelism, and a quarter more where inputs are
+    gathered again. Receipts hold what is sent against these formulas, to the byte."""
+    plain, split = [], []
     for layers in (2, 1):
-        sizes = Sizes(presets.configure(width=32, layers=layers), len(tokens), 12, e=8)
-        table, _ = tensor_parallel.expected(sizes, Group("tp", 4))
-        plain.append(table["all_reduce", "tp"][0])
-    plain = plain[0] - plain[1]
-    assert block == plain * (1 if keep else 10 / 8)
+        config = presets.configure(layers=layers, heads=4, width=32, context=12, vocab=61)
+        sizes = Sizes(config, 12, 12, e=8, tp=4, sp=True, gather_again=gather_again)
+        group = Group("tp", 4)
+        split.append(all_sent(by_paper.expected(sizes, group, "all_to_all", 0, partial=False)))
+        plain.append(all_sent(tensor_parallel.expected(Sizes(config, 12, 12, e=8), group)))
+    assert split[0] - split[1] == more * (plain[0] - plain[1])
 
 
-@pytest.mark.parametrize("family", ["gpt2", "llama"])
-def test_what_a_block_keeps(ranks, family):
+def test_what_a_block_keeps(ranks):
     """The residual stream and the norms' results are kept in pieces; gathered inputs only where
     asked for."""
-    config = presets.configure(
-        family=family, layers=2, heads=4, kv_heads=4, width=32, context=16, vocab=61
-    )
     tokens = batch(0, context=16)[0]
+    sizes = dict(layers=2, heads=4, kv_heads=4, width=32, context=16, vocab=61)
+    configs = {family: presets.configure(family=family, **sizes) for family in ("gpt2", "llama")}
 
-    def work(rank):
+    def work(rank, config):
         def plain(model, group, keep):
-            return tp.parallelize(model, group)
+            return tp.parallelize_tensors(model, group)
 
-        ways = (plain, None), (sp.parallelize, True), (sp.parallelize, False)
+        ways = (plain, None), (sp.parallelize_sequence, True), (sp.parallelize_sequence, False)
         models = [build(config, dist.group.WORLD, keep, parallelize) for parallelize, keep in ways]
         return [saved_bytes(model, model.blocks["1"], tokens) for model in models]
 
-    plain, kept, again = ranks(4, work)[0]
+    found, *_ = ranks(4, lambda rank: {name: work(rank, c) for name, c in configs.items()})
     each = tokens.numel() * 32 * 8  # (B, T, C)
-    # The norms' inputs and results: 4 whole; 2 whole and 2 pieces; 4 pieces. On a CPU RMSNorm keeps
-    # its input divided by its size, too; and each norm has one or two statistics a token
-    inputs = 2 * each * (2 if family == "llama" else 1)
-    assert plain - kept == pytest.approx(inputs * 3 / 4, rel=0.07)
-    assert kept - again == 2 * each * 3 / 4
-    if family == "gpt2":
-        one = block_bytes(Sizes(config, *tokens.shape, e=8))
-        assert again == pytest.approx(one / 4, rel=0.05)
-
-
-def test_gathered_inputs_are_freed(ranks):
-    """No tensor of all tokens and the whole width outlives the forward pass, but for those that
-    `keep` keeps."""
-
-    def work(rank, keep):
-        model, whole = build(CONFIGS["llama"], dist.group.WORLD, keep), []
-        tokens, targets, samples, count = batch(0)
-        with torch.autograd.graph.saved_tensors_hooks(
-            lambda t: whole.append(t.shape) or t, lambda t: t
-        ):
-            model(tokens, targets=targets, target_count=count)
-        return sum(shape.numel() == tokens.numel() * 32 for shape in whole)
-
-    assert ranks(4, work, False) == [0] * 4
-    assert min(ranks(4, work, True)) > 0
-
-
-def test_cuts_real_weights_too_and_names_stay(ranks):
-    def work(rank, keep):
-        model = initialize.build(CONFIGS["gpt2"], 7, dtype=torch.float64)
-        names = [n for n, _ in model.named()]
-        cut = sp.parallelize(model, dist.group.WORLD, keep)
-        filled = build(CONFIGS["gpt2"], dist.group.WORLD, keep)
-        assert sorted(n for n, _ in cut.named()) == sorted(names)
-        return all(
-            torch.equal(a, b) for (_, a), (_, b) in zip(cut.named(), filled.named(), strict=True)
-        )
-
-    for keep in (True, False):
-        assert ranks(2, work, keep) == [True, True]
+    for family, (plain, kept, again) in found.items():
+        # The norms' inputs and results: 4 whole; 2 whole and 2 pieces; 4 pieces. On a CPU RMSNorm
+        # keeps its input divided by its size, too; and each norm has one or two statistics a token
+        inputs = 2 * each * (2 if family == "llama" else 1)
+        assert plain - kept == pytest.approx(inputs * 3 / 4, rel=0.07)
+        assert kept - again == 2 * each * 3 / 4
+    one = block_bytes(Sizes(configs["gpt2"], *tokens.shape, e=8))
+    assert found["gpt2"][2] == pytest.approx(one / 4, rel=0.05)
 
 
 def test_reduce_scatter(ranks, monkeypatch):
@@ -193,7 +98,7 @@ def test_reduce_scatter(ranks, monkeypatch):
     x = torch.randn(4, 2, 8, 3, generator=torch.Generator().manual_seed(0))
 
     def work(rank, x):
-        return sp.reduce_scatter(x[rank], dist.group.WORLD), tp.shard_tensor(
+        return sp.reduce_scatter_tokens(x[rank], dist.group.WORLD), tp.shard_tensor(
             x.float().sum(0).to(x.dtype), 1, rank, 4
         )
 

@@ -1,27 +1,27 @@
 """tensor_parallel.py against one process, and against PyTorch's DTensor."""
 
 import dataclasses
+import functools
 
 import torch
 import torch.distributed as dist
 from reference import CONFIGS, batch, equals_one_process, make_optimizer, piece, train_rank
 
+import expert_parallel
 import harness
 import model as gpt
+import sequence_parallel
 import tensor_parallel as tp
 from harness import initialize, presets
 from proof.ledger import Ledger
-from receipts import tensor_parallel as by_paper
-from receipts.formulas import Group, Sizes
 from trainer import sampling
 
 
-def build(config, group, seed=7):
+def build(config, group):
     with torch.device("meta"):
         model = gpt.GPT(config)
-    return initialize.fill(
-        tp.parallelize(model, group), seed, dtype=torch.float64, take=harness.take
-    )
+    model = tp.parallelize_tensors(model, group)
+    return initialize.fill(model, 7, dtype=torch.float64, take=harness.take)
 
 
 def train_parallel(config, kind, **options):
@@ -85,56 +85,53 @@ def test_shards_differ_and_padding_stays_zero(ranks):
 
 
 def test_four_all_reduces_a_block(ranks):
-    """Two forward, two backward, and as many bytes as the formula says."""
+    """Two in forward, two in backward. Receipts hold their bytes against the formula."""
 
-    def work(rank, layers, family):
-        group = dist.group.WORLD
-        config = presets.configure(
-            family=family, layers=layers, heads=4, kv_heads=4, width=32, context=12, vocab=61
-        )
-        model = build(config, group)
+    def all_reduces(family, layers):
+        sizes = dict(layers=layers, heads=4, kv_heads=4, width=32, context=12, vocab=61)
+        model = build(presets.configure(family=family, **sizes), dist.group.WORLD)
         tokens, targets, samples, count = batch(0)
-        ledger = Ledger({"tp": group})
-        ledger.watch(model.parameters())
+        ledger = Ledger({"tp": dist.group.WORLD})
         with ledger:
             loss = model(tokens, targets=targets, target_count=count)
         forward = ledger.sent["all_reduce", "tp"][0]
         with ledger:
             loss.backward()
-        sizes = Sizes(config, *tokens.shape, e=8, tp=4)
-        sent, _ = by_paper.expected(sizes, Group("tp", 4), scalars=0)
-        return forward, *ledger.sent["all_reduce", "tp"], sent["all_reduce", "tp"][0]
+        return forward, ledger.sent["all_reduce", "tp"][0]
 
-    for family in ("gpt2", "llama"):
-        one, three = (ranks(4, work, layers, family)[0] for layers in (1, 3))
-        assert three[0] - one[0] == 2 * 2 and three[1] - one[1] == 2 * 4
-        assert one[3] == one[4] and three[3] == three[4]
-
-
-def test_cuts_real_weights_too(ranks):
     def work(rank):
-        model = initialize.build(CONFIGS["llama"], 7, dtype=torch.float64)
-        cut = tp.parallelize(model, dist.group.WORLD)
-        filled = build(CONFIGS["llama"], dist.group.WORLD)
-        return all(torch.equal(a, b) for (_, a), (_, b) in zip(cut.named(), filled.named()))
+        for family in ("gpt2", "llama"):
+            (one, one_in_all), (three, three_in_all) = (all_reduces(family, n) for n in (1, 3))
+            assert three - one == 2 * 2 and three_in_all - one_in_all == 2 * 4
 
-    assert ranks(2, work) == [True, True]
+    ranks(4, work)
 
 
-def test_parameters_held_is_what_is_held(ranks):
-    def work(rank, config):
-        model = build(config, dist.group.WORLD)
-        # The whole is freed
-        assert all(p.untyped_storage().nbytes() == p.numel() * 8 for p in model.parameters())
-        return sum(p.numel() for p in model.parameters())
+def test_cuts_real_weights_as_drawn_ones_and_frees_the_whole(ranks):
+    """Of every technique that cuts layers. Names stay as they are."""
+    mixture = presets.configure(family="llama", layers=2, heads=4, width=32, vocab=61, experts=5)
+    ways = [
+        (tp.parallelize_tensors, CONFIGS["llama"]),
+        (expert_parallel.parallelize_experts, mixture),
+    ]
+    for keep in (True, False):
+        cut = functools.partial(sequence_parallel.parallelize_sequence, keep_gathered=keep)
+        ways.append((cut, CONFIGS["gpt2"]))
 
-    for config in (
-        CONFIGS["gpt2"],
-        CONFIGS["grouped"],
-        dataclasses.replace(CONFIGS["llama"], hidden=51, vocab=7),
-    ):
-        assert ranks(2, work, config) == [presets.parameters_held(config, 2, config.layers)] * 2
-        assert presets.parameters_held(config, 1, config.layers) == presets.parameter_count(config)
+    def work(rank):
+        for parallelize, config in ways:
+            model = initialize.build(config, 7, dtype=torch.float64)
+            names = [name for name, _ in model.named()]
+            real = dict(parallelize(model, dist.group.WORLD).named())
+            with torch.device("meta"):
+                drawn = gpt.GPT(config)
+            drawn = parallelize(drawn, dist.group.WORLD)
+            initialize.fill(drawn, 7, dtype=torch.float64, take=harness.take)
+            assert sorted(real) == sorted(names) == sorted(name for name, _ in drawn.named())
+            assert all(torch.equal(real[name], p) for name, p in drawn.named())
+            assert all(p.untyped_storage().nbytes() == p.numel() * 8 for p in real.values())
+
+    ranks(2, work)
 
 
 def test_full_logits_only_when_asked(ranks):
@@ -152,37 +149,23 @@ def test_full_logits_only_when_asked(ranks):
 
 
 def test_cross_entropy_of_large_and_16_bit_logits(ranks):
-    def work(rank, dtype):
-        full = (torch.randn(6, 10, generator=torch.Generator().manual_seed(0)) * 300).to(dtype)
-        targets = torch.tensor([0, 9, 4, -1, 7, 5])
-        part = tp.shard_tensor(full, 1, rank, 4).requires_grad_()
-        loss = tp.VocabParallelCrossEntropy(10, dist.group.WORLD)(
-            part.unsqueeze(0), targets.unsqueeze(0), 5
-        )
-        loss.backward()
-        return loss.detach(), part.grad
+    logits = torch.randn(6, 10, generator=torch.Generator().manual_seed(0)) * 300
+    targets = torch.tensor([0, 9, 4, -1, 7, 5])
 
-    for dtype, tolerance in ((torch.float64, 1e-12), (torch.bfloat16, 1e-2)):
-        full = (
-            (torch.randn(6, 10, generator=torch.Generator().manual_seed(0)) * 300)
-            .to(dtype)
-            .double()
-            .requires_grad_()
-        )
-        loss = torch.nn.functional.cross_entropy(
-            full, torch.tensor([0, 9, 4, -1, 7, 5]), ignore_index=-1
-        )
-        loss.backward()
-        for rank, (ours, grad) in enumerate(ranks(4, work, dtype)):
-            torch.testing.assert_close(
-                ours.double(), loss.detach(), rtol=1e-6 if dtype != torch.float64 else 1e-12, atol=0
-            )
-            torch.testing.assert_close(
-                grad.double(),
-                tp.shard_tensor(full.grad, 1, rank, 4),
-                rtol=tolerance,
-                atol=tolerance,
-            )
+    def work(rank):
+        criterion = tp.VocabParallelCrossEntropy(10, dist.group.WORLD)
+        for dtype, rtol, close in ((torch.float64, 1e-12, 1e-12), (torch.bfloat16, 1e-6, 1e-2)):
+            full = logits.to(dtype).double().requires_grad_()
+            expected = torch.nn.functional.cross_entropy(full, targets, ignore_index=-1)
+            expected.backward()
+            part = tp.shard_tensor(full.detach().to(dtype), 1, rank, 4).requires_grad_()
+            loss = criterion(part.unsqueeze(0), targets.unsqueeze(0), 5)
+            loss.backward()
+            torch.testing.assert_close(loss.double(), expected, rtol=rtol, atol=0)
+            gradient = tp.shard_tensor(full.grad, 1, rank, 4)
+            torch.testing.assert_close(part.grad.double(), gradient, rtol=close, atol=close)
+
+    ranks(4, work)
 
 
 def test_equals_dtensor(ranks):
@@ -207,15 +190,8 @@ def test_equals_dtensor(ranks):
             for name in ("attn.proj", "mlp.down"):
                 plan[f"blocks.{i}.{name}"] = RowwiseParallel()
         parallelize_module(model, mesh, plan)
-        optimizer = make_optimizer(model.parameters(), "sgd")
-        for step in range(5):
-            tokens, targets, samples, count = batch(step)
-            optimizer.zero_grad()
-            model(tokens, targets=targets, target_count=count).backward()
-            optimizer.step()
-        return {
-            n: (p.full_tensor() if isinstance(p, DTensor) else p).detach() for n, p in model.named()
-        }
+        (_, _, weights), _ = train_rank(model, "sgd", accumulate=1, steps=5)
+        return {n: p.full_tensor() if isinstance(p, DTensor) else p for n, p in weights.items()}
 
     def work(rank):
         (_, _, weights), cuts = train_parallel(config, "sgd", accumulate=1, steps=5)

@@ -1,6 +1,7 @@
 """A technique's file as somebody has it who copied it: the part above `# --- demo ---`, alone in an
-empty folder."""
+empty folder, or in one file with all others."""
 
+import ast
 import contextlib
 import importlib
 import inspect
@@ -8,6 +9,7 @@ import os
 import pathlib
 import py_compile
 import sys
+import types
 
 import pytest
 from conftest import ROOT, on_ranks
@@ -47,6 +49,34 @@ def without_project(folder):
         sys.modules.update(modules)
         sys.path[:] = paths
         os.chdir(here)
+
+
+def in_one_file(names):
+    """A module of all these tops. Raises AssertionError where a name means two things."""
+    module, meanings = types.ModuleType("all_tops"), {}
+    for name in names:
+        top = (ROOT / f"{name}.py").read_text().partition(DEMO)[0]
+        for node in ast.parse(top).body:
+            if isinstance(node, ast.ImportFrom) and node.module in names:
+                continue  # they stand in the same file
+            for bound, meaning in bindings(node):
+                same = meanings.setdefault(bound, meaning) == meaning
+                assert same, f"{name}.py: another file has another {bound}"
+            exec(ast.unparse(node), vars(module))
+    return module
+
+
+def bindings(node):
+    """(name, its meaning) of all names that a statement of a module binds."""
+    if isinstance(node, (ast.Import, ast.ImportFrom)):
+        origin = getattr(node, "module", None)
+        return [(alias.asname or alias.name, (origin, alias.name)) for alias in node.names]
+    if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+        return [(node.name, ast.unparse(node))]
+    names = [
+        n.id for n in ast.walk(node) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)
+    ]
+    return [(name, ast.unparse(node)) for name in names]
 
 
 def alone(rank, folder, work, args):

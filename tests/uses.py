@@ -432,7 +432,7 @@ class Pipeline(OneProcess):
         import zero_bubble as zb
 
         self.pp, self.microbatches, self.links = pp, microbatches, pp.make_links()
-        self.schedule = zb.make_schedule(schedule, dist.get_world_size(), microbatches)
+        self.schedule = zb.find_schedule(schedule, dist.get_world_size(), microbatches)
         self.last = self.schedule.last
         self.stages = dict(enumerate(cut_chain(self.model, self.last + 1)))
         ends = {self.schedule.owner[0], self.schedule.owner[self.last]}
@@ -525,7 +525,7 @@ class ExpertParallel(DataParallel):
 
     def finish(self):
         for over in self.groups:
-            self.ep.sum_gradients(self.model.parameters(), over)
+            self.ep.sum_replicated_gradients(self.model.parameters(), over)
 
     def named(self):
         return {self.names[p]: p for p in self.model.parameters()}

@@ -214,7 +214,7 @@ class Averaging(diloco.DiLoCo):
         for part in self.parts:
             part.sent_at = max(0, first - (first - part.offset) % self.every)
             if first and not self.loaded:
-                part.old.copy_(diloco.flat(part.parameters))
+                part.old.copy_(diloco.flat_copy(part.parameters))
 
     # --- the receipt
 

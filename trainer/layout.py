@@ -50,7 +50,7 @@ def add_flags(parser):
     why = "how attention sees the whole sequence"
     g.add_argument("--cp-kind", choices=context_parallel.KINDS, default="ring", help=why)
     why = "order of the micro-batches in a pipeline"
-    g.add_argument("--schedule", choices=list(zero_bubble.SCHEDULES), default="1f1b", help=why)
+    g.add_argument("--schedule", choices=list(zero_bubble.ALL_SCHEDULES), default="1f1b", help=why)
     why = "what replicas split: 1 optimizer states, 2 gradients too, 3 weights too (FSDP)"
     g.add_argument("--zero", type=int, choices=range(4), default=0, help=why)
     zero_flags.add_flags(g, bucket_mb=25, ranks_flag="--zero-ranks", dtypes=list(harness.DTYPES))
@@ -96,7 +96,7 @@ def default_microbatches(args):
     divisors = [m for m in range(1, min(rows, 10_000) + 1) if rows % m == 0]
     for m in sorted(divisors, key=lambda m: (m > most, abs(m - most))):
         with contextlib.suppress(ValueError):
-            zero_bubble.SCHEDULES[args.schedule](0, args.pp, m)
+            zero_bubble.ALL_SCHEDULES[args.schedule](0, args.pp, m)
             return m
     why = f"no number of micro-batches that divides --batch {args.batch} / --dp {args.dp} suits it"
     raise Refused(f"--schedule {args.schedule}: {why}; --batch {args.dp * most} does")
@@ -107,7 +107,7 @@ def check(args, config):
     with harness.refusing():
         tensor_parallel.check_heads(config, args.tp)
         cp_shape(args, config.heads // args.tp)
-    schedules.of_flags(zero_bubble.make_schedule, args, config, args.pp)
+    schedules.of_flags(zero_bubble.find_schedule, args, config, args.pp)
     harness.check_batch(args, args.dp)
     ranks, where = args.dp * args.cp, f"the {args.dp * args.cp} ranks of --dp x --cp"
     zero_flags.check_ranks("--zero-ranks", args.zero_ranks, ranks, where, args.zero)
