@@ -116,7 +116,6 @@ def test_decay_is_for_matrices():
         ("tensor_parallel", "--nproc 3", "4 heads.*3 tensor-parallel"),
         ("pipeline", "--nproc 6", "4 layers.*6 pipeline stages"),
         ("ddp", "--nproc 5", "--batch 16.*5 data-parallel"),
-        ("ddp", "--servers 2", "add --sync server"),
         ("ddp", "--json /no/such/folder/file", "--json /no/such/folder/file can't be written"),
         ("train", "--dp 2 --nproc 3", "needs 2 processes, not the 3"),
         ("train", "--width 100000000 --heads 1", "000 parameters take .* GB or more"),

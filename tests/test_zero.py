@@ -198,7 +198,7 @@ def test_mixed_precision(ranks, reduce_dtype, accumulate):
             sharded.finish()
             sharded.step()
         assert {t.dtype for b in sharded.buckets for t in (b.weights, b.shard)} == {torch.bfloat16}
-        assert {b.gradient.dtype for b in sharded.buckets} == {reduce_dtype or torch.bfloat16}
+        assert {b.gradient_shard.dtype for b in sharded.buckets} == {reduce_dtype or torch.bfloat16}
         assert {t.dtype for t in lasting(sharded)["optimizer"]} == {torch.float32}
         return {name: p.detach() for name, p in sharded.gather_full(model.named())}
 
