@@ -52,13 +52,13 @@ BUDGETS = {
     "benchmarks": 2500,
 }
 CEILINGS = {
-    "harness": 2258,
+    "harness": 2238,
     "proof": 1728,
     "receipts": 2428,
     "trainer": 2579,
-    "simulator": 2087,
+    "simulator": 2089,
     "exercises": 300,
-    "tests": 13392,
+    "tests": 13282,
     "benchmarks": 3049,
 }
 DEMO = "# --- demo ---"
