@@ -20,10 +20,9 @@ import harness
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 LONGEST = 1200  # seconds of a run in a process of its own
-HEAD = f"{'':46s}{'ours':>9s}{'theirs':>9s}   ratio"
 
 
-def parser(doc, nproc, turns=None):
+def parser(doc, nproc=None, turns=None):
     """The flags of what is measured on ranks of this machine, over gloo."""
     p = harness.Parser(doc)
     p.add_argument("--nproc", **harness.POSITIVE, default=nproc, help="ranks")
@@ -66,24 +65,24 @@ def race(rivals, turns, steps=1, device="cpu"):
     return times
 
 
-def spread(times, others):
-    """The median and the quartiles of the ratio of two rivals' turns."""
-    low, middle, high = statistics.quantiles([a / b for a, b in zip(times, others)])
+def quartiles(times, others):
+    """The lower quartile, the median and the upper one of the ratio of two rivals' turns."""
+    ratios = [a / b for a, b in zip(times, others)]
+    return statistics.quantiles(ratios, method="inclusive")
+
+
+def shown(ratio):
+    low, middle, high = ratio
     return f"{middle:.2f} ({low:.2f} .. {high:.2f})"
 
 
-def versus(what, ours, theirs, tokens, steps, turns, device="cpu"):
-    """A line of the table: the two functions take a training step of `tokens` tokens each."""
-    times = race([ours, theirs], turns, steps, device)
-    rates = [tokens / statistics.median(row) for row in times]
-    return f"{what:46s}{rates[0]:9,.0f}{rates[1]:9,.0f}   {spread(times[1], times[0]):20s}"
-
-
-def call(words, passing=(0,), **variables):
-    """Run Python with these words. Returns what it said. Raises Refused, with the last line of it,
-    where the exit code is none of `passing`. variables: of the environment."""
+def call(words, passing=(0,)):
+    """Run Python with these words, one thread a process, because others may use the cores. Returns
+    what it said. Raises Refused, with the last line of it, where the exit code is none of
+    `passing`."""
     with tempfile.TemporaryFile("w+") as output:
-        options = dict(cwd=ROOT, env=os.environ | variables, stdout=output, stderr=output)
+        environment = os.environ | {"OMP_NUM_THREADS": "1"}
+        options = dict(cwd=ROOT, env=environment, stdout=output, stderr=output)
         try:
             code = subprocess.run([sys.executable, *words], timeout=LONGEST, **options).returncode
         except subprocess.TimeoutExpired:
@@ -97,10 +96,9 @@ def call(words, passing=(0,), **variables):
 
 
 def receipt(command, passing=(0,)):
-    """The receipt of a script's run, as JSON has it."""
+    """What a script's run, or another benchmark's, writes to --json."""
     with tempfile.NamedTemporaryFile("r") as file:
-        # One thread: others may use the cores
-        call([*command.split(), "--json", file.name], passing, OMP_NUM_THREADS="1")
+        call([*command.split(), "--json", file.name], passing)
         content = file.read()
     if not content:
         raise harness.Refused(f"{command} wrote no receipt", code=1)

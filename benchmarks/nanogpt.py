@@ -43,7 +43,7 @@ class GPT(nn.Module):
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
-def rates(args, config, steps, device="cuda"):
+def train(args, config, device="cuda"):
     """tokens/s of each step with the sizes of train.py's flags: autocast, fused AdamW."""
     torch.set_float32_matmul_precision("high")
     model = GPT(config).to(device)
@@ -52,8 +52,8 @@ def rates(args, config, steps, device="cuda"):
     vectors = [p for p in model.parameters() if p.dim() <= 1]
     groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=6e-4, betas=(0.9, 0.95), fused=True)
-    shape, found = (2, args.batch // args.microbatches, config.context), []
-    for _ in range(steps):
+    shape, rates = (2, args.batch // args.microbatches, config.context), []
+    for _ in range(args.steps):
         begin = time.perf_counter()
         for _ in range(args.microbatches):
             text = torch.randint(config.vocab, shape)
@@ -66,5 +66,5 @@ def rates(args, config, steps, device="cuda"):
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         loss.item()  # waits for the step
-        found.append(args.batch * config.context / (time.perf_counter() - begin))
-    return found
+        rates.append(args.batch * config.context / (time.perf_counter() - begin))
+    return rates

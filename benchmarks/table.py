@@ -7,8 +7,6 @@ relative difference of any gradient from one process; and from benchmarks.vs_tor
 tokens/s and peak memory beside PyTorch's own.
 """
 
-import re
-
 import benchmarks
 import harness
 
@@ -21,7 +19,8 @@ ROWS = [  # script and flags, the pair of vs_torch
     ("pipeline.py --layers 8 --schedule 1f1b", "1f1b"),
     ("pipeline.py --layers 8 --schedule zb-v", "zb-v"),
     ("context_parallel.py", "context"),
-    ("expert_parallel.py", None),
+    ("expert_parallel.py", "experts"),
+    ("muon.py", "muon"),
 ]
 
 
@@ -32,10 +31,10 @@ def held(result):
 
 
 def beside(pair, turns):
-    """(tokens/s, peak memory) of ours / theirs, as vs_torch prints them."""
-    flags = f"--nproc 2 --device cpu --only {pair} --turns {turns}"
-    said = benchmarks.call(["-m", "benchmarks.vs_torch", *flags.split()])
-    return re.findall(r"\d+\.\d\d \([\d. ]+\)", said)
+    """(tokens/s, peak memory) of ours / theirs, as vs_torch shows them."""
+    flags = f"--nproc 2 --device cpu --quiet --only {pair} --turns {turns}"
+    [row] = benchmarks.receipt(f"-m benchmarks.vs_torch {flags}")
+    return benchmarks.shown(row["ratio"]), benchmarks.shown(row["memory"])
 
 
 def main():
@@ -48,7 +47,7 @@ def main():
         flags = f"{command} --device cpu --dtype float64 --steps 3 --quiet --nproc"
         one, four = (benchmarks.receipt(f"{flags} {ranks}") for ranks in (1, 4))
         sent = sum(row["wire_bytes"] for row in four["sent"]) / 1e6
-        speed, memory = beside(pair, args.turns) if pair else ("", "")
+        speed, memory = beside(pair, args.turns)
         size = f"{held(four) / 1e6:.1f} of {held(one) / 1e6:.1f} MB, {held(four) / held(one):.2f}"
         error = f"{four['max_error']['grad']:.0e}"
         row = f"| `{command}` | {sent:.2f} MB | {size} | {error} | {speed} | {memory} |"

@@ -3,10 +3,13 @@ benchmarks.vs_torch
 
     ddp                    DistributedDataParallel
     zero-2, zero-3         FSDP2, blocks kept or freed after forward
+    muon                   DistributedDataParallel, and torch.optim.Muon on every rank
     tensor, sequence       DTensor's parallelize_module, vocabulary and loss cut too, without and
                            with its sequence parallelism
-    gpipe .. dualpipev     torch.distributed.pipelining
     context                context_parallel(); on a CPU, where it does not run, the ring beneath it
+    grouped, experts       all experts on every rank, or dealt out: beside a loop over all experts
+                           on every rank, because PyTorch has no expert parallelism
+    gpipe .. dualpipev     torch.distributed.pipelining
 
 First both sides take three steps with SGD, which shows a gradient of the wrong scale, then with
 AdamW. A loss or a weight that differs by more than rounding means no ratio, and exit code 1. Then
@@ -21,6 +24,7 @@ alone is in benchmarks.gpu.
 
 import contextlib
 import gc
+import json
 import statistics
 import warnings
 import weakref
@@ -30,6 +34,7 @@ from typing import Callable, NamedTuple
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -37,16 +42,19 @@ from torch.distributed.pipelining import PipelineStage, schedules
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor import parallel as dtensor
 from torch.distributed.tensor.experimental import context_parallel as their_context_parallel
+from torch.distributed.tensor.experimental._context_parallel import _attention as templates
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import _muon
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import benchmarks
-import benchmarks.context
 import context_parallel
 import ddp
+import expert_parallel
 import fsdp
 import harness
 import model as gpt
+import muon
 import pipeline
 import sequence_parallel
 import tensor_parallel
@@ -139,15 +147,38 @@ def our_ddp(job):
     return Side(step, model.named)
 
 
-def their_ddp(job):
-    model = job.model()
+def their_ddp(job, model=None):
+    model = model or job.model()
     wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
     optimizer, inputs = job.optimizer(model.parameters()), job.rows(job.count / job.world)
     step = stepper(optimizer.zero_grad, wrapped, inputs, optimizer.step)
     return Side(step, model.named, job.world)
 
 
-def our_zero(job, stage):
+def our_muon(job):
+    model = job.model()
+    sync = muon.Muon(model, job.group, matrices_of(model))
+    step = stepper(sync.zero_grad, model, job.rows(job.count), sync.finish, sync.step)
+    return Side(step, model.named)
+
+
+def their_muon(job):
+    """With our iteration, which does not round to bfloat16."""
+    _muon._zeropower_via_newtonschulz = lambda gradient, *_: muon.orthogonalize(gradient)
+    model = job.model()
+    wrapped, matrices = DistributedDataParallel(model), matrices_of(model)
+    optimizer = torch.optim.Muon(matrices, adjust_lr_fn="match_rms_adamw")
+    others = job.optimizer([p for p in model.parameters() if p not in set(matrices)])
+    inputs = job.rows(job.count / job.world)
+    step = stepper(wrapped.zero_grad, wrapped, inputs, optimizer.step, others.step)
+    return Side(step, model.named, job.world)
+
+
+def matrices_of(model):
+    return [p for p in model.blocks.parameters() if p.dim() > 1]
+
+
+def our_zero(stage, job):
     model = job.model()
     if stage == 3:
         sharded = fsdp.FSDP(model, job.group, job.optimizer)
@@ -157,7 +188,7 @@ def our_zero(job, stage):
     return Side(step, lambda: sharded.gather_full(model.named()))
 
 
-def their_fsdp(job, reshard):
+def their_fsdp(reshard, job):
     model = job.model()
     for block in model.blocks.values():
         fully_shard(block, reshard_after_forward=reshard)
@@ -173,7 +204,7 @@ def their_fsdp(job, reshard):
 # --- tensor and sequence parallelism: the whole batch on every rank
 
 
-def our_tensor(job, parallelize):
+def our_tensor(parallelize, job):
     model = job.model(lambda whole: parallelize(whole, job.group))
     parameters = list(model.parameters())
     optimizer = job.optimizer(parameters)
@@ -186,7 +217,7 @@ def our_tensor(job, parallelize):
     return Side(step, model.named, job.world)
 
 
-def their_tensor(job, sequence):
+def their_tensor(sequence, job):
     """torchtitan's plan for Llama."""
     between = Shard(1) if sequence else Replicate()
     gather = dtensor.PrepareModuleInput(input_layouts=between, desired_input_layouts=Replicate())
@@ -237,7 +268,7 @@ def stages(job, schedule):
     return initialize.fill(parts, 0, job.device, job.dtype), mine, count
 
 
-def our_pipeline(job, name):
+def our_pipeline(name, job):
     schedule = zero_bubble.find_schedule(name, job.world, MICROBATCHES)
     model = stages(job, schedule)[0]
     optimizer = job.optimizer(model.parameters())
@@ -258,7 +289,7 @@ def our_pipeline(job, name):
     return Side(step, model.named)
 
 
-def their_pipeline(job, name, theirs):
+def their_pipeline(name, theirs, job):
     model, mine, count = stages(job, zero_bubble.find_schedule(name, job.world, MICROBATCHES))
     optimizer = job.optimizer(model.parameters())
     parts = [PipelineStage(model[stage], stage, count, job.device) for stage in mine]
@@ -305,7 +336,7 @@ def their_context(job):
         where = context_parallel.positions(job.config.context, job.rank, job.world)
         tokens, targets = (context_parallel.shard_sequence(t, where) for t in (tokens, targets))
         for block in model.blocks.values():
-            block.attn.core = TheirCore(job.group)
+            block.attn.core = TheirRing(job.group)
     wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
     optimizer = job.optimizer(model.parameters())
     inputs = tokens, where, targets, job.count / job.world
@@ -318,47 +349,109 @@ def their_context(job):
     return Side(step, model.named, job.world)
 
 
-class TheirCore(torch.nn.Module):
+class TheirRing(torch.nn.Module):
     def __init__(self, group):
         super().__init__()
         self.group = group
 
     def forward(self, q, k, v):
-        return benchmarks.context.TheirRing.apply(q, k, v, self.group)
+        return TheirAttention.apply(q, k, v, self.group)
+
+
+class TheirAttention(torch.autograd.Function):
+    """q, k, v (B, H, T / N, D) of this rank's tokens through PyTorch's templates, with a CPU's
+    flash kernel."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, group):
+        q, k, v = (t.contiguous() for t in (q, k, v))
+        op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        out, lse = templates._templated_ring_attention(group, 2, op, q, k, v, is_causal=True)[:2]
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.group = group
+        return out
+
+    @staticmethod
+    def backward(ctx, grad):
+        op = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+        saved = dict(zip(("query", "key", "value", "out", "logsumexp"), ctx.saved_tensors))
+        given = dict(grad_out=grad.contiguous(), grad_out_name="grad_out", **saved)
+        grads = templates._templated_ring_attention_backward(
+            ctx.group, 2, op, **given, is_causal=True, dropout_p=0.0
+        )
+        return *grads[:3], None
+
+
+# --- experts
+
+
+def our_experts(job):
+    model = job.model(lambda whole: expert_parallel.parallelize_experts(whole, job.group))
+    parameters = list(model.parameters())
+    optimizer = job.optimizer(parameters)
+    complete = partial(expert_parallel.sum_replicated_gradients, parameters, job.group)
+    step = stepper(optimizer.zero_grad, model, job.rows(job.count), complete, optimizer.step)
+    return Side(step, model.named)
+
+
+def their_experts(dealt_out, job):
+    """dealt_out: compare those weights that a rank has where experts are dealt out."""
+    model = job.model()
+    for block in model.blocks.values():
+        block.mlp.dispatch = Loop()
+    side = their_ddp(job, model)
+
+    def own_weights():
+        for name, p in model.named():
+            yield name, p.chunk(job.world)[job.rank] if ".experts." in name else p
+
+    return side._replace(weights=own_weights) if dealt_out else side
+
+
+class Loop(torch.nn.Module):
+    """A loop over experts in which each computes its own tokens, found by its mask."""
+
+    def forward(self, x, weights, chosen, experts, meanwhile):
+        y = torch.zeros_like(x)
+        for e in range(len(experts.up)):
+            token, choice = torch.where(chosen == e)
+            hidden = F.gelu(x[token] @ experts.up[e].t(), approximate="tanh")
+            rows = hidden @ experts.down[e].t() * weights[token, choice].unsqueeze(1)
+            y = y.index_add(0, token, rows)
+        return y
 
 
 # --- the pairs
 
 
 class Pair(NamedTuple):
-    """The name of theirs, two functions of a Job that make a Side, and what differs from the
-    model's preset."""
+    """The name of theirs, two functions of a Job that make a Side, what differs from the model's
+    preset, and the optimizers."""
 
     name: str
     ours: Callable
     theirs: Callable
     fields: dict = {}
+    kinds: tuple = tuple(KINDS)
 
 
 LLAMA = dict(family="llama")  # DTensor and PyTorch's pipelines have nothing for a tied matrix
+EXPERTS = dict(experts=8)
+LOOP = "loop over all experts"
 PAIRS = {
     "ddp": Pair("DistributedDataParallel", our_ddp, their_ddp),
-    "zero-2": Pair(
-        "FSDP2, blocks kept", partial(our_zero, stage=2), partial(their_fsdp, reshard=False)
-    ),
-    "zero-3": Pair(
-        "FSDP2, blocks freed", partial(our_zero, stage=3), partial(their_fsdp, reshard=True)
-    ),
+    "zero-2": Pair("FSDP2, blocks kept", partial(our_zero, 2), partial(their_fsdp, False)),
+    "zero-3": Pair("FSDP2, blocks freed", partial(our_zero, 3), partial(their_fsdp, True)),
+    "muon": Pair("torch.optim.Muon", our_muon, their_muon, dict(width=256), ("adamw",)),
     "context": Pair("context_parallel", our_context, their_context, LLAMA | dict(context=2048)),
+    "grouped": Pair(LOOP, our_ddp, partial(their_experts, False), EXPERTS),
+    "experts": Pair(LOOP, our_experts, partial(their_experts, True), EXPERTS),
 }
 for name, theirs, parallelize in (
     ("tensor", "DTensor", tensor_parallel.parallelize_tensors),
     ("sequence", "DTensor, sequence parallel", sequence_parallel.parallelize_sequence),
 ):
-    both = (
-        partial(our_tensor, parallelize=parallelize),
-        partial(their_tensor, sequence=name == "sequence"),
-    )
+    both = partial(our_tensor, parallelize), partial(their_tensor, name == "sequence")
     PAIRS[name] = Pair(theirs, *both, LLAMA)
 for name, theirs in (
     ("gpipe", "ScheduleGPipe"),
@@ -367,7 +460,7 @@ for name, theirs in (
     ("zb-v", "ScheduleZBVZeroBubble"),
     ("dualpipev", "ScheduleDualPipeV"),
 ):
-    both = partial(our_pipeline, name=name), partial(their_pipeline, name=name, theirs=theirs)
+    both = partial(our_pipeline, name), partial(their_pipeline, name, theirs)
     PAIRS[name] = Pair(theirs, *both, LLAMA | dict(layers=8))
 
 
@@ -429,54 +522,67 @@ def difference(job, ours, theirs):
     return dict(zip(worst, everyone.tolist()))
 
 
-def compare(run, name, pair):
-    """A line of the table, and whether both sides got the same."""
-    what, differences = f"{name} / {pair.name}", []
-    for kind in KINDS:
+def compare(run, name):
+    """A pair's row: what each side needs, or how they differ."""
+    pair = PAIRS[name]
+    row = {"pair": f"{name} / {pair.name}", "differences": {}}
+    for kind in pair.kinds:
         sides = None  # free the ones before
         gc.collect()
         job = Job(run, pair.fields, kind)
         sides = [first_steps(job, build) for build in (pair.ours, pair.theirs)]
         apart = difference(job, *sides)
-        differences.append(max(apart.values()))
+        row["differences"][kind] = max(apart.values())
         wrong = [key for key, error in apart.items() if error > job.tolerance[key]]
         if wrong:
             values = ", ".join(f"{key} {apart[key]:.1e}" for key in wrong)
-            return f"{what:46s}differs, with {kind}: {values}", False
-    (ours, _, here), (theirs, _, there) = sides
-    peaks = run.gather((here, there))
-    ratios = [a / b for a, b in peaks]
-    most = [max(peak) / 1e6 for peak in zip(*peaks)]
-    line = benchmarks.versus(
-        what, ours.step, theirs.step, job.count, STEPS, run.args.turns, job.device
-    )
-    memory = f"{statistics.median(ratios):.2f} ({min(ratios):.2f} .. {max(ratios):.2f})"
-    line += f" {most[0]:8.1f}{most[1]:9.1f}   {memory:20s}"
-    return line + f"{differences[0]:7.0e}{differences[1]:7.0e}", True
+            return row | {"failed": f"differs, with {kind}: {values}"}
+    times = benchmarks.race([side.step for side, *_ in sides], run.args.turns, STEPS, job.device)
+    row["tokens_per_s"] = [job.count / statistics.median(seconds) for seconds in times]
+    row["ratio"] = benchmarks.quartiles(times[1], times[0])
+    peaks = run.gather([peak for *_, peak in sides])
+    row["peak_bytes"] = [max(of_ranks) for of_ranks in zip(*peaks)]
+    ratios = [ours / theirs for ours, theirs in peaks]
+    row["memory"] = [min(ratios), statistics.median(ratios), max(ratios)]
+    return row
+
+
+def line(row):
+    """A row as the table shows it."""
+    if "failed" in row:
+        return f"{row['pair']:46s}{row['failed']}"
+    ours, theirs = row["tokens_per_s"]
+    text = f"{row['pair']:46s}{ours:9,.0f}{theirs:9,.0f}   {benchmarks.shown(row['ratio']):20s}"
+    ours, theirs = (peak / 1e6 for peak in row["peak_bytes"])
+    text += f" {ours:8.1f}{theirs:9.1f}   {benchmarks.shown(row['memory']):20s}"
+    return text + "".join(f"{kind:>7s}{error:7.0e}" for kind, error in row["differences"].items())
 
 
 def demo(run):
     warnings.simplefilter("ignore")
     kind = "bfloat16, gpt2" if run.device.type == "cuda" else "float32, tiny"
-    run.print(f"\n{run.world} ranks, {dist.get_backend()}, {kind}, AdamW")
+    run.print(f"\n{run.world} ranks, {dist.get_backend()}, {kind}")
+    names = f"{'ours':>9s}{'theirs':>9s}   {'ratio':20s}"
     run.print(f"{'':46s}{'tokens/s':>18s}{'':26s}{'peak MB':>15s}")
-    run.print(f"{benchmarks.HEAD:82s}{'ours':>9s}{'theirs':>9s}   {'ratio':20s}   sgd  adamw")
-    all_equal = True
+    run.print(f"{'':46s}{names}{names}   difference")
+    rows = []
     for name in run.args.only or PAIRS:
-        line, equal = compare(run, name, PAIRS[name])
-        all_equal = all_equal and equal
-        run.print(line)
-    return int(not all_equal)
+        rows.append(compare(run, name))
+        run.print(line(rows[-1]))
+    if run.args.json and run.rank == 0:
+        with open(run.args.json, "w") as file:
+            json.dump(rows, file)
+    return int(any("failed" in row for row in rows))
 
 
 def main():
-    p = harness.Parser(__doc__)
+    p = benchmarks.parser(__doc__, turns=15)
     p.add_argument("--nproc", type=int, choices=[2, 4], default=2, help="ranks")
     p.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="of the ranks")
     why = "some of " + ", ".join(PAIRS)
     p.add_argument("--only", nargs="+", choices=list(PAIRS), metavar="NAME", help=why)
-    benchmarks.turns_flag(p, 15)
-    p.set_defaults(backend=None, quiet=False)
+    p.add_argument("--json", metavar="FILE", help="write the rows as JSON")
+    p.set_defaults(backend=None)
     launch(demo, p.parse_args())
 
 

@@ -1,21 +1,22 @@
 """benchmarks/gpu.py: refused without a GPU, rehearsed on CPUs, and run where there is a GPU."""
 
+import json
 import os
 import pathlib
 import subprocess
 import sys
 
 import pytest
-import torch
 
 import harness
-from benchmarks import gpu
+from benchmarks import gpu, nanogpt
 
 ROOT = pathlib.Path(__file__).parent.parent
+SMALL = "ddp.py --sync naive --nproc 2 --layers 1 --heads 2 --device cpu --backend gloo"
 
 
-def measure(*flags, visible=""):
-    """Run the command with these GPUs: CUDA_VISIBLE_DEVICES, or "all" where that is not set."""
+def run(*flags, visible=""):
+    """The command in a process, with these GPUs: "all" leaves the environment as it is."""
     command = [sys.executable, "-m", "benchmarks.gpu", *flags]
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": visible}
     if visible == "all":
@@ -23,66 +24,57 @@ def measure(*flags, visible=""):
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
 
 
-def table_of(flags, monkeypatch, capsys):
-    """What a run prints on CPUs, and whether all rows could be measured."""
-    monkeypatch.setattr(sys, "argv", ["gpu.py", "--device", "cpu", *flags.split()])
-    try:
-        gpu.main()
-    except SystemExit as e:
-        assert e.code == 1
-        return capsys.readouterr().out, False
-    return capsys.readouterr().out, True
-
-
-def test_without_a_gpu_it_refuses():
-    done = measure()
+@pytest.mark.parametrize(
+    "flags, why",
+    [
+        ([], "no GPU is visible here: --device cpu rehearses the proofs"),
+        (["--device", "cpu", "--only", "speed"], "speed needs at least 1 GPUs, and there are 0"),
+        (["--measured", "docs/gpu.json"], "--measured is for --plot NAME"),
+    ],
+)
+def test_it_refuses(flags, why):
+    done = run(*flags)
     assert done.returncode == 2 and done.stdout == ""
     [sentence] = done.stderr.splitlines()
-    assert sentence.startswith("gpu.py: no GPU is visible here: --device cpu rehearses")
+    assert sentence.startswith(f"gpu.py: {why}")
 
 
-def test_a_proof_is_rehearsed_on_cpus(monkeypatch, capsys):
-    monkeypatch.setattr(
-        gpu,
-        "TECHNIQUES",
-        ["ddp.py --sync naive --nproc 2 --layers 1 --steps 2 --width 32 --heads 2 --context 16"],
-    )
-    text, ok = table_of("--only proofs --cases ddp", monkeypatch, capsys)
-    [row] = [line for line in text.splitlines() if line.startswith("| ddp.py")]
-    assert ok and row.split(" | ")[1] == "2" and row.endswith("| proven |")
+def test_rehearsed_on_cpus_a_failure_is_a_row_and_the_others_go_on(monkeypatch, tmp_path):
+    cases = [SMALL.replace("--nproc 2", "--nproc 3"), SMALL]  # 3 ranks don't divide the batch
+    monkeypatch.setitem(gpu.PARTS, "proofs", (lambda *_: cases, gpu.proof, 0))
+    found = tmp_path / "gpu.json"
+    monkeypatch.setattr(sys, "argv", ["gpu.py", "--device", "cpu", "--json", str(found)])
+    with pytest.raises(SystemExit) as end:
+        gpu.main()
+    wrong, right = json.loads(found.read_text())["proofs"]
+    assert end.value.code == 1 and "ended with exit code 2" in wrong["failed"]
+    assert right["name"] == SMALL and right["ranks"] == 2 and 0 < right["error"] < 1e-10
 
 
-def test_a_failure_is_a_row_and_the_others_go_on(monkeypatch, capsys):
-    def fail(*_):
-        raise harness.Refused("so it is")
-
-    monkeypatch.setitem(gpu.PARTS, "proofs", gpu.PARTS["proofs"]._replace(measure=fail))
-    monkeypatch.setattr(gpu, "worker", lambda function, *words: (1e-3, 1.0))
-    text, ok = table_of("--only proofs kernels", monkeypatch, capsys)
-    assert not ok and "failed: so it is" in text
-    assert text.count("| failed: differs by 1.0e-03 forward, 1.0e+00 backward |") == 5
-
-
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_kernels_on_cpus(dtype):
-    for errors in (gpu.attention_errors, gpu.product_errors):
-        found = errors(getattr(torch, dtype), "cpu")
-        assert all(0 < error < gpu.LIMITS[dtype] for error in found)
+@pytest.mark.parametrize(
+    "gpus, ranks, train", [(0, 4, 6), (1, 4, 7), (2, 2, 4), (7, 4, 6), (8, 8, 8)]
+)
+def test_what_is_proven(gpus, ranks, train):
+    cases = gpu.proof_cases("cuda", gpus)
+    others = [case for case in cases if not case.startswith("train.py")]
+    assert len(cases) - len(others) == train and len(others) == len(gpu.TECHNIQUES)
+    backend = "nccl" if gpus > 1 else "gloo"
+    assert all(f"--nproc {ranks} --device cuda --backend {backend}" in case for case in others)
 
 
-def test_the_longest_kernels():
-    spans = [{"name": name, "dur": dur} for name, dur in [("a", 1000), ("b", 3000), ("a", 4000)]]
-    assert gpu.kernel_rows(spans, most=1) == [
-        ["all kernels and copies", 3, "8.0 ms", ""],
-        ["`a`", 2, "5.0 ms", "62%"],
-    ]
+def test_nanogpt_has_the_parameters_of_gpt2():
+    args, config = gpu.settled("--batch 2 --layers 1 --width 32 --heads 2 --context 8")
+    args.steps = 2
+    assert len(nanogpt.train(args, config, "cpu")) == 2
+    count = sum(p.numel() for p in nanogpt.GPT(config).parameters())
+    assert count == harness.parameter_count(config)
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not os.path.exists("/dev/nvidia0"), reason="there is no GPU here")
-def test_on_a_gpu():
+def test_on_a_gpu(tmp_path):
     visible = os.environ["USERS_GPUS"]  # see conftest.py
     if visible == "":
         pytest.skip("CUDA_VISIBLE_DEVICES hides all GPUs")
-    done = measure("--only", "proofs", "kernels", "waits", visible=visible)
+    done = run("--only", "proofs", "--json", str(tmp_path / "gpu.json"), visible=visible)
     assert done.returncode == 0, done.stdout + done.stderr

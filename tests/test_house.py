@@ -52,14 +52,14 @@ BUDGETS = {
     "benchmarks": 2500,
 }
 CEILINGS = {
-    "harness": 2238,
+    "harness": 2258,
     "proof": 1728,
     "receipts": 2428,
-    "trainer": 2579,
-    "simulator": 2089,
+    "trainer": 2539,
+    "simulator": 2087,
     "exercises": 300,
-    "tests": 13282,
-    "benchmarks": 3049,
+    "tests": 13357,
+    "benchmarks": 2300,
 }
 DEMO = "# --- demo ---"
 # Demos that a lesson runs for another one: `ddp.py --sync server`, `zero.py --stage 3`

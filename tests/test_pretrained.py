@@ -107,14 +107,11 @@ def train_and_prove(rank, args):
 @pytest.mark.parametrize(
     "name, layout",
     [
-        ("gpt2", "--dp 1"),
-        ("llama 3.1", "--pp 2 --schedule zb-h1 --microbatches 4"),
+        ("llama 3.1", "--dp 1"),
         ("gpt2", "--tp 2 --pp 2 --schedule zb-v --microbatches 3"),
-        ("llama", "--dp 2 --tp 2 --zero 3"),
         ("linear llama", "--cp 2 --tp 2 --sp --zero 1"),
         ("mixtral", "--dp 2 --ep 2 --tp 2 --zero 3"),
-        ("qwen2", "--tp 2 --sp --gather-again --pp 2"),
-        ("qwen2", "--cp 2 --cp-kind ulysses --pp 2 --schedule zb-v --microbatches 4"),
+        ("qwen2", "--cp 2 --cp-kind ulysses --pp 2"),
         ("tied llama", "--dp 2 --pp 3 --zero 2"),
     ],
 )
@@ -141,7 +138,6 @@ INDEX = "model.safetensors.index.json"
 DAMAGES = [
     ("config.json", None, "config.json can't be read"),
     ("config.json", "{", "config.json is no JSON"),
-    ("config.json", "[1]", "config.json holds no JSON object"),
     ("config.json", {"n_inner": 64}, "not .* as config.json says"),
     ("config.json", {"n_layer": 5}, "has no .*h.4"),
     ("config.json", {"n_layer": 3}, "h.3.* and 11 more, which nothing here reads"),
@@ -156,7 +152,6 @@ DAMAGES = [
     ("model.safetensors", {POSITIONS: torch.zeros(5, 32)}, "knows 5 positions"),
     (INDEX, "{", "index.json is no JSON"),
     (INDEX, "{}", "index.json has no weight_map"),
-    (INDEX, '{"weight_map": {"x": "y"}}', "can't be read"),
 ]
 
 
@@ -195,7 +190,6 @@ def prepare(flags):
     "name, flags, said",
     [
         ("gpt2", "--layers 7", "--layers 7 is not the model's 4"),
-        ("gpt2", "--experts 4", "--experts 4 is not the model's 0"),
         ("mixtral", "--shared 1", "--shared 1 is not the model's 0"),
         ("gpt2", "--family llama", "--family llama: .* says itself what it is: leave"),
         ("mixtral", "--preset gpt2", "--preset gpt2: .*: leave --preset out"),
@@ -221,71 +215,56 @@ OLD_LINEAR = {"type": "linear", "factor": 2.0}
 @pytest.mark.parametrize(
     "fields",
     [
-        {"rope_theta": 3e4, "rms_norm_eps": 1e-4},
+        {"rope_theta": 3e4, "rms_norm_eps": 1e-4, "tie_word_embeddings": True},
         {"rope_scaling": OLD_LINEAR},
         {"rope_parameters": OLD_LINEAR | {"rope_theta": 7e4}, "rope_theta": 3e4},
-        {
-            "rope_parameters": {"rope_type": "default", "rope_theta": 7e4},
-            "rope_scaling": OLD_LINEAR,
-        },
-        {"rope_parameters": OLD_LINEAR, "rope_scaling": {}, "rope_theta": 3e4},
-        {"rope_parameters": OLD_LINEAR | {"rope_type": "default"}},
-        {"rope_scaling": LLAMA3},
+        {"rope_parameters": {"rope_type": "default"}, "rope_scaling": OLD_LINEAR},
+        {"rope_parameters": OLD_LINEAR | {"rope_type": "default"}, "rope_scaling": {}},
         {"rope_scaling": LLAMA3, "original_max_position_embeddings": 16},
         {"rope_scaling": {k: LLAMA3[k] for k in LLAMA3 if not k.startswith("original")}},
-        {"num_key_value_heads": None},
-        {"tie_word_embeddings": True},
     ],
 )
 def test_defaults_and_precedence_are_transformers(tmp_path, kind, fields):
-    sizes = dict(num_local_experts=4, num_experts_per_tok=2) if kind == "mixtral" else {}
-    content = REQUIRED | sizes | fields | {"model_type": kind}
-    if "num_key_value_heads" in fields and kind in ("mistral", "mixtral"):
-        pytest.skip("transformers takes no null there; it is read as everywhere else")
-    if "num_key_value_heads" not in fields:
-        content |= {"num_attention_heads": 32, "hidden_size": 128}
-        del content["num_key_value_heads"]
+    sizes = dict(hidden_size=128, num_attention_heads=32, num_local_experts=4)
+    content = REQUIRED | sizes | {"num_experts_per_tok": 2} | fields | {"model_type": kind}
+    del content["num_key_value_heads"]
     (tmp_path / "config.json").write_text(json.dumps(content))
     right = transformers.AutoConfig.from_pretrained(tmp_path)
-    ours = hf_config.Config(**hf_config.read(tmp_path))
-    assert ours.kv_heads == right.num_key_value_heads
-    assert (ours.norm_eps, ours.tied) == (right.rms_norm_eps, right.tie_word_embeddings)
     right.standardize_rope_params()  # as it is called again when the model is built
-    rope = right.rope_parameters
-    assert ours.rope_theta == rope["rope_theta"]
-    if rope["rope_type"] == "default":
-        assert ours.rope_scaling is None
-    else:
+    rope, ours = right.rope_parameters, hf_config.Config(**hf_config.read(tmp_path))
+    found = ours.kv_heads, ours.norm_eps, ours.tied, ours.rope_theta
+    assert found == (
+        right.num_key_value_heads,
+        right.rms_norm_eps,
+        right.tie_word_embeddings,
+        rope["rope_theta"],
+    )
+    assert (ours.rope_scaling is None) == (rope["rope_type"] == "default")
+    if ours.rope_scaling:
         assert ours.rope_scaling.written().items() <= rope.items()
 
 
-def test_a_sliding_window_ends_the_context():
-    for kind, fields, window in (
-        ("mistral", {}, 4096),
-        ("mistral", {"sliding_window": None}, None),
-        ("mistral", {"sliding_window": 9}, 9),
-        ("mixtral", MIXTURE, None),
+@pytest.mark.parametrize(
+    "kind, fields, context",
+    [
+        ("mistral", {"max_position_embeddings": 9999}, 4096),
+        ("mistral", {"sliding_window": None}, 32),
         ("mixtral", MIXTURE | {"sliding_window": 9}, 9),
-        ("qwen2", {"sliding_window": 9, "use_sliding_window": False}, None),
-    ):
-        found = hf_config.translate(REQUIRED | fields | {"model_type": kind})
-        assert found["context"] == min(window or 32, 32)
+        ("qwen2", {"sliding_window": 9, "use_sliding_window": False}, 32),
+        ("llama", {"num_key_value_heads": None}, 32),
+    ],
+)
+def test_a_sliding_window_ends_the_context(kind, fields, context):
+    found = hf_config.translate(REQUIRED | fields | {"model_type": kind})
+    assert found["context"] == context
+    assert found["kv_heads"] == (2 if kind != "llama" else 4)  # null: all heads
 
 
-UNKNOWN = [
+UNKNOWN = [({name: "x"}, f'{name} is "x", and only') for name in hf_config.KNOWN]
+UNKNOWN += [
     ({"rope_scaling": {"type": "yarn", "factor": 2.0}}, 'type "yarn"'),
     ({"rope_scaling": {"type": "linear"}}, "has no factor"),
-    ({"rope_scaling": {"type": "llama3", "factor": 8}}, "has no low_freq_factor"),
-    ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor is 0.5"),
-    ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5, and only 1 or null"),
-    ({"hidden_act": "gelu"}, 'hidden_act is "gelu", and only "silu" or "swish"'),
-    ({"activation_function": "relu"}, '"gelu_new" or "gelu_pytorch_tanh" is known here'),
-    ({"scale_attn_by_inverse_layer_idx": True}, "only false is known here"),
-    ({"scale_attn_weights": False}, "only true is known here"),
-    ({"attention_bias": True}, "attention_bias is true"),
-    ({"mlp_bias": True}, "mlp_bias is true"),
-    ({"use_sliding_window": True}, "use_sliding_window is true"),
-    ({"quantization_config": {"load_in_8bit": True}}, "quantization_config is {"),
+    ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "only 1 or null is known"),
     ({"head_dim": 16}, "heads of 16, not 32 / 4"),
     ({"hidden_size": 33}, "width 33 is not a multiple of 4 heads"),
     ({"model_type": "mixtral"}, "has no num_local_experts"),
@@ -318,9 +297,8 @@ def test_names_without_prefix_and_known_buffers_are_read(folders, tmp_path):
         bare = {key.removeprefix(prefix): x for key, x in (tensors | known).items()}
         both = tensors | {"lm_head.weight": matrix.double()}
         other = {key: x for key, x in both.items() if key != embedding}
-        for i, saved in enumerate([tensors | known, bare, both, other]):
-            folder = tmp_path / f"{prefix}{i}"
-            shutil.copytree(folders[name], folder)
+        for saved in (tensors | known, bare, both, other):
+            folder = shutil.copytree(folders[name], tmp_path / "model", dirs_exist_ok=True)
             save_file(saved, folder / "model.safetensors")
             _, config = prepare(f"--init-from {folder} --tokenizer bytes")
             source = pretrained.Folder(folder, config)
@@ -351,23 +329,15 @@ def test_a_dry_run_and_a_plan_read_the_config_alone(folders, tmp_path, capsys):
 
 
 def test_resume_needs_no_init_from(ranks, folders, text, tmp_path):
-    """Two steps, then two more from the checkpoint alone, equal to four steps from the folder."""
-    flags = "--tp 2 --context 16 --batch 4 --dtype float64 --sample 0 --eval-batches 1 --quiet "
-    flags += f"--min-lr 0.003 --warmup 0 --prove 0 --data {text}"
-    start, out = f"--init-from {folders['llama 3.1']} --tokenizer bytes", tmp_path / "out"
-
-    def losses(more):
-        code, receipt = ranks(2, run_layout, prepare(f"{flags} {more}")[0])[0]
-        assert code == 0
-        return [row["loss"] for row in receipt["steps"]]
-
-    whole = losses(f"{start} --steps 4")
-    first = losses(f"{start} --steps 2 --out {out}")
-    export = tmp_path / "export"
-    rest = losses(f"--steps 4 --out {out} --resume --export {export}")
-    assert first + rest == pytest.approx(whole, rel=1e-10)
+    """The model is the folder's, its rotary positions too."""
+    flags = "--tp 2 --batch 4 --dtype float64 --sample 0 --eval-batches 1 --quiet --prove 0 "
+    start = f"--init-from {folders['llama 3.1']} --tokenizer bytes --context 16"
+    out, export = tmp_path / "out", tmp_path / "export"
+    for more in (f"{start} --steps 2", f"--steps 4 --resume --export {export}"):
+        args, _ = prepare(f"{flags} --data {text} --out {out} {more}")
+        assert ranks(2, run_layout, args)[0][0] == 0
     assert hf_config.read(export)["rope_scaling"].factor == 8.0
-    assert prepare(f"--out {out} --only-sample")[1] == prepare(f"{start} --context 16")[1]
+    assert prepare(f"--out {out} --only-sample")[1] == prepare(start)[1]
     for flags, said in (("--layers 7", "is not the model's 4"), ("--family gpt2", "says itself")):
         with pytest.raises(harness.Refused, match=said):
-            prepare(f"--steps 4 --out {out} --resume {flags}")
+            prepare(f"--steps 5 --out {out} --resume {flags}")

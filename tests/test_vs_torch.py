@@ -10,9 +10,11 @@ from benchmarks import vs_torch
 from harness.rank import Rank
 
 
-def line(rank, name):
+def row(rank, name):
     run = Rank(types.SimpleNamespace(turns=2), rank, 2, torch.device("cpu"))
-    return vs_torch.compare(run, name, vs_torch.PAIRS[name])
+    found = vs_torch.compare(run, name)
+    vs_torch.line(found)
+    return found
 
 
 @pytest.fixture(autouse=True)
@@ -36,13 +38,14 @@ def partial_gradients(monkeypatch):
     monkeypatch.setattr(sequence_parallel, "reduce_partial", lambda parameters: None)
 
 
-def test_a_pair_that_is_equal_gets_a_ratio(ranks):
-    for text, equal in ranks(2, line, "ddp"):
-        assert equal and "differs" not in text and " .. " in text
+@pytest.mark.parametrize("name", ["ddp", "muon", "experts"])
+def test_a_pair_that_is_equal_gets_a_ratio(ranks, name):
+    for found in ranks(2, row, name):
+        assert "failed" not in found and len(found["ratio"]) == 3
 
 
 @pytest.mark.parametrize("name, plant", [("ddp", half_a_gradient), ("sequence", partial_gradients)])
 def test_a_wrong_gradient_gets_none(ranks, monkeypatch, name, plant):
     plant(monkeypatch)
-    for text, equal in ranks(2, line, name):
-        assert not equal and "differs, with sgd" in text and " .. " not in text
+    for found in ranks(2, row, name):
+        assert "differs, with sgd" in found["failed"] and "ratio" not in found

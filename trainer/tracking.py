@@ -3,14 +3,11 @@ chosen steps."""
 
 import argparse
 import contextlib
-import csv
 import json
 import os
-import pathlib
 import re
 
 import torch
-import torch.distributed as dist
 
 import harness
 from harness import Refused, outputs, say
@@ -21,13 +18,13 @@ from trainer import pretrained, tokenizer
 
 def add_flags(parser):
     g = parser.add_argument_group("watching (see trainer/tracking.py)")
-    why = "a JSON object a line, or a row of a FILE.csv: " + ", ".join(COLUMNS[:5])
-    g.add_argument("--log-to", metavar="FILE", help=f"{why}, in full precision")
+    why = "a JSON object a line, in full precision: step, loss, grad_norm, lr, tokens_per_s"
+    g.add_argument("--log-to", metavar="FILE", help=why)
     why = "the loss over the steps, with --resume also those in --log-to; with --dry-run how it "
     harness.plot_flag(g, f"{why}scales")
     why = "trace these steps with torch.profiler, all ranks: for ui.perfetto.dev"
     g.add_argument("--profile", type=span, metavar="A-B", help=why)
-    why = "where the traces go: one file a rank, and all.json with all of them"
+    why = "where the traces go: one file a rank; Perfetto opens several on one time axis"
     g.add_argument("--profile-to", metavar="FOLDER", help=why)
     g.add_argument("--wandb", metavar="PROJECT", help="log to this Weights & Biases project too")
 
@@ -44,6 +41,8 @@ def span(text):
 def check(args):
     """Refuse what can't be written, and steps that don't come."""
     harness.check_plot(args)
+    if args.log_to and args.log_to.endswith(".csv"):
+        raise Refused(f"--log-to {args.log_to}: a log is JSON lines: give it another name")
     if args.profile and args.profile[1] > args.steps:
         what = f"--profile goes to step {args.profile[1]}, beyond --steps {args.steps}"
         raise Refused(f"{what}: choose earlier ones")
@@ -126,41 +125,13 @@ def profiled(run, steps, begin):
         yield step
         if step + 1 == last:
             profiler.stop()
+            # Where the disk is full the profiler says so, and the run goes on
             profiler.export_chrome_trace(f"{args.profile_to}/rank{run.rank}.json")
-            dist.barrier()
-            if run.rank == 0:
-                merge_traces(run)
+            run.print(f"traces of steps {args.profile}: {args.profile_to}")
             run.restart_clock()
 
 
-def merge_traces(run):
-    """On rank 0: all ranks' traces on one time axis, as all.json. The rank is the process number
-    there. Where a disk is full, say so; the run goes on."""
-    folder, events = pathlib.Path(run.args.profile_to), []
-    try:
-        for rank in range(run.world):
-            if not (folder / f"rank{rank}.json").exists():  # it is on another machine
-                continue
-            trace = json.loads((folder / f"rank{rank}.json").read_text())
-            name = {"ph": "M", "name": "process_name", "args": {"name": f"rank {rank}"}}
-            events.append(name | {"pid": rank})
-            for event in trace["traceEvents"]:
-                if type(event.get("pid")) is int and not event["name"].startswith("process_"):
-                    event["pid"] = rank
-                    if "id" in event:  # arrows from one event to another: of this rank
-                        event["id"] = f"{rank}.{event['id']}"
-                    events.append(event)
-        (folder / "all.json").write_text(json.dumps(trace | {"traceEvents": events}))
-    except (OSError, ValueError) as e:
-        say(f"--profile-to {folder} can't be written whole ({e}); the run goes on")
-    else:
-        run.print(f"traces of steps {run.args.profile}: {folder / 'all.json'}")
-
-
 # --- the log
-
-# Of --log-to FILE.csv
-COLUMNS = ["step", "loss", "grad_norm", "lr", "tokens_per_s", "mfu", "loss_scale", "val_loss"]
 
 
 def read_log(path, steps=10**18):
@@ -168,13 +139,10 @@ def read_log(path, steps=10**18):
     passed over. Another file of JSON lines will do."""
     if not os.path.exists(path):
         return
-    with open(path, newline="") as file:
-        for line in csv.DictReader(file) if path.endswith(".csv") else file:
+    with open(path) as file:
+        for line in file:
             with contextlib.suppress(ValueError):
-                if isinstance(line, dict):
-                    row = {key: json.loads(text) for key, text in line.items() if key and text}
-                else:
-                    row = json.loads(line)
+                row = json.loads(line)
                 if row.get("step", steps + 1) <= steps:
                     yield row
 
@@ -184,21 +152,13 @@ class Log:
     no room are written with a later one."""
 
     def __init__(self, path, rows=()):
-        self.path, self.complete, self.table = path, True, None
-        self.file = open(path, "w", newline="")
-        if path.endswith(".csv"):
-            self.table = csv.DictWriter(self.file, COLUMNS, extrasaction="ignore")
-            self.table.writeheader()
+        self.path, self.complete, self.file = path, True, open(path, "w")
         for row in rows:
             self.write(row)
 
     def write(self, row):
         try:
-            if self.table:
-                self.table.writerow(row)
-            else:
-                print(json.dumps(row), file=self.file)
-            self.file.flush()
+            print(json.dumps(row), file=self.file, flush=True)
         except OSError as e:
             if self.complete:
                 say(f"--log-to {self.path} can't be written ({e.strerror}); the run goes on")
