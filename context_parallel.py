@@ -191,7 +191,8 @@ def visible_tile(rank, source, tokens, zigzag=True):
         return Tile(whole, whole, True)
     if not zigzag:
         return Tile(whole, whole, False) if source < rank else None
-    # The ranks a < b hold chunks in the order a b b a, and a query sees earlier chunks
+    # Ranks a < b hold chunks in this order of time: a b b a. So b's queries see a's early chunk
+    # only, half of its keys. And of a's queries only the late chunk sees b's keys, all of them
     if source < rank:
         return Tile(whole, slice(0, half), False)
     return Tile(slice(half, tokens), whole, False)
@@ -237,7 +238,7 @@ class RingAttention(torch.autograd.Function):
                 dq[:, :, tile.queries] += dq_i
             # dkv, the sums for kv_j, trails kv_j by one step: the previous rank must add its tile
             # first. The sums travelled while this tile was computed
-            if source != rank:
+            if source != rank:  # in the first step they are this rank's own zeros
                 dkv.receive()
             if tile:
                 dkv.tensor[0][:, :, tile.keys] += dk_j
@@ -317,7 +318,7 @@ def attend(q, kv, tile):
     if fused_kernel(q) == "cpu":
         kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
         return kernel(q.contiguous(), k.contiguous(), v.contiguous(), 0.0, tile.causal)
-    if fused_kernel(q) == "cuda":  # reads pieces of a tensor where they lie
+    if fused_kernel(q) == "cuda":  # takes pieces of a tensor, not contiguous
         kernel = torch.ops.aten._scaled_dot_product_flash_attention
         return kernel(q, k, v, 0.0, tile.causal)[:2]
     k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], dim=1) for t in (k, v))
@@ -336,14 +337,15 @@ def attend_backward(grad, q, kv, out, lse, tile):
     if fused_kernel(q) == "cuda":
         kernel = torch.ops.aten._scaled_dot_product_flash_attention_backward
         seed = torch.zeros(2, dtype=torch.uint64, device=q.device)
-        # No packed sequences, no dropout
+        # No packed sequences (None, None), the largest T', no dropout (0.0), its seed and offset
         options = None, None, q.shape[2], k.shape[2], 0.0, tile.causal, seed, seed[0]
         return kernel(grad, q, k, v, out, lse.contiguous(), *options)
-    heads = k.shape[1], q.shape[1] // k.shape[1]
-    k, v = (t.repeat_interleave(heads[1], dim=1) for t in (k, v))
+    kv_heads, copies = k.shape[1], q.shape[1] // k.shape[1]
+    k, v = (t.repeat_interleave(copies, dim=1) for t in (k, v))
     dq, dk, dv = tile_gradients(grad, q, k, v, out, lse, tile.causal)
     # The gradient of a kv-head is the sum over its copies
-    return dq, dk.unflatten(1, heads).sum(2), dv.unflatten(1, heads).sum(2)
+    dk, dv = (t.unflatten(1, (kv_heads, copies)).sum(2) for t in (dk, dv))
+    return dq, dk, dv
 
 
 def fused_kernel(q):

@@ -62,7 +62,7 @@ def outer_step(parameters, old, outer, group):
 
 # --- messages: bytes, of fewer bits
 
-HEADER = 16  # bytes at the start of a message
+HEADER = 16  # bytes at the start of a message: see `header`
 BLOCK = 128  # numbers that share a scale
 
 
@@ -76,7 +76,7 @@ def encode(x, bits):
     most = 2 ** (bits - 1) - 1  # 127 or 7
     blocks = nn.functional.pad(x, (0, -len(x) % BLOCK)).view(-1, BLOCK)
     scales = (blocks.abs().amax(1, keepdim=True) / most).float()
-    divisors = torch.where(scales == 0, 1, scales)  # a NaN scale gives NaN on all islands
+    divisors = torch.where(scales == 0, 1, scales)  # no 0 / 0. A NaN reaches all islands
     numbers = (blocks / divisors).round().clamp(-most, most).to(torch.int8).flatten()
     if bits == 4:
         low, high = numbers.view(-1, 2).add(8).unbind(1)  # 1 to 15
@@ -111,7 +111,8 @@ class Part:
         self.error = torch.zeros_like(self.old) if bits else None
         nesterov = outer_momentum > 0
         self.outer = torch.optim.SGD([self.old], outer_lr, outer_momentum, nesterov=nesterov)
-        self.sent_at, self.receive = 0, None  # the latest message; receive() waits for the islands'
+        self.sent_at = 0  # the step of the latest message
+        self.receive = None  # while it travels: a function that waits for all islands' messages
 
     def pieces(self):
         """(parameter, its old weights, in its own shape) of each parameter."""
@@ -120,7 +121,7 @@ class Part:
             yield p, old.view_as(p)
 
     def movement(self):
-        """Old weights - new weights. In bfloat16 the island started from rounded old weights."""
+        """Old weights - new weights. A bfloat16 model started from the old ones rounded."""
         moved = [old.to(p.dtype).to(old) - p.detach().to(old) for p, old in self.pieces()]
         return torch.cat([m.flatten() for m in moved])
 
@@ -211,7 +212,7 @@ class DiLoCo:
         body = encode(outer_gradient, self.bits)
         if self.bits:  # what this message leaves out goes along with the next
             sent = decode(body, self.bits, part.old.dtype, len(part.old))
-            part.next_error = outer_gradient - sent.to(outer_gradient)
+            part.error = outer_gradient - sent.to(outer_gradient)
         part.receive = self.exchange(torch.cat([header(self.steps, part.old), body]))
         part.sent_at = self.steps
 
@@ -225,8 +226,6 @@ class DiLoCo:
         part.old.grad = (total / len(messages)).to(part.old)
         part.outer.step()
         part.old.grad = part.receive = None
-        if self.bits:
-            part.error = part.next_error
         part.restart(self.keep)
 
     @torch.no_grad()

@@ -50,12 +50,18 @@ def plain_dispatch(x, weights, chosen, experts, sizes, group):
     assignments = chosen.flatten()
     order = assignments.argsort(stable=True)
     token = order // chosen.shape[1]  # (n k,)
-    # Send: first how many rows, then the rows. (Lists of one: ExpertDispatch sends in chunks)
-    splits, incoming = exchange_counts([assignments], sizes, group)
-    [send], [receive] = splits.tolist()
+    # Send: first how many rows there are for each expert, then the rows.
+    counts = assignments.bincount(minlength=sum(sizes))  # (E,)
+    own = sizes[dist.get_rank(group)]  # how many experts this rank has
+    incoming = counts.new_empty(len(sizes) * own)
+    # Arguments: output, input, lengths of the output's parts, lengths of the input's parts
+    dist.all_to_all_single(incoming, counts, [own] * len(sizes), sizes, group=group)
+    incoming = incoming.view(len(sizes), own)  # from each rank, for each of this rank's experts
+    send = [part.sum().item() for part in counts.split(sizes)]
+    receive = incoming.sum(1).tolist()
     rows = AllToAll.apply(x[token], send, receive, group)  # (m, C), rank 0's first
     # Compute
-    rows = run_experts(experts, rows, incoming[0])
+    rows = run_experts(experts, rows, incoming)
     # Send back
     rows = AllToAll.apply(rows, receive, send, group)  # (n k, C), in the order of `token`
     # Add up, times the router's weights, which may have more bits than x
@@ -81,30 +87,10 @@ class AllToAll(torch.autograd.Function):
 
 
 def with_gradient(x):
-    """x needs no gradient where all lower layers are frozen. Backward must send even then, because
-    other ranks expect it."""
+    """x, made to need a gradient. Where all lower layers are frozen it needs none, and backward
+    would not join the all-to-alls that other ranks wait in."""
     needed = torch.is_grad_enabled() and not x.requires_grad
     return x.detach().requires_grad_() if needed else x
-
-
-def exchange_counts(chunks, sizes, group):
-    """Tell every rank how many rows it gets. chunks: a list of assignments (n k,), which are
-    numbers of experts; E stands for one that is dropped. Returns two tensors:
-
-    splits (2, chunks, N): how many rows go to each rank, and how many come from it
-    incoming (chunks, N, local_experts): how many come from each rank for each of this rank's
-    experts"""
-    world, local_experts = len(sizes), sizes[dist.get_rank(group)]
-    outgoing = chunks[0].new_zeros(sum(sizes) + 1, len(chunks))
-    for column, chunk in zip(outgoing.unbind(1), chunks):
-        column.scatter_add_(0, chunk, torch.ones_like(chunk))  # torch.bincount waits for the device
-    outgoing = outgoing[:-1]  # (E, chunks), without the dropped ones
-    incoming = outgoing.new_empty(world * local_experts, len(chunks))
-    # Arguments: output, input, lengths of the output's parts, lengths of the input's parts
-    dist.all_to_all_single(incoming, outgoing, [local_experts] * world, sizes, group=group)
-    incoming = incoming.view(world, local_experts, len(chunks)).permute(2, 0, 1)
-    send = torch.stack([part.sum(0) for part in outgoing.split(sizes)], dim=1)  # (chunks, N)
-    return torch.stack((send, incoming.sum(2))), incoming
 
 
 def run_experts(experts, rows, incoming):
@@ -138,7 +124,9 @@ def run_experts(experts, rows, incoming):
 #         y = dispatch(x, weights, chosen, mlps)
 #         loss = F.cross_entropy(model.head(y), targets, reduction="sum") / total_tokens
 #         loss.backward()  # total_tokens: of all ranks and micro-batches
-#     sum_replicated_gradients(model.parameters(), group)  # then step. Ranks' own norms differ
+#     sum_replicated_gradients(model.parameters(), group)  # then step
+#
+# A norm to clip by must count all ranks' experts: take tensor_parallel.py's grad_norm.
 
 # --- the all-to-all in two halves: computation fits in between
 
@@ -255,9 +243,28 @@ class ExpertDispatch(nn.Module):
         return splits.tolist()
 
 
+def exchange_counts(chunks, sizes, group):
+    """Tell every rank how many rows it gets. chunks: a list of assignments (n k,), which are
+    numbers of experts; E stands for one that is dropped. Returns two tensors:
+
+    splits (2, chunks, N): how many rows go to each rank, and how many come from it
+    incoming (chunks, N, local_experts): how many come from each rank for each of this rank's
+    experts"""
+    world, local_experts = len(sizes), sizes[dist.get_rank(group)]
+    outgoing = chunks[0].new_zeros(sum(sizes) + 1, len(chunks))
+    for column, chunk in zip(outgoing.unbind(1), chunks):
+        column.scatter_add_(0, chunk, torch.ones_like(chunk))  # bincount waits for the device
+    outgoing = outgoing[:-1]  # (E, chunks), without the dropped ones
+    incoming = outgoing.new_empty(world * local_experts, len(chunks))
+    dist.all_to_all_single(incoming, outgoing, [local_experts] * world, sizes, group=group)
+    incoming = incoming.view(world, local_experts, len(chunks)).permute(2, 0, 1)
+    send = torch.stack([part.sum(0) for part in outgoing.split(sizes)], dim=1)  # (chunks, N)
+    return torch.stack((send, incoming.sum(2))), incoming
+
+
 def drop_late(chosen, total, capacity):
-    """`chosen` (n, k), with E (`total`) once an expert has capacity * k n / E assignments
-    from this rank. All first choices go before all second ones."""
+    """`chosen` (n, k), with the number E (`total`), which means dropped, for each assignment beyond
+    an expert's first capacity * k n / E of this rank. All first choices go before all second."""
     n, k = chosen.shape
     queue = chosen.t().flatten()  # (k n,)
     one_hot = queue.unsqueeze(1) == torch.arange(total, device=queue.device)  # (k n, E)

@@ -15,7 +15,8 @@ Sent          A worker pushes P e bytes of gradients and pulls as many of weight
               of e bytes. The server sends (N-1) P e per step to the other N-1 ranks, or P e if
               asynchronous. Of S servers each has 1/S of the parameters and of the load.
 Limits        A rank of ddp.py's all-reduce sends 2 (N-1)/N P e, no rank is a bottleneck, no
-              gradient is stale: take that for dense models on equal devices.
+              gradient is stale: take that for dense models on equal devices. The asynchronous
+              server needs gloo: nccl can't receive from whichever rank is first.
 
     torchrun --nproc_per_node=4 parameter_server.py --servers 2
     python parameter_server.py --staleness 4
@@ -89,6 +90,7 @@ def flat_message(tensors):
 def split(message, parameters):
     """(parameter, its piece of the message) of each."""
     pieces = message.split([p.numel() for p in parameters])
+    # torch.cat has given all of them one dtype
     return [(p, piece.view_as(p).to(p.dtype)) for p, piece in zip(parameters, pieces)]
 
 
@@ -141,7 +143,8 @@ def serve(parameters, group, steps, bound):
     for step in range(steps):
         while waiting:
             oldest = min((pulled_at for pulled_at, _ in computing.values()), default=step)
-            # The oldest gradient may come after those of all others that compute
+            # With one more worker, len(computing) gradients may be taken before the oldest one. It
+            # would then be so many steps old:
             if step - oldest + len(computing) > bound:
                 break
             worker = waiting.pop(0)
@@ -211,7 +214,7 @@ def asynchronous(run):
     history = []  # of each step, the worker whose gradient it took, and the gradient's staleness
     replay = receipt.Replay(run, history)
     if run.proven < args.steps:
-        args.prove = 0  # it is of all steps, or of none: a worker is always in the midst of one
+        args.prove = 0  # all steps are replayed, or none: workers are always in the midst of one
     for step in run.steps(optimizer, reference=replay):
         if run.rank == 0:
             loss = run.zero()

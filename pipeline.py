@@ -201,7 +201,7 @@ class StageRunner:
 
     def backward(self, m, stage, gradient):
         if stage == 0 and self.last > 0 and (m, stage) not in self.saved:
-            return None  # its parameters are frozen; the gradient from stage 1 is dropped
+            return None  # all of stage 0 is frozen: the gradient from stage 1 is dropped
         x, y = self.saved.pop((m, stage))
         y.backward(gradient)  # the loss, one number, has None
         return None if stage == 0 else x.grad
@@ -261,7 +261,8 @@ class Schedule(tuple):
         return Message(kind, m, receiver, self.owner[stage], self.owner[receiver])
 
     def incoming(self, action):
-        """The message that an action waits for: what the neighbour's action sends, or None."""
+        """The message that an action waits for, or None. F of stage 3 waits for what F of stage 2
+        sends, B of stage 3 for what B of stage 4 sends."""
         sender = action.stage - 1 if action.kind == "F" else action.stage + 1
         return self.outgoing(action._replace(stage=sender)) if sender in self.owner else None
 
@@ -434,7 +435,7 @@ def forward_only(schedule, microbatches=float("inf")):
 
 def reduce_tied(parameters):
     """Sum the gradient of a weight that several ranks hold, such as a tied matrix on the first and
-    the last stage. Replicas that start equal then stay equal. No gradient counts as zero.
+    the last stage. Replicas that start equal then stay equal. A rank without a gradient adds zeros.
 
         weight.placement = {"partial": [group]}    # group: the ranks that hold it; before training
         reduce_tied(model.parameters())            # once a step, after its last play

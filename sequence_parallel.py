@@ -66,18 +66,19 @@ def reduce_scatter_tokens(x, group):
     divide T: pad sequences at their end, and have the loss ignore the padding."""
     t = dist.get_world_size(group)
     full = x.transpose(0, 1).contiguous()  # (T, B, C)
-    shard = full.new_empty(len(full) // t, *full.shape[1:])
     if dist.get_backend(group) == "gloo":  # its reduce-scatter sends twice the bytes
         received = torch.empty_like(full)
         dist.all_to_all_single(received, full, group=group)
         shard = received.unflatten(0, (t, -1)).sum(0)
     else:
+        shard = full.new_empty(len(full) // t, *full.shape[1:])
         reduce_scatter_tensor(shard, full, group=group)
     return shard.transpose(0, 1).contiguous()
 
 
 class GatherTokens(torch.autograd.Function):
-    """f: every rank uses all tokens. Backward adds up all gradients of this rank's."""
+    """f: every rank uses all tokens, so each has gradients for all of them. Backward sums these
+    over the ranks, and keeps those of this rank's tokens."""
 
     @staticmethod
     def forward(ctx, x, group):
@@ -184,9 +185,9 @@ def mark_partial(parameters, group):
     must work on split tokens, between a g and the next f. Call it after all cuts."""
     group = group or dist.group.WORLD
     for p in parameters:
-        whole = placement(p)
-        if group not in whole["partial"] and not split_over(p, group):
-            p.placement = whole | {"partial": [*whole["partial"], group]}
+        where = placement(p)
+        if group not in where["partial"] and not split_over(p, group):
+            p.placement = where | {"partial": [*where["partial"], group]}
 
 
 def reduce_partial(parameters):
@@ -216,7 +217,8 @@ def reduce_partial(parameters):
 
 
 def check_not_reduced(parameter, *_):
-    """Raise RuntimeError where nothing has changed the gradient since reduce_partial."""
+    """Raise RuntimeError where nothing has changed the gradient since reduce_partial. torch counts
+    changes in _version."""
     grad = parameter.grad
     if grad is not None and getattr(grad, "complete_at", None) == grad._version:
         raise RuntimeError(
@@ -247,7 +249,7 @@ def check_tokens(config, t):
 
 def shard_last(group, module, args):
     """A hook before a module that sees split tokens. Its last argument, positions (T,) or dropout's
-    key (B, T), is whole: this rank's shard takes its place."""
+    key (B, T), a number per token, is whole: this rank's shard takes its place."""
     *others, last = args
     return (*others, None if last is None else shard_tokens(last, group))
 

@@ -48,7 +48,7 @@ class CopyToGroup(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, group):
         ctx.group = group
-        return x.view_as(x)
+        return x.view_as(x)  # a tensor of its own, for a node of its own in autograd's graph
 
     @staticmethod
     @once_differentiable
@@ -71,6 +71,14 @@ class ReduceFromGroup(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad):
         return grad, None
+
+
+def plain_mlp(x, up, down, group):
+    """The picture in three lines: x (B, T, C) -> (B, T, C). up (H/t, C) and down (C, H/t) are this
+    rank's shards of torch's weights (out, in)."""
+    x = CopyToGroup.apply(x, group)  # f
+    hidden = F.gelu(F.linear(x, up))  # (B, T, H/t): this rank's hidden units
+    return ReduceFromGroup.apply(F.linear(hidden, down), group)  # g
 
 
 class Enter(nn.Module):
@@ -99,7 +107,8 @@ class Leave(nn.Module):
         return ReduceFromGroup.apply(x, self.group)
 
 
-# --- the two matrices between f and g, cut by `shard`, below. The papers' Y = X A: A is weight.T
+# --- the two matrices between f and g, cut by `shard`, below. The names are those of the paper's
+# Y = X A. torch keeps A transposed: its columns are rows of `weight`
 
 
 class ColumnParallelLinear(nn.Module):
@@ -215,8 +224,8 @@ class ShardedCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad):
-        # Not once_differentiable: that refuses only a grad that requires one itself, and after
-        # .sum() it is a constant
+        # once_differentiable would not notice create_graph=True here: it asks whether `grad` needs
+        # a gradient, and that of a .sum() is a constant
         if torch.is_grad_enabled():
             raise RuntimeError("this loss has no second gradients: leave out create_graph=True")
         softmax, column, outside = ctx.saved_tensors
@@ -250,17 +259,17 @@ class VocabParallelCrossEntropy(nn.Module):
 # --- shards: a rank's part of a parameter, and where it lies
 
 
-def span(size, index, count):
-    """(start, length, width) of shard `index` of `count` of a dimension. Every shard is ceil(size /
-    count) wide, and zeros follow its `length` elements: 5 rows on 4 ranks are 2, 2, 1 and 0."""
-    width = -(-size // count)
+def span(size, index, shards):
+    """(start, length, width) of shard `index` of a dimension. Every shard is ceil(size / shards)
+    wide, and zeros follow its `length` elements: 5 rows on 4 ranks are 2, 2, 1 and 0."""
+    width = -(-size // shards)
     start = min(index * width, size)
     return start, min(width, size - start), width
 
 
-def shard_tensor(full, dim, index, count, fill=0):
-    """Shard `index` of `count` of a tensor along `dim`, in memory of its own. `fill` pads it."""
-    start, length, width = span(full.shape[dim], index, count)
+def shard_tensor(full, dim, index, shards, fill=0):
+    """Shard `index` of a tensor along `dim`, in memory of its own. `fill` pads it."""
+    start, length, width = span(full.shape[dim], index, shards)
     shape = list(full.shape)
     shape[dim] = width
     part = full.new_full(shape, fill)
@@ -297,7 +306,7 @@ def shard(parameter, dim, group):
         raise ValueError("this parameter is a shard already: cut it once, and tie its shards")
     rank, t = dist.get_rank(group), dist.get_world_size(group)
     part = nn.Parameter(shard_tensor(parameter.detach(), dim, rank, t), parameter.requires_grad)
-    part.__dict__.update(parameter.__dict__)  # attributes that others have set
+    part.__dict__.update(parameter.__dict__)  # attributes, such as zero_bubble.py's used_twice
     start, length, _ = span(parameter.shape[dim], rank, t)
     part.placement = placement(parameter) | {"cuts": cuts | {dim: (group, start, length)}}
     return part
@@ -432,7 +441,7 @@ def demo(run):
             part = model(tokens, targets=targets, target_count=run.count, sample_ids=samples)
             part.backward()
             loss += part.detach()  # the same on every rank
-        # The same number as grad_norm above, which would also compare the ranks' gradients
+        # The same number as grad_norm above; it sends less, as it compares no ranks' gradients
         norm = harness.grad_norm(parameters, [group])
         run.check(loss, norm, model.named)
         harness.clip(parameters, norm, args.grad_clip)

@@ -17,8 +17,9 @@ Sent: what pipeline.py sends. zb-v and dualpipev have two stages per rank: twice
 Backward: I computes the gradients of the stage's input, biases, norms and embeddings, and leaves a
 pair (x, gradient of y) in a list for each weight matrix. W multiplies the pairs.
 
-Limits: the pairs stay in memory from I to W, so zb-h1 puts off no more than a rank has activations
-to spare beside rank 0. With zb-h2 and zb-v ranks that end early wait for a shared gradient norm.
+Limits: the pairs stay in memory from I to W. In 1F1B rank r holds r micro-batches fewer than rank
+0: zb-h1 puts off as many weight gradients. In zb-h2 and zb-v ranks end at different times: to clip
+by a shared norm the early ones wait. Under torch.autocast nothing is put off: cast weights instead.
 docs/pipelines.md has the bubble of each schedule.
 
     torchrun --nproc_per_node=4 zero_bubble.py --layers 8 --schedule zb-v
@@ -45,7 +46,7 @@ class SplitLinear(nn.Linear):
         layer = SplitLinear(4, 3)
         loss = layer(x).square().sum()
         loss.backward()            # I: x.grad is there, and goes to the stage before
-        layer.weight_gradient()    # W: layer.weight.grad is there
+        layer.backward_weight()    # W: layer.weight.grad is there
 
     W takes the oldest pair first, as a stage takes its micro-batches in order."""
 
@@ -56,7 +57,7 @@ class SplitLinear(nn.Linear):
     def forward(self, x):
         return InputGradient.apply(x, self.weight, self.pairs)
 
-    def weight_gradient(self):
+    def backward_weight(self):
         gradient = weight_gradient(*self.pairs.popleft())
         self.weight.grad = gradient if self.weight.grad is None else self.weight.grad + gradient
 
@@ -147,8 +148,9 @@ class Deferred(TorchFunctionMode):
         return function(*args, **kwargs)
 
     def backward(self, y, gradient=None, **options):
-        """torch turns this mode off in here, but checkpointed layers, which run again in backward,
-        need it. A backward of y's edge in the graph keeps it on, as an edge is no tensor."""
+        """torch turns this mode off in here. Checkpointed layers run again in backward and must be
+        caught, so it is turned on again. y.backward() would come back to this method; the backward
+        of y's edge in the graph does not, as an edge is no tensor."""
         gradient = torch.ones_like(y) if gradient is None else gradient
         with self:
             torch.autograd.backward(torch.autograd.graph.get_gradient_edge(y), gradient, **options)
@@ -159,12 +161,12 @@ class Deferred(TorchFunctionMode):
             return function(x, weight, *rest, **options)
         gradients = []
 
-        def put_off(x):  # after the hook of y. This x is SaveInput's: a closure would keep another
-            self.entries.append((weight, x, gradients.pop(), offsets))
+        def put_off(saved_x):  # in backward, after the hook of y
+            self.entries.append((weight, saved_x, gradients.pop(), offsets))
 
         # Detached: its own backward would compute the weight's gradient as well
         y = function(SaveInput.apply(x, put_off), weight.detach(), *rest, **options)
-        if y._is_view():  # an in-place ReLU gives a view a new node, without the hook
+        if y._is_view():  # as of a 3-D x. An in-place ReLU gives a view a node without the hook
             y = torch.ops.aten._unsafe_view(y, y.shape)
         y.register_hook(gradients.append)
         return y
@@ -246,7 +248,8 @@ def zb_v(rank, ranks, microbatches):
     """Rank r holds the stages r (near) and 2 p - 1 - r (far). So the way through the ranks is a V,
     with both its ends on rank 0. docs/pipelines.md draws it."""
     near, far, row = rank, 2 * ranks - 1 - rank, Row()
-    padded = max(microbatches, 2 * ranks - 1)  # plan so many; the last line drops extras
+    # Plan at least so many. The last line drops the extra ones, on all ranks: the order stays valid
+    padded = max(microbatches, 2 * ranks - 1)
     # Fill: forwards, until the first micro-batch is back from the far end.
     row.add("F" * (2 * (ranks - rank) - 1), near)
     for _ in range(rank):

@@ -460,8 +460,8 @@ def test_usage_of_split_linear(pp, zb):
     layer = run_usage(zb.SplitLinear, **vars(zb) | {"x": x})["layer"]
     for _ in range(2):
         layer(2 * x).square().sum().backward()
-    layer.weight_gradient()
-    layer.weight_gradient()
+    layer.backward_weight()
+    layer.backward_weight()
     ours, weight = (x.grad.clone(), layer.weight.grad), nn.Parameter(layer.weight.detach().clone())
     x.grad = None
     for scale in (1, 2, 2):
