@@ -39,6 +39,28 @@ test_equals_one_process = equals_one_process(
 )
 
 
+def test_the_plain_mlp_equals_one_process(ranks):
+    def work(rank, shards):
+        torch.manual_seed(0)
+        x, up, down = (
+            torch.randn(*shape, dtype=torch.float64) for shape in ((2, 3), (6, 3), (3, 6))
+        )
+        up, down = (
+            up.tensor_split(shards)[rank % shards],
+            down.tensor_split(shards, 1)[rank % shards],
+        )
+        leaves = [t.clone().requires_grad_() for t in (x, up, down)]
+        group = dist.new_subgroups(shards)[0]
+        y = tp.plain_mlp(*leaves, group)
+        y.square().sum().backward()
+        return [y.detach(), *(leaf.grad for leaf in leaves)]
+
+    [whole], of_ranks = ranks(1, work, 1), ranks(3, work, 3)
+    for rank, (y, dx, dup, ddown) in enumerate(of_ranks):
+        expected = whole[:2] + [whole[2].tensor_split(3)[rank], whole[3].tensor_split(3, 1)[rank]]
+        torch.testing.assert_close([y, dx, dup, ddown], expected, rtol=1e-10, atol=1e-12)
+
+
 def test_a_rank_with_nothing_but_padding(ranks):
     # 5 = 2 + 2 + 1 + 0 tokens; batches of larger ids are folded into them
     config = dataclasses.replace(CONFIGS["gpt2"], vocab=5)
