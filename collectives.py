@@ -13,8 +13,8 @@ longer needed. In each round rank r sends one chunk to rank r-1:
 Sent      A rank sends 2 (N-1) chunks, that is 2 S (N-1)/N bytes for a tensor of S bytes: about
           2 S, whatever N is. No all-reduce can do with less: some rank must send that much. But
           each of the 2 (N-1) rounds waits for the one before. Small tensors are faster by recursive
-          doubling: log2 N rounds of S bytes. Halving-doubling has 2 log2 N rounds and the ring's
-          bytes if N is a power of two, two trees nearly so for any N (docs/collectives.md).
+          doubling: log2 N rounds of S bytes. Halving-doubling sends the ring's bytes in 2 log2 N
+          rounds, if N is a power of two. Two trees come close for any N (docs/collectives.md).
 Backward  Autograd sees none of these messages: whoever uses them writes it by hand. Where forward
           copies, backward adds up: broadcast and reduce are each other's backward, all-gather and
           reduce-scatter too. All-to-all goes back the way it came. That of all-reduce is all-reduce
@@ -48,7 +48,8 @@ def plain_ring_all_reduce(x, group=None):
 
     Usage, on every rank, in the place of dist.all_reduce:
 
-        loss.backward()  # of a sum over this rank's tokens / the tokens of all ranks
+        loss = cross_entropy(model(x), y, reduction="sum") / count  # the tokens of all ranks
+        loss.backward()
         for p in model.parameters():
             plain_ring_all_reduce(p.grad)
         optimizer.step()
@@ -108,9 +109,9 @@ class RankView:
     def exchange(self, send, receive, combine=None):
         """A round: all its messages start at once, then all are waited for.
 
-        send, receive: {rank: contiguous tensor}. One for the rank itself is copied. combine(a, b,
-        out=a) adds what arrives to the tensor, or takes the maximum; without it, it is overwritten.
-        """
+        send, receive: {rank: contiguous tensor}. A tensor that a rank sends to itself is copied.
+        combine(a, b, out=a) merges what arrives, b, into the tensor given, a: it adds, or takes the
+        maximum. Without combine what arrives overwrites the tensor."""
         arrived = {}
         for rank, t in receive.items():
             arrived[rank] = torch.empty_like(t) if combine else t
@@ -132,7 +133,8 @@ class RankView:
         return [(self.members[rank], t) for rank, t in others]
 
 
-# --- the ring again, in its two halves, for any operator. x is flat, and changes in place
+# --- the ring again, in its two halves: for any operator, and on a view of some of the ranks. x is
+# flat, and changes in place
 
 
 def ring_all_reduce(view, x, combine):
@@ -251,14 +253,14 @@ def double_tree_all_reduce(view, x, combine):
     and are added on the way. Then the sums travel down. A rank with children in one tree is a leaf
     of the other, so it sends two pieces a round: 2 S bytes in 2 (log2 N + pieces - 1) rounds."""
     rounds = double_tree(view, x)
-    for parents, children in rounds:
+    for children, parents in rounds:
         view.exchange(parents, children, combine)
-    for parents, children in reversed(rounds):
+    for children, parents in reversed(rounds):
         view.exchange(children, parents)
 
 
 def double_tree(view, x):
-    """This rank's (parents, children) in each round of the way up: {rank: piece of x}."""
+    """This rank's (children, parents) in each round of the way up: {rank: piece of x}."""
     n, height = view.size, (view.size - 1).bit_length()
     first, second = (half.split(TREE_PIECE) for half in x.tensor_split(2))
     rounds = [({}, {}) for _ in range(len(first) + height - 1)]
@@ -268,18 +270,19 @@ def double_tree(view, x):
         place = rank_at(view.rank)  # mirrored twice, a rank is itself again
         for child in range(1, n):
             path = path_to_root(child, n)
-            start = height - (len(path) - 1)  # the deepest ranks begin
+            # The deepest ranks begin: a parent has a piece a round before it sends it on
+            start = height - (len(path) - 1)
             if place == child:
-                for (parents, _), piece in zip(rounds[start:], pieces):
+                for (_, parents), piece in zip(rounds[start:], pieces):
                     parents[rank_at(path[1])] = piece
             elif place == path[1]:
-                for (_, children), piece in zip(rounds[start:], pieces):
+                for (children, _), piece in zip(rounds[start:], pieces):
                     children[rank_at(child)] = piece
     return rounds
 
 
 def path_to_root(place, n):
-    """With 6 places: 1, 3 -> 2 and 2, 5 -> 4 -> 0. Odd places are leaves."""
+    """With 6 places 1 and 3 send to 2, 2 and 5 to 4, and 4 to 0. Odd places are leaves."""
     path = [place]
     while place:
         lowest = place & -place  # its lowest bit moves one up

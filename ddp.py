@@ -59,33 +59,34 @@ def sum_gradients(parameters, group):
 
 
 class Bucket:
-    """One flat buffer for the gradients of several parameters of one dtype, device and group (see
-    kind_of, below): each p.grad is a view of it. Autograd adds in place to a p.grad that exists, so
-    nothing is copied in or out."""
+    """One flat buffer for the gradients of several parameters of one dtype and device: each p.grad
+    is a view of it. Autograd adds in place to a p.grad that exists, so nothing is copied in or
+    out."""
 
     def __init__(self, parameters):
         sizes = [p.numel() for p in parameters]
-        dtype, device, self.copies_group, self.partial_groups = kind_of(parameters[0])
         self.parameters = parameters
-        self.flat = torch.zeros(sum(sizes), dtype=dtype, device=device)
+        self.flat = parameters[0].new_zeros(sum(sizes))
         for p, piece in zip(parameters, self.flat.split(sizes)):
             p.grad = piece.view_as(p)
 
 
-def make_buckets(parameters, bucket_bytes):
-    """Buckets of at most `bucket_bytes` (a larger parameter gets its own), from the last parameter
-    to the first, because backward begins with the last layers."""
+def group_parameters(parameters, bucket_bytes, kind_of):
+    """Lists of parameters of one kind, at most bucket_bytes each (a larger parameter gets its own),
+    from the last parameter to the first: backward begins with the last layers. They are in the
+    order in which they are full."""
+    order = {p: i for i, p in enumerate(reversed(list(parameters)))}
     lists = []
-    latest = {}  # kind: its list that is being filled
+    filling = {}  # kind: its list that is being filled
     room = {}  # kind: the bytes left in that list
-    for p in reversed(parameters):
+    for p in order:
         kind = kind_of(p)
         if p.nbytes > room.get(kind, -1):
-            latest[kind], room[kind] = [], bucket_bytes
-            lists.append(latest[kind])
-        latest[kind].append(p)
+            filling[kind], room[kind] = [], bucket_bytes
+            lists.append(filling[kind])
+        filling[kind].append(p)
         room[kind] -= p.nbytes
-    return [Bucket(parameters) for parameters in lists]
+    return sorted(lists, key=lambda members: order[members[-1]])
 
 
 # --- overlap: a bucket is reduced while backward goes on
@@ -109,15 +110,18 @@ class DDP:
     def __init__(
         self, parameters, group, microbatches=1, bucket_bytes=25e6, overlap=True, all_reduce=None
     ):
-        listed = Counter(parameters)  # a tied matrix of two stages on this rank is listed twice
+        # A pipeline lists a tied matrix once for each stage that uses it: so many gradients come
+        listed = Counter(parameters)
         self.parameters = list(listed)
         self.group, self.microbatches, self.overlap = group, microbatches, overlap
         self.all_reduce = all_reduce or functools.partial(dist.all_reduce, async_op=True)
-        self.buckets = make_buckets([p for p in listed if p.requires_grad], bucket_bytes)
+        trained = [p for p in listed if p.requires_grad]
+        self.buckets = [Bucket(ps) for ps in group_parameters(trained, bucket_bytes, kind_of)]
         if not self.buckets:
             raise ValueError("no parameter needs a gradient: all frozen, or an iterator used up")
         self.addresses = {}  # where each p.grad is
         for bucket in self.buckets:
+            *_, bucket.copies_group, bucket.partial_groups = kind_of(bucket.parameters[0])
             bucket.grads_per_step = microbatches * sum(listed[p] for p in bucket.parameters)
             for p in bucket.parameters:
                 self.addresses[p] = p.grad.data_ptr()
@@ -132,19 +136,20 @@ class DDP:
             bucket.grads_left = bucket.grads_per_step  # gradients still to come in this step
 
     def zero_grad(self, give_up=False):
-        give_up = give_up or self.last_call == "half a backward()"  # it raised
+        give_up = give_up or self.last_call == "backward() begun"  # and an exception ended it
         check_call(self, "zero_grad()", not_after=[] if give_up else ["backward()"])
-        if give_up and self.overlap:
-            # What one rank has started, all must start, also a rank that had no gradient yet
+        if give_up:
+            # Other ranks may have started any of the buckets: this one must join all of them
             for bucket in self.buckets[len(self.works) :]:
                 bucket.flat.fill_(torch.nan)  # incomplete: nobody may train on it
             self._reduce_rest()
         self._start_step()
 
     def _arrived(self, bucket, p):  # autograd has added to p.grad
-        if self.last_call != "half a backward()":
+        if self.last_call != "backward() begun":
             check_call(self, "backward()", not_after=["finish()"])
-            self.last_call = "half a backward()"
+            self.last_call = "backward() begun"
+            # Called when this backward pass is over. Private, but torch's own DDP uses it too
             torch.autograd.Variable._execution_engine.queue_callback(self._backward_ended)
         if self.overlap:
             bucket.grads_left -= 1
@@ -173,7 +178,7 @@ class DDP:
 
     def finish(self):
         """After the last backward of a step: p.grad becomes the gradient of the whole batch."""
-        check_call(self, "finish()", not_after=["finish()", "half a backward()"])
+        check_call(self, "finish()", not_after=["finish()", "backward() begun"])
         self.last_call = "finish()"
         self.started_in_backward = len(self.works)  # buckets that started during backward
         self._reduce_rest()  # without overlap all; else from the first that is not full
@@ -221,6 +226,7 @@ import harness
 import parameter_server
 import proof
 import receipts.ddp
+import receipts.parameter_server
 
 
 def main():
@@ -232,8 +238,7 @@ def main():
     sums = ["torch", *collectives.ALL_REDUCE]
     why = "who adds up a bucket: torch.distributed, or an algorithm of collectives.py"
     parser.add_argument("--all-reduce", choices=sums, default="torch", help=why)
-    why = "--sync server: each of N ranks serves a share of the parameters (default: 1)"
-    parser.add_argument("--servers", **harness.POSITIVE, help=why)
+    receipts.parameter_server.gone(parser)
     args = parser.parse_args()
     harness.configure(args)
     train = parameter_server.synchronous if args.sync == "server" else demo

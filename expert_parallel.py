@@ -435,9 +435,8 @@ def main():
     g.add_argument("--chunks", **harness.POSITIVE, default=2, help=why)
     receipts.expert_parallel.flags(g)
     args = parser.parse_args()
-    receipts.expert_parallel.prepare(args)
     config = harness.configure(args)
-    receipts.expert_parallel.check_flags(args, config)
+    receipts.expert_parallel.check(args, config)
 
     def check(world):
         harness.check_batch(args, world)

@@ -60,7 +60,9 @@ class PlainFSDP:
         self.weights = self.flatten(p.detach() for p in self.parameters)
         self.shard = nn.Parameter(self.weights[rank * length : (rank + 1) * length].clone())
         end = 0
-        for p in self.parameters:  # a view by .data: autograd does not see a gather
+        for p in self.parameters:
+            # .data has a version counter of its own: to autograd a gather into self.weights is no
+            # change of the weights that it saved
             start, end = end, end + p.numel()
             p.data = self.weights[start:end].view_as(p)
             p.register_post_accumulate_grad_hook(self.after_gradient)
@@ -112,8 +114,9 @@ class FSDP(ZeRO):
             fsdp.clip(fsdp.grad_norm(), 1.0)           # clip_grad_norm_ finds no p.grad
             fsdp.step()                                # a scheduler goes on fsdp.optimizer
 
-    units: modules, in the order of forward. Their parameters are used within their forward only.
-    Parameters outside of all units are not split. Default: default_units(model). reshard=False: a
+    units: modules, in the order of forward; default: default_units(model). A unit's parameters may
+    be used inside that unit's forward only. Parameters outside of all units: each rank has the
+    whole weights, and shards of gradients and optimizer states. reshard=False: a
     unit's weights stay from its forward until its backward; a third less is sent. The other options
     are ZeRO's."""
 
@@ -148,8 +151,8 @@ class FSDP(ZeRO):
         super().__init__(model, group, 3, optimizer, microbatches, scopes=scopes, **options)
         del self.units_of  # it holds the parameters as they were, and their memory
 
-    def _kind(self, p):
-        return self.units_of[p], super()._kind(p)  # a tied matrix is in two units
+    def _kind(self, places, p):
+        return self.units_of[p], super()._kind(places, p)  # a tied matrix is in two units
 
     def _make_bucket(self, parameters, place, **options):
         users = self.units_of[parameters[0]]
@@ -182,8 +185,9 @@ class FSDP(ZeRO):
         self.prefetched = self.in_backward = None
 
     def _reduce_done(self, unit):
-        """Reduce `unit`, also where a gradient is missing here: a rank that has all reduces before
-        its next gather, and the order must agree. (A tied matrix goes with its first unit.)"""
+        """Reduce `unit` now, even if one of its gradients has never come on this rank. Ranks on
+        which all came have reduced it before their next gather, and all must send in one order.
+        (A tied matrix is reduced with its first unit.)"""
         if self.queue is not None:
             own = [bucket for bucket in unit.buckets if bucket.first_unit is unit]
             self._reduce_full(done=own)
@@ -236,7 +240,8 @@ class Unit:
         for t in outputs:
             t.register_hook(self.before_backward)
         if outputs and self.following is None and self.fsdp.reshard:
-            self.fsdp.prefetched = self  # the last unit: its backward is likely to be next
+            # Keep the last unit, whose backward is likely to be next. If not, enter() frees it
+            self.fsdp.prefetched = self
         elif self.fsdp.reshard or not outputs:
             self.release()
 
@@ -285,7 +290,7 @@ class UnitBucket(ShardedBucket):
 
     def _become(self, kind):
         for p in self.parameters:
-            if type(p) in (nn.Parameter, Freed):  # tensors without values have a class of torch's
+            if type(p) in (nn.Parameter, Freed):  # not a FakeTensor, as in a dry run
                 p.__class__ = kind
 
 

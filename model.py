@@ -39,8 +39,9 @@ IGNORE = -1  # the target of a position that adds nothing to the loss
 
 
 class Attention(nn.Module):
-    """Causal self-attention, x (B, T, C) -> (B, T, C). The rows of the one projection are grouped
-    by key/value head: q..q k v | q..q k v | ... If t divides H_kv, 1/t of them is whole heads."""
+    """Causal self-attention, x (B, T, C) -> (B, T, C). One matrix makes q, k and v. Its rows lie by
+    key/value head, q..q k v | q..q k v | ..., so 1/t of the rows is whole heads if t divides H_kv,
+    their number."""
 
     def __init__(self, config):
         super().__init__()
@@ -88,7 +89,7 @@ class MLP(nn.Module):
 
     def forward(self, x, target_count=None):
         x = self.enter(x)
-        # Gate first, as in parameters(): gradients become ready in that order, reversed (ddp.py)
+        # Gate before up, as in parameters(): ddp.py expects gradients in the reverse order
         gate = None if self.gate is None else self.gate(x)
         return self.finish(self.up(x), gate)
 
@@ -131,7 +132,7 @@ class GPT(nn.Module):
         if config.tied:
             self.head.out.weight = self.embed.token.weight
         for name, p in self.named_parameters():
-            p.init = initial_distribution(name, config.layers)  # `fill` draws from it
+            p.init = initial_distribution(name, config.layers)  # see the end of this file
 
     def forward(self, x, positions=None, targets=None, target_count=None, sample_ids=None):
         """Return the loss; without targets the logits (B, T, V); without a head activations.
@@ -253,7 +254,7 @@ def rotate(x, table):
     return x * cos + torch.cat((-b, a), dim=-1) * sin
 
 
-# --- dropout: the same bits whoever computes them (Salmon et al. 2011)
+# --- dropout: the same bits whoever computes them (the idea: Salmon et al. 2011)
 
 
 class Dropout(nn.Module):
@@ -419,9 +420,9 @@ class Experts(nn.Module):
         experts, hidden, width = config.experts, config.hidden, config.width
         self.gate = None
         if config.mlp == "swiglu":
-            self.gate = nn.Parameter(torch.empty(experts, hidden, width))
-        self.up = nn.Parameter(torch.empty(experts, hidden, width))
-        self.down = nn.Parameter(torch.empty(experts, width, hidden))
+            self.gate = nn.Parameter(0.02 * torch.randn(experts, hidden, width))
+        self.up = nn.Parameter(0.02 * torch.randn(experts, hidden, width))
+        self.down = nn.Parameter(0.02 * torch.randn(experts, width, hidden))
 
     def forward(self, rows, counts):
         ends = counts.cumsum(0).to(torch.int32)
@@ -471,7 +472,7 @@ class Config:
     width: int = 128  # C
     hidden: int = 512  # inner width of the MLP, or of each expert
     context: int = 128  # the longest sequence
-    vocab: int = 257
+    vocab: int = 257  # bytes, and a mark between documents
     positions: Literal["learned", "rope"] = "learned"
     norm: Literal["layernorm", "rmsnorm"] = "layernorm"
     mlp: Literal["gelu", "swiglu"] = "gelu"

@@ -13,12 +13,12 @@ Asynchronous  The server takes a step with each gradient, as soon as it comes. I
               worker waits to pull while some gradient could then become staler than a bound.
 Sent          A worker pushes P e bytes of gradients and pulls as many of weights, with P parameters
               of e bytes. The server sends (N-1) P e per step to the other N-1 ranks, or P e if
-              asynchronous. Of S servers each has 1/S of the parameters and of the load.
+              asynchronous. With a server on every rank, of 1/N each, it would be zero.py's stage 1.
 Limits        A rank of ddp.py's all-reduce sends 2 (N-1)/N P e, no rank is a bottleneck, no
               gradient is stale: take that for dense models on equal devices. The asynchronous
               server needs gloo: nccl can't receive from whichever rank is first.
 
-    torchrun --nproc_per_node=4 parameter_server.py --servers 2
+    torchrun --nproc_per_node=4 parameter_server.py
     python parameter_server.py --staleness 4
 
 Li et al. 2014, Scaling distributed machine learning with the parameter server (bounded delay).
@@ -28,11 +28,11 @@ Dean et al. 2012, Large scale distributed deep networks, section 4.1 (Downpour S
 import torch
 import torch.distributed as dist
 
-# --- the plainest form: synchronous. The server is a worker too
+# --- the plainest form: synchronous. Rank 0 is the server, and a worker too
 
 
-def push(parameters, group, server=0):
-    """Add up the gradients of all ranks on the server. The other ranks' p.grad become None.
+def push(parameters, group):
+    """Add up the gradients of all ranks on rank 0. The other ranks' p.grad become None.
 
         for micro_batches, count in batches:             # count: the tokens of all ranks
             pull(parameters, group)                      # the server's weights, on all ranks
@@ -48,12 +48,12 @@ def push(parameters, group, server=0):
     gradients = flat_message(
         [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
     )
-    if dist.get_rank(group) != server:
-        dist.send(gradients, group=group, group_dst=server)
+    if dist.get_rank(group) > 0:
+        dist.send(gradients, group=group, group_dst=0)
         for p in parameters:
             p.grad = None
         return
-    for worker in others(server, group):
+    for worker in range(1, dist.get_world_size(group)):
         received = torch.empty_like(gradients)
         dist.recv(received, group=group, group_src=worker)
         gradients += received
@@ -61,25 +61,21 @@ def push(parameters, group, server=0):
 
 
 @torch.no_grad()
-def pull(parameters, group, server=0):
+def pull(parameters, group):
     """Copy the server's weights to all ranks. Frozen parameters must be equal already."""
     parameters = trained(parameters)
     weights = flat_message(parameters)  # on workers only a buffer
-    if dist.get_rank(group) != server:
-        dist.recv(weights, group=group, group_src=server)
+    if dist.get_rank(group) > 0:
+        dist.recv(weights, group=group, group_src=0)
         for p, weight in split(weights, parameters):
             p.copy_(weight)
         return
-    for worker in others(server, group):
+    for worker in range(1, dist.get_world_size(group)):
         dist.send(weights, group=group, group_dst=worker)
 
 
 def trained(parameters):
     return [p for p in parameters if p.requires_grad]
-
-
-def others(server, group):
-    return [rank for rank in range(dist.get_world_size(group)) if rank != server]
 
 
 def flat_message(tensors):
@@ -97,23 +93,6 @@ def split(message, parameters):
 def set_gradients(parameters, message):
     for p, gradient in split(message, parameters):
         p.grad = gradient
-
-
-# --- several servers: each has a share of the parameters
-
-
-def deal_to_servers(parameters, servers):
-    """A list of parameters for each server, of about equally many bytes. Rank i serves list i.
-
-        for server, share in enumerate(deal_to_servers(model.parameters(), servers=2)):
-            push(share, group, server)                   # and likewise pull
-
-    Each server has the sums of its own list only, and its optimizer's states."""
-    shares = [[] for _ in range(servers)]
-    for p in sorted(trained(parameters), key=lambda p: p.nbytes, reverse=True):
-        smallest = min(shares, key=lambda share: sum(q.nbytes for q in share))
-        smallest.append(p)
-    return [share for share in shares if share]
 
 
 # --- asynchronous, with bounded staleness
@@ -136,7 +115,7 @@ def serve(parameters, group, steps, bound):
     steps: the batches of all workers, dealt out in turns: the first ones may have one more. bound:
     the largest staleness of a gradient."""
     parameters = trained(parameters)
-    workers = others(0, group)
+    workers = range(1, dist.get_world_size(group))
     batches_left = {worker: len(range(worker - 1, steps, len(workers))) for worker in workers}
     waiting = [worker for worker in workers if batches_left[worker]]  # for weights
     computing = {}  # worker: (the step at which it got its weights, their message)
@@ -170,8 +149,7 @@ import receipts.parameter_server as receipt
 
 def main():
     parser = harness.parser(__doc__)
-    why = "each of N ranks serves a share of the parameters (default: 1)"
-    parser.add_argument("--servers", **harness.POSITIVE, help=why)
+    receipt.gone(parser)
     why = "asynchronous: a gradient is at most N steps old when the server takes it"
     parser.add_argument("--staleness", **harness.NATURAL, help=why)
     args = parser.parse_args()
@@ -186,21 +164,18 @@ def synchronous(run):
     model = run.fill(run.meta_model())
     parameters = list(model.parameters())
     optimizer = harness.make_optimizer(parameters, args)
-    shares = deal_to_servers(parameters, args.servers or 1)
     for step in run.steps(optimizer):
-        for server, share in enumerate(shares):
-            pull(share, group, server)
+        pull(parameters, group)
         optimizer.zero_grad()
         loss = backward(run, model, run.microbatches(step, run.rank, run.world))
-        for server, share in enumerate(shares):
-            push(share, group, server)
+        push(parameters, group)
         dist.all_reduce(loss, group=group)
-        norm = harness.grad_norm(parameters, [group])  # of the servers' gradients together
+        norm = harness.grad_norm(parameters, [group])  # workers have no gradients now
         run.check(loss, norm, lambda: [(n, p) for n, p in model.named() if p.grad is not None])
         harness.clip(parameters, norm, args.grad_clip)
         optimizer.step()
         run.log(loss, norm)
-    return run.receipt(*receipt.synchronous(run, shares))
+    return run.receipt(*receipt.synchronous(run))
 
 
 def asynchronous(run):

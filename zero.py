@@ -50,8 +50,8 @@ class PlainZeRO1:
             (cross_entropy(model(x), y, reduction="sum") / tokens).backward()
             zero.step()
 
-    Before: equal weights on all ranks, in one dtype, on their device. Not checked: another
-    zero_grad() would drop the views, and clip_grad_norm_ would see 1/N of the gradient."""
+    Before: equal weights on all ranks, in one dtype, on their device, none frozen. Not checked:
+    another zero_grad() would drop the views, clip_grad_norm_ would see 1/N of the gradient."""
 
     def __init__(self, model, group, optimizer):
         parameters = list(model.parameters())
@@ -124,15 +124,15 @@ class ZeRO:
         gloo = dist.get_backend(group) == "gloo"
         self.reduce_scatter = DirectReduceScatter if gloo else reduce_scatter_tensor
         self.buckets = []
-        self.places = find_places(model, group, scopes or {None: model}, self.splits)
+        places = find_places(model, group, scopes or {None: model}, self.splits)
         views = {}  # a parameter: the view that takes its place
-        for parameters in group_parameters(model.parameters(), bucket_bytes, self._kind):
-            bucket = self._make_bucket(parameters, self.places[parameters[0]], **options)
+        kind_of = functools.partial(self._kind, places)
+        for parameters in group_parameters(model.parameters(), bucket_bytes, kind_of):
+            bucket = self._make_bucket(parameters, places[parameters[0]], **options)
             bucket.passes = microbatches * len(bucket.place.scopes)  # backward passes that fill it
             bucket.passes_left = bucket.passes
             self.buckets.append(bucket)
             views.update(zip(parameters, bucket.parameters))
-        del self.places  # it holds the parameters as they were, and their memory
         for module in model.modules():
             for name, p in module.named_parameters(recurse=False, remove_duplicate=False):
                 setattr(module, name, views[p])
@@ -150,11 +150,11 @@ class ZeRO:
         self.queue = None  # the buckets that the running backward pass has still to reduce
         self.backward_running = False  # still true after an exception
         self.last_call = None  # "zero_grad", "backward" or "finish"
-        self.reload()
+        self.reload()  # a rank has filled its own shards only
 
-    def _kind(self, p):
+    def _kind(self, places, p):
         """What the parameters of a bucket have in common."""
-        return p.requires_grad, p.dtype, p.device, self.places[p]
+        return p.requires_grad, p.dtype, p.device, places[p]
 
     def _make_bucket(self, parameters, place, **options):
         return ShardedBucket(parameters, place, self.stage, **options)
@@ -179,7 +179,7 @@ class ZeRO:
         self.last_call = "backward"
         self._backward_begins()
         if self.queue is None:
-            self._begin_pass()
+            self._fill_queue()
         check_zero_gradient(self, bucket)
         bucket.add(i, gradient)
         self._reduce_full()
@@ -194,14 +194,14 @@ class ZeRO:
     def _backward_ends(self):
         self.backward_running = False
         if self.queue is not None:  # None: no parameter got a gradient, as in autograd.grad
-            self._end_pass()
+            self._reduce_rest()
 
-    def _begin_pass(self):
+    def _fill_queue(self):
         self.queue = [b for b in self.trainable if b.passes_left > 0]
         if self.scope is not None:
             self.queue = [b for b in self.queue if self.scope in b.place.scopes]
 
-    def _end_pass(self):
+    def _reduce_rest(self):
         self._reduce_full(done=list(self.queue))  # a parameter may have got no gradient
         self._wait()
         self.queue = None
@@ -242,7 +242,7 @@ class ZeRO:
         bucket.keep_shard()
         across = bucket.place.across
         if across is not None and bucket.passes_left == 0:
-            self.sums.append(dist.all_reduce(bucket.gradient, group=across, async_op=True))
+            self.sums.append(dist.all_reduce(bucket.gradient_shard, group=across, async_op=True))
 
     def finish(self):
         """Complete the gradients, after the last backward of a step. grad_norm(), clip() and step()
@@ -254,19 +254,19 @@ class ZeRO:
         self._run_missing_passes()
         for bucket in self.trainable:
             for group in bucket.place.partial:
-                dist.all_reduce(bucket.gradient, group=group)
+                dist.all_reduce(bucket.gradient_shard, group=group)
         self.last_call = "finish"
 
     def _run_missing_passes(self, given_up=False):
         # A rank that ran fewer backward passes must still join the reductions
         while self.queue is not None or any(bucket.passes_left for bucket in self.trainable):
             if self.queue is None:  # else an exception ended this pass half way
-                self._begin_pass()
+                self._fill_queue()
             if given_up:
                 for bucket in self.queue:
                     bucket.allocate_gradients()
                     bucket.gradients.fill_(torch.nan)  # incomplete: nobody may train on it
-            self._end_pass()
+            self._reduce_rest()
         for work in self.sums:
             work.wait()
         self.sums.clear()
@@ -278,7 +278,7 @@ class ZeRO:
         self.finish()
         for bucket in self.trainable:
             # A copy only if the master has another dtype or place
-            gradient = bucket.gradient.to(bucket.master)
+            gradient = bucket.gradient_shard.to(bucket.master)
             for piece, span in zip(bucket.pieces, bucket.spans):
                 piece.grad = gradient[span].view(piece.shape)
         self.optimizer.step()  # once for all buckets: some optimizers count their steps
@@ -301,7 +301,7 @@ class ZeRO:
         for bucket in self.trainable:
             for p, span in zip(bucket.parameters, bucket.spans):
                 if is_counted(p, bucket.place, self.cut_groups, stages):
-                    counted.append(bucket.gradient[span])
+                    counted.append(bucket.gradient_shard[span])
         total = torch.zeros((), dtype=torch.float64, device=self.buckets[0].weights.device)
         if counted:
             dtype = torch.promote_types(counted[0].dtype, torch.float32)
@@ -319,7 +319,7 @@ class ZeRO:
         if limit > 0:
             scale = (limit / (norm + 1e-6)).clamp(max=1.0)
             for bucket in self.trainable:
-                bucket.gradient.mul_(scale.to(bucket.gradient.dtype))
+                bucket.gradient_shard.mul_(scale.to(bucket.gradient_shard.dtype))
 
     @torch.no_grad()
     def gather_full(self, named):
@@ -328,7 +328,7 @@ class ZeRO:
         copies = {}
         for bucket in self.buckets:
             weights = bucket.gather_full(bucket.master)
-            gradients = bucket.gather_full(bucket.gradient) if bucket.trainable else None
+            gradients = bucket.gather_full(bucket.gradient_shard) if bucket.trainable else None
             for i, p in enumerate(bucket.parameters):
                 copy = nn.Parameter(bucket.part(i, weights).clone())
                 copy.__dict__.update(p.__dict__)
@@ -358,12 +358,14 @@ class ZeRO:
 class ShardedBucket:
     """Some parameters as one flat tensor of S elements: N equal shards, one of them this rank's.
 
-    weights   (S,)     in `param_dtype`; the model's parameters are views of it
-    shard     (S/N,)   this rank's shard of the weights
-    master    (S/N,)   what the optimizer steps on: the shard, or its copy in another dtype or place
-    pieces             master cut at the parameters' borders, `spans`: one a parameter, maybe empty
-    gradients (S,)     of this rank, in `reduce_dtype`
-    gradient  (S/N,)   this rank's shard of their sum over all ranks
+    weights         (S,)    in `param_dtype`; the model's parameters are views of it
+    shard           (S/N,)  this rank's shard of the weights
+    master          (S/N,)  what the optimizer steps on: the shard, or its copy in another dtype or
+                            place
+    pieces                  master cut at the parameters' borders, `spans`: one a parameter, maybe
+                            empty
+    gradients       (S,)    of this rank, in `reduce_dtype`
+    gradient_shard  (S/N,)  this rank's shard of their sum over all ranks
 
     value(p): p's initial value, on the device to use, in the masters' dtype. Default: p itself. The
     model may be on the meta device. offload: masters and optimizer states in the host's memory.
@@ -416,13 +418,13 @@ class ShardedBucket:
             self.parameters.append(nn.Parameter(view, requires_grad=self.trainable))
             self.parameters[-1].__dict__.update(p.__dict__)
         self.arrived = set()  # the numbers of the parameters whose gradients have come
-        self.gradients = self.gradient = None
+        self.gradients = self.gradient_shard = None
         self.reduce_dtype = reduce_dtype or self.weights.dtype
         if self.trainable and stage < 2:
             self.allocate_gradients()
-            self.gradient = self.gradients[self.own]
+            self.gradient_shard = self.gradients[self.own]
         elif self.trainable:
-            self.gradient = self.weights.new_zeros(self.length, dtype=self.reduce_dtype)
+            self.gradient_shard = self.weights.new_zeros(self.length, dtype=self.reduce_dtype)
 
     def _allocate(self, like, param_dtype, offload):
         self.weights = like.new_zeros(self.size, dtype=param_dtype)
@@ -447,7 +449,7 @@ class ShardedBucket:
             self.gradients.zero_()
         else:
             self.gradients = None
-            self.gradient.zero_()
+            self.gradient_shard.zero_()
 
     def add(self, i, gradient):
         self.allocate_gradients()
@@ -460,7 +462,7 @@ class ShardedBucket:
     def keep_shard(self):
         """This rank's shard of the sum is complete. Stage 2 frees the rest."""
         if self.stage >= 2:
-            self.gradient += self.gradients[self.own]
+            self.gradient_shard += self.gradients[self.own]
             self.gradients = None
 
     def publish(self):
@@ -614,9 +616,9 @@ def check_grad_mode():
 def check_zero_gradient(zero, bucket):
     if bucket not in zero.queue:
         raise RuntimeError(
-            f"a gradient came after its bucket was reduced: more backward passes than the"
-            f" {zero.microbatches} of microbatches= need a zero_grad() each step; several stages of"
-            " a pipeline need scopes=, and with a split backward backward(stage, complete=False)"
+            f"a gradient came after its bucket was reduced: there were more backward passes than"
+            f" microbatches={zero.microbatches}, or no zero_grad(). With a pipeline: several stages"
+            " need scopes=, and a split backward needs backward(stage, complete=False)"
             " for its first part; a weight that gets two gradients in one micro-batch needs"
             " used_twice = True (see zero_bubble.py)"
         )

@@ -43,7 +43,6 @@ class Corpus:
     encoding: Any  # turns text into these tokens: see tokens.py
     digest: str  # sha256 of the tokens' bytes; of ready-made tokens, of the first
     held_out: np.ndarray | None = None  # the validation split, if it is a file of its own
-    limit: int | None = None  # of ready-made tokens: each batch's must be below it
 
     def split(self, which, context):
         """Tokens of the split "train" or "val". Refuses a split that is too short."""
@@ -69,8 +68,6 @@ class Corpus:
         samples = np.array([hash64(step_hash, row) for row in rows], dtype=np.uint64)
         starts = samples % np.uint64(len(tokens) - context)
         windows = np.stack([tokens[int(s) : int(s) + context + 1] for s in starts])
-        if self.limit is not None:
-            ready_made.check_tokens(windows, self.limit, f"{self.name} ({split}), step {step + 1}")
         windows = torch.from_numpy(windows.astype(np.int64))  # (B, T + 1)
         return windows[:, :-1], windows[:, 1:], torch.from_numpy(samples.view(np.int64))
 
@@ -99,7 +96,7 @@ def load(source="stdlib", tokenizer="bytes", folder=None, vocab=None, dtype=None
         vocab = vocab or encoding.n_vocab
         tokens, held_out = ready_made.read(source, vocab, dtype)
         digest = ready_made.digest(tokens)
-        return Corpus(str(source), tokens, encoding, digest, held_out, limit=vocab)
+        return Corpus(str(source), tokens, encoding, digest, held_out)
     folder = pathlib.Path(folder or cache_folder())
     files = find(source)
     name = pathlib.Path(source).resolve().name
@@ -112,7 +109,7 @@ def load(source="stdlib", tokenizer="bytes", folder=None, vocab=None, dtype=None
         try:
             tokens = np.load(cache, mmap_mode="r")
         except (OSError, ValueError, EOFError):  # there is none yet, or it was cut off
-            whole = folder / f"{cache.name}.{secrets.token_hex(4)}"  # no reader sees half of it
+            whole = folder / f"{secrets.token_hex(4)}-{cache.name}"  # no reader sees half of it
             with open(whole, "wb") as file:
                 np.save(file, encode(files, encoding, source))
             os.replace(whole, cache)

@@ -140,7 +140,7 @@ def model_flags(g):
     why = "turn the preset into this family (tiny is gpt2)"
     g.add_argument("--family", choices=["gpt2", "llama"], help=why)
     for name, least, most, why in [
-        ("layers", 1, 10_000, "number of blocks"),
+        ("layers", 1, 10**5, "number of blocks"),
         ("heads", 1, MOST, "attention heads in a layer"),
         ("kv-heads", 1, MOST, "key/value heads; fewer than heads is grouped-query attention"),
         ("width", 1, MOST, "size of the residual stream"),

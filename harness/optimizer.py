@@ -40,11 +40,6 @@ def grad_norm(parameters, groups=()):
     parameters = list(parameters)
     device = parameters[0].device if parameters else None
     counted = [p.grad for p in parameters if p.grad is not None and is_first(p, groups)]
-    return norm_of(counted, groups, device)
-
-
-def norm_of(counted, groups, device):
-    """The norm of the tensors `counted` of all ranks of the groups together: a float64 scalar."""
     total = torch.zeros((), dtype=torch.float64, device=device)
     if counted:
         dtype = torch.promote_types(counted[0].dtype, torch.float32)

@@ -140,10 +140,7 @@ class TrainingRank(Rank):
         batches of their own, one after the other: island i's parts begin with number i * parts."""
         size = self.args.batch // parts
         rows = range(part * size, (part + 1) * size)
-        try:
-            batch = self.corpus.batch(step, rows, self.config.context, self.args.seed, split)
-        except Refused as e:  # ready-made tokens; other ranks have other rows
-            raise Refused(str(e), self.rank, alone=True) from e
+        batch = self.corpus.batch(step, rows, self.config.context, self.args.seed, split)
         pieces = pieces or self.args.microbatches
         tokens, targets, samples = (self.to_device(t).tensor_split(pieces) for t in batch)
         return list(zip(tokens, targets, samples))

@@ -7,8 +7,8 @@
 
 A bare .bin does not say what it holds. --data-dtype does; without it, a model of at most 65,536
 tokens takes uint16 and a larger one uint32, the smallest that fits, which is what these programs
-write. The first tokens of a file, and the tokens of each batch, must be below the model's
-vocabulary: a file of the other dtype, or of another tokenizer, does not pass for long.
+write. The first tokens of a file must be below the model's vocabulary: a file of the other dtype,
+or of another tokenizer, does not pass.
 """
 
 import hashlib
@@ -68,7 +68,11 @@ def open_file(path, vocab, dtype):
     if tokens.dtype == np.uint16 and first.any() and not first[1::2].any():
         problem = "holds uint32, not uint16: every other number is zero"
         raise Refused(f"--data {path} {problem}; give --data-dtype uint32")
-    check_tokens(first, vocab, path)
+    wrong = first[(first < 0) | (first >= vocab)]
+    if len(wrong):
+        found = f"has token {wrong[0]} (read as {tokens.dtype})"
+        advice = f"--vocab {wrong[0] + 1} or more, another --data-dtype, or the model's own tokens"
+        raise Refused(f"--data {path} {found}, but the vocabulary is {vocab}: give {advice}")
     return tokens
 
 
@@ -90,13 +94,3 @@ def digest(tokens):
     content = hashlib.sha256(f"{tokens.dtype} {len(tokens)}".encode())
     content.update(np.ascontiguousarray(tokens[:SAMPLE]))
     return content.hexdigest()
-
-
-def check_tokens(tokens, vocab, where):
-    """Raise Refused for a token that the vocabulary has not."""
-    low, high = int(tokens.min()), int(tokens.max())
-    if low < 0 or high >= vocab:
-        wrong = low if low < 0 else high
-        found = f"has token {wrong} (read as {tokens.dtype})"
-        advice = f"--vocab {wrong + 1} or more, another --data-dtype, or the model's own tokens"
-        raise Refused(f"--data {where} {found}, but the vocabulary is {vocab}: give {advice}")

@@ -32,7 +32,6 @@ os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
 
 # What a user, a terminal that closes or a batch system sends to end a run
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-NOTICE = 30  # seconds that ranks get after SIGTERM or SIGHUP, in which train.py saves
 MOST = 1024  # ranks that are started on one machine
 NOBODY_READS = 141  # exit code of a process whose reader has ended, as `head` does
 EXPLAINED = {0, 1, 2, LOST, NOBODY_READS}  # exit codes of ranks that need no further word
@@ -161,8 +160,8 @@ def start_rank(work, environment):
 
 def watch(running, received):
     """Wait until the ranks have ended, and pass signals on to them. Returns {rank: exit code, or
-    minus a signal's number} and the last signal, or None. A rank that does not end in time after
-    a signal or another rank's failure is killed, and has no exit code."""
+    minus a signal's number} and the last signal, or None. A rank that does not end soon after
+    another one's failure is killed, and has no exit code."""
     codes, stopped_by, deadline = {}, None, math.inf
     while running and time.monotonic() < deadline:
         for pid in list(running):
@@ -175,8 +174,6 @@ def watch(running, received):
             stopped_by = received.pop(0)
             for pid in running:
                 os.kill(pid, stopped_by)
-            notice = 0.5 if stopped_by == signal.SIGINT else NOTICE
-            deadline = min(deadline, time.monotonic() + notice)
         time.sleep(0.01)
     for pid in running:
         os.kill(pid, signal.SIGKILL)

@@ -87,7 +87,7 @@ def lasting_of_zero(zero):
     masters = [bucket.master for bucket in zero.buckets if bucket.master is not bucket.shard]
     return {
         "parameters": [t for bucket in zero.buckets for t in (bucket.weights, bucket.shard)],
-        "gradients": [b.gradients if zero.stage < 2 else b.gradient for b in zero.trainable],
+        "gradients": [b.gradients if zero.stage < 2 else b.gradient_shard for b in zero.trainable],
         "optimizer": [t for t in states if torch.is_tensor(t) and t.dim()] + masters,
     }
 

@@ -1,8 +1,9 @@
 """What ddp.py refuses, and what its ranks send and hold: 2 r P e, however it is summed."""
 
+from harness.flags import check_batch
 from harness.refusal import Refused
 from proof.receipt import Count
-from receipts import collectives, parameter_server
+from receipts import collectives
 from receipts.formulas import SCALAR, Group, add, held, parameters_of, sizes_of, summed
 
 
@@ -10,9 +11,7 @@ def check(args, world):
     """Refuse flags that do not go together on `world` ranks."""
     if args.all_reduce != "torch" and args.sync in ("server", "naive"):
         raise Refused("--all-reduce needs buckets: use --sync bucketed or overlapped")
-    if args.servers and args.sync != "server":
-        raise Refused("--servers is for parameter servers: add --sync server, or leave it out")
-    parameter_server.check(args, world)
+    check_batch(args, world)
 
 
 def expected(sizes, group, copies=None, scalars=1, by_torch=True):

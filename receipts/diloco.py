@@ -96,19 +96,19 @@ class Island(Trainee):
 
     def message(self, part, names, old, bits, pieces=None):
         """What this island says of a part, as the others read it. pieces: see `play`."""
-        moved = [old[name].to(self.weights[name]).to(old[name]) for name in names]
-        moved = [m - self.weights[name].to(m) for m, name in zip(moved, names)]
+        weights = [self.weights[name] for name in names]
+        sizes = [weight.numel() for weight in weights]
+        # The old weights as the island had them, in its own dtype
+        moved = [old[name].to(w).to(old[name]) - w.to(old[name]) for name, w in zip(names, weights)]
         wanted = torch.cat([m.flatten() for m in moved]) + self.errors.get(part, 0)
         if pieces is None:
             said = rounded(wanted, bits)
         else:
-            split = wanted.split([m.numel() for m in moved])
-            said = [rounded_in(pieces[name], x, bits) for name, x in zip(names, split)]
-            said = torch.cat(said)
+            named = zip(names, wanted.split(sizes))
+            said = torch.cat([rounded_in(pieces[name], x, bits) for name, x in named])
         if bits:
             self.errors[part] = wanted - said.to(wanted)
-        sizes = [m.numel() for m in moved]
-        return [piece.view_as(m) for piece, m in zip(said.split(sizes), moved)]
+        return [piece.view_as(w) for piece, w in zip(said.split(sizes), weights)]
 
 
 def rounded(x, bits):
@@ -264,11 +264,13 @@ def outer_rows(args, diloco, islands, ledger, steps, finished=False):
     for key, row in rows.items():
         calls, payload, wire = ledger.sent.get(key, (0, 0, 0.0))
         rows[key] = *row, [calls, payload // len(steps), wire / len(steps)]
-    momenta = [part.outer.state[part.old].get("momentum_buffer") for part in diloco.parts]
-    errors = [part.error for part in diloco.parts]
-    kinds = [part.old for part in diloco.parts], momenta, errors
-    for (kind, row), tensors in zip(held.items(), kinds):
-        held[kind] = *row, storage_bytes(t for t in tensors if t is not None)
+    tensors = {"old_weights": [], "outer_momentum": [], "outer_error": []}
+    for part in diloco.parts:
+        tensors["old_weights"].append(part.old)
+        tensors["outer_momentum"].append(part.outer.state[part.old].get("momentum_buffer"))
+        tensors["outer_error"].append(part.error)
+    for kind, row in held.items():
+        held[kind] = *row, storage_bytes(t for t in tensors[kind] if t is not None)
     return rows, held
 
 
@@ -300,10 +302,5 @@ def of_demo(run, diloco, player):
     notes = [f"sent: the mean of {args.steps} steps; calls: of all"]
     if n > 1 and sent:
         ddp = formulas.all_reduce_sent(sizes.parameters() * sizes.e, n)
-        numbers = max(part.old.numel() for part in diloco.parts)
-        largest = message_bytes(numbers, args.outer_bits, sizes.exact)
-        notes.append(
-            f"ddp.py sends {human(ddp).strip()} a step, {ddp / sent:,.1f} times as much; "
-            f"the largest message here has {human(largest).strip()}"
-        )
+        notes.append(f"ddp.py sends {human(ddp).strip()} a step, {ddp / sent:,.1f} times as much")
     return rows, formulas.held(sizes) | outer, notes

@@ -7,8 +7,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from harness.flags import real
-from harness.plots import check_plot, plot_flag, pyplot, save
+from harness.flags import gone, real
 from harness.refusal import Refused
 from proof.receipt import Count
 from receipts import ddp
@@ -18,26 +17,22 @@ from receipts.formulas import SCALAR, Group, add, held, sizes_of, summed
 
 
 def flags(group):
-    """What changes the load of experts, and what shows it. `prepare` checks them."""
+    """What changes the load of experts. `check` has the rules."""
     why = "how far a bias on the router's choice moves towards even load after each step (0 = off)"
     group.add_argument("--bias-rate", type=real(0), default=0.0, metavar="X", help=why)
     why = "an expert takes at most X times its even share of a rank's tokens, and drops others; "
     why += "no layout equals another then: --prove is off (default: nothing is dropped)"
     group.add_argument("--capacity", type=real(0), metavar="X", help=why)
-    plot_flag(group, "draw the load of experts and ranks")
+    gone(group, "--plot", "the load of each expert is printed")
 
 
-def prepare(args):
-    """Refuse a --plot that can't be drawn. With --capacity --prove is off, unless it is given."""
-    check_plot(args)
-    if args.capacity is not None and args.prove is None:
-        args.prove = 0
-
-
-def check_flags(args, config):
-    """Refuse a capacity that drops every token, and more pieces than tokens."""
+def check(args, config):
+    """Refuse a capacity that drops every token, and more pieces than tokens. With --capacity
+    --prove is off, unless it is given."""
     if args.capacity == 0:
         raise Refused("--capacity 0 drops every token: 1 is an even share, or leave it out")
+    if args.capacity is not None and args.prove is None:
+        args.prove = 0
     check_chunks("--chunks", args.chunks, args, config)
 
 
@@ -112,7 +107,7 @@ class Report:
         self.run = run
         self.mixtures = [block.mlp for block in model.blocks.values()]
         self.sizes = self.mixtures[0].dispatch.sizes  # how many experts each rank has
-        self.rows, self.loads = RowCounter(self.mixtures), []
+        self.rows, self.load = RowCounter(self.mixtures), 0.0
         self.assignments = self.dropped = self.too_many = 0
         for mixture in self.mixtures if run.args.capacity is not None else []:
             mixture.dispatch.register_forward_pre_hook(self.count_too_many)
@@ -132,15 +127,12 @@ class Report:
         self.assignments += rows.assignments
         self.dropped += rows.assignments - rows.sent
         rows.clear()
-        self.loads.append(torch.stack([mixture.router.load for mixture in self.mixtures]))
+        self.load += torch.stack([mixture.router.load for mixture in self.mixtures])
 
     def show_load(self):
-        """Print how often experts were chosen, and draw it where --plot asks for that."""
-        load = torch.stack(self.loads)  # (steps, layers, E)
-        dist.all_reduce(load)
-        self.run.print("\n" + load_table(load.cpu()))
-        if self.run.args.plot and self.run.rank == 0:
-            plot(self.run.args.plot, load.cpu(), self.sizes)
+        """Print how often experts were chosen."""
+        dist.all_reduce(self.load)
+        self.run.print("\n" + load_table(self.load.cpu()))
 
     def of_demo(self):
         """(sent, held, notes) of the receipt. Other gradients are summed as by ddp.py."""
@@ -167,32 +159,11 @@ class Report:
 
 
 def load_table(load):
-    """The load (steps, layers, E) over the run, as text: a row a layer, of each expert the percent
-    of an even share."""
-    load = load.sum(0)
+    """The load (layers, E) over the run, as text: a row a layer, of each expert the percent of an
+    even share."""
     # A router without a gradient has counted nothing: shares of 0
     shares = load / load.sum(1, keepdim=True).clamp(min=1) * load.shape[1]
     lines = ["load of experts over the run, percent of an even share"]
     for i, row in enumerate(shares.tolist()):
         lines.append(f"  layer {i:3d}  " + "".join(f"{100 * share:5.0f}" for share in row))
     return "\n".join(lines)
-
-
-def plot(name, load, sizes):
-    """The same as a figure: for each layer, experts by steps; lines between the ranks."""
-    plt = pyplot()
-    share = load / load.sum(2, keepdim=True) * load.shape[2]  # (steps, layers, E)
-    figure, axes = plt.subplots(
-        1, load.shape[1], figsize=(3 * load.shape[1] + 1, 3.5), sharey=True, squeeze=False
-    )
-    for layer, axis in enumerate(axes[0]):
-        extent = (0.5, len(load) + 0.5, load.shape[2] - 0.5, -0.5)  # the first step is 1
-        colors = dict(vmin=0, vmax=2, cmap="RdBu_r", interpolation="nearest")
-        image = axis.imshow(share[:, layer].T.tolist(), aspect="auto", extent=extent, **colors)
-        axis.set(title=f"layer {layer}", xlabel="step")
-        axis.xaxis.get_major_locator().set_params(integer=True)
-        for edge in torch.tensor(sizes).cumsum(0)[:-1].tolist():
-            axis.axhline(edge - 0.5, color="black", linewidth=0.8)
-    axes[0][0].set_ylabel("expert")
-    figure.colorbar(image, ax=axes[0].tolist(), label="load, 1 = even, 2 and more", extend="max")
-    save(figure, name)

@@ -5,6 +5,7 @@ from collections import Counter
 
 import torch.distributed as dist
 
+from harness import flags
 from harness.flags import check_batch
 from harness.refusal import Refused
 from proof.ledger import Ledger
@@ -13,14 +14,15 @@ from proof.receipt import Count
 from receipts.formulas import SCALAR, Group, held, sizes_of, summed
 
 
+def gone(parser):
+    instead = "rank 0 is the server; zero.py --stage 1 shares its work out to all ranks"
+    flags.gone(parser, "--servers", instead)
+
+
 def check(args, world):
     """Refuse what does not fit so many ranks."""
-    if args.servers and args.servers > world:
-        raise Refused(f"--servers {args.servers} needs as many ranks, and there are {world}")
-    if getattr(args, "staleness", None) is None:
+    if args.staleness is None:
         return check_batch(args, world)
-    if args.servers:
-        raise Refused("--servers is for synchronous training: leave it or --staleness out")
     if world == 1:
         raise Refused("--staleness needs a server and a worker: use --nproc 2 or more")
     if args.backend == "nccl":
@@ -32,12 +34,11 @@ def check(args, world):
 
 
 def expected(sizes, group, served):
-    """(sent, held) of a rank that serves so many of the parameters; a worker serves none."""
-    others = sizes.parameters() - served
-    text = "(N-1) P_s e of weights, (P - P_s) e of gradients; it serves P_s" if served else "P e"
-    if not others:
-        text = "(N-1) P e"
-    sent = {("send", group.name): (((group.ranks - 1) * served + others) * sizes.e, text)}
+    """(sent, held) of the server, which serves all parameters, or of a worker: it serves 0."""
+    row = sizes.parameters() * sizes.e, "P e of gradients"
+    if served:
+        row = (group.ranks - 1) * served * sizes.e, "(N-1) P e of weights"
+    sent = {("send", group.name): row}
     sent |= summed(group, 2 * SCALAR, "the loss and the norm, 8 bytes each")
     return sent, held_by(sizes, served)
 
@@ -54,19 +55,19 @@ def held_by(sizes, served):
     }
 
 
-def synchronous(run, shares):
-    """What Run.receipt takes. shares: the parameters of each server."""
+def synchronous(run):
+    """What Run.receipt takes."""
     group, sizes = Group("dp", run.world), sizes_of(run.args, run.config, run.world)
-    served = sum(p.numel() for p in shares[run.rank]) if run.rank < len(shares) else 0
-    layout = {"dp": run.world, "sync": "server", "servers": len(shares)}
-    return layout, *expected(sizes, group, served), [], "a server" if served else "a worker"
+    served = sizes.parameters() if run.rank == 0 else 0
+    layout = {"dp": run.world, "sync": "server"}
+    return layout, *expected(sizes, group, served), [], "the server" if served else "a worker"
 
 
 def asynchronous(run, replay):
     """The same, where what is sent is the mean of all steps."""
     steps, workers, bound = run.args.steps, run.world - 1, run.args.staleness
     sizes = sizes_of(run.args, run.config)
-    parameters, role, text = sizes.parameters(), "a server", "P e"
+    parameters, role, text = sizes.parameters(), "the server", "P e"
     size = parameters * sizes.e
     if run.rank > 0:
         own = len(range(run.rank - 1, steps, workers)) / steps

@@ -87,16 +87,14 @@ def stage_layers(config, stages):
     layer's. Raises ValueError for fewer layers than stages."""
     if config.layers < stages:
         raise ValueError(f"{config.layers} layers are too few for {stages} pipeline stages")
+    if stages == 1:
+        return [range(config.layers)]
     projection = 6 * config.width * config.vocab
     layer = (flops_per_token(config) - projection) // config.layers
     cuts = []
     for last in range(1, config.layers - stages + 2):  # layers of the last stage
-        lengths = [last]
-        if stages > 1:
-            each, more = divmod(config.layers - last, stages - 1)
-            lengths = [each] * (stages - 1 - more) + [each + 1] * more + [last]
-        elif last < config.layers:
-            continue
+        each, more = divmod(config.layers - last, stages - 1)
+        lengths = [each] * (stages - 1 - more) + [each + 1] * more + [last]
         costs = [layer * length for length in lengths]
         costs[-1] += projection
         cuts.append((max(costs), sum(cost**2 for cost in costs), -last, lengths))
@@ -136,19 +134,16 @@ def simulate(schedule, forward=1.0, input=1.0, weight=1.0, transfer=0.0, time=No
     return spans
 
 
-def makespan(spans):
-    """From the first action of all ranks to the last."""
-    return max(row[-1][1] for row in spans)
-
-
 def working(row):
     """The time that one rank's actions take."""
     return sum(end - start for start, end, _ in row)
 
 
 def utilisation(spans):
-    """The part of the makespan in which ranks work. Waits at the ends of a step count as idle."""
-    return sum(working(row) for row in spans) / (len(spans) * makespan(spans))
+    """The part of a step, from the first action of all ranks to the last, in which ranks work.
+    Waits at its ends count as idle."""
+    end = max(row[-1][1] for row in spans)
+    return sum(working(row) for row in spans) / (len(spans) * end)
 
 
 def waiting(spans):
@@ -199,11 +194,9 @@ def by_paper(name, ranks, microbatches, stages, *times):
     """The time that a rank waits by the paper, or None where the paper's condition excludes it; and
     the formula, or that condition, as text. times: of a rank's F, I and W."""
     text, formula = BUBBLES[name]
-    least, condition = 1, ""
-    if name == "zb-h1":
-        least, condition = ranks, "m >= p"
-    if name in ("zb-h2", "zb-v"):
-        least, condition = 2 * ranks - 1, "m >= 2p-1"
+    twice = "m >= 2p-1", 2 * ranks - 1
+    conditions = {"zb-h1": ("m >= p", ranks), "zb-h2": twice, "zb-v": twice}
+    condition, least = conditions.get(name, ("", 1))
     if microbatches < least:
         return None, f"{text}, only for {condition} = {least}"
     return formula(ranks, microbatches, stages, *times), text
@@ -263,29 +256,45 @@ def expected(sizes, group, messages, tied=None, scalars=2):
     return sent, held(sizes, "blocks of the stages, and the ends' matrices", "in flight x blocks")
 
 
+def of_rank(config, schedule, rank):
+    """What a rank of the schedule has of the model, as fields of Sizes."""
+    layers, stages = stage_layers(config, schedule.last + 1), schedule.stages(rank)
+    return {
+        "layers": tuple(layers[stage] for stage in stages),
+        "embedding": 0 in stages,
+        "head": schedule.last in stages,
+        "in_flight": in_flight(schedule[rank], lambda stage: len(layers[stage])),
+    }
+
+
 def receipt(run, schedule, layers, in_w):
     """Write the receipt of a demo's run. Returns the exit code.
 
     layers: the range of layers of each stage. in_w: this rank's GradientsInW, of the last step."""
-    args, notes = run.args, plan_notes(run.args, schedule, layers)
-    layout = {"pp": run.world, "schedule": args.schedule, "microbatches": args.microbatches}
+    args, name, rank = run.args, run.args.schedule, run.rank
+    p, v, m = run.world, len(layers) // run.world, args.microbatches
+    plan, flying = simulate(schedule), [in_flight(row) for row in schedule]
+    held = f"by rank: {' '.join(map(str, flying))}"
+    wait, text = by_paper(name, p, m, v, v, v, v)  # a stage's F is one unit, a rank's is v
+    waits = waiting(plan)
+    notes = [
+        f"layers of the stages: {' '.join(f'{r.start}-{r.stop - 1}' for r in layers)}",
+        Count(
+            f"activations held at most, in stages x micro-batches, {held}",
+            max(flying),
+            most_in_flight(name, p, m, v),
+        ),
+        Count(f"a rank waits {waits:g} units of {3 * m * v}, by the paper {text}", waits, wait),
+        f"utilisation of the step {utilisation(plan):.1%}",
+    ]
     if any(action.kind == "W" for row in schedule for action in row):
-        wanted = weights_put_off(run.config, schedule[run.rank], layers)
-        text = f"gradients of matrices that came in W, on rank {run.rank}: {in_w.count}"
+        wanted = weights_put_off(run.config, schedule[rank], layers)
+        text = f"gradients of matrices that came in W, on rank {rank}: {in_w.count}"
         notes.append(Count(text, in_w.count, wanted))
-    stages = schedule.stages(run.rank)
-    sizes = sizes_of(
-        args,
-        run.config,
-        layers=tuple(layers[stage] for stage in stages),
-        embedding=0 in stages,
-        head=schedule.last in stages,
-        in_flight=in_flight(schedule[run.rank], lambda stage: len(layers[stage])),
-    )
-    messages = boundaries(schedule, run.rank)
-    tied = Group("tied", 2 if run.world > 1 else 1)
-    rows = expected(sizes, Group("world", run.world), messages, tied)
-    return run.receipt(layout, *rows, notes)
+    sizes = sizes_of(args, run.config, **of_rank(run.config, schedule, rank))
+    tied = Group("tied", 2 if p > 1 else 1)
+    rows = expected(sizes, Group("world", p), boundaries(schedule, rank), tied)
+    return run.receipt({"pp": p, "schedule": name, "microbatches": m}, *rows, notes)
 
 
 def weights_put_off(config, row, layers):
@@ -303,53 +312,7 @@ def weights_put_off(config, row, layers):
     return count
 
 
-def plan_notes(args, schedule, layers):
-    """Lines of the receipt: what the schedule holds and waits, simulated and by its paper."""
-    p, v, m = len(schedule), len(layers) // len(schedule), args.microbatches
-    plan, flying = simulate(schedule), [in_flight(row) for row in schedule]
-    wait, text = by_paper(args.schedule, p, m, v, v, v, v)  # a stage's F is one unit, a rank's is v
-    formula = f"the formula is {text}" if wait is None else f"by the formula {wait:g}: {text}"
-    waits, most = waiting(plan), most_in_flight(args.schedule, p, m, v)
-    in_flights = f"by rank: {' '.join(map(str, flying))}"
-    stages = " ".join(f"{r.start}-{r.stop - 1}" for r in layers)
-    return [
-        f"layers of the stages: {stages}",
-        Count(
-            f"activations held at most, in stages x micro-batches, {in_flights}", max(flying), most
-        ),
-        Count(f"a rank waits {waits:g} units of {3 * m * v}, {formula}", waits, wait),
-        f"utilisation of the step {utilisation(plan):.1%}",
-        "plan, if forward and each half of backward take as long; "
-        "1 forward, [1 ] backward or (1 of inputs, {1 of weights:",
-        *(f"    {line}" for line in timeline(plan).splitlines()),
-    ]
-
-
 # --- shown
-
-
-def timeline(spans):
-    """The spans as text, a row a rank, a cell a unit of time.
-
-    A forward is its micro-batch's number, a backward [1 ], the input's gradient (1, the weights'
-    {1, idle time dots. A quote marks a rank's later stages."""
-    numbers = [action.microbatch for row in spans for *_, action in row]
-    cell = 1 + len(str(max(numbers)))
-    lines = []
-    for row in spans:
-        first = min(action.stage for *_, action in row)
-        line = ""
-        for start, end, (kind, m, stage) in row:
-            line += ".".rjust(cell) * (round(start) - len(line) // cell)
-            width = cell * round(end - start)
-            quote = "'" if stage > first else ""
-            if kind == "B":
-                line += "[" + f"{m}{quote}".center(width - 2) + "]"
-            else:
-                mark = {"F": quote, "I": "(", "W": "{"}[kind]
-                line += f"{mark}{m}".rjust(width)
-        lines.append(line)
-    return "\n".join(lines)
 
 
 def compare(make, args, names):
@@ -384,12 +347,6 @@ def compare(make, args, names):
         sends = microbatches * max(sum(boundaries(schedule, rank)) for rank in range(ranks))
         used = utilisation(spans)
         print(f"  {name:12s}{v:6d}   {wait:46s}{used:9.1%}{flying:15.2f}{sends:18}")
-    print(
-        "  held: in activations of one micro-batch in all of a rank's layers. Utilisation: of the "
-        "step, from the first\n"
-        "  action to the last; a rank that waits little between its own actions may still wait for "
-        "the others at its end."
-    )
     if args.plot and pictures:
         plot(args.plot, pictures)
 

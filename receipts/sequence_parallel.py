@@ -1,14 +1,10 @@
 """What a sequence-parallel rank sends and holds: as much as a tensor-parallel one a block, and a
 quarter more where it gathers again; 1/t of the activations."""
 
-from dataclasses import replace
-
-from proof.ledger import saved_bytes
 from receipts.formulas import (
     SCALAR,
     WHOLE_BLOCKS,
     add,
-    block_bytes,
     held,
     parameters_of,
     summed,
@@ -74,18 +70,3 @@ def expected(sizes, group, scatter, scalars=1, partial=True):
     if keep:
         activations += ", and what f gathered"
     return sent, held(sizes, "(P_whole + P_split / t) e, padded", activations)
-
-
-def kept_by_a_block(run, model, sizes):
-    """A line for the receipt: what the first block of this rank's model keeps, beside the formula,
-    and beside tensor parallelism and one process."""
-    tokens, _, samples = run.microbatches(0)[0]
-    block = next(iter(model.blocks.values()))
-    tensor = tokens.numel() * run.config.width * sizes.e  # bytes of one (B, T, C)
-    kept = saved_bytes(model, block, tokens, sample_ids=samples) / tensor
-    ways = sizes, replace(sizes, sp=False), replace(sizes, sp=False, tp=1)
-    formula, tensor_parallel, one = (block_bytes(way) / tensor for way in ways)
-    return (
-        f"a block keeps {kept:.2f} B T C e for backward, counted; formula {formula:.2f}, "
-        f"tensor parallelism {tensor_parallel:.2f}, one process {one:.2f}"
-    )

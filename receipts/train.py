@@ -16,7 +16,7 @@ from receipts import (
     tensor_parallel,
     zero,
 )
-from receipts.formulas import SCALAR, Group, Sizes, add, scatter_operation, summed
+from receipts.formulas import Group, add, scatter_operation, sizes_of
 
 
 def expected(args, config, schedule, groups, length, travelled):
@@ -29,7 +29,21 @@ def expected(args, config, schedule, groups, length, travelled):
         if isinstance(group, dist.ProcessGroup)
     }
     rank = groups["pp"].rank
-    sizes = sizes_of(args, config, schedule, groups, length)
+    sizes = sizes_of(
+        args,
+        config,
+        args.dp,
+        length=length,
+        e=DTYPES[args.param_dtype].itemsize,
+        reduced=DTYPES[args.reduce_dtype].itemsize,
+        masters=args.param_dtype != args.dtype or args.offload,
+        experts=expert_parallel.experts_here(config, groups["ep"]) if args.ep > 1 else None,
+        tp=args.tp,
+        sp=args.sp,
+        gather_again=args.gather_again,
+        recompute=args.recompute,
+        **pipeline.of_rank(config, schedule, rank),
+    )
     one_dtype = args.dtype == args.param_dtype == args.reduce_dtype
     uses_zero = args.zero > 0 or args.offload or not one_dtype
     tables = []
@@ -57,44 +71,15 @@ def expected(args, config, schedule, groups, length, travelled):
     return add(*(sent for sent, _ in tables)), held
 
 
-def sizes_of(args, config, schedule, groups, length):
-    """The Sizes of a rank in train.py's layout."""
-    stages = schedule.stages(groups["pp"].rank)
-    layers = pipeline.stage_layers(config, schedule.last + 1)
-    row = schedule[groups["pp"].rank]
-    return Sizes(
-        config,
-        sequences=args.batch // args.dp,
-        length=length,
-        microbatches=args.microbatches,
-        e=DTYPES[args.param_dtype].itemsize,
-        reduced=DTYPES[args.reduce_dtype].itemsize,
-        master=DTYPES[args.dtype].itemsize,
-        moments=2 if args.optimizer == "adamw" else 0,
-        masters=args.param_dtype != args.dtype or args.offload,
-        layers=tuple(layers[stage] for stage in stages),
-        embedding=0 in stages,
-        head=schedule.last in stages,
-        experts=expert_parallel.experts_here(config, groups["ep"]) if args.ep > 1 else None,
-        tp=args.tp,
-        sp=args.sp,
-        gather_again=args.gather_again,
-        recompute=args.recompute,
-        in_flight=pipeline.in_flight(row, lambda stage: len(layers[stage])),
-    )
-
-
 def of_zero(args, sizes, row, groups, scatter):
-    """(sent, held) of ZeRO, with the loss and the norm."""
+    """(sent, held) of ZeRO."""
     stages = sorted({action.stage for action in row})
     passes = [(action.kind, stages.index(action.stage)) for action in row]
     splits = [split_of(groups, "dp", "")]
     if args.ep > 1:
         splits.append(split_of(groups, "copies", "copies "))
     partial = [groups[name] for name in ("tp", "tied") if name in groups]
-    sent, held = zero.expected(sizes, args.zero, args, scatter, passes, splits, partial)
-    scalars = 2 if args.zero else 1
-    return add(sent, summed(groups["dp"], scalars * SCALAR, "the loss and the norm")), held
+    return zero.expected(sizes, groups["dp"], args.zero, args, scatter, passes, splits, partial)
 
 
 def split_of(groups, data, prefix):

@@ -8,7 +8,6 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
-from harness import presets
 from harness.flags import DTYPES
 from harness.presets import ceil
 from receipts.formulas import (
@@ -42,16 +41,19 @@ class Split(NamedTuple):
     across: Group | None = None  # those with the same shards, of other copies
 
 
-def expected(sizes, stage, flags, scatter, passes, splits, partial=()):
+def expected(sizes, group, stage, flags, scatter, passes, splits, partial=()):
     """(sent, held).
 
+    group     the data-parallel ranks, which sum the loss; in stages 1 to 3 the norm, too
     flags     bucket_mb, reduce_once, keep_gathered and offload, as of zero.py and train.py
     scatter   the operation that a reduce-scatter is counted as
     passes    [(kind, stage)] of the rank's forwards ("F") and backwards ("B"; in two parts: "I",
               then "W", which completes the gradients) in their order
     splits    the Split of all weights; or that of most, and that of the experts
     partial   Groups over which gradients are partial sums after backward"""
-    sent, buckets = {}, buckets_of(sizes, stage, flags, splits)
+    scalars = 2 if stage > 0 else 1
+    sent = summed(group, scalars * SCALAR, "the loss; stages 1 to 3: the norm; 8 bytes each")
+    buckets = buckets_of(sizes, stage, flags, splits)
     each = stage >= 2 and not flags.reduce_once
     gathers = [1] * len(buckets)
     text = "r P e"
@@ -68,7 +70,7 @@ def expected(sizes, stage, flags, scatter, passes, splits, partial=()):
                 weights += bucket.size * times
                 shards += bucket.length
         if stage == 0:
-            sent |= summed(split.inside, gradients * sizes.reduced, "2 r P e")
+            sent = add(sent, summed(split.inside, gradients * sizes.reduced, "2 r P e"))
             continue
         name, r = split.inside.name, 1 - 1 / split.inside.ranks
         reduced = "r P e a micro-batch" if each else "r P e"
@@ -90,13 +92,9 @@ def states_held(sizes, stage, flags, buckets):
         each = model_states(stage, bucket.ranks, *elements)
         states = [total + bucket.size * size for total, size in zip(states, each)]
         states[2] -= bucket.padding * sizes.moments * sizes.master  # padding has no moments
-    rows, kinds = {}, (("parameters", 3), ("gradients", 2), ("optimizer", 1))
-    for (kind, first), size in zip(kinds, states):
-        rows[kind] = size, "P e / N" if stage >= first else "P e"
-    place = ", on the host" if flags.offload else ""
-    size, text = rows["optimizer"]
-    rows["optimizer"] = size, f"{copies} {text}{place}"
-    return rows
+    texts = ["P e / N" if stage >= first else "P e" for first in (3, 2, 1)]
+    texts[2] = f"{copies} {texts[2]}" + (", on the host" if flags.offload else "")
+    return dict(zip(("parameters", "gradients", "optimizer"), zip(states, texts)))
 
 
 # --- buckets
@@ -135,12 +133,14 @@ def buckets_of(sizes, stage, flags, splits):
     --bucket-mb (with 4 bytes an element), in stage 3 of any size."""
     most = float("inf") if stage == 3 else int(flags.bucket_mb * 2**20) // 4
     buckets, latest, room = [], {}, {}
+    of_stages = [set(units) for units in units_of(sizes)]
     for parameter in reversed(parameters_of(sizes)):
         split = splits[-1] if parameter.expert else splits[0]
-        stages, units = places_of(sizes, parameter.name)
+        units = users_of(sizes, parameter.name)
+        stages = tuple(i for i, own in enumerate(of_stages) if not own.isdisjoint(units))
         partial = None
-        if is_half_of_a_tie(sizes, parameter.name):
-            partial = "tied"
+        if is_tied(sizes, parameter.name) and sizes.embedding != sizes.head:
+            partial = "tied"  # another stage has the same matrix, at the other end of the model
         elif sizes.sp and not parameter.cut:
             partial = "tp"
         kind = splits.index(split), stages, units if stage == 3 else (), partial
@@ -153,27 +153,21 @@ def buckets_of(sizes, stage, flags, splits):
     return buckets
 
 
-def is_half_of_a_tie(sizes, name):
-    """Whether another pipeline stage has the same matrix, at the other end of the model."""
-    one_end = sizes.embedding != sizes.head
-    return name == "embed.token.weight" and sizes.config.tied and one_end
-
-
-def places_of(sizes, name):
-    """(stages, units) that use a parameter. Units are the embedding, the blocks and the head."""
+def users_of(sizes, name):
+    """The units that use a parameter: the blocks, the embedding, the head."""
     part, number, _ = name.split(".", 2)
     if part == "blocks":
-        stages = tuple(i for i, layers in enumerate(sizes.stages) if int(number) in layers)
-        return stages, (f"blocks.{number}",)
-    tied = name == "embed.token.weight" and sizes.config.tied
-    stages, units = set(), []
+        return (f"blocks.{number}",)
+    users = []
     if part == "embed" and sizes.embedding:
-        stages.add(0)
-        units.append("embed")
-    if sizes.head and (part == "head" or tied):
-        stages.add(len(sizes.stages) - 1)
-        units.append("head")
-    return tuple(sorted(stages)), tuple(units)
+        users.append("embed")
+    if sizes.head and (part == "head" or is_tied(sizes, name)):
+        users.append("head")
+    return tuple(users)
+
+
+def is_tied(sizes, name):
+    return name == "embed.token.weight" and sizes.config.tied
 
 
 def units_of(sizes):
@@ -238,24 +232,22 @@ def of_demo(run):
         reduced=gradients.itemsize,
         masters=weights != run.dtype or args.offload,
     )
-    n, layout = args.shard_ranks or run.world, {"dp": run.world, "zero": stage}
-    whole = Group("dp", run.world, run.rank)
-    split = Split(whole)
+    n = args.shard_ranks or run.world
+    layout, group = {"dp": run.world, "zero": stage}, Group("dp", run.world, run.rank)
+    split = Split(group)
     if args.shard_ranks:
         layout["shard-ranks"] = n
         across = Group("across", run.world // n) if n < run.world else None
         split = Split(Group("inside", n, run.rank % n), across)
     passes = [("F", 0), ("B", 0)] * args.microbatches
     scatter = scatter_operation(dist.group.WORLD)
-    sent, held = expected(sizes, stage, args, scatter, passes, [split])
+    sent, held = expected(sizes, group, stage, args, scatter, passes, [split])
     del held["activations_peak"]  # the measured peak has gradients that fill buckets, too
     buckets = buckets_of(sizes, stage, args, [split])
     if stage == 3:
         _, peak = gathered(sizes, buckets, passes, not args.keep_gathered)
         text = "all units" if args.keep_gathered else "the largest two units that follow each other"
         held["gathered_peak"] = peak * sizes.e, text, run.ledger.gathered_peak
-    scalars = 2 if stage > 0 else 1
-    sums = summed(whole, scalars * SCALAR, "the loss; stages 1 to 3: the norm; 8 bytes each")
     copies = sizes.moments + sizes.masters
     each = model_states(stage, n, sizes.e, sizes.reduced, copies * sizes.master)
     elements = sum(bucket.size for bucket in buckets)
@@ -263,30 +255,13 @@ def of_demo(run):
         f"bytes a parameter: {' + '.join(f'{size:.4g}' for size in each)} = {sum(each):.4g}",
         f"P with padding: {elements:,}; r = {n - 1}/{n}",
     ]
-    return layout, add(sent, sums), held, notes
-
-
-# So that whole layers come near to all of the memory
-WIDTHS = (2816, 4608, 5376, 16640)
+    return layout, sent, held, notes
 
 
 def fit(stages, memory=80e9, ranks=64):
-    """Print for each stage the largest GPT whose model states fit, by the formulas."""
-    print(
-        f"{memory / 1e9:.0f} GB a rank, {ranks} ranks, bf16 with Adam in fp32; in GB the model "
-        "states, and the gathered weights of two blocks"
-    )
-    print("  stage   bytes/P   largest P   GPT of                          P   states  gathered")
+    """Print for each stage the largest model whose states fit, by the formulas."""
+    print(f"{memory / 1e9:.0f} GB a rank, {ranks} ranks, bf16 with Adam in fp32")
     for stage in stages:
-        width, each = WIDTHS[stage], sum(model_states(stage, ranks))
-        shape = dict(width=width, heads=width // 128, context=1024, vocab=50257)
-        one, two = (presets.parameter_count(presets.configure(layers=n, **shape)) for n in (1, 2))
-        block = two - one
-        more_layers = int(memory / each - one) // block
-        count = one + more_layers * block
-        what = f"{1 + more_layers} layers, {width} wide"
-        gathered_weights = 2 * block * 2 if stage == 3 else 0
-        print(
-            f"  {stage:<6d}{each:9.4g}{memory / each / 1e9:10.1f} B   {what:24s}"
-            f"{count / 1e9:7.1f} B{count * each / 1e9:9.2f}{gathered_weights / 1e9:10.2f}"
-        )
+        each = sum(model_states(stage, ranks))
+        largest = memory / each / 1e9
+        print(f"  stage {stage}: {each:7.4g} bytes a parameter, at most {largest:.1f} B parameters")

@@ -300,8 +300,10 @@ def stand_ins(args, routing):
 def play_all(layouts, cluster, train, brief=False):
     """[[Played of each rank] of each layout], of pairs (flags, ranks), in as many processes as
     there are cores."""
-    # Tensors without values need no GPU, and autograd's threads for GPUs do not survive a fork
+    # Tensors without values need no GPU. The first backward starts a thread for each, and no fork
+    # survives these: so it is now, while there are none
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    (2 * torch.ones((), requires_grad=True)).backward()
     jobs = [(args, rank, cluster, train, brief) for args, ranks in layouts for rank in ranks]
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     if len(jobs) == 1:

@@ -17,7 +17,6 @@ import json
 import os
 import pathlib
 import random
-import re
 import shutil
 import signal
 import subprocess
@@ -30,7 +29,7 @@ import torch
 
 import harness
 from harness.start import die_with_parent
-from tests.conftest import ROOT, enter, joined_hosts
+from tests.conftest import ROOT, children, enter, joined_hosts
 
 FLAGS = "--layers 2 --heads 2 --width 16 --context 16 --batch 8 --dtype float64 --dp 2 --tp 2"
 FLAGS += " --prove 0 --sample 0 --eval-every 0 --warmup 0 --device cpu --save-every 10"
@@ -95,18 +94,6 @@ def apart(result, expected):
     return torch.tensor(differences, dtype=torch.float64).max().item()  # keeps a NaN
 
 
-def children(pid):
-    """The process's children, but for processes that are ending."""
-    found = []
-    with contextlib.suppress(OSError):
-        for child in pathlib.Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
-            with contextlib.suppress(OSError):
-                status = pathlib.Path(f"/proc/{child}/status").read_text()
-                if not re.search(r"^State:\s+[ZX]", status, re.M):
-                    found.append(int(child))
-    return found
-
-
 # --- three kinds of faults: each returns a problem, or None
 
 
@@ -127,7 +114,9 @@ def on_this_machine(trial, chance, number, allowed):
         if trial.last.exists():
             process.wait()
             raise TooLate
-        victims = [process.pid, *(children(process.pid) if number == signal.SIGKILL else [])]
+        victims = [process.pid]
+        if number == signal.SIGKILL and process.poll() is None:
+            victims += children(process.pid)
         victim = chance.choice(victims)
         with contextlib.suppress(ProcessLookupError):
             os.kill(victim, number)
@@ -152,12 +141,12 @@ def hosts(trial, chance):
             # With torchrun's restarts a trial is longer than an undisturbed run
             moment, victims = time.monotonic() + chance.uniform(0, 1.2 * trial.seconds), []
             while time.monotonic() < moment or not victims:
-                victims = [(node, pid) for node in (0, 1) for pid in children(agents[node].pid)]
                 if trial.last.exists():
                     raise TooLate
                 codes = [process.poll() for process in agents]
                 if codes != [None, None]:
                     return f"exit codes {codes} before the kill"
+                victims = [(node, pid) for node in (0, 1) for pid in children(agents[node].pid)]
                 time.sleep(0.01)
             node, pid = chance.choice(victims)
             with contextlib.suppress(ProcessLookupError):

@@ -51,7 +51,7 @@ COMMANDS = {
         "--nproc 2 --sync naive",
         "--nproc 2 --bucket-mb 0 --all-reduce ring --optimizer adamw",
     ],
-    "parameter_server": ["--nproc 3 --servers 2", "--nproc 3 --staleness 1 --optimizer adamw"],
+    "parameter_server": ["--nproc 3", "--nproc 3 --staleness 1 --optimizer adamw"],
     "zero": [
         "--nproc 3 --stage 2 --bucket-mb 0.005",
         "--nproc 3 --stage 1 --bucket-mb 0.005",

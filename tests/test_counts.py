@@ -21,8 +21,8 @@ def overlap_lost():
 
 
 def buckets_too_small():
-    right = ddp.make_buckets
-    ddp.make_buckets = lambda parameters, size: right(parameters, size / 4)
+    right = ddp.group_parameters
+    ddp.group_parameters = lambda parameters, size, kind: right(parameters, size / 4, kind)
 
 
 def owners_wait():

@@ -56,7 +56,7 @@ def test_the_list_and_the_clues_do_not_give_bugs_away(run):
 def test_a_patch_without_its_place_is_refused(run, monkeypatch, tmp_path):
     bug = BUGS[6]
     twice = bug.diff.partition("@@")[0] + "@@ -1 +1 @@\n-\n+# a line that is empty\n"
-    for diff in (bug.diff.replace("self.gradient", "no.such.line"), twice):
+    for diff in (bug.diff.replace("self.gradient_shard", "no.such.line"), twice):
         monkeypatch.setattr(exercises, "load", lambda diff=diff: [bug._replace(diff=diff)])
         code, said = run("1")
         assert code == 2 and "has changed" in said and not list(tmp_path.iterdir())

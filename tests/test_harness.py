@@ -77,90 +77,79 @@ def test_decay_is_for_matrices():
 # --- bad input: one sentence, exit code 2
 
 
-@pytest.mark.parametrize(
-    "script, flags, words",
-    [
-        ("train", "--family llama --kv-heads 2 --tp 4", "2 kv-heads.*4 tensor-parallel.*1 or 2"),
-        ("train", "--pp 5", "4 layers.*5 pipeline stages.*at most 4"),
-        ("train", "--tokens 15e12", "--tokens means nothing without --dry-run"),
-        ("zero", "--stage 1 --keep-gathered", "means nothing in stage 1: use --stage 3"),
-        (
-            "train",
-            "--dp 2 --microbatches 3",
-            "--batch 16.*2 data-parallel ranks x 3.*--batch could be 18",
-        ),
-        ("train", "--compile --recompute half", "does not go with --recompute half.*selective"),
-        ("train", "--preset gpt5", "unknown preset 'gpt5'.*tiny"),
-        ("train", "--ep 2", "--ep 2 with 0 experts.*--experts"),
-        ("train", "--experts 3 --dp 4 --ep 4", "--ep 4 with 3 experts.*--experts 4"),
-        ("train", "--experts 4 --dp 4 --ep 3", "--ep 3 does not divide the 4 ranks"),
-        ("train", "--experts 4 --cp 3", "take no padding.*--context 128"),
-        ("train", "--cp 3 --cp-kind ulysses", "4 heads do not divide by 3 ranks"),
-        ("train", "--cp 4 --cp-kind ring-ulysses --cp-rings 3", "rings of 3 do not divide 4 ranks"),
-        (
-            "train",
-            "--pp 3 --schedule interleaved --microbatches 4 --layers 6",
-            "a multiple of 3 micro-batches",
-        ),
-        ("train", "--pp 2 --schedule dualpipev --microbatches 2", "at least 4 micro-batches"),
-        ("train", "--pp 2 --chunks 2", "stages a rank of 1f1b: 1.*leave out --chunks"),
-        ("train", "--pp 4 --schedule zb-v", "4 layers.*8 pipeline stages.*at most 2 ranks"),
-        ("train", "--init-from nowhere", "nowhere/config.json can't be read"),
-        ("train", "--export /proc/x", "--export /proc/x can't be written"),
-        ("train", "--schedule fastest", "'fastest'.*1f1b"),
-        ("train", "--width 100 --heads 3", "width 100.*3 heads"),
-        ("train", "--vocab 100", "vocabulary of 100.*257"),
-        ("train", "--dropout 1.5", "dropout"),
-        ("train", "--lr nan", "'nan' is not a number"),
-        ("train", "--device cpu --backend nccl", "nccl needs GPUs"),
-        ("tensor_parallel", "--nproc 3", "4 heads.*3 tensor-parallel"),
-        ("pipeline", "--nproc 6", "4 layers.*6 pipeline stages"),
-        ("ddp", "--nproc 5", "--batch 16.*5 data-parallel"),
-        ("ddp", "--servers 2", "add --sync server"),
-        ("ddp", "--json /no/such/folder/file", "--json /no/such/folder/file can't be written"),
-        ("train", "--dp 2 --nproc 3", "needs 2 processes, not the 3"),
-        ("train", "--width 100000000 --heads 1", "000 parameters take .* GB or more"),
-        ("train", "--layers 1000000", "not a whole number of .* at most 10,000"),
-        ("pipeline", "--schedule interleaved --chunks 1000000", "a schedule of"),
-        ("expert_parallel", "--chunks 1000000", "a micro-batch has 1,024 tokens"),
-        ("train", "--ep 2 --dp 2 --experts 2 --expert-chunks 1000000", "has 2,048 tokens"),
-        ("ddp", "--timeout 1e308", "at most 1,000,000"),
-        ("collectives", "--nproc 1000000", "1,000,000 ranks are too many for one machine"),
-        ("train", "--dry-run --gpu x=0GB,0TFLOP/s,0TB/s", "not known"),
-        ("train", "--dry-run --dp 1000000 --batch 1000000", "ranks: a dry run takes at most"),
-        ("expert_parallel", "--capacity 0", "drops every token"),
-        ("train", "--plan --gpus 7 --batch 8", "--batch 14 or --gpus 6, 4, 3"),
-        ("sequence_parallel", "--experts 2 --context 3 --nproc 2", "use --context 4"),
-        ("ddp", "--data=", "--data is empty"),
-        ("ddp", "--json folder", "a pipe: give a file"),
-        ("train", "--log-to /dev/full", "a pipe: give a file"),
-    ],
-)
-def test_bad_flags(monkeypatch, tmp_path, script, flags, words):
+REFUSED = r"""
+train --family llama --kv-heads 2 --tp 4 -> 2 kv-heads.*4 tensor-parallel.*1 or 2
+train --pp 5 -> 4 layers.*5 pipeline stages.*at most 4
+train --tokens 15e12 -> --tokens means nothing without --dry-run
+zero --stage 1 --keep-gathered -> means nothing in stage 1: use --stage 3
+train --dp 2 --microbatches 3 -> --batch 16.*2 data-parallel ranks x 3.*--batch could be 18
+train --compile --recompute half -> does not go with --recompute half.*selective
+train --preset gpt5 -> unknown preset 'gpt5'.*tiny
+train --ep 2 -> --ep 2 with 0 experts.*--experts
+train --experts 3 --dp 4 --ep 4 -> --ep 4 with 3 experts.*--experts 4
+train --experts 4 --dp 4 --ep 3 -> --ep 3 does not divide the 4 ranks
+train --experts 4 --cp 3 -> take no padding.*--context 128
+train --cp 3 --cp-kind ulysses -> 4 heads do not divide by 3 ranks
+train --cp 4 --cp-kind ring-ulysses --cp-rings 3 -> rings of 3 do not divide 4 ranks
+train --pp 3 --schedule interleaved --microbatches 4 --layers 6 -> a multiple of 3 micro-batches
+train --pp 2 --schedule dualpipev --microbatches 2 -> at least 4 micro-batches
+train --pp 2 --chunks 2 -> stages a rank of 1f1b: 1.*leave out --chunks
+train --pp 4 --schedule zb-v -> 4 layers.*8 pipeline stages.*at most 2 ranks
+train --init-from nowhere -> nowhere/config.json can't be read
+train --export /proc/x -> --export /proc/x can't be written
+train --schedule fastest -> 'fastest'.*1f1b
+train --width 100 --heads 3 -> width 100.*3 heads
+train --vocab 100 -> vocabulary of 100.*257
+train --dropout 1.5 -> dropout
+train --lr nan -> 'nan' is not a number
+train --device cpu --backend nccl -> nccl needs GPUs
+tensor_parallel --nproc 3 -> 4 heads.*3 tensor-parallel
+pipeline --nproc 6 -> 4 layers.*6 pipeline stages
+ddp --nproc 5 -> --batch 16.*5 data-parallel
+ddp --json /no/such/folder/file -> --json /no/such/folder/file can't be written
+train --dp 2 --nproc 3 -> needs 2 processes, not the 3
+train --width 100000000 --heads 1 -> 000 parameters take .* GB or more
+train --layers 1000000 -> not a whole number of .* at most 100,000
+pipeline --schedule interleaved --chunks 1000000 -> a schedule of
+expert_parallel --chunks 1000000 -> a micro-batch has 1,024 tokens
+train --ep 2 --dp 2 --experts 2 --expert-chunks 1000000 -> has 2,048 tokens
+ddp --timeout 1e308 -> at most 1,000,000
+collectives --nproc 1000000 -> 1,000,000 ranks are too many for one machine
+train --dry-run --gpu x=0GB,0TFLOP/s,0TB/s -> not known
+train --dry-run --dp 1000000 --batch 1000000 -> ranks: a dry run takes at most
+expert_parallel --capacity 0 -> drops every token
+train --plan --gpus 7 --batch 8 -> --batch 14 or --gpus 6, 4, 3
+sequence_parallel --experts 2 --context 3 --nproc 2 -> use --context 4
+ddp --data= -> --data is empty
+ddp --json folder -> a pipe: give a file
+train --log-to /dev/full -> a pipe: give a file
+"""
+
+
+@pytest.mark.parametrize("row", REFUSED.strip().splitlines())
+def test_bad_flags(monkeypatch, tmp_path, row):
     """Before memory is taken, and before any process is started."""
+    command, words = row.split(" -> ")
+    script, _, flags = command.partition(" ")
     monkeypatch.chdir(tmp_path)
     os.mkfifo("pipe")
     os.mkdir("folder")
     assert re.search(words, refused(monkeypatch, script, flags))
 
 
-@pytest.mark.parametrize(
-    "content, words",
-    [
+def test_bad_data_from_outside(tmp_path):
+    path, names = tmp_path / "text", [*SMALL, "--nproc", "2", "--data"]
+    for content, words in (
         (None, "no such file or folder"),
-        ("", "has no text"),
         (b"\xff\0\xfe" * 500, "has no text"),
-        ("short", "needs 17"),
-    ],
-)
-def test_bad_data_from_outside(tmp_path, content, words):
-    path = tmp_path / "text"
-    if content is not None:
-        path.write_bytes(content if isinstance(content, bytes) else content.encode())
-    script = Script(tmp_path, "ddp", [*SMALL, "--nproc", "2", "--data", str(path)])
-    assert script.end() == 2 and "Traceback" not in script.output()
-    [said] = script.errors()
-    assert words in said
+        (b"short", "needs 17"),
+    ):
+        if content is not None:
+            path.write_bytes(content)
+        script = Script(tmp_path, "ddp", [*names, str(path)])
+        assert script.end() == 2 and "Traceback" not in script.output()
+        [said] = script.errors()
+        assert words in said
 
 
 def made_run(rank, *flags):
@@ -171,23 +160,16 @@ def made_run(rank, *flags):
     return str(e.value), e.value.speaker
 
 
-def test_different_text_on_one_rank(ranks, tmp_path):
+def test_what_differs_on_one_rank(ranks, tmp_path):
     def work(rank):
-        path = tmp_path / f"text{rank // 2}"
-        path.write_text("some text " * 100 + "x" * (rank // 2))
-        return made_run(rank, "--data", str(path))
+        (tmp_path / f"text{rank // 2}").write_text("some text " * 100 + "x" * (rank // 2))
+        texts = [str(tmp_path / name) for name in (f"text{rank // 2}", f"text{rank % 2 * 2}")]
+        flags = ["--lr", str(0.1 * (1 + rank // 2))], ["--data", texts[0]], ["--data", texts[1]]
+        return [made_run(rank, *words) for words in flags]
 
-    for rank, (said, speaker) in enumerate(ranks(3, work)):
+    dist_flags, text, missing = zip(*ranks(3, work))
+    said = "rank 2 has other flags than rank 0: start every node with the same command"
+    assert dist_flags[2] == (said, 2)
+    for rank, (said, speaker) in enumerate(text):
         assert speaker == 2 and ("rank 2 has another text than rank 0" in said) == (rank == 2)
-
-
-def test_different_flags_on_one_rank(ranks):
-    said, _ = ranks(3, lambda rank: made_run(rank, "--lr", str(0.1 * (1 + rank // 2))))[2]
-    assert said == "rank 2 has other flags than rank 0: start every node with the same command"
-
-
-def test_missing_text_on_one_rank(ranks, tmp_path):
-    (tmp_path / "here").write_text("some text " * 100)
-    names = ["here", "missing", "here"]
-    results = ranks(3, lambda rank: made_run(rank, "--data", str(tmp_path / names[rank])))
-    assert [speaker for _, speaker in results] == [1, 1, 1] and "no such file" in results[1][0]
+    assert [speaker for _, speaker in missing] == [1, 1, 1] and "no such file" in missing[1][0]

@@ -52,13 +52,13 @@ BUDGETS = {
     "benchmarks": 2500,
 }
 CEILINGS = {
-    "harness": 2258,
+    "harness": 2238,
     "proof": 1728,
-    "receipts": 2428,
+    "receipts": 2294,
     "trainer": 2539,
-    "simulator": 2087,
+    "simulator": 2089,
     "exercises": 300,
-    "tests": 13379,
+    "tests": 13244,
     "benchmarks": 2300,
 }
 DEMO = "# --- demo ---"

@@ -4,8 +4,8 @@ ranks are threads of one process."""
 import os
 import re
 import socket
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch.distributed as dist
@@ -14,30 +14,21 @@ from conftest import refused
 from harness import joining
 from harness.refusal import Refused
 
-GOOD = {
-    "RANK": "1",
-    "WORLD_SIZE": "4",
-    "LOCAL_RANK": "1",
-    "LOCAL_WORLD_SIZE": "2",
-    "MASTER_ADDR": "127.0.0.1",
-    "MASTER_PORT": "29501",
-}
+GOOD = {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+GOOD |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29501"}
 
 
 @pytest.mark.parametrize(
-    "wrong, words",
+    "name, value, words",
     [
-        ({"RANK": None}, "RANK is None"),
-        ({"WORLD_SIZE": "none"}, "WORLD_SIZE is 'none': the launcher must set it"),
-        ({"MASTER_ADDR": ""}, "MASTER_ADDR is not set"),
+        ("RANK", "", "RANK is ''"),
+        ("WORLD_SIZE", "none", "WORLD_SIZE is 'none': the launcher must set it"),
+        ("MASTER_ADDR", "", "MASTER_ADDR is not set"),
     ],
 )
-def test_wrong_variables(monkeypatch, wrong, words):
-    for name, value in (GOOD | wrong).items():
-        if value is None:
-            monkeypatch.delenv(name, raising=False)
-        else:
-            monkeypatch.setenv(name, value)
+def test_wrong_variables(monkeypatch, name, value, words):
+    for key, good in GOOD.items():
+        monkeypatch.setenv(key, value if key == name else good)
     assert re.search(words, refused(monkeypatch, "ddp", "--batch 8"))
 
 
@@ -76,6 +67,7 @@ class Meeting:
 
     def __init__(self, elastic=True):
         self.server = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+        self.pool = ThreadPoolExecutor(8)
         meet_at(self.server.port)
         os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "True"
         os.environ.pop("TORCHELASTIC_RUN_ID", None)
@@ -83,24 +75,12 @@ class Meeting:
             os.environ["TORCHELASTIC_RUN_ID"] = "none"
 
     def begin(self, rank, world, seconds=20.0):
-        """A thread, with the store that the rank gets or what it raises."""
-
-        def work():
-            try:
-                thread.result = join(rank, world, seconds)
-            except Refused as e:
-                thread.result = e
-
-        thread = threading.Thread(target=work, daemon=True)
-        thread.result = None
-        thread.start()
-        return thread
+        return self.pool.submit(join, rank, world, seconds)
 
 
-def results(*threads):
-    for thread in threads:
-        thread.join(30)
-    return [thread.result for thread in threads]
+def results(*begun):
+    """The store that each rank gets, or what it raises."""
+    return [rank.exception(30) or rank.result() for rank in begun]
 
 
 def share_a_key(stores):
@@ -125,7 +105,7 @@ def test_an_attempt_sees_nothing_of_the_one_before():
     early = meeting.begin(2, 3)
     wait_for_key(meeting.server, "round1/failed")
     time.sleep(0.1)
-    assert early.result is None
+    assert not early.done()
     second = results(early, meeting.begin(1, 3), meeting.begin(0, 3))
     assert share_a_key(second) and not any(store.check(["failed"]) for store in second)
 
@@ -144,17 +124,14 @@ def test_a_rank_that_died_while_the_others_came():
 
 
 @alone
-def test_a_replaced_rank_ends_the_round_that_can_not_go_on():
-    """With a static rendezvous a node starts its ranks again while others still run."""
+def test_replaced_ranks():
+    """With a static rendezvous a node starts its ranks again while others still run: the round that
+    can't go on ends. A first rank that still waits gives way to the new one."""
     meeting = Meeting()
     old = results(meeting.begin(0, 2), meeting.begin(1, 2))
     new = meeting.begin(1, 2)
     wait_for_key(old[0], "failed")  # which ends the processes of that round: see missing.answer
     assert share_a_key(results(meeting.begin(0, 2), new)) and not old[0].check(["key"])
-
-
-@alone
-def test_an_old_first_rank_gives_way():
     meeting = Meeting()
     old = meeting.begin(0, 2)
     wait_for_key(meeting.server, "round")
@@ -186,37 +163,22 @@ def test_who_has_not_come_is_named():
 
 
 @alone
-def test_the_first_rank_has_the_store_itself():
-    """As under srun. A port that is in use is told."""
+def test_without_a_store_at_the_port():
+    """Nothing listens; or a server that says nothing, for which a client waited for minutes once;
+    rank 0, which has the store itself as under srun, finds the port in use."""
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         meet_at(server.getsockname()[1])
+        with pytest.raises(Refused, match="nothing answers on 127.0.0.1"):
+            join(1, 2)
         server.listen()
-        with pytest.raises(Refused, match="no store on 127.0.0.1, port .*: set MASTER_P"):
-            join(0, 2)
+        begun = time.monotonic()
+        for rank in (0, 1):
+            with pytest.raises(Refused, match="no store on 127.0.0.1, port .*: set MASTER_PORT"):
+                join(rank, 2)
+        assert time.monotonic() - begun < 20
     with pytest.raises(Refused, match="1 of 3 ranks came .*missing: rank 1, rank 2"):
         join(0, 3)
-
-
-@alone
-def test_nothing_listens():
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        meet_at(server.getsockname()[1])
-    with pytest.raises(Refused, match="nothing answers on 127.0.0.1"):
-        join(1, 2)
-
-
-@alone
-def test_a_server_that_says_nothing():
-    with socket.socket() as mute:
-        mute.bind(("127.0.0.1", 0))
-        mute.listen()
-        meet_at(mute.getsockname()[1])
-        begun = time.monotonic()
-        with pytest.raises(Refused, match="no store on .*: set MASTER_PORT"):
-            join(1, 2)
-        assert time.monotonic() - begun < 10  # it waited for minutes once
 
 
 @alone

@@ -280,7 +280,7 @@ BUGS = {
     "ZeRO sums twice": (
         "zero:ZeRO.finish",
         "for group in bucket.place.partial:",
-        "bucket.gradient *= 2\n        for group in bucket.place.partial:",
+        "bucket.gradient_shard *= 2\n        for group in bucket.place.partial:",
     ),
     "tied gradients never meet": ("ddp:DDP.finish", "in bucket.partial_groups:", "in ():"),
     "copies not summed": ("zero:ZeRO._keep_shard", "if across is not None", "if False"),

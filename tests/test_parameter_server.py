@@ -32,40 +32,32 @@ def backward(model, step, rows):
     return total
 
 
-def train_synchronously(rank, config, kind, servers):
+def train_synchronously(rank, config, kind):
     model, group = initialize.build(config, 7, dtype=torch.float64), dist.group.WORLD
     optimizer, losses = make_optimizer(model.parameters(), kind), []
-    shares = list(enumerate(parameter_server.deal_to_servers(model.parameters(), servers)))
-    for server, share in shares:
-        for p in share:
-            p.data *= server == rank  # the weights come from the server
+    parameters = list(model.parameters())
+    for p in parameters:
+        p.data *= rank == 0  # the weights come from the server
     for step in range(STEPS):
-        for server, share in shares:
-            parameter_server.pull(share, group, server)
+        parameter_server.pull(parameters, group)
         optimizer.zero_grad()
         loss = backward(model, step, SHARES[rank])
-        for server, share in shares:
-            parameter_server.push(share, group, server)
+        parameter_server.push(parameters, group)
         dist.all_reduce(loss)
         optimizer.step()
         losses.append(loss.item())
     gradients = {name: p.grad for name, p in model.named() if p.grad is not None}
     assert set(optimizer.state) <= {p for p in model.parameters() if p.grad is not None}
-    for server, share in shares:
-        parameter_server.pull(share, group, server)
+    parameter_server.pull(parameters, group)
     return losses, gradients, {name: p.detach() for name, p in model.named()}
 
 
-@pytest.mark.parametrize("kind, servers", [("sgd", 1), ("adamw", 2), ("adamw", 3)])
-def test_synchronous_servers_equal_one_process(ranks, kind, servers):
+@pytest.mark.parametrize("kind", ["sgd", "adamw"])
+def test_a_synchronous_server_equals_one_process(ranks, kind):
     losses, gradients, weights = train(CONFIGS["dropout"], kind)
-    results = ranks(3, train_synchronously, CONFIGS["dropout"], kind, servers)
+    results = ranks(3, train_synchronously, CONFIGS["dropout"], kind)
     for rank, ours in enumerate(results):
-        served = {name: gradients[name] for name in ours[1]}
-        assert bool(served) == (rank < servers)
-        assert_equal(ours, (losses, served, weights))
-    # Each parameter has one server
-    assert sorted(name for _, served, _ in results for name in served) == sorted(gradients)
+        assert_equal(ours, (losses, gradients if rank == 0 else {}, weights))
 
 
 def train_asynchronously(rank, kind, staleness, steps):
@@ -133,7 +125,7 @@ def test_workers_wait_where_a_gradient_could_become_too_stale(monkeypatch):
     def recv(buffer, group):
         return computing.pop(chance.randrange(len(computing)))
 
-    monkeypatch.setattr(parameter_server, "others", lambda server, group: [1, 2, 3])
+    monkeypatch.setattr(dist, "get_world_size", lambda group: 4)
     monkeypatch.setattr(dist, "isend", isend)
     monkeypatch.setattr(dist, "recv", recv)
     monkeypatch.setattr(dist, "get_group_rank", lambda group, rank: rank)
@@ -147,26 +139,23 @@ def test_workers_wait_where_a_gradient_could_become_too_stale(monkeypatch):
 # --- the command
 
 
-def test_the_receipt_shows_servers_and_workers(script, tmp_path):
+def test_the_receipt_shows_the_server_and_workers(script, tmp_path):
     """To the byte, in a run of its own: a receipt is what its ranks counted. ddp.py's command is
     the same."""
     flags = "--nproc 3 --batch 6 --layers 2 --width 16 --context 8 --heads 2 --steps 2"
     flags += f" --dtype float64 --json {tmp_path}/x"
-    for name, more, servers in (
-        ("parameter_server", "", 1),
-        ("parameter_server", "--servers 2", 2),
-        ("ddp", "--sync server --servers 2", 2),
-    ):
+    for name in ("parameter_server", "ddp --sync server"):
+        name, _, more = name.partition(" ")
         code, said = script(name, f"{flags} {more}")
         assert code == 0 and "proven" in said, said
         receipt = json.loads((tmp_path / "x").read_text())
-        assert receipt["layout"] == {"dp": 3, "sync": "server", "servers": servers}
+        assert receipt["layout"] == {"dp": 3, "sync": "server"}
         rows = {row["role"]: row for row in receipt["sent"] if row["op"] == "send"}
         held = {kind: row["bytes"] for kind, row in receipt["held"].items()}
-        size, share = held["parameters"], held["gradients"]
-        assert rows["a worker"]["wire_bytes"] == size and held["optimizer"] == 2 * share
-        assert rows["a server"]["wire_bytes"] == 2 * share + size - share
-        assert share == size if servers == 1 else size / 2 <= share < 0.6 * size
+        size = held["parameters"]
+        assert held["gradients"] == size and held["optimizer"] == 2 * size
+        assert rows["a worker"]["wire_bytes"] == size
+        assert rows["the server"]["wire_bytes"] == 2 * size
 
 
 def test_the_receipt_shows_the_staleness(script, tmp_path):
@@ -178,7 +167,7 @@ def test_the_receipt_shows_the_staleness(script, tmp_path):
     assert "staleness 0 in 3, 1 in 3 steps; at most 1" in said and receipt["counts"][0]["ok"]
     rows = {row["role"]: row["wire_bytes"] for row in receipt["sent"]}
     size = receipt["held"]["parameters"]["bytes"]
-    assert rows == {"a server": size, "a worker": (size + 8) / 2}
+    assert rows == {"the server": size, "a worker": (size + 8) / 2}
     assert len(receipt["steps"]) == 6 and receipt["max_error"]["param"] < 1e-10
 
 
@@ -186,9 +175,7 @@ def test_the_receipt_shows_the_staleness(script, tmp_path):
     "flags, words",
     [
         ("--staleness 2 --nproc 1", "needs a server and a worker: use --nproc 2"),
-        ("--staleness 2 --servers 2", "leave it or --staleness out"),
         ("--staleness -1", "'-1' is not a whole number of at least 0"),
-        ("--servers 4 --nproc 3 --batch 6", "--servers 4 needs as many ranks, and there are 3"),
         ("--staleness 2 --microbatches 3", "does not divide by 1 data-parallel ranks x 3"),
     ],
 )

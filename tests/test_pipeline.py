@@ -173,11 +173,6 @@ def test_what_there_is_no_schedule_for():
             schedules.checked(zb.find_schedule, name, p, m, chunks)
 
 
-def test_timeline():
-    gpipe = " 0 1 . . .[0 ][1 ]\n . 0 1[0 ][1 ]"
-    assert schedules.timeline(schedules.simulate(make("gpipe", 2, 2))) == gpipe
-
-
 @pytest.mark.parametrize("vocab", [100, 2000, 10000])
 def test_balance_is_the_best_there_is(vocab):
     """In no cut does the most expensive stage cost less. The output projection costs as much as a

@@ -181,9 +181,8 @@ def test_every_rank_that_is_ended_is_named(capfd, ends, said):
 @forks
 def test_ctrl_c_at_any_moment_and_again(capfd, tmp_path):
     """The whole group gets it, as from a terminal; some get it twice, or SIGTERM before."""
-    chance = random.Random(3)
-    begun = tmp_path / "begun"
-    for trial in range(12):
+    chance, begun = random.Random(3), tmp_path / "begun"
+    for trial in range(9):
         pid = launch(sleep_on, 3, lambda: (os.setpgid(0, 0), begun.touch()))
         while not begun.exists():
             time.sleep(0.001)
@@ -301,29 +300,3 @@ def test_messages_through_the_host(tmp_path, flags):
     flags = [*SMALL, *flags, "--dtype", "float64", "--nproc", "3"]
     done = Script(tmp_path, script, flags, through_the_host)
     assert done.end() == 0 and done.output().endswith("proven\n"), done.output()
-
-
-def test_a_message_through_the_host(ranks):
-    """It is of the values that it is sent with. A message that is not staged is as ever."""
-
-    def work(rank):
-        usual = host_messages.on_host
-        through_the_host()
-        x, received = torch.full((3,), float(rank)), torch.zeros(3)
-        ops = [dist.P2POp(dist.isend, x, 1 - rank), dist.P2POp(dist.irecv, received, 1 - rank)]
-        messages = dist.batch_isend_irecv(ops)
-        x += 10
-        for message in messages:
-            message.wait()
-        assert received.tolist() == [1.0 - rank] * 3
-        host_messages.on_host = usual
-        if rank == 0:
-            dist.send(x, 1)
-        else:
-            assert dist.recv(received) == 0 and received.tolist() == [10.0] * 3
-
-    ranks(2, work)
-
-
-def test_a_finished_job_exits_with_zero(script):
-    assert script("ddp", " ".join(SMALL) + " --nproc 2 --quiet") == (0, "")

@@ -198,7 +198,7 @@ def test_mixed_precision(ranks, reduce_dtype, accumulate):
             sharded.finish()
             sharded.step()
         assert {t.dtype for b in sharded.buckets for t in (b.weights, b.shard)} == {torch.bfloat16}
-        assert {b.gradient.dtype for b in sharded.buckets} == {reduce_dtype or torch.bfloat16}
+        assert {b.gradient_shard.dtype for b in sharded.buckets} == {reduce_dtype or torch.bfloat16}
         assert {t.dtype for t in lasting(sharded)["optimizer"]} == {torch.float32}
         return {name: p.detach() for name, p in sharded.gather_full(model.named())}
 
@@ -411,11 +411,9 @@ def test_the_formulas_of_bytes_are_the_papers():
 
 
 def test_fit(capsys):
-    """The largest GPT of each stage fills the memory, and stage 3 gathers two of its units."""
     zero_bytes.fit(range(4))
-    rows = [line.split() for line in capsys.readouterr().out.splitlines()[2:]]
-    assert all(79 < float(row[-2]) < 80 for row in rows)
-    assert [float(row[-1]) > 0 for row in rows] == [False, False, False, True]
+    _, *rows = capsys.readouterr().out.splitlines()
+    assert [row.split()[-3] for row in rows] == ["5.0", "19.1", "36.1", "320.0"]
 
 
 # --- the pieces it is made of
