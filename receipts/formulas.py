@@ -71,6 +71,17 @@ class Sizes:
         return 2 if self.recompute in WHOLE_BLOCKS else 1
 
     @property
+    def tokens(self):
+        """Of a micro-batch on this rank, those that sequence parallelism splits included."""
+        return self.sequences // self.microbatches * self.length
+
+    @property
+    def stream(self):
+        """Bytes of (tokens, C) as it is between layers, where sequence parallelism splits it."""
+        whole = self.tokens * self.config.width * self.e
+        return whole / self.tp if self.sp else whole
+
+    @property
     def exact(self):
         """Bytes of an element of sums that are too long for 16 bits."""
         return max(self.e, 4)
@@ -226,7 +237,7 @@ def block_bytes(sizes, recompute="none"):
             each += gathered * c * (t - 1) / t
     else:
         each = whole + split / t
-    return sizes.sequences // sizes.microbatches * sizes.length * each * sizes.e
+    return sizes.tokens * each * sizes.e
 
 
 def kept_by_a_block(config, recompute):

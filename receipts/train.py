@@ -11,12 +11,31 @@ from receipts import (
     context_parallel,
     ddp,
     expert_parallel,
+    formulas,
     pipeline,
     sequence_parallel,
     tensor_parallel,
     zero,
 )
-from receipts.formulas import Group, add, scatter_operation, sizes_of
+from receipts.formulas import Group, add, scatter_operation
+
+
+def sizes_of(args, config, length, **others):
+    """The Sizes of a rank, with `length` tokens of each sequence."""
+    return formulas.sizes_of(
+        args,
+        config,
+        args.dp,
+        length=length,
+        e=DTYPES[args.param_dtype].itemsize,
+        reduced=DTYPES[args.reduce_dtype].itemsize,
+        masters=args.param_dtype != args.dtype or args.offload,
+        tp=args.tp,
+        sp=args.sp,
+        gather_again=args.gather_again,
+        recompute=args.recompute,
+        **others,
+    )
 
 
 def expected(args, config, schedule, groups, length, travelled):
@@ -29,21 +48,9 @@ def expected(args, config, schedule, groups, length, travelled):
         if isinstance(group, dist.ProcessGroup)
     }
     rank = groups["pp"].rank
-    sizes = sizes_of(
-        args,
-        config,
-        args.dp,
-        length=length,
-        e=DTYPES[args.param_dtype].itemsize,
-        reduced=DTYPES[args.reduce_dtype].itemsize,
-        masters=args.param_dtype != args.dtype or args.offload,
-        experts=expert_parallel.experts_here(config, groups["ep"]) if args.ep > 1 else None,
-        tp=args.tp,
-        sp=args.sp,
-        gather_again=args.gather_again,
-        recompute=args.recompute,
-        **pipeline.of_rank(config, schedule, rank),
-    )
+    experts = expert_parallel.experts_here(config, groups["ep"]) if args.ep > 1 else None
+    own = pipeline.of_rank(config, schedule, rank)
+    sizes = sizes_of(args, config, length, experts=experts, **own)
     one_dtype = args.dtype == args.param_dtype == args.reduce_dtype
     uses_zero = args.zero > 0 or args.offload or not one_dtype
     tables = []

@@ -17,42 +17,17 @@ uneven stages wait for each other, experts' all-to-alls.
 
 import functools
 import operator
+from dataclasses import replace
 from typing import NamedTuple
 
 import zero_bubble
-from harness import DTYPES, presets
+from harness import presets
 from proof import ledger
-from receipts import context_parallel, formulas, tensor_parallel, zero
+from receipts import context_parallel, formulas, tensor_parallel, train, zero
 from receipts import pipeline as schedules
 from simulator import kernels
 from simulator.links import both, spread
 from trainer import large_vocabulary
-
-
-class Sizes(NamedTuple):
-    """Of a layout, what all of the formulas need. C and V are the model's width and vocabulary.
-
-    e, reduced, master   bytes of an element: weights and activations, summed gradients, optimizer
-    tokens               of a micro-batch on this rank, those that --sp splits included
-    stream               bytes of (tokens, C) as it is between layers, where --sp splits it
-    entered              bytes of (tokens, C) as projections keep it: gathered, unless again"""
-
-    e: int
-    reduced: int
-    master: int
-    tokens: float
-    stream: float
-    entered: float
-
-
-def sizes_of(args, config):
-    dtypes = args.param_dtype, args.reduce_dtype, args.dtype
-    e, reduced, master = (DTYPES[dtype].itemsize for dtype in dtypes)
-    tokens = args.batch // args.dp // args.microbatches * config.context / args.cp
-    whole = tokens * config.width * e
-    stream = whole / args.tp if args.sp else whole
-    return Sizes(e, reduced, master, tokens, stream, stream if args.gather_again else whole)
-
 
 # --- bytes
 
@@ -62,32 +37,35 @@ def one_operation(args, config):
     return config.norm == "layernorm" or args.backend == "nccl"
 
 
-def norm_kept(args, config, sizes):
+def norm_kept(args, sizes):
     """Bytes that a norm keeps beside its result: its input. RMSNorm of 16 bits on a CPU: its input
     and its quotient in float32."""
-    if one_operation(args, config):
+    if one_operation(args, sizes.config):
         return sizes.stream
-    return 2 * sizes.stream * max(sizes.e, 4) / sizes.e
+    return 2 * sizes.stream * sizes.exact / sizes.e
 
 
-def hidden_kept(config, sizes, tp):
+def entered(sizes):
+    """Bytes of (tokens, C) as projections keep it: gathered, unless they gather it again."""
+    return sizes.stream if sizes.gather_again else sizes.tokens * sizes.config.width * sizes.e
+
+
+def hidden_kept(sizes):
     """Bytes of (tokens, hidden) of an MLP, or of the rows of a token's experts."""
+    config = sizes.config
     passes = config.top_k + config.shared if config.experts else 1
-    return passes * sizes.tokens * config.hidden / tp * sizes.e
+    return passes * sizes.tokens * config.hidden / sizes.tp * sizes.e
 
 
-def block_kept(args, config, sizes, recompute):
+def block_kept(args, sizes, recompute):
     """Bytes that a block keeps of a micro-batch, from forward to backward: the formula's, and what
     that leaves out, rotated queries and keys, softmax's denominators, dropout's masks."""
-    split = dict(tp=args.tp, sp=args.sp, gather_again=args.gather_again)
-    length = config.context / args.cp
-    step = formulas.sizes_of(args, config, args.dp, length=length, e=sizes.e, **split)
-    kept = formulas.block_bytes(step, recompute)
+    config, kept = sizes.config, formulas.block_bytes(sizes, recompute)
     if recompute == "block":
         return kept
-    kept += sizes.tokens / args.tp * 4 * config.heads  # the denominators' logarithms
+    kept += sizes.tokens / sizes.tp * 4 * config.heads  # the denominators' logarithms
     # Rows for experts are of all tokens, also with --sp, and fewer where none travel
-    whole, parts = sizes.tokens * sizes.e, args.tp if args.sp else 1
+    whole, parts = sizes.tokens * sizes.e, sizes.tp if sizes.sp else 1
     if recompute == "half":
         rows = formulas.half_kept(config)[0] - config.width
         return kept + rows * whole * (1 - 1 / parts)
@@ -95,49 +73,46 @@ def block_kept(args, config, sizes, recompute):
     kept += rows * whole * ((3 if args.ep > 1 else 2) - 3 / parts)
     if config.positions == "rope":
         turned = (config.heads + config.kv_heads) * config.width // config.heads
-        kept += sizes.tokens / args.tp * turned * sizes.e
+        kept += sizes.tokens / sizes.tp * turned * sizes.e
     if config.dropout:
         kept += 2 * sizes.stream
     norms = 2 if recompute == "none" else 1 if config.experts or config.mlp == "swiglu" else 0
-    return kept + norms * (norm_kept(args, config, sizes) - sizes.stream)
+    return kept + norms * (norm_kept(args, sizes) - sizes.stream)
 
 
-def block_puts_off(args, config, sizes):
+def block_puts_off(sizes):
     """Bytes of a block's products whose weights' gradients come later: inputs, and gradients of
     results, which --sp gathers."""
-    whole = sizes.tokens * config.width * sizes.e
+    config, whole = sizes.config, sizes.tokens * sizes.config.width * sizes.e
     head = config.width // config.heads
-    heads = sizes.tokens / args.tp * (2 * config.heads + 2 * config.kv_heads) * head * sizes.e
-    hidden = hidden_kept(config, sizes, args.tp)
-    return 2 * sizes.entered + 2 * whole + heads + (3 if config.mlp == "swiglu" else 2) * hidden
+    heads = sizes.tokens / sizes.tp * (2 * config.heads + 2 * config.kv_heads) * head * sizes.e
+    hidden = (3 if config.mlp == "swiglu" else 2) * hidden_kept(sizes)
+    return 2 * entered(sizes) + 2 * whole + heads + hidden
 
 
-def block_makes(args, config, sizes):
+def block_makes(args, sizes):
     """Bytes that a block makes in its backward, at most: what it runs again, and gradients."""
-    hidden = hidden_kept(config, sizes, args.tp)
-    gates = config.mlp == "swiglu"
+    matrices = 2 if sizes.config.mlp == "swiglu" else 1  # into the hidden units
     if args.recompute == "selective":
-        made = (4 if gates else 2) * hidden
-    else:
-        made = (2 if gates else 1) * hidden
+        matrices *= 2
+    made = matrices * hidden_kept(sizes)
     if args.recompute in formulas.WHOLE_BLOCKS:
-        made += block_kept(args, config, sizes, "none")
+        made += block_kept(args, sizes, "none")
     if args.recompute == "half":  # a part of it is there already
-        made -= block_kept(args, config, sizes, "half")
+        made -= block_kept(args, sizes, "half")
     return made + 2 * sizes.stream
 
 
-def loss_makes(args, config, sizes):
+def loss_makes(args, sizes):
     """Bytes of the head and the loss at their most."""
-    width, tp = config.vocab / args.tp, args.tp
-    logits = sizes.tokens * width
-    kept = norm_kept(args, config, sizes) + sizes.entered + sizes.stream
-    if tp > 1:  # in 32 bits, and shifted by the largest
+    vocab = sizes.config.vocab
+    logits = sizes.tokens * vocab / sizes.tp
+    kept = norm_kept(args, sizes) + entered(sizes) + sizes.stream
+    if sizes.tp > 1:  # in 32 bits, and shifted by the largest
         copies = 8 if sizes.e < 4 else 4
         return kept + logits * (sizes.e + copies)
-    exact = max(sizes.e, 4)
-    chunk = min(logits, max(1, large_vocabulary.CHUNK // config.vocab) * config.vocab) * exact
-    return kept + 2 * logits * sizes.e + chunk * (3 if sizes.e < exact else 2)
+    chunk = min(logits, max(1, large_vocabulary.CHUNK // vocab) * vocab) * sizes.exact
+    return kept + 2 * logits * sizes.e + chunk * (3 if sizes.e < sizes.exact else 2)
 
 
 class Held(NamedTuple):
@@ -176,13 +151,11 @@ def layers_of(config, ranks, chunks):
     return lengths, [sum(lengths[rank::ranks]) for rank in range(ranks)]
 
 
-def states_held(args, config, sizes, layers, ends):
+def states_held(args, sizes, layers, ends):
     """(bytes of weights, gradients and optimizer states, parameters, bytes of the gradient in the
     masters' dtype at a step). Experts are split over ep ranks, and their copies over the others."""
-    ranks = args.zero_ranks or args.dp * args.cp
-    masters = sizes.master if sizes.e != sizes.master or args.offload else 0
-    moments = 2 if args.optimizer == "adamw" else 0
-    elements = sizes.e, sizes.reduced, moments * sizes.master + masters
+    config, ranks = sizes.config, args.zero_ranks or args.dp * args.cp
+    elements = sizes.e, sizes.reduced, (sizes.moments + sizes.masters) * sizes.master
 
     def parameters(experts=None):
         return presets.parameters_held(config, args.tp, layers, **ends, experts=experts)
@@ -200,30 +173,31 @@ def states_held(args, config, sizes, layers, ends):
     return held, sum(count for count, _ in kinds), step * sizes.master * copied
 
 
-def activations_held(args, config, sizes, rank, lengths, last):
+def activations_held(args, sizes, rank, lengths, last):
     """Bytes of all that is in flight on a rank."""
-    kept, later = block_kept(args, config, sizes, args.recompute), 0
+    kept, later = block_kept(args, sizes, args.recompute), 0
     of_pass, of_pass_later = 0, 0
     if args.pp > 1:
         of_pass = sizes.stream  # its result, which is sent
-        later = block_puts_off(args, config, sizes)
+        later = block_puts_off(sizes)
     if last:
-        of_pass_later = sizes.entered + sizes.tokens * config.vocab / args.tp * sizes.e
+        of_pass_later = entered(sizes) + sizes.tokens * sizes.config.vocab / args.tp * sizes.e
     helds = in_flight(args.schedule, args.pp, args.microbatches, args.chunks, rank, lengths)
     price = kept, of_pass, later, of_pass_later
     most = max(sum(map(operator.mul, held, price)) for held in helds)
     return most + (2 * sizes.stream if args.pp > 1 else 0)  # two messages are expected
 
 
-def rank_held(args, config, sizes, rank):
+def rank_held(args, sizes, rank):
     """Bytes that the first rank of a stage holds."""
+    config = sizes.config
     lengths, ranks = layers_of(config, args.pp, args.chunks)
     first, last = rank == 0, rank == args.pp - 1
     ends = {"embedding": first, "head": last}
-    states, parameters, copied = states_held(args, config, sizes, ranks[rank], ends)
+    states, parameters, copied = states_held(args, sizes, ranks[rank], ends)
     table = -(-config.vocab // args.tp) * config.width  # elements of an embedding, or of the head
     block = (parameters - table * (first + (last and not (config.tied and first)))) / ranks[rank]
-    activations = activations_held(args, config, sizes, rank, lengths, last)
+    activations = activations_held(args, sizes, rank, lengths, last)
     # Whole gradients: stage 2 has those of two buckets at most, stage 3 those of two units
     unit = block
     if args.zero == 2:
@@ -231,11 +205,11 @@ def rank_held(args, config, sizes, rank):
         unit = max(args.bucket_mb * 2**20 / sizes.e, widest)
     neighbour = max(unit, table) if last else unit
     whole = sizes.reduced * (unit + neighbour) if args.zero > 1 else 0
-    moments = [activations + whole + block_makes(args, config, sizes), copied]
+    moments = [activations + whole + block_makes(args, sizes), copied]
     if last:
-        moments.append(activations + loss_makes(args, config, sizes))
+        moments.append(activations + loss_makes(args, sizes))
         gradient = sizes.e * table + (sizes.reduced * table if args.zero > 1 else 0)
-        moments.append(activations + gradient + norm_kept(args, config, sizes) + 2 * sizes.stream)
+        moments.append(activations + gradient + norm_kept(args, sizes) + 2 * sizes.stream)
     gathered = 0
     if args.zero == 3:
         pair = max(block, table) if first or last else block
@@ -243,39 +217,32 @@ def rank_held(args, config, sizes, rank):
     return states + gathered + max(moments)
 
 
-def bytes_held(args, config):
-    """Bytes of the fullest of the ranks that a plan plays."""
-    sizes = sizes_of(args, config)
-    return max(rank_held(args, config, sizes, rank) for rank in {0, args.pp - 1})
-
-
 # --- seconds
 
 
 def rough(args, config, cluster):
     """({part of a step: seconds}, bytes held by the fullest rank)"""
-    sizes = sizes_of(args, config)
+    sizes = train.sizes_of(args, config, config.context // args.cp)
     tp, pp, m, chunks = args.tp, args.pp, args.microbatches, args.chunks or 1
     _, ranks = layers_of(config, args.pp, args.chunks)
-    device = cluster.device
+    most, device = max(ranks), cluster.device
     memory = 1 / kernels.moving_seconds(device, 1)
-    ends = {"embedding": True, "head": pp == 1}
-    _, parameters, _ = states_held(args, config, sizes, max(ranks), ends)
+    _, parameters, _ = states_held(args, sizes, most, {"embedding": True, "head": pp == 1})
     stages = (max(ranks[:-1], default=0), False), (ranks[-1], True)
-    computing = max(compute_seconds(args, config, sizes, device, *stage) for stage in stages)
+    computing = max(compute_seconds(args, sizes, device, *stage) for stage in stages)
     # Gradients are written, read and added up
     computing += m * parameters * (2 * sizes.e + 2 * sizes.reduced) / memory
     parts = {"computing": computing}
-    parts["tensor parallel"] = tensor_seconds(args, config, sizes, cluster, max(ranks))
-    parts["context parallel"] = context_seconds(args, config, sizes, cluster, max(ranks))
+    parts["tensor parallel"] = tensor_seconds(sizes, cluster, most)
+    parts["context parallel"] = context_seconds(args, sizes, cluster, most)
     third = sum(parts.values()) / m / 3
     # The slowest stage sets the pace; the way through the others is as long as they are on average
-    average = third * sum(ranks) / pp / max(ranks)
+    average = third * sum(ranks) / pp / most
     bubble = schedules.BUBBLES[args.schedule][1]
     parts["bubble"] = bubble(pp, m, chunks, average, average, average)
     message = spread(cluster, 2, args.dp * args.cp * tp).seconds("send", sizes.stream)
     parts["messages between stages"] = 2 * chunks * (m + pp) * message * (pp > 1)
-    weights, gradients, passes = data_seconds(args, sizes, cluster, parameters, max(ranks))
+    weights, gradients, passes = data_seconds(args, sizes, cluster, parameters, most)
     # All of it beside computing; else gradients beside the backwards that complete them
     if args.zero == 3:
         beside, meanwhile = weights + gradients, 3 * third * m
@@ -284,25 +251,30 @@ def rough(args, config, cluster):
         beside, meanwhile = gradients, 2 * third * passes
     parts["data parallel"] = both(meanwhile, beside) - meanwhile + weights
     parts["optimizer"] = step_bytes(args, sizes, parameters) / memory
-    return parts, bytes_held(args, config)
+    # Of the ranks that a plan plays
+    return parts, max(rank_held(args, sizes, rank) for rank in {0, pp - 1})
 
 
-def compute_seconds(args, config, sizes, device, layers, last):
+def block_seconds(args, sizes, device):
+    """(forward, backward) of a block's products and attention."""
+    kernel = args.kernel or kernels.family(device).attention
+    rows = sizes.sequences // sizes.microbatches
+    shape = rows, sizes.length, sizes.tp, sizes.e
+    return kernels.block_seconds(sizes.config, device, kernel, *shape)
+
+
+def compute_seconds(args, sizes, device, layers, last):
     """Of a rank's blocks, and of the head on the last stage: products, attention, and all other
     operations by the bytes that they read and write."""
-    rows = args.batch // args.dp // args.microbatches
-    kernel = args.kernel or kernels.family(device).attention
-    length = config.context // args.cp
-    shape = rows, length, args.tp, sizes.e
-    forward, backward = kernels.block_seconds(config, device, kernel, *shape)
+    forward, backward = block_seconds(args, sizes, device)
     again = {"block": 1.0, "half": 0.5}.get(args.recompute, 0.0)
     memory = 1 / kernels.moving_seconds(device, 1)
     seconds = layers * (forward * (1 + again) + backward)
-    seconds += layers * block_bytes(args, config, sizes) / memory
+    seconds += layers * block_bytes(args, sizes) / memory
     if last:
-        vocab = config.vocab // args.tp
+        vocab = sizes.config.vocab // args.tp
         # Its three products, forward and backward
-        product = sizes.tokens, vocab, config.width
+        product = sizes.tokens, vocab, sizes.config.width
         seconds += 3 * kernels.product_seconds(device, *product, 1, sizes.e)
         # The loss passes over the logits twelve times in 32 bits, and converts them twice
         each = 48 if sizes.e >= 4 else 48 + 2 * (sizes.e + 4)
@@ -310,10 +282,10 @@ def compute_seconds(args, config, sizes, device, layers, last):
     return args.microbatches * seconds
 
 
-def block_bytes(args, config, sizes):
+def block_bytes(args, sizes):
     """Bytes that a block's operations beside products and attention read and write, forward and
     backward."""
-    e = sizes.e
+    config, e = sizes.config, sizes.e
     stream = sizes.stream / e  # elements of (tokens, C) between layers
     if one_operation(args, config):
         norm, norm_backward = 2 * e, 3 * e
@@ -323,7 +295,7 @@ def block_bytes(args, config, sizes):
     head = config.width // config.heads
     turned = sizes.tokens / args.tp * (config.heads + config.kv_heads) * head
     turned *= config.positions == "rope"
-    hidden = hidden_kept(config, sizes, args.tp)  # bytes
+    hidden = hidden_kept(sizes)  # bytes
     gates = config.mlp == "swiglu"
     forward = stream * (2 * norm + 6 * e) + turned * 10 * e + hidden * (5 if gates else 2)
     backward = stream * (2 * norm_backward + 6 * e) + turned * 12 * e + hidden * (9 if gates else 3)
@@ -341,32 +313,25 @@ def block_bytes(args, config, sizes):
     return forward + backward + again + copies
 
 
-def sent_by(lesson, ranks, args, config, sizes, layers, *others, **more):
-    """Bytes that a rank with so many layers sends to the ranks of a group, says a lesson."""
-    more |= {"length": config.context / args.cp, "e": sizes.e, "tp": args.tp}
-    step = formulas.sizes_of(args, config, args.dp, layers=(range(layers),), **more)
-    return formulas.all_sent(lesson.expected(step, formulas.Group("", ranks), *others))
-
-
-def tensor_seconds(args, config, sizes, cluster, layers):
+def tensor_seconds(sizes, cluster, layers):
     """Of tensor parallelism's messages, which are waited for."""
-    if args.tp == 1:
+    if sizes.tp == 1:
         return 0.0
-    sent = sent_by(tensor_parallel, args.tp, args, config, sizes, layers, recompute=args.recompute)
-    messages = 8 * layers * args.microbatches
-    return messages * spread(cluster, args.tp, 1).seconds("all_gather", sent / messages)
+    group, step = formulas.Group("", sizes.tp), replace(sizes, layers=(range(layers),))
+    sent = formulas.all_sent(tensor_parallel.expected(step, group))
+    messages = 8 * layers * sizes.microbatches
+    return messages * spread(cluster, sizes.tp, 1).seconds("all_gather", sent / messages)
 
 
-def context_seconds(args, config, sizes, cluster, layers):
+def context_seconds(args, sizes, cluster, layers):
     """Of a ring's messages, where they take longer than its tiles."""
     if args.cp == 1:
         return 0.0
-    micro, length = args.batch // args.dp // args.microbatches, config.context // args.cp
-    keys = sent_by(context_parallel, args.cp, args, config, sizes, layers, "ring", None, "")
+    group = formulas.Group("", args.cp)
+    step = replace(sizes, layers=(range(layers),), recompute="none")
+    keys = formulas.all_sent(context_parallel.expected(step, group, "ring", None, ""))
     keys /= spread(cluster, args.cp, args.tp).speed("send")
-    kernel = args.kernel or kernels.family(cluster.device).attention
-    shape = micro, length, args.tp, sizes.e
-    tiles = sum(kernels.block_seconds(config, cluster.device, kernel, *shape))
+    tiles = sum(block_seconds(args, sizes, cluster.device))
     return max(0.0, keys - tiles * layers * args.microbatches / 2)
 
 
