@@ -3,8 +3,8 @@
 import copy
 
 import harness
-import zero_bubble
-from simulator import planner, report, timeline
+from harness import flags
+from simulator import planner, report
 from simulator.devices import cluster_of
 from simulator.dryrun import check_counts, check_playable, play_all
 from simulator.estimate import estimate
@@ -38,8 +38,8 @@ def add_flags(parser):
     g.add_argument("--kernel", choices=["flash1", "flash2", "flash3", "plain"], help=why)
     why = "how many days that many tokens take, such as 15e12"
     g.add_argument("--tokens", type=harness.real(0), metavar="X", help=why)
-    why = "draw one step: NAME.json for ui.perfetto.dev"
-    g.add_argument("--timeline", metavar="NAME", help=why)
+    instead = "a dry run prints what its step's time goes to, --profile traces a real one"
+    flags.gone(g, "--timeline", instead)
 
 
 def main(args, prepare, train):
@@ -58,9 +58,6 @@ def main(args, prepare, train):
     [played] = play_all([(args, ranks_of(args))], cluster, train)
     step = estimate(args, config, cluster, played)
     report.report(args, config, cluster, played, step)
-    if args.timeline:
-        schedule = zero_bubble.find_schedule(args.schedule, args.pp, args.microbatches, args.chunks)
-        timeline.write(args.timeline, step, schedule)
     report.islands_wait(args, config, step.seconds)
 
 

@@ -58,11 +58,9 @@ def cluster_of(args):
     try:
         device = DEVICES[name] if name in DEVICES else described(name)
     except ValueError:
-        hint = (
-            "NAME=80GB,989TFLOP/s,3.35TB/s: memory, dense bf16 rate, memory bandwidth, and perhaps "
-        )
+        hint = "NAME=80GB,989TFLOP/s,3.35TB/s: memory, dense bf16 rate, memory bandwidth"
         what = f"--gpu {outputs.short(name)} is not known: choose one of {', '.join(DEVICES)}"
-        raise Refused(f"{what}, or {hint}perhaps a limit of its power, as ,70%") from None
+        raise Refused(f"{what}, or {hint}, and perhaps a limit of its power, as ,70%") from None
     if args.matmul and args.matmul > device.flops:
         peak = f"{device.flops / 1e12:g}TFLOP/s"
         raise Refused(

@@ -12,15 +12,11 @@ and sent are those of a real run. Tests hold twelve layouts against real runs, t
     a message         takes its seconds on its link (simulator/links.py)
     an action         of the pipeline: `DryRun.watch` ends a span of the meter before and after it
 
-Messages that the code starts with async_op overlap with the action that starts them, and slow its
-computing down. An action takes the longer of its computing and these messages, plus the messages
-that it waits for. The simulator plays the schedule with these times, on all stages. Then comes what
-follows the last action: the norm, the optimizer, ZeRO's new weights. docs/without-a-cluster.md says
-where the constants come from, how far off estimates are, and what they leave out.
-
-With nccl RMSNorm is one operation, as torch's kernel for a GPU is, and keeps its input. On a CPU it
-is many, and keeps two copies in float32. Messages between stages are held until the step ends;
-nccl's until they are sent.
+simulator/estimate.py puts a step together from these spans. docs/without-a-cluster.md says where
+the constants come from, how far off estimates are, and what they leave out. With nccl RMSNorm is
+one operation that keeps its input, as torch's kernel for a GPU is. On a CPU it is many, and keeps
+two copies in float32. Messages between stages are held until the step ends; nccl's until they are
+sent.
 
     python train.py --preset llama3-8b --dp 2 --tp 4 --zero 1 --batch 16 --dry-run
     python -m benchmarks.published      estimates beside what others measured

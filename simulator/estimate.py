@@ -1,4 +1,9 @@
-"""What one layout costs: the seconds of a step, put together from what some of its ranks played."""
+"""What one layout costs: the seconds of a step, put together from what some of its ranks played.
+
+Messages that the code starts with async_op overlap with the action that starts them, and slow its
+computing down. An action takes the longer of its computing and these messages, plus the messages
+that it waits for. The schedule is simulated with these times, on all stages. Then comes what
+follows the last action: the norm, the optimizer, ZeRO's new weights."""
 
 from typing import NamedTuple
 
@@ -15,16 +20,11 @@ LIKELY = 0.87, 1.24
 
 class Estimate(NamedTuple):
     """Seconds of a step, and of the busiest rank's parts of it, which add up to it; model FLOPs a
-    device and second. For a picture: spans of the pipeline's ranks, part_of(action), seconds of a
-    message between stages, and the Part after the last action."""
+    device and second."""
 
     seconds: float
     parts: dict
     rate: float
-    spans: list
-    part_of: object
-    transfer: float
-    rest: Part
 
 
 def estimate(args, config, cluster, played, sums=None, slower=1.0):
@@ -69,7 +69,7 @@ def estimate(args, config, cluster, played, sums=None, slower=1.0):
     seconds = makespan + rest.seconds
     flops = flops_per_token(config) * args.batch * config.context
     rate = flops / seconds / (each * args.pp)
-    return Estimate(seconds, parts, rate, spans, part_of, transfer, rest)
+    return Estimate(seconds, parts, rate)
 
 
 def parts_of_all(args, config, schedule, played):

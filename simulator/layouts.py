@@ -60,24 +60,6 @@ def zero_splits(args, ranks, tp):
     return found
 
 
-def no_layout(args, config, gpus):
-    """The sentence for a number of devices that the batch can't be dealt out over."""
-
-    def works(batch, gpus):
-        other = copy.copy(args)
-        other.batch = batch
-        return next(candidates(other, config, gpus), None) is not None
-
-    multiples = (-(-args.batch // gpus), args.batch // gpus, 1, 2, 4)
-    batches = [k * gpus for k in multiples if k > 0 and works(k * gpus, gpus)][:1]
-    fewer = [n for n in range(min(gpus - 1, 4096), 0, -1) if works(args.batch, n)][:3]
-    hints = [f"--batch {batch}" for batch in batches]
-    if fewer:
-        hints.append(f"--gpus {', '.join(map(str, fewer))}")
-    sentence = f"no layout of {gpus:,} devices suits --batch {args.batch:,} and this model"
-    return f"{sentence}: {' or '.join(hints) or 'change --batch, --gpus or the heads'}"
-
-
 def words(args):
     """A layout in words."""
     text = ""

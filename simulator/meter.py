@@ -194,15 +194,7 @@ def grouped_product(meter, args, out):
     return 2 * a.numel() * b.shape[-1], seconds
 
 
-def attention(meter, args, out):
-    return attention_cost(meter, 2, *args)
-
-
-def attention_backward(meter, args, out):
-    return attention_cost(meter, 5, *args[1:])
-
-
-def attention_cost(meter, products, q, k, *rest):
+def attention(meter, products, q, k, *rest):
     """Of so many products of queries (B, H, n, D) with keys (B, H_kv, m, D), half if causal."""
     causal = rest[-1] is True
     flops = products * 2 * math.prod(q.shape) * k.shape[2] // (2 if causal else 1)
@@ -214,8 +206,9 @@ def attention_cost(meter, products, q, k, *rest):
 FLASH = "_scaled_dot_product_flash_attention_for_cpu"
 # Operation -> its FLOPs and seconds
 COSTS = dict.fromkeys(("mm", "addmm", "bmm", "baddbmm"), product)
-COSTS |= {"_grouped_mm": grouped_product, FLASH: attention}
-COSTS[f"{FLASH}_backward"] = attention_backward
+COSTS["_grouped_mm"] = grouped_product
+COSTS[FLASH] = lambda meter, args, out: attention(meter, 2, *args)
+COSTS[f"{FLASH}_backward"] = lambda meter, args, out: attention(meter, 5, *args[1:])
 LOOKUPS = ("embedding", "index_select", "index", "gather")  # they read no more than they give
 # Views in all but name; and a number that is written to a part of a tensor
 FREE = ("_unsafe_view", "_reshape_alias", "scalar_tensor")

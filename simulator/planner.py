@@ -54,7 +54,8 @@ def plan(args, cluster, prepare, train):
         parts, held = rough(layout, config, cluster)
         tried.append(Ranked(sum(parts.values()), parts, held, layout))
     if not tried:
-        raise Refused(layouts.no_layout(args, config, gpus))
+        what = f"no layout of {gpus:,} devices suits --batch {args.batch:,} and this model"
+        raise Refused(f"{what}: change --batch, --gpus or the heads")
     fitting = [one for one in tried if one.held <= usable_memory(one.args, cluster)]
     if not fitting:
         what = f"none of {len(tried)} layouts on {gpus} devices fits"

@@ -143,29 +143,19 @@ def draw_scaling(name, title, kinds, peak):
     """Two bar charts beside each other: weak and strong scaling, with the MFU as a line."""
     plt = harness.pyplot()
     figure, axes = plt.subplots(1, 2, figsize=(12, 4.5), layout="constrained")
-    colors = dict(zip(next(iter(kinds["weak"].values()))[0].parts, plt.cm.tab10.colors))
-    legend = {}
-
-    def seconds(step):
-        return f"{step.seconds:,.0f}" if step.seconds >= 1000 else f"{step.seconds:.3g}"
-
     for ax, (kind, steps) in zip(axes, kinds.items()):
-        names = [f"{n:,}: {seconds(step)} s" for n, (step, _) in steps.items()]
+        names = [f"{n:,}: {step.seconds:.3g} s" for n, (step, _) in steps.items()]
         bottom = [0.0] * len(steps)
-        for part, color in colors.items():
+        for part in next(iter(steps.values()))[0].parts:
             heights = [step.parts[part] * scale for step, scale in steps.values()]
-            if max(heights) > 1e-6 * max(bottom):  # without a pipeline there is no bubble
-                bars = ax.bar(names, heights, 0.8, bottom, color=color)
-                bottom = [a + b for a, b in zip(bottom, heights)]
-                legend[part] = bars
-        ax.set_xticks(range(len(names)), names, rotation=45, ha="right", rotation_mode="anchor")
+            ax.bar(names, heights, 0.8, bottom, label=part)
+            bottom = [a + b for a, b in zip(bottom, heights)]
+        ax.tick_params("x", rotation=45)
         ax.set(xlabel="devices: a step takes", title=f"{kind} scaling")
         ax.set(ylabel="devices x seconds, a sequence")
         right = ax.twinx()
-        rates = [100 * step.rate / peak for step, _ in steps.values()]
-        [legend["MFU"]] = right.plot(range(len(steps)), rates, "ko-")
-        right.set(ylabel="MFU, %", ylim=(0, 100))
-    place = dict(fontsize=8, loc="outside lower center", ncols=6, frameon=False)
-    figure.legend(list(legend.values()), list(legend), **place)
+        right.plot([100 * step.rate / peak for step, _ in steps.values()], "ko-")
+        right.set(ylabel="MFU, % (line)", ylim=(0, 100))
+    axes[0].legend(fontsize=8)
     figure.suptitle(title)
     harness.save(figure, name)

@@ -2,7 +2,6 @@
 technique."""
 
 import itertools
-import json
 import re
 from unittest import mock
 
@@ -252,25 +251,15 @@ def test_estimate(flags):
     assert (brief.parts["pipeline's bubble"] > 0) == (args.pp > 1)
 
 
-def test_report(capsys, tmp_path):
+def test_report(capsys):
     flags = (
         "--dry-run --pp 2 --tp 2 --ranks first last --tokens 1e9 --gpu x=80GB,989TFLOP/s,3.35TB/s"
     )
-    flags += f" --timeline {tmp_path / 'step'}"
     dry_run(flags)
     out = capsys.readouterr().out
     assert "842,624 parameters, tp 2 pp 2 1f1b, 4 micro-batches: 4 ranks" in out
     assert "all_reduce in tp" in out and "fits x" in out and "days for 1e+09 tokens" in out
     assert [line.split()[0] for line in out.splitlines() if "fits x" in line] == ["0", "2"]
-    [step] = [line.split() for line in out.splitlines() if "    together" in line]
-    events = json.loads((tmp_path / "step.json").read_text())["traceEvents"]
-    spans = [event for event in events if event["ph"] == "X"]
-    # 4 micro-batches forward and backward on each of two stages; none after the end
-    names = [event["name"] for event in spans if event["tid"] == 0]
-    assert len([name for name in names if "ward" in name]) == 16
-    end = max(event["ts"] + event["dur"] for event in spans)
-    assert end == pytest.approx(float(step[1]) * 1e6, rel=0.02)
-    assert sum("to stage" in event["name"] for event in spans) == 8
 
 
 @pytest.mark.parametrize(
@@ -280,6 +269,7 @@ def test_report(capsys, tmp_path):
         ("--gpu x=80GB,500TFLOP/s,2TB/s,150%", "is not known"),
         ("--matmul 1200TFLOP/s", "more than the device can do.*at most 989TFLOP/s"),
         ("--ranks ninth", "invalid choice"),
+        ("--timeline step", "--timeline is gone: a dry run prints"),
     ],
 )
 def test_refuses(flags, hint):

@@ -48,7 +48,6 @@ def nothing_starts(monkeypatch, tmp_path):
     ):
         monkeypatch.setattr(module, name, end)
     monkeypatch.setattr(layouts, "candidates", lambda *_: [])
-    monkeypatch.setattr(layouts, "no_layout", lambda *_: "no layout")
     (tmp_path / "folder").mkdir()
     os.mkfifo(tmp_path / "pipe")
 
