@@ -167,39 +167,27 @@ def shares(tile, ring, tokens, zigzag):
 
 
 def plot(name, ring, positions, tile):
-    """Draw who computes which part of causal attention, and in which step, without and with the
-    zigzag.
+    """Draw the chunks of causal attention's scores, without and with the zigzag: a color a rank, in
+    each cell the step in which the keys are there. Of its own keys a chunk sees half.
 
     positions, tile: of context_parallel.py."""
-    plt = pyplot()
+    plt, n = pyplot(), 2 * ring
     figure, axes = plt.subplots(1, 2, figsize=(11, 5), layout="constrained")
     for panel, zigzag in zip(axes, (False, True)):
         owner = {}
         for rank in range(ring):
-            for chunk in positions(2 * ring, rank, ring, zigzag=zigzag).tolist():
+            for chunk in positions(n, rank, ring, zigzag=zigzag).tolist():
                 owner[chunk] = rank
-        draw_scores(plt, panel, owner, ring)
-        work = ", ".join(f"{share:.2f}" for share in shares(tile, ring, 1024, zigzag))
+        cells = [[owner[q] if k <= q else math.nan for k in range(n)] for q in range(n)]
+        panel.imshow(cells, cmap="tab10", vmin=0, vmax=10, alpha=0.6)
+        for q in range(n):
+            for k in range(q + 1):
+                step = (owner[q] - owner[k]) % ring
+                panel.text(k, q, step, ha="center", va="center", fontsize=8)
+        labels = [f"{chunk} (rank {owner[chunk]})" for chunk in range(n)]
+        panel.set_yticks(range(n), labels, fontsize=8)
+        panel.set(xlabel="chunk of keys", ylabel="chunk of queries")
+        even = ", ".join(f"{share:.2f}" for share in shares(tile, ring, 1024, zigzag))
         kind = "zigzag" if zigzag else "contiguous"
-        panel.set_title(f"{kind}: work of the ranks {work} of an even share", fontsize=10)
+        panel.set_title(f"{kind}: work of the ranks {even} of an even share", fontsize=10)
     save(figure, name)
-
-
-def draw_scores(plt, panel, owner, ring):
-    """The scores, chunk by chunk: a color a rank, in each cell the step in which the keys are
-    there."""
-    n = 2 * ring
-    for q in range(n):
-        for k in range(q + 1):
-            square = (k, q), (k + 1, q), (k + 1, q + 1), (k, q + 1)
-            triangle = (k, q), (k, q + 1), (k + 1, q + 1)  # of its own keys a chunk sees half
-            shape = triangle if q == k else square
-            panel.add_patch(plt.Polygon(shape, color=f"C{owner[q] % 10}", alpha=0.6, ec="white"))
-            center = (k + 0.33, q + 0.67) if q == k else (k + 0.5, q + 0.5)
-            step = (owner[q] - owner[k]) % ring
-            panel.text(*center, step, ha="center", va="center", fontsize=8)
-    ticks = [chunk + 0.5 for chunk in range(n)]
-    panel.set(xlim=(0, n), ylim=(n, 0), aspect="equal")
-    panel.set(xlabel="chunk of keys", ylabel="chunk of queries")
-    panel.set_xticks(ticks, range(n), fontsize=8)
-    panel.set_yticks(ticks, [f"{chunk} (rank {owner[chunk]})" for chunk in range(n)], fontsize=8)

@@ -173,6 +173,7 @@ class Parameter(NamedTuple):
     elements: int  # of the rank's piece, with padding
     cut: bool  # whether tensor parallelism cuts it
     expert: bool
+    users: tuple  # the units of the rank that use it
 
 
 # The dimension that tensor parallelism cuts: an output of the first ones, an input of the others
@@ -183,7 +184,8 @@ def parameters_of(sizes):
     """The rank's Parameters, from the first to the last. A tied matrix comes once."""
     config, found = sizes.config, []
     for name, shape in parameter_shapes(config).items():
-        if not has(sizes, name):
+        users = users_of(sizes, name)
+        if not users:
             continue
         shape, words = list(shape), name.split(".")
         expert = "experts" in words
@@ -195,18 +197,21 @@ def parameters_of(sizes):
         elements = 1
         for i, size in enumerate(shape):
             elements *= ceil(size, sizes.tp) if cut and i == dimension else size
-        found.append(Parameter(name, elements, cut, expert))
+        found.append(Parameter(name, elements, cut, expert, users))
     return found
 
 
-def has(sizes, name):
-    """Whether the rank has a parameter of this name."""
+def users_of(sizes, name):
+    """The units of the rank that use a parameter: blocks, the embedding, the head."""
     part, number, _ = name.split(".", 2)
     if part == "blocks":
-        return any(int(number) in layers for layers in sizes.stages)
-    if part == "head":
-        return sizes.head
-    return sizes.embedding or sizes.head and sizes.config.tied and number == "token"
+        return (f"blocks.{number}",) if any(int(number) in own for own in sizes.stages) else ()
+    users = []
+    if part == "embed" and sizes.embedding:
+        users.append("embed")
+    if sizes.head and (part == "head" or sizes.config.tied and number == "token"):
+        users.append("head")
+    return tuple(users)
 
 
 # --- activations

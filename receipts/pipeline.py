@@ -30,14 +30,7 @@ def of_flags(make, args, config, ranks):
     check_length(ranks, args.microbatches, args.chunks or 2)
     with refusing():
         schedule = checked(make, args.schedule, ranks, args.microbatches, args.chunks)
-    stages = len(schedule.owner)
-    if config.layers < stages:
-        most = config.layers // (stages // ranks)
-        advice = f"at most {most} ranks, " if most > 0 else ""
-        raise Refused(
-            f"{config.layers} layers are too few for {stages} pipeline stages: "
-            f"use {advice}fewer stages a rank, or more --layers"
-        )
+        stage_layers(config, schedule.last + 1)
     return schedule
 
 
@@ -86,7 +79,8 @@ def stage_layers(config, stages):
     The output projection counts with the last layer. The embedding is a look-up: no work beside a
     layer's. Raises ValueError for fewer layers than stages."""
     if config.layers < stages:
-        raise ValueError(f"{config.layers} layers are too few for {stages} pipeline stages")
+        what = f"{config.layers} layers are too few for {stages} pipeline stages"
+        raise ValueError(f"{what}: use fewer stages, or more --layers")
     if stages == 1:
         return [range(config.layers)]
     projection = 6 * config.width * config.vocab

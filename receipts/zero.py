@@ -136,10 +136,11 @@ def buckets_of(sizes, stage, flags, splits):
     of_stages = [set(units) for units in units_of(sizes)]
     for parameter in reversed(parameters_of(sizes)):
         split = splits[-1] if parameter.expert else splits[0]
-        units = users_of(sizes, parameter.name)
+        units = parameter.users
         stages = tuple(i for i, own in enumerate(of_stages) if not own.isdisjoint(units))
+        tied = sizes.config.tied and parameter.name == "embed.token.weight"
         partial = None
-        if is_tied(sizes, parameter.name) and sizes.embedding != sizes.head:
+        if tied and sizes.embedding != sizes.head:
             partial = "tied"  # another stage has the same matrix, at the other end of the model
         elif sizes.sp and not parameter.cut:
             partial = "tp"
@@ -151,23 +152,6 @@ def buckets_of(sizes, stage, flags, splits):
         latest[kind].elements += parameter.elements
         room[kind] -= parameter.elements
     return buckets
-
-
-def users_of(sizes, name):
-    """The units that use a parameter: the blocks, the embedding, the head."""
-    part, number, _ = name.split(".", 2)
-    if part == "blocks":
-        return (f"blocks.{number}",)
-    users = []
-    if part == "embed" and sizes.embedding:
-        users.append("embed")
-    if sizes.head and (part == "head" or is_tied(sizes, name)):
-        users.append("head")
-    return tuple(users)
-
-
-def is_tied(sizes, name):
-    return name == "embed.token.weight" and sizes.config.tied
 
 
 def units_of(sizes):
