@@ -38,6 +38,28 @@ def mlp(sparse=False, frozen=True):
     return model.double()
 
 
+class Odd(nn.Module):
+    """Odd shapes, a parameter of one element and one of none, one that is frozen, one that nobody
+    uses; and a layer for some sequences only, which not every rank has."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.length = LENGTH
+        self.embed, self.rare = nn.Embedding(VOCAB, 5), nn.Linear(5, 5)
+        self.head, self.unused = nn.Linear(5, VOCAB), nn.Linear(2, 3)
+        self.scale, self.empty = nn.Parameter(torch.ones(1)), nn.Parameter(torch.ones(0))
+        self.rare.bias.requires_grad_(False)
+        self.double()
+
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        chosen = tokens[:, 0] < 7
+        if chosen.any():
+            x = x.index_put((chosen,), self.rare(x[chosen]).tanh())
+        return self.head(x) * self.scale
+
+
 class Transformer(nn.Module):
     """Learned positions, a scale that belongs to no module but the model, a head that is tied to
     the embedding. With extras a module that is never used, and a frozen parameter."""
@@ -186,6 +208,7 @@ MODELS = {
     "mlp": mlp,
     "sparse": lambda: mlp(sparse=True),
     "trainable": lambda: mlp(frozen=False),
+    "odd": Odd,
     "torch": lambda: Transformer(torchs, extras=True),
     "own": lambda: Transformer(Block, length=6, extras=True),  # 2 and 3 ranks divide it
     "four heads": lambda: Transformer(lambda: Block(heads=4), length=8),

@@ -2,16 +2,13 @@
 harness.py."""
 
 import contextlib
-import dataclasses
 import functools
 
 import pytest
 import torch
 import torch.distributed as dist
 
-import fsdp
 import model as gpt
-import zero
 from harness import initialize, presets
 
 SIZES = dict(layers=3, heads=4, width=32, context=12, vocab=61)
@@ -21,11 +18,6 @@ CONFIGS = {
     "grouped": presets.configure(family="llama", kv_heads=2, **SIZES),
     "dropout": presets.configure(dropout=0.2, **SIZES),
 }
-# For 3 ranks: they do not divide the vocabulary, which is 61, nor the hidden units
-THREE = dict(heads=6, kv_heads=3, width=36, hidden=50)
-for name in ("gpt2", "llama"):
-    CONFIGS[f"{name}, 3 kv-heads"] = dataclasses.replace(CONFIGS[name], **THREE)
-    CONFIGS[f"{name}, 13 tokens"] = dataclasses.replace(CONFIGS[name], context=13)
 
 STEPS = 2  # the second meets weights, and moments, that the first has changed
 
@@ -44,13 +36,6 @@ def make_optimizer(parameters, kind):
     if kind == "sgd":
         return torch.optim.SGD(parameters, lr=0.3)
     return torch.optim.AdamW(parameters, lr=1e-2, weight_decay=0.1)
-
-
-def shard(model, group, stage, *args, **options):
-    """A model with ZeRO of that stage; 3 is FSDP."""
-    if stage == 3:
-        return fsdp.FSDP(model, group, *args, **options)
-    return zero.ZeRO(model, group, stage, *args, **options)
 
 
 @contextlib.contextmanager
@@ -106,7 +91,6 @@ def train_rank(
     accumulate=2,
     steps=STEPS,
     optimizer=None,
-    order=None,
     zero_grad=None,
     forward=None,
     finish=None,
@@ -118,7 +102,6 @@ def train_rank(
 
     rows        of the batch that this rank has; default all, of which the loss is then the whole's
     optimizer   default: of the model's parameters, of that kind
-    order       of forwards and backwards; default "FBFB", each backward after its forward
     zero_grad() begins a step; default: the optimizer's
     forward(model, tokens, targets, count, samples) gives this rank's part of the loss
     finish()    completes the gradients
@@ -132,15 +115,10 @@ def train_rank(
         (zero_grad or optimizer.zero_grad)()
         loss = torch.zeros((), dtype=torch.float64)
         mine = torch.arange(len(tokens)) if rows is None else torch.as_tensor(rows)
-        pieces, parts = iter(mine.tensor_split(accumulate)), []
-        for action in order or "FB" * accumulate:
-            if action == "F":
-                piece = next(pieces)
-                given = tokens[piece], targets[piece], count, samples[piece]
-                parts.append(forward(model, *given))
-                loss += parts[-1].detach()
-            else:
-                parts.pop(0).backward()
+        for piece in mine.tensor_split(accumulate):
+            part = forward(model, tokens[piece], targets[piece], count, samples[piece])
+            part.backward()
+            loss += part.detach()
         if finish:
             finish()
         if rows is not None:

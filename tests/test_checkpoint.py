@@ -112,18 +112,15 @@ EXTRA = {"gpt2": " --hidden 125 --layers 4", "moe": " --bias-rate 0.01 --layers 
 
 
 @pytest.mark.parametrize("variant", LAYOUTS)
-def test_every_pair_of_layouts_is_one_undisturbed_run(ranks, text, tmp_path, variant):
-    """A run of which each step is another layout's: a walk that takes every step from one layout to
-    another once."""
-    layouts, flags = LAYOUTS[variant], VARIANTS[variant] + EXTRA[variant]
-    walk = [x for pair in itertools.combinations(range(len(layouts)), 2) for x in pair] + [0]
-    assert len(set(zip(walk, walk[1:]))) == len(walk) - 1 == len(layouts) * (len(layouts) - 1)
+def test_a_walk_through_layouts_is_one_undisturbed_run(ranks, text, tmp_path, variant):
+    """Each step is another layout's: every layout writes a checkpoint that another reads."""
+    flags = VARIANTS[variant] + EXTRA[variant]
+    walk = [*LAYOUTS[variant], LAYOUTS[variant][0]]
     code, alone = layout(ranks, text, f"{flags} --steps {len(walk)}", tmp_path / "one")
     assert code == 0
     joined = []
     for i, each in enumerate(walk):
-        resume = "--resume" * (i > 0)
-        more = f"{layouts[each]} --steps {i + 1} {resume}"
+        more = f"{each} --steps {i + 1} {'--resume' * (i > 0)}"
         code, steps = layout(ranks, text, f"{flags} {more}", tmp_path / "walk")
         assert code == 0 and len(steps) == 1
         joined += steps

@@ -2,6 +2,7 @@
 formulas."""
 
 import copy
+import dataclasses
 import inspect
 import json
 from types import SimpleNamespace
@@ -13,11 +14,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from reference import (
     CONFIGS,
-    STEPS,
     batch,
     case,
-    equals_one_process,
-    train_rank,
 )
 
 import context_parallel as cp
@@ -26,7 +24,7 @@ from harness import initialize
 from proof.ledger import Ledger
 from receipts import context_parallel as long_context
 
-ODD = "gpt2, 13 tokens"
+ODD = dataclasses.replace(CONFIGS["gpt2"], context=13)
 
 
 def groups_of(way, world):
@@ -36,57 +34,10 @@ def groups_of(way, world):
     return ring, ulysses, *(long_context.subgroups(ring, ulysses) if both else (None, None))
 
 
-def train_parallel(config, kind, way, zigzag=True, accumulate=2, steps=STEPS):
-    rank, group, world = dist.get_rank(), dist.group.WORLD, dist.get_world_size()
-    ring, ulysses, rings, heads = groups_of(way, world)
-    zigzag = zigzag and way != "ulysses"
-    with torch.device("meta"):
-        model = gpt.GPT(config)
-    cp.parallelize_context(model, group, way, rings, heads, zigzag)
-    model = initialize.fill(model, 7, dtype=torch.float64)
-    where = cp.positions(config.context, rank, ring, ulysses, zigzag)
-
-    def forward(model, tokens, targets, count, samples):
-        tokens, targets = (
-            cp.shard_sequence(tokens, where),
-            cp.shard_sequence(targets, where, gpt.IGNORE),
-        )
-        positions = where.clamp(max=config.context - 1)
-        ids = samples if config.dropout else None
-        return model(tokens, positions, targets=targets, target_count=count, sample_ids=ids)
-
-    def finish():
-        for p in model.parameters():
-            dist.all_reduce(p.grad)
-
-    # All rows: each rank has a part of every sequence, and so of the loss
-    rows, given = torch.arange(12), dict(forward=forward, finish=finish)
-    return train_rank(model, kind, rows, accumulate, steps, **given)
-
-
-# 13 tokens; more ranks than kv-heads; on 8 ranks some hold nothing but padding
-test_equals_one_process = equals_one_process(
-    train_parallel,
-    {
-        1: [(ODD, "sgd", way) for way in ("ring", "gather", "ulysses")],
-        2: [("dropout", "sgd", way) for way in cp.KINDS],
-        3: [
-            *[(ODD, kind, way) for way in ("ring", "gather") for kind in ("sgd", "adamw")],
-            *[("llama", "sgd", way, False) for way in ("ring", "gather")],  # no zigzag
-        ],
-        4: [
-            *[("grouped", "sgd", way) for way in cp.KINDS],
-            *[(ODD, k, way) for way in ("ulysses", "ring-ulysses") for k in ("sgd", "adamw")],
-        ],
-        8: [(ODD, "sgd", "ring-ulysses")],
-    },
-)
-
-
 def test_the_usage_block_of_parallelize_runs_as_printed(ranks):
     def run(rank, kind):
         tokens, targets, _, count = batch(0, context=13)
-        group, whole = dist.group.WORLD, initialize.build(CONFIGS[ODD], 7, dtype=torch.float64)
+        group, whole = dist.group.WORLD, initialize.build(ODD, 7, dtype=torch.float64)
         names = dict(vars(cp), group=group, kind=kind, T=13, rank=rank, n=4, count=count)
         names |= dict(tokens=tokens, targets=targets, model=copy.deepcopy(whole))
         lines = inspect.getdoc(cp.parallelize_context).splitlines()

@@ -1,6 +1,7 @@
 """Copied tops, used rightly: each alone in an empty folder, on models that are not ours, against
 one process."""
 
+import functools
 import importlib.util
 import math
 import pathlib
@@ -35,6 +36,8 @@ from uses import (
     equals_one_process,
     gathered,
     play_alone,
+    recomputed_inside_hooks,
+    recomputed_outside_hooks,
     saliency,
 )
 
@@ -77,21 +80,46 @@ test_collectives = right(
 )
 
 test_ddp = right(
+    (DDP, "mlp", "sgd", 1, {}),
     *[
         (*row, dict(way=way))
         for way in DDP.ways
         for row in [(DDP, "mlp", "sgd", 3), (DDP, "torch", "adamw", 2), (DDP, "torch", "sgd", 4)]
     ],
+    *[(DDP, "odd", "adamw", 3, dict(way=way)) for way in DDP.ways],
     (DDP, "sparse", "sgd", 2, {}),
 )
 
+OPTIONS = [
+    (2, dict(reduce_each=False)),
+    (3, dict(reduce_each=False)),
+    (3, dict(reshard=False)),
+    (2, dict(order="FFBFBB")),
+    (3, dict(order="FFBFBB")),
+    (3, dict(order="FFFBBB", reshard=False)),
+    (3, dict(units=lambda model: [model.blocks[0]])),  # the rest goes with the model
+    (3, dict(units=lambda model: [])),
+    # In an order that guesses the next unit wrongly
+    (3, dict(units=lambda model: [*reversed(model.blocks), model.head, model.embed])),
+    (1, dict(offload=True)),
+    (3, dict(offload=True)),
+    (2, dict(native=True)),
+    (3, dict(units=recomputed_inside_hooks)),
+    (3, dict(units=recomputed_outside_hooks)),
+    (3, dict(units=functools.partial(recomputed_outside_hooks, together=2))),
+]
+
 test_zero = right(
+    *[(ZeRO, "own", "adamw", 2, dict(stage=n, microbatches=3) | options) for n, options in OPTIONS],
     *[
         (*row, dict(stage=stage))
         for stage in range(4)
         for row in [(ZeRO, "torch", "adamw", 3), (ZeRO, "mlp", "sgd", 2)]
     ],
     *[(ZeRO, "mlp", "scheduled", 2, dict(stage=stage)) for stage in (0, 2, 3)],
+    # Not stage 3: ranks that skip different layers gather in different orders there
+    *[(ZeRO, "odd", "adamw", 3, dict(stage=stage)) for stage in range(3)],
+    *[(ZeRO, "odd", "sgd", 2, dict(stage=stage, bucket_bytes=0)) for stage in range(3)],
     (ZeRO, "mlp", "sgd", 2, dict(stage=2, param_dtype=torch.float32)),
     (ZeRO, "mlp", "sgd", 2, dict(stage=2, param_dtype=torch.float32, offload=True)),
     (ProbedZeRO, "mlp", "sgd", 2, dict(stage=1)),
@@ -615,23 +643,6 @@ def test_gathering_again_under_autocast(tp, sp, frozen):
             use.run(*batch(0, use.length))
         results.append(use.gradients())
     torch.testing.assert_close(*results, rtol=2e-2, atol=1e-3)
-
-
-@on_top_of(Pipeline.files, 1)
-def test_what_a_split_backward_defers(pp, zb):
-    """Of torch's encoder layers the two linear layers' weights, and none of the attention's."""
-    late, accumulate = [], zb.Deferred.accumulate
-
-    def watched(deferred):
-        late.extend(entry[0] for entry in deferred.entries)
-        accumulate(deferred)
-
-    zb.Deferred.accumulate = watched
-    use = Pipeline(MODELS["chain of torch"](), "sgd", schedule="zb-v", microbatches=1)
-    use.run(*batch(0, LENGTH))
-    names = {name for name, p in use.named().items() if any(p is weight for weight in late)}
-    of_blocks = {f"{i}.linear{k}.weight" for i in range(1, 7) for k in (1, 2)}
-    assert names == of_blocks | {"0.weight"}  # the head's
 
 
 def hyper_network(layer, x):

@@ -1,58 +1,34 @@
-"""ddp.py: every way of adding up gradients against one process, and against PyTorch's
-DistributedDataParallel."""
+"""ddp.py against PyTorch's DistributedDataParallel, and the pieces it is made of. test_copied.py
+holds it against one process."""
 
 import torch
 import torch.distributed as dist
-from reference import CONFIGS, STEPS, equals_one_process, train_rank
+from reference import CONFIGS, plain_forward, train_rank
 
 import ddp
 from harness import initialize
 
 
-def rows_of_rank():
-    """Unequal shares of the batch of 12."""
-    shares = {1: [12], 2: [6, 6], 3: [1, 5, 6], 4: [3, 3, 3, 3]}[dist.get_world_size()]
-    return torch.arange(12).split(shares)[dist.get_rank()]
-
-
-def train_parallel(config, kind, way, accumulate=2, steps=STEPS):
-    model = initialize.build(config, 7, dtype=torch.float64)
-    bucket_bytes = 0 if way == "naive" else 5000
-    given = dist.group.WORLD, accumulate, bucket_bytes
-    sync = ddp.DDP(model.parameters(), *given, overlap=way == "overlapped")
-    given = dict(zero_grad=sync.zero_grad, finish=sync.finish)
-    return train_rank(model, kind, rows_of_rank(), accumulate, steps, **given)
-
-
-WAYS = ["naive", "bucketed", "overlapped"]
-
-test_equals_one_process = equals_one_process(
-    train_parallel,
-    {
-        1: [("llama", "sgd", way, 2) for way in WAYS],
-        3: [("gpt2", kind, way, 2) for kind in ("sgd", "adamw") for way in WAYS],
-        4: [("dropout", "sgd", way, 3) for way in WAYS],
-    },
-)
-
-
 def test_equals_pytorch_ddp(ranks):
-    def theirs():
+    def train(rank, wrap):
         model = initialize.build(CONFIGS["gpt2"], 7, dtype=torch.float64)
-        wrapped = torch.nn.parallel.DistributedDataParallel(model)
+        rows = torch.arange(12).split([1, 5, 6])[rank]
+        (_, _, weights), _ = train_rank(model, "adamw", rows, 1, steps=5, **wrap(model))
+        return weights
 
-        def forward(_, tokens, targets, count, samples):
-            # It averages over the ranks
-            return 3 * wrapped(tokens, targets=targets, target_count=count, sample_ids=samples)
+    def ours(model):
+        sync = ddp.DDP(model.parameters(), dist.group.WORLD, bucket_bytes=5000)
+        return dict(zero_grad=sync.zero_grad, finish=sync.finish)
 
-        return train_rank(model, "adamw", rows_of_rank(), 1, steps=5, forward=forward)
+    def theirs(model):
+        wrapped = torch.nn.parallel.DistributedDataParallel(model)  # averages over the ranks
+        return dict(forward=lambda _, *given: 3 * plain_forward(wrapped, *given))
 
     def work(rank):
-        ours = train_parallel(CONFIGS["gpt2"], "adamw", "overlapped", 1, steps=5)
-        return [weights for (_, _, weights), _ in (ours, theirs())]
+        found = train(rank, ours), train(rank, theirs)
+        torch.testing.assert_close(*found, rtol=1e-12, atol=1e-12)
 
-    for mine, their in ranks(3, work):
-        torch.testing.assert_close(mine, their, rtol=1e-12, atol=1e-12)
+    ranks(3, work)
 
 
 def test_buckets_are_the_gradients(ranks):

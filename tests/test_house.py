@@ -58,7 +58,7 @@ CEILINGS = {
     "trainer": 2539,
     "simulator": 2089,
     "exercises": 300,
-    "tests": 13244,
+    "tests": 13054,
     "benchmarks": 2300,
 }
 DEMO = "# --- demo ---"

@@ -184,24 +184,6 @@ def test_losses_of_the_router_add_up_however_the_batch_is_cut():
         assert model(tokens, targets=targets) == plain(tokens, targets=targets)
 
 
-def test_losses_of_the_router_when_sequences_are_cut():
-    """Two ranks hold a half of each sequence: sum_over_sequence adds the sums of the other half."""
-    router = gpt.Router(presets.configure(**SMALL, **MIXTURE)).double()
-    x = torch.randn(3, 8, 32, dtype=torch.float64)
-    router(x, 24)[0].square().sum().backward()
-    whole, router.weight.grad = router.weight.grad, None
-    sums = []
-    router.sum_over_sequence.register_forward_hook(lambda module, args, y: sums.append(y.detach()))
-    halves = x.split(4, dim=1)
-    for half in halves:
-        router(half, 24)
-    for other, half in enumerate(halves):
-        router.sum_over_sequence = gpt.nn.Identity()
-        router.sum_over_sequence.register_forward_hook(lambda module, args, y: y + sums[1 - other])
-        router(half, 24)[0].square().sum().backward()
-    torch.testing.assert_close(router.weight.grad, whole, rtol=1e-10, atol=1e-12)
-
-
 def test_equal_scores_go_to_the_first_experts():
     router = gpt.Router(presets.configure(**SMALL, **MIXTURE))
     torch.nn.init.zeros_(router.weight)

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import Script, refused
-from reference import CONFIGS, STEPS, assert_equal, batch, make_optimizer, train
+from reference import CONFIGS, batch, case, equals_one_process, make_optimizer, train_rank
 from test_harness import SMALL
 
 import parameter_server
@@ -19,56 +19,51 @@ from harness import initialize
 SHARES = [[0], [1, 2, 3, 4, 5], [6, 7, 8, 9, 10, 11]]  # rows of three ranks
 
 
-def backward(model, step, rows):
-    """Two micro-batches. Returns the loss."""
-    tokens, targets, samples, count = batch(step)
-    total = 0.0
-    for piece in torch.tensor(rows).tensor_split(2):
-        loss = model(
-            tokens[piece], targets=targets[piece], target_count=count, sample_ids=samples[piece]
-        )
-        loss.backward()
-        total += loss.detach()
-    return total
-
-
-def train_synchronously(rank, config, kind):
+def train_synchronously(config, kind):
+    """The server alone has gradients, and steps."""
     model, group = initialize.build(config, 7, dtype=torch.float64), dist.group.WORLD
-    optimizer, losses = make_optimizer(model.parameters(), kind), []
-    parameters = list(model.parameters())
+    parameters, rank = list(model.parameters()), dist.get_rank()
+    optimizer = make_optimizer(parameters, kind)
     for p in parameters:
         p.data *= rank == 0  # the weights come from the server
-    for step in range(STEPS):
+
+    def pull():
         parameter_server.pull(parameters, group)
+
+    def begin():
+        pull()
         optimizer.zero_grad()
-        loss = backward(model, step, SHARES[rank])
-        parameter_server.push(parameters, group)
-        dist.all_reduce(loss)
+
+    def step(optimizer):
         optimizer.step()
-        losses.append(loss.item())
-    gradients = {name: p.grad for name, p in model.named() if p.grad is not None}
-    assert set(optimizer.state) <= {p for p in model.parameters() if p.grad is not None}
-    parameter_server.pull(parameters, group)
-    return losses, gradients, {name: p.detach() for name, p in model.named()}
+        pull()
+
+    given = dict(optimizer=optimizer, zero_grad=begin, take_step=step)
+    given["finish"] = lambda: parameter_server.push(parameters, group)
+    (losses, gradients, weights), cuts = train_rank(model, kind, SHARES[rank], **given)
+    assert rank == 0 or not optimizer.state and set(gradients.values()) == {None}
+    return (losses, gradients if rank == 0 else {}, weights), cuts
 
 
-@pytest.mark.parametrize("kind", ["sgd", "adamw"])
-def test_a_synchronous_server_equals_one_process(ranks, kind):
-    losses, gradients, weights = train(CONFIGS["dropout"], kind)
-    results = ranks(3, train_synchronously, CONFIGS["dropout"], kind)
-    for rank, ours in enumerate(results):
-        assert_equal(ours, (losses, gradients if rank == 0 else {}, weights))
+test_a_synchronous_server_equals_one_process = equals_one_process(
+    train_synchronously, {3: [("dropout", "sgd"), ("dropout", "adamw")]}
+)
+
+
+def backward(model, step):
+    tokens, targets, samples, count = batch(step)
+    model(tokens, targets=targets, target_count=count, sample_ids=samples).backward()
 
 
 def train_asynchronously(rank, kind, staleness, steps):
-    """Rank 0 returns its losses, the gradients of each step, its weights and its history."""
+    """Rank 0 returns the gradients of each step, its weights and its history."""
     model, group = initialize.build(CONFIGS["gpt2"], 7, dtype=torch.float64), dist.group.WORLD
     parameters, workers = list(model.parameters()), dist.get_world_size() - 1
     if rank > 0:
         pause = random.Random(rank)
         for step in range(rank - 1, steps, workers):
             parameter_server.pull(parameters, group)
-            backward(model, step, range(12))
+            backward(model, step)
             time.sleep(pause.uniform(0, 0.05))
             parameter_server.push(parameters, group)
         return None
@@ -95,22 +90,27 @@ def replay(kind, history):
         before.append([p.detach().clone() for p in model.parameters()])
         load(step - staleness)
         optimizer.zero_grad()
-        backward(model, next(batches[worker]), range(12))
+        backward(model, next(batches[worker]))
         load(step)
         gradients.append({name: p.grad.clone() for name, p in model.named()})
         optimizer.step()
     return gradients, {name: p.detach() for name, p in model.named()}
 
 
-@pytest.mark.parametrize("kind, staleness", [("sgd", 0), ("sgd", 1), ("adamw", 4), ("adamw", 99)])
-def test_asynchronous_training_equals_a_replay_of_its_history(ranks, kind, staleness):
+def test_asynchronous_training_equals_a_replay_of_its_history(ranks):
     """Two workers of uneven speed. Every gradient, and the weights."""
-    (*ours, history), *_ = ranks(3, train_asynchronously, kind, staleness, 7)
-    torch.testing.assert_close(tuple(ours), replay(kind, history), rtol=1e-10, atol=1e-10)
-    assert [worker for worker, _ in history].count(1) == 4
-    # Both begin with the same weights, if they may, so the second of them is stale
-    found = max(age for _, age in history)
-    assert found == 0 if staleness == 0 else 1 <= found <= staleness
+    cases = [("sgd", 0), ("sgd", 1), ("adamw", 4), ("adamw", 99)]
+
+    def work(rank):
+        return [train_asynchronously(rank, *of, 7) for of in cases]
+
+    for (kind, staleness), (*ours, history) in zip(cases, ranks(3, work)[0], strict=True):
+        with case(kind, staleness):
+            torch.testing.assert_close(tuple(ours), replay(kind, history), rtol=1e-10, atol=1e-10)
+            assert [worker for worker, _ in history].count(1) == 4
+            # Both begin with the same weights, if they may, so the second of them is stale
+            found = max(age for _, age in history)
+            assert found == 0 if staleness == 0 else 1 <= found <= staleness
 
 
 def test_workers_wait_where_a_gradient_could_become_too_stale(monkeypatch):

@@ -243,29 +243,13 @@ def train_parallel(config, kind, name, microbatches, steps=STEPS):
 
 DEEP = dataclasses.replace(CONFIGS["gpt2"], layers=8)
 SMALL = dict(heads=2, width=16, context=12, vocab=61)
-CUT = {
-    "gpt2": DEEP,
-    "llama": dataclasses.replace(CONFIGS["llama"], layers=7),
-    "dropout": dataclasses.replace(CONFIGS["dropout"], layers=5),
-    "11 layers": presets.configure(layers=11, **SMALL),
-    "17 layers": presets.configure(layers=17, **SMALL),
-}
-MULTIPLES = ("interleaved", "dualpipev")  # take a multiple of 4, at least 8
 
-# On 8 ranks fewer micro-batches than stages, and stages of unequal length
-test_equals_one_process = equals_one_process(
+# Fewer micro-batches than stages, and stages of unequal length. test_copied.py and test_layouts.py
+# have all schedules
+test_eight_ranks_equal_one_process = equals_one_process(
     train_parallel,
-    {
-        2: [("dropout", "sgd", name, 4) for name in zb.ALL_SCHEDULES],
-        3: [("llama", "adamw", name, 6) for name in zb.ALL_SCHEDULES],
-        4: [("gpt2", "sgd", name, 12 if name in MULTIPLES else 6) for name in zb.ALL_SCHEDULES],
-        8: [
-            ("11 layers", "sgd", "1f1b", 3),
-            ("11 layers", "sgd", "zb-h2", 6),
-            ("17 layers", "sgd", "zb-v", 6),
-        ],
-    },
-    CUT,
+    {8: [("11", "sgd", "1f1b", 3), ("11", "adamw", "zb-h2", 6), ("17", "sgd", "zb-v", 6)]},
+    {layers: presets.configure(layers=int(layers), **SMALL) for layers in ("11", "17")},
 )
 
 

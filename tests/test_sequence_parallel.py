@@ -1,11 +1,9 @@
 """sequence_parallel.py against one process, and against plain tensor parallelism."""
 
-import dataclasses
-
 import pytest
 import torch
 import torch.distributed as dist
-from reference import CONFIGS, batch, equals_one_process, train_rank
+from reference import batch
 
 import harness
 import model as gpt
@@ -24,31 +22,6 @@ def build(config, group, keep=True, parallelize=sp.parallelize_sequence):
     return initialize.fill(
         parallelize(model, group, keep), 7, dtype=torch.float64, take=harness.take
     )
-
-
-def train_parallel(config, kind, keep):
-    model = build(config, dist.group.WORLD, keep)
-    return train_rank(model, kind, finish=lambda: sp.reduce_partial(list(model.parameters())))
-
-
-WAYS = [("sgd", True), ("adamw", False)]
-NINE = {"llama, 9 tokens": dataclasses.replace(CONFIGS["llama, 3 kv-heads"], context=9)}
-NINE["gpt2, a token each"] = dataclasses.replace(CONFIGS["gpt2, 3 kv-heads"], context=3)
-
-test_equals_one_process = equals_one_process(
-    train_parallel,
-    {
-        1: [("llama", *way) for way in WAYS],
-        2: [(name, *way) for name in ("grouped", "dropout") for way in WAYS],
-        3: [
-            ("gpt2, 3 kv-heads", "sgd", True),
-            ("gpt2, a token each", "sgd", False),
-            ("llama, 9 tokens", "sgd", False),
-        ],
-        4: [(name, *way) for name in ("gpt2", "llama") for way in WAYS],
-    },
-    CONFIGS | NINE,
-)
 
 
 @pytest.mark.parametrize("gather_again, more", [(False, 1), (True, 10 / 8)])

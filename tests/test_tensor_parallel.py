@@ -5,7 +5,7 @@ import functools
 
 import torch
 import torch.distributed as dist
-from reference import CONFIGS, batch, equals_one_process, make_optimizer, piece, train_rank
+from reference import CONFIGS, batch, make_optimizer, piece, train_rank
 
 import expert_parallel
 import harness
@@ -28,37 +28,22 @@ def train_parallel(config, kind, **options):
     return train_rank(build(config, dist.group.WORLD), kind, **options)
 
 
-test_equals_one_process = equals_one_process(
-    train_parallel,
-    {
-        1: [("llama", "sgd")],
-        2: [("grouped", "sgd")],
-        3: [("gpt2, 3 kv-heads", "adamw"), ("llama, 3 kv-heads", "adamw")],
-        4: [("gpt2", "adamw"), ("llama", "sgd"), ("dropout", "sgd")],
-    },
-)
-
-
 def test_the_plain_mlp_equals_one_process(ranks):
-    def work(rank, shards):
+    def work(rank):
         torch.manual_seed(0)
-        x, up, down = (
-            torch.randn(*shape, dtype=torch.float64) for shape in ((2, 3), (6, 3), (3, 6))
-        )
-        up, down = (
-            up.tensor_split(shards)[rank % shards],
-            down.tensor_split(shards, 1)[rank % shards],
-        )
-        leaves = [t.clone().requires_grad_() for t in (x, up, down)]
-        group = dist.new_subgroups(shards)[0]
-        y = tp.plain_mlp(*leaves, group)
-        y.square().sum().backward()
-        return [y.detach(), *(leaf.grad for leaf in leaves)]
+        x, up, down = (torch.randn(*shape).double() for shape in ((2, 3), (6, 3), (3, 6)))
+        results = []
+        for n, i, group in ((3, rank, None), (1, 0, dist.new_subgroups(1)[0])):
+            pieces = x, up.tensor_split(n)[i], down.tensor_split(n, 1)[i]
+            leaves = [piece.clone().requires_grad_() for piece in pieces]
+            y = tp.plain_mlp(*leaves, group)
+            y.square().sum().backward()
+            results.append([y.detach(), *(leaf.grad for leaf in leaves)])
+        ours, (y, dx, dup, ddown) = results
+        expected = [y, dx, dup.tensor_split(3)[rank], ddown.tensor_split(3, 1)[rank]]
+        torch.testing.assert_close(ours, expected, rtol=1e-10, atol=1e-12)
 
-    [whole], of_ranks = ranks(1, work, 1), ranks(3, work, 3)
-    for rank, (y, dx, dup, ddown) in enumerate(of_ranks):
-        expected = whole[:2] + [whole[2].tensor_split(3)[rank], whole[3].tensor_split(3, 1)[rank]]
-        torch.testing.assert_close([y, dx, dup, ddown], expected, rtol=1e-10, atol=1e-12)
+    ranks(3, work)
 
 
 def test_a_rank_with_nothing_but_padding(ranks):

@@ -1,5 +1,5 @@
-"""zero.py and fsdp.py on the project's GPT: stages and options against one process and PyTorch's
-ZeroRedundancyOptimizer and FSDP2; copies of shards; memory; the demo."""
+"""zero.py and fsdp.py against PyTorch's ZeroRedundancyOptimizer and FSDP2; mixed precision; copies
+of shards; memory; the demo. test_copied.py and test_layouts.py hold them against one process."""
 
 import argparse
 import copy
@@ -11,19 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from reference import (
-    CONFIGS,
-    STEPS,
-    batch,
-    case,
-    equals_one_process,
-    make_optimizer,
-    plain_forward,
-    shard,
-    train_rank,
-)
+from reference import CONFIGS, batch, case, make_optimizer, plain_forward, train_rank
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import checkpoint
 
 import fsdp
 import harness
@@ -37,100 +26,15 @@ from receipts.formulas import Group, Sizes
 
 
 def rows_of_rank():
-    """Unequal shares of the batch's 12 rows, none smaller than 3."""
-    shares = {2: [5, 7], 3: [3, 5, 4], 4: [3, 3, 3, 3]}[dist.get_world_size()]
-    return torch.arange(12).split(shares)[dist.get_rank()]
+    """Unequal shares of the batch's 12 rows."""
+    return torch.arange(12).split([5, 7])[dist.get_rank()]
 
 
-def train_parallel(
-    config, kind, stage, accumulate=2, steps=STEPS, order=None, units=None, native=False, **options
-):
-    """units(model) gives the units of stage 3. native: reduce-scatter as on nccl."""
-    model = initialize.build(config, 7, dtype=torch.float64)
-    names = [name for name, _ in model.named()]
-    if units:
-        options["units"] = units(model)
-    make = functools.partial(make_optimizer, kind=kind)
-    sharded = shard(model, dist.group.WORLD, stage, make, accumulate, bucket_bytes=20000, **options)
-    if native:
-        sharded.reduce_scatter = zero.reduce_scatter_tensor
-
-    def named():
-        parameters = (p for _, p in sharded.gather_full(model.named()))
-        return zip(names, parameters, strict=True)
-
-    given = dict(optimizer=sharded, order=order, finish=sharded.finish, named=named)
-    return train_rank(model, kind, rows_of_rank(), accumulate, steps, **given)
-
-
-class Recomputed(nn.Module):
-    """Blocks behind a checkpoint, which so stands outside their hooks."""
-
-    def __init__(self, *blocks):
-        super().__init__()
-        self.blocks = nn.ModuleList(blocks)
-
-    def forward(self, *x):
-        def run(x, *rest):
-            for block in self.blocks:
-                x = block(x, *rest)
-            return x
-
-        return checkpoint(run, *x, use_reentrant=False)
-
-
-def recomputed_inside_hooks(model):
-    for block in model.blocks.values():
-        block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
-
-
-def recomputed_outside_hooks(model, together=1):
-    """So many blocks at a time."""
-    blocks = list(model.blocks.values())
-    pieces = [blocks[i : i + together] for i in range(0, len(blocks), together)]
-    model.blocks = nn.ModuleDict({str(i): Recomputed(*each) for i, each in enumerate(pieces)})
-    return [model.embed, *blocks, model.head]
-
-
-OPTIONS = [
-    (2, dict(reduce_each=False)),
-    (3, dict(reduce_each=False)),
-    (3, dict(reshard=False)),
-    (2, dict(order="FFBFBB")),
-    (3, dict(order="FFBFBB")),
-    (3, dict(order="FFFBBB", reshard=False)),
-    (3, dict(units=lambda model: [model.blocks["0"], model.blocks["2"]])),  # the rest: the model's
-    (3, dict(units=lambda model: [])),
-    # In an order that guesses the next unit wrongly
-    (3, dict(units=lambda model: [*list(model.blocks.values())[::-1], model.head, model.embed])),
-    (1, dict(offload=True)),
-    (3, dict(offload=True)),
-    (2, dict(native=True)),
-]
-RECOMPUTED = [recomputed_inside_hooks, recomputed_outside_hooks]
-RECOMPUTED += [functools.partial(recomputed_outside_hooks, together=2)]
-
-
-def of_options(config, kind, stage, accumulate, options):
-    return train_parallel(config, kind, stage, accumulate, **options)
-
-
-test_equals_one_process = equals_one_process(
-    train_parallel,
-    {
-        3: [(name, "sgd", stage) for name in ("llama", "dropout") for stage in range(4)],
-        4: [("gpt2", "adamw", stage, 3) for stage in range(4)],
-    },
-)
-test_options_change_nothing = equals_one_process(
-    of_options,
-    {
-        2: [
-            *[("gpt2", "adamw", stage, 3, options) for stage, options in OPTIONS],
-            *[("dropout", "sgd", 3, 2, dict(units=units)) for units in RECOMPUTED],
-        ]
-    },
-)
+def shard(model, group, stage, *args, **options):
+    """A model with ZeRO of that stage; 3 is FSDP."""
+    if stage == 3:
+        return fsdp.FSDP(model, group, *args, **options)
+    return zero.ZeRO(model, group, stage, *args, **options)
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own
@@ -159,13 +63,22 @@ def test_equals_pytorch(ranks):
         (_, _, weights), _ = train_rank(model, "adamw", rows_of_rank(), 1, 4, **given)
         return {n: p.full_tensor() if isinstance(p, DTensor) else p for n, p in weights.items()}
 
+    def ours(stage):
+        model = initialize.build(CONFIGS["gpt2"], 7, dtype=torch.float64)
+        make = functools.partial(make_optimizer, kind="adamw")
+        sharded = shard(model, dist.group.WORLD, stage, make, bucket_bytes=20000)
+        given = dict(optimizer=sharded, finish=sharded.finish)
+        given["named"] = lambda: sharded.gather_full(model.named())
+        (_, _, weights), _ = train_rank(model, "adamw", rows_of_rank(), 1, 4, **given)
+        return weights
+
     def work(rank):
         expected = [theirs(way) for way in ("zero", "fsdp2")]
         for stage in range(4):
-            (_, _, ours), _ = train_parallel(CONFIGS["gpt2"], "adamw", stage, 1, 4)
+            found = ours(stage)
             for weights in expected:
                 with case(stage):
-                    torch.testing.assert_close(ours, weights, rtol=1e-12, atol=1e-12)
+                    torch.testing.assert_close(found, weights, rtol=1e-12, atol=1e-12)
 
     ranks(2, work)
 
@@ -403,8 +316,10 @@ def test_the_formulas_of_bytes_are_the_papers():
     ):
         usual = dict(bucket_mb=25, reduce_once=False, keep_gathered=False, offload=False)
         given = argparse.Namespace(**usual | flags), "reduce_scatter", [("F", 0), ("B", 0)] * 2
-        splits = [zero_bytes.Split(Group("dp", 4))]
-        sent, _ = zero_bytes.expected(Sizes(config, 12, 12, 2, e), stage, *given, splits)
+        group, scalars = Group("dp", 4), 2 if stage else 1  # the loss and the norm, 8 bytes each
+        words["all_reduce"] = words.get("all_reduce", 0) + 2 * scalars * 8 / e
+        splits = [zero_bytes.Split(group)]
+        sent, _ = zero_bytes.expected(Sizes(config, 12, 12, 2, e), group, stage, *given, splits)
         assert {op: size for (op, _), (size, _) in sent.items()} == {
             op: r * elements * e for op, elements in words.items()
         }

@@ -1,6 +1,8 @@
 """Each technique's copied top, used rightly to train a model that is not ours. Ranks make these,
 where `import ddp` finds the top alone (tops.py)."""
 
+import functools
+
 import torch
 import torch.distributed as dist
 import torch.nn as nn
@@ -19,8 +21,10 @@ from foreign import (
     one_process,
     train,
 )
+from reference import cuts_of, piece
 from tops import run_usage, usage
 from torch.distributed import group
+from torch.utils.checkpoint import checkpoint
 
 
 def equals_one_process(use, model, optimizer, steps=STEPS, disturb=None):
@@ -95,14 +99,44 @@ class DDP(DataParallel):
         self.sync.zero_grad(give_up)
 
 
+class Recomputed(nn.Module):
+    """Blocks behind a checkpoint, which so stands outside their hooks."""
+
+    def __init__(self, *blocks):
+        super().__init__()
+        self.blocks = nn.ModuleList(blocks)
+
+    def forward(self, x):
+        return checkpoint(nn.Sequential(*self.blocks), x, use_reentrant=False)
+
+
+def recomputed_inside_hooks(model):
+    for block in model.blocks:
+        block.forward = functools.partial(checkpoint, block.forward, use_reentrant=False)
+
+
+def recomputed_outside_hooks(model, together=1):
+    """So many blocks at a time. Returns the units."""
+    blocks = list(model.blocks)
+    pieces = [blocks[i : i + together] for i in range(0, len(blocks), together)]
+    model.blocks = nn.ModuleList(Recomputed(*piece) for piece in pieces)
+    return [model.embed, *blocks, model.head]
+
+
 class ZeRO(DataParallel):
+    """units(model) gives the units of stage 3. order: of a step's forwards and backwards, "FFBB".
+    native: reduce-scatter as on nccl."""
+
     files = "zero fsdp"
 
-    def set_up(self, stage, microbatches=2, **options):
+    def set_up(self, stage, microbatches=2, units=None, order=None, native=False, **options):
         import zero
 
         self.stage, self.microbatches = stage, microbatches
+        self.order = order or "FB" * microbatches
         make = self.make_optimizer, microbatches
+        if units:
+            options["units"] = units(self.model)
         if stage == 3:
             import fsdp
 
@@ -110,10 +144,25 @@ class ZeRO(DataParallel):
         else:
             options = {"bucket_bytes": 1000} | options
             self.sharded = zero.ZeRO(self.model, group.WORLD, stage, *make, **options)
+        if native:
+            self.sharded.reduce_scatter = zero.reduce_scatter_tensor
         self.zero_grad, self.finish = self.sharded.zero_grad, self.sharded.finish
         self.norm = self.sharded.grad_norm
         if "param_dtype" in options:
             self.tolerance = dict(rtol=1e-4, atol=1e-5, check_dtype=False)
+
+    def run(self, x, y, count):
+        if self.order == "FB" * self.microbatches:
+            return super().run(x, y, count)
+        parts, losses, total = iter(self.parts(x, y)), [], 0.0
+        for action in self.order:
+            if action == "F":
+                x, y = next(parts)
+                losses.append(mean_loss(self.model(x), y, count))
+                total += losses[-1].item()
+            else:
+                losses.pop(0).backward()
+        return total
 
     def clip(self, norm):
         self.sharded.clip(norm, self.limit)
@@ -129,7 +178,8 @@ class ZeRO(DataParallel):
         return sum(bucket.weights.untyped_storage().nbytes() for bucket in units)
 
     def named(self):
-        return dict(self.sharded.gather_full(self.model.named_parameters()))
+        found = self.sharded.gather_full(self.model.named_parameters())
+        return dict(zip(self.names, (p for _, p in found), strict=True))
 
 
 class Muon(DataParallel):
@@ -254,11 +304,7 @@ class TensorParallel(OneProcess):
         return self.tp.grad_norm(self.model.parameters())
 
     def piece(self, full, p):
-        for dim, (_, start, length) in self.tp.placement(p)["cuts"].items():
-            part, shape = full.narrow(dim, start, length), list(full.shape)
-            shape[dim] = p.shape[dim] - length
-            full = torch.cat([part, part.new_zeros(shape)], dim)  # zeros follow the last rows
-        return full
+        return piece(full, cuts_of(p))
 
 
 class LlamaParallel(TensorParallel):
