@@ -285,7 +285,7 @@ import receipts.diloco
 def main():
     args = receipts.diloco.parse_args(__doc__)
     harness.configure(args)
-    proof.launch(demo, args, check=lambda world: receipts.diloco.check(args, world))
+    proof.launch(demo, args, check=lambda world: harness.check_batch(args, world))
 
 
 def demo(run):

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import nn
 
 from harness import flags
-from harness.flags import NATURAL, POSITIVE, check_batch, real
+from harness.flags import NATURAL, POSITIVE, real
 from harness.presets import ceil
 from harness.refusal import Refused
 from proof.ledger import Ledger, human, storage_bytes
@@ -52,6 +52,7 @@ def parse_args(doc):
     add_flags(parser.add_argument_group("islands"), every=5)
     args = parser.parse_args()
     settle(args, every=5)
+    check_flags(args)
     return args
 
 
@@ -76,12 +77,6 @@ def check_flags(args):
         raise Refused(f"--stream-delay {args.stream_delay}: the next message comes first; {advice}")
     if args.outer_momentum >= 1:
         raise Refused("--outer-momentum must be less than 1, or the steps never end")
-
-
-def check(args, world):
-    """Refuse what does not fit `world` islands."""
-    check_flags(args)
-    check_batch(args, world)
 
 
 # --- one process that plays all islands, one after the other

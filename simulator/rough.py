@@ -18,7 +18,6 @@ uneven stages wait for each other, experts' all-to-alls.
 import functools
 import operator
 from dataclasses import replace
-from typing import NamedTuple
 
 import zero_bubble
 from harness import presets
@@ -115,30 +114,22 @@ def loss_makes(args, sizes):
     return kept + 2 * logits * sizes.e + chunk * (3 if sizes.e < sizes.exact else 2)
 
 
-class Held(NamedTuple):
-    """What a rank holds at a time: blocks and stages x micro-batches from forward to backward; and
-    those whose weights' gradients are put off."""
-
-    blocks: int
-    passes: int
-    put_off_blocks: int = 0
-    put_off_passes: int = 0
-
-
 @functools.cache
 def in_flight(schedule, pp, microbatches, chunks, rank, layers):
-    """The Helds of a rank in the course of a step. layers: of each stage."""
+    """What a rank holds in the course of a step, as a set of tuples: blocks x micro-batches and
+    stages x micro-batches from forward to backward; the same of those whose weights' gradients are
+    put off. layers: of each stage."""
     if pp == 1:
-        return [Held(layers[0], 1)]
+        return [(layers[0], 1, 0, 0)]
     options = {"chunks": chunks} if chunks and schedule == "interleaved" else {}
     # With more micro-batches no more are in flight
     row = zero_bubble.ALL_SCHEDULES[schedule](rank, pp, min(microbatches, 2 * pp), **options)
-    now, found = Held(0, 0), set()
+    now, found = (0, 0, 0, 0), set()
     changes = {"F": (1, 0), "I": (-1, 1), "W": (0, -1), "B": (-1, 0)}
     for action in row:
         blocks, (kept, put_off) = layers[action.stage], changes[action.kind]
-        change = Held(kept * blocks, kept, put_off * blocks, put_off)
-        now = Held(*map(sum, zip(now, change)))
+        change = kept * blocks, kept, put_off * blocks, put_off
+        now = tuple(map(sum, zip(now, change)))
         found.add(now)
     return found
 
