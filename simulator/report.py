@@ -144,13 +144,13 @@ def draw_scaling(name, title, kinds, peak):
     plt = harness.pyplot()
     figure, axes = plt.subplots(1, 2, figsize=(12, 4.5), layout="constrained")
     for ax, (kind, steps) in zip(axes, kinds.items()):
-        names = [f"{n:,}: {step.seconds:.3g} s" for n, (step, _) in steps.items()]
+        names = [f"{n:,}: {step.seconds:.4g} s" for n, (step, _) in steps.items()]
         bottom = [0.0] * len(steps)
         for part in next(iter(steps.values()))[0].parts:
             heights = [step.parts[part] * scale for step, scale in steps.values()]
             ax.bar(names, heights, 0.8, bottom, label=part)
             bottom = [a + b for a, b in zip(bottom, heights)]
-        ax.tick_params("x", rotation=45)
+        ax.set_xticks(range(len(names)), names, rotation=45, ha="right", rotation_mode="anchor")
         ax.set(xlabel="devices: a step takes", title=f"{kind} scaling")
         ax.set(ylabel="devices x seconds, a sequence")
         right = ax.twinx()

@@ -4,7 +4,6 @@ the wire itself."""
 import functools
 import json
 import os
-import pathlib
 from unittest import mock
 
 import pytest
@@ -17,8 +16,6 @@ from collectives import ALL_REDUCE
 from harness.rank import Rank
 from proof.ledger import Ledger
 from receipts import collectives as network
-
-ROOT = pathlib.Path(__file__).parent.parent
 
 
 class Counter(network.MessageCounter, collectives.RankView):
