@@ -37,6 +37,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 import torch.nn as nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 # --- the plainest form: GPipe, with messages that block
 
@@ -181,6 +182,8 @@ def play(schedule, forward, shape, dtype, device, links, around=contextlib.nullc
 class StageRunner:
     """The forward and backward passes of a rank's stages."""
 
+    dry = False  # True in prepare: gradients are thrown away
+
     def __init__(self, forward, row, last):
         self.stage_forward, self.last = forward, last
         self.trains = any(action.kind != "F" for action in row)
@@ -203,7 +206,8 @@ class StageRunner:
         if stage == 0 and self.last > 0 and (m, stage) not in self.saved:
             return None  # all of stage 0 is frozen: the gradient from stage 1 is dropped
         x, y = self.saved.pop((m, stage))
-        y.backward(gradient)  # the loss, one number, has None
+        backward = dry_backward if self.dry else torch.Tensor.backward
+        backward(y, gradient)  # the loss, one number, has None
         return None if stage == 0 else x.grad
 
 
@@ -357,8 +361,8 @@ def open_links(schedule, links, device):
 
 def prepare(schedule, forward, shape, dtype, device, links=None, around=contextlib.nullcontext):
     """Before the first play, on all ranks: connect them, and run this rank's actions of the first
-    two micro-batches on zeros, without messages. Returns the links. Its gradients mean nothing:
-    zero_grad() must follow. Arguments as for `play`; links: of make_links, else of all ranks.
+    two micro-batches on zeros, without messages. It leaves no gradients. Returns the links.
+    Arguments as for `play`; links: of make_links, else of all ranks.
 
     On nccl a posted receive is a kernel that spins until its message is there. When CUDA loads a
     kernel, at its first launch, it may wait until the device is idle: the two wait for ever."""
@@ -366,6 +370,7 @@ def prepare(schedule, forward, shape, dtype, device, links=None, around=contextl
     open_links(schedule, links, device)
     row = [action for action in schedule[dist.get_rank(links[0])] if action.microbatch < 2]
     runner = schedule.runner(forward, row, schedule.last)
+    runner.dry = True
     for action in row:
         received = None
         if schedule.incoming(action) is not None:
@@ -373,6 +378,20 @@ def prepare(schedule, forward, shape, dtype, device, links=None, around=contextl
         with around(action):
             runner.run(action, received)
     return links
+
+
+def dry_backward(y, gradient=None):
+    """A backward pass of y that computes all gradients, and throws them away: no .grad changes, and
+    no hook of DDP or ZeRO sees one. y: a tensor, or a list."""
+    roots = [get_gradient_edge(t) for t in (y if isinstance(y, list) else [y])]
+    nodes, found = [root.node for root in roots], set()
+    while nodes:
+        node = nodes.pop()
+        if node not in found:
+            found.add(node)
+            nodes += [following for following, _ in node.next_functions if following]
+    leaves = [GradientEdge(node, 0) for node in found if hasattr(node, "variable")]
+    torch.autograd.grad(roots, leaves, gradient, allow_unused=True)
 
 
 # --- more schedules

@@ -255,12 +255,8 @@ class Runner:
 
     @contextlib.contextmanager
     def around(self, action):
-        """ZeRO must know which stage's gradients an action makes, and whether they are complete:
-        after I those of the weights are still missing."""
-        scope = contextlib.nullcontext()
-        if isinstance(self.sync, zero.ZeRO) and action.kind != "F":
-            scope = self.sync.backward(action.stage, complete=action.kind != "I")
-        with self.watch(action), scope:
+        of_zero = isinstance(self.sync, zero.ZeRO)
+        with self.watch(action), self.sync.around(action) if of_zero else contextlib.nullcontext():
             yield
 
 

@@ -115,22 +115,25 @@ class ZeRO:
         reduce_each=True,
         scopes=None,
         splits=None,
-        **options,  # of each Bucket
+        **options,  # of each ShardedBucket
     ):
         self.model, self.group, self.stage, self.microbatches = model, group, stage, microbatches
         self.reduce_each = reduce_each and stage >= 2
-        self.splits = splits or {}
-        self.scope, self.complete = None, True  # see backward()
+        self.scopes, self.splits = scopes or {None: model}, splits or {}
+        self.scope, self.complete = None, True  # of the running backward pass, see around()
         gloo = dist.get_backend(group) == "gloo"
         self.reduce_scatter = DirectReduceScatter if gloo else reduce_scatter_tensor
         self.buckets = []
-        places = find_places(model, group, scopes or {None: model}, self.splits)
+        places = find_places(model, group, self.scopes, self.splits)
         views = {}  # a parameter: the view that takes its place
         kind_of = functools.partial(self._kind, places)
         for parameters in group_parameters(model.parameters(), bucket_bytes, kind_of):
             bucket = self._make_bucket(parameters, places[parameters[0]], **options)
-            bucket.passes = microbatches * len(bucket.place.scopes)  # backward passes that fill it
+            backwards = microbatches * len(bucket.place.scopes)  # that bring gradients
+            # How often it is reduced, after how many gradients of each parameter
+            bucket.passes, bucket.needed = (backwards, 1) if stage >= 2 else (1, backwards)
             bucket.passes_left = bucket.passes
+            bucket.await_gradients()
             self.buckets.append(bucket)
             views.update(zip(parameters, bucket.parameters))
         for module in model.modules():
@@ -193,7 +196,8 @@ class ZeRO:
 
     def _backward_ends(self):
         self.backward_running = False
-        if self.queue is not None:  # None: no parameter got a gradient, as in autograd.grad
+        # None: no parameter got a gradient, as in autograd.grad. Stages 0 and 1: finish() does it
+        if self.queue is not None and self.stage >= 2:
             self._reduce_rest()
 
     def _fill_queue(self):
@@ -211,10 +215,10 @@ class ZeRO:
         # silently. So a bucket that is full early waits for those before it
         while self.complete and self.queue:
             bucket = self.queue[0]
-            if bucket not in done and not bucket.all_arrived():
+            if bucket not in done and bucket.missing:
                 break
             self.queue.pop(0)
-            bucket.arrived.clear()
+            bucket.await_gradients()
             bucket.passes_left -= 1
             if self.reduce_each or bucket.passes_left == 0:
                 self._reduce(bucket)
@@ -306,10 +310,8 @@ class ZeRO:
         if counted:
             dtype = torch.promote_types(counted[0].dtype, torch.float32)
             total += torch.stack(torch._foreach_norm(counted, dtype=dtype)).double().square().sum()
-        groups = [self.group] if self.stage > 0 else []
-        groups += self.cut_groups if stages is None else [*self.cut_groups, stages]
-        for group in groups:
-            if dist.get_world_size(group) > 1:
+        for group in [self.group if self.stage > 0 else None, *self.cut_groups, stages]:
+            if group is not None and dist.get_world_size(group) > 1:
                 dist.all_reduce(total, group=group)
         return total.sqrt()
 
@@ -345,10 +347,12 @@ class ZeRO:
     # --- together with another kind of parallelism: see the end of this file
 
     @contextlib.contextmanager
-    def backward(self, scope=None, complete=True):
-        """Around each backward pass of a pipeline's rank. scope: its stage, a key of scopes.
-        complete=False: a later pass brings the rest of its gradients (zero_bubble.py)."""
-        self.scope, self.complete = scope, complete
+    def around(self, action):
+        """For play(..., around=zero.around): which of the scopes an action belongs to. After I of a
+        split backward gradients are missing. Stages 0 and 1 do without: they count gradients."""
+        if self.stage >= 2:
+            self.complete = action.kind != "I"
+            self.scope = action.stage if action.stage in self.scopes else None
         try:
             yield
         finally:
@@ -417,7 +421,6 @@ class ShardedBucket:
             self.slices.append(slice(start, end))
             self.parameters.append(nn.Parameter(view, requires_grad=self.trainable))
             self.parameters[-1].__dict__.update(p.__dict__)
-        self.arrived = set()  # the numbers of the parameters whose gradients have come
         self.gradients = self.gradient_shard = None
         self.reduce_dtype = reduce_dtype or self.weights.dtype
         if self.trainable and stage < 2:
@@ -454,10 +457,13 @@ class ShardedBucket:
     def add(self, i, gradient):
         self.allocate_gradients()
         self.part(i, self.gradients).add_(gradient)
-        self.arrived.add(i)
+        left = self.missing.pop(i, 1) - 1
+        if left > 0:
+            self.missing[i] = left
 
-    def all_arrived(self):
-        return len(self.arrived) == len(self.parameters)
+    def await_gradients(self):
+        """missing: {a parameter's number: how many of its gradients have not come}."""
+        self.missing = dict.fromkeys(range(len(self.parameters)), self.needed)
 
     def keep_shard(self):
         """This rank's shard of the sum is complete. Stage 2 frees the rest."""
@@ -514,11 +520,6 @@ def group_parameters(parameters, bucket_bytes, kind_of):
 
 
 # --- together with another kind of parallelism (docs/two-techniques.md)
-#
-# A pipeline's rank that has several stages, or runs a split backward, gives scopes =
-# {stage: module}, and runs each backward in `with zero.backward(stage, complete):`.
-# HSDP, replicas that are split each by itself: splits = {data group: (the ranks that split this
-# replica, the ranks with the same shards, one of each replica)}.
 
 
 class Place(NamedTuple):
@@ -531,7 +532,9 @@ class Place(NamedTuple):
 
 
 def find_places(model, group, scopes, splits):
-    """{parameter: its Place}."""
+    """{parameter: its Place}. scopes: {stage: module} of a pipeline's rank with several stages.
+    splits: of HSDP, whose replicas are split each by itself: {data group: (the ranks that split
+    this replica, the ranks with the same shards, one of each replica)}."""
     scopes = {scope: set(module.parameters()) for scope, module in scopes.items()}
     places = {}
     for p in model.parameters():
@@ -617,10 +620,9 @@ def check_zero_gradient(zero, bucket):
     if bucket not in zero.queue:
         raise RuntimeError(
             f"a gradient came after its bucket was reduced: there were more backward passes than"
-            f" microbatches={zero.microbatches}, or no zero_grad(). With a pipeline: several stages"
-            " need scopes=, and a split backward needs backward(stage, complete=False)"
-            " for its first part; a weight that gets two gradients in one micro-batch needs"
-            " used_twice = True (see zero_bubble.py)"
+            f" microbatches={zero.microbatches}, or no zero_grad(). For several stages or a split"
+            " backward write ZeRO(..., scopes={stage: module}) and play(..., around=zero.around)"
+            "; for a weight with two gradients per micro-batch weight.used_twice = True"
         )
 
 
@@ -671,8 +673,7 @@ def demo(run):
     model = run.meta_model()
     optimizer = functools.partial(harness.make_optimizer, args=args)
     options = zero_flags.options(run, model, args.stage)
-    options |= {"splits": splits}
-    zero = ZeRO(model, group, args.stage, optimizer, args.microbatches, **options)
+    zero = ZeRO(model, group, args.stage, optimizer, args.microbatches, splits=splits, **options)
     for step in run.steps(zero):
         zero.zero_grad()
         loss = run.zero()

@@ -35,7 +35,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
-from pipeline import SCHEDULES, Row, Schedule, StageRunner, make_schedule
+from pipeline import SCHEDULES, Row, Schedule, StageRunner, dry_backward, make_schedule
 
 # --- the plainest form: a linear layer whose backward is cut in two
 
@@ -96,7 +96,8 @@ class SplitRunner(StageRunner):
     def run(self, action, received):
         kind, m, stage = action
         if kind == "W":
-            return self.deferred.pop((m, stage)).accumulate()
+            backward = dry_backward if self.dry else torch.autograd.backward
+            return self.deferred.pop((m, stage)).accumulate(backward)
         if (m, stage) not in self.deferred:  # a backward in one part follows, or none
             return super().run(action, received)
         deferred = self.deferred[m, stage]
@@ -151,7 +152,6 @@ class Deferred(TorchFunctionMode):
         """torch turns this mode off in here. Checkpointed layers run again in backward and must be
         caught, so it is turned on again. y.backward() would come back to this method; the backward
         of y's edge in the graph does not, as an edge is no tensor."""
-        gradient = torch.ones_like(y) if gradient is None else gradient
         with self:
             torch.autograd.backward(torch.autograd.graph.get_gradient_edge(y), gradient, **options)
 
@@ -171,14 +171,14 @@ class Deferred(TorchFunctionMode):
         y.register_hook(gradients.append)
         return y
 
-    def accumulate(self):
+    def accumulate(self, backward=torch.autograd.backward):
         """Add the deferred gradients to their weights, in one pass of autograd: the hooks of DDP
         and ZeRO see them like any others."""
         # Autograd runs the newest node first: last layers first, in the order of the buckets
         roots = [WeightGradient.apply(*entry) for entry in reversed(self.entries)]
         self.entries.clear()
         if roots:
-            torch.autograd.backward(roots)
+            backward(roots)
 
 
 def can_defer(x, weight):

@@ -1,7 +1,6 @@
 """Two and three techniques at once, on a model that is not ours: what a user writes who has copied
 their tops. `Layout` says how many ranks share what, cuts the model and trains it."""
 
-import contextlib
 import functools
 
 import torch
@@ -124,7 +123,7 @@ class Layout:
         self.stages, self.schedule, self.trained = None, None, self.model
         if pp > 1:
             self.split_stages(schedule)
-        self.parameters = list(self.trained.parameters())
+        self.parameters, self.prepared = list(self.trained.parameters()), False
         self.wrap()
 
     def deal_experts(self, mixture):
@@ -195,7 +194,7 @@ class Layout:
         for stage in self.schedule.stages(dist.get_rank(self.pp)):
             self.stages[stage] = nn.ModuleList(layers[i] for i in cuts[stage])
         self.trained = nn.ModuleList(self.stages.values())
-        self.play, self.links = pp.play, own_links(pp.make_links, self.pipelines)
+        self.pp_top, self.links = pp, own_links(pp.make_links, self.pipelines)
 
     def wrap(self):
         """Make what sums gradients over the data-parallel ranks and takes the step."""
@@ -254,17 +253,14 @@ class Layout:
                 x = layer(inputs[m], positions) if x is None else layer(x)
             return self.loss(x, targets[m], count) if stage == self.schedule.last else x
 
-        around = {} if self.kind == "ddp" else {"around": self.around}
+        around = {"around": self.sync.around} if self.kind in ("zero 2", "fsdp") else {}
         shape = len(inputs[0]), len(positions), WIDTH
-        losses = self.play(
-            self.schedule, forward, shape, torch.float64, "cpu", self.links, **around
-        )
+        given = self.schedule, forward, shape, torch.float64, "cpu", self.links
+        if not self.prepared:
+            self.prepared = self.pp_top.prepare(*given)
+            assert all(p.grad is None or not p.grad.any() for p in self.parameters)
+        losses = self.pp_top.play(*given, **around)
         return sum(losses, torch.zeros((), dtype=torch.float64))
-
-    def around(self, action):
-        if action.kind == "F":
-            return contextlib.nullcontext()
-        return self.sync.backward(action.stage, complete=action.kind != "I")
 
     def loss(self, logits, targets, count):
         criterion = self.criterion if self.t > 1 else mean_loss

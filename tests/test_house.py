@@ -54,11 +54,11 @@ BUDGETS = {
 CEILINGS = {
     "harness": 2238,
     "proof": 1728,
-    "receipts": 2294,
+    "receipts": 2278,
     "trainer": 2539,
-    "simulator": 2089,
+    "simulator": 1941,
     "exercises": 300,
-    "tests": 13054,
+    "tests": 13041,
     "benchmarks": 2300,
 }
 DEMO = "# --- demo ---"

@@ -1,6 +1,8 @@
 """Any two techniques on a model that is not ours, and some three: copied tops alone, each in its
 own file, against one process. Loss, gradients, the norm, clipping, weights after five steps."""
 
+import contextlib
+
 import pairs
 import pytest
 import torch
@@ -8,7 +10,7 @@ import torch.nn.functional as F
 from conftest import ROOT
 from foreign import LIMIT, WIDTH
 from reference import case
-from tops import in_one_file
+from tops import in_one_file, refused
 
 TOPS = "ddp zero fsdp tensor_parallel sequence_parallel pipeline zero_bubble context_parallel"
 TOPS += " expert_parallel"
@@ -79,6 +81,17 @@ def test_three(copied):
         options = dict(dp=4 if "experts" in (a, b) else 2) | SPLITS[a] | SPLITS[b]
         cases.append((f"{data} x {a} x {b}", data, kind, options))
     copied(TOPS, 8, train, cases)
+
+
+@pytest.mark.parametrize("data", ["zero 2", "fsdp"])
+def test_a_split_backward_that_nobody_tells_of(copied, data):
+    def work(rank):
+        layout = pairs.Layout(data, "sgd", dp=2, **SPLITS["zb-v"])
+        layout.sync.around = lambda action: contextlib.nullcontext()
+        with refused("scopes={stage: module}.*around=zero.around"):
+            layout.train()
+
+    copied(TOPS, 4, work)
 
 
 # --- docs/two-techniques.md: its blocks run as they are printed, on 4 ranks
