@@ -26,7 +26,8 @@ import torch
 
 from harness import Refused, script
 from harness.flags import Parser, real
-from proof import hypotheses
+from proof import causes, hypotheses
+from proof.replay import Replay
 from proof.tolerance import FLOOR, TOLERANCE
 
 # {kind in a line: the tolerance that holds for it}
@@ -50,10 +51,9 @@ def report(reference, other, tolerance=None):
     """(exit code, what to print) for two paths."""
     a, b = load(reference), load(other)
     check(a, b)
-    dtypes = [x.facts["dtype"] for x in (a, b)]
-    coarsest_first = sorted(TOLERANCE, key=lambda dtype: -TOLERANCE[dtype]["grad"])
-    known = [dtype if dtype in TOLERANCE else coarsest_first[0] for dtype in dtypes]
-    precision = min(known, key=coarsest_first.index)
+    coarsest = max(TOLERANCE, key=lambda dtype: TOLERANCE[dtype]["grad"])
+    dtypes = [x.facts["dtype"] if x.facts["dtype"] in TOLERANCE else coarsest for x in (a, b)]
+    precision = max(dtypes, key=lambda dtype: TOLERANCE[dtype]["grad"])
     limits = {kind: tolerance or TOLERANCE[precision][LIMITS[kind]] for kind in LIMITS}
     found = list(differences(a, b, limits, FLOOR[precision]))
     off = [d for d in found if not d.error <= d.limit]
@@ -61,7 +61,7 @@ def report(reference, other, tolerance=None):
     sizes = f"{steps} {'step' if steps == 1 else 'steps'}, {len(first_line(a)['data'])} weights"
     text = f"{sizes}, {precision}: tolerance {limits['grad']:.0e} for a gradient"
     if off:
-        return 1, "\n".join([text, *explain(a, b, off, found)])
+        return 1, "\n".join([text, *explain(a, b, off, found, limits, FLOOR[precision])])
     lines = [text]
     for kind in LIMITS:
         of_kind = [d for d in found if d.kind == kind]
@@ -143,10 +143,11 @@ def differences(a, b, limits, floor):
     for step in sorted(set(a.lines) & set(b.lines)):
         x, y = a.lines[step], b.lines[step]
         yield from tensors(step, "data", x, y, order, limits, floor)
-        rows = [set(itertools.chain(*line.get("batch", {}).get("rows", ()))) for line in (x, y)]
-        if all(rows):
-            error = len(rows[0] ^ rows[1]) / len(rows[0])
-            yield Difference(step, "batch", "the batch", error, 0.0, *rows)
+        for kind, name in (("rows", "the batch"), ("targets", "the targets")):
+            rows = [set(itertools.chain(*line.get("batch", {}).get(kind, ()))) for line in (x, y)]
+            if all(rows):
+                error = len(rows[0] ^ rows[1]) / len(rows[0])
+                yield Difference(step, kind, name, error, 0.0, *rows)
         yield from tensors(step, "outputs", x, y, order, limits, floor)
         yield from scalars(step, "loss", x, y, limits)
         yield from tensors(step, "grad", x, y, order[::-1], limits, floor)
@@ -201,24 +202,53 @@ def distance(u, v):
 # --- what to say of it
 
 
-def explain(a, b, off, found):
-    """Lines about the first difference, and about the worst of the same kind and step."""
+def explain(a, b, off, found, limits, floor):
+    """Lines about the first difference, and about others of the same kind and step."""
     first = off[0]
     same = [d for d in off if (d.step, d.kind) == (first.step, first.kind)]
-    of_kind = [d for d in found if (d.step, d.kind) == (first.step, first.kind)]
-    lines = [f"first apart: {where(a, first)}"]
-    causes = {d.name: cause(a, b, d) for d in same}
-    alike = len(set(causes.values())) == 1 and causes[first.name]
-    if len(same) == len(of_kind) > 1 and alike:
-        lines.append(f"  all {len(same)} {WORDS[first.kind]}s: {causes[first.name]}")
-        return lines
-    if len(of_kind) > 1:
-        lines.append(f"  {len(same)} of {len(of_kind)} {WORDS[first.kind]}s are off")
-    worst = sorted(same, key=lambda d: -d.error)[: hypotheses.MOST]
-    for d in [first] + [d for d in worst if d is not first]:
-        text = f"  {d.name}" if d.kind == "batch" else f"  {d.name}: off by {d.error:.1e}"
-        lines.append(f"{text}; {causes[d.name]}" if causes[d.name] else text)
+    total = len([d for d in found if (d.step, d.kind) == (first.step, first.kind)])
+    lines, alike = [f"first apart: {where(a, first)}"], {}
+    for d in same:
+        alike.setdefault(cause(a, b, d), []).append(d)
+    words = WORDS.get(first.kind)
+    settled = first.limit > 0 and all(text and text[-4:] != "ours" for text in alike)
+    if not settled:
+        named = by_replay(a, b, same, limits, floor) or dropout(first)
+        if named:
+            count = [f"  {len(same)} of {total} {words}s are off"] if total > 1 else []
+            return [*lines, *count, f"  cause: {named}"]
+    for text, group in alike.items():
+        if text and len(group) > 1:
+            some = f"{len(group)} of {total} {words}s, such as {group[0].name}"
+            who = f"all {total} {words}s" if len(group) == total else some
+            lines.append(f"  {who}: {text}")
+            continue
+        for d in sorted(group, key=lambda d: (d is not first, -d.error))[: hypotheses.MOST]:
+            error = f": off by {d.error:.1e}" if d.limit else ""
+            lines.append(f"  {d.name}{error}{'; ' if text else ''}{text}")
     return lines
+
+
+def by_replay(a, b, same, limits, floor):
+    """The cause of differences of one kind, found by training a's steps again, or ""."""
+    step, kind, names = same[0].step, same[0].kind, [d.name for d in same]
+    try:
+        replay = Replay(a.path, a.facts)
+    except (KeyError, OSError):  # a file of recorder.py, or a run of another optimizer
+        return ""
+    if kind in ("rows", "targets"):
+        return causes.of_batch(replay, step, kind, b.lines[step])
+    case = causes.Case(
+        replay, step, kind, a.lines[step], b.lines[step], names, sizes_of(a, b), floor
+    )
+    found = causes.find(case, limits[kind])
+    return f"{found[0]} (then the largest difference is {found[1]:.0e})" if found else ""
+
+
+def sizes_of(a, b):
+    """{what a tensor may be summed over: how many}: b's groups, and those of a that b has not."""
+    sizes = a.facts.get("groups", {}) | b.facts.get("groups", {})
+    return {name: n for name, n in sizes.items() if n > 1}
 
 
 def where(a, d):
@@ -236,25 +266,50 @@ def where(a, d):
 
 def cause(a, b, d):
     """Why two things may differ, as a clause, or ""."""
-    if d.kind == "batch":
+    if d.kind in ("rows", "targets"):
         missing, new = len(d.ours - d.theirs), len(d.theirs - d.ours)
-        return f"it lacks {missing} of the {len(d.ours)} rows, and has {new} others"
+        return f"it lacks {missing} of the {len(d.ours)} {d.kind}, and has {new} others"
+    if d.kind == "norm":
+        norms = b.lines[d.step]["scalars"]["norm"]
+        if len(norms) > 1 and abs(math.hypot(*norms) / d.ours - 1) <= fit(d):
+            return "each rank has the norm of its own part: the squares were never summed"
     if d.kind in ("loss", "norm"):
-        return times_ours(a, b, d.theirs / d.ours if d.ours else math.nan)
+        return times_ours(d.theirs / d.ours if d.ours else math.nan, sizes_of(a, b))
     ours, theirs, limit = d.ours[0], d.theirs[0], fit(d)
     if not d.theirs.isfinite().all():
         return hypotheses.NOT_FINITE
-    if disagree(d.ours, limit):
-        return f"the ranks of {a.path} have {len(d.ours)} different values"
     if disagree(d.theirs, limit):
         return why_they_disagree(ours, d.theirs, limit)
     if d.kind == "data" and d.step > min(a.lines):
-        return why_the_update(a, b, d)
+        before = b.lines.get(d.step - 1, {}).get("data", {}).get(d.name)
+        still = before == b.lines[d.step]["data"][d.name]
+        return "it did not move in this step: the optimizer does not have it" if still else ""
     if not theirs.any():
         return hypotheses.ZERO
+    if d.kind == "data" and unrelated(ours, theirs):
+        times = (norm(theirs) / norm(ours)).item()
+        return f"it is another draw, {times:.2g} times as large"
     k = hypotheses.factor(ours[1:], theirs[1:], limit)
     same_norm = k and abs(norm(theirs) - abs(k) * norm(ours)) <= limit * norm(theirs)
-    return times_ours(a, b, k) if same_norm and hypotheses.is_other(k, limit) else ""
+    return times_ours(k, sizes_of(a, b)) if same_norm and hypotheses.is_other(k, limit) else ""
+
+
+def dropout(d):
+    """Words, if dropout with probability p explains the embedding's output: the squares are then
+    1 / (1 - p) times ours, and the sums over tokens vary accordingly. Else ""."""
+    if d.name != "embed":
+        return ""
+    odds = (d.theirs[0, 0] / d.ours[0, 0] - 1).item()  # p / (1 - p)
+    varied = (d.theirs - d.ours)[0, 1:].square().mean() / d.ours[0, 0]
+    if not 0.01 < odds < 9 or not 0.1 * odds < varied < 6 * odds:
+        return ""
+    return f"as if dropout were on: it zeroes about {odds / (1 + odds):.1g} of the elements"
+
+
+def unrelated(ours, theirs):
+    """Whether two tensors are as far apart as independent ones are."""
+    far = distance(ours, theirs).square() / (ours[0] + theirs[0])
+    return bool(ours[0] and 0.2 < far < 4)
 
 
 def disagree(values, limit):
@@ -273,26 +328,8 @@ def why_they_disagree(ours, theirs, limit):
     if k and not hypotheses.is_other(k, limit):
         return f"{text}, which add up to the right one: it was never summed over the ranks"
     if k and hypotheses.is_ratio(k, len(theirs)):
-        return f"{text}, whose mean is the right one: it was never averaged over the ranks"
+        return f"{text}, whose mean is right: it was never averaged over the ranks"
     return text
-
-
-def why_the_update(a, b, d):
-    """Why a weight may differ after an optimizer's step that began with the right one."""
-    before = [table(x.lines[d.step - 1]["data"][d.name]) for x in (a, b) if d.step - 1 in x.lines]
-    if len(before) < 2:
-        return ""
-    old, ours, theirs = (values[0, 1:] for values in (before[0], d.ours, d.theirs))
-    moved = theirs - before[1][0, 1:]
-    if not moved.any():
-        return "it did not move in this step: the optimizer does not have it"
-    k = hypotheses.factor(ours - old, moved, fit(d))
-    if hypotheses.is_other(k, fit(d)):
-        return f"its update is {k:.6g} times ours: another learning rate, or clipped otherwise"
-    k = hypotheses.factor(old, theirs - ours, fit(d))
-    if k is not None:
-        return f"it is off by {k:.3g} times itself: another weight decay"
-    return ""
 
 
 def fit(d):
@@ -300,13 +337,9 @@ def fit(d):
     return min(max(10 * d.limit, 1e-6), 0.02)
 
 
-def times_ours(a, b, k):
+def times_ours(k, sizes):
     """That something is k times what it should be, and why it may be."""
-    for recording in (b, a):
-        why = hypotheses.why_scaled(k, recording.facts.get("groups", {}))
-        if why:
-            return f"it is {k:.6g} times ours{why} of {recording.path}"
-    return f"it is {k:.6g} times ours"
+    return f"it is {k:.6g} times ours{hypotheses.why_scaled(k, sizes)}"
 
 
 if __name__ == "__main__":

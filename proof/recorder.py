@@ -1,8 +1,9 @@
 """A recorder to paste into your own training loop. It needs torch alone (docs/debugging.md).
 
     recorder = Recorder("theirs.jsonl", model, names, outputs, groups={"dp": 2, "accumulation": 4})
-    recorder.step(tokens, loss=loss)    # on every rank, after all backward passes, before clipping:
-    recorder.close()                    # its rows (B, T), its mean loss. Close after the last step
+    recorder.step(tokens, targets, loss=loss)   # on every rank, after all backward passes, before
+    recorder.close()                            # clipping: its rows (B, T), its mean loss. Close
+                                                # after the last step
 
 names    {name to write: (names of your parameters, what makes one tensor of theirs)}
 outputs  {name to write: name of your module}: modules whose output is (..., C)
@@ -37,6 +38,13 @@ def summary(x, index=None):
     return total
 
 
+def hashes_of(rows):
+    """A hash of each row (B, T) of numbers. All negative ones count as the same: no target."""
+    places = torch.arange(rows.shape[1], device=rows.device)
+    sums = hashed(rows.clamp(min=-1) + hashed(places)).sum(1).tolist()
+    return [f"{number & (1 << 64) - 1:016x}" for number in sums]
+
+
 def whole(x):
     return x.detach().full_tensor() if hasattr(x, "full_tensor") else x.detach()
 
@@ -69,14 +77,15 @@ class Recorder:
                 yield name, summary(make(*map(whole, found)))
 
     @torch.no_grad()
-    def step(self, tokens=None, kinds=("data", "grad"), **scalars):
-        """Write a line. All ranks call it."""
+    def step(self, tokens=None, targets=None, kinds=("data", "grad"), **scalars):
+        """Write a line, and return it. All ranks call it."""
         own = {kind: {name: s.tolist() for name, s in self.tensors(kind)} for kind in kinds}
         own["outputs"] = {name: values.tolist() for name, values in self.outputs.items()}
         own["scalars"] = {name: float(value) for name, value in scalars.items()}
         if tokens is not None:
-            rows = hashed(tokens + hashed(torch.arange(tokens.shape[1], device=tokens.device)))
-            own["batch"] = {"rows": [f"{row & (1 << 64) - 1:016x}" for row in rows.sum(1).tolist()]}
+            own["batch"] = {"rows": hashes_of(tokens)}
+        if targets is not None:
+            own["batch"]["targets"] = hashes_of(torch.cat((tokens, targets), 1))
         ranks, self.outputs, self.number = [own], {}, self.number + 1
         if dist.is_initialized():
             ranks *= dist.get_world_size()
@@ -86,6 +95,7 @@ class Recorder:
             values = line.setdefault(kind, {}).setdefault(name, [])
             values += [value] if value not in values else []
         print(json.dumps(line), file=self.file, flush=True)
+        return line
 
     def close(self):
         self.step(kinds=["data"])

@@ -10,6 +10,7 @@ part of the random signs, and the ranks' sum is the projection of the whole.
 """
 
 import contextlib
+import dataclasses
 import fnmatch
 import json
 import math
@@ -22,12 +23,13 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from harness import Refused, outputs
 from harness.placement import placement
-from harness.presets import parameter_shapes
+from harness.presets import parameter_count, parameter_shapes
 from proof import diagnosis
 from proof.recorder import Recorder, summary
 from trainer.tracking import read_log
 
 FILE = "record.jsonl"
+MOST_KEPT = 20_000_000  # parameters whose first values are written whole
 
 
 def add_flags(parser):
@@ -82,7 +84,10 @@ class Recording(Recorder):
         sizes["micro-batches"] = args.microbatches
         order = ["embed", *(f"blocks.{i}" for i in range(run.config.layers))]
         order += parameter_shapes(run.config)
-        super().__init__(path, model, dtype=run.precision, groups=sizes, order=order)
+        facts = {"groups": sizes, "order": order, "args": settings(args)}
+        if run.config.rope_scaling is None:  # else a function, which can't be written
+            facts["config"] = dataclasses.asdict(run.config)
+        super().__init__(path, model, dtype=run.precision, **facts)
         for line in earlier:
             print(json.dumps(line), file=self.file)
         self.number, self.noted_step = first, None
@@ -124,16 +129,20 @@ class Recording(Recorder):
         """Write a step: its line, and its file. scale: a LossScale."""
         with _disable_current_modes():
             self.parameters = dict(self.named())
-            tokens = torch.cat([tokens for tokens, _, _ in batches])
-            self.step(tokens, loss=loss, norm=norm, lr=self.run.lr, **scale.row())
+            tokens, targets = (torch.cat([batch[i] for batch in batches]) for i in (0, 1))
+            self.step(tokens, targets, loss=loss, norm=norm, lr=self.run.lr, **scale.row())
             self.write_tensors()
 
     def write_tensors(self):
-        """Write the step's batch, and the tensors that --record-tensors names."""
+        """Write the step's batch, and the tensors that --record-tensors names. With the first one
+        all weights, if these are few: from them proof/replay.py trains the steps again."""
         run, pieces = self.run, []
+        begins = self.number == 1 and parameter_count(run.config) <= MOST_KEPT
         for name, p in self.parameters.items():
-            if any(fnmatch.fnmatch(name, pattern) for pattern in run.args.record_tensors or ()):
-                for kind in ("data", "grad"):
+            named = [fnmatch.fnmatch(name, pattern) for pattern in run.args.record_tensors or ()]
+            kinds = {"data": begins or any(named), "grad": any(named)}
+            for kind in kinds:
+                if kinds[kind]:
                     piece, shape = inside(tensor_of(p, kind), p), placement(p)["shape"]
                     pieces.append((f"{kind}.{name}", tuple(shape), place_of(p), piece.cpu()))
         everyone = run.gather(pieces)
@@ -152,6 +161,12 @@ class Recording(Recorder):
         self.parameters = dict(self.named())
         self.close()
         self.file.close()
+
+
+def settings(args):
+    """The settings that decide a step of the optimizer."""
+    names = ("optimizer", "lr", "min_lr", "warmup", "steps", "weight_decay", "grad_clip")
+    return {name: getattr(args, name) for name in names}
 
 
 def tensor_of(p, kind):
