@@ -53,12 +53,12 @@ BUDGETS = {
 }
 CEILINGS = {
     "harness": 2238,
-    "proof": 1728,
+    "proof": 2280,
     "receipts": 2278,
-    "trainer": 2539,
+    "trainer": 2554,
     "simulator": 1941,
     "exercises": 300,
-    "tests": 13041,
+    "tests": 13317,
     "benchmarks": 2300,
 }
 DEMO = "# --- demo ---"
