@@ -6,7 +6,7 @@ import harness
 from harness import flags
 from simulator import planner, report
 from simulator.devices import cluster_of
-from simulator.dryrun import check_counts, check_playable, play_all
+from simulator.dryrun import check_counts, check_playable, first_ranks, play_all
 from simulator.estimate import estimate
 
 
@@ -18,9 +18,6 @@ def add_flags(parser):
     g.add_argument("--plan", action="store_true", help=f"{why} to the best")
     why = "devices for --plan (default: those of the layout)"
     g.add_argument("--gpus", **harness.POSITIVE, help=why)
-    stages = ["first", "middle", "last", "all"]
-    why = "the first rank of which stages (default: all, of more than 4 first middle last)"
-    g.add_argument("--ranks", nargs="+", choices=stages, metavar="STAGE", help=why)
     why = "h100, h200, a100, b200, or NAME=80GB,989TFLOP/s,3.35TB/s: memory, dense bf16 rate, "
     g.add_argument("--gpu", metavar="NAME", help=f"{why}memory bandwidth (default: h100)")
     g.add_argument("--nodes-of", **harness.POSITIVE, help="devices in a node (default: 8)")
@@ -38,6 +35,8 @@ def add_flags(parser):
     g.add_argument("--kernel", choices=["flash1", "flash2", "flash3", "plain"], help=why)
     why = "how many days that many tokens take, such as 15e12"
     g.add_argument("--tokens", type=harness.real(0), metavar="X", help=why)
+    instead = "the first rank of each stage is played, of more than 4 stages three"
+    flags.gone(g, "--ranks", instead)
     instead = "a dry run prints what its step's time goes to, --profile traces a real one"
     flags.gone(g, "--timeline", instead)
 
@@ -55,16 +54,8 @@ def main(args, prepare, train):
     check_playable(args, config)
     if args.plot:
         return report.plot(args, config, cluster, train)
-    [played] = play_all([(args, ranks_of(args))], cluster, train)
+    stages = range(args.pp) if args.pp <= 4 else (0, args.pp // 2, args.pp - 1)
+    [played] = play_all([(args, first_ranks(args, stages))], cluster, train)
     step = estimate(args, config, cluster, played)
     report.report(args, config, cluster, played, step)
     report.islands_wait(args, config, step.seconds)
-
-
-def ranks_of(args):
-    """The first ranks of the stages that --ranks names."""
-    stages = range(args.pp)
-    named = {"first": [0], "middle": [args.pp // 2], "last": [args.pp - 1], "all": stages}
-    words = args.ranks or (["all"] if args.pp <= 4 else ["first", "middle", "last"])
-    found = {stage for word in words for stage in named[word]}
-    return [stage * args.dp * args.cp * args.tp for stage in sorted(found)]

@@ -293,6 +293,11 @@ def stand_ins(args, routing):
     return found
 
 
+def first_ranks(args, stages):
+    """The first rank of each of some pipeline stages."""
+    return [stage * args.dp * args.cp * args.tp for stage in sorted(set(stages))]
+
+
 def play_all(layouts, cluster, train, brief=False):
     """[[Played of each rank] of each layout], of pairs (flags, ranks), in as many processes as
     there are cores."""

@@ -62,22 +62,17 @@ def zero_splits(args, ranks, tp):
 
 def words(args):
     """A layout in words."""
-    text = ""
-    for axis in ("dp", "cp", "tp", "pp", "ep"):
-        if getattr(args, axis) > 1:
-            text += f" {axis} {getattr(args, axis)}"
-    if args.sp:
-        text += " sp"
-    if args.zero:
-        text += f" zero {args.zero}"
-    if args.zero_ranks:
-        text += f" in groups of {args.zero_ranks}"
-    if args.offload:
-        text += " offload"
-    if args.recompute != "none":
-        text += f" recompute {args.recompute}"
-    if args.pp > 1:
-        text += f" {args.schedule}"
-        if args.chunks:
-            text += f" x {args.chunks}"
-    return text.strip() or "one device"
+    axes = ("dp", "cp", "tp", "pp", "ep")
+    found = [f"{axis} {getattr(args, axis)}" for axis in axes if getattr(args, axis) > 1]
+    for is_set, text in (
+        (args.sp, "sp"),
+        (args.zero, f"zero {args.zero}"),
+        (args.zero_ranks, f"in groups of {args.zero_ranks}"),
+        (args.offload, "offload"),
+        (args.recompute != "none", f"recompute {args.recompute}"),
+        (args.pp > 1, args.schedule),
+        (args.pp > 1 and args.chunks, f"x {args.chunks}"),
+    ):
+        if is_set:
+            found.append(text)
+    return " ".join(found) or "one device"

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from harness import Refused, zero_flags
 from simulator import layouts, report
 from simulator.devices import usable_memory
-from simulator.dryrun import check_counts, check_playable, play_all
+from simulator.dryrun import check_counts, check_playable, first_ranks, play_all
 from simulator.estimate import estimate
 from simulator.meter import Part
 from simulator.rough import rough
@@ -118,7 +118,10 @@ def play_best(fitting, config, cluster, prepare, train, wanted=5, most=6):
                 batch.append(one._replace(args=prepare(one.args)[0]))
         if not batch:
             break
-        jobs = [(few_microbatches(one.args, config), ends(one.args)) for one in batch]
+        jobs = []
+        for one in batch:
+            ends = first_ranks(one.args, (0, one.args.pp - 1))
+            jobs.append((few_microbatches(one.args, config), ends))
         for one, ranks in zip(batch, play_all(jobs, cluster, train)):
             held = max(rank.memory for rank in ranks)
             fits = held <= usable_memory(one.args, cluster)
@@ -136,11 +139,6 @@ def few_microbatches(args, config):
     few.batch = args.batch // args.microbatches * few.microbatches
     check_playable(few, config)
     return few
-
-
-def ends(args):
-    """A rank of the first stage, and one of the last."""
-    return sorted({0, (args.pp - 1) * args.dp * args.cp * args.tp})
 
 
 def compare(candidates, config, cluster):

@@ -220,7 +220,7 @@ MINUTES = "pieces of work, more than"
         ("--gpu tpu", "--gpu tpu is not known"),
         ("--gpu x=80GB,500TFLOP/s,2TB/s,150%", "is not known"),
         ("--matmul 1200TFLOP/s", "more than the device can do.*at most 989TFLOP/s"),
-        ("--ranks ninth", "invalid choice"),
+        ("--ranks first", "--ranks is gone: the first rank of each stage"),
         ("--timeline step", "--timeline is gone: a dry run prints"),
         ("--plan --preset llama3-405b --gpus 8 --batch 8", "give more --gpus"),
         ("--plan --gpus 6 --zero-ranks 4", "--zero-ranks 4 does not divide 6 devices"),
@@ -257,9 +257,7 @@ def test_estimate(flags):
 
 
 def test_report(capsys):
-    flags = (
-        "--dry-run --pp 2 --tp 2 --ranks first last --tokens 1e9 --gpu x=80GB,989TFLOP/s,3.35TB/s"
-    )
+    flags = "--dry-run --pp 2 --tp 2 --tokens 1e9 --gpu x=80GB,989TFLOP/s,3.35TB/s"
     dry_run(flags)
     out = capsys.readouterr().out
     assert "842,624 parameters, tp 2 pp 2 1f1b, 4 micro-batches: 4 ranks" in out

@@ -155,7 +155,7 @@ def check_compile(args, config):
 def check_needed(args):
     """Refuse flags that mean nothing without another one."""
     several = "between sync_every outer_lr outer_momentum stream stream_delay outer_bits"
-    simulation = "between tokens ranks gpu nodes_of intra inter matmul kernel"
+    simulation = "between tokens gpu nodes_of intra inter matmul kernel"
     for names, is_there, what in (
         ("cp_rings", args.cp_kind == "ring-ulysses", "--cp-kind ring-ulysses"),
         ("gather_again", args.sp, "--sp"),
