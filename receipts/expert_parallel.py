@@ -106,7 +106,6 @@ class Report:
     def __init__(self, run, model):
         self.run = run
         self.mixtures = [block.mlp for block in model.blocks.values()]
-        self.sizes = self.mixtures[0].dispatch.sizes  # how many experts each rank has
         self.rows, self.load = RowCounter(self.mixtures), 0.0
         self.assignments = self.dropped = self.too_many = 0
         for mixture in self.mixtures if run.args.capacity is not None else []:
@@ -114,7 +113,7 @@ class Report:
 
     def count_too_many(self, dispatch, inputs):
         """How many of this rank's assignments are more than the experts have room for."""
-        chosen, experts = inputs[2], sum(self.sizes)
+        chosen, experts = inputs[2], self.run.config.experts
         n, k = chosen.shape
         load = chosen.flatten().bincount(minlength=experts)
         room = math.ceil(self.run.args.capacity * k * n / experts)
@@ -136,26 +135,22 @@ class Report:
 
     def of_demo(self):
         """(sent, held, notes) of the receipt. Other gradients are summed as by ddp.py."""
-        args, group = self.run.args, Group("ep", self.run.world, self.run.rank)
-        own = experts_here(self.run.config, group)
-        sizes = sizes_of(args, self.run.config, group.ranks, experts=own)
+        run, args = self.run, self.run.args
+        group = Group("ep", run.world, run.rank)
+        sizes = sizes_of(args, run.config, run.world, experts=experts_here(run.config, group))
         sent, held = expected(sizes, group, self.travelled, args.chunks)
         alone = Group("copies", 1)  # an expert has no other copy
-        sums = ddp.expected(sizes, group, alone, scalars=2)[0]
-        return add(sums, sent), held, self.notes()
-
-    def notes(self):
-        args, own = self.run.args, (self.received, self.assignments, self.dropped, self.too_many)
-        received, *totals = zip(*self.run.gather(own))
+        sums, _ = ddp.expected(sizes, group, alone, scalars=2)
+        own = self.received, self.assignments, self.dropped, self.too_many
+        received, *totals = zip(*run.gather(own))
         assignments, dropped, too_many = map(sum, totals)
-        share = max(received) / sum(received) * self.run.world
-        step = self.run.measured + 1
+        share, step = max(received) / sum(received) * run.world, run.measured + 1
         notes = [f"in step {step} the fullest rank had {share:.0%} of an even share of rows"]
         if args.capacity is not None:
             text = f"capacity {args.capacity:g}: {dropped:,} assignments "
             text += f"({dropped / assignments:.1%}) dropped in {args.steps} steps"
             notes.append(Count(text, dropped, too_many))
-        return notes
+        return add(sums, sent), held, notes
 
 
 def load_table(load):

@@ -95,12 +95,23 @@ class Sizes:
 
 
 def sizes_of(args, config, ranks=1, **others):
-    """The Sizes of a lesson's step, whose sequences `ranks` ranks share. others: what differs from
-    a whole model and whole sequences in one dtype."""
-    e = DTYPES[args.dtype].itemsize
-    step = {"sequences": args.batch // ranks, "length": config.context}
-    step |= {"microbatches": args.microbatches, "e": e, "reduced": e, "master": e}
-    step["moments"] = 2 if args.optimizer == "adamw" else 0
+    """The Sizes of a step whose sequences `ranks` ranks share, by the flags that a script has.
+    others: what differs from a whole model and whole sequences."""
+    weights = getattr(args, "param_dtype", None) or args.dtype
+    gradients = getattr(args, "reduce_dtype", None) or weights
+    step = {
+        "sequences": args.batch // ranks,
+        "length": config.context,
+        "microbatches": args.microbatches,
+        "e": DTYPES[weights].itemsize,
+        "reduced": DTYPES[gradients].itemsize,
+        "master": DTYPES[args.dtype].itemsize,
+        "moments": 2 if args.optimizer == "adamw" else 0,
+        "masters": weights != args.dtype or getattr(args, "offload", False),
+    }
+    for name in ("tp", "sp", "gather_again", "recompute"):
+        if hasattr(args, name):
+            step[name] = getattr(args, name)
     return Sizes(config, **step | others)
 
 

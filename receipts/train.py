@@ -6,36 +6,16 @@ for activations.
 
 import torch.distributed as dist
 
-from harness.flags import DTYPES
 from receipts import (
     context_parallel,
     ddp,
     expert_parallel,
-    formulas,
     pipeline,
     sequence_parallel,
     tensor_parallel,
     zero,
 )
-from receipts.formulas import Group, add, scatter_operation
-
-
-def sizes_of(args, config, length, **others):
-    """The Sizes of a rank, with `length` tokens of each sequence."""
-    return formulas.sizes_of(
-        args,
-        config,
-        args.dp,
-        length=length,
-        e=DTYPES[args.param_dtype].itemsize,
-        reduced=DTYPES[args.reduce_dtype].itemsize,
-        masters=args.param_dtype != args.dtype or args.offload,
-        tp=args.tp,
-        sp=args.sp,
-        gather_again=args.gather_again,
-        recompute=args.recompute,
-        **others,
-    )
+from receipts.formulas import Group, add, scatter_operation, sizes_of
 
 
 def expected(args, config, schedule, groups, length, travelled):
@@ -50,7 +30,7 @@ def expected(args, config, schedule, groups, length, travelled):
     rank = groups["pp"].rank
     experts = expert_parallel.experts_here(config, groups["ep"]) if args.ep > 1 else None
     own = pipeline.of_rank(config, schedule, rank)
-    sizes = sizes_of(args, config, length, experts=experts, **own)
+    sizes = sizes_of(args, config, args.dp, length=length, experts=experts, **own)
     one_dtype = args.dtype == args.param_dtype == args.reduce_dtype
     uses_zero = args.zero > 0 or args.offload or not one_dtype
     tables = []

@@ -8,7 +8,6 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
-from harness.flags import DTYPES
 from harness.presets import ceil
 from receipts.formulas import (
     SCALAR,
@@ -206,16 +205,7 @@ def gathered(sizes, buckets, passes, reshard):
 def of_demo(run):
     """(layout, sent, held, notes) of the demo's receipt."""
     args, stage = run.args, run.args.stage
-    weights = DTYPES.get(args.param_dtype, run.dtype)
-    gradients = DTYPES.get(args.reduce_dtype, weights)
-    sizes = sizes_of(
-        args,
-        run.config,
-        run.world,
-        e=weights.itemsize,
-        reduced=gradients.itemsize,
-        masters=weights != run.dtype or args.offload,
-    )
+    sizes = sizes_of(args, run.config, run.world)
     n = args.shard_ranks or run.world
     layout, group = {"dp": run.world, "zero": stage}, Group("dp", run.world, run.rank)
     split = Split(group)

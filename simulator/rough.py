@@ -22,7 +22,7 @@ from dataclasses import replace
 import zero_bubble
 from harness import presets
 from proof import ledger
-from receipts import context_parallel, formulas, tensor_parallel, train, zero
+from receipts import context_parallel, formulas, tensor_parallel, zero
 from receipts import pipeline as schedules
 from simulator import kernels
 from simulator.links import both, spread
@@ -213,7 +213,7 @@ def rank_held(args, sizes, rank):
 
 def rough(args, config, cluster):
     """({part of a step: seconds}, bytes held by the fullest rank)"""
-    sizes = train.sizes_of(args, config, config.context // args.cp)
+    sizes = formulas.sizes_of(args, config, args.dp, length=config.context // args.cp)
     tp, pp, m, chunks = args.tp, args.pp, args.microbatches, args.chunks or 1
     _, ranks = layers_of(config, args.pp, args.chunks)
     most, device = max(ranks), cluster.device
