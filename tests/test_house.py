@@ -54,11 +54,11 @@ BUDGETS = {
 CEILINGS = {
     "harness": 2238,
     "proof": 2280,
-    "receipts": 2278,
+    "receipts": 2254,
     "trainer": 2554,
-    "simulator": 1941,
+    "simulator": 1929,
     "exercises": 300,
-    "tests": 13317,
+    "tests": 13315,
     "benchmarks": 2300,
 }
 DEMO = "# --- demo ---"
