@@ -305,7 +305,7 @@ def split_over(parameter, group):
 def shard_experts(parameter, group, data_group=None):
     """This rank's experts of a parameter (E, ...), as a new parameter: put it in the old one's
     place, then make the optimizer. Its `placement` says that it is split; deepcopy loses that.
-    Where each expert is a module of its own, write p.placement = {"cuts": {0: (group, start,
+    Where each expert is a module of its own, write p.placement = {"cuts": {None: (group, start,
     size)}} yourself, or {} if all experts share p.
     data_group: the ranks with the same experts, over which their gradients must be summed, where
     data parallelism has more ranks than `group`."""

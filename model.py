@@ -50,6 +50,7 @@ class Attention(nn.Module):
         self.enter = nn.Identity()  # replaced in a cut layer: sums x's gradient or gathers x
         rows = (config.heads + 2 * config.kv_heads) * self.head_dim
         self.qkv = nn.Linear(config.width, rows, bias=bool(config.bias))
+        self.qkv.weight.matrix_rows = self.head_dim  # each head is a matrix of its own: see muon.py
         self.core = AttentionCore()
         self.proj = nn.Linear(config.width, config.width, bias=config.bias is True)
 

@@ -21,8 +21,8 @@ Computed  20 m m n + 10 m m m FLOPs for a matrix of m x n, m <= n, once a step, 
           forward and backward of a step's T tokens that is 5 m / T at most.
 Backward  The model's own. It adds to views of buckets. A full bucket is reduced meanwhile.
 Use       For the layers of a language model: a lower loss than AdamW's after as many tokens.
-Limits    Whole matrices only: none that another technique has cut. One rank iterates a matrix,
-          so that more ranks than matrices are no faster.
+Limits    One rank iterates a matrix, so that more ranks than matrices are no faster. The ranks
+          of tensor parallelism gather a matrix that they share, and all iterate on it.
 
     torchrun --nproc_per_node=4 muon.py                 python muon.py --family llama --experts 4
 
@@ -31,6 +31,8 @@ arXiv:2502.16982 (Moonlight: the update's scale, distributed Muon).
 """
 
 import functools
+import math
+from collections import Counter
 
 import torch
 import torch.distributed as dist
@@ -63,7 +65,8 @@ class PlainMuon(torch.optim.Optimizer):
         optimizer = PlainMuon(matrices, lr=1e-3)             # and an AdamW for all others
 
     The update's root mean square is 0.2, about that of AdamW's, so both take the same learning rate
-    and weight decay (Moonlight). dtype=torch.bfloat16: the iteration is faster on GPUs."""
+    and weight decay (Moonlight). dtype=torch.bfloat16: the iteration is faster on GPUs.
+    p.matrix_rows = D: p's rows are of several matrices, D each, such as the heads of q, k and v."""
 
     def __init__(self, matrices, lr=1e-3, weight_decay=0.1, momentum=0.95, dtype=None):
         defaults = dict(lr=lr, weight_decay=weight_decay, momentum=momentum, dtype=dtype)
@@ -84,9 +87,15 @@ class PlainMuon(torch.optim.Optimizer):
         state["average"].lerp_(p.grad, 1 - momentum)
         direction = p.grad.lerp(state["average"], momentum)  # Nesterov: the newest counts more
         p.mul_(1 - lr * group["weight_decay"])
+        p.add_(self.scaled(direction, p, group["dtype"]), alpha=-lr)
+
+    def scaled(self, direction, p, dtype):
+        """The orthogonalised direction, with a root mean square of 0.2."""
+        rows = getattr(p, "matrix_rows", direction.shape[-2])
+        matrices = direction.reshape(-1, rows, direction.shape[-1])
         # U V^T has the root mean square 1 / sqrt(longer side)
-        scale = 0.2 * max(p.shape[-2:]) ** 0.5
-        p.add_(orthogonalize(direction, group["dtype"]), alpha=-lr * scale)
+        scale = 0.2 * max(matrices.shape[-2:]) ** 0.5
+        return scale * orthogonalize(matrices, dtype).reshape(direction.shape)
 
 
 # --- owners
@@ -101,45 +110,57 @@ def deal_to_owners(matrices, ranks):
     return owners
 
 
-def flops(matrix):
-    """Of orthogonalize(matrix)."""
-    m, n = sorted(matrix.shape[-2:])
-    return matrix.shape[:-2].numel() * (20 * m * m * n + 10 * m**3)
+def flops(p):
+    """Of the iterations of p: a matrix, a stack of them, or a shard of these."""
+    *stack, rows, columns = placement(p)["shape"]
+    if hasattr(p, "matrix_rows"):
+        stack, rows = [rows // p.matrix_rows], p.matrix_rows
+    m, n = sorted((rows, columns))
+    return math.prod(stack) * (20 * m * m * n + 10 * m**3)
 
 
 class OwnedBucket:
     """Parameters of one kind in two flat tensors: each p and p.grad is a view of them. One message
     brings all of them to their owner. owner None: each rank owns a piece of about 1/N."""
 
-    def __init__(self, parameters, owner, group):
-        self.parameters, self.owner, self.group = parameters, owner, group
-        sizes = [p.numel() for p in parameters]
+    def __init__(self, parameters, owner, group, partial):
+        self.parameters, self.owner, self.group, self.partial = parameters, owner, group, partial
         self.weights = torch.cat([p.detach().flatten() for p in parameters])
         self.gradients = torch.zeros_like(self.weights)
-        views = zip(self.weights.split(sizes), self.gradients.split(sizes))
-        for p, (weight, gradient) in zip(parameters, views):
-            p.data, p.grad = weight.view_as(p), gradient.view_as(p)
         rank = dist.get_rank(group)
-        self.piece = torch.nn.Parameter(self.pieces(self.weights)[rank])  # what this rank owns
-        self.piece.grad = self.pieces(self.gradients)[rank]
+        own = self.by_owner(self.weights).get(rank, self.weights[:0])
+        first, last = own.storage_offset(), own.storage_offset() + len(own)
+        self.own = slice(first, last)  # this rank's elements
+        self.slices = []  # each parameter's elements
+        self.pieces = []  # what this rank owns of each parameter: all, some or no elements
+        end = 0
+        for p in parameters:
+            start, end = end, end + p.numel()
+            p.data, p.grad = (t[start:end].view_as(p) for t in (self.weights, self.gradients))
+            own = slice(max(start, first), max(min(end, last), start, first))
+            piece = p
+            if owner != rank:
+                piece = torch.nn.Parameter(self.weights[own])
+                piece.grad = self.gradients[own]
+            self.slices.append(slice(start, end))
+            self.pieces.append(piece)
 
-    def pieces(self, flat):
-        """For each rank its piece, maybe empty, of a tensor like `weights`."""
-        ranks = dist.get_world_size(self.group)
-        if self.owner is None:
-            return flat.tensor_split(ranks)
-        return [flat if rank == self.owner else flat[:0] for rank in range(ranks)]
+    def by_owner(self, flat):
+        """{owner: its piece} of a tensor like `weights`."""
+        if self.owner is not None:
+            return {self.owner: flat}
+        return dict(enumerate(flat.tensor_split(dist.get_world_size(self.group))))
 
     def reduce(self):
         """Start to sum the gradients, each piece on its owner."""
-        for owner, piece in enumerate(self.pieces(self.gradients)):
-            if len(piece):
+        for owner, piece in self.by_owner(self.gradients).items():
+            if len(piece) and dist.get_world_size(self.group) > 1:
                 yield dist.reduce(piece, group=self.group, group_dst=owner, async_op=True)
 
     def publish(self, flat):
         """Start to send each piece from its owner to all."""
-        for owner, piece in enumerate(self.pieces(flat)):
-            if len(piece):
+        for owner, piece in self.by_owner(flat).items():
+            if len(piece) and dist.get_world_size(self.group) > 1:
                 yield dist.broadcast(piece, group=self.group, group_src=owner, async_op=True)
 
 
@@ -148,14 +169,16 @@ def make_owned_buckets(parameters, owners, group, bucket_bytes):
     backward fills them: it begins with the last layers, and ends a bucket with its first."""
     full, filling = [], {}
     for p in reversed(parameters):
-        kind = owners.get(p), p.dim() > 1, p.dtype, p.device
+        place = placement(p)
+        owner, data_group = owners.get(p), place["data"] or group
+        kind = owner, data_group, tuple(place["partial"]), p.dim() > 1, p.dtype, p.device
         members = filling.pop(kind, [])
         if members and sum(q.nbytes for q in members) + p.nbytes > bucket_bytes:
-            full.append(members)
+            full.append((members, kind))
             members = []
         filling[kind] = [*members, p]  # behind the buckets that were full earlier
-    full += filling.values()
-    return [OwnedBucket(members, owners.get(members[0]), group) for members in full]
+    full += [(members, kind) for kind, members in filling.items()]
+    return [OwnedBucket(members, *kind[:3]) for members, kind in full]
 
 
 # --- data parallelism: reductions hide behind backward, broadcasts behind the owners' iterations
@@ -177,30 +200,52 @@ class Muon:
     Before: all ranks have equal weights, on their device, tied and frozen in their final form.
     microbatches: the backward passes of a step. Matrices have weight decay, the embedding too. All
     settings of the optimizers are in the param_groups of muon.muon and muon.adamw. A parameter
-    without a gradient gets zeros, and moves on."""
+    without a gradient gets zeros, and moves on. stages: a pipeline's rank lists its modules."""
 
     def __init__(
-        self, model, group, matrices, lr=1e-3, weight_decay=0.1, microbatches=1, bucket_bytes=25e6
+        self,
+        model,
+        group,
+        matrices,
+        lr=1e-3,
+        weight_decay=0.1,
+        microbatches=1,
+        bucket_bytes=25e6,
+        stages=None,
     ):
-        self.model, self.group, self.microbatches = model, group, microbatches
+        self.model, self.group = model, group
         matrices = [p for p in matrices if p.requires_grad]
-        check_matrices(model, matrices)
-        owners = deal_to_owners(matrices, dist.get_world_size(group))
+        check_matrices(matrices)
+        owners = {}
+        for data in {placement(p)["data"]: None for p in matrices}:  # an expert has fewer replicas
+            sharing = [p for p in matrices if placement(p)["data"] is data]
+            owners |= deal_to_owners(sharing, dist.get_world_size(data or group))
         trained = [p for p in model.parameters() if p.requires_grad]
         self.buckets = make_owned_buckets(trained, owners, group, bucket_bytes)
+        # A tied matrix gets a gradient from each stage that uses it
+        uses = Counter(p for module in stages or [model] for p in module.parameters())
+        vectors, decayed = [], []
         for bucket in self.buckets:
+            bucket.passes = microbatches * sum(uses[p] for p in bucket.parameters)
             for p in bucket.parameters:
                 p.register_post_accumulate_grad_hook(functools.partial(self._arrived, bucket))
-        self.muon = PlainMuon(matrices, lr, weight_decay)
-        cut = [bucket for bucket in self.buckets if bucket.owner is None]
-        vectors = [bucket.piece for bucket in cut if bucket.parameters[0].dim() <= 1]
-        decayed = [bucket.piece for bucket in cut if bucket.parameters[0].dim() > 1]
+            if bucket.owner is None and p.dim() <= 1:
+                vectors += bucket.pieces
+            elif bucket.owner is None:
+                decayed += bucket.pieces
+        self.muon = ShardedMuon(matrices, lr, weight_decay)
         groups = [{"params": decayed}, {"params": vectors, "weight_decay": 0.0}]
         self.adamw = torch.optim.AdamW(groups, lr, betas=(0.9, 0.95), weight_decay=weight_decay)
-        self.places = places_of(model)
+        self.optimizers = self.muon, self.adamw
+        self.addresses = addresses_of(model)
         self.works = []  # messages on their way
-        self.started, self.unfinished = 0, False
+        self.last_call = None  # "zero_grad", "backward" or "finish"
         self.zero_grad()
+
+    @property
+    def param_groups(self):
+        """Of both optimizers, for learning rates."""
+        return self.muon.param_groups + self.adamw.param_groups
 
     def zero_grad(self, give_up=False):
         """Start a step. After an exception on any rank all ranks call it with give_up=True."""
@@ -209,16 +254,17 @@ class Muon:
                 bucket.gradients.fill_(torch.nan)  # incomplete: nobody may train on it
             self.finish()
         check_muon_step(self)
+        self.last_call = "zero_grad"
         self.started = 0  # how many buckets are on their way, or reduced
         for bucket in self.buckets:
             bucket.gradients.zero_()
-            bucket.missing = self.microbatches * len(bucket.parameters)
+            bucket.missing = bucket.passes
 
     def _arrived(self, bucket, p):
         """The hook of each parameter: autograd has added to p.grad."""
-        self.unfinished = True
+        self.last_call = "backward"
         bucket.missing -= 1
-        check_muon_gradient(self, bucket, p)
+        check_muon_gradient(bucket, p)
         self._reduce_full()
 
     def _reduce_full(self, rest=False):
@@ -233,17 +279,39 @@ class Muon:
     def finish(self):
         """After the last backward of a step: each gradient is complete, on its owner. grad_norm(),
         step() and gather_gradients() call it, too."""
+        if self.last_call == "finish":
+            return
         self._reduce_full(rest=True)
         self._wait()
-        self.unfinished = False
+        for bucket in self.buckets:
+            gradient = bucket.gradients[bucket.own]
+            for group in bucket.partial:
+                if len(gradient) and dist.get_world_size(group) > 1:
+                    dist.all_reduce(gradient, group=group)
+        self.last_call = "finish"
 
-    def grad_norm(self):
-        """The norm of the whole gradient: a float64 scalar, the same on all ranks."""
+    def grad_norm(self, stages=None):
+        """The norm of the whole gradient: a float64 scalar, the same on all ranks. stages: the
+        group of a pipeline's ranks."""
         self.finish()
-        gradients = [bucket.piece.grad for bucket in self.buckets]
-        norms = [torch.linalg.vector_norm(g, dtype=torch.float64) for g in gradients]
-        total = torch.stack(norms).square().sum()
-        dist.all_reduce(total, group=self.group)
+        total = torch.zeros((), dtype=torch.float64, device=self.buckets[0].weights.device)
+        ranks_of = dist.get_process_group_ranks
+        data_ranks = set(ranks_of(self.group))  # over which all is summed
+        squares = {(): total}  # the other groups that cut a parameter: a sum of squares
+        for bucket in self.buckets:
+            for p, piece in zip(bucket.parameters, bucket.pieces):
+                groups = [group for group, _, _ in placement(p)["cuts"].values()]
+                others = tuple(g for g in groups if not data_ranks.issuperset(ranks_of(g)))
+                square = squares.setdefault(others, torch.zeros_like(total))
+                if not is_tied_copy(p, stages):
+                    square += torch.linalg.vector_norm(piece.grad, dtype=torch.float64).square()
+        for groups, square in squares.items():
+            for group in groups:
+                dist.all_reduce(square, group=group)
+        total = sum(squares.values())
+        for group in [self.group] if stages is None else [self.group, stages]:
+            if dist.get_world_size(group) > 1:
+                dist.all_reduce(total, group=group)
         return total.sqrt()
 
     def clip(self, norm, limit):
@@ -251,16 +319,22 @@ class Muon:
         if limit > 0:
             scale = (limit / (norm + 1e-6)).clamp(max=1.0)
             for bucket in self.buckets:
-                bucket.piece.grad.mul_(scale.to(bucket.weights.dtype))
+                bucket.gradients[bucket.own].mul_(scale.to(bucket.gradients.dtype))
 
     def step(self):
         """Step on what this rank owns, and send the new weights to all."""
         self.finish()
         self.adamw.step()
         for bucket in self.buckets:
-            if bucket.owner == dist.get_rank(self.group):
+            if bucket.owner == dist.get_rank(bucket.group):
                 self.muon.step(only={*bucket.parameters})
             self.works += bucket.publish(bucket.weights)  # travels while the next ones iterate
+        self._wait()
+
+    def reload(self):
+        """The owners' weights were filled, from a checkpoint: bring them to all ranks."""
+        for bucket in self.buckets:
+            self.works += bucket.publish(bucket.weights)
         self._wait()
 
     def gather_gradients(self):
@@ -276,36 +350,104 @@ class Muon:
         self.works = []
 
 
+# --- together with another kind of parallelism (docs/two-techniques.md)
+
+
+class ShardedMuon(PlainMuon):
+    """PlainMuon for shards of matrices. All ranks that share a matrix gather the direction, iterate
+    on the whole, and keep their part. A stack that is cut between its matrices needs none of it."""
+
+    def scaled(self, direction, p, dtype):
+        cuts = cuts_within(p)
+        if not cuts:
+            return super().scaled(direction, p, dtype)
+        for dim, (group, _, _) in cuts:
+            shards = [torch.empty_like(direction) for _ in range(dist.get_world_size(group))]
+            dist.all_gather(shards, direction, group=group)
+            # Without the zeros that pad the last shards: the scale is the whole matrix's
+            direction = torch.cat(shards, dim).narrow(dim, 0, p.placement["shape"][dim])
+        update = super().scaled(direction, p, dtype)
+        for dim, (_, start, length) in cuts:
+            update = update.narrow(dim, start, length)
+        padded = torch.zeros_like(p)
+        padded[tuple(map(slice, update.shape))] = update
+        return padded
+
+
+def cuts_within(p):
+    """[(dimension, cut)] of the cuts that leave a rank a part of a matrix. dimension None: each
+    rank has other matrices, such as experts that are modules."""
+    first = 1 if hasattr(p, "matrix_rows") else p.dim() - 2
+    found = []
+    for dim, cut in placement(p)["cuts"].items():
+        if dim is not None and dim >= first and dist.get_world_size(cut[0]) > 1:
+            found.append((dim, cut))
+    return found
+
+
+def placement(parameter):
+    """parameter.placement, with what is missing of it. Others write it where they cut or copy:
+
+    shape    of the whole
+    cuts     {dimension: (group, start, length)}: each rank of the group has another shard
+    copies   groups whose ranks hold the same shard: the norm counts one of them
+    partial  groups over which backward leaves its gradient a partial sum
+    data     its own data-parallel group: an expert has fewer replicas than other parameters"""
+    default = dict(shape=tuple(parameter.shape), cuts={}, copies=[], partial=[], data=None)
+    return default | getattr(parameter, "placement", {})
+
+
+def is_tied_copy(parameter, stages):
+    """Whether an earlier stage counts this parameter: a matrix that two stages have."""
+    if stages is None:
+        return False
+    ranks = set(dist.get_process_group_ranks(stages))
+    groups = placement(parameter)["partial"]
+    tied = [group for group in groups if ranks.issuperset(dist.get_process_group_ranks(group))]
+    return any(dist.get_rank(group) > 0 for group in tied)
+
+
 # --- mistakes that would be silent: refused
 
 
-def check_matrices(model, matrices):
-    if any(hasattr(p, "placement") for p in model.parameters()):
-        raise ValueError("another kind of parallelism cut the model: Muon needs whole matrices")
+def check_matrices(matrices):
     for p in matrices:
+        shape = tuple(p.shape)
         if p.dim() not in (2, 3):
-            shape = tuple(p.shape)
             raise ValueError(f"{shape} is no matrix, nor a stack of them: leave it to AdamW")
+        if cuts_within(p) and "shape" not in p.placement:
+            raise ValueError(
+                f"{shape} is cut: add the whole matrix's shape to its placement; or, if the other"
+                " ranks have other matrices, write None for the dimension"
+            )
 
 
-def places_of(model):
+def addresses_of(model):
     return {p: p.data_ptr() for p in model.parameters() if p.requires_grad}
 
 
 def check_muon_step(muon):
-    if muon.unfinished:
+    if muon.last_call == "backward":
         raise RuntimeError("there was no finish(): call it, or zero_grad(give_up=True)")
-    if places_of(muon.model) != muon.places:
+    if addresses_of(muon.model) != muon.addresses:
         raise RuntimeError(
             "a parameter was replaced, moved, cast, frozen or unfrozen: do that before Muon(...)"
         )
 
 
-def check_muon_gradient(muon, bucket, p):
+def check_muon_gradient(bucket, p):
     if bucket.missing < 0:
-        raise RuntimeError(f"no zero_grad(), or more passes than microbatches={muon.microbatches}")
+        raise RuntimeError("no zero_grad(), or more backward passes than microbatches= says")
     if p.grad.untyped_storage()._cdata != bucket.gradients.untyped_storage()._cdata:
         raise RuntimeError("p.grad was replaced: call Muon's zero_grad(), not the model's")
+
+
+# --- for model.py's GPT ---
+
+
+def layer_matrices(model):
+    """The matrices of its layers: those that Muon steps on."""
+    return [p for name, p in model.named() if name.startswith("blocks.") and p.dim() > 1]
 
 
 # --- demo ---
@@ -328,17 +470,15 @@ def demo(run):
     args, group = run.args, dist.group.WORLD
     run.groups(dp=group)
     model = run.fill(run.meta_model())  # the same seed everywhere: the replicas start equal
-    matrices = [p for p in model.blocks.parameters() if p.dim() > 1]
-    rates = args.lr, args.weight_decay
-    muon = Muon(model, group, matrices, *rates, args.microbatches, bucket_bytes=0.5e6)
-    run.make_optimizer = receipts.muon.one_process(model, matrices, PlainMuon)
-    optimizers = receipts.muon.Optimizers(muon.muon, muon.adamw)
+    options = args.lr, args.weight_decay, args.microbatches
+    muon = Muon(model, group, layer_matrices(model), *options, bucket_bytes=0.5e6)
+    run.make_optimizer = receipts.muon.one_process(PlainMuon, layer_matrices)
 
     def named():
         muon.gather_gradients()
         return model.named()
 
-    for step in run.steps(optimizers):
+    for step in run.steps(muon):
         muon.zero_grad()
         loss = run.zero()
         for tokens, targets, samples in run.microbatches(step, run.rank, run.world):

@@ -39,8 +39,10 @@ import expert_parallel
 import fsdp
 import harness
 import model as gpt
+import muon
 import pipeline
 import proof
+import receipts.muon
 import receipts.pipeline
 import receipts.train
 import sequence_parallel
@@ -156,14 +158,20 @@ def build(run, schedule, groups):
 
 def data_parallel(run, model, groups, draw):
     """Fill the model with the values of `draw`. Returns (what sums the gradients over the ranks,
-    what takes the step): DDP and an optimizer of torch's, or ZeRO, which does both. Mixed precision
-    takes ZeRO even at stage 0, which splits nothing but keeps the optimizer's own copy of the
-    weights."""
-    args = run.args
+    what takes the step): DDP and an optimizer of torch's, or ZeRO or Muon, which do both. Mixed
+    precision takes ZeRO even at stage 0, which splits nothing but keeps the optimizer's own copy of
+    the weights."""
+    args, stages = run.args, model.parts.values()
+    bucket_bytes = int(args.bucket_mb * 2**20)
+    if args.optimizer == "muon":
+        run.fill(model, draw)
+        run.make_optimizer = receipts.muon.one_process(muon.PlainMuon, muon.layer_matrices)
+        options = args.lr, args.weight_decay, args.microbatches, bucket_bytes, stages
+        owners = muon.Muon(model, groups["dp"], muon.layer_matrices(model), *options)
+        return owners, owners
     one_dtype = args.dtype == args.param_dtype == args.reduce_dtype
     if args.zero == 0 and one_dtype and not args.offload:
         run.fill(model, draw)
-        bucket_bytes = int(args.bucket_mb * 2**20)
         options = {"all_reduce": functools.partial(harness.all_reduce, async_op=True)}
         sync = ddp.DDP(model.uses(), groups["dp"], args.microbatches, bucket_bytes, **options)
         return sync, harness.make_optimizer(model.parameters(), args)
@@ -275,7 +283,7 @@ def train(run, schedule=None, watch=contextlib.nullcontext, warm_up_first=True):
     draw = pretrained.Folder(args.init_from, run.config).draw if args.init_from else initialize.draw
     model = build(run, schedule, groups)
     sync, optimizer = data_parallel(run, model, groups, draw)
-    uses_zero = isinstance(optimizer, zero.ZeRO)
+    uses_zero, uses_muon = isinstance(optimizer, zero.ZeRO), isinstance(optimizer, muon.Muon)
     loss_scale = LossScale(args, optimizer)
     runner = Runner(run, schedule, groups, model, sync, loss_scale, watch)
     parameters = list(model.parameters())
@@ -295,6 +303,8 @@ def train(run, schedule=None, watch=contextlib.nullcontext, warm_up_first=True):
 
     def full_weights():
         """(name, parameter) of this rank's stages, which ZeRO makes whole."""
+        if uses_muon:
+            optimizer.gather_gradients()
         if not uses_zero:
             return model.named()
         return loss_scale.unscale(optimizer.gather_full(model.named()))
@@ -314,7 +324,7 @@ def train(run, schedule=None, watch=contextlib.nullcontext, warm_up_first=True):
             loss = runner.step(batches)
             harness.sum_over([dp, pp], loss)
             # Over the pieces of all ranks, so that all of them clip alike
-            if uses_zero:
+            if uses_zero or uses_muon:
                 norm = optimizer.grad_norm(pp) / loss_scale.value
             else:
                 norm = harness.grad_norm(parameters, splitting)
@@ -326,7 +336,7 @@ def train(run, schedule=None, watch=contextlib.nullcontext, warm_up_first=True):
             find = functools.partial(first_nonfinite, model, runner.step, batches)
             taken = run.check(loss, norm, full_weights, find, loss_scale, groups.get("island"))
             if taken:
-                if uses_zero:
+                if uses_zero or uses_muon:
                     optimizer.clip(norm, args.grad_clip)
                 else:
                     harness.clip(parameters, norm, args.grad_clip)
@@ -357,7 +367,9 @@ def train(run, schedule=None, watch=contextlib.nullcontext, warm_up_first=True):
         run.print(f"\nsample:\n{text}")
     if only_sample:
         return int(not exported)
-    rows = receipts.train.expected(args, run.config, schedule, groups, len(positions), travelled)
+    owned = receipts.muon.owned_by(optimizer, groups, muon.cuts_within) if uses_muon else None
+    counted = travelled, owned
+    rows = receipts.train.expected(args, run.config, schedule, groups, len(positions), *counted)
     notes = []
     if args.zero == 3:
         notes.append(f"ZeRO: gathered weights at the peak {run.ledger.gathered_peak:,} bytes")

@@ -596,7 +596,8 @@ def check_zero_arguments(zero):
         check_same_shards(group, across)
     kind = type(zero.optimizer).__name__
     if kind in NOT_ELEMENTWISE:
-        raise ValueError(f"{kind} needs whole matrices, ZeRO has pieces of them: take AdamW or SGD")
+        advice = "take AdamW or SGD; for Muon muon.py"
+        raise ValueError(f"{kind} needs whole matrices, ZeRO has pieces of them: {advice}")
 
 
 def check_zero_step(zero, give_up):

@@ -70,15 +70,30 @@ def saved_bytes(model, block, *args, **kwargs):
 def lasting(optimizer):
     """{kind: tensors} of what outlives a step: parameters, gradients, optimizer states. ZeRO keeps
     them in buckets."""
-    if hasattr(optimizer, "buckets"):
+    if hasattr(optimizer, "stage"):
         return lasting_of_zero(optimizer)
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    states = [t for state in optimizer.state.values() for t in state.values() if torch.is_tensor(t)]
+    states = [t for state in states_of(optimizer).values() for t in state.values()]
+    gradients = [p.grad for p in parameters if p.grad is not None]
+    if hasattr(optimizer, "buckets"):  # muon.py's: what other ranks own is not in param_groups
+        parameters = [bucket.weights for bucket in optimizer.buckets]
+        gradients = [bucket.gradients for bucket in optimizer.buckets]
     return {
         "parameters": parameters,
-        "gradients": [p.grad for p in parameters if p.grad is not None],
-        "optimizer": [t for t in states if t.dim()],
+        "gradients": gradients,
+        "optimizer": [t for t in states if torch.is_tensor(t) and t.dim()],
     }
+
+
+def states_of(optimizer):
+    """{what an optimizer steps on: its state}, of an optimizer of torch's, ZeRO's or muon.py's."""
+    found = {}
+    if hasattr(optimizer, "stage"):
+        optimizer = optimizer.optimizer
+    for each in getattr(optimizer, "optimizers", [optimizer]):
+        for group in each.param_groups:
+            found |= {p: each.state[p] for p in group["params"]}
+    return found
 
 
 def lasting_of_zero(zero):

@@ -17,7 +17,7 @@ from proof.tolerance import FLOOR, TOLERANCE
 
 class Trainee:
     """A model that this process trains alone. run: a Run, or what else has its args, config,
-    device, dtype and draw; make_optimizer(parameters, args), if the demo has one of its own.
+    device, dtype and draw; make_optimizer(model, args), if the demo has one of its own.
 
     losses, norms   of each step
     gradients       {name: gradient} of the latest step, before clipping
@@ -27,8 +27,11 @@ class Trainee:
         self.args, self.losses, self.norms = run.args, [], []
         self.model = initialize.build(run.config, run.args.seed, run.device, run.dtype, run.draw)
         self.parameters = list(self.model.parameters())
-        make = getattr(run, "make_optimizer", make_optimizer)
-        self.optimizer = make(self.parameters, run.args)
+        make = getattr(run, "make_optimizer", None)
+        if make is not None:
+            self.optimizer = make(self.model, run.args)
+        else:
+            self.optimizer = make_optimizer(self.parameters, run.args)
         self.weights = {name: p.detach() for name, p in self.model.named()}
 
     def train(self, step, rows, count):

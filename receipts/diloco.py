@@ -203,6 +203,7 @@ class Player(OneProcess):
     def __init__(self, run, island, islands, rows_of, count, parts, pieces=None, finishes=False):
         self.args, self.config, self.draw = run.args, run.config, run.draw
         self.device, self.dtype = run.device, run.dtype
+        self.make_optimizer = getattr(run, "make_optimizer", None)
         self.island, self.islands, self.rows_of, self.count = island, islands, rows_of, count
         self.parts, self.pieces, self.finishes = parts, pieces, finishes
 

@@ -106,7 +106,7 @@ def sizes_of(args, config, ranks=1, **others):
         "e": DTYPES[weights].itemsize,
         "reduced": DTYPES[gradients].itemsize,
         "master": DTYPES[args.dtype].itemsize,
-        "moments": 2 if args.optimizer == "adamw" else 0,
+        "moments": {"sgd": 0, "muon": 1, "adamw": 2}[args.optimizer],
         "masters": weights != args.dtype or getattr(args, "offload", False),
     }
     for name in ("tp", "sp", "gather_again", "recompute"):

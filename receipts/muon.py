@@ -1,36 +1,74 @@
 """What a Muon rank sends and holds: 2 r P e, and about 1/N of the states; and the same optimizer on
 one process."""
 
+from typing import NamedTuple
+
+import torch.distributed as dist
+
 from harness.optimizer import make_optimizer
 from proof.receipt import Count
-from receipts.formulas import SCALAR, Group, held, sizes_of, summed
+from receipts.formulas import SCALAR, Group, add, held, sizes_of, summed
 
 
-def expected(sizes, group, matrices, others):
-    """(sent, held) of a rank that owns so many elements of matrices, and of others."""
-    size = (1 - 1 / group.ranks) * sizes.parameters()
-    sent = {
-        ("reduce", group.name): (size * sizes.reduced, "r P e of gradients, to their owners"),
-        ("broadcast", group.name): (size * sizes.e, "r P e of weights, from their owners"),
-    }
-    sent |= summed(group, 2 * SCALAR, "the loss and the norm, 8 bytes each")
-    states = (matrices + 2 * others) * sizes.master
-    text = f"of the {matrices + others:,} that it owns: e in a matrix, else 2 e"
+class Owned(NamedTuple):
+    """Elements that this rank owns: of matrices, of others. {group's name: elements} of those
+    whose gradients are partial sums over the group, and of shards of matrices that it cuts."""
+
+    matrices: int
+    others: int
+    partial: dict
+    gathered: dict
+
+
+def owned_by(muon, groups, cuts_within):
+    """Of a Muon. groups: {name: process group}. cuts_within: muon.py's."""
+    names = {group: name for name, group in groups.items() if isinstance(group, dist.ProcessGroup)}
+    matrices = others = 0
+    partial, gathered = {}, {}
+    for bucket in muon.buckets:
+        size = bucket.own.stop - bucket.own.start
+        if bucket.owner is None:
+            others += size
+        else:
+            matrices += size
+        for group in bucket.partial:
+            partial[names[group]] = partial.get(names[group], 0) + size
+        for p in bucket.parameters if bucket.owner is not None and size else ():
+            for _, (group, _, _) in cuts_within(p):
+                gathered[names[group]] = gathered.get(names[group], 0) + p.numel()
+    return Owned(matrices, others, partial, gathered)
+
+
+def expected(sizes, groups, owned):
+    """(sent, held). groups: {name: Group}: dp; copies, if experts have fewer replicas; those whose
+    ranks have other parts of a parameter. owned: an Owned."""
+    own = sizes.parameters()
+    parts = {"dp": own}
+    if "copies" in groups:
+        parts["dp"] = sizes.parameters(experts=0)
+        parts["copies"] = own - parts["dp"]
+    sent = {}
+    for name, elements in parts.items():
+        size = (1 - 1 / groups[name].ranks) * elements
+        sent["reduce", name] = size * sizes.reduced, "r P e of gradients, to their owners"
+        sent["broadcast", name] = size * sizes.e, "r P e of weights, from their owners"
+    sent |= summed(groups["dp"], 2 * SCALAR, "the loss and the norm, 8 bytes each")
+    for name, elements in owned.partial.items():
+        text = "2 r of partial sums that it owns"
+        sent = add(sent, summed(groups[name], elements * sizes.reduced, text))
+    for name, elements in owned.gathered.items():
+        size = (groups[name].ranks - 1) * elements * sizes.master
+        sent["all_gather", name] = size, "(t-1) shards of matrices that it owns"
+    states = (owned.matrices + 2 * owned.others) * sizes.master
+    text = f"of the {owned.matrices + owned.others:,} that it owns: e in a matrix, else 2 e"
     return sent, held(sizes) | {"optimizer": (states, text)}
 
 
 def of_demo(run, muon, early):
     """(layout, sent, held, notes) of the demo's receipt. early: how many of the buckets started
     during backward."""
-    sizes = sizes_of(run.args, run.config, run.world)
-    matrices = others = 0
-    for bucket in muon.buckets:
-        owned = bucket.piece.numel()
-        if bucket.owner is None:
-            others += owned
-        else:
-            matrices += owned
-    table = expected(sizes, Group("dp", run.world), matrices, others)
+    sizes, group = sizes_of(run.args, run.config, run.world), Group("dp", run.world)
+    table = expected(sizes, {"dp": group}, owned_by(muon, {}, lambda p: []))
     text = f"{early} of {len(muon.buckets)} buckets started during backward"
     # Backward fills all of them, but for an expert's without tokens
     notes = [Count(text, early, None if run.config.experts else len(muon.buckets))]
@@ -47,10 +85,6 @@ class Optimizers:
         self.optimizers = optimizers
         self.param_groups = [group for each in optimizers for group in each.param_groups]
 
-    @property
-    def state(self):
-        return {p: state for each in self.optimizers for p, state in each.state.items()}
-
     def zero_grad(self):
         for each in self.optimizers:
             each.zero_grad()
@@ -60,15 +94,13 @@ class Optimizers:
             each.step()
 
 
-def one_process(model, matrices, muon):
-    """A function of the parameters of another such model, and the flags, that makes its optimizer:
-    `muon` for the same matrices, AdamW for the rest."""
-    chosen = [p in set(matrices) for p in model.parameters()]
+def one_process(muon, matrices_of):
+    """A function of a whole model and the flags that makes its optimizer: `muon` for
+    matrices_of(model), AdamW for the rest."""
 
-    def make(parameters, args):
-        pairs = list(zip(parameters, chosen, strict=True))
-        matrices = [p for p, is_muons in pairs if is_muons]
-        others = [p for p, is_muons in pairs if not is_muons]
+    def make(model, args):
+        matrices = matrices_of(model)
+        others = [p for p in model.parameters() if p not in set(matrices)]
         return Optimizers(muon(matrices, args.lr, args.weight_decay), make_optimizer(others, args))
 
     return make

@@ -10,6 +10,7 @@ from receipts import (
     context_parallel,
     ddp,
     expert_parallel,
+    muon,
     pipeline,
     sequence_parallel,
     tensor_parallel,
@@ -18,9 +19,10 @@ from receipts import (
 from receipts.formulas import Group, add, scatter_operation, sizes_of
 
 
-def expected(args, config, schedule, groups, length, travelled):
+def expected(args, config, schedule, groups, length, travelled, owned=None):
     """(sent, held) of this rank. groups: of train.py's mesh. length: tokens of a sequence on this
-    rank. travelled: rows that its tokens took to other ranks' experts and back."""
+    rank. travelled: rows that its tokens took to other ranks' experts and back. owned: with
+    --optimizer muon, a receipts.muon.Owned."""
     scatter = scatter_operation(groups["dp"])
     groups = {
         name: Group(name, dist.get_world_size(group), dist.get_rank(group))
@@ -50,7 +52,9 @@ def expected(args, config, schedule, groups, length, travelled):
     messages = pipeline.boundaries(schedule, rank)
     tied = None if uses_zero else groups.get("tied")
     tables.append(pipeline.expected(sizes, groups["pp"], messages, tied))
-    if uses_zero:
+    if owned is not None:
+        tables.append(muon.expected(sizes, groups, owned))
+    elif uses_zero:
         tables.append(of_zero(args, sizes, schedule[rank], groups, scatter))
     else:
         tables.append(ddp.expected(sizes, groups["dp"], groups.get("copies")))

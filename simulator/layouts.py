@@ -47,6 +47,8 @@ def of_ranks(args, config, ranks):
 def zero_splits(args, ranks, tp):
     """(stage, --zero-ranks) to try on so many data-parallel ranks: all of them, or those of a node.
     With --zero-ranks that size alone."""
+    if args.optimizer == "muon":
+        return [(1, None)]
     node, rest = divmod(args.nodes_of or 8, tp)
     found, sizes = [(0, None)], [None]
     if args.zero_ranks:

@@ -160,6 +160,8 @@ def states_held(args, sizes, layers, ends):
         states = zero.model_states(args.zero, split, *elements)
         held += count * sum(states[:2] if args.offload else states)
         step += count / (split if args.zero else 1)
+    if args.optimizer == "muon":  # which takes AdamW at both ends
+        held += presets.parameters_held(config, args.tp, 0, **ends) * sizes.master / ranks
     copied = sizes.reduced != sizes.master and not args.offload
     return held, sum(count for count, _ in kinds), step * sizes.master * copied
 
@@ -242,8 +244,28 @@ def rough(args, config, cluster):
         beside, meanwhile = gradients, 2 * third * passes
     parts["data parallel"] = both(meanwhile, beside) - meanwhile + weights
     parts["optimizer"] = step_bytes(args, sizes, parameters) / memory
+    if args.optimizer == "muon":
+        layer = iterations_seconds(args, sizes, device)
+        parts["optimizer"] += max(ranks) * layer / (args.dp * args.cp)
     # Of the ranks that a plan plays
     return parts, max(rank_held(args, sizes, rank) for rank in {0, pp - 1})
+
+
+def iterations_seconds(args, sizes, device):
+    """Of Muon's iterations on a layer's matrices, without the gathers of cut ones."""
+    config, seconds = sizes.config, 0.0
+    head = config.width // config.heads
+    for name, shape in presets.parameter_shapes(config).items():
+        if not name.startswith("blocks.0.") or len(shape) == 1:
+            continue
+        *experts, rows, columns = shape
+        count = experts[0] // args.ep if experts else 1
+        if ".qkv." in name:
+            count, rows = rows // head // args.tp, head
+        m, n = sorted((rows, columns))
+        for product in (m, m, n), (m, m, m), (m, n, m):
+            seconds += 5 * kernels.product_seconds(device, *product, count, sizes.master)
+    return seconds
 
 
 def block_seconds(args, sizes, device):

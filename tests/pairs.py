@@ -84,7 +84,7 @@ def one_process(optimizer, experts=False, tied=True):
 class Layout:
     """dp x cp x tp x pp ranks, tp innermost and pp outermost.
 
-    data      sums gradients over the dp and cp ranks: "ddp", "zero 1", "zero 2", "fsdp"
+    data      sums gradients over the dp and cp ranks: "ddp", "zero 1", "zero 2", "fsdp", "muon"
     tensor    of the tp ranks: "tensor", "sequence"
     context   of the cp ranks: "ring", "ulysses"
     schedule  of the pp ranks
@@ -134,7 +134,7 @@ class Layout:
         start = sum(sizes[:rank])
         mixture.experts.mlps = mixture.experts.mlps[start : start + sizes[rank]]
         for p in mixture.experts.parameters():
-            p.placement = {"cuts": {0: (self.ep, start, sizes[rank])}, "data": self.alone}
+            p.placement = {"cuts": {None: (self.ep, start, sizes[rank])}, "data": self.alone}
         mixture.dispatch = ep.ExpertDispatch(sizes, self.ep)
 
     def split_layers(self):
@@ -210,7 +210,20 @@ class Layout:
             self.optimizer = self.make_optimizer(self.parameters)
             return
         options = dict(microbatches=MICROBATCHES, scopes=self.stages)
-        if self.kind == "fsdp":
+        if self.kind == "muon":
+            from foreign import is_muons
+
+            import muon
+
+            whole = Model(any("experts" in p.full_name for p in self.parameters))
+            names = {p.full_name for p in whole.parameters() if is_muons(p)}
+            matrices = [p for p in self.parameters if p.full_name in names]
+            options = dict(lr=1e-2, microbatches=MICROBATCHES, bucket_bytes=4000)
+            options["stages"] = list(self.stages.values()) if self.stages else None
+            self.sync = muon.Muon(self.trained, self.data, matrices, **options)
+            for settings in self.sync.adamw.param_groups:
+                settings["eps"] = 1e-5  # as foreign.py's
+        elif self.kind == "fsdp":
             import fsdp
 
             self.sync = fsdp.FSDP(self.trained, self.data, self.make_optimizer, **options)
@@ -290,7 +303,9 @@ class Layout:
 
     def named(self):
         named = [(p.full_name, p) for p in self.trained.parameters()]
-        return named if self.kind == "ddp" else self.sync.gather_full(named)
+        if self.kind == "muon":
+            self.sync.gather_gradients()
+        return named if self.kind in ("ddp", "muon") else self.sync.gather_full(named)
 
 
 def own(rows, purpose=""):

@@ -106,9 +106,11 @@ LAYOUTS = {
         "--cp 2 --ep 2 --pp 2 --zero 1 --microbatches 2",
         "--dp 1",
     ],
+    "muon-moe": ["--dp 2 --tp 2 --ep 2", "--cp 2 --pp 2 --microbatches 2", "--dp 1"],
 }
 # 125 does not divide by 2; zb-v has 4 stages
 EXTRA = {"gpt2": " --hidden 125 --layers 4", "moe": " --bias-rate 0.01 --layers 2"}
+EXTRA["muon-moe"] = EXTRA["moe"]
 
 
 @pytest.mark.parametrize("variant", LAYOUTS)
@@ -130,7 +132,8 @@ def test_a_walk_through_layouts_is_one_undisturbed_run(ranks, text, tmp_path, va
     same_tensors(one, whole(tmp_path / "walk" / last))
     kinds = {kind for _, kind in one}
     assert kinds >= {"weight", "exp_avg", "exp_avg_sq", "step"}
-    assert ("buffer" in kinds) == (variant == "moe")
+    assert ("buffer" in kinds) == (variant != "gpt2")
+    assert ("average" in kinds) == (variant == "muon-moe")
 
 
 def test_mixed_precision_saves_the_masters(ranks, text, tmp_path):

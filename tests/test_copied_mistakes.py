@@ -61,7 +61,7 @@ repr(FSDP(model, world, SGD).model[6].weight)  # of a weight that is not here
 reads_another_unit(FSDP(model, world, SGD).model)  # within its unit's forward
 """,
     "muon": """
-Muon(placed(model), world, [model[1].weight])  # another kind of parallelism cut the model
+Muon(cut(model), world, [model[1].weight])  # add the whole matrix's shape to its placement
 Muon(model, world, {[model[1].bias] | [nn.Parameter(torch.ones(4, 3, 2, 2))]})
     # is no matrix, nor a stack of them
 Muon(model, world, iter([]))  # empty parameter list
@@ -165,8 +165,8 @@ def qkv(q=(2, 4, 6, 8), k=(2, 2, 6, 8), v=None, dtype=torch.float32):
     return torch.randn(q, dtype=dtype), torch.randn(k), torch.randn(v or k)
 
 
-def placed(model):
-    model[1].bias.placement = {"partial": [group.WORLD]}
+def cut(model):
+    model[1].weight.placement = {"cuts": {0: (group.WORLD, 0, 13)}}
     return model
 
 
@@ -338,7 +338,7 @@ ORDERS = [
     (STAGES, "run finish step | replace zero_grad", MOVED),
     (STAGES, "run finish step | wrap zero_grad", MOVED),
     (MUON, "run | zero_grad | finish |", r"no finish\(\)"),
-    (MUON, "run finish | pass | give_up |", "no zero_grad.., or more passes than microbatches=2"),
+    (MUON, "run finish | pass | give_up |", "no zero_grad.., or more backward passes than"),
     (MUON, "| drop_gradients run", "p.grad was replaced"),
     (MUON, "| create_graph", "p.grad was replaced"),
     (MUON, "run step | cast zero_grad", CHANGED),

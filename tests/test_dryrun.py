@@ -37,6 +37,7 @@ LAYOUTS = [
     "--cp 4 --cp-kind ring-ulysses --dtype float64",
     f"--tp 2 --pp 2 {MIXTURE} --schedule zb-v --microbatches 3 --layers 4 --recompute half",
     "--cp 2 --cp-kind gather --tp 2 --sp --pp 2 --microbatches 3",
+    f"--dp 4 --ep 2 --tp 2 --sp --optimizer muon {MIXTURE}",
 ]
 CLUSTER = devices.Cluster(devices.DEVICES["h100"], 8, 450e9, 50e9)
 
@@ -316,6 +317,7 @@ def test_what_would_have_to_change(monkeypatch, seconds, sentence):
         "--schedule zb-h1",
         "--tp 2 --sp --pp 2 --zero 3 --batch 4 --microbatches 4 --schedule interleaved --chunks 2",
         "--preset mixtral-8x7b --dp 16 --ep 8 --zero 2 --microbatches 1",
+        "--dp 4 --tp 2 --sp --optimizer muon --dtype bfloat16 --microbatches 2",
     ],
 )
 def test_formulas_of_a_plan(flags):
@@ -352,6 +354,7 @@ def test_what_a_plan_splits_over():
     assert splits("--nodes-of 4", 64, 8) == [(s, None) for s in range(4)]  # tp leaves a node
     assert splits("--zero-ranks 8", 64, 1) == [(1, 8), (2, 8), (3, 8)]
     assert splits("--zero-ranks 8", 12, 1) == []
+    assert splits("--optimizer muon", 64, 2) == [(1, None)]
 
 
 @pytest.mark.parametrize("flags", sorted({run.flags for run in published.published_runs()}))

@@ -53,12 +53,12 @@ BUDGETS = {
 }
 CEILINGS = {
     "harness": 2238,
-    "proof": 2280,
-    "receipts": 2254,
-    "trainer": 2554,
-    "simulator": 1929,
+    "proof": 2298,
+    "receipts": 2291,
+    "trainer": 2576,
+    "simulator": 1953,
     "exercises": 300,
-    "tests": 13315,
+    "tests": 13391,
     "benchmarks": 2300,
 }
 DEMO = "# --- demo ---"

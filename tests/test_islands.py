@@ -50,6 +50,7 @@ LAYOUTS = [
     "--islands 2 --dp 2 --cp 2 --zero 3 --steps 5 --sync-every 2 --stream-delay 1 --outer-bits 16",
     "--islands 2 --dp 2 --ep 2 --experts 3 --zero 2 --steps 3 --sync-every 2 --outer-bits 8",
     "--islands 2 --dp 2 --zero 1 --offload --steps 4 --sync-every 2 --outer-bits 4",
+    "--islands 2 --dp 2 --tp 2 --optimizer muon --steps 3 --sync-every 2",
 ]
 
 

@@ -18,6 +18,8 @@ import model as gpt
 import proof
 import train
 from harness import data, initialize
+from muon import PlainMuon, layer_matrices
+from receipts.muon import one_process
 
 # 3 layers do not divide by 2 stages, 5 (DEEP) not by 2, 3 or 4; 257 tokens not by 2 or 4; a clip
 # of 0.1 always binds; the second step is the one that the ledger watches
@@ -38,6 +40,9 @@ VARIANTS = {
     "dropout-grouped": f"--family llama --kv-heads 2 --dropout 0.2 {SGD}",
     "moe": f"{MIXTURE} --family llama --kv-heads 2",
     "moe-gpt2": f"{MIXTURE} {SGD} --bias-rate 0.01",
+    # Neither 125 nor 45 hidden units divide by 2
+    "muon": "--optimizer muon --hidden 125",
+    "muon-moe": f"{MIXTURE} --optimizer muon --family llama --kv-heads 2 --hidden 45",
 }
 LAYOUTS = """
 gpt2      --dp 1
@@ -87,6 +92,11 @@ moe       --cp 2 --dp 2 --ep 2 --tp 2 --sp --zero 2 --recompute block --layers 2
 moe       --dp 2 --tp 2 --pp 2 --cp 2 --ep 4 --sp --zero 3 --schedule zb-h1 --microbatches 2 SHALLOW
 llama     --pp 2 --dp 2 --schedule zb-h2 --zero 3 --microbatches 3
 sgd       --dp 2 --schedule zb-h1 --microbatches 3
+muon      --dp 3 --microbatches 2 --bucket-mb 0.01
+muon      --tp 2 --sp --dp 2 --pp 2 --schedule zb-v --microbatches 3 DEEP
+muon      --pp 2 --cp 2 --tp 2 --microbatches 2 --zero 1
+muon-moe  --dp 2 --cp 2 --ep 2 --tp 2 --layers 2
+muon-moe  --dp 2 --ep 2 --tp 2 --sp --pp 2 --schedule zb-h1 --microbatches 2 SHALLOW
 """
 # Two copies of experts, each on two ranks; experts that are not split
 IN_GROUPS = """
@@ -137,6 +147,7 @@ def reference(text):
         kind = {
             "adamw": lambda g: torch.optim.AdamW(g, lr=args.lr, betas=(0.9, 0.95)),
             "sgd": lambda g: torch.optim.SGD(g, lr=args.lr),
+            "muon": lambda _: one_process(PlainMuon, layer_matrices)(model, args),
         }
         optimizer, pairs = kind[args.optimizer](groups), []
         for step in range(args.steps):

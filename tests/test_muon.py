@@ -14,6 +14,7 @@ from torch.nn.functional import linear
 
 import muon
 import receipts.muon
+import tensor_parallel
 
 RATES = SimpleNamespace(optimizer="adamw", lr=1e-2, weight_decay=0.1)
 SHAPES = [(5, 9), (9, 4), (1, 7), (6, 1), (1, 1), (8, 8), (3, 4, 6), (2, 7, 3)]
@@ -68,6 +69,46 @@ def test_equals_pytorchs_muon(monkeypatch):
     iteration = "_zeropower_via_newtonschulz"
     monkeypatch.setattr(its_module, iteration, lambda gradient, *_: muon.orthogonalize(gradient))
     torch.testing.assert_close(ours, trained(pytorchs), rtol=1e-12, atol=1e-12)
+
+
+def test_heads_are_matrices_of_their_own():
+    together = nn.Parameter(torch.cat(matrices(shapes=[(4, 9)] * 3)))
+    together.matrix_rows, heads = 4, [nn.Parameter(part) for part in together.detach().split(4)]
+    together.grad = torch.cat(matrices(1, [(4, 9)] * 3))
+    for head, gradient in zip(heads, together.grad.split(4)):
+        head.grad = gradient
+    muon.PlainMuon([together]).step()
+    muon.PlainMuon(heads).step()
+    torch.testing.assert_close(together, torch.cat(heads), rtol=1e-12, atol=1e-12)
+
+
+# --- shards
+
+
+@pytest.mark.parametrize("world", [2, 3, 5])
+def test_shards_step_as_the_whole(ranks, world):
+    """Each matrix is cut in each of its dimensions. Shards have zeros at the end, or nothing else;
+    a stack is cut between its matrices, too, and heads between heads."""
+
+    def work(rank):
+        for seed, shape in enumerate([*SHAPES, (6 * world, 4)]):
+            for dim in range(len(shape)):
+                whole, gradients = (nn.Parameter(*matrices(i, [shape])) for i in (seed, seed + 50))
+                if seed == len(SHAPES):
+                    whole.matrix_rows = 3
+                shard, gradient = (
+                    tensor_parallel.shard(p, dim, dist.group.WORLD) for p in (whole, gradients)
+                )
+                whole.grad, shard.grad = gradients.detach(), gradient.detach()
+                plain, sharded = muon.PlainMuon([whole]), muon.ShardedMuon([shard])
+                for _ in range(2):
+                    plain.step()
+                    sharded.step()
+                expected = tensor_parallel.shard(whole, dim, dist.group.WORLD)
+                with case(shape, dim):
+                    torch.testing.assert_close(shard, expected, rtol=1e-12, atol=1e-12)
+
+    ranks(world, work)
 
 
 # --- owners
@@ -135,9 +176,8 @@ def train(optimizer, model, microbatches, rows, steps=3):
 
 def one_process(args):
     model = Odd()
-    chosen = [*model.layers, model.unused, model.frozen]
-    make = receipts.muon.one_process(model, chosen, muon.PlainMuon)
-    return train(make(list(model.parameters()), args), model, 1, slice(None))
+    make = receipts.muon.one_process(muon.PlainMuon, lambda model: [*model.layers, model.unused])
+    return train(make(model, args), model, 1, slice(None))
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4, 12])

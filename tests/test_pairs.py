@@ -13,7 +13,7 @@ from reference import case
 from tops import in_one_file, refused
 
 TOPS = "ddp zero fsdp tensor_parallel sequence_parallel pipeline zero_bubble context_parallel"
-TOPS += " expert_parallel"
+TOPS += " expert_parallel muon"
 
 SPLITS = {
     "tensor": dict(tp=2),
@@ -24,7 +24,7 @@ SPLITS = {
     "zb-v": dict(pp=2, schedule="zb-v"),
     "experts": dict(experts=True),
 }
-DATA = "ddp", "zero 1", "zero 2", "fsdp"
+DATA = "ddp", "zero 1", "zero 2", "fsdp", "muon"
 THREE = [("tensor", "1f1b"), ("sequence", "zb-v"), ("zb-v", "experts"), ("ring", "tensor")]
 
 
@@ -41,8 +41,11 @@ def layouts():
                 ranks = 2 if "experts" in (a, b) else 1
                 data = DATA[len(found) % len(DATA)]
                 found.append((f"{a} x {b}, {data}", data, dict(dp=ranks) | one | other))
-    optimizers = ["sgd", "adamw"] * len(found)
-    return [(name, data, kind, options) for (name, data, options), kind in zip(found, optimizers)]
+    rows = []
+    for i, (name, data, options) in enumerate(found):
+        optimizer = "muon" if data == "muon" else ("sgd", "adamw")[i % 2]
+        rows.append((name, data, optimizer, options))
+    return rows
 
 
 def train(rank, cases):

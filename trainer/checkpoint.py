@@ -39,6 +39,7 @@ import torch.distributed as dist
 
 from harness import Refused
 from harness.placement import placement
+from proof.ledger import states_of
 
 FILE_BYTES = 256 << 20  # a file is made in memory first: so much of it at a time
 # Begin the kinds that trainer/islands.py adds: of all islands, and of islands after the first
@@ -88,17 +89,16 @@ def boxes(shape, a, b):
 def holdings(named, optimizer):
     """For each (name, parameter): (name, parameter, the elements of it that this rank steps on,
     flat; which element of the flattened parameter is their first; what the optimizer has in their
-    place; its state). ZeRO has parts, torch's all."""
+    place; its state). ZeRO and Muon have parts, torch's all."""
+    names, states = {p: name for name, p in named}, states_of(optimizer)
     if not hasattr(optimizer, "buckets"):
-        for name, p in named:
-            yield name, p, p.data.view(-1), 0, p, optimizer.state[p]
+        for p, name in names.items():
+            yield name, p, p.data.view(-1), 0, p, states.get(p, {})
         return
-    names = {p: name for name, p in named}
     for bucket in optimizer.buckets:
-        rows = zip(bucket.parameters, bucket.slices, bucket.spans, bucket.pieces)
-        for p, place, span, piece in rows:
+        for p, place, piece in zip(bucket.parameters, bucket.slices, bucket.pieces):
             first = max(bucket.own.start - place.start, 0)
-            yield names[p], p, bucket.master[span], first, piece, optimizer.optimizer.state[piece]
+            yield names[p], p, piece.data.view(-1), first, piece, states.get(piece, {})
 
 
 def pieces_of(named, optimizer, data_group, index=None, beside=lambda stepped: {}):
@@ -145,14 +145,15 @@ def pieces_of(named, optimizer, data_group, index=None, beside=lambda stepped: {
 
 def speaks(parameter, data_group, optimizer):
     """Whether this rank is the one, of all that hold the same piece of a parameter, to write it:
-    the first of each group that holds copies. Under ZeRO the data-parallel group holds shards."""
+    the first of each group that holds copies. Under ZeRO and Muon the data-parallel group holds
+    shards."""
     where = placement(parameter)
     data_group = where["data"] or data_group
     groups = where["copies"] + where["partial"] + [data_group]
-    if getattr(optimizer, "stage", 0) > 0:
+    if hasattr(optimizer, "buckets") and getattr(optimizer, "stage", 1) > 0:
         ranks, sharing = dist.get_process_group_ranks, set(dist.get_process_group_ranks(data_group))
         groups = [group for group in groups if not sharing.issuperset(ranks(group))]
-        _, across = optimizer.splits.get(data_group, (data_group, None))
+        _, across = getattr(optimizer, "splits", {}).get(data_group, (data_group, None))
         if across is not None:
             groups.append(across)
     return all(dist.get_rank(group) == 0 for group in groups)

@@ -57,6 +57,10 @@ def add_flags(parser):
     why = "run norms and GELU again in backward, half of the products too, or all: to hold less"
     g.add_argument("--recompute", choices=harness.RECOMPUTATIONS, default="none", help=why)
     g = parser.add_argument_group("the loop")
+    why = (
+        "sgd shows a gradient of the wrong scale; muon: matrices whole, see muon.py, with --zero 1"
+    )
+    g.add_argument("--optimizer", choices=["adamw", "sgd", "muon"], default="adamw", help=why)
     why = "where the cosine ends (default: lr / 10)"
     g.add_argument("--min-lr", type=harness.real(0), metavar="X", help=why)
     why = "leave out up to N steps with a loss or gradient that is not finite; else the run ends"
@@ -82,6 +86,7 @@ def prepare(args):
         args.microbatches = default_microbatches(args)
     args.param_dtype = args.param_dtype or args.dtype
     args.reduce_dtype = args.reduce_dtype or args.param_dtype
+    check_muon(args)
     if args.prove is None:
         args.prove = 3 if harness.parameter_count(config) < 20e6 else 0
     check(args, config)
@@ -118,6 +123,22 @@ def check(args, config):
         part.check(args)
     pretrained.check(args, config)
     recording.check(args, config)
+
+
+def check_muon(args):
+    """Refuse what does not go with --optimizer muon. Its owners split the states: --zero 0 is 1."""
+    if args.optimizer != "muon":
+        return
+    one_dtype = args.dtype == args.param_dtype == args.reduce_dtype
+    for refused, flag, why in (
+        (args.zero > 1, f"--zero {args.zero}", "pieces are no matrices: use --zero 1"),
+        (args.zero_ranks, "--zero-ranks", "owners are among all copies: leave it out"),
+        (args.offload, "--offload", "a host iterates too slowly: leave it out"),
+        (not one_dtype, "mixed precision", "owners step on the weights: use --dtype alone"),
+    ):
+        if refused:
+            raise Refused(f"{flag} does not go with --optimizer muon, whose {why}")
+    args.zero = 1
 
 
 def check_experts(args, config, where):
