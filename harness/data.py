@@ -81,10 +81,9 @@ def hash64(a, b):
     return x ^ x >> 31
 
 
-def load(source="stdlib", tokenizer="bytes", folder=None, vocab=None, dtype=None):
+def load(source="stdlib", tokenizer="bytes", folder=None, vocab=None):
     """The Corpus of a source: "stdlib", or the path of a text file, of a folder of text files, or
-    of ready-made tokens, which must be below `vocab` (default: the tokenizer's); `dtype` is of a
-    bare .bin file ("uint16", "uint32"; default: see ready_made.py).
+    of ready-made tokens, which must be below `vocab` (default: the tokenizer's).
 
     The first call tokenises the text; later calls read the cache in `folder` (default: data/ in the
     project's folder, or a temporary folder if that can't be written). When many processes start at
@@ -92,11 +91,11 @@ def load(source="stdlib", tokenizer="bytes", folder=None, vocab=None, dtype=None
     empty or not text, and if the tokenizer can't be had.
     """
     encoding = of(tokenizer)
-    if ready_made.is_ready_made(source):
+    files = ready_made.files_of(source)
+    if files:
         vocab = vocab or encoding.n_vocab
-        tokens, held_out = ready_made.read(source, vocab, dtype)
-        digest = ready_made.digest(tokens)
-        return Corpus(str(source), tokens, encoding, digest, held_out)
+        tokens, held_out = (file and ready_made.open_file(file, vocab) for file in files)
+        return Corpus(str(source), tokens, encoding, ready_made.digest(tokens), held_out)
     folder = pathlib.Path(folder or cache_folder())
     files = find(source)
     name = pathlib.Path(source).resolve().name

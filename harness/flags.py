@@ -4,12 +4,14 @@ import argparse
 import contextlib
 import math
 import string
+from dataclasses import fields
 
 import torch
 
 from harness import presets, tokens
 from harness.outputs import short
 from harness.refusal import Refused, refusing
+from model import Config
 
 DTYPES = {
     "float64": torch.float64,
@@ -139,20 +141,20 @@ def model_flags(g):
     g.add_argument("--preset", default="tiny", help="named size: " + ", ".join(presets.PRESETS))
     why = "turn the preset into this family (tiny is gpt2)"
     g.add_argument("--family", choices=["gpt2", "llama"], help=why)
-    for name, least, most, why in [
-        ("layers", 1, 10**5, "number of blocks"),
-        ("heads", 1, MOST, "attention heads in a layer"),
-        ("kv-heads", 1, MOST, "key/value heads; fewer than heads is grouped-query attention"),
-        ("width", 1, MOST, "size of the residual stream"),
-        ("hidden", 1, MOST, "inner size of the MLP, or of each expert"),
-        ("context", 1, MOST, "tokens in a sequence"),
-        ("vocab", 1, MOST, "size of the vocabulary, at least the tokenizer's"),
-        ("experts", 0, MOST, "experts in place of the MLP; 0 is a plain MLP"),
-        ("top-k", 0, MOST, "experts that a token is sent to"),
-        ("shared", 0, MOST, "size, in experts, of an MLP that every token passes as well"),
+    for name, least, why in [
+        ("layers", 1, "number of blocks"),
+        ("heads", 1, "attention heads in a layer"),
+        ("kv-heads", 1, "key/value heads; fewer than heads is grouped-query attention"),
+        ("width", 1, "size of the residual stream"),
+        ("hidden", 1, "inner size of the MLP, or of each expert"),
+        ("context", 1, "tokens in a sequence"),
+        ("vocab", 1, "size of the vocabulary, at least the tokenizer's"),
+        ("experts", 0, "experts in place of the MLP; 0 is a plain MLP"),
+        ("top-k", 0, "experts that a token is sent to"),
+        ("shared", 0, "size, in experts, of an MLP that every token passes as well"),
     ]:
         why += " (default: the preset's)"
-        g.add_argument(f"--{name}", type=count(least, most), metavar="N", help=why)
+        g.add_argument(f"--{name}", type=count(least), metavar="N", help=why)
     why = "factor of the loss that balances the experts' load; without it a few get all tokens"
     g.add_argument("--balance-loss", **FACTOR, help=f"{why} (default: 0)")
     why = "factor of the router's z-loss, which keeps its logits small (default: 0)"
@@ -187,8 +189,7 @@ def training_flags(g):
 def data_flags(g):
     why = "a text file, a folder of them, or stdlib; or ready-made tokens, .bin or .npy"
     g.add_argument("--data", default="stdlib", metavar="PATH", help=why)
-    why = "of a .bin file of tokens (default: uint16 up to a vocabulary of 65,536, else uint32)"
-    g.add_argument("--data-dtype", choices=["uint16", "uint32"], help=why)
+    gone(g, "--data-dtype", "a .bin file's numbers and the vocabulary say it")
     why = "bytes; gpt2, which tiktoken downloads once; a folder with a tokenizer.json; none, for "
     why += "ready-made tokens"
     g.add_argument("--tokenizer", default="bytes", metavar="NAME", help=why)
@@ -215,9 +216,7 @@ def configure(args):
     args.shape, if there is one: the fields of a trained model. Flags may override its context and
     vocabulary, and must agree with its other fields.
     """
-    names = "layers heads kv_heads width hidden context vocab experts top_k shared"
-    names += " balance_loss z_loss bias_rate dropout"
-    overrides = {name: getattr(args, name, None) for name in names.split()}
+    overrides = {field.name: getattr(args, field.name, None) for field in fields(Config)}
     for name, value in (getattr(args, "shape", None) or {}).items():
         wanted = overrides.get(name)
         if wanted is None:
@@ -230,6 +229,8 @@ def configure(args):
         overrides["vocab"] = needed_vocab
     with refusing():
         config = presets.configure(args.preset, args.family, **overrides)
+    if config.layers > 10**5:  # of a config.json, too
+        raise Refused(f"{config.layers:,} layers are too many: use at most 100,000")
     if config.vocab < needed_vocab:
         raise Refused(
             f"a vocabulary of {config.vocab} is too small for --tokenizer {args.tokenizer}, which "

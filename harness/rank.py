@@ -86,9 +86,8 @@ class TrainingRank(Rank):
     def read_text(self):
         """Refuses to go on if a rank can't read the text, or reads another one."""
         args, corpus, problem = self.args, None, None
-        options = {"vocab": self.config.vocab, "dtype": args.data_dtype}
         try:
-            corpus = data.load(args.data, args.tokenizer, **options)
+            corpus = data.load(args.data, args.tokenizer, vocab=self.config.vocab)
             corpus.split("train", self.config.context)
         except Refused as e:
             problem = str(e)

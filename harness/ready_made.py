@@ -5,10 +5,9 @@
     x.bin with a header    of 1,024 bytes, as llm.c and modded-nanogpt write them: recognised
     a folder               with train.bin (or .npy), and val.bin if there is one
 
-A bare .bin does not say what it holds. --data-dtype does; without it, a model of at most 65,536
-tokens takes uint16 and a larger one uint32, the smallest that fits, which is what these programs
-write. The first tokens of a file must be below the model's vocabulary: a file of the other dtype,
-or of another tokenizer, does not pass.
+A bare .bin does not say what it holds. It is uint32 for a model of more than 65,536 tokens, or if
+every other uint16 is zero; else uint16, as these programs write. The first tokens of a file must be
+below the model's vocabulary: a file of another tokenizer does not pass.
 """
 
 import hashlib
@@ -26,37 +25,24 @@ HEADER_BYTES = 1024
 SAMPLE = 2**18  # tokens that are looked at when a file is opened
 
 
-def is_ready_made(source):
-    """Whether --data is a file of tokens, or a folder with one."""
-    path = pathlib.Path(source)
-    if os.path.isdir(source):
-        return file_of(path, "train") is not None
-    return path.suffix in SUFFIXES
+def files_of(source):
+    """(file of tokens, file of the validation split or None) of --data; None if it is text."""
+    path, found = pathlib.Path(source), []
+    if not os.path.isdir(source):
+        return (path, None) if path.suffix in SUFFIXES else None
+    for split in ("train", "val"):
+        files = [path / f"{split}{suffix}" for suffix in SUFFIXES]
+        found.append(next((file for file in files if file.is_file()), None))
+    return found if found[0] else None
 
 
-def file_of(folder, split):
-    """The folder's file of a split, or None."""
-    paths = [folder / f"{split}{suffix}" for suffix in SUFFIXES]
-    return next((path for path in paths if path.is_file()), None)
-
-
-def read(source, vocab, dtype=None):
-    """(tokens, validation tokens or None) of a source, memory-mapped. Raises Refused."""
-    path = pathlib.Path(source)
-    if not path.is_dir():
-        return open_file(path, vocab, dtype), None
-    held_out = file_of(path, "val")
-    train = open_file(file_of(path, "train"), vocab, dtype)
-    return train, held_out and open_file(held_out, vocab, dtype)
-
-
-def open_file(path, vocab, dtype):
+def open_file(path, vocab):
     """One file's tokens (N,), memory-mapped, the first of them checked."""
     try:
         if path.suffix == ".npy":
             tokens = np.lib.format.open_memmap(path, mode="r")
         else:
-            tokens = open_bin(path, vocab, dtype)
+            tokens = open_bin(path, vocab)
     except (OSError, ValueError) as e:  # numpy says what is cut off
         reason = getattr(e, "strerror", None) or e
         raise Refused(f"--data {path} can't be read as tokens ({reason}): give another file") from e
@@ -64,29 +50,28 @@ def open_file(path, vocab, dtype):
         problem = f"holds {tokens.dtype} of shape {tokens.shape}"
         raise Refused(f"--data {path} {problem}: tokens are one row of whole numbers")
     first = tokens[:SAMPLE]
-    # Small numbers of four bytes, read as two each
-    if tokens.dtype == np.uint16 and first.any() and not first[1::2].any():
-        problem = "holds uint32, not uint16: every other number is zero"
-        raise Refused(f"--data {path} {problem}; give --data-dtype uint32")
     wrong = first[(first < 0) | (first >= vocab)]
     if len(wrong):
         found = f"has token {wrong[0]} (read as {tokens.dtype})"
-        advice = f"--vocab {wrong[0] + 1} or more, another --data-dtype, or the model's own tokens"
+        advice = f"--vocab {wrong[0] + 1} or more, or the model's own tokens"
         raise Refused(f"--data {path} {found}, but the vocabulary is {vocab}: give {advice}")
     return tokens
 
 
-def open_bin(path, vocab, dtype):
+def open_bin(path, vocab):
     """A .bin file's tokens. Raises ValueError for one that was cut off, as numpy does."""
     with open(path, "rb") as file:
         start = file.read(12).ljust(12, b"\0")
     magic, version, count = np.frombuffer(start, "<i4").tolist()
-    if magic not in HEADERS:
-        return np.memmap(path, dtype or ("<u2" if vocab <= 2**16 else "<u4"), "r")
-    known, dtype = HEADERS[magic]
-    if version != known:
-        raise ValueError(f"its header is of version {version}, where {known} is known")
-    return np.memmap(path, dtype, "r", HEADER_BYTES, count)
+    if magic in HEADERS:
+        known, dtype = HEADERS[magic]
+        if version != known:
+            raise ValueError(f"its header is of version {version}, where {known} is known")
+        return np.memmap(path, dtype, "r", HEADER_BYTES, count)
+    tokens = np.memmap(path, "<u2", "r")
+    # Small numbers of four bytes, read as two each
+    padded = tokens[:SAMPLE].any() and not tokens[1:SAMPLE:2].any()
+    return np.memmap(path, "<u4", "r") if padded or vocab > 2**16 else tokens
 
 
 def digest(tokens):

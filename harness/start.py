@@ -34,7 +34,6 @@ os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 MOST = 1024  # ranks that are started on one machine
 NOBODY_READS = 141  # exit code of a process whose reader has ended, as `head` does
-EXPLAINED = {0, 1, 2, LOST, NOBODY_READS}  # exit codes of ranks that need no further word
 
 
 def launch(demo, args, needed=None, check=lambda world: None, make=Rank):
@@ -100,8 +99,7 @@ def check_devices(args, world, local_world):
     if args.backend == "nccl" and local_world > gpus:
         raise Refused(
             f"{world} ranks need {world} GPUs on nccl and this machine has {gpus}: use fewer "
-            "ranks, or torchrun on several nodes (docs/running.md); or on this machine "
-            "--backend gloo --device cuda lets ranks share a GPU, --device cpu takes none"
+            "ranks, several nodes (docs/running.md), or ranks that share a GPU by --backend gloo"
         )
 
 
@@ -192,8 +190,6 @@ def verdict(codes, stopped_by, world):
     for rank, code in sorted(codes.items()):
         if code < 0:
             ended.append(f"rank {rank} was ended by {signal.Signals(-code).name}")
-        elif code not in EXPLAINED:
-            ended.append(f"rank {rank} ended with exit code {code}")
     if ended:
         say(f"{', '.join(ended)}; the others stop")
     elif failures == {LOST}:

@@ -18,7 +18,7 @@ def choose(args):
         return args.tokenizer or "bytes"
     if args.init_from and has_tokenizer(args.init_from):
         return args.init_from
-    if ready_made.is_ready_made(args.data):
+    if ready_made.files_of(args.data):
         return "none"
     if args.init_from:
         raise Refused(
