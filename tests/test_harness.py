@@ -79,7 +79,7 @@ def test_decay_is_for_matrices():
 
 REFUSED = r"""
 train --family llama --kv-heads 2 --tp 4 -> 2 kv-heads.*4 tensor-parallel.*1 or 2
-train --pp 5 -> 4 layers.*5 pipeline stages.*at most 4
+train --pp 5 -> 4 layers are too few for 5 pipeline stages
 train --tokens 15e12 -> --tokens means nothing without --dry-run
 zero --stage 1 --keep-gathered -> means nothing in stage 1: use --stage 3
 train --dp 2 --microbatches 3 -> --batch 16.*2 data-parallel ranks x 3.*--batch could be 18
@@ -94,7 +94,7 @@ train --cp 4 --cp-kind ring-ulysses --cp-rings 3 -> rings of 3 do not divide 4 r
 train --pp 3 --schedule interleaved --microbatches 4 --layers 6 -> a multiple of 3 micro-batches
 train --pp 2 --schedule dualpipev --microbatches 2 -> at least 4 micro-batches
 train --pp 2 --chunks 2 -> stages a rank of 1f1b: 1.*leave out --chunks
-train --pp 4 --schedule zb-v -> 4 layers.*8 pipeline stages.*at most 2 ranks
+train --pp 4 --schedule zb-v -> 4 layers are too few for 8 pipeline stages
 train --init-from nowhere -> nowhere/config.json can't be read
 train --export /proc/x -> --export /proc/x can't be written
 train --schedule fastest -> 'fastest'.*1f1b
@@ -118,7 +118,7 @@ collectives --nproc 1000000 -> 1,000,000 ranks are too many for one machine
 train --dry-run --gpu x=0GB,0TFLOP/s,0TB/s -> not known
 train --dry-run --dp 1000000 --batch 1000000 -> ranks: a dry run takes at most
 expert_parallel --capacity 0 -> drops every token
-train --plan --gpus 7 --batch 8 -> --batch 14 or --gpus 6, 4, 3
+train --plan --gpus 7 --batch 8 -> no layout of 7 devices suits --batch 8
 sequence_parallel --experts 2 --context 3 --nproc 2 -> use --context 4
 ddp --data= -> --data is empty
 ddp --json folder -> a pipe: give a file
