@@ -127,7 +127,7 @@ def of_demo(run, tokens, tile):
     """(layout, sent, held, notes) of the demo's receipt. Gradients are summed as by ddp.py.
 
     tokens: of a rank, with padding. tile: context_parallel.visible_tile."""
-    args, n, context = run.args, run.world, run.config.context
+    args, n = run.args, run.world
     group, sizes = Group("cp", n), sizes_of(args, run.config, length=tokens)
     sent, held = expected(sizes, group, args.kind, args.rings, scatter_operation(dist.group.WORLD))
     sent = add(ddp.expected(sizes, group)[0], sent)
@@ -135,11 +135,7 @@ def of_demo(run, tokens, tile):
     layout = {"cp": n, "kind": args.kind, "ring": ring, "ulysses": ulysses}
     zigzag = not args.contiguous and args.kind != "ulysses"
     even = " ".join(f"{share:.0%}" for share in shares(tile, ring, tokens * ulysses, zigzag))
-    padding = tokens * n - context
-    notes = [
-        f"{context} tokens: {tokens} a rank, {padding} padding in all; r = {n - 1}/{n}",
-        f"work of attention, of an even share, by rank of the ring: {even}",
-    ]
+    notes = [f"work of attention, of an even share, by rank of the ring: {even}"]
     return layout, sent, held, notes
 
 

@@ -203,13 +203,12 @@ def gathered(sizes, buckets, passes, reshard):
 
 
 def of_demo(run):
-    """(layout, sent, held, notes) of the demo's receipt."""
+    """(layout, sent, held) of the demo's receipt."""
     args, stage = run.args, run.args.stage
     sizes = sizes_of(args, run.config, run.world)
-    n = args.shard_ranks or run.world
     layout, group = {"dp": run.world, "zero": stage}, Group("dp", run.world, run.rank)
-    split = Split(group)
-    if args.shard_ranks:
+    split, n = Split(group), args.shard_ranks
+    if n:
         layout["shard-ranks"] = n
         across = Group("across", run.world // n) if n < run.world else None
         split = Split(Group("inside", n, run.rank % n), across)
@@ -217,19 +216,12 @@ def of_demo(run):
     scatter = scatter_operation(dist.group.WORLD)
     sent, held = expected(sizes, group, stage, args, scatter, passes, [split])
     del held["activations_peak"]  # the measured peak has gradients that fill buckets, too
-    buckets = buckets_of(sizes, stage, args, [split])
     if stage == 3:
+        buckets = buckets_of(sizes, stage, args, [split])
         _, peak = gathered(sizes, buckets, passes, not args.keep_gathered)
         text = "all units" if args.keep_gathered else "the largest two units that follow each other"
         held["gathered_peak"] = peak * sizes.e, text, run.ledger.gathered_peak
-    copies = sizes.moments + sizes.masters
-    each = model_states(stage, n, sizes.e, sizes.reduced, copies * sizes.master)
-    elements = sum(bucket.size for bucket in buckets)
-    notes = [
-        f"bytes a parameter: {' + '.join(f'{size:.4g}' for size in each)} = {sum(each):.4g}",
-        f"P with padding: {elements:,}; r = {n - 1}/{n}",
-    ]
-    return layout, sent, held, notes
+    return layout, sent, held
 
 
 def fit(stages, memory=80e9, ranks=64):
