@@ -52,13 +52,13 @@ BUDGETS = {
     "benchmarks": 2500,
 }
 CEILINGS = {
-    "harness": 2238,
+    "harness": 2218,
     "proof": 2298,
-    "receipts": 2291,
+    "receipts": 2279,
     "trainer": 2576,
     "simulator": 1953,
     "exercises": 300,
-    "tests": 13391,
+    "tests": 13388,
     "benchmarks": 2300,
 }
 DEMO = "# --- demo ---"
