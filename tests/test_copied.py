@@ -3,6 +3,7 @@ one process."""
 
 import functools
 import importlib.util
+import itertools
 import math
 import pathlib
 import textwrap
@@ -674,20 +675,19 @@ def test_tied_gradients(pp):
 # --- experts
 
 
-@pytest.mark.parametrize(
-    "trained, of_x, of_weights",
-    [
-        ("x", torch.float32, torch.float32),
-        ("x of rank 0", torch.float32, torch.float32),
-        ("weights", torch.float32, torch.float32),
-        ("experts", torch.float32, torch.float32),
-        ("experts of rank 0", torch.float32, torch.float32),
-        ("x and weights", torch.bfloat16, torch.float32),
-        ("x and weights", torch.float32, torch.bfloat16),
-    ],
-)
+TRAINED = [
+    ("x", torch.float32, torch.float32),
+    ("x of rank 0", torch.float32, torch.float32),
+    ("weights", torch.float32, torch.float32),
+    ("experts", torch.float32, torch.float32),
+    ("experts of rank 0", torch.float32, torch.float32),
+    ("x and weights", torch.bfloat16, torch.float32),
+    ("x and weights", torch.float32, torch.bfloat16),
+]
+
+
 @on_top_of("expert_parallel", 3)
-def test_what_is_trained_and_its_dtype(ep, trained, of_x, of_weights):
+def test_what_is_trained_and_its_dtype(ep):
     """Rank 0 alone has a token, and experts skip an empty batch. All ranks send the same messages
     in backward: none of them hangs."""
     rank = dist.get_rank()
@@ -703,7 +703,7 @@ def test_what_is_trained_and_its_dtype(ep, trained, of_x, of_weights):
     def overlapped(x, weights):
         return ep.ExpertDispatch([1, 1, 1], group.WORLD)(x, weights, chosen, experts)
 
-    for dispatch in (plain, overlapped):
+    for dispatch, (trained, of_x, of_weights) in itertools.product((plain, overlapped), TRAINED):
         given = {"x": torch.ones(tokens, 4, dtype=of_x), "experts": matrix.to(of_x, copy=True)}
         given["weights"] = torch.full((tokens, 1), 0.5, dtype=of_weights)
         with torch.no_grad():

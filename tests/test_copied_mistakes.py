@@ -14,6 +14,7 @@ import torch.distributed as dist
 import torch.nn as nn
 import uses
 from foreign import LENGTH, MODELS, STEPS, WIDTH, batch, broken
+from reference import case
 from tops import on_top_of, refused
 from torch.distributed import group
 from uses import (
@@ -360,28 +361,37 @@ ORDERS = [
 ]
 
 
-@pytest.mark.parametrize(
-    "uses, calls, words", ORDERS, ids=[f"{row[0][0][0].__name__}: {row[1]}" for row in ORDERS]
-)
-def test_calls_in_the_wrong_order(copied, uses, calls, words):
-    def work(rank):
-        for make, model, options in uses:
-            use = make(MODELS[model](), optimizer_of(make), **options)
-            before, wrong, *after = calls.split("|")
-            act(use, before)
-            for reduction in getattr(getattr(use, "sync", None), "works", []):
-                reduction.wait()  # what is on its way would change the gradients later
-            gradients = {p: p.grad.clone() for p in use.model.parameters() if p.grad is not None}
-            with refused(words):
-                act(use, wrong)
-            if wrong.strip() == "finish":
-                assert all(torch.equal(p.grad, g) for p, g in gradients.items())
-            for calls_after in after:
-                act(use, calls_after)
-            if len(after) == 2:
-                equals_one_process(use, model, optimizer_of(make))
+OF_FILES = {}  # one launch has all rows of the same files
+for row in ORDERS:
+    OF_FILES.setdefault(row[0][0][0].files, []).append(row)
 
-    copied(uses[0][0].files, 2, work)
+
+@pytest.mark.parametrize("files", OF_FILES)
+def test_calls_in_the_wrong_order(copied, files):
+    def work(rank):
+        for uses_of_row, calls, words in OF_FILES[files]:
+            for make, model, options in uses_of_row:
+                with case(make.__name__, options, calls):
+                    refuses(make, model, options, calls, words)
+
+    copied(files, 2, work)
+
+
+def refuses(make, model, options, calls, words):
+    use = make(MODELS[model](), optimizer_of(make), **options)
+    before, wrong, *after = calls.split("|")
+    act(use, before)
+    for reduction in getattr(getattr(use, "sync", None), "works", []):
+        reduction.wait()  # what is on its way would change the gradients later
+    gradients = {p: p.grad.clone() for p in use.model.parameters() if p.grad is not None}
+    with refused(words):
+        act(use, wrong)
+    if wrong.strip() == "finish":
+        assert all(torch.equal(p.grad, g) for p, g in gradients.items())
+    for calls_after in after:
+        act(use, calls_after)
+    if len(after) == 2:
+        equals_one_process(use, model, optimizer_of(make))
 
 
 def optimizer_of(use):
@@ -475,16 +485,13 @@ GIVEN_UP = [
 ]
 
 
-@pytest.mark.parametrize(
-    "ranks, uses, give_up",
-    GIVEN_UP,
-    ids=[f"{uses[0][0].__name__} {give_up.__name__}" for _, uses, give_up in GIVEN_UP],
-)
+@pytest.mark.parametrize("ranks, uses, give_up", GIVEN_UP)
 def test_steps_given_up(copied, ranks, uses, give_up):
     def work(rank):
         for make, model, options in uses:
-            use = make(MODELS[model](), optimizer_of(make), **options)
-            equals_one_process(use, model, optimizer_of(make), 4, give_up)
+            with case(give_up.__name__, make.__name__, options):
+                use = make(MODELS[model](), optimizer_of(make), **options)
+                equals_one_process(use, model, optimizer_of(make), 4, give_up)
 
     copied(uses[0][0].files, ranks, work)
 
@@ -547,20 +554,21 @@ def test_results_of_stages_that_cannot_be_sent(copied, cut, words):
         copied(Pipeline.files, 2, work)
 
 
-@pytest.mark.parametrize("kind", ["no placement", "another group"])
 @on_top_of("expert_parallel", 2)
-def test_experts_that_are_not_known_as_such(ep, kind):
-    use, over = ExpertParallel(MODELS["mixture"](), "sgd"), dist.new_group([0, 1])
-    mixture = use.model.blocks[0]
-    mixture.experts = copy.deepcopy(mixture.experts)  # no placement
-    if kind == "another group":
-        for p in mixture.experts.parameters():
-            p.placement = {"cuts": {0: (over, 0, 1)}}
-    act(use, "run")
-    gradients = {p: p.grad.clone() for p in use.model.parameters() if p.grad is not None}
-    with refused("cut experts by shard"):
-        use.finish()
-    assert all(torch.equal(p.grad, gradient) for p, gradient in gradients.items())
+def test_experts_that_are_not_known_as_such(ep):
+    over = dist.new_group([0, 1])
+    for placement in (None, {"cuts": {0: (over, 0, 1)}}):  # none, or of another group
+        use = ExpertParallel(MODELS["mixture"](), "sgd")
+        mixture = use.model.blocks[0]
+        mixture.experts = copy.deepcopy(mixture.experts)
+        if placement:
+            for p in mixture.experts.parameters():
+                p.placement = placement
+        act(use, "run")
+        gradients = {p: p.grad.clone() for p in use.model.parameters() if p.grad is not None}
+        with refused("cut experts by shard"):
+            use.finish()
+        assert all(torch.equal(p.grad, gradient) for p, gradient in gradients.items())
 
 
 @pytest.mark.parametrize("kind", ["ring", "contiguous", "ulysses", "ring-ulysses"])

@@ -1,9 +1,7 @@
 """tests/mutants.py: the bugs that it plants are bugs, and the demos' exit codes tell."""
 
-import ast
 import pathlib
 
-import pytest
 from test_house import TECHNIQUES
 
 from tests import mutants
@@ -62,37 +60,16 @@ def test_only_what_changes_a_number_is_changed():
     assert sorted(found) == sorted(" ".join(line.split()) for line in BUGS.strip().splitlines())
 
 
-def test_each_is_another_program():
-    source = (ROOT / "ddp.py").read_text()
-    found = mutants.mutations(source)
-    assert len({mutation.apply(source) for mutation in found} - {source}) == len(found) > 50
-    before = ast.dump(ast.parse(source))
-    chosen = mutants.choose(found, 12, 1, "ddp")  # all take seconds
-    assert chosen == mutants.choose(found, 12, 1, "ddp") == sorted(chosen, key=found.index)
-    for mutation in chosen:
-        changed = mutation.apply(source)
-        assert ast.dump(ast.parse(changed)) != before
-        assert changed.partition(mutants.DEMO)[2] == source.partition(mutants.DEMO)[2]
-
-
 def test_all_techniques_have_demos():
     assert list(mutants.COMMANDS) == TECHNIQUES
 
 
-@pytest.mark.parametrize(
-    "code, said, expected",
-    [
-        (0, "", "survived"),
-        (1, "", "receipt"),
-        (2, "ddp.py: give more", "error"),
-        (1, "Traceback (most recent call last)", "error"),
-        (1, "rank 1 was ended by SIGSEGV", "error"),
-        (1, f"no progress for {mutants.PATIENCE} s, though all ranks answer", "hung"),
-        (None, "", "hung"),
-    ],
-)
-def test_verdicts(code, said, expected):
-    assert mutants.verdict(code, said) == expected
+def test_verdicts():
+    assert mutants.verdict(0, "") == "survived" and mutants.verdict(1, "") == "receipt"
+    assert mutants.verdict(2, "ddp.py: give more") == "error"
+    assert mutants.verdict(1, "Traceback (most recent call last)") == "error"
+    stalled = f"no progress for {mutants.PATIENCE} s, though all ranks answer"
+    assert mutants.verdict(1, stalled) == mutants.verdict(None, "") == "hung"
 
 
 def test_a_bug_is_caught_and_a_harmless_change_is_not(tmp_path):
