@@ -138,7 +138,7 @@ class DDP:
     def zero_grad(self, give_up=False):
         give_up = give_up or self.last_call == "backward() begun"  # and an exception ended it
         check_call(self, "zero_grad()", not_after=[] if give_up else ["backward()"])
-        if give_up:
+        if give_up and self.overlap:  # else nobody has started a bucket
             # Other ranks may have started any of the buckets: this one must join all of them
             for bucket in self.buckets[len(self.works) :]:
                 bucket.flat.fill_(torch.nan)  # incomplete: nobody may train on it
