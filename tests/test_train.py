@@ -166,3 +166,19 @@ def test_lean_head(dtype, monkeypatch):
     )
     for plain, lean in zip(*found):
         torch.testing.assert_close(lean, plain, **tolerance)
+
+
+@pytest.mark.parametrize(
+    "flags, words",
+    [
+        ("--dp 2 --zero 2", "--zero 2 does not go with --optimizer muon.*use --zero 1"),
+        ("--dp 2 --zero 3", "--zero 3 does not go with --optimizer muon.*use --zero 1"),
+        ("--dp 4 --zero 1 --zero-ranks 2", "--zero-ranks does not go with --optimizer muon"),
+        ("--zero 1 --offload", "--offload does not go with --optimizer muon"),
+        ("--dtype float32 --param-dtype bfloat16", "mixed precision does not go with"),
+    ],
+)
+def test_what_muon_refuses(text, flags, words):
+    with pytest.raises(harness.Refused, match=words):
+        arguments(text, f"{SHORT} --optimizer muon {flags}")
+    assert arguments(text, f"{SHORT} --optimizer muon").zero == 1
