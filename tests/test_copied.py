@@ -548,9 +548,9 @@ def test_usage_of_collectives(collectives):
     torch.testing.assert_close([p.grad for p in model.parameters()], list(expected))
     assert names["x"].tolist() == [9]  # the maximum of three, added up
     model.zero_grad()
-    loss = F.cross_entropy(model(x[share]), y[share], reduction="sum") / 12
-    optimizer = torch.optim.SGD(model.parameters())
-    run_usage(collectives.plain_ring_all_reduce, **names | dict(loss=loss, optimizer=optimizer))
+    names |= dict(x=x[share], y=y[share], count=12, cross_entropy=F.cross_entropy)
+    names["optimizer"] = torch.optim.SGD(model.parameters())
+    run_usage(collectives.plain_ring_all_reduce, **names)
     torch.testing.assert_close([p.grad for p in model.parameters()], list(expected))
 
 
