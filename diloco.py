@@ -160,7 +160,8 @@ class DiLoCo:
         diloco.finish()                              # at the end, and all islands are equal
 
     model: a module, or parameters. group: the islands, which start with equal weights. parts,
-    delay, bits: see the top. An island that leaves out an optimizer.step() calls step() as well."""
+    delay, bits: see the top. An island that leaves out an optimizer.step() calls step() as well.
+    An island may be trained by any other technique: docs/two-techniques.md."""
 
     def __init__(
         self, model, group, every, outer_lr=0.7, outer_momentum=0.9, parts=1, delay=0, bits=None
@@ -183,15 +184,16 @@ class DiLoCo:
 
     @torch.no_grad()
     def step(self):
-        """After each optimizer.step()."""
+        """After each optimizer.step(). Returns whether weights were averaged."""
         check_parameters(self)
         self.steps += 1
         for part in self.parts:
             if self.steps % self.every == part.offset:
                 self._send(part)
-        for part in self.parts:
-            if part.receive and self.steps == part.sent_at + self.delay:
-                self._apply(part)
+        due = [p for p in self.parts if p.receive and self.steps == p.sent_at + self.delay]
+        for part in due:
+            self._apply(part)
+        return bool(due)
 
     def exchange(self, message):
         """Send a message, bytes, to all islands. Returns a function that waits for theirs, in the
@@ -253,6 +255,9 @@ def header(steps, weights):
 def check_diloco_arguments(diloco):
     if not diloco.parameters:
         raise ValueError("no parameter needs a gradient: all frozen, or an iterator used up")
+    if any(hasattr(p, "stepped_on_in_pieces") for p in diloco.parameters):
+        pieces = "[p for g in zero.param_groups for p in g['params']]"
+        raise ValueError(f"ZeRO steps on pieces of these parameters: give {pieces}, then reload()")
     if diloco.bits not in (None, 16, 8, 4):
         raise ValueError(f"bits={diloco.bits!r}: choose None, 16, 8 or 4")
     if not 0 <= diloco.delay < diloco.every:

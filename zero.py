@@ -420,7 +420,7 @@ class ShardedBucket:
             view = self.weights[start:end].data.view(p.shape)
             self.slices.append(slice(start, end))
             self.parameters.append(nn.Parameter(view, requires_grad=self.trainable))
-            self.parameters[-1].__dict__.update(p.__dict__)
+            self.parameters[-1].__dict__.update(p.__dict__, stepped_on_in_pieces=True)
         self.gradients = self.gradient_shard = None
         self.reduce_dtype = reduce_dtype or self.weights.dtype
         if self.trainable and stage < 2:

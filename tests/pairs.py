@@ -9,6 +9,7 @@ import torch.nn as nn
 from foreign import IGNORE, LIMIT, OPTIMIZERS, VOCAB, WIDTH, Block, Mixture, causal, mean_loss
 
 ROWS, LENGTH, STEPS, MICROBATCHES, EXPERTS = 8, 8, 5, 2, 6
+EVERY = 2  # steps between DiLoCo's averages
 
 
 class Embedding(nn.Module):
@@ -54,35 +55,55 @@ class Model(nn.Module):
         return self.head(x)
 
 
-def batch(step):
+def batch(step, island=0):
     """Tokens, targets, nine of which don't count, and the number of those that do."""
-    generator = torch.Generator().manual_seed(step)
+    generator = torch.Generator().manual_seed(step + 100 * island)
     tokens, targets = torch.randint(VOCAB, (2, ROWS, LENGTH), generator=generator)
     targets.view(-1)[torch.randperm(ROWS * LENGTH, generator=generator)[:9]] = IGNORE
     return tokens, targets, torch.tensor(ROWS * LENGTH - 9)
 
 
-def one_process(optimizer, experts=False, tied=True):
-    """(losses and norms, {name: gradient of the last step}, {name: weight after it})."""
-    model, history = Model(experts, tied), []
-    optimizer = OPTIMIZERS[optimizer](model.parameters())
+def one_process(optimizer, experts=False, tied=True, islands=1):
+    """Of each island (losses and norms, {name: last step's gradient}, {name: weight after it}).
+    Several islands average how far they have moved, after every EVERY steps and the last."""
+    models = [Model(experts, tied) for _ in range(islands)]
+    optimizers = [OPTIMIZERS[optimizer](model.parameters()) for model in models]
+    old = [p.detach().clone() for p in models[0].parameters()]
+    outer = torch.optim.SGD(old, lr=0.7, momentum=0.9, nesterov=True)
+    history = [[] for _ in models]
     for step in range(STEPS):
-        tokens, targets, count = batch(step)
-        optimizer.zero_grad()
-        for p in model.parameters():
-            p.grad = torch.zeros_like(p)  # AdamW's decay moves an expert without tokens too
-        loss = mean_loss(model(tokens), targets, count)
-        loss.backward()
-        norm = nn.utils.get_total_norm([p.grad for p in model.parameters()])
-        nn.utils.clip_grads_with_norm_(model.parameters(), LIMIT, norm)
-        optimizer.step()
-        history += [loss.item(), norm.item()]
-    named = dict(model.named_parameters())
-    return history, {n: p.grad for n, p in named.items()}, {n: p.detach() for n, p in named.items()}
+        for island, model in enumerate(models):
+            history[island] += train_step(model, optimizers[island], *batch(step, island))
+        if islands > 1 and ((step + 1) % EVERY == 0 or step + 1 == STEPS):
+            everywhere = list(zip(old, *(model.parameters() for model in models)))
+            for start, *ends in everywhere:
+                start.grad = sum(start - p.detach() for p in ends) / islands
+            outer.step()
+            for start, *ends in everywhere:
+                for p in ends:
+                    p.data.copy_(start)
+    found = []
+    for island, model in enumerate(models):
+        named = dict(model.named_parameters())
+        gradients = {name: p.grad for name, p in named.items()}
+        found.append((history[island], gradients, {name: p.detach() for name, p in named.items()}))
+    return found
+
+
+def train_step(model, optimizer, tokens, targets, count):
+    """[loss, norm]"""
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)  # AdamW's decay moves an expert without tokens too
+    loss = mean_loss(model(tokens), targets, count)
+    loss.backward()
+    norm = nn.utils.get_total_norm([p.grad for p in model.parameters()])
+    nn.utils.clip_grads_with_norm_(model.parameters(), LIMIT, norm)
+    optimizer.step()
+    return [loss.item(), norm.item()]
 
 
 class Layout:
-    """dp x cp x tp x pp ranks, tp innermost and pp outermost.
+    """dp x cp x tp x pp ranks, tp innermost and pp outermost, on each of the islands.
 
     data      sums gradients over the dp and cp ranks: "ddp", "zero 1", "zero 2", "fsdp", "muon"
     tensor    of the tp ranks: "tensor", "sequence"
@@ -102,14 +123,16 @@ class Layout:
         context="ring",
         schedule=None,
         experts=False,
+        islands=1,
     ):
         self.cp, self.t, self.is_sequence = cp, tp, tp > 1 and tensor == "sequence"
         self.kind, self.make_optimizer = data, OPTIMIZERS[optimizer]
-        ranks = torch.arange(pp * dp * cp * tp).view(pp, dp, cp, tp)
-        of_data = ranks.flatten(1, 2).transpose(1, 2)
-        self.data, self.tp, self.pp = own(of_data), own(ranks), own(ranks.flatten(1).T)
-        self.pipelines = tuple(map(tuple, ranks.flatten(1).T.tolist()))
-        self.cp_group = own(ranks.transpose(2, 3))
+        ranks = torch.arange(islands * pp * dp * cp * tp).view(islands, pp, dp, cp, tp)
+        of_data, pipelines = ranks.flatten(2, 3).transpose(2, 3), ranks.flatten(2).transpose(1, 2)
+        self.data, self.tp, self.pp = own(of_data), own(ranks), own(pipelines)
+        self.pipelines = tuple(map(tuple, pipelines.flatten(0, 1).tolist()))
+        self.cp_group, self.islands = own(ranks.transpose(3, 4)), own(ranks.flatten(1).T)
+        self.island = dist.get_rank(self.islands)
         # The same ranks as data, but messages in an order of their own
         self.ep, self.alone = own(of_data, "experts"), own(ranks.unsqueeze(-1))
         self.part, self.parts = dist.get_rank(self.data) // cp, dp
@@ -237,6 +260,13 @@ class Layout:
             )
         self.optimizer = self.sync
 
+    def average(self):
+        """What averages over the islands that which this rank's optimizer steps on."""
+        import diloco
+
+        stepped = [p for group in self.optimizer.param_groups for p in group["params"]]
+        return diloco.DiLoCo(stepped, self.islands, EVERY)
+
     # --- a step
 
     def run(self, tokens, targets, count):
@@ -283,9 +313,10 @@ class Layout:
         """(losses and norms, {name: gradient of the last step}, {name: weight after it}, and for
         each name the function that takes this rank's shard of a whole)."""
         history, stages = [], self.pp if self.stages else None
+        diloco = self.average() if dist.get_world_size(self.islands) > 1 else None
         for step in range(STEPS):
             self.sync.zero_grad()
-            loss = self.run(*batch(step))
+            loss = self.run(*batch(step, self.island))
             self.sync.finish()
             for group in (self.data, self.pp):
                 dist.all_reduce(loss, group=group)
@@ -298,6 +329,12 @@ class Layout:
             history += [loss.item(), norm.item()]
             gradients = {name: p.grad.clone() for name, p in self.named()}
             self.optimizer.step()
+            if diloco and diloco.step() and self.kind != "ddp":
+                self.sync.reload()
+        if diloco:
+            diloco.finish()
+            if self.kind != "ddp":
+                self.sync.reload()
         named = dict(self.named())
         return history, gradients, {name: p.detach() for name, p in named.items()}, named
 

@@ -137,6 +137,7 @@ sum_replicated_gradients([nn.Parameter(torch.full((3, 2), 1.0 + rank))], world)
     "diloco": """
 DiLoCo({iter([]) | [p.detach() for p in model.parameters()]}, world, 2)
     # no parameter needs a gradient
+DiLoCo(stepped_on_in_pieces(model), world, 2)  # ZeRO steps on pieces ... then reload()
 DiLoCo(model, world, {0 | 2, delay=2})  # 0 <= delay < every
 DiLoCo(model, world, 2, bits=32)  # choose None, 16, 8 or 4
 """,
@@ -168,6 +169,11 @@ def qkv(q=(2, 4, 6, 8), k=(2, 2, 6, 8), v=None, dtype=torch.float32):
 
 def cut(model):
     model[1].weight.placement = {"cuts": {0: (group.WORLD, 0, 13)}}
+    return model
+
+
+def stepped_on_in_pieces(model):  # as ZeRO marks it
+    model[1].weight.stepped_on_in_pieces = True
     return model
 
 

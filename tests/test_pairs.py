@@ -13,7 +13,7 @@ from reference import case
 from tops import in_one_file, refused
 
 TOPS = "ddp zero fsdp tensor_parallel sequence_parallel pipeline zero_bubble context_parallel"
-TOPS += " expert_parallel muon"
+TOPS += " expert_parallel muon diloco"
 
 SPLITS = {
     "tensor": dict(tp=2),
@@ -41,6 +41,13 @@ def layouts():
                 ranks = 2 if "experts" in (a, b) else 1
                 data = DATA[len(found) % len(DATA)]
                 found.append((f"{a} x {b}, {data}", data, dict(dp=ranks) | one | other))
+    islands = [data for data in DATA if data != "muon"]  # inside an island
+    for data in islands:
+        found.append((f"diloco x {data}", data, dict(islands=2, dp=2)))
+    for i, (a, one) in enumerate(SPLITS.items()):
+        ranks = 2 if a == "experts" else 1
+        data = islands[i % len(islands)]
+        found.append((f"diloco x {a}, {data}", data, dict(islands=2, dp=ranks) | one))
     rows = []
     for i, (name, data, options) in enumerate(found):
         optimizer = "muon" if data == "muon" else ("sgd", "adamw")[i % 2]
@@ -51,8 +58,9 @@ def layouts():
 def train(rank, cases):
     for name, data, optimizer, options in cases:
         with case(name, optimizer):
-            history, *whole = pairs.one_process(optimizer, options.get("experts", False))
             layout = pairs.Layout(data, optimizer, **options)
+            of_all = {name: options[name] for name in ("experts", "islands") if name in options}
+            history, *whole = pairs.one_process(optimizer, **of_all)[layout.island]
             losses, gradients, weights, named = layout.train()
             assert losses == pytest.approx(history, rel=1e-10)
             for ours, full in zip((gradients, weights), whole):
@@ -106,6 +114,7 @@ SECTIONS = {  # heading: the ranks of which each has rows of its own
     "Pipeline and ZeRO": "inner",
     "A pipeline with a split backward, and ZeRO": "inner",
     "FSDP and context parallelism": "outer",
+    "DiLoCo, with ZeRO or any other in each island": "inner",
     "Experts and DDP": "all",
 }
 
@@ -125,13 +134,14 @@ def test_page(copied, heading):
         exec(code("Groups"), names)
         exec(code("Tensor parallelism and DDP").partition("\n\n")[0], names)  # split
         experts, tied = "Experts" in heading, "ipeline" not in heading
+        islands = 2 if "DiLoCo" in heading else 1
         model = pairs.Model(experts, tied)
         part, parts = {"inner": (rank % 2, 2), "outer": (rank // 2, 2), "all": (rank, 4)}[
             SECTIONS[heading]
         ]
         batches = []
         for step in range(pairs.STEPS):
-            *full, count = pairs.batch(step)
+            *full, count = pairs.batch(step, rank // 2 if islands > 1 else 0)
             own = [t.tensor_split(parts)[part].tensor_split(2) for t in full]
             batches.append((list(zip(*own)), count))
         names |= dict(model=model, batches=batches, T=pairs.LENGTH, C=WIDTH, b=2, E=pairs.EXPERTS)
@@ -140,7 +150,7 @@ def test_page(copied, heading):
         trained = names.get("modules") or names.get("stage") or model
         named = [(p.full_name, p) for p in trained.parameters()]
         sharded = names.get("zero") or names.get("fsdp")
-        weights = pairs.one_process("AdamW", experts, tied)[2]
+        weights = pairs.one_process("AdamW", experts, tied, islands)[0][2]
         for name, p in named if sharded is None else sharded.gather_full(named):
             torch.testing.assert_close(p.detach(), shard(weights[name], p), rtol=1e-8, atol=1e-8)
 

@@ -164,12 +164,11 @@ class Averaging(diloco.DiLoCo):
     def after(self, step):
         """After step number `step` of this island: an outer step, for the parts that are due."""
         steps = step + 1
-        last, late = steps == self.args.steps, steps - self.delay
+        last = steps == self.args.steps
         with self.ledger:
-            self.step()
+            arrived = self.step()
             if last:
                 self.finish()
-        arrived = late > 0 and any(late % self.every == offset for offset in self.offsets)
         if (arrived or last) and hasattr(self.inner, "reload"):
             self.inner.reload()  # ZeRO: the weights follow the masters, on all ranks of the island
 
