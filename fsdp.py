@@ -118,7 +118,7 @@ class FSDP(ZeRO):
     be used inside that unit's forward only. Parameters outside of all units: each rank has the
     whole weights, and shards of gradients and optimizer states. reshard=False: a
     unit's weights stay from its forward until its backward; a third less is sent. The other options
-    are ZeRO's."""
+    are ZeRO's (docs/two-techniques.md)."""
 
     stages = (3,)
 

@@ -383,7 +383,10 @@ def prepare(schedule, forward, shape, dtype, device, links=None, around=contextl
 def dry_backward(y, gradient=None):
     """A backward pass of y that computes all gradients, and throws them away: no .grad changes, and
     no hook of DDP or ZeRO sees one. y: a tensor, or a list."""
-    roots = [get_gradient_edge(t) for t in (y if isinstance(y, list) else [y])]
+    tensors = y if isinstance(y, list) else [y]
+    roots = [get_gradient_edge(t) for t in tensors]
+    if gradient is None:
+        gradient = [torch.ones_like(t) for t in tensors]
     nodes, found = [root.node for root in roots], set()
     while nodes:
         node = nodes.pop()
@@ -391,7 +394,9 @@ def dry_backward(y, gradient=None):
             found.add(node)
             nodes += [following for following, _ in node.next_functions if following]
     leaves = [GradientEdge(node, 0) for node in found if hasattr(node, "variable")]
-    torch.autograd.grad(roots, leaves, gradient, allow_unused=True)
+    for found_gradient in torch.autograd.grad(roots, leaves, gradient, allow_unused=True):
+        if found_gradient is not None:  # run the kernels that would add it up
+            torch.zeros_like(found_gradient).add_(found_gradient)
 
 
 # --- more schedules
@@ -459,7 +464,7 @@ def reduce_tied(parameters):
         weight.placement = {"partial": [group]}    # group: the ranks that hold it; before training
         reduce_tied(model.parameters())            # once a step, after its last play
 
-    The finish() of ddp.py and of zero.py does the same: use one of them."""
+    The finish() of ddp.py and of zero.py does the same: see docs/two-techniques.md."""
     for p in parameters:
         groups = getattr(p, "placement", {}).get("partial", ())
         if not p.requires_grad or not groups:

@@ -182,7 +182,8 @@ class Projection(nn.Module):
 
 def mark_partial(parameters, group):
     """Note in the placement of each whole parameter that its gradient is partial over `group`. Each
-    must work on split tokens, between a g and the next f. Call it after all cuts."""
+    must work on split tokens, between a g and the next f. Call it after all cuts (see
+    docs/two-techniques.md)."""
     group = group or dist.group.WORLD
     for p in parameters:
         where = placement(p)

@@ -278,7 +278,7 @@ def shard_tensor(full, dim, index, shards, fill=0):
 
 
 def placement(parameter):
-    """parameter.placement, with what is missing of it. Others write it where they cut or copy:
+    """parameter.placement (docs/two-techniques.md), with what is missing of it:
 
     shape    of the whole
     cuts     {dimension: (group, start, length)}: each rank of the group has another shard

@@ -546,7 +546,7 @@ def find_places(model, group, scopes, splits):
 
 
 def placement(parameter):
-    """parameter.placement, with what is missing of it. Others write it where they cut or copy:
+    """parameter.placement (docs/two-techniques.md), with what is missing of it:
 
     shape    of the whole
     cuts     {dimension: (group, start, length)}: each rank of the group has another shard

@@ -108,7 +108,8 @@ class SplitRunner(StageRunner):
 
 class SplitSchedule(Schedule):
     """A schedule that may have I and W. pipeline.play and pipeline.prepare take it like any other:
-    in the example of `play`, take find_schedule("zb-v", ranks, microbatches) of this file."""
+    in the example of `play`, take find_schedule("zb-v", ranks, microbatches) of this file.
+    Beside ZeRO or FSDP: docs/two-techniques.md."""
 
     runner = SplitRunner
     passes = ["FB", "FIW"]

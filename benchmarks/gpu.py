@@ -36,7 +36,8 @@ TECHNIQUES += [f"ddp.py --sync {way}" for way in ("naive", "bucketed", "overlapp
 TECHNIQUES += ["tensor_parallel.py", "sequence_parallel.py", "expert_parallel.py"]
 TECHNIQUES += ["diloco.py --stream 2 --stream-delay 1 --outer-bits 4"]
 TECHNIQUES += [f"context_parallel.py --kind {kind}" for kind in ("ring", "gather", "ulysses")]
-TECHNIQUES += [f"pipeline.py --layers 16 --schedule {name}" for name in zero_bubble.ALL_SCHEDULES]
+PIPELINE = "pipeline.py --layers 16 --microbatches 16 --schedule"
+TECHNIQUES += [f"{PIPELINE} {name}" for name in zero_bubble.ALL_SCHEDULES]
 TECHNIQUES += ["context_parallel.py --dtype bfloat16", "expert_parallel.py --dtype bfloat16"]
 LAYOUTS = {  # ranks: flags of train.py
     2: ["--dp 2 --zero 3", "--tp 2 --sp", "--pp 2", "--cp 2 --recompute block"],
