@@ -41,12 +41,11 @@ def layouts():
                 ranks = 2 if "experts" in (a, b) else 1
                 data = DATA[len(found) % len(DATA)]
                 found.append((f"{a} x {b}, {data}", data, dict(dp=ranks) | one | other))
-    islands = [data for data in DATA if data != "muon"]  # inside an island
-    for data in islands:
+    for data in DATA:  # inside an island
         found.append((f"diloco x {data}", data, dict(islands=2, dp=2)))
     for i, (a, one) in enumerate(SPLITS.items()):
         ranks = 2 if a == "experts" else 1
-        data = islands[i % len(islands)]
+        data = DATA[i % len(DATA)]
         found.append((f"diloco x {a}, {data}", data, dict(islands=2, dp=ranks) | one))
     rows = []
     for i, (name, data, options) in enumerate(found):
