@@ -288,7 +288,8 @@ class Ring(GroupModule):
     Attention is causal and scaled by 1/sqrt(D), without dropout, other masks or second gradients.
     Cut tokens by `positions`, never by chunk(): which query sees which key follows from the rank
     alone. Another cut gives wrong numbers without an error; so do swapped heads and tokens.
-    B and T' are the same on all ranks, or the process group aborts or hangs."""
+    B and T' are the same on all ranks, or the process group aborts or hangs. Beside another
+    technique: docs/two-techniques.md."""
 
     attention = RingAttention
 
