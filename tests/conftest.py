@@ -69,7 +69,6 @@ SLOW_FILES = {
     "test_islands",
     "test_joining",
     "test_loss_scale",
-    "test_mutants",
     "test_recording",
     "test_start",
     "test_vs_torch",
