@@ -119,10 +119,9 @@ def check(args, config):
     check_experts(args, config, where)
     check_compile(args, config)
     check_needed(args)
-    for part in (saving, sampling, tracking, islands):
+    for part in (saving, sampling, tracking, islands, recording):
         part.check(args)
     pretrained.check(args, config)
-    recording.check(args, config)
 
 
 def check_muon(args):
@@ -183,7 +182,6 @@ def check_needed(args):
         ("keep_gathered", args.zero == 3, "--zero 3"),
         ("reduce_once", args.zero >= 2, "--zero 2 or 3"),
         ("export_dtype", args.export, "--export"),
-        ("record_tensors", args.record, "--record FOLDER"),
         ("profile", args.profile_to, "--profile-to FOLDER"),
         ("profile_to", args.profile, "--profile STEPS"),
         ("gpus", args.plan, "--plan"),

@@ -3,15 +3,14 @@
     python train.py --dtype float64 --steps 5 --record ours
     python -m proof.compare ours theirs.jsonl
 
-The folder gets record.jsonl, in the format of proof/recorder.py, and step-N.safetensors: a step's
-batch, and the tensors that --record-tensors names. No layout changes a recording: the recorder's
-random projections are linear, so each rank projects its piece of a parameter with the piece's own
-part of the random signs, and the ranks' sum is the projection of the whole.
+The folder gets record.jsonl, in the format of proof/recorder.py, and step-N.safetensors with each
+step's batch. No layout changes a recording: the recorder's random projections are linear, so each
+rank projects its piece of a parameter with the piece's own part of the random signs, and the ranks'
+sum is the projection of the whole.
 """
 
 import contextlib
 import dataclasses
-import fnmatch
 import json
 import math
 import os
@@ -21,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import _disable_current_modes
 
-from harness import Refused, outputs
+from harness import Refused, flags, outputs
 from harness.placement import placement
 from harness.presets import parameter_count, parameter_shapes
 from proof import diagnosis
@@ -36,16 +35,12 @@ def add_flags(parser):
     g = parser.add_argument_group("recording (see trainer/recording.py)")
     why = "record every step's loss, gradients, weights and outputs in short, to compare runs"
     g.add_argument("--record", metavar="FOLDER", help=why)
-    why = "with --record: keep these parameters' weights and gradients whole, such as 'blocks.0.*'"
-    g.add_argument("--record-tensors", nargs="+", metavar="NAME", help=why)
+    instead = "--record has every parameter in short, and the weights before the first step"
+    flags.gone(g, "--record-tensors", instead)
 
 
-def check(args, config):
-    """Refuse a folder that can't be written or has a recording, and names of no parameter."""
-    for pattern in args.record_tensors or ():
-        if not fnmatch.filter(parameter_shapes(config), pattern):
-            example = next(iter(parameter_shapes(config)))
-            raise Refused(f"--record-tensors {pattern} is no parameter: they are like {example}")
+def check(args):
+    """Refuse a folder that can't be written or has a recording."""
     if not args.record:
         return
     path = os.path.join(args.record, FILE)
@@ -116,7 +111,10 @@ class Recording(Recorder):
         """Yield (name, summary) of whole parameters, of which this rank may hold a piece."""
         summaries, cut_over = {}, {}  # cut_over: {group: names}
         for name, p in self.parameters.items():
-            summaries[name] = summary(inside(tensor_of(p, kind), p), numbers_of(p))
+            tensor = getattr(p, kind)
+            if tensor is None:  # no gradient counts as zeros
+                tensor = torch.zeros_like(p.data)
+            summaries[name] = summary(inside(tensor, p), numbers_of(p))
             for group, _, _ in placement(p)["cuts"].values():
                 cut_over.setdefault(group, []).append(name)
         for group, names in cut_over.items():
@@ -131,20 +129,16 @@ class Recording(Recorder):
             self.parameters = dict(self.named())
             tokens, targets = (torch.cat([batch[i] for batch in batches]) for i in (0, 1))
             self.step(tokens, targets, loss=loss, norm=norm, lr=self.run.lr, **scale.row())
-            self.write_tensors()
+            self.write_batch()
 
-    def write_tensors(self):
-        """Write the step's batch, and the tensors that --record-tensors names. With the first one
-        all weights, if these are few: from them proof/replay.py trains the steps again."""
+    def write_batch(self):
+        """Write the step's batch. With the first one all weights, if these are few: from them
+        proof/replay.py trains the steps again."""
         run, pieces = self.run, []
-        begins = self.number == 1 and parameter_count(run.config) <= MOST_KEPT
-        for name, p in self.parameters.items():
-            named = [fnmatch.fnmatch(name, pattern) for pattern in run.args.record_tensors or ()]
-            kinds = {"data": begins or any(named), "grad": any(named)}
-            for kind in kinds:
-                if kinds[kind]:
-                    piece, shape = inside(tensor_of(p, kind), p), placement(p)["shape"]
-                    pieces.append((f"{kind}.{name}", tuple(shape), place_of(p), piece.cpu()))
+        if self.number == 1 and parameter_count(run.config) <= MOST_KEPT:
+            for name, p in self.parameters.items():
+                shape = tuple(placement(p)["shape"])
+                pieces.append((f"data.{name}", shape, place_of(p), inside(p.data, p).cpu()))
         everyone = run.gather(pieces)
         if run.rank > 0:
             return
@@ -167,13 +161,6 @@ def settings(args):
     """The settings that decide a step of the optimizer."""
     names = ("optimizer", "lr", "min_lr", "warmup", "steps", "weight_decay", "grad_clip")
     return {name: getattr(args, name) for name in names}
-
-
-def tensor_of(p, kind):
-    """A parameter's weights or gradient. One without a gradient counts as one with zeros."""
-    if kind == "grad" and p.grad is None:
-        return torch.zeros_like(p.data)
-    return p.data if kind == "data" else p.grad
 
 
 def inside(tensor, p):
