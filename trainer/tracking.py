@@ -1,5 +1,4 @@
-"""What train.py writes while it runs: a log, a plot of the loss, Weights & Biases, MFU, traces of
-chosen steps."""
+"""What train.py writes while it runs: a log, a plot of the loss, MFU, traces of chosen steps."""
 
 import argparse
 import contextlib
@@ -10,10 +9,10 @@ import re
 import torch
 
 import harness
-from harness import Refused, outputs, say
+from harness import Refused, flags, outputs, say
 from receipts import pipeline as schedules
 from receipts.formulas import flops_per_token
-from trainer import pretrained, tokenizer
+from trainer import tokenizer
 
 
 def add_flags(parser):
@@ -26,7 +25,7 @@ def add_flags(parser):
     g.add_argument("--profile", type=span, metavar="A-B", help=why)
     why = "where the traces go: one file a rank; Perfetto opens several on one time axis"
     g.add_argument("--profile-to", metavar="FOLDER", help=why)
-    g.add_argument("--wandb", metavar="PROJECT", help="log to this Weights & Biases project too")
+    flags.gone(g, "--wandb", "give --log-to, and each of its rows to wandb.log (docs/running.md)")
 
 
 def span(text):
@@ -48,11 +47,6 @@ def check(args):
         raise Refused(f"{what}: choose earlier ones")
     if args.profile:
         outputs.check_folder("--profile-to", args.profile_to)
-    if args.wandb and os.environ.get("WANDB_MODE") not in ("offline", "disabled"):
-        import wandb
-
-        if not wandb.login(prompt=False):
-            raise Refused("--wandb needs a key: run `wandb login` first, or set WANDB_MODE=offline")
 
 
 def describe(run, schedule):
@@ -64,8 +58,7 @@ def describe(run, schedule):
         layout = f"{args.islands} islands of {layout}"
     text = f"{run.corpus.name}: {len(run.corpus.tokens):,} tokens, {run.count:,} a step"
     run.print(f"{harness.parameter_count(config):,} parameters, {layout}; {text}")
-    said = tokenizer.describe(args, getattr(run.corpus, "encoding", None))
-    for sentence in said + pretrained.describe(args, config):
+    for sentence in tokenizer.describe(args, getattr(run.corpus, "encoding", None)):
         run.print(sentence)
     if args.pp > 1:
         layers = schedules.stage_layers(config, schedule.last + 1)
@@ -90,19 +83,18 @@ PEAKS = {
 SHARES = {"bfloat16": 1.0, "float16": 1.0, "tf32": 0.5}  # of 16 bits' rate
 
 
-def peak(precision="bfloat16"):
-    """FLOP/s of this rank's card, or None."""
+def peak():
+    """FLOP/s of this rank's card in 16 bits, or None."""
     name = torch.cuda.get_device_name()
-    found = [flops for begin, flops in PEAKS.items() if name.startswith(begin)]
-    return found[0] * SHARES[precision] if found and precision in SHARES else None
+    return next((flops for begin, flops in PEAKS.items() if name.startswith(begin)), None)
 
 
 def mfu(run):
     """A function of tokens/s that gives the part of the devices' peak that the model's own
     arithmetic uses. None on a device whose peak is not known, and in float32 and float64."""
-    rate = peak(run.precision) if run.device.type == "cuda" else None
-    if rate is None:
+    if run.device.type != "cuda" or run.precision not in SHARES or peak() is None:
         return None
+    rate = SHARES[run.precision] * peak()
     ranks = run.world // run.args.islands  # an island logs its own tokens
     return lambda tokens_per_s: tokens_per_s * flops_per_token(run.config) / (rate * ranks)
 
@@ -171,28 +163,23 @@ class Log:
 
 @contextlib.contextmanager
 def open_log(run, first):
-    """Gives a function that writes a dict to --log-to and --wandb, and at the end to --plot; on
-    rank 0 only. first: the first step."""
-    args, places, rows = run.args, [], []
-    if run.rank > 0:
-        yield lambda row: None
-        return
-    with contextlib.ExitStack() as stack:
-        if args.log_to:
-            # Of the steps that the checkpoint has; later ones are taken again
-            rows += read_log(args.log_to, first) if first else []
-            log = Log(args.log_to, rows)
-            stack.callback(log.close)
-            places.append(log.write)
-        if args.wandb:
-            import wandb
+    """Gives a function that writes a dict to --log-to, and at the end to --plot; on rank 0 only.
+    first: the first step."""
+    args, rows, log = run.args, [], None
+    if run.rank == 0 and args.log_to:
+        # Of the steps that the checkpoint has; later ones are taken again
+        rows += read_log(args.log_to, first) if first else []
+        log = Log(args.log_to, rows)
 
-            tracker = stack.enter_context(wandb.init(project=args.wandb, config=vars(args)))
-            places.append(lambda row: tracker.log(row, step=row["step"]))
-        if args.plot:
-            places.append(rows.append)
-        yield lambda row: [write(row) for write in places]
-    if args.plot:
+    def write(row):
+        rows.append(row)
+        if log:
+            log.write(row)
+
+    yield write
+    if log:
+        log.close()
+    if run.rank == 0 and args.plot:
         plot(rows, args.plot)
 
 
