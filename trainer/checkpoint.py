@@ -27,6 +27,7 @@ import functools
 import json
 import math
 import os
+import pathlib
 import re
 import shutil
 import threading
@@ -117,10 +118,10 @@ def pieces_of(named, optimizer, data_group, index=None, beside=lambda stepped: {
         base, sizes = [0] * len(shape), list(shape)  # of the piece, without its padding
         for dim, (_, start, size) in where["cuts"].items():
             base[dim], sizes[dim] = start, size
-        if index and p.requires_grad:
-            for kind, whole in states_in(index, name).items():
+        for kind, saved in index["tensors"].get(name, {}).items() if index else ():
+            if p.requires_grad and not kind.startswith(("weight", OUTER, ISLAND)):
                 one = torch.zeros((), device=flat.device)
-                state.setdefault(kind, one if whole == () else torch.zeros_like(stepped.data))
+                state.setdefault(kind, torch.zeros_like(stepped.data) if saved["shape"] else one)
         # One number for the whole parameter: who has its first element writes it
         has_first = first == 0 and len(flat) > 0 and not any(base)
         tensors = {"weight": flat} | beside(stepped)
@@ -157,13 +158,6 @@ def speaks(parameter, data_group, optimizer):
         if across is not None:
             groups.append(across)
     return all(dist.get_rank(group) == 0 for group in groups)
-
-
-def states_in(index, name):
-    """{kind: shape of the whole} of the optimizer states that an index has of a parameter."""
-    kinds = index["tensors"].get(name, {})
-    own = (kind for kind in kinds if not kind.startswith(("weight", OUTER, ISLAND)))
-    return {kind: tuple(kinds[kind]["shape"]) for kind in own}
 
 
 # --- writing
@@ -207,8 +201,8 @@ class Checkpoints:
         if problem:
             if dist.get_rank() == 0:
                 shutil.rmtree(self.temporary, ignore_errors=True)
-            what = f"the checkpoint of step {self.step} can't be written to {self.folder}"
-            raise Refused(f"{what} ({problem})")
+            where = f"{self.folder} ({problem})"
+            raise Refused(f"the checkpoint of step {self.step} can't be written to {where}")
 
     def write_pieces(self, copies):
         """In the thread: write this rank's pieces, some to a file."""
@@ -252,13 +246,12 @@ class Checkpoints:
             shutil.rmtree(final)
         os.rename(self.temporary, final)
         sync(self.folder)
-        names = checkpoints_in(self.folder)
-        whole = [n for n in names if step_of(n) is not None and step_of(n) <= self.step]
-        gone = [name for name in names if step_of(name) is None]  # of writers that died
-        if self.keep:
-            gone += whole[self.keep :]
-        for name in gone:
-            shutil.rmtree(os.path.join(self.folder, name), ignore_errors=True)
+        older = 0
+        for name in checkpoints_in(self.folder):
+            step = step_of(name)  # None: its writer died
+            older += step is not None and step < self.step
+            if step is None or 0 < self.keep <= older:
+                shutil.rmtree(os.path.join(self.folder, name), ignore_errors=True)
 
 
 def shards(tensors, limit):
@@ -285,10 +278,8 @@ def write(path, content):
 def sync(folder):
     """The names in a folder are data of the folder's own."""
     descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    os.fsync(descriptor)
+    os.close(descriptor)
 
 
 def gather(value):
@@ -339,7 +330,8 @@ def newest(folder, header, free=()):
         try:
             index = read_index(path)
             for file in sorted(index["files"])[dist.get_rank() :: dist.get_world_size()]:
-                if crc_of_file(os.path.join(path, file)) != index["files"][file]["crc32"]:
+                content = pathlib.Path(path, file).read_bytes()  # FILE_BYTES, or one tensor
+                if zlib.crc32(content) != index["files"][file]["crc32"]:
                     problem = f"{file} was changed, its crc32 differs"
         except (OSError, ValueError, LookupError, TypeError) as e:
             problem = str(e)
@@ -377,23 +369,14 @@ def read_index(path):
     return index
 
 
-def crc_of_file(path):
-    found = 0
-    with open(path, "rb") as f:
-        while chunk := f.read(16 << 20):
-            found = zlib.crc32(chunk, found)
-    return found
-
-
 def check_header(path, index, header, free):
     """Raise Refused where a value of `header`, or of its dict "config", is another than in
     the index. free: keys that may differ."""
     here, there = header | header.get("config", {}), index | index["config"]
     for key in here:
         if key not in ("config", *free) and here[key] != there.get(key):
-            what = f"{key} is {there.get(key)!r} there and {here[key]!r} here"
-            if key == "text":
-                what = "text is another"
+            values = f"is {there.get(key)!r} there and {here[key]!r} here"
+            what = f"{key} {values}" if key != "text" else "text is another"
             raise Refused(f"{path} is of another run, its {what}: change the flags, or --out")
 
 
@@ -412,27 +395,23 @@ def load(path, index, pieces):
 
 def fill(piece, tensors, open_file):
     """Fill a piece's tensor. Returns what is wrong, or None. tensors: of an index."""
+    what = f"{piece.name}, {piece.kind},"
     found = tensors.get(piece.name, {}).get(piece.kind, {"shape": "missing"})
     if found["shape"] != list(piece.shape):
-        what = f"is {found['shape']} there and {list(piece.shape)} here"
-        return f"{piece.name}, {piece.kind}, {what}"
+        return f"{what} is {found['shape']} there and {list(piece.shape)} here"
     filled = 0
     for box in found["pieces"]:
-        # Where both boxes are: from `low` to `high`, in the whole's numbers
-        ends = [a + n for a, n in zip(box["start"], box["size"])]
-        low = list(map(max, piece.start, box["start"]))
-        high = [min(place.stop, end) for place, end in zip(piece.place, ends)]
-        if any(a >= b for a, b in zip(low, high)):
+        source, to = [], []  # the intersection, within the box and within the piece
+        for a, length, b, size in zip(box["start"], box["size"], piece.start, piece.size):
+            low, high = max(a, b), min(a + length, b + size)
+            source.append(slice(low - a, high - a))
+            to.append(slice(low - b, high - b))
+        if any(part.stop <= part.start for part in to):
             continue
-        source, to = (
-            tuple(slice(a - first, b - first) for a, b, first in zip(low, high, start))
-            for start in (box["start"], piece.start)
-        )
         file = open_file(box["file"])
-        part = file.get_slice(box["key"])[source] if source else file.get_tensor(box["key"])
-        piece.tensor[to].copy_(part)
+        part = file.get_slice(box["key"])[tuple(source)] if source else file.get_tensor(box["key"])
+        piece.tensor[tuple(to)].copy_(part)
         filled += part.numel()
     if filled != math.prod(piece.size):
-        what = f"has {filled} of {math.prod(piece.size)} elements there"
-        return f"{piece.name}, {piece.kind}, {what}"
+        return f"{what} has {filled} of {math.prod(piece.size)} elements there"
     return None

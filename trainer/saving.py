@@ -14,7 +14,6 @@ import torch.distributed as dist
 import harness
 from harness import Refused, outputs, say
 from harness.joining import agent_store
-from model import Config
 from trainer import checkpoint, hf_config
 
 # Fields of model.Config that may change from run to run
@@ -29,11 +28,8 @@ def add_flags(parser):
     g.add_argument("--save-every", **harness.NATURAL, default=0, help=why)
     why = "the newest N checkpoints stay; 0 = all"
     g.add_argument("--keep", **harness.NATURAL, default=3, help=why)
-    why = (
-        "go on from the newest whole checkpoint in --out, whatever layout wrote it (torchrun's "
-        "restarts do so by themselves)"
-    )
-    g.add_argument("--resume", action="store_true", help=why)
+    why = "go on from the newest whole checkpoint in --out, whatever layout wrote it (torchrun's "
+    g.add_argument("--resume", action="store_true", help=f"{why}restarts do so by themselves)")
 
 
 def check(args):
@@ -61,18 +57,17 @@ def lock(folder, patience):
     """Keep a second run out of --out while this process is alive, however it ends. Returns the
     locked file, or None if another run has the lock for `patience` seconds: the rank 0 that
     torchrun replaces may need some to end."""
-    deadline, file = time.monotonic() + patience, open(os.path.join(folder, ".lock"), "a")
+    file, deadline = open(os.path.join(folder, ".lock"), "a"), time.monotonic() + patience
     while True:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return file
         except BlockingIOError:
             if time.monotonic() > deadline:
                 return None
             time.sleep(0.1)
-            continue
         except OSError:  # a file system without locks
-            pass
-        return file
+            return file
 
 
 def shape_of(args):
@@ -80,14 +75,11 @@ def shape_of(args):
     --resume and --only-sample then need no --init-from. None for any other run."""
     if not args.out or not (args.resume or args.only_sample):
         return None
-    try:
-        shape = checkpoint.newest_index(args.out)["shape"]
-        scaling = shape["rope_scaling"]
-        fields = shape | {"rope_scaling": scaling and hf_config.RopeScaling(**scaling)}
-        Config(**fields)
-    except (LookupError, TypeError, ValueError):
-        return None  # none, or not as it was written: what is wrong is said when it is loaded
-    return fields
+    shape = checkpoint.newest_index(args.out).get("shape")
+    if not shape:
+        return None
+    scaling = shape.get("rope_scaling")
+    return shape | {"rope_scaling": scaling and hf_config.RopeScaling(**scaling)}
 
 
 class Saver:
@@ -166,12 +158,11 @@ class Saver:
         problem, restarted = None, False
         if run.rank == 0:
             self.lock = lock(args.out, patience=min(10.0, args.timeout / 2))
-            if self.lock is None:
-                what = f"another run writes to --out {args.out}"
-                problem = f"{what}: end it, or give another folder"
             store, key = agent_store(), f"began {os.path.abspath(args.out)}"
             restarted = store.add(key, 0) > 0
-            if not problem and not args.resume and not restarted:
+            if self.lock is None:
+                problem = f"another run writes to --out {args.out}: end it, or give another folder"
+            elif not args.resume and not restarted:
                 problem = used(args.out)
             if not problem:
                 store.add(key, 1)
@@ -227,10 +218,9 @@ class Saver:
                 say(f"{e}; the run goes on")
 
     def __exit__(self, kind, error, trace):
-        if self.writer and error is None:
-            self.writer.finish()
-        elif self.writer and isinstance(error, Refused):
-            with contextlib.suppress(Refused):
+        if self.writer and (error is None or isinstance(error, Refused)):
+            # The first refusal is the one to say
+            with contextlib.suppress(Refused) if error else contextlib.nullcontext():
                 self.writer.finish()
         if self.lock:
             self.lock.close()
