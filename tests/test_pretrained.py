@@ -146,7 +146,6 @@ DAMAGES = [
     ("model.safetensors", None, "can't be read"),
     ("model.safetensors", "\xff" * 100, "can't be read"),
     ("model.safetensors", {"lm_head.bias": torch.zeros(300)}, "lm_head.bias, which nothing"),
-    ("model.safetensors", {"lm_head.weight": torch.zeros(300, 32)}, "config.json ties them"),
     ("model.safetensors", {f"{MLP}.SCB": torch.zeros(128)}, "c_fc.SCB, which nothing"),
     ("model.safetensors", {f"{MLP}.weight": FP8}, "c_fc.weight is of type F8_E4M3"),
     ("model.safetensors", {POSITIONS: torch.zeros(5, 32)}, "knows 5 positions"),
@@ -309,10 +308,9 @@ def test_a_context_of_at_most_1024_unless_asked(folders, tmp_path):
     folder = tmp_path / "long"
     shutil.copytree(folders["tied llama"], folder)
     change(folder / "config.json", {"max_position_embeddings": 131072})
-    for flags, context, sentences in (("", 1024, 1), ("--context 4096", 4096, 0)):
-        args, config = prepare(f"--init-from {folder} --tokenizer bytes {flags}")
+    for flags, context in (("", 1024), ("--context 4096", 4096)):
+        _, config = prepare(f"--init-from {folder} --tokenizer bytes {flags}")
         assert config.context == context
-        assert len(pretrained.describe(args, config)) == sentences
 
 
 def test_a_dry_run_and_a_plan_read_the_config_alone(folders, tmp_path, capsys):

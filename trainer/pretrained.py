@@ -42,10 +42,8 @@ CONTEXT = 1024  # the default of --context is at most this
 
 def add_flags(parser):
     g = parser.add_argument_group("real weights (see trainer/pretrained.py)")
-    why = (
-        "start from a Hugging Face folder of a GPT-2, Llama, Mistral, Mixtral or Qwen2 model, in "
-        f"any layout; --context is then at most {CONTEXT} by default"
-    )
+    why = "start from a Hugging Face folder of a GPT-2, Llama, Mistral, Mixtral or Qwen2 model, in "
+    why += f"any layout; --context is then at most {CONTEXT} by default"
     g.add_argument("--init-from", metavar="FOLDER", help=why)
     why = "write the model at the end as a folder that transformers loads"
     g.add_argument("--export", metavar="FOLDER", help=why)
@@ -88,18 +86,8 @@ def check(args, config):
     found = model_in(args.export)
     # A run that torchrun starts again may meet its own. Which attempt this is, nobody knows yet
     if found and os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") == "0":
-        what = f"--export {args.export} holds a model already ({found[0].name})"
-        raise Refused(f"{what}: give another folder, or remove it")
-
-
-def describe(args, config):
-    """What to say before the first step: a list of sentences."""
-    if args.init_from and args.context is None:
-        longest = hf_config.read(args.init_from)["context"]
-        if longest > config.context:
-            what = f"the model in {args.init_from} knows {longest:,} positions"
-            return [f"--context is {config.context:,} by default; {what}"]
-    return []
+        there = f"a model already ({found[0].name})"
+        raise Refused(f"--export {args.export} holds {there}: give another folder, or remove it")
 
 
 @torch.no_grad()
@@ -119,9 +107,8 @@ def export(run, model, optimizer, data_group, island):
             dist.all_reduce(whole, group=island)
             yield name, whole
 
-    parameters, written = wholes(), True
-    if run.rank == 0:
-        written = write_export(run, parameters)
+    parameters = wholes()
+    written = run.rank > 0 or write_export(run, parameters)
     for _ in parameters:  # the other ranks wait in their sums
         pass
     return written
@@ -256,9 +243,9 @@ class Folder:
             for there in file.keys():
                 if not re.fullmatch(BUFFERS, there):
                     self.files[self.full_name(there)] = file, there
-        self.embedding = theirs("embed.token.weight", config)[0][0]
         if config.tied and HEAD in self.files:  # one matrix, of which either may be there
-            self.files.setdefault(self.embedding, self.files[HEAD])
+            [embedding], *_ = theirs("embed.token.weight", config)
+            self.files.setdefault(embedding, self.files[HEAD])
 
     def full_name(self, there):
         """Of a tensor in a file. A model without its head was saved without the prefix, the hub's
@@ -291,25 +278,20 @@ class Folder:
 
     def check(self, shapes):
         """Refuse a folder that lacks a parameter of {our name: shape}, or has more than them. Reads
-        no values, but for a tied matrix that is there twice."""
+        no values."""
         expected = {}
         for name, shape in shapes.items():
             expected |= dict(self.sources(name, shape)[0])
         extra = self.files.keys() - expected.keys()
         for name in [*expected, *extra]:
             shape, dtype = self.header(name)
+            what = f"{self.folder}: {name} is"
             if dtype not in READABLE:
-                advice = "give the model in bfloat16 or float32"
-                raise ValueError(f"{self.folder}: {name} is of type {dtype}: {advice}")
+                raise ValueError(f"{what} of type {dtype}: give the model in bfloat16 or float32")
             if shape != expected.get(name, shape):
-                what = f"{name} is {shape}, not {expected[name]} as config.json says"
-                raise ValueError(f"{self.folder}: {what}")
-        if self.config.tied and HEAD in extra:
-            if not torch.equal(self.tensor(self.embedding), self.tensor(HEAD)):
-                what = f"{self.folder} has an {HEAD} that differs from {self.embedding}"
-                advice = "set tie_word_embeddings to false there"
-                raise ValueError(f"{what}, though its config.json ties them: {advice}")
-            extra.remove(HEAD)
+                raise ValueError(f"{what} {shape}, not {expected[name]} as config.json says")
+        if self.config.tied:  # as transformers, which takes the embedding then
+            extra -= {HEAD}
         if extra:
             others = f" and {len(extra) - 1} more" if len(extra) > 1 else ""
             what = f"{self.folder} has {min(extra)}{others}, which nothing here reads"
