@@ -21,24 +21,23 @@ def add_flags(parser):
     why = "h100, h200, a100, b200, or NAME=80GB,989TFLOP/s,3.35TB/s: memory, dense bf16 rate, "
     g.add_argument("--gpu", metavar="NAME", help=f"{why}memory bandwidth (default: h100)")
     g.add_argument("--nodes-of", **harness.POSITIVE, help="devices in a node (default: 8)")
-    speed = harness.quantity(harness.SPEED, "50GB/s")
-    why = "bandwidth of a device's link inside its node, one way (default: 450GB/s)"
-    g.add_argument("--intra", type=speed, metavar="SPEED", help=why)
-    why = "bandwidth of a device's link to other nodes, one way (default: 50GB/s)"
-    g.add_argument("--inter", type=speed, metavar="SPEED", help=why)
+    for flag, where, default in (
+        ("intra", "inside its node", 450),
+        ("inter", "to other nodes", 50),
+    ):
+        why = f"bandwidth of a device's link {where}, one way (default: {default}GB/s)"
+        speed = harness.quantity(harness.SPEED, "50GB/s")
+        g.add_argument(f"--{flag}", type=speed, metavar="SPEED", help=why)
     rate = harness.quantity({"TFLOP/s": 1e12}, "650TFLOP/s")
-    why = "what large matrix products reach on your devices, if you measured it, such as "
-    why += "650TFLOP/s (default: by device, see simulator/kernels.py)"
+    why = "what large products reach on your devices, if you measured it, such as 650TFLOP/s"
     g.add_argument("--matmul", type=rate, metavar="RATE", help=why)
     why = "attention's kernel: FlashAttention 1, 2 or 3, or plain, which holds no less but moves "
     why += "the scores (default: flash2)"
     g.add_argument("--kernel", choices=["flash1", "flash2", "flash3", "plain"], help=why)
     why = "how many days that many tokens take, such as 15e12"
     g.add_argument("--tokens", type=harness.real(0), metavar="X", help=why)
-    instead = "the first rank of each stage is played, of more than 4 stages three"
-    flags.gone(g, "--ranks", instead)
-    instead = "a dry run prints what its step's time goes to, --profile traces a real one"
-    flags.gone(g, "--timeline", instead)
+    flags.gone(g, "--ranks", "the first rank of each stage is played, of more than 4 stages three")
+    flags.gone(g, "--timeline", "a dry run prints where its time goes, --profile traces a real one")
 
 
 def main(args, prepare, train):

@@ -9,7 +9,6 @@ from simulator import layouts, report
 from simulator.devices import usable_memory
 from simulator.dryrun import check_counts, check_playable, first_ranks, play_all
 from simulator.estimate import estimate
-from simulator.meter import Part
 from simulator.rough import rough
 
 # Of a plan's layouts one device is the beginning: of it the model and the dtypes are taken
@@ -28,12 +27,11 @@ class Ranked(NamedTuple):
 
 
 class Candidate(NamedTuple):
-    """A layout that was played: its flags, Estimate, ranks, bytes of the fullest, and whether these
+    """A layout that was played: its flags, Estimate, bytes of the fullest rank, and whether these
     fit a device beside nccl's communicators and the CUDA context."""
 
     args: object
     step: object
-    played: list
     held: float
     fits: bool
 
@@ -75,7 +73,7 @@ def plan(args, cluster, prepare, train):
         print(f"\n  {what}: lower --batch, or give more --gpus")
         return
     print("\n  played, the best first:\n")
-    for text in compare(played, config, cluster):
+    for text in compare(played, cluster):
         print(f"  {text}")
     best = min((one for one in played if one.fits), key=lambda one: one.step.seconds)
     report.islands_wait(best.args, config, best.step.seconds)
@@ -104,12 +102,11 @@ def play_best(fitting, config, cluster, prepare, train, wanted=5, most=6):
     or `most` are played."""
     candidates = []
     left_out = 0.0  # bytes: the least that formulas have left out of what was played
-    queue, seen = [], set()
+    different = {}
     for one in fitting:  # of layouts as fast and as large by formulas one is enough
-        if (one.seconds, one.held) not in seen:
-            queue.append(one)
-            seen.add((one.seconds, one.held))
-    while queue and len(candidates) < most:
+        different.setdefault((one.seconds, one.held), one)
+    queue = list(different.values())
+    while len(candidates) < most:
         missing = wanted - sum(candidate.fits for candidate in candidates)
         batch = []
         while queue and len(batch) < min(missing, most - len(candidates)):
@@ -118,15 +115,13 @@ def play_best(fitting, config, cluster, prepare, train, wanted=5, most=6):
                 batch.append(one._replace(args=prepare(one.args)[0]))
         if not batch:
             break
-        jobs = []
-        for one in batch:
-            ends = first_ranks(one.args, (0, one.args.pp - 1))
-            jobs.append((few_microbatches(one.args, config), ends))
-        for one, ranks in zip(batch, play_all(jobs, cluster, train)):
+        ends = [first_ranks(one.args, (0, one.args.pp - 1)) for one in batch]
+        jobs = [few_microbatches(one.args, config) for one in batch]
+        for one, ranks in zip(batch, play_all(list(zip(jobs, ends)), cluster, train)):
             held = max(rank.memory for rank in ranks)
             fits = held <= usable_memory(one.args, cluster)
             step = estimate(one.args, config, cluster, ranks)
-            candidates.append(Candidate(one.args, step, ranks, held, fits))
+            candidates.append(Candidate(one.args, step, held, fits))
             if not fits:
                 left_out = min(left_out or math.inf, held - one.held)
     return candidates
@@ -141,44 +136,13 @@ def few_microbatches(args, config):
     return few
 
 
-def compare(candidates, config, cluster):
-    """A line for each: the time, the memory, and what would have to change for the next to win."""
-    order = sorted(candidates, key=lambda c: (not c.fits, c.step.seconds))
-    for i, candidate in enumerate(order):
+def compare(candidates, cluster):
+    """A line for each: the time, the memory, and what it needs if it does not fit."""
+    for i, candidate in enumerate(sorted(candidates, key=lambda c: (not c.fits, c.step.seconds))):
         step = candidate.step
         figures = f"{step.seconds:9.4g} s  MFU {step.rate / cluster.device.flops:5.1%}"
         text = f"{i + 1}  {figures}  {candidate.held / 1e9:6.1f} GB   {described(candidate.args)}"
         if not candidate.fits:
             taken = cluster.device.memory - usable_memory(candidate.args, cluster)
             text += f": too much, it needs devices of {(candidate.held + taken) / 1e9:.0f} GB"
-        elif i + 1 < len(order) and order[i + 1].fits:
-            text += f": {what_would_change(candidate, order[i + 1], config, cluster)}"
         yield text
-
-
-def what_would_change(candidate, rival, config, cluster):
-    """What would have to change for the rival to be the faster one."""
-
-    def seconds(one, scale):
-        ranks = [with_messages(rank, scale) for rank in one.played]
-        return estimate(one.args, config, cluster, ranks, slower=scale).seconds
-
-    for factor in (1.25, 1.5, 2, 3, 4, 8):
-        for scale, word in ((1 / factor, "fast"), (factor, "slow")):
-            if seconds(rival, scale) < seconds(candidate, scale):
-                return f"the next wins if messages are {factor:g} times as {word}"
-    more = rival.step.parts["computing"] - candidate.step.parts["computing"]
-    more /= candidate.step.seconds
-    if more >= 0.005:
-        return f"the next computes {more:.0%} longer, whatever the messages take"
-    return "the next loses, whatever the messages take"
-
-
-def with_messages(rank, scale):
-    """What a rank played, with messages that take so many times as long."""
-
-    def slower(part):
-        return Part(part.compute, scale * part.beside, scale * part.waited)
-
-    actions = {action: slower(part) for action, part in rank.actions.items()}
-    return rank._replace(actions=actions, rest=slower(rank.rest))

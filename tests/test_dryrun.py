@@ -15,7 +15,7 @@ import proof
 import train
 from benchmarks import products, published
 from receipts.formulas import flops_per_token
-from simulator import command, devices, dryrun, kernels, layouts, links, planner, rough
+from simulator import command, devices, dryrun, kernels, layouts, links, rough
 from simulator.estimate import estimate
 
 BASE = (
@@ -281,29 +281,6 @@ def test_plan(capsys):
         rows = [line.split() for line in text.splitlines() if " GB   " in line]
         times = [float(row[1]) for row in rows]
         assert len(rows) >= count and times[:count] == sorted(times[:count])
-    assert played.count("the next") >= 3
-
-
-@pytest.mark.parametrize(
-    "seconds, sentence",
-    [
-        (((1, 1), (1.1, 0.94)), "the next wins if messages are 2 times as slow"),
-        (((1, 1), (0.9, 1.2)), "the next wins if messages are 3 times as fast"),
-        (((1, 1), (1.2, 1)), "the next computes 10% longer, whatever the messages take"),
-        (((1, 1), (1.001, 1)), "the next loses, whatever the messages take"),
-    ],
-)
-def test_what_would_have_to_change(monkeypatch, seconds, sentence):
-    """seconds: of a layout's computing and of its messages, and of the next one's."""
-
-    def seconds_of(args, config, cluster, ranks, slower=1.0):
-        computing, messages = args
-        parts = {"computing": computing}
-        return mock.Mock(seconds=computing + slower * messages, parts=parts)
-
-    monkeypatch.setattr(planner, "estimate", seconds_of)
-    pair = [planner.Candidate(one, seconds_of(one, None, None, []), [], 0, True) for one in seconds]
-    assert planner.what_would_change(*pair, None, None) == sentence
 
 
 @pytest.mark.parametrize(
