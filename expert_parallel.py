@@ -10,20 +10,20 @@ router's weights. Here E = 4, k = 2, N = 2 ranks have 4 tokens each, and digits 
     rank 1   0 1 1 | 2 3 3 3 3        2 2 2 3 3      2 3 3 3 3      2, 3       y of its 4 tokens
 
 Split: the experts, and the batch as in data parallelism. A rank's experts have consecutive numbers,
-so rows that are sorted by expert are sorted by rank. How many rows go where depends on the routing.
-So ranks first tell each other how many, and once a layer the host (the CPU) waits to read that.
+so rows that are sorted by expert are sorted by rank. How many rows go where depends on the routing:
+ranks first tell each other, and once a layer the host (the CPU) waits to read the numbers.
 
 Sent: the rows (dispatch), their results (combine), and in backward the gradients of both. With even
 routing each of the 4 is r k n C e bytes per layer: n tokens per rank, C elements of e bytes a row,
 of which r = (N-1)/N leave the rank. Once a step: 2 r P e, to all-reduce the P other parameters.
 
-Backward: an all-to-all only moves rows, so a row's gradient goes back the way the row came. The
-token's own rank weighs the results, so the scores need no message. An expert gets its tokens of the
-whole batch, so its gradient is complete, if each rank divides its loss by the number of all tokens.
-The gradients of all other parameters, the router's too, are summed over the ranks.
+Backward: an all-to-all only moves rows, so each row's gradient goes back the way the row came. An
+expert gets its tokens of the whole batch, so its gradient is complete, if each rank divides its
+loss by the number of all tokens. The gradients of all other parameters, the router's too, are
+summed over the ranks.
 
 Not worth it over slow links, or where all experts fit on every rank and a rank has many tokens:
-then data parallelism sends less. docs/experts.md has the threshold, and the rest.
+then data parallelism sends less. docs/experts.md has the threshold.
 
     torchrun --nproc_per_node=4 expert_parallel.py      python expert_parallel.py --experts 5
 
@@ -31,7 +31,6 @@ GShard (arXiv:2006.16668, section 2.2); Switch (2101.03961, 2.2); MegaBlocks (22
 """
 
 import math
-from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -45,18 +44,18 @@ def plain_dispatch(x, weights, chosen, experts, sizes, group):
     """Tokens to their experts on all ranks and back: x (n, C), weights and chosen (n, k) of the
     router -> (n, C). experts(rows, counts): this rank's MLPs, called with rows sorted by expert.
     sizes: how many experts each rank has. ExpertDispatch does the same, overlapped."""
+    world, local_experts = len(sizes), sizes[dist.get_rank(group)]
     x = with_gradient(x)  # so that backward sends, too
-    # Sort: assignment i is a choice of token i // k. Sorted by expert is sorted by rank.
+    # Sort: assignment i is a choice of token i // k. Sorted by expert is sorted by rank
     assignments = chosen.flatten()
     order = assignments.argsort(stable=True)
     token = order // chosen.shape[1]  # (n k,)
-    # Send: first how many rows there are for each expert, then the rows.
+    # Send: first how many rows there are for each expert, then the rows
     counts = assignments.bincount(minlength=sum(sizes))  # (E,)
-    own = sizes[dist.get_rank(group)]  # how many experts this rank has
-    incoming = counts.new_empty(len(sizes) * own)
+    incoming = counts.new_empty(world * local_experts)
     # Arguments: output, input, lengths of the output's parts, lengths of the input's parts
-    dist.all_to_all_single(incoming, counts, [own] * len(sizes), sizes, group=group)
-    incoming = incoming.view(len(sizes), own)  # from each rank, for each of this rank's experts
+    dist.all_to_all_single(incoming, counts, [local_experts] * world, sizes, group=group)
+    incoming = incoming.view(world, local_experts)  # from each rank, for each expert here
     send = [part.sum().item() for part in counts.split(sizes)]
     receive = incoming.sum(1).tolist()
     rows = AllToAll.apply(x[token], send, receive, group)  # (m, C), rank 0's first
@@ -112,79 +111,87 @@ def run_experts(experts, rows, incoming):
 
 # --- a model of yours: each of N ranks has some tokens x (n, C), and some of E experts
 #
+#     for p in model.parameters():  # all ranks start alike, with all experts
+#         dist.broadcast(p.data, group_src=0, group=group)
+#     model.up = shard_experts(model.up, group)  # (E, H, C) -> this rank's experts
+#     model.down = shard_experts(model.down, group)  # (E, C, H). Now make the optimizer
+#     dispatch = ExpertDispatch(expert_counts(E, N), group)
+#
 #     def mlps(rows, counts):
 #         parts = zip(rows.split(counts.tolist()), model.up, model.down)
 #         return torch.cat([F.gelu(part @ up.T) @ down.T for part, up, down in parts])
 #
-#     model.up = shard_experts(up, group)  # up (E, H, C): all experts, alike on all ranks
-#     model.down = shard_experts(down, group)  # down (E, C, H). Now the optimizer
-#     dispatch = ExpertDispatch(expert_counts(E, N), group)
 #     for x, targets in microbatches:
 #         weights, chosen = model.router(x).softmax(-1).topk(k)  # router: nn.Linear(C, E)
 #         y = dispatch(x, weights, chosen, mlps)
-#         loss = F.cross_entropy(model.head(y), targets, reduction="sum") / total_tokens
-#         loss.backward()  # total_tokens: of all ranks and micro-batches
+#         loss = F.cross_entropy(model.head(y), targets, reduction="sum") / target_count
+#         loss.backward()  # target_count: the targets of all ranks and micro-batches
 #     sum_replicated_gradients(model.parameters(), group)  # then step
 #
 # A norm to clip by must count all ranks' experts: take tensor_parallel.py's grad_norm.
+# docs/experts.md lists the mistakes that nothing catches.
 
 # --- the all-to-all in two halves: computation fits in between
 
 
 class Transfer:
-    """AllToAll in two halves.
+    """Rows on their way. An AllToAll in two halves, each a node of autograd's graph:
 
-                    start                        wait
-        forward     sends rows            -->    waits for rows
-        backward    waits for gradients   <--    sends gradients
-
-    start returns an empty tensor for wait: it connects the two in autograd's graph."""
+                Start                        Wait
+    forward     sends rows            -->    waits for rows
+    backward    waits for gradients   <--    sends gradients"""
 
     def __init__(self, send, receive, group):
         self.send, self.receive, self.group = send, receive, group
 
-    def start(self, rows):
-        start_rows = partial(self._start, self.send, self.receive)
-        return TransferHalf.apply(rows, start_rows, self._wait)
-
-    def wait(self, empty):
-        start_gradients = partial(self._start, self.receive, self.send)
-        return TransferHalf.apply(empty, self._wait, start_gradients)
-
-    def _start(self, send, receive, rows):
+    def start(self, rows, send, receive):
         self.rows = rows.contiguous()  # must live until it is sent
         self.arriving = rows.new_empty(sum(receive), rows.shape[1])
         self.work = dist.all_to_all_single(
             self.arriving, self.rows, receive, send, group=self.group, async_op=True
         )
-        return rows.new_empty(0)
 
-    def _wait(self, empty):
+    def wait(self):
         self.work.wait()
         arrived = self.arriving
         self.arriving = self.rows = self.work = None  # frees the memory
         return arrived
 
 
-class TransferHalf(torch.autograd.Function):
-    """A node of autograd's graph: run(tensor) in forward, run_back(gradient) in backward."""
+class Start(torch.autograd.Function):
+    """Returns an empty tensor for Wait, which connects the two in autograd's graph."""
 
     @staticmethod
-    def forward(ctx, tensor, run, run_back):
-        ctx.run_back = run_back
-        return run(tensor)
+    def forward(ctx, rows, transfer):
+        ctx.transfer = transfer
+        transfer.start(rows, transfer.send, transfer.receive)
+        return rows.new_empty(0)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, empty):
+        return ctx.transfer.wait(), None
+
+
+class Wait(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, empty, transfer):
+        ctx.transfer = transfer
+        return transfer.wait()
 
     @staticmethod
     @once_differentiable
     def backward(ctx, gradient):
-        return ctx.run_back(gradient), None, None
+        transfer = ctx.transfer
+        transfer.start(gradient, transfer.receive, transfer.send)
+        return gradient.new_empty(0), None
 
 
 # --- overlap: one chunk of the tokens is computed while others travel
 
 
 class ExpertDispatch(nn.Module):
-    """Like plain_dispatch, overlapped. "A model of yours", above, shows how it is used.
+    """Like plain_dispatch, overlapped: dispatch(x, weights, chosen, experts) -> (n, C).
 
     sizes: expert_counts(E, N). chosen: experts' numbers, int64, 0..E-1.
     experts(rows, counts): this rank's MLPs. rows (m, C) are sorted by expert; counts, int64, says
@@ -203,10 +210,9 @@ class ExpertDispatch(nn.Module):
         self.capacity, self.chunks = capacity, chunks
 
     def forward(self, x, weights, chosen, experts, meanwhile=lambda: None):
-        total = sum(self.sizes)
-        check_chosen(chosen, total)
+        check_chosen(chosen, sum(self.sizes))
         if self.capacity is not None:
-            chosen = drop_late(chosen, total, self.capacity)
+            chosen = drop_late(chosen, sum(self.sizes), self.capacity)
         assignments = [chunk.flatten() for chunk in chosen.tensor_split(self.chunks)]
         orders = [chunk.argsort(stable=True) for chunk in assignments]
         splits, incoming = exchange_counts(assignments, self.sizes, self.group)
@@ -229,12 +235,12 @@ class ExpertDispatch(nn.Module):
         token = order // weights.shape[1]
         dispatch = Transfer(send, receive, self.group)
         combine = Transfer(receive, send, self.group)
-        sent = dispatch.start(x.index_select(0, token))
+        sent = Start.apply(x.index_select(0, token), dispatch)
         yield
-        rows = run_experts(experts, dispatch.wait(sent), incoming)
-        sent = combine.start(rows)
+        rows = run_experts(experts, Wait.apply(sent, dispatch), incoming)
+        sent = Start.apply(rows, combine)
         yield
-        rows = combine.wait(sent) * weights.flatten()[order].unsqueeze(1)
+        rows = Wait.apply(sent, combine) * weights.flatten()[order].unsqueeze(1)
         yield torch.zeros_like(x).index_add(0, token, rows.to(x.dtype))
 
     def counts_to_host(self, splits, lengths):
@@ -248,8 +254,7 @@ def exchange_counts(chunks, sizes, group):
     numbers of experts; E stands for one that is dropped. Returns two tensors:
 
     splits (2, chunks, N): how many rows go to each rank, and how many come from it
-    incoming (chunks, N, local_experts): how many come from each rank for each of this rank's
-    experts"""
+    incoming (chunks, N, local_experts): how many come from each rank for each expert here"""
     world, local_experts = len(sizes), sizes[dist.get_rank(group)]
     outgoing = chunks[0].new_zeros(sum(sizes) + 1, len(chunks))
     for column, chunk in zip(outgoing.unbind(1), chunks):
@@ -262,26 +267,34 @@ def exchange_counts(chunks, sizes, group):
     return torch.stack((send, incoming.sum(2))), incoming
 
 
-def drop_late(chosen, total, capacity):
-    """`chosen` (n, k), with the number E (`total`), which means dropped, for each assignment beyond
-    an expert's first capacity * k n / E of this rank. All first choices go before all second."""
+def check_chosen(chosen, expert_count):
+    """A number beyond the last expert's would mean a dropped token. The host does not wait."""
+    valid = (chosen >= 0) & (chosen < expert_count)
+    why = f"a token chose an expert that is not one of the {expert_count}"
+    torch._assert_async(valid.all(), why)
+
+
+def drop_late(chosen, expert_count, capacity):
+    """`chosen` (n, k), with the number E (`expert_count`), which means dropped, for each assignment
+    beyond an expert's first capacity * k n / E of this rank. First choices go before second."""
     n, k = chosen.shape
     queue = chosen.t().flatten()  # (k n,)
-    one_hot = queue.unsqueeze(1) == torch.arange(total, device=queue.device)  # (k n, E)
+    one_hot = queue.unsqueeze(1) == torch.arange(expert_count, device=queue.device)  # (k n, E)
     place = one_hot.cumsum(0).gather(1, queue.unsqueeze(1))  # (k n, 1), an expert's first has 1
-    most = math.ceil(min(capacity * k * n / total, k * n))
+    most = math.ceil(min(capacity * k * n / expert_count, k * n))
     late = place.view(k, n).t() > most
-    return chosen.masked_fill(late, total)
+    return chosen.masked_fill(late, expert_count)
 
 
 # --- whose parameters: experts are split, the rest is replicated
 
 
-def expert_counts(total, world):
+def expert_counts(expert_count, world):
     """How many experts each rank has. Where they don't divide, the first ranks have one more."""
-    if total < world:
-        raise ValueError(f"{total} experts are too few for {world} ranks: each needs one")
-    return [total // world + (rank < total % world) for rank in range(world)]
+    if expert_count < world:
+        raise ValueError(f"{expert_count} experts are too few for {world} ranks: each needs one")
+    each, more = divmod(expert_count, world)
+    return [each + 1 if rank < more else each for rank in range(world)]
 
 
 def placement(parameter):
@@ -309,97 +322,33 @@ def shard_experts(parameter, group, data_group=None):
     size)}} yourself, or {} if all experts share p.
     data_group: the ranks with the same experts, over which their gradients must be summed, where
     data parallelism has more ranks than `group`."""
-    group = group or dist.group.WORLD
-    whole = placement(parameter)
+    group, whole = group or dist.group.WORLD, placement(parameter)
     if 0 in whole["cuts"]:
         raise ValueError("the experts of this parameter are dealt out already: cut it once")
     rank = dist.get_rank(group)
     sizes = expert_counts(len(parameter), dist.get_world_size(group))
-    start = sum(sizes[:rank])
     part = parameter.detach().split(sizes)[rank].clone()
     part = nn.Parameter(part, requires_grad=parameter.requires_grad)
     part.__dict__.update(parameter.__dict__)
-    cuts = whole["cuts"] | {0: (group, start, sizes[rank])}
+    cuts = whole["cuts"] | {0: (group, sum(sizes[:rank]), sizes[rank])}
     part.placement = whole | {"cuts": cuts, "data": data_group}
     return part
 
 
-# --- gradients: those of experts are complete, the others' are summed
-
-
 def sum_replicated_gradients(parameters, group):
-    """Sum the gradients of all parameters that are not split over the group, in one all-reduce:
-    once a step, after the last backward. If experts have a data_group, call it again with that.
-    A parameter without a gradient on this rank counts as zeros, and gets the sum."""
-    group = group or dist.group.WORLD
-    parameters = [p for p in parameters if p.requires_grad and not split_over(p, group)]
-    if not parameters:
-        return
-    check_before_sum(parameters, group)
-    for p in parameters:
+    """Sum the gradients of all parameters that are not split over the group, in one all-reduce. A
+    parameter without a gradient on this rank counts as zeros, and gets the sum.
+
+    Call it once a step, after the last backward: a second sum is N times too large. If experts
+    have a data_group, call it again with that."""
+    replicated = [p for p in parameters if p.requires_grad and not split_over(p, group)]
+    for p in replicated:
         if p.grad is None:
             p.grad = torch.zeros_like(p)
-    flat = torch.cat([p.grad.flatten() for p in parameters])
+    flat = torch.cat([p.grad.flatten() for p in replicated])
     dist.all_reduce(flat, group=group)
-    for p, total in zip(parameters, flat.split([p.numel() for p in parameters])):
-        names = summed_over(p)
+    for p, total in zip(replicated, flat.split([p.numel() for p in replicated])):
         p.grad.copy_(total.view_as(p))
-        p.grad.summed = [*names, group.group_name], p.grad._version
-
-
-# --- mistakes that would be silent: refused
-#
-# Not noticed: after sum_replicated_gradients and clipping, another sum, or a backward without
-# zero_grad(); unsplit experts that start equal on all ranks
-
-
-def check_chosen(chosen, total):
-    """A number beyond the last expert's means a dropped token. The host does not wait for this."""
-    valid = (chosen >= 0) & (chosen < total)
-    torch._assert_async(valid.all(), f"a token chose an expert that is not one of the {total}")
-
-
-def summed_over(parameter):
-    """Names of groups over which its gradient is a sum; none, if something changed it since."""
-    names, version = getattr(parameter.grad, "summed", ([], None))
-    return names if names and version == parameter.grad._version else []
-
-
-def check_before_sum(parameters, group):
-    """Raise RuntimeError at a second sum in a step, ValueError if weights differ between ranks."""
-    for p in parameters:
-        if group.group_name in summed_over(p):
-            refuse_summed(p)
-    compare_weights(parameters, group)
-
-
-def refuse_summed(parameter, *_):
-    """Also a hook, before backward adds to a gradient."""
-    if summed_over(parameter):
-        raise RuntimeError(
-            "summed already: call sum_replicated_gradients once a step, after the last "
-            "backward; then zero_grad()"
-        )
-
-
-def compare_weights(parameters, group):
-    """Raise ValueError if weights differ between ranks, by their sums. Each is compared once."""
-    new = [p for p in parameters if group.group_name not in getattr(p, "compared", [])]
-    if not new:
-        return
-    sums = torch.stack([p.detach().sum(dtype=torch.float64) for p in new])
-    of_ranks = [torch.empty_like(sums) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(of_ranks, sums, group=group)
-    for p, *sums in zip(new, *[row.tolist() for row in of_ranks]):
-        if len(set(sums)) > 1:
-            raise ValueError(
-                f"weights of shape {tuple(p.shape)} differ between ranks, so their gradients can't "
-                "be added up: start from the same weights, cut experts by shard_experts()"
-            )
-        if not hasattr(p, "compared"):
-            p.compared = []
-            p.register_hook(partial(refuse_summed, p))
-        p.compared.append(group.group_name)
 
 
 # --- for model.py's GPT ---
@@ -450,14 +399,13 @@ def demo(run):
     run.groups(ep=group)
     model = run.fill(parallelize_experts(run.meta_model(), group, args.capacity, args.chunks))
     parameters = list(model.parameters())
-    compare_weights([p for p in parameters if not split_over(p, group)], group)  # not in a step
     optimizer = harness.make_optimizer(parameters, args)
     report = receipts.expert_parallel.Report(run, model)
     for step in run.steps(optimizer):
         optimizer.zero_grad(set_to_none=False)  # gradients stay in memory: the receipt counts them
         loss = run.zero()
         for tokens, targets, samples in run.microbatches(step, run.rank, run.world):
-            # count: the tokens of the global batch
+            # The sum over this rank's tokens, divided by the number of the global batch's
             part = model(tokens, targets=targets, target_count=run.count, sample_ids=samples)
             part.backward()
             loss += part.detach()

@@ -27,12 +27,17 @@ def flags(group):
 
 
 def check(args, config):
-    """Refuse a capacity that drops every token, and more pieces than tokens. With --capacity
-    --prove is off, unless it is given."""
+    """Refuse a capacity that drops every token, or none, and more pieces than tokens. With
+    --capacity --prove is off, unless it is given."""
     if args.capacity == 0:
         raise Refused("--capacity 0 drops every token: 1 is an even share, or leave it out")
-    if args.capacity is not None and args.prove is None:
-        args.prove = 0
+    if args.capacity is not None:
+        most = config.experts / config.top_k  # if every token chooses the expert
+        if args.capacity > most:
+            why = f"an expert gets at most {most:g} times its even share"
+            raise Refused(f"--capacity {args.capacity:g} drops no token, as {why}: leave it out")
+        if args.prove is None:
+            args.prove = 0
     check_chunks("--chunks", args.chunks, args, config)
 
 

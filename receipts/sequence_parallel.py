@@ -1,14 +1,7 @@
 """What a sequence-parallel rank sends and holds: as much as a tensor-parallel one a block, and a
 quarter more where it gathers again; 1/t of the activations."""
 
-from receipts.formulas import (
-    SCALAR,
-    WHOLE_BLOCKS,
-    add,
-    held,
-    parameters_of,
-    summed,
-)
+from receipts.formulas import SCALAR, WHOLE_BLOCKS, add, held, parameters_of, summed
 from receipts.tensor_parallel import repeated
 
 

@@ -1,6 +1,5 @@
 """Copied tops, used wrongly: each mistake is refused in a sentence, or what follows is right."""
 
-import copy
 import importlib
 import itertools
 import re
@@ -19,7 +18,6 @@ from tops import on_top_of, refused
 from torch.distributed import group
 from uses import (
     DDP,
-    ExpertParallel,
     Islands,
     Muon,
     Pipeline,
@@ -131,8 +129,6 @@ split(StandIn, [range(1)], [0])  # not those of 0 blocks
 shard_experts(shard_experts(weight, world), world)  # dealt out already
 dispatch(chosen={4 | 5 | -1})  # a token chose an expert that is not one of the 4
 twice(lambda x: dispatch(x, experts=lambda rows, counts: rows**3), 3, 4)  # once_differentiable
-sum_replicated_gradients([nn.Parameter(torch.full((3, 2), 1.0 + rank))], world)
-    # (3, 2) differ between ranks ... start from the same weights
 """,
     "diloco": """
 DiLoCo({iter([]) | [p.detach() for p in model.parameters()]}, world, 2)
@@ -307,7 +303,6 @@ MUON = [(Muon, "mlp", {})]
 MATRICES = [(TensorParallel, "own", {})]
 ISLANDS = [(Islands, "mlp", {})]
 SEQUENCES = [(SequenceParallel, "own", dict(keep=keep)) for keep in (True, False)]
-EXPERTS = [(ExpertParallel, "mixture", {})]
 PIPELINES = [(Pipeline, "chain in place", dict(schedule="1f1b", microbatches=2))]
 
 REPLACED = "was replaced.*zero_grad.*second DDP.*create_graph.*unfrozen.*moved or cast after DDP"
@@ -315,7 +310,6 @@ MOVED = "no longer the one that ZeRO put there|weight that is not here"
 COMPLETED = "reduce_partial has completed these gradients already.*zero_grad"
 DIFFER = "gradients of whole parameters differ, .* complete partial gradients"
 CHANGED = "replaced, .*frozen or unfrozen"
-SUMMED = "call sum_replicated_gradients once a step"
 
 # Uses; calls, between bars what is refused, then what is right. Where it ends with a bar, training
 # goes on afterwards, and is one process's
@@ -358,8 +352,6 @@ ORDERS = [
     (SEQUENCES, "unmark run finish | norm", DIFFER),
     (SEQUENCES, "run finish | finish | |", COMPLETED),
     (SEQUENCES, "run finish | pass | |", COMPLETED),
-    (EXPERTS, "run finish | finish | |", SUMMED),
-    (EXPERTS, "run finish zero_grad run finish | pass | |", SUMMED),
     (PIPELINES, "run finish | finish | |", "call reduce_tied once a step"),
     (ISLANDS, "run step | replace average", CHANGED),
     (ISLANDS, "run step | reload average", CHANGED),
@@ -558,23 +550,6 @@ def test_results_of_stages_that_cannot_be_sent(copied, cut, words):
 
     with pytest.raises(AssertionError, match=f"ValueError: .*{words}"):
         copied(Pipeline.files, 2, work)
-
-
-@on_top_of("expert_parallel", 2)
-def test_experts_that_are_not_known_as_such(ep):
-    over = dist.new_group([0, 1])
-    for placement in (None, {"cuts": {0: (over, 0, 1)}}):  # none, or of another group
-        use = ExpertParallel(MODELS["mixture"](), "sgd")
-        mixture = use.model.blocks[0]
-        mixture.experts = copy.deepcopy(mixture.experts)
-        if placement:
-            for p in mixture.experts.parameters():
-                p.placement = placement
-        act(use, "run")
-        gradients = {p: p.grad.clone() for p in use.model.parameters() if p.grad is not None}
-        with refused("cut experts by shard"):
-            use.finish()
-        assert all(torch.equal(p.grad, gradient) for p, gradient in gradients.items())
 
 
 @pytest.mark.parametrize("kind", ["ring", "contiguous", "ulysses", "ring-ulysses"])

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
-from reference import STEPS, assert_ranks, batch, case, equals_one_process, train, train_rank
+from reference import STEPS, assert_ranks, batch, equals_one_process, train, train_rank
 
 import expert_parallel as ep
 import harness
@@ -116,53 +116,6 @@ def dealt_out(config, capacity=None, chunks=1):
         config=config, blocks={"1": SimpleNamespace(mlp=moe)}, parameters=moe.parameters
     )
     return ep.parallelize_experts(model, dist.group.WORLD, capacity, chunks).blocks["1"].mlp
-
-
-def test_few_tokens_and_a_favourite_expert(ranks):
-    """One layer: a single token, none at all, ranks without any, everything to one expert and the
-    rest empty."""
-    config = presets.configure(**SIZES, experts=5, top_k=1, renormalize=False)
-    generator = torch.Generator().manual_seed(0)
-    cases = []
-    for tokens, favourite in (
-        ([1, 0, 0], None),
-        ([0, 0, 7], None),
-        ([5, 3, 4], 4),
-        ([5, 0, 2], 0),
-        ([0, 0, 0], None),
-    ):
-        x = torch.randn(sum(tokens), 32, dtype=torch.float64, generator=generator)
-        cases += [(tokens, favourite, x, chunks) for chunks in (1, 3)]
-
-    def results(moe, x, favourite, count):
-        if favourite is not None:
-            moe.router.choice_bias[favourite] = 9.0
-        x = x.clone().requires_grad_()
-        y = moe(x.unsqueeze(1), max(1, count))
-        y.square().sum().backward()
-        gradients = {name: p.grad for name, p in moe.named_parameters()}
-        return y.detach().squeeze(1), x.grad, gradients, moe.router.load
-
-    def work(rank):
-        found = []
-        for tokens, favourite, x, chunks in cases:
-            moe = dealt_out(config, chunks=chunks)
-            found.append(results(moe, x.split(tokens)[rank], favourite, sum(tokens)))
-        return found
-
-    close = dict(rtol=1e-10, atol=1e-12)
-    for of, ours in zip(cases, zip(*ranks(3, work)), strict=True):
-        tokens, favourite, x, _ = of
-        with case(*of):
-            y, grad, grads, load = results(layer(config), x, favourite, sum(tokens))
-            torch.testing.assert_close(torch.cat([r[0] for r in ours]), y, **close)
-            torch.testing.assert_close(torch.cat([r[1] for r in ours]), grad, **close)
-            for name in grads:
-                pieces = [gradients[name] for _, _, gradients, _ in ours]
-                joined = torch.cat(pieces) if name.startswith("experts") else sum(pieces)
-                torch.testing.assert_close(joined, grads[name], **close)
-            assert torch.equal(sum(r[3] for r in ours), load)
-            assert favourite is None or load[favourite] == sum(tokens)
 
 
 def test_capacity_drops_and_counts(ranks):

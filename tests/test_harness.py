@@ -118,6 +118,7 @@ collectives --nproc 1000000 -> 1,000,000 ranks are too many for one machine
 train --dry-run --gpu x=0GB,0TFLOP/s,0TB/s -> not known
 train --dry-run --dp 1000000 --batch 1000000 -> ranks: a dry run takes at most
 expert_parallel --capacity 0 -> drops every token
+expert_parallel --capacity 1e30 --nproc 2 --experts 4 -> at most 2 times its even share: leave it
 train --plan --gpus 7 --batch 8 -> no layout of 7 devices suits --batch 8
 sequence_parallel --experts 2 --context 3 --nproc 2 -> use --context 4
 ddp --data= -> --data is empty
