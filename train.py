@@ -66,6 +66,7 @@ def flags():
     p = harness.parser(__doc__, steps=200, lr=3e-3, warmup=20, microbatches=None, tokenizer=None)
     for part in PARTS:
         part.add_flags(p)
+    p.hide_rare()
     return p
 
 

@@ -22,6 +22,26 @@ DTYPES = {
 UNSCALED = ["float64", "float32", "bfloat16"]  # float16 needs a loss scale, as train.py has
 
 
+# What a newcomer sets. A lesson's own flags are usual, too
+USUAL = {"help", "help_all", "preset", "layers", "width", "context", "experts"}
+USUAL |= {"steps", "batch", "microbatches", "optimizer", "lr", "dtype"}
+USUAL |= {"data", "tokenizer", "nproc", "json"}
+# of train.py
+USUAL |= {"dp", "tp", "pp", "cp", "ep", "sp", "zero", "schedule", "out", "resume"}
+USUAL |= {"sample", "init_from", "export", "dry_run", "plan", "gpus", "gpu", "islands"}
+
+
+class Help(argparse.Action):
+    """-h: the docstring and the usual flags."""
+
+    def __call__(self, parser, *_):
+        for action in parser._actions:
+            if action.dest in parser.rare:
+                action.help = argparse.SUPPRESS
+        parser.print_help()
+        parser.exit()
+
+
 class Parser(argparse.ArgumentParser):
     """Refuses bad flags in one sentence. Its help shows the docstring unwrapped, and defaults."""
 
@@ -39,7 +59,14 @@ class Parser(argparse.ArgumentParser):
             allow_abbrev=False,
             conflict_handler="resolve",
         )
+        self.rare = set()  # flags that only --help-all shows
+        self.add_argument("-h", "--help", action=Help, nargs=0, help="show the usual flags")
+        self.add_argument("--help-all", action="help", help="show all flags")
         self.formatter_class = lambda prog: self.Formatter(prog, max_help_position=28, width=120)
+
+    def hide_rare(self):
+        """Let -h show only the usual ones of the flags that there are by now."""
+        self.rare = {action.dest for action in self._actions} - USUAL
 
     def error(self, message):
         raise Refused(f"{short(message, 400)} (--help lists the flags)")
@@ -134,6 +161,7 @@ def parser(doc, **defaults):
         if action.dest in defaults:  # the help then shows the new default
             action.help = action.help.split(" (default:")[0]
     p.set_defaults(**defaults)
+    p.hide_rare()
     return p
 
 
@@ -207,6 +235,8 @@ def running_flags(g):
     why = "how long ranks wait for a silent rank; then the run ends and names it"
     g.add_argument("--timeout", **seconds, help=why)
     g.add_argument("--json", metavar="FILE", help="write the receipt as JSON")
+    why = "steps between two printed lines, after the first ten (default: 10 at a terminal, else 1)"
+    g.add_argument("--log-every", **POSITIVE, help=why)
     g.add_argument("--quiet", action="store_true", help="print nothing but errors")
 
 

@@ -198,8 +198,13 @@ def print_receipt(run, result, notes):
         run.print(f"  first off: {result['first_off']}")
     for finding in result["findings"]:
         run.print(f"    {describe(finding)}")
-    held = "proven" if run.proof else "ok"
-    run.print(f"  {held if result['ok'] else 'FAILED'}")
+    verdict = "ok" if result["ok"] else "FAILED"
+    if result["ok"] and run.proof:
+        processes = "this run" if run.world == 1 else f"{run.world} processes"
+        error = result["max_error"]["grad"]
+        verdict = f"proven: {processes} computed the gradients of one process, to {error:.1e}"
+        verdict += "\n  docs/receipts.md explains each line"
+    run.print(f"  {verdict}")
 
 
 def describe(finding):

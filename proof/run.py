@@ -11,9 +11,12 @@
 """
 
 import contextlib
+import datetime
 import functools
 import itertools
 import math
+import statistics
+import sys
 import time
 
 import torch
@@ -84,6 +87,8 @@ class Run(rank.TrainingRank):
                 left_out = any(row["loss"] is None for row in self.history)
                 if not self.any(left_out):
                     reference = reference or one_process.OneProcess()
+                    steps = "step 1" if self.proven == 1 else f"steps 1 to {self.proven}"
+                    self.print(f"now {steps} on one process, to compare")
                     self.proof = one_process.prove(self, reference, self.notes)
                 self.restart_clock()
 
@@ -180,14 +185,29 @@ class Run(rank.TrainingRank):
         loss, norm = self.read(loss, norm)
         row = {"step": self.step + 1, "loss": loss, "grad_norm": norm, "lr": self.lr}
         row |= {"tokens_per_s": rate} | self.scale
-        line = f"step {self.step + 1:4d}  loss {loss:.4f}  grad norm {norm:7.4f}"
-        line += f"  lr {self.lr:.2e}  {rate:8,.0f} tokens/s"
-        if self.scale:
-            line += f"  scale {self.scale['loss_scale']:,.0f}"
         if mfu:
             row["mfu"] = mfu(rate)
-            line += f"  MFU {row['mfu']:.1%}"
         self.history.append(row)
+        self.show(row)
+
+    def show(self, row):
+        """Print a step's line: of the first ten steps, of the last, and of each --log-every-th
+        between. tokens/s is the mean of the last ten steps."""
+        step, steps, terminal = row["step"], self.args.steps, sys.stdout.isatty()
+        every = self.args.log_every or (10 if terminal else 1)
+        if step % every and step < steps and step > self.first + 10:
+            return
+        rates = [row["tokens_per_s"] for row in self.history[-10:] if row["tokens_per_s"]]
+        rate = statistics.harmonic_mean(rates)
+        line = f"step {step:4d}  loss {row['loss']:.4f}  grad norm {row['grad_norm']:7.4f}"
+        line += f"  lr {row['lr']:.2e}  {rate:8,.0f} tokens/s"
+        if self.scale:
+            line += f"  scale {self.scale['loss_scale']:,.0f}"
+        if "mfu" in row:
+            line += f"  MFU {row['mfu']:.1%}"
+        if terminal and step < steps:
+            left = datetime.timedelta(seconds=round((steps - step) * self.count / rate))
+            line += f"  {left} left"
         self.print(line)
 
     def restart_clock(self):

@@ -1,7 +1,10 @@
-"""What train.py writes while it runs: a log, a plot of the loss, MFU, traces of chosen steps."""
+"""What train.py writes while it runs: a log, Weights & Biases, TensorBoard, a plot of
+the loss, MFU, traces of chosen steps."""
 
 import argparse
 import contextlib
+import functools
+import importlib.util
 import json
 import os
 import re
@@ -9,7 +12,7 @@ import re
 import torch
 
 import harness
-from harness import Refused, flags, outputs, say
+from harness import Refused, outputs, say
 from receipts import pipeline as schedules
 from receipts.formulas import flops_per_token
 from trainer import tokenizer
@@ -25,7 +28,9 @@ def add_flags(parser):
     g.add_argument("--profile", type=span, metavar="A-B", help=why)
     why = "where the traces go: one file a rank; Perfetto opens several on one time axis"
     g.add_argument("--profile-to", metavar="FOLDER", help=why)
-    flags.gone(g, "--wandb", "give --log-to, and each of its rows to wandb.log (docs/running.md)")
+    g.add_argument("--wandb", metavar="PROJECT", help="log to this Weights & Biases project too")
+    why = "log there for TensorBoard too (needs tensorboard)"
+    g.add_argument("--tensorboard", metavar="FOLDER", help=why)
 
 
 def span(text):
@@ -47,6 +52,16 @@ def check(args):
         raise Refused(f"{what}: choose earlier ones")
     if args.profile:
         outputs.check_folder("--profile-to", args.profile_to)
+    for name in ("tensorboard", "wandb"):
+        if getattr(args, name) and not importlib.util.find_spec(name):
+            raise Refused(f"--{name} needs a package: pip install {name}")
+    if args.tensorboard:
+        outputs.check_folder("--tensorboard", args.tensorboard)
+    if args.wandb and os.environ.get("WANDB_MODE") not in ("offline", "disabled"):
+        import wandb
+
+        if not wandb.login(prompt=False):
+            raise Refused("--wandb needs a key: run `wandb login` first, or set WANDB_MODE=offline")
 
 
 def describe(run, schedule):
@@ -163,24 +178,40 @@ class Log:
 
 @contextlib.contextmanager
 def open_log(run, first):
-    """Gives a function that writes a dict to --log-to, and at the end to --plot; on rank 0 only.
-    first: the first step."""
-    args, rows, log = run.args, [], None
-    if run.rank == 0 and args.log_to:
-        # Of the steps that the checkpoint has; later ones are taken again
-        rows += read_log(args.log_to, first) if first else []
-        log = Log(args.log_to, rows)
+    """Gives a function that writes a dict to --log-to, --wandb and --tensorboard, and at the end to
+    --plot; on rank 0 only. first: the first step."""
+    args, rows = run.args, []
+    if run.rank > 0:
+        yield lambda row: None
+        return
+    places = [rows.append]
+    with contextlib.ExitStack() as stack:
+        if args.log_to:
+            # Of the steps that the checkpoint has; later ones are taken again
+            rows += read_log(args.log_to, first) if first else []
+            log = Log(args.log_to, rows)
+            stack.callback(log.close)
+            places.append(log.write)
+        if args.wandb:
+            import wandb
 
-    def write(row):
-        rows.append(row)
-        if log:
-            log.write(row)
+            tracker = stack.enter_context(wandb.init(project=args.wandb, config=vars(args)))
+            places.append(lambda row: tracker.log(row, step=row["step"]))
+        if args.tensorboard:
+            from torch.utils.tensorboard import SummaryWriter
 
-    yield write
-    if log:
-        log.close()
-    if run.rank == 0 and args.plot:
+            board = stack.enter_context(SummaryWriter(args.tensorboard, purge_step=first + 1))
+            places.append(functools.partial(scalars, board))
+        yield lambda row: [write(row) for write in places]
+    if args.plot:
         plot(rows, args.plot)
+
+
+def scalars(board, row):
+    """Write the numbers of a row for TensorBoard, under the names that they have in --log-to."""
+    for name, value in row.items():
+        if name != "step" and value is not None:
+            board.add_scalar(name, value, row["step"])
 
 
 def plot(rows, name):
