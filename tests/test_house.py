@@ -52,10 +52,10 @@ BUDGETS = {
     "benchmarks": 2500,
 }
 CEILINGS = {
-    "harness": 2218,
-    "proof": 2298,
+    "harness": 2260,
+    "proof": 2330,
     "receipts": 2279,
-    "trainer": 2575,
+    "trainer": 2620,
     "simulator": 1953,
     "exercises": 300,
     "tests": 13442,

@@ -161,7 +161,7 @@ def test_the_receipt_shows_the_server_and_workers(script, tmp_path):
 def test_the_receipt_shows_the_staleness(script, tmp_path):
     flags = [*SMALL, "--steps", "6", "--staleness", "1", "--nproc", "3", "--dtype", "float64"]
     code, said = script("parameter_server", " ".join([*flags, "--json", f"{tmp_path}/x"]))
-    assert code == 0 and said.endswith("proven\n"), said
+    assert code == 0 and " proven: " in said, said
     receipt = json.loads((tmp_path / "x").read_text())
     # In turns of two: the first of them is fresh
     assert "staleness 0 in 3, 1 in 3 steps; at most 1" in said and receipt["counts"][0]["ok"]

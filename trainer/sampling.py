@@ -13,12 +13,15 @@ def add_flags(parser):
     g.add_argument("--sample", **harness.NATURAL, default=200, help=why)
     why = "train nothing: a sample of the newest whole checkpoint in --out, or of --init-from, "
     g.add_argument("--only-sample", action="store_true", help=f"{why}whatever layout wrote it")
-    g.add_argument("--prompt", default="\n", help="what the sample starts with")
+    why = "what the sample starts with (default: a line's end; of Python's library, def)"
+    g.add_argument("--prompt", help=why)
     why = "of the sample: lower is safer, higher more varied"
     g.add_argument("--temperature", type=harness.real(0), default=0.8, metavar="X", help=why)
 
 
 def check(args):
+    if args.prompt is None:
+        args.prompt = "\ndef " if args.data == "stdlib" and not args.init_from else "\n"
     if args.only_sample and not (args.sample and (args.out or args.init_from)):
         weights = "from --out with a checkpoint or from --init-from"
         raise Refused(f"--only-sample needs weights, {weights}, and a --sample above 0")

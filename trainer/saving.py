@@ -94,6 +94,7 @@ class Saver:
         self.run, self.model, self.optimizer, self.groups = run, model, optimizer, groups
         self.scale, self.averaging, self.args, args = scale, averaging, run.args, run.args
         self.writer = self.lock = None
+        self.interrupted = 0.0  # when Ctrl-C came
         self.signal_received, self.asked = 0, []  # asked: questions whether any rank received one
         if not args.out:
             return
@@ -170,13 +171,23 @@ class Saver:
         return run.any(restarted)
 
     def __enter__(self):
-        # Preemption sends SIGTERM, and some seconds later SIGKILL; a terminal that closes, SIGHUP
-        for number in (signal.SIGTERM, signal.SIGHUP) if self.writer else ():
+        # Preemption sends SIGTERM, and some seconds later SIGKILL; a terminal that closes, SIGHUP;
+        # Ctrl-C, SIGINT
+        for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT) if self.writer else ():
             if signal.getsignal(number) != signal.SIG_IGN:  # as under nohup
                 signal.signal(number, self.receive)
         return self
 
-    def receive(self, number, _):
+    def receive(self, number, frame):
+        """End the run after this step. A second Ctrl-C ends it at once; within a second it is the
+        first one, which the launcher passes on to the ranks that have it from the terminal."""
+        now = time.monotonic()
+        if number == signal.SIGINT and not self.signal_received:
+            self.interrupted = now
+            if self.run.rank == 0:
+                say("saving after this step; Ctrl-C again ends the run at once")
+        elif number == signal.SIGINT and now - self.interrupted > 1:
+            signal.default_int_handler(number, frame)
         self.signal_received = number
 
     def after(self, step):
