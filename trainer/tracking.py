@@ -1,5 +1,5 @@
-"""What train.py writes while it runs: a log, Weights & Biases, TensorBoard, a plot of
-the loss, MFU, traces of chosen steps."""
+"""What train.py writes while it runs: a log, Weights & Biases, TensorBoard, a plot of the loss,
+MFU, traces of chosen steps."""
 
 import argparse
 import contextlib
