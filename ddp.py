@@ -21,7 +21,6 @@ Limits    Parameters, gradients and AdamW's two moments, 4 P e bytes, must fit o
     torchrun --nproc_per_node=4 ddp.py              python ddp.py --sync naive --optimizer sgd
 
 Li et al. 2020, PyTorch Distributed, arXiv:2006.15704, section 3.2 (buckets, overlap).
-Patarasuk and Yuan 2009, Bandwidth optimal all-reduce algorithms (the ring).
 """
 
 import functools
@@ -126,14 +125,8 @@ class DDP:
             for p in bucket.parameters:
                 self.addresses[p] = p.grad.data_ptr()
                 p.register_post_accumulate_grad_hook(functools.partial(self._arrived, bucket))
-        self._start_step()
-
-    def _start_step(self):
-        self.last_call = "zero_grad()"
-        self.works = []  # this step's all-reduces: works[i] belongs to buckets[i]
-        for bucket in self.buckets:
-            bucket.flat.zero_()
-            bucket.grads_left = bucket.grads_per_step  # gradients still to come in this step
+        self.last_call = None
+        self.zero_grad()
 
     def zero_grad(self, give_up=False):
         give_up = give_up or self.last_call == "backward() begun"  # and an exception ended it
@@ -143,7 +136,11 @@ class DDP:
             for bucket in self.buckets[len(self.works) :]:
                 bucket.flat.fill_(torch.nan)  # incomplete: nobody may train on it
             self._reduce_rest()
-        self._start_step()
+        self.last_call = "zero_grad()"
+        self.works = []  # this step's all-reduces: works[i] belongs to buckets[i]
+        for bucket in self.buckets:
+            bucket.flat.zero_()
+            bucket.grads_left = bucket.grads_per_step  # gradients still to come in this step
 
     def _arrived(self, bucket, p):  # autograd has added to p.grad
         if self.last_call != "backward() begun":
@@ -221,12 +218,10 @@ def check_call(sync, call, not_after):
 
 # --- demo ---
 
-import collectives
 import harness
 import parameter_server
 import proof
 import receipts.ddp
-import receipts.parameter_server
 
 
 def main():
@@ -235,14 +230,11 @@ def main():
     parser.add_argument("--sync", choices=ways, default="overlapped", help="how to add up")
     why = "of a bucket: large ones send faster, small ones start earlier. For large models take 25"
     parser.add_argument("--bucket-mb", **harness.MEGABYTES, default=0.5, help=why)
-    sums = ["torch", *collectives.ALL_REDUCE]
-    why = "who adds up a bucket: torch.distributed, or an algorithm of collectives.py"
-    parser.add_argument("--all-reduce", choices=sums, default="torch", help=why)
-    receipts.parameter_server.gone(parser)
+    receipts.ddp.gone(parser)
     args = parser.parse_args()
     harness.configure(args)
     train = parameter_server.synchronous if args.sync == "server" else demo
-    proof.launch(train, args, check=functools.partial(receipts.ddp.check, args))
+    proof.launch(train, args, check=functools.partial(harness.check_batch, args))
 
 
 def demo(run):
@@ -250,31 +242,33 @@ def demo(run):
     run.groups(dp=group)
     model = run.fill(run.meta_model())  # the same seed everywhere: the replicas start equal
     parameters = list(model.parameters())
-    bucket_bytes = int(args.bucket_mb * 2**20)
-    if args.sync == "naive":  # a bucket per parameter: the messages of sum_gradients
-        bucket_bytes = 0
-    overlap = args.sync == "overlapped"
-    # None: torch's. Those of collectives.py have ended when they return, so nothing overlaps
-    by_hand = collectives.ALL_REDUCE.get(args.all_reduce)
-    sync = DDP(parameters, group, args.microbatches, bucket_bytes, overlap, by_hand)
     optimizer = harness.make_optimizer(parameters, args)
+    if args.sync == "naive":
+        zero_grad = functools.partial(optimizer.zero_grad, set_to_none=False)
+        finish = functools.partial(sum_gradients, parameters, group)
+    else:
+        bucket_bytes, overlap = int(args.bucket_mb * 2**20), args.sync == "overlapped"
+        sync = DDP(parameters, group, args.microbatches, bucket_bytes, overlap)
+        zero_grad, finish = sync.zero_grad, sync.finish
     for step in run.steps(optimizer):
-        sync.zero_grad()
+        zero_grad()
         loss = run.zero()
         for tokens, targets, samples in run.microbatches(step, run.rank, run.world):
             # count: the number of tokens in the whole batch
             part = model(tokens, targets=targets, target_count=run.count, sample_ids=samples)
             part.backward()
             loss += part.detach()
-        sync.finish()
+        finish()
         dist.all_reduce(loss, group=group)
         norm = harness.grad_norm(parameters)
         run.check(loss, norm, model.named)
         harness.clip(parameters, norm, args.grad_clip)
         optimizer.step()
         run.log(loss, norm)
-    buckets, early = len(sync.buckets), sync.started_in_backward
-    return run.receipt(*receipts.ddp.of_demo(run, buckets, early))
+    counts = ()
+    if args.sync != "naive":
+        counts = len(sync.buckets), sync.started_in_backward
+    return run.receipt(*receipts.ddp.of_demo(run, *counts))
 
 
 if __name__ == "__main__":
