@@ -59,7 +59,7 @@ def tile_attention(q, k, v, causal):
 
 
 class OnlineSoftmax:
-    """The sum of tiles: attention to all keys, from results that each know some of them.
+    """Attention to all keys, added up from tiles that each know some of them.
 
     The denominators e^lse1 and e^lse2 of two tiles add up to e^lse. Then the results combine to
     out = e^(lse1 - lse) out1 + e^(lse2 - lse) out2. Sums are float32 at least."""
@@ -81,7 +81,7 @@ class OnlineSoftmax:
         self.lse[:, :, queries] = total
 
 
-# --- the ring in its plainest form
+# --- the ring: keys and values travel
 
 
 class DoubleBuffer:
@@ -118,17 +118,36 @@ def around_the_ring(kv, group):
     yield (rank - (n - 1)) % n, buffer.tensor
 
 
-def ring_attention(q, k, v, group):
-    """Causal attention of this rank's queries to the keys of all ranks, forward only. Rank i of n
-    holds the i-th of n equal runs of tokens; q, k, v and the result are (B, H, T / n, D)."""
+class Tile(NamedTuple):
+    """Some of a rank's queries with some of a rank's keys. Causal: queries and keys are of the same
+    tokens, and later keys are masked."""
+
+    queries: slice
+    keys: slice
+    causal: bool
+
+
+def contiguous_tile(rank, source, tokens):
+    """The pairs of a rank's queries and a source rank's keys that are not masked, or None, where
+    rank i holds the i-th run of tokens. tokens: how many a rank holds."""
+    if source > rank:
+        return None
+    return Tile(slice(0, tokens), slice(0, tokens), causal=source == rank)
+
+
+def attend_to_all(q, kv_by_rank, group, tile_of):
+    """Attention of this rank's queries: the result and its lse. kv_by_rank: pairs (rank, its keys
+    and values), as they come around the ring. tile_of: contiguous_tile, or zigzag_tile below.
+    attend(q, kv, tile), below, is tile_attention by a fused kernel."""
     rank, result = dist.get_rank(group), OnlineSoftmax(q)
-    for source, kv in around_the_ring(torch.stack((k, v)), group):
-        if source <= rank:  # the keys of later ranks are masked, all of them
-            result.add(*tile_attention(q, *kv, causal=source == rank))
-    return result.out.to(q.dtype)
+    for source, kv in kv_by_rank:
+        tile = tile_of(rank, source, q.shape[2])
+        if tile:
+            result.add(*attend(q, kv, tile), tile.queries)
+    return result.out.to(q.dtype), result.lse
 
 
-# --- backward of a tile
+# --- backward: keys and values travel again, and with them the sums of their gradients
 
 
 def tile_gradients(grad, q, k, v, out, lse, causal):
@@ -146,7 +165,57 @@ def tile_gradients(grad, q, k, v, out, lse, causal):
     return dq, dk, dv
 
 
-# --- the zigzag: who holds which tokens
+class RingAttention(torch.autograd.Function):
+    """q (B, H, T', D), k and v (B, H_kv, T', D) of this rank's T' tokens -> attention to all ranks'
+    keys (B, H, T', D). H / H_kv query heads share a kv-head."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, group, tile_of):
+        kv_by_rank = around_the_ring(torch.stack((k, v)), group)
+        out, lse = attend_to_all(q, kv_by_rank, group, tile_of)
+        ctx.save_for_backward(q, k, v, out, lse)
+        ctx.group, ctx.tile_of = group, tile_of
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        q, k, v, out, lse = ctx.saved_tensors
+        rank, kv = dist.get_rank(ctx.group), torch.stack((k, v))
+        dq = torch.zeros_like(q, dtype=lse.dtype)
+        dkv = DoubleBuffer(torch.zeros_like(kv, dtype=lse.dtype), ctx.group)
+        for source, kv_j in around_the_ring(kv, ctx.group):
+            tile = ctx.tile_of(rank, source, q.shape[2])
+            if tile:
+                dq_i, dk_j, dv_j = attend_backward(grad, q, kv_j, out, lse, tile)
+                dq[:, :, tile.queries] += dq_i
+            # dkv, the sums for kv_j, trails kv_j by one step: the previous rank must add its tile
+            # first. The sums travelled while this tile was computed
+            if source != rank:  # in the first step they are this rank's own zeros
+                dkv.receive()
+            if tile:
+                dkv.tensor[0][:, :, tile.keys] += dk_j
+                dkv.tensor[1][:, :, tile.keys] += dv_j
+            dkv.send()
+        dkv.receive()  # after n hops a rank has the sums for its own keys
+        dk, dv = dkv.tensor.to(k.dtype)
+        return dq.to(q.dtype), dk, dv, None, None
+
+
+# --- the zigzag: nothing but who holds which tokens, and so another tile_of
+
+
+def zigzag_tile(rank, source, tokens):
+    """As contiguous_tile, where each rank holds an early and a late chunk, of tokens / 2 each. A
+    Tile is never None, and all have equal work."""
+    whole, half = slice(0, tokens), tokens // 2
+    if source == rank:
+        return Tile(whole, whole, causal=True)
+    # Ranks a < b hold chunks in this order of time: a b b a. So b's queries see a's early chunk
+    # only, half of its keys. And of a's queries only the late chunk sees b's keys, all of them
+    if source < rank:
+        return Tile(whole, slice(0, half), causal=False)
+    return Tile(slice(half, tokens), whole, causal=False)
 
 
 def positions(length, rank, ring, ulysses=1, zigzag=True):
@@ -174,79 +243,7 @@ def shard_sequence(x, held, fill=0):
     return x[:, held.clamp(max=x.shape[1] - 1)].masked_fill(padding, fill)
 
 
-class Tile(NamedTuple):
-    """Some of a rank's queries with some of a rank's keys. Causal: queries and keys are of the same
-    tokens, and later keys are masked."""
-
-    queries: slice
-    keys: slice
-    causal: bool
-
-
-def visible_tile(rank, source, tokens, zigzag=True):
-    """The pairs of a rank's queries and a source rank's keys that are not masked: a Tile, one
-    kernel call. None if all are masked. tokens: how many a rank holds."""
-    whole, half = slice(0, tokens), tokens // 2
-    if source == rank:
-        return Tile(whole, whole, True)
-    if not zigzag:
-        return Tile(whole, whole, False) if source < rank else None
-    # Ranks a < b hold chunks in this order of time: a b b a. So b's queries see a's early chunk
-    # only, half of its keys. And of a's queries only the late chunk sees b's keys, all of them
-    if source < rank:
-        return Tile(whole, slice(0, half), False)
-    return Tile(slice(half, tokens), whole, False)
-
-
-# --- the ring with zigzag and backward
-# attend and attend_backward, below, are tile_attention and tile_gradients by fused kernels
-
-
-def attend_to_all(q, kv_by_rank, group, zigzag):
-    """Attention of q to pairs (rank, its keys and values): the result and its lse."""
-    rank, result = dist.get_rank(group), OnlineSoftmax(q)
-    for source, kv in kv_by_rank:
-        tile = visible_tile(rank, source, q.shape[2], zigzag)
-        if tile:
-            result.add(*attend(q, kv, tile), tile.queries)
-    return result.out.to(q.dtype), result.lse
-
-
-class RingAttention(torch.autograd.Function):
-    """q (B, H, T', D), k and v (B, H_kv, T', D) of this rank's T' tokens -> attention to all ranks'
-    keys (B, H, T', D). H / H_kv query heads share a kv-head."""
-
-    @staticmethod
-    def forward(ctx, q, k, v, group, zigzag):
-        kv_by_rank = around_the_ring(torch.stack((k, v)), group)
-        out, lse = attend_to_all(q, kv_by_rank, group, zigzag)
-        ctx.save_for_backward(q, k, v, out, lse)
-        ctx.group, ctx.zigzag = group, zigzag
-        return out
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad):
-        q, k, v, out, lse = ctx.saved_tensors
-        rank, kv = dist.get_rank(ctx.group), torch.stack((k, v))
-        dq = torch.zeros_like(q, dtype=lse.dtype)
-        dkv = DoubleBuffer(torch.zeros_like(kv, dtype=lse.dtype), ctx.group)
-        for source, kv_j in around_the_ring(kv, ctx.group):
-            tile = visible_tile(rank, source, q.shape[2], ctx.zigzag)
-            if tile:
-                dq_i, dk_j, dv_j = attend_backward(grad, q, kv_j, out, lse, tile)
-                dq[:, :, tile.queries] += dq_i
-            # dkv, the sums for kv_j, trails kv_j by one step: the previous rank must add its tile
-            # first. The sums travelled while this tile was computed
-            if source != rank:  # in the first step they are this rank's own zeros
-                dkv.receive()
-            if tile:
-                dkv.tensor[0][:, :, tile.keys] += dk_j
-                dkv.tensor[1][:, :, tile.keys] += dv_j
-            dkv.send()
-        dkv.receive()  # after n hops a rank has the sums for its own keys
-        dk, dv = dkv.tensor.to(k.dtype)
-        return dq.to(q.dtype), dk, dv, None, None
+# --- in a model
 
 
 def check_qkv(q, k, v):
@@ -266,8 +263,6 @@ class GroupModule(nn.Module):
     def __init__(self, group):
         super().__init__()
         self.group, self.rank, self.n = group, dist.get_rank(group), dist.get_world_size(group)
-        if self.rank < 0:
-            raise ValueError("this rank is not in the group: give each rank its own group")
 
 
 class Ring(GroupModule):
@@ -281,7 +276,7 @@ class Ring(GroupModule):
         y = shard_sequence(targets, held, fill=-100)    # targets are shifted before the cut
         logits = model(x, held.clamp(max=T - 1))        # padding needs some position, too
         loss = nn.functional.cross_entropy(logits.flatten(0, 1), y.flatten(), reduction="sum")
-        (loss / count).backward()                       # count: valid targets of all ranks
+        (loss / target_count).backward()                # valid targets of all ranks
         for p in model.parameters():                    # after the last micro-batch
             dist.all_reduce(p.grad, group=group)        # a sum, no mean; then clip and step
 
@@ -306,7 +301,8 @@ class Ring(GroupModule):
         if self.zigzag and q.shape[2] % 2 and self.n > 1:
             chunks = f"a zigzag holds two equal chunks, not {q.shape[2]} tokens"
             raise ValueError(f"{chunks}: cut sequences by positions(), or give zigzag=False")
-        return self.attention.apply(q, k, v, self.group, self.zigzag)
+        tile_of = zigzag_tile if self.zigzag else contiguous_tile
+        return self.attention.apply(q, k, v, self.group, tile_of)
 
 
 # --- a tile by the device's kernels, which are fast and return the log-sum-exp too
@@ -370,13 +366,13 @@ class GatheredAttention(torch.autograd.Function):
     """The same tiles, with all ranks' keys and values in memory from forward to backward."""
 
     @staticmethod
-    def forward(ctx, q, k, v, group, zigzag):
+    def forward(ctx, q, k, v, group, tile_of):
         kv = torch.stack((k, v))
         gathered = kv.new_empty(dist.get_world_size(group), *kv.shape)  # (N, 2, B, H_kv, T', D)
         all_gather_into_tensor(gathered.flatten(0, 1), kv, group=group)
-        out, lse = attend_to_all(q, enumerate(gathered), group, zigzag)
+        out, lse = attend_to_all(q, enumerate(gathered), group, tile_of)
         ctx.save_for_backward(q, gathered, out, lse)
-        ctx.group, ctx.zigzag = group, zigzag
+        ctx.group, ctx.tile_of = group, tile_of
         return out
 
     @staticmethod
@@ -386,7 +382,7 @@ class GatheredAttention(torch.autograd.Function):
         rank, dq = dist.get_rank(ctx.group), torch.zeros_like(q, dtype=lse.dtype)
         dkv = torch.zeros_like(gathered, dtype=lse.dtype)
         for source, kv in enumerate(gathered):
-            tile = visible_tile(rank, source, q.shape[2], ctx.zigzag)
+            tile = ctx.tile_of(rank, source, q.shape[2])
             if tile:
                 dq_i, *dkv_j = attend_backward(grad, q, kv, out, lse, tile)
                 dq[:, :, tile.queries] += dq_i
@@ -444,7 +440,7 @@ class Ulysses(GroupModule):
         # the rest as with Ring
 
     core: functools.partial(F.scaled_dot_product_attention, is_causal=True, enable_gqa=True). It
-    gets q (B, H / n, n T', D), k and v. Mask, scale and dropout are its own.
+    gets q (B, H / n, n T', D), k and v, and returns q's shape. Mask, scale and dropout are its own.
     ring-ulysses is Ulysses(group of U ranks, Ring(group of R ranks)), and holds zigzags (Fang and
     Zhao 2024, arXiv:2405.07719)."""
 
@@ -461,18 +457,11 @@ class Ulysses(GroupModule):
 
     def forward(self, q, k, v):
         check_qkv(q, k, v)
-        if q.shape[1] % self.n:
-            what = f"{q.shape[1]} heads do not divide by {self.n} ranks"
-            raise ValueError(f"Ulysses deals heads out, and {what}: change one of them")
         copies = self.n // math.gcd(k.shape[1], self.n)
         kv = torch.cat((k, v), dim=-1).repeat_interleave(copies, dim=1)  # (B, H_kv copies, T', 2 D)
         q = Exchange.apply(q, self.group, 1, 2)  # (B, H / n, n T', D)
         k, v = Exchange.apply(kv, self.group, 1, 2).chunk(2, dim=-1)
-        out = self.core(q, k, v)
-        if out.shape != q.shape:
-            shapes = f"the shape of q {tuple(q.shape)}, not {tuple(out.shape)}"
-            raise ValueError(f"Ulysses' core must return {shapes}: transpose its result")
-        return Exchange.apply(out, self.group, 2, 1)
+        return Exchange.apply(self.core(q, k, v), self.group, 2, 1)
 
 
 # --- for model.py's GPT ---
@@ -488,71 +477,31 @@ def parallelize_context(
         model = parallelize_context(model, group, kind)
         held = model.blocks["0"].attn.core.positions(T).to(tokens.device)
         x, y = shard_sequence(tokens, held), shard_sequence(targets, held, -1)
-        loss = model(x, held.clamp(max=T - 1), targets=y, target_count=count)
-        loss.backward()                                 # count: valid targets of all ranks
+        loss = model(x, held.clamp(max=T - 1), targets=y, target_count=target_count)
+        loss.backward()                                 # target_count: valid targets of all ranks
         # then sum the gradients over the group, as with Ring
 
     ring_group, ulysses_group: for kind "ring-ulysses"; a rank of `group` is its ring's rank x U +
-    its ulysses' rank. A router takes no padding. Raises ValueError for a model that is parallel
-    already and for groups that do not fit; the first forward does, for wrong positions."""
-    blocks, n = model.blocks, dist.get_world_size(group)
-    if kind == "ring-ulysses":
-        ring, ulysses = dist.get_world_size(ring_group), dist.get_world_size(ulysses_group)
-        if ring * ulysses != n:
-            groups = f"groups of {ring} and {ulysses} do not make the {n} ranks of `group`"
-            raise ValueError(f"{groups}: give those of this rank's ring and of its all-to-alls")
-    for block in blocks.values():
-        core = block.attn.core
-        if isinstance(core, GroupModule):
-            raise ValueError("this model is context-parallel already: parallelize a new one")
-        if kind == "ring":
-            core = Ring(group, zigzag)
-        elif kind == "gather":
-            core = Gather(group, zigzag)
-        elif kind == "ulysses":
-            core = Ulysses(group, core)
+    its ulysses' rank. A router takes no padding."""
+    for block in model.blocks.values():
+        if kind == "ulysses":
+            core = Ulysses(group, block.attn.core)
         elif kind == "ring-ulysses":
             core = Ulysses(ulysses_group, Ring(ring_group, zigzag))
         else:
-            kinds = f"{kind!r}: choose one of {', '.join(KINDS)}"
-            raise ValueError(f"there is no context parallelism of kind {kinds}")
+            core = {"ring": Ring, "gather": Gather}[kind](group, zigzag)
         block.attn.core = core
-        if hasattr(block.mlp, "router"):
+        if model.config.experts:
             router = block.mlp.router
-            router.sum_over_sequence = nn.Sequential(
-                router.sum_over_sequence, SumRouterStats(group)
-            )
-    if n > 1 and len(blocks):
-        check_first_forward(model, core, n)
+            sums = SumRouterStats(group)
+            router.sum_over_sequence = nn.Sequential(router.sum_over_sequence, sums)
     return model
 
 
-def check_first_forward(model, core, n):
-    """Make the model's first forward, and no later one, raise ValueError for other positions than
-    those of `core`. Positions of padding may be clamped."""
-
-    def check(model, inputs, named):
-        handle.remove()
-        positions = named.get("positions", inputs[1] if len(inputs) > 1 else None)
-        if positions is not None:
-            length = len(positions) * n
-            last = positions.max().clamp(min=length - 2 * n)  # T - 1; padding is < 2n
-            required = core.positions(length).to(positions.device).clamp(max=last)
-            if positions.tolist() == required.tolist():
-                return
-        raise ValueError(
-            "these are not the positions that this rank must hold: cut tokens by positions() of a "
-            "block's attention core, and give the positions to the model too"
-        )
-
-    handle = model.register_forward_pre_hook(check, with_kwargs=True)
-
-
 class SumRouterStats(GroupModule):
-    """The total of a router's sums over a sequence, of which each rank has a part.
-
-    All ranks compute the same loss from the total. Its gradient goes to this rank's own sums,
-    unchanged. Weights' gradients are summed over the ranks later: a sum here would be one more."""
+    """Adds up a router's sums over a sequence, of which each rank has a part. The gradient of the
+    total goes to this rank's part unchanged, because weights' gradients are summed over the ranks
+    later. Tensor parallelism's g does the same."""
 
     def forward(self, sums):
         total = sums.detach().clone()
@@ -578,7 +527,8 @@ def main():
     args = parser.parse_args()
     harness.check_plot(args)
     if args.plot:
-        return receipts.context_parallel.plot(args.plot, args.nproc or 4, positions, visible_tile)
+        tiles = contiguous_tile, zigzag_tile
+        return receipts.context_parallel.plot(args.plot, args.nproc or 4, positions, tiles)
     receipts.context_parallel.check(args)
     config = harness.configure(args)
     harness.check_batch(args, 1)
@@ -620,7 +570,8 @@ def demo(run):
         harness.clip(parameters, norm, args.grad_clip)
         optimizer.step()
         run.log(loss, norm)
-    return run.receipt(*receipts.context_parallel.of_demo(run, len(held), visible_tile))
+    tile_of = contiguous_tile if args.contiguous else zigzag_tile
+    return run.receipt(*receipts.context_parallel.of_demo(run, len(held), tile_of))
 
 
 if __name__ == "__main__":

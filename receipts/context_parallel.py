@@ -123,50 +123,47 @@ def expected(sizes, group, kind, rings, scatter):
     return sent, held(sizes, activations="1/N of one process's")
 
 
-def of_demo(run, tokens, tile):
+def of_demo(run, tokens, tile_of):
     """(layout, sent, held, notes) of the demo's receipt. Gradients are summed as by ddp.py.
 
-    tokens: of a rank, with padding. tile: context_parallel.visible_tile."""
+    tokens: of a rank, with padding. tile_of: the ring's, of context_parallel.py."""
     args, n = run.args, run.world
     group, sizes = Group("cp", n), sizes_of(args, run.config, length=tokens)
     sent, held = expected(sizes, group, args.kind, args.rings, scatter_operation(dist.group.WORLD))
     sent = add(ddp.expected(sizes, group)[0], sent)
     ring, ulysses = grid(args.kind, n, args.rings)
     layout = {"cp": n, "kind": args.kind, "ring": ring, "ulysses": ulysses}
-    zigzag = not args.contiguous and args.kind != "ulysses"
-    even = " ".join(f"{share:.0%}" for share in shares(tile, ring, tokens * ulysses, zigzag))
+    even = " ".join(f"{share:.0%}" for share in shares(tile_of, ring, tokens * ulysses))
     notes = [f"work of attention, of an even share, by rank of the ring: {even}"]
     return layout, sent, held, notes
 
 
-def work(tile, rank, ring, tokens, zigzag=True):
-    """How many pairs of a query and a key a rank of the ring computes. tokens: of a rank.
-
-    tile: context_parallel.visible_tile."""
+def work(tile_of, rank, ring, tokens):
+    """How many pairs of a query and a key a rank of the ring computes. tokens: of a rank."""
     pairs = 0
     for source in range(ring):
-        visible = tile(rank, source, tokens, zigzag)
-        if visible:
-            queries, keys, causal = visible
+        tile = tile_of(rank, source, tokens)
+        if tile:
+            queries, keys, causal = tile
             height, width = queries.stop - queries.start, keys.stop - keys.start
             pairs += height * (height + 1) // 2 if causal else height * width
     return pairs
 
 
-def shares(tile, ring, tokens, zigzag):
+def shares(tile_of, ring, tokens):
     """Each rank's work, relative to an even share."""
-    pairs = [work(tile, rank, ring, tokens, zigzag) for rank in range(ring)]
+    pairs = [work(tile_of, rank, ring, tokens) for rank in range(ring)]
     return [p * ring / sum(pairs) for p in pairs]
 
 
 # --- the picture
 
 
-def plot(name, ring, positions, tile):
+def plot(name, ring, positions, tiles):
     """Draw the chunks of causal attention's scores, without and with the zigzag: a color a rank, in
     each cell the step in which the keys are there. Of its own keys a chunk sees half.
 
-    positions, tile: of context_parallel.py."""
+    positions: of context_parallel.py; tiles: its contiguous_tile and zigzag_tile."""
     plt, n = pyplot(), 2 * ring
     figure, axes = plt.subplots(1, 2, figsize=(11, 5), layout="constrained")
     for panel, zigzag in zip(axes, (False, True)):
@@ -183,7 +180,7 @@ def plot(name, ring, positions, tile):
         labels = [f"{chunk} (rank {owner[chunk]})" for chunk in range(n)]
         panel.set_yticks(range(n), labels, fontsize=8)
         panel.set(xlabel="chunk of keys", ylabel="chunk of queries")
-        even = ", ".join(f"{share:.2f}" for share in shares(tile, ring, 1024, zigzag))
+        even = ", ".join(f"{share:.2f}" for share in shares(tiles[zigzag], ring, 1024))
         kind = "zigzag" if zigzag else "contiguous"
         panel.set_title(f"{kind}: work of the ranks {even} of an even share", fontsize=10)
     save(figure, name)

@@ -1,5 +1,6 @@
 """Copied tops, used wrongly: each mistake is refused in a sentence, or what follows is right."""
 
+import copy
 import importlib
 import itertools
 import re
@@ -94,18 +95,9 @@ core({"ring" | "gather" | "ulysses"})(*qkv({k=(2, 3, 6, 8) | k=(1, 2, 6, 8) | k=
 core({"ring" | "gather"})(*qkv((2, 4, 5, 8), (2, 2, 5, 8)))  # zigzag holds two equal chunks, not 5
 core({"ring" | "gather"})(*qkv(), is_causal=False)  # unexpected keyword argument 'is_causal'
 core({"ring" | "gather"})(*qkv(), attn_mask=torch.ones(6, 6))  # keyword argument 'attn_mask'
-core("ulysses")(*qkv((2, 3, 6, 8), (2, 1, 6, 8)))  # 3 heads do not divide by 2 ranks
-Ulysses(world, lambda q, k, v: q.transpose(1, 2))(*qkv())
-    # must return the shape of q (2, 2, 12, 8), not (2, 12, 2, 8): transpose
-{Ring(others) | Gather(others) | Ulysses(others, None)}  # this rank is not in the group
 positions(16, {4, 4 | -1, 4 | 3, 1, 3})  # give the group's grid
 twice(lambda q: core({"ring" | "gather" | "ulysses"})(q, q, q) ** 3, 2, 4, 6, 8)
     # once_differentiable
-parallelize_context(StandIn(Block()), world, "circle")  # no context parallelism of kind 'circle'
-parallelize_context(StandIn(Block()), world, "ring-ulysses", alone, alone)
-    # do not make the 2 ranks
-parallelize_context(parallelize_context(StandIn(Block()), world), world, "ulysses")
-    # context-parallel already
 """,
     "pipeline": """
 play_on(links[:3])  # four different groups
@@ -178,7 +170,7 @@ def reads_another_unit(model):
     model(TOKENS)
 
 
-def user_names(module, alone, others, links):
+def user_names(module, links):
     """What the lines above may name."""
 
     def dispatch(x=torch.ones(3, 4), sizes=(2, 2), weights=torch.ones(3, 2), **given):
@@ -193,7 +185,7 @@ def user_names(module, alone, others, links):
 
     three_heads = Names(heads=6, kv_heads=3, experts=0, vocab=7)
     names = dict(
-        rank=dist.get_rank(),
+        copy=copy,
         world=group.WORLD,
         SGD=torch.optim.SGD,
         x=torch.ones(4),
@@ -218,10 +210,9 @@ def user_names(module, alone, others, links):
 def test_lines_that_are_refused(copied, files):
     def work(rank):
         module = importlib.import_module(files.split()[-1].rpartition("/")[2])
-        pair = [dist.new_group([r]) for r in range(2)]
         links = [dist.new_group() for _ in range(4)]
         for line, words in lines(REFUSED[files]):
-            names = user_names(module, pair[rank], pair[1 - rank], links)
+            names = user_names(module, links)
             try:
                 with refused(words):
                     eval(line, names)
@@ -550,45 +541,6 @@ def test_results_of_stages_that_cannot_be_sent(copied, cut, words):
 
     with pytest.raises(AssertionError, match=f"ValueError: .*{words}"):
         copied(Pipeline.files, 2, work)
-
-
-@pytest.mark.parametrize("kind", ["ring", "contiguous", "ulysses", "ring-ulysses"])
-@on_top_of("context_parallel", 4)
-def test_positions_of_another_kind(cp, kind):
-    """Some rank refuses them in the first forward. A later one is not looked at."""
-    rank, core, zigzag = dist.get_rank(), context_core(kind), kind != "contiguous"
-    groups = (core.core.group, core.group) if kind == "ring-ulysses" else ()
-
-    def first_forward(where):
-        model = StandIn(foreign.Block())
-        cp.parallelize_context(
-            model, group.WORLD, kind if zigzag else "ring", *groups, zigzag=zigzag
-        )
-        model(torch.ones(1, 8), positions=where)
-        return model
-
-    def complaint(where):
-        try:
-            first_forward(where)
-        except ValueError as e:
-            return str(e)
-        return ""
-
-    kinds = {
-        "ring": cp.positions(32, rank, 4),
-        "contiguous": torch.arange(32).chunk(4)[rank],
-        "ring-ulysses": cp.positions(32, rank, 2, 2),
-        "of another group": cp.positions(16, rank % 2, 2),
-        "zeros": torch.zeros(8, dtype=torch.int64),
-        "none": None,
-    }
-    right = kinds.pop("contiguous" if kind == "ulysses" else kind)
-    for where in kinds.values():
-        messages = [None] * 4
-        dist.all_gather_object(messages, complaint(where))
-        assert any("these are not the positions that this rank must hold" in m for m in messages)
-    first_forward(right)(torch.ones(1, 1), torch.tensor([32]))
-    first_forward(right.clamp(max=29))
 
 
 @on_top_of("diloco", 2)

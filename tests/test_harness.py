@@ -117,6 +117,10 @@ ddp --timeout 1e308 -> at most 1,000,000
 collectives --nproc 1000000 -> 1,000,000 ranks are too many for one machine
 train --dry-run --gpu x=0GB,0TFLOP/s,0TB/s -> not known
 train --dry-run --dp 1000000 --batch 1000000 -> ranks: a dry run takes at most
+context_parallel --kind ulysses --nproc 3 -> 4 heads do not divide by 3 ranks
+context_parallel --prefill 61 -> --prefill is gone: train.py --cp 4 --sample N --prompt TEXT
+context_parallel --rings 2 -> --rings means nothing with --kind ring: use --kind ring-ulysses
+context_parallel --kind ulysses --contiguous -> nothing with --kind ulysses: use --kind ring or gat
 expert_parallel --capacity 0 -> drops every token
 expert_parallel --capacity 1e30 --nproc 2 --experts 4 -> at most 2 times its even share: leave it
 train --plan --gpus 7 --batch 8 -> no layout of 7 devices suits --batch 8

@@ -410,7 +410,7 @@ class ContextParallel(OneProcess):
         return self.model
 
     def backward(self, x, y, count):
-        self.scope |= dict(tokens=x, targets=y, count=count)
+        self.scope |= dict(tokens=x, targets=y, target_count=count)
         exec(self.each, self.scope)
         return self.scope["loss"].item() / count.item()
 
