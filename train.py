@@ -158,24 +158,24 @@ def build(run, schedule, groups):
 
 
 def data_parallel(run, model, groups, draw):
-    """Fill the model with the values of `draw`. Returns (what sums the gradients over the ranks,
-    what takes the step): DDP and an optimizer of torch's, or ZeRO or Muon, which do both. Mixed
-    precision takes ZeRO even at stage 0, which splits nothing but keeps the optimizer's own copy of
-    the weights."""
-    args, stages = run.args, model.parts.values()
+    """Fill the model with the values of `draw`. Returns one object that sums the gradients over the
+    replicas and takes the step: ZeRO, Muon, or DDP with an optimizer of torch's. Mixed precision
+    takes ZeRO even at stage 0, which splits nothing but keeps masters: the weights in --dtype."""
+    args, dp = run.args, groups["dp"]
     bucket_bytes = int(args.bucket_mb * 2**20)
     if args.optimizer == "muon":
         run.fill(model, draw)
         run.make_optimizer = receipts.muon.one_process(muon.PlainMuon, muon.layer_matrices)
+        stages = model.parts.values()
         options = args.lr, args.weight_decay, args.microbatches, bucket_bytes, stages
-        owners = muon.Muon(model, groups["dp"], muon.layer_matrices(model), *options)
-        return owners, owners
+        return muon.Muon(model, dp, muon.layer_matrices(model), *options)
     one_dtype = args.dtype == args.param_dtype == args.reduce_dtype
     if args.zero == 0 and one_dtype and not args.offload:
         run.fill(model, draw)
-        options = {"all_reduce": functools.partial(harness.all_reduce, async_op=True)}
-        sync = ddp.DDP(model.uses(), groups["dp"], args.microbatches, bucket_bytes, **options)
-        return sync, harness.make_optimizer(model.parameters(), args)
+        all_reduce = functools.partial(harness.all_reduce, async_op=True)
+        sync = ddp.DDP(model.uses(), dp, args.microbatches, bucket_bytes, all_reduce=all_reduce)
+        cut_over = [groups["tp"], groups["ep"]] if args.ep > 1 else [groups["tp"]]
+        return DDPAndOptimizer(sync, harness.make_optimizer(model.parameters(), args), cut_over)
     options = dict(
         optimizer=functools.partial(harness.make_optimizer, args=args),
         microbatches=args.microbatches,
@@ -184,30 +184,49 @@ def data_parallel(run, model, groups, draw):
         **zero_flags.options(run, model, args.zero, draw),
     )
     if args.zero == 3:
-        sharded = fsdp.FSDP(model, groups["dp"], **options)
-    else:
-        sharded = zero.ZeRO(model, groups["dp"], args.zero, **options)
-    return sharded, sharded
+        return fsdp.FSDP(model, dp, **options)
+    return zero.ZeRO(model, dp, args.zero, **options)
 
 
-# --- the loop
+class DDPAndOptimizer:
+    """DDP and an optimizer of torch's as one object, with the methods that ZeRO and Muon have.
+
+    cut_over: the groups within a stage over which parameters are cut."""
+
+    def __init__(self, sync, optimizer, cut_over):
+        self.zero_grad, self.finish, self.step = sync.zero_grad, sync.finish, optimizer.step
+        self.parameters, self.cut_over = sync.parameters, cut_over
+        self.optimizers, self.param_groups = [optimizer], optimizer.param_groups
+
+    def grad_norm(self, stages):
+        """The norm of the whole model's gradient. stages: the group of the pipeline's ranks."""
+        return harness.grad_norm(self.parameters, [*self.cut_over, stages])
+
+    def clip(self, norm, limit):
+        harness.clip(self.parameters, norm, limit)
+
+
+# --- a step
 
 
 class Runner:
-    """Runs forward and backward through this rank's stages.
+    """What this rank trains, and how it runs forward and backward through its stages.
 
-    run: harness's view of this process: flags, device, data, log. sync: DDP or ZeRO.
-    loss_scale: a LossScale. watch(action): a context around each of the pipeline's actions."""
+    run: the flags, device, data and log of this process. optimizer: of `data_parallel`.
+    watch(action): a context around each of the pipeline's actions."""
 
-    def __init__(self, run, schedule, groups, model, sync, loss_scale, watch):
+    def __init__(self, run, schedule, groups, model, optimizer, watch):
         self.run, self.schedule, self.groups, self.model = run, schedule, groups, model
-        self.sync, self.loss_scale, self.watch = sync, loss_scale, watch
+        self.optimizer, self.loss_scale = optimizer, LossScale(run.args, optimizer)
+        # ZeRO must know which stage an action belongs to
+        self.watch, self.scope = watch, getattr(optimizer, "around", contextlib.nullcontext)
         self.links = groups["down"] + groups["up"]
         # Which part of the batches is this rank's: islands have batches of their own
         island = run.rank // (run.world // run.args.islands)
         self.replica = island * run.args.dp + dist.get_rank(groups["dp"]) // run.args.cp
         self.positions_held = functools.lru_cache(self.positions_held)
-        self.positions_held(run.config.context)  # before the first step: a copy makes it wait
+        # Before the first step: a copy to the device makes it wait
+        self.positions = self.positions_held(run.config.context)
         blocks = [block for part in model.parts.values() for block in part.blocks.values()]
         self.rows = RowCounter([block.mlp for block in blocks] if run.args.ep > 1 else [])
 
@@ -217,11 +236,13 @@ class Runner:
 
     def step(self, batches):
         """Forward and backward of a step: leaves complete gradients, and returns this rank's part
-        of the loss."""
-        self.sync.zero_grad()
+        of the loss. The optimizer sums gradients over the replicas while backward goes on."""
+        self.optimizer.zero_grad()
         self.rows.clear()
         losses = self.run_schedule(self.schedule, batches, self.loss_scale.count(self.run.count))
-        self.sync.finish()
+        self.optimizer.finish()
+        if self.run.step == self.run.measured:  # the step whose bytes the ledger counts
+            self.travelled = self.rows.travelled
         # Only the last stage has losses
         return sum(losses, self.run.zero()) / self.loss_scale.value
 
@@ -229,14 +250,14 @@ class Runner:
         """Before the first step of a pipeline, which would hang on nccl: see pipeline.prepare."""
         count = self.loss_scale.count(self.run.count)
         self.run_schedule(self.schedule, batches, count, pipeline.prepare)
-        self.sync.zero_grad(give_up=True)
+        self.optimizer.zero_grad(give_up=True)
         gpt.rebalance(self.model, move=False)  # the routers counted these tokens
 
     def forward_only(self, batches, count):
         schedule = pipeline.forward_only(self.schedule, len(batches))
         return self.run_schedule(schedule, batches, count)
 
-    def run_schedule(self, schedule, batches, count, play=None):
+    def run_schedule(self, schedule, batches, count, play=pipeline.play):
         """What the last stage returns for each micro-batch, on its rank: losses divided by count,
         or logits (b, T, V) without targets. Other ranks get []."""
         run, args = self.run, self.run.args
@@ -254,7 +275,6 @@ class Runner:
 
         tokens_held = len(held) // args.tp if args.sp else len(held)
         shape, dtype = (rows, tokens_held, run.config.width), harness.DTYPES[args.param_dtype]
-        play = play or pipeline.play
         return play(schedule, forward, shape, dtype, run.device, self.links, around=self.around)
 
     def positions_held(self, length):
@@ -264,9 +284,19 @@ class Runner:
 
     @contextlib.contextmanager
     def around(self, action):
-        of_zero = isinstance(self.sync, zero.ZeRO)
-        with self.watch(action), self.sync.around(action) if of_zero else contextlib.nullcontext():
+        with self.watch(action), self.scope(action):
             yield
+
+    def full_weights(self):
+        """(name, parameter) of this rank's stages, not split over replicas, with the gradients."""
+        if isinstance(self.optimizer, muon.Muon):
+            self.optimizer.gather_gradients()
+        if isinstance(self.optimizer, zero.ZeRO):
+            return self.loss_scale.unscale(self.optimizer.gather_full(self.model.named()))
+        return self.model.named()
+
+
+# --- training: what stands before the steps, the steps, what follows them
 
 
 def train(run, schedule=None, watch=contextlib.nullcontext, warm_up_first=True):
@@ -276,106 +306,82 @@ def train(run, schedule=None, watch=contextlib.nullcontext, warm_up_first=True):
     args = run.args
     if schedule is None:
         schedule = zero_bubble.find_schedule(args.schedule, args.pp, args.microbatches, args.chunks)
-    groups = mesh(args, schedule)
-    tp, dp, pp = groups["tp"], groups["dp"], groups["pp"]
+    runner = set_up(run, schedule, watch)
+    groups, model, optimizer = runner.groups, runner.model, runner.optimizer
+    averaging = islands.Alone()  # averages with nobody
+    if args.islands > 1:
+        averaging = islands.Averaging(run, model, optimizer, groups)
+    checkpoints = saving.Saver(run, model, optimizer, groups, runner.loss_scale, averaging)
+    first = checkpoints.resume()
+    averaging.go_on(first)
+    if args.only_sample:
+        first = args.steps  # no step is left
+    if args.pp > 1 and warm_up_first and first < args.steps:
+        runner.warm_up(runner.batches(first))
+    take_steps(runner, first, averaging, checkpoints)
+    if checkpoints.stopped:
+        return 0
+    exported = pretrained.export(run, model, optimizer, groups["dp"], groups.get("island"))
+    sampling.show(runner)
+    if first == args.steps:  # no step, no receipt
+        return int(not exported)
+    owned = None  # what this rank steps on
+    if args.optimizer == "muon":
+        owned = receipts.muon.owned_by(optimizer, groups, muon.cuts_within)
+    counted = len(runner.positions), runner.travelled, owned
+    rows = receipts.train.of_run(run, schedule, groups, *counted)
+    return run.receipt(*averaging.expected(*rows)) or int(not exported)
+
+
+def set_up(run, schedule, watch):
+    """Create and connect the groups, build this rank's part of the model. Returns a Runner."""
+    args, groups = run.args, mesh(run.args, schedule)
     run.groups(**groups)
     open_groups(groups, run.device)
     pipeline.open_links(schedule, groups["down"] + groups["up"], run.device)
-    draw = pretrained.Folder(args.init_from, run.config).draw if args.init_from else initialize.draw
     model = build(run, schedule, groups)
-    sync, optimizer = data_parallel(run, model, groups, draw)
-    uses_zero, uses_muon = isinstance(optimizer, zero.ZeRO), isinstance(optimizer, muon.Muon)
-    loss_scale = LossScale(args, optimizer)
-    runner = Runner(run, schedule, groups, model, sync, loss_scale, watch)
-    parameters = list(model.parameters())
+    draw = pretrained.Folder(args.init_from, run.config).draw if args.init_from else initialize.draw
+    optimizer = data_parallel(run, model, groups, draw)
+    runner = Runner(run, schedule, groups, model, optimizer, watch)
     tracking.describe(run, schedule)
+    return runner
 
-    averaging = islands.Alone()
-    if args.islands > 1:
-        averaging = islands.Averaging(run, model, optimizer, groups)
-    checkpoints = saving.Saver(run, model, optimizer, groups, loss_scale, averaging)
-    first, stopped = checkpoints.resume(), None
-    averaging.go_on(first)
-    only_sample = args.only_sample or first == args.steps
-    if only_sample:
-        first = args.steps  # no step is left
-    elif args.pp > 1 and warm_up_first:
-        runner.warm_up(runner.batches(first))
 
-    def full_weights():
-        """(name, parameter) of this rank's stages, which ZeRO makes whole."""
-        if uses_muon:
-            optimizer.gather_gradients()
-        if not uses_zero:
-            return model.named()
-        return loss_scale.unscale(optimizer.gather_full(model.named()))
-
-    # The norm adds up pieces over tp and pp. ZeRO 1 to 3 adds up over dp, of which ep is a part
-    splitting = [tp, pp]
-    if args.ep > 1 and not args.zero:
-        splitting.append(groups["ep"])
-    positions = runner.positions_held(run.config.context)
-    recorder = recording.recorded(run, model, groups, positions, full_weights, first)
+def take_steps(runner, first, averaging, checkpoints):
+    """All steps from `first` on, up to the last or to a signal that ends the run."""
+    run, args, model, groups = runner.run, runner.run.args, runner.model, runner.groups
+    optimizer, loss_scale, full_weights = runner.optimizer, runner.loss_scale, runner.full_weights
+    dp, pp = groups["dp"], groups["pp"]
+    # Routers count tokens: with --sp the ranks of tp hold different ones
+    token_groups = [dp, groups["tp"]] if args.sp else [dp]
+    recorder = recording.recorded(run, model, groups, runner.positions, full_weights, first)
     steps = tracking.profiled(run, run.steps(optimizer, first, averaging.reference), first)
     with tracking.open_log(run, first) as log, checkpoints, recorder as record:
         for step in steps:
             batches = runner.batches(step)
-            # Forward and backward, beside which DDP and ZeRO sum gradients over the replicas. Each
-            # rank has the loss of its own tokens, if it has the last stage
             loss = runner.step(batches)
+            # A rank has the loss of its own tokens, if it has the last stage
             harness.sum_over([dp, pp], loss)
-            # Over the pieces of all ranks, so that all of them clip alike
-            if uses_zero or uses_muon:
-                norm = optimizer.grad_norm(pp) / loss_scale.value
-            else:
-                norm = harness.grad_norm(parameters, splitting)
-            if step == run.measured:  # the ledger counts bytes in this step
-                travelled = runner.rows.travelled
+            # Of the whole model on every rank, so that all of them clip alike
+            norm = optimizer.grad_norm(pp) / loss_scale.value
             record(batches, loss, norm, loss_scale)
             # Whether loss and norm are finite. All ranks see the same: all take the step, or none
             # does, and `find` runs it again to name the first gradient that is not finite
             find = functools.partial(first_nonfinite, model, runner.step, batches)
             taken = run.check(loss, norm, full_weights, find, loss_scale, groups.get("island"))
             if taken:
-                if uses_zero or uses_muon:
-                    optimizer.clip(norm, args.grad_clip)
-                else:
-                    harness.clip(parameters, norm, args.grad_clip)
+                optimizer.clip(norm, args.grad_clip)
                 optimizer.step()
                 run.log(loss, norm, tracking.mfu(run))
-            # Routers count tokens: with --sp the ranks of tp hold different ones
-            token_groups = [dp, tp] if args.sp else [dp]
             gpt.rebalance(model, functools.partial(harness.sum_over, token_groups), taken)
             averaging.after(step)
             log(run.history[-1])
             loss_scale.update(taken)
-            stopped = checkpoints.after(step + 1)  # by a signal that any rank received
-            if stopped:
+            if checkpoints.after(step + 1):  # a signal that any rank received
                 break
             if validation.due(args, step):
                 loss = validation.validate(run, runner, [dp, pp])
                 log({"step": step + 1, "val_loss": loss})
-    if stopped:
-        at = f"step {step + 1} is saved in {args.out}"
-        run.print(f"stopped by {stopped.name}: {at}, --resume goes on from it")
-        return 0
-    exported = True
-    if args.export:
-        exported = pretrained.export(run, model, optimizer, dp, groups.get("island"))
-    if args.sample:
-        logits_of = functools.partial(sampling.logits_after, runner)
-        text = sampling.generate(run, logits_of, groups, schedule.owner[schedule.last])
-        run.print(f"\nsample:\n{text}")
-    if only_sample:
-        return int(not exported)
-    owned = receipts.muon.owned_by(optimizer, groups, muon.cuts_within) if uses_muon else None
-    counted = travelled, owned
-    rows = receipts.train.expected(args, run.config, schedule, groups, len(positions), *counted)
-    notes = []
-    if args.zero == 3:
-        notes.append(f"ZeRO: gathered weights at the peak {run.ledger.gathered_peak:,} bytes")
-    rows = averaging.expected(receipts.train.layout(args), *rows, notes)
-    return run.receipt(*rows) or int(not exported)
 
 
 if __name__ == "__main__":

@@ -19,10 +19,20 @@ from receipts import (
 from receipts.formulas import Group, add, scatter_operation, sizes_of
 
 
-def expected(args, config, schedule, groups, length, travelled, owned=None):
-    """(sent, held) of this rank. groups: of train.py's mesh. length: tokens of a sequence on this
-    rank. travelled: rows that its tokens took to other ranks' experts and back. owned: with
-    --optimizer muon, a receipts.muon.Owned."""
+def of_run(run, schedule, groups, length, travelled, owned):
+    """(layout, sent, held, notes) of this rank. groups: of train.py's mesh. length: tokens
+    of a sequence on this rank. travelled: rows that its tokens took to other ranks' experts and
+    back. owned: with --optimizer muon a receipts.muon.Owned, else None."""
+    args, config, notes = run.args, run.config, []
+    if args.zero == 3:
+        peak = run.ledger.gathered_peak
+        notes.append(f"ZeRO: gathered weights at the peak {peak:,} bytes")
+    sent, held = expected(args, config, schedule, groups, length, travelled, owned)
+    return layout(args), sent, held, notes
+
+
+def expected(args, config, schedule, groups, length, travelled, owned):
+    """(sent, held): see `of_run`."""
     scatter = scatter_operation(groups["dp"])
     groups = {
         name: Group(name, dist.get_world_size(group), dist.get_rank(group))

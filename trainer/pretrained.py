@@ -95,7 +95,9 @@ def export(run, model, optimizer, data_group, island):
     """Write the whole model from rank 0, parameter by parameter. Of the ranks that hold the same
     piece one puts it into a tensor of zeros, and the sum over all ranks is the whole. No rank has
     more than one parameter, and one file, at a time. island: the ranks that hold the model
-    together, or None for all. Returns whether it is written."""
+    together, or None for all. Returns False if it can't be written."""
+    if not run.args.export:
+        return True
     own = [p for p in pieces_of(model.named(), optimizer, data_group) if p.writes]
 
     def wholes():

@@ -1,5 +1,7 @@
 """A sample of a model that is being trained, drawn from the whole layout's logits."""
 
+import functools
+
 import torch
 import torch.distributed as dist
 
@@ -29,6 +31,15 @@ def check(args):
         encoding = tokens.of(args.tokenizer)
         if not encoding.encode_ordinary(args.prompt) and encoding.start is None:
             raise Refused(f"{args.tokenizer} has no token that begins a text: give a --prompt")
+
+
+def show(runner):
+    """Print a sample, if --sample asks for one. runner: train.py's."""
+    run, schedule = runner.run, runner.schedule
+    if run.args.sample:
+        logits_of = functools.partial(logits_after, runner)
+        text = generate(run, logits_of, runner.groups, schedule.owner[schedule.last])
+        run.print(f"\nsample:\n{text}")
 
 
 @torch.no_grad()

@@ -96,6 +96,7 @@ class Saver:
         self.writer = self.lock = None
         self.interrupted = 0.0  # when Ctrl-C came
         self.signal_received, self.asked = 0, []  # asked: questions whether any rank received one
+        self.stopped = None  # a sentence, once a signal has ended the run
         if not args.out:
             return
         config = dataclasses.asdict(run.config)
@@ -192,13 +193,13 @@ class Saver:
 
     def after(self, step):
         """Between two steps: give the checkpoint that is written by now its name, and begin the
-        next if it is time. Returns the signal that a rank received, which ends the run, or None.
+        next if it is time. Returns whether a rank received a signal, which ends the run.
 
         A checkpoint that can't be written does not end the run, unless it is the last: the disk may
         have room for the next."""
         args = self.args
         if not self.writer:
-            return None
+            return False
         stop = self.signal_of_any_rank()
         self.attempt(self.writer.poll)
         if stop or step == args.steps or args.save_every and step % args.save_every == 0:
@@ -207,7 +208,10 @@ class Saver:
                 self.writer.header["loss_scale"] = self.scale.state()
             self.writer.save(step, self.pieces())
             self.run.restart_clock()
-        return signal.Signals(stop) if stop else None
+        if stop:
+            at = f"step {step} is saved in {args.out}"
+            self.stopped = f"stopped by {signal.Signals(stop).name}: {at}, --resume goes on from it"
+        return stop > 0
 
     def signal_of_any_rank(self):
         """The number of a signal that a rank received, or 0. Islands learn of it a step later, so
@@ -233,5 +237,7 @@ class Saver:
             # The first refusal is the one to say
             with contextlib.suppress(Refused) if error else contextlib.nullcontext():
                 self.writer.finish()
+            if self.stopped:
+                self.run.print(self.stopped)
         if self.lock:
             self.lock.close()
