@@ -27,12 +27,6 @@ def of_run(run, schedule, groups, length, travelled, owned):
     if args.zero == 3:
         peak = run.ledger.gathered_peak
         notes.append(f"ZeRO: gathered weights at the peak {peak:,} bytes")
-    sent, held = expected(args, config, schedule, groups, length, travelled, owned)
-    return layout(args), sent, held, notes
-
-
-def expected(args, config, schedule, groups, length, travelled, owned):
-    """(sent, held): see `of_run`."""
     scatter = scatter_operation(groups["dp"])
     groups = {
         name: Group(name, dist.get_world_size(group), dist.get_rank(group))
@@ -69,7 +63,7 @@ def expected(args, config, schedule, groups, length, travelled, owned):
     else:
         tables.append(ddp.expected(sizes, groups["dp"], groups.get("copies")))
     _, held = tables[-1]  # only these split weights, gradients and states further
-    return add(*(sent for sent, _ in tables)), held
+    return layout(args), add(*(sent for sent, _ in tables)), held, notes
 
 
 def of_zero(args, sizes, row, groups, scatter):
