@@ -166,26 +166,19 @@ class DiLoCo:
     def __init__(
         self, model, group, every, outer_lr=0.7, outer_momentum=0.9, parts=1, delay=0, bits=None
     ):
-        self.model = model if isinstance(model, nn.Module) else list(model)
+        parameters = model.parameters() if isinstance(model, nn.Module) else model
+        self.parameters = [p for p in parameters if p.requires_grad]
         self.group, self.every, self.delay, self.bits = group, every, delay, bits
         self.keep = 0.5 if delay else 0.0  # fraction of the local movement that a late step keeps
         self.steps = 0
-        self.parameters = self.trainable()
         check_diloco_arguments(self)
         lists = consecutive(self.parameters, parts)
         offsets = [i * every // parts for i in range(parts)]
         self.parts = [Part(*part, outer_lr, outer_momentum, bits) for part in zip(lists, offsets)]
 
-    def trainable(self):
-        """The parameters that are averaged, of the model as it is now."""
-        of_module = isinstance(self.model, nn.Module)
-        parameters = self.model.parameters() if of_module else self.model
-        return [p for p in parameters if p.requires_grad]
-
     @torch.no_grad()
     def step(self):
         """After each optimizer.step(). Returns whether weights were averaged."""
-        check_parameters(self)
         self.steps += 1
         for part in self.parts:
             if self.steps % self.every == part.offset:
@@ -262,14 +255,6 @@ def check_diloco_arguments(diloco):
         raise ValueError(f"bits={diloco.bits!r}: choose None, 16, 8 or 4")
     if not 0 <= diloco.delay < diloco.every:
         raise ValueError(f"with every={diloco.every}: 0 <= delay < every")
-
-
-def check_parameters(diloco):
-    if set(diloco.trainable()) != set(diloco.parameters):
-        raise RuntimeError(
-            "parameters were replaced, frozen or unfrozen after DiLoCo(...): all islands make a new"
-            " one after such a change"
-        )
 
 
 def check_agreement(messages):

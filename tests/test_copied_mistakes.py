@@ -275,7 +275,6 @@ CALLS = {
     "move": lambda use: use.model.to("meta"),
     "unfreeze": lambda use: use.model.requires_grad_(True),
     "replace": lambda use: setattr(use.model[1], "weight", nn.Parameter(torch.ones(13, 6))),
-    "reload": lambda use: use.model.load_state_dict(MODELS["mlp"]().state_dict(), assign=True),
     "wrap": lambda use: type(use)(use.model, "sgd", **use.options),
     "drop_gradients": lambda use: use.model.zero_grad(),
     "assign_gradients": assign_gradients,
@@ -292,7 +291,6 @@ WAYS = [(DDP, "mlp", dict(way=way)) for way in DDP.ways]
 STAGES = [(ZeRO, "mlp", dict(stage=stage)) for stage in range(4)]
 MUON = [(Muon, "mlp", {})]
 MATRICES = [(TensorParallel, "own", {})]
-ISLANDS = [(Islands, "mlp", {})]
 SEQUENCES = [(SequenceParallel, "own", dict(keep=keep)) for keep in (True, False)]
 PIPELINES = [(Pipeline, "chain in place", dict(schedule="1f1b", microbatches=2))]
 
@@ -344,9 +342,6 @@ ORDERS = [
     (SEQUENCES, "run finish | finish | |", COMPLETED),
     (SEQUENCES, "run finish | pass | |", COMPLETED),
     (PIPELINES, "run finish | finish | |", "call reduce_tied once a step"),
-    (ISLANDS, "run step | replace average", CHANGED),
-    (ISLANDS, "run step | reload average", CHANGED),
-    (ISLANDS, "run step | unfreeze average", CHANGED),
 ]
 
 
