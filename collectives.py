@@ -1,4 +1,4 @@
-"""Collectives: all of them from messages between two ranks, and eight ways to all-reduce.
+"""Collectives: all of them from messages between two ranks, and seven ways to all-reduce.
 
 A collective moves tensors between the N ranks of a group. An all-reduce gives all of them the sum.
 On a ring each rank cuts its tensor into N chunks and talks to its neighbours. Here N is 3. The
@@ -314,20 +314,11 @@ def direct_all_reduce(view, x, combine):
     x.copy_(functools.reduce(combine, rows))  # in the order of the ranks: the same bits everywhere
 
 
-def sequential_all_reduce(view, x, combine):
-    """N rounds: all send their tensors to rank 0, then all to rank 1, ... Each round waits for its
-    one receiver. The bytes are those of direct."""
-    rows = x.new_empty(view.size, x.numel())
-    for root in range(view.size):
-        view.exchange({root: x}, dict(enumerate(rows)) if view.rank == root else {})
-    x.copy_(functools.reduce(combine, rows))
-
-
 def hierarchical_all_reduce(view, x, combine, node=None):
     """Nodes of `node` neighbouring ranks have fast links inside. Reduce-scatter inside; all-reduce
     with the ranks at the same place of the other nodes, which has 2 (N/node - 1) slow rounds with
     1/node of the bytes; all-gather inside."""
-    node = node or default_node(view.size)  # a divisor of the number of ranks
+    node = node or math.gcd(2, view.size)  # a divisor of the number of ranks
     place = view.rank % node
     inside = view.among(range(view.rank - place, view.rank - place + node))
     across = view.among(range(place, view.size, node))
@@ -337,15 +328,8 @@ def hierarchical_all_reduce(view, x, combine, node=None):
     ring_all_gather(inside, chunks)
 
 
-def default_node(ranks):
-    """For a demo on one machine: the largest divisor up to the square root. On a cluster give the
-    number of devices of a node."""
-    return max(n for n in range(1, math.isqrt(ranks) + 1) if ranks % n == 0)
-
-
 ALGORITHMS = {
     "server": server_all_reduce,
-    "sequential": sequential_all_reduce,
     "direct": direct_all_reduce,
     "ring": ring_all_reduce,
     "recursive-doubling": functools.partial(with_extra_ranks, recursive_doubling_all_reduce),
@@ -371,15 +355,11 @@ def view_of(group):
 def all_reduce(tensor, op=SUM, group=None, algorithm="ring", **options):
     """The sum of all tensors, in place. It has the same bits on all ranks; another algorithm's may
     differ by rounding, because it adds in another order. docs/collectives.md shows it in a training
-    loop. Other calls:
+    loop. Another call:
 
         all_reduce(x, MAX, group, algorithm="halving-doubling")    # a name of ALGORITHMS
-        ALL_REDUCE["direct"](x, group=group)                       # a sum, as DDP takes it
     """
     ALGORITHMS[algorithm](view_of(group), tensor.view(-1), OPERATORS[op], **options)
-
-
-ALL_REDUCE = {name: functools.partial(all_reduce, algorithm=name) for name in ALGORITHMS}
 
 
 def broadcast(tensor, *, group=None, group_src=0):

@@ -1,6 +1,5 @@
 """collectives.py beside gloo's own, on ranks of this machine that take turns: python -m
-benchmarks.collectives
-"""
+benchmarks.collectives"""
 
 import functools
 import statistics
@@ -25,7 +24,8 @@ def demo(run):
     run.print(f"{'':38s}{'bytes':>11s}{'ours':>9s}{'theirs':>9s}   ratio")
     rivals = [("broadcast", collectives.broadcast, gloo_broadcast)]
     for name in ("ring", "halving-doubling", "recursive-doubling", "double-tree"):
-        rivals.append((name, collectives.ALL_REDUCE[name], dist.all_reduce))
+        all_reduce = functools.partial(collectives.all_reduce, algorithm=name)
+        rivals.append((name, all_reduce, dist.all_reduce))
     for name, ours, theirs in rivals:
         for size, calls in (SMALL, LARGE):
             tensor = torch.zeros(size // 4)

@@ -26,7 +26,7 @@ def main(library):
     why = "of the tensor whose all-reduce is counted (default: 1MB)"
     size = flags.quantity(flags.SIZE, "25MB")
     p.add_argument("--size", type=size, default="1MB", metavar="BYTES", help=why)
-    why = "ranks that share fast links, for hierarchical (default: about the root of their number)"
+    why = "ranks that share fast links, for hierarchical (default: 2, or 1 if their number is odd)"
     p.add_argument("--nodes-of", **flags.POSITIVE, help=why)
     flags.running_flags(p)
     instead = "docs/collectives.md has the formula of each all-reduce's time"
@@ -45,7 +45,7 @@ def check(args, world):
 def demo(library, run):
     """Every collective beside torch's, and what each all-reduce sends. Writes what --json asks for.
     Returns the exit code: 0 if all is as expected."""
-    node = run.args.nodes_of or library.default_node(run.world)
+    node = run.args.nodes_of or math.gcd(2, run.world)
     differ = sorted(set().union(*run.gather(differences(library, run))))
     verdict = "equal torch's, bit for bit"
     if differ:
@@ -74,9 +74,9 @@ def differences(library, run):
         x = torch.randint(-8, 9, (3 * run.world,)).to(run.device, dtype)
         expected = use_all(dist, x, run.rank, run.world)
         results = use_all(library, x, run.rank, run.world)
-        for name, all_reduce in library.ALL_REDUCE.items():
+        for name in library.ALGORITHMS:
             results[name] = x.clone()
-            all_reduce(results[name])
+            library.all_reduce(results[name], algorithm=name)
             expected[name] = expected["all_reduce"]
         for name, result in results.items():
             if not torch.equal(result, expected[name]):
@@ -184,8 +184,6 @@ def formulas(n, size, node=1, pieces=1):
     tree_sent = several * min(n, 4) * size / 2
     rows = {  # rounds, sent by the busiest rank, sent by all ranks together
         "server": (2 * several, (n - 1) * size, least),
-        # Both of these: each rank sends its whole tensor to each other rank
-        "sequential": (n * several, (n - 1) * size, n * (n - 1) * size),
         "direct": (several, (n - 1) * size, n * (n - 1) * size),
         "ring": (ring_rounds, ring_sent, least),
         "recursive-doubling": (doubling_rounds, doubling_sent, doubling_total),

@@ -3,6 +3,7 @@ the wire itself."""
 
 import functools
 import json
+import math
 import os
 from unittest import mock
 
@@ -12,10 +13,14 @@ import torch.distributed as dist
 from conftest import enter, join
 
 import collectives
-from collectives import ALL_REDUCE
 from harness.rank import Rank
 from proof.ledger import Ledger
 from receipts import collectives as network
+
+ALL_REDUCE = {
+    name: functools.partial(collectives.all_reduce, algorithm=name)
+    for name in collectives.ALGORITHMS
+}
 
 
 class Counter(network.MessageCounter, collectives.RankView):
@@ -81,12 +86,12 @@ def test_results(ranks, world):
 
 
 def check_order(got, world):
-    """Bit for bit: the ring's is gloo's; a server, sequential and direct go by rank; recursive
+    """Bit for bit: the ring's is gloo's; a server and direct go by rank; recursive
     doubling and halving-doubling by pairs."""
     by_pairs = inputs(world, 960)
     by_rank = functools.reduce(torch.add, by_pairs)
     assert torch.equal(got["ring"], got["gloo"])
-    assert all(torch.equal(got[name], by_rank) for name in ("server", "sequential", "direct"))
+    assert all(torch.equal(got[name], by_rank) for name in ("server", "direct"))
     if world == power_of_two(world):
         while len(by_pairs) > 1:
             by_pairs = [a + b for a, b in zip(by_pairs[::2], by_pairs[1::2])]
@@ -202,7 +207,7 @@ def check_all_reduces(counts, world, even):
     """Exactly, where chunks come out equal; and in total always."""
     for size, name, node in counts[0]:
         counted = network.cost([of_rank[size, name, node] for of_rank in counts])
-        formula = network.formulas(world, size, node or collectives.default_node(world))[name]
+        formula = network.formulas(world, size, node or math.gcd(2, world))[name]
         if size == even:
             assert counted == formula, (name, node)
         assert (counted.rounds, counted.total) == (formula.rounds, formula.total), (name, node)

@@ -69,14 +69,11 @@ def right(*rows):
 
 
 ALL_REDUCES = ["ring", "recursive-doubling", "halving-doubling", "double-tree"]
-ALL_REDUCES += ["direct", "server", "sequential", "hierarchical"]
+ALL_REDUCES += ["direct", "server", "hierarchical"]
 
 test_collectives = right(
-    (Collectives, "mlp", "sgd", 3, dict(all_reduce="plain_ring_all_reduce")),
-    *[
-        (Collectives, "torch", "adamw", 3, dict(all_reduce=f"ALL_REDUCE[{name!r}]"))
-        for name in ALL_REDUCES
-    ],
+    (Collectives, "mlp", "sgd", 3, {}),
+    *[(Collectives, "torch", "adamw", 3, dict(algorithm=name)) for name in ALL_REDUCES],
 )
 
 test_ddp = right(

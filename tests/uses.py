@@ -63,10 +63,12 @@ class Collectives(DataParallel):
 
     files = "collectives"
 
-    def set_up(self, all_reduce):
+    def set_up(self, algorithm=None):
         import collectives
 
-        self.all_reduce = eval(all_reduce, vars(collectives))
+        self.all_reduce = collectives.plain_ring_all_reduce
+        if algorithm is not None:
+            self.all_reduce = functools.partial(collectives.all_reduce, algorithm=algorithm)
         for p in self.model.parameters():
             p.data += dist.get_rank()
             collectives.broadcast(p.data, group_src=0)
