@@ -62,11 +62,9 @@ def cluster_of(args):
         what = f"--gpu {outputs.short(name)} is not known: choose one of {', '.join(DEVICES)}"
         raise Refused(f"{what}, or {hint}, and perhaps a limit of its power, as ,70%") from None
     if args.matmul and args.matmul > device.flops:
-        peak = f"{device.flops / 1e12:g}TFLOP/s"
-        raise Refused(
-            f"--matmul {args.matmul / 1e12:g}TFLOP/s is more than the device can do: give what "
-            f"16-bit products reach, at most {peak}, or describe the device with --gpu"
-        )
+        more = f"--matmul {args.matmul / 1e12:g}TFLOP/s is more than the device can do"
+        most = f"at most {device.flops / 1e12:g}TFLOP/s"
+        raise Refused(f"{more}: give what 16-bit products reach, {most}, or another --gpu")
     device = device._replace(matmul=args.matmul)
     return Cluster(device, args.nodes_of or 8, args.intra or 450e9, args.inter or 50e9)
 

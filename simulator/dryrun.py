@@ -2,8 +2,8 @@
 
 `train` of train.py runs unchanged on one process, as chosen ranks of a job of any size, on meta
 tensors and with torch's fake process group. There are shapes, dtypes and storages, but no memory,
-no network and no values. The ledger that makes a real run's receipt counts here too, so bytes held
-and sent are those of a real run. Tests hold twelve layouts against real runs, to the byte.
+no network and no values. The ledger that makes a real run's receipt counts here too. Tests hold
+its bytes, held and sent, against those of real runs.
 
     run.groups(...)   makes the meter (simulator/meter.py), which is the run's ledger too
     run.fill(...)     from here on the meter runs every operation, on meta tensors
@@ -44,12 +44,10 @@ import zero_bubble
 from harness import Refused
 from proof.ledger import lasting
 from simulator.meter import META, Meter, Part
-from trainer.large_vocabulary import CHUNK
 
-# A dry run makes the groups of all ranks, a third of a millisecond for each; all rows of a
-# schedule, which takes seconds for 1,000 stages; and plays pieces of a step, milliseconds for each
+# A dry run makes the groups of all ranks, a third of a millisecond for each; and all rows of a
+# schedule, which takes seconds for 1,000 stages
 MOST = {"ranks": 131_072, "stages": 1024, "micro-batches": 30_000}
-MOST_PIECES = 30_000
 
 
 def check_counts(ranks, stages=1, microbatches=1):
@@ -57,21 +55,6 @@ def check_counts(ranks, stages=1, microbatches=1):
     for (what, most), count in zip(MOST.items(), (ranks, stages, microbatches)):
         if count > most:
             raise Refused(f"{count:,} {what}: a dry run takes at most {most:,}, give fewer")
-
-
-def check_playable(args, config):
-    """Refuse a step of so many small pieces that to play it would take minutes."""
-    blocks = args.microbatches * -(-config.layers // args.pp)
-    tokens = args.batch // args.dp * -(-config.context // args.cp)
-    # Of the loss of a whole vocabulary some rows at a time are computed
-    pieces = tokens * config.vocab // CHUNK if args.tp == 1 else 0
-    pieces += -(-config.context // args.cp) // 2**12  # the numbers of positions have values
-    if blocks + pieces > MOST_PIECES:
-        each = f"{args.microbatches:,} micro-batches of {tokens // args.microbatches:,} tokens"
-        raise Refused(
-            f"a dry run plays each of {each}: that is {blocks + pieces:,} pieces of work, more "
-            f"than {MOST_PIECES:,}: make --batch, --context or --microbatches smaller"
-        )
 
 
 class DryRun(proof.Run):
@@ -130,7 +113,6 @@ class DryRun(proof.Run):
         return super().check(*args, **options)
 
     def receipt(self, layout, sent=(), held=(), notes=(), role=None):
-        self.formulas = sent, held
         return 0
 
 
@@ -170,15 +152,14 @@ def fuse_blocks(part, meter):
 
 class Played(NamedTuple):
     """What a rank of a dry run did: its stages, how many parameters they have; the ledger's `sent`
-    and `held`, and train.py's formulas for them; FLOPs; a Part for each action; one for all that is
-    no action's; bytes of a message between stages; how many of the held bytes are on the host."""
+    and `held`; FLOPs; a Part for each action; one for all that is no action's; bytes of a message
+    between stages; how many of the held bytes are on the host."""
 
     rank: int
     stages: tuple
     parameters: int
     sent: dict
     held: dict
-    formulas: tuple
     flops: int
     actions: dict
     rest: Part
@@ -194,11 +175,6 @@ class Played(NamedTuple):
 def attention(q, k, v, is_causal=False, enable_gqa=False):
     """In place of F.scaled_dot_product_attention."""
     return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, is_causal)[0]
-
-
-def one_operation(x, shape, weight=None, eps=None):
-    """In place of F.rms_norm: an operation that reads, writes and keeps the same."""
-    return F.layer_norm(x, shape, weight)
 
 
 def ones(tensor, tolist=torch.Tensor.tolist):
@@ -229,7 +205,7 @@ def play(args, rank, cluster, train, brief=False, routing=even):
     args = copy.copy(args)
     schedule = zero_bubble.find_schedule(args.schedule, args.pp, args.microbatches, args.chunks)
     off = "out", "init_from", "export", "log_to", "profile", "plot", "record"
-    vars(args).update(dict.fromkeys(off))
+    vars(args).update(dict.fromkeys((*off, "wandb", "tensorboard")))
     # Of three steps the second is played: validation comes after the last. Of islands one is
     # played: what joins them is slow, and rare
     vars(args).update(steps=3, prove=0, eval_every=0, sample=0, resume=False, islands=1, quiet=True)
@@ -261,7 +237,6 @@ def play(args, rank, cluster, train, brief=False, routing=even):
         parameters=run.size,
         sent=meter.sent,
         held=held,
-        formulas=run.formulas,
         flops=meter.flops,
         actions=dict(zip(actions, meter.parts[1::2])),
         rest=Part(*(sum(seconds) for seconds in zip(*meter.parts[::2]))),
@@ -289,7 +264,9 @@ def stand_ins(args, routing):
         (adam, "_device_dtype_check_for_fused", lambda *_, **__: None),
     ]
     if args.backend == "nccl" and not getattr(args, "many_operations_a_norm", False):
-        found.append((F, "rms_norm", one_operation))
+        # An operation that reads, writes and keeps the same
+        layer_norm = F.layer_norm
+        found.append((F, "rms_norm", lambda x, shape, weight, eps: layer_norm(x, shape, weight)))
     return found
 
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from harness import Refused, zero_flags
 from simulator import layouts, report
 from simulator.devices import usable_memory
-from simulator.dryrun import check_counts, check_playable, first_ranks, play_all
+from simulator.dryrun import check_counts, first_ranks, play_all
 from simulator.estimate import estimate
 from simulator.rough import rough
 
@@ -59,23 +59,26 @@ def plan(args, cluster, prepare, train):
         what = f"none of {len(tried)} layouts on {gpus} devices fits"
         raise Refused(f"{what} {cluster.device.memory / 1e9:g} GB: give more --gpus")
     fitting.sort(key=lambda one: one.seconds)
-    print(
-        f"{len(tried)} layouts of {gpus:,} devices, of which {len(fitting)} may fit; by formulas, "
-        "without some memory:\n"
-    )
+    found = f"{len(tried)} layouts of {gpus:,} devices, of which {len(fitting)} may fit"
+    print(f"{found}; by formulas, without some memory:\n")
     for i, one in enumerate(fitting[:10]):
         figures = f"{one.seconds:9.4g} s {one.held / 1e9:7.1f} GB"
         why = why_it_loses(one, fitting[0], cluster) if i else "the best"
         print(f"  {i + 1:2d}  {figures}   {described(one.args)}: {why}")
     played = play_best(fitting, config, cluster, prepare, train)
-    if not any(candidate.fits for candidate in played):
+    best = played[0]
+    if not best.fits:
         what = "none of these fits when played, which counts what the formulas leave out"
         print(f"\n  {what}: lower --batch, or give more --gpus")
         return
     print("\n  played, the best first:\n")
-    for text in compare(played, cluster):
-        print(f"  {text}")
-    best = min((one for one in played if one.fits), key=lambda one: one.step.seconds)
+    for i, one in enumerate(played):
+        figures = f"{one.step.seconds:9.4g} s  MFU {one.step.rate / cluster.device.flops:5.1%}"
+        too_much = ""
+        if not one.fits:
+            taken = cluster.device.memory - usable_memory(one.args, cluster)
+            too_much = f": too much, it needs devices of {(one.held + taken) / 1e9:.0f} GB"
+        print(f"  {i + 1}  {figures}  {one.held / 1e9:6.1f} GB   {described(one.args)}{too_much}")
     report.islands_wait(best.args, config, best.step.seconds)
 
 
@@ -98,8 +101,8 @@ def why_it_loses(one, best, cluster):
 
 
 def play_best(fitting, config, cluster, prepare, train, wanted=5, most=6):
-    """The Candidates of layouts that are played in the order of their formulas, until `wanted` fit,
-    or `most` are played."""
+    """The Candidates, the best first, of layouts that are played in the order of their formulas,
+    until `wanted` fit, or `most` are played."""
     candidates = []
     left_out = 0.0  # bytes: the least that formulas have left out of what was played
     different = {}
@@ -116,7 +119,7 @@ def play_best(fitting, config, cluster, prepare, train, wanted=5, most=6):
         if not batch:
             break
         ends = [first_ranks(one.args, (0, one.args.pp - 1)) for one in batch]
-        jobs = [few_microbatches(one.args, config) for one in batch]
+        jobs = [few_microbatches(one.args) for one in batch]
         for one, ranks in zip(batch, play_all(list(zip(jobs, ends)), cluster, train)):
             held = max(rank.memory for rank in ranks)
             fits = held <= usable_memory(one.args, cluster)
@@ -124,25 +127,12 @@ def play_best(fitting, config, cluster, prepare, train, wanted=5, most=6):
             candidates.append(Candidate(one.args, step, held, fits))
             if not fits:
                 left_out = min(left_out or math.inf, held - one.held)
-    return candidates
+    return sorted(candidates, key=lambda one: (not one.fits, one.step.seconds))
 
 
-def few_microbatches(args, config):
+def few_microbatches(args):
     """The flags with enough micro-batches for as many in flight as in the whole step."""
     few = copy.copy(args)
     few.microbatches = min(args.microbatches, 2 * args.pp)
     few.batch = args.batch // args.microbatches * few.microbatches
-    check_playable(few, config)
     return few
-
-
-def compare(candidates, cluster):
-    """A line for each: the time, the memory, and what it needs if it does not fit."""
-    for i, candidate in enumerate(sorted(candidates, key=lambda c: (not c.fits, c.step.seconds))):
-        step = candidate.step
-        figures = f"{step.seconds:9.4g} s  MFU {step.rate / cluster.device.flops:5.1%}"
-        text = f"{i + 1}  {figures}  {candidate.held / 1e9:6.1f} GB   {described(candidate.args)}"
-        if not candidate.fits:
-            taken = cluster.device.memory - usable_memory(candidate.args, cluster)
-            text += f": too much, it needs devices of {(candidate.held + taken) / 1e9:.0f} GB"
-        yield text

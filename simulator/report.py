@@ -11,7 +11,7 @@ from receipts import diloco, formulas
 from receipts import pipeline as schedules
 from simulator import layouts
 from simulator.devices import usable_memory
-from simulator.estimate import LIKELY, estimate, step_of
+from simulator.estimate import LIKELY, step_of
 from trainer import islands
 
 HEADS = ("weights", "gradients", "optimizer", "gathered", "activations", "at the peak", "FLOPs")
@@ -72,10 +72,9 @@ def print_step(args, config, cluster, step, world):
     cost = world * 1e6 / tokens
     print(f"    {tokens * 86400:.4g} tokens a day, {cost:.4g} device-seconds a million tokens")
     flops = formulas.flops_per_token(config) * args.batch * config.context
-    days = ""
+    print(f"    {flops:.4g} model FLOPs a step")
     if args.tokens:
-        days = f", {args.tokens / tokens / 86400:,.1f} days for {args.tokens:.4g} tokens"
-    print(f"    {flops:.4g} model FLOPs a step{days}")
+        print(f"    {args.tokens / tokens / 86400:,.1f} days for {args.tokens:.4g} tokens")
     if args.offload:
         print("    not in it: the copies to the host and back, and the host's slower optimizer")
 
@@ -97,18 +96,17 @@ def islands_wait(args, config, seconds):
     travel = [(args.islands - 1) * size / args.between for size in sizes]
     waits = sum(max(0.0, t - args.stream_delay * seconds) for t in travel) / args.sync_every
     waits = max(waits, sum(travel) / args.sync_every - seconds)  # the link is never idle
-    tokens = args.islands * args.batch * config.context / (seconds + waits)
-    ddp = sum(shape.numel() for shape in shapes.values()) * element
-    every_step = formulas.all_reduce_sent(ddp, args.islands) / args.between
-    tokens_ddp = args.islands * args.batch * config.context / (seconds + every_step)
+    tokens = args.islands * args.batch * config.context
+    gradients = sum(shape.numel() for shape in shapes.values()) * element
+    every_step = formulas.all_reduce_sent(gradients, args.islands) / args.between
     largest = human(max(sizes)).strip()
     print(f"\n  {args.islands} islands, {args.between * 8 / 1e6:,.4g} Mbit/s between them")
     print(f"    largest message of an island {largest}, {max(travel):.4g} s on its way")
     if islands.copies(args) > 1:
         print(f"    {islands.copies(args)} ranks send the same numbers: --zero 1 sends them once")
     print(f"    waiting for messages {waits:.4g} s a step, {waits / (seconds + waits):.1%} of it")
-    ddp = f"{tokens_ddp:,.0f} if gradients were summed each step"
-    print(f"    together {tokens:,.0f} tokens/s; {ddp}")
+    ddp = f"{tokens / (seconds + every_step):,.0f} if gradients were summed each step"
+    print(f"    together {tokens / (seconds + waits):,.0f} tokens/s; {ddp}")
 
 
 # --- more devices
@@ -116,46 +114,29 @@ def islands_wait(args, config, seconds):
 
 def plot(args, config, cluster, train, sizes=tuple(2**k for k in range(3, 15))):
     """Step time, its parts and MFU from 8 to 16,384 devices, as a picture: the layout with more
-    data-parallel ranks. weak: each rank brings as many sequences. strong: all share one batch, of
-    one micro-batch for each of the most ranks."""
-    each, rows = args.cp * args.tp * args.pp, args.batch // args.dp // args.microbatches
-    kinds = {"weak": {}, "strong": {}}  # {devices: (Estimate, devices a sequence)}
+    data-parallel ranks, each of which brings as many sequences."""
+    each, steps = args.cp * args.tp * args.pp, {}  # steps: {devices: Estimate}
     for n in sizes:
         if n % each:
             continue
-        one, count = copy.copy(args), {"weak": args.microbatches, "strong": sizes[-1] // n}
+        one = copy.copy(args)
         one.dp = n // each
-        one.batch = one.dp * args.microbatches * rows
-        _, played = step_of(one, config, cluster, train)
-        line = f"{n:6,} devices:"
-        for kind, steps in kinds.items():
-            one.microbatches, one.batch = count[kind], one.dp * count[kind] * rows
-            step = estimate(one, config, cluster, played)
-            steps[n] = step, n / one.batch
-            line += f" {kind} {step.seconds:9.4g} s, MFU {step.rate / cluster.device.flops:5.1%};"
-        print(line.rstrip(";"), flush=True)
-    words = layouts.words(args)
-    title = f"{args.preset}: {words}, more devices by dp; {device_name(args)}, estimated"
-    draw_scaling(args.plot, title, kinds, cluster.device.flops)
-
-
-def draw_scaling(name, title, kinds, peak):
-    """Two bar charts beside each other: weak and strong scaling, with the MFU as a line."""
-    plt = harness.pyplot()
-    figure, axes = plt.subplots(1, 2, figsize=(12, 4.5), layout="constrained")
-    for ax, (kind, steps) in zip(axes, kinds.items()):
-        names = [f"{n:,}: {step.seconds:.4g} s" for n, (step, _) in steps.items()]
-        bottom = [0.0] * len(steps)
-        for part in next(iter(steps.values()))[0].parts:
-            heights = [step.parts[part] * scale for step, scale in steps.values()]
-            ax.bar(names, heights, 0.8, bottom, label=part)
-            bottom = [a + b for a, b in zip(bottom, heights)]
-        ax.set_xticks(range(len(names)), names, rotation=45, ha="right", rotation_mode="anchor")
-        ax.set(xlabel="devices: a step takes", title=f"{kind} scaling")
-        ax.set(ylabel="devices x seconds, a sequence")
-        right = ax.twinx()
-        right.plot([100 * step.rate / peak for step, _ in steps.values()], "ko-")
-        right.set(ylabel="MFU, % (line)", ylim=(0, 100))
-    axes[0].legend(fontsize=8)
-    figure.suptitle(title)
-    harness.save(figure, name)
+        one.batch = args.batch // args.dp * one.dp
+        steps[n], _ = step_of(one, config, cluster, train)
+        mfu = steps[n].rate / cluster.device.flops
+        print(f"{n:6,} devices: {steps[n].seconds:9.4g} s, MFU {mfu:5.1%}", flush=True)
+    figure, axes = harness.pyplot().subplots(figsize=(7, 4.5), layout="constrained")
+    names, bottom = [f"{n:,}" for n in steps], [0.0] * len(steps)
+    for part in next(iter(steps.values())).parts:
+        heights = [step.parts[part] for step in steps.values()]
+        axes.bar(names, heights, 0.8, bottom, label=part)
+        bottom = [a + b for a, b in zip(bottom, heights)]
+    axes.set_xticks(range(len(names)), names, rotation=45, ha="right", rotation_mode="anchor")
+    axes.set(xlabel="devices", ylabel="seconds a step")
+    axes.legend(fontsize=8)
+    right = axes.twinx()
+    right.plot([100 * step.rate / cluster.device.flops for step in steps.values()], "ko-")
+    right.set(ylabel="MFU, % (line)", ylim=(0, 100))
+    more = "more devices by dp, each with as many sequences"
+    figure.suptitle(f"{args.preset}: {layouts.words(args)}, {more}; {device_name(args)}, estimated")
+    harness.save(figure, args.plot)

@@ -78,21 +78,6 @@ def test_equals_a_real_run(ranks, text, flags):
         assert {kind: dry.held[kind] for kind in held} == held
 
 
-def test_16384_ranks():
-    """Layers of Llama 3 405B, on as many ranks: what is sent and held is what the formulas say."""
-    flags = "--preset llama3-405b --layers 16 --dp 64 --cp 2 --tp 8 --pp 16 --sp --zero 1"
-    flags += " --batch 128 --microbatches 2 --param-dtype bfloat16 --reduce-dtype float32"
-    args = arguments(f"{flags} --prove 0 --backend nccl", base="")
-    for rank in (0, 16383):
-        dry = dryrun.play(args, rank, CLUSTER, train.train)
-        sent, held = dry.formulas
-        for key, (size, _) in sent.items():
-            assert abs(dry.sent.get(key, (0, 0, 0))[2] - size) < 1, key
-        for kind in ("parameters", "gradients", "optimizer"):
-            assert abs(dry.held[kind] - held[kind][0]) < 1, kind
-    assert dry.parameters * 2 <= dry.held["parameters"] < dry.parameters * 2 + 4096  # and padding
-
-
 def test_experts_are_even_unless_told():
     args = arguments(f"--dp 2 --ep 2 {MIXTURE}")
     # 2 of the 5 experts: 3/5 of what it has leaves, 2/5 of what the other has comes
@@ -119,21 +104,27 @@ def test_flops(flags):
     assert flops == (flops_per_token(config) - 12 * attention + 7 * attention) * tokens
 
 
-def test_links():
-    """Large messages go at the bandwidths that nccl-tests measure; small ones take a latency."""
-    groups = range(8), [0, 8], range(16)
-    inside, two, shared = (links.link_of(CLUSTER, ranks) for ranks in groups)
-    assert inside.seconds("all_gather", 35e9) == pytest.approx(0.1, rel=1e-3)  # 350 GB/s
-    assert inside.seconds("all_reduce", 47.6e9) == pytest.approx(0.1, rel=1e-3)  # the switch adds
-    # As nccl-tests measured: an all-reduce of 128 MiB on 8 devices has a bus bandwidth of 401 GB/s
-    wire = 2 * 7 / 8 * 2**27
-    assert inside.seconds("all_reduce", wire) == pytest.approx(wire / 401e9)
-    a100 = links.link_of(CLUSTER._replace(intra=300e9), range(8))
-    assert a100.seconds("all_reduce", wire) == pytest.approx(wire / 204e9)
-    assert links.link_of(CLUSTER, [0]).seconds("all_gather", 0) < 1e-4
-    assert two.seconds("reduce_scatter", 4.7e9) == pytest.approx(0.1, rel=1e-3)  # 47 of 50 GB/s
-    # Eight links out of a node are as fast as those inside
-    assert shared.speed("all_gather") == pytest.approx(350e9)
+LARGE = 2 * 7 / 8 * 2**27  # what each of 8 ranks sends in an all-reduce of 128 MiB
+# Bytes/s of a link, ranks, operation, bytes, bus bandwidth
+BUSES = [
+    (450e9, range(8), "all_gather", 35e9, 350e9),
+    (450e9, range(8), "all_reduce", 47.6e9, 476e9),  # the switch adds up
+    (450e9, range(8), "all_reduce", LARGE, 401e9),
+    (300e9, range(8), "all_reduce", LARGE, 204e9),
+    (450e9, [0, 8], "reduce_scatter", 4.7e9, 47e9),  # of 50 GB/s between nodes
+    (450e9, range(16), "all_gather", 35e9, 350e9),  # eight links out of a node
+]
+
+
+@pytest.mark.parametrize("intra, ranks, operation, wire, bus", BUSES)
+def test_bandwidths_are_those_that_nccl_tests_measure(intra, ranks, operation, wire, bus):
+    link = links.link_of(CLUSTER._replace(intra=intra), ranks)
+    assert link.seconds(operation, wire) == pytest.approx(wire / bus, rel=2e-3)
+
+
+def test_small_messages_take_a_latency():
+    one, inside, shared = (links.link_of(CLUSTER, range(n)) for n in (1, 8, 16))
+    assert one.seconds("all_gather", 0) < 1e-4
     assert shared.seconds("all_gather", 8) > inside.seconds("all_gather", 8) > 5e-6
     # A tree is faster than a ring for a small sum over many nodes
     many = links.link_of(CLUSTER, range(0, 8192, 8))
@@ -150,18 +141,15 @@ def test_larger_messages_take_longer(operation):
 
 
 def test_products():
-    """What large products reach, and what bytes allow."""
+    """What large products reach."""
 
     def large(device):
         return 2 * 8192**3 / kernels.product_seconds(device, 8192, 8192, 8192)
 
-    for name, reached in (("a100", 239.5e12), ("h100", 720e12), ("b200", 1672e12)):
-        assert large(devices.DEVICES[name]) == pytest.approx(reached, rel=1e-6)
     h100 = devices.DEVICES["h100"]
+    assert large(h100) == pytest.approx(720e12)
     assert large(h100._replace(matmul=600e12)) == pytest.approx(600e12)
     assert 1.1 < large(h100) / large(h100._replace(power=0.714)) < 1.3
-    thin = kernels.product_seconds(h100, 16, 8192, 8192)
-    assert thin >= 8192 * 8192 * 2 / h100.bandwidth
 
 
 def test_products_beside_measured_ones(capsys, monkeypatch):
@@ -180,18 +168,17 @@ def test_products_beside_measured_ones(capsys, monkeypatch):
         ("h100", "flash3", False, True, 561),
         ("a100", "flash2", False, False, 230),
         ("a100", "flash1", False, False, 0.4 * 312),
-        ("a100", "plain", True, False, None),
     ],
 )
 def test_attention(name, kernel, causal, backward, reached):
     """The tables of FlashAttention's papers come back; plain attention is far slower."""
     flops = 4 * 16 * 16384**2 * 128 * (2.5 if backward else 1) / (2 if causal else 1)
     about = (1, 16, 16384, 128), 16384, causal, backward
-    rate = flops / kernels.attention_seconds(devices.DEVICES[name], kernel, *about) / 1e12
-    if reached is None:
-        assert rate < 0.4 * 312 / 2
-    else:
-        assert rate == pytest.approx(reached)
+    flash, plain = (
+        flops / kernels.attention_seconds(devices.DEVICES[name], kind, *about) / 1e12
+        for kind in (kernel, "plain")
+    )
+    assert flash == pytest.approx(reached) and plain < 0.6 * flash
 
 
 def test_fused_operations_move_fewer_bytes():
@@ -206,14 +193,9 @@ def test_fused_operations_move_fewer_bytes():
     assert 0.6 * times[0] < times[1] < 0.99 * times[0]
 
 
-MINUTES = "pieces of work, more than"
-
-
 @pytest.mark.parametrize(
     "flags, said",
     [
-        ("--context 100000000", MINUTES),
-        ("--batch 20000 --microbatches 20000", MINUTES),
         ("--batch 100000000 --microbatches 100000000", "micro-batches: a dry run takes at most"),
         ("--dp 1000000 --batch 1000000", "1,000,000 ranks: a dry run takes at most 131,072"),
         ("--plan --gpus 1000000 --batch 1000000", "1,000,000 ranks: a dry run takes"),
