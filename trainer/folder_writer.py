@@ -30,7 +30,10 @@ def write_folder(folder, config, tensors, files, limit=1 << 30):
         sync(folder)
     parts, total_bytes = [], 0  # parts: the names of each file's tensors
     for i, shard in enumerate(shards(tensors, limit)):
-        write(folder / f"{i}.partial", safetensors.torch.save(shard, metadata={"format": "pt"}))
+        write(
+            folder / f"{i}.safetensors.partial",
+            safetensors.torch.save(shard, metadata={"format": "pt"}),
+        )
         parts.append(list(shard))
         total_bytes += sum(tensor.nbytes for tensor in shard.values())
         dtype = str(next(iter(shard.values())).dtype).removeprefix("torch.")
@@ -39,7 +42,7 @@ def write_folder(folder, config, tensors, files, limit=1 << 30):
         file = f"model-{i + 1:05d}-of-{len(parts):05d}.safetensors"
         if len(parts) == 1:
             file = "model.safetensors"
-        os.rename(folder / f"{i}.partial", folder / file)
+        os.rename(folder / f"{i}.safetensors.partial", folder / file)
         where |= dict.fromkeys(names, file)
     if len(parts) > 1:
         index = {"metadata": {"total_size": total_bytes}, "weight_map": where}

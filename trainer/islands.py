@@ -56,10 +56,8 @@ def settle(args):
         return args
     player.settle(args, EVERY)
     if args.batch % args.islands:
-        nearest = max(1, round(args.batch / args.islands)) * args.islands
-        raise Refused(
-            f"--batch {args.batch} does not divide by {args.islands} islands: use {nearest}"
-        )
+        use = f"use {max(1, round(args.batch / args.islands)) * args.islands}"
+        raise Refused(f"--batch {args.batch} does not divide by {args.islands} islands: {use}")
     args.batch //= args.islands
     return args
 

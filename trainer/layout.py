@@ -57,9 +57,7 @@ def add_flags(parser):
     why = "run norms and GELU again in backward, half of the products too, or all: to hold less"
     g.add_argument("--recompute", choices=harness.RECOMPUTATIONS, default="none", help=why)
     g = parser.add_argument_group("the loop")
-    why = (
-        "sgd shows a gradient of the wrong scale; muon: matrices whole, see muon.py, with --zero 1"
-    )
+    why = "sgd shows a gradient of the wrong scale; muon: matrices whole (muon.py), with --zero 1"
     g.add_argument("--optimizer", choices=["adamw", "sgd", "muon"], default="adamw", help=why)
     why = "where the cosine ends (default: lr / 10)"
     g.add_argument("--min-lr", type=harness.real(0), metavar="X", help=why)
@@ -161,15 +159,12 @@ def check_experts(args, config, where):
 
 def check_compile(args, config):
     """Refuse what does not go with --compile."""
-    if not args.compile:
-        return
-    if config.experts:
-        why = "whose shapes change every step"
-        raise Refused(f"--compile does not go with --experts, {why}: leave one of them out")
-    if args.recompute == "half":
+    what = "--compile does not go with"
+    if args.compile and config.experts:
+        raise Refused(f"{what} --experts, whose shapes change every step: leave one of them out")
+    if args.compile and args.recompute == "half":
         why = "compiled code overwrites results that should be kept"
-        advice = "use --recompute selective or block, or leave --compile out"
-        raise Refused(f"--compile does not go with --recompute half: {why}; {advice}")
+        raise Refused(f"{what} --recompute half: {why}; use --recompute selective or block")
 
 
 def check_needed(args):

@@ -19,13 +19,7 @@ SCALED = {"float16"}  # the types that need it
 
 
 class LossScale:
-    """A run's loss scale: `value`, 1 where no type needs it.
-
-    count(n)          in place of n, the number of tokens: the sum of losses is divided by it
-    overflow(loss, norm)    a sentence where the scale was too large for the step, else None
-    row()             its part of a step's row in the log
-    update(taken)     after each step: doubles or halves the scale, or leaves it
-    """
+    """A run's loss scale: `value`, 1 where no type needs it."""
 
     INITIAL, LEAST = 2.0**16, 1.0
     GROWTH, BACKOFF, INTERVAL = 2.0, 0.5, 2000
@@ -38,8 +32,9 @@ class LossScale:
             optimizer.optimizer.register_step_pre_hook(self.unscale_masters)
 
     def count(self, n):
-        """What to divide losses by, so that they are `value` times larger. All are: the routers'
-        losses too, which join in the middle of backward and have no part in the model's loss."""
+        """What to divide the sum of losses by in place of n, the number of tokens, so that losses
+        are `value` times larger. The routers' losses are divided by it too: they join in the middle
+        of backward and have no part in the model's loss."""
         return n / self.value if self.enabled else n
 
     def unscale(self, named):
@@ -55,7 +50,7 @@ class LossScale:
         torch._foreach_div_([p.grad for p in parameters if p.grad is not None], self.value)
 
     def overflow(self, loss, norm):
-        """loss, norm: numbers."""
+        """A sentence where the scale was too large for a step with this loss and norm, numbers."""
         at_fault = math.isfinite(loss) and not math.isfinite(norm)
         if not at_fault or self.value <= self.LEAST:  # 1 where no type needs it
             return None
@@ -63,10 +58,11 @@ class LossScale:
         return f"has gradients {where}: skipped, the scale is halved"
 
     def row(self):
+        """Its part of a step's row in the log."""
         return {"loss_scale": self.value} if self.enabled else {}
 
     def update(self, taken):
-        """taken: whether the optimizer took the step."""
+        """After each step. taken: whether the optimizer took it."""
         if not self.enabled:
             return
         self.good_steps = self.good_steps + 1 if taken else 0
