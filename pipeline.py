@@ -10,7 +10,7 @@
         1 fill        2 one forward, one backward in turn        3 drain     4 optimizer.step()
 
 Split: the layers into p stages for p ranks, the batch into m micro-batches. A schedule lists each
-rank's actions in order, and `play` runs it.
+rank's actions in order, and `Pipeline` runs it.
 
 Sent: each forward's result to the next stage, each backward's gradient to the stage before. That is
 b T C e bytes per micro-batch, boundary and direction: b sequences of T tokens, width C, e bytes an
@@ -134,8 +134,9 @@ def one_f_one_b(rank, ranks, microbatches):
 # --- the executor: StageRunner computes, Mailbox sends and receives, a Schedule says in which order
 
 
-def play(schedule, forward, shape, dtype, device, links, around=contextlib.nullcontext):
-    """Run this rank's row of a schedule. Gradients add up in the parameters' .grad.
+class Pipeline:
+    """This rank's part of a pipeline. A run is a step's forwards and backwards: gradients add up in
+    the parameters' .grad.
 
         schedule = make_schedule("1f1b", ranks, microbatches)
         stages = cut(layers, schedule.last + 1)
@@ -148,11 +149,12 @@ def play(schedule, forward, shape, dtype, device, links, around=contextlib.nullc
                 return y
             return F.cross_entropy(y.mT, targets[m], reduction="sum") / count
 
+        pipeline = Pipeline(schedule, forward, (b, T, C), dtype, device)
         inputs, targets, count = batches[0]    # lists of micro-batches; tokens of the whole batch
-        links = prepare(schedule, forward, (b, T, C), dtype, device)
+        pipeline.prepare()
         for inputs, targets, count in batches:
             optimizer.zero_grad()
-            losses = play(schedule, forward, (b, T, C), dtype, device, links)
+            losses = pipeline.run()
             optimizer.step()    # after reduce_tied, if two ranks share a matrix. A norm to clip by
                                 # is that of all stages
 
@@ -160,32 +162,59 @@ def play(schedule, forward, shape, dtype, device, links, around=contextlib.nullc
     batch (all micro-batches, all data-parallel ranks). A mean in each micro-batch is wrong.
 
     shape, dtype: of the activations between stages, the same for every micro-batch and rank.
+    links: of make_links; without them the pipeline has all ranks.
     around(action): a context around the work of each action, not its messages: a profiler's, say.
-    Returns the last stage's results, detached, on its rank, and [] on the others."""
-    rank = dist.get_rank(links[0])
-    runner = schedule.runner(forward, schedule[rank], schedule.last)
-    mailbox = Mailbox(schedule, rank, shape, dtype, device, links)
-    results = []
+    """
 
-    for action in schedule[rank]:
-        received = mailbox.receive(action)  # None on stage 0, and for the backward of the loss
-        with around(action):
-            result = runner.run(action, received)
-        mailbox.send(action, result)
-        if action.kind == "F" and action.stage == schedule.last:
-            results.append(result)
-        del received, result  # nothing of a finished micro-batch stays while this rank waits
-    mailbox.close()
-    return results
+    def __init__(
+        self, schedule, forward, shape, dtype, device, links=None, around=contextlib.nullcontext
+    ):
+        self.schedule, self.forward, self.around = schedule, forward, around
+        self.shape, self.dtype, self.device = tuple(shape), dtype, device
+        self.links = links or make_links()
+        self.row = schedule[dist.get_rank(self.links[0])]
+
+    def run(self):
+        """All actions of this rank's row. Returns the last stage's results, detached, on its rank,
+        and [] on the others."""
+        runner = self.schedule.runner(self.forward, self.row, torch.autograd.backward)
+        mailbox, results = Mailbox(self), []
+        for action in self.row:
+            received = mailbox.receive(action)  # None on stage 0, and for the backward of the loss
+            with self.around(action):
+                result = runner.run(action, received)
+            mailbox.send(action, result)
+            if action.kind == "F" and action.stage == self.schedule.last:
+                results.append(result)
+            del received, result  # nothing of a finished micro-batch stays while this rank waits
+        mailbox.close()
+        return results
+
+    def prepare(self):
+        """Before the first run, on all ranks: connect them, and run this rank's actions of the
+        first two micro-batches on zeros, without messages. It leaves no gradients.
+
+        On nccl a posted receive is a kernel that spins until its message is there. When CUDA loads
+        a kernel, at its first launch, it may wait until the device is idle: the two wait for ever.
+        """
+        open_links(self.schedule, self.links, self.device)
+        row = [action for action in self.row if action.microbatch < 2]
+        runner = self.schedule.runner(self.forward, row, dry_backward)
+        for action in row:
+            received = None
+            if self.schedule.incoming(action) is not None:
+                received = torch.zeros(self.shape, dtype=self.dtype, device=self.device)
+            with self.around(action):
+                runner.run(action, received)
 
 
 class StageRunner:
-    """The forward and backward passes of a rank's stages."""
+    """The forward and backward passes of a rank's stages.
 
-    dry = False  # True in prepare: gradients are thrown away
+    row: the actions to come. autograd_backward: torch.autograd.backward, or dry_backward."""
 
-    def __init__(self, forward, row, last):
-        self.stage_forward, self.last = forward, last
+    def __init__(self, stage_forward, row, autograd_backward):
+        self.stage_forward, self.autograd_backward = stage_forward, autograd_backward
         self.trains = any(action.kind != "F" for action in row)
         self.saved = {}  # {(micro-batch, stage): input and output, from forward to backward}
 
@@ -203,12 +232,12 @@ class StageRunner:
         return y.detach()
 
     def backward(self, m, stage, gradient):
-        if stage == 0 and self.last > 0 and (m, stage) not in self.saved:
-            return None  # all of stage 0 is frozen: the gradient from stage 1 is dropped
+        if (m, stage) not in self.saved:
+            return None  # all of stage 0 is frozen
         x, y = self.saved.pop((m, stage))
-        backward = dry_backward if self.dry else torch.Tensor.backward
-        backward(y, gradient)  # the loss, one number, has None
-        return None if stage == 0 else x.grad
+        # y's edge in the graph, not y: y.backward() would turn zero_bubble.py's mode off
+        self.autograd_backward([get_gradient_edge(y)], [gradient])  # None: y is the loss
+        return None if x is None else x.grad
 
 
 # --- what an action waits for, and what it sends
@@ -275,19 +304,17 @@ class Schedule(tuple):
 
 
 class Mailbox:
-    """This rank's messages of one play. Sends return at once. Of each channel one receive is posted
+    """This rank's messages of one run. Sends return at once. Of each channel one receive is posted
     ahead, so that its message may arrive while an action runs."""
 
-    def __init__(self, schedule, rank, shape, dtype, device, links):
-        check_links(links)
-        self.schedule, self.rank, self.links = schedule, rank, links
-        self.shape, self.dtype, self.device = torch.Size(shape), dtype, device
+    def __init__(self, pipeline):
+        self.pipeline, self.schedule, self.links = pipeline, pipeline.schedule, pipeline.links
         self.arriving = {}  # {message: (tensor, handle of its receive)}
         self.sends = []  # (tensor, handle): both must live until the send is done
         self.expected = collections.defaultdict(collections.deque)  # {channel: messages, in order}
-        for action in schedule[rank]:
-            message = schedule.incoming(action)
-            if message is not None and message.source != rank:
+        for action in pipeline.row:
+            message = self.schedule.incoming(action)
+            if message is not None and message.source != message.target:
                 self.expected[message.channel].append(message)
         for channel in self.expected:
             self.post(channel)
@@ -295,8 +322,8 @@ class Mailbox:
     def post(self, channel):
         """Offer a buffer for the next message of a channel."""
         if self.expected[channel]:
-            message = self.expected[channel].popleft()
-            buffer = torch.empty(self.shape, dtype=self.dtype, device=self.device)
+            message, pipeline = self.expected[channel].popleft(), self.pipeline
+            buffer = torch.empty(pipeline.shape, dtype=pipeline.dtype, device=pipeline.device)
             group = group_for(self.links, channel)
             work = dist.irecv(buffer, group=group, group_src=message.source)
             self.arriving[message] = buffer, work
@@ -315,10 +342,10 @@ class Mailbox:
         message = self.schedule.outgoing(action)
         if message is None:
             return
-        if message.target == self.rank:  # both stages are on this rank
+        if message.target == message.source:  # both stages are on this rank
             self.arriving[message] = tensor, None
             return
-        check_message(self, action, tensor)
+        check_message(self.pipeline, action, tensor)
         tensor = tensor.contiguous()
         self.sends = [(t, work) for t, work in self.sends if not work.is_completed()]
         group = group_for(self.links, message.channel)
@@ -330,11 +357,11 @@ class Mailbox:
 
 
 def make_links(ranks=None):
-    """The four groups of `play`: [activations to later ranks, activations to earlier ranks (where
-    ranks have several stages), gradients to later ranks, gradients to earlier ranks]. Four, because
-    nccl passes a group's messages between two ranks one by one, in order: in fewer groups two could
-    block each other. Every process must call it, as dist.new_group: once for each pipeline, in the
-    same order."""
+    """The four groups of a pipeline: [activations to later ranks, activations to earlier ranks
+    (where ranks have several stages), gradients to later ranks, gradients to earlier ranks]. Four,
+    because nccl passes a group's messages between two ranks one by one, in order: in fewer groups
+    two could block each other. Every process must call it, as dist.new_group: once for each
+    pipeline, in the same order."""
     return [dist.new_group(ranks) for _ in range(4)]
 
 
@@ -359,52 +386,22 @@ def open_links(schedule, links, device):
             dist.recv(number, group=group, group_src=source)
 
 
-def prepare(schedule, forward, shape, dtype, device, links=None, around=contextlib.nullcontext):
-    """Before the first play, on all ranks: connect them, and run this rank's actions of the first
-    two micro-batches on zeros, without messages. It leaves no gradients. Returns the links.
-    Arguments as for `play`; links: of make_links, else of all ranks.
-
-    On nccl a posted receive is a kernel that spins until its message is there. When CUDA loads a
-    kernel, at its first launch, it may wait until the device is idle: the two wait for ever."""
-    links = links or make_links()
-    open_links(schedule, links, device)
-    row = [action for action in schedule[dist.get_rank(links[0])] if action.microbatch < 2]
-    runner = schedule.runner(forward, row, schedule.last)
-    runner.dry = True
-    for action in row:
-        received = None
-        if schedule.incoming(action) is not None:
-            received = torch.zeros(shape, dtype=dtype, device=device)
-        with around(action):
-            runner.run(action, received)
-    return links
-
-
-def dry_backward(y, gradient=None):
-    """A backward pass of y that computes all gradients, and throws them away: no .grad changes, and
-    no hook of DDP or ZeRO sees one. y: a tensor, or a list."""
-    tensors = y if isinstance(y, list) else [y]
-    roots = [get_gradient_edge(t) for t in tensors]
-    if gradient is None:
-        gradient = [torch.ones_like(t) for t in tensors]
-    nodes, found = [root.node for root in roots], set()
+def dry_backward(edges, gradients=None):
+    """Computes all gradients, and throws them away: no .grad changes, and no hook of DDP or ZeRO
+    sees one. Arguments as for torch.autograd.backward, with edges for tensors."""
+    nodes, found = [edge.node for edge in edges], set()
     while nodes:
         node = nodes.pop()
         if node not in found:
             found.add(node)
             nodes += [following for following, _ in node.next_functions if following]
     leaves = [GradientEdge(node, 0) for node in found if hasattr(node, "variable")]
-    for found_gradient in torch.autograd.grad(roots, leaves, gradient, allow_unused=True):
-        if found_gradient is not None:  # run the kernels that would add it up
-            torch.zeros_like(found_gradient).add_(found_gradient)
+    for gradient in torch.autograd.grad(edges, leaves, gradients, allow_unused=True):
+        if gradient is not None:  # run the kernels that would add it up
+            torch.zeros_like(gradient).add_(gradient)
 
 
 # --- more schedules
-
-
-def naive(rank, ranks, microbatches):
-    """One micro-batch at a time through all stages and back: F0 B0 F1 B1 F2 B2."""
-    return Row("FB" * microbatches, rank)
 
 
 def gpipe(rank, ranks, microbatches):
@@ -435,7 +432,7 @@ def interleaved(rank, ranks, microbatches, chunks=2):
     return row
 
 
-SCHEDULES = {"naive": naive, "gpipe": gpipe, "1f1b": one_f_one_b, "interleaved": interleaved}
+SCHEDULES = {"gpipe": gpipe, "1f1b": one_f_one_b, "interleaved": interleaved}
 
 
 @functools.cache
@@ -457,24 +454,14 @@ def forward_only(schedule, microbatches=float("inf")):
 # --- a weight on two stages
 
 
-def reduce_tied(parameters):
-    """Sum the gradient of a weight that several ranks hold, such as a tied matrix on the first and
-    the last stage. Replicas that start equal then stay equal. A rank without a gradient adds zeros.
+def reduce_tied(weight, group):
+    """Sum the gradient of a weight that the ranks of a group share, such as a tied matrix on the
+    first and the last stage: once a step, after its last run. Replicas that start equal stay equal.
 
-        weight.placement = {"partial": [group]}    # group: the ranks that hold it; before training
-        reduce_tied(model.parameters())            # once a step, after its last play
-
-    The finish() of ddp.py and of zero.py does the same: see docs/two-techniques.md."""
-    for p in parameters:
-        groups = getattr(p, "placement", {}).get("partial", ())
-        if not p.requires_grad or not groups:
-            continue
-        check_not_summed(p)
-        if p.grad is None:
-            p.grad = torch.zeros_like(p)
-        for group in groups:
-            dist.all_reduce(p.grad, group=group)
-        p.grad.summed_at = p.grad._version
+    DDP and ZeRO do the same where weight.placement says so: see docs/two-techniques.md."""
+    check_not_summed(weight)
+    dist.all_reduce(weight.grad, group=group)
+    weight.grad.summed_at = weight.grad._version
 
 
 # --- mistakes that would be silent: refused
@@ -504,23 +491,17 @@ def check_order(schedule):
         raise ValueError("a rank awaits messages in another order than they are sent")
 
 
-def check_links(links):
-    """One group for two kinds of messages mixes them up."""
-    if len(set(links)) != 4:
-        raise ValueError("links must be four different groups of the same ranks: use make_links()")
-
-
-def check_message(mailbox, action, tensor):
+def check_message(pipeline, action, tensor):
     """A message that is smaller than its buffer fills a part of it."""
-    if tensor.shape != mailbox.shape or tensor.dtype != mailbox.dtype:
+    if tensor.shape != pipeline.shape or tensor.dtype != pipeline.dtype:
         found = f"stage {action.stage} has {list(tensor.shape)} of {tensor.dtype} to send"
-        told = f"play was told {list(mailbox.shape)} of {mailbox.dtype}"
+        told = f"the pipeline was told {list(pipeline.shape)} of {pipeline.dtype}"
         raise ValueError(f"{found} for micro-batch {action.microbatch}, but {told} for all")
 
 
-def check_not_summed(p):
+def check_not_summed(weight):
     """A sum twice is double."""
-    if p.grad is not None and getattr(p.grad, "summed_at", None) == p.grad._version:
+    if getattr(weight.grad, "summed_at", None) == weight.grad._version:
         raise RuntimeError("this gradient is summed already: call reduce_tied once a step")
 
 
@@ -562,24 +543,27 @@ def demo(run):
     parts = harness.split(run.meta_model, layers, stages, ends)
     model = run.fill(harness.Stages(parts))
     parameters = list(model.parameters())
+    tied = [p for p in parameters if "partial" in getattr(p, "placement", {})]
     optimizer = harness.make_optimizer(parameters, args)
-    shape = (args.batch // args.microbatches, config.context, config.width)
     in_w = receipts.pipeline.GradientsInW(parameters)
 
+    def forward(stage, m, x):
+        tokens, targets, samples = batches[m]
+        x = tokens if x is None else x
+        return model[stage](x, targets=targets, target_count=run.count, sample_ids=samples)
+
+    shape = (args.batch // args.microbatches, config.context, config.width)
+    pipeline = Pipeline(schedule, forward, shape, run.dtype, run.device, links)
     for step in run.steps(optimizer):
         batches = run.microbatches(step)
-
-        def forward(stage, m, x):
-            tokens, targets, samples = batches[m]
-            x = tokens if x is None else x
-            return model[stage](x, targets=targets, target_count=run.count, sample_ids=samples)
-
         if step == 0:
-            prepare(schedule, forward, shape, run.dtype, run.device, links)
+            pipeline.prepare()
+        if step + 1 == args.steps:
+            pipeline.around = in_w
         optimizer.zero_grad(set_to_none=False)
-        around = in_w if step + 1 == args.steps else contextlib.nullcontext
-        losses = play(schedule, forward, shape, run.dtype, run.device, links, around)
-        reduce_tied(parameters)
+        losses = pipeline.run()
+        for weight in tied:
+            reduce_tied(weight, ends)
         loss = sum(losses, run.zero())  # the last stage has them all, the other ranks none
         dist.all_reduce(loss)
         norm = harness.grad_norm(parameters, [dist.group.WORLD])  # over the stages of all ranks

@@ -239,7 +239,8 @@ class Runner:
         of the loss. The optimizer sums gradients over the replicas while backward goes on."""
         self.optimizer.zero_grad()
         self.rows.clear()
-        losses = self.run_schedule(self.schedule, batches, self.loss_scale.count(self.run.count))
+        count = self.loss_scale.count(self.run.count)
+        losses = self.pipeline(self.schedule, batches, count).run()
         self.optimizer.finish()
         if self.run.step == self.run.measured:  # the step whose bytes the ledger counts
             self.travelled = self.rows.travelled
@@ -247,19 +248,19 @@ class Runner:
         return sum(losses, self.run.zero()) / self.loss_scale.value
 
     def warm_up(self, batches):
-        """Before the first step of a pipeline, which would hang on nccl: see pipeline.prepare."""
+        """Before the first step of a pipeline, which would hang on nccl: see Pipeline.prepare."""
         count = self.loss_scale.count(self.run.count)
-        self.run_schedule(self.schedule, batches, count, pipeline.prepare)
+        self.pipeline(self.schedule, batches, count).prepare()
         self.optimizer.zero_grad(give_up=True)
         gpt.rebalance(self.model, move=False)  # the routers counted these tokens
 
     def forward_only(self, batches, count):
         schedule = pipeline.forward_only(self.schedule, len(batches))
-        return self.run_schedule(schedule, batches, count)
+        return self.pipeline(schedule, batches, count).run()
 
-    def run_schedule(self, schedule, batches, count, play=pipeline.play):
-        """What the last stage returns for each micro-batch, on its rank: losses divided by count,
-        or logits (b, T, V) without targets. Other ranks get []."""
+    def pipeline(self, schedule, batches, count):
+        """For these batches. Its run() returns for each of them, on the last stage's rank, a loss
+        divided by count, or logits (b, T, V) without targets. Other ranks get []."""
         run, args = self.run, self.run.args
         rows, length = batches[0][0].shape
         held = self.positions_held(length)
@@ -275,7 +276,8 @@ class Runner:
 
         tokens_held = len(held) // args.tp if args.sp else len(held)
         shape, dtype = (rows, tokens_held, run.config.width), harness.DTYPES[args.param_dtype]
-        return play(schedule, forward, shape, dtype, run.device, self.links, around=self.around)
+        sending = shape, dtype, run.device, self.links
+        return pipeline.Pipeline(schedule, forward, *sending, around=self.around)
 
     def positions_held(self, length):
         """The positions of a sequence that this rank holds, on its device. Kept for each length."""

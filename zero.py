@@ -348,8 +348,9 @@ class ZeRO:
 
     @contextlib.contextmanager
     def around(self, action):
-        """For play(..., around=zero.around): which of the scopes an action belongs to. After I of a
-        split backward gradients are missing. Stages 0 and 1 do without: they count gradients."""
+        """For Pipeline(..., around=zero.around): which of the scopes an action belongs to. After I
+        of a split backward gradients are missing. Stages 0 and 1 do without: they count gradients.
+        """
         if self.stage >= 2:
             self.complete = action.kind != "I"
             self.scope = action.stage if action.stage in self.scopes else None
@@ -622,7 +623,7 @@ def check_zero_gradient(zero, bucket):
         raise RuntimeError(
             f"a gradient came after its bucket was reduced: there were more backward passes than"
             f" microbatches={zero.microbatches}, or no zero_grad(). For several stages or a split"
-            " backward write ZeRO(..., scopes={stage: module}) and play(..., around=zero.around)"
+            " backward write ZeRO(..., scopes={stage: module}), Pipeline(..., around=zero.around)"
             "; for a weight with two gradients per micro-batch weight.used_twice = True"
         )
 

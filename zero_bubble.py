@@ -33,15 +33,16 @@ import functools
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from torch.autograd.graph import get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
-from pipeline import SCHEDULES, Row, Schedule, StageRunner, dry_backward, make_schedule
+from pipeline import SCHEDULES, Row, Schedule, StageRunner, make_schedule
 
 # --- the plainest form: a linear layer whose backward is cut in two
 
 
 class SplitLinear(nn.Linear):
-    """A linear layer without bias.
+    """A linear layer.
 
         layer = SplitLinear(4, 3)
         loss = layer(x).square().sum()
@@ -50,30 +51,19 @@ class SplitLinear(nn.Linear):
 
     W takes the oldest pair first, as a stage takes its micro-batches in order."""
 
-    def __init__(self, inputs, outputs):
-        super().__init__(inputs, outputs, bias=False)
+    def __init__(self, *sizes, **options):
+        super().__init__(*sizes, **options)
         self.pairs = collections.deque()  # (x, gradient of y) of each backward, oldest first
 
     def forward(self, x):
-        return InputGradient.apply(x, self.weight, self.pairs)
+        # As the weight is detached, autograd computes the gradients of x and of the bias only
+        y = F.linear(x, self.weight.detach(), self.bias)
+        y.register_hook(lambda gradient: self.pairs.append((x.detach(), gradient)))
+        return y
 
     def backward_weight(self):
         gradient = weight_gradient(*self.pairs.popleft())
         self.weight.grad = gradient if self.weight.grad is None else self.weight.grad + gradient
-
-
-class InputGradient(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, weight, pairs):
-        ctx.save_for_backward(x, weight)
-        ctx.pairs = pairs
-        return x @ weight.T  # (..., in) to (..., out)
-
-    @staticmethod
-    def backward(ctx, gradient):
-        x, weight = ctx.saved_tensors
-        ctx.pairs.append((x, gradient))
-        return gradient @ weight, None, None
 
 
 def weight_gradient(x, gradient, offsets=None):
@@ -89,27 +79,26 @@ def weight_gradient(x, gradient, offsets=None):
 class SplitRunner(StageRunner):
     """Runs I and W as well. Until W, `Deferred` keeps what a weight's gradient needs."""
 
-    def __init__(self, forward, row, last):
-        super().__init__(forward, row, last)
+    def __init__(self, stage_forward, row, autograd_backward):
+        super().__init__(stage_forward, row, autograd_backward)
         self.deferred = {action[1:]: Deferred() for action in row if action.kind == "W"}
 
     def run(self, action, received):
         kind, m, stage = action
         if kind == "W":
-            backward = dry_backward if self.dry else torch.autograd.backward
-            return self.deferred.pop((m, stage)).accumulate(backward)
+            return self.deferred.pop((m, stage)).accumulate(self.autograd_backward)
         if (m, stage) not in self.deferred:  # a backward in one part follows, or none
             return super().run(action, received)
         deferred = self.deferred[m, stage]
         check_single_backward(action, deferred)
-        with deferred:
+        with deferred:  # in I, too: checkpointed layers run again in backward
             return super().run(action, received)
 
 
 class SplitSchedule(Schedule):
-    """A schedule that may have I and W. pipeline.play and pipeline.prepare take it like any other:
-    in the example of `play`, take find_schedule("zb-v", ranks, microbatches) of this file.
-    Beside ZeRO or FSDP: docs/two-techniques.md."""
+    """A schedule that may have I and W. A Pipeline takes it like any other: in its example take
+    find_schedule("zb-v", ranks, microbatches) of this file. Beside ZeRO or FSDP:
+    docs/two-techniques.md."""
 
     runner = SplitRunner
     passes = ["FB", "FIW"]
@@ -119,7 +108,7 @@ class SplitSchedule(Schedule):
         return None if action.kind == "W" else super().outgoing(action)
 
 
-# --- any model: each F.linear and F.grouped_mm puts its weight's gradient off
+# --- any model: each F.linear and F.grouped_mm does what SplitLinear does
 
 
 class Deferred(TorchFunctionMode):
@@ -128,7 +117,7 @@ class Deferred(TorchFunctionMode):
         deferred = Deferred()
         with deferred:
             loss = F.cross_entropy(model(x), targets, reduction="sum") / count
-            loss.backward()    # I: gradients of inputs, biases, norms and embeddings
+        loss.backward()        # I: gradients of inputs, biases, norms and embeddings
         deferred.accumulate()  # W: gradients of weights. Without this line they are missing
 
     It defers gradients of parameters and their views. Other weights get theirs in I: those that are
@@ -143,43 +132,35 @@ class Deferred(TorchFunctionMode):
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        if function is torch.Tensor.backward:
-            return self.backward(*args, **kwargs)
         if function in (F.linear, torch._grouped_mm):  # F.grouped_mm calls the latter
             return self.matmul(function, *args, **kwargs)
         return function(*args, **kwargs)
-
-    def backward(self, y, gradient=None, **options):
-        """torch turns this mode off in here. Checkpointed layers run again in backward and must be
-        caught, so it is turned on again. y.backward() would come back to this method; the backward
-        of y's edge in the graph does not, as an edge is no tensor."""
-        with self:
-            torch.autograd.backward(torch.autograd.graph.get_gradient_edge(y), gradient, **options)
 
     def matmul(self, function, x, weight, *rest, **options):
         offsets = options.get("offs")
         if not can_defer(x, weight):
             return function(x, weight, *rest, **options)
-        gradients = []
+        x = SaveInput.apply(x)
+        node = x.grad_fn
 
-        def put_off(saved_x):  # in backward, after the hook of y
-            self.entries.append((weight, saved_x, gradients.pop(), offsets))
+        def put_off(gradient):
+            [saved_x] = node.saved_tensors
+            self.entries.append((weight, saved_x.detach(), gradient, offsets))
 
-        # Detached: its own backward would compute the weight's gradient as well
-        y = function(SaveInput.apply(x, put_off), weight.detach(), *rest, **options)
+        y = function(x, weight.detach(), *rest, **options)
         if y._is_view():  # as of a 3-D x. An in-place ReLU gives a view a node without the hook
             y = torch.ops.aten._unsafe_view(y, y.shape)
-        y.register_hook(gradients.append)
+        y.register_hook(put_off)
         return y
 
-    def accumulate(self, backward=torch.autograd.backward):
+    def accumulate(self, autograd_backward=torch.autograd.backward):
         """Add the deferred gradients to their weights, in one pass of autograd: the hooks of DDP
         and ZeRO see them like any others."""
         # Autograd runs the newest node first: last layers first, in the order of the buckets
         roots = [WeightGradient.apply(*entry) for entry in reversed(self.entries)]
         self.entries.clear()
         if roots:
-            backward(roots)
+            autograd_backward([get_gradient_edge(root) for root in roots])
 
 
 def can_defer(x, weight):
@@ -192,21 +173,17 @@ def can_defer(x, weight):
 
 
 class SaveInput(torch.autograd.Function):
-    """Identity. Saves x, and hands it on in backward, once the gradient of y is known.
-
-    A node of its own, before the matmul: activation checkpointing stops recomputing at the last
-    saved tensor, so the matmul is not run again."""
+    """Identity. Its node keeps x, not the hook: so activation checkpointing may drop x and compute
+    it again. It stops there, at the last saved tensor: the matmul does not run again."""
 
     @staticmethod
-    def forward(ctx, x, put_off):
+    def forward(ctx, x):
         ctx.save_for_backward(x)
-        ctx.put_off = put_off
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx, gradient):
-        ctx.put_off(ctx.saved_tensors[0].detach())
-        return gradient, None
+        return gradient
 
 
 class WeightGradient(torch.autograd.Function):
@@ -272,9 +249,9 @@ def zb_v(rank, ranks, microbatches):
 
 
 def dualpipev(rank, ranks, microbatches):
-    """It does not overlap: this is the order of DualPipe's actions, folded at its middle. DeepSeek
-    runs a forward of one side while a backward of the other sends; here they take turns. Stages as
-    in zb_v. Weight gradients are put off only in filling and draining. Phases as in their code."""
+    """DualPipe's actions in turns, without its overlap. DeepSeek runs a forward of one side while a
+    backward of the other sends. This is that order, folded at its middle. Stages as in zb_v. Weight
+    gradients are put off only in filling and draining. Phases as in their code."""
     if microbatches < 2 * ranks:
         count = f"at least {2 * ranks} micro-batches, twice as many as ranks"
         raise ValueError(f"dualpipev needs {count}, not {microbatches}")

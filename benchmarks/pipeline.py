@@ -57,7 +57,7 @@ def sleeping(name, run, links):
     with mock.patch.object(zero_bubble, "weight_gradient", slow_gradient):
         dist.barrier()
         begin = time.perf_counter()
-        pipeline.play(schedule, forward, (2, 4), torch.float32, "cpu", links)
+        pipeline.Pipeline(schedule, forward, (2, 4), torch.float32, "cpu", links).run()
         end = time.perf_counter()
     begins, ends = zip(*run.gather((begin, end)))
     work = 3 * MICROBATCHES * SECONDS

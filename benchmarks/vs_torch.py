@@ -280,11 +280,12 @@ def our_pipeline(name, job):
     def forward(stage, m, x):
         return model[stage](tokens[m] if x is None else x, None, targets[m], job.count)
 
-    links = pipeline.prepare(schedule, forward, shape, job.dtype, job.device)
+    line = pipeline.Pipeline(schedule, forward, shape, job.dtype, job.device)
+    line.prepare()
 
     def step():
         optimizer.zero_grad()
-        losses = pipeline.play(schedule, forward, shape, job.dtype, job.device, links)
+        losses = line.run()
         optimizer.step()
         return sum(losses, torch.zeros((), device=job.device))
 

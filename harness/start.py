@@ -27,7 +27,7 @@ from harness.rank import Rank, check_memory
 from harness.refusal import Refused, finish, refuse, refusing, say
 
 # CUDA reads this when it starts. Kernels that are loaded at their first launch wait for the device,
-# which may be waiting for this rank: see pipeline.prepare
+# which may be waiting for this rank: see Pipeline.prepare
 os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
 
 # What a user, a terminal that closes or a batch system sends to end a run

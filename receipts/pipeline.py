@@ -173,7 +173,6 @@ def boundaries(schedule, rank):
 # The time that a rank waits, by the papers: p ranks, m micro-batches, v stages a rank. F, I and W
 # are the times of all stages of a rank. Each entry is (text, function of p, m, v, F, I, W).
 BUBBLES = {
-    "naive": ("(p-1) m (F+I+W)", lambda p, m, v, f, i, w: (p - 1) * m * (f + i + w)),
     "gpipe": ("(p-1) (F+I+W)", lambda p, m, v, f, i, w: (p - 1) * (f + i + w)),
     "1f1b": ("(p-1) (F+I+W)", lambda p, m, v, f, i, w: (p - 1) * (f + i + w)),
     "interleaved": ("(p-1) (F+I+W) / v", lambda p, m, v, f, i, w: (p - 1) * (f + i + w) / v),
@@ -206,7 +205,7 @@ def most_in_flight(name, ranks, microbatches, stages):
         return 2 * p + 1 if p > 1 or m > 2 else None
     if name == "zb-v":
         return 2 * p if m >= 2 * p else None
-    most = {"naive": 1, "gpipe": m, "1f1b": p, "zb-h1": p, "zb-h2": 2 * p - 1}[name]
+    most = {"gpipe": m, "1f1b": p, "zb-h1": p, "zb-h2": 2 * p - 1}[name]
     return min(m, most)
 
 
@@ -331,8 +330,7 @@ def compare(make, args, names):
             continue
         v = len(schedule.owner) // ranks
         spans = simulate(schedule, 1 / v, 1 / v, 1 / v)
-        if name != "naive" or args.schedule:  # naive is three times as long as the others
-            pictures.append((name, spans))
+        pictures.append((name, spans))
         expected, text = by_paper(name, ranks, microbatches, v, 1, 1, 1)
         wait = f"{waiting(spans):6.2f}  {text}"
         if expected is not None:

@@ -14,7 +14,7 @@ prints what it sees of planted mistakes, and for each case a line of JSON:
     kernels     operations that would launch a kernel, as autograd's threads launch them
     collectives {operation: calls}
     late        first launches of a kernel after a receive was posted and before the last message:
-                on nccl these may wait for ever (see pipeline.prepare)
+                on nccl these may wait for ever (see Pipeline.prepare)
     error       null, or what ended it
 
 A fake tensor has no values. So .item() gives 1, and routing to experts is even.

@@ -299,11 +299,12 @@ class Layout:
         around = {"around": self.sync.around} if self.kind in ("zero 2", "fsdp") else {}
         shape = len(inputs[0]), len(positions), WIDTH
         given = self.schedule, forward, shape, torch.float64, "cpu", self.links
+        pipeline = self.pp_top.Pipeline(*given, **around)
         if not self.prepared:
-            self.prepared = self.pp_top.prepare(*given)
+            self.prepared = True
+            pipeline.prepare()
             assert all(p.grad is None or not p.grad.any() for p in self.parameters)
-        losses = self.pp_top.play(*given, **around)
-        return sum(losses, torch.zeros((), dtype=torch.float64))
+        return sum(pipeline.run(), torch.zeros((), dtype=torch.float64))
 
     def loss(self, logits, targets, count):
         criterion = self.criterion if self.t > 1 else mean_loss

@@ -100,9 +100,6 @@ twice(lambda q: core({"ring" | "gather" | "ulysses"})(q, q, q) ** 3, 2, 4, 6, 8)
     # once_differentiable
 """,
     "pipeline": """
-play_on(links[:3])  # four different groups
-play_on([links[0]] * 4)  # four different groups
-play_on([*links[:3], links[0]])  # four different groups
 Schedule([good[0], good[1][:-1]])  # stage 1 runs micro-batch 1 as F
 Schedule([good[0], [*good[1], good[1][-1]]])  # as F B B
 Schedule([good[0], [good[1][i] for i in (2, 3, 0, 1)]])  # another order
@@ -170,7 +167,7 @@ def reads_another_unit(model):
     model(TOKENS)
 
 
-def user_names(module, links):
+def user_names(module):
     """What the lines above may name."""
 
     def dispatch(x=torch.ones(3, 4), sizes=(2, 2), weights=torch.ones(3, 2), **given):
@@ -178,10 +175,6 @@ def user_names(module, links):
         chosen = torch.full((3, 2), given["chosen"])
         made = module.ExpertDispatch(sizes, group.WORLD)
         return made(x, weights, chosen, given["experts"])
-
-    def play_on(links):
-        schedule = module.make_schedule("1f1b", 2, 2)
-        module.play(schedule, None, (2,), torch.float32, "cpu", links)
 
     three_heads = Names(heads=6, kv_heads=3, experts=0, vocab=7)
     names = dict(
@@ -191,7 +184,6 @@ def user_names(module, links):
         x=torch.ones(4),
         linear=nn.Linear(WIDTH, WIDTH),
         pipeline=sys.modules.get("pipeline"),
-        links=links,
         weight=nn.Parameter(torch.ones(6, 4)),
         model=MODELS["mlp"](),
         whole=MODELS["mlp"](),
@@ -210,9 +202,8 @@ def user_names(module, links):
 def test_lines_that_are_refused(copied, files):
     def work(rank):
         module = importlib.import_module(files.split()[-1].rpartition("/")[2])
-        links = [dist.new_group() for _ in range(4)]
         for line, words in lines(REFUSED[files]):
-            names = user_names(module, links)
+            names = user_names(module)
             try:
                 with refused(words):
                     eval(line, names)
@@ -522,7 +513,7 @@ def test_given_up_before_the_first_bucket(ddp, microbatches):
     [
         (
             lambda y: y[: len(y) - 1],
-            r"has \[3, 5, 24\] of torch.float64 .*, but play was told \[4, 5",
+            r"has \[3, 5, 24\] of torch.float64 .*, but the pipeline was told \[4, 5",
         ),
         (lambda y: y.float(), r"of torch.float32 .* torch.float64"),
     ],

@@ -49,7 +49,7 @@ gpt2      --dp 1
 gpt2      --dp 2 --microbatches 3 --recompute selective
 sgd       --dp 3 --microbatches 2 --bucket-mb 0.01 --steps 3
 llama     --tp 4 --microbatches 2 --recompute block
-dropout   --pp 4 --schedule naive --microbatches 3 DEEP
+dropout   --pp 4 --schedule gpipe --microbatches 1 DEEP
 llama     --dp 2 --pp 3 --microbatches 3
 dropout   --dp 3 --zero 1 --microbatches 2
 sgd       --dp 4 --zero 2 --microbatches 3 --bucket-mb 0.01

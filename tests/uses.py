@@ -484,11 +484,10 @@ class Pipeline(OneProcess):
         self.last = self.schedule.last
         self.stages = dict(enumerate(cut_chain(self.model, self.last + 1)))
         ends = {self.schedule.owner[0], self.schedule.owner[self.last]}
-        copies = dist.new_group(sorted(ends))
+        self.copies, self.tied = dist.new_group(sorted(ends)), []
         if len(ends) == 2:
             self.model[-1].weight = nn.Parameter(self.model[0].weight.detach().clone())
-            for module in (self.model[0], self.model[-1]):
-                module.weight.placement = {"partial": [copies]}
+            self.tied = [self.model[0].weight, self.model[-1].weight]
         held = self.schedule.stages(dist.get_rank())
         self.mine = {p for stage in held for p in self.stages[stage].parameters()}
         self.optimizer = self.make_optimizer(self.mine)
@@ -506,11 +505,12 @@ class Pipeline(OneProcess):
             return mean_loss(y, targets[m], count) if stage == self.last else y
 
         shape = (ROWS // self.microbatches, LENGTH, WIDTH)
-        losses = self.pp.play(self.schedule, forward, shape, torch.float64, "cpu", self.links)
-        return float(sum(losses))
+        given = self.schedule, forward, shape, torch.float64, "cpu", self.links
+        return float(sum(self.pp.Pipeline(*given).run()))
 
     def finish(self):
-        self.pp.reduce_tied(self.mine)
+        for weight in self.mine.intersection(self.tied):
+            self.pp.reduce_tied(weight, self.copies)
 
 
 def cut_chain(model, stages):
@@ -519,7 +519,7 @@ def cut_chain(model, stages):
 
 
 def play_alone(pp, schedule, last, first=lambda layer, x: layer(x)):
-    """Play two stages on this rank, two micro-batches: gradients are a plain backward's."""
+    """Run two stages on this rank, two micro-batches: gradients are a plain backward's."""
     torch.manual_seed(0)
     layers, data = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)]), torch.randn(2, 3, 4)
     links = [pp.make_links([rank]) for rank in range(dist.get_world_size())][dist.get_rank()]
@@ -527,7 +527,7 @@ def play_alone(pp, schedule, last, first=lambda layer, x: layer(x)):
     def forward(stage, m, x):
         return last(layers[1], x) if stage else first(layers[0], data[m])
 
-    pp.play(schedule, forward, (3, 4), torch.float32, "cpu", links)
+    pp.Pipeline(schedule, forward, (3, 4), torch.float32, "cpu", links).run()
     gradients = [p.grad for p in layers.parameters()]
     layers.zero_grad()
     for m in range(2):
