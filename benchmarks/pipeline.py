@@ -36,7 +36,7 @@ class Sleep(torch.autograd.Function):
         return grad.clone(), None, None
 
 
-def sleeping(name, run, links):
+def sleeping(name, run):
     """Utilisation of a step whose stages sleep: as measured, and as planned."""
     schedule = zero_bubble.find_schedule(name, run.world, MICROBATCHES)
     each = SECONDS * run.world / len(schedule.owner)  # a stage's F, I and W
@@ -57,7 +57,7 @@ def sleeping(name, run, links):
     with mock.patch.object(zero_bubble, "weight_gradient", slow_gradient):
         dist.barrier()
         begin = time.perf_counter()
-        pipeline.Pipeline(schedule, forward, (2, 4), torch.float32, "cpu", links).run()
+        pipeline.Pipeline(schedule, forward, (2, 4), torch.float32, "cpu").run()
         end = time.perf_counter()
     begins, ends = zip(*run.gather((begin, end)))
     work = 3 * MICROBATCHES * SECONDS
@@ -66,13 +66,12 @@ def sleeping(name, run, links):
 
 
 def demo(run):
-    say, links = run.print, pipeline.make_links()
     what = f"a rank's F, I and W of all its layers sleep {SECONDS * 1000:.0f} ms each"
-    say(f"\n{run.world} ranks, {MICROBATCHES} micro-batches; {what}")
-    say(f"{'':14s}{'measured':>10s}{'plan':>10s}   difference (target: 3 points)")
+    run.print(f"\n{run.world} ranks, {MICROBATCHES} micro-batches; {what}")
+    run.print(f"{'':14s}{'measured':>10s}{'plan':>10s}   difference (target: 3 points)")
     for name in zero_bubble.ALL_SCHEDULES:
-        measured, plan = sleeping(name, run, links)
-        say(f"{name:14s}{measured:10.1%}{plan:10.1%}   {100 * (plan - measured):4.1f} points")
+        measured, plan = sleeping(name, run)
+        run.print(f"{name:14s}{measured:10.1%}{plan:10.1%}   {100 * (plan - measured):4.1f} points")
 
 
 def check(world):
