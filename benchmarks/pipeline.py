@@ -55,9 +55,10 @@ def sleeping(name, run):
         return gradient(*tensors)
 
     with mock.patch.object(zero_bubble, "weight_gradient", slow_gradient):
+        ours = pipeline.Pipeline(schedule, forward, (2, 4), torch.float32, "cpu")
         dist.barrier()
         begin = time.perf_counter()
-        pipeline.Pipeline(schedule, forward, (2, 4), torch.float32, "cpu").run()
+        ours.run()
         end = time.perf_counter()
     begins, ends = zip(*run.gather((begin, end)))
     work = 3 * MICROBATCHES * SECONDS
@@ -66,8 +67,7 @@ def sleeping(name, run):
 
 
 def demo(run):
-    what = f"a rank's F, I and W of all its layers sleep {SECONDS * 1000:.0f} ms each"
-    run.print(f"\n{run.world} ranks, {MICROBATCHES} micro-batches; {what}")
+    run.print(f"\n{run.world} ranks, {MICROBATCHES} micro-batches, F, I and W of {SECONDS} s each")
     run.print(f"{'':14s}{'measured':>10s}{'plan':>10s}   difference (target: 3 points)")
     for name in zero_bubble.ALL_SCHEDULES:
         measured, plan = sleeping(name, run)
