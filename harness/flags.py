@@ -77,7 +77,7 @@ class Parser(argparse.ArgumentParser):
         args = super().parse_args(args, namespace)
         for action in self._actions:
             if getattr(args, action.dest, None) == "" and action.dest != "prompt":
-                flag = action.option_strings[0]
+                flag = (action.option_strings or [action.metavar])[0]
                 raise Refused(f"{flag} is empty: give it a value, or leave it out")
         return args
 

@@ -77,13 +77,14 @@ class Case:
         return self.replay.line(self.step, plant, backward=self.kind != "outputs", **changed)
 
 
-def find(case, limit):
+def find(case, limit, kinds):
     """(words, the largest difference that is left) of the cause that explains a Case, or None.
+    kinds: functions that yield causes.
 
     It must leave a tenth of the difference at most, and no more than rounding. Of bfloat16 no
     number can be predicted to the last bit: there a quarter is little enough."""
     before, found = case.error(case.ours), []
-    for words, line in itertools.chain(*(causes(case) for causes in OF_KIND[case.kind])):
+    for words, line in itertools.chain(*(causes(case) for causes in kinds)):
         left = case.error(line())
         if left <= min(limit, before / 1000):
             return words, left

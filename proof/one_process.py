@@ -11,7 +11,7 @@ from harness import initialize
 from harness.optimizer import clip, grad_norm, learning_rate, make_optimizer
 from harness.placement import take
 from harness.presets import parameter_shapes
-from proof.diagnosis import Diagnosis, Notes, evidence, over_ranks, partial_rows, watch
+from proof.diagnosis import Notes, diagnose, evidence, watch
 from proof.tolerance import FLOOR, TOLERANCE
 
 
@@ -59,11 +59,11 @@ class Trainee:
 
 
 class Proof(NamedTuple):
-    """How far a run is from its reference, over so many steps. All ranks have the same.
+    """How far a run is from its reference, over so many steps.
 
     errors     {kind: largest relative difference}
     worst      {kind: the tensor with the largest difference}
-    first_off, findings    if that is too much: see diagnosis.diagnose
+    first_off, findings    on rank 0, if that is too much: see diagnosis.diagnose
     """
 
     steps: int
@@ -98,17 +98,8 @@ def one_process(run, steps):
     return alone
 
 
-def gradients_of(run, rows):
-    """{name: gradient} of one process's first step, from some rows of the batch: their numbers."""
-    alone = Trainee(run)
-    [(tokens, targets, samples)] = run.microbatches(0, pieces=1)
-    chosen = torch.isin(samples, torch.tensor(rows, device=samples.device))
-    alone.train(0, (tokens[chosen], targets[chosen], samples[chosen]), run.count)
-    return alone.gradients
-
-
 def prove(run, reference, notes):
-    """Compare a run with its reference. All ranks call it, and get the same Proof.
+    """Compare a run with its reference. All ranks call it, and get a Proof.
 
     Compared are the loss and norm of every step, all gradients of the last step and all weights
     after it, copies included. Rank 0 trains the reference and broadcasts it parameter by parameter;
@@ -132,25 +123,19 @@ def prove(run, reference, notes):
         for kind, value in zip(("loss", "grad_norm"), expected):
             differences[kind, row["step"]] = larger(abs(row[kind] - value) / abs(value))
     errors, worst = dict.fromkeys(("loss", "grad_norm", "grad", "param"), 0.0), {}
-    for (kind, name), error in over_ranks(run, differences).items():
-        if error > errors[kind]:
-            errors[kind], worst[kind] = error, name
+    for of_rank in run.gather(differences):
+        for (kind, name), error in of_rank.items():
+            if error > errors[kind]:
+                errors[kind], worst[kind] = error, name
     worst = {kind: worst.get(kind, "") for kind in tensors}
     limits = TOLERANCE[run.precision]
     if not reference.has_diagnosis or all(errors[kind] <= limits[kind] for kind in errors):
         return Proof(steps, errors, worst)
     tensors["first"], first = notes.first_gradients, alone.first_gradients if alone else None
     differences |= compare_tensors(run, "first", first, tensors["first"], parameters)
-    own = evidence(run, notes, differences, tensors, parameters)
     everyone = [None] * run.world if run.rank == 0 else None
-    dist.gather_object(own, everyone)
-    said = [None, []]
-    if run.rank == 0:
-        partial = {part: gradients_of(run, rows) for part, rows in partial_rows(everyone).items()}
-        diagnosis = Diagnosis(run, everyone, alone, partial)
-        findings = diagnosis.findings()
-        said = [diagnosis.first_off(findings), findings]
-    dist.broadcast_object_list(said, 0)
+    dist.gather_object(evidence(run, notes, differences, tensors, parameters), everyone)
+    said = diagnose(run, everyone, alone) if run.rank == 0 else ()
     return Proof(steps, errors, worst, *said)
 
 

@@ -197,7 +197,7 @@ def print_receipt(run, result, notes):
     if result["first_off"]:
         run.print(f"  first off: {result['first_off']}")
     for finding in result["findings"]:
-        run.print(f"    {describe(finding)}")
+        run.print(f"    {finding}")
     verdict = "ok" if result["ok"] else "FAILED"
     if result["ok"] and run.proof:
         processes = "this run" if run.world == 1 else f"{run.world} processes"
@@ -205,17 +205,6 @@ def print_receipt(run, result, notes):
         verdict = f"proven: {processes} computed the gradients of one process, to {error:.1e}"
         verdict += "\n  docs/receipts.md explains each line"
     run.print(f"  {verdict}")
-
-
-def describe(finding):
-    """A finding of the diagnosis in words."""
-    text = f"{finding['kind']} of {finding['tensor']}, rank {finding['rank']}"
-    if finding["piece"]:
-        text += f" ({finding['piece']})"
-    text += f": off by {finding['error']:.1e}"
-    if finding["step"]:
-        text += f" in step {finding['step']}"
-    return f"{text}; {finding['cause']}" if finding["cause"] else text
 
 
 def beside(row):

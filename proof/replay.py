@@ -1,8 +1,9 @@
-"""The steps of a recording again, on one process, with one thing changed: what would have been
-recorded then. So a hypothesis about another training loop becomes numbers to compare.
+"""A step again, on one process, with one thing changed: what would have been recorded then. So a
+cause becomes numbers to compare.
 
-A recording of `train.py --record` has what this needs: the model's shape, its first weights, the
-settings, and each step's batch. Gradients up to the step in question are those of the right run.
+It needs the model's shape, its first weights, the settings, and each step's batch. A recording of
+`train.py --record` has these, and so has a run. Gradients up to the step in question are those of
+the right run.
 """
 
 import contextlib
@@ -12,40 +13,53 @@ import os
 from types import SimpleNamespace
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from harness import initialize
 from harness.optimizer import learning_rate
 from harness.presets import parameter_shapes
+from harness.refusal import Refused
 from model import Config
 from proof.recorder import Recorder, summary
 
 
+def replay_of(recording):
+    """The Replay of a recording, or None: a file of recorder.py and a run of another optimizer have
+    none."""
+    facts = recording.facts
+    if facts.get("config") is None or facts["args"]["optimizer"] != "adamw":
+        return None
+
+    def tensors(step):
+        path = os.path.join(recording.path, f"step-{step}.safetensors")
+        try:
+            return load_file(path)
+        except (OSError, SafetensorError) as e:
+            raise Refused(f"{path} can't be read: copy the recording's whole folder") from e
+
+    config, first = Config(**facts["config"]), tensors(1)
+    names = parameter_shapes(config)
+    if f"data.{next(iter(names))}" not in first:  # a large model
+        return None
+    start = {name: first[f"data.{name}"] for name in names}
+    batch = lambda step: [tensors(step)[name] for name in ("tokens", "targets")]  # noqa: E731
+    return Replay(config, SimpleNamespace(**facts["args"]), start, batch)
+
+
 class Replay:
-    """folder: that of a recording. facts: its first line. Steps count from 1. Raises KeyError or
-    OSError for a recording that lacks what it needs."""
+    """start: {name: first weight}. batch: batch(step) gives its (tokens, targets), (B, T). Steps
+    count from 1."""
 
-    def __init__(self, folder, facts):
-        self.folder, self.config = folder, Config(**facts["config"])
-        self.args = SimpleNamespace(**facts["args"])
-        first = load_file(self.file(1))
-        self.start = {name: first[f"data.{name}"] for name in parameter_shapes(self.config)}
-        self.dtype = next(iter(self.start.values())).dtype
-        if self.args.optimizer != "adamw":
-            raise KeyError(self.args.optimizer)
-
-    def file(self, step):
-        return os.path.join(self.folder, f"step-{step}.safetensors")
-
-    def batch(self, step):
-        """(tokens, targets) of a step, (B, T)."""
-        tensors = load_file(self.file(step))
-        return tensors["tokens"], tensors["targets"]
+    def __init__(self, config, args, start, batch):
+        self.config, self.args, self.start, self.batch = config, args, start, batch
+        self.like = next(iter(start.values()))
 
     def model_and_line(self, step, plant=None, batch=None, count=None, backward=True, **config):
         """(model, line) of a step: see `line`."""
         weights, config = self.weights(step), dataclasses.replace(self.config, **config)
-        model = initialize.build(config, dtype=self.dtype, draw=lambda name, *_: weights[name])
+        draw = lambda name, *_: weights[name]  # noqa: E731
+        model = initialize.build(config, 0, self.like.device, self.like.dtype, draw)
         scope = plant(model) if plant else None
         modules = {name: name for name in ("embed", *(f"blocks.{i}" for i in model.blocks))}
         recorder = Recorder(os.devnull, model, None, modules)
@@ -54,10 +68,15 @@ class Replay:
             loss = model(tokens, targets=targets, target_count=count)
         if backward:
             loss.backward()
-        return model, recorder.step(loss=loss)
+        line = {
+            "scalars": {"loss": [loss.item()]},
+            "outputs": {name: [values.tolist()] for name, values in recorder.outputs.items()},
+            "grad": as_line({n: p.grad for n, p in model.named_parameters() if p.grad is not None}),
+        }
+        return model, line
 
     def line(self, step, *change, **changes):
-        """A step's line of a recording, without its norm. What may be changed:
+        """A step's line of a recording. What may be changed:
 
         plant     plant(model) changes the model, and may return a context for forward
         batch     (tokens, targets) in place of the step's

@@ -65,11 +65,6 @@ class Run(rank.TrainingRank):
             diagnosis.watch(model, self.notes.output)
         return model
 
-    def microbatches(self, step, *part, **options):
-        batches = super().microbatches(step, *part, **options)
-        self.notes.rows(batches)
-        return batches
-
     # --- steps
 
     def steps(self, optimizer, first=0, reference=None):

@@ -257,7 +257,7 @@ GPT2 = {
         dict(cut=lambda *x: Loop.cut(*x)[-1:] + Loop.cut(*x)),
         f"{LAST} counts twice",
     ),
-    "no division": (dict(loss=without_division), "it is 4 times ours: as if summed once too often"),
+    "no division": (dict(loss=without_division), "it is 4 times the right one: as if summed once"),
     "mean of means": (dict(cut=unequal_pieces, pieces=3), "of means, over parts of 5, 5, 2 rows"),
     "no zero_grad": (dict(zero_grad=False), "cause: no zero_grad: 0.0"),
     "clipped before": (dict(norm=clipped_before), "cause: gradients are recorded after clipping"),
@@ -361,14 +361,14 @@ WITH_DDP = {
     "nothing": ({}, RIGHT),
     "summed": (
         dict(reduce=scaled(2)),
-        "it is 2 times ours: as if summed once too often, or not averaged, over dp (2)",
+        "it is 2 times the right one: as if summed once too often, or not averaged, over dp (2)",
     ),
     "averaged twice": (
         dict(reduce=scaled(0.5)),
-        "it is 0.5 times ours: as if averaged once too often, or not summed, over dp (2)",
+        "it is 0.5 times the right one: as if averaged once too often, or not summed, over dp (2)",
     ),
     "a bucket not reduced": (by_hand(5), "the ranks have 2 different values, whose mean is right"),
-    "seeds": (by_hand(0) | dict(plant=own_seed), "the ranks have 2 different values, and 1 is"),
+    "seeds": (by_hand(0) | dict(plant=own_seed), "the ranks have 2 different values, and one is"),
     "same rows": (
         dict(rows=lambda loop, *x: [rows.chunk(2)[0] for rows in x]),
         "it lacks 6 of the 12 rows, and has 0 others",
@@ -416,11 +416,11 @@ def not_all(loop, model):
 
 WITH_FSDP2 = {
     "nothing": ({}, RIGHT),
-    "left out": (dict(trained=not_all), "it did not move in this step: the optimizer does not"),
+    "left out": (dict(trained=not_all), "it did not move: the optimizer does not have it"),
     "own norm": (dict(norm=own_norm), "each rank has the norm of its own part"),
     "norm of a shard": (dict(norm=first_norm), "cause: the norm is that of shard 1 of 2 over dp"),
     "own clip": (dict(clip_all=clip_by_own_norm), "by the norm of each rank's own shard (dp)"),
-    "no division": (dict(loss=without_division), "it is 3 times ours: as if summed once too often"),
+    "no division": (dict(loss=without_division), "it is 3 times the right one: as if summed"),
 }
 GATHER = dict(input_layouts=(Shard(1),), desired_input_layouts=(Replicate(),))
 
@@ -453,7 +453,7 @@ WITH_DTENSOR = {
     "nothing": ({}, RIGHT),
     "partial norm": (
         dict(plain="blocks.*.mlp_norm"),
-        "the ranks have 2 different values, which add up to the right one: it was never summed",
+        "the ranks have 2 different values, which add up to the right one: never summed over tp",
     ),
 }
 

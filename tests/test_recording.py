@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from test_layouts import VARIANTS, arguments, run_layout
 
 import harness
-from proof import compare, recorder
+from proof import compare, explain, recorder
 from proof.recorder import summary
 
 STEPS = 3
@@ -48,7 +48,7 @@ def test_a_distance_is_estimated():
     ratios = []
     for _ in range(200):
         x, d = torch.randn(2, 500, dtype=torch.float64)
-        estimate = compare.distance(summary(x), summary(x + 1e-3 * d))
+        estimate = explain.distance(summary(x), summary(x + 1e-3 * d))
         ratios.append((estimate / (1e-3 * d.norm())).item())
     assert sum(ratios) / 200 == pytest.approx(1, rel=0.1)
     assert 0.3 < min(ratios) and max(ratios) < 2.5
@@ -94,7 +94,12 @@ def test_a_receipt_does_not_see_the_recording(ranks, text, tmp_path):
         args.steps = steps
         assert ranks(1, run_layout, args)[0][0] == 0
     assert [line.get("step") for line in lines_of(tmp_path / "rec")] == [None, 1, 2, 3, 4]
-    assert compare.report(f"{tmp_path}/rec", record(ranks, text, tmp_path / "one", ""))[0] == 0
+    one = record(ranks, text, tmp_path / "one", "")
+    assert compare.report(f"{tmp_path}/rec", one)[0] == 0
+    (tmp_path / "one/step-1.safetensors").unlink()
+    other = record(ranks, text, tmp_path / "other", "--lr 0.02")
+    with pytest.raises(harness.Refused, match="copy the recording's whole folder"):
+        compare.report(one, other)
 
 
 def test_a_skipped_step_counts_once(ranks, text, tmp_path):
@@ -145,7 +150,18 @@ ONES = {"w": [[4.0, *[1.0] * 8]]}
 LINES = {1: {"scalars": {"loss": [2.0]}, "data": ONES, "grad": ONES}, 2: {"data": ONES}}
 
 
-def written(path, lines, facts='{"dtype": "float64"}'):
+FACTS = '{"dtype": "float64"}'
+# (a line, the facts): wrong types, and lists within lists
+NO_RECORDINGS = [
+    (LINES[1] | {"data": {"w": "text"}}, FACTS),
+    (LINES[1] | {"grad": [1]}, FACTS),
+    (LINES[1] | {"scalars": {"loss": ["2"]}}, FACTS),
+    (LINES[1], '{"dtype": "float64", "groups": {"dp": "two"}}'),
+    (LINES[1], '{"dtype": ' + 10**5 * "[" + 10**5 * "]" + "}"),
+]
+
+
+def written(path, lines, facts=FACTS):
     rows = [json.dumps({"step": step} | line) for step, line in lines.items()]
     path.write_text("\n".join([facts, *rows]))
     return str(path)
@@ -160,7 +176,10 @@ def written(path, lines, facts='{"dtype": "float64"}'):
         ({"data": {"w": [[1.0, *[0.5] * 8]]}}, "before step 1: the weight of w"),
         ({"data": {"w": [[0.0] * 9]}}, "it is zero"),
         ({"data": {"w": [[float("nan")] * 9]}}, "it is not finite"),
-        ({"data": {"w": [[4.0, *[1.0] * 8], [4.0, *[-1.0] * 8]]}}, "and 1 is right: it was never"),
+        (
+            {"data": {"w": [[4.0, *[1.0] * 8], [4.0, *[-1.0] * 8]]}},
+            "and one is right: it was never",
+        ),
         ({"data": {"w": [[4.0, *[0.5] * 8], [4.0, *[1.5] * 8]]}}, "never averaged over the ranks"),
     ],
 )
@@ -184,6 +203,8 @@ def test_exit_codes_and_refusals(tmp_path, monkeypatch, capsys):
         written(tmp_path / "facts", {}, "{}"): "is no recording",
         str(tmp_path / "nowhere"): "can't be read",
     }
+    for number, (lines, facts) in enumerate(NO_RECORDINGS):
+        bad[written(tmp_path / f"bad {number}", {1: lines}, facts)] = "is no recording"
 
     def code_of(*words):
         monkeypatch.setattr("sys.argv", ["compare", *words])
@@ -199,6 +220,7 @@ def test_exit_codes_and_refusals(tmp_path, monkeypatch, capsys):
         refused = code_of(ours, path)
         assert refused.code == 2 and words in str(refused), refused
     assert code_of(ours).code == 2
+    assert "OURS is empty" in str(code_of("", ""))
 
 
 def test_the_recorder_is_short_and_needs_torch_alone():
