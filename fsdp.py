@@ -83,12 +83,12 @@ class PlainFSDP:
     def after_forward(self, module, inputs, output):
         self.free()
         if output.requires_grad:
-            self.missing = len(self.parameters)
+            self.gradients_left = len(self.parameters)
             output.register_hook(self.gather)  # when the gradient of the output is there
 
     def after_gradient(self, p):
-        self.missing -= 1
-        if self.missing > 0:
+        self.gradients_left -= 1
+        if self.gradients_left > 0:
             return
         gradient = torch.empty_like(self.shard)
         full = self.flatten(p.grad for p in self.parameters)
@@ -114,11 +114,11 @@ class FSDP(ZeRO):
             fsdp.clip(fsdp.grad_norm(), 1.0)           # clip_grad_norm_ finds no p.grad
             fsdp.step()                                # a scheduler goes on fsdp.optimizer
 
-    units: modules, in the order of forward; default: default_units(model). A unit's parameters may
-    be used inside that unit's forward only. Parameters outside of all units: each rank has the
-    whole weights, and shards of gradients and optimizer states. reshard=False: a
-    unit's weights stay from its forward until its backward; a third less is sent. The other options
-    are ZeRO's (docs/two-techniques.md)."""
+    units: modules, in the order of forward; default: default_units(model). A unit's parameters have
+    memory inside its forward only: reading them elsewhere ends the process (gather_full has
+    copies). Parameters outside of all units: each rank has the whole weights, and shards of
+    gradients and optimizer states. reshard=False: a unit's weights stay from its forward until its
+    backward; a third less is sent. The other options are ZeRO's (docs/two-techniques.md)."""
 
     stages = (3,)
 
@@ -126,7 +126,7 @@ class FSDP(ZeRO):
         self,
         model,
         group,
-        optimizer,
+        make_optimizer,
         microbatches=1,
         units=None,
         reshard=True,
@@ -148,8 +148,9 @@ class FSDP(ZeRO):
             for p in unit.module.parameters():
                 self.units_of[p] += (unit,)
         options["bucket_bytes"] = float("inf")  # a unit is one bucket
-        super().__init__(model, group, 3, optimizer, microbatches, scopes=scopes, **options)
+        super().__init__(model, group, 3, make_optimizer, microbatches, scopes=scopes, **options)
         del self.units_of  # it holds the parameters as they were, and their memory
+        model.register_state_dict_pre_hook(check_state_dict)
 
     def _kind(self, places, p):
         return self.units_of[p], super()._kind(places, p)  # a tied matrix is in two units
@@ -196,8 +197,8 @@ class FSDP(ZeRO):
         super()._backward_ends()
         self.release()
 
-    def _run_missing_passes(self, given_up=False):
-        super()._run_missing_passes(given_up)
+    def _join_missing_passes(self, given_up=False):
+        super()._join_missing_passes(given_up)
         self.release()
 
     def reload(self, buckets=None):
@@ -281,17 +282,10 @@ class UnitBucket(ShardedBucket):
         if self.gathering is not None:
             self.gathering.wait()
             self.gathering = None
-            self._become(nn.Parameter)
 
     def free(self):
         self.wait()
         self.weights.untyped_storage().resize_(0)
-        self._become(Freed)
-
-    def _become(self, kind):
-        for p in self.parameters:
-            if type(p) in (nn.Parameter, Freed):  # not a FakeTensor, as in a dry run
-                p.__class__ = kind
 
 
 def default_units(module):
@@ -311,28 +305,8 @@ def default_units(module):
 # --- mistakes that would be silent: refused
 
 
-class Freed(nn.Parameter):
-    """The class of a parameter while its memory is freed. Its shape can be read. Its values can
-    not: torch would read memory that is not its own, and the process would die without a word."""
-
-    ALLOWED = set(
-        "shape size dim ndim numel nelement stride dtype itemsize element_size is_floating_point"
-        " is_complex device is_cuda layout untyped_storage requires_grad requires_grad_ grad"
-        " grad_fn is_leaf register_hook register_post_accumulate_grad_hook new_empty new_zeros"
-        " new_ones new_full empty_like zeros_like ones_like".split()
-    )
-
-    @classmethod
-    def __torch_function__(cls, function, types, args=(), kwargs=None):
-        is_property = function.__name__ in ("__get__", "__set__")
-        name = function.__self__.__name__ if is_property else function.__name__
-        if name not in cls.ALLOWED:
-            raise RuntimeError(
-                f"{name} of a weight that is not here: FSDP has it while a unit that contains it"
-                " runs. Use it within its unit's forward, or read a copy from gather_full(...)"
-            )
-        with torch._C.DisableTorchFunctionSubclass():
-            return function(*args, **kwargs or {})
+def check_state_dict(*_):
+    raise RuntimeError("state_dict() would have weights that are not here: use gather_full(...)")
 
 
 # --- demo ---

@@ -177,7 +177,7 @@ def data_parallel(run, model, groups, draw):
         cut_over = [groups["tp"], groups["ep"]] if args.ep > 1 else [groups["tp"]]
         return DDPAndOptimizer(sync, harness.make_optimizer(model.parameters(), args), cut_over)
     options = dict(
-        optimizer=functools.partial(harness.make_optimizer, args=args),
+        make_optimizer=functools.partial(harness.make_optimizer, args=args),
         microbatches=args.microbatches,
         scopes={int(stage): part for stage, part in model.parts.items()},
         splits=zero_flags.splits(groups),

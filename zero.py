@@ -53,7 +53,7 @@ class PlainZeRO1:
     Before: equal weights on all ranks, in one dtype, on their device, none frozen. Not checked:
     another zero_grad() would drop the views, clip_grad_norm_ would see 1/N of the gradient."""
 
-    def __init__(self, model, group, optimizer):
+    def __init__(self, model, group, make_optimizer):
         parameters = list(model.parameters())
         rank, ranks = dist.get_rank(group), dist.get_world_size(group)
         length = -(-sum(p.numel() for p in parameters) // ranks)  # of a shard, rounded up
@@ -69,7 +69,7 @@ class PlainZeRO1:
         own = slice(rank * length, (rank + 1) * length)
         self.shard = nn.Parameter(self.weights[own])
         self.shard.grad = self.gradients[own]
-        self.optimizer = optimizer([self.shard])  # its states are 1/N as large
+        self.optimizer = make_optimizer([self.shard])  # its states are 1/N as large
 
     def step(self):
         """After backward: sum this shard's gradients (in place), step on it, send it to all."""
@@ -94,10 +94,10 @@ class ZeRO:
             zero.clip(zero.grad_norm(), 1.0)           # clip_grad_norm_ finds no p.grad
             zero.step()                                # a scheduler goes on zero.optimizer
 
-    optimizer(pieces) makes an optimizer that works element by element. microbatches: the backward
-    passes of a step. bucket_bytes: of the largest bucket; a larger parameter has one of its own.
+    make_optimizer(pieces): one that works element by element. microbatches: the backward passes of
+    a step. bucket_bytes: of the largest bucket; a larger parameter has one of its own.
     reduce_each=False: stage 2 reduces in the last backward pass only; it sends less, and holds all
-    gradients until then. The other options are ShardedBucket's. scopes, splits: see find_places.
+    gradients until then. options: see ShardedBucket. scopes, splits: see find_places.
 
     Before: all ranks have equal weights, loaded, tied and frozen in their final form. The
     parameters are replaced in place. Activation checkpointing needs use_reentrant=False."""
@@ -109,51 +109,51 @@ class ZeRO:
         model,
         group,
         stage,
-        optimizer,
+        make_optimizer,
         microbatches=1,
         bucket_bytes=25 << 20,
         reduce_each=True,
         scopes=None,
         splits=None,
-        **options,  # of each ShardedBucket
+        **options,
     ):
         self.model, self.group, self.stage, self.microbatches = model, group, stage, microbatches
         self.reduce_each = reduce_each and stage >= 2
-        self.scopes, self.splits = scopes or {None: model}, splits or {}
-        self.scope, self.complete = None, True  # of the running backward pass, see around()
         gloo = dist.get_backend(group) == "gloo"
         self.reduce_scatter = DirectReduceScatter if gloo else reduce_scatter_tensor
-        self.buckets = []
+        self.works = []  # (bucket, work): reductions on their way
+        self.queue = None  # the buckets that the running backward pass has still to reduce
+        self.backward_running = False  # still true after an exception
+        self.last_call = None  # "zero_grad", "backward" or "finish"
+        # Together with another kind of parallelism
+        self.scopes, self.splits = scopes or {None: model}, splits or {}
+        self.scope, self.complete = None, True  # of the running backward pass, see around()
+        self.sums = []  # works: sums of shards over replicas
+        self.cut_groups = find_cut_groups(model.parameters(), group if stage > 0 else None)
+        # 1  The parameters are dealt out to buckets, and become views of them
         places = find_places(model, group, self.scopes, self.splits)
-        views = {}  # a parameter: the view that takes its place
+        self.buckets = []
+        view_of = {}
         kind_of = functools.partial(self._kind, places)
         for parameters in group_parameters(model.parameters(), bucket_bytes, kind_of):
             bucket = self._make_bucket(parameters, places[parameters[0]], **options)
-            backwards = microbatches * len(bucket.place.scopes)  # that bring gradients
-            # How often it is reduced, after how many gradients of each parameter
-            bucket.passes, bucket.needed = (backwards, 1) if stage >= 2 else (1, backwards)
-            bucket.passes_left = bucket.passes
-            bucket.await_gradients()
+            bucket.expect(microbatches)
             self.buckets.append(bucket)
-            views.update(zip(parameters, bucket.parameters))
+            view_of.update(zip(parameters, bucket.parameters))
         for module in model.modules():
             for name, p in module.named_parameters(recurse=False, remove_duplicate=False):
-                setattr(module, name, views[p])
+                setattr(module, name, view_of[p])
+        # 2  The optimizer steps on this rank's piece of each. Hooks take the gradients
         self.trainable = [bucket for bucket in self.buckets if bucket.trainable]
         pieces = []
         for bucket in self.trainable:
             pieces += bucket.pieces
             for i, p in enumerate(bucket.parameters):
                 p.register_post_accumulate_grad_hook(functools.partial(self._take, bucket, i))
-        self.optimizer = optimizer(pieces)
-        self.cut_groups = find_cut_groups(model.parameters(), group if stage > 0 else None)
+        self.optimizer = make_optimizer(pieces)
         check_zero_arguments(self)
-        self.works = []  # (bucket, work): reductions on their way
-        self.sums = []  # works: sums of shards over replicas
-        self.queue = None  # the buckets that the running backward pass has still to reduce
-        self.backward_running = False  # still true after an exception
-        self.last_call = None  # "zero_grad", "backward" or "finish"
-        self.reload()  # a rank has filled its own shards only
+        # 3  A rank has filled its own shards only: all get the weights
+        self.reload()
 
     def _kind(self, places, p):
         """What the parameters of a bucket have in common."""
@@ -162,18 +162,23 @@ class ZeRO:
     def _make_bucket(self, parameters, place, **options):
         return ShardedBucket(parameters, place, self.stage, **options)
 
-    # --- a step: zero_grad, backward passes, finish, step
+    # --- a step
+    #
+    # zero_grad()  All gradients are 0.
+    # backward     _take moves each gradient to its bucket, _reduce_full starts to reduce full ones.
+    # finish()     Reduces what backward has not, and waits for all.
+    # step()       Steps on this rank's shards, and all-gathers the new weights.
 
     def zero_grad(self, give_up=False):
         """Start a step. After an exception on any rank all ranks call it with give_up=True."""
         give_up = give_up or self.backward_running
         check_zero_step(self, give_up)
         if give_up:
-            self._run_missing_passes(given_up=True)
+            self._join_missing_passes(given_up=True)
         self.backward_running, self.last_call = False, "zero_grad"
         for bucket in self.trainable:
             bucket.zero_grad()
-            bucket.passes_left = bucket.passes
+            bucket.reductions_left = bucket.reductions
 
     def _take(self, bucket, i, p):
         """The hook of each parameter: move its gradient into the bucket. p.grad stays None, or
@@ -192,7 +197,6 @@ class ZeRO:
             self.backward_running = True
             # Called when backward is over, but not if an exception ends it
             torch.autograd.Variable._execution_engine.queue_callback(self._backward_ends)
-            check_grad_mode()
 
     def _backward_ends(self):
         self.backward_running = False
@@ -201,7 +205,7 @@ class ZeRO:
             self._reduce_rest()
 
     def _fill_queue(self):
-        self.queue = [b for b in self.trainable if b.passes_left > 0]
+        self.queue = [b for b in self.trainable if b.reductions_left > 0]
         if self.scope is not None:
             self.queue = [b for b in self.queue if self.scope in b.place.scopes]
 
@@ -215,12 +219,12 @@ class ZeRO:
         # silently. So a bucket that is full early waits for those before it
         while self.complete and self.queue:
             bucket = self.queue[0]
-            if bucket not in done and bucket.missing:
+            if bucket.gradients_left > 0 and bucket not in done:
                 break
             self.queue.pop(0)
-            bucket.await_gradients()
-            bucket.passes_left -= 1
-            if self.reduce_each or bucket.passes_left == 0:
+            bucket.gradients_left = bucket.gradients_per_reduction
+            bucket.reductions_left -= 1
+            if self.reduce_each or bucket.reductions_left == 0:
                 self._reduce(bucket)
 
     def _reduce(self, bucket):
@@ -245,7 +249,7 @@ class ZeRO:
     def _keep_shard(self, bucket):
         bucket.keep_shard()
         across = bucket.place.across
-        if across is not None and bucket.passes_left == 0:
+        if across is not None and bucket.reductions_left == 0:
             self.sums.append(dist.all_reduce(bucket.gradient_shard, group=across, async_op=True))
 
     def finish(self):
@@ -255,15 +259,15 @@ class ZeRO:
             raise RuntimeError("an exception ended a backward pass: call zero_grad(), begin anew")
         if self.last_call == "finish":
             return
-        self._run_missing_passes()
+        self._join_missing_passes()
         for bucket in self.trainable:
             for group in bucket.place.partial:
                 dist.all_reduce(bucket.gradient_shard, group=group)
         self.last_call = "finish"
 
-    def _run_missing_passes(self, given_up=False):
+    def _join_missing_passes(self, given_up=False):
         # A rank that ran fewer backward passes must still join the reductions
-        while self.queue is not None or any(bucket.passes_left for bucket in self.trainable):
+        while self.queue is not None or any(bucket.reductions_left for bucket in self.trainable):
             if self.queue is None:  # else an exception ended this pass half way
                 self._fill_queue()
             if given_up:
@@ -390,28 +394,27 @@ class ShardedBucket:
     ):
         self.place, self.group, self.stage = place, place.group, stage
         self.trainable = parameters[0].requires_grad
-        self.ranks = dist.get_world_size(self.group) if stage > 0 else 1
+        self.ranks, rank = 1, 0
+        if stage > 0:
+            self.ranks, rank = dist.get_world_size(self.group), dist.get_rank(self.group)
         # Of a shard, rounded up. At least 1: gloo refuses empty messages
         self.length = max(-(-sum(p.numel() for p in parameters) // self.ranks), 1)
         self.size = self.ranks * self.length
-        first = dist.get_rank(self.group) * self.length if stage > 0 else 0
-        self.own = slice(first, first + self.length)
-
-        def in_shard(position):
-            return min(max(position - first, 0), self.length)
-
+        first, last = rank * self.length, (rank + 1) * self.length
+        self.own = slice(first, last)
         self.weights = None
         self.parameters, self.slices, self.pieces, self.spans = [], [], [], []
         end = 0
         for p in parameters:
             # One value at a time, so that a large model is never whole on any rank
-            value_of_p = value(p).detach().flatten()
+            full = value(p).detach().flatten()
             if self.weights is None:
-                self._allocate(value_of_p, param_dtype, offload)
+                self._allocate(full, param_dtype, offload)
             start, end = end, end + p.numel()
-            span = slice(in_shard(start), in_shard(end))
+            begin, stop = (min(max(position, first), last) for position in (start, end))
+            span = slice(begin - first, stop - first)
             piece = self.master[span]
-            piece.copy_(value_of_p[first + span.start - start : first + span.stop - start])
+            piece.copy_(full[begin - start : stop - start])
             if p.dim() > 1:
                 piece = piece.unsqueeze(0)  # 2-D, so that weight decay still sees a matrix
             self.spans.append(span)
@@ -440,6 +443,14 @@ class ShardedBucket:
             place = "cpu" if offload else like.device
             self.master = torch.zeros(self.length, dtype=like.dtype, device=place)
 
+    def expect(self, microbatches):
+        """How often this bucket is reduced in a step, each time after how many gradients."""
+        backwards = microbatches * len(self.place.scopes)
+        self.reductions, times = (backwards, 1) if self.stage >= 2 else (1, backwards)
+        self.gradients_per_reduction = times * len(self.parameters)
+        self.reductions_left = self.reductions
+        self.gradients_left = self.gradients_per_reduction
+
     def part(self, i, flat):
         """Parameter i's part of a tensor like `weights`."""
         return flat[self.slices[i]].view(self.parameters[i].shape)
@@ -458,13 +469,7 @@ class ShardedBucket:
     def add(self, i, gradient):
         self.allocate_gradients()
         self.part(i, self.gradients).add_(gradient)
-        left = self.missing.pop(i, 1) - 1
-        if left > 0:
-            self.missing[i] = left
-
-    def await_gradients(self):
-        """missing: {a parameter's number: how many of its gradients have not come}."""
-        self.missing = dict.fromkeys(range(len(self.parameters)), self.needed)
+        self.gradients_left -= 1
 
     def keep_shard(self):
         """This rank's shard of the sum is complete. Stage 2 frees the rest."""
@@ -536,49 +541,45 @@ def find_places(model, group, scopes, splits):
     """{parameter: its Place}. scopes: {stage: module} of a pipeline's rank with several stages.
     splits: of HSDP, whose replicas are split each by itself: {data group: (the ranks that split
     this replica, the ranks with the same shards, one of each replica)}."""
-    scopes = {scope: set(module.parameters()) for scope, module in scopes.items()}
+    users = {scope: set(module.parameters()) for scope, module in scopes.items()}
     places = {}
     for p in model.parameters():
-        data_group = placement(p)["data"] or group
+        data_group = placed(p, "data") or group
         inside, across = splits.get(data_group, (data_group, None))
-        used_in = [scope for scope, parameters in scopes.items() if p in parameters]
-        places[p] = Place(inside, across, tuple(placement(p)["partial"]), tuple(used_in))
+        used_in = tuple(scope for scope, parameters in users.items() if p in parameters)
+        places[p] = Place(inside, across, tuple(placed(p, "partial") or ()), used_in)
     return places
 
 
-def placement(parameter):
-    """parameter.placement (docs/two-techniques.md), with what is missing of it:
+def placed(p, key):
+    """An entry of p.placement, which another kind of parallelism writes (docs/two-techniques.md):
+    "data", the group of its replicas; "partial", groups over which its gradient is a partial sum;
+    "cuts", {dimension: (group, start, length)}, "shape", of the whole. None: it has no such one."""
+    return getattr(p, "placement", {}).get(key)
 
-    shape    of the whole
-    cuts     {dimension: (group, start, length)}: each rank of the group has another shard
-    copies   groups whose ranks hold the same shard: the norm counts one of them
-    partial  groups over which backward leaves its gradient a partial sum
-    data     its own data-parallel group: an expert has fewer replicas than other parameters"""
-    default = dict(shape=tuple(parameter.shape), cuts={}, copies=[], partial=[], data=None)
-    return default | getattr(parameter, "placement", {})
+
+def groups_cutting(p):
+    return [group for group, _, _ in (placed(p, "cuts") or {}).values()]
 
 
 def find_cut_groups(parameters, data_group):
     """The groups over which parameters are cut. Those within data_group are left out: the norm
     sums over its ranks anyway. data_group: None in stage 0."""
     summed = set(dist.get_process_group_ranks(data_group)) if data_group else set()
-    groups = []
+    groups = {}
     for p in parameters:
-        for group, _, _ in placement(p)["cuts"].values():
-            if group not in groups and not summed.issuperset(dist.get_process_group_ranks(group)):
-                groups.append(group)
-    return groups
+        groups |= dict.fromkeys(groups_cutting(p))
+    return [g for g in groups if not summed.issuperset(dist.get_process_group_ranks(g))]
 
 
-def is_counted(parameter, place, cut_groups, stages):
-    """Whether the norm counts this rank's part of a parameter: other ranks may have the same."""
-    groups = [] if place.across is None else [place.across]
-    cuts = [group for group, _, _ in placement(parameter)["cuts"].values()]
-    groups += [group for group in cut_groups if group not in cuts]  # whole on each of their ranks
-    if stages is not None:
+def is_counted(p, place, cut_groups, stages):
+    """Whether the norm counts this rank's part of p: other ranks may have the same."""
+    groups = [group for group in cut_groups if group not in groups_cutting(p)]
+    if place.across is not None:
+        groups.append(place.across)
+    if stages is not None:  # several stages may have one matrix
         ranks = set(dist.get_process_group_ranks(stages))
-        tied = [g for g in place.partial if ranks.issuperset(dist.get_process_group_ranks(g))]
-        groups += tied  # a matrix that several stages have
+        groups += [g for g in place.partial if ranks.issuperset(dist.get_process_group_ranks(g))]
     return all(dist.get_rank(group) == 0 for group in groups)
 
 
@@ -591,14 +592,19 @@ NOT_ELEMENTWISE = "Adafactor", "LAMB", "Lamb", "LARS", "LBFGS", "Muon", "SOAP", 
 def check_zero_arguments(zero):
     if zero.stage not in zero.stages:
         raise ValueError(f"there is no stage {zero.stage!r} of ZeRO: 0, 1 or 2; 3 is fsdp.FSDP")
-    if not all(bucket.place.scopes for bucket in zero.trainable):
-        raise ValueError("a trained parameter of the model is in none of the scopes")
-    for group, across in zero.splits.values():
-        check_same_shards(group, across)
     kind = type(zero.optimizer).__name__
     if kind in NOT_ELEMENTWISE:
         advice = "take AdamW or SGD; for Muon muon.py"
         raise ValueError(f"{kind} needs whole matrices, ZeRO has pieces of them: {advice}")
+    if not all(bucket.place.scopes for bucket in zero.trainable):
+        raise ValueError("a trained parameter of the model is in none of the scopes")
+    for group, across in zero.splits.values():
+        if across is not None:  # ranks with different shards would be added
+            places = [None] * dist.get_world_size(across)
+            own = dist.get_rank(group), dist.get_world_size(group)
+            dist.all_gather_object(places, own, group=across)
+            if len(set(places)) > 1:
+                raise ValueError("splits need one rank of each replica, at the same place of each")
 
 
 def check_zero_step(zero, give_up):
@@ -613,11 +619,6 @@ def check_zero_step(zero, give_up):
             )
 
 
-def check_grad_mode():
-    if torch.is_grad_enabled():
-        raise RuntimeError("create_graph=True: ZeRO has no gradients of gradients")
-
-
 def check_zero_gradient(zero, bucket):
     if bucket not in zero.queue:
         raise RuntimeError(
@@ -626,17 +627,6 @@ def check_zero_gradient(zero, bucket):
             " backward write ZeRO(..., scopes={stage: module}), Pipeline(..., around=zero.around)"
             "; for a weight with two gradients per micro-batch weight.used_twice = True"
         )
-
-
-def check_same_shards(group, across):
-    """If the ranks of `across` had different shards, these would be added."""
-    if across is None:
-        return
-    places = [None] * dist.get_world_size(across)
-    place = dist.get_rank(group), dist.get_world_size(group)
-    dist.all_gather_object(places, place, group=across)
-    if len(set(places)) > 1:
-        raise ValueError("splits need one rank of each replica, at the same place of each")
 
 
 # --- demo ---

@@ -52,13 +52,7 @@ torch.optim.lr_scheduler.StepLR(ZeRO(model, world, 2, SGD), 1)  # ZeRO is not an
 FSDP(model, world, SGD, scopes={0: model[1]})  # in none of the scopes
 FSDP(nn.Linear(4, 4, bias=False), world, torch.optim.{Adafactor | LBFGS | Muon})
     # needs whole matrices
-FSDP(model, world, SGD).model.{state_dict() | float() | load_state_dict(whole.state_dict())}
-    # of a weight that is not here
-{copy.deepcopy | save | flatten}(FSDP(model, world, SGD).model)  # of a weight that is not here
-FSDP(model, world, SGD).model[6].weight{.sum() | + 1 | .data | .T | [0] | .copy_(torch.ones(2))}
-    # of a weight that is not here
-repr(FSDP(model, world, SGD).model[6].weight)  # of a weight that is not here
-reads_another_unit(FSDP(model, world, SGD).model)  # within its unit's forward
+FSDP(model, world, SGD).model.state_dict()  # weights that are not here
 """,
     "muon": """
 Muon(cut(model), world, [model[1].weight])  # add the whole matrix's shape to its placement
@@ -162,11 +156,6 @@ def stepped_on_in_pieces(model):  # as ZeRO marks it
     return model
 
 
-def reads_another_unit(model):
-    model[6].register_forward_hook(lambda *_: model[1].weight.sum())
-    model(TOKENS)
-
-
 def user_names(module):
     """What the lines above may name."""
 
@@ -190,8 +179,6 @@ def user_names(module):
         own=MODELS["own"],
         core=context_core,
         three_heads=Names(config=three_heads, embed=None, blocks={}, head=None),
-        save=lambda model: torch.save(model, "model.pt"),
-        flatten=lambda model: nn.utils.parameters_to_vector(model.parameters()),
     )
     if module.__name__ == "pipeline":
         names["good"] = module.make_schedule("1f1b", 2, 2)
@@ -226,11 +213,6 @@ def lines(text):
 
 
 # --- a step's calls in the wrong order, or a model that is changed between them
-
-
-def gradient_of_gradient(use):
-    x = use.model[0](TOKENS).detach().requires_grad_()
-    torch.autograd.grad(use.model[1:](x).sum(), x, create_graph=True)
 
 
 def assign_gradients(use):
@@ -272,7 +254,6 @@ CALLS = {
     "create_graph": lambda use: (
         use.model(batch(0, use.length)[0]).sum().backward(create_graph=True)
     ),
-    "gradient_of_gradient": gradient_of_gradient,
     "leave_out_f": leave_out_f,
     "change_inputs": lambda use: use.model.positions.weight.data.mul_(1 + dist.get_rank()),
     "unmark": unmark,
@@ -286,7 +267,7 @@ SEQUENCES = [(SequenceParallel, "own", dict(keep=keep)) for keep in (True, False
 PIPELINES = [(Pipeline, "chain in place", dict(schedule="1f1b", microbatches=2))]
 
 REPLACED = "was replaced.*zero_grad.*second DDP.*create_graph.*unfrozen.*moved or cast after DDP"
-MOVED = "no longer the one that ZeRO put there|weight that is not here"
+MOVED = "no longer the one that ZeRO put there"
 COMPLETED = "reduce_partial has completed these gradients already.*zero_grad"
 DIFFER = "gradients of whole parameters differ, .* complete partial gradients"
 CHANGED = "replaced, .*frozen or unfrozen"
@@ -312,12 +293,10 @@ ORDERS = [
         "run finish | pass | give_up |",
         r"more backward passes than microbatches=2, or no zero_grad\(\)",
     ),
-    (STAGES, "zero_grad | create_graph | |", "create_graph=True"),
-    (STAGES[3:], "zero_grad | gradient_of_gradient | |", "create_graph=True"),
-    (STAGES, "run finish step | cast zero_grad", MOVED),
+    (STAGES[:3], "run finish step | cast zero_grad", MOVED),
     (STAGES, "run finish step | move zero_grad", MOVED),
     (STAGES, "run finish step | replace zero_grad", MOVED),
-    (STAGES, "run finish step | wrap zero_grad", MOVED),
+    (STAGES[:3], "run finish step | wrap zero_grad", MOVED),
     (MUON, "run | zero_grad | finish |", r"no finish\(\)"),
     (MUON, "run finish | pass | give_up |", "no zero_grad.., or more backward passes than"),
     (MUON, "| drop_gradients run", "p.grad was replaced"),
