@@ -6,7 +6,6 @@ import functools
 from unittest import mock
 
 import torch
-import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 import torch.optim._muon as torchs_muon
@@ -60,9 +59,21 @@ class Odd(nn.Module):
         return self.head(x) * self.scale
 
 
+class Place(nn.Module):
+    """Learned positions, and a scale. `where`: the positions of a rank's tokens, if not all."""
+
+    def __init__(self, length):
+        super().__init__()
+        self.positions, self.scale = nn.Embedding(length, WIDTH), nn.Parameter(torch.rand(WIDTH))
+        self.where = torch.arange(length)
+
+    def forward(self, x, where=None):
+        return x * self.scale + self.positions(self.where if where is None else where)
+
+
 class Transformer(nn.Module):
-    """Learned positions, a scale that belongs to no module but the model, a head that is tied to
-    the embedding. With extras a module that is never used, and a frozen parameter."""
+    """A head that is tied to the embedding. With extras a module that is never used, and a frozen
+    parameter."""
 
     def __init__(self, make_block, layers=2, length=LENGTH, extras=False):
         super().__init__()
@@ -70,8 +81,7 @@ class Transformer(nn.Module):
         self.length = length
         self.embed = nn.Embedding(VOCAB, WIDTH, padding_idx=3)
         nn.init.normal_(self.embed.weight, std=0.2)
-        self.positions = nn.Embedding(length, WIDTH)
-        self.scale = nn.Parameter(torch.rand(WIDTH))
+        self.place = Place(length)
         self.blocks = nn.ModuleList(make_block() for _ in range(layers))
         self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCAB, bias=False)
         self.head.weight = self.embed.weight
@@ -80,21 +90,31 @@ class Transformer(nn.Module):
             self.norm.bias.requires_grad_(False)
         self.double()
 
+    def __iter__(self):
+        return iter([self.embed, self.place, *self.blocks, self.norm, self.head])
+
     def forward(self, tokens, where=None):
-        where = torch.arange(tokens.shape[1]) if where is None else where
-        x = self.embed(tokens) * self.scale + self.positions(where)
+        x = self.place(self.embed(tokens), where)
         for block in self.blocks:
             x = block(x)
         return self.head(self.norm(x))
 
 
-def chain(make_block):
-    """An embedding, six blocks, a tied head: what a pipeline cuts."""
+def with_experts():
+    """A mixture in its second block."""
+    model = MODELS["heads"]()
+    model.blocks[1].mlp = Mixture().double()
+    return model
+
+
+def chain(make_block, tied=True):
+    """An embedding, six blocks, a head: what a pipeline cuts."""
     torch.manual_seed(0)
     blocks = [make_block() for _ in range(6)]
     embed, head = nn.Embedding(VOCAB, WIDTH), nn.Linear(WIDTH, VOCAB)
     nn.init.normal_(embed.weight, std=0.2)
-    head.weight = embed.weight
+    if tied:
+        head.weight = embed.weight
     model = nn.Sequential(embed, *blocks, head)
     model.length = LENGTH
     return model.double()
@@ -211,11 +231,13 @@ MODELS = {
     "odd": Odd,
     "torch": lambda: Transformer(torchs, extras=True),
     "own": lambda: Transformer(Block, length=6, extras=True),  # 2 and 3 ranks divide it
-    "four heads": lambda: Transformer(lambda: Block(heads=4), length=8),
+    "heads": lambda: Transformer(lambda: Block(heads=4), length=8),
     "grouped": lambda: Transformer(lambda: Block(heads=4, share=2), length=13),
     "mixture": lambda: Transformer(Mixture, layers=1),
-    "chain of torch": lambda: chain(torchs),
-    "chain in place": lambda: chain(lambda: MLP(nn.ReLU(inplace=True))),
+    "experts": with_experts,
+    "chain": lambda: chain(torchs),
+    "untied": lambda: chain(Block, tied=False),
+    "in-place": lambda: chain(lambda: MLP(nn.ReLU(inplace=True))),
     "llama": Llama,
 }
 
@@ -293,69 +315,79 @@ def mean_loss(logits, targets, count):
 
 
 class OneProcess:
-    """Trains a model on the whole batch at once. uses.py says what each technique does instead."""
+    """Trains a model on the whole batch at once. uses.py says what techniques do instead. A
+    parameter without a gradient gets zeros."""
 
-    zeros = False  # a parameter without a gradient gets zeros
     limit = LIMIT  # of the gradient's norm, or 0: no norm is known
-    microbatches = 2
-    losses_add_up = False  # each rank's loss is a part of the whole
+    islands, island = 1, 0
     tolerance = dict(rtol=1e-10, atol=1e-11)
 
     def __init__(self, model, optimizer, **options):
-        self.model, self.length, self.steps = model, model.length, 0
-        self.names = [name for name, _ in model.named_parameters()]
+        self.model, self.trained, self.length, self.steps = model, model, model.length, 0
+        for name, p in model.named_parameters():
+            p.full_name = name  # techniques pass attributes on
         self.make_optimizer, self.options = OPTIMIZERS[optimizer], options
         self.set_up(**options)
 
     def set_up(self):
-        self.optimizer = self.make_optimizer(self.model.parameters())
-
-    def rows(self):
-        """Those of the batch that this rank has."""
-        return torch.arange(ROWS)
-
-    def parts(self, x, y):
-        return [(x[rows], y[rows]) for rows in self.rows().tensor_split(self.microbatches)]
+        self.optimizer = self.make_optimizer(self.trained.parameters())
 
     def zero_grad(self):
         self.steps += 1
         self.optimizer.zero_grad(set_to_none=self.steps % 2 == 0)
-        for p in self.model.parameters():
-            if self.zeros and p.requires_grad and p.grad is None:
-                p.grad = torch.zeros_like(p)
 
-    def backward(self, x, y, count):
+    def run(self, x, y, count):
+        """All backward passes of a step. Returns this rank's part of the loss."""
         loss = mean_loss(self.model(x), y, count)
         loss.backward()
         return loss.item()
 
-    def run(self, x, y, count):
-        """All backward passes of a step. Returns this rank's part of the loss."""
-        return sum(self.backward(*part, count) for part in self.parts(x, y))
+    def add_up(self, loss):
+        """The whole loss, from each rank's part."""
 
     def finish(self):
         """Complete the gradients."""
+        for p in self.trained.parameters():
+            if p.requires_grad:
+                p.grad = torch.zeros_like(p) if p.grad is None else p.grad.to_dense()
 
     def norm(self):
         grads = [p.grad for p in self.model.parameters() if p.grad is not None]
         return nn.utils.get_total_norm(grads)
 
     def clip(self, norm):
-        nn.utils.clip_grads_with_norm_(self.model.parameters(), self.limit or LIMIT, norm)
+        nn.utils.clip_grads_with_norm_(self.trained.parameters(), self.limit, norm)
 
     def step(self):
         self.optimizer.step()
 
+    def average(self, last=False):
+        """With the other islands."""
+
     def named(self):
         """This rank's parameters by their names in the whole model."""
-        return dict(zip(self.names, self.model.parameters(), strict=True))
-
-    def gradients(self):
-        return {name: p.grad for name, p in self.named().items()}
+        return {p.full_name: p for p in self.trained.parameters()}
 
     def piece(self, full, p):
         """This rank's piece of a whole parameter or gradient."""
         return full
+
+
+def train_step(use, step):
+    """([loss, norm], {name: gradient})"""
+    use.zero_grad()
+    loss = torch.tensor(use.run(*batch(step + 100 * use.island, use.length)), dtype=torch.float64)
+    use.finish()
+    use.add_up(loss)
+    numbers = [loss.item()]
+    if use.limit:
+        norm = use.norm()
+        use.clip(norm)
+        numbers.append(norm.item())
+    found = use.named().items()
+    gradients = {name: p.grad if p.grad is None else p.grad.clone() for name, p in found}
+    use.step()
+    return numbers, gradients
 
 
 def train(use, steps=STEPS, disturb=None):
@@ -365,28 +397,42 @@ def train(use, steps=STEPS, disturb=None):
     for step in range(steps):
         if disturb:
             disturb(use, step)
-        use.zero_grad()
-        loss = torch.tensor(use.run(*batch(step, use.length)), dtype=torch.float64)
-        use.finish()
-        if use.losses_add_up:
-            dist.all_reduce(loss)
-        history.append(loss.item())
-        if use.limit:
-            norm = use.norm()
-            use.clip(norm)
-            history.append(norm.item())
-        gradients = {name: g if g is None else g.clone() for name, g in use.gradients().items()}
-        use.step()
+        numbers, gradients = train_step(use, step)
+        history += numbers
+        use.average(last=step + 1 == steps)
     return history, gradients, {name: p.detach() for name, p in use.named().items()}
 
 
 @functools.cache
-def one_process(model, optimizer, steps=STEPS, limit=LIMIT, zeros=False):
-    use = OneProcess(MODELS[model](), optimizer)
-    use.limit, use.zeros, use.microbatches = limit, zeros, 1
-    history, *states = train(use, steps)
-    assert limit != LIMIT or history[1] > limit, "it does not clip"
-    return history, *states
+def islands_here(
+    islands, model, optimizer, steps=STEPS, limit=LIMIT, every=2, lr=0.7, momentum=0.9
+):
+    """What train() returns, of each island. Several average how far they have moved, every few
+    steps and at the end: the paper's algorithm 1 with torch's own outer optimizer."""
+    uses = [OneProcess(MODELS[model](), optimizer) for _ in range(islands)]
+    for island, use in enumerate(uses):
+        use.island, use.limit, use.history = island, limit, []
+    old = [p.detach().clone() for p in uses[0].model.parameters()]
+    outer = torch.optim.SGD(old, lr=lr, momentum=momentum, nesterov=momentum > 0)
+    for step in range(steps):
+        for use in uses:
+            numbers, use.gradients = train_step(use, step)
+            use.history += numbers
+        if islands > 1 and ((step + 1) % every == 0 or step + 1 == steps):
+            everywhere = list(zip(old, *(use.model.parameters() for use in uses)))
+            for start, *ends in everywhere:
+                start.grad = sum(start - p.detach() for p in ends) / islands
+            outer.step()
+            for start, *ends in everywhere:
+                for p in ends:
+                    p.data.copy_(start)
+    assert limit != LIMIT or uses[0].history[1] > limit, "it does not clip"
+    weights = [{name: p.detach() for name, p in use.named().items()} for use in uses]
+    return [(use.history, use.gradients, weights[use.island]) for use in uses]
+
+
+def one_process(model, optimizer, steps=STEPS, limit=LIMIT):
+    return islands_here(1, model, optimizer, steps, limit)[0]
 
 
 @contextlib.contextmanager

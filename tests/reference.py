@@ -140,9 +140,10 @@ def plain_forward(model, tokens, targets, count, samples):
 
 
 def cuts_of(p):
-    """[(dimension, first row, number of rows, rows that are held)] of a rank's shard."""
-    cuts = getattr(p, "placement", {}).get("cuts", {})
-    return [(dim, start, length, p.shape[dim]) for dim, (_, start, length) in cuts.items()]
+    """[(dimension, first row, number of rows, rows that are held)] of a rank's shard. Dimension
+    None: it is whole, an expert that other ranks lack."""
+    cuts = getattr(p, "placement", {}).get("cuts", {}).items()
+    return [(dim, start, n, p.shape[dim]) for dim, (_, start, n) in cuts if dim is not None]
 
 
 def piece(full, cuts):

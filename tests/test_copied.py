@@ -12,220 +12,178 @@ import torch
 import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
+import uses
 from conftest import ROOT
-from foreign import LENGTH, MODELS, OPTIMIZERS, ROWS, STEPS, batch, mean_loss, one_process
-from reference import case
-from tops import on_top_of, refused, run_usage, usage
+from foreign import (
+    LENGTH,
+    MODELS,
+    OPTIMIZERS,
+    ROWS,
+    STEPS,
+    VOCAB,
+    OneProcess,
+    batch,
+    causal,
+    islands_here,
+    one_process,
+)
+from reference import case, cuts_of, piece
+from tops import choices, on_top_of, refused, run_usage, usage
 from torch.distributed import group
 from uses import (
-    DDP,
-    Collectives,
-    ContextParallel,
-    DataParallel,
-    ExpertParallel,
-    LlamaParallel,
-    Muon,
-    Pipeline,
-    PlainFSDP,
-    PlainPipeline,
-    ProbedZeRO,
-    SequenceParallel,
-    SplitStream,
-    TensorParallel,
-    ZeRO,
+    TOPS,
+    Layout,
     equals_one_process,
-    gathered,
     play_alone,
-    recomputed_inside_hooks,
-    recomputed_outside_hooks,
     saliency,
 )
 
-# --- training
+# --- training: ranks, model, optimizer and options of the Layout. {a | b} stands for both
+
+TABLE = {
+    "collectives": """
+3 mlp sgd data="plain"
+3 torch adamw data="{ring|recursive-doubling|halving-doubling|double-tree}"
+3 torch adamw data="{direct|server|hierarchical}"
+""",
+    "ddp": """
+{1 mlp|2 sparse} sgd data="ddp"
+{3 mlp sgd|2 torch adamw|4 torch sgd|3 odd adamw} data="ddp", way="{naive|bucketed|overlapped}"
+""",
+    # odd: not stage 3, where ranks that skip different layers gather in different orders
+    "zero": """
+{3 torch adamw|2 mlp sgd|2 mlp scheduled} data="{zero 0|zero 1|zero 2|fsdp}"
+{3 odd adamw|2 odd sgd} data="zero {0|1|2}", bucket_bytes={0|1000}
+2 own adamw data="{zero 2|fsdp}", microbatches=3, {reduce_each=False|order="FFBFBB"}
+2 own adamw data="fsdp", microbatches=3, reshard=False{|, order="FFFBBB"}
+2 own adamw data="fsdp", microbatches=3, units=lambda model: {[model.blocks[0]]|[]}
+2 own adamw data="fsdp", microbatches=3, units={in_wrong_order|recomputed_inside_hooks}
+2 own adamw data="fsdp", microbatches=3, units=recomputed_outside_hooks
+2 own adamw data="fsdp", microbatches=3, units=partial(recomputed_outside_hooks, together=2)
+2 own adamw data="{zero 1|fsdp}", microbatches=3, offload=True
+2 own adamw data="zero 2", microbatches=3, native=True
+2 mlp sgd data="zero 2", param_dtype=torch.float32{|, offload=True}
+2 mlp sgd use=Probed, {data="zero 1"|data="fsdp"|data="fsdp", reshard=False}
+""",
+    "muon": """
+{4 mlp|3 torch} muon data="muon"
+2 mlp muon data="muon", microbatches=1
+""",
+    "tensor_parallel": """
+{2 own sgd|3 own adamw|2 llama adamw} tp=ranks
+""",
+    "sequence_parallel": """
+2 own adamw tp=2, tensor="sequence"
+3 own sgd tp=3, tensor="sequence", again=True
+4 heads {sgd|adamw} tp=4, tensor="stream"
+""",
+    "context_parallel": """
+3 grouped {sgd|adamw} cp=3, context="{ring|contiguous}"
+2 grouped {sgd|adamw} cp=2, context="gather"
+4 grouped {sgd|adamw} cp=4, context="{ulysses|ring-ulysses}"
+""",
+    "pipeline": """
+2 {in-place sgd|chain adamw} pp=2, schedule="interleaved"
+3 {in-place sgd|chain adamw} pp=3, schedule="{1f1b|zb-v}"
+4 {in-place sgd|chain adamw} pp=4, schedule="gpipe"
+3 {in-place sgd|chain adamw} pp=3, schedule="zb-h1", microbatches=4
+4 {in-place sgd|chain adamw} pp=4, schedule="zb-h2", microbatches=8
+2 {in-place sgd|chain adamw} pp=2, schedule="dualpipev", microbatches=4
+""",
+    # Uneven rows, a rank without any, a rank whose experts nobody chooses; two copies of experts
+    "expert_parallel": """
+4 mixture {sgd|adamw} ep=4
+4 mixture sgd {ep=4, plain=True|ep=2}
+""",
+}
 
 
-def right(*rows):
-    """A test of rows (use, model, optimizer, ranks, its options). One launch has all rows of the
-    same files and number of ranks."""
-    launches = {}
-    for use, model, optimizer, ranks, options in rows:
-        if model == "llama" and not importlib.util.find_spec("transformers"):
-            continue
-        row = use, model, optimizer, options
-        launches.setdefault((use.files, ranks), []).append(row)
-
-    @pytest.mark.parametrize("files, ranks", launches)
-    def test(copied, files, ranks):
-        def work(rank):
-            for use, model, optimizer, options in launches[files, ranks]:
-                with case(use.__name__, model, optimizer, options):
-                    equals_one_process(use(MODELS[model](), optimizer, **options), model, optimizer)
-
-        for use, model, optimizer, _ in launches[files, ranks]:
-            one_process(model, optimizer, limit=use.limit, zeros=use.zeros)  # once for all ranks
-        copied(files, ranks, work)
-
-    return test
+def rows_of(text):
+    """[(ranks, model, optimizer, options)]"""
+    for line in itertools.chain.from_iterable(map(choices, text.strip().splitlines())):
+        ranks, model, optimizer, options = line.split(maxsplit=3)
+        if model != "llama" or importlib.util.find_spec("transformers"):
+            names = vars(uses) | {"ranks": int(ranks), "partial": functools.partial}
+            yield int(ranks), model, optimizer, eval(f"dict({options})", names)
 
 
-ALL_REDUCES = ["ring", "recursive-doubling", "halving-doubling", "double-tree"]
-ALL_REDUCES += ["direct", "server", "hierarchical"]
+# --- any two techniques, and some three
 
-test_collectives = right(
-    (Collectives, "mlp", "sgd", 3, {}),
-    *[(Collectives, "torch", "adamw", 3, dict(algorithm=name)) for name in ALL_REDUCES],
-)
+SPLITS = {
+    "tensor": dict(tp=2),
+    "sequence": dict(tp=2, tensor="sequence"),
+    "ring": dict(cp=2),
+    "ulysses": dict(cp=2, context="ulysses"),
+    "1f1b": dict(pp=2, schedule="1f1b"),
+    "zb-v": dict(pp=2, schedule="zb-v"),
+    "experts": dict(ep=4),
+}
+DATA = "ddp", "zero 1", "zero 2", "fsdp", "muon"
+THREE = [("tensor", "1f1b"), ("sequence", "zb-v"), ("zb-v", "experts"), ("ring", "tensor")]
 
-test_ddp = right(
-    (DDP, "mlp", "sgd", 1, {}),
-    *[
-        (*row, dict(way=way))
-        for way in DDP.ways
-        for row in [(DDP, "mlp", "sgd", 3), (DDP, "torch", "adamw", 2), (DDP, "torch", "sgd", 4)]
-    ],
-    *[(DDP, "odd", "adamw", 3, dict(way=way)) for way in DDP.ways],
-    (DDP, "sparse", "sgd", 2, {}),
-)
 
-OPTIONS = [
-    (2, dict(reduce_each=False)),
-    (3, dict(reduce_each=False)),
-    (3, dict(reshard=False)),
-    (2, dict(order="FFBFBB")),
-    (3, dict(order="FFBFBB")),
-    (3, dict(order="FFFBBB", reshard=False)),
-    (3, dict(units=lambda model: [model.blocks[0]])),  # the rest goes with the model
-    (3, dict(units=lambda model: [])),
-    # In an order that guesses the next unit wrongly
-    (3, dict(units=lambda model: [*reversed(model.blocks), model.head, model.embed])),
-    (1, dict(offload=True)),
-    (3, dict(offload=True)),
-    (2, dict(native=True)),
-    (3, dict(units=recomputed_inside_hooks)),
-    (3, dict(units=recomputed_outside_hooks)),
-    (3, dict(units=functools.partial(recomputed_outside_hooks, together=2))),
-]
+def pairs():
+    """[(ranks, model, optimizer, options)]: each data parallelism beside each technique, and each
+    two techniques that split something else beside one of them; islands of each; three at once.
+    Optimizers take turns."""
+    found = [(4, dict(data=data, **split)) for split in SPLITS.values() for data in DATA]
+    found += [(4, dict(data=data, islands=2)) for data in DATA]
+    for a, b in itertools.combinations(SPLITS, 2):
+        if SPLITS[a].keys().isdisjoint(SPLITS[b]):
+            found.append((4, dict(data=DATA[len(found) % len(DATA)]) | SPLITS[a] | SPLITS[b]))
+    for split in SPLITS.values():
+        found.append((4, dict(data=DATA[len(found) % len(DATA)], islands=2) | split))
+    for i, (a, b) in enumerate(THREE):
+        found.append((8, dict(data=("zero 1", "ddp")[i % 2]) | SPLITS[a] | SPLITS[b]))
+    rows = []
+    for i, (ranks, options) in enumerate(found):
+        if "ep" in options:  # all ranks that see other tokens
+            options["ep"] = ranks // options.get("tp", 1) // options.get("pp", 1)
+            options["ep"] //= options.get("islands", 1)
+        optimizer = "muon" if options["data"] == "muon" else ("sgd", "adamw")[i % 2]
+        rows.append((ranks, "experts" if "ep" in options else "heads", optimizer, options))
+    return rows
 
-test_zero = right(
-    *[(ZeRO, "own", "adamw", 2, dict(stage=n, microbatches=3) | options) for n, options in OPTIONS],
-    *[
-        (*row, dict(stage=stage))
-        for stage in range(4)
-        for row in [(ZeRO, "torch", "adamw", 3), (ZeRO, "mlp", "sgd", 2)]
-    ],
-    *[(ZeRO, "mlp", "scheduled", 2, dict(stage=stage)) for stage in (0, 2, 3)],
-    # Not stage 3: ranks that skip different layers gather in different orders there
-    *[(ZeRO, "odd", "adamw", 3, dict(stage=stage)) for stage in range(3)],
-    *[(ZeRO, "odd", "sgd", 2, dict(stage=stage, bucket_bytes=0)) for stage in range(3)],
-    (ZeRO, "mlp", "sgd", 2, dict(stage=2, param_dtype=torch.float32)),
-    (ZeRO, "mlp", "sgd", 2, dict(stage=2, param_dtype=torch.float32, offload=True)),
-    (ProbedZeRO, "mlp", "sgd", 2, dict(stage=1)),
-    (ProbedZeRO, "mlp", "sgd", 2, dict(stage=3)),
-    (ProbedZeRO, "mlp", "sgd", 2, dict(stage=3, reshard=False)),
-)
 
-test_muon = right(
-    (Muon, "mlp", "muon", 4, {}),
-    (Muon, "mlp", "muon", 2, dict(microbatches=1)),
-    (Muon, "torch", "muon", 3, {}),
-)
+TRAINED = {technique: list(rows_of(text)) for technique, text in TABLE.items()}
+for row in pairs():
+    TRAINED.setdefault(f"two techniques, {row[3]['data']}", []).append(row)
+LAUNCHES = []
+for technique, rows in TRAINED.items():
+    first, *others = sorted({row[0] for row in rows})
+    LAUNCHES.append(pytest.param(technique, first, marks=pytest.mark.quick))
+    LAUNCHES += [(technique, ranks) for ranks in others]
 
-test_plain_fsdp = right(
-    (PlainFSDP, "trainable", "sgd", 3, {}),
-    (PlainFSDP, "trainable", "adamw", 3, {}),
-    (PlainFSDP, "trainable", "adamw", 2, {}),
-)
 
-test_tensor_parallel = right(
-    (TensorParallel, "own", "sgd", 2, {}),
-    (TensorParallel, "own", "adamw", 3, {}),
-    (LlamaParallel, "llama", "adamw", 2, {}),
-)
+@pytest.mark.parametrize("technique, ranks", LAUNCHES)
+def test_one_curve(copied, technique, ranks):
+    """Else a copied top trains another model than one process does: some loss, norm, gradient or
+    weight differs."""
+    rows = [row[1:] for row in TRAINED[technique] if row[0] == ranks]
 
-test_sequence_parallel = right(
-    (SequenceParallel, "own", "adamw", 2, {}),
-    (SequenceParallel, "own", "sgd", 3, dict(keep=False)),
-    (SplitStream, "four heads", "sgd", 4, {}),
-    (SplitStream, "four heads", "adamw", 4, {}),
-)
+    def work(rank):
+        for model, optimizer, options in rows:
+            with case(model, optimizer, options):
+                given = dict(options)
+                use = given.pop("use", Layout)(MODELS[model](), optimizer, **given)
+                equals_one_process(use, model, optimizer)
 
-KINDS = {"ring": 3, "contiguous": 3, "gather": 2, "ulysses": 4, "ring-ulysses": 4}
-
-test_context_parallel = right(
-    *[
-        (ContextParallel, "grouped", optimizer, ranks, dict(kind=kind))
-        for optimizer in ("sgd", "adamw")
-        for kind, ranks in KINDS.items()
-    ]
-)
-
-SCHEDULES = [
-    ("gpipe", 4, 2),
-    ("1f1b", 3, 2),
-    ("interleaved", 2, 2),
-    ("zb-h1", 3, 4),
-    ("zb-h2", 4, 8),
-    ("zb-v", 3, 2),
-    ("dualpipev", 2, 4),
-]
-
-test_plain_pipeline = right(
-    (PlainPipeline, "mlp", "sgd", 3, dict(microbatches=4)),
-    (PlainPipeline, "mlp", "adamw", 2, dict(microbatches=2)),
-    (PlainPipeline, "mlp", "adamw", 3, dict(microbatches=2)),
-)
-
-test_pipeline = right(
-    *[
-        (Pipeline, *model, ranks, dict(schedule=name, microbatches=microbatches))
-        for model in [("chain in place", "sgd"), ("chain of torch", "adamw")]
-        for name, ranks, microbatches in SCHEDULES
-    ]
-)
-
-test_expert_parallel = right(
-    (ExpertParallel, "mixture", "sgd", 4, {}),
-    (ExpertParallel, "mixture", "adamw", 4, {}),
-    (ExpertParallel, "mixture", "sgd", 4, dict(plain=True)),
-    (ExpertParallel, "mixture", "sgd", 4, dict(copies=True)),
-)
+    for model, optimizer, options in rows:
+        islands_here(options.get("islands", 1), model, optimizer)  # once for all ranks
+    copied(TOPS, ranks, work)
 
 
 def flat_cross_entropy(logits, targets, **options):
     return F.cross_entropy(logits.flatten(0, -2), targets.flatten(), **options)
 
 
-# --- DiLoCo: islands that train on batches of their own. The reference has all in this process
-
-
-def islands_here(model, optimizer, steps=7, lr=0.7, momentum=0.9):
-    """The weights of three islands, averaged every 3 steps and at the end: the paper's algorithm 1
-    with torch's own outer optimizer."""
-    models = [MODELS[model]() for _ in range(3)]
-    optimizers = [OPTIMIZERS[optimizer](m.parameters()) for m in models]
-    shared = [p.detach().clone() for p in models[0].parameters()]
-    outer = torch.optim.SGD(shared, lr=lr, momentum=momentum, nesterov=momentum > 0)
-    for step in range(1, steps + 1):
-        for island, (model, optimizer) in enumerate(zip(models, optimizers)):
-            tokens, targets, count = batch(100 * step + island, LENGTH)
-            optimizer.zero_grad()
-            mean_loss(model(tokens), targets, count).backward()
-            optimizer.step()
-        if step % 3 and step < steps:
-            continue
-        for s, *islands in zip(shared, *(m.parameters() for m in models)):
-            s.grad = sum(s - p.detach() for p in islands) / 3
-        outer.step()
-        for m in models:
-            for p, s in zip(m.parameters(), shared):
-                p.data.copy_(s)
-    return shared
+# --- DiLoCo: islands that train on batches of their own
 
 
 def islands_apart(diloco, model, optimizer, steps=7, of="DiLoCo", **options):
     """(weights of this island, the names that the usage block leaves), by it with other options."""
     model = MODELS[model]()
-    batches = [batch(100 * step + dist.get_rank(), LENGTH)[:2] for step in range(1, steps + 1)]
+    batches = [batch(step + 100 * dist.get_rank(), model.length)[:2] for step in range(steps)]
     names = vars(diloco) | dict(group=group.WORLD, model=model, every=3, batches=batches)
     names["optimizer"] = OPTIMIZERS[optimizer](model.parameters())
     names["cross_entropy"] = flat_cross_entropy
@@ -236,21 +194,20 @@ def islands_apart(diloco, model, optimizer, steps=7, of="DiLoCo", **options):
 
 
 @pytest.mark.parametrize(
-    "model, optimizer, lr, momentum",
-    [("mlp", "SGD", 1.0, 0.0), ("mlp", "rmsprop", 0.7, 0.9), ("torch", "adamw", 0.7, 0.9)],
+    "of, model, optimizer, steps, lr, momentum",
+    [
+        ("DiLoCo", "mlp", "SGD", 7, 1.0, 0.0),
+        ("DiLoCo", "mlp", "rmsprop", 7, 0.7, 0.9),
+        ("DiLoCo", "heads", "adamw", 7, 0.7, 0.9),
+        ("outer_step", "mlp", "adamw", 6, 0.7, 0.9),
+    ],
 )
 @on_top_of("diloco", 3)
-def test_diloco(diloco, model, optimizer, lr, momentum):
-    weights, _ = islands_apart(diloco, model, optimizer, outer_lr=lr, outer_momentum=momentum)
-    expected = islands_here(model, optimizer, lr=lr, momentum=momentum)
-    torch.testing.assert_close(weights, expected, rtol=1e-10, atol=1e-10)
-
-
-@on_top_of("diloco", 3)
-def test_diloco_in_its_plainest_form(diloco):
-    weights, _ = islands_apart(diloco, "mlp", "adamw", steps=6, of="outer_step")
-    expected = islands_here("mlp", "adamw", steps=6)
-    torch.testing.assert_close(weights, expected, rtol=1e-10, atol=1e-10)
+def test_usage_of_diloco(diloco, of, model, optimizer, steps, lr, momentum):
+    options = dict(outer_lr=lr, outer_momentum=momentum)
+    weights, _ = islands_apart(diloco, model, optimizer, steps, of, **options)
+    whole = islands_here(3, model, optimizer, steps, 0, 3, lr, momentum)[dist.get_rank()]
+    torch.testing.assert_close(weights, [*whole[2].values()], rtol=1e-10, atol=1e-10)
 
 
 @pytest.mark.parametrize("model", ["mlp", "torch"])
@@ -338,126 +295,174 @@ def assert_trained(named, whole, piece=lambda full, p: full):
 @pytest.mark.parametrize("model", ["mlp", "torch"])
 @on_top_of("ddp", 3)
 def test_usage_of_sum_gradients(ddp, model):
-    use = DataParallel(MODELS[model](), "sgd")
+    use = Layout(MODELS[model](), "sgd")
     for p in use.model.parameters():
         p.data += dist.get_rank()
     run_usage(ddp.sum_gradients, **loop_names(use, ddp))
-    assert_trained(use.named(), one_process(model, "sgd", limit=0, zeros=True))
+    assert_trained(use.named(), one_process(model, "sgd", limit=0))
 
 
 @pytest.mark.parametrize("model", ["mlp", "torch"])
 @on_top_of("parameter_server", 3)
 def test_usage_of_a_parameter_server(server, model):
-    use = DataParallel(MODELS[model](), "sgd")
+    use = Layout(MODELS[model](), "sgd")
     for p in use.model.parameters():
         if p.requires_grad:
             p.data += dist.get_rank()
     run_usage(server.push, **loop_names(use, server))
     if dist.get_rank() == 0:
-        weights = one_process(model, "sgd", limit=0, zeros=True)[2]
+        weights = one_process(model, "sgd", limit=0)[2]
         torch.testing.assert_close(use.named(), weights, rtol=1e-10, atol=1e-10)
 
 
 @on_top_of("ddp", 3)
 def test_usage_in_the_readme(ddp):
     """With the top of ddp.py alone. Its batches are whole steps of this rank."""
-    use = DataParallel(MODELS["torch"](), "sgd")
-    use.microbatches = 1
+    use = Layout(MODELS["torch"](), "sgd", microbatches=1)
     names = loop_names(use, ddp)
     names["batches"] = [(*part, count) for [part], count in names["batches"]]
     _, _, rest = (ROOT / "README.md").read_text().partition("\n    from ddp import DDP\n")
     snippet, _, _ = rest.partition("\nThe same flags")
     exec(textwrap.dedent(snippet), names)
-    assert_trained(use.named(), one_process("torch", "sgd", limit=0, zeros=True))
+    assert_trained(use.named(), one_process("torch", "sgd", limit=0))
 
 
 @on_top_of("parameter_server", 2)
 def test_usage_of_an_asynchronous_server(server):
     """One worker is one process, whatever the bound: nobody else's gradient comes between."""
-    use = DataParallel(MODELS["torch"](), "sgd")
-    use.rows = lambda: torch.arange(ROWS)
+    use = Layout(MODELS["torch"](), "sgd")
+    use.shares, use.share = 1, 0  # all rows
     names = loop_names(use, server)
     names = run_usage(server.serve, **names, steps=len(names["batches"]))
     if dist.get_rank() == 0:
-        weights = one_process("torch", "sgd", limit=0, zeros=True)[2]
+        weights = one_process("torch", "sgd", limit=0)[2]
         torch.testing.assert_close(use.named(), weights, rtol=1e-10, atol=1e-10)
         assert (names["worker"], names["staleness"]) == (1, 0)
 
 
 @on_top_of("zero", 3)
 def test_usage_of_zero(zero):
-    use = DataParallel(MODELS["torch"](), "AdamW")
+    use = Layout(MODELS["torch"](), "AdamW")
     sharded = run_usage(zero.ZeRO, **loop_names(use, zero))["zero"]
     named = dict(sharded.gather_full(use.model.named_parameters()))
-    assert_trained(named, one_process("torch", "AdamW", limit=1.0, zeros=True))
+    assert_trained(named, one_process("torch", "AdamW", limit=1.0))
 
 
 @on_top_of("muon", 3)
 def test_usage_of_muon(muon):
-    use = DataParallel(MODELS["torch"](), "SGD")
+    use = Layout(MODELS["torch"](), "SGD")
     run_usage(muon.Muon, **loop_names(use, muon))["muon"].gather_gradients()
-    assert_trained(use.named(), one_process("torch", "Muon", limit=1.0, zeros=True))
+    assert_trained(use.named(), one_process("torch", "Muon", limit=1.0))
 
 
 @on_top_of("zero fsdp", 3)
 def test_usage_of_fsdp(zero, fsdp):
-    use = DataParallel(MODELS["torch"](), "AdamW")
+    use = Layout(MODELS["torch"](), "AdamW")
     sharded = run_usage(fsdp.FSDP, **loop_names(use, fsdp))["fsdp"]
     named = dict(sharded.gather_full(use.model.named_parameters()))
-    assert_trained(named, one_process("torch", "AdamW", limit=1.0, zeros=True))
+    assert_trained(named, one_process("torch", "AdamW", limit=1.0))
 
 
 @pytest.mark.parametrize("model, optimizer", [("torch", "adamw"), ("mlp", "sgd")])
 @on_top_of("zero", 3)
 def test_usage_of_plain_zero(zero, model, optimizer):
-    use = DataParallel(MODELS[model](), optimizer)
-    use.microbatches = 1
+    use = Layout(MODELS[model](), optimizer, microbatches=1)
     names = loop_names(use, zero)
     tokens, names["make"] = names["batches"][0][1], use.make_optimizer
     names["batches"] = [part for [part], _ in names["batches"]]
     exec(usage(zero.PlainZeRO1).replace("torch.optim.SGD", "make"), names | {"tokens": tokens})
-    weights = one_process(model, optimizer, limit=0, zeros=True)[2]
+    weights = one_process(model, optimizer, limit=0)[2]
     torch.testing.assert_close(use.named(), weights, rtol=1e-10, atol=1e-10)
 
 
 @on_top_of("zero fsdp", 3)
 def test_usage_of_plain_fsdp(zero, fsdp):
-    use = DataParallel(MODELS["trainable"](), "AdamW")
-    use.microbatches = 1
+    use = Layout(MODELS["trainable"](), "AdamW", microbatches=1)
     embed, *blocks, head = (use.model[i] for i in (0, 1, 3, 4, 6))
     vars(use.model).update(embed=embed, blocks=blocks, head=head)
     names = loop_names(use, fsdp)
     names |= dict(tokens=names["batches"][0][1], batches=[x for [x], _ in names["batches"]])
-    weights = gathered(run_usage(fsdp.PlainFSDP, **names)["units"])
-    expected = one_process("trainable", "AdamW", limit=0, zeros=True)[2]
+    units = run_usage(fsdp.PlainFSDP, **names)["units"]
+    with torch.no_grad():
+        use.model(batch(0, LENGTH)[0])
+    assert not any(unit.weights.untyped_storage().nbytes() for unit in units)
+    assert all(p.grad is None for p in use.model.parameters())
+    weights = []
+    for unit in units:
+        shards = [torch.empty_like(unit.shard) for _ in range(3)]
+        dist.all_gather(shards, unit.shard.detach())
+        sizes, end = [p.numel() for p in unit.parameters], sum(p.numel() for p in unit.parameters)
+        for p, full in zip(unit.parameters, torch.cat(shards)[:end].split(sizes)):
+            weights.append(full.view(p.shape))
+    expected = one_process("trainable", "AdamW", limit=0)[2]
     torch.testing.assert_close(weights, [*expected.values()], rtol=1e-8, atol=1e-8)
 
 
 @on_top_of("tensor_parallel sequence_parallel", 2)
 def test_usage_of_tensor_and_sequence_parallel(tp, sp):
-    x, y, count = batch(0, 6)
-    given = dict(microbatches=list(zip(x.split([5, 3]), y.split([5, 3]))), count=count)
-    use = TensorParallel(MODELS["own"](), "AdamW", **given)
-    assert_trained(use.named(), one_process("own", "AdamW", 1, limit=1.0), use.piece)
-    use = SequenceParallel(MODELS["own"](), "AdamW", **given)  # ends before the step
-    before = {name: p.detach() for name, p in MODELS["own"]().named_parameters()}
-    gradients = one_process("own", "AdamW", 1, limit=0)[1]
-    assert_trained(use.named(), (None, gradients, before), use.piece)
+    x, y, count = batch(0, 8)
+    microbatches = list(zip(x.split([5, 3]), y.split([5, 3])))
+
+    def use(top, model, **given):
+        names = dict(group=group.WORLD, t=2, vocab=VOCAB, count=count, model=model)
+        return run_usage(top, **vars(tp) | vars(sp) | names | given)
+
+    def cuts(full, p):
+        return piece(full, cuts_of(p))
+
+    tensor = OneProcess(MODELS["heads"](), "AdamW")
+    use("tensor_parallel", tensor.model, microbatches=microbatches)
+    assert_trained(tensor.named(), one_process("heads", "AdamW", 1, limit=1.0), cuts)
+    sequence = OneProcess(MODELS["heads"](), "AdamW")
+    before = {name: p.detach().clone() for name, p in sequence.named().items()}
+    names = use("tensor_parallel", sequence.model, microbatches=[(x[:0], y[:0])])
+    # Zeros in those gradients; AdamW's decay moved the weights
+    for name, p in sequence.named().items():
+        p.data.copy_(cuts(before[name], p))
+        p.grad = None
+    sequence.model.place.where = sp.shard_tokens(torch.arange(8), group.WORLD)
+    use(
+        "sequence_parallel", sequence.model, microbatches=microbatches, criterion=names["criterion"]
+    )
+    gradients = one_process("heads", "AdamW", 1, limit=0)[1]
+    assert_trained(sequence.named(), (None, gradients, before), cuts)
 
 
-@on_top_of("pipeline", 2)
-def test_usage_of_plain_gpipe(pp):
-    use = PlainPipeline(MODELS["mlp"](), "SGD", microbatches=4)
-    whole = one_process("mlp", "SGD", limit=0)
+@pytest.mark.parametrize("kind", ["Ring", "Ulysses"])
+@on_top_of("context_parallel", 2)
+def test_usage_of_context_parallel(cp, kind):
+    """One batch, of a length that two ranks don't divide. Ulysses' block goes on as Ring's."""
+    use, (tokens, targets, count) = OneProcess(MODELS["grouped"](), "sgd"), batch(0, 13)
+
+    def decoder(core):
+        for block in use.model.blocks:
+            block.attn.core = core
+        return use.model
+
+    code = usage(cp.Ring)
+    if kind == "Ulysses":
+        code = usage(cp.Ulysses) + "\n" + code[code.index("x = ") :]
+    given = dict(group=group.WORLD, Decoder=decoder, T=13, core=causal, nn=nn)
+    exec(code, vars(cp) | given | dict(tokens=tokens, targets=targets, target_count=count))
+    gradients = one_process("grouped", "sgd", 1, limit=0)[1]
+    torch.testing.assert_close(
+        {name: p.grad for name, p in use.named().items()}, gradients, rtol=1e-9, atol=1e-10
+    )
+
+
+@pytest.mark.parametrize("microbatches", [2, 4])
+@on_top_of("pipeline", 3)
+def test_usage_of_plain_gpipe(pp, microbatches):
+    """Three ranks, with fewer micro-batches and with more."""
+    use, whole = OneProcess(MODELS["mlp"](), "SGD"), one_process("mlp", "SGD", limit=0)
     embedding, *blocks, head = use.model
     batches = [batch(step, LENGTH) for step in range(STEPS)]
-    batches = [(x.chunk(4), y.chunk(4), count) for x, y, count in batches]
-    names = dict(
-        embedding=embedding, blocks=blocks, head=head, batches=batches, b=2, T=LENGTH, C=13
-    )
+    names = dict(embedding=embedding, blocks=blocks, head=head, T=LENGTH, C=13)
+    names |= dict(b=ROWS // microbatches, F=F)
+    names["batches"] = [(x.chunk(microbatches), y.chunk(microbatches), n) for x, y, n in batches]
     torch.set_default_dtype(torch.float64)
-    run_usage(pp.plain_gpipe, **vars(pp) | names, F=F)
-    assert_trained(use.named(), whole)
+    names = run_usage(pp.plain_gpipe, **vars(pp) | names)
+    assert_trained({p.full_name: p for p in names["stage"].parameters()}, whole)
 
 
 @pytest.mark.parametrize("split", [False, True])
@@ -543,7 +548,7 @@ def test_usage_of_collectives(collectives):
     exec(textwrap.dedent(loop) + "\n" + calls, names)
     expected = torch.autograd.grad(F.cross_entropy(model(x), y), list(model.parameters()))
     torch.testing.assert_close([p.grad for p in model.parameters()], list(expected))
-    assert names["x"].tolist() == [9]  # the maximum of three, added up
+    assert names["x"].tolist() == [3]
     model.zero_grad()
     names |= dict(x=x[share], y=y[share], count=12, cross_entropy=F.cross_entropy)
     names["optimizer"] = torch.optim.SGD(model.parameters())
@@ -633,13 +638,13 @@ def test_a_partial_gradient_that_one_rank_lacks_counts_as_zeros(tp, sp):
 @on_top_of("tensor_parallel sequence_parallel", 2)
 def test_gathering_again_under_autocast(tp, sp, frozen):
     results = []
-    for keep in (True, False):
-        use = SequenceParallel(MODELS["own"]().float(), "sgd", keep=keep)
+    for again in (False, True):
+        use = Layout(MODELS["own"]().float(), "sgd", tp=2, tensor="sequence", again=again)
         for block in use.model.blocks:
             block.mlp.up.weight.requires_grad_(not frozen)
         with torch.autocast("cpu", torch.bfloat16):
             use.run(*batch(0, use.length))
-        results.append(use.gradients())
+        results.append({name: p.grad for name, p in use.named().items()})
     torch.testing.assert_close(*results, rtol=2e-2, atol=1e-3)
 
 
@@ -668,7 +673,7 @@ def test_tied_gradients(pp):
 # --- experts
 
 
-TRAINED = [
+WHAT_IS_TRAINED = [
     ("x", torch.float32, torch.float32),
     ("x of rank 0", torch.float32, torch.float32),
     ("weights", torch.float32, torch.float32),
@@ -696,7 +701,9 @@ def test_what_is_trained_and_its_dtype(ep):
     def overlapped(x, weights):
         return ep.ExpertDispatch([1, 1, 1], group.WORLD)(x, weights, chosen, experts)
 
-    for dispatch, (trained, of_x, of_weights) in itertools.product((plain, overlapped), TRAINED):
+    for dispatch, (trained, of_x, of_weights) in itertools.product(
+        (plain, overlapped), WHAT_IS_TRAINED
+    ):
         given = {"x": torch.ones(tokens, 4, dtype=of_x), "experts": matrix.to(of_x, copy=True)}
         given["weights"] = torch.full((tokens, 1), 0.5, dtype=of_weights)
         with torch.no_grad():

@@ -2,7 +2,6 @@
 
 import copy
 import importlib
-import itertools
 import re
 import sys
 from types import SimpleNamespace as Names
@@ -15,19 +14,9 @@ import torch.nn as nn
 import uses
 from foreign import LENGTH, MODELS, STEPS, WIDTH, batch, broken
 from reference import case
-from tops import on_top_of, refused
+from tops import choices, on_top_of, refused
 from torch.distributed import group
-from uses import (
-    DDP,
-    Islands,
-    Muon,
-    Pipeline,
-    SequenceParallel,
-    TensorParallel,
-    ZeRO,
-    context_core,
-    equals_one_process,
-)
+from uses import TOPS, WAYS, Layout, context_core, equals_one_process
 
 TOKENS, TARGETS, COUNT = batch(0, LENGTH)
 
@@ -73,7 +62,7 @@ VocabParallelCrossEntropy(7, world)(torch.ones(2, 4), torch.tensor([0, {7 | 8}])
     # targets must be below 7
 VocabParallelCrossEntropy(7, world)(torch.ones(2, 7), torch.tensor([0, 1]), 2)
     # 4 of 7 logits ... not 7
-TensorParallel(Transformer(lambda: Block(heads=3)), "sgd").model(TOKENS)  # unflatten
+Layout(Transformer(lambda: Block(heads=3)), "sgd", tp=2).model(TOKENS)  # unflatten
 twice(lambda x: {Enter | Leave}(world)(x) ** 3, 2, 3)  # once_differentiable
 twice(lambda x: VocabParallelCrossEntropy(7, world)(x @ torch.ones(3, 4), torch.tensor([0, 5]), 2),
     2, 3)  # no second gradients
@@ -206,10 +195,8 @@ def lines(text):
     for row in re.split(r"\n(?! )", text.strip()):
         code, words = row.split(" # ")
         words = ".*".join(re.escape(part) for part in words.split(" ... "))
-        parts = re.split(r"\{([^{}]*\|[^{}]*)\}", code)
-        choices = [part.split("|") if i % 2 else [part] for i, part in enumerate(parts)]
-        for chosen in itertools.product(*choices):
-            yield "".join(chosen).strip(), words
+        for line in choices(code):
+            yield line.strip(), words
 
 
 # --- a step's calls in the wrong order, or a model that is changed between them
@@ -248,23 +235,23 @@ CALLS = {
     "move": lambda use: use.model.to("meta"),
     "unfreeze": lambda use: use.model.requires_grad_(True),
     "replace": lambda use: setattr(use.model[1], "weight", nn.Parameter(torch.ones(13, 6))),
-    "wrap": lambda use: type(use)(use.model, "sgd", **use.options),
+    "wrap": lambda use: Layout(use.model, "sgd", **use.options),
     "drop_gradients": lambda use: use.model.zero_grad(),
     "assign_gradients": assign_gradients,
     "create_graph": lambda use: (
         use.model(batch(0, use.length)[0]).sum().backward(create_graph=True)
     ),
     "leave_out_f": leave_out_f,
-    "change_inputs": lambda use: use.model.positions.weight.data.mul_(1 + dist.get_rank()),
+    "change_inputs": lambda use: use.model.place.positions.weight.data.mul_(1 + dist.get_rank()),
     "unmark": unmark,
 }
 
-WAYS = [(DDP, "mlp", dict(way=way)) for way in DDP.ways]
-STAGES = [(ZeRO, "mlp", dict(stage=stage)) for stage in range(4)]
-MUON = [(Muon, "mlp", {})]
-MATRICES = [(TensorParallel, "own", {})]
-SEQUENCES = [(SequenceParallel, "own", dict(keep=keep)) for keep in (True, False)]
-PIPELINES = [(Pipeline, "chain in place", dict(schedule="1f1b", microbatches=2))]
+DDP = [("mlp", dict(data="ddp", way=way)) for way in WAYS]
+STAGES = [("mlp", dict(data=data)) for data in ("zero 0", "zero 1", "zero 2", "fsdp")]
+MUON = [("mlp", dict(data="muon"))]
+MATRICES = [("own", dict(tp=2))]
+SEQUENCES = [("own", dict(tp=2, tensor="sequence", again=again)) for again in (False, True)]
+PIPELINES = [("in-place", dict(pp=2, schedule="1f1b"))]
 
 REPLACED = "was replaced.*zero_grad.*second DDP.*create_graph.*unfrozen.*moved or cast after DDP"
 MOVED = "no longer the one that ZeRO put there"
@@ -275,17 +262,17 @@ CHANGED = "replaced, .*frozen or unfrozen"
 # Uses; calls, between bars what is refused, then what is right. Where it ends with a bar, training
 # goes on afterwards, and is one process's
 ORDERS = [
-    (WAYS, "run | zero_grad | finish zero_grad zero_grad |", r"zero_grad\(\) after.*give_up=True"),
-    (WAYS, "run finish | finish | |", r"finish\(\) after finish"),
-    (WAYS, "run finish | pass | give_up |", r"backward\(\) after finish"),
-    (WAYS[2:3], "run | pass | give_up |", "more backward passes than microbatches=2"),
-    (WAYS, "| cast run finish", REPLACED),
-    (WAYS, "| drop_gradients run finish", REPLACED),
-    (WAYS, "| assign_gradients run finish", REPLACED),
-    (WAYS, "| wrap run finish", REPLACED),
-    (WAYS, "| unfreeze run finish", REPLACED),
-    (WAYS, "| create_graph finish", REPLACED),
-    (WAYS, "run | drop_gradients finish", REPLACED),
+    (DDP, "run | zero_grad | finish zero_grad zero_grad |", r"zero_grad\(\) after.*give_up=True"),
+    (DDP, "run finish | finish | |", r"finish\(\) after finish"),
+    (DDP, "run finish | pass | give_up |", r"backward\(\) after finish"),
+    (DDP[2:3], "run | pass | give_up |", "more backward passes than microbatches=2"),
+    (DDP, "| cast run finish", REPLACED),
+    (DDP, "| drop_gradients run finish", REPLACED),
+    (DDP, "| assign_gradients run finish", REPLACED),
+    (DDP, "| wrap run finish", REPLACED),
+    (DDP, "| unfreeze run finish", REPLACED),
+    (DDP, "| create_graph finish", REPLACED),
+    (DDP, "run | drop_gradients finish", REPLACED),
     (STAGES, "run | zero_grad | finish |", r"no finish\(\)"),
     (STAGES, "run finish zero_grad | step | |", "all gradients are zero"),
     (
@@ -315,27 +302,28 @@ ORDERS = [
 ]
 
 
-OF_FILES = {}  # one launch has all rows of the same files
+TECHNIQUES = {}  # one launch has all rows of the same model and kind
 for row in ORDERS:
-    OF_FILES.setdefault(row[0][0][0].files, []).append(row)
+    model, options = row[0][0]
+    TECHNIQUES.setdefault(f"{model}, {[*options.values()][0]}", []).append(row)
 
 
-@pytest.mark.parametrize("files", OF_FILES)
-def test_calls_in_the_wrong_order(copied, files):
+@pytest.mark.parametrize("technique", TECHNIQUES)
+def test_calls_in_the_wrong_order(copied, technique):
     def work(rank):
-        for uses_of_row, calls, words in OF_FILES[files]:
-            for make, model, options in uses_of_row:
-                with case(make.__name__, options, calls):
-                    refuses(make, model, options, calls, words)
+        for uses_of_row, calls, words in TECHNIQUES[technique]:
+            for model, options in uses_of_row:
+                with case(model, options, calls):
+                    refuses(model, options, calls, words)
 
-    copied(files, 2, work)
+    copied(TOPS, 2, work)
 
 
-def refuses(make, model, options, calls, words):
-    use = make(MODELS[model](), optimizer_of(make), **options)
+def refuses(model, options, calls, words):
+    use = make(model, options)
     before, wrong, *after = calls.split("|")
     act(use, before)
-    for reduction in getattr(getattr(use, "sync", None), "works", []):
+    for reduction in use.sync.works if use.kind == "ddp" else ():
         reduction.wait()  # what is on its way would change the gradients later
     gradients = {p: p.grad.clone() for p in use.model.parameters() if p.grad is not None}
     with refused(words):
@@ -345,11 +333,15 @@ def refuses(make, model, options, calls, words):
     for calls_after in after:
         act(use, calls_after)
     if len(after) == 2:
-        equals_one_process(use, model, optimizer_of(make))
+        equals_one_process(use, model, optimizer_of(options))
 
 
-def optimizer_of(use):
-    return "muon" if use is Muon else "sgd"
+def optimizer_of(options):
+    return "muon" if options.get("data") == "muon" else "sgd"
+
+
+def make(model, options):
+    return Layout(MODELS[model](), optimizer_of(options), **options)
 
 
 def act(use, calls):
@@ -369,7 +361,7 @@ def midway(use, step):
     """A backward raises, after a pass or none: elsewhere on each rank, but for stage 3."""
     use.zero_grad()
     act(use, "pass" if step % use.microbatches else "")
-    place = 3 if getattr(use, "stage", 0) == 3 else 5 - 2 * dist.get_rank()
+    place = 3 if use.kind == "fsdp" else 5 - 2 * dist.get_rank()
     break_off(use, use.model[place])
     with refused(
         r"finish\(\) after backward\(\) begun|exception ended a backward pass: call zero_grad"
@@ -415,23 +407,23 @@ def by_one_rank(use, step):
 
 
 STAGES_AND_OPTIONS = [
-    (ZeRO, "mlp", dict(stage=0, microbatches=1)),
-    (ZeRO, "mlp", dict(stage=1, microbatches=1)),
-    (ZeRO, "mlp", dict(stage=1)),
-    (ZeRO, "mlp", dict(stage=2, microbatches=1)),
-    (ZeRO, "mlp", dict(stage=2, reduce_each=False)),
-    (ZeRO, "mlp", dict(stage=3)),
-    (ZeRO, "mlp", dict(stage=3, reshard=False, reduce_each=False)),
+    ("mlp", dict(data="zero 0", microbatches=1)),
+    ("mlp", dict(data="zero 1", microbatches=1)),
+    ("mlp", dict(data="zero 1")),
+    ("mlp", dict(data="zero 2", microbatches=1)),
+    ("mlp", dict(data="zero 2", reduce_each=False)),
+    ("mlp", dict(data="fsdp")),
+    ("mlp", dict(data="fsdp", reshard=False, reduce_each=False)),
 ]
 
 
 GIVEN_UP = [
     (3, MUON, anywhere),
     (2, MUON, between_passes),
-    (3, WAYS, midway),
-    (2, WAYS[:3], between_passes),
-    (3, WAYS[:2], by_one_rank),
-    (2, WAYS[2:3], at_different_places),
+    (3, DDP, midway),
+    (2, DDP[:3], between_passes),
+    (3, DDP[:2], by_one_rank),
+    (2, DDP[2:3], at_different_places),
     (2, STAGES_AND_OPTIONS, midway),
     (2, STAGES_AND_OPTIONS, between_passes),
     (2, STAGES[:3], at_different_places),
@@ -442,35 +434,37 @@ GIVEN_UP = [
 @pytest.mark.parametrize("ranks, uses, give_up", GIVEN_UP)
 def test_steps_given_up(copied, ranks, uses, give_up):
     def work(rank):
-        for make, model, options in uses:
-            with case(give_up.__name__, make.__name__, options):
-                use = make(MODELS[model](), optimizer_of(make), **options)
-                equals_one_process(use, model, optimizer_of(make), 4, give_up)
+        for model, options in uses:
+            with case(give_up.__name__, options):
+                use = make(model, options)
+                equals_one_process(use, model, optimizer_of(options), 4, give_up)
 
-    copied(uses[0][0].files, ranks, work)
+    copied(TOPS, ranks, work)
 
 
-@pytest.mark.parametrize("make", [DDP, ZeRO])
-@on_top_of("ddp zero", 2)
-def test_a_rank_that_gives_up_alone_leaves_nan(ddp, zero, make):
+@pytest.mark.parametrize("data", ["ddp", "zero 0", "zero 1", "zero 2"])
+def test_a_rank_that_gives_up_alone_leaves_nan(copied, data):
     """The others' sums lack its part. A bucket's first parameter may be empty."""
-    for options in [dict(way="overlapped")] if make is DDP else [dict(stage=n) for n in range(3)]:
+
+    def work(rank):
         model = MODELS["mlp"]()
         model[6].empty = nn.Parameter(torch.zeros(0, dtype=torch.float64))
-        use = make(model, "sgd", microbatches=1, **options)
-        if dist.get_rank() == 0:
+        use = Layout(model, "sgd", data=data, microbatches=1)
+        if rank == 0:
             break_off(use, model[3])
             use.zero_grad(give_up=True)
         else:
             act(use, "run finish")
-        assert use.gradients()["1.weight"].isnan().any() or dist.get_rank() == 0
+        assert use.named()["1.weight"].grad.isnan().any() or rank == 0
         act(use, "zero_grad run finish")
-        assert use.gradients()["1.weight"].isfinite().all()
+        assert use.named()["1.weight"].grad.isfinite().all()
+
+    copied(TOPS, 2, work)
 
 
 @pytest.mark.parametrize("microbatches", [1, 2])
-@on_top_of("ddp", 2)
-def test_given_up_before_the_first_bucket(ddp, microbatches):
+@on_top_of("ddp tensor_parallel", 2)
+def test_given_up_before_the_first_bucket(ddp, tp, microbatches):
     """Rank 0 raises before its first bucket is full. Rank 1 has started it. Both start again."""
 
     def before_and_after(use, step):
@@ -480,8 +474,8 @@ def test_given_up_before_the_first_bucket(ddp, microbatches):
         assert len(use.sync.works) == dist.get_rank() and len(use.sync.buckets) == 2
 
     # The first of two buckets has both of the later layers
-    use = DDP(MODELS["mlp"](), "sgd", microbatches=microbatches, bucket_bytes=4704)
-    equals_one_process(use, "mlp", "sgd", STEPS, before_and_after)
+    options = dict(data="ddp", microbatches=microbatches, bucket_bytes=4704)
+    equals_one_process(make("mlp", options), "mlp", "sgd", STEPS, before_and_after)
 
 
 # --- the rest
@@ -499,13 +493,15 @@ def test_given_up_before_the_first_bucket(ddp, microbatches):
 )
 def test_results_of_stages_that_cannot_be_sent(copied, cut, words):
     def work(rank):
-        use = Pipeline(MODELS["chain in place"](), "sgd", schedule="1f1b", microbatches=2)
-        stage = use.stages[0]
-        use.stages[0] = lambda tokens: cut(stage(tokens))
+        use = make(*PIPELINES[0])
+        act(use, "run zero_grad")
+        if rank == 0:
+            stage = use.stages[0]
+            use.stages[0] = lambda tokens: cut(stage(tokens))
         act(use, "run")
 
     with pytest.raises(AssertionError, match=f"ValueError: .*{words}"):
-        copied(Pipeline.files, 2, work)
+        copied(TOPS, 2, work)
 
 
 @on_top_of("diloco", 2)
@@ -517,9 +513,9 @@ def test_islands_that_differ(diloco):
         ({}, 0, "different old weights"),
         (dict(outer_lr=0.1 + rank), 0, "different old weights"),
     ):
-        use = Islands(MODELS["mlp"](), "sgd", **options)
-        use.islands.steps = steps
+        use = make("mlp", dict(islands=2, outer=options))
+        use.diloco.steps = steps
         if not options and not steps:
-            use.islands.parts[0].old[0] = rank
+            use.diloco.parts[0].old[0] = rank
         with refused(words):
             act(use, "run step average " * 4)

@@ -5,9 +5,11 @@ import ast
 import contextlib
 import importlib
 import inspect
+import itertools
 import os
 import pathlib
 import py_compile
+import re
 import sys
 import types
 
@@ -133,6 +135,13 @@ def on_top_of(files, ranks):
         return test
 
     return decorate
+
+
+def choices(line):
+    """The line, once for each choice: {a|b} stands for both."""
+    parts = re.split(r"\{([^{}]*\|[^{}]*)\}", line)
+    alternatives = [part.split("|") if i % 2 else [part] for i, part in enumerate(parts)]
+    return map("".join, itertools.product(*alternatives))
 
 
 def refused(words, error=(ValueError, RuntimeError, TypeError)):

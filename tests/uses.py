@@ -1,5 +1,6 @@
-"""Each technique's copied top, used rightly to train a model that is not ours. Ranks make these,
-where `import ddp` finds the top alone (tops.py)."""
+"""Copied tops, used rightly to train a model that is not ours: what a user writes who has copied
+them. `Layout` says how many ranks share what, cuts the model and trains it. Ranks make these, where
+`import ddp` finds the top alone (tops.py)."""
 
 import functools
 
@@ -8,28 +9,40 @@ import torch.distributed as dist
 import torch.nn as nn
 from foreign import (
     EXPERTS,
-    LENGTH,
+    IGNORE,
     ROWS,
     STEPS,
     VOCAB,
     WIDTH,
+    Llama,
+    Mixture,
     OneProcess,
     causal,
     is_muons,
+    islands_here,
     mean_loss,
     mlp,
-    one_process,
     train,
 )
 from reference import cuts_of, piece
-from tops import run_usage, usage
 from torch.distributed import group
 from torch.utils.checkpoint import checkpoint
+
+TOPS = "collectives ddp zero fsdp tensor_parallel sequence_parallel pipeline zero_bubble"
+TOPS += " context_parallel expert_parallel muon diloco"
+WAYS = {
+    "naive": dict(bucket_bytes=0, overlap=False),
+    "bucketed": dict(bucket_bytes=800, overlap=False),
+    "overlapped": dict(bucket_bytes=800),
+}
+# Rows of the batch on each data-parallel rank, some more than others
+SHARES = {1: [8], 2: [5, 3], 3: [4, 2, 2], 4: [2, 2, 2, 2]}
+SHARES_OF_EXPERTS = SHARES | {4: [4, 0, 3, 1]}
 
 
 def equals_one_process(use, model, optimizer, steps=STEPS, disturb=None):
     """Train: every loss, norm, gradient and weight is that of one process."""
-    history, *whole = one_process(model, optimizer, steps, use.limit, use.zeros)
+    history, *whole = islands_here(use.islands, model, optimizer, steps)[use.island]
     ours = train(use, steps, disturb)
     parameters, theirs = use.named(), [history]
     for states, full in zip(ours[1:], whole):
@@ -40,65 +53,408 @@ def equals_one_process(use, model, optimizer, steps=STEPS, disturb=None):
         theirs.append(pieces)
         names = [None] * dist.get_world_size()
         dist.all_gather_object(names, list(states))
-        assert set().union(*names) in ({*full}, set()), "a parameter is on no rank"
+        assert set().union(*names) == {*full}, "a parameter is on no rank"
     torch.testing.assert_close(list(ours), theirs, **use.tolerance)
 
 
-# --- the batch is split
+class Layout(OneProcess):
+    """dp x cp x tp x pp ranks, tp innermost and pp outermost, on each of the islands. dp is what
+    the others leave.
 
+    data      sums gradients over the dp and cp ranks: "ddp", "zero 0", "zero 1", "zero 2", "fsdp",
+              "muon", or an all-reduce of collectives.py. None: each technique does so by itself
+    tensor    of the tp ranks: "tensor", "sequence", or "stream": embedding and head are whole
+    again     whether sequence parallelism gathers a second time in backward
+    context   of the cp ranks
+    schedule  of the pp ranks
+    ep        ranks of dp x cp that share experts, or 0
+    plain     whether by plain_dispatch
+    order     of a step's forwards and backwards, "FFBB"
+    given     options of what data names"""
 
-class DataParallel(OneProcess):
-    """Ranks have rows of their own, some more than others, in micro-batches."""
+    def set_up(
+        self,
+        data=None,
+        cp=1,
+        tp=1,
+        pp=1,
+        islands=1,
+        tensor="tensor",
+        again=False,
+        context="ring",
+        schedule=None,
+        ep=0,
+        plain=False,
+        order=None,
+        microbatches=2,
+        outer=(),
+        **given,
+    ):
+        self.kind, self.cp, self.t, self.tensor, self.again = data, cp, tp, tensor, again
+        self.microbatches, self.order, self.with_experts = microbatches, order, bool(ep)
+        dp = dist.get_world_size() // (islands * pp * cp * tp)
+        ranks = torch.arange(dist.get_world_size()).view(islands, pp, dp, cp, tp)
+        of_data, pipelines = ranks.flatten(2, 3).transpose(2, 3), ranks.flatten(2).transpose(1, 2)
+        self.data, self.tp, self.pp = own(of_data), own(ranks), own(pipelines)
+        self.cp_group, self.over_islands = own(ranks.transpose(3, 4)), own(ranks.flatten(1).T)
+        self.islands, self.island = islands, dist.get_rank(self.over_islands)
+        self.share, self.shares = dist.get_rank(self.data) // cp, dp
+        self.matrices = {p.full_name for p in self.model.parameters() if is_muons(p)}
+        self.criterion, self.stages, self.place = (
+            mean_loss,
+            None,
+            getattr(self.model, "place", None),
+        )
+        if ep:
+            self.deal_experts(of_data.unflatten(-1, (-1, ep)), plain)
+        if tp > 1:
+            self.split_layers()
+        if cp > 1:
+            self.core = context_core(context, self.cp_group)
+            for block in self.model.blocks:
+                block.attn.core = self.core
+        if pp > 1:
+            self.split_stages(schedule, pipelines.flatten(0, 1).tolist())
+        self.wrap(**given)
+        self.diloco = None
+        if islands > 1:
+            import diloco
 
-    zeros = True
-    losses_add_up = True
-    shares = {1: [8], 2: [5, 3], 3: [4, 2, 2], 4: [2, 2, 2, 2]}
+            stepped = self.trained
+            if self.sharded:
+                stepped = [p for held in self.sharded.param_groups for p in held["params"]]
+            self.diloco = diloco.DiLoCo(stepped, self.over_islands, every=2, **dict(outer))
 
-    def rows(self):
-        return super().rows().split(self.shares[dist.get_world_size()])[dist.get_rank()]
+    def deal_experts(self, ranks, plain):
+        import expert_parallel as ep
 
+        # The same ranks as data, perhaps, but messages in an order of their own
+        self.ep, self.copies = own(ranks, "experts"), own(ranks.transpose(-1, -2), "copies")
+        rank, n = dist.get_rank(self.ep), dist.get_world_size(self.ep)
+        sizes = ep.expert_counts(EXPERTS, n)
+        start = sum(sizes[:rank])
+        for mixture in self.model.modules():
+            if not isinstance(mixture, Mixture):
+                continue
+            mixture.experts.mlps = mixture.experts.mlps[start : start + sizes[rank]]
+            for p in mixture.experts.parameters():
+                p.placement = {"cuts": {None: (self.ep, start, sizes[rank])}, "data": self.copies}
+            dispatch = functools.partial(plainly, ep, sizes, self.ep)
+            mixture.dispatch = dispatch if plain else ep.ExpertDispatch(sizes, self.ep, chunks=2)
 
-class Collectives(DataParallel):
-    """An all-reduce a parameter, by hand."""
+    def split_layers(self):
+        import tensor_parallel as tp
 
-    files = "collectives"
+        enter, leave, model = tp.Enter, tp.Leave, self.model
+        self.criterion = tp.VocabParallelCrossEntropy(VOCAB, self.tp)
+        if isinstance(model, Llama):
+            return split_llama(tp, model.model, self.tp)
+        if self.tensor != "tensor":
+            import sequence_parallel as sp
 
-    def set_up(self, algorithm=None):
-        import collectives
+            enter, leave = sp.SequenceEnter, sp.SequenceLeave
 
-        self.all_reduce = collectives.plain_ring_all_reduce
-        if algorithm is not None:
-            self.all_reduce = functools.partial(collectives.all_reduce, algorithm=algorithm)
-        for p in self.model.parameters():
-            p.data += dist.get_rank()
-            collectives.broadcast(p.data, group_src=0)
-        super().set_up()
+        def cut(module, first, last):
+            module.norm = nn.Sequential(module.norm, enter(self.tp))
+            setattr(module, first, tp.ColumnParallelLinear(getattr(module, first), self.tp))
+            setattr(module, last, tp.RowParallelLinear(getattr(module, last), self.tp))
+            getattr(module, last).leave = leave(self.tp)
 
-    def finish(self):
-        for p in self.model.parameters():
-            if p.requires_grad:
-                self.all_reduce(p.grad)
+        for block in model.blocks:
+            cut(block.attn, "qkv", "proj")
+            block.attn.heads //= self.t
+            if not isinstance(block.mlp, Mixture):  # each tp rank has the mixture, whole
+                cut(block.mlp, "up", "down")
+                if self.again:
+                    block.mlp.up = sp.Projection(0, block.mlp.up)
+                    block.mlp.norm[1] = sp.EnterAndProject(self.tp, [block.mlp.up])
+        if self.tensor == "stream":
+            self.criterion = mean_loss
+        else:
+            model.embed = tp.VocabParallelEmbedding(model.embed, self.tp)
+            model.embed.leave = leave(self.tp)
+            model.head = nn.Sequential(enter(self.tp), tp.ColumnParallelLinear(model.head, self.tp))
+            model.head[1].weight = model.embed.weight
+        if self.tensor != "tensor":
+            sp.mark_partial(model.parameters(), self.tp)
+            sp.mark_partial(model.parameters(), self.tp)  # is told already
 
+    def split_stages(self, name, pipelines):
+        import pipeline as pp
+        import zero_bubble as zb
 
-class DDP(DataParallel):
-    files = "ddp"
-    ways = {
-        "naive": dict(bucket_bytes=0, overlap=False),
-        "bucketed": dict(bucket_bytes=800, overlap=False),
-        "overlapped": dict(bucket_bytes=800),
-    }
+        ranks = dist.get_world_size(self.pp)
+        self.schedule, layers = zb.find_schedule(name, ranks, self.microbatches), list(self.model)
+        first, last = self.schedule.owner[0], self.schedule.owner[self.schedule.last]
+        head = layers[-1][1] if self.t > 1 else layers[-1]
+        if first != last and head.weight is layers[0].weight:  # each end gets a copy
+            self.ends = own(torch.tensor(pipelines)[:, sorted([first, last])])
+            attributes = vars(head.weight)
+            head.weight = nn.Parameter(head.weight.detach().clone())
+            head.weight.__dict__.update(attributes)
+            for p in (layers[0].weight, head.weight):
+                place = getattr(p, "placement", {})
+                p.placement = place | {"partial": [*place.get("partial", ()), self.ends]}
+        parts = pp.cut(layers, self.schedule.last + 1)
+        held = self.schedule.stages(dist.get_rank(self.pp))
+        self.stages = {stage: parts[stage] for stage in held}
+        self.trained = nn.ModuleList(self.stages.values())
+        self.pipeline, self.links = pp, own_links(pp.make_links, tuple(map(tuple, pipelines)))
+        self.prepared = False
 
-    def set_up(self, way="overlapped", microbatches=2, **options):
-        import ddp
+    def wrap(self, way="overlapped", units=None, native=False, **options):
+        """Make what sums gradients over the data-parallel ranks and takes the step."""
+        kind, self.sync, self.sharded = self.kind, None, None
+        if kind == "ddp":
+            import ddp
 
-        self.microbatches, options = microbatches, self.ways[way] | options
-        parameters = self.model.parameters()
-        self.sync = ddp.DDP(parameters, group.WORLD, microbatches, **options)
-        self.finish = self.sync.finish
-        super().set_up()
+            # A tied matrix on two stages of this rank is listed twice
+            parts = [self.trained] if self.stages is None else self.stages.values()
+            listed = [p for part in parts for p in part.parameters()]
+            self.sync = ddp.DDP(listed, self.data, self.microbatches, **WAYS[way] | options)
+        elif kind == "muon":
+            import muon
+
+            matrices = [p for p in self.trained.parameters() if p.full_name in self.matrices]
+            options = dict(lr=1e-2, microbatches=self.microbatches, bucket_bytes=1000)
+            options["stages"] = list(self.stages.values()) if self.stages else None
+            self.sharded = muon.Muon(self.trained, self.data, matrices, **options)
+            for settings in self.sharded.adamw.param_groups:
+                settings["eps"] = 1e-5  # as foreign.py's
+        elif kind == "fsdp" or kind in ("zero 0", "zero 1", "zero 2"):
+            import zero
+
+            options |= dict(microbatches=self.microbatches, scopes=self.stages)
+            if units:
+                options["units"] = units(self.model)
+            if kind == "fsdp":
+                import fsdp
+
+                make = functools.partial(fsdp.FSDP, self.trained, self.data)
+            else:
+                make = functools.partial(zero.ZeRO, self.trained, self.data, int(kind[-1]))
+                options = {"bucket_bytes": 1000} | options
+            self.sharded = make(self.make_optimizer, **options)
+            if native:  # reduce-scatter as on nccl
+                self.sharded.reduce_scatter = zero.reduce_scatter_tensor
+            if "param_dtype" in options:
+                self.tolerance = dict(rtol=1e-4, atol=1e-5, check_dtype=False)
+        elif kind:
+            import collectives
+
+            self.all_reduce = collectives.plain_ring_all_reduce
+            if kind != "plain":
+                self.all_reduce = functools.partial(collectives.all_reduce, algorithm=kind)
+            for p in self.model.parameters():
+                p.data += dist.get_rank()
+                collectives.broadcast(p.data, group_src=0)
+        self.sync = self.sync or self.sharded
+        self.optimizer = self.sharded or self.make_optimizer(self.trained.parameters())
+
+    # --- a step
 
     def zero_grad(self, give_up=False):
-        self.sync.zero_grad(give_up)
+        if self.sync:
+            self.sync.zero_grad(give_up)
+        else:
+            super().zero_grad()
+
+    def parts(self, x, y):
+        """This rank's part of the batch, in micro-batches."""
+        shares = (SHARES_OF_EXPERTS if self.with_experts else SHARES)[self.shares]
+        if self.stages:
+            shares = [ROWS // self.shares] * self.shares  # the same shapes for all
+        x, y = (full.split(shares)[self.share] for full in (x, y))
+        where = torch.arange(self.length)
+        if self.cp > 1:
+            import context_parallel as cp
+
+            where = self.core.positions(self.length)
+            x, y = cp.shard_sequence(x, where), cp.shard_sequence(y, where, fill=IGNORE)
+        if self.tensor != "tensor":
+            import sequence_parallel as sp
+
+            where = sp.shard_tokens(where, self.tp)
+            if self.tensor == "stream":
+                x, y = sp.shard_tokens(x, self.tp), sp.shard_tokens(y, self.tp)
+        if self.place:
+            self.place.where = where.clamp(max=self.length - 1)
+        return list(zip(x.tensor_split(self.microbatches), y.tensor_split(self.microbatches)))
+
+    def backward(self, x, y, count):
+        loss = self.criterion(self.model(x), y, count)
+        loss.backward()
+        return loss.item()
+
+    def run(self, x, y, count):
+        parts = self.parts(x, y)
+        if self.stages:
+            return self.play(parts, count)
+        if not self.order:
+            return sum(self.backward(*part, count) for part in parts)
+        losses, total = [], 0.0
+        for action in self.order:
+            if action == "F":
+                x, y = parts.pop(0)
+                losses.append(self.criterion(self.model(x), y, count))
+                total += losses[-1].item()
+            else:
+                losses.pop(0).backward()
+        return total
+
+    def play(self, parts, count):
+        def forward(stage, m, x):
+            y = self.stages[stage](parts[m][0] if x is None else x)
+            return self.criterion(y, parts[m][1], count) if stage == self.schedule.last else y
+
+        length = len(self.place.where) if self.place else self.length
+        shape = len(parts[0][0]), length, WIDTH
+        around = {"around": self.sync.around} if self.kind in ("zero 2", "fsdp") else {}
+        given = self.schedule, forward, shape, torch.float64, "cpu", self.links
+        pipeline = self.pipeline.Pipeline(*given, **around)
+        if not self.prepared:
+            self.prepared = True
+            pipeline.prepare()
+            assert all(p.grad is None or not p.grad.any() for p in self.trained.parameters())
+        return float(sum(pipeline.run()))
+
+    def finish(self):
+        if self.sync:
+            return self.sync.finish()
+        parameters = list(self.trained.parameters())
+        if self.kind:
+            super().finish()
+            for p in parameters:
+                if p.requires_grad:
+                    self.all_reduce(p.grad)
+        elif self.tensor != "tensor":
+            import sequence_parallel
+
+            sequence_parallel.reduce_partial(parameters)
+        elif self.stages:
+            for p in parameters:
+                if hasattr(p, "placement"):
+                    self.pipeline.reduce_tied(p, self.ends)
+        elif self.cp > 1:
+            for p in parameters:
+                if p.grad is not None:
+                    dist.all_reduce(p.grad, group=self.cp_group)
+        elif self.with_experts:
+            import expert_parallel as ep
+
+            ep.sum_replicated_gradients(parameters, self.ep)
+            if dist.get_world_size(self.copies) > 1:
+                ep.sum_replicated_gradients(parameters, self.copies)
+        super().finish()
+
+    def add_up(self, loss):
+        for ranks in (self.data, self.pp) + ((self.tp,) if self.tensor == "stream" else ()):
+            dist.all_reduce(loss, group=ranks)
+
+    def norm(self):
+        stages = self.pp if self.stages else None
+        if self.sharded:
+            return self.sharded.grad_norm(stages)
+        import tensor_parallel
+
+        return tensor_parallel.grad_norm(self.trained.parameters(), stages)
+
+    def clip(self, norm):
+        if self.sharded:
+            self.sharded.clip(norm, self.limit)
+        else:
+            super().clip(norm)
+
+    def step(self):
+        self.optimizer.step()
+        if self.sharded and self.kind != "muon":
+            assert all(p.grad is None for p in self.trained.parameters())
+            assert self.gathered() == 0
+
+    def gathered(self):
+        """Bytes of weights that stage 3 has gathered and not freed."""
+        units = [bucket for bucket in self.sharded.buckets if hasattr(bucket, "users")]
+        return sum(bucket.weights.untyped_storage().nbytes() for bucket in units)
+
+    def average(self, last=False):
+        if self.diloco:
+            moved = self.diloco.step()
+            if last:
+                self.diloco.finish()
+            if self.sharded and (moved or last):
+                self.sharded.reload()
+
+    def named(self):
+        if self.kind == "muon":
+            self.sharded.gather_gradients()
+        if self.sharded is None or self.kind == "muon":
+            return super().named()
+        return dict(self.sharded.gather_full([*super().named().items()]))
+
+    def piece(self, full, p):
+        return piece(full, cuts_of(p))
+
+
+def own(rows, purpose=""):
+    """This rank's group of those of each row of ranks, or None. A process makes them once for a
+    purpose."""
+    return make_own(tuple(map(tuple, rows.flatten(0, -2).tolist())), purpose)
+
+
+@functools.cache
+def make_own(rows, purpose):
+    groups = [dist.new_group(list(row)) for row in rows]
+    return next((group for group in groups if isinstance(group, dist.ProcessGroup)), None)
+
+
+@functools.cache
+def own_links(make_links, rows):
+    """The links of this rank's pipeline. All processes make those of all pipelines."""
+    links = {row: make_links(list(row)) for row in rows}
+    return next(links[row] for row in rows if dist.get_rank() in row)
+
+
+def context_core(kind, over=group.WORLD):
+    import context_parallel as cp
+
+    if kind == "ulysses":
+        return cp.Ulysses(over, causal)
+    if kind == "gather":
+        return cp.Gather(over)
+    if kind == "ring-ulysses":  # four ranks in a square
+        square = torch.arange(4).view(2, 2)
+        return cp.Ulysses(own(square), cp.Ring(own(square.T)))
+    return cp.Ring(over, zigzag=kind == "ring")
+
+
+def plainly(ep, sizes, over, rows, weights, chosen, experts, meanwhile):
+    meanwhile()
+    return ep.plain_dispatch(rows, weights, chosen, experts, sizes, over)
+
+
+def split_llama(tp, llama, over):
+    """Hugging Face's."""
+
+    def replace(make, module, *names):
+        for name in names:
+            setattr(module, name, make(getattr(module, name), over))
+
+    def enter(module, name):
+        setattr(module, name, nn.Sequential(getattr(module, name), tp.Enter(over)))
+
+    replace(tp.VocabParallelEmbedding, llama.model, "embed_tokens")
+    for layer in llama.model.layers:
+        enter(layer, "input_layernorm")
+        enter(layer, "post_attention_layernorm")
+        replace(tp.ColumnParallelLinear, layer.self_attn, "q_proj", "k_proj", "v_proj")
+        replace(tp.RowParallelLinear, layer.self_attn, "o_proj")
+        replace(tp.ColumnParallelLinear, layer.mlp, "gate_proj", "up_proj")
+        replace(tp.RowParallelLinear, layer.mlp, "down_proj")
+    enter(llama.model, "norm")
+    replace(tp.ColumnParallelLinear, llama, "lm_head")
+
+
+# --- ZeRO's units behind checkpoints, and passes that are no part of a step
 
 
 class Recomputed(nn.Module):
@@ -110,6 +466,11 @@ class Recomputed(nn.Module):
 
     def forward(self, x):
         return checkpoint(nn.Sequential(*self.blocks), x, use_reentrant=False)
+
+
+def in_wrong_order(model):
+    """Units in an order that guesses the next one wrongly."""
+    return [*reversed(model.blocks), model.head, model.embed]
 
 
 def recomputed_inside_hooks(model):
@@ -125,137 +486,7 @@ def recomputed_outside_hooks(model, together=1):
     return [model.embed, *blocks, model.head]
 
 
-class ZeRO(DataParallel):
-    """units(model) gives the units of stage 3. order: of a step's forwards and backwards, "FFBB".
-    native: reduce-scatter as on nccl."""
-
-    files = "zero fsdp"
-
-    def set_up(self, stage, microbatches=2, units=None, order=None, native=False, **options):
-        import zero
-
-        self.stage, self.microbatches = stage, microbatches
-        self.order = order or "FB" * microbatches
-        make = self.make_optimizer, microbatches
-        if units:
-            options["units"] = units(self.model)
-        if stage == 3:
-            import fsdp
-
-            self.sharded = fsdp.FSDP(self.model, group.WORLD, *make, **options)
-        else:
-            options = {"bucket_bytes": 1000} | options
-            self.sharded = zero.ZeRO(self.model, group.WORLD, stage, *make, **options)
-        if native:
-            self.sharded.reduce_scatter = zero.reduce_scatter_tensor
-        self.zero_grad, self.finish = self.sharded.zero_grad, self.sharded.finish
-        self.norm = self.sharded.grad_norm
-        if "param_dtype" in options:
-            self.tolerance = dict(rtol=1e-4, atol=1e-5, check_dtype=False)
-
-    def run(self, x, y, count):
-        if self.order == "FB" * self.microbatches:
-            return super().run(x, y, count)
-        parts, losses, total = iter(self.parts(x, y)), [], 0.0
-        for action in self.order:
-            if action == "F":
-                x, y = next(parts)
-                losses.append(mean_loss(self.model(x), y, count))
-                total += losses[-1].item()
-            else:
-                losses.pop(0).backward()
-        return total
-
-    def clip(self, norm):
-        self.sharded.clip(norm, self.limit)
-
-    def step(self):
-        self.sharded.step()
-        assert all(p.grad is None for p in self.model.parameters())
-        assert self.gathered() == 0
-
-    def gathered(self):
-        """Bytes of weights that stage 3 has gathered and not freed."""
-        units = [bucket for bucket in self.sharded.buckets if hasattr(bucket, "users")]
-        return sum(bucket.weights.untyped_storage().nbytes() for bucket in units)
-
-    def named(self):
-        found = self.sharded.gather_full(self.model.named_parameters())
-        return dict(zip(self.names, (p for _, p in found), strict=True))
-
-
-class Muon(DataParallel):
-    files = "muon"
-
-    def set_up(self, microbatches=2):
-        import muon
-
-        self.microbatches = microbatches
-        matrices = [p for p in self.model.parameters() if is_muons(p)]
-        options = dict(lr=1e-2, microbatches=microbatches, bucket_bytes=1000)
-        self.sharded = muon.Muon(self.model, group.WORLD, matrices, **options)
-        for options in self.sharded.adamw.param_groups:
-            options["eps"] = 1e-5  # as foreign.py's
-        self.zero_grad, self.finish = self.sharded.zero_grad, self.sharded.finish
-        self.norm, self.step = self.sharded.grad_norm, self.sharded.step
-
-    def clip(self, norm):
-        self.sharded.clip(norm, self.limit)
-
-    def gradients(self):
-        self.sharded.gather_gradients()
-        return super().gradients()
-
-
-class PlainFSDP(DataParallel):
-    """A unit for each layer."""
-
-    files = "zero fsdp"
-    limit = 0
-
-    def set_up(self):
-        import fsdp
-
-        layers = [layer for layer in self.model if next(layer.parameters(), None) is not None]
-        self.units = [fsdp.PlainFSDP(layer, group.WORLD) for layer in layers]
-        self.optimizer = self.make_optimizer([unit.shard for unit in self.units])
-
-    def zero_grad(self):
-        self.steps += 1
-        self.optimizer.zero_grad(set_to_none=self.steps % 2 == 0)
-
-    def backward(self, x, y, count):
-        with torch.no_grad():
-            self.model(x)
-        loss = super().backward(x, y, count)
-        assert not any(unit.weights.untyped_storage().nbytes() for unit in self.units)
-        assert all(p.grad is None for p in self.model.parameters())
-        return loss
-
-    def named(self):
-        return dict(zip(self.names, gathered(self.units), strict=True))
-
-
-def gathered(units):
-    """Copies of the parameters of PlainFSDP's units, with gradients."""
-    copies = []
-    for unit in units:
-        state = torch.zeros(2, len(unit.shard)).to(unit.shard)
-        state[0] = unit.shard.detach()
-        if unit.shard.grad is not None:
-            state[1] = unit.shard.grad
-        shards = [torch.empty_like(state) for _ in range(dist.get_world_size())]
-        dist.all_gather(shards, state)
-        full, end = torch.cat(shards, 1), 0
-        for p in unit.parameters:
-            start, end = end, end + p.numel()
-            weight, gradient = full[:, start:end].reshape(2, *p.shape)
-            copies.append(nn.Parameter(weight))
-            copies[-1].grad = gradient
-    return copies
-
-
-class ProbedZeRO(ZeRO):
+class Probed(Layout):
     """Asks for gradients that are no pass of a step, and runs a forward without a backward."""
 
     def backward(self, x, y, count):
@@ -278,244 +509,7 @@ class ProbedZeRO(ZeRO):
         super().step()
 
 
-# --- matrices are split
-
-
-class TensorParallel(OneProcess):
-    files = "tensor_parallel"
-
-    def set_up(self, microbatches=(), count=1):
-        import tensor_parallel
-
-        self.tp, self.given = tensor_parallel, dict(microbatches=microbatches, count=count)
-        self.cut()
-        self.criterion = self.tp.VocabParallelCrossEntropy(VOCAB, group.WORLD)
-        super().set_up()
-
-    def cut(self):
-        """As the usage block says, which goes on to train on the micro-batches that are given."""
-        names = dict(model=self.model, group=group.WORLD, t=dist.get_world_size(), vocab=VOCAB)
-        return run_usage("tensor_parallel", **vars(self.tp), **names | self.given)
-
-    def backward(self, x, y, count):
-        loss = self.criterion(self.model(x), y, count)
-        loss.backward()
-        return loss.item()
-
-    def norm(self):
-        return self.tp.grad_norm(self.model.parameters())
-
-    def piece(self, full, p):
-        return piece(full, cuts_of(p))
-
-
-class LlamaParallel(TensorParallel):
-    """Hugging Face's Llama."""
-
-    def cut(self):
-        tp, llama = self.tp, self.model.model
-
-        def replace(make, module, *names):
-            for name in names:
-                setattr(module, name, make(getattr(module, name), group.WORLD))
-
-        def enter(module, name):
-            setattr(module, name, nn.Sequential(getattr(module, name), tp.Enter(group.WORLD)))
-
-        replace(tp.VocabParallelEmbedding, llama.model, "embed_tokens")
-        for layer in llama.model.layers:
-            enter(layer, "input_layernorm")
-            enter(layer, "post_attention_layernorm")
-            replace(tp.ColumnParallelLinear, layer.self_attn, "q_proj", "k_proj", "v_proj")
-            replace(tp.RowParallelLinear, layer.self_attn, "o_proj")
-            replace(tp.ColumnParallelLinear, layer.mlp, "gate_proj", "up_proj")
-            replace(tp.RowParallelLinear, layer.mlp, "down_proj")
-        enter(llama.model, "norm")
-        replace(tp.ColumnParallelLinear, llama, "lm_head")
-
-
-class SequenceParallel(TensorParallel):
-    files = "tensor_parallel sequence_parallel"
-
-    def set_up(self, keep=True, **given):
-        import sequence_parallel
-
-        self.sp, self.keep = sequence_parallel, keep
-        super().set_up(**given)
-
-    def cut(self):
-        """By the blocks of both files."""
-        # A rank adds the positions of its own tokens
-        self.model.positions.register_forward_pre_hook(
-            lambda _, where: self.sp.shard_tokens(*where, group.WORLD)
-        )
-        given, self.given["microbatches"] = self.given["microbatches"], ()
-        names = super().cut() | vars(self.sp) | {"microbatches": given}
-        run_usage("sequence_parallel", **names)
-        for layer in () if self.keep else [block.mlp for block in self.model.blocks]:
-            layer.up = self.sp.Projection(0, layer.up)
-            layer.norm[1] = self.sp.EnterAndProject(group.WORLD, [layer.up])
-
-    def finish(self):
-        self.sp.reduce_partial(self.model.parameters())
-
-
-class SplitStream(SequenceParallel):
-    """Embedding, head and loss are whole, and see this rank's tokens."""
-
-    losses_add_up = True
-
-    def cut(self):
-        embed, head = self.model.embed, self.model.head
-        super().cut()
-        self.model.embed, self.model.head = embed, head
-        self.sp.mark_partial(self.model.parameters(), None)
-        self.sp.mark_partial(self.model.parameters(), group.WORLD)  # is told already
-
-    def backward(self, x, y, count):
-        positions = torch.arange(x.shape[1])
-        x, y = (self.sp.shard_tokens(full, group.WORLD) for full in (x, y))
-        loss = mean_loss(self.model(x, positions), y, count)
-        loss.backward()
-        return loss.item()
-
-
-# --- sequences, layers, experts are split
-
-
-class ContextParallel(OneProcess):
-    """By the usage block: its first lines once, the next for each micro-batch, the last at the end
-    of a step."""
-
-    files = "context_parallel"
-    losses_add_up = True
-
-    def set_up(self, kind):
-        import context_parallel as cp
-
-        given = dict(group=group.WORLD, Decoder=self.decoder, T=self.length, core=causal)
-        given |= dict(kind=kind, tokens=torch.zeros(1))
-        self.scope = vars(cp) | given | dict(context_core=context_core)
-        code = usage(cp.Ring)
-        begin, end = code.index("x = "), code.index("for p in ")
-        first, self.each, self.last = code[:begin], code[begin:end], code[end:]
-        if kind == "ulysses":
-            first = usage(cp.Ulysses)
-        elif kind != "ring":
-            first = first.replace("Ring(group)", "context_core(kind)")
-        exec(first, self.scope)
-        super().set_up()
-
-    def decoder(self, core):
-        for block in self.model.blocks:
-            block.attn.core = core
-        return self.model
-
-    def backward(self, x, y, count):
-        self.scope |= dict(tokens=x, targets=y, target_count=count)
-        exec(self.each, self.scope)
-        return self.scope["loss"].item() / count.item()
-
-    def finish(self):
-        exec(self.last, self.scope)
-
-
-def pairs():
-    """This rank's row and column, of four ranks in a square."""
-    rows = [dist.new_group([0, 1]), dist.new_group([2, 3])]
-    columns = [dist.new_group([0, 2]), dist.new_group([1, 3])]
-    return rows[dist.get_rank() // 2], columns[dist.get_rank() % 2]
-
-
-def context_core(kind):
-    import context_parallel as cp
-
-    if kind == "ulysses":
-        return cp.Ulysses(group.WORLD, causal)
-    if kind == "gather":
-        return cp.Gather(group.WORLD)
-    if kind == "ring-ulysses":
-        ulysses, ring = pairs()
-        return cp.Ulysses(ulysses, cp.Ring(ring))
-    return cp.Ring(group.WORLD, zigzag=kind == "ring")
-
-
-class PlainPipeline(OneProcess):
-    """The plainest form, of a list of layers."""
-
-    files = "pipeline"
-    limit = 0
-    losses_add_up = True
-
-    def set_up(self, microbatches):
-        import pipeline as pp
-
-        self.step_of, self.microbatches = pp.plain_gpipe, microbatches
-        self.stage = pp.cut(list(self.model), dist.get_world_size())[dist.get_rank()]
-        self.optimizer = self.make_optimizer(self.stage.parameters())
-
-    def named(self):
-        mine = set(self.stage.parameters())
-        return {name: p for name, p in self.model.named_parameters() if p in mine}
-
-    def run(self, x, y, count):
-        inputs, targets = x.chunk(self.microbatches), y.chunk(self.microbatches)
-        like = torch.empty(ROWS // self.microbatches, LENGTH, 13, dtype=torch.float64)
-
-        def loss(logits, target):
-            return mean_loss(logits, target, count)
-
-        return float(sum(self.step_of(self.stage, inputs, targets, loss, like)))
-
-
-class Pipeline(OneProcess):
-    """Of a chain whose tied matrix may be on two ranks."""
-
-    files = "pipeline zero_bubble"
-    limit = 0
-    losses_add_up = True
-
-    def set_up(self, schedule, microbatches):
-        import pipeline as pp
-        import zero_bubble as zb
-
-        self.pp, self.microbatches, self.links = pp, microbatches, pp.make_links()
-        self.schedule = zb.find_schedule(schedule, dist.get_world_size(), microbatches)
-        self.last = self.schedule.last
-        self.stages = dict(enumerate(cut_chain(self.model, self.last + 1)))
-        ends = {self.schedule.owner[0], self.schedule.owner[self.last]}
-        self.copies, self.tied = dist.new_group(sorted(ends)), []
-        if len(ends) == 2:
-            self.model[-1].weight = nn.Parameter(self.model[0].weight.detach().clone())
-            self.tied = [self.model[0].weight, self.model[-1].weight]
-        held = self.schedule.stages(dist.get_rank())
-        self.mine = {p for stage in held for p in self.stages[stage].parameters()}
-        self.optimizer = self.make_optimizer(self.mine)
-
-    def named(self):
-        named = self.model.named_parameters()
-        tied = f"{len(self.model) - 1}.weight"
-        return {name.replace(tied, "0.weight"): p for name, p in named if p in self.mine}
-
-    def run(self, x, y, count):
-        inputs, targets = x.chunk(self.microbatches), y.chunk(self.microbatches)
-
-        def forward(stage, m, x):
-            y = self.stages[stage](inputs[m] if x is None else x)
-            return mean_loss(y, targets[m], count) if stage == self.last else y
-
-        shape = (ROWS // self.microbatches, LENGTH, WIDTH)
-        given = self.schedule, forward, shape, torch.float64, "cpu", self.links
-        return float(sum(self.pp.Pipeline(*given).run()))
-
-    def finish(self):
-        for weight in self.mine.intersection(self.tied):
-            self.pp.reduce_tied(weight, self.copies)
-
-
-def cut_chain(model, stages):
-    cuts = torch.arange(len(model)).tensor_split(stages)
-    return [model[cut[0] : cut[-1] + 1] for cut in cuts]
+# --- a pipeline on one rank
 
 
 def play_alone(pp, schedule, last, first=lambda layer, x: layer(x)):
@@ -539,54 +533,3 @@ def saliency(layer, x):
     y = layer(x).tanh()
     [gradient] = torch.autograd.grad(y.sum(), x, retain_graph=True)
     return (y * gradient).sum()
-
-
-class ExpertParallel(DataParallel):
-    """Uneven rows, a rank without any, a rank whose experts nobody chooses."""
-
-    files = "expert_parallel"
-    limit = 0
-    zeros = False
-    shares = {2: [5, 3], 4: [4, 0, 3, 1]}
-
-    def set_up(self, plain=False, copies=False):
-        import expert_parallel as ep
-
-        self.ep, mixture = ep, self.model.blocks[0]
-        self.zeros = copies  # summed over the copies, an expert without a token has zeros
-        self.groups = pairs() if copies else [group.WORLD]
-        self.over = self.groups[0]
-        self.names = {p: name for name, p in self.model.named_parameters()}
-        rank, ranks = dist.get_rank(self.over), dist.get_world_size(self.over)
-        self.sizes = ep.expert_counts(EXPERTS, ranks)
-        start = sum(self.sizes[:rank])
-        mixture.experts.mlps = mixture.experts.mlps[start : start + self.sizes[rank]]
-        for p in mixture.experts.parameters():
-            p.placement = {"cuts": {0: (self.over, start, self.sizes[rank])}}
-        dispatch = ep.ExpertDispatch(self.sizes, self.over, chunks=2)
-        mixture.dispatch = self.plain_dispatch if plain else dispatch
-        super().set_up()
-
-    def plain_dispatch(self, rows, weights, chosen, experts, meanwhile):
-        meanwhile()
-        return self.ep.plain_dispatch(rows, weights, chosen, experts, self.sizes, self.over)
-
-    def finish(self):
-        for over in self.groups:
-            self.ep.sum_replicated_gradients(self.model.parameters(), over)
-
-    def named(self):
-        return {self.names[p]: p for p in self.model.parameters()}
-
-
-class Islands(DataParallel):
-    """DiLoCo: islands that step by themselves."""
-
-    files = "diloco"
-
-    def set_up(self, **options):
-        import diloco
-
-        super().set_up()
-        self.islands = diloco.DiLoCo(self.model, group.WORLD, every=2, **options)
-        self.average = self.islands.step
