@@ -16,11 +16,12 @@ The model knows nothing of parallelism, but it is made to be cut:
 - A layer reads the number of its heads from its projection: one with half of the heads works.
 - A technique replaces submodules: `attn.core`, `mlp.dispatch`, `loss`, and the identities `enter`,
   `leave` and `sum_over_sequence`, which stand where a cut needs a message.
-- Create it on the meta device, cut it, then draw what is left: `p.init` is each parameter's (mean,
-  standard deviation), which harness/initialize.py reads. GPT(config) alone has torch's own values.
+- GPT(config) draws weights by GPT-2's rule, at the end of this file. For a model that is to be cut
+  harness/initialize.py draws them, from one generator per name: create it on the meta device, cut
+  it, then fill what is left.
 - Dropout is a hash of (sample, position, site, channel): a part draws its part of one mask.
 
-    model = GPT(Config(layers=2))  # harness.initialize.build(Config(layers=2)) draws p.init
+    model = GPT(Config(layers=2))
     tokens = torch.randint(model.config.vocab, (4, 129))
     loss = model(tokens[:, :-1], targets=tokens[:, 1:])
 
@@ -28,6 +29,7 @@ Radford et al. 2019 (GPT-2); Touvron et al. 2023, arXiv:2302.13971 (Llama); Jian
 arXiv:2401.04088 (Mixtral). Each part below names its own paper.
 """
 
+import operator
 from dataclasses import dataclass, fields, replace
 from typing import Literal, get_args
 
@@ -49,7 +51,7 @@ class Attention(nn.Module):
         self.queries_per_kv = config.heads // config.kv_heads
         self.enter = nn.Identity()  # replaced in a cut layer: sums x's gradient or gathers x
         rows = (config.heads + 2 * config.kv_heads) * self.head_dim
-        self.qkv = nn.Linear(config.width, rows, bias=bool(config.bias))
+        self.qkv = nn.Linear(config.width, rows, bias=config.bias is not False)
         self.qkv.weight.matrix_rows = self.head_dim  # each head is a matrix of its own: see muon.py
         self.core = AttentionCore()
         self.proj = nn.Linear(config.width, config.width, bias=config.bias is True)
@@ -129,11 +131,13 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleDict({str(i): Block(config, i) for i in range(config.layers)})
         self.head = Head(config)
         self.loss = CrossEntropy()
-        self.run_block = run_block  # activation checkpointing may replace it
+        self.run_block = operator.call  # block(...). Recomputation replaces it: harness/blocks.py
         if config.tied:
             self.head.out.weight = self.embed.token.weight
         for name, p in self.named_parameters():
-            p.init = initial_distribution(name, config.layers)  # see the end of this file
+            p.init = mean, std = initial_distribution(name, config.layers)
+            if not p.is_meta:
+                nn.init.normal_(p, mean, std)
 
     def forward(self, x, positions=None, targets=None, target_count=None, sample_ids=None):
         """Return the loss; without targets the logits (B, T, V); without a head activations.
@@ -218,11 +222,6 @@ class CrossEntropy(nn.Module):
 
 
 # --- small parts of a layer
-
-
-def run_block(block, *inputs):
-    """Run a block once. Activation checkpointing (harness/blocks.py) runs it again in backward."""
-    return block(*inputs)
 
 
 def make_norm(config):
@@ -421,9 +420,9 @@ class Experts(nn.Module):
         experts, hidden, width = config.experts, config.hidden, config.width
         self.gate = None
         if config.mlp == "swiglu":
-            self.gate = nn.Parameter(0.02 * torch.randn(experts, hidden, width))
-        self.up = nn.Parameter(0.02 * torch.randn(experts, hidden, width))
-        self.down = nn.Parameter(0.02 * torch.randn(experts, width, hidden))
+            self.gate = nn.Parameter(torch.empty(experts, hidden, width))
+        self.up = nn.Parameter(torch.empty(experts, hidden, width))
+        self.down = nn.Parameter(torch.empty(experts, width, hidden))
 
     def forward(self, rows, counts):
         ends = counts.cumsum(0).to(torch.int32)
@@ -496,12 +495,9 @@ class Config:
         """Refuse a Config that would train another model than it says."""
         for field in fields(self):
             value, choices = getattr(self, field.name), get_args(field.type)
-            least = 0 if field.name in ("experts", "shared") else 1
             if choices and value not in choices:
                 known = ", ".join(map(str, choices))
                 raise ValueError(f"{field.name} must be one of {known}, not {value!r}")
-            if field.type is int and value < least:
-                raise ValueError(f"{field.name} must be at least {least}, not {value}")
         if not 0 <= self.dropout < 1:
             raise ValueError(f"dropout must be at least 0 and below 1, not {self.dropout}")
         heads, kv_heads, head_dim = self.heads, self.kv_heads, self.width // self.heads
@@ -511,16 +507,16 @@ class Config:
             raise ValueError(f"{kv_heads} kv-heads can't share {heads} heads: choose a divisor")
         if self.positions == "rope" and head_dim % 2:
             raise ValueError(f"rotary positions need an even head size, not {head_dim}")
-        if self.experts and self.top_k > self.experts:
+        if self.experts and not 1 <= self.top_k <= self.experts:
             chosen = f"{self.top_k} of {self.experts} experts"
-            raise ValueError(f"a token can't go to {chosen}: lower top-k")
+            raise ValueError(f"a token can't go to {chosen}: change top-k")
 
 
-# --- initial weights
+# --- initial weights: GPT-2's rule
 
 
 def initial_distribution(name, layers):
-    """(mean, standard deviation) of a parameter at the start, GPT-2's."""
+    """(mean, standard deviation) of the normal distribution that a parameter is drawn from."""
     if name.endswith("bias"):
         return 0.0, 0.0
     if name.endswith("norm.weight"):

@@ -2,6 +2,7 @@
 
 import collections
 import functools
+import operator
 
 import torch
 from torch.utils.checkpoint import (
@@ -32,7 +33,7 @@ def recompute(model, kind):
     product, so the second run stops before it. A norm before two products (SwiGLU, a mixture) is
     kept, or the first would run twice."""
     runs = {"half": run_half_again, "block": run_checkpointed}
-    model.run_block = runs.get(kind, gpt.run_block)
+    model.run_block = runs.get(kind, operator.call)
     for module in model.blocks.modules():
         for plain, selective in SELECTIVE.items():
             if isinstance(module, plain):
