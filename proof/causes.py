@@ -23,45 +23,52 @@ BFLOAT16 = "forward runs in bfloat16"
 
 
 class Case:
-    """The first difference of another loop from a recording: a kind of things in a step.
+    """The first difference of another loop from a recording, such as the gradients of a step.
 
-    ours, theirs  the lines of the step
+    first         one of these Differences (proof/explain.py)
+    ours, theirs  the lines of its step
     off           names of the tensors that are off, in the order of computation
     sizes         {what a batch or a layer may be split over: in how many parts}
     floor         a part of the largest norm: smaller tensors are compared with that
     """
 
-    def __init__(self, replay, step, kind, ours, theirs, off, sizes, floor):
-        self.replay, self.step, self.kind, self.off = replay, step, kind, off
-        self.ours, self.theirs, self.sizes, self.floor = ours, theirs, sizes, floor
-        norms = {name: rows[0][0] ** 0.5 for name, rows in ours.get(kind, {}).items()}
-        least = floor * max(norms.values(), default=0.0)
-        self.scales = {name: max(norm, least, 1e-30) for name, norm in norms.items()}
-        self.target = self.vector(theirs)
+    def __init__(self, replay, first, ours, theirs, off, sizes, floor):
+        self.replay, self.step, self.kind, self.limit = replay, first.step, first.kind, first.limit
+        self.ours, self.theirs, self.off, self.sizes = ours, theirs, off, sizes
+        # A single number does not tell rows apart: gradients do
+        self.of_rows = "grad" if self.kind == "loss" else self.kind
+        self.scales = {}
+        norms = {name: rows[0][0] ** 0.5 for name, rows in ours.get(self.of_rows, {}).items()}
+        for name, norm in norms.items():
+            self.scales[name] = max(norm, floor * max(norms.values()), 1e-30)
 
-    def vector(self, line):
+    def vector(self, line, kind=None):
         """What a line has of the kind, relative to ours: (tensors, 8) projections, or (1, 1)."""
-        if self.kind in ("loss", "norm"):
-            ours, value = (x["scalars"][self.kind] for x in (self.ours, line))
-            value = sum(value) / len(value) / ours[0]
-            return torch.tensor([[value]], dtype=torch.float64)
+        kind = kind or self.kind
+        if kind in ("loss", "norm"):
+            ours, value = (x["scalars"][kind] for x in (self.ours, line))
+            return torch.tensor([[sum(value) / len(value) / ours[0]]], dtype=torch.float64)
         rows = []
         for name, scale in self.scales.items():
-            values = torch.tensor(line[self.kind].get(name, [[0.0] * 9]), dtype=torch.float64)
+            values = torch.tensor(line[kind].get(name, [[0.0] * 9]), dtype=torch.float64)
             # Each rank has the outputs of its own tokens
-            rows.append((values.sum(0) if self.kind == "outputs" else values[0])[1:] / scale)
+            rows.append((values.sum(0) if kind == "outputs" else values[0])[1:] / scale)
         return torch.stack(rows)
+
+    def rest(self, line):
+        """What a line leaves of theirs: (tensors, 8), or (1, 1)."""
+        return self.vector(self.theirs) - self.vector(line)
 
     def error(self, line):
         """The largest relative difference of a tensor from theirs."""
-        return (self.vector(line) - self.target).square().mean(1).sqrt().max().item()
+        return self.rest(line).square().mean(1).sqrt().max().item()
 
     def solved(self, make, guesses):
         """x for which the line make(x) comes nearest to theirs, by Gauss and Newton's method from
         the best guess."""
 
         def rest(x):
-            return (self.target - self.vector(make(x))).flatten()
+            return self.rest(make(x)).flatten()
 
         x = min(guesses, key=lambda guess: rest(guess).norm())
         for _ in range(6):
@@ -77,20 +84,30 @@ class Case:
         return self.replay.line(self.step, plant, backward=self.kind != "outputs", **changed)
 
 
-def find(case, limit, kinds):
-    """(words, the largest difference that is left) of the cause that explains a Case, or None.
-    kinds: functions that yield causes.
+def find(case, kinds):
+    """The cause that explains a Case, in words, or "". kinds: {kind: functions that yield causes}.
 
     It must leave a tenth of the difference at most, and no more than rounding. Of bfloat16 no
     number can be predicted to the last bit: there a quarter is little enough."""
+    if case.kind in ("rows", "targets"):
+        return of_batch(case)
+    if case.kind not in kinds:
+        return ""
     before, found = case.error(case.ours), []
-    for words, line in itertools.chain(*(causes(case) for causes in kinds)):
+    for words, line in itertools.chain(*(causes(case) for causes in kinds[case.kind])):
         left = case.error(line())
-        if left <= min(limit, before / 1000):
-            return words, left
-        if left <= min(limit, before / 10) or words.startswith(BFLOAT16) and left <= before / 4:
+        if (
+            left <= min(case.limit, before / 10)
+            or words.startswith(BFLOAT16)
+            and left <= before / 4
+        ):
             found.append((left, words))
-    return min(found)[::-1] if found else None
+            if left <= before / 1000:
+                break
+    if not found:
+        return ""
+    left, words = min(found)
+    return f"{words} (then the largest difference is {left:.0e})"
 
 
 # --- the batch
@@ -106,17 +123,17 @@ def other_targets(tokens, targets):
     ]
 
 
-def of_batch(replay, step, kind, theirs):
+def of_batch(case):
     """Why "rows" or "targets" of a batch are not ours, in words, or ""."""
-    tokens, targets = replay.batch(step)
-    found, length = set(itertools.chain(*theirs["batch"][kind])), tokens.shape[1]
-    if kind == "targets":
+    tokens, targets = case.replay.batch(case.step)
+    found, length = set(itertools.chain(*case.theirs["batch"][case.kind])), tokens.shape[1]
+    if case.kind == "targets":
         for words, others in other_targets(tokens, targets):
             if found <= set(hashes_of(torch.cat((tokens, others), 1))):
                 return words
         return ""
     # What 1, 2, 3.. times the same token after a row adds to its hash
-    padding = torch.arange(replay.config.vocab)[:, None]
+    padding = torch.arange(case.replay.config.vocab)[:, None]
     added = hashed(padding + hashed(torch.arange(length, length + LONGEST))).cumsum(1)
     for row in hashes_of(tokens):
         for token, last in (added == signed(min(found)) - signed(row)).nonzero().tolist():
@@ -138,31 +155,24 @@ def of_targets(case):
 def of_rows(case):
     """How often each row of the batch counts: the sums over rows are solved for it."""
     tokens, targets = case.replay.batch(case.step)
-    if len(tokens) > MOST_ROWS:
+    if len(tokens) > MOST_ROWS or not case.scales or case.of_rows not in case.theirs:
         return
     rows, count = zip(tokens.split(1), targets.split(1)), (targets != IGNORE).sum()
     lines = [case.line(batch=row, count=count) for row in rows]
-    sums = case
-    if case.kind == "loss":  # a single number: the gradients say more
-        sums = Case(case.replay, case.step, "grad", case.ours, case.theirs, [], {}, case.floor)
-    parts = torch.stack([sums.vector(line).flatten() for line in lines], 1)
-    solution = torch.linalg.lstsq(parts, sums.target.flatten()[:, None]).solution
+    parts = torch.stack([case.vector(line, case.of_rows).flatten() for line in lines], 1)
+    wanted = case.vector(case.theirs, case.of_rows).flatten()
+    solution = torch.linalg.lstsq(parts, wanted[:, None]).solution.flatten()
     # These are ratios of numbers of rows, but for rounding
-    times = [Fraction(x).limit_denominator(len(lines) ** 2) for x in solution.flatten().tolist()]
+    times = [Fraction(x).limit_denominator(len(lines) ** 2) for x in solution.tolist()]
     if len(set(times)) == 1:
         return
-    loss = sum(float(x) * line["scalars"]["loss"][0] for x, line in zip(times, lines))
     total = (parts @ torch.tensor(times, dtype=torch.float64)).view(-1, 8)
     tensors = {}
-    for (name, scale), row in zip(sums.scales.items(), total):
+    for (name, scale), row in zip(case.scales.items(), total):
         tensors[name] = [[0.0, *(scale * row).tolist()]]
-    yield (
-        rows_in_words(times, case.sizes),
-        lambda: {
-            "scalars": {"loss": [loss]},
-            sums.kind: tensors,
-        },
-    )
+    loss = sum(float(x) * line["scalars"]["loss"][0] for x, line in zip(times, lines))
+    line = {"scalars": {"loss": [loss]}, case.of_rows: tensors}
+    yield rows_in_words(times, case.sizes), lambda: line
 
 
 def rows_in_words(times, sizes):

@@ -23,7 +23,6 @@ from harness.flags import Parser, real
 from proof.explain import (
     WORDS,
     Recording,
-    by_training_again,
     differences,
     explain,
     limits_of,
@@ -61,12 +60,7 @@ def report(reference, other, tolerance=None):
     sizes = f"{steps} {'step' if steps == 1 else 'steps'}, {len(weights_of(a))} weights"
     text = f"{sizes}, {precision}: tolerance {limits['grad']:.0e} for a gradient"
     if not all(d.error <= d.limit for d in found):
-
-        def retrained(same):
-            replay = replay_of(a)
-            return by_training_again(replay, a, b, same, limits, floor) if replay else ""
-
-        place, *lines = explain(a, b, found, retrained)
+        place, *lines = explain(a, b, found, floor, lambda: replay_of(a))
         return 1, "\n  ".join([f"{text}\nfirst apart: {place}", *lines])
     lines = [text]
     for kind in limits:

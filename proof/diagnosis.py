@@ -17,7 +17,7 @@ import model as gpt
 from harness.placement import placement, take
 from harness.presets import parameter_shapes
 from proof.causes import of_rows
-from proof.explain import Difference, Recording, by_training_again, differences, explain, limits_of
+from proof.explain import Difference, Recording, differences, explain, limits_of
 from proof.recorder import summary
 from proof.replay import Replay, as_line
 from proof.tolerance import FLOOR
@@ -91,23 +91,13 @@ def basis(width):
 # --- what a rank tells rank 0
 
 
-class Cut(NamedTuple):
-    """A rank holds `size` elements from `start` on, of `whole`. ranks: those that share them."""
-
-    group: str
-    ranks: list
-    start: int
-    size: int
-    whole: int
-
-
 class Evidence(NamedTuple):
     """What rank 0 gets of each rank.
 
     differences  {(kind, name): relative difference} of what it holds. The kinds are "first", a
                  gradient of the first step, "grad", one of the last, and "param", a weight
     summaries    {(kind, name): its piece's part of the tensor's summary}
-    cuts         {name: {dimension: Cut}} of all its parameters
+    cuts         {name: [ranks that hold the pieces, for each cut]} of all its parameters
     groups       {name: ranks} of its process groups
     outputs, squares    as of its Notes, added up and on the host
     """
@@ -128,13 +118,9 @@ def evidence(run, notes, differences, tensors, parameters):
     """
     ranks_of = dist.get_process_group_ranks
     groups = {name: ranks_of(group) for name, group in run.named_groups.items()}
-    names = {group.group_name: name for name, group in run.named_groups.items()}
     summaries, cuts = {}, {}
     for name, p in parameters.items():
-        cuts[name] = {}
-        for dim, (group, start, size) in placement(p)["cuts"].items():
-            axis, whole = names.get(group.group_name, "its group"), placement(p)["shape"][dim]
-            cuts[name][dim] = Cut(axis, ranks_of(group), start, size, whole)
+        cuts[name] = [ranks_of(group) for group, _, _ in placement(p)["cuts"].values()]
         for kind in tensors:
             piece = tensors[kind].get(name, torch.zeros_like(p))
             summaries[kind, name] = summary_of_piece(piece, p).tolist()
@@ -167,38 +153,38 @@ def diagnose(run, everyone, alone):
     for name, p in alone.model.named():
         initial[name] = run.draw(name, p.shape, p.init, run.args.seed).to(p)
     ours, theirs = recordings(run, everyone, alone, initial)
-    found = wrong_outputs(everyone, alone, limits["outputs"])
+    found = list(wrong_outputs(everyone, alone, limits["outputs"]))
     for d in differences(ours, theirs, limits, floor):
         if d.kind == "norm" and d.step not in (1, last):
             d = d._replace(name="backward or the norm")  # this step's gradients are not kept
-        found.append(with_place(d, everyone, last))
-    kinds = ["outputs", "loss", "grad", "norm", "data"]
-    found.sort(key=lambda d: (d.step, kinds.index(d.kind) if d.kind != "data" else -1))
+        found.append(with_rank(d, everyone, last))
+    kinds = ["data", "outputs", "loss", "grad", "norm"]
+    found.sort(key=lambda d: (d.step, kinds.index(d.kind)))
 
-    def retrained(same):
-        if same[0].step > 1:
-            return ""
+    def replay():
         [(tokens, targets, _)] = run.microbatches(0, pieces=1)
-        replay = Replay(run.config, run.args, initial, lambda step: (tokens, targets))
-        kinds = {"grad": (of_rows,), "loss": (of_rows,)}
-        return by_training_again(replay, ours, theirs, same, limits, floor, kinds)
+        return Replay(run.config, run.args, initial, lambda step: (tokens, targets))
 
-    first_off, *lines = explain(ours, theirs, found, retrained)
+    def lines_about(found):
+        kinds = {"grad": [of_rows], "loss": [of_rows]} if found[0].step == 1 else {}
+        return explain(ours, theirs, found, floor, replay, kinds)
+
+    off = [d for d in found if not d.error <= d.limit]
+    first_off, *lines = lines_about([d for d in found if d.step >= off[0].step])
     # Gradients of the first step say most, because a wrong step makes all that follow wrong
     for kind, step in (("grad", 1), ("data", last + 1)):
-        tensors = [d for d in found if (d.kind, d.step) == (kind, step)]
-        if any(d.error > d.limit for d in tensors):
-            place, *more = explain(ours, theirs, tensors, retrained)
+        if any((d.kind, d.step) == (kind, step) for d in off):
+            place, *more = lines_about([d for d in found if (d.kind, d.step) == (kind, step)])
             return first_off, lines + ([place, *more] if place != first_off else [])
     return first_off, lines
 
 
 def recordings(run, everyone, alone, initial):
     """Recordings of one process and of the run."""
-    world = {name: len(ranks) for name, ranks in everyone[0].groups.items()}
-    sizes = {name: n for name, n in world.items() if name != "world"}
-    if world.get("world", 1) not in sizes.values():
-        sizes["world"] = world.get("world", 1)
+    groups = everyone[0].groups
+    sizes = {name: len(ranks) for name, ranks in groups.items()}
+    if list(sizes.values()).count(sizes.get("world")) > 1:  # that has another name, too
+        del sizes["world"]
     sizes["micro-batches"] = getattr(run.args, "microbatches", 1)
     facts = {"groups": sizes, "order": ["embed", *parameter_shapes(run.config)]}
     ours, theirs = {}, {}
@@ -218,7 +204,11 @@ def recordings(run, everyone, alone, initial):
         theirs[step][key] = {name: values_of(everyone, kind, name) for name in tensors}
     for step in (1, last):  # whose gradients are compared
         squares = [of_rank.squares[step - 1] for of_rank in everyone]
-        theirs[step]["norms"] = wrong_norms(squares, everyone[0].groups)
+        norms = {"it is that of rank 0's tensors alone, never summed over the ranks": squares[:1]}
+        for name, ranks in groups.items():
+            words = f"tensors that several ranks of {name} hold are counted once for each"
+            norms[words] = [squares[rank] for rank in ranks]
+        theirs[step]["norms"] = {words: sum(of_some) ** 0.5 for words, of_some in norms.items()}
     return Recording("", facts, ours), Recording("", facts, theirs)
 
 
@@ -227,55 +217,38 @@ def values_of(everyone, kind, name):
     rows = []
     for rank, of_rank in enumerate(everyone):
         if name in of_rank.cuts:
-            row = whole(everyone, rank, kind, name, list(of_rank.cuts[name]))
+            row = whole(everyone, rank, kind, name, of_rank.cuts[name])
             rows += [row] if row not in rows else []
     return rows
 
 
-def whole(everyone, rank, kind, name, dims):
+def whole(everyone, rank, kind, name, cuts):
     """The summary of what a rank and those with whom it shares a tensor hold: summaries of pieces
-    add up. dims: in which it is cut."""
-    if not dims:
+    add up."""
+    if not cuts:
         return everyone[rank].summaries[kind, name]
-    ranks = everyone[rank].cuts[name][dims[0]].ranks
-    pieces = [whole(everyone, other, kind, name, dims[1:]) for other in ranks]
+    pieces = [whole(everyone, other, kind, name, cuts[1:]) for other in cuts[0]]
     return [math.fsum(values) for values in zip(*pieces)]
 
 
-def with_place(d, everyone, last):
-    """A Difference of tensors with the largest error that a rank measured, and where that is."""
+def with_rank(d, everyone, last):
+    """A Difference of tensors with the largest error that a rank measured of its piece."""
     kinds = {("grad", last): "grad", ("grad", 1): "first", ("data", last + 1): "param"}
     key = kinds.get((d.kind, d.step)), d.name
     errors = [(of.differences[key], r) for r, of in enumerate(everyone) if key in of.differences]
     if not errors:
         return d
     error, rank = max(errors)
-    words = []
-    for dim, cut in everyone[rank].cuts[d.name].items():
-        words.append(f"{cut.start}:{cut.start + cut.size} of dimension {dim}, cut over {cut.group}")
-    place = f", rank {rank}" + (f" ({'; '.join(words)})" if words else "")
-    return d._replace(error=error, place=place)
-
-
-def wrong_norms(squares, groups):
-    """{why a norm of right gradients may be wrong: what it would be}. squares: of each rank."""
-    found = {"it is that of rank 0's tensors alone, never summed over the ranks": squares[0] ** 0.5}
-    for name, ranks in groups.items():
-        words = f"tensors that several ranks of {name} hold are counted once for each"
-        found[words] = sum(squares[rank] for rank in ranks) ** 0.5
-    return found
+    return d._replace(error=error, place=f", rank {rank}")
 
 
 def wrong_outputs(everyone, alone, limit):
-    """A Difference for each output of embedding and blocks with a token that no rank has."""
-    found = []
+    """Yield a Difference for each output of embedding and blocks with a token that no rank has."""
     for i, outputs in enumerate(alone.outputs):
         for name, expected in joined(outputs).items():
             held = [of.outputs[i][name] for of in everyone if name in of.outputs[i]]
             if held and not covers(torch.cat(held), expected, min(10 * limit, 0.02)):
-                why = pieces_left_out(everyone)
-                found.append(Difference(i + 1, "outputs", name, math.inf, 0.0, theirs=why))
-    return found
+                yield Difference(i + 1, "outputs", name, math.inf, 0.0)
 
 
 def covers(held, expected, limit, rows=1024):
@@ -286,18 +259,6 @@ def covers(held, expected, limit, rows=1024):
         if not (distances.min(1).values <= limit * scale).all():
             return False
     return True
-
-
-def pieces_left_out(everyone):
-    """Words for the first parameter of which the ranks that cut it leave out a part, or ""."""
-    for of_rank in everyone:
-        for name, cuts in of_rank.cuts.items():
-            for dim, cut in cuts.items():
-                pieces = {everyone[rank].cuts[name][dim][2:4] for rank in cut.ranks}
-                if sum(size for _, size in pieces) < cut.whole:
-                    ranks = ", ".join(map(str, cut.ranks))
-                    return f"ranks {ranks} leave out a part of dimension {dim} of {name}"
-    return ""
 
 
 # --- the first gradient that is not finite

@@ -133,9 +133,10 @@ def distance(u, v):
 # --- what to say of it
 
 
-def explain(a, b, found, retrained):
+def explain(a, b, found, floor, make_replay, kinds=causes.OF_KIND):
     """Lines about the first of the Differences `found` that is no rounding, and about others of the
-    same kind and step. retrained(same): the cause of those, found by training again, or ""."""
+    same kind and step. make_replay() gives a Replay of a's steps, or None; kinds: {kind: causes}
+    that are tried with it."""
     off = [d for d in found if not d.error <= d.limit]
     first = off[0]
     same = [d for d in off if (d.step, d.kind) == (first.step, first.kind)]
@@ -144,7 +145,14 @@ def explain(a, b, found, retrained):
     for d in same:
         alike.setdefault(cause(a, b, d), []).append(d)
     settled = first.limit > 0 and all(text and not text.endswith("the right one") for text in alike)
-    named = "" if settled else retrained(same) or dropout(first)
+    named, replay = "", None if settled else make_replay()
+    if replay:
+        lines_of = a.lines[first.step], b.lines[first.step]
+        names = [d.name for d in same]
+        case = causes.Case(replay, first, *lines_of, names, sizes_of(a, b), floor)
+        named = causes.find(case, kinds)
+    if not settled:
+        named = named or dropout(first)
     if named:
         count = [f"{len(same)} of {total} {words}s are off"] if total > 1 else []
         return [*lines, *count, f"cause: {named}"]
@@ -181,7 +189,7 @@ def cause(a, b, d):
         missing, new = len(d.ours - d.theirs), len(d.theirs - d.ours)
         return f"it lacks {missing} of the {len(d.ours)} {d.kind}, and has {new} others"
     if d.ours is None:
-        return d.theirs
+        return ""
     tell = causes_of_number if d.kind in ("loss", "norm") else causes_of
     for words, *values in tell(a, b, d):
         observed, predicted = (torch.as_tensor(x, dtype=torch.float64) for x in values)
@@ -276,18 +284,3 @@ def dropout(d):
     if not 0.01 < odds < 9 or not 0.1 * odds < varied < 6 * odds:
         return ""
     return f"as if dropout were on: it zeroes about {odds / (1 + odds):.1g} of the elements"
-
-
-def by_training_again(replay, a, b, same, limits, floor, kinds=causes.OF_KIND):
-    """The cause of Differences of one kind in one step, or "". kinds: {kind: causes to try}."""
-    step, kind = same[0].step, same[0].kind
-    if kind in ("rows", "targets"):
-        return causes.of_batch(replay, step, kind, b.lines[step])
-    if kind not in kinds:
-        return ""
-    names = [d.name for d in same]
-    case = causes.Case(
-        replay, step, kind, a.lines[step], b.lines[step], names, sizes_of(a, b), floor
-    )
-    found = causes.find(case, limits[kind], kinds[kind])
-    return f"{found[0]} (then the largest difference is {found[1]:.0e})" if found else ""
