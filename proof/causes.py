@@ -80,8 +80,8 @@ class Case:
         return 0.0 if abs(x) < 1e-7 * max(guesses) else x
 
     def line(self, plant=None, **changed):
-        """The line of the step, with one thing changed: see Replay.line."""
-        return self.replay.line(self.step, plant, backward=self.kind != "outputs", **changed)
+        """The line of the step, with one thing changed: see Replay.train."""
+        return self.replay.train(self.step, plant, backward=self.kind != "outputs", **changed)[1]
 
 
 def find(case, kinds):
@@ -215,7 +215,7 @@ def part_of(rows, n, sizes):
 
 
 def at(ends, change):
-    """A plant for Replay.line: change(module) for the modules whose names end so."""
+    """A plant for Replay.train: change(module) for the modules whose names end so."""
 
     def plant(model):
         for name, module in model.named_modules():

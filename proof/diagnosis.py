@@ -170,6 +170,8 @@ def diagnose(run, everyone, alone):
         return explain(ours, theirs, found, floor, replay, kinds)
 
     off = [d for d in found if not d.error <= d.limit]
+    if not off:
+        return "the loss or the norm, on another rank than 0", []
     first_off, *lines = lines_about([d for d in found if d.step >= off[0].step])
     # Gradients of the first step say most, because a wrong step makes all that follow wrong
     for kind, step in (("grad", 1), ("data", last + 1)):

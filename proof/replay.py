@@ -55,8 +55,15 @@ class Replay:
         self.config, self.args, self.start, self.batch = config, args, start, batch
         self.like = next(iter(start.values()))
 
-    def model_and_line(self, step, plant=None, batch=None, count=None, backward=True, **config):
-        """(model, line) of a step: see `line`."""
+    def train(self, step, plant=None, batch=None, count=None, backward=True, **config):
+        """(model, line) of a step: the gradients, and the line of a recording. May be changed:
+
+        plant     plant(model) changes the model, and may return a context for forward
+        batch     (tokens, targets) in place of the step's
+        count     what the loss is divided by
+        backward  False: without gradients
+        config    fields of the model's Config
+        """
         weights, config = self.weights(step), dataclasses.replace(self.config, **config)
         draw = lambda name, *_: weights[name]  # noqa: E731
         model = initialize.build(config, 0, self.like.device, self.like.dtype, draw)
@@ -75,21 +82,10 @@ class Replay:
         }
         return model, line
 
-    def line(self, step, *change, **changes):
-        """A step's line of a recording. What may be changed:
-
-        plant     plant(model) changes the model, and may return a context for forward
-        batch     (tokens, targets) in place of the step's
-        count     what the loss is divided by
-        backward  False: without gradients
-        config    fields of the model's Config
-        """
-        return self.model_and_line(step, *change, **changes)[1]
-
     @functools.cache
     def gradients(self, step):
         """{name: gradient} of a step of the right run, before clipping."""
-        model, _ = self.model_and_line(step)
+        model, _ = self.train(step)
         return {name: p.grad for name, p in model.named()}
 
     @functools.cache

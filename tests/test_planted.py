@@ -2,6 +2,7 @@
 with the sentence that names it. docs/debugging.md has the table."""
 
 import contextlib
+import itertools
 import json
 
 import pytest
@@ -169,6 +170,10 @@ def without_division(loop, logits, targets):
     return loss + (loop.pieces - 1) * (loss - loss.detach())
 
 
+def padded(loop, *both):
+    return [F.pad(rows, (0, 4)) for rows in both]
+
+
 def unequal_pieces(loop, tokens, targets):
     return list(zip(tokens.split((5, 5, 2)), targets.split((5, 5, 2))))
 
@@ -200,6 +205,10 @@ def each(ends, change):
     return plant
 
 
+def changed(ends, name, value):
+    return dict(plant=each(ends, lambda module: setattr(module, name, value)))
+
+
 def rope_base(rotary):
     pairs = len(rotary.inv_freq)
     rotary.inv_freq = 1.0 / 500000.0 ** (torch.arange(pairs).float() / pairs)
@@ -216,8 +225,7 @@ def own_matrix(layer):
 def drawn(loop, model):
     torch.manual_seed(1)
     for p in model.parameters():
-        if p.dim() > 1:
-            p.data.normal_(0, 0.02)
+        nn.init.normal_(p, 0, 0.02)
 
 
 def rounded(loop, model):
@@ -226,18 +234,13 @@ def rounded(loop, model):
 
 
 class Uncorrected(torch.optim.AdamW):
-    """AdamW without the correction of its moments."""
+    """As if it were a late step, where the correction of the moments is none."""
 
-    @torch.no_grad()
     def step(self):
-        for group in self.param_groups:
-            beta1, beta2 = group["betas"]
-            for p in group["params"]:
-                state = self.state[p]
-                m = state.setdefault("m", torch.zeros_like(p)).lerp_(p.grad, 1 - beta1)
-                v = state.setdefault("v", torch.zeros_like(p)).lerp_(p.grad**2, 1 - beta2)
-                update = m / (v.sqrt() + group["eps"]) + group["weight_decay"] * p
-                p.sub_(group["lr"] * update)
+        for p in itertools.chain(*(group["params"] for group in self.param_groups)):
+            moments = dict(exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p))
+            self.state[p] = self.state[p] or dict(step=torch.tensor(1e6), **moments)
+        super().step()
 
 
 def adamw(**changed):
@@ -246,35 +249,23 @@ def adamw(**changed):
 
 GPT2 = {
     "nothing": ({}, RIGHT),
-    "targets shifted again": (dict(rows=shifted_again), "cause: the targets are shifted once too"),
-    "the same, loss recorded alone": (
-        dict(rows=shifted_again, record_targets=False),
-        "cause: the targets are shifted once too often",
-    ),
+    "shifted again": (dict(rows=shifted_again), "the targets are shifted once too often"),
+    "the same, by the loss": (dict(rows=shifted_again, record_targets=False), "once too often"),
     "last piece alone": (dict(forward=zeroed_before_each_piece), f"{LAST} counts alone"),
     "a piece dropped": (dict(cut=lambda *x: Loop.cut(*x)[:3]), f"{LAST} is left out"),
-    "a piece twice": (
-        dict(cut=lambda *x: Loop.cut(*x)[-1:] + Loop.cut(*x)),
-        f"{LAST} counts twice",
-    ),
+    "a piece twice": (dict(cut=lambda *x: Loop.cut(*x)[-1:] + Loop.cut(*x)), f"{LAST} counts tw"),
     "no division": (dict(loss=without_division), "it is 4 times the right one: as if summed once"),
     "mean of means": (dict(cut=unequal_pieces, pieces=3), "of means, over parts of 5, 5, 2 rows"),
     "no zero_grad": (dict(zero_grad=False), "cause: no zero_grad: 0.0"),
     "clipped before": (dict(norm=clipped_before), "cause: gradients are recorded after clipping"),
     "unshifted": (dict(rows=lambda loop, x, y: (x, x)), "cause: the targets are not shifted"),
-    "dropout": (dict(plant=each(".drop", lambda m: setattr(m, "p", 0.1))), "as if dropout were on"),
+    "dropout": (changed(".drop", "p", 0.1), "as if dropout were on"),
     "frozen": (dict(plant=each("wpe", lambda m: m.requires_grad_(False))), "1.0e+00; it is zero"),
     "untied": (dict(plant=each("lm_head", own_matrix)), "cause: the tied matrix is two matrices"),
-    "exact GELU": (
-        dict(plant=each("mlp", lambda m: setattr(m, "act", nn.GELU()))),
-        "cause: GELU is exact, not the tanh approximation",
-    ),
+    "exact GELU": (changed("mlp", "act", nn.GELU()), "cause: GELU is exact, not the tanh"),
     "positions": (dict(forward=positions_too_low), "cause: positions are one too low"),
     "bias twice": (dict(plant=each("attn.c_proj", bias_twice)), "attn.proj is added 2 times"),
-    "eps of one norm": (
-        dict(plant=each("1.ln_2", lambda m: setattr(m, "eps", 0.01))),
-        "cause: the eps of blocks.1.mlp_norm is 0.01, not 1e-05",
-    ),
+    "a norm's eps": (changed("1.ln_2", "eps", 0.01), "eps of blocks.1.mlp_norm is 0.01, not 1e-05"),
     "another draw": (dict(plant=drawn), "it is another draw"),
     "a lacking norm": (dict(norm=lambda loop, gs: Loop.norm(loop, gs[1:])), "lacks embed.token"),
     "beta1": (adamw(betas=(0.85, 0.95)), "cause: beta1 is 0.85, not 0.9"),
@@ -292,16 +283,10 @@ GPT2 = {
 LLAMA = {
     "nothing": ({}, RIGHT),
     "RoPE's base": (dict(plant=each("rotary_emb", rope_base)), "is 500000, not 10000"),
-    "eps": (
-        dict(plant=each("norm", lambda m: setattr(m, "variance_epsilon", 0.001))),
-        "cause: the eps of every norm is 0.001, not 1e-05",
-    ),
+    "eps": (changed("norm", "variance_epsilon", 0.001), "eps of every norm is 0.001, not 1e-05"),
     "rounded": (dict(plant=rounded), "cause: the weights are rounded to bfloat16"),
     "autocast": (dict(forward=autocast), "cause: forward runs in bfloat16, under autocast"),
-    "padding": (
-        dict(rows=lambda loop, *x: [F.pad(rows, (0, 4)) for rows in x]),
-        "cause: rows end with padding, such as 4 times the token 0",
-    ),
+    "padding": (dict(rows=padded), "cause: rows end with padding, such as 4 times the token 0"),
 }
 
 
@@ -351,28 +336,28 @@ def by_hand(first):
     return dict(reduce=reduce, plant=Loop.plant, forward=Loop.forward, scope=Loop.scope)
 
 
+def same_rows(loop, *both):
+    return [rows.chunk(2)[0] for rows in both]
+
+
 def own_seed(loop, model):
     torch.manual_seed(dist.get_rank())
     for p in model.parameters() if dist.get_rank() else ():
         p.data += 0.02 * torch.randn_like(p)
 
 
+SUMMED, AVERAGED = "as if summed once too often, or not", "as if averaged once too often, or not"
+DIFFER = "the ranks have 2 different values"
 WITH_DDP = {
     "nothing": ({}, RIGHT),
     "summed": (
         dict(reduce=scaled(2)),
-        "it is 2 times the right one: as if summed once too often, or not averaged, over dp (2)",
+        f"it is 2 times the right one: {SUMMED} averaged, over dp (2)",
     ),
-    "averaged twice": (
-        dict(reduce=scaled(0.5)),
-        "it is 0.5 times the right one: as if averaged once too often, or not summed, over dp (2)",
-    ),
-    "a bucket not reduced": (by_hand(5), "the ranks have 2 different values, whose mean is right"),
-    "seeds": (by_hand(0) | dict(plant=own_seed), "the ranks have 2 different values, and one is"),
-    "same rows": (
-        dict(rows=lambda loop, *x: [rows.chunk(2)[0] for rows in x]),
-        "it lacks 6 of the 12 rows, and has 0 others",
-    ),
+    "averaged twice": (dict(reduce=scaled(0.5)), f"{AVERAGED} summed, over dp (2)"),
+    "a bucket not reduced": (by_hand(5), f"{DIFFER}, whose mean is right: never averaged over dp"),
+    "seeds": (by_hand(0) | dict(plant=own_seed), f"{DIFFER}, and one is right"),
+    "same rows": (dict(rows=same_rows), "it lacks 6 of the 12 rows, and has 0 others"),
 }
 
 
@@ -451,10 +436,7 @@ class TensorParallel(OurModel):
 
 WITH_DTENSOR = {
     "nothing": ({}, RIGHT),
-    "partial norm": (
-        dict(plain="blocks.*.mlp_norm"),
-        "the ranks have 2 different values, which add up to the right one: never summed over tp",
-    ),
+    "partial norm": (dict(plain="blocks.*.mlp_norm"), f"{DIFFER}, which add up to the right one"),
 }
 
 

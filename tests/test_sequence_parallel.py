@@ -10,10 +10,30 @@ import model as gpt
 import sequence_parallel as sp
 import tensor_parallel as tp
 from harness import initialize, presets
-from proof.ledger import saved_bytes
+from proof.ledger import storage_bytes
 from receipts import sequence_parallel as by_paper
 from receipts import tensor_parallel
 from receipts.formulas import Group, Sizes, all_sent, block_bytes
+
+
+def saved_bytes(model, block, *args, **kwargs):
+    """Bytes that the submodule `block` keeps for backward in model(*args, **kwargs). Parameters do
+    not count."""
+    saved = []
+
+    def note(tensor):
+        saved.append(tensor)
+        return tensor
+
+    # Autograd calls `note` for each tensor that it saves while the block runs
+    hooks = torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor)
+    before = block.register_forward_pre_hook(lambda *_: hooks.__enter__())
+    after = block.register_forward_hook(lambda *_: hooks.__exit__())
+    model(*args, **kwargs)
+    before.remove()
+    after.remove()
+    parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    return storage_bytes(t for t in saved if t.untyped_storage().data_ptr() not in parameters)
 
 
 def build(config, group, keep=True, parallelize=sp.parallelize_sequence):
