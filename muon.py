@@ -13,12 +13,9 @@ Plainly   for p in matrices: dist.reduce(p.grad, owner[p], group)      # after b
           for p in matrices: dist.broadcast(p.data, owner[p], group)
 Split     The layers' matrices, by the FLOPs of their iteration, largest first. All other parameters
           take AdamW, which works on any piece: each rank owns 1/N of each bucket of them.
-Sent      A gradient is reduced to its owner, and new weights are broadcast from there: 2 r P e
-          bytes, r = (N-1)/N, for P parameters of e bytes on N ranks. DDP and ZeRO-1 send as much.
-Held      Weights and gradients whole. Of the states 1/N: one number for each element of a matrix,
-          where AdamW has two.
-Computed  20 m m n + 10 m m m FLOPs for a matrix of m x n, m <= n, once a step, on one rank. Beside
-          forward and backward of a step's T tokens that is 5 m / T at most.
+Sent      2 r P e bytes, r = (N-1)/N, for P parameters of e bytes on N ranks: as DDP and ZeRO-1.
+Held      Weights and gradients whole, and 1/N of the states: one number per element of a matrix.
+Computed  20 m m n + 10 m m m FLOPs for a matrix of m x n, m <= n, once a step, on one rank.
 Backward  The model's own. It adds to views of buckets. A full bucket is reduced meanwhile.
 Use       For the layers of a language model: a lower loss than AdamW's after as many tokens.
 Limits    One rank iterates a matrix, so that more ranks than matrices are no faster. The ranks
@@ -36,6 +33,7 @@ from collections import Counter
 
 import torch
 import torch.distributed as dist
+import torch.nn as nn
 
 # --- Muon in its plainest form: on one process
 
@@ -98,89 +96,6 @@ class PlainMuon(torch.optim.Optimizer):
         return scale * orthogonalize(matrices, dtype).reshape(direction.shape)
 
 
-# --- owners
-
-
-def deal_to_owners(matrices, ranks):
-    """{matrix: the rank that owns it}: the largest first, each to the rank with the least to do."""
-    owners, load = {}, [0] * ranks
-    for p in sorted(matrices, key=flops, reverse=True):
-        owners[p] = load.index(min(load))
-        load[owners[p]] += flops(p)
-    return owners
-
-
-def flops(p):
-    """Of the iterations of p: a matrix, a stack of them, or a shard of these."""
-    *stack, rows, columns = placement(p)["shape"]
-    if hasattr(p, "matrix_rows"):
-        stack, rows = [rows // p.matrix_rows], p.matrix_rows
-    m, n = sorted((rows, columns))
-    return math.prod(stack) * (20 * m * m * n + 10 * m**3)
-
-
-class OwnedBucket:
-    """Parameters of one kind in two flat tensors: each p and p.grad is a view of them. One message
-    brings all of them to their owner. owner None: each rank owns a piece of about 1/N."""
-
-    def __init__(self, parameters, owner, group, partial):
-        self.parameters, self.owner, self.group, self.partial = parameters, owner, group, partial
-        self.weights = torch.cat([p.detach().flatten() for p in parameters])
-        self.gradients = torch.zeros_like(self.weights)
-        rank = dist.get_rank(group)
-        own = self.by_owner(self.weights).get(rank, self.weights[:0])
-        first, last = own.storage_offset(), own.storage_offset() + len(own)
-        self.own = slice(first, last)  # this rank's elements
-        self.slices = []  # each parameter's elements
-        self.pieces = []  # what this rank owns of each parameter: all, some or no elements
-        end = 0
-        for p in parameters:
-            start, end = end, end + p.numel()
-            p.data, p.grad = (t[start:end].view_as(p) for t in (self.weights, self.gradients))
-            own = slice(max(start, first), max(min(end, last), start, first))
-            piece = p
-            if owner != rank:
-                piece = torch.nn.Parameter(self.weights[own])
-                piece.grad = self.gradients[own]
-            self.slices.append(slice(start, end))
-            self.pieces.append(piece)
-
-    def by_owner(self, flat):
-        """{owner: its piece} of a tensor like `weights`."""
-        if self.owner is not None:
-            return {self.owner: flat}
-        return dict(enumerate(flat.tensor_split(dist.get_world_size(self.group))))
-
-    def reduce(self):
-        """Start to sum the gradients, each piece on its owner."""
-        for owner, piece in self.by_owner(self.gradients).items():
-            if len(piece) and dist.get_world_size(self.group) > 1:
-                yield dist.reduce(piece, group=self.group, group_dst=owner, async_op=True)
-
-    def publish(self, flat):
-        """Start to send each piece from its owner to all."""
-        for owner, piece in self.by_owner(flat).items():
-            if len(piece) and dist.get_world_size(self.group) > 1:
-                yield dist.broadcast(piece, group=self.group, group_src=owner, async_op=True)
-
-
-def make_owned_buckets(parameters, owners, group, bucket_bytes):
-    """Buckets of at most bucket_bytes (a larger parameter gets its own), in the order in which
-    backward fills them: it begins with the last layers, and ends a bucket with its first."""
-    full, filling = [], {}
-    for p in reversed(parameters):
-        place = placement(p)
-        owner, data_group = owners.get(p), place["data"] or group
-        kind = owner, data_group, tuple(place["partial"]), p.dim() > 1, p.dtype, p.device
-        members = filling.pop(kind, [])
-        if members and sum(q.nbytes for q in members) + p.nbytes > bucket_bytes:
-            full.append((members, kind))
-            members = []
-        filling[kind] = [*members, p]  # behind the buckets that were full earlier
-    full += [(members, kind) for kind, members in filling.items()]
-    return [OwnedBucket(members, *kind[:3]) for members, kind in full]
-
-
 # --- data parallelism: reductions hide behind backward, broadcasts behind the owners' iterations
 
 
@@ -214,19 +129,23 @@ class Muon:
         stages=None,
     ):
         self.model, self.group = model, group
+        trained = [p for p in model.parameters() if p.requires_grad]
         matrices = [p for p in matrices if p.requires_grad]
         check_matrices(matrices)
-        owners = {}
-        for data in {placement(p)["data"]: None for p in matrices}:  # an expert has fewer replicas
-            sharing = [p for p in matrices if placement(p)["data"] is data]
-            owners |= deal_to_owners(sharing, dist.get_world_size(data or group))
-        trained = [p for p in model.parameters() if p.requires_grad]
-        self.buckets = make_owned_buckets(trained, owners, group, bucket_bytes)
+        owners = deal_to_owners(matrices, group)
+
+        def kind_of(p):
+            data_group, partial = placed(p, "data") or group, tuple(placed(p, "partial") or ())
+            return owners.get(p), data_group, partial, p.dim() > 1, p.dtype, p.device
+
+        self.buckets = []
+        for parameters in group_parameters(trained, bucket_bytes, kind_of):
+            self.buckets.append(OwnedBucket(parameters, *kind_of(parameters[0])[:3]))
         # A tied matrix gets a gradient from each stage that uses it
         uses = Counter(p for module in stages or [model] for p in module.parameters())
         vectors, decayed = [], []
         for bucket in self.buckets:
-            bucket.passes = microbatches * sum(uses[p] for p in bucket.parameters)
+            bucket.grads_per_step = microbatches * sum(uses[p] for p in bucket.parameters)
             for p in bucket.parameters:
                 p.register_post_accumulate_grad_hook(functools.partial(self._arrived, bucket))
             if bucket.owner is None and p.dim() <= 1:
@@ -237,6 +156,7 @@ class Muon:
         groups = [{"params": decayed}, {"params": vectors, "weight_decay": 0.0}]
         self.adamw = torch.optim.AdamW(groups, lr, betas=(0.9, 0.95), weight_decay=weight_decay)
         self.optimizers = self.muon, self.adamw
+        self.cut_groups = find_cut_groups(trained, group)
         self.addresses = addresses_of(model)
         self.works = []  # messages on their way
         self.last_call = None  # "zero_grad", "backward" or "finish"
@@ -246,6 +166,13 @@ class Muon:
     def param_groups(self):
         """Of both optimizers, for learning rates."""
         return self.muon.param_groups + self.adamw.param_groups
+
+    # --- a step
+    #
+    # zero_grad()  All gradients are 0.
+    # backward     Autograd adds to views of the buckets. _arrived starts to reduce full ones.
+    # finish()     Reduces what backward has not, and waits for all.
+    # step()       AdamW on this rank's pieces, Muon on its matrices; a bucket that is done is sent.
 
     def zero_grad(self, give_up=False):
         """Start a step. After an exception on any rank all ranks call it with give_up=True."""
@@ -258,20 +185,19 @@ class Muon:
         self.started = 0  # how many buckets are on their way, or reduced
         for bucket in self.buckets:
             bucket.gradients.zero_()
-            bucket.missing = bucket.passes
+            bucket.grads_left = bucket.grads_per_step
 
-    def _arrived(self, bucket, p):
-        """The hook of each parameter: autograd has added to p.grad."""
+    def _arrived(self, bucket, p):  # autograd has added to p.grad
         self.last_call = "backward"
-        bucket.missing -= 1
+        bucket.grads_left -= 1
         check_muon_gradient(bucket, p)
-        self._reduce_full()
+        self._start_full_buckets()
 
-    def _reduce_full(self, rest=False):
+    def _start_full_buckets(self, rest=False):
         # In the same order on all ranks: swapped reductions would add up the wrong buckets,
         # silently. So a bucket that is full early waits for those before it
         for bucket in self.buckets[self.started :]:
-            if bucket.missing > 0 and not rest:
+            if bucket.grads_left > 0 and not rest:
                 break
             self.works += bucket.reduce()
             self.started += 1
@@ -281,7 +207,7 @@ class Muon:
         step() and gather_gradients() call it, too."""
         if self.last_call == "finish":
             return
-        self._reduce_full(rest=True)
+        self._start_full_buckets(rest=True)
         self._wait()
         for bucket in self.buckets:
             gradient = bucket.gradients[bucket.own]
@@ -289,37 +215,6 @@ class Muon:
                 if len(gradient) and dist.get_world_size(group) > 1:
                     dist.all_reduce(gradient, group=group)
         self.last_call = "finish"
-
-    def grad_norm(self, stages=None):
-        """The norm of the whole gradient: a float64 scalar, the same on all ranks. stages: the
-        group of a pipeline's ranks."""
-        self.finish()
-        total = torch.zeros((), dtype=torch.float64, device=self.buckets[0].weights.device)
-        ranks_of = dist.get_process_group_ranks
-        data_ranks = set(ranks_of(self.group))  # over which all is summed
-        squares = {(): total}  # the other groups that cut a parameter: a sum of squares
-        for bucket in self.buckets:
-            for p, piece in zip(bucket.parameters, bucket.pieces):
-                groups = [group for group, _, _ in placement(p)["cuts"].values()]
-                others = tuple(g for g in groups if not data_ranks.issuperset(ranks_of(g)))
-                square = squares.setdefault(others, torch.zeros_like(total))
-                if not is_tied_copy(p, stages):
-                    square += torch.linalg.vector_norm(piece.grad, dtype=torch.float64).square()
-        for groups, square in squares.items():
-            for group in groups:
-                dist.all_reduce(square, group=group)
-        total = sum(squares.values())
-        for group in [self.group] if stages is None else [self.group, stages]:
-            if dist.get_world_size(group) > 1:
-                dist.all_reduce(total, group=group)
-        return total.sqrt()
-
-    def clip(self, norm, limit):
-        """Scale the gradients so that their global norm is at most `limit` (0: leave them)."""
-        if limit > 0:
-            scale = (limit / (norm + 1e-6)).clamp(max=1.0)
-            for bucket in self.buckets:
-                bucket.gradients[bucket.own].mul_(scale.to(bucket.gradients.dtype))
 
     def step(self):
         """Step on what this rank owns, and send the new weights to all."""
@@ -330,6 +225,34 @@ class Muon:
                 self.muon.step(only={*bucket.parameters})
             self.works += bucket.publish(bucket.weights)  # travels while the next ones iterate
         self._wait()
+
+    def _wait(self):
+        for work in self.works:
+            work.wait()
+        self.works = []
+
+    # --- beside a step: the norm, clipping, checkpoints, whole gradients
+
+    def grad_norm(self, stages=None):
+        """The norm of the whole gradient: a float64 scalar, the same on all ranks. stages: the
+        group of a pipeline's ranks."""
+        self.finish()
+        total = torch.zeros((), dtype=torch.float64, device=self.buckets[0].weights.device)
+        for bucket in self.buckets:
+            for p, piece in zip(bucket.parameters, bucket.pieces):
+                if is_counted(p, self.cut_groups, stages):
+                    total += torch.linalg.vector_norm(piece.grad, dtype=torch.float64).square()
+        for group in [self.group, *self.cut_groups, stages]:
+            if group is not None and dist.get_world_size(group) > 1:
+                dist.all_reduce(total, group=group)
+        return total.sqrt()
+
+    def clip(self, norm, limit):
+        """Scale the gradients so that their global norm is at most `limit` (0: leave them)."""
+        if limit > 0:
+            scale = (limit / (norm + 1e-6)).clamp(max=1.0)
+            for bucket in self.buckets:
+                bucket.gradients[bucket.own].mul_(scale.to(bucket.gradients.dtype))
 
     def reload(self):
         """The owners' weights were filled, from a checkpoint: bring them to all ranks."""
@@ -344,10 +267,94 @@ class Muon:
             self.works += bucket.publish(bucket.gradients)
         self._wait()
 
-    def _wait(self):
-        for work in self.works:
-            work.wait()
-        self.works = []
+
+# --- owners
+
+
+def deal_to_owners(matrices, group):
+    """{matrix: the rank that owns it}: the largest first, each to the rank with the least to do."""
+    owners, loads = {}, {}
+    for p in sorted(matrices, key=flops, reverse=True):
+        data_group = placed(p, "data") or group  # an expert has fewer replicas
+        load = loads.setdefault(data_group, [0] * dist.get_world_size(data_group))
+        owners[p] = load.index(min(load))
+        load[owners[p]] += flops(p)
+    return owners
+
+
+def flops(p):
+    """Of the iterations of p: a matrix, a stack of them, or a shard of these."""
+    *stack, rows, columns = placed(p, "shape") or p.shape
+    if hasattr(p, "matrix_rows"):
+        stack, rows = [rows // p.matrix_rows], p.matrix_rows
+    m, n = sorted((rows, columns))
+    return math.prod(stack) * (20 * m * m * n + 10 * m**3)
+
+
+class OwnedBucket:
+    """Parameters of one kind in two flat tensors: each p and p.grad is a view of them. One message
+    brings all of them to their owner. owner None: each rank owns a piece of about 1/N.
+
+    own     the elements that this rank owns: all, some or none
+    pieces  what this rank owns of each parameter; the parameter itself if it owns the bucket"""
+
+    def __init__(self, parameters, owner, group, partial):
+        self.parameters, self.owner, self.group, self.partial = parameters, owner, group, partial
+        self.weights = torch.cat([p.detach().flatten() for p in parameters])
+        self.gradients = torch.zeros_like(self.weights)
+        rank = dist.get_rank(group)
+        own = self.by_owner(self.weights).get(rank, self.weights[:0])
+        first, last = own.storage_offset(), own.storage_offset() + len(own)
+        self.own = slice(first, last)
+        self.slices, self.pieces = [], []
+        end = 0
+        for p in parameters:
+            start, end = end, end + p.numel()
+            p.data = self.weights[start:end].view_as(p)
+            p.grad = self.gradients[start:end].view_as(p)
+            piece = p
+            if owner != rank:
+                begin, stop = (min(max(position, first), last) for position in (start, end))
+                piece = nn.Parameter(self.weights[begin:stop])
+                piece.grad = self.gradients[begin:stop]
+            self.slices.append(slice(start, end))
+            self.pieces.append(piece)
+
+    def by_owner(self, flat):
+        """{owner: its piece} of a tensor like `weights`."""
+        if self.owner is not None:
+            return {self.owner: flat}
+        return dict(enumerate(flat.tensor_split(dist.get_world_size(self.group))))
+
+    def reduce(self):
+        """Start to sum the gradients, each piece on its owner."""
+        for owner, piece in self.by_owner(self.gradients).items():
+            if len(piece) and dist.get_world_size(self.group) > 1:
+                yield dist.reduce(piece, group=self.group, group_dst=owner, async_op=True)
+
+    def publish(self, flat):
+        """Start to send each piece from its owner to all."""
+        for owner, piece in self.by_owner(flat).items():
+            if len(piece) and dist.get_world_size(self.group) > 1:
+                yield dist.broadcast(piece, group=self.group, group_src=owner, async_op=True)
+
+
+def group_parameters(parameters, bucket_bytes, kind_of):
+    """Lists of parameters of one kind, at most bucket_bytes each (a larger parameter gets its own),
+    from the last parameter to the first: backward begins with the last layers. They are in the
+    order in which they are full."""
+    order = {p: i for i, p in enumerate(reversed(list(parameters)))}
+    lists = []
+    filling = {}  # kind: its list that is being filled
+    room = {}  # kind: the bytes left in that list
+    for p in order:
+        kind = kind_of(p)
+        if p.nbytes > room.get(kind, -1):
+            filling[kind], room[kind] = [], bucket_bytes
+            lists.append(filling[kind])
+        filling[kind].append(p)
+        room[kind] -= p.nbytes
+    return sorted(lists, key=lambda members: order[members[-1]])
 
 
 # --- together with another kind of parallelism (docs/two-techniques.md)
@@ -379,32 +386,42 @@ def cuts_within(p):
     rank has other matrices, such as experts that are modules."""
     first = 1 if hasattr(p, "matrix_rows") else p.dim() - 2
     found = []
-    for dim, cut in placement(p)["cuts"].items():
+    for dim, cut in (placed(p, "cuts") or {}).items():
         if dim is not None and dim >= first and dist.get_world_size(cut[0]) > 1:
             found.append((dim, cut))
     return found
 
 
-def placement(parameter):
-    """parameter.placement (docs/two-techniques.md), with what is missing of it:
-
-    shape    of the whole
-    cuts     {dimension: (group, start, length)}: each rank of the group has another shard
-    copies   groups whose ranks hold the same shard: the norm counts one of them
-    partial  groups over which backward leaves its gradient a partial sum
-    data     its own data-parallel group: an expert has fewer replicas than other parameters"""
-    default = dict(shape=tuple(parameter.shape), cuts={}, copies=[], partial=[], data=None)
-    return default | getattr(parameter, "placement", {})
+def placed(p, key):
+    """An entry of p.placement, which another kind of parallelism writes (docs/two-techniques.md):
+    "data", the group of its replicas; "partial", groups over which its gradient is a partial sum;
+    "cuts", {dimension: (group, start, length)}, "shape", of the whole. None: it has no such one."""
+    return getattr(p, "placement", {}).get(key)
 
 
-def is_tied_copy(parameter, stages):
-    """Whether an earlier stage counts this parameter: a matrix that two stages have."""
-    if stages is None:
-        return False
-    ranks = set(dist.get_process_group_ranks(stages))
-    groups = placement(parameter)["partial"]
-    tied = [group for group in groups if ranks.issuperset(dist.get_process_group_ranks(group))]
-    return any(dist.get_rank(group) > 0 for group in tied)
+def groups_cutting(p):
+    return [group for group, _, _ in (placed(p, "cuts") or {}).values()]
+
+
+def find_cut_groups(parameters, data_group):
+    """The groups over which parameters are cut. Those within data_group are left out: the norm
+    sums over its ranks anyway. data_group: None in stage 0."""
+    summed = set(dist.get_process_group_ranks(data_group)) if data_group else set()
+    groups = {}
+    for p in parameters:
+        groups |= dict.fromkeys(groups_cutting(p))
+    return [g for g in groups if not summed.issuperset(dist.get_process_group_ranks(g))]
+
+
+def is_counted(p, cut_groups, stages, across=None):
+    """Whether the norm counts this rank's part of p: other ranks may have the same."""
+    groups = [group for group in cut_groups if group not in groups_cutting(p)]
+    if across is not None:
+        groups.append(across)
+    if stages is not None:  # several stages may have one matrix
+        ranks, partial = set(dist.get_process_group_ranks(stages)), placed(p, "partial") or ()
+        groups += [g for g in partial if ranks.issuperset(dist.get_process_group_ranks(g))]
+    return all(dist.get_rank(group) == 0 for group in groups)
 
 
 # --- mistakes that would be silent: refused
@@ -412,14 +429,9 @@ def is_tied_copy(parameter, stages):
 
 def check_matrices(matrices):
     for p in matrices:
-        shape = tuple(p.shape)
         if p.dim() not in (2, 3):
+            shape = tuple(p.shape)
             raise ValueError(f"{shape} is no matrix, nor a stack of them: leave it to AdamW")
-        if cuts_within(p) and "shape" not in p.placement:
-            raise ValueError(
-                f"{shape} is cut: add the whole matrix's shape to its placement; or, if the other"
-                " ranks have other matrices, write None for the dimension"
-            )
 
 
 def addresses_of(model):
@@ -436,7 +448,7 @@ def check_muon_step(muon):
 
 
 def check_muon_gradient(bucket, p):
-    if bucket.missing < 0:
+    if bucket.grads_left < 0:
         raise RuntimeError("no zero_grad(), or more backward passes than microbatches= says")
     if p.grad.untyped_storage()._cdata != bucket.gradients.untyped_storage()._cdata:
         raise RuntimeError("p.grad was replaced: call Muon's zero_grad(), not the model's")

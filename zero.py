@@ -127,7 +127,7 @@ class ZeRO:
         self.last_call = None  # "zero_grad", "backward" or "finish"
         # Together with another kind of parallelism
         self.scopes, self.splits = scopes or {None: model}, splits or {}
-        self.scope, self.complete = None, True  # of the running backward pass, see around()
+        self.scope, self.may_reduce = None, True  # of the running backward pass, see around()
         self.sums = []  # works: sums of shards over replicas
         self.cut_groups = find_cut_groups(model.parameters(), group if stage > 0 else None)
         # 1  The parameters are dealt out to buckets, and become views of them
@@ -217,7 +217,7 @@ class ZeRO:
     def _reduce_full(self, done=()):
         # In the same order on all ranks: swapped reductions would add up the wrong buckets,
         # silently. So a bucket that is full early waits for those before it
-        while self.complete and self.queue:
+        while self.may_reduce and self.queue:
             bucket = self.queue[0]
             if bucket.gradients_left > 0 and bucket not in done:
                 break
@@ -308,7 +308,7 @@ class ZeRO:
         counted = []
         for bucket in self.trainable:
             for p, span in zip(bucket.parameters, bucket.spans):
-                if is_counted(p, bucket.place, self.cut_groups, stages):
+                if is_counted(p, self.cut_groups, stages, bucket.place.across):
                     counted.append(bucket.gradient_shard[span])
         total = torch.zeros((), dtype=torch.float64, device=self.buckets[0].weights.device)
         if counted:
@@ -356,12 +356,12 @@ class ZeRO:
         of a split backward gradients are missing. Stages 0 and 1 do without: they count gradients.
         """
         if self.stage >= 2:
-            self.complete = action.kind != "I"
+            self.may_reduce = action.kind != "I"
             self.scope = action.stage if action.stage in self.scopes else None
         try:
             yield
         finally:
-            self.scope, self.complete = None, True
+            self.scope, self.may_reduce = None, True
 
 
 class ShardedBucket:
@@ -572,14 +572,14 @@ def find_cut_groups(parameters, data_group):
     return [g for g in groups if not summed.issuperset(dist.get_process_group_ranks(g))]
 
 
-def is_counted(p, place, cut_groups, stages):
+def is_counted(p, cut_groups, stages, across=None):
     """Whether the norm counts this rank's part of p: other ranks may have the same."""
     groups = [group for group in cut_groups if group not in groups_cutting(p)]
-    if place.across is not None:
-        groups.append(place.across)
+    if across is not None:
+        groups.append(across)
     if stages is not None:  # several stages may have one matrix
-        ranks = set(dist.get_process_group_ranks(stages))
-        groups += [g for g in place.partial if ranks.issuperset(dist.get_process_group_ranks(g))]
+        ranks, partial = set(dist.get_process_group_ranks(stages)), placed(p, "partial") or ()
+        groups += [g for g in partial if ranks.issuperset(dist.get_process_group_ranks(g))]
     return all(dist.get_rank(group) == 0 for group in groups)
 
 

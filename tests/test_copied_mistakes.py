@@ -44,7 +44,6 @@ FSDP(nn.Linear(4, 4, bias=False), world, torch.optim.{Adafactor | LBFGS | Muon})
 FSDP(model, world, SGD).model.state_dict()  # weights that are not here
 """,
     "muon": """
-Muon(cut(model), world, [model[1].weight])  # add the whole matrix's shape to its placement
 Muon(model, world, {[model[1].bias] | [nn.Parameter(torch.ones(4, 3, 2, 2))]})
     # is no matrix, nor a stack of them
 Muon(model, world, iter([]))  # empty parameter list
@@ -133,11 +132,6 @@ def twice(function, *shape):
 
 def qkv(q=(2, 4, 6, 8), k=(2, 2, 6, 8), v=None, dtype=torch.float32):
     return torch.randn(q, dtype=dtype), torch.randn(k), torch.randn(v or k)
-
-
-def cut(model):
-    model[1].weight.placement = {"cuts": {0: (group.WORLD, 0, 13)}}
-    return model
 
 
 def stepped_on_in_pieces(model):  # as ZeRO marks it

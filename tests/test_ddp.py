@@ -31,38 +31,18 @@ def test_equals_pytorch_ddp(ranks):
     ranks(3, work)
 
 
-def test_buckets_are_the_gradients(ranks):
-    def work(rank):
-        parameters = [torch.nn.Parameter(torch.zeros(n)) for n in (3, 100, 7, 0, 5)]
-        parameters[1].requires_grad_(False)
-        wrapped = ddp.DDP(parameters, dist.group.WORLD, bucket_bytes=30)
-        sizes = [[p.numel() for p in b.parameters] for b in wrapped.buckets]
-        shared = all(
-            p.grad.untyped_storage().data_ptr() == b.flat.untyped_storage().data_ptr()
-            for b in wrapped.buckets
-            for p in b.parameters
-        )
-        return sizes, shared
-
-    sizes, shared = ranks(1, work)[0]
-    assert sizes == [[5, 0], [7], [3]] and shared
-
-
 def test_any_all_reduce_will_do(ranks):
+    """Also one without a handle, which is complete when it returns."""
+
+    def doubled(tensor, group):
+        dist.all_reduce(tensor, group=group)
+        tensor *= 2
+
     def work(rank):
-        class Doubled:
-            def __init__(self, tensor, group):
-                self.tensor = tensor
-                self.work = dist.all_reduce(tensor, group=group, async_op=True)
-
-            def wait(self):
-                self.work.wait()
-                self.tensor *= 2
-
         p = torch.nn.Parameter(torch.ones(2))
-        wrapped = ddp.DDP([p], dist.group.WORLD, all_reduce=Doubled)
+        sync = ddp.DDP([p], dist.group.WORLD, all_reduce=doubled)
         p.sum().backward()
-        wrapped.finish()
+        sync.finish()
         return p.grad.tolist()
 
     assert ranks(2, work) == [[4.0, 4.0]] * 2

@@ -1,7 +1,6 @@
 """muon.py: its iteration against singular values, its step against PyTorch's Muon, its ranks
 against one process, on matrices of odd shapes. test_copied.py trains models with it."""
 
-import copy
 from types import SimpleNamespace
 
 import pytest
@@ -33,12 +32,6 @@ def test_the_iteration_is_a_polynomial_of_singular_values(matrix):
     result = muon.orthogonalize(matrix)
     torch.testing.assert_close(result, by_singular_values(matrix), rtol=1e-10, atol=1e-10)
     assert not muon.orthogonalize(0 * matrix).any()
-
-
-def test_singular_values_end_near_1():
-    matrix = torch.linalg.svd(matrices()[5])[0] * torch.logspace(-2, 0, 8, dtype=torch.float64)
-    values = torch.linalg.svdvals(muon.orthogonalize(matrix))
-    assert 0.6 < values.min() and values.max() < 1.25
 
 
 def trained(make, dtype=torch.float64, steps=4):
@@ -114,11 +107,14 @@ def test_shards_step_as_the_whole(ranks, world):
 # --- owners
 
 
-def test_largest_first_each_to_the_rank_with_the_least():
-    sizes = [(8, 8), (8, 32), (4, 4), (8, 32), (2, 8, 8), (8, 16)]
-    parameters = matrices(shapes=sizes)
-    owners = muon.deal_to_owners(parameters, 3)
-    assert [owners[p] for p in parameters] == [0, 0, 1, 1, 2, 2]
+def test_largest_first_each_to_the_rank_with_the_least(ranks):
+    parameters = matrices(shapes=[(8, 8), (8, 32), (4, 4), (8, 32), (2, 8, 8), (8, 16)])
+
+    def work(rank):
+        owners = muon.deal_to_owners(parameters, dist.group.WORLD)
+        return [owners[p] for p in parameters]
+
+    assert ranks(3, work) == [[0, 0, 1, 1, 2, 2]] * 3
     assert muon.flops(parameters[1]) == 5 * (4 * 8 * 8 * 32 + 2 * 8**3)
     assert muon.flops(parameters[4]) == 2 * muon.flops(parameters[0])
 
@@ -207,34 +203,3 @@ def test_equals_one_process(ranks, world):
     assert sorted(sum(owned, [])) == sorted([*map(torch.Size, SHAPES), torch.Size([3, 5])])
     assert sum(moments) == 13 * 5 + 50 + 1
     assert max(moments) - min(moments) <= 3
-
-
-def test_reductions_begin_in_backward(ranks):
-    def work(rank):
-        model = Odd()
-        sharded = muon.Muon(model, dist.group.WORLD, model.layers, bucket_bytes=0)
-        model(batch(0)).backward()
-        begun = sharded.started
-        sharded.finish()
-        return begun
-
-    assert ranks(2, work) == [7, 7]  # then comes the matrix without a gradient
-
-
-def test_goes_on_from_saved_states(ranks):
-    def make():
-        model = Odd()
-        return model, muon.Muon(model, dist.group.WORLD, model.layers, lr=1e-2)
-
-    def work(rank):
-        rows = torch.arange(12).tensor_split(3)[rank]
-        model, saved = make()
-        train(saved, model, 1, rows)
-        other, loaded = make()
-        other.load_state_dict(model.state_dict())
-        loaded.muon.load_state_dict(copy.deepcopy(saved.muon.state_dict()))
-        loaded.adamw.load_state_dict(copy.deepcopy(saved.adamw.state_dict()))
-        expected = train(saved, model, 1, rows)
-        torch.testing.assert_close(train(loaded, other, 1, rows), expected, rtol=0, atol=0)
-
-    ranks(3, work)

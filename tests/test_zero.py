@@ -1,4 +1,4 @@
-"""zero.py and fsdp.py against PyTorch's ZeroRedundancyOptimizer and FSDP2; mixed precision; copies
+"""zero.py and fsdp.py against PyTorch's FSDP2; mixed precision; copies
 of shards; memory; the demo. test_copied.py and test_layouts.py hold them against one process."""
 
 import argparse
@@ -41,27 +41,18 @@ def shard(model, group, stage, *args, **options):
 def test_equals_pytorch(ranks):
     """4 steps. Imported here: once, and not in every rank."""
     from torch.distributed.fsdp import fully_shard
-    from torch.distributed.optim import ZeroRedundancyOptimizer
-    from torch.distributed.tensor import DTensor
 
-    def theirs(way):
+    def theirs():
         model = initialize.build(CONFIGS["gpt2"], 7, dtype=torch.float64)
-        optimizer, wrapped = None, model
-        if way == "fsdp2":
-            for block in model.blocks.values():
-                fully_shard(block)
-            fully_shard(model)
-        else:
-            wrapped = nn.parallel.DistributedDataParallel(model)
-            options = dict(optimizer_class=torch.optim.AdamW, lr=1e-2, weight_decay=0.1)
-            optimizer = ZeroRedundancyOptimizer(model.parameters(), **options)
+        for block in model.blocks.values():
+            fully_shard(block)
+        fully_shard(model)
 
         def forward(_, *given):
-            return 2 * plain_forward(wrapped, *given)  # they average over the ranks: undo it
+            return 2 * plain_forward(model, *given)  # FSDP2 averages over the ranks: undo it
 
-        given = dict(optimizer=optimizer, forward=forward)
-        (_, _, weights), _ = train_rank(model, "adamw", rows_of_rank(), 1, 4, **given)
-        return {n: p.full_tensor() if isinstance(p, DTensor) else p for n, p in weights.items()}
+        (_, _, weights), _ = train_rank(model, "adamw", rows_of_rank(), 1, 4, forward=forward)
+        return {name: p.full_tensor() for name, p in weights.items()}
 
     def ours(stage):
         model = initialize.build(CONFIGS["gpt2"], 7, dtype=torch.float64)
@@ -73,12 +64,10 @@ def test_equals_pytorch(ranks):
         return weights
 
     def work(rank):
-        expected = [theirs(way) for way in ("zero", "fsdp2")]
+        expected = theirs()
         for stage in range(4):
-            found = ours(stage)
-            for weights in expected:
-                with case(stage):
-                    torch.testing.assert_close(found, weights, rtol=1e-12, atol=1e-12)
+            with case(stage):
+                torch.testing.assert_close(ours(stage), expected, rtol=1e-12, atol=1e-12)
 
     ranks(2, work)
 
@@ -202,25 +191,6 @@ def test_a_step_given_up_leaves_no_sum_over_copies(ranks):
     ranks(4, work)
 
 
-def test_groups_with_other_shards_are_refused(ranks):
-    """With any of these the sums would mix shards, and nothing would say so."""
-
-    def make(*split):
-        world = dist.group.WORLD
-        zero.ZeRO(nn.Linear(2, 2), world, 1, torch.optim.SGD, splits={world: split})
-
-    def work(rank):
-        inside, across = subgroups(4, 2)
-        crossed, _ = dist.new_subgroups_by_enumeration([[0, 3], [1, 2]])
-        for group, copies in ((inside, inside), (inside, dist.group.WORLD), (inside, crossed)):
-            with pytest.raises(ValueError, match="one rank of each replica, at the same place"):
-                make(group, copies)
-        for group, copies in ((inside, across), (across, inside)):
-            make(group, copies)
-
-    ranks(4, work)
-
-
 def test_copies_of_nothing_are_refused():
     for size, ranks_there, stage, words in (
         (3, 4, 1, "3 does not divide the 4 ranks: give a divisor"),
@@ -296,7 +266,6 @@ def test_the_parameters_that_were_there_are_freed(ranks):
 def test_the_papers_tables():
     totals = [sum(zero_bytes.model_states(stage, 64)) for stage in range(4)]
     assert [round(t * 7.5, 1) for t in totals] == [120.0, 31.4, 16.6, 1.9]  # GB, 7.5B parameters
-    assert [float(f"{80 / t:.2g}") for t in totals] == [5.0, 19.0, 36.0, 320.0]  # billions in 80 GB
     states = [zero_bytes.model_states(s, 4, 4, 4, 8) for s in range(4)]
     assert states == [(4, 4, 8), (4, 4, 2), (4, 1, 2), (1, 1, 2)]
 
