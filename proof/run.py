@@ -187,12 +187,14 @@ class Run(rank.TrainingRank):
 
     def show(self, row):
         """Print a step's line: of the first ten steps, of the last, and of each --log-every-th
-        between. tokens/s is the mean of the last ten steps."""
+        between. tokens/s is the mean of the last ten steps, without the run's first, which is
+        slow."""
         step, steps, terminal = row["step"], self.args.steps, sys.stdout.isatty()
         every = self.args.log_every or (10 if terminal else 1)
         if step % every and step < steps and step > self.first + 10:
             return
-        rates = [row["tokens_per_s"] for row in self.history[-10:] if row["tokens_per_s"]]
+        rows = self.history[1:][-10:] or self.history
+        rates = [row["tokens_per_s"] for row in rows if row["tokens_per_s"]]
         rate = statistics.harmonic_mean(rates)
         line = f"step {step:4d}  loss {row['loss']:.4f}  grad norm {row['grad_norm']:7.4f}"
         line += f"  lr {row['lr']:.2e}  {rate:8,.0f} tokens/s"

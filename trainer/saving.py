@@ -149,7 +149,7 @@ class Saver:
         # ZeRO: the weights follow the masters that were just filled
         if hasattr(self.optimizer, "reload"):
             self.optimizer.reload()
-        compared = ", not compared with one process" if training else ""
+        compared = ": from here on nothing is compared with one process" if training else ""
         run.print(f"resumed from {path}{compared}{passed}")
         return index["step"]
 
