@@ -193,7 +193,7 @@ def test_broken_checkpoints_are_passed_over(ranks, text, tmp_path, capfd, saved,
     assert code == 0
     same_steps(steps, saved[1][1:])
     [said] = [line for line in capfd.readouterr().out.splitlines() if "resumed from" in line]
-    assert "out/step-00000001, " in said
+    assert "out/step-00000001: " in said
     for reason, step in zip(reasons, (3, 2)):
         assert re.search(rf"step-{step:08d}[^;]*: [^;]*{reason}", said), said
 

@@ -46,7 +46,7 @@ def check(args):
     path = os.path.join(args.record, FILE)
     if os.path.exists(path) and not args.resume:
         raise Refused(
-            f"--record {args.record} has a recording, perhaps of a run that was cut off: remove it, "
+            f"--record {args.record} has a recording, maybe of a run that was cut off: remove it, "
             "or give another folder"
         )
     outputs.check_folder("--record", args.record)
