@@ -218,10 +218,12 @@ def check_call(sync, call, not_after):
 
 # --- demo ---
 
+import collectives
 import harness
 import parameter_server
 import proof
 import receipts.ddp
+import receipts.parameter_server
 
 
 def main():
@@ -230,11 +232,14 @@ def main():
     parser.add_argument("--sync", choices=ways, default="overlapped", help="how to add up")
     why = "of a bucket: large ones send faster, small ones start earlier. For large models take 25"
     parser.add_argument("--bucket-mb", **harness.MEGABYTES, default=0.5, help=why)
-    receipts.ddp.gone(parser)
+    why = "who adds up a bucket: torch.distributed, or an algorithm of collectives.py"
+    sums = ["torch", *collectives.ALL_REDUCE]
+    parser.add_argument("--all-reduce", choices=sums, default="torch", help=why)
+    receipts.parameter_server.gone(parser)
     args = parser.parse_args()
     harness.configure(args)
     train = parameter_server.synchronous if args.sync == "server" else demo
-    proof.launch(train, args, check=functools.partial(harness.check_batch, args))
+    proof.launch(train, args, check=functools.partial(receipts.ddp.check, args))
 
 
 def demo(run):
@@ -248,7 +253,8 @@ def demo(run):
         finish = functools.partial(sum_gradients, parameters, group)
     else:
         bucket_bytes, overlap = int(args.bucket_mb * 2**20), args.sync == "overlapped"
-        sync = DDP(parameters, group, args.microbatches, bucket_bytes, overlap)
+        by_hand = collectives.ALL_REDUCE.get(args.all_reduce)  # None: torch's, which alone overlaps
+        sync = DDP(parameters, group, args.microbatches, bucket_bytes, overlap, by_hand)
         zero_grad, finish = sync.zero_grad, sync.finish
     for step in run.steps(optimizer):
         zero_grad()
