@@ -233,7 +233,7 @@ def main():
     why = "of a bucket: large ones send faster, small ones start earlier. For large models take 25"
     parser.add_argument("--bucket-mb", **harness.MEGABYTES, default=0.5, help=why)
     why = "who adds up a bucket: torch.distributed, or an algorithm of collectives.py"
-    sums = ["torch", *collectives.ALL_REDUCE]
+    sums = ["torch", *collectives.ALGORITHMS]
     parser.add_argument("--all-reduce", choices=sums, default="torch", help=why)
     receipts.parameter_server.gone(parser)
     args = parser.parse_args()
@@ -253,7 +253,9 @@ def demo(run):
         finish = functools.partial(sum_gradients, parameters, group)
     else:
         bucket_bytes, overlap = int(args.bucket_mb * 2**20), args.sync == "overlapped"
-        by_hand = collectives.ALL_REDUCE.get(args.all_reduce)  # None: torch's, which alone overlaps
+        by_hand = None  # torch's, which alone overlaps
+        if args.all_reduce != "torch":
+            by_hand = functools.partial(collectives.all_reduce, algorithm=args.all_reduce)
         sync = DDP(parameters, group, args.microbatches, bucket_bytes, overlap, by_hand)
         zero_grad, finish = sync.zero_grad, sync.finish
     for step in run.steps(optimizer):
