@@ -37,7 +37,6 @@ import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable  # refuses a gradient of a gradient
-from torch.utils.checkpoint import checkpoint
 
 from tensor_parallel import Enter, Leave, parallelize_tensors, placement, split_over
 
@@ -135,7 +134,7 @@ def shard_tokens(full, group):
 #     mark_partial(model.parameters(), group)
 #
 #     for tokens, targets in microbatches:
-#         criterion(model(tokens), targets, count).backward()
+#         criterion(model(tokens), targets, target_count).backward()
 #     reduce_partial(model.parameters())  # once a step; next grad_norm, clip and step, as there
 #
 # Add the learned positions of this rank's tokens only: embed(tokens) +
@@ -145,24 +144,39 @@ def shard_tokens(full, group):
 # --- f that holds less: backward gathers the tokens a second time
 
 
+class Project(torch.autograd.Function):
+    """The matmuls after f: full (B, T, C), weights (out, C) -> for each weight (B, T, out). Saves
+    x, this rank's tokens, not `full`. Backward gathers again, for the weights' gradients."""
+
+    @staticmethod
+    def forward(ctx, full, x, group, *weights):
+        ctx.group = group
+        ctx.save_for_backward(x, *weights)
+        return tuple(F.linear(full, weight) for weight in weights)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, *grads):
+        x, *weights = (saved.to(grads[0].dtype) for saved in ctx.saved_tensors)  # after autocast
+        full = gather_tokens(x, ctx.group).flatten(0, 1)  # (B T, C)
+        of_weights = [grad.flatten(0, 1).t() @ full for grad in grads]
+        del full  # frees its memory
+        of_full = sum(grad @ weight for grad, weight in zip(grads, weights))  # (B, T, C)
+        return of_full, None, None, *of_weights
+
+
 class EnterAndProject(nn.Module):
-    """f and the matrices after it, such as gate and up, in place of SequenceEnter. Returns a tuple
-    of their products. A Projection in each layer's place picks one. Activation checkpointing keeps
-    only this rank's tokens, and runs f again."""
+    """f and the matmuls after it, in place of SequenceEnter. Returns a tuple of products; a
+    Projection in place of each layer, such as gate and up, takes one."""
 
     def __init__(self, group, projections):
         super().__init__()
         self.group, self.projections = group, projections  # a list, no submodules: names stay
 
     def forward(self, x):
-        return checkpoint(self.project, x, use_reentrant=False, preserve_rng_state=False)
-
-    def project(self, x):
-        full = GatherTokens.apply(x, self.group)  # (B, T, C)
+        full = GatherTokens.apply(x, self.group)
         weights = [projection.weight for projection in self.projections]
-        # One matmul with all weights: checkpoint runs every matmul here again but the last one
-        products = F.linear(full, torch.cat(weights))
-        return products.split([len(weight) for weight in weights], dim=-1)
+        return Project.apply(full, x, self.group, *weights)
 
 
 class Projection(nn.Module):
@@ -192,16 +206,14 @@ def mark_partial(parameters, group):
 
 
 def reduce_partial(parameters):
-    """Complete the gradients that are partial sums, after the last backward pass of a step: one
-    all-reduce per group. All ranks give the same parameters. A rank without a gradient adds zeros.
+    """Complete the gradients that are partial sums, in one all-reduce per group. All ranks give the
+    same parameters. A rank without a gradient adds zeros.
 
-    Not noticed: a second call, or a backward without zero_grad(), after something else such as
-    clipping has changed the gradients."""
+    Call it once a step, after the last backward pass: a second sum is t times too large."""
     partial = {}  # {group: parameters}
     for p in dict.fromkeys(parameters):  # each once
         if p.requires_grad:
             for group in placement(p)["partial"]:
-                check_not_reduced(p)
                 partial.setdefault(group, []).append(p)
     for group, members in partial.items():
         grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in members]
@@ -211,29 +223,6 @@ def reduce_partial(parameters):
             grad.copy_(total.view_as(p))
             if p.grad is None and grad.any():  # another rank had a gradient
                 p.grad = grad
-            note_reduced(p, grad)
-
-
-# --- mistakes that would be silent: refused
-
-
-def check_not_reduced(parameter, *_):
-    """Raise RuntimeError where nothing has changed the gradient since reduce_partial. torch counts
-    changes in _version."""
-    grad = parameter.grad
-    if grad is not None and getattr(grad, "complete_at", None) == grad._version:
-        raise RuntimeError(
-            "reduce_partial has completed these gradients already: call it once a step, "
-            "after the last backward pass, and zero_grad() before the next one"
-        )
-
-
-def note_reduced(parameter, grad):
-    """From now on another backward pass or reduce_partial is refused."""
-    grad.complete_at = grad._version
-    if not hasattr(parameter, "watched"):  # the hook runs before backward adds to the gradient
-        check = functools.partial(check_not_reduced, parameter)
-        parameter.watched = parameter.register_hook(check)
 
 
 # --- for model.py's GPT ---

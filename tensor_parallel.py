@@ -95,15 +95,13 @@ class Enter(nn.Module):
 
 
 class Leave(nn.Module):
-    """g as a module. in_place=True overwrites x: for a partial sum that nothing else needs."""
+    """g as a module. It overwrites x, a partial sum that nothing else needs."""
 
-    def __init__(self, group, in_place=False):
+    def __init__(self, group):
         super().__init__()
-        self.group, self.in_place = group, in_place
+        self.group = group
 
     def forward(self, x):
-        if not self.in_place:
-            x = x.clone(memory_format=torch.contiguous_format)
         return ReduceFromGroup.apply(x, self.group)
 
 
@@ -136,14 +134,14 @@ class RowParallelLinear(nn.Module):
         super().__init__()
         self.weight = shard(linear.weight, 1, group)  # (out, in / t)
         self.bias = linear.bias  # (out,)
-        self.leave = Leave(group, in_place=True)
+        self.leave = Leave(group)
 
     def forward(self, x):
         y = self.leave(F.linear(x, self.weight))
         return y if self.bias is None else y + self.bias  # the bias once, after g
 
 
-# --- a model of yours. All ranks have the same weights and tokens; count: the batch's targets
+# --- a model of yours. All ranks have the same weights and tokens
 #
 #     for block in model.blocks:
 #         attn, mlp = block.attn, block.mlp
@@ -161,7 +159,7 @@ class RowParallelLinear(nn.Module):
 #     optimizer = torch.optim.AdamW(model.parameters())  # only now: the parameters are new
 #     optimizer.zero_grad()
 #     for tokens, targets in microbatches:
-#         criterion(model(tokens), targets, count).backward()
+#         criterion(model(tokens), targets, target_count).backward()  # targets of the batch
 #     norm = grad_norm(model.parameters())  # torch's norm lacks other ranks' shards
 #     nn.utils.clip_grads_with_norm_(model.parameters(), 1.0, norm)
 #     optimizer.step()
@@ -180,7 +178,7 @@ class VocabParallelEmbedding(nn.Module):
         self.vocab = len(embedding.weight)
         self.weight = shard(embedding.weight, 0, group)  # (V / t, C)
         self.start = dist.get_rank(group) * len(self.weight)
-        self.leave = Leave(group, in_place=True)
+        self.leave = Leave(group)
         self.padding_row = None  # padding_idx, if this rank has its row
         if embedding.padding_idx in range(self.start, self.start + len(self.weight)):
             self.padding_row = embedding.padding_idx - self.start
@@ -223,11 +221,8 @@ class ShardedCrossEntropy(torch.autograd.Function):
         return total.log() - of_target
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad):
-        # once_differentiable would not notice create_graph=True here: it asks whether `grad` needs
-        # a gradient, and that of a .sum() is a constant
-        if torch.is_grad_enabled():
-            raise RuntimeError("this loss has no second gradients: leave out create_graph=True")
         softmax, column, outside = ctx.saved_tensors
         onehot = (~outside).to(softmax.dtype).unsqueeze(1)  # (n, 1): this rank's column, or nothing
         softmax.scatter_add_(1, column, -onehot)  # in place, to save memory: backward runs once
@@ -235,9 +230,9 @@ class ShardedCrossEntropy(torch.autograd.Function):
 
 
 class VocabParallelCrossEntropy(nn.Module):
-    """logits (B, T, V / t), targets (B, T), count -> summed cross-entropy / count, the same scalar
-    on every rank. count: the valid targets of the whole batch, in all its micro-batches. Targets
-    below zero add nothing."""
+    """logits (B, T, V / t), targets (B, T) -> summed cross-entropy / target_count, the same scalar
+    on every rank. target_count: the valid targets of the whole batch, in all its micro-batches.
+    Targets below zero add nothing."""
 
     def __init__(self, vocab, group):
         super().__init__()
@@ -245,7 +240,7 @@ class VocabParallelCrossEntropy(nn.Module):
         rank, t = dist.get_rank(group), dist.get_world_size(group)
         self.start, self.length, self.width = span(vocab, rank, t)
 
-    def forward(self, logits, targets, count):
+    def forward(self, logits, targets, target_count):
         if logits.shape[-1] != self.width:
             why = f"a rank has {self.width} of {self.vocab} logits here, not {logits.shape[-1]}"
             raise ValueError(f"{why}: make the output projection a ColumnParallelLinear")
@@ -253,7 +248,7 @@ class VocabParallelCrossEntropy(nn.Module):
         # No rank has a logit for a larger target: its loss would be wrong, silently
         torch._assert_async((targets < self.vocab).all(), f"targets must be below {self.vocab}")
         losses = ShardedCrossEntropy.apply(logits, targets, self.start, self.length, self.group)
-        return losses.masked_fill(targets < 0, 0.0).sum() / count
+        return losses.masked_fill(targets < 0, 0.0).sum() / target_count
 
 
 # --- shards: a rank's part of a parameter, and where it lies
@@ -267,12 +262,12 @@ def span(size, index, shards):
     return start, min(width, size - start), width
 
 
-def shard_tensor(full, dim, index, shards, fill=0):
-    """Shard `index` of a tensor along `dim`, in memory of its own. `fill` pads it."""
+def shard_tensor(full, dim, index, shards):
+    """Shard `index` of a tensor along `dim`, in memory of its own, padded with zeros."""
     start, length, width = span(full.shape[dim], index, shards)
     shape = list(full.shape)
     shape[dim] = width
-    part = full.new_full(shape, fill)
+    part = full.new_zeros(shape)
     part.narrow(dim, 0, length).copy_(full.narrow(dim, start, length))
     return part
 
@@ -316,10 +311,10 @@ def shard(parameter, dim, group):
 
 
 @torch.no_grad()
-def grad_norm(parameters, stages=None):
+def grad_norm(parameters):
     """The norm of the whole model's gradient, a float64 scalar. Shards are added up over the groups
-    that cut them, whichever technique did; a whole parameter counts once. stages: the group of a
-    pipeline's ranks, if there is one.
+    that cut them, whichever technique did; a whole parameter counts once. A pipeline adds up the
+    squares of its stages' norms.
 
     Raises RuntimeError where the norm of unsplit parameters' gradients differs between ranks."""
     parameters = list(parameters)
@@ -328,26 +323,13 @@ def grad_norm(parameters, stages=None):
     for p in parameters:
         groups = tuple(group for group, _, _ in placement(p)["cuts"].values())
         total = squares.setdefault(groups, torch.zeros_like(wholes))
-        if p.grad is not None and not is_tied_copy(p, stages):
+        if p.grad is not None:
             total += torch.linalg.vector_norm(p.grad, dtype=torch.float64).square()
     for groups, total in squares.items():
         for group in groups:
             check_wholes(wholes, group)
             dist.all_reduce(total, group=group)
-    total = sum(squares.values())
-    if stages is not None:
-        dist.all_reduce(total, group=stages)
-    return total.sqrt()
-
-
-def is_tied_copy(parameter, stages):
-    """Whether an earlier stage counts this parameter: a matrix that two stages have."""
-    if stages is None:
-        return False
-    ranks = set(dist.get_process_group_ranks(stages))
-    groups = placement(parameter)["partial"]
-    tied = [group for group in groups if ranks.issuperset(dist.get_process_group_ranks(group))]
-    return any(dist.get_rank(group) > 0 for group in tied)
+    return sum(squares.values()).sqrt()
 
 
 def check_wholes(square, group):
@@ -388,7 +370,7 @@ def parallelize_tensors(model, group):
         attn.proj = RowParallelLinear(attn.proj, group)
         if model.config.experts:  # the hidden units of every expert; the router stays whole
             mlp.enter = Enter(group)
-            mlp.leave = Leave(group, in_place=True)
+            mlp.leave = Leave(group)
             mlp.experts.gate = shard(mlp.experts.gate, 1, group)  # (E, out, in)
             mlp.experts.up = shard(mlp.experts.up, 1, group)
             mlp.experts.down = shard(mlp.experts.down, 2, group)

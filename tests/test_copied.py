@@ -404,7 +404,7 @@ def test_usage_of_tensor_and_sequence_parallel(tp, sp):
     microbatches = list(zip(x.split([5, 3]), y.split([5, 3])))
 
     def use(top, model, **given):
-        names = dict(group=group.WORLD, t=2, vocab=VOCAB, count=count, model=model)
+        names = dict(group=group.WORLD, t=2, vocab=VOCAB, target_count=count, model=model)
         return run_usage(top, **vars(tp) | vars(sp) | names | given)
 
     def cuts(full, p):
@@ -611,12 +611,12 @@ def test_f_and_g_leave_what_others_hold(tp):
         (5 * (x + y)).sum().backward()
         assert leaf.grad.tolist() == [10.0] * 3  # both ranks' uses
         assert other.grad.tolist() == [5.0] * 3
-    leave, leaf = tp.Leave(group.WORLD), torch.ones(3, requires_grad=True)
-    base, data = torch.ones(2, 4, requires_grad=True) * 1, torch.ones(3)
-    leave(leaf).sum().backward()
-    assert leave(data).tolist() == [2.0] * 3 and leave(base[:, :2]).tolist() == [[2.0] * 2] * 2
-    assert leaf.tolist() == data.tolist() == leaf.grad.tolist() == [1.0] * 3
-    assert base.tolist() == [[1.0] * 4] * 2
+    leaf = torch.ones(3, requires_grad=True)
+    y = tp.Leave(group.WORLD)(leaf * 1)
+    y.sum().backward()
+    assert y.tolist() == [2.0] * 3 and leaf.grad.tolist() == [1.0] * 3
+    with refused("in-place"):
+        tp.Leave(group.WORLD)(leaf)
 
 
 @on_top_of("tensor_parallel sequence_parallel", 2)
@@ -629,9 +629,6 @@ def test_a_partial_gradient_that_one_rank_lacks_counts_as_zeros(tp, sp):
     assert [p.grad.tolist() for p in parameters[:3]] == [[10.0] * 3, [10.0] * 3, [4.0] * 3]
     assert parameters[3].grad is None
     sp.reduce_partial([])
-    with refused("reduce_partial has completed"):
-        parameters[2].sum().backward()  # does not reach the first
-    assert parameters[2].grad.tolist() == [4.0] * 3
 
 
 @pytest.mark.parametrize("frozen", [False, True])

@@ -62,9 +62,9 @@ VocabParallelCrossEntropy(7, world)(torch.ones(2, 4), torch.tensor([0, {7 | 8}])
 VocabParallelCrossEntropy(7, world)(torch.ones(2, 7), torch.tensor([0, 1]), 2)
     # 4 of 7 logits ... not 7
 Layout(Transformer(lambda: Block(heads=3)), "sgd", tp=2).model(TOKENS)  # unflatten
-twice(lambda x: {Enter | Leave}(world)(x) ** 3, 2, 3)  # once_differentiable
+twice(lambda x: {Enter | Leave}(world)(x * 1) ** 3, 2, 3)  # once_differentiable
 twice(lambda x: VocabParallelCrossEntropy(7, world)(x @ torch.ones(3, 4), torch.tensor([0, 5]), 2),
-    2, 3)  # no second gradients
+    2, 3)  # does not require grad
 """,
     "tensor_parallel sequence_parallel": """
 twice(lambda x: {SequenceEnter | SequenceLeave}(world)(x) ** 3, 2, 4, WIDTH)  # once_differentiable
@@ -249,7 +249,6 @@ PIPELINES = [("in-place", dict(pp=2, schedule="1f1b"))]
 
 REPLACED = "was replaced.*zero_grad.*second DDP.*create_graph.*unfrozen.*moved or cast after DDP"
 MOVED = "no longer the one that ZeRO put there"
-COMPLETED = "reduce_partial has completed these gradients already.*zero_grad"
 DIFFER = "gradients of whole parameters differ, .* complete partial gradients"
 CHANGED = "replaced, .*frozen or unfrozen"
 
@@ -290,8 +289,6 @@ ORDERS = [
     (MATRICES, "change_inputs run | norm", DIFFER),
     (SEQUENCES, "run | norm | |", DIFFER),
     (SEQUENCES, "unmark run finish | norm", DIFFER),
-    (SEQUENCES, "run finish | finish | |", COMPLETED),
-    (SEQUENCES, "run finish | pass | |", COMPLETED),
     (PIPELINES, "run finish | finish | |", "call reduce_tied once a step"),
 ]
 

@@ -100,9 +100,3 @@ def test_reduce_scatter(ranks, monkeypatch):
     monkeypatch.setattr(dist, "get_backend", lambda group: "another")
     for ours, expected in ranks(4, work, x):
         torch.testing.assert_close(ours, expected)
-
-
-def test_a_sequence_that_does_not_divide_is_refused(script):
-    flags = "--nproc 3 --heads 3 --width 24 --layers 1 --context 10 --quiet"
-    code, said = script("sequence_parallel", flags)
-    assert code == 2 and "--context 10 does not divide over 3 ranks: use --context 12" in said

@@ -1,11 +1,11 @@
-"""tensor_parallel.py against one process, and against PyTorch's DTensor."""
+"""tensor_parallel.py against one process. Whole trainings: test_copied.py, test_layouts.py."""
 
 import dataclasses
 import functools
 
 import torch
 import torch.distributed as dist
-from reference import CONFIGS, batch, make_optimizer, piece, train_rank
+from reference import CONFIGS, batch
 
 import expert_parallel
 import harness
@@ -13,7 +13,6 @@ import model as gpt
 import sequence_parallel
 import tensor_parallel as tp
 from harness import initialize, presets
-from proof.ledger import Ledger
 from trainer import sampling
 
 
@@ -22,10 +21,6 @@ def build(config, group):
         model = gpt.GPT(config)
     model = tp.parallelize_tensors(model, group)
     return initialize.fill(model, 7, dtype=torch.float64, take=harness.take)
-
-
-def train_parallel(config, kind, **options):
-    return train_rank(build(config, dist.group.WORLD), kind, **options)
 
 
 def test_the_plain_mlp_equals_one_process(ranks):
@@ -66,52 +61,6 @@ def test_a_rank_with_nothing_but_padding(ranks):
         torch.testing.assert_close(
             grad, tp.shard_tensor(whole.embed.token.weight.grad, 0, rank, 4), rtol=1e-10, atol=1e-12
         )
-
-
-def test_shards_differ_and_padding_stays_zero(ranks):
-    def work(rank):
-        group = dist.group.WORLD
-        model = build(CONFIGS["gpt2"], group)
-        optimizer = make_optimizer(model.parameters(), "adamw")
-        for step in range(3):
-            tokens, targets, samples, count = batch(step)
-            optimizer.zero_grad()
-            model(tokens, targets=targets, target_count=count).backward()
-            optimizer.step()
-        return {n: (p.detach(), tp.split_over(p, group)) for n, p in model.named()}
-
-    results = ranks(4, work)
-    for name in results[0]:
-        values, split = [r[name][0] for r in results], results[0][name][1]
-        equal = [torch.equal(values[0], v) for v in values[1:]]
-        assert not any(equal) if split else all(equal), name
-    # Qkv, up: 2 each; proj, down; and the vocabulary
-    assert sum(split for _, split in results[0].values()) == 3 * 6 + 1
-    last = results[3]["embed.token.weight"][0]  # 61 rows in pieces of 16: the last has 13
-    assert last.shape[0] == 16 and last[:13].abs().min() > 0 and last[13:].abs().max() == 0
-
-
-def test_four_all_reduces_a_block(ranks):
-    """Two in forward, two in backward. Receipts hold their bytes against the formula."""
-
-    def all_reduces(family, layers):
-        sizes = dict(layers=layers, heads=4, kv_heads=4, width=32, context=12, vocab=61)
-        model = build(presets.configure(family=family, **sizes), dist.group.WORLD)
-        tokens, targets, samples, count = batch(0)
-        ledger = Ledger({"tp": dist.group.WORLD})
-        with ledger:
-            loss = model(tokens, targets=targets, target_count=count)
-        forward = ledger.sent["all_reduce", "tp"][0]
-        with ledger:
-            loss.backward()
-        return forward, ledger.sent["all_reduce", "tp"][0]
-
-    def work(rank):
-        for family in ("gpt2", "llama"):
-            (one, one_in_all), (three, three_in_all) = (all_reduces(family, n) for n in (1, 3))
-            assert three - one == 2 * 2 and three_in_all - one_in_all == 2 * 4
-
-    ranks(4, work)
 
 
 def test_cuts_real_weights_as_drawn_ones_and_frees_the_whole(ranks):
@@ -173,38 +122,3 @@ def test_cross_entropy_of_large_and_16_bit_logits(ranks):
             torch.testing.assert_close(part.grad.double(), gradient, rtol=close, atol=close)
 
     ranks(4, work)
-
-
-def test_equals_dtensor(ranks):
-    """The same weights after 5 steps as PyTorch's parallelize_module on the same blocks."""
-    # Imported here: once, and not in every rank
-    from torch.distributed.tensor import DTensor
-    from torch.distributed.tensor.parallel import (
-        ColwiseParallel,
-        RowwiseParallel,
-        parallelize_module,
-    )
-
-    config = CONFIGS["llama"]
-
-    def theirs(rank):
-        model = initialize.build(config, 7, dtype=torch.float64)
-        mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (2,))
-        plan = {}
-        for i in range(config.layers):
-            for name in ("attn.qkv", "mlp.gate", "mlp.up"):
-                plan[f"blocks.{i}.{name}"] = ColwiseParallel()
-            for name in ("attn.proj", "mlp.down"):
-                plan[f"blocks.{i}.{name}"] = RowwiseParallel()
-        parallelize_module(model, mesh, plan)
-        (_, _, weights), _ = train_rank(model, "sgd", accumulate=1, steps=5)
-        return {n: p.full_tensor() if isinstance(p, DTensor) else p for n, p in weights.items()}
-
-    def work(rank):
-        (_, _, weights), cuts = train_parallel(config, "sgd", accumulate=1, steps=5)
-        return weights, cuts, theirs(rank)
-
-    for weights, cuts, their in ranks(2, work):
-        for name, p in weights.items():
-            full = piece(their[name], cuts[name])
-            torch.testing.assert_close(p, full, rtol=1e-12, atol=1e-12)

@@ -352,12 +352,18 @@ class Layout(OneProcess):
             dist.all_reduce(loss, group=ranks)
 
     def norm(self):
-        stages = self.pp if self.stages else None
         if self.sharded:
-            return self.sharded.grad_norm(stages)
+            return self.sharded.grad_norm(self.pp if self.stages else None)
         import tensor_parallel
 
-        return tensor_parallel.grad_norm(self.trained.parameters(), stages)
+        counted, ends = [], getattr(self, "ends", None)
+        for p in self.trained.parameters():
+            tied = ends in getattr(p, "placement", {}).get("partial", ())
+            if not tied or dist.get_rank(ends) == 0:  # once, of two stages
+                counted.append(p)
+        square = tensor_parallel.grad_norm(counted).square()
+        dist.all_reduce(square, group=self.pp)
+        return square.sqrt()
 
     def clip(self, norm):
         if self.sharded:
