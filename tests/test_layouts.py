@@ -1,9 +1,11 @@
 """One curve: train.py in any layout against one process, and the bugs that its checks must
 catch."""
 
+import collections
 import functools
 import importlib
 import inspect
+import math
 import re
 import textwrap
 from unittest import mock
@@ -166,14 +168,15 @@ def reference(text):
     return train_alone
 
 
+def ranks_of(layout):
+    return math.prod(int(size) for size in re.findall(r"--(?:dp|cp|tp|pp) (\d+)", layout))
+
+
 def launches(table, most=6):
     """[(ranks, rows of the table)]: one launch has several rows of as many ranks."""
     of_ranks = {}
     for variant, layout in rows(table):
-        world = 1
-        for size in re.findall(r"--(?:dp|cp|tp|pp) (\d+)", layout):
-            world *= int(size)
-        of_ranks.setdefault(world, []).append((variant, layout))
+        of_ranks.setdefault(ranks_of(layout), []).append((variant, layout))
     found = []
     for world in sorted(of_ranks):
         every = range(0, len(of_ranks[world]), most)
@@ -282,207 +285,156 @@ def test_sample_and_validation_are_the_same_in_every_layout(ranks, text, capfd, 
 
 # --- planted bugs, each once real in a published project: the checks must fail, and say why
 
-SUMMED = "the right one: as if summed once too often, or not averaged, over dp (2)"
-PARTIAL = "which add up to the right one: never summed over "
-BACKWARD = "step 1, backward"
-FORWARD = "step 1, forward: the output of "
-NORM = "step 1, the norm"
-LOCAL = "it is that of rank 0's tensors alone"
-COUNTED = "tensors that several ranks of tp hold are counted once for each"
-LAST = "the last of 2 parts of each rank's rows (dp or micro-batches) counts alone"
+# The bug, and the function that has it; a line of it -> what stands there instead, or + what stands
+# before it; the variant and layout -> what is off first -> its cause
+BUGS = r"""
+gradients summed twice: ddp:DDP.finish
+    in bucket.partial_groups: -> in [*bucket.partial_groups, self.group]:
+    gpt2 --dp 2 -> step 1, backward -> it is 2 times the right one: as if summed once too often
+tied gradients never meet: ddp:DDP.finish
+    in bucket.partial_groups: -> in ():
+    sgd --pp 3 --layers 3 -> step 1, backward -> add up to the right one: never summed over tied
+averaged once too often: ddp:DDP.finish
+    for bucket in self.buckets: -> + a_bias(self).div_(dist.get_world_size())
+    sgd --dp 3 -> step 1, backward -> averaged once too often
+never received: ddp:DDP.finish
+    for bucket in self.buckets: -> + a_bias(self).zero_()
+    sgd --dp 2 -> step 1, backward -> it is zero: it was never computed
+right on the first rank alone: ddp:DDP.finish
+    for bucket in self.buckets: -> + a_bias(self).mul_(1 + 5 * dist.get_rank())
+    sgd --dp 3 -> step 1, backward -> and one is right
+half a gradient in step 2: ddp:DDP.finish
+    for bucket in self.buckets: -> + halve_in_step_2(self)
+    sgd --dp 2 --steps 3 -> step 2, backward or the norm -> 0.5 times
+padding gets a gradient: ddp:DDP.finish
+    for bucket in self.buckets: -> + fill_padding(self)
+    sgd --tp 2 -> step 1, backward -> only its padding is off
+one bias left out: ddp:DDP.__init__
+    listed = Counter(parameters) -> listed = all_but_a_bias(parameters)
+    gpt2 --dp 2 -> step 1, backward -> add up to the right one: never summed over dp
+ZeRO sums twice: zero:ZeRO.finish
+    for group in bucket.place.partial: -> + bucket.gradient_shard *= 2
+    gpt2 --dp 2 --zero 3 -> step 1, backward -> summed once too often, or not averaged, over dp (2)
+copies not summed: zero:ZeRO._keep_shard
+    if across is not None -> if False
+    sgd --dp 4 --zero 2 --zero-ranks 2 -> step 1, backward -> never summed over inside or across
+no rank adds to a shard: zero:ZeRO._reduce
+    if dist.get_world_size(bucket.group) == 1: -> if True:
+    sgd --dp 2 --zero 1 -> step 1, backward ->
+norm counts copies: harness:grad_norm
+    and is_first(p, groups) ->
+    gpt2 --tp 2 -> step 1, the norm -> that several ranks of tp hold are counted once for each
+norm is local: harness:grad_norm
+    sum_over(groups, total) -> sum_over((), total)
+    sgd --pp 2 -> step 1, the norm -> it is that of rank 0's tensors alone
+first piece on every rank: tensor_parallel:span
+    start = min(index * width, size) -> start = 0
+    sgd --tp 2 -> step 1, forward: the output of ->
+all shards equal: harness.rank:take
+    piece.narrow(dim, start, size) -> piece.narrow(dim, 0, size)
+    sgd --tp 2 -> step 1, forward: the output of blocks.0 ->
+bias on every rank: tensor_parallel:RowParallelLinear.forward
+    self.weight)) -> self.weight, self.bias))\n    return y
+    sgd --tp 2 -> step 2, forward: the output of blocks.0 ->
+no f: tensor_parallel:CopyToGroup.backward
+    dist.all_reduce(total, group=ctx.group) -> pass
+    sgd --tp 2 -> step 1, backward -> add up to the right one: never summed over tp
+recomputed without the collectives: tensor_parallel:ReduceFromGroup.forward
+    dist.all_reduce(x -> torch._C._current_graph_task_id() < 0 and dist.all_reduce(x
+    sgd --tp 2 --recompute block -> step 1, backward ->
+partial gradients left partial: sequence_parallel:mark_partial
+    if group not in -> if group in
+    sgd --tp 2 --sp -> step 1, backward -> add up to the right one: never summed over tp
+last micro-batch only: pipeline:StageRunner.forward
+    self.saved[m, stage] = x, y -> self.saved[m, stage] = x, y if m == 1 else 0 * y
+    sgd --dp 2 --microbatches 2 -> step 1, backward -> the last of 2 parts of each rank's rows
+loss is a mean of means: trainer.large_vocabulary:LeanCrossEntropy.forward
+    losses.sum() / count -> losses.sum() / targets.numel()
+    sgd --dp 2 --microbatches 2 -> step 1, the loss -> it is 4 times the right one
+one seed for all samples: model:GPT.forward
+    hash64(sample_ids.unsqueeze(1) -> hash64(torch.arange(len(sample_ids)).unsqueeze(1)
+    dropout --dp 2 -> step 1, forward: the output of embed ->
+nothing recomputed: harness:recompute
+    selective if kind == "selective" else plain -> plain
+    sgd --tp 2 --sp --recompute selective -> nothing ->
+a tied matrix is deferred: zero_bubble:can_defer
+    getattr(base, "used_twice", False) -> False
+one weight never moved: harness:make_optimizer
+    [p for p in parameters if p.requires_grad] -> [p for p in parameters if p.requires_grad][1:]
+    sgd --dp 2 --steps 1 -> step 1, the optimizer -> it did not move
+"""
 
-# name of the bug: (function, its line, what is there instead)
-BUGS = {
-    "gradients summed twice": (
-        "ddp:DDP.finish",
-        "in bucket.partial_groups:",
-        "in [*bucket.partial_groups, self.group]:",
-    ),
-    "ZeRO sums twice": (
-        "zero:ZeRO.finish",
-        "for group in bucket.place.partial:",
-        "bucket.gradient_shard *= 2\n        for group in bucket.place.partial:",
-    ),
-    "tied gradients never meet": ("ddp:DDP.finish", "in bucket.partial_groups:", "in ():"),
-    "copies not summed": ("zero:ZeRO._keep_shard", "if across is not None", "if False"),
-    "no rank adds to a shard": (
-        "zero:ZeRO._reduce",
-        "if dist.get_world_size(bucket.group) == 1:",
-        "if True:",
-    ),
-    "norm counts copies": ("harness:grad_norm", "and is_first(p, groups)", ""),
-    "norm is local": ("harness:grad_norm", "sum_over(groups, total)", "sum_over((), total)"),
-    "one bias left out": (
-        "ddp:DDP.__init__",
-        "listed = Counter(parameters)",
-        "listed = Counter(parameters)\n    del listed[next(p for p in listed if p.dim() == 1)]",
-    ),
-    "first piece on every rank": (
-        "tensor_parallel:span",
-        "start = min(index * width, size)",
-        "start = 0",
-    ),
-    # All ranks take it when the model is filled. The proof's own pieces are right
-    "all shards equal": (
-        "harness.rank:take",
-        "piece.narrow(dim, start, size)",
-        "piece.narrow(dim, 0, size)",
-    ),
-    "bias on every rank": (
-        "tensor_parallel:RowParallelLinear.forward",
-        "self.weight))\n    return y if self.bias is None else y + self.bias",
-        "self.weight, self.bias))\n    return y",
-    ),
-    "no f": (
-        "tensor_parallel:CopyToGroup.backward",
-        "dist.all_reduce(total, group=ctx.group)",
-        "pass",
-    ),
-    "recomputed without the collectives": (
-        "tensor_parallel:ReduceFromGroup.forward",
-        "dist.all_reduce(x, group=group)",
-        "torch._C._current_graph_task_id() == -1 and dist.all_reduce(x, group=group)",
-    ),
-    "partial gradients left partial": (
-        "sequence_parallel:mark_partial",
-        "if group not in ",
-        "if group in ",
-    ),
-    "last micro-batch only": (
-        "pipeline:StageRunner.forward",
-        "self.saved[m, stage] = x, y",
-        "self.saved[m, stage] = x, y if m == 1 else 0 * y",
-    ),
-    "loss is a mean of means": (
-        "trainer.large_vocabulary:LeanCrossEntropy.forward",
-        "losses.sum() / count",
-        "losses.sum() / targets.numel()",
-    ),
-    "one seed for all samples": (
-        "model:GPT.forward",
-        "hash64(sample_ids.unsqueeze(1)",
-        "hash64(torch.arange(len(sample_ids)).unsqueeze(1)",
-    ),
-    "nothing recomputed": (
-        "harness:recompute",
-        'selective if kind == "selective" else plain',
-        "plain",
-    ),
-    "a tied matrix is deferred": (
-        "zero_bubble:can_defer",
-        'getattr(base, "used_twice", False)',
-        "False",
-    ),
-    "one weight never moved": (
-        "harness:make_optimizer",
-        "[p for p in parameters if p.requires_grad]",
-        "[p for p in parameters if p.requires_grad][1:]",
-    ),
-}
-# What becomes of one bias when all gradients are complete
-BIAS = "ddp:DDP.finish", "for bucket in self.buckets:"
-AFTER = "p = next(p for p in self.parameters if p.dim() == 1)\n    p.grad {}\n    " + BIAS[1]
-for bug, change in {
-    "averaged once too often": "/= dist.get_world_size()",
-    "never received": "*= 0",
-    "right on the first rank alone": "*= 1 + 5 * dist.get_rank()",
-}.items():
-    BUGS[bug] = *BIAS, AFTER.format(change)
-BUGS["half a gradient in step 2"] = (
-    *BIAS,
-    """self.steps = getattr(self, "steps", 0) + 1
-    for bucket in self.buckets:
-        bucket.flat *= 0.5 if self.steps == 2 else 1
-    for bucket in self.buckets:""",
-)
-BUGS["padding gets a gradient"] = (
-    *BIAS,
-    """for p in self.parameters:
+
+def a_bias(ddp):
+    """Its gradient, when all are complete."""
+    return next(p for p in ddp.parameters if p.dim() == 1).grad
+
+
+def all_but_a_bias(parameters):
+    listed = collections.Counter(parameters)
+    del listed[next(p for p in listed if p.dim() == 1)]
+    return listed
+
+
+def halve_in_step_2(ddp):
+    ddp.steps = getattr(ddp, "steps", 0) + 1
+    for bucket in ddp.buckets:
+        bucket.flat *= 0.5 if ddp.steps == 2 else 1
+
+
+def fill_padding(ddp):
+    for p in ddp.parameters:
         for dim, (_, _, size) in getattr(p, "placement", {}).get("cuts", {}).items():
             p.grad.narrow(dim, size, p.shape[dim] - size).fill_(0.1)
-    for bucket in self.buckets:""",
-)
+
+
+def bugs():
+    """{bug: (function, its line, what is there instead)} and {ranks: [(bug, variant, layout, what
+    is off first, its cause)]}"""
+    changes, found = {}, {}
+    for row in re.split(r"\n(?! )", BUGS.strip()):
+        header, change, *cases = row.split("\n")
+        bug, place = header.split(": ")
+        line, other = change.strip().replace("\\n", "\n").split(" ->")
+        other = other.removeprefix(" ")
+        changes[bug] = place, line, other
+        for flags, first_off, cause in (line.strip().split(" ->") for line in cases):
+            variant, layout = flags.split(maxsplit=1)
+            rows = found.setdefault(ranks_of(layout), [])
+            rows.append((bug, variant, layout, first_off.strip(), cause.strip()))
+    return changes, found
+
+
+CHANGES, FOUND = bugs()
 
 
 def planted(bug):
     """A context in which the function has another line."""
-    place, line, other = BUGS[bug]
+    place, line, other = CHANGES[bug]
     module, _, path = place.partition(":")
     *parts, name = path.split(".")
     owner = functools.reduce(getattr, parts, importlib.import_module(module))
     right, found = inspect.unwrap(getattr(owner, name)), {}
     source = textwrap.dedent(inspect.getsource(right))
     assert source.count(line) == 1, f"{place} has changed: {line}"
-    exec(source.replace(line, other), right.__globals__ | {"torch": torch, "dist": dist}, found)
+    if other.startswith("+ "):
+        [indent] = re.findall(rf"^( *).*{re.escape(line)}", source, re.M)
+        other = f"{other[2:]}\n{indent}{line}"
+    helpers = dict(torch=torch, dist=dist, a_bias=a_bias, all_but_a_bias=all_but_a_bias)
+    helpers |= dict(halve_in_step_2=halve_in_step_2, fill_padding=fill_padding)
+    exec(source.replace(line, other), right.__globals__ | helpers, found)
     return mock.patch.object(owner, name, found[name])
-
-
-# {ranks: [(bug, variant, layout, what is off first, its cause)]}. None: what differs is no number
-FOUND = {
-    2: [
-        ("gradients summed twice", "gpt2", "--dp 2", BACKWARD, f"it is 2 times {SUMMED}"),
-        ("norm counts copies", "gpt2", "--tp 2", NORM, COUNTED),
-        ("norm is local", "sgd", "--pp 2", NORM, LOCAL),
-        ("one bias left out", "gpt2", "--dp 2", BACKWARD, PARTIAL + "dp"),
-        ("last micro-batch only", "sgd", "--dp 2 --microbatches 2", BACKWARD, LAST),
-        ("bias on every rank", "sgd", "--tp 2", "step 2, forward: the output of blocks.0", ""),
-        ("no f", "sgd", "--tp 2", BACKWARD, PARTIAL + "tp"),
-        ("partial gradients left partial", "sgd", "--tp 2 --sp", BACKWARD, PARTIAL + "tp"),
-        ("ZeRO sums twice", "gpt2", "--dp 2 --zero 3", BACKWARD, SUMMED),
-        ("no rank adds to a shard", "sgd", "--dp 2 --zero 1", BACKWARD, ""),
-        ("first piece on every rank", "sgd", "--tp 2", FORWARD, ""),
-        ("all shards equal", "sgd", "--tp 2", FORWARD + "blocks.0", ""),
-        (
-            "loss is a mean of means",
-            "sgd",
-            "--dp 2 --microbatches 2",
-            "step 1, the loss",
-            "it is 4 times the right one",
-        ),
-        ("one seed for all samples", "dropout", "--dp 2", FORWARD + "embed", ""),
-        ("nothing recomputed", "sgd", "--tp 2 --sp --recompute selective", None, None),
-        ("recomputed without the collectives", "sgd", "--tp 2 --recompute block", BACKWARD, ""),
-        ("never received", "sgd", "--dp 2", BACKWARD, "it is zero: it was never computed"),
-        ("padding gets a gradient", "sgd", "--tp 2", BACKWARD, "only its padding is off"),
-        ("half a gradient in step 2", "sgd", "--dp 2", "step 2, backward or the norm", "0.5 times"),
-        (
-            "one weight never moved",
-            "sgd",
-            "--dp 2",
-            "step 1, the optimizer",
-            "it did not move",
-        ),
-    ],
-    3: [
-        ("tied gradients never meet", "sgd", "--pp 3", BACKWARD, PARTIAL + "tied"),
-        ("averaged once too often", "sgd", "--dp 3", BACKWARD, "averaged once too often"),
-        ("right on the first rank alone", "sgd", "--dp 3", BACKWARD, "and one is right"),
-    ],
-    4: [
-        (
-            "copies not summed",
-            "sgd",
-            "--dp 4 --zero 2 --zero-ranks 2",
-            BACKWARD,
-            PARTIAL + "inside or across",
-        ),
-    ],
-}
 
 
 @pytest.mark.parametrize("world", FOUND)
 def test_planted_bugs_are_caught(ranks, text, world):
-    """The receipt fails, and says where and why."""
-
-    def flags(bug, variant, layout):
-        layers = 3 if "--pp 3" in layout else 2
-        args = arguments(text, f"{VARIANTS[variant]} {layout} --layers {layers}")
+    """Else a receipt passes with a bug, or sends its reader to another place."""
+    cases = []
+    for bug, variant, layout, *_ in FOUND[world]:
+        args = arguments(text, f"{VARIANTS[variant]} --layers 2 {layout}")
         if bug == "one bias left out":  # it starts at zero and gets a step of the learning rate
             args.weight_decay = 0.0
-        args.steps = {"one weight never moved": 1, "half a gradient in step 2": 3}.get(bug, 2)
-        return args
-
-    cases = [(row[0], flags(*row[:3])) for row in FOUND[world]]
+        cases.append((bug, args))
 
     def work(rank):
         found = []
@@ -493,28 +445,25 @@ def test_planted_bugs_are_caught(ranks, text, world):
 
     for row, results in zip(FOUND[world], zip(*ranks(world, work, timeout=400)), strict=True):
         with case(*row):
-            assert {code for code, _ in results} == {1} and not results[0][1]["ok"]
-            check_diagnosis(results[0][1], *row[3:])
+            receipt, (first_off, cause) = results[0][1], row[3:]
+            assert {code for code, _ in results} == {1} and not receipt["ok"]
+            if first_off == "nothing":  # what differs is no number
+                assert receipt["first_off"] is None and not receipt["findings"]
+            else:
+                assert first_off in receipt["first_off"]
+                assert cause in "\n".join(receipt["findings"])
 
 
-def check_diagnosis(receipt, first_off, cause):
-    if first_off is None:
-        assert receipt["first_off"] is None and not receipt["findings"]
-        return
-    assert first_off in receipt["first_off"]
-    assert cause in "\n".join(receipt["findings"])
-
-
-def test_a_gradient_in_two_pieces_is_refused(ranks, text):
-    """A tied matrix on one stage gets a gradient from the embedding and one from the head. With a
-    split backward DDP would count two passes. (ZeRO reduces its bucket last, so it is right.)"""
-    flags = f"{VARIANTS['sgd']} --dp 2 --schedule zb-h1 --microbatches 3"
-    cases = [arguments(text, f"{flags} {zero}") for zero in ("", "--zero 2")]
+@pytest.mark.parametrize("zero", ["", "--zero 2"])
+def test_a_gradient_in_two_pieces_is_refused(ranks, text, zero):
+    """Else a gradient lacks a piece: a tied matrix on one stage gets one from the embedding and one
+    from the head. With a split backward DDP and ZeRO would count two passes."""
+    flags = f"{VARIANTS['sgd']} --dp 2 --schedule zb-h1 --microbatches 3 {zero}"
+    args = arguments(text, flags)
 
     def work(rank):
         with planted("a tied matrix is deferred"):
-            assert run_layout(rank, cases[1])[0] == 0
             with pytest.raises(RuntimeError, match="more backward passes"):
-                run_layout(rank, cases[0])
+                run_layout(rank, args)
 
     ranks(2, work)
