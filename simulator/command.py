@@ -16,6 +16,7 @@ def add_flags(parser):
     g.add_argument("--dry-run", action="store_true", help=f"{why}described cluster, take")
     why = "search the layouts that fit, choosing --dp to --recompute itself, and say why each loses"
     g.add_argument("--plan", action="store_true", help=f"{why} to the best")
+    harness.plot_flag(g, "with --dry-run: how the layout scales to 16,384 devices")
     why = "devices for --plan (default: those of the layout)"
     g.add_argument("--gpus", **harness.POSITIVE, help=why)
     why = "h100, h200, a100, b200, or NAME=80GB,989TFLOP/s,3.35TB/s: memory, dense bf16 rate, "

@@ -1,5 +1,5 @@
-"""What train.py writes while it runs: a log, Weights & Biases, TensorBoard, a plot of the loss,
-MFU, traces of chosen steps."""
+"""What train.py writes while it runs: a log, Weights & Biases, TensorBoard, MFU, traces of chosen
+steps."""
 
 import argparse
 import contextlib
@@ -22,8 +22,6 @@ def add_flags(parser):
     g = parser.add_argument_group("watching (see trainer/tracking.py)")
     why = "a JSON object a line, in full precision: step, loss, grad_norm, lr, tokens_per_s"
     g.add_argument("--log-to", metavar="FILE", help=why)
-    why = "the loss over the steps, with --resume also those in --log-to; with --dry-run how it "
-    harness.plot_flag(g, f"{why}scales")
     why = "trace these steps with torch.profiler, all ranks: for ui.perfetto.dev"
     g.add_argument("--profile", type=span, metavar="A-B", help=why)
     why = "where the traces go: one file a rank; Perfetto opens several on one time axis"
@@ -44,7 +42,6 @@ def span(text):
 
 def check(args):
     """Refuse what can't be written, and steps that don't come."""
-    harness.check_plot(args)
     if args.log_to and args.log_to.endswith(".csv"):
         raise Refused(f"--log-to {args.log_to}: a log is JSON lines: give it another name")
     if args.profile and args.profile[1] > args.steps:
@@ -178,18 +175,16 @@ class Log:
 
 @contextlib.contextmanager
 def open_log(run, first):
-    """Gives a function that writes a dict to --log-to, --wandb and --tensorboard, and at the end to
-    --plot; on rank 0 only. first: the first step."""
-    args, rows = run.args, []
+    """Gives a function that writes a dict to --log-to, --wandb and --tensorboard, on rank 0 only.
+    first: the first step."""
+    args, places = run.args, []
     if run.rank > 0:
         yield lambda row: None
         return
-    places = [rows.append]
     with contextlib.ExitStack() as stack:
         if args.log_to:
             # Of the steps that the checkpoint has; later ones are taken again
-            rows += read_log(args.log_to, first) if first else []
-            log = Log(args.log_to, rows)
+            log = Log(args.log_to, list(read_log(args.log_to, first)) if first else ())
             stack.callback(log.close)
             places.append(log.write)
         if args.wandb:
@@ -203,8 +198,6 @@ def open_log(run, first):
             board = stack.enter_context(SummaryWriter(args.tensorboard, purge_step=first + 1))
             places.append(functools.partial(scalars, board))
         yield lambda row: [write(row) for write in places]
-    if args.plot:
-        plot(rows, args.plot)
 
 
 def scalars(board, row):
@@ -212,15 +205,3 @@ def scalars(board, row):
     for name, value in row.items():
         if name != "step" and value is not None:
             board.add_scalar(name, value, row["step"])
-
-
-def plot(rows, name):
-    """The loss of each step, and those of validations, of rows as in --log-to."""
-    pyplot = harness.pyplot()
-    figure, axes = pyplot.subplots(figsize=(7, 4))
-    for kind, label, style in (("loss", "loss", "-"), ("val_loss", "validation loss", "o-")):
-        known = {row["step"]: row[kind] for row in rows if row.get(kind) is not None}
-        axes.plot(list(known), list(known.values()), style, label=label, linewidth=1, markersize=4)
-    axes.set(xlabel="step", ylabel="loss")
-    axes.legend()
-    harness.save(figure, name)
