@@ -310,7 +310,7 @@ def train(run, schedule=None, watch=contextlib.nullcontext, warm_up_first=True):
         schedule = zero_bubble.find_schedule(args.schedule, args.pp, args.microbatches, args.chunks)
     runner = set_up(run, schedule, watch)
     groups, model, optimizer = runner.groups, runner.model, runner.optimizer
-    averaging = islands.Alone()  # averages with nobody
+    averaging = islands.alone()  # averages with nobody
     if args.islands > 1:
         averaging = islands.Averaging(run, model, optimizer, groups)
     checkpoints = saving.Saver(run, model, optimizer, groups, runner.loss_scale, averaging)

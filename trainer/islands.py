@@ -17,6 +17,7 @@ outer momentum, which all islands share, are of kinds that begin with "outer".
 """
 
 import math
+from types import SimpleNamespace
 
 import torch
 
@@ -86,25 +87,16 @@ def parts_of(args, config):
 # --- in the loop
 
 
-class Alone:
+def alone():
     """In the place of Averaging where there is one island, which averages with nobody."""
-
-    reference = None
-
-    def beside(self, stepped):
-        return {}
-
-    def arrange(self, pieces, index):
-        return pieces
-
-    def go_on(self, first):
-        pass
-
-    def after(self, step):
-        pass
-
-    def expected(self, *row):
-        return row
+    return SimpleNamespace(
+        reference=None,
+        beside=lambda stepped: {},
+        arrange=lambda pieces, index: pieces,
+        go_on=lambda first: None,
+        after=lambda step: None,
+        expected=lambda *row: row,
+    )
 
 
 class Averaging(diloco.DiLoCo):
