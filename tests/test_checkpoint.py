@@ -26,26 +26,26 @@ ROOT = pathlib.Path(__file__).parent.parent
 COMMON = "--warmup 2 --keep 0 --prove 0"
 
 
-def rank_of(rank, args, broken=None):
-    """train.py's own function: its exit code, and the steps' loss and norm or its refusal."""
+def history(rank, args, broken=None):
+    """train.py's own function: (exit code, the history's rows, the receipt or the refusal)."""
+    run = proof.Run(args, rank, dist.get_world_size(), torch.device("cpu"))
     if broken:
-        broken(rank)
-    args.prove = args.prove or 0
+        broken(run)
     try:
-        run = proof.Run(args, rank, dist.get_world_size(), torch.device("cpu"))
-        return train.train(run), rows_of(run.history)
+        return train.train(run), run.history, getattr(run, "result", None)
     except harness.Refused as e:
-        return e.code, str(e)
+        return e.code, run.history, str(e)
 
 
 def rows_of(history):
     return [(row["step"], row["loss"], row["grad_norm"]) for row in history if "loss" in row]
 
 
-def layout(ranks, text, flags, out=None, broken=None):
-    args = arguments(text, f"{COMMON} {flags}" + (f" --out {out}" if out else ""))
-    results = ranks(args.dp * args.cp * args.tp * args.pp, rank_of, args, broken)
-    return results[0]
+def layout(ranks, text, flags, out, broken=None):
+    """(exit code, the steps' loss and norm, or the refusal)"""
+    args = arguments(text, f"{COMMON} {flags} --out {out}")
+    code, rows, said = ranks(args.dp * args.cp * args.tp * args.pp, history, args, broken)[0]
+    return code, said if code == 2 else rows_of(rows)
 
 
 def whole(folder):
@@ -189,9 +189,9 @@ def test_broken_checkpoints_are_passed_over(ranks, text, tmp_path, capfd, saved,
         BROKEN[reason](tmp_path / f"out/step-{step:08d}")
     args = arguments(text, f"{COMMON} --layers 2 --steps 4 --resume --out {tmp_path / 'out'}")
     args.quiet = False
-    [(code, steps)] = ranks(1, rank_of, args)
+    [(code, rows, _)] = ranks(1, history, args)
     assert code == 0
-    same_steps(steps, saved[1][1:])
+    same_steps(rows_of(rows), saved[1][1:])
     [said] = [line for line in capfd.readouterr().out.splitlines() if "resumed from" in line]
     assert "out/step-00000001: " in said
     for reason, step in zip(reasons, (3, 2)):
@@ -257,11 +257,11 @@ def steps_in(folder):
     return sorted(name for name in os.listdir(folder) if name != ".lock")
 
 
-def fails(rank, ends):
+def fails(run, ends):
     """The second rank's file of step 4 is cut short: by a full disk, or (ends) by a kill."""
 
     def write(path, content, right=checkpoint.write):
-        if "step-00000004" in path and rank == 1:
+        if "step-00000004" in path and run.rank == 1:
             pathlib.Path(path).write_bytes(content[:100])
             if ends:
                 os._exit(9)

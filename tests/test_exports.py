@@ -29,19 +29,19 @@ folders = test_pretrained.folders  # the fixture
 # --- exports
 
 
-def export(ranks, flags):
-    """Export after one step that changes nothing. Returns what was said. A launch, because export
-    sums the pieces of the ranks."""
-    flags += " --steps 1 --batch 4 --lr 0 --prove 0 --sample 0 --eval-batches 1"
+def said_in(ranks, flags, prompt=""):
+    """(what is said, the first loss) in a run of one step that changes nothing."""
+    flags += " --context 16 --steps 1 --batch 4 --lr 0 --prove 0 --eval-batches 1"
     args, _ = test_pretrained.prepare(flags)
+    args.prompt = prompt
 
     def work(rank):
-        run, said = proof.Run(args, rank, 1, torch.device("cpu")), []
+        run, said = proof.Run(args, rank, dist.get_world_size(), torch.device("cpu")), []
         run.print = lambda *words, **_: said.append(" ".join(map(str, words)))
         assert train.train(run) == 0
-        return said
+        return " ".join(said), run.history[0]["loss"]
 
-    return ranks(1, work)[0]
+    return ranks(args.dp * args.cp * args.tp * args.pp, work)[0]
 
 
 @pytest.mark.parametrize("name", ["gpt2", "llama"])
@@ -54,8 +54,8 @@ def test_an_export_keeps_what_the_folder_had(ranks, folders, text, tmp_path, nam
     change(model / "config.json", ends)
     (model / "generation_config.json").write_text(json.dumps(ends | {"temperature": 0.6}))
     make_tokenizer(model, bos=name == "llama")
-    flags = f"--init-from {model} --context 16 --data {text}"
-    said = " ".join(export(ranks, f"{flags} --export {out}"))
+    flags = f"--init-from {model} --sample 0 --data {text}"
+    said, _ = said_in(ranks, f"{flags} --export {out}")
     assert "with tokenizer.json, tokenizer_config.json, generation_config.json" in said
     ours, theirs = (transformers.AutoModelForCausalLM.from_pretrained(f) for f in (out, model))
     tokens = torch.randint(300, (2, 32), generator=torch.Generator().manual_seed(0))
@@ -68,21 +68,10 @@ def test_an_export_keeps_what_the_folder_had(ranks, folders, text, tmp_path, nam
     ours, theirs = (transformers.AutoTokenizer.from_pretrained(f) for f in (out, model))
     assert ours(TEXT).input_ids == theirs(TEXT).input_ids and ours.eos_token == "</s>"
 
-    export(ranks, f"{flags} --tokenizer bytes --export {other}")
+    said_in(ranks, f"{flags} --tokenizer bytes --export {other}")
     assert {path.name for path in other.iterdir()} == {"config.json", "model.safetensors"}
     config = json.loads((other / "config.json").read_text())
     assert (config["bos_token_id"], config["eos_token_id"]) == (256, 256)
-
-
-def test_a_new_models_export_names_its_own_end(ranks, text, tmp_path):
-    """transformers would take 1 and 2, or 50256, for the tokens that begin and end a text."""
-    sizes = "--layers 1 --width 16 --heads 2 --context 16 --family llama"
-    make_tokenizer(tmp_path / "tokens")
-    flags = f"{sizes} --tokenizer {tmp_path}/tokens --data {text} --export {tmp_path}/out"
-    export(ranks, flags)
-    config = transformers.AutoConfig.from_pretrained(tmp_path / "out")
-    assert (config.bos_token_id, config.eos_token_id) == (0, 1)
-    assert transformers.AutoTokenizer.from_pretrained(tmp_path / "out").eos_token_id == 1
 
 
 @pytest.mark.parametrize("name", ["float32", "bfloat16", "float16"])
@@ -182,17 +171,7 @@ LICENSE = pathlib.Path(__file__).parent.parent / "LICENSE"
 )
 def test_a_trained_model_knows_the_capital_of_france(ranks, smollm2, layout):
     """And its tokens are its own: with others the loss is 7 or 8."""
-    flags = f"{layout} --init-from {smollm2} --context 16 --batch 4 --steps 1 --lr 0 --prove 0 "
-    flags += f"--weight-decay 0 --sample 1 --temperature 0 --eval-batches 1 --data {LICENSE}"
-    args, _ = test_pretrained.prepare(flags)
-    args.prompt = "The capital of France is"
-
-    def work(rank):
-        run, said = proof.Run(args, rank, dist.get_world_size(), torch.device("cpu")), []
-        run.print = said.append
-        assert train.train(run) == 0
-        return said, run.history[0]["loss"]
-
-    said, loss = ranks(args.dp * args.cp * args.tp * args.pp, work)[0]
+    flags = f"{layout} --init-from {smollm2} --weight-decay 0 --sample 1 --temperature 0"
+    said, loss = said_in(ranks, f"{flags} --data {LICENSE}", "The capital of France is")
     assert "\nsample:\nThe capital of France is Paris" in said
     assert loss < 5

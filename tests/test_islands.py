@@ -7,10 +7,10 @@ import signal
 import sys
 
 import pytest
-import torch
 import torch.distributed as dist
 from conftest import Script
 from test_checkpoint import same_tensors, whole
+from test_layouts import run_layout
 
 import diloco
 import harness
@@ -24,18 +24,11 @@ SMALL += " --lr 0.01 --min-lr 0.01 --warmup 0 --sample 0 --eval-batches 1 --quie
 SGD = "--optimizer sgd --lr 0.3 --min-lr 0.3"
 
 
-def rank_of(rank, args, plant):
-    """train.py's own function on this rank: (exit code, receipt)."""
-    plant(rank)
-    run = proof.Run(args, rank, dist.get_world_size(), torch.device("cpu"))
-    return train.train(run), getattr(run, "result", None)
-
-
-def play(ranks, text, flags, plant=lambda rank: None):
-    """What each rank of a run says."""
+def play(ranks, text, flags, plant=None):
+    """(exit code, receipt) of each rank of a run."""
     args = train.flags().parse_args(f"{SMALL} {flags} --data {text}".split())
     args, _ = train.prepare(islands.settle(args))
-    return ranks(args.islands * args.dp * args.cp * args.tp * args.pp, rank_of, args, plant)
+    return ranks(args.islands * args.dp * args.cp * args.tp * args.pp, run_layout, args, plant)
 
 
 LAYOUTS = [
@@ -64,16 +57,16 @@ def test_any_layout_is_what_one_process_plays(ranks, text, flags):
         assert (said["held"]["outer_error"]["bytes"] > 0) == ("outer-bits" in flags)
 
 
-def one_island_stays(rank):
-    restart = diloco.Part.restart
-    diloco.Part.restart = lambda part, keep=0: restart(part, keep) if rank < 2 else None
+def one_island_stays():
+    restart, moves = diloco.Part.restart, dist.get_rank() < 2
+    diloco.Part.restart = lambda part, keep=0: restart(part, keep) if moves else None
 
 
-def blocks_of_two_pieces(rank):
+def blocks_of_two_pieces():
     islands.Averaging.padding = lambda self, stepped: 0
 
 
-def rows_of_another_island(rank):
+def rows_of_another_island():
     """The player asks for its rows with `pieces`."""
     read = proof.Run.microbatches
 
@@ -83,7 +76,7 @@ def rows_of_another_island(rank):
     proof.Run.microbatches = read_the_first
 
 
-def weights_stay_behind_the_masters(rank):
+def weights_stay_behind_the_masters():
     islands.hasattr = lambda optimizer, name: False
 
 
@@ -102,9 +95,9 @@ def test_the_receipt_catches(ranks, text, plant):
         assert code == 1 and max(said["max_error"].values()) > 1e-10
 
 
-def one_island_leaves_a_step_out(rank):
+def one_island_leaves_a_step_out():
     read = proof.Run.read
-    proof.Run.read = lambda run, *v: [math.nan] * 2 if run.step == rank == 1 else read(run, *v)
+    proof.Run.read = lambda run, *v: [math.nan] * 2 if run.step == run.rank == 1 else read(run, *v)
 
 
 def test_a_step_that_one_island_leaves_out(ranks, text):

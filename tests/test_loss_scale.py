@@ -7,11 +7,10 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
+from test_checkpoint import history
 from test_layouts import VARIANTS, arguments
 
 import harness
-import proof
 import train
 from harness import data, initialize
 from trainer import loss_scale
@@ -27,17 +26,6 @@ STEPS = 14
 # A scale that begins too high, and grows again after three steps: it shrinks and grows several
 # times in a few steps
 eager = mock.patch.multiple(LossScale, INITIAL=2.0**19, INTERVAL=3)
-
-
-def history(rank, args, broken=None):
-    """(exit code, the history's rows, the receipt) of train.py's own function, or its refusal."""
-    try:
-        run = proof.Run(args, rank, dist.get_world_size(), torch.device("cpu"))
-        if broken:
-            broken(run)
-        return train.train(run), run.history, getattr(run, "result", None)
-    except harness.Refused as e:
-        return e.code, run.history, str(e)
 
 
 # Kept ranks see no monkeypatch
