@@ -268,7 +268,7 @@ class Schedule(tuple):
     passes = ["FB"]  # what a stage does with a micro-batch, in training
 
     def __new__(cls, rows):
-        return super().__new__(cls, [tuple(row) for row in rows])
+        return super().__new__(cls, map(tuple, rows))
 
     def __init__(self, rows):
         self.owner = {}
@@ -553,13 +553,11 @@ def demo(run):
         return model[stage](x, targets=targets, target_count=run.count, sample_ids=samples)
 
     shape = (args.batch // args.microbatches, config.context, config.width)
-    pipeline = Pipeline(schedule, forward, shape, run.dtype, run.device, links)
+    pipeline = Pipeline(schedule, forward, shape, run.dtype, run.device, links, around=in_w)
     for step in run.steps(optimizer):
         batches = run.microbatches(step)
         if step == 0:
             pipeline.prepare()
-        if step + 1 == args.steps:
-            pipeline.around = in_w
         optimizer.zero_grad(set_to_none=False)
         losses = pipeline.run()
         for weight in tied:

@@ -20,6 +20,7 @@ from proof.receipt import Count
 from receipts.formulas import SCALAR, Group, flops_per_token, held, sizes_of, summed
 
 MOST_ACTIONS = 20_000_000  # of a schedule: 160 bytes and 7 microseconds each
+MOST_COMPARED = 30_000  # of each schedule that --compare simulates
 
 # --- from flags
 
@@ -42,13 +43,13 @@ def checked(make, name, ranks, microbatches, chunks):
     return schedule
 
 
-def check_length(ranks, microbatches, chunks):
-    """Refuse a schedule that would take minutes to make and gigabytes to hold."""
-    actions = 2 * ranks * microbatches * chunks
-    if actions > MOST_ACTIONS:
+def check_length(ranks, microbatches, chunks, most=MOST_ACTIONS):
+    """Refuse a schedule that would take minutes to make or to simulate, or gigabytes to hold."""
+    actions = 2 * ranks * max(microbatches, 2 * ranks) * chunks  # zb-v plans 2 p - 1 or more
+    if actions > most:
         raise Refused(
             f"{ranks:,} ranks with {microbatches:,} micro-batches have a schedule of {actions:,} "
-            f"actions, more than {MOST_ACTIONS:,}: use fewer of them"
+            f"actions, more than {most:,}: use fewer of them"
         )
 
 
@@ -100,13 +101,15 @@ def stage_layers(config, stages):
 # --- without ranks
 
 
-def simulate(schedule, forward=1.0, input=1.0, weight=1.0, transfer=0.0, time=None):
+def unit(action):
+    """A stage's F, I and W take the same time, and B that of I and W."""
+    return 2.0 if action.kind == "B" else 1.0
+
+
+def simulate(schedule, time=unit, transfer=0.0):
     """The spans of a schedule, if an action starts when its rank is free and its message is there.
 
-    forward, input, weight: times of one stage's F, I and W. B takes input + weight.
-    transfer: time of a message between two ranks. time(action): replaces the times of the actions.
-    """
-    times = {"F": forward, "B": input + weight, "I": input, "W": weight}
+    time(action): how long it takes. transfer: how long a message between two ranks takes."""
     arrival = {None: 0.0}  # {message: when it is there}; without a message nothing is waited for
     spans = [[] for _ in schedule]
     progress = True
@@ -119,7 +122,7 @@ def simulate(schedule, forward=1.0, input=1.0, weight=1.0, transfer=0.0, time=No
                 if awaited not in arrival:
                     break
                 start = max(of_rank[-1][1] if of_rank else 0.0, arrival[awaited])
-                end = start + (time(action) if time else times[action.kind])
+                end = start + time(action)
                 of_rank.append((start, end, action))
                 if message is not None:
                     local = message.source == message.target
@@ -213,7 +216,7 @@ def most_in_flight(name, ranks, microbatches, stages):
 
 
 class GradientsInW:
-    """Counts the parameters' gradients that come in W, not with those of inputs: give it to play as
+    """Counts the parameters' gradients that come in W, not with those of inputs: a Pipeline's
     `around`."""
 
     def __init__(self, parameters):
@@ -263,7 +266,7 @@ def of_rank(config, schedule, rank):
 def receipt(run, schedule, layers, in_w):
     """Write the receipt of a demo's run. Returns the exit code.
 
-    layers: the range of layers of each stage. in_w: this rank's GradientsInW, of the last step."""
+    layers: the range of layers of each stage. in_w: this rank's GradientsInW."""
     args, name, rank = run.args, run.args.schedule, run.rank
     p, v, m = run.world, len(layers) // run.world, args.microbatches
     plan, flying = simulate(schedule), [in_flight(row) for row in schedule]
@@ -281,9 +284,9 @@ def receipt(run, schedule, layers, in_w):
         f"utilisation of the step {utilisation(plan):.1%}",
     ]
     if any(action.kind == "W" for row in schedule for action in row):
-        wanted = weights_put_off(run.config, schedule[rank], layers)
-        text = f"gradients of matrices that came in W, on rank {rank}: {in_w.count}"
-        notes.append(Count(text, in_w.count, wanted))
+        count, wanted = in_w.count / args.steps, weights_put_off(run.config, schedule[rank], layers)
+        text = f"gradients of matrices that came in W, on rank {rank}: {count:g}"
+        notes.append(Count(text, count, wanted))
     sizes = sizes_of(args, run.config, **of_rank(run.config, schedule, rank))
     tied = Group("tied", 2 if p > 1 else 1)
     rows = expected(sizes, Group("world", p), boundaries(schedule, rank), tied)
@@ -312,7 +315,7 @@ def compare(make, args, names):
     """Print each of the named schedules that exists for --nproc ranks and --microbatches beside its
     paper's formula, from the simulator; and draw them. Of --schedule only that one."""
     ranks, microbatches = args.nproc or 4, args.microbatches
-    check_length(ranks, microbatches, args.chunks or 2)
+    check_length(ranks, microbatches, args.chunks or 2, MOST_COMPARED)
     names = [args.schedule] if args.schedule else names
     print(
         f"{ranks} ranks, {microbatches} micro-batches; a rank's forward, input gradient and weight "
@@ -329,7 +332,7 @@ def compare(make, args, names):
             print(f"  {name:12s}  {e}")
             continue
         v = len(schedule.owner) // ranks
-        spans = simulate(schedule, 1 / v, 1 / v, 1 / v)
+        spans = simulate(schedule, lambda action, v=v: unit(action) / v)
         pictures.append((name, spans))
         expected, text = by_paper(name, ranks, microbatches, v, 1, 1, 1)
         wait = f"{waiting(spans):6.2f}  {text}"
