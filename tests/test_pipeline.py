@@ -373,15 +373,16 @@ def test_equals_pytorchs_pipelining(ranks):
         model, last = build(config, schedule, rank, None), schedule.last
         optimizer, held = make_optimizer(model.parameters(), "sgd"), schedule.stages(rank)
 
-        def forward(stage, m, x):
-            rows = tokens[m : m + 1], targets[m : m + 1]
-            return model[stage](rows[0] if x is None else x, targets=rows[1], target_count=count)
+        def forward(stage, i, x):
+            x = tokens.chunk(m)[i] if x is None else x
+            return model[stage](x, targets=targets.chunk(m)[i], target_count=count)
 
         def loss(logits, targets):
             return gpt.CrossEntropy()(logits, targets, count)
 
         if theirs is None:
-            ours = pp.Pipeline(schedule, forward, (1, 12, 32), torch.float64, "cpu")
+            shape = (len(batch(0)[0]) // m, 12, 32)
+            ours = pp.Pipeline(schedule, forward, shape, torch.float64, "cpu")
         else:
             place = last + 1, torch.device("cpu")
             stages = [pipelining.PipelineStage(model[s], s, *place) for s in held]
