@@ -69,8 +69,8 @@ class OnlineSoftmax:
         self.out = torch.zeros_like(q, dtype=dtype)  # (B, H, Tq, D)
         self.lse = torch.full(q.shape[:3], -math.inf, dtype=dtype, device=q.device)  # (B, H, Tq)
 
-    def add(self, out, lse, queries=slice(None)):
-        """Add a tile of some of the queries.
+    def add(self, out, lse, queries):
+        """Add a tile of some of the queries, a slice.
 
         Leave out a tile in which a query sees no key: its lse is -inf, and -inf - -inf is NaN."""
         lse_so_far, lse = self.lse[:, :, queries], lse.to(self.lse.dtype)
@@ -246,17 +246,6 @@ def shard_sequence(x, held, fill=0):
 # --- in a model
 
 
-def check_qkv(q, k, v):
-    fits = q.dim() == k.dim() == 4 and k.shape == v.shape and q.dtype == k.dtype == v.dtype
-    fits = fits and q[:, 0].shape == k[:, 0].shape and q.shape[1] % k.shape[1] == 0
-    if not fits:
-        found = ", ".join(f"{name} {tuple(t.shape)} {t.dtype}" for name, t in zip("qkv", (q, k, v)))
-        raise ValueError(
-            "attention takes q (B, H, T', D), k and v (B, H_kv, T', D) of one dtype, and H a "
-            f"multiple of H_kv, not {found}: transpose, cast or repeat heads"
-        )
-
-
 class GroupModule(nn.Module):
     """A module that works together with those of the other ranks of a group."""
 
@@ -298,9 +287,7 @@ class Ring(GroupModule):
 
     def forward(self, q, k, v):
         check_qkv(q, k, v)
-        if self.zigzag and q.shape[2] % 2 and self.n > 1:
-            chunks = f"a zigzag holds two equal chunks, not {q.shape[2]} tokens"
-            raise ValueError(f"{chunks}: cut sequences by positions(), or give zigzag=False")
+        check_chunks(q, self)
         tile_of = zigzag_tile if self.zigzag else contiguous_tile
         return self.attention.apply(q, k, v, self.group, tile_of)
 
@@ -462,6 +449,26 @@ class Ulysses(GroupModule):
         q = Exchange.apply(q, self.group, 1, 2)  # (B, H / n, n T', D)
         k, v = Exchange.apply(kv, self.group, 1, 2).chunk(2, dim=-1)
         return Exchange.apply(self.core(q, k, v), self.group, 2, 1)
+
+
+# --- mistakes that would be silent: refused
+
+
+def check_qkv(q, k, v):
+    fits = q.dim() == k.dim() == 4 and k.shape == v.shape and q.dtype == k.dtype == v.dtype
+    fits = fits and q[:, 0].shape == k[:, 0].shape and q.shape[1] % k.shape[1] == 0
+    if not fits:
+        found = ", ".join(f"{name} {tuple(t.shape)} {t.dtype}" for name, t in zip("qkv", (q, k, v)))
+        raise ValueError(
+            "attention takes q (B, H, T', D), k and v (B, H_kv, T', D) of one dtype, and H a "
+            f"multiple of H_kv, not {found}: transpose, cast or repeat heads"
+        )
+
+
+def check_chunks(q, ring):
+    if ring.zigzag and q.shape[2] % 2 and ring.n > 1:
+        chunks = f"a zigzag holds two equal chunks, not {q.shape[2]} tokens"
+        raise ValueError(f"{chunks}: cut sequences by positions(), or give zigzag=False")
 
 
 # --- for model.py's GPT ---

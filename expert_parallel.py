@@ -267,13 +267,6 @@ def exchange_counts(chunks, sizes, group):
     return torch.stack((send, incoming.sum(2))), incoming
 
 
-def check_chosen(chosen, expert_count):
-    """A number beyond the last expert's would mean a dropped token. The host does not wait."""
-    valid = (chosen >= 0) & (chosen < expert_count)
-    why = f"a token chose an expert that is not one of the {expert_count}"
-    torch._assert_async(valid.all(), why)
-
-
 def drop_late(chosen, expert_count, capacity):
     """`chosen` (n, k), with the number E (`expert_count`), which means dropped, for each assignment
     beyond an expert's first capacity * k n / E of this rank. First choices go before second."""
@@ -349,6 +342,16 @@ def sum_replicated_gradients(parameters, group):
     dist.all_reduce(flat, group=group)
     for p, total in zip(replicated, flat.split([p.numel() for p in replicated])):
         p.grad.copy_(total.view_as(p))
+
+
+# --- a mistake that would be silent: refused
+
+
+def check_chosen(chosen, expert_count):
+    """A number beyond the last expert's would mean a dropped token. The host does not wait."""
+    valid = (chosen >= 0) & (chosen < expert_count)
+    why = f"a token chose an expert that is not one of the {expert_count}"
+    torch._assert_async(valid.all(), why)
 
 
 # --- for model.py's GPT ---

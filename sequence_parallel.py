@@ -139,7 +139,41 @@ def shard_tokens(full, group):
 #
 # Add the learned positions of this rank's tokens only: embed(tokens) +
 # position(shard_tokens(positions, group)). Dropout masks must differ between ranks. With a whole
-# head, without an f, a rank's loss is the sum over its own tokens / the count of the batch.
+# head, without an f, a rank's loss is the sum over its own tokens / target_count.
+
+# --- parameters that see split tokens: their gradients are partial sums
+
+
+def mark_partial(parameters, group):
+    """Note in the placement of each whole parameter that its gradient is partial over `group`. Each
+    must work on split tokens, between a g and the next f. Call it after all cuts (see
+    docs/two-techniques.md)."""
+    group = group or dist.group.WORLD
+    for p in parameters:
+        where = placement(p)
+        if group not in where["partial"] and not split_over(p, group):
+            p.placement = where | {"partial": [*where["partial"], group]}
+
+
+def reduce_partial(parameters):
+    """Complete the gradients that are partial sums, in one all-reduce per group. All ranks give the
+    same parameters. A rank without a gradient adds zeros.
+
+    Call it once a step, after the last backward pass: a second sum is t times too large."""
+    partial = {}  # {group: parameters}
+    for p in dict.fromkeys(parameters):  # each once
+        if p.requires_grad:
+            for group in placement(p)["partial"]:
+                partial.setdefault(group, []).append(p)
+    for group, members in partial.items():
+        grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in members]
+        flat = torch.cat([grad.flatten() for grad in grads])
+        dist.all_reduce(flat, group=group)
+        for p, grad, total in zip(members, grads, flat.split([p.numel() for p in members])):
+            grad.copy_(total.view_as(p))
+            if p.grad is None and grad.any():  # another rank had a gradient
+                p.grad = grad
+
 
 # --- f that holds less: backward gathers the tokens a second time
 
@@ -189,40 +223,6 @@ class Projection(nn.Module):
     def forward(self, products):
         y = products[self.index]
         return y if self.bias is None else y + self.bias
-
-
-# --- parameters that see split tokens: their gradients are partial sums
-
-
-def mark_partial(parameters, group):
-    """Note in the placement of each whole parameter that its gradient is partial over `group`. Each
-    must work on split tokens, between a g and the next f. Call it after all cuts (see
-    docs/two-techniques.md)."""
-    group = group or dist.group.WORLD
-    for p in parameters:
-        where = placement(p)
-        if group not in where["partial"] and not split_over(p, group):
-            p.placement = where | {"partial": [*where["partial"], group]}
-
-
-def reduce_partial(parameters):
-    """Complete the gradients that are partial sums, in one all-reduce per group. All ranks give the
-    same parameters. A rank without a gradient adds zeros.
-
-    Call it once a step, after the last backward pass: a second sum is t times too large."""
-    partial = {}  # {group: parameters}
-    for p in dict.fromkeys(parameters):  # each once
-        if p.requires_grad:
-            for group in placement(p)["partial"]:
-                partial.setdefault(group, []).append(p)
-    for group, members in partial.items():
-        grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in members]
-        flat = torch.cat([grad.flatten() for grad in grads])
-        dist.all_reduce(flat, group=group)
-        for p, grad, total in zip(members, grads, flat.split([p.numel() for p in members])):
-            grad.copy_(total.view_as(p))
-            if p.grad is None and grad.any():  # another rank had a gradient
-                p.grad = grad
 
 
 # --- for model.py's GPT ---

@@ -159,7 +159,7 @@ class RowParallelLinear(nn.Module):
 #     optimizer = torch.optim.AdamW(model.parameters())  # only now: the parameters are new
 #     optimizer.zero_grad()
 #     for tokens, targets in microbatches:
-#         criterion(model(tokens), targets, target_count).backward()  # targets of the batch
+#         criterion(model(tokens), targets, target_count).backward()  # of all micro-batches
 #     norm = grad_norm(model.parameters())  # torch's norm lacks other ranks' shards
 #     nn.utils.clip_grads_with_norm_(model.parameters(), 1.0, norm)
 #     optimizer.step()
@@ -330,6 +330,9 @@ def grad_norm(parameters):
             check_wholes(wholes, group)
             dist.all_reduce(total, group=group)
     return sum(squares.values()).sqrt()
+
+
+# --- a mistake that would be silent: refused
 
 
 def check_wholes(square, group):
