@@ -92,8 +92,8 @@ TABLE = {
 """,
     # Uneven rows, a rank without any, a rank whose experts nobody chooses; two copies of experts
     "expert_parallel": """
-4 mixture {sgd|adamw} ep=4
-4 mixture sgd {ep=4, plain=True|ep=2}
+4 mixture {sgd|adamw} ep="all"
+4 mixture sgd {ep="all", plain=True|ep=2}
 """,
 }
 
@@ -116,7 +116,7 @@ SPLITS = {
     "ulysses": dict(cp=2, context="ulysses"),
     "1f1b": dict(pp=2, schedule="1f1b"),
     "zb-v": dict(pp=2, schedule="zb-v"),
-    "experts": dict(ep=4),
+    "experts": dict(ep="all"),
 }
 DATA = "ddp", "zero 1", "zero 2", "fsdp", "muon"
 THREE = [("tensor", "1f1b"), ("sequence", "zb-v"), ("zb-v", "experts"), ("ring", "tensor")]
@@ -137,9 +137,6 @@ def pairs():
         found.append((8, dict(data=("zero 1", "ddp")[i % 2]) | SPLITS[a] | SPLITS[b]))
     rows = []
     for i, (ranks, options) in enumerate(found):
-        if "ep" in options:  # all ranks that see other tokens
-            options["ep"] = ranks // options.get("tp", 1) // options.get("pp", 1)
-            options["ep"] //= options.get("islands", 1)
         optimizer = "muon" if options["data"] == "muon" else ("sgd", "adamw")[i % 2]
         rows.append((ranks, "experts" if "ep" in options else "heads", optimizer, options))
     return rows
@@ -169,7 +166,7 @@ def test_one_curve(copied, technique, ranks):
                 equals_one_process(use, model, optimizer)
 
     for model, optimizer, options in rows:
-        islands_here(options.get("islands", 1), model, optimizer)  # once for all ranks
+        islands_here(options.get("islands", 1), model, optimizer, STEPS)  # once for all ranks
     copied(TOPS, ranks, work)
 
 
@@ -292,14 +289,44 @@ def assert_trained(named, whole, piece=lambda full, p: full):
         torch.testing.assert_close(p.detach(), piece(weight, p), rtol=1e-8, atol=1e-8)
 
 
-@pytest.mark.parametrize("model", ["mlp", "torch"])
-@on_top_of("ddp", 3)
-def test_usage_of_sum_gradients(ddp, model):
-    use = Layout(MODELS[model](), "sgd")
-    for p in use.model.parameters():
-        p.data += dist.get_rank()
-    run_usage(ddp.sum_gradients, **loop_names(use, ddp))
-    assert_trained(use.named(), one_process(model, "sgd", limit=0))
+@pytest.mark.parametrize(
+    "files, of, model, optimizer, limit",
+    [
+        ("ddp", "sum_gradients", "mlp", "SGD", 0),
+        ("ddp", "sum_gradients", "torch", "sgd", 0),
+        ("zero", "PlainZeRO1", "mlp", "SGD", 0),
+        ("zero", "PlainZeRO1", "torch", "adamw", 0),
+        ("zero", "ZeRO", "torch", "AdamW", 1.0),
+        ("zero fsdp", "FSDP", "torch", "AdamW", 1.0),
+        ("muon", "Muon", "torch", "Muon", 1.0),
+    ],
+)
+def test_usage_of_data_parallelism(copied, files, of, model, optimizer, limit):
+    """Else whoever copies these lines trains another model."""
+
+    def work(rank):
+        module = importlib.import_module(files.split()[-1])
+        use = Layout(MODELS[model](), optimizer, microbatches=1 if of == "PlainZeRO1" else 2)
+        names = loop_names(use, module) | {"make": use.make_optimizer}
+        if of == "sum_gradients":
+            for p in use.model.parameters():
+                p.data += rank
+        if of == "PlainZeRO1":
+            names["tokens"] = names["batches"][0][1]
+            names["batches"] = [part for [part], _ in names["batches"]]
+        exec(usage(getattr(module, of)).replace("torch.optim.SGD", "make"), names)
+        weights = use.named()
+        if of in ("ZeRO", "FSDP"):
+            weights = dict(names[of.lower()].gather_full([*weights.items()]))
+        if of == "Muon":
+            names["muon"].gather_gradients()
+        if of == "PlainZeRO1":  # a rank has shards of gradients
+            expected = one_process(model, optimizer, limit=0)[2]
+            torch.testing.assert_close(weights, expected, rtol=1e-10, atol=1e-10)
+        else:
+            assert_trained(weights, one_process(model, optimizer, limit=limit))
+
+    copied(files, 3, work)
 
 
 @pytest.mark.parametrize("model", ["mlp", "torch"])
@@ -338,41 +365,6 @@ def test_usage_of_an_asynchronous_server(server):
         weights = one_process("torch", "sgd", limit=0)[2]
         torch.testing.assert_close(use.named(), weights, rtol=1e-10, atol=1e-10)
         assert (names["worker"], names["staleness"]) == (1, 0)
-
-
-@on_top_of("zero", 3)
-def test_usage_of_zero(zero):
-    use = Layout(MODELS["torch"](), "AdamW")
-    sharded = run_usage(zero.ZeRO, **loop_names(use, zero))["zero"]
-    named = dict(sharded.gather_full(use.model.named_parameters()))
-    assert_trained(named, one_process("torch", "AdamW", limit=1.0))
-
-
-@on_top_of("muon", 3)
-def test_usage_of_muon(muon):
-    use = Layout(MODELS["torch"](), "SGD")
-    run_usage(muon.Muon, **loop_names(use, muon))["muon"].gather_gradients()
-    assert_trained(use.named(), one_process("torch", "Muon", limit=1.0))
-
-
-@on_top_of("zero fsdp", 3)
-def test_usage_of_fsdp(zero, fsdp):
-    use = Layout(MODELS["torch"](), "AdamW")
-    sharded = run_usage(fsdp.FSDP, **loop_names(use, fsdp))["fsdp"]
-    named = dict(sharded.gather_full(use.model.named_parameters()))
-    assert_trained(named, one_process("torch", "AdamW", limit=1.0))
-
-
-@pytest.mark.parametrize("model, optimizer", [("torch", "adamw"), ("mlp", "sgd")])
-@on_top_of("zero", 3)
-def test_usage_of_plain_zero(zero, model, optimizer):
-    use = Layout(MODELS[model](), optimizer, microbatches=1)
-    names = loop_names(use, zero)
-    tokens, names["make"] = names["batches"][0][1], use.make_optimizer
-    names["batches"] = [part for [part], _ in names["batches"]]
-    exec(usage(zero.PlainZeRO1).replace("torch.optim.SGD", "make"), names | {"tokens": tokens})
-    weights = one_process(model, optimizer, limit=0)[2]
-    torch.testing.assert_close(use.named(), weights, rtol=1e-10, atol=1e-10)
 
 
 @on_top_of("zero fsdp", 3)

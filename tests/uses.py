@@ -67,7 +67,7 @@ class Layout(OneProcess):
     again     whether sequence parallelism gathers a second time in backward
     context   of the cp ranks
     schedule  of the pp ranks
-    ep        ranks of dp x cp that share experts, or 0
+    ep        how many of the dp x cp ranks share experts: a number, "all", or 0
     plain     whether by plain_dispatch
     order     of a step's forwards and backwards, "FFBB"
     given     options of what data names"""
@@ -106,6 +106,7 @@ class Layout(OneProcess):
             getattr(self.model, "place", None),
         )
         if ep:
+            ep = dp * cp if ep == "all" else ep
             self.deal_experts(of_data.unflatten(-1, (-1, ep)), plain)
         if tp > 1:
             self.split_layers()
