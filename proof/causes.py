@@ -1,11 +1,11 @@
 """What another training loop may do differently, as the numbers that would be recorded then: the
 cause whose numbers are the other loop's is the one that proof/compare.py names.
 
-A cause is (words, line): line() gives the step's line of a recording, from proof/replay.py. A cause
-with a number in it, such as an eps, is solved for that number first.
+A cause is (words, line): the step's line of a recording, from proof/replay.py. Causes are yielded,
+so that no step is trained again once one explains the numbers. A cause with a number in it, such as
+an eps, is solved for that number first.
 """
 
-import functools
 import itertools
 from fractions import Fraction
 
@@ -95,7 +95,7 @@ def find(case, kinds):
         return ""
     before, found = case.error(case.ours), []
     for words, line in itertools.chain(*(causes(case) for causes in kinds[case.kind])):
-        left = case.error(line())
+        left = case.error(line)
         if (
             left <= min(case.limit, before / 10)
             or words.startswith(BFLOAT16)
@@ -149,7 +149,7 @@ def signed(number):
 def of_targets(case):
     tokens, targets = case.replay.batch(case.step)
     for words, others in other_targets(tokens, targets):
-        yield words, functools.partial(case.line, batch=(tokens, others))
+        yield words, case.line(batch=(tokens, others))
 
 
 def of_rows(case):
@@ -172,7 +172,7 @@ def of_rows(case):
         tensors[name] = [[0.0, *(scale * row).tolist()]]
     loss = sum(float(x) * line["scalars"]["loss"][0] for x, line in zip(times, lines))
     line = {"scalars": {"loss": [loss]}, case.of_rows: tensors}
-    yield rows_in_words(times, case.sizes), lambda: line
+    yield rows_in_words(times, case.sizes), line
 
 
 def rows_in_words(times, sizes):
@@ -232,25 +232,25 @@ def of_model(case):
     if c.positions == "rope":
         base = case.solved(lambda x: line(rope_theta=x), (1e4, 1e5, 5e5, 1e6))
         words = f"the base of the rotary positions is {base:.6g}, not {c.rope_theta:g}"
-        yield words, lambda: line(rope_theta=base)
+        yield words, line(rope_theta=base)
     else:
         for by, words in ((1, "too high"), (-1, "too low: -1 counts as 0")):
-            yield f"positions are one {words}", lambda: line(at("embed", with_positions(by)))
+            yield f"positions are one {words}", line(at("embed", with_positions(by)))
     for where in ["norm"] + [f"{block}.{kind}_norm" for kind in ("attn", "mlp") if block]:
         eps = case.solved(lambda x: line(at(where, with_eps(x))), (1e-6, 1e-5, 1e-3))
         words = f"the eps of {'every ' * (where == 'norm')}{where} is {eps:.6g}, not {c.norm_eps:g}"
-        yield words, lambda: line(at(where, with_eps(eps)))
+        yield words, line(at(where, with_eps(eps)))
     if c.mlp == "gelu" and not c.experts:
-        yield "GELU is exact, not the tanh approximation", lambda: line(at(".mlp", with_exact_gelu))
-    layers = {"attn.proj": "attn.proj", "mlp.down": "mlp.down"}
-    layers |= {"attn.proj and mlp.down": ("attn.proj", "mlp.down")}
+        yield "GELU is exact, not the tanh approximation", line(at(".mlp", with_exact_gelu))
+    projections = [("attn.proj",), ("mlp.down",), ("attn.proj", "mlp.down")]
     sizes = case.sizes.items() if c.bias is True else ()
-    for (name, n), (where, ends) in itertools.product(sizes, layers.items()):
+    for (name, n), ends in itertools.product(sizes, projections):
+        where = " and ".join(ends)
         words = f"the bias of {where} is added {n} times, once by each rank of {name}"
-        yield words, lambda: line(at(ends, with_bias(n)))
+        yield words, line(at(ends, with_bias(n)))
     if c.tied:
         words = "the tied matrix is two matrices: the output's gradient is not added"
-        yield words, lambda: line(at("head.out", with_own_matrix))
+        yield words, line(at("head.out", with_own_matrix))
 
 
 def with_positions(by):
@@ -282,8 +282,8 @@ def with_own_matrix(out):
 
 def of_precision(case):
     autocast = torch.autocast("cpu", torch.bfloat16)
-    yield f"{BFLOAT16}, under autocast", lambda: case.line(lambda model: autocast)
-    yield f"{BFLOAT16}, weights too", lambda: case.line(at("", lambda module: module.bfloat16()))
+    yield f"{BFLOAT16}, under autocast", case.line(lambda model: autocast)
+    yield f"{BFLOAT16}, weights too", case.line(at("", lambda module: module.bfloat16()))
 
 
 # --- gradients, their norm, the weights
@@ -298,11 +298,11 @@ def of_gradients(case):
     now, limit = case.replay.gradients(case.step), case.replay.args.grad_clip
     before = case.replay.gradients(max(case.step - 1, 1))
     scale = (limit / (norm_of(now.values()) + 1e-6)).item()
-    yield "gradients are recorded after clipping: record them before", lambda: line(scale, 0.0)
+    yield "gradients are recorded after clipping: record them before", line(scale, 0.0)
     if case.step > 1:
         k = case.solved(lambda x: line(1.0, x), (1.0,))
         words = f"no zero_grad: {k:.4g} times the gradient of the step before is still in it"
-        yield words, lambda: line(1.0, k)
+        yield words, line(1.0, k)
 
 
 def of_norm(case):
@@ -315,11 +315,11 @@ def of_norm(case):
         for i, square in enumerate(shard_norms(list(gradients.values()), n)):
             some[f"shard {i + 1} of {n} over {axis}"] = square**2
     for name, square in some.items():
-        yield f"the norm is that of {name} alone", lambda: of_square(square)
-        yield f"the norm lacks {name}", lambda: of_square(total - square)
+        yield f"the norm is that of {name} alone", of_square(square)
+        yield f"the norm lacks {name}", of_square(total - square)
         for axis, n in case.sizes.items():
             words = f"the norm counts {name} {n} times, once for each rank of {axis}"
-            yield words, lambda: of_square(total + (n - 1) * square)
+            yield words, of_square(total + (n - 1) * square)
 
 
 def of_square(square):
@@ -340,22 +340,19 @@ def of_weights(case):
         return {"data": as_line(replay.trained(case.step - 1, **changed))}
 
     if case.step == 1:
-        yield (
-            "the weights are rounded to bfloat16",
-            lambda: {"data": as_line({name: w.bfloat16() for name, w in replay.start.items()})},
-        )
+        rounded = {name: w.bfloat16() for name, w in replay.start.items()}
+        yield "the weights are rounded to bfloat16", {"data": as_line(rounded)}
         return
     for words, changed in SETTINGS.items():
-        yield words, functools.partial(line, **changed)
-    words = "vectors, such as biases, have weight decay as well"
-    yield words, lambda: line(vectors=args.weight_decay)
+        yield words, line(**changed)
+    yield "vectors, such as biases, have weight decay as well", line(vectors=args.weight_decay)
     words = "gradients are clipped by the norm of each rank's own shard ({})"
     for axis, n in case.sizes.items():
-        yield words.format(axis), lambda: line(norms=lambda gradients: by_shard(gradients, n))
+        yield words.format(axis), line(norms=lambda gradients: by_shard(gradients, n))
     for name, (words, usual, guesses) in NUMBERS.items():
         usual = {"decay": args.weight_decay, "clip": args.grad_clip}.get(name, usual)
         x = case.solved(lambda x: line(**{name: x}), guesses)
-        yield f"{words} {x:.6g}, not {usual:g}", lambda: line(**{name: x})
+        yield f"{words} {x:.6g}, not {usual:g}", line(**{name: x})
 
 
 def by_shard(gradients, n):

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 import model as gpt
 from harness.placement import placement, take
 from harness.presets import parameter_shapes
-from proof.causes import of_rows
+from proof.causes import of_norm, of_rows
 from proof.explain import Difference, Recording, differences, explain, limits_of
 from proof.recorder import summary
 from proof.replay import Replay, as_line
@@ -166,7 +166,9 @@ def diagnose(run, everyone, alone):
         return Replay(run.config, run.args, initial, lambda step: (tokens, targets))
 
     def lines_about(found):
-        kinds = {"grad": [of_rows], "loss": [of_rows]} if found[0].step == 1 else {}
+        kinds = (
+            {"grad": [of_rows], "loss": [of_rows], "norm": [of_norm]} if found[0].step == 1 else {}
+        )
         return explain(ours, theirs, found, floor, replay, kinds)
 
     off = [d for d in found if not d.error <= d.limit]

@@ -49,20 +49,22 @@ def storage_bytes(tensors):
 
 def lasting(optimizer):
     """{kind: tensors} of what outlives a step: parameters, gradients, optimizer states. ZeRO keeps
-    them in buckets."""
-    if hasattr(optimizer, "stage"):
-        return lasting_of_zero(optimizer)
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    them in buckets; what its stage 3 has freed is among them, without memory."""
     states = [t for state in states_of(optimizer).values() for t in state.values()]
-    gradients = [p.grad for p in parameters if p.grad is not None]
-    if hasattr(optimizer, "buckets"):  # muon.py's: what other ranks own is not in param_groups
-        parameters = [bucket.weights for bucket in optimizer.buckets]
-        gradients = [bucket.gradients for bucket in optimizer.buckets]
-    return {
-        "parameters": parameters,
-        "gradients": gradients,
-        "optimizer": [t for t in states if torch.is_tensor(t) and t.dim()],
-    }
+    states = [t for t in states if torch.is_tensor(t) and t.dim()]
+    buckets = getattr(optimizer, "buckets", None)
+    if hasattr(optimizer, "stage"):
+        parameters = [t for bucket in buckets for t in (bucket.weights, bucket.shard)]
+        kind = "gradients" if optimizer.stage < 2 else "gradient_shard"
+        gradients = [getattr(bucket, kind) for bucket in optimizer.trainable]
+        states += [bucket.master for bucket in buckets if bucket.master is not bucket.shard]
+    elif buckets:  # muon.py's: what other ranks own is not in param_groups
+        parameters = [bucket.weights for bucket in buckets]
+        gradients = [bucket.gradients for bucket in buckets]
+    else:
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        gradients = [p.grad for p in parameters if p.grad is not None]
+    return {"parameters": parameters, "gradients": gradients, "optimizer": states}
 
 
 def states_of(optimizer):
@@ -74,17 +76,6 @@ def states_of(optimizer):
         for group in each.param_groups:
             found |= {p: each.state[p] for p in group["params"]}
     return found
-
-
-def lasting_of_zero(zero):
-    """{kind: tensors} of what outlives a step. What stage 3 has freed is in it, without memory."""
-    states = [t for state in zero.optimizer.state.values() for t in state.values()]
-    masters = [bucket.master for bucket in zero.buckets if bucket.master is not bucket.shard]
-    return {
-        "parameters": [t for bucket in zero.buckets for t in (bucket.weights, bucket.shard)],
-        "gradients": [b.gradients if zero.stage < 2 else b.gradient_shard for b in zero.trainable],
-        "optimizer": [t for t in states if torch.is_tensor(t) and t.dim()] + masters,
-    }
 
 
 def message(name, args):
