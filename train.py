@@ -30,6 +30,9 @@ import datetime
 import functools
 import math
 
+import harness  # before torch: see harness/signals.py
+
+# isort: split
 import torch
 import torch.distributed as dist
 
@@ -37,7 +40,6 @@ import context_parallel
 import ddp
 import expert_parallel
 import fsdp
-import harness
 import model as gpt
 import muon
 import pipeline

@@ -29,9 +29,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from harness import ready_made
-from harness.refusal import Refused
+from harness import inputs, ready_made
+from harness.outputs import short
+from harness.refusal import Refused, say
 from harness.tokens import of
+
+LONG = 10**8  # bytes of text whose tokens take half a minute
 
 
 @dataclass
@@ -125,13 +128,14 @@ def find(source):
         root = pathlib.Path(sysconfig.get_paths()["stdlib"])
         skip = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
         return walk(root, skip, ".py")
-    path = pathlib.Path(source)
     if os.path.isdir(source):
-        return walk(path)
-    if not os.path.isfile(source):
-        advice = "give a text file, a folder of them, or stdlib"
-        raise Refused(f"--data {source}: there is no such file or folder; {advice}")
-    return [path]
+        return walk(pathlib.Path(source))
+    try:
+        inputs.check(source)
+    except OSError as e:
+        problem = f"--data {short(str(source))} can't be read ({e.strerror})"
+        raise Refused(f"{problem}: give a text file, a folder of them, or stdlib") from e
+    return [pathlib.Path(source)]
 
 
 def walk(root, skip=(), suffix=""):
@@ -148,6 +152,13 @@ def walk(root, skip=(), suffix=""):
 
 def encode(files, encoding, source):
     """The tokens of all files, each with the marks of a document. Skips files that are not text."""
+    size = sum(file.stat().st_size for file in files)
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    if size > memory / 16:  # the bytes, the characters, and 8 bytes for each token
+        advice = "give ready-made tokens (docs/running.md)"
+        raise Refused(f"--data {source} has {size / 1e9:,.0f} GB, too much for memory: {advice}")
+    if size > LONG:
+        say(f"making tokens of {size / 1e9:.1f} GB of text, once: later runs find them made")
     pieces = []
     for file in files:
         try:

@@ -16,6 +16,7 @@ import pathlib
 
 import numpy as np
 
+from harness import inputs
 from harness.refusal import Refused
 
 SUFFIXES = (".bin", ".npy")
@@ -39,6 +40,7 @@ def files_of(source):
 def open_file(path, vocab):
     """One file's tokens (N,), memory-mapped, the first of them checked."""
     try:
+        inputs.check(path)
         if path.suffix == ".npy":
             tokens = np.lib.format.open_memmap(path, mode="r")
         else:

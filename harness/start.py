@@ -6,7 +6,6 @@ stands in missing.py.
 """
 
 import contextlib
-import ctypes
 import datetime
 import importlib
 import math
@@ -19,19 +18,18 @@ import time
 import torch
 import torch.distributed as dist
 
-from harness import host_messages, missing
+from harness import host_messages, missing, signals
 from harness.joining import Launched, join, launched
 from harness.missing import LOST, PATIENCE
 from harness.outputs import check_file
 from harness.rank import Rank, check_memory
 from harness.refusal import Refused, finish, refuse, refusing, say
+from harness.signals import die_with_parent
 
 # CUDA reads this when it starts. Kernels that are loaded at their first launch wait for the device,
 # which may be waiting for this rank: see Pipeline.prepare
 os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
 
-# What a user, a terminal that closes or a batch system sends to end a run
-STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 MOST = 1024  # ranks that are started on one machine
 NOBODY_READS = 141  # exit code of a process whose reader has ended, as `head` does
 
@@ -48,6 +46,7 @@ def launch(demo, args, needed=None, check=lambda world: None, make=Rank):
     If a launcher that sets RANK and WORLD_SIZE, such as torchrun, has started the ranks, this joins
     them. If it has started none, or one and more are needed, this starts them on this machine.
     """
+    signals.end_by_sentence()
     if "LAUNCHER" in os.environ:
         end_with_launcher()
     elif "TORCHELASTIC_RUN_ID" in os.environ:  # the parent is torchrun's agent
@@ -103,7 +102,7 @@ def check_devices(args, world, local_world):
         )
 
 
-# --- the process that starts the ranks
+# --- the process that starts the ranks, or runs alone
 
 
 def start_ranks(work, world):
@@ -122,18 +121,16 @@ def start_ranks(work, world):
         # Optimizers import it at their first step: import it once instead of in every rank
         importlib.import_module("torch._dynamo")
     received, running = [], {}  # signals to this process; {process id: rank}
-    for number in STOPPING:
-        if signal.getsignal(number) != signal.SIG_IGN:  # as under nohup
-            signal.signal(number, lambda number, _: received.append(number))
+    signals.handle(lambda number, _: received.append(number))
     with tempfile.TemporaryDirectory() as folder:
         environment = {"STORE_FILE": os.path.join(folder, "store"), "LAUNCHER": str(os.getpid())}
         environment |= dict.fromkeys(("WORLD_SIZE", "LOCAL_WORLD_SIZE"), str(world))
         # A rank inherits this: a signal waits until it has left this process's handlers behind
-        signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)
+        signal.pthread_sigmask(signal.SIG_BLOCK, signals.STOPPING)
         for rank in range(world):
             environment |= dict.fromkeys(("RANK", "LOCAL_RANK"), str(rank))
             running[start_rank(work, environment)] = rank
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, signals.STOPPING)
         codes, stopped_by = watch(running, received)
     return verdict(codes, stopped_by, world)
 
@@ -194,8 +191,9 @@ def verdict(codes, stopped_by, world):
         say(f"{', '.join(ended)}; the others stop")
     elif failures == {LOST}:
         say("the ranks lost each other; the run ends")
-    if 2 in failures:
-        return 2
+    for code in (2, NOBODY_READS):
+        if code in failures:
+            return code
     return 1 if failures else 0
 
 
@@ -210,19 +208,10 @@ def can_fork():
 def end_with_launcher():
     """In a rank that start_ranks began: end with that process, and let signals act again."""
     die_with_parent(signal.SIGKILL)
-    for number in STOPPING:
-        if signal.getsignal(number) != signal.SIG_IGN:
-            signal.signal(number, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPPING)
+    signals.handle(signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, signals.STOPPING)
     if os.getppid() != int(os.environ["LAUNCHER"]):
         os._exit(1)  # it ended before this process asked to end with it
-
-
-def die_with_parent(number):
-    """Have the kernel (on Linux) send this process a signal when its parent ends, so that no rank
-    trains on as an orphan."""
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(1, number)  # PR_SET_PDEATHSIG
 
 
 def one_rank(work, args):
@@ -271,6 +260,9 @@ def share_cores(local_world, backend):
 
 def script(main):
     """Call a script's main(). A refusal is one sentence and exit code 2."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed, as by >&-
+            setattr(sys, name, open(os.devnull, "w"))
     rank = os.environ.get("RANK", "0")
     try:
         main()

@@ -25,6 +25,7 @@ import pathlib
 import numpy as np
 import tiktoken
 
+from harness import inputs
 from harness.refusal import Refused
 
 VOCAB = {"bytes": 257, "gpt2": 50257, "none": 1}
@@ -142,7 +143,7 @@ def read_tokenizer(file):
     try:
         from tokenizers import Tokenizer
 
-        content = file.read_bytes()
+        content = inputs.read(file)
         tokenizer = Tokenizer.from_str(content.decode())
     except ImportError as e:
         advice = "pip install tokenizers"
@@ -155,14 +156,25 @@ def read_tokenizer(file):
     return tokenizer, f"tokenizer.json {hashlib.sha256(content).hexdigest()[:12]}"
 
 
+def read_settings(file):
+    """The object in a JSON file beside tokenizer.json. Raises Refused."""
+    try:
+        settings = json.loads(inputs.read(file))
+    except (OSError, ValueError) as e:
+        settings = e
+    if not isinstance(settings, dict):
+        raise Refused(f"--tokenizer: {file} holds no JSON object: fetch it again")
+    return settings
+
+
 def eos_ids(folder, ids):
     """The ids that a folder's files call eos, the tokenizer's own first. ids: {token: its id}."""
     found = []
     for name in ("tokenizer_config.json", "config.json", "generation_config.json"):
         file = folder / name
-        settings = json.loads(file.read_bytes()) if file.is_file() else {}
+        settings = read_settings(file) if file.is_file() else {}
         named, eos = settings.get("eos_token"), settings.get("eos_token_id")
         if isinstance(named, dict):
-            named = named["content"]
-        found += [ids.get(named), *(eos if isinstance(eos, list) else [eos])]
+            named = named.get("content")
+        found += [ids.get(str(named)), *(eos if isinstance(eos, list) else [eos])]
     return [i for i in found if i in ids.values()]

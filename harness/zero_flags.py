@@ -40,6 +40,18 @@ def check_ranks(flag, size, ranks, where, stage):
         raise Refused(f"{flag} {size} does not divide {where}: give a divisor, or leave it out")
 
 
+def check_types(args):
+    """Refuse an optimizer that keeps weights with fewer digits than those that it is to update."""
+    if args.param_dtype and rounding(args.dtype) > rounding(args.param_dtype):
+        problem = f"the optimizer's --dtype {args.dtype} is coarser than it"
+        advice = "give --dtype float32, or leave --param-dtype out"
+        raise Refused(f"--param-dtype {args.param_dtype}: {problem}: {advice}")
+
+
+def rounding(dtype):
+    return torch.finfo(DTYPES[dtype]).eps
+
+
 def check_world(args, world):
     """Refuse what zero.py can't do on so many ranks, and flags that mean nothing in its stage."""
     problem = f"means nothing in stage {args.stage}"
@@ -47,6 +59,7 @@ def check_world(args, world):
         raise Refused(f"--reduce-once {problem}: use --stage 2")
     if args.keep_gathered and args.stage < 3:
         raise Refused(f"--keep-gathered {problem}: use --stage 3")
+    check_types(args)
     check_ranks("--shard-ranks", args.shard_ranks, world, f"the {world} ranks", args.stage)
     check_batch(args, world)
 

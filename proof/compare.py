@@ -18,7 +18,7 @@ import json
 import os
 import sys
 
-from harness import Refused, script
+from harness import Refused, inputs, script
 from harness.flags import Parser, real
 from proof.explain import (
     WORDS,
@@ -79,8 +79,7 @@ def load(path):
     """A Recording. Refuses what is none."""
     file = os.path.join(path, "record.jsonl") if os.path.isdir(path) else path
     try:
-        with open(file) as f:
-            facts, *lines = [json.loads(line) for line in f]
+        facts, *lines = [json.loads(line) for line in inputs.read(file).splitlines()]
         recording = Recording(path, facts | {"dtype": str(facts["dtype"])}, {})
         for line in lines:
             recording.lines[line["step"]] = line

@@ -16,7 +16,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
-from harness import initialize
+from harness import initialize, inputs
 from harness.optimizer import learning_rate
 from harness.presets import parameter_shapes
 from harness.refusal import Refused
@@ -34,6 +34,7 @@ def replay_of(recording):
     def tensors(step):
         path = os.path.join(recording.path, f"step-{step}.safetensors")
         try:
+            inputs.check(path)
             return load_file(path)
         except (OSError, SafetensorError) as e:
             raise Refused(f"{path} can't be read: copy the recording's whole folder") from e

@@ -26,6 +26,7 @@ import contextlib
 import copy
 import itertools
 import os
+import signal
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from typing import NamedTuple
@@ -41,7 +42,7 @@ import context_parallel
 import expert_parallel
 import proof
 import zero_bubble
-from harness import Refused
+from harness import Refused, signals
 from proof.ledger import lasting
 from simulator.meter import META, Meter, Part
 
@@ -288,7 +289,8 @@ def play_all(layouts, cluster, train, brief=False):
         played = [play(*jobs[0])]
     else:
         torch.set_num_threads(1)  # a thread pool does not survive a fork
-        with ProcessPoolExecutor(min(cores, len(jobs)), get_context("fork")) as pool:
+        dying = dict(initializer=signals.die_with_parent, initargs=(signal.SIGKILL,))
+        with ProcessPoolExecutor(min(cores, len(jobs)), get_context("fork"), **dying) as pool:
             played = list(pool.map(play, *zip(*jobs)))
     found = iter(played)
     return [[next(found) for _ in ranks] for _, ranks in layouts]

@@ -38,7 +38,7 @@ import safetensors.torch
 import torch
 import torch.distributed as dist
 
-from harness import Refused
+from harness import Refused, inputs
 from harness.placement import placement
 from proof.ledger import states_of
 
@@ -360,8 +360,7 @@ def read_index(path):
     if step is None:
         raise ValueError("its writer did not finish")
     try:
-        with open(os.path.join(path, "index.json"), "rb") as f:
-            index = json.load(f)
+        index = json.loads(inputs.read(os.path.join(path, "index.json")))
         intact = index["step"] == step and index.get("crc32") in (None, crc_of(index))
     except (OSError, ValueError, LookupError, TypeError) as e:
         raise ValueError(f"its index.json can't be read ({e})") from e

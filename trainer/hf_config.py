@@ -14,6 +14,7 @@ import math
 import pathlib
 from dataclasses import asdict, dataclass
 
+from harness import inputs
 from model import Config
 
 # Fields of model.Config, and what config.json calls them: (GPT-2's; Llama's and those after it)
@@ -91,8 +92,7 @@ def read(folder, context=None):
 def read_json(path):
     """The object in a JSON file of a folder. Raises ValueError for anything else."""
     try:
-        with open(path, "rb") as file:
-            content = json.load(file)
+        content = json.loads(inputs.read(path))
     except OSError as e:
         advice = "give a folder with config.json and safetensors files"
         raise ValueError(f"{path} can't be read ({e.strerror}): {advice}") from e

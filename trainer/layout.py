@@ -113,6 +113,7 @@ def check(args, config):
     schedules.of_flags(zero_bubble.find_schedule, args, config, args.pp)
     harness.check_batch(args, args.dp)
     ranks, where = args.dp * args.cp, f"the {args.dp * args.cp} ranks of --dp x --cp"
+    zero_flags.check_types(args)
     zero_flags.check_ranks("--zero-ranks", args.zero_ranks, ranks, where, args.zero)
     check_experts(args, config, where)
     check_compile(args, config)

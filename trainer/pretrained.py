@@ -29,7 +29,7 @@ import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 
 import harness
-from harness import DTYPES, Refused, outputs, presets, say
+from harness import DTYPES, Refused, inputs, outputs, presets, say
 from trainer import hf_config, tokenizer
 from trainer.checkpoint import pieces_of
 from trainer.folder_writer import model_in, write_folder
@@ -239,9 +239,12 @@ class Folder:
         self.files = {}  # {tensor's name: (its open file, its name there)}
         for name in files_of(self.folder):
             try:
+                inputs.check(self.folder / name)
                 file = safe_open(self.folder / name, framework="pt")
             except (OSError, SafetensorError) as e:
-                raise ValueError(f"{self.folder / name} can't be read ({e}): fetch it again") from e
+                reason = getattr(e, "strerror", None) or e
+                what = f"{self.folder / name} can't be read ({reason})"
+                raise ValueError(f"{what}: fetch it again") from e
             for there in file.keys():
                 if not re.fullmatch(BUFFERS, there):
                     self.files[self.full_name(there)] = file, there

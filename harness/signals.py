@@ -1,0 +1,48 @@
+"""What Ctrl-C, SIGTERM and SIGHUP do: the process ends with a sentence. Imported before torch."""
+
+import contextlib
+import ctypes
+import multiprocessing
+import os
+import pathlib
+import signal
+import sys
+
+from harness.refusal import finish, say
+
+# What a user, a terminal that closes or a batch system sends to end a run
+STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+def handle(handler, numbers=STOPPING):
+    """Have `handler` act on signals. What is ignored, as under nohup, stays so."""
+    for number in numbers:
+        if signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, handler)
+
+
+def end_by_sentence():
+    """Have signals end this process. A launcher's ranks end by SIGTERM and SIGHUP without a word:
+    it sends these to them when another rank has failed."""
+    handle(interrupted, STOPPING if "RANK" not in os.environ else [signal.SIGINT])
+
+
+def interrupted(number, _):
+    """Raises no exception: some imports of libraries catch all."""
+    handle(signal.SIG_IGN)  # a second one must not cut this short
+    if os.environ.get("RANK", "0") == "0" and not multiprocessing.parent_process():
+        say(f"interrupted by {signal.Signals(number).name}")
+    finish(128 + number)
+
+
+def die_with_parent(number):
+    """Have the kernel (on Linux) send this process a signal when its parent ends, so that no rank
+    trains on as an orphan."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(1, number)  # PR_SET_PDEATHSIG
+
+
+# A script of the project's own folder, and not a program that imports the harness
+main = getattr(sys.modules["__main__"], "__file__", None)
+if main and pathlib.Path(main).resolve().parent == pathlib.Path(__file__).resolve().parent.parent:
+    end_by_sentence()
