@@ -1,25 +1,37 @@
-"""Files that flags name, or that lie in folders that flags name. What can't be read is refused."""
+"""Files that flags name, or that lie in folders that flags name."""
 
-import errno
+import json
 import os
 import pathlib
 import stat
 
-SMALL = 2**30  # bytes that a file such as config.json or tokenizer.json has at most
+SMALL = 2**30  # bytes that a file such as config.json has at most
 
 
 def check(path, most=None):
-    """Raise OSError for a file of more than `most` bytes, and for what is no file: opening a pipe
-    waits for its writer, and a device may have no end."""
+    """Raise OSError for more than `most` bytes, and for what is no file: who opens a pipe waits for
+    its writer, and a device may have no end."""
     found = os.stat(path)
     if not stat.S_ISREG(found.st_mode):
-        raise OSError(errno.EINVAL, "it is a folder, a device or a pipe, not a file")
+        raise OSError(0, "it is a folder, a device or a pipe, not a file")
     if most and found.st_size > most:
-        problem = f"its {found.st_size / 1e9:,.0f} GB are too many: at most {most / 1e9:,.0f} GB"
-        raise OSError(errno.EFBIG, problem)
+        raise OSError(0, f"it has {found.st_size / 1e9:,.0f} GB, and may have {most / 1e9:,.0f}")
 
 
 def read(path):
     """The bytes of a small file. Raises OSError."""
     check(path, SMALL)
     return pathlib.Path(path).read_bytes()
+
+
+def read_json(path):
+    """The object in a small JSON file. Raises ValueError for anything else."""
+    try:
+        content = json.loads(read(path))
+    except OSError as e:
+        raise ValueError(f"{path} can't be read ({e.strerror}): fetch it again") from e
+    except (ValueError, RecursionError) as e:
+        raise ValueError(f"{path} is no JSON: fetch it again") from e
+    if not isinstance(content, dict):
+        raise ValueError(f"{path} holds no JSON object: fetch it again")
+    return content

@@ -22,20 +22,20 @@ def handle(handler, numbers=STOPPING):
 
 
 def end_by_sentence():
-    """Have signals end this process. A launcher's ranks end by SIGTERM and SIGHUP without a word:
-    it sends these to them when another rank has failed."""
-    handle(interrupted, STOPPING if "RANK" not in os.environ else [signal.SIGINT])
+    """Have signals end this process. A launcher's ranks leave SIGTERM and SIGHUP as they are: it
+    sends these where another rank has failed."""
+    handle(interrupted, [signal.SIGINT] if "RANK" in os.environ else STOPPING)
 
 
 def interrupted(number, _):
-    """Raises no exception: some imports of libraries catch all."""
+    """Raises no exception: some libraries' imports catch all."""
     handle(signal.SIG_IGN)  # a second one must not cut this short
     if os.environ.get("RANK", "0") == "0" and not multiprocessing.parent_process():
         say(f"interrupted by {signal.Signals(number).name}")
     finish(128 + number)
 
 
-def die_with_parent(number):
+def die_with_parent(number=signal.SIGKILL):
     """Have the kernel (on Linux) send this process a signal when its parent ends, so that no rank
     trains on as an orphan."""
     with contextlib.suppress(OSError, AttributeError):

@@ -207,7 +207,7 @@ def can_fork():
 
 def end_with_launcher():
     """In a rank that start_ranks began: end with that process, and let signals act again."""
-    die_with_parent(signal.SIGKILL)
+    die_with_parent()
     signals.handle(signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, signals.STOPPING)
     if os.getppid() != int(os.environ["LAUNCHER"]):

@@ -19,14 +19,13 @@ besides
 
 import functools
 import hashlib
-import json
 import pathlib
 
 import numpy as np
 import tiktoken
 
 from harness import inputs
-from harness.refusal import Refused
+from harness.refusal import Refused, refusing
 
 VOCAB = {"bytes": 257, "gpt2": 50257, "none": 1}
 # Two encodings that agree on this text are taken for the same
@@ -111,7 +110,8 @@ class FolderEncoding:
         self.tokenizer, self.name = read_tokenizer(self.folder / "tokenizer.json")
         ids = self.tokenizer.get_vocab()
         self.n_vocab = max(ids.values()) + 1
-        ends = eos_ids(self.folder, ids)
+        with refusing():
+            ends = eos_ids(self.folder, ids)
         self.stops, self.end = set(ends), ends[0] if ends else None
         # What the file puts before a text, such as <s>
         first = self.plain("a")[0]
@@ -156,23 +156,12 @@ def read_tokenizer(file):
     return tokenizer, f"tokenizer.json {hashlib.sha256(content).hexdigest()[:12]}"
 
 
-def read_settings(file):
-    """The object in a JSON file beside tokenizer.json. Raises Refused."""
-    try:
-        settings = json.loads(inputs.read(file))
-    except (OSError, ValueError) as e:
-        settings = e
-    if not isinstance(settings, dict):
-        raise Refused(f"--tokenizer: {file} holds no JSON object: fetch it again")
-    return settings
-
-
 def eos_ids(folder, ids):
     """The ids that a folder's files call eos, the tokenizer's own first. ids: {token: its id}."""
     found = []
     for name in ("tokenizer_config.json", "config.json", "generation_config.json"):
         file = folder / name
-        settings = read_settings(file) if file.is_file() else {}
+        settings = inputs.read_json(file) if file.is_file() else {}
         named, eos = settings.get("eos_token"), settings.get("eos_token_id")
         if isinstance(named, dict):
             named = named.get("content")

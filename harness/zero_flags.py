@@ -42,14 +42,10 @@ def check_ranks(flag, size, ranks, where, stage):
 
 def check_types(args):
     """Refuse an optimizer that keeps weights with fewer digits than those that it is to update."""
-    if args.param_dtype and rounding(args.dtype) > rounding(args.param_dtype):
-        problem = f"the optimizer's --dtype {args.dtype} is coarser than it"
-        advice = "give --dtype float32, or leave --param-dtype out"
-        raise Refused(f"--param-dtype {args.param_dtype}: {problem}: {advice}")
-
-
-def rounding(dtype):
-    return torch.finfo(DTYPES[dtype]).eps
+    trained, updated = DTYPES[args.param_dtype or args.dtype], DTYPES[args.dtype]
+    if torch.finfo(trained).eps < torch.finfo(updated).eps:
+        problem = f"is finer than --dtype {args.dtype}, of the optimizer's own weights"
+        raise Refused(f"--param-dtype {args.param_dtype} {problem}: give a finer --dtype")
 
 
 def check_world(args, world):

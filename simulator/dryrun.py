@@ -26,7 +26,6 @@ import contextlib
 import copy
 import itertools
 import os
-import signal
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from typing import NamedTuple
@@ -289,8 +288,8 @@ def play_all(layouts, cluster, train, brief=False):
         played = [play(*jobs[0])]
     else:
         torch.set_num_threads(1)  # a thread pool does not survive a fork
-        dying = dict(initializer=signals.die_with_parent, initargs=(signal.SIGKILL,))
-        with ProcessPoolExecutor(min(cores, len(jobs)), get_context("fork"), **dying) as pool:
+        size, context = min(cores, len(jobs)), get_context("fork")
+        with ProcessPoolExecutor(size, context, signals.die_with_parent) as pool:
             played = list(pool.map(play, *zip(*jobs)))
     found = iter(played)
     return [[next(found) for _ in ranks] for _, ranks in layouts]

@@ -28,7 +28,7 @@ import safetensors.torch
 import torch
 
 import harness
-from harness.start import die_with_parent
+from harness.signals import die_with_parent
 from tests.conftest import ROOT, children, enter, joined_hosts
 
 FLAGS = "--layers 2 --heads 2 --width 16 --context 16 --batch 8 --dtype float64 --dp 2 --tp 2"
@@ -56,7 +56,7 @@ class Trial:
             command.append("--resume")
 
         def before():
-            die_with_parent(signal.SIGKILL)
+            die_with_parent()
             if host:
                 enter(host)
 

@@ -128,6 +128,9 @@ sequence_parallel --experts 2 --context 3 --nproc 2 -> use --context 4
 ddp --data= -> --data is empty
 ddp --json folder -> a pipe: give a file
 train --log-to /dev/full -> a pipe: give a file
+train --dtype bfloat16 --param-dtype float16 -> is finer than --dtype bfloat16
+zero --param-dtype float64 -> is finer than --dtype float32
+fsdp --dtype bfloat16 --param-dtype float32 -> give a finer --dtype
 """
 
 
@@ -145,7 +148,7 @@ def test_bad_flags(monkeypatch, tmp_path, row):
 def test_bad_data_from_outside(tmp_path):
     path, names = tmp_path / "text", [*SMALL, "--nproc", "2", "--data"]
     for content, words in (
-        (None, "no such file or folder"),
+        (None, "No such file or directory"),
         (b"\xff\0\xfe" * 500, "has no text"),
         (b"short", "needs 17"),
     ):
@@ -177,4 +180,4 @@ def test_what_differs_on_one_rank(ranks, tmp_path):
     assert dist_flags[2] == (said, 2)
     for rank, (said, speaker) in enumerate(text):
         assert speaker == 2 and ("rank 2 has another text than rank 0" in said) == (rank == 2)
-    assert [speaker for _, speaker in missing] == [1, 1, 1] and "no such file" in missing[1][0]
+    assert [speaker for _, speaker in missing] == [1, 1, 1] and "No such file" in missing[1][0]

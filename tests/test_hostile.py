@@ -4,6 +4,7 @@ what it can't write."""
 import importlib
 import itertools
 import os
+import signal
 import sys
 from types import SimpleNamespace
 
@@ -12,9 +13,9 @@ import torch
 from test_flags import SCRIPTS, parser_of
 
 import harness
-from harness import presets, start
-from proof import receipt
-from trainer import layout, pretrained, tracking
+from harness import data, inputs, presets, start, tokens
+from proof import compare, receipt, replay
+from trainer import checkpoint, hf_config, layout, pretrained, tracking
 
 NUMBERS = ["0", "-1", "1", "3", "1e308", "nan", "inf", "1" + "0" * 8, "9" * 5000]
 TEXTS = ["/dev/full", "pipe", "folder", "x" * 5000, "folder/" + "ä" * 127, "\udcff", "="]
@@ -57,7 +58,7 @@ def tries(parser):
     yield []
     for action in parser._actions:
         flag = action.option_strings[-1]
-        if action.nargs == 0 and flag != "--help":
+        if action.nargs == 0 and not flag.startswith("--help"):
             yield [flag]
         elif action.nargs != 0:
             for value in ["", *NUMBERS, *TEXTS]:
@@ -90,6 +91,62 @@ def test_a_flag_is_refused_in_one_sentence(name, nothing_starts, monkeypatch, ca
         ends[outcome] += 1
     assert not problems, "\n" + "\n".join(problems)
     assert all(ends.values()), ends
+
+
+# --- files that are none, and files without end or room
+
+
+def replace(path, kind):
+    """Put something in the place of a file."""
+    path.unlink(missing_ok=True)
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "folder":
+        path.mkdir()
+    elif kind == "device":
+        path.symlink_to("/dev/zero")
+    else:
+        path.touch()
+        os.truncate(path, 1 << 42)  # of zeros, which take no place on the disk
+
+
+READ = {
+    "config.json": lambda folder: hf_config.read(folder),
+    "model.safetensors": lambda folder: pretrained.Folder(folder, presets.configure()),
+    "model.safetensors.index.json": lambda folder: pretrained.files_of(folder),
+    "tokenizer.json": lambda folder: tokens.read_tokenizer(folder / "tokenizer.json"),
+    "tokenizer_config.json": lambda folder: inputs.read_json(folder / "tokenizer_config.json"),
+    "index.json": lambda folder: checkpoint.read_index(folder),
+    "record.jsonl": lambda folder: compare.load(folder),
+    "step-1.safetensors": lambda folder: replay.Replay.file(SimpleNamespace(folder=folder), 1),
+    "text": lambda folder: data.load(folder / "text", folder=folder),
+    "tokens.bin": lambda folder: data.load(folder / "tokens.bin", "none", vocab=300),
+    "tokens.npy": lambda folder: data.load(folder / "tokens.npy", "none", vocab=300),
+}
+
+
+@pytest.mark.parametrize("kind", ["pipe", "folder", "device", "huge"])
+@pytest.mark.parametrize("name", READ)
+def test_what_is_no_file_is_refused_at_once(name, kind, tmp_path):
+    """Opening a pipe would wait for its writer, reading /dev/zero would take all memory."""
+    folder = tmp_path / "step-00000001"
+    folder.mkdir()
+    replace(folder / name, kind)
+    signal.alarm(20)
+    try:
+        words = "a folder, a device or a pipe"
+        if kind == "folder" and name in ("text", "tokens.bin", "tokens.npy"):
+            words = "has no text"  # --data takes folders
+        elif kind == "huge":
+            words = "GB|can't be read|header"
+        if (name, kind) in (("tokens.bin", "huge"), ("step-1.safetensors", "huge")):
+            READ[name](folder)  # never read whole
+            return
+        with pytest.raises((harness.Refused, ValueError, OSError), match=words) as error:
+            READ[name](folder)
+        assert "\n" not in str(error.value)
+    finally:
+        signal.alarm(0)
 
 
 # --- files on a full disk

@@ -78,7 +78,7 @@ def read(folder, context=None):
     sequence to be trained, if it is known. Raises ValueError, in one sentence, for what is missing,
     or not what our model does."""
     path = pathlib.Path(folder) / "config.json"
-    content = read_json(path)
+    content = inputs.read_json(path)
     try:
         return translate(content, context)
     except KeyError as e:
@@ -87,20 +87,6 @@ def read(folder, context=None):
         raise ValueError(f"{path}: a field is not of its type ({e}): fetch it again") from e
     except ValueError as e:
         raise ValueError(f"{path}: {e}") from e
-
-
-def read_json(path):
-    """The object in a JSON file of a folder. Raises ValueError for anything else."""
-    try:
-        content = json.loads(inputs.read(path))
-    except OSError as e:
-        advice = "give a folder with config.json and safetensors files"
-        raise ValueError(f"{path} can't be read ({e.strerror}): {advice}") from e
-    except ValueError as e:
-        raise ValueError(f"{path} is no JSON: fetch it again") from e
-    if not isinstance(content, dict):
-        raise ValueError(f"{path} holds no JSON object: fetch it again")
-    return content
 
 
 def translate(content, context=None):

@@ -221,7 +221,7 @@ def files_of(folder):
     index = folder / "model.safetensors.index.json"
     if (folder / "model.safetensors").exists() or not index.exists():
         return ["model.safetensors"]
-    where = hf_config.read_json(index).get("weight_map")
+    where = inputs.read_json(index).get("weight_map")
     if not isinstance(where, dict):
         raise ValueError(f"{index} has no weight_map from tensors to files: fetch it again")
     return sorted(set(where.values()))
@@ -329,7 +329,7 @@ def write(folder, config, tensors, dtype=None, source=None, fields=(), files=(),
 
     Raises OSError, and ValueError for a model of no known family."""
     if source:
-        content = hf_config.read_json(pathlib.Path(source) / "config.json")
+        content = inputs.read_json(pathlib.Path(source) / "config.json")
         content.pop("quantization_config", None)  # null: these weights are plain
         if "max_position_embeddings" in content:  # rotary: --context may be longer
             longest = max(config.context, content["max_position_embeddings"])
