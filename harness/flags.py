@@ -200,7 +200,8 @@ def training_flags(g):
     g.add_argument("--seed", **seed, help="seed of weights, batches and dropout")
     why = "sgd shows a gradient of the wrong scale, adamw hides it"
     g.add_argument("--optimizer", choices=["adamw", "sgd"], default="adamw", help=why)
-    g.add_argument("--lr", **FACTOR, default=1e-3, help="learning rate after warm-up")
+    rate = dict(type=real(0, 1000), metavar="X")
+    g.add_argument("--lr", **rate, default=1e-3, help="learning rate after warm-up")
     why = "steps over which the learning rate rises"
     g.add_argument("--warmup", **NATURAL, default=0, help=why)
     why = "weight decay of matrices; biases and norms have none"

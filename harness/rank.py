@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import time
 
 import torch
 import torch.distributed as dist
@@ -11,11 +12,13 @@ from harness import data, initialize
 from harness.flags import DTYPES, configure
 from harness.placement import placement, take
 from harness.presets import parameters_held
-from harness.refusal import Refused
+from harness.refusal import Refused, say
 
 
 class Rank:
     """One rank's flags, number and device; all that a demo needs that does not train."""
+
+    spoke = time.monotonic()  # when it last printed a line
 
     def __init__(self, args, rank, world, device):
         self.args, self.rank, self.world, self.device = args, rank, world, device
@@ -51,6 +54,7 @@ class Rank:
     def print(self, *args, **kwargs):
         """Print on rank 0, unless --quiet is given. A full disk or a closed terminal ends no run;
         a reader that has gone, as `head` does, ends it."""
+        Rank.spoke = time.monotonic()
         if self.rank == 0 and not self.args.quiet:
             try:
                 print(*args, **kwargs, flush=True)
@@ -58,6 +62,19 @@ class Rank:
                 raise
             except OSError:
                 pass
+
+
+def keep_speaking(minute=60):
+    """Say that a run goes on, when it has printed nothing for one minute, for two, for four. The
+    work of a daemon thread of rank 0."""
+    heard = None
+    while True:
+        time.sleep(minute / 60)
+        if heard != Rank.spoke:
+            heard, silence = Rank.spoke, minute
+        if time.monotonic() - heard > silence:
+            say(f"at work; the last line was printed {silence:.0f} s ago")
+            silence *= 2
 
 
 class TrainingRank(Rank):
@@ -176,7 +193,8 @@ def check_memory(args, world):
 
 def precision(args, device):
     """A name in proof/tolerance.py. With --tf32, round the factors of float32 products to TF32."""
-    name = getattr(args, "param_dtype", None) or args.dtype
+    names = {getattr(args, name, None) for name in ("dtype", "param_dtype", "reduce_dtype")}
+    name = max(names - {None}, key=lambda name: torch.finfo(DTYPES[name]).eps)
     if getattr(args, "tf32", False):
         if device.type != "cuda" or name != "float32":
             raise Refused("--tf32 is for float32 on GPUs: leave it out")

@@ -13,6 +13,7 @@ import os
 import signal
 import sys
 import tempfile
+import threading
 import time
 
 import torch
@@ -22,7 +23,7 @@ from harness import host_messages, missing, signals
 from harness.joining import Launched, join, launched
 from harness.missing import LOST, PATIENCE
 from harness.outputs import check_file
-from harness.rank import Rank, check_memory
+from harness.rank import Rank, check_memory, keep_speaking
 from harness.refusal import Refused, finish, refuse, refusing, say
 from harness.signals import die_with_parent
 
@@ -230,6 +231,8 @@ def one_rank(work, args):
         # The backend's own time-out names nobody: it comes later than that of missing.py
         later = datetime.timedelta(seconds=seconds + 60)
         store.set_timeout(later)
+        if me.rank == 0 and not args.quiet:
+            threading.Thread(target=keep_speaking, daemon=True).start()
         if me.world > 1:
             missing.attend(store.clone(), me, seconds)
         ranks = {"rank": me.rank, "world_size": me.world}

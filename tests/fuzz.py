@@ -127,7 +127,7 @@ def begin(name, words, streams, fresh):
     start.finish(0)
 
 
-def watch(pid, said, args, moment, number):
+def watch(pid, said, args, moment, number, closed):
     """(exit code, text, whether it was silent) of a script that began; `number` is sent to it after
     `moment` seconds, and SIGTERM when its time is over."""
     text, begun = b"", time.monotonic()
@@ -139,7 +139,8 @@ def watch(pid, said, args, moment, number):
         if number and now > begun + moment:
             os.kill(pid, number)
             number = None
-        if not ended and now > begun + args.seconds and now < spoke + 5:
+        speaks = now < spoke + 5 or closed
+        if not ended and now > begun + args.seconds and speaks:
             ended = True
             os.kill(pid, signal.SIGTERM)
         if now > spoke + args.silence:
@@ -191,7 +192,7 @@ def main():
         streams, fresh = chance.choice(STREAMS), chance.random() < 0.04
         number = chance.choice([None, None, *signals.STOPPING]) if not streams else None
         moment = chance.uniform(0, 4)
-        ended = watch(*begin(name, words, streams, fresh), args, moment, number)
+        ended = watch(*begin(name, words, streams, fresh), args, moment, number, ">&-" in streams)
         word = judge(name, *ended[:1], *ended[1:], number, streams, fresh)
         counts[word] += 1
         how = f"{streams} signal {number or 0:d} after {moment:.1f} s" if number else streams

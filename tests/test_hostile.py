@@ -14,7 +14,7 @@ from test_flags import SCRIPTS, parser_of
 
 import harness
 from harness import data, inputs, presets, start, tokens
-from proof import compare, receipt, replay
+from proof import compare, receipt
 from trainer import checkpoint, hf_config, layout, pretrained, tracking
 
 NUMBERS = ["0", "-1", "1", "3", "1e308", "nan", "inf", "1" + "0" * 8, "9" * 5000]
@@ -118,7 +118,6 @@ READ = {
     "tokenizer_config.json": lambda folder: inputs.read_json(folder / "tokenizer_config.json"),
     "index.json": lambda folder: checkpoint.read_index(folder),
     "record.jsonl": lambda folder: compare.load(folder),
-    "step-1.safetensors": lambda folder: replay.Replay.file(SimpleNamespace(folder=folder), 1),
     "text": lambda folder: data.load(folder / "text", folder=folder),
     "tokens.bin": lambda folder: data.load(folder / "tokens.bin", "none", vocab=300),
     "tokens.npy": lambda folder: data.load(folder / "tokens.npy", "none", vocab=300),
@@ -139,7 +138,7 @@ def test_what_is_no_file_is_refused_at_once(name, kind, tmp_path):
             words = "has no text"  # --data takes folders
         elif kind == "huge":
             words = "GB|can't be read|header"
-        if (name, kind) in (("tokens.bin", "huge"), ("step-1.safetensors", "huge")):
+        if (name, kind) == ("tokens.bin", "huge"):
             READ[name](folder)  # never read whole
             return
         with pytest.raises((harness.Refused, ValueError, OSError), match=words) as error:

@@ -6,6 +6,7 @@ import pathlib
 import random
 import re
 import signal
+import subprocess
 import sys
 import time
 import traceback
@@ -20,7 +21,7 @@ from test_house import TECHNIQUES
 
 import ddp
 import harness
-from harness import host_messages, joining, start
+from harness import data, host_messages, joining, rank, start
 
 ROOT = pathlib.Path(__file__).parent.parent
 
@@ -125,6 +126,51 @@ def test_interrupted(tmp_path, number, expected):
     assert script.end() == expected and gone(pids) and "Traceback" not in script.output()
     [said] = script.errors()
     assert ("rank 0 was ended by SIGKILL" if number == signal.SIGKILL else "interrupted") in said
+
+
+def test_one_process_is_interrupted(tmp_path):
+    script = Script(tmp_path, "train", [*SMALL[:8], *LONG[2:]])
+    script.wait_for("step ")
+    os.kill(script.pid, signal.SIGHUP)
+    assert script.end() == 129 and script.errors() == ["train.py: interrupted by SIGHUP"]
+
+
+def test_ctrl_c_while_torch_is_imported(tmp_path):
+    """And where it is imported by someone who catches everything."""
+    raised = "os.kill(os.getpid(), signal.SIGINT)"
+    caught = f"import os, signal\ntry:\n    {raised}\nexcept BaseException:\n    pass\n"
+    (tmp_path / "torch.py").write_text(caught)
+    command, environment = [sys.executable, "train.py"], os.environ | {"PYTHONPATH": str(tmp_path)}
+    options = {"cwd": ROOT, "capture_output": True, "text": True, "preexec_fn": usual_signals}
+    done = subprocess.run(command, env=environment, **options)
+    assert (done.returncode, done.stderr) == (130, "train.py: interrupted by SIGINT\n")
+
+
+@pytest.mark.parametrize("flags", [["--nproc", "1"], ["--dp", "2"]])
+def test_streams_that_nobody_reads(tmp_path, flags):
+    def closed():
+        sys.stdout = sys.stderr = None
+
+    def head():
+        reader, writer = os.pipe()
+        os.close(reader)
+        sys.stdout = open(writer, "w")
+
+    for before, code in ((closed, 0), (head, 141)):
+        script = Script(tmp_path, "train", [*SMALL, "--sample", "0", *flags], before)
+        assert script.end() == code and script.errors() == [], script.output()
+        assert "Traceback" not in script.output()
+
+
+def test_a_run_without_a_word_says_that_it_goes_on(tmp_path):
+    def slowly():
+        load = data.load
+        rank.keep_speaking.__defaults__ = (0.2,)
+        data.load = lambda *args, **options: time.sleep(1) or load(*args, **options)
+
+    script = Script(tmp_path, "ddp", [*SMALL, "--nproc", "1"], slowly)
+    assert script.end() == 0
+    assert script.errors()[0] == "ddp.py: at work; the last line was printed 0 s ago"
 
 
 def launch(work, world, before=lambda: None):
