@@ -119,13 +119,14 @@ def serve(parameters, group, steps, bound):
     batches_left = {worker: len(range(worker - 1, steps, len(workers))) for worker in workers}
     waiting = [worker for worker in workers if batches_left[worker]]  # for weights
     computing = {}  # worker: (the step at which it got its weights, their message)
+
+    def worst_staleness(step):
+        """Of the oldest gradient, if one more worker computes: all others may be taken first."""
+        oldest = min((pulled_at for pulled_at, _ in computing.values()), default=step)
+        return step - oldest + len(computing)
+
     for step in range(steps):
-        while waiting:
-            oldest = min((pulled_at for pulled_at, _ in computing.values()), default=step)
-            # With one more worker, len(computing) gradients may be taken before the oldest one. It
-            # would then be so many steps old:
-            if step - oldest + len(computing) > bound:
-                break
+        while waiting and worst_staleness(step) <= bound:
             worker = waiting.pop(0)
             message = dist.isend(flat_message(parameters), group=group, group_dst=worker)
             computing[worker] = step, message

@@ -215,13 +215,14 @@ class Runner:
     """What this rank trains, and how it runs forward and backward through its stages.
 
     run: the flags, device, data and log of this process. optimizer: of `data_parallel`.
-    watch(action): a context around each of the pipeline's actions."""
+    watch: None, or a dry run's."""
 
     def __init__(self, run, schedule, groups, model, optimizer, watch):
         self.run, self.schedule, self.groups, self.model = run, schedule, groups, model
         self.optimizer, self.loss_scale = optimizer, LossScale(run.args, optimizer)
         # ZeRO must know which stage an action belongs to
-        self.watch, self.scope = watch, getattr(optimizer, "around", contextlib.nullcontext)
+        self.scope = getattr(optimizer, "around", contextlib.nullcontext)
+        self.watch = watch or contextlib.nullcontext
         self.links = groups["down"] + groups["up"]
         # Which part of the batches is this rank's: islands have batches of their own
         island = run.rank // (run.world // run.args.islands)
@@ -242,7 +243,7 @@ class Runner:
         self.optimizer.zero_grad()
         self.rows.clear()
         count = self.loss_scale.count(self.run.count)
-        losses = self.pipeline(self.schedule, batches, count).run()
+        losses = self.pipeline_for(self.schedule, batches, count).run()
         self.optimizer.finish()
         if self.run.step == self.run.measured:  # the step whose bytes the ledger counts
             self.travelled = self.rows.travelled
@@ -252,17 +253,17 @@ class Runner:
     def warm_up(self, batches):
         """Before the first step of a pipeline, which would hang on nccl: see Pipeline.prepare."""
         count = self.loss_scale.count(self.run.count)
-        self.pipeline(self.schedule, batches, count).prepare()
+        self.pipeline_for(self.schedule, batches, count).prepare()
         self.optimizer.zero_grad(give_up=True)
         gpt.rebalance(self.model, move=False)  # the routers counted these tokens
 
     def forward_only(self, batches, count):
         schedule = pipeline.forward_only(self.schedule, len(batches))
-        return self.pipeline(schedule, batches, count).run()
+        return self.pipeline_for(schedule, batches, count).run()
 
-    def pipeline(self, schedule, batches, count):
-        """For these batches. Its run() returns for each of them, on the last stage's rank, a loss
-        divided by count, or logits (b, T, V) without targets. Other ranks get []."""
+    def pipeline_for(self, schedule, batches, count):
+        """A Pipeline for these batches. Its run() returns for each of them, on the last stage's
+        rank, a loss divided by count, or logits (b, T, V) without targets. Other ranks get []."""
         run, args = self.run, self.run.args
         rows, length = batches[0][0].shape
         held = self.positions_held(length)
@@ -303,10 +304,9 @@ class Runner:
 # --- training: what stands before the steps, the steps, what follows them
 
 
-def train(run, schedule=None, watch=contextlib.nullcontext, warm_up_first=True):
-    """Train on this rank, and return the exit code. A dry run passes a schedule of its own, a
-    watch(action), a context around each of the pipeline's actions, and warm_up_first=False: it has
-    no kernels that must be loaded."""
+def train(run, schedule=None, watch=None):
+    """Train on this rank, and return the exit code. A dry run passes a schedule of its own, and
+    watch(action), a context around each of the pipeline's actions."""
     args = run.args
     if schedule is None:
         schedule = zero_bubble.find_schedule(args.schedule, args.pp, args.microbatches, args.chunks)
@@ -320,7 +320,7 @@ def train(run, schedule=None, watch=contextlib.nullcontext, warm_up_first=True):
     averaging.go_on(first)
     if args.only_sample:
         first = args.steps  # no step is left
-    if args.pp > 1 and warm_up_first and first < args.steps:
+    if args.pp > 1 and first < args.steps and watch is None:  # a dry run has no kernels to load
         runner.warm_up(runner.batches(first))
     take_steps(runner, first, averaging, checkpoints)
     if checkpoints.stopped:

@@ -1,11 +1,10 @@
-"""diloco.py's demo: each setting against one process that plays all islands, and planted bugs that
-this proof must catch. The ranks are launched because the exit code is what counts."""
+"""diloco.py's demo: each setting against one process that plays all islands. The exercises show
+that this proof catches bugs. The ranks are launched because the exit code is what counts."""
 
 import json
 
 import pytest
 import torch
-import torch.distributed as dist
 from conftest import Script
 
 import diloco
@@ -19,11 +18,11 @@ DATA_PARALLEL = "--sync-every 1 --optimizer sgd --lr 0.3 --outer-lr 1 --outer-mo
 DATA_PARALLEL += " --grad-clip 0 --steps 3"
 
 
-def receipt(tmp_path, flags, text, plant=lambda: None):
+def receipt(tmp_path, flags, text):
     """(exit code, receipt) of the demo."""
     path = tmp_path / "receipt.json"
     given = f"{SMALL} {flags} --data {text} --json {path}".split()
-    return Script(tmp_path, "diloco", given, plant).end(), json.loads(path.read_text())
+    return Script(tmp_path, "diloco", given).end(), json.loads(path.read_text())
 
 
 @pytest.mark.parametrize(
@@ -42,42 +41,6 @@ def test_is_what_one_process_plays(tmp_path, text, flags):
     assert set(said["max_error"]) == {"loss", "grad_norm", "grad", "param"}
     [row] = said["sent"]
     assert row["op"] == "all_gather" and row["wire_bytes"] == row["formula_bytes"] > 0
-
-
-def no_error_feedback():
-    right = diloco.DiLoCo._send
-
-    def send(self, part):
-        part.error.zero_()
-        right(self, part)
-
-    diloco.DiLoCo._send = send
-
-
-def one_island_alone():
-    def receive_own(self, message):
-        dist.barrier()
-        return lambda: [message]
-
-    diloco.DiLoCo.exchange = receive_own
-
-
-def late_by_a_step():
-    init = diloco.DiLoCo.__init__
-
-    def init_later(self, *arguments, **options):
-        init(self, *arguments, **options)
-        self.delay += 1
-
-    diloco.DiLoCo.__init__ = init_later
-
-
-@pytest.mark.parametrize("plant", [no_error_feedback, one_island_alone, late_by_a_step])
-def test_the_receipt_catches(tmp_path, text, plant):
-    flags = "--nproc 2 --sync-every 2 --outer-bits 4 --steps 5 --stream 2"
-    code, said = receipt(tmp_path, flags, text, plant)
-    assert code == 1 and not said["ok"]
-    assert said["max_error"]["param"] > 1e-10
 
 
 # --- messages
@@ -135,12 +98,6 @@ def test_the_price_of_islands_is_measured(monkeypatch, text):
     assert [tokens for tokens, _ in rare] == [64, 128]
     for (_, loss), (_, other), (_, third) in zip(alone, both, rare):
         assert abs(loss - other) < 1e-10 < abs(loss - third)
-
-
-def test_bytes_of_islands_on_a_link():
-    """Two averages of the whole model in 100 steps, and ten."""
-    twice, often = (slow_links.sent_by_islands(f"--sync-every {n}", 100) for n in (50, 10))
-    assert twice == pytest.approx(2 * (16 + 4 * 7_209_600)) and often == pytest.approx(5 * twice)
 
 
 def test_messages_of_few_bits_in_float32(script):
