@@ -60,92 +60,7 @@ def outer_step(parameters, old, outer, group):
         p.data.copy_(start)
 
 
-# --- messages: bytes, of fewer bits
-
-HEADER = 16  # bytes at the start of a message: see `header`
-BLOCK = 128  # numbers that share a scale
-
-
-def encode(x, bits):
-    """The flat tensor x as bytes: as it is (bits None), in bfloat16 (16), or in whole numbers of 8
-    or 4 bits. Each block of these has its own scale in float32, so that its largest number fits."""
-    if bits is None:
-        return x.view(torch.uint8)
-    if bits == 16:
-        return x.bfloat16().view(torch.uint8)
-    most = 2 ** (bits - 1) - 1  # 127 or 7
-    blocks = nn.functional.pad(x, (0, -len(x) % BLOCK)).view(-1, BLOCK)
-    scales = (blocks.abs().amax(1, keepdim=True) / most).float()
-    divisors = torch.where(scales == 0, 1, scales)  # no 0 / 0. A NaN reaches all islands
-    numbers = (blocks / divisors).round().clamp(-most, most).to(torch.int8).flatten()
-    if bits == 4:
-        low, high = numbers.view(-1, 2).add(8).unbind(1)  # 1 to 15
-        numbers = low + 16 * high
-    return torch.cat([scales.flatten().view(torch.uint8), numbers.view(torch.uint8)])
-
-
-def decode(message, bits, dtype, length):
-    """The `length` numbers of a message, in float64. dtype: theirs, if bits is None."""
-    if bits is None:
-        return message.view(dtype).double()
-    if bits == 16:
-        return message.view(torch.bfloat16).double()
-    scale_bytes = -(-length // BLOCK) * 4
-    scales = message[:scale_bytes].view(torch.float32)
-    numbers = message[scale_bytes:]
-    if bits == 4:
-        numbers = torch.stack([numbers % 16, numbers // 16], 1).to(torch.int8) - 8
-    numbers = numbers.view(torch.int8).view(-1, BLOCK)
-    return (numbers.double() * scales.double().unsqueeze(1)).flatten()[:length]
-
-
-# --- streaming: parts of the model take turns
-
-
-class Part:
-    """Consecutive parameters that are sent together, at the steps s with s % every == offset."""
-
-    def __init__(self, parameters, offset, outer_lr, outer_momentum, bits):
-        self.parameters, self.offset = parameters, offset
-        self.old = flat_copy(parameters)  # after the latest outer step: equal on all islands
-        self.error = torch.zeros_like(self.old) if bits else None
-        nesterov = outer_momentum > 0
-        self.outer = torch.optim.SGD([self.old], outer_lr, outer_momentum, nesterov=nesterov)
-        self.sent_at = 0  # the step of the latest message
-        self.receive = None  # while it travels: a function that waits for all islands' messages
-
-    def pieces(self):
-        """(parameter, its old weights, in its own shape) of each parameter."""
-        sizes = [p.numel() for p in self.parameters]
-        for p, old in zip(self.parameters, self.old.split(sizes)):
-            yield p, old.view_as(p)
-
-    def movement(self):
-        """Old weights - new weights. A bfloat16 model started from the old ones rounded."""
-        moved = [old.to(p.dtype).to(old) - p.detach().to(old) for p, old in self.pieces()]
-        return torch.cat([m.flatten() for m in moved])
-
-    def restart(self, keep=0):
-        """Go to the outer weights, mixed with a fraction `keep` of this island's own."""
-        for p, old in self.pieces():
-            p.copy_(old + keep * (p - old) if keep else old)
-
-
-def flat_copy(parameters):
-    """A copy of all numbers of the parameters, in float32 at least."""
-    whole = torch.cat([p.detach().flatten() for p in parameters])
-    return whole.to(torch.promote_types(whole.dtype, torch.float32), copy=True)
-
-
-def consecutive(parameters, parts):
-    """The parameters in `parts` consecutive lists of about equally many numbers."""
-    total, before = sum(p.numel() for p in parameters), 0
-    lists = [[] for _ in range(parts)]
-    for p in parameters:
-        middle = before + p.numel() / 2
-        lists[min(int(middle / total * parts), parts - 1)].append(p)
-        before += p.numel()
-    return [chosen for chosen in lists if chosen]
+# --- parts that take turns, messages that travel while training goes on
 
 
 class DiLoCo:
@@ -233,6 +148,94 @@ class DiLoCo:
                 self._send(part)
                 self._apply(part)
             part.restart()
+
+
+# --- a part of the model
+
+
+class Part:
+    """Consecutive parameters that are sent together, at the steps s with s % every == offset."""
+
+    def __init__(self, parameters, offset, outer_lr, outer_momentum, bits):
+        self.parameters, self.offset = parameters, offset
+        self.old = flat_copy(parameters)  # after the latest outer step: equal on all islands
+        self.error = torch.zeros_like(self.old) if bits else None
+        nesterov = outer_momentum > 0
+        self.outer = torch.optim.SGD([self.old], outer_lr, outer_momentum, nesterov=nesterov)
+        self.sent_at = 0  # the step of the latest message
+        self.receive = None  # while it travels: a function that waits for all islands' messages
+
+    def pieces(self):
+        """(parameter, its old weights, in its own shape) of each parameter."""
+        sizes = [p.numel() for p in self.parameters]
+        for p, old in zip(self.parameters, self.old.split(sizes)):
+            yield p, old.view_as(p)
+
+    def movement(self):
+        """Old weights - new weights. A bfloat16 model started from the old ones rounded."""
+        moved = [old.to(p.dtype).to(old) - p.detach().to(old) for p, old in self.pieces()]
+        return torch.cat([m.flatten() for m in moved])
+
+    def restart(self, keep=0):
+        """Go to the outer weights, mixed with a fraction `keep` of this island's own."""
+        for p, old in self.pieces():
+            p.copy_(old + keep * (p - old) if keep else old)
+
+
+def flat_copy(parameters):
+    """A copy of all numbers of the parameters, in float32 at least."""
+    whole = torch.cat([p.detach().flatten() for p in parameters])
+    return whole.to(torch.promote_types(whole.dtype, torch.float32), copy=True)
+
+
+def consecutive(parameters, parts):
+    """The parameters in `parts` consecutive lists of about equally many numbers."""
+    total, before = sum(p.numel() for p in parameters), 0
+    lists = [[] for _ in range(parts)]
+    for p in parameters:
+        middle = before + p.numel() / 2
+        lists[min(int(middle / total * parts), parts - 1)].append(p)
+        before += p.numel()
+    return [chosen for chosen in lists if chosen]
+
+
+# --- messages: bytes, of fewer bits
+
+HEADER = 16  # bytes at the start of a message: see `header`
+BLOCK = 128  # numbers that share a scale
+
+
+def encode(x, bits):
+    """The flat tensor x as bytes: as it is (bits None), in bfloat16 (16), or in whole numbers of 8
+    or 4 bits. Each block of these has its own scale in float32, so that its largest number fits."""
+    if bits is None:
+        return x.view(torch.uint8)
+    if bits == 16:
+        return x.bfloat16().view(torch.uint8)
+    most = 2 ** (bits - 1) - 1  # 127 or 7
+    blocks = nn.functional.pad(x, (0, -len(x) % BLOCK)).view(-1, BLOCK)
+    scales = (blocks.abs().amax(1, keepdim=True) / most).float()
+    divisors = torch.where(scales == 0, 1, scales)  # no 0 / 0. A NaN reaches all islands
+    numbers = (blocks / divisors).round().clamp(-most, most).to(torch.int8).flatten()
+    if bits == 4:
+        low, high = numbers.view(-1, 2).add(8).unbind(1)  # 1 to 15
+        numbers = low + 16 * high
+    return torch.cat([scales.flatten().view(torch.uint8), numbers.view(torch.uint8)])
+
+
+def decode(message, bits, dtype, length):
+    """The `length` numbers of a message, in float64. dtype: theirs, if bits is None."""
+    if bits is None:
+        return message.view(dtype).double()
+    if bits == 16:
+        return message.view(torch.bfloat16).double()
+    scale_bytes = -(-length // BLOCK) * 4
+    scales = message[:scale_bytes].view(torch.float32)
+    numbers = message[scale_bytes:]
+    if bits == 4:
+        numbers = torch.stack([numbers % 16, numbers // 16], 1).to(torch.int8) - 8
+    numbers = numbers.view(torch.int8).view(-1, BLOCK)
+    return (numbers.double() * scales.double().unsqueeze(1)).flatten()[:length]
 
 
 def header(steps, weights):
