@@ -118,6 +118,7 @@ def test_the_top_level_is_what_the_readme_lists():
 
 
 def test_arrows_go_down():
+    """Else a folder needs what is built on it."""
     for name, targets in arrows().items():
         for target in targets:
             # ddp.py's demo uses the all-reduces of collectives.py, and so on
@@ -179,6 +180,7 @@ def test_the_top_stands_alone(name):
 
 
 def test_all_tops_fit_into_one_file():
+    """Else whoever copies two of them gets one name with two meanings."""
     assert in_one_file(TECHNIQUES).ZeRO.__name__ == "ZeRO"
 
 

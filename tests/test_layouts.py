@@ -186,6 +186,7 @@ def launches(table, most=6):
 
 @pytest.mark.parametrize("world, layouts", launches(LAYOUTS))
 def test_one_curve(ranks, text, reference, world, layouts):
+    """Else a layout changes the training run, or sends what the papers do not say."""
     cases = [arguments(text, f"{VARIANTS[variant]} {layout}") for variant, layout in layouts]
 
     def work(rank):

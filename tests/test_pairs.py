@@ -15,6 +15,8 @@ from uses import TOPS, Layout
 
 @pytest.mark.parametrize("data", ["zero 2", "fsdp"])
 def test_a_split_backward_that_nobody_tells_of(copied, data):
+    """Else ZeRO reduces gradients that are not complete yet."""
+
     def work(rank):
         use = Layout(MODELS["heads"](), "sgd", data=data, pp=2, schedule="zb-v")
         use.sync.around = lambda action: contextlib.nullcontext()
@@ -51,6 +53,8 @@ def code(heading):
 
 @pytest.mark.parametrize("heading", SECTIONS)
 def test_page(copied, heading):
+    """Else whoever copies these lines trains another model."""
+
     def work(rank):
         names = vars(in_one_file(TOPS.split())) | dict(F=F)
         exec(code("Groups"), names)

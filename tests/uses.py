@@ -100,11 +100,8 @@ class Layout(OneProcess):
         self.islands, self.island = islands, dist.get_rank(self.over_islands)
         self.share, self.shares = dist.get_rank(self.data) // cp, dp
         self.matrices = {p.full_name for p in self.model.parameters() if is_muons(p)}
-        self.criterion, self.stages, self.place = (
-            mean_loss,
-            None,
-            getattr(self.model, "place", None),
-        )
+        self.criterion, self.stages = mean_loss, None
+        self.place = getattr(self.model, "place", None)
         if ep:
             ep = dp * cp if ep == "all" else ep
             self.deal_experts(of_data.unflatten(-1, (-1, ep)), plain)
