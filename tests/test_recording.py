@@ -146,11 +146,16 @@ def test_flags_are_refused(text, tmp_path, flags, words):
 # --- proof.compare
 
 
-ONES = {"w": [[4.0, *[1.0] * 8]]}
-LINES = {1: {"scalars": {"loss": [2.0]}, "data": ONES, "grad": ONES}, 2: {"data": ONES}}
-
-
 FACTS = '{"dtype": "float64"}'
+
+
+def weight(*values):
+    """Summaries of w: each a norm, and what all projections are."""
+    return {"data": {"w": [[norm**2, *[value] * 8] for norm, value in values]}}
+
+
+ONES = weight((2.0, 1.0))
+LINES = {1: ONES | {"scalars": {"loss": [2.0]}, "grad": ONES["data"]}, 2: ONES}
 # (a line, the facts): wrong types, and lists within lists
 NO_RECORDINGS = [
     (LINES[1] | {"data": {"w": "text"}}, FACTS),
@@ -173,14 +178,11 @@ def written(path, lines, facts=FACTS):
         ({}, "equal to rounding"),
         ({"scalars": {"loss": [4.0]}}, "the loss: off by 1.0e+00; it is 2 times"),
         ({"scalars": {"loss": [float("nan")]}}, "step 1, the loss"),
-        ({"data": {"w": [[1.0, *[0.5] * 8]]}}, "before step 1: the weight of w"),
-        ({"data": {"w": [[0.0] * 9]}}, "it is zero"),
-        ({"data": {"w": [[float("nan")] * 9]}}, "it is not finite"),
-        (
-            {"data": {"w": [[4.0, *[1.0] * 8], [4.0, *[-1.0] * 8]]}},
-            "and one is right: it was never",
-        ),
-        ({"data": {"w": [[4.0, *[0.5] * 8], [4.0, *[1.5] * 8]]}}, "never averaged over the ranks"),
+        (weight((1.0, 0.5)), "before step 1: the weight of w"),
+        (weight((0.0, 0.0)), "it is zero"),
+        (weight((float("nan"), float("nan"))), "it is not finite"),
+        (weight((2.0, 1.0), (2.0, -1.0)), "and one is right: it was never sent"),
+        (weight((2.0, 0.5), (2.0, 1.5)), "never averaged over the ranks"),
     ],
 )
 def test_what_is_said(tmp_path, change, words):
@@ -190,7 +192,7 @@ def test_what_is_said(tmp_path, change, words):
     assert code == (words != "equal to rounding") and words in said, said
 
 
-def test_exit_codes_and_refusals(tmp_path, monkeypatch, capsys):
+def test_exit_codes_and_refusals(tmp_path, monkeypatch):
     ours = written(tmp_path / "ours", LINES)
     other = LINES[1] | {"data": {"v": LINES[1]["data"]["w"]}}
     loss = LINES[1] | {"scalars": {"loss": [2.0001]}}
