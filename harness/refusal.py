@@ -47,6 +47,7 @@ def refuse(refused, rank):
 def finish(code):
     """End the process at once. In the interpreter's own exit gloo's threads can still abort it."""
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):  # the reader or the terminal may be gone
+        # The reader or the terminal may be gone, or there never was one
+        with contextlib.suppress(OSError, ValueError, AttributeError):
             stream.flush()
     os._exit(code)

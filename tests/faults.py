@@ -4,7 +4,7 @@ Each trial is a run of train.py in float64 that is disturbed, and must end where
 of the same flags ends: the same last loss and the same weights, to 1e-10.
 
     kills  kill -9 of a rank or of the process that started the ranks, --kills times a run; each
-           time the same command is given again, with --resume
+           time the same command is given again, with --resume and in another layout
     terms  SIGTERM to the process that started the ranks, as often: the run saves and leaves
     hosts  two hosts (network namespaces joined by a wire) with a torchrun of two ranks each, and
            kill -9 of any rank, twice a run: torchrun's --max-restarts must do the rest. Linux, root
@@ -31,8 +31,10 @@ import harness
 from harness.signals import die_with_parent
 from tests.conftest import ROOT, children, enter, joined_hosts
 
-FLAGS = "--layers 2 --heads 2 --width 16 --context 16 --batch 8 --dtype float64 --dp 2 --tp 2"
+FLAGS = "--layers 2 --heads 2 --width 16 --context 16 --batch 8 --dtype float64"
 FLAGS += " --prove 0 --sample 0 --eval-every 0 --warmup 0 --device cpu --save-every 10"
+LAYOUT = "--dp 2 --tp 2"  # of the undisturbed run, and of the last run of each trial
+LAYOUTS = [LAYOUT, "--dp 2 --zero 1", "--pp 2 --microbatches 2", "--cp 2", "--tp 2 --sp"]
 
 
 class TooLate(Exception):
@@ -49,9 +51,9 @@ class Trial:
         self.command = [str(ROOT / "train.py"), *FLAGS.split(), "--steps", str(args.steps)]
         self.command += ["--out", str(folder / "out"), "--log-to", str(folder / "log.jsonl")]
 
-    def start(self, *launcher, host=None, resume=False, **environment):
+    def start(self, *launcher, host=None, resume=False, layout=LAYOUT, **environment):
         """Start train.py, by Python or a launcher, on a host (a network namespace) or here."""
-        command = [sys.executable, *launcher, *self.command]
+        command = [sys.executable, *launcher, *self.command, *layout.split()]
         if resume:
             command.append("--resume")
 
@@ -109,7 +111,7 @@ def on_this_machine(trial, chance, number, allowed):
     """Disturb a run at random moments, start-up and saves included, and start it again each
     time."""
     for i in range(trial.args.kills):
-        process = trial.start(resume=i > 0)
+        process = trial.start(resume=i > 0, layout=chance.choice(LAYOUTS))
         time.sleep(chance.uniform(0, trial.seconds / trial.args.kills))
         if trial.last.exists():
             process.wait()

@@ -141,9 +141,10 @@ def test_ctrl_c_while_torch_is_imported(tmp_path):
     caught = f"import os, signal\ntry:\n    {raised}\nexcept BaseException:\n    pass\n"
     (tmp_path / "torch.py").write_text(caught)
     command, environment = [sys.executable, "train.py"], os.environ | {"PYTHONPATH": str(tmp_path)}
-    options = {"cwd": ROOT, "capture_output": True, "text": True, "preexec_fn": usual_signals}
-    done = subprocess.run(command, env=environment, **options)
-    assert (done.returncode, done.stderr) == (130, "train.py: interrupted by SIGINT\n")
+    options = {"cwd": ROOT, "env": environment, "stderr": subprocess.PIPE, "text": True}
+    for before in (usual_signals, lambda: (usual_signals(), os.close(1))):
+        done = subprocess.run(command, preexec_fn=before, **options)
+        assert (done.returncode, done.stderr) == (130, "train.py: interrupted by SIGINT\n")
 
 
 @pytest.mark.parametrize("flags", [["--nproc", "1"], ["--dp", "2"]])
@@ -271,6 +272,15 @@ def test_a_failing_rank_is_named_once(capfd):
     assert code_of(launch(work, 3)) == 1
     err = capfd.readouterr().err
     assert "rank 1 failed:" in err and "ZeroDivisionError" in err and err.count("rank ") == 1
+
+
+def test_no_memory_left_is_one_sentence(capfd):
+    """Which the machine did not foresee: see rank.check_memory."""
+    args = harness.parser("").parse_args("--device cpu --backend gloo".split())
+    work = lambda *rank: torch.empty(1 << 60)  # noqa: E731
+    assert code_of(launch(lambda rank: start.one_rank(work, args), 1)) == 1
+    err = capfd.readouterr().err
+    assert "rank 0 found no memory left in <lambda>()" in err and len(err.splitlines()) == 1
 
 
 def on_one_core():

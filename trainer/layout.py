@@ -110,8 +110,8 @@ def check(args, config):
     with harness.refusing():
         tensor_parallel.check_heads(config, args.tp)
         cp_shape(args, config.heads // args.tp)
+    harness.check_batch(args, args.dp)  # before a schedule of that many is made
     schedules.of_flags(zero_bubble.find_schedule, args, config, args.pp)
-    harness.check_batch(args, args.dp)
     ranks, where = args.dp * args.cp, f"the {args.dp * args.cp} ranks of --dp x --cp"
     zero_flags.check_types(args)
     zero_flags.check_ranks("--zero-ranks", args.zero_ranks, ranks, where, args.zero)
