@@ -222,7 +222,7 @@ class ZeRO:
             if bucket.gradients_left > 0 and bucket not in done:
                 break
             self.queue.pop(0)
-            bucket.gradients_left = bucket.gradients_per_reduction
+            bucket.await_gradients()
             bucket.reductions_left -= 1
             if self.reduce_each or bucket.reductions_left == 0:
                 self._reduce(bucket)
@@ -449,7 +449,7 @@ class ShardedBucket:
         self.reductions, times = (backwards, 1) if self.stage >= 2 else (1, backwards)
         self.gradients_per_reduction = times * len(self.parameters)
         self.reductions_left = self.reductions
-        self.gradients_left = self.gradients_per_reduction
+        self.await_gradients()
 
     def part(self, i, flat):
         """Parameter i's part of a tensor like `weights`."""
@@ -469,7 +469,13 @@ class ShardedBucket:
     def add(self, i, gradient):
         self.allocate_gradients()
         self.part(i, self.gradients).add_(gradient)
-        self.gradients_left -= 1
+        # Of a split backward several I may come before the first W: each brings the same ones
+        if self.stage < 2 or i not in self.arrived:
+            self.arrived.add(i)
+            self.gradients_left -= 1
+
+    def await_gradients(self):
+        self.gradients_left, self.arrived = self.gradients_per_reduction, set()
 
     def keep_shard(self):
         """This rank's shard of the sum is complete. Stage 2 frees the rest."""
