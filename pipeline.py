@@ -233,9 +233,9 @@ class StageRunner:
 
     def backward(self, m, stage, gradient):
         if (m, stage) not in self.saved:
-            return None  # all of stage 0 is frozen
+            return None  # the stage is frozen, as are those before it
         x, y = self.saved.pop((m, stage))
-        # y's edge in the graph, not y: y.backward() would turn zero_bubble.py's mode off
+        # From y's edge in the graph, as y.backward() would turn zero_bubble.py's mode off
         self.autograd_backward([get_gradient_edge(y)], [gradient])  # None: y is the loss
         return None if x is None else x.grad
 
@@ -264,7 +264,7 @@ class Schedule(tuple):
     owner: {stage: the rank that holds it}. last: the last stage. It is a tuple, so that nobody
     changes it after the check."""
 
-    runner = StageRunner
+    runner = StageRunner  # what a Pipeline runs actions with
     passes = ["FB"]  # what a stage does with a micro-batch, in training
 
     def __new__(cls, rows):

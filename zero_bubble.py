@@ -42,7 +42,7 @@ from pipeline import SCHEDULES, Row, Schedule, StageRunner, make_schedule
 
 
 class SplitLinear(nn.Linear):
-    """A linear layer.
+    """A linear layer. x must require a gradient.
 
         layer = SplitLinear(4, 3)
         loss = layer(x).square().sum()
@@ -73,7 +73,7 @@ def weight_gradient(x, gradient, offsets=None):
     return gradient.flatten(0, -2).T @ x.flatten(0, -2)  # (out, in)
 
 
-# --- the executor: pipeline.play runs these schedules with a runner of their own
+# --- the executor: a Pipeline runs these schedules with a runner of their own
 
 
 class SplitRunner(StageRunner):
@@ -137,7 +137,7 @@ class Deferred(TorchFunctionMode):
         return function(*args, **kwargs)
 
     def matmul(self, function, x, weight, *rest, **options):
-        offsets = options.get("offs")
+        """As SplitLinear.forward. The hook does not hold x: its node does."""
         if not can_defer(x, weight):
             return function(x, weight, *rest, **options)
         x = SaveInput.apply(x)
@@ -145,7 +145,7 @@ class Deferred(TorchFunctionMode):
 
         def put_off(gradient):
             [saved_x] = node.saved_tensors
-            self.entries.append((weight, saved_x.detach(), gradient, offsets))
+            self.entries.append((weight, saved_x.detach(), gradient, options.get("offs")))
 
         y = function(x, weight.detach(), *rest, **options)
         if y._is_view():  # as of a 3-D x. An in-place ReLU gives a view a node without the hook
@@ -173,8 +173,8 @@ def can_defer(x, weight):
 
 
 class SaveInput(torch.autograd.Function):
-    """Identity. Its node keeps x, not the hook: so activation checkpointing may drop x and compute
-    it again. It stops there, at the last saved tensor: the matmul does not run again."""
+    """Identity. Its node saves x before the matmul. Activation checkpointing may so drop x, and
+    compute it again. It stops at the last saved tensor: the matmul does not run again."""
 
     @staticmethod
     def forward(ctx, x):

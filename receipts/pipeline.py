@@ -1,12 +1,7 @@
 """What a pipeline schedule is worth: simulated without ranks, and drawn.
 
-A schedule is a list of rows, one a rank, as pipeline.py makes it. Each row lists the rank's actions
-(kind, microbatch, stage). Kind "F" is a forward, "B" a backward, "I" a backward's first part (the
-input's gradient) and "W" its second part (the weights' gradients). schedule.incoming(action) and
-schedule.outgoing(action) are the messages that an action waits for and sends, each with its
-`source` and `target` rank.
-
-Spans are a schedule with times: for each rank a list of (start, end, action).
+A schedule is pipeline.py's: for each rank a list of actions. Spans are a schedule with times: for
+each rank a list of (start, end, action).
 """
 
 import contextlib
@@ -164,13 +159,10 @@ def in_flight(row, size=lambda stage: 1):
 
 
 def boundaries(schedule, rank):
-    """How many messages between ranks a micro-batch makes this rank send: (activations to the next
-    stages, gradients to the stages before)."""
-    counts = []
-    for step in (1, -1):
-        neighbours = [schedule.owner.get(stage + step, rank) for stage in schedule.stages(rank)]
-        counts.append(sum(neighbour != rank for neighbour in neighbours))
-    return counts
+    """How many messages this rank sends to others per micro-batch: [activations, gradients]."""
+    messages = [schedule.outgoing(action) for action in schedule[rank] if action.microbatch == 0]
+    kinds = [m.kind for m in messages if m is not None and m.source != m.target]
+    return [kinds.count("F"), kinds.count("B")]
 
 
 # The time that a rank waits, by the papers: p ranks, m micro-batches, v stages a rank. F, I and W
