@@ -4,6 +4,7 @@ source."""
 import ast
 import pathlib
 import subprocess
+import sys
 
 import pytest
 from tops import in_one_file
@@ -160,23 +161,20 @@ def test_there_is_no_circle():
 def test_the_top_stands_alone(name):
     """Above the demo: torch and the standard library, no globals, no environment; and the lesson
     that it builds on."""
-    import sys
-
     text = (ROOT / f"{name}.py").read_text()
     top = ast.parse(text.partition(f"\n{DEMO}\n")[0])
     allowed = {"torch", *sys.stdlib_module_names, BUILDS_ON.get(name)}
     for node in ast.walk(top):
-        assert not isinstance(node, ast.Global), f"{name}.py:{node.lineno} is a global"
+        imported = []
         if isinstance(node, ast.Import):
-            assert {alias.name.partition(".")[0] for alias in node.names} <= allowed, (
-                f"{name}.py:{node.lineno}"
-            )
+            imported = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
-            assert node.module.partition(".")[0] in allowed, f"{name}.py:{node.lineno}"
-        elif isinstance(node, ast.Attribute):
-            assert node.attr not in ("environ", "getenv"), (
-                f"{name}.py:{node.lineno} reads the environment"
-            )
+            imported = [node.module]
+        foreign = {module.partition(".")[0] for module in imported} - allowed
+        assert not foreign, f"{name}.py:{node.lineno} imports {foreign}"
+        assert not isinstance(node, ast.Global), f"{name}.py:{node.lineno} is a global"
+        attribute = getattr(node, "attr", "")
+        assert attribute not in ("environ", "getenv"), f"{name}.py:{node.lineno} reads {attribute}"
 
 
 def test_all_tops_fit_into_one_file():
@@ -198,30 +196,18 @@ def below_the_line(name):
 
 
 def test_nobody_calls_what_stands_below_another_files_demo_line():
+    """Else a lesson without its demo is not enough for somebody."""
     hidden = {name: below_the_line(name) for name in TECHNIQUES}
     for path in files():
-        tree, called = ast.parse(path.read_text()), {}
-        for node in ast.walk(tree):
+        nodes, lesson_of, uses = list(ast.walk(ast.parse(path.read_text()))), {}, []
+        for node in nodes:
             if isinstance(node, ast.Import):
-                called |= {
-                    alias.asname or alias.name: alias.name
-                    for alias in node.names
-                    if alias.name in hidden
-                }
-        for node in ast.walk(tree):
-            if (
-                isinstance(node, ast.Attribute)
-                and isinstance(node.value, ast.Name)
-                and node.value.id in called
-            ):
-                owner = called[node.value.id]
-                if f"{owner}.{node.attr}" in HANDED_OVER:
-                    continue
-                assert node.attr not in hidden[owner] or owner == path.stem, (
-                    f"{path.name}:{node.lineno} calls {owner}.{node.attr}"
-                )
-            if isinstance(node, ast.ImportFrom) and node.module in hidden:
-                wrong = {alias.name for alias in node.names} & hidden[node.module]
-                assert not wrong, (
-                    f"{path.name}:{node.lineno} imports {wrong} of {node.module}'s demo"
-                )
+                lesson_of |= {alias.asname or alias.name: alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom):
+                uses += [(node.module, alias.name) for alias in node.names]
+        for node in nodes:
+            if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+                uses.append((lesson_of.get(node.value.id), node.attr))
+        for lesson, name in uses:
+            if lesson != path.stem and name in hidden.get(lesson, ()):
+                assert f"{lesson}.{name}" in HANDED_OVER, f"{path} uses {lesson}.{name}"
