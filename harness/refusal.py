@@ -30,7 +30,7 @@ def refusing():
 
 def say(message):
     """Print a sentence on stderr, behind the script's name. A closed terminal ends no run."""
-    with contextlib.suppress(OSError):
+    with contextlib.suppress(OSError, RuntimeError):  # a signal came in the middle of a print
         print(f"{os.path.basename(sys.argv[0])}: {message}", file=sys.stderr, flush=True)
 
 
@@ -47,7 +47,7 @@ def refuse(refused, rank):
 def finish(code):
     """End the process at once. In the interpreter's own exit gloo's threads can still abort it."""
     for stream in (sys.stdout, sys.stderr):
-        # The reader or the terminal may be gone, or there never was one
-        with contextlib.suppress(OSError, ValueError, AttributeError):
+        # The reader may be gone, or never was; a signal may have come in the middle of a print
+        with contextlib.suppress(Exception):
             stream.flush()
     os._exit(code)

@@ -7,6 +7,7 @@ stands in missing.py.
 
 import contextlib
 import datetime
+import errno
 import importlib
 import math
 import os
@@ -278,3 +279,8 @@ def script(main):
         finish(130)
     except BrokenPipeError:
         finish(NOBODY_READS)
+    except OSError as e:
+        if e.errno != errno.ENOSPC:
+            raise
+        say("what it prints finds no room: the disk is full")
+        finish(1)

@@ -139,7 +139,7 @@ def watch(pid, said, args, moment, number, closed):
         if number and now > begun + moment:
             os.kill(pid, number)
             number = None
-        speaks = now < spoke + 5 or closed
+        speaks = now < spoke + 5 or closed or b"at work" in text
         if not ended and now > begun + args.seconds and speaks:
             ended = True
             os.kill(pid, signal.SIGTERM)

@@ -174,6 +174,30 @@ def test_a_run_without_a_word_says_that_it_goes_on(tmp_path):
     assert script.errors()[0] == "ddp.py: at work; the last line was printed 0 s ago"
 
 
+def test_a_picture_of_schedules_on_a_full_disk(tmp_path):
+    def full():
+        sys.stdout = open("/dev/full", "w", buffering=1)
+
+    script = Script(tmp_path, "pipeline", ["--compare", "--nproc", "2"], full)
+    assert script.end() == 1 and "Traceback" not in script.output()
+    assert script.errors() == ["pipeline.py: what it prints finds no room: the disk is full"]
+
+
+def test_a_signal_in_the_middle_of_a_print(capfd):
+    class Printing:
+        def flush(self):
+            raise RuntimeError("reentrant call")
+
+    def end():
+        sys.stdout = Printing()
+        start.finish(143)
+
+    pid = os.fork()
+    if pid == 0:
+        end()
+    assert code_of(pid) == 143
+
+
 def launch(work, world, before=lambda: None):
     """The process id of a fork that starts ranks: work(rank) on each."""
 
