@@ -89,6 +89,7 @@ TABLE = {
 3 {in-place sgd|chain adamw} pp=3, schedule="zb-h1", microbatches=4
 4 {in-place sgd|chain adamw} pp=4, schedule="zb-h2", microbatches=8
 2 {in-place sgd|chain adamw} pp=2, schedule="dualpipev", microbatches=4
+4 heads sgd data="{zero 2|fsdp}", pp=2, schedule="zb-h1", microbatches=4
 """,
     # Uneven rows, a rank without any, a rank whose experts nobody chooses; two copies of experts
     "expert_parallel": """
