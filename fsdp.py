@@ -83,12 +83,12 @@ class PlainFSDP:
     def after_forward(self, module, inputs, output):
         self.free()
         if output.requires_grad:
-            self.gradients_left = len(self.parameters)
+            self.grads_left = len(self.parameters)
             output.register_hook(self.gather)  # when the gradient of the output is there
 
     def after_gradient(self, p):
-        self.gradients_left -= 1
-        if self.gradients_left > 0:
+        self.grads_left -= 1
+        if self.grads_left > 0:
             return
         gradient = torch.empty_like(self.shard)
         full = self.flatten(p.grad for p in self.parameters)

@@ -344,16 +344,14 @@ def group_parameters(parameters, bucket_bytes, kind_of):
     from the last parameter to the first: backward begins with the last layers. They are in the
     order in which they are full."""
     order = {p: i for i, p in enumerate(reversed(list(parameters)))}
-    lists = []
-    filling = {}  # kind: its list that is being filled
-    room = {}  # kind: the bytes left in that list
+    lists, newest = [], {}  # newest: {kind: its last list}
     for p in order:
         kind = kind_of(p)
-        if p.nbytes > room.get(kind, -1):
-            filling[kind], room[kind] = [], bucket_bytes
-            lists.append(filling[kind])
-        filling[kind].append(p)
-        room[kind] -= p.nbytes
+        members = newest.get(kind)
+        if members is None or sum(q.nbytes for q in members) + p.nbytes > bucket_bytes:
+            members = newest[kind] = []
+            lists.append(members)
+        members.append(p)
     return sorted(lists, key=lambda members: order[members[-1]])
 
 

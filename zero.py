@@ -219,7 +219,7 @@ class ZeRO:
         # silently. So a bucket that is full early waits for those before it
         while self.may_reduce and self.queue:
             bucket = self.queue[0]
-            if bucket.gradients_left > 0 and bucket not in done:
+            if bucket.grads_left > 0 and bucket not in done:
                 break
             self.queue.pop(0)
             bucket.await_gradients()
@@ -447,7 +447,7 @@ class ShardedBucket:
         """How often this bucket is reduced in a step, each time after how many gradients."""
         backwards = microbatches * len(self.place.scopes)
         self.reductions, times = (backwards, 1) if self.stage >= 2 else (1, backwards)
-        self.gradients_per_reduction = times * len(self.parameters)
+        self.grads_per_reduction = times * len(self.parameters)
         self.reductions_left = self.reductions
         self.await_gradients()
 
@@ -472,10 +472,10 @@ class ShardedBucket:
         # Of a split backward several I may come before the first W: each brings the same ones
         if self.stage < 2 or i not in self.arrived:
             self.arrived.add(i)
-            self.gradients_left -= 1
+            self.grads_left -= 1
 
     def await_gradients(self):
-        self.gradients_left, self.arrived = self.gradients_per_reduction, set()
+        self.grads_left, self.arrived = self.grads_per_reduction, set()
 
     def keep_shard(self):
         """This rank's shard of the sum is complete. Stage 2 frees the rest."""
@@ -518,16 +518,14 @@ def group_parameters(parameters, bucket_bytes, kind_of):
     from the last parameter to the first: backward begins with the last layers. They are in the
     order in which they are full."""
     order = {p: i for i, p in enumerate(reversed(list(parameters)))}
-    lists = []
-    filling = {}  # kind: its list that is being filled
-    room = {}  # kind: the bytes left in that list
+    lists, newest = [], {}  # newest: {kind: its last list}
     for p in order:
         kind = kind_of(p)
-        if p.nbytes > room.get(kind, -1):
-            filling[kind], room[kind] = [], bucket_bytes
-            lists.append(filling[kind])
-        filling[kind].append(p)
-        room[kind] -= p.nbytes
+        members = newest.get(kind)
+        if members is None or sum(q.nbytes for q in members) + p.nbytes > bucket_bytes:
+            members = newest[kind] = []
+            lists.append(members)
+        members.append(p)
     return sorted(lists, key=lambda members: order[members[-1]])
 
 
@@ -647,10 +645,10 @@ from harness import zero_flags
 def flags():
     parser = harness.parser(__doc__)
     g = parser.add_argument_group("ZeRO")
-    why = "split: 0 nothing, 1 optimizer states, 2 gradients too, 3 weights too (default: 3)"
-    g.add_argument("--stage", type=int, choices=range(4), help=why)
+    why = "split: 0 nothing, 1 optimizer states, 2 gradients too, 3 weights too: fsdp.py"
+    g.add_argument("--stage", type=int, choices=range(4), default=2, help=why)
     zero_flags.add_flags(g, bucket_mb=0.5, ranks_flag="--shard-ranks")
-    why = "train nothing: the largest model that fits 80 GB on 64 ranks, for --stage or for all"
+    why = "train nothing: the largest model that fits 80 GB on 64 ranks, in each stage"
     g.add_argument("--fit", action="store_true", help=why)
     return parser
 
@@ -658,8 +656,7 @@ def flags():
 def main():
     args = flags().parse_args()
     if args.fit:
-        return receipts.zero.fit(range(4) if args.stage is None else [args.stage])
-    args.stage = 3 if args.stage is None else args.stage
+        return receipts.zero.fit()
     harness.configure(args)
     train = fsdp.demo if args.stage == 3 else demo
     proof.launch(train, args, check=functools.partial(zero_flags.check_world, args))

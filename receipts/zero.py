@@ -224,10 +224,10 @@ def of_demo(run):
     return layout, sent, held
 
 
-def fit(stages, memory=80e9, ranks=64):
+def fit(memory=80e9, ranks=64):
     """Print for each stage the largest model whose states fit, by the formulas."""
     print(f"{memory / 1e9:.0f} GB a rank, {ranks} ranks, bf16 with Adam in fp32")
-    for stage in stages:
+    for stage in range(4):
         each = sum(model_states(stage, ranks))
         largest = memory / each / 1e9
         print(f"  stage {stage}: {each:7.4g} bytes a parameter, at most {largest:.1f} B parameters")
