@@ -37,6 +37,7 @@ import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 from torch.autograd.function import once_differentiable  # refuses a gradient of a gradient
+from torch.utils.checkpoint import checkpoint
 
 from tensor_parallel import Enter, Leave, parallelize_tensors, placement, split_over
 
@@ -178,39 +179,24 @@ def reduce_partial(parameters):
 # --- f that holds less: backward gathers the tokens a second time
 
 
-class Project(torch.autograd.Function):
-    """The matmuls after f: full (B, T, C), weights (out, C) -> for each weight (B, T, out). Saves
-    x, this rank's tokens, not `full`. Backward gathers again, for the weights' gradients."""
-
-    @staticmethod
-    def forward(ctx, full, x, group, *weights):
-        ctx.group = group
-        ctx.save_for_backward(x, *weights)
-        return tuple(F.linear(full, weight) for weight in weights)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, *grads):
-        x, *weights = (saved.to(grads[0].dtype) for saved in ctx.saved_tensors)  # after autocast
-        full = gather_tokens(x, ctx.group).flatten(0, 1)  # (B T, C)
-        of_weights = [grad.flatten(0, 1).t() @ full for grad in grads]
-        del full  # frees its memory
-        of_full = sum(grad @ weight for grad, weight in zip(grads, weights))  # (B, T, C)
-        return of_full, None, None, *of_weights
-
-
 class EnterAndProject(nn.Module):
-    """f and the matmuls after it, in place of SequenceEnter. Returns a tuple of products; a
-    Projection in place of each layer, such as gate and up, takes one."""
+    """f and the matrices after it, such as gate and up, in place of SequenceEnter. Returns a tuple
+    of their products. A Projection in each layer's place picks one. Activation checkpointing keeps
+    only this rank's tokens, and runs f again."""
 
     def __init__(self, group, projections):
         super().__init__()
         self.group, self.projections = group, projections  # a list, no submodules: names stay
 
     def forward(self, x):
-        full = GatherTokens.apply(x, self.group)
+        return checkpoint(self.project, x, use_reentrant=False, preserve_rng_state=False)
+
+    def project(self, x):
+        full = GatherTokens.apply(x, self.group)  # (B, T, C)
         weights = [projection.weight for projection in self.projections]
-        return Project.apply(full, x, self.group, *weights)
+        # One matmul with all weights: checkpoint runs every matmul here again but the last one
+        products = F.linear(full, torch.cat(weights))
+        return products.split([len(weight) for weight in weights], dim=-1)
 
 
 class Projection(nn.Module):
