@@ -31,6 +31,7 @@ GShard (arXiv:2006.16668, section 2.2); Switch (2101.03961, 2.2); MegaBlocks (22
 """
 
 import math
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -332,19 +333,22 @@ def sum_replicated_gradients(parameters, group):
     """Sum the gradients of all parameters that are not split over the group, in one all-reduce. A
     parameter without a gradient on this rank counts as zeros, and gets the sum.
 
-    Call it once a step, after the last backward: a second sum is N times too large. If experts
-    have a data_group, call it again with that."""
+    Call it once a step, after the last backward. If experts have a data_group, call it again with
+    that. Not noticed: a second call after something else has changed the gradients."""
     replicated = [p for p in parameters if p.requires_grad and not split_over(p, group)]
     for p in replicated:
+        check_sum(p, group)
         if p.grad is None:
             p.grad = torch.zeros_like(p)
     flat = torch.cat([p.grad.flatten() for p in replicated])
     dist.all_reduce(flat, group=group)
     for p, total in zip(replicated, flat.split([p.numel() for p in replicated])):
+        groups = [*summed_over(p), group]
         p.grad.copy_(total.view_as(p))
+        note_sum(p, groups)
 
 
-# --- a mistake that would be silent: refused
+# --- mistakes that would be silent: refused
 
 
 def check_chosen(chosen, expert_count):
@@ -352,6 +356,34 @@ def check_chosen(chosen, expert_count):
     valid = (chosen >= 0) & (chosen < expert_count)
     why = f"a token chose an expert that is not one of the {expert_count}"
     torch._assert_async(valid.all(), why)
+
+
+def summed_over(parameter):
+    """The groups over which its gradient is a sum; none, if something has changed it since. torch
+    counts changes in _version."""
+    groups, version = getattr(parameter.grad, "summed", ([], None))
+    return groups if groups and version == parameter.grad._version else []
+
+
+def check_sum(parameter, group):
+    if group in summed_over(parameter):
+        refuse_summed(parameter)
+
+
+def refuse_summed(parameter, *_):
+    """Also a hook, which runs before backward adds to a gradient."""
+    if summed_over(parameter):
+        raise RuntimeError(
+            "summed already: call sum_replicated_gradients once a step, after the last "
+            "backward; then zero_grad()"
+        )
+
+
+def note_sum(parameter, groups):
+    """From now on another backward pass, or another sum over these groups, is refused."""
+    parameter.grad.summed = groups, parameter.grad._version
+    if not hasattr(parameter, "watched"):
+        parameter.watched = parameter.register_hook(partial(refuse_summed, parameter))
 
 
 # --- for model.py's GPT ---

@@ -160,11 +160,13 @@ def reduce_partial(parameters):
     """Complete the gradients that are partial sums, in one all-reduce per group. All ranks give the
     same parameters. A rank without a gradient adds zeros.
 
-    Call it once a step, after the last backward pass: a second sum is t times too large."""
+    Call it once a step, after the last backward pass. Not noticed: a second call after something
+    else, such as clipping, has changed the gradients."""
     partial = {}  # {group: parameters}
     for p in dict.fromkeys(parameters):  # each once
         if p.requires_grad:
             for group in placement(p)["partial"]:
+                check_not_reduced(p)
                 partial.setdefault(group, []).append(p)
     for group, members in partial.items():
         grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in members]
@@ -174,6 +176,7 @@ def reduce_partial(parameters):
             grad.copy_(total.view_as(p))
             if p.grad is None and grad.any():  # another rank had a gradient
                 p.grad = grad
+            note_reduced(p, grad)
 
 
 # --- f that holds less: backward gathers the tokens a second time
@@ -209,6 +212,28 @@ class Projection(nn.Module):
     def forward(self, products):
         y = products[self.index]
         return y if self.bias is None else y + self.bias
+
+
+# --- mistakes that would be silent: refused
+
+
+def check_not_reduced(parameter, *_):
+    """Raise RuntimeError where nothing has changed the gradient since reduce_partial. torch counts
+    changes in _version."""
+    grad = parameter.grad
+    if grad is not None and getattr(grad, "complete_at", None) == grad._version:
+        raise RuntimeError(
+            "reduce_partial has completed these gradients already: call it once a step, "
+            "after the last backward pass, and zero_grad() before the next one"
+        )
+
+
+def note_reduced(parameter, grad):
+    """From now on another backward pass or reduce_partial is refused."""
+    grad.complete_at = grad._version
+    if not hasattr(parameter, "watched"):  # the hook runs before backward adds to the gradient
+        check = functools.partial(check_not_reduced, parameter)
+        parameter.watched = parameter.register_hook(check)
 
 
 # --- for model.py's GPT ---

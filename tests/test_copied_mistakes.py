@@ -238,11 +238,14 @@ STAGES = [("mlp", dict(data=data)) for data in ("zero 0", "zero 1", "zero 2", "f
 MUON = [("mlp", dict(data="muon"))]
 MATRICES = [("own", dict(tp=2))]
 SEQUENCES = [("own", dict(tp=2, tensor="sequence", again=again)) for again in (False, True)]
+EXPERTS = [("mixture", dict(ep="all"))]
 PIPELINES = [("in-place", dict(pp=2, schedule="1f1b"))]
 
 REPLACED = "was replaced.*zero_grad.*second DDP.*create_graph.*unfrozen.*moved or cast after DDP"
 MOVED = "no longer the one that ZeRO put there"
 DIFFER = "gradients of whole parameters differ, .* complete partial gradients"
+COMPLETED = "reduce_partial has completed these gradients already.*zero_grad"
+SUMMED = "call sum_replicated_gradients once a step"
 CHANGED = "replaced, .*frozen or unfrozen"
 
 # Uses; calls, between bars what is refused, then what is right. Where it ends with a bar, training
@@ -282,6 +285,10 @@ ORDERS = [
     (MATRICES, "change_inputs run | norm", DIFFER),
     (SEQUENCES, "run | norm | |", DIFFER),
     (SEQUENCES, "unmark run finish | norm", DIFFER),
+    (SEQUENCES, "run finish | finish | |", COMPLETED),
+    (SEQUENCES, "run finish | pass | |", COMPLETED),
+    (EXPERTS, "run finish | finish | |", SUMMED),
+    (EXPERTS, "run finish zero_grad run finish | pass | |", SUMMED),
     (PIPELINES, "run finish | finish | |", "call reduce_tied once a step"),
 ]
 
