@@ -16,7 +16,6 @@ def add_flags(parser):
     g.add_argument("--dry-run", action="store_true", help=f"{why}described cluster, take")
     why = "search the layouts that fit, choosing --dp to --recompute itself, and say why each loses"
     g.add_argument("--plan", action="store_true", help=f"{why} to the best")
-    harness.plot_flag(g, "with --dry-run: how the layout scales to 16,384 devices")
     why = "devices for --plan (default: those of the layout)"
     g.add_argument("--gpus", **harness.POSITIVE, help=why)
     why = "h100, h200, a100, b200, or NAME=80GB,989TFLOP/s,3.35TB/s: memory, dense bf16 rate, "
@@ -44,7 +43,6 @@ def add_flags(parser):
 def main(args, prepare, train):
     """A dry run or a plan. prepare(args) and train(run): train.py's own, which the dry run plays.
     Nothing else of train.py is known here."""
-    harness.check_plot(args)
     cluster, args = cluster_of(args), copy.copy(args)
     args.backend = args.backend or ("gloo" if args.device == "cpu" else "nccl")
     if args.plan:

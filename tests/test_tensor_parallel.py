@@ -1,11 +1,12 @@
-"""tensor_parallel.py against one process. Whole trainings: test_copied.py, test_layouts.py."""
+"""tensor_parallel.py against one process, and against PyTorch's DTensor. Whole trainings:
+test_copied.py, test_layouts.py."""
 
 import dataclasses
 import functools
 
 import torch
 import torch.distributed as dist
-from reference import CONFIGS, batch
+from reference import CONFIGS, batch, make_optimizer, piece, train_rank
 
 import expert_parallel
 import harness
@@ -122,3 +123,63 @@ def test_cross_entropy_of_large_and_16_bit_logits(ranks):
             torch.testing.assert_close(part.grad.double(), gradient, rtol=close, atol=close)
 
     ranks(4, work)
+
+
+def test_shards_differ_and_padding_stays_zero(ranks):
+    def work(rank):
+        group = dist.group.WORLD
+        model = build(CONFIGS["gpt2"], group)
+        optimizer = make_optimizer(model.parameters(), "adamw")
+        for step in range(3):
+            tokens, targets, samples, count = batch(step)
+            optimizer.zero_grad()
+            model(tokens, targets=targets, target_count=count).backward()
+            optimizer.step()
+        return {n: (p.detach(), tp.split_over(p, group)) for n, p in model.named()}
+
+    results = ranks(4, work)
+    for name in results[0]:
+        values, split = [r[name][0] for r in results], results[0][name][1]
+        equal = [torch.equal(values[0], v) for v in values[1:]]
+        assert not any(equal) if split else all(equal), name
+    # Qkv, up: 2 each; proj, down; and the vocabulary
+    assert sum(split for _, split in results[0].values()) == 3 * 6 + 1
+    last = results[3]["embed.token.weight"][0]  # 61 rows in pieces of 16: the last has 13
+    assert last.shape[0] == 16 and last[:13].abs().min() > 0 and last[13:].abs().max() == 0
+
+
+def test_equals_dtensor(ranks):
+    """The same weights after 5 steps as PyTorch's parallelize_module on the same blocks."""
+    # Imported here: once, and not in every rank
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        RowwiseParallel,
+        parallelize_module,
+    )
+
+    config = CONFIGS["llama"]
+
+    def theirs(rank):
+        model = initialize.build(config, 7, dtype=torch.float64)
+        mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (2,))
+        plan = {}
+        for i in range(config.layers):
+            for name in ("attn.qkv", "mlp.gate", "mlp.up"):
+                plan[f"blocks.{i}.{name}"] = ColwiseParallel()
+            for name in ("attn.proj", "mlp.down"):
+                plan[f"blocks.{i}.{name}"] = RowwiseParallel()
+        parallelize_module(model, mesh, plan)
+        (_, _, weights), _ = train_rank(model, "sgd", accumulate=1, steps=5)
+        return {n: p.full_tensor() if isinstance(p, DTensor) else p for n, p in weights.items()}
+
+    def work(rank):
+        (_, _, weights), cuts = train_rank(
+            build(config, dist.group.WORLD), "sgd", accumulate=1, steps=5
+        )
+        return weights, cuts, theirs(rank)
+
+    for weights, cuts, their in ranks(2, work):
+        for name, p in weights.items():
+            full = piece(their[name], cuts[name])
+            torch.testing.assert_close(p, full, rtol=1e-12, atol=1e-12)

@@ -48,6 +48,12 @@ def test_a_log_goes_on_after_a_resume(ranks, text, tmp_path):
     assert [row for row in tracking.read_log(log) if "loss" in row] == first + then
 
 
+def test_the_loss_is_drawn_at_each_validation(ranks, text, tmp_path):
+    pytest.importorskip("matplotlib")
+    run(ranks, text, f"--steps 2 --eval-every 1 --plot {tmp_path}/loss")
+    assert {path.name for path in tmp_path.glob("loss.*")} == {"loss.png", "loss.svg"}
+
+
 def test_only_a_sample_is_the_same_in_every_layout(ranks, text, tmp_path, capfd):
     out, said, files = tmp_path / "out", [], []
     layouts = ["--dp 1", "--tp 2 --pp 2", "--dp 2 --zero 3", "--optimizer sgd --steps 1"]

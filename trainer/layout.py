@@ -181,7 +181,6 @@ def check_needed(args):
         ("profile", args.profile_to, "--profile-to FOLDER"),
         ("profile_to", args.profile, "--profile STEPS"),
         ("gpus", args.plan, "--plan"),
-        ("plot", args.dry_run, "--dry-run (the loss goes to --log-to, --tensorboard or --wandb)"),
         (several, args.islands > 1, "--islands 2 or more"),
         (simulation, args.dry_run or args.plan, "--dry-run"),
     ):

@@ -1,5 +1,5 @@
-"""What train.py writes while it runs: a log, Weights & Biases, TensorBoard, MFU, traces of chosen
-steps."""
+"""What train.py writes while it runs: a log, Weights & Biases, TensorBoard, a plot of the loss,
+MFU, traces of chosen steps."""
 
 import argparse
 import contextlib
@@ -22,6 +22,8 @@ def add_flags(parser):
     g = parser.add_argument_group("watching (see trainer/tracking.py)")
     why = "a JSON object a line, in full precision: step, loss, grad_norm, lr, tokens_per_s"
     g.add_argument("--log-to", metavar="FILE", help=why)
+    why = "the loss so far, drawn at each validation; with --dry-run how the layout scales"
+    harness.plot_flag(g, why)
     why = "trace these steps with torch.profiler, all ranks: for ui.perfetto.dev"
     g.add_argument("--profile", type=span, metavar="A-B", help=why)
     why = "where the traces go: one file a rank; Perfetto opens several on one time axis"
@@ -42,6 +44,7 @@ def span(text):
 
 def check(args):
     """Refuse what can't be written, and steps that don't come."""
+    harness.check_plot(args)
     if args.log_to and args.log_to.endswith(".csv"):
         raise Refused(f"--log-to {args.log_to}: a log is JSON lines: give it another name")
     if args.profile and args.profile[1] > args.steps:
@@ -175,16 +178,17 @@ class Log:
 
 @contextlib.contextmanager
 def open_log(run, first):
-    """Gives a function that writes a dict to --log-to, --wandb and --tensorboard, on rank 0 only.
-    first: the first step."""
-    args, places = run.args, []
+    """Gives a function that writes a dict to --log-to, --wandb, --tensorboard and --plot, on rank 0
+    only. first: the first step."""
+    args, places, rows = run.args, [], []
     if run.rank > 0:
         yield lambda row: None
         return
     with contextlib.ExitStack() as stack:
         if args.log_to:
             # Of the steps that the checkpoint has; later ones are taken again
-            log = Log(args.log_to, list(read_log(args.log_to, first)) if first else ())
+            rows += read_log(args.log_to, first) if first else []
+            log = Log(args.log_to, rows)
             stack.callback(log.close)
             places.append(log.write)
         if args.wandb:
@@ -197,6 +201,15 @@ def open_log(run, first):
 
             board = stack.enter_context(SummaryWriter(args.tensorboard, purge_step=first + 1))
             places.append(functools.partial(scalars, board))
+        if args.plot:
+
+            def draw(row):
+                rows.append(row)
+                if "val_loss" in row:
+                    plot(rows, args.plot)
+                    run.restart_clock()
+
+            places.append(draw)
         yield lambda row: [write(row) for write in places]
 
 
@@ -205,3 +218,16 @@ def scalars(board, row):
     for name, value in row.items():
         if name != "step" and value is not None:
             board.add_scalar(name, value, row["step"])
+
+
+def plot(rows, name):
+    """The loss of each step, and those of validations, of rows as in --log-to."""
+    pyplot = harness.pyplot()
+    figure, axes = pyplot.subplots(figsize=(7, 4))
+    for kind, label, style in (("loss", "loss", "-"), ("val_loss", "validation loss", "o-")):
+        known = {row["step"]: row[kind] for row in rows if row.get(kind) is not None}
+        axes.plot(list(known), list(known.values()), style, label=label, linewidth=1, markersize=4)
+    axes.set(xlabel="step", ylabel="loss")
+    axes.legend()
+    harness.save(figure, name)
+    pyplot.close(figure)
