@@ -343,9 +343,9 @@ def sum_replicated_gradients(parameters, group):
     flat = torch.cat([p.grad.flatten() for p in replicated])
     dist.all_reduce(flat, group=group)
     for p, total in zip(replicated, flat.split([p.numel() for p in replicated])):
-        groups = [*summed_over(p), group]
+        names = [*summed_over(p), group_name(group)]
         p.grad.copy_(total.view_as(p))
-        note_sum(p, groups)
+        note_sum(p, names)
 
 
 # --- mistakes that would be silent: refused
@@ -359,14 +359,18 @@ def check_chosen(chosen, expert_count):
 
 
 def summed_over(parameter):
-    """The groups over which its gradient is a sum; none, if something has changed it since. torch
-    counts changes in _version."""
-    groups, version = getattr(parameter.grad, "summed", ([], None))
-    return groups if groups and version == parameter.grad._version else []
+    """Names of the groups over which its gradient is a sum; none, if something has changed it
+    since. torch counts changes in _version."""
+    names, version = getattr(parameter.grad, "summed", ([], None))
+    return names if names and version == parameter.grad._version else []
+
+
+def group_name(group):
+    return (group or dist.group.WORLD).group_name
 
 
 def check_sum(parameter, group):
-    if group in summed_over(parameter):
+    if group_name(group) in summed_over(parameter):
         refuse_summed(parameter)
 
 
@@ -379,9 +383,9 @@ def refuse_summed(parameter, *_):
         )
 
 
-def note_sum(parameter, groups):
+def note_sum(parameter, names):
     """From now on another backward pass, or another sum over these groups, is refused."""
-    parameter.grad.summed = groups, parameter.grad._version
+    parameter.grad.summed = names, parameter.grad._version
     if not hasattr(parameter, "watched"):
         parameter.watched = parameter.register_hook(partial(refuse_summed, parameter))
 

@@ -498,6 +498,9 @@ class Config:
             if choices and value not in choices:
                 known = ", ".join(map(str, choices))
                 raise ValueError(f"{field.name} must be one of {known}, not {value!r}")
+            least = 0 if field.name in ("experts", "shared") else 1
+            if field.type is int and value < least:  # a config.json's
+                raise ValueError(f"{field.name} must be at least {least}, not {value}")
         if not 0 <= self.dropout < 1:
             raise ValueError(f"dropout must be at least 0 and below 1, not {self.dropout}")
         heads, kv_heads, head_dim = self.heads, self.kv_heads, self.width // self.heads
@@ -507,7 +510,7 @@ class Config:
             raise ValueError(f"{kv_heads} kv-heads can't share {heads} heads: choose a divisor")
         if self.positions == "rope" and head_dim % 2:
             raise ValueError(f"rotary positions need an even head size, not {head_dim}")
-        if self.experts and not 1 <= self.top_k <= self.experts:
+        if self.experts and self.top_k > self.experts:
             chosen = f"{self.top_k} of {self.experts} experts"
             raise ValueError(f"a token can't go to {chosen}: change top-k")
 

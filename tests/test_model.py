@@ -396,7 +396,8 @@ def test_dropout_is_off_without_samples():
         (dict(scores="tanh"), "scores must be one of"),
         (dict(bias="all"), "bias must be one of True, False, qkv, not 'all'"),
         (dict(dropout=-0.1), "dropout"),
-        (dict(experts=3, top_k=0), "0 of 3 experts"),
+        (dict(experts=3, top_k=0), "top_k must be at least 1"),
+        (dict(heads=0), "heads must be at least 1"),
     ],
 )
 def test_sizes_that_contradict_each_other(wrong, words):
