@@ -5,6 +5,7 @@
 The script runs in a pseudo-terminal. Needs rich (pip install rich), which draws the picture.
 """
 
+import argparse
 import io
 import os
 import pty
@@ -19,14 +20,18 @@ from harness import Refused
 
 
 def main():
-    if len(sys.argv) < 3 or not sys.argv[1].endswith(".svg"):
-        raise Refused("give a file, NAME.svg, and the command: a script with its flags")
+    p = harness.Parser(__doc__)
+    p.add_argument("picture", metavar="NAME.svg")
+    p.add_argument("script", nargs=argparse.REMAINDER, help="a script and its flags")
+    args = p.parse_args()
+    if not args.script or not args.picture.endswith(".svg"):
+        raise Refused("give a file, NAME.svg, and a script with its flags")
     try:
         from rich.console import Console
     except ImportError:
         raise Refused("needs a package: pip install rich") from None
-    command = ["python", *sys.argv[2:]]
-    said, seconds = run([sys.executable, *sys.argv[2:]])
+    command = ["python", *args.script]
+    said, seconds = run([sys.executable, *args.script])
     console = Console(record=True, width=132, file=io.StringIO())
     console.print(f"$ {shlex.join(command)}", markup=False, highlight=False, style="bold")
     console.print(said.strip(), markup=False, highlight=False)
@@ -34,7 +39,7 @@ def main():
     svg = console.export_svg(title=shlex.join(command))
     # Without the web's font: the picture needs no network
     svg = re.sub(r"@font-face \{.*?\}\s*", "", svg, flags=re.DOTALL)
-    with open(sys.argv[1], "w") as file:
+    with open(args.picture, "w") as file:
         file.write(svg)
 
 
