@@ -54,13 +54,13 @@ BUDGETS = {
 }
 CEILINGS = {
     "harness": 2392,
-    "proof": 2330,
-    "receipts": 2279,
-    "trainer": 2620,
-    "simulator": 1953,
+    "proof": 2158,
+    "receipts": 2269,
+    "trainer": 2539,
+    "simulator": 1861,
     "exercises": 300,
-    "tests": 13442,
-    "benchmarks": 2365,
+    "tests": 12027,
+    "benchmarks": 2366,
 }
 DEMO = "# --- demo ---"
 # Demos that a lesson runs for another one: `ddp.py --sync server`, `zero.py --stage 3`
