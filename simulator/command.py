@@ -6,7 +6,7 @@ import harness
 from harness import flags
 from simulator import planner, report
 from simulator.devices import cluster_of
-from simulator.dryrun import check_counts, first_ranks, play_all
+from simulator.dryrun import check_counts, check_playable, first_ranks, play_all
 from simulator.estimate import estimate
 
 
@@ -49,6 +49,7 @@ def main(args, prepare, train):
         return planner.plan(args, cluster, prepare, train)
     check_counts(args.dp * args.cp * args.tp * args.pp, args.pp, args.microbatches or 1)
     args, config = prepare(args)
+    check_playable(args, config)
     if args.plot:
         return report.plot(args, config, cluster, train)
     stages = range(args.pp) if args.pp <= 4 else (0, args.pp // 2, args.pp - 1)

@@ -44,9 +44,11 @@ import zero_bubble
 from harness import Refused, signals
 from proof.ledger import lasting
 from simulator.meter import META, Meter, Part
+from trainer.large_vocabulary import CHUNK
 
-# A dry run makes the groups of all ranks, a third of a millisecond for each; and all rows of a
-# schedule, which takes seconds for 1,000 stages
+# A dry run makes the groups of all ranks, a third of a millisecond for each; all rows of a
+# schedule, which takes seconds for 1,000 stages; and plays pieces of a step, milliseconds for each
+MOST_PIECES = 30_000
 MOST = {"ranks": 131_072, "stages": 1024, "micro-batches": 30_000}
 
 
@@ -55,6 +57,21 @@ def check_counts(ranks, stages=1, microbatches=1):
     for (what, most), count in zip(MOST.items(), (ranks, stages, microbatches)):
         if count > most:
             raise Refused(f"{count:,} {what}: a dry run takes at most {most:,}, give fewer")
+
+
+def check_playable(args, config):
+    """Refuse a step of so many small pieces that to play it would take minutes."""
+    blocks = args.microbatches * -(-config.layers // args.pp)
+    tokens = args.batch // args.dp * -(-config.context // args.cp)
+    # Of the loss of a whole vocabulary some rows at a time are computed
+    pieces = tokens * config.vocab // CHUNK if args.tp == 1 else 0
+    pieces += -(-config.context // args.cp) // 2**12  # the numbers of positions have values
+    if blocks + pieces > MOST_PIECES:
+        each = f"{args.microbatches:,} micro-batches of {tokens // args.microbatches:,} tokens"
+        raise Refused(
+            f"a dry run plays each of {each}: that is {blocks + pieces:,} pieces of work, more "
+            f"than {MOST_PIECES:,}: make --batch, --context or --microbatches smaller"
+        )
 
 
 class DryRun(proof.Run):

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from harness import Refused, zero_flags
 from simulator import layouts, report
 from simulator.devices import usable_memory
-from simulator.dryrun import check_counts, first_ranks, play_all
+from simulator.dryrun import check_counts, check_playable, first_ranks, play_all
 from simulator.estimate import estimate
 from simulator.rough import rough
 
@@ -119,7 +119,7 @@ def play_best(fitting, config, cluster, prepare, train, wanted=5, most=6):
         if not batch:
             break
         ends = [first_ranks(one.args, (0, one.args.pp - 1)) for one in batch]
-        jobs = [few_microbatches(one.args) for one in batch]
+        jobs = [few_microbatches(one.args, config) for one in batch]
         for one, ranks in zip(batch, play_all(list(zip(jobs, ends)), cluster, train)):
             held = max(rank.memory for rank in ranks)
             fits = held <= usable_memory(one.args, cluster)
@@ -130,9 +130,10 @@ def play_best(fitting, config, cluster, prepare, train, wanted=5, most=6):
     return sorted(candidates, key=lambda one: (not one.fits, one.step.seconds))
 
 
-def few_microbatches(args):
+def few_microbatches(args, config):
     """The flags with enough micro-batches for as many in flight as in the whole step."""
     few = copy.copy(args)
     few.microbatches = min(args.microbatches, 2 * args.pp)
     few.batch = args.batch // args.microbatches * few.microbatches
+    check_playable(few, config)
     return few

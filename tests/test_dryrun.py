@@ -197,6 +197,8 @@ def test_fused_operations_move_fewer_bytes():
     "flags, said",
     [
         ("--batch 100000000 --microbatches 100000000", "micro-batches: a dry run takes at most"),
+        ("--context 100000000", "pieces of work, more than"),
+        ("--batch 20000 --microbatches 20000", "pieces of work, more than"),
         ("--dp 1000000 --batch 1000000", "1,000,000 ranks: a dry run takes at most 131,072"),
         ("--plan --gpus 1000000 --batch 1000000", "1,000,000 ranks: a dry run takes"),
         ("--pp 100000 --layers 100000", "100,000 stages: a dry run takes"),
