@@ -107,7 +107,7 @@ class DDP:
     def __init__(
         self, parameters, group, microbatches=1, bucket_bytes=25e6, overlap=True, all_reduce=None
     ):
-        # A pipeline lists a tied matrix once for each stage that uses it: so many gradients come
+        # A pipeline lists a tied matrix once for each stage that uses it: expect as many gradients
         listed = Counter(parameters)
         self.parameters = list(listed)
         self.group, self.microbatches, self.overlap = group, microbatches, overlap
@@ -251,7 +251,7 @@ def demo(run):
         finish = functools.partial(sum_gradients, parameters, group)
     else:
         bucket_bytes, overlap = int(args.bucket_mb * 2**20), args.sync == "overlapped"
-        by_hand = None  # torch's, which alone overlaps
+        by_hand = None  # torch.distributed's. Those of collectives.py block: nothing overlaps
         if args.all_reduce != "torch":
             by_hand = functools.partial(collectives.all_reduce, algorithm=args.all_reduce)
         sync = DDP(parameters, group, args.microbatches, bucket_bytes, overlap, by_hand)

@@ -61,8 +61,8 @@ class PlainFSDP:
         self.shard = nn.Parameter(self.weights[rank * length : (rank + 1) * length].clone())
         end = 0
         for p in self.parameters:
-            # .data has a version counter of its own: to autograd a gather into self.weights is no
-            # change of the weights that it saved
+            # .data has its own version counter: autograd must not take a gather for a change of
+            # the weights that it saved
             start, end = end, end + p.numel()
             p.data = self.weights[start:end].view_as(p)
             p.register_post_accumulate_grad_hook(self.after_gradient)
@@ -180,15 +180,15 @@ class FSDP(ZeRO):
         if self.prefetched:
             self.prefetched.release()
         for unit in self.units:
-            # Other stages' weights may wait for their backward
+            # Other pipeline stages' weights may wait for their backward
             if self.scope in (None, unit.scope):
                 unit.release()
         self.prefetched = self.in_backward = None
 
     def _reduce_done(self, unit):
-        """Reduce `unit` now, even if one of its gradients has never come on this rank. Ranks on
-        which all came have reduced it before their next gather, and all must send in one order.
-        (A tied matrix is reduced with its first unit.)"""
+        """Reduce the unit's buckets even if a gradient never came on this rank: other ranks have
+        reduced them, and all must call collectives in one order. A tied matrix goes with its
+        first unit."""
         if self.queue is not None:
             own = [bucket for bucket in unit.buckets if bucket.first_unit is unit]
             self._reduce_full(done=own)

@@ -90,7 +90,7 @@ class MLP(nn.Module):
         self.up = nn.Linear(config.width, config.hidden, bias=config.bias is True)
         self.down = nn.Linear(config.hidden, config.width, bias=config.bias is True)
 
-    def forward(self, x, target_count=None):
+    def forward(self, x, target_count=None):  # the count is for a mixture's losses
         x = self.enter(x)
         # Gate before up, as in parameters(): ddp.py expects gradients in the reverse order
         gate = None if self.gate is None else self.gate(x)
@@ -272,7 +272,7 @@ class Dropout(nn.Module):
             return x
         channel = torch.arange(x.shape[-1], device=x.device) + (self.site << 32)
         h = (drop_key.unsqueeze(-1) ^ hash64(channel)).to(torch.int32)  # (B, T, C)
-        # MurmurHash3's finaliser mixes the bits
+        # MurmurHash3's finaliser mixes the bits. Its constants as signed numbers, as in hash64
         h = (h ^ (h >> 16 & 0xFFFF)).mul_(-0x7A143595)
         h = (h ^ (h >> 13 & 0x7FFFF)).mul_(-0x3D4D51CB)
         h ^= h >> 16 & 0xFFFF
@@ -375,9 +375,10 @@ class Router(nn.Linear):
         if c.scores == "sigmoid":
             scores = scores / scores.sum(-1, keepdim=True)
         tokens = assigned.new_full((len(scores), 1), scores.shape[1])
+        # One message for three sums, where ranks share a sequence
         sums = self.sum_over_sequence(torch.cat((assigned, scores.sum(1), tokens), dim=1))
-        assigned, scores, tokens = sums.split((c.experts, c.experts, 1), dim=1)
-        return (assigned.detach() * scores / tokens).sum() * c.experts / c.top_k
+        assigned_sum, score_sum, token_sum = sums.split((c.experts, c.experts, 1), dim=1)
+        return (assigned_sum.detach() * score_sum / token_sum).sum() * c.experts / c.top_k
 
 
 class AddLoss(torch.autograd.Function):

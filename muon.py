@@ -8,9 +8,9 @@
 Muon replaces a matrix's momentum U S V^T by about U V^T, so that all directions move alike. That
 needs the whole matrix, so the shards of zero.py won't do: the ranks share out whole matrices.
 
-Plainly   for p in matrices: dist.reduce(p.grad, owner[p], group)      # after backward
+Plainly   for p in matrices: dist.reduce(p.grad, group=group, group_dst=owner[p])
           plain_muon.step(only={p for p in matrices if owner[p] == rank})
-          for p in matrices: dist.broadcast(p.data, owner[p], group)
+          for p in matrices: dist.broadcast(p.data, group=group, group_src=owner[p])
 Split     The layers' matrices, by the FLOPs of their iteration, largest first. All other parameters
           take AdamW, which works on any piece: each rank owns 1/N of each bucket of them.
 Sent      2 r P e bytes, r = (N-1)/N, for P parameters of e bytes on N ranks: as DDP and ZeRO-1.
@@ -148,10 +148,9 @@ class Muon:
             bucket.grads_per_step = microbatches * sum(uses[p] for p in bucket.parameters)
             for p in bucket.parameters:
                 p.register_post_accumulate_grad_hook(functools.partial(self._arrived, bucket))
-            if bucket.owner is None and p.dim() <= 1:
-                vectors += bucket.pieces
-            elif bucket.owner is None:
-                decayed += bucket.pieces
+            if bucket.owner is None:  # for AdamW
+                is_matrix = bucket.parameters[0].dim() > 1
+                (decayed if is_matrix else vectors).extend(bucket.pieces)
         self.muon = ShardedMuon(matrices, lr, weight_decay)
         groups = [{"params": decayed}, {"params": vectors, "weight_decay": 0.0}]
         self.adamw = torch.optim.AdamW(groups, lr, betas=(0.9, 0.95), weight_decay=weight_decay)

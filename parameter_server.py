@@ -121,7 +121,8 @@ def serve(parameters, group, steps, bound):
     computing = {}  # worker: (the step at which it got its weights, their message)
 
     def worst_staleness(step):
-        """Of the oldest gradient, if one more worker computes: all others may be taken first."""
+        """How stale the oldest gradient may become if one more worker starts: the steps since its
+        pull, and one for each worker that computes, as all of those may be taken first."""
         oldest = min((pulled_at for pulled_at, _ in computing.values()), default=step)
         return step - oldest + len(computing)
 
@@ -190,7 +191,7 @@ def asynchronous(run):
     history = []  # of each step, the worker whose gradient it took, and the gradient's staleness
     replay = receipt.Replay(run, history)
     if run.proven < args.steps:
-        args.prove = 0  # all steps are replayed, or none: workers are always in the midst of one
+        args.prove = 0  # the receipt repeats all steps or none: between two, workers are at work
     for step in run.steps(optimizer, reference=replay):
         if run.rank == 0:
             loss = run.zero()

@@ -94,7 +94,8 @@ def mesh(args, schedule):
     inside, across    of the dp ranks (and of the copies): those that split one copy, those with the
                  same shards, for --zero-ranks
     tied         of the pp ranks, the one or two that hold a tied matrix
-    down, up     activations and gradients, a group per direction: none blocks another
+    down, up     activations and gradients, two groups each, to later ranks and to earlier ones:
+                 none blocks another
     island, islands    all ranks of an island; those with the same place in every island"""
     size = args.islands, args.pp, args.dp, args.cp, args.tp
     ranks = torch.arange(math.prod(size)).view(size)
@@ -366,7 +367,7 @@ def take_steps(runner, first, averaging, checkpoints):
             loss = runner.step(batches)
             # A rank has the loss of its own tokens, if it has the last stage
             harness.sum_over([dp, pp], loss)
-            # Of the whole model on every rank, so that all of them clip alike
+            # The norm of the whole model's gradient, equal on all ranks: all of them clip alike
             norm = optimizer.grad_norm(pp) / loss_scale.value
             record(batches, loss, norm, loss_scale)
             # Whether loss and norm are finite. All ranks see the same: all take the step, or none

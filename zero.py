@@ -125,7 +125,8 @@ class ZeRO:
         self.queue = None  # the buckets that the running backward pass has still to reduce
         self.backward_running = False  # still true after an exception
         self.last_call = None  # "zero_grad", "backward" or "finish"
-        # Together with another kind of parallelism
+        # For other kinds of parallelism, to be skipped at first. With ZeRO alone scope is None,
+        # may_reduce True, and sums, splits and cut_groups are empty
         self.scopes, self.splits = scopes or {None: model}, splits or {}
         self.scope, self.may_reduce = None, True  # of the running backward pass, see around()
         self.sums = []  # works: sums of shards over replicas
@@ -419,8 +420,8 @@ class ShardedBucket:
                 piece = piece.unsqueeze(0)  # 2-D, so that weight decay still sees a matrix
             self.spans.append(span)
             self.pieces.append(nn.Parameter(piece, requires_grad=self.trainable))
-            # A view of .data has a version counter of its own, so that a gather into weights does
-            # not trip autograd's check of the tensors that it saved
+            # .data has its own version counter: autograd must not take a gather for a change of
+            # the weights that it saved
             view = self.weights[start:end].data.view(p.shape)
             self.slices.append(slice(start, end))
             self.parameters.append(nn.Parameter(view, requires_grad=self.trainable))
@@ -469,7 +470,8 @@ class ShardedBucket:
     def add(self, i, gradient):
         self.allocate_gradients()
         self.part(i, self.gradients).add_(gradient)
-        # Of a split backward several I may come before the first W: each brings the same ones
+        # In a split backward several micro-batches' I bring a bias's gradient before the first W
+        # brings a matrix's: it counts once
         if self.stage < 2 or i not in self.arrived:
             self.arrived.add(i)
             self.grads_left -= 1
