@@ -94,7 +94,7 @@ class DoubleBuffer:
     def send(self):
         rank, n = dist.get_rank(self.group), dist.get_world_size(self.group)
         if n == 1:  # nobody to send to
-            self.incoming, self.messages = self.tensor, []
+            self.incoming, self.messages = self.tensor, []  # receive() swaps it with itself
             return
         send = dist.P2POp(dist.isend, self.tensor, group=self.group, group_peer=(rank + 1) % n)
         receive = dist.P2POp(dist.irecv, self.incoming, group=self.group, group_peer=(rank - 1) % n)
@@ -118,6 +118,18 @@ def around_the_ring(kv, group):
     yield (rank - (n - 1)) % n, buffer.tensor
 
 
+def plain_ring_attention(q, k, v, group):
+    """Forward alone. Rank i holds the i-th run of tokens; q, k and v are (B, H, T/n, D)."""
+    rank, result = dist.get_rank(group), OnlineSoftmax(q)
+    for source, (k, v) in around_the_ring(torch.stack((k, v)), group):
+        if source <= rank:  # the keys of later ranks are masked
+            result.add(*tile_attention(q, k, v, causal=source == rank), slice(None))
+    return result.out.to(q.dtype)
+
+
+# --- the same for any cut of the sequence: a Tile says which pairs count
+
+
 class Tile(NamedTuple):
     """Some of a rank's queries with some of a rank's keys. Causal: queries and keys are of the same
     tokens, and later keys are masked."""
@@ -128,8 +140,8 @@ class Tile(NamedTuple):
 
 
 def contiguous_tile(rank, source, tokens):
-    """The pairs of a rank's queries and a source rank's keys that are not masked, or None, where
-    rank i holds the i-th run of tokens. tokens: how many a rank holds."""
+    """The pairs of `rank`'s queries and `source`'s keys that are not masked, or None. Rank i holds
+    the i-th run of `tokens` tokens."""
     if source > rank:
         return None
     return Tile(slice(0, tokens), slice(0, tokens), causal=source == rank)

@@ -113,7 +113,8 @@ class Row(list):
     def add(self, kinds, *stages):
         for stage in stages:
             for kind in kinds:
-                parts = "IW" if kind == "B" else kind  # B is both: all number micro-batches alike
+                # B does both, so it takes the next number of each
+                parts = "IW" if kind == "B" else kind
                 self.append(Action(kind, self.counts[parts[0], stage], stage))
                 for part in parts:
                     self.counts[part, stage] += 1

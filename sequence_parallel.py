@@ -14,9 +14,9 @@ Sent        in forward                            in backward
     g       reduce-scatter of the partial sums    all-gather of the gradients
 
 An all-reduce is a reduce-scatter and then an all-gather, and each sends r = (t-1)/t of the tensor.
-So as many bytes are sent: 8 r B T C e per block, at e bytes an element. The activations between
-the layers shrink to 1/t. Only what f gathers, (B, T, C), is kept whole for backward: with
---gather-again not even that: backward gathers it again, and a quarter more is sent.
+So it sends what tensor parallelism sends: 8 r B T C e per block, at e bytes an element. The
+activations between the layers shrink to 1/t. Only f's result, (B, T, C), is kept whole for
+backward. With --gather-again backward gathers it a second time: a quarter more is sent.
 
 Norms, positions and the biases after g see only this rank's tokens: the gradients of their P
 parameters are partial sums, which `reduce_partial` all-reduces once a step (2 r P e bytes).
@@ -105,6 +105,15 @@ class ReduceScatterTokens(torch.autograd.Function):
         return gather_tokens(grad, ctx.group), None
 
 
+def plain_sequence_mlp(x, norm, up, down, bias, group):
+    """The picture above: x (B, T/t, C) -> (B, T/t, C). up (H/t, C) and down (C, H/t) are shards,
+    norm and bias whole."""
+    full = GatherTokens.apply(norm(x), group)  # f: (B, T, C)
+    hidden = F.gelu(F.linear(full, up))  # (B, T, H/t)
+    partial = F.linear(hidden, down)  # (B, T, C)
+    return x + ReduceScatterTokens.apply(partial, group) + bias  # g: (B, T/t, C)
+
+
 class SequenceEnter(Enter):
     """f as a module."""
 
@@ -174,7 +183,8 @@ def reduce_partial(parameters):
         dist.all_reduce(flat, group=group)
         for p, grad, total in zip(members, grads, flat.split([p.numel() for p in members])):
             grad.copy_(total.view_as(p))
-            if p.grad is None and grad.any():  # another rank had a gradient
+            # Still None where no rank had one: the optimizer goes on skipping it
+            if p.grad is None and grad.any():
                 p.grad = grad
             note_reduced(p, grad)
 
@@ -189,7 +199,7 @@ class EnterAndProject(nn.Module):
 
     def __init__(self, group, projections):
         super().__init__()
-        self.group, self.projections = group, projections  # a list, no submodules: names stay
+        self.group, self.projections = group, projections  # a list: names in state_dict stay
 
     def forward(self, x):
         return checkpoint(self.project, x, use_reentrant=False, preserve_rng_state=False)
@@ -249,8 +259,8 @@ def check_tokens(config, t):
 
 
 def shard_last(group, module, args):
-    """A hook before a module that sees split tokens. Its last argument, positions (T,) or dropout's
-    key (B, T), a number per token, is whole: this rank's shard takes its place."""
+    """A hook before a module that sees split tokens. The last argument, positions (T,) or dropout's
+    key (B, T), covers all tokens: pass on this rank's shard."""
     *others, last = args
     return (*others, None if last is None else shard_tokens(last, group))
 

@@ -137,7 +137,8 @@ class Deferred(TorchFunctionMode):
         return function(*args, **kwargs)
 
     def matmul(self, function, x, weight, *rest, **options):
-        """As SplitLinear.forward. The hook does not hold x: its node does."""
+        """As SplitLinear.forward. But SaveInput's node holds x, not the hook: activation
+        checkpointing can drop it there, and compute it again."""
         if not can_defer(x, weight):
             return function(x, weight, *rest, **options)
         x = SaveInput.apply(x)
@@ -148,7 +149,8 @@ class Deferred(TorchFunctionMode):
             self.entries.append((weight, saved_x.detach(), gradient, options.get("offs")))
 
         y = function(x, weight.detach(), *rest, **options)
-        if y._is_view():  # as of a 3-D x. An in-place ReLU gives a view a node without the hook
+        # The y of a 3-D x is a view. An in-place ReLU would give it a new node, without the hook
+        if y._is_view():
             y = torch.ops.aten._unsafe_view(y, y.shape)
         y.register_hook(put_off)
         return y

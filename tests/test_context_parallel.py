@@ -147,6 +147,18 @@ def test_equals_scaled_dot_product_attention(ranks, world):
                 torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
 
 
+def test_the_plainest_ring_equals_one_process(ranks):
+    def work(rank):
+        torch.manual_seed(0)
+        q, k, v = (torch.randn(2, 4, 12, 8, dtype=torch.float64) for _ in range(3))
+        whole = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        own = [t.chunk(3, 2)[rank].contiguous() for t in (q, k, v)]
+        found = cp.plain_ring_attention(*own, dist.group.WORLD)
+        torch.testing.assert_close(found, whole.chunk(3, 2)[rank], rtol=1e-10, atol=1e-12)
+
+    ranks(3, work)
+
+
 def test_half_precision_is_as_exact_as_flash_attention(ranks):
     """Plain tiles sum in float32, too."""
     size, length = (1, 4, 2, 32), 256

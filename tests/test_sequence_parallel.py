@@ -85,6 +85,26 @@ def test_what_a_block_keeps(ranks):
     assert found["gpt2"][2] == pytest.approx(one / 4, rel=0.05)
 
 
+def test_the_plain_mlp_equals_one_process(ranks):
+    def work(rank):
+        torch.manual_seed(0)
+        x, up, down = (torch.randn(*s).double() for s in ((2, 6, 4), (9, 4), (4, 9)))
+        bias, norm = torch.randn(4).double(), torch.nn.LayerNorm(4, dtype=torch.float64)
+        results = []
+        for n, i, group in ((3, rank, None), (1, 0, dist.new_subgroups(1)[0])):
+            pieces = x.chunk(n, 1)[i], up.chunk(n)[i], down.chunk(n, 1)[i]
+            leaves = [piece.clone().requires_grad_() for piece in pieces]
+            y = sp.plain_sequence_mlp(leaves[0], norm, *leaves[1:], bias, group)
+            y.square().sum().backward()
+            results.append([y.detach(), *(leaf.grad for leaf in leaves)])
+        ours, (y, dx, dup, ddown) = results
+        expected = [y.chunk(3, 1)[rank], dx.chunk(3, 1)[rank]]
+        expected += [dup.chunk(3)[rank], ddown.chunk(3, 1)[rank]]
+        torch.testing.assert_close(ours, expected, rtol=1e-10, atol=1e-12)
+
+    ranks(3, work)
+
+
 def test_reduce_scatter(ranks, monkeypatch):
     """16-bit numbers are added up like the sum in 32 bits, rounded once; and the call made on other
     backends fits."""
