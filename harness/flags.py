@@ -200,12 +200,12 @@ def training_flags(g):
     g.add_argument("--seed", **seed, help="seed of weights, batches and dropout")
     why = "sgd shows a gradient of the wrong scale, adamw hides it"
     g.add_argument("--optimizer", choices=["adamw", "sgd"], default="adamw", help=why)
-    rate = dict(type=real(0, 1000), metavar="X")
+    rate = dict(type=real(0, 1), metavar="X")  # with more float32 diverges, on any layout
     g.add_argument("--lr", **rate, default=1e-3, help="learning rate after warm-up")
     why = "steps over which the learning rate rises"
     g.add_argument("--warmup", **NATURAL, default=0, help=why)
     why = "weight decay of matrices; biases and norms have none"
-    g.add_argument("--weight-decay", **FACTOR, default=0.1, help=why)
+    g.add_argument("--weight-decay", **rate, default=0.1, help=why)
     why = "largest global gradient norm; 0 is off"
     g.add_argument("--grad-clip", **FACTOR, default=1.0, help=why)
     why = "type of weights, gradients and activations; bfloat16 alone loses small updates: "

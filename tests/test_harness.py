@@ -102,6 +102,8 @@ train --width 100 --heads 3 -> width 100.*3 heads
 train --vocab 100 -> vocabulary of 100.*257
 train --dropout 1.5 -> dropout
 train --lr nan -> 'nan' is not a number
+ddp --lr 6 -> at most 1
+ddp --weight-decay 1548805 -> at most 1
 train --device cpu --backend nccl -> nccl needs GPUs
 tensor_parallel --nproc 3 -> 4 heads.*3 tensor-parallel
 pipeline --nproc 6 -> 4 layers.*6 pipeline stages
