@@ -69,7 +69,7 @@ class Parser(argparse.ArgumentParser):
         self.rare = {action.dest for action in self._actions} - USUAL
 
     def error(self, message):
-        raise Refused(f"{short(message, 400)} (--help lists the flags)")
+        raise Refused(f"{short(message, 400)} (-h lists the usual flags, --help-all all)")
 
     def parse_args(self, args=None, namespace=None):
         """The flags. Refuses an empty text, as of a shell variable that is not set: only a prompt
