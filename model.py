@@ -375,7 +375,7 @@ class Router(nn.Linear):
         if c.scores == "sigmoid":
             scores = scores / scores.sum(-1, keepdim=True)
         tokens = assigned.new_full((len(scores), 1), scores.shape[1])
-        # One message for three sums, where ranks share a sequence
+        # One message for three sums, where a sequence is cut
         sums = self.sum_over_sequence(torch.cat((assigned, scores.sum(1), tokens), dim=1))
         assigned_sum, score_sum, token_sum = sums.split((c.experts, c.experts, 1), dim=1)
         return (assigned_sum.detach() * score_sum / token_sum).sum() * c.experts / c.top_k

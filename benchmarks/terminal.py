@@ -32,7 +32,7 @@ def main():
         raise Refused("needs a package: pip install rich") from None
     command = ["python", *args.script]
     said, seconds = run([sys.executable, *args.script])
-    console = Console(record=True, width=150, file=io.StringIO())
+    console = Console(record=True, width=132, file=io.StringIO())
     console.print(f"$ {shlex.join(command)}", markup=False, highlight=False, style="bold")
     console.print(said.strip(), markup=False, highlight=False)
     console.print(f"\n{seconds:.0f} seconds", style="dim")
