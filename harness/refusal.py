@@ -30,8 +30,12 @@ def refusing():
 
 def say(message):
     """Print a sentence on stderr, behind the script's name. A closed terminal ends no run."""
-    with contextlib.suppress(OSError, RuntimeError):  # a signal came in the middle of a print
-        print(f"{os.path.basename(sys.argv[0])}: {message}", file=sys.stderr, flush=True)
+    line = f"{os.path.basename(sys.argv[0])}: {message}\n"
+    with contextlib.suppress(OSError):
+        try:
+            print(line, end="", file=sys.stderr, flush=True)
+        except RuntimeError:  # a signal came in the middle of a print: go past Python's buffer
+            os.write(2, line.encode())
 
 
 def refuse(refused, rank):
