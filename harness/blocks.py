@@ -3,6 +3,7 @@
 import collections
 import functools
 import operator
+import types
 
 import torch
 from torch.utils.checkpoint import (
@@ -20,7 +21,7 @@ PRODUCTS = (aten.mm, aten.addmm, aten.bmm, aten._grouped_mm)
 
 def recompute(model, kind):
     """Hold less of each block from forward to backward, for more work (docs/memory.md). No gradient
-    changes.
+    changes. Call it once.
 
         none       keep all that backward needs: 16 tensors (B, T, C) of a GPT-2 block
         selective  keep 10: norms and activation functions run again (Korthikanti et al. 2022,
@@ -28,78 +29,60 @@ def recompute(model, kind):
         half       keep 9: the block's input, attention's result and every second product's; all
                    else runs again (TorchTitan's `_apply_ac_to_transformer_block`, "op")
         block      keep 1, the input: the whole block runs again (Chen et al. 2016, 1604.06174)
-
-    Selective wraps norm + qkv, norm + up, activation + down. Backward needs only the input of the
-    product, so the second run stops before it. A norm before two products (SwiGLU, a mixture) is
-    kept, or the first would run twice."""
+    """
     runs = {"half": run_half_again, "block": run_checkpointed}
     model.run_block = runs.get(kind, operator.call)
-    for module in model.blocks.modules():
-        for plain, selective in SELECTIVE.items():
-            if isinstance(module, plain):
-                module.__class__ = selective if kind == "selective" else plain
+    for module in model.blocks.modules() if kind == "selective" else ():
+        if isinstance(module, gpt.Block):
+            module.forward = types.MethodType(run_selectively, module)
+        elif isinstance(module, (gpt.MLP, gpt.Experts)):  # `finish` has the activation function
+            module.finish = functools.partial(run_checkpointed, module.finish)
 
 
-class SelectiveBlock(gpt.Block):
-    """A block that runs norm + qkv again in backward, and norm + up if they stand alone."""
-
-    def forward(self, x, rope=None, drop_key=None, target_count=None):
-        # x is an argument: a closure would see the next x when it runs again
-        def project(x):
-            return self.attn.qkv(self.attn.enter(self.attn_norm(x)))
-
-        def expand(x):
-            return self.mlp.up(self.mlp.enter(self.mlp_norm(x)))
-
-        qkv = run_checkpointed(project, x)
-        x = x + self.attn_drop(self.attn.attend(qkv, rope), drop_key)
-        if isinstance(self.mlp, gpt.MLP) and self.mlp.gate is None:
-            y = self.mlp.finish(run_checkpointed(expand, x))
-        else:
-            y = self.mlp(self.mlp_norm(x), target_count)
-        return x + self.mlp_drop(y, drop_key)
-
-
-class SelectiveMLP(gpt.MLP):
-    """An MLP that runs its activation again in backward."""
-
-    def finish(self, up, gate=None):
-        return run_checkpointed(super().finish, up, gate)
-
-
-class SelectiveExperts(gpt.Experts):
-    """Experts that run their activation again in backward."""
-
-    def finish(self, up, gate, ends):
-        return run_checkpointed(super().finish, up, gate, ends)
-
-
-SELECTIVE = {gpt.Block: SelectiveBlock, gpt.MLP: SelectiveMLP, gpt.Experts: SelectiveExperts}
-
-
-def run_checkpointed(function, *inputs):
+def run_checkpointed(function, *inputs, **options):
     """Activation checkpointing: keep the inputs, run the function again in backward."""
-    return checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=False)
+    options |= {"use_reentrant": False, "preserve_rng_state": False}
+    return checkpoint(function, *inputs, **options)
+
+
+def run_selectively(block, x, rope=None, drop_key=None, target_count=None):
+    """The forward of a block that runs norm + qkv again in backward, and norm + up. Backward needs
+    only the input of the product, so the second run stops before it. A norm before two products
+    (SwiGLU, a mixture) is kept, or the first would run twice."""
+
+    # x is an argument: a closure would see the next x when it runs again
+    def project(x):
+        return block.attn.qkv(block.attn.enter(block.attn_norm(x)))
+
+    def expand(x):
+        return block.mlp.up(block.mlp.enter(block.mlp_norm(x)))
+
+    qkv = run_checkpointed(project, x)
+    x = x + block.attn_drop(block.attn.attend(qkv, rope), drop_key)
+    if isinstance(block.mlp, gpt.MLP) and block.mlp.gate is None:
+        y = block.mlp.finish(run_checkpointed(expand, x))
+    else:
+        y = block.mlp(block.mlp_norm(x), target_count)
+    return x + block.mlp_drop(y, drop_key)
 
 
 def run_half_again(block, *inputs):
     """Activation checkpointing that also keeps what attention's kernel returns, and the first, the
     third, ... product. Of a ring's tiles only the first: n ranks have n tiles."""
-    counts = collections.Counter()  # older torch asks the policy in the second run too
+    counts = collections.Counter()
 
     def policy(context, operation, *args, **options):
-        keep = False
+        keep, again = False, context.is_recompute  # older torch asks in the second run too
         if operation.name().startswith("aten::_scaled_dot_product"):
-            counts["attention", context.is_recompute] += 1
-            keep = counts["attention", context.is_recompute] == 1
+            counts["attention", again] += 1
+            keep = counts["attention", again] == 1
         elif getattr(operation, "overloadpacket", None) in PRODUCTS:
-            counts["product", context.is_recompute] += 1
-            keep = counts["product", context.is_recompute] % 2 == 1 and not is_added(block, args)
+            counts["product", again] += 1
+            keep = counts["product", again] % 2 == 1 and not is_added(block, args)
         return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
 
     contexts = functools.partial(create_selective_checkpoint_contexts, policy)
-    options = {"use_reentrant": False, "preserve_rng_state": False}
-    return checkpoint(block, *inputs, context_fn=contexts, **options)
+    return run_checkpointed(block, *inputs, context_fn=contexts)
 
 
 def is_added(block, args):

@@ -12,7 +12,6 @@ there is no loader to resume, and no rank hands out data: every rank computes it
 same global batch.
 
 The tokens lie in a .npy file in `data/`. It is memory-mapped, so all processes share one copy.
-Tokens that are ready made (.bin, .npy) are memory-mapped too: see ready_made.py.
 """
 
 import contextlib
@@ -31,10 +30,8 @@ import torch
 
 from harness import inputs, ready_made
 from harness.outputs import short
-from harness.refusal import Refused, say
+from harness.refusal import Refused
 from harness.tokens import of
-
-LONG = 10**8  # bytes of text whose tokens take half a minute
 
 
 @dataclass
@@ -88,18 +85,25 @@ def load(source="stdlib", tokenizer="bytes", folder=None, vocab=None):
     """The Corpus of a source: "stdlib", or the path of a text file, of a folder of text files, or
     of ready-made tokens, which must be below `vocab` (default: the tokenizer's).
 
-    The first call tokenises the text; later calls read the cache in `folder` (default: data/ in the
-    project's folder, or a temporary folder if that can't be written). When many processes start at
-    once, one tokenises and the others wait for its file. Raises Refused if the text is missing,
-    empty or not text, and if the tokenizer can't be had.
-    """
+    folder: of the cache, by default data/ in the project's folder, or a temporary folder if that
+    can't be written. Raises Refused if there is no such text, or no such tokenizer."""
     encoding = of(tokenizer)
     files = ready_made.files_of(source)
     if files:
         vocab = vocab or encoding.n_vocab
         tokens, held_out = (file and ready_made.open_file(file, vocab) for file in files)
         return Corpus(str(source), tokens, encoding, ready_made.digest(tokens), held_out)
-    folder = pathlib.Path(folder or cache_folder())
+    try:
+        tokens = cached(source, encoding, pathlib.Path(folder or cache_folder()))
+    except OSError as e:
+        reason = short(": ".join(str(part) for part in (e.strerror, e.filename) if part))
+        problem = f"--data {short(str(source))} can't be used ({reason})"
+        raise Refused(f"{problem}: give a text file, a folder of them, or stdlib") from e
+    return Corpus(str(source), tokens, encoding, hashlib.sha256(tokens).hexdigest())
+
+
+def cached(source, encoding, folder):
+    """A text's tokens, memory-mapped. The first call makes the file, while other processes wait."""
     files = find(source)
     name = pathlib.Path(source).resolve().name
     stamp = [(str(f), f.stat().st_size, f.stat().st_mtime_ns) for f in files]
@@ -109,38 +113,24 @@ def load(source="stdlib", tokenizer="bytes", folder=None, vocab=None):
         with contextlib.suppress(OSError):  # a disk without locks: each process makes the file
             fcntl.flock(lock, fcntl.LOCK_EX)
         try:
-            tokens = np.load(cache, mmap_mode="r")
+            return np.load(cache, mmap_mode="r")
         except (OSError, ValueError, EOFError):  # there is none yet, or it was cut off
             whole = folder / f"{secrets.token_hex(4)}-{cache.name}"  # no reader sees half of it
             with open(whole, "wb") as file:
                 np.save(file, encode(files, encoding, source))
             os.replace(whole, cache)
-            tokens = np.load(cache, mmap_mode="r")
-    return Corpus(str(source), tokens, encoding, hashlib.sha256(tokens).hexdigest())
-
-
-# --- where the text comes from
+        return np.load(cache, mmap_mode="r")
 
 
 def find(source):
-    """A source's files, in a fixed order."""
+    """A source's files, in the order of their paths, without hidden ones."""
+    root, suffix, skip = pathlib.Path(source), "", set()
     if source == "stdlib":
-        root = pathlib.Path(sysconfig.get_paths()["stdlib"])
+        root, suffix = pathlib.Path(sysconfig.get_paths()["stdlib"]), ".py"
         skip = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
-        return walk(root, skip, ".py")
-    if os.path.isdir(source):
-        return walk(pathlib.Path(source))
-    try:
+    elif not root.is_dir():
         inputs.check(source)
-    except OSError as e:
-        problem = f"--data {short(str(source))} can't be read ({e.strerror})"
-        raise Refused(f"{problem}: give a text file, a folder of them, or stdlib") from e
-    return [pathlib.Path(source)]
-
-
-def walk(root, skip=(), suffix=""):
-    """The files below root whose names end with suffix, in the order of their paths, but for hidden
-    files and folders and for folders named in `skip`."""
+        return [root]
     files = []
     for folder, subfolders, names in os.walk(root):
         subfolders[:] = [f for f in subfolders if f not in skip and not f.startswith(".")]
@@ -157,18 +147,12 @@ def encode(files, encoding, source):
     if size > memory / 16:  # the bytes, the characters, and 8 bytes for each token
         advice = "give ready-made tokens (docs/running.md)"
         raise Refused(f"--data {source} has {size / 1e9:,.0f} GB, too much for memory: {advice}")
-    if size > LONG:
-        say(f"making tokens of {size / 1e9:.1f} GB of text, once: later runs find them made")
     pieces = []
     for file in files:
-        try:
+        with contextlib.suppress(UnicodeDecodeError):
             text = file.read_bytes().decode("utf-8")
-        except UnicodeDecodeError:
-            continue
-        except OSError as e:
-            raise Refused(f"--data {source}: {file} can't be read ({e.strerror})") from e
-        if text and "\0" not in text:
-            pieces.append(encoding.document(text))
+            if text and "\0" not in text:
+                pieces.append(encoding.document(text))
     if not pieces:
         raise Refused(f"--data {source} has no text (UTF-8): give a text file or a folder of them")
     return np.concatenate(pieces).astype(np.uint16 if encoding.n_vocab <= 2**16 else np.uint32)

@@ -13,20 +13,13 @@ from harness.outputs import short
 from harness.refusal import Refused, refusing
 from model import Config
 
-DTYPES = {
-    "float64": torch.float64,
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-}
-UNSCALED = ["float64", "float32", "bfloat16"]  # float16 needs a loss scale, as train.py has
+UNSCALED = ["float64", "float32", "bfloat16"]
+DTYPES = {name: getattr(torch, name) for name in [*UNSCALED, "float16"]}  # which train.py scales
 
-
-# What a newcomer sets. A lesson's own flags are usual, too
+# What a newcomer sets. A lesson's own flags are usual, too. The last two lines are train.py's
 USUAL = {"help", "help_all", "preset", "layers", "width", "context", "experts"}
 USUAL |= {"steps", "batch", "microbatches", "optimizer", "lr", "dtype"}
 USUAL |= {"data", "tokenizer", "nproc", "json"}
-# of train.py
 USUAL |= {"dp", "tp", "pp", "cp", "ep", "sp", "zero", "schedule", "out", "resume"}
 USUAL |= {"sample", "init_from", "export", "dry_run", "plan", "gpus", "gpu", "islands"}
 
@@ -53,16 +46,12 @@ class Parser(argparse.ArgumentParser):
             return action.help + " (default: %(default)r)"
 
     def __init__(self, doc):
-        super().__init__(
-            description=doc,
-            usage="%(prog)s [flags]",
-            allow_abbrev=False,
-            conflict_handler="resolve",
-        )
+        options = {"allow_abbrev": False, "conflict_handler": "resolve"}
+        super().__init__(description=doc, usage="%(prog)s [flags]", **options)
+        self.formatter_class = lambda prog: self.Formatter(prog, max_help_position=28, width=120)
         self.rare = set()  # flags that only --help-all shows
         self.add_argument("-h", "--help", action=Help, nargs=0, help="show the usual flags")
         self.add_argument("--help-all", action="help", help="show all flags")
-        self.formatter_class = lambda prog: self.Formatter(prog, max_help_position=28, width=120)
 
     def hide_rare(self):
         """Let -h show only the usual ones of the flags that there are by now."""
@@ -75,11 +64,15 @@ class Parser(argparse.ArgumentParser):
         """The flags. Refuses an empty text, as of a shell variable that is not set: only a prompt
         may be empty."""
         args = super().parse_args(args, namespace)
-        for action in self._actions:
-            if getattr(args, action.dest, None) == "" and action.dest != "prompt":
-                flag = (action.option_strings or [action.metavar])[0]
-                raise Refused(f"{flag} is empty: give it a value, or leave it out")
+        for name, value in vars(args).items():
+            if value == "" and name != "prompt":
+                raise Refused(f"{flag_of(name)} is empty: give it a value, or leave it out")
         return args
+
+
+def flag_of(name):
+    """The flag whose value is args.name."""
+    return "--" + name.replace("_", "-")
 
 
 MOST = 10**8  # of any number of things
@@ -103,9 +96,7 @@ def number(convert, kind, least, most):
             value = convert(text)
             if least <= value <= most and value < math.inf:
                 return value
-        limits = f"at least {least}"
-        if most < math.inf:
-            limits += f" and at most {most:,.0f}"
+        limits = f"at least {least}" + (f" and at most {most:,.0f}" if most < math.inf else "")
         raise argparse.ArgumentTypeError(f"{short(text)!r} is not a {kind} of {limits}")
 
     return parse
@@ -121,15 +112,12 @@ def quantity(units, example):
 
     def parse(text):
         number = text.rstrip("/" + string.ascii_letters)
-        try:
+        with contextlib.suppress(KeyError, ValueError):
             value = float(number) * units[text[len(number) :]]
-        except (KeyError, ValueError):
-            value = 0
-        if not 0 < value < math.inf:
-            raise argparse.ArgumentTypeError(
-                f"{short(text)!r} is not a number with its unit, such as {example}"
-            )
-        return value
+            if 0 < value < math.inf:
+                return value
+        wrong = f"{short(text)!r} is not a number with its unit, such as {example}"
+        raise argparse.ArgumentTypeError(wrong)
 
     return parse
 
@@ -169,20 +157,19 @@ def model_flags(g):
     g.add_argument("--preset", default="tiny", help="named size: " + ", ".join(presets.PRESETS))
     why = "turn the preset into this family (tiny is gpt2)"
     g.add_argument("--family", choices=["gpt2", "llama"], help=why)
-    for name, least, why in [
-        ("layers", 1, "number of blocks"),
-        ("heads", 1, "attention heads in a layer"),
-        ("kv-heads", 1, "key/value heads; fewer than heads is grouped-query attention"),
-        ("width", 1, "size of the residual stream"),
-        ("hidden", 1, "inner size of the MLP, or of each expert"),
-        ("context", 1, "tokens in a sequence"),
-        ("vocab", 1, "size of the vocabulary, at least the tokenizer's"),
-        ("experts", 0, "experts in place of the MLP; 0 is a plain MLP"),
-        ("top-k", 0, "experts that a token is sent to"),
-        ("shared", 0, "size, in experts, of an MLP that every token passes as well"),
+    for name, kind, why in [
+        ("layers", count(1, 10**5), "number of blocks"),
+        ("heads", count(1), "attention heads in a layer"),
+        ("kv-heads", count(1), "key/value heads; fewer than heads is grouped-query attention"),
+        ("width", count(1), "size of the residual stream"),
+        ("hidden", count(1), "inner size of the MLP, or of each expert"),
+        ("context", count(1), "tokens in a sequence"),
+        ("vocab", count(1), "size of the vocabulary, at least the tokenizer's"),
+        ("experts", count(0), "experts in place of the MLP; 0 is a plain MLP"),
+        ("top-k", count(0), "experts that a token is sent to"),
+        ("shared", count(0), "size, in experts, of an MLP that every token passes as well"),
     ]:
-        why += " (default: the preset's)"
-        g.add_argument(f"--{name}", type=count(least), metavar="N", help=why)
+        g.add_argument(f"--{name}", type=kind, metavar="N", help=f"{why} (default: the preset's)")
     why = "factor of the loss that balances the experts' load; without it a few get all tokens"
     g.add_argument("--balance-loss", **FACTOR, help=f"{why} (default: 0)")
     why = "factor of the router's z-loss, which keeps its logits small (default: 0)"
@@ -202,12 +189,10 @@ def training_flags(g):
     g.add_argument("--optimizer", choices=["adamw", "sgd"], default="adamw", help=why)
     rate = dict(type=real(0, 1), metavar="X")  # with more float32 diverges, on any layout
     g.add_argument("--lr", **rate, default=1e-3, help="learning rate after warm-up")
-    why = "steps over which the learning rate rises"
-    g.add_argument("--warmup", **NATURAL, default=0, help=why)
+    g.add_argument("--warmup", **NATURAL, default=0, help="steps over which --lr rises")
     why = "weight decay of matrices; biases and norms have none"
     g.add_argument("--weight-decay", **rate, default=0.1, help=why)
-    why = "largest global gradient norm; 0 is off"
-    g.add_argument("--grad-clip", **FACTOR, default=1.0, help=why)
+    g.add_argument("--grad-clip", **FACTOR, default=1.0, help="largest gradient norm; 0 is off")
     why = "type of weights, gradients and activations; bfloat16 alone loses small updates: "
     why += "zero.py and train.py have --param-dtype"
     g.add_argument("--dtype", choices=UNSCALED, default="float32", help=why)
@@ -227,12 +212,12 @@ def data_flags(g):
 def running_flags(g):
     why = "processes to start if torchrun started none (default: 4; train.py: the layout's)"
     g.add_argument("--nproc", **POSITIVE, help=why)
-    why = "auto: GPUs if there are any"
-    g.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto", help=why)
+    devices = dict(choices=["auto", "cpu", "cuda"], default="auto")
+    g.add_argument("--device", **devices, help="auto: GPUs if there are any")
     why = "default: nccl on GPUs, else gloo; gloo ranks may share a GPU"
     g.add_argument("--backend", choices=["gloo", "nccl"], help=why)
-    longest = 1e6  # 11 days; clocks in milliseconds overflow at 25
-    seconds = dict(type=real(0.1, longest), default=600, metavar="SECONDS")
+    # At most 11 days: clocks in milliseconds overflow at 25
+    seconds = dict(type=real(0.1, 1e6), default=600, metavar="SECONDS")
     why = "how long ranks wait for a silent rank; then the run ends and names it"
     g.add_argument("--timeout", **seconds, help=why)
     g.add_argument("--json", metavar="FILE", help="write the receipt as JSON")
@@ -253,15 +238,12 @@ def configure(args):
         if wanted is None:
             overrides[name] = value
         elif wanted != value and name not in ("context", "vocab"):
-            flag = "--" + name.replace("_", "-")
-            raise Refused(f"{flag} {wanted} is not the model's {value}: leave it out")
+            raise Refused(f"{flag_of(name)} {wanted} is not the model's {value}: leave it out")
     needed_vocab = tokens.vocabulary(args.tokenizer or "bytes")
     if overrides["vocab"] is None and "vocab" not in presets.PRESETS.get(args.preset, {}):
         overrides["vocab"] = needed_vocab
     with refusing():
         config = presets.configure(args.preset, args.family, **overrides)
-    if config.layers > 10**5:  # of a config.json, too
-        raise Refused(f"{config.layers:,} layers are too many: use at most 100,000")
     if config.vocab < needed_vocab:
         raise Refused(
             f"a vocabulary of {config.vocab} is too small for --tokenizer {args.tokenizer}, which "
@@ -276,8 +258,6 @@ def check_batch(args, parts):
     """Refuse a batch that does not divide into micro-batches on `parts` data-parallel ranks."""
     pieces = parts * args.microbatches
     if args.batch % pieces:
-        raise Refused(
-            f"--batch {args.batch} does not divide by {parts} data-parallel ranks x "
-            f"{args.microbatches} micro-batches: --batch could be "
-            f"{pieces * max(1, round(args.batch / pieces))}"
-        )
+        where = f"{parts} data-parallel ranks x {args.microbatches} micro-batches"
+        fits = pieces * max(1, round(args.batch / pieces))
+        raise Refused(f"--batch {args.batch} does not divide by {where}: --batch could be {fits}")

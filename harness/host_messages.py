@@ -1,10 +1,9 @@
 """Messages from rank to rank through the host's memory, for gloo ranks on GPUs.
 
-gloo's collectives take CUDA tensors. Its send and recv do not ("writev: Bad address"): they hand
-the device's address to the network. So `--backend gloo --device cuda` puts these two functions in
-the place of torch.distributed's, whose other functions call them. A message is copied to the host,
-sent, and copied to the device when its receiver waits for it. This is slow; it is there so that a
-machine with one GPU can prove every layout. With CPU tensors nothing changes.
+gloo's collectives take CUDA tensors, its send and recv do not. So `--backend gloo --device cuda`
+replaces the two functions of torch.distributed that all others call. A message is copied to the
+host, sent, and copied to the device when its receiver waits for it. This is slow: it is there so
+that a machine with one GPU can prove every layout.
 """
 
 import torch.distributed as dist

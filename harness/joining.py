@@ -27,12 +27,12 @@ PAUSE = 0.1  # seconds between two questions to the store
 
 
 class Launched(NamedTuple):
-    """What the launcher says of this rank."""
+    """What the launcher says of this rank. By default there is no launcher."""
 
-    rank: int
-    world: int
-    local_rank: int
-    local_world: int  # ranks on this machine
+    rank: int = 0
+    world: int = 1
+    local_rank: int = 0
+    local_world: int = 1  # ranks on this machine
 
 
 def launched():
@@ -81,18 +81,26 @@ def join(me, seconds):
 
 def connect(rank, seconds, is_master):
     """A client of the store where the ranks meet; on the master, the store itself."""
-    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    address = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     deadline = time.monotonic() + seconds
-    if not is_master:
-        wait_for_listener(rank, address, port, deadline)
-    limit = datetime.timedelta(seconds=seconds)
-    arguments = address, port, None, is_master, limit
+    # A TCPStore would wait for the listener too, but it writes pages of frames
+    while not is_master and not within(seconds, lambda: listens(address)):
+        if time.monotonic() > deadline:
+            raise Refused(f"nothing answers on {place()}, where the ranks should meet", rank)
+        time.sleep(PAUSE)
+    options = None, is_master, datetime.timedelta(seconds=seconds)
     # A server that accepts and never answers would keep this waiting for longer than that
     left = max(1, deadline - time.monotonic())
-    store = within(left, lambda: dist.TCPStore(*arguments, wait_for_workers=False))
+    store = within(left, lambda: dist.TCPStore(*address, *options, wait_for_workers=False))
     if store is None:
         raise Refused(f"no store on {place()}: set MASTER_PORT to a free port", rank)
     return store
+
+
+def listens(address):
+    """True. Raises an OSError if nothing listens there."""
+    socket.create_connection(address).close()
+    return True
 
 
 def within(seconds, work):
@@ -109,30 +117,23 @@ def within(seconds, work):
     return results[0] if results else None
 
 
-def wait_for_listener(rank, address, port, deadline):
-    """Return once something listens. A TCPStore would wait too, but it writes pages of frames."""
-    while time.monotonic() < deadline:
-        with contextlib.suppress(OSError):
-            left = max(0.1, deadline - time.monotonic())
-            return socket.create_connection((address, port), left).close()
+def absent(store, key, ranks, seconds):
+    """Those of the ranks that have not set their key in the store within so many seconds."""
+    deadline = time.monotonic() + seconds
+    while ranks and time.monotonic() < deadline:
         time.sleep(PAUSE)
-    raise Refused(f"nothing answers on {place()}, where the ranks should meet", rank)
+        ranks = [rank for rank in ranks if not store.check([f"{key}{rank}"])]
+    return ranks
 
 
 def open_round(store, world, seconds):
     """Rank 0: open a round and wait for an answer of every other rank. Then write down who came."""
-    current = store.add("round", 1)
-    this_round = dist.PrefixStore(f"round{current}", store)
-    missing, deadline = range(1, world), time.monotonic() + seconds
-    while missing:
-        missing = [rank for rank in missing if not this_round.check([f"came{rank}"])]
-        if store.add("round", 0) != current:
-            raise Refused("another process is rank 0 by now: this one was replaced")
-        if missing and time.monotonic() > deadline:
-            came = f"{world - len(missing)} of {world} ranks came to {place()}"
-            names = short(", ".join(f"rank {rank}" for rank in missing))
-            raise Refused(f"{came} within {seconds:g} s; missing: {names}")
-        time.sleep(PAUSE)
+    this_round = dist.PrefixStore(f"round{store.add('round', 1)}", store)
+    missing = absent(this_round, "came", range(1, world), seconds)
+    if missing:
+        came = f"{world - len(missing)} of {world} ranks came to {place()}"
+        names = short(", ".join(f"rank {rank}" for rank in missing))
+        raise Refused(f"{came} within {seconds:g} s; missing: {names}")
     tokens = [this_round.get(f"came{rank}").decode() for rank in range(1, world)]
     this_round.set("members", " ".join(tokens))
     return this_round
@@ -144,7 +145,7 @@ def enter_round(store, rank, seconds):
     token = uuid.uuid4().hex
     answered, this_round = 0, None
     deadline = time.monotonic() + seconds
-    while True:
+    while time.monotonic() < deadline:
         current = store.add("round", 0)
         if current > answered:
             answered, this_round = current, dist.PrefixStore(f"round{current}", store)
@@ -155,17 +156,14 @@ def enter_round(store, rank, seconds):
             if token in this_round.get("members").decode().split():
                 return this_round
             if "TORCHELASTIC_RUN_ID" not in os.environ:
-                raise Refused(
-                    f"another rank {rank} has met the others on {place()}: if that is another "
-                    "run, set MASTER_PORT to a free port",
-                    rank,
-                )
+                another = f"another rank {rank} has met the others on {place()}"
+                advice = "if that is another run, set MASTER_PORT to a free port"
+                raise Refused(f"{another}: {advice}", rank)
             # What is left of that round can't go on without the process that this one replaces
             this_round.add("failed", 1)
-        if time.monotonic() > deadline:
-            late = f"the first rank has not come to {place()} within {seconds:g} s"
-            raise Refused(late, speaker=0 if answered else rank)
         time.sleep(PAUSE)
+    late = f"the first rank has not come to {place()} within {seconds:g} s"
+    raise Refused(late, speaker=0 if answered else rank)
 
 
 def agent_store(seconds=10.0):

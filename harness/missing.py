@@ -14,7 +14,7 @@ import traceback
 
 import torch
 
-from harness.joining import within
+from harness.joining import absent, within
 from harness.refusal import finish, say
 
 PATIENCE = 1.5  # seconds that the other ranks get to end by themselves after one has failed
@@ -72,15 +72,11 @@ def end_if_stuck(store, me, timeout):
 
 def roll_call(store, world, timeout):
     """Ask who is there. Returns a sentence."""
-    missing, deadline = range(world), time.monotonic() + ANSWER
-    while missing and time.monotonic() < deadline:
-        time.sleep(0.05)
-        missing = [rank for rank in missing if not store.check([f"here{rank}"])]
-    if missing:
-        names = [f"rank {rank} on {store.get(f'host{rank}').decode()}" for rank in missing]
-        who = ", ".join(names)
-        return f"no answer from {who} within {timeout:g} s: it hangs, or the link to it is cut"
-    return f"no progress for {timeout:g} s, though all ranks answer: they wait for each other"
+    silent = absent(store, "here", range(world), ANSWER)
+    if not silent:
+        return f"no progress for {timeout:g} s, though all ranks answer: they wait for each other"
+    who = ", ".join(f"rank {rank} on {store.get(f'host{rank}').decode()}" for rank in silent)
+    return f"no answer from {who} within {timeout:g} s: it hangs, or the link to it is cut"
 
 
 def is_first_failure(store):
@@ -93,9 +89,8 @@ def failed(error, store, rank):
     text = str(error).lower()
     of_gloo = isinstance(error, RuntimeError)  # another library's connection may break too
     lost_a_peer = of_gloo and any(sign in text for sign in SIGNS_OF_A_LOST_PEER)
-    if lost_a_peer and "STORE_FILE" in os.environ:
-        return LOST  # the process that started the ranks saw which one died
-    if not is_first_failure(store):
+    # Of ranks on one machine, the process that started them saw which one died
+    if (lost_a_peer and "STORE_FILE" in os.environ) or not is_first_failure(store):
         return LOST
     if lost_a_peer:
         reason = str(error).partition("\n")[0]

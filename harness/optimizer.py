@@ -35,8 +35,7 @@ def grad_norm(parameters, groups=()):
     """The norm of the whole model's gradient: a float64 scalar, the same on all ranks.
 
     groups: the groups over which the model is cut, by layer or within layers. Each element counts
-    once: if all ranks of a group hold the same parameter, the group's first rank counts it.
-    """
+    once: if all ranks of a group hold the same parameter, the group's first rank counts it."""
     parameters = list(parameters)
     device = parameters[0].device if parameters else None
     counted = [p.grad for p in parameters if p.grad is not None and is_first(p, groups)]
@@ -49,22 +48,21 @@ def grad_norm(parameters, groups=()):
 
 
 def sum_over(groups, tensor):
-    """All-reduce a tensor in place over each group of more than one rank. A message in a group of
-    one would make nccl hold a communicator for it."""
+    """All-reduce a tensor in place over each group."""
     for group in groups:
         all_reduce(tensor, group)
 
 
 def all_reduce(tensor, group, async_op=False):
-    """dist.all_reduce, without a message in a group of one rank."""
+    """dist.all_reduce, without a message in a group of one rank, for which nccl would hold a
+    communicator."""
     if dist.get_world_size(group) > 1:
         return dist.all_reduce(tensor, group=group, async_op=async_op)
 
 
 def clip(parameters, norm, limit):
     """Scale the gradients in place, so that their norm is at most `limit`. A limit of 0 is none."""
-    if limit > 0:
-        grads = [p.grad for p in parameters if p.grad is not None]
+    grads = [p.grad for p in parameters if p.grad is not None]
+    if limit > 0 and grads:
         scale = (limit / (norm + 1e-6)).clamp(max=1.0)
-        if grads:
-            torch._foreach_mul_(grads, scale.to(grads[0].dtype))
+        torch._foreach_mul_(grads, scale.to(grads[0].dtype))

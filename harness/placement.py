@@ -13,8 +13,7 @@ A technique that cuts a parameter, or copies it to other ranks, writes
     }
 
 Each entry may be missing. A second technique extends the placement that the first one wrote.
-Initialisation, the gradient norm, checkpoints, exports and the proof read placements, and never
-ask which technique wrote them.
+Nothing that reads a placement asks which technique wrote it.
 """
 
 import torch.distributed as dist
@@ -22,14 +21,8 @@ import torch.distributed as dist
 
 def placement(parameter):
     """A parameter's placement, with defaults for the missing entries."""
-    default = {
-        "shape": tuple(parameter.shape),
-        "cuts": {},
-        "copies": [],
-        "partial": [],
-        "data": None,
-    }
-    return default | getattr(parameter, "placement", {})
+    whole = {"shape": tuple(parameter.shape), "cuts": {}, "copies": [], "partial": [], "data": None}
+    return whole | getattr(parameter, "placement", {})
 
 
 def take(whole, parameter):
@@ -45,11 +38,8 @@ def take(whole, parameter):
 
 
 def is_first(parameter, groups):
-    """Whether this rank counts a parameter that other ranks hold as well.
-
-    It does if it is the first rank of each of `groups` with copies of the parameter, and of each
-    group over which the gradient was a partial sum.
-    """
+    """Whether this rank counts a parameter that other ranks hold as well: whether it is the first
+    of each of `groups` with copies, and of each over which the gradient was a partial sum."""
     place = placement(parameter)
     copied = [group for group in place["copies"] if group in groups] + place["partial"]
     return all(dist.get_rank(group) == 0 for group in copied)

@@ -2,6 +2,8 @@
 
 import functools
 import math
+import re
+from dataclasses import replace
 
 import torch
 
@@ -32,8 +34,6 @@ def configure(preset="tiny", family=None, **overrides):
     half with rotary positions and even heads. Raises ValueError, as Config does."""
     if preset not in PRESETS:
         raise ValueError(f"unknown preset {preset!r}: choose one of {', '.join(PRESETS)}")
-    if family not in (None, "gpt2", "llama"):
-        raise ValueError(f"unknown family {family!r}: choose gpt2 or llama")
     overrides = {name: value for name, value in overrides.items() if value is not None}
     sizes = dict(PRESETS[preset])
     if family and (family == "llama") != ("positions" in sizes):  # only Llama presets have it
@@ -41,16 +41,14 @@ def configure(preset="tiny", family=None, **overrides):
             sizes.pop(name, None)
         if family == "llama":
             sizes |= LLAMA
+    for name, follows in (("width", "hidden"), ("heads", "kv_heads")):
+        if name in overrides:
+            sizes.pop(follows, None)
     sizes |= overrides
-    heads = sizes.get("heads", Config.heads)
-    width = sizes.get("width", Config.width)
-    if "hidden" not in sizes or ("width" in overrides and "hidden" not in overrides):
-        sizes["hidden"] = 4 * width
-        if sizes.get("mlp") == "swiglu":
-            sizes["hidden"] = math.ceil(width * 8 / 3 / 32) * 32
-    if "kv_heads" not in sizes or ("heads" in overrides and "kv_heads" not in overrides):
-        halve = sizes.get("positions") == "rope" and heads % 2 == 0
-        sizes["kv_heads"] = heads // 2 if halve else heads
+    heads, width = sizes.get("heads", Config.heads), sizes.get("width", Config.width)
+    swiglu, rope = sizes.get("mlp") == "swiglu", sizes.get("positions") == "rope"
+    sizes.setdefault("hidden", ceil(8 * width, 3 * 32) * 32 if swiglu else 4 * width)
+    sizes.setdefault("kv_heads", heads // 2 if rope and heads % 2 == 0 else heads)
     return Config(**sizes)
 
 
@@ -70,37 +68,23 @@ def ceil(a, b):
     return -(-a // b)
 
 
+@functools.cache
 def parameters_held(config, t, blocks, embedding=True, head=True, experts=None):
-    """How many parameters a rank holds of `blocks` blocks and of the ends, from the sizes alone.
+    """How many parameters a rank holds of `blocks` blocks and of the ends.
 
     t: tensor-parallel ranks. experts: how many experts are on this rank, if not all of them."""
-    c, vocab = config.width, ceil(config.vocab, t)
-    head_size = config.width // config.heads
-    qkv_rows = (config.heads + 2 * config.kv_heads) * head_size // t
-    up_matrices = 2 if config.mlp == "swiglu" else 1  # gate and up, or up alone
-    # Hidden units of the MLP that every token passes
-    hidden = ceil(config.hidden, t)
-    if config.experts:
-        hidden = ceil(config.hidden * config.shared, t)
-    block = qkv_rows * c + c * c // t + (up_matrices + 1) * hidden * c
-    if config.bias:  # column-parallel biases are split, row-parallel ones are whole
-        block += qkv_rows
-    if config.bias is True:
-        block += c
-        if hidden:
-            block += up_matrices * hidden + c
-    if config.experts:
-        held = config.experts if experts is None else experts
-        block += config.experts * c  # the router
-        block += held * (up_matrices + 1) * ceil(config.hidden, t) * c
-    norm = 2 * c if config.norm == "layernorm" else c
-    size = blocks * (block + 2 * norm)
-    if embedding:
-        size += vocab * c
-    if embedding and config.positions == "learned":
-        size += config.context * c
-    if head:
-        size += norm
-    if head and not (config.tied and embedding):
-        size += vocab * c
-    return size
+    held, parts = 0, {"embed": embedding, "blocks": blocks, "head": head}
+    for name, shape in parameter_shapes(replace(config, layers=1)).items():
+        shape = list(shape)
+        if ".experts." in name and experts is not None:
+            shape[0] = experts
+        if re.search(r"\.(qkv|gate|up|token|out)\b", name):  # column-parallel: rows are split
+            rows = max(0, len(shape) - 2)
+            shape[rows] = ceil(shape[rows], t)
+        elif re.search(r"\.(proj|down)\b", name) and len(shape) > 1:  # row-parallel: columns
+            shape[-1] = ceil(shape[-1], t)
+        times = parts[name.partition(".")[0]]
+        if config.tied and name == "embed.token.weight":
+            times = embedding or head
+        held += times * math.prod(shape)
+    return held

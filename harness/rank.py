@@ -16,7 +16,7 @@ from harness.refusal import Refused, say
 
 
 class Rank:
-    """One rank's flags, number and device; all that a demo needs that does not train."""
+    """One rank's flags, number and device: all that a demo needs that does not train."""
 
     spoke = time.monotonic()  # when it last printed a line
 
@@ -92,8 +92,7 @@ class TrainingRank(Rank):
         super().__init__(args, rank, world, device)
         self.dtype, self.config = DTYPES[args.dtype], configure(args)
         self.precision = precision(args, device)
-        may_differ = ["data", "json", "nproc", "quiet", "log_every", "log_to"]
-        may_differ += ["tensorboard", "wandb"]
+        may_differ = "data json nproc quiet log_every log_to tensorboard wandb".split()
         flags = {k: value for k, value in sorted(vars(args).items()) if k not in may_differ}
         self.same(repr(flags), "other flags", "start every node with the same command")
         self.corpus = corpus or self.read_text()
@@ -175,15 +174,13 @@ class TrainingRank(Rank):
 
 
 def check_memory(args, world):
-    """Refuse a model that certainly does not fit into this machine's memory, before any is taken:
-    its weights, and in training its gradients. How much a run really takes, --dry-run says."""
+    """Refuse a model whose weights alone do not fit into this machine's memory."""
     several_nodes = "RANK" in os.environ and os.environ.get("LOCAL_WORLD_SIZE") != str(world)
     if several_nodes or (args.device != "cpu" and torch.cuda.device_count()):
         return
     config = configure(args)
     parameters = parameters_held(config, 1, config.layers)
-    names = (getattr(args, name, None) for name in ("dtype", "param_dtype"))
-    size = parameters * min(DTYPES[name].itemsize for name in names if name)
+    size = parameters * DTYPES[args.dtype].itemsize
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     if size > memory:
         needed = f"{parameters:,} parameters take {size / 1e9:,.0f} GB or more"

@@ -45,12 +45,11 @@ def open_file(path, vocab):
             tokens = np.lib.format.open_memmap(path, mode="r")
         else:
             tokens = open_bin(path, vocab)
+        if tokens.ndim != 1 or not len(tokens) or not np.issubdtype(tokens.dtype, np.integer):
+            raise ValueError(f"{tokens.dtype} of shape {tokens.shape}, not one row of tokens")
     except (OSError, ValueError) as e:  # numpy says what is cut off
         reason = getattr(e, "strerror", None) or e
         raise Refused(f"--data {path} can't be read as tokens ({reason}): give another file") from e
-    if tokens.ndim != 1 or not len(tokens) or not np.issubdtype(tokens.dtype, np.integer):
-        problem = f"holds {tokens.dtype} of shape {tokens.shape}"
-        raise Refused(f"--data {path} {problem}: tokens are one row of whole numbers")
     first = tokens[:SAMPLE]
     wrong = first[(first < 0) | (first >= vocab)]
     if len(wrong):

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 
 from harness import host_messages, missing, signals
+from harness.flags import flag_of
 from harness.joining import Launched, join, launched
 from harness.missing import LOST, PATIENCE
 from harness.outputs import check_file
@@ -54,18 +55,13 @@ def launch(demo, args, needed=None, check=lambda world: None, make=Rank):
     elif "TORCHELASTIC_RUN_ID" in os.environ:  # the parent is torchrun's agent
         die_with_parent(signal.SIGTERM)
     joined = launched()
-    started = joined.world if joined else 1
-    gpus = torch.cuda.device_count()
-    if args.device == "auto":
-        args.device = "cuda" if gpus > 0 else "cpu"
-    if args.backend is None:
-        args.backend = "nccl" if args.device == "cuda" else "gloo"
-    usual = min(4, gpus) if args.backend == "nccl" and gpus > 0 else 4
-    world = needed or (started if joined else args.nproc or usual)
+    me, gpus = joined or Launched(), choose_devices(args)
+    usual = min(4, gpus) if args.backend == "nccl" else 4
+    world = needed or (me.world if joined else args.nproc or usual)
     if needed and args.nproc and args.nproc != needed:
         problem = f"this layout needs {needed} processes, not the {args.nproc} of --nproc"
         raise Refused(f"{problem}: leave that flag out")
-    if started == 1 and world > MOST:
+    if me.world == 1 and world > MOST:
         raise Refused(f"{world:,} ranks are too many for one machine: use at most {MOST:,}")
     if hasattr(args, "layers"):
         check_memory(args, world)
@@ -73,35 +69,39 @@ def launch(demo, args, needed=None, check=lambda world: None, make=Rank):
         check(world)
     for name in ("json", "log_to"):
         if getattr(args, name, None):
-            check_file("--" + name.replace("_", "-"), getattr(args, name))
-    check_devices(args, world, joined.local_world if started > 1 else world)
+            check_file(flag_of(name), getattr(args, name))
+    if args.backend == "nccl" and (me.local_world if me.world > 1 else world) > gpus:
+        raise Refused(
+            f"{world} ranks need {world} GPUs on nccl and this machine has {gpus}: use fewer "
+            "ranks, several nodes (docs/running.md), or ranks that share a GPU by --backend gloo"
+        )
 
     def work(*rank):
         return demo(make(args, *rank))
 
-    if started == world:
+    if me.world == world:
         finish(one_rank(work, args))
-    if started > 1:
+    if me.world > 1:
         script = " ".join([os.path.basename(sys.argv[0]), *sys.argv[1:]])
         command = f"torchrun --nproc_per_node={world} {script}"
-        raise Refused(f"this layout needs {world} processes and {started} were started: {command}")
+        raise Refused(f"this layout needs {world} processes and {me.world} were started: {command}")
     if not args.quiet:
         say(f"starting {world} processes")
     finish(start_ranks(lambda: one_rank(work, args), world))
 
 
-def check_devices(args, world, local_world):
-    """Refuse a backend or a number of ranks that this machine's devices can't serve."""
+def choose_devices(args):
+    """Fill in --device and --backend. Returns the number of GPUs."""
     gpus = torch.cuda.device_count()
+    if args.device == "auto":
+        args.device = "cuda" if gpus > 0 else "cpu"
+    if args.backend is None:
+        args.backend = "nccl" if args.device == "cuda" else "gloo"
     if args.device == "cpu" and args.backend == "nccl":
         raise Refused("--backend nccl needs GPUs: use --backend gloo")
     if args.device == "cuda" and gpus == 0:
         raise Refused("--device cuda, but no GPU is visible here: use --device cpu")
-    if args.backend == "nccl" and local_world > gpus:
-        raise Refused(
-            f"{world} ranks need {world} GPUs on nccl and this machine has {gpus}: use fewer "
-            "ranks, several nodes (docs/running.md), or ranks that share a GPU by --backend gloo"
-        )
+    return gpus
 
 
 # --- the process that starts the ranks, or runs alone
@@ -185,12 +185,10 @@ def verdict(codes, stopped_by, world):
     if stopped_by and (failures or len(codes) < world):
         say(f"interrupted by {signal.Signals(stopped_by).name}")
         return 128 + stopped_by
-    ended = []
-    for rank, code in sorted(codes.items()):
-        if code < 0:
-            ended.append(f"rank {rank} was ended by {signal.Signals(-code).name}")
-    if ended:
-        say(f"{', '.join(ended)}; the others stop")
+    killed = {rank: signal.Signals(-code).name for rank, code in codes.items() if code < 0}
+    if killed:
+        names = [f"rank {rank} was ended by {killed[rank]}" for rank in sorted(killed)]
+        say(f"{', '.join(names)}; the others stop")
     elif failures == {LOST}:
         say("the ranks lost each other; the run ends")
     for code in (2, NOBODY_READS):
@@ -218,7 +216,7 @@ def end_with_launcher():
 
 def one_rank(work, args):
     """Join the other ranks, work, leave. Returns the exit code."""
-    me = launched() or Launched(rank=0, world=1, local_rank=0, local_world=1)
+    me = launched() or Launched()
     store, seconds = None, getattr(args, "timeout", 600)
     try:
         share_cores(me.local_world, args.backend)
@@ -273,10 +271,7 @@ def script(main):
     except Refused as e:
         finish(refuse(e, int(rank) if rank.isdecimal() else e.speaker))
     except KeyboardInterrupt:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second one must not cut this short
-        if rank == "0":
-            say("interrupted by SIGINT")
-        finish(130)
+        signals.interrupted(signal.SIGINT, None)
     except BrokenPipeError:
         finish(NOBODY_READS)
     except OSError as e:

@@ -1,11 +1,10 @@
-"""The flags that zero.py, fsdp.py and train.py share, the options of ZeRO that they mean, and the
-groups of ranks that split a copy."""
+"""The flags of ZeRO, the options that they mean, and the groups of ranks that split a copy."""
 
 import torch
 import torch.distributed as dist
 
 from harness import initialize
-from harness.flags import DTYPES, MEGABYTES, UNSCALED, check_batch, count
+from harness.flags import DTYPES, MEGABYTES, UNSCALED, check_batch, count, flag_of
 from harness.refusal import Refused
 
 
@@ -32,8 +31,8 @@ def add_flags(group, bucket_mb, ranks_flag, dtypes=UNSCALED):
 
 
 def check_ranks(flag, size, ranks, where, stage):
-    """Refuse groups of `size` of the `ranks` data-parallel ranks that do not exist. size: None
-    without the flag. where: what the ranks are, in words."""
+    """Refuse groups of `size` (or None) of the data-parallel ranks that do not exist. where: what
+    the ranks are, in words."""
     if size and stage == 0:
         raise Refused(f"{flag} means nothing in stage 0, which splits nothing: leave it out")
     if size and ranks % size:
@@ -42,19 +41,19 @@ def check_ranks(flag, size, ranks, where, stage):
 
 def check_types(args):
     """Refuse an optimizer that keeps weights with fewer digits than those that it is to update."""
-    trained, updated = DTYPES[args.param_dtype or args.dtype], DTYPES[args.dtype]
-    if torch.finfo(trained).eps < torch.finfo(updated).eps:
+    names = args.param_dtype or args.dtype, args.dtype
+    trained, updated = (torch.finfo(DTYPES[name]).eps for name in names)
+    if trained < updated:
         problem = f"is finer than --dtype {args.dtype}, of the optimizer's own weights"
         raise Refused(f"--param-dtype {args.param_dtype} {problem}: give a finer --dtype")
 
 
 def check_world(args, world):
     """Refuse what zero.py can't do on so many ranks, and flags that mean nothing in its stage."""
-    problem = f"means nothing in stage {args.stage}"
-    if args.reduce_once and args.stage < 2:
-        raise Refused(f"--reduce-once {problem}: use --stage 2")
-    if args.keep_gathered and args.stage < 3:
-        raise Refused(f"--keep-gathered {problem}: use --stage 3")
+    for flag, stage in (("reduce_once", 2), ("keep_gathered", 3)):
+        if getattr(args, flag) and args.stage < stage:
+            problem = f"{flag_of(flag)} means nothing in stage {args.stage}"
+            raise Refused(f"{problem}: use --stage {stage}")
     check_types(args)
     check_ranks("--shard-ranks", args.shard_ranks, world, f"the {world} ranks", args.stage)
     check_batch(args, world)

@@ -391,7 +391,6 @@ def test_dropout_is_off_without_samples():
         (dict(experts=3, top_k=4), "4 of 3 experts"),
         (dict(positions="rotary"), "positions must be one of learned, rope"),
         (dict(mlp="relu"), "mlp must be one of"),
-        (dict(family="mamba"), "unknown family"),
         (dict(norm="rms"), "norm must be one of"),
         (dict(scores="tanh"), "scores must be one of"),
         (dict(bias="all"), "bias must be one of True, False, qkv, not 'all'"),
