@@ -37,7 +37,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 import torch.nn as nn
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import get_gradient_edge
 
 # --- the plainest form: GPipe, with messages that block
 
@@ -151,9 +151,7 @@ class Pipeline:
             return F.cross_entropy(y.mT, targets[m], reduction="sum") / count
 
         pipeline = Pipeline(schedule, forward, (b, T, C), dtype, device)
-        inputs, targets, count = batches[0]    # lists of micro-batches; tokens of the whole batch
-        pipeline.prepare()
-        for inputs, targets, count in batches:
+        for inputs, targets, count in batches:    # lists of micro-batches; tokens of all of them
             optimizer.zero_grad()
             losses = pipeline.run()
             optimizer.step()    # after reduce_tied, if two ranks share a matrix. A norm to clip by
@@ -163,7 +161,7 @@ class Pipeline:
     batch (all micro-batches, all data-parallel ranks). A mean in each micro-batch is wrong.
 
     shape, dtype: of the activations between stages, the same for every micro-batch and rank.
-    links: of make_links; without them the pipeline has all ranks.
+    links: of make_links and open_links; without them the pipeline has all ranks.
     around(action): a context around the work of each action, not its messages: a profiler's, say.
     """
 
@@ -172,13 +170,13 @@ class Pipeline:
     ):
         self.schedule, self.forward, self.around = schedule, forward, around
         self.shape, self.dtype, self.device = tuple(shape), dtype, device
-        self.links = links or make_links()
+        self.links = links or open_links(make_links(), schedule, device)
         self.row = schedule[dist.get_rank(self.links[0])]
 
     def run(self):
         """All actions of this rank's row. Returns the last stage's results, detached, on its rank,
         and [] on the others."""
-        runner = self.schedule.runner(self.forward, self.row, torch.autograd.backward)
+        runner = self.schedule.runner(self.forward, self.row)
         mailbox, results = Mailbox(self), []
         for action in self.row:
             received = mailbox.receive(action)  # None on stage 0, and for the backward of the loss
@@ -191,31 +189,12 @@ class Pipeline:
         mailbox.close()
         return results
 
-    def prepare(self):
-        """Before the first run, on all ranks: connect them, and run this rank's actions of the
-        first two micro-batches on zeros, without messages. It leaves no gradients.
-
-        On nccl a posted receive is a kernel that spins until its message is there. When CUDA loads
-        a kernel, at its first launch, it may wait until the device is idle: the two wait for ever.
-        """
-        open_links(self.schedule, self.links, self.device)
-        row = [action for action in self.row if action.microbatch < 2]
-        runner = self.schedule.runner(self.forward, row, dry_backward)
-        for action in row:
-            received = None
-            if self.schedule.incoming(action) is not None:
-                received = torch.zeros(self.shape, dtype=self.dtype, device=self.device)
-            with self.around(action):
-                runner.run(action, received)
-
 
 class StageRunner:
-    """The forward and backward passes of a rank's stages.
+    """The forward and backward passes of a rank's stages. row: the actions to come."""
 
-    row: the actions to come. autograd_backward: torch.autograd.backward, or dry_backward."""
-
-    def __init__(self, stage_forward, row, autograd_backward):
-        self.stage_forward, self.autograd_backward = stage_forward, autograd_backward
+    def __init__(self, stage_forward, row):
+        self.stage_forward = stage_forward
         self.trains = any(action.kind != "F" for action in row)
         self.saved = {}  # {(micro-batch, stage): input and output, from forward to backward}
 
@@ -237,7 +216,7 @@ class StageRunner:
             return None  # the stage is frozen, as are those before it
         x, y = self.saved.pop((m, stage))
         # From y's edge in the graph, as y.backward() would turn zero_bubble.py's mode off
-        self.autograd_backward([get_gradient_edge(y)], [gradient])  # None: y is the loss
+        torch.autograd.backward([get_gradient_edge(y)], [gradient])  # None: y is the loss
         return None if x is None else x.grad
 
 
@@ -279,6 +258,11 @@ class Schedule(tuple):
         check_actions(self)
         check_order(self)
 
+    @functools.cached_property
+    def receives(self):
+        """{action: the messages whose receives a rank posts before it}."""
+        return plan_receives(self)
+
     def stages(self, rank):
         return sorted(stage for stage, owner in self.owner.items() if owner == rank)
 
@@ -301,42 +285,53 @@ class Schedule(tuple):
         return self.outgoing(action._replace(stage=sender)) if sender in self.owner else None
 
 
+def plan_receives(schedule):
+    """{action: the messages whose receives a rank posts before it}: of those that have been sent by
+    then, if in each round every rank runs one action or waits.
+
+    A receive, on nccl, is a kernel that spins until its message comes. Meanwhile CUDA may wait for
+    an idle device at any time: to load a kernel, to free memory. Here what is waited for has been
+    sent, in an earlier round. A receive that is posted as soon as possible could wait for work
+    that its own rank has still to do: both would wait for ever."""
+    plan, sent = collections.defaultdict(list), {None}
+    rows = [collections.deque(row) for row in schedule]
+    while any(rows):
+        ready = [row for row in rows if row and schedule.incoming(row[0]) in sent]
+        if not ready:
+            raise ValueError("each rank waits for another one")
+        messages = [schedule.outgoing(row.popleft()) for row in ready]
+        for message in messages:
+            if message is not None and message.source != message.target:
+                plan[rows[message.target][0]].append(message)
+        sent.update(messages)
+    return plan
+
+
 # --- messages between ranks
 
 
 class Mailbox:
-    """This rank's messages of one run. Sends return at once. Of each channel one receive is posted
-    ahead, so that its message may arrive while an action runs."""
+    """This rank's messages of one run. Sends return at once."""
 
     def __init__(self, pipeline):
         self.pipeline, self.schedule, self.links = pipeline, pipeline.schedule, pipeline.links
         self.arriving = {}  # {message: (tensor, handle of its receive)}
         self.sends = []  # (tensor, handle): both must live until the send is done
-        self.expected = collections.defaultdict(collections.deque)  # {channel: messages, in order}
-        for action in pipeline.row:
-            message = self.schedule.incoming(action)
-            if message is not None and message.source != message.target:
-                self.expected[message.channel].append(message)
-        for channel in self.expected:
-            self.post(channel)
-
-    def post(self, channel):
-        """Offer a buffer for the next message of a channel."""
-        if self.expected[channel]:
-            message, pipeline = self.expected[channel].popleft(), self.pipeline
-            buffer = torch.empty(pipeline.shape, dtype=pipeline.dtype, device=pipeline.device)
-            group = group_for(self.links, channel)
-            work = dist.irecv(buffer, group=group, group_src=message.source)
-            self.arriving[message] = buffer, work
 
     def receive(self, action):
+        """Post the receives that stand before an action. Return the message that it waits for."""
+        pipeline = self.pipeline
+        for message in self.schedule.receives[action]:
+            buffer = torch.empty(pipeline.shape, dtype=pipeline.dtype, device=pipeline.device)
+            group = group_for(self.links, message.channel)
+            work = dist.irecv(buffer, group=group, group_src=message.source)
+            self.arriving[message] = buffer, work
         message = self.schedule.incoming(action)
         if message is None:
             return None
         tensor, work = self.arriving.pop(message)
         if work is not None:
             work.wait()
-            self.post(message.channel)
         return tensor
 
     def send(self, action, tensor):
@@ -372,9 +367,9 @@ def group_for(links, channel):
     return to_later if source < target else to_earlier
 
 
-def open_links(schedule, links, device):
-    """Send a first message through each channel, in an order that all ranks share. On nccl the
-    first message blocks until both ranks are there."""
+def open_links(links, schedule, device):
+    """Send a first message through each channel, in an order that all ranks share: on nccl it
+    blocks until both ranks are there. Returns the links."""
     rank = dist.get_rank(links[0])
     number = torch.zeros(1, device=device)
     messages = {schedule.outgoing(action) for row in schedule for action in row} - {None}
@@ -385,21 +380,7 @@ def open_links(schedule, links, device):
             dist.send(number, group=group, group_dst=target)
         elif rank == target:
             dist.recv(number, group=group, group_src=source)
-
-
-def dry_backward(edges, gradients=None):
-    """Computes all gradients, and throws them away: no .grad changes, and no hook of DDP or ZeRO
-    sees one. Arguments as for torch.autograd.backward, with edges for tensors."""
-    nodes, found = [edge.node for edge in edges], set()
-    while nodes:
-        node = nodes.pop()
-        if node not in found:
-            found.add(node)
-            nodes += [following for following, _ in node.next_functions if following]
-    leaves = [GradientEdge(node, 0) for node in found if hasattr(node, "variable")]
-    for gradient in torch.autograd.grad(edges, leaves, gradients, allow_unused=True):
-        if gradient is not None:  # run the kernels that would add it up
-            torch.zeros_like(gradient).add_(gradient)
+    return links
 
 
 # --- more schedules
@@ -537,7 +518,8 @@ def main(doc=__doc__, default="1f1b"):
 def demo(run):
     args, config, rank, ranks = run.args, run.config, run.rank, run.world
     schedule = receipts.pipeline.of_flags(zero_bubble.find_schedule, args, config, ranks)
-    stages, last, links = schedule.stages(rank), schedule.last, make_links()
+    stages, last = schedule.stages(rank), schedule.last
+    links = open_links(make_links(), schedule, run.device)
     ends = dist.new_group(sorted({schedule.owner[0], schedule.owner[last]}))
     run.groups(down=links[:2], up=links[2:], tied=ends)  # down: activations, up: gradients
     layers = receipts.pipeline.stage_layers(config, last + 1)
@@ -557,8 +539,6 @@ def demo(run):
     pipeline = Pipeline(schedule, forward, shape, run.dtype, run.device, links, around=in_w)
     for step in run.steps(optimizer):
         batches = run.microbatches(step)
-        if step == 0:
-            pipeline.prepare()
         optimizer.zero_grad(set_to_none=False)
         losses = pipeline.run()
         for weight in tied:

@@ -251,13 +251,6 @@ class Runner:
         # Only the last stage has losses
         return sum(losses, self.run.zero()) / self.loss_scale.value
 
-    def warm_up(self, batches):
-        """Before the first step of a pipeline, which would hang on nccl: see Pipeline.prepare."""
-        count = self.loss_scale.count(self.run.count)
-        self.pipeline_for(self.schedule, batches, count).prepare()
-        self.optimizer.zero_grad(give_up=True)
-        gpt.rebalance(self.model, move=False)  # the routers counted these tokens
-
     def forward_only(self, batches, count):
         schedule = pipeline.forward_only(self.schedule, len(batches))
         return self.pipeline_for(schedule, batches, count).run()
@@ -321,8 +314,6 @@ def train(run, schedule=None, watch=None):
     averaging.go_on(first)
     if args.only_sample:
         first = args.steps  # no step is left
-    if args.pp > 1 and first < args.steps and watch is None:  # a dry run has no kernels to load
-        runner.warm_up(runner.batches(first))
     take_steps(runner, first, averaging, checkpoints)
     if checkpoints.stopped:
         return 0
@@ -343,7 +334,7 @@ def set_up(run, schedule, watch):
     args, groups = run.args, mesh(run.args, schedule)
     run.groups(**groups)
     open_groups(groups, run.device)
-    pipeline.open_links(schedule, groups["down"] + groups["up"], run.device)
+    pipeline.open_links(groups["down"] + groups["up"], schedule, run.device)
     model = build(run, schedule, groups)
     draw = pretrained.Folder(args.init_from, run.config).draw if args.init_from else initialize.draw
     optimizer = data_parallel(run, model, groups, draw)

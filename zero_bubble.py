@@ -33,7 +33,6 @@ import functools
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from torch.autograd.graph import get_gradient_edge
 from torch.overrides import TorchFunctionMode
 
 from pipeline import SCHEDULES, Row, Schedule, StageRunner, make_schedule
@@ -79,14 +78,14 @@ def weight_gradient(x, gradient, offsets=None):
 class SplitRunner(StageRunner):
     """Runs I and W as well. Until W, `Deferred` keeps what a weight's gradient needs."""
 
-    def __init__(self, stage_forward, row, autograd_backward):
-        super().__init__(stage_forward, row, autograd_backward)
+    def __init__(self, stage_forward, row):
+        super().__init__(stage_forward, row)
         self.deferred = {action[1:]: Deferred() for action in row if action.kind == "W"}
 
     def run(self, action, received):
         kind, m, stage = action
         if kind == "W":
-            return self.deferred.pop((m, stage)).accumulate(self.autograd_backward)
+            return self.deferred.pop((m, stage)).accumulate()
         if (m, stage) not in self.deferred:  # a backward in one part follows, or none
             return super().run(action, received)
         deferred = self.deferred[m, stage]
@@ -155,14 +154,14 @@ class Deferred(TorchFunctionMode):
         y.register_hook(put_off)
         return y
 
-    def accumulate(self, autograd_backward=torch.autograd.backward):
+    def accumulate(self):
         """Add the deferred gradients to their weights, in one pass of autograd: the hooks of DDP
         and ZeRO see them like any others."""
         # Autograd runs the newest node first: last layers first, in the order of the buckets
         roots = [WeightGradient.apply(*entry) for entry in reversed(self.entries)]
         self.entries.clear()
         if roots:
-            autograd_backward([get_gradient_edge(root) for root in roots])
+            torch.autograd.backward(roots)
 
 
 def can_defer(x, weight):

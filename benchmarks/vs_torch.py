@@ -281,7 +281,6 @@ def our_pipeline(name, job):
         return model[stage](tokens[m] if x is None else x, None, targets[m], job.count)
 
     line = pipeline.Pipeline(schedule, forward, shape, job.dtype, job.device)
-    line.prepare()
 
     def step():
         optimizer.zero_grad()

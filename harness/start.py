@@ -29,9 +29,9 @@ from harness.rank import Rank, check_memory, keep_speaking
 from harness.refusal import Refused, finish, refuse, refusing, say
 from harness.signals import die_with_parent
 
-# CUDA reads this when it starts. Kernels that are loaded at their first launch wait for the device,
-# which may be waiting for this rank: see Pipeline.prepare
-os.environ.setdefault("CUDA_MODULE_LOADING", "EAGER")
+# CUDA reads this when it starts. In fewer hardware queues than streams a message would wait behind
+# another one, which may be waiting for it: a middle rank of zb-v sends and receives on 8 streams
+os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 
 MOST = 1024  # ranks that are started on one machine
 NOBODY_READS = 141  # exit code of a process whose reader has ended, as `head` does

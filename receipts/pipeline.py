@@ -104,8 +104,9 @@ def unit(action):
 def simulate(schedule, time=unit, transfer=0.0):
     """The spans of a schedule, if an action starts when its rank is free and its message is there.
 
-    time(action): how long it takes. transfer: how long a message between two ranks takes."""
-    arrival = {None: 0.0}  # {message: when it is there}; without a message nothing is waited for
+    time(action): how long it takes. transfer: how long a message between two ranks takes, from when
+    it is sent and its receive is posted."""
+    sent, posted = {None: 0.0}, {}  # {message: when}; without a message nothing is waited for
     spans = [[] for _ in schedule]
     progress = True
     while progress:
@@ -113,15 +114,21 @@ def simulate(schedule, time=unit, transfer=0.0):
         for row, of_rank in zip(schedule, spans):
             while len(of_rank) < len(row):
                 action = row[len(of_rank)]
-                awaited, message = schedule.incoming(action), schedule.outgoing(action)
-                if awaited not in arrival:
+                start = of_rank[-1][1] if of_rank else 0.0  # when its rank is free
+                for message in schedule.receives.get(action, []):
+                    posted.setdefault(message, start)
+                awaited = schedule.incoming(action)
+                if awaited not in sent:
                     break
-                start = max(of_rank[-1][1] if of_rank else 0.0, arrival[awaited])
+                if awaited in posted:
+                    start = max(start, max(sent[awaited], posted[awaited]) + transfer)
+                else:  # none, or from this rank
+                    start = max(start, sent[awaited])
                 end = start + time(action)
                 of_rank.append((start, end, action))
+                message = schedule.outgoing(action)
                 if message is not None:
-                    local = message.source == message.target
-                    arrival[message] = end if local else end + transfer
+                    sent[message] = end
                 progress = True
     return spans
 

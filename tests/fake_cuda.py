@@ -13,8 +13,6 @@ prints what it sees of planted mistakes, and for each case a line of JSON:
                 done: .item(), nonzero, an index that is a mask, blocking copies between both
     kernels     operations that would launch a kernel, as autograd's threads launch them
     collectives {operation: calls}
-    late        first launches of a kernel after a receive was posted and before the last message:
-                on nccl these may wait for ever (see Pipeline.prepare)
     error       null, or what ended it
 
 A fake tensor has no values. So .item() gives 1, and routing to experts is even.
@@ -79,8 +77,6 @@ class Watch(TorchDispatchMode):
     def __init__(self, groups_must_have_two=False):
         super().__init__()
         self.groups_must_have_two = groups_must_have_two
-        self.launched = set()  # kernels, as (operation, dtypes)
-        self.fresh, self.late = None, []  # first launches since the first receive; see `late`
         self.begin()
 
     def begin(self):
@@ -109,22 +105,12 @@ class Watch(TorchDispatchMode):
         self.check_copy(name, args, kwargs)
         if func.namespace == "aten" and on_cuda and not func.is_view and name not in NOT_KERNELS:
             self.kernels += 1
-            self.note_first_launch(name, on_cuda)
         if name == "_grouped_mm" and args[0].dtype != torch.bfloat16:
             return grouped_mm_result(*args, **kwargs)
         return func(*args, **kwargs)
 
-    def note_first_launch(self, name, tensors):
-        kernel = (name, *(t.dtype for t in tensors))
-        if kernel not in self.launched and self.fresh is not None:
-            self.fresh.append(f"{name} at {here()}")
-        self.launched.add(kernel)
-
     def check_collective(self, name, given):
         self.collectives[name] += 1
-        if name in ("send", "recv_"):  # what was launched since the last one came between both
-            self.late += self.fresh or []
-            self.fresh = []
         for t in given:
             what = f"{name} of {t.dtype} {list(t.shape)} on {t.device} at {here()}"
             if t.device.type != "cuda" or t.dtype not in NCCL_DTYPES:
@@ -179,14 +165,12 @@ class FakeRun(dryrun.DryRun):
         for self.step in range(2):
             self.seen.begin()
             yield self.step
-            self.seen.fresh = None  # what follows the last message of a step
         seen = self.seen
         self.result = {
             "misplaced": dict(seen.misplaced),
             "waits": dict(seen.waits),
             "kernels": seen.kernels,
             "collectives": dict(seen.collectives),
-            "late": seen.late,
         }
         raise Played
 
@@ -228,9 +212,7 @@ def play(script, flags, rank, world):
     def under_fake_tensors(function):
         def call(*args, **kwargs):
             with FakeTensorMode():
-                result = function(*args, **kwargs)
-            runs[0].seen.fresh = None  # its messages have come before anything else is launched
-            return result
+                return function(*args, **kwargs)
 
         return call
 
@@ -268,7 +250,7 @@ def play(script, flags, rank, world):
 
 
 def planted():
-    """What is seen of planted mistakes: numbers of waits, misplaced tensors and late launches."""
+    """What is seen of planted mistakes: numbers of waits and of misplaced tensors."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
@@ -280,11 +262,8 @@ def planted():
         torch.ones(3).to("cuda")
         dist.all_reduce(torch.ones(3))
         dist.all_reduce(x.t())
-        dist.recv(x, 1)
-        x.exp_()
-        dist.send(x, 1)
     dist.destroy_process_group()
-    return len(watch.waits), len(watch.misplaced), len(watch.late)
+    return len(watch.waits), len(watch.misplaced)
 
 
 if __name__ == "__main__":

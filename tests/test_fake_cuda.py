@@ -62,7 +62,7 @@ def library(folder):
 
 def problems(case, result):
     """What is wrong with a step on CUDA, as sentences."""
-    script, flags, _, _, most = case
+    *_, most = case
     if result["error"]:
         yield result["error"]
         return
@@ -73,8 +73,6 @@ def problems(case, result):
         yield f"the host waits more than once a step: {result['waits']}"
     if result["kernels"] > most:
         yield f"{result['kernels']} kernels a step, {most} before"
-    if script == "zero_bubble" or "--pp" in flags:
-        yield from (f"first launched while a receive may spin: {name}" for name in result["late"])
 
 
 @pytest.mark.skipif(not shutil.which("g++"), reason="needs g++")
@@ -86,8 +84,8 @@ def test_steps_on_cuda(tmp_path):
     done = subprocess.run(command, input=cases, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     planted, *results = [json.loads(line) for line in done.stdout.splitlines()]
-    # Three waits, two tensors that nccl would refuse, a first launch behind a receive
-    assert planted == [3, 2, 1]
+    # Three waits, two tensors that nccl would refuse
+    assert planted == [3, 2]
     found = []
     for case, result in zip(CASES, results, strict=True):
         print(case, result.get("kernels"), result.get("waits"))

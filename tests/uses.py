@@ -198,7 +198,7 @@ class Layout(OneProcess):
         self.stages = {stage: parts[stage] for stage in held}
         self.trained = nn.ModuleList(self.stages.values())
         self.pipeline, self.links = pp, own_links(pp.make_links, tuple(map(tuple, pipelines)))
-        self.prepared = False
+        pp.open_links(self.links, self.schedule, "cpu")
 
     def wrap(self, way="overlapped", units=None, native=False, **options):
         """Make what sums gradients over the data-parallel ranks and takes the step."""
@@ -309,12 +309,7 @@ class Layout(OneProcess):
         shape = len(parts[0][0]), length, WIDTH
         around = {"around": self.sync.around} if self.kind in ("zero 2", "fsdp") else {}
         given = self.schedule, forward, shape, torch.float64, "cpu", self.links
-        pipeline = self.pipeline.Pipeline(*given, **around)
-        if not self.prepared:
-            self.prepared = True
-            pipeline.prepare()
-            assert all(p.grad is None or not p.grad.any() for p in self.trained.parameters())
-        return float(sum(pipeline.run()))
+        return float(sum(self.pipeline.Pipeline(*given, **around).run()))
 
     def finish(self):
         if self.sync:
