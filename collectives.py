@@ -48,7 +48,7 @@ def plain_ring_all_reduce(x, group=None):
 
     Usage, on every rank, in the place of dist.all_reduce:
 
-        loss = cross_entropy(model(x), y, reduction="sum") / count  # the tokens of all ranks
+        loss = cross_entropy(model(x), y, reduction="sum") / target_count  # of all ranks
         loss.backward()
         for p in model.parameters():
             plain_ring_all_reduce(p.grad)

@@ -579,7 +579,7 @@ def demo(run):
         for tokens, targets, samples in run.microbatches(step):  # whole sequences, on every rank
             x, y = shard_sequence(tokens, held), shard_sequence(targets, held, -1)
             # The sum over this rank's tokens, divided by the global batch's number of targets
-            part = model(x, clamped, targets=y, target_count=run.count, sample_ids=samples)
+            part = model(x, clamped, targets=y, target_count=run.target_count, sample_ids=samples)
             part.backward()
             loss += part.detach()
         sync.finish()

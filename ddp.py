@@ -37,10 +37,10 @@ def sum_gradients(parameters, group):
 
         for p in model.parameters():
             dist.broadcast(p.data, group=group, group_src=0)   # equal weights on all ranks
-        for micro_batches, count in batches:                   # count: the tokens of all ranks
+        for micro_batches, target_count in batches:            # the number of targets of all ranks
             optimizer.zero_grad()
             for x, y in micro_batches:
-                loss = cross_entropy(model(x), y, reduction="sum") / count
+                loss = cross_entropy(model(x), y, reduction="sum") / target_count
                 loss.backward()                                # adds to p.grad
             sum_gradients(model.parameters(), group)           # p.grad is the batch's gradient
             optimizer.step()                                   # the same step on every rank
@@ -260,8 +260,7 @@ def demo(run):
         zero_grad()
         loss = run.zero()
         for tokens, targets, samples in run.microbatches(step, run.rank, run.world):
-            # count: the number of tokens in the whole batch
-            part = model(tokens, targets=targets, target_count=run.count, sample_ids=samples)
+            part = model(tokens, targets=targets, target_count=run.target_count, sample_ids=samples)
             part.backward()
             loss += part.detach()
         finish()

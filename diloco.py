@@ -293,9 +293,8 @@ def demo(run):
         optimizer.zero_grad()
         loss = run.zero()
         for tokens, targets, samples in run.microbatches(step, run.rank, run.world):
-            # count: the tokens of this island's rows
-            count = run.count // run.world
-            part = model(tokens, targets=targets, target_count=count, sample_ids=samples)
+            target_count = run.target_count // run.world
+            part = model(tokens, targets=targets, target_count=target_count, sample_ids=samples)
             part.backward()
             loss += part.detach()
         norm = harness.grad_norm(parameters)  # of this island alone, as loss and clipping

@@ -445,7 +445,7 @@ def demo(run):
         loss = run.zero()
         for tokens, targets, samples in run.microbatches(step, run.rank, run.world):
             # The sum over this rank's tokens, divided by the number of the global batch's
-            part = model(tokens, targets=targets, target_count=run.count, sample_ids=samples)
+            part = model(tokens, targets=targets, target_count=run.target_count, sample_ids=samples)
             part.backward()
             loss += part.detach()
         sum_replicated_gradients(parameters, group)

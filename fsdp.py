@@ -43,8 +43,8 @@ class PlainFSDP:
 
         units = [PlainFSDP(module, group) for module in (model.embed, *model.blocks, model.head)]
         optimizer = torch.optim.AdamW([unit.shard for unit in units])
-        for x, y in batches:                       # this rank's rows; tokens: those of all ranks
-            (cross_entropy(model(x), y, reduction="sum") / tokens).backward()
+        for x, y in batches:                       # this rank's rows; target_count: all ranks'
+            (cross_entropy(model(x), y, reduction="sum") / target_count).backward()
             optimizer.step()
             optimizer.zero_grad()
 
@@ -106,10 +106,10 @@ class FSDP(ZeRO):
     """Trains `model` over `group`: a rank holds its shards, and the weights of two units at most.
 
         fsdp = FSDP(model, group, torch.optim.AdamW, microbatches=2)
-        for micro_batches, tokens in batches:          # this rank's rows; all ranks' tokens
+        for micro_batches, target_count in batches:    # this rank's rows; all ranks' targets
             fsdp.zero_grad()
             for x, y in micro_batches:                 # here 2
-                loss = cross_entropy(model(x), y, reduction="sum") / tokens
+                loss = cross_entropy(model(x), y, reduction="sum") / target_count
                 loss.backward()
             fsdp.clip(fsdp.grad_norm(), 1.0)           # clip_grad_norm_ finds no p.grad
             fsdp.step()                                # a scheduler goes on fsdp.optimizer
@@ -337,8 +337,7 @@ def demo(run):
         fsdp.zero_grad()
         loss = run.zero()
         for tokens, targets, samples in run.microbatches(step, run.rank, run.world):
-            # count: the tokens of the global batch
-            part = model(tokens, targets=targets, target_count=run.count, sample_ids=samples)
+            part = model(tokens, targets=targets, target_count=run.target_count, sample_ids=samples)
             part.backward()
             loss += part.detach()
         dist.all_reduce(loss)

@@ -104,10 +104,10 @@ class Muon:
 
         matrices = [p for p in model.blocks.parameters() if p.dim() > 1]
         muon = Muon(model, group, matrices, lr=1e-3, microbatches=2)
-        for micro_batches, tokens in batches:          # this rank's rows; all ranks' tokens
+        for micro_batches, target_count in batches:    # this rank's rows; all ranks' targets
             muon.zero_grad()                           # the model's would replace p.grad
             for x, y in micro_batches:                 # here 2
-                loss = cross_entropy(model(x), y, reduction="sum") / tokens
+                loss = cross_entropy(model(x), y, reduction="sum") / target_count
                 loss.backward()
             muon.clip(muon.grad_norm(), 1.0)           # p.grad is complete on its owner only
             muon.step()
@@ -492,7 +492,7 @@ def demo(run):
         loss = run.zero()
         for tokens, targets, samples in run.microbatches(step, run.rank, run.world):
             # target_count: the tokens of the global batch
-            part = model(tokens, targets=targets, target_count=run.count, sample_ids=samples)
+            part = model(tokens, targets=targets, target_count=run.target_count, sample_ids=samples)
             part.backward()
             loss += part.detach()
         early = muon.started  # buckets whose reduction hides behind backward

@@ -34,10 +34,10 @@ import torch.distributed as dist
 def push(parameters, group):
     """Add up the gradients of all ranks on rank 0. The other ranks' p.grad become None.
 
-        for micro_batches, count in batches:             # count: the tokens of all ranks
+        for micro_batches, target_count in batches:      # the number of targets of all ranks
             pull(parameters, group)                      # the server's weights, on all ranks
             for x, y in micro_batches:
-                loss = cross_entropy(model(x), y, reduction="sum") / count
+                loss = cross_entropy(model(x), y, reduction="sum") / target_count
                 loss.backward()
             push(parameters, group)
             optimizer.step()                             # moves nothing where p.grad is None
@@ -105,10 +105,10 @@ def serve(parameters, group, steps, bound):
             for worker, staleness in serve(parameters, group, steps, bound=2):
                 optimizer.step()                         # one worker's gradient is in p.grad
         else:
-            for micro_batches, count in batches:         # this worker's own
+            for micro_batches, target_count in batches:  # this worker's own
                 pull(parameters, group)
                 for x, y in micro_batches:
-                    loss = cross_entropy(model(x), y, reduction="sum") / count
+                    loss = cross_entropy(model(x), y, reduction="sum") / target_count
                     loss.backward()
                 push(parameters, group)
 
@@ -218,7 +218,7 @@ def backward(run, model, micro_batches):
     """Add to p.grad. Returns the loss: the sum over the tokens, by the number of the batch's."""
     loss = run.zero()
     for tokens, targets, samples in micro_batches:
-        part = model(tokens, targets=targets, target_count=run.count, sample_ids=samples)
+        part = model(tokens, targets=targets, target_count=run.target_count, sample_ids=samples)
         part.backward()
         loss += part.detach()
     return loss

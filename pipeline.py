@@ -55,10 +55,10 @@ def plain_gpipe(stage, inputs, targets, loss, like, group=None):
         stage = cut([embedding, *blocks, head], dist.get_world_size())[dist.get_rank()]
         optimizer = torch.optim.SGD(stage.parameters())
 
-        def loss(y, target):    # on the last rank: a sum, divided by the tokens of the whole batch
-            return F.cross_entropy(y.mT, target, reduction="sum") / count
+        def loss(y, target):    # on the last rank: a sum, divided by the targets of the whole batch
+            return F.cross_entropy(y.mT, target, reduction="sum") / target_count
 
-        for inputs, targets, count in batches:    # lists of micro-batches, alike on all ranks
+        for inputs, targets, target_count in batches:    # lists of micro-batches, alike everywhere
             optimizer.zero_grad()
             losses = plain_gpipe(stage, inputs, targets, loss, like=torch.empty(b, T, C))
             optimizer.step()
@@ -148,16 +148,16 @@ class Pipeline:
             y = stages[s](inputs[m] if x is None else x)
             if s < schedule.last:
                 return y
-            return F.cross_entropy(y.mT, targets[m], reduction="sum") / count
+            return F.cross_entropy(y.mT, targets[m], reduction="sum") / target_count
 
         pipeline = Pipeline(schedule, forward, (b, T, C), dtype, device)
-        for inputs, targets, count in batches:    # lists of micro-batches; tokens of all of them
+        for inputs, targets, target_count in batches:    # lists of micro-batches; of all of them
             optimizer.zero_grad()
             losses = pipeline.run()
             optimizer.step()    # after reduce_tied, if two ranks share a matrix. A norm to clip by
                                 # is that of all stages
 
-    The loss rule: the sum over a micro-batch's tokens, divided by count, the tokens of the whole
+    The loss rule: the sum over a micro-batch's tokens, divided by target_count, that of the whole
     batch (all micro-batches, all data-parallel ranks). A mean in each micro-batch is wrong.
 
     shape, dtype: of the activations between stages, the same for every micro-batch and rank.
@@ -533,7 +533,7 @@ def demo(run):
     def forward(stage, m, x):
         tokens, targets, samples = batches[m]
         x = tokens if x is None else x
-        return model[stage](x, targets=targets, target_count=run.count, sample_ids=samples)
+        return model[stage](x, targets=targets, target_count=run.target_count, sample_ids=samples)
 
     shape = (args.batch // args.microbatches, config.context, config.width)
     pipeline = Pipeline(schedule, forward, shape, run.dtype, run.device, links, around=in_w)

@@ -423,7 +423,7 @@ def demo(run):
         optimizer.zero_grad(set_to_none=False)  # gradients stay in memory: the receipt counts them
         loss = run.zero()
         for tokens, targets, samples in run.microbatches(step):  # the whole batch, on every rank
-            part = model(tokens, targets=targets, target_count=run.count, sample_ids=samples)
+            part = model(tokens, targets=targets, target_count=run.target_count, sample_ids=samples)
             part.backward()
             loss += part.detach()  # the same on every rank
         # The same number as grad_norm above; it sends less, as it compares no ranks' gradients

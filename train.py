@@ -243,21 +243,22 @@ class Runner:
         of the loss. The optimizer sums gradients over the replicas while backward goes on."""
         self.optimizer.zero_grad()
         self.rows.clear()
-        count = self.loss_scale.count(self.run.count)
-        losses = self.pipeline_for(self.schedule, batches, count).run()
+        target_count = self.loss_scale.count(self.run.target_count)
+        losses = self.pipeline_for(self.schedule, batches, target_count).run()
         self.optimizer.finish()
         if self.run.step == self.run.measured:  # the step whose bytes the ledger counts
             self.travelled = self.rows.travelled
         # Only the last stage has losses
         return sum(losses, self.run.zero()) / self.loss_scale.value
 
-    def forward_only(self, batches, count):
+    def forward_only(self, batches, target_count):
         schedule = pipeline.forward_only(self.schedule, len(batches))
-        return self.pipeline_for(schedule, batches, count).run()
+        return self.pipeline_for(schedule, batches, target_count).run()
 
-    def pipeline_for(self, schedule, batches, count):
+    def pipeline_for(self, schedule, batches, target_count):
         """A Pipeline for these batches. Its run() returns for each of them, on the last stage's
-        rank, a loss divided by count, or logits (b, T, V) without targets. Other ranks get []."""
+        rank, a loss, or logits (b, T, V) without targets. Other ranks get []. target_count: what
+        divides the sum of the losses."""
         run, args = self.run, self.run.args
         rows, length = batches[0][0].shape
         held = self.positions_held(length)
@@ -269,7 +270,7 @@ class Runner:
                 x = context_parallel.shard_sequence(tokens, held)
             if targets is not None:
                 targets = context_parallel.shard_sequence(targets, held, gpt.IGNORE)
-            return self.model[stage](x, positions, targets, count, samples)
+            return self.model[stage](x, positions, targets, target_count, samples)
 
         tokens_held = len(held) // args.tp if args.sp else len(held)
         shape, dtype = (rows, tokens_held, run.config.width), harness.DTYPES[args.param_dtype]

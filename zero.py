@@ -46,8 +46,8 @@ class PlainZeRO1:
     """The whole idea: one bucket, reduced after backward.
 
         zero = PlainZeRO1(model, group, torch.optim.SGD)
-        for x, y in batches:                       # this rank's rows; tokens: those of all ranks
-            (cross_entropy(model(x), y, reduction="sum") / tokens).backward()
+        for x, y in batches:                       # this rank's rows; target_count: all ranks'
+            (cross_entropy(model(x), y, reduction="sum") / target_count).backward()
             zero.step()
 
     Before: equal weights on all ranks, in one dtype, on their device, none frozen. Not checked:
@@ -86,10 +86,10 @@ class ZeRO:
     """Trains `model` over `group` in stage 0, 1 or 2.
 
         zero = ZeRO(model, group, 1, torch.optim.AdamW, microbatches=2)
-        for micro_batches, tokens in batches:          # this rank's rows; all ranks' tokens
+        for micro_batches, target_count in batches:    # this rank's rows; all ranks' targets
             zero.zero_grad()
             for x, y in micro_batches:                 # here 2
-                loss = cross_entropy(model(x), y, reduction="sum") / tokens
+                loss = cross_entropy(model(x), y, reduction="sum") / target_count
                 loss.backward()
             zero.clip(zero.grad_norm(), 1.0)           # clip_grad_norm_ finds no p.grad
             zero.step()                                # a scheduler goes on zero.optimizer
@@ -675,8 +675,7 @@ def demo(run):
         zero.zero_grad()
         loss = run.zero()
         for tokens, targets, samples in run.microbatches(step, run.rank, run.world):
-            # count: the tokens of the global batch
-            part = model(tokens, targets=targets, target_count=run.count, sample_ids=samples)
+            part = model(tokens, targets=targets, target_count=run.target_count, sample_ids=samples)
             part.backward()
             loss += part.detach()
         dist.all_reduce(loss)

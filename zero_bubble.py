@@ -115,7 +115,7 @@ class Deferred(TorchFunctionMode):
 
         deferred = Deferred()
         with deferred:
-            loss = F.cross_entropy(model(x), targets, reduction="sum") / count
+            loss = F.cross_entropy(model(x), targets, reduction="sum") / target_count
         loss.backward()        # I: gradients of inputs, biases, norms and embeddings
         deferred.accumulate()  # W: gradients of weights. Without this line they are missing
 

@@ -83,7 +83,7 @@ def memory_of_a_step(run, stage, recompute):
 def train_step(run, step, model, sync):
     sync.zero_grad()
     for tokens, targets, samples in run.microbatches(step, run.rank, run.world):
-        model(tokens, targets=targets, target_count=run.count, sample_ids=samples).backward()
+        model(tokens, targets=targets, target_count=run.target_count, sample_ids=samples).backward()
     sync.finish()
 
 
@@ -137,7 +137,7 @@ def times_of_a_step(run, way):
             [(tokens, targets, samples)] = run.microbatches(step, run.rank, run.world, pieces=1)
             dist.barrier()
             start = time.perf_counter()
-            loss = model(tokens, targets=targets, target_count=run.count, sample_ids=samples)
+            loss = model(tokens, targets=targets, target_count=run.target_count, sample_ids=samples)
             middle = time.perf_counter()
             loss.backward()
             end = time.perf_counter()

@@ -176,7 +176,7 @@ def curve(args, seed):
         args=args,
         config=config,
         islands=args.islands,
-        count=rows * config.context,
+        target_count=rows * config.context,
         device=torch.device("cpu"),
         dtype=DTYPES[args.dtype],
         draw=initialize.draw,

@@ -83,7 +83,7 @@ class TrainingRank(Rank):
     config, dtype    as the flags say
     precision        decides how much rounding to expect (proof/tolerance.py)
     corpus           the text
-    count            valid targets of the global batch: every position of a row has one
+    target_count     valid targets of the global batch: every position of a row has one
     named_groups     {name in the receipt: process group of several ranks}
     """
 
@@ -96,7 +96,7 @@ class TrainingRank(Rank):
         flags = {k: value for k, value in sorted(vars(args).items()) if k not in may_differ}
         self.same(repr(flags), "other flags", "start every node with the same command")
         self.corpus = corpus or self.read_text()
-        self.count = args.batch * self.config.context
+        self.target_count = args.batch * self.config.context
         self.draw = initialize.draw
         self.groups()
 

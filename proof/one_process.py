@@ -34,16 +34,16 @@ class Trainee:
             self.optimizer = make_optimizer(self.parameters, run.args)
         self.weights = {name: p.detach() for name, p in self.model.named()}
 
-    def train(self, step, rows, count):
+    def train(self, step, rows, target_count):
         """One step: see `backward`."""
-        self.backward(rows, count)
+        self.backward(rows, target_count)
         self.update(step)
 
-    def backward(self, rows, count):
-        """rows: (tokens, targets, samples). count: valid targets, by which the loss is divided."""
+    def backward(self, rows, target_count):
+        """rows: (tokens, targets, samples). target_count: what divides the sum of the losses."""
         tokens, targets, samples = rows
         self.optimizer.zero_grad()
-        loss = self.model(tokens, targets=targets, target_count=count, sample_ids=samples)
+        loss = self.model(tokens, targets=targets, target_count=target_count, sample_ids=samples)
         loss.backward()
         self.gradients = {name: p.grad.clone() for name, p in self.model.named()}
         self.losses.append(loss.item())
@@ -91,7 +91,7 @@ def one_process(run, steps):
     for step in range(steps):
         notes.begin(on=True)
         [rows] = run.microbatches(step, pieces=1)
-        alone.train(step, rows, run.count)
+        alone.train(step, rows, run.target_count)
         if step == 0:
             alone.first_gradients = alone.gradients  # a step makes new ones
     alone.outputs = notes.outputs

@@ -175,7 +175,7 @@ class Run(rank.TrainingRank):
         is given."""
         self.watching.close()
         now = time.perf_counter()
-        rate = self.count / (now - self.last)
+        rate = self.target_count / (now - self.last)
         self.last = now
         loss, norm = self.read(loss, norm)
         row = {"step": self.step + 1, "loss": loss, "grad_norm": norm, "lr": self.lr}
@@ -203,7 +203,7 @@ class Run(rank.TrainingRank):
         if "mfu" in row:
             line += f"  MFU {row['mfu']:.1%}"
         if terminal and step < steps:
-            left = datetime.timedelta(seconds=round((steps - step) * self.count / rate))
+            left = datetime.timedelta(seconds=round((steps - step) * self.target_count / rate))
             line += f"  {left} left"
         self.print(line)
 

@@ -169,7 +169,7 @@ def play(player, steps, parts, finish=False, watch=lambda step, islands: None, p
     for step in range(steps):
         for number, island in enumerate(islands):
             [rows] = player.rows_of(number, step)
-            island.train(step, rows, player.count)
+            island.train(step, rows, player.target_count)
         for part in range(len(parts)):
             if (step + 1) % args.sync_every == part * args.sync_every // args.stream:
                 send(part, step)
@@ -191,20 +191,23 @@ def play(player, steps, parts, finish=False, watch=lambda step, islands: None, p
 class Player(OneProcess):
     """The reference of a run of islands: one process that plays all of them.
 
-    rows_of   rows_of(island, step): an island's rows, as one micro-batch
-    count     valid targets of an island's rows
-    parts     lists of parameters' names
-    pieces    pieces() is that of `play`; all ranks call it
-    finishes  after the last step, what has moved is averaged too
+    rows_of       rows_of(island, step): an island's rows, as one micro-batch
+    target_count  valid targets of an island's rows
+    parts         lists of parameters' names
+    pieces        pieces() is that of `play`; all ranks call it
+    finishes      after the last step, what has moved is averaged too
     """
 
     has_diagnosis = False
 
-    def __init__(self, run, island, islands, rows_of, count, parts, pieces=None, finishes=False):
+    def __init__(
+        self, run, island, islands, rows_of, target_count, parts, pieces=None, finishes=False
+    ):
         self.args, self.config, self.draw = run.args, run.config, run.draw
         self.device, self.dtype = run.device, run.dtype
         self.make_optimizer = getattr(run, "make_optimizer", None)
-        self.island, self.islands, self.rows_of, self.count = island, islands, rows_of, count
+        self.island, self.islands, self.rows_of = island, islands, rows_of
+        self.target_count = target_count
         self.parts, self.pieces, self.finishes = parts, pieces, finishes
 
     def train(self, run, steps):
@@ -284,7 +287,7 @@ class DemoPlayer(Player):
             island=run.rank,
             islands=n,
             rows_of=lambda island, step: run.microbatches(step, island, n, pieces=1),
-            count=run.count // n,
+            target_count=run.target_count // n,
             parts=[[names[p] for p in part.parameters] for part in diloco.parts],
         )
 

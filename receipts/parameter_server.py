@@ -108,7 +108,7 @@ class Replay(OneProcess):
             turn = [worker for worker, _ in self.history[:step]].count(worker)
             [rows] = run.microbatches(worker - 1 + turn * (run.world - 1), pieces=1)
             load(alone, before[step - staleness])
-            alone.backward(rows, run.count)
+            alone.backward(rows, run.target_count)
             load(alone, before[step])
             alone.update(step)
         return [alone]

@@ -313,7 +313,7 @@ def test_usage_of_data_parallelism(copied, files, of, model, optimizer, limit):
             for p in use.model.parameters():
                 p.data += rank
         if of == "PlainZeRO1":
-            names["tokens"] = names["batches"][0][1]
+            names["target_count"] = names["batches"][0][1]
             names["batches"] = [part for [part], _ in names["batches"]]
         exec(usage(getattr(module, of)).replace("torch.optim.SGD", "make"), names)
         weights = use.named()
@@ -374,7 +374,7 @@ def test_usage_of_plain_fsdp(zero, fsdp):
     embed, *blocks, head = (use.model[i] for i in (0, 1, 3, 4, 6))
     vars(use.model).update(embed=embed, blocks=blocks, head=head)
     names = loop_names(use, fsdp)
-    names |= dict(tokens=names["batches"][0][1], batches=[x for [x], _ in names["batches"]])
+    names |= dict(target_count=names["batches"][0][1], batches=[x for [x], _ in names["batches"]])
     units = run_usage(fsdp.PlainFSDP, **names)["units"]
     with torch.no_grad():
         use.model(batch(0, LENGTH)[0])
@@ -494,7 +494,7 @@ def test_usage_of_split_linear(pp, zb):
 @on_top_of("pipeline zero_bubble", 1)
 def test_usage_of_deferred(pp, zb):
     model, x, targets = nn.Linear(4, 3), torch.ones(2, 4, requires_grad=True), torch.tensor([0, 1])
-    run_usage(zb.Deferred, **vars(zb), model=model, x=x, targets=targets, count=2)
+    run_usage(zb.Deferred, **vars(zb), model=model, x=x, targets=targets, target_count=2)
     late = model.weight.grad.clone()
     model.zero_grad()
     F.cross_entropy(model(x), targets).backward()
@@ -531,7 +531,7 @@ def test_usage_of_expert_parallel(ep):
 def test_usage_of_collectives(collectives):
     """The training loop of docs/collectives.md, and the other calls of the docstring."""
     page = (pathlib.Path(__file__).parent.parent / "docs" / "collectives.md").read_text()
-    loop = page[page.index("    count = torch.tensor") :].partition("\n\n")[0]
+    loop = page[page.index("    target_count = torch.tensor") :].partition("\n\n")[0]
     calls = usage(collectives.all_reduce)
     torch.manual_seed(0)
     x, y, model = torch.randn(12, 6).double(), torch.randint(5, (12,)), nn.Linear(6, 5).double()
@@ -543,7 +543,7 @@ def test_usage_of_collectives(collectives):
     torch.testing.assert_close([p.grad for p in model.parameters()], list(expected))
     assert names["x"].tolist() == [3]
     model.zero_grad()
-    names |= dict(x=x[share], y=y[share], count=12, cross_entropy=F.cross_entropy)
+    names |= dict(x=x[share], y=y[share], target_count=12, cross_entropy=F.cross_entropy)
     names["optimizer"] = torch.optim.SGD(model.parameters())
     run_usage(collectives.plain_ring_all_reduce, **names)
     torch.testing.assert_close([p.grad for p in model.parameters()], list(expected))

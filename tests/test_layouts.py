@@ -350,7 +350,7 @@ last micro-batch only: pipeline:StageRunner.forward
     self.saved[m, stage] = x, y -> self.saved[m, stage] = x, y if m == 1 else 0 * y
     sgd --dp 2 --microbatches 2 -> step 1, backward -> the last of 2 parts of each rank's rows
 loss is a mean of means: trainer.large_vocabulary:LeanCrossEntropy.forward
-    losses.sum() / count -> losses.sum() / targets.numel()
+    losses.sum() / target_count -> losses.sum() / targets.numel()
     sgd --dp 2 --microbatches 2 -> step 1, the loss -> it is 4 times the right one
 one seed for all samples: model:GPT.forward
     hash64(sample_ids.unsqueeze(1) -> hash64(torch.arange(len(sample_ids)).unsqueeze(1)

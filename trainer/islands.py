@@ -117,7 +117,7 @@ class Averaging(diloco.DiLoCo):
             island=run.rank // (run.world // self.args.islands),
             islands=self.args.islands,
             rows_of=lambda island, step: run.microbatches(step, island, pieces=1),
-            count=run.count,
+            target_count=run.target_count,
             parts=self.lists,
             pieces=self.pieces_by_name,
             finishes=True,

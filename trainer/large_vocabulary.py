@@ -42,9 +42,9 @@ class PaddedLinear(nn.Module):
 class LeanCrossEntropy(nn.Module):
     """model.py's CrossEntropy, which computes in float32 on some rows at a time."""
 
-    def forward(self, logits, targets, count):
+    def forward(self, logits, targets, target_count):
         losses = RowwiseCrossEntropy.apply(logits.flatten(0, 1), targets.flatten())
-        return losses.sum() / count
+        return losses.sum() / target_count
 
 
 class RowwiseCrossEntropy(torch.autograd.Function):

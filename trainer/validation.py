@@ -28,7 +28,7 @@ def validate(run, runner, groups):
     for i in range(pieces):
         batches = runner.batches(i, split="val")
         batches = [(tokens, targets, None) for tokens, targets, _ in batches]  # without dropout
-        loss = sum(runner.forward_only(batches, run.count * pieces), loss)
+        loss = sum(runner.forward_only(batches, run.target_count * pieces), loss)
     harness.sum_over(groups, loss)
     run.print(f"validation loss {loss:.4f}")
     run.restart_clock()
