@@ -119,18 +119,16 @@ class RankView:
             arrived[self.rank].copy_(send[self.rank])
         messages = []
         for operation, tensors in ((dist.isend, send), (dist.irecv, arrived)):
-            for peer, t in self.crossing(tensors):
-                messages.append(dist.P2POp(operation, t, group=self.group, group_peer=peer))
-        for work in dist.batch_isend_irecv(messages) if messages else []:
-            work.wait()
+            for rank, t in tensors.items():
+                if rank != self.rank and t.numel() > 0:
+                    peer = self.members[rank]
+                    messages.append(dist.P2POp(operation, t, group=self.group, group_peer=peer))
+        if messages:
+            for work in dist.batch_isend_irecv(messages):
+                work.wait()
         if combine:
             for rank, t in receive.items():
                 combine(t, arrived[rank], out=t)
-
-    def crossing(self, tensors):
-        """(rank in the group, tensor) of the tensors that cross the network."""
-        others = [(rank, t) for rank, t in tensors.items() if rank != self.rank and t.numel()]
-        return [(self.members[rank], t) for rank, t in others]
 
 
 # --- the ring again, in its two halves: for any operator, and on a view of some of the ranks. x is
@@ -264,20 +262,20 @@ def double_tree(view, x):
     n, height = view.size, (view.size - 1).bit_length()
     first, second = (half.split(TREE_PIECE) for half in x.tensor_split(2))
     rounds = [({}, {}) for _ in range(len(first) + height - 1)]
+    ranks = list(range(n))
     # The second tree is the first one mirrored. If N is odd, rank 0 is the root of both
-    trees = (first, lambda place: place), (second, lambda place: (n % 2 - 1 - place) % n)
-    for pieces, rank_at in trees:
-        place = rank_at(view.rank)  # mirrored twice, a rank is itself again
-        for child in range(1, n):
-            path = path_to_root(child, n)
+    mirrored = [(n % 2 - 1 - place) % n for place in range(n)]
+    for rank_at, pieces in ((ranks, first), (mirrored, second)):
+        for place in range(1, n):
+            path = path_to_root(place, n)
+            child, parent = rank_at[place], rank_at[path[1]]
             # The deepest ranks begin: a parent has a piece a round before it sends it on
             start = height - (len(path) - 1)
-            if place == child:
-                for (_, parents), piece in zip(rounds[start:], pieces):
-                    parents[rank_at(path[1])] = piece
-            elif place == path[1]:
-                for (children, _), piece in zip(rounds[start:], pieces):
-                    children[rank_at(child)] = piece
+            for (children, parents), piece in zip(rounds[start:], pieces):
+                if view.rank == child:
+                    parents[parent] = piece
+                if view.rank == parent:
+                    children[child] = piece
     return rounds
 
 
@@ -431,12 +429,30 @@ def barrier(group=None):
 import sys
 
 import harness
-from receipts import collectives as network
+from harness.start import launch
+from receipts import collectives as receipt
 
 
 def main():
-    """Every collective beside torch's; then what each all-reduce sends."""
-    network.main(sys.modules[__name__])
+    args = receipt.parse_args(__doc__)
+    launch(demo, args, check=functools.partial(receipt.check, args))
+
+
+def demo(run):
+    """Every collective beside torch's; then the messages of each all-reduce, counted."""
+    differ = receipt.differences(sys.modules[__name__], run)
+    table = receipt.Table(run, TREE_PIECE)
+    for name in ALGORITHMS:
+        view = CountingView()
+        x = torch.zeros(table.size // 4, device=run.device)
+        options = {"node": table.node} if name == "hierarchical" else {}
+        all_reduce(x, group=view, algorithm=name, **options)
+        table.add_row(name, view.counts)
+    return table.verdict(differ)
+
+
+class CountingView(receipt.MessageCounter, RankView):
+    """The group, which counts its rounds and bytes."""
 
 
 if __name__ == "__main__":

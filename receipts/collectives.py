@@ -4,7 +4,6 @@ its all-reduces take, counted and by formula. collectives.py comes in as an argu
 docs/collectives.md has the formulas as a table, and the times that follow from them on links.
 """
 
-import functools
 import math
 import types
 from typing import NamedTuple
@@ -14,15 +13,14 @@ import torch.distributed as dist
 
 from harness import flags
 from harness.refusal import Refused
-from harness.start import launch
 from proof.receipt import write_json
 
 EXACT_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.int64)
 
 
-def main(library):
-    """The script of a library of collectives."""
-    p = flags.Parser(library.__doc__)
+def parse_args(doc):
+    """The flags of collectives.py."""
+    p = flags.Parser(doc)
     why = "of the tensor whose all-reduce is counted (default: 1MB)"
     size = flags.quantity(flags.SIZE, "25MB")
     p.add_argument("--size", type=size, default="1MB", metavar="BYTES", help=why)
@@ -32,34 +30,13 @@ def main(library):
     instead = "docs/collectives.md has the formula of each all-reduce's time"
     for flag in ("--ranks", "--alpha", "--beta", "--inside-alpha", "--inside-beta"):
         flags.gone(p, flag, instead)
-    args = p.parse_args()
-    launch(functools.partial(demo, library), args, check=functools.partial(check, args))
+    return p.parse_args()
 
 
 def check(args, world):
     """Refuse flags that do not go together on `world` ranks."""
     if args.nodes_of and world % args.nodes_of:
         raise Refused(f"{world} ranks do not divide into nodes of --nodes-of {args.nodes_of}")
-
-
-def demo(library, run):
-    """Every collective beside torch's, and what each all-reduce sends. Writes what --json asks for.
-    Returns the exit code: 0 if all is as expected."""
-    node = run.args.nodes_of or math.gcd(2, run.world)
-    differ = sorted(set().union(*run.gather(differences(library, run))))
-    verdict = "equal torch's, bit for bit"
-    if differ:
-        verdict = "differ from torch's: " + ", ".join(differ)
-    run.print(f"collectives on {run.world} ranks in {len(EXACT_DTYPES)} dtypes {verdict}")
-    counted, expected = count(library, run, node)
-    ok = not differ and counted == expected
-    result = {"ok": ok, "world_size": run.world, "layout": {"node": node}, "differ": differ}
-    result |= {"counted": counted, "formulas": expected}
-    written = True
-    if run.rank == 0 and run.args.json:
-        written = write_json(run.args.json, result)
-    run.print("  ok" if ok else "  FAILED")
-    return 0 if ok and written else 1
 
 
 # --- beside torch.distributed
@@ -194,29 +171,47 @@ def formulas(n, size, node=1, pieces=1):
     return {name: Cost(*row) for name, row in rows.items()}
 
 
-def count(library, run, node):
-    """({algorithm: Cost as a dict} as counted, the same by formula) of an all-reduce of about
-    --size bytes."""
+class Table:
+    """The all-reduces of one tensor of about --size bytes: counted, and by formula."""
 
-    class Counter(MessageCounter, library.RankView):
-        pass
+    def __init__(self, run, tree_piece):
+        self.run, self.node = run, run.args.nodes_of or math.gcd(2, run.world)
+        unit = 4 * run.world * (1 << (run.world.bit_length() - 1))  # all chunks come out equal
+        self.size = max(1, round(run.args.size / unit)) * unit
+        pieces = max(1, math.ceil(self.size / 8 / tree_piece))  # of half a float32 tensor
+        self.formulas = formulas(run.world, self.size, self.node, pieces)
+        self.counted = {}
 
-    n = run.world
-    unit = 4 * n * (1 << (n.bit_length() - 1))  # the chunks of all algorithms come out equal
-    size = max(1, round(run.args.size / unit)) * unit
-    pieces = max(1, math.ceil(size / 8 / library.TREE_PIECE))  # of half a float32 tensor
-    run.print(f"\nall-reduce of {size} bytes, hierarchical in nodes of {node}: counted / formula")
-    titles = ("rounds", "busiest rank sends", "all ranks send")
-    run.print(f"{'':20s}" + "".join(f"{title:>24s}" for title in titles))
-    x, counted, expected = torch.zeros(size // 4, device=run.device), {}, {}
-    for name, formula in formulas(n, size, node, pieces).items():
-        counter, options = Counter(), {"node": node} if name == "hierarchical" else {}
-        library.all_reduce(x, group=counter, algorithm=name, **options)
-        found = cost(run.gather(counter.counts))
-        line = f"  {name:18s}"
-        for number, due in zip(found, formula):
-            verdict = "" if number == due else " WRONG"
-            line += f"{f'{number} / {due:.0f}{verdict}':>24s}"
-        run.print(line)
-        counted[name], expected[name] = found._asdict(), formula._asdict()
-    return counted, expected
+    def add_row(self, name, counts):
+        """counts: a MessageCounter's, of this rank."""
+        self.counted[name] = cost(self.run.gather(counts))
+
+    def verdict(self, differ):
+        """Print the table, and write what --json asks for. differ: what is not torch's on this
+        rank. Returns the exit code: 0 if all is as expected."""
+        run = self.run
+        differ = sorted(set().union(*run.gather(differ)))
+        verdict = "equal torch's, bit for bit"
+        if differ:
+            verdict = "differ from torch's: " + ", ".join(differ)
+        run.print(f"collectives on {run.world} ranks in {len(EXACT_DTYPES)} dtypes {verdict}")
+        text = f"all-reduce of {self.size} bytes, hierarchical in nodes of {self.node}"
+        run.print(f"\n{text}: counted / formula")
+        titles = ("rounds", "busiest rank sends", "all ranks send")
+        run.print(f"{'':20s}" + "".join(f"{title:>24s}" for title in titles))
+        for name, counted in self.counted.items():
+            line = f"  {name:18s}"
+            for number, due in zip(counted, self.formulas[name]):
+                wrong = "" if number == due else " WRONG"
+                line += f"{f'{number} / {due:.0f}{wrong}':>24s}"
+            run.print(line)
+        ok = not differ and self.counted == self.formulas
+        result = {"ok": ok, "world_size": run.world, "layout": {"node": self.node}}
+        result |= {"differ": differ}
+        for key, rows in (("counted", self.counted), ("formulas", self.formulas)):
+            result[key] = {name: row._asdict() for name, row in rows.items()}
+        written = True
+        if run.rank == 0 and run.args.json:
+            written = write_json(run.args.json, result)
+        run.print("  ok" if ok else "  FAILED")
+        return 0 if ok and written else 1
