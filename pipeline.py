@@ -151,7 +151,7 @@ class Pipeline:
             return F.cross_entropy(y.mT, targets[m], reduction="sum") / target_count
 
         pipeline = Pipeline(schedule, forward, (b, T, C), dtype, device)
-        for inputs, targets, target_count in batches:    # lists of micro-batches; of all of them
+        for inputs, targets, target_count in batches:    # lists of micro-batches; their targets
             optimizer.zero_grad()
             losses = pipeline.run()
             optimizer.step()    # after reduce_tied, if two ranks share a matrix. A norm to clip by
