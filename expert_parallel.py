@@ -31,7 +31,6 @@ GShard (arXiv:2006.16668, section 2.2); Switch (2101.03961, 2.2); MegaBlocks (22
 """
 
 import math
-from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -44,53 +43,48 @@ from torch.autograd.function import once_differentiable  # refuses a gradient of
 def plain_dispatch(x, weights, chosen, experts, sizes, group):
     """Tokens to their experts on all ranks and back: x (n, C), weights and chosen (n, k) of the
     router -> (n, C). experts(rows, counts): this rank's MLPs, called with rows sorted by expert.
-    sizes: how many experts each rank has. ExpertDispatch does the same, overlapped."""
+    sizes: how many experts each rank has.
+
+    Not checked: x must require a gradient on every rank, or backward waits for ever. ExpertDispatch
+    needs no such promise, and overlaps the messages."""
     world, local_experts = len(sizes), sizes[dist.get_rank(group)]
-    x = with_gradient(x)  # so that backward sends, too
     # Sort: assignment i is a choice of token i // k. Sorted by expert is sorted by rank
     assignments = chosen.flatten()
     order = assignments.argsort(stable=True)
     token = order // chosen.shape[1]  # (n k,)
     # Send: first how many rows there are for each expert, then the rows
-    counts = assignments.bincount(minlength=sum(sizes))  # (E,)
-    incoming = counts.new_empty(world * local_experts)
+    outgoing = assignments.bincount(minlength=sum(sizes))  # (E,)
+    incoming = outgoing.new_empty(world * local_experts)
     # Arguments: output, input, lengths of the output's parts, lengths of the input's parts
-    dist.all_to_all_single(incoming, counts, [local_experts] * world, sizes, group=group)
+    dist.all_to_all_single(incoming, outgoing, [local_experts] * world, sizes, group=group)
     incoming = incoming.view(world, local_experts)  # from each rank, for each expert here
-    send = [part.sum().item() for part in counts.split(sizes)]
-    receive = incoming.sum(1).tolist()
-    rows = AllToAll.apply(x[token], send, receive, group)  # (m, C), rank 0's first
+    send_counts = [part.sum().item() for part in outgoing.split(sizes)]  # rows to each rank
+    receive_counts = incoming.sum(1).tolist()  # rows from each rank
+    rows = AllToAll.apply(x[token], send_counts, receive_counts, group)  # (m, C), rank 0's first
     # Compute
     rows = run_experts(experts, rows, incoming)
     # Send back
-    rows = AllToAll.apply(rows, receive, send, group)  # (n k, C), in the order of `token`
+    rows = AllToAll.apply(rows, receive_counts, send_counts, group)  # (n k, C), as `token` says
     # Add up, times the router's weights, which may have more bits than x
     rows = rows * weights.flatten()[order].unsqueeze(1)
     return torch.zeros_like(x).index_add(0, token, rows.to(x.dtype))
 
 
 class AllToAll(torch.autograd.Function):
-    """Rows (sum(send), C) -> (sum(receive), C): send[r] go to rank r, receive[r] come from it. It
+    """Rows (sum(send_counts), C) -> (sum(receive_counts), C): send_counts[r] rows go to rank r. It
     only moves rows, so backward moves their gradients back."""
 
     @staticmethod
-    def forward(ctx, rows, send, receive, group):
-        ctx.way_back = receive, send, group
-        arrived = rows.new_empty(sum(receive), rows.shape[1])
-        dist.all_to_all_single(arrived, rows.contiguous(), receive, send, group=group)
+    def forward(ctx, rows, send_counts, receive_counts, group):
+        ctx.way_back = receive_counts, send_counts, group
+        arrived = rows.new_empty(sum(receive_counts), rows.shape[1])
+        dist.all_to_all_single(arrived, rows.contiguous(), receive_counts, send_counts, group=group)
         return arrived
 
     @staticmethod
     @once_differentiable
     def backward(ctx, gradient):
         return AllToAll.apply(gradient, *ctx.way_back), None, None, None
-
-
-def with_gradient(x):
-    """x, made to need a gradient. Where all lower layers are frozen it needs none, and backward
-    would not join the all-to-alls that other ranks wait in."""
-    needed = torch.is_grad_enabled() and not x.requires_grad
-    return x.detach().requires_grad_() if needed else x
 
 
 def run_experts(experts, rows, incoming):
@@ -142,14 +136,14 @@ class Transfer:
     forward     sends rows            -->    waits for rows
     backward    waits for gradients   <--    sends gradients"""
 
-    def __init__(self, send, receive, group):
-        self.send, self.receive, self.group = send, receive, group
+    def __init__(self, send_counts, receive_counts, group):
+        self.counts, self.group = (send_counts, receive_counts), group
 
-    def start(self, rows, send, receive):
+    def start(self, rows, send_counts, receive_counts):
         self.rows = rows.contiguous()  # must live until it is sent
-        self.arriving = rows.new_empty(sum(receive), rows.shape[1])
+        self.arriving = rows.new_empty(sum(receive_counts), rows.shape[1])
         self.work = dist.all_to_all_single(
-            self.arriving, self.rows, receive, send, group=self.group, async_op=True
+            self.arriving, self.rows, receive_counts, send_counts, group=self.group, async_op=True
         )
 
     def wait(self):
@@ -165,7 +159,7 @@ class Start(torch.autograd.Function):
     @staticmethod
     def forward(ctx, rows, transfer):
         ctx.transfer = transfer
-        transfer.start(rows, transfer.send, transfer.receive)
+        transfer.start(rows, *transfer.counts)
         return rows.new_empty(0)
 
     @staticmethod
@@ -183,8 +177,8 @@ class Wait(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, gradient):
-        transfer = ctx.transfer
-        transfer.start(gradient, transfer.receive, transfer.send)
+        send_counts, receive_counts = ctx.transfer.counts
+        ctx.transfer.start(gradient, receive_counts, send_counts)
         return gradient.new_empty(0), None
 
 
@@ -217,10 +211,14 @@ class ExpertDispatch(nn.Module):
         assignments = [chunk.flatten() for chunk in chosen.tensor_split(self.chunks)]
         orders = [chunk.argsort(stable=True) for chunk in assignments]
         splits, incoming = exchange_counts(assignments, self.sizes, self.group)
-        send, receive = self.counts_to_host(splits, [len(chunk) for chunk in assignments])
-        x = with_gradient(x).tensor_split(self.chunks)
-        weights = weights.tensor_split(self.chunks)
-        chunks = zip(x, weights, orders, send, receive, incoming)
+        lengths = [len(chunk) for chunk in assignments]
+        send_counts, receive_counts = self.counts_to_host(splits, lengths)
+        # Where all lower layers are frozen x needs no gradient. Without one backward would not join
+        # the all-to-alls that other ranks wait in
+        if torch.is_grad_enabled() and not x.requires_grad:
+            x = x.detach().requires_grad_()
+        x, weights = x.tensor_split(self.chunks), weights.tensor_split(self.chunks)
+        chunks = zip(x, weights, orders, send_counts, receive_counts, incoming)
         # A chunk is a generator with three stops: rows sent; results sent back; results added up
         running = [self.run_chunk(experts, *chunk) for chunk in chunks]
         for chunk in running:
@@ -230,12 +228,12 @@ class ExpertDispatch(nn.Module):
             next(chunk)
         return torch.cat([next(chunk) for chunk in running])
 
-    def run_chunk(self, experts, x, weights, order, send, receive, incoming):
+    def run_chunk(self, experts, x, weights, order, send_counts, receive_counts, incoming):
         """plain_dispatch from the first all-to-all on. After a `yield` other chunks run."""
-        order = order[: sum(send)]  # dropped assignments come last
+        order = order[: sum(send_counts)]  # dropped assignments come last
         token = order // weights.shape[1]
-        dispatch = Transfer(send, receive, self.group)
-        combine = Transfer(receive, send, self.group)
+        dispatch = Transfer(send_counts, receive_counts, self.group)
+        combine = Transfer(receive_counts, send_counts, self.group)
         sent = Start.apply(x.index_select(0, token), dispatch)
         yield
         rows = run_experts(experts, Wait.apply(sent, dispatch), incoming)
@@ -334,18 +332,23 @@ def sum_replicated_gradients(parameters, group):
     parameter without a gradient on this rank counts as zeros, and gets the sum.
 
     Call it once a step, after the last backward. If experts have a data_group, call it again with
-    that. Not noticed: a second call after something else has changed the gradients."""
+    that."""
+    group = group or dist.group.WORLD
     replicated = [p for p in parameters if p.requires_grad and not split_over(p, group)]
-    for p in replicated:
-        check_sum(p, group)
+    all_reduce_gradients(replicated, group)
+
+
+def all_reduce_gradients(parameters, group):
+    """Sum gradients over the group, in one message. A rank without one adds zeros."""
+    for p in parameters:
+        refuse_summed(p, group)
         if p.grad is None:
             p.grad = torch.zeros_like(p)
-    flat = torch.cat([p.grad.flatten() for p in replicated])
+    flat = torch.cat([p.grad.flatten() for p in parameters])
     dist.all_reduce(flat, group=group)
-    for p, total in zip(replicated, flat.split([p.numel() for p in replicated])):
-        names = [*summed_over(p), group_name(group)]
-        p.grad.copy_(total.view_as(p))
-        note_sum(p, names)
+    for p, total in zip(parameters, flat.split([p.numel() for p in parameters])):
+        p.grad.data.copy_(total.view_as(p))  # by .data: this leaves _version as it is
+        note_sum(p, group)
 
 
 # --- mistakes that would be silent: refused
@@ -358,36 +361,24 @@ def check_chosen(chosen, expert_count):
     torch._assert_async(valid.all(), why)
 
 
-def summed_over(parameter):
-    """Names of the groups over which its gradient is a sum; none, if something has changed it
-    since. torch counts changes in _version."""
-    names, version = getattr(parameter.grad, "summed", ([], None))
-    return names if names and version == parameter.grad._version else []
-
-
-def group_name(group):
-    return (group or dist.group.WORLD).group_name
-
-
-def check_sum(parameter, group):
-    if group_name(group) in summed_over(parameter):
-        refuse_summed(parameter)
-
-
-def refuse_summed(parameter, *_):
-    """Also a hook, which runs before backward adds to a gradient."""
-    if summed_over(parameter):
+def refuse_summed(parameter, group=None):
+    """Refuse a gradient that is a sum over the group already, or over any group if none is given.
+    It is one until something changes it: torch counts a tensor's changes in _version."""
+    summed_at = getattr(parameter.grad, "summed_at", {})  # {name of a group: version}
+    versions = summed_at.values() if group is None else [summed_at.get(group.group_name)]
+    if parameter.grad is not None and parameter.grad._version in versions:
         raise RuntimeError(
-            "summed already: call sum_replicated_gradients once a step, after the last "
-            "backward; then zero_grad()"
+            "this gradient is summed over the ranks already: sum once a step, after the last "
+            "backward pass, and call zero_grad() before the next one"
         )
 
 
-def note_sum(parameter, names):
-    """From now on another backward pass, or another sum over these groups, is refused."""
-    parameter.grad.summed = names, parameter.grad._version
-    if not hasattr(parameter, "watched"):
-        parameter.watched = parameter.register_hook(partial(refuse_summed, parameter))
+def note_sum(parameter, group):
+    """From now on another sum over this group is refused, and another backward pass."""
+    grad = parameter.grad
+    grad.summed_at = getattr(grad, "summed_at", {}) | {group.group_name: grad._version}
+    if not hasattr(parameter, "watched"):  # the hook runs before backward adds to the gradient
+        parameter.watched = parameter.register_hook(lambda _: refuse_summed(parameter))
 
 
 # --- for model.py's GPT ---

@@ -441,9 +441,9 @@ def reduce_tied(weight, group):
     first and the last stage: once a step, after its last run. Replicas that start equal stay equal.
 
     DDP and ZeRO do the same where weight.placement says so: see docs/two-techniques.md."""
-    check_not_summed(weight)
+    check_not_summed(weight, group)
     dist.all_reduce(weight.grad, group=group)
-    weight.grad.summed_at = weight.grad._version
+    weight.grad.summed_at = {group.group_name: weight.grad._version}
 
 
 # --- mistakes that would be silent: refused
@@ -481,9 +481,10 @@ def check_message(pipeline, action, tensor):
         raise ValueError(f"{found} for micro-batch {action.microbatch}, but {told} for all")
 
 
-def check_not_summed(weight):
+def check_not_summed(weight, group):
     """A sum twice is double."""
-    if getattr(weight.grad, "summed_at", None) == weight.grad._version:
+    summed_at = getattr(weight.grad, "summed_at", {})
+    if summed_at.get(group.group_name) == weight.grad._version:
         raise RuntimeError("this gradient is summed already: call reduce_tied once a step")
 
 

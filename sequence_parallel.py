@@ -41,11 +41,12 @@ from torch.utils.checkpoint import checkpoint
 
 from tensor_parallel import Enter, Leave, parallelize_tensors, placement, split_over
 
-# --- f and g, in place of tensor parallelism's
+# --- f and g, in place of tensor parallelism's. The paper calls these two g and g-bar
 #
 #          module           function               forward           backward
 #     f    SequenceEnter    GatherTokens           all-gather        reduce-scatter
 #     g    SequenceLeave    ReduceScatterTokens    reduce-scatter    all-gather
+
 
 # torch 2.13 renamed them; older versions know only the second name
 all_gather_into_tensor = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -54,26 +55,23 @@ reduce_scatter_tensor = getattr(dist, "reduce_scatter_single", None) or dist.red
 
 def gather_tokens(x, group):
     """All ranks' tokens in order: x (B, T/t, C) -> (B, T, C)."""
-    shard = x.transpose(0, 1).contiguous()  # (T/t, B, C): collectives cut the first dimension
-    full = shard.new_empty(len(shard) * dist.get_world_size(group), *shard.shape[1:])
-    all_gather_into_tensor(full, shard, group=group)
-    # Contiguous: otherwise each matmul would make a copy of its own, and keep it
-    return full.transpose(0, 1).contiguous()
+    shards = x.new_empty(dist.get_world_size(group), *x.shape)  # (t, B, T/t, C)
+    all_gather_into_tensor(shards.flatten(0, 1), x.contiguous(), group=group)
+    return shards.transpose(0, 1).flatten(1, 2)
 
 
 def reduce_scatter_tokens(x, group):
     """This rank's tokens of the sum of all ranks' x: (B, T, C) -> (B, T/t, C). The ranks must
     divide T: pad sequences at their end, and have the loss ignore the padding."""
     t = dist.get_world_size(group)
-    full = x.transpose(0, 1).contiguous()  # (T, B, C)
+    shards = x.unflatten(1, (t, -1)).transpose(0, 1).contiguous()  # (t, B, T/t, C)
     if dist.get_backend(group) == "gloo":  # its reduce-scatter sends twice the bytes
-        received = torch.empty_like(full)
-        dist.all_to_all_single(received, full, group=group)
-        shard = received.unflatten(0, (t, -1)).sum(0)
-    else:
-        shard = full.new_empty(len(full) // t, *full.shape[1:])
-        reduce_scatter_tensor(shard, full, group=group)
-    return shard.transpose(0, 1).contiguous()
+        received = torch.empty_like(shards)
+        dist.all_to_all_single(received, shards, group=group)
+        return received.sum(0)
+    summed = torch.empty_like(shards[0])
+    reduce_scatter_tensor(summed, shards.flatten(0, 1), group=group)
+    return summed
 
 
 class GatherTokens(torch.autograd.Function):
@@ -147,9 +145,8 @@ def shard_tokens(full, group):
 #         criterion(model(tokens), targets, target_count).backward()
 #     reduce_partial(model.parameters())  # once a step; next grad_norm, clip and step, as there
 #
-# Add the learned positions of this rank's tokens only: embed(tokens) +
-# position(shard_tokens(positions, group)). Dropout masks must differ between ranks. With a whole
-# head, without an f, a rank's loss is the sum over its own tokens / target_count.
+# tokens and targets are whole. Add the learned positions of this rank's tokens only:
+# embed(tokens) + position(shard_tokens(positions, group)). Dropout masks must differ between ranks.
 
 # --- parameters that see split tokens: their gradients are partial sums
 
@@ -166,27 +163,31 @@ def mark_partial(parameters, group):
 
 
 def reduce_partial(parameters):
-    """Complete the gradients that are partial sums, in one all-reduce per group. All ranks give the
-    same parameters. A rank without a gradient adds zeros.
-
-    Call it once a step, after the last backward pass. Not noticed: a second call after something
-    else, such as clipping, has changed the gradients."""
+    """Complete the gradients that are partial sums, in one all-reduce per group. Call it once a
+    step, after the last backward pass; all ranks give the same parameters."""
     partial = {}  # {group: parameters}
     for p in dict.fromkeys(parameters):  # each once
-        if p.requires_grad:
-            for group in placement(p)["partial"]:
-                check_not_reduced(p)
-                partial.setdefault(group, []).append(p)
+        for group in placement(p)["partial"] if p.requires_grad else []:
+            partial.setdefault(group, []).append(p)
     for group, members in partial.items():
-        grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in members]
-        flat = torch.cat([grad.flatten() for grad in grads])
-        dist.all_reduce(flat, group=group)
-        for p, grad, total in zip(members, grads, flat.split([p.numel() for p in members])):
-            grad.copy_(total.view_as(p))
-            # Still None where no rank had one: the optimizer goes on skipping it
-            if p.grad is None and grad.any():
-                p.grad = grad
-            note_reduced(p, grad)
+        without = [p for p in members if p.grad is None]
+        all_reduce_gradients(members, group)
+        for p in without:
+            if not p.grad.any():  # no rank had one: the optimizer goes on skipping it
+                p.grad = None
+
+
+def all_reduce_gradients(parameters, group):
+    """Sum gradients over the group, in one message. A rank without one adds zeros."""
+    for p in parameters:
+        refuse_summed(p, group)
+        if p.grad is None:
+            p.grad = torch.zeros_like(p)
+    flat = torch.cat([p.grad.flatten() for p in parameters])
+    dist.all_reduce(flat, group=group)
+    for p, total in zip(parameters, flat.split([p.numel() for p in parameters])):
+        p.grad.data.copy_(total.view_as(p))  # by .data: this leaves _version as it is
+        note_sum(p, group)
 
 
 # --- f that holds less: backward gathers the tokens a second time
@@ -224,26 +225,27 @@ class Projection(nn.Module):
         return y if self.bias is None else y + self.bias
 
 
-# --- mistakes that would be silent: refused
+# --- a mistake that would be silent: refused
 
 
-def check_not_reduced(parameter, *_):
-    """Raise RuntimeError where nothing has changed the gradient since reduce_partial. torch counts
-    changes in _version."""
-    grad = parameter.grad
-    if grad is not None and getattr(grad, "complete_at", None) == grad._version:
+def refuse_summed(parameter, group=None):
+    """Refuse a gradient that is a sum over the group already, or over any group if none is given.
+    It is one until something changes it: torch counts a tensor's changes in _version."""
+    summed_at = getattr(parameter.grad, "summed_at", {})  # {name of a group: version}
+    versions = summed_at.values() if group is None else [summed_at.get(group.group_name)]
+    if parameter.grad is not None and parameter.grad._version in versions:
         raise RuntimeError(
-            "reduce_partial has completed these gradients already: call it once a step, "
-            "after the last backward pass, and zero_grad() before the next one"
+            "this gradient is summed over the ranks already: sum once a step, after the last "
+            "backward pass, and call zero_grad() before the next one"
         )
 
 
-def note_reduced(parameter, grad):
-    """From now on another backward pass or reduce_partial is refused."""
-    grad.complete_at = grad._version
+def note_sum(parameter, group):
+    """From now on another sum over this group is refused, and another backward pass."""
+    grad = parameter.grad
+    grad.summed_at = getattr(grad, "summed_at", {}) | {group.group_name: grad._version}
     if not hasattr(parameter, "watched"):  # the hook runs before backward adds to the gradient
-        check = functools.partial(check_not_reduced, parameter)
-        parameter.watched = parameter.register_hook(check)
+        parameter.watched = parameter.register_hook(lambda _: refuse_summed(parameter))
 
 
 # --- for model.py's GPT ---

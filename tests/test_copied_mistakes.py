@@ -244,8 +244,7 @@ PIPELINES = [("in-place", dict(pp=2, schedule="1f1b"))]
 REPLACED = "was replaced.*zero_grad.*second DDP.*create_graph.*unfrozen.*moved or cast after DDP"
 MOVED = "no longer the one that ZeRO put there"
 DIFFER = "gradients of whole parameters differ, .* complete partial gradients"
-COMPLETED = "reduce_partial has completed these gradients already.*zero_grad"
-SUMMED = "call sum_replicated_gradients once a step"
+SUMMED = "summed over the ranks already: sum once a step, .*zero_grad"
 CHANGED = "replaced, .*frozen or unfrozen"
 
 # Uses; calls, between bars what is refused, then what is right. Where it ends with a bar, training
@@ -285,8 +284,8 @@ ORDERS = [
     (MATRICES, "change_inputs run | norm", DIFFER),
     (SEQUENCES, "run | norm | |", DIFFER),
     (SEQUENCES, "unmark run finish | norm", DIFFER),
-    (SEQUENCES, "run finish | finish | |", COMPLETED),
-    (SEQUENCES, "run finish | pass | |", COMPLETED),
+    (SEQUENCES, "run finish | finish | |", SUMMED),
+    (SEQUENCES, "run finish | pass | |", SUMMED),
     (EXPERTS, "run finish | finish | |", SUMMED),
     (EXPERTS, "run finish zero_grad run finish | pass | |", SUMMED),
     (PIPELINES, "run finish | finish | |", "call reduce_tied once a step"),
