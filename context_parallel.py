@@ -39,7 +39,38 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch.autograd.function import once_differentiable  # refuses a gradient of a gradient
 
-# --- attention in tiles
+# --- a tile: some of a rank's queries with some of a rank's keys
+
+
+class Tile(NamedTuple):
+    """Which pairs count. Causal: the queries and the keys are of the same tokens, and each query
+    sees the keys up to its own."""
+
+    queries: slice
+    keys: slice
+    causal: bool
+
+
+def contiguous_tile(rank, source, tokens):
+    """What the queries of `rank` see of the keys of `source`, or None. Rank i holds the i-th run of
+    `tokens` tokens."""
+    if source > rank:
+        return None
+    return Tile(slice(0, tokens), slice(0, tokens), causal=source == rank)
+
+
+def tile_attention(q, kv, tile):
+    """Attention of the tile's queries to its keys: the result (B, H, Tq, D), and for each query the
+    logarithm of its softmax's denominator, lse (B, H, Tq).
+
+    q (B, H, T', D), kv (2, B, H_kv, T', D): H / H_kv query heads share a kv-head."""
+    q = q[:, :, tile.queries]
+    k, v = kv[:, :, :, tile.keys]
+    if fused_kernel(q):
+        return fused_attention(q, k, v, tile.causal)
+    k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], dim=1) for t in (k, v))
+    scores = masked_scores(q, k, tile.causal)
+    return scores.softmax(-1) @ v.to(scores.dtype), scores.logsumexp(-1)
 
 
 def masked_scores(q, k, causal):
@@ -51,11 +82,28 @@ def masked_scores(q, k, causal):
     return scores.masked_fill(later, -math.inf) if causal else scores
 
 
-def tile_attention(q, k, v, causal):
-    """Attention of Tq queries to Tk keys: the result (B, H, Tq, D), and for each query the
-    logarithm of its softmax's denominator, lse (B, H, Tq)."""
-    scores = masked_scores(q, k, causal)
-    return scores.softmax(-1) @ v.to(scores.dtype), scores.logsumexp(-1)
+def tile_gradients(grad, q, kv, out, lse, tile):
+    """dq of the tile's queries, dk and dv of its keys (Dao et al. 2022, FlashAttention,
+    arXiv:2205.14135, appendix B).
+
+    grad, out and lse are of the final result, over all keys. So e^(score - lse) are the final
+    probabilities, and the other tiles are not needed."""
+    grad, q, out, lse = (t[:, :, tile.queries] for t in (grad, q, out, lse))
+    k, v = kv[:, :, :, tile.keys]
+    if fused_kernel(q):
+        return fused_gradients(grad, q, k, v, out, lse, tile.causal)
+    kv_heads, copies = k.shape[1], q.shape[1] // k.shape[1]
+    k, v = (t.repeat_interleave(copies, dim=1) for t in (k, v))
+    grad, q, k, v, out = (t.to(lse.dtype) for t in (grad, q, k, v, out))
+    p = (masked_scores(q, k, tile.causal) - lse.unsqueeze(-1)).exp()  # (B, H, Tq, Tk)
+    dv = p.transpose(-1, -2) @ grad
+    dp = grad @ v.transpose(-1, -2)
+    # Softmax's backward subtracts the sum of p dp over all keys: grad . out, since out = sum p v
+    ds = p * (dp - (grad * out).sum(-1, keepdim=True)) / math.sqrt(q.shape[-1])
+    dq, dk = ds @ k, ds.transpose(-1, -2) @ q
+    # The gradient of a kv-head is the sum over its copies
+    dk, dv = (t.unflatten(1, (kv_heads, copies)).sum(2) for t in (dk, dv))
+    return dq, dk, dv
 
 
 class OnlineSoftmax:
@@ -66,8 +114,8 @@ class OnlineSoftmax:
 
     def __init__(self, q):
         dtype = torch.promote_types(q.dtype, torch.float32)
-        self.out = torch.zeros_like(q, dtype=dtype)  # (B, H, Tq, D)
-        self.lse = torch.full(q.shape[:3], -math.inf, dtype=dtype, device=q.device)  # (B, H, Tq)
+        self.out = torch.zeros_like(q, dtype=dtype)  # (B, H, T', D)
+        self.lse = torch.full(q.shape[:3], -math.inf, dtype=dtype, device=q.device)  # (B, H, T')
 
     def add(self, out, lse, queries):
         """Add a tile of some of the queries, a slice.
@@ -118,73 +166,26 @@ def around_the_ring(kv, group):
     yield (rank - (n - 1)) % n, buffer.tensor
 
 
-def plain_ring_attention(q, k, v, group):
-    """Forward alone. Rank i holds the i-th run of tokens; q, k and v are (B, H, T/n, D)."""
-    rank, result = dist.get_rank(group), OnlineSoftmax(q)
-    for source, (k, v) in around_the_ring(torch.stack((k, v)), group):
-        if source <= rank:  # the keys of later ranks are masked
-            result.add(*tile_attention(q, k, v, causal=source == rank), slice(None))
-    return result.out.to(q.dtype)
-
-
-# --- the same for any cut of the sequence: a Tile says which pairs count
-
-
-class Tile(NamedTuple):
-    """Some of a rank's queries with some of a rank's keys. Causal: queries and keys are of the same
-    tokens, and later keys are masked."""
-
-    queries: slice
-    keys: slice
-    causal: bool
-
-
-def contiguous_tile(rank, source, tokens):
-    """The pairs of `rank`'s queries and `source`'s keys that are not masked, or None. Rank i holds
-    the i-th run of `tokens` tokens."""
-    if source > rank:
-        return None
-    return Tile(slice(0, tokens), slice(0, tokens), causal=source == rank)
-
-
-def attend_to_all(q, kv_by_rank, group, tile_of):
-    """Attention of this rank's queries: the result and its lse. kv_by_rank: pairs (rank, its keys
-    and values), as they come around the ring. tile_of: contiguous_tile, or zigzag_tile below.
-    attend(q, kv, tile), below, is tile_attention by a fused kernel."""
-    rank, result = dist.get_rank(group), OnlineSoftmax(q)
+def attend_to_all(q, kv_by_rank, rank, tile_of):
+    """Attention of this rank's queries to all keys: the result and its lse. kv_by_rank: pairs
+    (rank, its keys and values). tile_of: contiguous_tile, or zigzag_tile below."""
+    result = OnlineSoftmax(q)
     for source, kv in kv_by_rank:
         tile = tile_of(rank, source, q.shape[2])
         if tile:
-            result.add(*attend(q, kv, tile), tile.queries)
+            result.add(*tile_attention(q, kv, tile), tile.queries)
     return result.out.to(q.dtype), result.lse
-
-
-# --- backward: keys and values travel again, and with them the sums of their gradients
-
-
-def tile_gradients(grad, q, k, v, out, lse, causal):
-    """dq, dk and dv of a tile (Dao et al. 2022, FlashAttention, arXiv:2205.14135, appendix B).
-
-    grad, out and lse are of the final result, over all keys. So e^(score - lse) are the final
-    probabilities, and the other tiles are not needed."""
-    grad, q, k, v, out = (t.to(lse.dtype) for t in (grad, q, k, v, out))
-    p = (masked_scores(q, k, causal) - lse.unsqueeze(-1)).exp()  # (B, H, Tq, Tk)
-    dv = p.transpose(-1, -2) @ grad
-    dp = grad @ v.transpose(-1, -2)
-    # Softmax's backward subtracts the sum of p dp over all keys: grad . out, since out = sum p v
-    ds = p * (dp - (grad * out).sum(-1, keepdim=True)) / math.sqrt(q.shape[-1])
-    dq, dk = ds @ k, ds.transpose(-1, -2) @ q
-    return dq, dk, dv
 
 
 class RingAttention(torch.autograd.Function):
     """q (B, H, T', D), k and v (B, H_kv, T', D) of this rank's T' tokens -> attention to all ranks'
-    keys (B, H, T', D). H / H_kv query heads share a kv-head."""
+    keys (B, H, T', D). In backward keys and values travel again, and with them the sums of their
+    gradients."""
 
     @staticmethod
     def forward(ctx, q, k, v, group, tile_of):
         kv_by_rank = around_the_ring(torch.stack((k, v)), group)
-        out, lse = attend_to_all(q, kv_by_rank, group, tile_of)
+        out, lse = attend_to_all(q, kv_by_rank, dist.get_rank(group), tile_of)
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.group, ctx.tile_of = group, tile_of
         return out
@@ -199,7 +200,7 @@ class RingAttention(torch.autograd.Function):
         for source, kv_j in around_the_ring(kv, ctx.group):
             tile = ctx.tile_of(rank, source, q.shape[2])
             if tile:
-                dq_i, dk_j, dv_j = attend_backward(grad, q, kv_j, out, lse, tile)
+                dq_i, dk_j, dv_j = tile_gradients(grad, q, kv_j, out, lse, tile)
                 dq[:, :, tile.queries] += dq_i
             # dkv, the sums for kv_j, trails kv_j by one step: the previous rank must add its tile
             # first. The sums travelled while this tile was computed
@@ -230,21 +231,14 @@ def zigzag_tile(rank, source, tokens):
     return Tile(slice(half, tokens), whole, causal=False)
 
 
-def positions(length, rank, ring, ulysses=1, zigzag=True):
-    """The positions of a sequence that a rank of ring x ulysses holds, (T',) int64. T' is the same
-    on all ranks: positions from `length` on are padding.
-
-    ulysses: how many ranks share the tokens of one rank of the ring (see Ulysses). zigzag=False:
-    one run of tokens per rank. The last rank then has almost twice the average work, and the others
-    wait."""
-    if not 0 <= rank < ring * ulysses:
-        raise ValueError(f"{ring} x {ulysses} ranks have no rank {rank}: give the group's grid")
-    ring_rank, ulysses_rank = divmod(rank, ulysses)
-    held = [ring_rank, 2 * ring - 1 - ring_rank] if zigzag else [ring_rank]  # chunks
-    count = ring * len(held)
-    size = -(-length // (count * ulysses)) * ulysses  # divides by the ranks that share a chunk
-    chunks = torch.arange(count * size).view(count, size)
-    return chunks[held].flatten().chunk(ulysses)[ulysses_rank]
+def positions(length, rank, n, zigzag=True, unit=1):
+    """The positions of a sequence that a rank of a ring of n holds, (T',) int64: two chunks in a
+    zigzag, else one. Chunks are equally long, a multiple of `unit`. Positions from `length` on are
+    padding."""
+    held = [rank, 2 * n - 1 - rank] if zigzag else [rank]  # chunks
+    count = n * len(held)
+    size = -(-length // (count * unit)) * unit
+    return torch.arange(count * size).view(count, size)[held].flatten()
 
 
 def shard_sequence(x, held, fill=0):
@@ -293,9 +287,9 @@ class Ring(GroupModule):
         super().__init__(group)
         self.zigzag = zigzag
 
-    def positions(self, length):
+    def positions(self, length, unit=1):
         """The positions of a sequence that this rank must hold."""
-        return positions(length, self.rank, self.n, zigzag=self.zigzag)
+        return positions(length, self.rank, self.n, self.zigzag, unit)
 
     def forward(self, q, k, v):
         check_qkv(q, k, v)
@@ -307,41 +301,24 @@ class Ring(GroupModule):
 # --- a tile by the device's kernels, which are fast and return the log-sum-exp too
 
 
-def attend(q, kv, tile):
-    """tile_attention by a fused kernel where there is one; k and v may have fewer heads than q."""
-    q = q[:, :, tile.queries]
-    k, v = kv[:, :, :, tile.keys]
+def fused_attention(q, k, v, causal):
     if fused_kernel(q) == "cpu":
         kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-        return kernel(q.contiguous(), k.contiguous(), v.contiguous(), 0.0, tile.causal)
-    if fused_kernel(q) == "cuda":  # takes pieces of a tensor, not contiguous
-        kernel = torch.ops.aten._scaled_dot_product_flash_attention
-        return kernel(q, k, v, 0.0, tile.causal)[:2]
-    k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], dim=1) for t in (k, v))
-    return tile_attention(q, k, v, tile.causal)
+        return kernel(q.contiguous(), k.contiguous(), v.contiguous(), 0.0, causal)
+    kernel = torch.ops.aten._scaled_dot_product_flash_attention
+    return kernel(q, k, v, 0.0, causal)[:2]  # takes pieces of a tensor, not contiguous
 
 
-def attend_backward(grad, q, kv, out, lse, tile):
-    """tile_gradients by a fused kernel where there is one: dq of the tile's queries, dk and dv of
-    its keys."""
-    grad, q, out, lse = (t[:, :, tile.queries] for t in (grad, q, out, lse))
-    k, v = kv[:, :, :, tile.keys]
+def fused_gradients(grad, q, k, v, out, lse, causal):
     if fused_kernel(q) == "cpu":
         kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
         grad, q, k, v, out, lse = (t.contiguous() for t in (grad, q, k, v, out, lse))
-        return kernel(grad, q, k, v, out, lse, 0.0, tile.causal)
-    if fused_kernel(q) == "cuda":
-        kernel = torch.ops.aten._scaled_dot_product_flash_attention_backward
-        seed = torch.zeros(2, dtype=torch.uint64, device=q.device)
-        # No packed sequences (None, None), the largest T', no dropout (0.0), its seed and offset
-        options = None, None, q.shape[2], k.shape[2], 0.0, tile.causal, seed, seed[0]
-        return kernel(grad, q, k, v, out, lse.contiguous(), *options)
-    kv_heads, copies = k.shape[1], q.shape[1] // k.shape[1]
-    k, v = (t.repeat_interleave(copies, dim=1) for t in (k, v))
-    dq, dk, dv = tile_gradients(grad, q, k, v, out, lse, tile.causal)
-    # The gradient of a kv-head is the sum over its copies
-    dk, dv = (t.unflatten(1, (kv_heads, copies)).sum(2) for t in (dk, dv))
-    return dq, dk, dv
+        return kernel(grad, q, k, v, out, lse, 0.0, causal)
+    kernel = torch.ops.aten._scaled_dot_product_flash_attention_backward
+    seed = torch.zeros(2, dtype=torch.uint64, device=q.device)
+    # No packed sequences (None, None), the largest T', no dropout (0.0), its seed and offset
+    options = None, None, q.shape[2], k.shape[2], 0.0, causal, seed, seed[0]
+    return kernel(grad, q, k, v, out, lse.contiguous(), *options)
 
 
 def fused_kernel(q):
@@ -369,7 +346,7 @@ class GatheredAttention(torch.autograd.Function):
         kv = torch.stack((k, v))
         gathered = kv.new_empty(dist.get_world_size(group), *kv.shape)  # (N, 2, B, H_kv, T', D)
         all_gather_into_tensor(gathered.flatten(0, 1), kv, group=group)
-        out, lse = attend_to_all(q, enumerate(gathered), group, tile_of)
+        out, lse = attend_to_all(q, enumerate(gathered), dist.get_rank(group), tile_of)
         ctx.save_for_backward(q, gathered, out, lse)
         ctx.group, ctx.tile_of = group, tile_of
         return out
@@ -383,7 +360,7 @@ class GatheredAttention(torch.autograd.Function):
         for source, kv in enumerate(gathered):
             tile = ctx.tile_of(rank, source, q.shape[2])
             if tile:
-                dq_i, *dkv_j = attend_backward(grad, q, kv, out, lse, tile)
+                dq_i, *dkv_j = tile_gradients(grad, q, kv, out, lse, tile)
                 dq[:, :, tile.queries] += dq_i
                 dkv[source][:, :, :, tile.keys] += torch.stack(dkv_j)
         dk, dv = reduce_scatter_dkv(dkv, ctx.group).to(q.dtype)
@@ -448,11 +425,11 @@ class Ulysses(GroupModule):
         self.core = core
 
     def positions(self, length):
-        """The positions of a sequence that this rank must hold."""
-        ring = self.core
-        if isinstance(ring, Ring):
-            return positions(length, ring.rank * self.n + self.rank, ring.n, self.n, ring.zigzag)
-        return positions(length, self.rank, 1, self.n, zigzag=False)
+        """The positions of a sequence that this rank must hold: a part of what its ring holds, or
+        of the sequence."""
+        if not isinstance(self.core, Ring):
+            return positions(length, self.rank, self.n, zigzag=False)
+        return self.core.positions(length, unit=self.n).chunk(self.n)[self.rank]
 
     def forward(self, q, k, v):
         check_qkv(q, k, v)

@@ -76,7 +76,6 @@ core({"ring" | "gather" | "ulysses"})(*qkv({k=(2, 3, 6, 8) | k=(1, 2, 6, 8) | k=
 core({"ring" | "gather"})(*qkv((2, 4, 5, 8), (2, 2, 5, 8)))  # zigzag holds two equal chunks, not 5
 core({"ring" | "gather"})(*qkv(), is_causal=False)  # unexpected keyword argument 'is_causal'
 core({"ring" | "gather"})(*qkv(), attn_mask=torch.ones(6, 6))  # keyword argument 'attn_mask'
-positions(16, {4, 4 | -1, 4 | 3, 1, 3})  # give the group's grid
 twice(lambda q: core({"ring" | "gather" | "ulysses"})(q, q, q) ** 3, 2, 4, 6, 8)
     # once_differentiable
 """,

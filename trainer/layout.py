@@ -219,4 +219,6 @@ def places(args, length, rank):
     """The positions of a sequence that a context-parallel rank holds, padding at the end."""
     unit = token_unit(args)
     padded = -(-length // unit) * unit
-    return context_parallel.positions(padded, rank, *cp_shape(args), is_zigzag(args))
+    ring, ulysses = cp_shape(args)
+    held = context_parallel.positions(padded, rank // ulysses, ring, is_zigzag(args))
+    return held.chunk(ulysses)[rank % ulysses]
