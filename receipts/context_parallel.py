@@ -1,8 +1,5 @@
 """What context_parallel.py's demo shows beside its training: bytes with their formulas, each rank's
-share of the work, and the picture of the zigzag.
-
-The technique's own functions come in as arguments: nothing here imports it.
-"""
+share of the work, and the picture of the zigzag. The technique's functions come in as arguments."""
 
 import math
 
