@@ -210,15 +210,13 @@ def is_zigzag(args):
 def token_unit(args):
     """What a sequence is padded to a multiple of: context parallelism deals out chunks of one size,
     sequence parallelism splits each rank's tokens evenly."""
-    ring, ulysses = cp_shape(args)
-    chunks = (2 * ring if is_zigzag(args) else ring) * ulysses
+    chunks = 2 * args.cp if is_zigzag(args) else args.cp
     return math.lcm(chunks, args.cp * args.tp if args.sp else 1)
 
 
 def places(args, length, rank):
     """The positions of a sequence that a context-parallel rank holds, padding at the end."""
-    unit = token_unit(args)
-    padded = -(-length // unit) * unit
+    padded = length + -length % token_unit(args)
     ring, ulysses = cp_shape(args)
     held = context_parallel.positions(padded, rank // ulysses, ring, is_zigzag(args))
     return held.chunk(ulysses)[rank % ulysses]
