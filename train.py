@@ -310,7 +310,7 @@ def train(run, schedule=None, watch=None):
     averaging = islands.alone()  # averages with nobody
     if args.islands > 1:
         averaging = islands.Averaging(run, model, optimizer, groups)
-    checkpoints = saving.Saver(run, model, optimizer, groups, runner.loss_scale, averaging)
+    checkpoints = saving.Saver(run, model, optimizer, runner.loss_scale, averaging)
     first = checkpoints.resume()
     averaging.go_on(first)
     if args.only_sample:
@@ -318,7 +318,7 @@ def train(run, schedule=None, watch=None):
     take_steps(runner, first, averaging, checkpoints)
     if checkpoints.stopped:
         return 0
-    exported = pretrained.export(run, model, optimizer, groups["dp"], groups.get("island"))
+    exported = pretrained.export(run, model, optimizer, groups.get("island"))
     sampling.show(runner)
     if first == args.steps:  # no step, no receipt
         return int(not exported)

@@ -99,7 +99,12 @@ def test_an_export_that_is_killed_never_loads_half_old_and_half_new(folders, tmp
         pretrained.write(tmp_path, old.config, old.named(), limit=60000)
         left = iter(range(changes))
         with monkeypatch.context() as patch, contextlib.suppress(Killed):
-            for place, name in ((os, "rename"), (pathlib.Path, "unlink"), (folder_writer, "write")):
+            for place, name in (
+                (os, "rename"),
+                (pathlib.Path, "unlink"),
+                (folder_writer, "write"),
+                (folder_writer, "write_tensors"),
+            ):
                 patch.setattr(place, name, counted(getattr(place, name), left))
             pretrained.write(tmp_path, new.config, new.named(), limit=20000)
         outcomes.append(what_loads(tmp_path, old, new))

@@ -180,9 +180,10 @@ def test_an_export_without_room_is_one_sentence(monkeypatch, capsys):
 
     monkeypatch.setattr(pretrained, "write", full)
     monkeypatch.setattr(pretrained, "pieces_of", lambda *_: [])
+    monkeypatch.setattr(pretrained, "share_out", lambda pieces: ([], {}))
     monkeypatch.setattr(pretrained.dist, "all_reduce", lambda x, group: sums.append(x))
     model = SimpleNamespace(named=lambda: [])
-    assert pretrained.export(run, model, None, None, None) is False
+    assert pretrained.export(run, model, None, None) is False
     assert len(sums) == len(presets.parameter_shapes(config))
     assert "--export /nowhere can't be written (No space left on" in capsys.readouterr().err
 

@@ -4,22 +4,22 @@ A checkpoint is a folder. Its contents go by the parameters' full names and by t
 whole parameter, never by rank. So a run may go on with other numbers of ranks, stages, shards or
 experts a rank, with or without ZeRO:
 
-    OUT/step-00000200/index.json                 what was trained, how far, and where each piece is
-                      rank00000-000.safetensors  this rank's pieces of weights and optimizer states
-    OUT/step-00000400.tmp/                       one that is being written, or whose writer died
+    OUT/step-00000200/index.json             what was trained, how far, and where each piece is
+                      rank00000.safetensors  this rank's pieces of weights and optimizer states
+    OUT/step-00000400.tmp/                   one that is being written, or whose writer died
 
     . . . . . . . .     Every piece is a box of the whole: a start and a size for each dimension.
     . . . a a a a a     ZeRO's flat shard of a matrix is up to three boxes: the end of a row, whole
     b b b b b b b b     rows, the start of a row. A rank that reads wants other boxes. It intersects
     c c . . . . . .     them with those in the index, and reads the intersections only.
 
-Of several ranks with the same piece one writes it. Optimizer states lie where their parameter lies,
-or are one number ("step"). With mixed precision the master weights are saved.
+Of several ranks with the same piece the first one writes it. Optimizer states lie where their
+parameter lies, or are one number ("step"). With mixed precision the master weights are saved.
 
-A checkpoint is whole or absent. A thread of each rank writes into a folder with another name, and
-training waits only for a copy to the host's memory. When all have succeeded, rank 0 adds the index
-and renames the folder, which is atomic. The index has the crc32 of every file and its own: a
-truncated file or a flipped bit is seen, and the checkpoint before it is taken.
+A checkpoint is whole or absent. The ranks write into a folder with another name. When all have
+succeeded, rank 0 adds the index and renames the folder, which is atomic. The index has the crc32 of
+every file and its own: a truncated file or a flipped bit is seen, and the checkpoint before it is
+taken.
 """
 
 import contextlib
@@ -28,9 +28,9 @@ import json
 import math
 import mmap
 import os
+import pathlib
 import re
 import shutil
-import threading
 import zlib
 from typing import NamedTuple
 
@@ -42,7 +42,6 @@ from harness import Refused, inputs
 from harness.placement import placement
 from proof.ledger import states_of
 
-FILE_BYTES = 256 << 20  # a file is made in memory first: so much of it at a time
 # Begin the kinds that trainer/islands.py adds: of all islands, and of islands after the first
 OUTER, ISLAND = "outer ", "island "
 
@@ -56,7 +55,6 @@ class Piece(NamedTuple):
     shape: tuple  # of the whole
     start: tuple
     size: tuple
-    writes: bool  # of the ranks that hold this box, this one writes it
 
     @property
     def place(self):
@@ -102,18 +100,17 @@ def holdings(named, optimizer):
             yield names[p], p, piece.data.view(-1), first, piece, states.get(piece, {})
 
 
-def pieces_of(named, optimizer, data_group, index=None, beside=lambda stepped: {}):
+def pieces_of(named, optimizer, index=None, beside=lambda stepped: {}):
     """This rank's pieces, as a list of Piece.
 
     named       (full name, parameter), whose `placement` says what it is a piece of
-    optimizer   torch's, or ZeRO
-    data_group  the ranks that hold copies for other data
+    optimizer   torch's, ZeRO or Muon
     index       of a checkpoint: its optimizer states are made, zeros, where there are none yet
     beside      beside(stepped) is {kind: flat tensor} of what else lies where the optimizer steps
     """
     found = []
     for name, p, flat, first, stepped, state in holdings(named, optimizer):
-        where, writes = placement(p), speaks(p, data_group, optimizer)
+        where = placement(p)
         shape = tuple(where["shape"])
         base, sizes = [0] * len(shape), list(shape)  # of the piece, without its padding
         for dim, (_, start, size) in where["cuts"].items():
@@ -122,14 +119,12 @@ def pieces_of(named, optimizer, data_group, index=None, beside=lambda stepped: {
             if p.requires_grad and not kind.startswith(("weight", OUTER, ISLAND)):
                 one = torch.zeros((), device=flat.device)
                 state.setdefault(kind, torch.zeros_like(stepped.data) if saved["shape"] else one)
-        # One number for the whole parameter: who has its first element writes it
-        has_first = first == 0 and len(flat) > 0 and not any(base)
         tensors = {"weight": flat} | beside(stepped)
         for kind, t in state.items():
             if torch.is_tensor(t) and t.dim():
                 tensors[kind] = t
-            elif torch.is_tensor(t):
-                found.append(Piece(name, kind, t, (), (), (), writes and has_first))
+            elif torch.is_tensor(t):  # one number for the whole parameter
+                found.append(Piece(name, kind, t, (), (), ()))
         at = 0
         for start, size in boxes(tuple(p.shape), first, first + len(flat)):
             span = slice(at, at + math.prod(size))
@@ -140,146 +135,111 @@ def pieces_of(named, optimizer, data_group, index=None, beside=lambda stepped: {
             place = tuple(b + s for b, s in zip(base, start))
             for kind, t in tensors.items():
                 view = t.view(-1)[span].view(size)[tuple(map(slice, inside))]
-                found.append(Piece(name, kind, view, shape, place, inside, writes))
+                found.append(Piece(name, kind, view, shape, place, inside))
     return found
 
 
-def speaks(parameter, data_group, optimizer):
-    """Whether this rank is the one, of all that hold the same piece of a parameter, to write it:
-    the first of each group that holds copies. Under ZeRO and Muon the data-parallel group holds
-    shards."""
-    where = placement(parameter)
-    data_group = where["data"] or data_group
-    groups = where["copies"] + where["partial"] + [data_group]
-    if hasattr(optimizer, "buckets") and getattr(optimizer, "stage", 1) > 0:
-        ranks, sharing = dist.get_process_group_ranks, set(dist.get_process_group_ranks(data_group))
-        groups = [group for group in groups if not sharing.issuperset(ranks(group))]
-        _, across = getattr(optimizer, "splits", {}).get(data_group, (data_group, None))
-        if across is not None:
-            groups.append(across)
-    return all(dist.get_rank(group) == 0 for group in groups)
+def share_out(pieces):
+    """Have each piece written by the first rank that holds it. Returns this rank's own pieces, and
+    what an index says of all: {name: {kind: shape, dtype and pieces}}. Called by all ranks.
+
+    Where earlier ranks hold all of a tensor, no other piece of it is written: the last stage of a
+    pipeline may have cut a tied matrix in another way than the first."""
+    own, tensors, covered = [], {}, {}  # covered: {(name, kind): elements}
+    facts = [p._replace(tensor=str(p.tensor.dtype).removeprefix("torch.")) for p in pieces]
+    for rank, of_rank in enumerate(gather(facts)):
+        for number, p in enumerate(of_rank):
+            new = {"shape": p.shape, "dtype": p.tensor, "pieces": {}}
+            t = tensors.setdefault(p.name, {}).setdefault(p.kind, new)
+            elements = covered.setdefault((p.name, p.kind), 0)
+            if p.start in t["pieces"] or elements == math.prod(p.shape):
+                continue
+            covered[p.name, p.kind] += math.prod(p.size)
+            box = {"file": file_of(rank), "key": key_of(p), "start": p.start, "size": p.size}
+            t["pieces"][p.start] = box
+            if rank == dist.get_rank():
+                own.append(pieces[number])
+    for name, kinds in tensors.items():
+        for kind, t in kinds.items():
+            t["pieces"] = list(t["pieces"].values())
+            assert covered[name, kind] == math.prod(t["shape"]), f"{name}, {kind}, is not whole"
+    return own, tensors
 
 
 # --- writing
 
 
-class Checkpoints:
-    """Writes checkpoints into `folder`: save() between two steps, poll() between any two, finish()
-    at the end; all of them by all ranks. header: plain data that goes into the index, and that a
-    run must share to go on (see `newest`). keep: how many stay, 0 = all. Raises Refused, on
-    every rank, where it can't write; then nothing of the failed one stays."""
-
-    def __init__(self, folder, header, keep=0):
-        self.folder, self.header, self.keep, self.thread = folder, header, keep, None
-
-    def save(self, step, pieces):
-        self.finish()
-        self.step, self.problem, self.files, self.records = step, None, {}, []
-        self.temporary = os.path.join(self.folder, f"{name_of(step)}.tmp")
-        copies = [p._replace(tensor=p.tensor.to("cpu", copy=True)) for p in pieces if p.writes]
-        self.thread = threading.Thread(target=self.write_pieces, args=(copies,), daemon=True)
-        self.thread.start()
-
-    def poll(self):
-        """Finish what all ranks have written; never waits for a disk."""
-        if self.thread and all(gather(not self.thread.is_alive())):
-            self.finish()
-
-    def finish(self):
-        """Wait for the writing, and give the checkpoint its name."""
-        if self.thread is None:
-            return
-        self.thread.join()
-        self.thread, problem = None, of_any_rank(self.problem)
-        written = gather((self.files, self.records))
-        if not problem and dist.get_rank() == 0:
-            try:
-                problem = self.publish(written)
-            except OSError as e:
-                problem = e.strerror or str(e)
-        problem = of_any_rank(problem)
-        if problem:
-            if dist.get_rank() == 0:
-                shutil.rmtree(self.temporary, ignore_errors=True)
-            where = f"{self.folder} ({problem})"
-            raise Refused(f"the checkpoint of step {self.step} can't be written to {where}")
-
-    def write_pieces(self, copies):
-        """In the thread: write this rank's pieces, some to a file."""
-        pieces = {f"{p.name}:{p.kind}:{','.join(map(str, p.start))}": p for p in copies}
-        tensors = ((key, piece.tensor) for key, piece in pieces.items())
+def write_checkpoint(folder, step, header, pieces, keep=0):
+    """Write a checkpoint of all ranks' pieces. header: plain data that goes into the index, and
+    that a run must share to go on (see `newest`). keep: how many stay, 0 = all. Called by all
+    ranks. Raises Refused, on every rank, where it can't write; then nothing of it stays."""
+    temporary, file = os.path.join(folder, f"{name_of(step)}.tmp"), file_of(dist.get_rank())
+    own, tensors = share_out(pieces)
+    files, problem = {}, None
+    try:
+        os.makedirs(temporary, exist_ok=True)
+        if own:
+            path = os.path.join(temporary, file)
+            write_tensors(path, {key_of(p): p.tensor.cpu().contiguous() for p in own})
+            files[file] = {"bytes": os.path.getsize(path), "crc32": crc_of_file(path)}
+        sync(temporary)
+    except (OSError, safetensors.SafetensorError) as e:
+        problem = getattr(e, "strerror", None) or str(e)
+    problem = of_any_rank(problem)
+    files = functools.reduce(dict.__or__, gather(files))
+    if not problem and dist.get_rank() == 0:
         try:
-            os.makedirs(self.temporary, exist_ok=True)
-            for number, shard in enumerate(shards(tensors, FILE_BYTES)):
-                file = f"rank{dist.get_rank():05d}-{number:03d}.safetensors"
-                content = safetensors.torch.save(shard)
-                write(os.path.join(self.temporary, file), content)
-                self.files[file] = {"bytes": len(content), "crc32": zlib.crc32(content)}
-                for key in shard:
-                    p = pieces[key]
-                    box = {"file": file, "key": key, "start": p.start, "size": p.size}
-                    dtype = str(p.tensor.dtype).removeprefix("torch.")
-                    self.records.append((p.name, p.kind, p.shape, dtype, box))
-            sync(self.temporary)
-        except Exception as e:
-            self.problem = getattr(e, "strerror", None) or repr(e)
-
-    def publish(self, written):
-        """On rank 0: the index, the name, and what is old goes. Returns a problem or None."""
-        files, tensors = {}, {}
-        for of_rank, records in written:
-            files |= of_rank
-            for name, kind, shape, dtype, box in records:
-                kinds = tensors.setdefault(name, {})
-                tensor = kinds.setdefault(kind, {"shape": shape, "dtype": dtype, "pieces": []})
-                tensor["pieces"].append(box)
-        for name, kinds in tensors.items():
-            for kind, t in kinds.items():
-                if sum(math.prod(box["size"]) for box in t["pieces"]) != math.prod(t["shape"]):
-                    return f"the ranks' pieces of {name}, {kind}, are not the whole of it"
-        index = {"step": self.step} | self.header | {"files": files, "tensors": tensors}
-        index["crc32"] = crc_of(index)
-        write(os.path.join(self.temporary, "index.json"), json.dumps(index).encode())
-        sync(self.temporary)
-        final = os.path.join(self.folder, name_of(self.step))
-        if os.path.exists(final):  # a broken one, or it would not be written again
-            shutil.rmtree(final)
-        os.rename(self.temporary, final)
-        sync(self.folder)
-        older = 0
-        for name in checkpoints_in(self.folder):
-            step = step_of(name)  # None: its writer died
-            older += step is not None and step < self.step
-            if step is None or 0 < self.keep <= older:
-                shutil.rmtree(os.path.join(self.folder, name), ignore_errors=True)
+            index = {"step": step} | header | {"files": files, "tensors": tensors}
+            publish(folder, temporary, index, keep)
+        except OSError as e:
+            problem = e.strerror or str(e)
+    problem = of_any_rank(problem)
+    if problem:
+        if dist.get_rank() == 0:
+            shutil.rmtree(temporary, ignore_errors=True)
+        raise Refused(f"the checkpoint of step {step} can't be written to {folder} ({problem})")
 
 
-def shards(tensors, limit):
-    """Group (name, tensor) pairs into dicts of at most `limit` bytes, or of one tensor."""
-    shard, size = {}, 0
-    for name, tensor in tensors:
-        if shard and size + tensor.nbytes > limit:
-            yield shard
-            shard, size = {}, 0
-        shard[name] = tensor.contiguous()
-        size += tensor.nbytes
-    if shard:
-        yield shard
+def publish(folder, temporary, index, keep):
+    """On rank 0: add the index, give the checkpoint its name, remove what is old."""
+    step = index["step"]
+    index["crc32"] = crc_of(index)
+    write(os.path.join(temporary, "index.json"), json.dumps(index).encode())
+    sync(temporary)
+    final = os.path.join(folder, name_of(step))
+    if os.path.exists(final):  # a broken one, or it would not be written again
+        shutil.rmtree(final)
+    os.rename(temporary, final)
+    sync(folder)
+    names = checkpoints_in(folder)
+    older = [name for name in names if step_of(name) is not None and step_of(name) < step]
+    died = [name for name in names if step_of(name) is None]  # their writers
+    for name in died + (older[keep - 1 :] if keep else []):
+        shutil.rmtree(os.path.join(folder, name), ignore_errors=True)
 
 
 def write(path, content):
     """Write a file, and wait until it is on the disk."""
-    with open(path, "wb") as f:
-        f.write(content)
-        f.flush()
-        os.fsync(f.fileno())
+    pathlib.Path(path).write_bytes(content)
+    sync(path)
 
 
-def sync(folder):
-    """The names in a folder are data of the folder's own."""
-    descriptor = os.open(folder, os.O_RDONLY)
+def write_tensors(path, tensors, metadata=None):
+    """The same for {name: tensor}."""
+    safetensors.torch.save_file(tensors, path, metadata)
+    sync(path)
+
+
+def sync(path):
+    """Wait until a file is on the disk; or the names in a folder, which are data of its own."""
+    descriptor = os.open(path, os.O_RDONLY)
     os.fsync(descriptor)
     os.close(descriptor)
+
+
+def crc_of_file(path):
+    with open(path, "rb") as f, mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ) as content:
+        return zlib.crc32(content)
 
 
 def gather(value):
@@ -298,6 +258,15 @@ def crc_of(index):
     """The checksum of an index's contents."""
     rest = {key: value for key, value in index.items() if key != "crc32"}
     return zlib.crc32(json.dumps(rest).encode())
+
+
+def file_of(rank):
+    return f"rank{rank:05d}.safetensors"
+
+
+def key_of(piece):
+    """Its name in a file."""
+    return f"{piece.name}:{piece.kind}:{','.join(map(str, piece.start))}"
 
 
 def name_of(step):
@@ -330,9 +299,7 @@ def newest(folder, header, free=()):
         try:
             index = read_index(path)
             for file in sorted(index["files"])[dist.get_rank() :: dist.get_world_size()]:
-                with open(os.path.join(path, file), "rb") as f:
-                    content = mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ)
-                if zlib.crc32(content) != index["files"][file]["crc32"]:
+                if crc_of_file(os.path.join(path, file)) != index["files"][file]["crc32"]:
                     problem = f"{file} was changed, its crc32 differs"
         except (OSError, ValueError, LookupError, TypeError) as e:
             problem = str(e)

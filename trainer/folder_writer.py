@@ -8,9 +8,7 @@ import json
 import os
 import pathlib
 
-import safetensors.torch
-
-from trainer.checkpoint import shards, sync, write
+from trainer.checkpoint import sync, write, write_tensors
 
 
 def model_in(folder):
@@ -30,10 +28,7 @@ def write_folder(folder, config, tensors, files, limit=1 << 30):
         sync(folder)
     parts, total_bytes = [], 0  # parts: the names of each file's tensors
     for i, shard in enumerate(shards(tensors, limit)):
-        write(
-            folder / f"{i}.safetensors.partial",
-            safetensors.torch.save(shard, metadata={"format": "pt"}),
-        )
+        write_tensors(folder / f"{i}.safetensors.partial", shard, {"format": "pt"})
         parts.append(list(shard))
         total_bytes += sum(tensor.nbytes for tensor in shard.values())
         dtype = str(next(iter(shard.values())).dtype).removeprefix("torch.")
@@ -52,3 +47,16 @@ def write_folder(folder, config, tensors, files, limit=1 << 30):
     sync(folder)
     config = config | {"dtype": dtype, "torch_dtype": dtype}
     write(folder / "config.json", json.dumps(config, indent=1).encode())
+
+
+def shards(tensors, limit):
+    """Group (name, tensor) pairs into dicts of at most `limit` bytes, or of one tensor."""
+    shard, size = {}, 0
+    for name, tensor in tensors:
+        if shard and size + tensor.nbytes > limit:
+            yield shard
+            shard, size = {}, 0
+        shard[name] = tensor.contiguous()
+        size += tensor.nbytes
+    if shard:
+        yield shard

@@ -192,8 +192,7 @@ class Averaging(diloco.DiLoCo):
             if new and piece.kind == "weight":
                 kind = OLD
             if there is None or kind in there:
-                writes = piece.writes and not (own and kind in shared)
-                found.append(piece._replace(kind=kind, writes=writes))
+                found.append(piece._replace(kind=kind))
         return found
 
     def go_on(self, first):

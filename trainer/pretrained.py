@@ -31,7 +31,7 @@ from safetensors import SafetensorError, safe_open
 import harness
 from harness import DTYPES, Refused, inputs, outputs, presets, say
 from trainer import hf_config, tokenizer
-from trainer.checkpoint import pieces_of
+from trainer.checkpoint import pieces_of, share_out
 from trainer.folder_writer import model_in, write_folder
 
 CONTEXT = 1024  # the default of --context is at most this
@@ -91,20 +91,21 @@ def check(args, config):
 
 
 @torch.no_grad()
-def export(run, model, optimizer, data_group, island):
+def export(run, model, optimizer, island):
     """Write the whole model from rank 0, parameter by parameter. Of the ranks that hold the same
     piece one puts it into a tensor of zeros, and the sum over all ranks is the whole. No rank has
     more than one parameter, and one file, at a time. island: the ranks that hold the model
     together, or None for all. Returns False if it can't be written."""
     if not run.args.export:
         return True
-    own = [p for p in pieces_of(model.named(), optimizer, data_group) if p.writes]
+    pieces = [p for p in pieces_of(model.named(), optimizer) if p.kind == "weight"]
+    own, _ = share_out(pieces)
 
     def wholes():
         for name, shape in presets.parameter_shapes(run.config).items():
             whole = torch.zeros(shape, dtype=run.dtype, device=run.device)
             for piece in own:
-                if (piece.name, piece.kind) == (name, "weight"):
+                if piece.name == name:
                     whole[piece.place] = piece.tensor.to(whole)
             dist.all_reduce(whole, group=island)
             yield name, whole

@@ -1,7 +1,6 @@
 """The checkpoints of a run: its flags, when one is written, and how a run goes on from one.
 checkpoint.py has the format."""
 
-import contextlib
 import dataclasses
 import fcntl
 import os
@@ -86,52 +85,46 @@ class Saver:
     """The checkpoints of one run. Without --out it does nothing.
 
     resume() before the first step; after(step) between two steps, which says whether to stop; the
-    steps stand within `with saver:`, which finishes the checkpoint that is being written, also
-    where the run refuses to go on."""
+    steps stand within `with saver:`, where a signal does not end the process."""
 
-    def __init__(self, run, model, optimizer, groups, scale, averaging):
+    def __init__(self, run, model, optimizer, scale, averaging):
         """scale: a LossScale. averaging: what trainer/islands.py adds to a checkpoint."""
-        self.run, self.model, self.optimizer, self.groups = run, model, optimizer, groups
-        self.scale, self.averaging, self.args, args = scale, averaging, run.args, run.args
-        self.writer = self.lock = None
+        self.run, self.model, self.optimizer, self.args = run, model, optimizer, run.args
+        self.scale, self.averaging, self.lock = scale, averaging, None
         self.interrupted = 0.0  # when Ctrl-C came
         self.signal_received, self.asked = 0, []  # asked: questions whether any rank received one
-        self.stopped = None  # a sentence, once a signal has ended the run
-        if not args.out:
-            return
-        config = dataclasses.asdict(run.config)
-        # What resuming compares
-        self.header = {"config": config, "tokenizer": run.corpus.encoding.name}
+        self.stopped = False  # whether a signal has ended the run
+
+    def header(self):
+        """What resuming compares."""
+        args, run = self.args, self.run
+        found = {"config": dataclasses.asdict(run.config), "tokenizer": run.corpus.encoding.name}
         if not args.only_sample:
-            self.header |= {"text": run.corpus.digest, "optimizer": args.optimizer}
-            self.header["seed"] = args.seed
-        shape = {name: config[name] for name in args.shape or ()}
-        self.writer = checkpoint.Checkpoints(args.out, self.header | {"shape": shape}, args.keep)
+            found |= {"text": run.corpus.digest, "optimizer": args.optimizer, "seed": args.seed}
+        return found
 
     def pieces(self, index=None, training=True):
         """All that a checkpoint has of this rank: weights, optimizer states, and the routers'
         biases. index: of one to read; training: with the optimizer's states."""
-        groups, states = self.groups, index if training else None
-        about = self.model.named(), self.optimizer, groups["dp"]
-        found = checkpoint.pieces_of(*about, states, self.averaging.beside)
-        writes = dist.get_rank(groups["tp"]) == dist.get_rank(groups["dp"]) == 0
+        about = self.model.named(), self.optimizer, index if training else None
+        found = checkpoint.pieces_of(*about, self.averaging.beside)
         for part in self.model.parts.values():
             for name, bias in part.named_buffers():
                 if name.endswith("choice_bias"):
-                    box = bias, tuple(bias.shape), (0,), tuple(bias.shape)
-                    found.append(checkpoint.Piece(name, "buffer", *box, writes))
+                    shape = tuple(bias.shape)
+                    found.append(checkpoint.Piece(name, "buffer", bias, shape, (0,), shape))
         return self.averaging.arrange(found, index)
 
     def resume(self):
         """With --resume, or started again by torchrun, go on from the newest whole checkpoint in
         --out. Returns the step to begin with."""
         args, run = self.args, self.run
-        if not self.writer:
+        if not args.out:
             return 0
         restarted = not args.only_sample and self.claim()
         if not (args.resume or restarted or args.only_sample):
             return 0
-        path, index, passed = checkpoint.newest(args.out, self.header, FREE)
+        path, index, passed = checkpoint.newest(args.out, self.header(), FREE)
         passed = f" (passed over {'; '.join(passed)})" if passed else ""
         if path is None:
             what = f"no whole checkpoint in {args.out}"
@@ -174,7 +167,7 @@ class Saver:
     def __enter__(self):
         # Preemption sends SIGTERM, and some seconds later SIGKILL; a terminal that closes, SIGHUP;
         # Ctrl-C, SIGINT
-        for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT) if self.writer else ():
+        for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT) if self.args.out else ():
             if signal.getsignal(number) != signal.SIG_IGN:  # as under nohup
                 signal.signal(number, self.receive)
         return self
@@ -192,26 +185,38 @@ class Saver:
         self.signal_received = number
 
     def after(self, step):
-        """Between two steps: give the checkpoint that is written by now its name, and begin the
-        next if it is time. Returns whether a rank received a signal, which ends the run.
+        """Between two steps: write a checkpoint if it is time. Returns whether a rank received a
+        signal, which ends the run.
 
         A checkpoint that can't be written does not end the run, unless it is the last: the disk may
         have room for the next."""
         args = self.args
-        if not self.writer:
+        if not args.out:
             return False
         stop = self.signal_of_any_rank()
-        self.attempt(self.writer.poll)
-        if stop or step == args.steps or args.save_every and step % args.save_every == 0:
-            self.attempt(self.writer.finish)
-            if self.scale.enabled:
-                self.writer.header["loss_scale"] = self.scale.state()
-            self.writer.save(step, self.pieces())
+        last = stop or step == args.steps
+        if last or args.save_every and step % args.save_every == 0:
+            try:
+                self.save(step)
+            except Refused as e:
+                if last:
+                    raise
+                if self.run.rank == 0:
+                    say(f"{e}; the run goes on")
             self.run.restart_clock()
         if stop:
-            at = f"step {step} is saved in {args.out}"
-            self.stopped = f"stopped by {signal.Signals(stop).name}: {at}, --resume goes on from it"
-        return stop > 0
+            how = f"stopped by {signal.Signals(stop).name}: step {step} is saved in {args.out}"
+            self.run.print(f"{how}, --resume goes on from it")
+            self.stopped = True
+        return self.stopped
+
+    def save(self, step):
+        config = dataclasses.asdict(self.run.config)
+        header = self.header() | {"shape": {name: config[name] for name in self.args.shape or ()}}
+        if self.scale.enabled:
+            header["loss_scale"] = self.scale.state()
+        pieces, out, keep = self.pieces(), self.args.out, self.args.keep
+        checkpoint.write_checkpoint(out, step, header, pieces, keep)
 
     def signal_of_any_rank(self):
         """The number of a signal that a rank received, or 0. Islands learn of it a step later, so
@@ -225,19 +230,6 @@ class Saver:
         work.wait()
         return received.item()
 
-    def attempt(self, work):
-        try:
-            work()
-        except Refused as e:
-            if self.run.rank == 0:
-                say(f"{e}; the run goes on")
-
-    def __exit__(self, kind, error, trace):
-        if self.writer and (error is None or isinstance(error, Refused)):
-            # The first refusal is the one to say
-            with contextlib.suppress(Refused) if error else contextlib.nullcontext():
-                self.writer.finish()
-            if self.stopped:
-                self.run.print(self.stopped)
+    def __exit__(self, *error):
         if self.lock:
             self.lock.close()
