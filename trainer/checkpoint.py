@@ -58,11 +58,24 @@ class Piece(NamedTuple):
 
     @property
     def place(self):
-        """Where it lies in the whole, as an index."""
-        return tuple(slice(a, a + n) for a, n in zip(self.start, self.size))
+        return index_of(self.start, self.size)
+
+
+def index_of(start, size):
+    """A box as an index of the whole."""
+    return tuple(slice(a, a + n) for a, n in zip(start, size))
 
 
 # --- what a rank holds
+
+
+def box_of(p):
+    """(start, size) of this rank's piece of a parameter in the whole, without its padding."""
+    where = placement(p)
+    start, size = [0] * len(where["shape"]), list(where["shape"])
+    for dim, (_, first, length) in where["cuts"].items():
+        start[dim], size[dim] = first, length
+    return start, size
 
 
 def boxes(shape, a, b):
@@ -110,15 +123,11 @@ def pieces_of(named, optimizer, index=None, beside=lambda stepped: {}):
     """
     found = []
     for name, p, flat, first, stepped, state in holdings(named, optimizer):
-        where = placement(p)
-        shape = tuple(where["shape"])
-        base, sizes = [0] * len(shape), list(shape)  # of the piece, without its padding
-        for dim, (_, start, size) in where["cuts"].items():
-            base[dim], sizes[dim] = start, size
+        shape, (base, sizes) = tuple(placement(p)["shape"]), box_of(p)
         for kind, saved in index["tensors"].get(name, {}).items() if index else ():
             if p.requires_grad and not kind.startswith(("weight", OUTER, ISLAND)):
-                one = torch.zeros((), device=flat.device)
-                state.setdefault(kind, torch.zeros_like(stepped.data) if saved["shape"] else one)
+                empty = torch.zeros_like(stepped.data) if saved["shape"] else flat.new_zeros(())
+                state.setdefault(kind, empty)
         tensors = {"weight": flat} | beside(stepped)
         for kind, t in state.items():
             if torch.is_tensor(t) and t.dim():
@@ -175,25 +184,23 @@ def write_checkpoint(folder, step, header, pieces, keep=0):
     ranks. Raises Refused, on every rank, where it can't write; then nothing of it stays."""
     temporary, file = os.path.join(folder, f"{name_of(step)}.tmp"), file_of(dist.get_rank())
     own, tensors = share_out(pieces)
-    files, problem = {}, None
-    try:
+    files = {}
+
+    def write_own():
         os.makedirs(temporary, exist_ok=True)
         if own:
             path = os.path.join(temporary, file)
             write_tensors(path, {key_of(p): p.tensor.cpu().contiguous() for p in own})
             files[file] = {"bytes": os.path.getsize(path), "crc32": crc_of_file(path)}
         sync(temporary)
-    except (OSError, safetensors.SafetensorError) as e:
-        problem = getattr(e, "strerror", None) or str(e)
-    problem = of_any_rank(problem)
-    files = functools.reduce(dict.__or__, gather(files))
-    if not problem and dist.get_rank() == 0:
-        try:
-            index = {"step": step} | header | {"files": files, "tensors": tensors}
+
+    def publish_all():
+        everyone = functools.reduce(dict.__or__, gather(files))
+        if dist.get_rank() == 0:
+            index = {"step": step} | header | {"files": everyone, "tensors": tensors}
             publish(folder, temporary, index, keep)
-        except OSError as e:
-            problem = e.strerror or str(e)
-    problem = of_any_rank(problem)
+
+    problem = first_problem(write_own) or first_problem(publish_all)
     if problem:
         if dist.get_rank() == 0:
             shutil.rmtree(temporary, ignore_errors=True)
@@ -226,7 +233,10 @@ def write(path, content):
 
 def write_tensors(path, tensors, metadata=None):
     """The same for {name: tensor}."""
-    safetensors.torch.save_file(tensors, path, metadata)
+    try:
+        safetensors.torch.save_file(tensors, path, metadata)
+    except safetensors.SafetensorError as e:
+        raise OSError(str(e)) from e
     sync(path)
 
 
@@ -249,8 +259,14 @@ def gather(value):
     return everyone
 
 
-def of_any_rank(problem):
-    """The first rank's problem that has one, on every rank; else None."""
+def first_problem(work):
+    """Call work() on all ranks. Returns, on all of them, what went wrong on the first rank where
+    something did; else None."""
+    problem = None
+    try:
+        work()
+    except (OSError, ValueError, LookupError, TypeError) as e:
+        problem = str(e)
     return next(filter(None, gather(problem)), None)
 
 
@@ -294,17 +310,18 @@ def newest(folder, header, free=()):
 
     Raises Refused where it is of another run: see check_header."""
     passed = []
+
+    def check_files(path):
+        index = read_index(path)
+        for file in sorted(index["files"])[dist.get_rank() :: dist.get_world_size()]:
+            if crc_of_file(os.path.join(path, file)) != index["files"][file]["crc32"]:
+                raise ValueError(f"{file} was changed, its crc32 differs")
+
     for name in gather(checkpoints_in(folder))[0]:
-        path, index, problem = os.path.join(folder, name), None, None
-        try:
-            index = read_index(path)
-            for file in sorted(index["files"])[dist.get_rank() :: dist.get_world_size()]:
-                if crc_of_file(os.path.join(path, file)) != index["files"][file]["crc32"]:
-                    problem = f"{file} was changed, its crc32 differs"
-        except (OSError, ValueError, LookupError, TypeError) as e:
-            problem = str(e)
-        problem = of_any_rank(problem)
+        path = os.path.join(folder, name)
+        problem = first_problem(functools.partial(check_files, path))
         if problem is None:
+            index = read_index(path)
             check_header(path, index, header, free)
             return path, index, passed
         passed.append(f"{name}: {problem}")
@@ -352,20 +369,22 @@ def load(path, index, pieces):
     """Fill the pieces' tensors from a checkpoint, one at a time, reading only what they need.
     Called by all ranks."""
     open_file = functools.cache(lambda file: safetensors.safe_open(os.path.join(path, file), "pt"))
-    problem = None
-    for piece in pieces:
-        problem = problem or fill(piece, index["tensors"], open_file)
-    problem = of_any_rank(problem)
+
+    def fill_all():
+        for piece in pieces:
+            fill(piece, index["tensors"], open_file)
+
+    problem = first_problem(fill_all)
     if problem:
         raise Refused(f"{path} does not fit this run: {problem}")
 
 
 def fill(piece, tensors, open_file):
-    """Fill a piece's tensor. Returns what is wrong, or None. tensors: of an index."""
+    """Fill a piece's tensor. tensors: of an index. Raises ValueError where they don't fit."""
     what = f"{piece.name}, {piece.kind},"
     found = tensors.get(piece.name, {}).get(piece.kind, {"shape": "missing"})
     if found["shape"] != list(piece.shape):
-        return f"{what} is {found['shape']} there and {list(piece.shape)} here"
+        raise ValueError(f"{what} is {found['shape']} there and {list(piece.shape)} here")
     filled = 0
     for box in found["pieces"]:
         source, to = [], []  # the intersection, within the box and within the piece
@@ -380,5 +399,4 @@ def fill(piece, tensors, open_file):
         piece.tensor[tuple(to)].copy_(part)
         filled += part.numel()
     if filled != math.prod(piece.size):
-        return f"{what} has {filled} of {math.prod(piece.size)} elements there"
-    return None
+        raise ValueError(f"{what} has {filled} of {math.prod(piece.size)} elements there")

@@ -26,22 +26,22 @@ def write_folder(folder, config, tensors, files, limit=1 << 30):
     for path in model_in(folder):
         path.unlink()
         sync(folder)
-    parts, total_bytes = [], 0  # parts: the names of each file's tensors
-    for i, shard in enumerate(shards(tensors, limit)):
-        write_tensors(folder / f"{i}.safetensors.partial", shard, {"format": "pt"})
-        parts.append(list(shard))
-        total_bytes += sum(tensor.nbytes for tensor in shard.values())
+    parts, file_of, total = [], {}, 0  # file_of: {tensor's name: number of its file}
+    for shard in shards(tensors, limit):
+        parts.append(folder / f"{len(parts)}.safetensors.partial")
+        write_tensors(parts[-1], shard, {"format": "pt"})
+        file_of |= dict.fromkeys(shard, len(parts))
+        total += sum(tensor.nbytes for tensor in shard.values())
         dtype = str(next(iter(shard.values())).dtype).removeprefix("torch.")
-    where = {}
-    for i, names in enumerate(parts):
-        file = f"model-{i + 1:05d}-of-{len(parts):05d}.safetensors"
-        if len(parts) == 1:
-            file = "model.safetensors"
-        os.rename(folder / f"{i}.safetensors.partial", folder / file)
-        where |= dict.fromkeys(names, file)
-    if len(parts) > 1:
-        index = {"metadata": {"total_size": total_bytes}, "weight_map": where}
+    names = [f"model-{i + 1:05d}-of-{len(parts):05d}.safetensors" for i in range(len(parts))]
+    if len(parts) == 1:
+        names = ["model.safetensors"]
+    else:
+        where = {tensor: names[number - 1] for tensor, number in file_of.items()}
+        index = {"metadata": {"total_size": total}, "weight_map": where}
         files = files | {"model.safetensors.index.json": json.dumps(index, indent=1).encode()}
+    for part, name in zip(parts, names):
+        os.rename(part, folder / name)
     for name, content in files.items():
         write(folder / name, content)
     sync(folder)

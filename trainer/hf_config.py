@@ -36,10 +36,10 @@ MIXTRAL_NAMES = LLAMA_NAMES | {"experts": "num_local_experts", "top_k": "num_exp
 
 # Fields that all models of a family have
 GPT2 = dict(positions="learned", norm="layernorm", mlp="gelu", bias=True, experts=0)
-LLAMA = dict(positions="rope", norm="rmsnorm", mlp="swiglu", bias=False, experts=0)
+ROTARY = dict(positions="rope", norm="rmsnorm", mlp="swiglu", bias=False)
+LLAMA = ROTARY | dict(experts=0)
 QWEN2 = LLAMA | dict(bias="qkv")
-MIXTRAL = dict(positions="rope", norm="rmsnorm", mlp="swiglu", bias=False)
-MIXTRAL |= dict(shared=0, scores="softmax", renormalize=True)
+MIXTRAL = ROTARY | dict(shared=0, scores="softmax", renormalize=True)
 
 # What transformers takes where config.json says nothing
 PLAIN = dict(rms_norm_eps=1e-6, tie_word_embeddings=False, rope_theta=1e4, sliding_window=None)

@@ -12,7 +12,6 @@ sum is the projection of the whole.
 import contextlib
 import dataclasses
 import json
-import math
 import os
 
 import safetensors.torch
@@ -24,7 +23,8 @@ from harness import Refused, flags, outputs
 from harness.placement import placement
 from harness.presets import parameter_count, parameter_shapes
 from proof import diagnosis
-from proof.recorder import Recorder, summary
+from proof.recorder import Recorder
+from trainer.checkpoint import box_of, index_of
 from trainer.tracking import read_log
 
 FILE = "record.jsonl"
@@ -78,24 +78,14 @@ class Recording(Recorder):
         path = os.path.join(args.record, FILE)
         # Of a recording that goes on
         earlier = list(read_log(path, first)) if run.rank == 0 and first else []
-        sizes = {name: getattr(args, name) for name in ("dp", "tp", "pp", "cp", "ep")}
-        sizes["micro-batches"] = args.microbatches
-        order = ["embed", *(f"blocks.{i}" for i in range(run.config.layers))]
-        order += parameter_shapes(run.config)
-        facts = {"groups": sizes, "order": order, "args": settings(args)}
-        if run.config.rope_scaling is None:  # else a function, which can't be written
-            facts["config"] = dataclasses.asdict(run.config)
-        super().__init__(path, model, dtype=run.precision, **facts)
+        super().__init__(path, model, dtype=run.precision, **facts(run))
         for line in earlier:
             print(json.dumps(line), file=self.file)
         self.number, self.noted_step = first, None
-        tp, rank = dist.get_world_size(groups["tp"]), dist.get_rank(groups["tp"])
-        self.mask = None  # of this rank's tokens those that are no padding
-        inside = positions < run.config.context
+        inside, rank = positions < run.config.context, dist.get_rank(groups["tp"])
         if args.sp:
-            inside = inside.chunk(tp)[rank]
-        if not inside.all():
-            self.mask = inside.unsqueeze(1)  # (T, 1)
+            inside = inside.chunk(args.tp)[rank]
+        self.mask = inside.unsqueeze(1)  # (T, 1): this rank's tokens that are no padding
         # Without sequence parallelism all tensor-parallel ranks hold the same tokens. A compiled
         # block has no hooks
         if not args.compile and (args.sp or rank == 0):
@@ -108,7 +98,7 @@ class Recording(Recorder):
             self.noted_step, self.outputs = self.run.step, {}
         output = output.detach()
         with _disable_current_modes():  # the ledger must not count this
-            super().note(name, output if self.mask is None else output * self.mask)
+            super().note(name, output * self.mask)
 
     def tensors(self, kind):
         """Yield (name, summary) of whole parameters, of which this rank may hold a piece."""
@@ -117,7 +107,7 @@ class Recording(Recorder):
             tensor = getattr(p, kind)
             if tensor is None:  # no gradient counts as zeros
                 tensor = torch.zeros_like(p.data)
-            summaries[name] = summary(inside(tensor, p), numbers_of(p))
+            summaries[name] = diagnosis.summary_of_piece(tensor, p)
             for group, _, _ in placement(p)["cuts"].values():
                 cut_over.setdefault(group, []).append(name)
         for group, names in cut_over.items():
@@ -140,8 +130,10 @@ class Recording(Recorder):
         run, pieces = self.run, []
         if self.number == 1 and parameter_count(run.config) <= MOST_KEPT:
             for name, p in self.parameters.items():
-                shape = tuple(placement(p)["shape"])
-                pieces.append((f"data.{name}", shape, place_of(p), inside(p.data, p).cpu()))
+                start, size = box_of(p)
+                piece = p.data[tuple(map(slice, size))].cpu()  # without padding
+                shape = placement(p)["shape"]
+                pieces.append((f"data.{name}", shape, index_of(start, size), piece))
         everyone = run.gather(pieces)
         if run.rank > 0:
             return
@@ -150,8 +142,7 @@ class Recording(Recorder):
         for name, shape, place, piece in sum(everyone, []):
             tensors.setdefault(name, torch.zeros(shape, dtype=piece.dtype))[place] = piece
         path = os.path.join(run.args.record, f"step-{self.number}.safetensors")
-        with open(path, "wb") as file:
-            file.write(safetensors.torch.save(tensors))
+        safetensors.torch.save_file(tensors, path)
 
     def finish(self):
         """Write the weights after the last step."""
@@ -160,28 +151,14 @@ class Recording(Recorder):
         self.file.close()
 
 
-def settings(args):
-    """The settings that decide a step of the optimizer."""
+def facts(run):
+    """What a recording says of the run: sizes, names in order, what decides an optimizer's step."""
+    args, config = run.args, run.config
+    sizes = {name: getattr(args, name) for name in ("dp", "tp", "pp", "cp", "ep")}
+    order = ["embed", *(f"blocks.{i}" for i in range(config.layers)), *parameter_shapes(config)]
     names = ("optimizer", "lr", "min_lr", "warmup", "steps", "weight_decay", "grad_clip")
-    return {name: getattr(args, name) for name in names}
-
-
-def inside(tensor, p):
-    """This rank's piece of a parameter without the zeros that pad it."""
-    for dim, (_, _, size) in placement(p)["cuts"].items():
-        tensor = tensor.narrow(dim, 0, size)
-    return tensor
-
-
-def place_of(p):
-    """Where this rank's piece of a parameter lies in the whole, as an index."""
-    where = [slice(0, length) for length in placement(p)["shape"]]
-    for dim, (_, start, size) in placement(p)["cuts"].items():
-        where[dim] = slice(start, start + size)
-    return tuple(where)
-
-
-def numbers_of(p):
-    """The number in the flattened whole of each element of this rank's piece."""
-    shape = placement(p)["shape"]
-    return torch.arange(math.prod(shape), device=p.device).view(shape)[place_of(p)]
+    found = {"groups": sizes | {"micro-batches": args.microbatches}, "order": order}
+    found["args"] = {name: getattr(args, name) for name in names}
+    if config.rope_scaling is None:  # else a function, which can't be written
+        found["config"] = dataclasses.asdict(config)
+    return found

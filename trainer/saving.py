@@ -40,16 +40,17 @@ def check(args):
         return
     outputs.check_folder("--out", args.out)
     # torchrun may have started this process again: only the ranks together can tell
-    if not args.resume and "TORCHELASTIC_RUN_ID" not in os.environ and used(args.out):
-        raise Refused(used(args.out))
+    if "TORCHELASTIC_RUN_ID" not in os.environ and used(args):
+        raise Refused(used(args))
 
 
-def used(folder):
-    """A sentence, if a folder has checkpoints; else None."""
-    if any(checkpoint.step_of(name) is not None for name in checkpoint.checkpoints_in(folder)):
-        why = "--resume goes on from the newest, or give another folder"
-        return f"--out {folder} has checkpoints: {why}"
-    return None
+def used(args):
+    """A sentence, if a run that begins anew has checkpoints in --out; else None."""
+    steps = [checkpoint.step_of(name) for name in checkpoint.checkpoints_in(args.out)]
+    if args.resume or steps.count(None) == len(steps):
+        return None
+    advice = "--resume goes on from the newest, or give another folder"
+    return f"--out {args.out} has checkpoints: {advice}"
 
 
 def lock(folder, patience):
@@ -157,8 +158,8 @@ class Saver:
             restarted = store.add(key, 0) > 0
             if self.lock is None:
                 problem = f"another run writes to --out {args.out}: end it, or give another folder"
-            elif not args.resume and not restarted:
-                problem = used(args.out)
+            elif not restarted:
+                problem = used(args)
             if not problem:
                 store.add(key, 1)
         run.agree(problem)
