@@ -437,10 +437,11 @@ class Experts(nn.Module):
 
 def grouped_linear(x, weight, ends):
     """x (R, in), weight (E, out, in) -> (R, out): x[ends[e-1] : ends[e]] @ weight[e].T."""
-    supported = x.dtype in (torch.float32, torch.bfloat16, torch.float16)
+    supported = len(x) > 0 and x.dtype in (torch.float32, torch.bfloat16, torch.float16)
     aligned = all(size * x.element_size() % 16 == 0 for size in weight.shape[1:])
-    too_old = x.is_cuda and torch.cuda.get_device_capability(x.device) < (8, 0)
-    if supported and aligned and not too_old:
+    # From B200 on an expert without rows gets a gradient (pytorch/pytorch, issue 172439)
+    right = not x.is_cuda or (8, 0) <= torch.cuda.get_device_capability(x.device) < (10, 0)
+    if supported and aligned and right:
         return F.grouped_mm(x, weight.transpose(1, 2), offs=ends)
     parts = x.tensor_split(ends[:-1].tolist())
     return torch.cat([F.linear(part, matrix) for part, matrix in zip(parts, weight)])

@@ -26,7 +26,6 @@ docs/choosing-a-layout.md says which layout when.
 """
 
 import contextlib
-import datetime
 import functools
 import math
 
@@ -104,14 +103,12 @@ def mesh(args, schedule):
     experts = dp.unflatten(3, (-1, args.ep))  # (islands, pp, tp, copies, ep)
     pp = ranks.flatten(2).transpose(1, 2)  # (islands, dp cp tp, pp)
     tied = pp[..., [schedule.owner[0], schedule.owner[schedule.last]]]
-    # harness/missing.py names a silent rank before
-    timeout = datetime.timedelta(seconds=args.timeout + 60)
 
     def own_group(rows):
         """Make a group of each row, in the last dimension. Return this rank's group, or None."""
         own = None
         for row in rows.flatten(0, -2).tolist():
-            group = dist.new_group(sorted(set(row)), timeout)  # `tied` may name a rank twice
+            group = dist.new_group(sorted(set(row)))  # `tied` may name a rank twice
             if dist.get_rank() in row:
                 own = group
         return own

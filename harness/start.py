@@ -19,6 +19,7 @@ import time
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from harness import host_messages, missing, signals
 from harness.flags import flag_of
@@ -70,7 +71,13 @@ def launch(demo, args, needed=None, check=lambda world: None, make=Rank):
     for name in ("json", "log_to"):
         if getattr(args, name, None):
             check_file(flag_of(name), getattr(args, name))
-    if args.backend == "nccl" and (me.local_world if me.world > 1 else world) > gpus:
+    # srun --gpus-per-task=1 shows each process one GPU, its own
+    one_each = gpus == 1 and "SLURM_PROCID" in os.environ
+    if (
+        args.backend == "nccl"
+        and not one_each
+        and (me.local_world if me.world > 1 else world) > gpus
+    ):
         raise Refused(
             f"{world} ranks need {world} GPUs on nccl and this machine has {gpus}: use fewer "
             "ranks, several nodes (docs/running.md), or ranks that share a GPU by --backend gloo"
@@ -223,7 +230,7 @@ def one_rank(work, args):
         device = torch.device("cpu")
         if args.device == "cuda":
             device = torch.device("cuda", me.local_rank % torch.cuda.device_count())
-            torch.cuda.set_device(device)
+            set_device(device)
             if args.backend == "gloo":
                 host_messages.install()
         store = join(me, seconds)
@@ -234,10 +241,15 @@ def one_rank(work, args):
             threading.Thread(target=keep_speaking, daemon=True).start()
         if me.world > 1:
             missing.attend(store.clone(), me, seconds)
+        # For every new_group, which does not take the world's
+        distributed_c10d.default_pg_timeout = distributed_c10d.default_pg_nccl_timeout = later
         ranks = {"rank": me.rank, "world_size": me.world}
         dist.init_process_group(args.backend, store=store, timeout=later, **ranks)
         code = work(me.rank, me.world, device) or 0
-        dist.barrier()  # no rank leaves while others still send to it
+        # No rank leaves while others still send to it. A barrier would warn that it guesses a GPU
+        last = torch.zeros(1, device=device)
+        dist.all_reduce(last)
+        last.item()
         dist.destroy_process_group()
         return code
     except Refused as e:
@@ -248,6 +260,15 @@ def one_rank(work, args):
         return NOBODY_READS
     except Exception as e:
         return missing.failed(e, store, me.rank)
+
+
+def set_device(device):
+    """Begin to use a GPU. It is counted even if the driver is too old for this torch."""
+    try:
+        torch.cuda.set_device(device)
+    except (RuntimeError, AssertionError) as e:
+        reason = str(e).split(". ")[0]
+        raise Refused(f"{device} can't be used ({reason}): --device cpu does without") from e
 
 
 def share_cores(local_world, backend):

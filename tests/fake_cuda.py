@@ -98,7 +98,8 @@ class Watch(TorchDispatchMode):
                 self.waits[f"item at {here()}"] += 1
             return 1.0 if args[0].is_floating_point() else 1
         if name == "_pin_memory":
-            self.pinned.add(args[0].untyped_storage()._cdata)
+            if args[0].is_contiguous():  # a strided tensor is copied once more on its way
+                self.pinned.add(args[0].untyped_storage()._cdata)
             return args[0]
         if on_cuda and self.waits_for_value(name, args, kwargs):
             self.waits[f"{name} at {here()}"] += 1

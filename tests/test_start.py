@@ -1,5 +1,6 @@
 """harness/start.py: ranks started by torchrun and by ourselves, on any number, and how they end."""
 
+import argparse
 import json
 import os
 import pathlib
@@ -63,10 +64,31 @@ def test_as_many_ranks_as_gpus(monkeypatch):
     for flags in ([], ["--device", "cuda", "--backend", "gloo"], ["--device", "cpu"]):
         monkeypatch.setattr(sys, "argv", ["ddp.py", "--quiet", "--batch", "8", *flags])
         ddp.main()
-    assert begun == [2, 4, 4]
+    with monkeypatch.context() as one:  # as srun --gpus-per-task=1 shows it
+        one.setattr(torch.cuda, "device_count", lambda: 1)
+        one.setenv("SLURM_PROCID", "0")
+        one.setattr(sys, "argv", ["ddp.py", "--quiet", "--batch", "8", "--nproc", "4"])
+        ddp.main()
+    assert begun == [2, 4, 4, 4]
     said = refused(monkeypatch, "ddp", "--nproc 4")
     assert "4 ranks need 4 GPUs on nccl and this machine has 2" in said
     assert "share a GPU by --backend gloo" in said
+
+
+def test_a_gpu_that_its_driver_cannot_use(monkeypatch, capsys):
+    why = "The NVIDIA driver on your system is too old (found version 11040). Please update it"
+
+    def set_device(device):
+        raise RuntimeError(why)
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "set_device", set_device)
+    args = argparse.Namespace(device="cuda", backend="nccl")
+    assert start.one_rank(lambda *_: 0, args) == 2
+    assert capsys.readouterr().err.endswith(
+        "cuda:0 can't be used (The NVIDIA driver on your system is too old (found version 11040)): "
+        "--device cpu does without\n"
+    )
 
 
 def test_under_torchrun(tmp_path):
