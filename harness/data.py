@@ -69,9 +69,7 @@ class Corpus:
         starts = samples % np.uint64(len(tokens) - context)
         windows = np.stack([tokens[int(s) : int(s) + context + 1] for s in starts])
         windows = torch.from_numpy(windows.astype(np.int64))  # (B, T + 1)
-        # A strided tensor would be pinned as it is, and copied once more before its way to a GPU
-        tokens, targets = windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
-        return tokens, targets, torch.from_numpy(samples.view(np.int64))
+        return windows[:, :-1], windows[:, 1:], torch.from_numpy(samples.view(np.int64))
 
 
 def hash64(a, b):

@@ -165,7 +165,7 @@ class TrainingRank(Rank):
         """Copy a tensor to this rank's device. The host waits for a copy to a GPU only if it is
         from pageable memory."""
         if self.device.type == "cuda":
-            tensor = tensor.pin_memory()
+            tensor = tensor.contiguous().pin_memory()  # a strided one is copied once more
         return tensor.to(self.device, non_blocking=True)
 
     def zero(self):
