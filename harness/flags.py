@@ -155,8 +155,8 @@ def parser(doc, **defaults):
 
 def model_flags(g):
     g.add_argument("--preset", default="tiny", help="named size: " + ", ".join(presets.PRESETS))
-    why = "turn the preset into this family (tiny is gpt2)"
-    g.add_argument("--family", choices=["gpt2", "llama"], help=why)
+    families = ["gpt2", "llama"]
+    g.add_argument("--family", choices=families, help="turn the preset into this one")
     for name, kind, why in [
         ("layers", count(1, 10**5), "number of blocks"),
         ("heads", count(1), "attention heads in a layer"),
@@ -174,8 +174,7 @@ def model_flags(g):
     g.add_argument("--balance-loss", **FACTOR, help=f"{why} (default: 0)")
     why = "factor of the router's z-loss, which keeps its logits small (default: 0)"
     g.add_argument("--z-loss", **FACTOR, help=why)
-    why = "probability, on embedding and residual stream"
-    g.add_argument("--dropout", type=real(0), default=0.0, metavar="P", help=why)
+    g.add_argument("--dropout", **FACTOR, default=0.0, help="on embedding and residual stream")
 
 
 def training_flags(g):
@@ -190,11 +189,9 @@ def training_flags(g):
     rate = dict(type=real(0, 1), metavar="X")  # with more float32 diverges, on any layout
     g.add_argument("--lr", **rate, default=1e-3, help="learning rate after warm-up")
     g.add_argument("--warmup", **NATURAL, default=0, help="steps over which --lr rises")
-    why = "weight decay of matrices; biases and norms have none"
-    g.add_argument("--weight-decay", **rate, default=0.1, help=why)
+    g.add_argument("--weight-decay", **rate, default=0.1, help="of matrices alone")
     g.add_argument("--grad-clip", **FACTOR, default=1.0, help="largest gradient norm; 0 is off")
-    why = "type of weights, gradients and activations; bfloat16 alone loses small updates: "
-    why += "zero.py and train.py have --param-dtype"
+    why = "type of all tensors; bfloat16 loses small updates: zero.py, train.py have --param-dtype"
     g.add_argument("--dtype", choices=UNSCALED, default="float32", help=why)
     why = "compare the first N steps with one process (default: 10, or all steps in float64)"
     g.add_argument("--prove", **NATURAL, help=why)
@@ -204,8 +201,7 @@ def data_flags(g):
     why = "a text file, a folder of them, or stdlib; or ready-made tokens, .bin or .npy"
     g.add_argument("--data", default="stdlib", metavar="PATH", help=why)
     gone(g, "--data-dtype", "a .bin file's numbers and the vocabulary say it")
-    why = "bytes; gpt2, which tiktoken downloads once; a folder with a tokenizer.json; none, for "
-    why += "ready-made tokens"
+    why = "bytes; gpt2, downloaded once; a folder with a tokenizer.json; none: ready-made tokens"
     g.add_argument("--tokenizer", default="bytes", metavar="NAME", help=why)
 
 

@@ -15,6 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 import torch.nn as nn
 
+from harness.placement import placement, take
 from model import GPT
 
 DRAW_CHUNK = 1 << 22  # elements of a weight that are drawn on one core
@@ -40,31 +41,36 @@ def draw(name, shape, init, seed):
     return whole
 
 
-@torch.no_grad()
-def fill(model, seed, device="cpu", dtype=torch.float32, take=lambda whole, p: whole, draw=draw):
-    """Give each parameter of a model on the meta device its memory and value. Returns the model.
+def initial(model, seed, device="cpu", dtype=torch.float32, take=take, draw=draw):
+    """A function from a parameter of a model on the meta device to its initial value. Buffers (a
+    router's bias and load) get their zeros at once.
 
-    Each parameter is drawn whole, one at a time, and take(whole, p) returns this device's piece. A
-    technique that cut it left the shape of the whole in p.placement (see harness/placement.py).
+    Each parameter is drawn whole, one at a time, and take(whole, p) returns this device's piece.
     Another `draw` may know other values, such as those of a trained model."""
-    filled = {}
-    for name, p in model.named():
-        shape = getattr(p, "placement", {}).get("shape", p.shape)
-        value = take(draw(name, shape, p.init, seed), p).to(device, dtype, copy=True)
-        filled[p] = nn.Parameter(value, requires_grad=p.requires_grad)
+    names = {p: name for name, p in model.named()}
+    for module in model.modules():
+        for name, buffer in list(module.named_buffers(recurse=False)):
+            setattr(module, name, torch.zeros_like(buffer, device=device))
+
+    def value(p):
+        whole = draw(names[p], placement(p)["shape"], p.init, seed)
+        return take(whole, p).to(device, dtype, copy=True)
+
+    return value
+
+
+@torch.no_grad()
+def fill(model, *options, **others):
+    """Give each parameter of a model on the meta device its memory and value. Returns the model.
+    The arguments are those of `initial`."""
+    filled, value = {}, initial(model, *options, **others)
+    for _, p in model.named():
+        filled[p] = nn.Parameter(value(p), requires_grad=p.requires_grad)
         filled[p].__dict__.update(p.__dict__)  # init and placement
     for module in model.modules():
         for name, p in list(module.named_parameters(recurse=False)):
             setattr(module, name, filled[p])  # a tied matrix in two modules
-    fill_buffers(model, device)
     return model
-
-
-def fill_buffers(model, device="cpu"):
-    """Give buffers (a router's bias and load) their memory: zeros."""
-    for module in model.modules():
-        for name, buffer in list(module.named_buffers(recurse=False)):
-            setattr(module, name, torch.zeros_like(buffer, device=device))
 
 
 def build(config, seed=0, device="cpu", dtype=torch.float32, draw=draw):

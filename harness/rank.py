@@ -10,7 +10,6 @@ import torch.distributed as dist
 import model as gpt
 from harness import data, initialize
 from harness.flags import DTYPES, configure
-from harness.placement import placement, take
 from harness.presets import parameters_held
 from harness.refusal import Refused, say
 
@@ -130,23 +129,15 @@ class TrainingRank(Rank):
             return gpt.GPT(self.config)
 
     def fill(self, model, draw=initialize.draw):
-        """Give a model on the meta device its weights. Each parameter is drawn whole; this rank
-        keeps its piece. draw: as of initialize.fill; the proof draws the same."""
+        """Give a model on the meta device this rank's pieces of the weights. draw: as of
+        initialize.initial; the proof draws the same."""
         self.draw = draw
-        return initialize.fill(model, self.args.seed, self.device, self.dtype, take, draw)
+        return initialize.fill(model, self.args.seed, self.device, self.dtype, draw=draw)
 
     def initial(self, model, draw=initialize.draw):
-        """A function from a parameter of `model` to its initial value. ZeRO calls it, and fills
-        the model piece by piece."""
+        """As of initialize.initial. ZeRO fills the model piece by piece with it."""
         self.draw = draw
-        initialize.fill_buffers(model, self.device)
-        names = {p: name for name, p in model.named()}
-
-        def value(p):
-            whole = draw(names[p], placement(p)["shape"], p.init, self.args.seed)
-            return take(whole, p).to(self.device, self.dtype)
-
-        return value
+        return initialize.initial(model, self.args.seed, self.device, self.dtype, draw=draw)
 
     # --- the text
 
