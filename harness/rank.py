@@ -23,8 +23,7 @@ class Rank:
         self.args, self.rank, self.world, self.device = args, rank, world, device
 
     def agree(self, problem):
-        """Refuse to go on if any rank has a problem. problem: a sentence, or None. The first rank
-        with a problem prints it."""
+        """Refuse to go on if any rank has a problem: a sentence, or None. The first prints it."""
         first = torch.tensor(self.world if problem is None else self.rank, device=self.device)
         dist.all_reduce(first, op=dist.ReduceOp.MIN)
         if first.item() < self.world:
@@ -57,10 +56,9 @@ class Rank:
         if self.rank == 0 and not self.args.quiet:
             try:
                 print(*args, **kwargs, flush=True)
-            except BrokenPipeError:
-                raise
-            except OSError:
-                pass
+            except OSError as e:
+                if isinstance(e, BrokenPipeError):
+                    raise
 
 
 def keep_speaking(minute=60):
@@ -121,8 +119,6 @@ class TrainingRank(Rank):
             if several and group not in self.named_groups.values():
                 self.named_groups[name] = group
 
-    # --- the model
-
     def meta_model(self):
         """The whole GPT on the meta device, without memory: cut it, then `fill` it."""
         with torch.device("meta"):
@@ -139,12 +135,10 @@ class TrainingRank(Rank):
         self.draw = draw
         return initialize.initial(model, self.args.seed, self.device, self.dtype, draw=draw)
 
-    # --- the text
-
     def microbatches(self, step, part=0, parts=1, pieces=None, split="train"):
         """The rows of data-parallel rank `part` of `parts` in the step's global batch, cut into
-        `pieces` (by default --microbatches): a list of (tokens, targets, samples). Islands have
-        batches of their own, one after the other: island i's parts begin with number i * parts."""
+        `pieces` (by default --microbatches): a list of (tokens, targets, samples). Island i's
+        parts begin with number i * parts."""
         size = self.args.batch // parts
         rows = range(part * size, (part + 1) * size)
         batch = self.corpus.batch(step, rows, self.config.context, self.args.seed, split)
@@ -153,8 +147,7 @@ class TrainingRank(Rank):
         return list(zip(tokens, targets, samples))
 
     def to_device(self, tensor):
-        """Copy a tensor to this rank's device. The host waits for a copy to a GPU only if it is
-        from pageable memory."""
+        """Copy a tensor to this rank's device. From pinned memory the host does not wait."""
         if self.device.type == "cuda":
             tensor = tensor.contiguous().pin_memory()  # a strided one is copied once more
         return tensor.to(self.device, non_blocking=True)

@@ -7,9 +7,9 @@ import time
 
 
 class Refused(SystemExit):
-    """The run can't begin or go on. The message is one sentence that says what to change. Bad input
-    is exit code 2. Every rank raises it at the same place, and rank `speaker` prints it; or it is
-    `alone`, and the other ranks end because it did."""
+    """The run can't begin or go on. The message is one sentence that says what to change. Every
+    rank raises it at the same place, and rank `speaker` prints it; or it is `alone`, and the other
+    ranks end because it did."""
 
     def __init__(self, message, speaker=0, code=2, alone=False):
         super().__init__(code)

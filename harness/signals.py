@@ -22,8 +22,8 @@ def handle(handler, numbers=STOPPING):
 
 
 def end_by_sentence():
-    """Have signals end this process. A launcher's ranks leave SIGTERM and SIGHUP as they are: it
-    sends these where another rank has failed."""
+    """Have signals end this process. A launcher sends its ranks SIGTERM where another has failed:
+    they leave it and SIGHUP as they are."""
     handle(interrupted, [signal.SIGINT] if "RANK" in os.environ else STOPPING)
 
 

@@ -18,8 +18,7 @@ def split(make_model, layers, held, tied_group=None):
                 del model.blocks[name]
         if model.config.tied and last == 0:
             model.embed.token.weight.used_twice = True  # see zero_bubble.Deferred
-        at_one_end = stage in (0, last) and not {0, last} <= set(held)
-        if model.config.tied and at_one_end:
+        if model.config.tied and stage in (0, last) and not {0, last} <= set(held):
             if tied_group is None:
                 raise ValueError("without tied_group the copies of a tied matrix drift apart")
             model.embed.token.weight.placement = {"partial": [tied_group]}

@@ -47,9 +47,8 @@ def launch(demo, args, needed=None, check=lambda world: None, make=Rank):
             many as there are GPUs, if these are fewer
     check   check(world size) may refuse a number of ranks; its ValueError becomes a refusal
 
-    If a launcher that sets RANK and WORLD_SIZE, such as torchrun, has started the ranks, this joins
-    them. If it has started none, or one and more are needed, this starts them on this machine.
-    """
+    This joins the ranks that a launcher has started, such as torchrun. If there are none, or one
+    and more are needed, this starts them on this machine."""
     signals.end_by_sentence()
     if "LAUNCHER" in os.environ:
         end_with_launcher()
@@ -59,9 +58,9 @@ def launch(demo, args, needed=None, check=lambda world: None, make=Rank):
     me, gpus = joined or Launched(), choose_devices(args)
     usual = min(4, gpus) if args.backend == "nccl" else 4
     world = needed or (me.world if joined else args.nproc or usual)
-    if needed and args.nproc and args.nproc != needed:
-        problem = f"this layout needs {needed} processes, not the {args.nproc} of --nproc"
-        raise Refused(f"{problem}: leave that flag out")
+    needs = f"this layout needs {world} processes"
+    if args.nproc and needed not in (None, args.nproc):
+        raise Refused(f"{needs}, not the {args.nproc} of --nproc: leave that flag out")
     if me.world == 1 and world > MOST:
         raise Refused(f"{world:,} ranks are too many for one machine: use at most {MOST:,}")
     if hasattr(args, "layers"):
@@ -91,7 +90,7 @@ def launch(demo, args, needed=None, check=lambda world: None, make=Rank):
     if me.world > 1:
         script = " ".join([os.path.basename(sys.argv[0]), *sys.argv[1:]])
         command = f"torchrun --nproc_per_node={world} {script}"
-        raise Refused(f"this layout needs {world} processes and {me.world} were started: {command}")
+        raise Refused(f"{needs} and {me.world} were started: {command}")
     if not args.quiet:
         say(f"starting {world} processes")
     finish(start_ranks(lambda: one_rank(work, args), world))
@@ -111,16 +110,10 @@ def choose_devices(args):
     return gpus
 
 
-# --- the process that starts the ranks, or runs alone
-
-
 def start_ranks(work, world):
     """Run work() -> exit code in `world` processes of this machine, in which joining.launched()
-    says who they are. Returns an exit code: see verdict.
-
-    Forked processes start ten times faster than fresh ones, because torch is imported already. The
-    store is a file, so only the backend listens for connections, on the loopback interface.
-    """
+    says who they are. Returns an exit code: see verdict. The ranks meet in a file, so only the
+    backend listens for connections, on the loopback interface."""
     for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         os.environ.setdefault(variable, "lo0" if sys.platform == "darwin" else "lo")
     sys.stdout.flush()
@@ -145,8 +138,8 @@ def start_ranks(work, world):
 
 
 def start_rank(work, environment):
-    """Start a rank as a fork of this process, or as a fresh process that runs the same command.
-    Returns its process id."""
+    """Start a rank as a fork of this process, which is ten times faster, or as a fresh process that
+    runs the same command. Returns its process id."""
     if not can_fork():
         # orig_argv still has the -m of `python -m benchmarks.table`; sys.argv has not
         command = [sys.executable, *sys.orig_argv[1:]]
@@ -207,9 +200,6 @@ def verdict(codes, stopped_by, world):
 def can_fork():
     """Whether ranks can be forked: not with CUDA, nor with the libraries of other systems."""
     return sys.platform == "linux" and not torch.cuda.device_count()
-
-
-# --- the life of a rank
 
 
 def end_with_launcher():

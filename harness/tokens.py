@@ -7,8 +7,7 @@
     a folder  its tokenizer.json, as Hugging Face models have, by the library `tokenizers`
     none      for ready-made tokens, if nobody asks for a sample
 
-All encodings have what tiktoken's have and this project uses: n_vocab, encode_ordinary, decode; and
-besides
+All encodings have tiktoken's n_vocab, encode_ordinary and decode; and besides
 
     document(text)  the tokens of a whole document, with those that mark its start and its end
     start           the token that begins a sample without a prompt, or None
