@@ -20,15 +20,15 @@ import sys
 
 from harness import Refused, inputs, script
 from harness.flags import Parser, real
-from proof.explain import (
+from proof.differences import (
     WORDS,
     Recording,
     differences,
     explain,
+    first_step,
     limits_of,
     sizes_of,
 )
-from proof.replay import replay_of
 from proof.tolerance import FLOOR, TOLERANCE
 
 
@@ -59,8 +59,8 @@ def report(reference, other, tolerance=None):
     steps = len({d.step for d in found if d.kind != "data"})
     sizes = f"{steps} {'step' if steps == 1 else 'steps'}, {len(weights_of(a))} weights"
     text = f"{sizes}, {precision}: tolerance {limits['grad']:.0e} for a gradient"
-    if not all(d.error <= d.limit for d in found):
-        place, *lines = explain(a, b, found, floor, lambda: replay_of(a))
+    if any(d.is_off for d in found):
+        place, *lines = explain(a, b, found, lambda step: first_step(a, b) if step == 1 else None)
         return 1, "\n  ".join([f"{text}\nfirst apart: {place}", *lines])
     lines = [text]
     for kind in limits:

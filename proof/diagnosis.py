@@ -1,8 +1,8 @@
 """Where a run parts from one process, and why: what a failing receipt says.
 
 The proof knows which tensors are off. When it has failed, every rank sends rank 0 a summary of what
-it has. Rank 0 makes two recordings of them, of the run and of one process, and proof/explain.py
-says where they part.
+it has. Rank 0 makes two recordings of them, of the run and of one process, and
+proof/differences.py says where they part.
 """
 
 import functools
@@ -16,10 +16,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 import model as gpt
 from harness.placement import placement, take
 from harness.presets import parameter_shapes
-from proof.causes import of_norm, of_rows
-from proof.explain import Difference, Recording, differences, explain, limits_of
+from proof.differences import Again, Difference, Recording, differences, explain, limits_of
 from proof.recorder import summary
-from proof.replay import Replay, as_line
 from proof.tolerance import FLOOR
 
 # --- what a run records while it is compared: little, and nothing that the host must wait for
@@ -30,13 +28,14 @@ class Notes:
 
     outputs     of each step: {name: [marks]}
     squares     of each step: the sum of squares of this rank's gradients
+    norms       of this rank's matrices as the run begins
     first_gradients, gradients    of the first step, and of the last
     named       the latest function that `check` got
     """
 
     def __init__(self):
         self.on = False
-        self.outputs, self.squares = [], []
+        self.outputs, self.squares, self.norms = [], [], {}
         self.named, self.gradients = lambda: [], {}  # a rank may have no gradients to compare
 
     def begin(self, on):
@@ -53,13 +52,14 @@ class Notes:
 
     def gradients_of(self, named, keep):
         """The gradients of a step, when they are complete. keep: they are compared later."""
-        self.named = named
-        gradients = {name: p.grad for name, p in named() if p.grad is not None}
+        self.named, parameters = named, dict(named())
+        gradients = {name: p.grad for name, p in parameters.items() if p.grad is not None}
         self.squares.append([g.double().square().sum() for g in gradients.values()])
         if keep:
             self.gradients = {name: g.clone() for name, g in gradients.items()}
         if len(self.squares) == 1:
             self.first_gradients = self.gradients
+            self.norms = {name: p.detach().norm() for name, p in parameters.items() if p.dim() > 1}
 
 
 def watch(model, note):
@@ -94,39 +94,47 @@ def basis(width):
 class Evidence(NamedTuple):
     """What rank 0 gets of each rank.
 
-    differences  {(kind, name): relative difference} of what it holds. The kinds are "first", a
+    errors       {(kind, name): relative difference} of what it holds. The kinds are "first", a
                  gradient of the first step, "grad", one of the last, and "param", a weight
-    summaries    {(kind, name): its piece's part of the tensor's summary}
-    cuts         {name: [ranks that hold the pieces, for each cut]} of all its parameters
+    summaries    {(kind, name): the summary of the whole tensor}
+    twice        names of the matrices whose shard another rank began with too
     groups       {name: ranks} of its process groups
     outputs, squares    as of its Notes, added up and on the host
     """
 
-    differences: dict
+    errors: dict
     summaries: dict
-    cuts: dict
+    twice: list
     groups: dict
     outputs: list
     squares: list
 
 
-def evidence(run, notes, differences, tensors, parameters):
-    """This rank's Evidence.
+def evidence(run, notes, errors, tensors, parameters):
+    """This rank's Evidence. All ranks call it.
 
     tensors     {kind: {name: its piece}}
     parameters  {name: parameter} that it holds
     """
     ranks_of = dist.get_process_group_ranks
     groups = {name: ranks_of(group) for name, group in run.named_groups.items()}
-    summaries, cuts = {}, {}
+    summaries, twice = {}, []
     for name, p in parameters.items():
-        cuts[name] = [ranks_of(group) for group, _, _ in placement(p)["cuts"].values()]
-        for kind in tensors:
-            piece = tensors[kind].get(name, torch.zeros_like(p))
-            summaries[kind, name] = summary_of_piece(piece, p).tolist()
+        cut_over = [group for group, _, _ in placement(p)["cuts"].values()]
+        for kind, pieces in tensors.items():
+            total = summary_of_piece(pieces.get(name, torch.zeros_like(p)), p)
+            for group in cut_over:  # summaries of pieces add up
+                dist.all_reduce(total, group=group)
+            summaries[kind, name] = total.tolist()
+        for group in cut_over if name in notes.norms else ():
+            norms = [None] * dist.get_world_size(group)
+            dist.all_gather_object(norms, notes.norms[name].item(), group=group)
+            own = norms[dist.get_rank(group)]
+            if own > 0 and norms.count(own) > 1:
+                twice.append(name)
     outputs = [joined(of_step) for of_step in notes.outputs]
     squares = [float(sum(of_step)) for of_step in notes.squares]
-    return Evidence(differences, summaries, cuts, groups, outputs, squares)
+    return Evidence(errors, summaries, twice, groups, outputs, squares)
 
 
 def summary_of_piece(piece, parameter):
@@ -145,46 +153,41 @@ def joined(outputs):
 # --- what rank 0 makes of it
 
 
-def diagnose(run, everyone, alone):
+def diagnose(run, everyone, alone, weights_after):
     """(the first thing that is off, lines about it). everyone: the Evidence of each rank. alone:
-    the Trainee of one process."""
-    last, floor, limits = len(alone.losses), FLOOR[run.precision], limits_of(run.precision)
-    initial = {}
-    for name, p in alone.model.named():
-        initial[name] = run.draw(name, p.shape, p.init, run.args.seed).to(p)
-    ours, theirs = recordings(run, everyone, alone, initial)
-    found = list(wrong_outputs(everyone, alone, limits["outputs"]))
+    the Trainee of one process. weights_after(steps): its weights then."""
+    floor, limits, last = FLOOR[run.precision], limits_of(run.precision), len(alone.losses)
+    at = {"first": (1, "grad"), "grad": (last, "grad"), "param": (last + 1, "data")}
+    ours, theirs = recordings(run, everyone, alone, at, weights_after(0))
+    limit = min(10 * limits["outputs"], 0.02)
+    found = [*equal_shards(everyone), *wrong_outputs(everyone, alone, limit)]
     for d in differences(ours, theirs, limits, floor):
         if d.kind == "norm" and d.step not in (1, last):
             d = d._replace(name="backward or the norm")  # this step's gradients are not kept
-        found.append(with_rank(d, everyone, last))
+        for kind in at:
+            if at[kind] == (d.step, d.kind):
+                d = on_ranks(d, {r: of.errors.get((kind, d.name)) for r, of in enumerate(everyone)})
+        found.append(d)
     kinds = ["data", "outputs", "loss", "grad", "norm"]
     found.sort(key=lambda d: (d.step, kinds.index(d.kind)))
-
-    def replay():
-        [(tokens, targets, _)] = run.microbatches(0, pieces=1)
-        return Replay(run.config, run.args, initial, lambda step: (tokens, targets))
-
-    def lines_about(found):
-        kinds = (
-            {"grad": [of_rows], "loss": [of_rows], "norm": [of_norm]} if found[0].step == 1 else {}
-        )
-        return explain(ours, theirs, found, floor, replay, kinds)
-
-    off = [d for d in found if not d.error <= d.limit]
-    if not off:
+    if not any(d.is_off for d in found):
         return "the loss or the norm, on another rank than 0", []
-    first_off, *lines = lines_about([d for d in found if d.step >= off[0].step])
-    # Gradients of the first step say most, because a wrong step makes all that follow wrong
-    for kind, step in (("grad", 1), ("data", last + 1)):
-        if any((d.kind, d.step) == (kind, step) for d in off):
-            place, *more = lines_about([d for d in found if (d.kind, d.step) == (kind, step)])
-            return first_off, lines + ([place, *more] if place != first_off else [])
+
+    def again(step):
+        def is_theirs(name, x):
+            held = [of.outputs[step - 1].get(name) for of in everyone]
+            held = torch.cat([x for x in held if x is not None])
+            return covers(held, marks_of(x).cpu(), limit)
+
+        [(tokens, targets, _)] = run.microbatches(step - 1, pieces=1)
+        return Again(run.config, weights_after(step - 1), tokens, targets, is_theirs)
+
+    first_off, *lines = explain(ours, theirs, found, again)
     return first_off, lines
 
 
-def recordings(run, everyone, alone, initial):
-    """Recordings of one process and of the run."""
+def recordings(run, everyone, alone, at, initial):
+    """Recordings of one process and of the run. at: {kind of Evidence: (step, kind in a line)}."""
     groups = everyone[0].groups
     sizes = {name: len(ranks) for name, ranks in groups.items()}
     if list(sizes.values()).count(sizes.get("world")) > 1:  # that has another name, too
@@ -196,16 +199,17 @@ def recordings(run, everyone, alone, initial):
         row = run.history[i]
         ours[i + 1] = {"scalars": {"loss": [loss], "norm": [norm]}}
         theirs[i + 1] = {"scalars": {"loss": [row["loss"]], "norm": [row["grad_norm"]]}}
-    ours[1]["data"] = theirs[1]["data"] = as_line(initial)
     last = len(ours)
     ours[last + 1], theirs[last + 1] = {}, {}
-    for kind, step, key, tensors in (
-        ("first", 1, "grad", alone.first_gradients),
-        ("grad", last, "grad", alone.gradients),
-        ("param", last + 1, "data", alone.weights),
-    ):
-        ours[step][key] = as_line(tensors)
-        theirs[step][key] = {name: values_of(everyone, kind, name) for name in tensors}
+    ours[1]["data"] = theirs[1]["data"] = as_line(initial)
+    right = {"first": alone.first_gradients, "grad": alone.gradients, "param": alone.weights}
+    for kind, (step, key) in at.items():
+        ours[step][key], theirs[step][key] = as_line(right[kind]), {}
+        for name in right[kind]:
+            values = theirs[step][key].setdefault(name, [])
+            for of_rank in everyone:
+                value = of_rank.summaries.get((kind, name))
+                values += [value] if value and value not in values else []
     for step in (1, last):  # whose gradients are compared
         squares = [of_rank.squares[step - 1] for of_rank in everyone]
         norms = {"it is that of rank 0's tensors alone, never summed over the ranks": squares[:1]}
@@ -216,43 +220,44 @@ def recordings(run, everyone, alone, initial):
     return Recording("", facts, ours), Recording("", facts, theirs)
 
 
-def values_of(everyone, kind, name):
-    """The different summaries that ranks have of a whole tensor."""
-    rows = []
-    for rank, of_rank in enumerate(everyone):
-        if name in of_rank.cuts:
-            row = whole(everyone, rank, kind, name, of_rank.cuts[name])
-            rows += [row] if row not in rows else []
-    return rows
+def as_line(tensors):
+    """{name: whole tensor}, as in a line of a recording."""
+    return {name: [summary(x).tolist()] for name, x in tensors.items()}
 
 
-def whole(everyone, rank, kind, name, cuts):
-    """The summary of what a rank and those with whom it shares a tensor hold: summaries of pieces
-    add up."""
-    if not cuts:
-        return everyone[rank].summaries[kind, name]
-    pieces = [whole(everyone, other, kind, name, cuts[1:]) for other in cuts[0]]
-    return [math.fsum(values) for values in zip(*pieces)]
+def on_ranks(d, errors):
+    """A Difference with the largest error that a rank measured of its piece, and the ranks whose
+    piece is off. errors: {rank: error, or None}"""
+    held = {rank: error for rank, error in errors.items() if error is not None}
+    off = [rank for rank, error in held.items() if not error <= d.limit]
+    return d._replace(error=max(held.values()), place=in_words(off, len(errors)))
 
 
-def with_rank(d, everyone, last):
-    """A Difference of tensors with the largest error that a rank measured of its piece."""
-    kinds = {("grad", last): "grad", ("grad", 1): "first", ("data", last + 1): "param"}
-    key = kinds.get((d.kind, d.step)), d.name
-    errors = [(of.differences[key], r) for r, of in enumerate(everyone) if key in of.differences]
-    if not errors:
-        return d
-    error, rank = max(errors)
-    return d._replace(error=error, place=f", rank {rank}")
+def in_words(ranks, world):
+    if len(ranks) == world > 1:
+        return " on all ranks"
+    return f" on rank {', '.join(map(str, ranks))}" if ranks else ""
+
+
+def equal_shards(everyone):
+    """Yield a Difference for each matrix of which two ranks began with the same shard."""
+    for name in dict.fromkeys(name for of_rank in everyone for name in of_rank.twice):
+        ranks = [str(rank) for rank, of_rank in enumerate(everyone) if name in of_rank.twice]
+        cause = f"ranks {', '.join(ranks)} have the same shard: drawn alike, or cut at one place"
+        yield Difference(1, "data", name, math.inf, 0.0, cause=cause)
 
 
 def wrong_outputs(everyone, alone, limit):
     """Yield a Difference for each output of embedding and blocks with a token that no rank has."""
     for i, outputs in enumerate(alone.outputs):
         for name, expected in joined(outputs).items():
-            held = [of.outputs[i][name] for of in everyone if name in of.outputs[i]]
-            if held and not covers(torch.cat(held), expected, min(10 * limit, 0.02)):
-                yield Difference(i + 1, "outputs", name, math.inf, 0.0)
+            held = {
+                r: of.outputs[i][name] for r, of in enumerate(everyone) if name in of.outputs[i]
+            }
+            if held and not covers(torch.cat([*held.values()]), expected, limit):
+                off = [rank for rank, x in held.items() if not covers(expected, x, limit)]
+                place = in_words(off, len(everyone))
+                yield Difference(i + 1, "outputs", name, math.inf, 0.0, place=place)
 
 
 def covers(held, expected, limit, rows=1024):

@@ -330,13 +330,13 @@ norm is local: harness:grad_norm
     sgd --pp 2 -> step 1, the norm -> it is that of rank 0's tensors alone
 first piece on every rank: tensor_parallel:span
     start = min(index * width, size) -> start = 0
-    sgd --tp 2 -> step 1, forward: the output of ->
+    sgd --tp 2 -> before step 1: the weight of -> ranks 0, 1 have the same shard
 all shards equal: harness.rank:take
     piece.narrow(dim, start, size) -> piece.narrow(dim, 0, size)
-    sgd --tp 2 -> step 1, forward: the output of blocks.0 ->
+    sgd --tp 2 -> before step 1: the weight of -> ranks 0, 1 have the same shard
 bias on every rank: tensor_parallel:RowParallelLinear.forward
     self.weight)) -> self.weight, self.bias))\n    return y
-    sgd --tp 2 -> step 2, forward: the output of blocks.0 ->
+    sgd --tp 2 -> step 2, forward: the output of blocks.0 on all -> is added 2 times, once by each
 no f: tensor_parallel:CopyToGroup.backward
     dist.all_reduce(total, group=ctx.group) -> pass
     sgd --tp 2 -> step 1, backward -> add up to the right one: never summed over tp
@@ -348,7 +348,7 @@ partial gradients left partial: sequence_parallel:mark_partial
     sgd --tp 2 --sp -> step 1, backward -> add up to the right one: never summed over tp
 last micro-batch only: pipeline:StageRunner.forward
     self.saved[m, stage] = x, y -> self.saved[m, stage] = x, y if m == 1 else 0 * y
-    sgd --dp 2 --microbatches 2 -> step 1, backward -> the last of 2 parts of each rank's rows
+    sgd --dp 2 --microbatches 2 -> step 1, backward -> 1 to 3 0 times, 4 to 6 1 times, 7
 loss is a mean of means: trainer.large_vocabulary:LeanCrossEntropy.forward
     losses.sum() / target_count -> losses.sum() / targets.numel()
     sgd --dp 2 --microbatches 2 -> step 1, the loss -> it is 4 times the right one

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from test_layouts import VARIANTS, arguments, run_layout
 
 import harness
-from proof import compare, explain, recorder
+from proof import compare, differences, recorder
 from proof.recorder import summary
 
 STEPS = 3
@@ -48,7 +48,7 @@ def test_a_distance_is_estimated():
     ratios = []
     for _ in range(200):
         x, d = torch.randn(2, 500, dtype=torch.float64)
-        estimate = explain.distance(summary(x), summary(x + 1e-3 * d))
+        estimate = differences.distance(summary(x), summary(x + 1e-3 * d))
         ratios.append((estimate / (1e-3 * d.norm())).item())
     assert sum(ratios) / 200 == pytest.approx(1, rel=0.1)
     assert 0.3 < min(ratios) and max(ratios) < 2.5
@@ -96,10 +96,8 @@ def test_a_receipt_does_not_see_the_recording(ranks, text, tmp_path):
     assert [line.get("step") for line in lines_of(tmp_path / "rec")] == [None, 1, 2, 3, 4]
     one = record(ranks, text, tmp_path / "one", "")
     assert compare.report(f"{tmp_path}/rec", one)[0] == 0
-    (tmp_path / "one/step-1.safetensors").unlink()
     other = record(ranks, text, tmp_path / "other", "--lr 0.02")
-    with pytest.raises(harness.Refused, match="copy the recording's whole folder"):
-        compare.report(one, other)
+    assert "all 28 weights: its step is 2 times the right one" in compare.report(one, other)[1]
 
 
 def test_a_skipped_step_counts_once(ranks, text, tmp_path):
@@ -222,7 +220,7 @@ def test_exit_codes_and_refusals(tmp_path, monkeypatch):
         refused = code_of(ours, path)
         assert refused.code == 2 and words in str(refused), refused
     assert code_of(ours).code == 2
-    assert "OURS is empty" in str(code_of("", ""))
+    assert "is empty" in str(code_of("", ""))
 
 
 def test_the_recorder_is_short_and_needs_torch_alone():

@@ -126,7 +126,7 @@ class Recording(Recorder):
 
     def write_batch(self):
         """Write the step's batch. With the first one all weights, if these are few: from them
-        proof/replay.py trains the steps again."""
+        proof/differences.py takes the step again."""
         run, pieces = self.run, []
         if self.number == 1 and parameter_count(run.config) <= MOST_KEPT:
             for name, p in self.parameters.items():
