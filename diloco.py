@@ -252,8 +252,8 @@ def check_diloco_arguments(diloco):
     if not diloco.parameters:
         raise ValueError("no parameter needs a gradient: all frozen, or an iterator used up")
     if any(hasattr(p, "stepped_on_in_pieces") for p in diloco.parameters):
-        pieces = "[p for g in zero.param_groups for p in g['params']]"
-        raise ValueError(f"ZeRO steps on pieces of these parameters: give {pieces}, then reload()")
+        give = "give [p for g in zero.param_groups for p in g['params']], then update_weights()"
+        raise ValueError(f"ZeRO steps on pieces of these parameters: {give}")
     if diloco.bits not in (None, 16, 8, 4):
         raise ValueError(f"bits={diloco.bits!r}: choose None, 16, 8 or 4")
     if not 0 <= diloco.delay < diloco.every:

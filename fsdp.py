@@ -120,7 +120,7 @@ class FSDP(ZeRO):
     gradients and optimizer states. reshard=False: a unit's weights stay from its forward until its
     backward; a third less is sent. The other options are ZeRO's (docs/two-techniques.md)."""
 
-    stages = (3,)
+    valid_stages = (3,)
 
     def __init__(
         self,
@@ -143,25 +143,15 @@ class FSDP(ZeRO):
             for unit, following in pairwise(of_scope):
                 unit.following, following.previous = following, unit
             self.units += of_scope
-        self.units_of = {p: () for p in model.parameters()}
-        for unit in self.units:
-            for p in unit.module.parameters():
-                self.units_of[p] += (unit,)
         options["bucket_bytes"] = float("inf")  # a unit is one bucket
         super().__init__(model, group, 3, make_optimizer, microbatches, scopes=scopes, **options)
-        del self.units_of  # it holds the parameters as they were, and their memory
         model.register_state_dict_pre_hook(check_state_dict)
 
-    def _kind(self, places, p):
-        return self.units_of[p], super()._kind(places, p)  # a tied matrix is in two units
-
     def _make_bucket(self, parameters, place, **options):
-        users = self.units_of[parameters[0]]
-        if not users:
+        if not place.units:
             return super()._make_bucket(parameters, place, **options)
-        bucket = UnitBucket(parameters, place, self.stage, **options)
-        bucket.first_unit = users[0]
-        for unit in users:
+        bucket = UnitBucket(parameters, place, self.stage, self.microbatches, **options)
+        for unit in place.units:  # a tied matrix is in two
             unit.buckets.append(bucket)
         return bucket
 
@@ -190,7 +180,7 @@ class FSDP(ZeRO):
         reduced them, and all must call collectives in one order. A tied matrix goes with its
         first unit."""
         if self.queue is not None:
-            own = [bucket for bucket in unit.buckets if bucket.first_unit is unit]
+            own = [bucket for bucket in unit.buckets if bucket.place.units[0] is unit]
             self._reduce_full(done=own)
 
     def _backward_ends(self):
@@ -201,9 +191,9 @@ class FSDP(ZeRO):
         super()._join_missing_passes(given_up)
         self.release()
 
-    def reload(self, buckets=None):
+    def update_weights(self, buckets=None):
         self.release()  # what a forward without backward has left
-        super().reload(buckets)
+        super().update_weights(buckets)
 
 
 class Unit:
@@ -269,14 +259,9 @@ class UnitBucket(ShardedBucket):
         self.users, self.gathering = set(), None
         self.free()
 
-    def publish(self):
-        self.shard.copy_(self.master)  # the other ranks get it when they gather
-
     def gather(self):
         self.weights.untyped_storage().resize_(self.weights.nbytes)
-        self.gathering = all_gather_into_tensor(
-            self.weights, self.shard, group=self.group, async_op=True
-        )
+        self.gathering = self.start_weight_gather()
 
     def wait(self):
         if self.gathering is not None:

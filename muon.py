@@ -232,16 +232,16 @@ class Muon:
 
     # --- beside a step: the norm, clipping, checkpoints, whole gradients
 
-    def grad_norm(self, stages=None):
-        """The norm of the whole gradient: a float64 scalar, the same on all ranks. stages: the
-        group of a pipeline's ranks."""
+    def grad_norm(self, pipeline_group=None):
+        """The norm of the whole gradient: a float64 scalar, the same on all ranks. pipeline_group:
+        the ranks with the other stages of a pipeline."""
         self.finish()
         total = torch.zeros((), dtype=torch.float64, device=self.buckets[0].weights.device)
         for bucket in self.buckets:
             for p, piece in zip(bucket.parameters, bucket.pieces):
-                if is_counted(p, self.cut_groups, stages):
+                if is_counted(p, self.cut_groups, pipeline_group):
                     total += torch.linalg.vector_norm(piece.grad, dtype=torch.float64).square()
-        for group in [self.group, *self.cut_groups, stages]:
+        for group in [self.group, *self.cut_groups, pipeline_group]:
             if group is not None and dist.get_world_size(group) > 1:
                 dist.all_reduce(total, group=group)
         return total.sqrt()
@@ -253,7 +253,7 @@ class Muon:
             for bucket in self.buckets:
                 bucket.gradients[bucket.own].mul_(scale.to(bucket.gradients.dtype))
 
-    def reload(self):
+    def update_weights(self):
         """The owners' weights were filled, from a checkpoint: bring them to all ranks."""
         for bucket in self.buckets:
             self.works += bucket.publish(bucket.weights)
@@ -400,25 +400,27 @@ def groups_cutting(p):
     return [group for group, _, _ in (placed(p, "cuts") or {}).values()]
 
 
+def is_within(inner, outer):
+    return set(dist.get_process_group_ranks(inner)) <= set(dist.get_process_group_ranks(outer))
+
+
 def find_cut_groups(parameters, data_group):
-    """The groups over which parameters are cut. Those within data_group are left out: the norm
-    sums over its ranks anyway. data_group: None in stage 0."""
-    summed = set(dist.get_process_group_ranks(data_group)) if data_group else set()
+    """The groups over which parameters are cut, and over which the norm is summed. data_group: the
+    norm is summed over its ranks anyway (None: it is not), so groups within it are left out."""
     groups = {}
     for p in parameters:
         groups |= dict.fromkeys(groups_cutting(p))
-    return [g for g in groups if not summed.issuperset(dist.get_process_group_ranks(g))]
+    return [g for g in groups if data_group is None or not is_within(g, data_group)]
 
 
-def is_counted(p, cut_groups, stages, across=None):
-    """Whether the norm counts this rank's part of p: other ranks may have the same."""
-    groups = [group for group in cut_groups if group not in groups_cutting(p)]
+def is_counted(p, cut_groups, pipeline_group, across=None):
+    """Whether the norm counts this rank's part of p. Of ranks with the same part the first does."""
+    same = [group for group in cut_groups if group not in groups_cutting(p)]
     if across is not None:
-        groups.append(across)
-    if stages is not None:  # several stages may have one matrix
-        ranks, partial = set(dist.get_process_group_ranks(stages)), placed(p, "partial") or ()
-        groups += [g for g in partial if ranks.issuperset(dist.get_process_group_ranks(g))]
-    return all(dist.get_rank(group) == 0 for group in groups)
+        same.append(across)
+    if pipeline_group is not None:  # several stages may have one matrix
+        same += [g for g in placed(p, "partial") or () if is_within(g, pipeline_group)]
+    return all(dist.get_rank(group) == 0 for group in same)
 
 
 # --- mistakes that would be silent: refused

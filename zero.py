@@ -79,6 +79,9 @@ class PlainZeRO1:
         self.gradients.zero_()
 
 
+# Stage 2 in this form has no self.gradients. After each backward pass it copies all p.grad into a
+# new flat tensor, reduce-scatters that, adds the result to shard.grad, and frees both.
+
 # --- stages 0 to 2 in full: many buckets, reduced while backward goes on
 
 
@@ -102,7 +105,8 @@ class ZeRO:
     Before: all ranks have equal weights, loaded, tied and frozen in their final form. The
     parameters are replaced in place. Activation checkpointing needs use_reentrant=False."""
 
-    stages = 0, 1, 2
+    valid_stages = 0, 1, 2
+    units = ()  # those of fsdp.py
 
     def __init__(
         self,
@@ -119,26 +123,24 @@ class ZeRO:
     ):
         self.model, self.group, self.stage, self.microbatches = model, group, stage, microbatches
         self.reduce_each = reduce_each and stage >= 2
-        gloo = dist.get_backend(group) == "gloo"
-        self.reduce_scatter = DirectReduceScatter if gloo else reduce_scatter_tensor
-        self.works = []  # (bucket, work): reductions on their way
         self.queue = None  # the buckets that the running backward pass has still to reduce
+        self.works = []  # (bucket, work): reductions on their way
         self.backward_running = False  # still true after an exception
         self.last_call = None  # "zero_grad", "backward" or "finish"
-        # For other kinds of parallelism, to be skipped at first. With ZeRO alone scope is None,
-        # may_reduce True, and sums, splits and cut_groups are empty
+        # For other kinds of parallelism, to be skipped at first: with ZeRO alone they do nothing
         self.scopes, self.splits = scopes or {None: model}, splits or {}
         self.scope, self.may_reduce = None, True  # of the running backward pass, see around()
-        self.sums = []  # works: sums of shards over replicas
+        self.replica_sums = []  # works: sums of shards over replicas
         self.cut_groups = find_cut_groups(model.parameters(), group if stage > 0 else None)
+        places = find_places(model, group, self.scopes, self.splits, self.units)
+
         # 1  The parameters are dealt out to buckets, and become views of them
-        places = find_places(model, group, self.scopes, self.splits)
-        self.buckets = []
-        view_of = {}
-        kind_of = functools.partial(self._kind, places)
+        def kind_of(p):
+            return p.requires_grad, p.dtype, p.device, places[p]
+
+        self.buckets, view_of = [], {}
         for parameters in group_parameters(model.parameters(), bucket_bytes, kind_of):
             bucket = self._make_bucket(parameters, places[parameters[0]], **options)
-            bucket.expect(microbatches)
             self.buckets.append(bucket)
             view_of.update(zip(parameters, bucket.parameters))
         for module in model.modules():
@@ -153,15 +155,9 @@ class ZeRO:
                 p.register_post_accumulate_grad_hook(functools.partial(self._take, bucket, i))
         self.optimizer = make_optimizer(pieces)
         check_zero_arguments(self)
-        # 3  A rank has filled its own shards only: all get the weights
-        self.reload()
-
-    def _kind(self, places, p):
-        """What the parameters of a bucket have in common."""
-        return p.requires_grad, p.dtype, p.device, places[p]
 
     def _make_bucket(self, parameters, place, **options):
-        return ShardedBucket(parameters, place, self.stage, **options)
+        return ShardedBucket(parameters, place, self.stage, self.microbatches, **options)
 
     # --- a step
     #
@@ -169,6 +165,8 @@ class ZeRO:
     # backward     _take moves each gradient to its bucket, _reduce_full starts to reduce full ones.
     # finish()     Reduces what backward has not, and waits for all.
     # step()       Steps on this rank's shards, and all-gathers the new weights.
+    #
+    # A bucket is reduced once a step in stages 0 and 1, once a backward pass in stage 2.
 
     def zero_grad(self, give_up=False):
         """Start a step. After an exception on any rank all ranks call it with give_up=True."""
@@ -179,7 +177,6 @@ class ZeRO:
         self.backward_running, self.last_call = False, "zero_grad"
         for bucket in self.trainable:
             bucket.zero_grad()
-            bucket.reductions_left = bucket.reductions
 
     def _take(self, bucket, i, p):
         """The hook of each parameter: move its gradient into the bucket. p.grad stays None, or
@@ -187,8 +184,7 @@ class ZeRO:
         gradient, p.grad = p.grad, None
         self.last_call = "backward"
         self._backward_begins()
-        if self.queue is None:
-            self._fill_queue()
+        self._fill_queue()
         check_zero_gradient(self, bucket)
         bucket.add(i, gradient)
         self._reduce_full()
@@ -206,52 +202,41 @@ class ZeRO:
             self._reduce_rest()
 
     def _fill_queue(self):
-        self.queue = [b for b in self.trainable if b.reductions_left > 0]
-        if self.scope is not None:
-            self.queue = [b for b in self.queue if self.scope in b.place.scopes]
-
-    def _reduce_rest(self):
-        self._reduce_full(done=list(self.queue))  # a parameter may have got no gradient
-        self._wait()
-        self.queue = None
+        if self.queue is None:
+            self.queue = [b for b in self.trainable if b.reductions_left > 0]
+            if self.scope is not None:
+                self.queue = [b for b in self.queue if self.scope in b.place.scopes]
 
     def _reduce_full(self, done=()):
         # In the same order on all ranks: swapped reductions would add up the wrong buckets,
         # silently. So a bucket that is full early waits for those before it
         while self.may_reduce and self.queue:
             bucket = self.queue[0]
-            if bucket.grads_left > 0 and bucket not in done:
+            if any(bucket.grads_left) and bucket not in done:
                 break
             self.queue.pop(0)
-            bucket.await_gradients()
+            bucket.reset_gradient_count()
             bucket.reductions_left -= 1
             if self.reduce_each or bucket.reductions_left == 0:
-                self._reduce(bucket)
+                self.works.append((bucket, bucket.start_reduction()))
+            if self.stage >= 2:
+                self._wait(leave=1)  # at most two buckets are whole: one is on its way, one fills
 
-    def _reduce(self, bucket):
-        bucket.allocate_gradients()  # if no parameter of it got a gradient
-        if dist.get_world_size(bucket.group) == 1:
-            return self._keep_shard(bucket)
-        gradients, options = bucket.gradients, {"group": bucket.group, "async_op": True}
-        if self.stage == 0:
-            work = dist.all_reduce(gradients, **options)
-        else:
-            work = self.reduce_scatter(gradients[bucket.own], gradients, **options)
-        self.works.append((bucket, work))
-        if self.stage >= 2:
-            self._wait(leave=1)  # at most two buckets are whole: one is on its way, one fills
+    def _reduce_rest(self):
+        self._reduce_full(done=list(self.queue))  # a parameter may have got no gradient
+        self._wait()
+        self.queue = None
 
     def _wait(self, leave=0):
         while len(self.works) > leave:
             bucket, work = self.works.pop(0)
-            work.wait()
-            self._keep_shard(bucket)
-
-    def _keep_shard(self, bucket):
-        bucket.keep_shard()
-        across = bucket.place.across
-        if across is not None and bucket.reductions_left == 0:
-            self.sums.append(dist.all_reduce(bucket.gradient_shard, group=across, async_op=True))
+            if work is not None:
+                work.wait()
+            bucket.keep_shard()
+            across = bucket.place.across
+            if across is not None and bucket.reductions_left == 0:
+                work = dist.all_reduce(bucket.gradient_shard, group=across, async_op=True)
+                self.replica_sums.append(work)
 
     def finish(self):
         """Complete the gradients, after the last backward of a step. grad_norm(), clip() and step()
@@ -269,16 +254,15 @@ class ZeRO:
     def _join_missing_passes(self, given_up=False):
         # A rank that ran fewer backward passes must still join the reductions
         while self.queue is not None or any(bucket.reductions_left for bucket in self.trainable):
-            if self.queue is None:  # else an exception ended this pass half way
-                self._fill_queue()
+            self._fill_queue()  # unless an exception ended a pass half way
             if given_up:
                 for bucket in self.queue:
                     bucket.allocate_gradients()
                     bucket.gradients.fill_(torch.nan)  # incomplete: nobody may train on it
             self._reduce_rest()
-        for work in self.sums:
+        for work in self.replica_sums:
             work.wait()
-        self.sums.clear()
+        self.replica_sums.clear()
 
     def step(self):
         """Step on this rank's shards, and send the new weights to all."""
@@ -288,34 +272,37 @@ class ZeRO:
         for bucket in self.trainable:
             # A copy only if the master has another dtype or place
             gradient = bucket.gradient_shard.to(bucket.master)
-            for piece, span in zip(bucket.pieces, bucket.spans):
-                piece.grad = gradient[span].view(piece.shape)
+            for piece, part in zip(bucket.pieces, gradient.split(bucket.piece_sizes)):
+                piece.grad = part.view(piece.shape)
         self.optimizer.step()  # once for all buckets: some optimizers count their steps
         self.optimizer.zero_grad()
-        self.reload(self.trainable)
+        self.update_weights(self.trainable)
 
-    def reload(self, buckets=None):
-        """The masters were filled, by a step or from a checkpoint: bring them to all ranks."""
-        works = [bucket.publish() for bucket in buckets or self.buckets]
-        for work in filter(None, works):
+    def update_weights(self, buckets=None):
+        """The masters have new values, by a step or from a checkpoint: bring them to all ranks."""
+        works = []
+        for bucket in buckets or self.buckets:
+            bucket.shard.copy_(bucket.master)  # does nothing where these are the same tensor
+            if bucket.keeps_weights and bucket.ranks > 1:
+                works.append(bucket.start_weight_gather())
+        for work in works:
             work.wait()
 
-    # --- beside a step: the norm, clipping, whole copies, replicas
+    # --- beside a step: the norm, clipping, whole copies
 
-    def grad_norm(self, stages=None):
-        """The norm of the whole gradient: a float64 scalar, the same on all ranks. stages: the
-        group of a pipeline's ranks."""
+    def grad_norm(self, pipeline_group=None):
+        """The norm of the whole gradient: a float64 scalar, the same on all ranks. pipeline_group:
+        the ranks with the other stages of a pipeline."""
         self.finish()
-        counted = []
+        counted = [self.buckets[0].weights.new_zeros(1)]  # this rank may have no part that counts
         for bucket in self.trainable:
-            for p, span in zip(bucket.parameters, bucket.spans):
-                if is_counted(p, self.cut_groups, stages, bucket.place.across):
-                    counted.append(bucket.gradient_shard[span])
-        total = torch.zeros((), dtype=torch.float64, device=self.buckets[0].weights.device)
-        if counted:
-            dtype = torch.promote_types(counted[0].dtype, torch.float32)
-            total += torch.stack(torch._foreach_norm(counted, dtype=dtype)).double().square().sum()
-        for group in [self.group if self.stage > 0 else None, *self.cut_groups, stages]:
+            parts = bucket.gradient_shard.split(bucket.piece_sizes)
+            for p, part in zip(bucket.parameters, parts):
+                if is_counted(p, self.cut_groups, pipeline_group, bucket.place.across):
+                    counted.append(part)
+        dtype = torch.promote_types(counted[-1].dtype, torch.float32)
+        total = torch.stack(torch._foreach_norm(counted, dtype=dtype)).double().square().sum()
+        for group in [self.group if self.stage > 0 else None, *self.cut_groups, pipeline_group]:
             if group is not None and dist.get_world_size(group) > 1:
                 dist.all_reduce(total, group=group)
         return total.sqrt()
@@ -337,10 +324,10 @@ class ZeRO:
             weights = bucket.gather_full(bucket.master)
             gradients = bucket.gather_full(bucket.gradient_shard) if bucket.trainable else None
             for i, p in enumerate(bucket.parameters):
-                copy = nn.Parameter(bucket.part(i, weights).clone())
+                copy = nn.Parameter(bucket.view(i, weights).clone())
                 copy.__dict__.update(p.__dict__)
                 if bucket.trainable:
-                    copy.grad = bucket.part(i, gradients).to(copy, copy=True)
+                    copy.grad = bucket.view(i, gradients).to(copy, copy=True)
                 copies[p] = copy
         return [(name, copies[p]) for name, p in named]
 
@@ -349,7 +336,7 @@ class ZeRO:
         """The optimizer's, for learning rates."""
         return self.optimizer.param_groups
 
-    # --- together with another kind of parallelism: see the end of this file
+    # --- beside a pipeline
 
     @contextlib.contextmanager
     def around(self, action):
@@ -372,9 +359,8 @@ class ShardedBucket:
     shard           (S/N,)  this rank's shard of the weights
     master          (S/N,)  what the optimizer steps on: the shard, or its copy in another dtype or
                             place
-    pieces                  master cut at the parameters' borders, `spans`: one a parameter, maybe
-                            empty
-    gradients       (S,)    of this rank, in `reduce_dtype`
+    pieces                  the master, cut at the parameters' borders: one a parameter, maybe empty
+    gradients       (S,)    of this rank, in `reduce_dtype`; in stage 2 None until one arrives
     gradient_shard  (S/N,)  this rank's shard of their sum over all ranks
 
     value(p): p's initial value, on the device to use, in the masters' dtype. Default: p itself. The
@@ -388,6 +374,7 @@ class ShardedBucket:
         parameters,
         place,
         stage,
+        microbatches,
         value=lambda p: p,
         param_dtype=None,
         reduce_dtype=None,
@@ -395,124 +382,117 @@ class ShardedBucket:
     ):
         self.place, self.group, self.stage = place, place.group, stage
         self.trainable = parameters[0].requires_grad
+        self.on_gloo = dist.get_backend(self.group) == "gloo"
         self.ranks, rank = 1, 0
         if stage > 0:
             self.ranks, rank = dist.get_world_size(self.group), dist.get_rank(self.group)
-        # Of a shard, rounded up. At least 1: gloo refuses empty messages
-        self.length = max(-(-sum(p.numel() for p in parameters) // self.ranks), 1)
-        self.size = self.ranks * self.length
-        first, last = rank * self.length, (rank + 1) * self.length
-        self.own = slice(first, last)
-        self.weights = None
-        self.parameters, self.slices, self.pieces, self.spans = [], [], [], []
+        # 1  Where the parameters are in the flat tensor, and how much of each is in this shard
+        sizes = [p.numel() for p in parameters]
+        length = max(-(-sum(sizes) // self.ranks), 1)  # rounded up; gloo refuses empty messages
+        self.own = slice(rank * length, (rank + 1) * length)
+        sizes.append(self.ranks * length - sum(sizes))  # padding
+        self.slices, self.piece_sizes = [], []
         end = 0
-        for p in parameters:
-            # One value at a time, so that a large model is never whole on any rank
-            full = value(p).detach().flatten()
-            if self.weights is None:
-                self._allocate(full, param_dtype, offload)
-            start, end = end, end + p.numel()
-            begin, stop = (min(max(position, first), last) for position in (start, end))
-            span = slice(begin - first, stop - first)
-            piece = self.master[span]
-            piece.copy_(full[begin - start : stop - start])
-            if p.dim() > 1:
-                piece = piece.unsqueeze(0)  # 2-D, so that weight decay still sees a matrix
-            self.spans.append(span)
-            self.pieces.append(nn.Parameter(piece, requires_grad=self.trainable))
+        for size in sizes:
+            start, end = end, end + size
+            in_shard = min(end, self.own.stop) - max(start, self.own.start)
+            self.slices.append(slice(start, end))
+            self.piece_sizes.append(max(in_shard, 0))
+        # 2  The weights, a bucket at a time: a large model is never whole on any rank
+        values = [value(p).detach().flatten() for p in parameters]
+        full = torch.cat([*values, values[0].new_zeros(sizes[-1])])  # (S,)
+        self.weights = full.to(param_dtype or full.dtype)
+        self.shard = self.weights[self.own]
+        if not self.keeps_weights:
+            self.shard = self.shard.clone()
+        self.master = self.shard
+        if self.trainable and (offload or full.dtype != self.weights.dtype):
+            self.master = full[self.own].to("cpu" if offload else full.device, copy=True)
+        self.parameters, self.pieces = [], []
+        for p, part, piece in zip(parameters, self.slices, self.master.split(self.piece_sizes)):
             # .data has its own version counter: autograd must not take a gather for a change of
             # the weights that it saved
-            view = self.weights[start:end].data.view(p.shape)
-            self.slices.append(slice(start, end))
-            self.parameters.append(nn.Parameter(view, requires_grad=self.trainable))
-            self.parameters[-1].__dict__.update(p.__dict__, stepped_on_in_pieces=True)
-        self.gradients = self.gradient_shard = None
+            view = nn.Parameter(self.weights[part].data.view(p.shape), self.trainable)
+            view.__dict__.update(p.__dict__, stepped_on_in_pieces=True)
+            self.parameters.append(view)
+            if p.dim() > 1:
+                piece = piece.unsqueeze(0)  # 2-D, so that weight decay still sees a matrix
+            self.pieces.append(nn.Parameter(piece, self.trainable))
+        # 3  The gradients
+        self.gradients = self.received = None
         self.reduce_dtype = reduce_dtype or self.weights.dtype
         if self.trainable and stage < 2:
             self.allocate_gradients()
             self.gradient_shard = self.gradients[self.own]
         elif self.trainable:
-            self.gradient_shard = self.weights.new_zeros(self.length, dtype=self.reduce_dtype)
-
-    def _allocate(self, like, param_dtype, offload):
-        self.weights = like.new_zeros(self.size, dtype=param_dtype)
-        self.shard = self.weights[self.own]
-        if not self.keeps_weights:
-            self.shard = self.shard.clone()
-        self.master = self.shard
-        if self.trainable and (offload or like.dtype != self.weights.dtype):
-            place = "cpu" if offload else like.device
-            self.master = torch.zeros(self.length, dtype=like.dtype, device=place)
-
-    def expect(self, microbatches):
-        """How often this bucket is reduced in a step, each time after how many gradients."""
-        backwards = microbatches * len(self.place.scopes)
-        self.reductions, times = (backwards, 1) if self.stage >= 2 else (1, backwards)
-        self.grads_per_reduction = times * len(self.parameters)
+            self.gradient_shard = self.weights.new_zeros(length, dtype=self.reduce_dtype)
+        # 4  How often they are reduced in a step, each time after how many of each parameter
+        backwards = microbatches * len(place.scopes)
+        self.reductions, self.grads_per_reduction = (1, backwards) if stage < 2 else (backwards, 1)
         self.reductions_left = self.reductions
-        self.await_gradients()
+        self.reset_gradient_count()
 
-    def part(self, i, flat):
+    def view(self, i, flat):
         """Parameter i's part of a tensor like `weights`."""
         return flat[self.slices[i]].view(self.parameters[i].shape)
 
     def allocate_gradients(self):
         if self.gradients is None:
-            self.gradients = self.weights.new_zeros(self.size, dtype=self.reduce_dtype)
+            self.gradients = torch.zeros_like(self.weights, dtype=self.reduce_dtype)
 
     def zero_grad(self):
+        self.reductions_left = self.reductions
+        self.gradient_shard.zero_()
         if self.stage < 2:
             self.gradients.zero_()
         else:
             self.gradients = None
-            self.gradient_shard.zero_()
 
     def add(self, i, gradient):
         self.allocate_gradients()
-        self.part(i, self.gradients).add_(gradient)
-        # In a split backward several micro-batches' I bring a bias's gradient before the first W
-        # brings a matrix's: it counts once
-        if self.stage < 2 or i not in self.arrived:
-            self.arrived.add(i)
-            self.grads_left -= 1
+        self.view(i, self.gradients).add_(gradient)
+        # 0 already: in a split backward several micro-batches' I bring a bias's gradient before the
+        # first W brings a matrix's
+        self.grads_left[i] = max(self.grads_left[i] - 1, 0)
 
-    def await_gradients(self):
-        self.grads_left, self.arrived = self.grads_per_reduction, set()
+    def reset_gradient_count(self):
+        self.grads_left = [self.grads_per_reduction] * len(self.parameters)
+
+    def start_reduction(self):
+        """Start to sum the gradients over the ranks: whole in stage 0, else a shard on each."""
+        self.allocate_gradients()  # if no parameter of it got a gradient
+        options = {"group": self.group, "async_op": True}
+        if dist.get_world_size(self.group) == 1:
+            return None
+        if self.stage == 0:
+            return dist.all_reduce(self.gradients, **options)
+        if not self.on_gloo:
+            return reduce_scatter_tensor(self.gradients[self.own], self.gradients, **options)
+        # gloo's own sends twice as much: send each rank its shard, and add up what arrives
+        self.received = torch.empty_like(self.gradients)
+        return dist.all_to_all_single(self.received, self.gradients, **options)
 
     def keep_shard(self):
-        """This rank's shard of the sum is complete. Stage 2 frees the rest."""
+        """The messages of a reduction have arrived. Stage 2 frees all but this rank's shard."""
+        if self.received is not None:
+            shards = self.received.view(self.ranks, -1)
+            torch.sum(shards, 0, out=self.gradients[self.own])
+            self.received = None
         if self.stage >= 2:
             self.gradient_shard += self.gradients[self.own]
             self.gradients = None
 
-    def publish(self):
-        """Start to bring the masters' values to the weights of all ranks."""
-        self.shard.copy_(self.master)  # does nothing where these are the same tensor
-        if self.ranks > 1:
-            return all_gather_into_tensor(self.weights, self.shard, group=self.group, async_op=True)
+    def start_weight_gather(self):
+        return all_gather_into_tensor(self.weights, self.shard, group=self.group, async_op=True)
 
     def gather_full(self, shard):
         """All ranks' shards together, on the device of the weights."""
         shard = shard.to(self.weights.device)
         if self.ranks == 1:
             return shard
-        full = shard.new_empty(self.size)
+        full = shard.new_empty(self.ranks * len(shard))
         all_gather_into_tensor(full, shard, group=self.group)
         return full
-
-
-class DirectReduceScatter:
-    """Reduce-scatter in one round: send each rank its shard, add up what arrives. A rank sends
-    (N-1)/N of the input, as in a ring; gloo's own sends twice that. It is its own work handle."""
-
-    def __init__(self, output, input, group=None, async_op=True):
-        self.output, self.received = output, torch.empty_like(input)
-        self.work = dist.all_to_all_single(self.received, input, group=group, async_op=True)
-
-    def wait(self):
-        self.work.wait()
-        torch.sum(self.received.view(-1, len(self.output)), 0, out=self.output)
-        self.received = None
 
 
 def group_parameters(parameters, bucket_bytes, kind_of):
@@ -540,20 +520,23 @@ class Place(NamedTuple):
     group: object  # the ranks that split this replica
     across: object  # those with the same shards, one of each replica; None: there is one replica
     partial: tuple  # groups over which gradients are partial sums
-    scopes: tuple
+    scopes: tuple  # those that use them, each with a backward pass per micro-batch
+    units: tuple  # those of fsdp.py that use them
 
 
-def find_places(model, group, scopes, splits):
-    """{parameter: its Place}. scopes: {stage: module} of a pipeline's rank with several stages.
+def find_places(model, group, scopes, splits, units):
+    """{parameter: its Place}. scopes: {pipeline stage: its module} of a rank with several stages.
     splits: of HSDP, whose replicas are split each by itself: {data group: (the ranks that split
     this replica, the ranks with the same shards, one of each replica)}."""
-    users = {scope: set(module.parameters()) for scope, module in scopes.items()}
+    of_scope = {scope: set(module.parameters()) for scope, module in scopes.items()}
+    of_unit = {unit: set(unit.module.parameters()) for unit in units}
     places = {}
     for p in model.parameters():
         data_group = placed(p, "data") or group
         inside, across = splits.get(data_group, (data_group, None))
-        used_in = tuple(scope for scope, parameters in users.items() if p in parameters)
-        places[p] = Place(inside, across, tuple(placed(p, "partial") or ()), used_in)
+        partial = tuple(placed(p, "partial") or ())
+        users = [tuple(key for key in of if p in of[key]) for of in (of_scope, of_unit)]
+        places[p] = Place(inside, across, partial, *users)
     return places
 
 
@@ -568,25 +551,27 @@ def groups_cutting(p):
     return [group for group, _, _ in (placed(p, "cuts") or {}).values()]
 
 
+def is_within(inner, outer):
+    return set(dist.get_process_group_ranks(inner)) <= set(dist.get_process_group_ranks(outer))
+
+
 def find_cut_groups(parameters, data_group):
-    """The groups over which parameters are cut. Those within data_group are left out: the norm
-    sums over its ranks anyway. data_group: None in stage 0."""
-    summed = set(dist.get_process_group_ranks(data_group)) if data_group else set()
+    """The groups over which parameters are cut, and over which the norm is summed. data_group: the
+    norm is summed over its ranks anyway (None: it is not), so groups within it are left out."""
     groups = {}
     for p in parameters:
         groups |= dict.fromkeys(groups_cutting(p))
-    return [g for g in groups if not summed.issuperset(dist.get_process_group_ranks(g))]
+    return [g for g in groups if data_group is None or not is_within(g, data_group)]
 
 
-def is_counted(p, cut_groups, stages, across=None):
-    """Whether the norm counts this rank's part of p: other ranks may have the same."""
-    groups = [group for group in cut_groups if group not in groups_cutting(p)]
+def is_counted(p, cut_groups, pipeline_group, across=None):
+    """Whether the norm counts this rank's part of p. Of ranks with the same part the first does."""
+    same = [group for group in cut_groups if group not in groups_cutting(p)]
     if across is not None:
-        groups.append(across)
-    if stages is not None:  # several stages may have one matrix
-        ranks, partial = set(dist.get_process_group_ranks(stages)), placed(p, "partial") or ()
-        groups += [g for g in partial if ranks.issuperset(dist.get_process_group_ranks(g))]
-    return all(dist.get_rank(group) == 0 for group in groups)
+        same.append(across)
+    if pipeline_group is not None:  # several stages may have one matrix
+        same += [g for g in placed(p, "partial") or () if is_within(g, pipeline_group)]
+    return all(dist.get_rank(group) == 0 for group in same)
 
 
 # --- mistakes that would be silent: refused
@@ -596,7 +581,7 @@ NOT_ELEMENTWISE = "Adafactor", "LAMB", "Lamb", "LARS", "LBFGS", "Muon", "SOAP", 
 
 
 def check_zero_arguments(zero):
-    if zero.stage not in zero.stages:
+    if zero.stage not in zero.valid_stages:
         raise ValueError(f"there is no stage {zero.stage!r} of ZeRO: 0, 1 or 2; 3 is fsdp.FSDP")
     kind = type(zero.optimizer).__name__
     if kind in NOT_ELEMENTWISE:

@@ -316,11 +316,11 @@ one bias left out: ddp:DDP.__init__
 ZeRO sums twice: zero:ZeRO.finish
     for group in bucket.place.partial: -> + bucket.gradient_shard *= 2
     gpt2 --dp 2 --zero 3 -> step 1, backward -> summed once too often, or not averaged, over dp (2)
-copies not summed: zero:ZeRO._keep_shard
+copies not summed: zero:ZeRO._wait
     if across is not None -> if False
     sgd --dp 4 --zero 2 --zero-ranks 2 -> step 1, backward -> never summed over inside or across
-no rank adds to a shard: zero:ZeRO._reduce
-    if dist.get_world_size(bucket.group) == 1: -> if True:
+no rank adds to a shard: zero:ShardedBucket.start_reduction
+    if dist.get_world_size(self.group) == 1: -> if True:
     sgd --dp 2 --zero 1 -> step 1, backward ->
 norm counts copies: harness:grad_norm
     and is_first(p, groups) ->

@@ -234,7 +234,8 @@ class Layout(OneProcess):
                 options = {"bucket_bytes": 1000} | options
             self.sharded = make(self.make_optimizer, **options)
             if native:  # reduce-scatter as on nccl
-                self.sharded.reduce_scatter = zero.reduce_scatter_tensor
+                for bucket in self.sharded.buckets:
+                    bucket.on_gloo = False
             if "param_dtype" in options:
                 self.tolerance = dict(rtol=1e-4, atol=1e-5, check_dtype=False)
         elif kind:
@@ -381,7 +382,7 @@ class Layout(OneProcess):
             if last:
                 self.diloco.finish()
             if self.sharded and (moved or last):
-                self.sharded.reload()
+                self.sharded.update_weights()
 
     def named(self):
         if self.kind == "muon":

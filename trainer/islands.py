@@ -159,8 +159,9 @@ class Averaging(diloco.DiLoCo):
             arrived = self.step()
             if last:
                 self.finish()
-        if (arrived or last) and hasattr(self.inner, "reload"):
-            self.inner.reload()  # ZeRO: the weights follow the masters, on all ranks of the island
+        if (arrived or last) and hasattr(self.inner, "update_weights"):
+            # ZeRO: the weights follow the masters, on all ranks of the island
+            self.inner.update_weights()
 
     # --- checkpoints
 

@@ -141,8 +141,8 @@ class Saver:
         checkpoint.load(path, index, self.pieces(index, training))
         self.scale.restore(index.get("loss_scale"))
         # ZeRO: the weights follow the masters that were just filled
-        if hasattr(self.optimizer, "reload"):
-            self.optimizer.reload()
+        if hasattr(self.optimizer, "update_weights"):
+            self.optimizer.update_weights()
         compared = ": from here on nothing is compared with one process" if training else ""
         run.print(f"resumed from {path}{compared}{passed}")
         return index["step"]
