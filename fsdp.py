@@ -102,6 +102,83 @@ class PlainFSDP:
 # --- FSDP in full: the next unit's weights arrive while one computes
 
 
+class UnitBucket(ShardedBucket):
+    """`weights` has memory while a unit needs it: its `users` at this moment."""
+
+    keeps_weights = False
+
+    def __init__(self, *args, **options):
+        super().__init__(*args, **options)
+        self.users, self.gathering = set(), None
+        self.free()
+
+    def gather(self):
+        self.weights.untyped_storage().resize_(self.weights.nbytes)
+        self.gathering = self.start_weight_gather()
+
+    def wait(self):
+        if self.gathering is not None:
+            self.gathering.wait()
+            self.gathering = None
+
+    def free(self):
+        self.wait()
+        self.weights.untyped_storage().resize_(0)
+
+
+class Unit:
+    """A module whose weights are gathered before it runs, forward or backward, and freed after."""
+
+    def __init__(self, fsdp, module, scope):
+        self.fsdp, self.module, self.scope, self.buckets = fsdp, module, scope, []
+        self.previous = self.following = None  # its neighbours in the order of forward
+        module.register_forward_pre_hook(self.before_forward)
+        module.register_forward_hook(self.after_forward)
+
+    def gather(self):
+        for bucket in self.buckets:
+            if not bucket.users:
+                bucket.gather()
+            bucket.users.add(self)
+
+    def release(self):
+        for bucket in self.buckets:
+            if bucket.users == {self}:
+                bucket.free()
+            bucket.users.discard(self)
+
+    def before_forward(self, module, inputs):
+        # Activation checkpointing runs it again during its own backward: the weights are here
+        if self.fsdp.in_backward is not self:
+            self.fsdp.enter(self, self.following)
+
+    def after_forward(self, module, inputs, output):
+        if self.fsdp.in_backward is self:
+            return
+        passed_on = {id(t) for t in tree_leaves(inputs)}  # their gradients come after this unit's
+        outputs = [t for t in tree_leaves(output) if isinstance(t, torch.Tensor)]
+        outputs = [t for t in outputs if t.requires_grad and id(t) not in passed_on]
+        for t in outputs:
+            t.register_hook(self.before_backward)
+        if outputs and self.following is None and self.fsdp.reshard:
+            # Keep the last unit, whose backward is likely to be next. If not, enter() frees it
+            self.fsdp.prefetched = self
+        elif self.fsdp.reshard or not outputs:
+            self.release()
+
+    def before_backward(self, gradient):
+        fsdp = self.fsdp
+        fsdp._backward_begins()
+        if fsdp.in_backward is self:
+            return
+        # Autograd runs in the reverse order of forward: all that ran after this unit is done
+        if fsdp.in_backward:
+            fsdp.in_backward.release()
+            fsdp._reduce_done(fsdp.in_backward)
+        fsdp.in_backward = self
+        fsdp.enter(self, self.previous)
+
+
 class FSDP(ZeRO):
     """Trains `model` over `group`: a rank holds its shards, and the weights of two units at most.
 
@@ -166,7 +243,7 @@ class FSDP(ZeRO):
             following.gather()
         self.prefetched = following
 
-    def release(self):
+    def release_all(self):
         if self.prefetched:
             self.prefetched.release()
         for unit in self.units:
@@ -185,92 +262,15 @@ class FSDP(ZeRO):
 
     def _backward_ends(self):
         super()._backward_ends()
-        self.release()
+        self.release_all()
 
     def _join_missing_passes(self, given_up=False):
         super()._join_missing_passes(given_up)
-        self.release()
+        self.release_all()
 
     def update_weights(self, buckets=None):
-        self.release()  # what a forward without backward has left
+        self.release_all()  # what a forward without backward has left
         super().update_weights(buckets)
-
-
-class Unit:
-    """A module whose weights are gathered before it runs, forward or backward, and freed after."""
-
-    def __init__(self, fsdp, module, scope):
-        self.fsdp, self.module, self.scope, self.buckets = fsdp, module, scope, []
-        self.previous = self.following = None  # its neighbours in the order of forward
-        module.register_forward_pre_hook(self.before_forward)
-        module.register_forward_hook(self.after_forward)
-
-    def gather(self):
-        for bucket in self.buckets:
-            if not bucket.users:
-                bucket.gather()
-            bucket.users.add(self)
-
-    def release(self):
-        for bucket in self.buckets:
-            if bucket.users == {self}:
-                bucket.free()
-            bucket.users.discard(self)
-
-    def before_forward(self, module, inputs):
-        # Activation checkpointing runs it again during its own backward: the weights are here
-        if self.fsdp.in_backward is not self:
-            self.fsdp.enter(self, self.following)
-
-    def after_forward(self, module, inputs, output):
-        if self.fsdp.in_backward is self:
-            return
-        passed_on = {id(t) for t in tree_leaves(inputs)}  # their gradients come after this unit's
-        outputs = [t for t in tree_leaves(output) if isinstance(t, torch.Tensor)]
-        outputs = [t for t in outputs if t.requires_grad and id(t) not in passed_on]
-        for t in outputs:
-            t.register_hook(self.before_backward)
-        if outputs and self.following is None and self.fsdp.reshard:
-            # Keep the last unit, whose backward is likely to be next. If not, enter() frees it
-            self.fsdp.prefetched = self
-        elif self.fsdp.reshard or not outputs:
-            self.release()
-
-    def before_backward(self, gradient):
-        fsdp = self.fsdp
-        fsdp._backward_begins()
-        if fsdp.in_backward is self:
-            return
-        # Autograd runs in the reverse order of forward: all that ran after this unit is done
-        if fsdp.in_backward:
-            fsdp.in_backward.release()
-            fsdp._reduce_done(fsdp.in_backward)
-        fsdp.in_backward = self
-        fsdp.enter(self, self.previous)
-
-
-class UnitBucket(ShardedBucket):
-    """`weights` has memory while a unit needs it: its `users` at this moment."""
-
-    keeps_weights = False
-
-    def __init__(self, *args, **options):
-        super().__init__(*args, **options)
-        self.users, self.gathering = set(), None
-        self.free()
-
-    def gather(self):
-        self.weights.untyped_storage().resize_(self.weights.nbytes)
-        self.gathering = self.start_weight_gather()
-
-    def wait(self):
-        if self.gathering is not None:
-            self.gathering.wait()
-            self.gathering = None
-
-    def free(self):
-        self.wait()
-        self.weights.untyped_storage().resize_(0)
 
 
 def default_units(module):

@@ -8,9 +8,6 @@
 Muon replaces a matrix's momentum U S V^T by about U V^T, so that all directions move alike. That
 needs the whole matrix, so the shards of zero.py won't do: the ranks share out whole matrices.
 
-Plainly   for p in matrices: dist.reduce(p.grad, group=group, group_dst=owner[p])
-          plain_muon.step(only={p for p in matrices if owner[p] == rank})
-          for p in matrices: dist.broadcast(p.data, group=group, group_src=owner[p])
 Split     The layers' matrices, by the FLOPs of their iteration, largest first. All other parameters
           take AdamW, which works on any piece: each rank owns 1/N of each bucket of them.
 Sent      2 r P e bytes, r = (N-1)/N, for P parameters of e bytes on N ranks: as DDP and ZeRO-1.
@@ -96,7 +93,23 @@ class PlainMuon(torch.optim.Optimizer):
         return scale * orthogonalize(matrices, dtype).reshape(direction.shape)
 
 
-# --- data parallelism: reductions hide behind backward, broadcasts behind the owners' iterations
+# --- data parallelism in its plainest form: each matrix has one owner, which steps for all
+
+
+def step_by_owner(plain_muon, group):
+    """In place of plain_muon.step(), after backward on this rank's rows. Before: all ranks have
+    equal weights, and a gradient of every matrix, even if it is zero."""
+    matrices = [p for held in plain_muon.param_groups for p in held["params"]]
+    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+    owners = {p: i % ranks for i, p in enumerate(matrices)}
+    for p in matrices:
+        dist.reduce(p.grad, group=group, group_dst=owners[p])  # the sum, on its owner only
+    plain_muon.step(only={p for p in matrices if owners[p] == rank})
+    for p in matrices:
+        dist.broadcast(p.data, group=group, group_src=owners[p])
+
+
+# --- the same in full: reductions hide behind backward, broadcasts behind the owners' iterations
 
 
 class Muon:
@@ -115,7 +128,7 @@ class Muon:
     Before: all ranks have equal weights, on their device, tied and frozen in their final form.
     microbatches: the backward passes of a step. Matrices have weight decay, the embedding too. All
     settings of the optimizers are in the param_groups of muon.muon and muon.adamw. A parameter
-    without a gradient gets zeros, and moves on. stages: a pipeline's rank lists its modules."""
+    without a gradient gets zeros, and moves on. scopes: of a pipeline's rank, {stage: module}."""
 
     def __init__(
         self,
@@ -126,7 +139,7 @@ class Muon:
         weight_decay=0.1,
         microbatches=1,
         bucket_bytes=25e6,
-        stages=None,
+        scopes=None,
     ):
         self.model, self.group = model, group
         trained = [p for p in model.parameters() if p.requires_grad]
@@ -135,28 +148,28 @@ class Muon:
         owners = deal_to_owners(matrices, group)
 
         def kind_of(p):
-            data_group, partial = placed(p, "data") or group, tuple(placed(p, "partial") or ())
+            data_group, partial = placed(p, "data", group), tuple(placed(p, "partial", ()))
             return owners.get(p), data_group, partial, p.dim() > 1, p.dtype, p.device
 
-        self.buckets = []
-        for parameters in group_parameters(trained, bucket_bytes, kind_of):
-            self.buckets.append(OwnedBucket(parameters, *kind_of(parameters[0])[:3]))
         # A tied matrix gets a gradient from each stage that uses it
-        uses = Counter(p for module in stages or [model] for p in module.parameters())
-        vectors, decayed = [], []
-        for bucket in self.buckets:
-            bucket.grads_per_step = microbatches * sum(uses[p] for p in bucket.parameters)
-            for p in bucket.parameters:
+        modules = scopes.values() if scopes else [model]
+        uses = Counter(p for module in modules for p in module.parameters())
+        self.buckets, vectors, decayed = [], [], []
+        for parameters in group_parameters(trained, bucket_bytes, kind_of):
+            owner, data_group, partial, is_matrix, *_ = kind_of(parameters[0])
+            bucket = OwnedBucket(parameters, owner, data_group, partial)
+            bucket.grads_per_step = microbatches * sum(uses[p] for p in parameters)
+            for p in parameters:
                 p.register_post_accumulate_grad_hook(functools.partial(self._arrived, bucket))
-            if bucket.owner is None:  # for AdamW
-                is_matrix = bucket.parameters[0].dim() > 1
+            if owner is None:  # for AdamW
                 (decayed if is_matrix else vectors).extend(bucket.pieces)
+            self.buckets.append(bucket)
         self.muon = ShardedMuon(matrices, lr, weight_decay)
         groups = [{"params": decayed}, {"params": vectors, "weight_decay": 0.0}]
         self.adamw = torch.optim.AdamW(groups, lr, betas=(0.9, 0.95), weight_decay=weight_decay)
         self.optimizers = self.muon, self.adamw
         self.cut_groups = find_cut_groups(trained, group)
-        self.addresses = addresses_of(model)
+        self.addresses = {p: p.data_ptr() for p in trained}
         self.works = []  # messages on their way
         self.last_call = None  # "zero_grad", "backward" or "finish"
         self.zero_grad()
@@ -198,7 +211,7 @@ class Muon:
         for bucket in self.buckets[self.started :]:
             if bucket.grads_left > 0 and not rest:
                 break
-            self.works += bucket.reduce()
+            self.works += bucket.sum_on_owners()
             self.started += 1
 
     def finish(self):
@@ -222,7 +235,7 @@ class Muon:
         for bucket in self.buckets:
             if bucket.owner == dist.get_rank(bucket.group):
                 self.muon.step(only={*bucket.parameters})
-            self.works += bucket.publish(bucket.weights)  # travels while the next ones iterate
+            self.works += bucket.send_from_owners(bucket.weights)  # while the next ones iterate
         self._wait()
 
     def _wait(self):
@@ -256,14 +269,14 @@ class Muon:
     def update_weights(self):
         """The owners' weights were filled, from a checkpoint: bring them to all ranks."""
         for bucket in self.buckets:
-            self.works += bucket.publish(bucket.weights)
+            self.works += bucket.send_from_owners(bucket.weights)
         self._wait()
 
     def gather_gradients(self):
         """Bring the complete gradients to every rank's p.grad, for checks. All ranks call it."""
         self.finish()
         for bucket in self.buckets:
-            self.works += bucket.publish(bucket.gradients)
+            self.works += bucket.send_from_owners(bucket.gradients)
         self._wait()
 
 
@@ -274,7 +287,7 @@ def deal_to_owners(matrices, group):
     """{matrix: the rank that owns it}: the largest first, each to the rank with the least to do."""
     owners, loads = {}, {}
     for p in sorted(matrices, key=flops, reverse=True):
-        data_group = placed(p, "data") or group  # an expert has fewer replicas
+        data_group = placed(p, "data", group)  # an expert has fewer replicas
         load = loads.setdefault(data_group, [0] * dist.get_world_size(data_group))
         owners[p] = load.index(min(load))
         load[owners[p]] += flops(p)
@@ -283,7 +296,7 @@ def deal_to_owners(matrices, group):
 
 def flops(p):
     """Of the iterations of p: a matrix, a stack of them, or a shard of these."""
-    *stack, rows, columns = placed(p, "shape") or p.shape
+    *stack, rows, columns = placed(p, "shape", p.shape)
     if hasattr(p, "matrix_rows"):
         stack, rows = [rows // p.matrix_rows], p.matrix_rows
     m, n = sorted((rows, columns))
@@ -301,10 +314,14 @@ class OwnedBucket:
         self.parameters, self.owner, self.group, self.partial = parameters, owner, group, partial
         self.weights = torch.cat([p.detach().flatten() for p in parameters])
         self.gradients = torch.zeros_like(self.weights)
-        rank = dist.get_rank(group)
-        own = self.by_owner(self.weights).get(rank, self.weights[:0])
-        first, last = own.storage_offset(), own.storage_offset() + len(own)
-        self.own = slice(first, last)
+        rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+        if owner is None:
+            self.owned_sizes = [len(part) for part in self.weights.tensor_split(ranks)]
+        else:
+            self.owned_sizes = [0] * ranks
+            self.owned_sizes[owner] = len(self.weights)
+        first = sum(self.owned_sizes[:rank])
+        self.own = slice(first, first + self.owned_sizes[rank])
         self.slices, self.pieces = [], []
         end = 0
         for p in parameters:
@@ -313,29 +330,27 @@ class OwnedBucket:
             p.grad = self.gradients[start:end].view_as(p)
             piece = p
             if owner != rank:
-                begin, stop = (min(max(position, first), last) for position in (start, end))
-                piece = nn.Parameter(self.weights[begin:stop])
-                piece.grad = self.gradients[begin:stop]
+                piece_start = max(start, self.own.start)
+                piece_end = max(min(end, self.own.stop), piece_start)
+                piece = nn.Parameter(self.weights[piece_start:piece_end])
+                piece.grad = self.gradients[piece_start:piece_end]
             self.slices.append(slice(start, end))
             self.pieces.append(piece)
 
     def by_owner(self, flat):
-        """{owner: its piece} of a tensor like `weights`."""
-        if self.owner is not None:
-            return {self.owner: flat}
-        return dict(enumerate(flat.tensor_split(dist.get_world_size(self.group))))
+        """(owner, its part) of a tensor like `weights`, for each part that travels."""
+        if dist.get_world_size(self.group) > 1:
+            for owner, part in enumerate(flat.split(self.owned_sizes)):
+                if len(part):
+                    yield owner, part
 
-    def reduce(self):
-        """Start to sum the gradients, each piece on its owner."""
-        for owner, piece in self.by_owner(self.gradients).items():
-            if len(piece) and dist.get_world_size(self.group) > 1:
-                yield dist.reduce(piece, group=self.group, group_dst=owner, async_op=True)
+    def sum_on_owners(self):
+        for owner, part in self.by_owner(self.gradients):
+            yield dist.reduce(part, group=self.group, group_dst=owner, async_op=True)
 
-    def publish(self, flat):
-        """Start to send each piece from its owner to all."""
-        for owner, piece in self.by_owner(flat).items():
-            if len(piece) and dist.get_world_size(self.group) > 1:
-                yield dist.broadcast(piece, group=self.group, group_src=owner, async_op=True)
+    def send_from_owners(self, flat):
+        for owner, part in self.by_owner(flat):
+            yield dist.broadcast(part, group=self.group, group_src=owner, async_op=True)
 
 
 def group_parameters(parameters, bucket_bytes, kind_of):
@@ -365,16 +380,14 @@ class ShardedMuon(PlainMuon):
         cuts = cuts_within(p)
         if not cuts:
             return super().scaled(direction, p, dtype)
-        for dim, (group, _, _) in cuts:
-            shards = [torch.empty_like(direction) for _ in range(dist.get_world_size(group))]
-            dist.all_gather(shards, direction, group=group)
-            # Without the zeros that pad the last shards: the scale is the whole matrix's
-            direction = torch.cat(shards, dim).narrow(dim, 0, p.placement["shape"][dim])
-        update = super().scaled(direction, p, dtype)
-        for dim, (_, start, length) in cuts:
-            update = update.narrow(dim, start, length)
+        [(dim, (group, start, length))] = cuts
+        shards = [torch.empty_like(direction) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(shards, direction, group=group)
+        # Without the zeros that pad the last shards: the scale is the whole matrix's
+        whole = torch.cat(shards, dim).narrow(dim, 0, p.placement["shape"][dim])
+        update = super().scaled(whole, p, dtype).narrow(dim, start, length)
         padded = torch.zeros_like(p)
-        padded[tuple(map(slice, update.shape))] = update
+        padded.narrow(dim, 0, length).copy_(update)
         return padded
 
 
@@ -383,21 +396,21 @@ def cuts_within(p):
     rank has other matrices, such as experts that are modules."""
     first = 1 if hasattr(p, "matrix_rows") else p.dim() - 2
     found = []
-    for dim, cut in (placed(p, "cuts") or {}).items():
+    for dim, cut in placed(p, "cuts", {}).items():
         if dim is not None and dim >= first and dist.get_world_size(cut[0]) > 1:
             found.append((dim, cut))
     return found
 
 
-def placed(p, key):
+def placed(p, key, default):
     """An entry of p.placement, which another kind of parallelism writes (docs/two-techniques.md):
     "data", the group of its replicas; "partial", groups over which its gradient is a partial sum;
-    "cuts", {dimension: (group, start, length)}, "shape", of the whole. None: it has no such one."""
-    return getattr(p, "placement", {}).get(key)
+    "cuts", {dimension: (group, start, length)}; "shape", of the whole."""
+    return getattr(p, "placement", {}).get(key) or default
 
 
 def groups_cutting(p):
-    return [group for group, _, _ in (placed(p, "cuts") or {}).values()]
+    return [group for group, _, _ in placed(p, "cuts", {}).values()]
 
 
 def is_within(inner, outer):
@@ -419,7 +432,7 @@ def is_counted(p, cut_groups, pipeline_group, across=None):
     if across is not None:
         same.append(across)
     if pipeline_group is not None:  # several stages may have one matrix
-        same += [g for g in placed(p, "partial") or () if is_within(g, pipeline_group)]
+        same += [g for g in placed(p, "partial", ()) if is_within(g, pipeline_group)]
     return all(dist.get_rank(group) == 0 for group in same)
 
 
@@ -433,14 +446,11 @@ def check_matrices(matrices):
             raise ValueError(f"{shape} is no matrix, nor a stack of them: leave it to AdamW")
 
 
-def addresses_of(model):
-    return {p: p.data_ptr() for p in model.parameters() if p.requires_grad}
-
-
 def check_muon_step(muon):
     if muon.last_call == "backward":
         raise RuntimeError("there was no finish(): call it, or zero_grad(give_up=True)")
-    if addresses_of(muon.model) != muon.addresses:
+    trained = (p for p in muon.model.parameters() if p.requires_grad)
+    if {p: p.data_ptr() for p in trained} != muon.addresses:
         raise RuntimeError(
             "a parameter was replaced, moved, cast, frozen or unfrozen: do that before Muon(...)"
         )

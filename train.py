@@ -166,8 +166,7 @@ def data_parallel(run, model, groups, draw):
     if args.optimizer == "muon":
         run.fill(model, draw)
         run.make_optimizer = receipts.muon.one_process(muon.PlainMuon, muon.layer_matrices)
-        stages = model.parts.values()
-        options = args.lr, args.weight_decay, args.microbatches, bucket_bytes, stages
+        options = args.lr, args.weight_decay, args.microbatches, bucket_bytes, model.parts
         return muon.Muon(model, dp, muon.layer_matrices(model), *options)
     one_dtype = args.dtype == args.param_dtype == args.reduce_dtype
     if args.zero == 0 and one_dtype and not args.offload:

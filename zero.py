@@ -532,23 +532,23 @@ def find_places(model, group, scopes, splits, units):
     of_unit = {unit: set(unit.module.parameters()) for unit in units}
     places = {}
     for p in model.parameters():
-        data_group = placed(p, "data") or group
+        data_group = placed(p, "data", group)
         inside, across = splits.get(data_group, (data_group, None))
-        partial = tuple(placed(p, "partial") or ())
+        partial = tuple(placed(p, "partial", ()))
         users = [tuple(key for key in of if p in of[key]) for of in (of_scope, of_unit)]
         places[p] = Place(inside, across, partial, *users)
     return places
 
 
-def placed(p, key):
+def placed(p, key, default):
     """An entry of p.placement, which another kind of parallelism writes (docs/two-techniques.md):
     "data", the group of its replicas; "partial", groups over which its gradient is a partial sum;
-    "cuts", {dimension: (group, start, length)}, "shape", of the whole. None: it has no such one."""
-    return getattr(p, "placement", {}).get(key)
+    "cuts", {dimension: (group, start, length)}; "shape", of the whole."""
+    return getattr(p, "placement", {}).get(key) or default
 
 
 def groups_cutting(p):
-    return [group for group, _, _ in (placed(p, "cuts") or {}).values()]
+    return [group for group, _, _ in placed(p, "cuts", {}).values()]
 
 
 def is_within(inner, outer):
@@ -570,7 +570,7 @@ def is_counted(p, cut_groups, pipeline_group, across=None):
     if across is not None:
         same.append(across)
     if pipeline_group is not None:  # several stages may have one matrix
-        same += [g for g in placed(p, "partial") or () if is_within(g, pipeline_group)]
+        same += [g for g in placed(p, "partial", ()) if is_within(g, pipeline_group)]
     return all(dist.get_rank(group) == 0 for group in same)
 
 

@@ -89,10 +89,9 @@ def test_shards_step_as_the_whole(ranks, world):
                 whole, gradients = (nn.Parameter(*matrices(i, [shape])) for i in (seed, seed + 50))
                 if seed == len(SHAPES):
                     whole.matrix_rows = 3
-                shard, gradient = (
-                    tensor_parallel.shard(p, dim, dist.group.WORLD) for p in (whole, gradients)
-                )
-                whole.grad, shard.grad = gradients.detach(), gradient.detach()
+                shard = tensor_parallel.shard(whole, dim, dist.group.WORLD)
+                shard.grad = tensor_parallel.shard(gradients, dim, dist.group.WORLD).detach()
+                whole.grad = gradients.detach()
                 plain, sharded = muon.PlainMuon([whole]), muon.ShardedMuon([shard])
                 for _ in range(2):
                     plain.step()
@@ -163,17 +162,35 @@ def train(optimizer, model, microbatches, rows, steps=3):
         gradients = [p.grad.clone() for p in model.parameters() if p.requires_grad]
         optimizer.step()
     assert min(norms) > 2
-    return (
-        torch.tensor(norms, dtype=torch.float64),
-        gradients,
-        [p.detach() for p in model.parameters()],
-    )
+    weights = [p.detach() for p in model.parameters()]
+    return torch.tensor(norms, dtype=torch.float64), gradients, weights
 
 
 def one_process(args):
     model = Odd()
     make = receipts.muon.one_process(muon.PlainMuon, lambda model: [*model.layers, model.unused])
     return train(make(model, args), model, 1, slice(None))
+
+
+def test_step_by_owner(ranks):
+    """Two steps, with gradients of each rank's own. The third rank owns nothing."""
+
+    def stepped(step_once, ranks_here):
+        optimizer = muon.PlainMuon([nn.Parameter(matrix) for matrix in matrices(shapes=SHAPES[:2])])
+        [held] = optimizer.param_groups
+        for step in (1, 2):
+            for i, p in enumerate(held["params"]):
+                p.grad = sum(matrices(10 * step + rank, SHAPES[:2])[i] for rank in ranks_here)
+            step_once(optimizer)
+        return [p.detach() for p in held["params"]], len(optimizer.state)
+
+    def work(rank):
+        return stepped(lambda optimizer: muon.step_by_owner(optimizer, dist.group.WORLD), [rank])
+
+    expected, _ = stepped(lambda optimizer: optimizer.step(), range(3))
+    weights, owned = zip(*ranks(3, work))
+    torch.testing.assert_close(weights, (expected,) * 3, rtol=1e-12, atol=1e-12)
+    assert owned == (1, 1, 0)
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 4, 12])
@@ -189,9 +206,8 @@ def test_equals_one_process(ranks, world):
             with case(microbatches, bucket_bytes):
                 model = Odd()
                 chosen = [*model.layers, model.unused, model.frozen]
-                sharded = muon.Muon(
-                    model, dist.group.WORLD, chosen, RATES.lr, 0.1, microbatches, bucket_bytes
-                )
+                given = RATES.lr, 0.1, microbatches, bucket_bytes
+                sharded = muon.Muon(model, dist.group.WORLD, chosen, *given)
                 found = train(sharded, model, microbatches, rows)
                 torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
         shapes = [p.shape for p in sharded.muon.state]
