@@ -311,6 +311,8 @@ def train(run, schedule=None, watch=None):
     averaging.go_on(first)
     if args.only_sample:
         first = args.steps  # no step is left
+    if first == 0:
+        sampling.show_untrained(runner)
     take_steps(runner, first, averaging, checkpoints)
     if checkpoints.stopped:
         return 0

@@ -146,7 +146,7 @@ def parser(doc, **defaults):
     data_flags(p.add_argument_group("data"))
     running_flags(p.add_argument_group("running"))
     for action in p._actions:
-        if action.dest in defaults:  # the help then shows the new default
+        if defaults.get(action.dest) is not None:  # the help then shows the new default
             action.help = action.help.split(" (default:")[0]
     p.set_defaults(**defaults)
     p.hide_rare()
@@ -201,7 +201,8 @@ def data_flags(g):
     why = "a text file, a folder of them, or stdlib; or ready-made tokens, .bin or .npy"
     g.add_argument("--data", default="stdlib", metavar="PATH", help=why)
     gone(g, "--data-dtype", "a .bin file's numbers and the vocabulary say it")
-    why = "bytes; gpt2, downloaded once; a folder with a tokenizer.json; none: ready-made tokens"
+    why = "bytes; gpt2, downloaded once; a folder with a tokenizer.json; none: ready-made tokens "
+    why += "(default: bytes; with --init-from the model's own)"
     g.add_argument("--tokenizer", default="bytes", metavar="NAME", help=why)
 
 

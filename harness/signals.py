@@ -10,6 +10,7 @@ import sys
 
 from harness.refusal import finish, say
 
+unsaved = ""  # what train.py adds to the sentence where a run saves nothing
 # What a user, a terminal that closes or a batch system sends to end a run
 STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -31,7 +32,7 @@ def interrupted(number, _):
     """Raises no exception: some libraries' imports catch all."""
     handle(signal.SIG_IGN)  # a second one must not cut this short
     if os.environ.get("RANK", "0") == "0" and not multiprocessing.parent_process():
-        say(f"interrupted by {signal.Signals(number).name}")
+        say(f"interrupted by {signal.Signals(number).name}{unsaved}")
     finish(128 + number)
 
 

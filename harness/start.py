@@ -50,6 +50,8 @@ def launch(demo, args, needed=None, check=lambda world: None, make=Rank):
     This joins the ranks that a launcher has started, such as torchrun. If there are none, or one
     and more are needed, this starts them on this machine."""
     signals.end_by_sentence()
+    unsaved = getattr(args, "out", "") is None
+    signals.unsaved = ": nothing was saved, --out FOLDER saves" if unsaved else ""
     if "LAUNCHER" in os.environ:
         end_with_launcher()
     elif "TORCHELASTIC_RUN_ID" in os.environ:  # the parent is torchrun's agent
@@ -183,7 +185,7 @@ def verdict(codes, stopped_by, world):
     all ranks returned 0; 128 and the signal's number if it was interrupted; 2 if a rank refused."""
     failures = {code for code in codes.values() if code}
     if stopped_by and (failures or len(codes) < world):
-        say(f"interrupted by {signal.Signals(stopped_by).name}")
+        say(f"interrupted by {signal.Signals(stopped_by).name}{signals.unsaved}")
         return 128 + stopped_by
     killed = {rank: signal.Signals(-code).name for rank, code in codes.items() if code < 0}
     if killed:

@@ -160,9 +160,8 @@ def print_receipt(run, result, notes):
     layout = " ".join(f"{axis} {size}" for axis, size in result["layout"].items())
     ranks = "rank" if run.world == 1 else "ranks"
     run.print(f"\nreceipt: {layout}, {run.world} {ranks}, {run.args.dtype}")
-    run.print(
-        "  sent a step, by the rank that sends most   calls      payload    on a ring      formula"
-    )
+    columns = "calls      payload    on a ring      formula"
+    run.print(f"  sent a step, by the rank that sends most   {columns}")
     for row in result["sent"]:
         name = f"{row['op']} in {row['group']}"
         if "role" in row:
@@ -178,7 +177,7 @@ def print_receipt(run, result, notes):
     for note in notes:
         run.print(f"  {note}")
     if run.proof is None:
-        run.print("  not compared with one process")
+        run.print("  not compared with one process" + (": it was resumed" if run.first else ""))
     else:
         steps = "step" if run.proof.steps == 1 else "steps"
         run.print(f"  largest difference from one process, {run.proof.steps} {steps}")
@@ -204,6 +203,8 @@ def print_receipt(run, result, notes):
         error = result["max_error"]["grad"]
         verdict = f"proven: {processes} computed the gradients of one process, to {error:.1e}"
         verdict += "\n  docs/receipts.md explains each line"
+    elif result["ok"] and result["held"]:
+        verdict = "ok: bytes sent and held agree with the formulas"
     run.print(f"  {verdict}")
 
 

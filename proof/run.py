@@ -194,8 +194,7 @@ class Run(rank.TrainingRank):
         if step % every and step < steps and step > self.first + 10:
             return
         rows = self.history[1:][-10:] or self.history
-        rates = [row["tokens_per_s"] for row in rows if row["tokens_per_s"]]
-        rate = statistics.harmonic_mean(rates)
+        rate = statistics.harmonic_mean(row["tokens_per_s"] for row in rows if row["tokens_per_s"])
         line = f"step {step:4d}  loss {row['loss']:.4f}  grad norm {row['grad_norm']:7.4f}"
         line += f"  lr {row['lr']:.2e}  {rate:8,.0f} tokens/s"
         if self.scale:

@@ -185,11 +185,14 @@ def test_a_sample_ends_where_the_text_does(ranks, model):
             device=torch.device("cpu"),
         )
 
-        def logits_of(window):
+        def logits_after(runner, window):
             return torch.nn.functional.one_hot(torch.tensor(wanted.pop(0)), 512).float() * 9
 
+        sampling.logits_after = logits_after
+        schedule = types.SimpleNamespace(owner=[0], last=0)
         everybody = {"cp": None, "pp": None}
-        return sampling.generate(run, logits_of, everybody, 0)
+        runner = types.SimpleNamespace(run=run, groups=everybody, schedule=schedule)
+        return sampling.generate(runner, args.sample)
 
     assert ranks(1, work, model, 1) == ["It is truth"]
     assert ranks(1, work, model, 2) == ["It is truth"]

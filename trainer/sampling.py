@@ -1,12 +1,10 @@
 """A sample of a model that is being trained, drawn from the whole layout's logits."""
 
-import functools
-
 import torch
 import torch.distributed as dist
 
 import harness
-from harness import Refused, data, tokens
+from harness import Refused, data, outputs, tokens
 
 
 def add_flags(parser):
@@ -35,26 +33,28 @@ def check(args):
 
 def show(runner):
     """Print a sample, if --sample asks for one. runner: train.py's."""
-    run, schedule = runner.run, runner.schedule
-    if run.args.sample:
-        logits_of = functools.partial(logits_after, runner)
-        text = generate(run, logits_of, runner.groups, schedule.owner[schedule.last])
-        run.print(f"\nsample:\n{text}")
+    if runner.run.args.sample:
+        runner.run.print(f"\nsample:\n{generate(runner, runner.run.args.sample)}")
+
+
+def show_untrained(runner):
+    """Print in one line how the sample would begin before step 1."""
+    args = runner.run.args
+    if args.sample and not args.compile:  # compiled for a sample's lengths, steps would be slower
+        text = outputs.short(repr(generate(runner, min(args.sample, 40))), 100)
+        runner.run.print(f"before step 1 the model writes {text}")
 
 
 @torch.no_grad()
-def generate(run, logits_of, groups, last):
-    """At most --sample tokens after --prompt, as text: a token that ends a text ends the sample.
-    Token i is drawn with a hash of (seed, i), so every layout draws alike.
-
-    logits_of(window): the logits (V,) that follow the tokens (1, T), on a rank that has them, None
-    on the others.
-    groups: those of the mesh. last: the pipeline rank with the last stage."""
+def generate(runner, length):
+    """At most `length` tokens after --prompt, as text: a token that ends a text ends the sample.
+    Token i is drawn with a hash of (seed, i), so every layout draws alike. runner: train.py's."""
+    run, groups, schedule = runner.run, runner.groups, runner.schedule
     args, encoding = run.args, run.corpus.encoding
     sample = encoding.encode_ordinary(args.prompt) or [encoding.start]
-    for i in range(args.sample):
+    for i in range(length):
         window = torch.tensor([sample[-run.config.context :]], device=run.device)
-        logits = logits_of(window)
+        logits = logits_after(runner, window)
         token = torch.zeros(1, dtype=torch.int64, device=run.device)
         if logits is not None:
             logits = logits[: encoding.n_vocab].double() / max(args.temperature, 1e-6)
@@ -63,7 +63,7 @@ def generate(run, logits_of, groups, last):
             token = torch.searchsorted(cumulated, chance * cumulated[-1:])
             token = token.clamp(max=len(cumulated) - 1)
         dist.all_reduce(token, group=groups["cp"])  # the other ranks of the group add zero
-        dist.broadcast(token, group=groups["pp"], group_src=last)
+        dist.broadcast(token, group=groups["pp"], group_src=schedule.owner[schedule.last])
         if token.item() in encoding.stops:
             break
         sample.append(token.item())
@@ -72,7 +72,7 @@ def generate(run, logits_of, groups, last):
 
 def logits_after(runner, window):
     """The logits (V,) that follow the tokens (1, T), on a rank that has the last stage and the last
-    token; else None. runner: train.py's."""
+    token; else None."""
     results = runner.forward_only([(window, None, None)], None)
     last = (runner.positions_held(window.shape[1]) == window.shape[1] - 1).nonzero().flatten()
     if not results or not len(last):

@@ -135,7 +135,7 @@ class Saver:
             return 0
         finished = index["step"] >= args.steps
         if finished and not args.only_sample and not restarted:
-            advice = "give more of them, or --only-sample"
+            advice = "--only-sample shows its text; more steps have a longer run's learning rates"
             raise Refused(f"{path} has all of --steps {args.steps}: {advice}")
         training = not (finished or args.only_sample)
         checkpoint.load(path, index, self.pieces(index, training))
@@ -180,7 +180,7 @@ class Saver:
         if number == signal.SIGINT and not self.signal_received:
             self.interrupted = now
             if self.run.rank == 0:
-                say("saving after this step; Ctrl-C again ends the run at once")
+                say("saving after this step; Ctrl-C again, a second later, ends the run at once")
         elif number == signal.SIGINT and now - self.interrupted > 1:
             signal.default_int_handler(number, frame)
         self.signal_received = number

@@ -66,7 +66,7 @@ def describe(run, schedule):
     layout = ", ".join(f"{axis} {n}" for axis, n in sizes if n > 1 or axis not in ("cp", "ep"))
     if args.islands > 1:
         layout = f"{args.islands} islands of {layout}"
-    text = f"{run.corpus.name}: {len(run.corpus.tokens):,} tokens, {run.target_count:,} a step"
+    text = f"text {run.corpus.name}: {len(run.corpus.tokens):,} tokens, {run.target_count:,} a step"
     run.print(f"{harness.parameter_count(config):,} parameters, {layout}; {text}")
     for sentence in tokenizer.describe(args, getattr(run.corpus, "encoding", None)):
         run.print(sentence)
