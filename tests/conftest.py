@@ -58,35 +58,20 @@ def device_threads():
 
 
 # Real launches, faults and other implementations: worth their time, but not at every change
-SLOW_FILES = {
-    "test_checkpoint",
-    "test_dryrun",
-    "test_exercises",
-    "test_exports",
-    "test_fake_cuda",
-    "test_faults",
-    "test_gpu",
-    "test_islands",
-    "test_joining",
-    "test_loss_scale",
-    "test_recording",
-    "test_start",
-    "test_vs_torch",
-}
+SLOW_FILES = "checkpoint dryrun exercises exports fake_cuda faults gpu islands joining loss_scale"
+SLOW_FILES = {f"test_{name}" for name in f"{SLOW_FILES} recording start vs_torch".split()}
 # And those that take seconds, of the other files
-SLOW_TESTS = {
-    "test_a_gradient_in_two_pieces_is_refused",
-    "test_activations_held",
-    "test_compiled_blocks",
-    "test_equals_pytorch",
-    "test_equals_pytorchs_pipelining",
-    "test_on_a_gpu",
-    "test_options_change_nothing",
-    "test_recomputation_shrinks_the_peak",
-    "test_sample_and_validation_are_the_same_in_every_layout",
-    "test_weight_gradients_come_last_once_and_cost_nothing_twice",
-    "test_zero_in_groups_of_ranks",
-}
+SLOW_TESTS = """
+test_a_gradient_in_two_pieces_is_refused
+test_compiled_blocks
+test_equals_pytorch
+test_equals_pytorchs_pipelining
+test_on_a_gpu
+test_recomputation_shrinks_the_peak
+test_sample_and_validation_are_the_same_in_every_layout
+test_weight_gradients_come_last_once_and_cost_nothing_twice
+test_zero_in_groups_of_ranks
+""".split()
 # Of several processes none should begin with one of these when the others have nothing left
 FIRST = [
     "test_steps_on_cuda",

@@ -21,7 +21,6 @@ import proof
 import train
 from trainer import checkpoint
 
-ROOT = pathlib.Path(__file__).parent.parent
 # The curve must not depend on --steps: a constant learning rate after two steps of warm-up
 COMMON = "--warmup 2 --keep 0 --prove 0"
 
@@ -288,15 +287,3 @@ def test_a_save_that_fails_loses_nothing(ranks, text, tmp_path, saved, ends):
     assert code == 0
     same_steps(steps, saved[1][3:])
     assert steps_in(tmp_path / "out") == [*before, "step-00000004"]
-
-
-def test_flags_are_refused_before_the_start(text, tmp_path, saved):
-    for flags, reason in {
-        "--resume": "need --out",
-        "--save-every 2": "need --out",
-        "--out /proc/x": "can't be written",
-        f"--out {saved[0]}": "has checkpoints",
-        f"--out {text}": "can't be written",
-    }.items():
-        with pytest.raises(harness.Refused, match=reason):
-            arguments(text, flags)

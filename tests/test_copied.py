@@ -30,13 +30,7 @@ from foreign import (
 from reference import case, cuts_of, piece
 from tops import choices, on_top_of, refused, run_usage, usage
 from torch.distributed import group
-from uses import (
-    TOPS,
-    Layout,
-    equals_one_process,
-    play_alone,
-    saliency,
-)
+from uses import TOPS, Layout, equals_one_process, play_alone, saliency
 
 # --- training: ranks, model, optimizer and options of the Layout. {a | b} stands for both
 
@@ -647,17 +641,6 @@ def hyper_network(layer, x):
 def test_stages_that_are_no_plain_layers(pp, zb):
     play_alone(pp, zb.find_schedule("zb-v", 1, 2), hyper_network)
     play_alone(pp, zb.find_schedule("interleaved", 1, 2), saliency)
-
-
-@on_top_of("pipeline", 2)
-def test_tied_gradients(pp):
-    """In a gradient that is new or kept."""
-    p = nn.Parameter(torch.ones(2))
-    for keep in (False, True, True):
-        p.grad = p.grad.zero_() if keep else None
-        (p.sum() * (1 + dist.get_rank())).backward()
-        pp.reduce_tied(p, group.WORLD)
-        assert p.grad.tolist() == [3.0, 3.0]
 
 
 # --- experts

@@ -10,11 +10,11 @@ import subprocess
 import sys
 
 import pytest
+from conftest import ROOT
 from tops import DEMO
 
 import harness
 
-ROOT = pathlib.Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 STARTS = ("python ", "torchrun ", "python3 ", ".venv/", ".ci/", "pytest ")
 FOLDERS = ("benchmarks", "proof.", "exercises", "tests.")  # whose modules are run with -m

@@ -193,30 +193,6 @@ def test_fused_operations_move_fewer_bytes():
     assert 0.6 * times[0] < times[1] < 0.99 * times[0]
 
 
-@pytest.mark.parametrize(
-    "flags, said",
-    [
-        ("--batch 100000000 --microbatches 100000000", "micro-batches: a dry run takes at most"),
-        ("--context 100000000", "pieces of work, more than"),
-        ("--batch 20000 --microbatches 20000", "pieces of work, more than"),
-        ("--dp 1000000 --batch 1000000", "1,000,000 ranks: a dry run takes at most 131,072"),
-        ("--plan --gpus 1000000 --batch 1000000", "1,000,000 ranks: a dry run takes"),
-        ("--pp 100000 --layers 100000", "100,000 stages: a dry run takes"),
-        ("--gpu tpu", "--gpu tpu is not known"),
-        ("--gpu x=80GB,500TFLOP/s,2TB/s,150%", "is not known"),
-        ("--matmul 1200TFLOP/s", "more than the device can do.*at most 989TFLOP/s"),
-        ("--ranks first", "--ranks is gone: the first rank of each stage"),
-        ("--timeline step", "--timeline is gone: a dry run prints"),
-        ("--plan --preset llama3-405b --gpus 8 --batch 8", "give more --gpus"),
-        ("--plan --gpus 6 --zero-ranks 4", "--zero-ranks 4 does not divide 6 devices"),
-    ],
-)
-def test_refuses(flags, said):
-    """What makes no sense, and what would take minutes."""
-    with pytest.raises(harness.Refused, match=said):
-        dry_run(f"--dry-run {flags}")
-
-
 @pytest.mark.parametrize("flags", ["--cp 2", "--tp 2 --pp 2 --schedule zb-h1"])
 def test_estimate(flags):
     """Its parts add up; two micro-batches give the times of all; a faster network helps, and a

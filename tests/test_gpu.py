@@ -2,16 +2,15 @@
 
 import json
 import os
-import pathlib
 import subprocess
 import sys
 
 import pytest
+from conftest import ROOT
 
 import harness
 from benchmarks import gpu, nanogpt
 
-ROOT = pathlib.Path(__file__).parent.parent
 SMALL = "ddp.py --sync naive --nproc 2 --layers 1 --heads 2 --device cpu --backend gloo"
 
 

@@ -98,9 +98,7 @@ train --pp 4 --schedule zb-v -> 4 layers are too few for 8 pipeline stages
 train --init-from nowhere -> nowhere/config.json can't be read
 train --export /proc/x -> --export /proc/x can't be written
 train --schedule fastest -> 'fastest'.*1f1b
-train --width 100 --heads 3 -> width 100.*3 heads
 train --vocab 100 -> vocabulary of 100.*257
-train --dropout 1.5 -> dropout
 train --lr nan -> 'nan' is not a number
 ddp --lr 6 -> at most 1
 ddp --weight-decay 1548805 -> at most 1
@@ -118,7 +116,6 @@ train --ep 2 --dp 2 --experts 2 --expert-chunks 1000000 -> has 2,048 tokens
 ddp --timeout 1e308 -> at most 1,000,000
 collectives --nproc 1000000 -> 1,000,000 ranks are too many for one machine
 train --dry-run --gpu x=0GB,0TFLOP/s,0TB/s -> not known
-train --dry-run --dp 1000000 --batch 1000000 -> ranks: a dry run takes at most
 context_parallel --kind ulysses --nproc 3 -> 4 heads do not divide by 3 ranks
 context_parallel --prefill 61 -> --prefill is gone: train.py --cp 4 --sample N --prompt TEXT
 context_parallel --rings 2 -> --rings means nothing with --kind ring: use --kind ring-ulysses
@@ -133,6 +130,52 @@ train --log-to /dev/full -> a pipe: give a file
 train --dtype bfloat16 --param-dtype float16 -> is finer than --dtype bfloat16
 zero --param-dtype float64 -> is finer than --dtype float32
 fsdp --dtype bfloat16 --param-dtype float32 -> give a finer --dtype
+train --profile 2 -> --profile-to
+train --profile 3-2 --profile-to x -> not a step or a range
+train --profile 0 --profile-to x -> not a step or a range
+train --profile 201 --profile-to x -> beyond --steps
+train --log-to x.csv -> JSON lines
+train --only-sample -> needs weights
+train --only-sample --sample 0 --out x -> needs weights
+train --layers 8 --pp 4 --dp 2 --schedule interleaved --batch 12 -> --batch 16 does
+train --experts 4 --cp 2 --context 13 -> a multiple of 4$
+train --experts 4 --cp 2 --cp-kind ulysses --context 7 -> a multiple of 2$
+train --experts 4 --cp 2 --tp 4 --sp --context 25 -> a multiple of 8$
+train --experts 4 --tp 4 --sp --context 13 -> a multiple of 4$
+train --optimizer muon --dp 2 --zero 2 -> --zero 2 does not go with --optimizer muon.*use --zero 1
+train --optimizer muon --dp 4 --zero 1 --zero-ranks 2 -> --zero-ranks does not go with --optimizer
+train --optimizer muon --zero 1 --offload -> --offload does not go with --optimizer muon
+train --optimizer muon --param-dtype bfloat16 -> mixed precision does not go with --optimizer muon
+train --experts 4 --export x -> no family that transformers knows
+train --record x --record-tensors blocks.0.* -> --record-tensors is gone
+train --record folder -> has a recording
+train --record folder/record.jsonl/x -> can't be written
+train --resume -> need --out
+train --save-every 2 -> need --out
+train --out folder -> has checkpoints
+train --out /proc/x -> can't be written
+train --out folder/record.jsonl -> can't be written
+train --islands 2 --island 0 -> --island is gone: start islands x dp
+train --sync-every 3 -> means nothing without --islands
+train --islands 2 --batch 5 -> use 4
+train --islands 2 --between 1Gbit/s -> without --dry-run
+train --islands 2 --stream 60 -> --sync-every 60 or more
+train --islands 2 --only-sample --out x -> leave --islands out
+train --islands 2 --experts 2 --bias-rate 0.1 -> nobody averages
+train --islands 2 --record x -> leave it out
+train --dry-run --batch 100000000 --microbatches 100000000 -> micro-batches: a dry run takes at most
+train --dry-run --context 100000000 -> pieces of work, more than
+train --dry-run --batch 20000 --microbatches 20000 -> pieces of work, more than
+train --dry-run --dp 1000000 --batch 1000000 -> 1,000,000 ranks: a dry run takes at most 131,072
+train --plan --gpus 1000000 --batch 1000000 -> 1,000,000 ranks: a dry run takes
+train --dry-run --pp 100000 --layers 100000 -> 100,000 stages: a dry run takes
+train --dry-run --gpu tpu -> --gpu tpu is not known
+train --dry-run --gpu x=80GB,500TFLOP/s,2TB/s,150% -> is not known
+train --dry-run --matmul 1200TFLOP/s -> more than the device can do.*at most 989TFLOP/s
+train --dry-run --ranks first -> --ranks is gone: the first rank of each stage
+train --dry-run --timeline step -> --timeline is gone: a dry run prints
+train --plan --preset llama3-405b --gpus 8 --batch 8 -> give more --gpus
+train --plan --gpus 6 --zero-ranks 4 -> --zero-ranks 4 does not divide 6 devices
 """
 
 
@@ -143,7 +186,8 @@ def test_bad_flags(monkeypatch, tmp_path, row):
     script, _, flags = command.partition(" ")
     monkeypatch.chdir(tmp_path)
     os.mkfifo("pipe")
-    os.mkdir("folder")
+    os.makedirs("folder/step-00000001")
+    open("folder/record.jsonl", "w").close()
     assert re.search(words, refused(monkeypatch, script, flags))
 
 

@@ -2,14 +2,13 @@
 source."""
 
 import ast
-import pathlib
 import subprocess
 import sys
 
 import pytest
+from conftest import ROOT
 from tops import in_one_file
 
-ROOT = pathlib.Path(__file__).parent.parent
 TECHNIQUES = ["collectives", "ddp", "parameter_server", "zero", "fsdp"]
 TECHNIQUES += ["tensor_parallel", "sequence_parallel", "pipeline", "zero_bubble"]
 TECHNIQUES += ["context_parallel", "expert_parallel", "muon", "diloco"]

@@ -4,7 +4,6 @@ import math
 import os
 import shutil
 import signal
-import sys
 
 import pytest
 import torch.distributed as dist
@@ -13,7 +12,6 @@ from test_checkpoint import same_tensors, whole
 from test_layouts import run_layout
 
 import diloco
-import harness
 import proof
 import train
 from trainer import checkpoint, islands
@@ -150,23 +148,3 @@ def test_a_dry_run_says_what_crosses_the_link(script):
     assert "86.67 KB, 173.3 s on its way" in script("train", f"{flags} 1")[1]
     said = script("train", f"{flags} 0")[1]
     assert "346.64 KB, 693.3 s" in said and "4 ranks send the same numbers" in said
-
-
-REFUSED = {
-    "--islands 2 --island 0": "--island is gone: start islands x dp",
-    "--sync-every 3": "means nothing without --islands",
-    "--islands 2 --batch 5": "use 4",
-    "--islands 2 --between 1Gbit/s": "without --dry-run",
-    "--islands 2 --stream 60": "--sync-every 60 or more",
-    "--islands 2 --only-sample --out x": "leave --islands out",
-    "--islands 2 --experts 2 --bias-rate 0.1": "nobody averages",
-    "--islands 2 --record x": "leave it out",
-}
-
-
-@pytest.mark.parametrize("flags", REFUSED)
-def test_refused(flags, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["train.py", *flags.split()])
-    with pytest.raises(harness.Refused) as refused:
-        train.main()
-    assert REFUSED[flags] in str(refused.value)

@@ -1,4 +1,4 @@
-"""model.py against Hugging Face transformers, and the promises that let techniques cut it."""
+"""model.py: the promises that let techniques cut it. test_pretrained.py has transformers."""
 
 import contextlib
 import io
@@ -14,9 +14,6 @@ import model as gpt
 from harness import initialize, presets
 from proof.ledger import Ledger
 from receipts.formulas import Sizes, block_bytes, flops_per_token
-from trainer import pretrained
-
-transformers = pytest.importorskip("transformers")
 
 SMALL = dict(layers=3, heads=4, width=32, context=24, vocab=61)
 
@@ -25,82 +22,6 @@ def batch(vocab=61, rows=2, context=24, seed=0):
     g = torch.Generator().manual_seed(seed)
     tokens = torch.randint(vocab, (rows, context + 1), generator=g)
     return tokens[:, :-1], tokens[:, 1:]
-
-
-def same_as(hf, folder, preset="tiny", **sizes):
-    """Compare logits and every gradient of a transformers model and ours, in float64. Its weights,
-    and then its gradients, are read from a folder as a trained model's are."""
-    config, hf = presets.configure(preset, **SMALL | sizes), hf.double()
-    for p in hf.parameters():  # biases and norms leave their initial 0 and 1: a mix-up shows
-        p.data += 0.05 * torch.randn(p.shape, dtype=p.dtype)
-    tokens, targets = batch()
-    logits = hf(tokens).logits
-    torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten()).backward()
-
-    def written(part):
-        tensors = {name: part(p).detach().contiguous() for name, p in hf.named_parameters()}
-        where = folder / str(len(list(folder.iterdir())))
-        hf.save_pretrained(where, state_dict=tensors)
-        return pretrained.Folder(where, config)
-
-    ours = initialize.build(config, dtype=torch.float64, draw=written(lambda p: p).draw)
-    torch.testing.assert_close(ours(tokens), logits, rtol=1e-10, atol=1e-10)
-    ours(tokens, targets=targets).backward()
-    gradients = written(lambda p: p.grad)
-    for name, p in ours.named():
-        theirs = gradients.draw(name, p.shape)
-        torch.testing.assert_close(p.grad, theirs, rtol=1e-10, atol=1e-10, msg=name)
-
-
-THEIRS = dict(
-    num_hidden_layers=3,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    hidden_size=32,
-    intermediate_size=56,
-    vocab_size=61,
-    max_position_embeddings=24,
-    rms_norm_eps=1e-5,
-    attn_implementation="sdpa",
-)
-
-
-def rms_norm(self, x):
-    """transformers' own without its cast to float32, which would hide small differences."""
-    return self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon))
-
-
-def router(self, x):
-    """transformers' own without its cast to float32."""
-    scores = torch.nn.functional.linear(x.reshape(-1, x.shape[-1]), self.weight)
-    top = scores.softmax(-1).topk(self.top_k)
-    return scores, top.values / top.values.sum(-1, keepdim=True), top.indices
-
-
-def test_gpt2_is_transformers_gpt2(tmp_path):
-    torch.manual_seed(0)
-    sizes = dict(n_layer=3, n_head=4, n_embd=32, n_positions=24, vocab_size=61)
-    c = transformers.GPT2Config(resid_pdrop=0, embd_pdrop=0, attn_pdrop=0, **sizes)
-    same_as(transformers.GPT2LMHeadModel(c), tmp_path)
-
-
-def test_llama_is_transformers_llama(tmp_path, monkeypatch):
-    monkeypatch.setattr(transformers.models.llama.modeling_llama.LlamaRMSNorm, "forward", rms_norm)
-    torch.manual_seed(0)
-    hf = transformers.LlamaForCausalLM(transformers.LlamaConfig(**THEIRS))
-    same_as(hf, tmp_path, family="llama", hidden=56, kv_heads=2)
-
-
-@pytest.mark.parametrize("experts, top_k", [(8, 2), (5, 1)])
-def test_mixture_is_transformers_mixtral(experts, top_k, tmp_path, monkeypatch):
-    mixtral = transformers.models.mixtral.modeling_mixtral
-    monkeypatch.setattr(mixtral.MixtralRMSNorm, "forward", rms_norm)
-    monkeypatch.setattr(mixtral.MixtralTopKRouter, "forward", router)
-    torch.manual_seed(0)
-    kinds = dict(num_local_experts=experts, num_experts_per_tok=top_k, rope_theta=1e6)
-    config = transformers.MixtralConfig(**THEIRS, **kinds, experts_implementation="eager")
-    sizes = dict(kv_heads=2, hidden=56, experts=experts, top_k=top_k)
-    same_as(transformers.MixtralForCausalLM(config), tmp_path, "mixtral-8x7b", **sizes)
 
 
 MIXTURE = dict(experts=5, top_k=2, shared=1, balance_loss=0.3, z_loss=0.2)

@@ -33,7 +33,8 @@ THEIRS = {
     "gpt2": ("GPT2", GPT2),
     "llama": ("Llama", SIZES | dict(rms_norm_eps=1e-5)),
     "tied llama": ("Llama", SIZES | dict(tie_word_embeddings=True)),
-    "mixtral": ("Mixtral", SIZES | MIXTURE | dict(sliding_window=None)),
+    "mixtral": ("Mixtral", SIZES | MIXTURE),
+    "one expert a token": ("Mixtral", SIZES | dict(num_local_experts=5, num_experts_per_tok=1)),
     "llama 3.1": ("Llama", SIZES | dict(rope_parameters=LLAMA3)),
     "linear llama": ("Llama", SIZES | dict(rope_parameters=LINEAR)),
     "qwen2": ("Qwen2", SIZES),
@@ -59,10 +60,10 @@ def folders(tmp_path_factory):
     return saved
 
 
-def logits_of(folder, tokens, dtype=torch.float32):
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
-    with torch.no_grad():
-        return model(tokens).logits
+def read(folder):
+    return transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float64, experts_implementation="eager"
+    )
 
 
 def build(folder):
@@ -72,29 +73,54 @@ def build(folder):
 
 @pytest.mark.parametrize("name", THEIRS)
 def test_reads_and_writes_what_transformers_does(folders, tmp_path, monkeypatch, name):
-    """In float64, without the casts to float32 in transformers' norm, which would hide small
-    differences. Mixtral's products are in float32 alone; test_model.py has its float64."""
-    for family in ("llama", "mistral", "qwen2"):
+    """Logits and every gradient, in float64, without transformers' casts to float32, which would
+    hide small differences. Gradients are written and read as a trained model's weights are."""
+    for family in ("llama", "mistral", "mixtral", "qwen2"):
         module = getattr(getattr(transformers.models, family), f"modeling_{family}")
         [norm] = [kind for key, kind in vars(module).items() if key.endswith("RMSNorm")]
         monkeypatch.setattr(norm, "forward", rms_norm)
-    tokens = torch.randint(300, (2, 24), generator=torch.Generator().manual_seed(0))
-    dtype, close = torch.float64, dict(rtol=1e-10, atol=1e-10)
-    if name == "mixtral":
-        dtype, close = torch.float32, dict(rtol=2e-4, atol=2e-4)
-    ours = build(folders[name]).to(dtype)
-    with torch.no_grad():
-        logits = ours(tokens)
-    torch.testing.assert_close(logits, logits_of(folders[name], tokens, dtype), **close)
+    mixtral = transformers.models.mixtral.modeling_mixtral
+    monkeypatch.setattr(mixtral.MixtralTopKRouter, "forward", router)
+    generator = torch.Generator().manual_seed(0)
+    tokens, targets = torch.randint(300, (2, 2, 24), generator=generator)
+    ours, theirs = build(folders[name]).double(), read(folders[name])
+    close, logits = dict(rtol=1e-10, atol=1e-10), theirs(tokens).logits
+    torch.testing.assert_close(ours(tokens), logits, **close)
+
+    ours(tokens, targets=targets).backward()
+    torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten()).backward()
+    gradients = {key: p.grad.contiguous() for key, p in theirs.named_parameters()}
+    theirs.save_pretrained(tmp_path / "gradients", state_dict=gradients)
+    source = pretrained.Folder(tmp_path / "gradients", ours.config)
+    for key, p in ours.named():
+        torch.testing.assert_close(p.grad, source.draw(key, p.shape), **close, msg=key)
+
     pretrained.write(tmp_path / "out", ours.config, ours.named(), limit=60000)
     assert len(list((tmp_path / "out").glob("*.safetensors"))) > 1
-    torch.testing.assert_close(logits_of(tmp_path / "out", tokens, dtype), logits, **close)
+    torch.testing.assert_close(read(tmp_path / "out")(tokens).logits, logits, **close)
     again = dict(build(tmp_path / "out").named())
     assert all(torch.equal(p, again[n]) for n, p in ours.named())
 
 
 def rms_norm(self, x):
     return self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.variance_epsilon))
+
+
+def router(self, x):
+    scores = torch.nn.functional.linear(x.reshape(-1, x.shape[-1]), self.weight)
+    top = scores.softmax(-1).topk(self.top_k)
+    return scores, top.values / top.values.sum(-1, keepdim=True), top.indices
+
+
+def test_presets_are_of_the_families(folders):
+    sizes = dict(layers=4, heads=4, width=32, context=32, vocab=300)
+    grouped = dict(kv_heads=2, hidden=56)
+    for name, turned in {
+        "gpt2": presets.configure("gpt2", **sizes),
+        "llama": presets.configure(family="llama", **sizes, **grouped),
+        "mixtral": presets.configure("mixtral-8x7b", **sizes, **grouped, experts=5, top_k=2),
+    }.items():
+        assert presets.configure(**hf_config.read(folders[name])) == turned
 
 
 def train_and_prove(rank, args):
@@ -197,11 +223,6 @@ def prepare(flags):
 def test_flags_that_contradict_the_model_are_refused(folders, name, flags, said):
     with pytest.raises(harness.Refused, match=said):
         prepare(f"--init-from {folders[name]} --tokenizer bytes {flags}")
-
-
-def test_a_model_of_no_known_family_is_not_exported():
-    with pytest.raises(harness.Refused, match="no family that transformers knows"):
-        prepare("--experts 4 --export x")
 
 
 REQUIRED = dict(model_type="llama", **SIZES)

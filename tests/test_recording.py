@@ -123,24 +123,6 @@ def test_a_skipped_step_counts_once(ranks, text, tmp_path):
             assert squares == pytest.approx(first["outputs"][name][0][0], rel=0.2)
 
 
-@pytest.mark.parametrize(
-    "flags, words",
-    [
-        ("--record {new} --record-tensors blocks.0.*", "--record-tensors is gone"),
-        ("--record {used}", "has a recording"),
-        ("--record {file}/x", "can't be written"),
-    ],
-)
-def test_flags_are_refused(text, tmp_path, flags, words):
-    (tmp_path / "used").mkdir()
-    for name in ("used/record.jsonl", "file"):
-        (tmp_path / name).write_text("{}")
-    flags = flags.format(new=tmp_path / "new", used=tmp_path / "used", file=tmp_path / "file")
-    with pytest.raises(harness.Refused, match=words):
-        arguments(text, flags)
-    assert not (tmp_path / "new/record.jsonl").exists()
-
-
 # --- proof.compare
 
 

@@ -1,13 +1,20 @@
 """What train.py does beside training: traces, logs, samples."""
 
+import contextlib
 import json
+import re
+import sys
+import types
+from xml.etree import ElementTree
 
 import pytest
 import torch
+from conftest import ROOT
 from test_layouts import arguments, run_layout
 
 import harness
 import model as gpt
+from benchmarks import terminal
 from harness import initialize, presets
 from trainer import large_vocabulary, tracking
 
@@ -48,6 +55,66 @@ def test_a_log_goes_on_after_a_resume(ranks, text, tmp_path):
     assert [row for row in tracking.read_log(log) if "loss" in row] == first + then
 
 
+@pytest.mark.parametrize(
+    "at_terminal, flags, printed",
+    [
+        (True, "", [*range(1, 11), 20, 23]),
+        (True, "--log-every 7", [*range(1, 11), 14, 21, 23]),
+        (False, "", [*range(1, 24)]),
+        (False, "--log-every 7", [*range(1, 11), 14, 21, 23]),
+    ],
+)
+def test_lines_of_steps(ranks, text, capfd, at_terminal, flags, printed):
+    """A terminal gets fewer, each but the last with the time that is left."""
+    args = arguments(text, f"{SHORT} --layers 1 --width 8 --batch 2 --steps 23 {flags}")
+    args.quiet = False
+    ranks(1, run_layout, args, lambda: setattr(sys.stdout, "isatty", lambda: at_terminal))
+    lines = re.findall(r"^step +(\d+) .*?(  \d:\d\d:\d\d left)?$", capfd.readouterr().out, re.M)
+    assert [int(step) for step, _ in lines] == printed
+    assert [bool(left) for _, left in lines] == [at_terminal] * (len(lines) - 1) + [False]
+
+
+def test_tensorboard_and_wandb_get_the_log(ranks, text, tmp_path):
+    """After a resume, too."""
+    module = "tensorboard.backend.event_processing.event_accumulator"
+    events, history = pytest.importorskip(module, reason="tensorboard is not installed"), []
+
+    class Tracker:
+        def log(self, row, step):
+            with open(tmp_path / "wandb", "a") as file:
+                print(json.dumps(row | {"step": step}), file=file)
+
+    def in_place_of_wandb():
+        tracker = contextlib.nullcontext(Tracker())
+        sys.modules["wandb"] = types.SimpleNamespace(init=lambda project, config: tracker)
+
+    for steps, resume in ((2, ""), (3, "--resume")):
+        flags = f"--steps {steps} --eval-every 1 --lr 0.01 --min-lr 0.01 --out {tmp_path}/out"
+        args = arguments(text, f"{SHORT} {flags} {resume} --tensorboard {tmp_path}/board")
+        args.wandb = "a project"
+        history += ranks(1, run_layout, args, in_place_of_wandb)[0][1]["steps"]
+    rows = list(tracking.read_log(tmp_path / "wandb"))
+    assert [row for row in rows if "loss" in row] == history
+    board = events.EventAccumulator(str(tmp_path / "board")).Reload()
+    for name in {*history[0], "val_loss"} - {"step"}:
+        written = [(event.step, event.value) for event in board.Scalars(name)]
+        expected = [(row["step"], pytest.approx(row[name])) for row in rows if name in row]
+        assert written == expected and len(written) == 3
+
+
+def test_a_picture_shows_what_was_printed(tmp_path, monkeypatch):
+    pytest.importorskip("rich")
+    lines = ["  a <b> & [c]   10", "x " * 100]  # the second takes two lines of the picture
+    (tmp_path / "script.py").write_text(f"print(*{lines}, sep='\\n')")
+    picture, script = str(tmp_path / "new.svg"), str(tmp_path / "script.py")
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(sys, "argv", ["terminal", picture, script])
+    terminal.main()
+    shown = "".join(ElementTree.parse(picture).getroot().itertext())
+    expected = ["$ python", script, *lines]
+    assert "".join(" ".join(expected).split()) in "".join(shown.split())
+
+
 def test_the_loss_is_drawn_at_each_validation(ranks, text, tmp_path):
     pytest.importorskip("matplotlib")
     run(ranks, text, f"--steps 2 --eval-every 1 --plot {tmp_path}/loss")
@@ -74,17 +141,12 @@ def test_only_a_sample_is_the_same_in_every_layout(ranks, text, tmp_path, capfd)
     assert files[1:] == files[:-1]
 
 
-@pytest.mark.parametrize("flags", ["", "--out x --sample 0", "--out nowhere"])
-def test_a_sample_of_nothing_is_refused(ranks, text, flags):
+def test_a_sample_of_no_checkpoint_is_refused(ranks, text):
     def work(rank):
-        with pytest.raises(harness.Refused) as refused:
-            run_layout(rank, arguments(text, f"{SHORT} --only-sample --sample 5 {flags}"))
-        return str(refused.value)
+        with pytest.raises(harness.Refused, match="no whole checkpoint in nowhere"):
+            run_layout(rank, arguments(text, f"{SHORT} --only-sample --sample 5 --out nowhere"))
 
-    [said] = ranks(1, work)
-    assert (
-        "no whole checkpoint in nowhere" in said if "nowhere" in flags else "needs weights" in said
-    )
+    ranks(1, work)
 
 
 @pytest.mark.parametrize(
@@ -129,33 +191,6 @@ def test_lean_head(dtype, monkeypatch):
     )
     for plain, lean in zip(*found):
         torch.testing.assert_close(lean, plain, **tolerance)
-
-
-MUON = "does not go with --optimizer muon"
-REFUSED = [
-    ("--profile 2", "--profile-to"),
-    ("--profile 3-2 --profile-to x", "not a step or a range"),
-    ("--profile 0 --profile-to x", "not a step or a range"),
-    ("--profile 9 --profile-to x", "beyond --steps"),
-    ("--log-to x.csv", "JSON lines"),
-    ("--layers 8 --pp 4 --dp 2 --schedule interleaved --batch 12", "--batch 16 does"),
-    # The lengths that experts take without padding
-    ("--experts 4 --cp 2 --context 13", "a multiple of 4$"),
-    ("--experts 4 --cp 2 --cp-kind ulysses --context 7", "a multiple of 2$"),
-    ("--experts 4 --cp 2 --tp 4 --sp --context 25", "a multiple of 8$"),
-    ("--experts 4 --tp 4 --sp --context 13", "a multiple of 4$"),
-    ("--optimizer muon --dp 2 --zero 2", f"--zero 2 {MUON}.*use --zero 1"),
-    ("--optimizer muon --dp 2 --zero 3", f"--zero 3 {MUON}.*use --zero 1"),
-    ("--optimizer muon --dp 4 --zero 1 --zero-ranks 2", f"--zero-ranks {MUON}"),
-    ("--optimizer muon --zero 1 --offload", f"--offload {MUON}"),
-    ("--optimizer muon --dtype float32 --param-dtype bfloat16", f"mixed precision {MUON}"),
-]
-
-
-@pytest.mark.parametrize("flags, words", REFUSED)
-def test_what_is_refused(text, flags, words):
-    with pytest.raises(harness.Refused, match=words):
-        arguments(text, f"{SHORT} {flags}")
 
 
 @pytest.mark.parametrize(

@@ -1,14 +1,13 @@
 """The numbers of docs/why.md, and how a described job scales. All in this process."""
 
-import pathlib
 import re
 
 import pytest
+from conftest import ROOT
 
 from benchmarks import scaling, why
 from receipts import formulas
 
-ROOT = pathlib.Path(__file__).parent.parent
 PAGE = (ROOT / "docs" / "why.md").read_text()
 
 

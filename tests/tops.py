@@ -20,11 +20,11 @@ DEMO = "\n# --- demo ---\n"
 
 
 def cut_out(folder, names):
-    """Write the tops of the named files into `folder`, and files of harness/ whole."""
+    """Write the tops of the named files into `folder`."""
     for name in names:
         path = ROOT / f"{name}.py"
         top, line, _ = path.read_text().partition(DEMO)
-        assert line or path.parent != ROOT, f"{name}.py has no line {DEMO.strip()!r}"
+        assert line, f"{name}.py has no line {DEMO.strip()!r}"
         (folder / path.name).write_text(top)
         py_compile.compile(folder / path.name, doraise=True)  # once, and not at every import
 
@@ -91,7 +91,7 @@ def on_copied(folder, names, world, work, *args):
     cut-out tops alone, as if for the first time.
 
     names: of the files, with spaces between. work imports them itself, inside the function."""
-    folder = folder / names.replace("/", " ").replace(" ", "_")
+    folder = folder / names.replace(" ", "_")
     if not folder.exists():
         folder.mkdir()
         cut_out(folder, names.split())
@@ -121,7 +121,7 @@ def on_top_of(files, ranks):
 
     def decorate(work):
         def on_rank(rank, given):
-            modules = [importlib.import_module(name.rpartition("/")[2]) for name in files.split()]
+            modules = [importlib.import_module(name) for name in files.split()]
             return work(*modules, **given)
 
         def test(copied, **given):
