@@ -5,7 +5,6 @@ import functools
 import itertools
 import json
 import os
-import pathlib
 import re
 import shutil
 
