@@ -126,6 +126,79 @@ def run_experts(experts, rows, incoming):
 # A norm to clip by must count all ranks' experts: take tensor_parallel.py's grad_norm.
 # docs/experts.md lists the mistakes that nothing catches.
 
+# --- whose parameters: experts are split, the rest is replicated
+
+
+def expert_counts(expert_count, world):
+    """How many experts each rank has. Where they don't divide, the first ranks have one more."""
+    if expert_count < world:
+        raise ValueError(f"{expert_count} experts are too few for {world} ranks: each needs one")
+    each, more = divmod(expert_count, world)
+    return [each + 1 if rank < more else each for rank in range(world)]
+
+
+def placement(parameter):
+    """parameter.placement (docs/two-techniques.md), with what is missing of it:
+
+    shape    of the whole
+    cuts     {dimension: (group, start, length)}: each rank of the group has another shard
+    copies   groups whose ranks hold the same shard: the norm counts one of them
+    partial  groups over which backward leaves its gradient a partial sum
+    data     its own data-parallel group: an expert has fewer replicas than other parameters"""
+    default = dict(shape=tuple(parameter.shape), cuts={}, copies=[], partial=[], data=None)
+    return default | getattr(parameter, "placement", {})
+
+
+def split_over(parameter, group):
+    """Whether each rank of the group holds a different shard of the parameter."""
+    group = group or dist.group.WORLD
+    return any(group is other for other, _, _ in placement(parameter)["cuts"].values())
+
+
+def shard_experts(parameter, group, data_group=None):
+    """This rank's experts of a parameter (E, ...), as a new parameter: put it in the old one's
+    place, then make the optimizer. Its `placement` says that it is split. Where each expert is a
+    module of its own you write that yourself (docs/two-techniques.md).
+
+    data_group: the ranks with the same experts, over which their gradients must be summed, where
+    data parallelism has more ranks than `group`."""
+    group, whole = group or dist.group.WORLD, placement(parameter)
+    if 0 in whole["cuts"]:
+        raise ValueError("the experts of this parameter are dealt out already: cut it once")
+    rank = dist.get_rank(group)
+    sizes = expert_counts(len(parameter), dist.get_world_size(group))
+    part = parameter.detach().split(sizes)[rank].clone()
+    part = nn.Parameter(part, requires_grad=parameter.requires_grad)
+    part.__dict__.update(parameter.__dict__)
+    cuts = whole["cuts"] | {0: (group, sum(sizes[:rank]), sizes[rank])}
+    part.placement = whole | {"cuts": cuts, "data": data_group}
+    return part
+
+
+def sum_replicated_gradients(parameters, group):
+    """Sum the gradients of all parameters that are not split over the group, in one all-reduce. A
+    parameter without a gradient on this rank counts as zeros, and gets the sum.
+
+    Call it once a step, after the last backward. If experts have a data_group, call it again with
+    that."""
+    group = group or dist.group.WORLD
+    replicated = [p for p in parameters if p.requires_grad and not split_over(p, group)]
+    all_reduce_gradients(replicated, group)
+
+
+def all_reduce_gradients(parameters, group):
+    """Sum gradients over the group, in one message. A rank without one adds zeros."""
+    for p in parameters:
+        refuse_summed(p, group)
+        if p.grad is None:
+            p.grad = torch.zeros_like(p)
+    flat = torch.cat([p.grad.flatten() for p in parameters])
+    dist.all_reduce(flat, group=group)
+    for p, total in zip(parameters, flat.split([p.numel() for p in parameters])):
+        p.grad.data.copy_(total.view_as(p))  # by .data: this leaves _version as it is
+        note_sum(p, group)
+
+
 # --- the all-to-all in two halves: computation fits in between
 
 
@@ -262,8 +335,8 @@ def exchange_counts(chunks, sizes, group):
     incoming = outgoing.new_empty(world * local_experts, len(chunks))
     dist.all_to_all_single(incoming, outgoing, [local_experts] * world, sizes, group=group)
     incoming = incoming.view(world, local_experts, len(chunks)).permute(2, 0, 1)
-    send = torch.stack([part.sum(0) for part in outgoing.split(sizes)], dim=1)  # (chunks, N)
-    return torch.stack((send, incoming.sum(2))), incoming
+    send_counts = torch.stack([part.sum(0) for part in outgoing.split(sizes)], dim=1)
+    return torch.stack((send_counts, incoming.sum(2))), incoming
 
 
 def drop_late(chosen, expert_count, capacity):
@@ -276,79 +349,6 @@ def drop_late(chosen, expert_count, capacity):
     most = math.ceil(min(capacity * k * n / expert_count, k * n))
     late = place.view(k, n).t() > most
     return chosen.masked_fill(late, expert_count)
-
-
-# --- whose parameters: experts are split, the rest is replicated
-
-
-def expert_counts(expert_count, world):
-    """How many experts each rank has. Where they don't divide, the first ranks have one more."""
-    if expert_count < world:
-        raise ValueError(f"{expert_count} experts are too few for {world} ranks: each needs one")
-    each, more = divmod(expert_count, world)
-    return [each + 1 if rank < more else each for rank in range(world)]
-
-
-def placement(parameter):
-    """parameter.placement (docs/two-techniques.md), with what is missing of it:
-
-    shape    of the whole
-    cuts     {dimension: (group, start, length)}: each rank of the group has another shard
-    copies   groups whose ranks hold the same shard: the norm counts one of them
-    partial  groups over which backward leaves its gradient a partial sum
-    data     its own data-parallel group: an expert has fewer replicas than other parameters"""
-    default = dict(shape=tuple(parameter.shape), cuts={}, copies=[], partial=[], data=None)
-    return default | getattr(parameter, "placement", {})
-
-
-def split_over(parameter, group):
-    """Whether each rank of the group holds a different shard of the parameter."""
-    group = group or dist.group.WORLD
-    return any(group is other for other, _, _ in placement(parameter)["cuts"].values())
-
-
-def shard_experts(parameter, group, data_group=None):
-    """This rank's experts of a parameter (E, ...), as a new parameter: put it in the old one's
-    place, then make the optimizer. Its `placement` says that it is split; deepcopy loses that.
-    Where each expert is a module of its own, write p.placement = {"cuts": {None: (group, start,
-    size)}} yourself, or {} if all experts share p.
-    data_group: the ranks with the same experts, over which their gradients must be summed, where
-    data parallelism has more ranks than `group`."""
-    group, whole = group or dist.group.WORLD, placement(parameter)
-    if 0 in whole["cuts"]:
-        raise ValueError("the experts of this parameter are dealt out already: cut it once")
-    rank = dist.get_rank(group)
-    sizes = expert_counts(len(parameter), dist.get_world_size(group))
-    part = parameter.detach().split(sizes)[rank].clone()
-    part = nn.Parameter(part, requires_grad=parameter.requires_grad)
-    part.__dict__.update(parameter.__dict__)
-    cuts = whole["cuts"] | {0: (group, sum(sizes[:rank]), sizes[rank])}
-    part.placement = whole | {"cuts": cuts, "data": data_group}
-    return part
-
-
-def sum_replicated_gradients(parameters, group):
-    """Sum the gradients of all parameters that are not split over the group, in one all-reduce. A
-    parameter without a gradient on this rank counts as zeros, and gets the sum.
-
-    Call it once a step, after the last backward. If experts have a data_group, call it again with
-    that."""
-    group = group or dist.group.WORLD
-    replicated = [p for p in parameters if p.requires_grad and not split_over(p, group)]
-    all_reduce_gradients(replicated, group)
-
-
-def all_reduce_gradients(parameters, group):
-    """Sum gradients over the group, in one message. A rank without one adds zeros."""
-    for p in parameters:
-        refuse_summed(p, group)
-        if p.grad is None:
-            p.grad = torch.zeros_like(p)
-    flat = torch.cat([p.grad.flatten() for p in parameters])
-    dist.all_reduce(flat, group=group)
-    for p, total in zip(parameters, flat.split([p.numel() for p in parameters])):
-        p.grad.data.copy_(total.view_as(p))  # by .data: this leaves _version as it is
-        note_sum(p, group)
 
 
 # --- mistakes that would be silent: refused
