@@ -355,6 +355,8 @@ class Layout(OneProcess):
             tied = ends in getattr(p, "placement", {}).get("partial", ())
             if not tied or dist.get_rank(ends) == 0:  # once, of two stages
                 counted.append(p)
+        for ranks in (self.tp, self.ep) if self.with_experts else (self.tp,):
+            tensor_parallel.check_wholes(counted, ranks)
         square = tensor_parallel.grad_norm(counted).square()
         dist.all_reduce(square, group=self.pp)
         return square.sqrt()
