@@ -42,10 +42,6 @@ from torch.utils.checkpoint import checkpoint
 from tensor_parallel import Enter, Leave, parallelize_tensors, placement, split_over
 
 # --- f and g, in place of tensor parallelism's. The paper calls these two g and g-bar
-#
-#          module           function               forward           backward
-#     f    SequenceEnter    GatherTokens           all-gather        reduce-scatter
-#     g    SequenceLeave    ReduceScatterTokens    reduce-scatter    all-gather
 
 
 # torch 2.13 renamed them; older versions know only the second name
@@ -200,7 +196,7 @@ class EnterAndProject(nn.Module):
 
     def __init__(self, group, projections):
         super().__init__()
-        self.group, self.projections = group, projections  # a list: names in state_dict stay
+        self.group, self.projections = group, projections  # a list: no second name in state_dict
 
     def forward(self, x):
         return checkpoint(self.project, x, use_reentrant=False, preserve_rng_state=False)
