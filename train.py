@@ -142,7 +142,7 @@ def build(run, schedule, groups):
         elif args.tp > 1:
             tensor_parallel.parallelize_tensors(part, tp)
         else:
-            lean_head(part)
+            lean_head(part, args.compile)
         if args.cp > 1:
             grid = groups.get("ring"), groups.get("ulysses")
             context_parallel.parallelize_context(part, cp, args.cp_kind, *grid)

@@ -116,7 +116,7 @@ def played(flags, sums, shared, titan, compiled):
     if titan:
         args.compile, args.many_operations_a_norm = compiled, True
     cluster = devices.cluster_of(args)
-    lean_head = (lambda part: None) if titan else train.lean_head
+    lean_head = (lambda part, compiled: None) if titan else train.lean_head
     with mock.patch.object(train, "lean_head", lean_head):
         step, ranks = step_of(args, config, cluster, train.train, sums, 1 / shared)
     return args, config, step, ranks[0]

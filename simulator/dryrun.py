@@ -44,7 +44,7 @@ import zero_bubble
 from harness import Refused, signals
 from proof.ledger import lasting
 from simulator.meter import META, Meter, Part
-from trainer.large_vocabulary import CHUNK
+from trainer.large_vocabulary import CHUNK, LeanCrossEntropy
 
 # A dry run makes the groups of all ranks, a third of a millisecond for each; all rows of a
 # schedule, which takes seconds for 1,000 stages; and plays pieces of a step, milliseconds for each
@@ -108,7 +108,9 @@ class DryRun(proof.Run):
         self.size = sum(p.numel() for _, p in model.named())
         if self.args.fused:
             for part in model.parts.values():
-                fuse_blocks(part, self.ledger)
+                fuse(list(part.blocks.values()), self.ledger)
+                if isinstance(part.loss, LeanCrossEntropy):
+                    fuse([part.loss], self.ledger)
         self.device = META
         self.modes.enter_context(self.ledger)
 
@@ -148,23 +150,22 @@ def no_values(name, shape, init, seed):
     return torch.empty(shape)
 
 
-def fuse_blocks(part, meter):
-    """Operations within blocks are fused, forward and backward, as torch.compile would."""
-    blocks = list(part.blocks.values())
+def fuse(modules, meter):
+    """Operations within modules are fused, forward and backward, as torch.compile would."""
 
-    def before(block, inputs):
+    def before(module, inputs):
         meter.fuse(True)
-        if block is blocks[0] and inputs[0].requires_grad:
+        if module is modules[0] and inputs[0].requires_grad:
             inputs[0].register_hook(lambda gradient: meter.fuse(False))
 
-    def after(block, inputs, output):
+    def after(module, inputs, output):
         meter.fuse(False)
-        if block is blocks[-1] and output.requires_grad:
+        if module is modules[-1] and output.requires_grad:
             output.register_hook(lambda gradient: meter.fuse(True))
 
-    for block in blocks:
-        block.register_forward_pre_hook(before)
-        block.register_forward_hook(after)
+    for module in modules:
+        module.register_forward_pre_hook(before)
+        module.register_forward_hook(after)
 
 
 class Played(NamedTuple):

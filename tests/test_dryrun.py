@@ -15,8 +15,9 @@ import proof
 import train
 from benchmarks import products, published
 from receipts.formulas import flops_per_token
-from simulator import command, devices, dryrun, kernels, layouts, links, rough
+from simulator import command, devices, dryrun, kernels, layouts, links, meter, rough
 from simulator.estimate import estimate
+from trainer import large_vocabulary
 
 BASE = (
     "--layers 2 --width 32 --heads 4 --context 16 --batch 12 --steps 2 --prove 0 --sample 0 "
@@ -191,6 +192,22 @@ def test_fused_operations_move_fewer_bytes():
     times = [sum(part.compute for part in rank.actions.values()) for rank in (eager, fused)]
     assert fused.held == eager.held and fused.flops == eager.flops
     assert 0.6 * times[0] < times[1] < 0.99 * times[0]
+
+
+@pytest.mark.parametrize("fused, most", [(False, 60), (True, 8.1)])
+def test_how_often_the_loss_moves_a_logit(fused, most, monkeypatch):
+    """In bytes of 16-bit logits, forward and backward."""
+    moved, loss = [], large_vocabulary.LeanCrossEntropy()
+    counting = meter.Meter({}, CLUSTER)
+    monkeypatch.setattr(counting, "count_bytes", moved.append)
+    if fused:
+        dryrun.fuse([loss], counting)
+    logits = torch.empty(4, 512, 8192, dtype=torch.bfloat16, device="meta", requires_grad=True)
+    targets = torch.empty(4, 512, dtype=torch.int64, device="meta")
+    with counting:
+        loss(logits, targets, 2048).backward()
+        counting.end_kernel()
+    assert 0.75 * most < sum(moved) / logits.numel() < most
 
 
 @pytest.mark.parametrize("flags", ["--cp 2", "--tp 2 --pp 2 --schedule zb-h1"])

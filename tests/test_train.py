@@ -1,6 +1,7 @@
 """What train.py does beside training: traces, logs, samples."""
 
 import contextlib
+import functools
 import json
 import re
 import sys
@@ -166,19 +167,21 @@ def test_the_default_number_of_microbatches_suits_the_schedule(text, flags, expe
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_lean_head(dtype, monkeypatch):
-    """The padded projection and the loss in chunks beside model.py's: loss and all gradients, with
-    targets that are not valid and chunks that do not divide the rows."""
+    """The padded projection and the loss in chunks, plain and compiled, beside model.py's: loss and
+    all gradients, with targets that are not valid and chunks that do not divide the rows."""
     monkeypatch.setattr(large_vocabulary, "CHUNK", 1000)
+    compile = functools.partial(torch.compile, backend="aot_eager")
+    monkeypatch.setattr(torch, "compile", compile)
     config = presets.configure("tiny", layers=1, width=32, heads=2, context=16)
     tokens = torch.randint(0, config.vocab, (3, 16))
     targets = tokens.roll(1, 1)
     targets[0, :3] = gpt.IGNORE
     found = []
-    for lean in (False, True):
+    for kind in ("plain", "lean", "compiled"):
         model = initialize.build(config, 1, dtype=dtype)
         names = [name for name, _ in model.named_parameters()]
-        if lean:
-            large_vocabulary.lean_head(model)
+        if kind != "plain":
+            large_vocabulary.lean_head(model, kind == "compiled")
         assert names == [name for name, _ in model.named_parameters()]
         loss = model(tokens, targets=targets, target_count=40)
         loss.backward()
@@ -189,8 +192,9 @@ def test_lean_head(dtype, monkeypatch):
     tolerance = (
         dict(rtol=1e-10, atol=1e-14) if dtype == torch.float64 else dict(rtol=2e-2, atol=1e-4)
     )
-    for plain, lean in zip(*found):
+    for plain, lean, compiled in zip(*found):
         torch.testing.assert_close(lean, plain, **tolerance)
+        torch.testing.assert_close(compiled, lean, rtol=1e-12, atol=0)
 
 
 @pytest.mark.parametrize(

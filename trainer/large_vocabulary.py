@@ -16,11 +16,12 @@ ALIGNED = 64  # outputs; nanoGPT pads its vocabulary to a multiple of as many
 CHUNK = 2**26  # logits that the loss takes at a time: 256 MB in float32
 
 
-def lean_head(model):
-    """Replace the output projection and the loss of a GPT, if it has a head. No result changes."""
+def lean_head(model, compiled=False):
+    """Replace the output projection and the loss of a GPT, if it has a head. No result changes.
+    compiled: the loss by torch.compile."""
     if model.head is not None:
         model.head.out = PaddedLinear(model.head.out)
-        model.loss = LeanCrossEntropy()
+        model.loss = LeanCrossEntropy(compiled)
 
 
 class PaddedLinear(nn.Module):
@@ -42,9 +43,25 @@ class PaddedLinear(nn.Module):
 class LeanCrossEntropy(nn.Module):
     """model.py's CrossEntropy, which computes in float32 on some rows at a time."""
 
+    def __init__(self, compiled=False):
+        super().__init__()
+        self.parts = log_sums, scaled_softmax
+        if compiled:  # each is one kernel then: 8 bytes are moved for a 16-bit logit, not 56
+            self.parts = [torch.compile(part) for part in self.parts]
+
     def forward(self, logits, targets, target_count):
-        losses = RowwiseCrossEntropy.apply(logits.flatten(0, 1), targets.flatten())
+        losses = RowwiseCrossEntropy.apply(logits.flatten(0, 1), targets.flatten(), *self.parts)
         return losses.sum() / target_count
+
+
+def log_sums(logits):
+    """logits (n, V) -> log(sum of exp) of each row, (n,) in at least float32."""
+    return logits.to(torch.promote_types(logits.dtype, torch.float32)).logsumexp(1)
+
+
+def scaled_softmax(logits, log_sum, factor):
+    """softmax(logits) * factor, in the logits' dtype. log_sum, factor: (n, 1)."""
+    return (logits.to(log_sum.dtype).sub(log_sum).exp_().mul_(factor)).to(logits.dtype)
 
 
 class RowwiseCrossEntropy(torch.autograd.Function):
@@ -54,26 +71,27 @@ class RowwiseCrossEntropy(torch.autograd.Function):
     Keeps the logits as they are, and log(sum of exp) of each row. Backward is softmax - onehot."""
 
     @staticmethod
-    def forward(ctx, logits, targets):
+    def forward(ctx, logits, targets, log_sums, scaled_softmax):
         rows = max(1, CHUNK // logits.shape[1])
-        dtype = torch.promote_types(logits.dtype, torch.float32)
-        log_sum = torch.cat([part.to(dtype).logsumexp(1) for part in logits.split(rows)])  # (n,)
+        log_sum = torch.cat([log_sums(part) for part in logits.split(rows)])  # (n,)
         valid = targets != IGNORE
         column = targets.masked_fill(~valid, 0).unsqueeze(1)  # (n, 1)
-        of_target = logits.gather(1, column).squeeze(1).to(dtype)
-        ctx.rows = rows
-        ctx.save_for_backward(logits, column, valid, log_sum)
-        return (log_sum - of_target).masked_fill(~valid, 0.0)
+        of_target = logits.gather(1, column).squeeze(1).to(log_sum.dtype)
+        loss = (log_sum - of_target).masked_fill(~valid, 0.0)
+        ctx.rows, ctx.scaled_softmax = rows, scaled_softmax
+        ctx.save_for_backward(logits, column, valid, log_sum, of_target)
+        return loss
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
-        logits, column, valid, log_sum = ctx.saved_tensors
-        grad = grad.masked_fill(~valid, 0.0).unsqueeze(1)  # (n, 1)
+        logits, column, valid, log_sum, of_target = ctx.saved_tensors
+        grad = grad.masked_fill(~valid, 0.0)  # (n,)
         result = torch.empty_like(logits)
-        columns = (t.split(ctx.rows) for t in (logits, result, column, log_sum, grad))
-        for part, target_part, at, log_part, factor in zip(*columns):
-            softmax = part.to(log_part.dtype).sub(log_part.unsqueeze(1)).exp_()
-            softmax.scatter_add_(1, at, -torch.ones_like(at, dtype=softmax.dtype))
-            target_part.copy_(softmax.mul_(factor))
-        return result, None
+        columns = (t.unsqueeze(1) for t in (log_sum, grad))
+        parts = (t.split(ctx.rows) for t in (result, logits, *columns))
+        for part, *given in zip(*parts):
+            part.copy_(ctx.scaled_softmax(*given))
+        at_target = (of_target - log_sum).exp().sub(1).mul(grad)  # rounded once, as all others are
+        result.scatter_(1, column, at_target.to(result.dtype).unsqueeze(1))
+        return result, None, None, None
