@@ -8,7 +8,7 @@ from harness import Refused, zero_flags
 from simulator import layouts, report
 from simulator.devices import usable_memory
 from simulator.dryrun import check_counts, check_playable, first_ranks, play_all
-from simulator.estimate import estimate
+from simulator.estimate import Estimate, estimate
 from simulator.rough import rough
 
 # Of a plan's layouts one device is the beginning: of it the model and the dtypes are taken
@@ -17,21 +17,12 @@ ONE_DEVICE |= dict(chunks=None, cp_rings=None, zero_ranks=None, sp=False)
 ONE_DEVICE |= dict(gather_again=False, keep_gathered=False, reduce_once=False)
 
 
-class Ranked(NamedTuple):
-    """A layout with its figures by formulas: seconds of a step and of its parts, bytes held."""
-
-    seconds: float
-    parts: dict
-    held: float
-    args: object
-
-
 class Candidate(NamedTuple):
-    """A layout that was played: its flags, Estimate, bytes of the fullest rank, and whether these
-    fit a device beside nccl's communicators and the CUDA context."""
+    """A layout: its flags, the Estimate of its step, bytes of the fullest rank, and whether these
+    fit a device beside nccl's communicators and the CUDA context. By formulas, or played."""
 
     args: object
-    step: object
+    step: Estimate
     held: float
     fits: bool
 
@@ -50,19 +41,20 @@ def plan(args, cluster, prepare, train):
     tried = []
     for layout in layouts.candidates(args, config, gpus):
         parts, held = rough(layout, config, cluster)
-        tried.append(Ranked(sum(parts.values()), parts, held, layout))
+        step, fits = Estimate(sum(parts.values()), parts, 0.0), usable_memory(layout, cluster)
+        tried.append(Candidate(layout, step, held, held <= fits))
     if not tried:
         what = f"no layout of {gpus:,} devices suits --batch {args.batch:,} and this model"
         raise Refused(f"{what}: change --batch, --gpus or the heads")
-    fitting = [one for one in tried if one.held <= usable_memory(one.args, cluster)]
+    fitting = [one for one in tried if one.fits]
     if not fitting:
         what = f"none of {len(tried)} layouts on {gpus} devices fits"
         raise Refused(f"{what} {cluster.device.memory / 1e9:g} GB: give more --gpus")
-    fitting.sort(key=lambda one: one.seconds)
+    fitting.sort(key=lambda one: one.step.seconds)
     found = f"{len(tried)} layouts of {gpus:,} devices, of which {len(fitting)} may fit"
     print(f"{found}; by formulas, without some memory:\n")
     for i, one in enumerate(fitting[:10]):
-        figures = f"{one.seconds:9.4g} s {one.held / 1e9:7.1f} GB"
+        figures = f"{one.step.seconds:9.4g} s {one.held / 1e9:7.1f} GB"
         why = why_it_loses(one, fitting[0], cluster) if i else "the best"
         print(f"  {i + 1:2d}  {figures}   {described(one.args)}: {why}")
     played = play_best(fitting, config, cluster, prepare, train)
@@ -89,8 +81,9 @@ def described(args):
 
 def why_it_loses(one, best, cluster):
     """In which part of a step a layout loses most to the best, by formulas."""
-    worst = max(one.parts, key=lambda part: one.parts[part] - best.parts[part])
-    loss = (one.parts[worst] - best.parts[worst]) / best.seconds
+    ours, others = one.step.parts, best.step.parts
+    worst = max(ours, key=lambda part: ours[part] - others[part])
+    loss = (ours[worst] - others[worst]) / best.step.seconds
     if loss < 0.005:
         return "as fast, by formulas"
     across = worst == "tensor parallel" and one.args.tp > cluster.node
@@ -107,7 +100,7 @@ def play_best(fitting, config, cluster, prepare, train, wanted=5, most=6):
     left_out = 0.0  # bytes: the least that formulas have left out of what was played
     different = {}
     for one in fitting:  # of layouts as fast and as large by formulas one is enough
-        different.setdefault((one.seconds, one.held), one)
+        different.setdefault((one.step.seconds, one.held), one)
     queue = list(different.values())
     while len(candidates) < most:
         missing = wanted - sum(candidate.fits for candidate in candidates)

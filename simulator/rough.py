@@ -10,9 +10,11 @@ pipeline and on the last:
 Seconds are those of kernels.py and links.py, for a block's products and attention, for all other
 tensors by their bytes, and for messages by their sums.
 
+A norm is one operation that keeps its input, as on a GPU.
+
 Left out. Bytes: messages that were sent; the tiles of a ring, and Ulysses' exchanged heads; routers
 and uneven rows of experts; all that is small. Seconds: launches that outlast their kernels, how
-uneven stages wait for each other, experts' all-to-alls.
+uneven stages wait for each other, experts' all-to-alls, Muon's iterations.
 """
 
 import functools
@@ -29,19 +31,6 @@ from simulator.links import both, spread
 from trainer import large_vocabulary
 
 # --- bytes
-
-
-def one_operation(args, config):
-    """Whether a norm is one operation: LayerNorm everywhere, RMSNorm on a GPU."""
-    return config.norm == "layernorm" or args.backend == "nccl"
-
-
-def norm_kept(args, sizes):
-    """Bytes that a norm keeps beside its result: its input. RMSNorm of 16 bits on a CPU: its input
-    and its quotient in float32."""
-    if one_operation(args, sizes.config):
-        return sizes.stream
-    return 2 * sizes.stream * sizes.exact / sizes.e
 
 
 def entered(sizes):
@@ -75,8 +64,7 @@ def block_kept(args, sizes, recompute):
         kept += sizes.tokens / sizes.tp * turned * sizes.e
     if config.dropout:
         kept += 2 * sizes.stream
-    norms = 2 if recompute == "none" else 1 if config.experts or config.mlp == "swiglu" else 0
-    return kept + norms * (norm_kept(args, sizes) - sizes.stream)
+    return kept
 
 
 def block_puts_off(sizes):
@@ -102,11 +90,11 @@ def block_makes(args, sizes):
     return made + 2 * sizes.stream
 
 
-def loss_makes(args, sizes):
+def loss_makes(sizes):
     """Bytes of the head and the loss at their most."""
     vocab = sizes.config.vocab
     logits = sizes.tokens * vocab / sizes.tp
-    kept = norm_kept(args, sizes) + entered(sizes) + sizes.stream
+    kept = entered(sizes) + 2 * sizes.stream
     if sizes.tp > 1:  # in 32 bits, and shifted by the largest
         copies = 8 if sizes.e < 4 else 4
         return kept + logits * (sizes.e + copies)
@@ -200,9 +188,9 @@ def rank_held(args, sizes, rank):
     whole = sizes.reduced * (unit + neighbour) if args.zero > 1 else 0
     moments = [activations + whole + block_makes(args, sizes), copied]
     if last:
-        moments.append(activations + loss_makes(args, sizes))
+        moments.append(activations + loss_makes(sizes))
         gradient = sizes.e * table + (sizes.reduced * table if args.zero > 1 else 0)
-        moments.append(activations + gradient + norm_kept(args, sizes) + 2 * sizes.stream)
+        moments.append(activations + gradient + 3 * sizes.stream)
     gathered = 0
     if args.zero == 3:
         pair = max(block, table) if first or last else block
@@ -244,28 +232,8 @@ def rough(args, config, cluster):
         beside, meanwhile = gradients, 2 * third * passes
     parts["data parallel"] = both(meanwhile, beside) - meanwhile + weights
     parts["optimizer"] = step_bytes(args, sizes, parameters) / memory
-    if args.optimizer == "muon":
-        layer = iterations_seconds(args, sizes, device)
-        parts["optimizer"] += max(ranks) * layer / (args.dp * args.cp)
     # Of the ranks that a plan plays
     return parts, max(rank_held(args, sizes, rank) for rank in {0, pp - 1})
-
-
-def iterations_seconds(args, sizes, device):
-    """Of Muon's iterations on a layer's matrices, without the gathers of cut ones."""
-    config, seconds = sizes.config, 0.0
-    head = config.width // config.heads
-    for name, shape in presets.parameter_shapes(config).items():
-        if not name.startswith("blocks.0.") or len(shape) == 1:
-            continue
-        *experts, rows, columns = shape
-        count = experts[0] // args.ep if experts else 1
-        if ".qkv." in name:
-            count, rows = rows // head // args.tp, head
-        m, n = sorted((rows, columns))
-        for product in (m, m, n), (m, m, m), (m, n, m):
-            seconds += 5 * kernels.product_seconds(device, *product, count, sizes.master)
-    return seconds
 
 
 def block_seconds(args, sizes, device):
@@ -300,24 +268,20 @@ def block_bytes(args, sizes):
     backward."""
     config, e = sizes.config, sizes.e
     stream = sizes.stream / e  # elements of (tokens, C) between layers
-    if one_operation(args, config):
-        norm, norm_backward = 2 * e, 3 * e
-    else:  # in 32 bits
-        converted = 2 * (e + 4) if e < 4 else 0
-        norm, norm_backward = 28 + converted, 96 + converted
     head = config.width // config.heads
     turned = sizes.tokens / args.tp * (config.heads + config.kv_heads) * head
     turned *= config.positions == "rope"
     hidden = hidden_kept(sizes)  # bytes
     gates = config.mlp == "swiglu"
-    forward = stream * (2 * norm + 6 * e) + turned * 10 * e + hidden * (5 if gates else 2)
-    backward = stream * (2 * norm_backward + 6 * e) + turned * 12 * e + hidden * (9 if gates else 3)
+    # A norm reads and writes, backward reads two and writes one
+    forward = stream * 10 * e + turned * 10 * e + hidden * (5 if gates else 2)
+    backward = stream * 12 * e + turned * 12 * e + hidden * (9 if gates else 3)
     again = 0
     if args.recompute in formulas.WHOLE_BLOCKS:
         again = forward
     elif args.recompute == "selective":
         norms = 1 if gates or config.experts else 2
-        again = stream * norms * norm + hidden * (5 if gates else 2)
+        again = stream * norms * 2 * e + hidden * (5 if gates else 2)
     copies = 0  # of gathers and scatters, whose first dimension must be the tokens
     if args.sp:
         copies = 8 * 2 * sizes.tokens * config.width * e

@@ -191,16 +191,14 @@ def write_checkpoint(folder, step, header, pieces, keep=0):
         if own:
             path = os.path.join(temporary, file)
             write_tensors(path, {key_of(p): p.tensor.cpu().contiguous() for p in own})
-            files[file] = {"bytes": os.path.getsize(path), "crc32": crc_of_file(path)}
+            files[file] = {"crc32": crc_of_file(path)}
         sync(temporary)
 
-    def publish_all():
-        everyone = functools.reduce(dict.__or__, gather(files))
-        if dist.get_rank() == 0:
-            index = {"step": step} | header | {"files": everyone, "tensors": tensors}
-            publish(folder, temporary, index, keep)
-
-    problem = first_problem(write_own) or first_problem(publish_all)
+    problem = first_problem(write_own)
+    for of_rank in gather(files):
+        files |= of_rank
+    index = {"step": step} | header | {"files": files, "tensors": tensors}
+    problem = problem or first_problem(publish, folder, temporary, index, keep)
     if problem:
         if dist.get_rank() == 0:
             shutil.rmtree(temporary, ignore_errors=True)
@@ -209,6 +207,8 @@ def write_checkpoint(folder, step, header, pieces, keep=0):
 
 def publish(folder, temporary, index, keep):
     """On rank 0: add the index, give the checkpoint its name, remove what is old."""
+    if dist.get_rank() > 0:
+        return
     step = index["step"]
     index["crc32"] = crc_of(index)
     write(os.path.join(temporary, "index.json"), json.dumps(index).encode())
@@ -259,12 +259,12 @@ def gather(value):
     return everyone
 
 
-def first_problem(work):
-    """Call work() on all ranks. Returns, on all of them, what went wrong on the first rank where
-    something did; else None."""
+def first_problem(work, *args):
+    """Call work(*args) on all ranks. Returns, on all of them, what went wrong on the first rank
+    where something did; else None."""
     problem = None
     try:
-        work()
+        work(*args)
     except (OSError, ValueError, LookupError, TypeError) as e:
         problem = str(e)
     return next(filter(None, gather(problem)), None)
@@ -306,26 +306,27 @@ def checkpoints_in(folder):
 
 def newest(folder, header, free=()):
     """(path, index, lines of what was passed over and why) of the newest whole checkpoint in a
-    folder; (None, None, lines) where there is none. Called by all ranks, who share out the files.
+    folder; (None, None, lines) where there is none. Called by all ranks.
 
     Raises Refused where it is of another run: see check_header."""
     passed = []
-
-    def check_files(path):
-        index = read_index(path)
-        for file in sorted(index["files"])[dist.get_rank() :: dist.get_world_size()]:
-            if crc_of_file(os.path.join(path, file)) != index["files"][file]["crc32"]:
-                raise ValueError(f"{file} was changed, its crc32 differs")
-
     for name in gather(checkpoints_in(folder))[0]:
         path = os.path.join(folder, name)
-        problem = first_problem(functools.partial(check_files, path))
+        problem = first_problem(check_files, path)
         if problem is None:
             index = read_index(path)
             check_header(path, index, header, free)
             return path, index, passed
         passed.append(f"{name}: {problem}")
     return None, None, passed
+
+
+def check_files(path):
+    """Raise ValueError or OSError for a broken checkpoint. The ranks share out its files."""
+    files = read_index(path)["files"]
+    for file in sorted(files)[dist.get_rank() :: dist.get_world_size()]:
+        if crc_of_file(os.path.join(path, file)) != files[file]["crc32"]:
+            raise ValueError(f"{file} was changed, its crc32 differs")
 
 
 def newest_index(folder):
