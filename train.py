@@ -349,7 +349,8 @@ def take_steps(runner, first, averaging, checkpoints):
     dp, pp = groups["dp"], groups["pp"]
     # Routers count tokens: with --sp the ranks of tp hold different ones
     token_groups = [dp, groups["tp"]] if args.sp else [dp]
-    recorder = recording.recorded(run, model, groups, runner.positions, full_weights, first)
+    about = runner.positions, full_weights, first
+    recorder = recording.recorded(run, model, optimizer, groups, *about)
     steps = tracking.profiled(run, run.steps(optimizer, first, averaging.reference), first)
     with tracking.open_log(run, first) as log, checkpoints, recorder as record:
         for step in steps:

@@ -179,9 +179,9 @@ def test_an_export_without_room_is_one_sentence(monkeypatch, capsys):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(pretrained, "write", full)
-    monkeypatch.setattr(pretrained, "pieces_of", lambda *_: [])
-    monkeypatch.setattr(pretrained, "share_out", lambda pieces: ([], {}))
-    monkeypatch.setattr(pretrained.dist, "all_reduce", lambda x, group: sums.append(x))
+    monkeypatch.setattr(checkpoint, "pieces_of", lambda *_: [])
+    monkeypatch.setattr(checkpoint, "share_out", lambda pieces: ([], {}))
+    monkeypatch.setattr(checkpoint.dist, "all_reduce", lambda x, group: sums.append(x))
     model = SimpleNamespace(named=lambda: [])
     assert pretrained.export(run, model, None, None) is False
     assert len(sums) == len(presets.parameter_shapes(config))

@@ -40,6 +40,7 @@ import torch.distributed as dist
 
 from harness import Refused, inputs
 from harness.placement import placement
+from harness.presets import parameter_shapes
 from proof.ledger import states_of
 
 # Begin the kinds that trainer/islands.py adds: of all islands, and of islands after the first
@@ -58,24 +59,11 @@ class Piece(NamedTuple):
 
     @property
     def place(self):
-        return index_of(self.start, self.size)
-
-
-def index_of(start, size):
-    """A box as an index of the whole."""
-    return tuple(slice(a, a + n) for a, n in zip(start, size))
+        """Where it lies in the whole, as an index."""
+        return tuple(slice(a, a + n) for a, n in zip(self.start, self.size))
 
 
 # --- what a rank holds
-
-
-def box_of(p):
-    """(start, size) of this rank's piece of a parameter in the whole, without its padding."""
-    where = placement(p)
-    start, size = [0] * len(where["shape"]), list(where["shape"])
-    for dim, (_, first, length) in where["cuts"].items():
-        start[dim], size[dim] = first, length
-    return start, size
 
 
 def boxes(shape, a, b):
@@ -123,7 +111,11 @@ def pieces_of(named, optimizer, index=None, beside=lambda stepped: {}):
     """
     found = []
     for name, p, flat, first, stepped, state in holdings(named, optimizer):
-        shape, (base, sizes) = tuple(placement(p)["shape"]), box_of(p)
+        where = placement(p)
+        shape = tuple(where["shape"])
+        base, sizes = [0] * len(shape), list(shape)  # of the piece, without its padding
+        for dim, (_, start, size) in where["cuts"].items():
+            base[dim], sizes[dim] = start, size
         for kind, saved in index["tensors"].get(name, {}).items() if index else ():
             if p.requires_grad and not kind.startswith(("weight", OUTER, ISLAND)):
                 empty = torch.zeros_like(stepped.data) if saved["shape"] else flat.new_zeros(())
@@ -173,6 +165,21 @@ def share_out(pieces):
             t["pieces"] = list(t["pieces"].values())
             assert covered[name, kind] == math.prod(t["shape"]), f"{name}, {kind}, is not whole"
     return own, tensors
+
+
+@torch.no_grad()
+def whole_weights(run, model, optimizer, island=None):
+    """Yield (name, whole weight) of all parameters, on all ranks. Of the ranks that hold the same
+    piece one puts it into a tensor of zeros, and the sum over all ranks is the whole. island: the
+    ranks that hold the model together, or None for all."""
+    own, _ = share_out([p for p in pieces_of(model.named(), optimizer) if p.kind == "weight"])
+    for name, shape in parameter_shapes(run.config).items():
+        whole = torch.zeros(shape, dtype=run.dtype, device=run.device)
+        for piece in own:
+            if piece.name == name:
+                whole[piece.place] = piece.tensor.to(whole)
+        dist.all_reduce(whole, group=island)
+        yield name, whole
 
 
 # --- writing

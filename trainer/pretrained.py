@@ -25,13 +25,12 @@ import pathlib
 import re
 
 import torch
-import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 
 import harness
 from harness import DTYPES, Refused, inputs, outputs, presets, say
 from trainer import hf_config, tokenizer
-from trainer.checkpoint import pieces_of, share_out
+from trainer.checkpoint import whole_weights
 from trainer.folder_writer import model_in, write_folder
 
 CONTEXT = 1024  # the default of --context is at most this
@@ -90,28 +89,15 @@ def check(args, config):
         raise Refused(f"--export {args.export} holds {there}: give another folder, or remove it")
 
 
-@torch.no_grad()
 def export(run, model, optimizer, island):
-    """Write the whole model from rank 0, parameter by parameter. Of the ranks that hold the same
-    piece one puts it into a tensor of zeros, and the sum over all ranks is the whole. No rank has
-    more than one parameter, and one file, at a time. island: the ranks that hold the model
-    together, or None for all. Returns False if it can't be written."""
+    """Write the whole model from rank 0, parameter by parameter. No rank has more than one
+    parameter, and one file, at a time. island: see whole_weights. Returns False if it can't be
+    written."""
     args, problem = run.args, None
     if not args.export:
         return True
     encoding = run.corpus.encoding
-    own, _ = share_out([p for p in pieces_of(model.named(), optimizer) if p.kind == "weight"])
-
-    def wholes():
-        for name, shape in presets.parameter_shapes(run.config).items():
-            whole = torch.zeros(shape, dtype=run.dtype, device=run.device)
-            for piece in own:
-                if piece.name == name:
-                    whole[piece.place] = piece.tensor.to(whole)
-            dist.all_reduce(whole, group=island)
-            yield name, whole
-
-    parameters = wholes()
+    parameters = whole_weights(run, model, optimizer, island)
     if run.rank == 0:
         files = {path.name: path.read_bytes() for path in tokenizer.files_of(args, encoding)}
         marks, dtype = tokenizer.marks(args, encoding), DTYPES.get(args.export_dtype)

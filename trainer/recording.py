@@ -24,7 +24,7 @@ from harness.placement import placement
 from harness.presets import parameter_count, parameter_shapes
 from proof import diagnosis
 from proof.recorder import Recorder
-from trainer.checkpoint import box_of, index_of
+from trainer.checkpoint import whole_weights
 from trainer.tracking import read_log
 
 FILE = "record.jsonl"
@@ -53,7 +53,7 @@ def check(args):
 
 
 @contextlib.contextmanager
-def recorded(run, model, groups, positions, named, first):
+def recorded(run, model, optimizer, groups, positions, named, first):
     """Gives a function record(batches, loss, norm, scale), to call when the gradients are complete,
     before they are clipped. Without --record it does nothing.
 
@@ -65,7 +65,7 @@ def recorded(run, model, groups, positions, named, first):
         yield lambda *step: None
         return
     with _disable_current_modes():
-        recording = Recording(run, model, groups, positions, named, first)
+        recording = Recording(run, model, optimizer, groups, positions, named, first)
     yield recording.record
     recording.finish()
 
@@ -73,8 +73,8 @@ def recorded(run, model, groups, positions, named, first):
 class Recording(Recorder):
     """A Recorder for a model that is cut: see the top of this file."""
 
-    def __init__(self, run, model, groups, positions, named, first):
-        self.run, self.named, args = run, named, run.args
+    def __init__(self, run, model, optimizer, groups, positions, named, first):
+        self.run, self.optimizer, self.named, args = run, optimizer, named, run.args
         path = os.path.join(args.record, FILE)
         # Of a recording that goes on
         earlier = list(read_log(path, first)) if run.rank == 0 and first else []
@@ -127,22 +127,15 @@ class Recording(Recorder):
     def write_batch(self):
         """Write the step's batch. With the first one all weights, if these are few: from them
         proof/differences.py takes the step again."""
-        run, pieces = self.run, []
+        run, tensors = self.run, {}
         if self.number == 1 and parameter_count(run.config) <= MOST_KEPT:
-            for name, p in self.parameters.items():
-                start, size = box_of(p)
-                piece = p.data[tuple(map(slice, size))].cpu()  # without padding
-                shape = placement(p)["shape"]
-                pieces.append((f"data.{name}", shape, index_of(start, size), piece))
-        everyone = run.gather(pieces)
-        if run.rank > 0:
-            return
-        [(tokens, targets, _)] = run.microbatches(run.step, pieces=1)
-        tensors = {"tokens": tokens.contiguous(), "targets": targets.contiguous()}
-        for name, shape, place, piece in sum(everyone, []):
-            tensors.setdefault(name, torch.zeros(shape, dtype=piece.dtype))[place] = piece
-        path = os.path.join(run.args.record, f"step-{self.number}.safetensors")
-        safetensors.torch.save_file(tensors, path)
+            for name, whole in whole_weights(run, self.model, self.optimizer):
+                tensors[f"data.{name}"] = whole.cpu()
+        if run.rank == 0:
+            [(tokens, targets, _)] = run.microbatches(run.step, pieces=1)
+            tensors |= {"tokens": tokens.contiguous(), "targets": targets.contiguous()}
+            path = os.path.join(run.args.record, f"step-{self.number}.safetensors")
+            safetensors.torch.save_file(tensors, path)
 
     def finish(self):
         """Write the weights after the last step."""
