@@ -96,13 +96,12 @@ def export(run, model, optimizer, island):
     args, problem = run.args, None
     if not args.export:
         return True
-    encoding = run.corpus.encoding
     parameters = whole_weights(run, model, optimizer, island)
     if run.rank == 0:
-        files = {path.name: path.read_bytes() for path in tokenizer.files_of(args, encoding)}
-        marks, dtype = tokenizer.marks(args, encoding), DTYPES.get(args.export_dtype)
+        files, fields = tokenizer.exported(args, run.corpus.encoding)
+        dtype = DTYPES.get(args.export_dtype)
         try:
-            write(args.export, run.config, parameters, dtype, args.init_from, marks, files)
+            write(args.export, run.config, parameters, dtype, args.init_from, fields, files)
             run.print(f"exported to {args.export}{' with ' if files else ''}{', '.join(files)}")
         except (OSError, ValueError) as e:
             problem = getattr(e, "strerror", None) or e

@@ -52,26 +52,20 @@ def describe(args, encoding):
     return [] if own else [f"{chosen} is not the model's own: {reason}"]
 
 
-def files_of(args, encoding):
-    """The files that give an exported folder its tokenizer, and the generation settings that go
-    with its tokens: those of --tokenizer's folder, or of --init-from's if it has the same tokens.
-    []: bytes, or a model's weights trained on other tokens."""
-    found, folder = [], getattr(encoding, "folder", None)
-    if keeps_tokens(args, encoding):
+def exported(args, encoding):
+    """What an exported folder has of tokens: {name: content} of files, and the fields of
+    config.json that name tokens, {} to leave those of --init-from.
+
+    The files are those of --tokenizer's folder, or of --init-from's if it has the same tokens: then
+    its generation settings go along. None: bytes, or weights trained on other tokens."""
+    folder, paths, fields = getattr(encoding, "folder", None), [], {}
+    # As far as can be known
+    if args.init_from and is_models_own(args, encoding) is not False:
         folder = folder or pathlib.Path(args.init_from)
-        found.append(pathlib.Path(args.init_from) / "generation_config.json")
+        paths.append(pathlib.Path(args.init_from) / "generation_config.json")
+    elif encoding.end is not None:
+        fields = {"bos_token_id": encoding.start, "eos_token_id": encoding.end}
+        fields["pad_token_id"] = None
     if folder:
-        found = [folder / name for name in FILES] + found
-    return [path for path in found if path.is_file()]
-
-
-def keeps_tokens(args, encoding):
-    """Whether a run goes on with the tokens of --init-from's model, as far as can be known."""
-    return bool(args.init_from) and is_models_own(args, encoding) is not False
-
-
-def marks(args, encoding):
-    """The fields of config.json that name tokens: {} to leave those of --init-from."""
-    if keeps_tokens(args, encoding) or encoding.end is None:
-        return {}
-    return {"bos_token_id": encoding.start, "eos_token_id": encoding.end, "pad_token_id": None}
+        paths = [folder / name for name in FILES] + paths
+    return {path.name: path.read_bytes() for path in paths if path.is_file()}, fields
