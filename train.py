@@ -18,11 +18,14 @@ ranks. ep takes no ranks of its own: the experts are dealt out over ep of these 
 each expert has dp cp / ep copies. --islands N is outside all: N such meshes, which average their
 weights rarely (trainer/islands.py); batch, loss and norm below are then those of an island.
 
-Batch, loss and gradient norm are global, whatever the layout. --batch is the number of sequences
-over all ranks. The loss is the sum over all tokens divided by their number. The norm counts every
-parameter once. So another layout gives the same loss curve, to rounding. The first steps are
-compared with one process, and the receipt at the end says how far apart they were (--prove).
-docs/choosing-a-layout.md says which layout when.
+Batch, loss and gradient norm are global: --batch counts the sequences of all ranks, the loss is the
+sum over all tokens divided by their number, and the norm counts every parameter once. So another
+layout gives the same loss curve, to rounding. The first steps are compared with one process
+(--prove). docs/choosing-a-layout.md says which layout when.
+
+In this order: `mesh` makes the groups; `build` cuts the model and applies the techniques;
+`data_parallel` adds what sums gradients and takes the step; `Runner` does a step's forward and
+backward; `train` has the loop.
 """
 
 import contextlib
@@ -51,7 +54,6 @@ import tensor_parallel
 import zero
 import zero_bubble
 from harness import initialize, zero_flags
-from receipts.expert_parallel import RowCounter
 from simulator import command
 from trainer import islands, layout, pretrained, recording, sampling, saving, tracking, validation
 from trainer.faults import first_nonfinite
@@ -75,7 +77,7 @@ def main():
     args = islands.settle(flags().parse_args())
     if args.dry_run or args.plan:
         return command.main(args, prepare, train)
-    args, _ = prepare(args)
+    args, _ = prepare(args)  # refuses a layout that does not exist
     ranks = args.islands * args.dp * args.cp * args.tp * args.pp
     proof.launch(train, args, needed=ranks)
 
@@ -142,43 +144,48 @@ def build(run, schedule, groups):
         elif args.tp > 1:
             tensor_parallel.parallelize_tensors(part, tp)
         else:
+            # The loss in pieces: a large vocabulary takes little memory
             lean_head(part, args.compile)
         if args.cp > 1:
-            grid = groups.get("ring"), groups.get("ulysses")
-            context_parallel.parallelize_context(part, cp, args.cp_kind, *grid)
+            grid = dict(ring_group=groups.get("ring"), ulysses_group=groups.get("ulysses"))
+            context_parallel.parallelize_context(part, cp, args.cp_kind, **grid)
         if args.ep > 1:
-            copies = groups["copies"]
-            expert_parallel.parallelize_experts(
-                part, groups["ep"], None, args.expert_chunks, copies
-            )
+            options = dict(chunks=args.expert_chunks, data_group=groups["copies"])
+            expert_parallel.parallelize_experts(part, groups["ep"], **options)
         harness.recompute(part, args.recompute)
         if args.compile:
             harness.compile_blocks(part)
     return harness.Stages(parts)
 
 
-def data_parallel(run, model, groups, draw):
-    """Fill the model with the values of `draw`. Returns one object that sums the gradients over the
-    replicas and takes the step: ZeRO, Muon, or DDP with an optimizer of torch's. Mixed precision
-    takes ZeRO even at stage 0, which splits nothing but keeps masters: the weights in --dtype."""
+def data_parallel(run, model, groups):
+    """Fill the model with weights. Returns one object that sums the gradients over the replicas and
+    takes the step: DDP with an optimizer of torch's, Muon or ZeRO. Mixed precision takes ZeRO even
+    at stage 0, which splits nothing but keeps masters: the weights in --dtype."""
     args, dp = run.args, groups["dp"]
-    bucket_bytes = int(args.bucket_mb * 2**20)
-    if args.optimizer == "muon":
-        run.fill(model, draw)
-        run.make_optimizer = receipts.muon.one_process(muon.PlainMuon, muon.layer_matrices)
-        options = args.lr, args.weight_decay, args.microbatches, bucket_bytes, model.parts
-        return muon.Muon(model, dp, muon.layer_matrices(model), *options)
+    draw = pretrained.Folder(args.init_from, run.config).draw if args.init_from else initialize.draw
+    buckets = dict(microbatches=args.microbatches, bucket_bytes=int(args.bucket_mb * 2**20))
+    scopes = {int(stage): part for stage, part in model.parts.items()}
     one_dtype = args.dtype == args.param_dtype == args.reduce_dtype
+
     if args.zero == 0 and one_dtype and not args.offload:
         run.fill(model, draw)
         all_reduce = functools.partial(harness.all_reduce, async_op=True)
-        sync = ddp.DDP(model.uses(), dp, args.microbatches, bucket_bytes, all_reduce=all_reduce)
+        sync = ddp.DDP(model.uses(), dp, all_reduce=all_reduce, **buckets)
         cut_over = [groups["tp"], groups["ep"]] if args.ep > 1 else [groups["tp"]]
         return DDPAndOptimizer(sync, harness.make_optimizer(model.parameters(), args), cut_over)
+
+    if args.optimizer == "muon":
+        run.fill(model, draw)
+        # Of the one process that the first steps are compared with
+        run.make_optimizer = receipts.muon.one_process(muon.PlainMuon, muon.layer_matrices)
+        options = dict(lr=args.lr, weight_decay=args.weight_decay, scopes=scopes)
+        return muon.Muon(model, dp, muon.layer_matrices(model), **buckets, **options)
+
     options = dict(
         make_optimizer=functools.partial(harness.make_optimizer, args=args),
         microbatches=args.microbatches,
-        scopes={int(stage): part for stage, part in model.parts.items()},
+        scopes=scopes,
         splits=zero_flags.splits(groups),
         **zero_flags.options(run, model, args.zero, draw),
     )
@@ -197,38 +204,35 @@ class DDPAndOptimizer:
         self.parameters, self.cut_over = sync.parameters, cut_over
         self.optimizers, self.param_groups = [optimizer], optimizer.param_groups
 
-    def grad_norm(self, stages):
-        """The norm of the whole model's gradient. stages: the group of the pipeline's ranks."""
-        return harness.grad_norm(self.parameters, [*self.cut_over, stages])
+    def grad_norm(self, pipeline_group):
+        """The norm of the whole model's gradient."""
+        return harness.grad_norm(self.parameters, [*self.cut_over, pipeline_group])
 
     def clip(self, norm, limit):
         harness.clip(self.parameters, norm, limit)
 
 
-# --- a step
+# --- forward and backward
 
 
 class Runner:
-    """What this rank trains, and how it runs forward and backward through its stages.
+    """Runs micro-batches through this rank's stages: those of a step, a validation or a sample.
 
     run: the flags, device, data and log of this process. optimizer: of `data_parallel`.
-    watch: None, or a dry run's."""
+    watch: None, or a dry run's context around each of the pipeline's actions."""
 
     def __init__(self, run, schedule, groups, model, optimizer, watch):
         self.run, self.schedule, self.groups, self.model = run, schedule, groups, model
         self.optimizer, self.loss_scale = optimizer, LossScale(run.args, optimizer)
+        self.watch = watch or contextlib.nullcontext
         # ZeRO must know which stage an action belongs to
         self.scope = getattr(optimizer, "around", contextlib.nullcontext)
-        self.watch = watch or contextlib.nullcontext
-        self.links = groups["down"] + groups["up"]
         # Which part of the batches is this rank's: islands have batches of their own
         island = run.rank // (run.world // run.args.islands)
         self.replica = island * run.args.dp + dist.get_rank(groups["dp"]) // run.args.cp
-        self.positions_held = functools.lru_cache(self.positions_held)
-        # Before the first step: a copy to the device makes it wait
+        # Made once: a copy to the device makes it wait
         self.positions = self.positions_held(run.config.context)
-        blocks = [block for part in model.parts.values() for block in part.blocks.values()]
-        self.rows = RowCounter([block.mlp for block in blocks] if run.args.ep > 1 else [])
+        self.expert_rows = receipts.train.ExpertRows(run, model)
 
     def batches(self, step, **options):
         """This replica's micro-batches of a step: (tokens, targets, samples) of whole sequences."""
@@ -238,12 +242,10 @@ class Runner:
         """Forward and backward of a step: leaves complete gradients, and returns this rank's part
         of the loss. The optimizer sums gradients over the replicas while backward goes on."""
         self.optimizer.zero_grad()
-        self.rows.clear()
         target_count = self.loss_scale.count(self.run.target_count)
-        losses = self.pipeline_for(self.schedule, batches, target_count).run()
+        with self.expert_rows:  # counts for the receipt
+            losses = self.pipeline_for(self.schedule, batches, target_count).run()
         self.optimizer.finish()
-        if self.run.step == self.run.measured:  # the step whose bytes the ledger counts
-            self.travelled = self.rows.travelled
         # Only the last stage has losses
         return sum(losses, self.run.zero()) / self.loss_scale.value
 
@@ -257,24 +259,29 @@ class Runner:
         divides the sum of the losses."""
         run, args = self.run, self.run.args
         rows, length = batches[0][0].shape
-        held = self.positions_held(length)
+        held = self.positions
+        if length != run.config.context:  # a sample's
+            held = self.positions_held(length)
         positions = held.clamp(max=length - 1)  # padding must have some position
 
         def forward(stage, m, x):
             tokens, targets, samples = batches[m]
-            if x is None:
+            if x is None:  # the first stage: this rank's part of each sequence
                 x = context_parallel.shard_sequence(tokens, held)
             if targets is not None:
                 targets = context_parallel.shard_sequence(targets, held, gpt.IGNORE)
             return self.model[stage](x, positions, targets, target_count, samples)
 
+        # Of what a stage sends to the next
         tokens_held = len(held) // args.tp if args.sp else len(held)
         shape, dtype = (rows, tokens_held, run.config.width), harness.DTYPES[args.param_dtype]
-        sending = shape, dtype, run.device, self.links
-        return pipeline.Pipeline(schedule, forward, *sending, around=self.around)
+        links = self.groups["down"] + self.groups["up"]
+        return pipeline.Pipeline(
+            schedule, forward, shape, dtype, run.device, links, around=self.around
+        )
 
     def positions_held(self, length):
-        """The positions of a sequence that this rank holds, on its device. Kept for each length."""
+        """The positions (T/cp,) that this rank holds of a sequence, padding at the end."""
         rank = dist.get_rank(self.groups["cp"])
         return layout.places(self.run.args, length, rank).to(self.run.device)
 
@@ -292,7 +299,7 @@ class Runner:
         return self.model.named()
 
 
-# --- training: what stands before the steps, the steps, what follows them
+# --- training
 
 
 def train(run, schedule=None, watch=None):
@@ -301,83 +308,78 @@ def train(run, schedule=None, watch=None):
     args = run.args
     if schedule is None:
         schedule = zero_bubble.find_schedule(args.schedule, args.pp, args.microbatches, args.chunks)
-    runner = set_up(run, schedule, watch)
-    groups, model, optimizer = runner.groups, runner.model, runner.optimizer
-    averaging = islands.alone()  # averages with nobody
+
+    # The groups, this rank's part of the model, and what sums its gradients and takes the step
+    groups = mesh(args, schedule)
+    run.groups(**groups)  # the receipt counts by these names
+    open_groups(groups, run.device)
+    pipeline.open_links(groups["down"] + groups["up"], schedule, run.device)
+    model = build(run, schedule, groups)
+    optimizer = data_parallel(run, model, groups)
+    runner = Runner(run, schedule, groups, model, optimizer, watch)
+    tracking.describe(run, schedule)
+
+    # Where the run begins: at step 0, or after that of a checkpoint
+    loss_scale, averaging = runner.loss_scale, islands.alone()  # alone: averages with nobody
     if args.islands > 1:
         averaging = islands.Averaging(run, model, optimizer, groups)
-    checkpoints = saving.Saver(run, model, optimizer, runner.loss_scale, averaging)
+    checkpoints = saving.Saver(run, model, optimizer, loss_scale, averaging)
     first = checkpoints.resume()
     averaging.go_on(first)
     if args.only_sample:
         first = args.steps  # no step is left
     if first == 0:
         sampling.show_untrained(runner)
-    take_steps(runner, first, averaging, checkpoints)
-    if checkpoints.stopped:
-        return 0
-    exported = pretrained.export(run, model, optimizer, groups.get("island"))
-    sampling.show(runner)
-    if first == args.steps:  # no step, no receipt
-        return int(not exported)
-    owned = None  # what this rank steps on
-    if args.optimizer == "muon":
-        owned = receipts.muon.owned_by(optimizer, groups, muon.cuts_within)
-    counted = len(runner.positions), runner.travelled, owned
-    rows = receipts.train.of_run(run, schedule, groups, *counted)
-    return run.receipt(*averaging.expected(*rows)) or int(not exported)
 
-
-def set_up(run, schedule, watch):
-    """Create and connect the groups, build this rank's part of the model. Returns a Runner."""
-    args, groups = run.args, mesh(run.args, schedule)
-    run.groups(**groups)
-    open_groups(groups, run.device)
-    pipeline.open_links(groups["down"] + groups["up"], schedule, run.device)
-    model = build(run, schedule, groups)
-    draw = pretrained.Folder(args.init_from, run.config).draw if args.init_from else initialize.draw
-    optimizer = data_parallel(run, model, groups, draw)
-    runner = Runner(run, schedule, groups, model, optimizer, watch)
-    tracking.describe(run, schedule)
-    return runner
-
-
-def take_steps(runner, first, averaging, checkpoints):
-    """All steps from `first` on, up to the last or to a signal that ends the run."""
-    run, args, model, groups = runner.run, runner.run.args, runner.model, runner.groups
-    optimizer, loss_scale, full_weights = runner.optimizer, runner.loss_scale, runner.full_weights
-    dp, pp = groups["dp"], groups["pp"]
+    # The steps
+    dp, tp, pp, island = (groups.get(name) for name in ("dp", "tp", "pp", "island"))
     # Routers count tokens: with --sp the ranks of tp hold different ones
-    token_groups = [dp, groups["tp"]] if args.sp else [dp]
-    about = runner.positions, full_weights, first
-    recorder = recording.recorded(run, model, optimizer, groups, *about)
-    steps = tracking.profiled(run, run.steps(optimizer, first, averaging.reference), first)
+    sum_load = functools.partial(harness.sum_over, [dp, tp] if args.sp else [dp])
+    full_weights = runner.full_weights
+    about = dict(positions=runner.positions, named=full_weights, first=first)
+    recorder = recording.recorded(run, model, optimizer, groups, **about)
+    # Sets the learning rate, counts a step's bytes for the receipt, compares with one process
+    steps = run.steps(optimizer, first, averaging.reference)
+    steps = tracking.profiled(run, steps, first)
     with tracking.open_log(run, first) as log, checkpoints, recorder as record:
         for step in steps:
             batches = runner.batches(step)
             loss = runner.step(batches)
             # A rank has the loss of its own tokens, if it has the last stage
             harness.sum_over([dp, pp], loss)
-            # The norm of the whole model's gradient, equal on all ranks: all of them clip alike
-            norm = optimizer.grad_norm(pp) / loss_scale.value
+            # The norm of the whole model's gradient, the same on all ranks: all of them clip alike
+            norm = optimizer.grad_norm(pipeline_group=pp) / loss_scale.value
             record(batches, loss, norm, loss_scale)
+
             # Whether loss and norm are finite. All ranks see the same: all take the step, or none
             # does, and `find` runs it again to name the first gradient that is not finite
             find = functools.partial(first_nonfinite, model, runner.step, batches)
-            taken = run.check(loss, norm, full_weights, find, loss_scale, groups.get("island"))
+            taken = run.check(loss, norm, full_weights, blame=find, scale=loss_scale, group=island)
             if taken:
                 optimizer.clip(norm, args.grad_clip)
                 optimizer.step()
                 run.log(loss, norm, tracking.mfu(run))
-            gpt.rebalance(model, functools.partial(harness.sum_over, token_groups), taken)
-            averaging.after(step)
-            log(run.history[-1])
             loss_scale.update(taken)
+            # Routers' biases move towards an even load, if there are any
+            gpt.rebalance(model, sum_load, taken)
+            # If it is time, islands average their weights
+            averaging.after(step)
+
+            log(run.history[-1])
             if checkpoints.after(step + 1):  # a signal that any rank received
-                break
+                return 0
             if validation.due(args, step):
                 loss = validation.validate(run, runner, [dp, pp])
                 log({"step": step + 1, "val_loss": loss})
+
+    # What follows them
+    exported = pretrained.export(run, model, optimizer, island)
+    code = 0 if exported else 1
+    sampling.show(runner)
+    if first < args.steps:  # without a step there is no receipt
+        rows = receipts.train.of_run(runner, muon.cuts_within)
+        code = run.receipt(*averaging.expected(*rows)) or code
+    return code
 
 
 if __name__ == "__main__":

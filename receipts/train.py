@@ -19,14 +19,28 @@ from receipts import (
 from receipts.formulas import Group, add, scatter_operation, sizes_of
 
 
-def of_run(run, schedule, groups, length, travelled, owned):
-    """(layout, sent, held, notes) of this rank. groups: of train.py's mesh. length: tokens
-    of a sequence on this rank. travelled: rows that its tokens took to other ranks' experts and
-    back. owned: with --optimizer muon a receipts.muon.Owned, else None."""
+class ExpertRows(expert_parallel.RowCounter):
+    """Counts rows in `with`, once a step. measured: those of the step that the ledger counts."""
+
+    def __init__(self, run, model):
+        blocks = [block for part in model.parts.values() for block in part.blocks.values()]
+        super().__init__([block.mlp for block in blocks] if run.args.ep > 1 else [])
+        self.run, self.measured = run, 0
+
+    def __enter__(self):
+        self.clear()
+
+    def __exit__(self, *error):
+        if self.run.step == self.run.measured:
+            self.measured = self.travelled
+
+
+def of_run(runner, cuts_within):
+    """(layout, sent, held, notes) of this rank. runner: train.py's. cuts_within: muon.py's."""
+    run, schedule, groups = runner.run, runner.schedule, runner.groups
     args, config, notes = run.args, run.config, []
     if args.zero == 3:
-        peak = run.ledger.gathered_peak
-        notes.append(f"ZeRO: gathered weights at the peak {peak:,} bytes")
+        notes.append(f"ZeRO: gathered weights at the peak {run.ledger.gathered_peak:,} bytes")
     scatter = scatter_operation(groups["dp"])
     groups = {
         name: Group(name, dist.get_world_size(group), dist.get_rank(group))
@@ -36,27 +50,28 @@ def of_run(run, schedule, groups, length, travelled, owned):
     rank = groups["pp"].rank
     experts = expert_parallel.experts_here(config, groups["ep"]) if args.ep > 1 else None
     own = pipeline.of_rank(config, schedule, rank)
+    length = len(runner.positions)  # of a sequence on this rank
     sizes = sizes_of(args, config, args.dp, length=length, experts=experts, **own)
     one_dtype = args.dtype == args.param_dtype == args.reduce_dtype
     uses_zero = args.zero > 0 or args.offload or not one_dtype
     tables = []
     if args.ep > 1:
-        chunks, scalars = args.expert_chunks, 0 if args.zero else 1  # the norm
-        table = expert_parallel.expected(sizes, groups["ep"], travelled, chunks, scalars)
-        tables.append(table)
+        rows, chunks = runner.expert_rows.measured, args.expert_chunks
+        scalars = 0 if args.zero else 1  # the norm
+        tables.append(expert_parallel.expected(sizes, groups["ep"], rows, chunks, scalars))
     if args.cp > 1:
         kind = args.cp_kind, args.cp_rings
         tables.append(context_parallel.expected(sizes, groups["cp"], *kind, scatter))
     if args.sp:
         partial = not uses_zero
-        table = sequence_parallel.expected(sizes, groups["tp"], scatter, partial=partial)
-        tables.append(table)
+        tables.append(sequence_parallel.expected(sizes, groups["tp"], scatter, partial=partial))
     else:
         tables.append(tensor_parallel.expected(sizes, groups["tp"]))
     messages = pipeline.boundaries(schedule, rank)
     tied = None if uses_zero else groups.get("tied")
     tables.append(pipeline.expected(sizes, groups["pp"], messages, tied))
-    if owned is not None:
+    if args.optimizer == "muon":
+        owned = muon.owned_by(runner.optimizer, runner.groups, cuts_within)
         tables.append(muon.expected(sizes, groups, owned))
     elif uses_zero:
         tables.append(of_zero(args, sizes, schedule[rank], groups, scatter))
@@ -90,16 +105,14 @@ def layout(args):
     shown = {"dp": args.dp, "tp": args.tp, "pp": args.pp}
     if args.pp > 1:
         shown |= {"schedule": args.schedule, "microbatches": args.microbatches}
-    if args.zero:
-        shown["zero"] = args.zero
-    if args.zero_ranks:
-        shown["zero-ranks"] = args.zero_ranks
-    if args.sp:
-        shown["sp"] = args.tp
-    if args.recompute != "none":
-        shown["recompute"] = args.recompute
-    if args.ep > 1:
-        shown["ep"] = args.ep
+    optional = {
+        "zero": args.zero,
+        "zero-ranks": args.zero_ranks,
+        "sp": args.tp if args.sp else 0,
+        "recompute": 0 if args.recompute == "none" else args.recompute,
+        "ep": args.ep if args.ep > 1 else 0,
+    }
+    shown |= {axis: size for axis, size in optional.items() if size}
     if args.cp > 1:
         shown |= {"cp": args.cp, "cp-kind": args.cp_kind}
     return shown
