@@ -1,25 +1,25 @@
 """Zero bubble: backward in two parts. The one that another rank waits for comes first.
 
-    ZB-H1 on 4 ranks with 6 micro-batches. A digit is that micro-batch's forward, (digit the first
-    part of its backward, {digit the second. A dot is a wait. 1F1B waits three times as long.
+    3 ranks, 4 micro-batches. A digit is that micro-batch's forward, [digit] its backward, (digit
+    the first part of its backward, {digit the second. A dot is a wait.
 
-        0 1 2 3 . . .(0{0 4(1{1 5(2{2(3{3(4{4(5{5
-        . 0 1 2 . .(0 3(1{0 4(2{1 5(3{2(4{3(5{4{5
-        . . 0 1 .(0 2(1 3(2{0 4(3{1 5(4{2(5{3{4{5
-        . . . 0(0 1(1 2(2 3(3{0 4(4{1 5(5{2{3{4{5
+        1F1B, 18 units                          ZB-H1, 14 units
+        0 1 2 . . . .[0 ] 3[1 ] .[2 ] .[3 ]     0 1 2 . .(0{0 3(1{1(2{2(3{3
+        . 0 1 . .[0 ] 2[1 ] 3[2 ] .[3 ] . .     . 0 1 .(0 2(1{0 3(2{1(3{2{3
+        . . 0[0 ] 1[1 ] 2[2 ] 3[3 ] . . . .     . . 0(0 1(1 2(2{0 3(3{1{2{3
 
-Split: backward of y = x A^T is two matmuls. I (the papers' B): the gradient of x is that of y times
-A. The stage before waits for it. W: the gradient of A is that of y, transposed, times x. Nobody
-waits for it before the optimizer's step, so a rank computes it where it would wait.
+Split: backward of y = x A^T is two matmuls. dy is the gradient of y.
+
+    I   dx = dy A      The stage before waits for it. With it come the gradients of biases, norms
+                       and embeddings. The papers call it B
+    W   dA = dy^T x    Nobody waits for it before the optimizer's step, so a rank computes it where
+                       it would wait. Until then it keeps the pair (x, dy)
 
 Sent: what pipeline.py sends. zb-v and dualpipev have two stages per rank: twice as much.
 
-Backward: I computes the gradients of the stage's input, biases, norms and embeddings, and leaves a
-pair (x, gradient of y) in a list for each weight matrix. W multiplies the pairs.
-
-Limits: the pairs stay in memory from I to W. In 1F1B rank r holds r micro-batches fewer than rank
-0: zb-h1 puts off as many weight gradients. In zb-h2 and zb-v ranks end at different times: to clip
-by a shared norm the early ones wait. Under torch.autocast nothing is put off: cast weights instead.
+Limits: the pairs take memory. In 1F1B rank r holds r micro-batches fewer than rank 0: zb-h1 puts
+off as many weight gradients. In zb-h2 and zb-v ranks end at different times: to clip by a shared
+norm the early ones wait. Under torch.autocast nothing is put off: cast weights instead.
 docs/pipelines.md has the bubble of each schedule.
 
     torchrun --nproc_per_node=4 zero_bubble.py --layers 8 --schedule zb-v
@@ -65,11 +65,34 @@ class SplitLinear(nn.Linear):
         self.weight.grad = gradient if self.weight.grad is None else self.weight.grad + gradient
 
 
-def weight_gradient(x, gradient, offsets=None):
-    """offsets: where the groups of a grouped matmul end, as of experts."""
-    if offsets is not None:
-        return F.grouped_mm(x.T, gradient, offs=offsets)  # (E, in, out)
+def weight_gradient(x, gradient):
     return gradient.flatten(0, -2).T @ x.flatten(0, -2)  # (out, in)
+
+
+# --- what it buys: 1F1B with weight gradients in its gaps
+
+
+def zb_h1(rank, ranks, microbatches, reach=1):
+    """1F1B with backward in two parts. Rank r has r fewer forwards in flight than rank 0, so it may
+    put off r weight gradients for as much memory. They fill its gaps at the end.
+
+        rank 0 of 3:  F0 F1 F2 I0 W0 F3 I1 W1 I2 W2 I3 W3
+        rank 1 of 3:  F0 F1 I0 F2 I1 W0 F3 I2 W1 I3 W2 W3
+        rank 2 of 3:  F0 I0 F1 I1 F2 I2 W0 F3 I3 W1 W2 W3
+
+    reach: how many forwards a rank is ahead of the next. With 2 (zb-h2) no gap is left before the
+    first backward."""
+    ahead = min(reach * (ranks - 1 - rank), microbatches)
+    deferred = min(reach * rank, microbatches)
+    row = Row("F" * ahead, rank)
+    for i in range(microbatches):
+        if i < microbatches - ahead:
+            row.add("F", rank)
+        row.add("I", rank)
+        if i >= deferred:
+            row.add("W", rank)
+    row.add("W" * deferred, rank)
+    return row
 
 
 # --- the executor: a Pipeline runs these schedules with a runner of their own
@@ -198,34 +221,20 @@ class WeightGradient(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, _):
-        return weight_gradient(*ctx.saved_tensors), None, None, None
+        x, gradient, offsets = ctx.saved_tensors
+        if offsets is None:
+            result = weight_gradient(x, gradient)
+        else:
+            result = F.grouped_mm(x.T, gradient, offs=offsets)  # (E, in, out)
+        return result, None, None, None
 
 
-# --- schedules: W fills the gaps
-
-
-def zb_h1(rank, ranks, microbatches, reach=1):
-    """1F1B with backward in two parts. Rank r has r fewer forwards in flight than rank 0, so it may
-    put off r weight gradients for as much memory. They fill its gaps at the end.
-
-    reach: how many forwards a rank is ahead of the next. With 2 (zb-h2) no gap is left before the
-    first backward."""
-    ahead = min(reach * (ranks - 1 - rank), microbatches)
-    deferred = min(reach * rank, microbatches)
-    row = Row("F" * ahead, rank)
-    for i in range(microbatches):
-        if i < microbatches - ahead:
-            row.add("F", rank)
-        row.add("I", rank)
-        if i >= deferred:
-            row.add("W", rank)
-    row.add("W" * deferred, rank)
-    return row
+# --- schedules with two stages per rank
 
 
 def zb_v(rank, ranks, microbatches):
-    """Rank r holds the stages r (near) and 2 p - 1 - r (far). So the way through the ranks is a V,
-    with both its ends on rank 0. docs/pipelines.md draws it."""
+    """Rank r holds the stages r (near) and 2 p - 1 - r (far): of 3 ranks 0 and 5, 1 and 4, 2 and 3.
+    The way through the ranks is a V with both ends on rank 0. docs/pipelines.md draws it."""
     near, far, row = rank, 2 * ranks - 1 - rank, Row()
     # Plan at least so many. The last line drops the extra ones, on all ranks: the order stays valid
     padded = max(microbatches, 2 * ranks - 1)
@@ -250,9 +259,9 @@ def zb_v(rank, ranks, microbatches):
 
 
 def dualpipev(rank, ranks, microbatches):
-    """DualPipe's actions in turns, without its overlap. DeepSeek runs a forward of one side while a
-    backward of the other sends. This is that order, folded at its middle. Stages as in zb_v. Weight
-    gradients are put off only in filling and draining. Phases as in their code."""
+    """Overlaps nothing: it is only DualPipe's order of actions. DeepSeek's kernels run a forward of
+    one side while a backward of the other sends. Their order is folded at its middle here, so
+    stages are those of zb_v. Phases are numbered as in their code."""
     if microbatches < 2 * ranks:
         count = f"at least {2 * ranks} micro-batches, twice as many as ranks"
         raise ValueError(f"dualpipev needs {count}, not {microbatches}")
