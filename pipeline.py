@@ -113,7 +113,7 @@ class Row(list):
     def add(self, kinds, *stages):
         for stage in stages:
             for kind in kinds:
-                # B does both, so it takes the next number of each
+                # I and W are the parts of B: it takes the next number of each
                 parts = "IW" if kind == "B" else kind
                 self.append(Action(kind, self.counts[parts[0], stage], stage))
                 for part in parts:
@@ -238,25 +238,24 @@ class Message(NamedTuple):
         return self.kind, self.source, self.target
 
 
-class Schedule(tuple):
-    """A row of actions for each rank. Raises ValueError if results would be wrong.
+class Schedule:
+    """A row of actions for each rank: schedule[rank]. Raises ValueError if results would be wrong.
 
-    owner: {stage: the rank that holds it}. last: the last stage. It is a tuple, so that nobody
-    changes it after the check."""
+    rows: of all ranks. owner: {stage: the rank that holds it}. last: the last stage."""
 
     runner = StageRunner  # what a Pipeline runs actions with
     passes = ["FB"]  # what a stage does with a micro-batch, in training
 
-    def __new__(cls, rows):
-        return super().__new__(cls, map(tuple, rows))
-
     def __init__(self, rows):
-        self.owner = {}
-        for rank, row in enumerate(self):
+        self.rows, self.owner = [tuple(row) for row in rows], {}
+        for rank, row in enumerate(self.rows):
             self.owner |= {action.stage: rank for action in row}
         self.last = len(self.owner) - 1
         check_actions(self)
         check_order(self)
+
+    def __getitem__(self, rank):
+        return self.rows[rank]
 
     @functools.cached_property
     def receives(self):
@@ -283,28 +282,6 @@ class Schedule(tuple):
         sends, B of stage 3 for what B of stage 4 sends."""
         sender = action.stage - 1 if action.kind == "F" else action.stage + 1
         return self.outgoing(action._replace(stage=sender)) if sender in self.owner else None
-
-
-def plan_receives(schedule):
-    """{action: the messages whose receives a rank posts before it}: of those that have been sent by
-    then, if in each round every rank runs one action or waits.
-
-    A receive, on nccl, is a kernel that spins until its message comes. Meanwhile CUDA may wait for
-    an idle device at any time: to load a kernel, to free memory. Here what is waited for has been
-    sent, in an earlier round. A receive that is posted as soon as possible could wait for work
-    that its own rank has still to do: both would wait for ever."""
-    plan, sent = collections.defaultdict(list), {None}
-    rows = [collections.deque(row) for row in schedule]
-    while any(rows):
-        ready = [row for row in rows if row and schedule.incoming(row[0]) in sent]
-        if not ready:
-            raise ValueError("each rank waits for another one")
-        messages = [schedule.outgoing(row.popleft()) for row in ready]
-        for message in messages:
-            if message is not None and message.source != message.target:
-                plan[rows[message.target][0]].append(message)
-        sent.update(messages)
-    return plan
 
 
 # --- messages between ranks
@@ -352,6 +329,31 @@ class Mailbox:
             work.wait()
 
 
+# --- what nccl needs: a time for each receive, and groups that do not block each other
+
+
+def plan_receives(schedule):
+    """{action: the messages whose receives a rank posts before it}: of those that have been sent by
+    then, if in each round every rank runs one action or waits.
+
+    A receive, on nccl, is a kernel that spins until its message comes. Meanwhile CUDA may wait for
+    an idle device at any time: to load a kernel, to free memory. Here what is waited for has been
+    sent, in an earlier round. A receive that is posted as soon as possible could wait for work
+    that its own rank has still to do: both would wait for ever."""
+    plan, sent = collections.defaultdict(list), {None}
+    rows = [collections.deque(row) for row in schedule.rows]
+    while any(rows):
+        ready = [row for row in rows if row and schedule.incoming(row[0]) in sent]
+        if not ready:
+            raise ValueError("each rank waits for another one")
+        messages = [schedule.outgoing(row.popleft()) for row in ready]
+        for message in messages:
+            if message is not None and message.source != message.target:
+                plan[rows[message.target][0]].append(message)
+        sent.update(messages)
+    return plan
+
+
 def make_links(ranks=None):
     """The four groups of a pipeline: [activations to later ranks, activations to earlier ranks
     (where ranks have several stages), gradients to later ranks, gradients to earlier ranks]. Four,
@@ -372,7 +374,7 @@ def open_links(links, schedule, device):
     blocks until both ranks are there. Returns the links."""
     rank = dist.get_rank(links[0])
     number = torch.zeros(1, device=device)
-    messages = {schedule.outgoing(action) for row in schedule for action in row} - {None}
+    messages = {schedule.outgoing(action) for row in schedule.rows for action in row} - {None}
     for channel in sorted({m.channel for m in messages if m.source != m.target}):
         _, source, target = channel
         group = group_for(links, channel)
@@ -428,7 +430,7 @@ def make_schedule(name, ranks, microbatches, chunks=None):
 def forward_only(schedule, microbatches=float("inf")):
     """The forwards of the first micro-batches of a schedule: for evaluation and sampling."""
     rows = []
-    for row in schedule:
+    for row in schedule.rows:
         rows.append([a for a in row if a.kind == "F" and a.microbatch < microbatches])
     return Schedule(rows)
 
@@ -452,7 +454,7 @@ def reduce_tied(weight, group):
 def check_actions(schedule):
     """An action that is missing, or on two ranks, is a gradient that is missing, or there twice."""
     kinds = collections.defaultdict(str)  # {(micro-batch, stage): its actions, as "FB"}
-    for kind, m, stage in itertools.chain(*schedule):
+    for kind, m, stage in itertools.chain(*schedule.rows):
         kinds[m, stage] += kind
     passes = schedule.passes if set(kinds.values()) != {"F"} else ["F"]
     for m, stage in itertools.product(sorted({m for m, _ in kinds}), range(schedule.last + 1)):
@@ -464,7 +466,7 @@ def check_actions(schedule):
 def check_order(schedule):
     """Messages of a channel are matched by their order alone."""
     sent, awaited = collections.defaultdict(list), collections.defaultdict(list)
-    for action in itertools.chain(*schedule):
+    for action in itertools.chain(*schedule.rows):
         ends = (schedule.outgoing(action), sent), (schedule.incoming(action), awaited)
         for message, channels in ends:
             if message is not None and message.source != message.target:
@@ -518,7 +520,7 @@ def main(doc=__doc__, default="1f1b"):
 
 def demo(run):
     args, config, rank, ranks = run.args, run.config, run.rank, run.world
-    schedule = receipts.pipeline.of_flags(zero_bubble.find_schedule, args, config, ranks)
+    schedule = zero_bubble.find_schedule(args.schedule, ranks, args.microbatches, args.chunks)
     stages, last = schedule.stages(rank), schedule.last
     links = open_links(make_links(), schedule, run.device)
     ends = dist.new_group(sorted({schedule.owner[0], schedule.owner[last]}))
@@ -527,6 +529,7 @@ def demo(run):
     parts = harness.split(run.meta_model, layers, stages, ends)
     model = run.fill(harness.Stages(parts))
     parameters = list(model.parameters())
+    # A matrix that the first and the last stage share, if they are on two ranks
     tied = [p for p in parameters if "partial" in getattr(p, "placement", {})]
     optimizer = harness.make_optimizer(parameters, args)
     in_w = receipts.pipeline.GradientsInW(parameters)

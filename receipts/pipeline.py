@@ -42,10 +42,8 @@ def check_length(ranks, microbatches, chunks, most=MOST_ACTIONS):
     """Refuse a schedule that would take minutes to make or to simulate, or gigabytes to hold."""
     actions = 2 * ranks * max(microbatches, 2 * ranks) * chunks  # zb-v plans 2 p - 1 or more
     if actions > most:
-        raise Refused(
-            f"{ranks:,} ranks with {microbatches:,} micro-batches have a schedule of {actions:,} "
-            f"actions, more than {most:,}: use fewer of them"
-        )
+        what = f"{ranks:,} ranks with {microbatches:,} micro-batches have a schedule"
+        raise Refused(f"{what} of {actions:,} actions, more than {most:,}: use fewer of them")
 
 
 def flags(group):
@@ -107,11 +105,11 @@ def simulate(schedule, time=unit, transfer=0.0):
     time(action): how long it takes. transfer: how long a message between two ranks takes, from when
     it is sent and its receive is posted."""
     sent, posted = {None: 0.0}, {}  # {message: when}; without a message nothing is waited for
-    spans = [[] for _ in schedule]
+    spans = [[] for _ in schedule.rows]
     progress = True
     while progress:
         progress = False
-        for row, of_rank in zip(schedule, spans):
+        for row, of_rank in zip(schedule.rows, spans):
             while len(of_rank) < len(row):
                 action = row[len(of_rank)]
                 start = of_rank[-1][1] if of_rank else 0.0  # when its rank is free
@@ -158,11 +156,7 @@ def in_flight(row, size=lambda stage: 1):
 
     A stage's activations live from forward to the end of backward. size(stage) weighs them."""
     change = {"F": 1, "I": 0, "W": -1, "B": -1}
-    held = peak = 0
-    for action in row:
-        held += change[action.kind] * size(action.stage)
-        peak = max(peak, held)
-    return peak
+    return max(itertools.accumulate(change[a.kind] * size(a.stage) for a in row))
 
 
 def boundaries(schedule, rank):
@@ -268,21 +262,17 @@ def receipt(run, schedule, layers, in_w):
     layers: the range of layers of each stage. in_w: this rank's GradientsInW."""
     args, name, rank = run.args, run.args.schedule, run.rank
     p, v, m = run.world, len(layers) // run.world, args.microbatches
-    plan, flying = simulate(schedule), [in_flight(row) for row in schedule]
-    held = f"by rank: {' '.join(map(str, flying))}"
+    plan, flying = simulate(schedule), [in_flight(row) for row in schedule.rows]
+    held = f"in stages x micro-batches, by rank: {' '.join(map(str, flying))}"
     wait, text = by_paper(name, p, m, v, v, v, v)  # a stage's F is one unit, a rank's is v
     waits = waiting(plan)
     notes = [
         f"layers of the stages: {' '.join(f'{r.start}-{r.stop - 1}' for r in layers)}",
-        Count(
-            f"activations held at most, in stages x micro-batches, {held}",
-            max(flying),
-            most_in_flight(name, p, m, v),
-        ),
+        Count(f"activations held at most, {held}", max(flying), most_in_flight(name, p, m, v)),
         Count(f"a rank waits {waits:g} units of {3 * m * v}, by the paper {text}", waits, wait),
         f"utilisation of the step {utilisation(plan):.1%}",
     ]
-    if any(action.kind == "W" for row in schedule for action in row):
+    if any(action.kind == "W" for row in schedule.rows for action in row):
         count, wanted = in_w.count / args.steps, weights_put_off(run.config, schedule[rank], layers)
         text = f"gradients of matrices that came in W, on rank {rank}: {count:g}"
         notes.append(Count(text, count, wanted))
@@ -334,13 +324,11 @@ def compare(make, args, names):
         spans = simulate(schedule, lambda action, v=v: unit(action) / v)
         pictures.append((name, spans))
         expected, text = by_paper(name, ranks, microbatches, v, 1, 1, 1)
-        wait = f"{waiting(spans):6.2f}  {text}"
-        if expected is not None:
-            wait = f"{waiting(spans):6.2f}  {expected:6.2f} = {text}"
-        flying = max(in_flight(row) for row in schedule) / v
+        paper = text if expected is None else f"{expected:6.2f} = {text}"
+        flying = max(in_flight(row) for row in schedule.rows) / v
         sends = microbatches * max(sum(boundaries(schedule, rank)) for rank in range(ranks))
-        used = utilisation(spans)
-        print(f"  {name:12s}{v:6d}   {wait:46s}{used:9.1%}{flying:15.2f}{sends:18}")
+        waits, used = waiting(spans), utilisation(spans)
+        print(f"  {name:12s}{v:6d}   {waits:6.2f}  {paper:38s}{used:9.1%}{flying:15.2f}{sends:18}")
     if args.plot and pictures:
         plot(args.plot, pictures)
 
@@ -356,10 +344,9 @@ COLORS = {  # of a rank's first stage, and of its later ones; words in the legen
 def plot(name, pictures):
     """Draw timelines one above the other, each (title, spans): a row a rank, a bar an action."""
     plt = pyplot()
-    size = (12, 1.5 + 0.3 * sum(len(spans) for _, spans in pictures))
-    figure, axes = plt.subplots(
-        len(pictures), figsize=size, squeeze=False, sharex=True, layout="constrained"
-    )
+    height = 1.5 + 0.3 * sum(len(spans) for _, spans in pictures)
+    options = dict(figsize=(12, height), squeeze=False, sharex=True, layout="constrained")
+    figure, axes = plt.subplots(len(pictures), **options)
     for ax, (title, spans) in zip(axes[:, 0], pictures):
         for rank, row in enumerate(spans):
             first = min(action.stage for *_, action in row)

@@ -55,8 +55,8 @@ def ends(schedule, receives, line=None):
 
     receives: as of Schedule. line(message): messages of one name pass a rank one by one, in the
     order in which it posts them; without it each has a stream of its own."""
-    lines = [collections.defaultdict(collections.deque) for _ in schedule]  # {name: messages}
-    done, outgoing = [0] * len(schedule), None
+    lines = [collections.defaultdict(collections.deque) for _ in schedule.rows]  # {name: messages}
+    done, outgoing = [0] * len(schedule.rows), None
 
     def post(rank, message):
         lines[rank][line(message) if line else message].append(message)
@@ -66,7 +66,7 @@ def ends(schedule, receives, line=None):
             for message in receives.get(schedule[rank][done[rank]], []):
                 post(rank, message)
 
-    for rank in range(len(schedule)):
+    for rank in range(len(schedule.rows)):
         stand_before(rank)
     progress = True
     while progress:
@@ -87,13 +87,13 @@ def ends(schedule, receives, line=None):
                 done[rank] += 1
                 stand_before(rank)
                 progress = True
-    return done == [len(row) for row in schedule]
+    return done == [len(row) for row in schedule.rows]
 
 
 def one_ahead(schedule):
     """The second edition's rule, as {action: receives}: of each channel one is always posted."""
     receives = collections.defaultdict(list)
-    for row in schedule:
+    for row in schedule.rows:
         waiting = collections.defaultdict(list)
         for action in row:
             message = schedule.incoming(action)
@@ -131,11 +131,11 @@ def test_schedules_are_sound(name):
     count = 0
     for p, m, chunks, schedule in shapes(name):
         stages = p * (chunks or (2 if name in ("zb-v", "dualpipev") else 1))
-        assert len(schedule) == p and sorted(schedule.owner) == list(range(stages))
+        assert len(schedule.rows) == p and sorted(schedule.owner) == list(range(stages))
         for stage, rank in schedule.owner.items():
             microbatches = [a.microbatch for a in schedule[rank] if a[::2] == ("F", stage)]
             assert sorted(microbatches) == list(range(m))
-        held = [schedules.in_flight(row) for row in schedule]
+        held = [schedules.in_flight(row) for row in schedule.rows]
         assert schedules.most_in_flight(name, p, m, chunks or 2) in (None, max(held))
         assert name != "1f1b" or held == [min(m, p - rank) for rank in range(p)]
         assert name != "zb-v" or m < 2 * p or held == [2 * p] * p
@@ -342,7 +342,7 @@ def test_activations_are_freed_with_their_backward(ranks):
 def test_receives_take_few_buffers():
     for name, most in {"gpipe": 1, "1f1b": 2, "interleaved": 8, "zb-v": 3, "dualpipev": 2}.items():
         for _, _, _, schedule in shapes(name, (2, 3, 4, 8, 16), (4, 16, 32, 64)):
-            for row in schedule:
+            for row in schedule.rows:
                 held = 0
                 for action in row:
                     held += len(schedule.receives[action])
