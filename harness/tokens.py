@@ -2,11 +2,7 @@
 
     of("bytes" | "gpt2" | "none" | folder)  ->  an encoding
 
-    bytes     each byte is a token; needs no download
-    gpt2      GPT-2's byte-pair encoding, by tiktoken
-    a folder  its tokenizer.json, as Hugging Face models have, by the library `tokenizers`
-    none      for ready-made tokens, if nobody asks for a sample
-
+The folder has a tokenizer.json, as Hugging Face models have; "none" is for ready-made tokens.
 All encodings have tiktoken's n_vocab, encode_ordinary and decode; and besides
 
     document(text)  the tokens of a whole document, with those that mark its start and its end
@@ -26,70 +22,70 @@ import tiktoken
 from harness import inputs
 from harness.refusal import Refused, refusing
 
-VOCAB = {"bytes": 257, "gpt2": 50257, "none": 1}
 # Two encodings that agree on this text are taken for the same
 PROBE = "It is 1,234 o'clock;\n\n\tdef f(x): return  x + 12\n  Ähnlich, naïve — 語 🙂 THE END"
 
 
-def of(tokenizer):
-    """An encoding. Raises Refused."""
-    makers = {"bytes": bytes_encoding, "gpt2": gpt2_encoding, "none": NoEncoding}
-    return makers[tokenizer]() if tokenizer in makers else FolderEncoding(tokenizer)
+class Bytes:
+    """Each byte is a token, and 256 ends a document. Needs no download."""
 
+    name, n_vocab, start, end, stops = "bytes", 257, 256, 256, {256}
 
-def vocabulary(tokenizer):
-    """How many tokens an encoding has. Downloads nothing."""
-    return VOCAB[tokenizer] if tokenizer in VOCAB else of(tokenizer).n_vocab
-
-
-def same(a, b):
-    """Whether two encodings make the same tokens, as far as one text of many kinds shows."""
-    return list(a.encode_ordinary(PROBE)) == list(b.encode_ordinary(PROBE))
-
-
-class NoEncoding:
-    """Of ready-made tokens: text has no tokens, and tokens no text."""
-
-    name, n_vocab, start, end = "none", None, None, None
+    def encode_ordinary(self, text):
+        return list(text.encode(errors="surrogateescape"))  # as a prompt's bytes came
 
     def document(self, text):
-        advice = "give the --tokenizer to use for this text"
-        raise Refused(f"--tokenizer none is for ready-made tokens (.bin, .npy): {advice}")
+        return np.append(np.frombuffer(text.encode(), np.uint8), np.uint16(self.end))
+
+    def decode(self, tokens):
+        return bytes(token for token in tokens if token < self.end).decode(errors="replace")
 
 
-class Tiktoken:
-    """An encoding of tiktoken's. <|endoftext|> ends a document."""
+class GPT2:
+    """GPT-2's byte-pair encoding. tiktoken reads its two files from its cache or downloads them."""
 
-    def __init__(self, encoding):
-        self.name, self.n_vocab = encoding.name, encoding.n_vocab
-        self.start = self.end = encoding.eot_token
-        self.stops = {self.end}
-        self.encoding, self.encode_ordinary = encoding, encoding.encode_ordinary
-        self.decode = encoding.decode
+    name, n_vocab, start, end, stops = "gpt2", 50257, 50256, 50256, {50256}
+
+    def __init__(self):
+        try:
+            self.encoding = tiktoken.get_encoding("gpt2")
+        except OSError as e:
+            problem = "--tokenizer gpt2 needs two files that tiktoken downloads once, and can't get"
+            advice = "use --tokenizer bytes, or set TIKTOKEN_CACHE_DIR to a folder with both"
+            raise Refused(f"{problem}: {advice}") from e
+        self.encode_ordinary, self.decode = self.encoding.encode_ordinary, self.encoding.decode
 
     def document(self, text):
         tokens = self.encoding.encode_to_numpy(text, disallowed_special=())
         return np.append(tokens, np.uint32(self.end))
 
 
-@functools.cache
-def bytes_encoding():
-    """Each byte is a token, and <|endoftext|> is token 256. Needs no download."""
-    tokens = {bytes([i]): i for i in range(256)}
-    # The pattern cuts the text into short pieces: the encoder is slow on long ones
-    pieces, end = r"[\s\S]{1,64}", {"<|endoftext|>": 256}
-    given = {"pat_str": pieces, "mergeable_ranks": tokens, "special_tokens": end}
-    return Tiktoken(tiktoken.Encoding("bytes", **given))
+class NoEncoding:
+    """Of ready-made tokens: text has no tokens, and tokens no text."""
+
+    name, n_vocab, start, end = "none", 1, None, None
+
+    def document(self, text):
+        advice = "give the --tokenizer to use for this text"
+        raise Refused(f"--tokenizer none is for ready-made tokens (.bin, .npy): {advice}")
 
 
-def gpt2_encoding():
-    """GPT-2's byte-pair encoding. tiktoken reads its two files from its cache or downloads them."""
-    try:
-        return Tiktoken(tiktoken.get_encoding("gpt2"))
-    except OSError as e:
-        problem = "--tokenizer gpt2 needs two files that tiktoken downloads once, and can't get"
-        advice = "use --tokenizer bytes, or set TIKTOKEN_CACHE_DIR to a folder with both"
-        raise Refused(f"{problem}: {advice}") from e
+NAMED = {"bytes": Bytes, "gpt2": GPT2, "none": NoEncoding}
+
+
+def of(tokenizer):
+    """An encoding. Raises Refused."""
+    return NAMED[tokenizer]() if tokenizer in NAMED else FolderEncoding(tokenizer)
+
+
+def vocabulary(tokenizer):
+    """How many tokens an encoding has. Downloads nothing."""
+    return (NAMED.get(tokenizer) or of(tokenizer)).n_vocab
+
+
+def same(a, b):
+    """Whether two encodings make the same tokens, as far as one text of many kinds shows."""
+    return list(a.encode_ordinary(PROBE)) == list(b.encode_ordinary(PROBE))
 
 
 class FolderEncoding:

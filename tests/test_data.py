@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from harness import Refused, data, tokens
+from harness import data
 
 
 @pytest.fixture
@@ -91,15 +91,6 @@ def test_changed_text_is_tokenised_again(text, tmp_path):
 def test_eight_ranks_start_at_once(text, tmp_path, ranks):
     digests = ranks(8, lambda rank: data.load(text, folder=tmp_path).digest)
     assert len(set(digests)) == 1 and len(list(tmp_path.glob("*.npy"))) == 1
-
-
-def test_what_cannot_be_downloaded_is_one_sentence(tmp_path, monkeypatch):
-    def no_network(name):
-        raise ConnectionError
-
-    monkeypatch.setattr(tokens.tiktoken, "get_encoding", no_network)
-    with pytest.raises(Refused, match="--tokenizer bytes"):
-        data.load("stdlib", "gpt2", folder=tmp_path)
 
 
 def test_a_read_only_clone_has_its_cache_elsewhere(text, tmp_path, monkeypatch):

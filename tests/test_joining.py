@@ -2,7 +2,6 @@
 ranks are threads of one process."""
 
 import os
-import re
 import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -24,12 +23,13 @@ GOOD |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29501"}
         ("RANK", "", "RANK is ''"),
         ("WORLD_SIZE", "none", "WORLD_SIZE is 'none': the launcher must set it"),
         ("MASTER_ADDR", "", "MASTER_ADDR is not set"),
+        ("WORLD_SIZE", "3", "needs 2 processes and 3 were started: torchrun --nproc_per_node=2 tr"),
     ],
 )
 def test_wrong_variables(monkeypatch, name, value, words):
     for key, good in GOOD.items():
         monkeypatch.setenv(key, value if key == name else good)
-    assert re.search(words, refused(monkeypatch, "ddp", "--batch 8"))
+    assert words in refused(monkeypatch, "train", "--dp 2")
 
 
 def test_right_variables(monkeypatch):

@@ -1,7 +1,5 @@
 """ready_made.py: files of tokens that another program wrote."""
 
-import os
-
 import numpy as np
 import pytest
 
@@ -62,17 +60,6 @@ def test_a_folder_with_both_splits(tmp_path):
         corpus.split("val", 32)
     held_out.unlink()
     assert len(load(tmp_path).split("val", 16)) == 400  # the last tenth
-
-
-def test_a_file_larger_than_memory_is_not_read(tmp_path):
-    """40 GB of zeros that take no place on the disk: reading them would take minutes."""
-    path = tmp_path / "a.bin"
-    path.touch()
-    os.truncate(path, 40 << 30)
-    corpus = load(path)
-    assert len(corpus.tokens) == 20 << 30
-    windows, *_ = corpus.batch(0, range(4), 16, seed=1)
-    assert windows.shape == (4, 16) and not windows.any()
 
 
 @pytest.mark.parametrize(

@@ -45,14 +45,6 @@ class Torchrun(Script):
         super().__init__(folder, name, [], run)
 
 
-def test_wrong_number_of_ranks_under_torchrun(monkeypatch):
-    given = {"RANK": "0", "WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
-    for name, value in given.items():
-        monkeypatch.setenv(name, value)
-    said = refused(monkeypatch, "train", "--dp 2 --tp 2 --pp 2")
-    assert "needs 8 processes and 4 were started: torchrun --nproc_per_node=8 train.py" in said
-
-
 def test_as_many_ranks_as_gpus(monkeypatch):
     """Without --nproc a demo takes 4 ranks, or one a GPU if there are fewer."""
     begun = []

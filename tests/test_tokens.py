@@ -162,6 +162,13 @@ def test_bad_tokenizers_are_one_sentence(model, tmp_path, monkeypatch):
     (tmp_path / "tokenizer_config.json").unlink()
     with pytest.raises(Refused, match="no token that begins a text: give a --prompt"):
         prepare("--tokenizer", tmp_path, "--prompt", "")
+
+    def no_network(name):
+        raise ConnectionError
+
+    monkeypatch.setattr(tokens.tiktoken, "get_encoding", no_network)
+    with pytest.raises(Refused, match="--tokenizer bytes"):
+        data.load("stdlib", "gpt2", folder=tmp_path)
     tokens.read_tokenizer.cache_clear()
     monkeypatch.setitem(sys.modules, "tokenizers", None)
     with pytest.raises(Refused, match="pip install tokenizers"):
