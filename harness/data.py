@@ -159,8 +159,7 @@ def encode(files, encoding, source):
 
 
 def cache_folder():
-    """data/ in the project's folder, or where that can't be written, a folder of this user's for
-    temporary files."""
+    """data/ in the project's folder; where that can't be written, one for temporary files."""
     folder = pathlib.Path(__file__).parent.parent / "data"
     with contextlib.suppress(OSError):
         folder.mkdir(exist_ok=True)

@@ -4,6 +4,7 @@ import argparse
 import contextlib
 import math
 import string
+import sys
 from dataclasses import fields
 
 import torch
@@ -24,17 +25,6 @@ USUAL |= {"dp", "tp", "pp", "cp", "ep", "sp", "zero", "schedule", "out", "resume
 USUAL |= {"sample", "init_from", "export", "dry_run", "plan", "gpus", "gpu", "islands"}
 
 
-class Help(argparse.Action):
-    """-h: the docstring and the usual flags."""
-
-    def __call__(self, parser, *_):
-        for action in parser._actions:
-            if action.dest in parser.rare:
-                action.help = argparse.SUPPRESS
-        parser.print_help()
-        parser.exit()
-
-
 class Parser(argparse.ArgumentParser):
     """Refuses bad flags in one sentence. Its help shows the docstring unwrapped, and defaults."""
 
@@ -50,12 +40,17 @@ class Parser(argparse.ArgumentParser):
         super().__init__(description=doc, usage="%(prog)s [flags]", **options)
         self.formatter_class = lambda prog: self.Formatter(prog, max_help_position=28, width=120)
         self.rare = set()  # flags that only --help-all shows
-        self.add_argument("-h", "--help", action=Help, nargs=0, help="show the usual flags")
-        self.add_argument("--help-all", action="help", help="show all flags")
+        self.add_argument("--help-all", action="help", help="show all flags and exit")
 
     def hide_rare(self):
         """Let -h show only the usual ones of the flags that there are by now."""
         self.rare = {action.dest for action in self._actions} - USUAL
+
+    def print_help(self, file=None):
+        for action in self._actions:
+            if action.dest in self.rare and "--help-all" not in sys.argv:
+                action.help = argparse.SUPPRESS
+        super().print_help(file)
 
     def error(self, message):
         raise Refused(f"{short(message, 400)} (-h lists the usual flags, --help-all all)")

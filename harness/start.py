@@ -28,7 +28,6 @@ from harness.missing import LOST, PATIENCE
 from harness.outputs import check_file
 from harness.rank import Rank, check_memory, keep_speaking
 from harness.refusal import Refused, finish, refuse, refusing, say
-from harness.signals import die_with_parent
 
 # CUDA reads this when it starts. In fewer hardware queues than streams a message would wait behind
 # another one, which may be waiting for it: a middle rank of zb-v sends and receives on 8 streams
@@ -55,7 +54,7 @@ def launch(demo, args, needed=None, check=lambda world: None, make=Rank):
     if "LAUNCHER" in os.environ:
         end_with_launcher()
     elif "TORCHELASTIC_RUN_ID" in os.environ:  # the parent is torchrun's agent
-        die_with_parent(signal.SIGTERM)
+        signals.die_with_parent(signal.SIGTERM)
     joined = launched()
     me, gpus = joined or Launched(), choose_devices(args)
     usual = min(4, gpus) if args.backend == "nccl" else 4
@@ -72,13 +71,9 @@ def launch(demo, args, needed=None, check=lambda world: None, make=Rank):
     for name in ("json", "log_to"):
         if getattr(args, name, None):
             check_file(flag_of(name), getattr(args, name))
-    # srun --gpus-per-task=1 shows each process one GPU, its own
-    one_each = gpus == 1 and "SLURM_PROCID" in os.environ
-    if (
-        args.backend == "nccl"
-        and not one_each
-        and (me.local_world if me.world > 1 else world) > gpus
-    ):
+    local_world = me.local_world if me.world > 1 else world
+    one_each = gpus == 1 and "SLURM_PROCID" in os.environ  # as with srun --gpus-per-task=1
+    if args.backend == "nccl" and local_world > gpus and not one_each:
         raise Refused(
             f"{world} ranks need {world} GPUs on nccl and this machine has {gpus}: use fewer "
             "ranks, several nodes (docs/running.md), or ranks that share a GPU by --backend gloo"
@@ -206,7 +201,7 @@ def can_fork():
 
 def end_with_launcher():
     """In a rank that start_ranks began: end with that process, and let signals act again."""
-    die_with_parent()
+    signals.die_with_parent()
     signals.handle(signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, signals.STOPPING)
     if os.getppid() != int(os.environ["LAUNCHER"]):

@@ -258,7 +258,7 @@ class Script:
         sys.stdout.flush()
         self.pid = os.fork()
         if self.pid == 0:
-            start.die_with_parent()
+            start.signals.die_with_parent()
             sys.stdout = sys.stderr = open(self.said, "w", buffering=1)
             for number in (1, 2):  # what processes say that it starts
                 os.dup2(sys.stdout.fileno(), number)
