@@ -51,6 +51,7 @@ class Run(rank.TrainingRank):
         self.first = 0  # the first step; not 0 after a checkpoint
         self.measured = min(1, args.steps - 1)
         self.was_read = None  # the latest loss and its numbers: see `read`
+        self.also_read = []  # functions that return one more scalar tensor to read
         self.not_finite = 0  # steps that the optimizer did not take, without an overflow to blame
         self.scale = {}  # the step's loss scale, as a part of its row
         self.watching = contextlib.ExitStack()
@@ -127,7 +128,7 @@ class Run(rank.TrainingRank):
                 last = self.step == self.proven - 1
                 self.notes.gradients_of(named, keep=self.step == 0 or last)
         self.scale = scale.row() if scale else {}
-        loss, norm = self.read(loss, norm)
+        loss, norm, *_ = self.read(loss, norm)
         if math.isfinite(loss) and math.isfinite(norm):
             return True
         self.watching.close()
@@ -140,11 +141,12 @@ class Run(rank.TrainingRank):
         return False
 
     def read(self, loss, norm):
-        """The numbers in two scalar tensors. They are read together and once a step, because the
-        host waits until the device has them."""
+        """The numbers in two scalar tensors, and in those of `also_read`. They are read together
+        and once a step, because the host waits until the device has them."""
         if self.was_read is None or self.was_read[0] is not loss:
-            on_host = torch.stack((loss, norm)).cpu()
-            self.was_read = loss, [value.item() for value in on_host]
+            with _disable_current_modes():  # the ledger must not count how they are made
+                more = [make() for make in self.also_read]
+            self.was_read = loss, torch.stack([loss, norm, *more]).tolist()
         return self.was_read[1]
 
     def skip_or_stop(self, loss, norm, named, blame, group):
@@ -177,7 +179,7 @@ class Run(rank.TrainingRank):
         now = time.perf_counter()
         rate = self.target_count / (now - self.last)
         self.last = now
-        loss, norm = self.read(loss, norm)
+        loss, norm, *_ = self.read(loss, norm)
         row = {"step": self.step + 1, "loss": loss, "grad_norm": norm, "lr": self.lr}
         row |= {"tokens_per_s": rate} | self.scale
         if mfu:

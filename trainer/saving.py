@@ -166,6 +166,8 @@ class Saver:
         return run.any(restarted)
 
     def __enter__(self):
+        if self.args.out:
+            self.run.also_read.append(self.signal_of_any_rank)
         # Preemption sends SIGTERM, and some seconds later SIGKILL; a terminal that closes, SIGHUP;
         # Ctrl-C, SIGINT
         for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT) if self.args.out else ():
@@ -194,7 +196,8 @@ class Saver:
         args = self.args
         if not args.out:
             return False
-        stop = self.signal_of_any_rank()
+        _, [_, _, signal_of_any_rank] = self.run.was_read  # with the step's loss
+        stop = int(signal_of_any_rank)
         last = stop or step == args.steps
         if last or args.save_every and step % args.save_every == 0:
             try:
@@ -220,16 +223,16 @@ class Saver:
         checkpoint.write_checkpoint(out, step, header, pieces, keep)
 
     def signal_of_any_rank(self):
-        """The number of a signal that a rank received, or 0. Islands learn of it a step later, so
-        that no step waits for a slow link."""
-        received = torch.tensor(self.signal_received, device=self.run.device)
+        """The number of a signal that a rank received, or 0, as a tensor. Islands learn of it a
+        step later, so that no step waits for a slow link."""
+        received = torch.full((), self.signal_received, device=self.run.device)
         work = dist.all_reduce(received, op=dist.ReduceOp.MAX, async_op=True)
         self.asked.append((work, received))
         if self.args.islands > 1 and len(self.asked) == 1:
-            return 0
+            return torch.zeros_like(received)
         work, received = self.asked.pop(0)
         work.wait()
-        return received.item()
+        return received
 
     def __exit__(self, *error):
         if self.lock:
