@@ -258,7 +258,7 @@ class FSDP(ZeRO):
         first unit."""
         if self.queue is not None:
             own = [bucket for bucket in unit.buckets if bucket.place.units[0] is unit]
-            self._reduce_full(done=own)
+            self._reduce_full(also=own)
 
     def _backward_ends(self):
         super()._backward_ends()

@@ -162,11 +162,10 @@ class ZeRO:
     # --- a step
     #
     # zero_grad()  All gradients are 0.
-    # backward     _take moves each gradient to its bucket, _reduce_full starts to reduce full ones.
+    # backward     _take moves each gradient to its bucket, and starts to reduce the full ones: once
+    #              a step in stages 0 and 1, in each backward pass in stage 2.
     # finish()     Reduces what backward has not, and waits for all.
     # step()       Steps on this rank's shards, and all-gathers the new weights.
-    #
-    # A bucket is reduced once a step in stages 0 and 1, once a backward pass in stage 2.
 
     def zero_grad(self, give_up=False):
         """Start a step. After an exception on any rank all ranks call it with give_up=True."""
@@ -189,55 +188,6 @@ class ZeRO:
         bucket.add(i, gradient)
         self._reduce_full()
 
-    def _backward_begins(self):
-        if not self.backward_running:
-            self.backward_running = True
-            # Called when backward is over, but not if an exception ends it
-            torch.autograd.Variable._execution_engine.queue_callback(self._backward_ends)
-
-    def _backward_ends(self):
-        self.backward_running = False
-        # None: no parameter got a gradient, as in autograd.grad. Stages 0 and 1: finish() does it
-        if self.queue is not None and self.stage >= 2:
-            self._reduce_rest()
-
-    def _fill_queue(self):
-        if self.queue is None:
-            self.queue = [b for b in self.trainable if b.reductions_left > 0]
-            if self.scope is not None:
-                self.queue = [b for b in self.queue if self.scope in b.place.scopes]
-
-    def _reduce_full(self, done=()):
-        # In the same order on all ranks: swapped reductions would add up the wrong buckets,
-        # silently. So a bucket that is full early waits for those before it
-        while self.may_reduce and self.queue:
-            bucket = self.queue[0]
-            if any(bucket.grads_left) and bucket not in done:
-                break
-            self.queue.pop(0)
-            bucket.reset_gradient_count()
-            bucket.reductions_left -= 1
-            if self.reduce_each or bucket.reductions_left == 0:
-                self.works.append((bucket, bucket.start_reduction()))
-            if self.stage >= 2:
-                self._wait(leave=1)  # at most two buckets are whole: one is on its way, one fills
-
-    def _reduce_rest(self):
-        self._reduce_full(done=list(self.queue))  # a parameter may have got no gradient
-        self._wait()
-        self.queue = None
-
-    def _wait(self, leave=0):
-        while len(self.works) > leave:
-            bucket, work = self.works.pop(0)
-            if work is not None:
-                work.wait()
-            bucket.keep_shard()
-            across = bucket.place.across
-            if across is not None and bucket.reductions_left == 0:
-                work = dist.all_reduce(bucket.gradient_shard, group=across, async_op=True)
-                self.replica_sums.append(work)
-
     def finish(self):
         """Complete the gradients, after the last backward of a step. grad_norm(), clip() and step()
         call it too."""
@@ -250,19 +200,6 @@ class ZeRO:
             for group in bucket.place.partial:
                 dist.all_reduce(bucket.gradient_shard, group=group)
         self.last_call = "finish"
-
-    def _join_missing_passes(self, given_up=False):
-        # A rank that ran fewer backward passes must still join the reductions
-        while self.queue is not None or any(bucket.reductions_left for bucket in self.trainable):
-            self._fill_queue()  # unless an exception ended a pass half way
-            if given_up:
-                for bucket in self.queue:
-                    bucket.allocate_gradients()
-                    bucket.gradients.fill_(torch.nan)  # incomplete: nobody may train on it
-            self._reduce_rest()
-        for work in self.replica_sums:
-            work.wait()
-        self.replica_sums.clear()
 
     def step(self):
         """Step on this rank's shards, and send the new weights to all."""
@@ -287,6 +224,69 @@ class ZeRO:
                 works.append(bucket.start_weight_gather())
         for work in works:
             work.wait()
+
+    # --- reductions start in the same order on all ranks: swapped ones would add up the wrong
+    # buckets, silently. So a bucket that is full early waits for those before it
+
+    def _backward_begins(self):
+        if not self.backward_running:
+            self.backward_running = True
+            # Called when backward is over, but not if an exception ends it
+            torch.autograd.Variable._execution_engine.queue_callback(self._backward_ends)
+
+    def _fill_queue(self):
+        if self.queue is None:
+            self.queue = [b for b in self.trainable if b.reductions_left > 0]
+            if self.scope is not None:
+                self.queue = [b for b in self.queue if self.scope in b.place.scopes]
+
+    def _reduce_full(self, also=()):
+        while self.may_reduce and self.queue:
+            bucket = self.queue[0]
+            if any(bucket.grads_left) and bucket not in also:
+                break
+            self.queue.pop(0)
+            bucket.reset_gradient_count()
+            bucket.reductions_left -= 1
+            if self.reduce_each or bucket.reductions_left == 0:
+                self.works.append((bucket, bucket.start_reduction()))
+            if self.stage >= 2:
+                self._wait(leave=1)  # at most two buckets are whole: one is on its way, one fills
+
+    def _wait(self, leave=0):
+        while len(self.works) > leave:
+            bucket, work = self.works.pop(0)
+            if work is not None:
+                work.wait()
+            bucket.keep_shard()
+            across = bucket.place.across
+            if across is not None and bucket.reductions_left == 0:
+                work = dist.all_reduce(bucket.gradient_shard, group=across, async_op=True)
+                self.replica_sums.append(work)
+
+    def _backward_ends(self):
+        self.backward_running = False
+        # None: no parameter got a gradient, as in autograd.grad. Stages 0 and 1: finish() does it
+        if self.queue is not None and self.stage >= 2:
+            self._reduce_rest()
+
+    def _reduce_rest(self):
+        self._reduce_full(also=list(self.queue))  # a parameter may have got no gradient
+        self._wait()
+        self.queue = None
+
+    def _join_missing_passes(self, given_up=False):
+        # A rank that ran fewer backward passes must still join the reductions
+        while self.queue is not None or any(bucket.reductions_left for bucket in self.trainable):
+            self._fill_queue()  # unless an exception ended a pass half way
+            if given_up:
+                for bucket in self.queue:
+                    bucket.allocate_gradients()
+                    bucket.gradients.fill_(torch.nan)  # incomplete: nobody may train on it
+            self._reduce_rest()
+        for work in self.replica_sums:
+            work.wait()
+        self.replica_sums.clear()
 
     # --- beside a step: the norm, clipping, whole copies
 
@@ -443,10 +443,8 @@ class ShardedBucket:
     def zero_grad(self):
         self.reductions_left = self.reductions
         self.gradient_shard.zero_()
-        if self.stage < 2:
+        if self.gradients is not None:
             self.gradients.zero_()
-        else:
-            self.gradients = None
 
     def add(self, i, gradient):
         self.allocate_gradients()
