@@ -332,8 +332,8 @@ norm is local: harness:grad_norm
 first piece on every rank: tensor_parallel:span
     start = min(index * width, size) -> start = 0
     sgd --tp 2 -> before step 1: the weight of -> ranks 0, 1 have the same shard
-all shards equal: harness.rank:take
-    piece.narrow(dim, start, size) -> piece.narrow(dim, 0, size)
+all shards equal: harness.placement:placement
+    "placement", {}) -> "placement", {}) | first_cuts(parameter)
     sgd --tp 2 -> before step 1: the weight of -> ranks 0, 1 have the same shard
 bias on every rank: tensor_parallel:RowParallelLinear.forward
     self.weight)) -> self.weight, self.bias))\n    return y
@@ -357,7 +357,7 @@ one seed for all samples: model:GPT.forward
     hash64(sample_ids.unsqueeze(1) -> hash64(torch.arange(len(sample_ids)).unsqueeze(1)
     dropout --dp 2 -> step 1, forward: the output of embed ->
 nothing recomputed: harness:recompute
-    selective if kind == "selective" else plain -> plain
+    model.blocks.modules() if kind == "selective" else () -> ()
     sgd --tp 2 --sp --recompute selective -> nothing ->
 a tied matrix is deferred: zero_bubble:can_defer
     getattr(base, "used_twice", False) -> False
@@ -382,6 +382,12 @@ def halve_in_step_2(ddp):
     ddp.steps = getattr(ddp, "steps", 0) + 1
     for bucket in ddp.buckets:
         bucket.flat *= 0.5 if ddp.steps == 2 else 1
+
+
+def first_cuts(p):
+    """The cuts of rank 0's shard."""
+    cuts = getattr(p, "placement", {}).get("cuts", {})
+    return {"cuts": {dim: (group, 0, size) for dim, (group, _, size) in cuts.items()}}
 
 
 def fill_padding(ddp):
@@ -424,6 +430,7 @@ def planted(bug):
         other = f"{other[2:]}\n{indent}{line}"
     helpers = dict(torch=torch, dist=dist, a_bias=a_bias, all_but_a_bias=all_but_a_bias)
     helpers |= dict(halve_in_step_2=halve_in_step_2, fill_padding=fill_padding)
+    helpers["first_cuts"] = first_cuts
     exec(source.replace(line, other), right.__globals__ | helpers, found)
     return mock.patch.object(owner, name, found[name])
 
