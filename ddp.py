@@ -109,51 +109,32 @@ class DDP:
     ):
         # A pipeline lists a tied matrix once for each stage that uses it: expect as many gradients
         listed = Counter(parameters)
-        self.parameters = list(listed)
-        self.group, self.microbatches, self.overlap = group, microbatches, overlap
-        self.all_reduce = all_reduce or functools.partial(dist.all_reduce, async_op=True)
         trained = [p for p in listed if p.requires_grad]
-        self.buckets = [Bucket(ps) for ps in group_parameters(trained, bucket_bytes, kind_of)]
-        if not self.buckets:
+        if not trained:
             raise ValueError("no parameter needs a gradient: all frozen, or an iterator used up")
-        self.addresses = {}  # where each p.grad is
-        for bucket in self.buckets:
-            *_, bucket.copies_group, bucket.partial_groups = kind_of(bucket.parameters[0])
-            bucket.grads_per_step = microbatches * sum(listed[p] for p in bucket.parameters)
-            for p in bucket.parameters:
-                self.addresses[p] = p.grad.data_ptr()
+        self.parameters, self.microbatches, self.overlap = list(listed), microbatches, overlap
+        self.all_reduce = all_reduce or functools.partial(dist.all_reduce, async_op=True)
+
+        def kind_of(p):  # all parameters of a bucket are of one kind
+            return p.dtype, p.device, groups_of(p, group)
+
+        self.buckets = []
+        for members in group_parameters(trained, bucket_bytes, kind_of):
+            bucket = Bucket(members)
+            bucket.group, *bucket.further_groups = groups_of(members[0], group)
+            bucket.grads_per_step = microbatches * sum(listed[p] for p in members)
+            for p in members:
                 p.register_post_accumulate_grad_hook(functools.partial(self._arrived, bucket))
+            self.buckets.append(bucket)
+        self.addresses = {p: p.grad.data_ptr() for p in trained}  # for check_call
         self.last_call = None
         self.zero_grad()
 
-    def zero_grad(self, give_up=False):
-        give_up = give_up or self.last_call == "backward() begun"  # and an exception ended it
-        check_call(self, "zero_grad()", not_after=[] if give_up else ["backward()"])
-        if give_up and self.overlap:  # else nobody has started a bucket
-            # Other ranks may have started any of the buckets: this one must join all of them
-            for bucket in self.buckets[len(self.works) :]:
-                bucket.flat.fill_(torch.nan)  # incomplete: nobody may train on it
-            self._reduce_rest()
-        self.last_call = "zero_grad()"
-        self.works = []  # this step's all-reduces: works[i] belongs to buckets[i]
-        for bucket in self.buckets:
-            bucket.flat.zero_()
-            bucket.grads_left = bucket.grads_per_step  # gradients still to come in this step
-
     def _arrived(self, bucket, p):  # autograd has added to p.grad
-        if self.last_call != "backward() begun":
-            check_call(self, "backward()", not_after=["finish()"])
-            self.last_call = "backward() begun"
-            # Called when this backward pass is over. Private, but torch's own DDP uses it too
-            torch.autograd.Variable._execution_engine.queue_callback(self._backward_ended)
+        check_gradient(self, bucket)
+        bucket.grads_left -= 1
         if self.overlap:
-            bucket.grads_left -= 1
-            if bucket.grads_left < 0:
-                raise RuntimeError(f"more backward passes than microbatches={self.microbatches}")
             self._start_full_buckets()
-
-    def _backward_ended(self):  # never called if backward raises
-        self.last_call = "backward()"
 
     def _start_full_buckets(self, rest=False):
         # All ranks start the buckets in one order, or all-reduces would add up the wrong buckets,
@@ -161,8 +142,16 @@ class DDP:
         for bucket in self.buckets[len(self.works) :]:
             if bucket.grads_left > 0 and not rest:
                 break
-            group = bucket.copies_group or self.group
-            self.works.append(self.all_reduce(bucket.flat, group=group))
+            self.works.append(self.all_reduce(bucket.flat, group=bucket.group))
+
+    def finish(self):
+        """After the last backward of a step: p.grad becomes the gradient of the whole batch."""
+        check_call(self, "finish()", not_after=["finish()", "unfinished backward()"])
+        self.started_in_backward = len(self.works)  # buckets
+        self._reduce_rest()
+        for bucket in self.buckets:
+            for group in bucket.further_groups:
+                dist.all_reduce(bucket.flat, group=group)
 
     def _reduce_rest(self):
         """Start what backward has not started, and wait for all."""
@@ -171,26 +160,30 @@ class DDP:
             if work is not None:
                 work.wait()
 
-    def finish(self):
-        """After the last backward of a step: p.grad becomes the gradient of the whole batch."""
-        check_call(self, "finish()", not_after=["finish()", "backward() begun"])
-        self.last_call = "finish()"
-        self.started_in_backward = len(self.works)  # buckets that started during backward
-        self._reduce_rest()  # without overlap all; else from the first that is not full
+    def zero_grad(self, give_up=False):
+        """Before the first backward of a step."""
+        give_up = give_up or self.last_call == "unfinished backward()"  # an exception ended it
+        check_call(self, "zero_grad()", not_after=[] if give_up else ["backward()"])
+        if give_up and self.overlap:
+            # Other ranks may have started any of the buckets: this one must join all of them
+            for bucket in self.buckets[len(self.works) :]:
+                bucket.flat.fill_(torch.nan)  # incomplete: nobody may train on it
+            self._reduce_rest()
+        self.works = []  # this step's all-reduces: works[i] belongs to buckets[i]
         for bucket in self.buckets:
-            for group in bucket.partial_groups:
-                dist.all_reduce(bucket.flat, group=group)
+            bucket.flat.zero_()
+            bucket.grads_left = bucket.grads_per_step  # gradients still to come in this step
 
 
 # --- together with another kind of parallelism: docs/two-techniques.md
 
 
-def kind_of(p):
-    """What all parameters of a bucket share. Another kind of parallelism may set p.placement: its
-    "data" is the group that holds copies of p (None: DDP's own), its "partial" are further groups
-    over which p.grad must be summed."""
+def groups_of(p, group):
+    """The groups over which p.grad is summed: `group`, and mostly no other. Another kind of
+    parallelism may set p.placement. Its "data" takes the place of `group`: the ranks with copies
+    of p. Its "partial" are further groups, on whose ranks p.grad is a part of the sum."""
     placement = getattr(p, "placement", {})
-    return p.dtype, p.device, placement.get("data"), tuple(placement.get("partial", ()))
+    return placement.get("data") or group, *placement.get("partial", ())
 
 
 # --- mistakes that would be silent: refused
@@ -212,6 +205,21 @@ def check_call(sync, call, not_after):
                 "zero_grad() of the model or the optimizer, a second DDP on the model, "
                 "create_graph=True, a parameter unfrozen, a model moved or cast after DDP(...)"
             )
+    sync.last_call = call
+
+
+def check_gradient(sync, bucket):
+    """Refuse a backward pass that may not follow the last call, and one too many."""
+    if sync.last_call != "unfinished backward()":
+        check_call(sync, "unfinished backward()", not_after=["finish()"])
+
+        def ended():  # autograd calls it at the end of this backward pass, unless that raises
+            sync.last_call = "backward()"
+
+        # Private, but torch's own DDP uses it too
+        torch.autograd.Variable._execution_engine.queue_callback(ended)
+    if sync.overlap and bucket.grads_left == 0:
+        raise RuntimeError(f"more backward passes than microbatches={sync.microbatches}")
 
 
 # --- demo ---
@@ -220,41 +228,32 @@ import collectives
 import harness
 import parameter_server
 import proof
-import receipts.ddp
-import receipts.parameter_server
+import receipts.ddp as receipt
 
 
 def main():
-    parser = harness.parser(__doc__)
-    ways = ["naive", "bucketed", "overlapped", "server"]
-    parser.add_argument("--sync", choices=ways, default="overlapped", help="how to add up")
-    why = "of a bucket: large ones send faster, small ones start earlier. For large models take 25"
-    parser.add_argument("--bucket-mb", **harness.MEGABYTES, default=0.5, help=why)
-    why = "who adds up a bucket: torch.distributed, or an algorithm of collectives.py"
-    sums = ["torch", *collectives.ALGORITHMS]
-    parser.add_argument("--all-reduce", choices=sums, default="torch", help=why)
-    receipts.parameter_server.gone(parser)
-    args = parser.parse_args()
+    args = receipt.parse_args(__doc__)
     harness.configure(args)
     train = parameter_server.synchronous if args.sync == "server" else demo
-    proof.launch(train, args, check=functools.partial(receipts.ddp.check, args))
+    proof.launch(train, args, check=functools.partial(receipt.check, args))
 
 
 def demo(run):
-    args, group = run.args, dist.group.WORLD
+    args, group, sync = run.args, dist.group.WORLD, None
     run.groups(dp=group)
     model = run.fill(run.meta_model())  # the same seed everywhere: the replicas start equal
     parameters = list(model.parameters())
     optimizer = harness.make_optimizer(parameters, args)
     if args.sync == "naive":
+        # Gradients stay in memory: the receipt counts them
         zero_grad = functools.partial(optimizer.zero_grad, set_to_none=False)
         finish = functools.partial(sum_gradients, parameters, group)
     else:
-        bucket_bytes, overlap = int(args.bucket_mb * 2**20), args.sync == "overlapped"
-        by_hand = None  # torch.distributed's. Those of collectives.py block: nothing overlaps
+        all_reduce = None
         if args.all_reduce != "torch":
-            by_hand = functools.partial(collectives.all_reduce, algorithm=args.all_reduce)
-        sync = DDP(parameters, group, args.microbatches, bucket_bytes, overlap, by_hand)
+            all_reduce = functools.partial(collectives.all_reduce, algorithm=args.all_reduce)
+        bucket_bytes, overlap = args.bucket_mb * 2**20, args.sync == "overlapped"
+        sync = DDP(parameters, group, args.microbatches, bucket_bytes, overlap, all_reduce)
         zero_grad, finish = sync.zero_grad, sync.finish
     for step in run.steps(optimizer):
         zero_grad()
@@ -270,10 +269,7 @@ def demo(run):
         harness.clip(parameters, norm, args.grad_clip)
         optimizer.step()
         run.log(loss, norm)
-    counts = ()
-    if args.sync != "naive":
-        counts = len(sync.buckets), sync.started_in_backward
-    return run.receipt(*receipts.ddp.of_demo(run, *counts))
+    return run.receipt(*receipt.of_demo(run, sync))
 
 
 if __name__ == "__main__":

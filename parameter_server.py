@@ -25,6 +25,8 @@ Li et al. 2014, Scaling distributed machine learning with the parameter server (
 Dean et al. 2012, Large scale distributed deep networks, section 4.1 (Downpour SGD).
 """
 
+from collections import Counter
+
 import torch
 import torch.distributed as dist
 
@@ -116,30 +118,24 @@ def serve(parameters, group, steps, bound):
     the largest staleness of a gradient."""
     parameters = trained(parameters)
     workers = range(1, dist.get_world_size(group))
-    batches_left = {worker: len(range(worker - 1, steps, len(workers))) for worker in workers}
-    waiting = [worker for worker in workers if batches_left[worker]]  # for weights
-    computing = {}  # worker: (the step at which it got its weights, their message)
-
-    def worst_staleness(step):
-        """How stale the oldest gradient may become if one more worker starts: the steps since its
-        pull, and one for each worker that computes, as all of those may be taken first."""
-        oldest = min((pulled_at for pulled_at, _ in computing.values()), default=step)
-        return step - oldest + len(computing)
-
+    batches_left = Counter(workers[step % len(workers)] for step in range(steps))
+    waiting = list(batches_left)  # workers that want weights
+    pulled_at, messages = {}, {}  # of each worker that computes: the step of its weights
     for step in range(steps):
-        while waiting and worst_staleness(step) <= bound:
+        # If one more worker starts, it and all others may push before the oldest of them does
+        while waiting and step - min(pulled_at.values(), default=step) + len(pulled_at) <= bound:
             worker = waiting.pop(0)
-            message = dist.isend(flat_message(parameters), group=group, group_dst=worker)
-            computing[worker] = step, message
+            pulled_at[worker] = step
+            weights = flat_message(parameters)
+            messages[worker] = dist.isend(weights, group=group, group_dst=worker)
         gradients = flat_message(parameters)  # a buffer
         worker = dist.get_group_rank(group, dist.recv(gradients, group=group))  # whoever is first
-        pulled_at, message = computing.pop(worker)
-        message.wait()
-        batches_left[worker] -= 1
-        if batches_left[worker]:
-            waiting.append(worker)
+        messages.pop(worker).wait()
         set_gradients(parameters, gradients)
-        yield worker, step - pulled_at  # the caller steps; then new weights go out
+        yield worker, step - pulled_at.pop(worker)  # the caller steps; then new weights go out
+        batches_left[worker] -= 1
+        if batches_left[worker] > 0:
+            waiting.append(worker)
 
 
 # --- demo ---
@@ -150,11 +146,7 @@ import receipts.parameter_server as receipt
 
 
 def main():
-    parser = harness.parser(__doc__)
-    receipt.gone(parser)
-    why = "asynchronous: a gradient is at most N steps old when the server takes it"
-    parser.add_argument("--staleness", **harness.NATURAL, help=why)
-    args = parser.parse_args()
+    args = receipt.parse_args(__doc__)
     harness.configure(args)
     train = synchronous if args.staleness is None else asynchronous
     proof.launch(train, args, check=lambda world: receipt.check(args, world))

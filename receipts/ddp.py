@@ -1,10 +1,25 @@
 """What ddp.py refuses, and what its ranks send and hold: 2 r P e, however it is summed."""
 
+from harness import flags
 from harness.flags import check_batch
 from harness.refusal import Refused
 from proof.receipt import Count
-from receipts import collectives
+from receipts import collectives, parameter_server
 from receipts.formulas import SCALAR, Group, add, held, parameters_of, sizes_of, summed
+
+
+def parse_args(doc):
+    """The flags of ddp.py."""
+    parser = flags.parser(doc)
+    ways = ["naive", "bucketed", "overlapped", "server"]
+    parser.add_argument("--sync", choices=ways, default="overlapped", help="how to add up")
+    why = "of a bucket: large ones send faster, small ones start earlier. For large models take 25"
+    parser.add_argument("--bucket-mb", **flags.MEGABYTES, default=0.5, help=why)
+    why = "who adds up a bucket: torch.distributed, or an algorithm of collectives.py"
+    sums = ["torch", *collectives.formulas(1, 0)]
+    parser.add_argument("--all-reduce", choices=sums, default="torch", help=why)
+    parameter_server.refuse_servers(parser)
+    return parser.parse_args()
 
 
 def check(args, world):
@@ -28,8 +43,8 @@ def expected(sizes, group, copies=None, scalars=1, by_torch=True):
     return sent, held(sizes)
 
 
-def of_demo(run, buckets=0, early=0):
-    """(layout, sent, held, notes). early: how many of the buckets started during backward."""
+def of_demo(run, ddp):
+    """(layout, sent, held, notes). ddp: the DDP, or None if the demo does without."""
     args, group, notes = run.args, Group("dp", run.world), []
     sizes = sizes_of(args, run.config, run.world)
     parameters = [p.elements * sizes.e for p in parameters_of(sizes)]
@@ -39,9 +54,10 @@ def of_demo(run, buckets=0, early=0):
         notes.append(f"a {args.all_reduce} all-reduce sends at most {cost.sent:,.0f} bytes a rank")
     due = bucket_count(parameters, args.bucket_mb * 2**20)
     if args.sync == "bucketed":
-        notes.append(Count(f"{buckets} buckets", buckets, due))
+        notes.append(Count(f"{len(ddp.buckets)} buckets", len(ddp.buckets), due))
     if args.sync == "overlapped":
-        text = f"{early} of {buckets} buckets started during backward"
+        early = ddp.started_in_backward
+        text = f"{early} of {len(ddp.buckets)} buckets started during backward"
         # Backward fills all of them, but for an expert's without tokens
         notes.append(Count(text, early, None if sizes.config.experts else due))
     return {"dp": run.world, "sync": args.sync}, *expected(sizes, group, by_torch=by_torch), notes

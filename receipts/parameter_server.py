@@ -14,7 +14,16 @@ from proof.receipt import Count
 from receipts.formulas import SCALAR, Group, held, sizes_of, summed
 
 
-def gone(parser):
+def parse_args(doc):
+    """The flags of parameter_server.py."""
+    parser = flags.parser(doc)
+    why = "asynchronous: a gradient is at most N steps old when the server takes it"
+    parser.add_argument("--staleness", **flags.NATURAL, help=why)
+    refuse_servers(parser)
+    return parser.parse_args()
+
+
+def refuse_servers(parser):
     instead = "rank 0 is the server; zero.py --stage 1 shares its work out to all ranks"
     flags.gone(parser, "--servers", instead)
 

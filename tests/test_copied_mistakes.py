@@ -344,7 +344,7 @@ def midway(use, step):
     place = 3 if use.kind == "fsdp" else 5 - 2 * dist.get_rank()
     break_off(use, use.model[place])
     with refused(
-        r"finish\(\) after backward\(\) begun|exception ended a backward pass: call zero_grad"
+        r"finish\(\) after unfinished backward\(\)|exception ended a backward pass: call zero_grad"
     ):
         use.finish()
 

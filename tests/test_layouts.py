@@ -291,10 +291,10 @@ def test_sample_and_validation_are_the_same_in_every_layout(ranks, text, capfd, 
 # before it; the variant and layout -> what is off first -> its cause
 BUGS = r"""
 gradients summed twice: ddp:DDP.finish
-    in bucket.partial_groups: -> in [*bucket.partial_groups, self.group]:
+    in bucket.further_groups: -> in [*bucket.further_groups, bucket.group]:
     gpt2 --dp 2 -> step 1, backward -> it is 2 times the right one: as if summed once too often
 tied gradients never meet: ddp:DDP.finish
-    in bucket.partial_groups: -> in ():
+    in bucket.further_groups: -> in ():
     sgd --pp 3 --layers 3 -> step 1, backward -> add up to the right one: never summed over tied
 averaged once too often: ddp:DDP.finish
     for bucket in self.buckets: -> + a_bias(self).div_(dist.get_world_size())
