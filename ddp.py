@@ -232,7 +232,15 @@ import receipts.ddp as receipt
 
 
 def main():
-    args = receipt.parse_args(__doc__)
+    parser = harness.parser(__doc__)
+    ways = ["naive", "bucketed", "overlapped", "server"]
+    parser.add_argument("--sync", choices=ways, default="overlapped", help="how to add up")
+    why = "of a bucket: large ones send faster, small ones start earlier. For large models take 25"
+    parser.add_argument("--bucket-mb", **harness.MEGABYTES, default=0.5, help=why)
+    why = "who adds up a bucket: torch.distributed, or an algorithm of collectives.py"
+    sums = ["torch", *collectives.ALGORITHMS]
+    parser.add_argument("--all-reduce", choices=sums, default="torch", help=why)
+    args = parser.parse_args()
     harness.configure(args)
     train = parameter_server.synchronous if args.sync == "server" else demo
     proof.launch(train, args, check=functools.partial(receipt.check, args))

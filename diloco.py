@@ -15,13 +15,14 @@ Backward  The outer gradient is no derivative: it points back along the path. Wi
 Sent      P numbers of b bits every H steps from each island to the N-1 others, (N-1) P b / (8 H)
           bytes per step. For two islands in float32 that is 1/H of ddp.py's. To send less:
 
-          parts   parts of the model take turns: the largest message falls by their number
-          delay   a message travels while `delay` more inner steps run; the outer weights are then
-                  mixed half and half with the island's own
-          bits    16: bfloat16; 8, 4: integers, in blocks with a scale; errors join the next message
+          --stream N        N parts of the model take turns: the largest message falls by N
+          --stream-delay D  a message travels while D more inner steps run; the outer weights are
+                            then mixed half and half with the island's own
+          --outer-bits B    16: bfloat16; 8, 4: integers, in blocks with a scale. What rounding
+                            leaves out joins the next message
 
-Limits    An island also holds the old weights, the outer momentum, and with bits the error. On fast
-          links ddp.py gives the better curve. docs/slow-links.md has the rest.
+Limits    An island also holds the old weights, the outer momentum, and with --outer-bits what was
+          left out. On fast links ddp.py gives the better curve. docs/slow-links.md has the rest.
 
     torchrun --nproc_per_node=4 diloco.py         python diloco.py --stream 3 --outer-bits 4
 
@@ -51,13 +52,13 @@ def outer_step(parameters, old, outer, group):
     Not checked: that the islands start equal, and count their steps alike. DiLoCo checks both. It
     gathers the islands' messages and adds them up itself, because a sum can't travel in 4 bits."""
     pairs = list(zip(old, parameters))
-    for start, p in pairs:
-        start.grad = start - p.detach()
-        dist.all_reduce(start.grad, group=group)
-        start.grad /= dist.get_world_size(group)
+    for old_p, p in pairs:
+        old_p.grad = old_p - p.detach()
+        dist.all_reduce(old_p.grad, group=group)
+        old_p.grad /= dist.get_world_size(group)
     outer.step()
-    for start, p in pairs:
-        p.data.copy_(start)
+    for old_p, p in pairs:
+        p.data.copy_(old_p)
 
 
 # --- parts that take turns, messages that travel while training goes on
@@ -75,8 +76,9 @@ class DiLoCo:
         diloco.finish()                              # at the end, and all islands are equal
 
     model: a module, or parameters. group: the islands, which start with equal weights. parts,
-    delay, bits: see the top. An island that leaves out an optimizer.step() calls step() as well.
-    An island may be trained by any other technique: docs/two-techniques.md."""
+    delay, bits: the top's --stream, --stream-delay, --outer-bits. An island that leaves out an
+    optimizer.step() calls step() as well. An island may be trained by any other technique:
+    docs/two-techniques.md."""
 
     def __init__(
         self, model, group, every, outer_lr=0.7, outer_momentum=0.9, parts=1, delay=0, bits=None
@@ -272,11 +274,11 @@ def check_agreement(messages):
 
 import harness
 import proof
-import receipts.diloco
+import receipts.diloco as receipt
 
 
 def main():
-    args = receipts.diloco.parse_args(__doc__)
+    args = receipt.parse_args(__doc__)
     harness.configure(args)
     proof.launch(demo, args, check=lambda world: harness.check_batch(args, world))
 
@@ -287,9 +289,9 @@ def demo(run):
     model = run.fill(run.meta_model())  # the same seed everywhere: the islands start equal
     parameters = list(model.parameters())
     optimizer = harness.make_optimizer(parameters, args)
-    diloco = DiLoCo(model, group, args.sync_every, **receipts.diloco.options(args))
-    player = receipts.diloco.DemoPlayer(run, model, diloco)
-    for step in run.steps(optimizer, reference=player):
+    diloco = DiLoCo(model, group, args.sync_every, **receipt.options(args))
+    reference = receipt.Reference(run, model, diloco)  # one process that plays all islands
+    for step in run.steps(optimizer, reference=reference):
         optimizer.zero_grad()
         loss = run.zero()
         for tokens, targets, samples in run.microbatches(step, run.rank, run.world):
@@ -301,12 +303,11 @@ def demo(run):
         run.check(loss, norm, model.named)
         harness.clip(parameters, norm, args.grad_clip)
         optimizer.step()
-        with player.ledger:  # counts all steps, most of which send nothing
+        with reference.ledger:  # counts all steps, most of which send nothing
             diloco.step()
         run.log(loss, norm)
     diloco.finish()
-    layout = {"islands": run.world, "every": args.sync_every}
-    return run.receipt(layout, *receipts.diloco.of_demo(run, diloco, player))
+    return run.receipt(*receipt.of_demo(run, diloco, reference))
 
 
 if __name__ == "__main__":

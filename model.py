@@ -16,9 +16,8 @@ The model knows nothing of parallelism, but it is made to be cut:
 - A layer reads the number of its heads from its projection: one with half of the heads works.
 - A technique replaces submodules: `attn.core`, `mlp.dispatch`, `loss`, and the identities `enter`,
   `leave` and `sum_over_sequence`, which stand where a cut needs a message.
-- GPT(config) draws weights by GPT-2's rule, at the end of this file. For a model that is to be cut
-  harness/initialize.py draws them, from one generator per name: create it on the meta device, cut
-  it, then fill what is left.
+- GPT(config) draws weights by GPT-2's rule. A model that is to be cut is created on the meta
+  device, cut, then filled: harness/initialize.py draws each name from a generator of its own.
 - Dropout is a hash of (sample, position, site, channel): a part draws its part of one mask.
 
     model = GPT(Config(layers=2))
@@ -38,6 +37,39 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 IGNORE = -1  # the target of a position that adds nothing to the loss
+
+
+@dataclass(frozen=True)
+class Config:
+    """The shape of a GPT. harness/presets.py has published ones."""
+
+    layers: int = 4
+    heads: int = 4
+    kv_heads: int = 4  # fewer than heads: grouped-query attention (Ainslie 2023, arXiv:2305.13245)
+    width: int = 128  # C
+    hidden: int = 512  # inner width of the MLP, or of each expert
+    context: int = 128  # the longest sequence
+    vocab: int = 257  # bytes, and a mark between documents
+    positions: Literal["learned", "rope"] = "learned"
+    norm: Literal["layernorm", "rmsnorm"] = "layernorm"
+    mlp: Literal["gelu", "swiglu"] = "gelu"
+    bias: Literal[True, False, "qkv"] = True  # qkv: on these projections only (Qwen2)
+    tied: bool = True  # one matrix is both the token embedding and the output projection
+    dropout: float = 0.0  # on the embedding, and on what attention and MLP add to x
+    rope_theta: float = 10000.0
+    rope_scaling: object = None  # a function of the frequencies (trainer/hf_config.py: Llama 3.1)
+    norm_eps: float = 1e-5
+    experts: int = 0  # 0: a plain MLP in every block
+    top_k: int = 2  # experts that a token passes
+    shared: int = 0  # size, in experts, of an MLP that every token passes as well
+    scores: Literal["softmax", "sigmoid"] = "softmax"  # of the logits; DeepSeek-V3: sigmoid
+    renormalize: bool = True  # the k weights sum to 1 (Mixtral); False: Switch, OLMoE
+    balance_loss: float = 0.0  # factor of the router's balance loss
+    z_loss: float = 0.0  # factor of the router's z-loss
+    bias_rate: float = 0.0  # size of a step of the router's choice_bias
+
+    def __post_init__(self):
+        check_config(self)
 
 
 class Attention(nn.Module):
@@ -461,62 +493,6 @@ def rebalance(model, total=lambda load: None, move=True):
         router.load.zero_()
 
 
-# --- the configuration
-
-
-@dataclass(frozen=True)
-class Config:
-    """The shape of a GPT. harness/presets.py has published ones."""
-
-    layers: int = 4
-    heads: int = 4
-    kv_heads: int = 4  # fewer than heads: grouped-query attention (Ainslie 2023, arXiv:2305.13245)
-    width: int = 128  # C
-    hidden: int = 512  # inner width of the MLP, or of each expert
-    context: int = 128  # the longest sequence
-    vocab: int = 257  # bytes, and a mark between documents
-    positions: Literal["learned", "rope"] = "learned"
-    norm: Literal["layernorm", "rmsnorm"] = "layernorm"
-    mlp: Literal["gelu", "swiglu"] = "gelu"
-    bias: Literal[True, False, "qkv"] = True  # qkv: on these projections only (Qwen2)
-    tied: bool = True  # one matrix is both the token embedding and the output projection
-    dropout: float = 0.0  # on the embedding, and on what attention and MLP add to x
-    rope_theta: float = 10000.0
-    rope_scaling: object = None  # a function of the frequencies (trainer/hf_config.py: Llama 3.1)
-    norm_eps: float = 1e-5
-    experts: int = 0  # 0: a plain MLP in every block
-    top_k: int = 2  # experts that a token passes
-    shared: int = 0  # size, in experts, of an MLP that every token passes as well
-    scores: Literal["softmax", "sigmoid"] = "softmax"  # of the logits; DeepSeek-V3: sigmoid
-    renormalize: bool = True  # the k weights sum to 1 (Mixtral); False: Switch, OLMoE
-    balance_loss: float = 0.0  # factor of the router's balance loss
-    z_loss: float = 0.0  # factor of the router's z-loss
-    bias_rate: float = 0.0  # size of a step of the router's choice_bias
-
-    def __post_init__(self):
-        """Refuse a Config that would train another model than it says."""
-        for field in fields(self):
-            value, choices = getattr(self, field.name), get_args(field.type)
-            if choices and value not in choices:
-                known = ", ".join(map(str, choices))
-                raise ValueError(f"{field.name} must be one of {known}, not {value!r}")
-            least = 0 if field.name in ("experts", "shared") else 1
-            if field.type is int and value < least:  # a config.json's
-                raise ValueError(f"{field.name} must be at least {least}, not {value}")
-        if not 0 <= self.dropout < 1:
-            raise ValueError(f"dropout must be at least 0 and below 1, not {self.dropout}")
-        heads, kv_heads, head_dim = self.heads, self.kv_heads, self.width // self.heads
-        if self.width % heads:
-            raise ValueError(f"width {self.width} is not a multiple of {heads} heads: change one")
-        if heads % kv_heads:
-            raise ValueError(f"{kv_heads} kv-heads can't share {heads} heads: choose a divisor")
-        if self.positions == "rope" and head_dim % 2:
-            raise ValueError(f"rotary positions need an even head size, not {head_dim}")
-        if self.experts and self.top_k > self.experts:
-            chosen = f"{self.top_k} of {self.experts} experts"
-            raise ValueError(f"a token can't go to {chosen}: change top-k")
-
-
 # --- initial weights: GPT-2's rule
 
 
@@ -529,3 +505,30 @@ def initial_distribution(name, layers):
     if name.endswith(("proj.weight", "down.weight", "experts.down")):
         return 0.0, 0.02 / (2 * layers) ** 0.5  # 2 x layers results add up
     return 0.0, 0.02
+
+
+# --- sizes that contradict each other: refused
+
+
+def check_config(config):
+    """Raise ValueError for a Config that would train another model than it says."""
+    for field in fields(config):
+        value, choices = getattr(config, field.name), get_args(field.type)
+        if choices and value not in choices:
+            known = ", ".join(map(str, choices))
+            raise ValueError(f"{field.name} must be one of {known}, not {value!r}")
+        least = 0 if field.name in ("experts", "shared") else 1
+        if field.type is int and value < least:  # a config.json's
+            raise ValueError(f"{field.name} must be at least {least}, not {value}")
+    if not 0 <= config.dropout < 1:
+        raise ValueError(f"dropout must be at least 0 and below 1, not {config.dropout}")
+    heads, kv_heads, head_dim = config.heads, config.kv_heads, config.width // config.heads
+    if config.width % heads:
+        raise ValueError(f"width {config.width} is not a multiple of {heads} heads: change one")
+    if heads % kv_heads:
+        raise ValueError(f"{kv_heads} kv-heads can't share {heads} heads: choose a divisor")
+    if config.positions == "rope" and head_dim % 2:
+        raise ValueError(f"rotary positions need an even head size, not {head_dim}")
+    if config.experts and config.top_k > config.experts:
+        chosen = f"{config.top_k} of {config.experts} experts"
+        raise ValueError(f"a token can't go to {chosen}: change top-k")

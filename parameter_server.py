@@ -146,7 +146,10 @@ import receipts.parameter_server as receipt
 
 
 def main():
-    args = receipt.parse_args(__doc__)
+    parser = harness.parser(__doc__)
+    why = "asynchronous: a gradient is at most N steps old when the server takes it"
+    parser.add_argument("--staleness", **harness.NATURAL, help=why)
+    args = parser.parse_args()
     harness.configure(args)
     train = synchronous if args.staleness is None else asynchronous
     proof.launch(train, args, check=lambda world: receipt.check(args, world))
@@ -180,30 +183,27 @@ def asynchronous(run):
     parameters = list(model.parameters())
     optimizer = harness.make_optimizer(parameters, args)
     gradients = serve(parameters, group, args.steps, args.staleness)
-    history = []  # of each step, the worker whose gradient it took, and the gradient's staleness
-    replay = receipt.Replay(run, history)
-    if run.proven < args.steps:
-        args.prove = 0  # the receipt repeats all steps or none: between two, workers are at work
-    for step in run.steps(optimizer, reference=replay):
+    reference = receipt.Replay(run)  # one process that takes the same gradients
+    for step in run.steps(optimizer, reference=reference):
         if run.rank == 0:
             loss = run.zero()
-            with replay.ledger:
+            with reference.ledger:
                 worker, staleness = next(gradients)
                 dist.recv(loss, group=group, group_src=worker)
-            history.append((worker, staleness))
+            reference.history.append((worker, staleness))
             norm = harness.grad_norm(parameters)
             run.check(loss, norm, model.named, group=alone)
             harness.clip(parameters, norm, args.grad_clip)
             optimizer.step()
             run.log(loss, norm)
         elif step % (run.world - 1) == run.rank - 1:  # a batch of this worker's
-            with replay.ledger:
+            with reference.ledger:
                 pull(parameters, group)
             loss = backward(run, model, run.microbatches(step))
-            with replay.ledger:
+            with reference.ledger:
                 push(parameters, group)
                 dist.send(loss, group=group, group_dst=0)
-    return run.receipt(*receipt.asynchronous(run, replay))
+    return run.receipt(*receipt.asynchronous(run, reference))
 
 
 def backward(run, model, micro_batches):

@@ -196,6 +196,7 @@ def data_flags(g):
     why = "a text file, a folder of them, or stdlib; or ready-made tokens, .bin or .npy"
     g.add_argument("--data", default="stdlib", metavar="PATH", help=why)
     gone(g, "--data-dtype", "a .bin file's numbers and the vocabulary say it")
+    gone(g, "--servers", "rank 0 is the server; zero.py --stage 1 shares its work out to all")
     why = "bytes; gpt2, downloaded once; a folder with a tokenizer.json; none: ready-made tokens "
     why += "(default: bytes; with --init-from the model's own)"
     g.add_argument("--tokenizer", default="bytes", metavar="NAME", help=why)

@@ -191,14 +191,13 @@ class Table:
         rank. Returns the exit code: 0 if all is as expected."""
         run = self.run
         differ = sorted(set().union(*run.gather(differ)))
-        verdict = "equal torch's, bit for bit"
-        if differ:
-            verdict = "differ from torch's: " + ", ".join(differ)
-        run.print(f"collectives on {run.world} ranks in {len(EXACT_DTYPES)} dtypes {verdict}")
+        found = (
+            "differ from torch's: " + ", ".join(differ) if differ else "equal torch's, bit for bit"
+        )
+        run.print(f"collectives on {run.world} ranks in {len(EXACT_DTYPES)} dtypes {found}")
         text = f"all-reduce of {self.size} bytes, hierarchical in nodes of {self.node}"
         run.print(f"\n{text}: counted / formula")
-        titles = ("rounds", "busiest rank sends", "all ranks send")
-        run.print(f"{'':20s}" + "".join(f"{title:>24s}" for title in titles))
+        run.print(f"{'rounds':>44s}{'busiest rank sends':>24s}{'all ranks send':>24s}")
         for name, counted in self.counted.items():
             line = f"  {name:18s}"
             for number, due in zip(counted, self.formulas[name]):

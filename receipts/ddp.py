@@ -1,25 +1,10 @@
 """What ddp.py refuses, and what its ranks send and hold: 2 r P e, however it is summed."""
 
-from harness import flags
 from harness.flags import check_batch
 from harness.refusal import Refused
 from proof.receipt import Count
-from receipts import collectives, parameter_server
+from receipts import collectives
 from receipts.formulas import SCALAR, Group, add, held, parameters_of, sizes_of, summed
-
-
-def parse_args(doc):
-    """The flags of ddp.py."""
-    parser = flags.parser(doc)
-    ways = ["naive", "bucketed", "overlapped", "server"]
-    parser.add_argument("--sync", choices=ways, default="overlapped", help="how to add up")
-    why = "of a bucket: large ones send faster, small ones start earlier. For large models take 25"
-    parser.add_argument("--bucket-mb", **flags.MEGABYTES, default=0.5, help=why)
-    why = "who adds up a bucket: torch.distributed, or an algorithm of collectives.py"
-    sums = ["torch", *collectives.formulas(1, 0)]
-    parser.add_argument("--all-reduce", choices=sums, default="torch", help=why)
-    parameter_server.refuse_servers(parser)
-    return parser.parse_args()
 
 
 def check(args, world):

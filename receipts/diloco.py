@@ -276,7 +276,7 @@ def outer_rows(args, diloco, islands, ledger, steps, finished=False):
 # --- the demo's bookkeeping
 
 
-class DemoPlayer(Player):
+class Reference(Player):
     """The player of a demo with an island on each rank. Its ledger counts every step."""
 
     def __init__(self, run, model, diloco):
@@ -292,14 +292,15 @@ class DemoPlayer(Player):
         )
 
 
-def of_demo(run, diloco, player):
-    """(sent, held, notes) of the demo's receipt."""
+def of_demo(run, diloco, reference):
+    """(layout, sent, held, notes) of the demo's receipt."""
     args, n = run.args, run.world
     sizes = formulas.sizes_of(args, run.config, n)
-    rows, outer = outer_rows(args, diloco, n, player.ledger, range(1, args.steps + 1))
+    rows, outer = outer_rows(args, diloco, n, reference.ledger, range(1, args.steps + 1))
     sent, *_ = rows["all_gather", "islands"]
     notes = [f"sent: the mean of {args.steps} steps; calls: of all"]
     if n > 1 and sent:
         ddp = formulas.all_reduce_sent(sizes.parameters() * sizes.e, n)
         notes.append(f"ddp.py sends {human(ddp).strip()} a step, {ddp / sent:,.1f} times as much")
-    return rows, formulas.held(sizes) | outer, notes
+    layout = {"islands": n, "every": args.sync_every}
+    return layout, rows, formulas.held(sizes) | outer, notes

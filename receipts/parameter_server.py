@@ -5,27 +5,12 @@ from collections import Counter
 
 import torch.distributed as dist
 
-from harness import flags
 from harness.flags import check_batch
 from harness.refusal import Refused
 from proof.ledger import Ledger
 from proof.one_process import OneProcess, Trainee
 from proof.receipt import Count
 from receipts.formulas import SCALAR, Group, held, sizes_of, summed
-
-
-def parse_args(doc):
-    """The flags of parameter_server.py."""
-    parser = flags.parser(doc)
-    why = "asynchronous: a gradient is at most N steps old when the server takes it"
-    parser.add_argument("--staleness", **flags.NATURAL, help=why)
-    refuse_servers(parser)
-    return parser.parse_args()
-
-
-def refuse_servers(parser):
-    instead = "rank 0 is the server; zero.py --stage 1 shares its work out to all ranks"
-    flags.gone(parser, "--servers", instead)
 
 
 def check(args, world):
@@ -100,13 +85,15 @@ class Replay(OneProcess):
     """One process that pushes and pulls in the order of a server's history: each gradient is one of
     the weights that the worker had pulled, and moves those that the server had by then.
 
-    ledger: counts what is sent in all steps."""
+    history: of each step, the worker whose gradient it took, and the gradient's staleness. ledger:
+    counts what is sent in all steps."""
 
     has_diagnosis = False
 
-    def __init__(self, run, history):
-        self.history = history
-        self.ledger = Ledger({"dp": dist.group.WORLD})
+    def __init__(self, run):
+        self.history, self.ledger = [], Ledger({"dp": dist.group.WORLD})
+        if run.proven < run.args.steps:
+            run.args.prove = 0  # all steps are replayed or none: between two, workers are at work
 
     def train(self, run, steps):
         if run.rank > 0:
