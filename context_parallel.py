@@ -233,8 +233,8 @@ def zigzag_tile(rank, source, tokens):
 
 def positions(length, rank, n, zigzag=True, unit=1):
     """The positions of a sequence that a rank of a ring of n holds, (T',) int64: two chunks in a
-    zigzag, else one. Chunks are equally long, a multiple of `unit`. Positions from `length` on are
-    padding."""
+    zigzag, else one. Chunks are equally long, a multiple of `unit`, which is for ranks that share
+    a ring's tokens (Ulysses, below). Positions from `length` on are padding."""
     held = [rank, 2 * n - 1 - rank] if zigzag else [rank]  # chunks
     count = n * len(held)
     size = -(-length // (count * unit)) * unit
@@ -298,39 +298,6 @@ class Ring(GroupModule):
         return self.attention.apply(q, k, v, self.group, tile_of)
 
 
-# --- a tile by the device's kernels, which are fast and return the log-sum-exp too
-
-
-def fused_attention(q, k, v, causal):
-    if fused_kernel(q) == "cpu":
-        kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-        return kernel(q.contiguous(), k.contiguous(), v.contiguous(), 0.0, causal)
-    kernel = torch.ops.aten._scaled_dot_product_flash_attention
-    return kernel(q, k, v, 0.0, causal)[:2]  # takes pieces of a tensor, not contiguous
-
-
-def fused_gradients(grad, q, k, v, out, lse, causal):
-    if fused_kernel(q) == "cpu":
-        kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-        grad, q, k, v, out, lse = (t.contiguous() for t in (grad, q, k, v, out, lse))
-        return kernel(grad, q, k, v, out, lse, 0.0, causal)
-    kernel = torch.ops.aten._scaled_dot_product_flash_attention_backward
-    seed = torch.zeros(2, dtype=torch.uint64, device=q.device)
-    # No packed sequences (None, None), the largest T', no dropout (0.0), its seed and offset
-    options = None, None, q.shape[2], k.shape[2], 0.0, causal, seed, seed[0]
-    return kernel(grad, q, k, v, out, lse.contiguous(), *options)
-
-
-def fused_kernel(q):
-    """Which of PyTorch's kernels takes q: "cpu", "cuda" (FlashAttention) or None."""
-    if q.device.type != "cuda":
-        return "cpu" if q.device.type == "cpu" else None
-    half = q.dtype in (torch.float16, torch.bfloat16)
-    fits = half and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256
-    ampere_or_later = torch.cuda.get_device_capability(q.device) >= (8, 0)
-    return "cuda" if fits and ampere_or_later else None
-
-
 # --- gather: all keys and values at once (Llama 3, arXiv:2407.21783, section 3.3.2)
 
 # torch 2.13 renamed them; older versions know only the second name
@@ -360,9 +327,9 @@ class GatheredAttention(torch.autograd.Function):
         for source, kv in enumerate(gathered):
             tile = ctx.tile_of(rank, source, q.shape[2])
             if tile:
-                dq_i, *dkv_j = tile_gradients(grad, q, kv, out, lse, tile)
+                dq_i, dk_j, dv_j = tile_gradients(grad, q, kv, out, lse, tile)
                 dq[:, :, tile.queries] += dq_i
-                dkv[source][:, :, :, tile.keys] += torch.stack(dkv_j)
+                dkv[source][:, :, :, tile.keys] = torch.stack((dk_j, dv_j))
         dk, dv = reduce_scatter_dkv(dkv, ctx.group).to(q.dtype)
         return dq.to(q.dtype), dk, dv, None, None
 
@@ -417,8 +384,9 @@ class Ulysses(GroupModule):
 
     core: functools.partial(F.scaled_dot_product_attention, is_causal=True, enable_gqa=True). It
     gets q (B, H / n, n T', D), k and v, and returns q's shape. Mask, scale and dropout are its own.
-    ring-ulysses is Ulysses(group of U ranks, Ring(group of R ranks)), and holds zigzags (Fang and
-    Zhao 2024, arXiv:2405.07719)."""
+
+    ring-ulysses: Ulysses(group of U ranks, Ring(group of R ranks)). The core is a ring whose rank
+    is U ranks that share its tokens, a zigzag (Fang and Zhao 2024, arXiv:2405.07719)."""
 
     def __init__(self, group, core):
         super().__init__(group)
@@ -438,6 +406,39 @@ class Ulysses(GroupModule):
         q = Exchange.apply(q, self.group, 1, 2)  # (B, H / n, n T', D)
         k, v = Exchange.apply(kv, self.group, 1, 2).chunk(2, dim=-1)
         return Exchange.apply(self.core(q, k, v), self.group, 2, 1)
+
+
+# --- a tile by the device's kernels, which are fast and return the log-sum-exp too
+
+
+def fused_attention(q, k, v, causal):
+    if fused_kernel(q) == "cpu":
+        kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        return kernel(q.contiguous(), k.contiguous(), v.contiguous(), 0.0, causal)
+    kernel = torch.ops.aten._scaled_dot_product_flash_attention
+    return kernel(q, k, v, 0.0, causal)[:2]  # takes pieces of a tensor, not contiguous
+
+
+def fused_gradients(grad, q, k, v, out, lse, causal):
+    if fused_kernel(q) == "cpu":
+        kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+        grad, q, k, v, out, lse = (t.contiguous() for t in (grad, q, k, v, out, lse))
+        return kernel(grad, q, k, v, out, lse, 0.0, causal)
+    kernel = torch.ops.aten._scaled_dot_product_flash_attention_backward
+    seed = torch.zeros(2, dtype=torch.uint64, device=q.device)
+    # No packed sequences (None, None), the largest T', no dropout (0.0), its seed and offset
+    options = None, None, q.shape[2], k.shape[2], 0.0, causal, seed, seed[0]
+    return kernel(grad, q, k, v, out, lse.contiguous(), *options)
+
+
+def fused_kernel(q):
+    """Which of PyTorch's kernels takes q: "cpu", "cuda" (FlashAttention) or None."""
+    if q.device.type != "cuda":
+        return "cpu" if q.device.type == "cpu" else None
+    half = q.dtype in (torch.float16, torch.bfloat16)
+    fits = half and q.shape[-1] % 8 == 0 and q.shape[-1] <= 256
+    ampere_or_later = torch.cuda.get_device_capability(q.device) >= (8, 0)
+    return "cuda" if fits and ampere_or_later else None
 
 
 # --- mistakes that would be silent: refused
