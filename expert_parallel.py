@@ -92,7 +92,7 @@ def run_experts(experts, rows, incoming):
     rows came from each rank for each expert."""
     world, local_experts = incoming.shape
     expert = torch.arange(local_experts, device=rows.device).repeat(world)
-    # Without output_size the host would wait for the device
+    # (m,): each row's expert. Without output_size the host would wait for the device
     expert = expert.repeat_interleave(incoming.flatten(), output_size=len(rows))
     by_expert = expert.argsort(stable=True)
     rows = rows.index_select(0, by_expert)
@@ -378,7 +378,8 @@ def note_sum(parameter, group):
     grad = parameter.grad
     grad.summed_at = getattr(grad, "summed_at", {}) | {group.group_name: grad._version}
     if not hasattr(parameter, "watched"):  # the hook runs before backward adds to the gradient
-        parameter.watched = parameter.register_hook(lambda _: refuse_summed(parameter))
+        parameter.register_hook(lambda _: refuse_summed(parameter))
+        parameter.watched = True
 
 
 # --- for model.py's GPT ---

@@ -241,7 +241,8 @@ def note_sum(parameter, group):
     grad = parameter.grad
     grad.summed_at = getattr(grad, "summed_at", {}) | {group.group_name: grad._version}
     if not hasattr(parameter, "watched"):  # the hook runs before backward adds to the gradient
-        parameter.watched = parameter.register_hook(lambda _: refuse_summed(parameter))
+        parameter.register_hook(lambda _: refuse_summed(parameter))
+        parameter.watched = True
 
 
 # --- for model.py's GPT ---
