@@ -4,14 +4,12 @@
     corpus.batch(step, rows, ...)     ->  tokens, targets, samples
 
 The default corpus needs no download: the source of Python's own standard library without its
-tests, about 10 MB, in the order of its paths. It differs a little between Python versions, so its
-losses compare on one machine only. The last tenth of the tokens is the validation split.
+tests, about 10 MB. It differs a little between Python versions, so its losses compare on one
+machine only. The last tenth of the tokens is the validation split. The tokens lie in a .npy file in
+`data/`, which is memory-mapped: all processes share one copy.
 
 A batch is a pure function of (seed, step): a hash of (seed, step, j) says where row j starts. So
-there is no loader to resume, and no rank hands out data: every rank computes its own rows of the
-same global batch.
-
-The tokens lie in a .npy file in `data/`. It is memory-mapped, so all processes share one copy.
+there is no loader to resume: every rank computes its own rows of the same global batch.
 """
 
 import contextlib
@@ -61,8 +59,7 @@ class Corpus:
 
         tokens   (B, T), with B = len(rows) and T = context
         targets  (B, T), the tokens one place later
-        samples  (B,), an id for each row; no other (seed, step, row) has it
-        """
+        samples  (B,), an id for each row; no other (seed, step, row) has it"""
         tokens = self.split(split, context)
         step_hash = hash64(hash64(seed, split == "val"), step)
         samples = np.array([hash64(step_hash, row) for row in rows], dtype=np.uint64)
@@ -73,8 +70,7 @@ class Corpus:
 
 
 def hash64(a, b):
-    """A 64-bit hash of two integers: output b + 1 of splitmix64 (Steele et al. 2014) with the seed
-    a."""
+    """A 64-bit hash of two integers: output b + 1 of splitmix64 with the seed a."""
     x = (a + (b + 1) * 0x9E3779B97F4A7C15) % 2**64
     x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 % 2**64
     x = (x ^ x >> 27) * 0x94D049BB133111EB % 2**64

@@ -84,7 +84,7 @@ def real(least, most=math.inf):
 
 
 def number(convert, kind, least, most):
-    """An argument type: what `convert` reads, within limits. kind: its name in a refusal."""
+    """What `convert` reads, within limits. kind: its name in a refusal."""
 
     def parse(text):
         with contextlib.suppress(ValueError):
@@ -220,11 +220,8 @@ def running_flags(g):
 
 
 def configure(args):
-    """The model's Config from the flags. Refuses sizes that contradict each other.
-
-    args.shape, if there is one: the fields of a trained model. Flags may override its context and
-    vocabulary, and must agree with its other fields.
-    """
+    """The model's Config from the flags. Refuses sizes that contradict each other. args.shape, if
+    there is one: the fields of a trained model, of which flags may override context and vocab."""
     overrides = {field.name: getattr(args, field.name, None) for field in fields(Config)}
     for name, value in (getattr(args, "shape", None) or {}).items():
         wanted = overrides.get(name)
@@ -238,10 +235,9 @@ def configure(args):
     with refusing():
         config = presets.configure(args.preset, args.family, **overrides)
     if config.vocab < needed_vocab:
-        raise Refused(
-            f"a vocabulary of {config.vocab} is too small for --tokenizer {args.tokenizer}, which "
-            f"has {needed_vocab} tokens: give --vocab {needed_vocab}, or one with fewer tokens"
-        )
+        problem = f"a vocabulary of {config.vocab} is too small for --tokenizer {args.tokenizer}"
+        advice = f"give --vocab {needed_vocab}, or one with fewer tokens"
+        raise Refused(f"{problem}, which has {needed_vocab} tokens: {advice}")
     if args.tokenizer == "none" and config.vocab == needed_vocab:
         raise Refused("--tokenizer none needs --vocab, the number of tokens that there are")
     return config

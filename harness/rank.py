@@ -77,9 +77,7 @@ def keep_speaking(minute=60):
 class TrainingRank(Rank):
     """A rank that trains model.py's GPT on a text.
 
-    config, dtype    as the flags say
     precision        decides how much rounding to expect (proof/tolerance.py)
-    corpus           the text
     target_count     valid targets of the global batch: every position of a row has one
     named_groups     {name in the receipt: process group of several ranks}
     """

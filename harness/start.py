@@ -74,10 +74,9 @@ def launch(demo, args, needed=None, check=lambda world: None, make=Rank):
     local_world = me.local_world if me.world > 1 else world
     one_each = gpus == 1 and "SLURM_PROCID" in os.environ  # as with srun --gpus-per-task=1
     if args.backend == "nccl" and local_world > gpus and not one_each:
-        raise Refused(
-            f"{world} ranks need {world} GPUs on nccl and this machine has {gpus}: use fewer "
-            "ranks, several nodes (docs/running.md), or ranks that share a GPU by --backend gloo"
-        )
+        problem = f"{world} ranks need {world} GPUs on nccl and this machine has {gpus}"
+        advice = "fewer ranks, several nodes (docs/running.md), or ranks that share a GPU by"
+        raise Refused(f"{problem}: use {advice} --backend gloo")
 
     def work(*rank):
         return demo(make(args, *rank))

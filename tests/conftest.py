@@ -8,6 +8,7 @@ import gc
 import os
 import pathlib
 import pickle
+import re
 import shutil
 import signal
 import socket
@@ -275,7 +276,7 @@ class Script:
         return [
             line
             for line in self.output().splitlines()
-            if line.startswith(f"{self.name}.py:") and "starting" not in line
+            if re.match(rf"{self.name}\.py: (?!starting|at work)", line)
         ]
 
     def wait_for(self, words, seconds=100):
