@@ -17,7 +17,7 @@ from harness.refusal import Refused, say
 class Rank:
     """One rank's flags, number and device: all that a demo needs that does not train."""
 
-    spoke = time.monotonic()  # when it last printed a line
+    spoke = 0.0  # when it last printed a line
 
     def __init__(self, args, rank, world, device):
         self.args, self.rank, self.world, self.device = args, rank, world, device
@@ -64,7 +64,7 @@ class Rank:
 def keep_speaking(minute=60):
     """Say that a run goes on, when it has printed nothing for one minute, for two, for four. The
     work of a daemon thread of rank 0."""
-    heard = None
+    heard, Rank.spoke = None, time.monotonic()
     while True:
         time.sleep(minute / 60)
         if heard != Rank.spoke:
