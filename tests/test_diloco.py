@@ -68,20 +68,6 @@ def test_parts_are_consecutive_and_even():
     assert sizes == [65, 56]
 
 
-@pytest.mark.parametrize(
-    "flags, words",
-    [
-        ("--sync-every 2 --stream 3", "--sync-every 3 or more"),
-        ("--sync-every 2 --stream-delay 2", "less than --sync-every 2"),
-        ("--outer-momentum 1", "less than 1"),
-        ("--batch 5", "does not divide"),
-    ],
-)
-def test_refused(script, flags, words):
-    code, said = script("diloco", f"--nproc 2 {flags}")
-    assert code == 2 and words in said and said.count("\n") == 1
-
-
 def test_the_price_of_islands_is_measured(monkeypatch, text):
     """benchmarks/slow_links.py, in this process: with one step between averages of data-parallel
     islands its curve is that of one process."""

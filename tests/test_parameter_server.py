@@ -1,5 +1,5 @@
-"""parameter_server.py: synchronous against one process, asynchronous by its receipt, which
-replays the server's history."""
+"""parameter_server.py by its receipts: of an asynchronous run it replays the server's history.
+test_copied.py holds it against one process."""
 
 import json
 import random
@@ -8,45 +8,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import Script, refused
-from reference import equals_one_process, make_optimizer, train_rank
+from conftest import Script
 from test_harness import SMALL
 
 import parameter_server
-from harness import initialize
-
-SHARES = [[0], [1, 2, 3, 4, 5], [6, 7, 8, 9, 10, 11]]  # rows of three ranks
-
-
-def train_synchronously(config, kind):
-    """The server alone has gradients, and steps."""
-    model, group = initialize.build(config, 7, dtype=torch.float64), dist.group.WORLD
-    parameters, rank = list(model.parameters()), dist.get_rank()
-    optimizer = make_optimizer(parameters, kind)
-    for p in parameters:
-        p.data *= rank == 0  # the weights come from the server
-
-    def pull():
-        parameter_server.pull(parameters, group)
-
-    def begin():
-        pull()
-        optimizer.zero_grad()
-
-    def step(optimizer):
-        optimizer.step()
-        pull()
-
-    given = dict(optimizer=optimizer, zero_grad=begin, take_step=step)
-    given["finish"] = lambda: parameter_server.push(parameters, group)
-    (losses, gradients, weights), cuts = train_rank(model, kind, SHARES[rank], **given)
-    assert rank == 0 or not optimizer.state and set(gradients.values()) == {None}
-    return (losses, gradients if rank == 0 else {}, weights), cuts
-
-
-test_a_synchronous_server_equals_one_process = equals_one_process(
-    train_synchronously, {3: [("dropout", "sgd"), ("dropout", "adamw")]}
-)
 
 
 def test_workers_wait_where_a_gradient_could_become_too_stale(monkeypatch):
@@ -123,18 +88,6 @@ def test_the_receipt_replays_the_history(script, tmp_path, optimizer, bound, fou
     size = receipt["held"]["parameters"]["bytes"]
     assert rows == {"the server": size, "a worker": (size + 8) / 2}
     assert len(receipt["steps"]) == 6 and max(receipt["max_error"].values()) < 1e-10
-
-
-@pytest.mark.parametrize(
-    "flags, words",
-    [
-        ("--staleness 2 --nproc 1", "needs a server and a worker: use --nproc 2"),
-        ("--staleness -1", "'-1' is not a whole number of at least 0"),
-        ("--staleness 2 --microbatches 3", "does not divide by 1 data-parallel ranks x 3"),
-    ],
-)
-def test_bad_flags(monkeypatch, flags, words):
-    assert words in refused(monkeypatch, "parameter_server", flags)
 
 
 @pytest.mark.parametrize("flags", ["", "--staleness 2"])
