@@ -20,7 +20,7 @@ import torch
 
 import harness
 from harness import Refused
-from trainer.folder_writer import model_in
+from trainer.pretrained import model_in
 
 
 def main():

@@ -20,7 +20,7 @@ import proof
 import train
 from benchmarks import smollm2 as smollm2_converter
 from harness import initialize, presets
-from trainer import folder_writer, hf_config, pretrained
+from trainer import checkpoint, hf_config, pretrained
 
 transformers = pytest.importorskip("transformers")
 folders = test_pretrained.folders  # the fixture
@@ -102,8 +102,8 @@ def test_an_export_that_is_killed_never_loads_half_old_and_half_new(folders, tmp
             for place, name in (
                 (os, "rename"),
                 (pathlib.Path, "unlink"),
-                (folder_writer, "write"),
-                (folder_writer, "write_tensors"),
+                (checkpoint, "write"),
+                (checkpoint, "write_tensors"),
             ):
                 patch.setattr(place, name, counted(getattr(place, name), left))
             pretrained.write(tmp_path, new.config, new.named(), limit=20000)

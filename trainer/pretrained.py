@@ -20,6 +20,7 @@ folder with a tensor that no parameter is made from is refused: it would be anot
     python train.py --export FOLDER
 """
 
+import json
 import os
 import pathlib
 import re
@@ -29,9 +30,7 @@ from safetensors import SafetensorError, safe_open
 
 import harness
 from harness import DTYPES, Refused, inputs, outputs, presets, say
-from trainer import hf_config, tokenizer
-from trainer.checkpoint import whole_weights
-from trainer.folder_writer import model_in, write_folder
+from trainer import checkpoint, hf_config, tokenizer
 
 CONTEXT = 1024  # the default of --context is at most this
 
@@ -96,7 +95,7 @@ def export(run, model, optimizer, island):
     args, problem = run.args, None
     if not args.export:
         return True
-    parameters = whole_weights(run, model, optimizer, island)
+    parameters = checkpoint.whole_weights(run, model, optimizer, island)
     if run.rank == 0:
         files, fields = tokenizer.exported(args, run.corpus.encoding)
         dtype = DTYPES.get(args.export_dtype)
@@ -104,11 +103,13 @@ def export(run, model, optimizer, island):
             write(args.export, run.config, parameters, dtype, args.init_from, fields, files)
             run.print(f"exported to {args.export}{' with ' if files else ''}{', '.join(files)}")
         except (OSError, ValueError) as e:
-            problem = getattr(e, "strerror", None) or e
-            advice = (
-                "With --out, --only-sample --export FOLDER writes the last checkpoint's weights"
+            problem = (
+                f"--export {args.export} can't be written ({getattr(e, 'strerror', None) or e})"
             )
-            say(f"--export {args.export} can't be written ({problem}); the run goes on. {advice}")
+            advice = (
+                "with --out, --only-sample --export FOLDER writes the last checkpoint's weights"
+            )
+            say(f"{problem}; the run goes on; {advice}")
     for _ in parameters:  # the other ranks wait in their sums
         pass
     return problem is None
@@ -292,6 +293,12 @@ class Folder:
 # --- writing
 
 
+def model_in(folder):
+    """The files of a model that a folder holds, by their paths: config.json, then weights."""
+    folder = pathlib.Path(folder)
+    return sorted([*folder.glob("config.json"), *folder.glob("*.safetensors*")])
+
+
 def write(folder, config, tensors, dtype=None, source=None, fields=(), files=(), limit=1 << 30):
     """Write (our name, whole tensor) pairs as a folder that transformers loads.
 
@@ -300,9 +307,11 @@ def write(folder, config, tensors, dtype=None, source=None, fields=(), files=(),
             --context leaves of learned positions comes from its weights
     fields  of config.json, in the place of others
     files   {name: content} of other files: the tokenizer's
-    limit   how many bytes a file has at most
+    limit   how many bytes a file has at most, or one tensor; one file at a time is in memory
 
-    Raises OSError, and ValueError for a model of no known family."""
+    The folder never loads half old and half new. Without config.json neither transformers nor
+    --init-from loads anything: so an old model's goes first, and the new one comes last, when all
+    else is on the disk. Raises OSError, and ValueError for a model of no known family."""
     if source:
         content = inputs.read_json(pathlib.Path(source) / "config.json")
         content.pop("quantization_config", None)  # null: these weights are plain
@@ -320,6 +329,43 @@ def write(folder, config, tensors, dtype=None, source=None, fields=(), files=(),
                 tensor = torch.cat((tensor.cpu(), every[len(tensor) :].to(tensor.dtype)))
             names, _, cut = theirs(name, config)
             for there, part in zip(names, cut(tensor)):
-                yield there, part.to("cpu", dtype)
+                yield there, part.to("cpu", dtype).contiguous()
 
-    write_folder(folder, content | dict(fields), their_tensors(), dict(files), limit)
+    folder, files = pathlib.Path(folder), dict(files)
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in model_in(folder):
+        path.unlink()
+        checkpoint.sync(folder)
+    parts, where, total = [], {}, 0  # where: {tensor's name: number of its file}
+    for shard in shards(their_tensors(), limit):
+        parts.append(folder / f"{len(parts)}.safetensors.partial")
+        checkpoint.write_tensors(parts[-1], shard, {"format": "pt"})
+        where |= dict.fromkeys(shard, len(parts))
+        total += sum(tensor.nbytes for tensor in shard.values())
+        written = str(next(iter(shard.values())).dtype).removeprefix("torch.")
+    names = [f"model-{i + 1:05d}-of-{len(parts):05d}.safetensors" for i in range(len(parts))]
+    if len(parts) == 1:
+        names = ["model.safetensors"]
+    else:
+        where = {tensor: names[number - 1] for tensor, number in where.items()}
+        index = {"metadata": {"total_size": total}, "weight_map": where}
+        files["model.safetensors.index.json"] = json.dumps(index, indent=1).encode()
+    for part, name in zip(parts, names):
+        os.rename(part, folder / name)
+    for name, file in files.items():
+        checkpoint.write(folder / name, file)
+    checkpoint.sync(folder)
+    content |= dict(fields) | {"dtype": written, "torch_dtype": written}
+    checkpoint.write(folder / "config.json", json.dumps(content, indent=1).encode())
+
+
+def shards(tensors, limit):
+    """Group (name, tensor) pairs into dicts of at most `limit` bytes, or of one tensor."""
+    shard, size = {}, 0
+    for name, tensor in tensors:
+        if shard and size + tensor.nbytes > limit:
+            yield shard
+            shard, size = {}, 0
+        shard[name] = tensor
+        size += tensor.nbytes
+    yield shard
