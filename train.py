@@ -171,6 +171,7 @@ def data_parallel(run, model, groups):
     if args.zero == 0 and one_dtype and not args.offload:
         run.fill(model, draw)
         all_reduce = functools.partial(harness.all_reduce, async_op=True)
+        # uses(): a matrix that two stages of this rank share is listed twice, like its gradients
         sync = ddp.DDP(model.uses(), dp, all_reduce=all_reduce, **buckets)
         cut_over = [groups["tp"], groups["ep"]] if args.ep > 1 else [groups["tp"]]
         return DDPAndOptimizer(sync, harness.make_optimizer(model.parameters(), args), cut_over)
@@ -200,9 +201,10 @@ class DDPAndOptimizer:
     cut_over: the groups within a stage over which parameters are cut."""
 
     def __init__(self, sync, optimizer, cut_over):
-        self.zero_grad, self.finish, self.step = sync.zero_grad, sync.finish, optimizer.step
         self.parameters, self.cut_over = sync.parameters, cut_over
-        self.optimizers, self.param_groups = [optimizer], optimizer.param_groups
+        self.zero_grad, self.finish = sync.zero_grad, sync.finish
+        self.step, self.param_groups = optimizer.step, optimizer.param_groups
+        self.optimizers = [optimizer]
 
     def grad_norm(self, pipeline_group):
         """The norm of the whole model's gradient."""
@@ -223,7 +225,8 @@ class Runner:
 
     def __init__(self, run, schedule, groups, model, optimizer, watch):
         self.run, self.schedule, self.groups, self.model = run, schedule, groups, model
-        self.optimizer, self.loss_scale = optimizer, LossScale(run.args, optimizer)
+        self.optimizer = optimizer
+        self.loss_scale = LossScale(run.args, optimizer)  # 1, but for float16
         self.watch = watch or contextlib.nullcontext
         # ZeRO must know which stage an action belongs to
         self.scope = getattr(optimizer, "around", contextlib.nullcontext)
@@ -240,7 +243,7 @@ class Runner:
 
     def step(self, batches):
         """Forward and backward of a step: leaves complete gradients, and returns this rank's part
-        of the loss. The optimizer sums gradients over the replicas while backward goes on."""
+        of the loss."""
         self.optimizer.zero_grad()
         target_count = self.loss_scale.count(self.run.target_count)
         with self.expert_rows:  # counts for the receipt
@@ -331,7 +334,7 @@ def train(run, schedule=None, watch=None):
     if first == 0:
         sampling.show_untrained(runner)
 
-    # The steps
+    # What the steps need
     dp, tp, pp, island = (groups.get(name) for name in ("dp", "tp", "pp", "island"))
     # Routers count tokens: with --sp the ranks of tp hold different ones
     sum_load = functools.partial(harness.sum_over, [dp, tp] if args.sp else [dp])
@@ -343,6 +346,7 @@ def train(run, schedule=None, watch=None):
     steps = tracking.profiled(run, steps, first)
     with tracking.open_log(run, first) as log, checkpoints, recorder as record:
         for step in steps:
+            # Forward and backward. Meanwhile the optimizer sums gradients over the replicas
             batches = runner.batches(step)
             loss = runner.step(batches)
             # A rank has the loss of its own tokens, if it has the last stage
@@ -372,7 +376,7 @@ def train(run, schedule=None, watch=None):
                 loss = validation.validate(run, runner, [dp, pp])
                 log({"step": step + 1, "val_loss": loss})
 
-    # What follows them
+    # After the last step
     exported = pretrained.export(run, model, optimizer, island)
     code = 0 if exported else 1
     sampling.show(runner)
