@@ -339,6 +339,24 @@ def test_activations_are_freed_with_their_backward(ranks):
         assert peaks == [(schedules.in_flight(schedule[rank]), 0) for schedule in cases]
 
 
+def test_a_rank_may_await_messages_in_another_order(ranks):
+    """Than they are sent: rank 1 takes the second micro-batch first, rank 0 gets its gradient."""
+
+    def work(rank):
+        first, second = make("1f1b", 2, 2)
+        schedule, weight = pp.Schedule([first, second[2:] + second[:2]]), torch.ones(2)
+
+        def forward(stage, m, x):
+            y = (torch.ones(2) if x is None else x) * weight * (m + 1)
+            return y.sum() if stage == 1 else y
+
+        weight.requires_grad_()
+        pp.Pipeline(schedule, forward, (2,), torch.float32, "cpu").run()
+        return weight.grad.tolist()
+
+    assert ranks(2, work) == [[5.0, 5.0]] * 2  # 1 + 4: of messages mixed up 2 + 2
+
+
 def test_receives_take_few_buffers():
     for name, most in {"gpipe": 1, "1f1b": 2, "interleaved": 8, "zb-v": 3, "dualpipev": 2}.items():
         for _, _, _, schedule in shapes(name, (2, 3, 4, 8, 16), (4, 16, 32, 64)):
