@@ -174,9 +174,9 @@ def diagnose(run, everyone, alone, weights_after):
         return "the loss or the norm, on another rank than 0", []
 
     def again(step):
-        def is_theirs(name, x):
-            held = [of.outputs[step - 1].get(name) for of in everyone]
-            held = torch.cat([x for x in held if x is not None])
+        def is_theirs(d, x):
+            outputs = [of_rank.outputs[step - 1] for of_rank in everyone]
+            held = torch.cat([of_rank[d.name] for of_rank in outputs if d.name in of_rank])
             return covers(held, marks_of(x).cpu(), limit)
 
         [(tokens, targets, _)] = run.microbatches(step - 1, pieces=1)

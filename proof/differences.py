@@ -166,17 +166,14 @@ def explain(a, b, found, again):
             lines.append(f"{who}: {text}")
             continue
         for d in sorted(group, key=lambda d: (d is not first, -d.error))[:MOST]:
-            if d.limit:
-                off_by = f"off by {d.error:.1e}{d.place}"
-                lines.append(f"{d.name}: {off_by}; {text or norms_of(d)}")
-            elif text:
-                lines.append(f"{d.name}: {text}")
+            off_by = f"off by {d.error:.1e}{d.place}; " if d.limit else ""
+            if d.ours is not None and not text:
+                off_by += (
+                    f"its norm is {norm(d.theirs)[0] / norm(d.ours)[0]:.3g} times the right one"
+                )
+            if off_by or text:
+                lines.append(f"{d.name}: {off_by}{text}")
     return lines
-
-
-def norms_of(d):
-    ours, *theirs = norm(torch.cat((d.ours, d.theirs)))
-    return f"its norm is {theirs[0] / ours:.3g} times the right one"
 
 
 def where(a, d):
@@ -244,9 +241,6 @@ def of_tensor(a, b, d):
         yield words, theirs - before, k * (ours - before)
         return
     yield "it is zero: it was never computed, or never received", theirs, 0 * ours
-    if d.kind == "data" and unrelated(d.ours[0], d.theirs[0]):
-        times = (norm(d.theirs[0]) / norm(d.ours[0])).item()
-        yield f"it is another draw, {times:.2g} times as large", ours, ours
     if d.kind == "grad" and before is not None:
         k = ratio(theirs - ours, before)
         words = f"no zero_grad: {k:.4g} times the gradient of the step before is still in it"
@@ -286,18 +280,12 @@ def sizes_of(a, b):
     return {name: n for name, n in sizes.items() if n > 1}
 
 
-def unrelated(ours, theirs):
-    """Whether two tensors are as far apart as independent ones are."""
-    far = distance(ours, theirs).square() / (ours[0] + theirs[0])
-    return bool(ours[0] and 0.2 < far < 4)
-
-
 # --- causes for which the right run takes the step again
 
 
 class Again(NamedTuple):
-    """A step of the right run. weights: {name: whole} before it. is_theirs(name, x): whether x is
-    the other run's output of the embedding or a block."""
+    """A step of the right run. weights: {name: whole} before it. is_theirs(d, x): whether x is the
+    other run's output of the module of a Difference."""
 
     config: Config
     weights: dict
@@ -311,7 +299,7 @@ class Again(NamedTuple):
         return initialize.build(self.config, 0, like.device, like.dtype, draw)
 
 
-def first_step(a, b):
+def first_step(a):
     """The Again of step 1, or None: a file of recorder.py has none, and a large model's weights are
     not kept."""
     path = os.path.join(a.path, "step-1.safetensors")
@@ -321,10 +309,9 @@ def first_step(a, b):
     except (OSError, SafetensorError, LookupError, TypeError, ValueError):
         return None
 
-    def is_theirs(name, x):
-        theirs = table(b.lines[1]["outputs"][name]).sum(0)[1:]
-        difference = summary(x.double().flatten(0, -2).sum(0))[1:] - theirs
-        return difference.norm() <= 1e-3 * theirs.norm()
+    def is_theirs(d, x):
+        theirs, output = d.theirs[0, 1:], summary(x.double().flatten(0, -2).sum(0))[1:]
+        return (output - theirs).norm() <= 0.1 * d.limit * theirs.norm()
 
     weights = {name.removeprefix("data."): x for name, x in tensors.items()}
     return Again(config, weights, *batch, is_theirs) if weights else None
@@ -335,7 +322,7 @@ def by_training(again, a, b, d):
     if again is None or d.kind not in ("outputs", "loss", "grad"):
         return ""
     if d.kind == "outputs":
-        found = bias_of_each_rank(again, d.name, sizes_of(a, b))
+        found = bias_of_each_rank(again, d, sizes_of(a, b))
         if found:
             return found
     lines = [recording.lines[d.step].get("grad") for recording in (a, b)]
@@ -344,17 +331,17 @@ def by_training(again, a, b, d):
     return rows_that_count(again, *lines, d.fit)
 
 
-def bias_of_each_rank(again, name, sizes):
+def bias_of_each_rank(again, d, sizes):
     """Whether a bias after a sum over ranks is added by each of them."""
     layers = [("attn.proj", "mlp.down"), ("attn.proj",), ("mlp.down",)]
     for (axis, n), ends in itertools.product(sizes.items(), layers):
         biases, outputs = tuple(f"{end}.bias" for end in ends), []
         weights = {x: n * w if x.endswith(biases) else w for x, w in again.weights.items()}
         model = again.model(weights)
-        model.get_submodule(name).register_forward_hook(lambda *x, to=outputs: to.append(x[-1]))
+        model.get_submodule(d.name).register_forward_hook(lambda *x, to=outputs: to.append(x[-1]))
         with torch.no_grad():
             model(again.tokens)
-        if again.is_theirs(name, outputs[0]):
+        if again.is_theirs(d, outputs[0]):
             where = " and ".join(ends)
             return f"the bias of {where} is added {n} times, once by each rank of {axis}"
     return ""
@@ -363,13 +350,10 @@ def bias_of_each_rank(again, name, sizes):
 def rows_that_count(again, ours, theirs, fit):
     """How often each row of the batch counts in their gradients: a micro-batch may be left out, or
     one rank's rows count twice. ours, theirs: {name: summaries}."""
-    sizes = {name: row[0] ** 0.5 for name, [row, *_] in ours.items()}
-    least = max(1e-3 * max(sizes.values()), 1e-30)
 
     def vector(summaries):
-        """The projections of all tensors, relative to their norms."""
-        found = [table(summaries.get(name, 9 * [0.0]))[0, 1:] for name in sizes]
-        return torch.cat([x / max(size, least) for x, size in zip(found, sizes.values())])
+        """The projections of all tensors."""
+        return torch.cat([table(summaries.get(name, 9 * [0.0]))[0, 1:] for name in ours])
 
     model, parts, wanted = again.model(again.weights), [], vector(theirs)
     count = (again.targets != IGNORE).sum()

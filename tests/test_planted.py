@@ -200,7 +200,7 @@ GPT2 = {
     "no zero_grad": (dict(zero_grad=False), "no zero_grad: 0.0"),
     "frozen": (dict(plant=frozen), "1.0e+00; it is zero"),
     "bias twice": (dict(plant=bias_twice), "attn.proj is added 2 times, once by each rank of tp"),
-    "another draw": (dict(plant=drawn), "it is another draw"),
+    "another draw": (dict(plant=drawn), "before step 1: the weight of"),
     "a lacking norm": (dict(norm=lambda loop, gs: Loop.norm(loop, gs[1:])), "times the right one"),
     "learning rate": (dict(lr_factor=0.7), "its step is 0.7 times the right one"),
 }
