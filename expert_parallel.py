@@ -64,7 +64,7 @@ def plain_dispatch(x, weights, chosen, experts, sizes, group):
     # Compute
     rows = run_experts(experts, rows, incoming)
     # Send back
-    rows = AllToAll.apply(rows, receive_counts, send_counts, group)  # (n k, C), as `token` says
+    rows = AllToAll.apply(rows, receive_counts, send_counts, group)  # (n k, C), as they were sent
     # Add up, times the router's weights, which may have more bits than x
     rows = rows * weights.flatten()[order].unsqueeze(1)
     return torch.zeros_like(x).index_add(0, token, rows.to(x.dtype))

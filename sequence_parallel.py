@@ -43,7 +43,6 @@ from tensor_parallel import Enter, Leave, parallelize_tensors, placement, split_
 
 # --- f and g, in place of tensor parallelism's. The paper calls these two g and g-bar
 
-
 # torch 2.13 renamed them; older versions know only the second name
 all_gather_into_tensor = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_tensor = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -163,8 +162,9 @@ def reduce_partial(parameters):
     step, after the last backward pass; all ranks give the same parameters."""
     partial = {}  # {group: parameters}
     for p in dict.fromkeys(parameters):  # each once
-        for group in placement(p)["partial"] if p.requires_grad else []:
-            partial.setdefault(group, []).append(p)
+        if p.requires_grad:
+            for group in placement(p)["partial"]:
+                partial.setdefault(group, []).append(p)
     for group, members in partial.items():
         without = [p for p in members if p.grad is None]
         all_reduce_gradients(members, group)
