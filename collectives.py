@@ -165,24 +165,10 @@ def ring_all_gather(view, chunks):
 # --- the binomial tree: in each round, each rank that has x tells one more
 
 
-def tree_broadcast(view, x, root):
-    """With 8 ranks and root 0: 0 -> 4, then 0 -> 2 and 4 -> 6, then 0 -> 1, 2 -> 3, 4 -> 5 and
-    6 -> 7. That is log2 N rounds. A loop at the root would take N-1."""
-    for children, parents in tree(view, x, root):
-        view.exchange(children, parents)
-
-
-def tree_reduce(view, x, root, combine):
-    """The same messages backwards. A rank adds its children's sums to its x, and sends the result
-    to its parent. Only the root's x changes."""
-    if view.rank != root:
-        x = x.clone()
-    for children, parents in reversed(tree(view, x, root)):
-        view.exchange(parents, children, combine)
-
-
-def tree(view, x, root):
-    """This rank's (children, parents) in each round: {rank: x} of one rank, or {}."""
+def binomial_tree(view, x, root):
+    """This rank's (children, parents) in each round: {rank: x} of one rank, or {}. With 8 ranks and
+    root 0: 0 -> 4, then 0 -> 2 and 4 -> 6, then 0 -> 1, 2 -> 3, 4 -> 5 and 6 -> 7. That is log2 N
+    rounds. A loop at the root would take N-1."""
     place = (view.rank - root) % view.size  # the root is at place 0
     rounds = []
     for distance in reversed(powers_of_two(view.size)):
@@ -361,13 +347,19 @@ def all_reduce(tensor, op=SUM, group=None, algorithm="ring", **options):
 
 
 def broadcast(tensor, *, group=None, group_src=0):
-    """The root's tensor to all."""
-    tree_broadcast(view_of(group), tensor, group_src)
+    """The root's tensor to all, down a binomial tree."""
+    view = view_of(group)
+    for children, parents in binomial_tree(view, tensor, group_src):
+        view.exchange(children, parents)
 
 
 def reduce(tensor, op=SUM, *, group=None, group_dst=0):
-    """The sum of all tensors, into the root's. The other ranks' stay as they are."""
-    tree_reduce(view_of(group), tensor, group_dst, OPERATORS[op])
+    """The sum of all tensors, into the root's: the same messages backwards. A rank adds its
+    children's sums to its own. The other ranks' tensors stay as they are."""
+    view = view_of(group)
+    x = tensor if view.rank == group_dst else tensor.clone()
+    for children, parents in reversed(binomial_tree(view, x, group_dst)):
+        view.exchange(parents, children, OPERATORS[op])
 
 
 def scatter(tensor, scatter_list=None, *, group=None, group_src=0):

@@ -89,9 +89,10 @@ class DiLoCo:
         self.keep = 0.5 if delay else 0.0  # fraction of the local movement that a late step keeps
         self.steps = 0
         check_diloco_arguments(self)
-        lists = consecutive(self.parameters, parts)
-        offsets = [i * every // parts for i in range(parts)]
-        self.parts = [Part(*part, outer_lr, outer_momentum, bits) for part in zip(lists, offsets)]
+        self.parts = []
+        for i, members in enumerate(consecutive(self.parameters, parts)):
+            part = Part(members, i * every // parts, outer_lr, outer_momentum, bits)
+            self.parts.append(part)
 
     @torch.no_grad()
     def step(self):
@@ -100,7 +101,8 @@ class DiLoCo:
         for part in self.parts:
             if self.steps % self.every == part.offset:
                 self._send(part)
-        due = [p for p in self.parts if p.receive and self.steps == p.sent_at + self.delay]
+        sent_at = self.steps - self.delay
+        due = [part for part in self.parts if part.receive and part.sent_at == sent_at]
         for part in due:
             self._apply(part)
         return bool(due)

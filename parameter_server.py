@@ -47,19 +47,18 @@ def push(parameters, group):
 
     Not checked: the order of these lines. Only the server's weights are new after step()."""
     parameters = trained(parameters)
-    gradients = flat_message(
-        [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
-    )
+    gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+    message = flat_message(gradients)
     if dist.get_rank(group) > 0:
-        dist.send(gradients, group=group, group_dst=0)
+        dist.send(message, group=group, group_dst=0)
         for p in parameters:
             p.grad = None
         return
     for worker in range(1, dist.get_world_size(group)):
-        received = torch.empty_like(gradients)
+        received = torch.empty_like(message)
         dist.recv(received, group=group, group_src=worker)
-        gradients += received
-    set_gradients(parameters, gradients)
+        message += received
+    set_gradients(parameters, message)
 
 
 @torch.no_grad()
