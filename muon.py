@@ -154,14 +154,15 @@ class Muon:
         # A tied matrix gets a gradient from each stage that uses it
         modules = scopes.values() if scopes else [model]
         uses = Counter(p for module in modules for p in module.parameters())
-        self.buckets, vectors, decayed = [], [], []
+        self.buckets = []
+        decayed, vectors = [], []  # what AdamW steps on
         for parameters in group_parameters(trained, bucket_bytes, kind_of):
             owner, data_group, partial, is_matrix, *_ = kind_of(parameters[0])
             bucket = OwnedBucket(parameters, owner, data_group, partial)
             bucket.grads_per_step = microbatches * sum(uses[p] for p in parameters)
             for p in parameters:
                 p.register_post_accumulate_grad_hook(functools.partial(self._arrived, bucket))
-            if owner is None:  # for AdamW
+            if owner is None:
                 (decayed if is_matrix else vectors).extend(bucket.pieces)
             self.buckets.append(bucket)
         self.muon = ShardedMuon(matrices, lr, weight_decay)
@@ -307,8 +308,10 @@ class OwnedBucket:
     """Parameters of one kind in two flat tensors: each p and p.grad is a view of them. One message
     brings all of them to their owner. owner None: each rank owns a piece of about 1/N.
 
-    own     the elements that this rank owns: all, some or none
-    pieces  what this rank owns of each parameter; the parameter itself if it owns the bucket"""
+    owned_sizes  how many elements each rank owns, in the order of ranks
+    own          the elements that this rank owns: all, some or none
+    pieces       what this rank owns of each parameter; the parameter itself if it owns the bucket
+    """
 
     def __init__(self, parameters, owner, group, partial):
         self.parameters, self.owner, self.group, self.partial = parameters, owner, group, partial
@@ -444,6 +447,8 @@ def check_matrices(matrices):
         if p.dim() not in (2, 3):
             shape = tuple(p.shape)
             raise ValueError(f"{shape} is no matrix, nor a stack of them: leave it to AdamW")
+        if len(cuts_within(p)) > 1:
+            raise ValueError("a matrix is cut in both dimensions: cut it in one, or take AdamW")
 
 
 def check_muon_step(muon):

@@ -100,6 +100,11 @@ def test_shards_step_as_the_whole(ranks, world):
                 with case(shape, dim):
                     torch.testing.assert_close(shard, expected, rtol=1e-12, atol=1e-12)
 
+        twice = nn.Parameter(torch.zeros(1, 1))
+        twice.placement = {"cuts": dict.fromkeys((0, 1), (dist.group.WORLD, 0, 1))}
+        with pytest.raises(ValueError, match="cut in both dimensions: cut it in one"):
+            muon.check_matrices([twice])
+
     ranks(world, work)
 
 
