@@ -135,7 +135,7 @@ class Saver:
             return 0
         finished = index["step"] >= args.steps
         if finished and not args.only_sample and not restarted:
-            advice = "--only-sample shows its text; more steps have a longer run's learning rates"
+            advice = "--only-sample shows its text; more steps go on, at a longer run's rates"
             raise Refused(f"{path} has all of --steps {args.steps}: {advice}")
         training = not (finished or args.only_sample)
         checkpoint.load(path, index, self.pieces(index, training))
