@@ -143,6 +143,14 @@ def test_mixed_precision_saves_the_masters(ranks, text, tmp_path):
     assert dtypes == {"float32"}
 
 
+def test_sixteen_bits_count_their_steps_in_32(ranks, text, tmp_path):
+    for flags in ("--steps 1", "--steps 2 --resume"):
+        layout(ranks, text, f"--dtype bfloat16 --layers 1 {flags}", tmp_path)
+    dtypes = {(kind, t["dtype"]) for _, kind, t in tensors_in(tmp_path / "step-00000002")}
+    assert ("step", "float32") in dtypes and ("weight", "bfloat16") in dtypes
+    assert len(dtypes) == 4
+
+
 # --- what is broken
 
 

@@ -118,8 +118,8 @@ def pieces_of(named, optimizer, index=None, beside=lambda stepped: {}):
             base[dim], sizes[dim] = start, size
         for kind, saved in index["tensors"].get(name, {}).items() if index else ():
             if p.requires_grad and not kind.startswith(("weight", OUTER, ISLAND)):
-                empty = torch.zeros_like(stepped.data) if saved["shape"] else flat.new_zeros(())
-                state.setdefault(kind, empty)
+                one = torch.zeros((), device=flat.device)  # float32: 16 bits can't count steps
+                state.setdefault(kind, torch.zeros_like(stepped.data) if saved["shape"] else one)
         tensors = {"weight": flat} | beside(stepped)
         for kind, t in state.items():
             if torch.is_tensor(t) and t.dim():
