@@ -98,12 +98,11 @@ def check(a, b):
     """Refuse two recordings that have nothing to compare, or other weights."""
     if not set(a.lines) & set(b.lines):
         raise Refused(f"{a.path} and {b.path} have no step in common: record the same steps")
-    ours, theirs = set(weights_of(a)), set(weights_of(b))
-    for x, y, missing in ((a, b, ours - theirs), (b, a, theirs - ours)):
+    for x, y in ((a, b), (b, a)):
+        missing = sorted(set(weights_of(x)) - set(weights_of(y)))
         if missing:
-            what = f"{len(missing)} of the weights of {x.path}, such as {sorted(missing)[0]}"
+            what = f"{len(missing)} of the weights of {x.path}, such as {missing[0]}"
             raise Refused(f"{y.path} lacks {what}: give the recorder `names` that make them")
-
     for step in sorted(set(a.lines) & set(b.lines)):
         trained = all(x.lines[step].get("scalars") for x in (a, b))  # else a last line
         if trained and a.lines[step].get("grad") and not b.lines[step].get("grad"):
