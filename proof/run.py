@@ -146,7 +146,7 @@ class Run(rank.TrainingRank):
         if self.was_read is None or self.was_read[0] is not loss:
             with _disable_current_modes():  # the ledger must not count how they are made
                 more = [make() for make in self.also_read]
-            self.was_read = loss, torch.stack([loss, norm, *more]).tolist()
+            self.was_read = loss, torch.stack([loss, norm, *more]).cpu().tolist()
         return self.was_read[1]
 
     def skip_or_stop(self, loss, norm, named, blame, group):
