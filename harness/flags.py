@@ -234,6 +234,8 @@ def configure(args):
         overrides["vocab"] = needed_vocab
     with refusing():
         config = presets.configure(args.preset, args.family, **overrides)
+    if config.layers > 10**5:  # of a config.json
+        raise Refused(f"{config.layers:,} layers are too many: use at most 100,000")
     if config.vocab < needed_vocab:
         problem = f"a vocabulary of {config.vocab} is too small for --tokenizer {args.tokenizer}"
         advice = f"give --vocab {needed_vocab}, or one with fewer tokens"
