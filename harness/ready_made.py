@@ -20,8 +20,8 @@ from harness import inputs
 from harness.refusal import Refused
 
 SUFFIXES = (".bin", ".npy")
-# A header has three numbers: one of these, a version, and how many tokens follow
-HEADERS = {20240520: "<u2", 20240801: "<u4"}  # GPT-2's tokens, Llama 3's
+# A header has three numbers: one of these, its version, and how many tokens follow
+HEADERS = {20240520: (1, "<u2"), 20240801: (7, "<u4")}  # GPT-2's tokens, Llama 3's
 HEADER_BYTES = 1024
 SAMPLE = 2**18  # tokens that are looked at when a file is opened
 
@@ -60,12 +60,15 @@ def open_file(path, vocab):
 
 
 def open_bin(path, vocab):
-    """A .bin file's tokens. numpy raises a ValueError for one that was cut off."""
+    """A .bin file's tokens. Raises ValueError for one that was cut off, as numpy does."""
     with open(path, "rb") as file:
         start = file.read(12).ljust(12, b"\0")
-    magic, _, count = np.frombuffer(start, "<i4").tolist()
+    magic, version, count = np.frombuffer(start, "<i4").tolist()
     if magic in HEADERS:
-        return np.memmap(path, HEADERS[magic], "r", HEADER_BYTES, count)
+        known, dtype = HEADERS[magic]
+        if version != known or count < 0:
+            raise ValueError(f"its header has version {version} and {count} tokens")
+        return np.memmap(path, dtype, "r", HEADER_BYTES, count)
     tokens = np.memmap(path, "<u2", "r")
     # Small numbers of four bytes, read as two each
     padded = tokens[:SAMPLE].any() and not tokens[1:SAMPLE:2].any()

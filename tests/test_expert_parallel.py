@@ -21,6 +21,9 @@ CONFIGS = {
     "gelu": presets.configure(experts=4, **SIZES),
     # Does not divide by 2, 3 or 4
     "swiglu": presets.configure(family="llama", experts=5, shared=1, **SIZES),
+    "sigmoid": presets.configure(
+        family="llama", experts=6, top_k=3, shared=2, scores="sigmoid", bias_rate=0.01, **SIZES
+    ),
 }
 
 
@@ -47,8 +50,8 @@ def test_float32_takes_the_grouped_kernel(ranks, monkeypatch):
         torch.testing.assert_close(dealt(x), expected, rtol=2e-4, atol=2e-4)
         assert len(calls) == 3 * 2  # projections, chunks
 
-    config = CONFIGS["swiglu"]
-    ranks(2, work)
+    for config in (CONFIGS["swiglu"], CONFIGS["sigmoid"]):
+        ranks(2, work)
 
 
 def layer(config):

@@ -42,6 +42,7 @@ VARIANTS = {
     "dropout-grouped": f"--family llama --kv-heads 2 --dropout 0.2 {SGD}",
     "moe": f"{MIXTURE} --family llama --kv-heads 2",
     "moe-gpt2": f"{MIXTURE} {SGD} --bias-rate 0.01",
+    "moe-top-1": f"--experts 6 --top-k 1 --dropout 0.2 {SGD}",
     # Neither 125 nor 45 hidden units divide by 2
     "muon": "--optimizer muon --hidden 125",
     "muon-moe": f"{MIXTURE} --optimizer muon --family llama --kv-heads 2 --hidden 45",
@@ -76,6 +77,7 @@ grouped   --tp 2 --sp --dp 2 --zero 2 --microbatches 2 --recompute half
 dropout   --tp 2 --sp --pp 2 --schedule zb-h1 --microbatches 2 --gather-again
 moe-gpt2  --dp 2 --ep 2 --microbatches 3
 moe       --dp 4 --ep 2 --expert-chunks 2 --recompute half
+moe-top-1 --dp 3 --ep 3 --microbatches 2
 moe-gpt2  --tp 2 --sp --microbatches 2 --recompute selective
 moe-gpt2  --tp 2 --sp --gather-again --dp 2 --ep 2 --zero 1 --layers 2
 moe-gpt2  --dp 2 --ep 2 --pp 2 --schedule zb-v --zero 3 --microbatches 2 --recompute block DEEP

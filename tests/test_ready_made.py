@@ -69,6 +69,8 @@ def test_a_folder_with_both_splits(tmp_path):
         ("a.bin", lambda p: p.write_bytes(b"\1\0\1"), "not a multiple of the data-type size"),
         ("a.bin", lambda p: p.write_bytes(b""), "can't be read .*empty"),
         ("a.bin", lambda p: None, "No such file"),
+        ("a.bin", lambda p: write(p, header=header(version=2)), "version 2 and 5000 tokens"),
+        ("a.bin", lambda p: write(p, header=header(count=-5)), "version 1 and -5 tokens"),
         ("a.bin", lambda p: write(p, header=header(count=5001)), "greater than file size"),
         ("a.bin", lambda p: write(p, header=header(count=0)), "shape"),
         ("a.npy", lambda p: np.save(p, TOKENS.reshape(2, -1)), r"int64 of shape \(2, 2500\)"),
