@@ -57,6 +57,11 @@ def check(args):
             raise Refused(f"--{name} needs a package: pip install {name}")
     if args.tensorboard:
         outputs.check_folder("--tensorboard", args.tensorboard)
+    if args.wandb and os.environ.get("WANDB_MODE") not in ("offline", "disabled"):
+        import wandb
+
+        if not wandb.login(prompt=False):
+            raise Refused("--wandb needs a key: run `wandb login` first, or set WANDB_MODE=offline")
 
 
 def describe(run, schedule):
