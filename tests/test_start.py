@@ -73,6 +73,8 @@ def test_a_gpu_that_its_driver_cannot_use(monkeypatch, capsys):
 
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(torch.cuda, "set_device", set_device)
+    # Forked ranks hang in a pool of threads that this process has begun
+    monkeypatch.setattr(start, "share_cores", lambda *_: None)
     args = argparse.Namespace(device="cuda", backend="nccl")
     assert start.one_rank(lambda *_: 0, args) == 2
     assert capsys.readouterr().err.endswith(
