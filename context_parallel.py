@@ -3,15 +3,19 @@
 Every rank has all weights, and only attention looks at other ranks' tokens. In a ring of N
 ranks queries stay, and keys and values travel. kv2 are those of rank 2:
 
-    step       0     1     2     3         the zigzag: which rank holds which chunk of a sequence
+    step       0     1     2     3
     rank 0    kv0   kv3   kv2   kv1
-    rank 1    kv1   kv0   kv3   kv2        chunk   0 1 2 3 4 5 6 7
-    rank 2    kv2   kv1   kv0   kv3        rank    0 1 2 3 3 2 1 0
+    rank 1    kv1   kv0   kv3   kv2
+    rank 2    kv2   kv1   kv0   kv3
     rank 3    kv3   kv2   kv1   kv0
 
 In each step a rank computes one tile of attention: its queries with one rank's keys. Meanwhile the
-next keys travel. Rescaled, the tiles add up to exact attention. If a rank held neighbouring tokens
-only, late ranks would see most keys. In the zigzag each has an early and a late chunk: equal work.
+next keys travel. Rescaled, the tiles add up to exact attention. Attention is causal: with
+consecutive tokens the last rank would see all keys and the first only its own. In the zigzag each
+rank holds an early and a late chunk of the sequence, which is equal work:
+
+    chunk   0 1 2 3 4 5 6 7
+    rank    0 1 2 3 3 2 1 0
 
 Sent by a rank, for each block of the model, if N > 1: K and V make N - 1 hops in forward and again
 in backward. Their gradients dK and dV make N hops, because they must come home. Together that is
@@ -39,12 +43,49 @@ import torch.distributed as dist
 import torch.nn as nn
 from torch.autograd.function import once_differentiable  # refuses a gradient of a gradient
 
+# --- the ring in its plainest form: consecutive tokens, no overlap, forward only
+
+
+@torch.no_grad()
+def plain_ring_attention(q, k, v, group):
+    """Causal attention of this rank's queries to all keys. q, k and v (B, H, T', D) are of T'
+    consecutive tokens, rank 0's first."""
+    rank, n = dist.get_rank(group), dist.get_world_size(group)
+    out, lse, kv = torch.zeros_like(q), q.new_full(q.shape[:3], -math.inf), torch.stack((k, v))
+    for step in range(n):
+        if step:  # now this rank has the keys and values of rank - step
+            received = torch.empty_like(kv)
+            for message in pass_on(kv, received, group):
+                message.wait()
+            kv = received
+        if step > rank:
+            continue  # they are of later tokens
+        scores = q @ kv[0].transpose(-1, -2) / math.sqrt(q.shape[-1])  # (B, H, T', T')
+        if step == 0:  # the same tokens: a query must not see later keys
+            scores += torch.full_like(scores[0, 0], -math.inf).triu(1)
+        # The denominators e^lse of the softmax add up. What was added before shrinks accordingly
+        total = torch.logaddexp(lse, scores.logsumexp(-1))  # (B, H, T')
+        out = out * (lse - total).exp().unsqueeze(-1)
+        out += (scores - total.unsqueeze(-1)).exp() @ kv[1]
+        lse = total
+    return out
+
+
+def pass_on(sent, received, group):
+    """Start to send a tensor to the next rank, and to receive what the rank before sends. Returns
+    the messages, to wait for."""
+    rank, n = dist.get_rank(group), dist.get_world_size(group)
+    send = dist.P2POp(dist.isend, sent, group=group, group_peer=(rank + 1) % n)
+    receive = dist.P2POp(dist.irecv, received, group=group, group_peer=(rank - 1) % n)
+    return dist.batch_isend_irecv([send, receive])
+
+
 # --- a tile: some of a rank's queries with some of a rank's keys
 
 
 class Tile(NamedTuple):
-    """Which pairs count. Causal: the queries and the keys are of the same tokens, and each query
-    sees the keys up to its own."""
+    """Which queries meet which keys. causal: both are the same tokens, and each query sees the keys
+    up to its own."""
 
     queries: slice
     keys: slice
@@ -78,32 +119,10 @@ def masked_scores(q, k, causal):
     an error of lse would scale the whole tile."""
     dtype = torch.promote_types(q.dtype, torch.float32)
     scores = q.to(dtype) @ k.to(dtype).transpose(-1, -2) / math.sqrt(q.shape[-1])
+    if not causal:
+        return scores
     later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
-    return scores.masked_fill(later, -math.inf) if causal else scores
-
-
-def tile_gradients(grad, q, kv, out, lse, tile):
-    """dq of the tile's queries, dk and dv of its keys (Dao et al. 2022, FlashAttention,
-    arXiv:2205.14135, appendix B).
-
-    grad, out and lse are of the final result, over all keys. So e^(score - lse) are the final
-    probabilities, and the other tiles are not needed."""
-    grad, q, out, lse = (t[:, :, tile.queries] for t in (grad, q, out, lse))
-    k, v = kv[:, :, :, tile.keys]
-    if fused_kernel(q):
-        return fused_gradients(grad, q, k, v, out, lse, tile.causal)
-    kv_heads, copies = k.shape[1], q.shape[1] // k.shape[1]
-    k, v = (t.repeat_interleave(copies, dim=1) for t in (k, v))
-    grad, q, k, v, out = (t.to(lse.dtype) for t in (grad, q, k, v, out))
-    p = (masked_scores(q, k, tile.causal) - lse.unsqueeze(-1)).exp()  # (B, H, Tq, Tk)
-    dv = p.transpose(-1, -2) @ grad
-    dp = grad @ v.transpose(-1, -2)
-    # Softmax's backward subtracts the sum of p dp over all keys: grad . out, since out = sum p v
-    ds = p * (dp - (grad * out).sum(-1, keepdim=True)) / math.sqrt(q.shape[-1])
-    dq, dk = ds @ k, ds.transpose(-1, -2) @ q
-    # The gradient of a kv-head is the sum over its copies
-    dk, dv = (t.unflatten(1, (kv_heads, copies)).sum(2) for t in (dk, dv))
-    return dq, dk, dv
+    return scores.masked_fill(later, -math.inf)
 
 
 class OnlineSoftmax:
@@ -140,13 +159,10 @@ class DoubleBuffer:
         self.tensor, self.incoming, self.group = tensor, torch.empty_like(tensor), group
 
     def send(self):
-        rank, n = dist.get_rank(self.group), dist.get_world_size(self.group)
-        if n == 1:  # nobody to send to
+        if dist.get_world_size(self.group) == 1:  # nobody to send to
             self.incoming, self.messages = self.tensor, []  # receive() swaps it with itself
             return
-        send = dist.P2POp(dist.isend, self.tensor, group=self.group, group_peer=(rank + 1) % n)
-        receive = dist.P2POp(dist.irecv, self.incoming, group=self.group, group_peer=(rank - 1) % n)
-        self.messages = dist.batch_isend_irecv([send, receive])
+        self.messages = pass_on(self.tensor, self.incoming, self.group)
 
     def receive(self):
         for message in self.messages:
@@ -177,6 +193,30 @@ def attend_to_all(q, kv_by_rank, rank, tile_of):
     return result.out.to(q.dtype), result.lse
 
 
+def tile_gradients(grad, q, kv, out, lse, tile):
+    """dq of the tile's queries, dk and dv of its keys (Dao et al. 2022, FlashAttention,
+    arXiv:2205.14135, appendix B).
+
+    grad, out and lse are of the final result, over all keys. So e^(score - lse) are the final
+    probabilities, and the other tiles are not needed."""
+    grad, q, out, lse = (t[:, :, tile.queries] for t in (grad, q, out, lse))
+    k, v = kv[:, :, :, tile.keys]
+    if fused_kernel(q):
+        return fused_gradients(grad, q, k, v, out, lse, tile.causal)
+    kv_heads, copies = k.shape[1], q.shape[1] // k.shape[1]
+    k, v = (t.repeat_interleave(copies, dim=1) for t in (k, v))
+    grad, q, k, v, out = (t.to(lse.dtype) for t in (grad, q, k, v, out))
+    p = (masked_scores(q, k, tile.causal) - lse.unsqueeze(-1)).exp()  # (B, H, Tq, Tk)
+    dv = p.transpose(-1, -2) @ grad
+    dp = grad @ v.transpose(-1, -2)
+    # Softmax's backward subtracts the sum of p dp over all keys: grad . out, since out = sum p v
+    ds = p * (dp - (grad * out).sum(-1, keepdim=True)) / math.sqrt(q.shape[-1])
+    dq, dk = ds @ k, ds.transpose(-1, -2) @ q
+    # The gradient of a kv-head is the sum over its copies
+    dk, dv = (t.unflatten(1, (kv_heads, copies)).sum(2) for t in (dk, dv))
+    return dq, dk, dv
+
+
 class RingAttention(torch.autograd.Function):
     """q (B, H, T', D), k and v (B, H_kv, T', D) of this rank's T' tokens -> attention to all ranks'
     keys (B, H, T', D). In backward keys and values travel again, and with them the sums of their
@@ -197,22 +237,21 @@ class RingAttention(torch.autograd.Function):
         rank, kv = dist.get_rank(ctx.group), torch.stack((k, v))
         dq = torch.zeros_like(q, dtype=lse.dtype)
         dkv = DoubleBuffer(torch.zeros_like(kv, dtype=lse.dtype), ctx.group)
-        for source, kv_j in around_the_ring(kv, ctx.group):
+        for source, kv_source in around_the_ring(kv, ctx.group):
             tile = ctx.tile_of(rank, source, q.shape[2])
             if tile:
-                dq_i, dk_j, dv_j = tile_gradients(grad, q, kv_j, out, lse, tile)
-                dq[:, :, tile.queries] += dq_i
-            # dkv, the sums for kv_j, trails kv_j by one step: the previous rank must add its tile
-            # first. The sums travelled while this tile was computed
+                dq_tile, dk, dv = tile_gradients(grad, q, kv_source, out, lse, tile)
+                dq[:, :, tile.queries] += dq_tile
+            # dkv travels one step behind kv: it needs the previous rank's tile. It was sent at the
+            # end of the last step, and travelled while this tile was computed
             if source != rank:  # in the first step they are this rank's own zeros
                 dkv.receive()
             if tile:
-                dkv.tensor[0][:, :, tile.keys] += dk_j
-                dkv.tensor[1][:, :, tile.keys] += dv_j
+                dkv.tensor[0][:, :, tile.keys] += dk
+                dkv.tensor[1][:, :, tile.keys] += dv
             dkv.send()
         dkv.receive()  # after n hops a rank has the sums for its own keys
-        dk, dv = dkv.tensor.to(k.dtype)
-        return dq.to(q.dtype), dk, dv, None, None
+        return dq.to(q.dtype), *dkv.tensor.to(k.dtype), None, None
 
 
 # --- the zigzag: nothing but who holds which tokens, and so another tile_of
@@ -225,25 +264,26 @@ def zigzag_tile(rank, source, tokens):
     if source == rank:
         return Tile(whole, whole, causal=True)
     # Ranks a < b hold chunks in this order of time: a b b a. So b's queries see a's early chunk
-    # only, half of its keys. And of a's queries only the late chunk sees b's keys, all of them
+    # only, half of its keys (rank is b). And of a's queries only the late chunk sees b's keys, all
+    # of them (rank is a)
     if source < rank:
         return Tile(whole, slice(0, half), causal=False)
     return Tile(slice(half, tokens), whole, causal=False)
 
 
-def positions(length, rank, n, zigzag=True, unit=1):
+def held_positions(length, rank, n, zigzag=True, multiple=1):
     """The positions of a sequence that a rank of a ring of n holds, (T',) int64: two chunks in a
-    zigzag, else one. Chunks are equally long, a multiple of `unit`, which is for ranks that share
-    a ring's tokens (Ulysses, below). Positions from `length` on are padding."""
+    zigzag, else one, all equally long. multiple: pad chunks to a multiple of this, for ranks that
+    share a ring's tokens (Ulysses, below). Positions from `length` on are padding."""
     held = [rank, 2 * n - 1 - rank] if zigzag else [rank]  # chunks
     count = n * len(held)
-    size = -(-length // (count * unit)) * unit
+    size = -(-length // (count * multiple)) * multiple
     return torch.arange(count * size).view(count, size)[held].flatten()
 
 
 def shard_sequence(x, held, fill=0):
     """The columns of x (B, T, ...) at positions `held` (T',) of T -> (B, T', ...), with `fill` for
-    padding. For targets `fill` is the value that the loss ignores, or padding counts."""
+    padding. For targets `fill` is the value that the loss ignores, else padding would count."""
     held = held.to(x.device)
     padding = (held >= x.shape[1]).view(-1, *[1] * (x.dim() - 2))
     return x[:, held.clamp(max=x.shape[1] - 1)].masked_fill(padding, fill)
@@ -287,9 +327,9 @@ class Ring(GroupModule):
         super().__init__(group)
         self.zigzag = zigzag
 
-    def positions(self, length, unit=1):
+    def positions(self, length, multiple=1):
         """The positions of a sequence that this rank must hold."""
-        return positions(length, self.rank, self.n, self.zigzag, unit)
+        return held_positions(length, self.rank, self.n, self.zigzag, multiple)
 
     def forward(self, q, k, v):
         check_qkv(q, k, v)
@@ -299,10 +339,6 @@ class Ring(GroupModule):
 
 
 # --- gather: all keys and values at once (Llama 3, arXiv:2407.21783, section 3.3.2)
-
-# torch 2.13 renamed them; older versions know only the second name
-all_gather_into_tensor = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-reduce_scatter_tensor = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 class GatheredAttention(torch.autograd.Function):
@@ -327,11 +363,10 @@ class GatheredAttention(torch.autograd.Function):
         for source, kv in enumerate(gathered):
             tile = ctx.tile_of(rank, source, q.shape[2])
             if tile:
-                dq_i, dk_j, dv_j = tile_gradients(grad, q, kv, out, lse, tile)
-                dq[:, :, tile.queries] += dq_i
-                dkv[source][:, :, :, tile.keys] = torch.stack((dk_j, dv_j))
-        dk, dv = reduce_scatter_dkv(dkv, ctx.group).to(q.dtype)
-        return dq.to(q.dtype), dk, dv, None, None
+                dq_tile, dk, dv = tile_gradients(grad, q, kv, out, lse, tile)
+                dq[:, :, tile.queries] += dq_tile
+                dkv[source][:, :, :, tile.keys] = torch.stack((dk, dv))
+        return dq.to(q.dtype), *reduce_scatter_dkv(dkv, ctx.group).to(q.dtype), None, None
 
 
 def reduce_scatter_dkv(x, group):
@@ -343,6 +378,11 @@ def reduce_scatter_dkv(x, group):
     piece = torch.empty_like(x[0])
     reduce_scatter_tensor(piece, x.flatten(0, 1), group=group)
     return piece
+
+
+# torch 2.13 renamed them; older versions know only the second name
+all_gather_into_tensor = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_tensor = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 class Gather(Ring):
@@ -396,8 +436,8 @@ class Ulysses(GroupModule):
         """The positions of a sequence that this rank must hold: a part of what its ring holds, or
         of the sequence."""
         if not isinstance(self.core, Ring):
-            return positions(length, self.rank, self.n, zigzag=False)
-        return self.core.positions(length, unit=self.n).chunk(self.n)[self.rank]
+            return held_positions(length, self.rank, self.n, zigzag=False)
+        return self.core.positions(length, multiple=self.n).chunk(self.n)[self.rank]
 
     def forward(self, q, k, v):
         check_qkv(q, k, v)
@@ -478,8 +518,9 @@ def parallelize_context(
         loss.backward()                                 # target_count: valid targets of all ranks
         # then sum the gradients over the group, as with Ring
 
-    ring_group, ulysses_group: for kind "ring-ulysses"; a rank of `group` is its ring's rank x U +
-    its ulysses' rank. A router takes no padding."""
+    ring_group, ulysses_group: for kind "ring-ulysses". With U ranks in a ulysses_group,
+    rank in group = U x rank in ring_group + rank in ulysses_group.
+    With experts T must divide into equal chunks, because a router would count padding."""
     for block in model.blocks.values():
         if kind == "ulysses":
             core = Ulysses(group, block.attn.core)
@@ -496,9 +537,8 @@ def parallelize_context(
 
 
 class SumRouterStats(GroupModule):
-    """Adds up a router's sums over a sequence, of which each rank has a part. The gradient of the
-    total goes to this rank's part unchanged, because weights' gradients are summed over the ranks
-    later. Tensor parallelism's g does the same."""
+    """Adds up a router's sums over a sequence, of which each rank has a part. Forward: the total.
+    Backward: the identity, as in tensor parallelism's g."""
 
     def forward(self, sums):
         total = sums.detach().clone()
@@ -525,7 +565,7 @@ def main():
     harness.check_plot(args)
     if args.plot:
         tiles = contiguous_tile, zigzag_tile
-        return receipts.context_parallel.plot(args.plot, args.nproc or 4, positions, tiles)
+        return receipts.context_parallel.plot(args.plot, args.nproc or 4, held_positions, tiles)
     receipts.context_parallel.check(args)
     config = harness.configure(args)
     harness.check_batch(args, 1)
@@ -539,10 +579,8 @@ def main():
 def demo(run):
     args, context, group = run.args, run.config.context, dist.group.WORLD
     ring, ulysses = receipts.context_parallel.make_groups(run)  # None but for kind ring-ulysses
-    model = run.meta_model()
-    model = run.fill(
-        parallelize_context(model, group, args.kind, ring, ulysses, not args.contiguous)
-    )
+    grid = dict(ring_group=ring, ulysses_group=ulysses, zigzag=not args.contiguous)
+    model = run.fill(parallelize_context(run.meta_model(), group, args.kind, **grid))
     core = model.blocks["0"].attn.core
     held = core.positions(context).to(run.device)
     receipts.context_parallel.check_routers(run, len(held))

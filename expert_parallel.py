@@ -22,6 +22,9 @@ expert gets its tokens of the whole batch, so its gradient is complete, if each 
 loss by the number of all tokens. The gradients of all other parameters, the router's too, are
 summed over the ranks.
 
+Uneven routing: the fullest rank keeps the others waiting. A balance loss in the router (model.py)
+or `capacity` limits that.
+
 Not worth it over slow links, or where all experts fit on every rank and a rank has many tokens:
 then data parallelism sends less. docs/experts.md has the threshold.
 
@@ -40,34 +43,36 @@ from torch.autograd.function import once_differentiable  # refuses a gradient of
 # --- the plain mixture: sort, send, compute, send back, add up
 
 
-def plain_dispatch(x, weights, chosen, experts, sizes, group):
-    """Tokens to their experts on all ranks and back: x (n, C), weights and chosen (n, k) of the
-    router -> (n, C). experts(rows, counts): this rank's MLPs, called with rows sorted by expert.
-    sizes: how many experts each rank has.
+def plain_dispatch(x, router_weights, chosen, experts, experts_per_rank, group):
+    """Tokens to their experts on all ranks and back: x (n, C), the router's weights and choices
+    (n, k) -> (n, C). experts(rows, rows_per_expert): this rank's MLPs. They get rows (m, C), sorted
+    by expert, and return (m, C), row for row.
 
     Not checked: x must require a gradient on every rank, or backward waits for ever. ExpertDispatch
     needs no such promise, and overlaps the messages."""
-    world, local_experts = len(sizes), sizes[dist.get_rank(group)]
+    world, local_experts = len(experts_per_rank), experts_per_rank[dist.get_rank(group)]
     # Sort: assignment i is a choice of token i // k. Sorted by expert is sorted by rank
     assignments = chosen.flatten()
     order = assignments.argsort(stable=True)
     token = order // chosen.shape[1]  # (n k,)
     # Send: first how many rows there are for each expert, then the rows
-    outgoing = assignments.bincount(minlength=sum(sizes))  # (E,)
+    outgoing = assignments.bincount(minlength=sum(experts_per_rank))  # (E,)
     incoming = outgoing.new_empty(world * local_experts)
     # Arguments: output, input, lengths of the output's parts, lengths of the input's parts
-    dist.all_to_all_single(incoming, outgoing, [local_experts] * world, sizes, group=group)
+    lengths = [local_experts] * world, experts_per_rank
+    dist.all_to_all_single(incoming, outgoing, *lengths, group=group)
     incoming = incoming.view(world, local_experts)  # from each rank, for each expert here
-    send_counts = [part.sum().item() for part in outgoing.split(sizes)]  # rows to each rank
+    to_ranks = torch.stack([part.sum() for part in outgoing.split(experts_per_rank)])
+    send_counts = to_ranks.tolist()  # rows to each rank
     receive_counts = incoming.sum(1).tolist()  # rows from each rank
     rows = AllToAll.apply(x[token], send_counts, receive_counts, group)  # (m, C), rank 0's first
     # Compute
-    rows = run_experts(experts, rows, incoming)
+    results = run_experts(experts, rows, incoming)
     # Send back
-    rows = AllToAll.apply(rows, receive_counts, send_counts, group)  # (n k, C), as they were sent
+    results = AllToAll.apply(results, receive_counts, send_counts, group)  # (n k, C), as sent
     # Add up, times the router's weights, which may have more bits than x
-    rows = rows * weights.flatten()[order].unsqueeze(1)
-    return torch.zeros_like(x).index_add(0, token, rows.to(x.dtype))
+    results = results * router_weights.flatten()[order].unsqueeze(1)
+    return torch.zeros_like(x).index_add(0, token, results.to(x.dtype))
 
 
 class AllToAll(torch.autograd.Function):
@@ -92,16 +97,16 @@ def run_experts(experts, rows, incoming):
     rows came from each rank for each expert."""
     world, local_experts = incoming.shape
     expert = torch.arange(local_experts, device=rows.device).repeat(world)
-    # (m,): each row's expert. Without output_size the host would wait for the device
-    expert = expert.repeat_interleave(incoming.flatten(), output_size=len(rows))
-    by_expert = expert.argsort(stable=True)
+    # (m,). Without output_size the host would wait for the device
+    expert_of_row = expert.repeat_interleave(incoming.flatten(), output_size=len(rows))
+    by_expert = expert_of_row.argsort(stable=True)
     rows = rows.index_select(0, by_expert)
     results = experts(rows, incoming.sum(0))
     if len(rows) == 0:
         # Experts may skip an empty batch. Without the sum autograd would not connect results and
         # rows, and this rank would not join the all-to-alls of backward.
         results = results + rows.to(results.dtype)
-    return results.index_select(0, by_expert.argsort())
+    return results.index_select(0, by_expert.argsort())  # the inverse permutation
 
 
 # --- a model of yours: each of N ranks has some tokens x (n, C), and some of E experts
@@ -112,8 +117,8 @@ def run_experts(experts, rows, incoming):
 #     model.down = shard_experts(model.down, group)  # (E, C, H). Now make the optimizer
 #     dispatch = ExpertDispatch(expert_counts(E, N), group)
 #
-#     def mlps(rows, counts):
-#         parts = zip(rows.split(counts.tolist()), model.up, model.down)
+#     def mlps(rows, rows_per_expert):
+#         parts = zip(rows.split(rows_per_expert.tolist()), model.up, model.down)
 #         return torch.cat([F.gelu(part @ up.T) @ down.T for part, up, down in parts])
 #
 #     for x, targets in microbatches:
@@ -126,79 +131,6 @@ def run_experts(experts, rows, incoming):
 # A norm to clip by must count all ranks' experts: take tensor_parallel.py's grad_norm.
 # docs/experts.md lists the mistakes that nothing catches.
 
-# --- whose parameters: experts are split, the rest is replicated
-
-
-def expert_counts(expert_count, world):
-    """How many experts each rank has. Where they don't divide, the first ranks have one more."""
-    if expert_count < world:
-        raise ValueError(f"{expert_count} experts are too few for {world} ranks: each needs one")
-    each, more = divmod(expert_count, world)
-    return [each + 1 if rank < more else each for rank in range(world)]
-
-
-def placement(parameter):
-    """parameter.placement (docs/two-techniques.md), with what is missing of it:
-
-    shape    of the whole
-    cuts     {dimension: (group, start, length)}: each rank of the group has another shard
-    copies   groups whose ranks hold the same shard: the norm counts one of them
-    partial  groups over which backward leaves its gradient a partial sum
-    data     its own data-parallel group: an expert has fewer replicas than other parameters"""
-    default = dict(shape=tuple(parameter.shape), cuts={}, copies=[], partial=[], data=None)
-    return default | getattr(parameter, "placement", {})
-
-
-def split_over(parameter, group):
-    """Whether each rank of the group holds a different shard of the parameter."""
-    group = group or dist.group.WORLD
-    return any(group is other for other, _, _ in placement(parameter)["cuts"].values())
-
-
-def shard_experts(parameter, group, data_group=None):
-    """This rank's experts of a parameter (E, ...), as a new parameter: put it in the old one's
-    place, then make the optimizer. Its `placement` says that it is split. Where each expert is a
-    module of its own you write that yourself (docs/two-techniques.md).
-
-    data_group: the ranks with the same experts, over which their gradients must be summed, where
-    data parallelism has more ranks than `group`."""
-    group, whole = group or dist.group.WORLD, placement(parameter)
-    if 0 in whole["cuts"]:
-        raise ValueError("the experts of this parameter are dealt out already: cut it once")
-    rank = dist.get_rank(group)
-    sizes = expert_counts(len(parameter), dist.get_world_size(group))
-    part = parameter.detach().split(sizes)[rank].clone()
-    part = nn.Parameter(part, requires_grad=parameter.requires_grad)
-    part.__dict__.update(parameter.__dict__)
-    cuts = whole["cuts"] | {0: (group, sum(sizes[:rank]), sizes[rank])}
-    part.placement = whole | {"cuts": cuts, "data": data_group}
-    return part
-
-
-def sum_replicated_gradients(parameters, group):
-    """Sum the gradients of all parameters that are not split over the group, in one all-reduce. A
-    parameter without a gradient on this rank counts as zeros, and gets the sum.
-
-    Call it once a step, after the last backward. If experts have a data_group, call it again with
-    that."""
-    group = group or dist.group.WORLD
-    replicated = [p for p in parameters if p.requires_grad and not split_over(p, group)]
-    all_reduce_gradients(replicated, group)
-
-
-def all_reduce_gradients(parameters, group):
-    """Sum gradients over the group, in one message. A rank without one adds zeros."""
-    for p in parameters:
-        refuse_summed(p, group)
-        if p.grad is None:
-            p.grad = torch.zeros_like(p)
-    flat = torch.cat([p.grad.flatten() for p in parameters])
-    dist.all_reduce(flat, group=group)
-    for p, total in zip(parameters, flat.split([p.numel() for p in parameters])):
-        p.grad.data.copy_(total.view_as(p))  # by .data: this leaves _version as it is
-        note_sum(p, group)
-
-
 # --- the all-to-all in two halves: computation fits in between
 
 
@@ -207,7 +139,9 @@ class Transfer:
 
                 Start                        Wait
     forward     sends rows            -->    waits for rows
-    backward    waits for gradients   <--    sends gradients"""
+    backward    waits for gradients   <--    sends gradients
+
+    Autograd runs nodes in reverse order of forward, which is the same on all ranks."""
 
     def __init__(self, send_counts, receive_counts, group):
         self.counts, self.group = (send_counts, receive_counts), group
@@ -259,89 +193,93 @@ class Wait(torch.autograd.Function):
 
 
 class ExpertDispatch(nn.Module):
-    """Like plain_dispatch, overlapped: dispatch(x, weights, chosen, experts) -> (n, C).
+    """Like plain_dispatch, overlapped: dispatch(x, router_weights, chosen, experts) -> (n, C).
 
-    sizes: expert_counts(E, N). chosen: experts' numbers, int64, 0..E-1.
-    experts(rows, counts): this rank's MLPs. rows (m, C) are sorted by expert; counts, int64, says
-    how many each has. Returns (m, C), row for row. Its dtype must not depend on m, which may be 0.
+    experts_per_rank: expert_counts(E, N). chosen: experts' numbers, int64, 0..E-1.
+    experts(rows, rows_per_expert): as there. rows_per_expert is int64. The result's dtype must not
+    depend on m, which may be 0.
     meanwhile(): called once, while rows travel, for what needs no expert, such as a shared MLP. Its
     result is not returned: keep it yourself.
     chunks: the tokens are cut into as many; one is computed while others travel.
     capacity: how many times its even share an expert takes, see drop_late. None: as many as come.
 
-    All ranks must call this equally often, backward too, with the same sizes and chunks: otherwise
-    they wait for ever. A rank without tokens gives x (0, C)."""
+    All ranks must call this equally often, backward too, with the same experts_per_rank and chunks:
+    otherwise they wait for ever. A rank without tokens gives x (0, C)."""
 
-    def __init__(self, sizes, group, capacity=None, chunks=1):
+    def __init__(self, experts_per_rank, group, capacity=None, chunks=1):
         super().__init__()
-        self.sizes, self.group = sizes, group
+        self.experts_per_rank, self.group = experts_per_rank, group
         self.capacity, self.chunks = capacity, chunks
 
-    def forward(self, x, weights, chosen, experts, meanwhile=lambda: None):
-        check_chosen(chosen, sum(self.sizes))
+    def forward(self, x, router_weights, chosen, experts, meanwhile=lambda: None):
+        expert_count = sum(self.experts_per_rank)
+        check_chosen(chosen, expert_count)
         if self.capacity is not None:
-            chosen = drop_late(chosen, sum(self.sizes), self.capacity)
+            chosen = drop_late(chosen, expert_count, self.capacity)
         assignments = [chunk.flatten() for chunk in chosen.tensor_split(self.chunks)]
         orders = [chunk.argsort(stable=True) for chunk in assignments]
-        splits, incoming = exchange_counts(assignments, self.sizes, self.group)
+        splits, incoming = exchange_counts(assignments, self.experts_per_rank, self.group)
         lengths = [len(chunk) for chunk in assignments]
         send_counts, receive_counts = self.counts_to_host(splits, lengths)
         # Where all lower layers are frozen x needs no gradient. Without one backward would not join
         # the all-to-alls that other ranks wait in
         if torch.is_grad_enabled() and not x.requires_grad:
             x = x.detach().requires_grad_()
-        x, weights = x.tensor_split(self.chunks), weights.tensor_split(self.chunks)
-        chunks = zip(x, weights, orders, send_counts, receive_counts, incoming)
-        # A chunk is a generator with three stops: rows sent; results sent back; results added up
-        running = [self.run_chunk(experts, *chunk) for chunk in chunks]
-        for chunk in running:
-            next(chunk)
+        x, router_weights = (whole.tensor_split(self.chunks) for whole in (x, router_weights))
+        chunks = zip(x, router_weights, orders, send_counts, receive_counts, incoming)
+        # Each generator stops three times: rows sent; results sent back; results added up
+        generators = [self.run_chunk(experts, *chunk) for chunk in chunks]
+        for generator in generators:
+            next(generator)
         meanwhile()
-        for chunk in running:
-            next(chunk)
-        return torch.cat([next(chunk) for chunk in running])
+        for generator in generators:
+            next(generator)
+        return torch.cat([next(generator) for generator in generators])
 
-    def run_chunk(self, experts, x, weights, order, send_counts, receive_counts, incoming):
+    def run_chunk(self, experts, x, router_weights, order, send_counts, receive_counts, incoming):
         """plain_dispatch from the first all-to-all on. After a `yield` other chunks run."""
         order = order[: sum(send_counts)]  # dropped assignments come last
-        token = order // weights.shape[1]
+        token = order // router_weights.shape[1]
         dispatch = Transfer(send_counts, receive_counts, self.group)
         combine = Transfer(receive_counts, send_counts, self.group)
         sent = Start.apply(x.index_select(0, token), dispatch)
         yield
-        rows = run_experts(experts, Wait.apply(sent, dispatch), incoming)
-        sent = Start.apply(rows, combine)
+        results = run_experts(experts, Wait.apply(sent, dispatch), incoming)
+        sent = Start.apply(results, combine)
         yield
-        rows = Wait.apply(sent, combine) * weights.flatten()[order].unsqueeze(1)
-        yield torch.zeros_like(x).index_add(0, token, rows.to(x.dtype))
+        results = Wait.apply(sent, combine) * router_weights.flatten()[order].unsqueeze(1)
+        yield torch.zeros_like(x).index_add(0, token, results.to(x.dtype))
 
     def counts_to_host(self, splits, lengths):
         """How many rows to send and to receive, as lists. The host waits for the device. Replace it
-        to count rows, or where tensors have no values. lengths: each chunk's assignments."""
+        to count rows, or where tensors have no values; that needs lengths, each chunk's number of
+        assignments."""
         return splits.tolist()
 
 
-def exchange_counts(chunks, sizes, group):
+def exchange_counts(chunks, experts_per_rank, group):
     """Tell every rank how many rows it gets. chunks: a list of assignments (n k,), which are
     numbers of experts; E stands for one that is dropped. Returns two tensors:
 
     splits (2, chunks, N): how many rows go to each rank, and how many come from it
     incoming (chunks, N, local_experts): how many come from each rank for each expert here"""
-    world, local_experts = len(sizes), sizes[dist.get_rank(group)]
-    outgoing = chunks[0].new_zeros(sum(sizes) + 1, len(chunks))
+    world, local_experts = len(experts_per_rank), experts_per_rank[dist.get_rank(group)]
+    outgoing = chunks[0].new_zeros(sum(experts_per_rank) + 1, len(chunks))
     for column, chunk in zip(outgoing.unbind(1), chunks):
         column.scatter_add_(0, chunk, torch.ones_like(chunk))  # bincount waits for the device
     outgoing = outgoing[:-1]  # (E, chunks), without the dropped ones
     incoming = outgoing.new_empty(world * local_experts, len(chunks))
-    dist.all_to_all_single(incoming, outgoing, [local_experts] * world, sizes, group=group)
+    lengths = [local_experts] * world, experts_per_rank
+    dist.all_to_all_single(incoming, outgoing, *lengths, group=group)
     incoming = incoming.view(world, local_experts, len(chunks)).permute(2, 0, 1)
-    send_counts = torch.stack([part.sum(0) for part in outgoing.split(sizes)], dim=1)
+    to_ranks = [part.sum(0) for part in outgoing.split(experts_per_rank)]
+    send_counts = torch.stack(to_ranks, dim=1)
     return torch.stack((send_counts, incoming.sum(2))), incoming
 
 
 def drop_late(chosen, expert_count, capacity):
-    """`chosen` (n, k), with the number E (`expert_count`), which means dropped, for each assignment
-    beyond an expert's first capacity * k n / E of this rank. First choices go before second."""
+    """Marks as dropped (number E) what exceeds an expert's capacity * k n / E of this rank's
+    assignments. All first choices queue before second ones. chosen is (n, k)."""
     n, k = chosen.shape
     queue = chosen.t().flatten()  # (k n,)
     one_hot = queue.unsqueeze(1) == torch.arange(expert_count, device=queue.device)  # (k n, E)
@@ -349,6 +287,80 @@ def drop_late(chosen, expert_count, capacity):
     most = math.ceil(min(capacity * k * n / expert_count, k * n))
     late = place.view(k, n).t() > most
     return chosen.masked_fill(late, expert_count)
+
+
+# --- whose parameters: experts are split, the rest is replicated
+
+
+def expert_counts(expert_count, world):
+    """How many experts each rank has. Where they don't divide, the first ranks have one more."""
+    if expert_count < world:
+        raise ValueError(f"{expert_count} experts are too few for {world} ranks: each needs one")
+    each, more = divmod(expert_count, world)
+    return [each + 1 if rank < more else each for rank in range(world)]
+
+
+def placement(parameter):
+    """parameter.placement, with what is missing of it:
+
+    shape    of the whole
+    cuts     {dimension: (group, start, length)}: each rank of the group has another shard
+
+    Other techniques add partial, copies and data: docs/two-techniques.md."""
+    default = dict(shape=tuple(parameter.shape), cuts={}, copies=[], partial=[], data=None)
+    return default | getattr(parameter, "placement", {})
+
+
+def split_over(parameter, group):
+    """Whether each rank of the group holds a different shard of the parameter."""
+    group = group or dist.group.WORLD
+    return any(group is other for other, _, _ in placement(parameter)["cuts"].values())
+
+
+def shard_experts(parameter, group, data_group=None):
+    """This rank's experts of a parameter (E, ...), as a new parameter: put it in the old one's
+    place, then make the optimizer. Its `placement` says that it is split. Where each expert is a
+    module of its own, write its placement yourself (docs/two-techniques.md).
+
+    data_group: the ranks with the same experts, over which their gradients must be summed, where
+    data parallelism has more ranks than `group`."""
+    group, whole = group or dist.group.WORLD, placement(parameter)
+    if 0 in whole["cuts"]:
+        raise ValueError("the experts of this parameter are dealt out already: cut it once")
+    rank = dist.get_rank(group)
+    sizes = expert_counts(len(parameter), dist.get_world_size(group))
+    part = parameter.detach().split(sizes)[rank].clone()
+    part = nn.Parameter(part, requires_grad=parameter.requires_grad)
+    part.__dict__.update(parameter.__dict__)
+    cuts = whole["cuts"] | {0: (group, sum(sizes[:rank]), sizes[rank])}
+    part.placement = whole | {"cuts": cuts, "data": data_group}
+    return part
+
+
+def sum_replicated_gradients(parameters, group):
+    """Sum the gradients of all parameters that are not split over the group, in one all-reduce. A
+    parameter without a gradient on this rank counts as zeros, and gets the sum.
+
+    Call it once a step, after the last backward. If experts have a data_group, call it again with
+    that."""
+    group = group or dist.group.WORLD
+    replicated = [p for p in parameters if p.requires_grad and not split_over(p, group)]
+    all_reduce_gradients(replicated, group)
+
+
+def all_reduce_gradients(parameters, group):
+    """Sum gradients over the group, in one message. A rank without one adds zeros and gets the sum:
+    if an optimizer skipped a parameter on one rank only, its replicas would drift apart."""
+    for p in parameters:
+        refuse_summed(p, group)
+        if p.grad is None:
+            p.grad = torch.zeros_like(p)
+    flat = torch.cat([p.grad.flatten() for p in parameters])
+    dist.all_reduce(flat, group=group)
+    for p, total in zip(parameters, flat.split([p.numel() for p in parameters])):
+        # By .data: a changed _version would void the notes of other groups
+        p.grad.data.copy_(total.view_as(p))
+        note_sum(p, group)
 
 
 # --- mistakes that would be silent: refused
@@ -362,9 +374,9 @@ def check_chosen(chosen, expert_count):
 
 
 def refuse_summed(parameter, group=None):
-    """Refuse a gradient that is a sum over the group already, or over any group if none is given.
-    It is one until something changes it: torch counts a tensor's changes in _version."""
-    summed_at = getattr(parameter.grad, "summed_at", {})  # {name of a group: version}
+    """Refuse a gradient that has been summed over the group (None: over any) and has not changed
+    since. torch counts a tensor's changes in _version."""
+    summed_at = getattr(parameter.grad, "summed_at", {})  # {group's name: _version at its sum}
     versions = summed_at.values() if group is None else [summed_at.get(group.group_name)]
     if parameter.grad is not None and parameter.grad._version in versions:
         raise RuntimeError(
@@ -374,7 +386,8 @@ def refuse_summed(parameter, group=None):
 
 
 def note_sum(parameter, group):
-    """From now on another sum over this group is refused, and another backward pass."""
+    """Remember that the gradient is summed: now another sum over this group is refused, and another
+    backward pass, which would add an unsummed gradient to the sum."""
     grad = parameter.grad
     grad.summed_at = getattr(grad, "summed_at", {}) | {group.group_name: grad._version}
     if not hasattr(parameter, "watched"):  # the hook runs before backward adds to the gradient
@@ -395,7 +408,7 @@ def parallelize_experts(model, group, capacity=None, chunks=1, data_group=None):
             setattr(mixture.experts, name, shard_experts(p, group, data_group))
         mixture.dispatch = ExpertDispatch(sizes, group, capacity, chunks)
     for p in model.parameters():
-        if not split_over(p, group):
+        if not split_over(p, group):  # harness.grad_norm counts one of these copies
             p.placement = placement(p) | {"copies": [*placement(p)["copies"], group]}
     return model
 
@@ -448,6 +461,7 @@ def demo(run):
         optimizer.step()
         run.log(loss, norm)
         report.after(step)
+        # Moves the routers' biases towards even load (--bias-rate), zeroes their counts
         gpt.rebalance(model, lambda load: dist.all_reduce(load, group=group))
     report.show_load()
     return run.receipt({"ep": run.world, "chunks": args.chunks}, *report.of_demo())

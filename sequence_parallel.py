@@ -15,8 +15,9 @@ Sent        in forward                            in backward
 
 An all-reduce is a reduce-scatter and then an all-gather, and each sends r = (t-1)/t of the tensor.
 So it sends what tensor parallelism sends: 8 r B T C e per block, at e bytes an element. The
-activations between the layers shrink to 1/t. Only f's result, (B, T, C), is kept whole for
-backward. With --gather-again backward gathers it a second time: a quarter more is sent.
+activations between the layers shrink to 1/t. f's result (B, T, C) is still held, for the gradients
+of up's and qkv's weights. With --gather-again backward gathers it a second time: a quarter more is
+sent.
 
 Norms, positions and the biases after g see only this rank's tokens: the gradients of their P
 parameters are partial sums, which `reduce_partial` all-reduces once a step (2 r P e bytes).
@@ -43,21 +44,16 @@ from tensor_parallel import Enter, Leave, parallelize_tensors, placement, split_
 
 # --- f and g, in place of tensor parallelism's. The paper calls these two g and g-bar
 
-# torch 2.13 renamed them; older versions know only the second name
-all_gather_into_tensor = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-reduce_scatter_tensor = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-
 
 def gather_tokens(x, group):
     """All ranks' tokens in order: x (B, T/t, C) -> (B, T, C)."""
     shards = x.new_empty(dist.get_world_size(group), *x.shape)  # (t, B, T/t, C)
-    all_gather_into_tensor(shards.flatten(0, 1), x.contiguous(), group=group)
+    all_gather_into_tensor(shards.flatten(0, 1), x.contiguous(), group=group)  # a view of shards
     return shards.transpose(0, 1).flatten(1, 2)
 
 
 def reduce_scatter_tokens(x, group):
-    """This rank's tokens of the sum of all ranks' x: (B, T, C) -> (B, T/t, C). The ranks must
-    divide T: pad sequences at their end, and have the loss ignore the padding."""
+    """This rank's tokens of the sum of all ranks' x: (B, T, C) -> (B, T/t, C)."""
     t = dist.get_world_size(group)
     shards = x.unflatten(1, (t, -1)).transpose(0, 1).contiguous()  # (t, B, T/t, C)
     if dist.get_backend(group) == "gloo":  # its reduce-scatter sends twice the bytes
@@ -98,6 +94,11 @@ class ReduceScatterTokens(torch.autograd.Function):
         return gather_tokens(grad, ctx.group), None
 
 
+# torch 2.13 renamed them; older versions know only the second name
+all_gather_into_tensor = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_tensor = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
 def plain_sequence_mlp(x, norm, up, down, bias, group):
     """The picture above: x (B, T/t, C) -> (B, T/t, C). up (H/t, C) and down (C, H/t) are shards,
     norm and bias whole."""
@@ -121,8 +122,8 @@ class SequenceLeave(Leave):
         return ReduceScatterTokens.apply(x, self.group)
 
 
-def shard_tokens(full, group):
-    """This rank's tokens of something (..., T), positions for example -> (..., T/t)."""
+def shard_positions(full, group):
+    """This rank's part of a value per token, such as positions: (..., T) -> (..., T/t)."""
     shards = full.unflatten(-1, (dist.get_world_size(group), -1))  # (..., t, T/t)
     return shards[..., dist.get_rank(group), :]
 
@@ -131,8 +132,10 @@ def shard_tokens(full, group):
 #
 #     model.embed.leave = SequenceLeave(group)
 #     for block in model.blocks:
-#         block.attn.norm[1] = block.mlp.norm[1] = SequenceEnter(group)  # every f ...
-#         block.attn.proj.leave = block.mlp.down.leave = SequenceLeave(group)  # ... and every g
+#         block.attn.norm[1] = SequenceEnter(group)  # every f; norm is Sequential(norm, Enter)
+#         block.mlp.norm[1] = SequenceEnter(group)
+#         block.attn.proj.leave = SequenceLeave(group)  # every g
+#         block.mlp.down.leave = SequenceLeave(group)
 #     model.head[0] = SequenceEnter(group)
 #     mark_partial(model.parameters(), group)
 #
@@ -140,16 +143,17 @@ def shard_tokens(full, group):
 #         criterion(model(tokens), targets, target_count).backward()
 #     reduce_partial(model.parameters())  # once a step; next grad_norm, clip and step, as there
 #
-# tokens and targets are whole. Add the learned positions of this rank's tokens only:
-# embed(tokens) + position(shard_tokens(positions, group)). Dropout masks must differ between ranks.
+# tokens and targets are whole. Where t does not divide T, pad them at the end, and have the loss
+# ignore the padding. Add the learned positions of this rank's tokens only:
+# embed(tokens) + position(shard_positions(positions, group)). Rotary positions stay whole, because
+# attention sees all tokens. Dropout masks must differ between ranks.
 
 # --- parameters that see split tokens: their gradients are partial sums
 
 
 def mark_partial(parameters, group):
-    """Note in the placement of each whole parameter that its gradient is partial over `group`. Each
-    must work on split tokens, between a g and the next f. Call it after all cuts (see
-    docs/two-techniques.md)."""
+    """Mark each unsplit parameter: backward leaves its gradient a partial sum over `group`, because
+    it saw only this rank's tokens. Call it after all cuts (docs/two-techniques.md)."""
     group = group or dist.group.WORLD
     for p in parameters:
         where = placement(p)
@@ -166,15 +170,12 @@ def reduce_partial(parameters):
             for group in placement(p)["partial"]:
                 partial.setdefault(group, []).append(p)
     for group, members in partial.items():
-        without = [p for p in members if p.grad is None]
         all_reduce_gradients(members, group)
-        for p in without:
-            if not p.grad.any():  # no rank had one: the optimizer goes on skipping it
-                p.grad = None
 
 
 def all_reduce_gradients(parameters, group):
-    """Sum gradients over the group, in one message. A rank without one adds zeros."""
+    """Sum gradients over the group, in one message. A rank without one adds zeros and gets the sum:
+    if an optimizer skipped a parameter on one rank only, its replicas would drift apart."""
     for p in parameters:
         refuse_summed(p, group)
         if p.grad is None:
@@ -182,7 +183,8 @@ def all_reduce_gradients(parameters, group):
     flat = torch.cat([p.grad.flatten() for p in parameters])
     dist.all_reduce(flat, group=group)
     for p, total in zip(parameters, flat.split([p.numel() for p in parameters])):
-        p.grad.data.copy_(total.view_as(p))  # by .data: this leaves _version as it is
+        # By .data: a changed _version would void the notes of other groups
+        p.grad.data.copy_(total.view_as(p))
         note_sum(p, group)
 
 
@@ -192,7 +194,10 @@ def all_reduce_gradients(parameters, group):
 class EnterAndProject(nn.Module):
     """f and the matrices after it, such as gate and up, in place of SequenceEnter. Returns a tuple
     of their products. A Projection in each layer's place picks one. Activation checkpointing keeps
-    only this rank's tokens, and runs f again."""
+    only this rank's tokens, and runs f again.
+
+    Recomputation stops once what backward saved is back: after the gather, before the last matmul.
+    So one matmul with all weights is never run twice."""
 
     def __init__(self, group, projections):
         super().__init__()
@@ -204,7 +209,6 @@ class EnterAndProject(nn.Module):
     def project(self, x):
         full = GatherTokens.apply(x, self.group)  # (B, T, C)
         weights = [projection.weight for projection in self.projections]
-        # One matmul with all weights: checkpoint runs every matmul here again but the last one
         products = F.linear(full, torch.cat(weights))
         return products.split([len(weight) for weight in weights], dim=-1)
 
@@ -225,9 +229,9 @@ class Projection(nn.Module):
 
 
 def refuse_summed(parameter, group=None):
-    """Refuse a gradient that is a sum over the group already, or over any group if none is given.
-    It is one until something changes it: torch counts a tensor's changes in _version."""
-    summed_at = getattr(parameter.grad, "summed_at", {})  # {name of a group: version}
+    """Refuse a gradient that has been summed over the group (None: over any) and has not changed
+    since. torch counts a tensor's changes in _version."""
+    summed_at = getattr(parameter.grad, "summed_at", {})  # {group's name: _version at its sum}
     versions = summed_at.values() if group is None else [summed_at.get(group.group_name)]
     if parameter.grad is not None and parameter.grad._version in versions:
         raise RuntimeError(
@@ -237,7 +241,8 @@ def refuse_summed(parameter, group=None):
 
 
 def note_sum(parameter, group):
-    """From now on another sum over this group is refused, and another backward pass."""
+    """Remember that the gradient is summed: now another sum over this group is refused, and another
+    backward pass, which would add an unsummed gradient to the sum."""
     grad = parameter.grad
     grad.summed_at = getattr(grad, "summed_at", {}) | {group.group_name: grad._version}
     if not hasattr(parameter, "watched"):  # the hook runs before backward adds to the gradient
@@ -261,7 +266,7 @@ def shard_last(group, module, args):
     """A hook before a module that sees split tokens. The last argument, positions (T,) or dropout's
     key (B, T), covers all tokens: pass on this rank's shard."""
     *others, last = args
-    return (*others, None if last is None else shard_tokens(last, group))
+    return (*others, None if last is None else shard_positions(last, group))
 
 
 def replace_enter(module, names, group, keep_gathered):
@@ -292,7 +297,7 @@ def parallelize_sequence(model, group, keep_gathered=True):
         if model.config.experts:  # the router sees split tokens; its choice is gathered with them
             mlp.enter = SequenceEnter(group)
             mlp.leave = SequenceLeave(group)
-            mlp.router.sum_over_sequence = Leave(group)  # sums of the balance loss
+            mlp.router.sum_over_sequence = Leave(group)  # each rank's router saw T/t tokens
             mlp = mlp.shared
         if mlp is not None:
             layers = ["up"] if mlp.gate is None else ["gate", "up"]
@@ -300,8 +305,8 @@ def parallelize_sequence(model, group, keep_gathered=True):
             mlp.down.leave = SequenceLeave(group)
     if model.head is not None:
         replace_enter(model.head, ["out"], group, keep_gathered)
-    for name, module in model.named_modules():  # what is called with all tokens' positions or keys
-        if name.endswith(("drop", "position")):
+    for name, module in model.named_modules():
+        if name.endswith(("drop", "position")):  # embed's position and drop, attn_drop, mlp_drop
             module.register_forward_pre_hook(functools.partial(shard_last, group))
     mark_partial(model.parameters(), group)
     return model

@@ -1,8 +1,8 @@
 """Tensor parallelism: every layer is split over the ranks, and all of them work on the same batch.
 
-    x --f--> up (its rows split) -> gelu -> down (its columns split) --g--> y     here with 2 ranks
-             rank 0: rows 0..H/2            columns 0..H/2
-             rank 1: rows H/2..H            columns H/2..H      partial sums, added by g
+    x --f--> up (outputs split) -> gelu -> down (inputs split) --g--> y     here with 2 ranks
+             rank 0: units 0..H/2          units 0..H/2
+             rank 1: units H/2..H          units H/2..H        partial sums, added by g
 
 The first matrix gives each rank half of the H hidden units. The activation works on each unit by
 itself, so no rank needs another's half. The second matrix turns each half into a partial sum of the
@@ -17,7 +17,8 @@ element. Embedding and head add 4 r B T C e, and the loss three numbers per toke
 
 Backward: g's is the identity. All ranks go on with the same y and compute the same loss: it is one
 loss, not t of them. Each partial sum enters y with factor 1, so its gradient is y's gradient.
-f's sum is the complete gradient of x, so every earlier layer's is complete on every rank.
+f's sum is the complete gradient of x, so the gradients of all earlier layers are complete on every
+rank.
 
 Limits: between nodes it rarely pays. In forward the next layer waits for g's message, and here
 backward waits for f's too, though the weights' gradients could be computed meanwhile (Megatron-LM
@@ -48,7 +49,7 @@ class CopyToGroup(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, group):
         ctx.group = group
-        return x.view_as(x)  # a tensor of its own, for a node of its own in autograd's graph
+        return x.view_as(x)  # a view: other uses of x, such as the residual, are not summed
 
     @staticmethod
     @once_differentiable
@@ -113,9 +114,10 @@ class ColumnParallelLinear(nn.Module):
     """Splits the outputs: each rank keeps out/t rows of torch's (out, in) weight, the columns of A.
     x (..., in) -> this rank's (..., out / t). After f.
 
-    A shard must be whole heads. So a fused qkv has the rows of the first kv-head (q of all its
-    query heads, its k, its v), then those of the second, ... Or keep three layers. Where t does not
-    divide `out`, zeros fill the last shards. They stay zero if the activation has act(0) = 0."""
+    A shard must be whole heads. The usual fused qkv (all q, all k, all v) would be cut wrong,
+    silently: order its rows by kv-head (its q heads, its k, its v), or keep three layers. Where t
+    does not divide `out`, zeros fill the last shards. A padded unit is act(0), and only 0 keeps its
+    gradients zero."""
 
     def __init__(self, linear, group):
         super().__init__()
@@ -157,10 +159,9 @@ class RowParallelLinear(nn.Module):
 #     model.head[1].weight = model.embed.weight  # if they were tied
 #     criterion = VocabParallelCrossEntropy(vocab, group)
 #     optimizer = torch.optim.AdamW(model.parameters())  # only now: the parameters are new
-#     optimizer.zero_grad()
-#     for tokens, targets in microbatches:
-#         criterion(model(tokens), targets, target_count).backward()  # of all micro-batches
-#     check_wholes(model.parameters(), group)  # in the first step: is any f or sum missing?
+#     for tokens, targets in microbatches:  # target_count: the valid targets of all of them
+#         criterion(model(tokens), targets, target_count).backward()
+#     check_replicas_agree(model.parameters(), group)  # in the first step
 #     norm = grad_norm(model.parameters())  # torch's norm lacks other ranks' shards
 #     nn.utils.clip_grads_with_norm_(model.parameters(), 1.0, norm)
 #     optimizer.step()
@@ -194,7 +195,7 @@ class VocabParallelEmbedding(nn.Module):
         return self.leave(x.masked_fill(outside.unsqueeze(-1), 0.0))
 
 
-class ShardedCrossEntropy(torch.autograd.Function):
+class VocabParallelLoss(torch.autograd.Function):
     """-log softmax(logits)[target] of n tokens, from each rank's logits (n, V / t).
 
     For each token the ranks reduce three numbers: the largest logit, the sum of exponentials and
@@ -248,7 +249,7 @@ class VocabParallelCrossEntropy(nn.Module):
         logits, targets = logits.flatten(0, -2), targets.flatten()  # (n, V / t), (n,)
         # No rank has a logit for a larger target: its loss would be wrong, silently
         torch._assert_async((targets < self.vocab).all(), f"targets must be below {self.vocab}")
-        losses = ShardedCrossEntropy.apply(logits, targets, self.start, self.length, self.group)
+        losses = VocabParallelLoss.apply(logits, targets, self.start, self.length, self.group)
         return losses.masked_fill(targets < 0, 0.0).sum() / target_count
 
 
@@ -274,13 +275,12 @@ def shard_tensor(full, dim, index, shards):
 
 
 def placement(parameter):
-    """parameter.placement (docs/two-techniques.md), with what is missing of it:
+    """parameter.placement, with what is missing of it:
 
     shape    of the whole
     cuts     {dimension: (group, start, length)}: each rank of the group has another shard
-    copies   groups whose ranks hold the same shard: the norm counts one of them
-    partial  groups over which backward leaves its gradient a partial sum
-    data     its own data-parallel group: an expert has fewer replicas than other parameters"""
+
+    Other techniques add partial, copies and data: docs/two-techniques.md."""
     default = dict(shape=tuple(parameter.shape), cuts={}, copies=[], partial=[], data=None)
     return default | getattr(parameter, "placement", {})
 
@@ -302,7 +302,7 @@ def shard(parameter, dim, group):
         raise ValueError("this parameter is a shard already: cut it once, and tie its shards")
     rank, t = dist.get_rank(group), dist.get_world_size(group)
     part = nn.Parameter(shard_tensor(parameter.detach(), dim, rank, t), parameter.requires_grad)
-    part.__dict__.update(parameter.__dict__)  # attributes, such as zero_bubble.py's used_twice
+    part.__dict__.update(parameter.__dict__)  # attributes that other techniques have put there
     start, length, _ = span(parameter.shape[dim], rank, t)
     part.placement = placement(parameter) | {"cuts": cuts | {dim: (group, start, length)}}
     return part
@@ -337,9 +337,10 @@ def grad_norm(parameters):
 # --- a mistake that would be silent: refused
 
 
-def check_wholes(parameters, group):
-    """Refuse gradients of whole parameters that differ between ranks by more than rounding. Call it
-    after backward, in the first step at least: the host waits for the device."""
+def check_replicas_agree(parameters, group):
+    """Is any f or sum missing? Refuse gradients of whole parameters that differ between ranks by
+    more than rounding. Call it after backward, in the first step at least: the host waits for the
+    device."""
     norm = grad_norm(p for p in parameters if not placement(p)["cuts"])
     norms = [torch.empty_like(norm) for _ in range(dist.get_world_size(group))]
     dist.all_gather(norms, norm, group=group)
@@ -397,7 +398,7 @@ def parallelize_tensors(model, group):
         if model.config.tied and model.embed is not None:
             model.head.out.weight = model.embed.token.weight
     for p in model.parameters():
-        if not split_over(p, group):
+        if not split_over(p, group):  # harness.grad_norm counts one of these copies
             p.placement = placement(p) | {"copies": [*placement(p)["copies"], group]}
     return model
 
@@ -417,7 +418,7 @@ def main():
     proof.launch(demo, args, check=lambda world: check_heads(config, world))
 
 
-def demo(run):
+def demo(run):  # a proof.Run: batches, log, and the receipt that compares with one process
     args, group = run.args, dist.group.WORLD
     run.groups(tp=group)
     model = run.fill(parallelize_tensors(run.meta_model(), group))

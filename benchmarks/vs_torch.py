@@ -320,7 +320,7 @@ def their_pipeline(name, theirs, job):
 def our_context(job):
     model = context_parallel.parallelize_context(job.model(), job.group)
     sync, optimizer = ddp.DDP(model.parameters(), job.group), job.optimizer(model.parameters())
-    where = context_parallel.positions(job.config.context, job.rank, job.world).to(job.device)
+    where = context_parallel.held_positions(job.config.context, job.rank, job.world).to(job.device)
     tokens, targets = (context_parallel.shard_sequence(t, where) for t in (job.tokens, job.targets))
     inputs = tokens, where, targets, job.count
     step = stepper(sync.zero_grad, model, inputs, sync.finish, optimizer.step)
@@ -335,7 +335,7 @@ def their_context(job):
         mesh, cut = init_device_mesh("cuda", (job.world,)), [tokens, targets, where]
         context = partial(their_context_parallel, mesh, buffers=cut, buffer_seq_dims=[1, 1, 0])
     else:  # their balanced ring takes the chunks that our zigzag does
-        where = context_parallel.positions(job.config.context, job.rank, job.world)
+        where = context_parallel.held_positions(job.config.context, job.rank, job.world)
         tokens, targets = (context_parallel.shard_sequence(t, where) for t in (tokens, targets))
         for block in model.blocks.values():
             block.attn.core = TheirRing(job.group)

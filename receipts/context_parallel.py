@@ -160,7 +160,7 @@ def plot(name, ring, positions, tiles):
     """Draw the chunks of causal attention's scores, without and with the zigzag: a color a rank, in
     each cell the step in which the keys are there. Of its own keys a chunk sees half.
 
-    positions: of context_parallel.py; tiles: its contiguous_tile and zigzag_tile."""
+    positions: context_parallel.py's held_positions; tiles: its contiguous_tile and zigzag_tile."""
     plt, n = pyplot(), 2 * ring
     figure, axes = plt.subplots(1, 2, figsize=(11, 5), layout="constrained")
     for panel, zigzag in zip(axes, (False, True)):

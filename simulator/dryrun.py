@@ -205,10 +205,11 @@ def ones(tensor, tolist=torch.Tensor.tolist):
     return values
 
 
-def even(dispatch, sizes, assignments):
+def even(dispatch, splits, assignments):
     """In place of ExpertDispatch.counts_to_host: rows to send and to receive, chunks x N each, if
     every expert is chosen as often."""
-    ends = [sum(dispatch.sizes[: r + 1]) for r in range(len(dispatch.sizes))]
+    sizes = dispatch.experts_per_rank
+    ends = [sum(sizes[: r + 1]) for r in range(len(sizes))]
     cuts = [[0, *(n * end // ends[-1] for end in ends)] for n in assignments]
     send = [[b - a for a, b in zip(cut, cut[1:])] for cut in cuts]
     return send, [[n[dist.get_rank(dispatch.group)]] * len(n) for n in send]

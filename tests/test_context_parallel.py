@@ -48,7 +48,7 @@ def test_every_token_is_somewhere_once():
     for length in (1, 2, 5, 16, 37):
         for ring, ulysses in ((1, 1), (3, 1), (1, 4), (2, 3), (8, 1)):
             for zigzag in (True, False):
-                held = [cp.positions(length, r, ring, zigzag, ulysses) for r in range(ring)]
+                held = [cp.held_positions(length, r, ring, zigzag, ulysses) for r in range(ring)]
                 parts = [part for of_ring in held for part in of_ring.chunk(ulysses)]
                 assert len({len(part) for part in parts}) == 1
                 real = torch.cat(parts)
@@ -143,6 +143,17 @@ def test_equals_scaled_dot_product_attention(ranks, world):
         with case(way, size, length):
             for ours, theirs in zip(whole(parts, length), plain(size, length, seed)):
                 torch.testing.assert_close(ours, theirs, rtol=1e-10, atol=1e-12)
+
+
+def test_the_plain_ring_equals_scaled_dot_product_attention(ranks):
+    whole = inputs((2, 3, 3, 8), 12, 0)[:3]
+    expected = F.scaled_dot_product_attention(*whole, is_causal=True)
+
+    def work(rank):
+        part = [t.chunk(4, dim=2)[rank] for t in whole]
+        return cp.plain_ring_attention(*part, dist.group.WORLD)
+
+    torch.testing.assert_close(torch.cat(ranks(4, work), dim=2), expected, rtol=1e-10, atol=1e-12)
 
 
 def test_half_precision_is_as_exact_as_flash_attention(ranks):

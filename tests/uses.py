@@ -273,9 +273,9 @@ class Layout(OneProcess):
         if self.tensor != "tensor":
             import sequence_parallel as sp
 
-            where = sp.shard_tokens(where, self.tp)
+            where = sp.shard_positions(where, self.tp)
             if self.tensor == "stream":
-                x, y = sp.shard_tokens(x, self.tp), sp.shard_tokens(y, self.tp)
+                x, y = sp.shard_positions(x, self.tp), sp.shard_positions(y, self.tp)
         if self.place:
             self.place.where = where.clamp(max=self.length - 1)
         return list(zip(x.tensor_split(self.microbatches), y.tensor_split(self.microbatches)))
@@ -356,7 +356,7 @@ class Layout(OneProcess):
             if not tied or dist.get_rank(ends) == 0:  # once, of two stages
                 counted.append(p)
         for ranks in (self.tp, self.ep) if self.with_experts else (self.tp,):
-            tensor_parallel.check_wholes(counted, ranks)
+            tensor_parallel.check_replicas_agree(counted, ranks)
         square = tensor_parallel.grad_norm(counted).square()
         dist.all_reduce(square, group=self.pp)
         return square.sqrt()

@@ -218,5 +218,5 @@ def places(args, length, rank):
     """The positions of a sequence that a context-parallel rank holds, padding at the end."""
     padded = length + -length % token_unit(args)
     ring, ulysses = cp_shape(args)
-    held = context_parallel.positions(padded, rank // ulysses, ring, is_zigzag(args))
+    held = context_parallel.held_positions(padded, rank // ulysses, ring, is_zigzag(args))
     return held.chunk(ulysses)[rank % ulysses]
