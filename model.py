@@ -9,16 +9,8 @@ GPT-2 (learned positions, LayerNorm, GELU, biases, one matrix for embedding and 
 (rotary positions, RMSNorm, SwiGLU, grouped-query attention, no biases) differ in fields of Config.
 With `experts` > 0 a mixture of experts takes the place of the MLP.
 
-The model knows nothing of parallelism, but it is made to be cut:
-
-- Embedding, blocks and head may each be missing: a pipeline stage is a GPT with the rest removed.
-  Names stay: layer 7's matrix is `blocks.7.mlp.up.weight` in every stage.
-- A layer reads the number of its heads from its projection: one with half of the heads works.
-- A technique replaces submodules: `attn.core`, `mlp.dispatch`, `loss`, and the identities `enter`,
-  `leave` and `sum_over_sequence`, which stand where a cut needs a message.
-- GPT(config) draws weights by GPT-2's rule. A model that is to be cut is created on the meta
-  device, cut, then filled: harness/initialize.py draws each name from a generator of its own.
-- Dropout is a hash of (sample, position, site, channel): a part draws its part of one mask.
+The model knows nothing of parallelism. The techniques remove or replace its submodules, such as the
+identities `enter`, `leave` and `sum_over_sequence`, which stand where a cut layer needs a message.
 
     model = GPT(Config(layers=2))
     tokens = torch.randint(model.config.vocab, (4, 129))
@@ -60,7 +52,7 @@ class Config:
     rope_scaling: object = None  # a function of the frequencies (trainer/hf_config.py: Llama 3.1)
     norm_eps: float = 1e-5
     experts: int = 0  # 0: a plain MLP in every block
-    top_k: int = 2  # experts that a token passes
+    top_k: int = 2  # experts per token
     shared: int = 0  # size, in experts, of an MLP that every token passes as well
     scores: Literal["softmax", "sigmoid"] = "softmax"  # of the logits; DeepSeek-V3: sigmoid
     renormalize: bool = True  # the k weights sum to 1 (Mixtral); False: Switch, OLMoE
@@ -74,8 +66,8 @@ class Config:
 
 class Attention(nn.Module):
     """Causal self-attention, x (B, T, C) -> (B, T, C). One matrix makes q, k and v. Its rows lie by
-    key/value head, q..q k v | q..q k v | ..., so 1/t of the rows is whole heads if t divides H_kv,
-    their number."""
+    key/value head, q..q k v | q..q k v | ..., so a cut into t equal parts leaves whole heads if t
+    divides the number of key/value heads."""
 
     def __init__(self, config):
         super().__init__()
@@ -93,7 +85,8 @@ class Attention(nn.Module):
 
     def attend(self, qkv, rope):  # apart: recomputation may keep qkv (harness/blocks.py)
         groups = qkv.unflatten(-1, (-1, self.queries_per_kv + 2, self.head_dim))
-        q, k, v = groups.split((self.queries_per_kv, 1, 1), dim=-2)  # (B, T, H_kv, 1 or more, D)
+        # q (B, T, H_kv, H/H_kv, D), k and v (B, T, H_kv, 1, D)
+        q, k, v = groups.split((self.queries_per_kv, 1, 1), dim=-2)
         q, k, v = (y.flatten(2, 3).transpose(1, 2) for y in (q, k, v))  # (B, H or H_kv, T, D)
         if rope is not None:
             q, k = rotate(q, rope), rotate(k, rope)
@@ -124,11 +117,11 @@ class MLP(nn.Module):
 
     def forward(self, x, target_count=None):  # the count is for a mixture's losses
         x = self.enter(x)
-        # Gate before up, as in parameters(): ddp.py expects gradients in the reverse order
+        # gate runs before up, as declared: ddp.py's buckets expect backward in the reverse order
         gate = None if self.gate is None else self.gate(x)
         return self.finish(self.up(x), gate)
 
-    def finish(self, up, gate=None):
+    def finish(self, up, gate=None):  # apart: recomputation wraps it
         return self.down(activate(up, gate))
 
 
@@ -141,6 +134,7 @@ class Block(nn.Module):
         super().__init__()
         self.attn_norm = make_norm(config)
         self.attn = Attention(config)
+        # nn.Dropout whose mask doesn't depend on who computes it: see the end of the file
         self.attn_drop = Dropout(config.dropout, site=2 * layer + 1)
         self.mlp_norm = make_norm(config)
         self.mlp = MoE(config) if config.experts else MLP(config)
@@ -163,12 +157,13 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleDict({str(i): Block(config, i) for i in range(config.layers)})
         self.head = Head(config)
         self.loss = CrossEntropy()
-        self.run_block = operator.call  # block(...). Recomputation replaces it: harness/blocks.py
+        self.run_block = operator.call  # f(*args). Recomputation replaces it: harness/blocks.py
         if config.tied:
             self.head.out.weight = self.embed.token.weight
         for name, p in self.named_parameters():
-            p.init = mean, std = initial_distribution(name, config.layers)
-            if not p.is_meta:
+            mean, std = initial_distribution(name, config.layers)
+            p.init = mean, std
+            if not p.is_meta:  # else harness/initialize.py fills it, once the model is cut
                 nn.init.normal_(p, mean, std)
 
     def forward(self, x, positions=None, targets=None, target_count=None, sample_ids=None):
@@ -286,41 +281,6 @@ def rotate(x, table):
     return x * cos + torch.cat((-b, a), dim=-1) * sin
 
 
-# --- dropout: the same bits whoever computes them (the idea: Salmon et al. 2011)
-
-
-class Dropout(nn.Module):
-    """Zero each element of x (B, T, C) with probability p and scale the others by 1 / (1 - p).
-
-    A hash decides: of `drop_key` (B, T), itself a hash of sample and position; of `site`, the
-    number of this dropout in the model; and of the channel. Without a key x stays as it is."""
-
-    def __init__(self, p, site):
-        super().__init__()
-        self.p, self.site = p, site
-
-    def forward(self, x, drop_key):
-        if drop_key is None:
-            return x
-        channel = torch.arange(x.shape[-1], device=x.device) + (self.site << 32)
-        h = (drop_key.unsqueeze(-1) ^ hash64(channel)).to(torch.int32)  # (B, T, C)
-        # MurmurHash3's finaliser mixes the bits. Its constants as signed numbers, as in hash64
-        h = (h ^ (h >> 16 & 0xFFFF)).mul_(-0x7A143595)
-        h = (h ^ (h >> 13 & 0x7FFFF)).mul_(-0x3D4D51CB)
-        h ^= h >> 16 & 0xFFFF
-        keep = h < int((1 - self.p) * 2**32) - 2**31  # h is uniform in -2^31 .. 2^31 - 1
-        return x * keep.to(x.dtype).mul_(1 / (1 - self.p))
-
-
-def hash64(x):
-    """splitmix64 of an int64 tensor, element by element (Steele et al. 2014)."""
-    # Products wrap at 64 bits. `>>` copies the sign bit: each mask clears the copies
-    x = x + -0x61C8864680B583EB
-    x = (x ^ (x >> 30 & (1 << 34) - 1)) * -0x40A7B892E31B1A47
-    x = (x ^ (x >> 27 & (1 << 37) - 1)) * -0x6B2FB644ECCEEE15
-    return x ^ (x >> 31 & (1 << 33) - 1)
-
-
 # --- mixture of experts (Shazeer et al. 2017, arXiv:1701.06538)
 
 
@@ -340,18 +300,20 @@ class MoE(nn.Module):
             self.shared = MLP(replace(config, hidden=config.shared * config.hidden))
 
     def forward(self, x, target_count=None):
-        shared = []
+        shared = None
 
-        def meanwhile():
+        def run_shared():
+            nonlocal shared
             if self.shared is not None:
-                shared.append(self.shared(x))
+                shared = self.shared(x)
 
         weights, chosen = self.router(x, target_count)
         # An `enter` that gathers tokens must gather their experts as well
-        entered, weights, chosen = (self.enter(t) for t in (x, weights, chosen))
-        rows = (t.flatten(0, 1) for t in (entered, weights, chosen))  # (B T, C or k)
-        y = self.leave(self.dispatch(*rows, self.experts, meanwhile).view_as(entered))
-        return y + shared[0] if shared else y
+        entered, weights, chosen = self.enter(x), self.enter(weights), self.enter(chosen)
+        rows, weights, chosen = (t.flatten(0, 1) for t in (entered, weights, chosen))  # (B T, ...)
+        y = self.dispatch(rows, weights, chosen, self.experts, meanwhile=run_shared)
+        y = self.leave(y.view_as(entered))
+        return y if shared is None else y + shared
 
 
 class Router(nn.Linear):
@@ -386,10 +348,14 @@ class Router(nn.Linear):
             weights = weights / weights.sum(-1, keepdim=True)
         if weights.requires_grad and target_count is not None:  # in training
             ones = torch.ones_like(weights).flatten(1)
-            assigned = torch.zeros_like(scores[:, 0]).scatter_add_(1, chosen.flatten(1), ones)
+            assigned = scores.new_zeros(len(scores), c.experts)  # (B, E)
+            assigned.scatter_add_(1, chosen.flatten(1), ones)
             load = assigned.sum(0).long()
-            # In backward, because recomputation runs forward twice
-            weights.register_hook(lambda grad: self.count_load(load))
+
+            def count_load(grad):  # in backward, because recomputation runs forward twice
+                self.load += load
+
+            weights.register_hook(count_load)
             if c.balance_loss:
                 loss = self.imbalance(scores, assigned) / target_count
                 weights = AddLoss.apply(weights, c.balance_loss * loss)
@@ -397,9 +363,6 @@ class Router(nn.Linear):
                 loss = c.z_loss * logits.logsumexp(-1).square().sum() / target_count
                 weights = AddLoss.apply(weights, loss)
         return weights.to(x.dtype), chosen
-
-    def count_load(self, load):
-        self.load += load
 
     def imbalance(self, scores, assigned):
         """tokens x E sum_e f_e P_e, summed over sequences. scores (B, T, E), assigned (B, E)."""
@@ -410,6 +373,7 @@ class Router(nn.Linear):
         # One message for three sums, where a sequence is cut
         sums = self.sum_over_sequence(torch.cat((assigned, scores.sum(1), tokens), dim=1))
         assigned_sum, score_sum, token_sum = sums.split((c.experts, c.experts, 1), dim=1)
+        # f = assigned / (k tokens), P = score_sum / tokens; tokens x E x f x P =
         return (assigned_sum.detach() * score_sum / token_sum).sum() * c.experts / c.top_k
 
 
@@ -463,7 +427,7 @@ class Experts(nn.Module):
         up = grouped_linear(rows, self.up, ends)
         return self.finish(up, gate, ends)
 
-    def finish(self, up, gate, ends):
+    def finish(self, up, gate, ends):  # apart: recomputation wraps it
         return grouped_linear(activate(up, gate), self.down, ends)
 
 
@@ -471,23 +435,24 @@ def grouped_linear(x, weight, ends):
     """x (R, in), weight (E, out, in) -> (R, out): x[ends[e-1] : ends[e]] @ weight[e].T."""
     supported = len(x) > 0 and x.dtype in (torch.float32, torch.bfloat16, torch.float16)
     aligned = all(size * x.element_size() % 16 == 0 for size in weight.shape[1:])
-    # From B200 on an expert without rows gets a gradient (pytorch/pytorch, issue 172439)
-    right = not x.is_cuda or (8, 0) <= torch.cuda.get_device_capability(x.device) < (10, 0)
-    if supported and aligned and right:
+    # grouped_mm needs sm_80. On B200 it gives an expert without rows a nonzero gradient (pytorch,
+    # issue 172439)
+    kernel_ok = not x.is_cuda or (8, 0) <= torch.cuda.get_device_capability(x.device) < (10, 0)
+    if supported and aligned and kernel_ok:
         return F.grouped_mm(x, weight.transpose(1, 2), offs=ends)
     parts = x.tensor_split(ends[:-1].tolist())
     return torch.cat([F.linear(part, matrix) for part, matrix in zip(parts, weight)])
 
 
 @torch.no_grad()
-def rebalance(model, total=lambda load: None, move=True):
-    """After each step: move every router's bias by `bias_rate` towards an even load (if `move`),
-    and zero the loads. total(load) sums loads (E,) in place, over all devices that held tokens
-    in this step."""
+def rebalance(model, sum_over_devices=None, step_taken=True):
+    """After each step: move every router's bias by `bias_rate` towards an even load. A skipped step
+    only zeroes the loads. sum_over_devices(load) sums them in place, where tokens are split."""
     routers = [module for module in model.modules() if isinstance(module, Router)]
     for router in routers:
-        if router.config.bias_rate and move:
-            total(router.load)
+        if router.config.bias_rate and step_taken:
+            if sum_over_devices is not None:
+                sum_over_devices(router.load)
             load = router.load.to(router.choice_bias.dtype)
             router.choice_bias += router.config.bias_rate * (load.mean() - load).sign()
         router.load.zero_()
@@ -518,7 +483,7 @@ def check_config(config):
             known = ", ".join(map(str, choices))
             raise ValueError(f"{field.name} must be one of {known}, not {value!r}")
         least = 0 if field.name in ("experts", "shared") else 1
-        if field.type is int and value < least:  # a config.json's
+        if field.type is int and value < least:  # a config.json may hold any number
             raise ValueError(f"{field.name} must be at least {least}, not {value}")
     if not 0 <= config.dropout < 1:
         raise ValueError(f"dropout must be at least 0 and below 1, not {config.dropout}")
@@ -532,3 +497,38 @@ def check_config(config):
     if config.experts and config.top_k > config.experts:
         chosen = f"{config.top_k} of {config.experts} experts"
         raise ValueError(f"a token can't go to {chosen}: change top-k")
+
+
+# --- dropout: the same bits whoever computes them (the idea: Salmon et al. 2011)
+
+
+class Dropout(nn.Module):
+    """Zero each element of x (B, T, C) with probability p and scale the others by 1 / (1 - p).
+
+    A hash decides: of `drop_key` (B, T), itself a hash of sample and position; of `site`, the
+    number of this dropout in the model; and of the channel. Without a key x stays as it is."""
+
+    def __init__(self, p, site):
+        super().__init__()
+        self.p, self.site = p, site
+
+    def forward(self, x, drop_key):
+        if drop_key is None:
+            return x
+        channel = torch.arange(x.shape[-1], device=x.device) + (self.site << 32)
+        h = (drop_key.unsqueeze(-1) ^ hash64(channel)).to(torch.int32)  # (B, T, C)
+        # MurmurHash3's finaliser mixes the bits. Its constants as signed numbers, as in hash64
+        h = (h ^ (h >> 16 & 0xFFFF)).mul_(-0x7A143595)
+        h = (h ^ (h >> 13 & 0x7FFFF)).mul_(-0x3D4D51CB)
+        h ^= h >> 16 & 0xFFFF
+        keep = h < int((1 - self.p) * 2**32) - 2**31  # h is uniform in -2^31 .. 2^31 - 1
+        return x * keep.to(x.dtype).mul_(1 / (1 - self.p))
+
+
+def hash64(x):
+    """splitmix64 of an int64 tensor, element by element (Steele et al. 2014)."""
+    # Products wrap at 64 bits. `>>` copies the sign bit: each mask clears the copies
+    x = x + -0x61C8864680B583EB
+    x = (x ^ (x >> 30 & (1 << 34) - 1)) * -0x40A7B892E31B1A47
+    x = (x ^ (x >> 27 & (1 << 37) - 1)) * -0x6B2FB644ECCEEE15
+    return x ^ (x >> 31 & (1 << 33) - 1)
