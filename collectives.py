@@ -17,8 +17,8 @@ Sent      A rank sends 2 (N-1) chunks, that is 2 S (N-1)/N bytes for a tensor of
           rounds, if N is a power of two. Two trees come close for any N (docs/collectives.md).
 Backward  Autograd sees none of these messages: whoever uses them writes it by hand. Where forward
           copies, backward adds up: broadcast and reduce are each other's backward, all-gather and
-          reduce-scatter too. All-to-all goes back the way it came. That of all-reduce is all-reduce
-          if the ranks' losses add up, and the identity if all compute the same loss.
+          reduce-scatter too. All-to-all goes back the way it came. The backward of all-reduce is
+          all-reduce if the ranks' losses add up, the identity if all compute the same loss.
 Limits    Don't train with these: torch.distributed's are as fast or faster. These are to be read.
 
     torchrun --nproc_per_node=4 collectives.py
@@ -57,8 +57,8 @@ def plain_ring_all_reduce(x, group=None):
     n, rank = dist.get_world_size(group), dist.get_rank(group)
     left, right = (rank - 1) % n, (rank + 1) % n
     chunks = x.view(-1).tensor_split(n)
-    # Reduce-scatter: each step passes a partial sum to the left. The last one to arrive here is
-    # that of chunk `rank`, to which every other rank has added its part
+    # Reduce-scatter: each step passes a partial sum to the left. The last one to arrive is chunk
+    # `rank`, with every other rank's part
     for step in range(n - 1):
         partial = chunks[(rank + step + 1) % n]
         added_to = chunks[(rank + step + 2) % n]
@@ -131,8 +131,8 @@ class RankView:
                 combine(t, arrived[rank], out=t)
 
 
-# --- the ring again, in its two halves: for any operator, and on a view of some of the ranks. x is
-# flat, and changes in place
+# --- the same two loops, for any operator, with a view instead of a group: hierarchical_all_reduce
+# runs them on parts of it. x is flat, and changes in place
 
 
 def ring_all_reduce(view, x, combine):
@@ -166,18 +166,18 @@ def ring_all_gather(view, chunks):
 
 
 def binomial_tree(view, x, root):
-    """This rank's (children, parents) in each round: {rank: x} of one rank, or {}. With 8 ranks and
-    root 0: 0 -> 4, then 0 -> 2 and 4 -> 6, then 0 -> 1, 2 -> 3, 4 -> 5 and 6 -> 7. That is log2 N
-    rounds. A loop at the root would take N-1."""
+    """Per round, whom this rank sends x to and whom it gets x from, as `exchange` takes them. With
+    8 ranks and root 0: 0 -> 4, then 0 -> 2 and 4 -> 6, then 0 -> 1, 2 -> 3, 4 -> 5 and 6 -> 7. That
+    is log2 N rounds. A loop at the root would take N-1."""
     place = (view.rank - root) % view.size  # the root is at place 0
     rounds = []
     for distance in reversed(powers_of_two(view.size)):
-        children, parents = {}, {}
+        child, parent = {}, {}
         if place % (2 * distance) == 0 and place + distance < view.size:
-            children = {(view.rank + distance) % view.size: x}
+            child = {(view.rank + distance) % view.size: x}
         elif place % (2 * distance) == distance:
-            parents = {(view.rank - distance) % view.size: x}
-        rounds.append((children, parents))
+            parent = {(view.rank - distance) % view.size: x}
+        rounds.append((child, parent))
     return rounds
 
 
@@ -201,15 +201,15 @@ def halving_doubling_all_reduce(view, x, combine):
     """The partners cut what they have in two. Each keeps one half and adds the other's copy of it.
     The next round halves what it kept. At the end a rank has 1/N of the sum. The same pairs in
     reverse order hand the halves back. N must be a power of two: see `with_extra_ranks`."""
-    rest, halvings = x, []
+    current, halvings = x, []
     for distance in powers_of_two(view.size):
         partner = view.rank ^ distance
-        kept, sent = rest.tensor_split(2)
+        kept, sent = current.tensor_split(2)
         if view.rank & distance:
             kept, sent = sent, kept
         view.exchange({partner: sent}, {partner: kept}, combine)
         halvings.append((partner, kept, sent))
-        rest = kept
+        current = kept
     for partner, kept, sent in reversed(halvings):
         view.exchange({partner: kept}, {partner: sent})
 
@@ -249,15 +249,16 @@ def double_tree(view, x):
     first, second = (half.split(TREE_PIECE) for half in x.tensor_split(2))
     rounds = [({}, {}) for _ in range(len(first) + height - 1)]
     ranks = list(range(n))
-    # The second tree is the first one mirrored. If N is odd, rank 0 is the root of both
+    # The second tree is mirrored, so that a rank inside one tree is a leaf in the other. If N is
+    # odd, rank 0 is the root of both
     mirrored = [(n % 2 - 1 - place) % n for place in range(n)]
     for rank_at, pieces in ((ranks, first), (mirrored, second)):
         for place in range(1, n):
             path = path_to_root(place, n)
             child, parent = rank_at[place], rank_at[path[1]]
+            depth = len(path) - 1
             # The deepest ranks begin: a parent has a piece a round before it sends it on
-            start = height - (len(path) - 1)
-            for (children, parents), piece in zip(rounds[start:], pieces):
+            for (children, parents), piece in zip(rounds[height - depth :], pieces):
                 if view.rank == child:
                     parents[parent] = piece
                 if view.rank == parent:
@@ -266,11 +267,12 @@ def double_tree(view, x):
 
 
 def path_to_root(place, n):
-    """With 6 places 1 and 3 send to 2, 2 and 5 to 4, and 4 to 0. Odd places are leaves."""
+    """From `place` to place 0. With 8 places: 0 <- 4 <- {2, 6} <- {1, 3, 5, 7}. With 6 there is no
+    place 6, so 5 sends to 4."""
     path = [place]
     while place:
         lowest = place & -place  # its lowest bit moves one up
-        place = place - lowest | 2 * lowest
+        place = (place - lowest) | (2 * lowest)
         if place >= n:
             place = path[-1] - lowest
         path.append(place)
@@ -302,7 +304,7 @@ def hierarchical_all_reduce(view, x, combine, node=None):
     """Nodes of `node` neighbouring ranks have fast links inside. Reduce-scatter inside; all-reduce
     with the ranks at the same place of the other nodes, which has 2 (N/node - 1) slow rounds with
     1/node of the bytes; all-gather inside."""
-    node = node or math.gcd(2, view.size)  # a divisor of the number of ranks
+    node = node or math.gcd(2, view.size)  # 2 if N is even, else 1
     place = view.rank % node
     inside = view.among(range(view.rank - place, view.rank - place + node))
     across = view.among(range(place, view.size, node))
@@ -322,16 +324,17 @@ ALGORITHMS = {
     "hierarchical": hierarchical_all_reduce,
 }
 
-# --- the collectives, named and called as in torch.distributed 2.13
+# --- the collectives, named and called as in torch.distributed 2.13 (older:
+# all_gather_into_tensor, reduce_scatter_tensor)
 #
 # All ranks of the group must call the same collectives in the same order, with the same shapes and
 # dtypes. Not checked, here as in torch.distributed: gloo fills a buffer in part, or adds up the
 # bytes of another tensor, and says nothing. Tensors are contiguous and share no memory. The root is
-# given by its rank in the group.
+# given by its rank in the group. `group` is a group, or a RankView that counts its messages, say.
 
 
 def view_of(group):
-    """The view of a group; or the view itself, where one was given that counts its messages."""
+    """The view of a group, or the view itself where one was given."""
     return group if isinstance(group, RankView) else RankView(group)
 
 
@@ -339,8 +342,9 @@ def view_of(group):
 def all_reduce(tensor, op=SUM, group=None, algorithm="ring", **options):
     """The sum of all tensors, in place. It has the same bits on all ranks; another algorithm's may
     differ by rounding, because it adds in another order. docs/collectives.md shows it in a training
-    loop. Another call:
+    loop.
 
+        all_reduce(gradient)
         all_reduce(x, MAX, group, algorithm="halving-doubling")    # a name of ALGORITHMS
     """
     ALGORITHMS[algorithm](view_of(group), tensor.view(-1), OPERATORS[op], **options)
@@ -349,17 +353,18 @@ def all_reduce(tensor, op=SUM, group=None, algorithm="ring", **options):
 def broadcast(tensor, *, group=None, group_src=0):
     """The root's tensor to all, down a binomial tree."""
     view = view_of(group)
-    for children, parents in binomial_tree(view, tensor, group_src):
-        view.exchange(children, parents)
+    for child, parent in binomial_tree(view, tensor, group_src):
+        view.exchange(child, parent)
 
 
+@torch.no_grad()
 def reduce(tensor, op=SUM, *, group=None, group_dst=0):
     """The sum of all tensors, into the root's: the same messages backwards. A rank adds its
     children's sums to its own. The other ranks' tensors stay as they are."""
     view = view_of(group)
     x = tensor if view.rank == group_dst else tensor.clone()
-    for children, parents in reversed(binomial_tree(view, x, group_dst)):
-        view.exchange(parents, children, OPERATORS[op])
+    for child, parent in reversed(binomial_tree(view, x, group_dst)):
+        view.exchange(parent, child, OPERATORS[op])
 
 
 def scatter(tensor, scatter_list=None, *, group=None, group_src=0):
@@ -386,6 +391,7 @@ def all_gather_single(output, input, group=None):
     ring_all_gather(view, parts)
 
 
+@torch.no_grad()
 def reduce_scatter_single(output, input, op=SUM, group=None):
     """The sum of part i of all inputs into rank i's output. `input` stays as it is, unless `output`
     is a part of it."""
@@ -435,16 +441,12 @@ def demo(run):
     differ = receipt.differences(sys.modules[__name__], run)
     table = receipt.Table(run, TREE_PIECE)
     for name in ALGORITHMS:
-        view = CountingView()
+        view = receipt.counting_view(RankView)
         x = torch.zeros(table.size // 4, device=run.device)
         options = {"node": table.node} if name == "hierarchical" else {}
         all_reduce(x, group=view, algorithm=name, **options)
         table.add_row(name, view.counts)
     return table.verdict(differ)
-
-
-class CountingView(receipt.MessageCounter, RankView):
-    """The group, which counts its rounds and bytes."""
 
 
 if __name__ == "__main__":

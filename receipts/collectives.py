@@ -104,7 +104,7 @@ class Cost(NamedTuple):
 
 
 class MessageCounter:
-    """To put before a view of collectives.py: class Counter(MessageCounter, RankView).
+    """To put before a view of collectives.py: class CountingView(MessageCounter, RankView).
 
     `counts` has the bytes that this rank has sent, and the longest chain of messages that has
     reached it. Each message's place in its chain is sent ahead of it. A message waits for what its
@@ -131,6 +131,11 @@ class MessageCounter:
         super().exchange(send, receive, combine)
         for place in arriving.values():
             counts.chain = max(counts.chain, place.item())
+
+
+def counting_view(view_class):
+    """A view of all ranks that counts its messages. view_class: RankView of collectives.py."""
+    return type("CountingView", (MessageCounter, view_class), {})()
 
 
 def cost(counts):

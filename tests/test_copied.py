@@ -531,11 +531,11 @@ def test_usage_of_collectives(collectives):
     x, y, model = torch.randn(12, 6).double(), torch.randint(5, (12,)), nn.Linear(6, 5).double()
     share, rank = torch.arange(12).split([6, 4, 2])[dist.get_rank()], dist.get_rank()
     names = dict(F=F, group=None, model=model, rows=x[share], targets=y[share])
-    names |= vars(collectives) | {"x": torch.tensor([rank + 1.0])}
+    names |= vars(collectives) | {"x": torch.tensor([rank + 1.0]), "gradient": torch.ones(1)}
     exec(textwrap.dedent(loop) + "\n" + calls, names)
     expected = torch.autograd.grad(F.cross_entropy(model(x), y), list(model.parameters()))
     torch.testing.assert_close([p.grad for p in model.parameters()], list(expected))
-    assert names["x"].tolist() == [3]
+    assert names["x"].tolist() == names["gradient"].tolist() == [3]
     model.zero_grad()
     names |= dict(x=x[share], y=y[share], target_count=12, cross_entropy=F.cross_entropy)
     names["optimizer"] = torch.optim.SGD(model.parameters())
