@@ -62,7 +62,9 @@ class Bucket:
     is a view of it. Autograd adds in place to a p.grad that exists, so nothing is copied in or
     out."""
 
-    def __init__(self, parameters):
+    def __init__(self, parameters, groups, grads_per_step):
+        self.group, *self.further_groups = groups  # sum over one, then over the others, if any
+        self.grads_per_step = grads_per_step
         sizes = [p.numel() for p in parameters]
         self.parameters = parameters
         self.flat = parameters[0].new_zeros(sum(sizes))
@@ -72,8 +74,8 @@ class Bucket:
 
 def group_parameters(parameters, bucket_bytes, kind_of):
     """Lists of parameters of one kind, at most bucket_bytes each (a larger parameter gets its own),
-    from the last parameter to the first: backward begins with the last layers. They are in the
-    order in which they are full."""
+    from the last parameter to the first: backward begins with the last layers. Lists of several
+    kinds interleave: they are sorted by their last member, which completes them."""
     order = {p: i for i, p in enumerate(reversed(list(parameters)))}
     lists, newest = [], {}  # newest: {kind: its last list}
     for p in order:
@@ -101,13 +103,12 @@ class DDP:
     takes the place of torch's: it returns a handle with wait(), or None if the sum is complete. A
     parameter without a gradient gets zeros, so weight decay moves it.
 
-    After an exception all ranks call zero_grad(give_up=True) and start the step again. If only
-    one rank does so, the others get NaN, in the buckets that it had not started."""
+    After an exception all ranks call zero_grad(give_up=True) and start the step again."""
 
     def __init__(
         self, parameters, group, microbatches=1, bucket_bytes=25e6, overlap=True, all_reduce=None
     ):
-        # A pipeline lists a tied matrix once for each stage that uses it: expect as many gradients
+        # A parameter listed twice (a tied matrix in a pipeline) gets two gradients
         listed = Counter(parameters)
         trained = [p for p in listed if p.requires_grad]
         if not trained:
@@ -120,13 +121,14 @@ class DDP:
 
         self.buckets = []
         for members in group_parameters(trained, bucket_bytes, kind_of):
-            bucket = Bucket(members)
-            bucket.group, *bucket.further_groups = groups_of(members[0], group)
-            bucket.grads_per_step = microbatches * sum(listed[p] for p in members)
+            grads_per_step = microbatches * sum(listed[p] for p in members)
+            bucket = Bucket(members, groups_of(members[0], group), grads_per_step)
             for p in members:
                 p.register_post_accumulate_grad_hook(functools.partial(self._arrived, bucket))
             self.buckets.append(bucket)
-        self.addresses = {p: p.grad.data_ptr() for p in trained}  # for check_call
+        self.addresses = {p: p.grad.data_ptr() for p in trained}  # for record_call
+        self.works = []  # this step's all-reduces: works[i] belongs to buckets[i]
+        # "zero_grad()" -> "unfinished backward()" -> "backward()" -> "finish()"
         self.last_call = None
         self.zero_grad()
 
@@ -146,11 +148,11 @@ class DDP:
 
     def finish(self):
         """After the last backward of a step: p.grad becomes the gradient of the whole batch."""
-        check_call(self, "finish()", not_after=["finish()", "unfinished backward()"])
+        record_call(self, "finish()", not_after=["finish()", "unfinished backward()"])
         self.started_in_backward = len(self.works)  # buckets
         self._reduce_rest()
         for bucket in self.buckets:
-            for group in bucket.further_groups:
+            for group in bucket.further_groups:  # rarely any: not overlapped
                 dist.all_reduce(bucket.flat, group=group)
 
     def _reduce_rest(self):
@@ -163,13 +165,10 @@ class DDP:
     def zero_grad(self, give_up=False):
         """Before the first backward of a step."""
         give_up = give_up or self.last_call == "unfinished backward()"  # an exception ended it
-        check_call(self, "zero_grad()", not_after=[] if give_up else ["backward()"])
-        if give_up and self.overlap:
-            # Other ranks may have started any of the buckets: this one must join all of them
-            for bucket in self.buckets[len(self.works) :]:
-                bucket.flat.fill_(torch.nan)  # incomplete: nobody may train on it
-            self._reduce_rest()
-        self.works = []  # this step's all-reduces: works[i] belongs to buckets[i]
+        record_call(self, "zero_grad()", not_after=[] if give_up else ["backward()"])
+        if give_up:
+            join_after_exception(self)
+        self.works = []
         for bucket in self.buckets:
             bucket.flat.zero_()
             bucket.grads_left = bucket.grads_per_step  # gradients still to come in this step
@@ -183,13 +182,13 @@ def groups_of(p, group):
     parallelism may set p.placement. Its "data" takes the place of `group`: the ranks with copies
     of p. Its "partial" are further groups, on whose ranks p.grad is a part of the sum."""
     placement = getattr(p, "placement", {})
-    return placement.get("data") or group, *placement.get("partial", ())
+    return (placement.get("data") or group, *placement.get("partial", ()))
 
 
 # --- mistakes that would be silent: refused
 
 
-def check_call(sync, call, not_after):
+def record_call(sync, call, not_after):
     """Refuse a call that may not follow the last one, and a p.grad that is not in a bucket."""
     if sync.last_call in not_after:
         raise RuntimeError(
@@ -211,7 +210,7 @@ def check_call(sync, call, not_after):
 def check_gradient(sync, bucket):
     """Refuse a backward pass that may not follow the last call, and one too many."""
     if sync.last_call != "unfinished backward()":
-        check_call(sync, "unfinished backward()", not_after=["finish()"])
+        record_call(sync, "unfinished backward()", not_after=["finish()"])
 
         def ended():  # autograd calls it at the end of this backward pass, unless that raises
             sync.last_call = "backward()"
@@ -220,6 +219,15 @@ def check_gradient(sync, bucket):
         torch.autograd.Variable._execution_engine.queue_callback(ended)
     if sync.overlap and bucket.grads_left == 0:
         raise RuntimeError(f"more backward passes than microbatches={sync.microbatches}")
+
+
+def join_after_exception(sync):
+    """Other ranks may have started any bucket in backward (with overlap=False none). This one joins
+    the rest with NaN: a rank that doesn't give the step up can't train on incomplete sums."""
+    if sync.overlap:
+        for bucket in sync.buckets[len(sync.works) :]:
+            bucket.flat.fill_(torch.nan)
+        sync._reduce_rest()
 
 
 # --- demo ---
@@ -246,7 +254,7 @@ def main():
     proof.launch(train, args, check=functools.partial(receipt.check, args))
 
 
-def demo(run):
+def demo(run):  # run: the harness's data, receipt and checks
     args, group, sync = run.args, dist.group.WORLD, None
     run.groups(dp=group)
     model = run.fill(run.meta_model())  # the same seed everywhere: the replicas start equal
