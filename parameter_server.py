@@ -7,13 +7,13 @@
 
 Synchronous   The server adds up the gradients of all ranks and takes one step. This is the same run
               as on one process. All ranks wait for the slowest.
-Asynchronous  The server takes a step with each gradient, as soon as it comes. Its staleness is the
-              number of steps between its pull and its push. A stale gradient is that of older
-              weights, so this is another run than on one process, and another one each time. A
-              worker waits to pull while some gradient could then become staler than a bound.
+Asynchronous  The server takes a step with each gradient, as soon as it comes. A gradient's
+              staleness is the number of steps between its worker's pull and its push. A stale
+              gradient is that of older weights, so this is another run than on one process, and
+              another one each time. A worker waits to pull while a bound could be exceeded.
 Sent          A worker pushes P e bytes of gradients and pulls as many of weights, with P parameters
               of e bytes. The server sends (N-1) P e per step to the other N-1 ranks, or P e if
-              asynchronous. With a server on every rank, of 1/N each, it would be zero.py's stage 1.
+              asynchronous. If every rank served 1/N of the weights, this would be ZeRO stage 1.
 Limits        A rank of ddp.py's all-reduce sends 2 (N-1)/N P e, no rank is a bottleneck, no
               gradient is stale: take that for dense models on equal devices. The asynchronous
               server needs gloo: nccl can't receive from whichever rank is first.
@@ -42,7 +42,8 @@ def push(parameters, group):
                 loss = cross_entropy(model(x), y, reduction="sum") / target_count
                 loss.backward()
             push(parameters, group)
-            optimizer.step()                             # moves nothing where p.grad is None
+            if dist.get_rank(group) == 0:
+                optimizer.step()
             optimizer.zero_grad()
 
     Not checked: the order of these lines. Only the server's weights are new after step()."""
@@ -113,25 +114,30 @@ def serve(parameters, group, steps, bound):
                     loss.backward()
                 push(parameters, group)
 
-    steps: the batches of all workers, dealt out in turns: the first ones may have one more. bound:
-    the largest staleness of a gradient."""
+    steps: how many gradients in all. Worker w gets every (N-1)-th, so the server knows when it is
+    done. bound: the largest staleness of a gradient."""
     parameters = trained(parameters)
     workers = range(1, dist.get_world_size(group))
     batches_left = Counter(workers[step % len(workers)] for step in range(steps))
     waiting = list(batches_left)  # workers that want weights
-    pulled_at, messages = {}, {}  # of each worker that computes: the step of its weights
+    pulled_at, sends = {}, {}  # per computing worker: the step of its weights; their message
     for step in range(steps):
-        # If one more worker starts, it and all others may push before the oldest of them does
-        while waiting and step - min(pulled_at.values(), default=step) + len(pulled_at) <= bound:
+        while waiting:
+            # The oldest gradient's staleness if one more worker starts, and all push before it does
+            oldest = min(pulled_at.values(), default=step)
+            worst = step - oldest + len(pulled_at)
+            if worst > bound:
+                break
             worker = waiting.pop(0)
             pulled_at[worker] = step
             weights = flat_message(parameters)
-            messages[worker] = dist.isend(weights, group=group, group_dst=worker)
+            sends[worker] = dist.isend(weights, group=group, group_dst=worker)
         gradients = flat_message(parameters)  # a buffer
         worker = dist.get_group_rank(group, dist.recv(gradients, group=group))  # whoever is first
-        messages.pop(worker).wait()
+        sends.pop(worker).wait()
+        staleness = step - pulled_at.pop(worker)
         set_gradients(parameters, gradients)
-        yield worker, step - pulled_at.pop(worker)  # the caller steps; then new weights go out
+        yield worker, staleness  # the caller steps; then new weights go out
         batches_left[worker] -= 1
         if batches_left[worker] > 0:
             waiting.append(worker)
@@ -177,7 +183,7 @@ def synchronous(run):
 def asynchronous(run):
     args, group = run.args, dist.group.WORLD
     run.groups(dp=group)
-    alone = dist.new_group([0])
+    alone = dist.new_group([0])  # the server checks by itself
     model = run.fill(run.meta_model())
     parameters = list(model.parameters())
     optimizer = harness.make_optimizer(parameters, args)
@@ -188,6 +194,7 @@ def asynchronous(run):
             loss = run.zero()
             with reference.ledger:
                 worker, staleness = next(gradients)
+                # Before the next next(gradients), which would take the loss for a gradient
                 dist.recv(loss, group=group, group_src=worker)
             reference.history.append((worker, staleness))
             norm = harness.grad_norm(parameters)
