@@ -1,9 +1,9 @@
 """DiLoCo: islands of devices train alone, and average over slow links how far they have moved.
 
-    island 0   step step ... step --+                          +-- step step ... step --+
-    island 1   step step ... step --+-- mean movement, one  ---+-- step step ... step --+--
-    island 2   step step ... step --+   outer step from it     +-- step step ... step --+
-                   H steps, nothing sent                             all start equal
+    island 0   step step ... step --+                    +-- step step ... step --+
+    island 1   step step ... step --+-- mean movement, --+-- step step ... step --+--
+    island 2   step step ... step --+   one outer step   +-- step step ... step --+
+                   H steps, nothing sent                       all start equal
 
 Each island trains on its own data with its own optimizer, such as AdamW. After H steps its outer
 gradient is old weights - new weights. The islands average theirs, and an outer optimizer, SGD with
@@ -12,8 +12,8 @@ Nesterov momentum, takes one step from the old weights.
 Backward  The outer gradient is no derivative: it points back along the path. With H = 1 and inner
           SGD it is the learning rate times the gradient, so an outer rate of 1 without momentum is
           data parallelism. For other H the training differs by design.
-Sent      P numbers of b bits every H steps from each island to the N-1 others, (N-1) P b / (8 H)
-          bytes per step. For two islands in float32 that is 1/H of ddp.py's. To send less:
+Sent      Each island sends P b / 8 bytes to each of N-1 others every H steps, with P parameters of
+          b bits (class DiLoCo). For two islands in float32 that is 1/H of ddp.py's. To send less:
 
           --stream N        N parts of the model take turns: the largest message falls by N
           --stream-delay D  a message travels while D more inner steps run; the outer weights are
@@ -50,7 +50,8 @@ def outer_step(parameters, old, outer, group):
                 outer_step(model.parameters(), old, outer, group)
 
     Not checked: that the islands start equal, and count their steps alike. DiLoCo checks both. It
-    gathers the islands' messages and adds them up itself, because a sum can't travel in 4 bits."""
+    gathers the islands' messages and adds them up itself, because a sum can't travel in 4 bits;
+    also in full precision, so that all add in one order, and the headers can be compared."""
     pairs = list(zip(old, parameters))
     for old_p, p in pairs:
         old_p.grad = old_p - p.detach()
@@ -96,7 +97,9 @@ class DiLoCo:
 
     @torch.no_grad()
     def step(self):
-        """After each optimizer.step(). Returns whether weights were averaged."""
+        """After each optimizer.step(). Returns whether weights were averaged. With every=4, parts=2
+        and delay=1 part 0 is sent at steps 4, 8, ... and applied at 5, 9, ...; part 1 is sent at 2,
+        6, ... and applied at 3, 7, ..."""
         self.steps += 1
         for part in self.parts:
             if self.steps % self.every == part.offset:
@@ -113,7 +116,7 @@ class DiLoCo:
         received = [torch.empty_like(message) for _ in range(dist.get_world_size(self.group))]
         work = dist.all_gather(received, message, group=self.group, async_op=True)
 
-        def receive(message=message):  # its memory must stay until it is sent
+        def receive(message=message):  # as a default it keeps its memory until it is sent
             work.wait()
             return received
 
@@ -121,12 +124,13 @@ class DiLoCo:
 
     def _send(self, part):
         outer_gradient = part.movement()
-        if self.bits:
-            outer_gradient += part.error
-        body = encode(outer_gradient, self.bits)
-        if self.bits:  # what this message leaves out goes along with the next
+        if self.bits is None:
+            body = encode(outer_gradient, None)
+        else:  # what this message leaves out goes along with the next
+            outer_gradient += part.rounding_error
+            body = encode(outer_gradient, self.bits)
             sent = decode(body, self.bits, part.old.dtype, len(part.old))
-            part.error = outer_gradient - sent.to(outer_gradient)
+            part.rounding_error = outer_gradient - sent.to(outer_gradient)
         part.receive = self.exchange(torch.cat([header(self.steps, part.old), body]))
         part.sent_at = self.steps
 
@@ -146,12 +150,12 @@ class DiLoCo:
     def finish(self):
         """After the last step: what has moved since the latest outer steps is averaged too."""
         for part in self.parts:
-            if part.receive:
+            if part.receive:  # in flight
                 self._apply(part)
-            if self.steps > part.sent_at:
+            if self.steps > part.sent_at:  # moved since
                 self._send(part)
                 self._apply(part)
-            part.restart()
+            part.restart()  # drop what a late step kept
 
 
 # --- a part of the model
@@ -163,7 +167,7 @@ class Part:
     def __init__(self, parameters, offset, outer_lr, outer_momentum, bits):
         self.parameters, self.offset = parameters, offset
         self.old = flat_copy(parameters)  # after the latest outer step: equal on all islands
-        self.error = torch.zeros_like(self.old) if bits else None
+        self.rounding_error = torch.zeros_like(self.old) if bits else None
         nesterov = outer_momentum > 0
         self.outer = torch.optim.SGD([self.old], outer_lr, outer_momentum, nesterov=nesterov)
         self.sent_at = 0  # the step of the latest message
@@ -176,14 +180,16 @@ class Part:
             yield p, old.view_as(p)
 
     def movement(self):
-        """Old weights - new weights. A bfloat16 model started from the old ones rounded."""
+        """Old weights - new weights."""
+        # restart() rounded old to p's dtype: measured from there, rounding is no movement
         moved = [old.to(p.dtype).to(old) - p.detach().to(old) for p, old in self.pieces()]
         return torch.cat([m.flatten() for m in moved])
 
     def restart(self, keep=0):
         """Go to the outer weights, mixed with a fraction `keep` of this island's own."""
         for p, old in self.pieces():
-            p.copy_(old + keep * (p - old) if keep else old)
+            mixed = old + keep * (p - old) if keep else old
+            p.copy_(mixed)
 
 
 def flat_copy(parameters):
@@ -219,7 +225,7 @@ def encode(x, bits):
     most = 2 ** (bits - 1) - 1  # 127 or 7
     blocks = nn.functional.pad(x, (0, -len(x) % BLOCK)).view(-1, BLOCK)
     scales = (blocks.abs().amax(1, keepdim=True) / most).float()
-    divisors = torch.where(scales == 0, 1, scales)  # no 0 / 0. A NaN reaches all islands
+    divisors = torch.where(scales == 0, 1, scales)  # no 0 / 0. A NaN survives in the scale
     numbers = (blocks / divisors).round().clamp(-most, most).to(torch.int8).flatten()
     if bits == 4:
         low, high = numbers.view(-1, 2).add(8).unbind(1)  # 1 to 15

@@ -267,7 +267,7 @@ def outer_rows(args, diloco, islands, ledger, steps, finished=False):
     for part in diloco.parts:
         tensors["old_weights"].append(part.old)
         tensors["outer_momentum"].append(part.outer.state[part.old].get("momentum_buffer"))
-        tensors["outer_error"].append(part.error)
+        tensors["outer_error"].append(part.rounding_error)
     for kind, row in held.items():
         held[kind] = *row, storage_bytes(t for t in tensors[kind] if t is not None)
     return rows, held

@@ -172,7 +172,7 @@ class Averaging(diloco.DiLoCo):
         number, start = self.places[stepped]
         part, own = self.parts[number], slice(start, start + stepped.numel())
         momentum = part.outer.state[part.old].get("momentum_buffer")
-        states = {OLD: part.old, MOMENTUM: momentum, ERROR: part.error}
+        states = {OLD: part.old, MOMENTUM: momentum, ERROR: part.rounding_error}
         return {kind: t[own] for kind, t in states.items() if t is not None}
 
     def arrange(self, pieces, index):
