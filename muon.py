@@ -358,8 +358,8 @@ class OwnedBucket:
 
 def group_parameters(parameters, bucket_bytes, kind_of):
     """Lists of parameters of one kind, at most bucket_bytes each (a larger parameter gets its own),
-    from the last parameter to the first: backward begins with the last layers. They are in the
-    order in which they are full."""
+    from the last parameter to the first: backward begins with the last layers. Lists of several
+    kinds interleave: they are sorted by their last member, which completes them."""
     order = {p: i for i, p in enumerate(reversed(list(parameters)))}
     lists, newest = [], {}  # newest: {kind: its last list}
     for p in order:
