@@ -4,13 +4,13 @@
     block 0    ~~##            ~~##rr      #  they are whole, and the unit computes:
     block 1      ~~##        ~~##rr           forward on the left, then backward
     block 2        ~~##    ~~##rr          r  reduce-scatter of its gradients
-    head             ~~##  ##rr               else a rank holds 1/N of the unit
+    head             ~~##  ##rr               blank: a rank holds 1/N of the unit
 
 Split     A unit is a block, the embedding or the head. Its parameters are one flat tensor, cut into
           N equal shards. A rank holds a shard of weights, gradients and optimizer states.
-Sent      Per micro-batch a unit's weights are gathered twice, for forward and for backward, and its
-          gradients are reduce-scattered once. Each sends r P e bytes, r = (N-1)/N, for P parameters
-          of e bytes on N ranks: 3 m r P e per step of m micro-batches. DDP sends 2 r P e.
+Sent      Per micro-batch a unit's weights are gathered twice, for forward and backward (the last
+          unit's once), its gradients reduce-scattered once: each r P e bytes, r = (N-1)/N, for P
+          parameters of e bytes on N ranks. About 3 m r P e in m micro-batches. DDP sends 2 r P e.
 Backward  The model's own. Autograd saves views of the weights. The memory under them is freed (the
           storage is resized to 0), and filled again before backward reads it.
 A step    1  Forward: when a unit begins, the next unit's gather starts. When it ends, its weights
@@ -61,9 +61,9 @@ class PlainFSDP:
         self.shard = nn.Parameter(self.weights[rank * length : (rank + 1) * length].clone())
         end = 0
         for p in self.parameters:
-            # .data has its own version counter: autograd must not take a gather for a change of
-            # the weights that it saved
             start, end = end, end + p.numel()
+            # p and `weights` share memory, but have two version counters: autograd must not take a
+            # gather for a change of the weights that it saved
             p.data = self.weights[start:end].view_as(p)
             p.register_post_accumulate_grad_hook(self.after_gradient)
         module.register_forward_pre_hook(self.gather)
@@ -100,10 +100,15 @@ class PlainFSDP:
 
 
 # --- FSDP in full: the next unit's weights arrive while one computes
+#
+# As in ZeRO's stage 2 gradients fill buckets, full ones are reduced, and step() updates shards.
+# New: a unit's weights are gathered before it runs and freed after, so step() sends nothing.
+# Overridden: _make_bucket, for weights that can be freed; _backward_ends, _join_missing_passes and
+# update_weights, to free what is still gathered.
 
 
 class UnitBucket(ShardedBucket):
-    """`weights` has memory while a unit needs it: its `users` at this moment."""
+    """`weights` has memory while it has `users`: units that need it now (a tied matrix: two)."""
 
     keeps_weights = False
 
@@ -131,7 +136,7 @@ class Unit:
 
     def __init__(self, fsdp, module, scope):
         self.fsdp, self.module, self.scope, self.buckets = fsdp, module, scope, []
-        self.previous = self.following = None  # its neighbours in the order of forward
+        self.previous = self.next_unit = None  # its neighbours in the order of forward
         module.register_forward_pre_hook(self.before_forward)
         module.register_forward_hook(self.after_forward)
 
@@ -150,20 +155,24 @@ class Unit:
     def before_forward(self, module, inputs):
         # Activation checkpointing runs it again during its own backward: the weights are here
         if self.fsdp.in_backward is not self:
-            self.fsdp.enter(self, self.following)
+            self.fsdp.enter(self, self.next_unit)
 
     def after_forward(self, module, inputs, output):
         if self.fsdp.in_backward is self:
             return
-        passed_on = {id(t) for t in tree_leaves(inputs)}  # their gradients come after this unit's
-        outputs = [t for t in tree_leaves(output) if isinstance(t, torch.Tensor)]
-        outputs = [t for t in outputs if t.requires_grad and id(t) not in passed_on]
-        for t in outputs:
-            t.register_hook(self.before_backward)
-        if outputs and self.following is None and self.fsdp.reshard:
+        # An input that is returned as it is: its gradient is complete after this unit's backward
+        unchanged = {id(t) for t in tree_leaves(inputs)}
+        backward_comes = False
+        for t in tree_leaves(output):
+            if isinstance(t, torch.Tensor) and t.requires_grad and id(t) not in unchanged:
+                t.register_hook(self.before_backward)
+                backward_comes = True
+        if not backward_comes:
+            self.release()
+        elif self.fsdp.reshard and self.next_unit is None:
             # Keep the last unit, whose backward is likely to be next. If not, enter() frees it
-            self.fsdp.prefetched = self
-        elif self.fsdp.reshard or not outputs:
+            self.fsdp.gathered_ahead = self
+        elif self.fsdp.reshard:
             self.release()
 
     def before_backward(self, gradient):
@@ -191,11 +200,12 @@ class FSDP(ZeRO):
             fsdp.clip(fsdp.grad_norm(), 1.0)           # clip_grad_norm_ finds no p.grad
             fsdp.step()                                # a scheduler goes on fsdp.optimizer
 
-    units: modules, in the order of forward; default: default_units(model). A unit's parameters have
-    memory inside its forward only: reading them elsewhere ends the process (gather_full has
-    copies). Parameters outside of all units: each rank has the whole weights, and shards of
-    gradients and optimizer states. reshard=False: a unit's weights stay from its forward until its
-    backward; a third less is sent. The other options are ZeRO's (docs/two-techniques.md)."""
+    units: modules, in the order of forward, of one scope; default: default_units(model). A unit's
+    parameters have memory inside its forward only: reading them elsewhere crashes the process by a
+    segmentation fault (gather_full has copies). Parameters outside of all units: each rank has the
+    whole weights, and shards of gradients and optimizer states. reshard=False (--keep-gathered): a
+    unit's weights stay from its forward until its backward; a third less is sent. The other options
+    are ZeRO's (docs/two-techniques.md)."""
 
     valid_stages = (3,)
 
@@ -212,13 +222,13 @@ class FSDP(ZeRO):
     ):
         self.reshard = reshard
         self.in_backward = None  # the unit whose backward is running
-        self.prefetched = None  # the unit that is gathered in advance
+        self.gathered_ahead = None  # a unit, before it is entered: the likely next
         self.units = []
         for scope, part in (scopes or {None: model}).items():
             modules = default_units(part) if units is None else units
             of_scope = [Unit(self, module, scope) for module in modules]
-            for unit, following in pairwise(of_scope):
-                unit.following, following.previous = following, unit
+            for unit, next_unit in pairwise(of_scope):
+                unit.next_unit, next_unit.previous = next_unit, unit
             self.units += of_scope
         options["bucket_bytes"] = float("inf")  # a unit is one bucket
         super().__init__(model, group, 3, make_optimizer, microbatches, scopes=scopes, **options)
@@ -232,25 +242,25 @@ class FSDP(ZeRO):
             unit.buckets.append(bucket)
         return bucket
 
-    def enter(self, unit, following):
-        """`unit` runs now, and `following` is likely to be next: gather it meanwhile."""
-        if self.prefetched not in (unit, None):
-            self.prefetched.release()  # a wrong guess
+    def enter(self, unit, likely_next):
+        """`unit` runs now. Gather `likely_next` meanwhile: the previous unit in backward."""
+        if self.gathered_ahead not in (unit, None):
+            self.gathered_ahead.release()  # a wrong guess
         unit.gather()
         for bucket in unit.buckets:
             bucket.wait()
-        if following:
-            following.gather()
-        self.prefetched = following
+        if likely_next:
+            likely_next.gather()
+        self.gathered_ahead = likely_next
 
     def release_all(self):
-        if self.prefetched:
-            self.prefetched.release()
+        if self.gathered_ahead:
+            self.gathered_ahead.release()
         for unit in self.units:
             # Other pipeline stages' weights may wait for their backward
             if self.scope in (None, unit.scope):
                 unit.release()
-        self.prefetched = self.in_backward = None
+        self.gathered_ahead = self.in_backward = None
 
     def _reduce_done(self, unit):
         """Reduce the unit's buckets even if a gradient never came on this rank: other ranks have
@@ -258,11 +268,11 @@ class FSDP(ZeRO):
         first unit."""
         if self.queue is not None:
             own = [bucket for bucket in unit.buckets if bucket.place.units[0] is unit]
-            self._reduce_full(also=own)
+            self._start_full_buckets(also=own)
 
     def _backward_ends(self):
         super()._backward_ends()
-        self.release_all()
+        self.release_all()  # the unit whose backward was the last
 
     def _join_missing_passes(self, given_up=False):
         super()._join_missing_passes(given_up)

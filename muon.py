@@ -5,12 +5,12 @@
     matrix B    g0 + g1 + g2 -->  rank 1: momentum -> Newton-Schulz -> step   --> new B
     embedding   g0 + g1 + g2 -->  ranks 0, 1 and 2: AdamW on a third each     --> new embedding
 
-Muon replaces a matrix's momentum U S V^T by about U V^T, so that all directions move alike. That
-needs the whole matrix, so the shards of zero.py won't do: the ranks share out whole matrices.
+Muon replaces a matrix's momentum U S V^T by about U V^T, in five Newton-Schulz steps, so that all
+directions move alike. These need whole matrices, not the shards of zero.py: ranks share them out.
 
 Split     The layers' matrices, by the FLOPs of their iteration, largest first. All other parameters
           take AdamW, which works on any piece: each rank owns 1/N of each bucket of them.
-Sent      2 r P e bytes, r = (N-1)/N, for P parameters of e bytes on N ranks: as DDP and ZeRO-1.
+Sent      2 r P e bytes on average, r = (N-1)/N, for P parameters of e bytes on N ranks: as ZeRO-1.
 Held      Weights and gradients whole, and 1/N of the states: one number per element of a matrix.
 Computed  20 m m n + 10 m m m FLOPs for a matrix of m x n, m <= n, once a step, on one rank.
 Backward  The model's own. It adds to views of buckets. A full bucket is reduced meanwhile.
@@ -57,7 +57,7 @@ class PlainMuon(torch.optim.Optimizer):
     """Muon on one process, for matrices and for stacks of them.
 
         matrices = [p for p in model.blocks.parameters() if p.dim() > 1]
-        optimizer = PlainMuon(matrices, lr=1e-3)             # and an AdamW for all others
+        optimizer = PlainMuon(matrices, lr=1e-3)       # and an AdamW for all other parameters
 
     The update's root mean square is 0.2, about that of AdamW's, so both take the same learning rate
     and weight decay (Moonlight). dtype=torch.bfloat16: the iteration is faster on GPUs.
@@ -98,8 +98,9 @@ class PlainMuon(torch.optim.Optimizer):
 
 def step_by_owner(plain_muon, group):
     """In place of plain_muon.step(), after backward on this rank's rows. Before: all ranks have
-    equal weights, and a gradient of every matrix, even if it is zero."""
-    matrices = [p for held in plain_muon.param_groups for p in held["params"]]
+    equal weights, and a gradient of every matrix, even if it is zero. Not included: AdamW's
+    parameters. All-reduce their gradients (ddp.py), or the ranks' weights drift apart, silently."""
+    matrices = [p for settings in plain_muon.param_groups for p in settings["params"]]
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
     owners = {p: i % ranks for i, p in enumerate(matrices)}
     for p in matrices:
@@ -127,8 +128,8 @@ class Muon:
 
     Before: all ranks have equal weights, on their device, tied and frozen in their final form.
     microbatches: the backward passes of a step. Matrices have weight decay, the embedding too. All
-    settings of the optimizers are in the param_groups of muon.muon and muon.adamw. A parameter
-    without a gradient gets zeros, and moves on. scopes: of a pipeline's rank, {stage: module}."""
+    settings of the optimizers are in the param_groups of muon.muon and muon.adamw. Momentum and
+    decay move a parameter without a gradient, too. scopes: of a pipeline, {stage: module}."""
 
     def __init__(
         self,
@@ -148,8 +149,8 @@ class Muon:
         owners = deal_to_owners(matrices, group)
 
         def kind_of(p):
-            data_group, partial = placed(p, "data", group), tuple(placed(p, "partial", ()))
-            return owners.get(p), data_group, partial, p.dim() > 1, p.dtype, p.device
+            place = owners.get(p), placed(p, "data", group), tuple(placed(p, "partial", ()))
+            return place, p.dim() > 1, p.dtype, p.device
 
         # A tied matrix gets a gradient from each stage that uses it
         modules = scopes.values() if scopes else [model]
@@ -157,12 +158,12 @@ class Muon:
         self.buckets = []
         decayed, vectors = [], []  # what AdamW steps on
         for parameters in group_parameters(trained, bucket_bytes, kind_of):
-            owner, data_group, partial, is_matrix, *_ = kind_of(parameters[0])
-            bucket = OwnedBucket(parameters, owner, data_group, partial)
+            place, is_matrix, _, _ = kind_of(parameters[0])
+            bucket = OwnedBucket(parameters, *place)
             bucket.grads_per_step = microbatches * sum(uses[p] for p in parameters)
             for p in parameters:
                 p.register_post_accumulate_grad_hook(functools.partial(self._arrived, bucket))
-            if owner is None:
+            if bucket.owner is None:
                 (decayed if is_matrix else vectors).extend(bucket.pieces)
             self.buckets.append(bucket)
         self.muon = ShardedMuon(matrices, lr, weight_decay)
@@ -172,6 +173,7 @@ class Muon:
         self.cut_groups = find_cut_groups(trained, group)
         self.addresses = {p: p.data_ptr() for p in trained}
         self.works = []  # messages on their way
+        self.started = 0  # how many buckets are on their way, or reduced
         self.last_call = None  # "zero_grad", "backward" or "finish"
         self.zero_grad()
 
@@ -193,9 +195,9 @@ class Muon:
             for bucket in self.buckets[self.started :]:
                 bucket.gradients.fill_(torch.nan)  # incomplete: nobody may train on it
             self.finish()
-        check_muon_step(self)
+        check_before_muon_step(self)
         self.last_call = "zero_grad"
-        self.started = 0  # how many buckets are on their way, or reduced
+        self.started = 0
         for bucket in self.buckets:
             bucket.gradients.zero_()
             bucket.grads_left = bucket.grads_per_step
@@ -306,7 +308,8 @@ def flops(p):
 
 class OwnedBucket:
     """Parameters of one kind in two flat tensors: each p and p.grad is a view of them. One message
-    brings all of them to their owner. owner None: each rank owns a piece of about 1/N.
+    brings all of them to their owner. owner None: each rank owns a piece of about 1/N, and gets a
+    message of its own. (One reduce-scatter for all would need other code than matrices do.)
 
     owned_sizes  how many elements each rank owns, in the order of ranks
     own          the elements that this rank owns: all, some or none
@@ -331,8 +334,8 @@ class OwnedBucket:
             start, end = end, end + p.numel()
             p.data = self.weights[start:end].view_as(p)
             p.grad = self.gradients[start:end].view_as(p)
-            piece = p
-            if owner != rank:
+            piece = p  # if this rank owns the bucket
+            if owner != rank:  # an empty piece, or with owner None what of p is in `own`
                 piece_start = max(start, self.own.start)
                 piece_end = max(min(end, self.own.stop), piece_start)
                 piece = nn.Parameter(self.weights[piece_start:piece_end])
@@ -348,14 +351,19 @@ class OwnedBucket:
                     yield owner, part
 
     def sum_on_owners(self):
+        works = []
         for owner, part in self.by_owner(self.gradients):
-            yield dist.reduce(part, group=self.group, group_dst=owner, async_op=True)
+            works.append(dist.reduce(part, group=self.group, group_dst=owner, async_op=True))
+        return works
 
     def send_from_owners(self, flat):
+        works = []
         for owner, part in self.by_owner(flat):
-            yield dist.broadcast(part, group=self.group, group_src=owner, async_op=True)
+            works.append(dist.broadcast(part, group=self.group, group_src=owner, async_op=True))
+        return works
 
 
+# As in zero.py
 def group_parameters(parameters, bucket_bytes, kind_of):
     """Lists of parameters of one kind, at most bucket_bytes each (a larger parameter gets its own),
     from the last parameter to the first: backward begins with the last layers. Lists of several
@@ -380,7 +388,7 @@ class ShardedMuon(PlainMuon):
     on the whole, and keep their part. A stack that is cut between its matrices needs none of it."""
 
     def scaled(self, direction, p, dtype):
-        cuts = cuts_within(p)
+        cuts = cuts_within(p)  # at most one: check_matrices
         if not cuts:
             return super().scaled(direction, p, dtype)
         [(dim, (group, start, length))] = cuts
@@ -405,6 +413,7 @@ def cuts_within(p):
     return found
 
 
+# The next five are as in zero.py
 def placed(p, key, default):
     """An entry of p.placement, which another kind of parallelism writes (docs/two-techniques.md):
     "data", the group of its replicas; "partial", groups over which its gradient is a partial sum;
@@ -451,7 +460,7 @@ def check_matrices(matrices):
             raise ValueError("a matrix is cut in both dimensions: cut it in one, or take AdamW")
 
 
-def check_muon_step(muon):
+def check_before_muon_step(muon):
     if muon.last_call == "backward":
         raise RuntimeError("there was no finish(): call it, or zero_grad(give_up=True)")
     trained = (p for p in muon.model.parameters() if p.requires_grad)
@@ -496,8 +505,9 @@ def demo(run):
     args, group = run.args, dist.group.WORLD
     run.groups(dp=group)
     model = run.fill(run.meta_model())  # the same seed everywhere: the replicas start equal
-    options = args.lr, args.weight_decay, args.microbatches
-    muon = Muon(model, group, layer_matrices(model), *options, bucket_bytes=0.5e6)
+    options = dict(lr=args.lr, weight_decay=args.weight_decay, microbatches=args.microbatches)
+    muon = Muon(model, group, layer_matrices(model), **options, bucket_bytes=0.5e6)
+    # What the same run on one process steps with
     run.make_optimizer = receipts.muon.one_process(PlainMuon, layer_matrices)
 
     def named():

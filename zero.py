@@ -6,8 +6,8 @@
       2   gradients too      ########  ##         ##         2 + 2/N + 12/N            (1+m) r P e
       3   weights too: FSDP  ##        ##         ##         2/N + 2/N + 12/N          3 m r P e
 
-P parameters of e bytes on N ranks, m micro-batches, r = (N-1)/N. Held: weights and gradients in 16
-bits; in 32 bits a master copy of the weights and Adam's two moments. Stage 3 is the next lesson.
+P parameters of e bytes on N ranks (drawn: 4), m micro-batches, r = (N-1)/N. Held: weights and
+gradients in 16 bits; in 32 a master copy of the weights and Adam's two moments. Stage 3: fsdp.py.
 
     parameters   | up           | bias | wk     | wq      |//|    a bucket: one flat tensor
     shards       | rank 0   | rank 1   | rank 2   | rank 3   |    equal: padded with //
@@ -16,9 +16,9 @@ Split     An optimizer works element by element, so each rank can step on 1/N of
 Sent      Gradients are reduce-scattered: a rank gets its shard of their sum. The new weights are
           all-gathered. Both together are an all-reduce, so stage 1 sends what DDP sends.
 Backward  The model's own. It fills the buckets, the last layers' first, by hooks. A full one is
-          reduce-scattered while backward goes on: in stage 1 in the last micro-batch, in stage 2 in
-          each, and then it is freed. step() waits for that, and updates this rank's shards.
-Use       Stage 1 always. Stage 2 where the gradients don't fit (docs/memory.md).
+          reduce-scattered while backward goes on. Stage 1 reduces in the last micro-batch only,
+          stage 2 in each, and frees the bucket. step() waits, and updates this rank's shards.
+Use       Stage 1 always, but for Muon. Stage 2 where the gradients don't fit (docs/memory.md).
 Limits    An optimizer that needs whole matrices, as Muon does, can't work on shards.
 
     torchrun --nproc_per_node=4 zero.py --stage 2               python zero.py --fit
@@ -39,7 +39,7 @@ all_gather_into_tensor = getattr(dist, "all_gather_single", None) or dist.all_ga
 reduce_scatter_tensor = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-# --- stage 1 in its plainest form
+# --- stage 1 in its plainest form, and what stage 2 adds
 
 
 class PlainZeRO1:
@@ -50,37 +50,45 @@ class PlainZeRO1:
             (cross_entropy(model(x), y, reduction="sum") / target_count).backward()
             zero.step()
 
-    Before: equal weights on all ranks, in one dtype, on their device, none frozen. Not checked:
-    another zero_grad() would drop the views, clip_grad_norm_ would see 1/N of the gradient."""
+    With several micro-batches step() follows the last. In stage 2 zero.reduce() follows each of the
+    others: no p.grad outlives its backward pass. Before: equal weights on all ranks, in one dtype,
+    on their device, none frozen. Not checked: clip_grad_norm_ (before step() it sees this rank's
+    gradients, not their sum)."""
 
     def __init__(self, model, group, make_optimizer):
-        parameters = list(model.parameters())
+        self.group, self.parameters = group, list(model.parameters())
         rank, ranks = dist.get_rank(group), dist.get_world_size(group)
-        length = -(-sum(p.numel() for p in parameters) // ranks)  # of a shard, rounded up
-        self.group = group
-        self.weights = parameters[0].new_zeros(ranks * length)
-        self.gradients = torch.zeros_like(self.weights)
+        size = sum(p.numel() for p in self.parameters)
+        length = -(-size // ranks)  # of a shard, rounded up
+        self.padding = self.parameters[0].new_zeros(ranks * length - size)
+        self.weights = self.flatten(p.detach() for p in self.parameters)
         end = 0
-        for p in parameters:  # from now on a view of both flat tensors
+        for p in self.parameters:  # from now on a view of the flat tensor
             start, end = end, end + p.numel()
-            self.weights[start:end] = p.detach().flatten()
             p.data = self.weights[start:end].view_as(p)
-            p.grad = self.gradients[start:end].view_as(p)
-        own = slice(rank * length, (rank + 1) * length)
-        self.shard = nn.Parameter(self.weights[own])
-        self.shard.grad = self.gradients[own]
+        self.shard = nn.Parameter(self.weights[rank * length : (rank + 1) * length])
+        self.shard.grad = torch.zeros_like(self.shard)
         self.optimizer = make_optimizer([self.shard])  # its states are 1/N as large
 
+    def flatten(self, tensors):
+        return torch.cat([*(t.flatten() for t in tensors), self.padding])
+
+    def reduce(self):
+        """After backward: add the ranks' sum of this shard's gradients to its own, free p.grad."""
+        gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.parameters]
+        gradient = torch.empty_like(self.shard)
+        reduce_scatter_tensor(gradient, self.flatten(gradients), group=self.group)
+        self.shard.grad += gradient
+        for p in self.parameters:
+            p.grad = None
+
     def step(self):
-        """After backward: sum this shard's gradients (in place), step on it, send it to all."""
-        reduce_scatter_tensor(self.shard.grad, self.gradients, group=self.group)
+        """After the last backward: reduce, step on this shard, send it to all."""
+        self.reduce()
         self.optimizer.step()
         all_gather_into_tensor(self.weights, self.shard.detach(), group=self.group)
-        self.gradients.zero_()
+        self.shard.grad.zero_()
 
-
-# Stage 2 in this form has no self.gradients. After each backward pass it copies all p.grad into a
-# new flat tensor, reduce-scatters that, adds the result to shard.grad, and frees both.
 
 # --- stages 0 to 2 in full: many buckets, reduced while backward goes on
 
@@ -122,12 +130,13 @@ class ZeRO:
         **options,
     ):
         self.model, self.group, self.stage, self.microbatches = model, group, stage, microbatches
-        self.reduce_each = reduce_each and stage >= 2
-        self.queue = None  # the buckets that the running backward pass has still to reduce
+        self.reduce_each = reduce_each
+        self.queue = None  # buckets still to reduce; None: no gradient has come yet
         self.works = []  # (bucket, work): reductions on their way
         self.backward_running = False  # still true after an exception
         self.last_call = None  # "zero_grad", "backward" or "finish"
-        # For other kinds of parallelism, to be skipped at first: with ZeRO alone they do nothing
+        # For other kinds of parallelism. Skip them at first, and each line marked "composition":
+        # with ZeRO alone they do nothing
         self.scopes, self.splits = scopes or {None: model}, splits or {}
         self.scope, self.may_reduce = None, True  # of the running backward pass, see around()
         self.replica_sums = []  # works: sums of shards over replicas
@@ -152,7 +161,7 @@ class ZeRO:
         for bucket in self.trainable:
             pieces += bucket.pieces
             for i, p in enumerate(bucket.parameters):
-                p.register_post_accumulate_grad_hook(functools.partial(self._take, bucket, i))
+                p.register_post_accumulate_grad_hook(functools.partial(self._arrived, bucket, i))
         self.optimizer = make_optimizer(pieces)
         check_zero_arguments(self)
 
@@ -162,22 +171,23 @@ class ZeRO:
     # --- a step
     #
     # zero_grad()  All gradients are 0.
-    # backward     _take moves each gradient to its bucket, and starts to reduce the full ones: once
-    #              a step in stages 0 and 1, in each backward pass in stage 2.
+    # backward     _arrived moves each gradient to its bucket, and starts to reduce the full ones:
+    #              once a step in stages 0 and 1, in each backward pass in stage 2.
     # finish()     Reduces what backward has not, and waits for all.
     # step()       Steps on this rank's shards, and all-gathers the new weights.
 
     def zero_grad(self, give_up=False):
         """Start a step. After an exception on any rank all ranks call it with give_up=True."""
+        # By itself if its own backward raised: other ranks may already wait in finish()
         give_up = give_up or self.backward_running
-        check_zero_step(self, give_up)
+        check_before_zero_step(self, give_up)
         if give_up:
             self._join_missing_passes(given_up=True)
         self.backward_running, self.last_call = False, "zero_grad"
         for bucket in self.trainable:
             bucket.zero_grad()
 
-    def _take(self, bucket, i, p):
+    def _arrived(self, bucket, i, p):
         """The hook of each parameter: move its gradient into the bucket. p.grad stays None, or
         somebody would take one rank's gradient for the sum."""
         gradient, p.grad = p.grad, None
@@ -186,18 +196,19 @@ class ZeRO:
         self._fill_queue()
         check_zero_gradient(self, bucket)
         bucket.add(i, gradient)
-        self._reduce_full()
+        self._start_full_buckets()
 
     def finish(self):
         """Complete the gradients, after the last backward of a step. grad_norm(), clip() and step()
         call it too."""
         if self.backward_running:
-            raise RuntimeError("an exception ended a backward pass: call zero_grad(), begin anew")
+            advice = "call zero_grad(give_up=True) on all ranks"
+            raise RuntimeError(f"an exception ended a backward pass: {advice}")
         if self.last_call == "finish":
             return
         self._join_missing_passes()
         for bucket in self.trainable:
-            for group in bucket.place.partial:
+            for group in bucket.place.partial:  # composition
                 dist.all_reduce(bucket.gradient_shard, group=group)
         self.last_call = "finish"
 
@@ -225,8 +236,8 @@ class ZeRO:
         for work in works:
             work.wait()
 
-    # --- reductions start in the same order on all ranks: swapped ones would add up the wrong
-    # buckets, silently. So a bucket that is full early waits for those before it
+    # --- the queue. The first gradient of a step (stages 0, 1) or backward pass (2) makes it. Full
+    # buckets leave its front. What is left is reduced in finish() (0, 1) or after backward (2)
 
     def _backward_begins(self):
         if not self.backward_running:
@@ -237,11 +248,13 @@ class ZeRO:
     def _fill_queue(self):
         if self.queue is None:
             self.queue = [b for b in self.trainable if b.reductions_left > 0]
-            if self.scope is not None:
+            if self.scope is not None:  # composition
                 self.queue = [b for b in self.queue if self.scope in b.place.scopes]
 
-    def _reduce_full(self, also=()):
-        while self.may_reduce and self.queue:
+    def _start_full_buckets(self, also=()):
+        # In the same order on all ranks: swapped reductions would add up the wrong buckets,
+        # silently. So a bucket that is full early waits for those before it
+        while self.queue and self.may_reduce:  # may_reduce: composition
             bucket = self.queue[0]
             if any(bucket.grads_left) and bucket not in also:
                 break
@@ -259,32 +272,32 @@ class ZeRO:
             if work is not None:
                 work.wait()
             bucket.keep_shard()
-            across = bucket.place.across
+            across = bucket.place.across  # composition
             if across is not None and bucket.reductions_left == 0:
                 work = dist.all_reduce(bucket.gradient_shard, group=across, async_op=True)
                 self.replica_sums.append(work)
 
     def _backward_ends(self):
         self.backward_running = False
-        # None: no parameter got a gradient, as in autograd.grad. Stages 0 and 1: finish() does it
+        # None: no parameter got a gradient, as in autograd.grad. In stages 0 and 1 finish() does it
         if self.queue is not None and self.stage >= 2:
             self._reduce_rest()
 
     def _reduce_rest(self):
-        self._reduce_full(also=list(self.queue))  # a parameter may have got no gradient
+        self._start_full_buckets(also=list(self.queue))  # a parameter may have got no gradient
         self._wait()
         self.queue = None
 
     def _join_missing_passes(self, given_up=False):
         # A rank that ran fewer backward passes must still join the reductions
         while self.queue is not None or any(bucket.reductions_left for bucket in self.trainable):
-            self._fill_queue()  # unless an exception ended a pass half way
+            self._fill_queue()  # does nothing if an exception has left a queue
             if given_up:
                 for bucket in self.queue:
                     bucket.allocate_gradients()
                     bucket.gradients.fill_(torch.nan)  # incomplete: nobody may train on it
             self._reduce_rest()
-        for work in self.replica_sums:
+        for work in self.replica_sums:  # composition
             work.wait()
         self.replica_sums.clear()
 
@@ -340,9 +353,8 @@ class ZeRO:
 
     @contextlib.contextmanager
     def around(self, action):
-        """For Pipeline(..., around=zero.around): which of the scopes an action belongs to. After I
-        of a split backward gradients are missing. Stages 0 and 1 do without: they count gradients.
-        """
+        """For Pipeline(..., around=zero.around): an action's scope. After I of a split backward
+        (inputs' gradients only) nothing is reduced. Stages 0 and 1 count gradients instead."""
         if self.stage >= 2:
             self.may_reduce = action.kind != "I"
             self.scope = action.stage if action.stage in self.scopes else None
@@ -357,8 +369,7 @@ class ShardedBucket:
 
     weights         (S,)    in `param_dtype`; the model's parameters are views of it
     shard           (S/N,)  this rank's shard of the weights
-    master          (S/N,)  what the optimizer steps on: the shard, or its copy in another dtype or
-                            place
+    master          (S/N,)  for the optimizer: the shard, or its copy in another dtype or place
     pieces                  the master, cut at the parameters' borders: one a parameter, maybe empty
     gradients       (S,)    of this rank, in `reduce_dtype`; in stage 2 None until one arrives
     gradient_shard  (S/N,)  this rank's shard of their sum over all ranks
@@ -390,7 +401,7 @@ class ShardedBucket:
         sizes = [p.numel() for p in parameters]
         length = max(-(-sum(sizes) // self.ranks), 1)  # rounded up; gloo refuses empty messages
         self.own = slice(rank * length, (rank + 1) * length)
-        sizes.append(self.ranks * length - sum(sizes))  # padding
+        sizes.append(self.ranks * length - sum(sizes))  # padding; no p, so zip() leaves it out
         self.slices, self.piece_sizes = [], []
         end = 0
         for size in sizes:
@@ -410,10 +421,10 @@ class ShardedBucket:
             self.master = full[self.own].to("cpu" if offload else full.device, copy=True)
         self.parameters, self.pieces = [], []
         for p, part, piece in zip(parameters, self.slices, self.master.split(self.piece_sizes)):
-            # .data has its own version counter: autograd must not take a gather for a change of
-            # the weights that it saved
+            # New, because p.data can't leave the meta device. `weights` and .data have two version
+            # counters: autograd must not take a gather for a change of the weights that it saved
             view = nn.Parameter(self.weights[part].data.view(p.shape), self.trainable)
-            view.__dict__.update(p.__dict__, stepped_on_in_pieces=True)
+            view.__dict__.update(p.__dict__, stepped_on_in_pieces=True)  # diloco.py refuses it
             self.parameters.append(view)
             if p.dim() > 1:
                 piece = piece.unsqueeze(0)  # 2-D, so that weight decay still sees a matrix
@@ -428,7 +439,8 @@ class ShardedBucket:
             self.gradient_shard = self.weights.new_zeros(length, dtype=self.reduce_dtype)
         # 4  How often they are reduced in a step, each time after how many of each parameter
         backwards = microbatches * len(place.scopes)
-        self.reductions, self.grads_per_reduction = (1, backwards) if stage < 2 else (backwards, 1)
+        self.reductions = 1 if stage < 2 else backwards
+        self.grads_per_reduction = backwards if stage < 2 else 1
         self.reductions_left = self.reductions
         self.reset_gradient_count()
 
@@ -449,8 +461,8 @@ class ShardedBucket:
     def add(self, i, gradient):
         self.allocate_gradients()
         self.view(i, self.gradients).add_(gradient)
-        # 0 already: in a split backward several micro-batches' I bring a bias's gradient before the
-        # first W brings a matrix's
+        # In a split backward several I bring a bias's gradients before the first W brings a
+        # matrix's. So the bias's count may be 0 already
         self.grads_left[i] = max(self.grads_left[i] - 1, 0)
 
     def reset_gradient_count(self):
@@ -518,13 +530,13 @@ class Place(NamedTuple):
     group: object  # the ranks that split this replica
     across: object  # those with the same shards, one of each replica; None: there is one replica
     partial: tuple  # groups over which gradients are partial sums
-    scopes: tuple  # those that use them, each with a backward pass per micro-batch
-    units: tuple  # those of fsdp.py that use them
+    scopes: tuple  # the pipeline stages that use them, each with a backward per micro-batch
+    units: tuple  # fsdp.py's units that use them
 
 
 def find_places(model, group, scopes, splits, units):
     """{parameter: its Place}. scopes: {pipeline stage: its module} of a rank with several stages.
-    splits: of HSDP, whose replicas are split each by itself: {data group: (the ranks that split
+    splits: of HSDP (ZeRO within a node, replicas across nodes): {data group: (the ranks that split
     this replica, the ranks with the same shards, one of each replica)}."""
     of_scope = {scope: set(module.parameters()) for scope, module in scopes.items()}
     of_unit = {unit: set(unit.module.parameters()) for unit in units}
@@ -533,8 +545,9 @@ def find_places(model, group, scopes, splits, units):
         data_group = placed(p, "data", group)
         inside, across = splits.get(data_group, (data_group, None))
         partial = tuple(placed(p, "partial", ()))
-        users = [tuple(key for key in of if p in of[key]) for of in (of_scope, of_unit)]
-        places[p] = Place(inside, across, partial, *users)
+        in_scopes = tuple(scope for scope in of_scope if p in of_scope[scope])
+        in_units = tuple(unit for unit in of_unit if p in of_unit[unit])
+        places[p] = Place(inside, across, partial, in_scopes, in_units)
     return places
 
 
@@ -596,7 +609,7 @@ def check_zero_arguments(zero):
                 raise ValueError("splits need one rank of each replica, at the same place of each")
 
 
-def check_zero_step(zero, give_up):
+def check_before_zero_step(zero, give_up):
     if zero.last_call == "backward" and not give_up:
         raise RuntimeError("there was no finish(): call it, or zero_grad(give_up=True)")
     storages = {bucket.weights.untyped_storage()._cdata for bucket in zero.buckets}
@@ -658,6 +671,7 @@ def demo(run):
         zero.zero_grad()
         loss = run.zero()
         for tokens, targets, samples in run.microbatches(step, run.rank, run.world):
+            # target_count: the tokens of the global batch
             part = model(tokens, targets=targets, target_count=run.target_count, sample_ids=samples)
             part.backward()
             loss += part.detach()

@@ -324,6 +324,22 @@ def test_usage_of_data_parallelism(copied, files, of, model, optimizer, limit):
     copied(files, 3, work)
 
 
+@pytest.mark.parametrize("stage", [1, 2])
+@on_top_of("zero", 3)
+def test_micro_batches_of_plain_zero(zero, stage):
+    use = Layout(MODELS["mlp"](), "SGD", microbatches=2)
+    plain = zero.PlainZeRO1(use.model, group.WORLD, use.make_optimizer)
+    for parts, target_count in loop_names(use, zero)["batches"]:
+        for i, (x, y) in enumerate(parts):
+            if stage == 2 and i > 0:
+                plain.reduce()
+                assert all(p.grad is None for p in use.model.parameters())
+            (flat_cross_entropy(use.model(x), y, reduction="sum") / target_count).backward()
+        plain.step()
+    expected = one_process("mlp", "SGD", limit=0)[2]
+    torch.testing.assert_close(use.named(), expected, rtol=1e-10, atol=1e-10)
+
+
 @pytest.mark.parametrize("model", ["mlp", "torch"])
 @on_top_of("parameter_server", 3)
 def test_usage_of_a_parameter_server(server, model):
